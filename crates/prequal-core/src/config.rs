@@ -1,0 +1,552 @@
+//! Settings of the filter: JSON text in, values that cannot be invalid out, every problem reported at once.
+//!
+//! The keys of a cluster may also stand at the top level, where they are defaults for all clusters.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+
+use serde_json::{Map, Value};
+
+use crate::endpoint::Endpoint;
+use crate::members::MAX_MEMBERS;
+use crate::pool::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
+
+/// Longest accepted configuration, bytes.
+pub const MAX_CONFIG: usize = 512 * 1024;
+/// Most clusters in one configuration.
+pub const MAX_CLUSTERS: usize = 256;
+
+/// The whole configuration of one filter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FilterConfig {
+    /// Which stock part of Envoy honours the choice.
+    pub shim: Shim,
+    /// One entry per upstream cluster, at least one, names distinct.
+    pub clusters: Vec<ClusterConfig>,
+}
+
+/// How the choice reaches Envoy's cluster selection.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Shim {
+    /// `stateful_session` in header mode (default): honours health, outlier ejection and draining.
+    StatefulSession,
+    /// The `override_host` policy: ignores health.
+    OverrideHost,
+}
+
+/// Settings of one upstream cluster.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ClusterConfig {
+    /// The serving cluster's name in Envoy.
+    pub cluster: String,
+    /// The cluster over the same endpoints through which probes are sent.
+    pub probe_cluster: String,
+    /// The pool's settings.
+    pub pool: PoolSettings,
+    /// The probes' settings.
+    pub probe: ProbeSettings,
+    /// Replicas named by hand, for static fleets and tests. Empty: learned.
+    pub endpoints: Vec<Endpoint>,
+}
+
+/// How probes are sent and which reports count.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProbeSettings {
+    /// A probe not answered by then has failed, milliseconds, 1 to 10 000. Envoy's timers are off by up to 4.
+    pub timeout_ms: u64,
+    /// Without a request for this long one worker probes, milliseconds, 0 (off) to 3 600 000.
+    pub idle_interval_ms: u32,
+    /// Share of probes sent without an address, so that the cluster's policy finds newcomers, 0 to 1.
+    pub discovery_share: f64,
+    /// Whether reports on responses count.
+    pub piggyback: bool,
+}
+
+/// A named set of defaults.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Profile {
+    /// Ours: adaptive budget, reports on responses, small fleets.
+    Default,
+    /// The baseline of the paper's testbed (§5): fixed `r_probe` = 3, `r_remove` = 1, hot if RIF ≥ θ, probes only.
+    Paper,
+}
+
+impl Profile {
+    /// The pool's settings under this profile.
+    pub fn pool_settings(self) -> PoolSettings {
+        let ours = PoolSettings {
+            pool_size: 16,
+            max_age_ms: 1000,
+            q_rif: 0.84,
+            hot: HotRule::Auto,
+            delta: 1.0,
+            r_remove: 1.0,
+            scale_removal: true,
+            reuse_cap: 64,
+            budget: Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 1.0 },
+            small_fleets: true,
+            rif_history: MAX_HISTORY,
+        };
+        match self {
+            Self::Default => ours,
+            Self::Paper => PoolSettings {
+                q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
+                hot: HotRule::Ge,
+                scale_removal: false,
+                budget: Budget::Fixed { r_probe: 3.0 },
+                small_fleets: false,
+                ..ours
+            },
+        }
+    }
+
+    fn probe_settings(self) -> ProbeSettings {
+        let ours =
+            ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, discovery_share: 0.05, piggyback: true };
+        match self {
+            Self::Default => ours,
+            Self::Paper => ProbeSettings { piggyback: false, ..ours },
+        }
+    }
+}
+
+impl FilterConfig {
+    /// Parses and checks the configuration.
+    ///
+    /// # Errors
+    /// Every problem found, each naming its field and range.
+    pub fn parse(text: &str) -> Result<Self, ConfigErrors> {
+        let mut errors = ConfigErrors(Vec::new());
+        if text.len() > MAX_CONFIG {
+            errors.push("configuration", format!("has {} bytes, at most {MAX_CONFIG} are read", text.len()));
+            return Err(errors);
+        }
+        let root = match serde_json::from_str(text) {
+            Ok(Value::Object(root)) => root,
+            Ok(other) => {
+                errors.push("configuration", format!("must be a JSON object, got {}", kind(&other)));
+                return Err(errors);
+            }
+            Err(error) => {
+                errors.push("configuration", format!("is not JSON: {error}"));
+                return Err(errors);
+            }
+        };
+        let mut top = Fields { object: &root, path: String::new(), errors: &mut errors };
+        top.reject_unknown(&[&["clusters", "shim", "profile"], SETTING_KEYS].concat());
+        let profile = top
+            .choice("profile", &[("default", Profile::Default), ("paper", Profile::Paper)])
+            .unwrap_or(Profile::Default);
+        let shim = top
+            .choice(
+                "shim",
+                &[("stateful_session", Shim::StatefulSession), ("override_host", Shim::OverrideHost)],
+            )
+            .unwrap_or(Shim::StatefulSession);
+        let (pool, probe) = top.settings(&profile.pool_settings(), &profile.probe_settings());
+        let mut clusters: Vec<ClusterConfig> = Vec::new();
+        match root.get("clusters") {
+            Some(Value::Array(list)) if (1..=MAX_CLUSTERS).contains(&list.len()) => {
+                for (index, item) in list.iter().enumerate() {
+                    let path = format!("clusters[{index}]");
+                    let Value::Object(object) = item else {
+                        errors.push(&path, format!("must be an object, got {}", kind(item)));
+                        continue;
+                    };
+                    let mut fields = Fields { object, path, errors: &mut errors };
+                    if let Some(cluster) = fields.cluster(&pool, &probe) {
+                        if clusters.iter().any(|known| known.cluster == cluster.cluster) {
+                            fields.fail("cluster", format!("\"{}\" is configured twice", cluster.cluster));
+                        }
+                        clusters.push(cluster);
+                    }
+                }
+            }
+            Some(Value::Array(list)) => {
+                errors
+                    .push("clusters", format!("must list 1 to {MAX_CLUSTERS} clusters, got {}", list.len()));
+            }
+            Some(other) => errors.push("clusters", format!("must be a list, got {}", kind(other))),
+            None => errors
+                .push("clusters", "is missing: list at least one {\"cluster\", \"probe_cluster\"}".into()),
+        }
+        if errors.0.is_empty() { Ok(Self { shim, clusters }) } else { Err(errors) }
+    }
+}
+
+/// Keys that stand in a cluster or, as defaults, at the top level.
+const SETTING_KEYS: &[&str] = &[
+    "pool_size",
+    "max_age_ms",
+    "q_rif",
+    "hot",
+    "delta",
+    "r_remove",
+    "scale_removal",
+    "reuse_cap",
+    "budget",
+    "r_probe",
+    "target_age_ms",
+    "max_probes_per_query",
+    "small_fleets",
+    "rif_history",
+    "probe_timeout_ms",
+    "idle_probe_interval_ms",
+    "discovery_share",
+    "piggyback",
+];
+
+/// One JSON object being read.
+struct Fields<'a> {
+    object: &'a Map<String, Value>,
+    path: String,
+    errors: &'a mut ConfigErrors,
+}
+
+impl Fields<'_> {
+    fn fail(&mut self, key: &str, problem: String) {
+        let field = if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) };
+        self.errors.push(&field, problem);
+    }
+
+    fn reject_unknown(&mut self, known: &[&str]) {
+        let unknown: Vec<String> =
+            self.object.keys().filter(|key| !known.contains(&key.as_str())).cloned().collect();
+        for key in unknown {
+            // A hostile or broken key may be long; its start tells enough.
+            let shown: String = key.chars().take(64).collect();
+            self.fail(&shown, format!("is not a known field; known: {}", known.join(", ")));
+        }
+    }
+
+    fn number(&mut self, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
+        let value = self.object.get(key)?;
+        match value.as_f64().filter(|number| range.contains(number)) {
+            Some(number) => Some(number),
+            None => {
+                let got = shorten(value);
+                self.fail(
+                    key,
+                    format!("must be a number from {} to {}, got {got}", range.start(), range.end()),
+                );
+                None
+            }
+        }
+    }
+
+    fn whole(&mut self, key: &str, range: RangeInclusive<u32>) -> Option<u32> {
+        let value = self.object.get(key)?;
+        let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
+        match number.filter(|number| range.contains(number)) {
+            Some(number) => Some(number),
+            None => {
+                let got = shorten(value);
+                self.fail(
+                    key,
+                    format!("must be a whole number from {} to {}, got {got}", range.start(), range.end()),
+                );
+                None
+            }
+        }
+    }
+
+    fn boolean(&mut self, key: &str) -> Option<bool> {
+        let value = self.object.get(key)?;
+        if value.as_bool().is_none() {
+            self.fail(key, format!("must be true or false, got {}", shorten(value)));
+        }
+        value.as_bool()
+    }
+
+    fn choice<T: Copy>(&mut self, key: &str, choices: &[(&str, T)]) -> Option<T> {
+        let value = self.object.get(key)?;
+        let found = choices.iter().find(|(name, _)| value.as_str() == Some(name)).map(|(_, choice)| *choice);
+        if found.is_none() {
+            let names: Vec<String> = choices.iter().map(|(name, _)| format!("\"{name}\"")).collect();
+            self.fail(key, format!("must be one of {}, got {}", names.join(", "), shorten(value)));
+        }
+        found
+    }
+
+    fn name(&mut self, key: &str) -> Option<String> {
+        match self.object.get(key) {
+            Some(Value::String(name)) if (1..=256).contains(&name.len()) => return Some(name.clone()),
+            Some(other) => {
+                let got = shorten(other);
+                self.fail(key, format!("must be a cluster name of 1 to 256 bytes, got {got}"));
+            }
+            None => self.fail(key, "is missing: the name of a cluster in Envoy".into()),
+        }
+        None
+    }
+
+    fn settings(&mut self, pool: &PoolSettings, probe: &ProbeSettings) -> (PoolSettings, ProbeSettings) {
+        let (mut pool, mut probe) = (pool.clone(), probe.clone());
+        set(&mut pool.pool_size, self.whole("pool_size", 2..=MAX_POOL as u32).map(|size| size as usize));
+        set(&mut pool.max_age_ms, self.whole("max_age_ms", 10..=60_000));
+        set(&mut pool.q_rif, self.number("q_rif", 0.0..=1.0));
+        set(
+            &mut pool.hot,
+            self.choice("hot", &[("auto", HotRule::Auto), ("gt", HotRule::Gt), ("ge", HotRule::Ge)]),
+        );
+        set(&mut pool.delta, self.number("delta", 0.001..=1000.0));
+        set(&mut pool.r_remove, self.number("r_remove", 0.0..=16.0));
+        set(&mut pool.scale_removal, self.boolean("scale_removal"));
+        set(&mut pool.reuse_cap, self.whole("reuse_cap", 1..=10_000));
+        set(&mut pool.small_fleets, self.boolean("small_fleets"));
+        set(
+            &mut pool.rif_history,
+            self.whole("rif_history", 8..=MAX_HISTORY as u32).map(|samples| samples as usize),
+        );
+        pool.budget = self.budget(pool.budget);
+        set(&mut probe.timeout_ms, self.whole("probe_timeout_ms", 1..=10_000).map(u64::from));
+        set(&mut probe.idle_interval_ms, self.whole("idle_probe_interval_ms", 0..=3_600_000));
+        set(&mut probe.discovery_share, self.number("discovery_share", 0.0..=1.0));
+        set(&mut probe.piggyback, self.boolean("piggyback"));
+        (pool, probe)
+    }
+
+    fn budget(&mut self, default: Budget) -> Budget {
+        let fixed_default = matches!(default, Budget::Fixed { .. });
+        let fixed = self.choice("budget", &[("adaptive", false), ("fixed", true)]).unwrap_or(fixed_default);
+        let r_probe = self.number("r_probe", 0.0..=16.0);
+        let target = self.whole("target_age_ms", 1..=60_000);
+        let most = self.number("max_probes_per_query", 0.0..=16.0);
+        if fixed {
+            for key in ["target_age_ms", "max_probes_per_query"] {
+                if self.object.contains_key(key) {
+                    self.fail(key, "has no effect with \"budget\": \"fixed\"".into());
+                }
+            }
+            let inherited = if let Budget::Fixed { r_probe } = default { r_probe } else { 3.0 };
+            return Budget::Fixed { r_probe: r_probe.unwrap_or(inherited) };
+        }
+        if self.object.contains_key("r_probe") {
+            self.fail("r_probe", "needs \"budget\": \"fixed\"".into());
+        }
+        let (default_target, default_most) = match default {
+            Budget::Adaptive { target_age_ms, max_probes_per_query } => (target_age_ms, max_probes_per_query),
+            Budget::Fixed { .. } => (100, 1.0),
+        };
+        Budget::Adaptive {
+            target_age_ms: target.unwrap_or(default_target),
+            max_probes_per_query: most.unwrap_or(default_most),
+        }
+    }
+
+    fn cluster(&mut self, pool: &PoolSettings, probe: &ProbeSettings) -> Option<ClusterConfig> {
+        self.reject_unknown(&[&["cluster", "probe_cluster", "endpoints"], SETTING_KEYS].concat());
+        let (pool, probe) = self.settings(pool, probe);
+        let endpoints = self.endpoints();
+        // Both are read before giving up, so that both are reported.
+        let (cluster, probe_cluster) = (self.name("cluster"), self.name("probe_cluster"));
+        Some(ClusterConfig { cluster: cluster?, probe_cluster: probe_cluster?, pool, probe, endpoints })
+    }
+
+    fn endpoints(&mut self) -> Vec<Endpoint> {
+        let list = match self.object.get("endpoints") {
+            None => return Vec::new(),
+            Some(Value::Array(list)) if list.len() <= MAX_MEMBERS => list,
+            Some(other) => {
+                let got = kind(other);
+                self.fail(
+                    "endpoints",
+                    format!("must be a list of at most {MAX_MEMBERS} `ip:port`, got {got}"),
+                );
+                return Vec::new();
+            }
+        };
+        let mut endpoints = Vec::new();
+        for (index, item) in list.iter().enumerate() {
+            match item.as_str().and_then(|text| text.parse().ok()) {
+                Some(endpoint) => endpoints.push(endpoint),
+                None => {
+                    let got = shorten(item);
+                    self.fail(&format!("endpoints[{index}]"), format!("must be an `ip:port`, got {got}"));
+                }
+            }
+        }
+        endpoints
+    }
+}
+
+fn set<T>(place: &mut T, value: Option<T>) {
+    if let Some(value) = value {
+        *place = value;
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn shorten(value: &Value) -> String {
+    let text = value.to_string();
+    if text.len() <= 64 { text } else { format!("{}...", text.chars().take(64).collect::<String>()) }
+}
+
+/// One problem: which field, and what it must be.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ConfigError {
+    /// Path of the field, such as `clusters[0].q_rif`.
+    pub field: String,
+    /// What is wrong and which values are accepted.
+    pub problem: String,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` {}", self.field, self.problem)
+    }
+}
+
+/// Every problem of one configuration, never empty.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ConfigErrors(pub Vec<ConfigError>);
+
+impl ConfigErrors {
+    fn push(&mut self, field: &str, problem: String) {
+        self.0.push(ConfigError { field: field.to_owned(), problem });
+    }
+}
+
+impl fmt::Display for ConfigErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, error) in self.0.iter().enumerate() {
+            if index > 0 {
+                f.write_str("; ")?;
+            }
+            error.fmt(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for ConfigErrors {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const MINIMAL: &str = r#"{"clusters":[{"cluster":"a","probe_cluster":"b"}]}"#;
+
+    fn errors(text: &str) -> Vec<String> {
+        match FilterConfig::parse(text) {
+            Ok(_) => Vec::new(),
+            Err(errors) => errors.0.iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    fn with(setting: &str) -> String {
+        format!(r#"{{"clusters":[{{"cluster":"a","probe_cluster":"b",{setting}}}]}}"#)
+    }
+
+    #[test]
+    fn a_minimal_configuration_takes_the_defaults() {
+        let config = FilterConfig::parse(MINIMAL).unwrap();
+        assert_eq!(config.shim, Shim::StatefulSession);
+        assert_eq!(config.clusters[0].pool, Profile::Default.pool_settings());
+    }
+
+    #[test]
+    fn the_paper_profile_is_the_paper() {
+        let config =
+            FilterConfig::parse(r#"{"profile":"paper","clusters":[{"cluster":"a","probe_cluster":"b"}]}"#)
+                .unwrap();
+        let pool = &config.clusters[0].pool;
+        assert_eq!((pool.budget, pool.hot), (Budget::Fixed { r_probe: 3.0 }, HotRule::Ge));
+        assert!(!config.clusters[0].probe.piggyback);
+    }
+
+    #[test]
+    fn settings_at_the_top_are_defaults_for_clusters() {
+        let config = FilterConfig::parse(
+            r#"{"q_rif":0.5,"max_age_ms":500,"clusters":[
+                {"cluster":"a","probe_cluster":"b"},{"cluster":"c","probe_cluster":"d","q_rif":0.9}]}"#,
+        )
+        .unwrap();
+        let seen: Vec<_> = config.clusters.iter().map(|c| (c.pool.q_rif, c.pool.max_age_ms)).collect();
+        assert_eq!(seen, [(0.5, 500), (0.9, 500)]);
+    }
+
+    #[test]
+    fn every_bound_is_checked_on_both_sides() {
+        for (key, inside, outside) in [
+            ("pool_size", ["2", "24"], ["1", "25"]),
+            ("max_age_ms", ["10", "60000"], ["9", "60001"]),
+            ("q_rif", ["0", "1"], ["-0.01", "1.01"]),
+            ("delta", ["0.001", "1000"], ["0", "1001"]),
+            ("r_remove", ["0", "16"], ["-1", "16.5"]),
+            ("reuse_cap", ["1", "10000"], ["0", "10001"]),
+            ("target_age_ms", ["1", "60000"], ["0", "60001"]),
+            ("max_probes_per_query", ["0", "16"], ["-1", "17"]),
+            ("rif_history", ["8", "128"], ["7", "129"]),
+            ("probe_timeout_ms", ["1", "10000"], ["0", "10001"]),
+            ("idle_probe_interval_ms", ["0", "3600000"], ["-5", "3600001"]),
+            ("discovery_share", ["0", "1"], ["-0.1", "1.1"]),
+        ] {
+            for value in inside {
+                assert_eq!(errors(&with(&format!(r#""{key}":{value}"#))), [""; 0], "{key} = {value}");
+            }
+            for value in outside {
+                let found = errors(&with(&format!(r#""{key}":{value}"#)));
+                assert!(
+                    found.len() == 1 && found[0].starts_with(&format!("`clusters[0].{key}` must be a")),
+                    "{key} = {value}: {found:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn all_problems_are_reported_at_once() {
+        let found = errors(
+            r#"{"shim":"x","surprise":1,"q_rif":"NaN","clusters":[{"cluster":"","pool_size":1.5,"hot":3,
+                "piggyback":"yes","endpoints":["a"]},7]}"#,
+        );
+        for field in [
+            "`shim`",
+            "`surprise`",
+            "`q_rif`",
+            "`clusters[0].cluster`",
+            "`clusters[0].probe_cluster`",
+            "`clusters[0].pool_size`",
+            "`clusters[0].hot`",
+            "`clusters[0].piggyback`",
+            "`clusters[0].endpoints[0]`",
+            "`clusters[1]`",
+        ] {
+            assert!(found.iter().any(|error| error.starts_with(field)), "{field} not in {found:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_configuration_says_so() {
+        for text in
+            ["", "{}", "[]", "null", r#"{"clusters":[]}"#, r#"{"clusters":3}"#, r#"{"q_rif":NaN}"#, "{\"a\":"]
+        {
+            assert_eq!(errors(text).len(), 1, "{text}: {:?}", errors(text));
+        }
+        let large = format!(r#"{{"clusters":"{}"}}"#, "x".repeat(1 << 20));
+        assert!(errors(&large)[0].contains("at most"));
+        assert!(errors(&with(r#""r_probe":2"#))[0].contains("\"budget\": \"fixed\""));
+        let twice =
+            r#"{"clusters":[{"cluster":"a","probe_cluster":"b"},{"cluster":"a","probe_cluster":"b"}]}"#;
+        assert!(errors(twice)[0].contains("twice"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "\\PC{0,200}") {
+            let _ = FilterConfig::parse(&text);
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! A replica's identity: its serving `ip:port`, in the canonical text form that Envoy's clusters use.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+/// Bytes of the longest text form, `[v6]:port`.
+pub const MAX_TEXT: usize = 47;
+
+/// A serving `ip:port`. Plain data, so that blobs in shared data can hold it.
+///
+/// The text form is canonical (`10.0.0.1:80`, `[2001:db8::1]:80`): Envoy ignores any other spelling.
+#[derive(Clone, Copy, Eq, Hash, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Endpoint {
+    /// IPv6 octets; an IPv4 address fills the first four, the rest is zero.
+    ip: [u8; 16],
+    port: u16,
+    /// 4 or 6; 0 in a zeroed record, which is no endpoint.
+    family: u16,
+}
+
+impl Endpoint {
+    /// As a socket address.
+    pub fn socket_addr(&self) -> SocketAddr {
+        let ip = if self.family == 4 {
+            let [a, b, c, d, ..] = self.ip;
+            IpAddr::V4(Ipv4Addr::new(a, b, c, d))
+        } else {
+            IpAddr::V6(Ipv6Addr::from(self.ip))
+        };
+        SocketAddr::new(ip, self.port)
+    }
+
+    /// The port, 1 to 65535.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The same host at another port.
+    #[must_use]
+    pub fn with_port(mut self, port: u16) -> Self {
+        self.port = port;
+        self
+    }
+
+    /// Whether the two are ports of one host.
+    pub fn same_host(&self, other: &Self) -> bool {
+        self.family == other.family && self.ip == other.ip
+    }
+
+    /// Whether a record read from shared data holds an endpoint at all.
+    pub(crate) fn is_valid(&self) -> bool {
+        self.port != 0 && (self.family == 6 || (self.family == 4 && self.ip.iter().skip(4).all(|b| *b == 0)))
+    }
+}
+
+impl From<SocketAddr> for Endpoint {
+    fn from(addr: SocketAddr) -> Self {
+        let mut ip = [0; 16];
+        let family = match addr.ip() {
+            IpAddr::V4(v4) => {
+                for (to, from) in ip.iter_mut().zip(v4.octets()) {
+                    *to = from;
+                }
+                4
+            }
+            IpAddr::V6(v6) => {
+                ip = v6.octets();
+                6
+            }
+        };
+        Self { ip, port: addr.port(), family }
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = EndpointError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        // Longer text cannot be an address; a bound here keeps hostile headers cheap.
+        if text.len() > MAX_TEXT {
+            return Err(EndpointError);
+        }
+        match text.parse::<SocketAddr>() {
+            Ok(addr) if addr.port() != 0 => Ok(addr.into()),
+            _ => Err(EndpointError),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.socket_addr().fmt(f)
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.socket_addr().fmt(f)
+    }
+}
+
+/// The text is no `ip:port` with a port of 1 to 65535 (`[ip]:port` for IPv6).
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("not an `ip:port` with a port of 1 to 65535 (IPv6 as `[ip]:port`)")]
+pub struct EndpointError;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_canonical_both_ways() {
+        for (text, canonical) in [
+            ("127.0.0.1:80", "127.0.0.1:80"),
+            ("[::1]:24142", "[::1]:24142"),
+            ("[0:0:0:0:0:0:0:1]:24142", "[::1]:24142"),
+            ("[2001:DB8::5]:65535", "[2001:db8::5]:65535"),
+        ] {
+            assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), canonical, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_endpoint_is_refused() {
+        for text in [
+            "",
+            "a:80",
+            "127.0.0.1",
+            "127.0.0.1:0",
+            "127.0.0.1:70000",
+            "::1:80",
+            "localhost:80",
+            " 1.2.3.4:5",
+        ] {
+            assert_eq!(text.parse::<Endpoint>(), Err(EndpointError), "{text}");
+        }
+        assert!("1".repeat(1000).parse::<Endpoint>().is_err());
+    }
+}

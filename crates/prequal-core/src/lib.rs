@@ -1,0 +1,29 @@
+//! The Prequal algorithm, pure: events in, decisions out.
+//!
+//! Every rule of the paper (Wydrowski et al., NSDI '24, "Load is not what you should balance") is written
+//! down here and nowhere else; the Envoy filter, the agent and the benchmarks are adapters around these types.
+//! The crate reads no clock, draws no randomness of its own, performs no I/O and keeps no globals: callers pass
+//! `now` and an `Rng`, so every decision can be replayed from its inputs.
+//!
+//! | module | decides |
+//! |---|---|
+//! | [`pool`] | which replica serves a request, and when a report leaves the pool (§4) |
+//! | [`reuse`] | equation (1) |
+//! | [`members`] | which replicas exist and which are probed |
+//! | [`tracker`] | what a replica says of itself |
+//! | [`report`] | the wire form of that |
+//! | [`config`] | settings that cannot be invalid |
+#![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
+)]
+
+pub mod config;
+pub mod endpoint;
+pub mod members;
+pub mod pool;
+pub mod report;
+pub mod reuse;
+pub mod time;
+pub mod tracker;

@@ -1,0 +1,955 @@
+//! The probe pool: recent load reports of replicas, and the rule that picks one (paper §4).
+//!
+//! [`PoolState`] *is* the blob that the workers of an Envoy share: fixed layout, fixed arrays, plain bytes. Picking
+//! and recording never allocate.
+//!
+//! - **Select** (hot/cold lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
+//!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency
+//!   among the cold. None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
+//! - **Unknown latency**: an idle replica that knows nothing ranks first, and picking it raises its RIF in the pool,
+//!   so it gets one request and then, as a *busy* unknown, ranks last until it has answered. This is what brings
+//!   traffic back to a healed replica (`docs/adr/0002-unknown-latency.md`).
+//! - **An entry leaves** when older than `max_age_ms`, used up ([`crate::reuse`]), replaced by a newer report of the
+//!   same replica, pushed out (oldest) by another's, or removed: `r_remove` a pick, the oldest and the worst in turn.
+//! - **Probes due** are decided in the same step ([`Budget`]).
+
+use bytemuck::Zeroable;
+use rand::Rng;
+
+use crate::endpoint::Endpoint;
+use crate::reuse::{reuse_budget, round_randomly};
+use crate::time::{Micros, Stamp};
+
+/// Most entries a pool can hold.
+pub const MAX_POOL: usize = 24;
+/// Most RIFs that θ looks back on.
+pub const MAX_HISTORY: usize = 128;
+/// Replicas that can be barred at once.
+const MAX_BARRED: usize = 12;
+
+/// When an entry counts as hot.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum HotRule {
+    /// [`Self::Gt`] up to 24 replicas, [`Self::Ge`] above, with hysteresis.
+    Auto,
+    /// RIF > θ (paper §4). Small fleets: most RIFs tie with θ.
+    Gt,
+    /// RIF ≥ θ (paper §5.3).
+    Ge,
+}
+
+/// How many probes a request triggers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Budget {
+    /// `r_probe` a request, fractions accumulate (the paper's rule).
+    Fixed {
+        /// Probes per request, 0 to 16.
+        r_probe: f64,
+    },
+    /// Only as many as keep half of the pool younger than the target, plus one pool's worth of exploration per
+    /// `max_age_ms` (responses tell only of replicas that were chosen).
+    Adaptive {
+        /// Target for the median age of the pool, milliseconds.
+        target_age_ms: u32,
+        /// Upper bound, 0 to 16.
+        max_probes_per_query: f64,
+    },
+}
+
+/// Checked settings of a pool; ranges are those of [`crate::config`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct PoolSettings {
+    /// Entries, 2 to [`MAX_POOL`].
+    pub pool_size: usize,
+    /// Age from receipt at which a report stops counting, milliseconds.
+    pub max_age_ms: u32,
+    /// Quantile for θ, 0 (RIF only) to 1 (latency only).
+    pub q_rif: f64,
+    /// Which reading of "hot".
+    pub hot: HotRule,
+    /// δ of equation (1).
+    pub delta: f64,
+    /// Removals per pick.
+    pub r_remove: f64,
+    /// Never remove more than new entries arrive, and never below two entries. The paper has no such bound.
+    pub scale_removal: bool,
+    /// Upper bound of equation (1).
+    pub reuse_cap: u32,
+    /// How many probes.
+    pub budget: Budget,
+    /// Shrink the pool to half the fleet when n is below twice its size.
+    pub small_fleets: bool,
+    /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
+    pub rif_history: usize,
+}
+
+impl PoolSettings {
+    /// The pool size for a fleet of `n` replicas: `min(pool_size, max(2, ⌊n/2⌋))`.
+    pub fn effective_size(&self, n: u32) -> usize {
+        // n = 0 means that nothing has been learned yet, not that the fleet is small.
+        if self.small_fleets && n > 0 { self.pool_size.min((n as usize / 2).max(2)) } else { self.pool_size }
+    }
+}
+
+/// Which rule chose.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Branch {
+    /// The lowest latency among the cold.
+    Cold,
+    /// All were hot: the lowest RIF.
+    Hot,
+    /// Fewer than two entries.
+    Fallback,
+}
+
+/// The answer to one request.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Pick {
+    /// The replica, or `None` to fall back.
+    pub replica: Option<Endpoint>,
+    /// Which rule chose it.
+    pub branch: Branch,
+    /// Probes to send now.
+    pub probes: u32,
+}
+
+/// Pool, RIF history, credits and rates of one upstream cluster; the bytes of the shared blob.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct PoolState {
+    magic: u32,
+    version: u16,
+    entry_count: u16,
+    history_count: u16,
+    history_next: u16,
+    /// 1 when the next removal takes the worst, 0 the oldest.
+    remove_worst: u16,
+    /// 1 while [`HotRule::Auto`] reads `≥`.
+    auto_ge: u16,
+    probe_credit: f32,
+    remove_credit: f32,
+    /// Moving averages per pick.
+    reports_per_pick: f32,
+    new_per_pick: f32,
+    reports_since_pick: u32,
+    new_since_pick: u32,
+    members: u32,
+    last_pick: Stamp,
+    idle_probed: Stamp,
+    barred_count: u32,
+    entries: [Entry; MAX_POOL],
+    barred: [Barred; MAX_BARRED],
+    history_at: [Stamp; MAX_HISTORY],
+    history_rif: [u16; MAX_HISTORY],
+}
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Entry {
+    endpoint: Endpoint,
+    rif: u32,
+    latency_us: u32,
+    received: Stamp,
+    uses_left: u32,
+}
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Barred {
+    endpoint: Endpoint,
+    at: Stamp,
+    for_ms: u32,
+}
+
+/// How the pool looks, for metrics and tests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PoolView {
+    /// Entries now.
+    pub occupancy: usize,
+    /// θ; `None` with an empty history or at `q_rif` 0 or 1.
+    pub theta: Option<u16>,
+    /// Replicas known.
+    pub members: u32,
+}
+
+enum Theta {
+    AllHot,
+    NoneHot,
+    At(u32, bool),
+}
+
+impl Theta {
+    fn is_hot(&self, rif: u32) -> bool {
+        match *self {
+            Self::AllHot => true,
+            Self::NoneHot => false,
+            Self::At(theta, or_equal) => rif > theta || (or_equal && rif == theta),
+        }
+    }
+
+    /// Where an entry stands, lowest first; see the module's head.
+    fn rank(&self, entry: &Entry) -> Rank {
+        let unknown = entry.latency_us == UNKNOWN;
+        // Under RIF-only control (`q_rif` = 0) latency, known or not, only breaks ties.
+        if unknown && entry.rif > 0 && !matches!(self, Self::AllHot) {
+            return (Tier::Probation, entry.rif, 0);
+        }
+        let latency = if unknown { 0 } else { entry.latency_us };
+        if self.is_hot(entry.rif) {
+            (Tier::Hot, entry.rif, latency)
+        } else {
+            (Tier::Cold, latency, entry.rif)
+        }
+    }
+}
+
+/// Tier, first and second criterion.
+type Rank = (Tier, u32, u32);
+
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+enum Tier {
+    Cold,
+    Hot,
+    /// Busy and unknown.
+    Probation,
+}
+
+impl Default for PoolState {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl PoolState {
+    /// An empty pool.
+    pub fn new() -> Self {
+        Self { magic: MAGIC, version: VERSION, reports_per_pick: 1.0, ..Self::zeroed() }
+    }
+
+    /// Reads a blob.
+    ///
+    /// # Errors
+    /// [`BlobError`] for anything that [`Self::as_bytes`] of this version did not write; the caller starts anew.
+    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        if bytes.len() != size_of::<Self>() {
+            return Err(BlobError::Size { got: bytes.len(), want: size_of::<Self>() });
+        }
+        let state: Self = bytemuck::pod_read_unaligned(bytes);
+        if state.magic != MAGIC || state.version != VERSION {
+            return Err(BlobError::Version);
+        }
+        let finite = [state.probe_credit, state.remove_credit, state.reports_per_pick, state.new_per_pick]
+            .iter()
+            .all(|rate| (0.0..=1e6).contains(rate));
+        let bounded = usize::from(state.entry_count) <= MAX_POOL
+            && usize::from(state.history_count) <= MAX_HISTORY
+            && usize::from(state.history_next) < MAX_HISTORY
+            && state.barred_count as usize <= MAX_BARRED
+            && state.remove_worst <= 1
+            && state.auto_ge <= 1;
+        if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
+            return Err(BlobError::Content);
+        }
+        Ok(state)
+    }
+
+    /// The blob.
+    pub fn as_bytes(&self) -> &[u8] {
+        bytemuck::bytes_of(self)
+    }
+
+    /// Chooses a replica for one request and says how many probes to send.
+    pub fn pick(&mut self, settings: &PoolSettings, now: Micros, rng: &mut impl Rng) -> Pick {
+        let stamp = now.stamp();
+        self.expire(settings, stamp);
+        self.update_rates();
+        let probes = self.probes_due(settings, stamp);
+        self.last_pick = stamp;
+
+        let theta = self.theta(settings, stamp);
+        let mut pick = Pick { replica: None, branch: Branch::Fallback, probes };
+        if self.entry_count >= 2
+            && let Some((index, hot)) = self.select(&theta, rng)
+            && let Some(entry) = self.entries.get_mut(index)
+        {
+            pick.replica = Some(entry.endpoint);
+            pick.branch = if hot { Branch::Hot } else { Branch::Cold };
+            // RIF compensation (§4): our own request is on its way there.
+            entry.rif = entry.rif.saturating_add(1);
+            entry.uses_left = entry.uses_left.saturating_sub(1);
+            if entry.uses_left == 0 {
+                self.remove(index);
+            }
+        }
+        self.remove_some(settings, &theta);
+        pick
+    }
+
+    /// Takes in a report of `endpoint`; the caller has established that it may speak for that replica.
+    pub fn record(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        endpoint: Endpoint,
+        rif: u32,
+        latency_us: Option<u32>,
+        rng: &mut impl Rng,
+    ) {
+        let stamp = now.stamp();
+        self.reports_since_pick = self.reports_since_pick.saturating_add(1).min(MAX_RATE);
+        self.remember_rif(settings, stamp, rif);
+        if self.is_barred(endpoint, stamp) {
+            return;
+        }
+        let size = settings.effective_size(self.members);
+        let b_reuse = reuse_budget(
+            size as f64,
+            f64::from(self.members),
+            f64::from(self.reports_per_pick),
+            self.removal_rate(settings),
+            settings.delta,
+            f64::from(settings.reuse_cap),
+        );
+        let entry = Entry {
+            endpoint,
+            rif,
+            latency_us: latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
+            received: stamp,
+            uses_left: round_randomly(b_reuse, rng).max(1),
+        };
+        if let Some(old) = self.entries_mut().iter_mut().find(|old| old.endpoint == endpoint) {
+            *old = entry;
+            return;
+        }
+        self.new_since_pick = self.new_since_pick.saturating_add(1).min(MAX_RATE);
+        self.expire(settings, stamp);
+        while usize::from(self.entry_count) >= size {
+            let Some(oldest) = self.oldest(stamp) else { break };
+            self.remove(oldest);
+        }
+        if let Some(slot) = self.entries.get_mut(usize::from(self.entry_count)) {
+            *slot = entry;
+            self.entry_count += 1;
+        }
+    }
+
+    /// Drops what is known of a replica that has left.
+    pub fn forget(&mut self, endpoint: Endpoint) {
+        if let Some(index) = self.entries().iter().position(|entry| entry.endpoint == endpoint) {
+            self.remove(index);
+        }
+    }
+
+    /// Forgets a replica and ignores its reports for `for_ms`: Envoy would not use it when asked to.
+    pub fn bar(&mut self, endpoint: Endpoint, now: Micros, for_ms: u32) {
+        self.forget(endpoint);
+        let stamp = now.stamp();
+        let count = self.barred_count as usize;
+        let known = self.barred.iter().take(count).position(|barred| barred.endpoint == endpoint);
+        // A full table gives up its oldest ban: forgetting a ban costs one diverted request.
+        let index = known.unwrap_or_else(|| {
+            if count < MAX_BARRED {
+                self.barred_count += 1;
+                return count;
+            }
+            let age = |barred: &Barred| stamp.distance_ms(barred.at);
+            self.barred.iter().enumerate().max_by_key(|(_, barred)| age(barred)).map_or(0, |(index, _)| index)
+        });
+        if let Some(slot) = self.barred.get_mut(index) {
+            *slot = Barred { endpoint, at: stamp, for_ms };
+        }
+    }
+
+    /// Tells the pool how many replicas there are.
+    pub fn set_members(&mut self, members: u32) {
+        self.members = members;
+        // Hysteresis around 24: a fleet that breathes does not flip the rule at every step.
+        if members > 26 {
+            self.auto_ge = 1;
+        } else if members < 23 {
+            self.auto_ge = 0;
+        }
+    }
+
+    /// Probes to send because no request came for `interval_ms`; zero unless this caller took the lease.
+    ///
+    /// The caller writes the state back with compare-and-swap, so that one of several workers acts per interval.
+    pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> u32 {
+        let stamp = now.stamp();
+        if stamp.distance_ms(self.last_pick) < interval_ms
+            || stamp.distance_ms(self.idle_probed) < interval_ms
+        {
+            return 0;
+        }
+        self.idle_probed = stamp;
+        settings.effective_size(self.members) as u32
+    }
+
+    /// Whether the replica has a report younger than `age_ms`: probing it would tell little.
+    pub fn heard_within(&self, endpoint: Endpoint, now: Micros, age_ms: u32) -> bool {
+        let stamp = now.stamp();
+        self.entries().iter().any(|e| e.endpoint == endpoint && stamp.distance_ms(e.received) < age_ms)
+    }
+
+    /// How the pool looks now.
+    pub fn view(&self, settings: &PoolSettings, now: Micros) -> PoolView {
+        let theta = match self.theta(settings, now.stamp()) {
+            Theta::At(theta, _) => u16::try_from(theta).ok(),
+            Theta::AllHot | Theta::NoneHot => None,
+        };
+        PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members }
+    }
+
+    /// Replicas in the pool.
+    pub fn replicas(&self) -> impl Iterator<Item = Endpoint> + '_ {
+        self.entries().iter().map(|entry| entry.endpoint)
+    }
+
+    fn entries(&self) -> &[Entry] {
+        self.entries.get(..usize::from(self.entry_count)).unwrap_or_default()
+    }
+
+    fn entries_mut(&mut self) -> &mut [Entry] {
+        self.entries.get_mut(..usize::from(self.entry_count)).unwrap_or_default()
+    }
+
+    fn remove(&mut self, index: usize) {
+        let Some(last) = usize::from(self.entry_count).checked_sub(1) else { return };
+        if index <= last {
+            self.entries.swap(index, last);
+            self.entry_count -= 1;
+        }
+    }
+
+    fn expire(&mut self, settings: &PoolSettings, now: Stamp) {
+        let mut index = 0;
+        while let Some(entry) = self.entries().get(index) {
+            if now.distance_ms(entry.received) >= settings.max_age_ms {
+                self.remove(index);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    fn oldest(&self, now: Stamp) -> Option<usize> {
+        let age = |entry: &Entry| now.distance_ms(entry.received);
+        self.entries().iter().enumerate().max_by_key(|(_, entry)| age(entry)).map(|(index, _)| index)
+    }
+
+    fn is_barred(&self, endpoint: Endpoint, now: Stamp) -> bool {
+        self.barred
+            .iter()
+            .take(self.barred_count as usize)
+            .any(|barred| barred.endpoint == endpoint && now.distance_ms(barred.at) < barred.for_ms)
+    }
+
+    /// The entry to use, and whether it is hot.
+    fn select(&self, theta: &Theta, rng: &mut impl Rng) -> Option<(usize, bool)> {
+        let mut best: Option<(usize, Rank)> = None;
+        let mut ties = 1;
+        for (index, entry) in self.entries().iter().enumerate() {
+            let rank = theta.rank(entry);
+            match &best {
+                Some((_, least)) if rank > *least => {}
+                Some((_, least)) if rank == *least => {
+                    ties += 1;
+                    if rng.random_range(0..ties) == 0 {
+                        best = Some((index, rank));
+                    }
+                }
+                _ => {
+                    ties = 1;
+                    best = Some((index, rank));
+                }
+            }
+        }
+        best.map(|(index, (tier, ..))| (index, tier != Tier::Cold))
+    }
+
+    /// The same ranking in reverse.
+    fn worst(&self, theta: &Theta) -> Option<usize> {
+        self.entries().iter().enumerate().max_by_key(|(_, entry)| theta.rank(entry)).map(|(index, _)| index)
+    }
+
+    fn remove_some(&mut self, settings: &PoolSettings, theta: &Theta) {
+        self.remove_credit += self.removal_rate(settings) as f32;
+        while self.remove_credit >= 1.0 {
+            self.remove_credit -= 1.0;
+            if settings.scale_removal && self.entry_count <= 2 {
+                continue;
+            }
+            let victim = if self.remove_worst == 1 { self.worst(theta) } else { self.oldest(self.last_pick) };
+            self.remove_worst ^= 1;
+            if let Some(victim) = victim {
+                self.remove(victim);
+            }
+        }
+    }
+
+    fn removal_rate(&self, settings: &PoolSettings) -> f64 {
+        if settings.scale_removal {
+            settings.r_remove.min(f64::from(self.new_per_pick))
+        } else {
+            settings.r_remove
+        }
+    }
+
+    fn update_rates(&mut self) {
+        const WEIGHT: f32 = 1.0 / 64.0;
+        self.reports_per_pick += (self.reports_since_pick as f32 - self.reports_per_pick) * WEIGHT;
+        self.new_per_pick += (self.new_since_pick as f32 - self.new_per_pick) * WEIGHT;
+        self.reports_since_pick = 0;
+        self.new_since_pick = 0;
+    }
+
+    fn probes_due(&mut self, settings: &PoolSettings, now: Stamp) -> u32 {
+        let credit = match settings.budget {
+            Budget::Fixed { r_probe } => r_probe,
+            Budget::Adaptive { target_age_ms, max_probes_per_query } => {
+                let size = settings.effective_size(self.members);
+                let young =
+                    self.entries().iter().filter(|e| now.distance_ms(e.received) <= target_age_ms).count();
+                if young * 2 >= size {
+                    let elapsed = now.distance_ms(self.last_pick).min(settings.max_age_ms);
+                    let explore = f64::from(elapsed) * size as f64 / f64::from(settings.max_age_ms.max(1));
+                    explore.min(max_probes_per_query)
+                } else {
+                    max_probes_per_query
+                }
+            }
+        };
+        // Rounded deterministically (§4, footnote 7); the bound only matters after a configuration change.
+        self.probe_credit = (self.probe_credit + credit as f32).min(32.0);
+        let due = self.probe_credit.floor();
+        self.probe_credit -= due;
+        due as u32
+    }
+
+    fn remember_rif(&mut self, settings: &PoolSettings, now: Stamp, rif: u32) {
+        let size = settings.rif_history.clamp(1, MAX_HISTORY);
+        let next = usize::from(self.history_next) % size;
+        if let (Some(slot), Some(at)) = (self.history_rif.get_mut(next), self.history_at.get_mut(next)) {
+            *slot = u16::try_from(rif).unwrap_or(u16::MAX);
+            *at = now;
+        }
+        self.history_next = ((next + 1) % size) as u16;
+        self.history_count = (usize::from(self.history_count) + 1).min(size) as u16;
+    }
+
+    /// θ by nearest rank over the reports younger than `max_age_ms`.
+    fn theta(&self, settings: &PoolSettings, now: Stamp) -> Theta {
+        if settings.q_rif >= 1.0 {
+            return Theta::NoneHot;
+        }
+        if settings.q_rif <= 0.0 {
+            return Theta::AllHot;
+        }
+        // Counting beats sorting: RIFs are small numbers nearly always.
+        let mut counts = [0u8; SMALL_RIF];
+        let mut large = [0u16; MAX_HISTORY];
+        let (mut total, mut large_count) = (0usize, 0usize);
+        let samples = self.history_rif.iter().zip(&self.history_at).take(usize::from(self.history_count));
+        for (rif, at) in samples {
+            if now.distance_ms(*at) >= settings.max_age_ms {
+                continue;
+            }
+            total += 1;
+            if let Some(count) = counts.get_mut(usize::from(*rif)) {
+                *count += 1;
+            } else if let Some(slot) = large.get_mut(large_count) {
+                *slot = *rif;
+                large_count += 1;
+            }
+        }
+        if total == 0 {
+            return Theta::NoneHot;
+        }
+        let rank = ((settings.q_rif * total as f64).ceil() as usize).clamp(1, total);
+        let mut seen = 0;
+        let small = counts.iter().position(|count| {
+            seen += usize::from(*count);
+            seen >= rank
+        });
+        let theta = match small {
+            Some(rif) => rif as u32,
+            None => {
+                let index = rank - (total - large_count) - 1;
+                large.get_mut(..large_count).map_or(u32::MAX, |large| {
+                    large.sort_unstable();
+                    large.get(index).map_or(u32::MAX, |rif| u32::from(*rif))
+                })
+            }
+        };
+        let or_equal = match settings.hot {
+            HotRule::Ge => true,
+            HotRule::Gt => false,
+            HotRule::Auto => self.auto_ge == 1,
+        };
+        Theta::At(theta, or_equal)
+    }
+}
+
+/// Why a blob was not read.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum BlobError {
+    /// Not the size of this version.
+    #[error("blob has {got} bytes, this version has {want}")]
+    Size {
+        /// Bytes found.
+        got: usize,
+        /// Bytes expected.
+        want: usize,
+    },
+    /// Another magic number or version.
+    #[error("blob was written by another version")]
+    Version,
+    /// A count or rate out of range.
+    #[error("blob holds a value out of range")]
+    Content,
+}
+
+const MAGIC: u32 = 0x7072_6571; // "preq"
+const VERSION: u16 = 1;
+const UNKNOWN: u32 = u32::MAX;
+const SMALL_RIF: usize = 64;
+/// Bounds the counters between two picks; an average over more is not believable.
+const MAX_RATE: u32 = 10_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Profile;
+    use proptest::prelude::*;
+    use rand::{SeedableRng, rngs::SmallRng};
+
+    fn replica(n: u16) -> Endpoint {
+        format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+    }
+
+    fn ms(ms: u64) -> Micros {
+        Micros::from_millis(100_000 + ms)
+    }
+
+    /// No probes, no removal, unlimited reuse: what is left is the selection rule.
+    fn plain() -> PoolSettings {
+        PoolSettings {
+            pool_size: 16,
+            r_remove: 0.0,
+            delta: 1000.0,
+            small_fleets: false,
+            hot: HotRule::Gt,
+            budget: Budget::Fixed { r_probe: 0.0 },
+            ..Profile::Default.pool_settings()
+        }
+    }
+
+    struct Scene {
+        settings: PoolSettings,
+        pool: PoolState,
+        rng: SmallRng,
+    }
+
+    impl Scene {
+        fn new(settings: PoolSettings) -> Self {
+            let mut pool = PoolState::new();
+            pool.set_members(100);
+            Self { settings, pool, rng: SmallRng::seed_from_u64(7) }
+        }
+        fn report(&mut self, at: u64, n: u16, rif: u32, latency_ms: Option<u32>) {
+            self.pool.record(
+                &self.settings,
+                ms(at),
+                replica(n),
+                rif,
+                latency_ms.map(|l| l * 1000),
+                &mut self.rng,
+            );
+        }
+        fn pick(&mut self, at: u64) -> Pick {
+            self.pool.pick(&self.settings, ms(at), &mut self.rng)
+        }
+    }
+
+    #[test]
+    fn the_blob_is_below_two_kib() {
+        assert!(size_of::<PoolState>() <= 2048, "{}", size_of::<PoolState>());
+    }
+
+    #[test]
+    fn a_hot_replica_is_avoided_even_when_it_is_fastest() {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..plain() });
+        scene.report(0, 1, 2, Some(40));
+        scene.report(0, 2, 90, Some(5));
+        scene.report(0, 3, 3, Some(60));
+        let pick = scene.pick(10);
+        assert_eq!((pick.replica, pick.branch), (Some(replica(1)), Branch::Cold));
+    }
+
+    #[test]
+    fn when_all_are_hot_the_lowest_rif_wins() {
+        // Many low RIFs in the history, then only loaded replicas in the pool.
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.5, pool_size: 2, ..plain() });
+        for n in 0..10 {
+            scene.report(0, n, 1, Some(10));
+        }
+        scene.report(1, 20, 9, Some(5));
+        scene.report(1, 21, 8, Some(500));
+        let pick = scene.pick(2);
+        assert_eq!((pick.replica, pick.branch), (Some(replica(21)), Branch::Hot));
+    }
+
+    #[test]
+    fn the_two_readings_of_hot_differ_at_a_tie() {
+        for (hot, expected) in
+            [(HotRule::Gt, (replica(2), Branch::Cold)), (HotRule::Ge, (replica(1), Branch::Cold))]
+        {
+            let mut scene = Scene::new(PoolSettings { q_rif: 0.99, hot, ..plain() });
+            scene.report(0, 1, 1, Some(50));
+            scene.report(0, 2, 5, Some(10)); // ties with θ = 5
+            let pick = scene.pick(1);
+            assert_eq!((pick.replica.unwrap(), pick.branch), expected, "{hot:?}");
+        }
+    }
+
+    #[test]
+    fn the_ends_of_q_are_rif_only_and_latency_only() {
+        for (q_rif, expected) in [(0.0, replica(1)), (1.0, replica(2))] {
+            let mut scene = Scene::new(PoolSettings { q_rif, ..plain() });
+            scene.report(0, 1, 1, Some(50));
+            scene.report(0, 2, 500, Some(10));
+            assert_eq!(scene.pick(1).replica, Some(expected), "Q = {q_rif}");
+        }
+    }
+
+    #[test]
+    fn theta_comes_from_a_history_not_from_the_pool() {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.75, pool_size: 2, ..plain() });
+        for (n, rif) in [1, 2, 3, 100, 200, 300, 400, 500].into_iter().enumerate() {
+            scene.report(0, n as u16, rif, Some(1));
+        }
+        assert_eq!(
+            scene.pool.view(&scene.settings, ms(0)).theta,
+            Some(300),
+            "nearest rank, above the small counts"
+        );
+        assert_eq!(scene.pool.view(&scene.settings, ms(1000)).theta, None, "the history is bounded in time");
+    }
+
+    #[test]
+    fn fewer_than_two_entries_fall_back() {
+        let mut scene = Scene::new(plain());
+        assert_eq!(scene.pick(0).branch, Branch::Fallback);
+        scene.report(0, 1, 0, Some(1));
+        assert_eq!(scene.pick(0).replica, None);
+        scene.report(0, 2, 0, Some(1));
+        assert!(scene.pick(0).replica.is_some());
+    }
+
+    #[test]
+    fn reports_expire_by_receipt_age() {
+        let mut scene = Scene::new(plain());
+        scene.report(0, 1, 0, Some(1));
+        scene.report(500, 2, 0, Some(1));
+        assert_eq!(scene.pick(999).branch, Branch::Cold);
+        assert_eq!(scene.pick(1000).branch, Branch::Fallback);
+    }
+
+    #[test]
+    fn picking_compensates_rif() {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
+        scene.report(0, 1, 3, Some(1));
+        scene.report(0, 2, 5, Some(1));
+        let picks: Vec<_> = (0..4).map(|_| scene.pick(1).replica.unwrap()).collect();
+        assert_eq!(&picks[..2], &[replica(1), replica(1)]);
+        assert!(picks[2..].contains(&replica(2)), "{picks:?}: at RIF 5 both tie");
+    }
+
+    #[test]
+    fn the_newest_report_of_a_replica_wins_and_a_full_pool_drops_the_oldest() {
+        let mut scene = Scene::new(PoolSettings { pool_size: 3, ..plain() });
+        for (at, n) in [(0, 1), (1, 2), (2, 3), (3, 1), (4, 4)] {
+            scene.report(at, n, 0, Some(1));
+        }
+        let mut left: Vec<_> = scene.pool.replicas().collect();
+        left.sort_by_key(Endpoint::port);
+        assert_eq!(left, [replica(1), replica(3), replica(4)]);
+    }
+
+    #[test]
+    fn removal_alternates_oldest_and_worst() {
+        let mut scene =
+            Scene::new(PoolSettings { r_remove: 1.0, scale_removal: false, q_rif: 1.0, ..plain() });
+        for (n, latency) in [(1, 30), (2, 10), (3, 90), (4, 20), (5, 25)] {
+            scene.report(u64::from(n), n, 0, Some(latency));
+        }
+        scene.pick(10); // the oldest: 1
+        assert!(!scene.pool.replicas().any(|r| r == replica(1)));
+        scene.pick(10); // the slowest: 3
+        assert!(!scene.pool.replicas().any(|r| r == replica(3)));
+        assert_eq!(scene.pool.replicas().count(), 3);
+    }
+
+    #[test]
+    fn fractional_rates_are_kept_in_the_mean() {
+        for r_probe in [0.25, 0.7, 1.0, 2.5] {
+            let mut scene = Scene::new(PoolSettings { budget: Budget::Fixed { r_probe }, ..plain() });
+            let sent: u32 = (0..1000).map(|at| scene.pick(at).probes).sum();
+            assert!((f64::from(sent) - 1000.0 * r_probe).abs() <= 1.0, "{r_probe}: {sent}");
+        }
+    }
+
+    #[test]
+    fn the_adaptive_budget_probes_a_cold_pool_and_rests_on_a_warm_one() {
+        let budget = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 1.0 };
+        let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+        let cold: u32 = (0..50).map(|at| scene.pick(at).probes).sum();
+        assert_eq!(cold, 50);
+        let mut warm = 0;
+        for at in 50..1050 {
+            scene.report(at, (at % 16) as u16, 0, Some(1));
+            warm += scene.pick(at).probes;
+        }
+        assert!((14..=40).contains(&warm), "one pool's worth of exploration a second, got {warm}");
+    }
+
+    #[test]
+    fn an_idle_unknown_gets_one_request_and_then_waits_for_its_answer() {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.9, ..plain() });
+        scene.report(0, 1, 3, Some(50));
+        scene.report(0, 2, 3, Some(60));
+        scene.report(0, 3, 0, None);
+        assert_eq!(scene.pick(1).replica, Some(replica(3)));
+        for _ in 0..5 {
+            assert_ne!(scene.pick(1).replica, Some(replica(3)));
+        }
+        scene.report(5, 3, 1, None);
+        assert_ne!(scene.pick(6).replica, Some(replica(3)), "a probe still says busy and unknown");
+    }
+
+    #[test]
+    fn a_barred_replica_stays_out_and_comes_back() {
+        let mut scene = Scene::new(PoolSettings { q_rif: 1.0, ..plain() });
+        for n in 1..=3 {
+            scene.report(0, n, 0, Some(u32::from(n)));
+        }
+        scene.pool.bar(replica(1), ms(0), 500);
+        assert_eq!(scene.pick(1).replica, Some(replica(2)));
+        scene.report(100, 1, 0, Some(1));
+        assert_eq!(scene.pick(101).replica, Some(replica(2)));
+        scene.report(500, 1, 0, Some(1));
+        assert_eq!(scene.pick(501).replica, Some(replica(1)));
+    }
+
+    #[test]
+    fn one_worker_takes_the_idle_lease() {
+        let mut scene = Scene::new(plain());
+        scene.pick(0);
+        assert_eq!(scene.pool.idle_probes(&scene.settings, ms(500), 1000), 0, "a request came lately");
+        assert_eq!(scene.pool.idle_probes(&scene.settings, ms(1000), 1000), 16);
+        assert_eq!(scene.pool.idle_probes(&scene.settings, ms(1001), 1000), 0, "taken");
+    }
+
+    #[test]
+    fn small_fleets_shrink_the_pool() {
+        let settings = Profile::Default.pool_settings();
+        for (n, m) in [(0, 16), (1, 2), (2, 2), (3, 2), (4, 2), (8, 4), (16, 8), (32, 16), (1000, 16)] {
+            assert_eq!(settings.effective_size(n), m, "n = {n}");
+        }
+    }
+
+    #[test]
+    fn a_foreign_blob_is_refused() {
+        let good = PoolState::new();
+        assert!(PoolState::decode(good.as_bytes()).is_ok());
+        assert!(matches!(PoolState::decode(&[]), Err(BlobError::Size { .. })));
+        let mut other = good;
+        other.version = 9;
+        assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Version));
+        let mut other = good;
+        other.probe_credit = f32::NAN;
+        assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Content));
+        let mut other = good;
+        other.entry_count = 1; // its endpoint is all zero
+        assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Content));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Report(u16, u32, Option<u32>),
+        Pick,
+        Wait(u64),
+        Bar(u16),
+        Forget(u16),
+        Members(u32),
+        Idle,
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            (0u16..40, 0u32..200_000, proptest::option::of(0u32..u32::MAX))
+                .prop_map(|(n, r, l)| Op::Report(n, r, l)),
+            Just(Op::Pick),
+            (0u64..700).prop_map(Op::Wait),
+            (0u16..40).prop_map(Op::Bar),
+            (0u16..40).prop_map(Op::Forget),
+            (0u32..200).prop_map(Op::Members),
+            Just(Op::Idle),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_happens_the_pool_keeps_its_invariants(
+            ops in proptest::collection::vec(op(), 0..300),
+            paper in any::<bool>(), q_rif in 0.0f64..=1.0, seed in any::<u64>(),
+        ) {
+            let profile = if paper { Profile::Paper } else { Profile::Default };
+            let settings = PoolSettings { q_rif, ..profile.pool_settings() };
+            let mut rng = SmallRng::seed_from_u64(seed);
+            let mut pool = PoolState::new();
+            let mut now = ms(0);
+            for op in ops {
+                match op {
+                    Op::Report(n, rif, latency) => pool.record(&settings, now, replica(n), rif, latency, &mut rng),
+                    Op::Pick => {
+                        let before: Vec<_> = pool.replicas().collect();
+                        let pick = pool.pick(&settings, now, &mut rng);
+                        if let Some(chosen) = pick.replica {
+                            prop_assert!(before.contains(&chosen));
+                        }
+                        prop_assert!(pick.probes <= 32);
+                    }
+                    Op::Wait(step) => now = now.plus(step * 1000),
+                    Op::Bar(n) => pool.bar(replica(n), now, 500),
+                    Op::Forget(n) => pool.forget(replica(n)),
+                    Op::Members(n) => pool.set_members(n),
+                    Op::Idle => { pool.idle_probes(&settings, now, 1000); }
+                }
+                let replicas: Vec<_> = pool.replicas().collect();
+                prop_assert!(replicas.len() <= settings.pool_size);
+                let distinct: std::collections::HashSet<_> = replicas.iter().collect();
+                prop_assert_eq!(distinct.len(), replicas.len(), "one entry per replica");
+                prop_assert!(PoolState::decode(pool.as_bytes()).is_ok());
+            }
+        }
+
+        #[test]
+        fn no_bytes_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..2100), splice in 0usize..2000, seed in any::<u64>()) {
+            let _ = PoolState::decode(&bytes);
+            // Damage a valid blob; if it still decodes, it must work.
+            let mut blob = PoolState::new().as_bytes().to_vec();
+            let at = splice % blob.len();
+            bytes.truncate(blob.len() - at);
+            blob[at..at + bytes.len()].copy_from_slice(&bytes);
+            if let Ok(mut pool) = PoolState::decode(&blob) {
+                let settings = Profile::Default.pool_settings();
+                let mut rng = SmallRng::seed_from_u64(seed);
+                for n in 0..40 {
+                    pool.record(&settings, ms(1), replica(n), 3, Some(1), &mut rng);
+                    pool.pick(&settings, ms(2), &mut rng);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,416 @@
+//! The server side: requests in flight (RIF), and the latency a request arriving now may expect.
+//!
+//! Paper §4, "Load signals": a finished request is recorded under the RIF it found on arrival; an estimate is the
+//! median of recent samples at or near the current RIF. Where the paper is silent:
+//!
+//! - no fresh sample at this RIF: the nearest RIF that has one; then samples up to [`TrackerConfig::max_age_us`]
+//!   old; then *unknown*, which makes clients send one request to find out (see [`crate::pool`]);
+//! - requests that have waited longer than the median raise the estimate to their age, so that a stall shows
+//!   before anything finishes;
+//! - failures and aborts never feed the samples. A replica that only fails would stay unknown and so be tried by
+//!   everybody: for `max_age_us` after a failure it reports [`TrackerConfig::failure_latency_us`] instead.
+//!
+//! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised).
+
+use crate::time::Micros;
+
+/// Settings of a [`Tracker`]. All durations in microseconds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TrackerConfig {
+    /// Samples younger than this are preferred to any older one. Default 1 s.
+    pub fresh_us: u64,
+    /// Samples older than this are forgotten. Default 15 s: a replica that nobody picks is tried again that often.
+    pub max_age_us: u64,
+    /// Reported while there is no sample and a request failed within `max_age_us`. Default 1 s.
+    pub failure_latency_us: u32,
+}
+
+impl Default for TrackerConfig {
+    fn default() -> Self {
+        Self { fresh_us: 1_000_000, max_age_us: 15_000_000, failure_latency_us: 1_000_000 }
+    }
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Outcome {
+    /// A real answer: its latency is a sample.
+    Success,
+    /// An error of the replica (5xx, reset): no sample.
+    Failure,
+    /// The client went away: says nothing of the replica.
+    Aborted,
+    /// A WebSocket or long stream: its life is no latency.
+    Streaming,
+}
+
+/// A request in flight. Hand it back to [`Tracker::finish`]; it cannot be copied, so it is counted down once.
+#[derive(Debug)]
+#[must_use = "a ticket that is dropped leaves the RIF one too high"]
+pub struct Ticket {
+    slot: usize,
+    rif_at_arrival: u32,
+}
+
+/// Requests in flight and recent latencies of one replica.
+#[derive(Debug)]
+pub struct Tracker {
+    config: TrackerConfig,
+    rif: u32,
+    in_flight: InFlight,
+    buckets: Box<[Bucket]>,
+    /// Highest bucket ever used plus one: bounds the search for a neighbour.
+    used: usize,
+    last_failure: Option<Micros>,
+}
+
+impl Tracker {
+    /// An idle replica with no history.
+    pub fn new(config: TrackerConfig) -> Self {
+        Self {
+            config,
+            rif: 0,
+            in_flight: InFlight::default(),
+            buckets: vec![Bucket::default(); BUCKETS].into_boxed_slice(),
+            used: 0,
+            last_failure: None,
+        }
+    }
+
+    /// A request arrives.
+    pub fn start(&mut self, now: Micros) -> Ticket {
+        let ticket = Ticket { slot: self.in_flight.push(now), rif_at_arrival: self.rif };
+        self.rif = self.rif.saturating_add(1);
+        ticket
+    }
+
+    /// A request ends, however it ends.
+    pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) {
+        self.rif = self.rif.saturating_sub(1);
+        let Some(arrived) = self.in_flight.remove(ticket.slot) else { return };
+        match outcome {
+            Outcome::Success => {
+                let index = bucket_of(ticket.rif_at_arrival);
+                let latency = u32::try_from(now.saturating_since(arrived)).unwrap_or(u32::MAX);
+                if let Some(bucket) = self.buckets.get_mut(index) {
+                    bucket.push(Sample { latency: latency.min(crate::report::MAX_LATENCY_US), at: now });
+                    self.used = self.used.max(index + 1);
+                }
+            }
+            Outcome::Failure => self.last_failure = Some(now),
+            Outcome::Aborted | Outcome::Streaming => {}
+        }
+    }
+
+    /// Turns a request into a stream: it still counts as one in flight, but its age no longer means a stall.
+    pub fn streaming(&mut self, ticket: &Ticket) {
+        self.in_flight.unlink(ticket.slot);
+    }
+
+    /// Requests in flight now.
+    pub fn rif(&self) -> u32 {
+        self.rif
+    }
+
+    /// What a request arriving now may expect, microseconds; `None` when nothing is known.
+    pub fn latency(&self, now: Micros) -> Option<u32> {
+        let centre = bucket_of(self.rif);
+        let known = self
+            .nearest_median(centre, now, self.config.fresh_us)
+            .or_else(|| self.nearest_median(centre, now, self.config.max_age_us));
+        match known {
+            Some(median) => Some(median.max(self.waiting(now))),
+            None => self
+                .last_failure
+                .filter(|at| now.saturating_since(*at) < self.config.max_age_us)
+                .map(|_| self.config.failure_latency_us),
+        }
+    }
+
+    /// How long the oldest requests have waited, microseconds. With many in flight the very oldest few are passed
+    /// over: one slow query among a hundred is no stall.
+    fn waiting(&self, now: Micros) -> u32 {
+        let skip = (self.rif / 4).min(8) as usize;
+        let arrived = self.in_flight.nth_oldest(skip);
+        arrived
+            .map_or(0, |at| u32::try_from(now.saturating_since(at)).unwrap_or(u32::MAX))
+            .min(crate::report::MAX_LATENCY_US)
+    }
+
+    fn nearest_median(&self, centre: usize, now: Micros, max_age: u64) -> Option<u32> {
+        // At equal distance the higher RIF wins: it errs on the side of caution.
+        (0..BUCKETS).take_while(|d| *d <= centre.max(self.used)).find_map(|distance| {
+            let above = self.buckets.get(centre + distance).and_then(|b| b.median(now, max_age));
+            above.or_else(|| self.buckets.get(centre.checked_sub(distance)?)?.median(now, max_age))
+        })
+    }
+}
+
+/// Recent samples for one RIF (or a narrow range of them).
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
+    samples: [Sample; SAMPLES],
+    len: u8,
+    next: u8,
+}
+
+impl Default for Bucket {
+    fn default() -> Self {
+        Self { samples: [Sample::default(); SAMPLES], len: 0, next: 0 }
+    }
+}
+
+impl Bucket {
+    fn push(&mut self, sample: Sample) {
+        if let Some(slot) = self.samples.get_mut(usize::from(self.next)) {
+            *slot = sample;
+        }
+        self.next = (self.next + 1) % SAMPLES as u8;
+        self.len = (self.len + 1).min(SAMPLES as u8);
+    }
+
+    fn median(&self, now: Micros, max_age: u64) -> Option<u32> {
+        if self.len == 0 {
+            return None;
+        }
+        let mut young = [0u32; SAMPLES];
+        let mut count = 0;
+        for sample in self.samples.iter().take(usize::from(self.len)) {
+            if now.saturating_since(sample.at) < max_age
+                && let Some(slot) = young.get_mut(count)
+            {
+                *slot = sample.latency;
+                count += 1;
+            }
+        }
+        let young = young.get_mut(..count)?;
+        young.sort_unstable();
+        young.get(count / 2).copied()
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Sample {
+    latency: u32,
+    at: Micros,
+}
+
+/// Requests in flight in order of arrival: a linked list in a slab, so that any of them leaves in O(1).
+#[derive(Debug, Default)]
+struct InFlight {
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    oldest: Option<usize>,
+    newest: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    arrived: Micros,
+    prev: Option<usize>,
+    next: Option<usize>,
+    linked: bool,
+    taken: bool,
+}
+
+impl InFlight {
+    fn push(&mut self, now: Micros) -> usize {
+        let slot = Slot { arrived: now, prev: self.newest, next: None, linked: true, taken: true };
+        let index = match self.free.pop() {
+            Some(index) => {
+                if let Some(place) = self.slots.get_mut(index) {
+                    *place = slot;
+                }
+                index
+            }
+            None => {
+                self.slots.push(slot);
+                self.slots.len() - 1
+            }
+        };
+        match self.newest.and_then(|newest| self.slots.get_mut(newest)) {
+            Some(newest) => newest.next = Some(index),
+            None => self.oldest = Some(index),
+        }
+        self.newest = Some(index);
+        index
+    }
+
+    /// Takes a request out of the order of ages; it stays taken.
+    fn unlink(&mut self, index: usize) {
+        let Some(slot) = self.slots.get_mut(index).filter(|slot| slot.linked) else { return };
+        slot.linked = false;
+        let (prev, next) = (slot.prev, slot.next);
+        match prev.and_then(|prev| self.slots.get_mut(prev)) {
+            Some(prev) => prev.next = next,
+            None => self.oldest = next,
+        }
+        match next.and_then(|next| self.slots.get_mut(next)) {
+            Some(next) => next.prev = prev,
+            None => self.newest = prev,
+        }
+    }
+
+    fn remove(&mut self, index: usize) -> Option<Micros> {
+        self.unlink(index);
+        let slot = self.slots.get_mut(index).filter(|slot| slot.taken)?;
+        slot.taken = false;
+        self.free.push(index);
+        Some(slot.arrived)
+    }
+
+    fn nth_oldest(&self, n: usize) -> Option<Micros> {
+        let mut at = self.oldest;
+        for _ in 0..n {
+            at = at.and_then(|index| self.slots.get(index)).and_then(|slot| slot.next).or(at);
+        }
+        at.and_then(|index| self.slots.get(index)).map(|slot| slot.arrived)
+    }
+}
+
+/// Exact below 16, then four buckets an octave.
+fn bucket_of(rif: u32) -> usize {
+    if rif < 16 {
+        return rif as usize;
+    }
+    let octave = rif.ilog2();
+    let quarter = (rif >> (octave - 2)) & 3;
+    ((octave - 4) * 4 + quarter) as usize + 16
+}
+
+/// `bucket_of(u32::MAX) + 1`.
+const BUCKETS: usize = 128;
+
+/// Samples kept per bucket: at a good rate the last few hundredths of a second (paper §4). More herd clients
+/// onto the same replica in simulation, fewer are noise.
+const SAMPLES: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ms(ms: u64) -> Micros {
+        Micros::from_millis(ms)
+    }
+
+    fn serve(tracker: &mut Tracker, at: u64, latency: u64) {
+        let ticket = tracker.start(ms(at));
+        tracker.finish(ticket, ms(at + latency), Outcome::Success);
+    }
+
+    #[test]
+    fn an_idle_newcomer_knows_nothing() {
+        let tracker = Tracker::new(TrackerConfig::default());
+        assert_eq!((tracker.rif(), tracker.latency(ms(5))), (0, None));
+    }
+
+    #[test]
+    fn the_estimate_is_the_median_at_the_current_rif() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        for (i, latency) in [10, 500, 20, 30, 25].into_iter().enumerate() {
+            serve(&mut tracker, 1000 + i as u64, latency);
+        }
+        assert_eq!(tracker.latency(ms(1600)), Some(25_000), "one outlier does not move a median");
+    }
+
+    #[test]
+    fn samples_at_the_current_rif_beat_those_at_others() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 0, 10);
+        let first = tracker.start(ms(20));
+        serve(&mut tracker, 20, 40); // found one in flight
+        tracker.finish(first, ms(70), Outcome::Aborted);
+        assert_eq!(tracker.latency(ms(80)), Some(10_000));
+        let _held = tracker.start(ms(80));
+        assert_eq!(tracker.latency(ms(80)), Some(40_000));
+    }
+
+    #[test]
+    fn the_nearest_rif_stands_in_and_then_older_samples_and_then_nothing() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 0, 10);
+        let _a = tracker.start(ms(20));
+        let _b = tracker.start(ms(20));
+        assert_eq!(tracker.latency(ms(20)), Some(10_000), "nearest RIF");
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 0, 10);
+        assert_eq!(tracker.latency(ms(14_000)), Some(10_000), "older than fresh, younger than forgotten");
+        assert_eq!(tracker.latency(ms(15_011)), None, "forgotten");
+    }
+
+    #[test]
+    fn a_stall_shows_before_anything_finishes() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 0, 10);
+        let _stuck = tracker.start(ms(100));
+        assert_eq!(tracker.latency(ms(105)), Some(10_000));
+        assert_eq!(tracker.latency(ms(900)), Some(800_000));
+    }
+
+    #[test]
+    fn a_stream_counts_in_flight_but_is_no_stall_and_no_sample() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 0, 10);
+        let socket = tracker.start(ms(100));
+        tracker.streaming(&socket);
+        assert_eq!((tracker.rif(), tracker.latency(ms(1000))), (1, Some(10_000)));
+        tracker.finish(socket, ms(9000), Outcome::Streaming);
+        assert_eq!((tracker.rif(), tracker.latency(ms(9000))), (0, Some(10_000)));
+    }
+
+    #[test]
+    fn failures_never_lower_the_estimate_and_never_look_unknown() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 0, 100);
+        for at in 100..110 {
+            let ticket = tracker.start(ms(at));
+            tracker.finish(ticket, ms(at), Outcome::Failure);
+        }
+        assert_eq!(tracker.latency(ms(120)), Some(100_000));
+        let mut only_fails = Tracker::new(TrackerConfig::default());
+        let ticket = only_fails.start(ms(0));
+        only_fails.finish(ticket, ms(0), Outcome::Failure);
+        assert_eq!(only_fails.latency(ms(10)), Some(1_000_000));
+        assert_eq!(only_fails.latency(ms(15_001)), None, "forgiven");
+    }
+
+    #[test]
+    fn buckets_cover_every_rif_in_order() {
+        assert_eq!(bucket_of(u32::MAX) + 1, BUCKETS);
+        let mut last = 0;
+        for rif in (0..100_000).chain([1 << 20, 1 << 28, u32::MAX]) {
+            assert!(bucket_of(rif) >= last && bucket_of(rif) <= last.max(bucket_of(rif)));
+            last = bucket_of(rif);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn rif_is_the_number_of_open_tickets(ops in proptest::collection::vec((any::<bool>(), 0usize..8, 0u8..4), 0..200)) {
+            let mut tracker = Tracker::new(TrackerConfig::default());
+            let mut open = Vec::new();
+            for (step, (start, which, how)) in ops.into_iter().enumerate() {
+                let now = ms(step as u64);
+                if start || open.is_empty() {
+                    open.push(tracker.start(now));
+                } else {
+                    let ticket = open.swap_remove(which % open.len());
+                    let outcome = match how {
+                        0 => Outcome::Success,
+                        1 => Outcome::Failure,
+                        2 => Outcome::Aborted,
+                        _ => { tracker.streaming(&ticket); Outcome::Streaming }
+                    };
+                    tracker.finish(ticket, now, outcome);
+                }
+                prop_assert_eq!(tracker.rif() as usize, open.len());
+            }
+            for ticket in open.drain(..) {
+                tracker.finish(ticket, ms(1000), Outcome::Aborted);
+            }
+            prop_assert_eq!(tracker.rif(), 0);
+            prop_assert_eq!(tracker.in_flight.oldest, None);
+        }
+    }
+}

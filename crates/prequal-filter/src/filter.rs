@@ -1,0 +1,174 @@
+//! What the root and the streams of one worker share: settings, metrics, and news that wait for the next transaction.
+//!
+//! Reports wait here and are applied in the same read-modify-write as the next pick, so a request costs one
+//! transaction on shared data (`docs/adr/0001-root-owned-probes.md`).
+
+use std::cell::{Cell, RefCell};
+use std::mem;
+
+use prequal_core::config::{ClusterConfig, FilterConfig, Shim};
+use prequal_core::endpoint::Endpoint;
+use prequal_core::members::Evidence;
+use prequal_core::pool::{Pick, PoolState};
+use prequal_core::report::LoadReport;
+use prequal_core::time::Micros;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use crate::metrics::Metrics;
+use crate::store::Store;
+
+/// News that wait at most: under load the next pick takes them within a millisecond.
+const MAX_PENDING: usize = 64;
+
+/// A replica that Envoy did not use when asked to, or that failed, is left alone this long.
+pub(crate) const BAR_MS: u32 = 1000;
+
+/// One generation of the filter on one worker. A configuration update makes a new one beside it.
+pub(crate) struct Filter {
+    pub(crate) root_id: u32,
+    pub(crate) shim: Shim,
+    pub(crate) clusters: Vec<Cluster>,
+    /// Set once a request went to a cluster that is not configured: from then on the cluster is looked up first.
+    pub(crate) look_up_cluster: Cell<bool>,
+    pub(crate) rng: RefCell<SmallRng>,
+}
+
+/// One upstream cluster.
+pub(crate) struct Cluster {
+    pub(crate) config: ClusterConfig,
+    pub(crate) metrics: Metrics,
+    pub(crate) store: Store,
+    pending: RefCell<Vec<News>>,
+    /// Probes that picks have asked for and the root has not sent yet.
+    pub(crate) probes_due: Cell<u32>,
+}
+
+/// What changes the pool.
+#[derive(Clone, Copy, Debug)]
+enum News {
+    Report { at: Micros, replica: Endpoint, rif: u32, latency_us: Option<u32> },
+    Forget(Endpoint),
+    Bar { at: Micros, replica: Endpoint },
+    Members(u32),
+}
+
+impl Filter {
+    pub(crate) fn new(root_id: u32, root_name: &str, config: FilterConfig, now: Micros) -> Self {
+        let clusters: Vec<Cluster> =
+            config.clusters.into_iter().map(|cluster| Cluster::new(root_name, cluster, now)).collect();
+        // Workers start within milliseconds of each other: time alone would give them one sequence.
+        let seed = now.0 ^ (u64::from(root_id) << 48) ^ ((&raw const clusters as u64) << 20);
+        Self {
+            root_id,
+            shim: config.shim,
+            look_up_cluster: Cell::new(clusters.len() > 1),
+            clusters,
+            rng: RefCell::new(SmallRng::seed_from_u64(seed)),
+        }
+    }
+
+    /// Picks for one request of a cluster.
+    pub(crate) fn pick(&self, cluster: &Cluster, now: Micros) -> Pick {
+        let mut rng = self.rng.borrow_mut();
+        let pick = cluster.transact(&mut rng, |pool, rng| pool.pick(&cluster.config.pool, now, rng));
+        cluster.metrics.picked(pick.branch);
+        pick
+    }
+
+    /// Takes the waiting news into the pool and refreshes the gauges.
+    pub(crate) fn flush(&self, cluster: &Cluster, now: Micros) {
+        let settings = &cluster.config.pool;
+        let view = if cluster.pending.borrow().is_empty() {
+            cluster.store.pool(&cluster.metrics).view(settings, now)
+        } else {
+            let mut rng = self.rng.borrow_mut();
+            cluster.transact(&mut rng, |pool, _| pool.view(settings, now))
+        };
+        cluster.metrics.occupancy.set(view.occupancy as u64);
+        cluster.metrics.theta.set(u64::from(view.theta.unwrap_or(0)));
+        cluster.metrics.members.set(u64::from(view.members));
+    }
+}
+
+impl Cluster {
+    fn new(root_name: &str, config: ClusterConfig, now: Micros) -> Self {
+        let metrics = Metrics::define(&config.cluster);
+        let store = Store::new(root_name, &config.cluster);
+        store.seed();
+        let cluster = Self { metrics, store, config, pending: RefCell::default(), probes_due: Cell::new(0) };
+        if !cluster.config.endpoints.is_empty() {
+            let members = cluster.store.update_members(&cluster.metrics, |members| {
+                let news = cluster
+                    .config
+                    .endpoints
+                    .iter()
+                    .map(|e| members.observe(*e, None, Evidence::Confirmed, now));
+                news.fold(false, |any, changed| any | changed)
+            });
+            cluster.set_members(members.count());
+        }
+        cluster
+    }
+
+    /// A report that may speak for `replica`.
+    pub(crate) fn report(&self, at: Micros, replica: Endpoint, report: &LoadReport) {
+        self.push(News::Report { at, replica, rif: report.rif, latency_us: report.latency_us });
+    }
+
+    /// The replica has left the cluster.
+    pub(crate) fn forget(&self, replica: Endpoint) {
+        self.push(News::Forget(replica));
+    }
+
+    /// The replica failed, or Envoy would not use it.
+    pub(crate) fn bar(&self, at: Micros, replica: Endpoint) {
+        self.push(News::Bar { at, replica });
+    }
+
+    /// The number of replicas.
+    pub(crate) fn set_members(&self, members: u32) {
+        self.push(News::Members(members));
+    }
+
+    fn push(&self, news: News) {
+        let mut pending = self.pending.borrow_mut();
+        if pending.len() < MAX_PENDING {
+            pending.push(news);
+        } else {
+            self.metrics.dropped_events.one();
+        }
+    }
+
+    /// One transaction: the waiting news, then `action`, then the write.
+    fn transact<T>(
+        &self,
+        rng: &mut SmallRng,
+        mut action: impl FnMut(&mut PoolState, &mut SmallRng) -> T,
+    ) -> T {
+        let mut pending = mem::take(&mut *self.pending.borrow_mut());
+        let (result, written) = self.store.update_pool(&self.metrics, |pool| {
+            for news in &pending {
+                self.apply(*news, pool, rng);
+            }
+            (action(pool, rng), true)
+        });
+        // The buffer goes back empty, so that the path of a request does not allocate.
+        if written {
+            pending.clear();
+        }
+        *self.pending.borrow_mut() = pending;
+        result
+    }
+
+    fn apply(&self, news: News, pool: &mut PoolState, rng: &mut SmallRng) {
+        match news {
+            News::Report { at, replica, rif, latency_us } => {
+                pool.record(&self.config.pool, at, replica, rif, latency_us, rng);
+            }
+            News::Forget(replica) => pool.forget(replica),
+            News::Bar { at, replica } => pool.bar(replica, at, BAR_MS),
+            News::Members(members) => pool.set_members(members),
+        }
+    }
+}

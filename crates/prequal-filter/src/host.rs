@@ -1,0 +1,40 @@
+//! Host calls in the form this filter needs: bounded, and with every failure as data.
+//!
+//! Only the SDK's byte forms are used: its string forms panic on header values that are not UTF-8.
+
+use prequal_core::time::Micros;
+use proxy_wasm::hostcalls;
+use proxy_wasm::types::{LogLevel, MapType};
+
+/// The host's clock, microseconds since the epoch.
+pub(crate) fn now() -> Micros {
+    let since_epoch = hostcalls::get_current_time()
+        .ok()
+        .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
+        .unwrap_or_default();
+    Micros(u64::try_from(since_epoch.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// A header's value; `None` when absent or not UTF-8.
+pub(crate) fn header(map: MapType, name: &str) -> Option<String> {
+    let bytes = hostcalls::get_map_value_bytes(map, name).ok()??;
+    String::from_utf8(bytes).ok()
+}
+
+/// A text property; `None` when absent.
+pub(crate) fn text_property(path: &[&str]) -> Option<String> {
+    let bytes = hostcalls::get_property(path.to_vec()).ok()??;
+    String::from_utf8(bytes).ok()
+}
+
+/// A whole-number property; `None` when absent.
+pub(crate) fn number_property(path: &[&str]) -> Option<u64> {
+    let bytes = hostcalls::get_property(path.to_vec()).ok()??;
+    Some(u64::from_le_bytes(bytes.try_into().ok()?))
+}
+
+/// Writes to Envoy's log.
+pub(crate) fn log(level: LogLevel, message: &str) {
+    // A log line that cannot be written has nowhere to be reported.
+    let _ = hostcalls::log(level, message);
+}

@@ -1,0 +1,211 @@
+//! Counters and gauges in Envoy's stats. Values of labels stand in the name; the shipped configuration turns them
+//! into Prometheus labels by `stats_tags`.
+
+use prequal_core::pool::Branch;
+use prequal_core::report::ReportError;
+use proxy_wasm::hostcalls;
+use proxy_wasm::types::MetricType;
+
+/// A metric that could not be defined is not counted; balancing goes on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Counter(Option<u32>);
+
+impl Counter {
+    pub(crate) fn add(self, count: u32) {
+        if let (Some(id), 1..) = (self.0, count) {
+            let _ = hostcalls::increment_metric(id, i64::from(count));
+        }
+    }
+
+    pub(crate) fn one(self) {
+        self.add(1);
+    }
+}
+
+/// The last value written by any worker.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gauge(Option<u32>);
+
+impl Gauge {
+    pub(crate) fn set(self, value: u64) {
+        if let Some(id) = self.0 {
+            let _ = hostcalls::record_metric(id, value);
+        }
+    }
+}
+
+/// How a probe ended. At rest: sent = sum of all others.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ProbeEnd {
+    Used,
+    /// The cluster's policy sent it elsewhere: the host asked has left.
+    WrongEndpoint,
+    /// A reply without a report.
+    NoReport,
+    /// A report without an endpoint proves nothing.
+    NoEndpoint,
+    /// A status other than 200 with a report.
+    Status,
+    BadReport(ReportError),
+    Timeout,
+    Refused,
+}
+
+/// What became of a report on a response.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ReportEnd {
+    Used,
+    WrongEndpoint,
+    NoEndpoint,
+    Bad(ReportError),
+}
+
+/// Who ended a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Class {
+    Answer,
+    UpstreamFailure,
+    ClientAbort,
+    Local,
+}
+
+/// Metrics of one upstream cluster.
+#[derive(Clone, Debug)]
+pub(crate) struct Metrics {
+    picks: [Counter; 3],
+    pub(crate) sent: Counter,
+    /// Envoy refused to send: breaker full, no host, or no such cluster.
+    pub(crate) undispatched: Counter,
+    probes: [Counter; 12],
+    reports: [Counter; 8],
+    outcomes: [Counter; 4],
+    pub(crate) diverted: Counter,
+    pub(crate) cas_conflicts: Counter,
+    pub(crate) cas_giveups: Counter,
+    pub(crate) blob_replaced: Counter,
+    pub(crate) dropped_events: Counter,
+    pub(crate) occupancy: Gauge,
+    pub(crate) theta: Gauge,
+    pub(crate) members: Gauge,
+}
+
+impl Metrics {
+    /// Defines (or finds) the metrics of a cluster; the same names in every VM are one metric.
+    pub(crate) fn define(cluster: &str) -> Self {
+        // A dot would end the label's value.
+        let cluster: String =
+            cluster.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
+        let counter = |name: &str, label: &str| {
+            Counter(define(MetricType::Counter, &format!("prequal_{name}_total.cluster={cluster}{label}")))
+        };
+        let gauge =
+            |name: &str| Gauge(define(MetricType::Gauge, &format!("prequal_{name}.cluster={cluster}")));
+        let labelled = |name: &str, key: &str, value: &str| counter(name, &format!(".{key}={value}"));
+        Self {
+            picks: ["cold", "hot", "fallback"].map(|branch| labelled("picks", "branch", branch)),
+            sent: labelled("probes", "result", "sent"),
+            undispatched: labelled("probes", "result", "undispatched"),
+            probes: PROBE_LABELS.map(|result| labelled("probes", "result", result)),
+            reports: REPORT_LABELS.map(|result| labelled("reports", "result", result)),
+            outcomes: ["answer", "upstream_failure", "client_abort", "local"]
+                .map(|class| labelled("outcomes", "class", class)),
+            diverted: counter("diverted", ""),
+            cas_conflicts: counter("cas_conflicts", ""),
+            cas_giveups: counter("cas_giveups", ""),
+            blob_replaced: counter("blob_replaced", ""),
+            dropped_events: counter("dropped_events", ""),
+            occupancy: gauge("pool_occupancy"),
+            theta: gauge("theta_rif"),
+            members: gauge("members"),
+        }
+    }
+
+    pub(crate) fn picked(&self, branch: Branch) {
+        let [cold, hot, fallback] = self.picks;
+        match branch {
+            Branch::Cold => cold,
+            Branch::Hot => hot,
+            Branch::Fallback => fallback,
+        }
+        .one();
+    }
+
+    pub(crate) fn probe(&self, end: ProbeEnd) {
+        let index = match end {
+            ProbeEnd::Used => 0,
+            ProbeEnd::Timeout => 1,
+            ProbeEnd::Refused => 2,
+            ProbeEnd::WrongEndpoint => 3,
+            ProbeEnd::NoReport => 4,
+            ProbeEnd::NoEndpoint => 5,
+            ProbeEnd::Status => 6,
+            ProbeEnd::BadReport(error) => 7 + error_index(error),
+        };
+        if let Some(counter) = self.probes.get(index) {
+            counter.one();
+        }
+    }
+
+    pub(crate) fn report(&self, end: ReportEnd) {
+        let index = match end {
+            ReportEnd::Used => 0,
+            ReportEnd::WrongEndpoint => 1,
+            ReportEnd::NoEndpoint => 2,
+            ReportEnd::Bad(error) => 3 + error_index(error),
+        };
+        if let Some(counter) = self.reports.get(index) {
+            counter.one();
+        }
+    }
+
+    pub(crate) fn outcome(&self, class: Class) {
+        let [answer, failure, abort, local] = self.outcomes;
+        match class {
+            Class::Answer => answer,
+            Class::UpstreamFailure => failure,
+            Class::ClientAbort => abort,
+            Class::Local => local,
+        }
+        .one();
+    }
+}
+
+fn define(kind: MetricType, name: &str) -> Option<u32> {
+    hostcalls::define_metric(kind, name).ok()
+}
+
+fn error_index(error: ReportError) -> usize {
+    match error {
+        ReportError::TooLong => 0,
+        ReportError::Rif => 1,
+        ReportError::Latency => 2,
+        ReportError::Endpoint => 3,
+        ReportError::ProbeEndpoint => 4,
+    }
+}
+
+const PROBE_LABELS: [&str; 12] = [
+    "used",
+    "timeout",
+    "refused",
+    "rejected_wrong_endpoint",
+    "rejected_no_report",
+    "rejected_no_endpoint",
+    "rejected_status",
+    "rejected_too_long",
+    "rejected_bad_rif",
+    "rejected_bad_latency",
+    "rejected_bad_endpoint",
+    "rejected_bad_probe_endpoint",
+];
+
+const REPORT_LABELS: [&str; 8] = [
+    "used",
+    "wrong_endpoint",
+    "no_endpoint",
+    "too_long",
+    "bad_rif",
+    "bad_latency",
+    "bad_endpoint",
+    "bad_probe_endpoint",
+];

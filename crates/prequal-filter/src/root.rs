@@ -1,0 +1,248 @@
+//! The root context: configuration, the slow tick, and every probe.
+//!
+//! Probes are dispatched here and not by the stream that triggers them: the SDK drops replies whose stream has ended
+//! (`docs/adr/0001-root-owned-probes.md`). A stream wakes the root by re-entering the module, see [`wake`].
+
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::time::Duration;
+
+use prequal_core::config::FilterConfig;
+use prequal_core::endpoint::Endpoint;
+use prequal_core::members::{Evidence, Target};
+use prequal_core::report::{HEADER_DEST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, PROBE_PATH};
+use prequal_core::time::Micros;
+use proxy_wasm::hostcalls;
+use proxy_wasm::traits::{Context, HttpContext, RootContext};
+use proxy_wasm::types::{ContextType, LogLevel, MapType};
+use rand::Rng;
+
+use crate::filter::{Cluster, Filter};
+use crate::host;
+use crate::metrics::ProbeEnd;
+use crate::stream::Stream;
+
+/// Ticks cost 33 µs each, so nothing urgent waits for them: news of a quiet worker, gauges, idle probing.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Most probes in flight per worker. Beyond, the probe cluster is not answering and more would not help.
+const MAX_IN_FLIGHT: usize = 1024;
+
+/// A queue id that Envoy never gives out.
+const WAKE: u32 = u32::MAX;
+
+unsafe extern "C" {
+    /// Exported by the SDK as part of the ABI.
+    safe fn proxy_on_queue_ready(root_id: u32, queue_id: u32);
+}
+
+/// Lets the root send the probes that are due, now and as its own. Only from a stream's callback, as the last thing
+/// it does (the root is the active context afterwards), and with nothing of [`Filter`] borrowed.
+pub(crate) fn wake(root_id: u32) {
+    proxy_on_queue_ready(root_id, WAKE);
+}
+
+/// The root context of one configuration on one worker.
+pub(crate) struct Root {
+    id: u32,
+    filter: Option<Rc<Filter>>,
+    in_flight: HashMap<u32, Probe>,
+}
+
+/// A probe whose reply has not come.
+struct Probe {
+    cluster: usize,
+    /// Who was asked; `None` where the cluster's policy chose.
+    target: Option<Target>,
+}
+
+impl Root {
+    pub(crate) fn new(id: u32) -> Self {
+        Self { id, filter: None, in_flight: HashMap::new() }
+    }
+
+    fn send_due(&mut self, filter: &Filter, now: Micros) {
+        for (index, cluster) in filter.clusters.iter().enumerate() {
+            let due = cluster.probes_due.take();
+            if due > 0 {
+                self.send(filter, index, cluster, due as usize, now);
+            }
+        }
+    }
+
+    /// Sends `count` probes: most to distinct sampled members, a share to whomever the probe cluster's policy finds.
+    fn send(&mut self, filter: &Filter, index: usize, cluster: &Cluster, count: usize, now: Micros) {
+        let pool = cluster.store.pool(&cluster.metrics);
+        let members = cluster.store.update_members(&cluster.metrics, |members| {
+            // Replicas heard on responses are alive, though nobody probes them.
+            let mut news = false;
+            for replica in pool.replicas() {
+                news |= members.renew(replica, now);
+            }
+            news | members.expire(now)
+        });
+        let mut rng = filter.rng.borrow_mut();
+        let discover = (0..count).filter(|_| rng.random_bool(cluster.config.probe.discovery_share)).count();
+        let fresh_ms = cluster.config.pool.max_age_ms / 10;
+        let targets =
+            members.sample(count - discover, &mut *rng, |replica| pool.heard_within(replica, now, fresh_ms));
+        let unaddressed = discover + usize::from(targets.is_empty()) * (count - discover);
+        drop(rng);
+        for target in targets {
+            self.dispatch(index, cluster, Some(target));
+        }
+        for _ in 0..unaddressed {
+            self.dispatch(index, cluster, None);
+        }
+    }
+
+    fn dispatch(&mut self, index: usize, cluster: &Cluster, target: Option<Target>) {
+        if self.in_flight.len() >= MAX_IN_FLIGHT {
+            cluster.metrics.undispatched.one();
+            return;
+        }
+        let address = target.map(|target| target.probe.to_string());
+        let mut headers = vec![(":method", "GET"), (":path", PROBE_PATH), (":authority", "prequal")];
+        if let Some(address) = &address {
+            headers.push((HEADER_DEST, address));
+        }
+        let timeout = Duration::from_millis(cluster.config.probe.timeout_ms);
+        match hostcalls::dispatch_http_call(&cluster.config.probe_cluster, headers, None, Vec::new(), timeout)
+        {
+            Ok(token) => {
+                cluster.metrics.sent.one();
+                self.in_flight.insert(token, Probe { cluster: index, target });
+            }
+            Err(_) => cluster.metrics.undispatched.one(),
+        }
+    }
+
+    /// Reads the reply that is being delivered.
+    fn reply() -> Result<LoadReport, ProbeEnd> {
+        let header = |name| host::header(MapType::HttpCallResponseHeaders, name);
+        let status = header(":status").unwrap_or_default();
+        let (load, rif) = (header(HEADER_LOAD), header(HEADER_RIF));
+        let reported = load.is_some() || rif.is_some();
+        match status.as_str() {
+            "200" => {}
+            // Envoy's own words for a call that failed; an agent would have added a report.
+            "504" if !reported => return Err(ProbeEnd::Timeout),
+            "503" if !reported => return Err(ProbeEnd::Refused),
+            _ => return Err(ProbeEnd::Status),
+        }
+        match (load, rif) {
+            (Some(load), _) => LoadReport::parse(&load),
+            (None, Some(rif)) => LoadReport::parse_pair(&rif, header(HEADER_LATENCY).as_deref()),
+            (None, None) => return Err(ProbeEnd::NoReport),
+        }
+        .map_err(ProbeEnd::BadReport)
+    }
+
+    /// Judges a reply and takes from it what it may tell (design §3, "Trust").
+    fn take_reply(cluster: &Cluster, target: Option<Target>, now: Micros) -> Result<(), ProbeEnd> {
+        let report = Self::reply()?;
+        let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
+        let Some(asked) = target else {
+            // Nobody was asked by name: a name, but no load.
+            Self::learn(cluster, replica, report.probe_endpoint, Evidence::Hearsay, now);
+            return Ok(());
+        };
+        if asked.replica != replica {
+            // The probe cluster does not know the host that was asked: it has left.
+            Self::unlearn(cluster, asked.replica);
+            Self::learn(cluster, replica, report.probe_endpoint, Evidence::Hearsay, now);
+            return Err(ProbeEnd::WrongEndpoint);
+        }
+        Self::learn(cluster, replica, report.probe_endpoint, Evidence::Confirmed, now);
+        cluster.report(now, replica, &report);
+        Ok(())
+    }
+
+    fn learn(cluster: &Cluster, replica: Endpoint, probe: Option<Endpoint>, evidence: Evidence, now: Micros) {
+        let mut news = false;
+        let members = cluster.store.update_members(&cluster.metrics, |members| {
+            news = members.observe(replica, probe, evidence, now);
+            news
+        });
+        if news {
+            cluster.set_members(members.count());
+        }
+    }
+
+    fn unlearn(cluster: &Cluster, replica: Endpoint) {
+        let members = cluster.store.update_members(&cluster.metrics, |members| members.remove(replica));
+        cluster.forget(replica);
+        cluster.set_members(members.count());
+    }
+}
+
+impl Context for Root {
+    fn on_http_call_response(&mut self, token: u32, _headers: usize, _body: usize, _trailers: usize) {
+        let Some(filter) = self.filter.clone() else { return };
+        let Some(probe) = self.in_flight.remove(&token) else { return };
+        let Some(cluster) = filter.clusters.get(probe.cluster) else { return };
+        let end = match Self::take_reply(cluster, probe.target, host::now()) {
+            Ok(()) => ProbeEnd::Used,
+            Err(end) => end,
+        };
+        cluster.metrics.probe(end);
+    }
+}
+
+impl RootContext for Root {
+    fn on_configure(&mut self, _size: usize) -> bool {
+        let text = self.get_plugin_configuration().unwrap_or_default();
+        let parsed = match std::str::from_utf8(&text) {
+            Ok(text) => FilterConfig::parse(text).map_err(|errors| errors.to_string()),
+            Err(_) => Err("`configuration` is not UTF-8".to_owned()),
+        };
+        match parsed {
+            Ok(config) => {
+                let name = host::text_property(&["plugin_root_id"]).unwrap_or_default();
+                self.filter = Some(Rc::new(Filter::new(self.id, &name, config, host::now())));
+                self.set_tick_period(TICK);
+                true
+            }
+            Err(errors) => {
+                host::log(LogLevel::Error, &format!("prequal: configuration refused: {errors}"));
+                false
+            }
+        }
+    }
+
+    fn on_tick(&mut self) {
+        let Some(filter) = self.filter.clone() else { return };
+        let now = host::now();
+        for (index, cluster) in filter.clusters.iter().enumerate() {
+            filter.flush(cluster, now);
+            let interval = cluster.config.probe.idle_interval_ms;
+            if interval == 0 {
+                continue;
+            }
+            // Every VM ticks, the main thread's too: the compare-and-swap lets one of them act.
+            let (probes, leased) = cluster.store.update_pool(&cluster.metrics, |pool| {
+                let probes = pool.idle_probes(&cluster.config.pool, now, interval);
+                (probes, probes > 0)
+            });
+            if leased {
+                self.send(&filter, index, cluster, probes as usize, now);
+            }
+        }
+    }
+
+    fn on_queue_ready(&mut self, queue_id: u32) {
+        if queue_id == WAKE
+            && let Some(filter) = self.filter.clone()
+        {
+            self.send_due(&filter, host::now());
+        }
+    }
+
+    fn create_http_context(&self, _id: u32) -> Option<Box<dyn HttpContext>> {
+        self.filter.clone().map(|filter| Box::new(Stream::new(filter)) as Box<dyn HttpContext>)
+    }
+
+    fn get_type(&self) -> Option<ContextType> {
+        Some(ContextType::HttpContext)
+    }
+}

@@ -1,0 +1,217 @@
+//! One request: the pick, the report on its response, the outcome.
+//!
+//! The common path makes one shared-data transaction, one header read and no property read: a report from the chosen
+//! replica proves that it answered. Properties are read only where no such report came.
+
+use std::rc::Rc;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use prequal_core::config::Shim;
+use prequal_core::endpoint::Endpoint;
+use prequal_core::members::Evidence;
+use prequal_core::report::{HEADER_DEST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport};
+use prequal_core::time::Micros;
+use proxy_wasm::hostcalls;
+use proxy_wasm::traits::{Context, HttpContext};
+use proxy_wasm::types::{Action, MapType};
+
+use crate::filter::{Cluster, Filter};
+use crate::host;
+use crate::metrics::{Class, ReportEnd};
+use crate::root::wake;
+
+/// One request.
+pub(crate) struct Stream {
+    filter: Rc<Filter>,
+    /// Index of the upstream cluster, once the request is known to be for one of ours.
+    cluster: Option<usize>,
+    chosen: Option<Endpoint>,
+    /// The replica that was chosen reported on the response.
+    answered: bool,
+    /// The response carries an error of the replica (gRPC says so in `grpc-status`).
+    failed: bool,
+}
+
+impl Stream {
+    pub(crate) fn new(filter: Rc<Filter>) -> Self {
+        Self { filter, cluster: None, chosen: None, answered: false, failed: false }
+    }
+
+    /// The cluster that the route names. With a single configured cluster the property (2 µs) is not read until a
+    /// request turns out to have gone elsewhere.
+    fn find_cluster(&self) -> Option<usize> {
+        if self.filter.look_up_cluster.get() { self.routed_cluster() } else { Some(0) }
+    }
+
+    fn routed_cluster(&self) -> Option<usize> {
+        let name = host::text_property(&["xds", "cluster_name"])?;
+        self.filter.clusters.iter().position(|cluster| cluster.config.cluster == name)
+    }
+
+    fn steer(&self, replica: Option<Endpoint>) {
+        let value = replica.map(|replica| match self.filter.shim {
+            Shim::StatefulSession => STANDARD.encode(replica.to_string()),
+            Shim::OverrideHost => replica.to_string(),
+        });
+        // Without a choice the header is removed: a client's own must never steer.
+        let _ = hostcalls::set_map_value(MapType::HttpRequestHeaders, HEADER_DEST, value.as_deref());
+    }
+
+    /// Judges the report on the response (design §3, "Trust").
+    fn take_report(&mut self, cluster: &Cluster, now: Micros) -> Option<ReportEnd> {
+        let header = |name| host::header(MapType::HttpResponseHeaders, name);
+        let parsed = match header(HEADER_LOAD) {
+            Some(load) => LoadReport::parse(&load),
+            None => LoadReport::parse_pair(&header(HEADER_RIF)?, header(HEADER_LATENCY).as_deref()),
+        };
+        let report = match parsed {
+            Ok(report) => report,
+            Err(error) => return Some(ReportEnd::Bad(error)),
+        };
+        let Some(replica) = report.endpoint else { return Some(ReportEnd::NoEndpoint) };
+        if self.chosen == Some(replica) {
+            self.answered = true;
+            cluster.report(now, replica, &report);
+            return Some(ReportEnd::Used);
+        }
+        // Not steered, or Envoy used another host: who answered is what Envoy says, not what the report says.
+        if upstream_address() != Some(replica) {
+            return Some(ReportEnd::WrongEndpoint);
+        }
+        cluster.report(now, replica, &report);
+        let mut news = false;
+        let members = cluster.store.update_members(&cluster.metrics, |members| {
+            news = members.observe(replica, report.probe_endpoint, Evidence::Confirmed, now);
+            news
+        });
+        if news {
+            cluster.set_members(members.count());
+        }
+        Some(ReportEnd::Used)
+    }
+
+    /// Whether the request really went to a configured cluster; the first that did not turns the look-up on.
+    fn is_ours(&mut self) -> bool {
+        if self.filter.look_up_cluster.get() {
+            return true;
+        }
+        let ours = self.routed_cluster().is_some();
+        if !ours {
+            self.filter.look_up_cluster.set(true);
+            self.cluster = None;
+        }
+        ours
+    }
+
+    /// The outcome of a request without a report from the replica that was chosen.
+    fn classify(&mut self, filter: &Filter) -> Option<Class> {
+        if !self.is_ours() {
+            return None;
+        }
+        let cluster = filter.clusters.get(self.cluster?)?;
+        let flags = host::number_property(&["response", "flags"]).unwrap_or(0);
+        if flags & FLAG_DOWNSTREAM_DISCONNECT != 0 {
+            return Some(Class::ClientAbort);
+        }
+        let failed = flags & FLAGS_UPSTREAM != 0;
+        let served_by = upstream_address();
+        if let Some(chosen) = self.chosen {
+            let diverted = served_by.is_some_and(|served| served != chosen);
+            if diverted {
+                cluster.metrics.diverted.one();
+            }
+            // Refused, reset, timed out, retried elsewhere, or vetoed by Envoy's health state.
+            if diverted || failed {
+                cluster.bar(host::now(), chosen);
+            }
+        }
+        let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
+        Some(match (failed, details.as_str()) {
+            (true, _) => Class::UpstreamFailure,
+            (false, "via_upstream") => Class::Answer,
+            (false, _) => Class::Local,
+        })
+    }
+}
+
+impl Context for Stream {}
+
+impl HttpContext for Stream {
+    fn on_http_request_headers(&mut self, _count: usize, _end_of_stream: bool) -> Action {
+        #[cfg(feature = "crash-test")]
+        crash_on_demand();
+        let filter = Rc::clone(&self.filter);
+        self.cluster = self.find_cluster();
+        let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else {
+            self.steer(None);
+            return Action::Continue;
+        };
+        let pick = filter.pick(cluster, host::now());
+        self.chosen = pick.replica;
+        self.steer(pick.replica);
+        if pick.probes > 0 {
+            cluster.probes_due.set(cluster.probes_due.get().saturating_add(pick.probes));
+            wake(filter.root_id);
+        }
+        Action::Continue
+    }
+
+    fn on_http_response_headers(&mut self, _count: usize, end_of_stream: bool) -> Action {
+        let filter = Rc::clone(&self.filter);
+        if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) {
+            if cluster.config.probe.piggyback
+                && let Some(end) = self.take_report(cluster, host::now())
+            {
+                cluster.metrics.report(end);
+            }
+            // A gRPC error without a message is a response of headers alone.
+            if end_of_stream {
+                self.failed |= grpc_failed(MapType::HttpResponseHeaders);
+            }
+        }
+        Action::Continue
+    }
+
+    fn on_http_response_trailers(&mut self, _count: usize) -> Action {
+        self.failed |= grpc_failed(MapType::HttpResponseTrailers);
+        Action::Continue
+    }
+
+    fn on_log(&mut self) {
+        let filter = Rc::clone(&self.filter);
+        let class = if self.answered { Some(Class::Answer) } else { self.classify(&filter) };
+        let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else { return };
+        match class {
+            Some(Class::Answer) if self.failed => cluster.metrics.outcome(Class::UpstreamFailure),
+            Some(class) => cluster.metrics.outcome(class),
+            None => {}
+        }
+    }
+}
+
+/// The host that Envoy used last.
+fn upstream_address() -> Option<Endpoint> {
+    host::text_property(&["upstream", "address"])?.parse().ok()
+}
+
+/// The gRPC statuses that say the replica failed: UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL,
+/// UNAVAILABLE, DATA_LOSS. The others are answers.
+fn grpc_failed(map: MapType) -> bool {
+    host::header(map, "grpc-status")
+        .is_some_and(|status| matches!(status.as_str(), "2" | "4" | "8" | "13" | "14" | "15"))
+}
+
+#[cfg(feature = "crash-test")]
+#[allow(clippy::panic, reason = "the crash test needs a crash")]
+fn crash_on_demand() {
+    if host::header(MapType::HttpRequestHeaders, "x-prequal-crash-test").is_some() {
+        panic!("crash test");
+    }
+}
+
+/// The client went away.
+const FLAG_DOWNSTREAM_DISCONNECT: u64 = 16384;
+/// No healthy host, request timeout, local reset, remote reset, connection failure, connection termination,
+/// overflow, stream timeouts: Envoy's response flags that blame the upstream.
+const FLAGS_UPSTREAM: u64 = 2 | 4 | 8 | 16 | 32 | 64;
