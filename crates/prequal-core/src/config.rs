@@ -56,8 +56,6 @@ pub struct ProbeSettings {
     pub timeout_ms: u64,
     /// Without a request for this long one worker probes, milliseconds, 0 (off) to 3 600 000.
     pub idle_interval_ms: u32,
-    /// Share of probes sent without an address, so that the cluster's policy finds newcomers, 0 to 1.
-    pub discovery_share: f64,
     /// Whether reports on responses count.
     pub piggyback: bool,
 }
@@ -84,7 +82,7 @@ impl Profile {
             scale_removal: true,
             reuse_cap: 64,
             budget: Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 1.0 },
-            small_fleets: true,
+            discovery_interval_ms: 250,
             rif_history: MAX_HISTORY,
         };
         match self {
@@ -94,15 +92,13 @@ impl Profile {
                 hot: HotRule::Ge,
                 scale_removal: false,
                 budget: Budget::Fixed { r_probe: 3.0 },
-                small_fleets: false,
                 ..ours
             },
         }
     }
 
     fn probe_settings(self) -> ProbeSettings {
-        let ours =
-            ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, discovery_share: 0.05, piggyback: true };
+        let ours = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
         match self {
             Self::Default => ours,
             Self::Paper => ProbeSettings { piggyback: false, ..ours },
@@ -188,11 +184,10 @@ const SETTING_KEYS: &[&str] = &[
     "r_probe",
     "target_age_ms",
     "max_probes_per_query",
-    "small_fleets",
+    "discovery_interval_ms",
     "rif_history",
     "probe_timeout_ms",
     "idle_probe_interval_ms",
-    "discovery_share",
     "piggyback",
 ];
 
@@ -293,7 +288,7 @@ impl Fields<'_> {
         set(&mut pool.r_remove, self.number("r_remove", 0.0..=16.0));
         set(&mut pool.scale_removal, self.boolean("scale_removal"));
         set(&mut pool.reuse_cap, self.whole("reuse_cap", 1..=10_000));
-        set(&mut pool.small_fleets, self.boolean("small_fleets"));
+        set(&mut pool.discovery_interval_ms, self.whole("discovery_interval_ms", 10..=60_000));
         set(
             &mut pool.rif_history,
             self.whole("rif_history", 8..=MAX_HISTORY as u32).map(|samples| samples as usize),
@@ -301,7 +296,6 @@ impl Fields<'_> {
         pool.budget = self.budget(pool.budget);
         set(&mut probe.timeout_ms, self.whole("probe_timeout_ms", 1..=10_000).map(u64::from));
         set(&mut probe.idle_interval_ms, self.whole("idle_probe_interval_ms", 0..=3_600_000));
-        set(&mut probe.discovery_share, self.number("discovery_share", 0.0..=1.0));
         set(&mut probe.piggyback, self.boolean("piggyback"));
         (pool, probe)
     }
@@ -491,7 +485,7 @@ mod tests {
             ("rif_history", ["8", "128"], ["7", "129"]),
             ("probe_timeout_ms", ["1", "10000"], ["0", "10001"]),
             ("idle_probe_interval_ms", ["0", "3600000"], ["-5", "3600001"]),
-            ("discovery_share", ["0", "1"], ["-0.1", "1.1"]),
+            ("discovery_interval_ms", ["10", "60000"], ["9", "60001"]),
         ] {
             for value in inside {
                 assert_eq!(errors(&with(&format!(r#""{key}":{value}"#))), [""; 0], "{key} = {value}");

@@ -1,9 +1,9 @@
 //! The learned membership: which replicas exist, learned from reports, and which of them to probe next.
 //!
-//! Envoy's own discovery stays the source of truth: a share of probes goes out without an address, its cluster's
-//! policy finds some host, and the reply names it. A host named only by such a reply is a *candidate*: it is
-//! probed, and becomes a member once it answers a probe sent to its own address. So a replica that invents
-//! endpoints fills a small bounded list and nothing else.
+//! Envoy's own discovery stays the source of truth. Some probes go out without an address, the probe cluster's policy
+//! finds some host, and the reply names it: a *candidate*. A candidate that answers at its address gets one request, and
+//! Envoy's word for who served that request makes it a *member*. No reply of a replica alone does, so one that invents
+//! endpoints fills a small bounded list, costs one unsteered request each, and nothing else.
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 
@@ -28,9 +28,9 @@ const RENEW_MS: u32 = 5_000;
 /// How a replica became known.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Evidence {
-    /// It answered at its own address, or Envoy says that it served a request.
+    /// Envoy says that it served a request, or the configuration names it.
     Confirmed,
-    /// A reply to an unaddressed probe names it.
+    /// A reply to a probe names it.
     Hearsay,
 }
 
@@ -154,6 +154,14 @@ impl Members {
         }
         self.list.push(Member { endpoint, seen: stamp, probe_port, confirmed });
         true
+    }
+
+    /// Makes a member of a replica that served a request; where it answers probes is kept. Returns whether the blob must
+    /// be written.
+    pub fn confirm(&mut self, endpoint: Endpoint, now: Micros) -> bool {
+        let known = self.list.iter().find(|member| member.endpoint == endpoint).map(Member::target);
+        let probe = known.map(|target| target.probe).filter(|probe| *probe != endpoint);
+        self.observe(endpoint, probe, Evidence::Confirmed, now)
     }
 
     /// Takes note that a member is alive. Returns whether the blob must be written.

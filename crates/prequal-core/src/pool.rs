@@ -71,23 +71,24 @@ pub struct PoolSettings {
     pub delta: f64,
     /// Removals per pick.
     pub r_remove: f64,
-    /// Never remove more than new entries arrive, and never below two entries. The paper has no such bound.
+    /// Never remove more than new entries arrive, never below two entries, and nothing while the whole fleet fits the
+    /// pool (then there is no selection bias to undo). The paper has no such bounds.
     pub scale_removal: bool,
     /// Upper bound of equation (1).
     pub reuse_cap: u32,
     /// How many probes.
     pub budget: Budget,
-    /// Shrink the pool to half the fleet when n is below twice its size.
-    pub small_fleets: bool,
+    /// One probe without an address this often, milliseconds, so that the cluster's policy finds newcomers; twenty times
+    /// as often while new names come, and in proportion more often in fleets above 16.
+    pub discovery_interval_ms: u32,
     /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
 }
 
 impl PoolSettings {
-    /// The pool size for a fleet of `n` replicas: `min(pool_size, max(2, ⌊n/2⌋))`.
-    pub fn effective_size(&self, n: u32) -> usize {
-        // n = 0 means that nothing has been learned yet, not that the fleet is small.
-        if self.small_fleets && n > 0 { self.pool_size.min((n as usize / 2).max(2)) } else { self.pool_size }
+    /// Entries that a pool over `n` replicas can have; `n` = 0 means that nothing has been learned yet.
+    fn attainable(&self, n: u32) -> usize {
+        if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
     }
 }
 
@@ -109,8 +110,26 @@ pub struct Pick {
     pub replica: Option<Endpoint>,
     /// Which rule chose it.
     pub branch: Branch,
+    /// The replica is not a member yet: its first request shows whether Envoy knows it.
+    pub verify: bool,
     /// Probes to send now.
-    pub probes: u32,
+    pub probes: ProbesDue,
+}
+
+/// Probes to send.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct ProbesDue {
+    /// To distinct sampled replicas.
+    pub addressed: u32,
+    /// To whomever the probe cluster's policy finds.
+    pub discovery: u32,
+}
+
+impl ProbesDue {
+    /// Whether there is nothing to send.
+    pub fn is_empty(&self) -> bool {
+        self.addressed == 0 && self.discovery == 0
+    }
 }
 
 /// Pool, RIF history, credits and rates of one upstream cluster; the bytes of the shared blob.
@@ -136,6 +155,8 @@ pub struct PoolState {
     members: u32,
     last_pick: Stamp,
     idle_probed: Stamp,
+    discovery_sent: Stamp,
+    members_changed: Stamp,
     barred_count: u32,
     entries: [Entry; MAX_POOL],
     barred: [Barred; MAX_BARRED],
@@ -150,7 +171,9 @@ struct Entry {
     rif: u32,
     latency_us: u32,
     received: Stamp,
-    uses_left: u32,
+    uses_left: u16,
+    /// 1 for a candidate that no request has reached yet.
+    unproven: u16,
 }
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -267,17 +290,22 @@ impl PoolState {
         self.last_pick = stamp;
 
         let theta = self.theta(settings, stamp);
-        let mut pick = Pick { replica: None, branch: Branch::Fallback, probes };
+        let mut pick = Pick { replica: None, branch: Branch::Fallback, verify: false, probes };
         if self.entry_count >= 2
             && let Some((index, hot)) = self.select(&theta, rng)
             && let Some(entry) = self.entries.get_mut(index)
         {
             pick.replica = Some(entry.endpoint);
             pick.branch = if hot { Branch::Hot } else { Branch::Cold };
+            pick.verify = entry.unproven == 1;
             // RIF compensation (§4): our own request is on its way there.
             entry.rif = entry.rif.saturating_add(1);
             entry.uses_left = entry.uses_left.saturating_sub(1);
-            if entry.uses_left == 0 {
+            let (chosen, used_up) = (entry.endpoint, entry.uses_left == 0);
+            if pick.verify {
+                // One request until its answer tells, however often probes bring the name up again.
+                self.bar(chosen, now, VERIFY_MS);
+            } else if used_up {
                 self.remove(index);
             }
         }
@@ -301,9 +329,8 @@ impl PoolState {
         if self.is_barred(endpoint, stamp) {
             return;
         }
-        let size = settings.effective_size(self.members);
         let b_reuse = reuse_budget(
-            size as f64,
+            settings.pool_size as f64,
             f64::from(self.members),
             f64::from(self.reports_per_pick),
             self.removal_rate(settings),
@@ -315,15 +342,32 @@ impl PoolState {
             rif,
             latency_us: latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
             received: stamp,
-            uses_left: round_randomly(b_reuse, rng).max(1),
+            uses_left: u16::try_from(round_randomly(b_reuse, rng)).unwrap_or(u16::MAX).max(1),
+            unproven: 0,
         };
+        self.insert(settings, stamp, entry);
+    }
+
+    /// Lets a candidate have one request: what it reports is not believed yet.
+    pub fn introduce(&mut self, settings: &PoolSettings, now: Micros, endpoint: Endpoint) {
+        let stamp = now.stamp();
+        if self.is_barred(endpoint, stamp) || self.replicas().any(|replica| replica == endpoint) {
+            return;
+        }
+        let entry =
+            Entry { endpoint, rif: 0, latency_us: UNKNOWN, received: stamp, uses_left: 1, unproven: 1 };
+        self.insert(settings, stamp, entry);
+    }
+
+    fn insert(&mut self, settings: &PoolSettings, stamp: Stamp, entry: Entry) {
+        let endpoint = entry.endpoint;
         if let Some(old) = self.entries_mut().iter_mut().find(|old| old.endpoint == endpoint) {
             *old = entry;
             return;
         }
         self.new_since_pick = self.new_since_pick.saturating_add(1).min(MAX_RATE);
         self.expire(settings, stamp);
-        while usize::from(self.entry_count) >= size {
+        while usize::from(self.entry_count) >= settings.pool_size.min(MAX_POOL) {
             let Some(oldest) = self.oldest(stamp) else { break };
             self.remove(oldest);
         }
@@ -360,8 +404,20 @@ impl PoolState {
         }
     }
 
+    /// Lifts a bar: the replica has proved itself.
+    pub fn unbar(&mut self, endpoint: Endpoint) {
+        let count = self.barred_count as usize;
+        if let Some(index) = self.barred.iter().take(count).position(|barred| barred.endpoint == endpoint) {
+            self.barred.swap(index, count - 1);
+            self.barred_count -= 1;
+        }
+    }
+
     /// Tells the pool how many replicas there are.
-    pub fn set_members(&mut self, members: u32) {
+    pub fn set_members(&mut self, members: u32, now: Micros) {
+        if members > self.members {
+            self.members_changed = now.stamp();
+        }
         self.members = members;
         // Hysteresis around 24: a fleet that breathes does not flip the rule at every step.
         if members > 26 {
@@ -371,18 +427,18 @@ impl PoolState {
         }
     }
 
-    /// Probes to send because no request came for `interval_ms`; zero unless this caller took the lease.
+    /// Probes to send because no request came for `interval_ms`; none unless this caller took the lease.
     ///
     /// The caller writes the state back with compare-and-swap, so that one of several workers acts per interval.
-    pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> u32 {
+    pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> ProbesDue {
         let stamp = now.stamp();
         if stamp.distance_ms(self.last_pick) < interval_ms
             || stamp.distance_ms(self.idle_probed) < interval_ms
         {
-            return 0;
+            return ProbesDue::default();
         }
         self.idle_probed = stamp;
-        settings.effective_size(self.members) as u32
+        ProbesDue { addressed: settings.attainable(self.members) as u32, discovery: 1 }
     }
 
     /// Whether the replica has a report younger than `age_ms`: probing it would tell little.
@@ -488,7 +544,9 @@ impl PoolState {
     }
 
     fn removal_rate(&self, settings: &PoolSettings) -> f64 {
-        if settings.scale_removal {
+        if settings.scale_removal && (1..=settings.pool_size).contains(&(self.members as usize)) {
+            0.0
+        } else if settings.scale_removal {
             settings.r_remove.min(f64::from(self.new_per_pick))
         } else {
             settings.r_remove
@@ -503,11 +561,11 @@ impl PoolState {
         self.new_since_pick = 0;
     }
 
-    fn probes_due(&mut self, settings: &PoolSettings, now: Stamp) -> u32 {
+    fn probes_due(&mut self, settings: &PoolSettings, now: Stamp) -> ProbesDue {
         let credit = match settings.budget {
             Budget::Fixed { r_probe } => r_probe,
             Budget::Adaptive { target_age_ms, max_probes_per_query } => {
-                let size = settings.effective_size(self.members);
+                let size = settings.attainable(self.members);
                 let young =
                     self.entries().iter().filter(|e| now.distance_ms(e.received) <= target_age_ms).count();
                 if young * 2 >= size {
@@ -523,7 +581,22 @@ impl PoolState {
         self.probe_credit = (self.probe_credit + credit as f32).min(32.0);
         let due = self.probe_credit.floor();
         self.probe_credit -= due;
-        due as u32
+        ProbesDue { addressed: due as u32, discovery: self.discovery_due(settings, now) }
+    }
+
+    fn discovery_due(&mut self, settings: &PoolSettings, now: Stamp) -> u32 {
+        if matches!(settings.budget, Budget::Fixed { r_probe } if r_probe <= 0.0) {
+            return 0;
+        }
+        let growing = self.members == 0 || now.distance_ms(self.members_changed) < GROWING_MS;
+        let interval = settings.discovery_interval_ms / if growing { 20 } else { 1 };
+        // A newcomer is one of n: the larger the fleet, the more often chance must be asked.
+        let interval = u64::from(interval) * 16 / u64::from(self.members.max(16));
+        if u64::from(now.distance_ms(self.discovery_sent)) < interval.max(1) {
+            return 0;
+        }
+        self.discovery_sent = now;
+        1
     }
 
     fn remember_rif(&mut self, settings: &PoolSettings, now: Stamp, rif: u32) {
@@ -612,6 +685,10 @@ pub enum BlobError {
 const MAGIC: u32 = 0x7072_6571; // "preq"
 const VERSION: u16 = 1;
 const UNKNOWN: u32 = u32::MAX;
+/// How long a candidate's first request may take before it gets another.
+const VERIFY_MS: u32 = 5000;
+/// Names are looked for eagerly until none has been new for this long.
+const GROWING_MS: u32 = 2000;
 const SMALL_RIF: usize = 64;
 /// Bounds the counters between two picks; an average over more is not believable.
 const MAX_RATE: u32 = 10_000;
@@ -637,7 +714,6 @@ mod tests {
             pool_size: 16,
             r_remove: 0.0,
             delta: 1000.0,
-            small_fleets: false,
             hot: HotRule::Gt,
             budget: Budget::Fixed { r_probe: 0.0 },
             ..Profile::Default.pool_settings()
@@ -653,7 +729,7 @@ mod tests {
     impl Scene {
         fn new(settings: PoolSettings) -> Self {
             let mut pool = PoolState::new();
-            pool.set_members(100);
+            pool.set_members(100, ms(0));
             Self { settings, pool, rng: SmallRng::seed_from_u64(7) }
         }
         fn report(&mut self, at: u64, n: u16, rif: u32, latency_ms: Option<u32>) {
@@ -794,7 +870,7 @@ mod tests {
     fn fractional_rates_are_kept_in_the_mean() {
         for r_probe in [0.25, 0.7, 1.0, 2.5] {
             let mut scene = Scene::new(PoolSettings { budget: Budget::Fixed { r_probe }, ..plain() });
-            let sent: u32 = (0..1000).map(|at| scene.pick(at).probes).sum();
+            let sent: u32 = (0..1000).map(|at| scene.pick(at).probes.addressed).sum();
             assert!((f64::from(sent) - 1000.0 * r_probe).abs() <= 1.0, "{r_probe}: {sent}");
         }
     }
@@ -803,12 +879,12 @@ mod tests {
     fn the_adaptive_budget_probes_a_cold_pool_and_rests_on_a_warm_one() {
         let budget = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 1.0 };
         let mut scene = Scene::new(PoolSettings { budget, ..plain() });
-        let cold: u32 = (0..50).map(|at| scene.pick(at).probes).sum();
+        let cold: u32 = (0..50).map(|at| scene.pick(at).probes.addressed).sum();
         assert_eq!(cold, 50);
         let mut warm = 0;
         for at in 50..1050 {
             scene.report(at, (at % 16) as u16, 0, Some(1));
-            warm += scene.pick(at).probes;
+            warm += scene.pick(at).probes.addressed;
         }
         assert!((14..=40).contains(&warm), "one pool's worth of exploration a second, got {warm}");
     }
@@ -845,17 +921,56 @@ mod tests {
     fn one_worker_takes_the_idle_lease() {
         let mut scene = Scene::new(plain());
         scene.pick(0);
-        assert_eq!(scene.pool.idle_probes(&scene.settings, ms(500), 1000), 0, "a request came lately");
-        assert_eq!(scene.pool.idle_probes(&scene.settings, ms(1000), 1000), 16);
-        assert_eq!(scene.pool.idle_probes(&scene.settings, ms(1001), 1000), 0, "taken");
+        assert!(scene.pool.idle_probes(&scene.settings, ms(500), 1000).is_empty(), "a request came lately");
+        assert_eq!(scene.pool.idle_probes(&scene.settings, ms(1000), 1000).addressed, 16);
+        assert!(scene.pool.idle_probes(&scene.settings, ms(1001), 1000).is_empty(), "taken");
     }
 
     #[test]
-    fn small_fleets_shrink_the_pool() {
-        let settings = Profile::Default.pool_settings();
-        for (n, m) in [(0, 16), (1, 2), (2, 2), (3, 2), (4, 2), (8, 4), (16, 8), (32, 16), (1000, 16)] {
-            assert_eq!(settings.effective_size(n), m, "n = {n}");
+    fn a_candidate_gets_one_request_to_be_verified_and_no_more() {
+        let mut scene = Scene::new(plain());
+        scene.report(0, 1, 1, Some(10));
+        scene.report(0, 2, 1, Some(10));
+        scene.pool.introduce(&scene.settings, ms(0), replica(3));
+        let first = scene.pick(1);
+        assert_eq!((first.replica, first.verify), (Some(replica(3)), true));
+        for _ in 0..4 {
+            let next = scene.pick(1);
+            assert!(next.replica != Some(replica(3)) && !next.verify);
         }
+        scene.pool.introduce(&scene.settings, ms(1), replica(3));
+        assert_ne!(scene.pick(1).replica, Some(replica(3)), "its first request has not come back");
+        scene.pool.unbar(replica(3));
+        scene.report(2, 3, 0, Some(1));
+        let known = scene.pick(3);
+        assert_eq!((known.replica, known.verify), (Some(replica(3)), false));
+    }
+
+    #[test]
+    fn discovery_goes_on_whatever_the_budget_says_and_hurries_while_names_are_new() {
+        let budget = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 0.0 };
+        let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+        scene.pool.set_members(8, ms(0));
+        scene.pool.set_members(9, ms(0));
+        let count = |scene: &mut Scene, range: std::ops::Range<u64>| -> u32 {
+            range.map(|at| scene.pick(at).probes.discovery).sum()
+        };
+        let growing = count(&mut scene, 0..1000);
+        let settled = count(&mut scene, 3000..4000);
+        assert!((80..=90).contains(&growing) && (4..=5).contains(&settled), "{growing} then {settled}");
+    }
+
+    #[test]
+    fn while_the_fleet_fits_the_pool_nothing_is_removed() {
+        let mut scene = Scene::new(PoolSettings { r_remove: 1.0, ..plain() });
+        scene.pool.set_members(4, ms(0));
+        for n in 0..4 {
+            scene.report(0, n, 0, Some(10));
+        }
+        for at in 0..50 {
+            scene.pick(at);
+        }
+        assert_eq!(scene.pool.replicas().count(), 4);
     }
 
     #[test]
@@ -881,6 +996,7 @@ mod tests {
         Wait(u64),
         Bar(u16),
         Forget(u16),
+        Introduce(u16),
         Members(u32),
         Idle,
     }
@@ -894,6 +1010,7 @@ mod tests {
             (0u16..40).prop_map(Op::Bar),
             (0u16..40).prop_map(Op::Forget),
             (0u32..200).prop_map(Op::Members),
+            (0u16..40).prop_map(Op::Introduce),
             Just(Op::Idle),
         ]
     }
@@ -918,12 +1035,13 @@ mod tests {
                         if let Some(chosen) = pick.replica {
                             prop_assert!(before.contains(&chosen));
                         }
-                        prop_assert!(pick.probes <= 32);
+                        prop_assert!(pick.probes.addressed <= 32 && pick.probes.discovery <= 1);
                     }
                     Op::Wait(step) => now = now.plus(step * 1000),
                     Op::Bar(n) => pool.bar(replica(n), now, 500),
                     Op::Forget(n) => pool.forget(replica(n)),
-                    Op::Members(n) => pool.set_members(n),
+                    Op::Introduce(n) => pool.introduce(&settings, now, replica(n)),
+                    Op::Members(n) => pool.set_members(n, now),
                     Op::Idle => { pool.idle_probes(&settings, now, 1000); }
                 }
                 let replicas: Vec<_> = pool.replicas().collect();

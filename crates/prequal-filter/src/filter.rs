@@ -9,7 +9,7 @@ use std::mem;
 use prequal_core::config::{ClusterConfig, FilterConfig, Shim};
 use prequal_core::endpoint::Endpoint;
 use prequal_core::members::Evidence;
-use prequal_core::pool::{Pick, PoolState};
+use prequal_core::pool::{Pick, PoolState, ProbesDue};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
 use rand::SeedableRng;
@@ -41,16 +41,33 @@ pub(crate) struct Cluster {
     pub(crate) store: Store,
     pending: RefCell<Vec<News>>,
     /// Probes that picks have asked for and the root has not sent yet.
-    pub(crate) probes_due: Cell<u32>,
+    pub(crate) probes_due: Cell<ProbesDue>,
 }
 
 /// What changes the pool.
 #[derive(Clone, Copy, Debug)]
 enum News {
-    Report { at: Micros, replica: Endpoint, rif: u32, latency_us: Option<u32> },
+    Report {
+        at: Micros,
+        replica: Endpoint,
+        rif: u32,
+        latency_us: Option<u32>,
+    },
+    /// A candidate answered a probe.
+    Introduce {
+        at: Micros,
+        replica: Endpoint,
+    },
     Forget(Endpoint),
-    Bar { at: Micros, replica: Endpoint },
-    Members(u32),
+    Bar {
+        at: Micros,
+        replica: Endpoint,
+    },
+    Unbar(Endpoint),
+    Members {
+        at: Micros,
+        count: u32,
+    },
 }
 
 impl Filter {
@@ -96,7 +113,8 @@ impl Cluster {
         let metrics = Metrics::define(&config.cluster);
         let store = Store::new(root_name, &config.cluster);
         store.seed();
-        let cluster = Self { metrics, store, config, pending: RefCell::default(), probes_due: Cell::new(0) };
+        let cluster =
+            Self { metrics, store, config, pending: RefCell::default(), probes_due: Cell::default() };
         if !cluster.config.endpoints.is_empty() {
             let members = cluster.store.update_members(&cluster.metrics, |members| {
                 let news = cluster
@@ -106,7 +124,7 @@ impl Cluster {
                     .map(|e| members.observe(*e, None, Evidence::Confirmed, now));
                 news.fold(false, |any, changed| any | changed)
             });
-            cluster.set_members(members.count());
+            cluster.push(News::Members { at: now, count: members.count() });
         }
         cluster
     }
@@ -116,19 +134,50 @@ impl Cluster {
         self.push(News::Report { at, replica, rif: report.rif, latency_us: report.latency_us });
     }
 
-    /// The replica has left the cluster.
-    pub(crate) fn forget(&self, replica: Endpoint) {
+    /// A probe of `replica` was answered at its address. Load counts only of members: a name that no request has
+    /// reached may be an invention.
+    pub(crate) fn probed(&self, now: Micros, replica: Endpoint, report: &LoadReport) {
+        if self.hear_of(now, replica, report) {
+            self.report(now, replica, report);
+        } else {
+            self.push(News::Introduce { at: now, replica });
+        }
+    }
+
+    /// Takes note of a name that a reply told; says whether it is a member's.
+    pub(crate) fn hear_of(&self, now: Micros, replica: Endpoint, report: &LoadReport) -> bool {
+        let members = self.store.update_members(&self.metrics, |members| {
+            members.observe(replica, report.probe_endpoint, Evidence::Hearsay, now)
+        });
+        members.contains(replica)
+    }
+
+    /// Envoy says that the replica served a request, with `report` on the response if there was one.
+    pub(crate) fn confirm(&self, now: Micros, replica: Endpoint, report: Option<&LoadReport>) {
+        let mut news = false;
+        let members = self.store.update_members(&self.metrics, |members| {
+            news = match report {
+                Some(report) => members.observe(replica, report.probe_endpoint, Evidence::Confirmed, now),
+                None => members.confirm(replica, now),
+            };
+            news
+        });
+        if news {
+            self.push(News::Unbar(replica));
+            self.push(News::Members { at: now, count: members.count() });
+        }
+    }
+
+    /// The replica has left the cluster, or never was there.
+    pub(crate) fn forget(&self, now: Micros, replica: Endpoint) {
+        let members = self.store.update_members(&self.metrics, |members| members.remove(replica));
         self.push(News::Forget(replica));
+        self.push(News::Members { at: now, count: members.count() });
     }
 
     /// The replica failed, or Envoy would not use it.
     pub(crate) fn bar(&self, at: Micros, replica: Endpoint) {
         self.push(News::Bar { at, replica });
-    }
-
-    /// The number of replicas.
-    pub(crate) fn set_members(&self, members: u32) {
-        self.push(News::Members(members));
     }
 
     fn push(&self, news: News) {
@@ -166,9 +215,11 @@ impl Cluster {
             News::Report { at, replica, rif, latency_us } => {
                 pool.record(&self.config.pool, at, replica, rif, latency_us, rng);
             }
+            News::Introduce { at, replica } => pool.introduce(&self.config.pool, at, replica),
             News::Forget(replica) => pool.forget(replica),
             News::Bar { at, replica } => pool.bar(replica, at, BAR_MS),
-            News::Members(members) => pool.set_members(members),
+            News::Unbar(replica) => pool.unbar(replica),
+            News::Members { at, count } => pool.set_members(count, at),
         }
     }
 }

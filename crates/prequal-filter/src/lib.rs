@@ -14,7 +14,6 @@
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
-
 #![allow(missing_docs, reason = "the only public items are the ABI's entry points, written by the SDK")]
 
 mod filter;

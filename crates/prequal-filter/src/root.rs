@@ -8,14 +8,13 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use prequal_core::config::FilterConfig;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::members::{Evidence, Target};
+use prequal_core::members::Target;
+use prequal_core::pool::ProbesDue;
 use prequal_core::report::{HEADER_DEST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, PROBE_PATH};
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::traits::{Context, HttpContext, RootContext};
 use proxy_wasm::types::{ContextType, LogLevel, MapType};
-use rand::Rng;
 
 use crate::filter::{Cluster, Filter};
 use crate::host;
@@ -64,30 +63,33 @@ impl Root {
     fn send_due(&mut self, filter: &Filter, now: Micros) {
         for (index, cluster) in filter.clusters.iter().enumerate() {
             let due = cluster.probes_due.take();
-            if due > 0 {
-                self.send(filter, index, cluster, due as usize, now);
+            if !due.is_empty() {
+                self.send(filter, index, cluster, due, now);
             }
         }
     }
 
-    /// Sends `count` probes: most to distinct sampled members, a share to whomever the probe cluster's policy finds.
-    fn send(&mut self, filter: &Filter, index: usize, cluster: &Cluster, count: usize, now: Micros) {
-        let pool = cluster.store.pool(&cluster.metrics);
-        let members = cluster.store.update_members(&cluster.metrics, |members| {
-            // Replicas heard on responses are alive, though nobody probes them.
-            let mut news = false;
-            for replica in pool.replicas() {
-                news |= members.renew(replica, now);
-            }
-            news | members.expire(now)
-        });
-        let mut rng = filter.rng.borrow_mut();
-        let discover = (0..count).filter(|_| rng.random_bool(cluster.config.probe.discovery_share)).count();
-        let fresh_ms = cluster.config.pool.max_age_ms / 10;
-        let targets =
-            members.sample(count - discover, &mut *rng, |replica| pool.heard_within(replica, now, fresh_ms));
-        let unaddressed = discover + usize::from(targets.is_empty()) * (count - discover);
-        drop(rng);
+    /// Sends what is due: to distinct sampled replicas, and to whomever the probe cluster's policy finds.
+    fn send(&mut self, filter: &Filter, index: usize, cluster: &Cluster, due: ProbesDue, now: Micros) {
+        let addressed = due.addressed as usize;
+        let mut targets = Vec::new();
+        if addressed > 0 {
+            let pool = cluster.store.pool(&cluster.metrics);
+            let members = cluster.store.update_members(&cluster.metrics, |members| {
+                // Replicas heard on responses are alive, though nobody probes them.
+                let mut news = false;
+                for replica in pool.replicas() {
+                    news |= members.renew(replica, now);
+                }
+                news | members.expire(now)
+            });
+            let fresh_ms = cluster.config.pool.max_age_ms / 10;
+            let mut rng = filter.rng.borrow_mut();
+            targets =
+                members.sample(addressed, &mut *rng, |replica| pool.heard_within(replica, now, fresh_ms));
+        }
+        // With nobody to address, every probe is one of discovery.
+        let unaddressed = due.discovery as usize + if targets.is_empty() { addressed } else { 0 };
         for target in targets {
             self.dispatch(index, cluster, Some(target));
         }
@@ -144,35 +146,17 @@ impl Root {
         let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
         let Some(asked) = target else {
             // Nobody was asked by name: a name, but no load.
-            Self::learn(cluster, replica, report.probe_endpoint, Evidence::Hearsay, now);
+            cluster.hear_of(now, replica, &report);
             return Ok(());
         };
         if asked.replica != replica {
             // The probe cluster does not know the host that was asked: it has left.
-            Self::unlearn(cluster, asked.replica);
-            Self::learn(cluster, replica, report.probe_endpoint, Evidence::Hearsay, now);
+            cluster.forget(now, asked.replica);
+            cluster.hear_of(now, replica, &report);
             return Err(ProbeEnd::WrongEndpoint);
         }
-        Self::learn(cluster, replica, report.probe_endpoint, Evidence::Confirmed, now);
-        cluster.report(now, replica, &report);
+        cluster.probed(now, replica, &report);
         Ok(())
-    }
-
-    fn learn(cluster: &Cluster, replica: Endpoint, probe: Option<Endpoint>, evidence: Evidence, now: Micros) {
-        let mut news = false;
-        let members = cluster.store.update_members(&cluster.metrics, |members| {
-            news = members.observe(replica, probe, evidence, now);
-            news
-        });
-        if news {
-            cluster.set_members(members.count());
-        }
-    }
-
-    fn unlearn(cluster: &Cluster, replica: Endpoint) {
-        let members = cluster.store.update_members(&cluster.metrics, |members| members.remove(replica));
-        cluster.forget(replica);
-        cluster.set_members(members.count());
     }
 }
 
@@ -222,10 +206,10 @@ impl RootContext for Root {
             // Every VM ticks, the main thread's too: the compare-and-swap lets one of them act.
             let (probes, leased) = cluster.store.update_pool(&cluster.metrics, |pool| {
                 let probes = pool.idle_probes(&cluster.config.pool, now, interval);
-                (probes, probes > 0)
+                (probes, !probes.is_empty())
             });
             if leased {
-                self.send(&filter, index, cluster, probes as usize, now);
+                self.send(&filter, index, cluster, probes, now);
             }
         }
     }

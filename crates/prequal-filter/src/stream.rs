@@ -9,7 +9,6 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use prequal_core::config::Shim;
 use prequal_core::endpoint::Endpoint;
-use prequal_core::members::Evidence;
 use prequal_core::report::{HEADER_DEST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport};
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
@@ -27,15 +26,27 @@ pub(crate) struct Stream {
     /// Index of the upstream cluster, once the request is known to be for one of ours.
     cluster: Option<usize>,
     chosen: Option<Endpoint>,
+    /// The chosen replica is a candidate: Envoy must say that it served.
+    verify: bool,
     /// The replica that was chosen reported on the response.
     answered: bool,
+    /// The response ended as a response should.
+    complete: bool,
     /// The response carries an error of the replica (gRPC says so in `grpc-status`).
     failed: bool,
 }
 
 impl Stream {
     pub(crate) fn new(filter: Rc<Filter>) -> Self {
-        Self { filter, cluster: None, chosen: None, answered: false, failed: false }
+        Self {
+            filter,
+            cluster: None,
+            chosen: None,
+            verify: false,
+            answered: false,
+            complete: false,
+            failed: false,
+        }
     }
 
     /// The cluster that the route names. With a single configured cluster the property (2 µs) is not read until a
@@ -69,25 +80,19 @@ impl Stream {
             Ok(report) => report,
             Err(error) => return Some(ReportEnd::Bad(error)),
         };
-        let Some(replica) = report.endpoint else { return Some(ReportEnd::NoEndpoint) };
-        if self.chosen == Some(replica) {
+        if self.chosen.is_some() && self.chosen == report.endpoint && !self.verify {
             self.answered = true;
-            cluster.report(now, replica, &report);
+            cluster.report(now, report.endpoint?, &report);
             return Some(ReportEnd::Used);
         }
-        // Not steered, or Envoy used another host: who answered is what Envoy says, not what the report says.
-        if upstream_address() != Some(replica) {
+        // Not steered, Envoy used another host, or a report without a name: who answered is what Envoy says.
+        let Some(served) = upstream_address() else { return Some(ReportEnd::NoEndpoint) };
+        if report.endpoint.is_some_and(|named| named != served) {
             return Some(ReportEnd::WrongEndpoint);
         }
-        cluster.report(now, replica, &report);
-        let mut news = false;
-        let members = cluster.store.update_members(&cluster.metrics, |members| {
-            news = members.observe(replica, report.probe_endpoint, Evidence::Confirmed, now);
-            news
-        });
-        if news {
-            cluster.set_members(members.count());
-        }
+        cluster.confirm(now, served, Some(&report));
+        cluster.report(now, served, &report);
+        self.answered = self.chosen == Some(served);
         Some(ReportEnd::Used)
     }
 
@@ -125,6 +130,11 @@ impl Stream {
             if diverted || failed {
                 cluster.bar(host::now(), chosen);
             }
+            if self.verify && served_by == Some(chosen) {
+                cluster.confirm(host::now(), chosen, None);
+            } else if self.verify {
+                cluster.forget(host::now(), chosen);
+            }
         }
         let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
         Some(match (failed, details.as_str()) {
@@ -149,9 +159,10 @@ impl HttpContext for Stream {
         };
         let pick = filter.pick(cluster, host::now());
         self.chosen = pick.replica;
+        self.verify = pick.verify;
         self.steer(pick.replica);
-        if pick.probes > 0 {
-            cluster.probes_due.set(cluster.probes_due.get().saturating_add(pick.probes));
+        if !pick.probes.is_empty() {
+            cluster.probes_due.set(pick.probes);
             wake(filter.root_id);
         }
         Action::Continue
@@ -167,20 +178,28 @@ impl HttpContext for Stream {
             }
             // A gRPC error without a message is a response of headers alone.
             if end_of_stream {
+                self.complete = true;
                 self.failed |= grpc_failed(MapType::HttpResponseHeaders);
             }
         }
         Action::Continue
     }
 
+    fn on_http_response_body(&mut self, _size: usize, end_of_stream: bool) -> Action {
+        self.complete |= end_of_stream;
+        Action::Continue
+    }
+
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
+        self.complete = true;
         self.failed |= grpc_failed(MapType::HttpResponseTrailers);
         Action::Continue
     }
 
     fn on_log(&mut self) {
         let filter = Rc::clone(&self.filter);
-        let class = if self.answered { Some(Class::Answer) } else { self.classify(&filter) };
+        // A report and a proper end prove an answer without a property read.
+        let class = if self.answered && self.complete { Some(Class::Answer) } else { self.classify(&filter) };
         let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else { return };
         match class {
             Some(Class::Answer) if self.failed => cluster.metrics.outcome(Class::UpstreamFailure),

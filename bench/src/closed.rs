@@ -1,0 +1,147 @@
+//! The closed-loop generator: so many connections, each sending as soon as it has its answer.
+//!
+//! It saturates what it talks to, which is how CPU time per request is measured. Its latencies hide
+//! queueing and say nothing about tails; for those see `load`. To leave the CPU to the proxy it parses
+//! no more of an answer than its status and length.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+
+/// Left out at the start of every round: connections are being made.
+const WARM_UP: Duration = Duration::from_millis(200);
+
+/// One round's result.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Round {
+    /// CPU time of the processes asked about, per request.
+    pub(crate) cpu_us: f64,
+    pub(crate) per_second: f64,
+    /// Median time from sending to the end of the answer.
+    pub(crate) median_us: f64,
+}
+
+/// Runs one round against `target`; `cpu` reads the CPU time to be divided by the requests.
+///
+/// # Errors
+/// If any answer is not a 200 with a length: a number that rests on errors is worth nothing.
+pub(crate) async fn round(
+    target: SocketAddr,
+    connections: usize,
+    length: Duration,
+    cpu: impl Fn() -> Result<Duration>,
+) -> Result<Round> {
+    let shared = Arc::new(Shared::default());
+    let mut tasks = JoinSet::new();
+    for _ in 0..connections {
+        tasks.spawn(one_connection(target, shared.clone()));
+    }
+    tokio::time::sleep(WARM_UP).await;
+    let (cpu_before, count_before, begin) = (cpu()?, shared.count.load(Ordering::Relaxed), Instant::now());
+    shared.record.store(true, Ordering::Relaxed);
+    tokio::time::sleep(length).await;
+    shared.record.store(false, Ordering::Relaxed);
+    let (cpu_after, count, elapsed) = (cpu()?, shared.count.load(Ordering::Relaxed), begin.elapsed());
+    shared.stop.store(true, Ordering::Relaxed);
+    let mut latencies = Vec::new();
+    for outcome in tasks.join_all().await {
+        latencies.extend(outcome.with_context(|| format!("requests to {target}"))?);
+    }
+    let requests = (count - count_before) as f64;
+    ensure!(requests > 0.0, "{target} answered nothing");
+    Ok(Round {
+        cpu_us: cpu_after.saturating_sub(cpu_before).as_secs_f64() * 1e6 / requests,
+        per_second: requests / elapsed.as_secs_f64(),
+        median_us: crate::stats::median(latencies.iter().map(|latency| f64::from(*latency) / 1e3)),
+    })
+}
+
+/// Sends `requests` in all and waits for the answers.
+pub(crate) async fn send(target: SocketAddr, connections: usize, requests: u64) -> Result<()> {
+    let shared = Arc::new(Shared { limit: Some(requests), ..Shared::default() });
+    let mut tasks = JoinSet::new();
+    for _ in 0..connections {
+        tasks.spawn(one_connection(target, shared.clone()));
+    }
+    for outcome in tasks.join_all().await {
+        outcome?;
+    }
+    Ok(())
+}
+
+#[derive(Default)]
+struct Shared {
+    count: AtomicU64,
+    record: AtomicBool,
+    stop: AtomicBool,
+    limit: Option<u64>,
+}
+
+impl Shared {
+    fn go_on(&self) -> bool {
+        !self.stop.load(Ordering::Relaxed)
+            && self.limit.is_none_or(|limit| self.count.load(Ordering::Relaxed) < limit)
+    }
+}
+
+/// Returns the recorded latencies in ns.
+async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<u32>> {
+    let mut stream = TcpStream::connect(target).await?;
+    stream.set_nodelay(true)?;
+    let request = format!("GET / HTTP/1.1\r\nhost: {target}\r\n\r\n").into_bytes();
+    let mut buffer = Vec::with_capacity(4096);
+    let mut latencies = Vec::new();
+    while shared.go_on() {
+        let sent = Instant::now();
+        stream.write_all(&request).await?;
+        buffer.clear();
+        let mut expected = None;
+        while expected.is_none_or(|expected| buffer.len() < expected) {
+            if stream.read_buf(&mut buffer).await? == 0 {
+                bail!("the connection was closed in mid-answer");
+            }
+            if expected.is_none() {
+                expected = answer_length(&buffer)?;
+            }
+        }
+        shared.count.fetch_add(1, Ordering::Relaxed);
+        if shared.record.load(Ordering::Relaxed) {
+            latencies.push(sent.elapsed().as_nanos().try_into().unwrap_or(u32::MAX));
+        }
+    }
+    Ok(latencies)
+}
+
+/// Bytes of the whole answer, once its head is there.
+fn answer_length(buffer: &[u8]) -> Result<Option<usize>> {
+    let Some(head) = buffer.windows(4).position(|window| window == b"\r\n\r\n") else { return Ok(None) };
+    let text = std::str::from_utf8(&buffer[..head])?;
+    let mut lines = text.split("\r\n");
+    let status = lines.next().unwrap_or_default();
+    ensure!(status.starts_with("HTTP/1.1 200"), "answered {status:?}");
+    let length = lines
+        .filter_map(|line| line.split_once(':'))
+        .find(|(name, _)| name.eq_ignore_ascii_case("content-length"))
+        .context("an answer without content-length")?;
+    Ok(Some(head + 4 + length.1.trim().parse::<usize>()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn length_is_known_once_the_head_is_whole() {
+        let whole = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok\n";
+        assert_eq!(answer_length(&whole[..30]).unwrap(), None);
+        assert_eq!(answer_length(whole).unwrap(), Some(whole.len()));
+        assert!(answer_length(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n").is_err());
+        assert!(answer_length(b"HTTP/1.1 200 OK\r\n\r\n").is_err());
+    }
+}

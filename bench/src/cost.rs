@@ -1,0 +1,436 @@
+//! `cost`: CPU time per request, of the filter step by step and of the agent against other proxies.
+//!
+//! Everything measured has one worker, bound to the first core; the generator and the replicas have the
+//! other cores. Replicas answer at once, so that nothing hides the cost, and tell their own load, so that
+//! no agent is needed behind Envoy. Variants run side by side in interleaved short rounds, and only
+//! medians and ratios of the same call are compared: the machine's speed drifts.
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use prequal_testbed::{Agent, Envoy, EnvoyConfig, FILTER_NAME, Policy, cpu_time};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::backends::{Backends, Fleet};
+use crate::closed::{self, Round};
+use crate::deployment::{CLUSTER, start_agents, start_envoys};
+use crate::process::{pin, resident_kib};
+use crate::stats::median;
+use crate::table::{self, one, range, two};
+
+const CONNECTIONS: usize = 16;
+/// Filter without probes against no filter: one cluster configured, and several.
+const ONE_CLUSTER_FACTOR: f64 = 1.5;
+const SEVERAL_CLUSTERS_FACTOR: f64 = 1.55;
+/// Growth of the agent that still counts as none.
+const FLAT_KIB: u64 = 1024;
+
+/// Arguments of `cost`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Cost {
+    /// Rounds per variant
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Milliseconds per round
+    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u64).range(100..))]
+    round_ms: u64,
+    /// Requests through one agent while its memory is watched; 0 leaves that out
+    #[arg(long, default_value_t = 1_000_000)]
+    memory_requests: u64,
+    /// Only this part
+    #[arg(long)]
+    only: Option<Part>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+enum Part {
+    /// The filter's steps
+    Filter,
+    /// Agent, Envoy and nginx as reverse proxies
+    Proxies,
+    /// The agent's memory
+    Memory,
+}
+
+/// Measures, prints, judges.
+pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
+    let wanted = |part| cost.only.is_none_or(|only| only == part);
+    let mut reached = true;
+    if wanted(Part::Filter) {
+        reached &= filter(cost).await?;
+    }
+    if wanted(Part::Proxies) {
+        reached &= proxies(cost).await?;
+    }
+    if wanted(Part::Memory) && cost.memory_requests > 0 {
+        reached &= memory(cost.memory_requests).await?;
+    }
+    Ok(if reached { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Replicas that cost nothing and report load themselves.
+fn trivial(count: u16) -> Fleet {
+    Fleet { fast: count, slow: 0, fast_ms: 0, slow_ms: 0, trivial: true }
+}
+
+/// Binds what is measured to the first core and the rest to the others, where there are others.
+fn place(measured: &[u32], rest: &[u32]) -> Result<()> {
+    let cores = std::thread::available_parallelism()?.get();
+    if cores < 2 {
+        return Ok(());
+    }
+    for pid in measured {
+        pin(*pid, 0..1)?;
+    }
+    for pid in rest.iter().copied().chain([std::process::id()]) {
+        pin(pid, 1..cores)?;
+    }
+    Ok(())
+}
+
+fn judge(reached: bool, line: &str) -> bool {
+    println!("{}  {line}", if reached { "PASS" } else { "MISS" });
+    reached
+}
+
+/// One line of a table: where to send, whose CPU time counts, and the rounds so far.
+struct Variant {
+    name: &'static str,
+    target: SocketAddr,
+    pids: Vec<u32>,
+    saturated: Vec<Round>,
+    /// One connection: nothing queues.
+    serial: Vec<Round>,
+}
+
+impl Variant {
+    fn new(name: &'static str, target: SocketAddr, pids: Vec<u32>) -> Self {
+        Self { name, target, pids, saturated: Vec::new(), serial: Vec::new() }
+    }
+
+    async fn round(&self, connections: usize, length: Duration) -> Result<Round> {
+        let cpu = || self.pids.iter().map(|pid| cpu_time(*pid)).sum();
+        closed::round(self.target, connections, length, cpu).await.context(self.name)
+    }
+
+    fn cpu(&self) -> f64 {
+        median(self.saturated.iter().map(|round| round.cpu_us))
+    }
+
+    fn cpu_range(&self) -> String {
+        range(&self.saturated.iter().map(|round| round.cpu_us).collect::<Vec<_>>(), one)
+    }
+
+    fn per_second(&self) -> f64 {
+        median(self.saturated.iter().map(|round| round.per_second))
+    }
+
+    fn serial_median(&self) -> f64 {
+        median(self.serial.iter().map(|round| round.median_us))
+    }
+}
+
+fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
+    let shipped = || EnvoyConfig::for_replicas(replicas);
+    let fixed = |r_probe: u32| {
+        move |settings: &mut Value| {
+            settings["clusters"][0]["budget"] = json!("fixed");
+            settings["clusters"][0]["r_probe"] = json!(r_probe);
+        }
+    };
+    let off = |settings: &mut Value| {
+        fixed(0)(settings);
+        settings["clusters"][0]["idle_probe_interval_ms"] = json!(0);
+        // Without probes nobody would find the replicas.
+        settings["clusters"][0]["endpoints"] =
+            json!(replicas.iter().map(ToString::to_string).collect::<Vec<_>>());
+    };
+    let more = |settings: &mut Value| {
+        off(settings);
+        if let Some(clusters) = settings["clusters"].as_array_mut() {
+            clusters.extend(["second", "third"].map(|name| {
+                json!({"cluster": name, "probe_cluster": format!("{name}-agent"), "budget": "fixed", "r_probe": 0,
+                       "idle_probe_interval_ms": 0})
+            }));
+        }
+    };
+    Ok(vec![
+        ("no filter", shipped()?.without_prequal().policy(Policy::LeastRequest)),
+        ("native chain", shipped()?.edit(|config| config.remove_filter(FILTER_NAME))),
+        ("+ filter, probes off", shipped()?.filter_settings(off)),
+        (
+            "+ filter, probes off, three clusters",
+            shipped()?
+                .add_cluster("second", "/second", replicas)
+                .add_cluster("third", "/third", replicas)
+                .filter_settings(more),
+        ),
+        ("+ filter, adaptive (default)", shipped()?),
+        ("+ filter, r_probe = 1", shipped()?.filter_settings(fixed(1))),
+        ("+ filter, r_probe = 3", shipped()?.filter_settings(fixed(3))),
+    ])
+}
+
+async fn filter(cost: &Cost) -> Result<bool> {
+    let begin = Instant::now();
+    println!("Envoy CPU per request: 10 replicas that answer at once, {CONNECTIONS} connections, one worker");
+    let backends = Backends::start(&trivial(10))?;
+    let (names, configs): (Vec<_>, Vec<_>) = steps(&backends.addresses)?.into_iter().unzip();
+    let envoys = tokio::task::spawn_blocking(move || start_envoys(configs)).await??;
+    let pids: Vec<u32> = envoys.iter().map(Envoy::pid).collect();
+    place(&pids, &[backends.pid()])?;
+    let mut variants: Vec<Variant> = names
+        .iter()
+        .zip(&envoys)
+        .map(|(name, envoy)| Variant::new(name, envoy.addr(), vec![envoy.pid()]))
+        .collect();
+    let length = Duration::from_millis(cost.round_ms);
+    // Not counted: caches, connections and pools fill.
+    for variant in &variants {
+        variant.round(CONNECTIONS, length.min(Duration::from_millis(300))).await?;
+    }
+    let before = counters(&envoys)?;
+    for number in 1..=cost.rounds {
+        for variant in &mut variants {
+            let round = variant.round(CONNECTIONS, length).await?;
+            variant.saturated.push(round);
+        }
+        println!("  round {number} of {}, {:.0} s", cost.rounds, begin.elapsed().as_secs_f64());
+    }
+    let after = counters(&envoys)?;
+
+    let none = variants[0].cpu();
+    let mut previous = none;
+    let rows: Vec<Vec<String>> = variants
+        .iter()
+        .zip(before.iter().zip(&after))
+        .map(|(variant, (before, after))| {
+            let cpu = variant.cpu();
+            let requests = (after.requests - before.requests) as f64;
+            let row = vec![
+                variant.name.to_owned(),
+                one(cpu),
+                variant.cpu_range(),
+                format!("{:+.1}", cpu - previous),
+                format!("{:+.1}", cpu - none),
+                two(cpu / none),
+                format!("{:.0}", variant.per_second()),
+                two((after.sent - before.sent) as f64 / requests),
+                format!("{:.1} %", (after.steered - before.steered) as f64 / requests * 100.0),
+            ];
+            previous = cpu;
+            row
+        })
+        .collect();
+    let header =
+        ["variant", "CPU µs", "min–max", "step", "added", "× none", "req/s", "probes/req", "steered"];
+    println!("\n{}", table::render(&header, &rows));
+    println!("step: against the line above; added and ×: against no filter.\n");
+    let factor = |index: usize| variants[index].cpu() / none;
+    let goals = [(2, "one cluster", ONE_CLUSTER_FACTOR), (3, "three clusters", SEVERAL_CLUSTERS_FACTOR)];
+    let verdicts = goals.map(|(index, what, limit)| {
+        judge(
+            factor(index) <= limit,
+            &format!("filter without probes, {what}: {:.2} times no filter (at most {limit})", factor(index)),
+        )
+    });
+    println!();
+    Ok(verdicts.into_iter().all(|reached| reached))
+}
+
+#[derive(Clone, Copy)]
+struct Counters {
+    requests: u64,
+    sent: u64,
+    steered: u64,
+}
+
+fn counters(envoys: &[Envoy]) -> Result<Vec<Counters>> {
+    tokio::task::block_in_place(|| {
+        envoys
+            .iter()
+            .map(|envoy| {
+                let filter = envoy.prequal(CLUSTER)?;
+                let requests = envoy.stat("http.ingress.downstream_rq_completed")?;
+                Ok(Counters { requests, sent: filter.probes("sent"), steered: filter.steered() })
+            })
+            .collect()
+    })
+}
+
+async fn proxies(cost: &Cost) -> Result<bool> {
+    let begin = Instant::now();
+    println!("As plain reverse proxies before one replica that answers at once, one worker each");
+    let backends = Backends::start(&trivial(1))?;
+    let replica = backends.addresses[0];
+    let agent = start_agents(&[replica])?.pop().context("no agent")?;
+    let config = EnvoyConfig::for_replicas(&[replica])?.without_prequal().policy(Policy::RoundRobin);
+    let envoy = tokio::task::spawn_blocking(move || Envoy::start(config)).await??;
+    let nginx = Nginx::start(replica)?;
+
+    let mut variants = vec![
+        Variant::new("direct", replica, vec![]),
+        Variant::new("probe-agent", agent.addr(), vec![agent.pid()]),
+        Variant::new("Envoy, no filter", envoy.addr(), vec![envoy.pid()]),
+    ];
+    match &nginx {
+        Some(nginx) => variants.push(Variant::new("nginx", nginx.address, nginx.pids()?)),
+        None => println!("  nginx is not installed: left out"),
+    }
+    let measured: Vec<u32> = variants.iter().flat_map(|variant| variant.pids.iter().copied()).collect();
+    place(&measured, &[backends.pid()])?;
+    let length = Duration::from_millis(cost.round_ms);
+    for number in 1..=cost.rounds {
+        for variant in &mut variants {
+            let saturated = variant.round(CONNECTIONS, length).await?;
+            let serial = variant.round(1, length / 2).await?;
+            variant.saturated.push(saturated);
+            variant.serial.push(serial);
+        }
+        println!("  round {number} of {}, {:.0} s", cost.rounds, begin.elapsed().as_secs_f64());
+    }
+
+    let direct = variants[0].serial_median();
+    let rows: Vec<Vec<String>> = variants
+        .iter()
+        .map(|variant| {
+            let added: Vec<f64> = variant
+                .serial
+                .iter()
+                .zip(&variants[0].serial)
+                .map(|(through, direct)| through.median_us - direct.median_us)
+                .collect();
+            let proxy = !variant.pids.is_empty();
+            let if_proxy = |text: String| if proxy { text } else { "–".to_owned() };
+            vec![
+                variant.name.to_owned(),
+                if_proxy(one(variant.cpu())),
+                if_proxy(variant.cpu_range()),
+                format!("{:.0}", variant.per_second()),
+                one(variant.serial_median()),
+                if_proxy(format!("{:+.1}", variant.serial_median() - direct)),
+                if_proxy(range(&added, one)),
+            ]
+        })
+        .collect();
+    let header = ["proxy", "CPU µs", "min–max", "req/s", "serial p50 µs", "added µs", "min–max"];
+    println!("\n{}", table::render(&header, &rows));
+    println!("CPU and req/s: {CONNECTIONS} connections; serial p50 and added: one connection.\n");
+    let (agent, envoy) = (&variants[1], &variants[2]);
+    let cpu = judge(
+        agent.cpu() <= envoy.cpu(),
+        &format!("agent CPU per request {} µs (at most Envoy's {} µs)", one(agent.cpu()), one(envoy.cpu())),
+    );
+    let latency = judge(
+        agent.serial_median() <= envoy.serial_median(),
+        &format!(
+            "agent adds {} µs at the median (at most Envoy's {} µs)",
+            one(agent.serial_median() - direct),
+            one(envoy.serial_median() - direct)
+        ),
+    );
+    println!();
+    Ok(cpu && latency)
+}
+
+async fn memory(requests: u64) -> Result<bool> {
+    const READINGS: u64 = 10;
+    println!("Agent memory over {requests} requests, {CONNECTIONS} connections");
+    let backends = Backends::start(&trivial(1))?;
+    let agent: Agent = start_agents(&backends.addresses)?.pop().context("no agent")?;
+    let start = resident_kib(agent.pid())?;
+    let mut readings = Vec::new();
+    for part in 1..=READINGS {
+        closed::send(agent.addr(), CONNECTIONS, requests / READINGS).await?;
+        readings.push(resident_kib(agent.pid())?);
+        println!("  {:>9} requests: {} KiB", part * (requests / READINGS), readings[readings.len() - 1]);
+    }
+    let (first, last) = (readings[0], readings[readings.len() - 1]);
+    let reached = judge(
+        last <= first + FLAT_KIB,
+        &format!(
+            "agent memory {start} KiB idle, {first} KiB after the first tenth, {last} KiB at the end (at most {FLAT_KIB} KiB more)"
+        ),
+    );
+    println!();
+    Ok(reached)
+}
+
+/// A plain nginx with one worker; ends on drop.
+struct Nginx {
+    address: SocketAddr,
+    child: Child,
+    _folder: TempDir,
+}
+
+impl Nginx {
+    /// `None` if there is no nginx on this machine.
+    fn start(upstream: SocketAddr) -> Result<Option<Self>> {
+        let Some(program) = find_nginx() else { return Ok(None) };
+        let folder = TempDir::new()?;
+        // nginx cannot say which port the system chose, so the system is asked for a free one first.
+        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+            .map(|kind| format!("{kind}_temp_path {};\n", path(kind)))
+            .concat();
+        let config = format!(
+            "daemon off;\nworker_processes 1;\npid {};\nerror_log {};\nevents {{ worker_connections 1024; }}\n\
+             http {{\naccess_log off;\n{temporary}keepalive_requests 1000000000;\n\
+             upstream replica {{ server {upstream}; keepalive 64; keepalive_requests 1000000000; }}\n\
+             server {{ listen {address}; location / {{ proxy_pass http://replica; proxy_http_version 1.1; \
+             proxy_set_header Connection \"\"; }} }}\n}}\n",
+            path("pid"),
+            path("error.log"),
+        );
+        std::fs::write(folder.path().join("nginx.conf"), config)?;
+        let child = Command::new(program)
+            .args(["-c", &path("nginx.conf"), "-e", &path("error.log")])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .context("starting nginx")?;
+        let mut nginx = Self { address, child, _folder: folder };
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while std::net::TcpStream::connect(address).is_err() {
+            let ended = nginx.child.try_wait()?;
+            if ended.is_some() || Instant::now() > deadline {
+                let log = std::fs::read_to_string(nginx._folder.path().join("error.log")).unwrap_or_default();
+                bail!("nginx does not listen: {log}");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(Some(nginx))
+    }
+
+    /// Master and worker.
+    fn pids(&self) -> Result<Vec<u32>> {
+        let master = self.child.id();
+        let children = std::fs::read_to_string(format!("/proc/{master}/task/{master}/children"))?;
+        let workers = children.split_whitespace().map(str::parse).collect::<Result<Vec<u32>, _>>()?;
+        Ok([master].into_iter().chain(workers).collect())
+    }
+}
+
+impl Drop for Nginx {
+    fn drop(&mut self) {
+        // SIGTERM, not SIGKILL: the master has to end its worker.
+        if let Ok(pid) = libc::pid_t::try_from(self.child.id()) {
+            // SAFETY: kill takes plain integers, and the child has not been reaped.
+            unsafe { libc::kill(pid, libc::SIGTERM) };
+        }
+        let _ = self.child.wait();
+    }
+}
+
+fn find_nginx() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
+    folders.map(|folder| folder.join("nginx")).find(|program| program.is_file())
+}

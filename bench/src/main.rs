@@ -1,0 +1,70 @@
+//! Benchmarks through a real Envoy: the demo, the end-to-end scenarios and the cost of the filter.
+//!
+//! `cargo xtask demo` and `cargo xtask bench` set up what is needed and call this. What the rules cost
+//! without Envoy is measured by `benches/`.
+
+mod backends;
+mod closed;
+mod comparison;
+mod cost;
+mod demo;
+mod deployment;
+mod ingress;
+mod load;
+mod plot;
+mod process;
+mod scenario;
+mod stats;
+mod table;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "prequal-bench", about = "Benchmarks through a real Envoy")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Prequal against Envoy's own policies: table, plot, verdict
+    Demo(demo::Demo),
+    /// Scenarios that are judged against the project's goals
+    #[command(subcommand)]
+    E2e(EndToEnd),
+    /// CPU time per request: the filter step by step, and the agent against other proxies
+    Cost(cost::Cost),
+    /// The replicas of a benchmark (started by the others)
+    #[command(hide = true)]
+    Backends(backends::Fleet),
+}
+
+#[derive(Subcommand)]
+enum EndToEnd {
+    /// The demo's scenario, long, with a verdict per goal
+    Ingress(ingress::Ingress),
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    process::raise_file_limit();
+    let command = Cli::parse().command;
+    if let Command::Backends(fleet) = &command {
+        return backends::serve(fleet).map(|()| ExitCode::SUCCESS);
+    }
+    if let Some(missing) = prequal_testbed::missing(&[]) {
+        eprintln!("{missing}");
+        return Ok(ExitCode::from(2));
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(async {
+        match &command {
+            Command::Demo(demo) => demo::run(demo).await,
+            Command::E2e(EndToEnd::Ingress(ingress)) => ingress::run(ingress).await,
+            Command::Cost(cost) => cost::run(cost).await,
+            Command::Backends(_) => unreachable!("handled above"),
+        }
+    })
+}

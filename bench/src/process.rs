@@ -1,0 +1,60 @@
+//! Memory, placement and limits of processes. Linux only; CPU time comes from the testbed.
+
+use std::fs;
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail};
+
+/// Resident memory of `pid` in KiB.
+pub(crate) fn resident_kib(pid: u32) -> Result<u64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS")?;
+    line.split_whitespace().nth(1).context("VmRSS without a value")?.parse().context("VmRSS")
+}
+
+/// Binds every thread of `pid` to `cores`; threads that it starts later inherit that.
+pub(crate) fn pin(pid: u32, cores: Range<usize>) -> Result<()> {
+    for thread in threads(pid)? {
+        // SAFETY: a zeroed cpu_set_t is the empty set; the calls only read and write that local value.
+        let outcome = unsafe {
+            let mut set: libc::cpu_set_t = std::mem::zeroed();
+            cores.clone().for_each(|core| libc::CPU_SET(core, &mut set));
+            libc::sched_setaffinity(thread as libc::pid_t, size_of::<libc::cpu_set_t>(), &set)
+        };
+        if outcome != 0 {
+            bail!("binding thread {thread} to cores {cores:?}: {}", std::io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// Raises the limit of open files to what the system allows: every request in flight holds several.
+pub(crate) fn raise_file_limit() {
+    // SAFETY: both calls get a valid pointer to a local rlimit.
+    unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
+            limit.rlim_cur = limit.rlim_max;
+            // A refusal leaves the old limit, which the demo can live with.
+            let _ = libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+        }
+    }
+}
+
+fn threads(pid: u32) -> Result<Vec<u32>> {
+    let mut threads = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/task")).with_context(|| format!("process {pid}"))? {
+        threads.extend(entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()));
+    }
+    Ok(threads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn own_memory_is_seen() {
+        assert!(resident_kib(std::process::id()).unwrap() > 0);
+    }
+}

@@ -1,0 +1,97 @@
+//! The pick path allocates nothing: decode, apply reports, pick, encode, as the filter does per request.
+//!
+//! Here and not in the core, because a counting allocator takes `unsafe` and the core forbids it. One test
+//! only in this file: the counter sees every thread.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::hint::black_box;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use prequal_core::config::Profile;
+use prequal_core::endpoint::Endpoint;
+use prequal_core::pool::{Branch, PoolState};
+use prequal_core::report::LoadReport;
+use prequal_core::time::Micros;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+// SAFETY: every call is handed on to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+#[test]
+fn the_pick_path_does_not_allocate() {
+    let mut rng = SmallRng::seed_from_u64(7);
+    // The paper's profile removes an entry per pick and counts on three probes for each.
+    for (profile, reports_per_pick) in [(Profile::Default, 1), (Profile::Paper, 3)] {
+        let settings = profile.pool_settings();
+        let mut pool = PoolState::new();
+        pool.set_members(100);
+        let mut blob = pool.as_bytes().to_vec();
+        let mut now = Micros::from_millis(1_700_000_000_000);
+        let reports: Vec<String> = (0..100u32)
+            .map(|number| format!("{};{};10.0.0.{number}:80", number % 9, 1000 * number))
+            .collect();
+        let (mut steered, mut fell_back) = (0, 0);
+
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        for round in 0..20_000usize {
+            now = now.plus(100);
+            let mut pool = PoolState::decode(&blob).unwrap();
+            // Now and then reports stop for a second and more, so that the pool runs empty.
+            if round % 1000 < 900 {
+                for number in 0..reports_per_pick {
+                    let text = &reports[(round * reports_per_pick + number) % reports.len()];
+                    let report = LoadReport::parse(text).unwrap();
+                    let endpoint = report.endpoint.unwrap();
+                    pool.record(&settings, now, endpoint, report.rif, report.latency_us, &mut rng);
+                }
+            } else {
+                now = now.plus(50_000);
+            }
+            let pick = black_box(pool.pick(&settings, now, &mut rng));
+            match pick.branch {
+                Branch::Fallback => fell_back += 1,
+                Branch::Cold | Branch::Hot => steered += 1,
+            }
+            blob.copy_from_slice(pool.as_bytes());
+        }
+        let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+
+        assert!(
+            steered > 1000 && fell_back > 100,
+            "both paths ran: {steered} steered, {fell_back} fell back"
+        );
+        assert_eq!(allocations, 0, "allocations on the pick path");
+    }
+
+    // The counter does count.
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let endpoint: Endpoint = SocketAddr::from((Ipv4Addr::LOCALHOST, 80)).into();
+    black_box(endpoint.to_string());
+    assert!(ALLOCATIONS.load(Ordering::Relaxed) > before);
+}

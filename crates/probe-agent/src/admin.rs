@@ -1,0 +1,166 @@
+//! The admin port: `/metrics` in Prometheus text, `/healthz`.
+
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Response, StatusCode, header};
+use prequal_core::tracker::Outcome;
+
+use crate::load::{LATENCY_BOUNDS_US, Load};
+use crate::probe::plain;
+
+pub(crate) fn answer(method: &Method, path: &str, load: &Load, draining: bool) -> Response<Bytes> {
+    if !matches!(*method, Method::GET | Method::HEAD) {
+        return plain(StatusCode::METHOD_NOT_ALLOWED, "GET only\n");
+    }
+    match path {
+        "/healthz" if draining => plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n"),
+        "/healthz" => plain(StatusCode::OK, "ok\n"),
+        "/metrics" => {
+            let mut response = Response::new(metrics(load).into());
+            response.headers_mut().insert(
+                header::CONTENT_TYPE,
+                HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
+            );
+            response
+        }
+        _ => plain(StatusCode::NOT_FOUND, "not found\n"),
+    }
+}
+
+fn metrics(load: &Load) -> String {
+    let mut text = String::with_capacity(4096);
+    // Writing to a String cannot fail.
+    let _ = write_metrics(&mut text, load);
+    text
+}
+
+fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
+    let counters = load.counters();
+    head(out, "prequal_agent_rif", "gauge", "Requests in flight.")?;
+    writeln!(out, "prequal_agent_rif {}", load.rif())?;
+    if let Some(us) = load.latency_us() {
+        head(
+            out,
+            "prequal_agent_latency_median_seconds",
+            "gauge",
+            "The latency that probes report; absent if unknown.",
+        )?;
+        writeln!(out, "prequal_agent_latency_median_seconds {}", seconds(u64::from(us)))?;
+    }
+    head(out, "prequal_agent_requests_total", "counter", "Requests that ended, by how.")?;
+    for (class, outcome) in [
+        ("success", Outcome::Success),
+        ("failure", Outcome::Failure),
+        ("aborted", Outcome::Aborted),
+        ("streaming", Outcome::Streaming),
+    ] {
+        writeln!(out, "prequal_agent_requests_total{{class=\"{class}\"}} {}", counters.ended(outcome))?;
+    }
+    head(out, "prequal_agent_rejected_total", "counter", "Malformed requests refused with 400.")?;
+    writeln!(out, "prequal_agent_rejected_total {}", counters.rejected())?;
+    head(out, "prequal_agent_probes_total", "counter", "Probes answered, by port.")?;
+    let [on_service, on_probe] = counters.probes();
+    writeln!(out, "prequal_agent_probes_total{{port=\"service\"}} {on_service}")?;
+    writeln!(out, "prequal_agent_probes_total{{port=\"probe\"}} {on_probe}")?;
+    head(
+        out,
+        "prequal_agent_upstream_errors_total",
+        "counter",
+        "Failures of the backend other than a 5xx status.",
+    )?;
+    for (reason, count) in counters.upstream_errors() {
+        writeln!(out, "prequal_agent_upstream_errors_total{{reason=\"{reason}\"}} {count}")?;
+    }
+    head(out, "prequal_agent_upstream_connections_total", "counter", "Connections opened to the backend.")?;
+    writeln!(out, "prequal_agent_upstream_connections_total {}", counters.upstream_connections())?;
+
+    let name = "prequal_agent_request_duration_seconds";
+    head(out, name, "histogram", "Arrival to end of successful requests.")?;
+    let buckets = counters.latency_buckets();
+    let mut below = 0;
+    for (bound, count) in LATENCY_BOUNDS_US.iter().zip(buckets) {
+        below += count;
+        writeln!(out, "{name}_bucket{{le=\"{}\"}} {below}", seconds(*bound))?;
+    }
+    let count = counters.ended(Outcome::Success).max(below);
+    writeln!(out, "{name}_bucket{{le=\"+Inf\"}} {count}")?;
+    writeln!(out, "{name}_sum {}", seconds(counters.latency_sum_us()))?;
+    writeln!(out, "{name}_count {count}")?;
+
+    let name = "prequal_agent_latency_quantile_seconds";
+    head(out, name, "gauge", "Quantiles since start, from the histogram (upper bound of the bucket).")?;
+    for (label, per_mille) in [("0.5", 500), ("0.9", 900), ("0.99", 990), ("0.999", 999)] {
+        if let Some(us) = quantile_us(&buckets, count, per_mille) {
+            writeln!(out, "{name}{{quantile=\"{label}\"}} {}", seconds(us))?;
+        }
+    }
+    Ok(())
+}
+
+fn head(out: &mut String, name: &str, kind: &str, help: &str) -> std::fmt::Result {
+    writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}")
+}
+
+fn seconds(us: u64) -> f64 {
+    us as f64 / 1e6
+}
+
+/// `None` without samples, or past the last bound.
+fn quantile_us(buckets: &[u64], count: u64, per_mille: u64) -> Option<u64> {
+    if count == 0 {
+        return None;
+    }
+    let rank = (count * per_mille).div_ceil(1000).max(1);
+    let mut below = 0;
+    buckets.iter().zip(LATENCY_BOUNDS_US).find_map(|(n, bound)| {
+        below += n;
+        (below >= rank).then_some(bound)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prequal_core::tracker::TrackerConfig;
+
+    #[test]
+    fn metrics_tell_what_happened() {
+        let load = Load::new(TrackerConfig::default());
+        let _open = load.start();
+        load.start().finish(Outcome::Success);
+        load.start().finish(Outcome::Failure);
+        load.counters().count_probe(true);
+        load.counters().count_upstream_error("connect");
+        let text = metrics(&load);
+        for line in [
+            "prequal_agent_rif 1",
+            "prequal_agent_requests_total{class=\"success\"} 1",
+            "prequal_agent_requests_total{class=\"failure\"} 1",
+            "prequal_agent_probes_total{port=\"probe\"} 1",
+            "prequal_agent_upstream_errors_total{reason=\"connect\"} 1",
+            "prequal_agent_request_duration_seconds_bucket{le=\"+Inf\"} 1",
+            "prequal_agent_request_duration_seconds_bucket{le=\"0.0001\"} 1",
+            "prequal_agent_latency_quantile_seconds{quantile=\"0.5\"} 0.0001",
+        ] {
+            assert!(text.lines().any(|l| l == line), "{line} not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn quantiles_are_bucket_bounds() {
+        assert_eq!(quantile_us(&[], 0, 500), None);
+        assert_eq!(quantile_us(&[9, 1], 10, 900), Some(100));
+        assert_eq!(quantile_us(&[9, 1], 10, 990), Some(200));
+        assert_eq!(quantile_us(&[0; 19], 1, 500), None, "slower than every bound");
+    }
+
+    #[test]
+    fn health_fails_while_draining() {
+        let load = Load::new(TrackerConfig::default());
+        assert_eq!(answer(&Method::GET, "/healthz", &load, false).status(), 200);
+        assert_eq!(answer(&Method::GET, "/healthz", &load, true).status(), 503);
+        assert_eq!(answer(&Method::GET, "/", &load, false).status(), 404);
+        assert_eq!(answer(&Method::POST, "/metrics", &load, false).status(), 405);
+    }
+}

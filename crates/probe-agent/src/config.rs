@@ -1,0 +1,213 @@
+//! The agent's settings, checked. Nothing here reads the command line or the environment; `main.rs` does.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use prequal_core::endpoint::Endpoint;
+use prequal_core::tracker::TrackerConfig;
+
+/// Everything that an agent needs to run. Fields are public so that an embedder or a test can start from
+/// [`AgentConfig::new`] and change what it cares about.
+#[derive(Clone, Debug)]
+pub struct AgentConfig {
+    /// The service port. Port 0 lets the system choose.
+    pub listen: SocketAddr,
+    /// The one backend.
+    pub upstream: Upstream,
+    /// The endpoint that reports name. `None`: the local address of the connection, with the service port.
+    pub advertise: Option<Endpoint>,
+    /// A port that answers probes only.
+    pub probe_listen: Option<SocketAddr>,
+    /// `/metrics` and `/healthz`.
+    pub admin: Option<SocketAddr>,
+    /// Where load is reported.
+    pub report: Report,
+    /// HTTP version towards the backend.
+    pub upstream_http2: UpstreamHttp2,
+    /// Certificate chain and key to listen with, PEM.
+    pub tls: Option<(PathBuf, PathBuf)>,
+    /// TLS towards the backend.
+    pub upstream_tls: Option<UpstreamTls>,
+    /// Time and size limits.
+    pub limits: Limits,
+    /// The estimator.
+    pub tracker: TrackerConfig,
+}
+
+impl AgentConfig {
+    /// Defaults for everything but the two addresses.
+    pub fn new(listen: SocketAddr, upstream: Upstream) -> Self {
+        Self {
+            listen,
+            upstream,
+            advertise: None,
+            probe_listen: None,
+            admin: None,
+            report: Report::Always,
+            upstream_http2: UpstreamHttp2::Auto,
+            tls: None,
+            upstream_tls: None,
+            limits: Limits::default(),
+            tracker: TrackerConfig::default(),
+        }
+    }
+}
+
+/// Where load is reported.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Report {
+    /// On probe replies and on every proxied response.
+    #[default]
+    Always,
+    /// On probe replies only.
+    ProbeOnly,
+}
+
+/// HTTP version towards the backend.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum UpstreamHttp2 {
+    /// As the request came, but HTTP/1.1 to a backend that refuses HTTP/2 (asked once a minute).
+    #[default]
+    Auto,
+    /// HTTP/1.1 always.
+    Never,
+    /// HTTP/2 always (cleartext with prior knowledge, or by ALPN). Upgrades are refused then.
+    Always,
+}
+
+/// TLS towards the backend.
+#[derive(Clone, Debug, Default)]
+pub struct UpstreamTls {
+    /// Authorities to trust, PEM; `None`: the system's.
+    pub ca: Option<PathBuf>,
+    /// Name to verify and send as SNI; `None`: the host of the backend's address.
+    pub server_name: Option<String>,
+}
+
+/// Limits. See each field for what happens past it.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// A request head must be complete this long after its first byte, else the connection is closed. Default 10 s.
+    pub header_timeout: Duration,
+    /// A connection with nothing in flight is closed after about this long. Default 1 h, as Envoy's upstream side, so
+    /// that the client closes first.
+    pub idle_timeout: Duration,
+    /// Longest request head, bytes; longer is answered with 431. Default 64 KiB.
+    pub max_header_bytes: usize,
+    /// Most request headers; more are answered with 431. Default 100. HTTP/2 is bounded by bytes alone.
+    pub max_headers: usize,
+    /// Streams at once on one HTTP/2 connection. Default 1024.
+    pub max_streams: u32,
+    /// The backend must accept a connection (and finish TLS) within this, else 504. Default 1 s.
+    pub connect_timeout: Duration,
+    /// The backend must send its response head within this, else 504. Default none.
+    pub response_timeout: Option<Duration>,
+    /// An idle connection to the backend is not used after this long. Default 4 s: below the 5 s after which common
+    /// servers close it, which would cost a request.
+    pub upstream_idle_timeout: Duration,
+    /// Idle connections to the backend kept at most. Default 1024.
+    pub max_upstream_idle: usize,
+    /// On SIGTERM, `/healthz` fails but new connections are still taken for this long. Default 0.
+    pub drain_delay: Duration,
+    /// Requests in flight may take this long to finish after that. Default 30 s.
+    pub drain_timeout: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            header_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(3600),
+            max_header_bytes: 64 * 1024,
+            max_headers: 100,
+            max_streams: 1024,
+            connect_timeout: Duration::from_secs(1),
+            response_timeout: None,
+            upstream_idle_timeout: Duration::from_secs(4),
+            max_upstream_idle: 1024,
+            drain_delay: Duration::ZERO,
+            drain_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// The backend's address, `ip:port` or `name:port`. A name is resolved at every connect.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Upstream {
+    host: String,
+    port: u16,
+    addr: Option<SocketAddr>,
+}
+
+impl Upstream {
+    /// The host without brackets.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The port, 1 to 65535.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The address, unless a name has to be resolved first.
+    pub fn addr(&self) -> Option<SocketAddr> {
+        self.addr
+    }
+}
+
+impl From<SocketAddr> for Upstream {
+    fn from(addr: SocketAddr) -> Self {
+        Self { host: addr.ip().to_string(), port: addr.port(), addr: Some(addr) }
+    }
+}
+
+impl FromStr for Upstream {
+    type Err = UpstreamError;
+
+    fn from_str(text: &str) -> Result<Self, UpstreamError> {
+        if let Ok(addr) = text.parse::<SocketAddr>() {
+            return if addr.port() == 0 { Err(UpstreamError) } else { Ok(addr.into()) };
+        }
+        let (host, port) = text.rsplit_once(':').ok_or(UpstreamError)?;
+        let port = port.parse::<u16>().ok().filter(|port| *port != 0).ok_or(UpstreamError)?;
+        let plausible = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
+        if host.is_empty() || host.len() > 253 || !host.chars().all(plausible) {
+            return Err(UpstreamError);
+        }
+        Ok(Self { host: host.to_owned(), port, addr: None })
+    }
+}
+
+/// The text is no backend address.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("must be `ip:port` or `name:port` with a port of 1 to 65535 (IPv6 as `[ip]:port`)")]
+pub struct UpstreamError;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backend_addresses() {
+        for (text, expected) in [
+            ("127.0.0.1:80", Some(("127.0.0.1", 80))),
+            ("[::1]:8080", Some(("::1", 8080))),
+            ("backend-1.svc:65535", Some(("backend-1.svc", 65535))),
+            ("", None),
+            (":80", None),
+            ("a", None),
+            ("a:0", None),
+            ("127.0.0.1:0", None),
+            ("a:70000", None),
+            ("::1:80", None),
+            ("a b:80", None),
+            ("http://a:80", None),
+        ] {
+            let got = text.parse::<Upstream>().ok();
+            assert_eq!(got.as_ref().map(|u| (u.host(), u.port())), expected, "{text}");
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! One accepted connection, below HTTP: which version it speaks, whether a request head is being dribbled in, and
+//! whether that head carries both framings.
+//!
+//! hyper's own header timeout also runs while a kept-alive connection idles, and its parser silently resolves
+//! `Content-Length` beside `Transfer-Encoding`; both are decided here instead, from the bytes as they pass.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::Sleep;
+use tokio_rustls::server::TlsStream;
+
+/// A plain or TLS stream from a client.
+pub(crate) enum Stream {
+    Plain(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+/// Reads as far as needed to tell HTTP/2 with prior knowledge from HTTP/1, and returns what was read.
+///
+/// `None` when the client closed before it said anything.
+pub(crate) async fn detect(
+    stream: &mut Stream,
+    idle: Duration,
+    head: Duration,
+) -> io::Result<Option<(bool, Vec<u8>)>> {
+    if let Stream::Tls(tls) = stream
+        && let Some(protocol) = tls.get_ref().1.alpn_protocol()
+    {
+        return Ok(Some((protocol == b"h2", Vec::new())));
+    }
+    let mut seen = Vec::with_capacity(PREFACE.len());
+    let first = tokio::time::timeout(idle, read_some(stream, &mut seen)).await.map_err(timed_out)??;
+    if first == 0 {
+        return Ok(None);
+    }
+    let rest = async {
+        while PREFACE.starts_with(&seen) && seen.len() < PREFACE.len() {
+            if read_some(stream, &mut seen).await? == 0 {
+                break;
+            }
+        }
+        Ok::<_, io::Error>(())
+    };
+    tokio::time::timeout(head, rest).await.map_err(timed_out)??;
+    Ok(Some((seen == PREFACE, seen)))
+}
+
+/// Never reads past the preface.
+async fn read_some(stream: &mut Stream, seen: &mut Vec<u8>) -> io::Result<usize> {
+    let mut chunk = [0; PREFACE.len()];
+    let room = chunk.len() - seen.len();
+    let n = stream.read(&mut chunk[..room]).await?;
+    seen.extend_from_slice(&chunk[..n]);
+    Ok(n)
+}
+
+fn timed_out(_: tokio::time::error::Elapsed) -> io::Error {
+    io::ErrorKind::TimedOut.into()
+}
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// What the bytes of a connection and its requests tell each other.
+pub(crate) struct Watch {
+    /// Watching for heads: HTTP/1, not upgraded.
+    heads: AtomicBool,
+    in_flight: AtomicU32,
+    served: AtomicU64,
+    /// Bytes of the head that is coming in; empty between heads.
+    head: Mutex<Vec<u8>>,
+}
+
+impl Watch {
+    pub(crate) fn new(http2: bool) -> Self {
+        Self {
+            heads: AtomicBool::new(!http2),
+            in_flight: AtomicU32::new(0),
+            served: AtomicU64::new(0),
+            head: Mutex::default(),
+        }
+    }
+
+    /// A head was parsed. Refuses it if it says `Transfer-Encoding` (`chunked`) and `Content-Length` as well.
+    pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> (Busy, Result<(), &'static str>) {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        self.served.fetch_add(1, Ordering::Relaxed);
+        let busy = Busy(self.clone());
+        if !self.heads.load(Ordering::Relaxed) {
+            return (busy, Ok(()));
+        }
+        let mut head = self.head();
+        let verdict = if chunked { check_framing(&head) } else { Ok(()) };
+        if head.capacity() > KEEP_CAPACITY {
+            *head = Vec::new();
+        }
+        head.clear();
+        (busy, verdict)
+    }
+
+    /// The connection stops being HTTP.
+    pub(crate) fn upgraded(&self) {
+        self.heads.store(false, Ordering::Relaxed);
+    }
+
+    /// Requests begun so far, and whether any is in flight.
+    pub(crate) fn activity(&self) -> (u64, bool) {
+        (self.served.load(Ordering::Relaxed), self.in_flight.load(Ordering::Relaxed) > 0)
+    }
+
+    /// Whether bytes that arrive now belong to a head.
+    fn expects_head(&self) -> bool {
+        self.heads.load(Ordering::Relaxed) && self.in_flight.load(Ordering::Relaxed) == 0
+    }
+
+    fn head(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.head.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A request of this connection is in flight until this is dropped.
+pub(crate) struct Busy(Arc<Watch>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Heads seen whole are kept up to this capacity, so that an ordinary connection allocates once.
+const KEEP_CAPACITY: usize = 4096;
+/// More of a head than this is not kept: hyper refuses it long before.
+const MAX_CAPTURE: usize = 1 << 20;
+
+fn check_framing(head: &[u8]) -> Result<(), &'static str> {
+    let mut chunked = false;
+    for line in head.split(|b| *b == b'\n').map(<[u8]>::trim_ascii_end).skip_while(|line| line.is_empty()) {
+        if line.is_empty() {
+            break;
+        }
+        let name = line.split(|b| *b == b':').next().unwrap_or_default();
+        if name.eq_ignore_ascii_case(b"content-length") {
+            return Err("both content-length and transfer-encoding");
+        }
+        chunked |= name.eq_ignore_ascii_case(b"transfer-encoding");
+    }
+    // A chunked request that was pipelined behind another's body was not seen here. Nobody honest sends one.
+    if chunked { Ok(()) } else { Err("chunked request pipelined") }
+}
+
+/// The connection as hyper reads and writes it.
+pub(crate) struct ServerIo {
+    stream: Stream,
+    replay: Vec<u8>,
+    watch: Arc<Watch>,
+    head_timeout: Duration,
+    deadline: Option<Pin<Box<Sleep>>>,
+}
+
+impl ServerIo {
+    pub(crate) fn new(stream: Stream, replay: Vec<u8>, watch: Arc<Watch>, head_timeout: Duration) -> Self {
+        Self { stream, replay, watch, head_timeout, deadline: None }
+    }
+
+    fn poll_bytes(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.replay.is_empty() {
+            return Pin::new(&mut self.stream).poll_read(cx, buf);
+        }
+        let n = self.replay.len().min(buf.remaining());
+        buf.put_slice(&self.replay[..n]);
+        self.replay.drain(..n);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncRead for ServerIo {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        let before = buf.filled().len();
+        let read = this.poll_bytes(cx, buf);
+        if !this.watch.expects_head() {
+            return read;
+        }
+        match read {
+            Poll::Ready(Ok(())) => {
+                let mut head = this.watch.head();
+                if head.len() < MAX_CAPTURE {
+                    head.extend_from_slice(&buf.filled()[before..]);
+                }
+                read
+            }
+            Poll::Pending => {
+                if this.watch.head().is_empty() {
+                    this.deadline = None;
+                    return Poll::Pending;
+                }
+                let timeout = this.head_timeout;
+                let deadline = this.deadline.get_or_insert_with(|| Box::pin(tokio::time::sleep(timeout)));
+                deadline.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))
+            }
+            Poll::Ready(Err(_)) => read,
+        }
+    }
+}
+
+impl AsyncWrite for ServerIo {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_read(cx, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_read(cx, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_write(cx, buf),
+            Self::Tls(stream) => Pin::new(stream).poll_write(cx, buf),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+            Self::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(stream) => stream.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_framings_are_refused_in_either_order_and_any_case() {
+        for (head, ok) in [
+            ("POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ncontent-length: 3", true),
+            ("\r\nPOST / HTTP/1.1\r\ntransfer-encoding:chunked\r\n\r\n", true),
+            ("POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\ncontent-LENGTH: 3\r\n\r\n", false),
+            ("POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", false),
+            ("POST / HTTP/1.1\nContent-Length: 3\nTransfer-Encoding: chunked\n\n", false),
+            ("", false),
+        ] {
+            assert_eq!(check_framing(head.as_bytes()).is_ok(), ok, "{head:?}");
+        }
+    }
+}

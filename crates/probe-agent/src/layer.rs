@@ -1,0 +1,283 @@
+//! A tower layer for an application that wants to report its own load, without an agent beside it.
+//!
+//! It answers probes, counts every other request, and puts the report on responses. The application must know its
+//! own endpoint: a layer does not see the connection.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http::{HeaderMap, Request, Response, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::Full;
+use pin_project_lite::pin_project;
+use prequal_core::endpoint::Endpoint;
+use prequal_core::tracker::Outcome;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use crate::body::TrackedBody;
+use crate::config::Report;
+use crate::headers;
+use crate::load::{InFlight, Load};
+use crate::probe::{self, Route};
+use crate::proxy;
+
+/// Wraps a service so that it reports its load. Clone it freely: all copies count on one [`Load`].
+///
+/// ```
+/// use probe_agent::layer::PrequalLayer;
+/// use probe_agent::load::Load;
+/// use prequal_core::tracker::TrackerConfig;
+///
+/// let load = Load::new(TrackerConfig::default());
+/// let layer = PrequalLayer::new(load, "10.0.0.7:8080".parse().unwrap());
+/// ```
+#[derive(Clone)]
+pub struct PrequalLayer {
+    load: Load,
+    endpoint: Endpoint,
+    report: Report,
+}
+
+impl PrequalLayer {
+    /// Reports `load` as the replica that clients know as `endpoint`, on probes and on every response.
+    pub fn new(load: Load, endpoint: Endpoint) -> Self {
+        Self { load, endpoint, report: Report::Always }
+    }
+
+    /// Chooses where load is reported. Default [`Report::Always`].
+    #[must_use]
+    pub fn report(mut self, report: Report) -> Self {
+        self.report = report;
+        self
+    }
+}
+
+impl<S> Layer<S> for PrequalLayer {
+    type Service = Prequal<S>;
+
+    fn layer(&self, inner: S) -> Prequal<S> {
+        Prequal { inner, layer: self.clone() }
+    }
+}
+
+/// The service made by [`PrequalLayer`].
+#[derive(Clone)]
+pub struct Prequal<S> {
+    inner: S,
+    layer: PrequalLayer,
+}
+
+impl<S, ReqBody, ResBody> Service<Request<ReqBody>> for Prequal<S>
+where
+    S: Service<Request<ReqBody>, Response = Response<ResBody>>,
+    ResBody: Body<Data = Bytes>,
+{
+    type Response = Response<PrequalBody<ResBody>>;
+    type Error = S::Error;
+    type Future = PrequalFuture<S::Future>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, req: Request<ReqBody>) -> Self::Future {
+        let own = match probe::route(req.method(), req.uri().path()) {
+            Route::Forward => {
+                let guard = Some(self.layer.load.start());
+                let call = self.inner.call(req);
+                return PrequalFuture { state: State::Call { call, guard, layer: self.layer.clone() } };
+            }
+            Route::Probe => {
+                self.layer.load.counters().count_probe(false);
+                probe::reply(&self.layer.load.report(self.layer.endpoint, None, 0), req.headers())
+            }
+            Route::MethodNotAllowed => proxy::method_not_allowed(),
+            Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),
+        };
+        PrequalFuture { state: State::Own { response: Some(own) } }
+    }
+}
+
+pin_project! {
+    /// The future of [`Prequal`]. Dropping it ends its request as aborted.
+    pub struct PrequalFuture<F> {
+        #[pin]
+        state: State<F>,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State<F> {
+        Own { response: Option<Response<Bytes>> },
+        Call { #[pin] call: F, guard: Option<InFlight>, layer: PrequalLayer },
+    }
+}
+
+impl<F, B, E> Future for PrequalFuture<F>
+where
+    F: Future<Output = Result<Response<B>, E>>,
+    B: Body<Data = Bytes>,
+{
+    type Output = Result<Response<PrequalBody<B>>, E>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project().state.project() {
+            StateProj::Own { response } => match response.take() {
+                Some(response) => Poll::Ready(Ok(response.map(PrequalBody::own))),
+                None => Poll::Pending,
+            },
+            StateProj::Call { call, guard, layer } => {
+                let answer = ready!(call.poll(cx));
+                let Some(guard) = guard.take() else { return Poll::Pending };
+                match answer {
+                    Ok(response) => Poll::Ready(Ok(finish(response, guard, layer))),
+                    Err(error) => {
+                        guard.finish(Outcome::Failure);
+                        Poll::Ready(Err(error))
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn finish<B: Body<Data = Bytes>>(
+    response: Response<B>,
+    mut guard: InFlight,
+    layer: &PrequalLayer,
+) -> Response<PrequalBody<B>> {
+    let (mut head, body) = response.into_parts();
+    if head.status == StatusCode::SWITCHING_PROTOCOLS {
+        // The upgraded connection is out of our sight; the request ends here and is no sample.
+        guard.mark_streaming();
+    }
+    let body = TrackedBody::new(body, guard, head.status, &head.headers);
+    set_report(&mut head.headers, layer, u32::from(body.leaves_soon()));
+    Response::from_parts(head, PrequalBody::application(body))
+}
+
+fn set_report(fields: &mut HeaderMap, layer: &PrequalLayer, leaving: u32) {
+    if layer.report == Report::Always
+        && let Some(value) = probe::header_value(&layer.load.report(layer.endpoint, None, leaving))
+    {
+        fields.insert(headers::LOAD, value);
+    }
+}
+
+pin_project! {
+    /// The response body of [`Prequal`].
+    pub struct PrequalBody<B> {
+        #[pin]
+        kind: BodyKind<B>,
+    }
+}
+
+pin_project! {
+    #[project = BodyKindProj]
+    enum BodyKind<B> {
+        Own { body: Full<Bytes> },
+        Application { #[pin] body: TrackedBody<B> },
+    }
+}
+
+impl<B> PrequalBody<B> {
+    fn own(text: Bytes) -> Self {
+        Self { kind: BodyKind::Own { body: Full::new(text) } }
+    }
+
+    fn application(body: TrackedBody<B>) -> Self {
+        Self { kind: BodyKind::Application { body } }
+    }
+}
+
+impl<B: Body<Data = Bytes>> Body for PrequalBody<B> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        match self.project().kind.project() {
+            BodyKindProj::Own { body } => Pin::new(body).poll_frame(cx).map_err(|never| match never {}),
+            BodyKindProj::Application { body } => body.poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.kind {
+            BodyKind::Own { body } => body.is_end_stream(),
+            BodyKind::Application { body } => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.kind {
+            BodyKind::Own { body } => body.size_hint(),
+            BodyKind::Application { body } => body.size_hint(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http_body_util::{BodyExt, Empty};
+    use prequal_core::tracker::TrackerConfig;
+    use std::convert::Infallible;
+
+    #[derive(Clone)]
+    struct App(u16);
+
+    impl Service<Request<Empty<Bytes>>> for App {
+        type Response = Response<Full<Bytes>>;
+        type Error = Infallible;
+        type Future = std::future::Ready<Result<Self::Response, Infallible>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, _: Request<Empty<Bytes>>) -> Self::Future {
+            let mut response = Response::new(Full::new(Bytes::from_static(b"hello")));
+            *response.status_mut() = StatusCode::from_u16(self.0).unwrap();
+            std::future::ready(Ok(response))
+        }
+    }
+
+    fn get(path: &str) -> Request<Empty<Bytes>> {
+        Request::get(path).body(Empty::new()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn an_application_reports_its_own_load() {
+        let load = Load::new(TrackerConfig::default());
+        let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap());
+        let mut service = layer.layer(App(200));
+        let response = service.call(get("/x")).await.unwrap();
+        assert_eq!(response.headers()["x-prequal-load"], "0;;10.0.0.7:80", "the one that leaves is left out");
+        assert_eq!(load.rif(), 1);
+        assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
+        assert_eq!(load.rif(), 0);
+        let probe = service.call(get("/prequal/probe")).await.unwrap();
+        assert_eq!(probe.headers()["x-prequal-rif"], "0");
+        assert_eq!(service.call(get("/prequal/x")).await.unwrap().status(), 404);
+        assert_eq!(load.counters().ended(Outcome::Success), 1);
+    }
+
+    #[tokio::test]
+    async fn dropped_calls_and_failures_end_too() {
+        let load = Load::new(TrackerConfig::default());
+        let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap()).report(Report::ProbeOnly);
+        drop(layer.layer(App(200)).call(get("/x")));
+        let response = layer.layer(App(500)).call(get("/x")).await.unwrap();
+        assert!(!response.headers().contains_key("x-prequal-load"));
+        let _ = response.into_body().collect().await;
+        assert_eq!(load.rif(), 0);
+        assert_eq!([Outcome::Aborted, Outcome::Failure].map(|o| load.counters().ended(o)), [1, 1]);
+    }
+}

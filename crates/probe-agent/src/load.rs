@@ -1,0 +1,282 @@
+//! What the agent knows of its replica: the tracker behind a lock, the counters for `/metrics`, and the guard that
+//! brings RIF down exactly once.
+//!
+//! It decides nothing about what counts as a success: the caller says so, see [`crate::body`].
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use prequal_core::endpoint::Endpoint;
+use prequal_core::report::LoadReport;
+use prequal_core::time::Micros;
+use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
+
+/// The load of one replica, shared by everything that serves its requests. Cloning shares.
+#[derive(Clone)]
+pub struct Load(Arc<Inner>);
+
+struct Inner {
+    tracker: Mutex<Tracker>,
+    origin: Instant,
+    counters: Counters,
+}
+
+impl Load {
+    /// An idle replica. Its clock starts now.
+    pub fn new(config: TrackerConfig) -> Self {
+        Self(Arc::new(Inner {
+            tracker: Mutex::new(Tracker::new(config)),
+            origin: Instant::now(),
+            counters: Counters::default(),
+        }))
+    }
+
+    /// A request arrives: RIF goes up until the guard is finished or dropped.
+    pub fn start(&self) -> InFlight {
+        let now = self.now();
+        let ticket = self.tracker().start(now);
+        InFlight { load: self.clone(), ticket: Some(ticket), started: now, on_drop: Outcome::Aborted }
+    }
+
+    /// Requests in flight now.
+    pub fn rif(&self) -> u32 {
+        self.tracker().rif()
+    }
+
+    /// What a request arriving now may expect, microseconds; `None` when nothing is known.
+    pub fn latency_us(&self) -> Option<u32> {
+        let now = self.now();
+        self.tracker().latency(now)
+    }
+
+    /// The report of this replica as `endpoint`.
+    ///
+    /// `leaving` requests are taken off the RIF: a report on a response is read by the client when that response
+    /// is over, and must say what the *next* request would find.
+    pub fn report(&self, endpoint: Endpoint, probe_endpoint: Option<Endpoint>, leaving: u32) -> LoadReport {
+        let now = self.now();
+        let tracker = self.tracker();
+        LoadReport {
+            rif: tracker.rif().saturating_sub(leaving),
+            latency_us: tracker.latency(now),
+            endpoint: Some(endpoint),
+            probe_endpoint,
+        }
+    }
+
+    /// The counters behind `/metrics`.
+    pub fn counters(&self) -> &Counters {
+        &self.0.counters
+    }
+
+    fn now(&self) -> Micros {
+        Micros(u64::try_from(self.0.origin.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    fn tracker(&self) -> MutexGuard<'_, Tracker> {
+        // No code that can panic runs under the lock, and a stale count beats none.
+        self.0.tracker.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One request in flight. RIF goes down once: at [`InFlight::finish`], or when the guard is dropped because the
+/// request died with whatever held it (client gone, stream reset, task cancelled).
+#[must_use = "dropping the guard ends the request"]
+pub struct InFlight {
+    load: Load,
+    ticket: Option<Ticket>,
+    started: Micros,
+    on_drop: Outcome,
+}
+
+impl InFlight {
+    /// The request ends with this outcome. Only [`Outcome::Success`] feeds the latency estimate.
+    pub fn finish(mut self, outcome: Outcome) {
+        self.on_drop = outcome;
+    }
+
+    /// What a drop counts as from now on. Starts as [`Outcome::Aborted`].
+    pub fn set_on_drop(&mut self, outcome: Outcome) {
+        self.on_drop = outcome;
+    }
+
+    /// The request turns out to be a stream (WebSocket, long gRPC): it stays one in flight, but its age says nothing
+    /// of the replica's speed.
+    pub fn mark_streaming(&mut self) {
+        if let Some(ticket) = &self.ticket {
+            self.load.tracker().streaming(ticket);
+        }
+        self.on_drop = Outcome::Streaming;
+    }
+
+    /// The load this request counts on.
+    pub fn load(&self) -> &Load {
+        &self.load
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let Some(ticket) = self.ticket.take() else { return };
+        let now = self.load.now();
+        self.load.tracker().finish(ticket, now, self.on_drop);
+        self.load.counters().record(self.on_drop, now.saturating_since(self.started));
+    }
+}
+
+/// Counters of one agent, all monotonic. Reading them is racy between one another, exact each.
+#[derive(Debug, Default)]
+pub struct Counters {
+    success: AtomicU64,
+    failure: AtomicU64,
+    aborted: AtomicU64,
+    streaming: AtomicU64,
+    latency_buckets: [AtomicU64; LATENCY_BOUNDS_US.len()],
+    latency_sum_us: AtomicU64,
+    probes: [AtomicU64; 2],
+    rejected: AtomicU64,
+    upstream_errors: [AtomicU64; UPSTREAM_ERRORS.len()],
+    upstream_connections: AtomicU64,
+}
+
+impl Counters {
+    fn record(&self, outcome: Outcome, took_us: u64) {
+        bump(match outcome {
+            Outcome::Success => &self.success,
+            Outcome::Failure => &self.failure,
+            Outcome::Aborted => &self.aborted,
+            Outcome::Streaming => &self.streaming,
+        });
+        if outcome == Outcome::Success {
+            let index = LATENCY_BOUNDS_US.partition_point(|bound| *bound < took_us);
+            if let Some(bucket) = self.latency_buckets.get(index) {
+                bump(bucket);
+            }
+            self.latency_sum_us.fetch_add(took_us, Ordering::Relaxed);
+        }
+    }
+
+    /// Requests ended so far with this outcome.
+    pub fn ended(&self, outcome: Outcome) -> u64 {
+        match outcome {
+            Outcome::Success => &self.success,
+            Outcome::Failure => &self.failure,
+            Outcome::Aborted => &self.aborted,
+            Outcome::Streaming => &self.streaming,
+        }
+        .load(Ordering::Relaxed)
+    }
+
+    /// Successful requests per latency bound (see [`LATENCY_BOUNDS_US`]), not cumulative; the slower ones are
+    /// [`Counters::ended`] less their sum.
+    pub fn latency_buckets(&self) -> [u64; LATENCY_BOUNDS_US.len()] {
+        std::array::from_fn(|i| self.latency_buckets.get(i).map_or(0, |b| b.load(Ordering::Relaxed)))
+    }
+
+    /// Sum of the latencies of successful requests, microseconds.
+    pub fn latency_sum_us(&self) -> u64 {
+        self.latency_sum_us.load(Ordering::Relaxed)
+    }
+
+    /// A probe was answered, on the service port or on the probe port.
+    pub fn count_probe(&self, on_probe_port: bool) {
+        bump(&self.probes[usize::from(on_probe_port)]);
+    }
+
+    /// Probes answered on the service port and on the probe port.
+    pub fn probes(&self) -> [u64; 2] {
+        [self.probes[0].load(Ordering::Relaxed), self.probes[1].load(Ordering::Relaxed)]
+    }
+
+    /// A request was refused as malformed before it counted as in flight.
+    pub fn count_rejected(&self) {
+        bump(&self.rejected);
+    }
+
+    /// Requests refused as malformed by checks of ours (hyper's own refusals are not seen here).
+    pub fn rejected(&self) -> u64 {
+        self.rejected.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_upstream_error(&self, label: &str) {
+        if let Some(index) = UPSTREAM_ERRORS.iter().position(|known| *known == label) {
+            bump(&self.upstream_errors[index]);
+        }
+    }
+
+    /// Upstream errors by label.
+    pub fn upstream_errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        UPSTREAM_ERRORS
+            .iter()
+            .zip(&self.upstream_errors)
+            .map(|(label, n)| (*label, n.load(Ordering::Relaxed)))
+    }
+
+    pub(crate) fn count_upstream_connection(&self) {
+        bump(&self.upstream_connections);
+    }
+
+    /// Connections opened to the backend so far.
+    pub fn upstream_connections(&self) -> u64 {
+        self.upstream_connections.load(Ordering::Relaxed)
+    }
+}
+
+fn bump(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Upper bounds of the latency histogram, microseconds: 1-2-5 steps from 0.1 ms to 60 s.
+pub const LATENCY_BOUNDS_US: [u64; 19] = [
+    100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
+    2_000_000, 5_000_000, 10_000_000, 20_000_000, 30_000_000, 60_000_000,
+];
+
+/// Labels of [`Counters::upstream_errors`].
+pub const UPSTREAM_ERRORS: [&str; 6] =
+    ["connect", "connect_timeout", "reset", "response_timeout", "body", "upgrade"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_to_end_brings_rif_down_once() {
+        let load = Load::new(TrackerConfig::default());
+        let done = load.start();
+        let dropped = load.start();
+        let mut stream = load.start();
+        stream.mark_streaming();
+        assert_eq!(load.rif(), 3);
+        done.finish(Outcome::Success);
+        assert_eq!(load.rif(), 2);
+        drop(dropped);
+        drop(stream);
+        assert_eq!(load.rif(), 0);
+        let ended = [Outcome::Success, Outcome::Aborted, Outcome::Streaming, Outcome::Failure]
+            .map(|outcome| load.counters().ended(outcome));
+        assert_eq!(ended, [1, 1, 1, 0]);
+    }
+
+    #[test]
+    fn only_success_is_a_latency() {
+        let load = Load::new(TrackerConfig::default());
+        load.start().finish(Outcome::Streaming);
+        drop(load.start());
+        assert_eq!(load.latency_us(), None);
+        load.start().finish(Outcome::Success);
+        assert!(load.latency_us().is_some());
+        assert_eq!(load.counters().latency_buckets().iter().sum::<u64>(), 1);
+    }
+
+    #[test]
+    fn a_leaving_request_is_not_reported() {
+        let load = Load::new(TrackerConfig::default());
+        let _one = load.start();
+        let _two = load.start();
+        let endpoint: Endpoint = "127.0.0.1:80".parse().unwrap();
+        assert_eq!(load.report(endpoint, None, 0).rif, 2);
+        assert_eq!(load.report(endpoint, None, 1).rif, 1);
+    }
+}

@@ -1,0 +1,303 @@
+//! `probe-agent`: the command line and the environment, nothing else.
+
+use std::io::Write as _;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::{Parser, ValueEnum};
+use prequal_core::endpoint::Endpoint;
+use probe_agent::Agent;
+use probe_agent::config::{AgentConfig, Limits, Report, Upstream, UpstreamHttp2, UpstreamTls};
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Stands in front of one backend, counts its requests in flight and their latency, and tells clients: in
+/// `x-prequal-load` on every response, and at `GET /prequal/probe`.
+///
+/// Every option can also be given in the environment, named in brackets below.
+#[derive(Debug, Parser)]
+#[command(name = "probe-agent", version, next_line_help = true)]
+struct Cli {
+    /// Service address, `ip:port`; port 0 lets the system choose
+    #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_LISTEN", value_parser = socket_addr)]
+    listen: SocketAddr,
+
+    /// The backend, `ip:port` or `name:port` (resolved at every connect)
+    #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_UPSTREAM")]
+    upstream: Upstream,
+
+    /// Endpoint to report, exactly as clients' clusters name this replica; default: the local address of the
+    /// connection, with the service port
+    #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_ADVERTISE")]
+    advertise: Option<Endpoint>,
+
+    /// Answer probes on a port of their own too; reports then name it
+    #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_PROBE_LISTEN", value_parser = socket_addr)]
+    probe_listen: Option<SocketAddr>,
+
+    /// Serve /metrics and /healthz here; a bare port listens on loopback only
+    #[arg(long, value_name = "[IP:]PORT", env = "PROBE_AGENT_ADMIN", value_parser = admin_addr)]
+    admin: Option<SocketAddr>,
+
+    /// Where load is reported: on probes and every response, or on probes only
+    #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
+    report: ReportArg,
+
+    /// HTTP/2 towards the backend: `auto` uses the version of the request if the backend speaks it, `always`
+    /// refuses upgrades
+    #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
+    upstream_http2: UpstreamHttp2Arg,
+
+    /// Threads, 1 to 1024; default: one per core
+    #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+
+    /// Listen with TLS: certificate chain, PEM
+    #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CERT", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+
+    /// Listen with TLS: private key, PEM
+    #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_KEY", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+
+    /// Speak TLS to the backend
+    #[arg(long, env = "PROBE_AGENT_UPSTREAM_TLS")]
+    upstream_tls: bool,
+
+    /// Trust these authorities instead of the system's, PEM
+    #[arg(long, value_name = "FILE", env = "PROBE_AGENT_UPSTREAM_CA", requires = "upstream_tls")]
+    upstream_ca: Option<PathBuf>,
+
+    /// Name to verify in the backend's certificate; default: the host of --upstream
+    #[arg(long, value_name = "NAME", env = "PROBE_AGENT_UPSTREAM_SERVER_NAME", requires = "upstream_tls")]
+    upstream_server_name: Option<String>,
+
+    /// A request head must be complete this long after its first byte, 1 to 600000
+    #[arg(long, value_name = "MS", default_value_t = 10_000, env = "PROBE_AGENT_HEADER_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    header_timeout_ms: u64,
+
+    /// Connections with nothing in flight are closed after about this long, 1000 to 86400000
+    #[arg(long, value_name = "MS", default_value_t = 3_600_000, env = "PROBE_AGENT_IDLE_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
+    idle_timeout_ms: u64,
+
+    /// Longest request head, 1024 to 1048576; longer is answered with 431
+    #[arg(long, value_name = "BYTES", default_value_t = 65_536, env = "PROBE_AGENT_MAX_HEADER_BYTES",
+          value_parser = clap::value_parser!(u64).range(1_024..=1_048_576))]
+    max_header_bytes: u64,
+
+    /// Most headers in an HTTP/1 request, 8 to 4096; more are answered with 431
+    #[arg(long, value_name = "N", default_value_t = 100, env = "PROBE_AGENT_MAX_HEADERS",
+          value_parser = clap::value_parser!(u64).range(8..=4096))]
+    max_headers: u64,
+
+    /// Streams at once on one HTTP/2 connection, 1 to 1000000
+    #[arg(long, value_name = "N", default_value_t = 1024, env = "PROBE_AGENT_MAX_STREAMS",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_streams: u32,
+
+    /// The backend must accept a connection within this, 1 to 600000; else 504
+    #[arg(long, value_name = "MS", default_value_t = 1_000, env = "PROBE_AGENT_CONNECT_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    connect_timeout_ms: u64,
+
+    /// The backend must send its response head within this, 0 (no limit) to 86400000; else 504
+    #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_RESPONSE_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
+    response_timeout_ms: u64,
+
+    /// Idle connections to the backend are not used after this long, 1 to 86400000; keep it below the backend's own
+    /// keep-alive time
+    #[arg(long, value_name = "MS", default_value_t = 4_000, env = "PROBE_AGENT_UPSTREAM_IDLE_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
+    upstream_idle_timeout_ms: u64,
+
+    /// On SIGTERM: fail /healthz but take new connections for this long, 0 to 600000
+    #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_DRAIN_DELAY_MS",
+          value_parser = clap::value_parser!(u64).range(0..=600_000))]
+    drain_delay_ms: u64,
+
+    /// On SIGTERM: requests in flight may take this long to finish, 0 to 3600000
+    #[arg(long, value_name = "MS", default_value_t = 30_000, env = "PROBE_AGENT_DRAIN_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
+    drain_timeout_ms: u64,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ReportArg {
+    Always,
+    ProbeOnly,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum UpstreamHttp2Arg {
+    Auto,
+    Never,
+    Always,
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("probe-agent: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<()> {
+    runtime(cli.threads)?.block_on(async {
+        let agent = Agent::bind(config(cli))?;
+        let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
+        let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
+        announce(&agent).context("standard output")?;
+        let shutdown = async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            tokio::spawn(async move {
+                tokio::select! {
+                    _ = terminate.recv() => {}
+                    _ = interrupt.recv() => {}
+                }
+                eprintln!("probe-agent: second signal, not waiting for requests in flight");
+                std::process::exit(1);
+            });
+        };
+        let load = agent.load();
+        if !agent.run(shutdown).await {
+            eprintln!("probe-agent: drain timed out with {} requests in flight", load.rif());
+        }
+        Ok(())
+    })
+}
+
+fn runtime(threads: Option<u16>) -> anyhow::Result<Runtime> {
+    let threads = match threads {
+        Some(threads) => usize::from(threads),
+        None => std::thread::available_parallelism().map_or(1, usize::from),
+    };
+    let mut builder = if threads == 1 {
+        tokio::runtime::Builder::new_current_thread()
+    } else {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(threads);
+        builder
+    };
+    builder.enable_all().build().context("cannot start threads")
+}
+
+/// Tells a harness that asked for port 0 what it got.
+fn announce(agent: &Agent) -> std::io::Result<()> {
+    let addrs = agent.addrs();
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "listening service={}", addrs.service)?;
+    if let Some(probe) = addrs.probe {
+        writeln!(out, "listening probe={probe}")?;
+    }
+    if let Some(admin) = addrs.admin {
+        writeln!(out, "listening admin={admin}")?;
+    }
+    writeln!(out, "ready")?;
+    out.flush()
+}
+
+fn config(cli: Cli) -> AgentConfig {
+    let ms = Duration::from_millis;
+    let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+    AgentConfig {
+        advertise: cli.advertise,
+        probe_listen: cli.probe_listen,
+        admin: cli.admin,
+        report: match cli.report {
+            ReportArg::Always => Report::Always,
+            ReportArg::ProbeOnly => Report::ProbeOnly,
+        },
+        upstream_http2: match cli.upstream_http2 {
+            UpstreamHttp2Arg::Auto => UpstreamHttp2::Auto,
+            UpstreamHttp2Arg::Never => UpstreamHttp2::Never,
+            UpstreamHttp2Arg::Always => UpstreamHttp2::Always,
+        },
+        tls: cli.tls_cert.zip(cli.tls_key),
+        upstream_tls: cli
+            .upstream_tls
+            .then_some(UpstreamTls { ca: cli.upstream_ca, server_name: cli.upstream_server_name }),
+        limits: Limits {
+            header_timeout: ms(cli.header_timeout_ms),
+            idle_timeout: ms(cli.idle_timeout_ms),
+            max_header_bytes: size(cli.max_header_bytes),
+            max_headers: size(cli.max_headers),
+            max_streams: cli.max_streams,
+            connect_timeout: ms(cli.connect_timeout_ms),
+            response_timeout: Some(cli.response_timeout_ms).filter(|limit| *limit > 0).map(ms),
+            upstream_idle_timeout: ms(cli.upstream_idle_timeout_ms),
+            drain_delay: ms(cli.drain_delay_ms),
+            drain_timeout: ms(cli.drain_timeout_ms),
+            ..Limits::default()
+        },
+        ..AgentConfig::new(cli.listen, cli.upstream)
+    }
+}
+
+fn socket_addr(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "must be `ip:port` with a port of 0 to 65535 (IPv6 as `[ip]:port`)".to_owned())
+}
+
+fn admin_addr(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(port) = text.parse::<u16>() {
+        return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
+    }
+    text.parse().map_err(|_| "must be a port (0 to 65535, on loopback) or `ip:port`".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    fn parse(extra: &[&str]) -> Result<Cli, String> {
+        let args = ["probe-agent", "--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:1"];
+        Cli::try_parse_from(args.iter().chain(extra)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_admin_port_is_on_loopback_unless_told_otherwise() {
+        assert_eq!(parse(&["--admin", "9000"]).unwrap().admin, Some("127.0.0.1:9000".parse().unwrap()));
+        assert_eq!(parse(&["--admin", "0.0.0.0:9000"]).unwrap().admin, Some("0.0.0.0:9000".parse().unwrap()));
+    }
+
+    #[test]
+    fn a_bad_value_names_its_flag_and_what_is_right() {
+        for (flag, value, says) in [
+            ("--threads", "0", "1..=1024"),
+            ("--threads", "many", "invalid digit"),
+            ("--header-timeout-ms", "0", "1..=600000"),
+            ("--max-header-bytes", "9", "1024..=1048576"),
+            ("--report", "never", "always, probe-only"),
+            ("--upstream-http2", "maybe", "auto, never, always"),
+            ("--advertise", "me:80", "1 to 65535"),
+            ("--admin", "x", "on loopback"),
+            ("--probe-listen", "1.2.3.4", "0 to 65535"),
+            ("--tls-cert", "a.pem", "--tls-key"),
+            ("--upstream-ca", "a.pem", "--upstream-tls"),
+        ] {
+            let error = parse(&[flag, value]).unwrap_err();
+            assert!(error.contains(flag) || flag == "--tls-cert" || flag == "--upstream-ca", "{error}");
+            assert!(error.contains(says), "{flag} {value}: {error}");
+        }
+        let error = Cli::try_parse_from(["probe-agent", "--listen", "127.0.0.1:0", "--upstream", "nowhere"]);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("--upstream") && error.contains("`name:port`"), "{error}");
+    }
+}

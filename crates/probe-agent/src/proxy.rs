@@ -1,0 +1,298 @@
+//! One request: ours or the backend's, refused or forwarded, and the report on its response.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderValue};
+use http::uri::{self, Authority, PathAndQuery, Scheme, Uri};
+use http::{Method, Request, Response, StatusCode, Version};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::upgrade::OnUpgrade;
+use hyper_util::rt::TokioIo;
+use prequal_core::endpoint::Endpoint;
+use prequal_core::tracker::Outcome;
+use tokio::sync::watch;
+
+use crate::body::TrackedBody;
+use crate::config::{Report, UpstreamHttp2};
+use crate::conn::{Busy, Watch};
+use crate::headers;
+use crate::load::{InFlight, Load};
+use crate::probe::{self, Route};
+use crate::upstream::{Pool, UpstreamBody, UpstreamError};
+
+/// What all connections share.
+pub(crate) struct Shared {
+    pub(crate) load: Load,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) report: Report,
+    pub(crate) upstream_http2: UpstreamHttp2,
+    pub(crate) response_timeout: Option<Duration>,
+}
+
+/// One connection of a client.
+pub(crate) struct Connection {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) watch: Arc<Watch>,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) probe_endpoint: Option<Endpoint>,
+    /// Held so that a drain waits for this connection, and for what it was upgraded to.
+    pub(crate) open: watch::Receiver<bool>,
+}
+
+/// Answers one request on the service port.
+pub(crate) async fn serve(
+    conn: Arc<Connection>,
+    req: Request<Incoming>,
+) -> Result<Response<AgentBody>, Infallible> {
+    let load = &conn.shared.load;
+    let chunked = req.version() != Version::HTTP_2 && req.headers().contains_key(header::TRANSFER_ENCODING);
+    let (busy, framing) = conn.watch.begin(chunked);
+    if let Err(reason) = framing.and_then(|()| headers::check_request(&req)) {
+        load.counters().count_rejected();
+        let mut response = probe::plain(StatusCode::BAD_REQUEST, reason);
+        // Where the next request begins is anyone's guess.
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        return Ok(own(response, busy));
+    }
+    match probe::route(req.method(), req.uri().path()) {
+        Route::Forward => {}
+        Route::Probe => {
+            load.counters().count_probe(false);
+            let report = load.report(conn.endpoint, conn.probe_endpoint, 0);
+            return Ok(own(probe::reply(&report, req.headers()), busy));
+        }
+        Route::MethodNotAllowed => return Ok(own(method_not_allowed(), busy)),
+        Route::NotFound => return Ok(own(probe::plain(StatusCode::NOT_FOUND, "not found\n"), busy)),
+    }
+    if req.method() == Method::CONNECT {
+        return Ok(own(probe::plain(StatusCode::METHOD_NOT_ALLOWED, "no tunnels\n"), busy));
+    }
+    let guard = load.start();
+    Ok(forward(conn, req, guard, busy).await)
+}
+
+pub(crate) fn method_not_allowed() -> Response<Bytes> {
+    let mut response = probe::plain(StatusCode::METHOD_NOT_ALLOWED, "probes are GET\n");
+    response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+    response
+}
+
+async fn forward(
+    conn: Arc<Connection>,
+    mut req: Request<Incoming>,
+    guard: InFlight,
+    busy: Busy,
+) -> Response<AgentBody> {
+    let shared = &conn.shared;
+    let http2 = match shared.upstream_http2 {
+        UpstreamHttp2::Auto => req.version() == Version::HTTP_2 && shared.pool.speaks_http2().await,
+        UpstreamHttp2::Never => false,
+        UpstreamHttp2::Always => true,
+    };
+    let upgrade = if http2 { None } else { headers::upgrade_of(&req) };
+    let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut req));
+    headers::strip(req.headers_mut(), true);
+    if http2 {
+        to_http2(&mut req, &shared.pool);
+    } else {
+        to_http1(&mut req);
+        if let Some(protocol) = upgrade {
+            req.headers_mut().insert(header::UPGRADE, protocol);
+            req.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+        }
+    }
+
+    let sent = match shared.response_timeout {
+        None => send(&shared.pool, req, http2).await,
+        Some(limit) => tokio::time::timeout(limit, send(&shared.pool, req, http2))
+            .await
+            .unwrap_or(Err(UpstreamError::ResponseTimeout)),
+    };
+    match sent {
+        Err(error) => failed(&conn, &error, guard, busy),
+        Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => match client {
+            Some(client) => switch(conn, response, client, guard, busy),
+            None => failed(&conn, &UpstreamError::Upgrade, guard, busy),
+        },
+        Ok(response) => {
+            let (mut head, body) = response.into_parts();
+            headers::strip(&mut head.headers, false);
+            head.version = Version::HTTP_11;
+            let body = TrackedBody::new(body, guard, head.status, &head.headers);
+            add_report(&conn, &mut head.headers, u32::from(body.leaves_soon()));
+            Response::from_parts(head, AgentBody::Proxied { body, _busy: busy })
+        }
+    }
+}
+
+async fn send(
+    pool: &Arc<Pool>,
+    req: Request<Incoming>,
+    http2: bool,
+) -> Result<Response<UpstreamBody>, UpstreamError> {
+    if http2 { pool.send_http2(req).await } else { pool.send_http1(req).await }
+}
+
+fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy) -> Response<AgentBody> {
+    match error.label() {
+        Some(label) => {
+            conn.shared.load.counters().count_upstream_error(label);
+            guard.finish(Outcome::Failure);
+        }
+        None => guard.finish(Outcome::Aborted),
+    }
+    let mut response = own(probe::plain(error.status(), error.reason()), busy);
+    add_report(conn, response.headers_mut(), 0);
+    response
+}
+
+/// Joins the two connections; they count as one request until both directions are closed.
+fn switch(
+    conn: Arc<Connection>,
+    mut response: Response<UpstreamBody>,
+    client: OnUpgrade,
+    mut guard: InFlight,
+    busy: Busy,
+) -> Response<AgentBody> {
+    let backend = hyper::upgrade::on(&mut response);
+    guard.mark_streaming();
+    conn.watch.upgraded();
+    let (mut head, _) = response.into_parts();
+    let protocol = head.headers.remove(header::UPGRADE);
+    headers::strip(&mut head.headers, false);
+    if let Some(protocol) = protocol {
+        head.headers.insert(header::UPGRADE, protocol);
+    }
+    head.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    add_report(&conn, &mut head.headers, 0);
+    let open = conn.open.clone();
+    tokio::spawn(async move {
+        let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
+        // Errors are how tunnels usually end; there is nobody to tell.
+        let _ = tokio::io::copy_bidirectional(&mut TokioIo::new(client), &mut TokioIo::new(backend)).await;
+        drop((guard, open));
+    });
+    let body = Full::new(Bytes::new());
+    Response::from_parts(head, AgentBody::Own { body, _busy: busy })
+}
+
+fn add_report(conn: &Connection, headers: &mut HeaderMap, leaving: u32) {
+    if conn.shared.report == Report::Always {
+        let report = conn.shared.load.report(conn.endpoint, conn.probe_endpoint, leaving);
+        if let Some(value) = probe::header_value(&report) {
+            headers.insert(headers::LOAD, value);
+        }
+    }
+}
+
+fn to_http1(req: &mut Request<Incoming>) {
+    let from_http2 = req.version() == Version::HTTP_2;
+    *req.version_mut() = Version::HTTP_11;
+    if let Some(authority) = req.uri().authority() {
+        // An absolute target overrides Host (RFC 9112 §3.2.2); HTTP/2 has no Host but this.
+        if (!from_http2 || !req.headers().contains_key(header::HOST))
+            && let Ok(host) = HeaderValue::from_str(host_of(authority))
+        {
+            req.headers_mut().insert(header::HOST, host);
+        }
+        let path = req.uri().path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
+        *req.uri_mut() = Uri::from(path);
+    }
+    if from_http2 && req.headers().get_all(header::COOKIE).iter().nth(1).is_some() {
+        join_cookies(req.headers_mut());
+    }
+}
+
+/// The authority without user information.
+fn host_of(authority: &Authority) -> &str {
+    authority.as_str().rsplit('@').next().unwrap_or_default()
+}
+
+/// HTTP/2 may split cookies over several fields, HTTP/1.1 may not (RFC 9113 §8.2.3).
+fn join_cookies(headers: &mut HeaderMap) {
+    let all: Vec<&[u8]> = headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect();
+    if let Ok(joined) = HeaderValue::from_bytes(&all.join(&b"; "[..])) {
+        headers.insert(header::COOKIE, joined);
+    }
+}
+
+fn to_http2(req: &mut Request<Incoming>, pool: &Pool) {
+    let from_http2 = req.version() == Version::HTTP_2;
+    *req.version_mut() = Version::HTTP_2;
+    if from_http2 && req.uri().authority().is_some() && req.uri().scheme().is_some() {
+        return;
+    }
+    let authority = req
+        .uri()
+        .authority()
+        .cloned()
+        .or_else(|| Authority::try_from(req.headers().get(header::HOST)?.as_bytes()).ok())
+        .or_else(|| Authority::try_from(pool.authority()).ok());
+    let mut parts = uri::Parts::default();
+    parts.scheme = Some(if pool.is_tls() { Scheme::HTTPS } else { Scheme::HTTP });
+    parts.authority = authority;
+    parts.path_and_query =
+        Some(req.uri().path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")));
+    if let Ok(uri) = Uri::from_parts(parts) {
+        *req.uri_mut() = uri;
+    }
+    if !from_http2 {
+        req.headers_mut().remove(header::HOST);
+    }
+}
+
+fn own(response: Response<Bytes>, busy: Busy) -> Response<AgentBody> {
+    response.map(|body| AgentBody::Own { body: Full::new(body), _busy: busy })
+}
+
+/// A response body on the service port.
+pub(crate) enum AgentBody {
+    /// Written by the agent.
+    Own {
+        /// The text.
+        body: Full<Bytes>,
+        _busy: Busy,
+    },
+    /// Streamed from the backend.
+    Proxied {
+        /// Ends the request.
+        body: TrackedBody<UpstreamBody>,
+        _busy: Busy,
+    },
+}
+
+impl Body for AgentBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match &mut *self {
+            Self::Own { body, .. } => Pin::new(body).poll_frame(cx).map_err(|never| match never {}),
+            Self::Proxied { body, .. } => Pin::new(body).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Own { body, .. } => body.is_end_stream(),
+            Self::Proxied { body, .. } => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Own { body, .. } => body.size_hint(),
+            Self::Proxied { body, .. } => body.size_hint(),
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! Listening, accepting, draining.
+
+use std::convert::Infallible;
+use std::future::{self, Future};
+use std::io;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use prequal_core::endpoint::Endpoint;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_rustls::TlsAcceptor;
+
+use crate::admin;
+use crate::config::{AgentConfig, Limits};
+use crate::conn::{self, ServerIo, Stream, Watch};
+use crate::load::Load;
+use crate::probe::{self, Route};
+use crate::proxy::{self, Connection, Shared};
+use crate::tls::{self, TlsError};
+use crate::upstream::Pool;
+
+/// Why an agent could not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AgentError {
+    /// The address is taken, not ours, or not permitted.
+    #[error("cannot listen on {addr} ({port})")]
+    Listen {
+        /// Which of the three ports.
+        port: &'static str,
+        /// The address asked for.
+        addr: SocketAddr,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// Certificates or keys are not usable.
+    #[error("TLS")]
+    Tls(#[from] TlsError),
+}
+
+/// An agent that listens and does not accept yet.
+pub struct Agent {
+    service: TcpListener,
+    probe: Option<TcpListener>,
+    admin: Option<TcpListener>,
+    tls: Option<TlsAcceptor>,
+    shared: Arc<Shared>,
+    limits: Arc<Limits>,
+    advertise: Option<Endpoint>,
+    addrs: Addrs,
+}
+
+/// The addresses an agent listens on.
+#[derive(Clone, Copy, Debug)]
+pub struct Addrs {
+    /// The service port.
+    pub service: SocketAddr,
+    /// The probe port, if any.
+    pub probe: Option<SocketAddr>,
+    /// The admin port, if any.
+    pub admin: Option<SocketAddr>,
+}
+
+impl Agent {
+    /// Binds every port and reads every certificate. Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// The first port that cannot be bound, or the first file that cannot be used.
+    pub fn bind(config: AgentConfig) -> Result<Self, AgentError> {
+        let tls = match &config.tls {
+            Some((cert, key)) => Some(tls::acceptor(cert, key)?),
+            None => None,
+        };
+        let upstream_tls = match &config.upstream_tls {
+            Some(tls) => {
+                let name = tls.server_name.as_deref().unwrap_or(config.upstream.host());
+                Some(tls::connector(tls.ca.as_deref(), name)?)
+            }
+            None => None,
+        };
+        let service = listen("service", config.listen)?;
+        let probe = config.probe_listen.map(|addr| listen("probe", addr)).transpose()?;
+        let admin = config.admin.map(|addr| listen("admin", addr)).transpose()?;
+        let local = |listener: &TcpListener, port, addr| {
+            listener.local_addr().map_err(|source| AgentError::Listen { port, addr, source })
+        };
+        let addrs = Addrs {
+            service: local(&service, "service", config.listen)?,
+            probe: probe
+                .as_ref()
+                .zip(config.probe_listen)
+                .map(|(l, addr)| local(l, "probe", addr))
+                .transpose()?,
+            admin: admin.as_ref().zip(config.admin).map(|(l, addr)| local(l, "admin", addr)).transpose()?,
+        };
+        let load = Load::new(config.tracker);
+        let pool = Arc::new(Pool::new(config.upstream, upstream_tls, &config.limits, load.clone()));
+        let shared = Arc::new(Shared {
+            load,
+            pool,
+            report: config.report,
+            upstream_http2: config.upstream_http2,
+            response_timeout: config.limits.response_timeout,
+        });
+        let limits = Arc::new(config.limits);
+        Ok(Self { service, probe, admin, tls, shared, limits, advertise: config.advertise, addrs })
+    }
+
+    /// Where it listens.
+    pub fn addrs(&self) -> Addrs {
+        self.addrs
+    }
+
+    /// The load it will count on.
+    pub fn load(&self) -> Load {
+        self.shared.load.clone()
+    }
+
+    /// Serves until `shutdown`, then drains: health fails, after `drain_delay` no connection is accepted and those
+    /// open are closed as they fall idle, and after `drain_timeout` whatever is left is cut.
+    ///
+    /// Returns whether everything ended by itself.
+    pub async fn run(self, shutdown: impl Future<Output = ()>) -> bool {
+        let draining = Arc::new(AtomicBool::new(false));
+        let (drain, open) = watch::channel(false);
+        let mut tasks = Vec::new();
+        if let Some(listener) = self.admin {
+            let (load, draining) = (self.shared.load.clone(), draining.clone());
+            tasks.push(tokio::spawn(accept(listener, move |tcp| {
+                tokio::spawn(serve_admin(tcp, load.clone(), draining.clone()));
+            })));
+        }
+        let ports = Arc::new(Ports {
+            shared: self.shared,
+            limits: self.limits.clone(),
+            tls: self.tls,
+            advertise: self.advertise,
+            service_port: self.addrs.service.port(),
+            probe_port: self.addrs.probe.map(|addr| addr.port()),
+        });
+        let mut closing = Vec::new();
+        if let Some(listener) = self.probe {
+            let (ports, open) = (ports.clone(), open.clone());
+            closing.push(tokio::spawn(accept(listener, move |tcp| {
+                tokio::spawn(ports.clone().serve_probes(tcp, open.clone()));
+            })));
+        }
+        closing.push(tokio::spawn(accept(self.service, move |tcp| {
+            tokio::spawn(ports.clone().serve(tcp, open.clone()));
+        })));
+
+        shutdown.await;
+        draining.store(true, Ordering::Relaxed);
+        tokio::time::sleep(self.limits.drain_delay).await;
+        abort(closing).await;
+        let _ = drain.send(true);
+        let drained = tokio::time::timeout(self.limits.drain_timeout, drain.closed()).await.is_ok();
+        abort(tasks).await;
+        drained
+    }
+}
+
+async fn abort(tasks: Vec<JoinHandle<()>>) {
+    for task in tasks {
+        task.abort();
+        // Wait until the task, and with it the listener, is gone.
+        let _ = task.await;
+    }
+}
+
+fn listen(port: &'static str, addr: SocketAddr) -> Result<TcpListener, AgentError> {
+    let open = || {
+        let socket = if addr.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        socket.set_reuseaddr(true)?;
+        socket.bind(addr)?;
+        socket.listen(BACKLOG)
+    };
+    open().map_err(|source| AgentError::Listen { port, addr, source })
+}
+
+async fn accept(listener: TcpListener, mut serve: impl FnMut(TcpStream)) {
+    loop {
+        match listener.accept().await {
+            Ok((tcp, _)) => {
+                let _ = tcp.set_nodelay(true);
+                serve(tcp);
+            }
+            // Out of file descriptors, or a client that left at once: neither ends the agent.
+            Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
+        }
+    }
+}
+
+/// What the accept loops hand to each connection.
+struct Ports {
+    shared: Arc<Shared>,
+    limits: Arc<Limits>,
+    tls: Option<TlsAcceptor>,
+    advertise: Option<Endpoint>,
+    service_port: u16,
+    probe_port: Option<u16>,
+}
+
+impl Ports {
+    /// Errors end the connection and have been seen by the client; there is nobody else to tell.
+    async fn serve(self: Arc<Self>, tcp: TcpStream, open: watch::Receiver<bool>) {
+        let Some(endpoint) = self.endpoint(&tcp) else { return };
+        let mut drain = open.clone();
+        let limits = &self.limits;
+        let accept = async {
+            let mut stream = match &self.tls {
+                None => Stream::Plain(tcp),
+                Some(tls) => {
+                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(tcp));
+                    Stream::Tls(Box::new(tls.await.ok()?.ok()?))
+                }
+            };
+            let (http2, replay) =
+                conn::detect(&mut stream, limits.idle_timeout, limits.header_timeout).await.ok()??;
+            Some((stream, http2, replay))
+        };
+        let (stream, http2, replay) = tokio::select! {
+            accepted = accept => match accepted {
+                Some(accepted) => accepted,
+                None => return,
+            },
+            _ = drain.wait_for(|drain| *drain) => return,
+        };
+        let watch = Arc::new(Watch::new(http2));
+        let conn = Arc::new(Connection {
+            shared: self.shared.clone(),
+            watch: watch.clone(),
+            endpoint,
+            probe_endpoint: self.probe_port.map(|port| endpoint.with_port(port)),
+            open,
+        });
+        let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
+        let service = service_fn(move |req| proxy::serve(conn.clone(), req));
+        if http2 {
+            let served = http2_builder(limits).serve_connection(io, service);
+            drive(pin!(served), http2::Connection::graceful_shutdown, &watch, drain, limits.idle_timeout)
+                .await;
+        } else {
+            let served = http1_builder(limits).serve_connection(io, service).with_upgrades();
+            let graceful = http1::UpgradeableConnection::graceful_shutdown;
+            drive(pin!(served), graceful, &watch, drain, limits.idle_timeout).await;
+        }
+    }
+
+    async fn serve_probes(self: Arc<Self>, tcp: TcpStream, mut drain: watch::Receiver<bool>) {
+        let Some(endpoint) = self.endpoint(&tcp) else { return };
+        let probe_endpoint = self.probe_port.map(|port| endpoint.with_port(port));
+        let limits = &self.limits;
+        let mut stream = Stream::Plain(tcp);
+        let detected = tokio::select! {
+            detected = conn::detect(&mut stream, limits.idle_timeout, limits.header_timeout) => detected,
+            _ = drain.wait_for(|drain| *drain) => return,
+        };
+        let Ok(Some((http2, replay))) = detected else { return };
+        let watch = Arc::new(Watch::new(http2));
+        let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
+        let (load, requests) = (self.shared.load.clone(), watch.clone());
+        let service = service_fn(move |req: Request<Incoming>| {
+            let _busy = requests.begin(false);
+            let response = match probe::route(req.method(), req.uri().path()) {
+                Route::Probe => {
+                    load.counters().count_probe(true);
+                    probe::reply(&load.report(endpoint, probe_endpoint, 0), req.headers())
+                }
+                Route::MethodNotAllowed => proxy::method_not_allowed(),
+                Route::Forward | Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),
+            };
+            future::ready(Ok::<_, Infallible>(response.map(Full::new)))
+        });
+        if http2 {
+            let served = http2_builder(limits).serve_connection(io, service);
+            drive(pin!(served), http2::Connection::graceful_shutdown, &watch, drain, limits.idle_timeout)
+                .await;
+        } else {
+            let served = http1_builder(limits).serve_connection(io, service);
+            drive(pin!(served), http1::Connection::graceful_shutdown, &watch, drain, limits.idle_timeout)
+                .await;
+        }
+    }
+
+    /// The endpoint that this connection's client knows us by.
+    fn endpoint(&self, tcp: &TcpStream) -> Option<Endpoint> {
+        if self.advertise.is_some() {
+            return self.advertise;
+        }
+        let local = tcp.local_addr().ok()?;
+        // An IPv4 client of a dual-stack listener must find the IPv4 spelling.
+        Some(SocketAddr::new(local.ip().to_canonical(), self.service_port).into())
+    }
+}
+
+/// Runs a connection to its end, and asks it to end when the agent drains or nothing has happened for long.
+async fn drive<C>(
+    mut served: Pin<&mut C>,
+    graceful: impl Fn(Pin<&mut C>),
+    watch: &Watch,
+    mut drain: watch::Receiver<bool>,
+    idle: Duration,
+) where
+    C: Future,
+{
+    // Two looks without a request between them, and none in flight: idle for between half and all of the limit.
+    let mut look = tokio::time::interval(idle / 2);
+    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    look.reset();
+    let mut last = watch.activity();
+    let mut draining = pin!(drain.wait_for(|drain| *drain));
+    loop {
+        tokio::select! {
+            biased;
+            _ = served.as_mut() => return,
+            _ = &mut draining => break,
+            _ = look.tick() => {
+                let now = watch.activity();
+                if now == last && !now.1 {
+                    break;
+                }
+                last = now;
+            }
+        }
+    }
+    graceful(served.as_mut());
+    let _ = served.await;
+}
+
+fn http1_builder(limits: &Limits) -> http1::Builder {
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(None)
+        .max_header_size(limits.max_header_bytes)
+        .max_buf_size(limits.max_header_bytes.max(MIN_BUFFER));
+    if limits.max_headers != HYPER_MAX_HEADERS {
+        builder.max_headers(limits.max_headers);
+    }
+    builder
+}
+
+fn http2_builder(limits: &Limits) -> http2::Builder<TokioExecutor> {
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(limits.max_streams)
+        .max_header_list_size(u32::try_from(limits.max_header_bytes).unwrap_or(u32::MAX))
+        .initial_stream_window_size(WINDOW)
+        .initial_connection_window_size(WINDOW * 4)
+        .max_send_buf_size(SEND_BUFFER);
+    builder
+}
+
+async fn serve_admin(tcp: TcpStream, load: Load, draining: Arc<AtomicBool>) {
+    let service = service_fn(move |req: Request<Incoming>| {
+        let response: Response<Bytes> =
+            admin::answer(req.method(), req.uri().path(), &load, draining.load(Ordering::Relaxed));
+        future::ready(Ok::<_, Infallible>(response.map(Full::new)))
+    });
+    let _ = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(ADMIN_IDLE)
+        .max_buf_size(MIN_BUFFER)
+        .serve_connection(TokioIo::new(tcp), service)
+        .await;
+}
+
+const BACKLOG: u32 = 4096;
+const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
+/// A scraper's connection is closed when it has been idle for this long.
+const ADMIN_IDLE: Duration = Duration::from_secs(120);
+/// hyper refuses a smaller read buffer.
+const MIN_BUFFER: usize = 8192;
+/// hyper's own limit, which costs nothing to keep.
+const HYPER_MAX_HEADERS: usize = 100;
+/// HTTP/2 flow-control window of a stream: what is buffered at most for a backend that reads slowly.
+const WINDOW: u32 = 256 * 1024;
+/// What is buffered at most per HTTP/2 stream towards a client that reads slowly.
+const SEND_BUFFER: usize = 256 * 1024;

@@ -1,0 +1,202 @@
+//! Real sockets for the agent's tests: scripted backends, raw clients, and waiting without sleeping blindly.
+
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Empty, Full};
+use hyper::body::Incoming;
+use hyper::client::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use prequal_core::tracker::Outcome;
+use probe_agent::Agent;
+use probe_agent::config::AgentConfig;
+use probe_agent::load::Load;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+pub type Reply = Response<BoxBody<Bytes, std::io::Error>>;
+
+/// A running agent. Dropping it stops it hard.
+pub struct Running {
+    pub addr: SocketAddr,
+    pub probe: Option<SocketAddr>,
+    pub admin: Option<SocketAddr>,
+    pub load: Load,
+    stop: Option<oneshot::Sender<()>>,
+    task: JoinHandle<bool>,
+}
+
+impl Running {
+    pub async fn stop(mut self) -> bool {
+        let _ = self.stop.take().unwrap().send(());
+        (&mut self.task).await.unwrap()
+    }
+
+    pub fn begin_stop(&mut self) {
+        let _ = self.stop.take().unwrap().send(());
+    }
+
+    /// [success, failure, aborted, streaming]
+    pub fn ended(&self) -> [u64; 4] {
+        [Outcome::Success, Outcome::Failure, Outcome::Aborted, Outcome::Streaming]
+            .map(|outcome| self.load.counters().ended(outcome))
+    }
+
+    pub async fn at_rest(&self, ended: [u64; 4]) {
+        eventually(&format!("rif 0 and {ended:?} ended"), || self.load.rif() == 0 && self.ended() == ended)
+            .await;
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// An agent in front of `backend`, with whatever `change` changes.
+pub fn agent(backend: SocketAddr, change: impl FnOnce(&mut AgentConfig)) -> Running {
+    let mut config = AgentConfig::new(any_port(), backend.into());
+    change(&mut config);
+    let agent = Agent::bind(config).unwrap();
+    let (addrs, load) = (agent.addrs(), agent.load());
+    let (stop, stopped) = oneshot::channel::<()>();
+    let task = tokio::spawn(agent.run(async move {
+        // A test that drops the handle aborts the task; only a message means shutdown.
+        if stopped.await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }));
+    Running { addr: addrs.service, probe: addrs.probe, admin: addrs.admin, load, stop: Some(stop), task }
+}
+
+pub fn any_port() -> SocketAddr {
+    "127.0.0.1:0".parse().unwrap()
+}
+
+/// A backend that speaks both versions.
+pub async fn backend<F, R>(answer: F) -> SocketAddr
+where
+    F: Fn(Request<Incoming>) -> R + Clone + Send + Sync + 'static,
+    R: Future<Output = Reply> + Send + 'static,
+{
+    let listener = TcpListener::bind(any_port()).await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((tcp, _)) = listener.accept().await {
+            let answer = answer.clone();
+            let service = service_fn(move |req| {
+                let answer = answer(req);
+                async move { Ok::<_, Infallible>(answer.await) }
+            });
+            tokio::spawn(async move {
+                let _ = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new())
+                    .serve_connection_with_upgrades(TokioIo::new(tcp), service)
+                    .await;
+            });
+        }
+    });
+    addr
+}
+
+/// A backend below HTTP: `talk` gets every connection.
+pub async fn raw_backend<F, R>(talk: F) -> SocketAddr
+where
+    F: Fn(TcpStream) -> R + Send + 'static,
+    R: Future<Output = ()> + Send + 'static,
+{
+    let listener = TcpListener::bind(any_port()).await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((tcp, _)) = listener.accept().await {
+            tokio::spawn(talk(tcp));
+        }
+    });
+    addr
+}
+
+/// Nobody listens there.
+pub async fn dead_backend() -> SocketAddr {
+    TcpListener::bind(any_port()).await.unwrap().local_addr().unwrap()
+}
+
+pub fn text(body: &'static str) -> Reply {
+    Response::new(Full::new(Bytes::from_static(body.as_bytes())).map_err(|never| match never {}).boxed())
+}
+
+pub async fn read_head(tcp: &mut TcpStream) -> String {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        match tcp.read_u8().await {
+            Ok(byte) => head.push(byte),
+            Err(_) => break,
+        }
+    }
+    String::from_utf8(head).unwrap()
+}
+
+/// Sends bytes, and reads until the agent closes.
+pub async fn raw(addr: SocketAddr, bytes: &str) -> String {
+    let mut tcp = TcpStream::connect(addr).await.unwrap();
+    tcp.write_all(bytes.as_bytes()).await.unwrap();
+    let mut reply = Vec::new();
+    let _ = within(tcp.read_to_end(&mut reply)).await;
+    String::from_utf8_lossy(&reply).into_owned()
+}
+
+pub async fn client1<B>(addr: SocketAddr) -> http1::SendRequest<B>
+where
+    B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let tcp = TcpStream::connect(addr).await.unwrap();
+    let (sender, conn) = http1::handshake(TokioIo::new(tcp)).await.unwrap();
+    tokio::spawn(conn.with_upgrades());
+    sender
+}
+
+pub async fn client2<B>(addr: SocketAddr) -> http2::SendRequest<B>
+where
+    B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let tcp = TcpStream::connect(addr).await.unwrap();
+    let (sender, conn) = http2::handshake(TokioExecutor::new(), TokioIo::new(tcp)).await.unwrap();
+    tokio::spawn(conn);
+    sender
+}
+
+pub fn get(path: &str) -> Request<Empty<Bytes>> {
+    Request::get(path).header("host", "app.example").body(Empty::new()).unwrap()
+}
+
+/// One GET on a connection of its own.
+pub async fn fetch(addr: SocketAddr, path: &str) -> (http::response::Parts, Bytes) {
+    let response = client1(addr).await.send_request(get(path)).await.unwrap();
+    let (head, body) = response.into_parts();
+    (head, body.collect().await.unwrap().to_bytes())
+}
+
+pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "never: {what}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+pub async fn within<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.expect("took too long")
+}
+
+const PATIENCE: Duration = Duration::from_secs(10);

@@ -1,0 +1,308 @@
+//! The shipped static configuration, changed only as far as a test must: ports, endpoints, the path of the
+//! module, and whatever the test is about.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use serde_json::{Value, json};
+
+/// Name of the wasm filter in the shipped configuration.
+pub const FILTER_NAME: &str = "prequal";
+/// Name of the filter that sends a request where the steering header says.
+pub const SHIM_NAME: &str = "prequal-shim";
+
+/// Name of the serving cluster in the shipped configuration.
+const SERVING: &str = "replicas";
+/// Name of the probe cluster in the shipped configuration.
+const PROBING: &str = "replicas-agent";
+/// Name of the front filter that removes our headers.
+const STRIP_NAME: &str = "prequal-strip";
+
+/// The root of the workspace.
+pub fn workspace_root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ has a parent").to_owned()
+}
+
+/// Where the built agent and module are: `$PREQUAL_DIST`, else `target/dist`.
+pub fn dist_dir() -> PathBuf {
+    std::env::var_os("PREQUAL_DIST").map_or_else(|| target_dir().join("dist"), PathBuf::from)
+}
+
+/// The built filter.
+pub fn wasm_module() -> PathBuf {
+    dist_dir().join("prequal_filter.wasm")
+}
+
+/// Envoy's program: `$ENVOY`, else where `cargo xtask envoy` puts the pinned version.
+pub fn envoy_binary() -> PathBuf {
+    std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
+}
+
+fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace_root().join("target"), PathBuf::from)
+}
+
+/// A load balancing policy of Envoy's own, for the serving cluster.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Policy {
+    /// Each host in turn.
+    RoundRobin,
+    /// The less busy of two hosts drawn at random.
+    LeastRequest,
+    /// The least busy of all hosts.
+    LeastRequestFullScan,
+    /// Any host.
+    Random,
+}
+
+/// A configuration for [`crate::Envoy`], begun from `envoy-configs/static/envoy.yaml`.
+#[derive(Clone, Debug)]
+pub struct EnvoyConfig {
+    root: Value,
+    pub(crate) concurrency: u32,
+    pub(crate) dynamic_listener: bool,
+    pub(crate) eds: Vec<String>,
+    pub(crate) log_level: String,
+}
+
+impl EnvoyConfig {
+    /// The shipped configuration with ports chosen by the system, the built module, and one worker.
+    pub fn shipped() -> Result<Self> {
+        let path = workspace_root().join("envoy-configs/static/envoy.yaml");
+        let text =
+            std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let mut root: Value = yaml_serde::from_str(&text).context("the shipped configuration is not YAML")?;
+        root["admin"]["address"]["socket_address"]["port_value"] = json!(0);
+        let config = Self {
+            root,
+            concurrency: 1,
+            dynamic_listener: false,
+            eds: Vec::new(),
+            log_level: "warning".into(),
+        };
+        Ok(config
+            .edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(0))
+            .module(&wasm_module()))
+    }
+
+    /// `shipped` with the given replicas, which are both served and probed.
+    pub fn for_replicas(addrs: &[SocketAddr]) -> Result<Self> {
+        Ok(Self::shipped()?.endpoints(SERVING, addrs).endpoints(PROBING, addrs))
+    }
+
+    /// Sets the endpoints of `cluster`, all at equal weight in one locality.
+    #[must_use]
+    pub fn endpoints(self, cluster: &str, addrs: &[SocketAddr]) -> Self {
+        self.localities(cluster, json!([{ "lb_endpoints": addrs.iter().map(endpoint).collect::<Vec<_>>() }]))
+    }
+
+    /// Sets the endpoints of `cluster` as given: the list `endpoints` of a `ClusterLoadAssignment`.
+    #[must_use]
+    pub fn localities(self, cluster: &str, endpoints: Value) -> Self {
+        let cluster = cluster.to_owned();
+        self.edit(|config| config.cluster_mut(&cluster)["load_assignment"]["endpoints"] = endpoints)
+    }
+
+    /// Workers of Envoy (`--concurrency`).
+    #[must_use]
+    pub fn concurrency(mut self, workers: u32) -> Self {
+        self.concurrency = workers;
+        self
+    }
+
+    /// Level of Envoy's log (`--log-level`, and `--component-log-level` if there is a colon).
+    #[must_use]
+    pub fn log_level(mut self, level: &str) -> Self {
+        self.log_level = level.into();
+        self
+    }
+
+    /// Envoy's own policy for the serving cluster.
+    #[must_use]
+    pub fn policy(self, policy: Policy) -> Self {
+        let (name, mut settings) = match policy {
+            Policy::RoundRobin => ("round_robin.v3.RoundRobin", json!({})),
+            Policy::LeastRequest => ("least_request.v3.LeastRequest", json!({})),
+            Policy::LeastRequestFullScan => {
+                ("least_request.v3.LeastRequest", json!({"selection_method": "FULL_SCAN"}))
+            }
+            Policy::Random => ("random.v3.Random", json!({})),
+        };
+        let package = format!("envoy.extensions.load_balancing_policies.{name}");
+        settings["@type"] = json!(format!("type.googleapis.com/{package}"));
+        self.edit(|config| {
+            let cluster = config.cluster_mut(SERVING);
+            remove(cluster, "lb_policy");
+            cluster["load_balancing_policy"] = json!({"policies": [
+                {"typed_extension_config": {"name": package, "typed_config": settings}}
+            ]});
+        })
+    }
+
+    /// Takes everything of Prequal out: filter, shim, both strips, the probe cluster. What is left is the
+    /// same Envoy with its own policy, the baseline of every comparison.
+    #[must_use]
+    pub fn without_prequal(self) -> Self {
+        self.edit(|config| {
+            for name in [STRIP_NAME, FILTER_NAME, SHIM_NAME] {
+                config.remove_filter(name);
+            }
+            remove(&mut config.router_mut()["typed_config"], "upstream_http_filters");
+            let clusters = config.root["static_resources"]["clusters"].as_array_mut();
+            clusters.expect("clusters").retain(|cluster| cluster["name"] != PROBING);
+        })
+    }
+
+    /// The module the filter runs.
+    #[must_use]
+    pub fn module(self, path: &Path) -> Self {
+        let path = path.to_string_lossy().into_owned();
+        self.edit(|config| {
+            if let Some(filter) = config.filter_mut(FILTER_NAME) {
+                filter["typed_config"]["config"]["vm_config"]["code"]["local"]["filename"] = json!(path);
+            }
+        })
+    }
+
+    /// Changes the filter's own settings (the JSON in its configuration).
+    ///
+    /// The shipped ones hold one entry in `clusters`; to set something for it:
+    /// `settings["clusters"][0]["idle_probe_interval_ms"] = json!(0)`.
+    #[must_use]
+    pub fn filter_settings(self, change: impl FnOnce(&mut Value)) -> Self {
+        self.edit(|config| {
+            let text = config.filter_text_mut();
+            let mut settings =
+                serde_json::from_str(text.as_str().expect("a text")).expect("the shipped settings are JSON");
+            change(&mut settings);
+            *text = json!(settings.to_string());
+        })
+    }
+
+    /// Replaces the filter's settings by any text.
+    #[must_use]
+    pub fn filter_text(self, text: &str) -> Self {
+        self.edit(|config| *config.filter_text_mut() = json!(text))
+    }
+
+    /// Lets Envoy read its listener from a file, for [`crate::Envoy::update_listener`].
+    #[must_use]
+    pub fn dynamic_listener(mut self) -> Self {
+        self.dynamic_listener = true;
+        self
+    }
+
+    /// Lets Envoy read the endpoints of `clusters` from files (EDS), for
+    /// [`crate::Envoy::set_endpoints`].
+    #[must_use]
+    pub fn eds(mut self, clusters: &[&str]) -> Self {
+        self.eds = clusters.iter().map(ToString::to_string).collect();
+        self
+    }
+
+    /// Any other change.
+    #[must_use]
+    pub fn edit(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
+    /// The whole configuration.
+    pub fn root_mut(&mut self) -> &mut Value {
+        &mut self.root
+    }
+
+    /// The listener.
+    pub fn listener_mut(&mut self) -> &mut Value {
+        &mut self.root["static_resources"]["listeners"][0]
+    }
+
+    /// The HTTP connection manager.
+    pub fn http_mut(&mut self) -> &mut Value {
+        &mut self.listener_mut()["filter_chains"][0]["filters"][0]["typed_config"]
+    }
+
+    /// The route to the replicas (its `route` object).
+    pub fn route_mut(&mut self) -> &mut Value {
+        &mut self.routes_mut().last_mut().expect("a route")["route"]
+    }
+
+    /// All routes of the only virtual host.
+    pub fn routes_mut(&mut self) -> &mut Vec<Value> {
+        self.http_mut()["route_config"]["virtual_hosts"][0]["routes"].as_array_mut().expect("routes")
+    }
+
+    /// All HTTP filters in order.
+    pub fn filters_mut(&mut self) -> &mut Vec<Value> {
+        self.http_mut()["http_filters"].as_array_mut().expect("filters")
+    }
+
+    /// The HTTP filter `name`.
+    pub fn filter_mut(&mut self, name: &str) -> Option<&mut Value> {
+        self.filters_mut().iter_mut().find(|filter| filter["name"] == name)
+    }
+
+    /// Removes the HTTP filter `name`.
+    pub fn remove_filter(&mut self, name: &str) {
+        self.filters_mut().retain(|filter| filter["name"] != name);
+    }
+
+    /// Puts `filter` before the HTTP filter `name`.
+    pub fn insert_before(&mut self, name: &str, filter: Value) {
+        let filters = self.filters_mut();
+        let at = filters.iter().position(|filter| filter["name"] == name).expect("such a filter");
+        filters.insert(at, filter);
+    }
+
+    /// The router filter.
+    pub fn router_mut(&mut self) -> &mut Value {
+        self.filters_mut().last_mut().expect("a router")
+    }
+
+    /// The cluster `name`.
+    pub fn cluster_mut(&mut self, name: &str) -> &mut Value {
+        let clusters = self.root["static_resources"]["clusters"].as_array_mut().expect("clusters");
+        clusters.iter_mut().find(|cluster| cluster["name"] == name).expect("such a cluster")
+    }
+
+    /// Adds serving cluster `name` and its probe cluster `<name>-agent`, copies of the shipped ones, and
+    /// routes everything under `prefix` there. The filter's settings stay as they are.
+    #[must_use]
+    pub fn add_cluster(self, name: &str, prefix: &str, addrs: &[SocketAddr]) -> Self {
+        let (serving, probing) = (name.to_owned(), format!("{name}-agent"));
+        self.edit(|config| {
+            for (from, to) in [(SERVING, &serving), (PROBING, &probing)] {
+                let mut copy = config.cluster_mut(from).clone();
+                copy["name"] = json!(to);
+                copy["load_assignment"]["cluster_name"] = json!(to);
+                config.root["static_resources"]["clusters"].as_array_mut().expect("clusters").push(copy);
+            }
+            let mut route = config.routes_mut().last().expect("a route").clone();
+            route["match"] = json!({ "prefix": prefix });
+            route["route"]["cluster"] = json!(serving);
+            let routes = config.routes_mut();
+            routes.insert(routes.len() - 1, route);
+        })
+        .endpoints(name, addrs)
+        .endpoints(&format!("{name}-agent"), addrs)
+    }
+
+    fn filter_text_mut(&mut self) -> &mut Value {
+        let filter = self.filter_mut(FILTER_NAME).expect("the filter was taken out");
+        &mut filter["typed_config"]["config"]["configuration"]["value"]
+    }
+}
+
+/// One element of `lb_endpoints`.
+pub(crate) fn endpoint(addr: &SocketAddr) -> Value {
+    json!({"endpoint": {"address": {"socket_address": {
+        "address": addr.ip().to_string(), "port_value": addr.port()
+    }}}})
+}
+
+fn remove(object: &mut Value, key: &str) {
+    if let Some(object) = object.as_object_mut() {
+        object.remove(key);
+    }
+}

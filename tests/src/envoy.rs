@@ -1,0 +1,322 @@
+//! A real Envoy as a child process, its statistics, and changes of its configuration while it runs.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::client::{Client, http_get};
+use crate::config::{EnvoyConfig, endpoint, envoy_binary};
+use crate::process::{Process, cpu_time};
+use crate::runtime::eventually;
+
+/// How long Envoy may take to start: it compiles the module once for the main thread and once per worker.
+const START_LIMIT: Duration = Duration::from_secs(30);
+
+/// A running Envoy; it stops on drop.
+#[derive(Debug)]
+pub struct Envoy {
+    addr: SocketAddr,
+    admin: SocketAddr,
+    admin_client: Client,
+    listener: Value,
+    version: u64,
+    process: Process,
+    dir: TempDir,
+}
+
+/// The filter's counters of one cluster: a snapshot.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Prequal {
+    /// `prequal_picks_total` by branch.
+    pub picks: BTreeMap<String, u64>,
+    /// `prequal_probes_total` by result.
+    pub probes: BTreeMap<String, u64>,
+    /// `prequal_reports_total` by result.
+    pub reports: BTreeMap<String, u64>,
+    /// `prequal_outcomes_total` by class.
+    pub outcomes: BTreeMap<String, u64>,
+    /// All other metrics of the cluster by name.
+    pub other: BTreeMap<String, u64>,
+}
+
+impl Prequal {
+    /// Picks of one branch: `cold`, `hot` or `fallback`.
+    pub fn picks(&self, branch: &str) -> u64 {
+        self.picks.get(branch).copied().unwrap_or(0)
+    }
+
+    /// Picks that named a replica.
+    pub fn steered(&self) -> u64 {
+        self.picks("cold") + self.picks("hot")
+    }
+
+    /// Probes with one result.
+    pub fn probes(&self, result: &str) -> u64 {
+        self.probes.get(result).copied().unwrap_or(0)
+    }
+
+    /// Probes whose fate is known: used, rejected for any reason, timed out, refused.
+    pub fn probes_settled(&self) -> u64 {
+        let settled = |result: &str| {
+            matches!(result, "used" | "timeout" | "refused") || result.starts_with("rejected_")
+        };
+        self.probes.iter().filter(|(result, _)| settled(result)).map(|(_, count)| count).sum()
+    }
+
+    /// Probes rejected for any reason.
+    pub fn probes_rejected(&self) -> u64 {
+        self.probes.iter().filter(|(result, _)| result.starts_with("rejected_")).map(|(_, count)| count).sum()
+    }
+
+    /// Piggybacked reports with one result.
+    pub fn reports(&self, result: &str) -> u64 {
+        self.reports.get(result).copied().unwrap_or(0)
+    }
+
+    /// Requests that ended in one class: `answer`, `upstream_failure`, `client_abort` or `local`.
+    pub fn outcomes(&self, class: &str) -> u64 {
+        self.outcomes.get(class).copied().unwrap_or(0)
+    }
+
+    /// Any other metric, for instance `prequal_members`.
+    pub fn other(&self, name: &str) -> u64 {
+        self.other.get(name).copied().unwrap_or(0)
+    }
+}
+
+impl Envoy {
+    /// Starts Envoy and waits until it is ready to serve. The error holds the end of its log.
+    pub fn start(mut config: EnvoyConfig) -> Result<Self> {
+        let dir = TempDir::new()?;
+        let file = |name: &str| dir.path().join(name);
+        let (config_path, admin_path, log_path) = (file("envoy.json"), file("admin"), file("envoy.log"));
+        let listener = config.listener_mut().clone();
+        for cluster in config.eds.clone() {
+            move_endpoints_to_file(dir.path(), config.cluster_mut(&cluster))?;
+        }
+        if config.dynamic_listener {
+            write_atomically(&dir.path().join("lds.json"), &lds(&listener, 0))?;
+            let root = config.root_mut();
+            root["static_resources"]["listeners"] = json!([]);
+            root["dynamic_resources"]["lds_config"] = file_source(&dir.path().join("lds.json"));
+        }
+        fs::write(&config_path, config.root_mut().to_string())?;
+        let mut command = Command::new(envoy_binary());
+        command.arg("-c").arg(&config_path).arg("--admin-address-path").arg(&admin_path);
+        command.args(["--concurrency", &config.concurrency.to_string()]);
+        // Several Envoys run at once; shared memory for hot restart would be in the way.
+        command.arg("--disable-hot-restart");
+        // An updated listener's connections close with their next answer, not in the middle of one.
+        command.args(["--drain-time-s", "2", "--drain-strategy", "immediate"]);
+        command.args(["--log-level", &config.log_level]);
+        let mut process = Process::spawn("envoy", &mut command, log_path, None)?;
+        let deadline = Instant::now() + START_LIMIT;
+        let mut poll = |what: &str, probe: &mut dyn FnMut() -> bool| -> Result<()> {
+            while !probe() {
+                if let Some(status) = process.exited() {
+                    bail!("Envoy ended ({status}):\n{}", process.log());
+                }
+                ensure!(Instant::now() < deadline, "Envoy does not {what}:\n{}", process.log());
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Ok(())
+        };
+        let mut admin = None;
+        poll("open its admin port", &mut || {
+            admin = fs::read_to_string(&admin_path).ok().and_then(|text| text.trim().parse().ok());
+            admin.is_some()
+        })?;
+        let admin = admin.context("no admin address")?;
+        let admin_client = Client::new(admin);
+        poll("get ready", &mut || admin_client.get("/ready").is_ok_and(|reply| reply.text() == "LIVE\n"))?;
+        let mut addr = None;
+        poll("open its listener", &mut || {
+            addr = listener_addr(&admin_client);
+            addr.is_some()
+        })?;
+        let addr = addr.context("no listener")?;
+        Ok(Self { addr, admin, admin_client, listener, version: 0, process, dir })
+    }
+
+    /// Where clients connect.
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// The admin.
+    pub fn admin(&self) -> SocketAddr {
+        self.admin
+    }
+
+    /// An HTTP/1.1 client of the listener.
+    pub fn client(&self) -> Client {
+        Client::new(self.addr)
+    }
+
+    /// Process id.
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// CPU time used so far, all threads.
+    pub fn cpu_time(&self) -> Result<Duration> {
+        cpu_time(self.process.pid())
+    }
+
+    /// GETs `path` from the admin.
+    pub fn admin_get(&self, path: &str) -> Result<String> {
+        http_get(self.admin, path)
+    }
+
+    /// All counters and gauges by name, as in `/stats`. Text values and histograms are left out.
+    pub fn stats(&self) -> Result<BTreeMap<String, u64>> {
+        self.stats_matching("")
+    }
+
+    /// One counter or gauge, zero while Envoy does not know it.
+    pub fn stat(&self, name: &str) -> Result<u64> {
+        Ok(self.stats_matching(name)?.get(name).copied().unwrap_or(0))
+    }
+
+    /// The filter's metrics of `cluster`.
+    pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
+        let mut found = Prequal::default();
+        for (name, value) in self.stats_matching("prequal_")? {
+            let name = name.strip_prefix("wasmcustom.").unwrap_or(&name);
+            let Some((metric, rest)) = name.split_once(".cluster=") else { continue };
+            if rest == cluster {
+                found.other.insert(metric.to_owned(), value);
+            } else if let Some((_, label)) =
+                rest.strip_prefix(cluster).and_then(|rest| rest.strip_prefix('.')?.split_once('='))
+            {
+                let into = match metric {
+                    "prequal_picks_total" => &mut found.picks,
+                    "prequal_probes_total" => &mut found.probes,
+                    "prequal_reports_total" => &mut found.reports,
+                    "prequal_outcomes_total" => &mut found.outcomes,
+                    _ => &mut found.other,
+                };
+                into.insert(label.to_owned(), value);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Writes new endpoints of an EDS cluster (see [`EnvoyConfig::eds`]) and waits until Envoy has them.
+    pub fn set_endpoints(&mut self, cluster: &str, addrs: &[SocketAddr]) -> Result<()> {
+        let endpoints = addrs.iter().map(endpoint).collect::<Vec<_>>();
+        self.set_localities(cluster, &json!([{ "lb_endpoints": endpoints }]))
+    }
+
+    /// Writes new endpoints of an EDS cluster, given as the list `endpoints` of a `ClusterLoadAssignment`,
+    /// and waits until Envoy has read them.
+    pub fn set_localities(&mut self, cluster: &str, endpoints: &Value) -> Result<()> {
+        let stat = format!("cluster.{cluster}.update_success");
+        let before = self.stat(&stat)?;
+        self.version += 1;
+        write_atomically(&eds_path(self.dir.path(), cluster), &eds(cluster, endpoints, self.version))?;
+        eventually("Envoy reads the new endpoints", Duration::from_secs(10), || {
+            self.stat(&stat).is_ok_and(|now| now > before).then_some(())
+        });
+        Ok(())
+    }
+
+    /// Changes the listener (see [`EnvoyConfig::dynamic_listener`]) and waits until Envoy has taken or
+    /// refused it. True if it was taken.
+    pub fn update_listener(&mut self, config: EnvoyConfig) -> Result<bool> {
+        let mut config = config;
+        self.listener = config.listener_mut().clone();
+        self.version += 1;
+        let names = ["listener_manager.lds.update_success", "listener_manager.lds.update_rejected"];
+        let read = |envoy: &Self| Ok::<_, anyhow::Error>([envoy.stat(names[0])?, envoy.stat(names[1])?]);
+        let before = read(self)?;
+        write_atomically(&self.dir.path().join("lds.json"), &lds(&self.listener, self.version))?;
+        let now = eventually("Envoy reads the new listener", Duration::from_secs(10), || {
+            read(self).ok().filter(|now| *now != before)
+        });
+        let taken = now[0] > before[0];
+        if taken {
+            // The new listener is in use once nothing warms any more.
+            eventually("the new listener is active", Duration::from_secs(10), || {
+                (self.stat("listener_manager.total_listeners_warming").ok()? == 0).then_some(())
+            });
+            self.addr = listener_addr(&self.admin_client).unwrap_or(self.addr);
+        }
+        Ok(taken)
+    }
+
+    /// The end of Envoy's log.
+    pub fn log(&self) -> String {
+        self.process.log()
+    }
+
+    fn stats_matching(&self, part: &str) -> Result<BTreeMap<String, u64>> {
+        let filter: String = part
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() || c == '_' || c == '-' { c } else { '.' })
+            .collect();
+        let text = self.admin_client.get(&format!("/stats?filter={filter}"))?.text();
+        let numbers = text.lines().filter_map(|line| {
+            let (name, value) = line.rsplit_once(": ")?;
+            Some((name.to_owned(), value.parse().ok()?))
+        });
+        Ok(numbers.collect())
+    }
+}
+
+fn listener_addr(admin: &Client) -> Option<SocketAddr> {
+    let text = admin.get("/listeners?format=json").ok()?.text();
+    let found: Value = serde_json::from_str(&text).ok()?;
+    let address = &found["listener_statuses"].as_array()?.last()?["local_address"]["socket_address"];
+    let ip = address["address"].as_str()?.parse().ok()?;
+    let port = u16::try_from(address["port_value"].as_u64()?).ok()?;
+    (port != 0).then(|| SocketAddr::new(ip, port))
+}
+
+fn move_endpoints_to_file(dir: &Path, cluster: &mut Value) -> Result<()> {
+    let name = cluster["name"].as_str().context("a cluster has a name")?.to_owned();
+    let path = eds_path(dir, &name);
+    let assignment = cluster.as_object_mut().and_then(|cluster| cluster.remove("load_assignment"));
+    let endpoints = assignment.context("the cluster has no endpoints")?["endpoints"].take();
+    write_atomically(&path, &eds(&name, &endpoints, 0))?;
+    cluster["type"] = json!("EDS");
+    cluster["eds_cluster_config"] = json!({ "service_name": name, "eds_config": file_source(&path) });
+    Ok(())
+}
+
+fn eds_path(dir: &Path, cluster: &str) -> PathBuf {
+    dir.join(format!("eds-{cluster}.json"))
+}
+
+fn eds(cluster: &str, endpoints: &Value, version: u64) -> Value {
+    json!({"version_info": version.to_string(), "resources": [{
+        "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+        "cluster_name": cluster,
+        "endpoints": endpoints,
+    }]})
+}
+
+fn lds(listener: &Value, version: u64) -> Value {
+    let mut resource = listener.clone();
+    resource["@type"] = json!("type.googleapis.com/envoy.config.listener.v3.Listener");
+    json!({"version_info": version.to_string(), "resources": [resource]})
+}
+
+fn file_source(path: &Path) -> Value {
+    json!({"resource_api_version": "V3", "path_config_source": {"path": path}})
+}
+
+/// Envoy watches for a file moved into place, so that it never reads half of one.
+fn write_atomically(path: &Path, content: &Value) -> Result<()> {
+    let next = path.with_extension("next");
+    fs::write(&next, content.to_string())?;
+    fs::rename(&next, path)?;
+    Ok(())
+}

@@ -1,0 +1,35 @@
+//! Fixtures for everything that runs against a real Envoy: the tests beside this file and the benchmarks in
+//! `bench/`.
+//!
+//! * [`Backend`]: an HTTP server in this process that answers as told ([`Reply`]) and counts.
+//! * [`Agent`]: the real `probe-agent` as a child process.
+//! * [`Fleet`]: backends, each behind its agent.
+//! * [`EnvoyConfig`]: the shipped static configuration, with ports, endpoints and settings replaced.
+//! * [`Envoy`]: a real Envoy running such a configuration; its statistics and CPU time.
+//! * [`Client`]: HTTP/1.1 or HTTP/2 requests, blocking.
+//!
+//! All calls block the calling thread and may be made from any thread, also inside another tokio runtime
+//! (there they block a worker). The fixtures share one background runtime, see [`handle`].
+//! Ports are chosen by the operating system; readiness is polled ([`eventually`]), never slept for.
+//!
+//! Nothing here decides whether a result is good: that is the business of the tests and of `bench/`.
+
+mod agent;
+mod backend;
+mod client;
+mod config;
+mod envoy;
+mod fleet;
+mod process;
+mod runtime;
+
+pub use agent::{Agent, AgentOptions};
+pub use backend::{Backend, Body, Reply, Seen};
+pub use client::{Client, Request, Response, WebSocket, http_get};
+pub use config::{
+    EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, dist_dir, envoy_binary, wasm_module, workspace_root,
+};
+pub use envoy::{Envoy, Prequal};
+pub use fleet::{Fleet, Replica};
+pub use process::cpu_time;
+pub use runtime::{block_on, eventually, handle, missing, ready};

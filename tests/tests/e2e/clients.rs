@@ -1,0 +1,102 @@
+//! What clients can and cannot do: no steering, no reports, no reading of load, and giving up.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use prequal_testbed::{Client, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
+
+use crate::support::{PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, warm};
+
+#[test]
+fn headers_of_a_client_neither_steer_nor_report_and_ours_do_not_leak() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    let fleet = Fleet::start([5, 5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 4);
+    fleet.clear();
+    let slow = fleet.addrs()[3].to_string();
+    let encoded = STANDARD.encode(&slow);
+    let before = envoy.prequal(SERVING)?;
+    let answers = envoy.client().burst(300, 4, move |index| {
+        // Both encodings of the steering header, and a report that praises the slow replica.
+        Request::get("/")
+            .header("x-prequal-dest", if index % 2 == 0 { &encoded } else { &slow })
+            .header("x-prequal-load", &format!("0;1;{slow}"))
+            .header("x-prequal-rif", "0")
+            .header("x-prequal-latency-us", "1")
+            .header("x-prequal-hint", "1")
+    });
+    assert_all_ok(&answers);
+    for answer in answers.into_iter().flatten() {
+        assert_none_of_ours(&answer.headers);
+    }
+    let served = fleet.served();
+    assert!(served[3] <= 12, "{served:?}");
+    for seen in fleet.iter().flat_map(|replica| replica.backend.seen()) {
+        assert_none_of_ours(&seen.headers);
+    }
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 290, "{after:#?}");
+    assert!(
+        after.reports("used") > before.reports("used"),
+        "the agents' own reports still count: {after:#?}"
+    );
+    Ok(())
+}
+
+#[test]
+fn the_probe_path_tells_a_client_nothing() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 2);
+    let before = envoy.prequal(SERVING)?;
+    for client in [envoy.client(), Client::http2(envoy.addr())] {
+        for request in [
+            Request::get(PROBE_PATH),
+            Request::get(PROBE_PATH).header("accept", "application/json"),
+            Request::post(PROBE_PATH, "x"),
+            Request::get("//prequal//probe"),
+        ] {
+            let reply = client.send(request)?;
+            assert_eq!(reply.status, 404);
+            assert_eq!(reply.text(), "");
+            assert_none_of_ours(&reply.headers);
+            assert_none_of_ours(&reply.trailers);
+        }
+    }
+    assert_eq!(envoy.stat("http.ingress.rq_direct_response")?, 8);
+    // What Envoy answers itself is no pick; with one cluster the filter learns from the first such request
+    // that it must look, so that one may count.
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() + after.picks("fallback") <= before.steered() + before.picks("fallback") + 1);
+    Ok(())
+}
+
+#[test]
+fn a_client_that_gives_up_leaves_no_request_in_flight() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(3, &Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 3);
+    let before = envoy.prequal(SERVING)?;
+    for replica in fleet.iter() {
+        replica.backend.set(Reply::ok().delay(Duration::from_secs(20)));
+    }
+    for client in [envoy.client(), Client::http2(envoy.addr())] {
+        for _ in 0..5 {
+            assert!(client.abandon(Request::get("/"), Duration::from_millis(30)));
+        }
+    }
+    fleet.assert_idle();
+    let after = eventually("all ends are counted", Duration::from_secs(5), || {
+        let now = envoy.prequal(SERVING).ok()?;
+        (now.outcomes("client_abort") == before.outcomes("client_abort") + 10).then_some(now)
+    });
+    assert_eq!(after.outcomes("upstream_failure"), before.outcomes("upstream_failure"), "{after:#?}");
+    assert_eq!(envoy.stat("http.ingress.downstream_rq_active")?, 0);
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! Replicas and agents that die, hang or fail: what the user's request sees.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Reply, Request};
+use serde_json::json;
+
+use crate::support::{SERVING, assert_all_ok, bed, warm};
+
+#[test]
+fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    // The one that will die is the fastest: it is wanted.
+    let mut fleet = Fleet::start([1, 10, 10, 10].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 4);
+    let retries = envoy.stat("cluster.replicas.upstream_rq_retry")?;
+    fleet[0].agent.kill();
+    fleet.clear();
+    assert_all_ok(&envoy.client().burst(400, 8, |_| Request::get("/")));
+    assert_eq!(fleet.served()[0], 0);
+    let retried = envoy.stat("cluster.replicas.upstream_rq_retry")? - retries;
+    assert!(retried > 0, "the dead one was never chosen: nothing was tested");
+    assert_eq!(envoy.stat("cluster.replicas.upstream_rq_retry_limit_exceeded")?, 0);
+    Ok(())
+}
+
+#[test]
+fn a_hung_agent_is_left_within_three_seconds() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    let fleet = Fleet::start([1, 10, 10, 10].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 4);
+    fleet[0].agent.freeze();
+    let frozen = Instant::now();
+    // Requests go on; those caught inside are given up by their clients.
+    while frozen.elapsed() < Duration::from_secs(3) {
+        envoy.client().abandon(Request::get("/"), ms(300));
+    }
+    let before = envoy.prequal(SERVING)?;
+    let answers = envoy.client().burst(200, 4, |_| Request::get("/"));
+    fleet[0].agent.thaw();
+    assert_all_ok(&answers);
+    let slowest = answers.iter().flatten().map(|answer| answer.elapsed).max();
+    assert!(slowest < Some(Duration::from_secs(1)), "{slowest:?}");
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 180, "{after:#?}");
+    assert!(after.probes("timeout") > 0, "{after:#?}");
+    fleet.assert_idle();
+    Ok(())
+}
+
+#[test]
+fn a_retry_goes_to_another_host() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    let fleet = Fleet::start([10, 10, 10].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
+        let policy = &mut config.route_mut()["retry_policy"];
+        policy["retry_on"] = json!("5xx");
+        policy["num_retries"] = json!(1);
+    });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 3);
+    fleet[0].backend.set(Reply::status(503));
+    fleet.clear();
+    let retries = envoy.stat("cluster.replicas.upstream_rq_retry")?;
+    assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
+    let failed = fleet.served()[0];
+    assert!(failed > 0, "the failing one was never chosen: nothing was tested");
+    // One retry each, none of which met the failing replica again.
+    assert_eq!(envoy.stat("cluster.replicas.upstream_rq_retry")? - retries, failed);
+    assert_eq!(fleet.served().iter().sum::<u64>(), 200 + failed);
+    Ok(())
+}
+
+#[test]
+fn all_agents_gone_and_back() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let addrs = fleet.addrs();
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs)?)?;
+    warm(&envoy, 2);
+    let backends = fleet.iter().map(|replica| replica.backend.addr()).collect::<Vec<_>>();
+    let upstreams = Fleet::uniform(2, &Reply::ok())?;
+    drop(fleet);
+    let reply = envoy.client().get("/")?;
+    assert_eq!(reply.status, 503);
+    assert_eq!(backends.len(), 2);
+    // New agents on the old ports: the filter recovers by itself.
+    let agents = addrs
+        .iter()
+        .zip(upstreams.iter())
+        .map(|(addr, replica)| {
+            let options = prequal_testbed::AgentOptions { listen: addr.to_string(), ..Default::default() };
+            prequal_testbed::Agent::start_with(replica.backend.addr(), &options)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let before = envoy.prequal(SERVING)?.steered();
+    prequal_testbed::eventually("steering again", Duration::from_secs(10), || {
+        envoy.client().burst(10, 2, |_| Request::get("/"));
+        (envoy.prequal(SERVING).ok()?.steered() > before + 20).then_some(())
+    });
+    assert_all_ok(&envoy.client().burst(50, 2, |_| Request::get("/")));
+    assert_eq!(agents.len(), 2);
+    assert!(envoy.prequal(SERVING)?.outcomes("upstream_failure") > 0);
+    Ok(())
+}

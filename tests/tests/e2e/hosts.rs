@@ -1,0 +1,282 @@
+//! Envoy's word about its hosts stays the last: discovery, health, draining, priorities, address forms.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use prequal_testbed::{Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
+use serde_json::{Value, json};
+
+use crate::support::{SERVING, assert_all_ok, bed, warm};
+
+/// The clusters that share the replicas' addresses.
+const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
+
+fn lb_endpoint(addr: SocketAddr) -> Value {
+    json!({"endpoint": {"address": {"socket_address": {
+        "address": addr.ip().to_string(), "port_value": addr.port()
+    }}}})
+}
+
+#[test]
+fn endpoints_come_and_go_through_eds() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(3, &Reply::ok().delay(Duration::from_millis(2)))?;
+    let all = fleet.addrs();
+    let mut envoy = Envoy::start(EnvoyConfig::for_replicas(&all[..2])?.eds(&BOTH))?;
+    warm(&envoy, 2);
+    assert_eq!(fleet.served()[2], 0);
+    for cluster in BOTH {
+        envoy.set_endpoints(cluster, &all)?;
+    }
+    // The newcomer is found and gets its share.
+    warm(&envoy, 3);
+    eventually("the newcomer is served", Duration::from_secs(10), || {
+        assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
+        (fleet.served()[2] >= 10).then_some(())
+    });
+    for cluster in BOTH {
+        envoy.set_endpoints(cluster, &all[1..])?;
+    }
+    fleet.clear();
+    let before = envoy.prequal(SERVING)?;
+    assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
+    assert_eq!(fleet.served()[0], 0, "removed, yet served");
+    // Choices of the removed one were overruled, and soon it is not chosen any more.
+    let forgotten = eventually("the filter forgets the removed replica", Duration::from_secs(10), || {
+        let before = envoy.prequal(SERVING).ok()?;
+        assert_all_ok(&envoy.client().burst(100, 4, |_| Request::get("/")));
+        let after = envoy.prequal(SERVING).ok()?;
+        let diverted = |at: &prequal_testbed::Prequal| at.other("prequal_diverted_total");
+        (diverted(&after) == diverted(&before) && after.other("prequal_members") == 2).then_some(after)
+    });
+    assert!(forgotten.steered() > before.steered());
+    assert_eq!(fleet.served()[0], 0);
+    Ok(())
+}
+
+/// Three replicas of which the last is the fastest, so that the filter wants it; whether `/health` succeeds
+/// there is for the test to say.
+fn fleet_with_a_fast_one() -> Result<Fleet> {
+    let ms = Duration::from_millis;
+    Fleet::start([20, 20, 1].map(|delay| Reply::ok().delay(ms(delay))))
+}
+
+fn user_requests(fleet: &Fleet, index: usize) -> usize {
+    fleet[index].backend.seen().iter().filter(|seen| seen.path == "/").count()
+}
+
+#[test]
+fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
+    bed!();
+    let fleet = fleet_with_a_fast_one()?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
+        config.cluster_mut(SERVING)["health_checks"] = json!([{
+            "timeout": "1s", "interval": "0.1s", "no_traffic_interval": "0.1s", "no_traffic_healthy_interval": "0.1s",
+            "unhealthy_threshold": 1, "healthy_threshold": 1,
+            "http_health_check": {"path": "/health"},
+        }]);
+    });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 3);
+    fleet[2].backend.set_handler(|seen| match seen.path.as_str() {
+        "/health" => Reply::status(503),
+        _ => Reply::ok(),
+    });
+    eventually("Envoy sees the failure", Duration::from_secs(5), || {
+        (envoy.stat("cluster.replicas.membership_healthy").ok()? == 2).then_some(())
+    });
+    fleet.clear();
+    let before = envoy.prequal(SERVING)?;
+    assert_all_ok(&envoy.client().burst(150, 4, |_| Request::get("/")));
+    assert_eq!(user_requests(&fleet, 2), 0);
+    let after = envoy.prequal(SERVING)?;
+    // The fast one was wanted at first, and Envoy refused.
+    let diverted = after.other("prequal_diverted_total") - before.other("prequal_diverted_total");
+    assert!(diverted > 0, "{after:#?}");
+    // Within two seconds it is not even wanted.
+    eventually("the refused host is left alone", Duration::from_secs(5), || {
+        let before = envoy.prequal(SERVING).ok()?.other("prequal_diverted_total");
+        assert_all_ok(&envoy.client().burst(50, 2, |_| Request::get("/")));
+        let after = envoy.prequal(SERVING).ok()?.other("prequal_diverted_total");
+        (after - before <= 2).then_some(())
+    });
+    // And back.
+    fleet[2].backend.set(Reply::ok());
+    eventually("the healthy host is served again", Duration::from_secs(10), || {
+        assert_all_ok(&envoy.client().burst(30, 4, |_| Request::get("/")));
+        (user_requests(&fleet, 2) >= 20).then_some(())
+    });
+    Ok(())
+}
+
+#[test]
+fn an_ejected_host_is_not_used() -> Result<()> {
+    bed!();
+    let fleet = fleet_with_a_fast_one()?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
+        config.cluster_mut(SERVING)["outlier_detection"] = json!({
+            "consecutive_5xx": 3, "interval": "0.1s", "base_ejection_time": "30s", "max_ejection_percent": 50,
+            "enforcing_success_rate": 0, "enforcing_consecutive_gateway_failure": 0,
+        });
+    });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 3);
+    fleet[2].backend.set(Reply::status(500));
+    eventually("Envoy ejects the failing host", Duration::from_secs(10), || {
+        envoy.client().burst(20, 4, |_| Request::get("/"));
+        (envoy.stat("cluster.replicas.outlier_detection.ejections_active").ok()? == 1).then_some(())
+    });
+    fleet.clear();
+    assert_all_ok(&envoy.client().burst(150, 4, |_| Request::get("/")));
+    assert_eq!(fleet.served()[2], 0);
+    assert!(envoy.prequal(SERVING)?.steered() > 0);
+    Ok(())
+}
+
+#[test]
+fn a_draining_host_is_not_used() -> Result<()> {
+    bed!();
+    let fleet = fleet_with_a_fast_one()?;
+    let all = fleet.addrs();
+    let mut envoy = Envoy::start(EnvoyConfig::for_replicas(&all)?.eds(&BOTH))?;
+    warm(&envoy, 3);
+    let mut draining = lb_endpoint(all[2]);
+    draining["health_status"] = json!("DRAINING");
+    let localities = json!([{"lb_endpoints": [lb_endpoint(all[0]), lb_endpoint(all[1]), draining]}]);
+    for cluster in BOTH {
+        envoy.set_localities(cluster, &localities)?;
+    }
+    fleet.clear();
+    let before = envoy.prequal(SERVING)?;
+    assert_all_ok(&envoy.client().burst(150, 4, |_| Request::get("/")));
+    assert_eq!(fleet.served()[2], 0);
+    let after = envoy.prequal(SERVING)?;
+    let diverted = after.other("prequal_diverted_total") - before.other("prequal_diverted_total");
+    assert!(diverted > 0, "{after:#?}");
+    Ok(())
+}
+
+#[test]
+fn a_lower_priority_serves_only_while_the_higher_is_gone() -> Result<()> {
+    bed!();
+    // The second priority is the faster one: a filter that looked at load alone would want it.
+    let ms = Duration::from_millis;
+    let fleet = Fleet::start([10, 10, 1, 1].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let all = fleet.addrs();
+    let localities = |first_status: &str| {
+        let of = |range: std::ops::Range<usize>, status: &str| {
+            let endpoints = all[range].iter().map(|addr| {
+                let mut endpoint = lb_endpoint(*addr);
+                endpoint["health_status"] = json!(status);
+                endpoint
+            });
+            endpoints.collect::<Vec<_>>()
+        };
+        json!([
+            {"locality": {"zone": "near"}, "priority": 0, "lb_endpoints": of(0..2, first_status)},
+            {"locality": {"zone": "far"}, "priority": 1, "lb_endpoints": of(2..4, "HEALTHY")},
+        ])
+    };
+    // Both clusters have the same endpoints, as shipped: an unaddressed probe finds whom Envoy would use.
+    let config = EnvoyConfig::for_replicas(&all)?
+        .localities(SERVING, localities("HEALTHY"))
+        .localities("replicas-agent", localities("HEALTHY"))
+        .eds(&BOTH);
+    let mut envoy = Envoy::start(config)?;
+    let far = |fleet: &Fleet| fleet.served()[2] + fleet.served()[3];
+    let settle = |envoy: &Envoy| {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(2) {
+            assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
+        }
+        fleet.clear();
+        assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
+    };
+    settle(&envoy);
+    assert_eq!(far(&fleet), 0, "{:?} {:#?}", fleet.served(), envoy.prequal(SERVING)?);
+    for cluster in BOTH {
+        envoy.set_localities(cluster, &localities("UNHEALTHY"))?;
+    }
+    settle(&envoy);
+    assert_eq!(far(&fleet), 200, "{:?} {:#?}", fleet.served(), envoy.prequal(SERVING)?);
+    for cluster in BOTH {
+        envoy.set_localities(cluster, &localities("HEALTHY"))?;
+    }
+    settle(&envoy);
+    assert_eq!(far(&fleet), 0, "{:?} {:#?}", fleet.served(), envoy.prequal(SERVING)?);
+    assert!(envoy.prequal(SERVING)?.steered() > 0);
+    Ok(())
+}
+
+#[test]
+fn ipv6_endpoints_are_steered_to() -> Result<()> {
+    bed!();
+    if std::net::TcpListener::bind("[::1]:0").is_err() {
+        eprintln!("skipped: this machine has no IPv6 loopback");
+        return Ok(());
+    }
+    let backend = Backend::start_on("[::1]:0", |_| Reply::ok())?;
+    let options = AgentOptions { listen: "[::1]:0".into(), ..AgentOptions::default() };
+    let agents = (0..3).map(|_| Agent::start_with(backend.addr(), &options)).collect::<Result<Vec<_>>>()?;
+    let addrs = agents.iter().map(Agent::addr).collect::<Vec<_>>();
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs)?)?;
+    let before = warm(&envoy, 3);
+    assert_eq!(before.other("prequal_members"), 3);
+    assert_all_ok(&envoy.client().burst(100, 2, |_| Request::get("/")));
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 95, "{after:#?}");
+    assert_eq!(after.other("prequal_diverted_total"), 0, "{after:#?}");
+    Ok(())
+}
+
+#[test]
+fn two_localities_are_both_served() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(2)))?;
+    let all = fleet.addrs();
+    let of = |zone: &str, range: std::ops::Range<usize>| {
+        let endpoints = all[range].iter().map(|addr| lb_endpoint(*addr)).collect::<Vec<_>>();
+        json!({"locality": {"zone": zone}, "load_balancing_weight": 1, "lb_endpoints": endpoints})
+    };
+    let localities = json!([of("a", 0..1), of("b", 1..4)]);
+    let config = EnvoyConfig::for_replicas(&all)?
+        .localities(SERVING, localities.clone())
+        .localities("replicas-agent", localities);
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 4);
+    fleet.clear();
+    let before = envoy.prequal(SERVING)?;
+    assert_all_ok(&envoy.client().burst(400, 8, |_| Request::get("/")));
+    let served = fleet.served();
+    assert!(served.iter().all(|&served| served >= 20), "{served:?}");
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 390, "{after:#?}");
+    assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"));
+    Ok(())
+}
+
+#[test]
+fn endpoint_weights_stay_in_force() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(2)))?;
+    let weighted = fleet.addrs().into_iter().zip([3, 3, 1, 1]).map(|(addr, weight)| {
+        let mut endpoint = lb_endpoint(addr);
+        endpoint["load_balancing_weight"] = json!(weight);
+        endpoint
+    });
+    let localities = json!([{"lb_endpoints": weighted.collect::<Vec<_>>()}]);
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?
+        .localities(SERVING, localities.clone())
+        .localities("replicas-agent", localities);
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 4);
+    fleet.clear();
+    assert_all_ok(&envoy.client().burst(1200, 8, |_| Request::get("/")));
+    let served = fleet.served();
+    let (heavy, light) = (served[0] + served[1], served[2] + served[3]);
+    let ratio = heavy as f64 / light as f64;
+    assert!((2.0..=4.5).contains(&ratio), "{served:?}: {ratio:.2}, not 3");
+    assert!(envoy.prequal(SERVING)?.steered() > 0);
+    Ok(())
+}

@@ -1,0 +1,14 @@
+//! End to end: a real Envoy with the shipped configuration, the built filter, real agents. Each test asserts
+//! the effect and the counter that explains it.
+//!
+//! One program, so that it links once; one module for each theme.
+
+mod chain;
+mod clients;
+mod failures;
+mod hosts;
+mod lifecycle;
+mod probing;
+mod protocols;
+mod steering;
+mod support;

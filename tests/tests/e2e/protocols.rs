@@ -1,0 +1,131 @@
+//! HTTP/2, gRPC, WebSocket, streams: through Envoy, the filter and the agent.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Version};
+use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, WebSocket, eventually};
+
+use crate::support::{SERVING, assert_all_ok, bed, warm};
+
+fn grpc_request() -> Request {
+    Request::post("/test.Service/Call", &b"\0\0\0\0\0"[..])
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+}
+
+fn grpc_trailers(status: &'static str) -> HeaderMap {
+    HeaderMap::from_iter([("grpc-status".parse().expect("a name"), HeaderValue::from_static(status))])
+}
+
+#[test]
+fn http2_and_grpc_pass_with_trailers() -> Result<()> {
+    bed!();
+    let reply = Reply::ok()
+        .header("content-type", "application/grpc")
+        .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), grpc_trailers("0")));
+    let fleet = Fleet::uniform(3, &reply)?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 3);
+    fleet.clear();
+    let before = envoy.prequal(SERVING)?;
+    let client = Client::http2(envoy.addr());
+    for _ in 0..30 {
+        let reply = client.send(grpc_request())?;
+        assert_eq!(reply.status, 200);
+        assert_eq!(reply.body, &b"\0\0\0\0\0"[..]);
+        assert_eq!(reply.trailers.get("grpc-status").map(HeaderValue::as_bytes), Some(&b"0"[..]));
+    }
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 28, "{after:#?}");
+    assert_eq!(after.outcomes("answer") - before.outcomes("answer"), 30, "{after:#?}");
+    for seen in fleet.iter().flat_map(|replica| replica.backend.seen()) {
+        assert_eq!(seen.version, Version::HTTP_2, "gRPC must reach the replica over HTTP/2");
+        assert_eq!(seen.header("te"), Some("trailers"));
+    }
+    fleet.assert_idle();
+    Ok(())
+}
+
+#[test]
+fn grpc_errors_are_seen_as_failures() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 2);
+    let client = Client::http2(envoy.addr());
+    let only = Reply::ok()
+        .header("content-type", "application/grpc")
+        .header("grpc-status", "14")
+        .body(Body::Full(Bytes::new()));
+    let trailing = Reply::ok()
+        .header("content-type", "application/grpc")
+        .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), grpc_trailers("13")));
+    for reply in [only, trailing] {
+        for replica in fleet.iter() {
+            replica.backend.set(reply.clone());
+        }
+        let before = envoy.prequal(SERVING)?;
+        for _ in 0..10 {
+            assert_eq!(client.send(grpc_request())?.status, 200);
+        }
+        let after = eventually("the failures are counted", Duration::from_secs(5), || {
+            let now = envoy.prequal(SERVING).ok()?;
+            (now.outcomes.values().sum::<u64>() >= before.outcomes.values().sum::<u64>() + 10).then_some(now)
+        });
+        let failures = after.outcomes("upstream_failure") - before.outcomes("upstream_failure");
+        assert_eq!(failures, 10, "{before:#?} {after:#?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_websocket_is_one_request_in_flight() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 2);
+    for replica in fleet.iter() {
+        replica.backend.set(Reply::ok().body(Body::Upgrade));
+    }
+    let mut socket = WebSocket::connect(envoy.addr(), "/socket")?;
+    assert_eq!(socket.round_trip(b"to and fro")?, b"to and fro");
+    let in_flight = fleet.iter().map(|replica| replica.agent.rif()).sum::<Result<u32>>()?;
+    assert_eq!(in_flight, 1);
+    assert_eq!(socket.round_trip(&[7; 4000])?, [7; 4000]);
+    drop(socket);
+    fleet.assert_idle();
+    Ok(())
+}
+
+#[test]
+fn bodies_stream_both_ways_and_a_break_is_clean() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 2);
+    let each = |reply: Reply| fleet.iter().for_each(|replica| replica.backend.set(reply.clone()));
+    each(Reply::ok().body(Body::Echo));
+    let big = Bytes::from(vec![b'z'; 4 << 20]);
+    for client in [envoy.client(), Client::http2(envoy.addr())] {
+        assert_eq!(client.send(Request::post("/", big.clone()))?.body, big);
+    }
+    let chunk = Bytes::from(vec![b'c'; 1000]);
+    each(Reply::ok().body(Body::Stream { chunk, count: 50, gap: Duration::from_millis(1) }));
+    assert_eq!(envoy.client().get("/")?.body.len(), 50_000);
+    let before = envoy.prequal(SERVING)?;
+    each(Reply::ok().body(Body::Broken(Bytes::from_static(b"half"))));
+    for _ in 0..5 {
+        assert!(envoy.client().get("/").is_err(), "a broken answer must not look whole");
+    }
+    fleet.assert_idle();
+    let after = eventually("all ends are counted", Duration::from_secs(5), || {
+        let now = envoy.prequal(SERVING).ok()?;
+        (now.outcomes("upstream_failure") >= before.outcomes("upstream_failure") + 5).then_some(now)
+    });
+    assert_eq!(after.outcomes("client_abort"), before.outcomes("client_abort"), "{after:#?}");
+    each(Reply::ok());
+    assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));
+    Ok(())
+}

@@ -1,0 +1,146 @@
+//! Where requests go: learned membership, the slow replica, pools of clusters and workers.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request};
+use serde_json::json;
+
+use crate::support::{SERVING, assert_all_ok, bed, set, warm, warm_cluster};
+
+#[test]
+fn membership_is_learned_from_nothing() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(5, &Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    let cold = envoy.prequal(SERVING)?;
+    assert_eq!(cold.steered(), 0, "{cold:#?}");
+    let warmed = warm(&envoy, 5);
+    assert_eq!(warmed.other("prequal_members"), 5);
+    assert!(warmed.picks("fallback") >= 1, "the first request had nothing to go by: {warmed:#?}");
+    // From now on nearly every request is steered, and each to the host that was named.
+    assert_all_ok(&envoy.client().burst(200, 2, |_| Request::get("/")));
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - warmed.steered() >= 195, "{after:#?}");
+    assert_eq!(after.other("prequal_diverted_total"), warmed.other("prequal_diverted_total"));
+    // No replica is left out.
+    assert!(fleet.served().iter().all(|&served| served > 0), "{:?}", fleet.served());
+    Ok(())
+}
+
+#[test]
+fn a_slow_replica_is_avoided() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    let fleet = Fleet::start([5, 5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 4);
+    fleet.clear();
+    let before = envoy.prequal(SERVING)?;
+    assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 590, "{before:#?} {after:#?}");
+    let served = fleet.served();
+    assert_eq!(served.iter().sum::<u64>(), 600);
+    // A fair share would be 150; two choices by requests in flight, on the same machine at the same time:
+    let other = Envoy::start(
+        EnvoyConfig::for_replicas(&fleet.addrs())?.without_prequal().policy(Policy::LeastRequest),
+    )?;
+    fleet.clear();
+    assert_all_ok(&other.client().burst(600, 6, |_| Request::get("/")));
+    let by_least_request = fleet.served();
+    assert!(served[3] <= 15 && served[3] <= by_least_request[3], "{served:?} against {by_least_request:?}");
+    Ok(())
+}
+
+#[test]
+fn two_clusters_are_isolated() -> Result<()> {
+    bed!();
+    let (first, second) = (Fleet::uniform(3, &Reply::ok())?, Fleet::uniform(2, &Reply::ok())?);
+    let config = EnvoyConfig::for_replicas(&first.addrs())?
+        .add_cluster("other", "/other", &second.addrs())
+        .filter_settings(|settings| {
+            let clusters = settings["clusters"].as_array_mut().expect("a list");
+            clusters.push(json!({"cluster": "other", "probe_cluster": "other-agent"}));
+        });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 3);
+    assert_eq!(envoy.prequal("other")?.steered(), 0);
+    assert_eq!(second.iter().flat_map(|replica| replica.backend.seen()).count(), 0);
+    let before = envoy.prequal(SERVING)?;
+    let warmed = warm_cluster(&envoy, "other", "/other", 2);
+    assert_eq!(warmed.other("prequal_members"), 2);
+    assert_all_ok(&envoy.client().burst(100, 2, |_| Request::get("/other")));
+    let after = envoy.prequal("other")?;
+    assert!(after.steered() >= 95, "{after:#?}");
+    assert_eq!(after.other("prequal_diverted_total"), 0, "{after:#?}");
+    assert_eq!(envoy.prequal(SERVING)?.picks, before.picks);
+    for (fleet, path) in [(&first, "/"), (&second, "/other")] {
+        for seen in fleet.iter().flat_map(|replica| replica.backend.seen()) {
+            assert_eq!(seen.path, path);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn two_workers_share_one_pool() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(3, &Reply::ok())?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(2);
+    let envoy = Envoy::start(set(set(config, "max_age_ms", 10_000), "reuse_cap", 64))?;
+    let workers = || -> Result<Vec<u64>> {
+        let stats = envoy.stats()?;
+        let of = |name: &&String| name.contains(".worker_") && name.ends_with(".downstream_cx_total");
+        let of_listener = |name: &&String| of(name) && !name.contains("admin");
+        Ok(stats.keys().filter(of_listener).map(|name| stats[name]).collect())
+    };
+    // One connection, hence one worker, fills the pool.
+    let first = envoy.client();
+    for _ in 0..60 {
+        first.get("/")?;
+    }
+    let before = envoy.prequal(SERVING)?;
+    assert!(before.steered() > 0, "{before:#?}");
+    // Each request over a connection of its own, until the other worker has served too.
+    let mut sent = 0;
+    while workers()?.iter().any(|&connections| connections < 3) {
+        envoy.client().get("/")?;
+        sent += 1;
+        assert!(sent < 500, "one worker gets all connections: {:?}", workers()?);
+    }
+    let after = envoy.prequal(SERVING)?;
+    assert_eq!(
+        after.picks("fallback"),
+        before.picks("fallback"),
+        "the other worker began with an empty pool"
+    );
+    assert_eq!(after.steered() - before.steered(), sent);
+    Ok(())
+}
+
+#[test]
+fn the_other_shim_steers_as_well() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    let fleet = Fleet::start([5, 5, 100].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?
+        .filter_settings(|settings| settings["shim"] = json!("override_host"))
+        .edit(|config| {
+            config.remove_filter(prequal_testbed::SHIM_NAME);
+            let policy = config.cluster_mut("replicas-agent")["load_balancing_policy"].clone();
+            let serving = config.cluster_mut(SERVING).as_object_mut().expect("an object");
+            serving.remove("lb_policy");
+            serving.insert("load_balancing_policy".into(), policy);
+        });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 3);
+    fleet.clear();
+    assert_all_ok(&envoy.client().burst(300, 4, |_| Request::get("/")));
+    assert!(fleet.served()[2] <= 9, "{:?}", fleet.served());
+    assert_eq!(envoy.prequal(SERVING)?.other("prequal_diverted_total"), 0);
+    for seen in fleet[0].backend.seen() {
+        crate::support::assert_none_of_ours(&seen.headers);
+    }
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! What several themes share: warming up, counters at rest, stand-ins for agents.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use http::HeaderMap;
+use prequal_testbed::{Backend, Envoy, EnvoyConfig, Prequal, Reply, Request, Seen};
+use serde_json::Value;
+
+/// The serving cluster of the shipped configuration.
+pub const SERVING: &str = "replicas";
+/// The path of a probe.
+pub const PROBE_PATH: &str = "/prequal/probe";
+
+/// Returns from a test on a machine without Envoy or without the build; see `prequal_testbed::ready`.
+macro_rules! bed {
+    () => {
+        if !prequal_testbed::ready(&[]) {
+            return Ok(());
+        }
+    };
+}
+pub(crate) use bed;
+
+/// Sets `key` for the only cluster in the filter's settings.
+pub fn set(config: EnvoyConfig, key: &str, value: impl Into<Value>) -> EnvoyConfig {
+    let value = value.into();
+    config.filter_settings(|settings| settings["clusters"][0][key] = value)
+}
+
+/// Sends requests until the filter knows `members` replicas and steers; panics after ten seconds.
+#[track_caller]
+pub fn warm(envoy: &Envoy, members: u64) -> Prequal {
+    warm_cluster(envoy, SERVING, "/", members)
+}
+
+/// [`warm`] for any cluster, reached under `path`.
+#[track_caller]
+pub fn warm_cluster(envoy: &Envoy, cluster: &str, path: &str, members: u64) -> Prequal {
+    let client = envoy.client();
+    let start = Instant::now();
+    loop {
+        let path = path.to_owned();
+        client.burst(10, 2, move |_| Request::get(&path));
+        let now = envoy.prequal(cluster).expect("stats");
+        if now.other("prequal_members") >= members && now.steered() > 0 {
+            return now;
+        }
+        let limit = Duration::from_secs(10);
+        assert!(start.elapsed() < limit, "the filter does not know {members} members of {cluster}: {now:#?}");
+    }
+}
+
+/// Waits until every probe is accounted for, and asserts that the sum is exact. Needs quiet: no requests, and
+/// idle probing switched off.
+#[track_caller]
+pub fn assert_probes_balance(envoy: &Envoy) -> Prequal {
+    let mut last = Prequal::default();
+    let limit = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < limit {
+        last = envoy.prequal(SERVING).expect("stats");
+        if last.probes("sent") == last.probes_settled() {
+            return last;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("sent {} != settled {}: {last:#?}", last.probes("sent"), last.probes_settled());
+}
+
+/// Asserts that no header of ours is among `headers`.
+#[track_caller]
+pub fn assert_none_of_ours(headers: &HeaderMap) {
+    let ours = headers.keys().find(|name| name.as_str().starts_with("x-prequal-"));
+    assert!(ours.is_none(), "{ours:?} in {headers:?}");
+}
+
+/// Asserts that every answer came and has status 200.
+#[track_caller]
+pub fn assert_all_ok(answers: &[Result<prequal_testbed::Response>]) {
+    for answer in answers {
+        match answer {
+            Ok(reply) => assert_eq!(reply.status, 200, "{}", reply.text()),
+            Err(error) => panic!("{error:#}"),
+        }
+    }
+}
+
+/// A server that stands in for replica and agent at once: `probe` answers probes, `request` all else. Both
+/// are given the server's own address, the truth to tell or to bend.
+pub fn stand_in(
+    probe: impl Fn(SocketAddr) -> Reply + Send + Sync + 'static,
+    request: impl Fn(SocketAddr) -> Reply + Send + Sync + 'static,
+) -> Result<Backend> {
+    let backend = Backend::start(Reply::ok())?;
+    let addr = backend.addr();
+    backend.set_handler(move |seen| if is_probe(seen) { probe(addr) } else { request(addr) });
+    Ok(backend)
+}
+
+/// `count` stand-ins that answer alike.
+pub fn stand_ins(
+    count: usize,
+    probe: impl Fn(SocketAddr) -> Reply + Send + Sync + 'static,
+    request: impl Fn(SocketAddr) -> Reply + Send + Sync + 'static,
+) -> Result<Vec<Backend>> {
+    let (probe, request) = (Arc::new(probe), Arc::new(request));
+    (0..count)
+        .map(|_| {
+            let (probe, request) = (Arc::clone(&probe), Arc::clone(&request));
+            stand_in(move |addr| probe(addr), move |addr| request(addr))
+        })
+        .collect()
+}
+
+/// Addresses of several backends.
+pub fn addrs(backends: &[Backend]) -> Vec<SocketAddr> {
+    backends.iter().map(Backend::addr).collect()
+}
+
+/// Whether a request is a probe.
+pub fn is_probe(seen: &Seen) -> bool {
+    seen.path.split('?').next() == Some(PROBE_PATH)
+}
+
+/// An honest report.
+pub fn report(rif: u32, latency_us: u32, addr: SocketAddr) -> String {
+    format!("{rif};{latency_us};{addr}")
+}
+
+/// An answer that carries `load`.
+pub fn with_load(load: impl Into<String>) -> Reply {
+    Reply::ok().header("x-prequal-load", load)
+}

@@ -1,0 +1,81 @@
+//! `cargo xtask bench`: criterion for code speed, the harness of `bench/` for all that needs a real Envoy.
+
+use std::ffi::OsString;
+
+use anyhow::Result;
+
+use crate::commands::build::{self, WasmArgs};
+use crate::commands::envoy;
+use crate::toolchain::Choice;
+use crate::{progress, run, workspace};
+
+/// Measures: alone, the criterion benchmarks; `e2e` and `cost` through a real Envoy.
+///
+/// Numbers of one run compare with each other; those of two runs, or of two machines, do not.
+#[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    what: Option<What>,
+
+    /// Handed to criterion: a filter on benchmark names, or its options
+    #[arg(last = true, value_name = "CRITERION ARGS")]
+    criterion: Vec<OsString>,
+}
+
+#[derive(clap::Subcommand)]
+enum What {
+    /// End to end: load through a real Envoy at a constant rate, against Envoy's own policies.
+    ///
+    /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. Every argument is handed to the
+    /// harness; `cargo xtask bench e2e -- --help` prints its own help.
+    E2e(HarnessArgs),
+    /// CPU per request, step by step: no filter, filter without probes, filter with probes, the agent.
+    ///
+    /// Every argument is handed to the harness; `cargo xtask bench cost -- --help` prints its own help.
+    Cost(HarnessArgs),
+}
+
+#[derive(clap::Args)]
+struct HarnessArgs {
+    #[command(flatten)]
+    wasm: WasmArgs,
+
+    /// Handed to the harness
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
+    args: Vec<OsString>,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    match &args.what {
+        None => run::check(
+            run::cargo()
+                .args(["bench", "--package", "prequal-bench", "--benches", "--"])
+                .args(&args.criterion),
+        ),
+        Some(What::E2e(rest)) => harness("e2e", &rest.args, rest.wasm.toolchain),
+        Some(What::Cost(rest)) => harness("cost", &rest.args, rest.wasm.toolchain),
+    }
+}
+
+/// Sets up everything that the harness needs, then runs it with `subcommand` and `args`.
+pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) -> Result<()> {
+    let envoy = envoy::default_envoy()?;
+    build::dist(toolchain)?;
+    progress::headline("building the harness");
+    let name = format!("prequal-bench{}", std::env::consts::EXE_SUFFIX);
+    let program = run::built_file(
+        run::cargo().args(["build", "--release", "--package", "prequal-bench", "--bin", "prequal-bench"]),
+        &name,
+    )?;
+    progress::headline(format_args!("prequal-bench {subcommand}"));
+    run::check(
+        std::process::Command::new(program)
+            .current_dir(workspace::root())
+            .arg(subcommand)
+            .args(args)
+            .env("ENVOY", envoy)
+            .env("PREQUAL_DIST", workspace::dist())
+            .env("PREQUAL_DIST_TEST", workspace::dist_test()),
+    )
+}

@@ -1,0 +1,88 @@
+//! `cargo xtask build`: what a user deploys, into `target/dist/`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::toolchain::{Choice, Toolchain};
+use crate::{progress, run, workspace};
+
+/// Builds the agent and the Envoy filter into target/dist/.
+///
+/// target/dist/probe-agent is a release build for this machine, target/dist/prequal_filter.wasm the module
+/// that Envoy loads. The module needs a WebAssembly standard library: through rustup (`rustup target add
+/// wasm32-wasip1`) where that works, else from Debian's packages, unpacked under target/toolchain/ and never
+/// installed.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) wasm: WasmArgs,
+}
+
+/// Shared by every command that builds the module.
+#[derive(clap::Args, Clone, Copy)]
+pub(crate) struct WasmArgs {
+    /// Which compiler builds the .wasm
+    #[arg(long, value_enum, default_value_t, env = "XTASK_WASM_TOOLCHAIN", value_name = "WHICH")]
+    pub(crate) toolchain: Choice,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    dist(args.wasm.toolchain).map(|_| ())
+}
+
+/// Builds everything in `target/dist/` and returns the compiler that made the module.
+pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
+    progress::headline("building target/dist/");
+    let started = Instant::now();
+    let toolchain = Toolchain::prepare(choice)?;
+    let agent = run::built_file(
+        run::cargo().args(["build", "--release", "--package", "probe-agent", "--bin", "probe-agent"]),
+        &format!("probe-agent{}", std::env::consts::EXE_SUFFIX),
+    )?;
+    place(&agent, &workspace::dist().join(format!("probe-agent{}", std::env::consts::EXE_SUFFIX)))?;
+    place(&filter(&toolchain, "")?, &workspace::dist().join("prequal_filter.wasm"))?;
+    progress::say(format_args!("built in {}", progress::seconds(started.elapsed())));
+    Ok(toolchain)
+}
+
+/// Builds the module that crashes on request, for the test that a crashed VM keeps serving, and makes sure that
+/// the one in `target/dist/` cannot.
+pub(crate) fn dist_test(toolchain: &Toolchain) -> Result<()> {
+    progress::headline("building target/dist-test/");
+    let crashing = workspace::dist_test().join("prequal_filter_crash.wasm");
+    place(&filter(toolchain, "crash-test")?, &crashing)?;
+    let shipped = workspace::dist().join("prequal_filter.wasm");
+    ensure!(names_crash(&crashing)?, "{} does not know `{CRASH_HEADER}`", crashing.display());
+    ensure!(!names_crash(&shipped)?, "{} knows `{CRASH_HEADER}`", shipped.display());
+    Ok(())
+}
+
+fn names_crash(module: &Path) -> Result<bool> {
+    let header = CRASH_HEADER.as_bytes();
+    Ok(fs::read(module)?.windows(header.len()).any(|window| window == header))
+}
+
+fn filter(toolchain: &Toolchain, features: &str) -> Result<PathBuf> {
+    let module = toolchain.build_filter(features)?;
+    ensure!(fs::read(&module)?.starts_with(b"\0asm"), "{} is not a WebAssembly module", module.display());
+    Ok(module)
+}
+
+/// Copies through a neighbouring name: what runs keeps the old file, and nothing sees half a new one.
+fn place(from: &Path, to: &Path) -> Result<()> {
+    let folder = to.parent().context("a file in a folder")?;
+    fs::create_dir_all(folder)?;
+    let scratch = to.with_extension(format!("new-{}", std::process::id()));
+    fs::copy(from, &scratch).with_context(|| format!("copying {}", from.display()))?;
+    fs::rename(&scratch, to)?;
+    let size = fs::metadata(to)?.len();
+    let shown = to.strip_prefix(workspace::root()).unwrap_or(to);
+    progress::say(format_args!("{} ({} KB)", shown.display(), size.div_ceil(1024)));
+    Ok(())
+}
+
+/// The request header that makes the test-only module panic.
+const CRASH_HEADER: &str = "x-prequal-crash-test";

@@ -1,0 +1,7 @@
+//! One file a command; each has an `Args` and a `run`.
+
+pub(crate) mod bench;
+pub(crate) mod build;
+pub(crate) mod demo;
+pub(crate) mod envoy;
+pub(crate) mod test;

@@ -1,0 +1,345 @@
+//! `cargo xtask test`: everything that must hold before a change lands, in the order that fails fastest.
+//!
+//! Whatever could not be checked here is listed at the end rather than passed over; on CI it is a failure.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::commands::build::{self, WasmArgs};
+use crate::commands::envoy;
+use crate::toolchain::{NATIVE_TARGET, Toolchain};
+use crate::{policy, progress, run, workspace};
+
+/// Runs every check that CI runs: format, lints, documentation, dependencies, all tests, benchmarks compile.
+///
+/// Stops at the first failure. Checks that could not be made here, and tests that were ignored, are listed at
+/// the end; with --no-skips, and always under CI=true, they are failures.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Which Envoy versions the version matrix runs on [default: none; under CI=true: ends]
+    #[arg(long, value_enum, value_name = "WHICH")]
+    matrix: Option<Matrix>,
+
+    /// Treat a check or test that was skipped as a failure
+    #[arg(long)]
+    no_skips: bool,
+
+    /// Run only these steps, in the usual order, for example `--only lint,test`
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "STEPS")]
+    only: Vec<Step>,
+
+    #[command(flatten)]
+    wasm: WasmArgs,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+enum Matrix {
+    /// No version but the default one
+    None,
+    /// The oldest and the newest
+    Ends,
+    /// Every pinned version
+    All,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+enum Step {
+    /// cargo fmt --check
+    Format,
+    /// Licences, sources and bans of the dependencies
+    Deps,
+    /// clippy, on the host and for the module's target
+    Lint,
+    /// rustdoc without warnings
+    Docs,
+    /// target/dist/ and the test-only modules
+    Build,
+    /// Every unit, documentation and end-to-end test
+    Test,
+    /// The smallest end-to-end tests again on other Envoy versions
+    Matrix,
+    /// The benchmarks compile
+    Benches,
+}
+
+/// What later steps need from earlier ones, and what could not be checked.
+struct Session<'a> {
+    args: &'a Args,
+    matrix: Matrix,
+    toolchain: Option<Toolchain>,
+    skipped: Vec<String>,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let ci = std::env::var("CI").is_ok_and(|value| value == "true");
+    let matrix = args.matrix.unwrap_or(if ci { Matrix::Ends } else { Matrix::None });
+    let mut session = Session { args, matrix, toolchain: None, skipped: Vec::new() };
+    let steps: Vec<Step> =
+        STEPS.into_iter().filter(|step| args.only.is_empty() || args.only.contains(step)).collect();
+
+    let started = Instant::now();
+    for (index, step) in steps.iter().enumerate() {
+        progress::headline(format_args!("[{}/{}] {}", index + 1, steps.len(), step.title()));
+        let step_started = Instant::now();
+        let done = session.run(*step);
+        let elapsed = progress::seconds(step_started.elapsed());
+        done.with_context(|| format!("step `{}` failed after {elapsed}", step.title()))?;
+        progress::say(format_args!("{}: ok, {elapsed}", step.title()));
+    }
+
+    progress::headline(format_args!(
+        "{} of {} steps ok in {}",
+        steps.len(),
+        STEPS.len(),
+        progress::seconds(started.elapsed())
+    ));
+    if session.skipped.is_empty() {
+        progress::say("nothing was skipped in them");
+        return Ok(());
+    }
+    progress::say("skipped:");
+    for skip in &session.skipped {
+        progress::say(format_args!("- {skip}"));
+    }
+    if ci || args.no_skips {
+        bail!("{} skipped; under CI=true or --no-skips that is a failure", session.skipped.len());
+    }
+    Ok(())
+}
+
+impl Step {
+    fn title(self) -> &'static str {
+        match self {
+            Self::Format => "format",
+            Self::Deps => "dependencies",
+            Self::Lint => "lint",
+            Self::Docs => "documentation",
+            Self::Build => "build",
+            Self::Test => "tests",
+            Self::Matrix => "version matrix",
+            Self::Benches => "benchmarks compile",
+        }
+    }
+}
+
+impl Session<'_> {
+    fn run(&mut self, step: Step) -> Result<()> {
+        match step {
+            Step::Format => run::check(run::cargo().args(["fmt", "--all", "--", "--check"])),
+            Step::Deps => dependencies(),
+            Step::Lint => self.lint(),
+            Step::Docs => run::check(
+                run::cargo()
+                    .args(["doc", "--workspace", "--no-deps", "--document-private-items"])
+                    .env("RUSTDOCFLAGS", "-D warnings"),
+            ),
+            Step::Build => self.build(),
+            Step::Test => self.tests(),
+            Step::Matrix => self.version_matrix(),
+            Step::Benches => run::check(run::cargo().args([
+                "bench",
+                "--package",
+                "prequal-bench",
+                "--benches",
+                "--no-run",
+            ])),
+        }
+    }
+
+    fn lint(&mut self) -> Result<()> {
+        run::check(run::cargo().args([
+            "clippy",
+            "--workspace",
+            "--all-targets",
+            "--",
+            "--deny",
+            "warnings",
+        ]))?;
+        match self.toolchain()? {
+            native @ Toolchain::Native => run::check(
+                run::cargo()
+                    .args(["clippy", "--package", "prequal-filter", "--lib", "--all-features"])
+                    .args(["--target", NATIVE_TARGET, "--target-dir"])
+                    .arg(native.target_dir())
+                    .args(["--", "--deny", "warnings"]),
+            ),
+            Toolchain::Debian(_) => {
+                progress::say(
+                    "clippy for the module's target: not with Debian's compiler, which has no clippy",
+                );
+                Ok(())
+            }
+        }
+    }
+
+    fn build(&mut self) -> Result<()> {
+        let toolchain = build::dist(self.args.wasm.toolchain)?;
+        build::dist_test(&toolchain)?;
+        self.toolchain = Some(toolchain);
+        Ok(())
+    }
+
+    fn tests(&mut self) -> Result<()> {
+        let envoy = envoy::default_envoy()?;
+        self.cargo_test(run::cargo().args(["test", "--workspace"]).env("ENVOY", envoy))
+    }
+
+    fn version_matrix(&mut self) -> Result<()> {
+        let versions: &[&str] = match self.matrix {
+            Matrix::None => {
+                self.skipped.push("version matrix: not asked for (--matrix ends, --matrix all)".to_owned());
+                return Ok(());
+            }
+            Matrix::Ends => &[envoy::VERSIONS[0], envoy::VERSIONS[envoy::VERSIONS.len() - 1]],
+            Matrix::All => &envoy::VERSIONS,
+        };
+        for version in versions {
+            let envoy = envoy::pinned(version)?;
+            progress::say(format_args!("Envoy {version}"));
+            self.cargo_test(
+                run::cargo()
+                    .args(["test", "--package", "prequal-testbed", "--test", "matrix"])
+                    .env("ENVOY", envoy),
+            )
+            .with_context(|| format!("on Envoy {version}"))?;
+        }
+        Ok(())
+    }
+
+    /// Runs cargo's tests with the environment they read, shows every line, and notes what did not run.
+    fn cargo_test(&mut self, command: &mut Command) -> Result<()> {
+        for file in [
+            workspace::dist().join("prequal_filter.wasm"),
+            workspace::dist_test().join("prequal_filter_crash.wasm"),
+        ] {
+            ensure!(file.is_file(), "{} is missing: run the step `build` first", file.display());
+        }
+        let log = SkipLog::create()?;
+        let mut tally = Tally::default();
+        let ran = run::lines(
+            command
+                .env("PREQUAL_DIST", workspace::dist())
+                .env("PREQUAL_DIST_TEST", workspace::dist_test())
+                .env("PREQUAL_SKIP_LOG", &log.path),
+            |line| {
+                println!("{line}");
+                tally.read(line);
+            },
+        );
+        let skipped = log.take()?;
+        ran?;
+        ensure!(tally.passed > 0, "cargo ran no test");
+        progress::say(format_args!("{} tests passed", tally.passed));
+        self.skipped.extend(tally.ignored);
+        self.skipped.extend(skipped);
+        Ok(())
+    }
+
+    fn toolchain(&mut self) -> Result<&Toolchain> {
+        if self.toolchain.is_none() {
+            self.toolchain = Some(Toolchain::prepare(self.args.wasm.toolchain)?);
+        }
+        self.toolchain.as_ref().context("a compiler for the module")
+    }
+}
+
+/// `cargo deny` if it is installed, else what this program can check by itself, named as such.
+fn dependencies() -> Result<()> {
+    let looked_at = policy::check()?;
+    progress::say(format_args!(
+        "built-in check of {looked_at} dependencies: licences, source, bans, docs/dependencies.md"
+    ));
+    if !run::succeeds(run::cargo().args(["deny", "--version"])) {
+        progress::say("cargo-deny is not installed: advisories and duplicate versions were not checked");
+        return Ok(());
+    }
+    run::check(run::cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))?;
+    // Only a database that could not be fetched is forgiven; an advisory that applies is not.
+    if let Err(why) = run::output(run::cargo().args(["deny", "--all-features", "fetch", "db"])) {
+        let why = progress::last_line(&why);
+        progress::say(format_args!("advisories were not checked, their database is out of reach: {why}"));
+        return Ok(());
+    }
+    run::check(run::cargo().args(["deny", "--all-features", "check", "advisories"]))
+}
+
+/// `PREQUAL_SKIP_LOG`: a test appends a line to it for each thing that it could not check on this machine.
+struct SkipLog {
+    path: PathBuf,
+}
+
+impl SkipLog {
+    fn create() -> Result<Self> {
+        let path = workspace::target().join(format!("skipped-{}.txt", std::process::id()));
+        fs::write(&path, "")?;
+        Ok(Self { path })
+    }
+
+    fn take(self) -> Result<Vec<String>> {
+        let text = fs::read_to_string(&self.path)?;
+        fs::remove_file(&self.path)?;
+        Ok(text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect())
+    }
+}
+
+/// What libtest's lines say.
+#[derive(Debug, Default)]
+struct Tally {
+    passed: u64,
+    ignored: Vec<String>,
+}
+
+impl Tally {
+    fn read(&mut self, line: &str) {
+        if let Some(counts) = line.strip_prefix("test result: ") {
+            let passed = counts.split_whitespace().collect::<Vec<_>>();
+            let count = passed.windows(2).find(|pair| pair[1].starts_with("passed"));
+            self.passed += count.and_then(|pair| pair[0].parse::<u64>().ok()).unwrap_or(0);
+        } else if let Some(name) = line.strip_prefix("test ")
+            && let Some((name, why)) = name.split_once(" ... ignored")
+        {
+            self.ignored.push(format!("test {name}: ignored{why}"));
+        }
+    }
+}
+
+/// Cheap checks first.
+const STEPS: [Step; 8] =
+    [Step::Format, Step::Deps, Step::Lint, Step::Docs, Step::Build, Step::Test, Step::Matrix, Step::Benches];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libtest_lines_are_counted() {
+        let mut tally = Tally::default();
+        for line in [
+            "running 3 tests",
+            "test pool::a ... ok",
+            "test pool::b ... ignored, needs a second machine",
+            "test src/lib.rs - x (line 3) ... ignored",
+            "test result: ok. 41 passed; 0 failed; 2 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+            "test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+        ] {
+            tally.read(line);
+        }
+        assert_eq!(tally.passed, 42);
+        assert_eq!(
+            tally.ignored,
+            ["test pool::b: ignored, needs a second machine", "test src/lib.rs - x (line 3): ignored"]
+        );
+    }
+
+    #[test]
+    fn every_step_runs_once() {
+        use clap::ValueEnum as _;
+        for step in Step::value_variants() {
+            assert_eq!(STEPS.iter().filter(|s| *s == step).count(), 1, "{step:?}");
+        }
+    }
+}

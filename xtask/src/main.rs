@@ -1,0 +1,53 @@
+//! Every command a contributor types, behind `cargo xtask`.
+//!
+//! This file only names the commands. Each one lives in its own file under `commands/`, and sets up what it
+//! needs on a fresh machine by itself. Nothing here is shipped.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod commands;
+mod policy;
+mod progress;
+mod run;
+mod toolchain;
+mod workspace;
+
+/// Builds, tests, measures and shows this project.
+///
+/// Everything made by these commands lives under target/; deleting that folder loses nothing but time.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Build(commands::build::Args),
+    Demo(commands::demo::Args),
+    Test(commands::test::Args),
+    Bench(commands::bench::Args),
+    Envoy(commands::envoy::Args),
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Build(args) => commands::build::run(&args),
+        Command::Demo(args) => commands::demo::run(&args),
+        Command::Test(args) => commands::test::run(&args),
+        Command::Bench(args) => commands::bench::run(&args),
+        Command::Envoy(args) => commands::envoy::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Causes without a backtrace, whatever RUST_BACKTRACE says: what failed is another program.
+            eprintln!("error: {error}");
+            error.chain().skip(1).for_each(|cause| eprintln!("  because: {cause}"));
+            ExitCode::FAILURE
+        }
+    }
+}

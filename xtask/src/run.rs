@@ -1,0 +1,102 @@
+//! Child processes: start them, and turn every way they fail into one readable error.
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::workspace;
+
+/// The cargo that runs this program, started in the workspace root.
+pub(crate) fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(workspace::root());
+    // Set by the outer cargo for this program; a build script or test of the inner one must not see them.
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(|n| n.starts_with("CARGO_PKG_") || n.starts_with("CARGO_MANIFEST_")) {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+/// A command by name, started in the workspace root with messages in English.
+pub(crate) fn tool(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    command.current_dir(workspace::root()).env("LC_ALL", "C").stdin(Stdio::null());
+    command
+}
+
+/// Runs to the end with the terminal inherited; anything but success is an error that shows the command.
+pub(crate) fn check(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("cannot start `{}`", shown(command)))?;
+    if !status.success() {
+        bail!("`{}` failed: {status}", shown(command));
+    }
+    Ok(())
+}
+
+/// Runs to the end, nothing shown; returns standard output. An error carries what the command said.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("cannot start `{}`", shown(command)))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        bail!("`{}` failed: {}\n{}", shown(command), output.status, said.trim_end());
+    }
+    String::from_utf8(output.stdout).with_context(|| format!("`{}` printed no UTF-8", shown(command)))
+}
+
+/// Whether the command could be started and ended well. Nothing is shown.
+pub(crate) fn succeeds(command: &mut Command) -> bool {
+    command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+}
+
+/// Runs to the end, handing each line of standard output to `line`; standard error is inherited.
+pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result<()> {
+    let mut child = command
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start `{}`", shown(command)))?;
+    if let Some(stdout) = child.stdout.take() {
+        let mut reader = BufReader::new(stdout);
+        let mut bytes = Vec::new();
+        // By bytes: a test may print anything.
+        while reader.read_until(b'\n', &mut bytes)? > 0 {
+            line(String::from_utf8_lossy(&bytes).trim_end_matches(['\n', '\r']));
+            bytes.clear();
+        }
+    }
+    let status = child.wait()?;
+    if !status.success() {
+        bail!("`{}` failed: {status}", shown(command));
+    }
+    Ok(())
+}
+
+/// Runs a `cargo build ...` and returns the file called `name` that it made, wherever cargo put it.
+pub(crate) fn built_file(command: &mut Command, name: &str) -> Result<PathBuf> {
+    let mut found = None;
+    command.arg("--message-format=json-render-diagnostics");
+    lines(command, |line| {
+        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
+        let files = message.get("filenames").and_then(|f| f.as_array()).into_iter().flatten();
+        for file in files.filter_map(|f| f.as_str()).map(PathBuf::from) {
+            if file.file_name() == Some(OsStr::new(name)) {
+                found = Some(file);
+            }
+        }
+    })?;
+    found.with_context(|| format!("`{}` made no {name}", shown(command)))
+}
+
+/// Program and arguments, for messages.
+fn shown(command: &Command) -> String {
+    let mut words = vec![command.get_program().to_string_lossy().into_owned()];
+    if let Some(program) = PathBuf::from(command.get_program()).file_name() {
+        words[0] = program.to_string_lossy().into_owned();
+    }
+    words.extend(command.get_args().map(|a| a.to_string_lossy().into_owned()));
+    words.join(" ")
+}

@@ -1,0 +1,289 @@
+//! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` where that
+//! standard library cannot be had.
+//!
+//! `rustup target add` downloads from a place that some networks (CI among them) refuse. Debian ships a
+//! compiler with the library's source; unpacked into `target/toolchain/`, never installed, it builds
+//! `wasm32-unknown-unknown` with cargo's `-Zbuild-std`. Package versions are whatever the machine's Debian
+//! offers: none is written here.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::{progress, run, workspace};
+
+/// Which compiler the caller wants.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
+pub(crate) enum Choice {
+    /// rustup's if it has the target or can fetch it, else Debian's
+    #[default]
+    Auto,
+    /// The machine's own compiler with the target wasm32-wasip1
+    Rustup,
+    /// Debian's rustc-web, unpacked under target/toolchain/, with the target wasm32-unknown-unknown
+    Debian,
+}
+
+/// A compiler that is ready to build the filter.
+#[derive(Debug)]
+pub(crate) enum Toolchain {
+    /// The machine's compiler has `wasm32-wasip1`.
+    Native,
+    /// Unpacked Debian packages.
+    Debian(Debian),
+}
+
+/// Where the Debian packages were unpacked, and which LLVM they came with.
+#[derive(Debug)]
+pub(crate) struct Debian {
+    root: PathBuf,
+    llvm: String,
+}
+
+impl Toolchain {
+    /// Finds or fetches the compiler and prints one line that says which it is.
+    pub(crate) fn prepare(choice: Choice) -> Result<Self> {
+        let toolchain = match choice {
+            Choice::Rustup => {
+                native().with_context(|| format!("no {NATIVE_TARGET} for the machine's own compiler"))?
+            }
+            Choice::Debian => Self::Debian(Debian::prepare()?),
+            Choice::Auto => match native() {
+                Ok(found) => found,
+                Err(why) => {
+                    progress::say(format_args!(
+                        "rustup cannot provide {NATIVE_TARGET} here ({}); falling back to Debian's packages",
+                        progress::last_line(&why)
+                    ));
+                    Self::Debian(Debian::prepare()?)
+                }
+            },
+        };
+        progress::say(match &toolchain {
+            Self::Native => format!("wasm: the machine's own compiler, target {NATIVE_TARGET}"),
+            Self::Debian(debian) => {
+                format!(
+                    "wasm: {}, target {DEBIAN_TARGET}, standard library built from source",
+                    debian.version()?
+                )
+            }
+        });
+        Ok(toolchain)
+    }
+
+    /// Builds the filter with these cargo features and returns the module.
+    pub(crate) fn build_filter(&self, features: &str) -> Result<PathBuf> {
+        let mut command = run::cargo();
+        command.args(["build", "--package", "prequal-filter", "--lib", "--profile", "wasm"]);
+        command.arg("--target-dir").arg(self.target_dir());
+        if !features.is_empty() {
+            command.args(["--features", features]);
+        }
+        match self {
+            Self::Native => {
+                command.args(["--target", NATIVE_TARGET]);
+            }
+            Self::Debian(debian) => debian.configure(&mut command)?,
+        }
+        run::built_file(&mut command, "prequal_filter.wasm")
+    }
+
+    /// Own folder for each compiler, both apart from the host's, so that none undoes another's work.
+    pub(crate) fn target_dir(&self) -> PathBuf {
+        workspace::target().join("wasm").join(match self {
+            Self::Native => "native",
+            Self::Debian(_) => "debian",
+        })
+    }
+}
+
+impl Debian {
+    fn prepare() -> Result<Self> {
+        let root = workspace::target().join("toolchain").join("debian");
+        let marker = root.join("packages.txt");
+        if !marker.is_file() {
+            for program in ["apt-get", "apt-cache", "dpkg", "dpkg-query"] {
+                ensure!(
+                    run::succeeds(run::tool(program).arg("--version")),
+                    "the fallback needs Debian's `{program}`, which is not here; where the network allows it, \
+                     `rustup target add {NATIVE_TARGET}` is the other way"
+                );
+            }
+            // Renamed at the end: an interrupted run leaves nothing that looks complete.
+            let scratch = root.with_file_name(format!(".debian-{}", std::process::id()));
+            fs::create_dir_all(&scratch)?;
+            let unpacked = unpack(&scratch).and_then(|()| {
+                if root.exists() {
+                    fs::remove_dir_all(&root)?;
+                }
+                Ok(fs::rename(&scratch, &root)?)
+            });
+            if unpacked.is_err() {
+                fs::remove_dir_all(&scratch)?;
+            }
+            unpacked?;
+        }
+        let llvm = fs::read_dir(root.join("usr/lib"))?
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .find_map(|name| name.strip_prefix("llvm-").map(str::to_owned))
+            .with_context(|| format!("no LLVM in {}", root.display()))?;
+        Ok(Self { root, llvm })
+    }
+
+    /// What the compiler says it is.
+    fn version(&self) -> Result<String> {
+        let said = run::output(
+            run::tool(self.rustc()).arg("--version").env("LD_LIBRARY_PATH", self.library_path()?),
+        )
+        .context("Debian's compiler does not start")?;
+        Ok(format!("Debian's {}", said.split(" (").next().unwrap_or_default().trim()))
+    }
+
+    fn configure(&self, command: &mut Command) -> Result<()> {
+        let linker = self.root.join("usr/bin").join(format!("wasm-ld-{}", self.llvm));
+        command
+            .args(["--target", DEBIAN_TARGET, "-Zbuild-std=std,panic_abort"])
+            .env("LD_LIBRARY_PATH", self.library_path()?)
+            .env("RUSTC", self.rustc())
+            // -Zbuild-std is nightly-only in cargo, and the compiler here is a stable one.
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER", linker);
+        Ok(())
+    }
+
+    fn rustc(&self) -> PathBuf {
+        self.root.join("usr/bin/rustc")
+    }
+
+    /// The unpacked libraries first, then whatever the outer cargo had set.
+    fn library_path(&self) -> Result<OsString> {
+        let mut folders = vec![self.root.join("usr/lib").join(format!("llvm-{}", self.llvm)).join("lib")];
+        for entry in fs::read_dir(self.root.join("usr/lib"))? {
+            let path = entry?.path();
+            if path.file_name().and_then(|n| n.to_str()).is_some_and(|n| n.ends_with("-linux-gnu")) {
+                folders.push(path);
+            }
+        }
+        folders.extend(std::env::split_paths(&std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default()));
+        Ok(std::env::join_paths(folders)?)
+    }
+}
+
+/// The machine's compiler, with the target added by rustup if it was missing.
+fn native() -> Result<Toolchain> {
+    if has_native_target() {
+        return Ok(Toolchain::Native);
+    }
+    progress::silently(&format!("rustup target add {NATIVE_TARGET}"), || {
+        run::output(run::tool("rustup").args(["target", "add", NATIVE_TARGET]))
+    })?;
+    ensure!(has_native_target(), "rustup added {NATIVE_TARGET}, but the compiler in use does not have it");
+    Ok(Toolchain::Native)
+}
+
+/// Asks the compiler rustup or not, so that a distribution's own wasm packages count too.
+fn has_native_target() -> bool {
+    run::output(run::tool("rustc").args(["--print", "target-libdir", "--target", NATIVE_TARGET]))
+        .ok()
+        .and_then(|folder| fs::read_dir(folder.trim()).ok())
+        .into_iter()
+        .flatten()
+        .any(|entry| entry.is_ok_and(|e| e.file_name().to_string_lossy().starts_with("libstd-")))
+}
+
+/// Downloads the packages and unpacks them into `root`.
+fn unpack(root: &Path) -> Result<()> {
+    // Only root may refresh the lists. Without that, lists that are too old show as a failed download below.
+    if let Err(why) = progress::silently("apt-get update", || run::output(run::tool("apt-get").arg("update")))
+    {
+        progress::say(format_args!(
+            "apt-get update failed ({}); using the lists that are here",
+            progress::last_line(&why)
+        ));
+    }
+    let packages = resolve()?;
+    let what = format!("fetching {} (about 140 MB)", packages.join(" "));
+    let folder = root.join("debs");
+    fs::create_dir_all(&folder)?;
+    progress::silently(&what, || {
+        run::output(run::tool("apt-get").arg("download").args(&packages).current_dir(&folder))
+    })?;
+    progress::silently("unpacking them", || {
+        for entry in fs::read_dir(&folder)? {
+            run::output(run::tool("dpkg").arg("-x").arg(entry?.path()).arg(root))?;
+        }
+        Ok(())
+    })?;
+    fs::remove_dir_all(&folder)?;
+    Ok(fs::write(root.join("packages.txt"), packages.join("\n") + "\n")?)
+}
+
+/// The packages to unpack: compiler, library source, linker, and what these need that is not installed.
+///
+/// The compiler's own dependency on a C toolchain is not followed: cargo on this machine already has one.
+fn resolve() -> Result<Vec<String>> {
+    let mut wanted: BTreeSet<String> = ["rustc-web", "rust-web-src"].map(str::to_owned).into();
+    follow("libstd-rust-web-dev", &mut wanted)?;
+    let llvm = wanted
+        .iter()
+        .find_map(|name| name.strip_prefix("libllvm"))
+        .context("libstd-rust-web-dev depends on no libllvm package; is libllvm installed already?")?
+        .to_owned();
+    follow(&format!("lld-{llvm}"), &mut wanted)?;
+    Ok(wanted.into_iter().collect())
+}
+
+/// Adds `package` and everything it depends on that is not installed.
+fn follow(package: &str, wanted: &mut BTreeSet<String>) -> Result<()> {
+    let mut pending = vec![package.to_owned()];
+    while let Some(package) = pending.pop() {
+        // LLVM is taken even if installed: its version names the linker's package.
+        let needed = package.starts_with("libllvm") || !is_installed(&package);
+        if !needed || !wanted.insert(package.clone()) {
+            continue;
+        }
+        let listed = run::output(run::tool("apt-cache").args(["depends", &package]))?;
+        if listed.trim().is_empty() {
+            bail!("apt-cache knows no package {package}");
+        }
+        pending.extend(depends(&listed));
+    }
+    Ok(())
+}
+
+/// The packages that `apt-cache depends` lists as needed; virtual ones (`<name>`) are left out.
+fn depends(listed: &str) -> Vec<String> {
+    listed
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("Depends: "))
+        .filter(|name| !name.starts_with('<'))
+        .map(str::to_owned)
+        .collect()
+}
+
+fn is_installed(package: &str) -> bool {
+    run::output(run::tool("dpkg-query").args(["-W", "-f", "${db:Status-Status}", package]))
+        .is_ok_and(|status| status == "installed")
+}
+
+/// What rustup provides: WASI imports, which Envoy implements.
+pub(crate) const NATIVE_TARGET: &str = "wasm32-wasip1";
+
+/// Imports nothing but the proxy-wasm ABI, and so needs no C library.
+const DEBIAN_TARGET: &str = "wasm32-unknown-unknown";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dependencies_are_read_without_virtual_packages() {
+        let listed = "rustc-web\n  Depends: libc6\n |Depends: <libc-dev>\n  Depends: <libc-dev>\n    libc6-dev\n\
+                      \x20 Depends: libllvm22\n  Recommends: cargo-web\n";
+        assert_eq!(depends(listed), ["libc6", "libllvm22"]);
+    }
+}
