@@ -43,7 +43,7 @@ impl Case {
             reports_per_pick,
             rng: SmallRng::seed_from_u64(1),
         };
-        case.pool.set_members(u32::from(fleet));
+        case.pool.set_members(u32::from(fleet), case.now);
         // Longer than any history looks back.
         for _ in 0..20_000 {
             case.request();

@@ -50,9 +50,9 @@ fn the_pick_path_does_not_allocate() {
     for (profile, reports_per_pick) in [(Profile::Default, 1), (Profile::Paper, 3)] {
         let settings = profile.pool_settings();
         let mut pool = PoolState::new();
-        pool.set_members(100);
-        let mut blob = pool.as_bytes().to_vec();
         let mut now = Micros::from_millis(1_700_000_000_000);
+        pool.set_members(100, now);
+        let mut blob = pool.as_bytes().to_vec();
         let reports: Vec<String> = (0..100u32)
             .map(|number| format!("{};{};10.0.0.{number}:80", number % 9, 1000 * number))
             .collect();

@@ -1,8 +1,8 @@
 //! What a dependency must satisfy, checked without any tool that is not cargo.
 //!
 //! The licences that `deny.toml` allows, crates.io as the only source, no banned crate, and a line in
-//! `docs/dependencies.md` for everything named directly. `cargo deny` checks more (advisories, duplicate
-//! versions, licence texts) and runs as well where it is installed.
+//! `docs/dependencies.md` for everything named directly. `cargo deny` checks more (advisories, licence
+//! texts) and runs as well where it is installed.
 
 use std::collections::BTreeSet;
 use std::fs;

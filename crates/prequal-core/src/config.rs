@@ -76,6 +76,7 @@ impl Profile {
             pool_size: 16,
             max_age_ms: 1000,
             q_rif: 0.84,
+            q_rif_small: 0.95,
             hot: HotRule::Auto,
             delta: 1.0,
             r_remove: 1.0,
@@ -175,6 +176,7 @@ const SETTING_KEYS: &[&str] = &[
     "pool_size",
     "max_age_ms",
     "q_rif",
+    "q_rif_small",
     "hot",
     "delta",
     "r_remove",
@@ -280,6 +282,7 @@ impl Fields<'_> {
         set(&mut pool.pool_size, self.whole("pool_size", 2..=MAX_POOL as u32).map(|size| size as usize));
         set(&mut pool.max_age_ms, self.whole("max_age_ms", 10..=60_000));
         set(&mut pool.q_rif, self.number("q_rif", 0.0..=1.0));
+        set(&mut pool.q_rif_small, self.number("q_rif_small", 0.0..=1.0));
         set(
             &mut pool.hot,
             self.choice("hot", &[("auto", HotRule::Auto), ("gt", HotRule::Gt), ("ge", HotRule::Ge)]),
@@ -477,6 +480,7 @@ mod tests {
             ("pool_size", ["2", "24"], ["1", "25"]),
             ("max_age_ms", ["10", "60000"], ["9", "60001"]),
             ("q_rif", ["0", "1"], ["-0.01", "1.01"]),
+            ("q_rif_small", ["0", "1"], ["-0.01", "1.01"]),
             ("delta", ["0.001", "1000"], ["0", "1001"]),
             ("r_remove", ["0", "16"], ["-1", "16.5"]),
             ("reuse_cap", ["1", "10000"], ["0", "10001"]),

@@ -65,6 +65,9 @@ pub struct PoolSettings {
     pub max_age_ms: u32,
     /// Quantile for θ, 0 (RIF only) to 1 (latency only).
     pub q_rif: f64,
+    /// The same for small fleets (while [`HotRule::Auto`] reads `>`). With RIFs of 1 to 3 a short stall lifts all fast
+    /// replicas over a lower quantile at once, and the slow one is the only cold one left.
+    pub q_rif_small: f64,
     /// Which reading of "hot".
     pub hot: HotRule,
     /// δ of equation (1).
@@ -612,10 +615,12 @@ impl PoolState {
 
     /// θ by nearest rank over the reports younger than `max_age_ms`.
     fn theta(&self, settings: &PoolSettings, now: Stamp) -> Theta {
-        if settings.q_rif >= 1.0 {
+        let small = settings.hot == HotRule::Auto && self.auto_ge == 0;
+        let q_rif = if small { settings.q_rif_small } else { settings.q_rif };
+        if q_rif >= 1.0 {
             return Theta::NoneHot;
         }
-        if settings.q_rif <= 0.0 {
+        if q_rif <= 0.0 {
             return Theta::AllHot;
         }
         // Counting beats sorting: RIFs are small numbers nearly always.
@@ -638,7 +643,7 @@ impl PoolState {
         if total == 0 {
             return Theta::NoneHot;
         }
-        let rank = ((settings.q_rif * total as f64).ceil() as usize).clamp(1, total);
+        let rank = ((q_rif * total as f64).ceil() as usize).clamp(1, total);
         let mut seen = 0;
         let small = counts.iter().position(|count| {
             seen += usize::from(*count);
@@ -1022,7 +1027,7 @@ mod tests {
             paper in any::<bool>(), q_rif in 0.0f64..=1.0, seed in any::<u64>(),
         ) {
             let profile = if paper { Profile::Paper } else { Profile::Default };
-            let settings = PoolSettings { q_rif, ..profile.pool_settings() };
+            let settings = PoolSettings { q_rif, q_rif_small: q_rif, ..profile.pool_settings() };
             let mut rng = SmallRng::seed_from_u64(seed);
             let mut pool = PoolState::new();
             let mut now = ms(0);

@@ -61,7 +61,7 @@ pub(crate) enum ReportEnd {
 }
 
 /// Who ended a request.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Class {
     Answer,
     UpstreamFailure,

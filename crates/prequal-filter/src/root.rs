@@ -161,13 +161,15 @@ impl Root {
 }
 
 impl Context for Root {
-    fn on_http_call_response(&mut self, token: u32, _headers: usize, _body: usize, _trailers: usize) {
+    fn on_http_call_response(&mut self, token: u32, headers: usize, _body: usize, _trailers: usize) {
         let Some(filter) = self.filter.clone() else { return };
         let Some(probe) = self.in_flight.remove(&token) else { return };
         let Some(cluster) = filter.clusters.get(probe.cluster) else { return };
-        let end = match Self::take_reply(cluster, probe.target, host::now()) {
-            Ok(()) => ProbeEnd::Used,
-            Err(end) => end,
+        // Without headers the reply broke off in its body; asking for a header then makes the SDK panic.
+        let end = if headers == 0 {
+            ProbeEnd::Refused
+        } else {
+            Self::take_reply(cluster, probe.target, host::now()).map_or_else(|end| end, |()| ProbeEnd::Used)
         };
         cluster.metrics.probe(end);
     }

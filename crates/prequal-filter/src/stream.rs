@@ -115,11 +115,11 @@ impl Stream {
             return None;
         }
         let cluster = filter.clusters.get(self.cluster?)?;
-        let flags = host::number_property(&["response", "flags"]).unwrap_or(0);
-        if flags & FLAG_DOWNSTREAM_DISCONNECT != 0 {
-            return Some(Class::ClientAbort);
+        let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
+        let class = class_of(&details);
+        if class == Class::ClientAbort {
+            return Some(class);
         }
-        let failed = flags & FLAGS_UPSTREAM != 0;
         let served_by = upstream_address();
         if let Some(chosen) = self.chosen {
             let diverted = served_by.is_some_and(|served| served != chosen);
@@ -127,7 +127,7 @@ impl Stream {
                 cluster.metrics.diverted.one();
             }
             // Refused, reset, timed out, retried elsewhere, or vetoed by Envoy's health state.
-            if diverted || failed {
+            if diverted || class == Class::UpstreamFailure {
                 cluster.bar(host::now(), chosen);
             }
             if self.verify && served_by == Some(chosen) {
@@ -136,12 +136,7 @@ impl Stream {
                 cluster.forget(host::now(), chosen);
             }
         }
-        let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
-        Some(match (failed, details.as_str()) {
-            (true, _) => Class::UpstreamFailure,
-            (false, "via_upstream") => Class::Answer,
-            (false, _) => Class::Local,
-        })
+        Some(class)
     }
 }
 
@@ -229,8 +224,16 @@ fn crash_on_demand() {
     }
 }
 
-/// The client went away.
-const FLAG_DOWNSTREAM_DISCONNECT: u64 = 16384;
-/// No healthy host, request timeout, local reset, remote reset, connection failure, connection termination,
-/// overflow, stream timeouts: Envoy's response flags that blame the upstream.
-const FLAGS_UPSTREAM: u64 = 2 | 4 | 8 | 16 | 32 | 64;
+/// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).
+fn class_of(details: &str) -> Class {
+    let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| details.starts_with(prefix));
+    if details == "via_upstream" {
+        Class::Answer
+    } else if starts(&["downstream_", "http2.remote_reset", "http3.remote_reset"]) {
+        Class::ClientAbort
+    } else if starts(&["upstream_", "response_timeout", "no_healthy_upstream", "stream_idle_timeout"]) {
+        Class::UpstreamFailure
+    } else {
+        Class::Local
+    }
+}

@@ -189,11 +189,16 @@ impl AsyncRead for ServerIo {
         let before = buf.filled().len();
         let read = this.poll_bytes(cx, buf);
         if !this.watch.expects_head() {
+            // A head has come whole: its deadline must not meet the next one on this connection.
+            this.deadline = None;
             return read;
         }
         match read {
             Poll::Ready(Ok(())) => {
                 let mut head = this.watch.head();
+                if head.is_empty() {
+                    this.deadline = None;
+                }
                 if head.len() < MAX_CAPTURE {
                     head.extend_from_slice(&buf.filled()[before..]);
                 }

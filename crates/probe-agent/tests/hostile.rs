@@ -163,6 +163,22 @@ async fn slow_heads_are_cut_and_idle_connections_are_not() {
     agent.at_rest([1, 0, 0, 0]).await;
 }
 
+#[tokio::test]
+async fn a_kept_alive_connection_outlives_the_time_for_one_head() {
+    let (agent, hits) = counted(|config| config.limits.header_timeout = Duration::from_millis(100)).await;
+    let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+    // Each head comes in two parts, so that each arms the deadline; together they take far longer than it.
+    for served in 1..=8 {
+        let (start, rest) = GET.split_at(10);
+        tcp.write_all(start.as_bytes()).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(40)).await;
+        tcp.write_all(rest.as_bytes()).await.unwrap();
+        within(common::read_head(&mut tcp)).await;
+        within(tcp.read_exact(&mut [0; 5])).await.unwrap();
+        assert_eq!(hits.load(Ordering::Relaxed), served);
+    }
+}
+
 const GET: &str = "GET / HTTP/1.1\r\nhost: a\r\n\r\n";
 
 #[tokio::test]

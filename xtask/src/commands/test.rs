@@ -254,7 +254,7 @@ fn dependencies() -> Result<()> {
         "built-in check of {looked_at} dependencies: licences, source, bans, docs/dependencies.md"
     ));
     if !run::succeeds(run::cargo().args(["deny", "--version"])) {
-        progress::say("cargo-deny is not installed: advisories and duplicate versions were not checked");
+        progress::say("cargo-deny is not installed: advisories were not checked");
         return Ok(());
     }
     run::check(run::cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))?;
