@@ -1,9 +1,9 @@
 //! The learned membership: which replicas exist, learned from reports, and which of them to probe next.
 //!
 //! Envoy's own discovery stays the source of truth. Some probes go out without an address, the probe cluster's policy
-//! finds some host, and the reply names it: a *candidate*. A candidate that answers at its address gets one request, and
-//! Envoy's word for who served that request makes it a *member*. No reply of a replica alone does, so one that invents
-//! endpoints fills a small bounded list, costs one unsteered request each, and nothing else.
+//! finds some host, and the reply names it: a *candidate*. A candidate gets one request, and Envoy's word for who
+//! served that request makes it a *member*. No reply of a replica alone does, so one that invents endpoints fills a
+//! small bounded list, costs one unsteered request each, and nothing else.
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 

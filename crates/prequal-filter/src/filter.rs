@@ -53,7 +53,7 @@ enum News {
         rif: u32,
         latency_us: Option<u32>,
     },
-    /// A candidate answered a probe.
+    /// A reply names a candidate.
     Introduce {
         at: Micros,
         replica: Endpoint,
@@ -134,22 +134,24 @@ impl Cluster {
         self.push(News::Report { at, replica, rif: report.rif, latency_us: report.latency_us });
     }
 
-    /// A probe of `replica` was answered at its address. Load counts only of members: a name that no request has
-    /// reached may be an invention.
+    /// A probe of `replica` was answered at its address. Load counts only of members.
     pub(crate) fn probed(&self, now: Micros, replica: Endpoint, report: &LoadReport) {
         if self.hear_of(now, replica, report) {
             self.report(now, replica, report);
-        } else {
-            self.push(News::Introduce { at: now, replica });
         }
     }
 
-    /// Takes note of a name that a reply told; says whether it is a member's.
+    /// Takes note of a name that a reply told; says whether it is a member's. If not, it may be an invention: it gets
+    /// one request, which shows whether Envoy knows it.
     pub(crate) fn hear_of(&self, now: Micros, replica: Endpoint, report: &LoadReport) -> bool {
         let members = self.store.update_members(&self.metrics, |members| {
             members.observe(replica, report.probe_endpoint, Evidence::Hearsay, now)
         });
-        members.contains(replica)
+        let known = members.contains(replica);
+        if !known {
+            self.push(News::Introduce { at: now, replica });
+        }
+        known
     }
 
     /// Envoy says that the replica served a request, with `report` on the response if there was one.

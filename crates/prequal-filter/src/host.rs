@@ -21,6 +21,12 @@ pub(crate) fn header(map: MapType, name: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
+/// Whether one of these headers stands more than once; [`header`] sees the first only.
+pub(crate) fn any_twice(map: MapType, names: &[&str]) -> bool {
+    let pairs = hostcalls::get_map_bytes(map).unwrap_or_default();
+    names.iter().any(|name| pairs.iter().filter(|(key, _)| key == name).count() > 1)
+}
+
 /// A text property; `None` when absent.
 pub(crate) fn text_property(path: &[&str]) -> Option<String> {
     let bytes = hostcalls::get_property(path.to_vec()).ok()??;

@@ -46,6 +46,8 @@ pub(crate) enum ProbeEnd {
     NoEndpoint,
     /// A status other than 200 with a report.
     Status,
+    /// Several reports in one reply.
+    Duplicate,
     BadReport(ReportError),
     Timeout,
     Refused,
@@ -76,7 +78,7 @@ pub(crate) struct Metrics {
     pub(crate) sent: Counter,
     /// Envoy refused to send: breaker full, no host, or no such cluster.
     pub(crate) undispatched: Counter,
-    probes: [Counter; 12],
+    probes: [Counter; 13],
     reports: [Counter; 8],
     outcomes: [Counter; 4],
     pub(crate) diverted: Counter,
@@ -139,7 +141,8 @@ impl Metrics {
             ProbeEnd::NoReport => 4,
             ProbeEnd::NoEndpoint => 5,
             ProbeEnd::Status => 6,
-            ProbeEnd::BadReport(error) => 7 + error_index(error),
+            ProbeEnd::Duplicate => 7,
+            ProbeEnd::BadReport(error) => 8 + error_index(error),
         };
         if let Some(counter) = self.probes.get(index) {
             counter.one();
@@ -184,7 +187,7 @@ fn error_index(error: ReportError) -> usize {
     }
 }
 
-const PROBE_LABELS: [&str; 12] = [
+const PROBE_LABELS: [&str; 13] = [
     "used",
     "timeout",
     "refused",
@@ -192,6 +195,7 @@ const PROBE_LABELS: [&str; 12] = [
     "rejected_no_report",
     "rejected_no_endpoint",
     "rejected_status",
+    "rejected_duplicate",
     "rejected_too_long",
     "rejected_bad_rif",
     "rejected_bad_latency",

@@ -132,6 +132,9 @@ impl Root {
             "503" if !reported => return Err(ProbeEnd::Refused),
             _ => return Err(ProbeEnd::Status),
         }
+        if host::any_twice(MapType::HttpCallResponseHeaders, &[HEADER_LOAD, HEADER_RIF, HEADER_LATENCY]) {
+            return Err(ProbeEnd::Duplicate);
+        }
         match (load, rif) {
             (Some(load), _) => LoadReport::parse(&load),
             (None, Some(rif)) => LoadReport::parse_pair(&rif, header(HEADER_LATENCY).as_deref()),

@@ -5,9 +5,10 @@ use std::time::Duration;
 use anyhow::Result;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prequal_testbed::{Client, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
+use bytes::Bytes;
+use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request};
 
-use crate::support::{PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, warm};
+use crate::support::{PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, counted, warm};
 
 #[test]
 fn headers_of_a_client_neither_steer_nor_report_and_ours_do_not_leak() -> Result<()> {
@@ -91,11 +92,18 @@ fn a_client_that_gives_up_leaves_no_request_in_flight() -> Result<()> {
             assert!(client.abandon(Request::get("/"), Duration::from_millis(30)));
         }
     }
+    // And once more in the middle of the answer.
+    let chunk = Bytes::from_static(b"x");
+    for replica in fleet.iter() {
+        let body = Body::Stream { chunk: chunk.clone(), count: 1000, gap: Duration::from_millis(20) };
+        replica.backend.set(Reply::ok().body(body));
+    }
+    for client in [envoy.client(), Client::http2(envoy.addr())] {
+        assert!(client.abandon(Request::get("/"), Duration::from_millis(200)));
+    }
     fleet.assert_idle();
-    let after = eventually("all ends are counted", Duration::from_secs(5), || {
-        let now = envoy.prequal(SERVING).ok()?;
-        (now.outcomes("client_abort") == before.outcomes("client_abort") + 10).then_some(now)
-    });
+    let aborts = before.outcomes("client_abort") + 12;
+    let after = counted(&envoy, "twelve ends", |now| now.outcomes("client_abort") == aborts);
     assert_eq!(after.outcomes("upstream_failure"), before.outcomes("upstream_failure"), "{after:#?}");
     assert_eq!(envoy.stat("http.ingress.downstream_rq_active")?, 0);
     Ok(())

@@ -103,7 +103,7 @@ fn a_crash_of_the_vm_costs_one_request_and_keeps_the_pool() -> Result<()> {
         return Ok(());
     }
     let fleet = Fleet::uniform(3, &Reply::ok())?;
-    let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?.module(&module), "max_age_ms", 60_000);
+    let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?.module(&module), "max_age_ms", 10_000);
     let envoy = Envoy::start(config)?;
     let warmed = warm(&envoy, 3);
     let crash = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;

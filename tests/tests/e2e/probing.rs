@@ -26,7 +26,8 @@ fn counters_balance_at_rest() -> Result<()> {
     let envoy = Envoy::start(probing(EnvoyConfig::for_replicas(&fleet.addrs())?, 2.0))?;
     assert_all_ok(&envoy.client().burst(500, 8, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
-    assert!((990..=1010).contains(&rest.probes("sent")), "{rest:#?}");
+    // Two for each request, and some to discover.
+    assert!((990..=1150).contains(&rest.probes("sent")), "{rest:#?}");
     assert!(rest.probes("used") > 0, "{rest:#?}");
     assert_eq!(rest.steered() + rest.picks("fallback"), 500);
     // Envoy's own count of the probes.
@@ -57,7 +58,8 @@ fn no_reply_is_lost_when_requests_are_shorter_than_probes() -> Result<()> {
     Ok(())
 }
 
-/// What a bad probe endpoint does, and how the result begins under which its probes are counted.
+/// What a bad probe endpoint does, and how the result begins under which its probes are counted. `SELF` in a
+/// header stands for the endpoint's own address.
 fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
     let garbage = |value: &str| Reply::ok().header("x-prequal-load", value);
     let endless =
@@ -68,18 +70,14 @@ fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
         ("answers 500", Reply::status(500), "rejected_"),
         ("says nothing", Reply::ok(), "rejected_"),
         ("no number", garbage("a;b;c"), "rejected_"),
-        ("negative", garbage("-1;-1;127.0.0.1:1"), "rejected_"),
-        ("huge", garbage("99999999999999999999;1;127.0.0.1:1"), "rejected_"),
+        ("negative", garbage("-1;-1;SELF"), "rejected_"),
+        ("huge", garbage("99999999999999999999;1;SELF"), "rejected_"),
         ("empty", garbage(""), "rejected_"),
         ("long", garbage(&"9".repeat(16_000)), "rejected_"),
         ("another replica", garbage("0;1;203.0.113.1:80"), "rejected_"),
-        ("twice", garbage("0;1;127.0.0.1:1").header("x-prequal-load", "7;7;127.0.0.1:2"), "rejected_"),
-        (
-            "breaks off in the body",
-            garbage("0;1;127.0.0.1:1").body(Body::Broken(Bytes::from_static(b"x"))),
-            "",
-        ),
-        ("hangs in the body", garbage("0;1;127.0.0.1:1").body(endless), ""),
+        ("twice", garbage("0;1;SELF").header("x-prequal-load", "7;7;SELF"), "rejected_"),
+        ("breaks off in the body", garbage("0;1;SELF").body(Body::Broken(Bytes::from_static(b"x"))), ""),
+        ("hangs in the body", garbage("0;1;SELF").body(endless), ""),
         ("10 MB", Reply::ok().body(Body::Full(Bytes::from(vec![b'x'; 10 << 20]))), ""),
     ]
 }
@@ -88,7 +86,14 @@ fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
 fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
     bed!();
     for (case, reply, result) in bad_endpoints() {
-        let backends = stand_ins(2, move |_| reply.clone(), |_| Reply::ok())?;
+        let answer = move |addr: std::net::SocketAddr| {
+            let mut reply = reply.clone();
+            for (_, value) in &mut reply.headers {
+                *value = value.replace("SELF", &addr.to_string());
+            }
+            reply
+        };
+        let backends = stand_ins(2, answer, |_| Reply::ok())?;
         let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0);
         // Targets are learned from reports; these agents give none, so they are listed.
         let known = addrs(&backends).iter().map(ToString::to_string).collect::<Vec<_>>();
@@ -96,7 +101,8 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
         assert_all_ok(&envoy.client().burst(40, 2, |_| Request::get("/")));
         let rest = assert_probes_balance(&envoy);
         assert!(rest.probes("sent") >= 20, "{case}: {rest:#?}");
-        assert_eq!(rest.probes("used"), 0, "{case}: {rest:#?}");
+        // When all agents agree on an invention, whoever is asked for it confirms it; it stays a candidate.
+        assert!(rest.probes("used") == 0 || case == "another replica", "{case}: {rest:#?}");
         let counted: u64 =
             rest.probes.iter().filter(|(name, _)| name.starts_with(result)).map(|(_, count)| count).sum();
         assert!(counted > 0, "{case}: expected {result}: {rest:#?}");
@@ -190,8 +196,10 @@ fn a_lying_agent_harms_only_its_own_share() -> Result<()> {
     let to_slow = backends[3].seen().iter().filter(|seen| !is_probe(seen)).count();
     assert!(to_slow <= 20, "{to_slow} of 400");
     let after = envoy.prequal(SERVING)?;
-    let dropped: u64 = after.reports.iter().filter(|(name, _)| *name != "used").map(|(_, n)| n).sum();
-    assert!(dropped + after.probes_rejected() > 0, "{after:#?}");
+    // What the liar said with its own answers was dropped, every time; so it never became a member.
+    let by_liar = backends[0].seen().iter().filter(|seen| !is_probe(seen)).count() as u64;
+    assert_eq!(after.reports("wrong_endpoint"), by_liar, "{after:#?}");
+    assert_eq!(after.other("prequal_members"), 3, "{after:#?}");
     Ok(())
 }
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 use anyhow::Result;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Version};
-use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, WebSocket, eventually};
+use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, WebSocket};
 
-use crate::support::{SERVING, assert_all_ok, bed, warm};
+use crate::support::{SERVING, assert_all_ok, bed, counted, warm};
 
 fn grpc_request() -> Request {
     Request::post("/test.Service/Call", &b"\0\0\0\0\0"[..])
@@ -70,10 +70,8 @@ fn grpc_errors_are_seen_as_failures() -> Result<()> {
         for _ in 0..10 {
             assert_eq!(client.send(grpc_request())?.status, 200);
         }
-        let after = eventually("the failures are counted", Duration::from_secs(5), || {
-            let now = envoy.prequal(SERVING).ok()?;
-            (now.outcomes.values().sum::<u64>() >= before.outcomes.values().sum::<u64>() + 10).then_some(now)
-        });
+        let ended = |at: &Prequal| at.outcomes.values().sum::<u64>();
+        let after = counted(&envoy, "ten ends", |now| ended(now) >= ended(&before) + 10);
         let failures = after.outcomes("upstream_failure") - before.outcomes("upstream_failure");
         assert_eq!(failures, 10, "{before:#?} {after:#?}");
     }
@@ -120,10 +118,8 @@ fn bodies_stream_both_ways_and_a_break_is_clean() -> Result<()> {
         assert!(envoy.client().get("/").is_err(), "a broken answer must not look whole");
     }
     fleet.assert_idle();
-    let after = eventually("all ends are counted", Duration::from_secs(5), || {
-        let now = envoy.prequal(SERVING).ok()?;
-        (now.outcomes("upstream_failure") >= before.outcomes("upstream_failure") + 5).then_some(now)
-    });
+    let failures = before.outcomes("upstream_failure") + 5;
+    let after = counted(&envoy, "five breaks", |now| now.outcomes("upstream_failure") >= failures);
     assert_eq!(after.outcomes("client_abort"), before.outcomes("client_abort"), "{after:#?}");
     each(Reply::ok());
     assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));

@@ -29,6 +29,16 @@ fn membership_is_learned_from_nothing() -> Result<()> {
 }
 
 #[test]
+fn membership_is_learned_with_a_long_max_age() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(3, &Reply::ok())?;
+    let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "max_age_ms", 60_000);
+    let envoy = Envoy::start(config)?;
+    assert_eq!(warm(&envoy, 3).other("prequal_members"), 3);
+    Ok(())
+}
+
+#[test]
 fn a_slow_replica_is_avoided() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;

@@ -133,3 +133,17 @@ pub fn report(rif: u32, latency_us: u32, addr: SocketAddr) -> String {
 pub fn with_load(load: impl Into<String>) -> Reply {
     Reply::ok().header("x-prequal-load", load)
 }
+
+/// Polls the counters of the serving cluster until `done`; panics with them after five seconds.
+#[track_caller]
+pub fn counted(envoy: &Envoy, what: &str, done: impl Fn(&Prequal) -> bool) -> Prequal {
+    let start = Instant::now();
+    loop {
+        let now = envoy.prequal(SERVING).expect("stats");
+        if done(&now) {
+            return now;
+        }
+        assert!(start.elapsed() < Duration::from_secs(5), "not counted: {what}: {now:#?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
