@@ -82,7 +82,7 @@ impl Profile {
             r_remove: 1.0,
             scale_removal: true,
             reuse_cap: 64,
-            budget: Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 1.0 },
+            budget: Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 },
             discovery_interval_ms: 250,
             rif_history: MAX_HISTORY,
         };
@@ -323,7 +323,7 @@ impl Fields<'_> {
         }
         let (default_target, default_most) = match default {
             Budget::Adaptive { target_age_ms, max_probes_per_query } => (target_age_ms, max_probes_per_query),
-            Budget::Fixed { .. } => (100, 1.0),
+            Budget::Fixed { .. } => (500, 1.0),
         };
         Budget::Adaptive {
             target_age_ms: target.unwrap_or(default_target),
