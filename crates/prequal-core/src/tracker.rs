@@ -380,7 +380,7 @@ mod tests {
         assert_eq!(bucket_of(u32::MAX) + 1, BUCKETS);
         let mut last = 0;
         for rif in (0..100_000).chain([1 << 20, 1 << 28, u32::MAX]) {
-            assert!(bucket_of(rif) >= last && bucket_of(rif) <= last.max(bucket_of(rif)));
+            assert!(bucket_of(rif) >= last, "{rif}");
             last = bucket_of(rif);
         }
     }
