@@ -10,7 +10,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 use criterion::{Criterion, criterion_group, criterion_main};
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
-use prequal_core::pool::{PoolSettings, PoolState};
+use prequal_core::members::Standing;
+use prequal_core::pool::{Load, PoolSettings, PoolState};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
 use rand::rngs::SmallRng;
@@ -43,7 +44,7 @@ impl Case {
             reports_per_pick,
             rng: SmallRng::seed_from_u64(1),
         };
-        case.pool.set_members(u32::from(fleet), case.now);
+        case.pool.set_members(u32::from(fleet), 0, case.now);
         // Longer than any history looks back.
         for _ in 0..20_000 {
             case.request();
@@ -62,8 +63,8 @@ impl Case {
     fn record(&mut self) {
         let endpoint = replica(self.rng.random_range(0..self.fleet));
         let rif = self.rng.random_range(0..8);
-        let latency_us = Some(self.rng.random_range(1_000..20_000));
-        self.pool.record(&self.settings, self.now, endpoint, rif, latency_us, &mut self.rng);
+        let load = Load { rif, latency_us: Some(self.rng.random_range(1_000..20_000)) };
+        self.pool.record(&self.settings, self.now, endpoint, load, Standing::even(0), &mut self.rng);
     }
 
     fn pick(&mut self) {

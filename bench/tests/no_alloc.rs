@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
-use prequal_core::pool::{Branch, PoolState};
+use prequal_core::members::Standing;
+use prequal_core::pool::{Branch, Load, PoolState};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
 use rand::SeedableRng;
@@ -51,7 +52,7 @@ fn the_pick_path_does_not_allocate() {
         let settings = profile.pool_settings();
         let mut pool = PoolState::new();
         let mut now = Micros::from_millis(1_700_000_000_000);
-        pool.set_members(100, now);
+        pool.set_members(100, 0, now);
         let mut blob = pool.as_bytes().to_vec();
         let reports: Vec<String> = (0..100u32)
             .map(|number| format!("{};{};10.0.0.{number}:80", number % 9, 1000 * number))
@@ -68,7 +69,8 @@ fn the_pick_path_does_not_allocate() {
                     let text = &reports[(round * reports_per_pick + number) % reports.len()];
                     let report = LoadReport::parse(text).unwrap();
                     let endpoint = report.endpoint.unwrap();
-                    pool.record(&settings, now, endpoint, report.rif, report.latency_us, &mut rng);
+                    let load = Load { rif: report.rif, latency_us: report.latency_us };
+                    pool.record(&settings, now, endpoint, load, Standing::even(0), &mut rng);
                 }
             } else {
                 now = now.plus(50_000);

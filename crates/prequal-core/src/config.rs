@@ -78,12 +78,14 @@ impl Profile {
             q_rif: 0.84,
             q_rif_small: 0.95,
             hot: HotRule::Auto,
+            latency_slack: 1.1,
             delta: 1.0,
             r_remove: 1.0,
             scale_removal: true,
             reuse_cap: 64,
             budget: Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 },
-            discovery_interval_ms: 250,
+            discovery_interval_ms: 200,
+            verified_probes: false,
             rif_history: MAX_HISTORY,
         };
         match self {
@@ -91,6 +93,7 @@ impl Profile {
             Self::Paper => PoolSettings {
                 q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
                 hot: HotRule::Ge,
+                latency_slack: 1.0,
                 scale_removal: false,
                 budget: Budget::Fixed { r_probe: 3.0 },
                 ..ours
@@ -178,6 +181,7 @@ const SETTING_KEYS: &[&str] = &[
     "q_rif",
     "q_rif_small",
     "hot",
+    "latency_slack",
     "delta",
     "r_remove",
     "scale_removal",
@@ -187,6 +191,7 @@ const SETTING_KEYS: &[&str] = &[
     "target_age_ms",
     "max_probes_per_query",
     "discovery_interval_ms",
+    "verified_probes",
     "rif_history",
     "probe_timeout_ms",
     "idle_probe_interval_ms",
@@ -287,11 +292,13 @@ impl Fields<'_> {
             &mut pool.hot,
             self.choice("hot", &[("auto", HotRule::Auto), ("gt", HotRule::Gt), ("ge", HotRule::Ge)]),
         );
+        set(&mut pool.latency_slack, self.number("latency_slack", 1.0..=10.0));
         set(&mut pool.delta, self.number("delta", 0.001..=1000.0));
         set(&mut pool.r_remove, self.number("r_remove", 0.0..=16.0));
         set(&mut pool.scale_removal, self.boolean("scale_removal"));
         set(&mut pool.reuse_cap, self.whole("reuse_cap", 1..=10_000));
         set(&mut pool.discovery_interval_ms, self.whole("discovery_interval_ms", 10..=60_000));
+        set(&mut pool.verified_probes, self.boolean("verified_probes"));
         set(
             &mut pool.rif_history,
             self.whole("rif_history", 8..=MAX_HISTORY as u32).map(|samples| samples as usize),

@@ -1,9 +1,17 @@
-//! The learned membership: which replicas exist, learned from reports, and which of them to probe next.
+//! The learned membership: which replicas exist, which of them Envoy's own policy uses now, in which proportion, and
+//! which to probe next.
 //!
-//! Envoy's own discovery stays the source of truth. Some probes go out without an address, the probe cluster's policy
-//! finds some host, and the reply names it: a *candidate*. A candidate gets one request, and Envoy's word for who
-//! served that request makes it a *member*. No reply of a replica alone does, so one that invents endpoints fills a
-//! small bounded list, costs one unsteered request each, and nothing else.
+//! Envoy's own discovery and placement (priorities, localities, endpoint weights) stay the source of truth. Some probes
+//! go out without an address, and the probe cluster's policy, which has the endpoints of the serving cluster, finds
+//! some host. Where Envoy vouches for the host that answered, each such probe is a *sample* of the policy:
+//!
+//! - a replica that [`CYCLES`] rounds of samples have not met is *out of use* (a lower priority, another locality), until
+//!   a sample meets it again;
+//! - the replicas' shares of the samples are their weights ([`Standing`]).
+//!
+//! Time plays no part: without samples nothing is concluded. Where Envoy does not vouch, the reply's own word makes a
+//! *candidate* at most: it gets one request, and Envoy's word for who served that makes it a member. So a replica that
+//! invents endpoints fills a small bounded list, costs one unsteered request each, and nothing else.
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 
@@ -22,22 +30,58 @@ pub const MAX_CANDIDATES: usize = 64;
 pub const MEMBER_TTL_MS: u32 = 600_000;
 /// A candidate not confirmed for this long is forgotten, milliseconds.
 pub const CANDIDATE_TTL_MS: u32 = 5_000;
+/// Rounds of samples (as many as there are replicas in use, more for light ones) without meeting a replica after which
+/// it is out of use. A policy that draws at random misses a replica that long once in e^10 rounds.
+pub const CYCLES: u32 = 10;
 /// Stamps are renewed at most this often, so that the blob is not rewritten for every report.
 const RENEW_MS: u32 = 5_000;
+/// Mean samples per replica at which all counts are halved.
+const MAX_MEAN_HITS: u32 = 96;
 
 /// How a replica became known.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Evidence {
-    /// Envoy says that it served a request, or the configuration names it.
-    Confirmed,
+    /// Envoy's own policy chose it.
+    Placed,
+    /// Envoy says that it served a request sent there on purpose, or the configuration names it.
+    Served,
     /// A reply to a probe names it.
     Hearsay,
+}
+
+/// What Envoy's own policy thinks of a replica.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Standing {
+    /// Number of the last sample that met the replica.
+    pub(crate) sampled: u32,
+    /// Share of the samples relative to the mean, in units of 1/16; 1 to 4096.
+    pub(crate) weight: u16,
+}
+
+impl Standing {
+    /// The weight of an average replica.
+    pub(crate) const UNIT: u16 = 16;
+
+    /// Of a replica of average weight, as of sample number `sampled`.
+    pub const fn even(sampled: u32) -> Self {
+        Self { sampled, weight: Self::UNIT }
+    }
+
+    /// Whether `samples` samples in all, over `in_use` replicas, leave the replica in use. Counts wrap; one from the
+    /// future is as suspect as an old one.
+    pub(crate) fn is_in_use(&self, samples: u32, in_use: u32) -> bool {
+        let missed = u64::from((samples.wrapping_sub(self.sampled) as i32).unsigned_abs());
+        let rounds = u64::from(CYCLES) * u64::from(in_use.max(1));
+        missed * u64::from(self.weight) <= rounds * u64::from(Self::UNIT)
+    }
 }
 
 /// Replicas of one upstream cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Members {
     list: Vec<Member>,
+    /// Samples of the policy so far, modulo 2^32.
+    samples: u32,
 }
 
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
@@ -45,10 +89,20 @@ pub struct Members {
 struct Member {
     endpoint: Endpoint,
     seen: Stamp,
+    sampled: u32,
+    /// Samples that met it, halved now and then; see [`MAX_MEAN_HITS`].
+    hits: u16,
     /// 0 where the serving port answers probes.
     probe_port: u16,
-    confirmed: u16,
+    rank: u16,
+    /// As of the last sample that met it: of one that is met no more it must not sink with every sample.
+    weight: u16,
 }
+
+/// Values of `Member::rank`.
+const CANDIDATE: u16 = 0;
+const OUT_OF_USE: u16 = 1;
+const IN_USE: u16 = 2;
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
@@ -57,6 +111,7 @@ struct Header {
     version: u16,
     record: u16,
     count: u32,
+    samples: u32,
 }
 
 /// A replica to probe.
@@ -94,10 +149,10 @@ impl Members {
         }
         let list: Vec<Member> =
             records.chunks_exact(size_of::<Member>()).map(bytemuck::pod_read_unaligned).collect();
-        if !list.iter().all(|member| member.endpoint.is_valid() && member.confirmed <= 1) {
+        if !list.iter().all(|member| member.endpoint.is_valid() && member.rank <= IN_USE) {
             return Err(BlobError::Content);
         }
-        Ok(Self { list })
+        Ok(Self { list, samples: header.samples })
     }
 
     /// The blob.
@@ -107,20 +162,40 @@ impl Members {
             version: VERSION,
             record: size_of::<Member>() as u16,
             count: self.list.len() as u32,
+            samples: self.samples,
         };
         let mut bytes = bytemuck::bytes_of(&header).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&self.list));
         bytes
     }
 
-    /// Members, candidates left out.
+    /// Members in use.
     pub fn count(&self) -> u32 {
-        self.list.iter().filter(|member| member.confirmed == 1).count() as u32
+        self.in_use().count() as u32
     }
 
-    /// Whether the endpoint is a member.
+    /// Samples of the policy so far, modulo 2^32.
+    pub fn samples(&self) -> u32 {
+        self.samples
+    }
+
+    /// Whether the endpoint is a member, in use or not.
     pub fn contains(&self, endpoint: Endpoint) -> bool {
-        self.list.iter().any(|member| member.endpoint == endpoint && member.confirmed == 1)
+        self.list.iter().any(|member| member.endpoint == endpoint && member.rank != CANDIDATE)
+    }
+
+    /// The member that answers probes at `probe`.
+    pub fn answering_at(&self, probe: Endpoint) -> Option<Endpoint> {
+        let mut members = self.list.iter().filter(|member| member.rank != CANDIDATE).map(Member::target);
+        members.find(|target| target.probe == probe).map(|target| target.replica)
+    }
+
+    /// What Envoy's policy thinks of the replica.
+    pub fn standing(&self, endpoint: Endpoint) -> Standing {
+        match self.list.iter().find(|member| member.endpoint == endpoint) {
+            Some(member) => member.standing(),
+            None => Standing::even(self.samples),
+        }
     }
 
     /// Takes note of a replica. Returns whether the blob must be written.
@@ -132,42 +207,84 @@ impl Members {
         now: Micros,
     ) -> bool {
         let stamp = now.stamp();
-        let confirmed = u16::from(evidence == Evidence::Confirmed);
         let probe_port = probe.map_or(0, |probe| probe.port());
-        if let Some(known) = self.list.iter_mut().find(|member| member.endpoint == endpoint) {
-            if confirmed == 0 {
-                // Hearsay neither renews nor changes what is known.
-                return false;
+        let (samples, mean) = (self.samples, self.mean_hits());
+        let known = self.list.iter_mut().find(|member| member.endpoint == endpoint);
+        match (known, evidence) {
+            // Hearsay neither renews nor changes what is known.
+            (Some(_), Evidence::Hearsay) => false,
+            (Some(known), _) => {
+                let placed = evidence == Evidence::Placed;
+                let joins = known.rank == CANDIDATE || (placed && known.rank == OUT_OF_USE);
+                let changed = joins
+                    || (placed && known.sampled != samples)
+                    || known.probe_port != probe_port
+                    || stamp.distance_ms(known.seen) >= RENEW_MS;
+                if changed {
+                    (known.seen, known.probe_port) = (stamp, probe_port);
+                }
+                if joins {
+                    // Until samples tell more it counts as average.
+                    (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Standing::UNIT);
+                }
+                if joins || placed {
+                    known.sampled = samples;
+                }
+                changed
             }
-            let changed = known.confirmed == 0
-                || known.probe_port != probe_port
-                || stamp.distance_ms(known.seen) >= RENEW_MS;
-            if changed {
-                *known = Member { endpoint, seen: stamp, probe_port, confirmed };
+            (None, _) => {
+                let rank = if evidence == Evidence::Hearsay { CANDIDATE } else { IN_USE };
+                let (limit, hits) =
+                    if rank == CANDIDATE { (MAX_CANDIDATES, 0) } else { (MAX_MEMBERS, mean as u16) };
+                let alike = self.list.iter().filter(|m| (m.rank == CANDIDATE) == (rank == CANDIDATE)).count();
+                if alike >= limit {
+                    return false;
+                }
+                self.list.push(Member {
+                    endpoint,
+                    seen: stamp,
+                    sampled: samples,
+                    hits,
+                    probe_port,
+                    rank,
+                    weight: Standing::UNIT,
+                });
+                true
             }
-            return changed;
         }
-        let limit = if confirmed == 1 { MAX_MEMBERS } else { MAX_CANDIDATES };
-        let alike = self.list.iter().filter(|member| member.confirmed == confirmed).count();
-        if alike >= limit {
-            return false;
+    }
+
+    /// One sample: Envoy's policy, asked by a probe without an address, chose `endpoint`, and Envoy vouches for it.
+    pub fn sample_met(&mut self, endpoint: Endpoint, probe: Option<Endpoint>, now: Micros) {
+        self.samples = self.samples.wrapping_add(1);
+        self.observe(endpoint, probe, Evidence::Placed, now);
+        let (samples, mean, in_use) = (self.samples, self.mean_hits(), self.count());
+        for member in self.list.iter_mut().filter(|member| member.rank == IN_USE) {
+            if member.endpoint == endpoint {
+                member.hits = member.hits.saturating_add(1);
+                member.weight = weight(member.hits, mean);
+            }
+            if !member.standing().is_in_use(samples, in_use) {
+                member.rank = OUT_OF_USE;
+            }
+            if mean > MAX_MEAN_HITS {
+                member.hits /= 2;
+            }
         }
-        self.list.push(Member { endpoint, seen: stamp, probe_port, confirmed });
-        true
     }
 
     /// Makes a member of a replica that served a request; where it answers probes is kept. Returns whether the blob must
     /// be written.
-    pub fn confirm(&mut self, endpoint: Endpoint, now: Micros) -> bool {
+    pub fn confirm(&mut self, endpoint: Endpoint, evidence: Evidence, now: Micros) -> bool {
         let known = self.list.iter().find(|member| member.endpoint == endpoint).map(Member::target);
         let probe = known.map(|target| target.probe).filter(|probe| *probe != endpoint);
-        self.observe(endpoint, probe, Evidence::Confirmed, now)
+        self.observe(endpoint, probe, evidence, now)
     }
 
     /// Takes note that a member is alive. Returns whether the blob must be written.
     pub fn renew(&mut self, endpoint: Endpoint, now: Micros) -> bool {
         let stamp = now.stamp();
-        let known = self.list.iter_mut().find(|member| member.endpoint == endpoint && member.confirmed == 1);
+        let known = self.list.iter_mut().find(|m| m.endpoint == endpoint && m.rank != CANDIDATE);
         match known {
             Some(member) if stamp.distance_ms(member.seen) >= RENEW_MS => {
                 member.seen = stamp;
@@ -189,16 +306,17 @@ impl Members {
         let stamp = now.stamp();
         let before = self.list.len();
         self.list.retain(|member| {
-            let ttl = if member.confirmed == 1 { MEMBER_TTL_MS } else { CANDIDATE_TTL_MS };
+            let ttl = if member.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
             stamp.distance_ms(member.seen) < ttl
         });
         self.list.len() != before
     }
 
-    /// Up to `count` distinct targets, uniformly, without those that `skip` names. When that leaves nobody, all
-    /// are eligible.
+    /// Up to `count` distinct targets, uniformly, without those out of use and those that `skip` names. When that
+    /// leaves nobody, all are eligible.
     pub fn sample(&self, count: usize, rng: &mut impl Rng, skip: impl Fn(Endpoint) -> bool) -> Vec<Target> {
-        let mut eligible: Vec<&Member> = self.list.iter().filter(|member| !skip(member.endpoint)).collect();
+        let wanted = |member: &&Member| member.rank != OUT_OF_USE && !skip(member.endpoint);
+        let mut eligible: Vec<&Member> = self.list.iter().filter(wanted).collect();
         if eligible.is_empty() {
             eligible = self.list.iter().collect();
         }
@@ -210,9 +328,34 @@ impl Members {
         }
         eligible.into_iter().take(count).map(Member::target).collect()
     }
+
+    fn in_use(&self) -> impl Iterator<Item = &Member> {
+        self.list.iter().filter(|member| member.rank == IN_USE)
+    }
+
+    fn mean_hits(&self) -> u32 {
+        let hits: u32 = self.in_use().map(|member| u32::from(member.hits)).sum();
+        hits / self.count().max(1)
+    }
+}
+
+/// The weight that `hits` samples tell where the mean is `mean`. A deviation that chance explains (two standard
+/// deviations of a policy that draws at random; one that goes in turn stays far below) counts as none.
+fn weight(hits: u16, mean: u32) -> u16 {
+    let hits = u32::from(hits);
+    let deviation = hits.abs_diff(mean);
+    if deviation * deviation <= 4 * mean {
+        return Standing::UNIT;
+    }
+    // The deviation exceeds two roots of the mean, so the mean of a known replica is above zero unless it is alone.
+    (hits * u32::from(Standing::UNIT)).checked_div(mean).map_or(Standing::UNIT, |w| w.clamp(1, 4096) as u16)
 }
 
 impl Member {
+    fn standing(&self) -> Standing {
+        Standing { sampled: self.sampled, weight: self.weight }
+    }
+
     fn target(&self) -> Target {
         let probe = match self.probe_port {
             0 => self.endpoint,
@@ -223,13 +366,13 @@ impl Member {
 }
 
 const MAGIC: u32 = 0x6d65_6d62; // "memb"
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use rand::{SeedableRng, rngs::SmallRng};
+    use rand::{Rng, SeedableRng, rngs::SmallRng};
 
     fn replica(n: u16) -> Endpoint {
         format!("[2001:db8::7]:{}", 1000 + n).parse().unwrap()
@@ -242,7 +385,7 @@ mod tests {
     fn fleet(n: u16) -> Members {
         let mut members = Members::default();
         for i in 0..n {
-            assert!(members.observe(replica(i), None, Evidence::Confirmed, ms(0)));
+            assert!(members.observe(replica(i), None, Evidence::Served, ms(0)));
         }
         members
     }
@@ -288,7 +431,7 @@ mod tests {
         let mut members = Members::default();
         members.observe(replica(1), None, Evidence::Hearsay, ms(0));
         assert_eq!(members.count(), 0);
-        assert!(members.observe(replica(1), Some(replica(9)), Evidence::Confirmed, ms(1)));
+        assert!(members.observe(replica(1), Some(replica(9)), Evidence::Served, ms(1)));
         let targets = members.sample(1, &mut SmallRng::seed_from_u64(1), |_| false);
         assert_eq!(targets, [Target { replica: replica(1), probe: replica(9) }]);
     }
@@ -296,12 +439,105 @@ mod tests {
     #[test]
     fn the_blob_is_rewritten_for_news_only() {
         let mut members = fleet(1);
-        assert!(!members.observe(replica(0), None, Evidence::Confirmed, ms(100)));
-        assert!(members.observe(replica(0), None, Evidence::Confirmed, ms(5_000)));
-        assert!(members.observe(replica(0), Some(replica(5)), Evidence::Confirmed, ms(5_001)));
+        assert!(!members.observe(replica(0), None, Evidence::Served, ms(100)));
+        assert!(members.observe(replica(0), None, Evidence::Served, ms(5_000)));
+        assert!(members.observe(replica(0), Some(replica(5)), Evidence::Served, ms(5_001)));
         assert!(members.renew(replica(0), ms(20_000)) && !members.renew(replica(0), ms(20_001)));
         assert!(!members.expire(ms(600_000)));
         assert!(members.expire(ms(620_001)));
+    }
+
+    /// A fleet whose policy is asked: `samples` probes go to the replicas that `policy` draws.
+    fn sampled(members: &mut Members, samples: u32, mut policy: impl FnMut(u32) -> u16) {
+        for i in 0..samples {
+            members.sample_met(replica(policy(i)), None, ms(u64::from(i)));
+        }
+    }
+
+    #[test]
+    fn what_the_policy_does_not_meet_goes_out_of_use_and_comes_back_when_met() {
+        let mut members = Members::default();
+        sampled(&mut members, 8, |i| i as u16 % 4);
+        assert_eq!(members.count(), 4);
+        let standing = members.standing(replica(3));
+        sampled(&mut members, 38, |i| i as u16 % 2);
+        assert_eq!(members.count(), 4, "chance may have missed two");
+        assert!(standing.is_in_use(members.samples(), 4));
+        sampled(&mut members, 10, |i| i as u16 % 2);
+        assert_eq!(members.count(), 2);
+        assert!(!standing.is_in_use(members.samples(), 4));
+        assert!(members.contains(replica(3)), "it is still a member");
+        let mut rng = SmallRng::seed_from_u64(3);
+        assert!(members.sample(4, &mut rng, |_| false).iter().all(|t| t.replica.port() < 1002));
+        sampled(&mut members, 1, |_| 3);
+        assert_eq!(members.count(), 3);
+        assert_eq!(members.standing(replica(3)).weight, Standing::UNIT, "average until more is known");
+    }
+
+    #[test]
+    fn a_request_that_the_policy_placed_counts_for_use_but_one_sent_on_purpose_does_not() {
+        for (evidence, count) in [(Evidence::Placed, 2), (Evidence::Served, 1)] {
+            let mut members = fleet(2);
+            for _ in 0..30 {
+                sampled(&mut members, 2, |_| 0);
+                members.observe(replica(1), None, evidence, ms(0));
+            }
+            assert_eq!(members.count(), count, "{evidence:?}");
+        }
+    }
+
+    #[test]
+    fn without_samples_nothing_is_concluded() {
+        let mut members = fleet(3);
+        for at in 0..10_000 {
+            members.observe(replica(0), None, Evidence::Placed, ms(at));
+        }
+        assert_eq!(members.count(), 3);
+        assert!((0..3).all(|n| members.standing(replica(n)).weight == Standing::UNIT));
+    }
+
+    #[test]
+    fn weights_are_the_shares_of_the_samples() {
+        for (weights, rounds) in [(vec![3u16, 3, 1, 1], 12), (vec![2, 2, 1, 1], 30), (vec![1, 1, 1, 9], 20)] {
+            let turn: Vec<u16> =
+                (0..).zip(&weights).flat_map(|(n, w)| std::iter::repeat_n(n, usize::from(*w))).collect();
+            let mut members = Members::default();
+            for n in 0..4 {
+                members.observe(replica(n), None, Evidence::Served, ms(0));
+            }
+            let mean = f64::from(weights.iter().sum::<u16>()) / 4.0;
+            for _ in 0..3 {
+                sampled(&mut members, rounds * turn.len() as u32, |i| turn[i as usize % turn.len()]);
+                for (n, weight) in (0..).zip(&weights) {
+                    let got = f64::from(members.standing(replica(n)).weight) / 16.0;
+                    let want = f64::from(*weight) / mean;
+                    assert!((got / want - 1.0).abs() < 0.2, "{weights:?}: {n} has {got:.2}, not {want:.2}");
+                }
+                assert_eq!(members.count(), 4);
+            }
+        }
+    }
+
+    #[test]
+    fn chance_makes_no_weights_to_speak_of() {
+        let mut rng = SmallRng::seed_from_u64(5);
+        let mut members = Members::default();
+        let mut off = 0;
+        for _ in 0..100 {
+            sampled(&mut members, 160, |_| rng.random_range(0..16));
+            off += (0..16).filter(|n| members.standing(replica(*n)).weight != Standing::UNIT).count();
+            assert_eq!(members.count(), 16);
+        }
+        assert!(off < 160, "{off} of 1600 were read as weights");
+    }
+
+    #[test]
+    fn who_answers_at_a_port_is_known_for_members_only() {
+        let mut members = fleet(1);
+        members.observe(replica(1), Some(replica(9)), Evidence::Served, ms(0));
+        members.observe(replica(2), Some(replica(8)), Evidence::Hearsay, ms(0));
+        let answering = [0, 1, 9, 8].map(|n| members.answering_at(replica(n)));
+        assert_eq!(answering, [Some(replica(0)), None, Some(replica(1)), None]);
     }
 
     proptest! {

@@ -17,6 +17,8 @@ pub const HEADER_RIF: &str = "x-prequal-rif";
 pub const HEADER_LATENCY: &str = "x-prequal-latency-us";
 /// The query hint of a synchronous probe.
 pub const HEADER_HINT: &str = "x-prequal-hint";
+/// The host that answered a probe: Envoy's word, put on the reply by the probe cluster's own filter.
+pub const HEADER_HOST: &str = "x-prequal-host";
 /// Where the agent answers probes.
 pub const PROBE_PATH: &str = "/prequal/probe";
 /// Longest accepted report header, bytes.

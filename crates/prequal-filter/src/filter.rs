@@ -8,8 +8,8 @@ use std::mem;
 
 use prequal_core::config::{ClusterConfig, FilterConfig, Shim};
 use prequal_core::endpoint::Endpoint;
-use prequal_core::members::Evidence;
-use prequal_core::pool::{Pick, PoolState, ProbesDue};
+use prequal_core::members::{Evidence, Members, Standing};
+use prequal_core::pool::{Load, Pick, PoolState, ProbesDue};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
 use rand::SeedableRng;
@@ -50,8 +50,8 @@ enum News {
     Report {
         at: Micros,
         replica: Endpoint,
-        rif: u32,
-        latency_us: Option<u32>,
+        load: Load,
+        standing: Standing,
     },
     /// A reply names a candidate.
     Introduce {
@@ -63,10 +63,15 @@ enum News {
         at: Micros,
         replica: Endpoint,
     },
+    Refused {
+        at: Micros,
+        replica: Endpoint,
+    },
     Unbar(Endpoint),
     Members {
         at: Micros,
         count: u32,
+        samples: u32,
     },
 }
 
@@ -88,23 +93,29 @@ impl Filter {
     /// Picks for one request of a cluster.
     pub(crate) fn pick(&self, cluster: &Cluster, now: Micros) -> Pick {
         let mut rng = self.rng.borrow_mut();
-        let pick = cluster.transact(&mut rng, |pool, rng| pool.pick(&cluster.config.pool, now, rng));
+        let (pick, _) =
+            cluster.transact(&mut rng, |pool, rng| (pool.pick(&cluster.config.pool, now, rng), true));
         cluster.metrics.picked(pick.branch);
         pick
     }
 
-    /// Takes the waiting news into the pool and refreshes the gauges.
-    pub(crate) fn flush(&self, cluster: &Cluster, now: Micros) {
+    /// Takes the waiting news into the pool, refreshes the gauges, and says which probes are due for lack of requests.
+    ///
+    /// Every VM ticks, the main thread's too: the compare-and-swap lets one of them take the idle probes.
+    pub(crate) fn flush(&self, cluster: &Cluster, now: Micros) -> ProbesDue {
         let settings = &cluster.config.pool;
-        let view = if cluster.pending.borrow().is_empty() {
-            cluster.store.pool(&cluster.metrics).view(settings, now)
-        } else {
-            let mut rng = self.rng.borrow_mut();
-            cluster.transact(&mut rng, |pool, _| pool.view(settings, now))
-        };
+        let interval = cluster.config.probe.idle_interval_ms;
+        let waiting = !cluster.pending.borrow().is_empty();
+        let mut rng = self.rng.borrow_mut();
+        let ((view, probes), written) = cluster.transact(&mut rng, |pool, _| {
+            let probes =
+                if interval == 0 { ProbesDue::default() } else { pool.idle_probes(settings, now, interval) };
+            ((pool.view(settings, now), probes), waiting || !probes.is_empty())
+        });
         cluster.metrics.occupancy.set(view.occupancy as u64);
         cluster.metrics.theta.set(u64::from(view.theta.unwrap_or(0)));
         cluster.metrics.members.set(u64::from(view.members));
+        if written { probes } else { ProbesDue::default() }
     }
 }
 
@@ -117,69 +128,98 @@ impl Cluster {
             Self { metrics, store, config, pending: RefCell::default(), probes_due: Cell::default() };
         if !cluster.config.endpoints.is_empty() {
             let members = cluster.store.update_members(&cluster.metrics, |members| {
-                let news = cluster
-                    .config
-                    .endpoints
-                    .iter()
-                    .map(|e| members.observe(*e, None, Evidence::Confirmed, now));
+                let news =
+                    cluster.config.endpoints.iter().map(|e| members.observe(*e, None, Evidence::Served, now));
                 news.fold(false, |any, changed| any | changed)
             });
-            cluster.push(News::Members { at: now, count: members.count() });
+            cluster.push_members(now, &members);
         }
         cluster
     }
 
-    /// A report that may speak for `replica`.
-    pub(crate) fn report(&self, at: Micros, replica: Endpoint, report: &LoadReport) {
-        self.push(News::Report { at, replica, rif: report.rif, latency_us: report.latency_us });
+    /// A report that may speak for `replica`, whose placement is `standing`.
+    pub(crate) fn report(&self, at: Micros, replica: Endpoint, report: &LoadReport, standing: Standing) {
+        let load = Load { rif: report.rif, latency_us: report.latency_us };
+        self.push(News::Report { at, replica, load, standing });
     }
 
     /// A probe of `replica` was answered at its address. Load counts only of members.
     pub(crate) fn probed(&self, now: Micros, replica: Endpoint, report: &LoadReport) {
-        if self.hear_of(now, replica, report) {
-            self.report(now, replica, report);
+        let members = self.hear_of(now, replica, report);
+        if members.contains(replica) {
+            self.report(now, replica, report, members.standing(replica));
         }
     }
 
-    /// Takes note of a name that a reply told; says whether it is a member's. If not, it may be an invention: it gets
-    /// one request, which shows whether Envoy knows it.
-    pub(crate) fn hear_of(&self, now: Micros, replica: Endpoint, report: &LoadReport) -> bool {
+    /// Who answers probes at `host`, as far as requests have shown.
+    pub(crate) fn answering_at(&self, host: Endpoint) -> Option<Endpoint> {
+        self.store.update_members(&self.metrics, |_| false).answering_at(host)
+    }
+
+    /// The probe cluster's policy chose `replica`, by Envoy's word.
+    pub(crate) fn sample_met(&self, now: Micros, replica: Endpoint, report: &LoadReport) {
+        let members = self.store.update_members(&self.metrics, |members| {
+            members.sample_met(replica, report.probe_endpoint, now);
+            true
+        });
+        self.push_members(now, &members);
+        self.report(now, replica, report, members.standing(replica));
+    }
+
+    /// Takes note of a name that a reply told. If it is not a member's it may be an invention: it gets one request,
+    /// which shows whether Envoy knows it.
+    pub(crate) fn hear_of(&self, now: Micros, replica: Endpoint, report: &LoadReport) -> Members {
         let members = self.store.update_members(&self.metrics, |members| {
             members.observe(replica, report.probe_endpoint, Evidence::Hearsay, now)
         });
-        let known = members.contains(replica);
-        if !known {
+        if !members.contains(replica) {
             self.push(News::Introduce { at: now, replica });
         }
-        known
+        members
     }
 
     /// Envoy says that the replica served a request, with `report` on the response if there was one.
-    pub(crate) fn confirm(&self, now: Micros, replica: Endpoint, report: Option<&LoadReport>) {
+    pub(crate) fn confirm(
+        &self,
+        now: Micros,
+        replica: Endpoint,
+        report: Option<&LoadReport>,
+        evidence: Evidence,
+    ) -> Standing {
         let mut news = false;
         let members = self.store.update_members(&self.metrics, |members| {
             news = match report {
-                Some(report) => members.observe(replica, report.probe_endpoint, Evidence::Confirmed, now),
-                None => members.confirm(replica, now),
+                Some(report) => members.observe(replica, report.probe_endpoint, evidence, now),
+                None => members.confirm(replica, evidence, now),
             };
             news
         });
         if news {
             self.push(News::Unbar(replica));
-            self.push(News::Members { at: now, count: members.count() });
+            self.push_members(now, &members);
         }
+        members.standing(replica)
     }
 
     /// The replica has left the cluster, or never was there.
     pub(crate) fn forget(&self, now: Micros, replica: Endpoint) {
         let members = self.store.update_members(&self.metrics, |members| members.remove(replica));
         self.push(News::Forget(replica));
-        self.push(News::Members { at: now, count: members.count() });
+        self.push_members(now, &members);
     }
 
-    /// The replica failed, or Envoy would not use it.
+    /// The replica failed.
     pub(crate) fn bar(&self, at: Micros, replica: Endpoint) {
         self.push(News::Bar { at, replica });
+    }
+
+    /// Envoy would not use the replica.
+    pub(crate) fn refused(&self, at: Micros, replica: Endpoint) {
+        self.push(News::Refused { at, replica });
+    }
+
+    fn push_members(&self, at: Micros, members: &Members) {
+        self.push(News::Members { at, count: members.count(), samples: members.samples() });
     }
 
     fn push(&self, news: News) {
@@ -191,37 +231,39 @@ impl Cluster {
         }
     }
 
-    /// One transaction: the waiting news, then `action`, then the write.
+    /// One transaction: the waiting news, then `action`, then the write if `action` wants it. The second value says
+    /// whether it was written.
     fn transact<T>(
         &self,
         rng: &mut SmallRng,
-        mut action: impl FnMut(&mut PoolState, &mut SmallRng) -> T,
-    ) -> T {
+        mut action: impl FnMut(&mut PoolState, &mut SmallRng) -> (T, bool),
+    ) -> (T, bool) {
         let mut pending = mem::take(&mut *self.pending.borrow_mut());
         let (result, written) = self.store.update_pool(&self.metrics, |pool| {
             for news in &pending {
                 self.apply(*news, pool, rng);
             }
-            (action(pool, rng), true)
+            action(pool, rng)
         });
         // The buffer goes back empty, so that the path of a request does not allocate.
         if written {
             pending.clear();
         }
         *self.pending.borrow_mut() = pending;
-        result
+        (result, written)
     }
 
     fn apply(&self, news: News, pool: &mut PoolState, rng: &mut SmallRng) {
         match news {
-            News::Report { at, replica, rif, latency_us } => {
-                pool.record(&self.config.pool, at, replica, rif, latency_us, rng);
+            News::Report { at, replica, load, standing } => {
+                pool.record(&self.config.pool, at, replica, load, standing, rng);
             }
             News::Introduce { at, replica } => pool.introduce(&self.config.pool, at, replica),
             News::Forget(replica) => pool.forget(replica),
             News::Bar { at, replica } => pool.bar(replica, at, BAR_MS),
+            News::Refused { at, replica } => pool.refused(replica, at, BAR_MS),
             News::Unbar(replica) => pool.unbar(replica),
-            News::Members { at, count } => pool.set_members(count, at),
+            News::Members { at, count, samples } => pool.set_members(count, samples, at),
         }
     }
 }

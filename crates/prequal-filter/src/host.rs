@@ -33,6 +33,12 @@ pub(crate) fn text_property(path: &[&str]) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
+/// A property that is a number; `None` when absent.
+pub(crate) fn number_property(path: &[&str]) -> Option<u64> {
+    let bytes = hostcalls::get_property(path.to_vec()).ok()??;
+    Some(u64::from_le_bytes(bytes.try_into().ok()?))
+}
+
 /// Writes to Envoy's log.
 pub(crate) fn log(level: LogLevel, message: &str) {
     // A log line that cannot be written has nowhere to be reported.

@@ -44,6 +44,8 @@ pub(crate) enum ProbeEnd {
     NoReport,
     /// A report without an endpoint proves nothing.
     NoEndpoint,
+    /// `verified_probes` is set, yet the probe cluster does not say who answered.
+    NoHost,
     /// A status other than 200 with a report.
     Status,
     /// Several reports in one reply.
@@ -78,7 +80,7 @@ pub(crate) struct Metrics {
     pub(crate) sent: Counter,
     /// Envoy refused to send: breaker full, no host, or no such cluster.
     pub(crate) undispatched: Counter,
-    probes: [Counter; 13],
+    probes: [Counter; 14],
     reports: [Counter; 8],
     outcomes: [Counter; 4],
     pub(crate) diverted: Counter,
@@ -140,9 +142,10 @@ impl Metrics {
             ProbeEnd::WrongEndpoint => 3,
             ProbeEnd::NoReport => 4,
             ProbeEnd::NoEndpoint => 5,
-            ProbeEnd::Status => 6,
-            ProbeEnd::Duplicate => 7,
-            ProbeEnd::BadReport(error) => 8 + error_index(error),
+            ProbeEnd::NoHost => 6,
+            ProbeEnd::Status => 7,
+            ProbeEnd::Duplicate => 8,
+            ProbeEnd::BadReport(error) => 9 + error_index(error),
         };
         if let Some(counter) = self.probes.get(index) {
             counter.one();
@@ -187,13 +190,14 @@ fn error_index(error: ReportError) -> usize {
     }
 }
 
-const PROBE_LABELS: [&str; 13] = [
+const PROBE_LABELS: [&str; 14] = [
     "used",
     "timeout",
     "refused",
     "rejected_wrong_endpoint",
     "rejected_no_report",
     "rejected_no_endpoint",
+    "rejected_no_host",
     "rejected_status",
     "rejected_duplicate",
     "rejected_too_long",

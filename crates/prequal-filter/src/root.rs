@@ -8,9 +8,12 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use prequal_core::config::FilterConfig;
+use prequal_core::endpoint::Endpoint;
 use prequal_core::members::Target;
 use prequal_core::pool::ProbesDue;
-use prequal_core::report::{HEADER_DEST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, PROBE_PATH};
+use prequal_core::report::{
+    HEADER_DEST, HEADER_HOST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, PROBE_PATH,
+};
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::traits::{Context, HttpContext, RootContext};
@@ -21,8 +24,8 @@ use crate::host;
 use crate::metrics::ProbeEnd;
 use crate::stream::Stream;
 
-/// Ticks cost 33 µs each, so nothing urgent waits for them: news of a quiet worker, gauges, idle probing.
-const TICK: Duration = Duration::from_millis(100);
+/// Ticks cost 33 µs each in every VM, so nothing urgent waits for them: news of a quiet worker, gauges, idle probing.
+const TICK: Duration = Duration::from_millis(250);
 
 /// Most probes in flight per worker. Beyond, the probe cluster is not answering and more would not help.
 const MAX_IN_FLIGHT: usize = 1024;
@@ -146,6 +149,9 @@ impl Root {
     /// Judges a reply and takes from it what it may tell (design §3, "Trust").
     fn take_reply(cluster: &Cluster, target: Option<Target>, now: Micros) -> Result<(), ProbeEnd> {
         let report = Self::reply()?;
+        if cluster.config.pool.verified_probes {
+            return Self::take_verified(cluster, target, &report, now);
+        }
         let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
         let Some(asked) = target else {
             // Nobody was asked by name: a name, but no load.
@@ -160,6 +166,41 @@ impl Root {
         }
         cluster.probed(now, replica, &report);
         Ok(())
+    }
+
+    /// The same where Envoy says which host answered.
+    fn take_verified(
+        cluster: &Cluster,
+        target: Option<Target>,
+        report: &LoadReport,
+        now: Micros,
+    ) -> Result<(), ProbeEnd> {
+        let host = host::header(MapType::HttpCallResponseHeaders, HEADER_HOST);
+        let host: Endpoint = host.and_then(|host| host.parse().ok()).ok_or(ProbeEnd::NoHost)?;
+        if let Some(asked) = target {
+            if asked.probe == host {
+                if report.endpoint.is_some_and(|named| named != asked.replica) {
+                    return Err(ProbeEnd::WrongEndpoint);
+                }
+                cluster.probed(now, asked.replica, report);
+                return Ok(());
+            }
+            // Envoy does not know the host that was asked, so its policy chose: the probe has become a sample.
+            cluster.forget(now, asked.replica);
+        }
+        match (cluster.answering_at(host), report.endpoint) {
+            (Some(replica), Some(named)) if replica != named => return Err(ProbeEnd::WrongEndpoint),
+            (Some(replica), _) => cluster.sample_met(now, replica, report),
+            (None, Some(named)) if named != host => {
+                if report.probe_endpoint != Some(host) {
+                    return Err(ProbeEnd::WrongEndpoint);
+                }
+                // A separate probe port: that it belongs to the named replica is for a request to show.
+                cluster.hear_of(now, named, report);
+            }
+            (None, _) => cluster.sample_met(now, host, report),
+        }
+        if target.is_some() { Err(ProbeEnd::WrongEndpoint) } else { Ok(()) }
     }
 }
 
@@ -203,17 +244,8 @@ impl RootContext for Root {
         let Some(filter) = self.filter.clone() else { return };
         let now = host::now();
         for (index, cluster) in filter.clusters.iter().enumerate() {
-            filter.flush(cluster, now);
-            let interval = cluster.config.probe.idle_interval_ms;
-            if interval == 0 {
-                continue;
-            }
-            // Every VM ticks, the main thread's too: the compare-and-swap lets one of them act.
-            let (probes, leased) = cluster.store.update_pool(&cluster.metrics, |pool| {
-                let probes = pool.idle_probes(&cluster.config.pool, now, interval);
-                (probes, !probes.is_empty())
-            });
-            if leased {
+            let probes = filter.flush(cluster, now);
+            if !probes.is_empty() {
                 self.send(&filter, index, cluster, probes, now);
             }
         }

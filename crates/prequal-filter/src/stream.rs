@@ -9,6 +9,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use prequal_core::config::Shim;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::members::{Evidence, Standing};
 use prequal_core::report::{HEADER_DEST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport};
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
@@ -26,6 +27,8 @@ pub(crate) struct Stream {
     /// Index of the upstream cluster, once the request is known to be for one of ours.
     cluster: Option<usize>,
     chosen: Option<Endpoint>,
+    /// The placement that the choice rests on.
+    standing: Standing,
     /// The chosen replica is a candidate: Envoy must say that it served.
     verify: bool,
     /// The replica that was chosen reported on the response.
@@ -42,6 +45,7 @@ impl Stream {
             filter,
             cluster: None,
             chosen: None,
+            standing: Standing::even(0),
             verify: false,
             answered: false,
             complete: false,
@@ -82,7 +86,7 @@ impl Stream {
         };
         if self.chosen.is_some() && self.chosen == report.endpoint && !self.verify {
             self.answered = true;
-            cluster.report(now, report.endpoint?, &report);
+            cluster.report(now, report.endpoint?, &report, self.standing);
             return Some(ReportEnd::Used);
         }
         // Not steered, Envoy used another host, or a report without a name: who answered is what Envoy says.
@@ -90,9 +94,10 @@ impl Stream {
         if report.endpoint.is_some_and(|named| named != served) {
             return Some(ReportEnd::WrongEndpoint);
         }
-        cluster.confirm(now, served, Some(&report));
-        cluster.report(now, served, &report);
         self.answered = self.chosen == Some(served);
+        let evidence = if self.answered { Evidence::Served } else { Evidence::Placed };
+        let standing = cluster.confirm(now, served, Some(&report), evidence);
+        cluster.report(now, served, &report, standing);
         Some(ReportEnd::Used)
     }
 
@@ -126,12 +131,15 @@ impl Stream {
             if diverted {
                 cluster.metrics.diverted.one();
             }
-            // Refused, reset, timed out, retried elsewhere, or vetoed by Envoy's health state.
-            if diverted || class == Class::UpstreamFailure {
+            if class == Class::UpstreamFailure || (diverted && (self.verify || attempts() > 1)) {
+                // Refused, reset, timed out, perhaps retried elsewhere; or an invention.
                 cluster.bar(host::now(), chosen);
+            } else if diverted {
+                // Vetoed by Envoy's health state.
+                cluster.refused(host::now(), chosen);
             }
             if self.verify && served_by == Some(chosen) {
-                cluster.confirm(host::now(), chosen, None);
+                cluster.confirm(host::now(), chosen, None, Evidence::Served);
             } else if self.verify {
                 cluster.forget(host::now(), chosen);
             }
@@ -155,6 +163,7 @@ impl HttpContext for Stream {
         let pick = filter.pick(cluster, host::now());
         self.chosen = pick.replica;
         self.verify = pick.verify;
+        self.standing = pick.standing;
         self.steer(pick.replica);
         if !pick.probes.is_empty() {
             cluster.probes_due.set(pick.probes);
@@ -207,6 +216,11 @@ impl HttpContext for Stream {
 /// The host that Envoy used last.
 fn upstream_address() -> Option<Endpoint> {
     host::text_property(&["upstream", "address"])?.parse().ok()
+}
+
+/// How often Envoy sent the request.
+fn attempts() -> u64 {
+    host::number_property(&["upstream", "request_attempt_count"]).unwrap_or(1)
 }
 
 /// The gRPC statuses that say the replica failed: UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL,

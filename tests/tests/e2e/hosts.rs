@@ -1,13 +1,13 @@
 //! Envoy's word about its hosts stays the last: discovery, health, draining, priorities, address forms.
 
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use prequal_testbed::{Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
 use serde_json::{Value, json};
 
-use crate::support::{SERVING, assert_all_ok, bed, warm};
+use crate::support::{SERVING, assert_all_ok, bed, set, warm};
 
 /// The clusters that share the replicas' addresses.
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
@@ -62,6 +62,14 @@ fn fleet_with_a_fast_one() -> Result<Fleet> {
     Fleet::start([20, 20, 1].map(|delay| Reply::ok().delay(ms(delay))))
 }
 
+fn health_checks() -> Value {
+    json!([{
+        "timeout": "1s", "interval": "0.1s", "no_traffic_interval": "0.1s", "no_traffic_healthy_interval": "0.1s",
+        "unhealthy_threshold": 1, "healthy_threshold": 1,
+        "http_health_check": {"path": "/health"},
+    }])
+}
+
 fn user_requests(fleet: &Fleet, index: usize) -> usize {
     fleet[index].backend.seen().iter().filter(|seen| seen.path == "/").count()
 }
@@ -71,11 +79,7 @@ fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
     bed!();
     let fleet = fleet_with_a_fast_one()?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
-        config.cluster_mut(SERVING)["health_checks"] = json!([{
-            "timeout": "1s", "interval": "0.1s", "no_traffic_interval": "0.1s", "no_traffic_healthy_interval": "0.1s",
-            "unhealthy_threshold": 1, "healthy_threshold": 1,
-            "http_health_check": {"path": "/health"},
-        }]);
+        config.cluster_mut(SERVING)["health_checks"] = health_checks();
     });
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);
@@ -157,6 +161,107 @@ fn a_draining_host_is_not_used() -> Result<()> {
     Ok(())
 }
 
+/// Two fast replicas in the second priority, two slower ones in the first: who looks at load alone wants the second.
+fn near_and_far() -> Result<Fleet> {
+    let ms = Duration::from_millis;
+    Fleet::start([10, 10, 1, 1].map(|delay| Reply::ok().delay(ms(delay))))
+}
+
+fn priorities(all: &[SocketAddr], first_status: &str) -> Value {
+    let of = |range: std::ops::Range<usize>, status: &str| {
+        let endpoints = all[range].iter().map(|addr| {
+            let mut endpoint = lb_endpoint(*addr);
+            endpoint["health_status"] = json!(status);
+            endpoint
+        });
+        endpoints.collect::<Vec<_>>()
+    };
+    json!([
+        {"locality": {"zone": "near"}, "priority": 0, "lb_endpoints": of(0..2, first_status)},
+        {"locality": {"zone": "far"}, "priority": 1, "lb_endpoints": of(2..4, "HEALTHY")},
+    ])
+}
+
+/// Lets two seconds pass under load, then counts who serves 200 requests: near and far.
+#[track_caller]
+fn near_and_far_served(envoy: &Envoy, fleet: &Fleet) -> [usize; 2] {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(2) {
+        assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
+    }
+    fleet.clear();
+    let before = envoy.prequal(SERVING).expect("stats");
+    assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
+    let after = envoy.prequal(SERVING).expect("stats");
+    let steered = after.steered() - before.steered();
+    let diverted = after.other("prequal_diverted_total") - before.other("prequal_diverted_total");
+    assert!(steered - diverted >= 100, "it is steered too: {after:#?}");
+    [0, 2].map(|first| user_requests(fleet, first) + user_requests(fleet, first + 1))
+}
+
+#[test]
+fn a_lower_priority_serves_only_while_the_higher_is_gone() -> Result<()> {
+    bed!();
+    let fleet = near_and_far()?;
+    let all = fleet.addrs();
+    // Both clusters have the same endpoints, as shipped: an unaddressed probe finds whom Envoy would use.
+    let config = EnvoyConfig::for_replicas(&all)?
+        .localities(SERVING, priorities(&all, "HEALTHY"))
+        .localities("replicas-agent", priorities(&all, "HEALTHY"))
+        .eds(&BOTH);
+    let mut envoy = Envoy::start(config)?;
+    assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
+    for (status, expected) in [("UNHEALTHY", [0, 200]), ("HEALTHY", [200, 0])] {
+        for cluster in BOTH {
+            envoy.set_localities(cluster, &priorities(&all, status))?;
+        }
+        assert_eq!(near_and_far_served(&envoy, &fleet), expected, "first priority {status}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Result<()> {
+    bed!();
+    let fleet = near_and_far()?;
+    let all = fleet.addrs();
+    let config = EnvoyConfig::for_replicas(&all)?
+        .localities(SERVING, priorities(&all, "HEALTHY"))
+        .localities("replicas-agent", priorities(&all, "HEALTHY"))
+        .edit(|config| config.cluster_mut(SERVING)["health_checks"] = health_checks());
+    let envoy = Envoy::start(config)?;
+    assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
+    let healthy = |count| {
+        eventually("the health checks tell", Duration::from_secs(5), || {
+            (envoy.stat("cluster.replicas.membership_healthy").ok()? == count).then_some(())
+        });
+    };
+    for near in 0..2 {
+        fleet[near].backend.set_handler(|seen| match seen.path.as_str() {
+            "/health" => Reply::status(503),
+            _ => Reply::ok(),
+        });
+    }
+    healthy(2);
+    // The probe cluster still finds the first priority; Envoy refuses it, steering pauses, and Envoy's own choices
+    // show the second.
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(3) {
+        assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
+    }
+    fleet.clear();
+    assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
+    assert_eq!(user_requests(&fleet, 0) + user_requests(&fleet, 1), 0);
+    let far = [2, 3].map(|far| user_requests(&fleet, far));
+    assert!(far.iter().all(|&served| served >= 40), "both of the second serve: {far:?}");
+    for near in 0..2 {
+        fleet[near].backend.set(Reply::ok().delay(Duration::from_millis(10)));
+    }
+    healthy(4);
+    assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
+    Ok(())
+}
+
 #[test]
 fn ipv6_endpoints_are_steered_to() -> Result<()> {
     bed!();
@@ -201,5 +306,75 @@ fn two_localities_are_both_served() -> Result<()> {
     let after = envoy.prequal(SERVING)?;
     assert!(after.steered() - before.steered() >= 390, "{after:#?}");
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"));
+    Ok(())
+}
+
+/// Twelve hundred requests over two heavy and two light replicas; the ratio of what they served.
+#[track_caller]
+fn heavy_to_light(config: EnvoyConfig, fleet: &Fleet) -> Result<f64> {
+    // On a busy machine late replies would be lost, and with them samples.
+    let envoy = Envoy::start(set(config, "probe_timeout_ms", 500))?;
+    warm(&envoy, 4);
+    // The weights are learned from some dozens of probes.
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(2) {
+        assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
+    }
+    fleet.clear();
+    let before = envoy.prequal(SERVING)?;
+    assert_all_ok(&envoy.client().burst(1200, 12, |_| Request::get("/")));
+    let after = envoy.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 1150, "{after:#?}");
+    let served = fleet.served();
+    Ok((served[0] + served[1]) as f64 / (served[2] + served[3]) as f64)
+}
+
+#[test]
+fn endpoint_weights_stay_in_force() -> Result<()> {
+    bed!();
+    for (heavy, within) in [(3, 2.0..=4.5), (1, 0.6..=1.6)] {
+        let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
+        let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]).map(|(addr, weight)| {
+            let mut endpoint = lb_endpoint(addr);
+            endpoint["load_balancing_weight"] = json!(weight);
+            endpoint
+        });
+        let localities = json!([{"lb_endpoints": weighted.collect::<Vec<_>>()}]);
+        let config = EnvoyConfig::for_replicas(&fleet.addrs())?
+            .localities(SERVING, localities.clone())
+            .localities("replicas-agent", localities);
+        let ratio = heavy_to_light(config, &fleet)?;
+        assert!(within.contains(&ratio), "{:?}: {ratio:.2}, not {heavy}", fleet.served());
+    }
+    Ok(())
+}
+
+#[test]
+fn locality_weights_stay_in_force() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
+    let all = fleet.addrs();
+    let of = |zone: &str, weight: u32, range: std::ops::Range<usize>| {
+        let endpoints = all[range].iter().map(|addr| lb_endpoint(*addr)).collect::<Vec<_>>();
+        json!({"locality": {"zone": zone}, "load_balancing_weight": weight, "lb_endpoints": endpoints})
+    };
+    let localities = json!([of("a", 3, 0..2), of("b", 1, 2..4)]);
+    let config = EnvoyConfig::for_replicas(&all)?
+        .localities(SERVING, localities.clone())
+        .localities("replicas-agent", localities)
+        .edit(|config| {
+            let by_locality = json!({"locality_weighted_lb_config": {}});
+            config.cluster_mut(SERVING)["common_lb_config"] = by_locality.clone();
+            let fallback = config
+                .cluster_mut("replicas-agent")
+                .pointer_mut(
+                    "/load_balancing_policy/policies/0/typed_extension_config/typed_config\
+                     /fallback_policy/policies/0/typed_extension_config/typed_config",
+                )
+                .expect("shipped");
+            fallback["locality_lb_config"] = by_locality;
+        });
+    let ratio = heavy_to_light(config, &fleet)?;
+    assert!((2.0..=4.5).contains(&ratio), "{:?}: {ratio:.2}, not 3", fleet.served());
     Ok(())
 }

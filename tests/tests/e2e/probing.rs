@@ -9,8 +9,8 @@ use prequal_testbed::{
 };
 
 use crate::support::{
-    SERVING, addrs, assert_all_ok, assert_probes_balance, bed, is_probe, report, set, stand_ins, warm,
-    with_load,
+    SERVING, VERIFIED_OR_NOT, addrs, assert_all_ok, assert_probes_balance, bed, is_probe, report, set,
+    stand_ins, verified, warm, with_load,
 };
 
 /// A fixed rate of probes and none while idle: then the counters can come to rest.
@@ -52,8 +52,7 @@ fn no_reply_is_lost_when_requests_are_shorter_than_probes() -> Result<()> {
     let arrived = backends.iter().map(Backend::served).sum::<u64>() - 300;
     assert_eq!(rest.probes("sent"), arrived, "{rest:#?}");
     assert_eq!(rest.probes("timeout") + rest.probes("refused"), 0, "{rest:#?}");
-    // A probe sent without an address adds a member and no load; all others are used.
-    assert!(rest.probes("used") >= arrived * 8 / 10, "{rest:#?}");
+    assert_eq!(rest.probes("used"), arrived, "{rest:#?}");
     assert_eq!(rest.other("prequal_members"), 4);
     Ok(())
 }
@@ -85,7 +84,9 @@ fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
 #[test]
 fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
     bed!();
-    for (case, reply, result) in bad_endpoints() {
+    for ((case, reply, result), vouched) in
+        bad_endpoints().into_iter().flat_map(|case| VERIFIED_OR_NOT.map(|vouched| (case.clone(), vouched)))
+    {
         let answer = move |addr: std::net::SocketAddr| {
             let mut reply = reply.clone();
             for (_, value) in &mut reply.headers {
@@ -94,15 +95,17 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
             reply
         };
         let backends = stand_ins(2, answer, |_| Reply::ok())?;
-        let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0);
+        let config = verified(probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0), vouched);
         // Targets are learned from reports; these agents give none, so they are listed.
         let known = addrs(&backends).iter().map(ToString::to_string).collect::<Vec<_>>();
         let envoy = Envoy::start(set(config, "endpoints", known))?;
         assert_all_ok(&envoy.client().burst(40, 2, |_| Request::get("/")));
         let rest = assert_probes_balance(&envoy);
         assert!(rest.probes("sent") >= 20, "{case}: {rest:#?}");
-        // When all agents agree on an invention, whoever is asked for it confirms it; it stays a candidate.
-        assert!(rest.probes("used") == 0 || case == "another replica", "{case}: {rest:#?}");
+        // When all agents agree on an invention and Envoy does not say who answered, whoever is asked for it confirms
+        // it; it stays a candidate.
+        let hearsay = case == "another replica" && !vouched;
+        assert!(rest.probes("used") == 0 || hearsay, "{case}: {rest:#?}");
         let counted: u64 =
             rest.probes.iter().filter(|(name, _)| name.starts_with(result)).map(|(_, count)| count).sum();
         assert!(counted > 0, "{case}: expected {result}: {rest:#?}");
@@ -176,6 +179,10 @@ fn an_idle_filter_probes_on() -> Result<()> {
 #[test]
 fn a_lying_agent_harms_only_its_own_share() -> Result<()> {
     bed!();
+    VERIFIED_OR_NOT.into_iter().try_for_each(one_agent_lies)
+}
+
+fn one_agent_lies(vouched: bool) -> Result<()> {
     let ms = Duration::from_millis;
     // The last replica is slow and honest; the first praises it in everything it says.
     let backends = stand_ins(
@@ -188,8 +195,10 @@ fn a_lying_agent_harms_only_its_own_share() -> Result<()> {
         let load = with_load(report(3, 200_000, slow));
         if is_probe(seen) { load } else { load.delay(ms(200)) }
     });
-    backends[0].set(with_load(report(0, 1, slow)).delay(ms(5)));
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&backends))?)?;
+    // It claims Envoy's word as well.
+    let praise = with_load(report(0, 1, slow)).header("x-prequal-host", slow.to_string());
+    backends[0].set(praise.delay(ms(5)));
+    let envoy = Envoy::start(verified(EnvoyConfig::for_replicas(&addrs(&backends))?, vouched))?;
     warm(&envoy, 3);
     backends[3].clear();
     assert_all_ok(&envoy.client().burst(400, 4, |_| Request::get("/")));
@@ -206,6 +215,10 @@ fn a_lying_agent_harms_only_its_own_share() -> Result<()> {
 #[test]
 fn ten_thousand_inventions_change_nothing() -> Result<()> {
     bed!();
+    VERIFIED_OR_NOT.into_iter().try_for_each(one_agent_invents)
+}
+
+fn one_agent_invents(vouched: bool) -> Result<()> {
     let backends =
         stand_ins(3, |addr| with_load(report(1, 5000, addr)), |addr| with_load(report(1, 5000, addr)))?;
     let next = std::sync::atomic::AtomicU32::new(0);
@@ -215,7 +228,7 @@ fn ten_thousand_inventions_change_nothing() -> Result<()> {
         with_load(format!("0;1;10.{a}.{b}.{c}:80"))
     });
     let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 3.0);
-    let envoy = Envoy::start(config)?;
+    let envoy = Envoy::start(verified(config, vouched))?;
     assert_all_ok(&envoy.client().burst(10_000, 8, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
     assert!(rest.steered() > 9_000, "{rest:#?}");
@@ -230,26 +243,53 @@ fn ten_thousand_inventions_change_nothing() -> Result<()> {
 #[test]
 fn the_separate_headers_of_other_implementations_count_too() -> Result<()> {
     bed!();
-    // They name no endpoint, so they count only where Envoy says who answered: on responses.
+    // They name no endpoint, so they count only where Envoy says who answered.
     let separate = |_| Reply::ok().header("x-prequal-rif", "1").header("x-prequal-latency-us", "900");
-    let backends = stand_ins(3, separate, separate)?;
-    let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0);
-    let envoy = Envoy::start(config)?;
-    assert_all_ok(&envoy.client().burst(100, 2, |_| Request::get("/")));
+    for vouched in VERIFIED_OR_NOT {
+        let backends = stand_ins(3, separate, separate)?;
+        let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0);
+        let envoy = Envoy::start(verified(config, vouched))?;
+        assert_all_ok(&envoy.client().burst(100, 2, |_| Request::get("/")));
+        let rest = assert_probes_balance(&envoy);
+        assert!(rest.reports("used") > 0 && rest.steered() > 0, "{rest:#?}");
+        assert_eq!(rest.probes("used"), if vouched { rest.probes("sent") } else { 0 }, "{rest:#?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_probe_cluster_that_does_not_name_hosts_is_told_by_a_counter() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
+        let options = &mut config.cluster_mut("replicas-agent")["typed_extension_protocol_options"];
+        for (_, options) in options.as_object_mut().expect("an object") {
+            options.as_object_mut().expect("an object").remove("http_filters").expect("shipped");
+        }
+    });
+    let envoy = Envoy::start(probing(config, 1.0))?;
+    assert_all_ok(&envoy.client().burst(50, 2, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
-    assert!(rest.reports("used") > 0 && rest.steered() > 0, "{rest:#?}");
-    assert_eq!(rest.probes("used"), 0, "{rest:#?}");
+    assert!(rest.probes("sent") > 0, "{rest:#?}");
+    assert_eq!(rest.probes("rejected_no_host"), rest.probes("sent"), "{rest:#?}");
+    // The reports on the answers are enough to steer by.
+    assert!(rest.steered() > 0, "{rest:#?}");
     Ok(())
 }
 
 #[test]
 fn one_invention_told_again_and_again_diverts_no_share_from_the_honest() -> Result<()> {
     bed!();
+    VERIFIED_OR_NOT.into_iter().try_for_each(one_invention)
+}
+
+fn one_invention(vouched: bool) -> Result<()> {
     let honest = |addr| with_load(report(1, 5000, addr)).delay(Duration::from_millis(5));
     let backends = stand_ins(4, honest, honest)?;
     // Always the same address, which no cluster holds, and always idle.
     backends[0].set(with_load("0;1;203.0.113.1:80").delay(Duration::from_millis(5)));
-    let envoy = Envoy::start(probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 2.0))?;
+    let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 2.0);
+    let envoy = Envoy::start(verified(config, vouched))?;
     warm(&envoy, 3);
     let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(600, 4, |_| Request::get("/")));

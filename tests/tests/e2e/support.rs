@@ -30,6 +30,14 @@ pub fn set(config: EnvoyConfig, key: &str, value: impl Into<Value>) -> EnvoyConf
     config.filter_settings(|settings| settings["clusters"][0][key] = value)
 }
 
+/// Whether Envoy vouches for who answered a probe, as the shipped configuration has it, or the replicas' own word must do.
+pub const VERIFIED_OR_NOT: [bool; 2] = [true, false];
+
+/// Sets `verified_probes`.
+pub fn verified(config: EnvoyConfig, verified: bool) -> EnvoyConfig {
+    set(config, "verified_probes", verified)
+}
+
 /// Sends requests until the filter knows `members` replicas and steers; panics after ten seconds.
 #[track_caller]
 pub fn warm(envoy: &Envoy, members: u64) -> Prequal {
