@@ -13,6 +13,8 @@
 //!   same replica, pushed out (oldest) by another's, or removed: `r_remove` a pick, the oldest and the worst in turn.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
+use std::cmp::Ordering;
+
 use bytemuck::Zeroable;
 use rand::Rng;
 
@@ -179,6 +181,30 @@ struct Entry {
     unproven: u16,
 }
 
+/// A replica to choose from, as it reported itself.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Candidate {
+    /// Which replica.
+    pub endpoint: Endpoint,
+    /// Requests in flight: as reported, plus what was sent there since.
+    pub rif: u32,
+    /// Its latency estimate, microseconds; `None` when it knows nothing.
+    pub latency_us: Option<u32>,
+    /// Milliseconds since its report was received.
+    pub age_ms: u32,
+}
+
+impl Entry {
+    fn candidate(&self, now: Stamp) -> Candidate {
+        Candidate {
+            endpoint: self.endpoint,
+            rif: self.rif,
+            latency_us: (self.latency_us != UNKNOWN).then_some(self.latency_us),
+            age_ms: now.distance_ms(self.received),
+        }
+    }
+}
+
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Barred {
@@ -213,19 +239,19 @@ impl Theta {
         }
     }
 
-    /// Where an entry stands, lowest first; see the module's head.
     fn rank(&self, entry: &Entry) -> Rank {
-        let unknown = entry.latency_us == UNKNOWN;
+        self.rank_load(entry.rif, entry.latency_us)
+    }
+
+    /// Where a replica stands, lowest first; see the module's head.
+    fn rank_load(&self, rif: u32, latency_us: u32) -> Rank {
+        let unknown = latency_us == UNKNOWN;
         // Under RIF-only control (`q_rif` = 0) latency, known or not, only breaks ties.
-        if unknown && entry.rif > 0 && !matches!(self, Self::AllHot) {
-            return (Tier::Probation, entry.rif, 0);
+        if unknown && rif > 0 && !matches!(self, Self::AllHot) {
+            return (Tier::Probation, rif, 0);
         }
-        let latency = if unknown { 0 } else { entry.latency_us };
-        if self.is_hot(entry.rif) {
-            (Tier::Hot, entry.rif, latency)
-        } else {
-            (Tier::Cold, latency, entry.rif)
-        }
+        let latency = if unknown { 0 } else { latency_us };
+        if self.is_hot(rif) { (Tier::Hot, rif, latency) } else { (Tier::Cold, latency, rif) }
     }
 }
 
@@ -238,6 +264,59 @@ enum Tier {
     Hot,
     /// Busy and unknown.
     Probation,
+}
+
+impl Tier {
+    fn branch(self) -> Branch {
+        if self == Self::Cold { Branch::Cold } else { Branch::Hot }
+    }
+}
+
+/// A score as a rank.
+#[derive(Clone, Copy, Debug)]
+struct Score(f64);
+
+impl Ord for Score {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+impl PartialOrd for Score {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Score {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Score {}
+
+/// Index and rank of the lowest of `items`; ties are broken at random.
+fn lowest<T, R: Ord>(items: &[T], rank: impl Fn(&T) -> R, rng: &mut impl Rng) -> Option<(usize, R)> {
+    let mut best: Option<(usize, R)> = None;
+    let mut ties = 1;
+    for (index, item) in items.iter().enumerate() {
+        let rank = rank(item);
+        match &best {
+            Some((_, least)) if rank > *least => {}
+            Some((_, least)) if rank == *least => {
+                ties += 1;
+                if rng.random_range(0..ties) == 0 {
+                    best = Some((index, rank));
+                }
+            }
+            _ => {
+                ties = 1;
+                best = Some((index, rank));
+            }
+        }
+    }
+    best
 }
 
 impl Default for PoolState {
@@ -286,20 +365,63 @@ impl PoolState {
 
     /// Chooses a replica for one request and says how many probes to send.
     pub fn pick(&mut self, settings: &PoolSettings, now: Micros, rng: &mut impl Rng) -> Pick {
+        let theta = self.theta(settings, now.stamp());
+        self.pick_ranked(settings, now, rng, |entry| theta.rank(entry), |(tier, ..)| tier.branch())
+    }
+
+    /// [`Self::pick`] under another ranking: the lowest `score` is chosen, the highest is the worst. Scores must not
+    /// be NaN. All of the pool's other rules stay as they are (paper §5.2: Linear and C3 on Prequal's probing).
+    pub fn pick_scored(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        rng: &mut impl Rng,
+        score: impl Fn(&Candidate) -> f64,
+    ) -> Pick {
+        let stamp = now.stamp();
+        self.pick_ranked(settings, now, rng, |entry| Score(score(&entry.candidate(stamp))), |_| Branch::Cold)
+    }
+
+    /// Chooses among `answers` instead of the pool, by the same rule; remembers their RIFs for θ (synchronous mode,
+    /// see [`crate::sync`]). `None` without answers.
+    pub fn choose(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        answers: &[Candidate],
+        rng: &mut impl Rng,
+    ) -> Option<(Endpoint, Branch)> {
+        let stamp = now.stamp();
+        for answer in answers {
+            self.remember_rif(settings, stamp, answer.rif);
+        }
+        let theta = self.theta(settings, stamp);
+        let rank = |answer: &Candidate| theta.rank_load(answer.rif, answer.latency_us.unwrap_or(UNKNOWN));
+        let (index, (tier, ..)) = lowest(answers, rank, rng)?;
+        Some((answers.get(index)?.endpoint, tier.branch()))
+    }
+
+    fn pick_ranked<R: Ord>(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        rng: &mut impl Rng,
+        rank: impl Fn(&Entry) -> R,
+        branch: impl Fn(R) -> Branch,
+    ) -> Pick {
         let stamp = now.stamp();
         self.expire(settings, stamp);
         self.update_rates();
         let probes = self.probes_due(settings, stamp);
         self.last_pick = stamp;
 
-        let theta = self.theta(settings, stamp);
         let mut pick = Pick { replica: None, branch: Branch::Fallback, verify: false, probes };
         if self.entry_count >= 2
-            && let Some((index, hot)) = self.select(&theta, rng)
+            && let Some((index, least)) = lowest(self.entries(), &rank, rng)
             && let Some(entry) = self.entries.get_mut(index)
         {
             pick.replica = Some(entry.endpoint);
-            pick.branch = if hot { Branch::Hot } else { Branch::Cold };
+            pick.branch = branch(least);
             pick.verify = entry.unproven == 1;
             // RIF compensation (§4): our own request is on its way there.
             entry.rif = entry.rif.saturating_add(1);
@@ -312,7 +434,7 @@ impl PoolState {
                 self.remove(index);
             }
         }
-        self.remove_some(settings, &theta);
+        self.remove_some(settings, rank);
         pick
     }
 
@@ -503,42 +625,19 @@ impl PoolState {
             .any(|barred| barred.endpoint == endpoint && now.distance_ms(barred.at) < barred.for_ms)
     }
 
-    /// The entry to use, and whether it is hot.
-    fn select(&self, theta: &Theta, rng: &mut impl Rng) -> Option<(usize, bool)> {
-        let mut best: Option<(usize, Rank)> = None;
-        let mut ties = 1;
-        for (index, entry) in self.entries().iter().enumerate() {
-            let rank = theta.rank(entry);
-            match &best {
-                Some((_, least)) if rank > *least => {}
-                Some((_, least)) if rank == *least => {
-                    ties += 1;
-                    if rng.random_range(0..ties) == 0 {
-                        best = Some((index, rank));
-                    }
-                }
-                _ => {
-                    ties = 1;
-                    best = Some((index, rank));
-                }
-            }
-        }
-        best.map(|(index, (tier, ..))| (index, tier != Tier::Cold))
-    }
-
     /// The same ranking in reverse.
-    fn worst(&self, theta: &Theta) -> Option<usize> {
-        self.entries().iter().enumerate().max_by_key(|(_, entry)| theta.rank(entry)).map(|(index, _)| index)
+    fn worst<R: Ord>(&self, rank: impl Fn(&Entry) -> R) -> Option<usize> {
+        self.entries().iter().enumerate().max_by_key(|(_, entry)| rank(entry)).map(|(index, _)| index)
     }
 
-    fn remove_some(&mut self, settings: &PoolSettings, theta: &Theta) {
+    fn remove_some<R: Ord>(&mut self, settings: &PoolSettings, rank: impl Fn(&Entry) -> R) {
         self.remove_credit += self.removal_rate(settings) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
             if settings.scale_removal && self.entry_count <= 2 {
                 continue;
             }
-            let victim = if self.remove_worst == 1 { self.worst(theta) } else { self.oldest(self.last_pick) };
+            let victim = if self.remove_worst == 1 { self.worst(&rank) } else { self.oldest(self.last_pick) };
             self.remove_worst ^= 1;
             if let Some(victim) = victim {
                 self.remove(victim);
