@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use crate::endpoint::Endpoint;
+use crate::policies::linear::ALPHA_US;
 use crate::pool::Candidate;
 
 /// Weight of a new sample in every moving average (the public forks of Cassandra-C3).
@@ -64,7 +65,7 @@ impl C3 {
     /// Ψ of a pool entry, microseconds.
     pub fn score(&self, candidate: &Candidate) -> f64 {
         let state = self.replicas.get(&candidate.endpoint).copied().unwrap_or_default();
-        let service = state.service.unwrap_or(0.0);
+        let service = state.service.unwrap_or(ALPHA_US);
         let response = state.response.unwrap_or(service);
         let queue = state.queue.unwrap_or(f64::from(candidate.rif));
         let q = 1.0 + f64::from(state.outstanding) * self.clients + queue;
