@@ -5,7 +5,7 @@
 //!
 //! - **Select** (hot/cold lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
 //!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency
-//!   among the cold. None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
+//!   among the cold, where those within [`PoolSettings::latency_band`] of it count as equal and their RIF decides. None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
 //! - **Unknown latency**: an idle replica that knows nothing ranks first, and picking it raises its RIF in the pool,
 //!   so it gets one request and then, as a *busy* unknown, ranks last until it has answered. This is what brings
 //!   traffic back to a healed replica (`docs/adr/0002-unknown-latency.md`).
@@ -72,6 +72,10 @@ pub struct PoolSettings {
     pub q_rif_small: f64,
     /// Which reading of "hot".
     pub hot: HotRule,
+    /// Cold entries within this factor of the lowest latency count as equally fast, and the lower RIF wins among them, 1
+    /// (the paper's rule) to 10. Estimates are noisy: without a band every client sends to the replica that was
+    /// lucky last.
+    pub latency_band: f64,
     /// δ of equation (1).
     pub delta: f64,
     /// Removals per pick.
@@ -222,6 +226,8 @@ pub struct PoolView {
     pub theta: Option<u16>,
     /// Replicas known.
     pub members: u32,
+    /// The age that half of the entries it could hold are below, milliseconds; `None` while it holds fewer.
+    pub median_age_ms: Option<u32>,
 }
 
 enum Theta {
@@ -366,7 +372,14 @@ impl PoolState {
     /// Chooses a replica for one request and says how many probes to send.
     pub fn pick(&mut self, settings: &PoolSettings, now: Micros, rng: &mut impl Rng) -> Pick {
         let theta = self.theta(settings, now.stamp());
-        self.pick_ranked(settings, now, rng, |entry| theta.rank(entry), |(tier, ..)| tier.branch())
+        let known = self.entries().iter().filter(|e| e.latency_us != UNKNOWN && !theta.is_hot(e.rif));
+        let lowest = known.map(|entry| entry.latency_us).min().unwrap_or(0);
+        let band = lowest..=(f64::from(lowest) * settings.latency_band) as u32;
+        let rank = |entry: &Entry| match theta.rank(entry) {
+            (Tier::Cold, latency, rif) if band.contains(&latency) => (Tier::Cold, lowest, rif),
+            rank => rank,
+        };
+        self.pick_ranked(settings, now, rng, rank, |(tier, ..)| tier.branch())
     }
 
     /// [`Self::pick`] under another ranking: the lowest `score` is chosen, the highest is the worst. Scores must not
@@ -578,7 +591,15 @@ impl PoolState {
             Theta::At(theta, _) => u16::try_from(theta).ok(),
             Theta::AllHot | Theta::NoneHot => None,
         };
-        PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members }
+        let mut ages = [0; MAX_POOL];
+        for (age, entry) in ages.iter_mut().zip(self.entries()) {
+            *age = now.stamp().distance_ms(entry.received);
+        }
+        let ages = ages.get_mut(..usize::from(self.entry_count)).unwrap_or_default();
+        ages.sort_unstable();
+        let half = settings.attainable(self.members).div_ceil(2);
+        let median_age_ms = ages.get(half.saturating_sub(1)).copied();
+        PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members, median_age_ms }
     }
 
     /// Replicas in the pool.
@@ -819,6 +840,7 @@ mod tests {
             r_remove: 0.0,
             delta: 1000.0,
             hot: HotRule::Gt,
+            latency_band: 1.0,
             budget: Budget::Fixed { r_probe: 0.0 },
             ..Profile::Default.pool_settings()
         }
@@ -864,6 +886,17 @@ mod tests {
         scene.report(0, 3, 3, Some(60));
         let pick = scene.pick(10);
         assert_eq!((pick.replica, pick.branch), (Some(replica(1)), Branch::Cold));
+    }
+
+    #[test]
+    fn within_the_band_the_lower_rif_wins_and_beyond_it_the_lower_latency() {
+        for (latency_band, expected) in [(1.0, 1), (1.5, 2), (3.0, 3)] {
+            let mut scene = Scene::new(PoolSettings { latency_band, q_rif: 1.0, ..plain() });
+            for (n, rif, latency) in [(1, 5, 40), (2, 4, 55), (3, 0, 100)] {
+                scene.report(0, n, rif, Some(latency));
+            }
+            assert_eq!(scene.pick(1).replica, Some(replica(expected)), "band {latency_band}");
+        }
     }
 
     #[test]
