@@ -75,10 +75,10 @@ impl Profile {
         let ours = PoolSettings {
             pool_size: 16,
             max_age_ms: 1000,
-            q_rif: 0.84,
+            q_rif: 0.95,
             q_rif_small: 0.95,
             hot: HotRule::Auto,
-            latency_slack: 1.1,
+            latency_band: 1.5,
             delta: 1.0,
             r_remove: 1.0,
             scale_removal: true,
@@ -93,7 +93,7 @@ impl Profile {
             Self::Paper => PoolSettings {
                 q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
                 hot: HotRule::Ge,
-                latency_slack: 1.0,
+                latency_band: 1.0,
                 scale_removal: false,
                 budget: Budget::Fixed { r_probe: 3.0 },
                 ..ours
@@ -181,7 +181,7 @@ const SETTING_KEYS: &[&str] = &[
     "q_rif",
     "q_rif_small",
     "hot",
-    "latency_slack",
+    "latency_band",
     "delta",
     "r_remove",
     "scale_removal",
@@ -292,7 +292,7 @@ impl Fields<'_> {
             &mut pool.hot,
             self.choice("hot", &[("auto", HotRule::Auto), ("gt", HotRule::Gt), ("ge", HotRule::Ge)]),
         );
-        set(&mut pool.latency_slack, self.number("latency_slack", 1.0..=10.0));
+        set(&mut pool.latency_band, self.number("latency_band", 1.0..=10.0));
         set(&mut pool.delta, self.number("delta", 0.001..=1000.0));
         set(&mut pool.r_remove, self.number("r_remove", 0.0..=16.0));
         set(&mut pool.scale_removal, self.boolean("scale_removal"));
@@ -488,6 +488,7 @@ mod tests {
             ("max_age_ms", ["10", "60000"], ["9", "60001"]),
             ("q_rif", ["0", "1"], ["-0.01", "1.01"]),
             ("q_rif_small", ["0", "1"], ["-0.01", "1.01"]),
+            ("latency_band", ["1", "10"], ["0.99", "10.01"]),
             ("delta", ["0.001", "1000"], ["0", "1001"]),
             ("r_remove", ["0", "16"], ["-1", "16.5"]),
             ("reuse_cap", ["1", "10000"], ["0", "10001"]),

@@ -9,6 +9,8 @@
 //! |---|---|
 //! | [`pool`] | which replica serves a request, and when a report leaves the pool (§4) |
 //! | [`reuse`] | equation (1) |
+//! | [`sync`] | which replica serves when a request asks first (§4) |
+//! | [`policies`] | what Prequal is compared with |
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
 //! | [`report`] | the wire form of that |
@@ -22,8 +24,10 @@
 pub mod config;
 pub mod endpoint;
 pub mod members;
+pub mod policies;
 pub mod pool;
 pub mod report;
 pub mod reuse;
+pub mod sync;
 pub mod time;
 pub mod tracker;

@@ -5,7 +5,7 @@
 //!
 //! - **Select** (hot/cold lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
 //!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency
-//!   among the cold; latencies up to `latency_slack` times the lowest count as alike, the lowest RIF among them wins.
+//!   among the cold, where those within [`PoolSettings::latency_band`] of it count as equal and their RIF decides.
 //!   None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
 //! - **Unknown latency**: an idle replica that knows nothing ranks first, and picking it raises its RIF in the pool,
 //!   so it gets one request and then, as a *busy* unknown, ranks last until it has answered. This is what brings
@@ -13,11 +13,13 @@
 //! - **An entry leaves** when older than `max_age_ms`, used up ([`crate::reuse`]), replaced by a newer report of the
 //!   same replica, pushed out (oldest) by another's, or removed: `r_remove` a pick, the oldest and the worst in turn.
 //! - **Envoy's own placement** stays in force ([`crate::members`]): an entry leaves as well once the policy's samples do
-//!   not meet its replica any more. Where weights differ, RIF counts relative to the weight, and among the cold whose
-//!   latency is about the lowest (up to half more) the choice goes by weighted RIF and chance, so that equal replicas
-//!   share by weight at any load and a slow one is still avoided. When Envoy refuses most choices (it knows of failures
+//!   not meet its replica any more. Where weights differ, RIF counts relative to the weight, and within the latency band
+//!   the choice goes by weighted RIF and chance, so that equal replicas share by weight at any load and a slow one is
+//!   still avoided. When Envoy refuses most choices (it knows of failures
 //!   that the probe cluster's policy does not), steering pauses: a request that Envoy places tells where to go on.
 //! - **Probes due** are decided in the same step ([`Budget`]).
+
+use std::cmp::Ordering;
 
 use bytemuck::Zeroable;
 use rand::Rng;
@@ -78,10 +80,10 @@ pub struct PoolSettings {
     pub q_rif_small: f64,
     /// Which reading of "hot".
     pub hot: HotRule,
-    /// Latencies of cold entries up to this many times the lowest count as alike, 1 (the paper: the lowest wins) to 10.
-    /// Between equal replicas differences are chance; a strict order sends the traffic in herds, and passes over a healed
-    /// replica whose only sample is a per cent worse.
-    pub latency_slack: f64,
+    /// Cold entries within this factor of the lowest latency count as equally fast, and the lower RIF wins among them, 1
+    /// (the paper's rule) to 10. Estimates are noisy: without a band every client sends to the replica that was
+    /// lucky last.
+    pub latency_band: f64,
     /// δ of equation (1).
     pub delta: f64,
     /// Removals per pick.
@@ -225,11 +227,42 @@ impl Entry {
     fn load(&self) -> u32 {
         relative_load(self.rif, self.weight)
     }
+
+    /// RIF and chance relative to the weight: the exponential alone draws in proportion to the weights, RIF alone is
+    /// weighted least request.
+    fn draw(&self, rng: &mut impl Rng) -> u32 {
+        let chance = -2.0 * (1.0 - rng.random::<f32>()).ln();
+        ((f32::from(self.rif) + chance) * 256.0 / f32::from(self.weight.max(1))) as u32
+    }
 }
 
 fn relative_load(rif: u16, weight: u16) -> u32 {
     // Rounded up: a busy replica never looks idle.
     (u32::from(rif) * u32::from(Standing::UNIT)).div_ceil(u32::from(weight.max(1)))
+}
+
+/// A replica to choose from, as it reported itself.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Candidate {
+    /// Which replica.
+    pub endpoint: Endpoint,
+    /// Requests in flight: as reported, plus what was sent there since.
+    pub rif: u32,
+    /// Its latency estimate, microseconds; `None` when it knows nothing.
+    pub latency_us: Option<u32>,
+    /// Milliseconds since its report was received.
+    pub age_ms: u32,
+}
+
+impl Entry {
+    fn candidate(&self, now: Stamp) -> Candidate {
+        Candidate {
+            endpoint: self.endpoint,
+            rif: u32::from(self.rif),
+            latency_us: (self.latency_us != UNKNOWN).then_some(self.latency_us),
+            age_ms: now.distance_ms(self.received),
+        }
+    }
 }
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -249,6 +282,8 @@ pub struct PoolView {
     pub theta: Option<u16>,
     /// Replicas known.
     pub members: u32,
+    /// The age that half of the entries it could hold are below, milliseconds; `None` while it holds fewer.
+    pub median_age_ms: Option<u32>,
 }
 
 enum Theta {
@@ -266,24 +301,24 @@ impl Theta {
         }
     }
 
-    /// Where an entry stands, lowest first; see the module's head.
     fn rank(&self, entry: &Entry) -> Rank {
-        let unknown = entry.latency_us == UNKNOWN;
+        self.rank_load(entry.load(), entry.latency_us)
+    }
+
+    /// Where a replica stands, lowest first; see the module's head.
+    fn rank_load(&self, rif: u32, latency_us: u32) -> Rank {
+        let unknown = latency_us == UNKNOWN;
         // Under RIF-only control (`q_rif` = 0) latency, known or not, only breaks ties.
-        let load = entry.load();
-        if unknown && load > 0 && !matches!(self, Self::AllHot) {
-            return (Tier::Probation, load, 0);
+        if unknown && rif > 0 && !matches!(self, Self::AllHot) {
+            return (Tier::Probation, rif, 0);
         }
-        let latency = if unknown { 0 } else { entry.latency_us };
-        if self.is_hot(load) { (Tier::Hot, load, latency) } else { (Tier::Cold, latency, load) }
+        let latency = if unknown { 0 } else { latency_us };
+        if self.is_hot(rif) { (Tier::Hot, rif, latency) } else { (Tier::Cold, latency, rif) }
     }
 }
 
 /// Tier, first and second criterion.
 type Rank = (Tier, u32, u32);
-
-/// First and second criterion among those of one tier whose latencies are alike.
-type Score = (f32, u32);
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum Tier {
@@ -291,6 +326,59 @@ enum Tier {
     Hot,
     /// Busy and unknown.
     Probation,
+}
+
+impl Tier {
+    fn branch(self) -> Branch {
+        if self == Self::Cold { Branch::Cold } else { Branch::Hot }
+    }
+}
+
+/// A score as a rank.
+#[derive(Clone, Copy, Debug)]
+struct Score(f64);
+
+impl Ord for Score {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+impl PartialOrd for Score {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Score {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Score {}
+
+/// Index and rank of the lowest of `items`; ties are broken at random.
+fn lowest<T, R: Ord, G: Rng>(items: &[T], rank: impl Fn(&T, &mut G) -> R, rng: &mut G) -> Option<(usize, R)> {
+    let mut best: Option<(usize, R)> = None;
+    let mut ties = 1;
+    for (index, item) in items.iter().enumerate() {
+        let rank = rank(item, rng);
+        match &best {
+            Some((_, least)) if rank > *least => {}
+            Some((_, least)) if rank == *least => {
+                ties += 1;
+                if rng.random_range(0..ties) == 0 {
+                    best = Some((index, rank));
+                }
+            }
+            _ => {
+                ties = 1;
+                best = Some((index, rank));
+            }
+        }
+    }
+    best
 }
 
 impl Default for PoolState {
@@ -344,23 +432,87 @@ impl PoolState {
     }
 
     /// Chooses a replica for one request and says how many probes to send.
-    pub fn pick(&mut self, settings: &PoolSettings, now: Micros, rng: &mut impl Rng) -> Pick {
+    pub fn pick<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
+        let probes = self.begin_pick(settings, now.stamp());
+        let theta = self.theta(settings, now.stamp());
+        let known = self.entries().iter().filter(|e| e.latency_us != UNKNOWN && !theta.is_hot(e.load()));
+        let lowest = known.map(|entry| entry.latency_us).min().unwrap_or(0);
+        let band = lowest..=(f64::from(lowest) * settings.latency_band) as u32;
+        let weight = self.entries().first().map_or(Standing::UNIT, |first| first.weight);
+        let uneven = self.entries().iter().any(|entry| entry.weight != weight);
+        let rank = |entry: &Entry, rng: &mut G| match theta.rank(entry) {
+            (Tier::Cold, latency, load) if band.contains(&latency) => {
+                (Tier::Cold, lowest, if uneven { entry.draw(rng) } else { load })
+            }
+            (Tier::Hot, _, latency) if uneven => (Tier::Hot, entry.draw(rng), latency),
+            rank => rank,
+        };
+        self.pick_ranked(settings, now, rng, probes, rank, |(tier, ..)| tier.branch())
+    }
+
+    /// [`Self::pick`] under another ranking: the lowest `score` is chosen, the highest is the worst. Scores must not
+    /// be NaN. All of the pool's other rules stay as they are (paper §5.2: Linear and C3 on Prequal's probing).
+    pub fn pick_scored<G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        rng: &mut G,
+        score: impl Fn(&Candidate) -> f64,
+    ) -> Pick {
         let stamp = now.stamp();
+        let probes = self.begin_pick(settings, stamp);
+        let rank = |entry: &Entry, _: &mut G| Score(score(&entry.candidate(stamp)));
+        self.pick_ranked(settings, now, rng, probes, rank, |_| Branch::Cold)
+    }
+
+    /// Chooses among `answers` instead of the pool, by the same rule; remembers their RIFs for θ (synchronous mode,
+    /// see [`crate::sync`]). `None` without answers.
+    pub fn choose<G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        answers: &[Candidate],
+        rng: &mut G,
+    ) -> Option<(Endpoint, Branch)> {
+        let stamp = now.stamp();
+        for answer in answers {
+            self.remember_rif(settings, stamp, answer.rif);
+        }
+        let theta = self.theta(settings, stamp);
+        let rank =
+            |answer: &Candidate, _: &mut G| theta.rank_load(answer.rif, answer.latency_us.unwrap_or(UNKNOWN));
+        let (index, (tier, ..)) = lowest(answers, rank, rng)?;
+        Some((answers.get(index)?.endpoint, tier.branch()))
+    }
+
+    /// What every pick begins with.
+    fn begin_pick(&mut self, settings: &PoolSettings, stamp: Stamp) -> ProbesDue {
         self.expire(settings, stamp);
         self.update_rates();
         let probes = self.probes_due(settings, stamp);
         self.last_pick = stamp;
+        probes
+    }
 
-        let theta = self.theta(settings, stamp);
+    fn pick_ranked<R: Ord, G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        rng: &mut G,
+        probes: ProbesDue,
+        rank: impl Fn(&Entry, &mut G) -> R,
+        branch: impl Fn(R) -> Branch,
+    ) -> Pick {
+        let stamp = now.stamp();
         let standing = Standing::even(self.samples);
         let mut pick = Pick { replica: None, branch: Branch::Fallback, verify: false, standing, probes };
         if self.entry_count >= 2
             && !self.is_paused(stamp)
-            && let Some((index, hot)) = self.select(settings, &theta, rng)
+            && let Some((index, least)) = lowest(self.entries(), &rank, rng)
             && let Some(entry) = self.entries.get_mut(index)
         {
             pick.replica = Some(entry.endpoint);
-            pick.branch = if hot { Branch::Hot } else { Branch::Cold };
+            pick.branch = branch(least);
             pick.verify = entry.unproven == 1;
             pick.standing = entry.standing();
             // RIF compensation (§4): our own request is on its way there.
@@ -374,7 +526,7 @@ impl PoolState {
                 self.remove(index);
             }
         }
-        self.remove_some(settings, &theta);
+        self.remove_some(settings, rng, rank);
         pick
     }
 
@@ -548,7 +700,15 @@ impl PoolState {
             Theta::At(theta, _) => u16::try_from(theta).ok(),
             Theta::AllHot | Theta::NoneHot => None,
         };
-        PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members }
+        let mut ages = [0; MAX_POOL];
+        for (age, entry) in ages.iter_mut().zip(self.entries()) {
+            *age = now.stamp().distance_ms(entry.received);
+        }
+        let ages = ages.get_mut(..usize::from(self.entry_count)).unwrap_or_default();
+        ages.sort_unstable();
+        let half = settings.attainable(self.members).div_ceil(2);
+        let median_age_ms = ages.get(half.saturating_sub(1)).copied();
+        PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members, median_age_ms }
     }
 
     /// Replicas in the pool.
@@ -597,45 +757,6 @@ impl PoolState {
             .any(|barred| barred.endpoint == endpoint && now.distance_ms(barred.at) < barred.for_ms)
     }
 
-    /// The entry to use, and whether it is hot.
-    fn select(&self, settings: &PoolSettings, theta: &Theta, rng: &mut impl Rng) -> Option<(usize, bool)> {
-        let (best, fastest, _) = self.entries().iter().map(|entry| theta.rank(entry)).min()?;
-        let first = self.entries().first()?.weight;
-        let uneven = self.entries().iter().any(|entry| entry.weight != first);
-        let slack = if uneven { settings.latency_slack.max(SIMILAR) } else { settings.latency_slack };
-        let mut least: Option<(usize, Score)> = None;
-        let mut ties = 1;
-        for (index, entry) in self.entries().iter().enumerate() {
-            let (tier, latency, _) = theta.rank(entry);
-            // Latency orders the cold only.
-            let slow = tier == Tier::Cold && f64::from(latency) > f64::from(fastest) * slack;
-            if tier != best || slow {
-                continue;
-            }
-            let score = if uneven {
-                // The exponential alone draws in proportion to the weights, RIF alone is weighted least request.
-                let chance = -2.0 * (1.0 - rng.random::<f32>()).ln();
-                ((f32::from(entry.rif) + chance) / f32::from(entry.weight.max(1)), 0)
-            } else {
-                (entry.load() as f32, entry.latency_us)
-            };
-            match &least {
-                Some((_, lowest)) if score > *lowest => {}
-                Some((_, lowest)) if score == *lowest => {
-                    ties += 1;
-                    if rng.random_range(0..ties) == 0 {
-                        least = Some((index, score));
-                    }
-                }
-                _ => {
-                    ties = 1;
-                    least = Some((index, score));
-                }
-            }
-        }
-        least.map(|(index, _)| (index, best != Tier::Cold))
-    }
-
     fn newer(&self, one: &Standing, other: &Standing) -> bool {
         let age = |standing: &Standing| self.samples.wrapping_sub(standing.sampled) as i32;
         age(one) < age(other)
@@ -649,18 +770,24 @@ impl PoolState {
     }
 
     /// The same ranking in reverse.
-    fn worst(&self, theta: &Theta) -> Option<usize> {
-        self.entries().iter().enumerate().max_by_key(|(_, entry)| theta.rank(entry)).map(|(index, _)| index)
+    fn worst<R: Ord, G: Rng>(&self, rng: &mut G, rank: impl Fn(&Entry, &mut G) -> R) -> Option<usize> {
+        self.entries().iter().enumerate().max_by_key(|(_, entry)| rank(entry, rng)).map(|(index, _)| index)
     }
 
-    fn remove_some(&mut self, settings: &PoolSettings, theta: &Theta) {
+    fn remove_some<R: Ord, G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        rng: &mut G,
+        rank: impl Fn(&Entry, &mut G) -> R,
+    ) {
         self.remove_credit += self.removal_rate(settings) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
             if settings.scale_removal && self.entry_count <= 2 {
                 continue;
             }
-            let victim = if self.remove_worst == 1 { self.worst(theta) } else { self.oldest(self.last_pick) };
+            let victim =
+                if self.remove_worst == 1 { self.worst(rng, &rank) } else { self.oldest(self.last_pick) };
             self.remove_worst ^= 1;
             if let Some(victim) = victim {
                 self.remove(victim);
@@ -826,8 +953,6 @@ const VERIFY_MS: u32 = 5000;
 const GROWING_MS: u32 = 2000;
 /// Most probes of discovery that one pick sends.
 const MAX_DISCOVERY: f64 = 8.0;
-/// Latencies up to this many times the lowest are alike where weights differ.
-const SIMILAR: f64 = 1.5;
 /// Weight of one pick in the share of refused choices: some eleven refusals in a row pause steering.
 const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
 /// How long steering pauses.
@@ -858,6 +983,7 @@ mod tests {
             r_remove: 0.0,
             delta: 1000.0,
             hot: HotRule::Gt,
+            latency_band: 1.0,
             budget: Budget::Fixed { r_probe: 0.0 },
             ..Profile::Default.pool_settings()
         }
@@ -906,18 +1032,13 @@ mod tests {
     }
 
     #[test]
-    fn among_latencies_that_are_alike_the_lowest_rif_wins() {
-        for (latency_slack, expected) in [(1.0, 1), (1.1, 2), (2.0, 3)] {
-            let mut scene = Scene::new(PoolSettings { q_rif: 1.0, latency_slack, ..plain() });
-            scene.report(0, 1, 3, Some(50));
-            scene.report(0, 2, 2, Some(54));
-            scene.report(0, 3, 1, Some(90));
-            let pick = scene.pick(1);
-            assert_eq!(
-                (pick.replica, pick.branch),
-                (Some(replica(expected)), Branch::Cold),
-                "{latency_slack}"
-            );
+    fn within_the_band_the_lower_rif_wins_and_beyond_it_the_lower_latency() {
+        for (latency_band, expected) in [(1.0, 1), (1.5, 2), (3.0, 3)] {
+            let mut scene = Scene::new(PoolSettings { latency_band, q_rif: 1.0, ..plain() });
+            for (n, rif, latency) in [(1, 5, 40), (2, 4, 55), (3, 0, 100)] {
+                scene.report(0, n, rif, Some(latency));
+            }
+            assert_eq!(scene.pick(1).replica, Some(replica(expected)), "band {latency_band}");
         }
     }
 
@@ -1169,7 +1290,7 @@ mod tests {
 
     #[test]
     fn equal_replicas_share_by_weight_and_a_slow_heavy_one_is_avoided() {
-        let mut scene = Scene::new(plain());
+        let mut scene = Scene::new(PoolSettings { latency_band: 1.5, ..plain() });
         let mut picks = [0u32; 8];
         for round in 0..4000 {
             scene.pool = PoolState::new();

@@ -3,10 +3,11 @@
 //! Paper §4, "Load signals": a finished request is recorded under the RIF it found on arrival; an estimate is the
 //! median of recent samples at or near the current RIF. Where the paper is silent:
 //!
-//! - no fresh sample at this RIF: the nearest RIF that has one; then samples up to [`TrackerConfig::max_age_us`]
-//!   old; then *unknown*, which makes clients send one request to find out (see [`crate::pool`]);
-//! - requests that have waited longer than the median raise the estimate to their age, so that a stall shows
-//!   before anything finishes;
+//! - no sample at this RIF: the nearest RIF that has one; no sample within [`TrackerConfig::max_age_us`]: *unknown*,
+//!   which makes clients send one request to find out (see [`crate::pool`]);
+//! - requests that have waited for more than three medians raise the estimate to their age, so that a stall shows
+//!   before anything finishes. Below that the age says little: it is low wherever many have just arrived, so that
+//!   counting it sends the herd where the herd already is (1.74x load in the simulator: p99.9 997 ms, against 558);
 //! - failures and aborts never feed the samples. A replica that only fails would stay unknown and so be tried by
 //!   everybody: for `max_age_us` after a failure it reports [`TrackerConfig::failure_latency_us`] instead.
 //!
@@ -17,9 +18,9 @@ use crate::time::Micros;
 /// Settings of a [`Tracker`]. All durations in microseconds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrackerConfig {
-    /// Samples younger than this are preferred to any older one. Default 1 s.
-    pub fresh_us: u64,
-    /// Samples older than this are forgotten. Default 15 s: a replica that nobody picks is tried again that often.
+    /// Samples older than this are forgotten. Default 15 s: a replica that nobody picks is tried again that often. Much
+    /// shorter, and the estimate at a RIF that is seldom reached comes from lower RIFs, too low just when it matters
+    /// (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
     pub max_age_us: u64,
     /// Reported while there is no sample and a request failed within `max_age_us`. Default 1 s.
     pub failure_latency_us: u32,
@@ -27,7 +28,7 @@ pub struct TrackerConfig {
 
 impl Default for TrackerConfig {
     fn default() -> Self {
-        Self { fresh_us: 1_000_000, max_age_us: 15_000_000, failure_latency_us: 1_000_000 }
+        Self { max_age_us: 15_000_000, failure_latency_us: 1_000_000 }
     }
 }
 
@@ -115,11 +116,11 @@ impl Tracker {
     /// What a request arriving now may expect, microseconds; `None` when nothing is known.
     pub fn latency(&self, now: Micros) -> Option<u32> {
         let centre = bucket_of(self.rif);
-        let known = self
-            .nearest_median(centre, now, self.config.fresh_us)
-            .or_else(|| self.nearest_median(centre, now, self.config.max_age_us));
-        match known {
-            Some(median) => Some(median.max(self.waiting(now))),
+        match self.nearest_median(centre, now, self.config.max_age_us) {
+            Some(median) => {
+                let waiting = self.waiting(now);
+                Some(if waiting / STALL_FACTOR > median { waiting } else { median })
+            }
             None => self
                 .last_failure
                 .filter(|at| now.saturating_since(*at) < self.config.max_age_us)
@@ -278,6 +279,9 @@ fn bucket_of(rif: u32) -> usize {
     ((octave - 4) * 4 + quarter) as usize + 16
 }
 
+/// Requests that have waited for more than this many medians are a stall.
+const STALL_FACTOR: u32 = 3;
+
 /// `bucket_of(u32::MAX) + 1`.
 const BUCKETS: usize = 128;
 
@@ -327,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_rif_stands_in_and_then_older_samples_and_then_nothing() {
+    fn the_nearest_rif_stands_in_until_it_is_forgotten() {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 10);
         let _a = tracker.start(ms(20));
@@ -335,7 +339,7 @@ mod tests {
         assert_eq!(tracker.latency(ms(20)), Some(10_000), "nearest RIF");
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 10);
-        assert_eq!(tracker.latency(ms(14_000)), Some(10_000), "older than fresh, younger than forgotten");
+        assert_eq!(tracker.latency(ms(14_000)), Some(10_000), "old, but all there is");
         assert_eq!(tracker.latency(ms(15_011)), None, "forgotten");
     }
 
@@ -344,7 +348,7 @@ mod tests {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 10);
         let _stuck = tracker.start(ms(100));
-        assert_eq!(tracker.latency(ms(105)), Some(10_000));
+        assert_eq!(tracker.latency(ms(130)), Some(10_000), "no stall yet");
         assert_eq!(tracker.latency(ms(900)), Some(800_000));
     }
 

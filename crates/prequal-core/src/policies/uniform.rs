@@ -1,0 +1,59 @@
+//! Random and Round Robin (paper §5.2).
+
+use rand::{Rng, RngCore};
+
+use super::Policy;
+use crate::time::Micros;
+
+/// A uniformly random replica.
+#[derive(Clone, Debug)]
+pub struct Random {
+    /// Replicas, at least 1.
+    replicas: usize,
+}
+
+impl Random {
+    /// Over `replicas` replicas, at least one.
+    pub fn new(replicas: usize) -> Self {
+        Self { replicas: replicas.max(1) }
+    }
+}
+
+impl Policy for Random {
+    fn pick(&mut self, _now: Micros, rng: &mut dyn RngCore) -> usize {
+        rng.random_range(0..self.replicas)
+    }
+}
+
+/// The next replica in cyclic order.
+#[derive(Clone, Debug)]
+pub struct RoundRobin {
+    replicas: usize,
+    last: usize,
+}
+
+impl RoundRobin {
+    /// Over `replicas` replicas, at least one; `start` is where this client begins.
+    pub fn new(replicas: usize, start: usize) -> Self {
+        Self { replicas: replicas.max(1), last: start }
+    }
+}
+
+impl Policy for RoundRobin {
+    fn pick(&mut self, _now: Micros, _rng: &mut dyn RngCore) -> usize {
+        self.last = (self.last + 1) % self.replicas;
+        self.last
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::shares;
+    use super::*;
+
+    #[test]
+    fn round_robin_visits_all_in_order_and_random_all_alike() {
+        assert_eq!(shares(&mut RoundRobin::new(4, 2), 4, 6), [2, 1, 1, 2], "3, 0, 1, 2, 3, 0");
+        assert!(shares(&mut Random::new(4), 4, 4000).iter().all(|count| (900..1100).contains(count)));
+    }
+}
