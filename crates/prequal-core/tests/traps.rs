@@ -1,0 +1,135 @@
+//! One test per trap that public implementations of Prequal fell into. Traps of adapters (requests dropped half-way,
+//! pools shared between routes, arms of a benchmark that share state) have their tests where the adapter is.
+
+use prequal_core::config::Profile;
+use prequal_core::endpoint::Endpoint;
+use prequal_core::members::{Evidence, Members, Standing};
+use prequal_core::pool::{Branch, Budget, Load, PoolSettings, PoolState};
+use prequal_core::reuse::reuse_budget;
+use prequal_core::time::Micros;
+use prequal_core::tracker::{Outcome, Tracker, TrackerConfig};
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+fn replica(n: u16) -> Endpoint {
+    format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+}
+
+fn ms(ms: u64) -> Micros {
+    Micros::from_millis(1_000_000 + ms)
+}
+
+/// A pool with these reports, one a millisecond: RIF and latency in milliseconds.
+fn pool(settings: &PoolSettings, reports: &[(u32, Option<u32>)]) -> (PoolState, SmallRng) {
+    let mut rng = SmallRng::seed_from_u64(1);
+    let mut pool = PoolState::new();
+    pool.set_members(100, 0, ms(0));
+    for (n, (rif, latency)) in (0..).zip(reports) {
+        let load = Load { rif: *rif, latency_us: latency.map(|ms| ms * 1000) };
+        pool.record(settings, ms(u64::from(n)), replica(n), load, Standing::even(0), &mut rng);
+    }
+    (pool, rng)
+}
+
+fn settings() -> PoolSettings {
+    PoolSettings {
+        r_remove: 0.0,
+        delta: 1000.0,
+        budget: Budget::Fixed { r_probe: 0.0 },
+        ..Profile::Paper.pool_settings()
+    }
+}
+
+#[test]
+fn trap_1_equation_1_is_grouped_as_the_paper_has_it() {
+    let [m, n, r_probe, r_remove, delta] = [16.0, 100.0, 3.0, 1.0, 1.0];
+    let right = (1.0 + delta) / ((1.0 - m / n) * r_probe - r_remove);
+    let wrong = (1.0 + delta) / ((1.0 - m / n) * (r_probe - r_remove));
+    let got = reuse_budget(m, n, r_probe, r_remove, delta, 64.0);
+    assert!((got - right).abs() < 1e-12 && (got - wrong).abs() > 0.1, "{got}");
+}
+
+#[test]
+fn trap_1_a_fleet_no_larger_than_the_pool_has_a_defined_reuse() {
+    for n in 0..=16 {
+        assert!(
+            (reuse_budget(16.0, f64::from(n), 3.0, 1.0, 1.0, 64.0) - 64.0).abs() < f64::EPSILON,
+            "n = {n}"
+        );
+    }
+}
+
+#[test]
+fn trap_2_the_branch_for_all_hot_can_be_reached() {
+    let settings = PoolSettings { q_rif: 0.5, pool_size: 2, ..settings() };
+    let low = [(1, Some(10)); 10];
+    let (mut pool, mut rng) = pool(&settings, &[&low[..], &[(9, Some(1)), (8, Some(99))]].concat());
+    let pick = pool.pick(&settings, ms(20), &mut rng);
+    assert_eq!((pick.replica, pick.branch), (Some(replica(11)), Branch::Hot));
+}
+
+#[test]
+fn trap_4_a_probe_rate_of_0_7_is_not_0() {
+    let settings = PoolSettings { budget: Budget::Fixed { r_probe: 0.7 }, ..settings() };
+    let (mut pool, mut rng) = pool(&settings, &[]);
+    let sent: u32 = (0..1000).map(|at| pool.pick(&settings, ms(at), &mut rng).probes.addressed).sum();
+    assert!((699..=701).contains(&sent), "{sent}");
+}
+
+#[test]
+fn trap_5_cold_goes_by_latency_and_hot_by_rif() {
+    let cold = PoolSettings { q_rif: 1.0, ..settings() };
+    let (mut state, mut rng) = pool(&cold, &[(1, Some(90)), (50, Some(10))]);
+    assert_eq!(state.pick(&cold, ms(1), &mut rng).replica, Some(replica(1)));
+    let hot = PoolSettings { q_rif: 0.0, ..settings() };
+    let (mut state, mut rng) = pool(&hot, &[(1, Some(90)), (50, Some(10))]);
+    assert_eq!(state.pick(&hot, ms(1), &mut rng).replica, Some(replica(0)));
+}
+
+#[test]
+fn trap_6_probe_targets_are_drawn_without_replacement() {
+    let mut members = Members::default();
+    for n in 0..4 {
+        members.observe(replica(n), None, Evidence::Served, ms(0));
+    }
+    let mut rng = SmallRng::seed_from_u64(1);
+    for _ in 0..100 {
+        let mut targets: Vec<_> =
+            members.sample(4, &mut rng, |_| false).iter().map(|target| target.replica.port()).collect();
+        targets.sort_unstable();
+        assert_eq!(targets, [1000, 1001, 1002, 1003]);
+    }
+}
+
+#[test]
+fn trap_8_failures_do_not_make_a_replica_look_fast() {
+    let mut tracker = Tracker::new(TrackerConfig::default());
+    for at in 0..20 {
+        let ticket = tracker.start(ms(at * 100));
+        tracker.finish(ticket, ms(at * 100 + 50), Outcome::Success);
+    }
+    let honest = tracker.latency(ms(2000));
+    for at in 0..100 {
+        let ticket = tracker.start(ms(2000 + at));
+        tracker.finish(ticket, ms(2000 + at), Outcome::Failure);
+    }
+    assert!(tracker.latency(ms(2100)) >= honest, "{:?} after failures at once", tracker.latency(ms(2100)));
+}
+
+#[test]
+fn trap_9_a_replica_that_knows_nothing_neither_attracts_all_nor_starves() {
+    let settings = PoolSettings { q_rif: 0.99, ..settings() };
+    let (mut pool, mut rng) = pool(&settings, &[(1, Some(10)), (1, Some(12)), (0, None)]);
+    let picks: Vec<_> = (0..10).map(|_| pool.pick(&settings, ms(1), &mut rng).replica).collect();
+    let to_unknown = picks.iter().filter(|pick| **pick == Some(replica(2))).count();
+    assert_eq!(to_unknown, 1, "{picks:?}");
+}
+
+#[test]
+fn trap_11_age_counts_on_the_clock_of_the_client() {
+    // A report says nothing of the server's time: only receipt counts, and a client's clock that steps makes it old.
+    let settings = settings();
+    let (mut state, mut rng) = pool(&settings, &[(1, Some(10)), (1, Some(12))]);
+    let stepped_back = Micros::from_millis(1000);
+    assert_eq!(state.pick(&settings, stepped_back, &mut rng).branch, Branch::Fallback);
+}
