@@ -1,0 +1,2 @@
+//! `plb`: the operator's command.
+fn main() {}

@@ -1,0 +1,1 @@
+//! A multi-path fabric of network namespaces for tests and benchmarks.
