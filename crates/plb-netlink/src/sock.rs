@@ -131,6 +131,17 @@ pub fn set_congestion(socket: &impl AsFd, name: &str) -> Result<()> {
     })
 }
 
+/// `SO_COOKIE`: names the socket for the life of the machine, as [`crate::diag::Entry::cookie`] does.
+///
+/// # Errors
+/// On anything but a socket.
+pub fn cookie(socket: &impl AsFd) -> Result<u64> {
+    let mut bytes = [0; 8];
+    sys::get_option(sys::raw(socket), libc::SOL_SOCKET, libc::SO_COOKIE, &mut bytes)
+        .map_err(|source| Error::kernel("reading SO_COOKIE", NET_ADMIN, source))?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
 /// # Errors
 /// A name that the kernel could not even store.
 pub(crate) fn check_congestion_name(name: &str) -> Result<()> {
