@@ -128,7 +128,7 @@ impl fmt::Display for Share {
 pub struct Terms {
     /// Which label; `None`: the kernel chooses.
     pub label: Option<Label>,
-    /// The only destination it is for; unspecified (`::`) for all.
+    /// The one destination it is for; the kernel leases no label for all.
     pub destination: Ipv6Addr,
     /// Who may use it.
     pub share: Share,
@@ -166,6 +166,9 @@ pub struct Lease {
 /// Leased by somebody else, more than 32 leases without rights, times that need rights, a label that
 /// `flowlabel_state_ranges` keeps for automatic ones.
 pub fn lease(socket: &impl AsFd, terms: &Terms) -> Result<Label> {
+    if terms.destination.is_unspecified() || terms.destination.is_multicast() {
+        return Err(Error::Invalid("a lease is for one destination, a unicast IPv6 address".to_owned()));
+    }
     let mut request = encode(Action::Get, terms);
     let doing = match terms.label {
         Some(label) => format!("leasing flow label {label}"),
@@ -283,7 +286,7 @@ pub struct Listed {
     pub linger_s: u32,
     /// Seconds left; negative once expired.
     pub expires_s: i64,
-    /// The destination; unspecified for all.
+    /// The destination.
     pub destination: Ipv6Addr,
 }
 

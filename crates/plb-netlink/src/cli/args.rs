@@ -248,8 +248,8 @@ pub(crate) struct LeaseArgs {
     #[arg(value_name = "LABEL")]
     pub(crate) label: Option<Label>,
 
-    /// Only for this destination
-    #[arg(long, value_name = "IPV6", default_value = "::")]
+    /// The destination it is for: the kernel leases no label for all
+    #[arg(long, value_name = "IPV6")]
     pub(crate) destination: Ipv6Addr,
 
     /// Who else may use it
