@@ -135,8 +135,12 @@ impl Fabric {
                     // Refused at once while a device is not ready.
                     let _ = flowlabel::send_to(&sender, b"x", target, label);
                 }
-                std::thread::sleep(Duration::from_millis(20));
-                arrived() == 64
+                let mut count = 0;
+                eventually("64 datagrams", Duration::from_millis(200), || {
+                    count += arrived();
+                    count == 64
+                })
+                .is_ok()
             })?;
         }
         Ok(())
