@@ -28,6 +28,7 @@ mod mutation;
 mod netlink;
 pub mod netns;
 pub mod pidfd;
+pub mod prepare;
 pub mod relabel;
 pub mod repath;
 pub mod route;

@@ -17,6 +17,7 @@ mod traffic;
 use std::fmt::Write as _;
 use std::net::{Ipv6Addr, SocketAddrV6};
 use std::process::{Command, Output};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -282,12 +283,12 @@ pub fn imbalance(bytes: &[u64; PATHS]) -> f64 {
     if total == 0 { 0.0 } else { max as f64 * PATHS as f64 / total as f64 - 1.0 }
 }
 
-/// Why a fabric cannot be had here, if so.
+/// Why a fabric cannot be had here, if so. Tried once.
 pub fn missing() -> Option<String> {
-    match Fabric::build() {
-        Ok(_) => None,
-        Err(why) => Some(format!("network namespaces need root and iproute2: {why}")),
-    }
+    static MISSING: OnceLock<Option<String>> = OnceLock::new();
+    let tried =
+        || Fabric::build().err().map(|why| format!("network namespaces need root and iproute2: {why}"));
+    MISSING.get_or_init(tried).clone()
 }
 
 /// Whether a test that needs a fabric can run. If not, says what is missing, in one line and in `PREQUAL_SKIP_LOG`;

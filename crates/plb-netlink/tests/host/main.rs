@@ -2,6 +2,7 @@
 //! so in one line.
 
 mod daemon;
+mod envoy;
 mod knobs;
 mod labels;
 mod repath;
