@@ -40,12 +40,12 @@ pub enum Error {
         why: String,
     },
     /// The kernel refused for another reason.
-    #[error("{doing}")]
+    #[error("{doing}: {reason}")]
     Kernel {
         /// What was tried.
         doing: String,
         /// What the kernel said.
-        source: io::Error,
+        reason: io::Error,
     },
     /// A change failed after part of it was made, and that part could not be taken back.
     #[error("{doing}: failed half-way; still changed: {left}")]
@@ -69,7 +69,7 @@ impl Error {
                 what: format!("{doing}: this kernel does not know the call"),
                 cure: "a newer kernel is needed".to_owned(),
             },
-            _ => Self::Kernel { doing, source },
+            _ => Self::Kernel { doing, reason: source },
         }
     }
 
@@ -80,7 +80,7 @@ impl Error {
     /// The error number, where the kernel gave one that no variant stands for.
     pub fn errno(&self) -> Option<i32> {
         match self {
-            Self::Kernel { source, .. } => source.raw_os_error(),
+            Self::Kernel { reason, .. } => reason.raw_os_error(),
             _ => None,
         }
     }

@@ -122,7 +122,7 @@ pub(crate) fn bpf_hash_map(key_size: u32, value_size: u32, capacity: u32) -> io:
 }
 
 /// What to do with one element of a map.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Eq, PartialEq)]
 pub(crate) enum MapOperation {
     /// Reads into the value.
     Lookup = 1,
@@ -142,7 +142,10 @@ pub(crate) fn bpf_map_element<const K: usize, const V: usize>(
     let mut attributes = [0_u8; 32];
     attributes[0..4].copy_from_slice(&map.as_raw_fd().to_ne_bytes());
     attributes[8..16].copy_from_slice(&(key.as_ptr() as u64).to_ne_bytes());
-    attributes[16..24].copy_from_slice(&(value.as_mut_ptr() as u64).to_ne_bytes());
+    // Deleting with a value is EINVAL: fields that a command does not read must be zero.
+    if operation != MapOperation::Delete {
+        attributes[16..24].copy_from_slice(&(value.as_mut_ptr() as u64).to_ne_bytes());
+    }
     // SAFETY: both pointers describe arrays alive for the call; the callers in `bpf::LabelMap` fix K and V to the
     // sizes given to `bpf_hash_map`.
     unsafe { bpf(operation as c_int, &mut attributes) }.map(drop)

@@ -116,7 +116,7 @@ fn lease(output: Output, args: &LeaseArgs) -> Result<Answer> {
     let what = format!("leased {label}, share {}; held until interrupted", terms.share);
     output.changed(&what, json!({"label": label.get(), "share": terms.share.to_string()}));
     watch_interrupts()
-        .map_err(|source| Error::Kernel { doing: "watching for signals".to_owned(), source })?;
+        .map_err(|reason| Error::Kernel { doing: "watching for signals".to_owned(), reason })?;
     while !interrupted() {
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -312,9 +312,9 @@ fn pause(duration: Duration) {
 }
 
 fn watch() -> Result<()> {
-    watch_interrupts().map_err(|source| Error::Kernel { doing: "watching for signals".to_owned(), source })
+    watch_interrupts().map_err(|reason| Error::Kernel { doing: "watching for signals".to_owned(), reason })
 }
 
 fn random() -> Result<u32> {
-    random_u32().map_err(|source| Error::Kernel { doing: "asking for random bits".to_owned(), source })
+    random_u32().map_err(|reason| Error::Kernel { doing: "asking for random bits".to_owned(), reason })
 }

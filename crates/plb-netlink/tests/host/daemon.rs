@@ -225,3 +225,40 @@ fn one_connection_can_be_given_a_label_by_hand() {
     assert_eq!(capture.labels(flows[1].port()).len(), 1);
     assert_eq!(flowlabel::current(&flows[0]).unwrap(), Current::Automatic);
 }
+
+#[test]
+fn the_table_of_labels_forgets() {
+    if !ready("the_table_of_labels_forgets") {
+        return;
+    }
+    let map = plb_netlink::bpf::CookieMap::new(2).unwrap();
+    assert_eq!(map.get(7).unwrap(), None);
+    map.set(7, [1; 16]).unwrap();
+    map.set(8, [2; 16]).unwrap();
+    assert_eq!(map.get(7).unwrap(), Some([1; 16]));
+    let full = map.set(9, [3; 16]).unwrap_err();
+    assert!(matches!(&full, plb_netlink::Error::Unsupported { what, .. } if what.contains("full")), "{full}");
+    assert!(map.remove(7).unwrap());
+    assert!(!map.remove(7).unwrap());
+    map.set(9, [3; 16]).unwrap();
+}
+
+#[test]
+fn connections_may_end_while_they_are_watched() {
+    if !ready("connections_may_end_while_they_are_watched") {
+        return;
+    }
+    let fabric = Fabric::build().unwrap();
+    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (_sink, mut flows) = traffic(&fabric, 2);
+    let run = Run::start(&fabric, &["--dev", "u0"]);
+    let label = |value: &serde_json::Value| value["done"].as_str().unwrap().starts_with("new label");
+    assert!(label(&run.next()) && label(&run.next()));
+    flows.pop();
+    let other = flows[0].port();
+    eventually("more moves of the one that is left", Duration::from_secs(20), || {
+        run.next()["local"].as_str().unwrap().ends_with(&format!(":{other}"))
+    })
+    .unwrap();
+    assert_eq!(run.stop()["connections"], 1);
+}
