@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::Request;
-use http_body_util::{BodyExt, Empty};
+use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
@@ -30,6 +30,8 @@ pub(crate) struct Plan {
     /// Over all targets together.
     pub(crate) per_second: u32,
     pub(crate) length: Duration,
+    /// Sent with every request, as a POST; empty: a GET.
+    pub(crate) body: Bytes,
 }
 
 /// Counters of a run under way, for progress lines.
@@ -70,7 +72,7 @@ impl Run {
                 }
             }
         });
-        tokio::spawn(send_all(plan.targets, start, due, sink, progress.clone()));
+        tokio::spawn(send_all(plan.targets, plan.body, start, due, sink, progress.clone()));
         Self { start, progress, samples }
     }
 
@@ -84,10 +86,11 @@ impl Run {
     }
 }
 
-type HttpClient = Client<HttpConnector, Empty<Bytes>>;
+type HttpClient = Client<HttpConnector, Full<Bytes>>;
 
 async fn send_all(
     targets: Vec<SocketAddr>,
+    body: Bytes,
     start: Instant,
     mut due: mpsc::UnboundedReceiver<(usize, Duration)>,
     sink: mpsc::UnboundedSender<Sample>,
@@ -107,9 +110,9 @@ async fn send_all(
         .collect();
     while let Some((number, due)) = due.recv().await {
         let (client, sink, progress) = (client.clone(), sink.clone(), progress.clone());
-        let uri = uris[number % uris.len()].clone();
+        let (uri, body) = (uris[number % uris.len()].clone(), body.clone());
         tokio::spawn(async move {
-            let answer = tokio::time::timeout(TIMEOUT, one(&client, uri)).await.unwrap_or(Err(()));
+            let answer = tokio::time::timeout(TIMEOUT, one(&client, uri, body)).await.unwrap_or(Err(()));
             let latency = Instant::now().saturating_duration_since(start + due);
             let sample = match answer {
                 Ok(replica) => Sample { due, latency: Some(latency), replica },
@@ -134,8 +137,9 @@ fn client() -> HttpClient {
 }
 
 /// Sends one request; anything but a whole 200 is an error.
-async fn one(client: &HttpClient, uri: http::Uri) -> Result<Option<u16>, ()> {
-    let request = Request::get(uri).body(Empty::new()).map_err(drop)?;
+async fn one(client: &HttpClient, uri: http::Uri, body: Bytes) -> Result<Option<u16>, ()> {
+    let request = if body.is_empty() { Request::get(uri) } else { Request::post(uri) };
+    let request = request.body(Full::new(body)).map_err(drop)?;
     let response = client.request(request).await.map_err(drop)?;
     let (parts, body) = response.into_parts();
     body.collect().await.map_err(drop)?;

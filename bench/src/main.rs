@@ -11,6 +11,7 @@ mod demo;
 mod deployment;
 mod ingress;
 mod load;
+mod plb;
 mod plot;
 mod process;
 mod scenario;
@@ -37,6 +38,14 @@ enum Command {
     E2e(EndToEnd),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
+    /// PLB beneath the service, on a fabric of namespaces: who repaths, and what it is worth
+    Plb(plb::Plb),
+    /// Agents and backends of `plb` (started by it)
+    #[command(hide = true)]
+    PlbServers(plb::Servers),
+    /// Envoy and load of `plb` (started by it)
+    #[command(hide = true)]
+    PlbClient(plb::Client),
     /// The replicas of a benchmark (started by the others)
     #[command(hide = true)]
     Backends(backends::Fleet),
@@ -58,13 +67,19 @@ fn main() -> anyhow::Result<ExitCode> {
         eprintln!("{missing}");
         return Ok(ExitCode::from(2));
     }
+    match &command {
+        Command::Plb(args) => return plb::run(args),
+        Command::PlbServers(args) => return plb::servers(args).map(|()| ExitCode::SUCCESS),
+        _ => {}
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
         match &command {
             Command::Demo(demo) => demo::run(demo).await,
             Command::E2e(EndToEnd::Ingress(ingress)) => ingress::run(ingress).await,
             Command::Cost(cost) => cost::run(cost).await,
-            Command::Backends(_) => unreachable!("handled above"),
+            Command::PlbClient(args) => plb::client(args).await,
+            Command::Plb(_) | Command::PlbServers(_) | Command::Backends(_) => unreachable!("handled above"),
         }
     })
 }

@@ -126,7 +126,12 @@ pub(crate) async fn run_on(
 
 /// The scenario's load on a deployment, for as long as `length`.
 pub(crate) fn start_load(deployment: &Deployment, length: Duration) -> Run {
-    Run::start(Plan { targets: deployment.targets(), per_second: PER_SECOND, length })
+    Run::start(Plan {
+        targets: deployment.targets(),
+        per_second: PER_SECOND,
+        length,
+        body: bytes::Bytes::new(),
+    })
 }
 
 fn split(samples: &[Sample], deployment: &Deployment) -> (Summary, Summary) {

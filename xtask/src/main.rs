@@ -31,6 +31,7 @@ enum Command {
     Test(commands::test::Args),
     Bench(commands::bench::Args),
     Envoy(commands::envoy::Args),
+    PlbGuest(commands::plb_guest::Args),
 }
 
 fn main() -> ExitCode {
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
         Command::Test(args) => commands::test::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Envoy(args) => commands::envoy::run(&args),
+        Command::PlbGuest(args) => commands::plb_guest::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,5 +1,42 @@
-//! The host side of PLB (Protective Load Balancing): flow labels, the kernel's PLB knobs, repathing.
+//! The host side of PLB (Protective Load Balancing) on Linux: flow labels, the kernel's PLB knobs, repathing.
 //!
-//! **Nothing is built yet.** This crate holds the place that the architecture gives it; its own issue fills it. It
-//! depends on none of the other crates, and none may depend on it except `probe-agent`.
-#![forbid(unsafe_code)]
+//! Hosts change the path of a connection by changing its IPv6 flow label, which a fabric's ECMP hash includes. Linux
+//! does that by itself after a retransmission timeout, and from 6.2 on for congestion (DCTCP). This crate reads and
+//! sets everything that decides whether it can ([`sysctl`], [`sock`], [`flowlabel`], [`route`], [`fabric`]), shows
+//! what happened ([`diag`], [`tcpinfo`], [`counters`], [`repath`]), and does the same from user space where the
+//! kernel's congestion control has no PLB hooks ([`detector`], [`tracker`], [`relabel`], [`daemon`]).
+//!
+//! **The thing people get backwards:** for TCP an *explicit* flow label switches repathing off. Leave automatic labels
+//! on; set explicit ones only to pin a connection.
+//!
+//! Everything works on the network namespace of the calling thread; [`netns`] enters another one. Blocking calls, no
+//! async runtime. The only `unsafe` is in `sys`. Depends on none of the other crates of this project.
+
+pub mod bpf;
+pub mod counters;
+pub mod daemon;
+pub mod detector;
+pub mod diag;
+pub mod envoy;
+mod error;
+pub mod fabric;
+pub mod flowlabel;
+pub mod link;
+pub mod lint;
+#[cfg(test)]
+mod mutation;
+mod netlink;
+pub mod netns;
+pub mod pidfd;
+pub mod prepare;
+pub mod relabel;
+pub mod repath;
+pub mod route;
+pub mod sock;
+mod sys;
+pub mod sysctl;
+pub mod tcpinfo;
+pub mod tracker;
+
+pub use error::{Error, Result};
+pub use sys::{interrupted, random_u32, watch_interrupts};

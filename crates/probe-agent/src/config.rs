@@ -30,6 +30,9 @@ pub struct AgentConfig {
     pub tls: Option<(PathBuf, PathBuf)>,
     /// TLS towards the backend.
     pub upstream_tls: Option<UpstreamTls>,
+    /// Make the service and upstream sockets repathable (PLB), as far as the host allows; what it does not allow goes to
+    /// standard error. Default off.
+    pub plb: bool,
     /// Time and size limits.
     pub limits: Limits,
     /// The estimator.
@@ -49,6 +52,7 @@ impl AgentConfig {
             upstream_http2: UpstreamHttp2::Auto,
             tls: None,
             upstream_tls: None,
+            plb: false,
             limits: Limits::default(),
             tracker: TrackerConfig::default(),
         }

@@ -16,6 +16,7 @@ mod conn;
 mod headers;
 pub mod layer;
 pub mod load;
+mod plb;
 mod probe;
 mod proxy;
 mod server;

@@ -75,6 +75,11 @@ struct Cli {
     #[arg(long, value_name = "NAME", env = "PROBE_AGENT_UPSTREAM_SERVER_NAME", requires = "upstream_tls")]
     upstream_server_name: Option<String>,
 
+    /// Let the network move connections off congested and broken paths (PLB): DCTCP with ECN, SO_TXREHASH and automatic
+    /// flow labels on the service and upstream sockets; what this host does not allow is said on standard error
+    #[arg(long, env = "PROBE_AGENT_PLB")]
+    plb: bool,
+
     /// A request head must be complete this long after its first byte, 1 to 600000
     #[arg(long, value_name = "MS", default_value_t = 10_000, env = "PROBE_AGENT_HEADER_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
@@ -224,6 +229,7 @@ fn config(cli: Cli) -> AgentConfig {
             UpstreamHttp2Arg::Never => UpstreamHttp2::Never,
             UpstreamHttp2Arg::Always => UpstreamHttp2::Always,
         },
+        plb: cli.plb,
         tls: cli.tls_cert.zip(cli.tls_key),
         upstream_tls: cli
             .upstream_tls

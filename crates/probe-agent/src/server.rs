@@ -26,6 +26,7 @@ use crate::admin;
 use crate::config::{AgentConfig, Limits};
 use crate::conn::{self, ServerIo, Stream, Watch};
 use crate::load::Load;
+use crate::plb::Plb;
 use crate::probe::{self, Route};
 use crate::proxy::{self, Connection, Shared};
 use crate::tls::{self, TlsError};
@@ -90,9 +91,10 @@ impl Agent {
             }
             None => None,
         };
-        let service = listen("service", config.listen)?;
-        let probe = config.probe_listen.map(|addr| listen("probe", addr)).transpose()?;
-        let admin = config.admin.map(|addr| listen("admin", addr)).transpose()?;
+        let plb = config.plb.then(Plb::default);
+        let service = listen("service", config.listen, plb.as_ref())?;
+        let probe = config.probe_listen.map(|addr| listen("probe", addr, plb.as_ref())).transpose()?;
+        let admin = config.admin.map(|addr| listen("admin", addr, None)).transpose()?;
         let local = |listener: &TcpListener, port, addr| {
             listener.local_addr().map_err(|source| AgentError::Listen { port, addr, source })
         };
@@ -106,7 +108,7 @@ impl Agent {
             admin: admin.as_ref().zip(config.admin).map(|(l, addr)| local(l, "admin", addr)).transpose()?,
         };
         let load = Load::new(config.tracker);
-        let pool = Arc::new(Pool::new(config.upstream, upstream_tls, &config.limits, load.clone()));
+        let pool = Arc::new(Pool::new(config.upstream, upstream_tls, plb, &config.limits, load.clone()));
         let shared = Arc::new(Shared {
             load,
             pool,
@@ -180,11 +182,14 @@ async fn abort(tasks: Vec<JoinHandle<()>>) {
     }
 }
 
-fn listen(port: &'static str, addr: SocketAddr) -> Result<TcpListener, AgentError> {
+fn listen(port: &'static str, addr: SocketAddr, plb: Option<&Plb>) -> Result<TcpListener, AgentError> {
     let open = || {
         let socket = if addr.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
         socket.set_reuseaddr(true)?;
         socket.bind(addr)?;
+        if let Some(plb) = plb {
+            plb.prepare(port, &socket, addr.is_ipv6());
+        }
         socket.listen(BACKLOG)
     };
     open().map_err(|source| AgentError::Listen { port, addr, source })

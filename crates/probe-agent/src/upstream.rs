@@ -18,16 +18,18 @@ use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 
 use crate::config::{Limits, Upstream};
 use crate::load::Load;
+use crate::plb::Plb;
 use crate::tls::Connector;
 
 /// The way to the backend.
 pub(crate) struct Pool {
     target: Upstream,
     tls: Option<Connector>,
+    plb: Option<Plb>,
     load: Load,
     connect_timeout: Duration,
     idle_timeout: Duration,
@@ -47,10 +49,17 @@ struct Idle {
 }
 
 impl Pool {
-    pub(crate) fn new(target: Upstream, tls: Option<Connector>, limits: &Limits, load: Load) -> Self {
+    pub(crate) fn new(
+        target: Upstream,
+        tls: Option<Connector>,
+        plb: Option<Plb>,
+        limits: &Limits,
+        load: Load,
+    ) -> Self {
         Self {
             target,
             tls,
+            plb,
             load,
             connect_timeout: limits.connect_timeout,
             idle_timeout: limits.upstream_idle_timeout,
@@ -251,14 +260,29 @@ impl Pool {
     }
 
     async fn tcp(&self) -> Result<TcpStream, UpstreamError> {
-        let tcp = match self.target.addr() {
-            Some(addr) => TcpStream::connect(addr).await,
-            None => TcpStream::connect((self.target.host(), self.target.port())).await,
+        let tcp = match (&self.plb, self.target.addr()) {
+            (Some(plb), _) => self.repathable(plb).await,
+            (None, Some(addr)) => TcpStream::connect(addr).await,
+            (None, None) => TcpStream::connect((self.target.host(), self.target.port())).await,
         }
         .map_err(connect_error)?;
         tcp.set_nodelay(true).map_err(connect_error)?;
         self.load.counters().count_upstream_connection();
         Ok(tcp)
+    }
+
+    /// As `TcpStream::connect`, with the options of PLB set before the SYN.
+    async fn repathable(&self, plb: &Plb) -> io::Result<TcpStream> {
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for addr in tokio::net::lookup_host((self.target.host(), self.target.port())).await? {
+            let socket = if addr.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+            plb.prepare("upstream", &socket, addr.is_ipv6());
+            match socket.connect(addr).await {
+                Ok(tcp) => return Ok(tcp),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
     }
 }
 

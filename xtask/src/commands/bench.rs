@@ -30,6 +30,10 @@ enum What {
     /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. Every argument is handed to the
     /// harness; `cargo xtask bench e2e -- --help` prints its own help.
     E2e(HarnessArgs),
+    /// PLB beneath the service: a fabric of namespaces with paths that lose or mark everything, and who may repath.
+    ///
+    /// Needs root. `cargo xtask bench plb -- --help` prints the harness's own help.
+    Plb(HarnessArgs),
     /// CPU per request, step by step: no filter, filter without probes, filter with probes, the agent.
     ///
     /// Every argument is handed to the harness; `cargo xtask bench cost -- --help` prints its own help.
@@ -54,6 +58,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 .args(&args.criterion),
         ),
         Some(What::E2e(rest)) => harness("e2e", &rest.args, rest.wasm.toolchain),
+        Some(What::Plb(rest)) => harness("plb", &rest.args, rest.wasm.toolchain),
         Some(What::Cost(rest)) => harness("cost", &rest.args, rest.wasm.toolchain),
     }
 }

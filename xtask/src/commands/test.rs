@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::envoy;
+use crate::commands::{envoy, plb_guest};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{policy, progress, run, workspace};
 
@@ -60,6 +60,8 @@ enum Step {
     Build,
     /// Every unit, documentation and end-to-end test
     Test,
+    /// The kernel's own PLB, in a guest kernel; under CI=true, or when named with --only
+    PlbGuest,
     /// The smallest end-to-end tests again on other Envoy versions
     Matrix,
     /// The benchmarks compile
@@ -70,6 +72,7 @@ enum Step {
 struct Session<'a> {
     args: &'a Args,
     matrix: Matrix,
+    ci: bool,
     toolchain: Option<Toolchain>,
     skipped: Vec<String>,
 }
@@ -77,7 +80,7 @@ struct Session<'a> {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let ci = std::env::var("CI").is_ok_and(|value| value == "true");
     let matrix = args.matrix.unwrap_or(if ci { Matrix::Ends } else { Matrix::None });
-    let mut session = Session { args, matrix, toolchain: None, skipped: Vec::new() };
+    let mut session = Session { args, matrix, ci, toolchain: None, skipped: Vec::new() };
     let steps: Vec<Step> =
         STEPS.into_iter().filter(|step| args.only.is_empty() || args.only.contains(step)).collect();
 
@@ -120,6 +123,7 @@ impl Step {
             Self::Docs => "documentation",
             Self::Build => "build",
             Self::Test => "tests",
+            Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
             Self::Benches => "benchmarks compile",
         }
@@ -139,6 +143,7 @@ impl Session<'_> {
             ),
             Step::Build => self.build(),
             Step::Test => self.tests(),
+            Step::PlbGuest => self.plb_guest(),
             Step::Matrix => self.version_matrix(),
             Step::Benches => run::check(run::cargo().args([
                 "bench",
@@ -186,6 +191,18 @@ impl Session<'_> {
     fn tests(&mut self) -> Result<()> {
         let envoy = envoy::default_envoy()?;
         self.cargo_test(run::cargo().args(["test", "--workspace"]).env("ENVOY", envoy))
+    }
+
+    fn plb_guest(&mut self) -> Result<()> {
+        if !self.ci && !self.args.only.contains(&Step::PlbGuest) {
+            self.skipped.push("PLB in a guest kernel: not asked for (--only plb-guest)".to_owned());
+            return Ok(());
+        }
+        if let Some(why) = plb_guest::missing() {
+            self.skipped.push(format!("PLB in a guest kernel: {why}"));
+            return Ok(());
+        }
+        plb_guest::prove(plb_guest::LIMIT)
     }
 
     fn version_matrix(&mut self) -> Result<()> {
@@ -308,8 +325,17 @@ impl Tally {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 8] =
-    [Step::Format, Step::Deps, Step::Lint, Step::Docs, Step::Build, Step::Test, Step::Matrix, Step::Benches];
+const STEPS: [Step; 9] = [
+    Step::Format,
+    Step::Deps,
+    Step::Lint,
+    Step::Docs,
+    Step::Build,
+    Step::Test,
+    Step::PlbGuest,
+    Step::Matrix,
+    Step::Benches,
+];
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,72 @@
+//! Tables and JSON.
+
+use serde_json::{Value, json};
+
+/// How to print, and whether to act.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Output {
+    pub(crate) json: bool,
+    pub(crate) dry_run: bool,
+}
+
+impl Output {
+    /// Prints the JSON if that was asked for, else what `human` makes.
+    pub(crate) fn print(self, value: &Value, human: impl FnOnce() -> String) {
+        if self.json {
+            line(&format!("{value:#}"));
+        } else {
+            line(human().trim_end());
+        }
+    }
+
+    /// A change that was made, or would be with `--dry-run`.
+    pub(crate) fn changed(self, what: &str, details: Value) {
+        let value = json!({"changed": !self.dry_run, "what": what, "details": details});
+        self.print(&value, || if self.dry_run { format!("would: {what}") } else { what.to_owned() });
+    }
+}
+
+/// Prints a line; a reader that went away ends the command quietly.
+pub(crate) fn line(text: &str) {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
+    if writeln!(out, "{text}").and_then(|()| out.flush()).is_err() {
+        std::process::exit(0);
+    }
+}
+
+/// Columns as wide as their widest cell, two spaces between.
+pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
+    let mut widths = header.map(str::len);
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let render = |cells: &[&str]| {
+        let mut text = String::new();
+        for (cell, width) in cells.iter().zip(widths) {
+            text.push_str(&format!("{cell:width$}  "));
+        }
+        text.trim_end().to_owned()
+    };
+    let mut lines = vec![render(&header)];
+    lines.extend(rows.iter().map(|row| render(&row.each_ref().map(String::as_str))));
+    lines.join("\n")
+}
+
+/// `-` for what is not known.
+pub(crate) fn or_dash(value: Option<impl ToString>) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| value.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let rows = [["a".to_owned(), "long cell".to_owned()], ["bb".to_owned(), String::new()]];
+        assert_eq!(table(["x", "y"], &rows), "x   y\na   long cell\nbb");
+    }
+}

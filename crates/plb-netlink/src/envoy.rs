@@ -1,0 +1,103 @@
+//! `socket_options` for an unmodified Envoy, so that its sockets can be repathed.
+//!
+//! What is known to work and what not (Envoy 1.40): upstream options need `STATE_PREBIND`, `STATE_BOUND` is silently
+//! ignored; an option that fails makes the upstream connection fail; a listener's options are inherited by accepted
+//! connections, which matters because servers send the bulk; a chosen flow label cannot be sent, whatever is leased.
+
+use std::fmt::Write as _;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+
+use crate::sock;
+use crate::{Result, sysctl};
+
+/// Where the options go.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Side {
+    /// Under a cluster: connections that Envoy opens.
+    Cluster,
+    /// Under a listener: connections that Envoy accepts.
+    Listener,
+}
+
+/// Checks that the calling thread's namespace has this congestion control; returns what to mind.
+///
+/// # Errors
+/// If it has not: Envoy's connections would fail.
+pub fn check(congestion: &str) -> Result<Vec<String>> {
+    sock::check_congestion_name(congestion)?;
+    if !sysctl::congestion_controls()?.iter().any(|name| name == congestion) {
+        return Err(sock::unknown_congestion(congestion));
+    }
+    let mut mind = Vec::new();
+    if !sysctl::unrestricted_congestion_controls()?.iter().any(|name| name == congestion) {
+        mind.push(format!(
+            "`{congestion}` is restricted: run Envoy with CAP_NET_ADMIN, or add it to \
+             net.ipv4.tcp_allowed_congestion_control; else every connection fails"
+        ));
+    }
+    if sock::WITH_PLB_HOOKS.contains(&congestion) {
+        mind.push(format!(
+            "the peers' listeners must use {congestion} too, else they refuse ECN and PLB stays blind"
+        ));
+    } else {
+        mind.push(format!(
+            "`{congestion}` has no PLB hooks: the kernel repaths after timeouts only; `plb run` adds the rest"
+        ));
+    }
+    Ok(mind)
+}
+
+/// The YAML, with the key that it goes under. Without a congestion control the sockets keep the host's default.
+pub fn socket_options(side: Side, congestion: Option<&str>) -> String {
+    let (key, indent) = match side {
+        Side::Cluster => ("upstream_bind_config:\n  socket_options:", "  "),
+        Side::Listener => ("socket_options:", ""),
+    };
+    let mut yaml = format!("{key}\n");
+    let mut option = |description: &str, level: i32, name: i32, value: &str, state: &str| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            yaml,
+            "{indent}- {{description: {description}, level: {level}, name: {name}, {value}, state: {state}}}"
+        );
+    };
+    if let Some(congestion) = congestion {
+        let state = match side {
+            Side::Cluster => "STATE_PREBIND",
+            Side::Listener => "STATE_LISTENING",
+        };
+        let value = format!("buf_value: {}", STANDARD.encode(congestion));
+        option(
+            &format!("congestion control {congestion}"),
+            libc::IPPROTO_TCP,
+            libc::TCP_CONGESTION,
+            &value,
+            state,
+        );
+    }
+    option("repath after timeouts and by PLB", libc::SOL_SOCKET, 74, "int_value: 1", "STATE_PREBIND");
+    option("automatic flow label", libc::IPPROTO_IPV6, 70, "int_value: 1", "STATE_PREBIND");
+    yaml
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_yaml_is_what_envoy_takes() {
+        assert_eq!(
+            socket_options(Side::Cluster, Some("dctcp")),
+            "upstream_bind_config:\n  socket_options:\n  - {description: congestion control dctcp, level: 6, name: \
+             13, buf_value: ZGN0Y3A=, state: STATE_PREBIND}\n  - {description: repath after timeouts and by PLB, \
+             level: 1, name: 74, int_value: 1, state: STATE_PREBIND}\n  - {description: automatic flow label, level: \
+             41, name: 70, int_value: 1, state: STATE_PREBIND}\n"
+        );
+        let listener = socket_options(Side::Listener, Some("reno"));
+        assert!(listener.starts_with("socket_options:\n- {"));
+        assert!(listener.contains("buf_value: cmVubw==, state: STATE_LISTENING"));
+        assert!(!socket_options(Side::Listener, None).contains("congestion"));
+    }
+}

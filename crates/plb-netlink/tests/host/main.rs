@@ -1,0 +1,9 @@
+//! Against the real kernel of this machine, in network namespaces of their own. Needs root; without it each test says
+//! so in one line.
+
+mod daemon;
+mod envoy;
+mod knobs;
+mod labels;
+mod repath;
+mod support;

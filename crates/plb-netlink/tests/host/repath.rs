@@ -1,0 +1,124 @@
+//! Repathing by the kernel after timeouts: on a path that loses everything, with and without.
+
+use std::time::Duration;
+
+use netlab::{Capture, Fabric, Flow, Node, PATHS, Sink, eventually, ready};
+use plb_netlink::counters::Counters;
+use plb_netlink::flowlabel::{self, Label};
+use plb_netlink::sock::{self, TxRehash};
+use plb_netlink::tcpinfo::TcpInfo;
+
+use crate::support::{plb_json, within};
+
+const SLOWLY: Duration = Duration::from_millis(10);
+/// Kernels back off: 0.2, 0.4, 0.8, 1.6, 3.2 s. Each timeout leaves three chances of four to escape.
+const LONG: Duration = Duration::from_secs(15);
+/// Some five timeouts, so that a socket that could escape would have with probability 0.999.
+const HOPELESS: Duration = Duration::from_secs(7);
+
+/// The path that carries a flow now.
+fn path_of(fabric: &Fabric, flow: &Flow) -> usize {
+    let before = fabric.path_bytes().unwrap();
+    let sent = flow.sent();
+    eventually("more data", Duration::from_secs(5), || flow.sent() > sent + 20_000).unwrap();
+    let after = fabric.path_bytes().unwrap();
+    (0..PATHS).max_by_key(|path| after[*path] - before[*path]).unwrap() + 1
+}
+
+fn delivers(sink: &Sink, limit: Duration) -> Result<Duration, String> {
+    // What was in flight may still arrive; what counts is that it goes on.
+    let before = sink.received();
+    eventually("delivery", limit, || sink.received() > before + 50_000)
+}
+
+fn counters(fabric: &Fabric) -> Counters {
+    within(fabric, Node::H1, Counters::read).unwrap()
+}
+
+#[test]
+fn with_txrehash_a_black_hole_is_left_after_timeouts() {
+    if !ready("with_txrehash_a_black_hole_is_left_after_timeouts") {
+        return;
+    }
+    let fabric = Fabric::build().unwrap();
+    let sink = netlab::sink(&fabric).unwrap();
+    let flow =
+        netlab::flow(&fabric, sink.addr, 5000, SLOWLY, |s| sock::set_txrehash(s, TxRehash::On)).unwrap();
+    let path = path_of(&fabric, &flow);
+    let capture = Capture::start(&fabric, Node::H1).unwrap();
+    let before = counters(&fabric);
+    fabric.black_hole(path).unwrap();
+    let took = delivers(&sink, LONG).unwrap();
+    println!("recovered in {took:?}");
+    assert_ne!(path_of(&fabric, &flow), path);
+    assert!(capture.labels(flow.port()).len() >= 2, "the label changed");
+    let after = counters(&fabric);
+    assert!(after.timeout_rehash > before.timeout_rehash);
+    let info = TcpInfo::of(&flow).unwrap();
+    assert!(info.rehash.unwrap() >= 1 && info.total_rto.unwrap() >= 1, "{info:?}");
+    assert!(after.plb_rehash == before.plb_rehash);
+}
+
+#[test]
+fn without_txrehash_it_is_not_and_unpin_helps() {
+    if !ready("without_txrehash_it_is_not_and_unpin_helps") {
+        return;
+    }
+    let fabric = Fabric::build().unwrap();
+    let sink = netlab::sink(&fabric).unwrap();
+    let flow = netlab::flow(&fabric, sink.addr, 5000, SLOWLY, |_| Ok(())).unwrap();
+    let socket = format!(
+        "{}:{}",
+        std::process::id(),
+        std::os::fd::AsRawFd::as_raw_fd(&std::os::fd::AsFd::as_fd(&flow))
+    );
+    let path = path_of(&fabric, &flow);
+    let capture = Capture::start(&fabric, Node::H1).unwrap();
+    plb_json(&fabric, Node::H1, &["pin", &socket]);
+    fabric.black_hole(path).unwrap();
+    assert!(delivers(&sink, HOPELESS).is_err(), "a pinned connection left the black hole");
+    let info = TcpInfo::of(&flow).unwrap();
+    assert!(info.total_rto.unwrap() >= 3, "{info:?}");
+    assert_eq!(capture.labels(flow.port()).len(), 1);
+    // Unpinned, one of the next timeouts moves it. The timer may be some seconds away by now.
+    plb_json(&fabric, Node::H1, &["unpin", &socket]);
+    delivers(&sink, Duration::from_secs(40)).unwrap();
+    assert!(capture.labels(flow.port()).len() >= 2);
+}
+
+#[test]
+fn an_explicit_label_pins_although_the_counters_rise() {
+    if !ready("an_explicit_label_pins_although_the_counters_rise") {
+        return;
+    }
+    let fabric = Fabric::build().unwrap();
+    let sink = netlab::sink(&fabric).unwrap();
+    let label = Label::new(0xabc).unwrap();
+    let stream = within(&fabric, Node::H1, || flowlabel::connect(sink.addr, label, None)).unwrap();
+    let flow = Flow::over(stream, 5000, SLOWLY).unwrap();
+    let path = path_of(&fabric, &flow);
+    let capture = Capture::start(&fabric, Node::H1).unwrap();
+    let before = counters(&fabric);
+    fabric.black_hole(path).unwrap();
+    assert!(delivers(&sink, HOPELESS).is_err(), "a labelled connection left the black hole");
+    assert_eq!(capture.labels(flow.port()), [label]);
+    assert!(counters(&fabric).timeout_rehash > before.timeout_rehash, "this is the counter that misleads");
+}
+
+#[test]
+fn a_fabric_that_does_not_hash_the_label_does_not_repath() {
+    if !ready("a_fabric_that_does_not_hash_the_label_does_not_repath") {
+        return;
+    }
+    let fabric = Fabric::build().unwrap();
+    // All fields but the label. Not policy 1: within one kernel that takes the sender's own hash from the packet's
+    // metadata, which a timeout changes, so a namespace fabric repaths where a real router would not.
+    fabric.set(Node::R1, "net.ipv6.fib_multipath_hash_fields", "55").unwrap();
+    let sink = netlab::sink(&fabric).unwrap();
+    let flow = netlab::flow(&fabric, sink.addr, 5000, SLOWLY, |_| Ok(())).unwrap();
+    let path = path_of(&fabric, &flow);
+    let capture = Capture::start(&fabric, Node::H1).unwrap();
+    fabric.black_hole(path).unwrap();
+    assert!(delivers(&sink, HOPELESS).is_err());
+    assert!(capture.labels(flow.port()).len() >= 2, "labels change, paths do not");
+}

@@ -1,0 +1,27 @@
+//! `--plb`: sockets that the network can move away from congested and broken paths.
+
+use std::collections::BTreeSet;
+use std::os::fd::AsFd;
+use std::sync::{Mutex, PoisonError};
+
+use plb_netlink::prepare::prepare;
+
+/// Prepares sockets, and says on standard error what does not work, each thing once.
+#[derive(Debug, Default)]
+pub(crate) struct Plb {
+    said: Mutex<BTreeSet<String>>,
+}
+
+impl Plb {
+    /// To be called before `connect` or `listen`. `which` is for messages.
+    pub(crate) fn prepare(&self, which: &str, socket: &impl AsFd, ipv6: bool) {
+        for obstacle in prepare(socket, ipv6) {
+            let line = format!("probe-agent: --plb: {which}: {obstacle}");
+            let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+            if !said.contains(&line) {
+                eprintln!("{line}");
+                said.insert(line);
+            }
+        }
+    }
+}
