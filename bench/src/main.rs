@@ -14,6 +14,7 @@ mod load;
 mod plot;
 mod process;
 mod scenario;
+mod sim;
 mod stats;
 mod table;
 
@@ -37,6 +38,8 @@ enum Command {
     E2e(EndToEnd),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
+    /// The simulator: policies in virtual time, without Envoy
+    Sim(sim::Sim),
     /// The replicas of a benchmark (started by the others)
     #[command(hide = true)]
     Backends(backends::Fleet),
@@ -54,6 +57,9 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Command::Backends(fleet) = &command {
         return backends::serve(fleet).map(|()| ExitCode::SUCCESS);
     }
+    if let Command::Sim(sim) = &command {
+        return sim::run(sim).map(|()| ExitCode::SUCCESS);
+    }
     if let Some(missing) = prequal_testbed::missing(&[]) {
         eprintln!("{missing}");
         return Ok(ExitCode::from(2));
@@ -64,7 +70,7 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::Demo(demo) => demo::run(demo).await,
             Command::E2e(EndToEnd::Ingress(ingress)) => ingress::run(ingress).await,
             Command::Cost(cost) => cost::run(cost).await,
-            Command::Backends(_) => unreachable!("handled above"),
+            Command::Backends(_) | Command::Sim(_) => unreachable!("handled above"),
         }
     })
 }

@@ -4,4 +4,5 @@ pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod demo;
 pub(crate) mod envoy;
+pub(crate) mod sim;
 pub(crate) mod test;

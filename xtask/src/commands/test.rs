@@ -10,11 +10,11 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::envoy;
+use crate::commands::{envoy, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{policy, progress, run, workspace};
 
-/// Runs every check that CI runs: format, lints, documentation, dependencies, all tests, benchmarks compile.
+/// Runs every check that CI runs: format, lints, documentation, dependencies, all tests, benchmarks compile, simulator.
 ///
 /// Stops at the first failure. Checks that could not be made here, and tests that were ignored, are listed at
 /// the end; with --no-skips, and always under CI=true, they are failures.
@@ -64,6 +64,8 @@ enum Step {
     Matrix,
     /// The benchmarks compile
     Benches,
+    /// Every experiment of the simulator, short
+    Sim,
 }
 
 /// What later steps need from earlier ones, and what could not be checked.
@@ -122,6 +124,7 @@ impl Step {
             Self::Test => "tests",
             Self::Matrix => "version matrix",
             Self::Benches => "benchmarks compile",
+            Self::Sim => "simulator",
         }
     }
 }
@@ -147,6 +150,7 @@ impl Session<'_> {
                 "--benches",
                 "--no-run",
             ])),
+            Step::Sim => sim::quick(),
         }
     }
 
@@ -308,8 +312,17 @@ impl Tally {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 8] =
-    [Step::Format, Step::Deps, Step::Lint, Step::Docs, Step::Build, Step::Test, Step::Matrix, Step::Benches];
+const STEPS: [Step; 9] = [
+    Step::Format,
+    Step::Deps,
+    Step::Lint,
+    Step::Docs,
+    Step::Build,
+    Step::Test,
+    Step::Matrix,
+    Step::Benches,
+    Step::Sim,
+];
 
 #[cfg(test)]
 mod tests {
