@@ -15,6 +15,7 @@ mod plb;
 mod plot;
 mod process;
 mod scenario;
+mod sim;
 mod stats;
 mod table;
 
@@ -46,6 +47,8 @@ enum Command {
     /// Envoy and load of `plb` (started by it)
     #[command(hide = true)]
     PlbClient(plb::Client),
+    /// The simulator: policies in virtual time, without Envoy
+    Sim(sim::Sim),
     /// The replicas of a benchmark (started by the others)
     #[command(hide = true)]
     Backends(backends::Fleet),
@@ -63,6 +66,9 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Command::Backends(fleet) = &command {
         return backends::serve(fleet).map(|()| ExitCode::SUCCESS);
     }
+    if let Command::Sim(sim) = &command {
+        return sim::run(sim).map(|()| ExitCode::SUCCESS);
+    }
     if let Some(missing) = prequal_testbed::missing(&[]) {
         eprintln!("{missing}");
         return Ok(ExitCode::from(2));
@@ -79,7 +85,9 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::E2e(EndToEnd::Ingress(ingress)) => ingress::run(ingress).await,
             Command::Cost(cost) => cost::run(cost).await,
             Command::PlbClient(args) => plb::client(args).await,
-            Command::Plb(_) | Command::PlbServers(_) | Command::Backends(_) => unreachable!("handled above"),
+            Command::Plb(_) | Command::PlbServers(_) | Command::Backends(_) | Command::Sim(_) => {
+                unreachable!("handled above")
+            }
         }
     })
 }

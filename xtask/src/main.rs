@@ -30,6 +30,7 @@ enum Command {
     Demo(commands::demo::Args),
     Test(commands::test::Args),
     Bench(commands::bench::Args),
+    Sim(commands::sim::Args),
     Envoy(commands::envoy::Args),
     PlbGuest(commands::plb_guest::Args),
 }
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => commands::demo::run(&args),
         Command::Test(args) => commands::test::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
+        Command::Sim(args) => commands::sim::run(&args),
         Command::Envoy(args) => commands::envoy::run(&args),
         Command::PlbGuest(args) => commands::plb_guest::run(&args),
     };

@@ -76,7 +76,7 @@ impl Profile {
             pool_size: 16,
             max_age_ms: 1000,
             q_rif: 0.95,
-            q_rif_small: 0.95,
+            q_rif_small: 0.99,
             hot: HotRule::Auto,
             latency_band: 1.5,
             delta: 1.0,

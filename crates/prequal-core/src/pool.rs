@@ -282,7 +282,7 @@ pub struct PoolView {
     pub theta: Option<u16>,
     /// Replicas known.
     pub members: u32,
-    /// The age that half of the entries it could hold are below, milliseconds; `None` while it holds fewer.
+    /// Median age of the entries, milliseconds; `None` without any.
     pub median_age_ms: Option<u32>,
 }
 
@@ -669,14 +669,20 @@ impl PoolState {
         }
     }
 
-    /// Probes to send because no request came for `interval_ms`; none unless this caller took the lease.
+    /// Probes to send because no request came for `interval_ms`, or to keep the adaptive budget's target between requests
+    /// until ten seconds after the last; none unless this caller took the lease.
     ///
     /// The caller writes the state back with compare-and-swap, so that one of several workers acts per interval.
     pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> ProbesDue {
         let stamp = now.stamp();
-        if stamp.distance_ms(self.last_pick) < interval_ms
-            || stamp.distance_ms(self.idle_probed) < interval_ms
-        {
+        let since_pick = stamp.distance_ms(self.last_pick);
+        if since_pick < REFRESH_FOR_MS {
+            let due = self.refresh(settings, stamp);
+            if !due.is_empty() {
+                return due;
+            }
+        }
+        if since_pick < interval_ms || stamp.distance_ms(self.idle_probed) < interval_ms {
             return ProbesDue::default();
         }
         self.idle_probed = stamp;
@@ -686,6 +692,24 @@ impl PoolState {
         } else {
             ProbesDue { addressed: pool, discovery: 1 }
         }
+    }
+
+    /// Probes that the adaptive budget is due between requests: at low rates those that requests trigger come too seldom to
+    /// keep the target. As many as bring half of the pool below it, asked for a little before they are missed.
+    fn refresh(&mut self, settings: &PoolSettings, now: Stamp) -> ProbesDue {
+        let Budget::Adaptive { target_age_ms, max_probes_per_query } = settings.budget else {
+            return ProbesDue::default();
+        };
+        // The last round's answers may still be on their way.
+        if max_probes_per_query <= 0.0 || now.distance_ms(self.idle_probed) < target_age_ms / 8 {
+            return ProbesDue::default();
+        }
+        let young = self.entries().iter().filter(|e| now.distance_ms(e.received) < target_age_ms / 2).count();
+        let missing = settings.attainable(self.members).div_ceil(2).saturating_sub(young);
+        if missing > 0 {
+            self.idle_probed = now;
+        }
+        ProbesDue { addressed: missing as u32, discovery: 0 }
     }
 
     /// Whether the replica has a report younger than `age_ms`: probing it would tell little.
@@ -706,8 +730,7 @@ impl PoolState {
         }
         let ages = ages.get_mut(..usize::from(self.entry_count)).unwrap_or_default();
         ages.sort_unstable();
-        let half = settings.attainable(self.members).div_ceil(2);
-        let median_age_ms = ages.get(half.saturating_sub(1)).copied();
+        let median_age_ms = ages.get(ages.len() / 2).copied();
         PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members, median_age_ms }
     }
 
@@ -957,6 +980,8 @@ const MAX_DISCOVERY: f64 = 8.0;
 const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
 /// How long steering pauses.
 const PAUSE_MS: u32 = 1000;
+/// How long after a request the adaptive budget goes on keeping its target.
+const REFRESH_FOR_MS: u32 = 10_000;
 const SMALL_RIF: usize = 64;
 /// Bounds the counters between two picks; an average over more is not believable.
 const MAX_RATE: u32 = 10_000;
@@ -1377,7 +1402,7 @@ mod tests {
             }
             assert!(due.addressed.abs_diff(addressed) <= 10, "{due:?}");
             assert!((20..=27).contains(&due.discovery), "a quarter of the fleet a second: {due:?}");
-            let idle = scene.pool.idle_probes(&scene.settings, ms(6000), 1000);
+            let idle = scene.pool.idle_probes(&scene.settings, ms(20_000), 1000);
             assert_eq!((idle.addressed == 0, idle.discovery >= 16), (verified_probes, verified_probes));
         }
     }

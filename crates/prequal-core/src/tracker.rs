@@ -5,7 +5,7 @@
 //!
 //! - no sample at this RIF: the nearest RIF that has one; no sample within [`TrackerConfig::max_age_us`]: *unknown*,
 //!   which makes clients send one request to find out (see [`crate::pool`]);
-//! - requests that have waited for more than three medians raise the estimate to their age, so that a stall shows
+//! - requests that have waited for more than [`TrackerConfig::stall_factor`] medians raise the estimate to their age, so that a stall shows
 //!   before anything finishes. Below that the age says little: it is low wherever many have just arrived, so that
 //!   counting it sends the herd where the herd already is (1.74x load in the simulator: p99.9 997 ms, against 558);
 //! - failures and aborts never feed the samples. A replica that only fails would stay unknown and so be tried by
@@ -22,13 +22,15 @@ pub struct TrackerConfig {
     /// shorter, and the estimate at a RIF that is seldom reached comes from lower RIFs, too low just when it matters
     /// (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
     pub max_age_us: u64,
+    /// Requests that have waited for more than this many medians raise the estimate. Default 3; 0 is never (the paper).
+    pub stall_factor: u32,
     /// Reported while there is no sample and a request failed within `max_age_us`. Default 1 s.
     pub failure_latency_us: u32,
 }
 
 impl Default for TrackerConfig {
     fn default() -> Self {
-        Self { max_age_us: 15_000_000, failure_latency_us: 1_000_000 }
+        Self { max_age_us: 15_000_000, stall_factor: 3, failure_latency_us: 1_000_000 }
     }
 }
 
@@ -119,7 +121,8 @@ impl Tracker {
         match self.nearest_median(centre, now, self.config.max_age_us) {
             Some(median) => {
                 let waiting = self.waiting(now);
-                Some(if waiting / STALL_FACTOR > median { waiting } else { median })
+                let stalled = waiting.checked_div(self.config.stall_factor).is_some_and(|part| part > median);
+                Some(if stalled { waiting } else { median })
             }
             None => self
                 .last_failure
@@ -279,9 +282,6 @@ fn bucket_of(rif: u32) -> usize {
     ((octave - 4) * 4 + quarter) as usize + 16
 }
 
-/// Requests that have waited for more than this many medians are a stall.
-const STALL_FACTOR: u32 = 3;
-
 /// `bucket_of(u32::MAX) + 1`.
 const BUCKETS: usize = 128;
 
@@ -350,6 +350,8 @@ mod tests {
         let _stuck = tracker.start(ms(100));
         assert_eq!(tracker.latency(ms(130)), Some(10_000), "no stall yet");
         assert_eq!(tracker.latency(ms(900)), Some(800_000));
+        tracker.config.stall_factor = 0;
+        assert_eq!(tracker.latency(ms(900)), Some(10_000), "the paper's estimator does not look at ages");
     }
 
     #[test]

@@ -18,16 +18,24 @@ pub struct Load(Arc<Inner>);
 
 struct Inner {
     tracker: Mutex<Tracker>,
-    origin: Instant,
+    clock: Box<dyn Fn() -> Micros + Send + Sync>,
     counters: Counters,
 }
 
 impl Load {
     /// An idle replica. Its clock starts now.
     pub fn new(config: TrackerConfig) -> Self {
+        let origin = Instant::now();
+        Self::with_clock(config, move || {
+            Micros(u64::try_from(origin.elapsed().as_micros()).unwrap_or(u64::MAX))
+        })
+    }
+
+    /// An idle replica whose time is what `clock` says: for tests and simulation.
+    pub fn with_clock(config: TrackerConfig, clock: impl Fn() -> Micros + Send + Sync + 'static) -> Self {
         Self(Arc::new(Inner {
             tracker: Mutex::new(Tracker::new(config)),
-            origin: Instant::now(),
+            clock: Box::new(clock),
             counters: Counters::default(),
         }))
     }
@@ -71,7 +79,7 @@ impl Load {
     }
 
     fn now(&self) -> Micros {
-        Micros(u64::try_from(self.0.origin.elapsed().as_micros()).unwrap_or(u64::MAX))
+        (self.0.clock)()
     }
 
     fn tracker(&self) -> MutexGuard<'_, Tracker> {

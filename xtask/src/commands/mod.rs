@@ -5,4 +5,5 @@ pub(crate) mod build;
 pub(crate) mod demo;
 pub(crate) mod envoy;
 pub(crate) mod plb_guest;
+pub(crate) mod sim;
 pub(crate) mod test;

@@ -10,11 +10,11 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{envoy, plb_guest};
+use crate::commands::{envoy, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{policy, progress, run, workspace};
 
-/// Runs every check that CI runs: format, lints, documentation, dependencies, all tests, benchmarks compile.
+/// Runs every check that CI runs: format, lints, documentation, dependencies, all tests, benchmarks compile, simulator.
 ///
 /// Stops at the first failure. Checks that could not be made here, and tests that were ignored, are listed at
 /// the end; with --no-skips, and always under CI=true, they are failures.
@@ -66,6 +66,8 @@ enum Step {
     Matrix,
     /// The benchmarks compile
     Benches,
+    /// Every experiment of the simulator, short
+    Sim,
 }
 
 /// What later steps need from earlier ones, and what could not be checked.
@@ -126,6 +128,7 @@ impl Step {
             Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
             Self::Benches => "benchmarks compile",
+            Self::Sim => "simulator",
         }
     }
 }
@@ -152,6 +155,7 @@ impl Session<'_> {
                 "--benches",
                 "--no-run",
             ])),
+            Step::Sim => sim::quick(),
         }
     }
 
@@ -325,7 +329,7 @@ impl Tally {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 9] = [
+const STEPS: [Step; 10] = [
     Step::Format,
     Step::Deps,
     Step::Lint,
@@ -335,6 +339,7 @@ const STEPS: [Step; 9] = [
     Step::PlbGuest,
     Step::Matrix,
     Step::Benches,
+    Step::Sim,
 ];
 
 #[cfg(test)]

@@ -1,0 +1,868 @@
+//! The discrete-event engine: one virtual clock, one queue of events, everything drawn from seeds.
+//!
+//! Arrivals, work and antagonists have random streams of their own, so every policy meets the same trace. Events at the
+//! same nanosecond happen in the order in which they were scheduled: the same seed gives the same bytes.
+
+use std::cmp::Ordering;
+use std::collections::{BinaryHeap, VecDeque};
+
+use prequal_core::policies::{Done, Utilisation};
+use prequal_core::pool::{Branch, ProbesDue};
+use prequal_core::sync::Waiting;
+use prequal_core::tracker::{Outcome, Ticket};
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::{Distribution, Exp1, StandardNormal};
+
+use super::balancer::{Arm, Balancer, Polling};
+use super::measure::{FAILED, Run, Sample};
+use super::scenario::{Change, Load, Scenario, Service};
+use super::server::{Job, Nanos, Server, micros};
+
+/// Runs `scenario` under `arm`.
+pub(crate) fn run(scenario: &Scenario, arm: &Arm, seed: u64) -> Run {
+    let mut world = World::new(scenario, arm, seed);
+    world.go();
+    world.run
+}
+
+struct World<'a> {
+    scenario: &'a Scenario,
+    now: Nanos,
+    queue: BinaryHeap<Timed>,
+    sequence: u64,
+    /// In order, because every query has the same time: cheaper than the queue.
+    deadlines: VecDeque<(Nanos, u32, u64)>,
+    servers: Vec<Server>,
+    alive: Vec<usize>,
+    /// Queries sent to each server and not finished there; the floor's knowledge.
+    assigned: Vec<u32>,
+    balancers: Vec<Balancer>,
+    polling: Polling,
+    reads_answers: bool,
+    queries: Slab<Query>,
+    probes: Slab<Probe>,
+    arrivals: u64,
+    trace: SmallRng,
+    network: SmallRng,
+    choice: SmallRng,
+    from: Nanos,
+    until: Nanos,
+    run: Run,
+}
+
+struct Query {
+    id: u64,
+    client: u32,
+    server: u32,
+    arrived: Nanos,
+    at_server: Nanos,
+    /// Work over the server's mean.
+    size: f64,
+    ticket: Option<Ticket>,
+    /// Its place in the samples, if it counts.
+    sample: Option<u32>,
+    client_done: bool,
+    server_done: bool,
+    failed: bool,
+    /// The server's word tells something that the client did not know: it was not steered, or to a candidate.
+    unproven: bool,
+    report: (u32, Option<u32>),
+    waiting: Option<Waiting>,
+}
+
+struct Probe {
+    client: u32,
+    /// Who is asked; `None` for discovery.
+    asked: Option<u32>,
+    server: u32,
+    /// The waiting query of a synchronous probe.
+    query: Option<(u32, u64)>,
+    report: (u32, Option<u32>),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Arrival,
+    AtServer(u32),
+    Wake {
+        server: u32,
+        version: u32,
+    },
+    /// A query's delay is over.
+    Served(u32),
+    Answer(u32),
+    ProbeAtServer(u32),
+    ProbeReply(u32),
+    SyncDeadline(u32, u64),
+    Poll(u32),
+    Tick,
+    Second,
+    Change(u32),
+}
+
+struct Timed {
+    at: Nanos,
+    sequence: u64,
+    event: Event,
+}
+
+impl Ord for Timed {
+    fn cmp(&self, other: &Self) -> Ordering {
+        // Reversed: the queue hands out the greatest.
+        (other.at, other.sequence).cmp(&(self.at, self.sequence))
+    }
+}
+
+impl PartialOrd for Timed {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Timed {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Timed {}
+
+struct Slab<T> {
+    items: Vec<Option<T>>,
+    free: Vec<u32>,
+}
+
+impl<T> Slab<T> {
+    fn insert(&mut self, item: T) -> u32 {
+        match self.free.pop() {
+            Some(slot) => {
+                self.items[slot as usize] = Some(item);
+                slot
+            }
+            None => {
+                self.items.push(Some(item));
+                self.items.len() as u32 - 1
+            }
+        }
+    }
+
+    fn get(&mut self, slot: u32) -> Option<&mut T> {
+        self.items[slot as usize].as_mut()
+    }
+
+    fn remove(&mut self, slot: u32) -> Option<T> {
+        let item = self.items[slot as usize].take();
+        if item.is_some() {
+            self.free.push(slot);
+        }
+        item
+    }
+}
+
+impl<T> Default for Slab<T> {
+    fn default() -> Self {
+        Self { items: Vec::new(), free: Vec::new() }
+    }
+}
+
+const SECOND: Nanos = 1_000_000_000;
+const TICK: Nanos = SECOND / 10;
+
+fn nanos(seconds: f64) -> Nanos {
+    (seconds * 1e9) as Nanos
+}
+
+/// One way through the network: 0.25 ms and exponential jitter of 0.05 ms.
+fn transit(rng: &mut SmallRng) -> Nanos {
+    let jitter: f64 = Exp1.sample(rng);
+    250_000 + (jitter * 50_000.0) as Nanos
+}
+
+/// An independent stream for `what` of this seed.
+fn stream(seed: u64, what: u64) -> SmallRng {
+    SmallRng::seed_from_u64(
+        seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ what.wrapping_mul(0xd1b5_4a32_d192_ed03),
+    )
+}
+
+impl<'a> World<'a> {
+    fn new(scenario: &'a Scenario, arm: &Arm, seed: u64) -> Self {
+        let n = scenario.servers.len();
+        let mut choice = stream(seed, 3);
+        let servers: Vec<Server> = (0..n)
+            .map(|i| {
+                let alive = i < scenario.initially;
+                Server::new(
+                    scenario.servers[i].clone(),
+                    arm.tracker(),
+                    alive,
+                    stream(seed, 1000 + i as u64).random(),
+                )
+            })
+            .collect();
+        let balancers = (0..scenario.clients)
+            .map(|client| Balancer::new(arm, client, scenario.clients, n, scenario.initially, &mut choice))
+            .collect();
+        let from = nanos(scenario.warm_up);
+        let mut world = Self {
+            scenario,
+            now: 0,
+            queue: BinaryHeap::new(),
+            sequence: 0,
+            deadlines: VecDeque::new(),
+            servers,
+            alive: (0..scenario.initially).collect(),
+            assigned: vec![0; n],
+            balancers,
+            polling: arm.polling(),
+            reads_answers: arm.reads_answers(),
+            queries: Slab::default(),
+            probes: Slab::default(),
+            arrivals: 0,
+            trace: stream(seed, 1),
+            network: stream(seed, 2),
+            choice,
+            from,
+            until: from + nanos(scenario.measured),
+            run: Run::default(),
+        };
+        world.begin();
+        world
+    }
+
+    fn begin(&mut self) {
+        match self.scenario.load {
+            Load::Poisson(_) => self.schedule_arrival(),
+            Load::Closed { users } => {
+                for _ in 0..users {
+                    let at = self.trace.random_range(0..SECOND / 100);
+                    self.at(at, Event::Arrival);
+                }
+            }
+        }
+        self.at(TICK, Event::Tick);
+        self.at(SECOND, Event::Second);
+        if let Polling::Rif { every_ms } = self.polling {
+            for client in 0..self.balancers.len() as u32 {
+                let at = self.choice.random_range(0..every_ms * 1_000_000);
+                self.at(at, Event::Poll(client));
+            }
+        }
+        for (index, (at, _)) in self.scenario.changes.iter().enumerate() {
+            self.at(nanos(*at), Event::Change(index as u32));
+        }
+    }
+
+    fn at(&mut self, at: Nanos, event: Event) {
+        self.sequence += 1;
+        self.queue.push(Timed { at, sequence: self.sequence, event });
+    }
+
+    fn after(&mut self, delay: Nanos, event: Event) {
+        self.at(self.now + delay, event);
+    }
+
+    fn go(&mut self) {
+        loop {
+            let next = self.queue.peek().map_or(Nanos::MAX, |timed| timed.at);
+            if let Some((at, slot, id)) = self.deadlines.front().copied().filter(|(at, ..)| *at <= next) {
+                self.deadlines.pop_front();
+                self.now = at;
+                self.missed(slot, id);
+                continue;
+            }
+            let Some(Timed { at, event, .. }) = self.queue.pop() else { break };
+            // Arrivals and clockwork have stopped; what remains is to let the last queries end.
+            self.now = at;
+            self.run.events += 1;
+            self.handle(event);
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Arrival => self.arrival(),
+            Event::AtServer(query) => self.at_server(query),
+            Event::Wake { server, version } => self.wake(server as usize, version),
+            Event::Served(query) => self.served(query),
+            Event::Answer(query) => self.answer(query),
+            Event::ProbeAtServer(probe) => self.probe_at_server(probe),
+            Event::ProbeReply(probe) => self.probe_reply(probe),
+            Event::SyncDeadline(query, id) => self.decide_sync(query, id),
+            Event::Poll(client) => self.poll(client),
+            Event::Tick => self.tick(),
+            Event::Second => self.second(),
+            Event::Change(index) => self.change(index as usize),
+        }
+    }
+
+    fn measuring(&self) -> bool {
+        (self.from..self.until).contains(&self.now)
+    }
+
+    // --- queries
+
+    fn schedule_arrival(&mut self) {
+        if let Load::Poisson(qps) = self.scenario.load {
+            let gap: f64 = Exp1.sample(&mut self.trace);
+            let at = self.now + nanos(gap / qps);
+            if at < self.until {
+                self.at(at, Event::Arrival);
+            }
+        }
+    }
+
+    fn arrival(&mut self) {
+        if self.now >= self.until {
+            return;
+        }
+        let client = self.trace.random_range(0..self.balancers.len()) as u32;
+        let normal: f64 = StandardNormal.sample(&mut self.trace);
+        let size = (1.0 + self.scenario.variation * normal).max(0.0);
+        self.schedule_arrival();
+        self.arrivals += 1;
+        let sample = self.measuring().then(|| {
+            let at_ms = ((self.now - self.from) / 1_000_000) as u32;
+            self.run.samples.push(Sample { at_ms, latency_us: FAILED, server: u16::MAX });
+            self.run.samples.len() as u32 - 1
+        });
+        let slot = self.queries.insert(Query {
+            id: self.arrivals,
+            client,
+            server: u32::MAX,
+            arrived: self.now,
+            at_server: 0,
+            size,
+            ticket: None,
+            sample,
+            client_done: false,
+            server_done: false,
+            failed: false,
+            unproven: false,
+            report: (0, None),
+            waiting: None,
+        });
+        if let Some(deadline) = self.scenario.deadline {
+            self.deadlines.push_back((self.now + nanos(deadline), slot, self.arrivals));
+        }
+        self.pick(slot, client as usize);
+    }
+
+    fn pick(&mut self, slot: u32, client: usize) {
+        let now = self.now;
+        match &mut self.balancers[client] {
+            Balancer::Simple(policy) => {
+                // Membership changes reach these at once: Envoy's own discovery.
+                let mut chosen = policy.pick(micros(now), &mut self.choice);
+                let mut tries = 0;
+                while !self.servers[chosen].alive && tries < 1000 {
+                    let gone = Done { latency_us: 0, outcome: Outcome::Aborted, rif: None };
+                    policy.done(chosen, micros(now), &gone);
+                    chosen = policy.pick(micros(now), &mut self.choice);
+                    tries += 1;
+                }
+                self.send(slot, chosen);
+            }
+            Balancer::Prequal(client_state) => {
+                let pick = client_state.pick(now, &mut self.choice);
+                if self.from <= now {
+                    self.run.branches[match pick.branch {
+                        Branch::Cold => 0,
+                        Branch::Hot => 1,
+                        Branch::Fallback => 2,
+                    }] += 1;
+                    let view = client_state.pool.view(&client_state.config().pool, micros(now));
+                    self.run.ages_ms.push(view.median_age_ms.unwrap_or(u32::MAX));
+                    self.run.thetas.extend(view.theta);
+                }
+                let mut chosen = pick.replica.map(super::balancer::server_of);
+                let mut unproven = pick.verify || chosen.is_none();
+                if let Some(gone) = chosen.filter(|server| !self.servers[*server].alive) {
+                    client_state.diverted(gone, now);
+                    self.run.diverted += 1;
+                    (chosen, unproven) = (None, true);
+                }
+                let server =
+                    chosen.unwrap_or_else(|| self.alive[self.choice.random_range(0..self.alive.len())]);
+                if chosen.is_none() {
+                    client_state.fell_back(server);
+                }
+                if let Some(query) = self.queries.get(slot) {
+                    query.unproven = unproven;
+                }
+                self.send(slot, server);
+                self.send_probes(client, pick.probes);
+            }
+            Balancer::Sync(sync) => {
+                let targets = sync.targets(&mut self.choice);
+                let deadline = Nanos::from(sync.settings.deadline_ms) * 1_000_000;
+                let id = self.queries.get(slot).map_or(0, |query| {
+                    query.waiting = Some(Waiting::new(targets.len()));
+                    query.id
+                });
+                for server in targets {
+                    self.send_probe(client, Some(server), Some((slot, id)));
+                }
+                self.after(deadline, Event::SyncDeadline(slot, id));
+            }
+            Balancer::Floor => {
+                let cost = |server: usize| {
+                    let (jobs, state) = (self.assigned[server] as usize + 1, &self.servers[server]);
+                    let rate =
+                        if state.spec.service == Service::Delay { 1.0 } else { state.rate_among(jobs) };
+                    (state.spec.work_ms / rate, jobs as f64)
+                };
+                let least = self.alive.iter().map(|server| (cost(*server), *server));
+                let chosen = least.min_by(|a, b| a.0.0.total_cmp(&b.0.0).then(a.0.1.total_cmp(&b.0.1)));
+                if let Some((_, server)) = chosen {
+                    self.send(slot, server);
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, slot: u32, server: usize) {
+        self.assigned[server] += 1;
+        let delay = transit(&mut self.network);
+        if let Some(query) = self.queries.get(slot) {
+            query.server = server as u32;
+            if let Some(sample) = query.sample {
+                self.run.samples[sample as usize].server = server as u16;
+            }
+        }
+        self.after(delay, Event::AtServer(slot));
+    }
+
+    fn at_server(&mut self, slot: u32) {
+        let now = self.now;
+        let Some(query) = self.queries.get(slot) else { return };
+        let server = &mut self.servers[query.server as usize];
+        query.ticket = Some(server.arrive(now));
+        query.at_server = now;
+        let refused = server.running >= server.spec.slots && server.waiting.len() >= server.spec.queue;
+        let fails = server.spec.failing > 0.0 && self.choice.random::<f64>() < server.spec.failing;
+        if refused || fails {
+            query.failed = true;
+            return self.finish(slot);
+        }
+        if server.running >= server.spec.slots {
+            server.waiting.push_back(slot);
+            return;
+        }
+        self.start(slot);
+    }
+
+    /// Begins the service of a query that has a slot.
+    fn start(&mut self, slot: u32) {
+        let now = self.now;
+        let Some(query) = self.queries.get(slot) else { return };
+        let (index, size) = (query.server as usize, query.size);
+        let server = &mut self.servers[index];
+        server.running += 1;
+        let work = size * server.spec.work_ms * 1e6;
+        match server.spec.service {
+            Service::Delay => self.after(work as Nanos, Event::Served(slot)),
+            Service::Cpu { .. } => {
+                server.add(now, Job::Query(slot), work);
+                self.arm_wake(index);
+            }
+        }
+    }
+
+    fn arm_wake(&mut self, index: usize) {
+        let server = &mut self.servers[index];
+        if let Some(at) = server.wake_up(self.now) {
+            let version = server.version;
+            self.at(at, Event::Wake { server: index as u32, version });
+        }
+    }
+
+    fn wake(&mut self, index: usize, version: u32) {
+        let server = &mut self.servers[index];
+        if server.version != version {
+            return;
+        }
+        server.advance(self.now);
+        server.woken();
+        while let Some(job) = self.servers[index].pop_done() {
+            match job {
+                Job::Query(slot) => {
+                    let extra = self.servers[index].spec.extra_ms;
+                    if extra > 0.0 {
+                        self.after((extra * 1e6) as Nanos, Event::Served(slot));
+                    } else {
+                        self.served(slot);
+                    }
+                }
+                Job::Probe(probe) => self.reply(probe),
+            }
+        }
+        self.arm_wake(index);
+    }
+
+    fn served(&mut self, slot: u32) {
+        let Some(index) = self.queries.get(slot).map(|query| query.server as usize) else { return };
+        if self.servers[index].frozen {
+            // A pure delay ends when the server thaws.
+            self.after(TICK, Event::Served(slot));
+            return;
+        }
+        self.servers[index].running -= 1;
+        self.finish(slot);
+        if let Some(next) = self.servers[index].waiting.pop_front() {
+            self.start(next);
+        }
+    }
+
+    /// The server is done with a query, well or not.
+    fn finish(&mut self, slot: u32) {
+        let now = self.now;
+        let Some(query) = self.queries.get(slot) else { return };
+        query.server_done = true;
+        let index = query.server as usize;
+        let server = &mut self.servers[index];
+        self.assigned[index] -= 1;
+        if let Some(ticket) = query.ticket.take() {
+            let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
+            server.leave(ticket, now, outcome, query.at_server);
+        }
+        server.count(query.failed);
+        if query.client_done {
+            self.queries.remove(slot);
+            return;
+        }
+        if self.reads_answers {
+            query.report = server.report(now);
+        }
+        let delay = transit(&mut self.network);
+        self.after(delay, Event::Answer(slot));
+    }
+
+    fn answer(&mut self, slot: u32) {
+        let now = self.now;
+        let Some(query) = self.queries.remove(slot) else { return };
+        if query.client_done {
+            return;
+        }
+        let (client, server) = (query.client as usize, query.server as usize);
+        let latency_us = (now - query.arrived) / 1000;
+        if let Some(sample) = query.sample.filter(|_| !query.failed) {
+            self.run.samples[sample as usize].latency_us = latency_us as u32;
+        }
+        let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
+        let rif = self.reads_answers.then_some(query.report.0);
+        self.balancers[client].done(server, now, &Done { latency_us, outcome, rif });
+        if let Balancer::Prequal(client) = &mut self.balancers[client] {
+            if query.unproven {
+                client.confirmed(server, now);
+            }
+            if self.reads_answers {
+                client.reported(server, now, query.report, &mut self.choice);
+            }
+        }
+        if let Load::Closed { .. } = self.scenario.load {
+            self.at(now, Event::Arrival);
+        }
+    }
+
+    /// The deadline of a query: it failed, if it has not been answered.
+    fn missed(&mut self, slot: u32, id: u64) {
+        let now = self.now;
+        let Some(query) = self.queries.get(slot).filter(|query| query.id == id) else { return };
+        query.client_done = true;
+        let (client, server) = (query.client as usize, query.server as usize);
+        let latency_us = (now - query.arrived) / 1000;
+        let done = Done { latency_us, outcome: Outcome::Failure, rif: None };
+        // The answer, if it is on its way, frees the slot when it comes.
+        self.balancers[client].done(server, now, &done);
+    }
+
+    // --- probes
+
+    fn send_probes(&mut self, client: usize, due: ProbesDue) {
+        if due.is_empty() {
+            return;
+        }
+        let now = self.now;
+        let Balancer::Prequal(state) = &mut self.balancers[client] else { return };
+        let (targets, discovery) = state.targets(due, now, &mut self.choice);
+        for server in targets {
+            self.send_probe(client, Some(server), None);
+        }
+        for _ in 0..discovery {
+            self.send_probe(client, None, None);
+        }
+    }
+
+    fn send_probe(&mut self, client: usize, asked: Option<usize>, query: Option<(u32, u64)>) {
+        if self.measuring() {
+            *(if asked.is_some() { &mut self.run.probes } else { &mut self.run.discoveries }) += 1;
+        }
+        // The probe cluster's policy answers for a host that is gone, and for nobody in particular.
+        let server = asked
+            .filter(|server| self.servers[*server].alive)
+            .unwrap_or_else(|| self.alive[self.choice.random_range(0..self.alive.len())]);
+        let probe = self.probes.insert(Probe {
+            client: client as u32,
+            asked: asked.map(|asked| asked as u32),
+            server: server as u32,
+            query,
+            report: (0, None),
+        });
+        let delay = transit(&mut self.network);
+        self.after(delay, Event::ProbeAtServer(probe));
+    }
+
+    fn probe_at_server(&mut self, slot: u32) {
+        let now = self.now;
+        let Some(index) = self.probes.get(slot).map(|probe| probe.server as usize) else { return };
+        if self.scenario.probe_cost_ms > 0.0 {
+            self.servers[index].add(now, Job::Probe(slot), self.scenario.probe_cost_ms * 1e6);
+            self.arm_wake(index);
+        } else if self.servers[index].frozen {
+            // Unanswered; nothing waits for it.
+            self.probes.remove(slot);
+        } else {
+            self.reply(slot);
+        }
+    }
+
+    fn reply(&mut self, slot: u32) {
+        let now = self.now;
+        let Some(probe) = self.probes.get(slot) else { return };
+        probe.report = self.servers[probe.server as usize].report(now);
+        let delay = transit(&mut self.network);
+        self.after(delay, Event::ProbeReply(slot));
+    }
+
+    fn probe_reply(&mut self, slot: u32) {
+        let now = self.now;
+        let Some(probe) = self.probes.remove(slot) else { return };
+        let (client, server) = (probe.client as usize, probe.server as usize);
+        match (&mut self.balancers[client], probe.query) {
+            (Balancer::Prequal(state), _) => {
+                let asked = probe.asked.map(|asked| asked as usize);
+                state.probed(asked, server, now, probe.report, &mut self.choice);
+            }
+            (Balancer::Sync(_), Some((query, id))) => {
+                let waiting = self.queries.get(query).filter(|query| query.id == id);
+                let enough = waiting.and_then(|query| query.waiting.as_mut()).is_some_and(|waiting| {
+                    waiting.answer(super::balancer::endpoint(server), probe.report.0, probe.report.1)
+                });
+                if enough {
+                    self.decide_sync(query, id);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn decide_sync(&mut self, slot: u32, id: u64) {
+        let now = self.now;
+        let Some(query) = self.queries.get(slot).filter(|query| query.id == id) else { return };
+        let Some(waiting) = query.waiting.take() else { return };
+        let client = query.client as usize;
+        let Balancer::Sync(sync) = &mut self.balancers[client] else { return };
+        let server = match sync.decide(&waiting, now, &mut self.choice) {
+            Some((server, branch)) => {
+                self.run.branches[usize::from(branch != Branch::Cold)] += 1;
+                server
+            }
+            None => {
+                self.run.branches[2] += 1;
+                self.alive[self.choice.random_range(0..self.alive.len())]
+            }
+        };
+        self.send(slot, server);
+    }
+
+    // --- clockwork
+
+    fn poll(&mut self, client: u32) {
+        let Polling::Rif { every_ms } = self.polling else { return };
+        if self.now >= self.until {
+            return;
+        }
+        if self.measuring() {
+            self.run.polls += self.servers.len() as u64;
+        }
+        if let Balancer::Simple(policy) = &mut self.balancers[client as usize] {
+            for (index, server) in self.servers.iter().enumerate() {
+                policy.polled(index, micros(self.now), server.rif());
+            }
+        }
+        self.after(every_ms * 1_000_000, Event::Poll(client));
+    }
+
+    fn tick(&mut self) {
+        let now = self.now;
+        let over = now >= self.until;
+        for index in 0..self.servers.len() {
+            if self.servers[index].has_antagonists() {
+                self.servers[index].fluctuate(now, TICK as f64 / 1e9);
+                self.arm_wake(index);
+            }
+            if self.measuring() {
+                let rif = self.servers[index].rif() as usize;
+                if self.run.rifs.len() <= rif {
+                    self.run.rifs.resize(rif + 1, 0);
+                }
+                self.run.rifs[rif] += 1;
+            }
+        }
+        if !over {
+            for client in 0..self.balancers.len() {
+                let Balancer::Prequal(state) = &mut self.balancers[client] else { break };
+                let idle_ms = state.config().idle_ms;
+                if idle_ms == 0 {
+                    break;
+                }
+                let pool = &state.config().pool.clone();
+                let due = state.pool.idle_probes(pool, micros(now), idle_ms);
+                self.send_probes(client, due);
+            }
+        }
+        // Antagonists go on until the last query has ended.
+        if !over || self.queries.items.len() > self.queries.free.len() {
+            self.after(TICK, Event::Tick);
+        }
+    }
+
+    fn second(&mut self) {
+        let now = self.now;
+        let mut reports = Vec::with_capacity(self.servers.len());
+        for server in &mut self.servers {
+            let cores = server.smooth(now, 1.0);
+            let Service::Cpu { cores: allocation, .. } = server.spec.service else { continue };
+            if (self.from..self.until).contains(&now) {
+                self.run.utilisation.push((cores / allocation) as f32);
+            }
+            reports.push(Utilisation { qps: server.qps, eps: server.eps, cpu: server.cpu / allocation });
+        }
+        if self.polling == Polling::Utilisation {
+            for balancer in &mut self.balancers {
+                let Balancer::Simple(policy) = balancer else { continue };
+                for (server, report) in reports.iter().enumerate() {
+                    policy.utilisation(server, micros(now), report);
+                }
+            }
+            if self.measuring() {
+                self.run.polls += (self.servers.len() * self.balancers.len()) as u64;
+            }
+        }
+        if now < self.until {
+            self.after(SECOND, Event::Second);
+        }
+    }
+
+    fn change(&mut self, index: usize) {
+        let now = self.now;
+        match self.scenario.changes[index].1 {
+            Change::Work(server, ms) => self.servers[server].spec.work_ms = ms,
+            Change::Failing(server, share) => self.servers[server].spec.failing = share,
+            Change::Frozen(server, frozen) => {
+                self.servers[server].advance(now);
+                self.servers[server].frozen = frozen;
+                self.arm_wake(server);
+            }
+            Change::Leave(server) => {
+                self.servers[server].alive = false;
+                self.alive.retain(|alive| *alive != server);
+            }
+            Change::Join(server) => {
+                self.servers[server].alive = true;
+                self.alive.push(server);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::sim::balancer::Prequal;
+    use crate::sim::plans::{ours, paper};
+    use crate::sim::scenario::NORMAL;
+    use crate::sim::server::Logged;
+
+    /// Small and overloaded, so that queries queue, miss deadlines, fail and are refused.
+    fn scenario() -> Scenario {
+        let mut scenario = Scenario::testbed(10, 1.6, NORMAL);
+        scenario.servers[0].failing = 0.2;
+        (scenario.servers[1].slots, scenario.servers[1].queue) = (8, 4);
+        scenario.changes = vec![(3.0, Change::Frozen(2, true)), (4.0, Change::Frozen(2, false))];
+        (scenario.warm_up, scenario.measured) = (1.0, 8.0);
+        scenario
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_run_and_another_seed_another() {
+        for arm in [Arm::Prequal(paper()), Arm::Prequal(ours()), Arm::WeightedRoundRobin, Arm::Yarp] {
+            let (once, again) = (run(&scenario(), &arm, 7), run(&scenario(), &arm, 7));
+            assert_eq!((&once.samples, once.events), (&again.samples, again.events), "{arm:?}");
+            assert_ne!(once.samples, run(&scenario(), &arm, 8).samples);
+        }
+    }
+
+    #[test]
+    fn every_policy_meets_the_same_arrivals() {
+        let arrivals =
+            |arm| -> Vec<u32> { run(&scenario(), &arm, 7).samples.iter().map(|s| s.at_ms).collect() };
+        assert_eq!(arrivals(Arm::Random), arrivals(Arm::Prequal(paper())));
+    }
+
+    #[test]
+    fn every_query_ends_once_and_nothing_is_left_behind() {
+        let scenario = scenario();
+        let mut world = World::new(&scenario, &Arm::Prequal(Prequal { learn: true, ..ours() }), 3);
+        world.go();
+        assert!(world.assigned.iter().all(|assigned| *assigned == 0), "{:?}", world.assigned);
+        assert!(world.servers.iter().all(|server| server.rif() == 0 && server.running == 0));
+        assert_eq!(world.queries.items.len(), world.queries.free.len());
+        assert!(
+            world.run.samples.iter().any(|sample| sample.latency_us == FAILED),
+            "the test must see failures"
+        );
+    }
+
+    /// What the simulated servers reported, the agent reports too when it sees the same requests.
+    #[test]
+    fn the_agent_agrees_with_the_simulated_servers() {
+        let scenario = scenario();
+        let arm = Arm::Prequal(ours());
+        let mut world = World::new(&scenario, &arm, 5);
+        world.go();
+        let endpoint = super::super::balancer::endpoint(0);
+        let (mut reports, mut known) = (0, 0);
+        for server in &world.servers {
+            let clock = Arc::new(AtomicU64::new(0));
+            let shown = Arc::clone(&clock);
+            let load = probe_agent::load::Load::with_clock(arm.tracker(), move || {
+                micros(shown.load(Ordering::Relaxed))
+            });
+            let mut open: HashMap<Nanos, Vec<probe_agent::load::InFlight>> = HashMap::new();
+            for (at, logged) in &server.log {
+                clock.store(*at, Ordering::Relaxed);
+                match logged {
+                    Logged::Arrived => open.entry(*at).or_default().push(load.start()),
+                    Logged::Left { arrived, outcome } => {
+                        open.get_mut(arrived).unwrap().remove(0).finish(*outcome);
+                    }
+                    Logged::Reported { report, held } => {
+                        let told = load.report(endpoint, None, 0);
+                        assert_eq!((told.rif, told.latency_us), *report, "at {at} ns");
+                        assert_eq!(told.rif as usize, *held, "the model's own count at {at} ns");
+                        reports += 1;
+                        known += usize::from(report.1.is_some());
+                    }
+                }
+            }
+        }
+        assert!(reports > 1000 && known > 1000, "{reports} reports, {known} with an estimate");
+    }
+}

@@ -1,0 +1,114 @@
+//! Runs the cells of an experiment, point × policy × seed, on as many threads as the machine has, and reduces each run to
+//! its metrics at once: samples are large.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::balancer::Arm;
+use super::engine;
+use super::measure::{Latencies, Run};
+use super::scenario::Scenario;
+
+/// One figure of a run.
+#[derive(Clone, Copy)]
+pub(crate) struct Metric {
+    pub(crate) name: &'static str,
+    pub(crate) of: fn(&Scenario, &Run, &Latencies) -> f64,
+}
+
+/// What is varied along an experiment.
+pub(crate) struct Point {
+    pub(crate) label: String,
+    pub(crate) scenario: Scenario,
+    pub(crate) arms: Vec<(String, Arm)>,
+}
+
+/// All seeds of one policy at one point.
+#[derive(Clone, Debug)]
+pub(crate) struct Cell {
+    pub(crate) point: String,
+    pub(crate) arm: String,
+    /// One row per seed, one value per metric.
+    pub(crate) values: Vec<(u64, Vec<f64>)>,
+}
+
+impl Cell {
+    /// The values of one metric over the seeds.
+    pub(crate) fn series(&self, metric: usize) -> Vec<f64> {
+        self.values.iter().map(|(_, values)| values[metric]).collect()
+    }
+
+    pub(crate) fn median(&self, metric: usize) -> f64 {
+        crate::stats::median(self.series(metric))
+    }
+}
+
+/// Every point under every of its arms with every seed. The order of the result does not depend on the threads.
+pub(crate) fn run(
+    points: &[Point],
+    metrics: &[Metric],
+    seeds: &[u64],
+    say: impl Fn(&str) + Sync,
+) -> Vec<Cell> {
+    let mut cells = Vec::new();
+    let mut tasks = Vec::new();
+    for point in points {
+        for (name, arm) in &point.arms {
+            for seed in seeds {
+                tasks.push((cells.len(), &point.scenario, arm, *seed));
+            }
+            cells.push(Cell { point: point.label.clone(), arm: name.clone(), values: Vec::new() });
+        }
+    }
+    let (next, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let results = Mutex::new(vec![Vec::new(); tasks.len()]);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(tasks.len().max(1));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some((cell, scenario, arm, seed)) = tasks.get(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    let run = engine::run(scenario, arm, *seed);
+                    let latencies = run.latencies();
+                    let values: Vec<f64> =
+                        metrics.iter().map(|metric| (metric.of)(scenario, &run, &latencies)).collect();
+                    let done = finished.fetch_add(1, Ordering::Relaxed) + 1;
+                    if let Ok(mut results) = results.lock() {
+                        let index = tasks.iter().position(|task| task.0 == *cell && task.3 == *seed);
+                        results[index.unwrap_or(0)] = values;
+                    }
+                    say(&format!("{done}/{} runs", tasks.len()));
+                }
+            });
+        }
+    });
+    let results = results.into_inner().unwrap_or_default();
+    for ((cell, _, _, seed), values) in tasks.into_iter().zip(results) {
+        cells[cell].values.push((seed, values));
+    }
+    cells
+}
+
+/// Latency quantiles, failures, probes, RIF: what nearly every experiment looks at, in this order.
+pub(crate) const STANDARD: [Metric; 8] = [
+    Metric { name: "p50_ms", of: |_, _, latencies| latencies.ms(0.5) },
+    Metric { name: "p90_ms", of: |_, _, latencies| latencies.ms(0.9) },
+    Metric { name: "p99_ms", of: |_, _, latencies| latencies.ms(0.99) },
+    Metric { name: "p99.9_ms", of: |_, _, latencies| latencies.ms(0.999) },
+    Metric { name: "failed", of: |_, _, latencies| latencies.failed() },
+    Metric { name: "probes_per_query", of: |_, run, _| run.probes_per_query() },
+    Metric { name: "rif_p50", of: |_, run, _| run.rif(0.5) },
+    Metric { name: "rif_p99", of: |_, run, _| run.rif(0.99) },
+];
+pub(crate) const P50: usize = 0;
+pub(crate) const P90: usize = 1;
+pub(crate) const P99: usize = 2;
+pub(crate) const P999: usize = 3;
+pub(crate) const FAILED: usize = 4;
+pub(crate) const PROBES: usize = 5;
+pub(crate) const RIF99: usize = 7;
+
+/// The standard metrics and more.
+pub(crate) fn standard_and(more: &[Metric]) -> Vec<Metric> {
+    STANDARD.iter().chain(more).copied().collect()
+}

@@ -1,0 +1,133 @@
+//! What an experiment hands over, and the files made of it: CSV, SVG, a page of the report.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+
+use super::grid::{Cell, Metric};
+use super::plot::{self, Chart};
+use crate::stats::min_max;
+
+/// The result of one experiment.
+pub(crate) struct Report {
+    pub(crate) name: &'static str,
+    pub(crate) title: &'static str,
+    /// What was run and what the source says, for a reader who has not read it.
+    pub(crate) text: String,
+    pub(crate) header: Vec<String>,
+    pub(crate) rows: Vec<Vec<String>>,
+    pub(crate) charts: Vec<Chart>,
+    pub(crate) verdicts: Vec<Verdict>,
+    /// Header and lines.
+    pub(crate) csv: String,
+}
+
+/// A bar and whether it was reached.
+#[derive(Clone, Debug)]
+pub(crate) struct Verdict {
+    pub(crate) what: String,
+    pub(crate) got: String,
+    pub(crate) reached: bool,
+}
+
+impl Verdict {
+    pub(crate) fn new(what: impl Into<String>, reached: bool, got: impl Into<String>) -> Self {
+        Self { what: what.into(), got: got.into(), reached }
+    }
+
+    fn line(&self) -> String {
+        format!("{}: {} — {}", if self.reached { "reached" } else { "MISSED" }, self.what, self.got)
+    }
+}
+
+impl Report {
+    /// Prints the table and the verdicts.
+    pub(crate) fn print(&self) {
+        let header: Vec<&str> = self.header.iter().map(String::as_str).collect();
+        println!("{} — {}\n", self.name, self.title);
+        println!("{}", crate::table::render(&header, &self.rows));
+        for verdict in &self.verdicts {
+            println!("{}", verdict.line());
+        }
+        println!();
+    }
+
+    /// Writes `<name>.csv`, `<name>.svg` and `<name>.md` into `folder`.
+    pub(crate) fn write(&self, folder: &Path) -> Result<()> {
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        let put = |extension: &str, text: &str| {
+            let path = folder.join(format!("{}.{extension}", self.name));
+            fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
+        };
+        put("csv", &self.csv)?;
+        if !self.charts.is_empty() {
+            plot::write(&folder.join(format!("{}.svg", self.name)), self.title, &self.charts)?;
+        }
+        put("md", &self.page())
+    }
+
+    fn page(&self) -> String {
+        let mut page = format!("## {}: {}\n\n{}\n\n", self.name, self.title, self.text.trim());
+        let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+        page += &row(&self.header);
+        page += &format!("|{}\n", "---|".repeat(self.header.len()));
+        for cells in &self.rows {
+            page += &row(cells);
+        }
+        page.push('\n');
+        if !self.charts.is_empty() {
+            let _ = writeln!(page, "![{}](evaluation/{}.svg)\n", self.title, self.name);
+        }
+        for verdict in &self.verdicts {
+            let _ = writeln!(page, "- {}", verdict.line());
+        }
+        page
+    }
+}
+
+/// The cells as CSV, one line per run.
+pub(crate) fn csv(name: &str, cells: &[Cell], metrics: &[Metric]) -> String {
+    let mut text = String::from("experiment,point,policy,seed");
+    for metric in metrics {
+        let _ = write!(text, ",{}", metric.name);
+    }
+    text.push('\n');
+    for cell in cells {
+        for (seed, values) in &cell.values {
+            let _ = write!(text, "{name},\"{}\",\"{}\",{seed}", cell.point, cell.arm);
+            for value in values {
+                let _ = write!(text, ",{value}");
+            }
+            text.push('\n');
+        }
+    }
+    text
+}
+
+/// Milliseconds as a table shows them; `TO` is beyond the deadline.
+pub(crate) fn ms(value: f64) -> String {
+    if value.is_infinite() {
+        "TO".to_owned()
+    } else if value.is_nan() {
+        "–".to_owned()
+    } else {
+        format!("{value:.0}")
+    }
+}
+
+pub(crate) fn percent(value: f64) -> String {
+    if value == 0.0 { "0".to_owned() } else { format!("{:.2} %", value * 100.0) }
+}
+
+/// The median, and the extremes of the seeds where they differ.
+pub(crate) fn spread(values: &[f64], format: impl Fn(f64) -> String) -> String {
+    let (low, high) = min_max(values.iter().copied());
+    let middle = format(crate::stats::median(values.iter().copied()));
+    if format(low) == format(high) {
+        middle
+    } else {
+        format!("{middle} ({}–{})", format(low), format(high))
+    }
+}

@@ -1,0 +1,142 @@
+//! What is simulated: servers, load, work, network, and what happens when. Times are seconds of virtual time.
+
+/// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms it puts 0.75x
+/// at 5.5 k queries/s and 1.74x at 12.9 k, the paper's 5.6 k and 13 k.
+pub(crate) const ALLOCATION: f64 = 6.4;
+/// Mean and standard deviation of the normal distribution of work, milliseconds of one core. Truncated at zero it
+/// gives p50/p90/p99/p99.9 of 80/182.5/266/327 ms without queueing; the paper's are 80/182/265/325.
+pub(crate) const WORK_MS: f64 = 80.0;
+
+/// One experiment point. Every policy is run on the same one.
+#[derive(Clone, Debug)]
+pub(crate) struct Scenario {
+    pub(crate) servers: Vec<ServerSpec>,
+    /// Servers that exist from the beginning; the rest join by [`Change::Join`].
+    pub(crate) initially: usize,
+    /// Clients, each with a balancer of its own.
+    pub(crate) clients: usize,
+    pub(crate) load: Load,
+    /// Standard deviation of the work over its mean; the work is normal and truncated at zero.
+    pub(crate) variation: f64,
+    /// Excluded from every figure.
+    pub(crate) warm_up: f64,
+    pub(crate) measured: f64,
+    /// A query fails when not answered by then; its server works on (only so WRR fails as in the paper).
+    pub(crate) deadline: Option<f64>,
+    /// CPU that a server spends on one probe, milliseconds.
+    pub(crate) probe_cost_ms: f64,
+    pub(crate) changes: Vec<(f64, Change)>,
+}
+
+/// How queries come.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Load {
+    /// Independent arrivals, queries per second over all clients.
+    Poisson(f64),
+    /// Each user asks again when it has been answered.
+    Closed { users: usize },
+}
+
+/// One server.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ServerSpec {
+    /// Mean work of a query, milliseconds of one core, or of delay.
+    pub(crate) work_ms: f64,
+    /// Added to every answer without using CPU, milliseconds.
+    pub(crate) extra_ms: f64,
+    pub(crate) service: Service,
+    /// Queries served at a time; more wait.
+    pub(crate) slots: usize,
+    /// Queries that may wait for a slot; more are refused at once.
+    pub(crate) queue: usize,
+    /// Share of queries that fail at once.
+    pub(crate) failing: f64,
+}
+
+/// How a server spends its time on a query.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Service {
+    /// Processor sharing: one core per query at most, within the allocation and what the machine has to spare.
+    Cpu { cores: f64, spare: Spare },
+    /// Each query takes its time, whatever else goes on.
+    Delay,
+}
+
+/// What the machine of a server has beyond the allocation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Spare {
+    None,
+    /// Antagonists come and go: max(0, N(mean, sd) + OU) allocations, the first drawn once per machine.
+    /// A replica above its allocation on a full machine keeps the share `hobbled` of its speed.
+    Antagonists {
+        mean: f64,
+        sd: f64,
+        hobbled: f64,
+    },
+}
+
+/// Standard deviation and time constant (s) of the antagonists' fluctuation, an Ornstein-Uhlenbeck process.
+pub(crate) const FLUCTUATION: (f64, f64) = (0.15, 5.0);
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Change {
+    /// Mean work of a server from now on, milliseconds.
+    Work(usize, f64),
+    /// Share of queries that fail at once.
+    Failing(usize, f64),
+    /// Nothing proceeds on the server until thawed.
+    Frozen(usize, bool),
+    /// Finishes what it has and gets nothing more.
+    Leave(usize),
+    Join(usize),
+}
+
+impl ServerSpec {
+    /// The paper's testbed server.
+    pub(crate) fn testbed(work_ms: f64, spare: Spare) -> Self {
+        Self::new(work_ms, Service::Cpu { cores: ALLOCATION, spare })
+    }
+
+    pub(crate) fn new(work_ms: f64, service: Service) -> Self {
+        Self { work_ms, extra_ms: 0.0, service, slots: usize::MAX, queue: usize::MAX, failing: 0.0 }
+    }
+}
+
+impl Scenario {
+    /// The paper's testbed (§5): `n` servers, as many clients, 5 s deadline, at `load` times the allocation.
+    pub(crate) fn testbed(n: usize, load: f64, spare: Spare) -> Self {
+        Self::over(vec![ServerSpec::testbed(WORK_MS, spare); n], load)
+    }
+
+    /// The testbed with the odd half slow: `fast_ms` and twice that. `load` is that of an even spread.
+    pub(crate) fn half_slow(n: usize, fast_ms: f64, load: f64, spare: Spare) -> Self {
+        let work = |server: usize| fast_ms * (1 + server % 2) as f64;
+        Self::over((0..n).map(|server| ServerSpec::testbed(work(server), spare)).collect(), load)
+    }
+
+    fn over(servers: Vec<ServerSpec>, load: f64) -> Self {
+        let cores: f64 = servers.len() as f64 * ALLOCATION;
+        let work: f64 = servers.iter().map(|server| server.work_ms).sum::<f64>() / servers.len() as f64;
+        let qps = load * cores / (work * TRUNCATED_MEAN / 1e3);
+        Self {
+            initially: servers.len(),
+            clients: servers.len(),
+            servers,
+            load: Load::Poisson(qps),
+            variation: 1.0,
+            warm_up: 15.0,
+            measured: 45.0,
+            deadline: Some(5.0),
+            probe_cost_ms: 0.0,
+            changes: Vec::new(),
+        }
+    }
+}
+
+/// Mean of max(0, N(1, 1)): Φ(1) + φ(1).
+pub(crate) const TRUNCATED_MEAN: f64 = 1.083_315_470_587_686;
+/// Antagonists of the load ramp. The lower tail of their spread (1 % of machines with nothing to spare) decides where WRR
+/// breaks, the mean where Prequal's tail lifts.
+pub(crate) const NORMAL: Spare = Spare::Antagonists { mean: 0.95, sd: 0.32, hobbled: 0.95 };
+/// The heavier ones of the selection-rule test: WRR broke at a lower load there (paper §5.2).
+pub(crate) const HEAVY: Spare = Spare::Antagonists { mean: 0.45, sd: 0.45, hobbled: 0.9 };

@@ -1,0 +1,260 @@
+//! One simulated server: processor sharing or plain delay, with the tracker that ships counting at its door.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+use prequal_core::time::Micros;
+use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use rand_distr::{Distribution, StandardNormal};
+
+use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
+
+/// Nanoseconds of virtual time.
+pub(crate) type Nanos = u64;
+
+/// Who waits for a piece of CPU work.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(crate) enum Job {
+    Query(u32),
+    /// A probe that costs CPU; the number is the engine's.
+    Probe(u32),
+}
+
+/// One thing that happened at a server's tracker.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Logged {
+    Arrived,
+    Left {
+        arrived: Nanos,
+        outcome: Outcome,
+    },
+    /// `held` is the model's own count of queries.
+    Reported {
+        report: (u32, Option<u32>),
+        held: usize,
+    },
+}
+
+pub(crate) struct Server {
+    pub(crate) spec: ServerSpec,
+    tracker: Tracker,
+    /// What the tracker was told and what it answered.
+    #[cfg(test)]
+    pub(crate) log: Vec<(Nanos, Logged)>,
+    pub(crate) alive: bool,
+    pub(crate) frozen: bool,
+    /// Told apart from wake-ups that were overtaken by later arrivals.
+    pub(crate) version: u32,
+    /// Jobs by the service (nanoseconds of one core) at which they end, counted on `served`.
+    jobs: BinaryHeap<Reverse<(Nanos, u64, Job)>>,
+    sequence: u64,
+    /// Service that each running job has received since the beginning.
+    served: f64,
+    updated: Nanos,
+    /// The end that the pending wake-up is for.
+    scheduled: Option<Nanos>,
+    pub(crate) waiting: VecDeque<u32>,
+    pub(crate) running: usize,
+    machine: Machine,
+    /// Core-nanoseconds used.
+    used: f64,
+    used_before: f64,
+    answers: u64,
+    errors: u64,
+    /// Smoothed for weighted round robin: answers/s, errors/s, cores.
+    pub(crate) qps: f64,
+    pub(crate) eps: f64,
+    pub(crate) cpu: f64,
+}
+
+/// What is left on the machine.
+struct Machine {
+    rng: SmallRng,
+    base: f64,
+    fluctuation: f64,
+    /// Cores within the allocation and beyond it.
+    capacity: f64,
+}
+
+impl Server {
+    pub(crate) fn new(spec: ServerSpec, tracker: TrackerConfig, alive: bool, seed: u64) -> Self {
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let (mut base, mut fluctuation) = (0.0, 0.0);
+        if let Service::Cpu { spare: Spare::Antagonists { mean, sd, .. }, .. } = spec.service {
+            let mut normal = || -> f64 { StandardNormal.sample(&mut rng) };
+            base = mean + sd * normal();
+            fluctuation = FLUCTUATION.0 * normal();
+        }
+        let mut server = Self {
+            spec,
+            tracker: Tracker::new(tracker),
+            #[cfg(test)]
+            log: Vec::new(),
+            alive,
+            frozen: false,
+            version: 0,
+            jobs: BinaryHeap::new(),
+            sequence: 0,
+            served: 0.0,
+            updated: 0,
+            scheduled: None,
+            waiting: VecDeque::new(),
+            running: 0,
+            machine: Machine { rng, base, fluctuation, capacity: 0.0 },
+            used: 0.0,
+            used_before: 0.0,
+            answers: 0,
+            errors: 0,
+            qps: 0.0,
+            eps: 0.0,
+            cpu: 0.0,
+        };
+        server.set_capacity();
+        server
+    }
+
+    /// Requests in flight as the tracker counts them.
+    pub(crate) fn rif(&self) -> u32 {
+        self.tracker.rif()
+    }
+
+    /// A query arrives.
+    pub(crate) fn arrive(&mut self, now: Nanos) -> Ticket {
+        #[cfg(test)]
+        self.log.push((now, Logged::Arrived));
+        self.tracker.start(micros(now))
+    }
+
+    /// A query that arrived at `arrived` leaves.
+    pub(crate) fn leave(&mut self, ticket: Ticket, now: Nanos, outcome: Outcome, _arrived: Nanos) {
+        #[cfg(test)]
+        self.log.push((now, Logged::Left { arrived: _arrived, outcome }));
+        self.tracker.finish(ticket, micros(now), outcome);
+    }
+
+    /// What a probe arriving now is told.
+    pub(crate) fn report(&mut self, now: Nanos) -> (u32, Option<u32>) {
+        let report = (self.tracker.rif(), self.tracker.latency(micros(now)));
+        #[cfg(test)]
+        self.log.push((now, Logged::Reported { report, held: self.running + self.waiting.len() }));
+        report
+    }
+
+    /// Whether antagonists make the capacity change.
+    pub(crate) fn has_antagonists(&self) -> bool {
+        matches!(self.spec.service, Service::Cpu { spare: Spare::Antagonists { .. }, .. })
+    }
+
+    /// Lets the antagonists move on by `step` seconds.
+    pub(crate) fn fluctuate(&mut self, now: Nanos, step: f64) {
+        self.advance(now);
+        let (sd, tau) = FLUCTUATION;
+        let keep = (-step / tau).exp();
+        let normal: f64 = StandardNormal.sample(&mut self.machine.rng);
+        self.machine.fluctuation = self.machine.fluctuation * keep + sd * (1.0 - keep * keep).sqrt() * normal;
+        self.set_capacity();
+    }
+
+    fn set_capacity(&mut self) {
+        if let Service::Cpu { cores, .. } = self.spec.service {
+            self.machine.capacity = cores * (1.0 + (self.machine.base + self.machine.fluctuation).max(0.0));
+        }
+    }
+
+    /// Cores that each job gets.
+    fn rate(&self) -> f64 {
+        self.rate_among(self.jobs.len())
+    }
+
+    /// Cores that each of `jobs` would get.
+    pub(crate) fn rate_among(&self, jobs: usize) -> f64 {
+        if self.frozen {
+            0.0
+        } else if jobs as f64 <= self.machine.capacity {
+            1.0
+        } else if let Service::Cpu { spare: Spare::Antagonists { hobbled, .. }, .. } = self.spec.service {
+            hobbled * self.machine.capacity / jobs as f64
+        } else {
+            self.machine.capacity / jobs as f64
+        }
+    }
+
+    /// Brings the account of service up to `now`.
+    pub(crate) fn advance(&mut self, now: Nanos) {
+        let step = (now - self.updated) as f64 * self.rate();
+        self.served += step;
+        self.used += step * self.jobs.len() as f64;
+        self.updated = now;
+    }
+
+    /// Adds `work` core-nanoseconds.
+    pub(crate) fn add(&mut self, now: Nanos, job: Job, work: f64) {
+        self.advance(now);
+        self.sequence += 1;
+        self.jobs.push(Reverse(((self.served + work) as Nanos, self.sequence, job)));
+    }
+
+    /// The next job whose work is done.
+    pub(crate) fn pop_done(&mut self) -> Option<Job> {
+        let Reverse((end, _, job)) = *self.jobs.peek()?;
+        // A nanosecond of tolerance: a wake-up is rounded up to whole ones.
+        if end as f64 > self.served + 1.0 {
+            return None;
+        }
+        self.jobs.pop();
+        Some(job)
+    }
+
+    /// When to wake up next; `None` when the pending wake-up still holds or there is nothing to wait for.
+    pub(crate) fn wake_up(&mut self, now: Nanos) -> Option<Nanos> {
+        let rate = self.rate();
+        let next =
+            self.jobs.peek().filter(|_| rate > 0.0).map(|Reverse((end, ..))| {
+                now + ((*end as f64 - self.served).max(0.0) / rate).ceil() as Nanos
+            });
+        if next == self.scheduled {
+            return None;
+        }
+        self.scheduled = next;
+        self.version = self.version.wrapping_add(1);
+        next
+    }
+
+    /// The pending wake-up has come.
+    pub(crate) fn woken(&mut self) {
+        self.scheduled = None;
+    }
+
+    pub(crate) fn count(&mut self, failed: bool) {
+        self.answers += 1;
+        self.errors += u64::from(failed);
+    }
+
+    /// Renews the smoothed statistics, `step` seconds after the last time. Returns the cores used since.
+    pub(crate) fn smooth(&mut self, now: Nanos, step: f64) -> f64 {
+        const WEIGHT: f64 = 0.1;
+        self.advance(now);
+        let cores = (self.used - self.used_before) / (step * 1e9);
+        self.used_before = self.used;
+        for (smoothed, value) in [
+            (&mut self.qps, self.answers as f64 / step),
+            (&mut self.eps, self.errors as f64 / step),
+            (&mut self.cpu, cores),
+        ] {
+            *smoothed += (value - *smoothed) * WEIGHT;
+        }
+        (self.answers, self.errors) = (0, 0);
+        cores
+    }
+}
+
+/// The clock that the core's types are shown.
+pub(crate) fn micros(now: Nanos) -> Micros {
+    // Away from zero, where a zeroed stamp in a fresh pool would look like the present.
+    Micros(now / 1000).plus(ORIGIN_US)
+}
+
+const ORIGIN_US: u64 = 1_000_000_000;
