@@ -3,10 +3,10 @@
 
 use libfuzzer_sys::fuzz_target;
 use plb_netlink::counters::Counters;
+use plb_netlink::diag;
 use plb_netlink::flowlabel::{self, Label};
 use plb_netlink::route::{self, Prefix};
 use plb_netlink::tcpinfo::TcpInfo;
-use plb_netlink::diag;
 
 fuzz_target!(|data: &[u8]| {
     let Some((which, data)) = data.split_first() else { return };

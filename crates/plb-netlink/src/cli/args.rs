@@ -17,7 +17,7 @@ use plb_netlink::route::Prefix;
 ///
 /// Without `--netns`, everything is about the network namespace that this command runs in.
 #[derive(Debug, Parser)]
-#[command(name = "plb", version, after_long_help = AFTER_HELP, propagate_version = true)]
+#[command(name = "plb", version, after_long_help = AFTER_HELP, propagate_version = true, max_term_width = 100)]
 pub(crate) struct Cli {
     /// Act in this network namespace (of `ip netns`)
     #[arg(long, global = true, value_name = "NAME")]

@@ -109,6 +109,12 @@ fn what_is_not_there_is_named() {
     drop(fabric);
     let error = Namespace::named(&name).unwrap_err();
     assert!(matches!(&error, Error::Gone(why) if why.contains(&name)), "{error}");
+    // Only the name is left, as after a mount that was lost.
+    let file = std::path::Path::new("/run/netns").join(&name);
+    std::fs::write(&file, "").unwrap();
+    let error = Namespace::named(&name).unwrap().within(|| Ok(())).unwrap_err();
+    std::fs::remove_file(&file).unwrap();
+    assert!(matches!(&error, Error::Gone(why) if why.contains("only its name is left")), "{error}");
 }
 
 #[test]

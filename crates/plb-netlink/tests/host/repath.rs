@@ -48,6 +48,11 @@ fn with_txrehash_a_black_hole_is_left_after_timeouts() {
     let capture = Capture::start(&fabric, Node::H1).unwrap();
     let before = counters(&fabric);
     fabric.black_hole(path).unwrap();
+    let watch = std::process::Command::new(env!("CARGO_BIN_EXE_plb"))
+        .args(["--json", "--netns", &fabric.name(Node::H1), "watch", "--interval-ms", "1000", "--count", "8"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
     let took = delivers(&sink, LONG).unwrap();
     println!("recovered in {took:?}");
     assert_ne!(path_of(&fabric, &flow), path);
@@ -57,6 +62,17 @@ fn with_txrehash_a_black_hole_is_left_after_timeouts() {
     let info = TcpInfo::of(&flow).unwrap();
     assert!(info.rehash.unwrap() >= 1 && info.total_rto.unwrap() >= 1, "{info:?}");
     assert!(after.plb_rehash == before.plb_rehash);
+    // `plb watch` saw it too: eight lines whose differences add up.
+    let said = watch.wait_with_output().unwrap();
+    let lines: Vec<serde_json::Value> = String::from_utf8(said.stdout)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(lines.len(), 8);
+    assert!(lines.iter().all(|line| line["connections"][0]["local"].is_string()), "{lines:?}");
+    let seen: u64 = lines.iter().map(|line| line["counters"]["TcpTimeoutRehash"].as_u64().unwrap()).sum();
+    assert!(seen >= 1, "{lines:?}");
 }
 
 #[test]
