@@ -64,7 +64,7 @@ impl Length {
 }
 
 /// Names in the order of the report.
-pub(crate) const NAMES: [&str; 17] = [
+pub(crate) const NAMES: [&str; 18] = [
     "calibration",
     "fig6",
     "fig7",
@@ -80,6 +80,7 @@ pub(crate) const NAMES: [&str; 17] = [
     "churn",
     "sharing",
     "budget",
+    "variants",
     "plbsim",
     "speed",
 ];
@@ -101,6 +102,7 @@ pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
         "churn" => churn(length),
         "sharing" => sharing(length),
         "budget" => budget(length),
+        "variants" => variants(length),
         _ => return None,
     })
 }
@@ -202,7 +204,7 @@ fn at_least(what: &str, got: f64, bar: f64) -> Verdict {
 }
 
 fn between(what: &str, got: f64, bar: RangeInclusive<f64>) -> Verdict {
-    let range = format!("{what} from {} to {}", bar.start(), bar.end());
+    let range = format!("{what} from {:.1} to {:.1}", bar.start(), bar.end());
     Verdict::new(range, bar.contains(&got), format!("{got:.4}"))
 }
 
@@ -240,7 +242,7 @@ fn calibration(length: Length) -> Plan {
                 .map(|(name, metric, paper)| {
                     let got = cells.at("0.75x", "Random", metric);
                     between(
-                        &format!("{name} within 2 % of the paper's {paper} ms, ms"),
+                        &format!("{name} ms, within 2 % of the paper's {paper},"),
                         got,
                         paper * 0.98..=paper * 1.02,
                     )
@@ -949,6 +951,75 @@ fn budget(length: Length) -> Plan {
         charts: vec![(OWN + 1, true)],
         judge: |cells| {
             vec![at_most("age at p99 over all rates and seeds, ms", cells.worst(OURS, OWN), 500.0)]
+        },
+    }
+}
+
+fn variants(length: Length) -> Plan {
+    let fixed = |r_probe: f64, r_remove: f64| {
+        move |pool: &mut PoolSettings| {
+            pool.budget = Budget::Fixed { r_probe };
+            pool.r_remove = r_remove;
+        }
+    };
+    let scenes = [
+        ("1.27x", Scenario::testbed(100, 1.27, NORMAL), None),
+        ("1.74x", Scenario::testbed(100, 1.74, NORMAL), None),
+        ("1.5x, 0.5 probes", Scenario::testbed(100, 1.5, NORMAL), Some((0.5, 0.25))),
+        ("half slow", Scenario::half_slow(100, 30.0, 0.75, NORMAL), None),
+    ];
+    let points = scenes.into_iter().map(|(label, scenario, rates)| {
+        let with = |change: &dyn Fn(&mut Prequal)| {
+            let mut prequal = ours();
+            if let Some((r_probe, r_remove)) = rates {
+                fixed(r_probe, r_remove)(&mut prequal.pool);
+            }
+            change(&mut prequal);
+            Arm::Prequal(prequal)
+        };
+        let band = |latency_band: f64, q_rif: f64| {
+            with(&|prequal| (prequal.pool.latency_band, prequal.pool.q_rif) = (latency_band, q_rif))
+        };
+        Point {
+            label: label.to_owned(),
+            scenario: length.cut(scenario),
+            arms: arms([
+                ("ours", with(&|_| ())),
+                ("band 1, Q 0.84", band(1.0, 0.84)),
+                ("band 1, Q 0.95", band(1.0, 0.95)),
+                ("band 1.3", band(1.3, 0.95)),
+                ("band 2", band(2.0, 0.95)),
+                ("Q 0.84", band(1.5, 0.84)),
+                ("Q 0.99", band(1.5, 0.99)),
+                ("hot if RIF > θ", with(&|prequal| prequal.pool.hot = HotRule::Gt)),
+                ("no piggyback", with(&|prequal| prequal.piggyback = false)),
+                ("paper's estimator", with(&|prequal| prequal.paper_tracker = true)),
+                ("probes pass over nobody", with(&|prequal| prequal.skip_fresh_ms = None)),
+            ]),
+        }
+    });
+    Plan {
+        name: "variants",
+        title: "ours, one setting changed at a time",
+        text: "The default profile against its neighbours, in the four scenarios that its bars come from. `1.5x, 0.5 probes` is \
+            fig8's last step.",
+        x_label: "scenario",
+        points: points.collect(),
+        metrics: STANDARD.to_vec(),
+        columns: LATENCIES.to_vec(),
+        charts: Vec::new(),
+        judge: |cells| {
+            let worse = |scene: &str, metric| {
+                cells.at(scene, "band 1, Q 0.84", metric) / cells.at(scene, "ours", metric)
+            };
+            vec![
+                at_least("1.74x: p99.9 without the band and at Q 0.84 over ours", worse("1.74x", P999), 1.0),
+                at_least(
+                    "half slow: p99 without the band and at Q 0.84 over ours",
+                    worse("half slow", P99),
+                    1.0,
+                ),
+            ]
         },
     }
 }
