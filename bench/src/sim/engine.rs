@@ -167,7 +167,8 @@ impl<T> Default for Slab<T> {
 }
 
 const SECOND: Nanos = 1_000_000_000;
-const TICK: Nanos = SECOND / 10;
+/// The filter's tick.
+const TICK: Nanos = SECOND / 4;
 
 fn nanos(seconds: f64) -> Nanos {
     (seconds * 1e9) as Nanos
