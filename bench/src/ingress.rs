@@ -15,7 +15,7 @@ use crate::deployment::Deployment;
 use crate::scenario::{
     Arm, FIRST, Measured, PER_SECOND, fleet, report_progress, run_cold, start_load, topology_label,
 };
-use crate::stats::Sample;
+use crate::stats::{Sample, median};
 use crate::table::{ms, one, percent};
 
 /// Prequal's p99 may exceed round robin's median by this much.
@@ -184,12 +184,14 @@ fn judge(goals: &mut Goals, comparison: &Comparison, envoys: usize) {
     let failed: usize =
         comparison.of(Arm::Prequal, envoys).map(|run| run.first.failed + run.rest.failed).sum();
     goals.add(failed == 0, format!("{place}: {failed} failed requests (none)"));
-    let cpu = worst(
-        pairs(comparison, Arm::RoundRobin, envoys).map(|(ours, theirs)| ours.envoy_us / theirs.envoy_us),
-    );
+    // CPU time scatters from run to run on a shared machine: medians over the passes are compared.
+    let cpu = |arm| median(comparison.of(arm, envoys).map(|run| run.envoy_us));
+    let cpu = cpu(Arm::Prequal) / cpu(Arm::RoundRobin);
     goals.add(
         cpu <= CPU_FACTOR,
-        format!("{place}: Envoy CPU per request {cpu:.2} times round robin's (at most {CPU_FACTOR})"),
+        format!(
+            "{place}: Envoy CPU per request {cpu:.2} times round robin's, medians of the passes (at most {CPU_FACTOR})"
+        ),
     );
 }
 

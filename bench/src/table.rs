@@ -33,7 +33,8 @@ pub(crate) fn render(header: &[&str], rows: &[Vec<String>]) -> String {
 pub(crate) fn range(values: &[f64], format: impl Fn(f64) -> String) -> String {
     let Some((first, rest)) = values.split_first() else { return "–".to_owned() };
     let (low, high) = crate::stats::min_max(values.iter().copied());
-    if rest.is_empty() || format(low) == format(high) {
+    // Without any number in the column there is no range.
+    if rest.is_empty() || low > high || format(low) == format(high) {
         return format(*first);
     }
     format!("{}–{}", format(low), format(high))
@@ -84,5 +85,6 @@ mod tests {
         assert_eq!(range(&[50.61, 50.62], ms), "50.6");
         assert_eq!(range(&[52.0, 50.0], ms), "50.0–52.0");
         assert_eq!(range(&[], ms), "–");
+        assert_eq!(range(&[f64::NAN, f64::NAN], ms), "–");
     }
 }
