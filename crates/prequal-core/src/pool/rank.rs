@@ -1,0 +1,177 @@
+//! Hot and cold: θ from the history of reported RIFs, and where an entry ranks under it. Which entries stand, and what
+//! becomes of the one chosen, is the pool's business.
+
+use std::cmp::Ordering;
+
+use rand::Rng;
+
+use super::{Branch, Entry, HotRule, MAX_HISTORY, PoolSettings, PoolState, UNKNOWN};
+use crate::time::Stamp;
+
+pub(super) enum Theta {
+    AllHot,
+    NoneHot,
+    At(u32, bool),
+}
+
+impl Theta {
+    pub(super) fn is_hot(&self, rif: u32) -> bool {
+        match *self {
+            Self::AllHot => true,
+            Self::NoneHot => false,
+            Self::At(theta, or_equal) => rif > theta || (or_equal && rif == theta),
+        }
+    }
+
+    pub(super) fn rank(&self, entry: &Entry) -> Rank {
+        self.rank_load(entry.load(), entry.latency_us)
+    }
+
+    /// Where a replica stands, lowest first; see the module's head.
+    pub(super) fn rank_load(&self, rif: u32, latency_us: u32) -> Rank {
+        let unknown = latency_us == UNKNOWN;
+        // Under RIF-only control (`q_rif` = 0) latency, known or not, only breaks ties.
+        if unknown && rif > 0 && !matches!(self, Self::AllHot) {
+            return (Tier::Probation, rif, 0);
+        }
+        let latency = if unknown { 0 } else { latency_us };
+        if self.is_hot(rif) { (Tier::Hot, rif, latency) } else { (Tier::Cold, latency, rif) }
+    }
+}
+
+/// Tier, first and second criterion.
+pub(super) type Rank = (Tier, u32, u32);
+
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) enum Tier {
+    Cold,
+    Hot,
+    /// Busy and unknown.
+    Probation,
+}
+
+impl Tier {
+    pub(super) fn branch(self) -> Branch {
+        if self == Self::Cold { Branch::Cold } else { Branch::Hot }
+    }
+}
+
+/// A score as a rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Score(pub(super) f64);
+
+impl Ord for Score {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+impl PartialOrd for Score {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Score {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Score {}
+
+/// Index and rank of the lowest of `items`; ties are broken at random.
+pub(super) fn lowest<T, R: Ord, G: Rng>(
+    items: &[T],
+    rank: impl Fn(&T, &mut G) -> R,
+    rng: &mut G,
+) -> Option<(usize, R)> {
+    let mut best: Option<(usize, R)> = None;
+    let mut ties = 1;
+    for (index, item) in items.iter().enumerate() {
+        let rank = rank(item, rng);
+        match &best {
+            Some((_, least)) if rank > *least => {}
+            Some((_, least)) if rank == *least => {
+                ties += 1;
+                if rng.random_range(0..ties) == 0 {
+                    best = Some((index, rank));
+                }
+            }
+            _ => {
+                ties = 1;
+                best = Some((index, rank));
+            }
+        }
+    }
+    best
+}
+
+impl PoolState {
+    pub(super) fn remember_rif(&mut self, settings: &PoolSettings, now: Stamp, load: u32) {
+        let size = settings.rif_history.clamp(1, MAX_HISTORY);
+        let next = usize::from(self.history_next) % size;
+        if let (Some(slot), Some(at)) = (self.history_rif.get_mut(next), self.history_at.get_mut(next)) {
+            *slot = u16::try_from(load).unwrap_or(u16::MAX);
+            *at = now;
+        }
+        self.history_next = ((next + 1) % size) as u16;
+        self.history_count = (usize::from(self.history_count) + 1).min(size) as u16;
+    }
+
+    /// θ by nearest rank over the reports younger than `max_age_ms`.
+    pub(super) fn theta(&self, settings: &PoolSettings, now: Stamp) -> Theta {
+        let small = settings.hot == HotRule::Auto && self.auto_ge == 0;
+        let q_rif = if small { settings.q_rif_small } else { settings.q_rif };
+        if q_rif >= 1.0 {
+            return Theta::NoneHot;
+        }
+        if q_rif <= 0.0 {
+            return Theta::AllHot;
+        }
+        // Counting beats sorting: RIFs are small numbers nearly always.
+        let mut counts = [0u8; SMALL_RIF];
+        let mut large = [0u16; MAX_HISTORY];
+        let (mut total, mut large_count) = (0usize, 0usize);
+        let samples = self.history_rif.iter().zip(&self.history_at).take(usize::from(self.history_count));
+        for (rif, at) in samples {
+            if now.distance_ms(*at) >= settings.max_age_ms {
+                continue;
+            }
+            total += 1;
+            if let Some(count) = counts.get_mut(usize::from(*rif)) {
+                *count += 1;
+            } else if let Some(slot) = large.get_mut(large_count) {
+                *slot = *rif;
+                large_count += 1;
+            }
+        }
+        if total == 0 {
+            return Theta::NoneHot;
+        }
+        let rank = ((q_rif * total as f64).ceil() as usize).clamp(1, total);
+        let mut seen = 0;
+        let small = counts.iter().position(|count| {
+            seen += usize::from(*count);
+            seen >= rank
+        });
+        let theta = match small {
+            Some(rif) => rif as u32,
+            None => {
+                let index = rank - (total - large_count) - 1;
+                large.get_mut(..large_count).map_or(u32::MAX, |large| {
+                    large.sort_unstable();
+                    large.get(index).map_or(u32::MAX, |rif| u32::from(*rif))
+                })
+            }
+        };
+        let or_equal = match settings.hot {
+            HotRule::Ge => true,
+            HotRule::Gt => false,
+            HotRule::Auto => self.auto_ge == 1,
+        };
+        Theta::At(theta, or_equal)
+    }
+}
+
+const SMALL_RIF: usize = 64;

@@ -1,0 +1,521 @@
+//! The pool's rules one by one on an injected clock, and its invariants under random operations.
+
+use super::*;
+use crate::config::Profile;
+use proptest::prelude::*;
+use rand::{Rng, SeedableRng, rngs::SmallRng};
+
+fn replica(n: u16) -> Endpoint {
+    format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+}
+
+fn ms(ms: u64) -> Micros {
+    Micros::from_millis(100_000 + ms)
+}
+
+/// No probes, no removal, unlimited reuse: what is left is the selection rule.
+fn plain() -> PoolSettings {
+    PoolSettings {
+        pool_size: 16,
+        r_remove: 0.0,
+        delta: 1000.0,
+        hot: HotRule::Gt,
+        latency_band: 1.0,
+        budget: Budget::Fixed { r_probe: 0.0 },
+        ..Profile::Default.pool_settings()
+    }
+}
+
+struct Scene {
+    settings: PoolSettings,
+    pool: PoolState,
+    rng: SmallRng,
+}
+
+impl Scene {
+    fn new(settings: PoolSettings) -> Self {
+        let mut pool = PoolState::new();
+        pool.set_members(100, 0, ms(0));
+        Self { settings, pool, rng: SmallRng::seed_from_u64(7) }
+    }
+    fn report(&mut self, at: u64, n: u16, rif: u32, latency_ms: Option<u32>) {
+        self.pool.record(
+            &self.settings,
+            ms(at),
+            replica(n),
+            Load { rif, latency_us: latency_ms.map(|l| l * 1000) },
+            Standing::even(0),
+            &mut self.rng,
+        );
+    }
+    fn pick(&mut self, at: u64) -> Pick {
+        self.pool.pick(&self.settings, ms(at), &mut self.rng)
+    }
+}
+
+#[test]
+fn the_blob_is_below_two_kib() {
+    assert!(size_of::<PoolState>() <= 2048, "{}", size_of::<PoolState>());
+}
+
+#[test]
+fn a_hot_replica_is_avoided_even_when_it_is_fastest() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..plain() });
+    scene.report(0, 1, 2, Some(40));
+    scene.report(0, 2, 90, Some(5));
+    scene.report(0, 3, 3, Some(60));
+    let pick = scene.pick(10);
+    assert_eq!((pick.replica, pick.branch), (Some(replica(1)), Branch::Cold));
+}
+
+#[test]
+fn within_the_band_the_lower_rif_wins_and_beyond_it_the_lower_latency() {
+    for (latency_band, expected) in [(1.0, 1), (1.5, 2), (3.0, 3)] {
+        let mut scene = Scene::new(PoolSettings { latency_band, q_rif: 1.0, ..plain() });
+        for (n, rif, latency) in [(1, 5, 40), (2, 4, 55), (3, 0, 100)] {
+            scene.report(0, n, rif, Some(latency));
+        }
+        assert_eq!(scene.pick(1).replica, Some(replica(expected)), "band {latency_band}");
+    }
+}
+
+#[test]
+fn when_all_are_hot_the_lowest_rif_wins() {
+    // Many low RIFs in the history, then only loaded replicas in the pool.
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.5, pool_size: 2, ..plain() });
+    for n in 0..10 {
+        scene.report(0, n, 1, Some(10));
+    }
+    scene.report(1, 20, 9, Some(5));
+    scene.report(1, 21, 8, Some(500));
+    let pick = scene.pick(2);
+    assert_eq!((pick.replica, pick.branch), (Some(replica(21)), Branch::Hot));
+}
+
+#[test]
+fn the_two_readings_of_hot_differ_at_a_tie() {
+    for (hot, expected) in
+        [(HotRule::Gt, (replica(2), Branch::Cold)), (HotRule::Ge, (replica(1), Branch::Cold))]
+    {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.99, hot, ..plain() });
+        scene.report(0, 1, 1, Some(50));
+        scene.report(0, 2, 5, Some(10)); // ties with θ = 5
+        let pick = scene.pick(1);
+        assert_eq!((pick.replica.unwrap(), pick.branch), expected, "{hot:?}");
+    }
+}
+
+#[test]
+fn the_ends_of_q_are_rif_only_and_latency_only() {
+    for (q_rif, expected) in [(0.0, replica(1)), (1.0, replica(2))] {
+        let mut scene = Scene::new(PoolSettings { q_rif, ..plain() });
+        scene.report(0, 1, 1, Some(50));
+        scene.report(0, 2, 500, Some(10));
+        assert_eq!(scene.pick(1).replica, Some(expected), "Q = {q_rif}");
+    }
+}
+
+#[test]
+fn theta_comes_from_a_history_not_from_the_pool() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.75, pool_size: 2, ..plain() });
+    for (n, rif) in [1, 2, 3, 100, 200, 300, 400, 500].into_iter().enumerate() {
+        scene.report(0, n as u16, rif, Some(1));
+    }
+    assert_eq!(
+        scene.pool.view(&scene.settings, ms(0)).theta,
+        Some(300),
+        "nearest rank, above the small counts"
+    );
+    assert_eq!(scene.pool.view(&scene.settings, ms(1000)).theta, None, "the history is bounded in time");
+}
+
+#[test]
+fn fewer_than_two_entries_fall_back() {
+    let mut scene = Scene::new(plain());
+    assert_eq!(scene.pick(0).branch, Branch::Fallback);
+    scene.report(0, 1, 0, Some(1));
+    assert_eq!(scene.pick(0).replica, None);
+    scene.report(0, 2, 0, Some(1));
+    assert!(scene.pick(0).replica.is_some());
+}
+
+#[test]
+fn reports_expire_by_receipt_age() {
+    let mut scene = Scene::new(plain());
+    scene.report(0, 1, 0, Some(1));
+    scene.report(500, 2, 0, Some(1));
+    assert_eq!(scene.pick(999).branch, Branch::Cold);
+    assert_eq!(scene.pick(1000).branch, Branch::Fallback);
+}
+
+#[test]
+fn picking_compensates_rif() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
+    scene.report(0, 1, 3, Some(1));
+    scene.report(0, 2, 5, Some(1));
+    let picks: Vec<_> = (0..4).map(|_| scene.pick(1).replica.unwrap()).collect();
+    assert_eq!(&picks[..2], &[replica(1), replica(1)]);
+    assert!(picks[2..].contains(&replica(2)), "{picks:?}: at RIF 5 both tie");
+}
+
+#[test]
+fn the_newest_report_of_a_replica_wins_and_a_full_pool_drops_the_oldest() {
+    let mut scene = Scene::new(PoolSettings { pool_size: 3, ..plain() });
+    for (at, n) in [(0, 1), (1, 2), (2, 3), (3, 1), (4, 4)] {
+        scene.report(at, n, 0, Some(1));
+    }
+    let mut left: Vec<_> = scene.pool.replicas().collect();
+    left.sort_by_key(Endpoint::port);
+    assert_eq!(left, [replica(1), replica(3), replica(4)]);
+}
+
+#[test]
+fn removal_alternates_oldest_and_worst() {
+    let mut scene = Scene::new(PoolSettings { r_remove: 1.0, scale_removal: false, q_rif: 1.0, ..plain() });
+    for (n, latency) in [(1, 30), (2, 10), (3, 90), (4, 20), (5, 25)] {
+        scene.report(u64::from(n), n, 0, Some(latency));
+    }
+    scene.pick(10); // the oldest: 1
+    assert!(!scene.pool.replicas().any(|r| r == replica(1)));
+    scene.pick(10); // the slowest: 3
+    assert!(!scene.pool.replicas().any(|r| r == replica(3)));
+    assert_eq!(scene.pool.replicas().count(), 3);
+}
+
+#[test]
+fn fractional_rates_are_kept_in_the_mean() {
+    for r_probe in [0.25, 0.7, 1.0, 2.5] {
+        let mut scene = Scene::new(PoolSettings { budget: Budget::Fixed { r_probe }, ..plain() });
+        let sent: u32 = (0..1000).map(|at| scene.pick(at).probes.addressed).sum();
+        assert!((f64::from(sent) - 1000.0 * r_probe).abs() <= 1.0, "{r_probe}: {sent}");
+    }
+}
+
+#[test]
+fn the_adaptive_budget_probes_a_cold_pool_and_rests_on_a_warm_one() {
+    let budget = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 1.0 };
+    let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+    let cold: u32 = (0..50).map(|at| scene.pick(at).probes.addressed).sum();
+    assert_eq!(cold, 50);
+    let mut warm = 0;
+    for at in 50..1050 {
+        scene.report(at, (at % 16) as u16, 0, Some(1));
+        warm += scene.pick(at).probes.addressed;
+    }
+    assert!((14..=40).contains(&warm), "one pool's worth of exploration a second, got {warm}");
+}
+
+#[test]
+fn an_idle_unknown_gets_one_request_and_then_waits_for_its_answer() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.9, ..plain() });
+    scene.report(0, 1, 3, Some(50));
+    scene.report(0, 2, 3, Some(60));
+    scene.report(0, 3, 0, None);
+    assert_eq!(scene.pick(1).replica, Some(replica(3)));
+    for _ in 0..5 {
+        assert_ne!(scene.pick(1).replica, Some(replica(3)));
+    }
+    scene.report(5, 3, 1, None);
+    assert_ne!(scene.pick(6).replica, Some(replica(3)), "a probe still says busy and unknown");
+}
+
+#[test]
+fn a_barred_replica_stays_out_and_comes_back() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 1.0, ..plain() });
+    for n in 1..=3 {
+        scene.report(0, n, 0, Some(u32::from(n)));
+    }
+    scene.pool.bar(replica(1), ms(0), 500);
+    assert_eq!(scene.pick(1).replica, Some(replica(2)));
+    scene.report(100, 1, 0, Some(1));
+    assert_eq!(scene.pick(101).replica, Some(replica(2)));
+    scene.report(500, 1, 0, Some(1));
+    assert_eq!(scene.pick(501).replica, Some(replica(1)));
+}
+
+#[test]
+fn one_worker_takes_the_idle_lease() {
+    let mut scene = Scene::new(plain());
+    scene.pick(0);
+    assert!(scene.pool.idle_probes(&scene.settings, ms(500), 1000).is_empty(), "a request came lately");
+    assert_eq!(scene.pool.idle_probes(&scene.settings, ms(1000), 1000).addressed, 16);
+    assert!(scene.pool.idle_probes(&scene.settings, ms(1001), 1000).is_empty(), "taken");
+}
+
+#[test]
+fn a_candidate_gets_one_request_to_be_verified_and_no_more() {
+    let mut scene = Scene::new(plain());
+    scene.report(0, 1, 1, Some(10));
+    scene.report(0, 2, 1, Some(10));
+    scene.pool.introduce(&scene.settings, ms(0), replica(3));
+    let first = scene.pick(1);
+    assert_eq!((first.replica, first.verify), (Some(replica(3)), true));
+    for _ in 0..4 {
+        let next = scene.pick(1);
+        assert!(next.replica != Some(replica(3)) && !next.verify);
+    }
+    scene.pool.introduce(&scene.settings, ms(1), replica(3));
+    assert_ne!(scene.pick(1).replica, Some(replica(3)), "its first request has not come back");
+    scene.pool.unbar(replica(3));
+    scene.report(2, 3, 0, Some(1));
+    let known = scene.pick(3);
+    assert_eq!((known.replica, known.verify), (Some(replica(3)), false));
+}
+
+#[test]
+fn discovery_goes_on_whatever_the_budget_says_and_hurries_while_names_are_new() {
+    let budget = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 0.0 };
+    let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+    scene.pool.set_members(8, 0, ms(0));
+    scene.pool.set_members(9, 0, ms(0));
+    let count = |scene: &mut Scene, range: std::ops::Range<u64>| -> u32 {
+        range.map(|at| scene.pick(at).probes.discovery).sum()
+    };
+    let growing = count(&mut scene, 0..1000);
+    count(&mut scene, 2500..3000);
+    let settled = count(&mut scene, 3000..4000);
+    assert!((75..=90).contains(&growing) && (4..=5).contains(&settled), "{growing} then {settled}");
+}
+
+#[test]
+fn while_the_fleet_fits_the_pool_nothing_is_removed() {
+    let mut scene = Scene::new(PoolSettings { r_remove: 1.0, ..plain() });
+    scene.pool.set_members(4, 0, ms(0));
+    for n in 0..4 {
+        scene.report(0, n, 0, Some(10));
+    }
+    for at in 0..50 {
+        scene.pick(at);
+    }
+    assert_eq!(scene.pool.replicas().count(), 4);
+}
+
+/// What the membership says of a replica last met at sample `sampled` with `weight` times the mean share.
+fn standing(sampled: u32, weight: f64) -> Standing {
+    Standing { sampled, weight: (weight * f64::from(Standing::UNIT)) as u16 }
+}
+
+fn placed(scene: &mut Scene, at: u64, n: u16, rif: u32, latency_ms: u32, standing: Standing) {
+    let load = Load { rif, latency_us: Some(latency_ms * 1000) };
+    scene.pool.record(&scene.settings, ms(at), replica(n), load, standing, &mut scene.rng);
+}
+
+#[test]
+fn a_replica_that_the_policy_does_not_meet_any_more_is_not_steered_to() {
+    let mut scene = Scene::new(plain());
+    scene.pool.set_members(4, 100, ms(0));
+    for n in 0..4 {
+        // The first is the fastest.
+        placed(&mut scene, 0, n, 0, 10 + u32::from(n), standing(100, 1.0));
+    }
+    scene.pool.set_members(4, 140, ms(1));
+    assert_eq!(scene.pick(1).replica, Some(replica(0)));
+    // A report on a response renews the load, not the placement.
+    let kept = scene.pick(1).standing;
+    placed(&mut scene, 1, 0, 0, 1, kept);
+    for n in 1..4 {
+        placed(&mut scene, 1, n, 0, 10 + u32::from(n), standing(141, 1.0));
+    }
+    scene.pool.set_members(4, 141, ms(2));
+    assert_eq!(scene.pick(2).replica, Some(replica(1)));
+    placed(&mut scene, 3, 0, 0, 1, kept);
+    assert_ne!(scene.pick(3).replica, Some(replica(0)));
+    placed(&mut scene, 3, 0, 0, 1, standing(141, 1.0));
+    assert_eq!(scene.pick(3).replica, Some(replica(0)), "met again");
+}
+
+#[test]
+fn equal_replicas_share_by_weight_and_a_slow_heavy_one_is_avoided() {
+    let mut scene = Scene::new(PoolSettings { latency_band: 1.5, ..plain() });
+    let mut picks = [0u32; 8];
+    for round in 0..4000 {
+        scene.pool = PoolState::new();
+        scene.pool.set_members(8, 0, ms(round));
+        for n in 0..8 {
+            let latency = scene.rng.random_range(20..30);
+            placed(&mut scene, round, n, 0, latency, standing(0, if n < 4 { 1.5 } else { 0.5 }));
+        }
+        picks[usize::from(scene.pick(round).replica.unwrap().port() - 1000)] += 1;
+    }
+    let share = |picks: &[u32]| f64::from(picks.iter().sum::<u32>());
+    let ratio = share(&picks[..4]) / share(&picks[4..]);
+    assert!((2.6..=3.8).contains(&ratio), "{ratio:.2}, not 3: {picks:?}");
+
+    for _ in 0..1000 {
+        for n in 0..8 {
+            let latency = if n == 0 { 800 } else { 10 };
+            placed(&mut scene, 4001, n, 0, latency, standing(0, if n < 4 { 1.5 } else { 0.5 }));
+        }
+        assert_ne!(scene.pick(4001).replica, Some(replica(0)));
+    }
+}
+
+#[test]
+fn rif_counts_relative_to_the_weight() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
+    placed(&mut scene, 0, 1, 3, 10, standing(0, 3.0));
+    placed(&mut scene, 0, 2, 2, 10, standing(0, 3.0));
+    placed(&mut scene, 0, 3, 1, 10, standing(0, 0.5));
+    // 1, 1 (of 2/3, rounded up) and 2: the light one waits until the others reach 2 (of 4/3) too.
+    for _ in 0..3 {
+        assert_ne!(scene.pick(1).replica, Some(replica(3)));
+    }
+}
+
+#[test]
+fn when_most_choices_are_refused_steering_pauses_for_a_second() {
+    let mut scene = Scene::new(plain());
+    let mut refused = 0;
+    let mut at = 0;
+    while scene.pool.paused == 0 {
+        for n in 0..16 {
+            scene.report(at, n, 0, Some(1));
+        }
+        let chosen = scene.pick(at).replica.expect("not paused");
+        scene.pool.refused(chosen, ms(at), 10);
+        refused += 1;
+        at += 20;
+        assert!(refused < 20);
+    }
+    assert!(refused > 8, "{refused}: a few may be refused without harm");
+    for n in 0..16 {
+        scene.report(at + 500, n, 0, Some(1));
+    }
+    assert_eq!(scene.pick(at + 500).branch, Branch::Fallback);
+    assert_eq!(scene.pick(at + 1000).branch, Branch::Cold);
+    // One in four is no reason.
+    for round in 0..100u64 {
+        for n in 0..16 {
+            scene.report(at + 1000 + round, n, 0, Some(1));
+        }
+        let chosen = scene.pick(at + 1000 + round).replica.expect("not paused");
+        if round % 4 == 0 {
+            scene.pool.refused(chosen, ms(at + 1000 + round), 10);
+        }
+    }
+}
+
+#[test]
+fn where_envoy_vouches_exploration_needs_no_address() {
+    for (verified_probes, addressed) in [(true, 0), (false, 15)] {
+        let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 };
+        let mut scene = Scene::new(PoolSettings { budget, verified_probes, ..plain() });
+        let mut due = ProbesDue::default();
+        for at in 3000..4000 {
+            scene.report(at, (at % 16) as u16, 0, Some(1));
+            let probes = scene.pick(at).probes;
+            // The first is due a burst.
+            if at < 3010 {
+                continue;
+            }
+            due.addressed += probes.addressed;
+            due.discovery += probes.discovery;
+        }
+        assert!(due.addressed.abs_diff(addressed) <= 10, "{due:?}");
+        assert!((20..=27).contains(&due.discovery), "a quarter of the fleet a second: {due:?}");
+        let idle = scene.pool.idle_probes(&scene.settings, ms(20_000), 1000);
+        assert_eq!((idle.addressed == 0, idle.discovery >= 16), (verified_probes, verified_probes));
+    }
+}
+
+#[test]
+fn a_foreign_blob_is_refused() {
+    let good = PoolState::new();
+    assert!(PoolState::decode(good.as_bytes()).is_ok());
+    assert!(matches!(PoolState::decode(&[]), Err(BlobError::Size { .. })));
+    let mut other = good;
+    other.version = 9;
+    assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Version));
+    let mut other = good;
+    other.probe_credit = f32::NAN;
+    assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Content));
+    let mut other = good;
+    other.entry_count = 1; // its endpoint is all zero
+    assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Content));
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Report(u16, u32, Option<u32>),
+    Pick,
+    Wait(u64),
+    Bar(u16),
+    Refused(u16),
+    Forget(u16),
+    Introduce(u16),
+    Members(u32),
+    Idle,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        (0u16..40, 0u32..200_000, proptest::option::of(0u32..u32::MAX))
+            .prop_map(|(n, r, l)| Op::Report(n, r, l)),
+        Just(Op::Pick),
+        (0u64..700).prop_map(Op::Wait),
+        (0u16..40).prop_map(Op::Bar),
+        (0u16..40).prop_map(Op::Refused),
+        (0u16..40).prop_map(Op::Forget),
+        (0u32..200).prop_map(Op::Members),
+        (0u16..40).prop_map(Op::Introduce),
+        Just(Op::Idle),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn whatever_happens_the_pool_keeps_its_invariants(
+        ops in proptest::collection::vec(op(), 0..300),
+        paper in any::<bool>(), q_rif in 0.0f64..=1.0, seed in any::<u64>(),
+    ) {
+        let profile = if paper { Profile::Paper } else { Profile::Default };
+        let settings = PoolSettings { q_rif, q_rif_small: q_rif, ..profile.pool_settings() };
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut pool = PoolState::new();
+        let mut now = ms(0);
+        for op in ops {
+            match op {
+                Op::Report(n, rif, latency) => pool.record(&settings, now, replica(n), Load { rif, latency_us: latency }, Standing::even(0), &mut rng),
+                Op::Pick => {
+                    let before: Vec<_> = pool.replicas().collect();
+                    let pick = pool.pick(&settings, now, &mut rng);
+                    if let Some(chosen) = pick.replica {
+                        prop_assert!(before.contains(&chosen));
+                    }
+                    prop_assert!(pick.probes.addressed <= 32 && pick.probes.discovery <= 8);
+                }
+                Op::Wait(step) => now = now.plus(step * 1000),
+                Op::Bar(n) => pool.bar(replica(n), now, 500),
+                Op::Refused(n) => pool.refused(replica(n), now, 500),
+                Op::Forget(n) => pool.forget(replica(n)),
+                Op::Introduce(n) => pool.introduce(&settings, now, replica(n)),
+                Op::Members(n) => pool.set_members(n, 0, now),
+                Op::Idle => { pool.idle_probes(&settings, now, 1000); }
+            }
+            let replicas: Vec<_> = pool.replicas().collect();
+            prop_assert!(replicas.len() <= settings.pool_size);
+            let distinct: std::collections::HashSet<_> = replicas.iter().collect();
+            prop_assert_eq!(distinct.len(), replicas.len(), "one entry per replica");
+            prop_assert!(PoolState::decode(pool.as_bytes()).is_ok());
+        }
+    }
+
+    #[test]
+    fn no_bytes_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..2100), splice in 0usize..2000, seed in any::<u64>()) {
+        let _ = PoolState::decode(&bytes);
+        // Damage a valid blob; if it still decodes, it must work.
+        let mut blob = PoolState::new().as_bytes().to_vec();
+        let at = splice % blob.len();
+        bytes.truncate(blob.len() - at);
+        blob[at..at + bytes.len()].copy_from_slice(&bytes);
+        if let Ok(mut pool) = PoolState::decode(&blob) {
+            let settings = Profile::Default.pool_settings();
+            let mut rng = SmallRng::seed_from_u64(seed);
+            for n in 0..40 {
+                let load = Load { rif: 3, latency_us: Some(1) };
+                pool.record(&settings, ms(1), replica(n), load, Standing::even(0), &mut rng);
+                pool.pick(&settings, ms(2), &mut rng);
+            }
+        }
+    }
+}
