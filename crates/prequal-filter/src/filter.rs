@@ -153,7 +153,7 @@ impl Cluster {
 
     /// Who answers probes at `host`, as far as requests have shown.
     pub(crate) fn answering_at(&self, host: Endpoint) -> Option<Endpoint> {
-        self.store.update_members(&self.metrics, |_| false).answering_at(host)
+        self.store.members(&self.metrics).answering_at(host)
     }
 
     /// The probe cluster's policy chose `replica`, by Envoy's word.

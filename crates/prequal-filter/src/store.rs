@@ -66,6 +66,11 @@ impl Store {
         }
     }
 
+    /// The membership as it is, for reading only.
+    pub(crate) fn members(&self, metrics: &Metrics) -> Members {
+        self.load_members(metrics).0
+    }
+
     /// Reads and changes the membership; written if `change` says that there is news.
     pub(crate) fn update_members(
         &self,
