@@ -50,8 +50,8 @@ impl Process {
     }
 }
 
-#[tokio::test]
-async fn sigterm_drains_requests_in_flight_and_refuses_new_ones() {
+/// A backend that says when a request has arrived, and answers when it may go on.
+async fn held_backend() -> (SocketAddr, Arc<Notify>, Arc<Notify>) {
     let (arrived, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (on_arrival, wait) = (arrived.clone(), go.clone());
     let addr = backend(move |_| {
@@ -63,6 +63,12 @@ async fn sigterm_drains_requests_in_flight_and_refuses_new_ones() {
         }
     })
     .await;
+    (addr, arrived, go)
+}
+
+#[tokio::test]
+async fn sigterm_drains_requests_in_flight_and_refuses_new_ones() {
+    let (addr, arrived, go) = held_backend().await;
     let mut process = Process::start(addr, &[]).await;
     assert_eq!(fetch(process.admin, "/healthz").await.0.status, StatusCode::OK);
     let mut client = client1(process.service).await;
@@ -136,17 +142,7 @@ async fn an_address_in_use_is_named() {
 
 #[tokio::test]
 async fn a_drain_closes_http2_after_its_streams() {
-    let (arrived, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let (on_arrival, wait) = (arrived.clone(), go.clone());
-    let addr = backend(move |_| {
-        on_arrival.notify_one();
-        let wait = wait.clone();
-        async move {
-            wait.notified().await;
-            text("finished")
-        }
-    })
-    .await;
+    let (addr, arrived, go) = held_backend().await;
     let mut agent = agent(addr, |_| {});
     let mut client = client2(agent.addr).await;
     let request = Request::get(format!("http://{}/", agent.addr)).body(Empty::<bytes::Bytes>::new()).unwrap();

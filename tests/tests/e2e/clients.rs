@@ -8,16 +8,14 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request};
 
-use crate::support::{PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, counted, warm};
+use crate::support::{
+    PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, counted, three_fast_and_one_slow, warm,
+};
 
 #[test]
 fn headers_of_a_client_neither_steer_nor_report_and_ours_do_not_leak() -> Result<()> {
     bed!();
-    let ms = Duration::from_millis;
-    let fleet = Fleet::start([5, 5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 4);
-    fleet.clear();
+    let (fleet, envoy) = three_fast_and_one_slow()?;
     let slow = fleet.addrs()[3].to_string();
     let encoded = STANDARD.encode(&slow);
     let before = envoy.prequal(SERVING)?;

@@ -6,7 +6,7 @@ use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request};
 use serde_json::json;
 
-use crate::support::{SERVING, assert_all_ok, bed, set, warm, warm_cluster};
+use crate::support::{SERVING, assert_all_ok, bed, set, three_fast_and_one_slow, warm, warm_cluster};
 
 #[test]
 fn membership_is_learned_from_nothing() -> Result<()> {
@@ -41,11 +41,7 @@ fn membership_is_learned_with_a_long_max_age() -> Result<()> {
 #[test]
 fn a_slow_replica_is_avoided() -> Result<()> {
     bed!();
-    let ms = Duration::from_millis;
-    let fleet = Fleet::start([5, 5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 4);
-    fleet.clear();
+    let (fleet, envoy) = three_fast_and_one_slow()?;
     let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
     let after = envoy.prequal(SERVING)?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use http::HeaderMap;
-use prequal_testbed::{Backend, Envoy, EnvoyConfig, Prequal, Reply, Request, Seen};
+use prequal_testbed::{Backend, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, Seen};
 use serde_json::Value;
 
 /// The serving cluster of the shipped configuration.
@@ -36,6 +36,16 @@ pub const VERIFIED_OR_NOT: [bool; 2] = [true, false];
 /// Sets `verified_probes`.
 pub fn verified(config: EnvoyConfig, verified: bool) -> EnvoyConfig {
     set(config, "verified_probes", verified)
+}
+
+/// Three replicas that answer in 5 ms and a last one in 150, behind an Envoy that knows them all.
+pub fn three_fast_and_one_slow() -> Result<(Fleet, Envoy)> {
+    let ms = Duration::from_millis;
+    let fleet = Fleet::start([5, 5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 4);
+    fleet.clear();
+    Ok((fleet, envoy))
 }
 
 /// Sends requests until the filter knows `members` replicas and steers; panics after ten seconds.
