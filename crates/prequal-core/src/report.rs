@@ -1,4 +1,5 @@
-//! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`.
+//! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`, of which `probe`,
+//! `fail` and `up` are known.
 //!
 //! Parsing accepts anything a hostile replica may send and answers with a bounded report or a reason. It does
 //! not decide whether the report may be trusted: that needs to know who was asked (see the filter).
@@ -27,6 +28,8 @@ pub const MAX_REPORT: usize = 256;
 pub const MAX_RIF: u32 = 1_000_000;
 /// Largest accepted latency: one hour, in microseconds.
 pub const MAX_LATENCY_US: u32 = 3_600_000_000;
+/// Most that can fail, per mille.
+pub const MAX_FAILING: u16 = 1000;
 
 /// What a replica says of itself (paper §4, "Load signals").
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -39,6 +42,11 @@ pub struct LoadReport {
     pub endpoint: Option<Endpoint>,
     /// Where it answers probes, if elsewhere. Always a port of the same host as `endpoint`.
     pub probe_endpoint: Option<Endpoint>,
+    /// How many of its recent requests failed (5xx, gRPC errors of the server's making), per mille, 0 to
+    /// [`MAX_FAILING`]; `fail=` on the wire, absent for 0.
+    pub failing: u16,
+    /// How long ago it started, seconds; `up=` on the wire. `None`: long ago, or it does not say.
+    pub up_s: Option<u32>,
 }
 
 impl LoadReport {
@@ -55,18 +63,24 @@ impl LoadReport {
         let latency_us = parse_latency(fields.next().ok_or(ReportError::Latency)?)?;
         let endpoint: Endpoint =
             fields.next().ok_or(ReportError::Endpoint)?.trim().parse().map_err(|_| ReportError::Endpoint)?;
-        let mut probe_endpoint = None;
+        let mut report =
+            Self { rif, latency_us, endpoint: Some(endpoint), probe_endpoint: None, failing: 0, up_s: None };
         for field in fields {
-            if let Some(value) = field.trim().strip_prefix("probe=") {
-                let probe: Endpoint = value.parse().map_err(|_| ReportError::ProbeEndpoint)?;
-                // A replica may move its probes to another port, never to another host.
-                if !probe.same_host(&endpoint) {
-                    return Err(ReportError::ProbeEndpoint);
+            match field.trim().split_once('=') {
+                Some(("probe", value)) => {
+                    let probe: Endpoint = value.parse().map_err(|_| ReportError::ProbeEndpoint)?;
+                    // A replica may move its probes to another port, never to another host.
+                    if !probe.same_host(&endpoint) {
+                        return Err(ReportError::ProbeEndpoint);
+                    }
+                    report.probe_endpoint = Some(probe);
                 }
-                probe_endpoint = Some(probe);
+                Some(("fail", value)) => report.failing = parse_failing(value)?,
+                Some(("up", value)) => report.up_s = Some(parse_number(value).ok_or(ReportError::Up)?),
+                _ => {}
             }
         }
-        Ok(Self { rif, latency_us, endpoint: Some(endpoint), probe_endpoint })
+        Ok(report)
     }
 
     /// Parses the pair of headers that other implementations send; it names no endpoint.
@@ -79,6 +93,8 @@ impl LoadReport {
             latency_us: parse_latency(latency_us.unwrap_or_default())?,
             endpoint: None,
             probe_endpoint: None,
+            failing: 0,
+            up_s: None,
         })
     }
 }
@@ -95,6 +111,12 @@ impl fmt::Display for LoadReport {
         }
         if let Some(probe) = self.probe_endpoint {
             write!(f, ";probe={probe}")?;
+        }
+        if self.failing > 0 {
+            write!(f, ";fail={}", self.failing)?;
+        }
+        if let Some(up) = self.up_s {
+            write!(f, ";up={up}")?;
         }
         Ok(())
     }
@@ -123,6 +145,11 @@ fn parse_latency(text: &str) -> Result<Option<u32>, ReportError> {
     }
 }
 
+fn parse_failing(text: &str) -> Result<u16, ReportError> {
+    let failing = parse_number(text).and_then(|failing| u16::try_from(failing).ok());
+    failing.filter(|failing| *failing <= MAX_FAILING).ok_or(ReportError::Failing)
+}
+
 /// Why a report was dropped. The label of each variant is the one used in metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum ReportError {
@@ -141,6 +168,12 @@ pub enum ReportError {
     /// `probe=` is no `ip:port` of the same host.
     #[error("`probe` must be an `ip:port` of the endpoint's host")]
     ProbeEndpoint,
+    /// `fail=` not a number, or out of range.
+    #[error("`fail` must be a whole number per mille up to {MAX_FAILING}")]
+    Failing,
+    /// `up=` not a number, or out of range.
+    #[error("`up` must be a whole number of seconds below 2^32")]
+    Up,
 }
 
 impl ReportError {
@@ -152,6 +185,8 @@ impl ReportError {
             Self::Latency => "bad_latency",
             Self::Endpoint => "bad_endpoint",
             Self::ProbeEndpoint => "bad_probe_endpoint",
+            Self::Failing => "bad_fail",
+            Self::Up => "bad_up",
         }
     }
 }
@@ -163,7 +198,12 @@ mod tests {
 
     #[test]
     fn a_report_round_trips() {
-        for text in ["3;50123;127.0.0.1:80", "0;;[::1]:8080", "1;2;10.0.0.1:80;probe=10.0.0.1:9000"] {
+        for text in [
+            "3;50123;127.0.0.1:80",
+            "0;;[::1]:8080",
+            "1;2;10.0.0.1:80;probe=10.0.0.1:9000",
+            "1;2;10.0.0.1:80;probe=10.0.0.1:9000;fail=1000;up=0",
+        ] {
             assert_eq!(LoadReport::parse(text).unwrap().to_string(), text);
         }
     }
@@ -193,6 +233,10 @@ mod tests {
             ("1;5;example.com:80", ReportError::Endpoint),
             ("1;5;127.0.0.1:80;probe=", ReportError::ProbeEndpoint),
             ("1;5;127.0.0.1:80;probe=127.0.0.2:80", ReportError::ProbeEndpoint),
+            ("1;5;127.0.0.1:80;fail=1001", ReportError::Failing),
+            ("1;5;127.0.0.1:80;fail=-1", ReportError::Failing),
+            ("1;5;127.0.0.1:80;up=4294967296", ReportError::Up),
+            ("1;5;127.0.0.1:80;up=", ReportError::Up),
             // Two header lines joined by a comma are no endpoint: the report is dropped, not guessed.
             ("1;5;127.0.0.1:80, 1;5;127.0.0.1:80", ReportError::Endpoint),
         ] {

@@ -80,8 +80,8 @@ pub(crate) struct Metrics {
     pub(crate) sent: Counter,
     /// Envoy refused to send: breaker full, no host, or no such cluster.
     pub(crate) undispatched: Counter,
-    probes: [Counter; 14],
-    reports: [Counter; 8],
+    probes: [Counter; 16],
+    reports: [Counter; 10],
     outcomes: [Counter; 4],
     pub(crate) diverted: Counter,
     pub(crate) cas_conflicts: Counter,
@@ -187,10 +187,12 @@ fn error_index(error: ReportError) -> usize {
         ReportError::Latency => 2,
         ReportError::Endpoint => 3,
         ReportError::ProbeEndpoint => 4,
+        ReportError::Failing => 5,
+        ReportError::Up => 6,
     }
 }
 
-const PROBE_LABELS: [&str; 14] = [
+const PROBE_LABELS: [&str; 16] = [
     "used",
     "timeout",
     "refused",
@@ -205,9 +207,11 @@ const PROBE_LABELS: [&str; 14] = [
     "rejected_bad_latency",
     "rejected_bad_endpoint",
     "rejected_bad_probe_endpoint",
+    "rejected_bad_fail",
+    "rejected_bad_up",
 ];
 
-const REPORT_LABELS: [&str; 8] = [
+const REPORT_LABELS: [&str; 10] = [
     "used",
     "wrong_endpoint",
     "no_endpoint",
@@ -216,4 +220,6 @@ const REPORT_LABELS: [&str; 8] = [
     "bad_latency",
     "bad_endpoint",
     "bad_probe_endpoint",
+    "bad_fail",
+    "bad_up",
 ];

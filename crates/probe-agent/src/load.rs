@@ -70,6 +70,8 @@ impl Load {
             latency_us: tracker.latency(now),
             endpoint: Some(endpoint),
             probe_endpoint,
+            failing: 0,
+            up_s: None,
         }
     }
 

@@ -122,6 +122,8 @@ mod tests {
             latency_us: Some(50_123),
             endpoint: Some("127.0.0.1:80".parse().unwrap()),
             probe_endpoint: None,
+            failing: 0,
+            up_s: None,
         };
         let plain = reply(&report, &HeaderMap::new());
         assert_eq!(plain.headers()["x-prequal-load"], "3;50123;127.0.0.1:80");
