@@ -14,6 +14,7 @@
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
 //! | [`failures`] | which share of its requests it fails |
+//! | [`hints`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
 //! | [`config`] | settings that cannot be invalid |
 #![forbid(unsafe_code)]
@@ -25,6 +26,7 @@
 pub mod config;
 pub mod endpoint;
 pub mod failures;
+pub mod hints;
 pub mod members;
 pub mod policies;
 pub mod pool;
