@@ -70,10 +70,15 @@ pub(crate) fn header_value(report: &LoadReport) -> Option<HeaderValue> {
 fn json(report: &LoadReport) -> String {
     let timestamp_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
     let mut text = format!("{{\"rif\":{},\"latency_median_ms\":", report.rif);
-    // Written by hand: four fields of digits and addresses need no escaping. Errors cannot happen on a String.
+    // Written by hand: digits and addresses need no escaping. Errors cannot happen on a String.
     let _ = match report.latency_us {
         Some(us) => write!(text, "{}.{:03},\"latency_us\":{us}", us / 1000, us % 1000),
         None => write!(text, "null,\"latency_us\":null"),
+    };
+    let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);
+    let _ = match report.up_s {
+        Some(up) => write!(text, "{up}"),
+        None => text.write_str("null"),
     };
     let _ = write!(text, ",\"timestamp_ms\":{timestamp_ms}");
     if let Some(endpoint) = report.endpoint {
@@ -131,12 +136,14 @@ mod tests {
         assert_eq!(plain.headers()["x-prequal-latency-us"], "50123");
         assert!(plain.body().is_empty());
         report.latency_us = None;
+        report.failing = 300;
         report.probe_endpoint = Some("127.0.0.1:81".parse().unwrap());
         let accept = HeaderMap::from_iter([(header::ACCEPT, HeaderValue::from_static("application/json"))]);
         let json = reply(&report, &accept);
         assert!(!json.headers().contains_key("x-prequal-latency-us"), "unknown latency is omitted");
         let body = std::str::from_utf8(json.body()).unwrap();
         assert!(body.starts_with("{\"rif\":3,\"latency_median_ms\":null,"), "{body}");
+        assert!(body.contains(",\"failing\":300,\"up_s\":null,"), "{body}");
         assert!(
             body.ends_with(",\"endpoint\":\"127.0.0.1:80\",\"probe_endpoint\":\"127.0.0.1:81\"}"),
             "{body}"

@@ -108,6 +108,8 @@ impl Agent {
             admin: admin.as_ref().zip(config.admin).map(|(l, addr)| local(l, "admin", addr)).transpose()?,
         };
         let load = Load::new(config.tracker);
+        // Whether the backend is there shows with the first connection to it.
+        load.mark_down();
         let pool = Arc::new(Pool::new(config.upstream, upstream_tls, plb, &config.limits, load.clone()));
         let shared = Arc::new(Shared {
             load,
