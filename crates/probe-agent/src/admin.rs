@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
 use prequal_core::tracker::Outcome;
 
-use crate::load::{LATENCY_BOUNDS_US, Load};
+use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
 
 pub(crate) fn answer(method: &Method, path: &str, load: &Load, draining: bool) -> Response<Bytes> {
@@ -77,6 +77,10 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     let [on_service, on_probe] = counters.probes();
     writeln!(out, "prequal_agent_probes_total{{port=\"service\"}} {on_service}")?;
     writeln!(out, "prequal_agent_probes_total{{port=\"probe\"}} {on_probe}")?;
+    head(out, "prequal_agent_hints_total", "counter", "Query hints, by what became of them.")?;
+    for (result, seen) in HINTS {
+        writeln!(out, "prequal_agent_hints_total{{result=\"{result}\"}} {}", counters.hints(seen))?;
+    }
     head(
         out,
         "prequal_agent_upstream_errors_total",

@@ -191,6 +191,7 @@ pub struct Counters {
     latency_sum_us: AtomicU64,
     probes: [AtomicU64; 2],
     rejected: AtomicU64,
+    hints: [AtomicU64; HINTS.len()],
     upstream_errors: [AtomicU64; UPSTREAM_ERRORS.len()],
     upstream_connections: AtomicU64,
 }
@@ -254,6 +255,15 @@ impl Counters {
         self.rejected.load(Ordering::Relaxed)
     }
 
+    pub(crate) fn count_hint(&self, seen: HintSeen) {
+        bump(&self.hints[seen as usize]);
+    }
+
+    /// Hints seen, by what became of them. Those of requests are only counted if they are ignored.
+    pub fn hints(&self, seen: HintSeen) -> u64 {
+        self.hints[seen as usize].load(Ordering::Relaxed)
+    }
+
     pub(crate) fn count_upstream_error(&self, label: &str) {
         if let Some(index) = UPSTREAM_ERRORS.iter().position(|known| *known == label) {
             bump(&self.upstream_errors[index]);
@@ -290,6 +300,21 @@ pub const LATENCY_BOUNDS_US: [u64; 19] = [
     100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
     2_000_000, 5_000_000, 10_000_000, 20_000_000, 30_000_000, 60_000_000,
 ];
+
+/// What became of a query hint.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum HintSeen {
+    /// On a probe: less load than there is was told.
+    Scaled,
+    /// On a probe: the load was told as it is.
+    Unscaled,
+    /// On a probe or request: longer than 64 bytes, empty, not visible ASCII, or not alone.
+    Ignored,
+}
+
+/// Labels of [`Counters::hints`].
+pub(crate) const HINTS: [(&str, HintSeen); 3] =
+    [("scaled", HintSeen::Scaled), ("unscaled", HintSeen::Unscaled), ("ignored", HintSeen::Ignored)];
 
 /// Labels of [`Counters::upstream_errors`].
 pub const UPSTREAM_ERRORS: [&str; 6] =
