@@ -1,4 +1,5 @@
-//! The agent's settings, checked. Nothing here reads the command line or the environment; `main.rs` does.
+//! The agent's settings, checked. Nothing here reads the command line or the environment; `main.rs` does, and takes the
+//! names of choices from here.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -72,7 +73,7 @@ impl AgentConfig {
 }
 
 /// Where load is reported.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum Report {
     /// On probe replies and on every proxied response.
     #[default]
@@ -82,7 +83,7 @@ pub enum Report {
 }
 
 /// HTTP version towards the backend.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum UpstreamHttp2 {
     /// As the request came, but HTTP/1.1 to a backend that refuses HTTP/2 (asked once a minute).
     #[default]

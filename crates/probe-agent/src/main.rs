@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use prequal_core::endpoint::Endpoint;
 use probe_agent::Agent;
 use probe_agent::config::{AgentConfig, Limits, Report, Upstream, UpstreamHttp2, UpstreamTls};
@@ -45,9 +45,9 @@ struct Cli {
     #[arg(long, value_name = "[IP:]PORT", env = "PROBE_AGENT_ADMIN", value_parser = admin_addr)]
     admin: Option<SocketAddr>,
 
-    /// Where load is reported: on probes and every response, or on probes only
+    /// Where load is reported
     #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
-    report: ReportArg,
+    report: Report,
 
     /// Tell a tenth of the load to probes for queries that were served here lately: remember this many query hints
     /// (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000
@@ -74,10 +74,9 @@ struct Cli {
           value_parser = clap::value_parser!(u32).range(1..=100))]
     netflix_target: Option<u32>,
 
-    /// HTTP/2 towards the backend: `auto` uses the version of the request if the backend speaks it, `always`
-    /// refuses upgrades
+    /// HTTP version towards the backend
     #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
-    upstream_http2: UpstreamHttp2Arg,
+    upstream_http2: UpstreamHttp2,
 
     /// Threads, 1 to 1024; default: one per core
     #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -160,19 +159,6 @@ struct Cli {
     drain_timeout_ms: u64,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ReportArg {
-    Always,
-    ProbeOnly,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum UpstreamHttp2Arg {
-    Auto,
-    Never,
-    Always,
-}
-
 fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -248,18 +234,11 @@ fn config(cli: Cli) -> AgentConfig {
         advertise: cli.advertise,
         probe_listen: cli.probe_listen,
         admin: cli.admin,
-        report: match cli.report {
-            ReportArg::Always => Report::Always,
-            ReportArg::ProbeOnly => Report::ProbeOnly,
-        },
+        report: cli.report,
         hints: (cli.hint_cache > 0).then(|| Hook::recent(size(cli.hint_cache.into()), cli.hint_divisor)),
         forward_hint: cli.forward_hint,
         utilization: cli.netflix_utilization.map(|max| Utilization { max, target: cli.netflix_target }),
-        upstream_http2: match cli.upstream_http2 {
-            UpstreamHttp2Arg::Auto => UpstreamHttp2::Auto,
-            UpstreamHttp2Arg::Never => UpstreamHttp2::Never,
-            UpstreamHttp2Arg::Always => UpstreamHttp2::Always,
-        },
+        upstream_http2: cli.upstream_http2,
         plb: cli.plb,
         tls: cli.tls_cert.zip(cli.tls_key),
         upstream_tls: cli
