@@ -12,3 +12,4 @@ mod probing;
 mod protocols;
 mod steering;
 mod support;
+mod sync;
