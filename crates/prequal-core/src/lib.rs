@@ -13,6 +13,8 @@
 //! | [`policies`] | what Prequal is compared with |
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
+//! | [`failures`] | which share of its requests it fails |
+//! | [`hints`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
 //! | [`config`] | settings that cannot be invalid |
 #![forbid(unsafe_code)]
@@ -23,6 +25,8 @@
 
 pub mod config;
 pub mod endpoint;
+pub mod failures;
+pub mod hints;
 pub mod members;
 pub mod policies;
 pub mod pool;

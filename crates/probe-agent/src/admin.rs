@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
 use prequal_core::tracker::Outcome;
 
-use crate::load::{LATENCY_BOUNDS_US, Load};
+use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
 
 pub(crate) fn answer(method: &Method, path: &str, load: &Load, draining: bool) -> Response<Bytes> {
@@ -48,6 +48,20 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         )?;
         writeln!(out, "prequal_agent_latency_median_seconds {}", seconds(u64::from(us)))?;
     }
+    head(
+        out,
+        "prequal_agent_failing_ratio",
+        "gauge",
+        "Recent requests that the replica failed, as probes report it, 0 to 1.",
+    )?;
+    writeln!(out, "prequal_agent_failing_ratio {}", f64::from(load.failing()) / 1e3)?;
+    head(
+        out,
+        "prequal_agent_up_seconds",
+        "gauge",
+        "Since the backend was first reached, or reached again after it refused; 0 while it is not there.",
+    )?;
+    writeln!(out, "prequal_agent_up_seconds {}", load.up_s())?;
     head(out, "prequal_agent_requests_total", "counter", "Requests that ended, by how.")?;
     for (class, outcome) in [
         ("success", Outcome::Success),
@@ -63,6 +77,10 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     let [on_service, on_probe] = counters.probes();
     writeln!(out, "prequal_agent_probes_total{{port=\"service\"}} {on_service}")?;
     writeln!(out, "prequal_agent_probes_total{{port=\"probe\"}} {on_probe}")?;
+    head(out, "prequal_agent_hints_total", "counter", "Query hints, by what became of them.")?;
+    for (result, seen) in HINTS {
+        writeln!(out, "prequal_agent_hints_total{{result=\"{result}\"}} {}", counters.hints(seen))?;
+    }
     head(
         out,
         "prequal_agent_upstream_errors_total",
@@ -122,11 +140,12 @@ fn quantile_us(buckets: &[u64], count: u64, per_mille: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use prequal_core::time::Micros;
     use prequal_core::tracker::TrackerConfig;
 
     #[test]
     fn metrics_tell_what_happened() {
-        let load = Load::new(TrackerConfig::default());
+        let load = Load::with_clock(TrackerConfig::default(), || Micros(0));
         let _open = load.start();
         load.start().finish(Outcome::Success);
         load.start().finish(Outcome::Failure);
@@ -135,6 +154,8 @@ mod tests {
         let text = metrics(&load);
         for line in [
             "prequal_agent_rif 1",
+            "prequal_agent_failing_ratio 0.25",
+            "prequal_agent_up_seconds 0",
             "prequal_agent_requests_total{class=\"success\"} 1",
             "prequal_agent_requests_total{class=\"failure\"} 1",
             "prequal_agent_probes_total{port=\"probe\"} 1",

@@ -70,6 +70,11 @@ impl<B: Body> TrackedBody<B> {
         this
     }
 
+    /// Whether the head, or what has come of the body, already blames the server.
+    pub(crate) fn failed(&self) -> bool {
+        self.verdict == Outcome::Failure
+    }
+
     /// Whether the request is still in flight and about to leave: neither a stream nor a large download. Such a
     /// request is not in the way of the next one, and reports leave it out.
     pub fn leaves_soon(&self) -> bool {

@@ -1,4 +1,5 @@
-//! The agent's settings, checked. Nothing here reads the command line or the environment; `main.rs` does.
+//! The agent's settings, checked. Nothing here reads the command line or the environment; `main.rs` does, and takes the
+//! names of choices from here.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -7,6 +8,9 @@ use std::time::Duration;
 
 use prequal_core::endpoint::Endpoint;
 use prequal_core::tracker::TrackerConfig;
+
+use crate::hint::Hook;
+use crate::utilization::Utilization;
 
 /// Everything that an agent needs to run. Fields are public so that an embedder or a test can start from
 /// [`AgentConfig::new`] and change what it cares about.
@@ -24,6 +28,12 @@ pub struct AgentConfig {
     pub admin: Option<SocketAddr>,
     /// Where load is reported.
     pub report: Report,
+    /// How probes with a query hint are answered. `None`: as all others.
+    pub hints: Option<Hook>,
+    /// Leave `x-prequal-hint` on requests. Default off: the backend does not see it.
+    pub forward_hint: bool,
+    /// Tell utilisation on responses, whatever `report` says. `None`: do not.
+    pub utilization: Option<Utilization>,
     /// HTTP version towards the backend.
     pub upstream_http2: UpstreamHttp2,
     /// Certificate chain and key to listen with, PEM.
@@ -49,6 +59,9 @@ impl AgentConfig {
             probe_listen: None,
             admin: None,
             report: Report::Always,
+            hints: None,
+            forward_hint: false,
+            utilization: None,
             upstream_http2: UpstreamHttp2::Auto,
             tls: None,
             upstream_tls: None,
@@ -60,7 +73,7 @@ impl AgentConfig {
 }
 
 /// Where load is reported.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum Report {
     /// On probe replies and on every proxied response.
     #[default]
@@ -70,7 +83,7 @@ pub enum Report {
 }
 
 /// HTTP version towards the backend.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum UpstreamHttp2 {
     /// As the request came, but HTTP/1.1 to a backend that refuses HTTP/2 (asked once a minute).
     #[default]

@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::{HeaderMap, Request, Response, StatusCode};
+use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use pin_project_lite::pin_project;
@@ -19,10 +19,12 @@ use tower_service::Service;
 
 use crate::body::TrackedBody;
 use crate::config::Report;
-use crate::headers;
+use crate::hint::Hook;
 use crate::load::{InFlight, Load};
 use crate::probe::{self, Route};
 use crate::proxy;
+use crate::reporter::Reporter;
+use crate::utilization::Utilization;
 
 /// Wraps a service so that it reports its load. Clone it freely: all copies count on one [`Load`].
 ///
@@ -36,21 +38,45 @@ use crate::proxy;
 /// ```
 #[derive(Clone)]
 pub struct PrequalLayer {
-    load: Load,
+    reporter: Reporter,
     endpoint: Endpoint,
-    report: Report,
 }
 
 impl PrequalLayer {
     /// Reports `load` as the replica that clients know as `endpoint`, on probes and on every response.
     pub fn new(load: Load, endpoint: Endpoint) -> Self {
-        Self { load, endpoint, report: Report::Always }
+        let reporter = Reporter { load, report: Report::Always, hints: None, utilization: None };
+        Self { reporter, endpoint }
     }
 
     /// Chooses where load is reported. Default [`Report::Always`].
     #[must_use]
     pub fn report(mut self, report: Report) -> Self {
-        self.report = report;
+        self.reporter.report = report;
+        self
+    }
+
+    /// Lets `hook` decide what probes with a query hint are told. Default none: what all are told. Requests reach the
+    /// application with their hint on them.
+    ///
+    /// ```
+    /// # use probe_agent::{hint::Hook, layer::PrequalLayer, load::Load};
+    /// # use prequal_core::{hints::Hint, tracker::TrackerConfig};
+    /// # let load = Load::new(TrackerConfig::default());
+    /// # let layer = PrequalLayer::new(load, "10.0.0.7:8080".parse().unwrap());
+    /// # fn is_cached(_: &str) -> bool { true }
+    /// let layer = layer.hints(Hook::new(|hint: Hint<'_>| if is_cached(hint.as_str()) { 10 } else { 1 }));
+    /// ```
+    #[must_use]
+    pub fn hints(mut self, hook: Hook) -> Self {
+        self.reporter.hints = Some(hook);
+        self
+    }
+
+    /// Tells utilisation on responses too. Default off.
+    #[must_use]
+    pub fn utilization(mut self, utilization: Utilization) -> Self {
+        self.reporter.utilization = Some(utilization);
         self
     }
 }
@@ -86,13 +112,14 @@ where
     fn call(&mut self, req: Request<ReqBody>) -> Self::Future {
         let own = match probe::route(req.method(), req.uri().path()) {
             Route::Forward => {
-                let guard = Some(self.layer.load.start());
+                let guard = Some(self.layer.reporter.load.start());
+                let hint = self.layer.reporter.hint_of(req.headers());
                 let call = self.inner.call(req);
-                return PrequalFuture { state: State::Call { call, guard, layer: self.layer.clone() } };
+                return PrequalFuture { state: State::Call { call, guard, hint, layer: self.layer.clone() } };
             }
             Route::Probe => {
-                self.layer.load.counters().count_probe(false);
-                probe::reply(&self.layer.load.report(self.layer.endpoint, None, 0), req.headers())
+                self.layer.reporter.load.counters().count_probe(false);
+                self.layer.reporter.answer(self.layer.endpoint, None, req.headers())
             }
             Route::MethodNotAllowed => proxy::method_not_allowed(),
             Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),
@@ -113,7 +140,7 @@ pin_project! {
     #[project = StateProj]
     enum State<F> {
         Own { response: Option<Response<Bytes>> },
-        Call { #[pin] call: F, guard: Option<InFlight>, layer: PrequalLayer },
+        Call { #[pin] call: F, guard: Option<InFlight>, hint: Option<HeaderValue>, layer: PrequalLayer },
     }
 }
 
@@ -130,11 +157,11 @@ where
                 Some(response) => Poll::Ready(Ok(response.map(PrequalBody::own))),
                 None => Poll::Pending,
             },
-            StateProj::Call { call, guard, layer } => {
+            StateProj::Call { call, guard, hint, layer } => {
                 let answer = ready!(call.poll(cx));
                 let Some(guard) = guard.take() else { return Poll::Pending };
                 match answer {
-                    Ok(response) => Poll::Ready(Ok(finish(response, guard, layer))),
+                    Ok(response) => Poll::Ready(Ok(finish(response, guard, hint.as_ref(), layer))),
                     Err(error) => {
                         guard.finish(Outcome::Failure);
                         Poll::Ready(Err(error))
@@ -148,6 +175,7 @@ where
 fn finish<B: Body<Data = Bytes>>(
     response: Response<B>,
     mut guard: InFlight,
+    hint: Option<&HeaderValue>,
     layer: &PrequalLayer,
 ) -> Response<PrequalBody<B>> {
     let (mut head, body) = response.into_parts();
@@ -156,16 +184,9 @@ fn finish<B: Body<Data = Bytes>>(
         guard.mark_streaming();
     }
     let body = TrackedBody::new(body, guard, head.status, &head.headers);
-    set_report(&mut head.headers, layer, u32::from(body.leaves_soon()));
+    layer.reporter.served(hint, head.status, body.failed());
+    layer.reporter.stamp(&mut head.headers, layer.endpoint, None, u32::from(body.leaves_soon()));
     Response::from_parts(head, PrequalBody::application(body))
-}
-
-fn set_report(fields: &mut HeaderMap, layer: &PrequalLayer, leaving: u32) {
-    if layer.report == Report::Always
-        && let Some(value) = probe::header_value(&layer.load.report(layer.endpoint, None, leaving))
-    {
-        fields.insert(headers::LOAD, value);
-    }
 }
 
 pin_project! {
@@ -226,9 +247,14 @@ impl<B: Body<Data = Bytes>> Body for PrequalBody<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hint::HintHook;
+    use crate::load::HintSeen;
     use http_body_util::{BodyExt, Empty};
+    use prequal_core::hints::Hint;
     use prequal_core::tracker::TrackerConfig;
     use std::convert::Infallible;
+    use std::num::NonZeroU32;
+    use std::sync::{Arc, Mutex};
 
     #[derive(Clone)]
     struct App(u16);
@@ -259,7 +285,11 @@ mod tests {
         let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap());
         let mut service = layer.layer(App(200));
         let response = service.call(get("/x")).await.unwrap();
-        assert_eq!(response.headers()["x-prequal-load"], "0;;10.0.0.7:80", "the one that leaves is left out");
+        assert_eq!(
+            response.headers()["x-prequal-load"],
+            "0;;10.0.0.7:80;up=0",
+            "the one that leaves is left out"
+        );
         assert_eq!(load.rif(), 1);
         assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
         assert_eq!(load.rif(), 0);
@@ -267,6 +297,59 @@ mod tests {
         assert_eq!(probe.headers()["x-prequal-rif"], "0");
         assert_eq!(service.call(get("/prequal/x")).await.unwrap().status(), 404);
         assert_eq!(load.counters().ended(Outcome::Success), 1);
+    }
+
+    /// An application that knows best what it has in its cache.
+    #[derive(Default)]
+    struct Cache {
+        served: Mutex<Vec<String>>,
+    }
+
+    impl HintHook for Arc<Cache> {
+        fn divisor(&self, hint: Hint<'_>) -> u32 {
+            if self.served.lock().unwrap().iter().any(|served| served == hint.as_str()) { 10 } else { 0 }
+        }
+
+        fn served(&self, hint: Hint<'_>) {
+            self.served.lock().unwrap().push(hint.as_str().to_owned());
+        }
+    }
+
+    #[tokio::test]
+    async fn an_applications_hook_is_told_what_was_served_and_scales_what_probes_see() {
+        let load = Load::new(TrackerConfig::default());
+        let cache = Arc::new(Cache::default());
+        let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap())
+            .hints(Hook::new(cache.clone()))
+            .utilization(Utilization { max: NonZeroU32::new(40).unwrap(), target: None });
+        let in_flight: Vec<_> = (0..20).map(|_| load.start()).collect();
+        let with = |path: &str, hint: &str| {
+            let mut request = get(path);
+            request.headers_mut().insert("x-prequal-hint", hint.parse().unwrap());
+            request
+        };
+        for (status, hint) in [(200, "warm"), (500, "broken"), (404, "missing"), (200, "no hint")] {
+            let response = layer.layer(App(status)).call(with("/x", hint)).await.unwrap();
+            assert_eq!(response.headers()["x-prequal-load"].to_str().unwrap().split(';').next(), Some("20"));
+            assert_eq!(response.headers()["x-netflix.server.utilization"], "50");
+            let _ = response.into_body().collect().await;
+        }
+        assert_eq!(*cache.served.lock().unwrap(), ["warm"], "what was answered well");
+        let rif = async |hint: &str| {
+            let probe = layer.layer(App(200)).call(with("/prequal/probe", hint)).await.unwrap();
+            (
+                probe.headers()["x-prequal-rif"].to_str().unwrap().to_owned(),
+                probe.headers()["x-prequal-load"].clone(),
+            )
+        };
+        assert_eq!(rif("warm").await.0, "2");
+        assert!(rif("warm").await.1.to_str().unwrap().ends_with(";scaled=10"));
+        assert_eq!(rif("cold").await.0, "20");
+        assert!(!rif("cold").await.1.to_str().unwrap().contains("scaled"));
+        let hints =
+            [HintSeen::Scaled, HintSeen::Unscaled, HintSeen::Ignored].map(|seen| load.counters().hints(seen));
+        assert_eq!(hints, [2, 2, 1]);
+        drop(in_flight);
     }
 
     #[tokio::test]

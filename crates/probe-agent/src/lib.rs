@@ -14,14 +14,17 @@ pub mod body;
 pub mod config;
 mod conn;
 mod headers;
+pub mod hint;
 pub mod layer;
 pub mod load;
 mod plb;
 mod probe;
 mod proxy;
+mod reporter;
 mod server;
 mod tls;
 mod upstream;
+pub mod utilization;
 
 pub use server::{Addrs, Agent, AgentError};
 pub use tls::TlsError;

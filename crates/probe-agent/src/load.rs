@@ -1,5 +1,5 @@
-//! What the agent knows of its replica: the tracker behind a lock, the counters for `/metrics`, and the guard that
-//! brings RIF down exactly once.
+//! What the agent knows of its replica: load, failures and age behind a lock, the counters for `/metrics`, and the
+//! guard that brings RIF down exactly once.
 //!
 //! It decides nothing about what counts as a success: the caller says so, see [`crate::body`].
 
@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use prequal_core::endpoint::Endpoint;
+use prequal_core::failures::FailureShare;
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
@@ -17,13 +18,20 @@ use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
 pub struct Load(Arc<Inner>);
 
 struct Inner {
-    tracker: Mutex<Tracker>,
+    replica: Mutex<Replica>,
     clock: Box<dyn Fn() -> Micros + Send + Sync>,
     counters: Counters,
 }
 
+struct Replica {
+    tracker: Tracker,
+    failures: FailureShare,
+    /// Since when it can serve; `None` while it cannot.
+    up: Option<Micros>,
+}
+
 impl Load {
-    /// An idle replica. Its clock starts now.
+    /// An idle replica that has just started. Its clock starts now.
     pub fn new(config: TrackerConfig) -> Self {
         let origin = Instant::now();
         Self::with_clock(config, move || {
@@ -33,8 +41,13 @@ impl Load {
 
     /// An idle replica whose time is what `clock` says: for tests and simulation.
     pub fn with_clock(config: TrackerConfig, clock: impl Fn() -> Micros + Send + Sync + 'static) -> Self {
+        let up = Some(clock());
         Self(Arc::new(Inner {
-            tracker: Mutex::new(Tracker::new(config)),
+            replica: Mutex::new(Replica {
+                tracker: Tracker::new(config),
+                failures: FailureShare::default(),
+                up,
+            }),
             clock: Box::new(clock),
             counters: Counters::default(),
         }))
@@ -43,19 +56,42 @@ impl Load {
     /// A request arrives: RIF goes up until the guard is finished or dropped.
     pub fn start(&self) -> InFlight {
         let now = self.now();
-        let ticket = self.tracker().start(now);
+        let ticket = self.replica().tracker.start(now);
         InFlight { load: self.clone(), ticket: Some(ticket), started: now, on_drop: Outcome::Aborted }
     }
 
     /// Requests in flight now.
     pub fn rif(&self) -> u32 {
-        self.tracker().rif()
+        self.replica().tracker.rif()
     }
 
     /// What a request arriving now may expect, microseconds; `None` when nothing is known.
     pub fn latency_us(&self) -> Option<u32> {
         let now = self.now();
-        self.tracker().latency(now)
+        self.replica().tracker.latency(now)
+    }
+
+    /// The decayed share of requests that failed by the replica's own making, per mille, 0 to 1000.
+    pub fn failing(&self) -> u16 {
+        let now = self.now();
+        self.replica().failures.per_mille(now)
+    }
+
+    /// How long the replica can serve, seconds; 0 while it cannot.
+    pub fn up_s(&self) -> u32 {
+        let now = self.now();
+        self.replica().up_s(now)
+    }
+
+    /// The backend is not there: reports say `up=0` until [`Load::mark_up`].
+    pub fn mark_down(&self) {
+        self.replica().up = None;
+    }
+
+    /// The backend is there. If it was not before, it starts now: a replica that came back is as cold as a new one.
+    pub fn mark_up(&self) {
+        let now = self.now();
+        self.replica().up.get_or_insert(now);
     }
 
     /// The report of this replica as `endpoint`.
@@ -64,14 +100,14 @@ impl Load {
     /// is over, and must say what the *next* request would find.
     pub fn report(&self, endpoint: Endpoint, probe_endpoint: Option<Endpoint>, leaving: u32) -> LoadReport {
         let now = self.now();
-        let tracker = self.tracker();
+        let replica = self.replica();
         LoadReport {
-            rif: tracker.rif().saturating_sub(leaving),
-            latency_us: tracker.latency(now),
+            rif: replica.tracker.rif().saturating_sub(leaving),
+            latency_us: replica.tracker.latency(now),
             endpoint: Some(endpoint),
             probe_endpoint,
-            failing: 0,
-            up_s: None,
+            failing: replica.failures.per_mille(now),
+            up_s: Some(replica.up_s(now)).filter(|up| *up < YOUNG_S),
         }
     }
 
@@ -84,9 +120,15 @@ impl Load {
         (self.0.clock)()
     }
 
-    fn tracker(&self) -> MutexGuard<'_, Tracker> {
+    fn replica(&self) -> MutexGuard<'_, Replica> {
         // No code that can panic runs under the lock, and a stale count beats none.
-        self.0.tracker.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.replica.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Replica {
+    fn up_s(&self, now: Micros) -> u32 {
+        self.up.map_or(0, |since| u32::try_from(now.saturating_since(since) / 1_000_000).unwrap_or(u32::MAX))
     }
 }
 
@@ -115,7 +157,7 @@ impl InFlight {
     /// of the replica's speed.
     pub fn mark_streaming(&mut self) {
         if let Some(ticket) = &self.ticket {
-            self.load.tracker().streaming(ticket);
+            self.load.replica().tracker.streaming(ticket);
         }
         self.on_drop = Outcome::Streaming;
     }
@@ -130,7 +172,10 @@ impl Drop for InFlight {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket.take() else { return };
         let now = self.load.now();
-        self.load.tracker().finish(ticket, now, self.on_drop);
+        let mut replica = self.load.replica();
+        replica.tracker.finish(ticket, now, self.on_drop);
+        replica.failures.record(now, self.on_drop);
+        drop(replica);
         self.load.counters().record(self.on_drop, now.saturating_since(self.started));
     }
 }
@@ -146,6 +191,7 @@ pub struct Counters {
     latency_sum_us: AtomicU64,
     probes: [AtomicU64; 2],
     rejected: AtomicU64,
+    hints: [AtomicU64; HINTS.len()],
     upstream_errors: [AtomicU64; UPSTREAM_ERRORS.len()],
     upstream_connections: AtomicU64,
 }
@@ -209,6 +255,15 @@ impl Counters {
         self.rejected.load(Ordering::Relaxed)
     }
 
+    pub(crate) fn count_hint(&self, seen: HintSeen) {
+        bump(&self.hints[seen as usize]);
+    }
+
+    /// Hints seen, by what became of them. Those of requests are only counted if they are ignored.
+    pub fn hints(&self, seen: HintSeen) -> u64 {
+        self.hints[seen as usize].load(Ordering::Relaxed)
+    }
+
     pub(crate) fn count_upstream_error(&self, label: &str) {
         if let Some(index) = UPSTREAM_ERRORS.iter().position(|known| *known == label) {
             bump(&self.upstream_errors[index]);
@@ -237,11 +292,29 @@ fn bump(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
+/// Reports tell the age of a replica below this, seconds; older ones stay short.
+pub const YOUNG_S: u32 = 600;
+
 /// Upper bounds of the latency histogram, microseconds: 1-2-5 steps from 0.1 ms to 60 s.
 pub const LATENCY_BOUNDS_US: [u64; 19] = [
     100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
     2_000_000, 5_000_000, 10_000_000, 20_000_000, 30_000_000, 60_000_000,
 ];
+
+/// What became of a query hint.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum HintSeen {
+    /// On a probe: less load than there is was told.
+    Scaled,
+    /// On a probe: the load was told as it is.
+    Unscaled,
+    /// On a probe or request: longer than 64 bytes, empty, not visible ASCII, or not alone.
+    Ignored,
+}
+
+/// Labels of [`Counters::hints`].
+pub(crate) const HINTS: [(&str, HintSeen); 3] =
+    [("scaled", HintSeen::Scaled), ("unscaled", HintSeen::Unscaled), ("ignored", HintSeen::Ignored)];
 
 /// Labels of [`Counters::upstream_errors`].
 pub const UPSTREAM_ERRORS: [&str; 6] =
@@ -278,6 +351,50 @@ mod tests {
         load.start().finish(Outcome::Success);
         assert!(load.latency_us().is_some());
         assert_eq!(load.counters().latency_buckets().iter().sum::<u64>(), 1);
+    }
+
+    /// A load, and the seconds on its clock.
+    fn with_clock() -> (Load, Arc<AtomicU64>) {
+        let seconds = Arc::new(AtomicU64::new(1_000_000));
+        let clock = seconds.clone();
+        let now = move || Micros(clock.load(Ordering::Relaxed) * 1_000_000);
+        (Load::with_clock(TrackerConfig::default(), now), seconds)
+    }
+
+    fn report(load: &Load) -> String {
+        load.report("127.0.0.1:80".parse().unwrap(), None, 0).to_string()
+    }
+
+    #[test]
+    fn failures_are_reported_and_forgiven_and_aborts_are_not_counted() {
+        let (load, seconds) = with_clock();
+        seconds.fetch_add(1000, Ordering::Relaxed);
+        for outcome in [Outcome::Success, Outcome::Failure, Outcome::Success, Outcome::Streaming] {
+            load.start().finish(outcome);
+            drop(load.start());
+        }
+        assert_eq!(report(&load), "0;0;127.0.0.1:80;fail=250");
+        seconds.fetch_add(60, Ordering::Relaxed);
+        assert_eq!(report(&load), "0;;127.0.0.1:80");
+    }
+
+    #[test]
+    fn a_replica_says_how_old_it_is_while_it_is_young() {
+        let (load, seconds) = with_clock();
+        assert_eq!(report(&load), "0;;127.0.0.1:80;up=0");
+        seconds.fetch_add(599, Ordering::Relaxed);
+        assert_eq!(report(&load), "0;;127.0.0.1:80;up=599");
+        seconds.fetch_add(1, Ordering::Relaxed);
+        assert_eq!((report(&load).as_str(), load.up_s()), ("0;;127.0.0.1:80", 600));
+        load.mark_down();
+        seconds.fetch_add(7, Ordering::Relaxed);
+        assert_eq!(report(&load), "0;;127.0.0.1:80;up=0");
+        load.mark_up();
+        seconds.fetch_add(5, Ordering::Relaxed);
+        load.mark_up();
+        assert_eq!(report(&load), "0;;127.0.0.1:80;up=5", "it was up already");
+        seconds.store(0, Ordering::Relaxed);
+        assert_eq!(report(&load), "0;;127.0.0.1:80;up=0", "a clock that steps back makes it young, not old");
     }
 
     #[test]

@@ -2,15 +2,18 @@
 
 use std::io::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use prequal_core::endpoint::Endpoint;
 use probe_agent::Agent;
 use probe_agent::config::{AgentConfig, Limits, Report, Upstream, UpstreamHttp2, UpstreamTls};
+use probe_agent::hint::Hook;
+use probe_agent::utilization::Utilization;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -42,14 +45,38 @@ struct Cli {
     #[arg(long, value_name = "[IP:]PORT", env = "PROBE_AGENT_ADMIN", value_parser = admin_addr)]
     admin: Option<SocketAddr>,
 
-    /// Where load is reported: on probes and every response, or on probes only
+    /// Where load is reported
     #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
-    report: ReportArg,
+    report: Report,
 
-    /// HTTP/2 towards the backend: `auto` uses the version of the request if the backend speaks it, `always`
-    /// refuses upgrades
+    /// Tell a tenth of the load to probes for queries that were served here lately: remember this many query hints
+    /// (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000
+    #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_HINT_CACHE",
+          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    hint_cache: u32,
+
+    /// Tell those probes the load divided by this, 1 to 1000
+    #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR",
+          value_parser = clap::value_parser!(u32).range(1..=1000))]
+    hint_divisor: u32,
+
+    /// Leave x-prequal-hint on the requests that go to the backend
+    #[arg(long, env = "PROBE_AGENT_FORWARD_HINT")]
+    forward_hint: bool,
+
+    /// Put X-Netflix.server.utilization on responses: requests in flight as a percentage of this many, 1 to 1000000
+    #[arg(long, value_name = "MAX", env = "PROBE_AGENT_NETFLIX_UTILIZATION",
+          value_parser = utilization_max)]
+    netflix_utilization: Option<NonZeroU32>,
+
+    /// The percentage that this replica is meant to run at, told as `target=` in that header, 1 to 100
+    #[arg(long, value_name = "PERCENT", env = "PROBE_AGENT_NETFLIX_TARGET", requires = "netflix_utilization",
+          value_parser = clap::value_parser!(u32).range(1..=100))]
+    netflix_target: Option<u32>,
+
+    /// HTTP version towards the backend
     #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
-    upstream_http2: UpstreamHttp2Arg,
+    upstream_http2: UpstreamHttp2,
 
     /// Threads, 1 to 1024; default: one per core
     #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -132,19 +159,6 @@ struct Cli {
     drain_timeout_ms: u64,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ReportArg {
-    Always,
-    ProbeOnly,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum UpstreamHttp2Arg {
-    Auto,
-    Never,
-    Always,
-}
-
 fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -220,15 +234,11 @@ fn config(cli: Cli) -> AgentConfig {
         advertise: cli.advertise,
         probe_listen: cli.probe_listen,
         admin: cli.admin,
-        report: match cli.report {
-            ReportArg::Always => Report::Always,
-            ReportArg::ProbeOnly => Report::ProbeOnly,
-        },
-        upstream_http2: match cli.upstream_http2 {
-            UpstreamHttp2Arg::Auto => UpstreamHttp2::Auto,
-            UpstreamHttp2Arg::Never => UpstreamHttp2::Never,
-            UpstreamHttp2Arg::Always => UpstreamHttp2::Always,
-        },
+        report: cli.report,
+        hints: (cli.hint_cache > 0).then(|| Hook::recent(size(cli.hint_cache.into()), cli.hint_divisor)),
+        forward_hint: cli.forward_hint,
+        utilization: cli.netflix_utilization.map(|max| Utilization { max, target: cli.netflix_target }),
+        upstream_http2: cli.upstream_http2,
         plb: cli.plb,
         tls: cli.tls_cert.zip(cli.tls_key),
         upstream_tls: cli
@@ -255,6 +265,11 @@ fn socket_addr(text: &str) -> Result<SocketAddr, String> {
     text.parse().map_err(|_| "must be `ip:port` with a port of 0 to 65535 (IPv6 as `[ip]:port`)".to_owned())
 }
 
+fn utilization_max(text: &str) -> Result<NonZeroU32, String> {
+    let max = text.parse().ok().filter(|max: &NonZeroU32| max.get() <= 1_000_000);
+    max.ok_or_else(|| "must be a whole number of requests from 1 to 1000000".to_owned())
+}
+
 fn admin_addr(text: &str) -> Result<SocketAddr, String> {
     if let Ok(port) = text.parse::<u16>() {
         return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
@@ -278,6 +293,15 @@ mod tests {
     }
 
     #[test]
+    fn every_flag_is_in_the_environment_under_its_name() {
+        for arg in Cli::command().get_arguments() {
+            let Some(flag) = arg.get_long() else { continue };
+            let name = format!("PROBE_AGENT_{}", flag.to_uppercase().replace('-', "_"));
+            assert_eq!(arg.get_env().and_then(|env| env.to_str()), Some(name.as_str()), "--{flag}");
+        }
+    }
+
+    #[test]
     fn the_admin_port_is_on_loopback_unless_told_otherwise() {
         assert_eq!(parse(&["--admin", "9000"]).unwrap().admin, Some("127.0.0.1:9000".parse().unwrap()));
         assert_eq!(parse(&["--admin", "0.0.0.0:9000"]).unwrap().admin, Some("0.0.0.0:9000".parse().unwrap()));
@@ -295,11 +319,18 @@ mod tests {
             ("--advertise", "me:80", "1 to 65535"),
             ("--admin", "x", "on loopback"),
             ("--probe-listen", "1.2.3.4", "0 to 65535"),
+            ("--hint-cache", "1000001", "0..=1000000"),
+            ("--hint-divisor", "0", "1..=1000"),
+            ("--netflix-utilization", "0", "from 1 to 1000000"),
+            ("--netflix-utilization", "1000001", "from 1 to 1000000"),
+            ("--netflix-target", "101", "1..=100"),
+            ("--netflix-target", "60", "--netflix-utilization"),
             ("--tls-cert", "a.pem", "--tls-key"),
             ("--upstream-ca", "a.pem", "--upstream-tls"),
         ] {
             let error = parse(&[flag, value]).unwrap_err();
-            assert!(error.contains(flag) || flag == "--tls-cert" || flag == "--upstream-ca", "{error}");
+            // Of a flag that lacks its companion, the companion is named.
+            assert!(error.contains(flag) || says.starts_with("--"), "{error}");
             assert!(error.contains(says), "{flag} {value}: {error}");
         }
         let error = Cli::try_parse_from(["probe-agent", "--listen", "127.0.0.1:0", "--upstream", "nowhere"]);

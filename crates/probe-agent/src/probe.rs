@@ -36,8 +36,8 @@ pub(crate) fn route(method: &Method, path: &str) -> Route {
     }
 }
 
-/// The reply to a probe. The body is empty unless the probe accepts JSON.
-pub(crate) fn reply(report: &LoadReport, request: &HeaderMap) -> Response<Bytes> {
+/// The reply to a probe: `report`, which has been divided by `divisor`. The body is empty unless the probe accepts JSON.
+pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> Response<Bytes> {
     let wants_json = request
         .get_all(header::ACCEPT)
         .iter()
@@ -45,7 +45,7 @@ pub(crate) fn reply(report: &LoadReport, request: &HeaderMap) -> Response<Bytes>
         .any(|value| value.contains("application/json"));
     let mut response = Response::new(Bytes::new());
     let fields = response.headers_mut();
-    if let Some(value) = header_value(report) {
+    if let Some(value) = header_value(report, divisor) {
         fields.insert(headers::LOAD, value);
     }
     fields.insert(headers::RIF, HeaderValue::from(report.rif));
@@ -60,20 +60,29 @@ pub(crate) fn reply(report: &LoadReport, request: &HeaderMap) -> Response<Bytes>
     response
 }
 
-/// The report as a header value. `None` cannot happen: the text is digits and punctuation.
-pub(crate) fn header_value(report: &LoadReport) -> Option<HeaderValue> {
+/// The report as a header value, saying by what it has been divided. `None` cannot happen: the text is digits and
+/// punctuation.
+pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderValue> {
     let mut text = String::with_capacity(64);
     write!(text, "{report}").ok()?;
+    if divisor > 1 {
+        write!(text, ";scaled={divisor}").ok()?;
+    }
     HeaderValue::from_maybe_shared(Bytes::from(text)).ok()
 }
 
 fn json(report: &LoadReport) -> String {
     let timestamp_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
     let mut text = format!("{{\"rif\":{},\"latency_median_ms\":", report.rif);
-    // Written by hand: four fields of digits and addresses need no escaping. Errors cannot happen on a String.
+    // Written by hand: digits and addresses need no escaping. Errors cannot happen on a String.
     let _ = match report.latency_us {
         Some(us) => write!(text, "{}.{:03},\"latency_us\":{us}", us / 1000, us % 1000),
         None => write!(text, "null,\"latency_us\":null"),
+    };
+    let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);
+    let _ = match report.up_s {
+        Some(up) => write!(text, "{up}"),
+        None => text.write_str("null"),
     };
     let _ = write!(text, ",\"timestamp_ms\":{timestamp_ms}");
     if let Some(endpoint) = report.endpoint {
@@ -125,18 +134,20 @@ mod tests {
             failing: 0,
             up_s: None,
         };
-        let plain = reply(&report, &HeaderMap::new());
+        let plain = reply(&report, 1, &HeaderMap::new());
         assert_eq!(plain.headers()["x-prequal-load"], "3;50123;127.0.0.1:80");
         assert_eq!(plain.headers()["x-prequal-rif"], "3");
         assert_eq!(plain.headers()["x-prequal-latency-us"], "50123");
         assert!(plain.body().is_empty());
         report.latency_us = None;
+        report.failing = 300;
         report.probe_endpoint = Some("127.0.0.1:81".parse().unwrap());
         let accept = HeaderMap::from_iter([(header::ACCEPT, HeaderValue::from_static("application/json"))]);
-        let json = reply(&report, &accept);
+        let json = reply(&report, 1, &accept);
         assert!(!json.headers().contains_key("x-prequal-latency-us"), "unknown latency is omitted");
         let body = std::str::from_utf8(json.body()).unwrap();
         assert!(body.starts_with("{\"rif\":3,\"latency_median_ms\":null,"), "{body}");
+        assert!(body.contains(",\"failing\":300,\"up_s\":null,"), "{body}");
         assert!(
             body.ends_with(",\"endpoint\":\"127.0.0.1:80\",\"probe_endpoint\":\"127.0.0.1:81\"}"),
             "{body}"

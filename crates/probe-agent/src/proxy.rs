@@ -20,18 +20,20 @@ use prequal_core::tracker::Outcome;
 use tokio::sync::watch;
 
 use crate::body::TrackedBody;
-use crate::config::{Report, UpstreamHttp2};
+use crate::config::UpstreamHttp2;
 use crate::conn::{Busy, Watch};
 use crate::headers;
-use crate::load::{InFlight, Load};
+use crate::hint;
+use crate::load::InFlight;
 use crate::probe::{self, Route};
+use crate::reporter::Reporter;
 use crate::upstream::{Pool, UpstreamBody, UpstreamError};
 
 /// What all connections share.
 pub(crate) struct Shared {
-    pub(crate) load: Load,
+    pub(crate) reporter: Reporter,
     pub(crate) pool: Arc<Pool>,
-    pub(crate) report: Report,
+    pub(crate) forward_hint: bool,
     pub(crate) upstream_http2: UpstreamHttp2,
     pub(crate) response_timeout: Option<Duration>,
 }
@@ -51,7 +53,7 @@ pub(crate) async fn serve(
     conn: Arc<Connection>,
     req: Request<Incoming>,
 ) -> Result<Response<AgentBody>, Infallible> {
-    let load = &conn.shared.load;
+    let load = &conn.shared.reporter.load;
     let chunked = req.version() != Version::HTTP_2 && req.headers().contains_key(header::TRANSFER_ENCODING);
     let (busy, framing) = conn.watch.begin(chunked);
     if let Err(reason) = framing.and_then(|()| headers::check_request(&req)) {
@@ -65,8 +67,8 @@ pub(crate) async fn serve(
         Route::Forward => {}
         Route::Probe => {
             load.counters().count_probe(false);
-            let report = load.report(conn.endpoint, conn.probe_endpoint, 0);
-            return Ok(own(probe::reply(&report, req.headers()), busy));
+            let reporter = &conn.shared.reporter;
+            return Ok(own(reporter.answer(conn.endpoint, conn.probe_endpoint, req.headers()), busy));
         }
         Route::MethodNotAllowed => return Ok(own(method_not_allowed(), busy)),
         Route::NotFound => return Ok(own(probe::plain(StatusCode::NOT_FOUND, "not found\n"), busy)),
@@ -98,7 +100,17 @@ async fn forward(
     };
     let upgrade = if http2 { None } else { headers::upgrade_of(&req) };
     let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut req));
+    let hint = if shared.forward_hint {
+        hint::of(req.headers(), shared.reporter.load.counters()).cloned()
+    } else {
+        shared.reporter.hint_of(req.headers())
+    };
     headers::strip(req.headers_mut(), true);
+    if shared.forward_hint
+        && let Some(hint) = &hint
+    {
+        req.headers_mut().insert(headers::HINT, hint.clone());
+    }
     if http2 {
         to_http2(&mut req, &shared.pool);
     } else {
@@ -126,6 +138,7 @@ async fn forward(
             headers::strip(&mut head.headers, false);
             head.version = Version::HTTP_11;
             let body = TrackedBody::new(body, guard, head.status, &head.headers);
+            shared.reporter.served(hint.as_ref(), head.status, body.failed());
             add_report(&conn, &mut head.headers, u32::from(body.leaves_soon()));
             Response::from_parts(head, AgentBody::Proxied { body, _busy: busy })
         }
@@ -143,7 +156,7 @@ async fn send(
 fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy) -> Response<AgentBody> {
     match error.label() {
         Some(label) => {
-            conn.shared.load.counters().count_upstream_error(label);
+            conn.shared.reporter.load.counters().count_upstream_error(label);
             guard.finish(Outcome::Failure);
         }
         None => guard.finish(Outcome::Aborted),
@@ -184,12 +197,7 @@ fn switch(
 }
 
 fn add_report(conn: &Connection, headers: &mut HeaderMap, leaving: u32) {
-    if conn.shared.report == Report::Always {
-        let report = conn.shared.load.report(conn.endpoint, conn.probe_endpoint, leaving);
-        if let Some(value) = probe::header_value(&report) {
-            headers.insert(headers::LOAD, value);
-        }
-    }
+    conn.shared.reporter.stamp(headers, conn.endpoint, conn.probe_endpoint, leaving);
 }
 
 fn to_http1(req: &mut Request<Incoming>) {

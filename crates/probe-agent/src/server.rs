@@ -29,6 +29,7 @@ use crate::load::Load;
 use crate::plb::Plb;
 use crate::probe::{self, Route};
 use crate::proxy::{self, Connection, Shared};
+use crate::reporter::Reporter;
 use crate::tls::{self, TlsError};
 use crate::upstream::Pool;
 
@@ -108,11 +109,18 @@ impl Agent {
             admin: admin.as_ref().zip(config.admin).map(|(l, addr)| local(l, "admin", addr)).transpose()?,
         };
         let load = Load::new(config.tracker);
+        // Whether the backend is there shows with the first connection to it.
+        load.mark_down();
         let pool = Arc::new(Pool::new(config.upstream, upstream_tls, plb, &config.limits, load.clone()));
         let shared = Arc::new(Shared {
-            load,
+            reporter: Reporter {
+                load,
+                report: config.report,
+                hints: config.hints,
+                utilization: config.utilization,
+            },
             pool,
-            report: config.report,
+            forward_hint: config.forward_hint,
             upstream_http2: config.upstream_http2,
             response_timeout: config.limits.response_timeout,
         });
@@ -127,7 +135,7 @@ impl Agent {
 
     /// The load it will count on.
     pub fn load(&self) -> Load {
-        self.shared.load.clone()
+        self.shared.reporter.load.clone()
     }
 
     /// Serves until `shutdown`, then drains: health fails, after `drain_delay` no connection is accepted and those
@@ -139,7 +147,7 @@ impl Agent {
         let (drain, open) = watch::channel(false);
         let mut tasks = Vec::new();
         if let Some(listener) = self.admin {
-            let (load, draining) = (self.shared.load.clone(), draining.clone());
+            let (load, draining) = (self.shared.reporter.load.clone(), draining.clone());
             tasks.push(tokio::spawn(accept(listener, move |tcp| {
                 tokio::spawn(serve_admin(tcp, load.clone(), draining.clone()));
             })));
@@ -276,13 +284,13 @@ impl Ports {
         let Ok(Some((http2, replay))) = detected else { return };
         let watch = Arc::new(Watch::new(http2));
         let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
-        let (load, requests) = (self.shared.load.clone(), watch.clone());
+        let (reporter, requests) = (self.shared.reporter.clone(), watch.clone());
         let service = service_fn(move |req: Request<Incoming>| {
             let _busy = requests.begin(false);
             let response = match probe::route(req.method(), req.uri().path()) {
                 Route::Probe => {
-                    load.counters().count_probe(true);
-                    probe::reply(&load.report(endpoint, probe_endpoint, 0), req.headers())
+                    reporter.load.counters().count_probe(true);
+                    reporter.answer(endpoint, probe_endpoint, req.headers())
                 }
                 Route::MethodNotAllowed => proxy::method_not_allowed(),
                 Route::Forward | Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),

@@ -265,7 +265,14 @@ impl Pool {
             (None, Some(addr)) => TcpStream::connect(addr).await,
             (None, None) => TcpStream::connect((self.target.host(), self.target.port())).await,
         }
+        .inspect_err(|error| {
+            // Nobody listens. Other errors are of the network or our own, and the backend may be as warm as ever.
+            if error.kind() == io::ErrorKind::ConnectionRefused {
+                self.load.mark_down();
+            }
+        })
         .map_err(connect_error)?;
+        self.load.mark_up();
         tcp.set_nodelay(true).map_err(connect_error)?;
         self.load.counters().count_upstream_connection();
         Ok(tcp)

@@ -128,6 +128,57 @@ async fn metrics_and_environment() {
 }
 
 #[tokio::test]
+async fn hints_and_utilisation_are_flags() {
+    let (addr, arrived, go) = held_backend().await;
+    let flags = [
+        "--hint-cache",
+        "100",
+        "--hint-divisor",
+        "4",
+        "--netflix-utilization",
+        "5",
+        "--netflix-target",
+        "60",
+    ];
+    let process = Process::start(addr, &flags).await;
+    let with_hint = |path: &str| {
+        let mut request = get(path);
+        request.headers_mut().insert("x-prequal-hint", "warm".parse().unwrap());
+        request
+    };
+    go.notify_one();
+    let response = client1(process.service).await.send_request(with_hint("/")).await.unwrap();
+    assert_eq!(response.headers()["x-netflix.server.utilization"], "0, target=60");
+    let _ = response.into_body().collect().await;
+    within(arrived.notified()).await;
+    let mut held = Vec::new();
+    for _ in 0..2 {
+        let mut client = client1(process.service).await;
+        held.push(tokio::spawn(async move { client.send_request(get("/")).await.unwrap().status() }));
+        within(arrived.notified()).await;
+    }
+    let rif = async |request| {
+        let response = client1(process.service).await.send_request(request).await.unwrap();
+        response.headers()["x-prequal-rif"].clone()
+    };
+    assert_eq!(rif(get("/prequal/probe")).await, "2");
+    assert_eq!(rif(with_hint("/prequal/probe")).await, "1", "a quarter of two, rounded up");
+    for held in held {
+        go.notify_one();
+        assert_eq!(within(held).await.unwrap(), StatusCode::OK);
+    }
+    let (_, metrics) = fetch(process.admin, "/metrics").await;
+    let metrics = String::from_utf8_lossy(&metrics);
+    for line in [
+        "prequal_agent_hints_total{result=\"scaled\"} 1",
+        "prequal_agent_failing_ratio 0",
+        "# TYPE prequal_agent_up_seconds gauge",
+    ] {
+        assert!(metrics.lines().any(|l| l == line), "{line} not in\n{metrics}");
+    }
+}
+
+#[tokio::test]
 async fn an_address_in_use_is_named() {
     let taken = tokio::net::TcpListener::bind(any_port()).await.unwrap();
     let addr = taken.local_addr().unwrap().to_string();

@@ -108,7 +108,7 @@ async fn probes_are_answered_and_nothing_else_of_ours_is_forwarded() {
     for addr in [agent.addr, probe_addr] {
         let (head, body) = fetch(addr, "/prequal/probe").await;
         let load = head.headers["x-prequal-load"].to_str().unwrap();
-        assert_eq!(load, format!("0;;{};probe={probe_addr}", agent.addr));
+        assert_eq!(load, format!("0;;{};probe={probe_addr};up=0", agent.addr));
         assert_eq!(head.headers["x-prequal-rif"], "0");
         assert!(!head.headers.contains_key("x-prequal-latency-us"), "unknown is left out");
         assert!(body.is_empty());
@@ -120,9 +120,14 @@ async fn probes_are_answered_and_nothing_else_of_ours_is_forwarded() {
     assert_eq!(response.headers()["content-type"], "application/json");
     let body = response.into_body().collect().await.unwrap().to_bytes();
     let body = std::str::from_utf8(&body).unwrap();
-    for field in
-        ["\"rif\":0", "\"latency_median_ms\":null", "\"timestamp_ms\":1", "\"endpoint\":\"127.0.0.1:"]
-    {
+    for field in [
+        "\"rif\":0",
+        "\"latency_median_ms\":null",
+        "\"failing\":0",
+        "\"up_s\":0",
+        "\"timestamp_ms\":1",
+        "\"endpoint\":\"127.0.0.1:",
+    ] {
         assert!(body.contains(field), "{field} not in {body}");
     }
     assert_eq!(fetch(probe_addr, "/").await.0.status, StatusCode::NOT_FOUND, "no requests on the probe port");
@@ -140,7 +145,7 @@ async fn an_advertised_endpoint_is_reported_as_given() {
         config.advertise = Some("[2001:db8::1]:443".parse().unwrap());
     });
     let (head, _) = fetch(agent.addr, "/prequal/probe").await;
-    assert_eq!(head.headers["x-prequal-load"], "0;;[2001:db8::1]:443");
+    assert_eq!(head.headers["x-prequal-load"], "0;;[2001:db8::1]:443;up=0");
 }
 
 #[tokio::test]

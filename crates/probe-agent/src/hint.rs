@@ -1,0 +1,131 @@
+//! Query hints on the server's side: a replica that is ready for a query tells the probe that asks for it of less load,
+//! and so attracts the query (paper §4, "Sync mode").
+//!
+//! Only the reply to a probe that carries a hint is scaled. Reports on responses and replies to other probes are read
+//! for any query, and stay honest; a scaled reply says so (`;scaled=10`), for clients that keep reports.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use http::{HeaderMap, HeaderValue};
+use prequal_core::hints::{Hint, RecentHints};
+
+use crate::headers::HINT;
+use crate::load::{Counters, HintSeen};
+
+/// Decides how a replica answers a probe that carries a hint. Called on the thread that serves the probe: it must not
+/// block.
+///
+/// A closure `Fn(Hint<'_>) -> u32` is a hook that does not care what was served.
+pub trait HintHook: Send + Sync {
+    /// By what the load is divided that the probe is told of: 1 (or 0) leaves it as it is.
+    fn divisor(&self, hint: Hint<'_>) -> u32;
+
+    /// A request with this hint is being answered, with a status below 400 and no gRPC failure in its head.
+    fn served(&self, hint: Hint<'_>) {
+        let _ = hint;
+    }
+}
+
+impl<F: Fn(Hint<'_>) -> u32 + Send + Sync> HintHook for F {
+    fn divisor(&self, hint: Hint<'_>) -> u32 {
+        self(hint)
+    }
+}
+
+/// A shared [`HintHook`]. Cloning shares.
+#[derive(Clone)]
+pub struct Hook(Arc<dyn HintHook>);
+
+impl Hook {
+    /// The application's own.
+    pub fn new(hook: impl HintHook + 'static) -> Self {
+        Self(Arc::new(hook))
+    }
+
+    /// The built-in one: divides by `divisor` if the hint is among the last `capacity` that were served here.
+    pub fn recent(capacity: usize, divisor: u32) -> Self {
+        Self::new(Recent { hints: Mutex::new(RecentHints::new(capacity)), divisor })
+    }
+
+    pub(crate) fn divisor(&self, hint: Hint<'_>) -> u32 {
+        self.0.divisor(hint)
+    }
+
+    pub(crate) fn served(&self, hint: &HeaderValue) {
+        if let Some(hint) = Hint::parse(hint.as_bytes()) {
+            self.0.served(hint);
+        }
+    }
+}
+
+impl fmt::Debug for Hook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hook")
+    }
+}
+
+struct Recent {
+    hints: Mutex<RecentHints>,
+    divisor: u32,
+}
+
+impl HintHook for Recent {
+    fn divisor(&self, hint: Hint<'_>) -> u32 {
+        let hints = self.hints.lock().unwrap_or_else(PoisonError::into_inner);
+        if hints.contains(hint) { self.divisor } else { 1 }
+    }
+
+    fn served(&self, hint: Hint<'_>) {
+        self.hints.lock().unwrap_or_else(PoisonError::into_inner).serve(hint);
+    }
+}
+
+/// The one usable hint among `headers`. A bad one is ignored and counted; so are two, as nobody knows whose they are.
+pub(crate) fn of<'a>(headers: &'a HeaderMap, counters: &Counters) -> Option<&'a HeaderValue> {
+    let mut all = headers.get_all(HINT).iter();
+    let first = all.next()?;
+    if all.next().is_none() && Hint::parse(first.as_bytes()).is_some() {
+        return Some(first);
+    }
+    counters.count_hint(HintSeen::Ignored);
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(values: &[&[u8]]) -> HeaderMap {
+        let mut map = HeaderMap::new();
+        for value in values {
+            map.append(HINT, HeaderValue::from_bytes(value).unwrap());
+        }
+        map
+    }
+
+    #[test]
+    fn one_good_hint_is_taken_and_anything_else_counted() {
+        let counters = Counters::default();
+        assert_eq!(of(&headers(&[b"0123456789abcdef"]), &counters).unwrap(), "0123456789abcdef");
+        assert!(of(&headers(&[]), &counters).is_none());
+        assert_eq!(counters.hints(HintSeen::Ignored), 0, "absent is not bad");
+        let huge = [b'h'; 65_536];
+        for bad in [&b""[..], b"a b", b"\xff\xfe", &huge[..65], &huge] {
+            assert!(of(&headers(&[bad]), &counters).is_none());
+        }
+        assert!(of(&headers(&[b"a", b"b"]), &counters).is_none());
+        assert_eq!(counters.hints(HintSeen::Ignored), 6);
+    }
+
+    #[test]
+    fn the_built_in_hook_divides_for_what_it_served() {
+        let hook = Hook::recent(1, 10);
+        let divisor = |text: &str| hook.divisor(Hint::parse(text.as_bytes()).unwrap());
+        assert_eq!(divisor("a"), 1);
+        hook.served(&HeaderValue::from_static("a"));
+        assert_eq!((divisor("a"), divisor("b")), (10, 1));
+        hook.served(&HeaderValue::from_static("b"));
+        assert_eq!((divisor("a"), divisor("b")), (1, 10));
+    }
+}

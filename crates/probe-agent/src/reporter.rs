@@ -1,0 +1,87 @@
+//! What is told of a replica's load, to whom: the part that the agent and the layer share.
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
+use prequal_core::endpoint::Endpoint;
+use prequal_core::hints::{self, Hint};
+
+use crate::config::Report;
+use crate::headers;
+use crate::hint::{self, Hook};
+use crate::load::{HintSeen, Load};
+use crate::probe;
+use crate::utilization::Utilization;
+
+/// The load, and how it is told.
+#[derive(Clone)]
+pub(crate) struct Reporter {
+    pub(crate) load: Load,
+    pub(crate) report: Report,
+    pub(crate) hints: Option<Hook>,
+    pub(crate) utilization: Option<Utilization>,
+}
+
+impl Reporter {
+    /// The reply to a probe with these headers.
+    pub(crate) fn answer(
+        &self,
+        endpoint: Endpoint,
+        probe_endpoint: Option<Endpoint>,
+        request: &HeaderMap,
+    ) -> Response<Bytes> {
+        let report = self.load.report(endpoint, probe_endpoint, 0);
+        let divisor = self.divisor(request);
+        probe::reply(&hints::scaled(&report, divisor), divisor, request)
+    }
+
+    fn divisor(&self, request: &HeaderMap) -> u32 {
+        let counters = self.load.counters();
+        let Some(hook) = &self.hints else { return 1 };
+        let Some(hint) = hint::of(request, counters).and_then(|hint| Hint::parse(hint.as_bytes())) else {
+            return 1;
+        };
+        let divisor = hook.divisor(hint).max(1);
+        counters.count_hint(if divisor > 1 { HintSeen::Scaled } else { HintSeen::Unscaled });
+        divisor
+    }
+
+    /// Puts the report on a response, and the utilisation, as far as they were asked for.
+    pub(crate) fn stamp(
+        &self,
+        response: &mut HeaderMap,
+        endpoint: Endpoint,
+        probe_endpoint: Option<Endpoint>,
+        leaving: u32,
+    ) {
+        if self.report == Report::ProbeOnly && self.utilization.is_none() {
+            return;
+        }
+        let report = self.load.report(endpoint, probe_endpoint, leaving);
+        if self.report == Report::Always
+            && let Some(value) = probe::header_value(&report, 1)
+        {
+            response.insert(headers::LOAD, value);
+        }
+        if let Some(utilization) = &self.utilization
+            && let Some(value) = utilization.header_value(report.rif)
+        {
+            response.insert(headers::UTILIZATION, value);
+        }
+    }
+
+    /// The hint of a request, if anybody wants to know.
+    pub(crate) fn hint_of(&self, request: &HeaderMap) -> Option<HeaderValue> {
+        self.hints.as_ref()?;
+        hint::of(request, self.load.counters()).cloned()
+    }
+
+    /// A request with this hint is being answered.
+    pub(crate) fn served(&self, hint: Option<&HeaderValue>, status: StatusCode, failed: bool) {
+        if let (Some(hook), Some(hint)) = (&self.hints, hint)
+            && !failed
+            && status.as_u16() < 400
+        {
+            hook.served(hint);
+        }
+    }
+}

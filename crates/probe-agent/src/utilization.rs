@@ -1,0 +1,54 @@
+//! `X-Netflix.server.utilization`: requests in flight as a percentage of what the replica is meant to hold, for Zuul
+//! and its like.
+
+use std::fmt::Write as _;
+use std::num::NonZeroU32;
+
+use http::HeaderValue;
+
+/// How utilisation is told.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Utilization {
+    /// Requests in flight that count as 100 %.
+    pub max: NonZeroU32,
+    /// The percentage that the replica is meant to run at, told as `target=`. `None`: not told.
+    pub target: Option<u32>,
+}
+
+impl Utilization {
+    /// `37.5, target=60`: to a tenth of a percent, and above 100 when there are more requests than `max`.
+    pub(crate) fn header_value(&self, rif: u32) -> Option<HeaderValue> {
+        let max = u64::from(self.max.get());
+        let tenths = (u64::from(rif) * 1000 + max / 2) / max;
+        let mut text = String::with_capacity(24);
+        write!(text, "{}", tenths / 10).ok()?;
+        if !tenths.is_multiple_of(10) {
+            write!(text, ".{}", tenths % 10).ok()?;
+        }
+        if let Some(target) = self.target {
+            write!(text, ", target={target}").ok()?;
+        }
+        HeaderValue::try_from(text).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentages() {
+        for (rif, max, target, expected) in [
+            (0, 10, None, "0"),
+            (1, 10, None, "10"),
+            (3, 8, Some(60), "37.5, target=60"),
+            (1, 3, None, "33.3"),
+            (1, 10_000, None, "0"),
+            (15, 10, Some(80), "150, target=80"),
+            (u32::MAX, 1, None, "429496729500"),
+        ] {
+            let told = Utilization { max: NonZeroU32::new(max).unwrap(), target }.header_value(rif).unwrap();
+            assert_eq!(told, expected, "{rif} of {max}");
+        }
+    }
+}
