@@ -42,19 +42,21 @@ pub struct Prequal {
     pub reports: BTreeMap<String, u64>,
     /// `prequal_outcomes_total` by class.
     pub outcomes: BTreeMap<String, u64>,
+    /// `prequal_sync_waits_total` by ending.
+    pub waits: BTreeMap<String, u64>,
     /// All other metrics of the cluster by name.
     pub other: BTreeMap<String, u64>,
 }
 
 impl Prequal {
-    /// Picks of one branch: `cold`, `hot` or `fallback`.
+    /// Picks of one branch: `cold`, `hot`, `fallback`, `sync` or `scored`.
     pub fn picks(&self, branch: &str) -> u64 {
         self.picks.get(branch).copied().unwrap_or(0)
     }
 
     /// Picks that named a replica.
     pub fn steered(&self) -> u64 {
-        self.picks("cold") + self.picks("hot")
+        ["cold", "hot", "sync", "scored"].map(|branch| self.picks(branch)).iter().sum()
     }
 
     /// Probes with one result.
@@ -83,6 +85,11 @@ impl Prequal {
     /// Requests that ended in one class: `answer`, `upstream_failure`, `client_abort` or `local`.
     pub fn outcomes(&self, class: &str) -> u64 {
         self.outcomes.get(class).copied().unwrap_or(0)
+    }
+
+    /// Waits of synchronous requests with one ending: `enough`, `all_ended`, `deadline`, `unasked` or `aborted`.
+    pub fn waits(&self, ending: &str) -> u64 {
+        self.waits.get(ending).copied().unwrap_or(0)
     }
 
     /// Any other metric, for instance `prequal_members`.
@@ -201,6 +208,7 @@ impl Envoy {
                     "prequal_probes_total" => &mut found.probes,
                     "prequal_reports_total" => &mut found.reports,
                     "prequal_outcomes_total" => &mut found.outcomes,
+                    "prequal_sync_waits_total" => &mut found.waits,
                     _ => &mut found.other,
                 };
                 into.insert(label.to_owned(), value);

@@ -5,15 +5,15 @@ use prequal_core::endpoint::Endpoint;
 use prequal_core::members::{Evidence, Members};
 use prequal_core::policies::c3::C3;
 use prequal_core::policies::least_loaded::{LeastLoaded, LeastLoadedPo2c};
-use prequal_core::policies::linear::Linear;
+use prequal_core::policies::linear::{ALPHA_US, Linear};
 use prequal_core::policies::peak_ewma::{PeakEwma, Scan};
 use prequal_core::policies::uniform::{Random, RoundRobin};
 use prequal_core::policies::weighted::WeightedRoundRobin;
 use prequal_core::policies::yarp::{PAPER_POLL_MS, Yarp};
 use prequal_core::policies::zuul::Zuul;
 use prequal_core::policies::{Done, Policy};
-use prequal_core::pool::{Branch, Load, Pick, PoolSettings, PoolState, ProbesDue};
-use prequal_core::sync::{SyncSettings, Waiting};
+use prequal_core::pool::{Load, Pick, PoolSettings, PoolState, ProbesDue, Ranking};
+use prequal_core::sync::{Answer, SyncSettings, Waiting};
 use prequal_core::tracker::{Outcome, TrackerConfig};
 use rand::Rng;
 use rand::rngs::SmallRng;
@@ -194,9 +194,9 @@ impl Client {
         let (settings, now) = (&self.config.pool, micros(now));
         let pick = match (&self.c3, self.config.rule) {
             (Some(c3), _) => self.pool.pick_scored(settings, now, rng, |candidate| c3.score(candidate)),
-            (None, Rule::Linear(lambda)) => {
-                self.pool.pick_scored(settings, now, rng, |candidate| Linear { lambda }.score(candidate))
-            }
+            (None, Rule::Linear(lambda)) => self.pool.pick_scored(settings, now, rng, |candidate| {
+                Linear { lambda, alpha_us: ALPHA_US }.score(candidate)
+            }),
             (None, _) => self.pool.pick(settings, now, rng),
         };
         if let (Some(c3), Some(chosen)) = (&mut self.c3, pick.replica) {
@@ -302,14 +302,24 @@ impl SyncClient {
         self.members.sample(self.settings.d, rng, |_| false).iter().map(|t| server_of(t.replica)).collect()
     }
 
-    pub(crate) fn decide(
+    /// A server's answer; answers fill the pool, as in the filter.
+    pub(crate) fn answered(
         &mut self,
-        waiting: &Waiting,
+        server: usize,
         now: Nanos,
+        (rif, latency_us): (u32, Option<u32>),
         rng: &mut SmallRng,
-    ) -> Option<(usize, Branch)> {
-        let (replica, branch) = waiting.decide(&mut self.pool, &self.config, micros(now), rng)?;
-        Some((server_of(replica), branch))
+    ) -> Answer {
+        let replica = endpoint(server);
+        let (load, standing) = (Load { rif, latency_us }, self.members.standing(replica));
+        self.pool.record(&self.config, micros(now), replica, load, standing, rng);
+        Answer { replica, load, standing }
+    }
+
+    pub(crate) fn decide(&mut self, waiting: &Waiting, now: Nanos, rng: &mut SmallRng) -> Option<usize> {
+        let answers = waiting.answers();
+        let pick = self.pool.pick_among(&self.config, micros(now), answers, Ranking::HotCold, rng);
+        pick.replica.map(server_of)
     }
 }
 

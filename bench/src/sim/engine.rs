@@ -358,7 +358,8 @@ impl<'a> World<'a> {
                 let mut chosen = policy.pick(micros(now), &mut self.choice);
                 let mut tries = 0;
                 while !self.servers[chosen].alive && tries < 1000 {
-                    let gone = Done { latency_us: 0, outcome: Outcome::Aborted, rif: None };
+                    let gone =
+                        Done { latency_us: 0, outcome: Outcome::Aborted, rif: None, utilisation: None };
                     policy.done(chosen, micros(now), &gone);
                     chosen = policy.pick(micros(now), &mut self.choice);
                     tries += 1;
@@ -369,7 +370,7 @@ impl<'a> World<'a> {
                 let pick = client_state.pick(now, &mut self.choice);
                 if self.from <= now {
                     self.run.branches[match pick.branch {
-                        Branch::Cold => 0,
+                        Branch::Cold | Branch::Sync | Branch::Scored => 0,
                         Branch::Hot => 1,
                         Branch::Fallback => 2,
                     }] += 1;
@@ -399,7 +400,7 @@ impl<'a> World<'a> {
                 let targets = sync.targets(&mut self.choice);
                 let deadline = Nanos::from(sync.settings.deadline_ms) * 1_000_000;
                 let id = self.queries.get(slot).map_or(0, |query| {
-                    query.waiting = Some(Waiting::new(targets.len()));
+                    query.waiting = Some(Waiting::new(sync.settings.d, targets.len()));
                     query.id
                 });
                 for server in targets {
@@ -553,7 +554,7 @@ impl<'a> World<'a> {
         }
         let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
         let rif = self.reads_answers.then_some(query.report.0);
-        self.balancers[client].done(server, now, &Done { latency_us, outcome, rif });
+        self.balancers[client].done(server, now, &Done { latency_us, outcome, rif, utilisation: None });
         if let Balancer::Prequal(client) = &mut self.balancers[client] {
             if query.unproven {
                 client.confirmed(server, now);
@@ -574,7 +575,7 @@ impl<'a> World<'a> {
         query.client_done = true;
         let (client, server) = (query.client as usize, query.server as usize);
         let latency_us = (now - query.arrived) / 1000;
-        let done = Done { latency_us, outcome: Outcome::Failure, rif: None };
+        let done = Done { latency_us, outcome: Outcome::Failure, rif: None, utilisation: None };
         // The answer, if it is on its way, frees the slot when it comes.
         self.balancers[client].done(server, now, &done);
     }
@@ -646,11 +647,12 @@ impl<'a> World<'a> {
                 let asked = probe.asked.map(|asked| asked as usize);
                 state.probed(asked, server, now, probe.report, &mut self.choice);
             }
-            (Balancer::Sync(_), Some((query, id))) => {
+            (Balancer::Sync(sync), Some((query, id))) => {
+                let answer = sync.answered(server, now, probe.report, &mut self.choice);
                 let waiting = self.queries.get(query).filter(|query| query.id == id);
-                let enough = waiting.and_then(|query| query.waiting.as_mut()).is_some_and(|waiting| {
-                    waiting.answer(super::balancer::endpoint(server), probe.report.0, probe.report.1)
-                });
+                let enough = waiting
+                    .and_then(|query| query.waiting.as_mut())
+                    .is_some_and(|waiting| waiting.ended(Some(answer)).is_some());
                 if enough {
                     self.decide_sync(query, id);
                 }
@@ -666,8 +668,8 @@ impl<'a> World<'a> {
         let client = query.client as usize;
         let Balancer::Sync(sync) = &mut self.balancers[client] else { return };
         let server = match sync.decide(&waiting, now, &mut self.choice) {
-            Some((server, branch)) => {
-                self.run.branches[usize::from(branch != Branch::Cold)] += 1;
+            Some(server) => {
+                self.run.branches[0] += 1;
                 server
             }
             None => {

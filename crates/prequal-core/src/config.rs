@@ -8,8 +8,14 @@ use std::ops::RangeInclusive;
 use serde_json::{Map, Value};
 
 use crate::endpoint::Endpoint;
+use crate::hint::HintSource;
 use crate::members::MAX_MEMBERS;
 use crate::pool::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
+use crate::sync::SyncSettings;
+
+mod choice;
+
+pub use choice::{ChoiceSettings, Mode, Rule};
 
 /// Longest accepted configuration, bytes.
 pub const MAX_CONFIG: usize = 512 * 1024;
@@ -45,6 +51,8 @@ pub struct ClusterConfig {
     pub pool: PoolSettings,
     /// The probes' settings.
     pub probe: ProbeSettings,
+    /// How a request finds its replica.
+    pub choice: ChoiceSettings,
     /// Replicas named by hand, for static fleets and tests. Empty: learned.
     pub endpoints: Vec<Endpoint>,
 }
@@ -67,9 +75,23 @@ pub enum Profile {
     Default,
     /// The baseline of the paper's testbed (§5): fixed `r_probe` = 3, `r_remove` = 1, hot if RIF ≥ θ, probes only.
     Paper,
+    /// Fleets of at most 16 replicas: fewer probes, one reading of "hot".
+    Small,
+    /// Requests of seconds on replicas with a cache: synchronous with a hint, longer ages.
+    Inference,
 }
 
+/// The header that `profile: inference` takes its hint from.
+const INFERENCE_HINT: &str = "x-session-id";
+
 impl Profile {
+    const NAMES: &[(&str, Self)] = &[
+        ("default", Self::Default),
+        ("paper", Self::Paper),
+        ("small", Self::Small),
+        ("inference", Self::Inference),
+    ];
+
     /// The pool's settings under this profile.
     pub fn pool_settings(self) -> PoolSettings {
         let ours = PoolSettings {
@@ -98,14 +120,45 @@ impl Profile {
                 budget: Budget::Fixed { r_probe: 3.0 },
                 ..ours
             },
+            Self::Small => PoolSettings {
+                hot: HotRule::Gt,
+                q_rif: 0.99,
+                max_age_ms: 2000,
+                budget: Budget::Adaptive { target_age_ms: 1000, max_probes_per_query: 0.5 },
+                discovery_interval_ms: 500,
+                ..ours
+            },
+            Self::Inference => PoolSettings {
+                max_age_ms: 5000,
+                budget: Budget::Adaptive { target_age_ms: 2000, max_probes_per_query: 1.0 },
+                ..ours
+            },
         }
+    }
+
+    fn choice_settings(self) -> ChoiceSettings {
+        let ours = ChoiceSettings::default();
+        match self {
+            Self::Inference => ChoiceSettings {
+                mode: Mode::Sync,
+                sync: SyncSettings { d: 3, deadline_ms: 20 },
+                hint: Some(HintSource { header: Some(INFERENCE_HINT.into()), path_segment: None }),
+                ..ours
+            },
+            Self::Default | Self::Paper | Self::Small => ours,
+        }
+    }
+
+    fn settings(self) -> Settings {
+        Settings { pool: self.pool_settings(), probe: self.probe_settings(), choice: self.choice_settings() }
     }
 
     fn probe_settings(self) -> ProbeSettings {
         let ours = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
         match self {
-            Self::Default => ours,
+            Self::Default | Self::Small => ours,
             Self::Paper => ProbeSettings { piggyback: false, ..ours },
+            Self::Inference => ProbeSettings { timeout_ms: 100, ..ours },
         }
     }
 }
@@ -133,17 +186,20 @@ impl FilterConfig {
             }
         };
         let mut top = Fields { object: &root, path: String::new(), errors: &mut errors };
-        top.reject_unknown(&[&["clusters", "shim", "profile"], SETTING_KEYS].concat());
-        let profile = top
-            .choice("profile", &[("default", Profile::Default), ("paper", Profile::Paper)])
-            .unwrap_or(Profile::Default);
+        top.reject_unknown(&[&["clusters", "shim", "profile"], SETTING_KEYS, choice::KEYS].concat());
+        let profile = top.choice("profile", Profile::NAMES).unwrap_or(Profile::Default);
         let shim = top
             .choice(
                 "shim",
                 &[("stateful_session", Shim::StatefulSession), ("override_host", Shim::OverrideHost)],
             )
             .unwrap_or(Shim::StatefulSession);
-        let (pool, probe) = top.settings(&profile.pool_settings(), &profile.probe_settings());
+        let defaults = top.settings(&profile.settings());
+        let of_profile = |profile: Profile| {
+            // What is wrong here has been reported above.
+            let mut ignored = ConfigErrors(Vec::new());
+            Fields { object: &root, path: String::new(), errors: &mut ignored }.settings(&profile.settings())
+        };
         let mut clusters: Vec<ClusterConfig> = Vec::new();
         match root.get("clusters") {
             Some(Value::Array(list)) if (1..=MAX_CLUSTERS).contains(&list.len()) => {
@@ -154,7 +210,7 @@ impl FilterConfig {
                         continue;
                     };
                     let mut fields = Fields { object, path, errors: &mut errors };
-                    if let Some(cluster) = fields.cluster(&pool, &probe) {
+                    if let Some(cluster) = fields.cluster(&defaults, &of_profile) {
                         if clusters.iter().any(|known| known.cluster == cluster.cluster) {
                             fields.fail("cluster", format!("\"{}\" is configured twice", cluster.cluster));
                         }
@@ -170,6 +226,8 @@ impl FilterConfig {
             None => errors
                 .push("clusters", "is missing: list at least one {\"cluster\", \"probe_cluster\"}".into()),
         }
+        let choices: Vec<&ChoiceSettings> = clusters.iter().map(|cluster| &cluster.choice).collect();
+        Fields { object: &root, path: String::new(), errors: &mut errors }.contradictions(&choices);
         if errors.0.is_empty() { Ok(Self { shim, clusters }) } else { Err(errors) }
     }
 }
@@ -197,6 +255,14 @@ const SETTING_KEYS: &[&str] = &[
     "idle_probe_interval_ms",
     "piggyback",
 ];
+
+/// The settings that stand in a cluster or, as defaults, at the top level.
+#[derive(Clone)]
+struct Settings {
+    pool: PoolSettings,
+    probe: ProbeSettings,
+    choice: ChoiceSettings,
+}
 
 /// One JSON object being read.
 struct Fields<'a> {
@@ -282,8 +348,9 @@ impl Fields<'_> {
         None
     }
 
-    fn settings(&mut self, pool: &PoolSettings, probe: &ProbeSettings) -> (PoolSettings, ProbeSettings) {
-        let (mut pool, mut probe) = (pool.clone(), probe.clone());
+    fn settings(&mut self, base: &Settings) -> Settings {
+        let Settings { mut pool, mut probe, choice } = base.clone();
+        let choice = self.choice_settings(&choice);
         set(&mut pool.pool_size, self.whole("pool_size", 2..=MAX_POOL as u32).map(|size| size as usize));
         set(&mut pool.max_age_ms, self.whole("max_age_ms", 10..=60_000));
         set(&mut pool.q_rif, self.number("q_rif", 0.0..=1.0));
@@ -307,7 +374,7 @@ impl Fields<'_> {
         set(&mut probe.timeout_ms, self.whole("probe_timeout_ms", 1..=10_000).map(u64::from));
         set(&mut probe.idle_interval_ms, self.whole("idle_probe_interval_ms", 0..=3_600_000));
         set(&mut probe.piggyback, self.boolean("piggyback"));
-        (pool, probe)
+        Settings { pool, probe, choice }
     }
 
     fn budget(&mut self, default: Budget) -> Budget {
@@ -338,13 +405,28 @@ impl Fields<'_> {
         }
     }
 
-    fn cluster(&mut self, pool: &PoolSettings, probe: &ProbeSettings) -> Option<ClusterConfig> {
-        self.reject_unknown(&[&["cluster", "probe_cluster", "endpoints"], SETTING_KEYS].concat());
-        let (pool, probe) = self.settings(pool, probe);
+    fn cluster(
+        &mut self,
+        defaults: &Settings,
+        of_profile: &dyn Fn(Profile) -> Settings,
+    ) -> Option<ClusterConfig> {
+        let own = ["cluster", "probe_cluster", "endpoints", "profile"];
+        self.reject_unknown(&[&own, SETTING_KEYS, choice::KEYS].concat());
+        let profile = self.choice("profile", Profile::NAMES).map(of_profile);
+        let Settings { mut pool, probe, choice } = self.settings(profile.as_ref().unwrap_or(defaults));
+        self.contradictions(&[&choice]);
+        choice.rule.apply(&mut pool);
         let endpoints = self.endpoints();
         // Both are read before giving up, so that both are reported.
         let (cluster, probe_cluster) = (self.name("cluster"), self.name("probe_cluster"));
-        Some(ClusterConfig { cluster: cluster?, probe_cluster: probe_cluster?, pool, probe, endpoints })
+        Some(ClusterConfig {
+            cluster: cluster?,
+            probe_cluster: probe_cluster?,
+            pool,
+            probe,
+            choice,
+            endpoints,
+        })
     }
 
     fn endpoints(&mut self) -> Vec<Endpoint> {
@@ -438,6 +520,7 @@ impl std::error::Error for ConfigErrors {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policies::linear::Linear;
     use proptest::prelude::*;
 
     const MINIMAL: &str = r#"{"clusters":[{"cluster":"a","probe_cluster":"b"}]}"#;
@@ -498,18 +581,118 @@ mod tests {
             ("probe_timeout_ms", ["1", "10000"], ["0", "10001"]),
             ("idle_probe_interval_ms", ["0", "3600000"], ["-5", "3600001"]),
             ("discovery_interval_ms", ["10", "60000"], ["9", "60001"]),
+            (r#"mode":"sync","sync_d"#, ["2", "8"], ["1", "9"]),
+            (r#"mode":"sync","sync_deadline_ms"#, ["1", "1000"], ["0", "1001"]),
+            (r#"rule":"linear","lambda"#, ["0", "1"], ["-0.1", "1.1"]),
+            (r#"rule":"linear","alpha_ms"#, ["0.001", "60000"], ["0", "60001"]),
+            (r#"rule":"c3","c3_clients"#, ["1", "100000"], ["0", "100001"]),
+            (r#"rule":"zuul_choice_of_two","max_in_flight"#, ["1", "100000"], ["0", "100001"]),
         ] {
+            let name = key.rsplit('"').next().unwrap();
             for value in inside {
                 assert_eq!(errors(&with(&format!(r#""{key}":{value}"#))), [""; 0], "{key} = {value}");
             }
             for value in outside {
                 let found = errors(&with(&format!(r#""{key}":{value}"#)));
                 assert!(
-                    found.len() == 1 && found[0].starts_with(&format!("`clusters[0].{key}` must be a")),
+                    found.len() == 1 && found[0].starts_with(&format!("`clusters[0].{name}` must be a")),
                     "{key} = {value}: {found:?}"
                 );
             }
         }
+    }
+
+    fn only(text: &str) -> ClusterConfig {
+        FilterConfig::parse(text).unwrap().clusters.remove(0)
+    }
+
+    #[test]
+    fn rules_modes_and_hints_are_read() {
+        let cluster = only(&with(
+            r#""mode":"sync","sync_d":5,"sync_deadline_ms":7,"rule":"linear","lambda":0.25,"alpha_ms":10,
+               "hint":{"header":"X-Session","path_segment":2},"route_modes":{"bulk":"async"}"#,
+        ));
+        let choice = cluster.choice;
+        assert_eq!((choice.mode, choice.sync), (Mode::Sync, SyncSettings { d: 5, deadline_ms: 7 }));
+        assert_eq!(choice.rule, Rule::Linear(Linear { lambda: 0.25, alpha_us: 10_000.0 }));
+        assert_eq!(choice.hint, Some(HintSource { header: Some("x-session".into()), path_segment: Some(2) }));
+        assert_eq!(choice.route_modes, [("bulk".to_owned(), Mode::Async)]);
+    }
+
+    #[test]
+    fn the_ends_of_the_rule_are_quantiles() {
+        for (rule, q_rif) in [("rif_only", 0.0), ("latency_only", 1.0)] {
+            let pool = only(&with(&format!(r#""rule":"{rule}""#))).pool;
+            assert_eq!((pool.q_rif, pool.q_rif_small, pool.latency_band), (q_rif, q_rif, 1.0), "{rule}");
+        }
+    }
+
+    #[test]
+    fn what_contradicts_names_field_and_cure() {
+        for (setting, field, cure) in [
+            (r#""hint":{"header":"a"}"#, "hint", "\"mode\": \"sync\""),
+            (r#""sync_d":3"#, "sync_d", "\"mode\": \"sync\""),
+            (r#""sync_deadline_ms":3"#, "sync_deadline_ms", "\"mode\": \"sync\""),
+            (r#""lambda":0.5"#, "lambda", "\"rule\": \"linear\""),
+            (r#""rule":"c3","alpha_ms":5"#, "alpha_ms", "\"rule\": \"linear\""),
+            (r#""c3_clients":5"#, "c3_clients", "\"rule\": \"c3\""),
+            (r#""rule":"peak_ewma","max_in_flight":5"#, "max_in_flight", "zuul_choice_of_two"),
+            (r#""rule":"rif_only","q_rif":0.5"#, "q_rif", "\"rule\": \"hcl\""),
+            (r#""rule":"zuul_choice_of_two","budget":"fixed""#, "budget", "leave it out"),
+            (r#""rule":"peak_ewma","mode":"sync""#, "mode", "sends probes"),
+            (r#""profile":"inference","mode":"async","sync_d":4"#, "sync_d", "\"mode\": \"sync\""),
+        ] {
+            let found = errors(&with(setting));
+            assert!(
+                found.len() == 1
+                    && found[0].starts_with(&format!("`clusters[0].{field}` "))
+                    && found[0].contains(cure),
+                "{setting}: {found:?}"
+            );
+        }
+        for fine in [
+            r#""route_modes":{"chat":"sync"},"hint":{"path_segment":1},"sync_d":8"#,
+            r#""rule":"linear","lambda":1"#,
+            r#""profile":"inference","hint":"none""#,
+            r#""rule":"c3","mode":"sync""#,
+        ] {
+            assert_eq!(errors(&with(fine)), [""; 0], "{fine}");
+        }
+    }
+
+    #[test]
+    fn a_default_at_the_top_needs_one_cluster_that_listens() {
+        let both = |top: &str, cluster: &str| {
+            errors(&format!(
+                r#"{{{top},"clusters":[{{"cluster":"a","probe_cluster":"b"}},
+                    {{"cluster":"c","probe_cluster":"d"{cluster}}}]}}"#
+            ))
+        };
+        assert_eq!(both(r#""sync_d":4"#, r#","mode":"sync""#), [""; 0]);
+        assert_eq!(both(r#""rule":"rif_only""#, r#","rule":"hcl","q_rif":0.5"#), [""; 0]);
+        let found = both(r#""sync_d":4"#, "");
+        assert!(found.len() == 1 && found[0].starts_with("`sync_d` needs"), "{found:?}");
+        let found = both(r#""hint":{"header":"x-prequal-hint","x":1,"path_segment":0}"#, "");
+        for field in ["`hint.header`", "`hint.x`", "`hint.path_segment`"] {
+            assert!(found.iter().any(|error| error.starts_with(field)), "{field} not in {found:?}");
+        }
+        assert_eq!(both(r#""hint":{}"#, "").len(), 2, "a form and a contradiction");
+    }
+
+    #[test]
+    fn every_profile_is_valid_and_every_value_can_be_overridden() {
+        for (name, profile) in Profile::NAMES {
+            let cluster = only(&with(&format!(r#""profile":"{name}""#)));
+            assert_eq!(cluster.pool, profile.pool_settings());
+            assert_eq!(cluster.choice, profile.choice_settings());
+            let own = only(&with(&format!(r#""profile":"{name}","max_age_ms":77,"mode":"async","delta":3"#)));
+            assert_eq!((own.pool.max_age_ms, own.pool.delta, own.choice.mode), (77, 3.0, Mode::Async));
+        }
+        // What the top level says outweighs the profile of a cluster.
+        let cluster = only(
+            r#"{"max_age_ms":99,"clusters":[{"cluster":"a","probe_cluster":"b","profile":"inference"}]}"#,
+        );
+        assert_eq!((cluster.pool.max_age_ms, cluster.choice.mode), (99, Mode::Sync));
     }
 
     #[test]

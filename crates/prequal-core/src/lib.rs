@@ -10,6 +10,7 @@
 //! | [`pool`] | which replica serves a request, and when a report leaves the pool (§4) |
 //! | [`reuse`] | equation (1) |
 //! | [`sync`] | which replica serves when a request asks first (§4) |
+//! | [`hint`] | what a probe tells of the query |
 //! | [`policies`] | what Prequal is compared with |
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
@@ -26,6 +27,7 @@
 pub mod config;
 pub mod endpoint;
 pub mod failures;
+pub mod hint;
 pub mod hints;
 pub mod members;
 pub mod policies;

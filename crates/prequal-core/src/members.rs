@@ -16,6 +16,7 @@
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 
 use rand::Rng;
+use rand::seq::SliceRandom;
 
 use crate::endpoint::Endpoint;
 use crate::pool::BlobError;
@@ -329,6 +330,34 @@ impl Members {
         eligible.into_iter().take(count).map(Member::target).collect()
     }
 
+    /// Up to `count` distinct targets among the members in use, uniformly. Takes no longer in a large fleet, unless most
+    /// of it is out of use: what a request that waits needs.
+    pub fn sample_in_use(&self, count: usize, rng: &mut impl Rng) -> Vec<Target> {
+        let mut drawn: Vec<Target> = Vec::with_capacity(count.min(self.list.len()));
+        if self.list.len() > 4 * count {
+            // A draw that meets nobody new is rare here; rejecting it keeps the sample uniform.
+            for _ in 0..16 * count {
+                if drawn.len() == count {
+                    return drawn;
+                }
+                let member = self.list.get(rng.random_range(0..self.list.len()));
+                let target = member.filter(|member| member.rank == IN_USE).map(Member::target);
+                drawn.extend(target.filter(|target| !drawn.contains(target)));
+            }
+            drawn.clear();
+        }
+        let mut all: Vec<Target> = self.in_use().map(Member::target).collect();
+        let count = count.min(all.len());
+        let (sample, _) = all.partial_shuffle(rng, count);
+        drawn.extend_from_slice(sample);
+        drawn
+    }
+
+    /// The members in use.
+    pub fn endpoints_in_use(&self) -> impl Iterator<Item = Endpoint> + '_ {
+        self.in_use().map(|member| member.endpoint)
+    }
+
     fn in_use(&self) -> impl Iterator<Item = &Member> {
         self.list.iter().filter(|member| member.rank == IN_USE)
     }
@@ -388,6 +417,28 @@ mod tests {
             assert!(members.observe(replica(i), None, Evidence::Served, ms(0)));
         }
         members
+    }
+
+    #[test]
+    fn those_asked_synchronously_are_in_use_distinct_and_uniform() {
+        let mut rng = SmallRng::seed_from_u64(4);
+        for n in [2, 3, 5, 12, 13, 40] {
+            let mut members = fleet(n);
+            members.observe(replica(n), None, Evidence::Hearsay, ms(0));
+            let mut hits = vec![0u32; usize::from(n)];
+            for _ in 0..6000 {
+                let targets = members.sample_in_use(3, &mut rng);
+                assert_eq!(targets.len(), 3.min(usize::from(n)));
+                for (i, target) in targets.iter().enumerate() {
+                    assert!(!targets[..i].contains(target));
+                    hits[usize::from(target.replica.port() - 1000)] += 1;
+                }
+            }
+            let mean = f64::from(6000 * 3.min(u32::from(n))) / f64::from(n);
+            let chi2: f64 = hits.iter().map(|hit| (f64::from(*hit) - mean).powi(2) / mean).sum();
+            assert!(chi2 < 3.0 * f64::from(n) + 10.0, "n = {n}: {chi2} {hits:?}");
+        }
+        assert!(Members::default().sample_in_use(3, &mut rng).is_empty());
     }
 
     #[test]

@@ -27,10 +27,12 @@ use crate::members::Standing;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};
 
+mod choose;
 mod probes;
 mod rank;
 
-use rank::{Score, Theta, Tier, lowest};
+pub use choose::Ranking;
+use rank::{Hcl, Score, Theta, lowest};
 
 /// Most entries a pool can hold.
 pub const MAX_POOL: usize = 24;
@@ -125,6 +127,10 @@ pub enum Branch {
     Hot,
     /// Fewer than two entries.
     Fallback,
+    /// The answers that the request waited for ([`crate::sync`]).
+    Sync,
+    /// A score ([`PoolState::pick_scored`]), or a rule that needs no pool.
+    Scored,
 }
 
 /// What a replica reports.
@@ -222,6 +228,19 @@ struct Entry {
 }
 
 impl Entry {
+    fn new(endpoint: Endpoint, load: Load, standing: Standing, received: Stamp) -> Self {
+        Self {
+            endpoint,
+            latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
+            received,
+            sampled: standing.sampled,
+            weight: standing.weight,
+            rif: u16::try_from(load.rif).unwrap_or(u16::MAX),
+            uses_left: 1,
+            unproven: 0,
+        }
+    }
+
     fn standing(&self) -> Standing {
         Standing { sampled: self.sampled, weight: self.weight }
     }
@@ -342,19 +361,8 @@ impl PoolState {
     /// Chooses a replica for one request and says how many probes to send.
     pub fn pick<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
-        let theta = self.theta(settings, now.stamp());
-        let known = self.entries().iter().filter(|e| e.latency_us != UNKNOWN && !theta.is_hot(e.load()));
-        let lowest = known.map(|entry| entry.latency_us).min().unwrap_or(0);
-        let band = lowest..=(f64::from(lowest) * settings.latency_band) as u32;
-        let weight = self.entries().first().map_or(Standing::UNIT, |first| first.weight);
-        let uneven = self.entries().iter().any(|entry| entry.weight != weight);
-        let rank = |entry: &Entry, rng: &mut G| match theta.rank(entry) {
-            (Tier::Cold, latency, load) if band.contains(&latency) => {
-                (Tier::Cold, lowest, if uneven { entry.draw(rng) } else { load })
-            }
-            (Tier::Hot, _, latency) if uneven => (Tier::Hot, entry.draw(rng), latency),
-            rank => rank,
-        };
+        let rule = Hcl::over(self.entries(), self.theta(settings, now.stamp()), settings);
+        let rank = |entry: &Entry, rng: &mut G| rule.rank(entry, rng);
         self.pick_ranked(settings, now, rng, probes, rank, |(tier, ..)| tier.branch())
     }
 
@@ -370,27 +378,7 @@ impl PoolState {
         let stamp = now.stamp();
         let probes = self.begin_pick(settings, stamp);
         let rank = |entry: &Entry, _: &mut G| Score(score(&entry.candidate(stamp)));
-        self.pick_ranked(settings, now, rng, probes, rank, |_| Branch::Cold)
-    }
-
-    /// Chooses among `answers` instead of the pool, by the same rule; remembers their RIFs for θ (synchronous mode,
-    /// see [`crate::sync`]). `None` without answers.
-    pub fn choose<G: Rng>(
-        &mut self,
-        settings: &PoolSettings,
-        now: Micros,
-        answers: &[Candidate],
-        rng: &mut G,
-    ) -> Option<(Endpoint, Branch)> {
-        let stamp = now.stamp();
-        for answer in answers {
-            self.remember_rif(settings, stamp, answer.rif);
-        }
-        let theta = self.theta(settings, stamp);
-        let rank =
-            |answer: &Candidate, _: &mut G| theta.rank_load(answer.rif, answer.latency_us.unwrap_or(UNKNOWN));
-        let (index, (tier, ..)) = lowest(answers, rank, rng)?;
-        Some((answers.get(index)?.endpoint, tier.branch()))
+        self.pick_ranked(settings, now, rng, probes, rank, |_| Branch::Scored)
     }
 
     /// What every pick begins with.
@@ -454,8 +442,8 @@ impl PoolState {
         // An answer to a request sent long ago must not make the replica's placement older than it is.
         let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::standing);
         let standing = known.filter(|known| self.newer(known, &standing)).unwrap_or(standing);
-        let rif = u16::try_from(load.rif).unwrap_or(u16::MAX);
-        self.remember_rif(settings, stamp, relative_load(rif, standing.weight));
+        let entry = Entry::new(endpoint, load, standing, stamp);
+        self.remember_rif(settings, stamp, entry.load());
         if self.is_barred(endpoint, stamp) || !standing.is_in_use(self.samples, self.members) {
             return;
         }
@@ -467,17 +455,8 @@ impl PoolState {
             settings.delta,
             f64::from(settings.reuse_cap),
         );
-        let entry = Entry {
-            endpoint,
-            latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
-            received: stamp,
-            sampled: standing.sampled,
-            weight: standing.weight,
-            rif,
-            uses_left: u16::try_from(round_randomly(b_reuse, rng)).unwrap_or(u16::MAX).max(1),
-            unproven: 0,
-        };
-        self.insert(settings, stamp, entry);
+        let uses_left = u16::try_from(round_randomly(b_reuse, rng)).unwrap_or(u16::MAX).max(1);
+        self.insert(settings, stamp, Entry { uses_left, ..entry });
     }
 
     /// Lets a candidate have one request: what it reports is not believed yet.

@@ -1,24 +1,27 @@
-//! Synchronous mode (paper §4): no pool. A request asks `d` replicas, waits for `d − 1` answers or the deadline, and
-//! the rule of [`crate::pool`] chooses among those that came. θ comes from the RIFs of earlier answers.
+//! Synchronous mode (paper §4): a request asks `d` replicas, waits for `d − 1` usable answers, for the end of all calls
+//! or for the deadline, and the rule of [`crate::pool`] chooses among the answers that came
+//! ([`crate::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
 //!
-//! The adapter sends the probes, keeps the request waiting, and falls back to the asynchronous pool when
-//! nobody answered in time.
+//! The adapter sends the probes and keeps the request waiting. Where no answer is usable the pool chooses, which the
+//! answers of earlier requests, late ones too, have filled.
 
-use rand::Rng;
+use bytemuck::Zeroable;
 
 use crate::endpoint::Endpoint;
-use crate::pool::{Branch, Candidate, PoolSettings, PoolState};
-use crate::time::Micros;
+use crate::members::Standing;
+use crate::pool::Load;
 
 /// Most replicas that one request asks.
-pub const MAX_PROBES: usize = 16;
+pub const MAX_ASKED: usize = 8;
+/// Longest deadline, milliseconds.
+pub const MAX_DEADLINE_MS: u32 = 1000;
 
 /// Settings of the synchronous mode.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SyncSettings {
-    /// Probes per request, 2 to [`MAX_PROBES`]. Default 3 (the paper: 3 to 5).
+    /// Probes per request, 2 to [`MAX_ASKED`]. Default 3 (the paper: 3 to 5).
     pub d: usize,
-    /// A request waits no longer than this, milliseconds. Default 3.
+    /// A request waits no longer than this, milliseconds, 1 to [`MAX_DEADLINE_MS`]. Default 3.
     pub deadline_ms: u32,
 }
 
@@ -28,36 +31,78 @@ impl Default for SyncSettings {
     }
 }
 
-/// One waiting request.
-#[derive(Clone, Debug)]
+/// A usable answer: the adapter has established that it speaks for that replica.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Answer {
+    /// Who answered.
+    pub replica: Endpoint,
+    /// What it reported.
+    pub load: Load,
+    /// What the membership says of its placement.
+    pub standing: Standing,
+}
+
+/// Why a request stopped waiting.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Ending {
+    /// Enough usable answers came.
+    Enough,
+    /// Every call has ended, some without a usable answer.
+    AllEnded,
+    /// The deadline passed.
+    Deadline,
+}
+
+/// What one waiting request has heard.
+#[derive(Clone, Copy, Debug)]
 pub struct Waiting {
     needed: usize,
-    answers: Vec<Candidate>,
+    open: usize,
+    count: usize,
+    answers: [Answer; MAX_ASKED],
 }
 
 impl Waiting {
-    /// A request that has asked `asked` replicas: decides on all but one of their answers, at least one.
-    pub fn new(asked: usize) -> Self {
-        Self { needed: asked.saturating_sub(1).max(1), answers: Vec::with_capacity(asked.min(MAX_PROBES)) }
+    /// A request that has asked `asked` replicas, where the settings would ask `d`.
+    ///
+    /// It needs `d − 1` answers. A fleet smaller than `d` may lack one too, but a comparison takes two.
+    pub fn new(d: usize, asked: usize) -> Self {
+        let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
+        let nobody = Answer {
+            replica: Endpoint::zeroed(),
+            load: Load { rif: 0, latency_us: None },
+            standing: Standing::even(0),
+        };
+        Self { needed, open: asked, count: 0, answers: [nobody; MAX_ASKED] }
     }
 
-    /// Takes an answer in; true when enough have come and [`Self::decide`] is due.
-    pub fn answer(&mut self, endpoint: Endpoint, rif: u32, latency_us: Option<u32>) -> bool {
-        if self.answers.len() < MAX_PROBES {
-            self.answers.push(Candidate { endpoint, rif, latency_us, age_ms: 0 });
+    /// A call has ended, with a usable answer or without. Says when the wait is over.
+    pub fn ended(&mut self, answer: Option<Answer>) -> Option<Ending> {
+        self.open = self.open.saturating_sub(1);
+        if let Some(answer) = answer {
+            self.take(answer);
         }
-        self.answers.len() >= self.needed
+        if self.count >= self.needed {
+            Some(Ending::Enough)
+        } else if self.open == 0 {
+            Some(Ending::AllEnded)
+        } else {
+            None
+        }
     }
 
-    /// Chooses among the answers so far: all are in, or the deadline has passed. `None` when nobody answered.
-    pub fn decide(
-        &self,
-        pool: &mut PoolState,
-        settings: &PoolSettings,
-        now: Micros,
-        rng: &mut impl Rng,
-    ) -> Option<(Endpoint, Branch)> {
-        pool.choose(settings, now, &self.answers, rng)
+    /// The usable answers so far, one of each replica.
+    pub fn answers(&self) -> &[Answer] {
+        self.answers.get(..self.count).unwrap_or_default()
+    }
+
+    fn take(&mut self, answer: Answer) {
+        // Two calls without an address may have met the same replica: one answer, the newer.
+        let known = self.answers().iter().position(|known| known.replica == answer.replica);
+        if let Some(slot) = self.answers.get_mut(known.unwrap_or(self.count)) {
+            *slot = answer;
+            self.count += usize::from(known.is_none());
+        }
     }
 }
 
@@ -65,36 +110,131 @@ impl Waiting {
 mod tests {
     use super::*;
     use crate::config::Profile;
+    use crate::pool::{Branch, PoolSettings, PoolState, Ranking};
+    use crate::time::Micros;
     use rand::{SeedableRng, rngs::SmallRng};
+
+    const NOW: Micros = Micros::from_millis(5);
 
     fn replica(n: u16) -> Endpoint {
         format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
     }
 
-    fn decide(waiting: &Waiting, q_rif: f64) -> Option<(Endpoint, Branch)> {
-        let settings = PoolSettings { q_rif, ..Profile::Paper.pool_settings() };
+    fn answer(n: u16, rif: u32, latency_us: Option<u32>) -> Option<Answer> {
+        Some(Answer { replica: replica(n), load: Load { rif, latency_us }, standing: Standing::even(0) })
+    }
+
+    fn three() -> Waiting {
+        let mut waiting = Waiting::new(4, 4);
+        for (n, rif, latency) in [(1, 9, 5_000), (2, 2, 40_000), (3, 3, 30_000)] {
+            waiting.ended(answer(n, rif, Some(latency)));
+        }
+        waiting
+    }
+
+    fn rng() -> SmallRng {
+        SmallRng::seed_from_u64(1)
+    }
+
+    fn settings(q_rif: f64) -> PoolSettings {
+        PoolSettings { q_rif, ..Profile::Paper.pool_settings() }
+    }
+
+    /// A pool that remembers the RIFs of `answers` and has no entry.
+    fn pool(settings: &PoolSettings, answers: &[Answer]) -> PoolState {
         let mut pool = PoolState::new();
         pool.set_members(100, 0, Micros(0));
-        waiting.decide(&mut pool, &settings, Micros::from_millis(5), &mut SmallRng::seed_from_u64(1))
+        for answer in answers {
+            pool.record(settings, NOW, answer.replica, answer.load, answer.standing, &mut rng());
+            pool.forget(answer.replica);
+        }
+        pool
+    }
+
+    fn decide(waiting: &Waiting, q_rif: f64) -> (Option<Endpoint>, Branch) {
+        let settings = settings(q_rif);
+        let mut pool = pool(&settings, waiting.answers());
+        let pick = pool.pick_among(&settings, NOW, waiting.answers(), Ranking::HotCold, &mut rng());
+        (pick.replica, pick.branch)
     }
 
     #[test]
-    fn all_but_one_answer_are_enough() {
-        let mut waiting = Waiting::new(3);
-        assert!(!waiting.answer(replica(1), 0, None));
-        assert!(waiting.answer(replica(2), 0, None));
-        assert!(Waiting::new(1).answer(replica(1), 0, None));
+    fn all_but_one_usable_answer_are_enough() {
+        let mut waiting = Waiting::new(3, 3);
+        assert_eq!(waiting.ended(answer(1, 0, None)), None);
+        assert_eq!(waiting.ended(answer(2, 0, None)), Some(Ending::Enough));
+        assert_eq!(Waiting::new(2, 2).ended(answer(1, 0, None)), Some(Ending::Enough));
+    }
+
+    #[test]
+    fn failed_calls_are_ended_and_never_usable() {
+        let mut waiting = Waiting::new(3, 3);
+        assert_eq!(waiting.ended(None), None);
+        assert_eq!(waiting.ended(answer(1, 0, None)), None);
+        assert_eq!(waiting.ended(None), Some(Ending::AllEnded));
+        assert_eq!(waiting.answers().len(), 1);
+    }
+
+    #[test]
+    fn a_fleet_smaller_than_d_is_compared_as_far_as_it_goes() {
+        for (d, asked, needed) in
+            [(3, 1, 1), (3, 2, 2), (2, 2, 1), (3, 3, 2), (8, 3, 2), (8, 8, 7), (5, 4, 3), (8, 0, 1)]
+        {
+            assert_eq!(Waiting::new(d, asked).needed, needed, "d = {d}, {asked} asked");
+        }
+    }
+
+    #[test]
+    fn one_replica_counts_once() {
+        let mut waiting = Waiting::new(3, 3);
+        assert_eq!(waiting.ended(answer(1, 5, None)), None);
+        assert_eq!(waiting.ended(answer(1, 7, None)), None);
+        assert_eq!(waiting.answers(), [answer(1, 7, None).unwrap()]);
+        let mut many = Waiting::new(8, 8);
+        for n in 0..20 {
+            many.ended(answer(n, 0, None));
+        }
+        assert_eq!(many.answers().len(), MAX_ASKED, "more than were asked are not believed");
     }
 
     #[test]
     fn the_rule_is_that_of_the_pool() {
-        let mut waiting = Waiting::new(4);
-        waiting.answer(replica(1), 9, Some(5_000));
-        waiting.answer(replica(2), 2, Some(40_000));
-        waiting.answer(replica(3), 3, Some(30_000));
-        assert_eq!(decide(&waiting, 0.9), Some((replica(3), Branch::Cold)), "the hot one is passed over");
-        assert_eq!(decide(&waiting, 0.0), Some((replica(2), Branch::Hot)), "RIF only");
-        assert_eq!(decide(&waiting, 1.0), Some((replica(1), Branch::Cold)), "latency only");
-        assert_eq!(decide(&Waiting::new(3), 0.5), None);
+        let waiting = three();
+        assert_eq!(decide(&waiting, 0.9), (Some(replica(3)), Branch::Sync), "the hot one is passed over");
+        assert_eq!(decide(&waiting, 0.0), (Some(replica(2)), Branch::Sync), "RIF only");
+        assert_eq!(decide(&waiting, 1.0), (Some(replica(1)), Branch::Sync), "latency only");
+        assert_eq!(decide(&Waiting::new(3, 3), 0.5), (None, Branch::Fallback));
+    }
+
+    #[test]
+    fn without_a_usable_answer_the_pool_chooses() {
+        let settings = settings(1.0);
+        let mut pool = pool(&settings, &[]);
+        for n in [7, 8] {
+            let load = Load { rif: 0, latency_us: Some(u32::from(n)) };
+            pool.record(&settings, NOW, replica(n), load, Standing::even(0), &mut rng());
+        }
+        pool.bar(replica(1), NOW, 1000);
+        let barred = [answer(1, 0, Some(1)).unwrap()];
+        let pick = pool.pick_among(&settings, NOW, &barred, Ranking::HotCold, &mut rng());
+        assert_eq!((pick.replica, pick.branch), (Some(replica(7)), Branch::Cold));
+    }
+
+    #[test]
+    fn the_runner_up_is_the_next_answer_then_the_pool_and_never_the_chosen() {
+        let settings = settings(1.0);
+        let waiting = three();
+        let mut pool = pool(&settings, waiting.answers());
+        let next = |pool: &PoolState, answers: &[Answer]| {
+            pool.runner_up(&settings, NOW, replica(1), answers, Ranking::HotCold, &mut rng())
+        };
+        assert_eq!(next(&pool, waiting.answers()), Some(replica(3)));
+        assert_eq!(next(&pool, &waiting.answers()[..1]), None);
+        for n in [1, 9] {
+            let load = Load { rif: 0, latency_us: Some(u32::from(n)) };
+            pool.record(&settings, NOW, replica(n), load, Standing::even(0), &mut rng());
+        }
+        assert_eq!(next(&pool, &waiting.answers()[..1]), Some(replica(9)));
+        assert_eq!(next(&pool, &[]), Some(replica(9)));
     }
 }

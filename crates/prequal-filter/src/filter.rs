@@ -6,17 +6,21 @@
 use std::cell::{Cell, RefCell};
 use std::mem;
 
-use prequal_core::config::{ClusterConfig, FilterConfig, Shim};
+use prequal_core::config::{ClusterConfig, FilterConfig, Mode, Shim};
 use prequal_core::endpoint::Endpoint;
 use prequal_core::members::{Evidence, Members, Standing};
-use prequal_core::pool::{Load, Pick, PoolState, ProbesDue};
+use prequal_core::pool::{Load, PoolState, ProbesDue, Ranking};
 use prequal_core::report::LoadReport;
+use prequal_core::sync::Answer;
 use prequal_core::time::Micros;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use crate::metrics::Metrics;
+use crate::rule::RuleState;
+use crate::steer::Choice;
 use crate::store::Store;
+use crate::sync::{Waits, route_name};
 
 /// News that wait at most: under load the next pick takes them within a millisecond.
 const MAX_PENDING: usize = 64;
@@ -32,6 +36,7 @@ pub(crate) struct Filter {
     /// Set once a request went to a cluster that is not configured: from then on the cluster is looked up first.
     pub(crate) look_up_cluster: Cell<bool>,
     pub(crate) rng: RefCell<SmallRng>,
+    pub(crate) waits: Waits,
 }
 
 /// One upstream cluster.
@@ -39,6 +44,7 @@ pub(crate) struct Cluster {
     pub(crate) config: ClusterConfig,
     pub(crate) metrics: Metrics,
     pub(crate) store: Store,
+    pub(crate) rule: RuleState,
     pending: RefCell<Vec<News>>,
     /// Probes that picks have asked for and the root has not sent yet.
     pub(crate) probes_due: Cell<ProbesDue>,
@@ -87,16 +93,57 @@ impl Filter {
             look_up_cluster: Cell::new(clusters.len() > 1),
             clusters,
             rng: RefCell::new(SmallRng::seed_from_u64(seed)),
+            waits: Waits::default(),
         }
     }
 
-    /// Picks for one request of a cluster.
-    pub(crate) fn pick(&self, cluster: &Cluster, now: Micros) -> Pick {
+    /// Whether the request that is the effective context waits for probes of its own.
+    pub(crate) fn mode(&self, cluster: &Cluster) -> Mode {
+        let choice = &cluster.config.choice;
+        // The property is read only where a route can differ.
+        let of_route = (!choice.route_modes.is_empty()).then(route_name).flatten();
+        let of_route = of_route.and_then(|route| choice.route_modes.iter().find(|(name, _)| *name == route));
+        of_route.map_or(choice.mode, |(_, mode)| *mode)
+    }
+
+    /// Chooses for one request of a cluster: among `answers` if it has waited for them, else from the pool.
+    pub(crate) fn choose(&self, cluster: &Cluster, now: Micros, answers: &[Answer]) -> Choice {
+        let rule = cluster.config.choice.rule;
         let mut rng = self.rng.borrow_mut();
-        let (pick, _) =
-            cluster.transact(&mut rng, |pool, rng| (pool.pick(&cluster.config.pool, now, rng), true));
-        cluster.metrics.picked(pick.branch);
-        pick
+        let choice = if rule.is_probe_free() {
+            Choice { pick: cluster.rule.pick_without_probes(cluster, now, &mut rng), runner_up: None }
+        } else {
+            cluster.rule.ranked(rule, |ranking| self.choose_ranked(cluster, now, answers, ranking, &mut rng))
+        };
+        cluster.rule.sent(choice.pick.replica);
+        cluster.metrics.picked(choice.pick.branch);
+        choice
+    }
+
+    fn choose_ranked(
+        &self,
+        cluster: &Cluster,
+        now: Micros,
+        answers: &[Answer],
+        ranking: Ranking<'_>,
+        rng: &mut SmallRng,
+    ) -> Choice {
+        let settings = &cluster.config.pool;
+        let (choice, _) = cluster.transact(rng, |pool, rng| {
+            let pick = if answers.is_empty() {
+                pool.pick_by(settings, now, ranking, rng)
+            } else {
+                pool.pick_among(settings, now, answers, ranking, rng)
+            };
+            let runner_up = match (self.shim, pick.replica) {
+                (Shim::OverrideHost, Some(chosen)) => {
+                    pool.runner_up(settings, now, chosen, answers, ranking, rng)
+                }
+                _ => None,
+            };
+            (Choice { pick, runner_up }, true)
+        });
+        choice
     }
 
     /// Takes the waiting news into the pool, refreshes the gauges, and says which probes are due for lack of requests.
@@ -105,11 +152,15 @@ impl Filter {
     pub(crate) fn flush(&self, cluster: &Cluster, now: Micros) -> ProbesDue {
         let settings = &cluster.config.pool;
         let interval = cluster.config.probe.idle_interval_ms;
+        let probe_free = cluster.config.choice.rule.is_probe_free();
         let waiting = !cluster.pending.borrow().is_empty();
         let mut rng = self.rng.borrow_mut();
         let ((view, probes), written) = cluster.transact(&mut rng, |pool, _| {
-            let probes =
-                if interval == 0 { ProbesDue::default() } else { pool.idle_probes(settings, now, interval) };
+            let probes = if interval == 0 || probe_free {
+                ProbesDue::default()
+            } else {
+                pool.idle_probes(settings, now, interval)
+            };
             ((pool.view(settings, now), probes), waiting || !probes.is_empty())
         });
         cluster.metrics.occupancy.set(view.occupancy as u64);
@@ -119,13 +170,27 @@ impl Filter {
     }
 }
 
+fn load_of(report: &LoadReport) -> Load {
+    Load { rif: report.rif, latency_us: report.latency_us }
+}
+
+fn answer(members: &Members, replica: Endpoint, report: &LoadReport) -> Answer {
+    Answer { replica, load: load_of(report), standing: members.standing(replica) }
+}
+
 impl Cluster {
     fn new(root_name: &str, config: ClusterConfig, now: Micros) -> Self {
         let metrics = Metrics::define(&config.cluster);
         let store = Store::new(root_name, &config.cluster);
         store.seed();
-        let cluster =
-            Self { metrics, store, config, pending: RefCell::default(), probes_due: Cell::default() };
+        let cluster = Self {
+            metrics,
+            store,
+            rule: RuleState::new(config.choice.rule),
+            config,
+            pending: RefCell::default(),
+            probes_due: Cell::default(),
+        };
         if !cluster.config.endpoints.is_empty() {
             let members = cluster.store.update_members(&cluster.metrics, |members| {
                 let news =
@@ -139,16 +204,14 @@ impl Cluster {
 
     /// A report that may speak for `replica`, whose placement is `standing`.
     pub(crate) fn report(&self, at: Micros, replica: Endpoint, report: &LoadReport, standing: Standing) {
-        let load = Load { rif: report.rif, latency_us: report.latency_us };
-        self.push(News::Report { at, replica, load, standing });
+        self.rule.reported(replica, report);
+        self.push(News::Report { at, replica, load: load_of(report), standing });
     }
 
     /// A probe of `replica` was answered at its address. Load counts only of members.
-    pub(crate) fn probed(&self, now: Micros, replica: Endpoint, report: &LoadReport) {
+    pub(crate) fn probed(&self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Answer> {
         let members = self.hear_of(now, replica, report);
-        if members.contains(replica) {
-            self.report(now, replica, report, members.standing(replica));
-        }
+        members.contains(replica).then(|| answer(&members, replica, report))
     }
 
     /// Who answers probes at `host`, as far as requests have shown.
@@ -157,13 +220,13 @@ impl Cluster {
     }
 
     /// The probe cluster's policy chose `replica`, by Envoy's word.
-    pub(crate) fn sample_met(&self, now: Micros, replica: Endpoint, report: &LoadReport) {
+    pub(crate) fn sample_met(&self, now: Micros, replica: Endpoint, report: &LoadReport) -> Answer {
         let members = self.store.update_members(&self.metrics, |members| {
             members.sample_met(replica, report.probe_endpoint, now);
             true
         });
         self.push_members(now, &members);
-        self.report(now, replica, report, members.standing(replica));
+        answer(&members, replica, report)
     }
 
     /// Takes note of a name that a reply told. If it is not a member's it may be an invention: it gets one request,
@@ -219,6 +282,7 @@ impl Cluster {
     }
 
     fn push_members(&self, at: Micros, members: &Members) {
+        self.rule.look_again();
         self.push(News::Members { at, count: members.count(), samples: members.samples() });
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Only the SDK's byte forms are used: its string forms panic on header values that are not UTF-8.
 
+use prequal_core::endpoint::Endpoint;
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::{LogLevel, MapType};
@@ -37,6 +38,11 @@ pub(crate) fn text_property(path: &[&str]) -> Option<String> {
 pub(crate) fn number_property(path: &[&str]) -> Option<u64> {
     let bytes = hostcalls::get_property(path.to_vec()).ok()??;
     Some(u64::from_le_bytes(bytes.try_into().ok()?))
+}
+
+/// The host that Envoy used last.
+pub(crate) fn upstream_address() -> Option<Endpoint> {
+    text_property(&["upstream", "address"])?.parse().ok()
 }
 
 /// Writes to Envoy's log.

@@ -4,6 +4,9 @@
 //!
 //! - [`root`]: configuration, ticks, and every probe (owned by the root, so that no reply is lost);
 //! - [`stream`]: one request: the pick, the report on the response, the outcome;
+//! - [`sync`]: requests that wait for probes of their own;
+//! - [`rule`]: the selection rules that keep a state of their own;
+//! - [`steer`]: the steering header;
 //! - [`filter`]: what both share on one worker;
 //! - [`store`]: the blobs in shared data, which all workers share;
 //! - [`metrics`]: counters and gauges;
@@ -20,8 +23,11 @@ mod filter;
 mod host;
 mod metrics;
 mod root;
+mod rule;
+mod steer;
 mod store;
 mod stream;
+mod sync;
 
 proxy_wasm::main! {{
     proxy_wasm::set_log_level(proxy_wasm::types::LogLevel::Info);

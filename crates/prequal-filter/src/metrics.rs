@@ -3,6 +3,7 @@
 
 use prequal_core::pool::Branch;
 use prequal_core::report::ReportError;
+use prequal_core::sync::Ending;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MetricType;
 
@@ -32,6 +33,28 @@ impl Gauge {
             let _ = hostcalls::record_metric(id, value);
         }
     }
+}
+
+/// A distribution.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Histogram(Option<u32>);
+
+impl Histogram {
+    pub(crate) fn record(self, value: u64) {
+        if let Some(id) = self.0 {
+            let _ = hostcalls::record_metric(id, value);
+        }
+    }
+}
+
+/// How the wait of a synchronous request ended.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WaitEnd {
+    Decided(Ending),
+    /// Fewer than two replicas are known, or no probe could be sent: it did not wait.
+    Unasked,
+    /// The request ended first.
+    Aborted,
 }
 
 /// How a probe ended. At rest: sent = sum of all others.
@@ -76,13 +99,18 @@ pub(crate) enum Class {
 /// Metrics of one upstream cluster.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
-    picks: [Counter; 3],
+    picks: [Counter; 5],
     pub(crate) sent: Counter,
     /// Envoy refused to send: breaker full, no host, or no such cluster.
     pub(crate) undispatched: Counter,
     probes: [Counter; 16],
     reports: [Counter; 10],
     outcomes: [Counter; 4],
+    waits: [Counter; 5],
+    /// Usable answers at the decisions.
+    pub(crate) sync_answers: Counter,
+    /// Microseconds from the request to its decision.
+    pub(crate) sync_wait: Histogram,
     pub(crate) diverted: Counter,
     pub(crate) cas_conflicts: Counter,
     pub(crate) cas_giveups: Counter,
@@ -106,13 +134,21 @@ impl Metrics {
             |name: &str| Gauge(define(MetricType::Gauge, &format!("prequal_{name}.cluster={cluster}")));
         let labelled = |name: &str, key: &str, value: &str| counter(name, &format!(".{key}={value}"));
         Self {
-            picks: ["cold", "hot", "fallback"].map(|branch| labelled("picks", "branch", branch)),
+            picks: ["cold", "hot", "fallback", "sync", "scored"]
+                .map(|branch| labelled("picks", "branch", branch)),
             sent: labelled("probes", "result", "sent"),
             undispatched: labelled("probes", "result", "undispatched"),
             probes: PROBE_LABELS.map(|result| labelled("probes", "result", result)),
             reports: REPORT_LABELS.map(|result| labelled("reports", "result", result)),
             outcomes: ["answer", "upstream_failure", "client_abort", "local"]
                 .map(|class| labelled("outcomes", "class", class)),
+            waits: ["enough", "all_ended", "deadline", "unasked", "aborted"]
+                .map(|end| labelled("sync_waits", "end", end)),
+            sync_answers: counter("sync_answers", ""),
+            sync_wait: Histogram(define(
+                MetricType::Histogram,
+                &format!("prequal_sync_wait_us.cluster={cluster}"),
+            )),
             diverted: counter("diverted", ""),
             cas_conflicts: counter("cas_conflicts", ""),
             cas_giveups: counter("cas_giveups", ""),
@@ -125,11 +161,25 @@ impl Metrics {
     }
 
     pub(crate) fn picked(&self, branch: Branch) {
-        let [cold, hot, fallback] = self.picks;
+        let [cold, hot, fallback, sync, scored] = self.picks;
         match branch {
             Branch::Cold => cold,
             Branch::Hot => hot,
             Branch::Fallback => fallback,
+            Branch::Sync => sync,
+            Branch::Scored => scored,
+        }
+        .one();
+    }
+
+    pub(crate) fn waited(&self, end: WaitEnd) {
+        let [enough, all_ended, deadline, unasked, aborted] = self.waits;
+        match end {
+            WaitEnd::Decided(Ending::Enough) => enough,
+            WaitEnd::Decided(Ending::AllEnded) => all_ended,
+            WaitEnd::Decided(Ending::Deadline) => deadline,
+            WaitEnd::Unasked => unasked,
+            WaitEnd::Aborted => aborted,
         }
         .one();
     }

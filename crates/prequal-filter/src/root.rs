@@ -4,16 +4,19 @@
 //! (`docs/adr/0001-root-owned-probes.md`). A stream wakes the root by re-entering the module, see [`wake`].
 
 use std::collections::HashMap;
+use std::iter::repeat_n;
 use std::rc::Rc;
 use std::time::Duration;
 
 use prequal_core::config::FilterConfig;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::hint::Hint;
 use prequal_core::members::Target;
 use prequal_core::pool::ProbesDue;
 use prequal_core::report::{
-    HEADER_DEST, HEADER_HOST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, PROBE_PATH,
+    HEADER_DEST, HEADER_HINT, HEADER_HOST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, PROBE_PATH,
 };
+use prequal_core::sync::Answer;
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::traits::{Context, HttpContext, RootContext};
@@ -25,7 +28,8 @@ use crate::metrics::ProbeEnd;
 use crate::stream::Stream;
 
 /// Ticks cost 33 µs each in every VM, so nothing urgent waits for them: news of a quiet worker, gauges, idle probing.
-const TICK: Duration = Duration::from_millis(250);
+/// Only the deadlines of requests that wait hasten them.
+pub(crate) const TICK: Duration = Duration::from_millis(250);
 
 /// Most probes in flight per worker. Beyond, the probe cluster is not answering and more would not help.
 const MAX_IN_FLIGHT: usize = 1024;
@@ -46,21 +50,34 @@ pub(crate) fn wake(root_id: u32) {
 
 /// The root context of one configuration on one worker.
 pub(crate) struct Root {
-    id: u32,
+    pub(crate) id: u32,
     filter: Option<Rc<Filter>>,
     in_flight: HashMap<u32, Probe>,
+    /// When the next tick is due, unless it comes at the pace of [`TICK`]; see `crate::sync`.
+    pub(crate) ticks_at: Option<Micros>,
+    pub(crate) slow_ticked: Option<Micros>,
 }
 
 /// A probe whose reply has not come.
 struct Probe {
     cluster: usize,
-    /// Who was asked; `None` where the cluster's policy chose.
-    target: Option<Target>,
+    call: Call,
+}
+
+/// A probe to send.
+#[derive(Clone, Copy)]
+pub(crate) struct Call {
+    /// Who is asked; `None` where the cluster's policy chooses.
+    pub(crate) target: Option<Target>,
+    /// The stream that waits for it.
+    pub(crate) waiter: Option<u32>,
+    pub(crate) hint: Option<Hint>,
+    pub(crate) timeout_ms: u64,
 }
 
 impl Root {
     pub(crate) fn new(id: u32) -> Self {
-        Self { id, filter: None, in_flight: HashMap::new() }
+        Self { id, filter: None, in_flight: HashMap::new(), ticks_at: None, slow_ticked: None }
     }
 
     fn send_due(&mut self, filter: &Filter, now: Micros) {
@@ -73,7 +90,14 @@ impl Root {
     }
 
     /// Sends what is due: to distinct sampled replicas, and to whomever the probe cluster's policy finds.
-    fn send(&mut self, filter: &Filter, index: usize, cluster: &Cluster, due: ProbesDue, now: Micros) {
+    pub(crate) fn send(
+        &mut self,
+        filter: &Filter,
+        index: usize,
+        cluster: &Cluster,
+        due: ProbesDue,
+        now: Micros,
+    ) {
         let addressed = due.addressed as usize;
         let mut targets = Vec::new();
         if addressed > 0 {
@@ -93,32 +117,40 @@ impl Root {
         }
         // With nobody to address, every probe is one of discovery.
         let unaddressed = due.discovery as usize + if targets.is_empty() { addressed } else { 0 };
+        let timeout_ms = cluster.config.probe.timeout_ms;
+        let targets = targets.into_iter().map(Some).chain(repeat_n(None, unaddressed));
         for target in targets {
-            self.dispatch(index, cluster, Some(target));
-        }
-        for _ in 0..unaddressed {
-            self.dispatch(index, cluster, None);
+            self.dispatch(index, cluster, Call { target, waiter: None, hint: None, timeout_ms });
         }
     }
 
-    fn dispatch(&mut self, index: usize, cluster: &Cluster, target: Option<Target>) {
+    /// True if the probe is on its way.
+    pub(crate) fn dispatch(&mut self, index: usize, cluster: &Cluster, call: Call) -> bool {
         if self.in_flight.len() >= MAX_IN_FLIGHT {
             cluster.metrics.undispatched.one();
-            return;
+            return false;
         }
-        let address = target.map(|target| target.probe.to_string());
+        let address = call.target.map(|target| target.probe.to_string());
+        let hint = call.hint.map(|hint| hint.to_string());
         let mut headers = vec![(":method", "GET"), (":path", PROBE_PATH), (":authority", "prequal")];
         if let Some(address) = &address {
             headers.push((HEADER_DEST, address));
         }
-        let timeout = Duration::from_millis(cluster.config.probe.timeout_ms);
+        if let Some(hint) = &hint {
+            headers.push((HEADER_HINT, hint));
+        }
+        let timeout = Duration::from_millis(call.timeout_ms);
         match hostcalls::dispatch_http_call(&cluster.config.probe_cluster, headers, None, Vec::new(), timeout)
         {
             Ok(token) => {
                 cluster.metrics.sent.one();
-                self.in_flight.insert(token, Probe { cluster: index, target });
+                self.in_flight.insert(token, Probe { cluster: index, call });
+                true
             }
-            Err(_) => cluster.metrics.undispatched.one(),
+            Err(_) => {
+                cluster.metrics.undispatched.one();
+                false
+            }
         }
     }
 
@@ -146,26 +178,45 @@ impl Root {
         .map_err(ProbeEnd::BadReport)
     }
 
-    /// Judges a reply and takes from it what it may tell (design §3, "Trust").
-    fn take_reply(cluster: &Cluster, target: Option<Target>, now: Micros) -> Result<(), ProbeEnd> {
-        let report = Self::reply()?;
-        if cluster.config.pool.verified_probes {
-            return Self::take_verified(cluster, target, &report, now);
+    /// Judges a reply and takes from it what it may tell (design §3, "Trust"): the membership learns, and the load of the
+    /// replica that answered, if it may be believed, comes back. A reply can have to be rejected and tell a load all the
+    /// same: that of another host than was asked.
+    fn take_reply(cluster: &Cluster, call: &Call, now: Micros) -> (Option<Answer>, ProbeEnd) {
+        let report = match Self::reply() {
+            Ok(report) => report,
+            Err(end) => return (None, end),
+        };
+        let taken = if cluster.config.pool.verified_probes {
+            Self::take_verified(cluster, call.target, &report, now)
+        } else {
+            Self::take_unverified(cluster, call.target, &report, now)
+        };
+        // A load told for one query is scaled for it, so it is no report of the replica's load.
+        if let (Ok((Some(answer), _)), None) = (&taken, call.hint) {
+            cluster.report(now, answer.replica, &report, answer.standing);
         }
+        taken.unwrap_or_else(|end| (None, end))
+    }
+
+    fn take_unverified(
+        cluster: &Cluster,
+        target: Option<Target>,
+        report: &LoadReport,
+        now: Micros,
+    ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
         let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
         let Some(asked) = target else {
             // Nobody was asked by name: a name, but no load.
-            cluster.hear_of(now, replica, &report);
-            return Ok(());
+            cluster.hear_of(now, replica, report);
+            return Ok((None, ProbeEnd::Used));
         };
         if asked.replica != replica {
             // The probe cluster does not know the host that was asked: it has left.
             cluster.forget(now, asked.replica);
-            cluster.hear_of(now, replica, &report);
+            cluster.hear_of(now, replica, report);
             return Err(ProbeEnd::WrongEndpoint);
         }
-        cluster.probed(now, replica, &report);
-        Ok(())
+        Ok((cluster.probed(now, replica, report), ProbeEnd::Used))
     }
 
     /// The same where Envoy says which host answered.
@@ -174,7 +225,7 @@ impl Root {
         target: Option<Target>,
         report: &LoadReport,
         now: Micros,
-    ) -> Result<(), ProbeEnd> {
+    ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
         let host = host::header(MapType::HttpCallResponseHeaders, HEADER_HOST);
         let host: Endpoint = host.and_then(|host| host.parse().ok()).ok_or(ProbeEnd::NoHost)?;
         if let Some(asked) = target {
@@ -182,40 +233,43 @@ impl Root {
                 if report.endpoint.is_some_and(|named| named != asked.replica) {
                     return Err(ProbeEnd::WrongEndpoint);
                 }
-                cluster.probed(now, asked.replica, report);
-                return Ok(());
+                return Ok((cluster.probed(now, asked.replica, report), ProbeEnd::Used));
             }
             // Envoy does not know the host that was asked, so its policy chose: the probe has become a sample.
             cluster.forget(now, asked.replica);
         }
-        match (cluster.answering_at(host), report.endpoint) {
+        let end = if target.is_some() { ProbeEnd::WrongEndpoint } else { ProbeEnd::Used };
+        let replica = match (cluster.answering_at(host), report.endpoint) {
             (Some(replica), Some(named)) if replica != named => return Err(ProbeEnd::WrongEndpoint),
-            (Some(replica), _) => cluster.sample_met(now, replica, report),
+            (Some(replica), _) => replica,
             (None, Some(named)) if named != host => {
                 if report.probe_endpoint != Some(host) {
                     return Err(ProbeEnd::WrongEndpoint);
                 }
                 // A separate probe port: that it belongs to the named replica is for a request to show.
                 cluster.hear_of(now, named, report);
+                return Ok((None, end));
             }
-            (None, _) => cluster.sample_met(now, host, report),
-        }
-        if target.is_some() { Err(ProbeEnd::WrongEndpoint) } else { Ok(()) }
+            (None, _) => host,
+        };
+        Ok((Some(cluster.sample_met(now, replica, report)), end))
     }
 }
 
 impl Context for Root {
     fn on_http_call_response(&mut self, token: u32, headers: usize, _body: usize, _trailers: usize) {
         let Some(filter) = self.filter.clone() else { return };
-        let Some(probe) = self.in_flight.remove(&token) else { return };
-        let Some(cluster) = filter.clusters.get(probe.cluster) else { return };
+        let Some(Probe { cluster: index, call }) = self.in_flight.remove(&token) else { return };
+        let Some(cluster) = filter.clusters.get(index) else { return };
+        let now = host::now();
         // Without headers the reply broke off in its body; asking for a header then makes the SDK panic.
-        let end = if headers == 0 {
-            ProbeEnd::Refused
-        } else {
-            Self::take_reply(cluster, probe.target, host::now()).map_or_else(|end| end, |()| ProbeEnd::Used)
-        };
+        let (answer, end) =
+            if headers == 0 { (None, ProbeEnd::Refused) } else { Self::take_reply(cluster, &call, now) };
         cluster.metrics.probe(end);
+        if let Some(stream) = call.waiter {
+            self.heard(&filter, stream, answer, now);
+        }
+        self.expire(&filter, now);
     }
 }
 
@@ -243,24 +297,33 @@ impl RootContext for Root {
     fn on_tick(&mut self) {
         let Some(filter) = self.filter.clone() else { return };
         let now = host::now();
-        for (index, cluster) in filter.clusters.iter().enumerate() {
-            let probes = filter.flush(cluster, now);
-            if !probes.is_empty() {
-                self.send(&filter, index, cluster, probes, now);
+        self.ticks_at = None;
+        self.expire(&filter, now);
+        if self.slow_tick(now) {
+            for (index, cluster) in filter.clusters.iter().enumerate() {
+                let probes = filter.flush(cluster, now);
+                if !probes.is_empty() {
+                    self.send(&filter, index, cluster, probes, now);
+                }
             }
         }
+        self.arm(&filter, now);
     }
 
     fn on_queue_ready(&mut self, queue_id: u32) {
         if queue_id == WAKE
             && let Some(filter) = self.filter.clone()
         {
-            self.send_due(&filter, host::now());
+            let now = host::now();
+            if let Some(ask) = filter.waits.ask.take() {
+                self.ask(&filter, ask, now);
+            }
+            self.send_due(&filter, now);
         }
     }
 
-    fn create_http_context(&self, _id: u32) -> Option<Box<dyn HttpContext>> {
-        self.filter.clone().map(|filter| Box::new(Stream::new(filter)) as Box<dyn HttpContext>)
+    fn create_http_context(&self, id: u32) -> Option<Box<dyn HttpContext>> {
+        self.filter.clone().map(|filter| Box::new(Stream::new(id, filter)) as Box<dyn HttpContext>)
     }
 
     fn get_type(&self) -> Option<ContextType> {

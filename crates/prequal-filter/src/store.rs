@@ -71,6 +71,16 @@ impl Store {
         self.load_members(metrics).0
     }
 
+    /// The membership and its number, unless that is still `seen`. Decoding a large one is dear.
+    pub(crate) fn members_since(
+        &self,
+        metrics: &Metrics,
+        seen: Option<u32>,
+    ) -> Option<(Members, Option<u32>)> {
+        let (bytes, cas) = hostcalls::get_shared_data(&self.members_key).unwrap_or((None, None));
+        (cas.is_none() || cas != seen).then(|| (decode_members(bytes, metrics), cas))
+    }
+
     /// Reads and changes the membership; written if `change` says that there is news.
     pub(crate) fn update_members(
         &self,
@@ -104,10 +114,13 @@ impl Store {
 
     fn load_members(&self, metrics: &Metrics) -> (Members, Option<u32>) {
         let (bytes, cas) = hostcalls::get_shared_data(&self.members_key).unwrap_or((None, None));
-        let members = bytes.and_then(|bytes| Members::decode(&bytes).ok()).unwrap_or_else(|| {
-            metrics.blob_replaced.one();
-            Members::default()
-        });
-        (members, cas)
+        (decode_members(bytes, metrics), cas)
     }
+}
+
+fn decode_members(bytes: Option<Vec<u8>>, metrics: &Metrics) -> Members {
+    bytes.and_then(|bytes| Members::decode(&bytes).ok()).unwrap_or_else(|| {
+        metrics.blob_replaced.one();
+        Members::default()
+    })
 }

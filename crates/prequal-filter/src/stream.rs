@@ -5,12 +5,10 @@
 
 use std::rc::Rc;
 
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use prequal_core::config::Shim;
+use prequal_core::config::Mode;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::members::{Evidence, Standing};
-use prequal_core::report::{HEADER_DEST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport};
+use prequal_core::report::{HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport};
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::traits::{Context, HttpContext};
@@ -20,13 +18,23 @@ use crate::filter::{Cluster, Filter};
 use crate::host;
 use crate::metrics::{Class, ReportEnd};
 use crate::root::wake;
+use crate::rule::Watch;
+use crate::steer::{Choice, steer};
+use crate::sync::{Ask, Placed, abort, take_hint};
 
 /// One request.
 pub(crate) struct Stream {
+    id: u32,
     filter: Rc<Filter>,
     /// Index of the upstream cluster, once the request is known to be for one of ours.
     cluster: Option<usize>,
     chosen: Option<Endpoint>,
+    /// Where a retry was told to go.
+    runner_up: Option<Endpoint>,
+    /// Where the root leaves the choice for a request that waits.
+    placed: Option<Placed>,
+    /// For the rules that keep a state of their own.
+    watch: Watch,
     /// The placement that the choice rests on.
     standing: Standing,
     /// The chosen replica is a candidate: Envoy must say that it served.
@@ -40,11 +48,15 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    pub(crate) fn new(filter: Rc<Filter>) -> Self {
+    pub(crate) fn new(id: u32, filter: Rc<Filter>) -> Self {
         Self {
+            id,
             filter,
             cluster: None,
             chosen: None,
+            runner_up: None,
+            placed: None,
+            watch: Watch::default(),
             standing: Standing::even(0),
             verify: false,
             answered: false,
@@ -64,13 +76,37 @@ impl Stream {
         self.filter.clusters.iter().position(|cluster| cluster.config.cluster == name)
     }
 
-    fn steer(&self, replica: Option<Endpoint>) {
-        let value = replica.map(|replica| match self.filter.shim {
-            Shim::StatefulSession => STANDARD.encode(replica.to_string()),
-            Shim::OverrideHost => replica.to_string(),
-        });
-        // Without a choice the header is removed: a client's own must never steer.
-        let _ = hostcalls::set_map_value(MapType::HttpRequestHeaders, HEADER_DEST, value.as_deref());
+    /// Lets the request wait for probes of its own. False if there is nothing to wait for.
+    fn wait(&mut self, filter: &Filter, cluster: &Cluster, now: Micros) -> bool {
+        let hint = take_hint(cluster.config.choice.hint.as_ref());
+        if cluster.config.choice.hint.is_some() {
+            // The replica that serves it learns what it has served.
+            let text = hint.map(|hint| hint.to_string());
+            let _ = hostcalls::set_map_value(MapType::HttpRequestHeaders, HEADER_HINT, text.as_deref());
+        }
+        let placed = Placed::default();
+        let Some(index) = self.cluster else { return false };
+        let ask = Ask { stream: self.id, cluster: index, hint, began: now, placed: Rc::clone(&placed) };
+        filter.waits.ask.set(Some(ask));
+        wake(filter.root_id);
+        self.placed = Some(placed);
+        filter.waits.contains(self.id)
+    }
+
+    fn remember(&mut self, choice: &Choice) {
+        self.chosen = choice.pick.replica;
+        self.verify = choice.pick.verify;
+        self.standing = choice.pick.standing;
+        self.runner_up = choice.runner_up;
+    }
+
+    /// Takes over what the root chose meanwhile; a request that is answered or ends while it waits is not resumed.
+    fn stop_waiting(&mut self, filter: &Filter) {
+        let Some(placed) = self.placed.take() else { return };
+        match placed.take() {
+            Some(choice) => self.remember(&choice),
+            None => abort(filter, self.id, self.cluster),
+        }
     }
 
     /// Judges the report on the response (design §3, "Trust").
@@ -90,12 +126,14 @@ impl Stream {
             return Some(ReportEnd::Used);
         }
         // Not steered, Envoy used another host, or a report without a name: who answered is what Envoy says.
-        let Some(served) = upstream_address() else { return Some(ReportEnd::NoEndpoint) };
+        let Some(served) = host::upstream_address() else { return Some(ReportEnd::NoEndpoint) };
         if report.endpoint.is_some_and(|named| named != served) {
             return Some(ReportEnd::WrongEndpoint);
         }
         self.answered = self.chosen == Some(served);
-        let evidence = if self.answered { Evidence::Served } else { Evidence::Placed };
+        // A retry went where this filter said, which shows nothing of Envoy's own policy.
+        let on_purpose = self.answered || self.runner_up == Some(served);
+        let evidence = if on_purpose { Evidence::Served } else { Evidence::Placed };
         let standing = cluster.confirm(now, served, Some(&report), evidence);
         cluster.report(now, served, &report, standing);
         Some(ReportEnd::Used)
@@ -125,7 +163,7 @@ impl Stream {
         if class == Class::ClientAbort {
             return Some(class);
         }
-        let served_by = upstream_address();
+        let served_by = host::upstream_address();
         if let Some(chosen) = self.chosen {
             let diverted = served_by.is_some_and(|served| served != chosen);
             if diverted {
@@ -157,16 +195,19 @@ impl HttpContext for Stream {
         let filter = Rc::clone(&self.filter);
         self.cluster = self.find_cluster();
         let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else {
-            self.steer(None);
+            steer(filter.shim, None);
             return Action::Continue;
         };
-        let pick = filter.pick(cluster, host::now());
-        self.chosen = pick.replica;
-        self.verify = pick.verify;
-        self.standing = pick.standing;
-        self.steer(pick.replica);
-        if !pick.probes.is_empty() {
-            cluster.probes_due.set(pick.probes);
+        let now = host::now();
+        self.watch.began = now;
+        if filter.mode(cluster) == Mode::Sync && self.wait(&filter, cluster, now) {
+            return Action::Pause;
+        }
+        let choice = filter.choose(cluster, now, &[]);
+        self.remember(&choice);
+        steer(filter.shim, Some(&choice));
+        if !choice.pick.probes.is_empty() {
+            cluster.probes_due.set(choice.pick.probes);
             wake(filter.root_id);
         }
         Action::Continue
@@ -174,8 +215,11 @@ impl HttpContext for Stream {
 
     fn on_http_response_headers(&mut self, _count: usize, end_of_stream: bool) -> Action {
         let filter = Rc::clone(&self.filter);
+        self.stop_waiting(&filter);
         if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) {
-            if cluster.config.probe.piggyback
+            if cluster.config.choice.rule.is_probe_free() {
+                self.watch.response();
+            } else if cluster.config.probe.piggyback
                 && let Some(end) = self.take_report(cluster, host::now())
             {
                 cluster.metrics.report(end);
@@ -202,20 +246,19 @@ impl HttpContext for Stream {
 
     fn on_log(&mut self) {
         let filter = Rc::clone(&self.filter);
+        self.stop_waiting(&filter);
         // A report and a proper end prove an answer without a property read.
         let class = if self.answered && self.complete { Some(Class::Answer) } else { self.classify(&filter) };
         let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else { return };
+        if cluster.config.choice.rule.keeps_state() {
+            self.watch.ended(cluster, self.chosen, class, attempts());
+        }
         match class {
             Some(Class::Answer) if self.failed => cluster.metrics.outcome(Class::UpstreamFailure),
             Some(class) => cluster.metrics.outcome(class),
             None => {}
         }
     }
-}
-
-/// The host that Envoy used last.
-fn upstream_address() -> Option<Endpoint> {
-    host::text_property(&["upstream", "address"])?.parse().ok()
 }
 
 /// How often Envoy sent the request.

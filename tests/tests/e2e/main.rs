@@ -10,5 +10,7 @@ mod hosts;
 mod lifecycle;
 mod probing;
 mod protocols;
+mod rules;
 mod steering;
 mod support;
+mod sync;

@@ -6,7 +6,9 @@ use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request};
 use serde_json::json;
 
-use crate::support::{SERVING, assert_all_ok, bed, set, three_fast_and_one_slow, warm, warm_cluster};
+use crate::support::{
+    SERVING, assert_all_ok, bed, override_host, set, three_fast_and_one_slow, warm, warm_cluster,
+};
 
 #[test]
 fn membership_is_learned_from_nothing() -> Result<()> {
@@ -130,15 +132,7 @@ fn the_other_shim_steers_as_well() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;
     let fleet = Fleet::start([5, 5, 100].map(|delay| Reply::ok().delay(ms(delay))))?;
-    let config = EnvoyConfig::for_replicas(&fleet.addrs())?
-        .filter_settings(|settings| settings["shim"] = json!("override_host"))
-        .edit(|config| {
-            config.remove_filter(prequal_testbed::SHIM_NAME);
-            let policy = config.cluster_mut("replicas-agent")["load_balancing_policy"].clone();
-            let serving = config.cluster_mut(SERVING).as_object_mut().expect("an object");
-            serving.remove("lb_policy");
-            serving.insert("load_balancing_policy".into(), policy);
-        });
+    let config = override_host(EnvoyConfig::for_replicas(&fleet.addrs())?);
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);
     fleet.clear();

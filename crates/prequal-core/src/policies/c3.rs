@@ -10,6 +10,9 @@ use crate::pool::Candidate;
 /// Weight of a new sample in every moving average (the public forks of Cassandra-C3).
 pub const SAMPLE_WEIGHT: f64 = 0.9;
 
+/// Clients that share the replicas where nobody says.
+pub const DEFAULT_CLIENTS: u32 = 1;
+
 /// What one client knows of every replica.
 #[derive(Clone, Debug, Default)]
 pub struct C3 {
@@ -60,6 +63,11 @@ impl C3 {
         if let Some(latency) = latency_us {
             blend(&mut state.service, f64::from(latency));
         }
+    }
+
+    /// Forgets replicas that `is_member` does not know.
+    pub fn retain(&mut self, is_member: impl Fn(Endpoint) -> bool) {
+        self.replicas.retain(|replica, _| is_member(*replica));
     }
 
     /// Ψ of a pool entry, microseconds.

@@ -14,6 +14,20 @@ impl InFlight {
         Self(vec![0; replicas.max(1)])
     }
 
+    pub(crate) fn nobody() -> Self {
+        Self(Vec::new())
+    }
+
+    pub(crate) fn join(&mut self) {
+        self.0.push(0);
+    }
+
+    pub(crate) fn leave(&mut self, replica: usize) {
+        if replica < self.0.len() {
+            self.0.swap_remove(replica);
+        }
+    }
+
     pub(crate) fn of(&self, replica: usize) -> u32 {
         self.0.get(replica).copied().unwrap_or(0)
     }

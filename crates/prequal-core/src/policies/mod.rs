@@ -10,7 +10,8 @@
 //! | [`zuul`] | choice-of-2 of three factors | Netflix, "Rethinking Netflix's Edge Load Balancing" |
 //! | [`linear`], [`c3`] | scoring rules on Prequal's pool | paper §5.2 and appendix A; C3 (NSDI '15) |
 //!
-//! The first five groups implement [`Policy`] over replicas numbered from 0. Linear and C3 rank the entries of a
+//! The first five groups implement [`Policy`] over replicas numbered from 0; [`fleet`] gives those that the filter offers
+//! replicas with names that come and go. Linear and C3 rank the entries of a
 //! [`crate::pool::PoolState`] instead, and synchronous Prequal has its own module, [`crate::sync`].
 
 use rand::RngCore;
@@ -19,6 +20,7 @@ use crate::time::Micros;
 use crate::tracker::Outcome;
 
 pub mod c3;
+pub mod fleet;
 pub mod least_loaded;
 pub mod linear;
 pub mod peak_ewma;
@@ -42,6 +44,15 @@ pub trait Policy {
     fn utilisation(&mut self, _replica: usize, _now: Micros, _report: &Utilisation) {}
 }
 
+/// A policy whose replicas come and go.
+pub trait Elastic: Policy {
+    /// A replica that nothing is known of joins under the next number.
+    fn join(&mut self);
+
+    /// A replica leaves; the last one takes its number.
+    fn leave(&mut self, replica: usize);
+}
+
 /// How a request ended, as its client saw it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Done {
@@ -51,6 +62,8 @@ pub struct Done {
     pub outcome: Outcome,
     /// Requests in flight that the replica put on its answer.
     pub rif: Option<u32>,
+    /// Its utilisation, likewise: 1 is full.
+    pub utilisation: Option<f64>,
 }
 
 /// What weighted round robin is told of a replica.
@@ -91,7 +104,7 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn answered(latency_ms: u64) -> Done {
-        Done { latency_us: latency_ms * 1000, outcome: Outcome::Success, rif: None }
+        Done { latency_us: latency_ms * 1000, outcome: Outcome::Success, rif: None, utilisation: None }
     }
 
     #[test]

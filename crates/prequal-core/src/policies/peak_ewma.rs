@@ -7,7 +7,7 @@
 use rand::RngCore;
 
 use super::least_loaded::InFlight;
-use super::{Done, Policy, two_distinct};
+use super::{Done, Elastic, Policy, two_distinct};
 use crate::time::Micros;
 
 /// Decay constant τ, seconds: Finagle's usual setting.
@@ -53,6 +53,11 @@ impl PeakEwma {
         Self { scan, costs: vec![Cost::default(); replicas.max(1)], in_flight: InFlight::new(replicas) }
     }
 
+    /// Over nobody yet; [`Elastic::join`] before the first pick.
+    pub fn nobody(scan: Scan) -> Self {
+        Self { scan, costs: Vec::new(), in_flight: InFlight::nobody() }
+    }
+
     fn load(&mut self, replica: usize, now: Micros) -> f64 {
         let pending = f64::from(self.in_flight.of(replica));
         let Some(cost) = self.costs.get_mut(replica) else { return f64::INFINITY };
@@ -84,6 +89,20 @@ impl Policy for PeakEwma {
         if let Some(cost) = self.costs.get_mut(replica) {
             cost.observe(now, done.latency_us as f64 * 1e3);
         }
+    }
+}
+
+impl Elastic for PeakEwma {
+    fn join(&mut self) {
+        self.costs.push(Cost::default());
+        self.in_flight.join();
+    }
+
+    fn leave(&mut self, replica: usize) {
+        if replica < self.costs.len() {
+            self.costs.swap_remove(replica);
+        }
+        self.in_flight.leave(replica);
     }
 }
 

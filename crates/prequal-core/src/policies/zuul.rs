@@ -2,18 +2,23 @@
 //! client utilisation, on statistics that decay linearly to zero over 30 s.
 //!
 //! The post names the factors and not their weights. Here each is a share from 0 to 1 and they are added: error
-//! rate, reported RIF over the replica's maximum, local RIF over the same maximum. The thresholds of the filter are
+//! rate, the reported utilisation (else the reported RIF over the replica's maximum), local RIF over the same maximum. The thresholds of the filter are
 //! unpublished too: 50 % errors, 90 % utilisation, 5 attempts.
 
 use rand::{Rng, RngCore};
 
 use super::least_loaded::InFlight;
-use super::{Done, Policy};
+use super::{Done, Elastic, Policy};
 use crate::time::Micros;
 use crate::tracker::Outcome;
 
+/// The header that carries a replica's own utilisation on its answers.
+pub const HEADER_UTILISATION: &str = "x-netflix.server.utilization";
+
 /// Statistics decay linearly to zero over this time, microseconds.
 pub const DECAY_US: u64 = 30_000_000;
+/// Requests in flight at which a replica counts as fully used, where nobody says.
+pub const DEFAULT_MAX_IN_FLIGHT: u32 = 100;
 const MAX_ERRORS: f64 = 0.5;
 const MAX_UTILISATION: f64 = 0.9;
 const ATTEMPTS: usize = 5;
@@ -49,6 +54,15 @@ impl Zuul {
             max_in_flight: f64::from(max_in_flight.max(1)),
             stats: vec![Stats::default(); replicas.max(1)],
             in_flight: InFlight::new(replicas),
+        }
+    }
+
+    /// Over nobody yet; [`Elastic::join`] before the first pick.
+    pub fn nobody(max_in_flight: u32) -> Self {
+        Self {
+            max_in_flight: f64::from(max_in_flight.max(1)),
+            stats: Vec::new(),
+            in_flight: InFlight::nobody(),
         }
     }
 
@@ -106,11 +120,44 @@ impl Policy for Zuul {
         stats.errors = before + (failed - before) * ERROR_WEIGHT;
         stats.errors_at = now;
         stats.answered |= failed == 0.0;
-        if let Some(rif) = done.rif {
-            stats.utilisation = f64::from(rif) / self.max_in_flight;
+        let by_rif = done.rif.map(|rif| f64::from(rif) / self.max_in_flight);
+        if let Some(utilisation) = done.utilisation.or(by_rif) {
+            stats.utilisation = utilisation;
             stats.utilisation_at = now;
         }
     }
+}
+
+impl Elastic for Zuul {
+    fn join(&mut self) {
+        self.stats.push(Stats::default());
+        self.in_flight.join();
+    }
+
+    fn leave(&mut self, replica: usize) {
+        if replica < self.stats.len() {
+            self.stats.swap_remove(replica);
+        }
+        self.in_flight.leave(replica);
+    }
+}
+
+/// The value of [`HEADER_UTILISATION`], `<current>[, target=<target>]`: the current share of what the replica can take.
+/// A number above 1 or with a `%` is in per cent. `None` for anything else, and above ten times full.
+pub fn parse_utilisation(text: &str) -> Option<f64> {
+    let current = text.split(',').next()?.trim();
+    let (number, per_cent) = match current.strip_suffix('%') {
+        Some(number) => (number.trim_end(), true),
+        None => (current, false),
+    };
+    let plain = !number.is_empty() && number.len() <= 16;
+    let value: f64 = if plain && number.bytes().all(|b| b.is_ascii_digit() || b == b'.') {
+        number.parse().ok()?
+    } else {
+        return None;
+    };
+    let share = if per_cent || value > 1.0 { value / 100.0 } else { value };
+    (share <= 10.0).then_some(share)
 }
 
 #[cfg(test)]
@@ -119,7 +166,11 @@ mod tests {
     use super::*;
 
     fn answer(policy: &mut Zuul, replica: usize, rif: u32) {
-        policy.done(replica, Micros(0), &Done { latency_us: 1, outcome: Outcome::Success, rif: Some(rif) });
+        policy.done(
+            replica,
+            Micros(0),
+            &Done { latency_us: 1, outcome: Outcome::Success, rif: Some(rif), utilisation: None },
+        );
     }
 
     #[test]
@@ -130,6 +181,37 @@ mod tests {
         assert_eq!(shares(&mut policy, 2, 20), [0, 20]);
         assert!((policy.factors(0, Micros(DECAY_US / 2)).1 - 0.4).abs() < 1e-9, "80 % is 40 % after 15 s");
         assert_eq!(policy.factors(0, Micros(DECAY_US)).1, 0.0);
+    }
+
+    #[test]
+    fn a_reported_utilisation_outweighs_the_rif() {
+        let mut policy = Zuul::new(2, 100);
+        let done = Done { latency_us: 1, outcome: Outcome::Success, rif: Some(1), utilisation: Some(0.7) };
+        policy.done(0, Micros(0), &done);
+        assert_eq!(policy.factors(0, Micros(0)).1, 0.7);
+    }
+
+    #[test]
+    fn utilisation_is_read_as_share_or_per_cent() {
+        for (text, share) in [
+            ("0.25", Some(0.25)),
+            ("25%", Some(0.25)),
+            ("25, target=80", Some(0.25)),
+            (" 0.5 , target=0.9", Some(0.5)),
+            ("0", Some(0.0)),
+            ("1", Some(1.0)),
+            ("150", Some(1.5)),
+            ("1001", None),
+            ("-1", None),
+            ("NaN", None),
+            ("inf", None),
+            ("1e3", None),
+            ("", None),
+            ("%", None),
+            (".", None),
+        ] {
+            assert_eq!(parse_utilisation(text), share, "{text}");
+        }
     }
 
     #[test]

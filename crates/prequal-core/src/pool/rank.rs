@@ -2,10 +2,12 @@
 //! becomes of the one chosen, is the pool's business.
 
 use std::cmp::Ordering;
+use std::ops::RangeInclusive;
 
 use rand::Rng;
 
 use super::{Branch, Entry, HotRule, MAX_HISTORY, PoolSettings, PoolState, UNKNOWN};
+use crate::members::Standing;
 use crate::time::Stamp;
 
 pub(super) enum Theta {
@@ -23,12 +25,9 @@ impl Theta {
         }
     }
 
-    pub(super) fn rank(&self, entry: &Entry) -> Rank {
-        self.rank_load(entry.load(), entry.latency_us)
-    }
-
     /// Where a replica stands, lowest first; see the module's head.
-    pub(super) fn rank_load(&self, rif: u32, latency_us: u32) -> Rank {
+    fn rank(&self, entry: &Entry) -> Rank {
+        let (rif, latency_us) = (entry.load(), entry.latency_us);
         let unknown = latency_us == UNKNOWN;
         // Under RIF-only control (`q_rif` = 0) latency, known or not, only breaks ties.
         if unknown && rif > 0 && !matches!(self, Self::AllHot) {
@@ -36,6 +35,37 @@ impl Theta {
         }
         let latency = if unknown { 0 } else { latency_us };
         if self.is_hot(rif) { (Tier::Hot, rif, latency) } else { (Tier::Cold, latency, rif) }
+    }
+}
+
+/// The rule of hot and cold over one set of entries.
+pub(super) struct Hcl {
+    theta: Theta,
+    /// Latency of the fastest cold entry, and those that count as equally fast.
+    lowest: u32,
+    band: RangeInclusive<u32>,
+    /// Weights differ.
+    uneven: bool,
+}
+
+impl Hcl {
+    pub(super) fn over(entries: &[Entry], theta: Theta, settings: &PoolSettings) -> Self {
+        let known = entries.iter().filter(|e| e.latency_us != UNKNOWN && !theta.is_hot(e.load()));
+        let lowest = known.map(|entry| entry.latency_us).min().unwrap_or(0);
+        let band = lowest..=(f64::from(lowest) * settings.latency_band) as u32;
+        let weight = entries.first().map_or(Standing::UNIT, |first| first.weight);
+        let uneven = entries.iter().any(|entry| entry.weight != weight);
+        Self { theta, lowest, band, uneven }
+    }
+
+    pub(super) fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
+        match self.theta.rank(entry) {
+            (Tier::Cold, latency, load) if self.band.contains(&latency) => {
+                (Tier::Cold, self.lowest, if self.uneven { entry.draw(rng) } else { load })
+            }
+            (Tier::Hot, _, latency) if self.uneven => (Tier::Hot, entry.draw(rng), latency),
+            rank => rank,
+        }
     }
 }
 

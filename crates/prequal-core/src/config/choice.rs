@@ -1,0 +1,317 @@
+//! How a request finds its replica: rule, mode, hint. And the settings that contradict each other.
+
+use serde_json::Value;
+
+use super::{Fields, kind, set, shorten};
+use crate::hint::HintSource;
+use crate::policies::c3;
+use crate::policies::linear::{ALPHA_US, Linear};
+use crate::policies::zuul;
+use crate::pool::PoolSettings;
+use crate::sync::{MAX_ASKED, MAX_DEADLINE_MS, SyncSettings};
+
+/// How the requests of a cluster find their replicas.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChoiceSettings {
+    /// Which replica is best.
+    pub rule: Rule,
+    /// Whether a request waits for probes of its own.
+    pub mode: Mode,
+    /// The same for named routes of Envoy.
+    pub route_modes: Vec<(String, Mode)>,
+    /// The synchronous mode's settings.
+    pub sync: SyncSettings,
+    /// What synchronous probes tell of the query.
+    pub hint: Option<HintSource>,
+}
+
+/// When a request is placed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Mode {
+    /// At once, from the pool (default).
+    Async,
+    /// After probes of its own ([`crate::sync`]).
+    Sync,
+}
+
+/// Which replica is best.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// Hot and cold, lexicographic (paper §4; default).
+    Hcl,
+    /// The lowest RIF: [`Self::Hcl`] at Q = 0.
+    RifOnly,
+    /// The lowest latency: [`Self::Hcl`] at Q = 1 without a band.
+    LatencyOnly,
+    /// A weighted sum of both (paper, appendix A).
+    Linear(Linear),
+    /// C3's score, for so many clients.
+    C3 {
+        /// Clients that share the replicas, 1 to 100 000.
+        clients: u32,
+    },
+    /// Finagle's Peak EWMA on what this worker's own requests took: no probes.
+    PeakEwma,
+    /// Zuul's choice of two by three factors: no probes.
+    Zuul {
+        /// Requests in flight at which a replica counts as fully used, 1 to 100 000.
+        max_in_flight: u32,
+    },
+}
+
+impl Rule {
+    /// Whether the rule lives on a worker's own requests alone.
+    pub fn is_probe_free(self) -> bool {
+        matches!(self, Self::PeakEwma | Self::Zuul { .. })
+    }
+
+    /// Whether the rule must hear how each request ended.
+    pub fn keeps_state(self) -> bool {
+        self.is_probe_free() || matches!(self, Self::C3 { .. })
+    }
+
+    /// The ends of the paper's rule are settings of the pool.
+    pub(super) fn apply(self, pool: &mut PoolSettings) {
+        let q_rif = match self {
+            Self::RifOnly => 0.0,
+            Self::LatencyOnly => 1.0,
+            _ => return,
+        };
+        (pool.q_rif, pool.q_rif_small, pool.latency_band) = (q_rif, q_rif, 1.0);
+    }
+}
+
+impl Default for ChoiceSettings {
+    fn default() -> Self {
+        Self {
+            rule: Rule::Hcl,
+            mode: Mode::Async,
+            route_modes: Vec::new(),
+            sync: SyncSettings::default(),
+            hint: None,
+        }
+    }
+}
+
+impl ChoiceSettings {
+    /// Whether any request may be placed synchronously.
+    pub fn uses_sync(&self) -> bool {
+        self.mode == Mode::Sync || self.route_modes.iter().any(|(_, mode)| *mode == Mode::Sync)
+    }
+}
+
+/// Keys of this module.
+pub(super) const KEYS: &[&str] = &[
+    "rule",
+    "lambda",
+    "alpha_ms",
+    "c3_clients",
+    "max_in_flight",
+    "mode",
+    "route_modes",
+    "sync_d",
+    "sync_deadline_ms",
+    "hint",
+];
+
+/// Most routes with a mode of their own.
+const MAX_ROUTES: usize = 256;
+
+/// Keys that only some settings listen to: which, and what to do about it.
+struct Listener {
+    keys: &'static [&'static str],
+    listens: fn(&ChoiceSettings) -> bool,
+    cure: &'static str,
+}
+
+const LISTENERS: &[Listener] = &[
+    Listener {
+        keys: &["lambda", "alpha_ms"],
+        listens: |choice| matches!(choice.rule, Rule::Linear(_)),
+        cure: "needs \"rule\": \"linear\"",
+    },
+    Listener {
+        keys: &["c3_clients"],
+        listens: |choice| matches!(choice.rule, Rule::C3 { .. }),
+        cure: "needs \"rule\": \"c3\"",
+    },
+    Listener {
+        keys: &["max_in_flight"],
+        listens: |choice| matches!(choice.rule, Rule::Zuul { .. }),
+        cure: "needs \"rule\": \"zuul_choice_of_two\"",
+    },
+    Listener {
+        keys: &["sync_d", "sync_deadline_ms", "hint"],
+        listens: ChoiceSettings::uses_sync,
+        cure: "needs \"mode\": \"sync\", or a route with \"sync\" in \"route_modes\"",
+    },
+    Listener {
+        keys: &["q_rif", "q_rif_small", "hot", "latency_band"],
+        listens: |choice| choice.rule == Rule::Hcl,
+        cure: "has an effect only with \"rule\": \"hcl\"",
+    },
+    Listener {
+        keys: &[
+            "pool_size",
+            "max_age_ms",
+            "delta",
+            "r_remove",
+            "scale_removal",
+            "reuse_cap",
+            "budget",
+            "r_probe",
+            "target_age_ms",
+            "max_probes_per_query",
+            "verified_probes",
+            "rif_history",
+            "probe_timeout_ms",
+            "idle_probe_interval_ms",
+            "piggyback",
+        ],
+        listens: |choice| !choice.rule.is_probe_free(),
+        cure: "has no effect with a rule that needs no probes (\"peak_ewma\", \"zuul_choice_of_two\"): leave it out",
+    },
+];
+
+impl Fields<'_> {
+    /// Reads how requests find replicas, over `base`.
+    pub(super) fn choice_settings(&mut self, base: &ChoiceSettings) -> ChoiceSettings {
+        let mut choice = base.clone();
+        choice.rule = self.rule(base.rule);
+        let modes = [("async", Mode::Async), ("sync", Mode::Sync)];
+        set(&mut choice.mode, self.choice("mode", &modes));
+        set(&mut choice.route_modes, self.route_modes());
+        set(&mut choice.sync.d, self.whole("sync_d", 2..=MAX_ASKED as u32).map(|d| d as usize));
+        set(&mut choice.sync.deadline_ms, self.whole("sync_deadline_ms", 1..=MAX_DEADLINE_MS));
+        set(&mut choice.hint, self.hint());
+        choice
+    }
+
+    fn rule(&mut self, base: Rule) -> Rule {
+        // Keys of a rule that the key `rule` does not name are reported by `contradictions`.
+        let lambda = self.number("lambda", 0.0..=1.0);
+        let alpha_us = self.number("alpha_ms", 0.001..=60_000.0).map(|ms| ms * 1000.0);
+        let clients = self.whole("c3_clients", 1..=100_000);
+        let most = self.whole("max_in_flight", 1..=100_000);
+        let named = self.choice(
+            "rule",
+            &[
+                ("hcl", Rule::Hcl),
+                ("rif_only", Rule::RifOnly),
+                ("latency_only", Rule::LatencyOnly),
+                ("linear", Rule::Linear(Linear { lambda: 0.5, alpha_us: ALPHA_US })),
+                ("c3", Rule::C3 { clients: c3::DEFAULT_CLIENTS }),
+                ("peak_ewma", Rule::PeakEwma),
+                ("zuul_choice_of_two", Rule::Zuul { max_in_flight: zuul::DEFAULT_MAX_IN_FLIGHT }),
+            ],
+        );
+        // The same rule named again keeps what was said of it above.
+        let again = |named: &Rule| std::mem::discriminant(named) != std::mem::discriminant(&base);
+        let mut rule = named.filter(again).unwrap_or(base);
+        match &mut rule {
+            Rule::Linear(linear) => {
+                set(&mut linear.lambda, lambda);
+                set(&mut linear.alpha_us, alpha_us);
+            }
+            Rule::C3 { clients: of } => set(of, clients),
+            Rule::Zuul { max_in_flight } => set(max_in_flight, most),
+            Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
+        }
+        rule
+    }
+
+    fn route_modes(&mut self) -> Option<Vec<(String, Mode)>> {
+        let routes = match self.object.get("route_modes")? {
+            Value::Object(routes) if routes.len() <= MAX_ROUTES => routes,
+            other => {
+                let got = kind(other);
+                let form = "{\"route name\": \"async\" or \"sync\"}";
+                self.fail(
+                    "route_modes",
+                    format!("must be {form} with at most {MAX_ROUTES} routes, got {got}"),
+                );
+                return None;
+            }
+        };
+        let mut modes = Vec::new();
+        for (name, mode) in routes {
+            let mode = match mode.as_str() {
+                Some("async") => Mode::Async,
+                Some("sync") => Mode::Sync,
+                _ => {
+                    let shown: String = name.chars().take(64).collect();
+                    let got = shorten(mode);
+                    self.fail(
+                        &format!("route_modes.{shown}"),
+                        format!("must be one of \"async\", \"sync\", got {got}"),
+                    );
+                    continue;
+                }
+            };
+            modes.push((name.clone(), mode));
+        }
+        Some(modes)
+    }
+
+    /// `Some(None)`: none, said explicitly.
+    fn hint(&mut self) -> Option<Option<HintSource>> {
+        const FORM: &str =
+            "must be \"none\" or {\"header\": NAME, \"path_segment\": N} with one of the two or both";
+        let object = match self.object.get("hint")? {
+            Value::String(text) if text == "none" => return Some(None),
+            Value::Object(object) if !object.is_empty() => object,
+            other => {
+                let got = shorten(other);
+                self.fail("hint", format!("{FORM}, got {got}"));
+                return None;
+            }
+        };
+        let path = if self.path.is_empty() { "hint".to_owned() } else { format!("{}.hint", self.path) };
+        let mut fields = Fields { object, path, errors: &mut *self.errors };
+        fields.reject_unknown(&["header", "path_segment"]);
+        let header = object.get("header").and_then(|value| {
+            let name = value.as_str().filter(|name| is_header_name(name));
+            if name.is_none() {
+                let got = shorten(value);
+                fields.fail(
+                    "header",
+                    format!("must be the name of a request header, not one of ours, got {got}"),
+                );
+            }
+            name.map(str::to_ascii_lowercase)
+        });
+        let path_segment = fields.whole("path_segment", 1..=64);
+        Some(Some(HintSource { header, path_segment }))
+    }
+
+    /// Reports every key of this object that none of `choices` listens to.
+    pub(super) fn contradictions(&mut self, choices: &[&ChoiceSettings]) {
+        if choices.is_empty() {
+            return;
+        }
+        for listener in LISTENERS {
+            for key in listener.keys {
+                if self.object.contains_key(*key) && !choices.iter().any(|choice| (listener.listens)(choice))
+                {
+                    self.fail(key, listener.cure.to_owned());
+                }
+            }
+        }
+        for key in ["mode", "route_modes"] {
+            let asks = self.object.contains_key(key);
+            if asks && choices.iter().all(|choice| choice.uses_sync() && choice.rule.is_probe_free()) {
+                let cure =
+                    "\"sync\" sends probes, and this rule needs none: name another \"rule\" or use \"async\"";
+                self.fail(key, cure.into());
+            }
+        }
+    }
+}
+
+/// RFC 9110's token; pseudo-headers are not for hints, and our own headers are gone by then.
+fn is_header_name(name: &str) -> bool {
+    let token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
+    (1..=256).contains(&name.len())
+        && name.bytes().all(token)
+        && !name.to_ascii_lowercase().starts_with("x-prequal-")
+}

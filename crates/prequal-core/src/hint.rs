@@ -1,0 +1,107 @@
+//! Query hints (paper §4): what a synchronous probe tells of the query, so that a replica with a warm cache can say so.
+//!
+//! Only a hash travels: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version,
+//! and no secret: two values with one hash share their cache affinity, nothing else.
+
+use std::fmt;
+
+/// Where the hint of a request comes from: at least one of the two; both are hashed together.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct HintSource {
+    /// A request header, in lower case.
+    pub header: Option<String>,
+    /// A segment of the path, from 1 (`/1/2/3?query`) to 64.
+    pub path_segment: Option<u32>,
+}
+
+impl HintSource {
+    /// The hint, from the header's value and the path; `None` where the request has neither.
+    pub fn hint(&self, header: Option<&[u8]>, path: Option<&[u8]>) -> Option<Hint> {
+        let header = header.filter(|value| self.header.is_some() && !value.is_empty());
+        let segment = self.path_segment.and_then(|number| segment(path?, number));
+        if header.is_none() && segment.is_none() {
+            return None;
+        }
+        let hash = fnv(FNV_OFFSET, header.unwrap_or_default());
+        // The length keeps "ab" + "c" apart from "a" + "bc".
+        let hash = fnv(hash, &(header.map_or(0, <[u8]>::len) as u64).to_le_bytes());
+        Some(Hint(fnv(hash, segment.unwrap_or_default())))
+    }
+}
+
+/// The hash of what a query will touch; its text is 16 hexadecimal digits.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Hint(u64);
+
+impl fmt::Display for Hint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+fn segment(path: &[u8], number: u32) -> Option<&[u8]> {
+    let path = path.split(|byte| matches!(byte, b'?' | b'#')).next()?;
+    let segment = path.split(|byte| *byte == b'/').nth(number as usize)?;
+    (!segment.is_empty()).then_some(segment)
+}
+
+/// FNV-1a.
+fn fnv(hash: u64, bytes: &[u8]) -> u64 {
+    bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
+}
+
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn source(header: bool, path_segment: Option<u32>) -> HintSource {
+        HintSource { header: header.then(|| "x-session".into()), path_segment }
+    }
+
+    #[test]
+    fn the_text_is_the_same_for_ever() {
+        assert_eq!(fnv(FNV_OFFSET, b"foobar"), 0x8594_4171_f739_67e8, "FNV's published vector");
+        let hint = source(true, None).hint(Some(b"abc"), None).unwrap();
+        assert_eq!(hint.to_string(), "e5f49fafdcdf1048");
+    }
+
+    #[test]
+    fn what_is_absent_gives_no_hint() {
+        for (source, header, path) in [
+            (source(true, None), None, Some("/a/b")),
+            (source(true, None), Some(""), None),
+            (source(false, Some(3)), Some("x"), Some("/a/b?c/d")),
+            (source(false, Some(1)), None, None),
+            (source(false, Some(1)), None, Some("//b")),
+            (source(true, Some(2)), None, Some("/a")),
+        ] {
+            assert_eq!(
+                source.hint(header.map(str::as_bytes), path.map(str::as_bytes)),
+                None,
+                "{source:?} {path:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn header_and_segment_are_told_apart() {
+        let both = source(true, Some(1));
+        let hint = |header: &str, path: &str| both.hint(Some(header.as_bytes()), Some(path.as_bytes()));
+        assert_eq!(hint("a", "/b"), hint("a", "/b/c?d"));
+        assert_ne!(hint("ab", "/c"), hint("a", "/bc"));
+        assert_ne!(hint("a", "/b"), hint("b", "/a"));
+        assert!(hint("a", "/").is_some() && hint("", "/b").is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn no_value_panics_and_the_text_is_bounded(header: Vec<u8>, path: Vec<u8>, number in 0u32..70) {
+            if let Some(hint) = source(true, Some(number)).hint(Some(&header), Some(&path)) {
+                prop_assert_eq!(hint.to_string().len(), 16);
+            }
+        }
+    }
+}

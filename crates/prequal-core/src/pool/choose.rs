@@ -1,0 +1,135 @@
+//! Choices beside the ordinary pick: among the answers that a request waited for, and who comes next if a choice fails.
+
+use bytemuck::Zeroable;
+use rand::Rng;
+
+use super::rank::{Hcl, Score, lowest};
+use super::{Branch, Candidate, Entry, Pick, PoolSettings, PoolState};
+use crate::endpoint::Endpoint;
+use crate::sync::{Answer, MAX_ASKED};
+use crate::time::{Micros, Stamp};
+
+/// Which order replicas are put in.
+#[derive(Clone, Copy)]
+pub enum Ranking<'a> {
+    /// Hot and cold (paper §4).
+    HotCold,
+    /// The lowest score first, as in [`PoolState::pick_scored`].
+    Scored(&'a dyn Fn(&Candidate) -> f64),
+}
+
+impl PoolState {
+    /// [`Self::pick`] under either ranking.
+    pub fn pick_by<G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        ranking: Ranking<'_>,
+        rng: &mut G,
+    ) -> Pick {
+        match ranking {
+            Ranking::HotCold => self.pick(settings, now, rng),
+            Ranking::Scored(score) => self.pick_scored(settings, now, rng, score),
+        }
+    }
+
+    /// Chooses among `answers` by the pool's own rule (synchronous mode, see [`crate::sync`]). Answers of barred replicas
+    /// do not count; where none is left, or steering pauses, the pool itself chooses.
+    ///
+    /// Whether the answers are also reports for the pool is the caller's business ([`Self::record`]).
+    pub fn pick_among<G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        now: Micros,
+        answers: &[Answer],
+        ranking: Ranking<'_>,
+        rng: &mut G,
+    ) -> Pick {
+        let stamp = now.stamp();
+        let mut usable = [Entry::zeroed(); MAX_ASKED];
+        let usable = self.usable(answers, stamp, &mut usable);
+        let chosen =
+            if self.is_paused(stamp) { None } else { self.first(settings, stamp, usable, ranking, rng) };
+        let Some(chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
+        let probes = self.begin_pick(settings, stamp);
+        // RIF compensation (§4), for the requests that the pool will have to place.
+        if let Some(entry) = self.entries_mut().iter_mut().find(|entry| entry.endpoint == chosen.endpoint) {
+            entry.rif = entry.rif.saturating_add(1);
+        }
+        Pick {
+            replica: Some(chosen.endpoint),
+            branch: Branch::Sync,
+            verify: false,
+            standing: chosen.standing(),
+            probes,
+        }
+    }
+
+    /// Where a retry goes: the first but `chosen`, among the answers if others came, else in the pool.
+    pub fn runner_up<G: Rng>(
+        &self,
+        settings: &PoolSettings,
+        now: Micros,
+        chosen: Endpoint,
+        answers: &[Answer],
+        ranking: Ranking<'_>,
+        rng: &mut G,
+    ) -> Option<Endpoint> {
+        let stamp = now.stamp();
+        let mut usable = [Entry::zeroed(); MAX_ASKED];
+        let usable = self.usable(answers, stamp, &mut usable);
+        if let Some(index) = usable.iter().position(|entry| entry.endpoint == chosen) {
+            usable.swap(0, index);
+            if let Some(entry) = self.first(settings, stamp, usable.get(1..)?, ranking, rng) {
+                return Some(entry.endpoint);
+            }
+        }
+        let mut others = self.entries;
+        let mut count = 0;
+        for entry in self.entries() {
+            if let Some(slot) = others.get_mut(count)
+                && entry.endpoint != chosen
+                && entry.unproven == 0
+            {
+                *slot = *entry;
+                count += 1;
+            }
+        }
+        Some(self.first(settings, stamp, others.get(..count)?, ranking, rng)?.endpoint)
+    }
+
+    fn usable<'a>(
+        &self,
+        answers: &[Answer],
+        stamp: Stamp,
+        into: &'a mut [Entry; MAX_ASKED],
+    ) -> &'a mut [Entry] {
+        let allowed = answers.iter().filter(|answer| !self.is_barred(answer.replica, stamp));
+        let mut count = 0;
+        for (slot, answer) in into.iter_mut().zip(allowed) {
+            *slot = Entry::new(answer.replica, answer.load, answer.standing, stamp);
+            count += 1;
+        }
+        into.get_mut(..count).unwrap_or_default()
+    }
+
+    fn first<G: Rng>(
+        &self,
+        settings: &PoolSettings,
+        stamp: Stamp,
+        entries: &[Entry],
+        ranking: Ranking<'_>,
+        rng: &mut G,
+    ) -> Option<Entry> {
+        let index = match ranking {
+            Ranking::HotCold => {
+                let rule = Hcl::over(entries, self.theta(settings, stamp), settings);
+                lowest(entries, |entry, rng: &mut G| rule.rank(entry, rng), rng)?.0
+            }
+            Ranking::Scored(score) => {
+                lowest(entries, |entry, _: &mut G| Score(score(&entry.candidate(stamp))), rng)?.0
+            }
+        };
+        entries.get(index).copied()
+    }
+}

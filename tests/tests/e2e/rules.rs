@@ -1,0 +1,254 @@
+//! Selection rules, retries, and fleets of one, two and three.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::Result;
+use prequal_testbed::{Backend, Body, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
+use serde_json::{Value, json};
+
+use crate::support::{
+    SERVING, addrs, assert_all_ok, bed, is_probe, override_host, report, set, stand_in, stand_ins, warm,
+    with_load,
+};
+
+const MS: fn(u64) -> Duration = Duration::from_millis;
+
+fn with(addrs: &[SocketAddr], settings: &Value) -> Result<EnvoyConfig> {
+    let config = EnvoyConfig::for_replicas(addrs)?;
+    let settings = settings.as_object().expect("an object");
+    Ok(settings.iter().fold(config, |config, (key, value)| set(config, key, value.clone())))
+}
+
+/// The shipped settings say something of probes that the rules without them refuse.
+fn without_probes(config: EnvoyConfig) -> EnvoyConfig {
+    config.filter_settings(|settings| {
+        settings["clusters"][0].as_object_mut().expect("an object").remove("verified_probes");
+    })
+}
+
+#[test]
+fn every_rule_avoids_a_slow_replica() -> Result<()> {
+    bed!();
+    let fleet = Fleet::start([5, 5, 5, 100].map(|delay| Reply::ok().delay(MS(delay))))?;
+    for (settings, branch, probe_free) in [
+        (json!({"rule": "hcl"}), "cold", false),
+        (json!({"rule": "rif_only"}), "hot", false),
+        (json!({"rule": "latency_only"}), "cold", false),
+        (json!({"rule": "linear", "lambda": 0.5, "alpha_ms": 5}), "scored", false),
+        (json!({"rule": "c3"}), "scored", false),
+        (json!({"rule": "linear", "mode": "sync", "sync_d": 4, "sync_deadline_ms": 1000}), "sync", false),
+        (json!({"rule": "peak_ewma"}), "scored", true),
+        (json!({"rule": "zuul_choice_of_two", "max_in_flight": 4}), "scored", true),
+    ] {
+        let config = with(&fleet.addrs(), &settings)?;
+        let envoy = Envoy::start(if probe_free { without_probes(config) } else { config })?;
+        warm(&envoy, 4);
+        fleet.clear();
+        let before = envoy.prequal(SERVING)?;
+        assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
+        let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
+        let chosen = after.picks(branch) - before.picks(branch);
+        assert!(chosen >= 450, "{settings}: {chosen} by the rule: {after:#?}");
+        // A fair share is 150; RIF alone, which cannot tell slow from busy, leaves the slow one what it can do.
+        assert!(served[3] <= 75, "{settings}: {served:?}");
+        // Latency alone herds: who is fastest by a hair gets everything.
+        let herds = settings["rule"] == "latency_only";
+        assert!(herds || served[..3].iter().all(|&served| served >= 30), "{settings}: {served:?}");
+        assert_eq!(after.probes("sent") == 0, probe_free, "{settings}: {after:#?}");
+        fleet.assert_idle();
+    }
+    Ok(())
+}
+
+#[test]
+fn zuul_reads_the_utilisation_that_replicas_report() -> Result<()> {
+    bed!();
+    // No agents: the header is all there is.
+    let reply = |share: &'static str| move |_| Reply::ok().header("x-netflix.server.utilization", share);
+    let mut fleet = stand_ins(3, |_| Reply::status(404), reply("0.1"))?;
+    fleet.push(stand_in(|_| Reply::status(404), reply("70%, target=90"))?);
+    let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &json!({"rule": "zuul_choice_of_two"}))?))?;
+    warm(&envoy, 4);
+    fleet.iter().for_each(Backend::clear);
+    assert_all_ok(&envoy.client().burst(400, 2, |_| Request::get("/")));
+    let served: Vec<u64> = fleet.iter().map(Backend::served).collect();
+    assert!(served[3] <= 50 && served.iter().sum::<u64>() == 400, "{served:?}");
+    for seen in fleet.iter().flat_map(Backend::seen) {
+        assert!(!is_probe(&seen));
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rule_without_probes_follows_the_membership() -> Result<()> {
+    bed!();
+    let fleet = stand_ins(3, |_| Reply::status(404), |_| Reply::ok().delay(MS(1)))?;
+    let all = addrs(&fleet);
+    let config = without_probes(with(&all[..2], &json!({"rule": "peak_ewma", "discovery_interval_ms": 50}))?);
+    let mut envoy = Envoy::start(config.eds(&[SERVING]))?;
+    warm(&envoy, 2);
+    envoy.set_endpoints(SERVING, &all)?;
+    warm(&envoy, 3);
+    eventually("the newcomer is served", Duration::from_secs(10), || {
+        fleet[2].clear();
+        assert_all_ok(&envoy.client().burst(60, 3, |_| Request::get("/")));
+        (fleet[2].served() >= 10).then_some(())
+    });
+    envoy.set_endpoints(SERVING, &all[1..])?;
+    fleet[0].clear();
+    eventually("the filter forgets the removed replica", Duration::from_secs(10), || {
+        let diverted = |envoy: &Envoy| Some(envoy.prequal(SERVING).ok()?.other("prequal_diverted_total"));
+        let before = diverted(&envoy)?;
+        assert_all_ok(&envoy.client().burst(100, 4, |_| Request::get("/")));
+        (diverted(&envoy)? == before).then_some(())
+    });
+    assert_eq!(fleet[0].served(), 0);
+    Ok(())
+}
+
+/// Attempts of each request at each backend, by Envoy's request id.
+type Attempts = BTreeMap<String, Vec<usize>>;
+
+/// Adds the attempts since the last call. Backends record only so many requests.
+fn add_attempts(attempts: &mut Attempts, fleet: &[Backend]) {
+    for (index, backend) in fleet.iter().enumerate() {
+        for seen in backend.seen().iter().filter(|seen| !is_probe(seen)) {
+            let id = seen.header("x-request-id").expect("Envoy numbers requests").to_owned();
+            attempts.entry(id).or_default().push(index);
+        }
+        backend.clear();
+    }
+}
+
+#[test]
+fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> Result<()> {
+    bed!();
+    let load = |rif, latency| move |addr| with_load(report(rif, latency, addr));
+    for (shim, mode) in [
+        ("stateful_session", "async"),
+        ("stateful_session", "sync"),
+        ("override_host", "async"),
+        ("override_host", "sync"),
+    ] {
+        // The best by its own word fails everything; the second is far better than the others.
+        let mut fleet = vec![
+            stand_in(load(0, 1000), |_| Reply::ok().body(Body::Reset))?,
+            stand_in(load(0, 5000), load(0, 5000))?,
+        ];
+        fleet.extend(stand_ins(2, load(3, 900_000), load(3, 900_000))?);
+        let all: Vec<String> = addrs(&fleet).iter().map(ToString::to_string).collect();
+        let settings = json!({"mode": mode, "endpoints": all});
+        let mut config = with(&addrs(&fleet), &settings)?.edit(|config| {
+            config.route_mut()["retry_policy"]["retry_on"] = json!("reset,connect-failure");
+        });
+        if mode == "sync" {
+            config = set(set(config, "sync_d", 4), "sync_deadline_ms", 1000);
+        }
+        if shim == "override_host" {
+            config = override_host(config);
+        }
+        let envoy = Envoy::start(config)?;
+        warm(&envoy, 4);
+        fleet.iter().for_each(Backend::clear);
+        let ended = |envoy: &Envoy| Some(envoy.prequal(SERVING).ok()?.outcomes.values().sum::<u64>());
+        let (before, mut attempts) = (ended(&envoy), Attempts::new());
+        eventually("five requests begin at the one that fails", Duration::from_secs(20), || {
+            assert_all_ok(&envoy.client().burst(20, 1, |_| Request::get("/")));
+            add_attempts(&mut attempts, &fleet);
+            (attempts.values().filter(|at| at.contains(&0)).count() >= 5).then_some(())
+        });
+        for (id, at) in attempts.iter().filter(|(_, at)| at.contains(&0)) {
+            assert_eq!(
+                at.iter().filter(|&&at| at == 0).count(),
+                1,
+                "{shim} {mode}: {id} twice to the same: {at:?}"
+            );
+        }
+        if shim == "override_host" {
+            // The first requests, before the pool knew all, may have been placed by Envoy.
+            let retried: Vec<_> = attempts.values().filter(|at| at.contains(&0)).collect();
+            let to_runner_up = retried.iter().filter(|at| ***at == [0, 1]).count();
+            assert!(to_runner_up * 5 >= retried.len() * 4, "{mode}: {to_runner_up} of {}", retried.len());
+        }
+        let outcomes = ended(&envoy).zip(before).map(|(after, before)| after - before);
+        assert_eq!(outcomes, Some(attempts.len() as u64), "{shim} {mode}: one outcome each");
+    }
+    Ok(())
+}
+
+#[test]
+fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
+    bed!();
+    for mode in ["async", "sync"] {
+        for n in 1..=3 {
+            let delays = [60, 5, 5];
+            let fleet = Fleet::start(delays[..n].iter().map(|delay| Reply::ok().delay(MS(*delay))))?;
+            let mut config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "mode", mode);
+            if mode == "sync" {
+                config = set(config, "sync_deadline_ms", 1000);
+            }
+            let envoy = Envoy::start(config)?;
+            if n > 1 {
+                warm(&envoy, n as u64);
+            }
+            fleet.clear();
+            assert_all_ok(&envoy.client().burst(150, 3, |_| Request::get("/")));
+            let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
+            assert_eq!(served.iter().sum::<u64>(), 150, "{mode}, n = {n}");
+            // With one there is nothing to choose: Envoy's own policy serves.
+            assert_eq!(after.steered() == 0, n == 1, "{mode}, n = {n}: {after:#?}");
+            let fair = 150 / n as u64;
+            assert!(n == 1 || served[0] <= fair * 2 / 3, "{mode}, n = {n}: the slow one got {served:?}");
+            assert!(served[1..].iter().all(|&served| served > 20), "{mode}, n = {n}: {served:?}");
+            assert_eq!(after.other("prequal_diverted_total"), 0, "{mode}, n = {n}: {after:#?}");
+            fleet.assert_idle();
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_profile_steers() -> Result<()> {
+    bed!();
+    let fleet = Fleet::start([5, 5, 5, 100].map(|delay| Reply::ok().delay(MS(delay))))?;
+    for (profile, mode) in
+        [("default", "async"), ("paper", "async"), ("small", "async"), ("inference", "sync")]
+    {
+        let config = EnvoyConfig::for_replicas(&fleet.addrs())?
+            .filter_settings(|settings| settings["profile"] = json!(profile));
+        let envoy = Envoy::start(config)?;
+        warm(&envoy, 4);
+        fleet.clear();
+        let before = envoy.prequal(SERVING)?;
+        let request = |_| Request::get("/").header("x-session-id", "s");
+        assert_all_ok(&envoy.client().burst(400, 4, request));
+        let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
+        let of_sync = after.picks("sync") - before.picks("sync");
+        assert!(if mode == "sync" { of_sync >= 300 } else { of_sync == 0 }, "{profile}: {after:#?}");
+        // A fair share is 100. The paper's rule knows no trials of slow replicas, but follows θ on RIFs of one or two.
+        assert!(served[3] <= 60, "{profile}: {served:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn contradictions_are_refused_with_field_and_cure() -> Result<()> {
+    bed!();
+    let fleet = stand_ins(1, |_| Reply::ok(), |_| Reply::ok())?;
+    for (key, value, cure) in [
+        ("hint", json!({"header": "x-a"}), "`clusters[0].hint` needs \"mode\": \"sync\""),
+        ("lambda", json!(0.5), "`clusters[0].lambda` needs \"rule\": \"linear\""),
+        (
+            "rule",
+            json!("peak_ewma"),
+            "`clusters[0].verified_probes` has no effect with a rule that needs no probes",
+        ),
+    ] {
+        let refused = Envoy::start(set(EnvoyConfig::for_replicas(&addrs(&fleet))?, key, value));
+        let error = format!("{:#}", refused.expect_err("refused"));
+        assert!(error.contains(cure), "{key}: {error}");
+    }
+    Ok(())
+}
