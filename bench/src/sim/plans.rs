@@ -111,6 +111,7 @@ pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
 
 const PAPER: &str = "Prequal (paper)";
 const OURS: &str = "Prequal (ours)";
+const SMALL: &str = "Prequal (profile small)";
 
 /// Prequal under the paper profile: Q = 2^(−1/4), 3 probes a query, probes only.
 pub(crate) fn paper() -> Prequal {
@@ -142,6 +143,12 @@ pub(crate) fn ours() -> Prequal {
         paper_tracker: false,
         learn: false,
     }
+}
+
+/// The profile for fleets of at most 16.
+fn small() -> Prequal {
+    let pool = Profile::Small.pool_settings();
+    Prequal { skip_fresh_ms: Some(pool.max_age_ms / 10), pool, ..ours() }
 }
 
 fn ours_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
@@ -527,6 +534,7 @@ fn finagle(length: Length) -> Plan {
                 (PAPER, Arm::Prequal(paper())),
                 ("paper, hot if RIF > θ", paper_with(|pool| pool.hot = HotRule::Gt)),
                 (OURS, Arm::Prequal(ours())),
+                (SMALL, Arm::Prequal(small())),
             ]),
         }],
         metrics: standard_and(&[
@@ -585,6 +593,7 @@ fn ingress(length: Length) -> Plan {
                 (PAPER, Arm::Prequal(paper())),
                 ("paper, hot if RIF > θ", paper_with(|pool| pool.hot = HotRule::Gt)),
                 (OURS, Arm::Prequal(ours())),
+                (SMALL, Arm::Prequal(small())),
             ]),
         }
     });
@@ -742,6 +751,7 @@ fn smallfleet(length: Length) -> Plan {
                 ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
                 (PAPER, Arm::Prequal(paper())),
                 (OURS, Arm::Prequal(ours())),
+                (SMALL, Arm::Prequal(small())),
             ]),
         }
     });

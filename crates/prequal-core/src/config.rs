@@ -415,6 +415,7 @@ impl Fields<'_> {
         let profile = self.choice("profile", Profile::NAMES).map(of_profile);
         let Settings { mut pool, probe, choice } = self.settings(profile.as_ref().unwrap_or(defaults));
         self.contradictions(&[&choice]);
+        self.sync_without_probes(&choice);
         choice.rule.apply(&mut pool);
         let endpoints = self.endpoints();
         // Both are read before giving up, so that both are reported.
@@ -670,6 +671,8 @@ mod tests {
         };
         assert_eq!(both(r#""sync_d":4"#, r#","mode":"sync""#), [""; 0]);
         assert_eq!(both(r#""rule":"rif_only""#, r#","rule":"hcl","q_rif":0.5"#), [""; 0]);
+        let found = both(r#""mode":"sync""#, r#","rule":"peak_ewma""#);
+        assert!(found.len() == 1 && found[0].starts_with("`clusters[1].mode` \"sync\" sends"), "{found:?}");
         let found = both(r#""sync_d":4"#, "");
         assert!(found.len() == 1 && found[0].starts_with("`sync_d` needs"), "{found:?}");
         let found = both(r#""hint":{"header":"x-prequal-hint","x":1,"path_segment":0}"#, "");
