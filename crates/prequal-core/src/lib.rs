@@ -13,6 +13,7 @@
 //! | [`policies`] | what Prequal is compared with |
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
+//! | [`failures`] | which share of its requests it fails |
 //! | [`report`] | the wire form of that |
 //! | [`config`] | settings that cannot be invalid |
 #![forbid(unsafe_code)]
@@ -23,6 +24,7 @@
 
 pub mod config;
 pub mod endpoint;
+pub mod failures;
 pub mod members;
 pub mod policies;
 pub mod pool;
