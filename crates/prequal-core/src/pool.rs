@@ -17,13 +17,18 @@
 //!   the choice goes by weighted RIF and chance, so that equal replicas share by weight at any load and a slow one is
 //!   still avoided. When Envoy refuses most choices (it knows of failures
 //!   that the probe cluster's policy does not), steering pauses: a request that Envoy places tells where to go on.
+//! - **Replicas that are out** ([`crate::exceptions`]) are not in the pool: the caller lets no report of theirs in.
+//! - **A young replica** takes a share that grows with its age over [`PoolSettings::ramp_ms`]; relative to the median of
+//!   the pool, so that a fleet that is new as a whole is not held back.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
 use bytemuck::Zeroable;
 use rand::Rng;
 
 use crate::endpoint::Endpoint;
+use crate::exceptions::{ExceptionSettings, Exceptions, Trial};
 use crate::members::Standing;
+use crate::report::LoadReport;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};
 
@@ -107,12 +112,27 @@ pub struct PoolSettings {
     pub verified_probes: bool,
     /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
+    /// When a replica is passed over.
+    pub exceptions: ExceptionSettings,
+    /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
+    pub ramp_ms: u32,
 }
 
 impl PoolSettings {
     /// Entries that a pool over `n` replicas can have; `n` = 0 means that nothing has been learned yet.
     fn attainable(&self, n: u32) -> usize {
         if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
+    }
+
+    /// Share of traffic of a replica that started `up_s` ago, per cent.
+    fn share_at(&self, up_s: Option<u32>) -> u8 {
+        match (up_s, self.ramp_ms) {
+            (None, _) | (_, 0) => FULL_SHARE,
+            (Some(up_s), ramp_ms) => {
+                let share = u64::from(up_s) * 100_000 / u64::from(ramp_ms);
+                share.clamp(MIN_SHARE.into(), FULL_SHARE.into()) as u8
+            }
+        }
     }
 }
 
@@ -134,6 +154,14 @@ pub struct Load {
     pub rif: u32,
     /// Median latency at that RIF, microseconds, if known.
     pub latency_us: Option<u32>,
+    /// How long ago it started, seconds; `None`: long ago.
+    pub up_s: Option<u32>,
+}
+
+impl From<&LoadReport> for Load {
+    fn from(report: &LoadReport) -> Self {
+        Self { rif: report.rif, latency_us: report.latency_us, up_s: report.up_s }
+    }
 }
 
 /// The answer to one request.
@@ -143,6 +171,10 @@ pub struct Pick {
     pub replica: Option<Endpoint>,
     /// Which rule chose it.
     pub branch: Branch,
+    /// What the replica reported, microseconds.
+    pub latency_us: Option<u32>,
+    /// The request shows whether the replica is well again ([`crate::exceptions`]).
+    pub trial: bool,
     /// The replica is not a member yet: its first request shows whether Envoy knows it.
     pub verify: bool,
     /// What the pool knows of the replica's placement; its report on the response is recorded with it.
@@ -200,6 +232,10 @@ pub struct PoolState {
     discovery_sent: Stamp,
     members_changed: Stamp,
     barred_count: u32,
+    /// 1 while the exceptions table must be looked at.
+    exceptions: u16,
+    /// Replicas that it excludes.
+    out: u16,
     entries: [Entry; MAX_POOL],
     barred: [Barred; MAX_BARRED],
     history_at: [Stamp; MAX_HISTORY],
@@ -218,7 +254,9 @@ struct Entry {
     rif: u16,
     uses_left: u16,
     /// 1 for a candidate that no request has reached yet.
-    unproven: u16,
+    unproven: u8,
+    /// Per cent of what it would get if it were not young.
+    share: u8,
 }
 
 impl Entry {
@@ -327,7 +365,8 @@ impl PoolState {
             && usize::from(state.history_next) < MAX_HISTORY
             && state.barred_count as usize <= MAX_BARRED
             && state.remove_worst <= 1
-            && state.auto_ge <= 1;
+            && state.auto_ge <= 1
+            && state.exceptions <= 1;
         if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
             return Err(BlobError::Content);
         }
@@ -373,6 +412,53 @@ impl PoolState {
         self.pick_ranked(settings, now, rng, probes, rank, |_| Branch::Cold)
     }
 
+    /// [`Self::pick`] while some replicas are out: they leave the pool, and a trial that is due takes this request.
+    pub fn pick_past<G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        exceptions: &Exceptions,
+        trial: Option<Trial>,
+        now: Micros,
+        rng: &mut G,
+    ) -> Pick {
+        self.exclude(exceptions, now);
+        let Some(trial) = trial else { return self.pick(settings, now, rng) };
+        Pick {
+            replica: Some(trial.replica),
+            branch: Branch::Cold,
+            latency_us: None,
+            trial: true,
+            verify: false,
+            standing: trial.standing,
+            probes: self.begin_pick(settings, now.stamp()),
+        }
+    }
+
+    /// Takes note of what the exceptions table says; replicas that are out leave the pool.
+    pub fn exclude(&mut self, exceptions: &Exceptions, now: Micros) {
+        self.exceptions = exceptions.is_active(now).into();
+        self.out = u16::try_from(exceptions.out()).unwrap_or(u16::MAX);
+        let mut index = 0;
+        while let Some(entry) = self.entries().get(index) {
+            if exceptions.is_out(entry.endpoint) { self.remove(index) } else { index += 1 }
+        }
+    }
+
+    /// Whether the exceptions table must be looked at.
+    pub fn has_exceptions(&self) -> bool {
+        self.exceptions == 1
+    }
+
+    /// Replicas that the exceptions table excludes.
+    pub fn out(&self) -> u32 {
+        self.out.into()
+    }
+
+    /// Replicas in use and samples of the policy, as [`Self::set_members`] told.
+    pub fn membership(&self) -> (u32, u32) {
+        (self.members, self.samples)
+    }
+
     /// Chooses among `answers` instead of the pool, by the same rule; remembers their RIFs for θ (synchronous mode,
     /// see [`crate::sync`]). `None` without answers.
     pub fn choose<G: Rng>(
@@ -413,13 +499,25 @@ impl PoolState {
     ) -> Pick {
         let stamp = now.stamp();
         let standing = Standing::even(self.samples);
-        let mut pick = Pick { replica: None, branch: Branch::Fallback, verify: false, standing, probes };
-        if self.entry_count >= 2
+        let mut pick = Pick {
+            replica: None,
+            branch: Branch::Fallback,
+            latency_us: None,
+            trial: false,
+            verify: false,
+            standing,
+            probes,
+        };
+        // With all but one replica out that one is the choice.
+        let enough = self.members.saturating_sub(self.out.into()).clamp(1, 2);
+        let enough = if self.out == 0 { 2 } else { enough as u16 };
+        if self.entry_count >= enough
             && !self.is_paused(stamp)
-            && let Some((index, least)) = lowest(self.entries(), &rank, rng)
+            && let Some((index, least)) = self.lowest_ramped(&rank, rng)
             && let Some(entry) = self.entries.get_mut(index)
         {
             pick.replica = Some(entry.endpoint);
+            pick.latency_us = (entry.latency_us != UNKNOWN).then_some(entry.latency_us);
             pick.branch = branch(least);
             pick.verify = entry.unproven == 1;
             pick.standing = entry.standing();
@@ -476,6 +574,7 @@ impl PoolState {
             rif,
             uses_left: u16::try_from(round_randomly(b_reuse, rng)).unwrap_or(u16::MAX).max(1),
             unproven: 0,
+            share: settings.share_at(load.up_s),
         };
         self.insert(settings, stamp, entry);
     }
@@ -495,6 +594,7 @@ impl PoolState {
             rif: 0,
             uses_left: 1,
             unproven: 1,
+            share: FULL_SHARE,
         };
         self.insert(settings, stamp, entry);
     }
@@ -657,6 +757,32 @@ impl PoolState {
         self.paused == 1
     }
 
+    /// The lowest rank, where a young replica gives way to the next best as often as its share says.
+    fn lowest_ramped<R: Ord, G: Rng>(
+        &mut self,
+        rank: impl Fn(&Entry, &mut G) -> R,
+        rng: &mut G,
+    ) -> Option<(usize, R)> {
+        let best = lowest(self.entries(), &rank, rng)?;
+        let share = self.entries().get(best.0)?.share;
+        if share >= FULL_SHARE {
+            return Some(best);
+        }
+        let mut shares = [0; MAX_POOL];
+        for (to, entry) in shares.iter_mut().zip(self.entries()) {
+            *to = entry.share;
+        }
+        let shares = shares.get_mut(..usize::from(self.entry_count))?;
+        shares.sort_unstable();
+        let usual = shares.get(shares.len() / 2).copied()?;
+        if share >= usual || rng.random_range(0..usual) < share {
+            return Some(best);
+        }
+        // The next best among those that are not younger than usual.
+        let grown = |entry: &Entry, rng: &mut G| (entry.share < usual, rank(entry, rng));
+        lowest(self.entries(), grown, rng).map(|(index, (_, rank))| (index, rank))
+    }
+
     /// The same ranking in reverse.
     fn worst<R: Ord, G: Rng>(&self, rng: &mut G, rank: impl Fn(&Entry, &mut G) -> R) -> Option<usize> {
         self.entries().iter().enumerate().max_by_key(|(_, entry)| rank(entry, rng)).map(|(index, _)| index)
@@ -723,7 +849,7 @@ pub enum BlobError {
 }
 
 const MAGIC: u32 = 0x7072_6571; // "preq"
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 const UNKNOWN: u32 = u32::MAX;
 /// How long a candidate's first request may take before it gets another.
 const VERIFY_MS: u32 = 5000;
@@ -733,6 +859,10 @@ const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
 const PAUSE_MS: u32 = 1000;
 /// Bounds the counters between two picks; an average over more is not believable.
 const MAX_RATE: u32 = 10_000;
+/// Shares of traffic, per cent.
+const FULL_SHARE: u8 = 100;
+/// The least that a young replica gets: it must be seen to answer.
+const MIN_SHARE: u8 = 5;
 
 #[cfg(test)]
 mod tests;
