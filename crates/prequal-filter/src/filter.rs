@@ -170,12 +170,8 @@ impl Filter {
     }
 }
 
-fn load_of(report: &LoadReport) -> Load {
-    Load { rif: report.rif, latency_us: report.latency_us }
-}
-
 fn answer(members: &Members, replica: Endpoint, report: &LoadReport) -> Answer {
-    Answer { replica, load: load_of(report), standing: members.standing(replica) }
+    Answer { replica, load: Load::from(report), standing: members.standing(replica) }
 }
 
 impl Cluster {
@@ -205,7 +201,7 @@ impl Cluster {
     /// A report that may speak for `replica`, whose placement is `standing`.
     pub(crate) fn report(&self, at: Micros, replica: Endpoint, report: &LoadReport, standing: Standing) {
         self.rule.reported(replica, report);
-        self.push(News::Report { at, replica, load: load_of(report), standing });
+        self.push(News::Report { at, replica, load: Load::from(report), standing });
     }
 
     /// A probe of `replica` was answered at its address. Load counts only of members.
