@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use bytes::Bytes;
-use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request};
+use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -75,6 +75,13 @@ fn a_request_goes_to_the_best_of_those_it_asked() -> Result<()> {
     for seen in good.seen().iter().filter(|seen| !is_probe(seen)) {
         assert_none_of_ours(&seen.headers);
     }
+    // Envoy merges histograms every five seconds.
+    eventually("the waits are timed", Duration::from_secs(20), || {
+        let text = envoy.admin_get("/stats/prometheus").ok()?;
+        text.contains("prequal_sync_wait_us_count{cluster=\"replicas\"} 200").then_some(())
+    });
+    let text = envoy.admin_get("/stats/prometheus")?;
+    assert!(text.contains("prequal_sync_waits_total{cluster=\"replicas\",end=\"enough\"} 200"), "{text}");
     assert_no_crash(&envoy);
     Ok(())
 }
