@@ -1,8 +1,8 @@
 //! The closed-loop generator: so many connections, each sending as soon as it has its answer.
 //!
-//! It saturates what it talks to, which is how CPU time per request is measured. Its latencies hide
-//! queueing and say nothing about tails; for those see `load`. To leave the CPU to the proxy it parses
-//! no more of an answer than its status and length.
+//! It saturates what it talks to, which is how throughput and CPU time per request are measured. Its
+//! latencies hide queueing and say nothing about tails; for those see `load`. To leave the CPU to what is
+//! measured it parses no more of an answer than its status and length.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,6 +13,8 @@ use anyhow::{Context, Result, bail, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
+
+use crate::stats::Sample;
 
 /// Left out at the start of every round: connections are being made.
 const WARM_UP: Duration = Duration::from_millis(200);
@@ -37,7 +39,7 @@ pub(crate) async fn round(
     length: Duration,
     cpu: impl Fn() -> Result<Duration>,
 ) -> Result<Round> {
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(Shared::new());
     let mut tasks = JoinSet::new();
     for _ in 0..connections {
         tasks.spawn(one_connection(target, shared.clone()));
@@ -58,13 +60,37 @@ pub(crate) async fn round(
     Ok(Round {
         cpu_us: cpu_after.saturating_sub(cpu_before).as_secs_f64() * 1e6 / requests,
         per_second: requests / elapsed.as_secs_f64(),
-        median_us: crate::stats::median(latencies.iter().map(|latency| f64::from(*latency) / 1e3)),
+        median_us: crate::stats::median(latencies.iter().map(|(_, latency)| latency.as_secs_f64() * 1e6)),
     })
+}
+
+/// Requests of `connections` for as long as `length`, as samples; due is when a request was sent.
+///
+/// # Errors
+/// As for [`round`].
+pub(crate) async fn run(target: SocketAddr, connections: usize, length: Duration) -> Result<Vec<Sample>> {
+    let shared = Arc::new(Shared { record: AtomicBool::new(true), ..Shared::new() });
+    let mut tasks = JoinSet::new();
+    for _ in 0..connections {
+        tasks.spawn(one_connection(target, shared.clone()));
+    }
+    tokio::time::sleep(length).await;
+    shared.stop.store(true, Ordering::Relaxed);
+    let mut samples = Vec::new();
+    for outcome in tasks.join_all().await {
+        samples.extend(outcome?.into_iter().map(|(due, latency)| Sample {
+            due,
+            latency: Some(latency),
+            status: Some(200),
+            ..Sample::default()
+        }));
+    }
+    Ok(samples)
 }
 
 /// Sends `requests` in all and waits for the answers.
 pub(crate) async fn send(target: SocketAddr, connections: usize, requests: u64) -> Result<()> {
-    let shared = Arc::new(Shared { limit: Some(requests), ..Shared::default() });
+    let shared = Arc::new(Shared { limit: Some(requests), ..Shared::new() });
     let mut tasks = JoinSet::new();
     for _ in 0..connections {
         tasks.spawn(one_connection(target, shared.clone()));
@@ -75,8 +101,8 @@ pub(crate) async fn send(target: SocketAddr, connections: usize, requests: u64) 
     Ok(())
 }
 
-#[derive(Default)]
 struct Shared {
+    origin: Instant,
     count: AtomicU64,
     record: AtomicBool,
     stop: AtomicBool,
@@ -84,14 +110,24 @@ struct Shared {
 }
 
 impl Shared {
+    fn new() -> Self {
+        Self {
+            origin: Instant::now(),
+            count: AtomicU64::new(0),
+            record: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            limit: None,
+        }
+    }
+
     fn go_on(&self) -> bool {
         !self.stop.load(Ordering::Relaxed)
             && self.limit.is_none_or(|limit| self.count.load(Ordering::Relaxed) < limit)
     }
 }
 
-/// Returns the recorded latencies in ns.
-async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<u32>> {
+/// Returns when each recorded request was sent, from the origin, and what it took.
+async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<(Duration, Duration)>> {
     let mut stream = TcpStream::connect(target).await?;
     stream.set_nodelay(true)?;
     let request = format!("GET / HTTP/1.1\r\nhost: {target}\r\n\r\n").into_bytes();
@@ -112,7 +148,7 @@ async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<u
         }
         shared.count.fetch_add(1, Ordering::Relaxed);
         if shared.record.load(Ordering::Relaxed) {
-            latencies.push(sent.elapsed().as_nanos().try_into().unwrap_or(u32::MAX));
+            latencies.push((sent.saturating_duration_since(shared.origin), sent.elapsed()));
         }
     }
     Ok(latencies)

@@ -1,40 +1,73 @@
-//! Many runs side by side: the order they take, the tables, the plot.
-
-use std::path::Path;
-use std::time::Duration;
+//! Many runs side by side: the order they take, the tables, the curves.
 
 use anyhow::{Context, Result};
 
 use crate::plot::{Curve, Panel};
-use crate::scenario::{Arm, Measured, PER_SECOND, run_cold, topology_label};
-use crate::table::{self, ms, one, percent, range, two};
+use crate::scenario::{Arm, Load, Measured, Scenario, topology_label};
+use crate::table::{self, ms, one, percent, spread, two};
 
 /// The runs of a comparison, all passes together.
-#[derive(Default)]
 pub(crate) struct Comparison {
+    pub(crate) scenario: Scenario,
     pub(crate) runs: Vec<Measured>,
+}
+
+/// One column of a table.
+struct Column {
+    heading: String,
+    /// The figure of one run.
+    value: Box<dyn Fn(&Measured) -> f64>,
+    over_passes: Over,
+}
+
+/// What becomes of the figures of several passes.
+enum Over {
+    /// Median and range.
+    Spread(fn(f64) -> String),
+    /// The sum of all.
+    Sum,
+}
+
+impl Column {
+    fn spread(
+        heading: impl Into<String>,
+        value: impl Fn(&Measured) -> f64 + 'static,
+        format: fn(f64) -> String,
+    ) -> Self {
+        Self { heading: heading.into(), value: Box::new(value), over_passes: Over::Spread(format) }
+    }
+
+    fn sum(heading: &str, count: impl Fn(&Measured) -> usize + 'static) -> Self {
+        let value = Box::new(move |run: &Measured| count(run) as f64);
+        Self { heading: heading.to_owned(), value, over_passes: Over::Sum }
+    }
+
+    fn cell<'a>(&self, runs: impl Iterator<Item = &'a Measured>) -> String {
+        let values: Vec<f64> = runs.map(&self.value).collect();
+        match self.over_passes {
+            Over::Spread(format) => spread(&values, format),
+            Over::Sum => format!("{:.0}", values.iter().sum::<f64>()),
+        }
+    }
 }
 
 impl Comparison {
     /// Runs every arm once per pass and topology, interleaved: A B C D, A B C D, ….
-    pub(crate) async fn run(passes: usize, topologies: &[usize], measured: Duration) -> Result<Self> {
-        let mut comparison = Self::default();
-        let total = passes * topologies.len() * Arm::ALL.len();
+    pub(crate) async fn run(scenario: Scenario, passes: usize, topologies: &[usize]) -> Result<Self> {
+        println!("{}", scenario.title);
+        let total = passes * topologies.len() * scenario.arms.len();
+        let mut comparison = Self { scenario, runs: Vec::new() };
         for pass in 1..=passes {
             for envoys in topologies {
-                for arm in Arm::ALL {
+                for arm in comparison.scenario.arms.clone() {
                     let step = format!("[{}/{total}]", comparison.runs.len() + 1);
-                    let run = run_cold(arm, *envoys, measured, &step).await.with_context(|| {
+                    // All arms of a pass get the same requests.
+                    let seed = pass as u64;
+                    let run = comparison.scenario.run_cold(arm, *envoys, seed, &step).await;
+                    let run = run.with_context(|| {
                         format!("{}, {}, pass {pass}", arm.label(), topology_label(*envoys))
                     })?;
-                    println!(
-                        "  p50 {} ms, p99 {} ms, p99.9 {} ms, slow pair {}, failed {}",
-                        ms(run.rest.quantile_ms(0.5)),
-                        ms(run.rest.quantile_ms(0.99)),
-                        ms(run.rest.quantile_ms(0.999)),
-                        percent(run.rest.slow_share()),
-                        run.rest.failed + run.first.failed,
-                    );
+                    comparison.print_run(&run);
                     comparison.runs.push(run);
                 }
             }
@@ -47,96 +80,133 @@ impl Comparison {
         self.runs.iter().filter(move |run| run.arm == arm && run.envoys == envoys)
     }
 
-    /// Tables of one topology: the comparison, and the first two seconds apart.
-    pub(crate) fn tables(&self, envoys: usize) -> String {
-        let column = |arm: Arm, value: &dyn Fn(&Measured) -> f64, format: &dyn Fn(f64) -> String| {
-            range(&self.of(arm, envoys).map(value).collect::<Vec<_>>(), format)
-        };
-        let arms = || Arm::ALL.into_iter().filter(|arm| self.of(*arm, envoys).next().is_some());
-        let count = |value: f64| format!("{value:.0}");
-        let rows: Vec<Vec<String>> = arms()
-            .map(|arm| {
-                let samples: usize = self.of(arm, envoys).map(|run| run.rest.samples).sum();
-                let failed: usize = self.of(arm, envoys).map(|run| run.rest.failed).sum();
-                vec![
-                    arm.label().to_owned(),
-                    column(arm, &|run| run.rest.quantile_ms(0.5), &ms),
-                    column(arm, &|run| run.rest.quantile_ms(0.95), &ms),
-                    column(arm, &|run| run.rest.quantile_ms(0.99), &ms),
-                    column(arm, &|run| run.rest.quantile_ms(0.999), &ms),
-                    column(arm, &|run| run.rest.within_objective(), &percent),
-                    column(arm, &|run| run.rest.slow_share(), &percent),
-                    failed.to_string(),
-                    column(arm, &|run| run.probes_per_query.unwrap_or(f64::NAN), &two),
-                    column(arm, &|run| run.envoy_us, &one),
-                    samples.to_string(),
-                ]
-            })
+    fn print_run(&self, run: &Measured) {
+        let figures: Vec<String> = self
+            .columns()
+            .iter()
+            .map(|column| format!("{} {}", column.heading, column.cell(std::iter::once(run))))
             .collect();
-        let first: Vec<Vec<String>> = arms()
-            .map(|arm| {
-                vec![
-                    arm.label().to_owned(),
-                    column(arm, &|run| run.first.quantile_ms(0.5), &ms),
-                    column(arm, &|run| run.first.quantile_ms(0.99), &ms),
-                    column(arm, &|run| run.first.slow_share(), &percent),
-                    column(arm, &|run| run.first.slow as f64, &count),
-                    self.of(arm, envoys).map(|run| run.first.failed).sum::<usize>().to_string(),
-                    self.of(arm, envoys).map(|run| run.first.samples).sum::<usize>().to_string(),
-                ]
-            })
-            .collect();
-        format!(
-            "{} ({PER_SECOND} requests/s, after the first 2 s)\n\n{}\nThe first 2 s, left out above:\n\n{}",
-            capitalised(topology_label(envoys)),
-            table::render(
-                &[
-                    "policy",
-                    "p50 ms",
-                    "p95 ms",
-                    "p99 ms",
-                    "p99.9 ms",
-                    "≤ 500 ms",
-                    "to slow pair",
-                    "failed",
-                    "probes/query",
-                    "Envoy µs/req",
-                    "samples",
-                ],
-                &rows
-            ),
-            table::render(
-                &["policy", "p50 ms", "p99 ms", "to slow pair", "slow requests", "failed", "samples"],
-                &first
-            ),
-        )
+        println!("  {}", figures.join(", "));
+        if let Some(recovery) = &run.recovery {
+            let shown: Vec<String> =
+                recovery.series.iter().map(|part| format!("{:.0}", part * 100.0)).collect();
+            println!("  share of its fair share after healing, % by the second: {}", shown.join(" "));
+        }
     }
 
-    /// Draws the first pass of every topology into `path`.
-    pub(crate) fn plot(&self, path: &Path, topologies: &[usize]) -> Result<()> {
-        let panels: Vec<Panel> = topologies
+    /// Of the judged part.
+    fn columns(&self) -> Vec<Column> {
+        let scenario = &self.scenario;
+        let quantile = |heading, q| Column::spread(heading, move |run| run.judged.quantile_ms(q), ms);
+        let mut columns = vec![
+            quantile("p50 ms", 0.5),
+            quantile("p95 ms", 0.95),
+            quantile("p99 ms", 0.99),
+            quantile("p99.9 ms", 0.999),
+        ];
+        match scenario.load {
+            Load::Closed { .. } => columns.push(Column::spread("req/s", |run| run.per_second, one)),
+            Load::Open { keys, .. } => {
+                let limit = scenario.good_within;
+                let heading = format!("≤ {} ms", limit.as_millis());
+                columns.push(Column::spread(heading, move |run| run.judged.within(limit), percent));
+                if keys.is_some() {
+                    columns.push(Column::spread("cache hits", |run| run.judged.hit_rate(), percent));
+                }
+            }
+        }
+        if let Some(marked) = &scenario.marked {
+            let heading = format!("to {}", marked.label);
+            columns.push(Column::spread(heading, |run| run.judged.marked_share(), percent));
+        }
+        if scenario.watch.is_some() {
+            columns.push(Column::spread("back after s", back_after, |seconds| {
+                if seconds.is_infinite() { "not".to_owned() } else { one(seconds) }
+            }));
+        }
+        columns.push(Column::spread("probes/query", |run| run.probes_per_query.unwrap_or(f64::NAN), two));
+        columns.push(Column::spread("Envoy µs/req", |run| run.envoy_us, one));
+        columns.push(Column::sum("failed", |run| run.judged.failed));
+        if scenario.fleet.0.iter().any(|replica| replica.slots.is_some()) {
+            columns.push(Column::sum("rejected", |run| run.judged.rejected));
+        }
+        columns.push(Column::sum("samples", |run| run.judged.samples));
+        columns
+    }
+
+    /// Of what came before the judged part.
+    fn columns_before(&self) -> Vec<Column> {
+        let mut columns = vec![
+            Column::spread("p50 ms", |run| run.before.quantile_ms(0.5), ms),
+            Column::spread("p99 ms", |run| run.before.quantile_ms(0.99), ms),
+        ];
+        if let Some(marked) = &self.scenario.marked {
+            let heading = format!("to {}", marked.label);
+            columns.push(Column::spread(heading, |run| run.before.marked_share(), percent));
+        }
+        columns.push(Column::sum("failed", |run| run.before.failed));
+        columns.push(Column::sum("samples", |run| run.before.samples));
+        columns
+    }
+
+    /// Tables of one topology: the comparison, what came before the judged part, and how the generator did.
+    pub(crate) fn tables(&self, envoys: usize) -> String {
+        let title = &self.scenario.title;
+        let table = self.table(envoys, &self.columns());
+        let mut text = format!("{title}, {}\n\n{table}", topology_label(envoys));
+        let before = self.scenario.judged.start.as_secs();
+        if before > 0 {
+            let table = self.table(envoys, &self.columns_before());
+            text += &format!("\nThe first {before} s, left out above:\n\n{table}");
+        }
+        text + &self.generator(envoys)
+    }
+
+    fn table(&self, envoys: usize, columns: &[Column]) -> String {
+        let mut header = vec!["policy"];
+        header.extend(columns.iter().map(|column| column.heading.as_str()));
+        let rows: Vec<Vec<String>> = self
+            .scenario
+            .arms
             .iter()
-            .map(|envoys| Panel {
-                title: format!("through {}", topology_label(*envoys)),
-                curves: Arm::ALL
-                    .into_iter()
-                    .filter_map(|arm| self.of(arm, *envoys).next())
-                    .map(|run| Curve { label: run.arm.label().to_owned(), points: run.rest.tail() })
-                    .collect(),
+            .map(|arm| {
+                let cells = columns.iter().map(|column| column.cell(self.of(*arm, envoys)));
+                std::iter::once(arm.label().to_owned()).chain(cells).collect()
             })
             .collect();
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder)?;
+        table::render(&header, &rows)
+    }
+
+    /// What may have spoilt the figures: a generator that could not keep up.
+    fn generator(&self, envoys: usize) -> String {
+        let runs = || self.runs.iter().filter(|run| run.envoys == envoys);
+        let cpu = runs().map(|run| run.generator_cpu).fold(0.0, f64::max);
+        let cpu = format!("it used at most {:.0} % of a core", cpu * 100.0);
+        if matches!(self.scenario.load, Load::Closed { .. }) {
+            return format!("\nThe generator is a closed loop; {cpu}.\n");
         }
-        let title = format!("{PER_SECOND} requests/s, 14 replicas answer in 50 ms, 2 in 800 ms");
-        crate::plot::write(path, &title, &panels)
+        let late = |of: fn(&Measured) -> f64| runs().map(of).fold(0.0, f64::max) * 1e3;
+        let (p99, most) = (late(|run| run.late.0.as_secs_f64()), late(|run| run.late.1.as_secs_f64()));
+        let (p99, most) = (two(p99), ms(most));
+        format!("\nThe generator sent late by at most {p99} ms at its p99 and {most} ms ever; {cpu}.\n")
+    }
+
+    /// The first pass of one topology, drawn.
+    pub(crate) fn panel(&self, envoys: usize) -> Panel {
+        let runs = self.scenario.arms.iter().filter_map(|arm| self.of(*arm, envoys).next());
+        Panel {
+            title: format!("{}, {}", self.scenario.title, topology_label(envoys)),
+            curves: runs
+                .map(|run| Curve { label: run.arm.label().to_owned(), points: run.judged.tail() })
+                .collect(),
+        }
     }
 }
 
-fn capitalised(text: &str) -> String {
-    let mut letters = text.chars();
-    letters
-        .next()
-        .map(|first| first.to_uppercase().collect::<String>() + letters.as_str())
-        .unwrap_or_default()
+/// Seconds until the healed replica was back; infinite if it was not, not a number if nobody looked.
+fn back_after(run: &Measured) -> f64 {
+    match &run.recovery {
+        None => f64::NAN,
+        Some(recovery) => recovery.after.map_or(f64::INFINITY, |after| after.as_secs_f64()),
+    }
 }

@@ -16,7 +16,7 @@ use prequal_testbed::{Agent, Envoy, EnvoyConfig, FILTER_NAME, Policy, cpu_time};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::backends::{Backends, Fleet};
+use crate::backends::{Backends, Fleet, Replica, Service};
 use crate::closed::{self, Round};
 use crate::deadline;
 use crate::deployment::{CLUSTER, start_agents, start_envoys};
@@ -80,8 +80,8 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
 }
 
 /// Replicas that cost nothing and report load themselves.
-fn trivial(count: u16) -> Fleet {
-    Fleet { fast: count, slow: 0, fast_ms: 0, slow_ms: 0, trivial: true }
+fn trivial(count: usize) -> Fleet {
+    Fleet::of(count, Replica::new(Service::Trivial))
 }
 
 /// Binds what is measured to the first core and the rest to the others, where there are others.

@@ -9,7 +9,9 @@ use clap::Args;
 
 use crate::comparison::Comparison;
 use crate::deployment::Deployment;
-use crate::scenario::{Arm, FIRST, PER_SECOND, fleet, start_load, topology_label};
+use crate::e2e;
+use crate::plot::Panel;
+use crate::scenario::{Arm, topology_label};
 use crate::table::ms;
 
 /// Two tails this close are the same: timers and schedulers account for it.
@@ -33,13 +35,14 @@ pub(crate) struct Demo {
 pub(crate) async fn run(demo: &Demo) -> Result<ExitCode> {
     let begin = Instant::now();
     let (topologies, seconds): (&[usize], u64) = if demo.quick { (&[1], 10) } else { (&[1, 4], 20) };
+    let scenario = e2e::ingress(Duration::from_secs(seconds));
     println!(
-        "16 replicas behind their agents, 14 answer in 50 ms and 2 in 800 ms; {PER_SECOND} requests/s, open loop.\n\
+        "16 replicas, each behind its agent, and Envoys that share them; open loop.\n\
          {} runs of {} s, {seconds} s of them measured; every process restarted before each.",
-        topologies.len() * Arm::ALL.len(),
-        seconds + FIRST.as_secs(),
+        topologies.len() * scenario.arms.len(),
+        scenario.judged.end.as_secs(),
     );
-    let comparison = Comparison::run(1, topologies, Duration::from_secs(seconds)).await?;
+    let comparison = Comparison::run(scenario, 1, topologies).await?;
     println!();
     for envoys in topologies {
         println!("{}", comparison.tables(*envoys));
@@ -48,8 +51,8 @@ pub(crate) async fn run(demo: &Demo) -> Result<ExitCode> {
         println!("Quick run: {seconds} s measured per policy, so p99.9 rests on a handful of requests.");
     }
     let plot = demo.out.join(if demo.quick { "ingress-quick.svg" } else { "ingress.svg" });
-    comparison.plot(&plot, topologies)?;
-    println!("Plot: {}", plot.display());
+    let panels: Vec<Panel> = topologies.iter().map(|envoys| comparison.panel(*envoys)).collect();
+    e2e::draw(&plot, "Prequal against Envoy's own policies", &panels)?;
     println!("Took {:.0} s.", begin.elapsed().as_secs_f64());
 
     let losses = losses(&comparison, topologies);
@@ -74,14 +77,14 @@ fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
     for envoys in topologies {
         for prequal in comparison.of(Arm::Prequal, *envoys) {
             let place = topology_label(*envoys);
-            let failed = prequal.first.failed + prequal.rest.failed;
+            let failed = prequal.failed();
             if failed > 0 {
                 losses.push(format!("{failed} of its requests failed ({place})"));
             }
             for arm in Arm::BASELINES {
                 for baseline in comparison.of(arm, *envoys) {
                     for (name, q, margin) in [("p99", 0.99, -SAME_MS), ("p99.9", 0.999, SAME_MS)] {
-                        let (ours, theirs) = (prequal.rest.quantile_ms(q), baseline.rest.quantile_ms(q));
+                        let (ours, theirs) = (prequal.judged.quantile_ms(q), baseline.judged.quantile_ms(q));
                         // A value that is not a number compares false and so counts as lost.
                         let won = ours + margin <= theirs;
                         if !won {
@@ -98,16 +101,17 @@ fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
 
 /// A fresh Prequal deployment under the demo's load until Ctrl-C.
 async fn keep() -> Result<()> {
-    let deployment = Deployment::start(Arm::Prequal, 1, &fleet()).await?;
+    // Samples are kept until a run ends, so a run is bounded.
+    let scenario = e2e::ingress(Duration::from_secs(60));
+    let deployment = Deployment::start(Arm::Prequal, 1, &scenario.fleet).await?;
     let listener = deployment.targets()[0];
-    println!("\nLeft running, with {PER_SECOND} requests/s of load. Ctrl-C ends it.");
+    println!("\nLeft running, under the same load. Ctrl-C ends it.");
     println!("  requests: curl -i http://{listener}/");
     println!("  metrics:  curl -s http://{}/stats/prometheus | grep prequal", deployment.admin(0));
     let interrupted = tokio::signal::ctrl_c();
     tokio::pin!(interrupted);
     loop {
-        // Samples are kept until a run ends, so a run is bounded.
-        let load = start_load(&deployment, Duration::from_secs(60));
+        let load = scenario.start_load(&deployment, scenario.judged.end, 0);
         tokio::select! {
             _ = load.finish() => {}
             _ = &mut interrupted => break,

@@ -1,15 +1,19 @@
 //! The processes of one run: replicas, an agent before each, and the Envoys that share them.
 //!
-//! Every arm has the agents in the path and the same Envoy configuration, the shipped one; a baseline
-//! only lacks the filters and the probe cluster of ours. All processes end with the value.
+//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its
+//! retries; a baseline only lacks the filters and the probe cluster of ours. All processes end with the
+//! value.
 
 use std::net::SocketAddr;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig, Policy};
+use serde_json::json;
+use tokio::net::TcpSocket;
 
-use crate::backends::{Backends, Fleet};
+use crate::backends::{Backends, Change, Fleet, KEY_HEADER};
 use crate::scenario::Arm;
 
 /// The serving cluster of the shipped configuration.
@@ -17,17 +21,29 @@ pub(crate) const CLUSTER: &str = "replicas";
 
 /// A running set-up, ready for requests.
 pub(crate) struct Deployment {
-    pub(crate) backends: Backends,
-    /// Held for their lives; Envoy and the replicas are what is looked at.
-    _agents: Vec<Agent>,
+    backends: Backends,
+    agents: Vec<Mutex<Front>>,
     envoys: Vec<Envoy>,
 }
 
-/// Probes that were sent, and those whose fate is known.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Probes {
-    pub(crate) sent: u64,
-    pub(crate) settled: u64,
+/// What happens to one replica.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Event {
+    Backend(u16, Change),
+    /// The agent ends at once and its port refuses connections.
+    AgentGone(u16),
+    /// The agent starts again on its port.
+    AgentBack(u16),
+}
+
+/// What is on a replica's port.
+enum Front {
+    Agent(Agent),
+    /// Nothing that listens; the socket keeps the port from others.
+    Kept {
+        address: SocketAddr,
+        _socket: TcpSocket,
+    },
 }
 
 impl Deployment {
@@ -39,7 +55,8 @@ impl Deployment {
             let agents = start_agents(&backends.addresses)?;
             let addresses: Vec<SocketAddr> = agents.iter().map(Agent::addr).collect();
             let configs = (0..envoys).map(|_| config(arm, &addresses)).collect::<Result<Vec<_>>>()?;
-            Ok(Self { backends, _agents: agents, envoys: start_envoys(configs)? })
+            let agents = agents.into_iter().map(|agent| Mutex::new(Front::Agent(agent))).collect();
+            Ok(Self { backends, agents, envoys: start_envoys(configs)? })
         })
         .await?
     }
@@ -48,6 +65,35 @@ impl Deployment {
     pub(crate) async fn stop(self) {
         // A panic in a drop was printed by the panic hook; there is nothing to add.
         let _ = tokio::task::spawn_blocking(move || drop(self)).await;
+    }
+
+    /// Makes something happen; on return it has. Blocks.
+    pub(crate) fn apply(&self, event: Event) -> Result<()> {
+        let (replica, gone) = match event {
+            Event::Backend(replica, change) => return self.backends.change(replica, change),
+            Event::AgentGone(replica) => (replica, true),
+            Event::AgentBack(replica) => (replica, false),
+        };
+        let index = usize::from(replica);
+        let (front, upstream) =
+            self.agents.get(index).zip(self.backends.addresses.get(index)).context("no such replica")?;
+        let mut front = front.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *front {
+            Front::Agent(agent) if gone => {
+                let address = agent.addr();
+                agent.kill();
+                let socket = TcpSocket::new_v4()?;
+                socket.set_reuseaddr(true)?;
+                socket.bind(address)?;
+                *front = Front::Kept { address, _socket: socket };
+            }
+            Front::Kept { address, .. } if !gone => {
+                let options = AgentOptions { listen: address.to_string(), ..agent_options() };
+                *front = Front::Agent(Agent::start_with(*upstream, &options)?);
+            }
+            _ => bail!("{event:?}: it is so already"),
+        }
+        Ok(())
     }
 
     /// How many Envoys.
@@ -70,24 +116,22 @@ impl Deployment {
         self.envoys.iter().map(Envoy::cpu_time).sum()
     }
 
-    /// Probes of all Envoys so far; none in a baseline.
-    pub(crate) fn probes(&self) -> Result<Probes> {
+    /// Probes that all Envoys have sent so far; none in a baseline.
+    pub(crate) fn probes(&self) -> Result<u64> {
         tokio::task::block_in_place(|| {
-            let mut probes = Probes::default();
-            for envoy in &self.envoys {
-                let counters = envoy.prequal(CLUSTER)?;
-                probes.sent += counters.probes("sent");
-                probes.settled += counters.probes_settled();
-            }
-            Ok(probes)
+            self.envoys.iter().map(|envoy| Ok(envoy.prequal(CLUSTER)?.probes("sent"))).sum()
         })
     }
 }
 
-/// One agent per replica, with one thread each: they share the machine with the thing measured.
+/// One thread each: agents share the machine with the thing measured.
+fn agent_options() -> AgentOptions {
+    AgentOptions { args: vec!["--threads".into(), "1".into()], ..AgentOptions::default() }
+}
+
+/// One agent per replica.
 pub(crate) fn start_agents(upstreams: &[SocketAddr]) -> Result<Vec<Agent>> {
-    let options = AgentOptions { args: vec!["--threads".into(), "1".into()], ..AgentOptions::default() };
-    upstreams.iter().map(|upstream| Agent::start_with(*upstream, &options)).collect()
+    upstreams.iter().map(|upstream| Agent::start_with(*upstream, &agent_options())).collect()
 }
 
 /// Starts several Envoys at once: most of the time is the compilation of the module.
@@ -102,11 +146,19 @@ pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
 }
 
 fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
-    let shipped = EnvoyConfig::for_replicas(replicas)?;
+    let plain = EnvoyConfig::for_replicas(replicas)?.edit(|config| {
+        if let Some(route) = config.route_mut().as_object_mut() {
+            route.remove("retry_policy");
+        }
+    });
     Ok(match arm {
-        Arm::Prequal => shipped,
-        Arm::RoundRobin => shipped.without_prequal().policy(Policy::RoundRobin),
-        Arm::LeastRequest => shipped.without_prequal().policy(Policy::LeastRequest),
-        Arm::FullScan => shipped.without_prequal().policy(Policy::LeastRequestFullScan),
+        Arm::Prequal => plain,
+        Arm::RoundRobin => plain.without_prequal().policy(Policy::RoundRobin),
+        Arm::LeastRequest => plain.without_prequal().policy(Policy::LeastRequest),
+        Arm::FullScan => plain.without_prequal().policy(Policy::LeastRequestFullScan),
+        Arm::RingHash => plain.without_prequal().edit(|config| {
+            config.route_mut()["hash_policy"] = json!([{"header": {"header_name": KEY_HEADER}}]);
+            config.cluster_mut(CLUSTER)["lb_policy"] = json!("RING_HASH");
+        }),
     })
 }

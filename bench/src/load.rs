@@ -1,8 +1,9 @@
-//! The open-loop generator: requests are due at fixed instants, whatever became of the ones before.
+//! The open-loop generator: requests are due at instants fixed beforehand, whatever became of the ones before.
 //!
 //! Latency counts from the instant a request was *due*, so a stall of the generator, of Envoy or of a
-//! replica shows in every request that it delayed. Requests go to the targets in turn, over as many
-//! keep-alive HTTP/1.1 connections as are needed. What the samples mean is decided in `stats`.
+//! replica shows in every request that it delayed; how late the generator itself was is recorded with each.
+//! Requests go to the targets in turn, over as many keep-alive HTTP/1.1 connections as are needed. What
+//! the samples mean is decided in `stats`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,28 +11,71 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::Request;
+use http::{HeaderMap, Request, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use rand_distr::{Distribution, Exp1, Zipf};
 use tokio::sync::mpsc;
 
-use crate::backends::REPLICA_HEADER;
+use crate::backends::{CACHE_HEADER, KEY_HEADER, REPLICA_HEADER};
 use crate::stats::Sample;
 
 /// A request that took longer has failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
+/// When requests are due, per second over all targets together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Arrivals {
+    Constant(u32),
+    Poisson(u32),
+}
+
+impl Arrivals {
+    pub(crate) fn per_second(self) -> u32 {
+        match self {
+            Self::Constant(rate) | Self::Poisson(rate) => rate,
+        }
+    }
+
+    /// The instants, from the start of the run, in order and without end.
+    fn instants(self, mut rng: SmallRng) -> impl Iterator<Item = Duration> {
+        let mean = 1.0 / f64::from(self.per_second());
+        let mut last = 0.0;
+        (0u32..).map(move |number| match self {
+            // By multiplication: added up, the interval's error would be too.
+            Self::Constant(_) => Duration::from_secs_f64(mean * f64::from(number)),
+            Self::Poisson(_) => {
+                let gap: f64 = Exp1.sample(&mut rng);
+                last += gap * mean;
+                Duration::from_secs_f64(last)
+            }
+        })
+    }
+}
+
+/// What requests are about: keys by Zipf's law, the k-th with a probability in proportion to k^-exponent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Keys {
+    pub(crate) count: u32,
+    pub(crate) exponent: f64,
+}
+
 /// What to send.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) targets: Vec<SocketAddr>,
-    /// Over all targets together.
-    pub(crate) per_second: u32,
+    pub(crate) arrivals: Arrivals,
     pub(crate) length: Duration,
     /// Sent with every request, as a POST; empty: a GET.
     pub(crate) body: Bytes,
+    /// Sent in [`KEY_HEADER`].
+    pub(crate) keys: Option<Keys>,
+    /// Two runs with the same seed send the same keys at the same instants.
+    pub(crate) seed: u64,
 }
 
 /// Counters of a run under way, for progress lines.
@@ -49,6 +93,13 @@ pub(crate) struct Run {
     samples: mpsc::UnboundedReceiver<Sample>,
 }
 
+/// A request that is due.
+struct Due {
+    number: usize,
+    at: Duration,
+    key: Option<u32>,
+}
+
 impl Run {
     /// Starts sending at once. Must be called within a tokio runtime.
     pub(crate) fn start(plan: Plan) -> Self {
@@ -56,18 +107,19 @@ impl Run {
         let progress = Arc::new(Progress::default());
         let (sink, samples) = mpsc::unbounded_channel();
         let (pace, due) = mpsc::unbounded_channel();
-        let interval = Duration::from_secs(1) / plan.per_second;
-        let count = (plan.length.as_secs_f64() * f64::from(plan.per_second)).round() as u32;
-
         // Tokio's timers are a millisecond coarse; a thread of its own sleeps to within some 0.1 ms.
+        let (arrivals, keys, seed, length) = (plan.arrivals, plan.keys, plan.seed, plan.length);
         std::thread::spawn(move || {
-            for number in 0..count {
-                let due = interval * number;
-                let wait = (start + due).saturating_duration_since(Instant::now());
+            let mut draw = keys.map(|keys| drawer(keys, SmallRng::seed_from_u64(seed ^ 1)));
+            for (number, at) in arrivals.instants(SmallRng::seed_from_u64(seed)).enumerate() {
+                if at >= length {
+                    return;
+                }
+                let wait = (start + at).saturating_duration_since(Instant::now());
                 if !wait.is_zero() {
                     std::thread::sleep(wait);
                 }
-                if pace.send((number as usize, due)).is_err() {
+                if pace.send(Due { number, at, key: draw.as_mut().map(|draw| draw()) }).is_err() {
                     return;
                 }
             }
@@ -86,13 +138,18 @@ impl Run {
     }
 }
 
+fn drawer(keys: Keys, mut rng: SmallRng) -> impl FnMut() -> u32 {
+    let zipf = Zipf::new(f64::from(keys.count), keys.exponent);
+    move || zipf.as_ref().map_or(0, |zipf| zipf.sample(&mut rng) as u32)
+}
+
 type HttpClient = Client<HttpConnector, Full<Bytes>>;
 
 async fn send_all(
     targets: Vec<SocketAddr>,
     body: Bytes,
     start: Instant,
-    mut due: mpsc::UnboundedReceiver<(usize, Duration)>,
+    mut due: mpsc::UnboundedReceiver<Due>,
     sink: mpsc::UnboundedSender<Sample>,
     progress: Arc<Progress>,
 ) {
@@ -108,21 +165,33 @@ async fn send_all(
                 .unwrap_or_else(|error| unreachable!("a socket address is an authority: {error}"))
         })
         .collect();
-    while let Some((number, due)) = due.recv().await {
+    while let Some(Due { number, at, key }) = due.recv().await {
         let (client, sink, progress) = (client.clone(), sink.clone(), progress.clone());
         let (uri, body) = (uris[number % uris.len()].clone(), body.clone());
         tokio::spawn(async move {
-            let answer = tokio::time::timeout(TIMEOUT, one(&client, uri, body)).await.unwrap_or(Err(()));
-            let latency = Instant::now().saturating_duration_since(start + due);
-            let sample = match answer {
-                Ok(replica) => Sample { due, latency: Some(latency), replica },
-                Err(()) => Sample { due, latency: None, replica: None },
-            };
-            let counter = if answer.is_ok() { &progress.answered } else { &progress.failed };
+            let late = start.elapsed().saturating_sub(at);
+            let answer = tokio::time::timeout(TIMEOUT, one(&client, uri, body, key)).await;
+            let latency = start.elapsed().saturating_sub(at);
+            let mut sample = Sample { due: at, late, ..Sample::default() };
+            if let Ok(Some((status, headers))) = answer {
+                sample.read(status, &headers);
+                sample.latency = (status == StatusCode::OK).then_some(latency);
+            }
+            let answered = sample.latency.is_some();
+            let counter = if answered { &progress.answered } else { &progress.failed };
             counter.fetch_add(1, Ordering::Relaxed);
             // The receiver is gone only when the run was given up.
             let _ = sink.send(sample);
         });
+    }
+}
+
+impl Sample {
+    fn read(&mut self, status: StatusCode, headers: &HeaderMap) {
+        let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+        self.status = Some(status.as_u16());
+        self.replica = text(REPLICA_HEADER).and_then(|number| number.parse().ok());
+        self.cache_hit = text(CACHE_HEADER).map(|said| said == "hit");
     }
 }
 
@@ -136,15 +205,67 @@ fn client() -> HttpClient {
         .build(connector)
 }
 
-/// Sends one request; anything but a whole 200 is an error.
-async fn one(client: &HttpClient, uri: http::Uri, body: Bytes) -> Result<Option<u16>, ()> {
-    let request = if body.is_empty() { Request::get(uri) } else { Request::post(uri) };
-    let request = request.body(Full::new(body)).map_err(drop)?;
-    let response = client.request(request).await.map_err(drop)?;
-    let (parts, body) = response.into_parts();
-    body.collect().await.map_err(drop)?;
-    if parts.status != http::StatusCode::OK {
-        return Err(());
+/// Sends one request; `None` unless a whole answer came.
+async fn one(
+    client: &HttpClient,
+    uri: http::Uri,
+    body: Bytes,
+    key: Option<u32>,
+) -> Option<(StatusCode, HeaderMap)> {
+    let mut request = if body.is_empty() { Request::get(uri) } else { Request::post(uri) };
+    if let Some(key) = key {
+        request = request.header(KEY_HEADER, key);
     }
-    Ok(parts.headers.get(REPLICA_HEADER).and_then(|v| v.to_str().ok()).and_then(|v| v.parse().ok()))
+    let response = client.request(request.body(Full::new(body)).ok()?).await.ok()?;
+    let (parts, body) = response.into_parts();
+    body.collect().await.ok()?;
+    Some((parts.status, parts.headers))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn instants(arrivals: Arrivals, seed: u64) -> Vec<Duration> {
+        let within = |at: &Duration| *at < Duration::from_secs(20);
+        arrivals.instants(SmallRng::seed_from_u64(seed)).take_while(within).collect()
+    }
+
+    #[test]
+    fn constant_arrivals_are_evenly_spaced() {
+        let instants = instants(Arrivals::Constant(1000), 1);
+        assert_eq!(instants.len(), 20_000);
+        assert_eq!(instants[12_345], Duration::from_millis(12_345));
+    }
+
+    #[test]
+    fn poisson_arrivals_have_the_rate_and_the_spread() {
+        let arrivals = Arrivals::Poisson(800);
+        let instants = instants(arrivals, 1);
+        let count = instants.len() as f64;
+        assert!((count - 16_000.0).abs() < 5.0 * 16_000f64.sqrt(), "{count}");
+        let gaps: Vec<f64> = instants.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect();
+        let mean = gaps.iter().sum::<f64>() / count;
+        let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / count;
+        assert!((variance.sqrt() / mean - 1.0).abs() < 0.1, "an exponential's deviation is its mean");
+    }
+
+    #[test]
+    fn the_seed_fixes_the_arrivals() {
+        let arrivals = Arrivals::Poisson(800);
+        assert_eq!(instants(arrivals, 7), instants(arrivals, 7));
+        assert_ne!(instants(arrivals, 7), instants(arrivals, 8));
+    }
+
+    #[test]
+    fn keys_follow_zipf() {
+        let mut draw = drawer(Keys { count: 100, exponent: 1.0 }, SmallRng::seed_from_u64(3));
+        let mut counts = [0u32; 101];
+        for _ in 0..20_000 {
+            counts[draw() as usize] += 1;
+        }
+        // The harmonic number of 100 is 5.19.
+        assert!((f64::from(counts[1]) / 20_000.0 - 1.0 / 5.19).abs() < 0.02, "{}", counts[1]);
+        assert!((f64::from(counts[1]) / f64::from(counts[4]) - 4.0).abs() < 0.8, "{}", counts[4]);
+    }
 }

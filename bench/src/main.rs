@@ -10,11 +10,13 @@ mod cost;
 mod deadline;
 mod demo;
 mod deployment;
-mod ingress;
+mod e2e;
+mod goals;
 mod load;
 mod plb;
 mod plot;
 mod process;
+mod recovery;
 mod scenario;
 mod sim;
 mod stats;
@@ -37,7 +39,7 @@ enum Command {
     Demo(demo::Demo),
     /// Scenarios that are judged against the project's goals
     #[command(subcommand)]
-    E2e(EndToEnd),
+    E2e(e2e::EndToEnd),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
     /// PLB beneath the service, on a fabric of namespaces: who repaths, and what it is worth
@@ -52,20 +54,14 @@ enum Command {
     Sim(sim::Sim),
     /// The replicas of a benchmark (started by the others)
     #[command(hide = true)]
-    Backends(backends::Fleet),
-}
-
-#[derive(Subcommand)]
-enum EndToEnd {
-    /// The demo's scenario, long, with a verdict per goal
-    Ingress(ingress::Ingress),
+    Backends,
 }
 
 fn main() -> anyhow::Result<ExitCode> {
     process::raise_file_limit();
     let command = Cli::parse().command;
-    if let Command::Backends(fleet) = &command {
-        return backends::serve(fleet).map(|()| ExitCode::SUCCESS);
+    if let Command::Backends = &command {
+        return backends::serve().map(|()| ExitCode::SUCCESS);
     }
     if let Command::Sim(sim) = &command {
         return sim::run(sim).map(|()| ExitCode::SUCCESS);
@@ -83,10 +79,10 @@ fn main() -> anyhow::Result<ExitCode> {
     runtime.block_on(async {
         match &command {
             Command::Demo(demo) => demo::run(demo).await,
-            Command::E2e(EndToEnd::Ingress(ingress)) => ingress::run(ingress).await,
+            Command::E2e(what) => e2e::run(what).await,
             Command::Cost(cost) => cost::run(cost).await,
             Command::PlbClient(args) => plb::client(args).await,
-            Command::Plb(_) | Command::PlbServers(_) | Command::Backends(_) | Command::Sim(_) => {
+            Command::Plb(_) | Command::PlbServers(_) | Command::Backends | Command::Sim(_) => {
                 unreachable!("handled above")
             }
         }

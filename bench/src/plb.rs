@@ -21,8 +21,8 @@ use plb_netlink::link;
 use plb_netlink::relabel::Relabeller;
 use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig};
 
-use crate::backends::{Backends, Fleet};
-use crate::load::{self, Plan};
+use crate::backends::{Backends, Fleet, Replica};
+use crate::load::{self, Arrivals, Plan};
 use crate::stats::{Sample, Summary};
 use crate::table;
 
@@ -294,7 +294,7 @@ impl Part {
             let line = line?;
             let (due, latency) = line.split_once(' ').context("a sample")?;
             let latency = if latency == "-" { None } else { Some(Duration::from_micros(latency.parse()?)) };
-            samples.push(Sample { due: Duration::from_micros(due.parse()?), latency, replica: None });
+            samples.push(Sample { due: Duration::from_micros(due.parse()?), latency, ..Sample::default() });
         }
         ensure!(!samples.is_empty(), "the client measured nothing");
         Ok(samples)
@@ -310,8 +310,7 @@ impl Drop for Part {
 
 /// The process in `h2`: prints the agents' addresses and serves until standard input ends.
 pub(crate) fn servers(args: &Servers) -> Result<()> {
-    let backends =
-        Backends::start(&Fleet { fast: REPLICAS, slow: 0, fast_ms: 5, slow_ms: 5, trivial: false })?;
+    let backends = Backends::start(&Fleet::of(REPLICAS, Replica::sleeping(5)))?;
     let options = AgentOptions {
         listen: format!("[{}]:0", netlab::H2),
         args: if args.plb { vec!["--plb".to_owned()] } else { Vec::new() },
@@ -339,9 +338,11 @@ pub(crate) async fn client(args: &Client) -> Result<ExitCode> {
     let envoy = Envoy::start(config)?;
     let run = load::Run::start(Plan {
         targets: vec![envoy.addr()],
-        per_second: PER_SECOND,
+        arrivals: Arrivals::Constant(PER_SECOND),
         length: Duration::from_secs(args.seconds),
         body: Bytes::from(vec![b'x'; args.body]),
+        keys: None,
+        seed: 0,
     });
     println!("ready");
     for sample in run.finish().await {
@@ -352,5 +353,5 @@ pub(crate) async fn client(args: &Client) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-const REPLICAS: u16 = 8;
+const REPLICAS: usize = 8;
 const PER_SECOND: u32 = 100;

@@ -24,8 +24,16 @@ pub(crate) struct Panel {
 }
 
 /// Distinguishable also with red-green blindness (Okabe and Ito).
-const COLOURS: [RGBColor; 4] =
-    [RGBColor(230, 159, 0), RGBColor(86, 180, 233), RGBColor(0, 114, 178), RGBColor(213, 94, 0)];
+const COLOURS: [RGBColor; 8] = [
+    RGBColor(230, 159, 0),
+    RGBColor(86, 180, 233),
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(240, 228, 66),
+    RGBColor(0, 0, 0),
+];
 /// `depth(0.5)`, where the axis begins.
 const MEDIAN: f64 = std::f64::consts::LOG10_2;
 const FONT: &str = "sans-serif";

@@ -1,28 +1,76 @@
-//! The scenario of every end-to-end comparison, and one run of it.
+//! What an end-to-end comparison consists of, as data, and one run of it.
 //!
-//! 16 replicas, each behind its agent; 14 answer in 50 ms and 2 in 800 ms; 500 requests a second at a
-//! constant rate, through one Envoy or spread evenly over four. The first two seconds of a run are kept
-//! apart: there a policy is still learning who is slow. Every run starts its own processes, so that no
-//! state leaks from one arm to the next.
+//! A run starts its own processes, so that no state leaks from one arm to the next; latency counts from
+//! the instant a request was due. A run has up to three parts: what comes before the judged part, while
+//! policies still learn; the judged part; and, where a replica heals, the time in which its traffic has to
+//! come back.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use prequal_testbed::cpu_time;
 
 use crate::backends::Fleet;
-use crate::deployment::Deployment;
-use crate::load::{Plan, Run};
+use crate::closed;
+use crate::deployment::{Deployment, Event};
+use crate::goals::Goal;
+use crate::load::{Arrivals, Keys, Plan, Run};
+use crate::recovery::{self, Recovery, Watch};
 use crate::stats::{Sample, Summary};
 
-/// Requests per second, over all Envoys together.
-pub(crate) const PER_SECOND: u32 = 500;
-/// The part of a run that is left out of the comparison.
-pub(crate) const FIRST: Duration = Duration::from_secs(2);
+/// One comparison: who serves, what is asked, what goes wrong when, what counts as good.
+#[derive(Clone, Debug)]
+pub(crate) struct Scenario {
+    /// Before every verdict.
+    pub(crate) name: String,
+    /// Above tables and plots: fleet and load in words.
+    pub(crate) title: String,
+    pub(crate) fleet: Fleet,
+    pub(crate) load: Load,
+    /// In the order in which a pass runs them.
+    pub(crate) arms: Vec<Arm>,
+    /// The part that is judged; what is due before is told apart.
+    pub(crate) judged: Range<Duration>,
+    /// Faults and their ends, in order.
+    pub(crate) schedule: Vec<(Duration, Event)>,
+    /// A request is good if it is answered 200 within this.
+    pub(crate) good_within: Duration,
+    /// Replicas whose share is shown.
+    pub(crate) marked: Option<Marked>,
+    /// Whose traffic has to come back after the last event of the schedule. Only our own arms are watched.
+    pub(crate) watch: Option<Watch>,
+    pub(crate) goals: Vec<Goal>,
+}
 
-/// The replicas of the scenario.
-pub(crate) fn fleet() -> Fleet {
-    Fleet { fast: 14, slow: 2, fast_ms: 50, slow_ms: 800, trivial: false }
+/// How requests come.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Load {
+    /// At instants fixed beforehand, over all Envoys together.
+    Open { arrivals: Arrivals, keys: Option<Keys> },
+    /// Each of so many connections asks again as soon as it is answered, through one Envoy.
+    Closed { connections: usize },
+}
+
+impl Load {
+    /// So many requests per second, evenly spaced.
+    pub(crate) fn constant(per_second: u32) -> Self {
+        Self::Open { arrivals: Arrivals::Constant(per_second), keys: None }
+    }
+
+    /// So many requests per second, independent of each other.
+    pub(crate) fn poisson(per_second: u32) -> Self {
+        Self::Open { arrivals: Arrivals::Poisson(per_second), keys: None }
+    }
+}
+
+/// Replicas that are looked at apart.
+#[derive(Clone, Debug)]
+pub(crate) struct Marked {
+    pub(crate) replicas: Range<u16>,
+    /// After "to".
+    pub(crate) label: &'static str,
 }
 
 /// What chooses the replica.
@@ -31,22 +79,30 @@ pub(crate) enum Arm {
     RoundRobin,
     LeastRequest,
     FullScan,
+    /// Envoy's consistent hashing on the key of the request.
+    RingHash,
     Prequal,
 }
 
 impl Arm {
-    /// In the order in which a pass runs them.
-    pub(crate) const ALL: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Prequal];
-    /// Envoy's own policies.
+    /// Envoy's own policies that need nothing from the request.
     pub(crate) const BASELINES: [Self; 3] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan];
+    /// The usual comparison, in the order in which a pass runs it.
+    pub(crate) const USUAL: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Prequal];
 
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::RoundRobin => "round_robin",
             Self::LeastRequest => "least_request (2 choices)",
             Self::FullScan => "least_request (full scan)",
+            Self::RingHash => "ring_hash",
             Self::Prequal => "prequal",
         }
+    }
+
+    /// Whether the filter chooses.
+    pub(crate) fn is_ours(self) -> bool {
+        !matches!(self, Self::RoundRobin | Self::LeastRequest | Self::FullScan | Self::RingHash)
     }
 }
 
@@ -60,90 +116,183 @@ pub(crate) fn topology_label(envoys: usize) -> &'static str {
 pub(crate) struct Measured {
     pub(crate) arm: Arm,
     pub(crate) envoys: usize,
-    /// The first two seconds.
-    pub(crate) first: Summary,
-    /// All that came after.
-    pub(crate) rest: Summary,
-    /// Probes sent per request after the first two seconds; `None` without Prequal.
+    /// What was due before the judged part.
+    pub(crate) before: Summary,
+    pub(crate) judged: Summary,
+    /// What was due after it.
+    pub(crate) after: Summary,
+    /// Answers per second of the judged part.
+    pub(crate) per_second: f64,
+    /// Probes sent per request of the judged part; `None` if the filter does not choose.
     pub(crate) probes_per_query: Option<f64>,
-    /// CPU time of all Envoys per request, after the first two seconds.
+    /// CPU time of all Envoys per request of the judged part.
     pub(crate) envoy_us: f64,
+    /// CPU time of this process, the generator, over the time of the judged part.
+    pub(crate) generator_cpu: f64,
+    /// How late the generator sent: the 99th percentile and the most.
+    pub(crate) late: (Duration, Duration),
+    pub(crate) recovery: Option<Recovery>,
 }
 
-/// Starts a deployment cold, runs the load for [`FIRST`] + `measured`, and takes it down.
-pub(crate) async fn run_cold(arm: Arm, envoys: usize, measured: Duration, step: &str) -> Result<Measured> {
-    let started = Instant::now();
-    let deployment = Deployment::start(arm, envoys, &fleet()).await?;
-    println!(
-        "{step} {}, {}: started in {:.1} s",
-        arm.label(),
-        topology_label(envoys),
-        started.elapsed().as_secs_f64()
-    );
-    let measured = run_on(&deployment, arm, measured, step).await?;
-    deployment.stop().await;
-    Ok(measured)
+impl Measured {
+    /// Failed requests of the whole run.
+    pub(crate) fn failed(&self) -> usize {
+        self.before.failed + self.judged.failed + self.after.failed
+    }
+
+    /// Rejected requests of the whole run.
+    pub(crate) fn rejected(&self) -> usize {
+        self.before.rejected + self.judged.rejected + self.after.rejected
+    }
 }
 
-/// Runs the load on a deployment that has seen none yet.
-pub(crate) async fn run_on(
+impl Scenario {
+    /// When the replica that is watched is well again.
+    fn healed(&self) -> Duration {
+        self.schedule.last().map_or(Duration::ZERO, |(at, _)| *at)
+    }
+
+    /// For how long requests are sent.
+    pub(crate) fn length(&self, arm: Arm) -> Duration {
+        let watched = self.watch.as_ref().filter(|_| arm.is_ours());
+        self.judged.end.max(watched.map_or(Duration::ZERO, |watch| self.healed() + watch.length()))
+    }
+
+    /// Starts a deployment cold, runs the load on it, and takes it down.
+    pub(crate) async fn run_cold(&self, arm: Arm, envoys: usize, seed: u64, step: &str) -> Result<Measured> {
+        let started = Instant::now();
+        let deployment = Deployment::start(arm, envoys, &self.fleet).await?;
+        println!(
+            "{step} {}, {}: started in {:.1} s",
+            arm.label(),
+            topology_label(envoys),
+            started.elapsed().as_secs_f64()
+        );
+        let measured = self.run_on(&deployment, arm, seed, step).await;
+        deployment.stop().await;
+        measured
+    }
+
+    /// Runs the load and the schedule on a deployment that has seen no load yet.
+    async fn run_on(&self, deployment: &Deployment, arm: Arm, seed: u64, step: &str) -> Result<Measured> {
+        let length = self.length(arm);
+        let (begin, progress, samples) = match self.load {
+            Load::Open { .. } => {
+                let run = self.start_load(deployment, length, seed);
+                let label = format!("{step} {}", arm.label());
+                let progress = report_progress(run.progress.clone(), run.start, length, label);
+                (run.start, Some(tokio::spawn(progress)), Running::Open(run))
+            }
+            Load::Closed { connections } => {
+                let target = deployment.targets()[0];
+                let run = tokio::spawn(closed::run(target, connections, length));
+                (Instant::now(), None, Running::Closed(run))
+            }
+        };
+        let outcome = tokio::try_join!(
+            samples.finish(),
+            account(deployment, begin, &self.judged),
+            carry_out(deployment, begin, &self.schedule),
+        );
+        if let Some(progress) = progress {
+            progress.abort();
+        }
+        let (samples, used, healed) = outcome?;
+
+        let marked = |replica| self.marked.as_ref().is_some_and(|marked| marked.replicas.contains(&replica));
+        let part = |part: &dyn Fn(Duration) -> bool| {
+            Summary::of(samples.iter().filter(|sample| part(sample.due)), marked)
+        };
+        let judged = part(&|due| self.judged.contains(&due));
+        let requests = judged.samples as f64;
+        let seconds = (self.judged.end - self.judged.start).as_secs_f64();
+        let watch = self.watch.as_ref().filter(|_| arm.is_ours());
+        Ok(Measured {
+            arm,
+            envoys: deployment.envoys(),
+            before: part(&|due| due < self.judged.start),
+            after: part(&|due| due >= self.judged.end),
+            per_second: (judged.samples - judged.failed) as f64 / seconds,
+            judged,
+            probes_per_query: arm.is_ours().then_some(used.probes as f64 / requests),
+            envoy_us: used.envoys.as_secs_f64() * 1e6 / requests,
+            generator_cpu: used.generator.as_secs_f64() / seconds,
+            late: lateness(&samples),
+            recovery: watch.map(|watch| recovery::of(&samples, watch, self.fleet.len(), healed)),
+        })
+    }
+
+    /// The scenario's load, for as long as `length`.
+    ///
+    /// # Panics
+    /// If the load is a closed loop.
+    pub(crate) fn start_load(&self, deployment: &Deployment, length: Duration, seed: u64) -> Run {
+        let Load::Open { arrivals, keys } = self.load else {
+            panic!("a closed loop is not started like this")
+        };
+        let targets = deployment.targets();
+        Run::start(Plan { targets, arrivals, length, body: bytes::Bytes::new(), keys, seed })
+    }
+}
+
+enum Running {
+    Open(Run),
+    Closed(tokio::task::JoinHandle<Result<Vec<Sample>>>),
+}
+
+impl Running {
+    async fn finish(self) -> Result<Vec<Sample>> {
+        match self {
+            Self::Open(run) => Ok(run.finish().await),
+            Self::Closed(run) => run.await?,
+        }
+    }
+}
+
+/// What the judged part used.
+struct Used {
+    probes: u64,
+    envoys: Duration,
+    generator: Duration,
+}
+
+async fn account(deployment: &Deployment, begin: Instant, judged: &Range<Duration>) -> Result<Used> {
+    let read = || anyhow::Ok((deployment.probes()?, deployment.envoy_cpu()?, cpu_time(std::process::id())?));
+    tokio::time::sleep_until((begin + judged.start).into()).await;
+    let before = read()?;
+    tokio::time::sleep_until((begin + judged.end).into()).await;
+    let after = read()?;
+    Ok(Used {
+        probes: after.0 - before.0,
+        envoys: after.1.saturating_sub(before.1),
+        generator: after.2.saturating_sub(before.2),
+    })
+}
+
+/// Returns when the last event was in force, from the start of the run.
+async fn carry_out(
     deployment: &Deployment,
-    arm: Arm,
-    measured: Duration,
-    step: &str,
-) -> Result<Measured> {
-    let length = FIRST + measured;
-    let load = start_load(deployment, length);
-    let begin = load.start;
-    let progress = tokio::spawn(report_progress(
-        load.progress.clone(),
-        begin,
-        length,
-        format!("{step} {}", arm.label()),
-    ));
-
-    tokio::time::sleep_until((begin + FIRST).into()).await;
-    let probes_before = deployment.probes()?.sent;
-    let cpu_before = deployment.envoy_cpu()?;
-    let from = begin.elapsed();
-    tokio::time::sleep_until((begin + length).into()).await;
-    let cpu = deployment.envoy_cpu()?.saturating_sub(cpu_before);
-    let sent = (begin.elapsed().min(length) - from).as_secs_f64() * f64::from(PER_SECOND);
-    let probes = (deployment.probes()?.sent - probes_before) as f64;
-    let samples = load.finish().await;
-    progress.abort();
-
-    let (first, rest) = split(&samples, deployment);
-    Ok(Measured {
-        arm,
-        envoys: deployment.envoys(),
-        first,
-        rest,
-        probes_per_query: (arm == Arm::Prequal).then_some(probes / sent),
-        envoy_us: cpu.as_secs_f64() * 1e6 / sent,
-    })
+    begin: Instant,
+    schedule: &[(Duration, Event)],
+) -> Result<Duration> {
+    let mut last = Duration::ZERO;
+    for (at, event) in schedule {
+        tokio::time::sleep_until((begin + *at).into()).await;
+        tokio::task::block_in_place(|| deployment.apply(*event))?;
+        last = begin.elapsed();
+    }
+    Ok(last)
 }
 
-/// The scenario's load on a deployment, for as long as `length`.
-pub(crate) fn start_load(deployment: &Deployment, length: Duration) -> Run {
-    Run::start(Plan {
-        targets: deployment.targets(),
-        per_second: PER_SECOND,
-        length,
-        body: bytes::Bytes::new(),
-    })
-}
-
-fn split(samples: &[Sample], deployment: &Deployment) -> (Summary, Summary) {
-    let slow = |replica| deployment.backends.is_slow(replica);
-    (
-        Summary::of(samples.iter().filter(|sample| sample.due < FIRST), slow),
-        Summary::of(samples.iter().filter(|sample| sample.due >= FIRST), slow),
-    )
+fn lateness(samples: &[Sample]) -> (Duration, Duration) {
+    let mut late: Vec<Duration> = samples.iter().map(|sample| sample.late).collect();
+    late.sort_unstable();
+    let at = |index: usize| late.get(index).copied().unwrap_or_default();
+    (at(late.len() * 99 / 100), at(late.len().saturating_sub(1)))
 }
 
 /// Prints a line every few seconds until it is aborted.
-pub(crate) async fn report_progress(
+async fn report_progress(
     progress: std::sync::Arc<crate::load::Progress>,
     begin: Instant,
     length: Duration,

@@ -2,22 +2,25 @@
 //!
 //! Quantiles are taken from the sorted samples, not from a histogram: a run has some ten thousands of
 //! them. A failed request ranks above every answered one, so failing early can never improve a tail.
-//! Collecting the samples is the business of `load`.
+//! Collecting the samples is the business of `load` and `closed`.
 
 use std::time::Duration;
 
-/// Latencies above this miss the objective that the tables call "≤ 500 ms".
-pub(crate) const OBJECTIVE: Duration = Duration::from_millis(500);
-
-/// One request of the generator.
-#[derive(Clone, Copy, Debug)]
+/// One request of a generator.
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sample {
     /// When it was due to be sent, from the start of the run.
     pub(crate) due: Duration,
-    /// From the moment it was due until the end of the body, or `None` if it failed.
+    /// How long after that the generator got to it.
+    pub(crate) late: Duration,
+    /// From the moment it was due until the end of the body, or `None` if it failed: anything but a whole 200.
     pub(crate) latency: Option<Duration>,
     /// Number of the backend that answered, as it named itself.
     pub(crate) replica: Option<u16>,
+    /// `None`: no whole answer came.
+    pub(crate) status: Option<u16>,
+    /// Whether a backend with a cache had what was asked for.
+    pub(crate) cache_hit: Option<bool>,
 }
 
 /// The figures of one run, or of a part of one.
@@ -27,12 +30,20 @@ pub(crate) struct Summary {
     latencies_ms: Vec<f64>,
     pub(crate) samples: usize,
     pub(crate) failed: usize,
-    pub(crate) slow: usize,
+    /// Failed requests that a backend answered 503 itself.
+    pub(crate) rejected: usize,
+    /// Requests that came to a marked backend, answered or not.
+    pub(crate) marked: usize,
+    hits: usize,
+    looked_up: usize,
 }
 
 impl Summary {
-    /// Reduces `samples`; `slow` says which backends form the slow pair.
-    pub(crate) fn of<'a>(samples: impl IntoIterator<Item = &'a Sample>, slow: impl Fn(u16) -> bool) -> Self {
+    /// Reduces `samples`; `marked` says which backends are looked at apart.
+    pub(crate) fn of<'a>(
+        samples: impl IntoIterator<Item = &'a Sample>,
+        marked: impl Fn(u16) -> bool,
+    ) -> Self {
         let mut summary = Self::default();
         for sample in samples {
             summary.samples += 1;
@@ -40,7 +51,10 @@ impl Summary {
                 Some(latency) => summary.latencies_ms.push(latency.as_secs_f64() * 1e3),
                 None => summary.failed += 1,
             }
-            summary.slow += usize::from(sample.replica.is_some_and(&slow));
+            summary.rejected += usize::from(sample.status == Some(503) && sample.replica.is_some());
+            summary.marked += usize::from(sample.replica.is_some_and(&marked));
+            summary.looked_up += usize::from(sample.cache_hit.is_some());
+            summary.hits += usize::from(sample.cache_hit == Some(true));
         }
         summary.latencies_ms.sort_by(f64::total_cmp);
         summary
@@ -56,15 +70,20 @@ impl Summary {
         self.latencies_ms.get(rank - 1).copied().unwrap_or(f64::INFINITY)
     }
 
-    /// Share of all requests answered within [`OBJECTIVE`].
-    pub(crate) fn within_objective(&self) -> f64 {
-        let limit = OBJECTIVE.as_secs_f64() * 1e3;
+    /// Share of all requests answered within `limit`.
+    pub(crate) fn within(&self, limit: Duration) -> f64 {
+        let limit = limit.as_secs_f64() * 1e3;
         self.latencies_ms.partition_point(|ms| *ms <= limit) as f64 / self.samples as f64
     }
 
-    /// Share of all requests that the slow pair answered.
-    pub(crate) fn slow_share(&self) -> f64 {
-        self.slow as f64 / self.samples as f64
+    /// Share of all requests that the marked backends got.
+    pub(crate) fn marked_share(&self) -> f64 {
+        self.marked as f64 / self.samples as f64
+    }
+
+    /// Share of hits among the requests that a backend with a cache answered.
+    pub(crate) fn hit_rate(&self) -> f64 {
+        self.hits as f64 / self.looked_up as f64
     }
 
     /// `(quantile, ms)` from the median outwards, for plotting: finer and finer towards 1.
@@ -101,7 +120,7 @@ mod tests {
     use super::*;
 
     fn sample(ms: Option<u64>, replica: u16) -> Sample {
-        Sample { due: Duration::ZERO, latency: ms.map(Duration::from_millis), replica: Some(replica) }
+        Sample { latency: ms.map(Duration::from_millis), replica: Some(replica), ..Sample::default() }
     }
 
     #[test]
@@ -111,17 +130,32 @@ mod tests {
         for (q, ms) in [(0.0, 1.0), (0.5, 500.0), (0.99, 990.0), (0.999, 999.0), (1.0, 1000.0)] {
             assert_eq!(summary.quantile_ms(q), ms, "quantile {q}");
         }
-        assert_eq!(summary.within_objective(), 0.5);
+        assert_eq!(summary.within(Duration::from_millis(500)), 0.5);
     }
 
     #[test]
     fn failures_rank_above_every_answer() {
         let samples = [sample(Some(50), 0), sample(Some(51), 15), sample(None, 0), sample(Some(52), 0)];
         let summary = Summary::of(&samples, |replica| replica >= 14);
-        assert_eq!((summary.samples, summary.failed, summary.slow), (4, 1, 1));
+        assert_eq!((summary.samples, summary.failed, summary.marked), (4, 1, 1));
         assert_eq!(summary.quantile_ms(0.75), 52.0);
         assert_eq!(summary.quantile_ms(0.99), f64::INFINITY);
-        assert_eq!(summary.within_objective(), 0.75);
+        assert_eq!(summary.within(Duration::from_secs(1)), 0.75);
+    }
+
+    #[test]
+    fn rejected_is_what_a_backend_refused_not_what_never_reached_one() {
+        let by_backend = Sample { status: Some(503), replica: Some(1), ..Sample::default() };
+        let by_envoy = Sample { status: Some(503), ..Sample::default() };
+        let summary = Summary::of(&[by_backend, by_envoy, Sample::default()], |_| true);
+        assert_eq!((summary.failed, summary.rejected, summary.marked), (3, 1, 1));
+    }
+
+    #[test]
+    fn hits_count_among_lookups() {
+        let looked_up = |hit| Sample { cache_hit: Some(hit), ..sample(Some(10), 0) };
+        let samples = [looked_up(true), looked_up(true), looked_up(true), looked_up(false), sample(None, 0)];
+        assert_eq!(Summary::of(&samples, |_| false).hit_rate(), 0.75);
     }
 
     #[test]

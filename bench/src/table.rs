@@ -40,6 +40,13 @@ pub(crate) fn range(values: &[f64], format: impl Fn(f64) -> String) -> String {
     format!("{}–{}", format(low), format(high))
 }
 
+/// One figure per pass: the figure itself if there is one pass, else `median (lowest–highest)`.
+pub(crate) fn spread(values: &[f64], format: impl Fn(f64) -> String) -> String {
+    let range = range(values, &format);
+    let middle = format(crate::stats::median(values.iter().copied()));
+    if range == middle || values.is_empty() { range } else { format!("{middle} ({range})") }
+}
+
 /// Milliseconds; a quantile that failures reach has no value.
 pub(crate) fn ms(value: f64) -> String {
     if value.is_infinite() {
@@ -77,6 +84,14 @@ mod tests {
             render(&["arm", "ms"], &rows),
             "arm        ms\n------  -----\na         1.0\nlonger  10–12\n"
         );
+    }
+
+    #[test]
+    fn several_passes_show_their_median() {
+        assert_eq!(spread(&[50.6], ms), "50.6");
+        assert_eq!(spread(&[50.0, 57.0, 51.0], ms), "51.0 (50.0–57.0)");
+        assert_eq!(spread(&[50.0, 50.01], ms), "50.0");
+        assert_eq!(spread(&[], ms), "–");
     }
 
     #[test]

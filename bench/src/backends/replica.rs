@@ -1,0 +1,529 @@
+//! The child process: what a replica does with a connection, a request, a change.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::io::Write;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use bytes::Bytes;
+use http::{HeaderValue, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::{Distribution, Normal};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
+
+use super::{CACHE_HEADER, Change, DONE, Fleet, KEY_HEADER, Order, REPLICA_HEADER, Replica, Service, Slots};
+
+/// The child process: serves until standard input ends.
+pub(crate) fn serve() -> Result<()> {
+    let mut lines = std::io::stdin().lines();
+    let fleet: Fleet = serde_json::from_str(&lines.next().context("no fleet")??)?;
+    // All that sleep share a thread; what uses CPU has its own, or its work would hold up the others.
+    let (shared, accepted) = mpsc::unbounded_channel();
+    std::thread::spawn(move || host(accepted));
+    let mut running = Vec::new();
+    for (number, replica) in fleet.0.into_iter().enumerate() {
+        let to = if matches!(replica.service, Service::Cpu { .. }) {
+            let (own, accepted) = mpsc::unbounded_channel();
+            std::thread::spawn(move || host(accepted));
+            own
+        } else {
+            shared.clone()
+        };
+        let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let address = listener.local_addr()?;
+        let (orders, ordered) = mpsc::unbounded_channel();
+        to.send(Start { number: number as u16, replica, listener, ordered }).context("the thread ended")?;
+        println!("{address}");
+        running.push(orders);
+    }
+    std::io::stdout().flush()?;
+    for line in lines {
+        let order: Order = serde_json::from_str(&line?)?;
+        let (done, answer) = std::sync::mpsc::channel();
+        let sent = running.get(usize::from(order.replica)).map(|to| to.send((order.change, done)));
+        let outcome = match sent {
+            Some(Ok(())) => answer.recv().context("the replica has ended")?,
+            _ => Err("no such replica, or a trivial one".to_owned()),
+        };
+        println!("{}", outcome.err().unwrap_or_else(|| DONE.to_owned()));
+        std::io::stdout().flush()?;
+    }
+    Ok(())
+}
+
+/// An order on its way to its replica, and where to say that it was carried out.
+type Ordered = (Change, std::sync::mpsc::Sender<Result<(), String>>);
+
+struct Start {
+    number: u16,
+    replica: Replica,
+    listener: std::net::TcpListener,
+    ordered: mpsc::UnboundedReceiver<Ordered>,
+}
+
+/// A thread that runs the replicas sent to it.
+fn host(mut accepted: mpsc::UnboundedReceiver<Start>) -> Result<()> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+        let mut replicas = JoinSet::new();
+        while let Some(Start { number, replica, listener, ordered }) = accepted.recv().await {
+            listener.set_nonblocking(true)?;
+            let listener = TcpListener::from_std(listener)?;
+            if replica.service == Service::Trivial {
+                replicas.spawn(accept_trivial(listener, number));
+            } else {
+                let state = Arc::new(State::new(number, replica));
+                replicas.spawn(async move {
+                    if let Err(error) = run(state, listener, ordered).await {
+                        eprintln!("replica {number} ended: {error}");
+                    }
+                });
+            }
+        }
+        replicas.join_all().await;
+        Ok(())
+    })
+}
+
+/// The listening port: open, or kept so that nobody else gets it while connections are refused.
+enum Door {
+    Open(TcpListener),
+    Shut(TcpSocket),
+}
+
+impl Door {
+    async fn accept(&self) -> Option<TcpStream> {
+        match self {
+            Self::Open(listener) => listener.accept().await.ok().map(|(stream, _)| stream),
+            Self::Shut(_) => std::future::pending().await,
+        }
+    }
+
+    fn refuse(self, address: SocketAddr) -> std::io::Result<Self> {
+        // A second socket can have the port only once the first has let go of it.
+        drop(self);
+        let socket = TcpSocket::new_v4()?;
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        Ok(Self::Shut(socket))
+    }
+
+    fn reopen(self) -> std::io::Result<Self> {
+        match self {
+            Self::Open(_) => Ok(self),
+            Self::Shut(socket) => socket.listen(1024).map(Self::Open),
+        }
+    }
+}
+
+/// Accepts connections and carries out orders until nobody can give any more.
+async fn run(
+    state: Arc<State>,
+    listener: TcpListener,
+    mut ordered: mpsc::UnboundedReceiver<Ordered>,
+) -> std::io::Result<()> {
+    let address = listener.local_addr()?;
+    let mut door = Door::Open(listener);
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            stream = door.accept() => {
+                let Some(stream) = stream else { continue };
+                let _ = stream.set_nodelay(true);
+                connections.spawn(serve_http(stream, state.clone()));
+            }
+            Some(_) = connections.join_next() => {}
+            order = ordered.recv() => {
+                let Some((change, done)) = order else { return Ok(()) };
+                match change {
+                    Change::Refusing(true) => {
+                        door = door.refuse(address)?;
+                        connections.shutdown().await;
+                    }
+                    Change::Refusing(false) => door = door.reopen()?,
+                    Change::Service(service) => state.dice().service = service,
+                    Change::Failing(share) => state.dice().failing = share,
+                }
+                // Who gave the order waits for this; if it no longer does, the process is ending.
+                let _ = done.send(Ok(()));
+            }
+        }
+    }
+}
+
+struct State {
+    number: u16,
+    slots: Option<(Semaphore, Slots)>,
+    waiting: AtomicUsize,
+    dice: Mutex<Dice>,
+}
+
+/// What decides about a request.
+struct Dice {
+    service: Service,
+    failing: f64,
+    rng: SmallRng,
+    /// The keys served last, the latest at the back.
+    keys: VecDeque<String>,
+}
+
+/// What a request costs here.
+#[derive(Debug, PartialEq)]
+enum Cost {
+    /// The time, and whether the cache had the key.
+    Sleep(Duration, Option<bool>),
+    Cpu(Duration),
+}
+
+impl Dice {
+    fn fails(&mut self) -> bool {
+        self.failing > 0.0 && self.rng.random::<f64>() < self.failing
+    }
+
+    fn cost(&mut self, key: Option<&str>) -> Cost {
+        match self.service {
+            Service::Sleep { ms } => Cost::Sleep(Duration::from_millis(ms), None),
+            Service::Normal { mean_ms, sd_ms } => {
+                let drawn =
+                    Normal::new(mean_ms, sd_ms).map_or(mean_ms, |normal| normal.sample(&mut self.rng));
+                Cost::Sleep(Duration::from_secs_f64(drawn.max(0.0) / 1e3), None)
+            }
+            Service::Cpu { us } => Cost::Cpu(Duration::from_micros(us)),
+            Service::Cache { entries, hit_ms, miss_ms } => {
+                let hit = key.is_some_and(|key| self.remember(key, entries));
+                Cost::Sleep(Duration::from_millis(if hit { hit_ms } else { miss_ms }), Some(hit))
+            }
+            Service::Trivial => Cost::Sleep(Duration::ZERO, None),
+        }
+    }
+
+    /// Makes `key` the latest; true if it was there.
+    fn remember(&mut self, key: &str, entries: usize) -> bool {
+        let found = self.keys.iter().position(|known| known == key);
+        let known = found.and_then(|index| self.keys.remove(index));
+        let hit = known.is_some();
+        self.keys.push_back(known.unwrap_or_else(|| key.to_owned()));
+        while self.keys.len() > entries {
+            self.keys.pop_front();
+        }
+        hit
+    }
+}
+
+impl State {
+    fn new(number: u16, replica: Replica) -> Self {
+        // The number as seed: replicas differ, runs do not.
+        let rng = SmallRng::seed_from_u64(u64::from(number));
+        Self {
+            number,
+            slots: replica.slots.map(|slots| (Semaphore::new(slots.serving), slots)),
+            waiting: AtomicUsize::new(0),
+            dice: Mutex::new(Dice { service: replica.service, failing: 0.0, rng, keys: VecDeque::new() }),
+        }
+    }
+
+    fn dice(&self) -> MutexGuard<'_, Dice> {
+        self.dice.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn answer(&self, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+        let mut response = Response::new(Full::new(Bytes::new()));
+        response.headers_mut().insert(REPLICA_HEADER, self.number.into());
+        let served = self.work(&request, &mut response).await;
+        // A body that was not read would close the connection.
+        let _ = request.into_body().collect().await;
+        if served {
+            *response.body_mut() = Full::new(Bytes::from_static(b"ok\n"));
+        } else {
+            *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+        }
+        Ok(response)
+    }
+
+    /// False if the request fails or there is no room for it.
+    async fn work(&self, request: &Request<Incoming>, response: &mut Response<Full<Bytes>>) -> bool {
+        if self.dice().fails() {
+            return false;
+        }
+        let _slot = match &self.slots {
+            None => None,
+            Some((semaphore, slots)) => match self.slot(semaphore, *slots).await {
+                None => return false,
+                slot => slot,
+            },
+        };
+        let key = request.headers().get(KEY_HEADER).and_then(|value| value.to_str().ok());
+        let cost = self.dice().cost(key);
+        match cost {
+            Cost::Sleep(time, hit) => {
+                if let Some(hit) = hit {
+                    let value = HeaderValue::from_static(if hit { "hit" } else { "miss" });
+                    response.headers_mut().insert(CACHE_HEADER, value);
+                }
+                tokio::time::sleep(time).await;
+            }
+            Cost::Cpu(time) => burn(time),
+        }
+        true
+    }
+
+    /// Waits for a slot; `None` if too many wait already.
+    async fn slot<'a>(
+        &self,
+        semaphore: &'a Semaphore,
+        slots: Slots,
+    ) -> Option<tokio::sync::SemaphorePermit<'a>> {
+        if let Ok(slot) = semaphore.try_acquire() {
+            return Some(slot);
+        }
+        if self.waiting.load(Ordering::Relaxed) >= slots.waiting {
+            return None;
+        }
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        // Counted down also when the client goes away and this future is dropped.
+        let _waiting = Waiting(&self.waiting);
+        semaphore.acquire().await.ok()
+    }
+}
+
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Uses CPU until this thread has used `time` more of it: what others take of the core does not count.
+fn burn(time: Duration) {
+    let end = thread_cpu_time() + time;
+    while thread_cpu_time() < end {
+        for _ in 0..100 {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+fn thread_cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes to a valid local value.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+async fn serve_http(stream: TcpStream, state: Arc<State>) {
+    let service = service_fn(move |request| {
+        let state = state.clone();
+        async move { state.answer(request).await }
+    });
+    // A connection that the peer broke off concerns nobody here.
+    let _ = auto::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service).await;
+}
+
+/// HTTP/1.1 without bodies in requests is answered with next to no CPU time; HTTP/2 as it has to be.
+async fn accept_trivial(listener: TcpListener, number: u16) {
+    let Ok(address) = listener.local_addr() else { return };
+    let load = format!("1;100;{address}");
+    let canned: Arc<str> = format!(
+        "HTTP/1.1 200 OK\r\n{REPLICA_HEADER}: {number}\r\nx-prequal-load: {load}\r\ncontent-length: 3\r\n\r\nok\n"
+    )
+    .into();
+    let load = HeaderValue::try_from(load).unwrap_or_else(|_| HeaderValue::from_static(""));
+    while let Ok((stream, _)) = listener.accept().await {
+        let _ = stream.set_nodelay(true);
+        let (canned, load) = (canned.clone(), load.clone());
+        tokio::spawn(async move {
+            let mut preface = [0; 3];
+            match stream.peek(&mut preface).await {
+                Ok(_) if &preface == b"PRI" => serve_trivial(stream, load).await,
+                _ => serve_canned(stream, &canned).await,
+            }
+        });
+    }
+}
+
+async fn serve_trivial(stream: TcpStream, load: HeaderValue) {
+    let service = service_fn(move |_: Request<Incoming>| {
+        let mut response = Response::new(Full::new(Bytes::new()));
+        response.headers_mut().insert("x-prequal-load", load.clone());
+        std::future::ready(Ok::<_, Infallible>(response))
+    });
+    // A connection that the peer broke off concerns nobody here.
+    let _ = auto::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service).await;
+}
+
+async fn serve_canned(mut stream: TcpStream, canned: &str) {
+    let mut head = Vec::with_capacity(2048);
+    while stream.read_buf(&mut head).await.is_ok_and(|n| n > 0) {
+        if head.ends_with(b"\r\n\r\n") {
+            head.clear();
+            if stream.write_all(canned.as_bytes()).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use http_body_util::Empty;
+    use hyper_util::client::legacy::Client;
+
+    use super::*;
+
+    /// A replica on this thread's runtime, as the child runs it.
+    #[derive(Clone)]
+    struct Running {
+        address: SocketAddr,
+        orders: mpsc::UnboundedSender<Ordered>,
+        client: Client<hyper_util::client::legacy::connect::HttpConnector, Empty<Bytes>>,
+    }
+
+    impl Running {
+        async fn start(replica: Replica) -> Self {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let (orders, ordered) = mpsc::unbounded_channel();
+            tokio::spawn(run(Arc::new(State::new(3, replica)), listener, ordered));
+            Self { address, orders, client: Client::builder(TokioExecutor::new()).build_http() }
+        }
+
+        async fn change(&self, change: Change) {
+            let (done, answer) = std::sync::mpsc::channel();
+            self.orders.send((change, done)).unwrap();
+            loop {
+                match answer.try_recv() {
+                    Ok(outcome) => return outcome.unwrap(),
+                    Err(std::sync::mpsc::TryRecvError::Empty) => tokio::task::yield_now().await,
+                    Err(gone) => panic!("the replica ended: {gone}"),
+                }
+            }
+        }
+
+        /// The status and whether the cache had the key, or an error if there was no answer.
+        async fn get(&self, key: &str) -> Result<(u16, Option<bool>)> {
+            let request = Request::get(format!("http://{}/", self.address)).header(KEY_HEADER, key);
+            let response = self.client.request(request.body(Empty::new())?).await?;
+            assert_eq!(response.headers()[REPLICA_HEADER], "3");
+            let hit = response.headers().get(CACHE_HEADER).map(|value| value == "hit");
+            let status = response.status().as_u16();
+            response.into_body().collect().await?;
+            Ok((status, hit))
+        }
+
+        async fn at_once(&self, count: usize) -> Vec<u16> {
+            let mut requests = JoinSet::new();
+            for _ in 0..count {
+                let replica = self.clone();
+                requests.spawn(async move { replica.get("a").await.unwrap().0 });
+            }
+            requests.join_all().await
+        }
+
+        async fn statuses(&self, count: usize) -> Vec<u16> {
+            let mut statuses = Vec::new();
+            for _ in 0..count {
+                statuses.push(self.get("a").await.unwrap().0);
+            }
+            statuses
+        }
+    }
+
+    #[tokio::test]
+    async fn service_time_changes_at_run_time() {
+        let replica = Running::start(Replica::sleeping(0)).await;
+        assert_eq!(replica.statuses(1).await, [200]);
+        replica.change(Change::Service(Service::Sleep { ms: 60 })).await;
+        let begin = Instant::now();
+        assert_eq!(replica.statuses(1).await, [200]);
+        assert!(begin.elapsed() >= Duration::from_millis(60));
+    }
+
+    #[tokio::test]
+    async fn the_share_asked_for_fails_at_once() {
+        let replica = Running::start(Replica::sleeping(0)).await;
+        replica.change(Change::Failing(0.5)).await;
+        let failed = replica.statuses(400).await.iter().filter(|status| **status == 503).count();
+        // Five standard deviations of a fair coin.
+        assert!((150..=250).contains(&failed), "{failed} of 400");
+        replica.change(Change::Service(Service::Sleep { ms: 10_000 })).await;
+        replica.change(Change::Failing(1.0)).await;
+        let begin = Instant::now();
+        assert_eq!(replica.statuses(3).await, [503; 3]);
+        assert!(begin.elapsed() < Duration::from_secs(10), "a failure waits for nothing");
+    }
+
+    #[tokio::test]
+    async fn refused_connections_are_refused_until_told_otherwise() {
+        let replica = Running::start(Replica::sleeping(0)).await;
+        assert_eq!(replica.statuses(1).await, [200]);
+        replica.change(Change::Refusing(true)).await;
+        // The pooled connection is broken off, new ones are refused.
+        for _ in 0..3 {
+            assert!(replica.get("a").await.is_err());
+        }
+        let refused = TcpStream::connect(replica.address).await.unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+        replica.change(Change::Refusing(false)).await;
+        assert_eq!(replica.statuses(1).await, [200]);
+    }
+
+    #[tokio::test]
+    async fn beyond_slots_and_queue_requests_are_rejected() {
+        let replica = Running::start(Replica::sleeping(200).with_slots(2, 3)).await;
+        let begin = Instant::now();
+        let mut statuses = replica.at_once(8).await;
+        statuses.sort_unstable();
+        assert_eq!(statuses, [200, 200, 200, 200, 200, 503, 503, 503]);
+        // Five requests, two at a time.
+        assert!(begin.elapsed() >= Duration::from_millis(600));
+    }
+
+    #[tokio::test]
+    async fn cpu_work_is_done_one_request_after_the_other() {
+        let replica = Running::start(Replica::new(Service::Cpu { us: 20_000 })).await;
+        let before = thread_cpu_time();
+        assert_eq!(replica.at_once(3).await, [200; 3]);
+        assert!(thread_cpu_time() - before >= Duration::from_millis(60));
+    }
+
+    #[tokio::test]
+    async fn a_cache_holds_the_keys_used_last() {
+        let cache = Service::Cache { entries: 2, hit_ms: 0, miss_ms: 1 };
+        let replica = Running::start(Replica::new(cache)).await;
+        let mut hits = Vec::new();
+        // `b` is the one that goes when `c` comes, for `a` was used since.
+        for key in ["a", "b", "a", "c", "a", "b"] {
+            hits.push(replica.get(key).await.unwrap().1.unwrap());
+        }
+        assert_eq!(hits, [false, false, true, false, true, false]);
+    }
+
+    #[test]
+    fn normal_times_have_the_mean_asked_for() {
+        let state = State::new(0, Replica::new(Service::Normal { mean_ms: 167.0, sd_ms: 5.0 }));
+        let mut times: Vec<f64> = (0..1000)
+            .map(|_| match state.dice().cost(None) {
+                Cost::Sleep(time, None) => time.as_secs_f64() * 1e3,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        assert!((times[500] - 167.0).abs() < 1.0, "{}", times[500]);
+        assert!((times[841] - 172.0).abs() < 1.0, "one standard deviation up: {}", times[841]);
+    }
+}

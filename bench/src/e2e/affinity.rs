@@ -1,0 +1,37 @@
+//! Replicas with a cache each, too small for all keys: whoever sends a key where it is known saves nine tenths of the
+//! work.
+
+use std::time::Duration;
+
+use super::FIRST;
+use crate::backends::{Fleet, Replica, Service};
+use crate::load::{Arrivals, Keys};
+use crate::scenario::{Arm, Load, Scenario};
+
+const REPLICAS: usize = 8;
+/// Keys that a replica remembers, the last ones used.
+const ENTRIES: usize = 200;
+/// Six times what one cache holds, and less than all hold together.
+const KEYS: Keys = Keys { count: 1200, exponent: 1.0 };
+
+/// A run of `seconds` after a third of that, in which the caches fill.
+pub(super) fn scenario(seconds: Duration) -> Scenario {
+    let replica = Replica::new(Service::Cache { entries: ENTRIES, hit_ms: 10, miss_ms: 100 });
+    let filling = FIRST.max(seconds / 3);
+    Scenario {
+        name: "affinity".to_owned(),
+        title: format!(
+            "{REPLICAS} replicas that remember {ENTRIES} keys, 10 ms a hit, 100 ms a miss, 4 at a time; {} Zipf keys, 500 requests/s Poisson",
+            KEYS.count
+        ),
+        fleet: Fleet::of(REPLICAS, replica.with_slots(4, 1000)),
+        load: Load::Open { arrivals: Arrivals::Poisson(500), keys: Some(KEYS) },
+        arms: vec![Arm::LeastRequest, Arm::RingHash, Arm::Prequal],
+        judged: filling..filling + seconds,
+        schedule: Vec::new(),
+        good_within: Duration::from_millis(50),
+        marked: None,
+        watch: None,
+        goals: Vec::new(),
+    }
+}

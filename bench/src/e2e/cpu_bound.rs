@@ -1,0 +1,37 @@
+//! Replicas that use up the CPU: whatever the filter, its probes and its reports cost is missing from the throughput.
+//!
+//! Everything shares the machine, so that CPU time spent anywhere lowers the rate.
+
+use std::time::Duration;
+
+use super::FIRST;
+use crate::backends::{Fleet, Replica, Service};
+use crate::goals::Goal;
+use crate::scenario::{Arm, Load, Scenario};
+
+const REPLICAS: usize = 4;
+/// Enough that no replica is ever idle for want of requests.
+const CONNECTIONS: usize = 30;
+
+/// A scenario for each amount of work per request.
+pub(super) fn scenarios(seconds: Duration) -> Vec<Scenario> {
+    [(4, 0.98), (1, 0.96)].map(|(ms, part)| scenario(ms, part, seconds)).into()
+}
+
+fn scenario(ms: u64, part: f64, seconds: Duration) -> Scenario {
+    Scenario {
+        name: format!("cpu-bound {ms} ms"),
+        title: format!(
+            "{REPLICAS} replicas with {ms} ms of work a request, {CONNECTIONS} closed-loop connections"
+        ),
+        fleet: Fleet::of(REPLICAS, Replica::new(Service::Cpu { us: ms * 1000 })),
+        load: Load::Closed { connections: CONNECTIONS },
+        arms: vec![Arm::LeastRequest, Arm::Prequal],
+        judged: FIRST..FIRST + seconds,
+        schedule: Vec::new(),
+        good_within: Duration::from_secs(1),
+        marked: None,
+        watch: None,
+        goals: vec![Goal::Throughput { of: Arm::LeastRequest, part }],
+    }
+}

@@ -1,0 +1,168 @@
+//! The demo's scenario, long enough to be judged: a pair of slow replicas among many.
+//!
+//! 16 replicas, each behind its agent; 14 answer in 50 ms and 2 in 800 ms; 500 requests a second at a
+//! constant rate, through one Envoy or spread evenly over four.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+
+use super::{FIRST, draw};
+use crate::backends::{Change, Fleet, Replica, Service};
+use crate::comparison::Comparison;
+use crate::deployment::Event;
+use crate::goals::{Goal, Goals, above_round_robin_median, worst};
+use crate::plot::Panel;
+use crate::recovery::Watch;
+use crate::scenario::{Arm, Load, Marked, Scenario, topology_label};
+use crate::stats::min_max;
+use crate::table::ms;
+
+const FAST: u16 = 14;
+const SLOW: u16 = 2;
+const FAST_MS: u64 = 50;
+/// Prequal's p99 may exceed round robin's median by this much.
+const P99_MARGIN_MS: f64 = 5.0;
+/// Prequal's p99.9 is to exceed round robin's median by at most this much (an aim, not a goal).
+const P999_AIM_MS: f64 = 10.0;
+/// How many times Prequal's p99.9 has to be below each baseline's.
+const P999_FACTOR: f64 = 5.0;
+/// Prequal's Envoy CPU per request against round robin's.
+const CPU_FACTOR: f64 = 1.5;
+
+/// Arguments of `e2e ingress`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Ingress {
+    /// Passes over all policies
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    passes: u64,
+    /// Measured seconds per run, after the first two
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
+    seconds: u64,
+    /// Length of the one long Prequal run; 0 leaves it out
+    #[arg(long, default_value_t = 300)]
+    steady_seconds: u64,
+    /// How many Envoys share the load
+    #[arg(long, default_value = "both")]
+    envoys: Topologies,
+    /// Folder for the plot
+    #[arg(long, default_value = "target/bench", value_name = "DIR")]
+    out: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Topologies {
+    #[value(name = "1")]
+    One,
+    #[value(name = "4")]
+    Four,
+    Both,
+}
+
+impl Topologies {
+    fn list(self) -> &'static [usize] {
+        match self {
+            Self::One => &[1],
+            Self::Four => &[4],
+            Self::Both => &[1, 4],
+        }
+    }
+}
+
+/// A run of [`FIRST`] and `seconds`, with no goals set.
+pub(crate) fn scenario(seconds: Duration) -> Scenario {
+    let sleeping = Replica::sleeping;
+    Scenario {
+        name: "ingress".to_owned(),
+        title: "14 replicas at 50 ms and 2 at 800 ms, 500 requests/s".to_owned(),
+        fleet: Fleet::of(usize::from(FAST), sleeping(FAST_MS)).and(usize::from(SLOW), sleeping(800)),
+        load: Load::constant(500),
+        arms: Arm::USUAL.to_vec(),
+        judged: FIRST..FIRST + seconds,
+        schedule: Vec::new(),
+        good_within: Duration::from_millis(500),
+        marked: Some(Marked { replicas: FAST..FAST + SLOW, label: "the slow pair" }),
+        watch: None,
+        goals: Vec::new(),
+    }
+}
+
+/// Largest share to the slow pair that is allowed.
+fn slow_share(envoys: usize) -> Goal {
+    Goal::MarkedShare(if envoys == 1 { 0.001 } else { 0.003 })
+}
+
+/// One of the slow pair made fast after 15 s; Prequal only.
+fn healing() -> Scenario {
+    let seconds = Duration::from_secs(15);
+    let healed = FIRST + seconds;
+    let fast = Change::Service(Service::Sleep { ms: FAST_MS });
+    Scenario {
+        name: "ingress, slow replica made fast".to_owned(),
+        arms: vec![Arm::Prequal],
+        schedule: vec![(healed, Event::Backend(FAST, fast))],
+        watch: Some(Watch { replica: FAST, within: Duration::from_secs(30), part: 0.25 }),
+        goals: vec![Goal::Back, Goal::NoneFailed],
+        ..scenario(seconds)
+    }
+}
+
+/// Runs everything; the exit code says whether every goal was reached.
+pub(super) async fn run(ingress: &Ingress) -> Result<ExitCode> {
+    let topologies = ingress.envoys.list();
+    let scenario = scenario(Duration::from_secs(ingress.seconds));
+    let mut comparison = Comparison::run(scenario, ingress.passes as usize, topologies).await?;
+    let steady = match ingress.steady_seconds {
+        0 => None,
+        seconds => Some(steady(Duration::from_secs(seconds), topologies[0]).await?),
+    };
+    let healing = Comparison::run(healing(), 1, topologies).await?;
+
+    println!();
+    let mut goals = Goals::default();
+    for envoys in topologies {
+        println!("{}", comparison.tables(*envoys));
+        comparison.scenario.goals = vec![
+            Goal::P99AboveRoundRobinMedian(P99_MARGIN_MS),
+            Goal::P999BelowBaselines(P999_FACTOR),
+            slow_share(*envoys),
+            Goal::NoneFailed,
+            Goal::CpuOfRoundRobin(CPU_FACTOR),
+        ];
+        goals.judge(&comparison, *envoys);
+        let p999 = worst(above_round_robin_median(&comparison, *envoys, 0.999));
+        let aim = if p999 <= P999_AIM_MS { "met" } else { "not met" };
+        let place = topology_label(*envoys);
+        println!(
+            "{place}: p99.9 above round robin's median by {} ms (aim: {P999_AIM_MS} ms, {aim})\n",
+            ms(p999)
+        );
+    }
+    if let Some(mut steady) = steady {
+        println!("{}", steady.tables(topologies[0]));
+        // A steady run has no round robin beside it; the lowest median of the passes stands for it.
+        let medians = comparison.of(Arm::RoundRobin, topologies[0]).map(|run| run.judged.quantile_ms(0.5));
+        steady.scenario.goals.push(Goal::P99(min_max(medians).0 + P99_MARGIN_MS));
+        goals.judge(&steady, topologies[0]);
+    }
+    for envoys in topologies {
+        goals.judge(&healing, *envoys);
+    }
+    let panels: Vec<Panel> = topologies.iter().map(|envoys| comparison.panel(*envoys)).collect();
+    draw(&ingress.out.join("ingress.svg"), "ingress", &panels)?;
+    Ok(goals.print())
+}
+
+/// One long run of Prequal.
+async fn steady(seconds: Duration, envoys: usize) -> Result<Comparison> {
+    let scenario = Scenario {
+        name: "ingress, steady".to_owned(),
+        arms: vec![Arm::Prequal],
+        goals: vec![slow_share(envoys), Goal::NoneFailed],
+        ..scenario(seconds)
+    };
+    Comparison::run(scenario, 1, &[envoys]).await
+}

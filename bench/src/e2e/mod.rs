@@ -1,0 +1,120 @@
+//! The end-to-end scenarios that are judged: one file each says what it consists of and what has to be reached.
+
+mod affinity;
+mod cpu_bound;
+mod ingress;
+mod sinkhole;
+mod slow_half;
+mod stall;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+
+use crate::comparison::Comparison;
+use crate::goals::Goals;
+use crate::plot::{self, Panel};
+use crate::scenario::Scenario;
+
+pub(crate) use ingress::scenario as ingress;
+#[cfg(test)]
+pub(crate) use stall::scenario as stall;
+
+/// What is left out at the start of a run without a fault: there a policy is still learning who is slow.
+pub(crate) const FIRST: Duration = Duration::from_secs(2);
+
+#[derive(Subcommand)]
+pub(crate) enum EndToEnd {
+    /// The demo's scenario, long: 14 replicas answer in 50 ms, 2 in 800 ms
+    Ingress(ingress::Ingress),
+    /// One of 11 replicas stalls to 2 s for half of the run, then heals
+    Stall(Length),
+    /// One of 10 replicas fails at once: a share of its requests, all of them, or by refusing connections
+    Sinkhole(sinkhole::Sinkhole),
+    /// Half of 40 replicas take five times as long, and all have room for few
+    SlowHalf(Length),
+    /// Four replicas that use up the CPU, in a closed loop: what the filter costs in throughput
+    CpuBound(Length),
+    /// Eight replicas with a cache each: hit rate and tail against ring hash
+    Affinity(Length),
+}
+
+/// How long a scenario runs, and where its plot goes.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Length {
+    /// Passes over all policies [default: 3; cpu-bound 5]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    passes: Option<u64>,
+    /// Judged seconds per run [default: 60; cpu-bound 20]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
+    seconds: Option<u64>,
+    /// One short pass, to see that it works: its figures are not for comparing
+    #[arg(long)]
+    quick: bool,
+    /// Folder for the plot
+    #[arg(long, default_value = "target/bench", value_name = "DIR")]
+    out: PathBuf,
+}
+
+impl Length {
+    fn passes(&self, default: u64) -> usize {
+        self.passes.unwrap_or(if self.quick { 1 } else { default }) as usize
+    }
+
+    fn seconds(&self, default: u64) -> Duration {
+        Duration::from_secs(self.seconds.unwrap_or(if self.quick { default / 5 } else { default }))
+    }
+}
+
+/// Runs one scenario; the exit code says whether every goal was reached.
+pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
+    match what {
+        EndToEnd::Ingress(ingress) => ingress::run(ingress).await,
+        EndToEnd::Stall(length) => {
+            compare("stall", vec![stall::scenario(length.seconds(60))], length.passes(3), &length.out).await
+        }
+        EndToEnd::Sinkhole(sinkhole) => sinkhole::run(sinkhole).await,
+        EndToEnd::SlowHalf(length) => {
+            let scenario = slow_half::scenario(length.seconds(60));
+            compare("slow-half", vec![scenario], length.passes(3), &length.out).await
+        }
+        EndToEnd::CpuBound(length) => {
+            let scenarios = cpu_bound::scenarios(length.seconds(20));
+            compare("cpu-bound", scenarios, length.passes(5), &length.out).await
+        }
+        EndToEnd::Affinity(length) => {
+            let scenario = affinity::scenario(length.seconds(60));
+            compare("affinity", vec![scenario], length.passes(3), &length.out).await
+        }
+    }
+}
+
+/// Runs scenarios one after the other through one Envoy, then prints tables, plot and verdicts.
+async fn compare(name: &str, scenarios: Vec<Scenario>, passes: usize, out: &Path) -> Result<ExitCode> {
+    let mut comparisons = Vec::new();
+    for scenario in scenarios {
+        comparisons.push(Comparison::run(scenario, passes, &[1]).await?);
+    }
+    println!();
+    let mut goals = Goals::default();
+    for comparison in &comparisons {
+        println!("{}", comparison.tables(1));
+        goals.judge(comparison, 1);
+    }
+    let panels: Vec<Panel> = comparisons.iter().map(|comparison| comparison.panel(1)).collect();
+    draw(&out.join(format!("{name}.svg")), name, &panels)?;
+    Ok(goals.print())
+}
+
+/// Writes a plot and says where.
+pub(crate) fn draw(path: &Path, title: &str, panels: &[Panel]) -> Result<()> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    plot::write(path, title, panels)?;
+    println!("Plot of the first pass: {}\n", path.display());
+    Ok(())
+}

@@ -1,0 +1,101 @@
+//! A replica fails fast and would draw traffic by it: requests that fail at once keep it idle.
+//!
+//! The fault is what is judged, from its first instant on; then the replica heals.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+
+use super::{Length, compare};
+use crate::backends::{Change, Fleet, Replica};
+use crate::deployment::Event;
+use crate::goals::Goal;
+use crate::recovery::Watch;
+use crate::scenario::{Arm, Load, Marked, Scenario};
+
+const REPLICAS: usize = 10;
+/// The one that fails.
+const FAILING: u16 = 9;
+/// Healthy at first, so that every policy knows the fleet.
+const HEALTHY: Duration = Duration::from_secs(5);
+
+/// Arguments of `e2e sinkhole`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Sinkhole {
+    /// Only these ways to fail; several with commas [default: all]
+    #[arg(long, value_delimiter = ',')]
+    fault: Vec<Fault>,
+    #[command(flatten)]
+    length: Length,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum Fault {
+    /// 503 at once to half of the requests
+    #[value(name = "50")]
+    Half,
+    /// 503 at once to 30 %
+    #[value(name = "30")]
+    Third,
+    /// 503 at once to all
+    #[value(name = "100")]
+    All,
+    /// The backend refuses connections; its agent answers for it
+    Refused,
+    /// The whole replica refuses connections, its agent too
+    Gone,
+}
+
+impl Fault {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Half => "answers 503 at once to half of its requests",
+            Self::Third => "answers 503 at once to 30 % of its requests",
+            Self::All => "answers 503 at once to all of its requests",
+            Self::Refused => "refuses its agent's connections",
+            Self::Gone => "is gone, agent and all",
+        }
+    }
+
+    /// Its beginning and its end.
+    fn events(self) -> [Event; 2] {
+        let failing = |share| Event::Backend(FAILING, Change::Failing(share));
+        let refusing = |refuse| Event::Backend(FAILING, Change::Refusing(refuse));
+        match self {
+            Self::Half => [failing(0.5), failing(0.0)],
+            Self::Third => [failing(0.3), failing(0.0)],
+            Self::All => [failing(1.0), failing(0.0)],
+            Self::Refused => [refusing(true), refusing(false)],
+            Self::Gone => [Event::AgentGone(FAILING), Event::AgentBack(FAILING)],
+        }
+    }
+}
+
+/// Runs the faults one after the other.
+pub(super) async fn run(sinkhole: &Sinkhole) -> Result<ExitCode> {
+    let all = Fault::value_variants();
+    let faults = if sinkhole.fault.is_empty() { all } else { &sinkhole.fault };
+    let length = &sinkhole.length;
+    let scenarios = faults.iter().map(|fault| scenario(*fault, length.seconds(60))).collect();
+    compare("sinkhole", scenarios, length.passes(3), &length.out).await
+}
+
+fn scenario(fault: Fault, seconds: Duration) -> Scenario {
+    let [begin, end] = fault.events();
+    let name = fault.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+    Scenario {
+        name: format!("sinkhole {name}"),
+        title: format!("{REPLICAS} replicas at 50 ms, 500 requests/s, one {}", fault.text()),
+        fleet: Fleet::of(REPLICAS, Replica::sleeping(50)),
+        load: Load::constant(500),
+        arms: Arm::USUAL.to_vec(),
+        judged: HEALTHY..HEALTHY + seconds,
+        schedule: vec![(HEALTHY, begin), (HEALTHY + seconds, end)],
+        good_within: Duration::from_secs(1),
+        marked: Some(Marked { replicas: FAILING..FAILING + 1, label: "the failing one" }),
+        watch: Some(Watch { replica: FAILING, within: Duration::from_secs(30), part: 0.5 }),
+        goals: vec![Goal::Good(0.99), Goal::Back],
+    }
+}

@@ -1,0 +1,32 @@
+//! Two generations of machines in one fleet, with little room on each (seed 002's shape).
+
+use std::time::Duration;
+
+use super::FIRST;
+use crate::backends::{Fleet, Replica};
+use crate::goals::Goal;
+use crate::scenario::{Arm, Load, Marked, Scenario};
+
+/// Of each kind.
+const REPLICAS: u16 = 20;
+
+/// A run of [`FIRST`] and `seconds`.
+pub(super) fn scenario(seconds: Duration) -> Scenario {
+    let kind = |ms| Replica::sleeping(ms).with_slots(4, 8);
+    let count = usize::from(REPLICAS);
+    Scenario {
+        name: "slow-half".to_owned(),
+        title: format!(
+            "{REPLICAS} replicas at 50 ms and {REPLICAS} at 250 ms, 4 slots and 8 waiting each, 800 requests/s Poisson"
+        ),
+        fleet: Fleet::of(count, kind(50)).and(count, kind(250)),
+        load: Load::poisson(800),
+        arms: Arm::USUAL.to_vec(),
+        judged: FIRST..FIRST + seconds,
+        schedule: Vec::new(),
+        good_within: Duration::from_secs(1),
+        marked: Some(Marked { replicas: REPLICAS..2 * REPLICAS, label: "the slow half" }),
+        watch: None,
+        goals: vec![Goal::MarkedShare(0.12), Goal::NoneRejected],
+    }
+}

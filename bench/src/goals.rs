@@ -1,0 +1,269 @@
+//! What a scenario has to reach, and the verdicts.
+//!
+//! A figure is the median over the passes unless said otherwise; ratios and differences are taken between
+//! runs of the same pass. A goal that is missed is printed with what was measured and makes the exit code
+//! non-zero.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use crate::comparison::Comparison;
+use crate::scenario::{Arm, Measured, topology_label};
+use crate::stats::median;
+use crate::table::{ms, one, percent, spread, two};
+
+/// A generator later than this at the 99th percentile measures itself.
+const LATE: Duration = Duration::from_millis(5);
+
+/// What [`Arm::Prequal`] has to reach.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Goal {
+    /// At least this share of the requests is good.
+    Good(f64),
+    /// Who is watched has its traffic back in time, in every pass.
+    Back,
+    /// The marked replicas get at most this share, in every pass.
+    MarkedShare(f64),
+    /// No request of any pass was refused by a full replica.
+    NoneRejected,
+    /// No request of any pass failed.
+    NoneFailed,
+    /// The 99th percentile is at most so many ms.
+    P99(f64),
+    /// The 99th percentile is at most so many ms above round robin's median, in every pass.
+    P99AboveRoundRobinMedian(f64),
+    /// The 99.9th percentile is so many times below that of each baseline, in every pass.
+    P999BelowBaselines(f64),
+    /// Envoy's CPU time per request is at most so many times round robin's, medians of the passes compared.
+    CpuOfRoundRobin(f64),
+    /// At least this part of an arm's answers per second.
+    Throughput { of: Arm, part: f64 },
+}
+
+/// Verdicts in the order in which they were reached.
+#[derive(Default)]
+pub(crate) struct Goals {
+    lines: Vec<(bool, String)>,
+}
+
+impl Goals {
+    /// Adds the verdicts on one topology of a comparison.
+    pub(crate) fn judge(&mut self, comparison: &Comparison, envoys: usize) {
+        let place = format!("{}, {}", comparison.scenario.name, topology_label(envoys));
+        for goal in &comparison.scenario.goals {
+            for (reached, line) in verdicts(*goal, comparison, envoys) {
+                self.lines.push((reached, format!("{place}: {line}")));
+            }
+        }
+        let late = comparison.runs.iter().filter(|run| run.envoys == envoys).map(|run| run.late.0).max();
+        if let Some(late) = late.filter(|late| *late > LATE) {
+            let (late, limit) = (late.as_secs_f64() * 1e3, LATE.as_millis());
+            let line = format!("{place}: generator {} ms late at its p99 (at most {limit} ms)", ms(late));
+            self.lines.push((false, line));
+        }
+    }
+
+    /// Prints all; the exit code says whether every goal was reached.
+    pub(crate) fn print(&self) -> ExitCode {
+        for (reached, line) in &self.lines {
+            println!("{}  {line}", if *reached { "PASS" } else { "MISS" });
+        }
+        let missed = self.lines.iter().filter(|(reached, _)| !reached).count();
+        println!("{} of {} goals reached.", self.lines.len() - missed, self.lines.len());
+        if missed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
+
+fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, String)> {
+    let ours = || comparison.of(Arm::Prequal, envoys);
+    let of = |value: &dyn Fn(&Measured) -> f64| ours().map(value).collect::<Vec<f64>>();
+    let pairs = |arm| ours().zip(comparison.of(arm, envoys));
+    match goal {
+        Goal::Good(limit) => {
+            let good = of(&|run| run.judged.within(comparison.scenario.good_within));
+            let line = format!("good {} (at least {})", spread(&good, percent), percent(limit));
+            vec![(median(good) >= limit, line)]
+        }
+        Goal::Back => vec![back(comparison, envoys)],
+        Goal::MarkedShare(limit) => {
+            let label = comparison.scenario.marked.as_ref().map_or("", |marked| marked.label);
+            let shares = of(&|run| run.judged.marked_share());
+            let line = format!("share to {label} {} (at most {})", spread(&shares, percent), percent(limit));
+            vec![(worst(shares) <= limit, line)]
+        }
+        Goal::NoneRejected => {
+            let rejected: usize = ours().map(Measured::rejected).sum();
+            vec![(rejected == 0, format!("{rejected} rejected requests (none)"))]
+        }
+        Goal::NoneFailed => {
+            let failed: usize = ours().map(Measured::failed).sum();
+            vec![(failed == 0, format!("{failed} failed requests (none)"))]
+        }
+        Goal::P99(limit) => {
+            let p99 = of(&|run| run.judged.quantile_ms(0.99));
+            let line = format!("p99 {} ms (at most {})", spread(&p99, ms), ms(limit));
+            vec![(median(p99) <= limit, line)]
+        }
+        Goal::P99AboveRoundRobinMedian(limit) => {
+            let above = worst(above_round_robin_median(comparison, envoys, 0.99));
+            let above_text = ms(above);
+            let line = format!("p99 above round robin's median by {above_text} ms (at most {limit} ms)");
+            vec![(above <= limit, line)]
+        }
+        Goal::P999BelowBaselines(limit) => {
+            let factor =
+                |arm| {
+                    -worst(pairs(arm).map(|(ours, theirs)| {
+                        -theirs.judged.quantile_ms(0.999) / ours.judged.quantile_ms(0.999)
+                    }))
+                };
+            let line = |arm: Arm| {
+                let factor = factor(arm);
+                let line = format!("p99.9 {factor:.1} times below {} (at least {limit})", arm.label());
+                (factor >= limit, line)
+            };
+            Arm::BASELINES.map(line).into()
+        }
+        Goal::CpuOfRoundRobin(limit) => {
+            // CPU time scatters from run to run on a shared machine.
+            let cpu = |arm| median(comparison.of(arm, envoys).map(|run| run.envoy_us));
+            let factor = cpu(Arm::Prequal) / cpu(Arm::RoundRobin);
+            let line = format!("Envoy CPU per request {} times round robin's (at most {limit})", two(factor));
+            vec![(factor <= limit, line)]
+        }
+        Goal::Throughput { of: arm, part } => {
+            let parts: Vec<f64> =
+                pairs(arm).map(|(ours, theirs)| ours.per_second / theirs.per_second).collect();
+            let (label, shown) = (arm.label(), spread(&parts, percent));
+            let line = format!("throughput {shown} of {label} (at least {})", percent(part));
+            vec![(median(parts) >= part, line)]
+        }
+    }
+}
+
+fn back(comparison: &Comparison, envoys: usize) -> (bool, String) {
+    let recoveries = || comparison.of(Arm::Prequal, envoys).filter_map(|run| run.recovery.as_ref());
+    let all: Option<Vec<f64>> = recoveries().map(|r| r.after.map(|after| after.as_secs_f64())).collect();
+    let (part, within) = comparison
+        .scenario
+        .watch
+        .as_ref()
+        .map_or((f64::NAN, 0), |watch| (watch.part * 100.0, watch.within.as_secs()));
+    let wanted = format!("{part:.0} % of its fair share within {within} s");
+    let line = match &all {
+        Some(seconds) => format!("healed replica back after {} s ({wanted})", spread(seconds, one)),
+        None => {
+            let missed = recoveries().filter(|recovery| recovery.after.is_none()).count();
+            format!("healed replica not back in {missed} of {} passes ({wanted})", recoveries().count())
+        }
+    };
+    (all.is_some_and(|seconds| !seconds.is_empty()), line)
+}
+
+/// How far Prequal's `q` quantile is above the median of round robin in the same pass, in ms.
+pub(crate) fn above_round_robin_median(
+    comparison: &Comparison,
+    envoys: usize,
+    q: f64,
+) -> impl Iterator<Item = f64> {
+    comparison
+        .of(Arm::Prequal, envoys)
+        .zip(comparison.of(Arm::RoundRobin, envoys))
+        .map(move |(ours, theirs)| ours.judged.quantile_ms(q) - theirs.judged.quantile_ms(0.5))
+}
+
+/// The largest; not a number if one is not.
+pub(crate) fn worst(values: impl IntoIterator<Item = f64>) -> f64 {
+    values
+        .into_iter()
+        .fold(f64::NEG_INFINITY, |worst, value| if value.is_nan() { value } else { worst.max(value) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recovery::Recovery;
+    use crate::scenario::Scenario;
+    use crate::stats::{Sample, Summary};
+
+    /// A pass whose arm answers `good` of 1000 requests, `per_second` of them a second.
+    fn run(arm: Arm, good: usize, per_second: f64) -> Measured {
+        let sample = |number: usize| Sample {
+            latency: (number < good).then_some(Duration::from_millis(50)),
+            ..Sample::default()
+        };
+        Measured {
+            arm,
+            envoys: 1,
+            before: Summary::default(),
+            judged: Summary::of(&(0..1000).map(sample).collect::<Vec<_>>(), |_| false),
+            after: Summary::default(),
+            per_second,
+            probes_per_query: None,
+            envoy_us: 200.0,
+            generator_cpu: 0.1,
+            late: (Duration::ZERO, Duration::ZERO),
+            recovery: None,
+        }
+    }
+
+    fn judged(goal: Goal, runs: Vec<Measured>) -> Vec<(bool, String)> {
+        let scenario = Scenario { goals: vec![goal], ..crate::e2e::stall(Duration::from_secs(60)) };
+        let mut goals = Goals::default();
+        goals.judge(&Comparison { scenario, runs }, 1);
+        goals.lines
+    }
+
+    fn reached(goal: Goal, runs: Vec<Measured>) -> bool {
+        judged(goal, runs).iter().all(|(reached, _)| *reached)
+    }
+
+    #[test]
+    fn good_answers_are_judged_by_the_median_pass() {
+        let ours = |good: [usize; 3]| good.map(|good| run(Arm::Prequal, good, 1.0)).into();
+        assert!(reached(Goal::Good(0.998), ours([999, 998, 900])));
+        assert!(!reached(Goal::Good(0.998), ours([999, 997, 997])));
+    }
+
+    #[test]
+    fn a_healed_replica_has_to_come_back_in_every_pass() {
+        let with = |after| {
+            let series = Vec::new();
+            Measured { recovery: Some(Recovery { after, series }), ..run(Arm::Prequal, 1000, 1.0) }
+        };
+        let back = || with(Some(Duration::from_secs(3)));
+        assert!(reached(Goal::Back, vec![back(), back()]));
+        assert!(!reached(Goal::Back, vec![back(), with(None)]));
+        assert!(!reached(Goal::Back, vec![run(Arm::Prequal, 1000, 1.0)]), "nobody looked");
+    }
+
+    #[test]
+    fn throughput_compares_runs_of_the_same_pass() {
+        let goal = Goal::Throughput { of: Arm::LeastRequest, part: 0.98 };
+        // The machine slows down from pass to pass: 99 %, 97.5 % and 98 % of the other.
+        let rates = [(495.0, 500.0), (390.0, 400.0), (294.0, 300.0)];
+        let runs = |rates: &[(f64, f64)]| {
+            let pair = |(ours, theirs): &(f64, f64)| {
+                [run(Arm::LeastRequest, 1000, *theirs), run(Arm::Prequal, 1000, *ours)]
+            };
+            rates.iter().flat_map(pair).collect::<Vec<_>>()
+        };
+        assert!(reached(goal, runs(&rates)));
+        assert!(!reached(goal, runs(&rates[1..2])));
+    }
+
+    #[test]
+    fn failures_count_outside_the_judged_part_too() {
+        let failed = [Sample::default()];
+        let after = Measured { after: Summary::of(&failed, |_| false), ..run(Arm::Prequal, 1000, 1.0) };
+        assert!(!reached(Goal::NoneFailed, vec![after]));
+    }
+
+    #[test]
+    fn a_late_generator_is_a_miss_of_its_own() {
+        let late = Duration::from_millis(6);
+        let runs = vec![Measured { late: (late, late), ..run(Arm::RoundRobin, 1000, 1.0) }];
+        let lines = judged(Goal::NoneFailed, runs);
+        assert!(!lines[1].0 && lines[1].1.contains("generator 6.0 ms late"), "{}", lines[1].1);
+    }
+}

@@ -1,0 +1,101 @@
+//! Whether a replica that has healed gets its traffic back, and when.
+
+use std::time::Duration;
+
+use crate::stats::Sample;
+
+/// What a share is taken over, so that it is not chance.
+const WINDOW: Duration = Duration::from_secs(2);
+/// How finely the answer is given.
+const STEP: Duration = Duration::from_millis(500);
+const STEPS: usize = (WINDOW.as_millis() / STEP.as_millis()) as usize;
+
+/// Whose traffic has to come back, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Watch {
+    pub(crate) replica: u16,
+    pub(crate) within: Duration,
+    /// The part of its fair share that counts as having it back.
+    pub(crate) part: f64,
+}
+
+impl Watch {
+    /// For how long the replica is looked at after it has healed.
+    pub(crate) fn length(&self) -> Duration {
+        self.within + WINDOW
+    }
+}
+
+/// How the traffic came back.
+#[derive(Clone, Debug)]
+pub(crate) struct Recovery {
+    /// From healing; `None` if not within the time allowed.
+    pub(crate) after: Option<Duration>,
+    /// Parts of the fair share, second by second from healing.
+    pub(crate) series: Vec<f64>,
+}
+
+/// Looks at the requests due after `healed`.
+///
+/// The replica is back at the first instant from which it has the part asked for, over the next [`WINDOW`],
+/// over all the rest, and still over the last [`WINDOW`]: one that comes and goes has not come back.
+pub(crate) fn of(samples: &[Sample], watch: &Watch, replicas: usize, healed: Duration) -> Recovery {
+    let steps = (watch.length().as_millis() / STEP.as_millis()) as usize;
+    let mut counts = vec![(0u32, 0u32); steps];
+    for sample in samples {
+        let Some(after) = sample.due.checked_sub(healed) else { continue };
+        let Some((hits, all)) = counts.get_mut((after.as_millis() / STEP.as_millis()) as usize) else {
+            continue;
+        };
+        *all += 1;
+        *hits += u32::from(sample.replica == Some(watch.replica));
+    }
+    let fair = 1.0 / replicas as f64;
+    let part = |counts: &[(u32, u32)]| {
+        let (hits, all) = counts.iter().fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
+        f64::from(hits) / f64::from(all) / fair
+    };
+    let enough = |counts: &[(u32, u32)]| part(counts) >= watch.part;
+    let last = steps.saturating_sub(STEPS);
+    let back = (0..=last).find(|step| {
+        enough(&counts[*step..*step + STEPS]) && enough(&counts[*step..]) && enough(&counts[last..])
+    });
+    Recovery { after: back.map(|step| STEP * step as u32), series: counts.chunks(2).map(part).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two replicas at 100 requests/s, healed at 10 s, half its fair share of a half within 4 s.
+    fn recovered(gets: impl Fn(u64) -> bool) -> Recovery {
+        let samples: Vec<Sample> = (0..2000)
+            .map(|number| Sample {
+                due: Duration::from_millis(number * 10),
+                replica: Some(u16::from(!gets(number))),
+                ..Sample::default()
+            })
+            .collect();
+        let watch = Watch { replica: 0, within: Duration::from_secs(4), part: 0.5 };
+        of(&samples, &watch, 2, Duration::from_secs(10))
+    }
+
+    #[test]
+    fn back_from_the_instant_its_share_is_back() {
+        let recovery = recovered(|number| number >= 1250 && number % 2 == 0);
+        // At 12.5 s; the two seconds from 11.5 s on hold half of the fair share.
+        assert_eq!(recovery.after, Some(Duration::from_millis(1500)));
+        assert_eq!(recovery.series, [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn one_that_comes_and_goes_is_not_back() {
+        assert_eq!(recovered(|number| (1000..1200).contains(&number)).after, None);
+        assert_eq!(recovered(|_| false).after, None);
+    }
+
+    #[test]
+    fn never_away_is_back_at_once() {
+        assert_eq!(recovered(|number| number % 2 == 0).after, Some(Duration::ZERO));
+    }
+}
