@@ -94,6 +94,15 @@ impl Comparison {
         }
     }
 
+    /// Heading and figure of every column of the judged part.
+    pub(crate) fn figures(&self, arm: Arm, envoys: usize) -> Vec<(String, String)> {
+        let figure = |column: Column| {
+            let cell = column.cell(self.of(arm, envoys));
+            (column.heading, cell)
+        };
+        self.columns().into_iter().map(figure).collect()
+    }
+
     /// Of the judged part.
     fn columns(&self) -> Vec<Column> {
         let scenario = &self.scenario;

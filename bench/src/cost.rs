@@ -281,7 +281,7 @@ async fn proxies(cost: &Cost) -> Result<bool> {
     println!("As plain reverse proxies before one replica that answers at once, one worker each");
     let backends = Backends::start(&trivial(1))?;
     let replica = backends.addresses[0];
-    let agent = start_agents(&[replica])?.pop().context("no agent")?;
+    let agent = start_agents(&[replica], &[])?.pop().context("no agent")?;
     let config = EnvoyConfig::for_replicas(&[replica])?.without_prequal().policy(Policy::RoundRobin);
     let envoy = tokio::task::spawn_blocking(move || Envoy::start(config)).await??;
     let nginx = Nginx::start(replica)?;
@@ -355,7 +355,7 @@ async fn memory(requests: u64) -> Result<bool> {
     const READINGS: u64 = 10;
     println!("Agent memory over {requests} requests, {CONNECTIONS} connections");
     let backends = Backends::start(&trivial(1))?;
-    let agent: Agent = start_agents(&backends.addresses)?.pop().context("no agent")?;
+    let agent: Agent = start_agents(&backends.addresses, &[])?.pop().context("no agent")?;
     let start = resident_kib(agent.pid())?;
     let mut readings = Vec::new();
     for part in 1..=READINGS {

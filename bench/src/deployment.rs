@@ -13,15 +13,21 @@ use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig, Policy};
 use serde_json::json;
 use tokio::net::TcpSocket;
 
-use crate::backends::{Backends, Change, Fleet, KEY_HEADER};
+use crate::backends::{Backends, Change, Fleet, KEY_HEADER, Service};
 use crate::scenario::Arm;
 
 /// The serving cluster of the shipped configuration.
 pub(crate) const CLUSTER: &str = "replicas";
 
+/// Rules that send no probes.
+const PROBE_FREE: [&str; 2] = ["peak_ewma", "zuul_choice_of_two"];
+/// Requests in flight at which Zuul's rule takes a replica for fully used, in the filter and in the agents' reports.
+const ZUUL_MAX_IN_FLIGHT: u32 = 100;
+
 /// A running set-up, ready for requests.
 pub(crate) struct Deployment {
     backends: Backends,
+    agent_args: Vec<String>,
     agents: Vec<Mutex<Front>>,
     envoys: Vec<Envoy>,
 }
@@ -52,11 +58,12 @@ impl Deployment {
         let fleet = fleet.clone();
         tokio::task::spawn_blocking(move || {
             let backends = Backends::start(&fleet)?;
-            let agents = start_agents(&backends.addresses)?;
+            let agent_args = agent_args(arm, &fleet);
+            let agents = start_agents(&backends.addresses, &agent_args)?;
             let addresses: Vec<SocketAddr> = agents.iter().map(Agent::addr).collect();
             let configs = (0..envoys).map(|_| config(arm, &addresses)).collect::<Result<Vec<_>>>()?;
             let agents = agents.into_iter().map(|agent| Mutex::new(Front::Agent(agent))).collect();
-            Ok(Self { backends, agents, envoys: start_envoys(configs)? })
+            Ok(Self { backends, agent_args, agents, envoys: start_envoys(configs)? })
         })
         .await?
     }
@@ -88,7 +95,7 @@ impl Deployment {
                 *front = Front::Kept { address, _socket: socket };
             }
             Front::Kept { address, .. } if !gone => {
-                let options = AgentOptions { listen: address.to_string(), ..agent_options() };
+                let options = AgentOptions { listen: address.to_string(), ..agent_options(&self.agent_args) };
                 *front = Front::Agent(Agent::start_with(*upstream, &options)?);
             }
             _ => bail!("{event:?}: it is so already"),
@@ -125,13 +132,33 @@ impl Deployment {
 }
 
 /// One thread each: agents share the machine with the thing measured.
-fn agent_options() -> AgentOptions {
-    AgentOptions { args: vec!["--threads".into(), "1".into()], ..AgentOptions::default() }
+fn agent_options(args: &[String]) -> AgentOptions {
+    let threads = ["--threads", "1"].map(str::to_owned);
+    AgentOptions {
+        args: threads.into_iter().chain(args.iter().cloned()).collect(),
+        ..AgentOptions::default()
+    }
 }
 
-/// One agent per replica.
-pub(crate) fn start_agents(upstreams: &[SocketAddr]) -> Result<Vec<Agent>> {
-    upstreams.iter().map(|upstream| Agent::start_with(*upstream, &agent_options())).collect()
+/// What an arm needs its agents to do besides.
+fn agent_args(arm: Arm, fleet: &Fleet) -> Vec<String> {
+    let entries = fleet.0.iter().find_map(|replica| match replica.service {
+        Service::Cache { entries, .. } => Some(entries),
+        _ => None,
+    });
+    match (arm, entries) {
+        // As many hints as the replica's cache holds.
+        (Arm::Hinted(_), Some(entries)) => vec!["--hint-cache".to_owned(), entries.to_string()],
+        (Arm::Rule(rule), _) if rule.starts_with("zuul") => {
+            vec!["--netflix-utilization".to_owned(), ZUUL_MAX_IN_FLIGHT.to_string()]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// One agent per replica, with further arguments.
+pub(crate) fn start_agents(upstreams: &[SocketAddr], args: &[String]) -> Result<Vec<Agent>> {
+    upstreams.iter().map(|upstream| Agent::start_with(*upstream, &agent_options(args))).collect()
 }
 
 /// Starts several Envoys at once: most of the time is the compilation of the module.
@@ -153,6 +180,25 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
     });
     Ok(match arm {
         Arm::Prequal => plain,
+        Arm::Hinted(d) => plain.filter_settings(|settings| {
+            let cluster = &mut settings["clusters"][0];
+            cluster["mode"] = json!("sync");
+            cluster["sync_d"] = json!(d);
+            cluster["hint"] = json!({"header": KEY_HEADER});
+        }),
+        Arm::Rule(rule) => plain.filter_settings(|settings| {
+            let cluster = &mut settings["clusters"][0];
+            cluster["rule"] = json!(rule);
+            if rule.starts_with("zuul") {
+                cluster["max_in_flight"] = json!(ZUUL_MAX_IN_FLIGHT);
+            }
+            // Refused where no probes are sent.
+            if PROBE_FREE.contains(&rule)
+                && let Some(cluster) = cluster.as_object_mut()
+            {
+                cluster.remove("verified_probes");
+            }
+        }),
         Arm::RoundRobin => plain.without_prequal().policy(Policy::RoundRobin),
         Arm::LeastRequest => plain.without_prequal().policy(Policy::LeastRequest),
         Arm::FullScan => plain.without_prequal().policy(Policy::LeastRequestFullScan),

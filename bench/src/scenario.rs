@@ -81,7 +81,12 @@ pub(crate) enum Arm {
     FullScan,
     /// Envoy's consistent hashing on the key of the request.
     RingHash,
+    /// The filter as shipped.
     Prequal,
+    /// Synchronous probes of so many replicas, with a hint made of the key of the request.
+    Hinted(u8),
+    /// The filter with another selection rule, by its name in the configuration.
+    Rule(&'static str),
 }
 
 impl Arm {
@@ -97,6 +102,9 @@ impl Arm {
             Self::FullScan => "least_request (full scan)",
             Self::RingHash => "ring_hash",
             Self::Prequal => "prequal",
+            Self::Hinted(3) => "prequal, sync + hint, d = 3",
+            Self::Hinted(_) => "prequal, sync + hint",
+            Self::Rule(name) => name,
         }
     }
 

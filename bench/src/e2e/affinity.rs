@@ -5,10 +5,13 @@ use std::time::Duration;
 
 use super::FIRST;
 use crate::backends::{Fleet, Replica, Service};
+use crate::goals::Goal;
 use crate::load::{Arrivals, Keys};
 use crate::scenario::{Arm, Load, Scenario};
 
 const REPLICAS: usize = 8;
+/// Asks every replica whether it knows the key.
+const ALL: Arm = Arm::Hinted(8);
 /// Keys that a replica remembers, the last ones used.
 const ENTRIES: usize = 200;
 /// Six times what one cache holds, and less than all hold together.
@@ -26,12 +29,12 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
         ),
         fleet: Fleet::of(REPLICAS, replica.with_slots(4, 1000)),
         load: Load::Open { arrivals: Arrivals::Poisson(500), keys: Some(KEYS) },
-        arms: vec![Arm::LeastRequest, Arm::RingHash, Arm::Prequal],
+        arms: vec![Arm::LeastRequest, Arm::RingHash, Arm::Prequal, Arm::Hinted(3), ALL],
         judged: filling..filling + seconds,
         schedule: Vec::new(),
         good_within: Duration::from_millis(50),
         marked: None,
         watch: None,
-        goals: Vec::new(),
+        goals: vec![Goal::BeatenByHint(ALL)],
     }
 }

@@ -3,6 +3,7 @@
 mod affinity;
 mod cpu_bound;
 mod ingress;
+mod rules;
 mod sinkhole;
 mod slow_half;
 mod stall;
@@ -40,6 +41,8 @@ pub(crate) enum EndToEnd {
     CpuBound(Length),
     /// Eight replicas with a cache each: hit rate and tail against ring hash
     Affinity(Length),
+    /// Every selection rule through the same filter, on the shapes of `ingress` and `stall`
+    Rules(Length),
 }
 
 /// How long a scenario runs, and where its plot goes.
@@ -89,18 +92,27 @@ pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
             let scenario = affinity::scenario(length.seconds(60));
             compare("affinity", vec![scenario], length.passes(3), &length.out).await
         }
+        EndToEnd::Rules(length) => rules::run(length).await,
     }
 }
 
 /// Runs scenarios one after the other through one Envoy, then prints tables, plot and verdicts.
 async fn compare(name: &str, scenarios: Vec<Scenario>, passes: usize, out: &Path) -> Result<ExitCode> {
+    report(name, &measure(scenarios, passes).await?, out)
+}
+
+async fn measure(scenarios: Vec<Scenario>, passes: usize) -> Result<Vec<Comparison>> {
     let mut comparisons = Vec::new();
     for scenario in scenarios {
         comparisons.push(Comparison::run(scenario, passes, &[1]).await?);
     }
     println!();
+    Ok(comparisons)
+}
+
+fn report(name: &str, comparisons: &[Comparison], out: &Path) -> Result<ExitCode> {
     let mut goals = Goals::default();
-    for comparison in &comparisons {
+    for comparison in comparisons {
         println!("{}", comparison.tables(1));
         goals.judge(comparison, 1);
     }

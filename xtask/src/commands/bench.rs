@@ -27,9 +27,9 @@ pub(crate) struct Args {
 enum What {
     /// End to end: load through a real Envoy, against Envoy's own policies, with a verdict per goal.
     ///
-    /// `cargo xtask bench e2e ingress` is the demo's scenario at full length; `stall`, `sinkhole`, `slow-half`,
-    /// `cpu-bound` and `affinity` are the others, each with `--quick` to see that it works. Every argument is handed
-    /// to the harness; `cargo xtask bench e2e -- --help` prints its own help.
+    /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. The others are `stall`, `sinkhole`,
+    /// `slow-half`, `cpu-bound`, `affinity` and `rules`; `--quick` shows that one works. Every argument is handed to the
+    /// harness; `cargo xtask bench e2e -- --help` prints its own help.
     E2e(HarnessArgs),
     /// PLB beneath the service: a fabric of namespaces with paths that lose or mark everything, and who may repath.
     ///

@@ -1,0 +1,55 @@
+//! Every selection rule through the same filter, on the shapes that tell them apart.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+use super::{Length, ingress, measure, report, stall};
+use crate::comparison::Comparison;
+use crate::scenario::{Arm, Scenario};
+use crate::table;
+
+/// Those that rank reported load, then those that live on the Envoy's own requests.
+const RULES: [Arm; 7] = [
+    Arm::Rule("hcl"),
+    Arm::Rule("rif_only"),
+    Arm::Rule("latency_only"),
+    Arm::Rule("linear"),
+    Arm::Rule("c3"),
+    Arm::Rule("peak_ewma"),
+    Arm::Rule("zuul_choice_of_two"),
+];
+
+/// Columns that the short table leaves to the long ones.
+const LEFT_OUT: [&str; 4] = ["p50 ms", "p95 ms", "probes/query", "samples"];
+
+/// Runs both shapes; there is nothing to be reached.
+pub(super) async fn run(length: &Length) -> Result<ExitCode> {
+    let seconds = length.seconds(60);
+    let shapes = [ingress::scenario(seconds), stall::scenario(seconds)];
+    let compared = |shape| Scenario { arms: RULES.to_vec(), goals: Vec::new(), ..shape };
+    let comparisons = measure(shapes.map(compared).into(), length.passes(3)).await?;
+    let code = report("rules", &comparisons, &length.out)?;
+    println!("Both shapes side by side:\n\n{}", side_by_side(&comparisons));
+    Ok(code)
+}
+
+fn side_by_side(comparisons: &[Comparison]) -> String {
+    let mut header = Vec::new();
+    let mut rows = Vec::new();
+    for arm in RULES {
+        let mut row = vec![arm.label().to_owned()];
+        header = vec!["rule".to_owned()];
+        for comparison in comparisons {
+            let figures = comparison.figures(arm, 1);
+            let shown = figures.into_iter().filter(|(heading, _)| !LEFT_OUT.contains(&heading.as_str()));
+            for (heading, cell) in shown {
+                header.push(format!("{}: {heading}", comparison.scenario.name));
+                row.push(cell);
+            }
+        }
+        rows.push(row);
+    }
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    table::render(&header, &rows)
+}
