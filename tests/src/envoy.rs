@@ -42,7 +42,7 @@ pub struct Prequal {
     pub reports: BTreeMap<String, u64>,
     /// `prequal_outcomes_total` by class.
     pub outcomes: BTreeMap<String, u64>,
-    /// All other metrics of the cluster by name.
+    /// All other metrics of the cluster by name, a label's value behind a dot.
     pub other: BTreeMap<String, u64>,
 }
 
@@ -201,7 +201,10 @@ impl Envoy {
                     "prequal_probes_total" => &mut found.probes,
                     "prequal_reports_total" => &mut found.reports,
                     "prequal_outcomes_total" => &mut found.outcomes,
-                    _ => &mut found.other,
+                    _ => {
+                        found.other.insert(format!("{metric}.{label}"), value);
+                        continue;
+                    }
                 };
                 into.insert(label.to_owned(), value);
             }

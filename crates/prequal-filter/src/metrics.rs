@@ -1,6 +1,7 @@
 //! Counters and gauges in Envoy's stats. Values of labels stand in the name; the shipped configuration turns them
 //! into Prometheus labels by `stats_tags`.
 
+use prequal_core::exceptions::{Change, Reason};
 use prequal_core::pool::Branch;
 use prequal_core::report::ReportError;
 use proxy_wasm::hostcalls;
@@ -84,6 +85,9 @@ pub(crate) struct Metrics {
     reports: [Counter; 10],
     outcomes: [Counter; 4],
     pub(crate) diverted: Counter,
+    averted: [Counter; 3],
+    returned: [Counter; 3],
+    pub(crate) trials: Counter,
     pub(crate) cas_conflicts: Counter,
     pub(crate) cas_giveups: Counter,
     pub(crate) blob_replaced: Counter,
@@ -91,6 +95,8 @@ pub(crate) struct Metrics {
     pub(crate) occupancy: Gauge,
     pub(crate) theta: Gauge,
     pub(crate) members: Gauge,
+    /// Replicas that picks pass over.
+    pub(crate) out: Gauge,
 }
 
 impl Metrics {
@@ -114,6 +120,9 @@ impl Metrics {
             outcomes: ["answer", "upstream_failure", "client_abort", "local"]
                 .map(|class| labelled("outcomes", "class", class)),
             diverted: counter("diverted", ""),
+            averted: REASONS.map(|reason| labelled("averted", "reason", reason)),
+            returned: REASONS.map(|reason| labelled("returned", "reason", reason)),
+            trials: counter("trials", ""),
             cas_conflicts: counter("cas_conflicts", ""),
             cas_giveups: counter("cas_giveups", ""),
             blob_replaced: counter("blob_replaced", ""),
@@ -121,6 +130,7 @@ impl Metrics {
             occupancy: gauge("pool_occupancy"),
             theta: gauge("theta_rif"),
             members: gauge("members"),
+            out: gauge("averted"),
         }
     }
 
@@ -130,6 +140,22 @@ impl Metrics {
             Branch::Cold => cold,
             Branch::Hot => hot,
             Branch::Fallback => fallback,
+        }
+        .one();
+    }
+
+    /// What became of the exceptions table.
+    pub(crate) fn exception(&self, change: Change) {
+        let (counters, reason) = match change {
+            Change::Opened(reason) => (self.averted, reason),
+            Change::Closed(reason) => (self.returned, reason),
+            Change::None | Change::Noted => return,
+        };
+        let [failing, reported, silent] = counters;
+        match reason {
+            Reason::Failing => failing,
+            Reason::Reported => reported,
+            Reason::Silent => silent,
         }
         .one();
     }
@@ -192,6 +218,8 @@ fn error_index(error: ReportError) -> usize {
     }
 }
 
+/// Why replicas are averted.
+const REASONS: [&str; 3] = ["failing", "reported", "silent"];
 const PROBE_LABELS: [&str; 16] = [
     "used",
     "timeout",
