@@ -213,8 +213,8 @@ impl Record {
     }
 
     fn open(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
-        // A relapse goes on with the back-off where it was.
-        let relapsed = self.backoff_ms > 0 && now.distance_ms(self.since) < VOUCHED_MS;
+        // Who fails again soon goes on with the back-off where it was. Silence may have been a pause.
+        let relapsed = reason != Reason::Silent && now.distance_ms(self.since) < VOUCHED_MS;
         let backoff_ms = if relapsed { self.backoff_ms.saturating_mul(2) } else { 0 };
         self.backoff_ms = backoff_ms.clamp(MIN_BACKOFF_MS, MAX_BACKOFF_MS);
         self.reason = match reason {

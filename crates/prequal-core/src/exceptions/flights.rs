@@ -335,5 +335,5 @@ const LEARN_EVERY: usize = 32;
 const SEEN: usize = 256;
 /// Requests looked at by one call of [`Flights::overdue`].
 const LOOKS: usize = 8;
-/// Added to every limit: timers and schedulers are this coarse.
-const SLACK_US: f64 = 5000.0;
+/// Added to every limit: a pause of the replica, of the machine or of this Envoy is no silence.
+const SLACK_US: f64 = 20_000.0;
