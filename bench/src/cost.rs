@@ -18,6 +18,7 @@ use tempfile::TempDir;
 
 use crate::backends::{Backends, Fleet, Replica, Service};
 use crate::closed::{self, Round};
+use crate::deadline;
 use crate::deployment::{CLUSTER, start_agents, start_envoys};
 use crate::process::{pin, resident_kib};
 use crate::stats::median;
@@ -55,6 +56,8 @@ enum Part {
     Proxies,
     /// The agent's memory
     Memory,
+    /// Synchronous requests whose probes hang
+    Deadline,
 }
 
 /// Measures, prints, judges.
@@ -69,6 +72,9 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     }
     if wanted(Part::Memory) && cost.memory_requests > 0 {
         reached &= memory(cost.memory_requests).await?;
+    }
+    if wanted(Part::Deadline) {
+        reached &= tokio::task::block_in_place(|| deadline::run(1000))?;
     }
     Ok(if reached { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -150,6 +156,11 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
         settings["clusters"][0]["endpoints"] =
             json!(replicas.iter().map(ToString::to_string).collect::<Vec<_>>());
     };
+    let synchronous = |settings: &mut Value| settings["clusters"][0]["mode"] = json!("sync");
+    let probe_free = |settings: &mut Value| {
+        settings["clusters"][0] =
+            json!({"cluster": CLUSTER, "probe_cluster": format!("{CLUSTER}-agent"), "rule": "peak_ewma"});
+    };
     let more = |settings: &mut Value| {
         off(settings);
         if let Some(clusters) = settings["clusters"].as_array_mut() {
@@ -173,6 +184,8 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
         ("+ filter, adaptive (default)", shipped()?),
         ("+ filter, r_probe = 1", shipped()?.filter_settings(fixed(1))),
         ("+ filter, r_probe = 3", shipped()?.filter_settings(fixed(3))),
+        ("+ filter, synchronous, d = 3", shipped()?.filter_settings(synchronous)),
+        ("+ filter, no probes (peak_ewma)", shipped()?.filter_settings(probe_free)),
     ])
 }
 

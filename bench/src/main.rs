@@ -7,6 +7,7 @@ mod backends;
 mod closed;
 mod comparison;
 mod cost;
+mod deadline;
 mod demo;
 mod deployment;
 mod e2e;

@@ -69,7 +69,7 @@ fn the_pick_path_does_not_allocate() {
                     let text = &reports[(round * reports_per_pick + number) % reports.len()];
                     let report = LoadReport::parse(text).unwrap();
                     let endpoint = report.endpoint.unwrap();
-                    let load = Load { rif: report.rif, latency_us: report.latency_us };
+                    let load = Load::from(&report);
                     pool.record(&settings, now, endpoint, load, Standing::even(0), &mut rng);
                 }
             } else {

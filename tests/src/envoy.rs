@@ -44,7 +44,7 @@ pub struct Prequal {
     pub outcomes: BTreeMap<String, u64>,
     /// `prequal_sync_waits_total` by ending.
     pub waits: BTreeMap<String, u64>,
-    /// All other metrics of the cluster by name.
+    /// All other metrics of the cluster by name, a label's value behind a dot.
     pub other: BTreeMap<String, u64>,
 }
 
@@ -209,7 +209,10 @@ impl Envoy {
                     "prequal_reports_total" => &mut found.reports,
                     "prequal_outcomes_total" => &mut found.outcomes,
                     "prequal_sync_waits_total" => &mut found.waits,
-                    _ => &mut found.other,
+                    _ => {
+                        found.other.insert(format!("{metric}.{label}"), value);
+                        continue;
+                    }
                 };
                 into.insert(label.to_owned(), value);
             }

@@ -2,6 +2,8 @@
 //! probed, what a reply or a response may tell) as the filter plays it.
 
 use prequal_core::endpoint::Endpoint;
+use prequal_core::exceptions::flights::{Flight, Flights};
+use prequal_core::exceptions::{Change, Event, Exceptions};
 use prequal_core::members::{Evidence, Members};
 use prequal_core::policies::c3::C3;
 use prequal_core::policies::least_loaded::{LeastLoaded, LeastLoadedPo2c};
@@ -14,11 +16,12 @@ use prequal_core::policies::zuul::Zuul;
 use prequal_core::policies::{Done, Policy};
 use prequal_core::pool::{Load, Pick, PoolSettings, PoolState, ProbesDue, Ranking};
 use prequal_core::sync::{Answer, SyncSettings, Waiting};
+use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, TrackerConfig};
 use rand::Rng;
 use rand::rngs::SmallRng;
 
-use super::server::{Nanos, micros};
+use super::server::{Health, Nanos, micros};
 
 /// A policy with its settings.
 #[derive(Clone, Debug, PartialEq)]
@@ -111,6 +114,8 @@ pub(crate) struct Client {
     config: Prequal,
     pub(crate) pool: PoolState,
     members: Members,
+    exceptions: Exceptions,
+    flights: Flights,
     c3: Option<C3>,
 }
 
@@ -148,7 +153,14 @@ impl Balancer {
                 let (pool, members) = fleet(if config.learn { 0 } else { known });
                 let c3 = (config.rule == Rule::C3).then(|| C3::new(clients));
                 let _ = index;
-                Self::Prequal(Box::new(Client { config: config.clone(), pool, members, c3 }))
+                Self::Prequal(Box::new(Client {
+                    config: config.clone(),
+                    pool,
+                    members,
+                    exceptions: Exceptions::new(),
+                    flights: Flights::new(),
+                    c3,
+                }))
             }
             Arm::Sync(settings, config) => {
                 let (pool, members) = fleet(known);
@@ -191,7 +203,20 @@ impl Client {
     }
 
     pub(crate) fn pick(&mut self, now: Nanos, rng: &mut SmallRng) -> Pick {
-        let (settings, now) = (&self.config.pool, micros(now));
+        let now = micros(now);
+        while let Some(overdue) = self.flights.overdue(now) {
+            self.told(now, overdue.replica, overdue.event());
+        }
+        let settings = &self.config.pool;
+        if self.pool.has_exceptions() {
+            let (members, samples) = self.pool.membership();
+            self.exceptions.set_members(members);
+            let trial = self.exceptions.take_trial(&settings.exceptions, now, samples, members, rng);
+            self.pool.exclude(&self.exceptions, now);
+            if let Some(trial) = trial {
+                return self.pool.pick_trial(settings, trial, now);
+            }
+        }
         let pick = match (&self.c3, self.config.rule) {
             (Some(c3), _) => self.pool.pick_scored(settings, now, rng, |candidate| c3.score(candidate)),
             (None, Rule::Linear(lambda)) => self.pool.pick_scored(settings, now, rng, |candidate| {
@@ -203,6 +228,38 @@ impl Client {
             c3.sent(chosen);
         }
         pick
+    }
+
+    /// A request goes to the replica that was picked.
+    pub(crate) fn sent(&mut self, now: Nanos, pick: &Pick) -> Option<Flight> {
+        Some(self.flights.sent(micros(now), pick.replica?, pick.latency_us, pick.trial))
+    }
+
+    /// It has ended, with an answer or without.
+    pub(crate) fn landed(&mut self, flight: Flight, now: Nanos, failed: bool) {
+        let now = micros(now);
+        let settings = self.config.pool.exceptions;
+        let Some(landed) = self.flights.answered(&settings, flight, now, failed) else { return };
+        let averse = settings.error_aversion > 0.0;
+        if if failed { averse } else { self.pool.has_exceptions() } {
+            self.told(now, landed.replica, landed.event(failed));
+        }
+        if failed && averse {
+            self.pool.forget(landed.replica);
+        }
+    }
+
+    /// The filter's tick.
+    pub(crate) fn expire(&mut self, now: Nanos) {
+        self.exceptions.expire(micros(now));
+    }
+
+    fn told(&mut self, now: Micros, replica: Endpoint, event: Event) {
+        self.exceptions.set_members(self.pool.membership().0);
+        let change = self.exceptions.apply(&self.config.pool.exceptions, now, replica, event);
+        if change != Change::None {
+            self.pool.exclude(&self.exceptions, now);
+        }
     }
 
     /// The fallback chose: C3 counts its own requests wherever they go.
@@ -247,6 +304,7 @@ impl Client {
         server: usize,
         now: Nanos,
         report: (u32, Option<u32>),
+        health: Health,
         rng: &mut SmallRng,
     ) {
         let (replica, now) = (endpoint(server), micros(now));
@@ -254,8 +312,18 @@ impl Client {
             c3.reported(replica, report.0, report.1);
         }
         self.members.renew(replica, now);
-        let load = Load { rif: report.0, latency_us: report.1 };
-        self.pool.record(&self.config.pool, now, replica, load, self.members.standing(replica), rng);
+        let mut load = Load { rif: report.0, latency_us: report.1, up_s: health.up_s };
+        let standing = self.members.standing(replica);
+        let settings = &self.config.pool.exceptions;
+        if self.pool.has_exceptions() || settings.believes(health.failing) {
+            self.exceptions.set_members(self.pool.membership().0);
+            if self.exceptions.heard(settings, now, replica, health.failing, standing) != Change::None {
+                self.pool.exclude(&self.exceptions, now);
+            }
+            let Some(admitted) = self.exceptions.admit(now, replica, load) else { return };
+            load = admitted;
+        }
+        self.pool.record(&self.config.pool, now, replica, load, standing, rng);
     }
 
     /// The reply to a probe of `asked` (`None`: without address) came from `server`.
@@ -265,10 +333,11 @@ impl Client {
         server: usize,
         now: Nanos,
         report: (u32, Option<u32>),
+        health: Health,
         rng: &mut SmallRng,
     ) {
         if !self.config.learn {
-            return self.reported(server, now, report, rng);
+            return self.reported(server, now, report, health, rng);
         }
         if let Some(gone) = asked.filter(|asked| *asked != server) {
             self.members.remove(endpoint(gone));
@@ -279,7 +348,7 @@ impl Client {
             self.members.sample_met(endpoint(server), None, micros(now));
             self.pool.set_members(self.members.count(), self.members.samples(), micros(now));
         }
-        self.reported(server, now, report, rng);
+        self.reported(server, now, report, health, rng);
     }
 
     /// Envoy says that `server` served a request.
@@ -311,7 +380,7 @@ impl SyncClient {
         rng: &mut SmallRng,
     ) -> Answer {
         let replica = endpoint(server);
-        let (load, standing) = (Load { rif, latency_us }, self.members.standing(replica));
+        let (load, standing) = (Load { rif, latency_us, up_s: None }, self.members.standing(replica));
         self.pool.record(&self.config, micros(now), replica, load, standing, rng);
         Answer { replica, load, standing }
     }

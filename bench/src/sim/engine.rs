@@ -6,6 +6,7 @@
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, VecDeque};
 
+use prequal_core::exceptions::flights::Flight;
 use prequal_core::policies::{Done, Utilisation};
 use prequal_core::pool::{Branch, ProbesDue};
 use prequal_core::sync::Waiting;
@@ -17,7 +18,7 @@ use rand_distr::{Distribution, Exp1, StandardNormal};
 use super::balancer::{Arm, Balancer, Polling};
 use super::measure::{FAILED, Run, Sample};
 use super::scenario::{Change, Load, Scenario, Service};
-use super::server::{Job, Nanos, Server, micros};
+use super::server::{Health, Job, Nanos, Server, micros};
 
 /// Runs `scenario` under `arm`.
 pub(crate) fn run(scenario: &Scenario, arm: &Arm, seed: u64) -> Run {
@@ -68,7 +69,10 @@ struct Query {
     /// The server's word tells something that the client did not know: it was not steered, or to a candidate.
     unproven: bool,
     report: (u32, Option<u32>),
+    health: Health,
     waiting: Option<Waiting>,
+    /// What the client's breaker watches, until it has ended.
+    flight: Option<Flight>,
 }
 
 struct Probe {
@@ -79,6 +83,7 @@ struct Probe {
     /// The waiting query of a synchronous probe.
     query: Option<(u32, u64)>,
     report: (u32, Option<u32>),
+    health: Health,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -342,7 +347,9 @@ impl<'a> World<'a> {
             failed: false,
             unproven: false,
             report: (0, None),
+            health: Health::default(),
             waiting: None,
+            flight: None,
         });
         if let Some(deadline) = self.scenario.deadline {
             self.deadlines.push_back((self.now + nanos(deadline), slot, self.arrivals));
@@ -390,8 +397,10 @@ impl<'a> World<'a> {
                 if chosen.is_none() {
                     client_state.fell_back(server);
                 }
+                let flight = chosen.map(|_| client_state.sent(now, &pick));
                 if let Some(query) = self.queries.get(slot) {
                     query.unproven = unproven;
+                    query.flight = flight.flatten();
                 }
                 self.send(slot, server);
                 self.send_probes(client, pick.probes);
@@ -535,7 +544,7 @@ impl<'a> World<'a> {
             return;
         }
         if self.reads_answers {
-            query.report = server.report(now);
+            (query.report, query.health) = (server.report(now), server.health(now));
         }
         let delay = transit(&mut self.network);
         self.after(delay, Event::Answer(slot));
@@ -543,7 +552,7 @@ impl<'a> World<'a> {
 
     fn answer(&mut self, slot: u32) {
         let now = self.now;
-        let Some(query) = self.queries.remove(slot) else { return };
+        let Some(mut query) = self.queries.remove(slot) else { return };
         if query.client_done {
             return;
         }
@@ -559,8 +568,11 @@ impl<'a> World<'a> {
             if query.unproven {
                 client.confirmed(server, now);
             }
-            if self.reads_answers {
-                client.reported(server, now, query.report, &mut self.choice);
+            if let Some(flight) = query.flight.take() {
+                client.landed(flight, now, query.failed);
+            }
+            if self.reads_answers && !query.failed {
+                client.reported(server, now, query.report, query.health, &mut self.choice);
             }
         }
         if let Load::Closed { .. } = self.scenario.load {
@@ -577,7 +589,11 @@ impl<'a> World<'a> {
         let latency_us = (now - query.arrived) / 1000;
         let done = Done { latency_us, outcome: Outcome::Failure, rif: None, utilisation: None };
         // The answer, if it is on its way, frees the slot when it comes.
+        let flight = query.flight.take();
         self.balancers[client].done(server, now, &done);
+        if let (Balancer::Prequal(client), Some(flight)) = (&mut self.balancers[client], flight) {
+            client.landed(flight, now, true);
+        }
     }
 
     // --- probes
@@ -611,6 +627,7 @@ impl<'a> World<'a> {
             server: server as u32,
             query,
             report: (0, None),
+            health: Health::default(),
         });
         let delay = transit(&mut self.network);
         self.after(delay, Event::ProbeAtServer(probe));
@@ -633,7 +650,8 @@ impl<'a> World<'a> {
     fn reply(&mut self, slot: u32) {
         let now = self.now;
         let Some(probe) = self.probes.get(slot) else { return };
-        probe.report = self.servers[probe.server as usize].report(now);
+        let server = &mut self.servers[probe.server as usize];
+        (probe.report, probe.health) = (server.report(now), server.health(now));
         let delay = transit(&mut self.network);
         self.after(delay, Event::ProbeReply(slot));
     }
@@ -645,7 +663,7 @@ impl<'a> World<'a> {
         match (&mut self.balancers[client], probe.query) {
             (Balancer::Prequal(state), _) => {
                 let asked = probe.asked.map(|asked| asked as usize);
-                state.probed(asked, server, now, probe.report, &mut self.choice);
+                state.probed(asked, server, now, probe.report, probe.health, &mut self.choice);
             }
             (Balancer::Sync(sync), Some((query, id))) => {
                 let answer = sync.answered(server, now, probe.report, &mut self.choice);
@@ -721,6 +739,7 @@ impl<'a> World<'a> {
                 if idle_ms == 0 {
                     break;
                 }
+                state.expire(now);
                 let pool = &state.config().pool.clone();
                 let due = state.pool.idle_probes(pool, micros(now), idle_ms);
                 self.send_probes(client, due);
@@ -775,6 +794,7 @@ impl<'a> World<'a> {
             }
             Change::Join(server) => {
                 self.servers[server].alive = true;
+                self.servers[server].started = Some(now);
                 self.alive.push(server);
             }
         }

@@ -89,11 +89,7 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
 }
 
 /// Bars that `--quick` misses, and why that is no regression. `docs/evaluation.md` has the full runs.
-const KNOWN_MISSES: [&str; 5] = [
-    // The rules are those of a later issue: breaker on silence, error aversion.
-    "finagle: ours, success % at least 99.9",
-    "sinkhole: ours, share while failing all (later issue) at most 0.5",
-    "sinkhole: ours, share while failing half (later issue) at most 0.5",
+const KNOWN_MISSES: [&str; 2] = [
     // Two seconds have too few large requests for a p99.
     "plbsim: 1:2: p99 of large requests with PLB within 20 % of even weights (paper 1.0)",
     // Even weights repath more often here than in the paper, where cross-traffic and think times are unknown.

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
+use prequal_core::failures::FailureShare;
 use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
 use rand::SeedableRng;
@@ -38,9 +39,19 @@ pub(crate) enum Logged {
     },
 }
 
+/// What a report tells beside the load: failures per mille, and seconds since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Health {
+    pub(crate) failing: u16,
+    pub(crate) up_s: Option<u32>,
+}
+
 pub(crate) struct Server {
     pub(crate) spec: ServerSpec,
     tracker: Tracker,
+    failures: FailureShare,
+    /// When it started; `None`: long ago.
+    pub(crate) started: Option<Nanos>,
     /// What the tracker was told and what it answered.
     #[cfg(test)]
     pub(crate) log: Vec<(Nanos, Logged)>,
@@ -91,6 +102,8 @@ impl Server {
         let mut server = Self {
             spec,
             tracker: Tracker::new(tracker),
+            failures: FailureShare::default(),
+            started: None,
             #[cfg(test)]
             log: Vec::new(),
             alive,
@@ -133,6 +146,7 @@ impl Server {
         #[cfg(test)]
         self.log.push((now, Logged::Left { arrived: _arrived, outcome }));
         self.tracker.finish(ticket, micros(now), outcome);
+        self.failures.record(micros(now), outcome);
     }
 
     /// What a probe arriving now is told.
@@ -141,6 +155,12 @@ impl Server {
         #[cfg(test)]
         self.log.push((now, Logged::Reported { report, held: self.running + self.waiting.len() }));
         report
+    }
+
+    /// What a report tells beside the load.
+    pub(crate) fn health(&self, now: Nanos) -> Health {
+        let up_s = self.started.map(|started| ((now - started) / 1_000_000_000) as u32);
+        Health { failing: self.failures.per_mille(micros(now)), up_s }
     }
 
     /// Whether antagonists make the capacity change.

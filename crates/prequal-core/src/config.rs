@@ -8,6 +8,7 @@ use std::ops::RangeInclusive;
 use serde_json::{Map, Value};
 
 use crate::endpoint::Endpoint;
+use crate::exceptions::ExceptionSettings;
 use crate::hint::HintSource;
 use crate::members::MAX_MEMBERS;
 use crate::pool::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
@@ -109,6 +110,8 @@ impl Profile {
             discovery_interval_ms: 200,
             verified_probes: false,
             rif_history: MAX_HISTORY,
+            exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 1.5 },
+            ramp_ms: 10_000,
         };
         match self {
             Self::Default => ours,
@@ -118,6 +121,8 @@ impl Profile {
                 latency_band: 1.0,
                 scale_removal: false,
                 budget: Budget::Fixed { r_probe: 3.0 },
+                exceptions: ExceptionSettings::OFF,
+                ramp_ms: 0,
                 ..ours
             },
             Self::Small => PoolSettings {
@@ -251,6 +256,9 @@ const SETTING_KEYS: &[&str] = &[
     "discovery_interval_ms",
     "verified_probes",
     "rif_history",
+    "error_aversion",
+    "breaker",
+    "ramp_ms",
     "probe_timeout_ms",
     "idle_probe_interval_ms",
     "piggyback",
@@ -300,6 +308,20 @@ impl Fields<'_> {
                 None
             }
         }
+    }
+
+    /// A number of the range, or 0 for off.
+    fn number_or_off(&mut self, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
+        let value = self.object.get(key)?;
+        let number = value.as_f64().filter(|number| *number == 0.0 || range.contains(number));
+        if number.is_none() {
+            let got = shorten(value);
+            self.fail(
+                key,
+                format!("must be a number from {} to {}, or 0, got {got}", range.start(), range.end()),
+            );
+        }
+        number
     }
 
     fn whole(&mut self, key: &str, range: RangeInclusive<u32>) -> Option<u32> {
@@ -370,6 +392,9 @@ impl Fields<'_> {
             &mut pool.rif_history,
             self.whole("rif_history", 8..=MAX_HISTORY as u32).map(|samples| samples as usize),
         );
+        set(&mut pool.exceptions.error_aversion, self.number_or_off("error_aversion", 0.02..=1.0));
+        set(&mut pool.exceptions.breaker, self.number_or_off("breaker", 1.0..=100.0));
+        set(&mut pool.ramp_ms, self.whole("ramp_ms", 0..=3_600_000));
         pool.budget = self.budget(pool.budget);
         set(&mut probe.timeout_ms, self.whole("probe_timeout_ms", 1..=10_000).map(u64::from));
         set(&mut probe.idle_interval_ms, self.whole("idle_probe_interval_ms", 0..=3_600_000));
@@ -415,6 +440,7 @@ impl Fields<'_> {
         let profile = self.choice("profile", Profile::NAMES).map(of_profile);
         let Settings { mut pool, probe, choice } = self.settings(profile.as_ref().unwrap_or(defaults));
         self.contradictions(&[&choice]);
+        self.sync_without_probes(&choice);
         choice.rule.apply(&mut pool);
         let endpoints = self.endpoints();
         // Both are read before giving up, so that both are reported.
@@ -578,6 +604,9 @@ mod tests {
             ("target_age_ms", ["1", "60000"], ["0", "60001"]),
             ("max_probes_per_query", ["0", "16"], ["-1", "17"]),
             ("rif_history", ["8", "128"], ["7", "129"]),
+            ("error_aversion", ["0", "1"], ["0.01", "1.1"]),
+            ("breaker", ["0", "1.25"], ["0.5", "101"]),
+            ("ramp_ms", ["0", "90000"], ["-1", "3600001"]),
             ("probe_timeout_ms", ["1", "10000"], ["0", "10001"]),
             ("idle_probe_interval_ms", ["0", "3600000"], ["-5", "3600001"]),
             ("discovery_interval_ms", ["10", "60000"], ["9", "60001"]),
@@ -670,6 +699,8 @@ mod tests {
         };
         assert_eq!(both(r#""sync_d":4"#, r#","mode":"sync""#), [""; 0]);
         assert_eq!(both(r#""rule":"rif_only""#, r#","rule":"hcl","q_rif":0.5"#), [""; 0]);
+        let found = both(r#""mode":"sync""#, r#","rule":"peak_ewma""#);
+        assert!(found.len() == 1 && found[0].starts_with("`clusters[1].mode` \"sync\" sends"), "{found:?}");
         let found = both(r#""sync_d":4"#, "");
         assert!(found.len() == 1 && found[0].starts_with("`sync_d` needs"), "{found:?}");
         let found = both(r#""hint":{"header":"x-prequal-hint","x":1,"path_segment":0}"#, "");

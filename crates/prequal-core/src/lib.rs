@@ -8,6 +8,7 @@
 //! | module | decides |
 //! |---|---|
 //! | [`pool`] | which replica serves a request, and when a report leaves the pool (§4) |
+//! | [`exceptions`] | which replicas are passed over, and when they are back |
 //! | [`reuse`] | equation (1) |
 //! | [`sync`] | which replica serves when a request asks first (§4) |
 //! | [`hint`] | what a probe tells of the query |
@@ -26,6 +27,7 @@
 
 pub mod config;
 pub mod endpoint;
+pub mod exceptions;
 pub mod failures;
 pub mod hint;
 pub mod hints;

@@ -17,13 +17,18 @@
 //!   the choice goes by weighted RIF and chance, so that equal replicas share by weight at any load and a slow one is
 //!   still avoided. When Envoy refuses most choices (it knows of failures
 //!   that the probe cluster's policy does not), steering pauses: a request that Envoy places tells where to go on.
+//! - **Replicas that are out** ([`crate::exceptions`]) are not in the pool: the caller lets no report of theirs in.
+//! - **A young replica** takes a share that grows with its age over [`PoolSettings::ramp_ms`]; relative to the median of
+//!   the pool, so that a fleet that is new as a whole is not held back.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
 use bytemuck::Zeroable;
 use rand::Rng;
 
 use crate::endpoint::Endpoint;
+use crate::exceptions::{ExceptionSettings, Exceptions, Trial};
 use crate::members::Standing;
+use crate::report::LoadReport;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};
 
@@ -32,7 +37,7 @@ mod probes;
 mod rank;
 
 pub use choose::Ranking;
-use rank::{Hcl, Score, Theta, lowest};
+use rank::{Hcl, Score, Theta, lowest_ramped};
 
 /// Most entries a pool can hold.
 pub const MAX_POOL: usize = 24;
@@ -109,12 +114,27 @@ pub struct PoolSettings {
     pub verified_probes: bool,
     /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
+    /// When a replica is passed over.
+    pub exceptions: ExceptionSettings,
+    /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
+    pub ramp_ms: u32,
 }
 
 impl PoolSettings {
     /// Entries that a pool over `n` replicas can have; `n` = 0 means that nothing has been learned yet.
     fn attainable(&self, n: u32) -> usize {
         if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
+    }
+
+    /// Share of traffic of a replica that started `up_s` ago, per cent.
+    fn share_at(&self, up_s: Option<u32>) -> u8 {
+        match (up_s, self.ramp_ms) {
+            (None, _) | (_, 0) => FULL_SHARE,
+            (Some(up_s), ramp_ms) => {
+                let share = u64::from(up_s) * 100_000 / u64::from(ramp_ms);
+                share.clamp(MIN_SHARE.into(), FULL_SHARE.into()) as u8
+            }
+        }
     }
 }
 
@@ -140,6 +160,14 @@ pub struct Load {
     pub rif: u32,
     /// Median latency at that RIF, microseconds, if known.
     pub latency_us: Option<u32>,
+    /// How long ago it started, seconds; `None`: long ago.
+    pub up_s: Option<u32>,
+}
+
+impl From<&LoadReport> for Load {
+    fn from(report: &LoadReport) -> Self {
+        Self { rif: report.rif, latency_us: report.latency_us, up_s: report.up_s }
+    }
 }
 
 /// The answer to one request.
@@ -149,6 +177,10 @@ pub struct Pick {
     pub replica: Option<Endpoint>,
     /// Which rule chose it.
     pub branch: Branch,
+    /// What the replica reported, microseconds.
+    pub latency_us: Option<u32>,
+    /// The request shows whether the replica is well again ([`crate::exceptions`]).
+    pub trial: bool,
     /// The replica is not a member yet: its first request shows whether Envoy knows it.
     pub verify: bool,
     /// What the pool knows of the replica's placement; its report on the response is recorded with it.
@@ -206,6 +238,10 @@ pub struct PoolState {
     discovery_sent: Stamp,
     members_changed: Stamp,
     barred_count: u32,
+    /// 1 while the exceptions table must be looked at.
+    exceptions: u16,
+    /// Replicas that it excludes.
+    out: u16,
     entries: [Entry; MAX_POOL],
     barred: [Barred; MAX_BARRED],
     history_at: [Stamp; MAX_HISTORY],
@@ -224,12 +260,21 @@ struct Entry {
     rif: u16,
     uses_left: u16,
     /// 1 for a candidate that no request has reached yet.
-    unproven: u16,
+    unproven: u8,
+    /// Per cent of what it would get if it were not young.
+    share: u8,
 }
 
 impl Entry {
-    fn new(endpoint: Endpoint, load: Load, standing: Standing, received: Stamp) -> Self {
+    fn new(
+        settings: &PoolSettings,
+        endpoint: Endpoint,
+        load: Load,
+        standing: Standing,
+        received: Stamp,
+    ) -> Self {
         Self {
+            share: settings.share_at(load.up_s),
             endpoint,
             latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
             received,
@@ -277,11 +322,15 @@ pub struct Candidate {
 }
 
 impl Entry {
+    fn latency_us(&self) -> Option<u32> {
+        (self.latency_us != UNKNOWN).then_some(self.latency_us)
+    }
+
     fn candidate(&self, now: Stamp) -> Candidate {
         Candidate {
             endpoint: self.endpoint,
             rif: u32::from(self.rif),
-            latency_us: (self.latency_us != UNKNOWN).then_some(self.latency_us),
+            latency_us: self.latency_us(),
             age_ms: now.distance_ms(self.received),
         }
     }
@@ -346,7 +395,8 @@ impl PoolState {
             && usize::from(state.history_next) < MAX_HISTORY
             && state.barred_count as usize <= MAX_BARRED
             && state.remove_worst <= 1
-            && state.auto_ge <= 1;
+            && state.auto_ge <= 1
+            && state.exceptions <= 1;
         if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
             return Err(BlobError::Content);
         }
@@ -381,6 +431,44 @@ impl PoolState {
         self.pick_ranked(settings, now, rng, probes, rank, |_| Branch::Scored)
     }
 
+    /// The choice for a request that is a trial of a replica that is out ([`crate::exceptions`]).
+    pub fn pick_trial(&mut self, settings: &PoolSettings, trial: Trial, now: Micros) -> Pick {
+        Pick {
+            replica: Some(trial.replica),
+            branch: Branch::Cold,
+            latency_us: None,
+            trial: true,
+            verify: false,
+            standing: trial.standing,
+            probes: self.begin_pick(settings, now.stamp()),
+        }
+    }
+
+    /// Takes note of what the exceptions table says; replicas that are out leave the pool.
+    pub fn exclude(&mut self, exceptions: &Exceptions, now: Micros) {
+        self.exceptions = exceptions.is_active(now).into();
+        self.out = u16::try_from(exceptions.out()).unwrap_or(u16::MAX);
+        let mut index = 0;
+        while let Some(entry) = self.entries().get(index) {
+            if exceptions.is_out(entry.endpoint) { self.remove(index) } else { index += 1 }
+        }
+    }
+
+    /// Whether the exceptions table must be looked at.
+    pub fn has_exceptions(&self) -> bool {
+        self.exceptions == 1
+    }
+
+    /// Replicas that the exceptions table excludes.
+    pub fn out(&self) -> u32 {
+        self.out.into()
+    }
+
+    /// Replicas in use and samples of the policy, as [`Self::set_members`] told.
+    pub fn membership(&self) -> (u32, u32) {
+        (self.members, self.samples)
+    }
+
     /// What every pick begins with.
     fn begin_pick(&mut self, settings: &PoolSettings, stamp: Stamp) -> ProbesDue {
         self.expire(settings, stamp);
@@ -401,13 +489,25 @@ impl PoolState {
     ) -> Pick {
         let stamp = now.stamp();
         let standing = Standing::even(self.samples);
-        let mut pick = Pick { replica: None, branch: Branch::Fallback, verify: false, standing, probes };
-        if self.entry_count >= 2
+        let mut pick = Pick {
+            replica: None,
+            branch: Branch::Fallback,
+            latency_us: None,
+            trial: false,
+            verify: false,
+            standing,
+            probes,
+        };
+        // With all but one replica out that one is the choice.
+        let enough = self.members.saturating_sub(self.out.into()).clamp(1, 2);
+        let enough = if self.out == 0 { 2 } else { enough as u16 };
+        if self.entry_count >= enough
             && !self.is_paused(stamp)
-            && let Some((index, least)) = lowest(self.entries(), &rank, rng)
+            && let Some((index, least)) = lowest_ramped(self.entries(), &rank, rng)
             && let Some(entry) = self.entries.get_mut(index)
         {
             pick.replica = Some(entry.endpoint);
+            pick.latency_us = entry.latency_us();
             pick.branch = branch(least);
             pick.verify = entry.unproven == 1;
             pick.standing = entry.standing();
@@ -442,7 +542,7 @@ impl PoolState {
         // An answer to a request sent long ago must not make the replica's placement older than it is.
         let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::standing);
         let standing = known.filter(|known| self.newer(known, &standing)).unwrap_or(standing);
-        let entry = Entry::new(endpoint, load, standing, stamp);
+        let entry = Entry::new(settings, endpoint, load, standing, stamp);
         self.remember_rif(settings, stamp, entry.load());
         if self.is_barred(endpoint, stamp) || !standing.is_in_use(self.samples, self.members) {
             return;
@@ -474,6 +574,7 @@ impl PoolState {
             rif: 0,
             uses_left: 1,
             unproven: 1,
+            share: FULL_SHARE,
         };
         self.insert(settings, stamp, entry);
     }
@@ -702,7 +803,7 @@ pub enum BlobError {
 }
 
 const MAGIC: u32 = 0x7072_6571; // "preq"
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 const UNKNOWN: u32 = u32::MAX;
 /// How long a candidate's first request may take before it gets another.
 const VERIFY_MS: u32 = 5000;
@@ -712,6 +813,10 @@ const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
 const PAUSE_MS: u32 = 1000;
 /// Bounds the counters between two picks; an average over more is not believable.
 const MAX_RATE: u32 = 10_000;
+/// Shares of traffic, per cent.
+const FULL_SHARE: u8 = 100;
+/// The least that a young replica gets: it must be seen to answer.
+const MIN_SHARE: u8 = 5;
 
 #[cfg(test)]
 mod tests;

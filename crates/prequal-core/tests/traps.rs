@@ -25,7 +25,7 @@ fn pool(settings: &PoolSettings, reports: &[(u32, Option<u32>)]) -> (PoolState, 
     let mut pool = PoolState::new();
     pool.set_members(100, 0, ms(0));
     for (n, (rif, latency)) in (0..).zip(reports) {
-        let load = Load { rif: *rif, latency_us: latency.map(|ms| ms * 1000) };
+        let load = Load { rif: *rif, latency_us: latency.map(|ms| ms * 1000), up_s: None };
         pool.record(settings, ms(u64::from(n)), replica(n), load, Standing::even(0), &mut rng);
     }
     (pool, rng)

@@ -8,8 +8,10 @@ use std::mem;
 
 use prequal_core::config::{ClusterConfig, FilterConfig, Mode, Shim};
 use prequal_core::endpoint::Endpoint;
+use prequal_core::exceptions::flights::{Flight, Flights};
+use prequal_core::exceptions::{Change, Event, ExceptionSettings, Exceptions, Trial};
 use prequal_core::members::{Evidence, Members, Standing};
-use prequal_core::pool::{Load, PoolState, ProbesDue, Ranking};
+use prequal_core::pool::{Load, Pick, PoolState, ProbesDue, Ranking};
 use prequal_core::report::LoadReport;
 use prequal_core::sync::Answer;
 use prequal_core::time::Micros;
@@ -46,6 +48,10 @@ pub(crate) struct Cluster {
     pub(crate) store: Store,
     pub(crate) rule: RuleState,
     pending: RefCell<Vec<News>>,
+    /// This worker's requests in flight.
+    flights: RefCell<Flights>,
+    /// The exceptions table had something to look at in the last transaction.
+    exceptions: Cell<bool>,
     /// Probes that picks have asked for and the root has not sent yet.
     pub(crate) probes_due: Cell<ProbesDue>,
 }
@@ -57,7 +63,14 @@ enum News {
         at: Micros,
         replica: Endpoint,
         load: Load,
+        failing: u16,
         standing: Standing,
+    },
+    /// What a request told of the health of its replica.
+    Health {
+        at: Micros,
+        replica: Endpoint,
+        event: Event,
     },
     /// A reply names a candidate.
     Introduce {
@@ -110,13 +123,19 @@ impl Filter {
     pub(crate) fn choose(&self, cluster: &Cluster, now: Micros, answers: &[Answer]) -> Choice {
         let rule = cluster.config.choice.rule;
         let mut rng = self.rng.borrow_mut();
-        let choice = if rule.is_probe_free() {
-            Choice { pick: cluster.rule.pick_without_probes(cluster, now, &mut rng), runner_up: None }
+        let mut choice = if rule.is_probe_free() {
+            let pick = cluster.rule.pick_without_probes(cluster, now, &mut rng);
+            Choice { pick, runner_up: None, flight: None }
         } else {
+            cluster.find_silent(now);
             cluster.rule.ranked(rule, |ranking| self.choose_ranked(cluster, now, answers, ranking, &mut rng))
         };
+        choice.flight = cluster.sent(now, &choice.pick);
         cluster.rule.sent(choice.pick.replica);
         cluster.metrics.picked(choice.pick.branch);
+        if choice.pick.trial {
+            cluster.metrics.trials.one();
+        }
         choice
     }
 
@@ -129,11 +148,21 @@ impl Filter {
         rng: &mut SmallRng,
     ) -> Choice {
         let settings = &cluster.config.pool;
-        let (choice, _) = cluster.transact(rng, |pool, rng| {
-            let pick = if answers.is_empty() {
-                pool.pick_by(settings, now, ranking, rng)
-            } else {
-                pool.pick_among(settings, now, answers, ranking, rng)
+        let (choice, _) = cluster.transact(rng, now, true, |pool, exceptions, rng| {
+            let admitted: Vec<Answer>;
+            let (answers, trial) = match exceptions {
+                None => (answers, None),
+                Some((table, trial)) => {
+                    pool.exclude(table, now);
+                    admitted =
+                        answers.iter().filter(|answer| !table.is_out(answer.replica)).copied().collect();
+                    (&admitted[..], trial)
+                }
+            };
+            let pick = match trial {
+                Some(trial) => pool.pick_trial(settings, trial, now),
+                None if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
+                None => pool.pick_among(settings, now, answers, ranking, rng),
             };
             let runner_up = match (self.shim, pick.replica) {
                 (Shim::OverrideHost, Some(chosen)) => {
@@ -141,7 +170,7 @@ impl Filter {
                 }
                 _ => None,
             };
-            (Choice { pick, runner_up }, true)
+            (Choice { pick, runner_up, flight: None }, true)
         });
         choice
     }
@@ -155,27 +184,31 @@ impl Filter {
         let probe_free = cluster.config.choice.rule.is_probe_free();
         let waiting = !cluster.pending.borrow().is_empty();
         let mut rng = self.rng.borrow_mut();
-        let ((view, probes), written) = cluster.transact(&mut rng, |pool, _| {
+        if !probe_free {
+            cluster.find_silent(now);
+        }
+        let ((view, probes, out), written) = cluster.transact(&mut rng, now, false, |pool, exceptions, _| {
+            let watched = exceptions.is_some();
+            if let Some((table, _)) = exceptions {
+                pool.exclude(table, now);
+            }
             let probes = if interval == 0 || probe_free {
                 ProbesDue::default()
             } else {
                 pool.idle_probes(settings, now, interval)
             };
-            ((pool.view(settings, now), probes), waiting || !probes.is_empty())
+            ((pool.view(settings, now), probes, pool.out()), waiting || watched || !probes.is_empty())
         });
         cluster.metrics.occupancy.set(view.occupancy as u64);
         cluster.metrics.theta.set(u64::from(view.theta.unwrap_or(0)));
         cluster.metrics.members.set(u64::from(view.members));
+        cluster.metrics.out.set(out.into());
         if written { probes } else { ProbesDue::default() }
     }
 }
 
-fn load_of(report: &LoadReport) -> Load {
-    Load { rif: report.rif, latency_us: report.latency_us }
-}
-
 fn answer(members: &Members, replica: Endpoint, report: &LoadReport) -> Answer {
-    Answer { replica, load: load_of(report), standing: members.standing(replica) }
+    Answer { replica, load: Load::from(report), standing: members.standing(replica) }
 }
 
 impl Cluster {
@@ -189,6 +222,8 @@ impl Cluster {
             rule: RuleState::new(config.choice.rule),
             config,
             pending: RefCell::default(),
+            flights: RefCell::default(),
+            exceptions: Cell::new(false),
             probes_due: Cell::default(),
         };
         if !cluster.config.endpoints.is_empty() {
@@ -205,7 +240,47 @@ impl Cluster {
     /// A report that may speak for `replica`, whose placement is `standing`.
     pub(crate) fn report(&self, at: Micros, replica: Endpoint, report: &LoadReport, standing: Standing) {
         self.rule.reported(replica, report);
-        self.push(News::Report { at, replica, load: load_of(report), standing });
+        self.push(News::Report { at, replica, load: Load::from(report), failing: report.failing, standing });
+    }
+
+    /// A request goes to the replica that was picked. `None` when nothing watches it.
+    pub(crate) fn sent(&self, now: Micros, pick: &Pick) -> Option<Flight> {
+        if self.config.pool.exceptions == ExceptionSettings::OFF || self.config.choice.rule.is_probe_free() {
+            return None;
+        }
+        Some(self.flights.borrow_mut().sent(now, pick.replica?, pick.latency_us, pick.trial))
+    }
+
+    /// The replica has answered a request, or failed it. Returns whether the request was a trial.
+    pub(crate) fn landed(&self, at: Micros, flight: Flight, failed: bool) -> bool {
+        let settings = &self.config.pool.exceptions;
+        let Some(landed) = self.flights.borrow_mut().answered(settings, flight, at, failed) else {
+            return false;
+        };
+        if failed || landed.trial || self.exceptions.get() {
+            self.push(News::Health { at, replica: landed.replica, event: landed.event(failed) });
+        }
+        landed.trial
+    }
+
+    /// The replica failed a request after it had answered it.
+    pub(crate) fn failed_late(&self, at: Micros, replica: Endpoint, trial: bool) {
+        if self.config.pool.exceptions.error_aversion > 0.0 {
+            self.push(News::Health { at, replica, event: Event::Failed { requests: 0.0, trial } });
+        }
+    }
+
+    /// A request has ended and says nothing of its replica.
+    pub(crate) fn gone(&self, flight: Flight) {
+        self.flights.borrow_mut().gone(flight);
+    }
+
+    /// Takes note of replicas that have left this worker's requests waiting for too long.
+    fn find_silent(&self, at: Micros) {
+        let mut flights = self.flights.borrow_mut();
+        while let Some(overdue) = flights.overdue(at) {
+            self.push(News::Health { at, replica: overdue.replica, event: overdue.event() });
+        }
     }
 
     /// A probe of `replica` was answered at its address. Load counts only of members.
@@ -296,18 +371,29 @@ impl Cluster {
     }
 
     /// One transaction: the waiting news, then `action`, then the write if `action` wants it. The second value says
-    /// whether it was written.
+    /// whether it was written. The exceptions table is handed to `action` while there is something in it, with the trial
+    /// that this request (if it is one) is to be.
     fn transact<T>(
         &self,
         rng: &mut SmallRng,
-        mut action: impl FnMut(&mut PoolState, &mut SmallRng) -> (T, bool),
+        now: Micros,
+        request: bool,
+        mut action: impl FnMut(&mut PoolState, Option<(&Exceptions, Option<Trial>)>, &mut SmallRng) -> (T, bool),
     ) -> (T, bool) {
         let mut pending = mem::take(&mut *self.pending.borrow_mut());
+        let concerned = pending.iter().any(|news| self.concerns_exceptions(news));
+        // Read once: on a conflict over the pool what the news did to the table is already written.
+        let mut exceptions = None;
         let (result, written) = self.store.update_pool(&self.metrics, |pool| {
-            for news in &pending {
-                self.apply(*news, pool, rng);
+            if exceptions.is_none() && (concerned || pool.has_exceptions()) {
+                exceptions = Some(self.update_exceptions(&pending, pool, now, request, rng));
             }
-            action(pool, rng)
+            self.exceptions.set(exceptions.is_some());
+            let table = exceptions.as_ref().map(|(table, _)| table);
+            for news in &pending {
+                self.apply(*news, pool, table, rng);
+            }
+            action(pool, exceptions.as_ref().map(|(table, trial)| (table, *trial)), rng)
         });
         // The buffer goes back empty, so that the path of a request does not allocate.
         if written {
@@ -317,11 +403,62 @@ impl Cluster {
         (result, written)
     }
 
-    fn apply(&self, news: News, pool: &mut PoolState, rng: &mut SmallRng) {
+    fn concerns_exceptions(&self, news: &News) -> bool {
         match news {
-            News::Report { at, replica, load, standing } => {
-                pool.record(&self.config.pool, at, replica, load, standing, rng);
+            News::Health { .. } => true,
+            News::Report { failing, .. } => self.config.pool.exceptions.believes(*failing),
+            _ => false,
+        }
+    }
+
+    /// Tells the exceptions table the news, and asks for a trial if a request waits for one.
+    fn update_exceptions(
+        &self,
+        pending: &[News],
+        pool: &PoolState,
+        now: Micros,
+        request: bool,
+        rng: &mut SmallRng,
+    ) -> (Exceptions, Option<Trial>) {
+        let settings = &self.config.pool.exceptions;
+        let (members, samples) = pool.membership();
+        let mut changes = [Change::None; MAX_PENDING];
+        let (table, trial) = self.store.update_exceptions(&self.metrics, |table| {
+            table.set_members(members);
+            let mut written = false;
+            for (news, slot) in pending.iter().zip(&mut changes) {
+                *slot = match *news {
+                    News::Health { at, replica, event } => table.apply(settings, at, replica, event),
+                    News::Report { at, replica, failing, standing, .. } => {
+                        table.heard(settings, at, replica, failing, standing)
+                    }
+                    News::Forget(replica) if table.forget(replica) => Change::Noted,
+                    _ => Change::None,
+                };
+                written |= *slot != Change::None;
             }
+            // The tick keeps the table small.
+            written |= !request && table.expire(now);
+            let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
+            (trial, written || trial.is_some())
+        });
+        for change in changes {
+            self.metrics.exception(change);
+        }
+        (table, trial)
+    }
+
+    fn apply(&self, news: News, pool: &mut PoolState, exceptions: Option<&Exceptions>, rng: &mut SmallRng) {
+        match news {
+            News::Report { at, replica, load, standing, .. } => {
+                let load = exceptions.map_or(Some(load), |table| table.admit(at, replica, load));
+                if let Some(load) = load {
+                    pool.record(&self.config.pool, at, replica, load, standing, rng);
+                }
+            }
+            // What made it attractive is no longer so; its next report may bring it back.
+            News::Health { replica, event: Event::Failed { .. }, .. } => pool.forget(replica),
+            News::Health { .. } => {}
             News::Introduce { at, replica } => pool.introduce(&self.config.pool, at, replica),
             News::Forget(replica) => pool.forget(replica),
             News::Bar { at, replica } => pool.bar(replica, at, BAR_MS),

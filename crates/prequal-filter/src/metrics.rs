@@ -1,6 +1,7 @@
 //! Counters and gauges in Envoy's stats. Values of labels stand in the name; the shipped configuration turns them
 //! into Prometheus labels by `stats_tags`.
 
+use prequal_core::exceptions::{Change, Reason};
 use prequal_core::pool::Branch;
 use prequal_core::report::ReportError;
 use prequal_core::sync::Ending;
@@ -112,6 +113,9 @@ pub(crate) struct Metrics {
     /// Microseconds from the request to its decision.
     pub(crate) sync_wait: Histogram,
     pub(crate) diverted: Counter,
+    averted: [Counter; 3],
+    returned: [Counter; 3],
+    pub(crate) trials: Counter,
     pub(crate) cas_conflicts: Counter,
     pub(crate) cas_giveups: Counter,
     pub(crate) blob_replaced: Counter,
@@ -119,6 +123,8 @@ pub(crate) struct Metrics {
     pub(crate) occupancy: Gauge,
     pub(crate) theta: Gauge,
     pub(crate) members: Gauge,
+    /// Replicas that picks pass over.
+    pub(crate) out: Gauge,
 }
 
 impl Metrics {
@@ -150,6 +156,9 @@ impl Metrics {
                 &format!("prequal_sync_wait_us.cluster={cluster}"),
             )),
             diverted: counter("diverted", ""),
+            averted: REASONS.map(|reason| labelled("averted", "reason", reason)),
+            returned: REASONS.map(|reason| labelled("returned", "reason", reason)),
+            trials: counter("trials", ""),
             cas_conflicts: counter("cas_conflicts", ""),
             cas_giveups: counter("cas_giveups", ""),
             blob_replaced: counter("blob_replaced", ""),
@@ -157,6 +166,7 @@ impl Metrics {
             occupancy: gauge("pool_occupancy"),
             theta: gauge("theta_rif"),
             members: gauge("members"),
+            out: gauge("averted"),
         }
     }
 
@@ -180,6 +190,22 @@ impl Metrics {
             WaitEnd::Decided(Ending::Deadline) => deadline,
             WaitEnd::Unasked => unasked,
             WaitEnd::Aborted => aborted,
+        }
+        .one();
+    }
+
+    /// What became of the exceptions table.
+    pub(crate) fn exception(&self, change: Change) {
+        let (counters, reason) = match change {
+            Change::Opened(reason) => (self.averted, reason),
+            Change::Closed(reason) => (self.returned, reason),
+            Change::None | Change::Noted => return,
+        };
+        let [failing, reported, silent] = counters;
+        match reason {
+            Reason::Failing => failing,
+            Reason::Reported => reported,
+            Reason::Silent => silent,
         }
         .one();
     }
@@ -242,6 +268,8 @@ fn error_index(error: ReportError) -> usize {
     }
 }
 
+/// Why replicas are averted.
+const REASONS: [&str; 3] = ["failing", "reported", "silent"];
 const PROBE_LABELS: [&str; 16] = [
     "used",
     "timeout",

@@ -127,6 +127,8 @@ impl RuleState {
             _ => None,
         };
         Pick {
+            latency_us: None,
+            trial: false,
             replica,
             branch: if replica.is_some() { Branch::Scored } else { Branch::Fallback },
             verify: false,

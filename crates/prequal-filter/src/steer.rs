@@ -4,17 +4,20 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use prequal_core::config::Shim;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::exceptions::flights::Flight;
 use prequal_core::pool::Pick;
 use prequal_core::report::HEADER_DEST;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MapType;
 
 /// Where a request goes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) struct Choice {
     pub(crate) pick: Pick,
     /// Where a retry goes; only the `override_host` shim can be told.
     pub(crate) runner_up: Option<Endpoint>,
+    /// The request, on its way to the chosen replica; `None` when nothing watches it.
+    pub(crate) flight: Option<Flight>,
 }
 
 /// Writes the choice on the request that is the effective context.

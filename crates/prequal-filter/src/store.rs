@@ -1,8 +1,9 @@
-//! The blobs in Envoy's shared data, one pair per upstream cluster, shared by all workers.
+//! The blobs in Envoy's shared data, three per upstream cluster, shared by all workers.
 //!
 //! Writes are compare-and-swap with a bounded number of tries. A blob that does not decode (another version, damage)
 //! is replaced and counted.
 
+use prequal_core::exceptions::Exceptions;
 use prequal_core::members::Members;
 use prequal_core::pool::PoolState;
 use proxy_wasm::hostcalls;
@@ -17,20 +18,22 @@ const MAX_TRIES: usize = 8;
 pub(crate) struct Store {
     pool_key: String,
     members_key: String,
+    exceptions_key: String,
 }
 
 impl Store {
     /// Keys carry the root id: in Istio all plugins share one namespace.
     pub(crate) fn new(root_id: &str, cluster: &str) -> Self {
         let key = |what| format!("prequal/1/{root_id}/{cluster}/{what}");
-        Self { pool_key: key("pool"), members_key: key("members") }
+        Self { pool_key: key("pool"), members_key: key("members"), exceptions_key: key("exceptions") }
     }
 
-    /// Makes sure that both blobs exist: the host cannot create one exclusively afterwards (CAS 0 means "any").
+    /// Makes sure that all blobs exist: the host cannot create one exclusively afterwards (CAS 0 means "any").
     pub(crate) fn seed(&self) {
         for (key, empty) in [
             (&self.pool_key, PoolState::new().as_bytes().to_vec()),
             (&self.members_key, Members::default().encode()),
+            (&self.exceptions_key, Exceptions::new().as_bytes().to_vec()),
         ] {
             if matches!(hostcalls::get_shared_data(key), Ok((None, _))) {
                 let _ = hostcalls::set_shared_data(key, Some(&empty), None);
@@ -101,6 +104,38 @@ impl Store {
             }
             metrics.cas_conflicts.one();
         }
+    }
+
+    /// Reads and changes the exceptions table; written if `change` says that there is news.
+    pub(crate) fn update_exceptions<T>(
+        &self,
+        metrics: &Metrics,
+        mut change: impl FnMut(&mut Exceptions) -> (T, bool),
+    ) -> (Exceptions, T) {
+        let mut tries = 0;
+        loop {
+            let (mut table, cas) = self.load_exceptions(metrics);
+            let (result, write) = change(&mut table);
+            if !write || hostcalls::set_shared_data(&self.exceptions_key, Some(table.as_bytes()), cas).is_ok()
+            {
+                return (table, result);
+            }
+            tries += 1;
+            if tries == MAX_TRIES {
+                metrics.cas_giveups.one();
+                return (table, result);
+            }
+            metrics.cas_conflicts.one();
+        }
+    }
+
+    fn load_exceptions(&self, metrics: &Metrics) -> (Exceptions, Option<u32>) {
+        let (bytes, cas) = hostcalls::get_shared_data(&self.exceptions_key).unwrap_or((None, None));
+        let table = bytes.and_then(|bytes| Exceptions::decode(&bytes).ok()).unwrap_or_else(|| {
+            metrics.blob_replaced.one();
+            Exceptions::new()
+        });
+        (table, cas)
     }
 
     fn load_pool(&self, metrics: &Metrics) -> (PoolState, Option<u32>) {

@@ -7,6 +7,7 @@ use std::rc::Rc;
 
 use prequal_core::config::Mode;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::exceptions::flights::Flight;
 use prequal_core::members::{Evidence, Standing};
 use prequal_core::report::{HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport};
 use prequal_core::time::Micros;
@@ -35,6 +36,10 @@ pub(crate) struct Stream {
     placed: Option<Placed>,
     /// For the rules that keep a state of their own.
     watch: Watch,
+    /// The request to `chosen` until something is known of its end.
+    flight: Option<Flight>,
+    /// It is a trial, and has been answered.
+    trial: bool,
     /// The placement that the choice rests on.
     standing: Standing,
     /// The chosen replica is a candidate: Envoy must say that it served.
@@ -43,7 +48,7 @@ pub(crate) struct Stream {
     answered: bool,
     /// The response ended as a response should.
     complete: bool,
-    /// The response carries an error of the replica (gRPC says so in `grpc-status`).
+    /// The response carries an error: a 5xx, or what gRPC says in `grpc-status`.
     failed: bool,
 }
 
@@ -57,6 +62,8 @@ impl Stream {
             runner_up: None,
             placed: None,
             watch: Watch::default(),
+            flight: None,
+            trial: false,
             standing: Standing::even(0),
             verify: false,
             answered: false,
@@ -93,7 +100,8 @@ impl Stream {
         filter.waits.contains(self.id)
     }
 
-    fn remember(&mut self, choice: &Choice) {
+    fn remember(&mut self, choice: Choice) {
+        self.flight = choice.flight;
         self.chosen = choice.pick.replica;
         self.verify = choice.pick.verify;
         self.standing = choice.pick.standing;
@@ -104,7 +112,7 @@ impl Stream {
     fn stop_waiting(&mut self, filter: &Filter) {
         let Some(placed) = self.placed.take() else { return };
         match placed.take() {
-            Some(choice) => self.remember(&choice),
+            Some(choice) => self.remember(choice),
             None => abort(filter, self.id, self.cluster),
         }
     }
@@ -122,7 +130,7 @@ impl Stream {
         };
         if self.chosen.is_some() && self.chosen == report.endpoint && !self.verify {
             self.answered = true;
-            cluster.report(now, report.endpoint?, &report, self.standing);
+            self.count(cluster, report.endpoint?, now, &report, self.standing);
             return Some(ReportEnd::Used);
         }
         // Not steered, Envoy used another host, or a report without a name: who answered is what Envoy says.
@@ -135,8 +143,31 @@ impl Stream {
         let on_purpose = self.answered || self.runner_up == Some(served);
         let evidence = if on_purpose { Evidence::Served } else { Evidence::Placed };
         let standing = cluster.confirm(now, served, Some(&report), evidence);
-        cluster.report(now, served, &report, standing);
+        self.count(cluster, served, now, &report, standing);
         Some(ReportEnd::Used)
+    }
+
+    /// What a failed response says of load is not recorded: a replica that fails at once is idle and looks fast.
+    fn count(
+        &self,
+        cluster: &Cluster,
+        replica: Endpoint,
+        now: Micros,
+        report: &LoadReport,
+        standing: Standing,
+    ) {
+        if !self.failed {
+            cluster.report(now, replica, report, standing);
+        }
+    }
+
+    /// The chosen replica has answered or failed: the first time this is called tells.
+    fn land(&mut self, cluster: &Cluster, now: Micros, failed: bool) {
+        if let Some(flight) = self.flight.take() {
+            self.trial = cluster.landed(now, flight, failed);
+        } else if failed && let Some(chosen) = self.chosen {
+            cluster.failed_late(now, chosen, self.trial);
+        }
     }
 
     /// Whether the request really went to a configured cluster; the first that did not turns the look-up on.
@@ -163,6 +194,7 @@ impl Stream {
         if class == Class::ClientAbort {
             return Some(class);
         }
+        let now = host::now();
         let served_by = host::upstream_address();
         if let Some(chosen) = self.chosen {
             let diverted = served_by.is_some_and(|served| served != chosen);
@@ -171,15 +203,19 @@ impl Stream {
             }
             if class == Class::UpstreamFailure || (diverted && (self.verify || attempts() > 1)) {
                 // Refused, reset, timed out, perhaps retried elsewhere; or an invention.
-                cluster.bar(host::now(), chosen);
+                cluster.bar(now, chosen);
+                self.land(cluster, now, true);
             } else if diverted {
                 // Vetoed by Envoy's health state.
-                cluster.refused(host::now(), chosen);
+                cluster.refused(now, chosen);
+            } else if class == Class::Answer && served_by == Some(chosen) && self.flight.is_some() {
+                // It answered without a report.
+                self.land(cluster, now, self.failed);
             }
             if self.verify && served_by == Some(chosen) {
-                cluster.confirm(host::now(), chosen, None, Evidence::Served);
+                cluster.confirm(now, chosen, None, Evidence::Served);
             } else if self.verify {
-                cluster.forget(host::now(), chosen);
+                cluster.forget(now, chosen);
             }
         }
         Some(class)
@@ -204,10 +240,11 @@ impl HttpContext for Stream {
             return Action::Pause;
         }
         let choice = filter.choose(cluster, now, &[]);
-        self.remember(&choice);
+        let probes = choice.pick.probes;
         steer(filter.shim, Some(&choice));
-        if !choice.pick.probes.is_empty() {
-            cluster.probes_due.set(choice.pick.probes);
+        self.remember(choice);
+        if !probes.is_empty() {
+            cluster.probes_due.set(probes);
             wake(filter.root_id);
         }
         Action::Continue
@@ -217,17 +254,19 @@ impl HttpContext for Stream {
         let filter = Rc::clone(&self.filter);
         self.stop_waiting(&filter);
         if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) {
+            // A gRPC error without a message is a response of headers alone.
+            self.complete = end_of_stream;
+            self.failed = server_error() || (end_of_stream && grpc_failed(MapType::HttpResponseHeaders));
             if cluster.config.choice.rule.is_probe_free() {
                 self.watch.response();
-            } else if cluster.config.probe.piggyback
-                && let Some(end) = self.take_report(cluster, host::now())
-            {
-                cluster.metrics.report(end);
-            }
-            // A gRPC error without a message is a response of headers alone.
-            if end_of_stream {
-                self.complete = true;
-                self.failed |= grpc_failed(MapType::HttpResponseHeaders);
+            } else if cluster.config.probe.piggyback {
+                let now = host::now();
+                if let Some(end) = self.take_report(cluster, now) {
+                    cluster.metrics.report(end);
+                }
+                if self.answered {
+                    self.land(cluster, now, self.failed);
+                }
             }
         }
         Action::Continue
@@ -240,15 +279,29 @@ impl HttpContext for Stream {
 
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
         self.complete = true;
-        self.failed |= grpc_failed(MapType::HttpResponseTrailers);
+        if grpc_failed(MapType::HttpResponseTrailers) {
+            self.failed = true;
+            let filter = Rc::clone(&self.filter);
+            if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index))
+                && self.answered
+            {
+                self.land(cluster, host::now(), true);
+            }
+        }
         Action::Continue
     }
 
     fn on_log(&mut self) {
         let filter = Rc::clone(&self.filter);
         self.stop_waiting(&filter);
+        let picked = self.cluster;
         // A report and a proper end prove an answer without a property read.
         let class = if self.answered && self.complete { Some(Class::Answer) } else { self.classify(&filter) };
+        if let Some(flight) = self.flight.take()
+            && let Some(cluster) = picked.and_then(|index| filter.clusters.get(index))
+        {
+            cluster.gone(flight);
+        }
         let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else { return };
         if cluster.config.choice.rule.keeps_state() {
             self.watch.ended(cluster, self.chosen, class, attempts());
@@ -264,6 +317,11 @@ impl HttpContext for Stream {
 /// How often Envoy sent the request.
 fn attempts() -> u64 {
     host::number_property(&["upstream", "request_attempt_count"]).unwrap_or(1)
+}
+
+/// Whether the response's status is a 5xx.
+fn server_error() -> bool {
+    matches!(hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, ":status"), Ok(Some(status)) if status.starts_with(b"5"))
 }
 
 /// The gRPC statuses that say the replica failed: UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL,

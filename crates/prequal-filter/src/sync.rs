@@ -170,11 +170,11 @@ impl Root {
         cluster.metrics.waited(WaitEnd::Decided(ending));
         cluster.metrics.sync_answers.add(answers.len() as u32);
         cluster.metrics.sync_wait.record(now.saturating_since(wait.began));
-        wait.placed.set(Some(choice));
+        let mut due = choice.pick.probes;
         steer(filter.shim, Some(&choice));
+        wait.placed.set(Some(choice));
         let _ = hostcalls::resume_http_request();
         let _ = hostcalls::set_effective_context(self.id);
-        let mut due = choice.pick.probes;
         if !wait.hinted {
             // The answers have filled the pool.
             due.addressed = 0;

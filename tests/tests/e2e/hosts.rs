@@ -182,6 +182,12 @@ fn priorities(all: &[SocketAddr], first_status: &str) -> Value {
     ])
 }
 
+/// Both clusters have the same endpoints, as shipped: an unaddressed probe finds whom Envoy would use.
+fn placed(all: &[SocketAddr], localities: Value) -> Result<EnvoyConfig> {
+    let config = EnvoyConfig::for_replicas(all)?;
+    Ok(config.localities(BOTH[0], localities.clone()).localities(BOTH[1], localities))
+}
+
 /// Lets two seconds pass under load, then counts who serves 200 requests: near and far.
 #[track_caller]
 fn near_and_far_served(envoy: &Envoy, fleet: &Fleet) -> [usize; 2] {
@@ -204,11 +210,7 @@ fn a_lower_priority_serves_only_while_the_higher_is_gone() -> Result<()> {
     bed!();
     let fleet = near_and_far()?;
     let all = fleet.addrs();
-    // Both clusters have the same endpoints, as shipped: an unaddressed probe finds whom Envoy would use.
-    let config = EnvoyConfig::for_replicas(&all)?
-        .localities(SERVING, priorities(&all, "HEALTHY"))
-        .localities("replicas-agent", priorities(&all, "HEALTHY"))
-        .eds(&BOTH);
+    let config = placed(&all, priorities(&all, "HEALTHY"))?.eds(&BOTH);
     let mut envoy = Envoy::start(config)?;
     assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
     for (status, expected) in [("UNHEALTHY", [0, 200]), ("HEALTHY", [200, 0])] {
@@ -225,9 +227,7 @@ fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Re
     bed!();
     let fleet = near_and_far()?;
     let all = fleet.addrs();
-    let config = EnvoyConfig::for_replicas(&all)?
-        .localities(SERVING, priorities(&all, "HEALTHY"))
-        .localities("replicas-agent", priorities(&all, "HEALTHY"))
+    let config = placed(&all, priorities(&all, "HEALTHY"))?
         .edit(|config| config.cluster_mut(SERVING)["health_checks"] = health_checks());
     let envoy = Envoy::start(config)?;
     assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
@@ -258,6 +258,10 @@ fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Re
         fleet[near].backend.set(Reply::ok().delay(Duration::from_millis(10)));
     }
     healthy(4);
+    let xx = near_and_far_served(&envoy, &fleet);
+    eprintln!("XX {:?} {:#?}", xx, envoy.prequal(SERVING)?.other);
+    let xx = near_and_far_served(&envoy, &fleet);
+    eprintln!("XX {:?} {:#?}", xx, envoy.prequal(SERVING)?.other);
     assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
     Ok(())
 }
@@ -293,9 +297,7 @@ fn two_localities_are_both_served() -> Result<()> {
         json!({"locality": {"zone": zone}, "load_balancing_weight": 1, "lb_endpoints": endpoints})
     };
     let localities = json!([of("a", 0..1), of("b", 1..4)]);
-    let config = EnvoyConfig::for_replicas(&all)?
-        .localities(SERVING, localities.clone())
-        .localities("replicas-agent", localities);
+    let config = placed(&all, localities)?;
     let envoy = Envoy::start(config)?;
     warm(&envoy, 4);
     fleet.clear();
@@ -340,9 +342,7 @@ fn endpoint_weights_stay_in_force() -> Result<()> {
             endpoint
         });
         let localities = json!([{"lb_endpoints": weighted.collect::<Vec<_>>()}]);
-        let config = EnvoyConfig::for_replicas(&fleet.addrs())?
-            .localities(SERVING, localities.clone())
-            .localities("replicas-agent", localities);
+        let config = placed(&fleet.addrs(), localities)?;
         let ratio = heavy_to_light(config, &fleet)?;
         assert!(within.contains(&ratio), "{:?}: {ratio:.2}, not {heavy}", fleet.served());
     }
@@ -359,21 +359,18 @@ fn locality_weights_stay_in_force() -> Result<()> {
         json!({"locality": {"zone": zone}, "load_balancing_weight": weight, "lb_endpoints": endpoints})
     };
     let localities = json!([of("a", 3, 0..2), of("b", 1, 2..4)]);
-    let config = EnvoyConfig::for_replicas(&all)?
-        .localities(SERVING, localities.clone())
-        .localities("replicas-agent", localities)
-        .edit(|config| {
-            let by_locality = json!({"locality_weighted_lb_config": {}});
-            config.cluster_mut(SERVING)["common_lb_config"] = by_locality.clone();
-            let fallback = config
-                .cluster_mut("replicas-agent")
-                .pointer_mut(
-                    "/load_balancing_policy/policies/0/typed_extension_config/typed_config\
+    let config = placed(&all, localities)?.edit(|config| {
+        let by_locality = json!({"locality_weighted_lb_config": {}});
+        config.cluster_mut(SERVING)["common_lb_config"] = by_locality.clone();
+        let fallback = config
+            .cluster_mut("replicas-agent")
+            .pointer_mut(
+                "/load_balancing_policy/policies/0/typed_extension_config/typed_config\
                      /fallback_policy/policies/0/typed_extension_config/typed_config",
-                )
-                .expect("shipped");
-            fallback["locality_lb_config"] = by_locality;
-        });
+            )
+            .expect("shipped");
+        fallback["locality_lb_config"] = by_locality;
+    });
     let ratio = heavy_to_light(config, &fleet)?;
     assert!((2.0..=4.5).contains(&ratio), "{:?}: {ratio:.2}, not 3", fleet.served());
     Ok(())

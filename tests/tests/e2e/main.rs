@@ -3,6 +3,7 @@
 //!
 //! One program, so that it links once; one module for each theme.
 
+mod aversion;
 mod chain;
 mod clients;
 mod failures;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use bytes::Bytes;
-use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request};
+use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -75,6 +75,13 @@ fn a_request_goes_to_the_best_of_those_it_asked() -> Result<()> {
     for seen in good.seen().iter().filter(|seen| !is_probe(seen)) {
         assert_none_of_ours(&seen.headers);
     }
+    // Envoy merges histograms every five seconds.
+    eventually("the waits are timed", Duration::from_secs(20), || {
+        let text = envoy.admin_get("/stats/prometheus").ok()?;
+        text.contains("prequal_sync_wait_us_count{cluster=\"replicas\"} 200").then_some(())
+    });
+    let text = envoy.admin_get("/stats/prometheus")?;
+    assert!(text.contains("prequal_sync_waits_total{cluster=\"replicas\",end=\"enough\"} 200"), "{text}");
     assert_no_crash(&envoy);
     Ok(())
 }
@@ -103,7 +110,7 @@ fn hung_agents_cost_the_deadline_and_no_request() -> Result<()> {
     assert_all_ok(&answers);
     for answer in answers.iter().flatten() {
         assert!(answer.elapsed >= MS(40), "before the deadline: {:?}", answer.elapsed);
-        // Generous: the overshoot is measured by `cargo xtask bench sync`, on a quiet machine.
+        // Generous: the overshoot is measured by `cargo xtask bench cost -- --only deadline`.
         assert!(answer.elapsed < MS(400), "long after the deadline: {:?}", answer.elapsed);
     }
     let after = envoy.prequal(SERVING)?;
@@ -184,21 +191,23 @@ fn a_client_that_gives_up_while_it_waits_is_forgotten() -> Result<()> {
     let probe = {
         let slow = Arc::clone(&slow);
         move |addr| {
-            with_load(report(1, 2000, addr)).delay(MS(if slow.load(Ordering::Relaxed) { 150 } else { 0 }))
+            with_load(report(1, 2000, addr)).delay(MS(if slow.load(Ordering::Relaxed) { 400 } else { 0 }))
         }
     };
     let fleet = stand_ins(3, probe, |_| Reply::ok())?;
     let envoy = start(&addrs(&fleet), json!({"probe_timeout_ms": 2000}))?;
     for client in [envoy.client(), Client::http2(envoy.addr())] {
         for _ in 0..10 {
-            assert!(client.abandon(Request::get("/"), MS(20)));
-            assert!(client.abandon(Request::post("/", vec![b'x'; 100_000]), MS(20)));
+            assert!(client.abandon(Request::get("/"), MS(60)));
+            assert!(client.abandon(Request::post("/", vec![b'x'; 100_000]), MS(60)));
         }
     }
-    let after = counted(&envoy, "forty aborts", |now| now.waits("aborted") == 40);
-    assert_eq!(after.outcomes("client_abort"), 40, "{after:#?}");
+    // On a busy machine a request may be given up before it is sent.
+    counted(&envoy, "the aborts", |now| {
+        now.waits("aborted") >= 30 && now.outcomes("client_abort") == now.waits("aborted")
+    });
     // The replies come all the same, and are worth something.
-    let after = counted(&envoy, "the late answers", |now| now.probes("used") >= 120);
+    let after = counted(&envoy, "the late answers", |now| now.probes("used") >= 90);
     assert_eq!((after.steered(), envoy.stat("http.ingress.downstream_rq_active")?), (0, 0), "{after:#?}");
     assert_eq!(fleet.iter().map(user_requests).sum::<usize>(), 0, "nobody was sent on");
     slow.store(false, Ordering::Relaxed);
@@ -242,6 +251,38 @@ fn an_answer_of_envoys_own_ends_the_wait() -> Result<()> {
     assert_eq!(&answer, b"HTTP/1.1 408");
     let after = counted(&envoy, "the end of the wait", |now| now.waits("aborted") == 1);
     assert_eq!(after.waits("deadline"), 0, "{after:#?}");
+    assert_no_crash(&envoy);
+    Ok(())
+}
+
+#[test]
+fn what_envoy_answers_itself_on_resuming_does_no_harm() -> Result<()> {
+    bed!();
+    let fleet = stand_ins(3, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
+    // The agents answer, but nobody serves: the resumed request is answered within the same event.
+    let config = sync_config(&addrs(&fleet), json!({}))?.endpoints(SERVING, &[]);
+    let envoy = Envoy::start(config)?;
+    for client in [envoy.client(), Client::http2(envoy.addr())] {
+        for answer in client.burst(40, 8, |_| Request::post("/", "body")) {
+            assert_eq!(answer?.status, 503);
+        }
+    }
+    let after = envoy.prequal(SERVING)?;
+    assert_eq!((after.waits("enough"), after.outcomes("upstream_failure")), (80, 80), "{after:#?}");
+    assert_no_crash(&envoy);
+    Ok(())
+}
+
+#[test]
+fn what_does_not_wait_is_steered_all_the_same() -> Result<()> {
+    bed!();
+    let load = |addr| with_load(report(1, 2000, addr));
+    let fleet = stand_ins(3, load, load)?;
+    let envoy = start(&addrs(&fleet), json!({"probe_cluster": "no-such-cluster", "max_age_ms": 60_000}))?;
+    assert_all_ok(&envoy.client().burst(60, 2, |_| Request::get("/")));
+    let after = envoy.prequal(SERVING)?;
+    assert_eq!((after.waits("unasked"), after.other("prequal_diverted_total")), (60, 0), "{after:#?}");
+    assert!(after.picks("cold") + after.picks("hot") >= 30, "{after:#?}");
     assert_no_crash(&envoy);
     Ok(())
 }

@@ -297,13 +297,15 @@ impl Fields<'_> {
                 }
             }
         }
-        for key in ["mode", "route_modes"] {
-            let asks = self.object.contains_key(key);
-            if asks && choices.iter().all(|choice| choice.uses_sync() && choice.rule.is_probe_free()) {
-                let cure =
-                    "\"sync\" sends probes, and this rule needs none: name another \"rule\" or use \"async\"";
-                self.fail(key, cure.into());
-            }
+    }
+
+    /// A cluster cannot both wait for probes and need none, wherever the two were said.
+    pub(super) fn sync_without_probes(&mut self, choice: &ChoiceSettings) {
+        if choice.uses_sync() && choice.rule.is_probe_free() {
+            let key = if self.object.contains_key("route_modes") { "route_modes" } else { "mode" };
+            let cure =
+                "\"sync\" sends probes, and this rule needs none: name another \"rule\" or use \"async\"";
+            self.fail(key, cure.into());
         }
     }
 }

@@ -3,7 +3,7 @@
 use bytemuck::Zeroable;
 use rand::Rng;
 
-use super::rank::{Hcl, Score, lowest};
+use super::rank::{Hcl, Score, lowest_ramped};
 use super::{Branch, Candidate, Entry, Pick, PoolSettings, PoolState};
 use crate::endpoint::Endpoint;
 use crate::sync::{Answer, MAX_ASKED};
@@ -47,7 +47,7 @@ impl PoolState {
     ) -> Pick {
         let stamp = now.stamp();
         let mut usable = [Entry::zeroed(); MAX_ASKED];
-        let usable = self.usable(answers, stamp, &mut usable);
+        let usable = self.usable(settings, answers, stamp, &mut usable);
         let chosen =
             if self.is_paused(stamp) { None } else { self.first(settings, stamp, usable, ranking, rng) };
         let Some(chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
@@ -59,6 +59,8 @@ impl PoolState {
         Pick {
             replica: Some(chosen.endpoint),
             branch: Branch::Sync,
+            latency_us: chosen.latency_us(),
+            trial: false,
             verify: false,
             standing: chosen.standing(),
             probes,
@@ -77,7 +79,7 @@ impl PoolState {
     ) -> Option<Endpoint> {
         let stamp = now.stamp();
         let mut usable = [Entry::zeroed(); MAX_ASKED];
-        let usable = self.usable(answers, stamp, &mut usable);
+        let usable = self.usable(settings, answers, stamp, &mut usable);
         if let Some(index) = usable.iter().position(|entry| entry.endpoint == chosen) {
             usable.swap(0, index);
             if let Some(entry) = self.first(settings, stamp, usable.get(1..)?, ranking, rng) {
@@ -100,6 +102,7 @@ impl PoolState {
 
     fn usable<'a>(
         &self,
+        settings: &PoolSettings,
         answers: &[Answer],
         stamp: Stamp,
         into: &'a mut [Entry; MAX_ASKED],
@@ -107,7 +110,7 @@ impl PoolState {
         let allowed = answers.iter().filter(|answer| !self.is_barred(answer.replica, stamp));
         let mut count = 0;
         for (slot, answer) in into.iter_mut().zip(allowed) {
-            *slot = Entry::new(answer.replica, answer.load, answer.standing, stamp);
+            *slot = Entry::new(settings, answer.replica, answer.load, answer.standing, stamp);
             count += 1;
         }
         into.get_mut(..count).unwrap_or_default()
@@ -124,10 +127,10 @@ impl PoolState {
         let index = match ranking {
             Ranking::HotCold => {
                 let rule = Hcl::over(entries, self.theta(settings, stamp), settings);
-                lowest(entries, |entry, rng: &mut G| rule.rank(entry, rng), rng)?.0
+                lowest_ramped(entries, |entry, rng: &mut G| rule.rank(entry, rng), rng)?.0
             }
             Ranking::Scored(score) => {
-                lowest(entries, |entry, _: &mut G| Score(score(&entry.candidate(stamp))), rng)?.0
+                lowest_ramped(entries, |entry, _: &mut G| Score(score(&entry.candidate(stamp))), rng)?.0
             }
         };
         entries.get(index).copied()

@@ -22,7 +22,7 @@ impl PoolState {
             return ProbesDue::default();
         }
         self.idle_probed = stamp;
-        let pool = settings.attainable(self.members) as u32;
+        let pool = settings.attainable(self.available()) as u32;
         if settings.verified_probes {
             ProbesDue { addressed: 0, discovery: pool }
         } else {
@@ -41,18 +41,23 @@ impl PoolState {
             return ProbesDue::default();
         }
         let young = self.entries().iter().filter(|e| now.distance_ms(e.received) < target_age_ms / 2).count();
-        let missing = settings.attainable(self.members).div_ceil(2).saturating_sub(young);
+        let missing = settings.attainable(self.available()).div_ceil(2).saturating_sub(young);
         if missing > 0 {
             self.idle_probed = now;
         }
         ProbesDue { addressed: missing as u32, discovery: 0 }
     }
 
+    /// Replicas that the pool can hold; 0 while none are known.
+    fn available(&self) -> u32 {
+        self.members.saturating_sub(self.out.into()).max(self.members.min(1))
+    }
+
     pub(super) fn probes_due(&mut self, settings: &PoolSettings, now: Stamp) -> ProbesDue {
         let credit = match settings.budget {
             Budget::Fixed { r_probe } => r_probe,
             Budget::Adaptive { target_age_ms, max_probes_per_query } => {
-                let size = settings.attainable(self.members);
+                let size = settings.attainable(self.available());
                 let young =
                     self.entries().iter().filter(|e| now.distance_ms(e.received) <= target_age_ms).count();
                 if young * 2 < size {

@@ -43,7 +43,7 @@ impl Scene {
             &self.settings,
             ms(at),
             replica(n),
-            Load { rif, latency_us: latency_ms.map(|l| l * 1000) },
+            Load { rif, latency_us: latency_ms.map(|l| l * 1000), up_s: None },
             Standing::even(0),
             &mut self.rng,
         );
@@ -51,6 +51,79 @@ impl Scene {
     fn pick(&mut self, at: u64) -> Pick {
         self.pool.pick(&self.settings, ms(at), &mut self.rng)
     }
+}
+
+impl Scene {
+    /// Reports of ten replicas that started so many seconds ago; then how often each of 1000 picks went to the first.
+    fn share_of_the_first(&mut self, up_s: [Option<u32>; 10]) -> usize {
+        (0..1000u64)
+            .filter(|at| {
+                for (n, up_s) in (0..).zip(up_s) {
+                    let load = Load { rif: 0, latency_us: Some(1000), up_s };
+                    self.pool.record(
+                        &self.settings,
+                        ms(*at),
+                        replica(n),
+                        load,
+                        Standing::even(0),
+                        &mut self.rng,
+                    );
+                }
+                self.pick(*at).replica == Some(replica(0))
+            })
+            .count()
+    }
+}
+
+#[test]
+fn a_young_replica_takes_a_share_that_grows_with_its_age() {
+    let mut shares = [0, 3, 6, 9, 12].map(|up_s| {
+        let mut up = [None; 10];
+        up[0] = Some(up_s);
+        Scene::new(PoolSettings { ramp_ms: 10_000, ..plain() }).share_of_the_first(up)
+    });
+    // Of the 100 that a grown one gets: 5, 30, 60, 90, 100.
+    for (got, wanted) in shares.iter().zip([5, 30, 60, 90, 100]) {
+        assert!(got.abs_diff(wanted) <= 28, "{shares:?}");
+    }
+    shares.sort_unstable();
+    assert!(shares[0] > 0, "it must be seen to answer");
+}
+
+#[test]
+fn a_fleet_that_is_new_as_a_whole_is_not_held_back() {
+    let mut scene = Scene::new(PoolSettings { ramp_ms: 10_000, ..plain() });
+    let even = scene.share_of_the_first([Some(1); 10]);
+    assert!((70..130).contains(&even), "{even}");
+    let most_are_new = [&[Some(1); 6][..], &[None; 4][..]].concat().try_into().unwrap();
+    let mut scene = Scene::new(PoolSettings { ramp_ms: 10_000, ..plain() });
+    let even = scene.share_of_the_first(most_are_new);
+    assert!((70..130).contains(&even), "the old four must not carry everything: {even}");
+    let mut scene = Scene::new(PoolSettings { ramp_ms: 0, ..plain() });
+    let off = scene.share_of_the_first([&[Some(0)][..], &[None; 9][..]].concat().try_into().unwrap());
+    assert!((70..130).contains(&off), "{off}");
+}
+
+#[test]
+fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
+    let mut scene = Scene::new(plain());
+    scene.pool.set_members(2, 0, ms(0));
+    scene.report(0, 1, 0, Some(1));
+    scene.report(0, 2, 9, Some(90));
+    let mut exceptions = Exceptions::new();
+    exceptions.set_members(2);
+    let silent = crate::exceptions::Event::Silent { trial: false, ordinary: true };
+    exceptions.apply(&scene.settings.exceptions, ms(0), replica(1), silent);
+    scene.pool.exclude(&exceptions, ms(1));
+    let pick = scene.pool.pick(&scene.settings, ms(1), &mut scene.rng);
+    assert_eq!((pick.replica, pick.trial), (Some(replica(2)), false));
+    let trial = Trial { replica: replica(1), standing: Standing::even(0) };
+    let pick = scene.pool.pick_trial(&scene.settings, trial, ms(2));
+    assert_eq!((pick.replica, pick.trial), (Some(replica(1)), true));
+    // Without exceptions a single entry is no choice.
+    scene.pool.exclude(&Exceptions::new(), ms(3));
+    assert!(!scene.pool.has_exceptions());
+    assert_eq!(scene.pick(3).branch, Branch::Fallback);
 }
 
 #[test]
@@ -296,7 +369,7 @@ fn standing(sampled: u32, weight: f64) -> Standing {
 }
 
 fn placed(scene: &mut Scene, at: u64, n: u16, rif: u32, latency_ms: u32, standing: Standing) {
-    let load = Load { rif, latency_us: Some(latency_ms * 1000) };
+    let load = Load { rif, latency_us: Some(latency_ms * 1000), up_s: None };
     scene.pool.record(&scene.settings, ms(at), replica(n), load, standing, &mut scene.rng);
 }
 
@@ -475,7 +548,7 @@ proptest! {
         let mut now = ms(0);
         for op in ops {
             match op {
-                Op::Report(n, rif, latency) => pool.record(&settings, now, replica(n), Load { rif, latency_us: latency }, Standing::even(0), &mut rng),
+                Op::Report(n, rif, latency) => pool.record(&settings, now, replica(n), Load { rif, latency_us: latency, up_s: None }, Standing::even(0), &mut rng),
                 Op::Pick => {
                     let before: Vec<_> = pool.replicas().collect();
                     let pick = pool.pick(&settings, now, &mut rng);
@@ -512,7 +585,7 @@ proptest! {
             let settings = Profile::Default.pool_settings();
             let mut rng = SmallRng::seed_from_u64(seed);
             for n in 0..40 {
-                let load = Load { rif: 3, latency_us: Some(1) };
+                let load = Load { rif: 3, latency_us: Some(1), up_s: None };
                 pool.record(&settings, ms(1), replica(n), load, Standing::even(0), &mut rng);
                 pool.pick(&settings, ms(2), &mut rng);
             }

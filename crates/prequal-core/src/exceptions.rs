@@ -1,0 +1,585 @@
+//! The exceptions table: replicas that a pick must pass over for a while, and what lets them back in.
+//!
+//! [`Exceptions`] is a blob of its own beside the pool's, shared by the workers of an Envoy. It outlives pool entries, and
+//! is read on a pick only while it excludes or watches someone ([`crate::pool::PoolState::has_exceptions`]). What one
+//! worker sees of its own requests is in [`flights`].
+//!
+//! A replica is **out** for one of these [`Reason`]s:
+//!
+//! - *failing*: of the requests that this Envoy sent there lately (the last [`MEMORY`], fading over 10 s) at least
+//!   [`ExceptionSettings::error_aversion`] failed, and at least two. A share, not a run of failures: a replica that fails
+//!   every third request hardly ever fails five in a row. One failure in a thousand never gets there.
+//! - *reported*: the replica says so itself. It hurts only itself if it lies.
+//! - *silent*: a request has waited for longer than any should, and nothing sent after it has been answered.
+//!
+//! **Trials** let it back: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard of (by
+//! a probe) since the last. One that came back only a little late starts that over, once. A silent replica is back after one answer in time, of a trial or of a request from before;
+//! a failing one after [`STREAK`] trials in a row, which follow each other quickly (half-failing replicas pass a single
+//! trial every other time), and once it does not report failures either. A replica that came back after silence is **vouched** for: for 15 s its latency is what this
+//! client sees if that is less than what it reports, which still includes the silence.
+//!
+//! **Panic**: when more than half of the fleet would be out, nobody is. Then it is not the replicas, or there is nowhere
+//! else to go.
+
+use bytemuck::Zeroable;
+use rand::Rng;
+
+use crate::endpoint::Endpoint;
+use crate::members::Standing;
+use crate::pool::{BlobError, Load};
+use crate::time::{Micros, Stamp};
+
+pub mod flights;
+
+/// Most replicas in the table.
+pub const MAX_EXCEPTIONS: usize = 64;
+/// Requests that the share of failures looks back on.
+pub const MEMORY: f32 = 32.0;
+/// Trials in a row that let a failing replica back in.
+pub const STREAK: u8 = 5;
+
+/// Checked settings; ranges are those of [`crate::config`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExceptionSettings {
+    /// Share of failed requests from which on a replica is averted, 0.02 to 1; 0: never.
+    pub error_aversion: f64,
+    /// A request that has waited this many times as long as nine in ten do is a sign of silence, 1 to 100; 0: never.
+    pub breaker: f64,
+}
+
+impl ExceptionSettings {
+    /// Neither rule.
+    pub const OFF: Self = Self { error_aversion: 0.0, breaker: 0.0 };
+
+    /// Whether a replica that reports this share of failures, per mille, is averted for it.
+    pub fn believes(&self, failing: u16) -> bool {
+        let least = f64::from(MIN_REPORTED).max(self.error_aversion * 1000.0);
+        self.error_aversion > 0.0 && f64::from(failing) >= least
+    }
+}
+
+/// Why a replica is out.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Reason {
+    /// Too many of our requests fail there.
+    Failing,
+    /// It reports that too many of its requests fail.
+    Reported,
+    /// It does not answer.
+    Silent,
+}
+
+/// What a request, or its absence of an answer, tells of a replica.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Event {
+    /// A failure of the replica's making: 5xx, gRPC error, reset, refused, timed out. `requests` were sent there by this
+    /// worker since its last failure, faded as [`flights`] does.
+    Failed {
+        /// Good requests since.
+        requests: f32,
+        /// The request was a trial.
+        trial: bool,
+    },
+    /// A request is overdue, and nothing sent after it was answered.
+    Silent {
+        /// The request was a trial.
+        trial: bool,
+        /// The replica had reported an ordinary latency until then.
+        ordinary: bool,
+    },
+    /// An answer.
+    Answered {
+        /// From request to answer, microseconds.
+        latency_us: u32,
+        /// Within its limit.
+        in_time: Timing,
+        /// The request was a trial.
+        trial: bool,
+    },
+}
+
+/// How an answer compares with its limit.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Timing {
+    /// Within it.
+    InTime,
+    /// Within twice the limit: bad luck, perhaps.
+    Narrow,
+    /// Later.
+    Late,
+}
+
+/// What became of an event, for metrics.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Change {
+    /// Nothing that others need to know: the blob need not be written.
+    None,
+    /// Counts have changed.
+    Noted,
+    /// The replica is out from now on.
+    Opened(Reason),
+    /// It is back.
+    Closed(Reason),
+}
+
+/// A request that shows whether a replica is well again.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Trial {
+    /// Whom it goes to.
+    pub replica: Endpoint,
+    /// Its placement when it was last heard of.
+    pub standing: Standing,
+}
+
+/// The table of one upstream cluster.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Exceptions {
+    magic: u32,
+    version: u16,
+    count: u16,
+    /// Replicas known: decides when too many are out.
+    members: u32,
+    records: [Record; MAX_EXCEPTIONS],
+}
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Record {
+    endpoint: Endpoint,
+    /// Faded counts as of `updated`.
+    failed: f32,
+    total: f32,
+    updated: Stamp,
+    /// When it went out, or the last trial was sent or failed.
+    since: Stamp,
+    backoff_ms: u32,
+    /// When it was vouched for, and the latency seen since.
+    vouched_at: Stamp,
+    vouched_us: u32,
+    heard_at: Stamp,
+    /// Of its [`Standing`].
+    sampled: u32,
+    weight: u16,
+    /// 0: in; else a [`Reason`].
+    reason: u8,
+    streak: u8,
+    /// 1 once heard of since the last trial.
+    heard: u8,
+    /// 1 while vouched for.
+    vouched: u8,
+    /// The share of failures that it reported last, per mille.
+    reported: u16,
+    /// 1: vouch for it when it is back.
+    vouch: u8,
+    /// 1 until a trial has failed narrowly.
+    chance: u8,
+    padding: [u8; 2],
+}
+
+impl Record {
+    fn reason(&self) -> Option<Reason> {
+        match self.reason {
+            1 => Some(Reason::Failing),
+            2 => Some(Reason::Reported),
+            3 => Some(Reason::Silent),
+            _ => None,
+        }
+    }
+
+    fn standing(&self) -> Standing {
+        Standing { sampled: self.sampled, weight: self.weight }
+    }
+
+    fn is_vouched(&self, now: Stamp) -> bool {
+        self.vouched == 1 && now.distance_ms(self.vouched_at) < VOUCHED_MS
+    }
+
+    /// Brings the counts up to `now`.
+    fn fade(&mut self, now: Stamp) {
+        let keep = fading(now.distance_ms(self.updated));
+        self.failed *= keep;
+        self.total *= keep;
+        self.updated = now;
+    }
+
+    fn count(&mut self, failed: f32, total: f32) {
+        self.failed += failed;
+        self.total += total;
+        if self.total > MEMORY {
+            self.failed *= MEMORY / self.total;
+            self.total = MEMORY;
+        }
+    }
+
+    fn open(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
+        // Who fails again soon goes on with the back-off where it was. Silence may have been a pause.
+        let relapsed = reason != Reason::Silent && now.distance_ms(self.since) < VOUCHED_MS;
+        let backoff_ms = if relapsed { self.backoff_ms.saturating_mul(2) } else { 0 };
+        self.backoff_ms = backoff_ms.clamp(MIN_BACKOFF_MS, MAX_BACKOFF_MS);
+        self.reason = match reason {
+            Reason::Failing => 1,
+            Reason::Reported => 2,
+            Reason::Silent => 3,
+        };
+        (self.since, self.streak, self.heard, self.vouched) = (now, 0, 0, 0);
+        (self.vouch, self.chance) = (vouch.into(), vouch.into());
+        Change::Opened(reason)
+    }
+
+    fn back_off(&mut self) {
+        self.backoff_ms = self.backoff_ms.saturating_mul(2).clamp(MIN_BACKOFF_MS, MAX_BACKOFF_MS);
+    }
+
+    fn trial_failed(&mut self, now: Stamp) {
+        self.back_off();
+        (self.since, self.streak, self.heard) = (now, 0, 0);
+    }
+
+    /// After failures: enough trials in a row went well, and the replica agrees.
+    fn close_if_well(&mut self, settings: &ExceptionSettings, now: Stamp) -> Change {
+        if self.streak >= STREAK && self.agrees(settings) { self.close(now) } else { Change::Noted }
+    }
+
+    fn close(&mut self, now: Stamp) -> Change {
+        let Some(reason) = self.reason() else { return Change::None };
+        (self.reason, self.streak, self.since) = (0, 0, now);
+        (self.failed, self.total) = (0.0, 0.0);
+        (self.vouched, self.vouched_at) = (self.vouch, now);
+        Change::Closed(reason)
+    }
+
+    /// Trials of a streak follow each other quickly, unless the replica itself says that it still fails.
+    fn wait_ms(&self, settings: &ExceptionSettings) -> u32 {
+        if self.streak > 0 && self.agrees(settings) { STREAK_GAP_MS } else { self.backoff_ms }
+    }
+
+    /// The replica does not report failures.
+    fn agrees(&self, settings: &ExceptionSettings) -> bool {
+        f64::from(self.reported) < settings.error_aversion * 1000.0
+    }
+}
+
+impl Default for Exceptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Exceptions {
+    /// An empty table.
+    pub fn new() -> Self {
+        Self { magic: MAGIC, version: VERSION, ..Self::zeroed() }
+    }
+
+    /// Reads a blob.
+    ///
+    /// # Errors
+    /// [`BlobError`] for anything that [`Self::as_bytes`] of this version did not write; the caller starts anew.
+    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        let mut table = Self::zeroed();
+        let whole = bytemuck::bytes_of_mut(&mut table);
+        let head = size_of::<Self>() - MAX_EXCEPTIONS * size_of::<Record>();
+        if bytes.len() < head || bytes.len() > whole.len() {
+            return Err(BlobError::Size { got: bytes.len(), want: whole.len() });
+        }
+        for (to, from) in whole.iter_mut().zip(bytes) {
+            *to = *from;
+        }
+        if table.magic != MAGIC || table.version != VERSION {
+            return Err(BlobError::Version);
+        }
+        if bytes.len() != head + usize::from(table.count) * size_of::<Record>() {
+            return Err(BlobError::Content);
+        }
+        let sound = |record: &Record| {
+            record.endpoint.is_valid()
+                && [record.failed, record.total].iter().all(|count| (0.0..=MEMORY).contains(count))
+                && record.reason <= 3
+                && record.backoff_ms <= MAX_BACKOFF_MS
+        };
+        if table.records().iter().all(sound) { Ok(table) } else { Err(BlobError::Content) }
+    }
+
+    /// The blob: no longer than what it holds.
+    pub fn as_bytes(&self) -> &[u8] {
+        let unused = MAX_EXCEPTIONS.saturating_sub(usize::from(self.count)) * size_of::<Record>();
+        let bytes = bytemuck::bytes_of(self);
+        bytes.get(..bytes.len() - unused).unwrap_or(bytes)
+    }
+
+    /// Tells how many replicas are in use.
+    pub fn set_members(&mut self, members: u32) {
+        self.members = members;
+    }
+
+    /// Takes in what a request told of `replica`.
+    pub fn apply(
+        &mut self,
+        settings: &ExceptionSettings,
+        now: Micros,
+        replica: Endpoint,
+        event: Event,
+    ) -> Change {
+        let now = now.stamp();
+        let panic = self.panics();
+        match event {
+            Event::Failed { requests, trial } => {
+                if settings.error_aversion <= 0.0 {
+                    return Change::None;
+                }
+                let Some(record) = self.find_or_add(replica, now) else { return Change::None };
+                record.fade(now);
+                record.count(1.0, 1.0 + requests.clamp(0.0, MEMORY));
+                if record.reason().is_some() {
+                    if trial || panic {
+                        record.trial_failed(now);
+                    }
+                    return Change::Noted;
+                }
+                let share = settings.error_aversion as f32;
+                if record.failed >= MIN_FAILED && record.failed >= share * record.total {
+                    return record.open(Reason::Failing, true, now);
+                }
+                Change::Noted
+            }
+            Event::Silent { trial, ordinary } => {
+                let Some(record) = self.find_or_add(replica, now) else { return Change::None };
+                match record.reason() {
+                    None => record.open(Reason::Silent, ordinary, now),
+                    Some(_) if trial => {
+                        record.trial_failed(now);
+                        Change::Noted
+                    }
+                    Some(_) => Change::None,
+                }
+            }
+            Event::Answered { latency_us, in_time, trial } => {
+                let Some(record) = self.records_mut().iter_mut().find(|r| r.endpoint == replica) else {
+                    return Change::None;
+                };
+                if record.is_vouched(now) {
+                    record.vouched_us = record.vouched_us / 2 + latency_us / 2;
+                    return Change::Noted;
+                }
+                let Some(reason) = record.reason() else { return Change::None };
+                match (reason, in_time) {
+                    (Reason::Silent, Timing::InTime) => {
+                        record.vouched_us = latency_us;
+                        record.close(now)
+                    }
+                    (Reason::Silent, Timing::Narrow) if trial && record.chance == 1 => {
+                        (record.backoff_ms, record.since, record.chance) = (MIN_BACKOFF_MS, now, 0);
+                        Change::Noted
+                    }
+                    (Reason::Silent, _) => Change::None,
+                    _ if trial || panic => {
+                        record.streak = record.streak.saturating_add(1);
+                        (record.since, record.heard) = (now, 1);
+                        record.vouched_us = latency_us;
+                        if !record.agrees(settings) {
+                            // Luck, by its own word.
+                            record.back_off();
+                        }
+                        record.close_if_well(settings, now)
+                    }
+                    _ => Change::None,
+                }
+            }
+        }
+    }
+
+    /// A report of `replica` came in; `failing` is the share that it reports of itself, per mille. Tell it of every
+    /// report while [`Self::is_active`], and else of those that [`ExceptionSettings::believes`].
+    pub fn heard(
+        &mut self,
+        settings: &ExceptionSettings,
+        now: Micros,
+        replica: Endpoint,
+        failing: u16,
+        standing: Standing,
+    ) -> Change {
+        let now = now.stamp();
+        let fails = settings.believes(failing);
+        let known = self.records().iter().any(|record| record.endpoint == replica);
+        if !known && !fails {
+            return Change::None;
+        }
+        let Some(record) = self.find_or_add(replica, now) else { return Change::None };
+        record.reported = failing;
+        let Some(reason) = record.reason() else {
+            return if fails { record.open(Reason::Reported, true, now) } else { Change::None };
+        };
+        if record.heard == 1 && now.distance_ms(record.heard_at) < HEARD_EVERY_MS {
+            return Change::None;
+        }
+        (record.heard, record.heard_at) = (1, now);
+        (record.sampled, record.weight) = (standing.sampled, standing.weight);
+        if reason == Reason::Silent { Change::Noted } else { record.close_if_well(settings, now) }
+    }
+
+    /// The load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None` while
+    /// it is out.
+    pub fn admit(&self, now: Micros, replica: Endpoint, load: Load) -> Option<Load> {
+        let Some(record) = self.records().iter().find(|record| record.endpoint == replica) else {
+            return Some(load);
+        };
+        if record.reason != 0 {
+            return self.panics().then_some(load);
+        }
+        if record.is_vouched(now.stamp()) {
+            let latency_us = load.latency_us.map(|latency| latency.min(record.vouched_us));
+            return Some(Load { latency_us, ..load });
+        }
+        Some(load)
+    }
+
+    /// A trial that is due, if chance will have it: at most one request in four is one, however many replicas are out.
+    /// `samples` and `members` are the membership's.
+    pub fn take_trial(
+        &mut self,
+        settings: &ExceptionSettings,
+        now: Micros,
+        samples: u32,
+        members: u32,
+        rng: &mut impl Rng,
+    ) -> Option<Trial> {
+        let now = now.stamp();
+        if self.panics() {
+            return None;
+        }
+        let due = |record: &&mut Record| {
+            record.reason != 0
+                && record.heard == 1
+                && now.distance_ms(record.since) >= record.wait_ms(settings)
+                && record.standing().is_in_use(samples, members)
+        };
+        let waited = |record: &&mut Record| now.distance_ms(record.since);
+        let record = self.records_mut().iter_mut().filter(due).max_by_key(waited)?;
+        if rng.random_range(0..4) != 0 {
+            return None;
+        }
+        (record.since, record.heard) = (now, 0);
+        Some(Trial { replica: record.endpoint, standing: record.standing() })
+    }
+
+    /// Whether picks must pass over `replica`.
+    pub fn is_out(&self, replica: Endpoint) -> bool {
+        !self.panics() && self.records().iter().any(|r| r.endpoint == replica && r.reason != 0)
+    }
+
+    /// Replicas that picks pass over.
+    pub fn out(&self) -> usize {
+        if self.panics() { 0 } else { self.flagged() }
+    }
+
+    /// Whether a pick, an answer or a report must look at the table.
+    pub fn is_active(&self, now: Micros) -> bool {
+        self.records().iter().any(|record| record.reason != 0 || record.is_vouched(now.stamp()))
+    }
+
+    /// Drops what no longer matters; returns whether anything was.
+    pub fn expire(&mut self, now: Micros) -> bool {
+        let now = now.stamp();
+        let mut index = 0;
+        let before = self.count;
+        while let Some(record) = self.records().get(index) {
+            let kept = if record.reason != 0 {
+                // Heard of no more: it has left, or will be new when it comes back.
+                now.distance_ms(record.since) < FORGOTTEN_MS
+                    || now.distance_ms(record.heard_at) < FORGOTTEN_MS
+            } else {
+                now.distance_ms(record.updated) < FORGOTTEN_MS || record.is_vouched(now)
+            };
+            if kept {
+                index += 1;
+            } else {
+                self.remove(index);
+            }
+        }
+        self.count != before
+    }
+
+    /// Drops what is known of a replica that has left; returns whether anything was.
+    pub fn forget(&mut self, replica: Endpoint) -> bool {
+        let index = self.records().iter().position(|record| record.endpoint == replica);
+        if let Some(index) = index {
+            self.remove(index);
+        }
+        index.is_some()
+    }
+
+    fn flagged(&self) -> usize {
+        self.records().iter().filter(|record| record.reason != 0).count()
+    }
+
+    /// More than half of the fleet would be out.
+    fn panics(&self) -> bool {
+        self.flagged() * 2 > self.members as usize
+    }
+
+    fn records(&self) -> &[Record] {
+        self.records.get(..usize::from(self.count)).unwrap_or_default()
+    }
+
+    fn records_mut(&mut self) -> &mut [Record] {
+        self.records.get_mut(..usize::from(self.count)).unwrap_or_default()
+    }
+
+    fn remove(&mut self, index: usize) {
+        let Some(last) = usize::from(self.count).checked_sub(1) else { return };
+        if index <= last {
+            self.records.swap(index, last);
+            self.count -= 1;
+        }
+    }
+
+    /// A full table gives up the record that was touched longest ago among those that are in; with all out it takes no
+    /// more.
+    fn find_or_add(&mut self, replica: Endpoint, now: Stamp) -> Option<&mut Record> {
+        let known = self.records().iter().position(|record| record.endpoint == replica);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                if usize::from(self.count) >= MAX_EXCEPTIONS {
+                    let spare = self.records().iter().enumerate().filter(|(_, record)| record.reason == 0);
+                    let (index, _) = spare.max_by_key(|(_, record)| now.distance_ms(record.updated))?;
+                    self.remove(index);
+                }
+                let index = usize::from(self.count);
+                let fresh =
+                    Record { endpoint: replica, updated: now, since: now, heard_at: now, ..Record::zeroed() };
+                *self.records.get_mut(index)? = fresh;
+                self.count += 1;
+                index
+            }
+        };
+        self.records_mut().get_mut(index)
+    }
+}
+
+/// What is left of a count after `ms`.
+fn fading(ms: u32) -> f32 {
+    (-(ms as f32) / FADES_MS).exp()
+}
+
+const MAGIC: u32 = 0x7072_6578; // "prex"
+const VERSION: u16 = 1;
+/// Time constant of the counts.
+const FADES_MS: f32 = 10_000.0;
+/// Two failures a few seconds apart.
+const MIN_FAILED: f32 = 1.5;
+/// Reported shares from which on a replica is believed, per mille: a lone failure reads 250 ([`crate::failures`]).
+const MIN_REPORTED: u16 = 260;
+const MIN_BACKOFF_MS: u32 = 1000;
+const MAX_BACKOFF_MS: u32 = 8000;
+/// Between the trials of a streak.
+const STREAK_GAP_MS: u32 = 100;
+/// How long a replica is vouched for, as long as an agent remembers samples; and how soon a relapse is one.
+const VOUCHED_MS: u32 = 15_000;
+/// The placement of a replica that is out is renewed this often.
+const HEARD_EVERY_MS: u32 = 500;
+const FORGOTTEN_MS: u32 = 60_000;
+
+#[cfg(test)]
+mod tests;

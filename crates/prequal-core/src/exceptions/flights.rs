@@ -1,0 +1,339 @@
+//! One worker's requests in flight: which have waited too long, and how many went well between two failures.
+//!
+//! The limit of a request is [`ExceptionSettings::breaker`] times what nine in ten of this worker's latest answers took; on
+//! a replica that reports itself slower than the typical answer, in proportion more, and four times as much on one that
+//! does not know. A request beyond its limit
+//! is a sign of silence only if nothing sent to the replica after it has been answered: one slow query in a hundred is
+//! overtaken, the first query into a stall is not. Every operation is O(1), and allocates only while more requests are
+//! in flight than ever before.
+
+use super::{Event, ExceptionSettings, MEMORY, Timing, fading};
+use crate::endpoint::Endpoint;
+use crate::time::{Micros, Stamp};
+
+/// A request in flight. Hand it back to [`Flights::answered`] or [`Flights::gone`].
+#[derive(Debug)]
+#[must_use = "a flight that is dropped looks silent for ever"]
+pub struct Flight(usize);
+
+/// A request that has ended with an answer, or whose replica failed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Landed {
+    /// Who was chosen.
+    pub replica: Endpoint,
+    /// From request to now, microseconds.
+    pub latency_us: u32,
+    /// Against its limit.
+    pub timing: Timing,
+    /// The request was a trial.
+    pub trial: bool,
+    /// Requests to the replica that went well since the last that failed.
+    pub requests: f32,
+}
+
+impl Landed {
+    /// What it tells of the replica.
+    pub fn event(&self, failed: bool) -> Event {
+        if failed {
+            Event::Failed { requests: self.requests, trial: self.trial }
+        } else {
+            Event::Answered { latency_us: self.latency_us, in_time: self.timing, trial: self.trial }
+        }
+    }
+}
+
+/// A replica that is silent.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Overdue {
+    /// Which.
+    pub replica: Endpoint,
+    /// The request that waits is a trial.
+    pub trial: bool,
+    /// The replica had reported an ordinary latency when the request was sent.
+    pub ordinary: bool,
+}
+
+impl Overdue {
+    /// What it tells of the replica.
+    pub fn event(&self) -> Event {
+        Event::Silent { trial: self.trial, ordinary: self.ordinary }
+    }
+}
+
+/// The requests in flight of one worker to one upstream cluster.
+#[derive(Debug)]
+pub struct Flights {
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    /// Order of the next look at each.
+    oldest: Option<usize>,
+    newest: Option<usize>,
+    replicas: Box<[Seen]>,
+    window: Box<[u32]>,
+    answers: usize,
+    /// Microseconds; both 0 until enough answers have come.
+    limit_us: u32,
+    typical_us: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    replica: Endpoint,
+    started: Micros,
+    /// When to look at it (again).
+    check_at: Micros,
+    limit_us: u32,
+    trial: bool,
+    ordinary: bool,
+    taken: bool,
+    linked: bool,
+    prev: Option<usize>,
+    next: Option<usize>,
+}
+
+/// What was seen of a replica; another that falls on the same place takes it over, which loses little.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    tag: u64,
+    /// The latest start among the requests that were answered.
+    answered: Micros,
+    requests: f32,
+    updated: Stamp,
+}
+
+impl Default for Flights {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Flights {
+    /// No request in flight, nothing known.
+    pub fn new() -> Self {
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+            oldest: None,
+            newest: None,
+            replicas: vec![Seen::default(); SEEN].into_boxed_slice(),
+            window: vec![0; WINDOW].into_boxed_slice(),
+            answers: 0,
+            limit_us: 0,
+            typical_us: 0,
+        }
+    }
+
+    /// A request goes to `replica`, which reported `latency_us`.
+    pub fn sent(&mut self, now: Micros, replica: Endpoint, latency_us: Option<u32>, trial: bool) -> Flight {
+        let limit_us = self.limit_for(latency_us, trial);
+        let slot = Slot {
+            replica,
+            started: now,
+            check_at: now.plus(u64::from(self.limit_us)),
+            limit_us,
+            trial,
+            ordinary: latency_us.is_some_and(|latency| latency / 2 <= self.typical_us),
+            taken: true,
+            linked: false,
+            prev: None,
+            next: None,
+        };
+        let index = match self.free.pop() {
+            Some(index) => {
+                if let Some(place) = self.slots.get_mut(index) {
+                    *place = slot;
+                }
+                index
+            }
+            None => {
+                self.slots.push(slot);
+                self.slots.len() - 1
+            }
+        };
+        // Without a limit there is nothing to look at.
+        if limit_us > 0 {
+            self.link(index);
+        }
+        Flight(index)
+    }
+
+    /// The replica has answered, well or not.
+    pub fn answered(
+        &mut self,
+        settings: &ExceptionSettings,
+        flight: Flight,
+        now: Micros,
+        failed: bool,
+    ) -> Option<Landed> {
+        let slot = self.take(flight)?;
+        let latency_us = u32::try_from(now.saturating_since(slot.started)).unwrap_or(u32::MAX);
+        let requests = self.seen(slot.replica, |seen| {
+            // After a step back of the clock nothing would ever be later.
+            let known = if seen.answered > now { Micros(0) } else { seen.answered };
+            seen.answered = known.max(slot.started);
+            let faded = seen.requests * fading(now.stamp().distance_ms(seen.updated));
+            seen.updated = now.stamp();
+            seen.requests = if failed { 0.0 } else { (faded + 1.0).min(MEMORY) };
+            faded
+        });
+        if !failed {
+            self.learn(settings, latency_us);
+        }
+        let timing = match u64::from(slot.limit_us) {
+            0 => Timing::InTime,
+            limit if u64::from(latency_us) <= limit => Timing::InTime,
+            limit if u64::from(latency_us) <= limit * 2 => Timing::Narrow,
+            _ => Timing::Late,
+        };
+        Some(Landed { replica: slot.replica, latency_us, timing, trial: slot.trial, requests })
+    }
+
+    /// The request has ended without a word on the replica: the client went away, or Envoy sent it elsewhere.
+    pub fn gone(&mut self, flight: Flight) {
+        self.take(flight);
+    }
+
+    /// The next replica that is silent. Call until `None`; looks at a few requests at most.
+    pub fn overdue(&mut self, now: Micros) -> Option<Overdue> {
+        for _ in 0..LOOKS {
+            let index = self.oldest?;
+            let slot = *self.slots.get(index)?;
+            let stepped = slot.started > now;
+            if slot.check_at > now && !stepped {
+                return None;
+            }
+            self.unlink(index);
+            if stepped || now.saturating_since(slot.started) < u64::from(slot.limit_us) {
+                // A step back of the clock makes it start now. A slow replica has longer: so that the order of the list
+                // is that of the next looks, it is looked at again after another common limit.
+                let again = now.plus(u64::from(self.limit_us.max(1)));
+                let place = self.slots.get_mut(index)?;
+                (place.started, place.check_at) = (slot.started.min(now), again);
+                self.link(index);
+                continue;
+            }
+            let overtaken =
+                self.seen(slot.replica, |seen| seen.answered > slot.started && seen.answered <= now);
+            if overtaken {
+                continue;
+            }
+            return Some(Overdue { replica: slot.replica, trial: slot.trial, ordinary: slot.ordinary });
+        }
+        None
+    }
+
+    /// Requests in flight.
+    pub fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// After how many microseconds a request to a replica that reports `latency_us` is overdue; 0: never. A trial shows
+    /// whether the replica is as good as the others.
+    fn limit_for(&self, latency_us: Option<u32>, trial: bool) -> u32 {
+        let slower = match latency_us {
+            _ if trial => 1.0,
+            Some(latency_us) => f64::from(latency_us) / f64::from(self.typical_us.max(1)),
+            None => UNKNOWN_SLOWER,
+        };
+        (f64::from(self.limit_us) * slower.max(1.0)).min(f64::from(u32::MAX)) as u32
+    }
+
+    fn learn(&mut self, settings: &ExceptionSettings, latency_us: u32) {
+        if settings.breaker <= 0.0 {
+            self.limit_us = 0;
+            return;
+        }
+        if let Some(place) = self.window.get_mut(self.answers % WINDOW) {
+            *place = latency_us;
+        }
+        self.answers = self.answers.wrapping_add(1);
+        if !self.answers.is_multiple_of(LEARN_EVERY) {
+            return;
+        }
+        let mut sorted = [0; WINDOW];
+        let known = self.answers.min(WINDOW);
+        let Some(sorted) = sorted.get_mut(..known) else { return };
+        for (to, from) in sorted.iter_mut().zip(&self.window) {
+            *to = *from;
+        }
+        let (_, high, _) = sorted.select_nth_unstable(known * 9 / 10);
+        let high = f64::from(*high);
+        let (_, typical, _) = sorted.select_nth_unstable(known / 2);
+        self.typical_us = *typical;
+        self.limit_us = (high * settings.breaker + SLACK_US).min(f64::from(u32::MAX)) as u32;
+    }
+
+    fn seen<T>(&mut self, replica: Endpoint, look: impl FnOnce(&mut Seen) -> T) -> T {
+        let tag = tag_of(replica);
+        let mut none = Seen::default();
+        let seen = self.replicas.get_mut(tag as usize % SEEN).unwrap_or(&mut none);
+        if seen.tag != tag {
+            *seen = Seen { tag, ..Seen::default() };
+        }
+        look(seen)
+    }
+
+    fn take(&mut self, flight: Flight) -> Option<Slot> {
+        let slot = *self.slots.get(flight.0)?;
+        if !slot.taken {
+            return None;
+        }
+        self.unlink(flight.0);
+        self.slots.get_mut(flight.0)?.taken = false;
+        self.free.push(flight.0);
+        Some(slot)
+    }
+
+    fn link(&mut self, index: usize) {
+        let newest = self.newest;
+        if let Some(slot) = self.slots.get_mut(index) {
+            (slot.linked, slot.prev, slot.next) = (true, newest, None);
+        }
+        match newest.and_then(|newest| self.slots.get_mut(newest)) {
+            Some(newest) => newest.next = Some(index),
+            None => self.oldest = Some(index),
+        }
+        self.newest = Some(index);
+    }
+
+    fn unlink(&mut self, index: usize) {
+        let Some(slot) = self.slots.get_mut(index).filter(|slot| slot.linked) else { return };
+        slot.linked = false;
+        let (prev, next) = (slot.prev, slot.next);
+        match prev.and_then(|prev| self.slots.get_mut(prev)) {
+            Some(prev) => prev.next = next,
+            None => self.oldest = next,
+        }
+        match next.and_then(|next| self.slots.get_mut(next)) {
+            Some(next) => next.prev = prev,
+            None => self.newest = prev,
+        }
+    }
+}
+
+/// FNV-1a.
+fn tag_of(replica: Endpoint) -> u64 {
+    let bytes = bytemuck::bytes_of(&replica);
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+/// A replica that does not know its latency may be this much slower than others. The pool sends it one request at a
+/// time anyway.
+const UNKNOWN_SLOWER: f64 = 4.0;
+/// Answers that the limit looks back on.
+const WINDOW: usize = 256;
+/// Answers between two computations of the limit; also the fewest that make one.
+const LEARN_EVERY: usize = 32;
+/// Replicas remembered, at most.
+const SEEN: usize = 256;
+/// Requests looked at by one call of [`Flights::overdue`].
+const LOOKS: usize = 8;
+/// Added to every limit: a pause of the replica, of the machine or of this Envoy is no silence.
+const SLACK_US: f64 = 20_000.0;

@@ -1,0 +1,418 @@
+//! The rules one by one on an injected clock, and what no input may do.
+
+use super::flights::{Flights, Landed};
+use super::*;
+use crate::config::Profile;
+use proptest::prelude::*;
+use rand::{Rng, SeedableRng, rngs::SmallRng};
+
+const SETTINGS: ExceptionSettings = ExceptionSettings { error_aversion: 0.1, breaker: 1.5 };
+
+const SILENT: Event = Event::Silent { trial: false, ordinary: true };
+
+fn replica(n: u16) -> Endpoint {
+    format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+}
+
+fn ms(ms: u64) -> Micros {
+    Micros::from_millis(100_000 + ms)
+}
+
+fn load(rif: u32, latency_ms: u32) -> Load {
+    Load { rif, latency_us: Some(latency_ms * 1000), up_s: None }
+}
+
+fn good(trial: bool) -> Event {
+    Event::Answered { latency_us: 50_000, in_time: Timing::InTime, trial }
+}
+
+fn bad(trial: bool) -> Event {
+    Event::Failed { requests: 0.0, trial }
+}
+
+/// A table over a fleet of ten, and the requests that one worker sends through it.
+struct Scene {
+    table: Exceptions,
+    flights: Flights,
+    rng: SmallRng,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let mut table = Exceptions::new();
+        table.set_members(10);
+        Self { table, flights: Flights::new(), rng: SmallRng::seed_from_u64(5) }
+    }
+
+    fn tell(&mut self, at: u64, n: u16, event: Event) -> Change {
+        self.table.apply(&SETTINGS, ms(at), replica(n), event)
+    }
+
+    fn heard(&mut self, at: u64, n: u16, failing: u16) -> Option<Load> {
+        self.table.heard(&SETTINGS, ms(at), replica(n), failing, Standing::even(0));
+        self.table.admit(ms(at), replica(n), load(3, 2000))
+    }
+
+    /// One request of 20 ms to a replica that fails `share` of them.
+    fn request(&mut self, at: u64, n: u16, share: f64, trial: bool) -> Change {
+        let failed = self.rng.random_bool(share);
+        let flight = self.flights.sent(ms(at), replica(n), None, trial);
+        let landed = self.flights.answered(&SETTINGS, flight, ms(at + 20), failed).unwrap();
+        self.tell(at + 20, n, landed.event(failed))
+    }
+
+    /// The trial that is due at `at`; chance is asked until it agrees.
+    fn trial(&mut self, at: u64) -> Option<Endpoint> {
+        (0..100)
+            .find_map(|_| self.table.take_trial(&SETTINGS, ms(at), 0, 10, &mut self.rng))
+            .map(|t| t.replica)
+    }
+
+    /// Requests until the replica is averted, at most 10 000, 20 ms apart; `None` if it never is.
+    fn averted_after(&mut self, share: f64) -> Option<usize> {
+        (0..10_000).find(|i| matches!(self.request(*i as u64 * 20, 1, share, false), Change::Opened(_)))
+    }
+}
+
+#[test]
+fn a_replica_that_fails_a_part_is_averted_within_tens_of_requests() {
+    for (share, most) in [(1.0, 2), (0.5, 20), (0.3, 40)] {
+        for seed in 0..20 {
+            let mut scene = Scene::new();
+            scene.rng = SmallRng::seed_from_u64(seed);
+            // It has a long good past, which must not excuse it.
+            for i in 0..500 {
+                scene.request(i, 1, 0.0, false);
+            }
+            let after = scene.averted_after(share).unwrap();
+            assert!(after <= most * 3, "failing {share}, seed {seed}: after {after} requests");
+        }
+    }
+}
+
+#[test]
+fn one_failure_in_a_thousand_averts_nobody() {
+    for seed in 0..10 {
+        let mut scene = Scene::new();
+        scene.rng = SmallRng::seed_from_u64(seed);
+        assert_eq!(scene.averted_after(0.001), None, "seed {seed}");
+    }
+}
+
+#[test]
+fn failures_are_forgiven_without_traffic() {
+    let mut scene = Scene::new();
+    assert_eq!(scene.tell(0, 1, bad(false)), Change::Noted);
+    // Half a minute later the first no longer counts.
+    assert_eq!(scene.tell(30_000, 1, bad(false)), Change::Noted);
+    assert_eq!(scene.tell(30_100, 1, bad(false)), Change::Opened(Reason::Failing));
+    assert!(scene.table.expire(ms(200_000)));
+    assert!(!scene.table.is_out(replica(1)));
+}
+
+#[test]
+fn a_failing_replica_is_back_after_a_streak_of_trials() {
+    let mut scene = Scene::new();
+    scene.tell(0, 1, bad(false));
+    scene.tell(1, 1, bad(false));
+    assert!(scene.table.is_out(replica(1)));
+    assert_eq!(scene.heard(10, 1, 0), None, "its reports wait");
+    assert_eq!(scene.trial(900), None, "too soon");
+    assert_eq!(scene.trial(1001), Some(replica(1)));
+    assert_eq!(scene.trial(5000), None, "one at a time");
+    // Answers of requests from before say nothing: a half-failing replica gives them too.
+    assert_eq!(scene.tell(1010, 1, good(false)), Change::None);
+    for i in 1..STREAK {
+        let at = 1000 + u64::from(i) * 150;
+        assert_eq!(scene.tell(at, 1, good(true)), Change::Noted);
+        assert_eq!(scene.trial(at + 110), Some(replica(1)), "the next follows quickly");
+    }
+    assert_eq!(scene.tell(2000, 1, good(true)), Change::Closed(Reason::Failing));
+    assert_eq!(scene.heard(2001, 1, 0).map(|l| l.latency_us), Some(Some(50_000)), "vouched for");
+}
+
+#[test]
+fn back_off_doubles_up_to_eight_seconds_and_trials_never_end() {
+    let mut scene = Scene::new();
+    scene.tell(0, 1, bad(false));
+    scene.tell(0, 1, bad(false));
+    let mut at = 0;
+    for wait in [1000, 2000, 4000, 8000, 8000, 8000] {
+        scene.heard(at + 1, 1, 1000);
+        assert_eq!(scene.trial(at + wait - 1), None);
+        assert_eq!(scene.trial(at + wait), Some(replica(1)));
+        at += wait;
+        scene.tell(at, 1, bad(true));
+    }
+}
+
+#[test]
+fn a_replica_that_fails_half_its_requests_hardly_ever_passes() {
+    let mut scene = Scene::new();
+    let (mut requests, mut failures) = (0, 0);
+    // 50 requests/s as long as it is in, trials while it is out, for ten minutes.
+    for at in (0..600_000).step_by(20) {
+        scene.heard(at, 1, 0);
+        let out = scene.table.is_out(replica(1));
+        if out && scene.trial(at).is_none() {
+            continue;
+        }
+        requests += 1;
+        let before = scene.table.records().first().map_or(0.0, |r| r.failed);
+        scene.request(at, 1, 0.5, out);
+        failures += usize::from(scene.table.records().first().is_some_and(|r| r.failed > before));
+    }
+    assert!(requests < 1500 && failures > 0, "{requests} of 30000 requests, {failures} failures");
+}
+
+#[test]
+fn what_a_replica_says_of_its_failures_averts_it_and_a_lone_failure_does_not() {
+    let mut scene = Scene::new();
+    assert!(scene.heard(0, 1, 250).is_some());
+    assert!(scene.heard(1, 1, 300).is_none());
+    assert!(scene.table.is_out(replica(1)));
+    // Trials go well, but it goes on saying so: it keeps its trickle, and nothing else.
+    let mut at = 1001;
+    for _ in 0..20 {
+        scene.heard(at, 1, 300);
+        assert_eq!(scene.trial(at), Some(replica(1)));
+        scene.tell(at + 10, 1, good(true));
+        at += 8020;
+    }
+    assert!(scene.table.is_out(replica(1)));
+    scene.heard(at, 1, 50);
+    assert!(!scene.table.is_out(replica(1)), "it has come to agree");
+}
+
+#[test]
+fn half_of_the_fleet_can_be_out_but_not_more() {
+    let mut scene = Scene::new();
+    for n in 0..5 {
+        scene.tell(0, n, bad(false));
+        scene.tell(0, n, bad(false));
+    }
+    assert_eq!(scene.table.out(), 5);
+    scene.tell(0, 5, bad(false));
+    scene.tell(0, 5, bad(false));
+    assert_eq!(scene.table.out(), 0, "panic: all are let in");
+    assert!(scene.heard(1, 5, 0).is_some());
+    assert_eq!(scene.trial(60_000), None);
+    // Ordinary answers let them back one by one, and the rest is averted again.
+    for _ in 0..STREAK {
+        scene.tell(10, 5, good(false));
+    }
+    assert_eq!(scene.table.out(), 5);
+    // A fleet of one is always in.
+    scene.table.set_members(1);
+    assert_eq!(scene.table.out(), 0);
+}
+
+/// A worker that has seen enough answers of 100 ms to have a limit of 170.
+fn warm() -> Scene {
+    let mut scene = Scene::new();
+    for i in 0..64 {
+        let flight = scene.flights.sent(ms(i), replica(9), None, false);
+        scene.flights.answered(&SETTINGS, flight, ms(i + 100), false);
+    }
+    scene
+}
+
+fn land(scene: &mut Scene, flight: flights::Flight, at: u64) -> Landed {
+    scene.flights.answered(&SETTINGS, flight, ms(at), false).unwrap()
+}
+
+#[test]
+fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
+    let mut scene = warm();
+    let stuck = scene.flights.sent(ms(1000), replica(1), Some(100_000), false);
+    assert_eq!(scene.flights.overdue(ms(1169)), None);
+    let overdue = scene.flights.overdue(ms(1171)).unwrap();
+    assert_eq!((overdue.replica, overdue.event()), (replica(1), SILENT));
+    assert_eq!(scene.flights.overdue(ms(1157)), None, "told once");
+    assert_eq!(scene.tell(1171, 1, overdue.event()), Change::Opened(Reason::Silent));
+    let late = land(&mut scene, stuck, 3000);
+    assert_eq!(late.timing, Timing::Late);
+    assert_eq!(scene.tell(3000, 1, late.event(false)), Change::None, "a late answer is no sign of health");
+    scene.heard(3001, 1, 0);
+    assert_eq!(scene.trial(3002), Some(replica(1)));
+    let trial = scene.flights.sent(ms(3002), replica(1), None, true);
+    let landed = land(&mut scene, trial, 3102);
+    assert_eq!(scene.tell(3102, 1, landed.event(false)), Change::Closed(Reason::Silent));
+    assert_eq!(scene.heard(3103, 1, 0), Some(load(3, 100)), "its own reports still tell of the stall");
+    assert_eq!(scene.heard(3103 + 15_000, 1, 0), Some(load(3, 2000)), "for a while");
+}
+
+#[test]
+fn a_request_that_was_overtaken_is_slow_and_no_silence() {
+    let mut scene = warm();
+    let slow = scene.flights.sent(ms(1000), replica(1), Some(100_000), false);
+    let quick = scene.flights.sent(ms(1010), replica(1), Some(100_000), false);
+    land(&mut scene, quick, 1110);
+    assert_eq!(scene.flights.overdue(ms(1500)), None);
+    land(&mut scene, slow, 2000);
+    assert!(scene.flights.is_empty());
+}
+
+#[test]
+fn a_replica_that_reports_itself_slower_has_longer() {
+    let mut scene = warm();
+    let slow = scene.flights.sent(ms(1000), replica(1), Some(800_000), false);
+    let unknown = scene.flights.sent(ms(1100), replica(2), None, false);
+    assert_eq!(scene.flights.overdue(ms(1100 + 600)), None);
+    assert_eq!(scene.flights.overdue(ms(1100 + 800)).map(|o| o.replica), Some(replica(2)));
+    assert_eq!(scene.flights.overdue(ms(1900)), None);
+    scene.flights.gone(unknown);
+    let overdue = scene.flights.overdue(ms(1000 + 8 * 170 + 200)).unwrap();
+    scene.flights.gone(slow);
+    // A slow replica is not vouched for: that a request was quick once is no proof.
+    scene.tell(3000, 1, overdue.event());
+    assert_eq!(scene.tell(4000, 1, good(false)), Change::Closed(Reason::Silent));
+    assert_eq!(scene.heard(4001, 1, 0), Some(load(3, 2000)));
+}
+
+#[test]
+fn a_trial_that_failed_narrowly_is_repeated_soon() {
+    let mut scene = Scene::new();
+    scene.tell(0, 1, SILENT);
+    for at in [1000, 4000] {
+        scene.heard(at, 1, 0);
+        assert!(scene.trial(at + 1000).is_some());
+        scene.tell(at + 1200, 1, Event::Silent { trial: true, ordinary: true });
+    }
+    // The last failure put the next trial four seconds off; the answer came, a little late.
+    scene.tell(5250, 1, Event::Answered { latency_us: 200_000, in_time: Timing::Narrow, trial: true });
+    scene.heard(5300, 1, 0);
+    assert!(scene.trial(6250).is_some());
+}
+
+#[test]
+fn ordinary_variance_trips_hardly_anything() {
+    // The work of the paper's testbed: max(0, N(80, 80)) ms, one request after the other to each of 20 replicas.
+    let mut scene = Scene::new();
+    let mut trips = 0;
+    for i in 0..20_000u64 {
+        let normal: f64 = (0..12).map(|_| scene.rng.random::<f64>()).sum::<f64>() - 6.0;
+        let work = (80.0 + 80.0 * normal).max(0.0) as u64;
+        let flight = scene.flights.sent(ms(i * 400), replica((i % 20) as u16), Some(80_000), false);
+        trips += usize::from(scene.flights.overdue(ms(i * 400 + work)).is_some());
+        land(&mut scene, flight, i * 400 + work);
+    }
+    assert!(trips < 20_000 / 100, "{trips}");
+}
+
+#[test]
+fn a_clock_that_steps_is_survived() {
+    let mut scene = warm();
+    let hour = 3_600_000;
+    let flight = scene.flights.sent(ms(1000 + hour), replica(1), Some(100_000), false);
+    // Back: the request counts as just sent, and is found when it really is late.
+    assert_eq!(scene.flights.overdue(ms(1000)), None);
+    assert!(scene.flights.overdue(ms(1200)).is_some());
+    scene.flights.gone(flight);
+    let flight = scene.flights.sent(ms(1000), replica(2), Some(100_000), false);
+    assert!(scene.flights.overdue(ms(1000 + hour)).is_some(), "forth: it looks an hour old");
+    scene.tell(1000 + hour, 2, SILENT);
+    scene.flights.gone(flight);
+    scene.heard(1001 + hour, 2, 0);
+    // And back again: the time of the trial has come, whichever way the clock went.
+    assert!(scene.trial(1000).is_some());
+    scene.tell(1100, 2, good(true));
+    assert!(!scene.table.is_out(replica(2)));
+}
+
+#[test]
+fn a_full_table_takes_in_no_more_than_it_holds_and_keeps_who_is_out() {
+    let mut table = Exceptions::new();
+    table.set_members(1000);
+    for n in 0..40 {
+        table.apply(&SETTINGS, ms(0), replica(n), SILENT);
+    }
+    for n in 100..400 {
+        table.apply(&SETTINGS, ms(u64::from(n)), replica(n), bad(false));
+    }
+    assert_eq!((table.out(), table.records().len()), (40, MAX_EXCEPTIONS));
+    for n in 400..500 {
+        table.apply(&SETTINGS, ms(500), replica(n), SILENT);
+    }
+    assert_eq!(table.out(), MAX_EXCEPTIONS);
+}
+
+#[test]
+fn a_replica_without_placement_gets_no_trial() {
+    let mut scene = Scene::new();
+    scene.tell(0, 1, SILENT);
+    scene.heard(1, 1, 0);
+    // The policy has been sampled a thousand times since and never met it.
+    assert!(
+        (0..100).all(|_| scene.table.take_trial(&SETTINGS, ms(2000), 1000, 10, &mut scene.rng).is_none())
+    );
+}
+
+#[test]
+fn nothing_happens_with_the_rules_off() {
+    let off = Profile::Paper.pool_settings().exceptions;
+    let mut table = Exceptions::new();
+    table.set_members(10);
+    let mut flights = Flights::new();
+    for i in 0..1000 {
+        let flight = flights.sent(ms(i * 10), replica(1), Some(100_000), false);
+        let landed = flights.answered(&off, flight, ms(i * 10 + i), true).unwrap();
+        assert_eq!(table.apply(&off, ms(i * 10), replica(1), landed.event(true)), Change::None);
+        assert_eq!(flights.overdue(ms(i * 10)), None);
+        assert_eq!(table.heard(&off, ms(i * 10), replica(1), 1000, Standing::even(0)), Change::None);
+    }
+    assert_eq!(table.records().len(), 0);
+}
+
+proptest! {
+    #[test]
+    fn bytes_from_outside_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        let _ = Exceptions::decode(&bytes);
+    }
+
+    /// A blob with a bit flipped is refused or harmless.
+    #[test]
+    fn a_damaged_blob_never_panics(at in 0usize..300, bit in 0u8..8, later in any::<u32>()) {
+        let mut scene = Scene::new();
+        for n in 0..4 {
+            scene.tell(u64::from(n), n, bad(false));
+            scene.tell(u64::from(n), n, bad(false));
+        }
+        let mut bytes = scene.table.as_bytes().to_vec();
+        let at = at % bytes.len();
+        bytes[at] ^= 1 << bit;
+        if let Ok(mut table) = Exceptions::decode(&bytes) {
+            let now = Micros(u64::from(later) * 1000);
+            table.expire(now);
+            for n in 0..4 {
+                table.apply(&SETTINGS, now, replica(n), bad(true));
+                table.apply(&SETTINGS, now, replica(n), good(true));
+                table.heard(&SETTINGS, now, replica(n), 1000, Standing::even(0));
+                table.admit(now, replica(n), load(0, 0));
+            }
+            table.take_trial(&SETTINGS, now, 0, 10, &mut scene.rng);
+            prop_assert!(Exceptions::decode(table.as_bytes()).is_ok());
+        }
+    }
+
+    /// Whatever is told, the table decodes again and never excludes more than half.
+    #[test]
+    fn random_events_keep_the_bounds(ops in proptest::collection::vec((0u16..80, 0u8..6, any::<u16>(), any::<bool>()), 0..300), members in 0u32..90) {
+        let mut table = Exceptions::new();
+        table.set_members(members);
+        let mut rng = SmallRng::seed_from_u64(1);
+        let mut now = 0u64;
+        for (n, op, value, trial) in ops {
+            now += u64::from(value) / 8;
+            match op {
+                0 | 1 => { table.apply(&SETTINGS, ms(now), replica(n), bad(trial)); }
+                2 => { table.apply(&SETTINGS, ms(now), replica(n), Event::Silent { trial, ordinary: !trial }); }
+                3 => { table.apply(&SETTINGS, ms(now), replica(n), good(trial)); }
+                4 => { table.heard(&SETTINGS, ms(now), replica(n), value, Standing::even(0)); }
+                _ => { table.take_trial(&SETTINGS, ms(now), 0, members, &mut rng); table.expire(ms(now)); }
+            }
+            prop_assert!(table.out() * 2 <= members as usize);
+            prop_assert!(Exceptions::decode(table.as_bytes()).is_ok());
+        }
+    }
+}

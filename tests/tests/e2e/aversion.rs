@@ -1,0 +1,262 @@
+//! Replicas that fail, hang or lie about it: how soon they are averted, that they come back, and that the harm is bounded.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue};
+use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response};
+use serde_json::json;
+
+use crate::support::{addrs, bed, counted, report, set, stand_in, stand_ins, warm, with_load};
+
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const MS: fn(u64) -> Duration = Duration::from_millis;
+
+/// The shipped configuration without retries: every failure is seen.
+fn without_retries(addrs: &[SocketAddr]) -> Result<EnvoyConfig> {
+    Ok(EnvoyConfig::for_replicas(addrs)?.edit(|config| {
+        config.route_mut().as_object_mut().expect("a route").remove("retry_policy");
+    }))
+}
+
+/// Fails `share` per cent of its requests at once, in a fixed pattern; the others are answered after 20 ms.
+fn fail(backend: &Backend, share: u64) {
+    let count = Arc::new(AtomicU64::new(0));
+    backend.set_handler(move |_| {
+        // 37 is prime to 100: the failures are spread.
+        if count.fetch_add(37, Ordering::Relaxed) % 100 < share {
+            Reply::status(503)
+        } else {
+            Reply::ok().delay(MS(20))
+        }
+    });
+}
+
+fn get(client: &Client, count: usize) -> Vec<Result<Response>> {
+    client.burst(count, 8, |_| Request::get("/"))
+}
+
+fn good(answers: &[Result<Response>]) -> usize {
+    answers.iter().flatten().filter(|answer| answer.status == 200).count()
+}
+
+/// Requests until `done`; panics after `limit`. Returns how long it took.
+#[track_caller]
+fn until(client: &Client, what: &str, limit: Duration, done: impl Fn() -> bool) -> Duration {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
+        get(client, 20);
+    }
+    start.elapsed()
+}
+
+#[test]
+fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Result<()> {
+    bed!();
+    for share in [30, 50, 100] {
+        let fleet = Fleet::uniform(10, &Reply::ok().delay(MS(20)))?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        warm(&envoy, 10);
+        let client = envoy.client();
+        get(&client, 400);
+        fail(&fleet[0].backend, share);
+        fleet.clear();
+        let answers = get(&client, 2000);
+        let counts = envoy.prequal("replicas")?;
+        assert!(good(&answers) >= 1980, "failing {share} %: {} of 2000 good: {counts:#?}", good(&answers));
+        assert!(fleet.served()[0] > 0, "it keeps a trickle");
+        fleet[0].backend.set(Reply::ok().delay(MS(20)));
+        until(&client, "back in use", Duration::from_secs(30), || {
+            fleet.clear();
+            get(&client, 200);
+            fleet.served()[0] >= 10
+        });
+        let counts = envoy.prequal("replicas")?;
+        assert!(counts.other("prequal_trials_total") > 0, "{counts:#?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
+    bed!();
+    let grpc = Reply::ok().header("content-type", "application/grpc");
+    let trailers = |status| HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static(status))]);
+    let with_body =
+        |status| grpc.clone().body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), trailers(status)));
+    let headers_only =
+        Reply::status(200).header("content-type", "application/grpc").header("grpc-status", "14");
+    for failing in [with_body("14"), headers_only] {
+        let fleet = Fleet::uniform(4, &with_body("0").delay(MS(10)))?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        warm(&envoy, 4);
+        fleet[0].backend.set(failing);
+        fleet.clear();
+        let client = Client::http2(envoy.addr());
+        client.burst(400, 8, |_| {
+            Request::post("/test.Service/Call", &b"\0\0\0\0\0"[..])
+                .header("content-type", "application/grpc")
+                .header("te", "trailers")
+        });
+        let served = fleet.served();
+        assert!(served[0] < 24, "{served:?}");
+        counted(&envoy, "averted", |now| {
+            now.other("prequal_averted_total.failing") + now.other("prequal_averted_total.reported") > 0
+        });
+    }
+    Ok(())
+}
+
+#[test]
+fn a_replica_that_goes_silent_is_left_at_once_and_comes_back_when_it_answers() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(6, &Reply::ok().delay(MS(20)))?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, 6);
+    let client = envoy.client();
+    get(&client, 600);
+    fleet[0].backend.set(Reply::ok().delay(Duration::from_secs(2)));
+    fleet.clear();
+    let answers = get(&client, 1500);
+    let late = answers.iter().flatten().filter(|answer| answer.elapsed > Duration::from_secs(1)).count();
+    // Eight callers: at most those who were caught at once, and a trial or two.
+    assert!(late <= 12, "{late} late: {:#?}", envoy.prequal("replicas")?);
+    counted(&envoy, "averted for silence", |now| now.other("prequal_averted") == 1);
+    fleet[0].backend.set(Reply::ok().delay(MS(20)));
+    let start = Instant::now();
+    until(&client, "half of its share", Duration::from_secs(12), || {
+        fleet.clear();
+        get(&client, 200);
+        fleet.served()[0] >= 17
+    });
+    assert!(start.elapsed() < Duration::from_secs(12));
+    Ok(())
+}
+
+#[test]
+fn refused_connections_avert_and_the_replica_is_back_when_it_listens_again() -> Result<()> {
+    bed!();
+    let mut fleet = Fleet::uniform(5, &Reply::ok().delay(MS(10)))?;
+    let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+    warm(&envoy, 5);
+    let client = envoy.client();
+    get(&client, 300);
+    fleet[0].agent.kill();
+    let answers = get(&client, 1000);
+    assert!(good(&answers) >= 985, "{} of 1000 good: {:#?}", good(&answers), envoy.prequal("replicas")?);
+    let options = prequal_testbed::AgentOptions { listen: fleet[0].addr().to_string(), ..Default::default() };
+    let _agent = prequal_testbed::Agent::start_with(fleet[0].backend.addr(), &options)?;
+    until(&client, "back in use", Duration::from_secs(30), || {
+        fleet.clear();
+        get(&client, 200);
+        fleet.served()[0] >= 20
+    });
+    Ok(())
+}
+
+#[test]
+fn when_most_of_the_fleet_fails_nobody_is_averted() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(5, &Reply::ok().delay(MS(5)))?;
+    let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+    warm(&envoy, 5);
+    for replica in fleet.iter().take(4) {
+        replica.backend.set(Reply::status(500));
+    }
+    let client = envoy.client();
+    get(&client, 400);
+    fleet.clear();
+    get(&client, 500);
+    let served = fleet.served();
+    assert!(served.iter().take(4).all(|count| *count > 20), "{served:?}");
+    assert!(served[4] < 400, "the healthy one does not carry all: {served:?}");
+    for replica in fleet.iter().take(4) {
+        replica.backend.set(Reply::ok().delay(MS(5)));
+    }
+    until(&client, "all in use", Duration::from_secs(30), || {
+        fleet.clear();
+        good(&get(&client, 250)) == 250 && fleet.served().iter().all(|count| *count > 15)
+    });
+    Ok(())
+}
+
+#[test]
+fn client_aborts_avert_nobody() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(3, &Reply::ok().delay(MS(30)))?;
+    // Without the breaker: a client that gives up early would show nothing of it.
+    let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "breaker", 0);
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 3);
+    for _ in 0..60 {
+        envoy.client().abandon(Request::get("/"), MS(5));
+    }
+    let counts = counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 50);
+    assert_eq!(counts.other("prequal_averted"), 0, "{counts:#?}");
+    assert_eq!(good(&get(&envoy.client(), 100)), 100);
+    Ok(())
+}
+
+#[test]
+fn a_replica_that_reports_an_idle_zero_for_ever_while_it_fails_gets_a_trickle() -> Result<()> {
+    bed!();
+    let honest =
+        || stand_ins(4, |addr| with_load(report(1, 5000, addr)), |addr| with_load(report(1, 5000, addr)));
+    for status in [503u16, 200] {
+        let mut backends = honest()?;
+        let liar = stand_in(
+            |addr| with_load(format!("0;0;{addr}")),
+            move |addr| Reply::status(status).header("x-prequal-load", format!("0;0;{addr};fail=1000")),
+        )?;
+        backends.insert(0, liar);
+        let envoy = Envoy::start(without_retries(&addrs(&backends))?)?;
+        warm(&envoy, 5);
+        let client = envoy.client();
+        get(&client, 200);
+        let before = backends[0].served();
+        let answers = get(&client, 1000);
+        let got = backends[0].served() - before;
+        assert!(got < 100, "status {status}: {got} of 1000, probes included");
+        assert!(good(&answers) >= 985, "{}", good(&answers));
+    }
+    Ok(())
+}
+
+#[test]
+fn a_replica_that_reports_huge_values_starves_nobody_but_itself() -> Result<()> {
+    bed!();
+    let mut backends =
+        stand_ins(3, |addr| with_load(report(1, 5000, addr)), |addr| with_load(report(1, 5000, addr)))?;
+    let huge = |addr: SocketAddr| with_load(format!("1000000;3600000000;{addr};fail=1000;up=4294967295"));
+    backends.push(stand_in(huge, huge)?);
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&backends))?)?;
+    warm(&envoy, 4);
+    let before: Vec<u64> = backends.iter().map(Backend::served).collect();
+    assert_eq!(good(&get(&envoy.client(), 600)), 600);
+    let served: Vec<u64> = backends.iter().zip(before).map(|(b, before)| b.served() - before).collect();
+    assert!(served.iter().take(3).all(|count| *count > 100), "{served:?}");
+    Ok(())
+}
+
+#[test]
+fn both_rules_can_be_switched_off() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(5)))?;
+    let config = without_retries(&fleet.addrs())?.filter_settings(|settings| {
+        settings["error_aversion"] = json!(0);
+        settings["breaker"] = json!(0);
+    });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 4);
+    fail(&fleet[0].backend, 50);
+    get(&envoy.client(), 400);
+    let counts = envoy.prequal("replicas")?;
+    assert_eq!(counts.other("prequal_averted"), 0, "{counts:#?}");
+    assert_eq!(counts.other("prequal_trials_total"), 0, "{counts:#?}");
+    Ok(())
+}
