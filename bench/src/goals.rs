@@ -190,11 +190,10 @@ pub(crate) fn above_round_robin_median(
         .map(move |(ours, theirs)| ours.judged.quantile_ms(q) - theirs.judged.quantile_ms(0.5))
 }
 
-/// The largest; not a number if one is not.
+/// The largest; not a number if one is not, or there is none.
 pub(crate) fn worst(values: impl IntoIterator<Item = f64>) -> f64 {
-    values
-        .into_iter()
-        .fold(f64::NEG_INFINITY, |worst, value| if value.is_nan() { value } else { worst.max(value) })
+    let larger = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) };
+    values.into_iter().reduce(larger).unwrap_or(f64::NAN)
 }
 
 #[cfg(test)]
@@ -283,5 +282,27 @@ mod tests {
         let runs = vec![Measured { late: (late, late), ..run(Arm::RoundRobin, 1000, 1.0) }];
         let lines = judged(Goal::NoneFailed, runs);
         assert!(!lines[1].0 && lines[1].1.contains("generator 6.0 ms late"), "{}", lines[1].1);
+    }
+    #[test]
+    fn nothing_measured_reaches_nothing() {
+        for goal in [
+            Goal::Good(0.5),
+            Goal::Back,
+            Goal::MarkedShare(0.5),
+            Goal::P99(1000.0),
+            Goal::P99AboveRoundRobinMedian(1000.0),
+            Goal::P999BelowBaselines(0.1),
+            Goal::CpuOfRoundRobin(10.0),
+            Goal::BeatenByHint(Arm::Hinted(8)),
+            Goal::Throughput { of: Arm::LeastRequest, part: 0.1 },
+        ] {
+            assert!(!reached(goal, Vec::new()), "{goal:?}");
+        }
+    }
+
+    #[test]
+    fn one_value_that_is_no_number_spoils_the_worst() {
+        assert!(worst([1.0, f64::NAN, 2.0]).is_nan());
+        assert_eq!(worst([1.0, 3.0, 2.0]), 3.0);
     }
 }

@@ -10,6 +10,8 @@ use crate::load::{Arrivals, Keys};
 use crate::scenario::{Arm, Load, Scenario};
 
 const REPLICAS: usize = 8;
+/// What the fleet can carry even if nothing is ever a hit: 8 × 4 / 0.1 s = 320.
+const PER_SECOND: u32 = 300;
 /// Asks every replica whether it knows the key.
 const ALL: Arm = Arm::Hinted(8);
 /// Keys that a replica remembers, the last ones used.
@@ -24,11 +26,11 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
     Scenario {
         name: "affinity".to_owned(),
         title: format!(
-            "{REPLICAS} replicas that remember {ENTRIES} keys, 10 ms a hit, 100 ms a miss, 4 at a time; {} Zipf keys, 500 requests/s Poisson",
+            "{REPLICAS} replicas that remember {ENTRIES} keys, 10 ms a hit, 100 ms a miss, 4 at a time; {} Zipf keys, {PER_SECOND} requests/s Poisson",
             KEYS.count
         ),
         fleet: Fleet::of(REPLICAS, replica.with_slots(4, 1000)),
-        load: Load::Open { arrivals: Arrivals::Poisson(500), keys: Some(KEYS) },
+        load: Load::Open { arrivals: Arrivals::Poisson(PER_SECOND), keys: Some(KEYS) },
         arms: vec![Arm::LeastRequest, Arm::RingHash, Arm::Prequal, Arm::Hinted(3), ALL],
         judged: filling..filling + seconds,
         schedule: Vec::new(),
