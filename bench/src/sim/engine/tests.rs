@@ -47,9 +47,15 @@ fn every_query_ends_once_and_nothing_is_left_behind() {
 /// What the simulated servers reported, the agent reports too when it sees the same requests.
 #[test]
 fn the_agent_agrees_with_the_simulated_servers() {
+    // Both estimators: ours and the paper's.
+    for arm in [Arm::Prequal(ours()), Arm::Prequal(paper())] {
+        agent_agrees(&arm);
+    }
+}
+
+fn agent_agrees(arm: &Arm) {
     let scenario = scenario();
-    let arm = Arm::Prequal(ours());
-    let mut world = World::new(&scenario, &arm, 5);
+    let mut world = World::new(&scenario, arm, 5);
     world.go();
     let endpoint = super::super::balancer::endpoint(0);
     let (mut reports, mut known) = (0, 0);
