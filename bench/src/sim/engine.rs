@@ -172,7 +172,7 @@ impl<'a> World<'a> {
 
     fn begin(&mut self) {
         match self.scenario.load {
-            Load::Poisson(_) => self.schedule_arrival(),
+            Load::Poisson(_) | Load::Even(_) => self.schedule_arrival(),
             Load::Closed { users } => {
                 for _ in 0..users {
                     let at = self.trace.random_range(0..SECOND / 100);
@@ -243,12 +243,17 @@ impl<'a> World<'a> {
     // --- queries
 
     fn schedule_arrival(&mut self) {
-        if let Load::Poisson(qps) = self.scenario.load {
-            let gap: f64 = Exp1.sample(&mut self.trace);
-            let at = self.now + nanos(gap / qps);
-            if at < self.until {
-                self.at(at, Event::Arrival);
+        let gap = match self.scenario.load {
+            Load::Poisson(qps) => {
+                let gap: f64 = Exp1.sample(&mut self.trace);
+                gap / qps
             }
+            Load::Even(qps) => 1.0 / qps,
+            Load::Closed { .. } => return,
+        };
+        let at = self.now + nanos(gap);
+        if at < self.until {
+            self.at(at, Event::Arrival);
         }
     }
 

@@ -16,6 +16,7 @@ use super::scenario::*;
 mod fleet;
 mod others;
 mod paper;
+pub(crate) mod sources;
 
 /// One experiment, ready to run.
 pub(crate) struct Plan {
@@ -180,7 +181,7 @@ const LATENCIES: [Column; 6] = [
     ("probes/query", PROBES, two),
 ];
 
-fn two(value: f64) -> String {
+pub(crate) fn two(value: f64) -> String {
     format!("{value:.2}")
 }
 
@@ -202,6 +203,9 @@ fn columns(more: &[Column]) -> Vec<Column> {
 
 /// The first metric after the standard ones.
 const OWN: usize = STANDARD.len();
+/// Of fig6, and of fig8 and fig9.
+const CPU: usize = OWN;
+const THETA: usize = OWN + 1;
 
 fn at_most(what: &str, got: f64, bar: f64) -> Verdict {
     Verdict::new(format!("{what} at most {bar}"), got <= bar, format!("{got:.4}"))
@@ -211,8 +215,13 @@ fn at_least(what: &str, got: f64, bar: f64) -> Verdict {
     Verdict::new(format!("{what} at least {bar}"), got >= bar, format!("{got:.4}"))
 }
 
+/// Without the digits that a product leaves behind.
+fn round(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}
+
 fn between(what: &str, got: f64, bar: RangeInclusive<f64>) -> Verdict {
-    let range = format!("{what} from {:.1} to {:.1}", bar.start(), bar.end());
+    let range = format!("{what} from {} to {}", round(*bar.start()), round(*bar.end()));
     Verdict::new(range, bar.contains(&got), format!("{got:.4}"))
 }
 
@@ -220,6 +229,10 @@ fn between(what: &str, got: f64, bar: RangeInclusive<f64>) -> Verdict {
 fn capped(ms: f64) -> f64 {
     ms.min(5000.0)
 }
+
+/// How unequal the servers' CPU is; how many requests in flight make a replica hot.
+const CPU_VARIATION: Metric = Metric { name: "cpu_variation", of: |_, run, _| run.cpu_variation() };
+const MEDIAN_THETA: Metric = Metric { name: "theta_p50", of: |_, run, _| run.theta() };
 
 const SLOW_SHARE: Metric = Metric {
     name: "slow_share",

@@ -47,7 +47,7 @@ pub(super) fn sinkhole(length: Length) -> Plan {
             ("failed", FAILED, percent),
             ("p99 ms", P99, ms),
         ],
-        charts: Vec::new(),
+        charts: vec![(OWN, true), (OWN + 1, false)],
         judge: |cells| {
             vec![
                 at_most("ours, share while failing all (later issue)", cells.at("fails all", OURS, OWN), 0.5),
@@ -63,14 +63,17 @@ pub(super) fn sinkhole(length: Length) -> Plan {
 }
 
 pub(super) fn scale(length: Length) -> Plan {
-    let sizes = length.pick(&[4, 10, 16, 24, 32, 100, 316, 1000], &[0, 2, 5]);
-    let points = sizes.into_iter().map(|n| {
-        let mut scenario = length.cut(Scenario::testbed(n, 1.14, NORMAL));
-        if n > 100 {
+    let even = [4, 10, 16, 24, 32, 100, 316, 1000].map(|n| (n, n));
+    // Fewer clients than servers, as gateways are, and more, as sidecars are.
+    let sizes: Vec<(usize, usize)> = even.into_iter().chain([(4, 100), (1000, 100), (10, 1000)]).collect();
+    let points = length.pick(&sizes, &[0, 2, 5, 8]).into_iter().map(|(clients, servers)| {
+        let mut scenario = length.cut(Scenario::testbed(servers, 1.14, NORMAL));
+        scenario.clients = clients;
+        if servers > 100 {
             (scenario.warm_up, scenario.measured) = (6.0, 6.0);
         }
         Point {
-            label: format!("{n} × {n}"),
+            label: format!("{clients} × {servers}"),
             scenario,
             arms: arms([
                 ("LL-Po2C", Arm::LeastLoadedPo2c),
@@ -83,8 +86,8 @@ pub(super) fn scale(length: Length) -> Plan {
     Plan {
         name: "scale",
         title: "from 4 to 1000 clients and servers",
-        text: "1.14x load. Small fleets cannot average the antagonists away: below 16 servers the load may simply not fit on the \
-            machines that the seed drew, whatever the policy (see the floor).",
+        text: "1.14x load. Small fleets cannot average the antagonists away: below 16 servers the load may simply not \
+            fit on the machines that the seed drew, whatever the policy (see the floor).",
         x_label: "clients × servers",
         points: points.collect(),
         metrics: standard_and(&[Metric { name: "events", of: |_, run, _| run.events as f64 }]),
@@ -134,9 +137,10 @@ pub(super) fn churn(length: Length) -> Plan {
     Plan {
         name: "churn",
         title: "endpoints come and go",
-        text: "20 clients over 50 servers at 0.75x; a server leaves as another joins. The first two policies are told at once, as \
-            Envoy's own are; ours learns its members from probes without an address, as the filter does, and a pick whose \
-            server is gone is diverted by Envoy. `fallback` is the share of picks that were left to Envoy's own policy.",
+        text: "20 clients over 50 servers at 0.75x; a server leaves as another joins. The first two policies are told \
+            at once, as Envoy's own are; ours learns its members from probes without an address, as the filter does, \
+            and a pick whose server is gone is diverted by Envoy. `fallback` is the share of picks that were left to \
+            Envoy's own policy.",
         x_label: "rate of change",
         points: points.into(),
         metrics: standard_and(&[
@@ -150,7 +154,7 @@ pub(super) fn churn(length: Length) -> Plan {
             },
         ]),
         columns: columns(&[("diverted", OWN, three_percent), ("fallback", OWN + 1, three_percent)]),
-        charts: Vec::new(),
+        charts: vec![(P99, false), (OWN, false), (OWN + 1, false)],
         judge: |cells| {
             let ours = |label: &str, metric| cells.at(label, "Prequal (ours, learning)", metric);
             vec![
@@ -185,8 +189,8 @@ pub(super) fn sharing(length: Length) -> Plan {
     Plan {
         name: "sharing",
         title: "100 clients share pools, which is what shared data buys",
-        text: "The traffic of 100 clients through 100, 20 and 5 pools: the workers of one Envoy share a pool. At 1.5x load, and \
-            with half of the fleet slow at 0.75x.",
+        text: "The traffic of 100 clients through 100, 20 and 5 pools: the workers of one Envoy share a pool. At 1.5x \
+            load, and with half of the fleet slow at 0.75x.",
         x_label: "scenario and pools",
         points,
         metrics: STANDARD.to_vec(),
@@ -214,8 +218,9 @@ pub(super) fn budget(length: Length) -> Plan {
     Plan {
         name: "budget",
         title: "age of the pool's information under the adaptive budget",
-        text: "One client, 100 servers, from 1 to 5000 queries/s. The age is what the budget's target means: the median \
-            age of the pool's entries, taken at every pick (no entry counts as infinitely old); the target is 500 ms.",
+        text: "One client, 100 servers, from 1 to 5000 queries/s. The age is what the budget's target means: the \
+            median age of the pool's entries, taken at every pick (no entry counts as infinitely old); the target is \
+            500 ms.",
         x_label: "queries per second",
         points: points.collect(),
         metrics: standard_and(&[
@@ -287,13 +292,13 @@ pub(super) fn variants(length: Length) -> Plan {
     Plan {
         name: "variants",
         title: "ours, one setting changed at a time",
-        text: "The default profile against its neighbours, in the four scenarios that its bars come from. `1.5x, 0.5 probes` is \
-            fig8's last step.",
-        x_label: "scenario",
+        text: "The default profile against its neighbours, in the four scenarios that its bars come from. `1.5x, 0.5 \
+            probes` is fig8's last step.",
+        x_label: "",
         points: points.collect(),
         metrics: STANDARD.to_vec(),
         columns: LATENCIES.to_vec(),
-        charts: Vec::new(),
+        charts: vec![(P999, false), (P99, false)],
         judge: |cells| {
             let worse = |scene: &str, metric| {
                 cells.at(scene, "band 1, Q 0.84", metric) / cells.at(scene, "ours", metric)
