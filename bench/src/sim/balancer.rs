@@ -82,8 +82,8 @@ impl Arm {
         }
     }
 
-    /// What the servers estimate with: the paper's rules for the paper's policies. C3 needs ours: without it an overloaded
-    /// server, whose only answers are those without work, looks the fastest.
+    /// What the servers estimate with: the paper's rules for the paper's policies. C3 needs ours: without it an
+    /// overloaded server, whose only answers are those without work, looks the fastest.
     pub(crate) fn tracker(&self) -> TrackerConfig {
         match self {
             Self::Prequal(Prequal { paper_tracker: true, .. }) | Self::Sync(..) => {

@@ -3,7 +3,6 @@
 //! Arrivals, work and antagonists have random streams of their own, so every policy meets the same trace. Events at the
 //! same nanosecond happen in the order in which they were scheduled: the same seed gives the same bytes.
 
-use std::cmp::Ordering;
 use std::collections::{BinaryHeap, VecDeque};
 
 use prequal_core::exceptions::flights::Flight;
@@ -19,6 +18,10 @@ use super::balancer::{Arm, Balancer, Polling};
 use super::measure::{FAILED, Run, Sample};
 use super::scenario::{Change, Load, Scenario, Service};
 use super::server::{Health, Job, Nanos, Server, micros};
+
+mod queue;
+
+use queue::{Slab, Timed};
 
 /// Runs `scenario` under `arm`.
 pub(crate) fn run(scenario: &Scenario, arm: &Arm, seed: u64) -> Run {
@@ -106,71 +109,6 @@ enum Event {
     Change(u32),
 }
 
-struct Timed {
-    at: Nanos,
-    sequence: u64,
-    event: Event,
-}
-
-impl Ord for Timed {
-    fn cmp(&self, other: &Self) -> Ordering {
-        // Reversed: the queue hands out the greatest.
-        (other.at, other.sequence).cmp(&(self.at, self.sequence))
-    }
-}
-
-impl PartialOrd for Timed {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Timed {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Timed {}
-
-struct Slab<T> {
-    items: Vec<Option<T>>,
-    free: Vec<u32>,
-}
-
-impl<T> Slab<T> {
-    fn insert(&mut self, item: T) -> u32 {
-        match self.free.pop() {
-            Some(slot) => {
-                self.items[slot as usize] = Some(item);
-                slot
-            }
-            None => {
-                self.items.push(Some(item));
-                self.items.len() as u32 - 1
-            }
-        }
-    }
-
-    fn get(&mut self, slot: u32) -> Option<&mut T> {
-        self.items[slot as usize].as_mut()
-    }
-
-    fn remove(&mut self, slot: u32) -> Option<T> {
-        let item = self.items[slot as usize].take();
-        if item.is_some() {
-            self.free.push(slot);
-        }
-        item
-    }
-}
-
-impl<T> Default for Slab<T> {
-    fn default() -> Self {
-        Self { items: Vec::new(), free: Vec::new() }
-    }
-}
-
 const SECOND: Nanos = 1_000_000_000;
 /// The filter's tick.
 const TICK: Nanos = SECOND / 4;
@@ -239,7 +177,7 @@ impl<'a> World<'a> {
 
     fn begin(&mut self) {
         match self.scenario.load {
-            Load::Poisson(_) => self.schedule_arrival(),
+            Load::Poisson(_) | Load::Even(_) => self.schedule_arrival(),
             Load::Closed { users } => {
                 for _ in 0..users {
                     let at = self.trace.random_range(0..SECOND / 100);
@@ -310,12 +248,17 @@ impl<'a> World<'a> {
     // --- queries
 
     fn schedule_arrival(&mut self) {
-        if let Load::Poisson(qps) = self.scenario.load {
-            let gap: f64 = Exp1.sample(&mut self.trace);
-            let at = self.now + nanos(gap / qps);
-            if at < self.until {
-                self.at(at, Event::Arrival);
+        let gap = match self.scenario.load {
+            Load::Poisson(qps) => {
+                let gap: f64 = Exp1.sample(&mut self.trace);
+                gap / qps
             }
+            Load::Even(qps) => 1.0 / qps,
+            Load::Closed { .. } => return,
+        };
+        let at = self.now + nanos(gap);
+        if at < self.until {
+            self.at(at, Event::Arrival);
         }
     }
 
@@ -802,90 +745,4 @@ impl<'a> World<'a> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::HashMap;
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
-
-    use super::*;
-    use crate::sim::balancer::Prequal;
-    use crate::sim::plans::{ours, paper};
-    use crate::sim::scenario::NORMAL;
-    use crate::sim::server::Logged;
-
-    /// Small and overloaded, so that queries queue, miss deadlines, fail and are refused.
-    fn scenario() -> Scenario {
-        let mut scenario = Scenario::testbed(10, 1.6, NORMAL);
-        scenario.servers[0].failing = 0.2;
-        (scenario.servers[1].slots, scenario.servers[1].queue) = (8, 4);
-        scenario.changes = vec![(3.0, Change::Frozen(2, true)), (4.0, Change::Frozen(2, false))];
-        (scenario.warm_up, scenario.measured) = (1.0, 8.0);
-        scenario
-    }
-
-    #[test]
-    fn the_same_seed_gives_the_same_run_and_another_seed_another() {
-        for arm in [Arm::Prequal(paper()), Arm::Prequal(ours()), Arm::WeightedRoundRobin, Arm::Yarp] {
-            let (once, again) = (run(&scenario(), &arm, 7), run(&scenario(), &arm, 7));
-            assert_eq!((&once.samples, once.events), (&again.samples, again.events), "{arm:?}");
-            assert_ne!(once.samples, run(&scenario(), &arm, 8).samples);
-        }
-    }
-
-    #[test]
-    fn every_policy_meets_the_same_arrivals() {
-        let arrivals =
-            |arm| -> Vec<u32> { run(&scenario(), &arm, 7).samples.iter().map(|s| s.at_ms).collect() };
-        assert_eq!(arrivals(Arm::Random), arrivals(Arm::Prequal(paper())));
-    }
-
-    #[test]
-    fn every_query_ends_once_and_nothing_is_left_behind() {
-        let scenario = scenario();
-        let mut world = World::new(&scenario, &Arm::Prequal(Prequal { learn: true, ..ours() }), 3);
-        world.go();
-        assert!(world.assigned.iter().all(|assigned| *assigned == 0), "{:?}", world.assigned);
-        assert!(world.servers.iter().all(|server| server.rif() == 0 && server.running == 0));
-        assert_eq!(world.queries.items.len(), world.queries.free.len());
-        assert!(
-            world.run.samples.iter().any(|sample| sample.latency_us == FAILED),
-            "the test must see failures"
-        );
-    }
-
-    /// What the simulated servers reported, the agent reports too when it sees the same requests.
-    #[test]
-    fn the_agent_agrees_with_the_simulated_servers() {
-        let scenario = scenario();
-        let arm = Arm::Prequal(ours());
-        let mut world = World::new(&scenario, &arm, 5);
-        world.go();
-        let endpoint = super::super::balancer::endpoint(0);
-        let (mut reports, mut known) = (0, 0);
-        for server in &world.servers {
-            let clock = Arc::new(AtomicU64::new(0));
-            let shown = Arc::clone(&clock);
-            let load = probe_agent::load::Load::with_clock(arm.tracker(), move || {
-                micros(shown.load(Ordering::Relaxed))
-            });
-            let mut open: HashMap<Nanos, Vec<probe_agent::load::InFlight>> = HashMap::new();
-            for (at, logged) in &server.log {
-                clock.store(*at, Ordering::Relaxed);
-                match logged {
-                    Logged::Arrived => open.entry(*at).or_default().push(load.start()),
-                    Logged::Left { arrived, outcome } => {
-                        open.get_mut(arrived).unwrap().remove(0).finish(*outcome);
-                    }
-                    Logged::Reported { report, held } => {
-                        let told = load.report(endpoint, None, 0);
-                        assert_eq!((told.rif, told.latency_us), *report, "at {at} ns");
-                        assert_eq!(told.rif as usize, *held, "the model's own count at {at} ns");
-                        reports += 1;
-                        known += usize::from(report.1.is_some());
-                    }
-                }
-            }
-        }
-        assert!(reports > 1000 && known > 1000, "{reports} reports, {known} with an estimate");
-    }
-}
+mod tests;

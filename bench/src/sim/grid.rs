@@ -1,8 +1,8 @@
-//! Runs the cells of an experiment, point × policy × seed, on as many threads as the machine has, and reduces each run to
-//! its metrics at once: samples are large.
+//! Runs the cells of an experiment, point × policy × seed, on as many threads as the machine has, and reduces each run
+//! to its metrics at once: samples are large.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use super::balancer::Arm;
 use super::engine;
@@ -43,6 +43,28 @@ impl Cell {
     }
 }
 
+/// Runs every task on as many threads as the machine has; the results are in the order of the tasks.
+pub(crate) fn in_parallel<T: Sync, R: Send>(tasks: &[T], run: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(Vec::with_capacity(tasks.len()));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(tasks.len().max(1));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(task) = tasks.get(index) else { break };
+                    let result = run(task);
+                    results.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
+                }
+            });
+        }
+    });
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.sort_by_key(|(index, _)| *index);
+    results.into_iter().map(|(_, result)| result).collect()
+}
+
 /// Every point under every of its arms with every seed. The order of the result does not depend on the threads.
 pub(crate) fn run(
     points: &[Point],
@@ -60,29 +82,15 @@ pub(crate) fn run(
             cells.push(Cell { point: point.label.clone(), arm: name.clone(), values: Vec::new() });
         }
     }
-    let (next, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let results = Mutex::new(vec![Vec::new(); tasks.len()]);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(tasks.len().max(1));
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some((cell, scenario, arm, seed)) = tasks.get(next.fetch_add(1, Ordering::Relaxed))
-                {
-                    let run = engine::run(scenario, arm, *seed);
-                    let latencies = run.latencies();
-                    let values: Vec<f64> =
-                        metrics.iter().map(|metric| (metric.of)(scenario, &run, &latencies)).collect();
-                    let done = finished.fetch_add(1, Ordering::Relaxed) + 1;
-                    if let Ok(mut results) = results.lock() {
-                        let index = tasks.iter().position(|task| task.0 == *cell && task.3 == *seed);
-                        results[index.unwrap_or(0)] = values;
-                    }
-                    say(&format!("{done}/{} runs", tasks.len()));
-                }
-            });
-        }
+    let finished = AtomicUsize::new(0);
+    let results = in_parallel(&tasks, |(_, scenario, arm, seed)| {
+        let run = engine::run(scenario, arm, *seed);
+        let latencies = run.latencies();
+        let values: Vec<f64> = metrics.iter().map(|metric| (metric.of)(scenario, &run, &latencies)).collect();
+        let done = finished.fetch_add(1, Ordering::Relaxed) + 1;
+        say(&format!("{done}/{} runs", tasks.len()));
+        values
     });
-    let results = results.into_inner().unwrap_or_default();
     for ((cell, _, _, seed), values) in tasks.into_iter().zip(results) {
         cells[cell].values.push((seed, values));
     }
@@ -111,4 +119,21 @@ pub(crate) const RIF99: usize = 7;
 /// The standard metrics and more.
 pub(crate) fn standard_and(more: &[Metric]) -> Vec<Metric> {
     STANDARD.iter().chain(more).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_keep_the_order_of_the_tasks() {
+        let tasks: Vec<u64> = (0..50).collect();
+        // The first tasks take the longest.
+        let results = in_parallel(&tasks, |task| {
+            let spun =
+                (0..(50 - task) * 10_000).fold(0u64, |sum, i| std::hint::black_box(sum.wrapping_add(i)));
+            (*task, spun > 0)
+        });
+        assert!(results.iter().map(|(task, _)| *task).eq(tasks));
+    }
 }

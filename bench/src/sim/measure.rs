@@ -24,13 +24,13 @@ pub(crate) struct Run {
     /// Picks by branch: cold, hot, fallback; and those whose replica was gone.
     pub(crate) branches: [u64; 3],
     pub(crate) diverted: u64,
-    /// Server RIFs, sampled every 100 ms: how often each was seen.
+    /// Server RIFs, sampled at every tick of the filter (250 ms): how often each was seen.
     pub(crate) rifs: Vec<u64>,
     /// Cores over allocation, one value per server and second.
     pub(crate) utilisation: Vec<f32>,
     /// Median age of the pool's entries at each pick, milliseconds.
     pub(crate) ages_ms: Vec<u32>,
-    /// θ at picks, sampled.
+    /// θ at every pick that had one.
     pub(crate) thetas: Vec<u16>,
     /// Events handled, warm-up included.
     pub(crate) events: u64,
@@ -62,6 +62,20 @@ impl Run {
             seen as f64 >= q * total as f64
         });
         at.map_or(f64::NAN, |rif| rif as f64)
+    }
+
+    /// Standard deviation of the servers' utilisation, taken each second, over its mean.
+    pub(crate) fn cpu_variation(&self) -> f64 {
+        let n = self.utilisation.len() as f64;
+        let mean = self.utilisation.iter().map(|u| f64::from(*u)).sum::<f64>() / n;
+        let square = self.utilisation.iter().map(|u| (f64::from(*u) - mean).powi(2)).sum::<f64>() / n;
+        square.sqrt() / mean
+    }
+
+    /// Median θ at the picks.
+    pub(crate) fn theta(&self) -> f64 {
+        let thetas: Vec<f64> = self.thetas.iter().map(|theta| f64::from(*theta)).collect();
+        quantile(&thetas, 0.5)
     }
 
     /// Addressed and discovery probes per query.

@@ -18,6 +18,7 @@ pub(crate) struct Report {
     pub(crate) text: String,
     pub(crate) header: Vec<String>,
     pub(crate) rows: Vec<Vec<String>>,
+    pub(crate) beside: Vec<Beside>,
     pub(crate) charts: Vec<Chart>,
     pub(crate) verdicts: Vec<Verdict>,
     /// Header and lines.
@@ -39,6 +40,36 @@ impl Verdict {
 
     fn line(&self) -> String {
         format!("{}: {} — {}", if self.reached { "reached" } else { "MISSED" }, self.what, self.got)
+    }
+}
+
+/// A figure that the source states, beside the one that came out here.
+#[derive(Clone, Debug)]
+pub(crate) struct Beside {
+    what: String,
+    source: String,
+    here: String,
+    /// Whether it says the same.
+    holds: bool,
+}
+
+impl Beside {
+    pub(crate) fn new(
+        what: impl Into<String>,
+        source: impl Into<String>,
+        here: impl Into<String>,
+        holds: bool,
+    ) -> Self {
+        Self { what: what.into(), source: source.into(), here: here.into(), holds }
+    }
+
+    pub(crate) fn here_is(&self, text: &str) -> bool {
+        self.here == text
+    }
+
+    fn cells(&self) -> Vec<String> {
+        let holds = if self.holds { "yes" } else { "**no**" };
+        vec![self.what.clone(), self.source.clone(), self.here.clone(), holds.to_owned()]
     }
 }
 
@@ -70,21 +101,28 @@ impl Report {
 
     fn page(&self) -> String {
         let mut page = format!("## {}: {}\n\n{}\n\n", self.name, self.title, self.text.trim());
-        let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
-        page += &row(&self.header);
-        page += &format!("|{}\n", "---|".repeat(self.header.len()));
-        for cells in &self.rows {
-            page += &row(cells);
+        if !self.beside.is_empty() {
+            let header = ["the source states", "source", "here", "reproduces"].map(str::to_owned);
+            page += &table(&header, self.beside.iter().map(Beside::cells));
         }
-        page.push('\n');
         if !self.charts.is_empty() {
             let _ = writeln!(page, "![{}](evaluation/{}.svg)\n", self.title, self.name);
         }
         for verdict in &self.verdicts {
             let _ = writeln!(page, "- {}", verdict.line());
         }
-        page
+        page.push('\n');
+        page + &table(&self.header, self.rows.iter().cloned())
     }
+}
+
+fn table(header: &[String], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let mut text = row(header) + &format!("|{}\n", "---|".repeat(header.len()));
+    for cells in rows {
+        text += &row(&cells);
+    }
+    text + "\n"
 }
 
 /// The cells as CSV, one line per run.

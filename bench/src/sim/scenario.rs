@@ -1,7 +1,7 @@
 //! What is simulated: servers, load, work, network, and what happens when. Times are seconds of virtual time.
 
-/// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms it puts 0.75x
-/// at 5.5 k queries/s and 1.74x at 12.9 k, the paper's 5.6 k and 13 k.
+/// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms it puts
+/// 0.75x at 5.5 k queries/s and 1.74x at 12.9 k, the paper's 5.6 k and 13 k.
 pub(crate) const ALLOCATION: f64 = 6.4;
 /// Mean and standard deviation of the normal distribution of work, milliseconds of one core. Truncated at zero it
 /// gives p50/p90/p99/p99.9 of 80/182.5/266/327 ms without queueing; the paper's are 80/182/265/325.
@@ -33,6 +33,8 @@ pub(crate) struct Scenario {
 pub(crate) enum Load {
     /// Independent arrivals, queries per second over all clients.
     Poisson(f64),
+    /// The same rate with even gaps.
+    Even(f64),
     /// Each user asks again when it has been answered.
     Closed { users: usize },
 }
@@ -135,8 +137,8 @@ impl Scenario {
 
 /// Mean of max(0, N(1, 1)): Φ(1) + φ(1).
 pub(crate) const TRUNCATED_MEAN: f64 = 1.083_315_470_587_686;
-/// Antagonists of the load ramp. The lower tail of their spread (1 % of machines with nothing to spare) decides where WRR
-/// breaks, the mean where Prequal's tail lifts.
+/// Antagonists of the load ramp. The lower tail of their spread (1 % of machines with nothing to spare) decides where
+/// WRR breaks, the mean where Prequal's tail lifts.
 pub(crate) const NORMAL: Spare = Spare::Antagonists { mean: 0.95, sd: 0.32, hobbled: 0.95 };
 /// The heavier ones of the selection-rule test: WRR broke at a lower load there (paper §5.2).
 pub(crate) const HEAVY: Spare = Spare::Antagonists { mean: 0.45, sd: 0.45, hobbled: 0.9 };

@@ -1,0 +1,321 @@
+//! What a fleet does to Prequal: failures, size, change, sharing, and the settings of ours.
+
+use super::*;
+
+pub(super) fn sinkhole(length: Length) -> Plan {
+    let point = |label: &str, share: Option<f64>| {
+        let mut scenario = Scenario::testbed(100, 0.75, NORMAL);
+        let bad = share.map_or(Change::Frozen(0, true), |share| Change::Failing(0, share));
+        let good = share.map_or(Change::Frozen(0, false), |_| Change::Failing(0, 0.0));
+        scenario.changes = vec![(scenario.warm_up, bad), (scenario.warm_up + 30.0, good)];
+        scenario.measured = 60.0;
+        Point {
+            label: label.to_owned(),
+            scenario,
+            arms: arms([
+                ("Random", Arm::Random),
+                ("LL", Arm::LeastLoaded),
+                ("Zuul", Arm::Zuul(64)),
+                ("C3", c3()),
+                (PAPER, Arm::Prequal(paper())),
+                (OURS, Arm::Prequal(ours())),
+            ]),
+        }
+    };
+    let _ = length;
+    Plan {
+        name: "sinkhole",
+        title: "one server of 100 fails its queries at once, or freezes",
+        text: "0.75x load; one server fails all, half or 30 % of its queries immediately, or does nothing at all, for 30 s and \
+            then heals. Shares are over the fair one (1.0). Each of the 100 clients finds out by itself or from the server's \
+            reports, and tries again every 8 s at the latest: that alone is a share of 0.2.",
+        x_label: "",
+        points: vec![
+            point("fails all", Some(1.0)),
+            point("fails half", Some(0.5)),
+            point("fails 30 %", Some(0.3)),
+            point("frozen", None),
+        ],
+        metrics: standard_and(&[
+            Metric {
+                name: "share_failing",
+                of: |scenario, run, _| run.share(|s| s == 0, |at| at < 30.0) * scenario.servers.len() as f64,
+            },
+            Metric {
+                name: "share_healed",
+                of: |scenario, run, _| run.share(|s| s == 0, |at| at >= 50.0) * scenario.servers.len() as f64,
+            },
+        ]),
+        columns: vec![
+            ("share while failing", OWN, two),
+            ("share 20 s after healing", OWN + 1, two),
+            ("failed", FAILED, percent),
+            ("p99 ms", P99, ms),
+        ],
+        charts: vec![(OWN, true), (OWN + 1, false)],
+        judge: |cells| {
+            let points = ["fails all", "fails half", "fails 30 %"];
+            let failing = points.map(|point| {
+                at_most(&format!("ours, share while it {point}"), cells.at(point, OURS, OWN), 0.5)
+            });
+            let healed = points.map(|point| {
+                let share = cells.at(point, OURS, OWN + 1);
+                at_least(&format!("ours, share 20 s after healing, {point}"), share, 0.5)
+            });
+            [failing, healed].concat()
+        },
+    }
+}
+
+pub(super) fn scale(length: Length) -> Plan {
+    let even = [4, 10, 16, 24, 32, 100, 316, 1000].map(|n| (n, n));
+    // Fewer clients than servers, as gateways are, and more, as sidecars are.
+    let sizes: Vec<(usize, usize)> = even.into_iter().chain([(4, 100), (1000, 100), (10, 1000)]).collect();
+    let points = length.pick(&sizes, &[0, 2, 5, 8]).into_iter().map(|(clients, servers)| {
+        let mut scenario = length.cut(Scenario::testbed(servers, 1.14, NORMAL));
+        scenario.clients = clients;
+        if servers > 100 {
+            (scenario.warm_up, scenario.measured) = (6.0, 6.0);
+        }
+        Point {
+            label: format!("{clients} × {servers}"),
+            scenario,
+            arms: arms([
+                ("LL-Po2C", Arm::LeastLoadedPo2c),
+                (PAPER, Arm::Prequal(paper())),
+                (OURS, Arm::Prequal(ours())),
+                ("floor", Arm::Floor),
+            ]),
+        }
+    });
+    Plan {
+        name: "scale",
+        title: "from 4 to 1000 clients and servers",
+        text: "1.14x load. Small fleets cannot average the antagonists away: below 16 servers the load may simply not \
+            fit on the machines that the seed drew, whatever the policy (see the floor).",
+        x_label: "clients × servers",
+        points: points.collect(),
+        metrics: standard_and(&[Metric { name: "events", of: |_, run, _| run.events as f64 }]),
+        columns: columns(&[("events", OWN, whole)]),
+        charts: vec![(P99, true)],
+        judge: |cells| {
+            let mut verdicts =
+                vec![at_most("ours, failures at 100 × 100", cells.at("100 × 100", OURS, FAILED), 0.0)];
+            if !cells.at("1000 × 1000", OURS, FAILED).is_nan() {
+                verdicts.push(at_most(
+                    "ours, failures at 1000 × 1000",
+                    cells.at("1000 × 1000", OURS, FAILED),
+                    0.0,
+                ));
+            }
+            verdicts
+        },
+    }
+}
+
+pub(super) fn churn(length: Length) -> Plan {
+    let points = [("calm", 0.0), ("one in 4 s", 4.0), ("one a second", 1.0)].map(|(label, every)| {
+        let mut scenario = Scenario::testbed(50, 0.75, NORMAL);
+        // 50 of 100 addresses are in use; the oldest leaves as a new one joins.
+        scenario.servers = vec![ServerSpec::testbed(WORK_MS, NORMAL); 100];
+        scenario.clients = 20;
+        scenario = length.cut(scenario);
+        let end = scenario.warm_up + scenario.measured;
+        let steps = if every > 0.0 { ((end - scenario.warm_up) / every) as usize } else { 0 };
+        for step in 0..steps {
+            let at = scenario.warm_up + step as f64 * every;
+            scenario.changes.push((at, Change::Join((50 + step) % 100)));
+            scenario.changes.push((at, Change::Leave(step % 100)));
+        }
+        let verified = PoolSettings { verified_probes: true, ..ours().pool };
+        let learning = Prequal { learn: true, pool: verified, ..ours() };
+        Point {
+            label: label.to_owned(),
+            scenario,
+            arms: arms([
+                ("Random", Arm::Random),
+                ("LL-Po2C", Arm::LeastLoadedPo2c),
+                ("Prequal (ours, learning)", Arm::Prequal(learning)),
+            ]),
+        }
+    });
+    Plan {
+        name: "churn",
+        title: "endpoints come and go",
+        text: "20 clients over 50 servers at 0.75x; a server leaves as another joins. The first two policies are told \
+            at once, as Envoy's own are; ours learns its members from probes without an address, as the filter does, \
+            and a pick whose server is gone is diverted by Envoy. `fallback` is the share of picks that were left to \
+            Envoy's own policy.",
+        x_label: "rate of change",
+        points: points.into(),
+        metrics: standard_and(&[
+            Metric {
+                name: "diverted",
+                of: |_, run, _| run.diverted as f64 / run.samples.len().max(1) as f64,
+            },
+            Metric {
+                name: "fallback",
+                of: |_, run, _| run.branches[2] as f64 / run.branches.iter().sum::<u64>().max(1) as f64,
+            },
+        ]),
+        columns: columns(&[("diverted", OWN, three_percent), ("fallback", OWN + 1, three_percent)]),
+        charts: vec![(P99, false), (OWN, false), (OWN + 1, false)],
+        judge: |cells| {
+            let ours = |label: &str, metric| cells.at(label, "Prequal (ours, learning)", metric);
+            vec![
+                at_most("ours, failures", cells.worst("Prequal (ours, learning)", FAILED), 0.0),
+                at_most(
+                    "ours, p99 with one change a second over calm",
+                    ours("one a second", P99) / ours("calm", P99),
+                    1.1,
+                ),
+            ]
+        },
+    }
+}
+
+pub(super) fn sharing(length: Length) -> Plan {
+    let mut points = Vec::new();
+    for (kind, half_slow) in [("1.5x", false), ("half slow", true)] {
+        for pools in length.pick(&[100, 20, 5], &[0, 2]) {
+            let mut scenario = if half_slow {
+                Scenario::half_slow(100, 30.0, 0.75, NORMAL)
+            } else {
+                Scenario::testbed(100, 1.5, NORMAL)
+            };
+            scenario.clients = pools;
+            points.push(Point {
+                label: format!("{kind}, {pools} pools"),
+                scenario: length.cut(scenario),
+                arms: arms([(PAPER, Arm::Prequal(paper())), (OURS, Arm::Prequal(ours()))]),
+            });
+        }
+    }
+    Plan {
+        name: "sharing",
+        title: "100 clients share pools, which is what shared data buys",
+        text: "The traffic of 100 clients through 100, 20 and 5 pools: the workers of one Envoy share a pool. At 1.5x \
+            load, and with half of the fleet slow at 0.75x.",
+        x_label: "scenario and pools",
+        points,
+        metrics: STANDARD.to_vec(),
+        columns: LATENCIES.to_vec(),
+        charts: vec![(P999, false)],
+        judge: |cells| {
+            vec![at_most(
+                "ours at 1.5x, p99.9 with 5 pools over that with 100",
+                cells.at("1.5x, 5 pools", OURS, P999) / cells.at("1.5x, 100 pools", OURS, P999),
+                1.0,
+            )]
+        },
+    }
+}
+
+pub(super) fn budget(length: Length) -> Plan {
+    let rates = length.pick(&[1.0, 5.0, 20.0, 100.0, 500.0, 2000.0, 5000.0], &[0, 2, 4]);
+    let points = rates.into_iter().map(|qps| {
+        // One Envoy among many: the servers are as busy as the testbed's, this client's share varies.
+        let mut scenario = Scenario::testbed(100, 0.75, Spare::None);
+        (scenario.clients, scenario.load) = (1, Load::Poisson(qps));
+        scenario.measured = if qps < 100.0 { 300.0 } else { 30.0 };
+        Point { label: format!("{qps}/s"), scenario, arms: arms([(OURS, Arm::Prequal(ours()))]) }
+    });
+    Plan {
+        name: "budget",
+        title: "age of the pool's information under the adaptive budget",
+        text: "One client, 100 servers, from 1 to 5000 queries/s. The age is what the budget's target means: the \
+            median age of the pool's entries, taken at every pick (no entry counts as infinitely old); the target is \
+            500 ms.",
+        x_label: "queries per second",
+        points: points.collect(),
+        metrics: standard_and(&[
+            Metric {
+                name: "age_p99_ms",
+                of: |_, run, _| {
+                    let ages: Vec<f64> = run.ages_ms.iter().map(|age| f64::from(*age)).collect();
+                    quantile(&ages, 0.99)
+                },
+            },
+            Metric { name: "probes_per_s", of: |scenario, run, _| run.probes as f64 / scenario.measured },
+        ]),
+        columns: vec![
+            ("age p99 ms", OWN, whole),
+            ("probes/s", OWN + 1, one),
+            ("probes/query", PROBES, two),
+            ("p99 ms", P99, ms),
+        ],
+        charts: vec![(OWN + 1, true)],
+        judge: |cells| {
+            vec![at_most("age at p99 over all rates and seeds, ms", cells.worst(OURS, OWN), 500.0)]
+        },
+    }
+}
+
+pub(super) fn variants(length: Length) -> Plan {
+    let fixed = |r_probe: f64, r_remove: f64| {
+        move |pool: &mut PoolSettings| {
+            pool.budget = Budget::Fixed { r_probe };
+            pool.r_remove = r_remove;
+        }
+    };
+    let scenes = [
+        ("1.27x", Scenario::testbed(100, 1.27, NORMAL), None),
+        ("1.74x", Scenario::testbed(100, 1.74, NORMAL), None),
+        ("1.5x, 0.5 probes", Scenario::testbed(100, 1.5, NORMAL), Some((0.5, 0.25))),
+        ("half slow", Scenario::half_slow(100, 30.0, 0.75, NORMAL), None),
+    ];
+    let points = scenes.into_iter().map(|(label, scenario, rates)| {
+        let with = |change: &dyn Fn(&mut Prequal)| {
+            let mut prequal = ours();
+            if let Some((r_probe, r_remove)) = rates {
+                fixed(r_probe, r_remove)(&mut prequal.pool);
+            }
+            change(&mut prequal);
+            Arm::Prequal(prequal)
+        };
+        let band = |latency_band: f64, q_rif: f64| {
+            with(&|prequal| (prequal.pool.latency_band, prequal.pool.q_rif) = (latency_band, q_rif))
+        };
+        Point {
+            label: label.to_owned(),
+            scenario: length.cut(scenario),
+            arms: arms([
+                ("ours", with(&|_| ())),
+                ("band 1, Q 0.84", band(1.0, 0.84)),
+                ("band 1, Q 0.95", band(1.0, 0.95)),
+                ("band 1.3", band(1.3, 0.95)),
+                ("band 2", band(2.0, 0.95)),
+                ("Q 0.84", band(1.5, 0.84)),
+                ("Q 0.99", band(1.5, 0.99)),
+                ("hot if RIF > θ", with(&|prequal| prequal.pool.hot = HotRule::Gt)),
+                ("no piggyback", with(&|prequal| prequal.piggyback = false)),
+                ("paper's estimator", with(&|prequal| prequal.paper_tracker = true)),
+                ("probes pass over nobody", with(&|prequal| prequal.skip_fresh_ms = None)),
+            ]),
+        }
+    });
+    Plan {
+        name: "variants",
+        title: "ours, one setting changed at a time",
+        text: "The default profile against its neighbours, in the four scenarios that its bars come from. `1.5x, 0.5 \
+            probes` is fig8's last step.",
+        x_label: "",
+        points: points.collect(),
+        metrics: STANDARD.to_vec(),
+        columns: LATENCIES.to_vec(),
+        charts: vec![(P999, false), (P99, false)],
+        judge: |cells| {
+            let worse = |scene: &str, metric| {
+                cells.at(scene, "band 1, Q 0.84", metric) / cells.at(scene, "ours", metric)
+            };
+            vec![
+                at_least("1.74x: p99.9 without the band and at Q 0.84 over ours", worse("1.74x", P999), 1.0),
+                at_least(
+                    "half slow: p99 without the band and at Q 0.84 over ours",
+                    worse("half slow", P99),
+                    1.0,
+                ),
+            ]
+        },
+    }
+}
