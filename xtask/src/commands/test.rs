@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{envoy, plb_guest, sim};
+use crate::commands::{compose, envoy, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{policy, progress, run, workspace};
 
@@ -64,6 +64,8 @@ enum Step {
     PlbGuest,
     /// The smallest end-to-end tests again on other Envoy versions
     Matrix,
+    /// The docker-compose demo with every fault; under CI=true, or when named with --only
+    Compose,
     /// The benchmarks compile
     Benches,
     /// Every experiment of the simulator, short
@@ -127,6 +129,7 @@ impl Step {
             Self::Test => "tests",
             Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
+            Self::Compose => "docker-compose demo",
             Self::Benches => "benchmarks compile",
             Self::Sim => "simulator",
         }
@@ -148,6 +151,7 @@ impl Session<'_> {
             Step::Test => self.tests(),
             Step::PlbGuest => self.plb_guest(),
             Step::Matrix => self.version_matrix(),
+            Step::Compose => self.compose(),
             Step::Benches => run::check(run::cargo().args([
                 "bench",
                 "--package",
@@ -207,6 +211,20 @@ impl Session<'_> {
             return Ok(());
         }
         plb_guest::prove(plb_guest::LIMIT)
+    }
+
+    fn compose(&mut self) -> Result<()> {
+        if !self.ci && !self.args.only.contains(&Step::Compose) {
+            self.skipped.push("docker-compose demo: not asked for (--only compose)".to_owned());
+            return Ok(());
+        }
+        match compose::missing() {
+            // Not every CI may start a container engine: there it is said, and is no failure.
+            Some(why) if self.ci => progress::say(format_args!("docker-compose demo: not run, {why}")),
+            Some(why) => self.skipped.push(format!("docker-compose demo: {why}")),
+            None => compose::check(self.args.wasm.toolchain)?,
+        }
+        Ok(())
     }
 
     fn version_matrix(&mut self) -> Result<()> {
@@ -329,7 +347,7 @@ impl Tally {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 10] = [
+const STEPS: [Step; 11] = [
     Step::Format,
     Step::Deps,
     Step::Lint,
@@ -338,6 +356,7 @@ const STEPS: [Step; 10] = [
     Step::Test,
     Step::PlbGuest,
     Step::Matrix,
+    Step::Compose,
     Step::Benches,
     Step::Sim,
 ];
