@@ -131,7 +131,7 @@ fn orders(project: &Project, page: &Page) -> bool {
         progress::say(format_args!("{} on {}, {} s", order.name, order.replica, order.seconds));
         if let Err(error) = fault::act(project, &order) {
             progress::say(format_args!("not done: {error:#}"));
-            let _ = page.failed(order.id, &format!("{error:#}"));
+            let _ = page.failed(order.id, &error.to_string());
         }
     }
     true

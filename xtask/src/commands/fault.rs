@@ -62,7 +62,7 @@ pub(crate) fn switch_on(
     if order.by_host
         && let Err(error) = act(project, &order)
     {
-        page.failed(order.id, &format!("{error:#}"))?;
+        page.failed(order.id, &error.to_string())?;
         return Err(error);
     }
     Ok(order)
@@ -107,7 +107,7 @@ fn net_fault(project: &Project, order: &Order, begin: &str, end: &str, rule: &st
         command
     };
     let begun = run::output(enter().args([NETFAULT, "sh", "-c", &format!("{begin} {rule}")]));
-    begun.with_context(|| format!("`{}` on replica {}", order.name, order.replica))?;
+    begun.with_context(|| format!("cannot change the network of replica {}", order.replica))?;
     let undo = format!("sleep {}; {end} {rule}", order.seconds);
     run::output(enter().args(["--detach", NETFAULT, "sh", "-c", &undo]))?;
     Ok(())
