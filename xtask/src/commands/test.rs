@@ -229,7 +229,7 @@ impl Session<'_> {
         match compose::missing() {
             Some(why) if self.ci => self.impossible.push(format!("docker-compose demo: {why}")),
             Some(why) => self.skipped.push(format!("docker-compose demo: {why}")),
-            None => compose::check(self.args.wasm.toolchain)?,
+            None => self.impossible.extend(compose::check(self.args.wasm.toolchain)?),
         }
         Ok(())
     }

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::commands::build;
@@ -105,6 +105,9 @@ const TAIL: f64 = 1.5;
 /// A window in which the load generator's own p99 lateness, ms, is above this says more of the machine than of us.
 const BUSY_MS: f64 = 5.0;
 
+/// How often a calm quarter of a minute is looked for.
+const CALM_TRIES: u32 = 5;
+
 /// Fewest requests in a window whose p99 counts.
 const SAMPLES: u64 = 1000;
 
@@ -114,7 +117,8 @@ const BACK: u64 = 30;
 /// Replicas in rotation.
 const REPLICAS: f64 = 8.0;
 
-pub(super) fn run(toolchain: Choice, options: &Options) -> Result<()> {
+/// An error if a bar was missed; returns those that could not be judged.
+pub(super) fn run(toolchain: Choice, options: &Options) -> Result<Vec<String>> {
     for name in &options.faults {
         ensure!(CASES.iter().any(|case| case.fault == name), "`--fault`: there is no `{name}`");
     }
@@ -127,18 +131,18 @@ pub(super) fn run(toolchain: Choice, options: &Options) -> Result<()> {
         eprintln!("{}", project.logs());
     }
     let down = project.down();
-    let wrong = done?;
+    let (wrong, unjudged) = done?;
     down.context("taking it all down")?;
     progress::say(format_args!(
         "up, faults and down in {}; nothing left behind",
         progress::seconds(started.elapsed())
     ));
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
-    Ok(())
+    Ok(unjudged)
 }
 
-/// Returns the bars that were missed; anything else that went wrong is an error.
-fn up_and_through(project: &Project, options: &Options) -> Result<Vec<String>> {
+/// Returns the bars that were missed, and those that could not be judged; anything else that went wrong is an error.
+fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, Vec<String>)> {
     project.up()?;
     confined(project)?;
     let page = Page::of(project)?;
@@ -150,7 +154,8 @@ fn up_and_through(project: &Project, options: &Options) -> Result<Vec<String>> {
             None
         }
     };
-    let mut check = Check { project, page, browser, calm: Calm::default(), wrong: Vec::new() };
+    let mut check =
+        Check { project, page, browser, calm: Calm::default(), wrong: Vec::new(), unjudged: Vec::new() };
     check.calm = check.calm()?;
     println!(
         "calm: p99 {:.1} ms with Prequal, {:.1} ms without; bar {:.1} ms",
@@ -167,7 +172,7 @@ fn up_and_through(project: &Project, options: &Options) -> Result<Vec<String>> {
             check.twice(case, options)?;
         }
     }
-    Ok(check.wrong)
+    Ok((check.wrong, check.unjudged))
 }
 
 /// No container is root, may write outside its volume, has a capability, or sees the engine's socket.
@@ -213,45 +218,62 @@ struct Window {
     lag: f64,
 }
 
+impl Window {
+    /// Whether its p99 says something of us: enough requests, on a machine that let the generator keep its times.
+    fn judged(&self) -> bool {
+        self.samples >= SAMPLES && self.lag <= BUSY_MS
+    }
+}
+
 struct Check<'a> {
     project: &'a Project,
     page: Page,
     browser: Option<Browser>,
     calm: Calm,
+    /// Bars that were missed.
     wrong: Vec<String>,
+    /// Bars of which this machine, busy with something else, let nothing be said.
+    unjudged: Vec<String>,
 }
 
 impl Check<'_> {
-    /// Medians over fifteen windows, after as many seconds for the pool and the connections to settle.
+    /// Medians over fifteen seconds, after some for the pool and the connections to settle. Several tries to find
+    /// fifteen in which the machine is mostly ours.
     fn calm(&self) -> Result<Calm> {
-        let begin = second(&self.page.state(u64::MAX)?) + 10;
-        self.wait_for_window(begin + 15)?;
-        let state = self.page.state(begin)?;
-        let [prequal, baseline] = ["prequal", "baseline"].map(|side| windows(&state, side, 0));
-        let lag = prequal.iter().map(|window| window.lag).fold(0.0, f64::max);
-        if lag > BUSY_MS {
+        let mut begin = second(&self.page.state(u64::MAX)?) + 10;
+        for _ in 0..CALM_TRIES {
+            self.wait_for_window(begin + 15)?;
+            let state = self.page.state(begin)?;
+            let [prequal, baseline] = ["prequal", "baseline"].map(|side| windows(&state, side, 0));
+            let failed = [&prequal, &baseline].map(|side| side.iter().map(|w| w.failed_now).sum::<u64>());
+            let median = |windows: &[Window]| {
+                let mut values: Vec<f64> = windows.iter().filter(|w| w.judged()).map(|w| w.p99).collect();
+                values.sort_by(f64::total_cmp);
+                (values.len() >= 8).then(|| values[values.len() / 2])
+            };
+            if let (Some(prequal_p99), Some(baseline_p99), [0, 0]) =
+                (median(&prequal), median(&baseline), failed)
+            {
+                return Ok(Calm { prequal_p99, baseline_p99 });
+            }
+            let lag = prequal.iter().map(|window| window.lag).fold(0.0, f64::max);
             progress::say(format_args!(
-                "this machine is busy: the load itself was up to {lag:.0} ms late at p99"
+                "not calm: the load itself was up to {lag:.0} ms late at p99, {} and {} requests failed",
+                failed[0], failed[1]
             ));
+            begin += 15;
         }
-        let median = |windows: &[Window], of: fn(&Window) -> f64| {
-            let mut values: Vec<f64> = windows.iter().map(of).collect();
-            values.sort_by(f64::total_cmp);
-            values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-        };
-        let fewest = prequal.iter().map(|window| window.samples).min().unwrap_or(0);
-        ensure!(fewest >= SAMPLES, "a window has {fewest} requests, {SAMPLES} are needed to judge a p99");
-        let failed: u64 = prequal.iter().chain(&baseline).map(|window| window.failed_now).sum();
-        ensure!(failed == 0, "{failed} requests failed before any fault");
-        Ok(Calm { prequal_p99: median(&prequal, |w| w.p99), baseline_p99: median(&baseline, |w| w.p99) })
+        bail!("no calm quarter of a minute to compare with in {CALM_TRIES} tries")
     }
 
-    /// Once more after a miss: on cores shared with others a single tail proves little. Both tries are printed.
+    /// Once more after a miss, or where the machine was too busy: on cores shared with others a single tail proves
+    /// little. Every try is printed.
     fn twice(&mut self, case: &Case, options: &Options) -> Result<()> {
-        let kept = self.wrong.len();
+        let kept = (self.wrong.len(), self.unjudged.len());
         self.case(case, options)?;
-        if self.wrong.len() > kept {
-            self.wrong.truncate(kept);
+        if (self.wrong.len(), self.unjudged.len()) > kept {
+            self.wrong.truncate(kept.0);
+            self.unjudged.truncate(kept.1);
             self.case(case, options)?;
         }
         Ok(())
@@ -298,24 +320,17 @@ impl Check<'_> {
         let lost: Vec<u64> = failed(&after).iter().zip(failed_before).map(|(now, then)| now - then).collect();
 
         let bar = TAIL * self.calm.prequal_p99;
-        let judged: Vec<&Window> = prequal.iter().filter(|window| window.lag <= BUSY_MS).collect();
+        let judged: Vec<&Window> = prequal.iter().filter(|window| window.judged()).collect();
         let above = judged.iter().filter(|window| window.p99 >= bar).map(|window| window.second).max();
         let recovered = above.map_or(0, |second| second + 1 - begin);
         let last = prequal.last().context("no window during the fault")?;
         let other = baseline.last().context("no window during the fault")?;
-        let wrong_before = self.wrong.len();
+        let before_this = (self.wrong.len(), self.unjudged.len());
 
-        let fewest = prequal.iter().map(|window| window.samples).min().unwrap_or(0);
-        // While Envoy is away no request takes long enough to fill a window.
-        if fewest < SAMPLES && case.fault != "envoy-restart" {
-            self.fail(case, format!("a window had only {fewest} requests"));
-        }
         if !judged.iter().any(|window| window.second >= begin + RECOVERED) {
             let lag = prequal.iter().map(|window| window.lag).fold(0.0, f64::max);
-            self.fail(
-                case,
-                format!("this machine was too busy to judge: the load itself was {lag:.0} ms late"),
-            );
+            self.unjudged
+                .push(format!("p99 under `{}`: the load itself was up to {lag:.0} ms late", case.fault));
         }
         if recovered > RECOVERED {
             self.fail(
@@ -369,7 +384,11 @@ impl Check<'_> {
             100.0 * last.share,
             back.map_or("never".to_owned(), |seconds| format!("{seconds} s")),
             format!("{}/{}", judged.len(), prequal.len()),
-            if self.wrong.len() == wrong_before { "ok" } else { "MISSED" },
+            match (self.wrong.len() - before_this.0, self.unjudged.len() - before_this.1) {
+                (0, 0) => "ok",
+                (0, _) => "BUSY",
+                _ => "MISSED",
+            },
         );
         self.settle()
     }
