@@ -28,6 +28,8 @@ struct Cli {
 enum Command {
     Build(commands::build::Args),
     Demo(commands::demo::Args),
+    Compose(commands::compose::Args),
+    Fault(commands::fault::Args),
     Test(commands::test::Args),
     Bench(commands::bench::Args),
     Sim(commands::sim::Args),
@@ -39,6 +41,8 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Build(args) => commands::build::run(&args),
         Command::Demo(args) => commands::demo::run(&args),
+        Command::Compose(args) => commands::compose::run(&args),
+        Command::Fault(args) => commands::fault::run(&args),
         Command::Test(args) => commands::test::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Sim(args) => commands::sim::run(&args),

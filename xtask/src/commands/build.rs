@@ -9,10 +9,10 @@ use anyhow::{Context as _, Result, ensure};
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
-/// Builds the agent and the Envoy filter into target/dist/.
+/// Builds the agent and the Envoy filter into target/dist/, and the docker-compose demo's program.
 ///
 /// target/dist/probe-agent is a release build for this machine, target/dist/prequal_filter.wasm the module
-/// that Envoy loads. The module needs a WebAssembly standard library: through rustup (`rustup target add
+/// that Envoy loads, target/dist/prequal-demo what the demo's containers run. The module needs a WebAssembly standard library: through rustup (`rustup target add
 /// wasm32-wasip1`) where that works, else from Debian's packages, unpacked under target/toolchain/ and never
 /// installed.
 #[derive(clap::Args)]
@@ -38,11 +38,14 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
     progress::headline("building target/dist/");
     let started = Instant::now();
     let toolchain = Toolchain::prepare(choice)?;
-    let agent = run::built_file(
-        run::cargo().args(["build", "--release", "--package", "probe-agent", "--bin", "probe-agent"]),
-        &format!("probe-agent{}", std::env::consts::EXE_SUFFIX),
-    )?;
-    place(&agent, &workspace::dist().join(format!("probe-agent{}", std::env::consts::EXE_SUFFIX)))?;
+    for program in ["probe-agent", "prequal-demo"] {
+        let name = format!("{program}{}", std::env::consts::EXE_SUFFIX);
+        let built = run::built_file(
+            run::cargo().args(["build", "--release", "--package", program, "--bin", program]),
+            &name,
+        )?;
+        place(&built, &workspace::dist().join(name))?;
+    }
     place(&filter(&toolchain, "")?, &workspace::dist().join("prequal_filter.wasm"))?;
     progress::say(format_args!("built in {}", progress::seconds(started.elapsed())));
     Ok(toolchain)

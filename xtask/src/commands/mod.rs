@@ -2,8 +2,10 @@
 
 pub(crate) mod bench;
 pub(crate) mod build;
+pub(crate) mod compose;
 pub(crate) mod demo;
 pub(crate) mod envoy;
+pub(crate) mod fault;
 pub(crate) mod plb_guest;
 pub(crate) mod sim;
 pub(crate) mod test;

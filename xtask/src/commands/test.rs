@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{envoy, plb_guest, sim};
+use crate::commands::{compose, envoy, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{policy, progress, run, workspace};
 
@@ -64,6 +64,8 @@ enum Step {
     PlbGuest,
     /// The smallest end-to-end tests again on other Envoy versions
     Matrix,
+    /// The docker-compose demo with every fault; under CI=true, or when named with --only
+    Compose,
     /// The benchmarks compile
     Benches,
     /// Every experiment of the simulator, short
@@ -77,12 +79,15 @@ struct Session<'a> {
     ci: bool,
     toolchain: Option<Toolchain>,
     skipped: Vec<String>,
+    /// What not every CI can do: named, and no failure.
+    impossible: Vec<String>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let ci = std::env::var("CI").is_ok_and(|value| value == "true");
     let matrix = args.matrix.unwrap_or(if ci { Matrix::Ends } else { Matrix::None });
-    let mut session = Session { args, matrix, ci, toolchain: None, skipped: Vec::new() };
+    let mut session =
+        Session { args, matrix, ci, toolchain: None, skipped: Vec::new(), impossible: Vec::new() };
     let steps: Vec<Step> =
         STEPS.into_iter().filter(|step| args.only.is_empty() || args.only.contains(step)).collect();
 
@@ -102,8 +107,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         STEPS.len(),
         progress::seconds(started.elapsed())
     ));
+    for absent in &session.impossible {
+        progress::say(format_args!("not possible here: {absent}"));
+    }
     if session.skipped.is_empty() {
-        progress::say("nothing was skipped in them");
+        if session.impossible.is_empty() {
+            progress::say("nothing was skipped in them");
+        }
         return Ok(());
     }
     progress::say("skipped:");
@@ -127,6 +137,7 @@ impl Step {
             Self::Test => "tests",
             Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
+            Self::Compose => "docker-compose demo",
             Self::Benches => "benchmarks compile",
             Self::Sim => "simulator",
         }
@@ -148,6 +159,7 @@ impl Session<'_> {
             Step::Test => self.tests(),
             Step::PlbGuest => self.plb_guest(),
             Step::Matrix => self.version_matrix(),
+            Step::Compose => self.compose(),
             Step::Benches => run::check(run::cargo().args([
                 "bench",
                 "--package",
@@ -207,6 +219,19 @@ impl Session<'_> {
             return Ok(());
         }
         plb_guest::prove(plb_guest::LIMIT)
+    }
+
+    fn compose(&mut self) -> Result<()> {
+        if !self.ci && !self.args.only.contains(&Step::Compose) {
+            self.skipped.push("docker-compose demo: not asked for (--only compose)".to_owned());
+            return Ok(());
+        }
+        match compose::missing() {
+            Some(why) if self.ci => self.impossible.push(format!("docker-compose demo: {why}")),
+            Some(why) => self.skipped.push(format!("docker-compose demo: {why}")),
+            None => self.impossible.extend(compose::check(self.args.wasm.toolchain)?),
+        }
+        Ok(())
     }
 
     fn version_matrix(&mut self) -> Result<()> {
@@ -329,7 +354,7 @@ impl Tally {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 10] = [
+const STEPS: [Step; 11] = [
     Step::Format,
     Step::Deps,
     Step::Lint,
@@ -338,6 +363,7 @@ const STEPS: [Step; 10] = [
     Step::Test,
     Step::PlbGuest,
     Step::Matrix,
+    Step::Compose,
     Step::Benches,
     Step::Sim,
 ];

@@ -1,0 +1,176 @@
+//! Once a second: ask the load generator, every agent and the Envoy with Prequal, all at once.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+
+use crate::load;
+use crate::page::Page;
+use crate::page::endpoints::SERVICE_PORT;
+use crate::web::Answer;
+
+/// Where the agents' metrics are.
+pub(crate) const AGENT_ADMIN: u16 = 9902;
+
+/// Where Envoy's are.
+pub(crate) const ENVOY_ADMIN: u16 = 9901;
+
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Who has not answered by then has not answered: a hanging container must not hang the page.
+const LIMIT: Duration = Duration::from_millis(800);
+
+pub(super) async fn for_ever(page: Arc<Page>) {
+    let mut tick = tokio::time::interval(PERIOD);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        once(&page).await;
+    }
+}
+
+async fn once(page: &Arc<Page>) {
+    let mut asked = JoinSet::new();
+    for number in 1..=page.args.replicas {
+        let page = page.clone();
+        asked.spawn(async move {
+            look_up(&page, number).await;
+            agent(&page, number).await;
+        });
+    }
+    let (loaded, balanced, based) = (page.clone(), page.clone(), page.clone());
+    asked.spawn(async move { load(&loaded).await });
+    asked.spawn(async move { balancer(&balanced).await });
+    asked.spawn(async move { baseline(&based).await });
+    while asked.join_next().await.is_some() {}
+
+    let now = Instant::now();
+    let mut state = page.state();
+    state.expire(now);
+    if state.endpoints.stale(now)
+        && let Err(error) = state.endpoints.write()
+    {
+        eprintln!("prequal-demo: {error:#}");
+    }
+}
+
+async fn get(page: &Page, url: &str) -> Option<Answer> {
+    page.client.get(url, LIMIT).await.ok().filter(|answer| answer.status.is_success())
+}
+
+/// Containers get their addresses from the engine; discovery learns them by name.
+async fn look_up(page: &Page, number: u16) {
+    let name = format!("replica-{number}:{SERVICE_PORT}");
+    let Ok(Ok(mut found)) = tokio::time::timeout(LIMIT, tokio::net::lookup_host(name)).await else { return };
+    if let Some(address) = found.find(|address| address.is_ipv4()) {
+        page.state().endpoints.found(number, address);
+    }
+}
+
+async fn agent(page: &Page, number: u16) {
+    let answer = get(page, &format!("http://replica-{number}:{AGENT_ADMIN}/metrics")).await;
+    let mut state = page.state();
+    let agent = state.agents.entry(number).or_default();
+    agent.up = answer.is_some();
+    let Some(answer) = answer else { return };
+    let mut values = BTreeMap::new();
+    for (name, value) in samples(&String::from_utf8_lossy(&answer.body)) {
+        match name {
+            "prequal_agent_rif" => values.insert("rif".to_owned(), value),
+            "prequal_agent_latency_median_seconds" => values.insert("latency_ms".to_owned(), value * 1e3),
+            "prequal_agent_requests_total{class=\"success\"}" => values.insert("success".to_owned(), value),
+            "prequal_agent_requests_total{class=\"failure\"}" => values.insert("failure".to_owned(), value),
+            _ => None,
+        };
+    }
+    agent.readings.push(Instant::now(), values);
+}
+
+async fn load(page: &Page) {
+    // One window back, so that a restarted generator is noticed by its clock.
+    let since = page.state().newest();
+    let Some(answer) = get(page, &format!("http://load:{}/stats?since={since}", load::PORT)).await else {
+        return;
+    };
+    if let Ok(stats) = serde_json::from_slice(&answer.body) {
+        page.state().load(&stats);
+    }
+}
+
+async fn balancer(page: &Page) {
+    let answer = get(page, &format!("http://envoy-prequal:{ENVOY_ADMIN}/stats?filter=prequal_")).await;
+    let mut state = page.state();
+    state.balancer_up = answer.is_some();
+    let Some(answer) = answer else { return };
+    let mut values = BTreeMap::new();
+    for line in String::from_utf8_lossy(&answer.body).lines() {
+        let Some((name, value)) = line.split_once(": ") else { continue };
+        if let (Some(short), Ok(value)) = (short(name), value.parse()) {
+            values.insert(short.to_owned(), value);
+        }
+    }
+    state.balancer.push(Instant::now(), values);
+}
+
+/// The name used here of a statistic of the filter.
+fn short(name: &str) -> Option<&'static str> {
+    let name = name.get(name.find("prequal_")?..)?;
+    let label = name.rsplit('.').next().unwrap_or_default();
+    match (name.split('.').next().unwrap_or_default(), label) {
+        ("prequal_picks_total", "branch=cold") => Some("cold"),
+        ("prequal_picks_total", "branch=hot") => Some("hot"),
+        ("prequal_picks_total", "branch=fallback") => Some("fallback"),
+        ("prequal_probes_total", "result=sent") => Some("sent"),
+        ("prequal_diverted_total", _) => Some("diverted"),
+        ("prequal_pool_occupancy", _) => Some("pool_occupancy"),
+        ("prequal_theta_rif", _) => Some("theta_rif"),
+        ("prequal_members", _) => Some("members"),
+        ("prequal_averted", _) => Some("averted"),
+        _ => None,
+    }
+}
+
+async fn baseline(page: &Page) {
+    let url = format!("http://envoy-baseline:{ENVOY_ADMIN}/runtime?format=json");
+    let Some(answer) = get(page, &url).await else { return };
+    let text = String::from_utf8_lossy(&answer.body);
+    let runtime: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+    let value = runtime["entries"]["baseline.round_robin"]["final_value"].as_str().unwrap_or("0").to_owned();
+    let policy = if value == "0" { "least_request" } else { "round_robin" };
+    policy.clone_into(&mut page.state().baseline);
+}
+
+/// The samples of a Prometheus text, with their labels as printed.
+fn samples(text: &str) -> impl Iterator<Item = (&str, f64)> {
+    text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| {
+        let (name, value) = line.rsplit_once(' ')?;
+        Some((name, value.parse().ok()?))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_filters_statistics_are_recognised() {
+        for (name, expected) in [
+            ("wasmcustom.prequal_picks_total.cluster=replicas.branch=cold", Some("cold")),
+            ("wasmcustom.prequal_probes_total.cluster=replicas.result=sent", Some("sent")),
+            ("wasmcustom.prequal_probes_total.cluster=replicas.result=used", None),
+            ("wasmcustom.prequal_theta_rif.cluster=replicas", Some("theta_rif")),
+            ("wasmcustom.prequal_averted.cluster=replicas", Some("averted")),
+            ("cluster.replicas.upstream_rq_total", None),
+        ] {
+            assert_eq!(short(name), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn prometheus_text_is_read() {
+        let text = "# TYPE a gauge\na 3\nb{class=\"x\"} 0.5\nnonsense\n";
+        assert_eq!(samples(text).collect::<Vec<_>>(), [("a", 3.0), ("b{class=\"x\"}", 0.5)]);
+    }
+}

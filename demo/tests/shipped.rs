@@ -1,0 +1,71 @@
+//! The demo's Envoy with Prequal is the configuration that users copy, but for what a demo must have differently.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+fn configuration(path: &str) -> Value {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../envoy-configs").join(path);
+    let text = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    yaml_serde::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+}
+
+/// The HTTP connection manager of the only listener.
+fn manager(config: &mut Value) -> &mut Value {
+    &mut config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+}
+
+fn route(config: &mut Value) -> &mut Value {
+    let routes = &mut manager(config)["route_config"]["virtual_hosts"][0]["routes"];
+    let last = routes.as_array().map_or(0, |routes| routes.len() - 1);
+    &mut routes[last]["route"]
+}
+
+#[test]
+fn the_demo_runs_what_users_copy() {
+    let mut expected = configuration("static/envoy.yaml");
+    expected["node"] = json!({"id": "prequal", "cluster": "demo"});
+    expected["admin"]["address"]["socket_address"]["address"] = "0.0.0.0".into();
+    let listener = &mut expected["static_resources"]["listeners"][0];
+    listener["address"]["socket_address"]["address"] = "0.0.0.0".into();
+    route(&mut expected)["timeout"] = "2s".into();
+    let wasm = &mut manager(&mut expected)["http_filters"][1]["typed_config"]["config"]["vm_config"];
+    wasm["code"]["local"]["filename"] = "/etc/envoy/prequal_filter.wasm".into();
+    for cluster in expected["static_resources"]["clusters"].as_array_mut().into_iter().flatten() {
+        cluster["type"] = "EDS".into();
+        cluster["eds_cluster_config"] = json!({
+            "service_name": "replicas",
+            "eds_config": {
+                "resource_api_version": "V3",
+                "path_config_source": {"path": "/eds/replicas.json", "watched_directory": {"path": "/eds"}},
+            },
+        });
+        cluster.as_object_mut().map(|cluster| cluster.remove("load_assignment"));
+    }
+    let found = configuration("compose/envoy-prequal.yaml");
+    for part in ["node", "admin", "stats_config", "static_resources"] {
+        assert_eq!(found[part], expected[part], "{part}");
+    }
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn the_other_envoy_differs_in_the_balancing_only() {
+    let mut prequal = configuration("compose/envoy-prequal.yaml");
+    let mut baseline = configuration("compose/envoy-baseline.yaml");
+    for part in ["timeout", "retry_policy"] {
+        assert_eq!(route(&mut baseline)[part], route(&mut prequal)[part], "{part}");
+    }
+    for cluster in baseline["static_resources"]["clusters"].as_array().into_iter().flatten() {
+        for part in [
+            "type",
+            "eds_cluster_config",
+            "connect_timeout",
+            "typed_extension_protocol_options",
+            "circuit_breakers",
+        ] {
+            let serving = &prequal["static_resources"]["clusters"][0];
+            assert_eq!(cluster[part], serving[part], "{} of {}", part, cluster["name"]);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! `cargo xtask compose`: the docker-compose demo, from nothing to a page that moves, also where no registry is.
+
+use std::io::IsTerminal as _;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+
+use crate::commands::build::{self, WasmArgs};
+use crate::commands::compose::engine::Project;
+use crate::commands::compose::page::Page;
+use crate::commands::fault;
+use crate::progress;
+
+mod browser;
+mod check;
+pub(crate) mod engine;
+mod images;
+pub(crate) mod page;
+
+pub(crate) use images::NETFAULT;
+
+/// Brings up the docker-compose demo: two Envoys, nine replicas with their agents, load, faults, a live page.
+///
+/// Builds what the images copy, makes the base images locally where no registry answers (Debian, root), then brings up
+/// envoy-configs/compose/docker-compose.yml. Stays to carry out the faults that need the container engine; Enter ends
+/// it and removes everything, Ctrl-C leaves it running.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Run everything unattended: up, load, each fault in turn with its bars, down
+    #[arg(long, conflicts_with_all = ["down", "detach"])]
+    check: bool,
+
+    /// Remove containers, network and volume, and end
+    #[arg(long)]
+    down: bool,
+
+    /// End when everything is up
+    #[arg(long, conflicts_with = "down")]
+    detach: bool,
+
+    /// With --check: only these faults, for example `--fault slow,sinkhole`
+    #[arg(long, value_delimiter = ',', requires = "check", value_name = "NAMES")]
+    fault: Vec<String>,
+
+    /// With --check: keep a picture of the page during the first fault, PNG
+    #[arg(long, requires = "check", value_name = "FILE")]
+    picture: Option<std::path::PathBuf>,
+
+    #[command(flatten)]
+    wasm: WasmArgs,
+}
+
+/// How often the page is asked for orders.
+const ORDERS: Duration = Duration::from_millis(500);
+
+/// How long the fleet may take to be all there.
+const START: Duration = Duration::from_secs(120);
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.down {
+        return Project::usual()?.down();
+    }
+    if args.check {
+        let options = check::Options { faults: args.fault.clone(), picture: args.picture.clone() };
+        let unjudged = check::run(args.wasm.toolchain, &options)?;
+        ensure!(unjudged.is_empty(), "this machine was too busy to judge:\n{}", unjudged.join("\n"));
+        return Ok(());
+    }
+    let project = Project::usual()?;
+    let page = up(&project, args.wasm)?;
+    progress::headline(format_args!(
+        "http://{} is the page; `cargo xtask fault` lists the faults",
+        page.address
+    ));
+    if args.detach {
+        progress::say("faults that need the container engine: type them, or run this again without --detach");
+        progress::say("`cargo xtask compose --down` removes everything");
+        return Ok(());
+    }
+    control(&project, &page)
+}
+
+/// What a check without Docker is told.
+pub(crate) fn missing() -> Option<String> {
+    Project::usual().err().map(|error| format!("{error:#}"))
+}
+
+/// The check as `cargo xtask test` runs it; returns what this machine was too busy to judge.
+pub(crate) fn check(toolchain: crate::toolchain::Choice) -> Result<Vec<String>> {
+    check::run(toolchain, &check::Options::default())
+}
+
+/// Builds, makes images, brings up, waits until every replica answers.
+fn up(project: &Project, wasm: WasmArgs) -> Result<Page> {
+    build::dist(wasm.toolchain)?;
+    images::prepare(project)?;
+    project.up()?;
+    let page = Page::of(project)?;
+    page.wait_until_ready(START)?;
+    Ok(page)
+}
+
+/// Carries out what the page cannot, until Enter.
+fn control(project: &Project, page: &Page) -> Result<()> {
+    let (end, ended) = mpsc::channel::<()>();
+    if std::io::stdin().is_terminal() {
+        progress::say("Enter removes everything and ends; Ctrl-C leaves it running");
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            let _ = std::io::stdin().read_line(&mut line);
+            let _ = end.send(());
+        });
+        while ended.recv_timeout(ORDERS) == Err(RecvTimeoutError::Timeout) {
+            orders(project, page);
+        }
+        return project.down();
+    }
+    let mut heard = Instant::now();
+    while heard.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(ORDERS);
+        if orders(project, page) {
+            heard = Instant::now();
+        }
+    }
+    bail!("the page has not answered for a minute");
+}
+
+/// Fetches and carries out; false if the page does not answer.
+fn orders(project: &Project, page: &Page) -> bool {
+    let Ok(orders) = page.orders() else { return false };
+    for order in orders {
+        progress::say(format_args!("{} on {}, {} s", order.name, order.replica, order.seconds));
+        if let Err(error) = fault::act(project, &order) {
+            progress::say(format_args!("not done: {error:#}"));
+            let _ = page.failed(order.id, &error.to_string());
+        }
+    }
+    true
+}

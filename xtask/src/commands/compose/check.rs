@@ -1,0 +1,568 @@
+//! `cargo xtask compose --check`: each fault in turn, with bars, and nothing left behind.
+//!
+//! The bars are of the side with Prequal. What the other side did stands beside them, and shows that the fault was one.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::commands::build;
+use crate::commands::compose::START;
+use crate::commands::compose::browser::{self, Browser};
+use crate::commands::compose::engine::Project;
+use crate::commands::compose::images;
+use crate::commands::compose::page::Page;
+use crate::commands::fault;
+use crate::toolchain::Choice;
+use crate::{progress, run};
+
+/// What to do differently from usual.
+#[derive(Debug, Default)]
+pub(super) struct Options {
+    /// Only these; all if empty.
+    pub(super) faults: Vec<String>,
+    /// Where to keep a picture.
+    pub(super) picture: Option<PathBuf>,
+}
+
+/// One fault and what it may cost.
+struct Case {
+    fault: &'static str,
+    /// Whom it hits; 0: nobody in particular.
+    replica: u64,
+    /// What must be lost: requests that one replica gets in this time at an equal share, and `in_flight` more.
+    seconds_lost: f64,
+    in_flight: u64,
+    shows: Shows,
+}
+
+/// How it is seen that the fault took place.
+#[derive(Clone, Copy)]
+enum Shows {
+    /// The replica reports at least this many times its latency.
+    Latency(f64),
+    /// The other side, which cannot avoid it, loses requests.
+    BaselineFails,
+    /// The other side's p99.9 reaches this, ms.
+    BaselineTail(f64),
+    /// The agent does not answer for a while.
+    AgentDown,
+    /// The container of this service was started again.
+    Restarted(&'static str),
+    /// Both sides send nothing to the replica.
+    NoTraffic,
+    /// Both sides send something to the replica.
+    Traffic,
+}
+
+/// At about 27 requests a second for each replica, of which about half a one is in flight.
+const CASES: [Case; 11] = [
+    Case { fault: "slow", replica: 3, seconds_lost: 0.0, in_flight: 0, shows: Shows::Latency(2.0) },
+    Case { fault: "antagonist", replica: 8, seconds_lost: 0.0, in_flight: 0, shows: Shows::Latency(1.2) },
+    // Half of what comes fails; two seconds until that is certain.
+    Case { fault: "sinkhole", replica: 4, seconds_lost: 1.0, in_flight: 0, shows: Shows::BaselineFails },
+    // In flight when it began, and what came before the first of them looked old.
+    Case { fault: "hang", replica: 5, seconds_lost: 0.25, in_flight: 4, shows: Shows::BaselineFails },
+    // Docker takes about a second; a replica that only fails is known at its first report.
+    Case {
+        fault: "crash",
+        replica: 6,
+        seconds_lost: 0.5,
+        in_flight: 4,
+        shows: Shows::Restarted("service-6"),
+    },
+    // Connections refused are retried elsewhere; what was under way when it died is not repeated.
+    Case { fault: "agent-kill", replica: 2, seconds_lost: 0.0, in_flight: 4, shows: Shows::AgentDown },
+    // Linux sends again after 200 ms at the earliest.
+    Case { fault: "loss", replica: 1, seconds_lost: 0.0, in_flight: 0, shows: Shows::BaselineTail(200.0) },
+    Case { fault: "delay", replica: 1, seconds_lost: 0.0, in_flight: 0, shows: Shows::BaselineTail(100.0) },
+    Case { fault: "endpoint-remove", replica: 2, seconds_lost: 0.0, in_flight: 0, shows: Shows::NoTraffic },
+    Case { fault: "endpoint-add", replica: 9, seconds_lost: 0.0, in_flight: 0, shows: Shows::Traffic },
+    // All eight replicas' requests while it is away.
+    Case {
+        fault: "envoy-restart",
+        replica: 0,
+        seconds_lost: 8.0 * AWAY as f64,
+        in_flight: 0,
+        shows: Shows::Restarted("envoy-prequal"),
+    },
+];
+
+/// Longest that a restarted Envoy may be away, seconds.
+const AWAY: u64 = 4;
+
+/// Length of every fault that has one, seconds.
+const LASTS: u64 = 15;
+
+/// The tail must be back by then, seconds from the onset.
+const RECOVERED: u64 = 10;
+
+/// Against the calm p99.
+const TAIL: f64 = 1.5;
+
+/// A window in which the load generator's own p99 lateness, ms, is above this says more of the machine than of us.
+const BUSY_MS: f64 = 5.0;
+
+/// How often a calm quarter of a minute is looked for.
+const CALM_TRIES: u32 = 5;
+
+/// Fewest requests in a window whose p99 counts.
+const SAMPLES: u64 = 1000;
+
+/// A healed replica has half of an equal share again within this, seconds. It is forgotten after 15 s.
+const BACK: u64 = 30;
+
+/// Replicas in rotation.
+const REPLICAS: f64 = 8.0;
+
+/// An error if a bar was missed; returns those that could not be judged.
+pub(super) fn run(toolchain: Choice, options: &Options) -> Result<Vec<String>> {
+    for name in &options.faults {
+        ensure!(CASES.iter().any(|case| case.fault == name), "`--fault`: there is no `{name}`");
+    }
+    let project = Project::apart()?;
+    build::dist(toolchain)?;
+    images::prepare(&project)?;
+    let started = Instant::now();
+    let done = up_and_through(&project, options);
+    if done.is_err() {
+        eprintln!("{}", project.logs());
+    }
+    let down = project.down();
+    let (wrong, unjudged) = done?;
+    down.context("taking it all down")?;
+    progress::say(format_args!(
+        "up, faults and down in {}; nothing left behind",
+        progress::seconds(started.elapsed())
+    ));
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(unjudged)
+}
+
+/// Returns the bars that were missed, and those that could not be judged; anything else that went wrong is an error.
+fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, Vec<String>)> {
+    project.up()?;
+    confined(project)?;
+    let page = Page::of(project)?;
+    page.wait_until_ready(START)?;
+    let browser = match browser::installed() {
+        Some(program) => Some(Browser::open(program, &format!("http://{}/", page.address))?),
+        None => {
+            progress::say("no chromium here: the page was not looked at (apt-get install chromium)");
+            None
+        }
+    };
+    let mut check =
+        Check { project, page, browser, calm: Calm::default(), wrong: Vec::new(), unjudged: Vec::new() };
+    check.calm = check.calm()?;
+    println!(
+        "calm: p99 {:.1} ms with Prequal, {:.1} ms without; bar {:.1} ms",
+        check.calm.prequal_p99,
+        check.calm.baseline_p99,
+        TAIL * check.calm.prequal_p99
+    );
+    println!(
+        "{:<16} {:>7} {:>7} {:>9} {:>8} {:>8} {:>7} {:>7} {:>6} {:>6}",
+        "fault", "p99", "p99 w/o", "recovered", "failed", "fail w/o", "share", "back", "judged", ""
+    );
+    for case in &CASES {
+        if options.faults.is_empty() || options.faults.iter().any(|name| name == case.fault) {
+            check.twice(case, options)?;
+        }
+    }
+    Ok((check.wrong, check.unjudged))
+}
+
+/// No container is root, may write outside its volume, has a capability, or sees the engine's socket.
+fn confined(project: &Project) -> Result<()> {
+    let ids = run::output(project.compose().args(["ps", "--quiet"]))?;
+    let told = run::output(run::tool("docker").arg("inspect").args(ids.split_whitespace()))?;
+    let told: Value = serde_json::from_str(&told)?;
+    let containers = told.as_array().context("`docker inspect` lists nothing")?;
+    for container in containers {
+        let name = container["Name"].as_str().unwrap_or_default();
+        let (config, host) = (&container["Config"], &container["HostConfig"]);
+        ensure!(config["User"] == "65532:65532", "{name} runs as `{}`", config["User"]);
+        ensure!(host["ReadonlyRootfs"] == true, "{name} may write to its file system");
+        ensure!(host["CapDrop"][0] == "ALL" && host["CapAdd"].is_null(), "{name} has capabilities");
+        ensure!(host["Privileged"] == false, "{name} is privileged");
+        let mounts = container["Mounts"].to_string();
+        ensure!(!mounts.contains("docker.sock"), "{name} sees the engine's socket");
+    }
+    progress::say(format_args!(
+        "{} containers: none is root, has a capability, or may write",
+        containers.len()
+    ));
+    Ok(())
+}
+
+/// What is compared with.
+#[derive(Clone, Copy, Debug, Default)]
+struct Calm {
+    prequal_p99: f64,
+    baseline_p99: f64,
+}
+
+/// One second of a side: the window that ends with it.
+#[derive(Clone, Copy, Debug)]
+struct Window {
+    second: u64,
+    samples: u64,
+    failed_now: u64,
+    p99: f64,
+    p999: f64,
+    share: f64,
+    /// How late the load generator itself was, p99, ms.
+    lag: f64,
+}
+
+impl Window {
+    /// Whether its p99 says something of us: enough requests, on a machine that let the generator keep its times.
+    fn judged(&self) -> bool {
+        self.samples >= SAMPLES && self.lag <= BUSY_MS
+    }
+}
+
+struct Check<'a> {
+    project: &'a Project,
+    page: Page,
+    browser: Option<Browser>,
+    calm: Calm,
+    /// Bars that were missed.
+    wrong: Vec<String>,
+    /// Bars of which this machine, busy with something else, let nothing be said.
+    unjudged: Vec<String>,
+}
+
+impl Check<'_> {
+    /// Medians over fifteen seconds, after some for the pool and the connections to settle. Several tries to find
+    /// fifteen in which the machine is mostly ours.
+    fn calm(&self) -> Result<Calm> {
+        let mut begin = second(&self.page.state(u64::MAX)?) + 10;
+        for _ in 0..CALM_TRIES {
+            self.wait_for_window(begin + 15)?;
+            let state = self.page.state(begin)?;
+            let [prequal, baseline] = ["prequal", "baseline"].map(|side| windows(&state, side, 0));
+            let failed = [&prequal, &baseline].map(|side| side.iter().map(|w| w.failed_now).sum::<u64>());
+            let median = |windows: &[Window]| {
+                let mut values: Vec<f64> = windows.iter().filter(|w| w.judged()).map(|w| w.p99).collect();
+                values.sort_by(f64::total_cmp);
+                (values.len() >= 8).then(|| values[values.len() / 2])
+            };
+            if let (Some(prequal_p99), Some(baseline_p99), [0, 0]) =
+                (median(&prequal), median(&baseline), failed)
+            {
+                return Ok(Calm { prequal_p99, baseline_p99 });
+            }
+            let lag = prequal.iter().map(|window| window.lag).fold(0.0, f64::max);
+            progress::say(format_args!(
+                "not calm: the load itself was up to {lag:.0} ms late at p99, {} and {} requests failed",
+                failed[0], failed[1]
+            ));
+            begin += 15;
+        }
+        bail!("no calm quarter of a minute to compare with in {CALM_TRIES} tries")
+    }
+
+    /// Once more after a miss, or where the machine was too busy: on cores shared with others a single tail proves
+    /// little. Every try is printed.
+    fn twice(&mut self, case: &Case, options: &Options) -> Result<()> {
+        let kept = (self.wrong.len(), self.unjudged.len());
+        self.case(case, options)?;
+        if (self.wrong.len(), self.unjudged.len()) > kept {
+            self.wrong.truncate(kept.0);
+            self.unjudged.truncate(kept.1);
+            self.case(case, options)?;
+        }
+        Ok(())
+    }
+
+    fn case(&mut self, case: &Case, options: &Options) -> Result<()> {
+        let before = self.page.state(u64::MAX)?;
+        let begin = second(&before);
+        let (failed_before, restarts) = (failed(&before), self.restarts(case)?);
+        let latency_before = replica(&before, case.replica)["latency_ms"].as_f64();
+        let seen = if case.fault == "slow" { self.click(case)? } else { false };
+        if !seen && let Err(error) = self.switch_on(case) {
+            if case.fault == "delay" && format!("{error:#}").contains("no netem") {
+                println!("{:<16} not on this kernel: {error}", case.fault);
+                return Ok(());
+            }
+            return Err(error.context(format!("switching on `{}`", case.fault)));
+        }
+
+        // Watch it from the onset to its end.
+        let (mut agent_down, mut latency) = (false, 0.0_f64);
+        let end = begin + LASTS;
+        let mut looked = !seen;
+        loop {
+            let state = self.page.state(u64::MAX)?;
+            let about = replica(&state, case.replica);
+            agent_down |= about["up"] == false;
+            latency = latency.max(about["latency_ms"].as_f64().unwrap_or(0.0));
+            if !looked && second(&state) >= begin + 10 {
+                looked = true;
+                self.look(case, options)?;
+            }
+            if second(&state) > end {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        let state = self.page.state(begin)?;
+        let prequal = windows(&state, "prequal", case.replica);
+        let baseline = windows(&state, "baseline", case.replica);
+        let back = self.back(case, end)?;
+        // What hangs fails only when Envoy gives up, so failures are counted after the healing.
+        let after = self.page.state(u64::MAX)?;
+        let lost: Vec<u64> = failed(&after).iter().zip(failed_before).map(|(now, then)| now - then).collect();
+
+        let bar = TAIL * self.calm.prequal_p99;
+        let judged: Vec<&Window> = prequal.iter().filter(|window| window.judged()).collect();
+        let above = judged.iter().filter(|window| window.p99 >= bar).map(|window| window.second).max();
+        let recovered = above.map_or(0, |second| second + 1 - begin);
+        let last = prequal.last().context("no window during the fault")?;
+        let other = baseline.last().context("no window during the fault")?;
+        let before_this = (self.wrong.len(), self.unjudged.len());
+
+        if !judged.iter().any(|window| window.second >= begin + RECOVERED) {
+            let lag = prequal.iter().map(|window| window.lag).fold(0.0, f64::max);
+            self.unjudged
+                .push(format!("p99 under `{}`: the load itself was up to {lag:.0} ms late", case.fault));
+        }
+        if recovered > RECOVERED {
+            self.fail(
+                case,
+                format!(
+                    "p99 was {:.1} ms or more until {recovered} s after the onset (bar {RECOVERED} s)",
+                    bar
+                ),
+            );
+        }
+        let rate = after["rate"].as_f64().unwrap_or(0.0);
+        let may_fail = (case.seconds_lost * rate / REPLICAS).ceil() as u64 + case.in_flight;
+        if lost[0] > may_fail {
+            self.fail(case, format!("{} requests failed, the fault may cost {may_fail}", lost[0]));
+        }
+        if case.fault == "envoy-restart"
+            && let Some(late) = prequal.iter().rfind(|w| w.failed_now > 0 && w.second > begin + AWAY)
+        {
+            self.fail(case, format!("requests still failed {} s after the restart", late.second - begin));
+        }
+        if back.is_none() {
+            self.fail(case, format!("traffic is not as before within {BACK} s of the healing"));
+        }
+        let tail = baseline.iter().map(|w| w.p999).fold(0.0, f64::max);
+        let (shown, what) = match case.shows {
+            Shows::Latency(factor) => (
+                latency >= factor * latency_before.unwrap_or(f64::INFINITY),
+                format!("the replica reported {latency:.0} ms at most, {latency_before:?} before"),
+            ),
+            Shows::BaselineFails => (lost[1] > 0, "the other side lost nothing".to_owned()),
+            Shows::BaselineTail(ms) => (
+                tail >= ms,
+                format!("the other side's p99.9 was {tail:.0} ms at most, {ms:.0} were expected"),
+            ),
+            Shows::AgentDown => (agent_down, "its agent always answered".to_owned()),
+            Shows::Restarted(_) => (self.restarts(case)? > restarts, "nothing was started again".to_owned()),
+            Shows::NoTraffic => (last.share == 0.0 && other.share == 0.0, "it still had traffic".to_owned()),
+            Shows::Traffic => (last.share > 0.0 && other.share > 0.0, "it had no traffic".to_owned()),
+        };
+        if !shown {
+            self.fail(case, format!("the fault did not show: {what}"));
+        }
+        println!(
+            "{:<16} {:>7.1} {:>7.1} {:>7} s {:>8} {:>8} {:>6.1}% {:>7} {:>6} {:>6}",
+            case.fault,
+            last.p99,
+            other.p99,
+            recovered,
+            format!("{}/{may_fail}", lost[0]),
+            lost[1],
+            100.0 * last.share,
+            back.map_or("never".to_owned(), |seconds| format!("{seconds} s")),
+            format!("{}/{}", judged.len(), prequal.len()),
+            match (self.wrong.len() - before_this.0, self.unjudged.len() - before_this.1) {
+                (0, 0) => "ok",
+                (0, _) => "BUSY",
+                _ => "MISSED",
+            },
+        );
+        self.settle()
+    }
+
+    fn fail(&mut self, case: &Case, why: String) {
+        self.wrong.push(format!("{}: {why}", case.fault));
+    }
+
+    fn switch_on(&self, case: &Case) -> Result<()> {
+        let replica = Some(case.replica).filter(|number| *number > 0);
+        fault::switch_on(self.project, &self.page, case.fault, replica, Some(LASTS)).map(drop)
+    }
+
+    /// Switches the fault on by its button in the browser; false without a browser.
+    fn click(&mut self, case: &Case) -> Result<bool> {
+        let Some(browser) = &mut self.browser else { return Ok(false) };
+        browser.switch_on(case.fault, case.replica, LASTS)?;
+        let started = Instant::now();
+        while !browser.seen(case.replica)?.active.contains(case.fault) {
+            let refusal = browser.refusal()?;
+            ensure!(
+                refusal.is_empty() && started.elapsed() < Duration::from_secs(5),
+                "the button did not switch `{}` on: {refusal}",
+                case.fault
+            );
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        Ok(true)
+    }
+
+    /// Late in a fault that hurts one replica: the page shows it, and the picture moves.
+    fn look(&mut self, case: &Case, options: &Options) -> Result<()> {
+        let Some(browser) = &mut self.browser else { return Ok(()) };
+        let seen = browser.seen(case.replica)?;
+        ensure!(seen.state.contains(case.fault), "the page says of replica {}: {}", case.replica, seen.state);
+        ensure!(
+            seen.share < 0.5 / REPLICAS,
+            "the page shows a share of {:.1} % ten seconds after the onset",
+            100.0 * seen.share
+        );
+        std::thread::sleep(Duration::from_millis(1500));
+        ensure!(browser.seen(case.replica)?.chart != seen.chart, "the chart did not move in 1.5 s");
+        if let Some(file) = &options.picture {
+            browser.picture(file)?;
+        }
+        println!(
+            "the page, in {}: share of replica {} {:.1} %, marked `{}`, the chart moves",
+            browser::installed().unwrap_or_default(),
+            case.replica,
+            100.0 * seen.share,
+            case.fault
+        );
+        Ok(())
+    }
+
+    /// Seconds from the healing until traffic was as before; `None` if that took longer than [`BACK`].
+    fn back(&mut self, case: &Case, end: u64) -> Result<Option<u64>> {
+        loop {
+            let state = self.page.state(u64::MAX)?;
+            let now = second(&state);
+            let share = replica(&state, case.replica)["share"]["prequal"].as_f64().unwrap_or(0.0);
+            let as_before = match case.fault {
+                "endpoint-add" => share == 0.0,
+                "envoy-restart" => {
+                    let balancer = &state["balancer"];
+                    balancer["fallback_per_s"].as_f64() == Some(0.0)
+                        && balancer["cold_per_s"].as_f64() > Some(0.0)
+                }
+                _ => share >= 0.5 / REPLICAS,
+            };
+            if as_before {
+                return Ok(Some(now.saturating_sub(end)));
+            }
+            if now > end + BACK {
+                return Ok(None);
+            }
+            std::thread::sleep(Duration::from_millis(500));
+        }
+    }
+
+    /// The next fault begins from a calm tail, if there is one within a quarter of a minute.
+    fn settle(&self) -> Result<()> {
+        let started = Instant::now();
+        while started.elapsed() < Duration::from_secs(15) {
+            let state = self.page.state(second(&self.page.state(u64::MAX)?).saturating_sub(3))?;
+            let calm = |side, p99: f64| {
+                windows(&state, side, 0).last().is_some_and(|window| window.p99 < TAIL * p99)
+            };
+            if calm("prequal", self.calm.prequal_p99) && calm("baseline", self.calm.baseline_p99) {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        Ok(())
+    }
+
+    fn wait_for_window(&self, wanted: u64) -> Result<()> {
+        let started = Instant::now();
+        while second(&self.page.state(u64::MAX)?) <= wanted {
+            ensure!(started.elapsed() < Duration::from_secs(60), "the load generator's clock stands still");
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        Ok(())
+    }
+
+    /// How often the engine started the case's container again.
+    fn restarts(&self, case: &Case) -> Result<u64> {
+        let Shows::Restarted(service) = case.shows else { return Ok(0) };
+        let container = self.project.container(service)?;
+        let said =
+            run::output(run::tool("docker").args(["inspect", "--format", "{{.RestartCount}}", &container]))?;
+        said.trim().parse().with_context(|| format!("restarts of {service}: {said}"))
+    }
+}
+
+fn second(state: &Value) -> u64 {
+    state["second"].as_u64().unwrap_or(0)
+}
+
+fn failed(state: &Value) -> [u64; 2] {
+    ["prequal", "baseline"].map(|side| state["sides"][side]["failed"].as_u64().unwrap_or(0))
+}
+
+fn replica(state: &Value, number: u64) -> &Value {
+    &state["replicas"][(number as usize).wrapping_sub(1)]
+}
+
+/// A side's windows in `state`, with the share of one replica.
+fn windows(state: &Value, side: &str, replica: u64) -> Vec<Window> {
+    let told = state["sides"][side]["windows"].as_array().into_iter().flatten();
+    told.map(|window| {
+        let count = |key: &str| window[key].as_u64().unwrap_or(0);
+        let ms = |key: &str| window[key].as_f64().unwrap_or(f64::INFINITY);
+        let answered = || window["answered"].as_array().into_iter().flatten();
+        let sum = |wanted: Option<u64>| -> f64 {
+            answered()
+                .filter(|pair| wanted.is_none_or(|number| pair[0].as_u64() == Some(number)))
+                .filter_map(|pair| pair[1].as_f64())
+                .fold(0.0, |sum, count| sum + count)
+        };
+        Window {
+            second: count("second"),
+            samples: count("samples"),
+            failed_now: count("failed_now"),
+            p99: ms("p99_ms"),
+            p999: ms("p999_ms"),
+            lag: ms("lag_p99_ms"),
+            share: sum(Some(replica)) / sum(None).max(1.0),
+        }
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn windows_are_read_with_the_share_of_one_replica() {
+        let window = json!({"second": 9, "samples": 1100, "failed_now": 2, "p99_ms": 60.5, "p999_ms": 90.0,
+                            "lag_p99_ms": 0.5, "answered": [[1, 300], [2, 100]]});
+        let state = json!({"sides": {"prequal": {"windows": [window]}}});
+        let read = windows(&state, "prequal", 2);
+        assert_eq!(read.len(), 1);
+        assert_eq!((read[0].second, read[0].samples, read[0].failed_now), (9, 1100, 2));
+        assert_eq!((read[0].p99, read[0].share), (60.5, 0.25));
+        assert!(windows(&state, "baseline", 2).is_empty());
+    }
+
+    #[test]
+    fn every_fault_has_a_case_once() {
+        for case in &CASES {
+            assert_eq!(CASES.iter().filter(|other| other.fault == case.fault).count(), 1, "{}", case.fault);
+        }
+    }
+}
