@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::exceptions::Exceptions;
+use prequal_core::exceptions::flights::Flights;
 use prequal_core::members::Standing;
 use prequal_core::pool::{Branch, Load, PoolState};
 use prequal_core::report::LoadReport;
@@ -90,6 +92,37 @@ fn the_pick_path_does_not_allocate() {
         );
         assert_eq!(allocations, 0, "allocations on the pick path");
     }
+
+    // Requests in flight and exceptions, as long as no more are in flight than before.
+    let settings = Profile::Default.pool_settings();
+    let (mut pool, mut table, mut flights) = (PoolState::new(), Exceptions::new(), Flights::new());
+    let mut now = Micros::from_millis(1_700_000_000_000);
+    pool.set_members(100, 0, now);
+    table.set_members(100);
+    let replicas: Vec<Endpoint> =
+        (0..100u8).map(|n| SocketAddr::from((Ipv4Addr::new(10, 0, 0, n), 80)).into()).collect();
+    let mut round = |round: usize| {
+        now = now.plus(100_000);
+        let replica = replicas[round % replicas.len()];
+        let flight = flights.sent(now, replica, Some(20_000), false);
+        while let Some(overdue) = flights.overdue(now.plus(1_000_000)) {
+            black_box(table.apply(&settings.exceptions, now, overdue.replica, overdue.event()));
+        }
+        let failed = round.is_multiple_of(3);
+        if let Some(landed) = flights.answered(&settings.exceptions, flight, now.plus(20_000), failed) {
+            black_box(table.apply(&settings.exceptions, now, replica, landed.event(failed)));
+        }
+        black_box(table.heard(&settings.exceptions, now, replica, 0, Standing::even(0)));
+        let trial = table.take_trial(&settings.exceptions, now, 0, 100, &mut rng);
+        black_box(pool.pick_past(&settings, &table, trial, now, &mut rng));
+        table.expire(now);
+        usize::from(trial.is_some())
+    };
+    round(0);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let trials: usize = (1..10_000).map(&mut round).sum();
+    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "allocations while replicas are out");
+    assert!(trials > 100, "{trials} trials: the exceptions were at work");
 
     // The counter does count.
     let before = ALLOCATIONS.load(Ordering::Relaxed);

@@ -110,7 +110,7 @@ impl Profile {
             discovery_interval_ms: 200,
             verified_probes: false,
             rif_history: MAX_HISTORY,
-            exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 1.5 },
+            exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
             ramp_ms: 10_000,
         };
         match self {

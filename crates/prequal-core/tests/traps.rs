@@ -3,6 +3,7 @@
 
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::exceptions::{Change, Event, Exceptions};
 use prequal_core::members::{Evidence, Members, Standing};
 use prequal_core::pool::{Branch, Budget, Load, PoolSettings, PoolState};
 use prequal_core::reuse::reuse_budget;
@@ -114,6 +115,21 @@ fn trap_8_failures_do_not_make_a_replica_look_fast() {
         tracker.finish(ticket, ms(2000 + at), Outcome::Failure);
     }
     assert!(tracker.latency(ms(2100)) >= honest, "{:?} after failures at once", tracker.latency(ms(2100)));
+}
+
+/// Consecutive-failure counters hardly ever trip on a replica that fails 30 % of its requests.
+#[test]
+fn trap_8_a_replica_that_never_fails_twice_in_a_row_is_averted() {
+    let settings = Profile::Default.pool_settings().exceptions;
+    let mut table = Exceptions::new();
+    table.set_members(10);
+    let opened = (0..100u64).find(|i| {
+        // Every third request fails.
+        let event = Event::Failed { requests: 2.0, trial: false };
+        matches!(table.apply(&settings, ms(i * 60), replica(1), event), Change::Opened(_))
+    });
+    assert!(opened.is_some_and(|failures| failures < 5), "{opened:?}");
+    assert!(table.is_out(replica(1)));
 }
 
 #[test]

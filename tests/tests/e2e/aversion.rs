@@ -126,7 +126,7 @@ fn a_replica_that_goes_silent_is_left_at_once_and_comes_back_when_it_answers() -
     let late = answers.iter().flatten().filter(|answer| answer.elapsed > Duration::from_secs(1)).count();
     // Eight callers: at most those who were caught at once, and a trial or two.
     assert!(late <= 12, "{late} late: {:#?}", envoy.prequal("replicas")?);
-    counted(&envoy, "averted for silence", |now| now.other("prequal_averted") == 1);
+    counted(&envoy, "averted for silence", |now| now.other("prequal_averted_total.silent") > 0);
     fleet[0].backend.set(Reply::ok().delay(MS(20)));
     let start = Instant::now();
     until(&client, "half of its share", Duration::from_secs(12), || {

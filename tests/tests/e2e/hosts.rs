@@ -258,10 +258,6 @@ fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Re
         fleet[near].backend.set(Reply::ok().delay(Duration::from_millis(10)));
     }
     healthy(4);
-    let xx = near_and_far_served(&envoy, &fleet);
-    eprintln!("XX {:?} {:#?}", xx, envoy.prequal(SERVING)?.other);
-    let xx = near_and_far_served(&envoy, &fleet);
-    eprintln!("XX {:?} {:#?}", xx, envoy.prequal(SERVING)?.other);
     assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
     Ok(())
 }

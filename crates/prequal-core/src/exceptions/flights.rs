@@ -336,4 +336,4 @@ const SEEN: usize = 256;
 /// Requests looked at by one call of [`Flights::overdue`].
 const LOOKS: usize = 8;
 /// Added to every limit: a pause of the replica, of the machine or of this Envoy is no silence.
-const SLACK_US: f64 = 20_000.0;
+const SLACK_US: f64 = 50_000.0;

@@ -207,7 +207,7 @@ fn half_of_the_fleet_can_be_out_but_not_more() {
     assert_eq!(scene.table.out(), 0);
 }
 
-/// A worker that has seen enough answers of 100 ms to have a limit of 170.
+/// A worker that has seen enough answers of 100 ms to have a limit of 200.
 fn warm() -> Scene {
     let mut scene = Scene::new();
     for i in 0..64 {
@@ -225,11 +225,11 @@ fn land(scene: &mut Scene, flight: flights::Flight, at: u64) -> Landed {
 fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
     let mut scene = warm();
     let stuck = scene.flights.sent(ms(1000), replica(1), Some(100_000), false);
-    assert_eq!(scene.flights.overdue(ms(1169)), None);
-    let overdue = scene.flights.overdue(ms(1171)).unwrap();
+    assert_eq!(scene.flights.overdue(ms(1199)), None);
+    let overdue = scene.flights.overdue(ms(1201)).unwrap();
     assert_eq!((overdue.replica, overdue.event()), (replica(1), SILENT));
     assert_eq!(scene.flights.overdue(ms(1157)), None, "told once");
-    assert_eq!(scene.tell(1171, 1, overdue.event()), Change::Opened(Reason::Silent));
+    assert_eq!(scene.tell(1201, 1, overdue.event()), Change::Opened(Reason::Silent));
     let late = land(&mut scene, stuck, 3000);
     assert_eq!(late.timing, Timing::Late);
     assert_eq!(scene.tell(3000, 1, late.event(false)), Change::None, "a late answer is no sign of health");
@@ -258,11 +258,11 @@ fn a_replica_that_reports_itself_slower_has_longer() {
     let mut scene = warm();
     let slow = scene.flights.sent(ms(1000), replica(1), Some(800_000), false);
     let unknown = scene.flights.sent(ms(1100), replica(2), None, false);
-    assert_eq!(scene.flights.overdue(ms(1100 + 600)), None);
-    assert_eq!(scene.flights.overdue(ms(1100 + 800)).map(|o| o.replica), Some(replica(2)));
-    assert_eq!(scene.flights.overdue(ms(1900)), None);
+    assert_eq!(scene.flights.overdue(ms(1100 + 780)), None);
+    assert_eq!(scene.flights.overdue(ms(1100 + 1000)).map(|o| o.replica), Some(replica(2)));
+    assert_eq!(scene.flights.overdue(ms(2101)), None);
     scene.flights.gone(unknown);
-    let overdue = scene.flights.overdue(ms(1000 + 8 * 170 + 200)).unwrap();
+    let overdue = scene.flights.overdue(ms(1000 + 8 * 200 + 250)).unwrap();
     scene.flights.gone(slow);
     // A slow replica is not vouched for: that a request was quick once is no proof.
     scene.tell(3000, 1, overdue.event());
@@ -307,7 +307,7 @@ fn a_clock_that_steps_is_survived() {
     let flight = scene.flights.sent(ms(1000 + hour), replica(1), Some(100_000), false);
     // Back: the request counts as just sent, and is found when it really is late.
     assert_eq!(scene.flights.overdue(ms(1000)), None);
-    assert!(scene.flights.overdue(ms(1200)).is_some());
+    assert!(scene.flights.overdue(ms(1250)).is_some());
     scene.flights.gone(flight);
     let flight = scene.flights.sent(ms(1000), replica(2), Some(100_000), false);
     assert!(scene.flights.overdue(ms(1000 + hour)).is_some(), "forth: it looks an hour old");
