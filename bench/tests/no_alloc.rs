@@ -114,7 +114,11 @@ fn the_pick_path_does_not_allocate() {
         }
         black_box(table.heard(&settings.exceptions, now, replica, 0, Standing::even(0)));
         let trial = table.take_trial(&settings.exceptions, now, 0, 100, &mut rng);
-        black_box(pool.pick_past(&settings, &table, trial, now, &mut rng));
+        pool.exclude(&table, now);
+        black_box(match trial {
+            Some(trial) => pool.pick_trial(&settings, trial, now),
+            None => pool.pick(&settings, now, &mut rng),
+        });
         table.expire(now);
         usize::from(trial.is_some())
     };
