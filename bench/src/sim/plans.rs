@@ -232,9 +232,9 @@ fn between(what: &str, got: f64, bar: RangeInclusive<f64>) -> Verdict {
     Verdict::new(range, bar.contains(&got), format!("{got:.4}"))
 }
 
-/// A time-out counts as the 5 s after which it was given up: ratios stay finite.
+/// A time-out counts as the 5 s after which it was given up: ratios stay finite. NaN stays NaN.
 fn capped(ms: f64) -> f64 {
-    ms.min(5000.0)
+    if ms > 5000.0 { 5000.0 } else { ms }
 }
 
 /// How unequal the servers' CPU is; how many requests in flight make a replica hot.

@@ -492,11 +492,10 @@ const TEXT: &str = "Two switches of 4 × 40 Gbit/s uplinks, 1440 connections of 
     18 hosts run PLB over 8 uplinks of 100 Gbit/s). The uplinks are the only bottleneck and production cross-traffic \
     is left out, so absolute latencies differ from the paper's. The paper's LI column reads as highest over lowest \
     utilisation in tables 1 and 2 and as their difference in table 3; both are shown. With weights of 1:100 only one \
-    repath in a hundred finds a free link, and a connection that has found one stays: `settling` is measured over \
-    the seconds from 5 to 10 after the start, `settled` from 25 to 30 (a second window of 2 s instead of 5 with \
-    --quick). The paper does not say how long it ran; its 14 times the repaths and LI of 3.5 belong together only \
-    while it settles. Figure 13 is scaled down in time: the link is out for 6 s, the pause after a timeout 0.5 to 1 \
-    s.";
+    repath in a hundred finds a free link, and a connection that has found one stays: `settling` is measured from 5 \
+    to 10 s after the start, `settled` from 25 to 30 (with --quick from 2 to 4 and from 10 to 12). The paper does \
+    not say how long it ran; its 14 times the repaths and LI of 3.5 belong together only while it settles. Figure 13 \
+    is scaled down in time: the link is out for 6 s, the pause after a timeout 0.5 to 1 s.";
 
 /// What the paper states, beside what came out.
 fn beside(median: &dyn Fn(&str, usize) -> f64) -> Vec<Beside> {
