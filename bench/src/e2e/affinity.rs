@@ -26,7 +26,7 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
     Scenario {
         name: "affinity".to_owned(),
         title: format!(
-            "{REPLICAS} replicas that remember {ENTRIES} keys, 10 ms a hit, 100 ms a miss, 4 at a time; {} Zipf keys, {PER_SECOND} requests/s Poisson",
+            "{REPLICAS} replicas, {ENTRIES} keys cached each, hit 10 ms, miss 100 ms; {} Zipf keys, {PER_SECOND} requests/s Poisson",
             KEYS.count
         ),
         fleet: Fleet::of(REPLICAS, replica.with_slots(4, 1000)),
