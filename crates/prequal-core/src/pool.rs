@@ -18,8 +18,8 @@
 //!   still avoided. When Envoy refuses most choices (it knows of failures
 //!   that the probe cluster's policy does not), steering pauses: a request that Envoy places tells where to go on.
 //! - **Replicas that are out** ([`crate::exceptions`]) are not in the pool: the caller lets no report of theirs in.
-//! - **A young replica** takes a share that grows with its age over [`PoolSettings::ramp_ms`]; relative to the median of
-//!   the pool, so that a fleet that is new as a whole is not held back.
+//! - **A young replica** takes a share that grows with its age over [`PoolSettings::ramp_ms`]; not while half of the pool
+//!   or more is young, for then the fleet is new as a whole.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
 use bytemuck::Zeroable;
