@@ -110,6 +110,7 @@ impl Profile {
             discovery_interval_ms: 200,
             verified_probes: false,
             rif_history: MAX_HISTORY,
+            learning_rif: 8,
             exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
             ramp_ms: 10_000,
         };
@@ -123,6 +124,7 @@ impl Profile {
                 budget: Budget::Fixed { r_probe: 3.0 },
                 exceptions: ExceptionSettings::OFF,
                 ramp_ms: 0,
+                learning_rif: 0,
                 ..ours
             },
             Self::Small => PoolSettings {
@@ -256,6 +258,7 @@ const SETTING_KEYS: &[&str] = &[
     "discovery_interval_ms",
     "verified_probes",
     "rif_history",
+    "learning_rif",
     "error_aversion",
     "breaker",
     "ramp_ms",
@@ -391,6 +394,10 @@ impl Fields<'_> {
         set(
             &mut pool.rif_history,
             self.whole("rif_history", 8..=MAX_HISTORY as u32).map(|samples| samples as usize),
+        );
+        set(
+            &mut pool.learning_rif,
+            self.whole("learning_rif", 0..=u16::MAX.into()).and_then(|rif| u16::try_from(rif).ok()),
         );
         set(&mut pool.exceptions.error_aversion, self.number_or_off("error_aversion", 0.02..=1.0));
         set(&mut pool.exceptions.breaker, self.number_or_off("breaker", 1.0..=100.0));
@@ -604,6 +611,7 @@ mod tests {
             ("target_age_ms", ["1", "60000"], ["0", "60001"]),
             ("max_probes_per_query", ["0", "16"], ["-1", "17"]),
             ("rif_history", ["8", "128"], ["7", "129"]),
+            ("learning_rif", ["0", "65535"], ["-1", "65536"]),
             ("error_aversion", ["0", "1"], ["0.01", "1.1"]),
             ("breaker", ["0", "1.25"], ["0.5", "101"]),
             ("ramp_ms", ["0", "90000"], ["-1", "3600001"]),

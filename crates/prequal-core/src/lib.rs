@@ -16,7 +16,7 @@
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
 //! | [`failures`] | which share of its requests it fails |
-//! | [`hints`] | whether it says so differently to a query that it is ready for |
+//! | [`affinity`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
 //! | [`config`] | settings that cannot be invalid |
 #![forbid(unsafe_code)]
@@ -25,12 +25,12 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
+pub mod affinity;
 pub mod config;
 pub mod endpoint;
 pub mod exceptions;
 pub mod failures;
 pub mod hint;
-pub mod hints;
 pub mod members;
 pub mod policies;
 pub mod pool;

@@ -18,8 +18,8 @@
 //!   still avoided. When Envoy refuses most choices (it knows of failures
 //!   that the probe cluster's policy does not), steering pauses: a request that Envoy places tells where to go on.
 //! - **Replicas that are out** ([`crate::exceptions`]) are not in the pool: the caller lets no report of theirs in.
-//! - **A young replica** takes a share that grows with its age over [`PoolSettings::ramp_ms`]; relative to the median of
-//!   the pool, so that a fleet that is new as a whole is not held back.
+//! - **A young replica** takes a share that grows with its age over [`PoolSettings::ramp_ms`]; not while half of the pool
+//!   or more is young, for then the fleet is new as a whole.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
 use bytemuck::Zeroable;
@@ -37,6 +37,7 @@ mod probes;
 mod rank;
 
 pub use choose::Ranking;
+use probes::GROWING_MS;
 use rank::{Hcl, Score, Theta, lowest_ramped};
 
 /// Most entries a pool can hold.
@@ -114,6 +115,9 @@ pub struct PoolSettings {
     pub verified_probes: bool,
     /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
+    /// While the fleet is being learned Envoy's own policy places what would go to a replica with this many requests in
+    /// flight, 0 (off) to 65 535: at first two of 40 would get everything, and refuse what exceeds their queues.
+    pub learning_rif: u16,
     /// When a replica is passed over.
     pub exceptions: ExceptionSettings,
     /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
@@ -237,6 +241,8 @@ pub struct PoolState {
     idle_probed: Stamp,
     discovery_sent: Stamp,
     members_changed: Stamp,
+    /// Members when they last stayed the same for a while.
+    settled: u32,
     barred_count: u32,
     /// 1 while the exceptions table must be looked at.
     exceptions: u16,
@@ -498,6 +504,7 @@ impl PoolState {
             standing,
             probes,
         };
+        let learning = self.is_learning(settings, stamp);
         // With all but one replica out that one is the choice.
         let enough = self.members.saturating_sub(self.out.into()).clamp(1, 2);
         let enough = if self.out == 0 { 2 } else { enough as u16 };
@@ -505,6 +512,7 @@ impl PoolState {
             && !self.is_paused(stamp)
             && let Some((index, least)) = lowest_ramped(self.entries(), &rank, rng)
             && let Some(entry) = self.entries.get_mut(index)
+            && !(learning && entry.rif >= settings.learning_rif)
         {
             pick.replica = Some(entry.endpoint);
             pick.latency_us = entry.latency_us();
@@ -646,6 +654,9 @@ impl PoolState {
     /// Tells the pool how many replicas are in use and how many samples of the policy were taken.
     pub fn set_members(&mut self, members: u32, samples: u32, now: Micros) {
         if members > self.members {
+            if now.stamp().distance_ms(self.members_changed) >= GROWING_MS {
+                self.settled = self.members;
+            }
             self.members_changed = now.stamp();
         }
         (self.members, self.samples) = (members, samples);
@@ -730,6 +741,14 @@ impl PoolState {
         age(one) < age(other)
     }
 
+    /// Most of the fleet may be unknown still: the few that are known must not carry all of the load.
+    fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
+        settings.learning_rif > 0
+            && (self.members as usize) < settings.pool_size
+            && self.members >= 2 * self.settled
+            && now.distance_ms(self.members_changed) < GROWING_MS
+    }
+
     fn is_paused(&mut self, now: Stamp) -> bool {
         if self.paused == 1 && now.distance_ms(self.paused_at) >= PAUSE_MS {
             self.paused = 0;
@@ -803,7 +822,7 @@ pub enum BlobError {
 }
 
 const MAGIC: u32 = 0x7072_6571; // "preq"
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 const UNKNOWN: u32 = u32::MAX;
 /// How long a candidate's first request may take before it gets another.
 const VERIFY_MS: u32 = 5000;

@@ -61,7 +61,7 @@ impl PrequalLayer {
     ///
     /// ```
     /// # use probe_agent::{hint::Hook, layer::PrequalLayer, load::Load};
-    /// # use prequal_core::{hints::Hint, tracker::TrackerConfig};
+    /// # use prequal_core::{affinity::Hint, tracker::TrackerConfig};
     /// # let load = Load::new(TrackerConfig::default());
     /// # let layer = PrequalLayer::new(load, "10.0.0.7:8080".parse().unwrap());
     /// # fn is_cached(_: &str) -> bool { true }
@@ -250,7 +250,7 @@ mod tests {
     use crate::hint::HintHook;
     use crate::load::HintSeen;
     use http_body_util::{BodyExt, Empty};
-    use prequal_core::hints::Hint;
+    use prequal_core::affinity::Hint;
     use prequal_core::tracker::TrackerConfig;
     use std::convert::Infallible;
     use std::num::NonZeroU32;

@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
+use prequal_core::affinity::{self, Hint};
 use prequal_core::endpoint::Endpoint;
-use prequal_core::hints::{self, Hint};
 
 use crate::config::Report;
 use crate::headers;
@@ -31,7 +31,7 @@ impl Reporter {
     ) -> Response<Bytes> {
         let report = self.load.report(endpoint, probe_endpoint, 0);
         let divisor = self.divisor(request);
-        probe::reply(&hints::scaled(&report, divisor), divisor, request)
+        probe::reply(&affinity::scaled(&report, divisor), divisor, request)
     }
 
     fn divisor(&self, request: &HeaderMap) -> u32 {

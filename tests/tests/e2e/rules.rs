@@ -139,7 +139,8 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
         ];
         fleet.extend(stand_ins(2, load(3, 900_000), load(3, 900_000))?);
         let all: Vec<String> = addrs(&fleet).iter().map(ToString::to_string).collect();
-        let settings = json!({"mode": mode, "endpoints": all});
+        // Without aversion: a replica that is averted begins no request.
+        let settings = json!({"mode": mode, "endpoints": all, "error_aversion": 0});
         let mut config = with(&addrs(&fleet), &settings)?.edit(|config| {
             config.route_mut()["retry_policy"]["retry_on"] = json!("reset,connect-failure");
         });

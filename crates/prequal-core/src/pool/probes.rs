@@ -100,7 +100,7 @@ impl PoolState {
 }
 
 /// The policy is sampled eagerly until no replica has come into use for this long.
-const GROWING_MS: u32 = 2000;
+pub(super) const GROWING_MS: u32 = 2000;
 /// Most probes of discovery that one pick sends.
 const MAX_DISCOVERY: f64 = 8.0;
 /// How long after a request the adaptive budget goes on keeping its target.

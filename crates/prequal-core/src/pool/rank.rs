@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 
 use rand::Rng;
 
-use super::{Branch, Entry, FULL_SHARE, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings, PoolState, UNKNOWN};
+use super::{Branch, Entry, FULL_SHARE, HotRule, MAX_HISTORY, PoolSettings, PoolState, UNKNOWN};
 use crate::members::Standing;
 use crate::time::Stamp;
 
@@ -137,7 +137,7 @@ pub(super) fn lowest<T, R: Ord, G: Rng>(
     best
 }
 
-/// The lowest rank, where a young replica gives way to the next best as often as its share says.
+/// The lowest rank, where a young replica gives way to the best of the others as often as its share says.
 pub(super) fn lowest_ramped<R: Ord, G: Rng>(
     entries: &[Entry],
     rank: impl Fn(&Entry, &mut G) -> R,
@@ -148,18 +148,12 @@ pub(super) fn lowest_ramped<R: Ord, G: Rng>(
     if share >= FULL_SHARE {
         return Some(best);
     }
-    let mut shares = [0; MAX_POOL];
-    for (to, entry) in shares.iter_mut().zip(entries) {
-        *to = entry.share;
-    }
-    let shares = shares.get_mut(..entries.len().min(MAX_POOL))?;
-    shares.sort_unstable();
-    let usual = shares.get(shares.len() / 2).copied()?;
-    if share >= usual || rng.random_range(0..usual) < share {
+    // Where half or more are young the fleet is new: seconds between their starts say nothing.
+    let grown = entries.iter().filter(|entry| entry.share >= FULL_SHARE).count();
+    if grown * 2 <= entries.len() || rng.random_range(0..FULL_SHARE) < share {
         return Some(best);
     }
-    // The next best among those that are not younger than usual.
-    let grown = |entry: &Entry, rng: &mut G| (entry.share < usual, rank(entry, rng));
+    let grown = |entry: &Entry, rng: &mut G| (entry.share < FULL_SHARE, rank(entry, rng));
     lowest(entries, grown, rng).map(|(index, (_, rank))| (index, rank))
 }
 

@@ -109,7 +109,7 @@ fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
     let mut scene = Scene::new(plain());
     scene.pool.set_members(2, 0, ms(0));
     scene.report(0, 1, 0, Some(1));
-    scene.report(0, 2, 9, Some(90));
+    scene.report(0, 2, 5, Some(90));
     let mut exceptions = Exceptions::new();
     exceptions.set_members(2);
     let silent = crate::exceptions::Event::Silent { trial: false, ordinary: true };
@@ -591,4 +591,21 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn the_few_that_are_known_first_do_not_carry_a_fleet_that_is_being_learned() {
+    let mut scene = Scene { pool: PoolState::new(), ..Scene::new(plain()) };
+    scene.pool.set_members(2, 0, ms(5000));
+    scene.report(5000, 1, 0, Some(1));
+    scene.report(5000, 2, 0, Some(1));
+    let steered = |scene: &mut Scene, at| (0..40).filter(|_| scene.pick(at).replica.is_some()).count();
+    assert_eq!(steered(&mut scene, 5000), 16, "eight each, then Envoy's own policy");
+    // No news of further replicas: these two are the fleet.
+    scene.report(8000, 1, 8, Some(1));
+    scene.report(8000, 2, 8, Some(1));
+    assert_eq!(steered(&mut scene, 8000), 40);
+    // One more is no fleet to learn.
+    scene.pool.set_members(3, 0, ms(8100));
+    assert_eq!(steered(&mut scene, 8100), 40);
 }

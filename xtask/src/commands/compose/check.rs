@@ -105,6 +105,9 @@ const TAIL: f64 = 1.5;
 /// A window in which the load generator's own p99 lateness, ms, is above this says more of the machine than of us.
 const BUSY_MS: f64 = 5.0;
 
+/// A machine that held up the load generator for this long, ms, holds up the services too, beyond Envoy's time limit.
+const STALL_MS: f64 = 500.0;
+
 /// How often a calm quarter of a minute is looked for.
 const CALM_TRIES: u32 = 5;
 
@@ -343,7 +346,11 @@ impl Check<'_> {
         }
         let rate = after["rate"].as_f64().unwrap_or(0.0);
         let may_fail = (case.seconds_lost * rate / REPLICAS).ceil() as u64 + case.in_flight;
-        if lost[0] > may_fail {
+        if let Some(stalled) = prequal.iter().find(|window| window.lag > STALL_MS) {
+            let what =
+                format!("failures under `{}`: the machine stood still for {:.0} ms", case.fault, stalled.lag);
+            self.unjudged.push(what);
+        } else if lost[0] > may_fail {
             self.fail(case, format!("{} requests failed, the fault may cost {may_fail}", lost[0]));
         }
         if case.fault == "envoy-restart"

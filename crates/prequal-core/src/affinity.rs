@@ -1,4 +1,4 @@
-//! Query hints: what a synchronous probe says of its query, and what a replica makes of it (paper §4, "Sync mode").
+//! Cache affinity: what a replica makes of query hints (paper §4, "Sync mode").
 //!
 //! A replica that holds what the query needs reports less load than it has, and so attracts it. Here: which hints
 //! are accepted, which were served lately, and how a report is scaled. Who may do so is the embedder's decision.
