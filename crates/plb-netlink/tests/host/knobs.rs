@@ -135,7 +135,13 @@ fn missing_rights_are_named() {
         // A copy that the other user may reach.
         let copy = std::env::temp_dir().join(format!("plb-as-nobody-{}", std::process::id()));
         std::fs::copy(env!("CARGO_BIN_EXE_plb"), &copy).unwrap();
-        let output = std::process::Command::new(&copy).args(&args).uid(65534).gid(65534).output();
+        let run = || std::process::Command::new(&copy).args(&args).uid(65534).gid(65534).output();
+        let mut output = run();
+        // A child that another test is forking holds the copy open for writing until it executes.
+        while output.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::ExecutableFileBusy) {
+            std::thread::yield_now();
+            output = run();
+        }
         std::fs::remove_file(&copy).unwrap();
         let (code, said) = failure(&output.unwrap());
         let expected = if args.contains(&"--netns") { 5 } else { 3 };
