@@ -3,9 +3,11 @@
 //! Writes are compare-and-swap with a bounded number of tries. A blob that does not decode (another version, damage)
 //! is replaced and counted.
 
+use std::borrow::Cow;
+
 use prequal_core::exceptions::Exceptions;
 use prequal_core::members::Members;
-use prequal_core::pool::PoolState;
+use prequal_core::pool::{BlobError, PoolState};
 use proxy_wasm::hostcalls;
 
 use crate::metrics::Metrics;
@@ -28,50 +30,31 @@ impl Store {
         Self { pool_key: key("pool"), members_key: key("members"), exceptions_key: key("exceptions") }
     }
 
-    /// Makes sure that all blobs exist: the host cannot create one exclusively afterwards (CAS 0 means "any").
+    /// Makes sure that all blobs exist.
     pub(crate) fn seed(&self) {
-        for (key, empty) in [
-            (&self.pool_key, PoolState::new().as_bytes().to_vec()),
-            (&self.members_key, Members::default().encode()),
-            (&self.exceptions_key, Exceptions::new().as_bytes().to_vec()),
-        ] {
-            if matches!(hostcalls::get_shared_data(key), Ok((None, _))) {
-                let _ = hostcalls::set_shared_data(key, Some(&empty), None);
-            }
-        }
+        seed::<PoolState>(&self.pool_key);
+        seed::<Members>(&self.members_key);
+        seed::<Exceptions>(&self.exceptions_key);
     }
 
     /// The pool as it is, for reading only.
     pub(crate) fn pool(&self, metrics: &Metrics) -> PoolState {
-        self.load_pool(metrics).0
+        load(&self.pool_key, metrics).0
     }
 
-    /// Reads, changes and writes the pool. `change` runs again on a conflict and returns `None` to leave the blob
-    /// as it is. The second value says whether the change was written; if not it is lost, never the request.
+    /// Reads, changes and writes the pool; see [`update`].
     pub(crate) fn update_pool<T>(
         &self,
         metrics: &Metrics,
-        mut change: impl FnMut(&mut PoolState) -> (T, bool),
+        change: impl FnMut(&mut PoolState) -> (T, bool),
     ) -> (T, bool) {
-        let mut tries = 0;
-        loop {
-            let (mut pool, cas) = self.load_pool(metrics);
-            let (result, write) = change(&mut pool);
-            if !write || hostcalls::set_shared_data(&self.pool_key, Some(pool.as_bytes()), cas).is_ok() {
-                return (result, write);
-            }
-            tries += 1;
-            if tries == MAX_TRIES {
-                metrics.cas_giveups.one();
-                return (result, false);
-            }
-            metrics.cas_conflicts.one();
-        }
+        let (_, result, written) = update(&self.pool_key, metrics, change);
+        (result, written)
     }
 
     /// The membership as it is, for reading only.
     pub(crate) fn members(&self, metrics: &Metrics) -> Members {
-        self.load_members(metrics).0
+        load(&self.members_key, metrics).0
     }
 
     /// The membership and its number, unless that is still `seen`. Decoding a large one is dear.
@@ -81,81 +64,103 @@ impl Store {
         seen: Option<u32>,
     ) -> Option<(Members, Option<u32>)> {
         let (bytes, cas) = hostcalls::get_shared_data(&self.members_key).unwrap_or((None, None));
-        (cas.is_none() || cas != seen).then(|| (decode_members(bytes, metrics), cas))
+        (cas.is_none() || cas != seen).then(|| (decode(bytes, metrics), cas))
     }
 
-    /// Reads and changes the membership; written if `change` says that there is news.
+    /// Reads and changes the membership; see [`update`].
     pub(crate) fn update_members(
         &self,
         metrics: &Metrics,
         mut change: impl FnMut(&mut Members) -> bool,
     ) -> Members {
-        let mut tries = 0;
-        loop {
-            let (mut members, cas) = self.load_members(metrics);
-            let write = change(&mut members);
-            if !write || hostcalls::set_shared_data(&self.members_key, Some(&members.encode()), cas).is_ok() {
-                return members;
-            }
-            tries += 1;
-            if tries == MAX_TRIES {
-                metrics.cas_giveups.one();
-                return members;
-            }
-            metrics.cas_conflicts.one();
-        }
+        update(&self.members_key, metrics, |members| ((), change(members))).0
     }
 
-    /// Reads and changes the exceptions table; written if `change` says that there is news.
+    /// Reads and changes the exceptions table; see [`update`].
     pub(crate) fn update_exceptions<T>(
         &self,
         metrics: &Metrics,
-        mut change: impl FnMut(&mut Exceptions) -> (T, bool),
+        change: impl FnMut(&mut Exceptions) -> (T, bool),
     ) -> (Exceptions, T) {
-        let mut tries = 0;
-        loop {
-            let (mut table, cas) = self.load_exceptions(metrics);
-            let (result, write) = change(&mut table);
-            if !write || hostcalls::set_shared_data(&self.exceptions_key, Some(table.as_bytes()), cas).is_ok()
-            {
-                return (table, result);
-            }
-            tries += 1;
-            if tries == MAX_TRIES {
-                metrics.cas_giveups.one();
-                return (table, result);
-            }
-            metrics.cas_conflicts.one();
-        }
-    }
-
-    fn load_exceptions(&self, metrics: &Metrics) -> (Exceptions, Option<u32>) {
-        let (bytes, cas) = hostcalls::get_shared_data(&self.exceptions_key).unwrap_or((None, None));
-        let table = bytes.and_then(|bytes| Exceptions::decode(&bytes).ok()).unwrap_or_else(|| {
-            metrics.blob_replaced.one();
-            Exceptions::new()
-        });
-        (table, cas)
-    }
-
-    fn load_pool(&self, metrics: &Metrics) -> (PoolState, Option<u32>) {
-        let (bytes, cas) = hostcalls::get_shared_data(&self.pool_key).unwrap_or((None, None));
-        let pool = bytes.and_then(|bytes| PoolState::decode(&bytes).ok()).unwrap_or_else(|| {
-            metrics.blob_replaced.one();
-            PoolState::new()
-        });
-        (pool, cas)
-    }
-
-    fn load_members(&self, metrics: &Metrics) -> (Members, Option<u32>) {
-        let (bytes, cas) = hostcalls::get_shared_data(&self.members_key).unwrap_or((None, None));
-        (decode_members(bytes, metrics), cas)
+        let (table, result, _) = update(&self.exceptions_key, metrics, change);
+        (table, result)
     }
 }
 
-fn decode_members(bytes: Option<Vec<u8>>, metrics: &Metrics) -> Members {
-    bytes.and_then(|bytes| Members::decode(&bytes).ok()).unwrap_or_else(|| {
+/// What lives under one key.
+trait Blob: Default {
+    fn read(bytes: &[u8]) -> Result<Self, BlobError>;
+    fn bytes(&self) -> Cow<'_, [u8]>;
+}
+
+impl Blob for PoolState {
+    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
+        Self::decode(bytes)
+    }
+
+    fn bytes(&self) -> Cow<'_, [u8]> {
+        self.as_bytes().into()
+    }
+}
+
+impl Blob for Members {
+    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
+        Self::decode(bytes)
+    }
+
+    fn bytes(&self) -> Cow<'_, [u8]> {
+        self.encode().into()
+    }
+}
+
+impl Blob for Exceptions {
+    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
+        Self::decode(bytes)
+    }
+
+    fn bytes(&self) -> Cow<'_, [u8]> {
+        self.as_bytes().into()
+    }
+}
+
+/// Makes sure that the blob exists: the host cannot create one exclusively afterwards (CAS 0 means "any").
+fn seed<B: Blob>(key: &str) {
+    if matches!(hostcalls::get_shared_data(key), Ok((None, _))) {
+        let _ = hostcalls::set_shared_data(key, Some(&B::default().bytes()), None);
+    }
+}
+
+fn load<B: Blob>(key: &str, metrics: &Metrics) -> (B, Option<u32>) {
+    let (bytes, cas) = hostcalls::get_shared_data(key).unwrap_or((None, None));
+    (decode(bytes, metrics), cas)
+}
+
+fn decode<B: Blob>(bytes: Option<Vec<u8>>, metrics: &Metrics) -> B {
+    bytes.and_then(|bytes| B::read(&bytes).ok()).unwrap_or_else(|| {
         metrics.blob_replaced.one();
-        Members::default()
+        B::default()
     })
+}
+
+/// Reads and changes a blob, and writes it if `change` says that there is news. `change` runs again on a conflict. The
+/// last value says whether it was written; if not the change is lost, never the request.
+fn update<B: Blob, T>(
+    key: &str,
+    metrics: &Metrics,
+    mut change: impl FnMut(&mut B) -> (T, bool),
+) -> (B, T, bool) {
+    let mut tries = 0;
+    loop {
+        let (mut blob, cas) = load::<B>(key, metrics);
+        let (result, write) = change(&mut blob);
+        if !write || hostcalls::set_shared_data(key, Some(&blob.bytes()), cas).is_ok() {
+            return (blob, result, write);
+        }
+        tries += 1;
+        if tries == MAX_TRIES {
+            metrics.cas_giveups.one();
+            return (blob, result, false);
+        }
+        metrics.cas_conflicts.one();
+    }
 }
