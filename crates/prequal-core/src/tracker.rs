@@ -13,6 +13,7 @@
 //!
 //! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised).
 
+use crate::in_flight::InFlight;
 use crate::time::Micros;
 
 /// Settings of a [`Tracker`]. All durations in microseconds.
@@ -60,7 +61,8 @@ pub struct Ticket {
 pub struct Tracker {
     config: TrackerConfig,
     rif: u32,
-    in_flight: InFlight,
+    /// When each arrived; streams are out of the order.
+    in_flight: InFlight<Micros>,
     buckets: Box<[Bucket]>,
     /// Highest bucket ever used plus one: bounds the search for a neighbour.
     used: usize,
@@ -82,7 +84,9 @@ impl Tracker {
 
     /// A request arrives.
     pub fn start(&mut self, now: Micros) -> Ticket {
-        let ticket = Ticket { slot: self.in_flight.push(now), rif_at_arrival: self.rif };
+        let slot = self.in_flight.insert(now);
+        self.in_flight.link(slot);
+        let ticket = Ticket { slot, rif_at_arrival: self.rif };
         self.rif = self.rif.saturating_add(1);
         ticket
     }
@@ -197,79 +201,6 @@ impl Bucket {
 struct Sample {
     latency: u32,
     at: Micros,
-}
-
-/// Requests in flight in order of arrival: a linked list in a slab, so that any of them leaves in O(1).
-#[derive(Debug, Default)]
-struct InFlight {
-    slots: Vec<Slot>,
-    free: Vec<usize>,
-    oldest: Option<usize>,
-    newest: Option<usize>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Slot {
-    arrived: Micros,
-    prev: Option<usize>,
-    next: Option<usize>,
-    linked: bool,
-    taken: bool,
-}
-
-impl InFlight {
-    fn push(&mut self, now: Micros) -> usize {
-        let slot = Slot { arrived: now, prev: self.newest, next: None, linked: true, taken: true };
-        let index = match self.free.pop() {
-            Some(index) => {
-                if let Some(place) = self.slots.get_mut(index) {
-                    *place = slot;
-                }
-                index
-            }
-            None => {
-                self.slots.push(slot);
-                self.slots.len() - 1
-            }
-        };
-        match self.newest.and_then(|newest| self.slots.get_mut(newest)) {
-            Some(newest) => newest.next = Some(index),
-            None => self.oldest = Some(index),
-        }
-        self.newest = Some(index);
-        index
-    }
-
-    /// Takes a request out of the order of ages; it stays taken.
-    fn unlink(&mut self, index: usize) {
-        let Some(slot) = self.slots.get_mut(index).filter(|slot| slot.linked) else { return };
-        slot.linked = false;
-        let (prev, next) = (slot.prev, slot.next);
-        match prev.and_then(|prev| self.slots.get_mut(prev)) {
-            Some(prev) => prev.next = next,
-            None => self.oldest = next,
-        }
-        match next.and_then(|next| self.slots.get_mut(next)) {
-            Some(next) => next.prev = prev,
-            None => self.newest = prev,
-        }
-    }
-
-    fn remove(&mut self, index: usize) -> Option<Micros> {
-        self.unlink(index);
-        let slot = self.slots.get_mut(index).filter(|slot| slot.taken)?;
-        slot.taken = false;
-        self.free.push(index);
-        Some(slot.arrived)
-    }
-
-    fn nth_oldest(&self, n: usize) -> Option<Micros> {
-        let mut at = self.oldest;
-        for _ in 0..n {
-            at = at.and_then(|index| self.slots.get(index)).and_then(|slot| slot.next).or(at);
-        }
-        at.and_then(|index| self.slots.get(index)).map(|slot| slot.arrived)
-    }
 }
 
 /// Exact below 16, then four buckets an octave.
@@ -416,7 +347,7 @@ mod tests {
                 tracker.finish(ticket, ms(1000), Outcome::Aborted);
             }
             prop_assert_eq!(tracker.rif(), 0);
-            prop_assert_eq!(tracker.in_flight.oldest, None);
+            prop_assert_eq!(tracker.in_flight.oldest(), None);
         }
     }
 }

@@ -2,13 +2,14 @@
 //!
 //! The limit of a request is [`ExceptionSettings::breaker`] times what nine in ten of this worker's latest answers took; on
 //! a replica that reports itself slower than the typical answer, in proportion more, and four times as much on one that
-//! does not know. A request beyond its limit
-//! is a sign of silence only if nothing sent to the replica after it has been answered: one slow query in a hundred is
-//! overtaken, the first query into a stall is not. Every operation is O(1), and allocates only while more requests are
-//! in flight than ever before.
+//! does not know. A request beyond its limit is a sign of silence only if nothing sent to the replica after it has been
+//! answered: one slow query in a hundred is overtaken, the first query into a stall is not. Every operation is O(1), and
+//! allocates only while more requests are in flight than ever before.
 
 use super::{Event, ExceptionSettings, MEMORY, Timing, fading};
 use crate::endpoint::Endpoint;
+use crate::fnv::{FNV_OFFSET, fnv};
+use crate::in_flight::InFlight;
 use crate::time::{Micros, Stamp};
 
 /// A request in flight. Hand it back to [`Flights::answered`] or [`Flights::gone`].
@@ -63,11 +64,8 @@ impl Overdue {
 /// The requests in flight of one worker to one upstream cluster.
 #[derive(Debug)]
 pub struct Flights {
-    slots: Vec<Slot>,
-    free: Vec<usize>,
-    /// Order of the next look at each.
-    oldest: Option<usize>,
-    newest: Option<usize>,
+    /// In order of the next look at each.
+    in_flight: InFlight<Request>,
     replicas: Box<[Seen]>,
     window: Box<[u32]>,
     answers: usize,
@@ -77,7 +75,7 @@ pub struct Flights {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Slot {
+struct Request {
     replica: Endpoint,
     started: Micros,
     /// When to look at it (again).
@@ -85,10 +83,6 @@ struct Slot {
     limit_us: u32,
     trial: bool,
     ordinary: bool,
-    taken: bool,
-    linked: bool,
-    prev: Option<usize>,
-    next: Option<usize>,
 }
 
 /// What was seen of a replica; another that falls on the same place takes it over, which loses little.
@@ -111,10 +105,7 @@ impl Flights {
     /// No request in flight, nothing known.
     pub fn new() -> Self {
         Self {
-            slots: Vec::new(),
-            free: Vec::new(),
-            oldest: None,
-            newest: None,
+            in_flight: InFlight::default(),
             replicas: vec![Seen::default(); SEEN].into_boxed_slice(),
             window: vec![0; WINDOW].into_boxed_slice(),
             answers: 0,
@@ -126,33 +117,17 @@ impl Flights {
     /// A request goes to `replica`, which reported `latency_us`.
     pub fn sent(&mut self, now: Micros, replica: Endpoint, latency_us: Option<u32>, trial: bool) -> Flight {
         let limit_us = self.limit_for(latency_us, trial);
-        let slot = Slot {
+        let index = self.in_flight.insert(Request {
             replica,
             started: now,
             check_at: now.plus(u64::from(self.limit_us)),
             limit_us,
             trial,
             ordinary: latency_us.is_some_and(|latency| latency / 2 <= self.typical_us),
-            taken: true,
-            linked: false,
-            prev: None,
-            next: None,
-        };
-        let index = match self.free.pop() {
-            Some(index) => {
-                if let Some(place) = self.slots.get_mut(index) {
-                    *place = slot;
-                }
-                index
-            }
-            None => {
-                self.slots.push(slot);
-                self.slots.len() - 1
-            }
-        };
+        });
         // Without a limit there is nothing to look at.
         if limit_us > 0 {
-            self.link(index);
+            self.in_flight.link(index);
         }
         Flight(index)
     }
@@ -165,12 +140,12 @@ impl Flights {
         now: Micros,
         failed: bool,
     ) -> Option<Landed> {
-        let slot = self.take(flight)?;
-        let latency_us = u32::try_from(now.saturating_since(slot.started)).unwrap_or(u32::MAX);
-        let requests = self.seen(slot.replica, |seen| {
+        let request = self.in_flight.remove(flight.0)?;
+        let latency_us = u32::try_from(now.saturating_since(request.started)).unwrap_or(u32::MAX);
+        let requests = self.seen(request.replica, |seen| {
             // After a step back of the clock nothing would ever be later.
             let known = if seen.answered > now { Micros(0) } else { seen.answered };
-            seen.answered = known.max(slot.started);
+            seen.answered = known.max(request.started);
             let faded = seen.requests * fading(now.stamp().distance_ms(seen.updated));
             seen.updated = now.stamp();
             seen.requests = if failed { 0.0 } else { (faded + 1.0).min(MEMORY) };
@@ -179,52 +154,55 @@ impl Flights {
         if !failed {
             self.learn(settings, latency_us);
         }
-        let timing = match u64::from(slot.limit_us) {
+        let timing = match u64::from(request.limit_us) {
             0 => Timing::InTime,
             limit if u64::from(latency_us) <= limit => Timing::InTime,
             limit if u64::from(latency_us) <= limit * 2 => Timing::Narrow,
             _ => Timing::Late,
         };
-        Some(Landed { replica: slot.replica, latency_us, timing, trial: slot.trial, requests })
+        Some(Landed { replica: request.replica, latency_us, timing, trial: request.trial, requests })
     }
 
     /// The request has ended without a word on the replica: the client went away, or Envoy sent it elsewhere.
     pub fn gone(&mut self, flight: Flight) {
-        self.take(flight);
+        self.in_flight.remove(flight.0);
     }
 
     /// The next replica that is silent. Call until `None`; looks at a few requests at most.
     pub fn overdue(&mut self, now: Micros) -> Option<Overdue> {
         for _ in 0..LOOKS {
-            let index = self.oldest?;
-            let slot = *self.slots.get(index)?;
-            let stepped = slot.started > now;
-            if slot.check_at > now && !stepped {
+            let (index, request) = self.in_flight.oldest()?;
+            let stepped = request.started > now;
+            if request.check_at > now && !stepped {
                 return None;
             }
-            self.unlink(index);
-            if stepped || now.saturating_since(slot.started) < u64::from(slot.limit_us) {
+            self.in_flight.unlink(index);
+            if stepped || now.saturating_since(request.started) < u64::from(request.limit_us) {
                 // A step back of the clock makes it start now. A slow replica has longer: so that the order of the list
                 // is that of the next looks, it is looked at again after another common limit.
                 let again = now.plus(u64::from(self.limit_us.max(1)));
-                let place = self.slots.get_mut(index)?;
-                (place.started, place.check_at) = (slot.started.min(now), again);
-                self.link(index);
+                let place = self.in_flight.get_mut(index)?;
+                (place.started, place.check_at) = (request.started.min(now), again);
+                self.in_flight.link(index);
                 continue;
             }
             let overtaken =
-                self.seen(slot.replica, |seen| seen.answered > slot.started && seen.answered <= now);
+                self.seen(request.replica, |seen| seen.answered > request.started && seen.answered <= now);
             if overtaken {
                 continue;
             }
-            return Some(Overdue { replica: slot.replica, trial: slot.trial, ordinary: slot.ordinary });
+            return Some(Overdue {
+                replica: request.replica,
+                trial: request.trial,
+                ordinary: request.ordinary,
+            });
         }
         None
     }
 
     /// Requests in flight.
     pub fn len(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.in_flight.len()
     }
 
     /// Whether there is none.
@@ -277,51 +255,10 @@ impl Flights {
         }
         look(seen)
     }
-
-    fn take(&mut self, flight: Flight) -> Option<Slot> {
-        let slot = *self.slots.get(flight.0)?;
-        if !slot.taken {
-            return None;
-        }
-        self.unlink(flight.0);
-        self.slots.get_mut(flight.0)?.taken = false;
-        self.free.push(flight.0);
-        Some(slot)
-    }
-
-    fn link(&mut self, index: usize) {
-        let newest = self.newest;
-        if let Some(slot) = self.slots.get_mut(index) {
-            (slot.linked, slot.prev, slot.next) = (true, newest, None);
-        }
-        match newest.and_then(|newest| self.slots.get_mut(newest)) {
-            Some(newest) => newest.next = Some(index),
-            None => self.oldest = Some(index),
-        }
-        self.newest = Some(index);
-    }
-
-    fn unlink(&mut self, index: usize) {
-        let Some(slot) = self.slots.get_mut(index).filter(|slot| slot.linked) else { return };
-        slot.linked = false;
-        let (prev, next) = (slot.prev, slot.next);
-        match prev.and_then(|prev| self.slots.get_mut(prev)) {
-            Some(prev) => prev.next = next,
-            None => self.oldest = next,
-        }
-        match next.and_then(|next| self.slots.get_mut(next)) {
-            Some(next) => next.prev = prev,
-            None => self.newest = prev,
-        }
-    }
 }
 
-/// FNV-1a.
 fn tag_of(replica: Endpoint) -> u64 {
-    let bytes = bytemuck::bytes_of(&replica);
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
+    fnv(FNV_OFFSET, bytemuck::bytes_of(&replica))
 }
 
 /// A replica that does not know its latency may be this much slower than others. The pool sends it one request at a
