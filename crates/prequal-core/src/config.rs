@@ -193,7 +193,9 @@ impl FilterConfig {
             }
         };
         let mut top = Fields { object: &root, path: String::new(), errors: &mut errors };
-        top.reject_unknown(&[&["clusters", "shim", "profile"], SETTING_KEYS, choice::KEYS].concat());
+        top.reject_unknown(
+            &[&["clusters", "shim", "profile"], SETTING_KEYS, POOL_KEYS, choice::KEYS].concat(),
+        );
         let profile = top.choice("profile", Profile::NAMES).unwrap_or(Profile::Default);
         let shim = top
             .choice(
@@ -239,14 +241,13 @@ impl FilterConfig {
     }
 }
 
-/// Keys that stand in a cluster or, as defaults, at the top level.
-const SETTING_KEYS: &[&str] = &[
+/// Keys that stand in a cluster or, as defaults, at the top level, beside [`POOL_KEYS`].
+const SETTING_KEYS: &[&str] = &["q_rif", "q_rif_small", "hot", "latency_band", "discovery_interval_ms"];
+
+/// Those that only rules with a probe pool listen to.
+const POOL_KEYS: &[&str] = &[
     "pool_size",
     "max_age_ms",
-    "q_rif",
-    "q_rif_small",
-    "hot",
-    "latency_band",
     "delta",
     "r_remove",
     "scale_removal",
@@ -255,7 +256,6 @@ const SETTING_KEYS: &[&str] = &[
     "r_probe",
     "target_age_ms",
     "max_probes_per_query",
-    "discovery_interval_ms",
     "verified_probes",
     "rif_history",
     "learning_rif",
@@ -443,7 +443,7 @@ impl Fields<'_> {
         of_profile: &dyn Fn(Profile) -> Settings,
     ) -> Option<ClusterConfig> {
         let own = ["cluster", "probe_cluster", "endpoints", "profile"];
-        self.reject_unknown(&[&own, SETTING_KEYS, choice::KEYS].concat());
+        self.reject_unknown(&[&own, SETTING_KEYS, POOL_KEYS, choice::KEYS].concat());
         let profile = self.choice("profile", Profile::NAMES).map(of_profile);
         let Settings { mut pool, probe, choice } = self.settings(profile.as_ref().unwrap_or(defaults));
         self.contradictions(&[&choice]);

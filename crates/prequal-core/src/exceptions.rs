@@ -13,10 +13,11 @@
 //! - *silent*: a request has waited for longer than any should, and nothing sent after it has been answered.
 //!
 //! **Trials** let it back: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard of (by
-//! a probe) since the last. One that came back only a little late starts that over, once. A silent replica is back after one answer in time, of a trial or of a request from before;
-//! a failing one after [`STREAK`] trials in a row, which follow each other quickly (half-failing replicas pass a single
-//! trial every other time), and once it does not report failures either. A replica that came back after silence is **vouched** for: for 15 s its latency is what this
-//! client sees if that is less than what it reports, which still includes the silence.
+//! a probe) since the last. One that came back only a little late starts that over, once. A silent replica is back after
+//! one answer in time, of a trial or of a request from before; a failing one after [`STREAK`] trials in a row, which follow
+//! each other quickly (half-failing replicas pass a single trial every other time), and once it does not report failures
+//! either. A replica that came back after silence is **vouched** for: for 15 s its latency is what this client sees if that
+//! is less than what it reports, which still includes the silence.
 //!
 //! **Panic**: when more than half of the fleet would be out, nobody is. Then it is not the replicas, or there is nowhere
 //! else to go.

@@ -321,7 +321,8 @@ fn attempts() -> u64 {
 
 /// Whether the response's status is a 5xx.
 fn server_error() -> bool {
-    matches!(hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, ":status"), Ok(Some(status)) if status.starts_with(b"5"))
+    let status = hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, ":status");
+    matches!(status, Ok(Some(status)) if status.starts_with(b"5"))
 }
 
 /// The gRPC statuses that say the replica failed: UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL,

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Fields, kind, set, shorten};
+use super::{Fields, POOL_KEYS, kind, set, shorten};
 use crate::hint::HintSource;
 use crate::policies::c3;
 use crate::policies::linear::{ALPHA_US, Linear};
@@ -151,27 +151,7 @@ const LISTENERS: &[Listener] = &[
         cure: "has an effect only with \"rule\": \"hcl\"",
     },
     Listener {
-        keys: &[
-            "pool_size",
-            "max_age_ms",
-            "delta",
-            "r_remove",
-            "scale_removal",
-            "reuse_cap",
-            "budget",
-            "r_probe",
-            "target_age_ms",
-            "max_probes_per_query",
-            "verified_probes",
-            "rif_history",
-            "learning_rif",
-            "error_aversion",
-            "breaker",
-            "ramp_ms",
-            "probe_timeout_ms",
-            "idle_probe_interval_ms",
-            "piggyback",
-        ],
+        keys: POOL_KEYS,
         listens: |choice| !choice.rule.is_probe_free(),
         cure: "has no effect with a rule that needs no probes (\"peak_ewma\", \"zuul_choice_of_two\"): leave it out",
     },

@@ -397,7 +397,10 @@ proptest! {
 
     /// Whatever is told, the table decodes again and never excludes more than half.
     #[test]
-    fn random_events_keep_the_bounds(ops in proptest::collection::vec((0u16..80, 0u8..6, any::<u16>(), any::<bool>()), 0..300), members in 0u32..90) {
+    fn random_events_keep_the_bounds(
+        ops in proptest::collection::vec((0u16..80, 0u8..6, any::<u16>(), any::<bool>()), 0..300),
+        members in 0u32..90,
+    ) {
         let mut table = Exceptions::new();
         table.set_members(members);
         let mut rng = SmallRng::seed_from_u64(1);

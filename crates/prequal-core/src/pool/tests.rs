@@ -548,7 +548,10 @@ proptest! {
         let mut now = ms(0);
         for op in ops {
             match op {
-                Op::Report(n, rif, latency) => pool.record(&settings, now, replica(n), Load { rif, latency_us: latency, up_s: None }, Standing::even(0), &mut rng),
+                Op::Report(n, rif, latency_us) => {
+                    let load = Load { rif, latency_us, up_s: None };
+                    pool.record(&settings, now, replica(n), load, Standing::even(0), &mut rng);
+                }
                 Op::Pick => {
                     let before: Vec<_> = pool.replicas().collect();
                     let pick = pool.pick(&settings, now, &mut rng);
