@@ -127,15 +127,8 @@ pub(crate) struct SyncClient {
 }
 
 impl Balancer {
-    /// The balancer of client `index` of `clients` over `servers` servers, of which the first `known` exist.
-    pub(crate) fn new(
-        arm: &Arm,
-        index: usize,
-        clients: usize,
-        servers: usize,
-        known: usize,
-        rng: &mut SmallRng,
-    ) -> Self {
+    /// The balancer of one of `clients` clients over `servers` servers, of which the first `known` exist.
+    pub(crate) fn new(arm: &Arm, clients: usize, servers: usize, known: usize, rng: &mut SmallRng) -> Self {
         let simple = |policy: Box<dyn Policy>| Self::Simple(policy);
         match arm {
             Arm::Random => simple(Box::new(Random::new(servers))),
@@ -152,7 +145,6 @@ impl Balancer {
             Arm::Prequal(config) => {
                 let (pool, members) = fleet(if config.learn { 0 } else { known });
                 let c3 = (config.rule == Rule::C3).then(|| C3::new(clients));
-                let _ = index;
                 Self::Prequal(Box::new(Client {
                     config: config.clone(),
                     pool,

@@ -146,7 +146,7 @@ impl<'a> World<'a> {
             })
             .collect();
         let balancers = (0..scenario.clients)
-            .map(|client| Balancer::new(arm, client, scenario.clients, n, scenario.initially, &mut choice))
+            .map(|_| Balancer::new(arm, scenario.clients, n, scenario.initially, &mut choice))
             .collect();
         let from = nanos(scenario.warm_up);
         let mut world = Self {

@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub(super) fn sinkhole(length: Length) -> Plan {
+pub(super) fn sinkhole() -> Plan {
     let point = |label: &str, share: Option<f64>| {
         let mut scenario = Scenario::testbed(100, 0.75, NORMAL);
         let bad = share.map_or(Change::Frozen(0, true), |share| Change::Failing(0, share));
@@ -22,7 +22,6 @@ pub(super) fn sinkhole(length: Length) -> Plan {
             ]),
         }
     };
-    let _ = length;
     Plan {
         name: "sinkhole",
         title: "one server of 100 fails its queries at once, or freezes",

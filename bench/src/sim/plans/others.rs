@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub(super) fn finagle(length: Length) -> Plan {
+pub(super) fn finagle() -> Plan {
     let mut scenario = Scenario::testbed(11, 1.0, Spare::None);
     scenario.servers = vec![ServerSpec::new(167.0, Service::Delay); 11];
     scenario.clients = 1;
@@ -10,7 +10,6 @@ pub(super) fn finagle(length: Length) -> Plan {
     scenario.variation = 5.0 / 167.0;
     (scenario.warm_up, scenario.measured, scenario.deadline) = (10.0, 60.0, None);
     scenario.changes = vec![(25.0, Change::Work(0, 2000.0)), (55.0, Change::Work(0, 167.0))];
-    let _ = length;
     Plan {
         name: "finagle",
         title: "one server of eleven answers in 2 s for half a minute (seed 001)",
