@@ -32,6 +32,15 @@ pub(crate) struct Deployment {
     envoys: Vec<Envoy>,
 }
 
+/// Counters of the filter.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counted {
+    /// Probes sent.
+    pub(crate) probes: u64,
+    /// How often a replica was passed over from then on, for any reason.
+    pub(crate) averted: u64,
+}
+
 /// What happens to one replica.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
@@ -123,10 +132,19 @@ impl Deployment {
         self.envoys.iter().map(Envoy::cpu_time).sum()
     }
 
-    /// Probes that all Envoys have sent so far; none in a baseline.
-    pub(crate) fn probes(&self) -> Result<u64> {
+    /// What the filters of all Envoys have counted so far; nothing in a baseline.
+    pub(crate) fn counted(&self) -> Result<Counted> {
         tokio::task::block_in_place(|| {
-            self.envoys.iter().map(|envoy| Ok(envoy.prequal(CLUSTER)?.probes("sent"))).sum()
+            let mut counted = Counted::default();
+            for envoy in &self.envoys {
+                let counters = envoy.prequal(CLUSTER)?;
+                counted.probes += counters.probes("sent");
+                counted.averted += ["failing", "reported", "silent"]
+                    .map(|reason| counters.other(&format!("prequal_averted_total.{reason}")))
+                    .iter()
+                    .sum::<u64>();
+            }
+            Ok(counted)
         })
     }
 }

@@ -14,7 +14,7 @@ use prequal_testbed::cpu_time;
 
 use crate::backends::Fleet;
 use crate::closed;
-use crate::deployment::{Deployment, Event};
+use crate::deployment::{Counted, Deployment, Event};
 use crate::goals::Goal;
 use crate::load::{Arrivals, Keys, Plan, Run};
 use crate::recovery::{self, Recovery, Watch};
@@ -133,6 +133,8 @@ pub(crate) struct Measured {
     pub(crate) per_second: f64,
     /// Probes sent per request of the judged part; `None` if the filter does not choose.
     pub(crate) probes_per_query: Option<f64>,
+    /// How often a replica was averted in the judged part; `None` likewise.
+    pub(crate) averted: Option<u64>,
     /// CPU time of all Envoys per request of the judged part.
     pub(crate) envoy_us: f64,
     /// CPU time of this process, the generator, over the time of the judged part.
@@ -222,7 +224,8 @@ impl Scenario {
             after: part(&|due| due >= self.judged.end),
             per_second: (judged.samples - judged.failed) as f64 / seconds,
             judged,
-            probes_per_query: arm.is_ours().then_some(used.probes as f64 / requests),
+            probes_per_query: arm.is_ours().then_some(used.counted.probes as f64 / requests),
+            averted: arm.is_ours().then_some(used.counted.averted),
             envoy_us: used.envoys.as_secs_f64() * 1e6 / requests,
             generator_cpu: used.generator.as_secs_f64() / seconds,
             late: lateness(&samples),
@@ -259,19 +262,22 @@ impl Running {
 
 /// What the judged part used.
 struct Used {
-    probes: u64,
+    counted: Counted,
     envoys: Duration,
     generator: Duration,
 }
 
 async fn account(deployment: &Deployment, begin: Instant, judged: &Range<Duration>) -> Result<Used> {
-    let read = || anyhow::Ok((deployment.probes()?, deployment.envoy_cpu()?, cpu_time(std::process::id())?));
+    let read = || anyhow::Ok((deployment.counted()?, deployment.envoy_cpu()?, cpu_time(std::process::id())?));
     tokio::time::sleep_until((begin + judged.start).into()).await;
     let before = read()?;
     tokio::time::sleep_until((begin + judged.end).into()).await;
     let after = read()?;
     Ok(Used {
-        probes: after.0 - before.0,
+        counted: Counted {
+            probes: after.0.probes - before.0.probes,
+            averted: after.0.averted - before.0.averted,
+        },
         envoys: after.1.saturating_sub(before.1),
         generator: after.2.saturating_sub(before.2),
     })
