@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use crate::plot::{Curve, Panel};
 use crate::scenario::{Arm, Load, Measured, Scenario, topology_label};
-use crate::table::{self, ms, one, percent, spread, two};
+use crate::table::{self, count, ms, one, percent, spread, two};
 
 /// The runs of a comparison, all passes together.
 pub(crate) struct Comparison {
@@ -135,7 +135,7 @@ impl Comparison {
         }
         columns.push(Column::spread("probes/query", |run| run.probes_per_query.unwrap_or(f64::NAN), two));
         let averted = |run: &Measured| run.averted.map_or(f64::NAN, |times| times as f64);
-        columns.push(Column::spread("averted", averted, |times| format!("{times:.0}")));
+        columns.push(Column::spread("averted", averted, count));
         columns.push(Column::spread("Envoy µs/req", |run| run.envoy_us, one));
         columns.push(Column::sum("failed", |run| run.judged.failed));
         if scenario.fleet.0.iter().any(|replica| replica.slots.is_some()) {

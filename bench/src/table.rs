@@ -68,6 +68,11 @@ pub(crate) fn two(value: f64) -> String {
     if value.is_nan() { "–".to_owned() } else { format!("{value:.2}") }
 }
 
+/// How often something happened.
+pub(crate) fn count(value: f64) -> String {
+    if value.is_nan() { "–".to_owned() } else { format!("{value:.0}") }
+}
+
 /// One decimal.
 pub(crate) fn one(value: f64) -> String {
     if value.is_nan() { "–".to_owned() } else { format!("{value:.1}") }

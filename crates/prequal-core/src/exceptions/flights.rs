@@ -3,8 +3,9 @@
 //! The limit of a request is [`ExceptionSettings::breaker`] times what nine in ten of this worker's latest answers took; on
 //! a replica that reports itself slower than the typical answer, in proportion more, and four times as much on one that
 //! does not know. A request beyond its limit is a sign of silence only if nothing sent to the replica after it has been
-//! answered: one slow query in a hundred is overtaken, the first query into a stall is not. Every operation is O(1), and
-//! allocates only while more requests are in flight than ever before.
+//! answered: one slow query in a hundred is overtaken, the first query into a stall is not. It has to be so at two looks
+//! in a row: when the worker itself has stood still, everything looks overdue at first, and the answers are waiting.
+//! Every operation is O(1), and allocates only while more requests are in flight than ever before.
 
 use super::{Event, ExceptionSettings, MEMORY, Timing, fading};
 use crate::endpoint::Endpoint;
@@ -72,6 +73,7 @@ pub struct Flights {
     /// Microseconds; both 0 until enough answers have come.
     limit_us: u32,
     typical_us: u32,
+    looks: Looks,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -111,6 +113,7 @@ impl Flights {
             answers: 0,
             limit_us: 0,
             typical_us: 0,
+            looks: Looks::default(),
         }
     }
 
@@ -168,16 +171,17 @@ impl Flights {
         self.in_flight.remove(flight.0);
     }
 
-    /// The next replica that is silent. Call until `None`; looks at a few requests at most.
+    /// The next replica that is silent. Call until `None`, and often; looks at a few requests at most.
     pub fn overdue(&mut self, now: Micros) -> Option<Overdue> {
+        let before = self.looks.before(now);
         for _ in 0..LOOKS {
             let (index, request) = self.in_flight.oldest()?;
             let stepped = request.started > now;
-            if request.check_at > now && !stepped {
+            if request.check_at > before && !stepped {
                 return None;
             }
             self.in_flight.unlink(index);
-            if stepped || now.saturating_since(request.started) < u64::from(request.limit_us) {
+            if stepped || before.saturating_since(request.started) < u64::from(request.limit_us) {
                 // A step back of the clock makes it start now. A slow replica has longer: so that the order of the list
                 // is that of the next looks, it is looked at again after another common limit.
                 let again = now.plus(u64::from(self.limit_us.max(1)));
@@ -257,6 +261,25 @@ impl Flights {
     }
 }
 
+/// When this worker last looked, and the time before.
+#[derive(Clone, Copy, Debug, Default)]
+struct Looks {
+    last: Micros,
+    before: Micros,
+}
+
+impl Looks {
+    /// The instant by which a request has to have been overdue: a look at least [`LOOK_US`] before this one.
+    fn before(&mut self, now: Micros) -> Micros {
+        if now < self.last {
+            (self.last, self.before) = (now, now);
+        } else if now.saturating_since(self.last) >= LOOK_US {
+            (self.last, self.before) = (now, self.last);
+        }
+        self.before
+    }
+}
+
 fn tag_of(replica: Endpoint) -> u64 {
     fnv(FNV_OFFSET, bytemuck::bytes_of(&replica))
 }
@@ -272,5 +295,7 @@ const LEARN_EVERY: usize = 32;
 const SEEN: usize = 256;
 /// Requests looked at by one call of [`Flights::overdue`].
 const LOOKS: usize = 8;
+/// Least time between two looks: enough for an event loop that had stood still to take in what came meanwhile.
+const LOOK_US: u64 = 20_000;
 /// Added to every limit: a pause of the replica, of the machine or of this Envoy is no silence.
 const SLACK_US: f64 = 50_000.0;
