@@ -69,7 +69,7 @@ impl Length {
 }
 
 /// Names in the order of the report.
-pub(crate) const NAMES: [&str; 18] = [
+pub(crate) const NAMES: [&str; 19] = [
     "calibration",
     "fig6",
     "fig7",
@@ -83,6 +83,7 @@ pub(crate) const NAMES: [&str; 18] = [
     "smallfleet",
     "scale",
     "churn",
+    "newcomer",
     "sharing",
     "budget",
     "variants",
@@ -105,6 +106,7 @@ pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
         "smallfleet" => others::smallfleet(length),
         "scale" => fleet::scale(length),
         "churn" => fleet::churn(length),
+        "newcomer" => fleet::newcomer(length),
         "sharing" => fleet::sharing(length),
         "budget" => fleet::budget(length),
         "variants" => fleet::variants(length),

@@ -1,6 +1,9 @@
 //! What a fleet does to Prequal: failures, size, change, sharing, and the settings of ours.
 
+use std::ops::Range;
+
 use super::*;
+use crate::sim::measure::Run;
 
 pub(super) fn sinkhole() -> Plan {
     let point = |label: &str, share: Option<f64>| {
@@ -168,6 +171,78 @@ pub(super) fn churn(length: Length) -> Plan {
                     ours("one a second", P99) / ours("calm", P99),
                     1.1,
                 ),
+            ]
+        },
+    }
+}
+
+/// Of the last of 21 servers, over the fair one.
+fn newcomers_share(run: &Run, when: Range<f64>) -> f64 {
+    run.share(|server| server == 20, |at| when.contains(&at)) * 21.0
+}
+
+/// Seconds until a cold newcomer is warm.
+const WARMING: usize = 20;
+
+pub(super) fn newcomer(length: Length) -> Plan {
+    let points = length.pick(&[("warm at once", 1.0), ("5x the work", 5.0), ("20x", 20.0)], &[0, 2]);
+    let points = points.into_iter().map(|(label, cold)| {
+        // No antagonists: who is slow is the newcomer alone.
+        let mut scenario = Scenario::testbed(21, 0.75, Spare::None);
+        (scenario.initially, scenario.measured) = (20, 40.0);
+        let at = scenario.warm_up;
+        scenario.changes.push((at, Change::Join(20)));
+        for step in 0..=WARMING {
+            let left = 1.0 - step as f64 / WARMING as f64;
+            let work = WORK_MS * (1.0 + (cold - 1.0) * left);
+            scenario.changes.push((at + step as f64, Change::Work(20, work)));
+        }
+        let ramp = |ramp_ms: u32| {
+            let pool = PoolSettings { verified_probes: true, ramp_ms, ..ours().pool };
+            Arm::Prequal(Prequal { learn: true, pool, ..ours() })
+        };
+        Point {
+            label: label.to_owned(),
+            scenario,
+            arms: arms([
+                ("Random", Arm::Random),
+                ("LL-Po2C", Arm::LeastLoadedPo2c),
+                ("no ramp", ramp(0)),
+                ("ramp 10 s", ramp(10_000)),
+                ("ramp 30 s", ramp(30_000)),
+                ("ramp 90 s", ramp(90_000)),
+            ]),
+        }
+    });
+    Plan {
+        name: "newcomer",
+        title: "a replica joins, warm or cold",
+        text: "The 21st server joins 20 others at 0.75x; its queries are at first so many times the work, falling linearly to \
+            the usual over 20 s (caches, just-in-time compilation). Shares are over the fair one. `ramp_ms` bounds what \
+            a young replica gets; probation and its own reports act in every arm of ours.",
+        x_label: "the newcomer",
+        points: points.collect(),
+        metrics: standard_and(&[
+            Metric { name: "share_first_5s", of: |_, run, _| newcomers_share(run, 0.0..5.0) },
+            Metric { name: "share_5_to_20s", of: |_, run, _| newcomers_share(run, 5.0..20.0) },
+            Metric { name: "share_from_20s", of: |_, run, _| newcomers_share(run, 20.0..40.0) },
+        ]),
+        columns: columns(&[
+            ("share, first 5 s", OWN, two),
+            ("5 to 20 s", OWN + 1, two),
+            ("from 20 s", OWN + 2, two),
+        ]),
+        charts: vec![(P999, false), (OWN, false)],
+        judge: |cells| {
+            let ramped = |label: &str, metric| cells.at(label, "ramp 10 s", metric);
+            vec![
+                at_most("ramp 10 s, failures", cells.worst("ramp 10 s", FAILED), 0.0),
+                at_most(
+                    "20x: p99.9 with a ramp of 10 s over none",
+                    ramped("20x", P999) / cells.at("20x", "no ramp", P999),
+                    1.1,
+                ),
+                at_least("warm at once: share from 20 s on, ramp 10 s", ramped("warm at once", OWN + 2), 0.8),
             ]
         },
     }
