@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 
 use crate::comparison::Comparison;
@@ -57,6 +57,9 @@ pub(crate) struct Length {
     /// One short pass, to see that it works: its figures are not for comparing
     #[arg(long)]
     quick: bool,
+    /// Only the policies whose names begin with one of these; several with commas [default: all of the scenario]
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    arms: Vec<String>,
     /// Folder for the plot
     #[arg(long, default_value = "target/bench", value_name = "DIR")]
     out: PathBuf,
@@ -65,6 +68,21 @@ pub(crate) struct Length {
 impl Length {
     fn passes(&self, default: u64) -> usize {
         self.passes.unwrap_or(if self.quick { 1 } else { default }) as usize
+    }
+
+    /// Leaves the arms that are asked for.
+    fn choose(&self, mut scenarios: Vec<Scenario>) -> Result<Vec<Scenario>> {
+        if self.arms.is_empty() {
+            return Ok(scenarios);
+        }
+        for scenario in &mut scenarios {
+            let labels: Vec<&str> = scenario.arms.iter().map(|arm| arm.label()).collect();
+            if let Some(name) = self.arms.iter().find(|name| !labels.iter().any(|l| l.starts_with(*name))) {
+                bail!("--arms {name}: {} has {}", scenario.name, labels.join(", "));
+            }
+            scenario.arms.retain(|arm| self.arms.iter().any(|name| arm.label().starts_with(name)));
+        }
+        Ok(scenarios)
     }
 
     fn seconds(&self, default: u64) -> Duration {
@@ -77,28 +95,29 @@ pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
     match what {
         EndToEnd::Ingress(ingress) => ingress::run(ingress).await,
         EndToEnd::Stall(length) => {
-            compare("stall", vec![stall::scenario(length.seconds(60))], length.passes(3), &length.out).await
+            compare("stall", vec![stall::scenario(length.seconds(60))], length, 3).await
         }
         EndToEnd::Sinkhole(sinkhole) => sinkhole::run(sinkhole).await,
         EndToEnd::SlowHalf(length) => {
             let scenario = slow_half::scenario(length.seconds(60));
-            compare("slow-half", vec![scenario], length.passes(3), &length.out).await
+            compare("slow-half", vec![scenario], length, 3).await
         }
         EndToEnd::CpuBound(length) => {
             let scenarios = cpu_bound::scenarios(length.seconds(20));
-            compare("cpu-bound", scenarios, length.passes(5), &length.out).await
+            compare("cpu-bound", scenarios, length, 5).await
         }
         EndToEnd::Affinity(length) => {
             let scenario = affinity::scenario(length.seconds(60));
-            compare("affinity", vec![scenario], length.passes(3), &length.out).await
+            compare("affinity", vec![scenario], length, 3).await
         }
         EndToEnd::Rules(length) => rules::run(length).await,
     }
 }
 
 /// Runs scenarios one after the other through one Envoy, then prints tables, plot and verdicts.
-async fn compare(name: &str, scenarios: Vec<Scenario>, passes: usize, out: &Path) -> Result<ExitCode> {
-    report(name, &measure(scenarios, passes).await?, out)
+async fn compare(name: &str, scenarios: Vec<Scenario>, length: &Length, passes: u64) -> Result<ExitCode> {
+    let comparisons = measure(length.choose(scenarios)?, length.passes(passes)).await?;
+    report(name, &comparisons, &length.out)
 }
 
 async fn measure(scenarios: Vec<Scenario>, passes: usize) -> Result<Vec<Comparison>> {

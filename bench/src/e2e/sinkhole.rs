@@ -79,7 +79,7 @@ pub(super) async fn run(sinkhole: &Sinkhole) -> Result<ExitCode> {
     let faults = if sinkhole.fault.is_empty() { all } else { &sinkhole.fault };
     let length = &sinkhole.length;
     let scenarios = faults.iter().map(|fault| scenario(*fault, length.seconds(60))).collect();
-    compare("sinkhole", scenarios, length.passes(3), &length.out).await
+    compare("sinkhole", scenarios, length, 3).await
 }
 
 fn scenario(fault: Fault, seconds: Duration) -> Scenario {
