@@ -58,9 +58,9 @@ fn until(client: &Client, what: &str, limit: Duration, done: impl Fn() -> bool) 
 #[test]
 fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Result<()> {
     bed!();
-    for share in [30, 50, 100] {
+    for (share, workers) in [(30, 1), (30, 2), (50, 1), (100, 1)] {
         let fleet = Fleet::uniform(10, &Reply::ok().delay(MS(20)))?;
-        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?.concurrency(workers))?;
         warm(&envoy, 10);
         let client = envoy.client();
         get(&client, 400);
@@ -115,8 +115,16 @@ fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
 #[test]
 fn a_replica_that_goes_silent_is_left_at_once_and_comes_back_when_it_answers() -> Result<()> {
     bed!();
+    // Each worker finds silence by itself; the verdict is for all.
+    for workers in [1, 2] {
+        silent_and_back(workers)?;
+    }
+    Ok(())
+}
+
+fn silent_and_back(workers: u32) -> Result<()> {
     let fleet = Fleet::uniform(6, &Reply::ok().delay(MS(20)))?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(workers))?;
     warm(&envoy, 6);
     let client = envoy.client();
     get(&client, 600);
