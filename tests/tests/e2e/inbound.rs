@@ -1,6 +1,7 @@
 //! The inbound role: an Envoy beside each replica reports for it, and there is no agent.
 
 use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -465,5 +466,38 @@ fn the_endpoint_may_be_given() -> Result<()> {
     let told = probe(envoy.addr())?;
     assert_eq!(told.endpoint, "[2001:db8::7]:8080");
     assert!(!told.rest.contains("probe="), "another host's address cannot be told: {told:?}");
+    Ok(())
+}
+
+#[test]
+fn what_envoy_does_by_itself_is_not_the_replicas() -> Result<()> {
+    bed!();
+    let tries = AtomicU64::new(0);
+    let backend = Backend::start_on("127.0.0.1:0", move |_| {
+        let fails = tries.fetch_add(1, Ordering::Relaxed) % 3 < 2;
+        if fails { Reply::status(503) } else { Reply::ok().delay(MS(20)) }
+    })?;
+    let envoy = Envoy::start(beside(&backend)?.edit(|config| {
+        config.route_mut()["retry_policy"] = json!({"retry_on": "5xx", "num_retries": 2});
+        let own = json!({"match": {"path": "/own"}, "direct_response": {"status": 200}});
+        let broken = json!({"match": {"path": "/none"}, "direct_response": {"status": 503}});
+        config.routes_mut().splice(0..0, [own, broken]);
+    }))?;
+    for _ in 0..10 {
+        for (path, status) in [("/own", 200), ("/none", 503)] {
+            assert_eq!(envoy.client().get(path)?.status, status);
+        }
+    }
+    counted(&envoy, "aborted", 20);
+    let told = probe(envoy.addr())?;
+    assert_eq!((told.rif, told.latency_us, &told.rest[..3]), (0, None, "up="), "{told:?}");
+    // Two retries, one request.
+    for _ in 0..5 {
+        assert_eq!(envoy.client().get("/")?.status, 200);
+    }
+    assert_eq!(backend.served(), 15);
+    counted(&envoy, "success", 5);
+    counted(&envoy, "failure", 0);
+    wait_for_rif(envoy.addr(), 0, MS(500));
     Ok(())
 }
