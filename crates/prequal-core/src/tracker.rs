@@ -162,7 +162,7 @@ impl Tracker {
             }
             None => self
                 .last_failure
-                .filter(|at| now.saturating_since(*at) < self.config.max_age_us)
+                .filter(|at| now.distance(*at) < self.config.max_age_us)
                 .map(|_| self.config.failure_latency_us),
         }
     }
@@ -216,7 +216,7 @@ impl Bucket {
         let mut young = [0u32; SAMPLES];
         let mut count = 0;
         for sample in self.samples.iter().take(usize::from(self.len)) {
-            if now.saturating_since(sample.at) < max_age
+            if now.distance(sample.at) < max_age
                 && let Some(slot) = young.get_mut(count)
             {
                 *slot = sample.latency;
@@ -342,6 +342,16 @@ mod tests {
         only_fails.finish(ticket, ms(0), Outcome::Failure);
         assert_eq!(only_fails.latency(ms(10)), Some(1_000_000));
         assert_eq!(only_fails.latency(ms(15_001)), None, "forgiven");
+    }
+
+    #[test]
+    fn what_is_known_is_old_after_the_clock_has_stepped_back() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 3_600_000, 10);
+        let ticket = tracker.start(ms(3_600_100));
+        tracker.finish(ticket, ms(3_600_100), Outcome::Failure);
+        assert_eq!(tracker.latency(ms(3_600_000)), Some(10_000), "a little");
+        assert_eq!(tracker.latency(ms(1000)), None);
     }
 
     #[test]

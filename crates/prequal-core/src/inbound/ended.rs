@@ -82,12 +82,12 @@ impl EndedLog {
     }
 
     /// Takes what others have appended since `seen` into `replica`.
-    pub fn read(&self, seen: &mut Seen, replica: &mut Replica, now: Micros) {
+    pub fn read(&self, seen: &mut Seen, replica: &mut Replica) {
         // A log that was begun anew holds less than was seen.
         let from = if seen.0 > self.written { 0 } else { seen.0 };
         for number in from.max(self.written.saturating_sub(EVENTS as u64))..self.written {
             if let Some(event) = self.events.get(number as usize % EVENTS) {
-                replica.record(event.ended(now));
+                replica.record(event.ended());
             }
         }
         seen.0 = self.written;
@@ -142,20 +142,14 @@ impl From<Ended> for Event {
 }
 
 impl Event {
-    /// Nothing ends in the future: a clock that has stepped back would keep it fresh for as long.
-    fn ended(self, now: Micros) -> Ended {
+    fn ended(self) -> Ended {
         let outcome = match self.rif & 3 {
             0 => Outcome::Success,
             1 => Outcome::Failure,
             2 => Outcome::Aborted,
             _ => Outcome::Streaming,
         };
-        Ended {
-            at: Micros(self.at).min(now),
-            rif_at_arrival: self.rif >> 2,
-            latency_us: self.latency_us,
-            outcome,
-        }
+        Ended { at: Micros(self.at), rif_at_arrival: self.rif >> 2, latency_us: self.latency_us, outcome }
     }
 }
 
@@ -181,12 +175,12 @@ mod tests {
             let now = ms(at + took_ms);
             let ended = self.0.finish(ticket, now, outcome);
             log.begin(&self.0, now);
-            log.read(&mut self.1, &mut self.0, now);
+            log.read(&mut self.1, &mut self.0);
             log.append(&mut self.1, ended);
         }
 
         fn report(&mut self, log: &EndedLog, at: u64) -> String {
-            log.read(&mut self.1, &mut self.0, ms(at));
+            log.read(&mut self.1, &mut self.0);
             let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
             self.0.report_at(ms(at), 2, endpoint, log.probe_endpoint(endpoint), 0).to_string()
         }
@@ -277,7 +271,7 @@ mod tests {
             let mut log = EndedLog::decode(log.as_bytes()).unwrap();
             let mut replica = Replica::new(TrackerConfig::default(), None);
             let mut seen = Seen(seen);
-            log.read(&mut seen, &mut replica, Micros(now));
+            log.read(&mut seen, &mut replica);
             let ticket = replica.tracker.start(Micros(now));
             let ended = replica.finish(ticket, Micros(now), Outcome::Success);
             log.append(&mut seen, ended);

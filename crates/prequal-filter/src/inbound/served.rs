@@ -165,7 +165,7 @@ impl Served {
 
     fn read_log(&self, log: &EndedLog, now: Micros) {
         let mut seen = self.seen.get();
-        log.read(&mut seen, &mut self.replica.borrow_mut(), now);
+        log.read(&mut seen, &mut self.replica.borrow_mut());
         self.seen.set(seen);
         self.read.set(now);
         self.probe_endpoint.set(log.probe_endpoint(self.endpoint));
