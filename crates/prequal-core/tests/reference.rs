@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use prequal_core::config::FilterConfig;
+use prequal_core::config::Config;
 use serde_json::{Map, Value, json};
 
 const DOCS: &str = include_str!("../../../docs/configuration.md");
@@ -50,11 +50,11 @@ fn context(place: &str, profile: &str) -> Map<String, Value> {
     cluster.as_object().unwrap().clone()
 }
 
-fn parse(cluster: &Map<String, Value>) -> Result<FilterConfig, String> {
-    FilterConfig::parse(&json!({"clusters": [cluster]}).to_string()).map_err(|errors| errors.to_string())
+fn parse(cluster: &Map<String, Value>) -> Result<Config, String> {
+    Config::parse(&json!({"clusters": [cluster]}).to_string()).map_err(|errors| errors.to_string())
 }
 
-fn with(place: &str, profile: &str, key: &str, value: Value) -> Result<FilterConfig, String> {
+fn with(place: &str, profile: &str, key: &str, value: Value) -> Result<Config, String> {
     let mut cluster = context(place, profile);
     cluster.insert(key.to_owned(), value);
     parse(&cluster)
@@ -86,7 +86,7 @@ fn number(value: f64) -> Value {
 #[test]
 fn every_key_has_a_row_and_every_row_a_key() {
     let known = |text: &str| -> BTreeSet<String> {
-        let errors = FilterConfig::parse(text).unwrap_err().to_string();
+        let errors = Config::parse(text).unwrap_err().to_string();
         let line = errors.lines().find(|line| line.contains("known: ")).unwrap();
         line.split("known: ").nth(1).unwrap().split(", ").map(|key| key.trim().to_owned()).collect()
     };
