@@ -102,7 +102,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let count = |level| findings.iter().filter(|finding| finding.level == level).count();
         writeln!(
             out,
-            "{}: {errors} errors, {} warnings, {} hints",
+            "{}: errors {errors}, warnings {}, hints {}",
             args.config.display(),
             count(Level::Warning),
             count(Level::Hint)

@@ -33,6 +33,7 @@ pub(super) fn check(source: &Source<'_>, settings: &FilterConfig, wasm: &At<'_>,
         if let Some(serving) = serving.filter(|_| entry.cluster != entry.probe_cluster) {
             check_kind(&probing, findings);
             check_codec(&http_filters(&probing), findings);
+            check_placement(source, &serving, &probing, findings);
             compare(source, &serving, &probing, findings);
         }
     }
@@ -161,10 +162,7 @@ fn compare(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &m
     let found = match (eds(serving), eds(probing)) {
         (Some(one), Some(other)) if one == other => return,
         (Some((one, _)), Some((other, _))) => {
-            let of = |name: &str| {
-                source.assignments.iter().find(|assignment| assignment.text("cluster_name") == Some(name))
-            };
-            let (Some(one), Some(other)) = (of(&one), of(&other)) else {
+            let (Some(one), Some(other)) = (source.assignment(&one), source.assignment(&other)) else {
                 findings.push(
                     UNSEEN,
                     &probing.path,
@@ -172,7 +170,7 @@ fn compare(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &m
                 );
                 return;
             };
-            difference(places(one), places(other))
+            difference(places(&one), places(&other))
         }
         (None, None) => {
             let of =
@@ -184,6 +182,42 @@ fn compare(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &m
     if let Some(found) = found {
         findings.push(ENDPOINTS_DIFFER, &probing.path, found);
     }
+}
+
+/// What else decides where the serving cluster sends requests, the probe cluster must know too.
+fn check_placement(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &mut Findings) {
+    let several_priorities = || {
+        let found = match eds(serving) {
+            Some((name, _)) => source.assignment(&name),
+            None => serving.get("load_assignment"),
+        };
+        found.is_some_and(|all| places(&all).iter().any(|place| place.priority > 0))
+    };
+    let checked = |cluster: &At<'_>| !cluster.list("health_checks").is_empty();
+    if checked(serving) && !checked(probing) && several_priorities() {
+        findings.push(HEALTH_DIFFERS, &probing.path, "no `health_checks`");
+    }
+    if by_locality(serving) && !by_locality(probing) {
+        findings.push(LOCALITY_DIFFERS, &probing.path, "no `locality_lb_config`");
+    }
+}
+
+/// Whether localities have a say: in the old form or in a policy, which may be the fallback of another.
+fn by_locality(cluster: &At<'_>) -> bool {
+    let common = cluster.get("common_lb_config");
+    let old = ["locality_weighted_lb_config", "zone_aware_lb_config"]
+        .iter()
+        .any(|key| common.as_ref().is_some_and(|common| common.get(key).is_some()));
+    let outer = policy_configs(cluster.get("load_balancing_policy"));
+    let inner: Vec<At<'_>> =
+        outer.iter().flat_map(|policy| policy_configs(policy.get("fallback_policy"))).collect();
+    old || outer.iter().chain(&inner).any(|policy| policy.get("locality_lb_config").is_some())
+}
+
+/// The messages in a list of policies.
+fn policy_configs<'a>(policy: Option<At<'a>>) -> Vec<At<'a>> {
+    let policies = policy.map(|policy| policy.list("policies")).unwrap_or_default();
+    policies.iter().filter_map(|policy| policy.at(&["typed_extension_config", "typed_config"])).collect()
 }
 
 /// Service name and source of a cluster with EDS.

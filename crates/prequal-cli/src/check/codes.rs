@@ -135,6 +135,10 @@ codes! {
     ENDPOINTS_DIFFER Error "endpoints-differ": "serving and probe cluster differ in endpoints, priorities, localities or weights",
         "some replicas are never probed, others probed in vain; placement is learned wrongly",
         "the same endpoints in both (an anchor, or one EDS service name)";
+    HEALTH_DIFFERS Warning "health-differs": "several priorities, and only the serving cluster checks health",
+        "after a fail-over Envoy refuses most choices: balancing is partly its own", "the same `health_checks` in both clusters";
+    LOCALITY_DIFFERS Warning "locality-differs": "only the serving cluster sets `locality_lb_config`",
+        "the weights of localities are not learned", "the same on the probe cluster, for its `fallback_policy`";
     HOST_UNVERIFIED Error "host-unverified": "`verified_probes` is set, but the probe cluster does not overwrite x-prequal-host",
         "all probes are rejected (`result=rejected_no_host`), or a replica can answer for another",
         "`response_mutations` of the probe cluster as shipped, with OVERWRITE_IF_EXISTS_OR_ADD";

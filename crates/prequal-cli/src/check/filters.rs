@@ -17,17 +17,20 @@ pub(super) const LOAD: &str = "x-prequal-load";
 
 /// Checks every HTTP connection manager that has the filter, and what it leads to.
 pub(super) fn check(source: &Source<'_>, findings: &mut Findings) {
-    let mut found = false;
+    let mut settled = false;
     for manager in source.listeners.iter().flat_map(managers) {
-        let filters = manager.list("http_filters");
-        if let Some((index, wasm)) =
-            filters.iter().enumerate().find_map(|(index, filter)| Some((index, ours(filter)?)))
-        {
-            found = true;
+        let filters: Vec<At<'_>> =
+            manager.list("http_filters").into_iter().map(|filter| source.resolved(filter)).collect();
+        let wasm = filters.iter().enumerate().find_map(|(index, filter)| Some((index, ours(filter)?)));
+        if let Some((index, wasm)) = wasm {
+            settled = true;
             check_manager(source, &manager, &filters, index, &wasm, findings);
+        } else if let Some(filter) = filters.iter().find(|filter| filter.get("config_discovery").is_some()) {
+            settled = true;
+            findings.push(UNSEEN, &filter.path, "a filter");
         }
     }
-    if !found && !source.report_unseen_listeners(findings) {
+    if !settled && !source.report_unseen_listeners(findings) {
         findings.push(FILTER_MISSING, "", format!("{} listeners", source.listeners.len()));
     }
 }
@@ -88,7 +91,8 @@ fn check_manager(
         }
     };
     let shim = settings.as_ref().map_or(Shim::StatefulSession, |settings| settings.shim);
-    check_order(filters, wasm_index, shim, findings);
+    let list = format!("{}.http_filters", manager.path);
+    check_order(filters, &list, wasm_index, shim, findings);
     check_router(source, filters, settings.as_ref(), findings);
     for key in ["normalize_path", "merge_slashes"] {
         if !manager.flag(key) {
@@ -139,8 +143,7 @@ fn check_backoff(wasm: &At<'_>, findings: &mut Findings) {
 }
 
 /// strip, wasm, shim, router.
-fn check_order(filters: &[At<'_>], wasm: usize, shim: Shim, findings: &mut Findings) {
-    let list = filters[wasm].path.rsplit_once('[').map_or("", |(list, _)| list);
+fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings: &mut Findings) {
     let (before, after) = (&filters[..wasm], &filters[wasm + 1..]);
 
     let shim_at = filters.iter().position(is_shim);

@@ -16,7 +16,9 @@ pub(super) struct Source<'a> {
     /// Route configurations that stand outside of listeners.
     pub(super) routes: Vec<At<'a>>,
     /// Endpoints that stand outside of clusters.
-    pub(super) assignments: Vec<At<'a>>,
+    assignments: Vec<At<'a>>,
+    /// HTTP filters that listeners only name.
+    extensions: Vec<At<'a>>,
     bootstrap: Option<At<'a>>,
     /// Whether clusters may exist that are not here.
     pub(super) more_clusters: bool,
@@ -80,6 +82,8 @@ impl<'a> Source<'a> {
                 for list in ["static_route_configs", "dynamic_route_configs"] {
                     self.routes.extend(inner(&dump, list, &["route_config"]));
                 }
+            } else if let Some(dump) = part.typed("EcdsConfigDump") {
+                self.extensions.extend(inner(&dump, "ecds_filters", &["ecds_filter"]));
             } else if let Some(dump) = part.typed("EndpointsConfigDump") {
                 for list in ["static_endpoint_configs", "dynamic_endpoint_configs"] {
                     self.assignments.extend(inner(&dump, list, &["endpoint_config"]));
@@ -93,7 +97,19 @@ impl<'a> Source<'a> {
         self.clusters.iter().find(|cluster| cluster.text("name") == Some(name)).cloned()
     }
 
-    /// Where a finding about the whole belongs.
+    /// The endpoints of the EDS service `name`.
+    pub(super) fn assignment(&self, name: &str) -> Option<At<'a>> {
+        self.assignments.iter().find(|assignment| assignment.text("cluster_name") == Some(name)).cloned()
+    }
+
+    /// The filter itself, where a listener only names it.
+    pub(super) fn resolved(&self, filter: At<'a>) -> At<'a> {
+        let named = |found: &&At<'a>| found.text("name") == filter.text("name");
+        let found = filter.get("config_discovery").and_then(|_| self.extensions.iter().find(named));
+        found.cloned().unwrap_or(filter)
+    }
+
+    /// Whether listeners may exist that are not here; says so.
     pub(super) fn report_unseen_listeners(&self, findings: &mut Findings) -> bool {
         if self.more_listeners {
             findings.push(UNSEEN, "dynamic_resources", "listeners");

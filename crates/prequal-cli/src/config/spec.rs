@@ -154,7 +154,7 @@ impl Spec {
     pub(super) fn plan(self, mistakes: &mut Vec<String>) -> Option<Plan> {
         let listen = self.listen.as_deref().and_then(|text| socket("listen", text, mistakes));
         let admin = self.admin.as_deref().and_then(|text| socket("admin", text, mistakes));
-        if listen.is_some() && listen == admin {
+        if listen.is_some_and(|listen| listen.port() != 0) && listen == admin {
             mistakes.push("`listen` and `admin` are the same address".into());
         }
         if self.wasm.as_deref() == Some("") {
