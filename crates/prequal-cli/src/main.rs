@@ -6,6 +6,7 @@
 mod check;
 mod config;
 mod read;
+mod top;
 
 use std::process::ExitCode;
 
@@ -23,12 +24,14 @@ struct Cli {
 enum Command {
     Config(Box<config::Args>),
     Check(check::Args),
+    Top(top::Args),
 }
 
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Config(args) => config::run(&args),
         Command::Check(args) => check::run(&args),
+        Command::Top(args) => top::run(&args),
     };
     done.unwrap_or_else(|error| {
         // Whoever reads the output may have gone away (`| head`): nobody is left to be told.
