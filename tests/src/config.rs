@@ -84,18 +84,24 @@ impl EnvoyConfig {
         let path = workspace_root().join("envoy-configs/static").join(name);
         let text =
             std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let mut root: Value = yaml_serde::from_str(&text).context("the shipped configuration is not YAML")?;
-        root["admin"]["address"]["socket_address"]["port_value"] = json!(0);
-        let config = Self {
-            root,
+        let config = Self::read(&text).context("the shipped configuration is not YAML")?;
+        Ok(config
+            .edit(|config| {
+                config.root["admin"]["address"]["socket_address"]["port_value"] = json!(0);
+                config.listener_mut()["address"]["socket_address"]["port_value"] = json!(0);
+            })
+            .module(&wasm_module()))
+    }
+
+    /// Any bootstrap with one listener, as it is.
+    pub fn read(text: &str) -> Result<Self> {
+        Ok(Self {
+            root: yaml_serde::from_str(text)?,
             concurrency: 1,
             dynamic_listener: false,
             eds: Vec::new(),
             log_level: "warning".into(),
-        };
-        Ok(config
-            .edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(0))
-            .module(&wasm_module()))
+        })
     }
 
     /// `shipped` with the given replicas, which are both served and probed.

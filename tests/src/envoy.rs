@@ -200,27 +200,26 @@ impl Envoy {
     /// The filter's metrics of `cluster`.
     pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
         let mut found = Prequal::default();
-        for (name, value) in self.stats_matching("prequal_")? {
-            let name = name.strip_prefix("wasmcustom.").unwrap_or(&name);
-            let Some((metric, rest)) = name.split_once(".cluster=") else { continue };
-            if rest == cluster {
-                found.other.insert(metric.to_owned(), value);
-            } else if let Some((_, label)) =
-                rest.strip_prefix(cluster).and_then(|rest| rest.strip_prefix('.')?.split_once('='))
-            {
-                let into = match metric {
-                    "prequal_picks_total" => &mut found.picks,
-                    "prequal_probes_total" => &mut found.probes,
-                    "prequal_reports_total" => &mut found.reports,
-                    "prequal_outcomes_total" => &mut found.outcomes,
-                    "prequal_sync_waits_total" => &mut found.waits,
-                    _ => {
-                        found.other.insert(format!("{metric}.{label}"), value);
-                        continue;
-                    }
-                };
-                into.insert(label.to_owned(), value);
-            }
+        let text = self.admin_client.get(prequal_stats::PATH)?.text();
+        for sample in prequal_stats::samples(&text).filter(|sample| sample.cluster == cluster) {
+            let into = match (sample.metric, sample.kind) {
+                (_, "") => &mut found.other,
+                ("picks_total", _) => &mut found.picks,
+                ("probes_total", _) => &mut found.probes,
+                ("reports_total", _) => &mut found.reports,
+                ("outcomes_total", _) => &mut found.outcomes,
+                ("sync_waits_total", _) => &mut found.waits,
+                (metric, kind) => {
+                    found.other.insert(format!("prequal_{metric}.{kind}"), sample.value);
+                    continue;
+                }
+            };
+            let name = if sample.kind.is_empty() {
+                format!("prequal_{}", sample.metric)
+            } else {
+                sample.kind.to_owned()
+            };
+            into.insert(name, sample.value);
         }
         Ok(found)
     }

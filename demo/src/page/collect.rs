@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use prequal_stats::Sample;
 use tokio::task::JoinSet;
 
 use crate::load;
@@ -100,34 +101,29 @@ async fn load(page: &Page) {
 }
 
 async fn balancer(page: &Page) {
-    let answer = get(page, &format!("http://envoy-prequal:{ENVOY_ADMIN}/stats?filter=prequal_")).await;
+    let answer = get(page, &format!("http://envoy-prequal:{ENVOY_ADMIN}{}", prequal_stats::PATH)).await;
     let mut state = page.state();
     state.balancer_up = answer.is_some();
     let Some(answer) = answer else { return };
-    let mut values = BTreeMap::new();
-    for line in String::from_utf8_lossy(&answer.body).lines() {
-        let Some((name, value)) = line.split_once(": ") else { continue };
-        if let (Some(short), Ok(value)) = (short(name), value.parse()) {
-            values.insert(short.to_owned(), value);
-        }
-    }
+    let text = String::from_utf8_lossy(&answer.body);
+    let values = prequal_stats::samples(&text)
+        .filter_map(|sample| Some((short(&sample)?.to_owned(), sample.value as f64)))
+        .collect();
     state.balancer.push(Instant::now(), values);
 }
 
 /// The name used here of a statistic of the filter.
-fn short(name: &str) -> Option<&'static str> {
-    let name = name.get(name.find("prequal_")?..)?;
-    let label = name.rsplit('.').next().unwrap_or_default();
-    match (name.split('.').next().unwrap_or_default(), label) {
-        ("prequal_picks_total", "branch=cold") => Some("cold"),
-        ("prequal_picks_total", "branch=hot") => Some("hot"),
-        ("prequal_picks_total", "branch=fallback") => Some("fallback"),
-        ("prequal_probes_total", "result=sent") => Some("sent"),
-        ("prequal_diverted_total", _) => Some("diverted"),
-        ("prequal_pool_occupancy", _) => Some("pool_occupancy"),
-        ("prequal_theta_rif", _) => Some("theta_rif"),
-        ("prequal_members", _) => Some("members"),
-        ("prequal_averted", _) => Some("averted"),
+fn short(sample: &Sample<'_>) -> Option<&'static str> {
+    match (sample.metric, sample.kind) {
+        ("picks_total", "cold") => Some("cold"),
+        ("picks_total", "hot") => Some("hot"),
+        ("picks_total", "fallback") => Some("fallback"),
+        ("probes_total", "sent") => Some("sent"),
+        ("diverted_total", _) => Some("diverted"),
+        ("pool_occupancy", _) => Some("pool_occupancy"),
+        ("theta_rif", _) => Some("theta_rif"),
+        ("members", _) => Some("members"),
+        ("averted", _) => Some("averted"),
         _ => None,
     }
 }
@@ -156,15 +152,15 @@ mod tests {
 
     #[test]
     fn the_filters_statistics_are_recognised() {
-        for (name, expected) in [
-            ("wasmcustom.prequal_picks_total.cluster=replicas.branch=cold", Some("cold")),
-            ("wasmcustom.prequal_probes_total.cluster=replicas.result=sent", Some("sent")),
-            ("wasmcustom.prequal_probes_total.cluster=replicas.result=used", None),
-            ("wasmcustom.prequal_theta_rif.cluster=replicas", Some("theta_rif")),
-            ("wasmcustom.prequal_averted.cluster=replicas", Some("averted")),
-            ("cluster.replicas.upstream_rq_total", None),
+        for (line, expected) in [
+            ("wasmcustom.prequal_picks_total.cluster=replicas.branch=cold: 1", Some("cold")),
+            ("wasmcustom.prequal_probes_total.cluster=replicas.result=sent: 1", Some("sent")),
+            ("wasmcustom.prequal_probes_total.cluster=replicas.result=used: 1", None),
+            ("wasmcustom.prequal_theta_rif.cluster=replicas: 1", Some("theta_rif")),
+            ("wasmcustom.prequal_averted.cluster=replicas: 1", Some("averted")),
         ] {
-            assert_eq!(short(name), expected, "{name}");
+            let sample = prequal_stats::samples(line).next().unwrap();
+            assert_eq!(short(&sample), expected, "{line}");
         }
     }
 

@@ -9,10 +9,10 @@ use anyhow::{Context as _, Result, ensure};
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
-/// Builds the agent and the Envoy filter into target/dist/, and the docker-compose demo's program.
+/// Builds the agent, the command `prequal` and the Envoy filter into target/dist/, and the docker-compose demo's program.
 ///
-/// target/dist/probe-agent is a release build for this machine, target/dist/prequal_filter.wasm the module
-/// that Envoy loads, target/dist/prequal-demo what the demo's containers run. The module needs a WebAssembly standard library: through rustup (`rustup target add
+/// target/dist/probe-agent and target/dist/prequal are release builds for this machine, target/dist/prequal_filter.wasm the
+/// module that Envoy loads, target/dist/prequal-demo what the demo's containers run. The module needs a WebAssembly standard library: through rustup (`rustup target add
 /// wasm32-wasip1`) where that works, else from Debian's packages, unpacked under target/toolchain/ and never
 /// installed.
 #[derive(clap::Args)]
@@ -38,10 +38,12 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
     progress::headline("building target/dist/");
     let started = Instant::now();
     let toolchain = Toolchain::prepare(choice)?;
-    for program in ["probe-agent", "prequal-demo"] {
+    for (package, program) in
+        [("probe-agent", "probe-agent"), ("prequal-cli", "prequal"), ("prequal-demo", "prequal-demo")]
+    {
         let name = format!("{program}{}", std::env::consts::EXE_SUFFIX);
         let built = run::built_file(
-            run::cargo().args(["build", "--release", "--package", program, "--bin", program]),
+            run::cargo().args(["build", "--release", "--package", package, "--bin", program]),
             &name,
         )?;
         place(&built, &workspace::dist().join(name))?;

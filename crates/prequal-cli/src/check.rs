@@ -1,0 +1,140 @@
+//! `prequal check`: the mistakes in a configuration that break Prequal, each with its cure.
+//!
+//! It knows what `docs/limits.md` and the comments of the shipped configuration say. Whether Envoy would take the file at
+//! all is Envoy's to tell (`envoy --mode validate`).
+
+mod at;
+mod clusters;
+mod codes;
+mod filters;
+mod routes;
+mod shape;
+mod source;
+#[cfg(test)]
+mod tests;
+
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+pub(crate) use at::At;
+use codes::{Code, Level};
+use source::Source;
+
+use crate::read;
+
+/// Find the mistakes in an Envoy configuration that break Prequal
+///
+/// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised by itself; with ?include_eds endpoints are
+/// compared too), or a file of resources for LDS or CDS. Names each mistake by a code (docs/prequal.md), the place in
+/// the file, what it does to users, and the cure.
+///
+/// It does not replace `envoy --mode validate`, which tells whether Envoy takes the file at all.
+#[derive(clap::Args)]
+#[command(after_help = "\
+Exit code: 0 no errors (warnings and hints may be there), 1 errors, 2 the file cannot be read.
+
+Examples:
+  prequal check envoy.yaml
+  curl -s http://127.0.0.1:9901/config_dump?include_eds | prequal check -
+  prequal check --json envoy.yaml | jq -r '.findings[].code'")]
+pub(crate) struct Args {
+    /// The file; `-` for standard input
+    config: PathBuf,
+    /// Insist that it is a config_dump
+    #[arg(long)]
+    dump: bool,
+    /// Print JSON: {"errors": N, "findings": [{code, level, path, found, what, effect, cure}]}
+    #[arg(long)]
+    json: bool,
+}
+
+/// One mistake.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Finding {
+    pub(crate) code: &'static str,
+    level: Level,
+    /// Path in the file.
+    pub(crate) path: String,
+    /// What was found there.
+    found: String,
+    what: &'static str,
+    effect: &'static str,
+    cure: &'static str,
+}
+
+/// Everything found so far, each once.
+#[derive(Debug, Default)]
+pub(crate) struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn push(&mut self, code: &'static Code, path: &str, found: impl Into<String>) {
+        let &Code { name, level, what, effect, cure } = code;
+        let finding =
+            Finding { code: name, level, path: path.to_owned(), found: found.into(), what, effect, cure };
+        if !self.0.contains(&finding) {
+            self.0.push(finding);
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let root = read::file(&args.config)?;
+    let findings = check(&root, args.dump)?;
+    let errors = findings.iter().filter(|finding| finding.level == Level::Error).count();
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        serde_json::to_writer_pretty(&mut out, &to_json(&findings, errors))?;
+        writeln!(out)?;
+    } else {
+        for finding in &findings {
+            let Finding { code, level, path, found, what, effect, cure } = finding;
+            let place = if path.is_empty() { "the file" } else { path };
+            writeln!(out, "{}[{code}] {what}\n  at:   {place}", level.name())?;
+            if !found.is_empty() {
+                writeln!(out, "  here: {found}")?;
+            }
+            writeln!(out, "  then: {effect}\n  cure: {cure}\n")?;
+        }
+        let count = |level| findings.iter().filter(|finding| finding.level == level).count();
+        writeln!(
+            out,
+            "{}: errors {errors}, warnings {}, hints {}",
+            args.config.display(),
+            count(Level::Warning),
+            count(Level::Hint)
+        )?;
+    }
+    Ok(ExitCode::from(u8::from(errors > 0)))
+}
+
+/// Everything wrong with a configuration, the worst first.
+///
+/// # Errors
+/// If it is no configuration of Envoy at all.
+pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
+    let mut findings = Findings::default();
+    shape::check(&At::root(root), &mut findings);
+    // What Envoy itself would refuse hides all else.
+    if findings.0.is_empty() {
+        let source = Source::of(root, must_be_dump)?;
+        filters::check(&source, &mut findings);
+        source.check_stats_tags(&mut findings);
+    }
+    findings.0.sort_by_key(|finding| finding.level);
+    Ok(findings.0)
+}
+
+fn to_json(findings: &[Finding], errors: usize) -> Value {
+    let list: Vec<Value> = findings
+        .iter()
+        .map(|Finding { code, level, path, found, what, effect, cure }| {
+            json!({"code": code, "level": level.name(), "path": path, "found": found, "what": what,
+                "effect": effect, "cure": cure})
+        })
+        .collect();
+    json!({"errors": errors, "findings": list})
+}

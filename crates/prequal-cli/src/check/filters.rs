@@ -1,0 +1,266 @@
+//! The HTTP filters: the wasm filter's settings, and the order and content of what stands around it.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use prequal_core::config::{FilterConfig, Shim};
+use serde_json::Value;
+
+use super::codes::*;
+use super::source::Source;
+use super::{At, Findings, clusters, routes};
+
+/// The headers of ours that nobody outside may send or see.
+const OURS: [&str; 5] = [DEST, LOAD, "x-prequal-rif", "x-prequal-latency-us", "x-prequal-hint"];
+pub(super) const DEST: &str = "x-prequal-dest";
+pub(super) const LOAD: &str = "x-prequal-load";
+
+/// Checks every HTTP connection manager that has the filter, and what it leads to.
+pub(super) fn check(source: &Source<'_>, findings: &mut Findings) {
+    let mut settled = false;
+    for manager in source.listeners.iter().flat_map(managers) {
+        let filters: Vec<At<'_>> =
+            manager.list("http_filters").into_iter().map(|filter| source.resolved(filter)).collect();
+        let wasm = filters.iter().enumerate().find_map(|(index, filter)| Some((index, ours(filter)?)));
+        if let Some((index, wasm)) = wasm {
+            settled = true;
+            check_manager(source, &manager, &filters, index, &wasm, findings);
+        } else if let Some(filter) = filters.iter().find(|filter| filter.get("config_discovery").is_some()) {
+            settled = true;
+            findings.push(UNSEEN, &filter.path, "a filter");
+        }
+    }
+    if !settled && !source.report_unseen_listeners(findings) {
+        findings.push(FILTER_MISSING, "", format!("{} listeners", source.listeners.len()));
+    }
+}
+
+fn managers<'a>(listener: &At<'a>) -> Vec<At<'a>> {
+    let chains = listener.list("filter_chains").into_iter().chain(listener.get("default_filter_chain"));
+    let filters = chains.flat_map(|chain| chain.list("filters"));
+    filters.filter_map(|filter| filter.typed("HttpConnectionManager")).collect()
+}
+
+/// The plugin's `config`, if this is a wasm filter and ours.
+fn ours<'a>(filter: &At<'a>) -> Option<At<'a>> {
+    let config = filter.typed("Wasm")?.get("config")?;
+    let named = |text: Option<&str>| text.is_some_and(|text| text.contains("prequal"));
+    let module = config.at(&["vm_config", "code", "local"]);
+    let by_name = named(filter.text("name"))
+        || named(config.text("name"))
+        || named(config.text("root_id"))
+        || named(module.and_then(|local| local.text("filename")));
+    let by_settings = || settings_text(&config).is_some_and(|(_, text)| text.contains("\"probe_cluster\""));
+    (by_name || by_settings()).then_some(config)
+}
+
+/// The filter's settings as Envoy hands them over: a text, or an object as JSON.
+fn settings_text(config: &At<'_>) -> Option<(String, String)> {
+    let configuration = config.get("configuration")?;
+    if let Some(text) = configuration.typed("StringValue") {
+        return Some((format!("{}.value", text.path), text.text("value")?.to_owned()));
+    }
+    let object = configuration.typed("Struct")?.get("value")?;
+    Some((object.path, object.value.to_string()))
+}
+
+fn check_manager(
+    source: &Source<'_>,
+    manager: &At<'_>,
+    filters: &[At<'_>],
+    wasm_index: usize,
+    wasm: &At<'_>,
+    findings: &mut Findings,
+) {
+    check_module(source, wasm, findings);
+    let settings = match settings_text(wasm) {
+        Some((path, text)) => match FilterConfig::parse(&text) {
+            Ok(settings) => Some(settings),
+            Err(errors) => {
+                errors.0.iter().for_each(|error| findings.push(SETTINGS, &path, error.to_string()));
+                None
+            }
+        },
+        None => {
+            findings.push(
+                SETTINGS,
+                &wasm.path,
+                "`configuration` is missing, or is neither StringValue nor Struct",
+            );
+            None
+        }
+    };
+    let shim = settings.as_ref().map_or(Shim::StatefulSession, |settings| settings.shim);
+    let list = format!("{}.http_filters", manager.path);
+    check_order(filters, &list, wasm_index, shim, findings);
+    check_router(source, filters, settings.as_ref(), findings);
+    for key in ["normalize_path", "merge_slashes"] {
+        if !manager.flag(key) {
+            findings.push(PATH_SPELLING, &manager.path, format!("`{key}` is not true"));
+        }
+    }
+    // Names of clusters are in the settings; without those nothing can be said of what follows.
+    if let Some(settings) = &settings {
+        routes::check(source, manager, settings, findings);
+        clusters::check(source, settings, wasm, findings);
+    }
+}
+
+/// The module: what happens after a crash, and where it is.
+fn check_module(source: &Source<'_>, wasm: &At<'_>, findings: &mut Findings) {
+    let policy = match wasm.value.get("failure_policy") {
+        Some(Value::String(name)) => name.as_str(),
+        Some(Value::Number(number)) if number.as_u64() == Some(1) => "FAIL_RELOAD",
+        _ if wasm.flag("fail_open") => "FAIL_OPEN",
+        _ => "unset",
+    };
+    match policy {
+        "FAIL_RELOAD" => check_backoff(wasm, findings),
+        "FAIL_OPEN" => findings.push(FAIL_OPEN, &wasm.path, "FAIL_OPEN"),
+        other => findings.push(FAIL_CLOSED, &wasm.path, other),
+    }
+    let Some(vm) = wasm.get("vm_config") else { return };
+    if let Some(runtime) = vm.text("runtime").filter(|runtime| *runtime != "envoy.wasm.runtime.v8") {
+        findings.push(RUNTIME, &format!("{}.runtime", vm.path), runtime);
+    }
+    let Some(local) = vm.at(&["code", "local"]) else { return };
+    if local.get("inline_string").is_some() {
+        findings.push(MODULE_INLINE, &local.path, "`inline_string`");
+    }
+    if let Some(name) = local.text("filename").filter(|name| !source.dump && !Path::new(name).is_file()) {
+        findings.push(MODULE_MISSING, &format!("{}.filename", local.path), name);
+    }
+}
+
+fn check_backoff(wasm: &At<'_>, findings: &mut Findings) {
+    let backoff = wasm.at(&["reload_config", "backoff"]);
+    let interval = backoff.as_ref().and_then(|backoff| backoff.text("base_interval"));
+    let seconds = interval.and_then(|text| text.strip_suffix('s')?.parse::<f64>().ok());
+    if seconds.is_none_or(|seconds| seconds >= 1.0) {
+        let path = backoff.map_or_else(|| wasm.path.clone(), |backoff| backoff.path);
+        findings.push(RELOAD_SLOW, &path, format!("`base_interval` is {}", interval.unwrap_or("unset (1s)")));
+    }
+}
+
+/// strip, wasm, shim, router.
+fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings: &mut Findings) {
+    let (before, after) = (&filters[..wasm], &filters[wasm + 1..]);
+
+    let shim_at = filters.iter().position(is_shim);
+    let uses_session = shim == Shim::StatefulSession;
+    match shim_at {
+        Some(index) if uses_session && index < wasm => {
+            findings.push(
+                SHIM_ORDER,
+                &filters[index].path,
+                format!("the wasm filter is {}", filters[wasm].path),
+            );
+        }
+        None if uses_session => {
+            let other = filters.iter().find_map(session_header);
+            let found = other.map_or("no `stateful_session` by header".to_owned(), |name| {
+                format!("`stateful_session` reads `{name}`")
+            });
+            findings.push(SHIM_MISSING, list, found);
+        }
+        _ => {}
+    }
+    if let Some(index) = shim_at
+        && let Some(session) =
+            filters[index].typed("StatefulSession").filter(|session| session.flag("strict"))
+    {
+        findings.push(SHIM_STRICT, &session.path, "`strict: true`");
+    }
+
+    let mut misplaced = false;
+    for (offset, filter) in after.iter().enumerate() {
+        // Behind `stateful_session` the choice has been read, and nothing else needs the header there.
+        let needed = !uses_session || shim_at.is_none_or(|shim| wasm + 1 + offset < shim);
+        let on_requests = needed && removed(filter, "request_mutations").contains(DEST);
+        if on_requests || removed(filter, "response_mutations").contains(LOAD) {
+            misplaced = true;
+            findings.push(STRIP_ORDER, &filter.path, format!("the wasm filter is {}", filters[wasm].path));
+        }
+    }
+    let left = |key: &str| -> Vec<&str> {
+        let gone: BTreeSet<&str> = before.iter().flat_map(|filter| removed(filter, key)).collect();
+        OURS.into_iter().filter(|name| !gone.contains(name)).collect()
+    };
+    let (requests, responses) = (left("request_mutations"), left("response_mutations"));
+    if requests.len() + responses.len() == 2 * OURS.len() {
+        if !misplaced {
+            findings.push(STRIP_MISSING, list, "");
+        }
+    } else {
+        for (side, names) in [("requests", requests), ("responses", responses)] {
+            if !names.is_empty() {
+                findings.push(STRIP_INCOMPLETE, list, format!("{side} keep {}", names.join(", ")));
+            }
+        }
+    }
+}
+
+/// The header by which a `stateful_session` filter goes.
+fn session_header<'a>(filter: &At<'a>) -> Option<&'a str> {
+    filter.typed("StatefulSession")?.get("session_state")?.typed("HeaderBasedSessionState")?.text("name")
+}
+
+fn is_shim(filter: &At<'_>) -> bool {
+    session_header(filter).is_some_and(|name| name.eq_ignore_ascii_case(DEST))
+}
+
+/// Those of our headers that a `header_mutation` filter removes on one side.
+pub(super) fn removed(filter: &At<'_>, side: &str) -> BTreeSet<&'static str> {
+    let mutations = filter.typed("HeaderMutation").and_then(|filter| filter.get("mutations"));
+    let list = mutations.map(|mutations| mutations.list(side)).unwrap_or_default();
+    let removes = |mutation: &At<'_>, ours: &str| {
+        let pattern = mutation.at(&["remove_on_match", "key_matcher"]);
+        let matched = pattern.is_some_and(|pattern| {
+            pattern.text("prefix").is_some_and(|prefix| ours.starts_with(prefix))
+                || pattern.text("exact") == Some(ours)
+        });
+        matched || mutation.text("remove").is_some_and(|name| name.eq_ignore_ascii_case(ours))
+    };
+    OURS.into_iter().filter(|ours| list.iter().any(|mutation| removes(mutation, ours))).collect()
+}
+
+/// The router is last, and the replicas do not see the choice.
+fn check_router(
+    source: &Source<'_>,
+    filters: &[At<'_>],
+    settings: Option<&FilterConfig>,
+    findings: &mut Findings,
+) {
+    let router = filters.iter().find(|filter| {
+        filter.typed("Router").is_some() || filter.text("name") == Some("envoy.filters.http.router")
+    });
+    let Some(last) = filters.last() else { return };
+    let Some(router) = router.filter(|router| router.path == last.path) else {
+        let found = router.map_or("no router".to_owned(), |router| format!("the router is {}", router.path));
+        findings.push(ROUTER_ORDER, &last.path, found);
+        return;
+    };
+    let config = router.typed("Router").unwrap_or_else(|| router.clone());
+    let upstream = config.list("upstream_http_filters");
+    check_codec(&upstream, findings);
+    if upstream.iter().any(|filter| removed(filter, "request_mutations").contains(DEST)) {
+        return;
+    }
+    // A cluster may have upstream filters of its own, which then stand instead of the router's.
+    let serving = settings.map(|settings| settings.clusters.as_slice()).unwrap_or_default();
+    let clean = |name: &str| {
+        let filters =
+            source.cluster(name).map(|cluster| clusters::http_filters(&cluster)).unwrap_or_default();
+        filters.iter().any(|filter| removed(filter, "request_mutations").contains(DEST))
+    };
+    if serving.is_empty() || !serving.iter().all(|entry| clean(&entry.cluster)) {
+        findings.push(UPSTREAM_STRIP, &config.path, "");
+    }
+}
+
+/// Upstream filters end with the codec.
+pub(super) fn check_codec(filters: &[At<'_>], findings: &mut Findings) {
+    if let Some(last) = filters.last().filter(|last| last.typed("UpstreamCodec").is_none()) {
+        findings.push(UPSTREAM_CODEC, &last.path, last.text("name").unwrap_or_default());
+    }
+}

@@ -1,0 +1,146 @@
+//! The routes: where they lead, what they remove too early, whether they keep clients from the probe.
+
+use prequal_core::config::FilterConfig;
+use regex::Regex;
+
+use super::codes::*;
+use super::filters::{DEST, LOAD};
+use super::source::Source;
+use super::{At, Findings};
+
+/// Where agents answer probes.
+const PROBE: &str = "/prequal/probe";
+
+/// Checks the routes of one connection manager.
+pub(super) fn check(source: &Source<'_>, manager: &At<'_>, settings: &FilterConfig, findings: &mut Findings) {
+    let config = manager.get("route_config").or_else(|| {
+        let rds = manager.get("rds")?;
+        let name = rds.text("route_config_name")?;
+        source.routes.iter().find(|config| config.text("name") == Some(name)).cloned()
+    });
+    let Some(config) = config else {
+        findings.push(UNSEEN, &manager.path, "routes");
+        return;
+    };
+    let named = |cluster: &str| settings.clusters.iter().any(|entry| entry.cluster == cluster);
+    let replicas = |cluster: &str| {
+        settings.clusters.iter().any(|entry| entry.cluster == cluster || entry.probe_cluster == cluster)
+    };
+    let mut unnamed = Vec::new();
+    let mut leads = false;
+    removals(&config, findings);
+    for host in config.list("virtual_hosts") {
+        let routes = host.list("routes");
+        let to_named =
+            |route: &At<'_>| targets(route).iter().any(|(cluster, _)| named(cluster)) || is_dynamic(route);
+        if routes.iter().any(to_named) {
+            leads = true;
+            removals(&host, findings);
+        }
+        for route in &routes {
+            let targets = targets(route);
+            for (cluster, place) in &targets {
+                if !named(cluster) {
+                    unnamed.push((place.path.clone(), (*cluster).to_owned()));
+                }
+            }
+            if to_named(route) {
+                removals(route, findings);
+                targets.iter().for_each(|(_, place)| removals(place, findings));
+                check_retries(route, &host, findings);
+            }
+        }
+        check_closed(&routes, &replicas, findings);
+    }
+    if leads {
+        for (path, cluster) in unnamed {
+            findings.push(ROUTE_UNNAMED, &path, cluster);
+        }
+    } else {
+        let names: Vec<&str> = settings.clusters.iter().map(|entry| entry.cluster.as_str()).collect();
+        findings.push(ROUTES_ELSEWHERE, &config.path, format!("the settings name {}", names.join(", ")));
+    }
+}
+
+/// The clusters that a route may lead to, with the place that names each.
+fn targets<'a>(route: &At<'a>) -> Vec<(&'a str, At<'a>)> {
+    let Some(action) = route.get("route") else { return Vec::new() };
+    let weighted =
+        action.get("weighted_clusters").map(|weighted| weighted.list("clusters")).unwrap_or_default();
+    let single = action.text("cluster").map(|name| (name, action.clone()));
+    single
+        .into_iter()
+        .chain(weighted.into_iter().filter_map(|entry| Some((entry.text("name")?, entry))))
+        .collect()
+}
+
+/// Whether the request itself decides about the cluster.
+fn is_dynamic(route: &At<'_>) -> bool {
+    let action = route.get("route");
+    action.is_some_and(|action| {
+        ["cluster_header", "cluster_specifier_plugin", "inline_cluster_specifier_plugin"]
+            .iter()
+            .any(|key| action.get(key).is_some())
+    })
+}
+
+fn removals(place: &At<'_>, findings: &mut Findings) {
+    for (key, header, code) in [
+        ("request_headers_to_remove", DEST, ROUTE_REMOVES_DEST),
+        ("response_headers_to_remove", LOAD, ROUTE_REMOVES_LOAD),
+    ] {
+        for item in place.list(key) {
+            if item.value.as_str().is_some_and(|name| name.eq_ignore_ascii_case(header)) {
+                findings.push(code, &item.path, header);
+            }
+        }
+    }
+}
+
+fn check_retries(route: &At<'_>, host: &At<'_>, findings: &mut Findings) {
+    let own = route.at(&["route", "retry_policy"]);
+    let Some(policy) = own.or_else(|| host.get("retry_policy")) else { return };
+    let elsewhere = policy.list("retry_host_predicate").iter().any(|predicate| {
+        predicate.typed("PreviousHostsPredicate").is_some()
+            || predicate.text("name") == Some("envoy.retry_host_predicates.previous_hosts")
+    });
+    if !elsewhere {
+        findings.push(RETRY_SAME_HOST, &policy.path, "");
+    }
+}
+
+/// Before a route leads to replicas, one must have answered the probe's path.
+fn check_closed(routes: &[At<'_>], replicas: &dyn Fn(&str) -> bool, findings: &mut Findings) {
+    for route in routes {
+        let Some(matched) = route.get("match").filter(matches_probe) else { continue };
+        if targets(route).iter().any(|(cluster, _)| replicas(cluster)) || is_dynamic(route) {
+            findings.push(PROBE_OPEN, &route.path, format!("this route takes {PROBE}"));
+            return;
+        }
+        let conditional =
+            ["headers", "query_parameters", "runtime_fraction", "grpc", "tls_context", "cookies"]
+                .iter()
+                .any(|key| matched.get(key).is_some());
+        if !conditional {
+            return;
+        }
+    }
+}
+
+fn matches_probe(matched: &At<'_>) -> bool {
+    if let Some(prefix) = matched.text("prefix") {
+        return PROBE.starts_with(prefix);
+    }
+    if let Some(prefix) = matched.text("path_separated_prefix") {
+        return PROBE.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    }
+    if let Some(path) = matched.text("path") {
+        return path == PROBE;
+    }
+    let pattern = matched.get("safe_regex");
+    pattern.and_then(|pattern| pattern.text("regex")).is_some_and(|regex| {
+        // A bound on size keeps a hostile expression from costing memory; what cannot be read matches nothing.
+        let whole = regex::RegexBuilder::new(&format!("^(?:{regex})$")).size_limit(1 << 20).build();
+        whole.is_ok_and(|whole: Regex| whole.is_match(PROBE))
+    })
+}

@@ -1,0 +1,467 @@
+//! The shipped configuration is clean; broken in one way, it yields exactly the finding that names it.
+
+use serde_json::{Value, json};
+
+use super::codes::{self, Level};
+use super::{Finding, check};
+use crate::read;
+
+const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
+const COMPOSE: &str = include_str!("../../../../envoy-configs/compose/envoy-prequal.yaml");
+const DOCS: &str = include_str!("../../../../docs/prequal.md");
+
+const MANAGER: &str = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config";
+const WASM: &str = "/http_filters/1/typed_config/config";
+const ROUTES: &str = "/route_config/virtual_hosts/0/routes";
+const HTTP_OPTIONS: &str = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions";
+
+fn shipped() -> Value {
+    let mut root = read::text(SHIPPED).unwrap();
+    // Whether the module has been built is not the matter here; this file is there for certain.
+    manager(&mut root, &format!("{WASM}/vm_config/code/local"))["filename"] =
+        json!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
+    root
+}
+
+/// The value at `path` below the HTTP connection manager.
+fn manager<'a>(root: &'a mut Value, path: &str) -> &'a mut Value {
+    root.pointer_mut(&format!("{MANAGER}{path}")).unwrap()
+}
+
+/// The serving (0) or the probe cluster (1).
+fn cluster(root: &mut Value, index: usize) -> &mut Value {
+    &mut root["static_resources"]["clusters"][index]
+}
+
+fn remove(value: &mut Value, key: &str) {
+    value.as_object_mut().unwrap().remove(key).unwrap();
+}
+
+fn list(value: &mut Value) -> &mut Vec<Value> {
+    value.as_array_mut().unwrap()
+}
+
+fn settings(root: &mut Value, change: impl FnOnce(&mut Value)) {
+    let text = manager(root, &format!("{WASM}/configuration/value"));
+    let mut settings: Value = serde_json::from_str(text.as_str().unwrap()).unwrap();
+    change(&mut settings);
+    *text = json!(settings.to_string());
+}
+
+fn codes_of(findings: &[Finding]) -> Vec<&'static str> {
+    findings.iter().map(|finding| finding.code).collect()
+}
+
+fn override_host_policy(root: &mut Value) {
+    let policy = cluster(root, 1)["load_balancing_policy"].clone();
+    remove(cluster(root, 0), "lb_policy");
+    cluster(root, 0)["load_balancing_policy"] = policy;
+}
+
+/// One change of the shipped configuration, by the code that must be found, or by what it is.
+type Break = (&'static str, fn(&mut Value));
+
+const BREAKS: &[Break] = &[
+    ("wrong-type", |root| root["static_resources"]["clusters"] = json!(7)),
+    ("wrong-type", |root| *manager(root, "/http_filters") = json!({"a": 1})),
+    ("wrong-type", |root| *manager(root, "/http_filters/0") = Value::Null),
+    ("merge-key", |root| cluster(root, 0)["<<"] = json!({"connect_timeout": "1s"})),
+    ("filter-missing", |root| drop(list(manager(root, "/http_filters")).remove(1))),
+    ("filter-missing", |root| root["static_resources"]["listeners"] = json!([])),
+    ("strip-missing", |root| drop(list(manager(root, "/http_filters")).remove(0))),
+    ("strip-incomplete", |root| {
+        drop(list(manager(root, "/http_filters/0/typed_config/mutations/request_mutations")).pop());
+    }),
+    ("strip-incomplete", |root| {
+        list(manager(root, "/http_filters/0/typed_config/mutations/response_mutations")).remove(0);
+    }),
+    ("strip-order", |root| list(manager(root, "/http_filters")).swap(0, 1)),
+    ("shim-missing", |root| drop(list(manager(root, "/http_filters")).remove(2))),
+    ("shim-missing", |root| {
+        *manager(root, "/http_filters/2/typed_config/session_state/typed_config/name") = json!("x-session");
+    }),
+    ("shim-missing", |root| settings(root, |settings| settings["shim"] = json!("override_host"))),
+    ("shim-order", |root| {
+        let filters = list(manager(root, "/http_filters"));
+        let shim = filters.remove(2);
+        filters.insert(1, shim);
+    }),
+    ("shim-strict", |root| manager(root, "/http_filters/2/typed_config")["strict"] = json!(true)),
+    ("router-order", |root| list(manager(root, "/http_filters")).swap(2, 3)),
+    ("router-order", |root| drop(list(manager(root, "/http_filters")).pop())),
+    ("upstream-strip", |root| {
+        list(manager(root, "/http_filters/3/typed_config/upstream_http_filters")).remove(0);
+    }),
+    ("upstream-strip", |root| remove(manager(root, "/http_filters/3/typed_config"), "upstream_http_filters")),
+    ("upstream-codec", |root| {
+        list(manager(root, "/http_filters/3/typed_config/upstream_http_filters")).pop();
+    }),
+    ("upstream-codec", |root| {
+        list(&mut cluster(root, 1)["typed_extension_protocol_options"][HTTP_OPTIONS]["http_filters"]).pop();
+    }),
+    ("fail-closed", |root| remove(manager(root, WASM), "failure_policy")),
+    ("fail-closed", |root| manager(root, WASM)["failure_policy"] = json!("FAIL_CLOSED")),
+    ("fail-open", |root| manager(root, WASM)["failure_policy"] = json!("FAIL_OPEN")),
+    ("fail-open", |root| {
+        remove(manager(root, WASM), "failure_policy");
+        manager(root, WASM)["fail_open"] = json!(true);
+    }),
+    ("reload-slow", |root| remove(manager(root, WASM), "reload_config")),
+    ("runtime", |root| {
+        manager(root, &format!("{WASM}/vm_config"))["runtime"] = json!("envoy.wasm.runtime.wamr")
+    }),
+    ("module-inline", |root| {
+        manager(root, &format!("{WASM}/vm_config/code"))["local"] = json!({"inline_string": "prequal"});
+    }),
+    ("module-missing", |root| {
+        manager(root, &format!("{WASM}/vm_config/code/local"))["filename"] = json!("nowhere/prequal.wasm");
+    }),
+    ("settings", |root| settings(root, |settings| settings["clusters"][0]["q_rif"] = json!(7))),
+    ("settings", |root| remove(manager(root, WASM), "configuration")),
+    ("settings", |root| *manager(root, &format!("{WASM}/configuration/value")) = json!("{")),
+    // Routes are left as they are: the cluster of the second entry has none.
+    ("cluster-absent", |root| {
+        settings(root, |settings| {
+            let mut copy = settings["clusters"][0].clone();
+            copy["cluster"] = json!("nobody");
+            list(&mut settings["clusters"]).push(copy);
+        });
+    }),
+    ("probe-cluster-absent", |root| {
+        settings(root, |settings| settings["clusters"][0]["probe_cluster"] = json!("nobody"));
+    }),
+    ("routes-elsewhere", |root| manager(root, &format!("{ROUTES}/1/route"))["cluster"] = json!("other")),
+    ("route-unnamed", |root| {
+        let mut other = manager(root, ROUTES)[1].clone();
+        other["match"] = json!({"prefix": "/other"});
+        other["route"]["cluster"] = json!("other");
+        list(manager(root, ROUTES)).insert(1, other);
+    }),
+    ("route-removes-dest", |root| {
+        manager(root, &format!("{ROUTES}/1"))["request_headers_to_remove"] = json!(["a", "X-Prequal-Dest"]);
+    }),
+    ("route-removes-dest", |root| {
+        manager(root, "/route_config")["request_headers_to_remove"] = json!(["x-prequal-dest"]);
+    }),
+    ("route-removes-dest", |root| {
+        manager(root, "/route_config/virtual_hosts/0")["request_headers_to_remove"] =
+            json!(["x-prequal-dest"]);
+    }),
+    ("route-removes-dest", |root| {
+        let route = manager(root, &format!("{ROUTES}/1/route"));
+        remove(route, "cluster");
+        route["weighted_clusters"] = json!({"clusters": [
+            {"name": "replicas", "weight": 1, "request_headers_to_remove": ["x-prequal-dest"]}]});
+    }),
+    ("route-removes-load", |root| {
+        manager(root, "/route_config")["response_headers_to_remove"] = json!(["x-prequal-load"]);
+    }),
+    ("probe-open", |root| drop(list(manager(root, ROUTES)).remove(0))),
+    ("probe-open", |root| list(manager(root, ROUTES)).swap(0, 1)),
+    ("probe-open", |root| {
+        manager(root, &format!("{ROUTES}/0/match"))["headers"] =
+            json!([{"name": "a", "present_match": true}]);
+    }),
+    ("probe-open", |root| {
+        list(manager(root, ROUTES)).remove(0);
+        *manager(root, &format!("{ROUTES}/0/match")) = json!({"safe_regex": {"regex": "/[a-z]+/.*"}});
+    }),
+    ("path-spelling", |root| remove(manager(root, ""), "normalize_path")),
+    ("path-spelling", |root| manager(root, "")["merge_slashes"] = json!(false)),
+    ("retry-same-host", |root| {
+        remove(manager(root, &format!("{ROUTES}/1/route/retry_policy")), "retry_host_predicate");
+    }),
+    ("original-dst", |root| cluster(root, 0)["type"] = json!("ORIGINAL_DST")),
+    ("original-dst", |root| {
+        remove(cluster(root, 1), "type");
+        cluster(root, 1)["cluster_type"] = json!({"name": "envoy.cluster.original_dst"});
+    }),
+    ("logical-dns", |root| cluster(root, 0)["type"] = json!("LOGICAL_DNS")),
+    ("logical-dns", |root| {
+        remove(cluster(root, 1), "type");
+        cluster(root, 1)["cluster_type"] = json!({"name": "envoy.clusters.dns", "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.clusters.dns.v3.DnsCluster",
+            "all_addresses_in_single_endpoint": true}});
+    }),
+    ("probe-cluster-same", |root| {
+        settings(root, |settings| {
+            settings["clusters"][0]["probe_cluster"] = json!("replicas");
+            remove(&mut settings["clusters"][0], "verified_probes");
+        });
+    }),
+    ("breakers-shared", |root| {
+        settings(root, |settings| {
+            settings["shim"] = json!("override_host");
+            settings["clusters"][0]["probe_cluster"] = json!("replicas");
+            remove(&mut settings["clusters"][0], "verified_probes");
+        });
+        override_host_policy(root);
+    }),
+    ("probe-policy", |root| remove(cluster(root, 1), "load_balancing_policy")),
+    ("probe-policy", |root| {
+        let policy = &mut cluster(root, 1)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
+        policy["typed_config"]["override_host_sources"] = json!([{"header": "x-other"}]);
+    }),
+    ("probe-fallback", |root| {
+        let policy = &mut cluster(root, 1)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
+        policy["typed_config"]["fallback_policy"]["policies"][0]["typed_extension_config"]["typed_config"]
+            ["@type"] =
+            json!("type.googleapis.com/envoy.extensions.load_balancing_policies.random.v3.Random");
+    }),
+    ("endpoints-differ", |root| {
+        drop(list(&mut cluster(root, 1)["load_assignment"]["endpoints"][0]["lb_endpoints"]).pop())
+    }),
+    ("endpoints-differ", |root| cluster(root, 0)["load_assignment"]["endpoints"][0]["priority"] = json!(1)),
+    ("endpoints-differ", |root| {
+        cluster(root, 0)["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["load_balancing_weight"] =
+            json!(3);
+    }),
+    ("endpoints-differ", |root| {
+        let endpoint =
+            &mut cluster(root, 1)["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"];
+        endpoint["address"]["socket_address"]["port_value"] = json!(9);
+    }),
+    ("endpoints-differ", |root| cluster(root, 1)["type"] = json!("EDS")),
+    ("health-differs", |root| {
+        for index in 0..2 {
+            let groups = &mut cluster(root, index)["load_assignment"]["endpoints"];
+            let mut second = groups[0].clone();
+            second["priority"] = json!(1);
+            list(groups).push(second);
+        }
+        cluster(root, 0)["health_checks"] = json!([{"timeout": "1s"}]);
+    }),
+    ("locality-differs", |root| {
+        cluster(root, 0)["common_lb_config"] = json!({"locality_weighted_lb_config": {}});
+    }),
+    ("host-unverified", |root| {
+        list(&mut cluster(root, 1)["typed_extension_protocol_options"][HTTP_OPTIONS]["http_filters"])
+            .remove(0);
+    }),
+    ("host-unverified", |root| {
+        let filters = &mut cluster(root, 1)["typed_extension_protocol_options"][HTTP_OPTIONS]["http_filters"];
+        remove(
+            &mut filters[0]["typed_config"]["mutations"]["response_mutations"][0]["append"],
+            "append_action",
+        );
+    }),
+    ("host-unused", |root| {
+        settings(root, |settings| remove(&mut settings["clusters"][0], "verified_probes"))
+    }),
+    ("breakers-narrow", |root| {
+        cluster(root, 0)["circuit_breakers"]["thresholds"][0]["max_requests"] = json!("10")
+    }),
+    ("stats-tags", |root| remove(root, "stats_config")),
+    ("stats-tags", |root| drop(list(&mut root["stats_config"]["stats_tags"]).pop())),
+    ("unseen", |root| {
+        remove(manager(root, ""), "route_config");
+        manager(root, "")["rds"] = json!({"route_config_name": "ingress"});
+    }),
+    ("unseen", |root| {
+        remove(manager(root, "/http_filters/1"), "typed_config");
+        manager(root, "/http_filters/1")["config_discovery"] = json!({"config_source": {"ads": {}}});
+    }),
+    ("unseen", |root| {
+        list(&mut root["static_resources"]["clusters"]).remove(1);
+        root["dynamic_resources"] = json!({"cds_config": {"path": "cds.yaml"}});
+    }),
+    ("unseen", |root| {
+        for (index, service) in ["one", "other"].into_iter().enumerate() {
+            let cluster = cluster(root, index);
+            cluster["type"] = json!("EDS");
+            cluster["eds_cluster_config"] = json!({"service_name": service, "eds_config": {"ads": {}}});
+        }
+    }),
+];
+
+#[test]
+fn each_mistake_is_found_alone() {
+    for (code, break_it) in BREAKS {
+        let mut root = shipped();
+        break_it(&mut root);
+        let findings = check(&root, false).unwrap();
+        assert_eq!(codes_of(&findings), [*code], "{findings:#?}");
+        assert!(!findings[0].path.is_empty() || *code == "filter-missing", "{findings:#?}");
+    }
+}
+
+#[test]
+fn every_code_has_a_test_and_a_line_in_the_docs() {
+    for code in codes::ALL {
+        assert!(BREAKS.iter().any(|(name, _)| *name == code.name), "no test for {}", code.name);
+        let cell = |text: &str| text.replace('|', "\\|");
+        let row = format!(
+            "| `{}` | {} | {} | {} | {} |",
+            code.name,
+            code.level.name(),
+            cell(code.what),
+            cell(code.effect),
+            cell(code.cure)
+        );
+        assert!(DOCS.lines().any(|line| line == row), "docs/prequal.md lacks this row:\n{row}");
+    }
+    let rows = DOCS.lines().filter(|line| line.starts_with("| `")).filter(|line| {
+        ["error", "warning", "hint"].iter().any(|level| line.contains(&format!("` | {level} |")))
+    });
+    assert_eq!(rows.count(), codes::ALL.len(), "docs/prequal.md has rows for codes that do not exist");
+}
+
+#[test]
+fn shipped_configurations_are_clean() {
+    for text in [SHIPPED, COMPOSE] {
+        let mut findings = check(&read::text(text).unwrap(), false).unwrap();
+        // Where the module is depends on the machine.
+        findings.retain(|finding| finding.code != "module-missing");
+        assert_eq!(findings, []);
+    }
+    let root = shipped();
+    assert_eq!(check(&root, false).unwrap(), []);
+}
+
+#[test]
+fn what_is_allowed_is_not_reported() {
+    let allowed: &[Break] = &[
+        ("probes on a port of their own", |root| {
+            let endpoints = &mut cluster(root, 1)["load_assignment"]["endpoints"][0]["lb_endpoints"];
+            for endpoint in list(endpoints) {
+                let port = &mut endpoint["endpoint"]["address"]["socket_address"]["port_value"];
+                *port = json!(port.as_u64().unwrap() + 1000);
+            }
+        }),
+        ("override_host", |root| {
+            settings(root, |settings| settings["shim"] = json!("override_host"));
+            override_host_policy(root);
+            list(manager(root, "/http_filters")).remove(2);
+        }),
+        ("a rule without probes", |root| {
+            settings(root, |settings| {
+                settings["clusters"] =
+                    json!([{"cluster": "replicas", "probe_cluster": "none", "rule": "peak_ewma"}]);
+            });
+            list(&mut root["static_resources"]["clusters"]).remove(1);
+        }),
+        ("a strip by prefix", |root| {
+            let strip = json!([{"remove_on_match": {"key_matcher": {"prefix": "x-prequal-"}}}]);
+            *manager(root, "/http_filters/0/typed_config/mutations") =
+                json!({"request_mutations": strip, "response_mutations": strip});
+        }),
+        ("routes that do not take the probe's path", |root| {
+            list(manager(root, ROUTES)).remove(0);
+            *manager(root, &format!("{ROUTES}/0/match")) = json!({"path_separated_prefix": "/api"});
+        }),
+        ("localities weighted in both", |root| {
+            cluster(root, 0)["common_lb_config"] = json!({"locality_weighted_lb_config": {}});
+            let policy =
+                &mut cluster(root, 1)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
+            let fallback =
+                &mut policy["typed_config"]["fallback_policy"]["policies"][0]["typed_extension_config"];
+            fallback["typed_config"]["locality_lb_config"] = json!({"locality_weighted_lb_config": {}});
+        }),
+        ("settings as an object", |root| {
+            let configuration = manager(root, &format!("{WASM}/configuration"));
+            let settings: Value = serde_json::from_str(configuration["value"].as_str().unwrap()).unwrap();
+            *configuration =
+                json!({"@type": "type.googleapis.com/google.protobuf.Struct", "value": settings});
+        }),
+        ("a filter in a wrapper", |root| {
+            let filter = manager(root, "/http_filters/0/typed_config").take();
+            *manager(root, "/http_filters/0/typed_config") = json!({
+                "@type": "type.googleapis.com/xds.type.v3.TypedStruct", "type_url": filter["@type"], "value": filter});
+        }),
+    ];
+    for (what, change) in allowed {
+        let mut root = shipped();
+        change(&mut root);
+        assert_eq!(check(&root, false).unwrap(), [], "{what}");
+    }
+}
+
+#[test]
+fn a_dump_is_recognised_and_its_parts_are_put_together() {
+    let mut root = shipped();
+    let mut listener = root["static_resources"]["listeners"][0].take();
+    let manager = listener.pointer_mut("/filter_chains/0/filters/0/typed_config").unwrap();
+    let wasm = manager["http_filters"][1].take();
+    manager["http_filters"][1] = json!({"name": wasm["name"], "config_discovery": {}});
+    let routes = manager["route_config"].take();
+    remove(manager, "route_config");
+    manager["rds"] = json!({"route_config_name": "ingress"});
+    let mut clusters = root["static_resources"]["clusters"].take();
+    let mut assignments = Vec::new();
+    for cluster in list(&mut clusters) {
+        cluster["type"] = json!("EDS");
+        let assignment = cluster["load_assignment"].take();
+        remove(cluster, "load_assignment");
+        assignments.push(json!({"endpoint_config": assignment}));
+        cluster["eds_cluster_config"] = json!({"eds_config": {"ads": {}}});
+    }
+    let clusters: Vec<Value> =
+        list(&mut clusters).drain(..).map(|cluster| json!({"cluster": cluster})).collect();
+    remove(&mut root, "static_resources");
+    let admin = |kind: &str| json!(format!("type.googleapis.com/envoy.admin.v3.{kind}ConfigDump"));
+    let mut dump = json!({"configs": [
+        {"@type": admin("Bootstrap"), "bootstrap": root},
+        {"@type": admin("Clusters"), "dynamic_active_clusters": clusters},
+        {"@type": admin("Listeners"), "dynamic_listeners": [{"name": "x", "active_state": {"listener": listener}}]},
+        {"@type": admin("Routes"), "dynamic_route_configs": [{"route_config": routes}]},
+        {"@type": admin("Endpoints"), "dynamic_endpoint_configs": assignments},
+        {"@type": admin("Ecds"), "ecds_filters": [{"ecds_filter": wasm}]},
+    ]});
+    assert_eq!(check(&dump, true).unwrap(), []);
+    dump["configs"][4]["dynamic_endpoint_configs"][1]["endpoint_config"]["endpoints"][0]["priority"] =
+        json!(1);
+    assert_eq!(codes_of(&check(&dump, false).unwrap()), ["endpoints-differ"]);
+    dump["configs"][3]["dynamic_route_configs"] = json!([]);
+    assert_eq!(codes_of(&check(&dump, false).unwrap()), ["endpoints-differ", "unseen"]);
+}
+
+#[test]
+fn what_is_no_configuration_is_refused() {
+    for text in ["7", "[]", "{}", "a: b", "text"] {
+        assert!(check(&read::text(text).unwrap(), false).is_err(), "{text}");
+    }
+    assert!(check(&shipped(), true).is_err(), "a bootstrap is no dump");
+}
+
+/// Every value of the shipped configuration in turn becomes something else: whatever is found, nothing panics.
+#[test]
+fn wrong_types_anywhere_do_not_panic() {
+    fn places(value: &Value, path: String, all: &mut Vec<String>) {
+        match value {
+            Value::Array(items) => items
+                .iter()
+                .enumerate()
+                .for_each(|(index, item)| places(item, format!("{path}/{index}"), all)),
+            Value::Object(fields) => fields.iter().for_each(|(key, item)| {
+                places(item, format!("{path}/{}", key.replace('~', "~0").replace('/', "~1")), all);
+            }),
+            _ => {}
+        }
+        all.push(path);
+    }
+    let root = shipped();
+    let mut all = Vec::new();
+    places(&root, String::new(), &mut all);
+    assert!(all.len() > 200, "{}", all.len());
+    let mut reported = 0;
+    for path in &all {
+        for wrong in
+            [json!(null), json!(-1), json!("\u{0}"), json!([null, [7]]), json!({"a": {}}), json!(true)]
+        {
+            let mut broken = root.clone();
+            *broken.pointer_mut(path).unwrap() = wrong;
+            reported += check(&broken, false).map_or(1, |findings| findings.len());
+        }
+    }
+    assert!(reported > all.len(), "{reported} findings at {} places", all.len());
+}
+
+#[test]
+fn levels_sort_the_worst_first() {
+    let mut root = shipped();
+    remove(&mut root, "stats_config");
+    remove(manager(&mut root, ""), "normalize_path");
+    remove(manager(&mut root, WASM), "failure_policy");
+    let levels: Vec<Level> = check(&root, false).unwrap().iter().map(|finding| finding.level).collect();
+    assert_eq!(levels, [Level::Error, Level::Warning, Level::Hint]);
+}

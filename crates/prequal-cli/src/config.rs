@@ -1,0 +1,119 @@
+//! `prequal config`: a complete Envoy configuration from a few flags or a short YAML.
+//!
+//! What it prints is the shipped configuration with addresses, clusters and settings replaced: there is no second
+//! description of what an Envoy with Prequal needs.
+
+mod render;
+mod spec;
+
+use std::fmt;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+
+use crate::read;
+use spec::Spec;
+
+/// Render a complete Envoy configuration with Prequal
+///
+/// Prints the shipped configuration (envoy-configs/static/envoy.yaml) with addresses, clusters and settings replaced.
+/// All mistakes are named at once; nothing is printed then.
+#[derive(clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  prequal config --cluster api=10.0.0.1:8080,10.0.0.2:8080 > envoy.yaml
+  prequal config --cluster api=api.internal:8080 --probe-port 9000 --listen 0.0.0.0:80
+  prequal config --cluster chat=10.0.0.1:8080,10.0.0.2:8080 --profile inference --hint header:x-session-id
+  prequal config --cluster web=10.0.0.1:80,10.0.0.2:80 --cluster api=10.0.1.1:80,10.0.1.2:80 --route /api=api
+
+The same from a file (prequal config spec.yaml), which may say more; flags outweigh it:
+  listen: 0.0.0.0:80
+  settings: {profile: small}          # of the filter, for all clusters (docs/configuration.md)
+  tls: {certificate: cert.pem, key: key.pem}
+  clusters:
+  - {name: web, hosts: ['10.0.0.1:80', '10.0.0.2:80']}
+  - name: api
+    hosts: ['api.internal:8080']
+    prefix: /api
+    probe_port: 9000
+    settings: {mode: sync, hint: {header: x-session-id}}")]
+pub(crate) struct Args {
+    /// YAML or JSON with what the flags say, and more; `-` for standard input
+    spec: Option<PathBuf>,
+    /// A cluster and the addresses of its agents: `ip:port` each, or `name:port`, which DNS resolves to all replicas
+    #[arg(long = "cluster", value_name = "NAME=HOST:PORT[,...]")]
+    clusters: Vec<String>,
+    /// Paths that go to a cluster [default: all to the first]
+    #[arg(long = "route", value_name = "PREFIX=CLUSTER")]
+    routes: Vec<String>,
+    /// Where clients connect [default: 127.0.0.1:10000]
+    #[arg(long, value_name = "IP:PORT")]
+    listen: Option<String>,
+    /// Envoy's admin, which can stop it: keep it on loopback [default: 127.0.0.1:9901]
+    #[arg(long, value_name = "IP:PORT")]
+    admin: Option<String>,
+    /// The filter's module, as Envoy will find it [default: target/dist/prequal_filter.wasm]
+    #[arg(long, value_name = "FILE")]
+    wasm: Option<String>,
+    /// Which part of Envoy carries the choice out: `stateful_session` or `override_host` [default: stateful_session]
+    #[arg(long)]
+    shim: Option<String>,
+    /// `default`, `paper`, `small` or `inference`
+    #[arg(long)]
+    profile: Option<String>,
+    /// `async` or `sync`
+    #[arg(long)]
+    mode: Option<String>,
+    /// Where synchronous requests carry a hint: `header:NAME` or `path_segment:N`
+    #[arg(long, value_name = "WHERE")]
+    hint: Option<String>,
+    /// Port on which agents answer probes [default: the same as for requests]
+    #[arg(long, value_name = "PORT")]
+    probe_port: Option<u64>,
+    /// Listen with TLS: certificate chain, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<String>,
+    /// Listen with TLS: private key, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<String>,
+}
+
+/// Every mistake found, never none.
+#[derive(Debug)]
+struct Mistakes(Vec<String>);
+
+impl fmt::Display for Mistakes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "nothing is rendered:")?;
+        self.0.iter().try_for_each(|mistake| write!(f, "\n  {mistake}"))
+    }
+}
+
+impl std::error::Error for Mistakes {}
+
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let file = match &args.spec {
+        Some(path) => {
+            let root = read::file(path)?;
+            Spec::read(root).with_context(|| format!("{}", path.display()))?
+        }
+        None => Spec::default(),
+    };
+    let text = rendered(file, args)?;
+    std::io::stdout().lock().write_all(text.as_bytes())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn rendered(mut spec: Spec, args: &Args) -> Result<String, Mistakes> {
+    let mut mistakes = Vec::new();
+    spec.take_flags(args, &mut mistakes);
+    match spec.plan(&mut mistakes) {
+        Some(plan) if mistakes.is_empty() => Ok(render::render(&plan)),
+        _ => Err(Mistakes(mistakes)),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,159 @@
+//! The shipped configuration as a tree, with the plan's values put in.
+
+use prequal_core::config::Shim;
+use serde_json::json;
+use yaml_serde::Value;
+
+use super::spec::{Host, Plan, PlannedCluster, Probe};
+
+/// What ships, and what everything printed is made from.
+pub(super) const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
+
+/// The whole file.
+pub(super) fn render(plan: &Plan) -> String {
+    let mut root: Value =
+        yaml_serde::from_str(SHIPPED).expect("the shipped configuration is YAML: a test reads it");
+    if let Some(admin) = plan.admin {
+        root["admin"]["address"] = address(&admin.ip().to_string(), admin.port());
+    }
+    let resources = &mut root["static_resources"];
+    set_listener(&mut resources["listeners"][0], plan);
+    let (serving, probing) = (resources["clusters"][0].clone(), resources["clusters"][1].clone());
+    let mut clusters = Vec::new();
+    for cluster in &plan.clusters {
+        let mut own = filled(&serving, &cluster.name, cluster, None);
+        if plan.shim == Shim::OverrideHost {
+            set_override_host(&mut own, &probing);
+        }
+        clusters.push(own);
+        if let Some(Probe { cluster: name, port }) = &cluster.probe {
+            clusters.push(filled(&probing, name, cluster, *port));
+        }
+    }
+    resources["clusters"] = Value::Sequence(clusters);
+    let wasm = text_at(module(&mut root)).to_owned();
+    let admin = &root["admin"]["address"]["socket_address"];
+    let admin =
+        format!("{}:{}", text_at(&admin["address"]), admin["port_value"].as_u64().unwrap_or_default());
+    let body = yaml_serde::to_string(&root).expect("a tree of plain values can be written");
+    format!("{}{body}", head(plan, &wasm, &admin))
+}
+
+fn head(plan: &Plan, wasm: &str, admin: &str) -> String {
+    let names: Vec<&str> = plan.clusters.iter().map(|cluster| cluster.name.as_str()).collect();
+    let port = plan.clusters.iter().find_map(|cluster| cluster.probe.as_ref()?.port);
+    let probe = port.map(|port| format!(" --probe-listen <its ip>:{port}")).unwrap_or_default();
+    format!(
+        "# Envoy with Prequal in front of: {}.\n\
+         # Made by `prequal config` from the shipped envoy-configs/static/envoy.yaml, which explains every part.\n\
+         #\n\
+         # Beside each replica: probe-agent --listen <its address below>{probe} --upstream <the service>\n\
+         # The filter's module: {wasm} (a relative name counts from where Envoy is started)\n\
+         # Look it over:        prequal check <this file> && envoy --mode validate -c <this file>\n\
+         # Start:               envoy -c <this file>\n\
+         # Watch:               prequal top http://{admin}\n",
+        names.join(", ").replace(char::is_control, " ")
+    )
+}
+
+fn set_listener(listener: &mut Value, plan: &Plan) {
+    if let Some(listen) = plan.listen {
+        listener["address"] = address(&listen.ip().to_string(), listen.port());
+    }
+    let chain = &mut listener["filter_chains"][0];
+    if let Some(tls) = &plan.tls {
+        chain["transport_socket"] = yaml(json!({
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext",
+                "common_tls_context": {
+                    "alpn_protocols": ["h2", "http/1.1"],
+                    "tls_certificates": [{
+                        "certificate_chain": {"filename": tls.certificate},
+                        "private_key": {"filename": tls.key},
+                    }],
+                },
+            },
+        }));
+    }
+    let manager = &mut chain["filters"][0]["typed_config"];
+    let routes = &mut manager["route_config"]["virtual_hosts"][0]["routes"];
+    let (closed, open) = (routes[0].clone(), routes[1].clone());
+    let mut clusters: Vec<&PlannedCluster> = plan.clusters.iter().collect();
+    // The first route that fits is taken.
+    clusters.sort_by_key(|cluster| std::cmp::Reverse(cluster.prefix.len()));
+    let leading = clusters.into_iter().map(|cluster| {
+        let mut route = open.clone();
+        route["match"]["prefix"] = cluster.prefix.as_str().into();
+        route["route"]["cluster"] = cluster.name.as_str().into();
+        route
+    });
+    *routes = Value::Sequence(std::iter::once(closed).chain(leading).collect());
+    let filters = &mut manager["http_filters"];
+    let config = &mut filters[1]["typed_config"]["config"];
+    if let Some(wasm) = &plan.wasm {
+        config["vm_config"]["code"]["local"]["filename"] = wasm.as_str().into();
+    }
+    let settings = serde_json::to_string_pretty(&plan.settings).expect("JSON can be written");
+    config["configuration"]["value"] = format!("{settings}\n").into();
+    if plan.shim == Shim::OverrideHost
+        && let Some(filters) = filters.as_sequence_mut()
+    {
+        filters.retain(|filter| filter["name"].as_str() != Some("prequal-shim"));
+    }
+}
+
+/// The name of the module's file.
+fn module(root: &mut Value) -> &mut Value {
+    let manager =
+        &mut root["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
+    &mut manager["http_filters"][1]["typed_config"]["config"]["vm_config"]["code"]["local"]["filename"]
+}
+
+/// One of the two shipped clusters under another name and over other endpoints.
+fn filled(shipped: &Value, name: &str, cluster: &PlannedCluster, port: Option<u16>) -> Value {
+    let mut own = shipped.clone();
+    own["name"] = name.into();
+    if cluster.dns {
+        own["type"] = "STRICT_DNS".into();
+    }
+    own["load_assignment"]["cluster_name"] = name.into();
+    let endpoints = cluster.hosts.iter().map(|Host { address: host, port: served }| {
+        let mut endpoint = yaml(json!({"endpoint": {}}));
+        endpoint["endpoint"]["address"] = address(host, port.unwrap_or(*served));
+        endpoint
+    });
+    own["load_assignment"]["endpoints"][0]["lb_endpoints"] = Value::Sequence(endpoints.collect());
+    own
+}
+
+/// The probe cluster's policy on a serving cluster; what it falls back to is the serving cluster's own policy.
+fn set_override_host(serving: &mut Value, probing: &Value) {
+    if let Some(serving) = serving.as_mapping_mut() {
+        serving.remove("lb_policy");
+    }
+    let mut policy = probing["load_balancing_policy"].clone();
+    policy["policies"][0]["typed_extension_config"]["typed_config"]["fallback_policy"]["policies"][0] = yaml(
+        json!({
+            "typed_extension_config": {
+                "name": "envoy.load_balancing_policies.least_request",
+                "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.least_request.v3.LeastRequest",
+                },
+            },
+        }),
+    );
+    serving["load_balancing_policy"] = policy;
+}
+
+fn address(host: &str, port: u16) -> Value {
+    yaml(json!({"socket_address": {"address": host, "port_value": port}}))
+}
+
+fn yaml(value: serde_json::Value) -> Value {
+    yaml_serde::to_value(value).expect("JSON is YAML")
+}
+
+fn text_at(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}

@@ -1,0 +1,285 @@
+//! What the user asks for, and the plan that comes of it once everything in it holds.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::Result;
+use prequal_core::config::{FilterConfig, Shim};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::Args;
+
+/// A short YAML, or the flags.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct Spec {
+    listen: Option<String>,
+    admin: Option<String>,
+    wasm: Option<String>,
+    shim: Option<String>,
+    tls: Option<Tls>,
+    /// The filter's settings for all clusters.
+    settings: Map<String, Value>,
+    probe_port: Option<u64>,
+    clusters: Vec<ClusterSpec>,
+}
+
+/// TLS of the listener: PEM files.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Tls {
+    pub(super) certificate: String,
+    pub(super) key: String,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClusterSpec {
+    name: String,
+    hosts: Vec<String>,
+    prefix: Option<String>,
+    probe_port: Option<u64>,
+    #[serde(default)]
+    settings: Map<String, Value>,
+}
+
+/// Checked: what `render` puts in place of the shipped values. None: the shipped value stays.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) listen: Option<SocketAddr>,
+    pub(super) admin: Option<SocketAddr>,
+    pub(super) wasm: Option<String>,
+    pub(super) shim: Shim,
+    pub(super) tls: Option<Tls>,
+    /// The filter's settings, accepted by it.
+    pub(super) settings: Value,
+    /// At least one.
+    pub(super) clusters: Vec<PlannedCluster>,
+}
+
+#[derive(Debug)]
+pub(super) struct PlannedCluster {
+    pub(super) name: String,
+    pub(super) prefix: String,
+    pub(super) hosts: Vec<Host>,
+    /// Whether DNS finds the replicas.
+    pub(super) dns: bool,
+    /// None if the rule sends no probes.
+    pub(super) probe: Option<Probe>,
+}
+
+#[derive(Debug)]
+pub(super) struct Probe {
+    pub(super) cluster: String,
+    /// None: the same port as for requests.
+    pub(super) port: Option<u16>,
+}
+
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) struct Host {
+    /// IP address or name.
+    pub(super) address: String,
+    pub(super) port: u16,
+}
+
+impl Spec {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// The first field of a wrong type or of an unknown name.
+    pub(super) fn read(root: Value) -> Result<Self> {
+        Ok(serde_json::from_value(root)?)
+    }
+
+    /// Flags outweigh the file.
+    pub(super) fn take_flags(&mut self, args: &Args, mistakes: &mut Vec<String>) {
+        for (mine, flag) in [
+            (&mut self.listen, &args.listen),
+            (&mut self.admin, &args.admin),
+            (&mut self.wasm, &args.wasm),
+            (&mut self.shim, &args.shim),
+        ] {
+            if flag.is_some() {
+                mine.clone_from(flag);
+            }
+        }
+        self.probe_port = args.probe_port.or(self.probe_port);
+        if let (Some(certificate), Some(key)) = (args.tls_cert.clone(), args.tls_key.clone()) {
+            self.tls = Some(Tls { certificate, key });
+        }
+        for (key, flag) in [("profile", &args.profile), ("mode", &args.mode)] {
+            if let Some(value) = flag {
+                self.settings.insert(key.into(), json!(value));
+            }
+        }
+        if let Some(hint) = &args.hint {
+            match hint.split_once(':') {
+                Some(("header", name)) => {
+                    drop(self.settings.insert("hint".into(), json!({ "header": name })))
+                }
+                Some(("path_segment", number)) if number.parse::<u32>().is_ok() => {
+                    let number: u32 = number.parse().unwrap_or_default();
+                    self.settings.insert("hint".into(), json!({ "path_segment": number }));
+                }
+                _ => mistakes.push(format!("--hint must be `header:NAME` or `path_segment:N`, got `{hint}`")),
+            }
+        }
+        for flag in &args.clusters {
+            let Some((name, hosts)) = flag.split_once('=') else {
+                mistakes.push(format!("--cluster must be `NAME=HOST:PORT[,HOST:PORT...]`, got `{flag}`"));
+                continue;
+            };
+            self.clusters.push(ClusterSpec {
+                name: name.into(),
+                hosts: hosts.split(',').map(Into::into).collect(),
+                prefix: None,
+                probe_port: None,
+                settings: Map::new(),
+            });
+        }
+        for flag in &args.routes {
+            let found = flag.rsplit_once('=').and_then(|(prefix, name)| {
+                Some((prefix, self.clusters.iter_mut().find(|cluster| cluster.name == name)?))
+            });
+            match found {
+                Some((prefix, cluster)) => cluster.prefix = Some(prefix.into()),
+                None => mistakes
+                    .push(format!("--route must be `PREFIX=CLUSTER` with one of the clusters, got `{flag}`")),
+            }
+        }
+    }
+
+    /// What to render; without mistakes it is always there.
+    pub(super) fn plan(self, mistakes: &mut Vec<String>) -> Option<Plan> {
+        let listen = self.listen.as_deref().and_then(|text| socket("listen", text, mistakes));
+        let admin = self.admin.as_deref().and_then(|text| socket("admin", text, mistakes));
+        if listen.is_some_and(|listen| listen.port() != 0) && listen == admin {
+            mistakes.push("`listen` and `admin` are the same address".into());
+        }
+        if self.wasm.as_deref() == Some("") {
+            mistakes.push("`wasm` must name a file".into());
+        }
+        if self.clusters.is_empty() {
+            mistakes.push("no cluster: `--cluster NAME=HOST:PORT[,...]`, or `clusters` in the file".into());
+        }
+        let only = self.clusters.len() == 1;
+        let (mut names, mut prefixes) = (BTreeSet::new(), BTreeSet::new());
+        let mut clusters = Vec::new();
+        let mut entries = Vec::new();
+        for (index, spec) in self.clusters.into_iter().enumerate() {
+            let path = format!("clusters[{index}]");
+            let probe_cluster = format!("{}-agent", spec.name);
+            for name in [&spec.name, &probe_cluster] {
+                if !names.insert(name.clone()) {
+                    mistakes.push(format!("`{path}.name` leads to a second cluster `{name}`"));
+                }
+            }
+            let prefix = match spec.prefix {
+                Some(prefix) => prefix,
+                None if only || index == 0 => "/".into(),
+                None => {
+                    mistakes.push(format!("`{path}` needs a `prefix` (--route), or nothing leads to it"));
+                    continue;
+                }
+            };
+            if !prefix.starts_with('/') {
+                mistakes.push(format!("`{path}.prefix` must begin with /, got `{prefix}`"));
+            }
+            if !prefixes.insert(prefix.clone()) {
+                mistakes.push(format!("`{path}.prefix` `{prefix}` leads to two clusters"));
+            }
+            let port = spec.probe_port.or(self.probe_port);
+            let port = port.and_then(|port| match u16::try_from(port) {
+                Ok(port) if port > 0 => Some(port),
+                _ => {
+                    mistakes.push(format!("`{path}.probe_port` must be a port from 1 to 65535, got {port}"));
+                    None
+                }
+            });
+            let hosts = hosts(&path, &spec.hosts, mistakes);
+            let dns = hosts.iter().any(|host| host.address.parse::<IpAddr>().is_err());
+            let mut entry = spec.settings;
+            for (key, value) in [("cluster", &spec.name), ("probe_cluster", &probe_cluster)] {
+                if entry.insert(key.into(), json!(value)).is_some() {
+                    mistakes.push(format!("`{path}.settings.{key}` is set from `name`"));
+                }
+            }
+            entries.push(entry);
+            let probe = Some(Probe { cluster: probe_cluster, port });
+            clusters.push(PlannedCluster { name: spec.name, prefix, hosts, dns, probe });
+        }
+        let mut settings = self.settings;
+        settings.insert("shim".into(), json!(self.shim.as_deref().unwrap_or("stateful_session")));
+        if settings.insert("clusters".into(), json!(entries)).is_some() {
+            mistakes.push("`settings.clusters` is made from `clusters`".into());
+        }
+        let shim = if entries.is_empty() { None } else { accept(&mut settings, &mut clusters, mistakes) };
+        let settings = Value::Object(settings);
+        Some(Plan { listen, admin, wasm: self.wasm, shim: shim?, tls: self.tls, settings, clusters })
+    }
+}
+
+/// Has the filter itself judge its settings, and completes them: where probes are sent, Envoy vouches for who answers.
+fn accept(
+    settings: &mut Map<String, Value>,
+    clusters: &mut [PlannedCluster],
+    mistakes: &mut Vec<String>,
+) -> Option<Shim> {
+    let parsed = match FilterConfig::parse(&Value::Object(settings.clone()).to_string()) {
+        Ok(parsed) => parsed,
+        Err(errors) => {
+            mistakes.extend(errors.0.iter().map(|error| format!("settings: {error}")));
+            return None;
+        }
+    };
+    let entries = settings.get_mut("clusters").and_then(Value::as_array_mut)?;
+    for ((entry, cluster), checked) in entries.iter_mut().zip(clusters).zip(&parsed.clusters) {
+        if checked.choice.rule.is_probe_free() {
+            cluster.probe = None;
+        } else if let Some(entry) = entry.as_object_mut() {
+            entry.insert("verified_probes".into(), json!(true));
+        }
+    }
+    Some(parsed.shim)
+}
+
+fn socket(key: &str, text: &str, mistakes: &mut Vec<String>) -> Option<SocketAddr> {
+    let address = text.parse().ok();
+    if address.is_none() {
+        mistakes.push(format!("`{key}` must be `ip:port`, got `{text}`"));
+    }
+    address
+}
+
+fn hosts(path: &str, texts: &[String], mistakes: &mut Vec<String>) -> Vec<Host> {
+    let mut hosts = BTreeSet::new();
+    if texts.is_empty() {
+        mistakes.push(format!("`{path}.hosts` is empty"));
+    }
+    for text in texts {
+        match host(text) {
+            Some(host) if !hosts.insert(host.clone()) => {
+                mistakes.push(format!("`{path}.hosts` names `{text}` twice"));
+            }
+            Some(_) => {}
+            None => mistakes.push(format!("`{path}.hosts` must be `ip:port` or `name:port`, got `{text}`")),
+        }
+    }
+    hosts.into_iter().collect()
+}
+
+fn host(text: &str) -> Option<Host> {
+    if let Ok(address) = text.parse::<SocketAddr>() {
+        let usable = address.port() > 0 && !address.ip().is_unspecified();
+        return usable.then(|| Host { address: address.ip().to_string(), port: address.port() });
+    }
+    let (name, port) = text.rsplit_once(':')?;
+    let port = port.parse().ok().filter(|port| *port > 0)?;
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    let is_name = (1..=253).contains(&name.len())
+        && name.chars().all(plain)
+        // All digits and dots is an address with a slip in it.
+        && name.chars().any(|c| c.is_ascii_alphabetic());
+    is_name.then(|| Host { address: name.to_owned(), port })
+}

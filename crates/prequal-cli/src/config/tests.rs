@@ -1,0 +1,169 @@
+//! What is rendered is the shipped configuration, and every variant of it passes the checks.
+
+use clap::Parser as _;
+use serde_json::{Value, json};
+
+use super::render::SHIPPED;
+use super::spec::Spec;
+use super::{Args, rendered};
+use crate::{check, read};
+
+#[derive(clap::Parser)]
+struct Line {
+    #[command(flatten)]
+    args: Args,
+}
+
+fn args(line: &str) -> Args {
+    Line::parse_from(std::iter::once("config").chain(line.split_whitespace())).args
+}
+
+fn render(spec: &str, line: &str) -> Result<String, String> {
+    let spec = if spec.is_empty() { Spec::default() } else { Spec::read(read::text(spec).unwrap()).unwrap() };
+    rendered(spec, &args(line)).map_err(|mistakes| mistakes.to_string())
+}
+
+/// A configuration as a tree, with the filter's settings as a tree too.
+fn tree(text: &str) -> Value {
+    let mut root = read::text(text).unwrap();
+    let value = root.pointer_mut(SETTINGS).unwrap();
+    *value = serde_json::from_str(value.as_str().unwrap()).unwrap();
+    root
+}
+
+const MANAGER: &str = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config";
+const SETTINGS: &str = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config/http_filters/1/\
+                        typed_config/config/configuration/value";
+
+#[test]
+fn with_the_shipped_values_it_is_the_shipped_file() {
+    let hosts = "--cluster replicas=127.0.0.1:8081,127.0.0.1:8082";
+    let spelled = "--listen 127.0.0.1:10000 --admin 127.0.0.1:9901 --wasm target/dist/prequal_filter.wasm \
+                   --shim stateful_session --route /=replicas";
+    for line in [hosts.to_owned(), format!("{hosts} {spelled}")] {
+        let text = render("", &line).unwrap();
+        assert_eq!(tree(&text), tree(SHIPPED), "{line}");
+        assert!(text.starts_with("# Envoy with Prequal in front of: replicas.\n"), "{text}");
+    }
+}
+
+#[test]
+fn values_go_where_they_belong() {
+    let spec = "
+        listen: 0.0.0.0:80
+        admin: '[::1]:9000'
+        wasm: /opt/prequal.wasm
+        tls: {certificate: cert.pem, key: key.pem}
+        settings: {profile: small}
+        clusters:
+        - {name: web, hosts: ['10.0.0.1:80', '[fd00::1]:80']}
+        - {name: api, hosts: ['api.internal:8080'], prefix: /api, probe_port: 9000, settings: {mode: sync, hint: {header: x-session-id}}}
+        - {name: old, hosts: ['10.0.0.9:80'], prefix: /old, settings: {rule: peak_ewma}}";
+    let root = tree(&render(spec, "").unwrap());
+    assert_eq!(root["admin"]["address"], json!({"socket_address": {"address": "::1", "port_value": 9000}}));
+    let listener = &root["static_resources"]["listeners"][0];
+    assert_eq!(listener["address"], json!({"socket_address": {"address": "0.0.0.0", "port_value": 80}}));
+    let tls = &listener["filter_chains"][0]["transport_socket"]["typed_config"]["common_tls_context"];
+    assert_eq!(tls["tls_certificates"][0]["private_key"]["filename"], "key.pem");
+    let manager = root.pointer(MANAGER).unwrap();
+    let routes = manager["route_config"]["virtual_hosts"][0]["routes"].as_array().unwrap();
+    assert_eq!(routes[0]["direct_response"]["status"], 404);
+    let leading: Vec<_> = routes[1..]
+        .iter()
+        .map(|route| {
+            (route["match"]["prefix"].as_str().unwrap(), route["route"]["cluster"].as_str().unwrap())
+        })
+        .collect();
+    assert_eq!(leading, [("/api", "api"), ("/old", "old"), ("/", "web")]);
+    let module = &manager["http_filters"][1]["typed_config"]["config"]["vm_config"]["code"]["local"];
+    assert_eq!(module["filename"], "/opt/prequal.wasm");
+    assert_eq!(
+        root.pointer(SETTINGS).unwrap(),
+        &json!({"profile": "small", "shim": "stateful_session", "clusters": [
+            {"cluster": "web", "probe_cluster": "web-agent", "verified_probes": true},
+            {"cluster": "api", "probe_cluster": "api-agent", "verified_probes": true, "mode": "sync",
+                "hint": {"header": "x-session-id"}},
+            {"cluster": "old", "probe_cluster": "old-agent", "rule": "peak_ewma"},
+        ]})
+    );
+    let clusters = root["static_resources"]["clusters"].as_array().unwrap();
+    let of = |name: &str| clusters.iter().find(|cluster| cluster["name"] == name);
+    let port = |name: &str| {
+        of(name).unwrap()["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]
+            ["socket_address"]["port_value"]
+            .clone()
+    };
+    assert_eq!(
+        (port("api"), port("api-agent"), port("web"), port("web-agent")),
+        (8080.into(), 9000.into(), 80.into(), 80.into())
+    );
+    assert_eq!(
+        (&of("api").unwrap()["type"], &of("web").unwrap()["type"]),
+        (&json!("STRICT_DNS"), &json!("STATIC"))
+    );
+    assert_eq!(of("old-agent"), None, "nothing is probed there");
+}
+
+#[test]
+fn flags_outweigh_the_file() {
+    let spec =
+        "{listen: '1.1.1.1:1', settings: {profile: small}, clusters: [{name: a, hosts: ['1.1.1.1:2']}]}";
+    let root = tree(&render(spec, "--listen 2.2.2.2:2 --profile inference --hint path_segment:2").unwrap());
+    assert_eq!(root["static_resources"]["listeners"][0]["address"]["socket_address"]["address"], "2.2.2.2");
+    let settings = root.pointer(SETTINGS).unwrap();
+    assert_eq!((&settings["profile"], &settings["hint"]), (&json!("inference"), &json!({"path_segment": 2})));
+}
+
+#[test]
+fn every_variant_passes_the_checks() {
+    for line in [
+        "",
+        "--shim override_host",
+        "--probe-port 9000",
+        "--profile inference",
+        "--profile paper --shim override_host",
+        "--mode sync --hint path_segment:1",
+        "--cluster b=b.internal:80,c.internal:80 --route /b=b",
+        "--tls-cert a --tls-key b",
+    ] {
+        let text = render("", &format!("--cluster a=10.0.0.1:80,10.0.0.2:80 {line}")).unwrap();
+        let mut findings = check::check(&read::text(&text).unwrap(), false).unwrap();
+        findings.retain(|finding| finding.code != "module-missing");
+        assert_eq!(findings, [], "{line}");
+    }
+}
+
+#[test]
+fn all_mistakes_are_named_at_once() {
+    let error = render(
+        "{listen: here, settings: {profile: huge}, clusters: [
+            {name: a, hosts: ['0.0.0.0:80', '1.2.3:4', 'x:0', 'a b:1', '1.1.1.1:1', '1.1.1.1:1'], prefix: a},
+            {name: a, hosts: [], probe_port: 70000}, {name: a-agent, hosts: ['x:1'], prefix: a, settings: {q_rif: 7}}]}",
+        "--admin 1.1.1.1 --shim none --cluster x --route /x=nobody --hint x",
+    )
+    .unwrap_err();
+    for part in [
+        "`listen` must be",
+        "`admin` must be",
+        "--cluster must",
+        "--route must",
+        "--hint must",
+        "`0.0.0.0:80`",
+        "`1.2.3:4`",
+        "`x:0`",
+        "`a b:1`",
+        "`1.1.1.1:1` twice",
+        "clusters[1].name",
+        "clusters[1]` needs a `prefix`",
+        "clusters[2].name",
+        "clusters[0].prefix` must begin",
+        "leads to two clusters",
+        "`shim` must be one of",
+        "`profile` must be one of",
+        "q_rif` must be a number",
+    ] {
+        assert!(error.contains(part), "{part} is not in: {error}");
+    }
+    assert!(render("", "").unwrap_err().contains("no cluster"));
+    assert!(render("", "--cluster a=1.1.1.1:1 --hint header:x").unwrap_err().contains("\"mode\": \"sync\""));
+}

@@ -1,0 +1,311 @@
+//! Configuration files, read as Envoy reads them.
+//!
+//! Tried on Envoy 1.40: anchors are expanded, merge keys (`<<`) are not; a key tagged `!ignore` is dropped with its value;
+//! of a key that stands twice the last counts; only the first document of a file is read; fields may be written in
+//! camelCase.
+
+use std::cell::Cell;
+use std::fmt;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use serde::de::{
+    self, Deserialize, DeserializeSeed, Deserializer, EnumAccess, MapAccess, SeqAccess, VariantAccess as _,
+    Visitor,
+};
+use serde_json::{Map, Value};
+
+/// Longest file that is read, bytes. A dump of a large mesh has some ten million.
+const MAX_BYTES: u64 = 32 << 20;
+
+/// Most values in a YAML file with its aliases expanded: a few lines of aliases can stand for any number.
+const MAX_VALUES: usize = 4 << 20;
+
+/// Deepest nesting that is read. Envoy's own configurations stay below 50.
+const MAX_DEPTH: usize = 120;
+
+/// The file `path`, or standard input for `-`.
+pub(crate) fn file(path: &Path) -> Result<Value> {
+    let mut bytes = Vec::new();
+    let read = if path == Path::new("-") {
+        std::io::stdin().take(MAX_BYTES + 1).read_to_end(&mut bytes)
+    } else {
+        File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
+    };
+    read.with_context(|| format!("cannot read {}", path.display()))?;
+    ensure!(bytes.len() as u64 <= MAX_BYTES, "{} has more than {} MiB", path.display(), MAX_BYTES >> 20);
+    let text = String::from_utf8(bytes).with_context(|| format!("{} is not text", path.display()))?;
+    self::text(&text).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// A configuration in YAML or JSON.
+pub(crate) fn text(text: &str) -> Result<Value> {
+    if let Ok(value) = serde_json::from_str(text) {
+        return Ok(snake(value));
+    }
+    refuse_deep_flow(text)?;
+    let document = yaml_serde::Deserializer::from_str(text).next().context("it is empty")?;
+    let room = Cell::new(MAX_VALUES);
+    let value = Tree(&room).deserialize(document).context("it is neither YAML nor JSON")?;
+    ensure!(!value.is_null(), "it is empty");
+    Ok(snake(value))
+}
+
+/// The YAML scanner's work grows with the square of the depth of open brackets, so depth is bounded before it.
+///
+/// Brackets inside quotes are counted as well, but close again there in anything that makes sense; what does not may be
+/// refused here.
+fn refuse_deep_flow(text: &str) -> Result<()> {
+    const MOST: usize = 1000;
+    let (mut depth, mut line) = (0_usize, 1_usize);
+    for byte in text.bytes() {
+        match byte {
+            b'[' | b'{' => depth += 1,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            b'\n' => line += 1,
+            _ => {}
+        }
+        ensure!(depth <= MOST, "line {line}: more than {MOST} brackets are open");
+    }
+    Ok(())
+}
+
+/// Any YAML as JSON; holds how many more values there may be.
+#[derive(Clone, Copy)]
+struct Tree<'a>(&'a Cell<usize>);
+
+impl<'de> DeserializeSeed<'de> for Tree<'_> {
+    type Value = Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
+        let Some(left) = self.0.get().checked_sub(1) else {
+            return Err(de::Error::custom(format!("more than {MAX_VALUES} values")));
+        };
+        self.0.set(left);
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Tree<'_> {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("YAML")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    /// A file of comments alone.
+    fn visit_none<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element_seed(self)? {
+            list.push(item);
+        }
+        Ok(Value::Array(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
+        let mut object = Map::new();
+        while let Some(Key(key)) = entries.next_key()? {
+            let value = entries.next_value_seed(self)?;
+            if let Some(key) = key {
+                object.insert(key, value);
+            }
+        }
+        Ok(Value::Object(object))
+    }
+
+    /// A tag on a value means nothing to Envoy.
+    fn visit_enum<A: EnumAccess<'de>>(self, tagged: A) -> Result<Value, A::Error> {
+        let (_, content) = tagged.variant::<String>()?;
+        content.newtype_variant_seed(self)
+    }
+}
+
+/// The key of an entry; none if the entry is to be dropped.
+struct Key(Option<String>);
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct KeyVisitor;
+
+        impl<'de> Visitor<'de> for KeyVisitor {
+            type Value = Key;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a key")
+            }
+
+            fn visit_str<E>(self, key: &str) -> Result<Key, E> {
+                Ok(Key(Some(key.to_owned())))
+            }
+
+            fn visit_bool<E>(self, key: bool) -> Result<Key, E> {
+                Ok(Key(Some(key.to_string())))
+            }
+
+            fn visit_i64<E>(self, key: i64) -> Result<Key, E> {
+                Ok(Key(Some(key.to_string())))
+            }
+
+            fn visit_u64<E>(self, key: u64) -> Result<Key, E> {
+                Ok(Key(Some(key.to_string())))
+            }
+
+            fn visit_f64<E>(self, key: f64) -> Result<Key, E> {
+                Ok(Key(Some(key.to_string())))
+            }
+
+            fn visit_unit<E>(self) -> Result<Key, E> {
+                Ok(Key(Some("null".to_owned())))
+            }
+
+            fn visit_enum<A: EnumAccess<'de>>(self, tagged: A) -> Result<Key, A::Error> {
+                let (tag, content) = tagged.variant::<String>()?;
+                let Key(key) = content.newtype_variant::<Key>()?;
+                Ok(Key(key.filter(|_| tag.trim_start_matches('!') != "ignore")))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, _: A) -> Result<Key, A::Error> {
+                Err(de::Error::custom("a list cannot be a key"))
+            }
+        }
+
+        deserializer.deserialize_any(KeyVisitor)
+    }
+}
+
+/// camelCase field names as the snake_case ones that everything here looks for.
+fn snake(value: Value) -> Value {
+    snake_below(value, MAX_DEPTH * 2)
+}
+
+fn snake_below(value: Value, depth: usize) -> Value {
+    if depth == 0 {
+        return value;
+    }
+    match value {
+        Value::Array(list) => list.into_iter().map(|item| snake_below(item, depth - 1)).collect(),
+        Value::Object(object) => {
+            // What is free-form holds the user's own names.
+            let free = object
+                .get("@type")
+                .and_then(Value::as_str)
+                .is_some_and(|kind| kind.ends_with("google.protobuf.Struct"));
+            if free {
+                return Value::Object(object);
+            }
+            object.into_iter().map(|(key, value)| (snake_key(key), snake_below(value, depth - 1))).collect()
+        }
+        other => other,
+    }
+}
+
+fn snake_key(key: String) -> String {
+    let camel = key.starts_with(|c: char| c.is_ascii_lowercase())
+        && key.chars().all(|c| c.is_ascii_alphanumeric())
+        && key.chars().any(|c| c.is_ascii_uppercase());
+    if !camel {
+        return key;
+    }
+    let mut snake = String::with_capacity(key.len() + 4);
+    for c in key.chars() {
+        if c.is_ascii_uppercase() {
+            snake.push('_');
+        }
+        snake.push(c.to_ascii_lowercase());
+    }
+    snake
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn yaml_is_read_as_envoy_reads_it() {
+        for (text, expected) in [
+            ("a: &x {b: 1}\nc: *x", json!({"a": {"b": 1}, "c": {"b": 1}})),
+            ("!ignore a: &x {b: 1}\nc: *x", json!({"c": {"b": 1}})),
+            ("a: !ignore 1\nb:", json!({"a": 1, "b": null})),
+            ("<<: {a: 1}\nb: 2", json!({"<<": {"a": 1}, "b": 2})),
+            ("a: 1\na: 2", json!({"a": 2})),
+            ("a: 1\n---\na: 2", json!({"a": 1})),
+            (
+                "connectTimeout: 1\nx.y.HttpOptions: 2\nX: 3",
+                json!({"connect_timeout": 1, "x.y.HttpOptions": 2, "X": 3}),
+            ),
+            ("{\"maxRetries\": 1}", json!({"max_retries": 1})),
+            ("1: a\ntrue: b", json!({"1": "a", "true": "b"})),
+            (
+                "c: {'@type': x/google.protobuf.Struct, value: {aB: 1}}",
+                json!({"c": {"@type": "x/google.protobuf.Struct", "value": {"aB": 1}}}),
+            ),
+        ] {
+            assert_eq!(crate::read::text(text).unwrap(), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_says_why_and_soon() {
+        let bomb = (0..30).fold("a0: &a0 [x, x]\n".to_owned(), |text, i| {
+            format!("{text}a{}: &a{} [*a{i}, *a{i}, *a{i}]\n", i + 1, i + 1)
+        });
+        // Few enough repetitions for the parser, too many values all the same.
+        let wide = format!("a: &a [{}]\nb: [{}]\n", "x, ".repeat(60_000), "*a, ".repeat(90));
+        let deep_blocks: String = (0..300).map(|i| format!("{}a:\n", " ".repeat(i))).collect();
+        for text in [
+            String::new(),
+            "a: [".into(),
+            "a: *nobody".into(),
+            "[a]: b".into(),
+            "\t- x: :".into(),
+            "[".repeat(1 << 20),
+            "{a: ".repeat(1 << 18),
+            "[\n".repeat(1 << 18),
+            "- ".repeat(1 << 18),
+            "? ".repeat(1 << 18),
+            format!("{}1{}", "[".repeat(900), "]".repeat(900)),
+            format!("{}1{}", "[".repeat(1 << 19), "]".repeat(1 << 19)),
+            format!("{}1{}", "{\"a\":".repeat(900), "}".repeat(900)),
+            deep_blocks,
+            bomb,
+            wide,
+        ] {
+            let started = Instant::now();
+            let error = crate::read::text(&text);
+            let head: String = text.chars().take(20).collect();
+            assert!(error.is_err(), "{head:?}: {error:?}");
+            assert!(started.elapsed() < Duration::from_secs(60), "{head:?} took {:?}", started.elapsed());
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! `prequal top`: what Prequal does right now, from the admins of running Envoys.
+
+mod scrape;
+mod screen;
+mod view;
+
+use std::io::{IsTerminal as _, Write as _};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+
+use scrape::{Admin, Scrape};
+use view::View;
+
+/// Show what Prequal does right now, from Envoy's admin
+///
+/// Choices by branch, probes, the pool, replicas that are passed over, and each replica's share, per second over the last
+/// interval. Reads /stats and /clusters of the admin, and changes nothing.
+#[derive(clap::Args)]
+#[command(after_help = "\
+Keys: q quits; up, down, tab choose the cluster; s sorts replicas by address, share, requests in flight, errors.
+
+Examples:
+  prequal top http://127.0.0.1:9901
+  prequal top 10.0.0.1:9901 10.0.0.2:9901
+  prequal top --once --interval 5 127.0.0.1:9901
+
+Exit code of --once: 0 all was shown, 1 an admin could not be read or its Envoy has no filter.")]
+pub(crate) struct Args {
+    /// Admins of Envoys: `http://HOST:PORT` or `HOST:PORT`
+    #[arg(required = true, value_name = "ADMIN_URL")]
+    urls: Vec<String>,
+    /// Print one table as plain text, of one interval, and end
+    #[arg(long)]
+    once: bool,
+    /// Seconds between two readings, 0.1 to 3600
+    #[arg(long, default_value_t = 2.0, value_name = "SECONDS")]
+    interval: f64,
+}
+
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    ensure!(
+        (0.1..=3600.0).contains(&args.interval),
+        "--interval must be 0.1 to 3600 seconds, got {}",
+        args.interval
+    );
+    let interval = Duration::from_secs_f64(args.interval);
+    let admins = args.urls.iter().map(|url| Admin::new(url)).collect::<Result<Vec<_>>>()?;
+    if args.once {
+        return once(&admins, interval);
+    }
+    if !std::io::stdout().is_terminal() {
+        bail!("standard output is no terminal: use --once");
+    }
+    screen::run(admins, interval)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Two readings of every admin and what happened between them.
+fn once(admins: &[Admin], interval: Duration) -> Result<ExitCode> {
+    let first: Vec<Result<Scrape>> = admins.iter().map(Admin::scrape).collect();
+    if first.iter().any(Result::is_ok) {
+        std::thread::sleep(interval);
+    }
+    let mut failed = false;
+    let mut out = std::io::stdout().lock();
+    for (admin, first) in admins.iter().zip(first) {
+        match first.and_then(|first| Ok((first, admin.scrape()?))) {
+            Ok((first, second)) => {
+                for view in View::between(&admin.url, &first, &second) {
+                    writeln!(out, "{}", view.text())?;
+                }
+            }
+            Err(error) => {
+                failed = true;
+                eprintln!("prequal: {error:#}");
+            }
+        }
+    }
+    Ok(ExitCode::from(u8::from(failed)))
+}

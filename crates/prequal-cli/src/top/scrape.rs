@@ -1,0 +1,201 @@
+//! One reading of one admin.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+/// Longest answer that is read, bytes: `/clusters` has about 1.3 KB a host, and two clusters per host.
+const MAX_BODY: u64 = 64 << 20;
+
+/// An admin that does not answer within this time has not answered.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// The filter's statistics, and how often Envoy has started a module anew.
+const STATS: &str = "/stats?filter=prequal_%7Cvm_reload_success";
+
+/// Name, cluster and kind of a statistic of the filter: [`prequal_stats::Sample`].
+pub(super) type Key = (String, String, String);
+
+#[derive(Debug)]
+pub(super) struct Admin {
+    /// As shown: without a trailing slash.
+    pub(super) url: String,
+    agent: ureq::Agent,
+}
+
+/// What an admin said.
+#[derive(Clone, Debug)]
+pub(super) struct Scrape {
+    pub(super) at: Instant,
+    pub(super) samples: BTreeMap<Key, u64>,
+    /// Modules started anew after a crash, all wasm filters of this Envoy together.
+    pub(super) reloads: u64,
+    pub(super) hosts: Vec<Host>,
+}
+
+/// One host of one cluster.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Host {
+    pub(super) cluster: String,
+    pub(super) address: String,
+    pub(super) active: u64,
+    pub(super) success: u64,
+    pub(super) errors: u64,
+    /// What keeps Envoy from using it; empty if nothing does.
+    pub(super) trouble: String,
+}
+
+impl Admin {
+    /// # Errors
+    /// If it cannot be the URL of an admin.
+    pub(super) fn new(url: &str) -> Result<Self> {
+        ensure!(!url.starts_with("https://"), "`{url}`: Envoy's admin speaks plain HTTP");
+        let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
+        let plain =
+            !host.is_empty() && !host.contains(['/', '?', '#', '@']) && !host.contains(char::is_whitespace);
+        ensure!(plain, "`{url}` must be http://HOST:PORT");
+        let agent = ureq::Agent::config_builder()
+            .timeout_global(Some(LIMIT))
+            .http_status_as_error(false)
+            .max_redirects(0)
+            // A proxy of the environment is for the way out, not for a neighbour's admin.
+            .proxy(None)
+            .build()
+            .into();
+        Ok(Self { url: format!("http://{host}"), agent })
+    }
+
+    /// # Errors
+    /// If nobody answers, the answer is not that of an Envoy, or its filter is not loaded.
+    pub(super) fn scrape(&self) -> Result<Scrape> {
+        let stats = self.get(STATS)?;
+        let at = Instant::now();
+        let clusters = self.get("/clusters?format=json")?;
+        let clusters: Value =
+            serde_json::from_str(&clusters).ok().filter(Value::is_object).with_context(|| {
+                format!("{}: this is not Envoy's admin: /clusters is not what Envoy has there", self.url)
+            })?;
+        let samples: BTreeMap<Key, u64> = prequal_stats::samples(&stats)
+            .map(|sample| ((sample.metric.into(), sample.cluster.into(), sample.kind.into()), sample.value))
+            .collect();
+        if samples.is_empty() {
+            bail!(
+                "{}: the filter is not loaded: this Envoy has no `prequal_` statistics. Look at its log, and run \
+                 `prequal check` on its /config_dump",
+                self.url
+            );
+        }
+        let reloads =
+            stats.lines().filter_map(|line| line.split_once(".vm_reload_success: ")?.1.parse::<u64>().ok());
+        Ok(Scrape { at, samples, reloads: reloads.sum(), hosts: hosts(&clusters) })
+    }
+
+    fn get(&self, path: &str) -> Result<String> {
+        let url = &self.url;
+        let mut response = self
+            .agent
+            .get(format!("{url}{path}"))
+            .call()
+            .with_context(|| format!("{url} cannot be reached"))?;
+        let status = response.status();
+        ensure!(
+            status == 200,
+            "{url}: this is not Envoy's admin, or it is closed: {path} is answered with {status}"
+        );
+        let body = response.body_mut().with_config().limit(MAX_BODY).read_to_string();
+        body.with_context(|| format!("{url}: {path} cannot be read"))
+    }
+}
+
+/// The hosts in `/clusters?format=json`. What is absent reads as zero: Envoy leaves zeros out.
+fn hosts(clusters: &Value) -> Vec<Host> {
+    let list = |value: &Value, key: &str| value[key].as_array().cloned().unwrap_or_default();
+    let mut hosts = Vec::new();
+    for cluster in list(clusters, "cluster_statuses") {
+        for host in list(&cluster, "host_statuses") {
+            let stats = list(&host, "stats");
+            let stat = |name: &str| {
+                let stat = stats.iter().find(|stat| stat["name"] == name);
+                let value = stat.map(|stat| &stat["value"]);
+                value.and_then(|value| value.as_u64().or_else(|| value.as_str()?.parse().ok())).unwrap_or(0)
+            };
+            hosts.push(Host {
+                cluster: cluster["name"].as_str().unwrap_or_default().to_owned(),
+                address: address(&host["address"]),
+                active: stat("rq_active"),
+                success: stat("rq_success"),
+                errors: stat("rq_error"),
+                trouble: trouble(&host["health_status"]),
+            });
+        }
+    }
+    hosts
+}
+
+fn address(address: &Value) -> String {
+    let socket = &address["socket_address"];
+    match (socket["address"].as_str(), socket["port_value"].as_u64()) {
+        (Some(ip), Some(port)) if ip.contains(':') => format!("[{ip}]:{port}"),
+        (Some(ip), Some(port)) => format!("{ip}:{port}"),
+        _ => address["pipe"]["path"].as_str().unwrap_or("?").to_owned(),
+    }
+}
+
+/// What a host's health says against it.
+fn trouble(health: &Value) -> String {
+    let flags = health.as_object().into_iter().flatten();
+    let mut words: Vec<String> = flags
+        .filter(|(_, value)| value.as_bool() == Some(true))
+        .map(|(name, _)| name.trim_start_matches("failed_").replace('_', " "))
+        .collect();
+    if let Some(eds) =
+        health["eds_health_status"].as_str().filter(|status| *status != "HEALTHY" && *status != "UNKNOWN")
+    {
+        words.push(format!("eds {}", eds.to_lowercase()));
+    }
+    words.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn hosts_are_read_and_zeros_filled_in() {
+        let clusters = json!({"cluster_statuses": [{"name": "a", "host_statuses": [
+            {"address": {"socket_address": {"address": "::1", "port_value": 80}},
+                "stats": [{"name": "rq_active", "value": "3"}, {"name": "rq_error", "value": 2}],
+                "health_status": {"eds_health_status": "DRAINING", "failed_outlier_check": true}},
+            {"address": {"pipe": {"path": "/x"}}, "stats": 7}]}, {"name": 3}, null]});
+        let host = |address: &str, active, errors, trouble: &str| Host {
+            cluster: "a".into(),
+            address: address.into(),
+            active,
+            errors,
+            trouble: trouble.into(),
+            ..Host::default()
+        };
+        assert_eq!(
+            hosts(&clusters),
+            [host("[::1]:80", 3, 2, "outlier check, eds draining"), host("/x", 0, 0, "")]
+        );
+        for odd in [json!(null), json!({"cluster_statuses": {"a": 1}}), json!([])] {
+            assert_eq!(hosts(&odd), []);
+        }
+    }
+
+    #[test]
+    fn an_admin_is_a_host_and_a_port() {
+        for (text, url) in
+            [("127.0.0.1:9901", "http://127.0.0.1:9901"), ("http://envoy:1/", "http://envoy:1")]
+        {
+            assert_eq!(Admin::new(text).unwrap().url, url);
+        }
+        for text in ["", "http://", "https://a:1", "http://a/b", "a b", "x@y:1"] {
+            assert!(Admin::new(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! The command against a real Envoy: what it renders runs and steers, what it shows is what happens, what it says of
+//! Envoy's reading is so.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use prequal_testbed::{
+    Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, envoy_binary,
+    eventually, ready, wasm_module,
+};
+use serde_json::{Value, json};
+
+type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Runs `prequal`.
+fn prequal(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_prequal")).args(args).output().expect("the built command")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// What it printed; fails unless it ended well.
+#[track_caller]
+fn printed(args: &[&str]) -> String {
+    let output = prequal(args);
+    assert!(output.status.success(), "{args:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// A rendered configuration with ports chosen by the system.
+fn rendered(args: &[&str]) -> String {
+    let module = wasm_module();
+    let module = module.to_str().expect("a plain path");
+    printed(
+        &[&["config", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--wasm", module], args].concat(),
+    )
+}
+
+/// Sends requests until Envoy's filter knows `members` replicas of `cluster` and steers.
+#[track_caller]
+fn warm(envoy: &Envoy, cluster: &str, path: &'static str, members: u64) {
+    let client = envoy.client();
+    eventually(&format!("{members} members of {cluster} are learned"), Duration::from_secs(20), || {
+        client.burst(10, 2, move |_| Request::get(path));
+        let now = envoy.prequal(cluster).ok()?;
+        (now.other("prequal_members") >= members && now.steered() > 0).then_some(())
+    });
+}
+
+fn in_scratch(dir: &Path, name: &str, text: &str) -> String {
+    let path = dir.join(name);
+    fs::write(&path, text).expect("a scratch file");
+    path.to_str().expect("a plain path").to_owned()
+}
+
+fn envoy_accepts(path: &str) -> (bool, String) {
+    let output = Command::new(envoy_binary())
+        .args(["--mode", "validate", "--disable-hot-restart", "--log-level", "error", "-c", path])
+        .output()
+        .expect("Envoy starts");
+    (output.status.success(), text(&output.stderr) + &text(&output.stdout))
+}
+
+#[test]
+fn what_is_rendered_runs_steers_and_is_clean_as_a_dump() -> Result {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let fleet = Fleet::start([5, 5, 5, 150].map(|ms| Reply::ok().delay(Duration::from_millis(ms))))?;
+    let hosts: Vec<String> = fleet.addrs().iter().map(ToString::to_string).collect();
+    for shim in ["stateful_session", "override_host"] {
+        let config = rendered(&["--cluster", &format!("svc={}", hosts.join(",")), "--shim", shim]);
+        let envoy = Envoy::start(EnvoyConfig::read(&config)?)?;
+        warm(&envoy, "svc", "/", 4);
+        fleet.clear();
+        for answer in envoy.client().burst(400, 6, |_| Request::get("/")) {
+            assert_eq!(answer?.status, 200);
+        }
+        // A fair share would be 100.
+        let served = fleet.served();
+        assert!(served.iter().sum::<u64>() == 400 && served[3] <= 12, "{shim}: {served:?}");
+        assert_eq!(envoy.client().get("/prequal/probe")?.status, 404);
+
+        let dir = tempfile::tempdir()?;
+        let dump = in_scratch(dir.path(), "dump.json", &envoy.admin_get("/config_dump?include_eds")?);
+        let found: Value = serde_json::from_str(&printed(&["check", "--dump", "--json", &dump]))?;
+        assert_eq!(found, json!({"errors": 0, "findings": []}), "{shim}");
+    }
+    Ok(())
+}
+
+#[test]
+fn probes_on_a_port_of_their_own_work_as_rendered() -> Result {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let backend = Backend::start(Reply::ok())?;
+    let start = |ip: &str, probe_port: u16| {
+        let options = AgentOptions {
+            listen: format!("{ip}:0"),
+            probe_listen: Some(format!("{ip}:{probe_port}")),
+            ..AgentOptions::default()
+        };
+        Agent::start_with(backend.addr(), &options)
+    };
+    // The port that the system gave on one address need not be free on the other.
+    let (first, second) = eventually("the same port on two addresses", Duration::from_secs(20), || {
+        let first = start("127.0.0.2", 0).ok()?;
+        let second = start("127.0.0.3", first.probe_addr().port()).ok()?;
+        Some((first, second))
+    });
+    let port = first.probe_addr().port().to_string();
+    let hosts = format!("svc={},{}", first.addr(), second.addr());
+    let envoy = Envoy::start(EnvoyConfig::read(&rendered(&["--cluster", &hosts, "--probe-port", &port]))?)?;
+    warm(&envoy, "svc", "/", 2);
+    let now = envoy.prequal("svc")?;
+    assert!(now.probes("used") > 0 && now.probes_rejected() == 0, "{now:#?}");
+    Ok(())
+}
+
+#[test]
+fn envoy_accepts_every_variant() -> Result {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let pair = rcgen::generate_simple_self_signed(vec!["localhost".into()])?;
+    let cert = in_scratch(dir.path(), "cert.pem", &pair.cert.pem());
+    let key = in_scratch(dir.path(), "key.pem", &pair.signing_key.serialize_pem());
+    let spec = in_scratch(
+        dir.path(),
+        "spec.yaml",
+        "settings: {profile: small}\n\
+         clusters:\n\
+         - {name: web, hosts: ['10.0.0.1:80', '[fd00::1]:80']}\n\
+         - {name: api, hosts: ['localhost:80'], prefix: /api, probe_port: 90, settings: {rule: c3}}\n\
+         - {name: old, hosts: ['10.0.0.9:80'], prefix: /old, settings: {rule: peak_ewma}}\n",
+    );
+    let hosts = "a=10.0.0.1:80,10.0.0.2:80";
+    let variants: [&[&str]; 6] = [
+        &["--cluster", hosts],
+        &["--cluster", hosts, "--shim", "override_host"],
+        &["--cluster", hosts, "--profile", "inference", "--hint", "header:x-chat"],
+        &["--cluster", "a=localhost:80", "--probe-port", "90"],
+        &["--cluster", hosts, "--tls-cert", &cert, "--tls-key", &key],
+        &[&spec],
+    ];
+    for args in variants {
+        let path = in_scratch(dir.path(), "envoy.yaml", &rendered(args));
+        let (accepted, why) = envoy_accepts(&path);
+        assert!(accepted, "{args:?}: {why}");
+        printed(&["check", &path]);
+    }
+    Ok(())
+}
+
+#[test]
+fn envoy_reads_yaml_as_the_check_does() -> Result {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    for (yaml, accepted) in [
+        ("!ignore x: &a {connect_timeout: 1s}\nstatic_resources: {clusters: [{name: a}]}", true),
+        ("static_resources: {clusters: [{<<: {connect_timeout: 1s}, name: a}]}", false),
+        ("node: {nonsense: 1}\nnode: {id: a}", true),
+        ("node: {id: a}\nnode: {nonsense: 1}", false),
+        ("node: {id: a}\n---\nnode: {nonsense: 1}", true),
+        ("staticResources: {clusters: [{name: a, connectTimeout: 1s}]}", true),
+    ] {
+        let (is, why) = envoy_accepts(&in_scratch(dir.path(), "envoy.yaml", yaml));
+        assert_eq!(is, accepted, "{yaml}: {why}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_route_that_removes_the_report_loses_it() -> Result {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
+    let used = |config: EnvoyConfig| -> Result<u64> {
+        let envoy = Envoy::start(config)?;
+        warm(&envoy, "replicas", "/", 2);
+        envoy.client().burst(100, 2, |_| Request::get("/"));
+        Ok(envoy.prequal("replicas")?.reports("used"))
+    };
+    assert!(used(config.clone())? > 50);
+    let removing = config.edit(|config| {
+        config.http_mut()["route_config"]["response_headers_to_remove"] = json!(["x-prequal-load"]);
+    });
+    assert_eq!(used(removing)?, 0);
+    Ok(())
+}
+
+/// Keeps `path` of an Envoy busy until dropped.
+struct Traffic(Arc<AtomicBool>, Option<std::thread::JoinHandle<()>>);
+
+impl Traffic {
+    fn start(client: Client, path: &'static str) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                client.burst(20, 2, move |_| Request::get(path));
+            }
+        });
+        Self(stop, Some(thread))
+    }
+}
+
+impl Drop for Traffic {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.1.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[test]
+fn top_shows_what_happens() -> Result {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let (first, second) = (Fleet::uniform(3, &Reply::ok())?, Fleet::uniform(2, &Reply::ok())?);
+    // Dots in the name of a cluster become underscores in the filter's statistics, and stay in /clusters.
+    let config = EnvoyConfig::for_replicas(&first.addrs())?
+        .add_cluster("my.other", "/other", &second.addrs())
+        .filter_settings(|settings| {
+            let clusters = settings["clusters"].as_array_mut().expect("a list");
+            clusters.push(
+                json!({"cluster": "my.other", "probe_cluster": "my.other-agent", "verified_probes": true}),
+            );
+        });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, "replicas", "/", 3);
+    warm(&envoy, "my_other", "/other", 2);
+    let traffic = Traffic::start(envoy.client(), "/");
+    let admin = envoy.admin().to_string();
+    let shown = printed(&["top", "--once", "--interval", "1", &admin]);
+    drop(traffic);
+
+    let blocks: Vec<&str> = shown.split("\n\n").filter(|block| !block.trim().is_empty()).collect();
+    let [other, busy] = blocks[..] else { panic!("{shown}") };
+    assert!(busy.starts_with(&format!("http://{admin} replicas\n")), "{shown}");
+    assert!(other.starts_with(&format!("http://{admin} my_other\n")), "{shown}");
+    let number = |block: &str, line: &str, after: &str| -> f64 {
+        let line = block.lines().find(|found| found.trim_start().starts_with(line)).expect(line);
+        let rest = &line[line.find(after).expect(after) + after.len()..];
+        let digits: String =
+            rest.trim_start().chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
+        digits.trim_end_matches('.').parse().unwrap_or_else(|_| panic!("{after} in {line}"))
+    };
+    let picks = number(busy, "picks/s", "picks/s");
+    assert!(picks > 20.0, "{shown}");
+    assert_eq!(number(other, "picks/s", "picks/s"), 0.0, "{shown}");
+    let branches: f64 = ["cold", "hot", "sync", "scored", "fallback"]
+        .map(|branch| number(busy, "picks/s", branch))
+        .iter()
+        .sum();
+    assert!((branches - picks).abs() < 0.5, "{shown}");
+    assert!(number(busy, "probes/s", "used") > 0.0, "{shown}");
+    assert_eq!((number(busy, "now", "members"), number(other, "now", "members")), (3.0, 2.0), "{shown}");
+    // Each replica with its share; what the replicas served is what the filter placed.
+    for (block, fleet) in [(busy, &first), (other, &second)] {
+        for addr in fleet.addrs() {
+            assert!(block.contains(&format!("  {addr} ")), "{addr} is not in {shown}");
+        }
+    }
+    let rows: Vec<Vec<&str>> = busy
+        .lines()
+        .filter(|line| line.contains('%'))
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    let sum = |column: usize| -> f64 {
+        rows.iter().map(|row| row[column].trim_end_matches('%').parse::<f64>().expect("a number")).sum()
+    };
+    assert!((sum(4) - 100.0).abs() < 1.0, "{shown}");
+    assert!((sum(2) - picks).abs() < 0.3 * picks, "{shown}");
+    Ok(())
+}
+
+#[test]
+fn top_says_what_it_cannot_see() -> Result {
+    let closed = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+    let output = prequal(&["top", "--once", "--interval", "0.1", &closed]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains(&format!("http://{closed} cannot be reached")), "{output:?}");
+
+    for bad in
+        [&["top", "--once", "https://x:1"][..], &["top", "--once", "--interval", "0", "x:1"], &["top", "x:1"]]
+    {
+        assert_eq!(prequal(bad).status.code(), Some(2), "{bad:?}");
+    }
+    if !ready(&[]) {
+        return Ok(());
+    }
+    for reply in [Reply::ok(), Reply::status(404)] {
+        let other = Backend::start(reply)?;
+        let output = prequal(&["top", "--once", "--interval", "0.1", &other.addr().to_string()]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains("this is not Envoy's admin"), "{output:?}");
+    }
+    let plain = Envoy::start(EnvoyConfig::shipped()?.without_prequal())?;
+    let output = prequal(&["top", "--once", "--interval", "0.1", &plain.admin().to_string()]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("the filter is not loaded"), "{output:?}");
+    Ok(())
+}
+
+#[test]
+fn exit_codes_of_the_check() -> Result {
+    let dir = tempfile::tempdir()?;
+    let large = in_scratch(dir.path(), "large.yaml", &"a: 1\n".repeat(13 << 20));
+    for (path, code, part) in [
+        (in_scratch(dir.path(), "empty.yaml", ""), 2, "it is empty"),
+        (in_scratch(dir.path(), "other.yaml", "a: b"), 2, "neither a bootstrap"),
+        (in_scratch(dir.path(), "broken.yaml", "a: ["), 2, "at line 2 column 1"),
+        (dir.path().join("absent").to_str().ok_or("plain")?.to_owned(), 2, "No such file"),
+        (large, 2, "more than 32 MiB"),
+        (in_scratch(dir.path(), "none.yaml", "admin: {}"), 1, "filter-missing"),
+    ] {
+        let output = prequal(&["check", &path]);
+        assert_eq!(output.status.code(), Some(code), "{output:?}");
+        assert!((text(&output.stdout) + &text(&output.stderr)).contains(part), "{output:?}");
+    }
+    fs::write(dir.path().join("bytes"), [0xff, 0xfe, 0])?;
+    assert_eq!(prequal(&["check", dir.path().join("bytes").to_str().ok_or("plain")?]).status.code(), Some(2));
+    Ok(())
+}

@@ -1,0 +1,73 @@
+//! The filter's statistics, read back from the text of Envoy's `/stats`.
+//!
+//! The filter (`crates/prequal-filter/src/metrics.rs`) puts labels into names, because that is all a wasm module can do:
+//! `wasmcustom.prequal_picks_total.cluster=replicas.branch=cold: 3`. The demo's page, `prequal top` and the tests read
+//! them here. Pure text: who fetches it, and how often, is theirs.
+
+/// What to ask the admin for: counters and gauges of the filter, nothing else.
+pub const PATH: &str = "/stats?filter=prequal_";
+
+/// One counter or gauge of the filter.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Sample<'a> {
+    /// Name without the prefix `prequal_`, such as `picks_total`.
+    pub metric: &'a str,
+    /// The serving cluster as the filter writes it: see [`label`].
+    pub cluster: &'a str,
+    /// The value of the second label (branch, result, class, end or reason); empty if there is none.
+    pub kind: &'a str,
+    /// The value.
+    pub value: u64,
+}
+
+/// The samples of a text as `/stats` has it. Lines that are not the filter's, histograms among them, are left out.
+pub fn samples(text: &str) -> impl Iterator<Item = Sample<'_>> {
+    text.lines().filter_map(sample)
+}
+
+fn sample(line: &str) -> Option<Sample<'_>> {
+    let (name, value) = line.rsplit_once(": ")?;
+    let name = name.strip_prefix("wasmcustom.").unwrap_or(name);
+    let (metric, labels) = name.strip_prefix("prequal_")?.split_once(".cluster=")?;
+    let (cluster, kind) = match labels.split_once('.') {
+        Some((cluster, second)) => (cluster, second.split_once('=')?.1),
+        None => (labels, ""),
+    };
+    Some(Sample { metric, cluster, kind, value: value.trim().parse().ok()? })
+}
+
+/// How the filter writes the name of a cluster into a label: a dot would end the label's value.
+pub fn label(cluster: &str) -> String {
+    cluster.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_filters_statistics_are_read_and_nothing_else() {
+        let text = "\
+            cluster.replicas.upstream_rq_total: 7\n\
+            wasmcustom.prequal_picks_total.cluster=replicas.branch=cold: 3\n\
+            wasmcustom.prequal_theta_rif.cluster=a_b: 18446744073709551615\n\
+            prequal_probes_total.cluster=x.result=used: 1\n\
+            wasmcustom.prequal_sync_wait_us.cluster=replicas: P0(nan,0) P25(nan,0)\n\
+            wasmcustom.prequal_picks_total.cluster=x.broken: 1\n\
+            prequal_members.cluster=x: -1\nprequal_: \n: \n";
+        let sample = |metric, cluster, kind, value| Sample { metric, cluster, kind, value };
+        assert_eq!(
+            samples(text).collect::<Vec<_>>(),
+            [
+                sample("picks_total", "replicas", "cold", 3),
+                sample("theta_rif", "a_b", "", u64::MAX),
+                sample("probes_total", "x", "used", 1),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_label_has_no_dots() {
+        assert_eq!(label("outbound|80||my-app.svc"), "outbound_80__my-app_svc");
+    }
+}
