@@ -71,21 +71,21 @@ pub struct EnvoyConfig {
 impl EnvoyConfig {
     /// The shipped configuration with ports chosen by the system, the built module, and one worker.
     pub fn shipped() -> Result<Self> {
-        Self::read("envoy.yaml")
+        Self::of_file("envoy.yaml")
     }
 
     /// The shipped configuration of an Envoy beside one replica (`envoy-configs/static/envoy-inbound.yaml`), likewise, before
     /// `replica`.
     pub fn inbound(replica: SocketAddr) -> Result<Self> {
-        Ok(Self::read("envoy-inbound.yaml")?.endpoints(REPLICA, &[replica]))
+        Ok(Self::of_file("envoy-inbound.yaml")?.endpoints(REPLICA, &[replica]))
     }
 
-    fn read(name: &str) -> Result<Self> {
+    fn of_file(name: &str) -> Result<Self> {
         let path = workspace_root().join("envoy-configs/static").join(name);
         let text =
             std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let config = Self::read(&text).context("the shipped configuration is not YAML")?;
-        Ok(config
+        Ok(Self::read(&text)
+            .with_context(|| format!("{} is not YAML", path.display()))?
             .edit(|config| {
                 config.root["admin"]["address"]["socket_address"]["port_value"] = json!(0);
                 config.listener_mut()["address"]["socket_address"]["port_value"] = json!(0);

@@ -122,7 +122,6 @@ pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
     if findings.0.is_empty() {
         let source = Source::of(root, must_be_dump)?;
         filters::check(&source, &mut findings);
-        source.check_stats_tags(&mut findings);
     }
     findings.0.sort_by_key(|finding| finding.level);
     Ok(findings.0)

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use prequal_core::config::{FilterConfig, Shim};
+use prequal_core::config::{Config, FilterConfig, Shim};
 use serde_json::Value;
 
 use super::codes::*;
@@ -74,8 +74,10 @@ fn check_manager(
 ) {
     check_module(source, wasm, findings);
     let settings = match settings_text(wasm) {
-        Some((path, text)) => match FilterConfig::parse(&text) {
-            Ok(settings) => Some(settings),
+        Some((path, text)) => match Config::parse(&text) {
+            Ok(Config::Outbound(settings)) => Some(settings),
+            // It chooses nothing and asks nobody: nothing of what follows is about it.
+            Ok(Config::Inbound(_)) => return,
             Err(errors) => {
                 errors.0.iter().for_each(|error| findings.push(SETTINGS, &path, error.to_string()));
                 None
@@ -90,6 +92,7 @@ fn check_manager(
             None
         }
     };
+    source.check_stats_tags(findings);
     let shim = settings.as_ref().map_or(Shim::StatefulSession, |settings| settings.shim);
     let list = format!("{}.http_filters", manager.path);
     check_order(filters, &list, wasm_index, shim, findings);

@@ -7,6 +7,7 @@ use super::{Finding, check};
 use crate::read;
 
 const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
+const INBOUND: &str = include_str!("../../../../envoy-configs/static/envoy-inbound.yaml");
 const COMPOSE: &str = include_str!("../../../../envoy-configs/compose/envoy-prequal.yaml");
 const DOCS: &str = include_str!("../../../../docs/prequal.md");
 
@@ -308,7 +309,7 @@ fn every_code_has_a_test_and_a_line_in_the_docs() {
 
 #[test]
 fn shipped_configurations_are_clean() {
-    for text in [SHIPPED, COMPOSE] {
+    for text in [SHIPPED, INBOUND, COMPOSE] {
         let mut findings = check(&read::text(text).unwrap(), false).unwrap();
         // Where the module is depends on the machine.
         findings.retain(|finding| finding.code != "module-missing");

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Result;
-use prequal_core::config::{FilterConfig, Shim};
+use prequal_core::config::{Config, Shim};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -226,8 +226,14 @@ fn accept(
     clusters: &mut [PlannedCluster],
     mistakes: &mut Vec<String>,
 ) -> Option<Shim> {
-    let parsed = match FilterConfig::parse(&Value::Object(settings.clone()).to_string()) {
-        Ok(parsed) => parsed,
+    let parsed = match Config::parse(&Value::Object(settings.clone()).to_string()) {
+        Ok(Config::Outbound(parsed)) => parsed,
+        Ok(Config::Inbound(_)) => {
+            mistakes.push(
+                "settings: `role`: for the inbound role copy envoy-configs/static/envoy-inbound.yaml".into(),
+            );
+            return None;
+        }
         Err(errors) => {
             mistakes.extend(errors.0.iter().map(|error| format!("settings: {error}")));
             return None;
