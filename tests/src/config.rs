@@ -74,16 +74,14 @@ impl EnvoyConfig {
             std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let mut root: Value = yaml_serde::from_str(&text).context("the shipped configuration is not YAML")?;
         root["admin"]["address"]["socket_address"]["port_value"] = json!(0);
-        let config = Self {
-            root,
-            concurrency: 1,
-            dynamic_listener: false,
-            eds: Vec::new(),
-            log_level: "warning".into(),
-        };
-        Ok(config
+        Ok(Self::from_root(root)
             .edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(0))
             .module(&wasm_module()))
+    }
+
+    /// Any configuration, with one worker. Clients talk to its first listener.
+    pub fn from_root(root: Value) -> Self {
+        Self { root, concurrency: 1, dynamic_listener: false, eds: Vec::new(), log_level: "warning".into() }
     }
 
     /// `shipped` with the given replicas, which are both served and probed.

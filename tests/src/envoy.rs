@@ -145,7 +145,7 @@ impl Envoy {
         poll("get ready", &mut || admin_client.get("/ready").is_ok_and(|reply| reply.text() == "LIVE\n"))?;
         let mut addr = None;
         poll("open its listener", &mut || {
-            addr = listener_addr(&admin_client);
+            addr = listener_addr(&admin_client, &listener);
             addr.is_some()
         })?;
         let addr = addr.context("no listener")?;
@@ -194,6 +194,9 @@ impl Envoy {
 
     /// The filter's metrics of `cluster`.
     pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
+        // As the filter writes it: a dot would end the label.
+        let cluster: String =
+            cluster.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
         let mut found = Prequal::default();
         for (name, value) in self.stats_matching("prequal_")? {
             let name = name.strip_prefix("wasmcustom.").unwrap_or(&name);
@@ -201,7 +204,7 @@ impl Envoy {
             if rest == cluster {
                 found.other.insert(metric.to_owned(), value);
             } else if let Some((_, label)) =
-                rest.strip_prefix(cluster).and_then(|rest| rest.strip_prefix('.')?.split_once('='))
+                rest.strip_prefix(&cluster).and_then(|rest| rest.strip_prefix('.')?.split_once('='))
             {
                 let into = match metric {
                     "prequal_picks_total" => &mut found.picks,
@@ -258,7 +261,7 @@ impl Envoy {
             eventually("the new listener is active", Duration::from_secs(10), || {
                 (self.stat("listener_manager.total_listeners_warming").ok()? == 0).then_some(())
             });
-            self.addr = listener_addr(&self.admin_client).unwrap_or(self.addr);
+            self.addr = listener_addr(&self.admin_client, &self.listener).unwrap_or(self.addr);
         }
         Ok(taken)
     }
@@ -282,10 +285,13 @@ impl Envoy {
     }
 }
 
-fn listener_addr(admin: &Client) -> Option<SocketAddr> {
+/// Where `listener` listens.
+fn listener_addr(admin: &Client, listener: &Value) -> Option<SocketAddr> {
     let text = admin.get("/listeners?format=json").ok()?.text();
     let found: Value = serde_json::from_str(&text).ok()?;
-    let address = &found["listener_statuses"].as_array()?.last()?["local_address"]["socket_address"];
+    let statuses = found["listener_statuses"].as_array()?;
+    let status = statuses.iter().rfind(|status| status["name"] == listener["name"])?;
+    let address = &status["local_address"]["socket_address"];
     let ip = address["address"].as_str()?.parse().ok()?;
     let port = u16::try_from(address["port_value"].as_u64()?).ok()?;
     (port != 0).then(|| SocketAddr::new(ip, port))
