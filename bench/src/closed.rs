@@ -29,17 +29,18 @@ pub(crate) struct Round {
     pub(crate) median_us: f64,
 }
 
-/// Runs one round against `target`; `cpu` reads the CPU time to be divided by the requests.
+/// Runs one round of GETs of `path` against `target`; `cpu` reads the CPU time to be divided by the requests.
 ///
 /// # Errors
 /// If any answer is not a 200 with a length: a number that rests on errors is worth nothing.
 pub(crate) async fn round(
     target: SocketAddr,
+    path: &'static str,
     connections: usize,
     length: Duration,
     cpu: impl Fn() -> Result<Duration>,
 ) -> Result<Round> {
-    let shared = Arc::new(Shared::new());
+    let shared = Arc::new(Shared { path, ..Shared::new() });
     let mut tasks = JoinSet::new();
     for _ in 0..connections {
         tasks.spawn(one_connection(target, shared.clone()));
@@ -102,6 +103,7 @@ pub(crate) async fn send(target: SocketAddr, connections: usize, requests: u64) 
 }
 
 struct Shared {
+    path: &'static str,
     origin: Instant,
     count: AtomicU64,
     record: AtomicBool,
@@ -112,6 +114,7 @@ struct Shared {
 impl Shared {
     fn new() -> Self {
         Self {
+            path: "/",
             origin: Instant::now(),
             count: AtomicU64::new(0),
             record: AtomicBool::new(false),
@@ -130,7 +133,7 @@ impl Shared {
 async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<(Duration, Duration)>> {
     let mut stream = TcpStream::connect(target).await?;
     stream.set_nodelay(true)?;
-    let request = format!("GET / HTTP/1.1\r\nhost: {target}\r\n\r\n").into_bytes();
+    let request = format!("GET {} HTTP/1.1\r\nhost: {target}\r\n\r\n", shared.path).into_bytes();
     let mut buffer = Vec::with_capacity(4096);
     let mut latencies = Vec::new();
     while shared.go_on() {

@@ -1,4 +1,4 @@
-//! `cost`: CPU time per request, of the filter step by step and of the agent against other proxies.
+//! `cost`: CPU time per request, of the filter step by step in both roles, and of the agent against other proxies.
 //!
 //! Everything measured has one worker, bound to the first core; the generator and the replicas have the
 //! other cores. Replicas answer at once, so that nothing hides the cost, and tell their own load, so that
@@ -23,6 +23,8 @@ use crate::deployment::{CLUSTER, start_agents, start_envoys};
 use crate::process::{pin, resident_kib};
 use crate::stats::median;
 use crate::table::{self, one, range, two};
+
+mod inbound;
 
 const CONNECTIONS: usize = 16;
 /// Filter without probes against no filter: one cluster configured, and several.
@@ -52,6 +54,8 @@ pub(crate) struct Cost {
 enum Part {
     /// The filter's steps
     Filter,
+    /// The inbound role
+    Inbound,
     /// Agent, Envoy and nginx as reverse proxies
     Proxies,
     /// The agent's memory
@@ -66,6 +70,9 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     let mut reached = true;
     if wanted(Part::Filter) {
         reached &= filter(cost).await?;
+    }
+    if wanted(Part::Inbound) {
+        inbound::run(cost).await?;
     }
     if wanted(Part::Proxies) {
         reached &= proxies(cost).await?;
@@ -108,6 +115,7 @@ fn judge(reached: bool, line: &str) -> bool {
 struct Variant {
     name: &'static str,
     target: SocketAddr,
+    path: &'static str,
     pids: Vec<u32>,
     saturated: Vec<Round>,
     /// One connection: nothing queues.
@@ -116,12 +124,17 @@ struct Variant {
 
 impl Variant {
     fn new(name: &'static str, target: SocketAddr, pids: Vec<u32>) -> Self {
-        Self { name, target, pids, saturated: Vec::new(), serial: Vec::new() }
+        Self { name, target, path: "/", pids, saturated: Vec::new(), serial: Vec::new() }
+    }
+
+    fn path(mut self, path: &'static str) -> Self {
+        self.path = path;
+        self
     }
 
     async fn round(&self, connections: usize, length: Duration) -> Result<Round> {
         let cpu = || self.pids.iter().map(|pid| cpu_time(*pid)).sum();
-        closed::round(self.target, connections, length, cpu).await.context(self.name)
+        closed::round(self.target, self.path, connections, length, cpu).await.context(self.name)
     }
 
     fn cpu(&self) -> f64 {
@@ -189,8 +202,27 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
     ])
 }
 
-async fn filter(cost: &Cost) -> Result<bool> {
+/// Not counted: caches, connections and pools fill.
+async fn warm_up(cost: &Cost, variants: &[Variant]) -> Result<()> {
+    for variant in variants {
+        variant.round(CONNECTIONS, Duration::from_millis(cost.round_ms.min(300))).await?;
+    }
+    Ok(())
+}
+
+async fn saturate(cost: &Cost, variants: &mut [Variant]) -> Result<()> {
     let begin = Instant::now();
+    for number in 1..=cost.rounds {
+        for variant in &mut *variants {
+            let round = variant.round(CONNECTIONS, Duration::from_millis(cost.round_ms)).await?;
+            variant.saturated.push(round);
+        }
+        println!("  round {number} of {}, {:.0} s", cost.rounds, begin.elapsed().as_secs_f64());
+    }
+    Ok(())
+}
+
+async fn filter(cost: &Cost) -> Result<bool> {
     println!("Envoy CPU per request: 10 replicas that answer at once, {CONNECTIONS} connections, one worker");
     let backends = Backends::start(&trivial(10))?;
     let (names, configs): (Vec<_>, Vec<_>) = steps(&backends.addresses)?.into_iter().unzip();
@@ -202,19 +234,9 @@ async fn filter(cost: &Cost) -> Result<bool> {
         .zip(&envoys)
         .map(|(name, envoy)| Variant::new(name, envoy.addr(), vec![envoy.pid()]))
         .collect();
-    let length = Duration::from_millis(cost.round_ms);
-    // Not counted: caches, connections and pools fill.
-    for variant in &variants {
-        variant.round(CONNECTIONS, length.min(Duration::from_millis(300))).await?;
-    }
+    warm_up(cost, &variants).await?;
     let before = counters(&envoys)?;
-    for number in 1..=cost.rounds {
-        for variant in &mut variants {
-            let round = variant.round(CONNECTIONS, length).await?;
-            variant.saturated.push(round);
-        }
-        println!("  round {number} of {}, {:.0} s", cost.rounds, begin.elapsed().as_secs_f64());
-    }
+    saturate(cost, &mut variants).await?;
     let after = counters(&envoys)?;
 
     let none = variants[0].cpu();

@@ -14,6 +14,8 @@ pub const SHIM_NAME: &str = "prequal-shim";
 
 /// Name of the serving cluster in the shipped configuration.
 const SERVING: &str = "replicas";
+/// Name of the only cluster in the shipped configuration of the inbound role.
+const REPLICA: &str = "replica";
 /// Name of the probe cluster in the shipped configuration.
 const PROBING: &str = "replicas-agent";
 /// Name of the front filter that removes our headers.
@@ -69,7 +71,17 @@ pub struct EnvoyConfig {
 impl EnvoyConfig {
     /// The shipped configuration with ports chosen by the system, the built module, and one worker.
     pub fn shipped() -> Result<Self> {
-        let path = workspace_root().join("envoy-configs/static/envoy.yaml");
+        Self::read("envoy.yaml")
+    }
+
+    /// The shipped configuration of an Envoy beside one replica (`envoy-configs/static/envoy-inbound.yaml`), likewise, before
+    /// `replica`.
+    pub fn inbound(replica: SocketAddr) -> Result<Self> {
+        Ok(Self::read("envoy-inbound.yaml")?.endpoints(REPLICA, &[replica]))
+    }
+
+    fn read(name: &str) -> Result<Self> {
+        let path = workspace_root().join("envoy-configs/static").join(name);
         let text =
             std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let mut root: Value = yaml_serde::from_str(&text).context("the shipped configuration is not YAML")?;
@@ -182,6 +194,17 @@ impl EnvoyConfig {
     #[must_use]
     pub fn filter_text(self, text: &str) -> Self {
         self.edit(|config| *config.filter_text_mut() = json!(text))
+    }
+
+    /// Adds a listener `name` that is otherwise like the first one as it is now.
+    #[must_use]
+    pub fn add_listener(self, name: &str) -> Self {
+        self.edit(|config| {
+            let mut copy = config.listener_mut().clone();
+            copy["name"] = json!(name);
+            copy["address"]["socket_address"]["port_value"] = json!(0);
+            config.root["static_resources"]["listeners"].as_array_mut().expect("listeners").push(copy);
+        })
     }
 
     /// Lets Envoy read its listener from a file, for [`crate::Envoy::update_listener`].

@@ -145,7 +145,7 @@ impl Envoy {
         poll("get ready", &mut || admin_client.get("/ready").is_ok_and(|reply| reply.text() == "LIVE\n"))?;
         let mut addr = None;
         poll("open its listener", &mut || {
-            addr = listener_addr(&admin_client, &listener);
+            addr = listener_addr(&admin_client, &listener["name"]);
             addr.is_some()
         })?;
         let addr = addr.context("no listener")?;
@@ -155,6 +155,11 @@ impl Envoy {
     /// Where clients connect.
     pub fn addr(&self) -> SocketAddr {
         self.addr
+    }
+
+    /// Where clients connect to the listener `name`; see [`EnvoyConfig::add_listener`].
+    pub fn listener(&self, name: &str) -> Option<SocketAddr> {
+        listener_addr(&self.admin_client, &json!(name))
     }
 
     /// The admin.
@@ -223,6 +228,23 @@ impl Envoy {
         Ok(found)
     }
 
+    /// What the inbound role counts for the replica at `endpoint`: `in_flight.<slot>`, `requests.<result>`, `probes`.
+    pub fn inbound(&self, endpoint: SocketAddr) -> Result<BTreeMap<String, u64>> {
+        let label = endpoint.to_string().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
+        let mut found = BTreeMap::new();
+        for (name, value) in self.stats_matching("prequal_inbound_")? {
+            let name = name.strip_prefix("wasmcustom.prequal_inbound_").unwrap_or(&name);
+            let Some((metric, rest)) = name.split_once(".endpoint=") else { continue };
+            let mut labels = rest.split('.');
+            if labels.next() == Some(&label) {
+                let value_of = |label: &str| Some(format!(".{}", label.split_once('=')?.1));
+                let label = labels.next().and_then(value_of).unwrap_or_default();
+                found.insert(format!("{}{label}", metric.trim_end_matches("_total")), value);
+            }
+        }
+        Ok(found)
+    }
+
     /// Writes new endpoints of an EDS cluster (see [`EnvoyConfig::eds`]) and waits until Envoy has them.
     pub fn set_endpoints(&mut self, cluster: &str, addrs: &[SocketAddr]) -> Result<()> {
         let endpoints = addrs.iter().map(endpoint).collect::<Vec<_>>();
@@ -261,7 +283,7 @@ impl Envoy {
             eventually("the new listener is active", Duration::from_secs(10), || {
                 (self.stat("listener_manager.total_listeners_warming").ok()? == 0).then_some(())
             });
-            self.addr = listener_addr(&self.admin_client, &self.listener).unwrap_or(self.addr);
+            self.addr = listener_addr(&self.admin_client, &self.listener["name"]).unwrap_or(self.addr);
         }
         Ok(taken)
     }
@@ -285,13 +307,11 @@ impl Envoy {
     }
 }
 
-/// Where `listener` listens.
-fn listener_addr(admin: &Client, listener: &Value) -> Option<SocketAddr> {
+fn listener_addr(admin: &Client, name: &Value) -> Option<SocketAddr> {
     let text = admin.get("/listeners?format=json").ok()?.text();
     let found: Value = serde_json::from_str(&text).ok()?;
-    let statuses = found["listener_statuses"].as_array()?;
-    let status = statuses.iter().rfind(|status| status["name"] == listener["name"])?;
-    let address = &status["local_address"]["socket_address"];
+    let mut named = found["listener_statuses"].as_array()?.iter().filter(|status| status["name"] == *name);
+    let address = &named.next_back()?["local_address"]["socket_address"];
     let ip = address["address"].as_str()?.parse().ok()?;
     let port = u16::try_from(address["port_value"].as_u64()?).ok()?;
     (port != 0).then(|| SocketAddr::new(ip, port))

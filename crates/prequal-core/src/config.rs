@@ -1,6 +1,7 @@
 //! Settings of the filter: JSON text in, values that cannot be invalid out, every problem reported at once.
 //!
-//! The keys of a cluster may also stand at the top level, where they are defaults for all clusters.
+//! The keys of a cluster may also stand at the top level, where they are defaults for all clusters. The other role has keys of
+//! its own.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -15,15 +16,26 @@ use crate::pool::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 use crate::sync::SyncSettings;
 
 mod choice;
+mod inbound;
 
 pub use choice::{ChoiceSettings, Mode, Rule};
+pub use inbound::{InboundConfig, Serving};
 
 /// Longest accepted configuration, bytes.
 pub const MAX_CONFIG: usize = 512 * 1024;
 /// Most clusters in one configuration.
 pub const MAX_CLUSTERS: usize = 256;
 
-/// The whole configuration of one filter.
+/// The whole configuration of one filter, by its `role`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Config {
+    /// At the client's Envoy: picks replicas (default).
+    Outbound(FilterConfig),
+    /// At the server's Envoy: reports the load of the replica behind it.
+    Inbound(InboundConfig),
+}
+
+/// Settings of the outbound role.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FilterConfig {
     /// Which stock part of Envoy honours the choice.
@@ -170,7 +182,7 @@ impl Profile {
     }
 }
 
-impl FilterConfig {
+impl Config {
     /// Parses and checks the configuration.
     ///
     /// # Errors
@@ -193,9 +205,19 @@ impl FilterConfig {
             }
         };
         let mut top = Fields { object: &root, path: String::new(), errors: &mut errors };
-        top.reject_unknown(
-            &[&["clusters", "shim", "profile"], SETTING_KEYS, POOL_KEYS, choice::KEYS].concat(),
-        );
+        if top.choice("role", &[("outbound", false), ("inbound", true)]) == Some(true) {
+            InboundConfig::read(&root).map(Self::Inbound)
+        } else {
+            FilterConfig::read(&root, errors).map(Self::Outbound)
+        }
+    }
+}
+
+impl FilterConfig {
+    fn read(root: &Map<String, Value>, mut errors: ConfigErrors) -> Result<Self, ConfigErrors> {
+        let mut top = Fields { object: root, path: String::new(), errors: &mut errors };
+        inbound::refuse_in_outbound(&mut top);
+        top.reject_unknown(&[&["role"], &outbound_keys()[..]].concat(), inbound::KEYS);
         let profile = top.choice("profile", Profile::NAMES).unwrap_or(Profile::Default);
         let shim = top
             .choice(
@@ -207,7 +229,7 @@ impl FilterConfig {
         let of_profile = |profile: Profile| {
             // What is wrong here has been reported above.
             let mut ignored = ConfigErrors(Vec::new());
-            Fields { object: &root, path: String::new(), errors: &mut ignored }.settings(&profile.settings())
+            Fields { object: root, path: String::new(), errors: &mut ignored }.settings(&profile.settings())
         };
         let mut clusters: Vec<ClusterConfig> = Vec::new();
         match root.get("clusters") {
@@ -236,7 +258,7 @@ impl FilterConfig {
                 .push("clusters", "is missing: list at least one {\"cluster\", \"probe_cluster\"}".into()),
         }
         let choices: Vec<&ChoiceSettings> = clusters.iter().map(|cluster| &cluster.choice).collect();
-        Fields { object: &root, path: String::new(), errors: &mut errors }.contradictions(&choices);
+        Fields { object: root, path: String::new(), errors: &mut errors }.contradictions(&choices);
         if errors.0.is_empty() { Ok(Self { shim, clusters }) } else { Err(errors) }
     }
 }
@@ -267,6 +289,11 @@ const POOL_KEYS: &[&str] = &[
     "piggyback",
 ];
 
+/// Keys of the outbound role at the top level, beside `role`.
+fn outbound_keys() -> Vec<&'static str> {
+    [&["clusters", "shim", "profile"], SETTING_KEYS, POOL_KEYS, choice::KEYS].concat()
+}
+
 /// The settings that stand in a cluster or, as defaults, at the top level.
 #[derive(Clone)]
 struct Settings {
@@ -288,9 +315,10 @@ impl Fields<'_> {
         self.errors.push(&field, problem);
     }
 
-    fn reject_unknown(&mut self, known: &[&str]) {
-        let unknown: Vec<String> =
-            self.object.keys().filter(|key| !known.contains(&key.as_str())).cloned().collect();
+    /// Refuses keys that are neither `known` nor `judged` elsewhere.
+    fn reject_unknown(&mut self, known: &[&str], judged: &[&str]) {
+        let is_unknown = |key: &&String| ![known, judged].iter().any(|keys| keys.contains(&key.as_str()));
+        let unknown: Vec<String> = self.object.keys().filter(is_unknown).cloned().collect();
         for key in unknown {
             // A hostile or broken key may be long; its start tells enough.
             let shown: String = key.chars().take(64).collect();
@@ -443,7 +471,7 @@ impl Fields<'_> {
         of_profile: &dyn Fn(Profile) -> Settings,
     ) -> Option<ClusterConfig> {
         let own = ["cluster", "probe_cluster", "endpoints", "profile"];
-        self.reject_unknown(&[&own, SETTING_KEYS, POOL_KEYS, choice::KEYS].concat());
+        self.reject_unknown(&[&own, SETTING_KEYS, POOL_KEYS, choice::KEYS].concat(), &[]);
         let profile = self.choice("profile", Profile::NAMES).map(of_profile);
         let Settings { mut pool, probe, choice } = self.settings(profile.as_ref().unwrap_or(defaults));
         self.contradictions(&[&choice]);
@@ -558,8 +586,15 @@ mod tests {
 
     const MINIMAL: &str = r#"{"clusters":[{"cluster":"a","probe_cluster":"b"}]}"#;
 
+    fn parse(text: &str) -> Result<FilterConfig, ConfigErrors> {
+        match Config::parse(text)? {
+            Config::Outbound(config) => Ok(config),
+            Config::Inbound(_) => panic!("{text}: the other role"),
+        }
+    }
+
     fn errors(text: &str) -> Vec<String> {
-        match FilterConfig::parse(text) {
+        match parse(text) {
             Ok(_) => Vec::new(),
             Err(errors) => errors.0.iter().map(ToString::to_string).collect(),
         }
@@ -571,7 +606,7 @@ mod tests {
 
     #[test]
     fn a_minimal_configuration_takes_the_defaults() {
-        let config = FilterConfig::parse(MINIMAL).unwrap();
+        let config = parse(MINIMAL).unwrap();
         assert_eq!(config.shim, Shim::StatefulSession);
         assert_eq!(config.clusters[0].pool, Profile::Default.pool_settings());
     }
@@ -579,8 +614,7 @@ mod tests {
     #[test]
     fn the_paper_profile_is_the_paper() {
         let config =
-            FilterConfig::parse(r#"{"profile":"paper","clusters":[{"cluster":"a","probe_cluster":"b"}]}"#)
-                .unwrap();
+            parse(r#"{"profile":"paper","clusters":[{"cluster":"a","probe_cluster":"b"}]}"#).unwrap();
         let pool = &config.clusters[0].pool;
         assert_eq!((pool.budget, pool.hot), (Budget::Fixed { r_probe: 3.0 }, HotRule::Ge));
         assert!(!config.clusters[0].probe.piggyback);
@@ -588,7 +622,7 @@ mod tests {
 
     #[test]
     fn settings_at_the_top_are_defaults_for_clusters() {
-        let config = FilterConfig::parse(
+        let config = parse(
             r#"{"q_rif":0.5,"max_age_ms":500,"clusters":[
                 {"cluster":"a","probe_cluster":"b"},{"cluster":"c","probe_cluster":"d","q_rif":0.9}]}"#,
         )
@@ -640,7 +674,7 @@ mod tests {
     }
 
     fn only(text: &str) -> ClusterConfig {
-        FilterConfig::parse(text).unwrap().clusters.remove(0)
+        parse(text).unwrap().clusters.remove(0)
     }
 
     #[test]
@@ -774,7 +808,7 @@ mod tests {
     proptest! {
         #[test]
         fn no_text_panics(text in "\\PC{0,200}") {
-            let _ = FilterConfig::parse(&text);
+            let _ = Config::parse(&text);
         }
     }
 }

@@ -79,6 +79,12 @@ impl FailureShare {
     }
 }
 
+/// Whether a gRPC status says that the server failed: UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL,
+/// UNAVAILABLE, DATA_LOSS. The others are answers.
+pub fn grpc_blames_server(status: &[u8]) -> bool {
+    matches!(status, b"2" | b"4" | b"8" | b"13" | b"14" | b"15")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -15,6 +15,8 @@
 //! | [`policies`] | what Prequal is compared with |
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
+//! | [`replica`], [`probe`] | and how it is told |
+//! | [`inbound`] | how the workers of an Envoy tell it together |
 //! | [`failures`] | which share of its requests it fails |
 //! | [`affinity`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
@@ -33,9 +35,12 @@ pub mod failures;
 mod fnv;
 pub mod hint;
 mod in_flight;
+pub mod inbound;
 pub mod members;
 pub mod policies;
 pub mod pool;
+pub mod probe;
+pub mod replica;
 pub mod report;
 pub mod reuse;
 pub mod sync;

@@ -15,6 +15,11 @@ impl Micros {
         self.0.saturating_sub(earlier.0)
     }
 
+    /// Microseconds between two times, in either direction: one from the future is as suspect as an old one.
+    pub const fn distance(self, other: Self) -> u64 {
+        self.0.abs_diff(other.0)
+    }
+
     /// This time plus `us` microseconds; saturates.
     #[must_use]
     pub const fn plus(self, us: u64) -> Self {

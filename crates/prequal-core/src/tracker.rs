@@ -11,7 +11,9 @@
 //! - failures and aborts never feed the samples. A replica that only fails would stay unknown and so be tried by
 //!   everybody: for `max_age_us` after a failure it reports [`TrackerConfig::failure_latency_us`] instead.
 //!
-//! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised).
+//! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised). Where several serve
+//! one replica (the workers of an Envoy), each has a tracker, is told how many requests are in flight in all, and hands what
+//! its requests told ([`Ended`]) to the others.
 
 use crate::in_flight::InFlight;
 use crate::time::Micros;
@@ -46,6 +48,19 @@ pub enum Outcome {
     Aborted,
     /// A WebSocket or long stream: its life is no latency.
     Streaming,
+}
+
+/// What a request that has ended tells the estimate.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Ended {
+    /// When it ended.
+    pub at: Micros,
+    /// How many were in flight when it arrived.
+    pub rif_at_arrival: u32,
+    /// From its arrival to its end, at most [`crate::report::MAX_LATENCY_US`].
+    pub latency_us: u32,
+    /// How it ended.
+    pub outcome: Outcome,
 }
 
 /// A request in flight. Hand it back to [`Tracker::finish`]; it cannot be copied, so it is counted down once.
@@ -84,27 +99,39 @@ impl Tracker {
 
     /// A request arrives.
     pub fn start(&mut self, now: Micros) -> Ticket {
-        let slot = self.in_flight.insert(now);
-        self.in_flight.link(slot);
-        let ticket = Ticket { slot, rif_at_arrival: self.rif };
-        self.rif = self.rif.saturating_add(1);
-        ticket
+        self.start_behind(now, self.rif)
     }
 
-    /// A request ends, however it ends.
-    pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) {
+    /// A request arrives where `others` are in flight, here and elsewhere.
+    pub fn start_behind(&mut self, now: Micros, others: u32) -> Ticket {
+        let slot = self.in_flight.insert(now);
+        self.in_flight.link(slot);
+        self.rif = self.rif.saturating_add(1);
+        Ticket { slot, rif_at_arrival: others }
+    }
+
+    /// A request ends, however it ends. Returns what it tells, which is recorded.
+    pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
         self.rif = self.rif.saturating_sub(1);
-        let Some(arrived) = self.in_flight.remove(ticket.slot) else { return };
-        match outcome {
+        let arrived = self.in_flight.remove(ticket.slot).unwrap_or(now);
+        let latency = u32::try_from(now.saturating_since(arrived)).unwrap_or(u32::MAX);
+        let latency_us = latency.min(crate::report::MAX_LATENCY_US);
+        let ended = Ended { at: now, rif_at_arrival: ticket.rif_at_arrival, latency_us, outcome };
+        self.record(ended);
+        ended
+    }
+
+    /// Takes in what a request told that ended elsewhere.
+    pub fn record(&mut self, ended: Ended) {
+        match ended.outcome {
             Outcome::Success => {
-                let index = bucket_of(ticket.rif_at_arrival);
-                let latency = u32::try_from(now.saturating_since(arrived)).unwrap_or(u32::MAX);
+                let index = bucket_of(ended.rif_at_arrival);
                 if let Some(bucket) = self.buckets.get_mut(index) {
-                    bucket.push(Sample { latency: latency.min(crate::report::MAX_LATENCY_US), at: now });
+                    bucket.push(Sample { latency: ended.latency_us, at: ended.at });
                     self.used = self.used.max(index + 1);
                 }
             }
-            Outcome::Failure => self.last_failure = Some(now),
+            Outcome::Failure => self.last_failure = Some(ended.at),
             Outcome::Aborted | Outcome::Streaming => {}
         }
     }
@@ -121,7 +148,12 @@ impl Tracker {
 
     /// What a request arriving now may expect, microseconds; `None` when nothing is known.
     pub fn latency(&self, now: Micros) -> Option<u32> {
-        let centre = bucket_of(self.rif);
+        self.latency_at(now, self.rif)
+    }
+
+    /// The same where `rif` are in flight, here and elsewhere. A stall shows where the requests that wait are.
+    pub fn latency_at(&self, now: Micros, rif: u32) -> Option<u32> {
+        let centre = bucket_of(rif);
         match self.nearest_median(centre, now, self.config.max_age_us) {
             Some(median) => {
                 let waiting = self.waiting(now);
@@ -130,7 +162,7 @@ impl Tracker {
             }
             None => self
                 .last_failure
-                .filter(|at| now.saturating_since(*at) < self.config.max_age_us)
+                .filter(|at| now.distance(*at) < self.config.max_age_us)
                 .map(|_| self.config.failure_latency_us),
         }
     }
@@ -184,7 +216,7 @@ impl Bucket {
         let mut young = [0u32; SAMPLES];
         let mut count = 0;
         for sample in self.samples.iter().take(usize::from(self.len)) {
-            if now.saturating_since(sample.at) < max_age
+            if now.distance(sample.at) < max_age
                 && let Some(slot) = young.get_mut(count)
             {
                 *slot = sample.latency;
@@ -310,6 +342,27 @@ mod tests {
         only_fails.finish(ticket, ms(0), Outcome::Failure);
         assert_eq!(only_fails.latency(ms(10)), Some(1_000_000));
         assert_eq!(only_fails.latency(ms(15_001)), None, "forgiven");
+    }
+
+    #[test]
+    fn what_is_known_is_old_after_the_clock_has_stepped_back() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 3_600_000, 10);
+        let ticket = tracker.start(ms(3_600_100));
+        tracker.finish(ticket, ms(3_600_100), Outcome::Failure);
+        assert_eq!(tracker.latency(ms(3_600_000)), Some(10_000), "a little");
+        assert_eq!(tracker.latency(ms(1000)), None);
+    }
+
+    #[test]
+    fn trackers_of_one_replica_share_what_requests_told() {
+        let (mut one, mut other) =
+            (Tracker::new(TrackerConfig::default()), Tracker::new(TrackerConfig::default()));
+        let ticket = one.start_behind(ms(0), 7);
+        let ended = one.finish(ticket, ms(30), Outcome::Success);
+        assert_eq!((one.rif(), other.latency_at(ms(30), 7)), (0, None));
+        other.record(ended);
+        assert_eq!([&one, &other].map(|tracker| tracker.latency_at(ms(30), 7)), [Some(30_000); 2]);
     }
 
     #[test]

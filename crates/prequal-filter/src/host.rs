@@ -50,3 +50,12 @@ pub(crate) fn log(level: LogLevel, message: &str) {
     // A log line that cannot be written has nowhere to be reported.
     let _ = hostcalls::log(level, message);
 }
+
+/// Panics on a request that asks for it.
+#[cfg(feature = "crash-test")]
+#[allow(clippy::panic, reason = "the crash test needs a crash")]
+pub(crate) fn crash_on_demand() {
+    if header(MapType::HttpRequestHeaders, "x-prequal-crash-test").is_some() {
+        panic!("crash test");
+    }
+}

@@ -2,6 +2,8 @@
 //!
 //! This crate is an adapter. Every rule of the algorithm lives in `prequal-core`; here are only the calls to Envoy:
 //!
+//! The outbound role, at the client's Envoy, picks replicas; the [`inbound`] role, at the server's, reports for one.
+//!
 //! - [`root`]: configuration, ticks, and every probe (owned by the root, so that no reply is lost);
 //! - [`stream`]: one request: the pick, the report on the response, the outcome;
 //! - [`sync`]: requests that wait for probes of their own;
@@ -9,6 +11,7 @@
 //! - [`steer`]: the steering header;
 //! - [`filter`]: what both share on one worker;
 //! - [`store`]: the blobs in shared data, which all workers share;
+//! - [`outcome`]: how a request ended;
 //! - [`metrics`]: counters and gauges;
 //! - [`host`]: host calls, every failure returned as data.
 //!
@@ -21,7 +24,9 @@
 
 mod filter;
 mod host;
+mod inbound;
 mod metrics;
+mod outcome;
 mod root;
 mod rule;
 mod steer;

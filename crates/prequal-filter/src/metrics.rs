@@ -13,6 +13,11 @@ use proxy_wasm::types::MetricType;
 pub(crate) struct Counter(Option<u32>);
 
 impl Counter {
+    /// Defines the counter, or finds it: the same name in every VM is one metric.
+    pub(crate) fn define(name: &str) -> Self {
+        Self(define(MetricType::Counter, name))
+    }
+
     pub(crate) fn add(self, count: u32) {
         if let (Some(id), 1..) = (self.0, count) {
             let _ = hostcalls::increment_metric(id, i64::from(count));
@@ -25,14 +30,29 @@ impl Counter {
 }
 
 /// The last value written by any worker.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Gauge(Option<u32>);
 
 impl Gauge {
+    /// Defines the gauge, or finds it.
+    pub(crate) fn define(name: &str) -> Self {
+        Self(define(MetricType::Gauge, name))
+    }
+
     pub(crate) fn set(self, value: u64) {
         if let Some(id) = self.0 {
             let _ = hostcalls::record_metric(id, value);
         }
+    }
+
+    /// The value as of now; zero where the gauge could not be defined.
+    pub(crate) fn get(self) -> u64 {
+        self.0.and_then(|id| hostcalls::get_metric(id).ok()).unwrap_or(0)
+    }
+
+    /// Adds to what other workers may be adding to.
+    pub(crate) fn add(self, count: u32) {
+        Counter(self.0).add(count);
     }
 }
 
@@ -97,6 +117,27 @@ pub(crate) enum Class {
     Local,
 }
 
+/// What became of transactions on shared data.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlobCounters {
+    pub(crate) conflicts: Counter,
+    pub(crate) giveups: Counter,
+    /// Blobs that did not decode.
+    pub(crate) replaced: Counter,
+}
+
+impl BlobCounters {
+    /// `prefix` and `suffix` of the names: a role's, and labels.
+    pub(crate) fn define(prefix: &str, suffix: &str) -> Self {
+        let counter = |name: &str| Counter::define(&format!("{prefix}{name}_total{suffix}"));
+        Self {
+            conflicts: counter("cas_conflicts"),
+            giveups: counter("cas_giveups"),
+            replaced: counter("blob_replaced"),
+        }
+    }
+}
+
 /// Metrics of one upstream cluster.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
@@ -116,9 +157,7 @@ pub(crate) struct Metrics {
     averted: [Counter; 3],
     returned: [Counter; 3],
     pub(crate) trials: Counter,
-    pub(crate) cas_conflicts: Counter,
-    pub(crate) cas_giveups: Counter,
-    pub(crate) blob_replaced: Counter,
+    pub(crate) blobs: BlobCounters,
     pub(crate) dropped_events: Counter,
     pub(crate) occupancy: Gauge,
     pub(crate) theta: Gauge,
@@ -130,14 +169,11 @@ pub(crate) struct Metrics {
 impl Metrics {
     /// Defines (or finds) the metrics of a cluster; the same names in every VM are one metric.
     pub(crate) fn define(cluster: &str) -> Self {
-        // A dot would end the label's value.
-        let cluster: String =
-            cluster.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
+        let cluster = label(cluster);
         let counter = |name: &str, label: &str| {
-            Counter(define(MetricType::Counter, &format!("prequal_{name}_total.cluster={cluster}{label}")))
+            Counter::define(&format!("prequal_{name}_total.cluster={cluster}{label}"))
         };
-        let gauge =
-            |name: &str| Gauge(define(MetricType::Gauge, &format!("prequal_{name}.cluster={cluster}")));
+        let gauge = |name: &str| Gauge::define(&format!("prequal_{name}.cluster={cluster}"));
         let labelled = |name: &str, key: &str, value: &str| counter(name, &format!(".{key}={value}"));
         Self {
             picks: ["cold", "hot", "fallback", "sync", "scored"]
@@ -159,9 +195,7 @@ impl Metrics {
             averted: REASONS.map(|reason| labelled("averted", "reason", reason)),
             returned: REASONS.map(|reason| labelled("returned", "reason", reason)),
             trials: counter("trials", ""),
-            cas_conflicts: counter("cas_conflicts", ""),
-            cas_giveups: counter("cas_giveups", ""),
-            blob_replaced: counter("blob_replaced", ""),
+            blobs: BlobCounters::define("prequal_", &format!(".cluster={cluster}")),
             dropped_events: counter("dropped_events", ""),
             occupancy: gauge("pool_occupancy"),
             theta: gauge("theta_rif"),
@@ -250,6 +284,11 @@ impl Metrics {
         }
         .one();
     }
+}
+
+/// A label's value: a dot would end it.
+pub(crate) fn label(value: &str) -> String {
+    value.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect()
 }
 
 fn define(kind: MetricType, name: &str) -> Option<u32> {

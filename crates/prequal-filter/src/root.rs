@@ -1,4 +1,4 @@
-//! The root context: configuration, the slow tick, and every probe.
+//! The root context: configuration, the slow tick, and every probe of the outbound role.
 //!
 //! Probes are dispatched here and not by the stream that triggers them: the SDK drops replies whose stream has ended
 //! (`docs/adr/0001-root-owned-probes.md`). A stream wakes the root by re-entering the module, see [`wake`].
@@ -8,7 +8,7 @@ use std::iter::repeat_n;
 use std::rc::Rc;
 use std::time::Duration;
 
-use prequal_core::config::FilterConfig;
+use prequal_core::config::Config;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::hint::Hint;
 use prequal_core::members::Target;
@@ -24,6 +24,8 @@ use proxy_wasm::types::{ContextType, LogLevel, MapType};
 
 use crate::filter::{Cluster, Filter};
 use crate::host;
+use crate::inbound::stream::InboundStream;
+use crate::inbound::{self, Inbound};
 use crate::metrics::ProbeEnd;
 use crate::stream::Stream;
 
@@ -52,6 +54,8 @@ pub(crate) fn wake(root_id: u32) {
 pub(crate) struct Root {
     pub(crate) id: u32,
     filter: Option<Rc<Filter>>,
+    /// In the other role, instead of `filter`.
+    inbound: Option<Rc<Inbound>>,
     in_flight: HashMap<u32, Probe>,
     /// When the next tick is due, unless it comes at the pace of [`TICK`]; see `crate::sync`.
     pub(crate) ticks_at: Option<Micros>,
@@ -77,7 +81,7 @@ pub(crate) struct Call {
 
 impl Root {
     pub(crate) fn new(id: u32) -> Self {
-        Self { id, filter: None, in_flight: HashMap::new(), ticks_at: None, slow_ticked: None }
+        Self { id, filter: None, inbound: None, in_flight: HashMap::new(), ticks_at: None, slow_ticked: None }
     }
 
     fn send_due(&mut self, filter: &Filter, now: Micros) {
@@ -277,11 +281,16 @@ impl RootContext for Root {
     fn on_configure(&mut self, _size: usize) -> bool {
         let text = self.get_plugin_configuration().unwrap_or_default();
         let parsed = match std::str::from_utf8(&text) {
-            Ok(text) => FilterConfig::parse(text).map_err(|errors| errors.to_string()),
+            Ok(text) => Config::parse(text).map_err(|errors| errors.to_string()),
             Err(_) => Err("`configuration` is not UTF-8".to_owned()),
         };
         match parsed {
-            Ok(config) => {
+            Ok(Config::Inbound(config)) => {
+                self.inbound = Some(Rc::new(Inbound::new(config)));
+                self.set_tick_period(inbound::TICK);
+                true
+            }
+            Ok(Config::Outbound(config)) => {
                 let name = host::text_property(&["plugin_root_id"]).unwrap_or_default();
                 self.filter = Some(Rc::new(Filter::new(self.id, &name, config, host::now())));
                 self.set_tick_period(TICK);
@@ -295,6 +304,9 @@ impl RootContext for Root {
     }
 
     fn on_tick(&mut self) {
+        if let Some(inbound) = &self.inbound {
+            inbound.tick(host::now());
+        }
         let Some(filter) = self.filter.clone() else { return };
         let now = host::now();
         self.ticks_at = None;
@@ -323,6 +335,9 @@ impl RootContext for Root {
     }
 
     fn create_http_context(&self, id: u32) -> Option<Box<dyn HttpContext>> {
+        if let Some(inbound) = self.inbound.clone() {
+            return Some(Box::new(InboundStream::new(inbound)));
+        }
         self.filter.clone().map(|filter| Box::new(Stream::new(id, filter)) as Box<dyn HttpContext>)
     }
 

@@ -1,4 +1,5 @@
-//! The blobs in Envoy's shared data, three per upstream cluster, shared by all workers.
+//! The blobs in Envoy's shared data, shared by all workers: three per upstream cluster; in the inbound role one of slots, and
+//! one per replica.
 //!
 //! Writes are compare-and-swap with a bounded number of tries. A blob that does not decode (another version, damage)
 //! is replaced and counted.
@@ -6,11 +7,13 @@
 use std::borrow::Cow;
 
 use prequal_core::exceptions::Exceptions;
+use prequal_core::inbound::ended::EndedLog;
+use prequal_core::inbound::slots::Slots;
 use prequal_core::members::Members;
 use prequal_core::pool::{BlobError, PoolState};
 use proxy_wasm::hostcalls;
 
-use crate::metrics::Metrics;
+use crate::metrics::{BlobCounters, Metrics};
 
 /// Tries before a write is given up; a conflict is a few per cent likely under load.
 const MAX_TRIES: usize = 8;
@@ -39,7 +42,7 @@ impl Store {
 
     /// The pool as it is, for reading only.
     pub(crate) fn pool(&self, metrics: &Metrics) -> PoolState {
-        load(&self.pool_key, metrics).0
+        load(&self.pool_key, &metrics.blobs).0
     }
 
     /// Reads, changes and writes the pool; see [`update`].
@@ -48,13 +51,13 @@ impl Store {
         metrics: &Metrics,
         change: impl FnMut(&mut PoolState) -> (T, bool),
     ) -> (T, bool) {
-        let (_, result, written) = update(&self.pool_key, metrics, change);
+        let (_, result, written) = update(&self.pool_key, &metrics.blobs, change);
         (result, written)
     }
 
     /// The membership as it is, for reading only.
     pub(crate) fn members(&self, metrics: &Metrics) -> Members {
-        load(&self.members_key, metrics).0
+        load(&self.members_key, &metrics.blobs).0
     }
 
     /// The membership and its number, unless that is still `seen`. Decoding a large one is dear.
@@ -64,7 +67,7 @@ impl Store {
         seen: Option<u32>,
     ) -> Option<(Members, Option<u32>)> {
         let (bytes, cas) = hostcalls::get_shared_data(&self.members_key).unwrap_or((None, None));
-        (cas.is_none() || cas != seen).then(|| (decode(bytes, metrics), cas))
+        (cas.is_none() || cas != seen).then(|| (decode(bytes, &metrics.blobs), cas))
     }
 
     /// Reads and changes the membership; see [`update`].
@@ -73,7 +76,7 @@ impl Store {
         metrics: &Metrics,
         mut change: impl FnMut(&mut Members) -> bool,
     ) -> Members {
-        update(&self.members_key, metrics, |members| ((), change(members))).0
+        update(&self.members_key, &metrics.blobs, |members| ((), change(members))).0
     }
 
     /// Reads and changes the exceptions table; see [`update`].
@@ -82,13 +85,13 @@ impl Store {
         metrics: &Metrics,
         change: impl FnMut(&mut Exceptions) -> (T, bool),
     ) -> (Exceptions, T) {
-        let (table, result, _) = update(&self.exceptions_key, metrics, change);
+        let (table, result, _) = update(&self.exceptions_key, &metrics.blobs, change);
         (table, result)
     }
 }
 
 /// What lives under one key.
-trait Blob: Default {
+pub(crate) trait Blob: Default {
     fn read(bytes: &[u8]) -> Result<Self, BlobError>;
     fn bytes(&self) -> Cow<'_, [u8]>;
 }
@@ -123,44 +126,65 @@ impl Blob for Exceptions {
     }
 }
 
+impl Blob for Slots {
+    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
+        Self::decode(bytes)
+    }
+
+    fn bytes(&self) -> Cow<'_, [u8]> {
+        self.as_bytes().into()
+    }
+}
+
+impl Blob for EndedLog {
+    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
+        Self::decode(bytes)
+    }
+
+    fn bytes(&self) -> Cow<'_, [u8]> {
+        self.as_bytes().into()
+    }
+}
+
 /// Makes sure that the blob exists: the host cannot create one exclusively afterwards (CAS 0 means "any").
-fn seed<B: Blob>(key: &str) {
+pub(crate) fn seed<B: Blob>(key: &str) {
     if matches!(hostcalls::get_shared_data(key), Ok((None, _))) {
         let _ = hostcalls::set_shared_data(key, Some(&B::default().bytes()), None);
     }
 }
 
-fn load<B: Blob>(key: &str, metrics: &Metrics) -> (B, Option<u32>) {
+/// The blob as it is, and its number for a compare-and-swap.
+pub(crate) fn load<B: Blob>(key: &str, counters: &BlobCounters) -> (B, Option<u32>) {
     let (bytes, cas) = hostcalls::get_shared_data(key).unwrap_or((None, None));
-    (decode(bytes, metrics), cas)
+    (decode(bytes, counters), cas)
 }
 
-fn decode<B: Blob>(bytes: Option<Vec<u8>>, metrics: &Metrics) -> B {
+fn decode<B: Blob>(bytes: Option<Vec<u8>>, counters: &BlobCounters) -> B {
     bytes.and_then(|bytes| B::read(&bytes).ok()).unwrap_or_else(|| {
-        metrics.blob_replaced.one();
+        counters.replaced.one();
         B::default()
     })
 }
 
 /// Reads and changes a blob, and writes it if `change` says that there is news. `change` runs again on a conflict. The
 /// last value says whether it was written; if not the change is lost, never the request.
-fn update<B: Blob, T>(
+pub(crate) fn update<B: Blob, T>(
     key: &str,
-    metrics: &Metrics,
+    counters: &BlobCounters,
     mut change: impl FnMut(&mut B) -> (T, bool),
 ) -> (B, T, bool) {
     let mut tries = 0;
     loop {
-        let (mut blob, cas) = load::<B>(key, metrics);
+        let (mut blob, cas) = load::<B>(key, counters);
         let (result, write) = change(&mut blob);
         if !write || hostcalls::set_shared_data(key, Some(&blob.bytes()), cas).is_ok() {
             return (blob, result, write);
         }
         tries += 1;
         if tries == MAX_TRIES {
-            metrics.cas_giveups.one();
+            counters.giveups.one();
             return (blob, result, false);
         }
-        metrics.cas_conflicts.one();
+        counters.conflicts.one();
     }
 }

@@ -18,6 +18,7 @@ use proxy_wasm::types::{Action, MapType};
 use crate::filter::{Cluster, Filter};
 use crate::host;
 use crate::metrics::{Class, ReportEnd};
+use crate::outcome::{class_of, grpc_failed};
 use crate::root::wake;
 use crate::rule::Watch;
 use crate::steer::{Choice, steer};
@@ -227,7 +228,7 @@ impl Context for Stream {}
 impl HttpContext for Stream {
     fn on_http_request_headers(&mut self, _count: usize, _end_of_stream: bool) -> Action {
         #[cfg(feature = "crash-test")]
-        crash_on_demand();
+        host::crash_on_demand();
         let filter = Rc::clone(&self.filter);
         self.cluster = self.find_cluster();
         let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else {
@@ -323,33 +324,4 @@ fn attempts() -> u64 {
 fn server_error() -> bool {
     let status = hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, ":status");
     matches!(status, Ok(Some(status)) if status.starts_with(b"5"))
-}
-
-/// The gRPC statuses that say the replica failed: UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL,
-/// UNAVAILABLE, DATA_LOSS. The others are answers.
-fn grpc_failed(map: MapType) -> bool {
-    host::header(map, "grpc-status")
-        .is_some_and(|status| matches!(status.as_str(), "2" | "4" | "8" | "13" | "14" | "15"))
-}
-
-#[cfg(feature = "crash-test")]
-#[allow(clippy::panic, reason = "the crash test needs a crash")]
-fn crash_on_demand() {
-    if host::header(MapType::HttpRequestHeaders, "x-prequal-crash-test").is_some() {
-        panic!("crash test");
-    }
-}
-
-/// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).
-fn class_of(details: &str) -> Class {
-    let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| details.starts_with(prefix));
-    if details == "via_upstream" {
-        Class::Answer
-    } else if starts(&["downstream_", "http2.remote_reset", "http3.remote_reset"]) {
-        Class::ClientAbort
-    } else if starts(&["upstream_", "response_timeout", "no_healthy_upstream", "stream_idle_timeout"]) {
-        Class::UpstreamFailure
-    } else {
-        Class::Local
-    }
 }

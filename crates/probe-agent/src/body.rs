@@ -19,6 +19,7 @@ use bytes::{Buf, Bytes};
 use http::{HeaderMap, StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
+use prequal_core::failures::grpc_blames_server;
 use prequal_core::tracker::Outcome;
 
 use crate::load::InFlight;
@@ -175,12 +176,9 @@ fn kind(headers: &HeaderMap) -> Kind {
     }
 }
 
-/// Whether the gRPC status in `headers` (of a trailers-only answer, or trailers) blames the server: unknown, deadline
-/// exceeded, resource exhausted, internal, unavailable, data loss.
+/// Whether the gRPC status in `headers` (of a trailers-only answer, or trailers) blames the server.
 fn grpc_failure(headers: &HeaderMap) -> bool {
-    headers
-        .get("grpc-status")
-        .is_some_and(|status| matches!(status.as_bytes(), b"2" | b"4" | b"8" | b"13" | b"14" | b"15"))
+    headers.get("grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
 }
 
 /// Follows the length prefixes of gRPC messages across data frames.

@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use prequal_core::endpoint::Endpoint;
-use prequal_core::failures::FailureShare;
+use prequal_core::replica::Replica;
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
+use prequal_core::tracker::{Outcome, Ticket, TrackerConfig};
 
 /// The load of one replica, shared by everything that serves its requests. Cloning shares.
 #[derive(Clone)]
@@ -21,13 +21,6 @@ struct Inner {
     replica: Mutex<Replica>,
     clock: Box<dyn Fn() -> Micros + Send + Sync>,
     counters: Counters,
-}
-
-struct Replica {
-    tracker: Tracker,
-    failures: FailureShare,
-    /// Since when it can serve; `None` while it cannot.
-    up: Option<Micros>,
 }
 
 impl Load {
@@ -43,11 +36,7 @@ impl Load {
     pub fn with_clock(config: TrackerConfig, clock: impl Fn() -> Micros + Send + Sync + 'static) -> Self {
         let up = Some(clock());
         Self(Arc::new(Inner {
-            replica: Mutex::new(Replica {
-                tracker: Tracker::new(config),
-                failures: FailureShare::default(),
-                up,
-            }),
+            replica: Mutex::new(Replica::new(config, up)),
             clock: Box::new(clock),
             counters: Counters::default(),
         }))
@@ -74,7 +63,7 @@ impl Load {
     /// The decayed share of requests that failed by the replica's own making, per mille, 0 to 1000.
     pub fn failing(&self) -> u16 {
         let now = self.now();
-        self.replica().failures.per_mille(now)
+        self.replica().failing(now)
     }
 
     /// How long the replica can serve, seconds; 0 while it cannot.
@@ -85,13 +74,16 @@ impl Load {
 
     /// The backend is not there: reports say `up=0` until [`Load::mark_up`].
     pub fn mark_down(&self) {
-        self.replica().up = None;
+        self.replica().set_up(None);
     }
 
     /// The backend is there. If it was not before, it starts now: a replica that came back is as cold as a new one.
     pub fn mark_up(&self) {
         let now = self.now();
-        self.replica().up.get_or_insert(now);
+        let mut replica = self.replica();
+        if replica.up().is_none() {
+            replica.set_up(Some(now));
+        }
     }
 
     /// The report of this replica as `endpoint`.
@@ -100,15 +92,7 @@ impl Load {
     /// is over, and must say what the *next* request would find.
     pub fn report(&self, endpoint: Endpoint, probe_endpoint: Option<Endpoint>, leaving: u32) -> LoadReport {
         let now = self.now();
-        let replica = self.replica();
-        LoadReport {
-            rif: replica.tracker.rif().saturating_sub(leaving),
-            latency_us: replica.tracker.latency(now),
-            endpoint: Some(endpoint),
-            probe_endpoint,
-            failing: replica.failures.per_mille(now),
-            up_s: Some(replica.up_s(now)).filter(|up| *up < YOUNG_S),
-        }
+        self.replica().report(now, endpoint, probe_endpoint, leaving)
     }
 
     /// The counters behind `/metrics`.
@@ -123,12 +107,6 @@ impl Load {
     fn replica(&self) -> MutexGuard<'_, Replica> {
         // No code that can panic runs under the lock, and a stale count beats none.
         self.0.replica.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Replica {
-    fn up_s(&self, now: Micros) -> u32 {
-        self.up.map_or(0, |since| u32::try_from(now.saturating_since(since) / 1_000_000).unwrap_or(u32::MAX))
     }
 }
 
@@ -173,8 +151,7 @@ impl Drop for InFlight {
         let Some(ticket) = self.ticket.take() else { return };
         let now = self.load.now();
         let mut replica = self.load.replica();
-        replica.tracker.finish(ticket, now, self.on_drop);
-        replica.failures.record(now, self.on_drop);
+        replica.finish(ticket, now, self.on_drop);
         drop(replica);
         self.load.counters().record(self.on_drop, now.saturating_since(self.started));
     }
@@ -291,9 +268,6 @@ impl Counters {
 fn bump(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
-
-/// Reports tell the age of a replica below this, seconds; older ones stay short.
-pub const YOUNG_S: u32 = 600;
 
 /// Upper bounds of the latency histogram, microseconds: 1-2-5 steps from 0.1 ms to 60 s.
 pub const LATENCY_BOUNDS_US: [u64; 19] = [

@@ -5,35 +5,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
-use prequal_core::report::{LoadReport, PROBE_PATH};
+use prequal_core::probe::{Route, json};
+use prequal_core::report::LoadReport;
 
 use crate::headers;
 
-/// Everything below this path is ours and never forwarded.
-const PREFIX: &str = "/prequal/";
-
-/// What to do with a request of this method and path.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Route {
-    /// The application's.
-    Forward,
-    /// A probe.
-    Probe,
-    /// A probe asked for in a way that we do not answer.
-    MethodNotAllowed,
-    /// Below our prefix, but nothing is there.
-    NotFound,
-}
-
 pub(crate) fn route(method: &Method, path: &str) -> Route {
-    if !path.starts_with(PREFIX) {
-        return Route::Forward;
-    }
-    match (path == PROBE_PATH, method) {
-        (false, _) => Route::NotFound,
-        (true, &Method::GET | &Method::HEAD) => Route::Probe,
-        (true, _) => Route::MethodNotAllowed,
-    }
+    Route::of(path, || method.as_str())
 }
 
 /// The reply to a probe: `report`, which has been divided by `divisor`. The body is empty unless the probe accepts JSON.
@@ -55,7 +33,8 @@ pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> R
     fields.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     if wants_json {
         fields.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        *response.body_mut() = json(report).into();
+        let timestamp_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
+        *response.body_mut() = json(report, timestamp_ms).into();
     }
     response
 }
@@ -71,30 +50,6 @@ pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderVa
     HeaderValue::from_maybe_shared(Bytes::from(text)).ok()
 }
 
-fn json(report: &LoadReport) -> String {
-    let timestamp_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
-    let mut text = format!("{{\"rif\":{},\"latency_median_ms\":", report.rif);
-    // Written by hand: digits and addresses need no escaping. Errors cannot happen on a String.
-    let _ = match report.latency_us {
-        Some(us) => write!(text, "{}.{:03},\"latency_us\":{us}", us / 1000, us % 1000),
-        None => write!(text, "null,\"latency_us\":null"),
-    };
-    let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);
-    let _ = match report.up_s {
-        Some(up) => write!(text, "{up}"),
-        None => text.write_str("null"),
-    };
-    let _ = write!(text, ",\"timestamp_ms\":{timestamp_ms}");
-    if let Some(endpoint) = report.endpoint {
-        let _ = write!(text, ",\"endpoint\":\"{endpoint}\"");
-    }
-    if let Some(probe) = report.probe_endpoint {
-        let _ = write!(text, ",\"probe_endpoint\":\"{probe}\"");
-    }
-    text.push('}');
-    text
-}
-
 /// A short plain-text reply.
 pub(crate) fn plain(status: StatusCode, reason: &'static str) -> Response<Bytes> {
     let mut response = Response::new(Bytes::from_static(reason.as_bytes()));
@@ -108,21 +63,6 @@ pub(crate) fn plain(status: StatusCode, reason: &'static str) -> Response<Bytes>
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn our_paths_are_never_forwarded() {
-        for (method, path, expected) in [
-            (Method::GET, "/prequal/probe", Route::Probe),
-            (Method::POST, "/prequal/probe", Route::MethodNotAllowed),
-            (Method::GET, "/prequal/probe/", Route::NotFound),
-            (Method::GET, "/prequal/", Route::NotFound),
-            (Method::GET, "/prequal", Route::Forward),
-            (Method::GET, "/prequalx/probe", Route::Forward),
-            (Method::GET, "/", Route::Forward),
-        ] {
-            assert_eq!(route(&method, path), expected, "{method} {path}");
-        }
-    }
 
     #[test]
     fn a_reply_has_all_headers_and_json_only_when_asked() {

@@ -16,6 +16,7 @@ use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::probe::Route;
 use prequal_core::tracker::Outcome;
 use tokio::sync::watch;
 
@@ -25,7 +26,7 @@ use crate::conn::{Busy, Watch};
 use crate::headers;
 use crate::hint;
 use crate::load::InFlight;
-use crate::probe::{self, Route};
+use crate::probe;
 use crate::reporter::Reporter;
 use crate::upstream::{Pool, UpstreamBody, UpstreamError};
 

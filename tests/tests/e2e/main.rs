@@ -8,6 +8,7 @@ mod chain;
 mod clients;
 mod failures;
 mod hosts;
+mod inbound;
 mod lifecycle;
 mod probing;
 mod protocols;

@@ -252,7 +252,7 @@ impl Fields<'_> {
         };
         let path = if self.path.is_empty() { "hint".to_owned() } else { format!("{}.hint", self.path) };
         let mut fields = Fields { object, path, errors: &mut *self.errors };
-        fields.reject_unknown(&["header", "path_segment"]);
+        fields.reject_unknown(&["header", "path_segment"], &[]);
         let header = object.get("header").and_then(|value| {
             let name = value.as_str().filter(|name| is_header_name(name));
             if name.is_none() {

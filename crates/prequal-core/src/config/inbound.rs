@@ -1,0 +1,156 @@
+//! The inbound role: which endpoint a replica's own Envoy reports as, and where.
+
+use serde_json::Value;
+
+use super::{ConfigErrors, Fields, shorten};
+use crate::endpoint::Endpoint;
+
+/// Settings of the filter at the server's Envoy.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct InboundConfig {
+    /// Which replica a request or probe is for.
+    pub serving: Serving,
+    /// Whether responses carry reports (default), or replies to probes alone.
+    pub report_on_responses: bool,
+}
+
+/// How a replica's endpoint is found.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Serving {
+    /// The address that the client connected to (default).
+    Destination,
+    /// Its host, at this port. What comes in at another port is for probes alone and not counted.
+    Port(u16),
+    /// This one, whatever the client connected to.
+    Fixed(Endpoint),
+}
+
+/// Keys of this role, beside `role`.
+pub(super) const KEYS: &[&str] = &["endpoint", "serving_port", "report"];
+
+impl InboundConfig {
+    pub(super) fn read(object: &serde_json::Map<String, Value>) -> Result<Self, ConfigErrors> {
+        let mut errors = ConfigErrors(Vec::new());
+        let mut fields = Fields { object, path: String::new(), errors: &mut errors };
+        let others = super::outbound_keys();
+        for key in others.iter().filter(|key| object.contains_key(**key)) {
+            fields.fail(key, "has no effect with \"role\": \"inbound\"; leave it out".into());
+        }
+        fields.reject_unknown(&[&["role"], KEYS].concat(), &others);
+        let fixed = fields.endpoint();
+        let port = fields.whole("serving_port", 1..=u32::from(u16::MAX));
+        if object.contains_key("endpoint") && object.contains_key("serving_port") {
+            fields.fail("serving_port", "has no effect beside \"endpoint\", which names a port".into());
+        }
+        let report = fields.choice("report", &[("always", true), ("probe_only", false)]);
+        let serving = match (fixed, port.and_then(|port| u16::try_from(port).ok())) {
+            (Some(endpoint), _) => Serving::Fixed(endpoint),
+            (None, Some(port)) => Serving::Port(port),
+            (None, None) => Serving::Destination,
+        };
+        let config = Self { serving, report_on_responses: report.unwrap_or(true) };
+        if errors.0.is_empty() { Ok(config) } else { Err(errors) }
+    }
+}
+
+impl Fields<'_> {
+    fn endpoint(&mut self) -> Option<Endpoint> {
+        let value = self.object.get("endpoint")?;
+        let endpoint = value.as_str().and_then(|text| text.parse().ok());
+        if endpoint.is_none() {
+            let got = shorten(value);
+            self.fail("endpoint", format!("must be an `ip:port` with a port of 1 to 65535, got {got}"));
+        }
+        endpoint
+    }
+}
+
+/// Keys that only the other role knows.
+pub(super) fn refuse_in_outbound(fields: &mut Fields<'_>) {
+    for key in KEYS.iter().filter(|key| fields.object.contains_key(**key)) {
+        fields.errors.push(key, "needs \"role\": \"inbound\"".into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::*;
+
+    fn parse(text: &str) -> Result<InboundConfig, Vec<String>> {
+        match Config::parse(text) {
+            Ok(Config::Inbound(config)) => Ok(config),
+            Ok(Config::Outbound(_)) => panic!("{text}: the other role"),
+            Err(errors) => Err(errors.0.iter().map(ToString::to_string).collect()),
+        }
+    }
+
+    #[test]
+    fn every_key_is_read() {
+        let serving = |text: &str| parse(text).unwrap().serving;
+        assert_eq!(serving(r#"{"role":"inbound"}"#), Serving::Destination);
+        for port in [1, 8080, 65535] {
+            assert_eq!(
+                serving(&format!(r#"{{"role":"inbound","serving_port":{port}}}"#)),
+                Serving::Port(port)
+            );
+        }
+        for endpoint in ["10.0.0.1:80", "[2001:db8::1]:65535"] {
+            let text = format!(r#"{{"role":"inbound","endpoint":"{endpoint}"}}"#);
+            assert_eq!(serving(&text), Serving::Fixed(endpoint.parse().unwrap()));
+        }
+        for (report, told) in
+            [("", true), (r#","report":"always""#, true), (r#","report":"probe_only""#, false)]
+        {
+            let text = format!(r#"{{"role":"inbound"{report}}}"#);
+            assert_eq!(parse(&text).unwrap().report_on_responses, told, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_range() {
+        for (setting, field, cure) in [
+            (r#""endpoint":"somewhere:80""#, "endpoint", "`ip:port`"),
+            (r#""endpoint":"10.0.0.1:0""#, "endpoint", "1 to 65535"),
+            (r#""endpoint":8080"#, "endpoint", "`ip:port`"),
+            (r#""serving_port":0"#, "serving_port", "from 1 to 65535"),
+            (r#""serving_port":65536"#, "serving_port", "from 1 to 65535"),
+            (r#""serving_port":"80""#, "serving_port", "from 1 to 65535"),
+            (r#""serving_port":80,"endpoint":"10.0.0.1:80""#, "serving_port", "no effect beside"),
+            (r#""report":"never""#, "report", "\"probe_only\""),
+            (r#""clusters":[]"#, "clusters", "no effect with \"role\": \"inbound\""),
+            (r#""shim":"override_host""#, "shim", "no effect with \"role\": \"inbound\""),
+            (r#""pool_size":16"#, "pool_size", "no effect with \"role\": \"inbound\""),
+            (r#""hint":{"header":"a"}"#, "hint", "no effect with \"role\": \"inbound\""),
+            (r#""servingport":80"#, "servingport", "known: role, endpoint, serving_port, report"),
+        ] {
+            let found = parse(&format!(r#"{{"role":"inbound",{setting}}}"#)).unwrap_err();
+            assert!(
+                found.len() == 1 && found[0].starts_with(&format!("`{field}` ")) && found[0].contains(cure),
+                "{setting}: {found:?}"
+            );
+        }
+        let all = r#"{"role":"inbound","endpoint":1,"serving_port":0,"report":2,"surprise":3,"q_rif":4}"#;
+        assert_eq!(parse(all).unwrap_err().len(), 6);
+    }
+
+    #[test]
+    fn the_role_is_outbound_unless_it_says_so() {
+        let clusters = r#""clusters":[{"cluster":"a","probe_cluster":"b"}]"#;
+        for text in [format!("{{{clusters}}}"), format!(r#"{{"role":"outbound",{clusters}}}"#)] {
+            assert!(matches!(Config::parse(&text), Ok(Config::Outbound(_))), "{text}");
+        }
+        for (setting, field, cure) in [
+            (r#""role":"sidecar""#, "role", "must be one of \"outbound\", \"inbound\""),
+            (r#""endpoint":"10.0.0.1:80""#, "endpoint", "needs \"role\": \"inbound\""),
+            (r#""serving_port":80"#, "serving_port", "needs \"role\": \"inbound\""),
+            (r#""report":"always""#, "report", "needs \"role\": \"inbound\""),
+        ] {
+            let found = parse(&format!("{{{setting},{clusters}}}")).unwrap_err();
+            assert!(
+                found.len() == 1 && found[0].starts_with(&format!("`{field}` ")) && found[0].contains(cure),
+                "{setting}: {found:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! The log of one replica: what its last requests told, whichever worker they ended on, and what else all workers must agree
+//! on: since when it is up, and where its probes come in.
+//!
+//! Each worker has a [`Replica`] of its own, appends what its requests tell, and takes in what others have appended. A worker
+//! that looks seldom misses what has left the log; the last [`EVENTS`] requests are what an estimate is made of anyway.
+
+use bytemuck::Zeroable;
+
+use crate::endpoint::Endpoint;
+use crate::pool::BlobError;
+use crate::replica::Replica;
+use crate::report::MAX_LATENCY_US;
+use crate::time::Micros;
+use crate::tracker::{Ended, Outcome};
+
+/// Requests kept.
+pub const EVENTS: usize = 64;
+
+/// The log. Plain data: the blob in shared data.
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct EndedLog {
+    magic: u32,
+    version: u16,
+    /// Port of the replica's host where probes come in, 0: the serving port.
+    probe_port: u16,
+    /// Since when it can serve, 0: it cannot.
+    up: u64,
+    /// Requests so far.
+    written: u64,
+    events: [Event; EVENTS],
+}
+
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Event {
+    at: u64,
+    latency_us: u32,
+    /// At arrival, of which the last two bits are the outcome.
+    rif: u32,
+}
+
+/// How far a worker has read.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Seen(u64);
+
+impl Default for EndedLog {
+    fn default() -> Self {
+        Self { magic: MAGIC, version: VERSION, ..Self::zeroed() }
+    }
+}
+
+impl EndedLog {
+    /// Reads a blob.
+    ///
+    /// # Errors
+    /// [`BlobError`] for anything that [`Self::as_bytes`] of this version did not write; the caller starts anew.
+    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        if bytes.len() != size_of::<Self>() {
+            return Err(BlobError::Size { got: bytes.len(), want: size_of::<Self>() });
+        }
+        let log: Self = bytemuck::pod_read_unaligned(bytes);
+        if log.magic != MAGIC || log.version != VERSION {
+            return Err(BlobError::Version);
+        }
+        let sound = log.events.iter().all(|event| event.latency_us <= MAX_LATENCY_US);
+        if sound { Ok(log) } else { Err(BlobError::Content) }
+    }
+
+    /// The blob.
+    pub fn as_bytes(&self) -> &[u8] {
+        bytemuck::bytes_of(self)
+    }
+
+    /// Makes a log that nobody has begun agree with `replica`. True if there was something to do.
+    pub fn begin(&mut self, replica: &Replica, now: Micros) -> bool {
+        let blank = self.written == 0 && self.up == 0;
+        if blank {
+            self.up = replica.up().unwrap_or(now).0;
+        }
+        blank
+    }
+
+    /// Takes what others have appended since `seen` into `replica`.
+    pub fn read(&self, seen: &mut Seen, replica: &mut Replica) {
+        // A log that was begun anew holds less than was seen.
+        let from = if seen.0 > self.written { 0 } else { seen.0 };
+        for number in from.max(self.written.saturating_sub(EVENTS as u64))..self.written {
+            if let Some(event) = self.events.get(number as usize % EVENTS) {
+                replica.record(event.ended());
+            }
+        }
+        seen.0 = self.written;
+        replica.set_up((self.up != 0).then_some(Micros(self.up)));
+    }
+
+    /// Appends what a request told. The caller has read everything before and knows it already.
+    pub fn append(&mut self, seen: &mut Seen, ended: Ended) {
+        if let Some(event) = self.events.get_mut(self.written as usize % EVENTS) {
+            *event = Event::from(ended);
+        }
+        self.written = self.written.wrapping_add(1);
+        seen.0 = self.written;
+    }
+
+    /// The replica can serve, or cannot. True if that is news.
+    pub fn set_up(&mut self, up: bool, now: Micros) -> bool {
+        if up == (self.up != 0) {
+            return false;
+        }
+        self.up = if up { now.0 } else { 0 };
+        true
+    }
+
+    /// Where probes come in, as far as it differs from `endpoint`.
+    pub fn probe_endpoint(&self, endpoint: Endpoint) -> Option<Endpoint> {
+        (self.probe_port != 0 && self.probe_port != endpoint.port())
+            .then(|| endpoint.with_port(self.probe_port))
+    }
+
+    /// A probe for `endpoint` came in at `at`. Another host's address tells nothing that a report may say. True if it is news.
+    pub fn probed_at(&mut self, endpoint: Endpoint, at: Endpoint) -> bool {
+        let news = at.same_host(&endpoint) && self.probe_endpoint(endpoint).unwrap_or(endpoint) != at;
+        if news {
+            self.probe_port = at.port();
+        }
+        news
+    }
+}
+
+impl From<Ended> for Event {
+    fn from(ended: Ended) -> Self {
+        let outcome = match ended.outcome {
+            Outcome::Success => 0,
+            Outcome::Failure => 1,
+            Outcome::Aborted => 2,
+            Outcome::Streaming => 3,
+        };
+        let rif = ended.rif_at_arrival.min(u32::MAX >> 2) << 2 | outcome;
+        Self { at: ended.at.0, latency_us: ended.latency_us.min(MAX_LATENCY_US), rif }
+    }
+}
+
+impl Event {
+    fn ended(self) -> Ended {
+        let outcome = match self.rif & 3 {
+            0 => Outcome::Success,
+            1 => Outcome::Failure,
+            2 => Outcome::Aborted,
+            _ => Outcome::Streaming,
+        };
+        Ended { at: Micros(self.at), rif_at_arrival: self.rif >> 2, latency_us: self.latency_us, outcome }
+    }
+}
+
+const MAGIC: u32 = u32::from_le_bytes(*b"pqel");
+const VERSION: u16 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tracker::TrackerConfig;
+    use proptest::prelude::*;
+
+    /// A worker, and the log that it shares.
+    struct Worker(Replica, Seen);
+
+    impl Worker {
+        fn new() -> Self {
+            Self(Replica::new(TrackerConfig::default(), None), Seen::default())
+        }
+
+        fn serve(&mut self, log: &mut EndedLog, at: u64, took_ms: u64, outcome: Outcome) {
+            let ticket = self.0.tracker.start_behind(ms(at), 2);
+            let now = ms(at + took_ms);
+            let ended = self.0.finish(ticket, now, outcome);
+            log.begin(&self.0, now);
+            log.read(&mut self.1, &mut self.0);
+            log.append(&mut self.1, ended);
+        }
+
+        fn report(&mut self, log: &EndedLog, at: u64) -> String {
+            log.read(&mut self.1, &mut self.0);
+            let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
+            self.0.report_at(ms(at), 2, endpoint, log.probe_endpoint(endpoint), 0).to_string()
+        }
+    }
+
+    fn ms(ms: u64) -> Micros {
+        Micros::from_millis(1_000_000 + ms)
+    }
+
+    #[test]
+    fn a_worker_without_requests_reports_what_the_others_saw() {
+        let mut log = EndedLog::default();
+        let (mut one, mut other) = (Worker::new(), Worker::new());
+        for at in 0..5 {
+            one.serve(&mut log, at * 50, 30, Outcome::Success);
+        }
+        assert_eq!(other.report(&log, 1000), "2;30000;10.0.0.1:80;up=0");
+        assert_eq!(one.report(&log, 1000), other.report(&log, 1000));
+        for at in 0..20 {
+            other.serve(&mut log, 2000 + at, 1, Outcome::Failure);
+        }
+        assert_eq!(one.report(&log, 2030), other.report(&log, 2030));
+        assert!(one.report(&log, 2030).contains(";fail="));
+        // Each request counted once: what one appends it does not read again.
+        let mut late = Worker::new();
+        assert_eq!(late.report(&log, 2030), one.report(&log, 2030));
+    }
+
+    #[test]
+    fn a_worker_that_looks_seldom_takes_the_latest() {
+        let mut log = EndedLog::default();
+        let (mut one, mut other) = (Worker::new(), Worker::new());
+        for at in 0..1000 {
+            one.serve(&mut log, at * 10, if at < 900 { 2 } else { 7 }, Outcome::Success);
+        }
+        assert_eq!(other.report(&log, 10_000), "2;7000;10.0.0.1:80;up=9");
+    }
+
+    #[test]
+    fn up_is_one_for_all_and_survives_a_lost_log() {
+        let mut log = EndedLog::default();
+        let (mut one, mut other) = (Worker::new(), Worker::new());
+        one.serve(&mut log, 0, 1, Outcome::Success);
+        assert!(!log.set_up(true, ms(5000)) && log.set_up(false, ms(5000)));
+        assert!(other.report(&log, 9000).ends_with(";up=0"));
+        assert!(log.set_up(true, ms(10_000)));
+        assert!(other.report(&log, 13_000).ends_with(";up=3"));
+        // A damaged log is replaced; a worker that knows how old the replica is says so.
+        let mut log = EndedLog::default();
+        other.serve(&mut log, 13_000, 1, Outcome::Success);
+        assert!(other.report(&log, 14_000).ends_with(";up=4"));
+        assert!(one.report(&log, 14_000).ends_with(";up=4"), "what it had seen is gone, and it reads on");
+    }
+
+    #[test]
+    fn probes_at_another_port_of_the_same_host_are_told() {
+        let mut log = EndedLog::default();
+        let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
+        for (at, news, told) in [
+            ("10.0.0.1:80", false, None),
+            ("10.0.0.2:81", false, None),
+            ("10.0.0.1:81", true, Some("10.0.0.1:81")),
+            ("10.0.0.1:81", false, Some("10.0.0.1:81")),
+            ("10.0.0.1:80", true, None),
+        ] {
+            assert_eq!(log.probed_at(endpoint, at.parse().unwrap()), news, "{at}");
+            assert_eq!(log.probe_endpoint(endpoint), told.map(|text: &str| text.parse().unwrap()), "{at}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_log_is_refused() {
+        let log = EndedLog::default();
+        assert_eq!(EndedLog::decode(log.as_bytes()).unwrap().as_bytes(), log.as_bytes());
+        assert!(matches!(EndedLog::decode(&[]), Err(BlobError::Size { .. })));
+        assert_eq!(EndedLog::decode(&[0; size_of::<EndedLog>()]).unwrap_err(), BlobError::Version);
+        let mut broken = log;
+        broken.events[3].latency_us = u32::MAX;
+        assert_eq!(EndedLog::decode(broken.as_bytes()).unwrap_err(), BlobError::Content);
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), size_of::<EndedLog>()), now: u64, seen: u64) {
+            let mut log: EndedLog = bytemuck::pod_read_unaligned(&bytes);
+            (log.magic, log.version) = (MAGIC, VERSION);
+            log.events.iter_mut().for_each(|event| event.latency_us %= MAX_LATENCY_US);
+            let mut log = EndedLog::decode(log.as_bytes()).unwrap();
+            let mut replica = Replica::new(TrackerConfig::default(), None);
+            let mut seen = Seen(seen);
+            log.read(&mut seen, &mut replica);
+            let ticket = replica.tracker.start(Micros(now));
+            let ended = replica.finish(ticket, Micros(now), Outcome::Success);
+            log.append(&mut seen, ended);
+            let _ = replica.report(Micros(now), "[::1]:1".parse().unwrap(), None, 0);
+        }
+    }
+}

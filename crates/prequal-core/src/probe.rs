@@ -1,0 +1,81 @@
+//! What a request to the replica's side means to us, and the body of the answer to a probe.
+
+use std::fmt::Write as _;
+
+use crate::report::{LoadReport, PROBE_PATH};
+
+/// Everything below this path is ours and never forwarded.
+const PREFIX: &str = "/prequal/";
+
+/// What to do with a request of some method and path.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Route {
+    /// The application's.
+    Forward,
+    /// A probe.
+    Probe,
+    /// A probe asked for in a way that we do not answer.
+    MethodNotAllowed,
+    /// Below our prefix, but nothing is there.
+    NotFound,
+}
+
+impl Route {
+    /// The route of a path without its query. `method` is asked for only where it matters.
+    pub fn of<'a>(path: &str, method: impl FnOnce() -> &'a str) -> Self {
+        if !path.starts_with(PREFIX) {
+            Self::Forward
+        } else if path != PROBE_PATH {
+            Self::NotFound
+        } else if matches!(method(), "GET" | "HEAD") {
+            Self::Probe
+        } else {
+            Self::MethodNotAllowed
+        }
+    }
+}
+
+/// A report as JSON, for probes that accept it. `timestamp_ms` is the time since the epoch.
+pub fn json(report: &LoadReport, timestamp_ms: u128) -> String {
+    let mut text = format!("{{\"rif\":{},\"latency_median_ms\":", report.rif);
+    // Written by hand: digits and addresses need no escaping. Errors cannot happen on a String.
+    let _ = match report.latency_us {
+        Some(us) => write!(text, "{}.{:03},\"latency_us\":{us}", us / 1000, us % 1000),
+        None => write!(text, "null,\"latency_us\":null"),
+    };
+    let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);
+    let _ = match report.up_s {
+        Some(up) => write!(text, "{up}"),
+        None => text.write_str("null"),
+    };
+    let _ = write!(text, ",\"timestamp_ms\":{timestamp_ms}");
+    if let Some(endpoint) = report.endpoint {
+        let _ = write!(text, ",\"endpoint\":\"{endpoint}\"");
+    }
+    if let Some(probe) = report.probe_endpoint {
+        let _ = write!(text, ",\"probe_endpoint\":\"{probe}\"");
+    }
+    text.push('}');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn our_paths_are_never_forwarded() {
+        for (method, path, expected) in [
+            ("GET", "/prequal/probe", Route::Probe),
+            ("HEAD", "/prequal/probe", Route::Probe),
+            ("POST", "/prequal/probe", Route::MethodNotAllowed),
+            ("GET", "/prequal/probe/", Route::NotFound),
+            ("GET", "/prequal/", Route::NotFound),
+            ("GET", "/prequal", Route::Forward),
+            ("GET", "/prequalx/probe", Route::Forward),
+            ("GET", "/", Route::Forward),
+        ] {
+            assert_eq!(Route::of(path, || method), expected, "{method} {path}");
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! What a replica knows of itself: load, failures, age; and the report made of them.
+//!
+//! Its embedder counts the requests: the agent all of them, a worker of an Envoy its own. Where there are several, each is told
+//! what the others' requests told ([`Replica::record`]) and how many are in flight in all ([`Replica::report_at`]).
+
+use crate::endpoint::Endpoint;
+use crate::failures::FailureShare;
+use crate::report::LoadReport;
+use crate::time::Micros;
+use crate::tracker::{Ended, Outcome, Ticket, Tracker, TrackerConfig};
+
+/// Reports tell the age of a replica below this, seconds; older ones stay short.
+pub const YOUNG_S: u32 = 600;
+
+/// Load, failures and age of one replica.
+#[derive(Debug)]
+pub struct Replica {
+    /// Requests in flight and what they took.
+    pub tracker: Tracker,
+    failures: FailureShare,
+    /// Since when it can serve; `None` while it cannot.
+    up: Option<Micros>,
+}
+
+impl Replica {
+    /// An idle replica that can serve since `up`.
+    pub fn new(config: TrackerConfig, up: Option<Micros>) -> Self {
+        Self { tracker: Tracker::new(config), failures: FailureShare::default(), up }
+    }
+
+    /// A request ends, however it ends. Returns what it tells, which is recorded.
+    pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
+        self.failures.record(now, outcome);
+        self.tracker.finish(ticket, now, outcome)
+    }
+
+    /// Takes in what a request told that ended elsewhere.
+    pub fn record(&mut self, ended: Ended) {
+        self.failures.record(ended.at, ended.outcome);
+        self.tracker.record(ended);
+    }
+
+    /// The share of requests that failed by the replica's own making, per mille, 0 to 1000.
+    pub fn failing(&self, now: Micros) -> u16 {
+        self.failures.per_mille(now)
+    }
+
+    /// Since when it can serve; `None`: it cannot.
+    pub fn up(&self) -> Option<Micros> {
+        self.up
+    }
+
+    /// Sets since when it can serve; a replica that came back is as cold as a new one.
+    pub fn set_up(&mut self, up: Option<Micros>) {
+        self.up = up;
+    }
+
+    /// How long it can serve, seconds; 0 while it cannot.
+    pub fn up_s(&self, now: Micros) -> u32 {
+        self.up.map_or(0, |since| u32::try_from(now.saturating_since(since) / 1_000_000).unwrap_or(u32::MAX))
+    }
+
+    /// The report of this replica as `endpoint`, with what is in flight here.
+    ///
+    /// `leaving` requests are taken off the RIF: a report on a response is read by the client when that response
+    /// is over, and must say what the *next* request would find.
+    pub fn report(
+        &self,
+        now: Micros,
+        endpoint: Endpoint,
+        probe_endpoint: Option<Endpoint>,
+        leaving: u32,
+    ) -> LoadReport {
+        self.report_at(now, self.tracker.rif(), endpoint, probe_endpoint, leaving)
+    }
+
+    /// The same where `rif` requests are in flight, here and elsewhere.
+    pub fn report_at(
+        &self,
+        now: Micros,
+        rif: u32,
+        endpoint: Endpoint,
+        probe_endpoint: Option<Endpoint>,
+        leaving: u32,
+    ) -> LoadReport {
+        LoadReport {
+            rif: rif.saturating_sub(leaving),
+            latency_us: self.tracker.latency_at(now, rif),
+            endpoint: Some(endpoint),
+            probe_endpoint,
+            failing: self.failing(now),
+            up_s: Some(self.up_s(now)).filter(|up| *up < YOUNG_S),
+        }
+    }
+}

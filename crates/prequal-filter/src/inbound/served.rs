@@ -1,0 +1,188 @@
+//! One replica, as one worker knows it: its own requests in flight, everybody's RIF, and the estimate that all workers share.
+
+use std::cell::{Cell, RefCell};
+
+use prequal_core::endpoint::Endpoint;
+use prequal_core::inbound::ended::{EndedLog, Seen};
+use prequal_core::inbound::slots::Slots;
+use prequal_core::replica::Replica;
+use prequal_core::report::{LoadReport, MAX_RIF};
+use prequal_core::time::Micros;
+use prequal_core::tracker::{Outcome, Ticket, TrackerConfig};
+
+use super::vm::Vm;
+use crate::metrics::{BlobCounters, Counter, Gauge, label};
+use crate::store::{load, seed, update};
+
+/// What others' requests told is read at least this often before it is reported, microseconds.
+const STALE_US: u64 = 100_000;
+
+/// One replica.
+pub(crate) struct Served {
+    pub(super) endpoint: Endpoint,
+    replica: RefCell<Replica>,
+    log_key: String,
+    seen: Cell<Seen>,
+    read: Cell<Micros>,
+    probe_endpoint: Cell<Option<Endpoint>>,
+    /// Name of the gauges up to the number of the slot, and after it.
+    gauge_name: (String, String),
+    /// Requests in flight by slot.
+    gauges: RefCell<Vec<Gauge>>,
+    ended: [Counter; 4],
+    probes: Counter,
+    blobs: BlobCounters,
+}
+
+impl Served {
+    pub(super) fn new(endpoint: Endpoint, namespace: &str, now: Micros) -> Self {
+        let name = label(&endpoint.to_string());
+        let log_key = format!("prequal/1/inbound/{endpoint}/ended");
+        seed::<EndedLog>(&log_key);
+        let served = Self {
+            endpoint,
+            replica: RefCell::new(Replica::new(TrackerConfig::default(), None)),
+            log_key,
+            seen: Cell::default(),
+            read: Cell::default(),
+            probe_endpoint: Cell::default(),
+            gauge_name: (format!("prequal_inbound_in_flight.endpoint={name}.slot="), namespace.to_owned()),
+            gauges: RefCell::default(),
+            ended: ["success", "failure", "aborted", "streaming"].map(|result| {
+                Counter::define(&format!("prequal_inbound_requests_total.endpoint={name}.result={result}"))
+            }),
+            probes: Counter::define(&format!("prequal_inbound_probes_total.endpoint={name}")),
+            blobs: BlobCounters::define("prequal_inbound_", &format!(".endpoint={name}")),
+        };
+        served.transact(now, |_, _| false);
+        served
+    }
+
+    /// A request arrives.
+    pub(super) fn start(&self, vm: &Vm, now: Micros) -> Ticket {
+        let others = self.rif(vm);
+        let ticket = self.replica.borrow_mut().tracker.start_behind(now, others);
+        self.publish(vm);
+        ticket
+    }
+
+    /// The request is a stream: it stays in flight, but its age says nothing of the replica's speed.
+    pub(super) fn streaming(&self, ticket: &Ticket) {
+        self.replica.borrow_mut().tracker.streaming(ticket);
+    }
+
+    /// A request ends. `up` says what is known of the replica being there.
+    pub(super) fn finish(&self, vm: &Vm, now: Micros, ticket: Ticket, outcome: Outcome, up: Option<bool>) {
+        let ended = self.replica.borrow_mut().finish(ticket, now, outcome);
+        self.publish(vm);
+        let [success, failure, aborted, streaming] = self.ended;
+        match outcome {
+            Outcome::Success => success,
+            Outcome::Failure => failure,
+            Outcome::Aborted => aborted,
+            Outcome::Streaming => streaming,
+        }
+        .one();
+        if outcome == Outcome::Aborted {
+            return;
+        }
+        self.transact(now, |log, seen| {
+            if let Some(up) = up {
+                log.set_up(up, now);
+            }
+            log.append(seen, ended);
+            true
+        });
+    }
+
+    /// The report for a response. `leaving`: its request is about to end and not in the way of the next one.
+    pub(super) fn report(&self, vm: &Vm, now: Micros, leaving: bool) -> LoadReport {
+        let read = self.read.get();
+        if now < read || now.saturating_since(read) > STALE_US {
+            self.look(now);
+        }
+        self.report_now(vm, now, u32::from(leaving))
+    }
+
+    /// The report for a probe that came in `at` an address of this Envoy.
+    pub(super) fn answer(&self, vm: &Vm, now: Micros, at: Option<Endpoint>) -> LoadReport {
+        self.probes.one();
+        self.look(now);
+        if let Some(at) = at
+            && self.probe_endpoint.get().unwrap_or(self.endpoint) != at
+        {
+            self.transact(now, |log, _| log.probed_at(self.endpoint, at));
+        }
+        self.report_now(vm, now, 0)
+    }
+
+    fn report_now(&self, vm: &Vm, now: Micros, leaving: u32) -> LoadReport {
+        let rif = self.rif(vm);
+        self.replica.borrow().report_at(now, rif, self.endpoint, self.probe_endpoint.get(), leaving)
+    }
+
+    /// Shows the others how many requests are in flight here. An absolute value: whatever went wrong before is right again.
+    pub(super) fn publish(&self, vm: &Vm) {
+        if let Some(slot) = vm.slot() {
+            let rif = self.replica.borrow().tracker.rif();
+            self.gauge(slot).set(u64::from(rif));
+        }
+    }
+
+    /// Takes away what VMs that are no more have counted.
+    pub(super) fn sweep(&self, table: &Slots, used: usize) {
+        for slot in (0..used).filter(|slot| table.is_free(*slot)) {
+            let gauge = self.gauge(slot);
+            if gauge.get() != 0 {
+                gauge.set(0);
+            }
+        }
+    }
+
+    /// Requests in flight on all workers.
+    fn rif(&self, vm: &Vm) -> u32 {
+        let own = vm.slot();
+        let others = (0..vm.used()).filter(|slot| Some(*slot) != own).map(|slot| self.gauge(slot).get());
+        let own = u64::from(self.replica.borrow().tracker.rif());
+        let sum = others.fold(own, u64::saturating_add);
+        u32::try_from(sum).unwrap_or(MAX_RIF).min(MAX_RIF)
+    }
+
+    fn gauge(&self, slot: usize) -> Gauge {
+        let mut gauges = self.gauges.borrow_mut();
+        let (before, after) = &self.gauge_name;
+        for number in gauges.len()..=slot {
+            gauges.push(Gauge::define(&format!("{before}{number}{after}")));
+        }
+        gauges.get(slot).copied().unwrap_or_default()
+    }
+
+    /// Reads what others' requests told.
+    fn look(&self, now: Micros) {
+        let (log, _) = load::<EndedLog>(&self.log_key, &self.blobs);
+        self.read_log(&log, now);
+    }
+
+    fn read_log(&self, log: &EndedLog, now: Micros) {
+        let mut seen = self.seen.get();
+        log.read(&mut seen, &mut self.replica.borrow_mut());
+        self.seen.set(seen);
+        self.read.set(now);
+        self.probe_endpoint.set(log.probe_endpoint(self.endpoint));
+    }
+
+    /// Reads the log, and writes it if `change` says that there is news.
+    fn transact(&self, now: Micros, mut change: impl FnMut(&mut EndedLog, &mut Seen) -> bool) {
+        let (_, seen, written) = update::<EndedLog, _>(&self.log_key, &self.blobs, |log| {
+            let begun = log.begin(&self.replica.borrow(), now);
+            self.read_log(log, now);
+            let mut seen = self.seen.get();
+            let changed = change(log, &mut seen);
+            (seen, begun || changed)
+        });
+        // What was appended is not to be read again; what was lost in conflicts was not appended.
+        if written {
+            self.seen.set(seen);
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! One request on its way to the replica behind this Envoy: counted while it lasts, judged when it ends.
+//!
+//! What counts as what is the agent's table (`crates/probe-agent/src/body.rs`), with Envoy's word for who ended the request. A
+//! request that Envoy itself answered was in flight, and tells nothing of the replica unless it was refused, reset or late.
+
+use std::rc::Rc;
+
+use prequal_core::probe::Route;
+use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
+use prequal_core::time::Micros;
+use prequal_core::tracker::{Outcome, Ticket};
+use proxy_wasm::hostcalls;
+use proxy_wasm::traits::{Context, HttpContext};
+use proxy_wasm::types::{Action, BufferType, MapType};
+
+use super::served::Served;
+use super::{Inbound, reply};
+use crate::host;
+use crate::metrics::Class;
+use crate::outcome::{class_of, grpc_failed};
+
+/// A gRPC call open for longer than this after its first response message is a stream, microseconds.
+const GRPC_UNARY_TAIL_US: u64 = 1_000_000;
+/// Before each gRPC message: a flag, and its length in four bytes.
+const GRPC_PREFIX: usize = 5;
+
+/// One request.
+pub(crate) struct InboundStream {
+    inbound: Rc<Inbound>,
+    flight: Option<Flight>,
+    /// Answered here; the response is not the replica's.
+    own: bool,
+    /// The response ended as a response should.
+    complete: bool,
+    failed: bool,
+    streaming: bool,
+    /// A WebSocket, or the like.
+    upgraded: bool,
+    grpc: Option<Grpc>,
+}
+
+/// A request that is counted.
+struct Flight {
+    served: Rc<Served>,
+    ticket: Ticket,
+}
+
+/// What tells a gRPC stream from a unary call.
+#[derive(Default)]
+struct Grpc {
+    first: Option<Micros>,
+    /// Bytes of the first message with its prefix, once known.
+    unary: Option<usize>,
+    received: usize,
+}
+
+impl InboundStream {
+    pub(crate) fn new(inbound: Rc<Inbound>) -> Self {
+        Self {
+            inbound,
+            flight: None,
+            own: false,
+            complete: false,
+            failed: false,
+            streaming: false,
+            upgraded: false,
+            grpc: None,
+        }
+    }
+
+    /// Answers what is below our prefix. True if it did.
+    fn answered_here(&self) -> bool {
+        let header = |name| host::header(MapType::HttpRequestHeaders, name).unwrap_or_default();
+        let path = header(":path");
+        let path = path.split('?').next().unwrap_or_default();
+        let mut method = String::new();
+        let route = Route::of(path, || {
+            method = header(":method");
+            &method
+        });
+        match route {
+            Route::Forward => return false,
+            Route::Probe => self.inbound.answer(host::now()),
+            Route::MethodNotAllowed => reply(405, &[("allow", "GET, HEAD")], b"probes are GET\n"),
+            Route::NotFound => reply(404, &[], b"not found\n"),
+        }
+        true
+    }
+
+    fn mark_streaming(&mut self) {
+        if let (false, Some(flight)) = (self.streaming, &self.flight) {
+            flight.served.streaming(&flight.ticket);
+        }
+        self.streaming = true;
+    }
+
+    /// What the head of the response tells.
+    fn read_head(&mut self, end_of_stream: bool) {
+        let header = |name| {
+            hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, name)
+                .ok()
+                .flatten()
+                .unwrap_or_default()
+        };
+        let status = header(":status");
+        self.complete = end_of_stream;
+        self.failed = status.starts_with(b"5");
+        if status == b"101" {
+            self.upgraded = true;
+            self.mark_streaming();
+            return;
+        }
+        let content_type = header("content-type");
+        if content_type.starts_with(b"application/grpc") {
+            self.failed |= grpc_failed(MapType::HttpResponseHeaders);
+            self.grpc = Some(Grpc::default());
+        } else if content_type.starts_with(b"text/event-stream") {
+            self.mark_streaming();
+        }
+    }
+
+    fn stamp(&self, flight: &Flight) {
+        let set = |name, value: Option<&str>| {
+            let _ = hostcalls::set_map_value(MapType::HttpResponseHeaders, name, value);
+        };
+        let leaving = !self.streaming && self.grpc.is_none();
+        let report = self
+            .inbound
+            .config
+            .report_on_responses
+            .then(|| flight.served.report(&self.inbound.vm, host::now(), leaving).to_string());
+        // What the replica itself says of its load does not count beside what is counted here.
+        set(HEADER_LOAD, report.as_deref());
+        set(HEADER_RIF, None);
+        set(HEADER_LATENCY, None);
+    }
+
+    /// How the request ended, and what that says of the replica being there.
+    fn judge(&self) -> (Outcome, Option<bool>) {
+        let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
+        match class_of(&details) {
+            _ if self.upgraded => (Outcome::Streaming, None),
+            Class::Answer | Class::ClientAbort if self.streaming && !self.failed => {
+                (Outcome::Streaming, Some(true))
+            }
+            Class::Answer if self.failed => (Outcome::Failure, Some(true)),
+            Class::Answer if self.complete => (Outcome::Success, Some(true)),
+            Class::Answer | Class::ClientAbort | Class::Local => (Outcome::Aborted, None),
+            // Nobody listens. Other failures are of a replica that may be as warm as ever.
+            Class::UpstreamFailure if details.contains("remote_connection_failure") => {
+                (Outcome::Failure, Some(false))
+            }
+            Class::UpstreamFailure => (Outcome::Failure, None),
+        }
+    }
+}
+
+impl Context for InboundStream {}
+
+impl HttpContext for InboundStream {
+    fn on_http_request_headers(&mut self, _count: usize, _end_of_stream: bool) -> Action {
+        #[cfg(feature = "crash-test")]
+        host::crash_on_demand();
+        if self.answered_here() {
+            self.own = true;
+            return Action::Pause;
+        }
+        let now = host::now();
+        if let Some(served) = self.inbound.replica_of_request(now) {
+            self.inbound.vm.ensure_slot(now);
+            let ticket = served.start(&self.inbound.vm, now);
+            self.flight = Some(Flight { served, ticket });
+        }
+        Action::Continue
+    }
+
+    fn on_http_response_headers(&mut self, _count: usize, end_of_stream: bool) -> Action {
+        if self.own {
+            return Action::Continue;
+        }
+        self.read_head(end_of_stream);
+        if let Some(flight) = &self.flight {
+            self.stamp(flight);
+        }
+        Action::Continue
+    }
+
+    fn on_http_response_body(&mut self, size: usize, end_of_stream: bool) -> Action {
+        self.complete |= end_of_stream;
+        if let Some(grpc) = &mut self.grpc
+            && !self.streaming
+            && size > 0
+            && grpc.data(size)
+        {
+            self.mark_streaming();
+        }
+        Action::Continue
+    }
+
+    fn on_http_response_trailers(&mut self, _count: usize) -> Action {
+        self.complete = true;
+        if self.grpc.is_some() && grpc_failed(MapType::HttpResponseTrailers) {
+            self.failed = true;
+        }
+        Action::Continue
+    }
+
+    fn on_log(&mut self) {
+        if let Some(Flight { served, ticket }) = self.flight.take() {
+            let (outcome, up) = self.judge();
+            served.finish(&self.inbound.vm, host::now(), ticket, outcome, up);
+        }
+    }
+}
+
+impl Grpc {
+    /// Takes in the next bytes of the body, which are the current buffer; whether they show a stream.
+    fn data(&mut self, size: usize) -> bool {
+        let now = host::now();
+        if self.received == 0 {
+            let prefix = hostcalls::get_buffer(BufferType::HttpResponseBody, 0, GRPC_PREFIX);
+            if let Ok(Some(prefix)) = prefix
+                && let [_, a, b, c, d] = prefix[..]
+            {
+                let length = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
+                self.unary = Some(length.saturating_add(GRPC_PREFIX));
+            }
+        }
+        self.received = self.received.saturating_add(size);
+        let first = *self.first.get_or_insert(now);
+        self.unary.is_some_and(|unary| self.received > unary)
+            || now.saturating_since(first) > GRPC_UNARY_TAIL_US
+    }
+}

@@ -1,0 +1,26 @@
+//! How a request ended, as both roles read it from Envoy.
+
+use prequal_core::failures::grpc_blames_server;
+use proxy_wasm::types::MapType;
+
+use crate::host;
+use crate::metrics::Class;
+
+/// Whether the gRPC status in the map says that the replica failed.
+pub(crate) fn grpc_failed(map: MapType) -> bool {
+    host::header(map, "grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
+}
+
+/// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).
+pub(crate) fn class_of(details: &str) -> Class {
+    let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| details.starts_with(prefix));
+    if details == "via_upstream" {
+        Class::Answer
+    } else if starts(&["downstream_", "http2.remote_reset", "http3.remote_reset"]) {
+        Class::ClientAbort
+    } else if starts(&["upstream_", "response_timeout", "no_healthy_upstream", "stream_idle_timeout"]) {
+        Class::UpstreamFailure
+    } else {
+        Class::Local
+    }
+}

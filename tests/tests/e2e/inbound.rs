@@ -1,0 +1,503 @@
+//! The inbound role: an Envoy beside each replica reports for it, and there is no agent.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue};
+use prequal_testbed::{
+    Backend, Body, Client, Envoy, EnvoyConfig, Reply, Request, Response, Seen, WebSocket, eventually, ready,
+    workspace_root,
+};
+use serde_json::{Value, json};
+
+use crate::support::{PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, is_probe, warm};
+
+const MS: fn(u64) -> Duration = Duration::from_millis;
+/// A dead VM's requests are gone from the RIF within this time, and some for the poll on a busy machine.
+const HEALED: Duration = Duration::from_millis(3500);
+
+/// The shipped inbound configuration with two workers.
+fn beside(replica: &Backend) -> Result<EnvoyConfig> {
+    Ok(EnvoyConfig::inbound(replica.addr())?.concurrency(2))
+}
+
+fn with(config: EnvoyConfig, settings: &Value) -> EnvoyConfig {
+    config.filter_text(&settings.to_string())
+}
+
+/// A report as the inbound role tells it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+struct Report {
+    rif: u64,
+    latency_us: Option<u64>,
+    endpoint: String,
+    /// What comes after the endpoint.
+    rest: String,
+}
+
+fn report(headers: &HeaderMap) -> Result<Report> {
+    let all: Vec<_> = headers.get_all("x-prequal-load").iter().collect();
+    anyhow::ensure!(all.len() == 1, "{} reports in {headers:?}", all.len());
+    let mut fields = all[0].to_str()?.splitn(4, ';');
+    let mut next = || fields.next().unwrap_or_default();
+    let (rif, latency) = (next().parse()?, next());
+    let latency_us = if latency.is_empty() { None } else { Some(latency.parse()?) };
+    Ok(Report { rif, latency_us, endpoint: next().into(), rest: next().into() })
+}
+
+/// Asks over a connection of its own: any worker may answer.
+fn probe(addr: SocketAddr) -> Result<Report> {
+    let reply = Client::new(addr).get(PROBE_PATH)?;
+    anyhow::ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
+    report(&reply.headers)
+}
+
+/// The same over several connections, so that both workers answer.
+fn probes(addr: SocketAddr) -> Vec<u64> {
+    (0..12).map(|_| probe(addr).expect("a report").rif).collect()
+}
+
+/// Sends `count` requests at once, each over a connection of its own.
+fn hold(
+    addr: SocketAddr,
+    count: usize,
+    http2: bool,
+    path: &'static str,
+) -> Vec<JoinHandle<Result<Response>>> {
+    let client = move || if http2 { Client::http2(addr) } else { Client::new(addr) };
+    (0..count).map(|_| std::thread::spawn(move || client().get(path))).collect()
+}
+
+fn wait_for_rif(addr: SocketAddr, rif: u64, limit: Duration) {
+    let start = Instant::now();
+    loop {
+        let told = probes(addr);
+        if told.iter().all(|told| *told == rif) {
+            return;
+        }
+        assert!(start.elapsed() < limit, "not {rif} in flight within {limit:?}, but {told:?}");
+    }
+}
+
+/// Requests in flight by slot, as far as there are any.
+fn slots(envoy: &Envoy) -> Result<Vec<u64>> {
+    let found = envoy.inbound(envoy.addr())?;
+    Ok(found.iter().filter(|(name, n)| name.starts_with("in_flight.") && **n > 0).map(|(_, n)| *n).collect())
+}
+
+fn counted(envoy: &Envoy, result: &str, count: u64) {
+    let name = format!("requests.{result}");
+    eventually(&format!("{count} of {name}"), Duration::from_secs(5), || {
+        (envoy.inbound(envoy.addr()).ok()?.get(&name).copied().unwrap_or(0) == count).then_some(())
+    });
+}
+
+/// A port that was free a moment ago, for what must be known before Envoy starts.
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+fn on_port(config: EnvoyConfig, port: u16) -> EnvoyConfig {
+    config.edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(port))
+}
+
+/// Asserts that a client's Envoy before `servers` leaves the last replica, which is slow, alone.
+fn assert_steers(backends: &[Backend], client: &Envoy) -> Result<()> {
+    warm(client, backends.len() as u64);
+    backends.iter().for_each(Backend::clear);
+    let before = client.prequal(SERVING)?;
+    let answers = client.client().burst(600, 6, |_| Request::get("/"));
+    assert_all_ok(&answers);
+    for answer in answers {
+        assert_none_of_ours(&answer?.headers);
+    }
+    let after = client.prequal(SERVING)?;
+    assert!(after.steered() - before.steered() >= 580, "{after:#?}");
+    assert!(after.reports("used") - before.reports("used") >= 550, "{after:#?}");
+    assert_eq!(after.reports("wrong_endpoint"), 0, "{after:#?}");
+    assert!(after.probes("used") >= 10 && after.probes("timeout") * 5 < after.probes("used"), "{after:#?}");
+    let served: Vec<u64> = backends.iter().map(Backend::served).collect();
+    // On a busy machine one of the fast ones may look slow while the rest warms up.
+    let used = served[..3].iter().filter(|served| **served >= 30).count();
+    assert!(served[3] <= 60 && used >= 2, "{served:?}");
+    assert!(backends.iter().flat_map(Backend::seen).all(|seen| !is_probe(&seen)), "a probe got through");
+    Ok(())
+}
+
+fn three_fast_and_one_slow() -> Result<Vec<Backend>> {
+    [5, 5, 5, 150].map(|delay| Backend::start(Reply::ok().delay(MS(delay)))).into_iter().collect()
+}
+
+#[test]
+fn steering_needs_no_agent() -> Result<()> {
+    bed!();
+    let backends = three_fast_and_one_slow()?;
+    let servers =
+        backends.iter().map(|backend| Envoy::start(beside(backend)?)).collect::<Result<Vec<_>>>()?;
+    let addrs: Vec<SocketAddr> = servers.iter().map(Envoy::addr).collect();
+    let client = Envoy::start(EnvoyConfig::for_replicas(&addrs)?.concurrency(2))?;
+    assert_steers(&backends, &client)?;
+    for server in &servers {
+        assert!(server.inbound(server.addr())?["probes"] > 0);
+        assert_eq!(probe(server.addr())?.endpoint, server.addr().to_string());
+    }
+    Ok(())
+}
+
+#[test]
+fn probes_may_have_a_port_of_their_own() -> Result<()> {
+    bed!();
+    let backends = three_fast_and_one_slow()?;
+    let server = |backend: &Backend| -> Result<Envoy> {
+        let port = free_port()?;
+        let config = with(beside(backend)?, &json!({"role": "inbound", "serving_port": port}));
+        Envoy::start(on_port(config.add_listener("probes"), port))
+    };
+    let servers = backends.iter().map(server).collect::<Result<Vec<_>>>()?;
+    let serving: Vec<SocketAddr> = servers.iter().map(Envoy::addr).collect();
+    let ports = servers.iter().map(|server| server.listener("probes").context("no such listener"));
+    let probing = ports.collect::<Result<Vec<_>>>()?;
+    let client = EnvoyConfig::shipped()?.endpoints(SERVING, &serving).endpoints("replicas-agent", &probing);
+    let client = Envoy::start(client.concurrency(2))?;
+    assert_steers(&backends, &client)?;
+    for (serving, probing) in serving.iter().zip(&probing) {
+        let told = probe(*probing)?;
+        assert_eq!(told.endpoint, serving.to_string());
+        assert!(told.rest.starts_with(&format!("probe={probing}")), "{told:?}");
+    }
+    // What comes in there and is no probe goes through and is not counted.
+    let before = servers[0].inbound(serving[0])?["requests.success"];
+    assert_eq!(Client::new(probing[0]).get("/")?.status, 200);
+    assert_eq!(servers[0].inbound(serving[0])?["requests.success"], before);
+    assert!(servers[0].inbound(probing[0])?.is_empty());
+    Ok(())
+}
+
+/// Answers by path: `/slow` after 2.5 s, `/late` after the route's timeout, `/reset` never.
+fn by_path(seen: &Seen) -> Reply {
+    match seen.path.as_str() {
+        "/slow" => Reply::ok().delay(MS(2500)),
+        "/reset" => Reply::ok().delay(MS(20)).body(Body::Reset),
+        "/late" | "/given-up" => Reply::ok().delay(MS(1500)),
+        "/broken" => Reply::ok().body(Body::Broken(Bytes::from_static(b"half"))),
+        "/error" => Reply::status(500),
+        _ => Reply::ok(),
+    }
+}
+
+#[test]
+fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
+    bed!();
+    let backend = Backend::start_on("127.0.0.1:0", by_path)?;
+    let envoy = Envoy::start(beside(&backend)?.edit(|config| {
+        let mut late = config.routes_mut()[0].clone();
+        late["match"] = json!({"path": "/late"});
+        late["route"]["timeout"] = json!("0.3s");
+        config.routes_mut().insert(0, late);
+    }))?;
+    for http2 in [false, true] {
+        let before = envoy.inbound(envoy.addr())?;
+        let held = hold(envoy.addr(), 40, http2, "/slow");
+        wait_for_rif(envoy.addr(), 40, MS(2000));
+        let by_slot = slots(&envoy)?;
+        assert!(by_slot.len() == 2 && by_slot.iter().sum::<u64>() == 40, "one worker's share: {by_slot:?}");
+        let addr = envoy.addr();
+        let mixed: Vec<_> = (0..5)
+            .map(|_| {
+                std::thread::spawn(move || {
+                    let client = if http2 { Client::http2(addr) } else { Client::new(addr) };
+                    for path in ["/", "/error", "/reset", "/broken", "/late"] {
+                        let _ = client.get(path);
+                    }
+                    assert!(client.abandon(Request::get("/given-up"), MS(50)));
+                })
+            })
+            .collect();
+        while mixed.iter().any(|thread| !thread.is_finished()) {
+            let told = probe(addr)?.rif;
+            assert!((40..=45).contains(&told), "{told} with 40 to 45 in flight");
+        }
+        mixed.into_iter().for_each(|thread| thread.join().expect("it ran"));
+        wait_for_rif(addr, 40, MS(1000));
+        for answer in held {
+            assert_eq!(answer.join().expect("it ran")?.status, 200);
+        }
+        wait_for_rif(addr, 0, MS(1000));
+        assert_eq!(slots(&envoy)?, [0; 0]);
+        // Errors, resets, breaks and timeouts are failures, what the client gave up is nothing.
+        let since = |result: &str| before.get(&format!("requests.{result}")).copied().unwrap_or(0);
+        for (result, count) in [("success", 45), ("failure", 20), ("aborted", 5)] {
+            counted(&envoy, result, since(result) + count);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_crash_of_a_vm_is_forgotten_and_requests_go_on() -> Result<()> {
+    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    if !ready(std::slice::from_ref(&module)) {
+        return Ok(());
+    }
+    let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
+        "/slow" => Reply::ok().delay(MS(5000)),
+        _ => Reply::ok(),
+    })?;
+    let envoy = Envoy::start(beside(&backend)?.module(&module))?;
+    let addr = envoy.addr();
+    let held = hold(addr, 30, false, "/slow");
+    wait_for_rif(addr, 30, MS(2000));
+    let before = slots(&envoy)?;
+    assert!(before.len() == 2 && before.iter().sum::<u64>() == 30, "{before:?}");
+    let crash = Client::new(addr).send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    let crashed = Instant::now();
+    assert_eq!(crash.status, 503);
+    let left = eventually("the dead VM's requests are gone", HEALED, || {
+        slots(&envoy).ok().filter(|now| now.len() == 1).map(|now| now[0])
+    });
+    assert!(before.contains(&left), "{before:?}, then {left}");
+    wait_for_rif(addr, left, HEALED.saturating_sub(crashed.elapsed()));
+    // The worker has a new VM, which counts.
+    assert_all_ok(&(0..50).map(|_| Client::new(addr).get("/")).collect::<Vec<_>>());
+    let more = hold(addr, 20, false, "/slow");
+    wait_for_rif(addr, left + 20, MS(2000));
+    assert_eq!(slots(&envoy)?.len(), 2);
+    let answers: Vec<_> = held.into_iter().map(|thread| thread.join().expect("it ran")).collect();
+    let served = answers.iter().flatten().filter(|answer| answer.status == 200).count();
+    assert_eq!(served as u64, left, "the other worker's requests");
+    for answer in more {
+        assert_eq!(answer.join().expect("it ran")?.status, 200);
+    }
+    wait_for_rif(addr, 0, MS(1000));
+    assert!(envoy.stat("wasm.prequal.vm_reload_success")? >= 1);
+    Ok(())
+}
+
+#[test]
+fn an_update_of_the_listener_keeps_counting() -> Result<()> {
+    bed!();
+    // Shorter than the old generation may drain.
+    let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
+        "/slow" => Reply::ok().delay(MS(1500)),
+        _ => Reply::ok(),
+    })?;
+    let config = on_port(beside(&backend)?, free_port()?).dynamic_listener();
+    let mut envoy = Envoy::start(config.clone())?;
+    let addr = envoy.addr();
+    let held = hold(addr, 20, false, "/slow");
+    wait_for_rif(addr, 20, MS(2000));
+    let next = with(config.clone(), &json!({"role": "inbound", "report": "probe_only"}));
+    assert!(envoy.update_listener(next)?, "{}", envoy.log());
+    wait_for_rif(addr, 20, MS(500));
+    let more = hold(addr, 10, false, "/slow");
+    wait_for_rif(addr, 30, MS(1000));
+    for (text, word) in [
+        (
+            json!({"role": "inbound", "serving_port": 70_000}),
+            "`serving_port` must be a whole number from 1 to 65535",
+        ),
+        (json!({"role": "inbound", "endpoint": "here"}), "`endpoint` must be an `ip:port`"),
+        (json!({"role": "inbound", "clusters": []}), "`clusters` has no effect with \"role\": \"inbound\""),
+        (json!({"role": "sideways"}), "`role` must be one of \"outbound\", \"inbound\""),
+        (json!({"serving_port": 80}), "`serving_port` needs \"role\": \"inbound\""),
+    ] {
+        assert!(!envoy.update_listener(with(config.clone(), &text))?, "{text}");
+        assert!(envoy.log().contains(word), "{text}: no {word} in {}", envoy.log());
+    }
+    for answer in held.into_iter().chain(more) {
+        assert_eq!(answer.join().expect("it ran")?.status, 200);
+    }
+    wait_for_rif(addr, 0, MS(1000));
+    assert_eq!(envoy.stat("wasmcustom.prequal_inbound_slots_total.result=claimed")?, 2, "a slot per worker");
+    assert_none_of_ours(&Client::new(addr).get("/")?.headers);
+    Ok(())
+}
+
+#[test]
+fn failures_age_and_latency_are_told_on_every_worker() -> Result<()> {
+    bed!();
+    let backend = Backend::start(Reply::ok().delay(MS(30)))?;
+    let envoy = Envoy::start(beside(&backend)?)?;
+    // All over one connection, so on one worker; a probe may meet the other.
+    let client = envoy.client();
+    for _ in 0..8 {
+        client.get("/")?;
+    }
+    for _ in 0..12 {
+        let told = probe(envoy.addr())?;
+        assert!(told.latency_us.is_some_and(|us| (30_000..60_000).contains(&us)), "{told:?}");
+        assert!(told.rest.starts_with("up="), "{told:?}");
+    }
+    let grpc = |status: &'static str| {
+        let trailers = HeaderMap::from_iter([(
+            http::HeaderName::from_static("grpc-status"),
+            HeaderValue::from_static(status),
+        )]);
+        Reply::ok()
+            .header("content-type", "application/grpc")
+            .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), trailers))
+    };
+    let only = Reply::ok()
+        .header("content-type", "application/grpc")
+        .header("grpc-status", "14")
+        .body(Body::Full(Bytes::new()));
+    // What a plain response says in such a header is nothing to us.
+    let plain = Reply::ok().header("grpc-status", "14");
+    let mut failures = 0;
+    for (reply, fails) in
+        [(Reply::status(503), 5), (grpc("13"), 5), (only, 5), (grpc("0"), 0), (grpc("5"), 0), (plain, 0)]
+    {
+        backend.set(reply);
+        let client = Client::http2(envoy.addr());
+        for _ in 0..5 {
+            client
+                .send(Request::post("/s/m", &b"\0\0\0\0\0"[..]).header("content-type", "application/grpc"))?;
+        }
+        failures += fails;
+        counted(&envoy, "failure", failures);
+    }
+    counted(&envoy, "success", 8 + 15);
+    for _ in 0..12 {
+        let told = probe(envoy.addr())?;
+        let per_mille: u64 =
+            told.rest.split(';').find_map(|field| field.strip_prefix("fail=")?.parse().ok()).unwrap_or(0);
+        assert!((250..=600).contains(&per_mille), "15 of 38 failed: {told:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_replica_that_is_not_there_is_no_age_old() -> Result<()> {
+    bed!();
+    let backend = Backend::start(Reply::ok())?;
+    let addr = backend.addr();
+    let envoy = Envoy::start(beside(&backend)?)?;
+    assert_eq!(envoy.client().get("/")?.status, 200);
+    eventually("it grows older", Duration::from_secs(4), || {
+        (probe(envoy.addr()).ok()?.rest == "up=1").then_some(())
+    });
+    drop(backend);
+    assert_eq!(Client::new(envoy.addr()).get("/")?.status, 503);
+    let told = probe(envoy.addr())?;
+    assert!(told.rest.starts_with("fail=") && told.rest.ends_with(";up=0"), "{told:?}");
+    std::thread::sleep(MS(1100));
+    assert!(probe(envoy.addr())?.rest.ends_with(";up=0"), "it is still not there");
+    let _back = Backend::start_on(&addr.to_string(), |_| Reply::ok())?;
+    assert_eq!(Client::new(envoy.addr()).get("/")?.status, 200);
+    eventually("it grows older again", Duration::from_secs(4), || {
+        probe(envoy.addr()).ok()?.rest.ends_with(";up=1").then_some(())
+    });
+    Ok(())
+}
+
+#[test]
+fn streams_are_in_flight_and_no_latency() -> Result<()> {
+    bed!();
+    let backend = Backend::start(Reply::ok())?;
+    let envoy = Envoy::start(beside(&backend)?)?;
+    for _ in 0..4 {
+        envoy.client().get("/")?;
+    }
+    backend.set(Reply::ok().body(Body::Upgrade));
+    let mut socket = WebSocket::connect(envoy.addr(), "/socket")?;
+    assert_eq!(socket.round_trip(b"to and fro")?, b"to and fro");
+    wait_for_rif(envoy.addr(), 1, MS(500));
+    let events = |content_type| {
+        let body = Body::Stream { chunk: Bytes::from_static(b"\0\0\0\0\x02ok"), count: 4, gap: MS(150) };
+        Reply::ok().header("content-type", content_type).body(body)
+    };
+    for content_type in ["text/event-stream", "application/grpc"] {
+        backend.set(events(content_type));
+        Client::http2(envoy.addr()).get("/")?;
+    }
+    drop(socket);
+    wait_for_rif(envoy.addr(), 0, MS(1000));
+    counted(&envoy, "streaming", 3);
+    let told = probe(envoy.addr())?;
+    assert!(told.latency_us.is_some_and(|us| us < 100_000), "{told:?}");
+    Ok(())
+}
+
+#[test]
+fn nobody_else_speaks_for_the_replica() -> Result<()> {
+    bed!();
+    let liar = ["x-prequal-load", "x-prequal-load", "x-prequal-rif", "x-prequal-latency-us"];
+    let lies = liar.iter().fold(Reply::ok(), |reply, name| reply.header(name, "0;1;9.9.9.9:1"));
+    let backend = Backend::start(lies)?;
+    let envoy = Envoy::start(beside(&backend)?)?;
+    let names = ["x-prequal-load", "x-prequal-rif", "x-prequal-dest", "x-prequal-hint", "x-prequal-host"];
+    let spoof =
+        |request: Request| names.iter().fold(request, |request, name| request.header(name, "9;9;9.9.9.9:9"));
+    let reply = envoy.client().send(spoof(Request::get("/")))?;
+    let told = report(&reply.headers)?;
+    assert_eq!((told.rif, told.endpoint), (0, envoy.addr().to_string()));
+    assert!(reply.header("x-prequal-rif").is_none() && reply.header("x-prequal-latency-us").is_none());
+    let answer = envoy.client().send(spoof(Request::get(PROBE_PATH).header("accept", "application/json")))?;
+    let told = report(&answer.headers)?;
+    assert_eq!((told.rif, &told.endpoint), (0, &envoy.addr().to_string()));
+    let body: Value = serde_json::from_str(&answer.text())?;
+    assert_eq!((&body["rif"], &body["endpoint"]), (&json!(0), &json!(told.endpoint)));
+    assert_eq!(answer.header("cache-control"), Some("no-store"));
+    // A query does not hide a probe, and below our prefix nothing reaches the replica.
+    backend.clear();
+    assert_eq!(envoy.client().get("/prequal/probe?x=1")?.status, 200);
+    assert_eq!(envoy.client().send(Request::post(PROBE_PATH, "x"))?.status, 405);
+    assert_eq!(envoy.client().get("/prequal/other")?.status, 404);
+    assert_eq!(backend.served(), 0);
+    assert_eq!(envoy.client().get("/prequal")?.status, 200);
+    let silent = Envoy::start(with(beside(&backend)?, &json!({"role": "inbound", "report": "probe_only"})))?;
+    assert_none_of_ours(&silent.client().get("/")?.headers);
+    assert_eq!(probe(silent.addr())?.endpoint, silent.addr().to_string());
+    Ok(())
+}
+
+#[test]
+fn the_endpoint_may_be_given() -> Result<()> {
+    bed!();
+    let backend = Backend::start(Reply::ok())?;
+    let settings = json!({"role": "inbound", "endpoint": "[2001:db8::7]:8080"});
+    let envoy = Envoy::start(with(beside(&backend)?, &settings))?;
+    let told = report(&envoy.client().get("/")?.headers)?;
+    assert_eq!(told.endpoint, "[2001:db8::7]:8080");
+    let told = probe(envoy.addr())?;
+    assert_eq!(told.endpoint, "[2001:db8::7]:8080");
+    assert!(!told.rest.contains("probe="), "another host's address cannot be told: {told:?}");
+    Ok(())
+}
+
+#[test]
+fn what_envoy_does_by_itself_is_not_the_replicas() -> Result<()> {
+    bed!();
+    let tries = AtomicU64::new(0);
+    let backend = Backend::start_on("127.0.0.1:0", move |_| {
+        let fails = tries.fetch_add(1, Ordering::Relaxed) % 3 < 2;
+        if fails { Reply::status(503) } else { Reply::ok().delay(MS(20)) }
+    })?;
+    let envoy = Envoy::start(beside(&backend)?.edit(|config| {
+        config.route_mut()["retry_policy"] = json!({"retry_on": "5xx", "num_retries": 2});
+        let own = json!({"match": {"path": "/own"}, "direct_response": {"status": 200}});
+        let broken = json!({"match": {"path": "/none"}, "direct_response": {"status": 503}});
+        config.routes_mut().splice(0..0, [own, broken]);
+    }))?;
+    for _ in 0..10 {
+        for (path, status) in [("/own", 200), ("/none", 503)] {
+            assert_eq!(envoy.client().get(path)?.status, status);
+        }
+    }
+    counted(&envoy, "aborted", 20);
+    let told = probe(envoy.addr())?;
+    assert_eq!((told.rif, told.latency_us, &told.rest[..3]), (0, None, "up="), "{told:?}");
+    // Two retries, one request.
+    for _ in 0..5 {
+        assert_eq!(envoy.client().get("/")?.status, 200);
+    }
+    assert_eq!(backend.served(), 15);
+    counted(&envoy, "success", 5);
+    counted(&envoy, "failure", 0);
+    wait_for_rif(envoy.addr(), 0, MS(500));
+    Ok(())
+}
