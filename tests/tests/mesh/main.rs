@@ -4,6 +4,7 @@
 //! One program, so that it links once; one module for each theme.
 
 mod istio;
+mod kubernetes;
 mod manifests;
 mod merge;
 mod proxy;
