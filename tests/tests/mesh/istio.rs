@@ -7,58 +7,83 @@ use anyhow::Result;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::HeaderMap;
-use prequal_testbed::{AgentOptions, Backend, Replica, Reply, Request, Response, eventually, ready};
+use prequal_testbed::{Agent, AgentOptions, Backend, Reply, Request, Response, eventually, ready};
 use serde_json::{Value, json};
 
 use crate::manifests::{documents, find};
 use crate::merge::apply;
-use crate::proxy::{HOST, OTHER, OTHER_HOST, PROBING, Proxy, Running, SERVING};
+use crate::proxy::{HOST, Mesh, OTHER, OTHER_HOST, PROBING, Proxy, Running, SERVING};
 
 const PLUGIN: &str = "extensions.istio.io/wasmplugin/demo.prequal";
 const ISTIO: [&str; 3] =
     ["envoy.filters.http.grpc_stats", "envoy.filters.http.fault", "envoy.filters.http.cors"];
 const ROUTER: &str = "envoy.filters.http.router";
 
-/// Replicas whose agents answer probes at a port of their own, as in server-agent.yaml.
-pub struct Pods(Vec<Replica>);
+/// Three replicas that answer in 2 ms and a last one in 100, and what stands before them in their pods.
+pub struct Pods {
+    apps: Vec<Backend>,
+    serving: Vec<SocketAddr>,
+    probing: Vec<SocketAddr>,
+    _agents: Vec<Agent>,
+    _sidecars: Vec<Running>,
+}
 
 impl Pods {
-    /// Three that answer in 2 ms and a last one in 100.
+    /// Behind agents that answer probes at a port of their own, as in server-agent.yaml.
     pub fn start() -> Result<Self> {
+        let apps = Self::apps()?;
         let options = AgentOptions { probe_listen: Some("127.0.0.1:0".into()), ..AgentOptions::default() };
+        let agents = apps.iter().map(|app| Agent::start_with(app.addr(), &options));
+        let agents = agents.collect::<Result<Vec<_>>>()?;
+        let serving = agents.iter().map(Agent::addr).collect();
+        let probing = agents.iter().map(Agent::probe_addr).collect();
+        Ok(Self { apps, serving, probing, _agents: agents, _sidecars: Vec::new() })
+    }
+
+    /// Behind sidecars in the inbound role, as in server-inbound.yaml: one port of the pod for both of the Service. With
+    /// mTLS as Istio has it.
+    fn behind_sidecars(mesh: &Mesh) -> Result<Self> {
+        let apps = Self::apps()?;
+        let files = documents("istio/server-inbound.yaml")?;
+        let start = |app: &Backend| {
+            let mut proxy = Proxy::server(app.addr())?;
+            apply(&mut proxy, &files);
+            let plugin = "extensions.istio.io/wasmplugin/demo.prequal-inbound";
+            assert_eq!(proxy.filter_names(), chain(&[plugin], &[]));
+            mesh.terminate(&mut proxy);
+            proxy.start()
+        };
+        let sidecars = apps.iter().map(start).collect::<Result<Vec<_>>>()?;
+        let serving: Vec<SocketAddr> = sidecars.iter().map(|sidecar| sidecar.addr()).collect();
+        Ok(Self { apps, probing: serving.clone(), serving, _agents: Vec::new(), _sidecars: sidecars })
+    }
+
+    fn apps() -> Result<Vec<Backend>> {
         let delays = [2, 2, 2, 100].map(Duration::from_millis);
-        delays
-            .map(|delay| Replica::start_with(Reply::ok().delay(delay), &options))
-            .into_iter()
-            .collect::<Result<_>>()
-            .map(Self)
+        delays.into_iter().map(|delay| Backend::start(Reply::ok().delay(delay))).collect()
     }
 
     pub fn serving(&self) -> Vec<SocketAddr> {
-        self.0.iter().map(Replica::addr).collect()
-    }
-
-    pub fn probing(&self) -> Vec<SocketAddr> {
-        self.0.iter().map(|replica| replica.agent.probe_addr()).collect()
+        self.serving.clone()
     }
 
     /// A client's sidecar before any patch.
     pub fn sidecar(&self) -> Result<Proxy> {
-        Proxy::sidecar(&self.serving(), &self.probing())
+        Proxy::sidecar(&self.serving, &self.probing)
     }
 
     pub fn served(&self) -> Vec<u64> {
-        self.0.iter().map(|replica| replica.backend.served()).collect()
+        self.apps.iter().map(Backend::served).collect()
     }
 
     pub fn clear(&self) {
-        self.0.iter().for_each(|replica| replica.backend.clear());
+        self.apps.iter().for_each(Backend::clear);
     }
 
     /// Asserts that no replica has seen a header of ours since [`Self::clear`].
     #[track_caller]
     pub fn assert_saw_nothing_of_ours(&self) {
-        for seen in self.0.iter().flat_map(|replica| replica.backend.seen()) {
+        for seen in self.apps.iter().flat_map(Backend::seen) {
             assert_none_of_ours(&seen.headers);
         }
     }
@@ -174,13 +199,34 @@ fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
     Ok(())
 }
 
+/// No agent anywhere, mTLS between the proxies, and a server that takes connections under Istio's names only.
+#[test]
+fn sidecars_steer_to_sidecars_in_the_inbound_role() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let mesh = Mesh::new()?;
+    let pods = Pods::behind_sidecars(&mesh)?;
+    let mut proxy = pods.sidecar()?;
+    // The second port's name begins with `http-` there, so Istio offers no HTTP/2 by ALPN.
+    mesh.originate(&mut proxy, &[(SERVING, 8080), (PROBING, 8081)]);
+    apply(&mut proxy, &documents("istio/client-sidecar.yaml")?);
+    let envoy = proxy.start()?;
+    assert_steers(&envoy, &pods);
+    for name in [SERVING, PROBING] {
+        assert!(envoy.stat(&format!("cluster.{name}.ssl.handshake"))? > 0, "{name}");
+        assert_eq!(envoy.stat(&format!("cluster.{name}.ssl.connection_error"))?, 0, "{name}");
+    }
+    Ok(())
+}
+
 #[test]
 fn a_gateway_steers() -> Result<()> {
     if !ready(&[]) {
         return Ok(());
     }
     let pods = Pods::start()?;
-    let mut proxy = Proxy::gateway(&pods.serving(), &pods.probing())?;
+    let mut proxy = Proxy::gateway(&pods.serving, &pods.probing)?;
     apply(&mut proxy, &documents("istio/client-gateway.yaml")?);
     let plugin = PLUGIN.replace("/demo.", "/istio-system.");
     assert_eq!(proxy.filter_names(), chain(&["prequal-strip", &plugin], &["prequal-shim"]));

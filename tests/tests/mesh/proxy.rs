@@ -79,6 +79,77 @@ impl std::ops::Deref for Running {
     }
 }
 
+/// The mesh's certificate, which here is everybody's.
+pub struct Mesh {
+    certificate: String,
+    key: String,
+}
+
+impl Mesh {
+    pub fn new() -> Result<Self> {
+        let made = rcgen::generate_simple_self_signed(vec!["mesh".into()])?;
+        Ok(Self { certificate: made.cert.pem(), key: made.signing_key.serialize_pem() })
+    }
+
+    /// What both sides of a connection have in common.
+    fn context(&self, alpn: &[&str]) -> Value {
+        json!({
+            "alpn_protocols": alpn,
+            "tls_certificates": [{
+                "certificate_chain": {"inline_string": self.certificate},
+                "private_key": {"inline_string": self.key},
+            }],
+            "validation_context": {"trusted_ca": {"inline_string": self.certificate}},
+        })
+    }
+
+    /// Lets `clusters`, with the Service's ports, connect as Istio's do to endpoints that have a sidecar.
+    pub fn originate(&self, proxy: &mut Proxy, clusters: &[(&str, u32)]) {
+        for (name, port) in clusters {
+            let cluster = proxy.cluster(name);
+            let tls = json!({
+                "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+                "common_tls_context": self.context(&["istio"]),
+                "sni": format!("outbound_.{port}_._.{HOST}"),
+            });
+            let raw = json!({
+                "@type": "type.googleapis.com/envoy.extensions.transport_sockets.raw_buffer.v3.RawBuffer",
+            });
+            cluster["transport_socket_matches"] = json!([
+                {"name": "tlsMode-istio", "match": {"tlsMode": "istio"}, "transport_socket": {
+                    "name": "envoy.transport_sockets.tls", "typed_config": tls,
+                }},
+                {"name": "tlsMode-disabled", "match": {}, "transport_socket": {
+                    "name": "envoy.transport_sockets.raw_buffer", "typed_config": raw,
+                }},
+            ]);
+            let endpoints = &mut cluster["load_assignment"]["endpoints"][0]["lb_endpoints"];
+            for endpoint in endpoints.as_array_mut().expect("endpoints") {
+                let matches = json!({"envoy.transport_socket_match": {"tlsMode": "istio"}});
+                endpoint["metadata"] = json!({ "filter_metadata": matches });
+            }
+        }
+    }
+
+    /// Lets `proxy` take connections of the mesh's clients under Istio's names alone, as with `STRICT`.
+    pub fn terminate(&self, proxy: &mut Proxy) {
+        let listener = &mut proxy.listener().value;
+        let inspector = "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector";
+        listener["listener_filters"] = json!([{
+            "name": "envoy.filters.listener.tls_inspector",
+            "typed_config": {"@type": format!("type.googleapis.com/{inspector}")},
+        }]);
+        let chain = &mut listener["filter_chains"][0];
+        let names = [8080, 8081].map(|port| format!("outbound_.{port}_._.{HOST}"));
+        chain["filter_chain_match"] = json!({"server_names": names, "application_protocols": ["istio"]});
+        chain["transport_socket"] = json!({"name": "envoy.transport_sockets.tls", "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext",
+            "require_client_certificate": true,
+            "common_tls_context": self.context(&["h2", "http/1.1"]),
+        }});
+    }
+}
+
 impl Proxy {
     /// The sidecar of a client, `app: client` in `demo`: the Service's two ports, and another Service on port 8080.
     pub fn sidecar(serving: &[SocketAddr], probing: &[SocketAddr]) -> Result<Self> {
@@ -92,6 +163,26 @@ impl Proxy {
         routes["name"] = json!("http.8080");
         let listeners = vec![listener(8080, routes)];
         Self::new("GATEWAY", "istio-system", json!({"istio": "ingressgateway"}), listeners, serving, probing)
+    }
+
+    /// The sidecar of a replica, `app: replicas` in `demo`, before `app`.
+    pub fn server(app: SocketAddr) -> Result<Self> {
+        let mut routes = route_config(8080);
+        let host = &mut routes["virtual_hosts"][0];
+        host["domains"] = json!(["*"]);
+        host["routes"][0]["route"] = json!({"cluster": "inbound|8080||", "timeout": "0s"});
+        routes["virtual_hosts"].as_array_mut().expect("hosts").truncate(1);
+        let clusters = vec![cluster("inbound|8080||", &[app], &json!({}))];
+        let module = wasm_module().to_string_lossy().into_owned();
+        Ok(Self {
+            context: "SIDECAR_INBOUND",
+            namespace: "demo",
+            labels: json!({"app": "replicas"}),
+            listeners: vec![listener(8080, routes)],
+            clusters,
+            module,
+            extensions: TempDir::new()?,
+        })
     }
 
     fn new(
