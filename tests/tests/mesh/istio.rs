@@ -351,3 +351,21 @@ fn the_pieces_are_those_of_the_static_configuration() -> Result<()> {
     assert_eq!(module, expected);
     Ok(())
 }
+
+/// Istio gives a port failover between localities only where it has outlier detection, and placement is learned from probes.
+#[test]
+fn both_ports_of_the_service_fail_over_alike() -> Result<()> {
+    for file in ["istio/server-agent.yaml", "istio/server-inbound.yaml"] {
+        let policy = find(&documents(file)?, "DestinationRule", "replicas")["spec"]["trafficPolicy"].clone();
+        assert!(policy["outlierDetection"].is_object(), "{file}");
+        let probes = &policy["portLevelSettings"][0];
+        assert_eq!(probes["port"]["number"], 8081, "{file}");
+        // Nobody is ejected for what probes meet.
+        assert_eq!(
+            probes["outlierDetection"],
+            json!({"consecutive5xxErrors": 0, "consecutiveGatewayErrors": 0}),
+            "{file}"
+        );
+    }
+    Ok(())
+}
