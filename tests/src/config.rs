@@ -93,15 +93,14 @@ impl EnvoyConfig {
             .module(&wasm_module()))
     }
 
-    /// Any bootstrap with one listener, as it is.
+    /// [`Self::from_root`] of YAML.
     pub fn read(text: &str) -> Result<Self> {
-        Ok(Self {
-            root: yaml_serde::from_str(text)?,
-            concurrency: 1,
-            dynamic_listener: false,
-            eds: Vec::new(),
-            log_level: "warning".into(),
-        })
+        Ok(Self::from_root(yaml_serde::from_str(text)?))
+    }
+
+    /// Any configuration, with one worker. Clients talk to its first listener.
+    pub fn from_root(root: Value) -> Self {
+        Self { root, concurrency: 1, dynamic_listener: false, eds: Vec::new(), log_level: "warning".into() }
     }
 
     /// `shipped` with the given replicas, which are both served and probed.

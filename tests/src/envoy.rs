@@ -199,6 +199,7 @@ impl Envoy {
 
     /// The filter's metrics of `cluster`.
     pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
+        let cluster = prequal_stats::label(cluster);
         let mut found = Prequal::default();
         let text = self.admin_client.get(prequal_stats::PATH)?.text();
         for sample in prequal_stats::samples(&text).filter(|sample| sample.cluster == cluster) {

@@ -248,7 +248,7 @@ impl Session<'_> {
             progress::say(format_args!("Envoy {version}"));
             self.cargo_test(
                 run::cargo()
-                    .args(["test", "--package", "prequal-testbed", "--test", "matrix"])
+                    .args(["test", "--package", "prequal-testbed", "--test", "matrix", "--test", "mesh"])
                     .env("ENVOY", envoy),
             )
             .with_context(|| format!("on Envoy {version}"))?;

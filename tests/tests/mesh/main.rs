@@ -1,0 +1,12 @@
+//! What users copy for Istio and Kubernetes: checked against the published schemas, put together as the control plane
+//! would do it, and run on a real Envoy.
+//!
+//! One program, so that it links once; one module for each theme.
+
+mod istio;
+mod kubernetes;
+mod manifests;
+mod merge;
+mod proxy;
+mod schemas;
+mod trouble;

@@ -1,0 +1,149 @@
+//! What Istio makes of EnvoyFilters and WasmPlugins: as much of it as the shipped ones use, and no more. Anything else
+//! panics, so that no file passes by being passed over.
+//!
+//! The rules, as in Istio 1.29 (`pilot/pkg/networking/core/envoyfilter`, `pkg/proto/merge`):
+//!
+//! * EnvoyFilters apply in the order of `priority`, then of creation, which is here that of the list.
+//! * On HTTP filters all insertions come first, then all merges.
+//! * A merge appends to lists, goes into messages, and replaces everything else. Entries of a protobuf map are replaced
+//!   as a whole, in a cluster those of `typed_extension_protocol_options`.
+//! * WasmPlugins are in the chain before any EnvoyFilter, in front of Istio's own filters.
+
+use serde_json::{Value, json};
+
+use crate::proxy::Proxy;
+
+const MANAGER: &str = "envoy.filters.network.http_connection_manager";
+
+/// Applies every EnvoyFilter and WasmPlugin among `documents` that selects `proxy`; other kinds are not Envoy's.
+pub fn apply(proxy: &mut Proxy, documents: &[Value]) {
+    for plugin in documents.iter().filter(|it| it["kind"] == "WasmPlugin") {
+        if selects(proxy, plugin, &plugin["spec"]["selector"]["matchLabels"]) {
+            wasm_plugin(proxy, plugin);
+        }
+    }
+    let mut filters: Vec<&Value> = documents
+        .iter()
+        .filter(|it| it["kind"] == "EnvoyFilter")
+        .filter(|it| selects(proxy, it, &it["spec"]["workloadSelector"]["labels"]))
+        .collect();
+    filters.sort_by_key(|filter| filter["spec"]["priority"].as_i64().unwrap_or(0));
+    let patches: Vec<&Value> = filters
+        .iter()
+        .flat_map(|filter| filter["spec"]["configPatches"].as_array().expect("patches"))
+        .collect();
+    let patches = patches.into_iter().filter(|patch| patch["match"]["context"] == proxy.context);
+    let (merges, others): (Vec<_>, Vec<_>) =
+        patches.partition(|patch| patch["patch"]["operation"] == "MERGE");
+    for patch in others.into_iter().chain(merges) {
+        match patch["applyTo"].as_str() {
+            Some("HTTP_FILTER") => http_filter(proxy, patch),
+            Some("CLUSTER") => cluster(proxy, patch),
+            other => panic!("applyTo {other:?} is not modelled"),
+        }
+    }
+}
+
+/// Whether a resource is for this proxy: of its namespace, with labels that it has.
+fn selects(proxy: &Proxy, document: &Value, labels: &Value) -> bool {
+    let labels = labels.as_object().expect("a selector: without one it would be for every proxy");
+    document["metadata"]["namespace"] == proxy.namespace
+        && labels.iter().all(|(name, value)| proxy.labels[name] == *value)
+}
+
+fn http_filter(proxy: &mut Proxy, patch: &Value) {
+    let listener = &patch["match"]["listener"];
+    let filter = &listener["filterChain"]["filter"];
+    assert_eq!(filter["name"], MANAGER, "only filters of HTTP are modelled");
+    let next_to = &filter["subFilter"]["name"];
+    let value = patch["patch"]["value"].clone();
+    for found in &mut proxy.listeners {
+        if !listener["portNumber"].is_null() && listener["portNumber"] != found.port {
+            continue;
+        }
+        let filters = found.http_filters();
+        let place = filters.iter().position(|filter| filter["name"] == *next_to);
+        match (patch["patch"]["operation"].as_str(), place) {
+            (Some("INSERT_FIRST"), _) => filters.insert(0, value.clone()),
+            (Some("INSERT_BEFORE"), Some(place)) => filters.insert(place, value.clone()),
+            (Some("MERGE"), Some(place)) => merge(&mut filters[place], &value),
+            // Istio passes over a patch whose neighbour is not there.
+            (Some("INSERT_BEFORE" | "MERGE"), None) => {}
+            (other, _) => panic!("operation {other:?} is not modelled"),
+        }
+    }
+}
+
+fn cluster(proxy: &mut Proxy, patch: &Value) {
+    let wanted = &patch["match"]["cluster"];
+    let service = wanted["service"].as_str().expect("a service");
+    let name = format!("outbound|{}||{service}", wanted["portNumber"]);
+    assert_eq!(patch["patch"]["operation"], "MERGE", "only merges are modelled");
+    for cluster in proxy.clusters.iter_mut().filter(|cluster| cluster["name"] == name) {
+        for (key, value) in patch["patch"]["value"].as_object().expect("an object") {
+            if key == "typed_extension_protocol_options" {
+                for (options, value) in value.as_object().expect("a map") {
+                    cluster[key][options] = value.clone();
+                }
+            } else {
+                merge(&mut cluster[key], value);
+            }
+        }
+    }
+}
+
+/// A protobuf merge, seen as JSON.
+fn merge(into: &mut Value, from: &Value) {
+    match (into, from) {
+        (Value::Object(into), Value::Object(from)) => {
+            for (key, value) in from {
+                merge(into.entry(key).or_insert(Value::Null), value);
+            }
+        }
+        (Value::Array(into), Value::Array(from)) => into.extend(from.iter().cloned()),
+        (into, from) => *into = from.clone(),
+    }
+}
+
+/// The plugin comes by extension discovery, under a name of Istio's; the listener only names it.
+fn wasm_plugin(proxy: &mut Proxy, plugin: &Value) {
+    let (spec, metadata) = (&plugin["spec"], &plugin["metadata"]);
+    let mode = if proxy.context == "SIDECAR_INBOUND" { "SERVER" } else { "CLIENT" };
+    let text = |value: &Value| value.as_str().expect("a text").to_owned();
+    let id = format!("{}.{}", text(&metadata["namespace"]), text(&metadata["name"]));
+    let name = format!("extensions.istio.io/wasmplugin/{id}");
+    let failure = match spec["failStrategy"].as_str() {
+        None | Some("FAIL_CLOSE") => "FAIL_CLOSED",
+        Some("FAIL_OPEN") => "FAIL_OPEN",
+        Some("FAIL_RELOAD") => "FAIL_RELOAD",
+        Some(other) => panic!("failStrategy {other} is not modelled"),
+    };
+    let config = json!({
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm",
+        "config": {
+            "name": id,
+            "root_id": spec["pluginName"],
+            "failure_policy": failure,
+            "vm_config": {"runtime": "envoy.wasm.runtime.v8", "code": {"local": {"filename": proxy.module}}},
+            "configuration": {
+                "@type": "type.googleapis.com/google.protobuf.StringValue",
+                "value": spec["pluginConfig"].to_string(),
+            },
+        },
+    });
+    let source = proxy.discover_extension(&name, config);
+    for listener in &mut proxy.listeners {
+        let matches = spec["match"].as_array().expect("a match").iter().any(|rule| {
+            let ports = rule["ports"].as_array();
+            rule["mode"] == mode
+                && ports.is_none_or(|ports| ports.iter().any(|port| port["number"] == listener.port))
+        });
+        if matches {
+            let filter = json!({"name": name, "config_discovery": {
+                "config_source": source,
+                "type_urls": ["type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm"],
+            }});
+            listener.http_filters().insert(0, filter);
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! Mistakes that operators make in a mesh: what they cost, and how they show. `docs/istio.md` lists each with its cure.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use prequal_testbed::{eventually, ready, workspace_root};
+use serde_json::{Value, json};
+
+use crate::istio::{Pods, ask, get, warm};
+use crate::manifests::documents;
+use crate::merge::apply;
+use crate::proxy::{HOST, PROBING, Proxy, Running, SERVING};
+
+fn client_files() -> Result<Vec<Value>> {
+    documents("istio/client-sidecar.yaml")
+}
+
+/// The only document of `kind`, or the one called `name`.
+fn of<'a>(files: &'a mut [Value], kind: &str, name: &str) -> &'a mut Value {
+    files.iter_mut().find(|it| it["kind"] == kind && it["metadata"]["name"] == name).expect("such a document")
+}
+
+#[test]
+fn settings_that_name_another_cluster_leave_the_traffic_to_envoy() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let mut proxy = pods.sidecar()?;
+    let mut files = client_files()?;
+    let wrong = "outbound|8080||replica.demo.svc.cluster.local";
+    of(&mut files, "WasmPlugin", "prequal")["spec"]["pluginConfig"]["clusters"][0]["cluster"] = json!(wrong);
+    apply(&mut proxy, &files);
+    proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
+    let envoy = proxy.start()?;
+    // Until it knows better the filter takes the only cluster of its settings for the one that is asked.
+    ask(&envoy, 20, || get(HOST));
+    pods.clear();
+    let before = envoy.prequal(wrong)?;
+    ask(&envoy, 20, || pods.spoof(HOST));
+    assert_eq!(pods.served(), [5, 5, 5, 5]);
+    assert_eq!(envoy.prequal(wrong)?.picks, before.picks, "how it shows: no picks");
+    assert_eq!(envoy.prequal(SERVING)?.picks.len(), 0);
+    Ok(())
+}
+
+#[test]
+fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let mut proxy = pods.sidecar()?;
+    apply(&mut proxy, &client_files()?);
+    proxy.clusters.retain(|cluster| cluster["name"] != PROBING);
+    let envoy = proxy.start()?;
+    ask(&envoy, 40, || pods.spoof(HOST));
+    let now = envoy.prequal(SERVING)?;
+    assert!(now.probes("undispatched") > 0, "how it shows: {now:#?}");
+    assert_eq!(now.probes("sent"), 0);
+    Ok(())
+}
+
+/// What `simple: PASSTHROUGH` makes of a cluster.
+fn pass_through(cluster: &mut Value) {
+    cluster["type"] = json!("ORIGINAL_DST");
+    cluster["lb_policy"] = json!("CLUSTER_PROVIDED");
+    cluster.as_object_mut().expect("an object").remove("load_assignment");
+}
+
+/// The status of one request whose connection was meant for `to`, as iptables would tell; its sender wants `wish`.
+fn request_to(envoy: &Running, to: SocketAddr, wish: SocketAddr) -> Result<String> {
+    let mut stream = TcpStream::connect(envoy.addr())?;
+    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    write!(
+        stream,
+        "PROXY TCP4 127.0.0.1 {} 40000 {}\r\nGET / HTTP/1.1\r\nhost: {HOST}\r\nx-prequal-dest: {}\r\nconnection: close\r\n\r\n",
+        to.ip(),
+        to.port(),
+        STANDARD.encode(wish.to_string()),
+    )?;
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply)?;
+    Ok(reply.lines().next().unwrap_or_default().to_owned())
+}
+
+#[test]
+fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_by_header() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let passing = || -> Result<Proxy> {
+        let mut proxy = pods.sidecar()?;
+        for name in [SERVING, PROBING] {
+            pass_through(proxy.cluster(name));
+        }
+        apply(&mut proxy, &client_files()?);
+        Ok(proxy)
+    };
+    // How it shows: the cluster's update is refused, which here is the whole configuration.
+    let error = passing()?.start().err().map(|error| format!("{error:#}")).unwrap_or_default();
+    assert!(error.contains(PROBING) || error.contains("ORIGINAL_DST"), "{error}");
+    // With the update refused the cluster is not there.
+    let mut proxy = passing()?;
+    proxy.clusters.retain(|cluster| cluster["name"] != PROBING);
+    proxy.listener().restore_destination();
+    let envoy = proxy.start()?;
+    let [first, .., slow] = pods.serving()[..] else { panic!("replicas") };
+    for _ in 0..20 {
+        assert_eq!(request_to(&envoy, first, slow)?, "HTTP/1.1 200 OK");
+    }
+    assert_eq!(pods.served(), [20, 0, 0, 0], "each where its connection was meant for");
+    assert!(envoy.prequal(SERVING)?.probes("undispatched") > 0);
+    Ok(())
+}
+
+#[test]
+fn without_the_front_strip_only_the_module_keeps_clients_from_choosing() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let mut files = client_files()?;
+    let patches = &mut of(&mut files, "EnvoyFilter", "prequal-filters")["spec"]["configPatches"];
+    patches.as_array_mut().expect("patches").remove(0);
+    let mut proxy = pods.sidecar()?;
+    apply(&mut proxy, &files);
+    let envoy = proxy.start()?;
+    warm(&envoy);
+    pods.clear();
+    let replies = ask(&envoy, 20, || pods.spoof(HOST));
+    assert!(pods.served()[3] <= 1, "the filter overwrites what it finds: {:?}", pods.served());
+    assert!(
+        replies.iter().all(|reply| reply.header("x-prequal-load").is_some()),
+        "how it shows: load on every reply"
+    );
+    drop(envoy);
+    // Wherever the module is not (another port, a failed start with FAIL_OPEN), the client has its wish.
+    files.retain(|document| document["kind"] != "WasmPlugin");
+    let mut proxy = pods.sidecar()?;
+    apply(&mut proxy, &files);
+    let envoy = proxy.start()?;
+    pods.clear();
+    ask(&envoy, 20, || pods.spoof(HOST));
+    assert_eq!(pods.served(), [0, 0, 0, 20]);
+    Ok(())
+}
+
+#[test]
+fn without_the_upstream_strip_the_agent_still_keeps_the_choice_from_the_application() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let mut files = client_files()?;
+    let patches = &mut of(&mut files, "EnvoyFilter", "prequal-filters")["spec"]["configPatches"];
+    patches.as_array_mut().expect("patches").remove(2);
+    let mut proxy = pods.sidecar()?;
+    apply(&mut proxy, &files);
+    let envoy = proxy.start()?;
+    warm(&envoy);
+    let before = envoy.prequal(SERVING)?;
+    pods.clear();
+    ask(&envoy, 20, || get(HOST));
+    assert_eq!(envoy.prequal(SERVING)?.steered() - before.steered(), 20, "it steers all the same");
+    pods.assert_saw_nothing_of_ours();
+    Ok(())
+}
+
+fn crash(envoy: &Running) -> Result<http::StatusCode> {
+    Ok(envoy.client().send(get(HOST).header("x-prequal-crash-test", "1"))?.status)
+}
+
+#[test]
+fn fail_close_is_forever_and_fail_reload_a_second() -> Result<()> {
+    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    if !ready(std::slice::from_ref(&module)) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let start = |files: &[Value]| -> Result<Running> {
+        let mut proxy = pods.sidecar()?;
+        proxy.module = module.to_string_lossy().into_owned();
+        apply(&mut proxy, files);
+        let envoy = proxy.start()?;
+        warm(&envoy);
+        assert_eq!(crash(&envoy)?, 503);
+        Ok(envoy)
+    };
+    let mut files = client_files()?;
+    let envoy = start(&files)?;
+    let steered = envoy.prequal(SERVING)?.steered();
+    // The back-off is Envoy's second, as a WasmPlugin cannot set it.
+    eventually("the filter is back", Duration::from_secs(5), || {
+        let answered = envoy.client().send(get(HOST)).is_ok_and(|reply| reply.status == 200);
+        (answered && envoy.prequal(SERVING).ok()?.steered() > steered).then_some(())
+    });
+    drop(envoy);
+    // Istio's default.
+    of(&mut files, "WasmPlugin", "prequal")["spec"].as_object_mut().expect("a spec").remove("failStrategy");
+    let envoy = start(&files)?;
+    let end = Instant::now() + Duration::from_secs(3);
+    while Instant::now() < end {
+        assert_eq!(envoy.client().send(get(HOST))?.status, 503, "how it shows");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(())
+}
+
+#[test]
+fn every_shipped_module_restarts_after_a_crash() -> Result<()> {
+    let mut plugins = 0;
+    for file in ["client-sidecar", "client-gateway", "server-inbound"] {
+        for document in documents(&format!("istio/{file}.yaml"))? {
+            if document["kind"] == "WasmPlugin" {
+                assert_eq!(document["spec"]["failStrategy"], "FAIL_RELOAD", "{file}");
+                plugins += 1;
+            }
+        }
+    }
+    assert_eq!(plugins, 3);
+    Ok(())
+}
+
+/// Asserts that `proxy`, whose shim comes before the module, serves every request and steers none.
+fn assert_chooses_in_vain(mut proxy: Proxy, pods: &Pods) -> Result<()> {
+    // In turn: what is not steered goes to each alike.
+    proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
+    let envoy = proxy.start()?;
+    let client = envoy.client();
+    eventually("the filter chooses", Duration::from_secs(15), || {
+        client
+            .burst(10, 2, |_| get(HOST))
+            .into_iter()
+            .for_each(|reply| assert_eq!(reply.expect("an answer").status, 200));
+        (envoy.prequal(SERVING).ok()?.steered() > 0).then_some(())
+    });
+    pods.clear();
+    ask(&envoy, 20, || pods.spoof(HOST));
+    assert_eq!(pods.served(), [5, 5, 5, 5]);
+    let now = envoy.prequal(SERVING)?;
+    assert!(now.other("prequal_diverted_total") > 0, "how it shows: {now:#?}");
+    Ok(())
+}
+
+#[test]
+fn a_module_behind_the_shim_chooses_in_vain() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let mut files = client_files()?;
+    files.retain(|document| document["kind"] != "WasmPlugin");
+    files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
+    // Without priorities the creation decides.
+    for file in files.iter_mut().filter(|file| file["kind"] == "EnvoyFilter") {
+        file["spec"].as_object_mut().expect("a spec").remove("priority");
+    }
+    let mut proxy = pods.sidecar()?;
+    apply(&mut proxy, &files);
+    let names = proxy.filter_names();
+    assert_eq!(names[4..], ["prequal-shim", "prequal", "envoy.filters.http.router"]);
+    crate::istio::use_built_module(&mut proxy);
+    assert_chooses_in_vain(proxy, &pods)
+}
+
+#[test]
+fn with_istios_own_shim_an_inserted_module_comes_too_late() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let pods = Pods::start()?;
+    let mut files = crate::istio::way_b()?;
+    files.retain(|document| document["kind"] != "WasmPlugin");
+    files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
+    let mut proxy = pods.sidecar()?;
+    proxy.persistent_session("x-prequal-dest");
+    apply(&mut proxy, &files);
+    let names = proxy.filter_names();
+    let session = "envoy.filters.http.stateful_session";
+    assert_eq!(names[4..], [session, "prequal", "envoy.filters.http.router"]);
+    crate::istio::use_built_module(&mut proxy);
+    assert_chooses_in_vain(proxy, &pods)
+}
