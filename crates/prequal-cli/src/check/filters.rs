@@ -11,7 +11,8 @@ use super::source::Source;
 use super::{At, Findings, clusters, routes};
 
 /// The headers of ours that nobody outside may send or see.
-const OURS: [&str; 5] = [DEST, LOAD, "x-prequal-rif", "x-prequal-latency-us", "x-prequal-hint"];
+const OURS: [&str; 6] =
+    [DEST, LOAD, "x-prequal-rif", "x-prequal-latency-us", "x-prequal-hint", "x-prequal-host"];
 pub(super) const DEST: &str = "x-prequal-dest";
 pub(super) const LOAD: &str = "x-prequal-load";
 
