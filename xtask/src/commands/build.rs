@@ -68,7 +68,8 @@ fn names_crash(module: &Path) -> Result<bool> {
     Ok(fs::read(module)?.windows(header.len()).any(|window| window == header))
 }
 
-fn filter(toolchain: &Toolchain, features: &str) -> Result<PathBuf> {
+/// Builds the module with these cargo features.
+pub(crate) fn filter(toolchain: &Toolchain, features: &str) -> Result<PathBuf> {
     let module = toolchain.build_filter(features)?;
     ensure!(fs::read(&module)?.starts_with(b"\0asm"), "{} is not a WebAssembly module", module.display());
     Ok(module)
