@@ -15,3 +15,4 @@ mod rules;
 mod steering;
 mod support;
 mod sync;
+mod upgrade;
