@@ -21,7 +21,7 @@ use crate::runtime::eventually;
 const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// Seconds that an Envoy has left when another takes over: [`Envoy::hot_restart`]. It drains for two.
-pub const PARENT_SHUTDOWN_S: u64 = 4;
+pub const PARENT_SHUTDOWN_S: u64 = 5;
 
 /// A running Envoy; it stops on drop.
 #[derive(Debug)]

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use prequal_testbed::{
-    Agent, Backend, Client, Envoy, EnvoyConfig, Fleet, PARENT_SHUTDOWN_S, Prequal, Reply, Request, Response,
-    ready, wasm_module, workspace_root,
+    Agent, Backend, Client, Envoy, EnvoyConfig, Fleet, PARENT_SHUTDOWN_S, Prequal, Replica, Reply, Request,
+    Response, eventually, ready, wasm_module, workspace_root,
 };
 
 use crate::support::{
@@ -123,11 +123,11 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
             "the blobs have one owner: {after:#?}"
         );
         assert_eq!(after.picks("fallback"), alone.picks("fallback"), "{after:#?}");
-        eprintln!(
-            "{}: blobs replaced {}, picks by Envoy's policy {}",
-            module.display(),
-            alone.other("prequal_blob_replaced_total") - before.other("prequal_blob_replaced_total"),
-            alone.picks("fallback") - before.picks("fallback"),
+        // While both ran, each lost its pool now and then; most requests were steered all the same.
+        let by_policy = alone.picks("fallback") - before.picks("fallback");
+        assert!(
+            by_policy * 4 < alone.steered() - before.steered(),
+            "{by_policy} by Envoy's policy: {alone:#?}"
         );
     }
     load.stop();
@@ -167,27 +167,25 @@ fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
                 Reply::ok().delay(delay)
             });
         });
-        let long = std::thread::spawn(move || Client::new(addr).get("/long"));
-        in_flight(&fleet, 1);
+        let long = send_long(&fleet, old);
         let new = old.hot_restart(config.clone().module(&module))?;
         assert_eq!(new.addr(), addr, "the same listener");
+
+        assert_eq!(long.join().expect("it ran")?.status, 200);
+        // Its admin takes no new connections either; this one is open since before.
+        let drained = old.prequal(SERVING)?;
+        assert_eq!(drained.picks("fallback"), before.picks("fallback"), "it keeps its pool: {drained:#?}");
 
         // Nothing is inherited: the first choices are Envoy's own, then the pool is there.
         let now =
             counted(&new, "the pool refills", |now| now.other("prequal_members") == 4 && now.steered() > 500);
         assert!(now.picks("fallback") > 0, "a pool of its own, empty at first: {now:#?}");
         assert_eq!(now.other("prequal_blob_replaced_total"), 0, "no blob of the old process: {now:#?}");
-        assert_eq!(long.join().expect("it ran")?.status, 200);
         let old = envoys.last_mut().expect("one runs");
-        assert!(
-            old.prequal(SERVING)?.steered() >= before.steered(),
-            "the old one keeps its pool while it drains"
-        );
         old.wait_for_end(Duration::from_secs(PARENT_SHUTDOWN_S + 6))?;
         let alone = new.prequal(SERVING)?;
         let after = counted(&new, "it steers alone", |now| now.steered() > alone.steered() + 300);
         assert_eq!(after.picks("fallback"), alone.picks("fallback"), "{after:#?}");
-        eprintln!("{}: picks by Envoy's policy {}", module.display(), alone.picks("fallback"));
         envoys.push(new);
     }
     load.stop();
@@ -209,9 +207,7 @@ fn a_hot_restart_cuts_what_outlives_the_old_process() -> Result<()> {
             .backend
             .set_handler(move |seen| Reply::ok().delay(if seen.path == "/long" { longer } else { MS }));
     }
-    let addr = old.addr();
-    let long = std::thread::spawn(move || Client::new(addr).get("/long"));
-    in_flight(&fleet, 1);
+    let long = send_long(&fleet, &old);
     let new = old.hot_restart(config)?;
     // The new process's probes count what the old one's requests cost the replica.
     let probe = |addr| Ok(Client::new(addr).get(PROBE_PATH)?.header("x-prequal-rif").map(str::to_owned));
@@ -225,13 +221,15 @@ fn a_hot_restart_cuts_what_outlives_the_old_process() -> Result<()> {
     Ok(())
 }
 
-/// Waits until agents count `requests` in flight.
+/// Sends a request that takes as long as `/long` does, and waits until a backend has it.
 #[track_caller]
-fn in_flight(fleet: &Fleet, requests: u32) {
-    prequal_testbed::eventually("requests are in flight", Duration::from_secs(5), || {
-        let rif: u32 = fleet.iter().filter_map(|replica| replica.agent.rif().ok()).sum();
-        (rif >= requests).then_some(())
-    });
+fn send_long(fleet: &Fleet, envoy: &Envoy) -> JoinHandle<Result<Response>> {
+    let client = envoy.client();
+    fleet.clear();
+    let long = std::thread::spawn(move || client.get("/long"));
+    let arrived = |replica: &Replica| replica.backend.seen().iter().any(|seen| seen.path == "/long");
+    eventually("a backend has it", Duration::from_secs(5), || fleet.iter().any(arrived).then_some(()));
+    long
 }
 
 /// Traffic until [`Self::stop`], which asserts that every request was answered.
@@ -258,7 +256,6 @@ impl Load {
     fn stop(self) {
         self.stop.store(true, Ordering::Relaxed);
         let answers = self.thread.join().expect("the load ran");
-        eprintln!("{} requests", answers.len());
         assert!(answers.len() > 1000, "{} requests are no load", answers.len());
         assert_all_ok(&answers);
     }
