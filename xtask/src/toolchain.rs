@@ -102,7 +102,7 @@ impl Toolchain {
         self.build_filter_of(workspace::root(), &self.target_dir(), features)
     }
 
-    /// The same from the sources in `root`, into `target_dir`. The module's bytes depend on neither.
+    /// The same from the sources in `root`, into `target_dir`. With the native compiler its bytes depend on neither.
     pub(crate) fn build_filter_of(&self, root: &Path, target_dir: &Path, features: &str) -> Result<PathBuf> {
         let mut command = run::cargo();
         command.current_dir(root);
@@ -247,7 +247,7 @@ fn has_target(target: &str) -> bool {
         .any(|entry| entry.is_ok_and(|e| e.file_name().to_string_lossy().starts_with("libstd-")))
 }
 
-/// Sets target and flags so that the same sources and compiler give the same bytes in any folder: panics name their
+/// Sets target and flags so that no path of this machine gets into what is built: panics name their
 /// source file, and those of dependencies lie where this user's cargo keeps them.
 fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<()> {
     let home = std::env::var_os("CARGO_HOME")

@@ -27,15 +27,15 @@ use oci::{Entry, Image};
 /// other architecture than this machine's needs a cross linker (`apt-get install gcc-aarch64-linux-gnu`); where it is
 /// missing, one line says so.
 ///
-/// The same commit and compilers give the same bytes in any folder; times are the commit's, or SOURCE_DATE_EPOCH.
+/// The same commit and compilers give the same bytes; times are the commit's, or SOURCE_DATE_EPOCH.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Where to; emptied first if it holds an earlier run
     #[arg(long, value_name = "DIR", default_value_os_t = workspace::release_dist())]
     out: PathBuf,
 
-    /// Build the module again from a copy of the sources in another folder, pack everything again, and fail unless
-    /// every byte is the same
+    /// Build the module again from nothing (with rustup's compiler from a copy of the sources in another folder), pack
+    /// everything again, and fail unless every byte is the same
     #[arg(long)]
     check: bool,
 
@@ -320,9 +320,9 @@ fn licence() -> Result<Entry> {
     Ok(Entry { path: "LICENSE".to_owned(), bytes, executable: false })
 }
 
-/// Builds the module from a copy of the sources elsewhere, packs again, compares.
+/// Builds the module again from nothing, packs again, compares.
 fn check(toolchain: &Toolchain, parts: &mut Parts, first: &Path) -> Result<()> {
-    progress::headline("the same again, from another folder");
+    progress::headline("the same again, from nothing");
     let scratch = workspace::target().join(format!("dist-check-{}", std::process::id()));
     let compared = again(toolchain, parts, &scratch).and_then(|second| {
         Ok((fs::read_to_string(first.join(SUMS))?, fs::read_to_string(second.join(SUMS))?))
@@ -342,19 +342,32 @@ fn check(toolchain: &Toolchain, parts: &mut Parts, first: &Path) -> Result<()> {
 
 fn again(toolchain: &Toolchain, parts: &mut Parts, scratch: &Path) -> Result<PathBuf> {
     let (sources, out) = (scratch.join("a folder of another name"), scratch.join("out"));
-    let listed =
-        run::output(run::tool("git").args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"]))?;
+    let root = match toolchain {
+        Toolchain::Native => {
+            copy_sources(&sources)?;
+            sources.as_path()
+        }
+        // Its standard library lies below the workspace and is built with it; cargo names symbols by where it lies.
+        Toolchain::Debian(_) => workspace::root(),
+    };
+    parts.module = fs::read(toolchain.build_filter_of(root, &scratch.join("build"), "")?)?;
+    pack(parts, &out)?;
+    Ok(out)
+}
+
+/// Copies everything that git knows or would know.
+fn copy_sources(to: &Path) -> Result<()> {
+    let mut git = run::tool("git");
+    let listed = run::output(git.args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"]))?;
     for file in listed.split('\0').filter(|file| !file.is_empty()) {
-        let (from, to) = (workspace::root().join(file), sources.join(file));
+        let (from, to) = (workspace::root().join(file), to.join(file));
         // A file that is deleted and not committed is listed too.
         if from.is_file() {
             fs::create_dir_all(to.parent().context("a file in a folder")?)?;
             fs::copy(from, to)?;
         }
     }
-    parts.module = fs::read(toolchain.build_filter_of(&sources, &scratch.join("build"), "")?)?;
-    pack(parts, &out)?;
-    Ok(out)
+    Ok(())
 }
 
 /// Packages of the workspace whose code is shipped.
@@ -442,6 +455,14 @@ mod tests {
         oci::write(dir.path(), &[module_image(&made)], &made.stamp).expect("written");
         verify_module(dir.path(), &made.module).expect("the module");
         assert!(verify_module(dir.path(), b"\0asm\x02\0\0\0").is_err());
+    }
+
+    #[test]
+    fn a_missing_cross_linker_is_told_with_its_cure() {
+        let elsewhere = Platform { arch: "s390x", oci: "s390x", triple: "", linker: "no-such-linker" };
+        let why = elsewhere.missing().expect("Linux").expect("a reason");
+        assert!(why.contains("`no-such-linker` is missing: apt-get install"), "{why}");
+        assert!(why.contains("gcc-s390x-linux-gnu libc6-dev-s390x-cross"), "{why}");
     }
 
     #[test]
