@@ -5,6 +5,7 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -19,6 +20,9 @@ use crate::runtime::eventually;
 /// How long Envoy may take to start: it compiles the module once for the main thread and once per worker.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
+/// Seconds that an Envoy has left when another takes over: [`Envoy::hot_restart`]. It drains for two.
+pub const PARENT_SHUTDOWN_S: u64 = 5;
+
 /// A running Envoy; it stops on drop.
 #[derive(Debug)]
 pub struct Envoy {
@@ -27,8 +31,18 @@ pub struct Envoy {
     admin_client: Client,
     listener: Value,
     version: u64,
+    life: Life,
     process: Process,
     dir: TempDir,
+}
+
+/// What hot restart needs to know.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Life {
+    /// Nobody takes over.
+    Single,
+    /// One process of a chain that shares `base_id`.
+    Chained { base_id: u64, epoch: u32 },
 }
 
 /// The filter's counters of one cluster: a snapshot.
@@ -100,7 +114,40 @@ impl Prequal {
 
 impl Envoy {
     /// Starts Envoy and waits until it is ready to serve. The error holds the end of its log.
-    pub fn start(mut config: EnvoyConfig) -> Result<Self> {
+    pub fn start(config: EnvoyConfig) -> Result<Self> {
+        Self::launch(config, Life::Single)
+    }
+
+    /// The same, so that another may take over; see [`Self::hot_restart`].
+    pub fn start_restartable(config: EnvoyConfig) -> Result<Self> {
+        // Envoy's own way to draw one (`--use-dynamic-base-id`) leaves it in a file; a process id is as unique here.
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let base_id = u64::from(std::process::id()) * 100 + NEXT.fetch_add(1, Ordering::Relaxed);
+        Self::launch(config, Life::Chained { base_id, epoch: 0 })
+    }
+
+    /// Starts another process with `config`, which takes over the listener at the same address, and waits until it is
+    /// ready. This one takes no new connections from then on, and ends [`PARENT_SHUTDOWN_S`] later: see
+    /// [`Self::wait_for_end`]. The statistics of the new one are its own.
+    pub fn hot_restart(&self, config: EnvoyConfig) -> Result<Self> {
+        let Life::Chained { base_id, epoch } = self.life else { bail!("not started for a hot restart") };
+        let port = self.addr.port();
+        let config = config
+            .edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(port));
+        Self::launch(config, Life::Chained { base_id, epoch: epoch + 1 })
+    }
+
+    /// Waits until the process has ended by itself; fails after `limit`.
+    pub fn wait_for_end(&mut self, limit: Duration) -> Result<()> {
+        let start = Instant::now();
+        while self.process.exited().is_none() {
+            ensure!(start.elapsed() < limit, "Envoy still runs after {limit:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    fn launch(mut config: EnvoyConfig, life: Life) -> Result<Self> {
         let dir = TempDir::new()?;
         let file = |name: &str| dir.path().join(name);
         let (config_path, admin_path, log_path) = (file("envoy.json"), file("admin"), file("envoy.log"));
@@ -118,8 +165,14 @@ impl Envoy {
         let mut command = Command::new(envoy_binary());
         command.arg("-c").arg(&config_path).arg("--admin-address-path").arg(&admin_path);
         command.args(["--concurrency", &config.concurrency.to_string()]);
-        // Several Envoys run at once; shared memory for hot restart would be in the way.
-        command.arg("--disable-hot-restart");
+        match life {
+            // Several Envoys run at once; shared memory for hot restart would be in the way.
+            Life::Single => command.arg("--disable-hot-restart"),
+            Life::Chained { base_id, epoch } => command
+                .args(["--base-id", &base_id.to_string(), "--restart-epoch", &epoch.to_string()])
+                .args(["--parent-shutdown-time-s", &PARENT_SHUTDOWN_S.to_string()])
+                .arg("--skip-hot-restart-parent-stats"),
+        };
         // An updated listener's connections close with their next answer, not in the middle of one.
         command.args(["--drain-time-s", "2", "--drain-strategy", "immediate"]);
         command.args(["--log-level", &config.log_level]);
@@ -149,7 +202,7 @@ impl Envoy {
             addr.is_some()
         })?;
         let addr = addr.context("no listener")?;
-        Ok(Self { addr, admin, admin_client, listener, version: 0, process, dir })
+        Ok(Self { addr, admin, admin_client, listener, version: 0, life, process, dir })
     }
 
     /// Where clients connect.
@@ -301,6 +354,15 @@ impl Envoy {
             Some((name.to_owned(), value.parse().ok()?))
         });
         Ok(numbers.collect())
+    }
+}
+
+impl Drop for Envoy {
+    fn drop(&mut self) {
+        if let Life::Chained { base_id, .. } = self.life {
+            // Envoy leaves it behind. Whoever has it mapped keeps it; a name is needed only to take over.
+            let _ = fs::remove_file(format!("/dev/shm/envoy_shared_memory_{base_id}0"));
+        }
     }
 }
 

@@ -29,7 +29,7 @@ pub use client::{Client, Request, Response, WebSocket, http_get};
 pub use config::{
     EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, dist_dir, envoy_binary, wasm_module, workspace_root,
 };
-pub use envoy::{Envoy, Prequal};
+pub use envoy::{Envoy, PARENT_SHUTDOWN_S, Prequal};
 pub use fleet::{Fleet, Replica};
 pub use process::cpu_time;
 pub use runtime::{block_on, eventually, handle, missing, ready};

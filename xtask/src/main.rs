@@ -27,6 +27,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Build(commands::build::Args),
+    Dist(commands::dist::Args),
     Demo(commands::demo::Args),
     Compose(commands::compose::Args),
     Fault(commands::fault::Args),
@@ -40,6 +41,7 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Build(args) => commands::build::run(&args),
+        Command::Dist(args) => commands::dist::run(&args),
         Command::Demo(args) => commands::demo::run(&args),
         Command::Compose(args) => commands::compose::run(&args),
         Command::Fault(args) => commands::fault::run(&args),

@@ -1,5 +1,5 @@
 //! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` where that
-//! standard library cannot be had.
+//! standard library cannot be had. The same for Linux programs of another architecture.
 //!
 //! `rustup target add` downloads from a place that some networks (CI among them) refuse. Debian ships a
 //! compiler with the library's source; unpacked into `target/toolchain/`, never installed, it builds
@@ -48,20 +48,10 @@ impl Toolchain {
     /// Finds or fetches the compiler and prints one line that says which it is.
     pub(crate) fn prepare(choice: Choice) -> Result<Self> {
         let toolchain = match choice {
-            Choice::Rustup => {
-                native().with_context(|| format!("no {NATIVE_TARGET} for the machine's own compiler"))?
-            }
+            Choice::Rustup => native(NATIVE_TARGET)
+                .with_context(|| format!("no {NATIVE_TARGET} for the machine's own compiler"))?,
             Choice::Debian => Self::Debian(Debian::prepare()?),
-            Choice::Auto => match native() {
-                Ok(found) => found,
-                Err(why) => {
-                    progress::say(format_args!(
-                        "rustup cannot provide {NATIVE_TARGET} here ({}); falling back to Debian's packages",
-                        progress::last_line(&why)
-                    ));
-                    Self::Debian(Debian::prepare()?)
-                }
-            },
+            Choice::Auto => Self::with_target(NATIVE_TARGET)?,
         };
         progress::say(match &toolchain {
             Self::Native => format!("wasm: the machine's own compiler, target {NATIVE_TARGET}"),
@@ -75,21 +65,85 @@ impl Toolchain {
         Ok(toolchain)
     }
 
+    /// The machine's compiler if it has `target` or rustup can fetch it, else Debian's.
+    fn with_target(target: &str) -> Result<Self> {
+        match native(target) {
+            Ok(found) => Ok(found),
+            Err(why) => {
+                progress::say(format_args!(
+                    "rustup cannot provide {target} here ({}); falling back to Debian's packages",
+                    progress::last_line(&why)
+                ));
+                Ok(Self::Debian(Debian::prepare()?))
+            }
+        }
+    }
+
+    /// A compiler for Linux programs on `target`, whatever machine this is.
+    pub(crate) fn for_programs(target: &str) -> Result<Self> {
+        let toolchain = Self::with_target(target)?;
+        progress::say(format_args!("{target}: {}", toolchain.version()?));
+        Ok(toolchain)
+    }
+
+    /// What the compiler says it is.
+    pub(crate) fn version(&self) -> Result<String> {
+        match self {
+            Self::Native => {
+                let said = run::output(run::tool("rustc").arg("--version"))?;
+                Ok(said.split(" (").next().unwrap_or_default().trim().to_owned())
+            }
+            Self::Debian(debian) => debian.version(),
+        }
+    }
+
     /// Builds the filter with these cargo features and returns the module.
     pub(crate) fn build_filter(&self, features: &str) -> Result<PathBuf> {
+        self.build_filter_of(workspace::root(), &self.target_dir(), features)
+    }
+
+    /// The same from the sources in `root`, into `target_dir`. With the native compiler its bytes depend on neither.
+    pub(crate) fn build_filter_of(&self, root: &Path, target_dir: &Path, features: &str) -> Result<PathBuf> {
         let mut command = run::cargo();
+        command.current_dir(root);
         command.args(["build", "--package", "prequal-filter", "--lib", "--profile", "wasm"]);
-        command.arg("--target-dir").arg(self.target_dir());
+        command.arg("--target-dir").arg(target_dir);
         if !features.is_empty() {
             command.args(["--features", features]);
         }
         match self {
-            Self::Native => {
-                command.args(["--target", NATIVE_TARGET]);
+            Self::Native => reproducible(&mut command, NATIVE_TARGET, &[])?,
+            Self::Debian(debian) => {
+                reproducible(&mut command, DEBIAN_TARGET, &[])?;
+                debian.configure(&mut command, "panic_abort")?;
+                let linker = debian.root.join("usr/bin").join(format!("wasm-ld-{}", debian.llvm));
+                command.env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER", linker);
             }
-            Self::Debian(debian) => debian.configure(&mut command)?,
         }
         run::built_file(&mut command, "prequal_filter.wasm")
+    }
+
+    /// Builds a program for Linux on `target` and returns it. It is linked with the C library itself: it runs on any
+    /// distribution, and in an image with nothing else. `linker`: unless the machine's own will do.
+    pub(crate) fn build_program(
+        &self,
+        target: &str,
+        linker: Option<&str>,
+        package: &str,
+        program: &str,
+    ) -> Result<PathBuf> {
+        let mut command = run::cargo();
+        command.args(["build", "--profile", "ship", "--package", package, "--bin", program]);
+        reproducible(&mut command, target, &["-Ctarget-feature=+crt-static"])?;
+        if let Self::Debian(debian) = self {
+            command.arg("--target-dir").arg(self.target_dir());
+            debian.configure(&mut command, "panic_unwind")?;
+        }
+        if let Some(linker) = linker {
+            let triple = target.to_uppercase().replace('-', "_");
+            command.env(format!("CARGO_TARGET_{triple}_LINKER"), linker);
+        }
+        run::built_file(&mut command, program)
     }
 
     /// Own folder for each compiler, both apart from the host's, so that none undoes another's work.
@@ -143,15 +197,13 @@ impl Debian {
         Ok(format!("Debian's {}", said.split(" (").next().unwrap_or_default().trim()))
     }
 
-    fn configure(&self, command: &mut Command) -> Result<()> {
-        let linker = self.root.join("usr/bin").join(format!("wasm-ld-{}", self.llvm));
+    fn configure(&self, command: &mut Command, panic: &str) -> Result<()> {
         command
-            .args(["--target", DEBIAN_TARGET, "-Zbuild-std=std,panic_abort"])
+            .arg(format!("-Zbuild-std=std,{panic}"))
             .env("LD_LIBRARY_PATH", self.library_path()?)
             .env("RUSTC", self.rustc())
             // -Zbuild-std is nightly-only in cargo, and the compiler here is a stable one.
-            .env("RUSTC_BOOTSTRAP", "1")
-            .env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER", linker);
+            .env("RUSTC_BOOTSTRAP", "1");
         Ok(())
     }
 
@@ -174,25 +226,43 @@ impl Debian {
 }
 
 /// The machine's compiler, with the target added by rustup if it was missing.
-fn native() -> Result<Toolchain> {
-    if has_native_target() {
+fn native(target: &str) -> Result<Toolchain> {
+    if has_target(target) {
         return Ok(Toolchain::Native);
     }
-    progress::silently(&format!("rustup target add {NATIVE_TARGET}"), || {
-        run::output(run::tool("rustup").args(["target", "add", NATIVE_TARGET]))
+    progress::silently(&format!("rustup target add {target}"), || {
+        run::output(run::tool("rustup").args(["target", "add", target]))
     })?;
-    ensure!(has_native_target(), "rustup added {NATIVE_TARGET}, but the compiler in use does not have it");
+    ensure!(has_target(target), "rustup added {target}, but the compiler in use does not have it");
     Ok(Toolchain::Native)
 }
 
-/// Asks the compiler rustup or not, so that a distribution's own wasm packages count too.
-fn has_native_target() -> bool {
-    run::output(run::tool("rustc").args(["--print", "target-libdir", "--target", NATIVE_TARGET]))
+/// Asks the compiler rustup or not, so that a distribution's own packages count too.
+fn has_target(target: &str) -> bool {
+    run::output(run::tool("rustc").args(["--print", "target-libdir", "--target", target]))
         .ok()
         .and_then(|folder| fs::read_dir(folder.trim()).ok())
         .into_iter()
         .flatten()
         .any(|entry| entry.is_ok_and(|e| e.file_name().to_string_lossy().starts_with("libstd-")))
+}
+
+/// Sets target and flags so that no path of this machine gets into what is built: panics name their
+/// source file, and those of dependencies lie where this user's cargo keeps them.
+fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<()> {
+    let home = std::env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .or_else(|| Some(std::env::home_dir()?.join(".cargo")));
+    let home = home.context("no home folder and no CARGO_HOME")?;
+    let mut flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+    for (from, to) in [(workspace::root(), "/prequal"), (&home, "/cargo")] {
+        flags.push(format!("--remap-path-prefix={}={to}", from.display()));
+    }
+    command.args(["--target", target, "--config"]);
+    command.arg(format!("target.{target}.rustflags={}", serde_json::to_string(&flags)?));
+    // Either would be taken in place of these.
+    command.env_remove("RUSTFLAGS").env_remove("CARGO_ENCODED_RUSTFLAGS");
+    Ok(())
 }
 
 /// Downloads the packages and unpacks them into `root`.

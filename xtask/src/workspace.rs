@@ -22,3 +22,8 @@ pub(crate) fn dist() -> PathBuf {
 pub(crate) fn dist_test() -> PathBuf {
     target().join("dist-test")
 }
+
+/// What `cargo xtask dist` makes.
+pub(crate) fn release_dist() -> PathBuf {
+    target().join("release-dist")
+}

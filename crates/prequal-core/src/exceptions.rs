@@ -565,7 +565,7 @@ fn fading(ms: u32) -> f32 {
 }
 
 const MAGIC: u32 = 0x7072_6578; // "prex"
-const VERSION: u16 = 1;
+const VERSION: u16 = crate::pool::blob_version(1);
 /// Time constant of the counts.
 const FADES_MS: f32 = 10_000.0;
 /// Two failures a few seconds apart.

@@ -395,7 +395,7 @@ impl Member {
 }
 
 const MAGIC: u32 = 0x6d65_6d62; // "memb"
-const VERSION: u16 = 2;
+const VERSION: u16 = crate::pool::blob_version(2);
 
 #[cfg(test)]
 mod tests {

@@ -821,8 +821,13 @@ pub enum BlobError {
     Content,
 }
 
+/// The version that a blob is written as: `version`, or the one after it in a build that stands in for another release.
+pub(crate) const fn blob_version(version: u16) -> u16 {
+    if cfg!(feature = "next-blob") { version + 1 } else { version }
+}
+
 const MAGIC: u32 = 0x7072_6571; // "preq"
-const VERSION: u16 = 4;
+const VERSION: u16 = blob_version(4);
 const UNKNOWN: u32 = u32::MAX;
 /// How long a candidate's first request may take before it gets another.
 const VERIFY_MS: u32 = 5000;

@@ -16,3 +16,4 @@ mod rules;
 mod steering;
 mod support;
 mod sync;
+mod upgrade;

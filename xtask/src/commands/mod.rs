@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod compose;
 pub(crate) mod demo;
+pub(crate) mod dist;
 pub(crate) mod envoy;
 pub(crate) mod fault;
 pub(crate) mod plb_guest;

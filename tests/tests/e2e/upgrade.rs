@@ -1,0 +1,262 @@
+//! Mixes of versions: other agents, a module whose blobs are of another version, hot restart and roll-back.
+//! `docs/upgrade.md` says what follows from them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use prequal_testbed::{
+    Agent, Backend, Client, Envoy, EnvoyConfig, Fleet, PARENT_SHUTDOWN_S, Prequal, Replica, Reply, Request,
+    Response, eventually, ready, wasm_module, workspace_root,
+};
+
+use crate::support::{
+    PROBE_PATH, SERVING, addrs, assert_all_ok, assert_probes_balance, bed, counted, report, set, stand_ins,
+    warm, with_load,
+};
+
+const MS: Duration = Duration::from_millis(1);
+
+#[test]
+fn fields_of_a_newer_agent_are_ignored() -> Result<()> {
+    bed!();
+    let newer = |addr| with_load(format!("{};zzz=1;fail=0;note;up=700;weight=3.5", report(1, 900, addr)));
+    let backends = stand_ins(3, newer, newer)?;
+    let envoy = Envoy::start(patient(EnvoyConfig::for_replicas(&addrs(&backends))?))?;
+    warm(&envoy, 3);
+    assert_all_are_used(&envoy);
+    Ok(())
+}
+
+/// Agents of the first release, which tell three fields or the pair of headers, beside one of this release.
+#[test]
+fn agents_of_three_ages_share_a_fleet() -> Result<()> {
+    bed!();
+    let oldest = |addr| with_load(report(0, 5000, addr)).delay(5 * MS);
+    let pair =
+        |_| Reply::ok().header("x-prequal-rif", "0").header("x-prequal-latency-us", "5000").delay(5 * MS);
+    let (with_fields, with_pair) = (stand_ins(1, oldest, oldest)?, stand_ins(1, pair, pair)?);
+    let behind = Backend::start(Reply::ok().delay(5 * MS))?;
+    let agent = Agent::start(behind.addr())?;
+    let replicas = [with_fields[0].addr(), with_pair[0].addr(), agent.addr()];
+    let envoy = Envoy::start(patient(EnvoyConfig::for_replicas(&replicas)?))?;
+    warm(&envoy, 3);
+    assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
+    let rest = assert_all_are_used(&envoy);
+    // Not how much each gets: the stand-ins' load never changes, whatever they serve.
+    assert_eq!((rest.other("prequal_members"), rest.other("prequal_pool_occupancy")), (3, 3), "{rest:#?}");
+    assert!(behind.seen().iter().any(|seen| seen.path == "/") && rest.picks("fallback") < 100, "{rest:#?}");
+    Ok(())
+}
+
+/// Quiet at rest, and no probe is late, however busy the machine.
+fn patient(config: EnvoyConfig) -> EnvoyConfig {
+    set(set(config, "idle_probe_interval_ms", 0), "probe_timeout_ms", 5000)
+}
+
+/// Asserts that every probe was answered with a report that counts, and that the same goes for responses.
+#[track_caller]
+fn assert_all_are_used(envoy: &Envoy) -> Prequal {
+    let rest = assert_probes_balance(envoy);
+    assert!(rest.probes("used") > 0 && rest.reports("used") > 0, "{rest:#?}");
+    assert_eq!(rest.probes("used"), rest.probes("sent"), "{rest:#?}");
+    assert_eq!(rest.reports("used"), rest.reports.values().sum::<u64>(), "{rest:#?}");
+    rest
+}
+
+/// What the filter of the first release reads is still there, in its place.
+#[test]
+fn an_older_filter_reads_this_agent() -> Result<()> {
+    bed!();
+    let backend = Backend::start(Reply::ok())?;
+    let agent = Agent::start(backend.addr())?;
+    let client = Client::new(agent.addr());
+    for path in ["/", PROBE_PATH] {
+        let reply = client.get(path)?;
+        let load = reply.header("x-prequal-load").expect("a report").to_owned();
+        let mut fields = load.split(';');
+        let mut next = || fields.next().unwrap_or_default().to_owned();
+        let (rif, latency_us, endpoint) = (next(), next(), next());
+        assert_eq!(rif, "0", "{load}");
+        assert!(latency_us.is_empty() || latency_us.parse::<u32>().is_ok(), "{load}");
+        assert_eq!(endpoint, agent.addr().to_string(), "{load}");
+        assert!(fields.all(|field| field.contains('=')), "what came later has a name: {load}");
+    }
+    let pair = client.get(PROBE_PATH)?;
+    assert_eq!(pair.header("x-prequal-rif"), Some("0"));
+    assert!(pair.header("x-prequal-latency-us").is_some_and(|latency| latency.parse::<u32>().is_ok()));
+    Ok(())
+}
+
+/// A module whose blobs count as those of another release; it can crash on request too.
+fn other_release() -> PathBuf {
+    workspace_root().join("target/dist-test/prequal_filter_crash.wasm")
+}
+
+#[test]
+fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
+    if !ready(&[other_release()]) {
+        return Ok(());
+    }
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.dynamic_listener();
+    let mut envoy = Envoy::start(config.clone())?;
+    warm(&envoy, 4);
+    let load = Load::start(envoy.client());
+    for module in [other_release(), wasm_module()] {
+        let before = envoy.prequal(SERVING)?;
+        assert!(envoy.update_listener(config.clone().module(&module))?, "{}", envoy.log());
+        let replaced = counted(&envoy, "the other version's blobs are replaced", |now| {
+            now.other("prequal_blob_replaced_total") > before.other("prequal_blob_replaced_total")
+        });
+        // The old generation drains for two seconds; then the blobs have one owner.
+        counted(&envoy, "the new version steers", |now| now.steered() > replaced.steered() + 100);
+        wait_for_one_generation(&envoy)?;
+        let alone = envoy.prequal(SERVING)?;
+        let after = counted(&envoy, "the pool is full", |now| now.steered() > alone.steered() + 500);
+        assert_eq!(
+            after.other("prequal_blob_replaced_total"),
+            alone.other("prequal_blob_replaced_total"),
+            "the blobs have one owner: {after:#?}"
+        );
+        assert_eq!(after.picks("fallback"), alone.picks("fallback"), "{after:#?}");
+        // While both ran, each lost its pool now and then; most requests were steered all the same.
+        let by_policy = alone.picks("fallback") - before.picks("fallback");
+        assert!(
+            by_policy * 4 < alone.steered() - before.steered(),
+            "{by_policy} by Envoy's policy: {alone:#?}"
+        );
+    }
+    load.stop();
+    fleet.assert_idle();
+    Ok(())
+}
+
+/// Waits until no old listener drains any more.
+fn wait_for_one_generation(envoy: &Envoy) -> Result<()> {
+    let start = Instant::now();
+    let draining = |what: &str| envoy.stat(&format!("listener_manager.total_{what}_draining"));
+    while draining("listeners")? + draining("filter_chains")? > 0 {
+        assert!(start.elapsed() < Duration::from_secs(10), "the old listener still drains");
+        std::thread::sleep(10 * MS);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
+    if !ready(&[other_release()]) {
+        return Ok(());
+    }
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
+    let mut envoys = vec![Envoy::start_restartable(config.clone())?];
+    warm(&envoys[0], 4);
+    let load = Load::start(envoys[0].client());
+    for module in [other_release(), wasm_module()] {
+        let old = envoys.last().expect("one runs");
+        let before = old.prequal(SERVING)?;
+        // In flight at the take-over: the old process answers it.
+        let addr = old.addr();
+        fleet.iter().for_each(|replica| {
+            replica.backend.set_handler(|seen| {
+                let delay = if seen.path == "/long" { 1500 * MS } else { 5 * MS };
+                Reply::ok().delay(delay)
+            });
+        });
+        let long = send_long(&fleet, old);
+        let new = old.hot_restart(config.clone().module(&module))?;
+        assert_eq!(new.addr(), addr, "the same listener");
+
+        assert_eq!(long.join().expect("it ran")?.status, 200);
+        // Its admin takes no new connections either; this one is open since before.
+        let drained = old.prequal(SERVING)?;
+        assert_eq!(drained.picks("fallback"), before.picks("fallback"), "it keeps its pool: {drained:#?}");
+
+        // Nothing is inherited: the first choices are Envoy's own, then the pool is there.
+        let now =
+            counted(&new, "the pool refills", |now| now.other("prequal_members") == 4 && now.steered() > 500);
+        assert!(now.picks("fallback") > 0, "a pool of its own, empty at first: {now:#?}");
+        assert_eq!(now.other("prequal_blob_replaced_total"), 0, "no blob of the old process: {now:#?}");
+        let old = envoys.last_mut().expect("one runs");
+        old.wait_for_end(Duration::from_secs(PARENT_SHUTDOWN_S + 6))?;
+        let alone = new.prequal(SERVING)?;
+        let after = counted(&new, "it steers alone", |now| now.steered() > alone.steered() + 300);
+        assert_eq!(after.picks("fallback"), alone.picks("fallback"), "{after:#?}");
+        envoys.push(new);
+    }
+    load.stop();
+    fleet.assert_idle();
+    Ok(())
+}
+
+/// A request that outlives the old process is cut off, and its agent counts it down.
+#[test]
+fn a_hot_restart_cuts_what_outlives_the_old_process() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
+    let mut old = Envoy::start_restartable(config.clone())?;
+    warm(&old, 2);
+    for replica in fleet.iter() {
+        let longer = Duration::from_secs(PARENT_SHUTDOWN_S + 20);
+        replica
+            .backend
+            .set_handler(move |seen| Reply::ok().delay(if seen.path == "/long" { longer } else { MS }));
+    }
+    let long = send_long(&fleet, &old);
+    let new = old.hot_restart(config)?;
+    // The new process's probes count what the old one's requests cost the replica.
+    let probe = |addr| Ok(Client::new(addr).get(PROBE_PATH)?.header("x-prequal-rif").map(str::to_owned));
+    let told = fleet.addrs().into_iter().map(probe).collect::<Result<Vec<_>>>()?;
+    assert_eq!(told.iter().flatten().filter(|rif| *rif == "1").count(), 1, "{told:?}");
+    old.wait_for_end(Duration::from_secs(PARENT_SHUTDOWN_S + 6))?;
+    let cut = long.join().expect("it ran");
+    assert!(!matches!(&cut, Ok(reply) if reply.status == 200), "{cut:?}");
+    fleet.assert_idle();
+    assert_all_ok(&new.client().burst(50, 2, |_| Request::get("/")));
+    Ok(())
+}
+
+/// Sends a request that takes as long as `/long` does, and waits until a backend has it.
+#[track_caller]
+fn send_long(fleet: &Fleet, envoy: &Envoy) -> JoinHandle<Result<Response>> {
+    let client = envoy.client();
+    fleet.clear();
+    let long = std::thread::spawn(move || client.get("/long"));
+    let arrived = |replica: &Replica| replica.backend.seen().iter().any(|seen| seen.path == "/long");
+    eventually("a backend has it", Duration::from_secs(5), || fleet.iter().any(arrived).then_some(()));
+    long
+}
+
+/// Traffic until [`Self::stop`], which asserts that every request was answered.
+struct Load {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Result<Response>>>,
+}
+
+impl Load {
+    fn start(client: Client) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let asked = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            let mut answers = Vec::new();
+            while !asked.load(Ordering::Relaxed) {
+                answers.extend(client.burst(100, 4, |_| Request::get("/")));
+            }
+            answers
+        });
+        Self { stop, thread }
+    }
+
+    #[track_caller]
+    fn stop(self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let answers = self.thread.join().expect("the load ran");
+        assert!(answers.len() > 1000, "{} requests are no load", answers.len());
+        assert_all_ok(&answers);
+    }
+}

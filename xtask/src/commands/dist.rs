@@ -1,0 +1,477 @@
+//! `cargo xtask dist`: what a release consists of, into `target/release-dist/`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::json;
+use sha2::{Digest as _, Sha256};
+
+use crate::commands::build::{self, WasmArgs};
+use crate::toolchain::{NATIVE_TARGET, Toolchain};
+use crate::{progress, run, workspace};
+
+mod changelog;
+mod oci;
+mod sbom;
+
+use oci::{Entry, Image};
+
+/// Makes the artefacts of a release, each named with the version, and SHA256SUMS over them.
+///
+/// prequal_filter-VERSION.wasm; the same as an OCI image that Istio's WasmPlugin and Envoy Gateway fetch (a layout as a
+/// folder and as a tar); for each architecture a tar.gz of the programs, linked statically; an OCI image of the agent for
+/// all of them; a CycloneDX bill of materials; the version's section of CHANGELOG.md. Needs no container engine. The
+/// other architecture than this machine's needs a cross linker (`apt-get install gcc-aarch64-linux-gnu`); where it is
+/// missing, one line says so.
+///
+/// The same commit and compilers give the same bytes; times are the commit's, or SOURCE_DATE_EPOCH.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Where to; emptied first if it holds an earlier run
+    #[arg(long, value_name = "DIR", default_value_os_t = workspace::release_dist())]
+    out: PathBuf,
+
+    /// Build the module again from nothing (with rustup's compiler from a copy of the sources in another folder), pack
+    /// everything again, and fail unless every byte is the same
+    #[arg(long)]
+    check: bool,
+
+    #[command(flatten)]
+    wasm: WasmArgs,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    progress::headline("building the release");
+    let started = Instant::now();
+    let toolchain = Toolchain::prepare(args.wasm.toolchain)?;
+    let stamp = Stamp::of_commit(&toolchain)?;
+    let mut parts = Parts {
+        module: fs::read(build::filter(&toolchain, "")?)?,
+        programs: Vec::new(),
+        bill: serde_json::Value::Null,
+        notes: notes(&stamp)?,
+        stamp,
+    };
+    let mut targets = vec![NATIVE_TARGET];
+    for platform in PLATFORMS {
+        match platform.missing()? {
+            Some(why) => progress::say(format_args!("{}: not built: {why}", platform.arch)),
+            None => {
+                parts.programs.push((platform, platform.build()?));
+                targets.push(platform.triple);
+            }
+        }
+    }
+    ensure!(!parts.programs.is_empty(), "no program could be built on this machine");
+    parts.bill = sbom::document(&targets, &libc_version()?, &parts.stamp)?;
+    let files = pack(&parts, &args.out)?;
+    for file in &files {
+        progress::say(format_args!(
+            "{file} ({} KB)",
+            fs::metadata(args.out.join(file))?.len().div_ceil(1024)
+        ));
+    }
+    let seconds = progress::seconds(started.elapsed());
+    progress::headline(format_args!("{}: {} {} in {seconds}", args.out.display(), NAME, parts.stamp.version));
+    if args.check {
+        check(&toolchain, &mut parts, &args.out)?;
+    }
+    Ok(())
+}
+
+/// Everything that a release is packed from.
+struct Parts {
+    module: Vec<u8>,
+    programs: Vec<(Platform, Vec<Entry>)>,
+    bill: serde_json::Value,
+    notes: String,
+    stamp: Stamp,
+}
+
+/// What marks a release: the same in every run on one commit.
+#[derive(Clone, Debug)]
+struct Stamp {
+    version: String,
+    /// Hash of the commit; `-dirty` behind it if the sources differ.
+    commit: String,
+    /// Seconds since 1970 of the commit.
+    epoch: u64,
+    /// The same as RFC 3339.
+    time: String,
+    /// What built the module.
+    compiler: String,
+}
+
+impl Stamp {
+    fn of_commit(toolchain: &Toolchain) -> Result<Self> {
+        let git = |args: &[&str]| run::output(run::tool("git").args(args));
+        let mut commit = git(&["rev-parse", "HEAD"])?.trim().to_owned();
+        if !git(&["status", "--porcelain"])?.is_empty() {
+            progress::say("the sources differ from the commit: this is no release, and its bill says so");
+            commit.push_str("-dirty");
+        }
+        let epoch = match std::env::var("SOURCE_DATE_EPOCH") {
+            Ok(epoch) => epoch,
+            Err(_) => git(&["log", "-1", "--format=%ct"])?,
+        };
+        let epoch: u64 = epoch.trim().parse().context("SOURCE_DATE_EPOCH must be seconds since 1970")?;
+        let time =
+            run::output(run::tool("date").args(["-u", "-d", &format!("@{epoch}"), "+%Y-%m-%dT%H:%M:%SZ"]))?;
+        Ok(Self {
+            version: VERSION.to_owned(),
+            commit,
+            epoch,
+            time: time.trim().to_owned(),
+            compiler: toolchain.version()?,
+        })
+    }
+
+    #[cfg(test)]
+    fn example() -> Self {
+        Self {
+            version: VERSION.to_owned(),
+            commit: "0123456789abcdef0123456789abcdef01234567".to_owned(),
+            epoch: 1_800_000_000,
+            time: "2027-01-15T08:00:00Z".to_owned(),
+            compiler: "rustc 1.95.0".to_owned(),
+        }
+    }
+}
+
+/// An architecture that programs are shipped for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Platform {
+    /// As `uname -m` names it.
+    arch: &'static str,
+    /// As OCI names it.
+    oci: &'static str,
+    triple: &'static str,
+    /// Links for it on other machines.
+    linker: &'static str,
+}
+
+impl Platform {
+    fn cross_linker(&self) -> Option<&'static str> {
+        (std::env::consts::ARCH != self.arch).then_some(self.linker)
+    }
+
+    /// Why the programs cannot be built here.
+    fn missing(&self) -> Result<Option<String>> {
+        ensure!(cfg!(target_os = "linux"), "releases are built on Linux");
+        Ok(self.cross_linker().filter(|linker| !run::succeeds(run::tool(linker).arg("--version"))).map(|linker| {
+            format!("`{linker}` is missing: apt-get install --no-install-recommends gcc-{}-linux-gnu libc6-dev-{}-cross",
+                self.arch.replace('_', "-"), self.oci)
+        }))
+    }
+
+    fn build(&self) -> Result<Vec<Entry>> {
+        let toolchain = Toolchain::for_programs(self.triple)?;
+        let build = |(package, program): (&str, &str)| {
+            let file = toolchain.build_program(self.triple, self.cross_linker(), package, program)?;
+            Ok(Entry { path: program.to_owned(), bytes: fs::read(file)?, executable: true })
+        };
+        PROGRAMS.into_iter().map(build).collect()
+    }
+}
+
+/// The version's section of the changelog, with the commit.
+fn notes(stamp: &Stamp) -> Result<String> {
+    let text = fs::read_to_string(workspace::root().join("CHANGELOG.md"))?;
+    let (date, section) = changelog::section(&text, &stamp.version)?;
+    if !changelog::is_dated(date) {
+        progress::say(format_args!("CHANGELOG.md: {} has no date yet", stamp.version));
+    }
+    Ok(format!("# {NAME} {}\n\n{section}\n\nCommit {}.\n", stamp.version, stamp.commit))
+}
+
+/// Version of the C library that programs are linked with.
+fn libc_version() -> Result<String> {
+    let said = run::output(run::tool("ldd").arg("--version"))?;
+    said.lines()
+        .next()
+        .and_then(|line| Some(line.rsplit(' ').next()?.to_owned()))
+        .context("ldd names no version")
+}
+
+/// Writes everything into `out` and verifies the images; returns the files' names in order.
+fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
+    empty(out)?;
+    let (stamp, version) = (&parts.stamp, &parts.stamp.version);
+    let mut files: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+    files.insert(format!("prequal_filter-{version}.wasm"), parts.module.clone());
+    files.insert(format!("{NAME}-{version}.cdx.json"), serde_json::to_vec_pretty(&parts.bill)?);
+    files.insert(format!("CHANGELOG-{version}.md"), parts.notes.clone().into_bytes());
+
+    for (platform, programs) in &parts.programs {
+        let mut content = programs.clone();
+        content.push(licence()?);
+        files.insert(
+            format!("{NAME}-{version}-{}-linux.tar.gz", platform.arch),
+            oci::gzip(&oci::tar(&content, stamp)?)?,
+        );
+    }
+
+    let module = format!("prequal_filter-{version}.oci");
+    oci::write(&out.join(&module), &[module_image(parts)], stamp)?;
+    verify_module(&out.join(&module), &parts.module)?;
+    let agent = format!("probe-agent-{version}.oci");
+    let images: Vec<Image> =
+        parts.programs.iter().map(|(platform, programs)| agent_image(*platform, programs, stamp)).collect();
+    oci::write(&out.join(&agent), &images, stamp)?;
+    verify_agent(&out.join(&agent), &parts.programs)?;
+    for layout in [module, agent] {
+        files.insert(format!("{layout}.tar"), oci::tar(&oci::entries_of(&out.join(&layout))?, stamp)?);
+    }
+
+    let mut sums = String::new();
+    for (name, bytes) in &files {
+        fs::write(out.join(name), bytes)?;
+        sums.push_str(&format!("{:x}  {name}\n", Sha256::digest(bytes)));
+    }
+    fs::write(out.join(SUMS), sums)?;
+    Ok(files.into_keys().chain([SUMS.to_owned()]).collect())
+}
+
+/// Empties what an earlier run made, and nothing else.
+fn empty(out: &Path) -> Result<()> {
+    if out.exists() && fs::read_dir(out)?.next().is_some() {
+        ensure!(out.join(SUMS).is_file(), "{} is not empty and was not made by this command", out.display());
+        fs::remove_dir_all(out)?;
+    }
+    Ok(fs::create_dir_all(out)?)
+}
+
+fn module_image(parts: &Parts) -> Image {
+    let mut annotations = annotations("prequal_filter", "Prequal, filter for Envoy", &parts.stamp);
+    annotations.insert("module.wasm.image/variant", "compat".to_owned());
+    Image {
+        // A module has none. Container tools ask for their own, and this is what those that build such images write.
+        architecture: "amd64",
+        files: vec![Entry { path: PLUGIN.to_owned(), bytes: parts.module.clone(), executable: false }],
+        runs: json!({}),
+        annotations,
+    }
+}
+
+fn verify_module(layout: &Path, module: &[u8]) -> Result<()> {
+    let images = oci::verify(layout)?;
+    let [image] = images.as_slice() else { bail!("{} images of the module", images.len()) };
+    ensure!(
+        image.annotations["module.wasm.image/variant"] == "compat",
+        "the image does not call itself compat"
+    );
+    let names: Vec<&String> = image.files.keys().collect();
+    ensure!(names == [PLUGIN], "the image holds {names:?}, not {PLUGIN} alone");
+    ensure!(image.files[PLUGIN] == module, "{PLUGIN} in the image is not the module");
+    Ok(())
+}
+
+/// Nothing but the programs: they are linked statically.
+fn agent_image(platform: Platform, programs: &[Entry], stamp: &Stamp) -> Image {
+    Image {
+        architecture: platform.oci,
+        files: programs.to_vec(),
+        // Nobody, by number: there is no /etc/passwd.
+        runs: json!({"User": "65532:65532", "Entrypoint": ["/probe-agent"]}),
+        annotations: annotations("probe-agent", "Prequal, agent beside a backend", stamp),
+    }
+}
+
+fn verify_agent(layout: &Path, programs: &[(Platform, Vec<Entry>)]) -> Result<()> {
+    let images = oci::verify(layout)?;
+    ensure!(images.len() == programs.len(), "{} images of the agent", images.len());
+    for (platform, programs) in programs {
+        let image = images
+            .iter()
+            .find(|image| image.architecture == platform.oci)
+            .context("an architecture is lost")?;
+        for program in programs {
+            ensure!(
+                image.files.get(&program.path) == Some(&program.bytes),
+                "{} in the image is another",
+                program.path
+            );
+        }
+        let entry =
+            image.runs["Entrypoint"][0].as_str().and_then(|path| path.strip_prefix('/')).unwrap_or_default();
+        ensure!(image.files.contains_key(entry), "the image starts `{entry}`, which it does not hold");
+    }
+    Ok(())
+}
+
+fn annotations(title: &str, description: &str, stamp: &Stamp) -> BTreeMap<&'static str, String> {
+    [
+        ("org.opencontainers.image.created", &*stamp.time),
+        ("org.opencontainers.image.description", description),
+        ("org.opencontainers.image.licenses", "Apache-2.0"),
+        ("org.opencontainers.image.revision", &stamp.commit),
+        ("org.opencontainers.image.title", title),
+        ("org.opencontainers.image.version", &stamp.version),
+    ]
+    .map(|(key, value)| (key, value.to_owned()))
+    .into()
+}
+
+fn licence() -> Result<Entry> {
+    let bytes = fs::read(workspace::root().join("LICENSE"))?;
+    Ok(Entry { path: "LICENSE".to_owned(), bytes, executable: false })
+}
+
+/// Builds the module again from nothing, packs again, compares.
+fn check(toolchain: &Toolchain, parts: &mut Parts, first: &Path) -> Result<()> {
+    progress::headline("the same again, from nothing");
+    let scratch = workspace::target().join(format!("dist-check-{}", std::process::id()));
+    let compared = again(toolchain, parts, &scratch).and_then(|second| {
+        Ok((fs::read_to_string(first.join(SUMS))?, fs::read_to_string(second.join(SUMS))?))
+    });
+    fs::remove_dir_all(&scratch)?;
+    let (first, second) = compared?;
+    let differ: Vec<&str> =
+        first.lines().filter(|line| !second.lines().any(|other| other == *line)).collect();
+    ensure!(
+        differ.is_empty() && first.lines().count() == second.lines().count(),
+        "not reproducible:\n{}",
+        differ.join("\n")
+    );
+    progress::say(format_args!("{} files, the same in every byte", first.lines().count()));
+    Ok(())
+}
+
+fn again(toolchain: &Toolchain, parts: &mut Parts, scratch: &Path) -> Result<PathBuf> {
+    let (sources, out) = (scratch.join("a folder of another name"), scratch.join("out"));
+    let root = match toolchain {
+        Toolchain::Native => {
+            copy_sources(&sources)?;
+            sources.as_path()
+        }
+        // Its standard library lies below the workspace and is built with it; cargo names symbols by where it lies.
+        Toolchain::Debian(_) => workspace::root(),
+    };
+    parts.module = fs::read(toolchain.build_filter_of(root, &scratch.join("build"), "")?)?;
+    pack(parts, &out)?;
+    Ok(out)
+}
+
+/// Copies everything that git knows or would know.
+fn copy_sources(to: &Path) -> Result<()> {
+    let mut git = run::tool("git");
+    let listed = run::output(git.args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"]))?;
+    for file in listed.split('\0').filter(|file| !file.is_empty()) {
+        let (from, to) = (workspace::root().join(file), to.join(file));
+        // A file that is deleted and not committed is listed too.
+        if from.is_file() {
+            fs::create_dir_all(to.parent().context("a file in a folder")?)?;
+            fs::copy(from, to)?;
+        }
+    }
+    Ok(())
+}
+
+/// Packages of the workspace whose code is shipped.
+fn packages() -> impl Iterator<Item = &'static str> {
+    ["prequal-filter"].into_iter().chain(PROGRAMS.into_iter().map(|(package, _)| package))
+}
+
+const NAME: &str = "prequal";
+
+/// All packages of the workspace have one version.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Package and program.
+const PROGRAMS: [(&str, &str); 3] =
+    [("probe-agent", "probe-agent"), ("plb-netlink", "plb"), ("prequal-cli", "prequal")];
+
+const PLATFORMS: [Platform; 2] = [
+    Platform {
+        arch: "x86_64",
+        oci: "amd64",
+        triple: "x86_64-unknown-linux-gnu",
+        linker: "x86_64-linux-gnu-gcc",
+    },
+    Platform {
+        arch: "aarch64",
+        oci: "arm64",
+        triple: "aarch64-unknown-linux-gnu",
+        linker: "aarch64-linux-gnu-gcc",
+    },
+];
+
+/// The module's name in an image, by the Wasm Image Specification.
+const PLUGIN: &str = "plugin.wasm";
+
+const SUMS: &str = "SHA256SUMS";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tempfile::TempDir;
+
+    fn parts() -> Parts {
+        let program = |name: &str, content: &str| Entry {
+            path: name.to_owned(),
+            bytes: content.as_bytes().to_vec(),
+            executable: true,
+        };
+        Parts {
+            module: b"\0asm\x01\0\0\0".to_vec(),
+            programs: PLATFORMS
+                .map(|platform| (platform, vec![program("probe-agent", platform.arch), program("plb", "x")]))
+                .into(),
+            bill: json!({"bomFormat": "CycloneDX"}),
+            notes: "notes".to_owned(),
+            stamp: Stamp::example(),
+        }
+    }
+
+    #[test]
+    fn two_runs_are_the_same_in_every_byte() {
+        let (one, two) = (TempDir::new().expect("a folder"), TempDir::new().expect("a folder"));
+        let files = pack(&parts(), one.path()).expect("packed");
+        assert_eq!(files, pack(&parts(), two.path()).expect("packed"));
+        assert_eq!(oci::entries_of(one.path()).expect("files"), oci::entries_of(two.path()).expect("files"));
+    }
+
+    #[test]
+    fn the_sums_are_those_of_the_files() {
+        let dir = TempDir::new().expect("a folder");
+        let files = pack(&parts(), dir.path()).expect("packed");
+        let sums = fs::read_to_string(dir.path().join(SUMS)).expect("sums");
+        assert_eq!(sums.lines().count(), files.len() - 1, "all but itself");
+        assert!(run::succeeds(
+            run::tool("sha256sum").args(["--check", "--strict", SUMS]).current_dir(dir.path())
+        ));
+        fs::write(dir.path().join(&files[0]), b"other").expect("written");
+        assert!(!run::succeeds(
+            run::tool("sha256sum").args(["--check", "--strict", SUMS]).current_dir(dir.path())
+        ));
+    }
+
+    #[test]
+    fn an_image_with_another_module_is_refused() {
+        let dir = TempDir::new().expect("a folder");
+        let made = parts();
+        oci::write(dir.path(), &[module_image(&made)], &made.stamp).expect("written");
+        verify_module(dir.path(), &made.module).expect("the module");
+        assert!(verify_module(dir.path(), b"\0asm\x02\0\0\0").is_err());
+    }
+
+    #[test]
+    fn a_missing_cross_linker_is_told_with_its_cure() {
+        let elsewhere = Platform { arch: "s390x", oci: "s390x", triple: "", linker: "no-such-linker" };
+        let why = elsewhere.missing().expect("Linux").expect("a reason");
+        assert!(why.contains("`no-such-linker` is missing: apt-get install"), "{why}");
+        assert!(why.contains("gcc-s390x-linux-gnu libc6-dev-s390x-cross"), "{why}");
+    }
+
+    #[test]
+    fn only_its_own_folder_is_emptied() {
+        let dir = TempDir::new().expect("a folder");
+        fs::write(dir.path().join("mine"), b"x").expect("written");
+        let error = pack(&parts(), dir.path()).expect_err("a folder with other things").to_string();
+        assert!(error.contains("was not made by this command"), "{error}");
+        assert!(dir.path().join("mine").is_file());
+    }
+}
