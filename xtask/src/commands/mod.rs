@@ -7,5 +7,6 @@ pub(crate) mod demo;
 pub(crate) mod envoy;
 pub(crate) mod fault;
 pub(crate) mod plb_guest;
+pub(crate) mod prometheus;
 pub(crate) mod sim;
 pub(crate) mod test;
