@@ -36,9 +36,9 @@ const SICK: &[&str] = &[
     "PrequalMembersMismatch",
     "PrequalAvertedLong",
     "PrequalReportsRejected",
-    "PrequalDiverted",
     "PrequalVmReloads",
 ];
+const SERVED_BY_FEWER: &[&str] = &["PrequalDiverted"];
 const PROBED_BY_FEWER: &[&str] = &["PrequalReplicaUnprobed"];
 const NO_PROBE_HOSTS: &[&str] = &["PrequalProbesUndispatched"];
 const ALL_FAIL: &[&str] = &["PrequalPanic"];
@@ -55,7 +55,8 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
         return Ok(());
     }
     let rules = shipped::rules()?;
-    let phases = [SICK, PROBED_BY_FEWER, NO_PROBE_HOSTS, ALL_FAIL, ALL_GONE, ENVOY_GONE, NO_FILTER];
+    let phases =
+        [SICK, SERVED_BY_FEWER, PROBED_BY_FEWER, NO_PROBE_HOSTS, ALL_FAIL, ALL_GONE, ENVOY_GONE, NO_FILTER];
     let shown: BTreeSet<&str> = phases.concat().into_iter().collect();
     let alerts: BTreeSet<&str> = rules.iter().filter_map(|rule| rule.alert.as_deref()).collect();
     assert_eq!(alerts, shown, "an alert that no step here raises, or the other way round");
@@ -67,7 +68,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     let config = EnvoyConfig::for_replicas(&addrs)?
         .module(&module)
         .concurrency(2)
-        .eds(&["replicas-agent"])
+        .eds(&["replicas", "replicas-agent"])
         .filter_settings(|settings| {
             let cluster = &mut settings["clusters"][0];
             cluster["route_modes"] = json!({"ask": "sync"});
@@ -110,6 +111,10 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     bed.shows(&bed.only(&EMPTY_WHEN_WELL)?)?;
     drop(direct);
 
+    // Without the one that everybody wants.
+    envoy.set_endpoints("replicas", &addrs[6..])?;
+    bed.raises("Envoy serves from fewer than it probes", SERVED_BY_FEWER)?;
+    envoy.set_endpoints("replicas", &addrs)?;
     envoy.set_endpoints("replicas-agent", &addrs[..8])?;
     bed.raises("Envoy probes fewer than it serves from", PROBED_BY_FEWER)?;
     envoy.set_endpoints("replicas-agent", &[])?;
