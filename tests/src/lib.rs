@@ -6,6 +6,7 @@
 //! * [`Fleet`]: backends, each behind its agent.
 //! * [`EnvoyConfig`]: the shipped static configuration, with ports, endpoints and settings replaced.
 //! * [`Envoy`]: a real Envoy running such a configuration; its statistics and CPU time.
+//! * [`Prometheus`]: a real Prometheus that scrapes them.
 //! * [`Client`]: HTTP/1.1 or HTTP/2 requests, blocking.
 //!
 //! All calls block the calling thread and may be made from any thread, also inside another tokio runtime
@@ -21,6 +22,7 @@ mod config;
 mod envoy;
 mod fleet;
 mod process;
+mod prometheus;
 mod runtime;
 
 pub use agent::{Agent, AgentOptions};
@@ -32,4 +34,5 @@ pub use config::{
 pub use envoy::{Envoy, PARENT_SHUTDOWN_S, Prequal};
 pub use fleet::{Fleet, Replica};
 pub use process::cpu_time;
+pub use prometheus::{Prometheus, missing_prometheus, prometheus_tool};
 pub use runtime::{block_on, eventually, handle, missing, ready};

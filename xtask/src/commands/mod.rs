@@ -8,5 +8,6 @@ pub(crate) mod dist;
 pub(crate) mod envoy;
 pub(crate) mod fault;
 pub(crate) mod plb_guest;
+pub(crate) mod prometheus;
 pub(crate) mod sim;
 pub(crate) mod test;

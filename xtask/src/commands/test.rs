@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{compose, envoy, plb_guest, sim};
+use crate::commands::{compose, envoy, plb_guest, prometheus, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{policy, progress, run, workspace};
 
@@ -206,6 +206,7 @@ impl Session<'_> {
 
     fn tests(&mut self) -> Result<()> {
         let envoy = envoy::default_envoy()?;
+        prometheus::prepare();
         self.cargo_test(run::cargo().args(["test", "--workspace"]).env("ENVOY", envoy))
     }
 

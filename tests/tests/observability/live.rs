@@ -1,0 +1,322 @@
+//! A real fleet behind a real Envoy, scraped by a real Prometheus while one thing after another breaks.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use prequal_testbed::{
+    Agent, AgentOptions, Body, Client, Envoy, EnvoyConfig, Fleet, Prometheus, Reply, Request, handle,
+    http_get, ready, workspace_root,
+};
+use serde_json::{Value, json};
+use tokio::task::AbortHandle;
+
+use crate::operations::{self, Metrics};
+use crate::shipped::{self, Query, Rule};
+
+const MS: fn(u64) -> Duration = Duration::from_millis;
+
+/// Replicas: few enough for two cores, enough that four sick ones are no panic.
+const REPLICAS: usize = 10;
+
+/// How long anything may take to show.
+const LIMIT: Duration = Duration::from_secs(25);
+
+/// Queries of the dashboard that are rightly empty while all is well.
+const EMPTY_WHEN_WELL: [&str; 1] = ["Alerts A"];
+
+/// The alerts that must be raised while more and more is broken, one list a step. Every alert is in one of them.
+const SICK: &[&str] = &[
+    "PrequalReplicaShareLow",
+    "PrequalReplicaShareHigh",
+    "PrequalReplicaSlow",
+    "PrequalReplicaBusy",
+    "PrequalReplicaFailing",
+    "PrequalAgentDown",
+    "PrequalMembersMismatch",
+    "PrequalAvertedLong",
+    "PrequalReportsRejected",
+    "PrequalVmReloads",
+];
+const SERVED_BY_FEWER: &[&str] = &["PrequalDiverted"];
+const PROBED_BY_FEWER: &[&str] = &["PrequalReplicaUnprobed"];
+const NO_PROBE_HOSTS: &[&str] = &["PrequalProbesUndispatched"];
+const ALL_FAIL: &[&str] = &["PrequalPanic"];
+const ALL_GONE: &[&str] =
+    &["PrequalFallbackHigh", "PrequalPoolEmpty", "PrequalProbesFailing", "PrequalSyncWaits"];
+const ENVOY_GONE: &[&str] = &["PrequalEnvoyDown"];
+const NO_FILTER: &[&str] = &["PrequalFilterMissing"];
+
+#[test]
+fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> {
+    const NAME: &str = "every_query_answers_on_a_live_fleet_and_every_alert_can_fire";
+    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    if !ready(std::slice::from_ref(&module)) || !crate::prometheus_is_here(NAME) {
+        return Ok(());
+    }
+    let rules = shipped::rules()?;
+    let phases =
+        [SICK, SERVED_BY_FEWER, PROBED_BY_FEWER, NO_PROBE_HOSTS, ALL_FAIL, ALL_GONE, ENVOY_GONE, NO_FILTER];
+    let shown: BTreeSet<&str> = phases.concat().into_iter().collect();
+    let alerts: BTreeSet<&str> = rules.iter().filter_map(|rule| rule.alert.as_deref()).collect();
+    assert_eq!(alerts, shown, "an alert that no step here raises, or the other way round");
+
+    let documented = operations::documented()?;
+    let well = Reply::ok().delay(MS(20));
+    let mut fleet = Fleet::uniform(REPLICAS, &well)?;
+    let addrs = fleet.addrs();
+    let config = EnvoyConfig::for_replicas(&addrs)?
+        .module(&module)
+        .concurrency(2)
+        .eds(&["replicas", "replicas-agent"])
+        .filter_settings(|settings| {
+            let cluster = &mut settings["clusters"][0];
+            cluster["route_modes"] = json!({"ask": "sync"});
+            // Two busy cores answer late at times, and that is not what this is about.
+            cluster["probe_timeout_ms"] = json!(500);
+            cluster["sync_deadline_ms"] = json!(100);
+        })
+        .edit(|config| {
+            let mut route = config.routes_mut().last().expect("a route").clone();
+            route["name"] = json!("ask");
+            route["match"] = json!({"prefix": "/ask"});
+            let routes = config.routes_mut();
+            routes.insert(routes.len() - 1, route);
+        });
+    let mut envoy = Envoy::start(config)?;
+    let traffic = Traffic::start(&envoy);
+    let bed = Bed { prometheus: scraping(&envoy, &fleet)?, rules };
+
+    bed.all_is_well()?;
+    assert_eq!(documented, exposed(&envoy, &fleet)?, "docs/operations.md, and what is exposed");
+
+    fleet[0].backend.set(Reply::ok().delay(MS(300)));
+    fleet[1].backend.set(Reply::ok().body(Body::Hang));
+    // Of a client that knows nothing of load.
+    let direct = Traffic::hang(&fleet[1].agent);
+    fleet[2].backend.set(Reply::status(503));
+    fleet[3].agent.kill();
+    let elsewhere = AgentOptions {
+        listen: addrs[4].to_string(),
+        advertise: Some("192.0.2.1:1".into()),
+        ..Default::default()
+    };
+    fleet[4].agent.kill();
+    fleet[4].agent = Agent::start_with(fleet[4].backend.addr(), &elsewhere)?;
+    // Fast, because it does nothing.
+    fleet[5].backend.set(Reply::status(404));
+    let crash = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    assert_eq!(crash.status, 503);
+    bed.raises("some replicas are sick", SICK)?;
+    bed.shows(&bed.only(&EMPTY_WHEN_WELL)?)?;
+    drop(direct);
+
+    // Without the one that everybody wants.
+    envoy.set_endpoints("replicas", &addrs[6..])?;
+    bed.raises("Envoy serves from fewer than it probes", SERVED_BY_FEWER)?;
+    envoy.set_endpoints("replicas", &addrs)?;
+    envoy.set_endpoints("replicas-agent", &addrs[..8])?;
+    bed.raises("Envoy probes fewer than it serves from", PROBED_BY_FEWER)?;
+    envoy.set_endpoints("replicas-agent", &[])?;
+    bed.raises("the probe cluster is empty", NO_PROBE_HOSTS)?;
+    envoy.set_endpoints("replicas-agent", &addrs)?;
+
+    for replica in fleet.iter() {
+        replica.backend.set(Reply::status(503));
+    }
+    bed.raises("all replicas fail", ALL_FAIL)?;
+    for replica in fleet.iter_mut() {
+        replica.agent.kill();
+    }
+    bed.raises("no agent is left", ALL_GONE)?;
+
+    let admin = envoy.admin();
+    drop(traffic);
+    drop(envoy);
+    bed.raises("Envoy is gone", ENVOY_GONE)?;
+    let bare = EnvoyConfig::for_replicas(&addrs)?.without_prequal().edit(|config| {
+        config.root_mut()["admin"]["address"]["socket_address"]["port_value"] = json!(admin.port());
+    });
+    let _bare = Envoy::start(bare)?;
+    bed.raises("an Envoy without the filter", NO_FILTER)?;
+    bed.no_rule_failed()
+}
+
+/// Prometheus with the shipped configuration: its own targets and short intervals are all that differs.
+fn scraping(envoy: &Envoy, fleet: &Fleet) -> Result<Prometheus> {
+    let mut config = shipped::yaml("prometheus.yml")?;
+    config["global"] = json!({
+        "scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms",
+    });
+    config["rule_files"] = json!(["rules.yaml"]);
+    for job in config["scrape_configs"].as_array_mut().context("no jobs")? {
+        let targets: Vec<String> = match job["job_name"].as_str() {
+            Some("prequal-envoy") => vec![envoy.admin().to_string()],
+            _ => fleet.iter().map(|replica| replica.agent.admin().to_string()).collect(),
+        };
+        job["static_configs"][0]["targets"] = json!(targets);
+    }
+    Prometheus::start(&config, &shipped::rules_text()?)
+}
+
+/// What Envoy and agents say of themselves, unfiltered.
+fn exposed(envoy: &Envoy, fleet: &Fleet) -> Result<Metrics> {
+    let mut pages = vec![envoy.admin_get("/stats/prometheus")?];
+    for replica in fleet.iter() {
+        pages.push(http_get(replica.agent.admin(), "/metrics")?);
+    }
+    let mut all = Metrics::new();
+    for (name, values) in pages.iter().flat_map(|page| operations::exposed(page)) {
+        all.entry(name).or_default().extend(values);
+    }
+    Ok(all)
+}
+
+struct Bed {
+    prometheus: Prometheus,
+    rules: Vec<Rule>,
+}
+
+impl Bed {
+    /// Waits until every query of the dashboard and every recording rule yields numbers, while no alert does.
+    fn all_is_well(&self) -> Result<()> {
+        let dashboard = shipped::dashboard()?;
+        self.variables_have_values(&dashboard)?;
+        let mut queries = shipped::queries(&dashboard)?;
+        queries.retain(|query| !EMPTY_WHEN_WELL.contains(&query.name.as_str()));
+        assert!(queries.len() > 50, "the dashboard was not read: {}", queries.len());
+        let recording = self.rules.iter().filter(|rule| rule.alert.is_none());
+        queries.extend(recording.map(|rule| Query { name: rule.expr.clone(), expr: rule.expr.clone() }));
+        self.shows(&queries)?;
+        let start = Instant::now();
+        loop {
+            let mut raised = Vec::new();
+            for rule in &self.rules {
+                if let Some(alert) = &rule.alert
+                    && let samples = self.prometheus.query(&rule.expr)?
+                    && !samples.is_empty()
+                {
+                    raised.push(format!("{alert}: {samples:?}"));
+                }
+            }
+            if raised.is_empty() {
+                return Ok(());
+            }
+            assert!(start.elapsed() < LIMIT, "raised although all is well: {raised:#?}");
+            std::thread::sleep(MS(100));
+        }
+    }
+
+    fn variables_have_values(&self, dashboard: &Value) -> Result<()> {
+        let variables = dashboard["templating"]["list"].as_array().context("no variables")?;
+        let mut asked = 0;
+        for variable in variables.iter().filter(|variable| variable["type"] == "query") {
+            let query = variable["query"]["query"].as_str().context("a variable without a query")?;
+            let inner = query.strip_prefix("label_values(").and_then(|rest| rest.strip_suffix(')'));
+            let (selector, label) =
+                inner.and_then(|inner| inner.rsplit_once(", ")).context("label_values")?;
+            let selector = shipped::replaced(selector)?;
+            prequal_testbed::eventually(query, LIMIT, || {
+                let values = self.prometheus.label_values(label, &selector).ok()?;
+                (!values.is_empty()).then_some(())
+            });
+            asked += 1;
+        }
+        assert_eq!(asked, 3, "cluster, Envoy, agent");
+        Ok(())
+    }
+
+    /// The queries of the dashboard with these names.
+    fn only(&self, names: &[&str]) -> Result<Vec<Query>> {
+        let mut queries = shipped::queries(&shipped::dashboard()?)?;
+        queries.retain(|query| names.contains(&query.name.as_str()));
+        assert_eq!(queries.len(), names.len(), "{names:?}");
+        Ok(queries)
+    }
+
+    /// Waits until each of `queries` has yielded a number.
+    fn shows(&self, queries: &[Query]) -> Result<()> {
+        let start = Instant::now();
+        let mut left: Vec<&Query> = queries.iter().collect();
+        loop {
+            let mut empty = Vec::new();
+            for query in left {
+                if !self.prometheus.query(&query.expr)?.iter().any(is_number) {
+                    empty.push(query);
+                }
+            }
+            left = empty;
+            if left.is_empty() {
+                return Ok(());
+            }
+            assert!(start.elapsed() < LIMIT, "without data: {left:#?}");
+            std::thread::sleep(MS(100));
+        }
+    }
+
+    /// Waits until each of `alerts` has had a sample since the call.
+    fn raises(&self, what: &str, alerts: &[&str]) -> Result<()> {
+        let wanted = self.rules.iter().filter_map(|rule| {
+            let alert = rule.alert.clone().filter(|alert| alerts.contains(&alert.as_str()))?;
+            Some(Query { name: format!("{what}: {alert}"), expr: rule.expr.clone() })
+        });
+        let start = Instant::now();
+        self.shows(&wanted.collect::<Vec<_>>())?;
+        println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
+        Ok(())
+    }
+
+    /// Prometheus has evaluated every rule over and over, through all that happened: none may be in error.
+    fn no_rule_failed(&self) -> Result<()> {
+        let groups = self.prometheus.api("rules")?;
+        let groups = groups["groups"].as_array().context("no groups")?;
+        let evaluated: Vec<&Value> =
+            groups.iter().filter_map(|group| group["rules"].as_array()).flatten().collect();
+        assert_eq!(evaluated.len(), self.rules.len());
+        for rule in evaluated {
+            assert_eq!(rule["health"], "ok", "{rule}");
+        }
+        Ok(())
+    }
+}
+
+fn is_number(sample: &Value) -> bool {
+    sample["value"][1].as_str().and_then(|text| text.parse::<f64>().ok()).is_some_and(f64::is_finite)
+}
+
+/// Requests that go on until this is dropped.
+struct Traffic(Vec<AbortHandle>);
+
+impl Traffic {
+    /// Eight callers, some of whose requests ask before they go.
+    fn start(envoy: &Envoy) -> Self {
+        let client = envoy.client();
+        let caller = |first: usize| {
+            let client = client.clone();
+            async move {
+                for turn in first.. {
+                    let request = Request::get(if turn % 4 == 0 { "/ask" } else { "/" });
+                    let _ = tokio::time::timeout(MS(1000), client.send_async(request)).await;
+                    tokio::time::sleep(MS(20)).await;
+                }
+            }
+        };
+        Self((0..8).map(|first| handle().spawn(caller(first)).abort_handle()).collect())
+    }
+
+    /// A dozen requests to one replica that nobody gives up.
+    fn hang(agent: &Agent) -> Self {
+        let client = Client::new(agent.addr());
+        let request = || {
+            let client = client.clone();
+            async move { client.send_async(Request::get("/")).await.map(drop) }
+        };
+        Self((0..12).map(|_| handle().spawn(request()).abort_handle()).collect())
+    }
+}
+
+impl Drop for Traffic {
+    fn drop(&mut self) {
+        self.0.iter().for_each(AbortHandle::abort);
+    }
+}

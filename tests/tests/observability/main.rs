@@ -1,0 +1,121 @@
+//! Dashboard, rules, scrape configurations and docs/operations.md, as shipped: `promtool` accepts them, and on a live
+//! fleet every query answers and every alert can fire.
+
+mod live;
+mod operations;
+mod rollout;
+mod shipped;
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use prequal_testbed::{Prometheus, eventually, missing_prometheus, prometheus_tool};
+use serde_json::{Value, json};
+
+/// Whether this machine has Prometheus; if not, `test` is noted as skipped.
+fn prometheus_is_here(test: &str) -> bool {
+    let missing = missing_prometheus();
+    if let Some(why) = &missing {
+        netlab::skip(test, why);
+    }
+    missing.is_none()
+}
+
+#[test]
+fn promtool_accepts_the_rules_and_their_tests_pass() -> Result<()> {
+    if !prometheus_is_here("promtool_accepts_the_rules_and_their_tests_pass") {
+        return Ok(());
+    }
+    for arguments in [
+        ["check", "rules", "prequal-alerts.yaml"],
+        ["test", "rules", "prequal-alerts.test.yaml"],
+        ["check", "config", "prometheus.yml"],
+    ] {
+        let ran = Command::new(prometheus_tool("promtool"))
+            .args(arguments)
+            .current_dir(shipped::folder())
+            .output()?;
+        ensure!(
+            ran.status.success(),
+            "promtool {arguments:?}:\n{}{}",
+            String::from_utf8_lossy(&ran.stdout),
+            String::from_utf8_lossy(&ran.stderr)
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn every_alert_says_what_it_means_and_is_tested() -> Result<()> {
+    let rules = shipped::rules()?;
+    let headings = operations::headings()?;
+    let tests = shipped::text("prequal-alerts.test.yaml")?;
+    for rule in &rules {
+        let Some(alert) = &rule.alert else { continue };
+        let annotation = |name: &str| rule.annotations[name].as_str().unwrap_or_default().to_owned();
+        assert!(!annotation("summary").is_empty() && !annotation("description").is_empty(), "{alert}");
+        assert!(["warning", "critical"].contains(&rule.severity.as_str()), "{alert}: {}", rule.severity);
+        assert_eq!(annotation("runbook_url"), format!("docs/operations.md#{}", alert.to_lowercase()));
+        assert!(headings.contains(alert), "docs/operations.md has no heading {alert}");
+        assert!(tests.contains(&format!("alertname=\"{alert}\"")), "no unit test of {alert}");
+    }
+    let alerts: BTreeSet<_> = rules.iter().filter_map(|rule| rule.alert.clone()).collect();
+    let stale = headings.iter().find(|heading| heading.starts_with("Prequal") && !alerts.contains(*heading));
+    assert_eq!(stale, None, "docs/operations.md has a heading for an alert that is not there");
+    Ok(())
+}
+
+/// Kubernetes' own discovery is not in Debian's Prometheus: what it finds is written down instead, and the shipped
+/// relabelling runs on it.
+#[test]
+fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
+    if !prometheus_is_here("pods_become_the_targets_that_the_rules_expect") {
+        return Ok(());
+    }
+    let pod = |name: &str, phase: &str, annotations: &[(&str, &str)]| {
+        let mut labels = json!({
+            "__meta_kubernetes_namespace": "shop",
+            "__meta_kubernetes_pod_name": name,
+            "__meta_kubernetes_pod_phase": phase,
+            "__meta_kubernetes_pod_ip": "127.0.0.1",
+        });
+        for (key, value) in annotations {
+            labels[format!("__meta_kubernetes_pod_annotation_prequal_io_{key}")] = json!(value);
+        }
+        json!({"targets": [format!("127.0.0.1:{}", 1 + name.len())], "labels": labels})
+    };
+    let agent = [("agent_admin", "9"), ("cluster", "replicas")];
+    let pods = json!([
+        pod("edge", "Running", &[("envoy_admin", "7")]),
+        pod("replica-0", "Running", &agent),
+        pod("replica-1", "Pending", &agent),
+        pod("database", "Running", &[]),
+    ]);
+    let mut config = shipped::yaml("prometheus-kubernetes.yml")?;
+    config["rule_files"] = json!(["rules.yaml"]);
+    for job in config["scrape_configs"].as_array_mut().into_iter().flatten() {
+        let roles = job.as_object_mut().and_then(|job| job.remove("kubernetes_sd_configs"));
+        assert_eq!(roles, Some(json!([{"role": "pod"}])));
+        job["static_configs"] = pods.clone();
+    }
+    let prometheus = Prometheus::start(&config, &shipped::text("prequal-alerts.yaml")?)?;
+    let found: BTreeSet<String> = eventually("Prometheus has its targets", Duration::from_secs(20), || {
+        let targets = prometheus.api("targets?state=active").ok()?["activeTargets"].as_array()?.clone();
+        let shown = |target: &Value| format!("{} {}", target["scrapeUrl"], target["labels"]);
+        (targets.len() == 2).then(|| targets.iter().map(shown).collect())
+    });
+    let expected = [
+        concat!(
+            r#""http://127.0.0.1:7/stats/prometheus?filter=%5E%28wasmcustom%5C.prequal_%7Cwasm%5C.prequal%5C.%29" "#,
+            r#"{"instance":"shop/edge","job":"prequal-envoy"}"#
+        ),
+        concat!(
+            r#""http://127.0.0.1:9/metrics" "#,
+            r#"{"cluster":"replicas","instance":"shop/replica-0","job":"prequal-agents"}"#
+        ),
+    ];
+    assert_eq!(found, expected.map(str::to_owned).into());
+    Ok(())
+}
