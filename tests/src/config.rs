@@ -41,7 +41,8 @@ pub fn envoy_binary() -> PathBuf {
     std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
 }
 
-pub(crate) fn target_dir() -> PathBuf {
+/// Where Cargo builds.
+pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace_root().join("target"), PathBuf::from)
 }
 
