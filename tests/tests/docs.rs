@@ -161,7 +161,7 @@ fn ours(command: &str) -> Option<(PathBuf, Vec<&str>)> {
 }
 
 /// Programs of others. What a reader types with them is run by the tests named.
-const OTHERS: [(&str, &str); 8] = [
+const OTHERS: [(&str, &str); 9] = [
     ("cd", "nothing to test"),
     ("grep", "nothing to test"),
     ("head", "nothing to test"),
@@ -170,6 +170,7 @@ const OTHERS: [(&str, &str); 8] = [
     ("curl", "the page's own test"),
     ("kubectl", "no cluster runs here; the files it is given are checked and run by the tests of the mesh"),
     ("istioctl", "nor an Istio"),
+    ("skopeo", "no registry runs here; the images it is given are verified by `cargo xtask dist`"),
 ];
 
 #[test]
