@@ -3,13 +3,15 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::Write;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use prequal_core::config::Config;
-use prequal_testbed::{dist_dir, envoy_binary, target_dir, workspace_root};
+use prequal_testbed::{dist_dir, envoy_binary, ready, target_dir, workspace_root};
+use serde_json::{Value, json};
 
 /// A fenced block of a document.
 struct Block {
@@ -115,7 +117,7 @@ fn links_lead_to_files_and_headings_that_exist() -> Result<()> {
 fn settings_shown_as_json_are_accepted() -> Result<()> {
     let mut checked = 0;
     for block in all_blocks("json")? {
-        let value: serde_json::Value =
+        let value: Value =
             serde_json::from_str(&block.text).with_context(|| format!("{}: no JSON", block.place))?;
         if value.get("clusters").is_some() || value.get("role").is_some() {
             Config::parse(&block.text).with_context(|| block.place)?;
@@ -127,14 +129,75 @@ fn settings_shown_as_json_are_accepted() -> Result<()> {
 }
 
 #[test]
-fn yaml_can_be_read() -> Result<()> {
+fn yaml_that_is_shown_works() -> Result<()> {
+    let prequal = dist_dir().join("prequal");
+    if !ready(&[prequal]) {
+        return Ok(());
+    }
     for block in all_blocks("yaml")? {
-        for document in yaml_serde::Deserializer::from_str(&block.text) {
-            let value: Result<yaml_serde::Value, _> = serde::Deserialize::deserialize(document);
-            value.with_context(|| format!("{}: no YAML", block.place))?;
+        let document = block.place.split(':').next().unwrap_or_default();
+        match document {
+            "docs/prequal.md" => renders(&block.text),
+            "docs/kubernetes.md" => replaces_static_clusters(&yaml_serde::from_str(&block.text)?),
+            "docs/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
+            _ => bail!("who tests it?"),
         }
+        .with_context(|| block.place)?;
     }
     Ok(())
+}
+
+/// A specification of `prequal config`.
+fn renders(text: &str) -> Result<()> {
+    let mut program = Command::new(dist_dir().join("prequal"));
+    let mut program = program.args(["config", "-"]).stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?;
+    program.stdin.take().context("no standard input")?.write_all(text.as_bytes())?;
+    ensure!(program.wait()?.success(), "refused");
+    Ok(())
+}
+
+/// Part of a cluster by EDS, in place of what the shipped one has: Envoy takes it.
+fn replaces_static_clusters(shown: &Value) -> Result<()> {
+    let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy.yaml"))?;
+    let mut config: Value = yaml_serde::from_str(&shipped)?;
+    let clusters = config["static_resources"]["clusters"].as_array_mut().context("clusters")?;
+    for cluster in clusters.iter_mut().filter_map(Value::as_object_mut) {
+        cluster.remove("load_assignment");
+        let shown = shown[0].as_object().context("a cluster")?;
+        cluster.extend(shown.clone().into_iter().filter(|(key, _)| key != "name"));
+    }
+    clusters.push(json!({
+        "name": "xds", "type": "STATIC", "load_assignment": {"cluster_name": "xds"},
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": {"http2_protocol_options": {}},
+        }},
+    }));
+    config["dynamic_resources"]["ads_config"] = json!({
+        "api_type": "GRPC", "transport_api_version": "V3",
+        "grpc_services": [{"envoy_grpc": {"cluster_name": "xds"}}],
+    });
+    let scratch = tempfile::TempDir::new()?;
+    let path = scratch.path().join("envoy.json");
+    fs::write(&path, config.to_string())?;
+    let mut envoy = Command::new(envoy_binary());
+    let output =
+        envoy.args(["--mode", "validate", "-c"]).arg(&path).current_dir(workspace_root()).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
+
+/// Annotations whose values are lists of a pod's volumes and mounts.
+fn are_volumes(shown: &Value) -> Result<()> {
+    fn only<T: serde::de::DeserializeOwned + serde::Serialize>(text: &Value) -> Result<()> {
+        let written: Value = serde_json::from_str(text.as_str().context("a text")?)?;
+        let known: Vec<T> = serde_json::from_value(written.clone())?;
+        ensure!(serde_json::to_value(known)? == written, "unknown fields in {written}");
+        Ok(())
+    }
+    let annotations = &shown["metadata"]["annotations"];
+    only::<k8s_openapi::api::core::v1::Volume>(&annotations["sidecar.istio.io/userVolume"])?;
+    only::<k8s_openapi::api::core::v1::VolumeMount>(&annotations["sidecar.istio.io/userVolumeMount"])
 }
 
 /// Commands of a block: one a line, without comments, continued lines joined, pipes and lists taken apart.
@@ -234,7 +297,7 @@ fn ten_ports() -> u16 {
 #[test]
 fn the_getting_started_page_works_line_by_line() -> Result<()> {
     let prequal = dist_dir().join("prequal");
-    if !prequal_testbed::ready(&[prequal]) {
+    if !ready(&[prequal]) {
         return Ok(());
     }
     let blocks = blocks(Path::new(GETTING_STARTED))?;
