@@ -128,6 +128,6 @@ fn the_shipped_module_cannot_be_crashed_by_a_header() -> Result<()> {
     warm(&envoy, 2);
     let reply = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
     assert_eq!(reply.status, 200);
-    assert_eq!(envoy.stat("wasm.prequal.vm_reload")?, 0);
+    assert_eq!(envoy.stat("wasm.prequal.vm_reload_success")?, 0);
     Ok(())
 }

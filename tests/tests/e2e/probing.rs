@@ -110,7 +110,7 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
             rest.probes.iter().filter(|(name, _)| name.starts_with(result)).map(|(_, count)| count).sum();
         assert!(counted > 0, "{case}: expected {result}: {rest:#?}");
         assert_eq!(rest.picks("fallback"), 40, "{case}: {rest:#?}");
-        assert_eq!(envoy.stat("wasm.prequal.vm_reload")?, 0, "{case}");
+        assert_eq!(envoy.stat("wasm.prequal.vm_reload_success")?, 0, "{case}");
     }
     Ok(())
 }
@@ -236,7 +236,7 @@ fn one_agent_invents(vouched: bool) -> Result<()> {
     // The honest two carry the load; the liar keeps at most what the fallback policy gives it.
     let liar = backends[0].seen().len();
     assert!(liar > 0);
-    assert_eq!(envoy.stat("wasm.prequal.vm_reload")?, 0);
+    assert_eq!(envoy.stat("wasm.prequal.vm_reload_success")?, 0);
     Ok(())
 }
 
