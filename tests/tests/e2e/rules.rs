@@ -204,7 +204,8 @@ fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
             assert_eq!(after.steered() == 0, n == 1, "{mode}, n = {n}: {after:#?}");
             let fair = 150 / n as u64;
             assert!(n == 1 || served[0] <= fair * 2 / 3, "{mode}, n = {n}: the slow one got {served:?}");
-            assert!(served[1..].iter().all(|&served| served > 20), "{mode}, n = {n}: {served:?}");
+            // Equals need not share evenly (docs/limits.md), but both are in use.
+            assert!(served[1..].iter().all(|&served| served > 5), "{mode}, n = {n}: {served:?}");
             assert_eq!(after.other("prequal_diverted_total"), 0, "{mode}, n = {n}: {after:#?}");
             fleet.assert_idle();
         }
