@@ -115,7 +115,7 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
         // The old generation drains for two seconds; then the blobs have one owner.
         counted(&envoy, "the new version steers", |now| now.steered() > replaced.steered() + 100);
         wait_for_one_generation(&envoy)?;
-        let alone = envoy.prequal(SERVING)?;
+        let alone = at_rest(&envoy)?;
         let after = counted(&envoy, "the pool is full", |now| now.steered() > alone.steered() + 500);
         assert_eq!(
             after.other("prequal_blob_replaced_total"),
@@ -133,6 +133,22 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
     load.stop();
     fleet.assert_idle();
     Ok(())
+}
+
+/// Counters once no blob has been replaced for two ticks: a VM ends a moment after its listener.
+fn at_rest(envoy: &Envoy) -> Result<Prequal> {
+    let replaced = |counters: &Prequal| counters.other("prequal_blob_replaced_total");
+    let start = Instant::now();
+    let mut last = envoy.prequal(SERVING)?;
+    loop {
+        std::thread::sleep(500 * MS);
+        let now = envoy.prequal(SERVING)?;
+        if replaced(&now) == replaced(&last) {
+            return Ok(now);
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "blobs are replaced without end: {now:#?}");
+        last = now;
+    }
 }
 
 /// Waits until no old listener drains any more.
