@@ -228,13 +228,13 @@ impl Client {
     }
 
     /// It has ended, with an answer or without.
-    pub(crate) fn landed(&mut self, flight: Flight, now: Nanos, failed: bool) {
+    pub(crate) fn landed(&mut self, flight: Flight, now: Nanos, failed: bool, reported_us: Option<u32>) {
         let now = micros(now);
         let settings = self.config.pool.exceptions;
         let Some(landed) = self.flights.answered(&settings, flight, now, failed) else { return };
         let averse = settings.error_aversion > 0.0;
         if if failed { averse } else { self.pool.has_exceptions() } {
-            self.told(now, landed.replica, landed.event(failed));
+            self.told(now, landed.replica, landed.event(failed, reported_us));
         }
         if failed && averse {
             self.pool.forget(landed.replica);

@@ -512,7 +512,7 @@ impl<'a> World<'a> {
                 client.confirmed(server, now);
             }
             if let Some(flight) = query.flight.take() {
-                client.landed(flight, now, query.failed);
+                client.landed(flight, now, query.failed, query.report.1.filter(|_| self.reads_answers));
             }
             if self.reads_answers && !query.failed {
                 client.reported(server, now, query.report, query.health, &mut self.choice);
@@ -535,7 +535,7 @@ impl<'a> World<'a> {
         let flight = query.flight.take();
         self.balancers[client].done(server, now, &done);
         if let (Balancer::Prequal(client), Some(flight)) = (&mut self.balancers[client], flight) {
-            client.landed(flight, now, true);
+            client.landed(flight, now, true, None);
         }
     }
 

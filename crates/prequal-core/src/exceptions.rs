@@ -13,7 +13,8 @@
 //! - *silent*: a request has waited for longer than any should, and nothing sent after it has been answered.
 //!
 //! **Trials** let it back: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard of (by
-//! a probe) since the last. One that came back only a little late starts that over, once. A silent replica is back after
+//! a probe) since the last. One that came back only a little late starts that over, once; one that came back late from a
+//! replica that reports itself as slow as that goes on to 8 s at once. A silent replica is back after
 //! one answer in time, of a trial or of a request from before; a failing one after [`STREAK`] trials in a row, which follow
 //! each other quickly (half-failing replicas pass a single trial every other time), and once it does not report failures
 //! either. A replica that came back after silence is **vouched** for: for 15 s its latency is what this client sees if that
@@ -108,6 +109,8 @@ pub enum Timing {
     Narrow,
     /// Later.
     Late,
+    /// Later, and no surprise: the replica reports such a latency itself.
+    Slow,
 }
 
 /// What became of an event, for metrics.
@@ -371,6 +374,11 @@ impl Exceptions {
                     }
                     (Reason::Silent, Timing::Narrow) if trial && record.chance == 1 => {
                         (record.backoff_ms, record.since, record.chance) = (MIN_BACKOFF_MS, now, 0);
+                        Change::Noted
+                    }
+                    // Not stuck but slow: another trial soon would only be another slow request.
+                    (Reason::Silent, Timing::Slow) if trial => {
+                        record.backoff_ms = MAX_BACKOFF_MS;
                         Change::Noted
                     }
                     (Reason::Silent, _) => Change::None,

@@ -251,14 +251,15 @@ impl Cluster {
         Some(self.flights.borrow_mut().sent(now, pick.replica?, pick.latency_us, pick.trial))
     }
 
-    /// The replica has answered a request, or failed it. Returns whether the request was a trial.
-    pub(crate) fn landed(&self, at: Micros, flight: Flight, failed: bool) -> bool {
+    /// The replica has answered a request, with a report of `reported_us` perhaps, or failed it. Returns whether the
+    /// request was a trial.
+    pub(crate) fn landed(&self, at: Micros, flight: Flight, failed: bool, reported_us: Option<u32>) -> bool {
         let settings = &self.config.pool.exceptions;
         let Some(landed) = self.flights.borrow_mut().answered(settings, flight, at, failed) else {
             return false;
         };
         if failed || landed.trial || self.exceptions.get() {
-            self.push(News::Health { at, replica: landed.replica, event: landed.event(failed) });
+            self.push(News::Health { at, replica: landed.replica, event: landed.event(failed, reported_us) });
         }
         landed.trial
     }

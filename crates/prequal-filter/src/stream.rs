@@ -47,6 +47,8 @@ pub(crate) struct Stream {
     verify: bool,
     /// The replica that was chosen reported on the response.
     answered: bool,
+    /// The latency that it reported, microseconds.
+    reported_us: Option<u32>,
     /// The response ended as a response should.
     complete: bool,
     /// The response carries an error: a 5xx, or what gRPC says in `grpc-status`.
@@ -68,6 +70,7 @@ impl Stream {
             standing: Standing::even(0),
             verify: false,
             answered: false,
+            reported_us: None,
             complete: false,
             failed: false,
         }
@@ -129,6 +132,7 @@ impl Stream {
             Ok(report) => report,
             Err(error) => return Some(ReportEnd::Bad(error)),
         };
+        self.reported_us = report.latency_us;
         if self.chosen.is_some() && self.chosen == report.endpoint && !self.verify {
             self.answered = true;
             self.count(cluster, report.endpoint?, now, &report, self.standing);
@@ -165,7 +169,7 @@ impl Stream {
     /// The chosen replica has answered or failed: the first time this is called tells.
     fn land(&mut self, cluster: &Cluster, now: Micros, failed: bool) {
         if let Some(flight) = self.flight.take() {
-            self.trial = cluster.landed(now, flight, failed);
+            self.trial = cluster.landed(now, flight, failed, self.reported_us);
         } else if failed && let Some(chosen) = self.chosen {
             cluster.failed_late(now, chosen, self.trial);
         }

@@ -34,13 +34,14 @@ pub struct Landed {
 }
 
 impl Landed {
-    /// What it tells of the replica.
-    pub fn event(&self, failed: bool) -> Event {
+    /// What it tells of the replica, which reported `reported_us` with the answer.
+    pub fn event(&self, failed: bool, reported_us: Option<u32>) -> Event {
         if failed {
-            Event::Failed { requests: self.requests, trial: self.trial }
-        } else {
-            Event::Answered { latency_us: self.latency_us, in_time: self.timing, trial: self.trial }
+            return Event::Failed { requests: self.requests, trial: self.trial };
         }
+        let admits = reported_us.is_some_and(|reported| reported >= self.latency_us / 2);
+        let in_time = if self.timing == Timing::Late && admits { Timing::Slow } else { self.timing };
+        Event::Answered { latency_us: self.latency_us, in_time, trial: self.trial }
     }
 }
 

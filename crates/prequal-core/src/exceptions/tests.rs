@@ -58,7 +58,7 @@ impl Scene {
         let failed = self.rng.random_bool(share);
         let flight = self.flights.sent(ms(at), replica(n), None, trial);
         let landed = self.flights.answered(&SETTINGS, flight, ms(at + 20), failed).unwrap();
-        self.tell(at + 20, n, landed.event(failed))
+        self.tell(at + 20, n, landed.event(failed, None))
     }
 
     /// The trial that is due at `at`; chance is asked until it agrees.
@@ -237,12 +237,16 @@ fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
     assert_eq!(scene.tell(1201, 1, overdue.event()), Change::Opened(Reason::Silent));
     let landed = land(&mut scene, stuck, 3000);
     assert_eq!(landed.timing, Timing::Late);
-    assert_eq!(scene.tell(3000, 1, landed.event(false)), Change::None, "a late answer is no sign of health");
+    assert_eq!(
+        scene.tell(3000, 1, landed.event(false, None)),
+        Change::None,
+        "a late answer is no sign of health"
+    );
     scene.heard(3001, 1, 0);
     assert_eq!(scene.trial(3002), Some(replica(1)));
     let trial = scene.flights.sent(ms(3002), replica(1), None, true);
     let landed = land(&mut scene, trial, 3102);
-    assert_eq!(scene.tell(3102, 1, landed.event(false)), Change::Closed(Reason::Silent));
+    assert_eq!(scene.tell(3102, 1, landed.event(false, None)), Change::Closed(Reason::Silent));
     assert_eq!(scene.heard(3103, 1, 0), Some(load(3, 100)), "its own reports still tell of the stall");
     assert_eq!(scene.heard(3103 + 15_000, 1, 0), Some(load(3, 2000)), "for a while");
 }
@@ -303,6 +307,27 @@ fn a_trial_that_failed_narrowly_is_repeated_soon() {
     scene.tell(5250, 1, Event::Answered { latency_us: 200_000, in_time: Timing::Narrow, trial: true });
     scene.heard(5300, 1, 0);
     assert!(scene.trial(6250).is_some());
+}
+
+#[test]
+fn a_trial_that_a_slow_replica_answered_late_is_not_repeated_soon() {
+    // From the open breaker on: when the second trial may start after the first.
+    let next = |reported_us| {
+        let mut scene = warm();
+        scene.tell(1000, 1, SILENT);
+        scene.heard(1001, 1, 0);
+        assert!(scene.trial(2000).is_some());
+        let trial = scene.flights.sent(ms(2000), replica(1), None, true);
+        let overdue = late(&mut scene.flights, ms(2210)).unwrap();
+        scene.tell(2210, 1, overdue.event());
+        let landed = land(&mut scene, trial, 2800);
+        scene.tell(2800, 1, landed.event(false, reported_us));
+        scene.heard(2801, 1, 0);
+        (2801..).find(|at| scene.trial(*at).is_some()).unwrap()
+    };
+    assert_eq!(next(None), 2210 + 2000);
+    assert_eq!(next(Some(100_000)), 2210 + 2000, "most of its requests are quick: it was stuck");
+    assert_eq!(next(Some(800_000)), 2210 + 8000);
 }
 
 #[test]
@@ -377,7 +402,7 @@ fn nothing_happens_with_the_rules_off() {
     for i in 0..1000 {
         let flight = flights.sent(ms(i * 10), replica(1), Some(100_000), false);
         let landed = flights.answered(&off, flight, ms(i * 10 + i), true).unwrap();
-        assert_eq!(table.apply(&off, ms(i * 10), replica(1), landed.event(true)), Change::None);
+        assert_eq!(table.apply(&off, ms(i * 10), replica(1), landed.event(true, None)), Change::None);
         assert_eq!(flights.overdue(ms(i * 10)), None);
         assert_eq!(table.heard(&off, ms(i * 10), replica(1), 1000, Standing::even(0)), Change::None);
     }
