@@ -52,6 +52,8 @@ struct World<'a> {
     choice: SmallRng,
     from: Nanos,
     until: Nanos,
+    /// Until then the clients stand still.
+    paused_until: Nanos,
     run: Run,
 }
 
@@ -92,6 +94,8 @@ struct Probe {
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Arrival,
+    /// The client of a query gets to it.
+    Pick(u32, u32),
     AtServer(u32),
     Wake {
         server: u32,
@@ -168,6 +172,7 @@ impl<'a> World<'a> {
             network: stream(seed, 2),
             choice,
             from,
+            paused_until: 0,
             until: from + nanos(scenario.measured),
             run: Run::default(),
         };
@@ -226,7 +231,13 @@ impl<'a> World<'a> {
 
     fn handle(&mut self, event: Event) {
         match event {
+            Event::Pick(..) | Event::Answer(_) | Event::ProbeReply(_) | Event::SyncDeadline(..)
+                if self.now < self.paused_until =>
+            {
+                self.at(self.paused_until, event);
+            }
             Event::Arrival => self.arrival(),
+            Event::Pick(query, client) => self.pick(query, client as usize),
             Event::AtServer(query) => self.at_server(query),
             Event::Wake { server, version } => self.wake(server as usize, version),
             Event::Served(query) => self.served(query),
@@ -297,7 +308,7 @@ impl<'a> World<'a> {
         if let Some(deadline) = self.scenario.deadline {
             self.deadlines.push_back((self.now + nanos(deadline), slot, self.arrivals));
         }
-        self.pick(slot, client as usize);
+        self.handle(Event::Pick(slot, client));
     }
 
     fn pick(&mut self, slot: u32, client: usize) {
@@ -735,6 +746,7 @@ impl<'a> World<'a> {
                 self.servers[server].alive = false;
                 self.alive.retain(|alive| *alive != server);
             }
+            Change::Pause(ms) => self.paused_until = now + nanos(ms / 1e3),
             Change::Join(server) => {
                 self.servers[server].alive = true;
                 self.servers[server].started = Some(now);

@@ -69,7 +69,7 @@ impl Length {
 }
 
 /// Names in the order of the report.
-pub(crate) const NAMES: [&str; 19] = [
+pub(crate) const NAMES: [&str; 20] = [
     "calibration",
     "fig6",
     "fig7",
@@ -84,6 +84,7 @@ pub(crate) const NAMES: [&str; 19] = [
     "scale",
     "churn",
     "newcomer",
+    "pauses",
     "sharing",
     "budget",
     "variants",
@@ -106,6 +107,7 @@ pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
         "smallfleet" => others::smallfleet(length),
         "scale" => fleet::scale(length),
         "churn" => fleet::churn(length),
+        "pauses" => fleet::pauses(length),
         "newcomer" => fleet::newcomer(length),
         "sharing" => fleet::sharing(length),
         "budget" => fleet::budget(length),

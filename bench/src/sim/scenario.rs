@@ -91,6 +91,8 @@ pub(crate) enum Change {
     /// Finishes what it has and gets nothing more.
     Leave(usize),
     Join(usize),
+    /// The clients' event loops stand still for so many milliseconds; what comes meanwhile waits, in order.
+    Pause(f64),
 }
 
 impl ServerSpec {

@@ -114,6 +114,7 @@ impl Profile {
             q_rif_small: 0.99,
             hot: HotRule::Auto,
             latency_band: 1.5,
+            cold_limit: 8.0,
             delta: 1.0,
             r_remove: 1.0,
             scale_removal: true,
@@ -122,7 +123,8 @@ impl Profile {
             discovery_interval_ms: 200,
             verified_probes: false,
             rif_history: MAX_HISTORY,
-            learning_rif: 8,
+            learning_rif: 4,
+            overflow_rif: 4,
             exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
             ramp_ms: 10_000,
         };
@@ -132,11 +134,13 @@ impl Profile {
                 q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
                 hot: HotRule::Ge,
                 latency_band: 1.0,
+                cold_limit: 0.0,
                 scale_removal: false,
                 budget: Budget::Fixed { r_probe: 3.0 },
                 exceptions: ExceptionSettings::OFF,
                 ramp_ms: 0,
                 learning_rif: 0,
+                overflow_rif: 0,
                 ..ours
             },
             Self::Small => PoolSettings {
@@ -264,7 +268,8 @@ impl FilterConfig {
 }
 
 /// Keys that stand in a cluster or, as defaults, at the top level, beside [`POOL_KEYS`].
-const SETTING_KEYS: &[&str] = &["q_rif", "q_rif_small", "hot", "latency_band", "discovery_interval_ms"];
+const SETTING_KEYS: &[&str] =
+    &["q_rif", "q_rif_small", "hot", "latency_band", "cold_limit", "overflow_rif", "discovery_interval_ms"];
 
 /// Those that only rules with a probe pool listen to.
 const POOL_KEYS: &[&str] = &[
@@ -342,6 +347,10 @@ impl Fields<'_> {
     }
 
     /// A number of the range, or 0 for off.
+    fn rif(&mut self, key: &str) -> Option<u16> {
+        self.whole(key, 0..=u16::MAX.into()).and_then(|rif| u16::try_from(rif).ok())
+    }
+
     fn number_or_off(&mut self, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
         let value = self.object.get(key)?;
         let number = value.as_f64().filter(|number| *number == 0.0 || range.contains(number));
@@ -413,6 +422,7 @@ impl Fields<'_> {
             self.choice("hot", &[("auto", HotRule::Auto), ("gt", HotRule::Gt), ("ge", HotRule::Ge)]),
         );
         set(&mut pool.latency_band, self.number("latency_band", 1.0..=10.0));
+        set(&mut pool.cold_limit, self.number_or_off("cold_limit", 2.0..=1000.0));
         set(&mut pool.delta, self.number("delta", 0.001..=1000.0));
         set(&mut pool.r_remove, self.number("r_remove", 0.0..=16.0));
         set(&mut pool.scale_removal, self.boolean("scale_removal"));
@@ -423,10 +433,8 @@ impl Fields<'_> {
             &mut pool.rif_history,
             self.whole("rif_history", 8..=MAX_HISTORY as u32).map(|samples| samples as usize),
         );
-        set(
-            &mut pool.learning_rif,
-            self.whole("learning_rif", 0..=u16::MAX.into()).and_then(|rif| u16::try_from(rif).ok()),
-        );
+        set(&mut pool.learning_rif, self.rif("learning_rif"));
+        set(&mut pool.overflow_rif, self.rif("overflow_rif"));
         set(&mut pool.exceptions.error_aversion, self.number_or_off("error_aversion", 0.02..=1.0));
         set(&mut pool.exceptions.breaker, self.number_or_off("breaker", 1.0..=100.0));
         set(&mut pool.ramp_ms, self.whole("ramp_ms", 0..=3_600_000));
@@ -639,6 +647,7 @@ mod tests {
             ("q_rif", ["0", "1"], ["-0.01", "1.01"]),
             ("q_rif_small", ["0", "1"], ["-0.01", "1.01"]),
             ("latency_band", ["1", "10"], ["0.99", "10.01"]),
+            ("cold_limit", ["0", "1000"], ["1.9", "1001"]),
             ("delta", ["0.001", "1000"], ["0", "1001"]),
             ("r_remove", ["0", "16"], ["-1", "16.5"]),
             ("reuse_cap", ["1", "10000"], ["0", "10001"]),
@@ -646,6 +655,7 @@ mod tests {
             ("max_probes_per_query", ["0", "16"], ["-1", "17"]),
             ("rif_history", ["8", "128"], ["7", "129"]),
             ("learning_rif", ["0", "65535"], ["-1", "65536"]),
+            ("overflow_rif", ["0", "65535"], ["-1", "65536"]),
             ("error_aversion", ["0", "1"], ["0.01", "1.1"]),
             ("breaker", ["0", "1.25"], ["0.5", "101"]),
             ("ramp_ms", ["0", "90000"], ["-1", "3600001"]),

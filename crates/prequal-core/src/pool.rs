@@ -38,7 +38,7 @@ mod rank;
 
 pub use choose::Ranking;
 use probes::GROWING_MS;
-use rank::{Hcl, Score, Theta, lowest_ramped};
+use rank::{Score, Theta, lowest_ramped};
 
 /// Most entries a pool can hold.
 pub const MAX_POOL: usize = 24;
@@ -95,6 +95,10 @@ pub struct PoolSettings {
     /// (the paper's rule) to 10. Estimates are noisy: without a band every client sends to the replica that was
     /// lucky last.
     pub latency_band: f64,
+    /// A cold entry whose latency is more than this many times the pool's median goes behind the hot ones, 2 to 1000;
+    /// 0 (the paper's rule): never. Where a burst has made every ordinary replica hot, the slow one is the only
+    /// cold one left.
+    pub cold_limit: f64,
     /// δ of equation (1).
     pub delta: f64,
     /// Removals per pick.
@@ -118,6 +122,9 @@ pub struct PoolSettings {
     /// While the fleet is being learned Envoy's own policy places what would go to a replica with this many requests in
     /// flight, 0 (off) to 65 535: at first two of 40 would get everything, and refuse what exceeds their queues.
     pub learning_rif: u16,
+    /// Where even the best replica, a hot one, has more in flight than θ and this, Envoy's own policy places, 0 (off) to
+    /// 65 535: it counts its own requests, while a pool that a burst has used up spreads them over a sample.
+    pub overflow_rif: u16,
     /// When a replica is passed over.
     pub exceptions: ExceptionSettings,
     /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
@@ -238,6 +245,8 @@ pub struct PoolState {
     paused: u32,
     paused_at: Stamp,
     last_pick: Stamp,
+    /// The first pick after a long idle time.
+    busy_since: Stamp,
     idle_probed: Stamp,
     discovery_sent: Stamp,
     members_changed: Stamp,
@@ -417,7 +426,7 @@ impl PoolState {
     /// Chooses a replica for one request and says how many probes to send.
     pub fn pick<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
-        let rule = Hcl::over(self.entries(), self.theta(settings, now.stamp()), settings);
+        let rule = self.hot_and_cold(settings, now.stamp(), self.entries());
         let rank = |entry: &Entry, rng: &mut G| rule.rank(entry, rng);
         self.pick_ranked(settings, now, rng, probes, rank, |(tier, ..)| tier.branch())
     }
@@ -480,6 +489,9 @@ impl PoolState {
         self.expire(settings, stamp);
         self.update_rates();
         let probes = self.probes_due(settings, stamp);
+        if stamp.distance_ms(self.last_pick) >= IDLE_MS {
+            self.busy_since = stamp;
+        }
         self.last_pick = stamp;
         probes
     }
@@ -511,12 +523,14 @@ impl PoolState {
         if self.entry_count >= enough
             && !self.is_paused(stamp)
             && let Some((index, least)) = lowest_ramped(self.entries(), &rank, rng)
+            && let branch = branch(least)
+            && !(branch == Branch::Hot && self.overflows(settings, stamp, index))
             && let Some(entry) = self.entries.get_mut(index)
             && !(learning && entry.rif >= settings.learning_rif)
         {
             pick.replica = Some(entry.endpoint);
             pick.latency_us = entry.latency_us();
-            pick.branch = branch(least);
+            pick.branch = branch;
             pick.verify = entry.unproven == 1;
             pick.standing = entry.standing();
             // RIF compensation (§4): our own request is on its way there.
@@ -741,12 +755,23 @@ impl PoolState {
         age(one) < age(other)
     }
 
-    /// Most of the fleet may be unknown still: the few that are known must not carry all of the load.
+    /// Even the best has far more in flight than is usual: requests were sent faster than reports come, and the pool is out
+    /// of date.
+    fn overflows(&self, settings: &PoolSettings, now: Stamp, index: usize) -> bool {
+        let load = self.entries.get(index).map_or(0, Entry::load);
+        match self.theta(settings, now) {
+            Theta::At(theta, _) if settings.overflow_rif > 0 => {
+                load > theta + u32::from(settings.overflow_rif)
+            }
+            _ => false,
+        }
+    }
+
+    /// The fleet is new, or what was known of its latencies is forgotten: the few that are known must not carry all of the
+    /// load.
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
-        settings.learning_rif > 0
-            && (self.members as usize) < settings.pool_size
-            && self.members >= 2 * self.settled
-            && now.distance_ms(self.members_changed) < GROWING_MS
+        let grown = self.members >= 2 * self.settled && now.distance_ms(self.members_changed) < GROWING_MS;
+        settings.learning_rif > 0 && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
     }
 
     fn is_paused(&mut self, now: Stamp) -> bool {
@@ -834,6 +859,8 @@ const VERIFY_MS: u32 = 5000;
 /// Weight of one pick in the share of refused choices: some eleven refusals in a row pause steering.
 const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
 /// How long steering pauses.
+/// Without a pick for this long the fleet is as good as new: agents forget their samples after 15 s.
+const IDLE_MS: u32 = 10_000;
 const PAUSE_MS: u32 = 1000;
 /// Bounds the counters between two picks; an average over more is not believable.
 const MAX_RATE: u32 = 10_000;

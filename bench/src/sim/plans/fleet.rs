@@ -248,6 +248,69 @@ pub(super) fn newcomer(length: Length) -> Plan {
     }
 }
 
+/// One client that stands still every `every` seconds for `pause_ms`, from `warm_up` on or from its first query.
+fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -> Point {
+    let spec = |ms| ServerSpec { slots: 4, queue: 8, ..ServerSpec::new(ms, Service::Delay) };
+    let mut scenario = Scenario::testbed(40, 1.0, Spare::None);
+    scenario.servers = (0..40).map(|server| spec(if server < 20 { 50.0 } else { 250.0 })).collect();
+    (scenario.clients, scenario.load, scenario.variation) = (1, Load::Poisson(800.0), 0.0);
+    (scenario.warm_up, scenario.measured, scenario.deadline) = (warm_up, measured, None);
+    if pause_ms > 0.0 {
+        let at = |pause: u32| (f64::from(pause) * every + 0.05, Change::Pause(pause_ms));
+        scenario.changes = (0..((warm_up + measured) / every) as u32).map(at).collect();
+    }
+    let cold = |change: &dyn Fn(&mut PoolSettings)| {
+        let mut pool = PoolSettings { verified_probes: true, ..ours().pool };
+        change(&mut pool);
+        Arm::Prequal(Prequal { learn: true, pool, ..ours() })
+    };
+    Point {
+        label: label.to_owned(),
+        scenario,
+        arms: arms([
+            ("Random", Arm::Random),
+            ("LL-Po2C", Arm::LeastLoadedPo2c),
+            (OURS, cold(&|_| ())),
+            ("learning_rif 0", cold(&|pool| pool.learning_rif = 0)),
+            ("learning_rif 8", cold(&|pool| pool.learning_rif = 8)),
+            ("overflow_rif 0", cold(&|pool| pool.overflow_rif = 0)),
+        ]),
+    }
+}
+
+pub(super) fn pauses(length: Length) -> Plan {
+    let seconds = if length.quick { 5.0 } else { 30.0 };
+    Plan {
+        name: "pauses",
+        title: "a client that starts, and one that stands still",
+        text: "The slow half of the end-to-end benchmark: 20 servers at 50 ms and 20 at 250 ms, 4 slots and 8 waiting \
+            each, 800 queries/s, one client that knows nobody at first. As on a busy machine its event loop stands still: \
+            in the first three seconds (`start`) every 150 ms, later every second. What came meanwhile is placed at \
+            once, without a report in between. `learning_rif` and `overflow_rif` bound what the pool may give to one \
+            server then; the rest goes by Envoy's policy (random here).",
+        x_label: "",
+        points: vec![
+            paused("start, no pause", 0.0, 3.0, 0.15, 0.0),
+            paused("start, 20 ms", 0.0, 3.0, 0.15, 20.0),
+            paused("start, 50 ms", 0.0, 3.0, 0.15, 50.0),
+            paused("start, 100 ms", 0.0, 3.0, 0.15, 100.0),
+            paused("later, 70 ms", 5.0, seconds, 1.0, 70.0),
+            paused("later, 100 ms", 5.0, seconds, 1.0, 100.0),
+        ],
+        metrics: standard_and(&[
+            Metric { name: "rejected", of: |_, _, latencies| latencies.failed() * latencies.len() as f64 },
+            SLOW_SHARE,
+        ]),
+        columns: columns(&[("rejected", OWN, one), ("to slow half", OWN + 1, percent)]),
+        charts: vec![(OWN, false), (OWN + 1, false)],
+        judge: |cells| {
+            let rejected =
+                |label: &str| at_most(&format!("ours, rejected, {label}"), cells.at(label, OURS, OWN), 0.0);
+            ["start, no pause", "start, 20 ms", "start, 50 ms", "later, 70 ms"].map(rejected).into()
+        },
+    }
+}
+
 pub(super) fn sharing(length: Length) -> Plan {
     let mut points = Vec::new();
     for (kind, half_slow) in [("1.5x", false), ("half slow", true)] {
@@ -361,6 +424,7 @@ pub(super) fn variants(length: Length) -> Plan {
                 ("band 2", band(2.0, 0.95)),
                 ("Q 0.84", band(1.5, 0.84)),
                 ("Q 0.99", band(1.5, 0.99)),
+                ("no cold limit", with(&|prequal| prequal.pool.cold_limit = 0.0)),
                 ("hot if RIF > θ", with(&|prequal| prequal.pool.hot = HotRule::Gt)),
                 ("no piggyback", with(&|prequal| prequal.piggyback = false)),
                 ("paper's estimator", with(&|prequal| prequal.paper_tracker = true)),

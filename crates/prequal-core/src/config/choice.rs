@@ -146,7 +146,7 @@ const LISTENERS: &[Listener] = &[
         cure: "needs \"mode\": \"sync\", or a route with \"sync\" in \"route_modes\"",
     },
     Listener {
-        keys: &["q_rif", "q_rif_small", "hot", "latency_band"],
+        keys: &["q_rif", "q_rif_small", "hot", "latency_band", "cold_limit", "overflow_rif"],
         listens: |choice| choice.rule == Rule::Hcl,
         cure: "has an effect only with \"rule\": \"hcl\"",
     },

@@ -3,7 +3,7 @@
 use bytemuck::Zeroable;
 use rand::Rng;
 
-use super::rank::{Hcl, Score, lowest_ramped};
+use super::rank::{Score, lowest_ramped};
 use super::{Branch, Candidate, Entry, Pick, PoolSettings, PoolState};
 use crate::endpoint::Endpoint;
 use crate::sync::{Answer, MAX_ASKED};
@@ -126,7 +126,7 @@ impl PoolState {
     ) -> Option<Entry> {
         let index = match ranking {
             Ranking::HotCold => {
-                let rule = Hcl::over(entries, self.theta(settings, stamp), settings);
+                let rule = self.hot_and_cold(settings, stamp, entries);
                 lowest_ramped(entries, |entry, rng: &mut G| rule.rank(entry, rng), rng)?.0
             }
             Ranking::Scored(score) => {

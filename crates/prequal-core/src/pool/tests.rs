@@ -21,6 +21,8 @@ fn plain() -> PoolSettings {
         delta: 1000.0,
         hot: HotRule::Gt,
         latency_band: 1.0,
+        learning_rif: 0,
+        overflow_rif: 0,
         budget: Budget::Fixed { r_probe: 0.0 },
         ..Profile::Default.pool_settings()
     }
@@ -150,6 +152,30 @@ fn within_the_band_the_lower_rif_wins_and_beyond_it_the_lower_latency() {
         }
         assert_eq!(scene.pick(1).replica, Some(replica(expected)), "band {latency_band}");
     }
+}
+
+#[test]
+fn a_cold_replica_far_slower_than_most_goes_behind_the_hot_ones() {
+    // θ is 1: a burst has made those that answer within 100 ms hot, and the others are the only cold ones.
+    let picked = |cold_limit: f64, latencies: &[u32]| {
+        let pool_size = latencies.len();
+        let mut scene = Scene::new(PoolSettings { cold_limit, q_rif: 0.5, pool_size, ..plain() });
+        for n in 0..20 {
+            scene.report(0, 100 + n, 1, Some(50));
+        }
+        for (n, latency) in latencies.iter().enumerate() {
+            scene.report(1, n as u16, if *latency > 100 { 0 } else { 3 }, Some(*latency));
+        }
+        latencies[usize::from(scene.pick(2).replica.unwrap().port() - 1000)]
+    };
+    let slow_pair = [50, 50, 50, 50, 800, 800];
+    assert_eq!(picked(8.0, &slow_pair), 50);
+    assert_eq!(picked(20.0, &slow_pair), 800, "sixteen times is within twenty");
+    assert_eq!(picked(0.0, &slow_pair), 800, "the paper's rule");
+    assert_eq!(picked(8.0, &[50, 50, 50, 50, 300, 300]), 300);
+    assert_eq!(picked(8.0, &[50, 50, 50, 800, 800, 800]), 800, "half of the fleet is no exception");
+    assert_eq!(picked(8.0, &[1, 1, 800, 800, 800]), 800, "a minority that claims to be fast");
+    assert_eq!(picked(8.0, &[50, 800]), 800, "of two, neither is most");
 }
 
 #[test]
@@ -598,17 +624,54 @@ proptest! {
 
 #[test]
 fn the_few_that_are_known_first_do_not_carry_a_fleet_that_is_being_learned() {
-    let mut scene = Scene { pool: PoolState::new(), ..Scene::new(plain()) };
+    let settings = PoolSettings { learning_rif: 4, ..plain() };
+    let mut scene = Scene { pool: PoolState::new(), ..Scene::new(settings) };
     scene.pool.set_members(2, 0, ms(5000));
     scene.report(5000, 1, 0, Some(1));
     scene.report(5000, 2, 0, Some(1));
     let steered = |scene: &mut Scene, at| (0..40).filter(|_| scene.pick(at).replica.is_some()).count();
-    assert_eq!(steered(&mut scene, 5000), 16, "eight each, then Envoy's own policy");
+    assert_eq!(steered(&mut scene, 5000), 8, "four each, then Envoy's own policy");
+    // As many as the pool holds are not all that there are.
+    scene.pool.set_members(30, 0, ms(5100));
+    assert_eq!(steered(&mut scene, 5100), 0);
     // No news of further replicas: these two are the fleet.
     scene.report(8000, 1, 8, Some(1));
     scene.report(8000, 2, 8, Some(1));
     assert_eq!(steered(&mut scene, 8000), 40);
     // One more is no fleet to learn.
-    scene.pool.set_members(3, 0, ms(8100));
+    scene.pool.set_members(31, 0, ms(8100));
     assert_eq!(steered(&mut scene, 8100), 40);
+}
+
+#[test]
+fn a_burst_that_no_report_follows_is_left_to_envoys_policy() {
+    let steered = |overflow_rif| {
+        let mut scene = Scene::new(PoolSettings { overflow_rif, q_rif: 0.9, ..plain() });
+        for n in 0..4 {
+            scene.report(0, n, 2, Some(50));
+        }
+        (0..100).filter(|_| scene.pick(1).replica.is_some()).count()
+    };
+    // θ is 2: each of the four is sent to until it has 2 + 4 in flight, and once beyond.
+    assert_eq!(steered(4), 4 * 5);
+    assert_eq!(steered(0), 100, "the paper's rule");
+}
+
+#[test]
+fn while_most_know_nothing_the_busy_among_them_count_like_the_hot() {
+    let picked = |unknown: u16| {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.5, learning_rif: 100, ..plain() });
+        for n in 0..8 {
+            scene.report(0, 100 + n, 1, Some(50));
+        }
+        for n in 0..8 {
+            scene.report(1, 100 + n, 9, Some(50));
+        }
+        for n in 0..unknown {
+            scene.report(1, n, 3, None);
+        }
+        scene.pick(2).replica.unwrap().port() - 1000 < unknown
+    };
+    assert!(picked(8), "a fleet that is new has no others");
+    assert!(!picked(7), "one of few waits for its first answer");
 }
