@@ -1,6 +1,6 @@
 //! Blobs: what the workers of an Envoy share, as the bytes that lie in its shared data.
 //!
-//! A blob begins with a [`Tag`]. What does not decode (damage, another version) is no state: the caller starts anew.
+//! A blob begins with a [`Tag`]. What does not decode is no state: the caller starts anew.
 
 use std::borrow::Cow;
 
@@ -36,6 +36,12 @@ impl Tag {
     /// That of the version after `version` in a build that stands in for another release.
     pub(crate) const fn of_release(magic: u32, version: u16) -> Self {
         Self::new(magic, if cfg!(feature = "next-blob") { version + 1 } else { version })
+    }
+
+    /// The version: part of the key under which the blob lies.
+    pub const fn version(self) -> u16 {
+        let [.., e, f] = self.0;
+        u16::from_le_bytes([e, f])
     }
 
     pub(crate) fn check(&self, bytes: &[u8]) -> Result<(), BlobError> {

@@ -1,10 +1,10 @@
 //! The blobs in Envoy's shared data, shared by all workers: three per upstream cluster; in the inbound role one of slots, and
 //! one per replica.
 //!
-//! Writes are compare-and-swap with a bounded number of tries. A blob that does not decode (another version, damage)
-//! is replaced and counted.
+//! Writes are compare-and-swap with a bounded number of tries. A blob of another version lies under another key; one
+//! that does not decode (damage) is replaced and counted.
 
-use prequal_core::blob::Blob;
+use prequal_core::blob::{Blob, Tag};
 use prequal_core::exceptions::Exceptions;
 use prequal_core::members::Members;
 use prequal_core::pool::PoolState;
@@ -24,9 +24,11 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Keys carry the root id: in Istio all plugins share one namespace.
+    /// Keys carry the versions of all three: a module with others has three of its own, which agree with each other. And
+    /// the root id: in Istio all plugins share one namespace.
     pub(crate) fn new(root_id: &str, cluster: &str) -> Self {
-        let key = |what| format!("prequal/1/{root_id}/{cluster}/{what}");
+        let [pool, members, exceptions] = [PoolState::TAG, Members::TAG, Exceptions::TAG].map(Tag::version);
+        let key = |what| format!("prequal/{pool}.{members}.{exceptions}/{root_id}/{cluster}/{what}");
         Self { pool_key: key("pool"), members_key: key("members"), exceptions_key: key("exceptions") }
     }
 
