@@ -114,15 +114,18 @@ impl Spec {
             }
         }
         if let Some(hint) = &args.hint {
-            match hint.split_once(':') {
-                Some(("header", name)) => {
-                    drop(self.settings.insert("hint".into(), json!({ "header": name })))
+            let place = match hint.split_once(':') {
+                Some(("header", name)) => Some(json!({ "header": name })),
+                Some(("path_segment", number)) => {
+                    number.parse::<u32>().ok().map(|number| json!({ "path_segment": number }))
                 }
-                Some(("path_segment", number)) if number.parse::<u32>().is_ok() => {
-                    let number: u32 = number.parse().unwrap_or_default();
-                    self.settings.insert("hint".into(), json!({ "path_segment": number }));
+                _ => None,
+            };
+            match place {
+                Some(place) => drop(self.settings.insert("hint".into(), place)),
+                None => {
+                    mistakes.push(format!("--hint must be `header:NAME` or `path_segment:N`, got `{hint}`"))
                 }
-                _ => mistakes.push(format!("--hint must be `header:NAME` or `path_segment:N`, got `{hint}`")),
             }
         }
         for flag in &args.clusters {
@@ -163,7 +166,6 @@ impl Spec {
         if self.clusters.is_empty() {
             mistakes.push("no cluster: `--cluster NAME=HOST:PORT[,...]`, or `clusters` in the file".into());
         }
-        let only = self.clusters.len() == 1;
         let (mut names, mut prefixes) = (BTreeSet::new(), BTreeSet::new());
         let mut clusters = Vec::new();
         let mut entries = Vec::new();
@@ -177,7 +179,7 @@ impl Spec {
             }
             let prefix = match spec.prefix {
                 Some(prefix) => prefix,
-                None if only || index == 0 => "/".into(),
+                None if index == 0 => "/".into(),
                 None => {
                     mistakes.push(format!("`{path}` needs a `prefix` (--route), or nothing leads to it"));
                     continue;
