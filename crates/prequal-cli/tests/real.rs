@@ -310,10 +310,15 @@ fn top_says_what_it_cannot_see() -> Result {
         assert_eq!(output.status.code(), Some(1));
         assert!(text(&output.stderr).contains("this is not Envoy's admin"), "{output:?}");
     }
-    let plain = Envoy::start(EnvoyConfig::shipped()?.without_prequal())?;
-    let output = prequal(&["top", "--once", "--interval", "0.1", &plain.admin().to_string()]);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output.stderr).contains("the filter is not loaded"), "{output:?}");
+    for (config, why) in [
+        (EnvoyConfig::shipped()?.without_prequal(), "the filter is not loaded"),
+        (EnvoyConfig::inbound("127.0.0.1:1".parse()?)?, "the inbound role"),
+    ] {
+        let envoy = Envoy::start(config)?;
+        let output = prequal(&["top", "--once", "--interval", "0.1", &envoy.admin().to_string()]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains(why), "{output:?}");
+    }
     Ok(())
 }
 
