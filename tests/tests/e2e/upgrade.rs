@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use prequal_testbed::{
     Agent, Backend, Client, Envoy, EnvoyConfig, Fleet, PARENT_SHUTDOWN_S, Prequal, Replica, Reply, Request,
-    Response, eventually, ready, wasm_module, workspace_root,
+    Response, eventually, wasm_module, workspace_root,
 };
 
 use crate::support::{
@@ -98,9 +98,7 @@ fn other_release() -> PathBuf {
 
 #[test]
 fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
-    if !ready(&[other_release()]) {
-        return Ok(());
-    }
+    bed!(&[other_release()]);
     let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
     // Only requests fill a pool.
     let config =
@@ -140,9 +138,7 @@ fn wait_for_one_generation(envoy: &Envoy) -> Result<()> {
 
 #[test]
 fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
-    if !ready(&[other_release()]) {
-        return Ok(());
-    }
+    bed!(&[other_release()]);
     let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
     let mut envoys = vec![Envoy::start_restartable(config.clone())?];
