@@ -113,18 +113,11 @@ impl Spec {
                 self.settings.insert(key.into(), json!(value));
             }
         }
-        if let Some(hint) = &args.hint {
-            let place = match hint.split_once(':') {
-                Some(("header", name)) => Some(json!({ "header": name })),
-                Some(("path_segment", number)) => {
-                    number.parse::<u32>().ok().map(|number| json!({ "path_segment": number }))
-                }
-                _ => None,
-            };
-            match place {
-                Some(place) => drop(self.settings.insert("hint".into(), place)),
+        if let Some(text) = &args.hint {
+            match hint(text) {
+                Some(hint) => drop(self.settings.insert("hint".into(), hint)),
                 None => {
-                    mistakes.push(format!("--hint must be `header:NAME` or `path_segment:N`, got `{hint}`"))
+                    mistakes.push(format!("--hint must be `header:NAME` or `path_segment:N`, got `{text}`"))
                 }
             }
         }
@@ -191,14 +184,7 @@ impl Spec {
             if !prefixes.insert(prefix.clone()) {
                 mistakes.push(format!("`{path}.prefix` `{prefix}` leads to two clusters"));
             }
-            let port = spec.probe_port.or(self.probe_port);
-            let port = port.and_then(|port| match u16::try_from(port) {
-                Ok(port) if port > 0 => Some(port),
-                _ => {
-                    mistakes.push(format!("`{path}.probe_port` must be a port from 1 to 65535, got {port}"));
-                    None
-                }
-            });
+            let port = spec.probe_port.or(self.probe_port).and_then(|port| probe_port(&path, port, mistakes));
             let hosts = hosts(&path, &spec.hosts, mistakes);
             let dns = hosts.iter().any(|host| host.address.parse::<IpAddr>().is_err());
             let mut entry = spec.settings;
@@ -258,6 +244,23 @@ fn socket(key: &str, text: &str, mistakes: &mut Vec<String>) -> Option<SocketAdd
         mistakes.push(format!("`{key}` must be `ip:port`, got `{text}`"));
     }
     address
+}
+
+/// The setting `hint` that a flag stands for.
+fn hint(text: &str) -> Option<Value> {
+    match text.split_once(':')? {
+        ("header", name) => Some(json!({ "header": name })),
+        ("path_segment", number) => Some(json!({ "path_segment": number.parse::<u32>().ok()? })),
+        _ => None,
+    }
+}
+
+fn probe_port(path: &str, port: u64, mistakes: &mut Vec<String>) -> Option<u16> {
+    let usable = u16::try_from(port).ok().filter(|port| *port > 0);
+    if usable.is_none() {
+        mistakes.push(format!("`{path}.probe_port` must be a port from 1 to 65535, got {port}"));
+    }
+    usable
 }
 
 fn hosts(path: &str, texts: &[String], mistakes: &mut Vec<String>) -> Vec<Host> {
