@@ -8,6 +8,7 @@ use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
 
 use criterion::{Criterion, criterion_group, criterion_main};
+use prequal_core::blob::Blob;
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::members::Standing;
@@ -87,13 +88,13 @@ fn pool(c: &mut Criterion) {
 
 fn blob(c: &mut Criterion) {
     let case = Case::new(Profile::Default, 100, 1);
-    let bytes = case.pool.as_bytes().to_vec();
+    let bytes = case.pool.encode().to_vec();
     let mut out = bytes.clone();
     c.bench_function(&format!("decode and encode the blob ({} bytes)", bytes.len()), |b| {
         b.iter(|| {
             if let Ok(pool) = PoolState::decode(black_box(&bytes)) {
                 // Encoding is handing the bytes to the host, which copies them.
-                out.copy_from_slice(black_box(pool.as_bytes()));
+                out.copy_from_slice(black_box(&pool.encode()));
             }
         });
     });

@@ -8,6 +8,7 @@ use std::cell::Cell;
 use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
 
+use prequal_core::blob::Blob;
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::exceptions::Exceptions;
@@ -61,7 +62,7 @@ fn the_pick_path_does_not_allocate() {
         let mut pool = PoolState::new();
         let mut now = Micros::from_millis(1_700_000_000_000);
         pool.set_members(100, 0, now);
-        let mut blob = pool.as_bytes().to_vec();
+        let mut blob = pool.encode().to_vec();
         let reports: Vec<String> = (0..100u32)
             .map(|number| format!("{};{};10.0.0.{number}:80", number % 9, 1000 * number))
             .collect();
@@ -88,7 +89,7 @@ fn the_pick_path_does_not_allocate() {
                 Branch::Fallback => fell_back += 1,
                 Branch::Cold | Branch::Hot | Branch::Sync | Branch::Scored => steered += 1,
             }
-            blob.copy_from_slice(pool.as_bytes());
+            blob.copy_from_slice(&pool.encode());
         }
         let allocated = allocations() - before;
 

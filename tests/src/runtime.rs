@@ -68,3 +68,16 @@ pub fn ready(also: &[PathBuf]) -> bool {
     eprintln!("skipped: {reason}");
     false
 }
+
+/// Returns from a test on a machine that misses something: see [`ready`], which is asked with the paths given.
+#[macro_export]
+macro_rules! bed {
+    () => {
+        $crate::bed!(&[])
+    };
+    ($also:expr) => {
+        if !$crate::ready($also) {
+            return Ok(());
+        }
+    };
+}

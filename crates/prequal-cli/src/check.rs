@@ -55,15 +55,11 @@ pub(crate) struct Args {
 /// One mistake.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Finding {
-    pub(crate) code: &'static str,
-    level: Level,
+    pub(crate) code: &'static Code,
     /// Path in the file.
     pub(crate) path: String,
     /// What was found there.
     found: String,
-    what: &'static str,
-    effect: &'static str,
-    cure: &'static str,
 }
 
 /// Everything found so far, each once.
@@ -72,9 +68,7 @@ pub(crate) struct Findings(Vec<Finding>);
 
 impl Findings {
     fn push(&mut self, code: &'static Code, path: &str, found: impl Into<String>) {
-        let &Code { name, level, what, effect, cure } = code;
-        let finding =
-            Finding { code: name, level, path: path.to_owned(), found: found.into(), what, effect, cure };
+        let finding = Finding { code, path: path.to_owned(), found: found.into() };
         if !self.0.contains(&finding) {
             self.0.push(finding);
         }
@@ -84,22 +78,21 @@ impl Findings {
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let root = read::file(&args.config)?;
     let findings = check(&root, args.dump)?;
-    let errors = findings.iter().filter(|finding| finding.level == Level::Error).count();
+    let count = |level| findings.iter().filter(|finding| finding.code.level == level).count();
+    let errors = count(Level::Error);
     let mut out = std::io::stdout().lock();
     if args.json {
-        serde_json::to_writer_pretty(&mut out, &to_json(&findings, errors))?;
-        writeln!(out)?;
+        writeln!(out, "{:#}", to_json(&findings, errors))?;
     } else {
         for finding in &findings {
-            let Finding { code, level, path, found, what, effect, cure } = finding;
+            let Finding { code: Code { name, level, what, effect, cure }, path, found } = finding;
             let place = if path.is_empty() { "the file" } else { path };
-            writeln!(out, "{}[{code}] {what}\n  at:   {place}", level.name())?;
+            writeln!(out, "{}[{name}] {what}\n  at:   {place}", level.name())?;
             if !found.is_empty() {
                 writeln!(out, "  here: {found}")?;
             }
             writeln!(out, "  then: {effect}\n  cure: {cure}\n")?;
         }
-        let count = |level| findings.iter().filter(|finding| finding.level == level).count();
         writeln!(
             out,
             "{}: errors {errors}, warnings {}, hints {}",
@@ -123,15 +116,15 @@ pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
         let source = Source::of(root, must_be_dump)?;
         filters::check(&source, &mut findings);
     }
-    findings.0.sort_by_key(|finding| finding.level);
+    findings.0.sort_by_key(|finding| finding.code.level);
     Ok(findings.0)
 }
 
 fn to_json(findings: &[Finding], errors: usize) -> Value {
     let list: Vec<Value> = findings
         .iter()
-        .map(|Finding { code, level, path, found, what, effect, cure }| {
-            json!({"code": code, "level": level.name(), "path": path, "found": found, "what": what,
+        .map(|Finding { code: Code { name, level, what, effect, cure }, path, found }| {
+            json!({"code": name, "level": level.name(), "path": path, "found": found, "what": what,
                 "effect": effect, "cure": cure})
         })
         .collect();

@@ -23,9 +23,6 @@ const MAX_BYTES: u64 = 32 << 20;
 /// Most values in a YAML file with its aliases expanded: a few lines of aliases can stand for any number.
 const MAX_VALUES: usize = 4 << 20;
 
-/// Deepest nesting that is read. Envoy's own configurations stay below 50.
-const MAX_DEPTH: usize = 120;
-
 /// The file `path`, or standard input for `-`.
 pub(crate) fn file(path: &Path) -> Result<Value> {
     let mut bytes = Vec::new();
@@ -204,16 +201,11 @@ impl<'de> Deserialize<'de> for Key {
 }
 
 /// camelCase field names as the snake_case ones that everything here looks for.
+///
+/// Both parsers stop at 128 levels, and so does this.
 fn snake(value: Value) -> Value {
-    snake_below(value, MAX_DEPTH * 2)
-}
-
-fn snake_below(value: Value, depth: usize) -> Value {
-    if depth == 0 {
-        return value;
-    }
     match value {
-        Value::Array(list) => list.into_iter().map(|item| snake_below(item, depth - 1)).collect(),
+        Value::Array(list) => list.into_iter().map(snake).collect(),
         Value::Object(object) => {
             // What is free-form holds the user's own names.
             let free = object
@@ -223,7 +215,7 @@ fn snake_below(value: Value, depth: usize) -> Value {
             if free {
                 return Value::Object(object);
             }
-            object.into_iter().map(|(key, value)| (snake_key(key), snake_below(value, depth - 1))).collect()
+            object.into_iter().map(|(key, value)| (snake_key(key), snake(value))).collect()
         }
         other => other,
     }

@@ -26,7 +26,7 @@ Examples:
   prequal top 10.0.0.1:9901 10.0.0.2:9901
   prequal top --once --interval 5 127.0.0.1:9901
 
-Exit code of --once: 0 all was shown, 1 an admin could not be read or its Envoy has no filter.")]
+Exit code of --once: 0 all was shown, 1 an admin could not be read or its Envoy has no filter that chooses.")]
 pub(crate) struct Args {
     /// Admins of Envoys: `http://HOST:PORT` or `HOST:PORT`
     #[arg(required = true, value_name = "ADMIN_URL")]

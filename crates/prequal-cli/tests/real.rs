@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use prequal_testbed::{
-    Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, envoy_binary,
-    eventually, ready, wasm_module,
+    Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, bed, envoy_binary,
+    eventually, wasm_module,
 };
 use serde_json::{Value, json};
 
@@ -69,9 +69,7 @@ fn envoy_accepts(path: &str) -> (bool, String) {
 
 #[test]
 fn what_is_rendered_runs_steers_and_is_clean_as_a_dump() -> Result {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let fleet = Fleet::start([5, 5, 5, 150].map(|ms| Reply::ok().delay(Duration::from_millis(ms))))?;
     let hosts: Vec<String> = fleet.addrs().iter().map(ToString::to_string).collect();
     for shim in ["stateful_session", "override_host"] {
@@ -97,9 +95,7 @@ fn what_is_rendered_runs_steers_and_is_clean_as_a_dump() -> Result {
 
 #[test]
 fn probes_on_a_port_of_their_own_work_as_rendered() -> Result {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let backend = Backend::start(Reply::ok())?;
     let start = |ip: &str, probe_port: u16| {
         let options = AgentOptions {
@@ -126,9 +122,7 @@ fn probes_on_a_port_of_their_own_work_as_rendered() -> Result {
 
 #[test]
 fn envoy_accepts_every_variant() -> Result {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let dir = tempfile::tempdir()?;
     let pair = rcgen::generate_simple_self_signed(vec!["localhost".into()])?;
     let cert = in_scratch(dir.path(), "cert.pem", &pair.cert.pem());
@@ -162,9 +156,7 @@ fn envoy_accepts_every_variant() -> Result {
 
 #[test]
 fn envoy_reads_yaml_as_the_check_does() -> Result {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let dir = tempfile::tempdir()?;
     for (yaml, accepted) in [
         ("!ignore x: &a {connect_timeout: 1s}\nstatic_resources: {clusters: [{name: a}]}", true),
@@ -182,9 +174,7 @@ fn envoy_reads_yaml_as_the_check_does() -> Result {
 
 #[test]
 fn a_route_that_removes_the_report_loses_it() -> Result {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
     let used = |config: EnvoyConfig| -> Result<u64> {
@@ -228,9 +218,7 @@ impl Drop for Traffic {
 
 #[test]
 fn top_shows_what_happens() -> Result {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let (first, second) = (Fleet::uniform(3, &Reply::ok())?, Fleet::uniform(2, &Reply::ok())?);
     // Dots in the name of a cluster become underscores in the filter's statistics, and stay in /clusters.
     let config = EnvoyConfig::for_replicas(&first.addrs())?
@@ -301,19 +289,22 @@ fn top_says_what_it_cannot_see() -> Result {
     {
         assert_eq!(prequal(bad).status.code(), Some(2), "{bad:?}");
     }
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     for reply in [Reply::ok(), Reply::status(404)] {
         let other = Backend::start(reply)?;
         let output = prequal(&["top", "--once", "--interval", "0.1", &other.addr().to_string()]);
         assert_eq!(output.status.code(), Some(1));
         assert!(text(&output.stderr).contains("this is not Envoy's admin"), "{output:?}");
     }
-    let plain = Envoy::start(EnvoyConfig::shipped()?.without_prequal())?;
-    let output = prequal(&["top", "--once", "--interval", "0.1", &plain.admin().to_string()]);
-    assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output.stderr).contains("the filter is not loaded"), "{output:?}");
+    for (config, why) in [
+        (EnvoyConfig::shipped()?.without_prequal(), "the filter is not loaded"),
+        (EnvoyConfig::inbound("127.0.0.1:1".parse()?)?, "the inbound role"),
+    ] {
+        let envoy = Envoy::start(config)?;
+        let output = prequal(&["top", "--once", "--interval", "0.1", &envoy.admin().to_string()]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains(why), "{output:?}");
+    }
     Ok(())
 }
 

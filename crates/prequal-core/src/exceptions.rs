@@ -23,12 +23,15 @@
 //! **Panic**: when more than half of the fleet would be out, nobody is. Then it is not the replicas, or there is nowhere
 //! else to go.
 
+use std::borrow::Cow;
+
 use bytemuck::Zeroable;
 use rand::Rng;
 
+use crate::blob::{Blob, BlobError, Tag};
 use crate::endpoint::Endpoint;
 use crate::members::Standing;
-use crate::pool::{BlobError, Load};
+use crate::pool::Load;
 use crate::time::{Micros, Stamp};
 
 pub mod flights;
@@ -139,8 +142,7 @@ pub struct Trial {
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Exceptions {
-    magic: u32,
-    version: u16,
+    tag: Tag,
     count: u16,
     /// Replicas known: decides when too many are out.
     members: u32,
@@ -273,43 +275,7 @@ impl Default for Exceptions {
 impl Exceptions {
     /// An empty table.
     pub fn new() -> Self {
-        Self { magic: MAGIC, version: VERSION, ..Self::zeroed() }
-    }
-
-    /// Reads a blob.
-    ///
-    /// # Errors
-    /// [`BlobError`] for anything that [`Self::as_bytes`] of this version did not write; the caller starts anew.
-    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        let mut table = Self::zeroed();
-        let whole = bytemuck::bytes_of_mut(&mut table);
-        let head = size_of::<Self>() - MAX_EXCEPTIONS * size_of::<Record>();
-        if bytes.len() < head || bytes.len() > whole.len() {
-            return Err(BlobError::Size { got: bytes.len(), want: whole.len() });
-        }
-        for (to, from) in whole.iter_mut().zip(bytes) {
-            *to = *from;
-        }
-        if table.magic != MAGIC || table.version != VERSION {
-            return Err(BlobError::Version);
-        }
-        if bytes.len() != head + usize::from(table.count) * size_of::<Record>() {
-            return Err(BlobError::Content);
-        }
-        let sound = |record: &Record| {
-            record.endpoint.is_valid()
-                && [record.failed, record.total].iter().all(|count| (0.0..=MEMORY).contains(count))
-                && record.reason <= 3
-                && record.backoff_ms <= MAX_BACKOFF_MS
-        };
-        if table.records().iter().all(sound) { Ok(table) } else { Err(BlobError::Content) }
-    }
-
-    /// The blob: no longer than what it holds.
-    pub fn as_bytes(&self) -> &[u8] {
-        let unused = MAX_EXCEPTIONS.saturating_sub(usize::from(self.count)) * size_of::<Record>();
-        let bytes = bytemuck::bytes_of(self);
-        bytes.get(..bytes.len() - unused).unwrap_or(bytes)
+        Self { tag: Self::TAG, ..Self::zeroed() }
     }
 
     /// Tells how many replicas are in use.
@@ -572,8 +538,40 @@ fn fading(ms: u32) -> f32 {
     (-(ms as f32) / FADES_MS).exp()
 }
 
-const MAGIC: u32 = 0x7072_6578; // "prex"
-const VERSION: u16 = crate::pool::blob_version(1);
+impl Blob for Exceptions {
+    const TAG: Tag = Tag::of_release(0x7072_6578, 1); // "prex"
+
+    fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        let mut table = Self::zeroed();
+        let whole = bytemuck::bytes_of_mut(&mut table);
+        let head = size_of::<Self>() - MAX_EXCEPTIONS * size_of::<Record>();
+        if bytes.len() < head || bytes.len() > whole.len() {
+            return Err(BlobError::Size { got: bytes.len(), want: whole.len() });
+        }
+        Self::TAG.check(bytes)?;
+        for (to, from) in whole.iter_mut().zip(bytes) {
+            *to = *from;
+        }
+        if bytes.len() != head + usize::from(table.count) * size_of::<Record>() {
+            return Err(BlobError::Content);
+        }
+        let sound = |record: &Record| {
+            record.endpoint.is_valid()
+                && [record.failed, record.total].iter().all(|count| (0.0..=MEMORY).contains(count))
+                && record.reason <= 3
+                && record.backoff_ms <= MAX_BACKOFF_MS
+        };
+        if table.records().iter().all(sound) { Ok(table) } else { Err(BlobError::Content) }
+    }
+
+    /// No longer than what it holds.
+    fn encode(&self) -> Cow<'_, [u8]> {
+        let unused = MAX_EXCEPTIONS.saturating_sub(usize::from(self.count)) * size_of::<Record>();
+        let bytes = bytemuck::bytes_of(self);
+        bytes.get(..bytes.len() - unused).unwrap_or(bytes).into()
+    }
+}
+
 /// Time constant of the counts.
 const FADES_MS: f32 = 10_000.0;
 /// Two failures a few seconds apart.

@@ -20,6 +20,7 @@
 //! | [`failures`] | which share of its requests it fails |
 //! | [`affinity`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
+//! | [`blob`] | which bytes are state of this version |
 //! | [`config`] | settings that cannot be invalid |
 #![forbid(unsafe_code)]
 #![cfg_attr(
@@ -28,6 +29,7 @@
 )]
 
 pub mod affinity;
+pub mod blob;
 pub mod config;
 pub mod endpoint;
 pub mod exceptions;

@@ -15,11 +15,13 @@
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 
+use std::borrow::Cow;
+
 use rand::Rng;
 use rand::seq::SliceRandom;
 
+use crate::blob::{Blob, BlobError, Tag};
 use crate::endpoint::Endpoint;
-use crate::pool::BlobError;
 use crate::time::{Micros, Stamp};
 
 /// Most members kept.
@@ -108,8 +110,7 @@ const IN_USE: u16 = 2;
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Header {
-    magic: u32,
-    version: u16,
+    tag: Tag,
     record: u16,
     count: u32,
     samples: u32,
@@ -125,51 +126,6 @@ pub struct Target {
 }
 
 impl Members {
-    /// Reads a blob.
-    ///
-    /// # Errors
-    /// [`BlobError`] for anything that [`Self::encode`] of this version did not write.
-    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        let (header, records) = bytes
-            .split_at_checked(size_of::<Header>())
-            .ok_or(BlobError::Size { got: bytes.len(), want: size_of::<Header>() })?;
-        let header: Header = bytemuck::pod_read_unaligned(header);
-        if header.magic != MAGIC
-            || header.version != VERSION
-            || usize::from(header.record) != size_of::<Member>()
-        {
-            return Err(BlobError::Version);
-        }
-        let count = header.count as usize;
-        let want = count.saturating_mul(size_of::<Member>());
-        if count > MAX_MEMBERS + MAX_CANDIDATES {
-            return Err(BlobError::Content);
-        }
-        if records.len() != want {
-            return Err(BlobError::Size { got: records.len(), want });
-        }
-        let list: Vec<Member> =
-            records.chunks_exact(size_of::<Member>()).map(bytemuck::pod_read_unaligned).collect();
-        if !list.iter().all(|member| member.endpoint.is_valid() && member.rank <= IN_USE) {
-            return Err(BlobError::Content);
-        }
-        Ok(Self { list, samples: header.samples })
-    }
-
-    /// The blob.
-    pub fn encode(&self) -> Vec<u8> {
-        let header = Header {
-            magic: MAGIC,
-            version: VERSION,
-            record: size_of::<Member>() as u16,
-            count: self.list.len() as u32,
-            samples: self.samples,
-        };
-        let mut bytes = bytemuck::bytes_of(&header).to_vec();
-        bytes.extend_from_slice(bytemuck::cast_slice(&self.list));
-        bytes
-    }
-
     /// Members in use.
     pub fn count(&self) -> u32 {
         self.in_use().count() as u32
@@ -394,8 +350,46 @@ impl Member {
     }
 }
 
-const MAGIC: u32 = 0x6d65_6d62; // "memb"
-const VERSION: u16 = crate::pool::blob_version(2);
+impl Blob for Members {
+    const TAG: Tag = Tag::of_release(0x6d65_6d62, 2); // "memb"
+
+    fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        let (header, records) = bytes
+            .split_at_checked(size_of::<Header>())
+            .ok_or(BlobError::Size { got: bytes.len(), want: size_of::<Header>() })?;
+        let header: Header = bytemuck::pod_read_unaligned(header);
+        Self::TAG.check(bytes)?;
+        if usize::from(header.record) != size_of::<Member>() {
+            return Err(BlobError::Version);
+        }
+        let count = header.count as usize;
+        let want = count.saturating_mul(size_of::<Member>());
+        if count > MAX_MEMBERS + MAX_CANDIDATES {
+            return Err(BlobError::Content);
+        }
+        if records.len() != want {
+            return Err(BlobError::Size { got: records.len(), want });
+        }
+        let list: Vec<Member> =
+            records.chunks_exact(size_of::<Member>()).map(bytemuck::pod_read_unaligned).collect();
+        if !list.iter().all(|member| member.endpoint.is_valid() && member.rank <= IN_USE) {
+            return Err(BlobError::Content);
+        }
+        Ok(Self { list, samples: header.samples })
+    }
+
+    fn encode(&self) -> Cow<'_, [u8]> {
+        let header = Header {
+            tag: Self::TAG,
+            record: size_of::<Member>() as u16,
+            count: self.list.len() as u32,
+            samples: self.samples,
+        };
+        let mut bytes = bytemuck::bytes_of(&header).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(&self.list));
+        bytes.into()
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -22,9 +22,12 @@
 //!   or more is young, for then the fleet is new as a whole.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
+use std::borrow::Cow;
+
 use bytemuck::Zeroable;
 use rand::Rng;
 
+use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
 use crate::exceptions::{ExceptionSettings, Exceptions, Trial};
 use crate::members::Standing;
@@ -220,8 +223,7 @@ impl ProbesDue {
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct PoolState {
-    magic: u32,
-    version: u16,
+    tag: Tag,
     entry_count: u16,
     history_count: u16,
     history_next: u16,
@@ -381,46 +383,7 @@ impl Default for PoolState {
 impl PoolState {
     /// An empty pool.
     pub fn new() -> Self {
-        Self { magic: MAGIC, version: VERSION, reports_per_pick: 1.0, ..Self::zeroed() }
-    }
-
-    /// Reads a blob.
-    ///
-    /// # Errors
-    /// [`BlobError`] for anything that [`Self::as_bytes`] of this version did not write; the caller starts anew.
-    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        if bytes.len() != size_of::<Self>() {
-            return Err(BlobError::Size { got: bytes.len(), want: size_of::<Self>() });
-        }
-        let state: Self = bytemuck::pod_read_unaligned(bytes);
-        if state.magic != MAGIC || state.version != VERSION {
-            return Err(BlobError::Version);
-        }
-        let finite = [
-            state.probe_credit,
-            state.remove_credit,
-            state.reports_per_pick,
-            state.new_per_pick,
-            state.refusals_per_pick,
-        ]
-        .iter()
-        .all(|rate| (0.0..=1e6).contains(rate));
-        let bounded = usize::from(state.entry_count) <= MAX_POOL
-            && usize::from(state.history_count) <= MAX_HISTORY
-            && usize::from(state.history_next) < MAX_HISTORY
-            && state.barred_count as usize <= MAX_BARRED
-            && state.remove_worst <= 1
-            && state.auto_ge <= 1
-            && state.exceptions <= 1;
-        if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
-            return Err(BlobError::Content);
-        }
-        Ok(state)
-    }
-
-    /// The blob.
-    pub fn as_bytes(&self) -> &[u8] {
-        bytemuck::bytes_of(self)
+        Self { tag: Self::TAG, reports_per_pick: 1.0, ..Self::zeroed() }
     }
 
     /// Chooses a replica for one request and says how many probes to send.
@@ -827,32 +790,38 @@ impl PoolState {
     }
 }
 
-/// Why a blob was not read.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
-pub enum BlobError {
-    /// Not the size of this version.
-    #[error("blob has {got} bytes, this version has {want}")]
-    Size {
-        /// Bytes found.
-        got: usize,
-        /// Bytes expected.
-        want: usize,
-    },
-    /// Another magic number or version.
-    #[error("blob was written by another version")]
-    Version,
-    /// A count or rate out of range.
-    #[error("blob holds a value out of range")]
-    Content,
+impl Blob for PoolState {
+    const TAG: Tag = Tag::of_release(0x7072_6571, 4); // "preq"
+
+    fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        let state: Self = read_plain(bytes)?;
+        let finite = [
+            state.probe_credit,
+            state.remove_credit,
+            state.reports_per_pick,
+            state.new_per_pick,
+            state.refusals_per_pick,
+        ]
+        .iter()
+        .all(|rate| (0.0..=1e6).contains(rate));
+        let bounded = usize::from(state.entry_count) <= MAX_POOL
+            && usize::from(state.history_count) <= MAX_HISTORY
+            && usize::from(state.history_next) < MAX_HISTORY
+            && state.barred_count as usize <= MAX_BARRED
+            && state.remove_worst <= 1
+            && state.auto_ge <= 1
+            && state.exceptions <= 1;
+        if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
+            return Err(BlobError::Content);
+        }
+        Ok(state)
+    }
+
+    fn encode(&self) -> Cow<'_, [u8]> {
+        bytemuck::bytes_of(self).into()
+    }
 }
 
-/// The version that a blob is written as: `version`, or the one after it in a build that stands in for another release.
-pub(crate) const fn blob_version(version: u16) -> u16 {
-    if cfg!(feature = "next-blob") { version + 1 } else { version }
-}
-
-const MAGIC: u32 = 0x7072_6571; // "preq"
-const VERSION: u16 = blob_version(4);
 const UNKNOWN: u32 = u32::MAX;
 /// How long a candidate's first request may take before it gets another.
 const VERIFY_MS: u32 = 5000;

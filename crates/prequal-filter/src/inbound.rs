@@ -86,6 +86,6 @@ fn destination() -> Option<Endpoint> {
 
 /// Answers the request that is the effective context.
 fn reply(status: u32, headers: &[(&str, &str)], body: &[u8]) {
-    // Without an answer from here the request goes on, and the application refuses it.
+    // Before a response has begun Envoy takes it; the SDK knows no other outcome.
     let _ = hostcalls::send_http_response(status, headers.to_vec(), Some(body));
 }

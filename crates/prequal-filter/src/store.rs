@@ -1,16 +1,13 @@
 //! The blobs in Envoy's shared data, shared by all workers: three per upstream cluster; in the inbound role one of slots, and
 //! one per replica.
 //!
-//! Writes are compare-and-swap with a bounded number of tries. A blob that does not decode (another version, damage)
-//! is replaced and counted.
+//! Writes are compare-and-swap with a bounded number of tries. A blob of another version lies under another key; one
+//! that does not decode (damage) is replaced and counted.
 
-use std::borrow::Cow;
-
+use prequal_core::blob::{Blob, Tag};
 use prequal_core::exceptions::Exceptions;
-use prequal_core::inbound::ended::EndedLog;
-use prequal_core::inbound::slots::Slots;
 use prequal_core::members::Members;
-use prequal_core::pool::{BlobError, PoolState};
+use prequal_core::pool::PoolState;
 use proxy_wasm::hostcalls;
 
 use crate::metrics::{BlobCounters, Metrics};
@@ -27,9 +24,11 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Keys carry the root id: in Istio all plugins share one namespace.
+    /// Keys carry the versions of all three: a module with others has three of its own, which agree with each other. And
+    /// the root id: in Istio all plugins share one namespace.
     pub(crate) fn new(root_id: &str, cluster: &str) -> Self {
-        let key = |what| format!("prequal/1/{root_id}/{cluster}/{what}");
+        let [pool, members, exceptions] = [PoolState::TAG, Members::TAG, Exceptions::TAG].map(Tag::version);
+        let key = |what| format!("prequal/{pool}.{members}.{exceptions}/{root_id}/{cluster}/{what}");
         Self { pool_key: key("pool"), members_key: key("members"), exceptions_key: key("exceptions") }
     }
 
@@ -90,66 +89,10 @@ impl Store {
     }
 }
 
-/// What lives under one key.
-pub(crate) trait Blob: Default {
-    fn read(bytes: &[u8]) -> Result<Self, BlobError>;
-    fn bytes(&self) -> Cow<'_, [u8]>;
-}
-
-impl Blob for PoolState {
-    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
-        Self::decode(bytes)
-    }
-
-    fn bytes(&self) -> Cow<'_, [u8]> {
-        self.as_bytes().into()
-    }
-}
-
-impl Blob for Members {
-    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
-        Self::decode(bytes)
-    }
-
-    fn bytes(&self) -> Cow<'_, [u8]> {
-        self.encode().into()
-    }
-}
-
-impl Blob for Exceptions {
-    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
-        Self::decode(bytes)
-    }
-
-    fn bytes(&self) -> Cow<'_, [u8]> {
-        self.as_bytes().into()
-    }
-}
-
-impl Blob for Slots {
-    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
-        Self::decode(bytes)
-    }
-
-    fn bytes(&self) -> Cow<'_, [u8]> {
-        self.as_bytes().into()
-    }
-}
-
-impl Blob for EndedLog {
-    fn read(bytes: &[u8]) -> Result<Self, BlobError> {
-        Self::decode(bytes)
-    }
-
-    fn bytes(&self) -> Cow<'_, [u8]> {
-        self.as_bytes().into()
-    }
-}
-
 /// Makes sure that the blob exists: the host cannot create one exclusively afterwards (CAS 0 means "any").
 pub(crate) fn seed<B: Blob>(key: &str) {
     if matches!(hostcalls::get_shared_data(key), Ok((None, _))) {
-        let _ = hostcalls::set_shared_data(key, Some(&B::default().bytes()), None);
+        let _ = hostcalls::set_shared_data(key, Some(&B::default().encode()), None);
     }
 }
 
@@ -160,7 +103,7 @@ pub(crate) fn load<B: Blob>(key: &str, counters: &BlobCounters) -> (B, Option<u3
 }
 
 fn decode<B: Blob>(bytes: Option<Vec<u8>>, counters: &BlobCounters) -> B {
-    bytes.and_then(|bytes| B::read(&bytes).ok()).unwrap_or_else(|| {
+    bytes.and_then(|bytes| B::decode(&bytes).ok()).unwrap_or_else(|| {
         counters.replaced.one();
         B::default()
     })
@@ -177,7 +120,7 @@ pub(crate) fn update<B: Blob, T>(
     loop {
         let (mut blob, cas) = load::<B>(key, counters);
         let (result, write) = change(&mut blob);
-        if !write || hostcalls::set_shared_data(key, Some(&blob.bytes()), cas).is_ok() {
+        if !write || hostcalls::set_shared_data(key, Some(&blob.encode()), cas).is_ok() {
             return (blob, result, write);
         }
         tries += 1;

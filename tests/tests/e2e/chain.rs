@@ -4,7 +4,7 @@
 use anyhow::Result;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prequal_testbed::{Backend, Envoy, EnvoyConfig, FILTER_NAME, Reply, Request, ready};
+use prequal_testbed::{Backend, Envoy, EnvoyConfig, FILTER_NAME, Reply, Request, bed};
 use serde_json::json;
 
 /// Puts a native filter in the place of the wasm which steers every request to `value`.
@@ -27,9 +27,7 @@ fn steer_to(config: EnvoyConfig, value: &str) -> EnvoyConfig {
 
 #[test]
 fn a_named_replica_gets_the_request_and_nobody_sees_the_header() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let backends = (0..3)
         .map(|_| Backend::start(Reply::ok().header("x-prequal-load", "1;2;3")))
         .collect::<Result<Vec<_>>>()?;
@@ -60,9 +58,7 @@ fn a_named_replica_gets_the_request_and_nobody_sees_the_header() -> Result<()> {
 
 #[test]
 fn no_spelling_of_the_probe_path_reaches_a_replica() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let backend = Backend::start(Reply::ok())?;
     let config =
         EnvoyConfig::for_replicas(&[backend.addr()])?.edit(|config| config.remove_filter(FILTER_NAME));

@@ -14,15 +14,7 @@ pub const SERVING: &str = "replicas";
 /// The path of a probe.
 pub const PROBE_PATH: &str = "/prequal/probe";
 
-/// Returns from a test on a machine without Envoy or without the build; see `prequal_testbed::ready`.
-macro_rules! bed {
-    () => {
-        if !prequal_testbed::ready(&[]) {
-            return Ok(());
-        }
-    };
-}
-pub(crate) use bed;
+pub(crate) use prequal_testbed::bed;
 
 /// Sets `key` for the only cluster in the filter's settings.
 pub fn set(config: EnvoyConfig, key: &str, value: impl Into<Value>) -> EnvoyConfig {

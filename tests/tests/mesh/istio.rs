@@ -7,7 +7,7 @@ use anyhow::Result;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::HeaderMap;
-use prequal_testbed::{Agent, AgentOptions, Backend, Reply, Request, Response, eventually, ready};
+use prequal_testbed::{Agent, AgentOptions, Backend, Reply, Request, Response, bed, eventually};
 use serde_json::{Value, json};
 
 use crate::manifests::{documents, find};
@@ -151,6 +151,20 @@ fn assert_steers(envoy: &Running, pods: &Pods) {
     assert!(after.probes("used") > 0 && after.probes_rejected() == 0, "{after:#?}");
 }
 
+/// Asserts that a proxy before replicas with agents steers, once `patch` has made it what Istio would.
+#[track_caller]
+fn assert_patched_steers(
+    proxy: impl Fn(&[SocketAddr], &[SocketAddr]) -> Result<Proxy>,
+    patch: impl FnOnce(&mut Proxy) -> Result<()>,
+) -> Result<()> {
+    bed!();
+    let pods = Pods::start()?;
+    let mut proxy = proxy(&pods.serving, &pods.probing)?;
+    patch(&mut proxy)?;
+    assert_steers(&proxy.start()?, &pods);
+    Ok(())
+}
+
 /// What `names` should be, with the filters of Istio as one.
 fn chain<'a>(front: &[&'a str], back: &[&'a str]) -> Vec<&'a str> {
     [front, &ISTIO, back, &[ROUTER]].concat()
@@ -166,45 +180,33 @@ pub fn use_built_module(proxy: &mut Proxy) {
 
 #[test]
 fn a_sidecar_steers_with_the_wasm_plugin() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
-    let pods = Pods::start()?;
-    let mut proxy = pods.sidecar()?;
-    apply(&mut proxy, &documents("istio/client-sidecar.yaml")?);
-    assert_eq!(proxy.filter_names(), chain(&["prequal-strip", PLUGIN], &["prequal-shim"]));
-    // The listener of the probe port is nobody's business.
-    assert_eq!(proxy.listeners[1].http_filters().len(), 4);
-    let envoy = proxy.start()?;
-    assert_steers(&envoy, &pods);
-    Ok(())
+    assert_patched_steers(Proxy::sidecar, |proxy| {
+        apply(proxy, &documents("istio/client-sidecar.yaml")?);
+        assert_eq!(proxy.filter_names(), chain(&["prequal-strip", PLUGIN], &["prequal-shim"]));
+        // The listener of the probe port is nobody's business.
+        assert_eq!(proxy.listeners[1].http_filters().len(), 4);
+        Ok(())
+    })
 }
 
 #[test]
 fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
-    let pods = Pods::start()?;
-    let mut proxy = pods.sidecar()?;
-    let mut files = documents("istio/client-sidecar.yaml")?;
-    files.retain(|document| document["kind"] != "WasmPlugin");
-    // In this order the priorities must make up for it.
-    files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
-    apply(&mut proxy, &files);
-    assert_eq!(proxy.filter_names(), chain(&["prequal-strip"], &["prequal", "prequal-shim"]));
-    use_built_module(&mut proxy);
-    let envoy = proxy.start()?;
-    assert_steers(&envoy, &pods);
-    Ok(())
+    assert_patched_steers(Proxy::sidecar, |proxy| {
+        let mut files = documents("istio/client-sidecar.yaml")?;
+        files.retain(|document| document["kind"] != "WasmPlugin");
+        // In this order the priorities must make up for it.
+        files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
+        apply(proxy, &files);
+        assert_eq!(proxy.filter_names(), chain(&["prequal-strip"], &["prequal", "prequal-shim"]));
+        use_built_module(proxy);
+        Ok(())
+    })
 }
 
 /// No agent anywhere, mTLS between the proxies, and a server that takes connections under Istio's names only.
 #[test]
 fn sidecars_steer_to_sidecars_in_the_inbound_role() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let mesh = Mesh::new()?;
     let pods = Pods::behind_sidecars(&mesh)?;
     let mut proxy = pods.sidecar()?;
@@ -222,33 +224,23 @@ fn sidecars_steer_to_sidecars_in_the_inbound_role() -> Result<()> {
 
 #[test]
 fn a_gateway_steers() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
-    let pods = Pods::start()?;
-    let mut proxy = Proxy::gateway(&pods.serving, &pods.probing)?;
-    apply(&mut proxy, &documents("istio/client-gateway.yaml")?);
-    let plugin = PLUGIN.replace("/demo.", "/istio-system.");
-    assert_eq!(proxy.filter_names(), chain(&["prequal-strip", &plugin], &["prequal-shim"]));
-    let envoy = proxy.start()?;
-    assert_steers(&envoy, &pods);
-    Ok(())
+    assert_patched_steers(Proxy::gateway, |proxy| {
+        apply(proxy, &documents("istio/client-gateway.yaml")?);
+        let plugin = PLUGIN.replace("/demo.", "/istio-system.");
+        assert_eq!(proxy.filter_names(), chain(&["prequal-strip", &plugin], &["prequal-shim"]));
+        Ok(())
+    })
 }
 
 #[test]
 fn a_sidecar_steers_with_istios_own_session_filter() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
-    let pods = Pods::start()?;
-    let mut proxy = pods.sidecar()?;
-    proxy.persistent_session("x-prequal-dest");
-    apply(&mut proxy, &way_b()?);
-    let session = "envoy.filters.http.stateful_session";
-    assert_eq!(proxy.filter_names(), chain(&["prequal-strip", PLUGIN], &[session]));
-    let envoy = proxy.start()?;
-    assert_steers(&envoy, &pods);
-    Ok(())
+    assert_patched_steers(Proxy::sidecar, |proxy| {
+        proxy.persistent_session("x-prequal-dest");
+        apply(proxy, &way_b()?);
+        let session = "envoy.filters.http.stateful_session";
+        assert_eq!(proxy.filter_names(), chain(&["prequal-strip", PLUGIN], &[session]));
+        Ok(())
+    })
 }
 
 /// The documents of way B, as client-persistent-session.yaml tells to take them.
@@ -261,9 +253,7 @@ pub fn way_b() -> Result<Vec<Value>> {
 
 #[test]
 fn without_the_module_the_native_chain_lets_nobody_choose() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;
     let mut files = documents("istio/client-sidecar.yaml")?;
@@ -283,9 +273,7 @@ fn without_the_module_the_native_chain_lets_nobody_choose() -> Result<()> {
 /// Several Services share a listener of Istio, so this is not a mistake but every day.
 #[test]
 fn other_services_on_the_same_port_are_left_alone() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;
     apply(&mut proxy, &documents("istio/client-sidecar.yaml")?);

@@ -1,6 +1,5 @@
 //! The files of `envoy-configs/kubernetes/`: built by Kustomize, checked, and their Envoy run with a name server of ours.
 
-use std::io::Write as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -8,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::{
-    AgentOptions, Client, Envoy, EnvoyConfig, Replica, Reply, Request, eventually, http_get, ready,
+    AgentOptions, Client, Envoy, EnvoyConfig, Replica, Reply, Request, bed, eventually, http_get,
     wasm_module, workspace_root,
 };
 use serde_json::{Value, json};
@@ -26,13 +25,10 @@ fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
         ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
         return Ok(Some(parse(&String::from_utf8_lossy(&output.stdout))?));
     }
-    let reason = "Kustomize's manifests: no `kustomize` and no `kubectl` here; \
-                  `go install sigs.k8s.io/kustomize/kustomize/v5@v5.0.3`";
-    assert!(std::env::var("CI").as_deref() != Ok("true"), "{reason}");
-    eprintln!("skipped: {reason}");
-    if let Some(log) = std::env::var_os("PREQUAL_SKIP_LOG") {
-        writeln!(std::fs::File::options().append(true).open(log)?, "{reason}")?;
-    }
+    netlab::skip(
+        "Kustomize's manifests",
+        "no `kustomize` and no `kubectl` here; `go install sigs.k8s.io/kustomize/kustomize/v5@v5.0.3`",
+    );
     Ok(None)
 }
 
@@ -200,9 +196,7 @@ fn free_port() -> Result<u16> {
 
 #[test]
 fn pods_of_a_headless_service_are_found_steered_to_and_given_up() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let (port, pods) = pods(4)?;
     let ips: Vec<Ipv4Addr> = (1..=4).map(|pod| Ipv4Addr::new(127, 0, 10, pod)).collect();
     let names = Names::start(ips.clone())?;

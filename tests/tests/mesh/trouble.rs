@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prequal_testbed::{eventually, ready, workspace_root};
+use prequal_testbed::{bed, eventually, workspace_root};
 use serde_json::{Value, json};
 
 use crate::istio::{Pods, ask, get, warm};
@@ -26,9 +26,7 @@ fn of<'a>(files: &'a mut [Value], kind: &str, name: &str) -> &'a mut Value {
 
 #[test]
 fn settings_that_name_another_cluster_leave_the_traffic_to_envoy() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;
     let mut files = client_files()?;
@@ -50,9 +48,7 @@ fn settings_that_name_another_cluster_leave_the_traffic_to_envoy() -> Result<()>
 
 #[test]
 fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;
     apply(&mut proxy, &client_files()?);
@@ -90,9 +86,7 @@ fn request_to(envoy: &Running, to: SocketAddr, wish: SocketAddr) -> Result<Strin
 
 #[test]
 fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_by_header() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let passing = || -> Result<Proxy> {
         let mut proxy = pods.sidecar()?;
@@ -121,9 +115,7 @@ fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_
 
 #[test]
 fn without_the_front_strip_only_the_module_keeps_clients_from_choosing() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut files = client_files()?;
     let patches = &mut of(&mut files, "EnvoyFilter", "prequal-filters")["spec"]["configPatches"];
@@ -153,9 +145,7 @@ fn without_the_front_strip_only_the_module_keeps_clients_from_choosing() -> Resu
 
 #[test]
 fn without_the_upstream_strip_the_agent_still_keeps_the_choice_from_the_application() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut files = client_files()?;
     let patches = &mut of(&mut files, "EnvoyFilter", "prequal-filters")["spec"]["configPatches"];
@@ -179,9 +169,7 @@ fn crash(envoy: &Running) -> Result<http::StatusCode> {
 #[test]
 fn fail_close_is_forever_and_fail_reload_a_second() -> Result<()> {
     let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
-    if !ready(std::slice::from_ref(&module)) {
-        return Ok(());
-    }
+    bed!(std::slice::from_ref(&module));
     let pods = Pods::start()?;
     let start = |files: &[Value]| -> Result<Running> {
         let mut proxy = pods.sidecar()?;
@@ -250,9 +238,7 @@ fn assert_chooses_in_vain(mut proxy: Proxy, pods: &Pods) -> Result<()> {
 
 #[test]
 fn a_module_behind_the_shim_chooses_in_vain() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut files = client_files()?;
     files.retain(|document| document["kind"] != "WasmPlugin");
@@ -271,9 +257,7 @@ fn a_module_behind_the_shim_chooses_in_vain() -> Result<()> {
 
 #[test]
 fn with_istios_own_shim_an_inserted_module_comes_too_late() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let pods = Pods::start()?;
     let mut files = crate::istio::way_b()?;
     files.retain(|document| document["kind"] != "WasmPlugin");

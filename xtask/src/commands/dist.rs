@@ -327,8 +327,9 @@ fn check(toolchain: &Toolchain, parts: &mut Parts, first: &Path) -> Result<()> {
     let compared = again(toolchain, parts, &scratch).and_then(|second| {
         Ok((fs::read_to_string(first.join(SUMS))?, fs::read_to_string(second.join(SUMS))?))
     });
-    fs::remove_dir_all(&scratch)?;
+    let removed = fs::remove_dir_all(&scratch);
     let (first, second) = compared?;
+    removed?;
     let differ: Vec<&str> =
         first.lines().filter(|line| !second.lines().any(|other| other == *line)).collect();
     ensure!(

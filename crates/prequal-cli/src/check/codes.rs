@@ -22,7 +22,7 @@ impl Level {
 }
 
 /// One kind of mistake.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub(crate) struct Code {
     /// Stable, for scripts.
     pub(crate) name: &'static str,

@@ -50,7 +50,7 @@ fn settings(root: &mut Value, change: impl FnOnce(&mut Value)) {
 }
 
 fn codes_of(findings: &[Finding]) -> Vec<&'static str> {
-    findings.iter().map(|finding| finding.code).collect()
+    findings.iter().map(|finding| finding.code.name).collect()
 }
 
 fn override_host_policy(root: &mut Value) {
@@ -312,7 +312,7 @@ fn shipped_configurations_are_clean() {
     for text in [SHIPPED, INBOUND, COMPOSE] {
         let mut findings = check(&read::text(text).unwrap(), false).unwrap();
         // Where the module is depends on the machine.
-        findings.retain(|finding| finding.code != "module-missing");
+        findings.retain(|finding| finding.code.name != "module-missing");
         assert_eq!(findings, []);
     }
     let root = shipped();
@@ -463,6 +463,6 @@ fn levels_sort_the_worst_first() {
     remove(&mut root, "stats_config");
     remove(manager(&mut root, ""), "normalize_path");
     remove(manager(&mut root, WASM), "failure_policy");
-    let levels: Vec<Level> = check(&root, false).unwrap().iter().map(|finding| finding.level).collect();
+    let levels: Vec<Level> = check(&root, false).unwrap().iter().map(|finding| finding.code.level).collect();
     assert_eq!(levels, [Level::Error, Level::Warning, Level::Hint]);
 }

@@ -33,8 +33,8 @@ pub(super) fn render(plan: &Plan) -> String {
     resources["clusters"] = Value::Sequence(clusters);
     let wasm = text_at(module(&mut root)).to_owned();
     let admin = &root["admin"]["address"]["socket_address"];
-    let admin =
-        format!("{}:{}", text_at(&admin["address"]), admin["port_value"].as_u64().unwrap_or_default());
+    let (ip, port) = (text_at(&admin["address"]), admin["port_value"].as_u64().unwrap_or_default());
+    let admin = if ip.contains(':') { format!("[{ip}]:{port}") } else { format!("{ip}:{port}") };
     let body = yaml_serde::to_string(&root).expect("a tree of plain values can be written");
     format!("{}{body}", head(plan, &wasm, &admin))
 }
@@ -48,12 +48,18 @@ fn head(plan: &Plan, wasm: &str, admin: &str) -> String {
          # Made by `prequal config` from the shipped envoy-configs/static/envoy.yaml, which explains every part.\n\
          #\n\
          # Beside each replica: probe-agent --listen <its address below>{probe} --upstream <the service>\n\
-         # The filter's module: {wasm} (a relative name counts from where Envoy is started)\n\
+         # The filter's module: {} (a relative name counts from where Envoy is started)\n\
          # Look it over:        prequal check <this file> && envoy --mode validate -c <this file>\n\
          # Start:               envoy -c <this file>\n\
          # Watch:               prequal top http://{admin}\n",
-        names.join(", ").replace(char::is_control, " ")
+        one_line(&names.join(", ")),
+        one_line(wasm)
     )
+}
+
+/// Nothing that would end a comment.
+fn one_line(text: &str) -> String {
+    text.replace(char::is_control, " ")
 }
 
 fn set_listener(listener: &mut Value, plan: &Plan) {

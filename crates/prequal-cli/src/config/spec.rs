@@ -113,16 +113,12 @@ impl Spec {
                 self.settings.insert(key.into(), json!(value));
             }
         }
-        if let Some(hint) = &args.hint {
-            match hint.split_once(':') {
-                Some(("header", name)) => {
-                    drop(self.settings.insert("hint".into(), json!({ "header": name })))
+        if let Some(text) = &args.hint {
+            match hint(text) {
+                Some(hint) => drop(self.settings.insert("hint".into(), hint)),
+                None => {
+                    mistakes.push(format!("--hint must be `header:NAME` or `path_segment:N`, got `{text}`"))
                 }
-                Some(("path_segment", number)) if number.parse::<u32>().is_ok() => {
-                    let number: u32 = number.parse().unwrap_or_default();
-                    self.settings.insert("hint".into(), json!({ "path_segment": number }));
-                }
-                _ => mistakes.push(format!("--hint must be `header:NAME` or `path_segment:N`, got `{hint}`")),
             }
         }
         for flag in &args.clusters {
@@ -163,7 +159,6 @@ impl Spec {
         if self.clusters.is_empty() {
             mistakes.push("no cluster: `--cluster NAME=HOST:PORT[,...]`, or `clusters` in the file".into());
         }
-        let only = self.clusters.len() == 1;
         let (mut names, mut prefixes) = (BTreeSet::new(), BTreeSet::new());
         let mut clusters = Vec::new();
         let mut entries = Vec::new();
@@ -177,7 +172,7 @@ impl Spec {
             }
             let prefix = match spec.prefix {
                 Some(prefix) => prefix,
-                None if only || index == 0 => "/".into(),
+                None if index == 0 => "/".into(),
                 None => {
                     mistakes.push(format!("`{path}` needs a `prefix` (--route), or nothing leads to it"));
                     continue;
@@ -189,14 +184,7 @@ impl Spec {
             if !prefixes.insert(prefix.clone()) {
                 mistakes.push(format!("`{path}.prefix` `{prefix}` leads to two clusters"));
             }
-            let port = spec.probe_port.or(self.probe_port);
-            let port = port.and_then(|port| match u16::try_from(port) {
-                Ok(port) if port > 0 => Some(port),
-                _ => {
-                    mistakes.push(format!("`{path}.probe_port` must be a port from 1 to 65535, got {port}"));
-                    None
-                }
-            });
+            let port = spec.probe_port.or(self.probe_port).and_then(|port| probe_port(&path, port, mistakes));
             let hosts = hosts(&path, &spec.hosts, mistakes);
             let dns = hosts.iter().any(|host| host.address.parse::<IpAddr>().is_err());
             let mut entry = spec.settings;
@@ -256,6 +244,23 @@ fn socket(key: &str, text: &str, mistakes: &mut Vec<String>) -> Option<SocketAdd
         mistakes.push(format!("`{key}` must be `ip:port`, got `{text}`"));
     }
     address
+}
+
+/// The setting `hint` that a flag stands for.
+fn hint(text: &str) -> Option<Value> {
+    match text.split_once(':')? {
+        ("header", name) => Some(json!({ "header": name })),
+        ("path_segment", number) => Some(json!({ "path_segment": number.parse::<u32>().ok()? })),
+        _ => None,
+    }
+}
+
+fn probe_port(path: &str, port: u64, mistakes: &mut Vec<String>) -> Option<u16> {
+    let usable = u16::try_from(port).ok().filter(|port| *port > 0);
+    if usable.is_none() {
+        mistakes.push(format!("`{path}.probe_port` must be a port from 1 to 65535, got {port}"));
+    }
+    usable
 }
 
 fn hosts(path: &str, texts: &[String], mistakes: &mut Vec<String>) -> Vec<Host> {

@@ -81,6 +81,11 @@ impl Admin {
             .map(|sample| ((sample.metric.into(), sample.cluster.into(), sample.kind.into()), sample.value))
             .collect();
         if samples.is_empty() {
+            ensure!(
+                !stats.contains("prequal_inbound_"),
+                "{}: here the filter has the inbound role and chooses nothing: look at the Envoys of its clients",
+                self.url
+            );
             bail!(
                 "{}: the filter is not loaded: this Envoy has no `prequal_` statistics. Look at its log, and run \
                  `prequal check` on its /config_dump",

@@ -4,10 +4,12 @@
 //! Each worker has a [`Replica`] of its own, appends what its requests tell, and takes in what others have appended. A worker
 //! that looks seldom misses what has left the log; the last [`EVENTS`] requests are what an estimate is made of anyway.
 
+use std::borrow::Cow;
+
 use bytemuck::Zeroable;
 
+use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
-use crate::pool::BlobError;
 use crate::replica::Replica;
 use crate::report::MAX_LATENCY_US;
 use crate::time::Micros;
@@ -20,8 +22,7 @@ pub const EVENTS: usize = 64;
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct EndedLog {
-    magic: u32,
-    version: u16,
+    tag: Tag,
     /// Port of the replica's host where probes come in, 0: the serving port.
     probe_port: u16,
     /// Since when it can serve, 0: it cannot.
@@ -46,32 +47,11 @@ pub struct Seen(u64);
 
 impl Default for EndedLog {
     fn default() -> Self {
-        Self { magic: MAGIC, version: VERSION, ..Self::zeroed() }
+        Self { tag: Self::TAG, ..Self::zeroed() }
     }
 }
 
 impl EndedLog {
-    /// Reads a blob.
-    ///
-    /// # Errors
-    /// [`BlobError`] for anything that [`Self::as_bytes`] of this version did not write; the caller starts anew.
-    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        if bytes.len() != size_of::<Self>() {
-            return Err(BlobError::Size { got: bytes.len(), want: size_of::<Self>() });
-        }
-        let log: Self = bytemuck::pod_read_unaligned(bytes);
-        if log.magic != MAGIC || log.version != VERSION {
-            return Err(BlobError::Version);
-        }
-        let sound = log.events.iter().all(|event| event.latency_us <= MAX_LATENCY_US);
-        if sound { Ok(log) } else { Err(BlobError::Content) }
-    }
-
-    /// The blob.
-    pub fn as_bytes(&self) -> &[u8] {
-        bytemuck::bytes_of(self)
-    }
-
     /// Makes a log that nobody has begun agree with `replica`. True if there was something to do.
     pub fn begin(&mut self, replica: &Replica, now: Micros) -> bool {
         let blank = self.written == 0 && self.up == 0;
@@ -153,8 +133,19 @@ impl Event {
     }
 }
 
-const MAGIC: u32 = u32::from_le_bytes(*b"pqel");
-const VERSION: u16 = 1;
+impl Blob for EndedLog {
+    const TAG: Tag = Tag::new(u32::from_le_bytes(*b"pqel"), 1);
+
+    fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        let log: Self = read_plain(bytes)?;
+        let sound = log.events.iter().all(|event| event.latency_us <= MAX_LATENCY_US);
+        if sound { Ok(log) } else { Err(BlobError::Content) }
+    }
+
+    fn encode(&self) -> Cow<'_, [u8]> {
+        bytemuck::bytes_of(self).into()
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -254,21 +245,21 @@ mod tests {
     #[test]
     fn what_is_no_log_is_refused() {
         let log = EndedLog::default();
-        assert_eq!(EndedLog::decode(log.as_bytes()).unwrap().as_bytes(), log.as_bytes());
+        assert_eq!(EndedLog::decode(&log.encode()).unwrap().encode(), log.encode());
         assert!(matches!(EndedLog::decode(&[]), Err(BlobError::Size { .. })));
         assert_eq!(EndedLog::decode(&[0; size_of::<EndedLog>()]).unwrap_err(), BlobError::Version);
         let mut broken = log;
         broken.events[3].latency_us = u32::MAX;
-        assert_eq!(EndedLog::decode(broken.as_bytes()).unwrap_err(), BlobError::Content);
+        assert_eq!(EndedLog::decode(&broken.encode()).unwrap_err(), BlobError::Content);
     }
 
     proptest! {
         #[test]
         fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), size_of::<EndedLog>()), now: u64, seen: u64) {
             let mut log: EndedLog = bytemuck::pod_read_unaligned(&bytes);
-            (log.magic, log.version) = (MAGIC, VERSION);
+            log.tag = EndedLog::TAG;
             log.events.iter_mut().for_each(|event| event.latency_us %= MAX_LATENCY_US);
-            let mut log = EndedLog::decode(log.as_bytes()).unwrap();
+            let mut log = EndedLog::decode(&log.encode()).unwrap();
             let mut replica = Replica::new(TrackerConfig::default(), None);
             let mut seen = Seen(seen);
             log.read(&mut seen, &mut replica);

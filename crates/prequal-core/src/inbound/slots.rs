@@ -11,10 +11,12 @@
 //! Time is the host's clock, which may step. Then all heartbeats look old at once, so a VM whose own last beat looks wrong
 //! frees nobody ([`can_judge`]).
 
+use std::borrow::Cow;
+
 use bytemuck::Zeroable;
 
+use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
-use crate::pool::BlobError;
 use crate::time::{Micros, Stamp};
 
 /// Slots in a table. VMs beyond count for themselves until one is free.
@@ -32,8 +34,7 @@ const REST_MS: u32 = 2 * HEARTBEAT_MS;
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Slots {
-    magic: u32,
-    version: u16,
+    tag: Tag,
     /// Slots that have ever had an owner: the first so many.
     used: u16,
     /// Claims so far, modulo 2^32.
@@ -63,38 +64,11 @@ pub struct Claim {
 
 impl Default for Slots {
     fn default() -> Self {
-        Self { magic: MAGIC, version: VERSION, ..Self::zeroed() }
+        Self { tag: Self::TAG, ..Self::zeroed() }
     }
 }
 
 impl Slots {
-    /// Reads a blob.
-    ///
-    /// # Errors
-    /// [`BlobError`] for anything that [`Self::as_bytes`] of this version did not write; the caller starts anew.
-    pub fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        if bytes.len() != size_of::<Self>() {
-            return Err(BlobError::Size { got: bytes.len(), want: size_of::<Self>() });
-        }
-        let table: Self = bytemuck::pod_read_unaligned(bytes);
-        if table.magic != MAGIC || table.version != VERSION {
-            return Err(BlobError::Version);
-        }
-        let listed = table.replicas.get(..table.count as usize).ok_or(BlobError::Content)?;
-        if !listed.iter().all(Endpoint::is_valid) {
-            return Err(BlobError::Content);
-        }
-        if table.used() > MAX_SLOTS || table.slots.iter().skip(table.used()).any(|slot| slot.owner != 0) {
-            return Err(BlobError::Content);
-        }
-        Ok(table)
-    }
-
-    /// The blob.
-    pub fn as_bytes(&self) -> &[u8] {
-        bytemuck::bytes_of(self)
-    }
-
     /// Slots that have ever had an owner are the first so many.
     pub fn used(&self) -> usize {
         usize::from(self.used)
@@ -167,8 +141,25 @@ pub fn can_judge(last: Option<Micros>, now: Micros) -> bool {
     })
 }
 
-const MAGIC: u32 = u32::from_le_bytes(*b"pqsl");
-const VERSION: u16 = 1;
+impl Blob for Slots {
+    const TAG: Tag = Tag::new(u32::from_le_bytes(*b"pqsl"), 1);
+
+    fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
+        let table: Self = read_plain(bytes)?;
+        let listed = table.replicas.get(..table.count as usize).ok_or(BlobError::Content)?;
+        if !listed.iter().all(Endpoint::is_valid) {
+            return Err(BlobError::Content);
+        }
+        if table.used() > MAX_SLOTS || table.slots.iter().skip(table.used()).any(|slot| slot.owner != 0) {
+            return Err(BlobError::Content);
+        }
+        Ok(table)
+    }
+
+    fn encode(&self) -> Cow<'_, [u8]> {
+        bytemuck::bytes_of(self).into()
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -200,9 +191,9 @@ mod tests {
             assert_eq!((table.list(replica(port)), table.list(replica(1))), (Some(true), Some(false)));
         }
         assert_eq!((table.list(replica(99)), table.list(replica(64))), (None, Some(false)));
-        assert_eq!(Slots::decode(table.as_bytes()).unwrap().replicas(), table.replicas());
-        assert!(Slots::decode(Slots { count: 65, ..table }.as_bytes()).is_err());
-        assert!(Slots::decode(Slots { count: 1, ..Slots::default() }.as_bytes()).is_err(), "no endpoint");
+        assert_eq!(Slots::decode(&table.encode()).unwrap().replicas(), table.replicas());
+        assert!(Slots::decode(&Slots { count: 65, ..table }.encode()).is_err());
+        assert!(Slots::decode(&Slots { count: 1, ..Slots::default() }.encode()).is_err(), "no endpoint");
     }
 
     #[test]
@@ -250,15 +241,17 @@ mod tests {
     fn what_is_no_table_is_refused() {
         let mut table = Slots::default();
         table.claim(at(0));
-        assert_eq!(Slots::decode(table.as_bytes()).unwrap().as_bytes(), table.as_bytes());
-        for length in [0, 1, table.as_bytes().len() - 1, table.as_bytes().len() + 1] {
+        assert_eq!(Slots::decode(&table.encode()).unwrap().encode(), table.encode());
+        for length in [0, 1, table.encode().len() - 1, table.encode().len() + 1] {
             assert!(matches!(Slots::decode(&vec![0; length]), Err(BlobError::Size { .. })), "{length}");
         }
         assert_eq!(Slots::decode(&vec![0; size_of::<Slots>()]).unwrap_err(), BlobError::Version);
-        for broken in
-            [Slots { version: 2, ..table }, Slots { used: 129, ..table }, Slots { used: 0, ..table }]
-        {
-            assert!(Slots::decode(broken.as_bytes()).is_err());
+        for broken in [
+            Slots { tag: Tag::new(u32::from_le_bytes(*b"pqsl"), 2), ..table },
+            Slots { used: 129, ..table },
+            Slots { used: 0, ..table },
+        ] {
+            assert!(Slots::decode(&broken.encode()).is_err());
         }
     }
 
@@ -280,15 +273,15 @@ mod tests {
                 indices.sort_unstable();
                 indices.dedup();
                 prop_assert_eq!(indices.len(), claims.len());
-                prop_assert!(Slots::decode(table.as_bytes()).is_ok());
+                prop_assert!(Slots::decode(&table.encode()).is_ok());
             }
         }
 
         #[test]
         fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), size_of::<Slots>()), now: u64) {
             let mut table: Slots = bytemuck::pod_read_unaligned(&bytes);
-            (table.magic, table.version) = (MAGIC, VERSION);
-            if let Ok(mut table) = Slots::decode(table.as_bytes()) {
+            table.tag = Slots::TAG;
+            if let Ok(mut table) = Slots::decode(&table.encode()) {
                 table.expire(Micros(now));
                 table.claim(Micros(now));
             }

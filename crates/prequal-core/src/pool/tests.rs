@@ -520,17 +520,17 @@ fn where_envoy_vouches_exploration_needs_no_address() {
 #[test]
 fn a_foreign_blob_is_refused() {
     let good = PoolState::new();
-    assert!(PoolState::decode(good.as_bytes()).is_ok());
+    assert!(PoolState::decode(&good.encode()).is_ok());
     assert!(matches!(PoolState::decode(&[]), Err(BlobError::Size { .. })));
     let mut other = good;
-    other.version = 9;
-    assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Version));
+    other.tag = Tag::new(0x7072_6571, 9);
+    assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Version));
     let mut other = good;
     other.probe_credit = f32::NAN;
-    assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Content));
+    assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Content));
     let mut other = good;
     other.entry_count = 1; // its endpoint is all zero
-    assert_eq!(PoolState::decode(other.as_bytes()).err(), Some(BlobError::Content));
+    assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Content));
 }
 
 #[derive(Clone, Debug)]
@@ -598,7 +598,7 @@ proptest! {
             prop_assert!(replicas.len() <= settings.pool_size);
             let distinct: std::collections::HashSet<_> = replicas.iter().collect();
             prop_assert_eq!(distinct.len(), replicas.len(), "one entry per replica");
-            prop_assert!(PoolState::decode(pool.as_bytes()).is_ok());
+            prop_assert!(PoolState::decode(&pool.encode()).is_ok());
         }
     }
 
@@ -606,7 +606,7 @@ proptest! {
     fn no_bytes_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..2100), splice in 0usize..2000, seed in any::<u64>()) {
         let _ = PoolState::decode(&bytes);
         // Damage a valid blob; if it still decodes, it must work.
-        let mut blob = PoolState::new().as_bytes().to_vec();
+        let mut blob = PoolState::new().encode().to_vec();
         let at = splice % blob.len();
         bytes.truncate(blob.len() - at);
         blob[at..at + bytes.len()].copy_from_slice(&bytes);

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 
+use prequal_core::blob::Blob;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::inbound::ended::{EndedLog, Seen};
 use prequal_core::inbound::slots::Slots;
@@ -37,7 +38,7 @@ pub(crate) struct Served {
 impl Served {
     pub(super) fn new(endpoint: Endpoint, namespace: &str, now: Micros) -> Self {
         let name = label(&endpoint.to_string());
-        let log_key = format!("prequal/1/inbound/{endpoint}/ended");
+        let log_key = format!("prequal/{}/inbound/{endpoint}/ended", EndedLog::TAG.version());
         seed::<EndedLog>(&log_key);
         let served = Self {
             endpoint,

@@ -19,7 +19,8 @@ use crate::store::{seed, update};
 /// How often a root of this role ticks.
 pub(crate) const TICK: Duration = Duration::from_millis(HEARTBEAT_MS as u64);
 
-/// Where the table lives. In Istio all plugins share one namespace.
+/// Where the table lives. In Istio all plugins share one namespace. There has been one version: another needs other names of
+/// gauges as well as another key, for each table gives out the slots from 0.
 const TABLE: &str = "prequal/1/inbound/slots";
 
 thread_local! {

@@ -64,20 +64,7 @@ fn of(
     })];
     for id in reached {
         let package = by_id.get(id).with_context(|| format!("no package {id}"))?;
-        let (name, version) = (text(package, "name"), text(package, "version"));
-        let mut component = json!({
-            "type": "library",
-            "bom-ref": purl(package),
-            "name": name,
-            "version": version,
-            "purl": purl(package),
-            // The old way to write "or".
-            "licenses": [{"expression": text(package, "license").replace('/', " OR ")}],
-        });
-        if let Some(checksum) = checksums.get(&(name.to_owned(), version.to_owned())) {
-            component["hashes"] = json!([{"alg": "SHA-256", "content": checksum}]);
-        }
-        components.push(component);
+        components.push(component(package, checksums));
         let needs: BTreeSet<String> = nodes.get(id).into_iter().flatten().map(|id| reference(id)).collect();
         dependencies.push(json!({"ref": purl(package), "dependsOn": needs}));
     }
@@ -103,6 +90,23 @@ fn of(
         "components": components,
         "dependencies": dependencies,
     }))
+}
+
+fn component(package: &Value, checksums: &BTreeMap<(String, String), String>) -> Value {
+    let (name, version) = (text(package, "name"), text(package, "version"));
+    let mut component = json!({
+        "type": "library",
+        "bom-ref": purl(package),
+        "name": name,
+        "version": version,
+        "purl": purl(package),
+        // The old way to write "or".
+        "licenses": [{"expression": text(package, "license").replace('/', " OR ")}],
+    });
+    if let Some(checksum) = checksums.get(&(name.to_owned(), version.to_owned())) {
+        component["hashes"] = json!([{"alg": "SHA-256", "content": checksum}]);
+    }
+    component
 }
 
 /// What is linked into a package: not what its build script or its tests need.

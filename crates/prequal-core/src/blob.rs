@@ -1,0 +1,78 @@
+//! Blobs: what the workers of an Envoy share, as the bytes that lie in its shared data.
+//!
+//! A blob begins with a [`Tag`]. What does not decode is no state: the caller starts anew.
+
+use std::borrow::Cow;
+
+use bytemuck::{Pod, Zeroable};
+
+/// State that workers share. The default is what they start with.
+pub trait Blob: Default {
+    /// What its bytes begin with.
+    const TAG: Tag;
+
+    /// Reads a blob.
+    ///
+    /// # Errors
+    /// [`BlobError`] for anything that [`Self::encode`] of this version did not write.
+    fn decode(bytes: &[u8]) -> Result<Self, BlobError>;
+
+    /// The blob's bytes.
+    fn encode(&self) -> Cow<'_, [u8]>;
+}
+
+/// Which kind of blob, and which version of it.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(transparent)]
+pub struct Tag([u8; 6]);
+
+impl Tag {
+    pub(crate) const fn new(magic: u32, version: u16) -> Self {
+        let [a, b, c, d] = magic.to_le_bytes();
+        let [e, f] = version.to_le_bytes();
+        Self([a, b, c, d, e, f])
+    }
+
+    /// That of the version after `version` in a build that stands in for another release.
+    pub(crate) const fn of_release(magic: u32, version: u16) -> Self {
+        Self::new(magic, if cfg!(feature = "next-blob") { version + 1 } else { version })
+    }
+
+    /// The version: part of the key under which the blob lies.
+    pub const fn version(self) -> u16 {
+        let [.., e, f] = self.0;
+        u16::from_le_bytes([e, f])
+    }
+
+    pub(crate) fn check(&self, bytes: &[u8]) -> Result<(), BlobError> {
+        if bytes.starts_with(&self.0) { Ok(()) } else { Err(BlobError::Version) }
+    }
+}
+
+/// Why a blob was not read.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum BlobError {
+    /// Not the size of this version.
+    #[error("blob has {got} bytes, this version has {want}")]
+    Size {
+        /// Bytes found.
+        got: usize,
+        /// Bytes expected.
+        want: usize,
+    },
+    /// Another magic number or version.
+    #[error("blob was written by another version")]
+    Version,
+    /// A count or rate out of range.
+    #[error("blob holds a value out of range")]
+    Content,
+}
+
+/// Reads a blob that is the bytes of the value itself; its content is not checked.
+pub(crate) fn read_plain<B: Blob + Pod>(bytes: &[u8]) -> Result<B, BlobError> {
+    if bytes.len() != size_of::<B>() {
+        return Err(BlobError::Size { got: bytes.len(), want: size_of::<B>() });
+    }
+    B::TAG.check(bytes)?;
+    Ok(bytemuck::pod_read_unaligned(bytes))
+}
