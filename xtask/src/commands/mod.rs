@@ -9,5 +9,6 @@ pub(crate) mod envoy;
 pub(crate) mod fault;
 pub(crate) mod plb_guest;
 pub(crate) mod prometheus;
+pub(crate) mod reference;
 pub(crate) mod sim;
 pub(crate) mod test;
