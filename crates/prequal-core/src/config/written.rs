@@ -21,7 +21,7 @@ impl Config {
 }
 
 impl Key {
-    /// The value in force where the key is left out, under a profile and with what [`Key::needs`]; `None` where there is no
+    /// The value in force where the key is left out, under a profile and with what it needs; `None` where there is no
     /// value, or the profile is against what it needs.
     pub fn default_under(&self, profile: &str) -> Option<Value> {
         let mut settings = Map::new();
