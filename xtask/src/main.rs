@@ -36,6 +36,7 @@ enum Command {
     Sim(commands::sim::Args),
     Envoy(commands::envoy::Args),
     PlbGuest(commands::plb_guest::Args),
+    Reference(commands::reference::Args),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         Command::Sim(args) => commands::sim::run(&args),
         Command::Envoy(args) => commands::envoy::run(&args),
         Command::PlbGuest(args) => commands::plb_guest::run(&args),
+        Command::Reference(args) => commands::reference::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -488,8 +488,8 @@ impl Exceptions {
         self.records().iter().filter(|record| record.reason != 0).count()
     }
 
-    /// More than half of the fleet would be out.
-    fn panics(&self) -> bool {
+    /// More than half of the fleet would be out, so nobody is.
+    pub fn panics(&self) -> bool {
         self.flagged() * 2 > self.members as usize
     }
 

@@ -187,22 +187,28 @@ impl Filter {
         if !probe_free {
             cluster.find_silent(now);
         }
-        let ((view, probes, out), written) = cluster.transact(&mut rng, now, false, |pool, exceptions, _| {
-            let watched = exceptions.is_some();
-            if let Some((table, _)) = exceptions {
-                pool.exclude(table, now);
-            }
-            let probes = if interval == 0 || probe_free {
-                ProbesDue::default()
-            } else {
-                pool.idle_probes(settings, now, interval)
-            };
-            ((pool.view(settings, now), probes, pool.out()), waiting || watched || !probes.is_empty())
-        });
+        let ((view, probes, out, panic), written) =
+            cluster.transact(&mut rng, now, false, |pool, exceptions, _| {
+                let watched = exceptions.is_some();
+                let panic = exceptions.is_some_and(|(table, _)| table.panics());
+                if let Some((table, _)) = exceptions {
+                    pool.exclude(table, now);
+                }
+                let probes = if interval == 0 || probe_free {
+                    ProbesDue::default()
+                } else {
+                    pool.idle_probes(settings, now, interval)
+                };
+                (
+                    (pool.view(settings, now), probes, pool.out(), panic),
+                    waiting || watched || !probes.is_empty(),
+                )
+            });
         cluster.metrics.occupancy.set(view.occupancy as u64);
         cluster.metrics.theta.set(u64::from(view.theta.unwrap_or(0)));
         cluster.metrics.members.set(u64::from(view.members));
         cluster.metrics.out.set(out.into());
+        cluster.metrics.panic.set(panic.into());
         if written { probes } else { ProbesDue::default() }
     }
 }

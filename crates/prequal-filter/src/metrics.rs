@@ -164,6 +164,8 @@ pub(crate) struct Metrics {
     pub(crate) members: Gauge,
     /// Replicas that picks pass over.
     pub(crate) out: Gauge,
+    /// 1 while nobody is passed over because it would be more than half of the fleet.
+    pub(crate) panic: Gauge,
 }
 
 impl Metrics {
@@ -201,6 +203,7 @@ impl Metrics {
             theta: gauge("theta_rif"),
             members: gauge("members"),
             out: gauge("averted"),
+            panic: gauge("panic"),
         }
     }
 

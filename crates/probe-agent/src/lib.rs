@@ -11,6 +11,7 @@
 
 mod admin;
 pub mod body;
+pub mod cli;
 pub mod config;
 mod conn;
 mod headers;

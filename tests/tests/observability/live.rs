@@ -41,7 +41,7 @@ const SICK: &[&str] = &[
 const SERVED_BY_FEWER: &[&str] = &["PrequalDiverted"];
 const PROBED_BY_FEWER: &[&str] = &["PrequalReplicaUnprobed"];
 const NO_PROBE_HOSTS: &[&str] = &["PrequalProbesUndispatched"];
-const ALL_FAIL: &[&str] = &["PrequalPanic"];
+const ALL_FAIL: &[&str] = &["PrequalFleetFailing", "PrequalPanic"];
 const ALL_GONE: &[&str] =
     &["PrequalFallbackHigh", "PrequalPoolEmpty", "PrequalProbesFailing", "PrequalSyncWaits"];
 const ENVOY_GONE: &[&str] = &["PrequalEnvoyDown"];

@@ -67,7 +67,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// Sets up everything that the harness needs, then runs it with `subcommand` and `args`.
 pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) -> Result<()> {
     let envoy = envoy::default_envoy()?;
-    build::dist(toolchain)?;
+    // What only asks for help needs none of it, and finds others at work with it.
+    if !args.iter().any(|arg| arg == "--help") {
+        build::dist(toolchain)?;
+    }
     progress::headline("building the harness");
     let name = format!("prequal-bench{}", std::env::consts::EXE_SUFFIX);
     let program = run::built_file(

@@ -15,6 +15,7 @@ use crate::{progress, run, workspace};
 
 mod changelog;
 mod oci;
+pub(crate) mod rehearsal;
 mod sbom;
 
 use oci::{Entry, Image};
@@ -47,26 +48,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     progress::headline("building the release");
     let started = Instant::now();
     let toolchain = Toolchain::prepare(args.wasm.toolchain)?;
-    let stamp = Stamp::of_commit(&toolchain)?;
-    let mut parts = Parts {
-        module: fs::read(build::filter(&toolchain, "")?)?,
-        programs: Vec::new(),
-        bill: serde_json::Value::Null,
-        notes: notes(&stamp)?,
-        stamp,
-    };
-    let mut targets = vec![NATIVE_TARGET];
-    for platform in PLATFORMS {
-        match platform.missing()? {
-            Some(why) => progress::say(format_args!("{}: not built: {why}", platform.arch)),
-            None => {
-                parts.programs.push((platform, platform.build()?));
-                targets.push(platform.triple);
-            }
-        }
-    }
-    ensure!(!parts.programs.is_empty(), "no program could be built on this machine");
-    parts.bill = sbom::document(&targets, &libc_version()?, &parts.stamp)?;
+    let mut parts = Parts::build(&toolchain, &PLATFORMS)?;
     let files = pack(&parts, &args.out)?;
     for file in &files {
         progress::say(format_args!(
@@ -89,6 +71,28 @@ struct Parts {
     bill: serde_json::Value,
     notes: String,
     stamp: Stamp,
+}
+
+impl Parts {
+    /// Builds everything, of the platforms those that this machine can.
+    fn build(toolchain: &Toolchain, platforms: &[Platform]) -> Result<Self> {
+        let stamp = Stamp::of_commit(toolchain)?;
+        let module = fs::read(build::filter(toolchain, "")?)?;
+        let mut programs = Vec::new();
+        let mut targets = vec![NATIVE_TARGET];
+        for platform in platforms {
+            match platform.missing()? {
+                Some(why) => progress::say(format_args!("{}: not built: {why}", platform.arch)),
+                None => {
+                    programs.push((*platform, platform.build()?));
+                    targets.push(platform.triple);
+                }
+            }
+        }
+        ensure!(!programs.is_empty(), "no program could be built on this machine");
+        let bill = sbom::document(&targets, &libc_version()?, &stamp)?;
+        Ok(Self { module, programs, bill, notes: notes(&stamp)?, stamp })
+    }
 }
 
 /// What marks a release: the same in every run on one commit.

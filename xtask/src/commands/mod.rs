@@ -3,11 +3,12 @@
 pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod compose;
+pub(crate) mod debian;
 pub(crate) mod demo;
 pub(crate) mod dist;
 pub(crate) mod envoy;
 pub(crate) mod fault;
 pub(crate) mod plb_guest;
-pub(crate) mod prometheus;
+pub(crate) mod reference;
 pub(crate) mod sim;
 pub(crate) mod test;

@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 
+use crate::commands::debian;
 use crate::{progress, run, workspace};
 
 /// Proves in a guest kernel that PLB repaths, by bytes per path and labels on the wire.
@@ -34,7 +35,7 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(170);
 
 /// Builds everything and runs the guest. An error if a case does not hold.
 pub(crate) fn prove(limit: Duration) -> Result<()> {
-    tools()?;
+    debian::install(&TOOLS)?;
     let kernel = Kernel::fetch()?;
     let initramfs = initramfs(&kernel)?;
     boot(&kernel, &initramfs, limit)
@@ -50,32 +51,7 @@ pub(crate) fn missing() -> Option<String> {
             "the guest kernel comes from Debian's packages, and there is no apt-get here".to_owned(),
         );
     }
-    tools().err().map(|error| progress::last_line(&error))
-}
-
-/// QEMU and what packs the initramfs, installed if need be and possible.
-fn tools() -> Result<()> {
-    let missing: Vec<&str> = TOOLS
-        .iter()
-        .filter(|(program, _)| !run::succeeds(run::tool("sh").args(["-c", &format!("command -v {program}")])))
-        .map(|(_, package)| *package)
-        .collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
-    let line = format!("apt-get install -y --no-install-recommends {}", missing.join(" "));
-    if run::output(run::tool("id").arg("-u"))?.trim() != "0" {
-        bail!("missing {}; as root: {line}", missing.join(", "));
-    }
-    progress::silently(&line, || {
-        let install = || {
-            let mut command = run::tool("apt-get");
-            command.args(["install", "-y", "--no-install-recommends"]).args(&missing);
-            run::output(command.env("DEBIAN_FRONTEND", "noninteractive"))
-        };
-        install().or_else(|_| run::output(run::tool("apt-get").arg("update")).and_then(|_| install()))
-    })?;
-    Ok(())
+    debian::install(&TOOLS).err().map(|error| progress::last_line(&error))
 }
 
 /// An unpacked kernel package.

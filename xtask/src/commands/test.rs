@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{compose, envoy, plb_guest, prometheus, sim};
+use crate::commands::{compose, debian, dist, envoy, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{policy, progress, run, workspace};
 
@@ -60,6 +60,8 @@ enum Step {
     Build,
     /// Every unit, documentation and end-to-end test
     Test,
+    /// A release for this machine alone: its files are right, and its images go through a registry
+    Release,
     /// The kernel's own PLB, in a guest kernel; under CI=true, or when named with --only
     PlbGuest,
     /// The smallest end-to-end tests again on other Envoy versions
@@ -135,6 +137,7 @@ impl Step {
             Self::Docs => "documentation",
             Self::Build => "build",
             Self::Test => "tests",
+            Self::Release => "release",
             Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
             Self::Compose => "docker-compose demo",
@@ -157,6 +160,7 @@ impl Session<'_> {
             ),
             Step::Build => self.build(),
             Step::Test => self.tests(),
+            Step::Release => self.release(),
             Step::PlbGuest => self.plb_guest(),
             Step::Matrix => self.version_matrix(),
             Step::Compose => self.compose(),
@@ -206,8 +210,16 @@ impl Session<'_> {
 
     fn tests(&mut self) -> Result<()> {
         let envoy = envoy::default_envoy()?;
-        prometheus::prepare();
+        debian::prometheus();
         self.cargo_test(run::cargo().args(["test", "--workspace"]).env("ENVOY", envoy))
+    }
+
+    fn release(&mut self) -> Result<()> {
+        if let Some(why) = dist::rehearsal::missing() {
+            self.skipped.push(format!("release: {why}"));
+            return Ok(());
+        }
+        dist::rehearsal::run(self.args.wasm.toolchain)
     }
 
     fn plb_guest(&mut self) -> Result<()> {
@@ -355,13 +367,14 @@ impl Tally {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 11] = [
+const STEPS: [Step; 12] = [
     Step::Format,
     Step::Deps,
     Step::Lint,
     Step::Docs,
     Step::Build,
     Step::Test,
+    Step::Release,
     Step::PlbGuest,
     Step::Matrix,
     Step::Compose,

@@ -240,7 +240,7 @@ fn clusters(views: &[&View], chosen: usize) -> Table<'static> {
             format!("{:12.2}", view.probes_per_query()),
             format!("{:4}", view.pool),
             format!("{:7}", view.members),
-            format!("{:11}", view.averted),
+            if view.panic { "      panic".to_owned() } else { format!("{:11}", view.averted) },
         ])
         .style(style)
     });

@@ -21,6 +21,8 @@ pub(super) struct View {
     theta: u64,
     pub(super) members: u64,
     pub(super) averted: u64,
+    /// Nobody is passed over, because it would be more than half of the fleet.
+    pub(super) panic: bool,
     /// Since Envoy started, and in the interval: in the order of [`EVENTS`].
     events: [(u64, u64); 6],
     reloads: (u64, u64),
@@ -93,6 +95,7 @@ impl View {
             theta: total(now, "theta_rif", &any),
             members: total(now, "members", &any),
             averted: total(now, "averted", &any),
+            panic: total(now, "panic", &any) > 0,
             events: EVENTS.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
             reloads: (now.reloads, grown(before.reloads, now.reloads)),
             replicas: replicas(cluster, before, now, seconds),
@@ -138,8 +141,12 @@ impl View {
                 self.probes_per_query()
             ),
             format!(
-                "now          pool {}, theta {}, members {}, passed over {}",
-                self.pool, self.theta, self.members, self.averted
+                "now          pool {}, theta {}, members {}, passed over {}{}",
+                self.pool,
+                self.theta,
+                self.members,
+                self.averted,
+                if self.panic { ": PANIC, it would be more than half" } else { "" }
             ),
             format!("since start  {}", replicas.join(", ")),
             format!("of itself    {}", filter.join(", ")),
@@ -261,6 +268,19 @@ pub(super) mod tests {
              \x20 replica      active  success/s  errors/s   share\n\
              \x20 10.0.0.1:80       3       50.0       0.0   20.0%\n\
              \x20 10.0.0.2:80       3      200.0       0.0   80.0%\n"
+        );
+    }
+
+    #[test]
+    fn panic_is_told() {
+        let start = Instant::now();
+        let mut now = scrape(start, 2, 800);
+        now.samples.insert(("panic".into(), "my_cluster".into(), String::new()), 1);
+        let view = &View::between("e", &scrape(start, 0, 400), &now)[0];
+        assert!(
+            view.text().contains("passed over 0: PANIC, it would be more than half\n"),
+            "{}",
+            view.text()
         );
     }
 

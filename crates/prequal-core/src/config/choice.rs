@@ -2,13 +2,14 @@
 
 use serde_json::Value;
 
-use super::{Fields, POOL_KEYS, kind, set, shorten};
+use super::keys::{number, whole};
+use super::{Fields, MAX_ROUTES, POOL_KEYS, kind, set, shorten};
 use crate::hint::HintSource;
 use crate::policies::c3;
 use crate::policies::linear::{ALPHA_US, Linear};
 use crate::policies::zuul;
 use crate::pool::PoolSettings;
-use crate::sync::{MAX_ASKED, MAX_DEADLINE_MS, SyncSettings};
+use crate::sync::SyncSettings;
 
 /// How the requests of a cluster find their replicas.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +34,8 @@ pub enum Mode {
     /// After probes of its own ([`crate::sync`]).
     Sync,
 }
+
+pub(super) const MODES: &[(&str, Mode)] = &[("async", Mode::Async), ("sync", Mode::Sync)];
 
 /// Which replica is best.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,7 +62,25 @@ pub enum Rule {
     },
 }
 
+/// Every rule with its defaults.
+pub(super) fn rules() -> [(&'static str, Rule); 7] {
+    [
+        ("hcl", Rule::Hcl),
+        ("rif_only", Rule::RifOnly),
+        ("latency_only", Rule::LatencyOnly),
+        ("linear", Rule::Linear(Linear { lambda: 0.5, alpha_us: ALPHA_US })),
+        ("c3", Rule::C3 { clients: c3::DEFAULT_CLIENTS }),
+        ("peak_ewma", Rule::PeakEwma),
+        ("zuul_choice_of_two", Rule::Zuul { max_in_flight: zuul::DEFAULT_MAX_IN_FLIGHT }),
+    ]
+}
+
 impl Rule {
+    /// The same rule, whatever its settings.
+    pub(super) fn is_like(self, other: Self) -> bool {
+        std::mem::discriminant(&self) == std::mem::discriminant(&other)
+    }
+
     /// Whether the rule lives on a worker's own requests alone.
     pub fn is_probe_free(self) -> bool {
         matches!(self, Self::PeakEwma | Self::Zuul { .. })
@@ -114,9 +135,6 @@ pub(super) const KEYS: &[&str] = &[
     "hint",
 ];
 
-/// Most routes with a mode of their own.
-const MAX_ROUTES: usize = 256;
-
 /// Keys that only some settings listen to: which, and what to do about it.
 struct Listener {
     keys: &'static [&'static str],
@@ -162,36 +180,23 @@ impl Fields<'_> {
     pub(super) fn choice_settings(&mut self, base: &ChoiceSettings) -> ChoiceSettings {
         let mut choice = base.clone();
         choice.rule = self.rule(base.rule);
-        let modes = [("async", Mode::Async), ("sync", Mode::Sync)];
-        set(&mut choice.mode, self.choice("mode", &modes));
+        set(&mut choice.mode, self.choice("mode", MODES));
         set(&mut choice.route_modes, self.route_modes());
-        set(&mut choice.sync.d, self.whole("sync_d", 2..=MAX_ASKED as u32).map(|d| d as usize));
-        set(&mut choice.sync.deadline_ms, self.whole("sync_deadline_ms", 1..=MAX_DEADLINE_MS));
+        set(&mut choice.sync.d, self.whole(const { whole("sync_d") }).map(|d| d as usize));
+        set(&mut choice.sync.deadline_ms, self.whole(const { whole("sync_deadline_ms") }));
         set(&mut choice.hint, self.hint());
         choice
     }
 
     fn rule(&mut self, base: Rule) -> Rule {
         // Keys of a rule that the key `rule` does not name are reported by `contradictions`.
-        let lambda = self.number("lambda", 0.0..=1.0);
-        let alpha_us = self.number("alpha_ms", 0.001..=60_000.0).map(|ms| ms * 1000.0);
-        let clients = self.whole("c3_clients", 1..=100_000);
-        let most = self.whole("max_in_flight", 1..=100_000);
-        let named = self.choice(
-            "rule",
-            &[
-                ("hcl", Rule::Hcl),
-                ("rif_only", Rule::RifOnly),
-                ("latency_only", Rule::LatencyOnly),
-                ("linear", Rule::Linear(Linear { lambda: 0.5, alpha_us: ALPHA_US })),
-                ("c3", Rule::C3 { clients: c3::DEFAULT_CLIENTS }),
-                ("peak_ewma", Rule::PeakEwma),
-                ("zuul_choice_of_two", Rule::Zuul { max_in_flight: zuul::DEFAULT_MAX_IN_FLIGHT }),
-            ],
-        );
+        let lambda = self.number(const { number("lambda") });
+        let alpha_us = self.number(const { number("alpha_ms") }).map(|ms| ms * 1000.0);
+        let clients = self.whole(const { whole("c3_clients") });
+        let most = self.whole(const { whole("max_in_flight") });
+        let named = self.choice("rule", &rules());
         // The same rule named again keeps what was said of it above.
-        let again = |named: &Rule| std::mem::discriminant(named) != std::mem::discriminant(&base);
-        let mut rule = named.filter(again).unwrap_or(base);
+        let mut rule = named.filter(|named| !named.is_like(base)).unwrap_or(base);
         match &mut rule {
             Rule::Linear(linear) => {
                 set(&mut linear.lambda, lambda);
@@ -264,7 +269,7 @@ impl Fields<'_> {
             }
             name.map(str::to_ascii_lowercase)
         });
-        let path_segment = fields.whole("path_segment", 1..=64);
+        let path_segment = fields.whole(("path_segment", 1..=64));
         Some(Some(HintSource { header, path_segment }))
     }
 

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::keys::whole;
 use super::{ConfigErrors, Fields, shorten};
 use crate::endpoint::Endpoint;
 
@@ -28,6 +29,9 @@ pub enum Serving {
 /// Keys of this role, beside `role`.
 pub(super) const KEYS: &[&str] = &["endpoint", "serving_port", "report"];
 
+/// Whether responses carry reports, by what `report` says.
+pub(super) const REPORTS: &[(&str, bool)] = &[("always", true), ("probe_only", false)];
+
 impl InboundConfig {
     pub(super) fn read(object: &serde_json::Map<String, Value>) -> Result<Self, ConfigErrors> {
         let mut errors = ConfigErrors(Vec::new());
@@ -38,11 +42,11 @@ impl InboundConfig {
         }
         fields.reject_unknown(&[&["role"], KEYS].concat(), &others);
         let fixed = fields.endpoint();
-        let port = fields.whole("serving_port", 1..=u32::from(u16::MAX));
+        let port = fields.whole(const { whole("serving_port") });
         if object.contains_key("endpoint") && object.contains_key("serving_port") {
             fields.fail("serving_port", "has no effect beside \"endpoint\", which names a port".into());
         }
-        let report = fields.choice("report", &[("always", true), ("probe_only", false)]);
+        let report = fields.choice("report", REPORTS);
         let serving = match (fixed, port.and_then(|port| u16::try_from(port).ok())) {
             (Some(endpoint), _) => Serving::Fixed(endpoint),
             (None, Some(port)) => Serving::Port(port),

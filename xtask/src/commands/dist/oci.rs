@@ -151,8 +151,13 @@ fn image(dir: &Path, manifest: &Value, descriptor: &Value, seen: &mut BTreeSet<S
         "the configuration's media type is not {CONFIG}"
     );
     let config: Value = serde_json::from_slice(&referred(dir, &manifest["config"], seen)?)?;
+    // A descriptor may leave its platform out, as skopeo does for a single image.
+    let platform = &descriptor["platform"];
     for key in ["architecture", "os"] {
-        ensure!(config[key] == descriptor["platform"][key], "{key} of configuration and platform differ");
+        ensure!(
+            platform.is_null() || config[key] == platform[key],
+            "{key} of configuration and platform differ"
+        );
     }
     let layers = list(manifest, "layers")?;
     let diff_ids = list(&config["rootfs"], "diff_ids")?;

@@ -1,16 +1,18 @@
-//! What the documents show: links lead somewhere, commands and settings are ones that exist, and the getting-started page
-//! works when it is typed line by line.
+//! What the documents show: links lead somewhere, settings are accepted, commands are run or parsed by the programs that
+//! they name, and the getting-started page works when it is typed line by line.
+
+mod commands;
+mod getting_started;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use prequal_core::config::Config;
-use prequal_testbed::{dist_dir, envoy_binary, ready, target_dir, workspace_root};
+use prequal_testbed::{dist_dir, envoy_binary, ready, workspace_root};
 use serde_json::{Value, json};
 
 /// A fenced block of a document.
@@ -198,141 +200,4 @@ fn are_volumes(shown: &Value) -> Result<()> {
     let annotations = &shown["metadata"]["annotations"];
     only::<k8s_openapi::api::core::v1::Volume>(&annotations["sidecar.istio.io/userVolume"])?;
     only::<k8s_openapi::api::core::v1::VolumeMount>(&annotations["sidecar.istio.io/userVolumeMount"])
-}
-
-/// Commands of a block: one a line, without comments, continued lines joined, pipes and lists taken apart.
-fn commands(block: &Block) -> Vec<String> {
-    let joined = block.text.replace("\\\n", " ");
-    let lines = joined.lines().map(|line| line.split(" #").next().unwrap_or_default().trim());
-    let parts =
-        lines.filter(|line| !line.starts_with('#')).flat_map(|line| line.split(" | ").collect::<Vec<_>>());
-    parts
-        .map(|part| part.trim().trim_end_matches('&').trim().to_owned())
-        .filter(|part| !part.is_empty())
-        .collect()
-}
-
-/// The program of ours that a command begins with, where it is built, and its arguments.
-fn ours(command: &str) -> Option<(PathBuf, Vec<&str>)> {
-    let words: Vec<&str> = command.split_whitespace().collect();
-    match words[..] {
-        ["cargo", "xtask", ref rest @ ..] => Some((target_dir().join("debug/xtask"), rest.to_vec())),
-        ["plb", ref rest @ ..] => Some((target_dir().join("debug/plb"), rest.to_vec())),
-        [name @ ("prequal" | "probe-agent"), ref rest @ ..] => Some((dist_dir().join(name), rest.to_vec())),
-        _ => None,
-    }
-}
-
-/// Programs of others. What a reader types with them is run by the tests named.
-const OTHERS: [(&str, &str); 9] = [
-    ("cd", "nothing to test"),
-    ("grep", "nothing to test"),
-    ("head", "nothing to test"),
-    ("docker-compose", "step `compose` of cargo xtask test"),
-    ("docker", "step `compose` of cargo xtask test"),
-    ("curl", "the page's own test"),
-    ("kubectl", "no cluster runs here; the files it is given are checked and run by the tests of the mesh"),
-    ("istioctl", "nor an Istio"),
-    ("skopeo", "no registry runs here; the images it is given are verified by `cargo xtask dist`"),
-];
-
-#[test]
-fn commands_exist_with_the_flags_that_are_shown() -> Result<()> {
-    let mut checked = 0;
-    // Those of the getting-started page are typed as they stand, below.
-    let for_users =
-        |block: &&Block| ["README.md", "docs/"].iter().any(|place| block.place.starts_with(place));
-    let of_others = |block: &&Block| !block.place.contains(GETTING_STARTED);
-    for block in all_blocks("sh")?.iter().filter(for_users).filter(of_others) {
-        for command in commands(block) {
-            let Some((program, arguments)) = ours(&command) else {
-                // Or what a variable is set to.
-                let program = command.split_once("=$(").map_or(&command[..], |(_, program)| program);
-                let first = program.split_whitespace().next().unwrap_or_default();
-                assert!(
-                    OTHERS.iter().any(|(name, _)| *name == first),
-                    "{}: `{command}`: who tests it? Say so in OTHERS",
-                    block.place
-                );
-                continue;
-            };
-            if !program.exists() {
-                assert!(std::env::var("CI").as_deref() != Ok("true"), "missing {}", program.display());
-                eprintln!("skipped: {command}: missing {}: run `cargo xtask test`", program.display());
-                continue;
-            }
-            // Arguments are judged in order, so that help comes only if those before it are right.
-            let arguments = arguments
-                .iter()
-                .take_while(|word| !word.starts_with(['>', '<']))
-                .filter(|word| **word != "--help");
-            let output = Command::new(&program).args(arguments).arg("--help").output()?;
-            assert!(
-                output.status.success(),
-                "{}: `{command}`: {}",
-                block.place,
-                String::from_utf8_lossy(&output.stderr)
-            );
-            checked += 1;
-        }
-    }
-    assert!(checked > 10, "{checked}");
-    Ok(())
-}
-
-const GETTING_STARTED: &str = "docs/getting-started.md";
-
-/// The first of ten ports of which the first four are free: `12340` for 12340 to 12349.
-fn ten_ports() -> u16 {
-    let free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
-    loop {
-        let any = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a port");
-        let ten = any.port() / 10 * 10;
-        if (ten..ten + 4).all(free) {
-            return ten;
-        }
-    }
-}
-
-#[test]
-fn the_getting_started_page_works_line_by_line() -> Result<()> {
-    let prequal = dist_dir().join("prequal");
-    if !ready(&[prequal]) {
-        return Ok(());
-    }
-    let blocks = blocks(Path::new(GETTING_STARTED))?;
-    let typed: String = blocks.iter().filter(|b| b.language == "sh").map(|b| b.text.as_str()).collect();
-    // Built and fetched before; ports that nobody has; files that leave with the test.
-    let scratch = tempfile::TempDir::new()?;
-    let (backends, agents, envoy) = (ten_ports(), ten_ports(), ten_ports());
-    let mut script = typed;
-    for (shown, here) in [
-        ("cargo xtask build\n", "true\n".to_owned()),
-        ("cargo xtask envoy", format!("echo {}", envoy_binary().display())),
-        ("$PWD/target/dist", dist_dir().display().to_string()),
-        ("900$i", format!("{}$i", backends / 10)),
-        (":808", format!(":{}", agents / 10)),
-        (":10000", format!(":{envoy}")),
-        (":9901", format!(":{}", envoy + 1)),
-        ("target/first.", format!("{}/first.", scratch.path().display())),
-        ("\"$ENVOY\" -c", "\"$ENVOY\" --disable-hot-restart --concurrency 1 -c".to_owned()),
-    ] {
-        assert!(script.contains(shown), "the page does not say `{shown}` any more");
-        script = script.replace(shown, &here);
-    }
-    // Whatever happens, nothing stays behind.
-    let script = format!(
-        "set -euo pipefail\ntrap 'kill -CONT $(jobs -p) || true; kill $(jobs -p) || true' EXIT\n{script}"
-    );
-    let output = Command::new("bash").arg("-c").arg(&script).current_dir(workspace_root()).output()?;
-    let shown = String::from_utf8_lossy(&output.stdout);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{shown}\n{errors}");
-    let counts = shown.lines().find_map(|line| line.strip_suffix(" after more than a second"));
-    let (answers, slow) = counts.and_then(|counts| counts.split_once(" answers, ")).context("no counts")?;
-    let (answers, slow): (usize, usize) = (answers.parse()?, slow.parse()?);
-    // Four clients, and trials after 1 and 3 s.
-    assert!(answers >= 100 && (1..=8).contains(&slow), "{slow} of {answers} waited\n{shown}\n{errors}");
-    assert!(shown.contains("cold") && shown.contains("averted"), "{shown}");
-    Ok(())
 }

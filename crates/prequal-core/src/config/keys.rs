@@ -1,0 +1,262 @@
+//! Every key of the configuration: what is accepted, and what the reference says of it. The parser takes its ranges from
+//! here, at compile time, so that none of the texts gets into the module.
+
+use std::ops::RangeInclusive;
+
+use super::{MAX_CLUSTERS, MAX_NAME, MAX_ROUTES};
+use crate::members::MAX_MEMBERS;
+use crate::pool::{MAX_HISTORY, MAX_POOL};
+use crate::sync::{MAX_ASKED, MAX_DEADLINE_MS};
+
+/// One key.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    /// As it is written.
+    pub name: &'static str,
+    /// Where it stands.
+    pub place: Place,
+    /// Another key and the value of it without which this one is refused.
+    pub needs: Option<(&'static str, &'static str)>,
+    /// What a number counts; empty for what is no number.
+    pub unit: &'static str,
+    /// What is accepted.
+    pub values: Values,
+    /// What leaving it out means, in words; `None`: the value that [`super::Config::written`] has then.
+    pub absent: Option<&'static str>,
+    /// What it does, in a line.
+    pub meaning: &'static str,
+    /// Section of the paper, or whose idea it is.
+    pub source: &'static str,
+}
+
+/// Where a key stands.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Place {
+    /// At the top level, in both roles.
+    Top,
+    /// At the top level of the outbound role.
+    Outbound,
+    /// In a cluster.
+    Cluster,
+    /// In a cluster, or at the top level as a default for all.
+    Both,
+    /// At the top level of the inbound role.
+    Inbound,
+}
+
+/// What a key accepts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Values {
+    /// A whole number, lowest and highest.
+    Whole(u32, u32),
+    /// A number, lowest and highest.
+    Number(f64, f64),
+    /// The same, or 0 for off.
+    NumberOrOff(f64, f64),
+    /// `true` or `false`.
+    Bool,
+    /// One of these.
+    OneOf(&'static [&'static str]),
+    /// A list, an object or a text of so many.
+    Many(usize, usize),
+    /// What the words say.
+    Form(&'static str),
+}
+
+impl Key {
+    const fn new(place: Place, name: &'static str, unit: &'static str, values: Values) -> Self {
+        Self { name, place, needs: None, unit, values, absent: None, meaning: "", source: "" }
+    }
+
+    const fn needs(self, key: &'static str, value: &'static str) -> Self {
+        Self { needs: Some((key, value)), ..self }
+    }
+
+    const fn absent(self, means: &'static str) -> Self {
+        Self { absent: Some(means), ..self }
+    }
+
+    const fn means(self, meaning: &'static str) -> Self {
+        Self { meaning, ..self }
+    }
+
+    const fn from(self, source: &'static str) -> Self {
+        Self { source, ..self }
+    }
+}
+
+const fn both(name: &'static str, unit: &'static str, values: Values) -> Key {
+    Key::new(Place::Both, name, unit, values).from("ours")
+}
+
+const fn inbound(name: &'static str, unit: &'static str, values: Values) -> Key {
+    Key::new(Place::Inbound, name, unit, values)
+}
+
+use Values::{Bool, Form, Many, Number, NumberOrOff, OneOf, Whole};
+
+/// All keys, in the order of the reference.
+pub const KEYS: &[Key] = &[
+    Key::new(Place::Top, "role", "", OneOf(&["outbound", "inbound"]))
+        .means("at the clients' Envoy, or [beside a replica](#inbound-role)"),
+    Key::new(Place::Outbound, "clusters", "clusters", Many(1, MAX_CLUSTERS))
+        .absent("required")
+        .means("what is balanced; other clusters are left alone"),
+    Key::new(Place::Outbound, "shim", "", OneOf(&["stateful_session", "override_host"]))
+        .means("the stock part of Envoy that carries the choice out"),
+    both("profile", "", OneOf(&["default", "paper", "small", "inference"]))
+        .absent("`default`")
+        .means("a set of defaults: [below](#profiles)"),
+    Key::new(Place::Cluster, "cluster", "bytes", Many(1, MAX_NAME))
+        .absent("required")
+        .means("name of the serving cluster in Envoy"),
+    Key::new(Place::Cluster, "probe_cluster", "bytes", Many(1, MAX_NAME))
+        .absent("required")
+        .means("name of the cluster with the same endpoints that probes go through"),
+    Key::new(Place::Cluster, "endpoints", "`ip:port`", Many(0, MAX_MEMBERS))
+        .absent("learned")
+        .means("replicas named by hand, for static fleets and tests"),
+    both("pool_size", "entries", Whole(2, MAX_POOL as u32))
+        .from("§4")
+        .means("reports that are kept, each of another replica"),
+    both("max_age_ms", "ms", Whole(10, 60_000)).from("§4").means("older reports are dropped"),
+    both("q_rif", "quantile", Number(0.0, 1.0))
+        .from("§4")
+        .means("of RIF, from which on a replica is hot; `paper`: 2^(−1/4)"),
+    both("q_rif_small", "quantile", Number(0.0, 1.0)).means("instead of `q_rif` while `hot: auto` reads `gt`"),
+    both("hot", "", OneOf(&["auto", "gt", "ge"]))
+        .from("§4, §5.3")
+        .means("hot is RIF > θ (`gt`) or RIF ≥ θ (`ge`); `auto`: `gt` up to 24 replicas"),
+    both("latency_band", "factor", Number(1.0, 10.0))
+        .from("ours, `docs/evaluation.md`")
+        .means("among cold replicas within this factor of the lowest latency the lower RIF wins"),
+    both("cold_limit", "factor", NumberOrOff(2.0, 1000.0)).from("ours, `docs/evaluation.md`").means(
+        "a cold replica whose latency is more than this many times the pool's median goes behind the hot ones",
+    ),
+    both("delta", "", Number(0.001, 1000.0)).from("eq. (1)").means("δ: the higher, the more often a report is used"),
+    both("r_remove", "per pick", Number(0.0, 16.0)).from("§4").means("reports removed, the worst and the oldest by turns"),
+    both("scale_removal", "", Bool)
+        .means("never remove more than new entries arrive, never below two, nothing while n ≤ `pool_size`"),
+    both("reuse_cap", "uses", Whole(1, 10_000)).means("of one report at most: eq. (1) has no value for n ≤ m"),
+    both("budget", "", OneOf(&["adaptive", "fixed"])).means("probes by the age of reports, or so many for each request"),
+    both("r_probe", "per request", Number(0.0, 16.0)).needs("budget", "fixed").from("§4").means("probes sent, whatever the pool needs"),
+    both("target_age_ms", "ms", Whole(1, 60_000))
+        .needs("budget", "adaptive")
+        .means("probe as much as keeps the reports younger than this"),
+    both("max_probes_per_query", "per request", Number(0.0, 16.0)).needs("budget", "adaptive").means("no more probes than this"),
+    both("discovery_interval_ms", "ms", Whole(10, 60_000)).means(
+        "between probes to whomever Envoy's policy chooses; more often above 20 replicas and while replicas come into use",
+    ),
+    both("verified_probes", "", Bool).means(
+        "the probe cluster writes `x-prequal-host` on replies (`docs/adr/0004-placement.md`); true in the shipped \
+         configuration",
+    ),
+    both("rif_history", "samples", Whole(8, MAX_HISTORY as u32)).from("§4").means("latest RIFs reported, of which θ is the quantile"),
+    both("learning_rif", "requests in flight", Whole(0, u16::MAX as u32)).means(
+        "while the fleet is being learned, what would go to a replica this busy goes by Envoy's policy; 0: off",
+    ),
+    both("overflow_rif", "requests in flight", Whole(0, u16::MAX as u32)).from("ours, `docs/evaluation.md`").means(
+        "where even the best replica, a hot one, has more in flight than θ and this, Envoy's policy places; 0: off",
+    ),
+    both("error_aversion", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-exceptions.md`").means(
+        "a replica that fails this share of its recent requests is passed over but for trials",
+    ),
+    both("breaker", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
+        "a request unanswered for this many times the 90th percentile of latency, and 50 ms, is a sign of silence",
+    ),
+    both("ramp_ms", "ms", Whole(0, 3_600_000))
+        .from("ours, `docs/evaluation.md`")
+        .means("a replica younger than this takes a share in proportion to its age; 0: off"),
+    both("probe_timeout_ms", "ms", Whole(1, 10_000)).from("§3: 3 or 1").means("a probe not answered by then has failed"),
+    both("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
+        .from("§4")
+        .means("without a request for this long one worker probes; 0: off"),
+    both("piggyback", "", Bool).means("reports on responses count"),
+    both(
+        "rule",
+        "",
+        OneOf(&["hcl", "rif_only", "latency_only", "linear", "c3", "peak_ewma", "zuul_choice_of_two"]),
+    )
+    .from("§5.2")
+    .means("which replica is best: [below](#rules)"),
+    both("lambda", "", Number(0.0, 1.0))
+        .needs("rule", "linear")
+        .from("appendix A")
+        .means("from latency alone (0) to RIF alone (1)"),
+    both("alpha_ms", "ms per request in flight", Number(0.001, 60_000.0))
+        .needs("rule", "linear")
+        .from("appendix A")
+        .means("what a request in flight is worth: the paper's median latency at RIF 1, take yours"),
+    both("c3_clients", "clients", Whole(1, 100_000))
+        .needs("rule", "c3")
+        .from("C3")
+        .means("workers of all Envoys before these replicas"),
+    both("max_in_flight", "requests", Whole(1, 100_000))
+        .needs("rule", "zuul_choice_of_two")
+        .from("Zuul")
+        .means("at which a replica counts as full"),
+    both("mode", "", OneOf(&["async", "sync"])).from("§4").means("at once from the pool, or after probes of its own"),
+    both("route_modes", "routes", Many(0, MAX_ROUTES))
+        .absent("none")
+        .means("`{\"route name\": \"async\" or \"sync\"}`: the mode by the route's name in Envoy"),
+    both("sync_d", "probes", Whole(2, MAX_ASKED as u32)).needs("mode", "sync").from("§4: 3 to 5").means("that a request asks"),
+    both("sync_deadline_ms", "ms", Whole(1, MAX_DEADLINE_MS))
+        .needs("mode", "sync")
+        .from("§4")
+        .means("a request waits no longer; Envoy's timers add up to 4"),
+    both(
+        "hint",
+        "",
+        Form("`{\"header\": NAME}`, `{\"path_segment\": N}` (1 to 64, `/1/2/3`), both together (hashed as one), `\"none\"`"),
+    )
+    .needs("mode", "sync")
+    .absent("none")
+    .from("§4")
+    .means("what probes tell of the query"),
+    inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535")).absent("the address that the client connected to").means(
+        "what reports name: exactly what clients' clusters name. Saves a property read per request",
+    ),
+    inbound("serving_port", "port", Whole(1, u16::MAX as u32)).absent("the same").means(
+        "reports name the client's address at this port. What comes in at another port is for probes: other requests there \
+         pass and are not counted. Not beside `endpoint`",
+    ),
+    inbound("report", "", OneOf(&["always", "probe_only"])).means("on responses too, or on replies to probes alone"),
+];
+
+/// The key of this name. Only for constants: what is no key does not compile there.
+#[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
+const fn find(keys: &[Key], name: &str) -> Key {
+    match keys.split_first() {
+        Some((key, _)) if same(key.name.as_bytes(), name.as_bytes()) => *key,
+        Some((_, rest)) => find(rest, name),
+        None => panic!("no such key"),
+    }
+}
+
+const fn same(one: &[u8], other: &[u8]) -> bool {
+    match (one.split_first(), other.split_first()) {
+        (Some((first, one)), Some((second, other))) => *first == *second && same(one, other),
+        (None, None) => true,
+        _ => false,
+    }
+}
+
+/// Name and range of a whole number; only for constants.
+#[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
+pub(super) const fn whole(name: &str) -> (&'static str, RangeInclusive<u32>) {
+    let key = find(KEYS, name);
+    match key.values {
+        Whole(low, high) => (key.name, low..=high),
+        _ => panic!("not a whole number"),
+    }
+}
+
+/// Name and range of a number, 0 for off apart; only for constants.
+#[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
+pub(super) const fn number(name: &str) -> (&'static str, RangeInclusive<f64>) {
+    let key = find(KEYS, name);
+    match key.values {
+        Number(low, high) | NumberOrOff(low, high) => (key.name, low..=high),
+        _ => panic!("not a number"),
+    }
+}

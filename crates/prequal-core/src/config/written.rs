@@ -1,0 +1,190 @@
+//! A configuration written out: every setting that is in force, as one would say it.
+
+use serde_json::{Map, Value, json};
+
+use super::choice::{MODES, rules};
+use super::inbound::REPORTS;
+use super::{ClusterConfig, Config, HOT, InboundConfig, Key, Place, Rule, SHIMS, Serving};
+use crate::pool::Budget;
+
+impl Config {
+    /// JSON that [`Config::parse`] reads as the same configuration, with nothing left to defaults.
+    pub fn written(&self) -> Value {
+        match self {
+            Self::Outbound(config) => {
+                let clusters: Vec<Value> = config.clusters.iter().map(cluster).collect();
+                json!({"role": "outbound", "shim": name(config.shim, SHIMS), "clusters": clusters})
+            }
+            Self::Inbound(config) => inbound(config),
+        }
+    }
+}
+
+impl Key {
+    /// The value in force where the key is left out, under a profile and with what it needs; `None` where there is no
+    /// value, or the profile is against what it needs.
+    pub fn default_under(&self, profile: &str) -> Option<Value> {
+        let mut settings = Map::new();
+        let needed = self.needs.into_iter();
+        for (key, value) in
+            [("cluster", "a"), ("probe_cluster", "b"), ("profile", profile)].into_iter().chain(needed)
+        {
+            settings.insert(key.to_owned(), json!(value));
+        }
+        let config = match self.place {
+            Place::Inbound => json!({"role": "inbound"}),
+            _ => json!({"clusters": [settings]}),
+        };
+        let written = Config::parse(&config.to_string()).ok()?.written();
+        let holder = match self.place {
+            Place::Cluster | Place::Both => written.get("clusters")?.get(0)?,
+            Place::Top | Place::Outbound | Place::Inbound => &written,
+        };
+        holder.get(self.name).cloned()
+    }
+}
+
+fn cluster(config: &ClusterConfig) -> Value {
+    let ClusterConfig { pool, probe, choice, .. } = config;
+    let endpoints: Vec<String> = config.endpoints.iter().map(ToString::to_string).collect();
+    let mut all = Map::new();
+    let mut say = |key: &str, value: Value| all.insert(key.to_owned(), value);
+    say("cluster", json!(config.cluster));
+    say("probe_cluster", json!(config.probe_cluster));
+    say("endpoints", json!(endpoints));
+
+    let rule = rules().into_iter().find(|(_, rule)| rule.is_like(choice.rule));
+    say("rule", json!(rule.map(|(name, _)| name)));
+    match choice.rule {
+        Rule::Hcl => {
+            say("q_rif", json!(pool.q_rif));
+            say("q_rif_small", json!(pool.q_rif_small));
+            say("hot", json!(name(pool.hot, HOT)));
+            say("latency_band", json!(pool.latency_band));
+            say("cold_limit", json!(pool.cold_limit));
+            say("overflow_rif", json!(pool.overflow_rif));
+        }
+        Rule::Linear(linear) => {
+            say("lambda", json!(linear.lambda));
+            say("alpha_ms", json!(linear.alpha_us / 1000.0));
+        }
+        Rule::C3 { clients } => drop(say("c3_clients", json!(clients))),
+        Rule::Zuul { max_in_flight } => drop(say("max_in_flight", json!(max_in_flight))),
+        Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
+    }
+    say("discovery_interval_ms", json!(pool.discovery_interval_ms));
+    if choice.rule.is_probe_free() {
+        return Value::Object(all);
+    }
+
+    say("mode", json!(name(choice.mode, MODES)));
+    let routes = choice.route_modes.iter().map(|(route, mode)| (route.clone(), json!(name(*mode, MODES))));
+    say("route_modes", Value::Object(routes.collect()));
+    if choice.uses_sync() {
+        say("sync_d", json!(choice.sync.d));
+        say("sync_deadline_ms", json!(choice.sync.deadline_ms));
+        let hint = choice.hint.as_ref().map_or(json!("none"), |hint| {
+            let header = hint.header.as_ref().map(|name| ("header".to_owned(), json!(name)));
+            let segment = hint.path_segment.map(|number| ("path_segment".to_owned(), json!(number)));
+            Value::Object(header.into_iter().chain(segment).collect())
+        });
+        say("hint", hint);
+    }
+
+    match pool.budget {
+        Budget::Fixed { r_probe } => {
+            say("budget", json!("fixed"));
+            say("r_probe", json!(r_probe));
+        }
+        Budget::Adaptive { target_age_ms, max_probes_per_query } => {
+            say("budget", json!("adaptive"));
+            say("target_age_ms", json!(target_age_ms));
+            say("max_probes_per_query", json!(max_probes_per_query));
+        }
+    }
+    say("pool_size", json!(pool.pool_size));
+    say("max_age_ms", json!(pool.max_age_ms));
+    say("delta", json!(pool.delta));
+    say("r_remove", json!(pool.r_remove));
+    say("scale_removal", json!(pool.scale_removal));
+    say("reuse_cap", json!(pool.reuse_cap));
+    say("verified_probes", json!(pool.verified_probes));
+    say("rif_history", json!(pool.rif_history));
+    say("learning_rif", json!(pool.learning_rif));
+    say("error_aversion", json!(pool.exceptions.error_aversion));
+    say("breaker", json!(pool.exceptions.breaker));
+    say("ramp_ms", json!(pool.ramp_ms));
+    say("probe_timeout_ms", json!(probe.timeout_ms));
+    say("idle_probe_interval_ms", json!(probe.idle_interval_ms));
+    say("piggyback", json!(probe.piggyback));
+    Value::Object(all)
+}
+
+fn inbound(config: &InboundConfig) -> Value {
+    let report = name(config.report_on_responses, REPORTS);
+    match config.serving {
+        Serving::Destination => json!({"role": "inbound", "report": report}),
+        Serving::Port(port) => json!({"role": "inbound", "report": report, "serving_port": port}),
+        Serving::Fixed(endpoint) => {
+            json!({"role": "inbound", "report": report, "endpoint": endpoint.to_string()})
+        }
+    }
+}
+
+fn name<T: Copy + PartialEq>(value: T, names: &[(&'static str, T)]) -> &'static str {
+    names.iter().find(|(_, named)| *named == value).map_or("", |(name, _)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_reads_the_same() {
+        let cluster = |more: &str| format!(r#"{{"clusters":[{{"cluster":"a","probe_cluster":"b"{more}}}]}}"#);
+        let mut texts = vec![
+            r#"{"role":"inbound"}"#.to_owned(),
+            r#"{"role":"inbound","serving_port":80,"report":"probe_only"}"#.to_owned(),
+            r#"{"role":"inbound","endpoint":"[2001:db8::1]:80"}"#.to_owned(),
+            r#"{"shim":"override_host","q_rif":0.5,"clusters":[{"cluster":"a","probe_cluster":"b"},
+                {"cluster":"c","probe_cluster":"d","endpoints":["10.0.0.1:80"]}]}"#
+                .to_owned(),
+            cluster(r#","route_modes":{"chat":"sync"},"hint":{"header":"a","path_segment":2}"#),
+            cluster(r#","rule":"c3","c3_clients":7"#),
+            cluster(r#","rule":"linear","lambda":0.25,"alpha_ms":10"#),
+            cluster(r#","rule":"zuul_choice_of_two","max_in_flight":7"#),
+        ];
+        for profile in ["default", "paper", "small", "inference"] {
+            texts.push(cluster(&format!(r#","profile":"{profile}""#)));
+        }
+        for (rule, _) in rules() {
+            texts.push(cluster(&format!(r#","rule":"{rule}""#)));
+        }
+        for text in texts {
+            let config = Config::parse(&text).unwrap();
+            let written = config.written();
+            assert_eq!(Config::parse(&written.to_string()).as_ref(), Ok(&config), "{text}\n{written:#}");
+        }
+    }
+
+    #[test]
+    fn everything_that_may_be_said_is_written() {
+        use crate::config::{KEYS, Place};
+        let all = [
+            r#"{"role":"inbound","serving_port":80}"#,
+            r#"{"role":"inbound","endpoint":"10.0.0.1:80"}"#,
+            r#"{"clusters":[{"cluster":"a","probe_cluster":"b","budget":"fixed","mode":"sync"}]}"#,
+            r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"linear"}]}"#,
+            r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"c3"}]}"#,
+            r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"zuul_choice_of_two"}]}"#,
+        ]
+        .map(|text| Config::parse(text).unwrap().written());
+        for key in KEYS.iter().filter(|key| key.name != "profile") {
+            let said = |written: &Value| match key.place {
+                Place::Top | Place::Outbound | Place::Inbound => !written[key.name].is_null(),
+                Place::Cluster | Place::Both => !written["clusters"][0][key.name].is_null(),
+            };
+            assert!(all.iter().any(said), "{}", key.name);
+        }
+    }
+}

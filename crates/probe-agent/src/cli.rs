@@ -1,0 +1,309 @@
+//! The command line and the environment. `docs/configuration.md` lists the flags from here.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+use prequal_core::endpoint::Endpoint;
+
+use crate::config::{AgentConfig, Limits, Report, Upstream, UpstreamHttp2, UpstreamTls};
+use crate::hint::Hook;
+use crate::utilization::Utilization;
+
+/// Stands in front of one backend, counts its requests in flight and their latency, and tells clients: in
+/// `x-prequal-load` on every response, and at `GET /prequal/probe`.
+///
+/// Every option can also be given in the environment, named in brackets below.
+#[derive(Debug, Parser)]
+#[command(name = "probe-agent", version, next_line_help = true)]
+pub struct Cli {
+    /// Service address, `ip:port`; port 0 lets the system choose
+    #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_LISTEN", value_parser = socket_addr)]
+    listen: SocketAddr,
+
+    /// The backend, `ip:port` or `name:port` (resolved at every connect)
+    #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_UPSTREAM")]
+    upstream: Upstream,
+
+    /// Endpoint to report, exactly as clients' clusters name this replica; default: the local address of the
+    /// connection, with the service port
+    #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_ADVERTISE")]
+    advertise: Option<Endpoint>,
+
+    /// Answer probes on a port of their own too; reports then name it
+    #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_PROBE_LISTEN", value_parser = socket_addr)]
+    probe_listen: Option<SocketAddr>,
+
+    /// Serve /metrics and /healthz here; a bare port listens on loopback only
+    #[arg(long, value_name = "[IP:]PORT", env = "PROBE_AGENT_ADMIN", value_parser = admin_addr)]
+    admin: Option<SocketAddr>,
+
+    /// Where load is reported
+    #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
+    report: Report,
+
+    /// Tell a tenth of the load to probes for queries that were served here lately: remember this many query hints
+    /// (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000
+    #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_HINT_CACHE",
+          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    hint_cache: u32,
+
+    /// Tell those probes the load divided by this, 1 to 1000
+    #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR",
+          value_parser = clap::value_parser!(u32).range(1..=1000))]
+    hint_divisor: u32,
+
+    /// Leave x-prequal-hint on the requests that go to the backend
+    #[arg(long, env = "PROBE_AGENT_FORWARD_HINT")]
+    forward_hint: bool,
+
+    /// Put X-Netflix.server.utilization on responses: requests in flight as a percentage of this many, 1 to 1000000
+    #[arg(long, value_name = "MAX", env = "PROBE_AGENT_NETFLIX_UTILIZATION",
+          value_parser = utilization_max)]
+    netflix_utilization: Option<NonZeroU32>,
+
+    /// The percentage that this replica is meant to run at, told as `target=` in that header, 1 to 100
+    #[arg(long, value_name = "PERCENT", env = "PROBE_AGENT_NETFLIX_TARGET", requires = "netflix_utilization",
+          value_parser = clap::value_parser!(u32).range(1..=100))]
+    netflix_target: Option<u32>,
+
+    /// HTTP version towards the backend
+    #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
+    upstream_http2: UpstreamHttp2,
+
+    /// Threads, 1 to 1024; default: one per core
+    #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+
+    /// Listen with TLS: certificate chain, PEM
+    #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CERT", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+
+    /// Listen with TLS: private key, PEM
+    #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_KEY", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+
+    /// Speak TLS to the backend
+    #[arg(long, env = "PROBE_AGENT_UPSTREAM_TLS")]
+    upstream_tls: bool,
+
+    /// Trust these authorities instead of the system's, PEM
+    #[arg(long, value_name = "FILE", env = "PROBE_AGENT_UPSTREAM_CA", requires = "upstream_tls")]
+    upstream_ca: Option<PathBuf>,
+
+    /// Name to verify in the backend's certificate; default: the host of --upstream
+    #[arg(long, value_name = "NAME", env = "PROBE_AGENT_UPSTREAM_SERVER_NAME", requires = "upstream_tls")]
+    upstream_server_name: Option<String>,
+
+    /// Let the network move connections off congested and broken paths (PLB): DCTCP with ECN, SO_TXREHASH and automatic
+    /// flow labels on the service and upstream sockets; what this host does not allow is said on standard error
+    #[arg(long, env = "PROBE_AGENT_PLB")]
+    plb: bool,
+
+    /// A request head must be complete this long after its first byte, 1 to 600000
+    #[arg(long, value_name = "MS", default_value_t = 10_000, env = "PROBE_AGENT_HEADER_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    header_timeout_ms: u64,
+
+    /// Connections with nothing in flight are closed after about this long, 1000 to 86400000
+    #[arg(long, value_name = "MS", default_value_t = 3_600_000, env = "PROBE_AGENT_IDLE_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
+    idle_timeout_ms: u64,
+
+    /// Longest request head, 1024 to 1048576; longer is answered with 431
+    #[arg(long, value_name = "BYTES", default_value_t = 65_536, env = "PROBE_AGENT_MAX_HEADER_BYTES",
+          value_parser = clap::value_parser!(u64).range(1_024..=1_048_576))]
+    max_header_bytes: u64,
+
+    /// Most headers in an HTTP/1 request, 8 to 4096; more are answered with 431
+    #[arg(long, value_name = "N", default_value_t = 100, env = "PROBE_AGENT_MAX_HEADERS",
+          value_parser = clap::value_parser!(u64).range(8..=4096))]
+    max_headers: u64,
+
+    /// Streams at once on one HTTP/2 connection, 1 to 1000000
+    #[arg(long, value_name = "N", default_value_t = 1024, env = "PROBE_AGENT_MAX_STREAMS",
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_streams: u32,
+
+    /// The backend must accept a connection within this, 1 to 600000; else 504
+    #[arg(long, value_name = "MS", default_value_t = 1_000, env = "PROBE_AGENT_CONNECT_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    connect_timeout_ms: u64,
+
+    /// The backend must send its response head within this, 0 (no limit) to 86400000; else 504
+    #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_RESPONSE_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
+    response_timeout_ms: u64,
+
+    /// Idle connections to the backend are not used after this long, 1 to 86400000; keep it below the backend's own
+    /// keep-alive time
+    #[arg(long, value_name = "MS", default_value_t = 4_000, env = "PROBE_AGENT_UPSTREAM_IDLE_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
+    upstream_idle_timeout_ms: u64,
+
+    /// On SIGTERM: fail /healthz but take new connections for this long, 0 to 600000
+    #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_DRAIN_DELAY_MS",
+          value_parser = clap::value_parser!(u64).range(0..=600_000))]
+    drain_delay_ms: u64,
+
+    /// On SIGTERM: requests in flight may take this long to finish, 0 to 3600000
+    #[arg(long, value_name = "MS", default_value_t = 30_000, env = "PROBE_AGENT_DRAIN_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
+    drain_timeout_ms: u64,
+}
+
+impl From<Cli> for AgentConfig {
+    fn from(cli: Cli) -> Self {
+        let ms = Duration::from_millis;
+        let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        Self {
+            advertise: cli.advertise,
+            probe_listen: cli.probe_listen,
+            admin: cli.admin,
+            report: cli.report,
+            hints: (cli.hint_cache > 0).then(|| Hook::recent(size(cli.hint_cache.into()), cli.hint_divisor)),
+            forward_hint: cli.forward_hint,
+            utilization: cli.netflix_utilization.map(|max| Utilization { max, target: cli.netflix_target }),
+            upstream_http2: cli.upstream_http2,
+            plb: cli.plb,
+            tls: cli.tls_cert.zip(cli.tls_key),
+            upstream_tls: cli
+                .upstream_tls
+                .then_some(UpstreamTls { ca: cli.upstream_ca, server_name: cli.upstream_server_name }),
+            limits: Limits {
+                header_timeout: ms(cli.header_timeout_ms),
+                idle_timeout: ms(cli.idle_timeout_ms),
+                max_header_bytes: size(cli.max_header_bytes),
+                max_headers: size(cli.max_headers),
+                max_streams: cli.max_streams,
+                connect_timeout: ms(cli.connect_timeout_ms),
+                response_timeout: Some(cli.response_timeout_ms).filter(|limit| *limit > 0).map(ms),
+                upstream_idle_timeout: ms(cli.upstream_idle_timeout_ms),
+                drain_delay: ms(cli.drain_delay_ms),
+                drain_timeout: ms(cli.drain_timeout_ms),
+                ..Limits::default()
+            },
+            ..Self::new(cli.listen, cli.upstream)
+        }
+    }
+}
+
+fn socket_addr(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "must be `ip:port` with a port of 0 to 65535 (IPv6 as `[ip]:port`)".to_owned())
+}
+
+fn utilization_max(text: &str) -> Result<NonZeroU32, String> {
+    let max = text.parse().ok().filter(|max: &NonZeroU32| max.get() <= 1_000_000);
+    max.ok_or_else(|| "must be a whole number of requests from 1 to 1000000".to_owned())
+}
+
+fn admin_addr(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(port) = text.parse::<u16>() {
+        return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
+    }
+    text.parse().map_err(|_| "must be a port (0 to 65535, on loopback) or `ip:port`".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    fn parse(extra: &[&str]) -> Result<Cli, String> {
+        let args = ["probe-agent", "--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:1"];
+        Cli::try_parse_from(args.iter().chain(extra)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_is_in_the_environment_under_its_name() {
+        for arg in Cli::command().get_arguments() {
+            let Some(flag) = arg.get_long() else { continue };
+            let name = format!("PROBE_AGENT_{}", flag.to_uppercase().replace('-', "_"));
+            assert_eq!(arg.get_env().and_then(|env| env.to_str()), Some(name.as_str()), "--{flag}");
+        }
+    }
+
+    /// Lowest and highest, from `1 to 1000` or `0 (off) to 1000` in a flag's help, which is its line in the reference.
+    fn range(help: &str) -> Option<(u64, u64)> {
+        let mut places = help.match_indices(" to ").map(|(at, to)| (&help[..at], &help[at + to.len()..]));
+        let (before, after) = places.find(|(before, _)| before.ends_with(is_bound))?;
+        let before = before.rsplit_once(" (").map_or(before, |(number, _)| number);
+        let low = before.rsplit([' ', ',']).next()?;
+        let high = after.split(|c: char| !c.is_ascii_digit()).next()?;
+        Some((low.parse().ok()?, high.parse().ok()?))
+    }
+
+    fn is_bound(c: char) -> bool {
+        c.is_ascii_digit() || c == ')'
+    }
+
+    #[test]
+    fn ranges_in_the_help_are_the_enforced_ones() {
+        let numbers = ["N", "MS", "BYTES", "MAX", "PERCENT"];
+        let mut checked = 0;
+        for arg in Cli::command().get_arguments() {
+            let names = arg.get_value_names().unwrap_or_default();
+            if !names.iter().any(|name| numbers.contains(&name.as_str())) {
+                continue;
+            }
+            let flag = format!("--{}", arg.get_long().expect("a long flag"));
+            let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+            let (low, high) =
+                range(&help).unwrap_or_else(|| panic!("{flag} does not tell its range: {help}"));
+            let companion: &[&str] =
+                if flag == "--netflix-target" { &["--netflix-utilization", "5"] } else { &[] };
+            let accepted = |value: u64| {
+                let value = value.to_string();
+                parse(&[companion, &[&flag, &value]].concat()).is_ok()
+            };
+            assert!(accepted(low) && accepted(high), "{flag}: {low} to {high}");
+            assert!(!accepted(high + 1) && (low == 0 || !accepted(low - 1)), "{flag}: {low} to {high}");
+            checked += 1;
+        }
+        assert!(checked >= 14, "{checked}");
+    }
+
+    #[test]
+    fn the_admin_port_is_on_loopback_unless_told_otherwise() {
+        assert_eq!(parse(&["--admin", "9000"]).unwrap().admin, Some("127.0.0.1:9000".parse().unwrap()));
+        assert_eq!(parse(&["--admin", "0.0.0.0:9000"]).unwrap().admin, Some("0.0.0.0:9000".parse().unwrap()));
+    }
+
+    #[test]
+    fn a_bad_value_names_its_flag_and_what_is_right() {
+        for (flag, value, says) in [
+            ("--threads", "0", "1..=1024"),
+            ("--threads", "many", "invalid digit"),
+            ("--header-timeout-ms", "0", "1..=600000"),
+            ("--max-header-bytes", "9", "1024..=1048576"),
+            ("--report", "never", "always, probe-only"),
+            ("--upstream-http2", "maybe", "auto, never, always"),
+            ("--advertise", "me:80", "1 to 65535"),
+            ("--admin", "x", "on loopback"),
+            ("--probe-listen", "1.2.3.4", "0 to 65535"),
+            ("--hint-cache", "1000001", "0..=1000000"),
+            ("--hint-divisor", "0", "1..=1000"),
+            ("--netflix-utilization", "0", "from 1 to 1000000"),
+            ("--netflix-utilization", "1000001", "from 1 to 1000000"),
+            ("--netflix-target", "101", "1..=100"),
+            ("--netflix-target", "60", "--netflix-utilization"),
+            ("--tls-cert", "a.pem", "--tls-key"),
+            ("--upstream-ca", "a.pem", "--upstream-tls"),
+        ] {
+            let error = parse(&[flag, value]).unwrap_err();
+            // Of a flag that lacks its companion, the companion is named.
+            assert!(error.contains(flag) || says.starts_with("--"), "{error}");
+            assert!(error.contains(says), "{flag} {value}: {error}");
+        }
+        let error = Cli::try_parse_from(["probe-agent", "--listen", "127.0.0.1:0", "--upstream", "nowhere"]);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("--upstream") && error.contains("`name:port`"), "{error}");
+    }
+}

@@ -1,0 +1,322 @@
+//! Commands, in blocks and between backticks: each is run here, or by the test that [`ELSEWHERE`] names, or parsed by the
+//! program that it is for. What can be neither is in [`NOT_RUN`] with the reason. A command in none of these fails.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use prequal_testbed::{
+    Envoy, EnvoyConfig, Fleet, Reply, dist_dir, eventually, ready, target_dir, workspace_root,
+};
+use serde_json::Value;
+
+use crate::getting_started;
+use crate::{all_blocks, documents, read};
+
+/// What a reader types with programs of others, and who runs it.
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("cd envoy-configs/compose", "nothing to test"),
+    ("docker-compose up --build --detach", "step `compose` of cargo xtask test"),
+    ("docker-compose down --volumes", "step `compose`"),
+    ("apt-get install --no-install-recommends docker.io docker-compose iptables debootstrap", ".ci/run"),
+    ("apt-get install --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross", ".ci/run"),
+    ("cargo deny", "step `deps`, where it is installed"),
+    ("cargo test -p prequal-testbed --test mesh", "step `test`"),
+    (
+        "cargo run -p prequal-testbed --example refresh_schemas -- \"$DIR/kubernetes/customresourcedefinitions.gen.yaml\"",
+        "it changes files: lint compiles it",
+    ),
+    ("promtool test rules prequal-alerts.test.yaml", "promtool_accepts_the_rules_and_their_tests_pass"),
+    ("sha256sum --check", "step `release`"),
+    (
+        "skopeo copy oci:target/release-dist/prequal_filter-0.1.0.oci:0.1.0 docker://REGISTRY/prequal-filter:0.1.0",
+        "step `release`, with a registry of its own",
+    ),
+    (
+        "skopeo copy --all oci:target/release-dist/probe-agent-0.1.0.oci:0.1.0 docker://REGISTRY/probe-agent:0.1.0",
+        "step `release`",
+    ),
+    ("envoy --mode validate", "yaml_that_is_shown_works"),
+    ("curl -s 'http://127.0.0.1:9901/config_dump?include_eds'", "what_asks_an_envoy_is_answered"),
+    ("curl -s localhost:9902/stats/prometheus", "what_asks_an_envoy_is_answered"),
+    ("grep -E 'prequal_(picks|probes|members|diverted)'", "what_asks_an_envoy_is_answered"),
+    ("head -n 1", "nothing to test"),
+];
+
+/// What no test runs, and why.
+const NOT_RUN: &[(&str, &str)] = &[
+    ("istioctl -n demo proxy-config listeners \"$P\" --port 8080 -o json", NO_ISTIOCTL),
+    ("istioctl -n demo proxy-config clusters \"$P\" --port 8081 -o json", NO_ISTIOCTL),
+    ("istioctl -n demo proxy-config endpoints \"$P\" --port 8081", NO_ISTIOCTL),
+    ("istioctl proxy-config routes -o json", NO_ISTIOCTL),
+    ("istioctl analyze", NO_ISTIOCTL),
+    ("istioctl proxy-status", NO_ISTIOCTL),
+    ("grep '\"name\"'", "of what istioctl prints"),
+    ("go mod download -json istio.io/api@v1.31.1", "it fetches; for who refreshes the schemas"),
+];
+
+/// Docs say so too (docs/istio.md).
+const NO_ISTIOCTL: &str = "no package registry has istioctl";
+
+/// Programs whose commands are looked for between backticks.
+const PROGRAMS: &[&str] = &[
+    "apt-get",
+    "cargo",
+    "cosign",
+    "curl",
+    "docker",
+    "docker-compose",
+    "envoy",
+    "go",
+    "helm",
+    "istioctl",
+    "kubectl",
+    "kustomize",
+    "plb",
+    "prequal",
+    "probe-agent",
+    "promtool",
+    "sha256sum",
+    "skopeo",
+];
+
+struct Shown {
+    command: String,
+    place: String,
+}
+
+/// Every command of the pages for users and of the schemas' page, but for the one that is typed as a whole.
+fn shown() -> Result<Vec<Shown>> {
+    let is_for_us = |place: &str| {
+        ["README.md", "docs/", "tests/schemas"].iter().any(|start| place.starts_with(start))
+            && !place.starts_with(getting_started::PAGE)
+    };
+    let mut found = Vec::new();
+    for block in all_blocks("sh")?.iter().filter(|block| is_for_us(&block.place)) {
+        let parts = of_block(&block.text).into_iter();
+        found.extend(parts.map(|command| Shown { command, place: block.place.clone() }));
+    }
+    for document in documents()?.iter().filter(|document| is_for_us(&document.display().to_string())) {
+        let mut line = 1;
+        for (index, span) in without_blocks(&read(document)?).split('`').enumerate() {
+            let program = span.split_whitespace().next().unwrap_or_default();
+            if index % 2 == 1 && span.contains(char::is_whitespace) && PROGRAMS.contains(&program) {
+                let command = span.split_whitespace().collect::<Vec<_>>().join(" ");
+                found.push(Shown { command, place: format!("{}:{line}", document.display()) });
+            }
+            line += span.matches('\n').count();
+        }
+    }
+    Ok(found)
+}
+
+/// The text with the lines of blocks emptied.
+fn without_blocks(text: &str) -> String {
+    let mut inside = false;
+    let mut kept = String::new();
+    for line in text.lines() {
+        let fence = line.trim_start().starts_with("```");
+        inside ^= fence;
+        kept.push_str(if inside || fence { "" } else { line });
+        kept.push('\n');
+    }
+    kept
+}
+
+/// Commands of a block: without comments, continued lines joined, pipes, background marks and `NAME=$(...)` taken off.
+fn of_block(text: &str) -> Vec<String> {
+    let joined = text.replace("\\\n", " ");
+    let lines = joined.lines().map(|line| line.split(" #").next().unwrap_or_default().trim());
+    let parts = lines.filter(|line| !line.starts_with('#')).flat_map(|line| {
+        let line = line.split_once("=$(").map_or(line, |(_, inner)| inner.trim_end_matches(')'));
+        line.split(" | ").collect::<Vec<_>>()
+    });
+    parts
+        .map(|part| part.trim().trim_end_matches('&').trim().to_owned())
+        .filter(|part| !part.is_empty())
+        .collect()
+}
+
+/// The program of ours that a command begins with, where it is built, and its arguments.
+fn ours(command: &str) -> Option<(PathBuf, Vec<String>)> {
+    let words = words(command);
+    let names: Vec<&str> = words.iter().map(String::as_str).take(2).collect();
+    let (program, skipped) = match names[..] {
+        ["cargo", "xtask"] => (target_dir().join("debug/xtask"), 2),
+        ["plb", ..] => (target_dir().join("debug/plb"), 1),
+        [name @ ("prequal" | "probe-agent"), ..] => (dist_dir().join(name), 1),
+        _ => return None,
+    };
+    Some((program, words.into_iter().skip(skipped).collect()))
+}
+
+/// Words as the shell takes them apart: what stands in double quotes is together.
+fn words(command: &str) -> Vec<String> {
+    let mut quoted = false;
+    let apart = |c: char| {
+        quoted ^= c == '"';
+        !quoted && c.is_whitespace()
+    };
+    command.split(apart).filter(|word| !word.is_empty()).map(|word| word.replace('"', "")).collect()
+}
+
+#[test]
+fn every_command_is_run_or_parsed_or_named_with_the_reason() -> Result<()> {
+    let shown = shown()?;
+    let mut listed = BTreeSet::new();
+    for Shown { command, place } in &shown {
+        let told = ELSEWHERE.iter().chain(NOT_RUN).find(|(known, _)| known == command);
+        if let Some((known, _)) = told {
+            listed.insert(*known);
+        } else if let Some((program, arguments)) = ours(command) {
+            accepts(&program, &arguments).with_context(|| format!("{place}: `{command}`"))?;
+        } else {
+            assert!(
+                command.starts_with("kubectl "),
+                "{place}: `{command}`: who runs it? Run it in a test and say so in ELSEWHERE, or say why not in NOT_RUN"
+            );
+        }
+    }
+    assert!(shown.len() > 60, "{}", shown.len());
+    let stale = ELSEWHERE.iter().chain(NOT_RUN).find(|(known, _)| !listed.contains(known));
+    assert_eq!(stale, None, "no document shows it any more");
+    Ok(())
+}
+
+/// The program takes these flags and arguments. They are judged in order, so that help comes only if all before it are
+/// right; what stands for something (`NAME`, `<scenario>`, `[--quick]`) is left out, and so is where output goes.
+fn accepts(program: &Path, arguments: &[String]) -> Result<()> {
+    if !program.exists() {
+        assert!(std::env::var("CI").as_deref() != Ok("true"), "missing {}", program.display());
+        eprintln!("skipped: missing {}: run `cargo xtask test`", program.display());
+        return Ok(());
+    }
+    let optional = arguments.iter().map(|word| word.trim_matches(['[', ']']));
+    let said = optional
+        .take_while(|word| !word.starts_with('>') && *word != "<")
+        .filter(|word| *word != "--help" && !word.starts_with('<'))
+        .map(|word| if word.len() == 1 && word.chars().all(char::is_uppercase) { "1" } else { word })
+        .filter(|word| *word != "NAME");
+    let output = Command::new(program).args(said).arg("--help").output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
+
+/// There is no cluster, but kubectl itself judges every command, and makes what it would create.
+#[test]
+fn kubectl_takes_its_commands() -> Result<()> {
+    const NAME: &str = "kubectl_takes_its_commands";
+    if Command::new("kubectl").args(["version", "--client"]).output().is_err() {
+        netlab::skip(NAME, "no kubectl; on Debian: apt-get install kubernetes-client");
+        return Ok(());
+    }
+    let module = dist_dir().join("prequal_filter.wasm");
+    if !ready(std::slice::from_ref(&module)) {
+        return Ok(());
+    }
+    let mut created = Vec::new();
+    let mut checked = 0;
+    for Shown { command, place } in shown()?.iter().filter(|shown| shown.command.starts_with("kubectl ")) {
+        let here = command.replace("target/dist", &dist_dir().display().to_string());
+        // After `--` it is another program's.
+        let own = here.split(" -- ").next().unwrap_or_default();
+        let ran = |more: &str| -> Result<String> {
+            let output = Command::new("bash")
+                .args(["-c", &format!("{own} {more}")])
+                .current_dir(workspace_root())
+                .env("P", "pod/client-0")
+                .output()?;
+            let error = String::from_utf8_lossy(&output.stderr);
+            ensure!(output.status.success(), "{place}: `{command}`: {error}");
+            Ok(String::from_utf8(output.stdout)?)
+        };
+        ran("--help")?;
+        if command.contains(" create ") {
+            created.push(yaml_serde::from_str::<Value>(&ran("--dry-run=client --output yaml")?)?);
+        }
+        let words: Vec<&str> = own.split_whitespace().collect();
+        for pair in words.windows(2).filter(|pair| ["-f", "-k"].contains(&pair[0])) {
+            assert!(workspace_root().join(pair[1]).exists(), "{place}: `{command}`: no {}", pair[1]);
+        }
+        checked += 1;
+    }
+    assert!(checked >= 9, "{checked}");
+    let wasm = fs::read(module)?;
+    let maps: Vec<&Value> = created.iter().filter(|object| object["kind"] == "ConfigMap").collect();
+    let namespaces: BTreeSet<Option<&str>> =
+        maps.iter().map(|map| map["metadata"]["namespace"].as_str()).collect();
+    assert_eq!(namespaces, [Some("demo"), Some("prequal")].into(), "Istio's and Kubernetes' page");
+    for map in maps {
+        // As the manifests mount it; they are run by the tests of the mesh.
+        assert_eq!(map["metadata"]["name"], "prequal-filter");
+        let content = map["binaryData"]["prequal_filter.wasm"].as_str().context("the module")?;
+        use base64::Engine as _;
+        assert!(base64::engine::general_purpose::STANDARD.decode(content)? == wasm, "another module");
+    }
+    assert!(
+        created.iter().any(|object| object["kind"] == "Namespace" && object["metadata"]["name"] == "prequal")
+    );
+    Ok(())
+}
+
+/// Lines that ask a running Envoy, as they stand but for its address.
+#[test]
+fn what_asks_an_envoy_is_answered() -> Result<()> {
+    let prequal = dist_dir().join("prequal");
+    if !ready(&[prequal]) {
+        return Ok(());
+    }
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    let client = envoy.client();
+    eventually("both replicas are known", std::time::Duration::from_secs(10), || {
+        let _ = client.get("/");
+        (envoy.prequal("replicas").ok()?.other("prequal_members") == 2).then_some(())
+    });
+    let admin = envoy.admin().to_string();
+    let mut asked = 0;
+    for block in all_blocks("sh")?.iter().filter(|block| !block.place.starts_with(getting_started::PAGE)) {
+        let asks = |line: &&str| {
+            line.contains("127.0.0.1:9901") && !line.trim_start().starts_with("prequal config")
+                || line.starts_with("curl")
+        };
+        for line in block.text.lines().filter(asks) {
+            // Live it would go on for ever.
+            let once = if line.contains("prequal top http") {
+                line.replace("top http", "top --once http")
+            } else {
+                line.to_owned()
+            };
+            let script = once
+                .replace("127.0.0.1:9901", &admin)
+                .replace("localhost:9902", &admin)
+                .replace("--interval 5", "--interval 1");
+            let path = format!("{}:{}", dist_dir().display(), std::env::var("PATH")?);
+            let output = Command::new("bash")
+                .args(["-c", &format!("set -o pipefail; {script}")])
+                .env("PATH", path)
+                .output()?;
+            ensure!(
+                output.status.success() && output.stdout.len() > 20,
+                "{}: `{line}`: {}{}",
+                block.place,
+                String::from_utf8_lossy(&output.stdout),
+                String::from_utf8_lossy(&output.stderr)
+            );
+            asked += 1;
+        }
+    }
+    assert!(asked >= 4, "{asked}");
+    Ok(())
+}
+
+#[test]
+fn blocks_are_shell() -> Result<()> {
+    for block in all_blocks("sh")? {
+        let output = Command::new("bash").args(["-n", "-c", &block.text]).output()?;
+        ensure!(output.status.success(), "{}: {}", block.place, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}

@@ -1,0 +1,80 @@
+//! Programs from Debian's packages that checks need.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{progress, run, workspace};
+
+/// The folder under target/ with the files of `package`, fetched once. Unpacked and never installed: what is installed may
+/// start a server on this machine.
+pub(crate) fn unpacked(package: &str) -> Result<PathBuf> {
+    let root = workspace::target().join(package);
+    if !root.is_dir() {
+        let what = format!("fetching Debian's package {package} into target/{package}");
+        progress::silently(&what, || unpack(package))?;
+    }
+    Ok(root)
+}
+
+/// Prometheus and promtool for the tests of dashboard and rules. Where they cannot be had it says why, and the tests that
+/// need them say that they were skipped.
+pub(crate) fn prometheus() {
+    let on_path = |program| run::succeeds(run::tool(program).arg("--version"));
+    if on_path("prometheus") && on_path("promtool") {
+        return;
+    }
+    if let Err(why) = unpacked("prometheus") {
+        progress::say(format_args!("no Prometheus: {}", progress::last_line(&why)));
+    }
+}
+
+/// Installs what is missing of `tools`, programs with their packages; only root can.
+pub(crate) fn install(tools: &[(&str, &str)]) -> Result<()> {
+    let missing: Vec<&str> = tools
+        .iter()
+        .filter(|(program, _)| !run::succeeds(run::tool("sh").args(["-c", &format!("command -v {program}")])))
+        .map(|(_, package)| *package)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let line = format!("apt-get install -y --no-install-recommends {}", missing.join(" "));
+    if run::output(run::tool("id").arg("-u"))?.trim() != "0" {
+        bail!("missing {}; as root: {line}", missing.join(", "));
+    }
+    progress::silently(&line, || {
+        with_fresh_lists(|| {
+            let mut command = run::tool("apt-get");
+            command.args(["install", "-y", "--no-install-recommends"]).args(&missing);
+            run::output(command.env("DEBIAN_FRONTEND", "noninteractive"))
+        })
+    })?;
+    Ok(())
+}
+
+fn unpack(package: &str) -> Result<()> {
+    let root = workspace::target().join(package);
+    // Renamed at the end: an interrupted run leaves nothing that looks complete.
+    let scratch = root.with_file_name(format!(".{package}-{}", std::process::id()));
+    fs::create_dir_all(&scratch)?;
+    let unpacked = (|| {
+        with_fresh_lists(|| {
+            run::output(run::tool("apt-get").args(["download", package]).current_dir(&scratch))
+        })?;
+        let archive = fs::read_dir(&scratch)?.next().context("apt-get downloaded nothing")??.path();
+        run::output(run::tool("dpkg").arg("-x").arg(&archive).arg(&scratch))?;
+        fs::remove_file(archive)?;
+        Ok(fs::rename(&scratch, &root)?)
+    })();
+    if unpacked.is_err() {
+        fs::remove_dir_all(&scratch)?;
+    }
+    unpacked
+}
+
+/// Only root may refresh the lists, and they may be fresh: so first without.
+fn with_fresh_lists<T>(work: impl Fn() -> Result<T>) -> Result<T> {
+    work().or_else(|_| run::output(run::tool("apt-get").arg("update")).and_then(|_| work()))
+}

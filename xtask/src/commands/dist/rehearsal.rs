@@ -1,0 +1,134 @@
+//! A release as far as a test needs it: for this machine's architecture alone, once. Its files are what they should be,
+//! and the commands of docs/releasing.md carry its images to a registry, from which they come back the same.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::{NAME, PLATFORMS, PROGRAMS, Parts, SUMS, VERSION, pack, verify_agent, verify_module};
+use crate::commands::debian;
+use crate::toolchain::{Choice, Toolchain};
+use crate::{progress, run, workspace};
+
+/// Why it cannot be done here, if so. What only has to be installed is.
+pub(crate) fn missing() -> Option<String> {
+    let had = debian::install(&[("skopeo", "skopeo")]).and_then(|()| debian::unpacked("docker-registry"));
+    had.err().map(|why| progress::last_line(&why))
+}
+
+/// Builds it below target/ and checks it.
+pub(crate) fn run(choice: Choice) -> Result<()> {
+    let toolchain = Toolchain::prepare(choice)?;
+    let here: Vec<_> =
+        PLATFORMS.into_iter().filter(|platform| platform.arch == std::env::consts::ARCH).collect();
+    let parts = Parts::build(&toolchain, &here)?;
+    let scratch = workspace::target().join(format!("release-{}", std::process::id()));
+    let checked = check(&parts, &scratch);
+    fs::remove_dir_all(&scratch)?;
+    checked
+}
+
+fn check(parts: &Parts, scratch: &Path) -> Result<()> {
+    let out = scratch.join("release-dist");
+    let files = pack(parts, &out)?;
+    run::output(run::tool("sha256sum").args(["--check", "--strict", SUMS]).current_dir(&out))?;
+    programs_run(&out)?;
+    let registry = Registry::start(scratch)?;
+    let pushed = push(&out, registry.addr)?;
+    ensure!(pushed == 2, "docs/releasing.md shows {pushed} commands that push, not one for each image");
+    let back = |name: &str| -> Result<_> {
+        let folder = scratch.join(name);
+        let from = format!("docker://{}/{name}:{VERSION}", registry.addr);
+        let to = format!("oci:{}:{VERSION}", folder.display());
+        run::output(run::tool("skopeo").args(["copy", "--all", "--src-tls-verify=false", &from, &to]))?;
+        Ok(folder)
+    };
+    verify_module(&back("prequal-filter")?, &parts.module)?;
+    verify_agent(&back("probe-agent")?, &parts.programs)?;
+    progress::say(format_args!("{} files; both images went through a registry", files.len()));
+    Ok(())
+}
+
+/// The programs in the archive start without any library of this machine.
+fn programs_run(out: &Path) -> Result<()> {
+    let archive = format!("{NAME}-{VERSION}-{}-linux.tar.gz", std::env::consts::ARCH);
+    run::output(run::tool("tar").args(["-xzf", &archive]).current_dir(out))?;
+    for (_, program) in PROGRAMS {
+        let said = run::output(run::tool(out.join(program)).arg("--version"))?;
+        ensure!(said.trim() == format!("{program} {VERSION}"), "{program} calls itself {said}");
+        let elf = run::output(run::tool("readelf").args(["--program-headers"]).arg(out.join(program)))?;
+        ensure!(!elf.contains("INTERP"), "{program} is not linked statically");
+    }
+    Ok(())
+}
+
+/// Types what docs/releasing.md says, with this release and this registry; returns how many commands that were.
+fn push(out: &Path, registry: SocketAddr) -> Result<usize> {
+    let page = fs::read_to_string(workspace::root().join("docs/releasing.md"))?;
+    let lines: Vec<&str> =
+        page.lines().map(str::trim).filter(|line| line.starts_with("skopeo copy ")).collect();
+    for line in &lines {
+        ensure!(line.contains("target/release-dist/") && line.contains("docker://REGISTRY/"), "{line}");
+        let typed = line
+            .replace("target/release-dist", &out.display().to_string())
+            .replace("REGISTRY", &registry.to_string())
+            // A registry on loopback has no certificate.
+            .replace("skopeo copy", "skopeo copy --dest-tls-verify=false");
+        run::output(run::tool("sh").args(["-c", &typed])).with_context(|| (*line).to_owned())?;
+    }
+    Ok(lines.len())
+}
+
+/// Debian's registry, which everybody's is: it stops on drop.
+struct Registry {
+    process: Child,
+    addr: SocketAddr,
+}
+
+impl Registry {
+    fn start(scratch: &Path) -> Result<Self> {
+        let (settings, log) = (scratch.join("registry.json"), scratch.join("registry.log"));
+        let config = serde_json::json!({
+            "version": 0.1,
+            "storage": {"filesystem": {"rootdirectory": scratch.join("registry")}},
+            "http": {"addr": "127.0.0.1:0"},
+        });
+        // JSON is YAML.
+        fs::write(&settings, config.to_string())?;
+        let program = debian::unpacked("docker-registry")?.join("usr/bin/docker-registry");
+        let process = Command::new(program)
+            .arg("serve")
+            .arg(&settings)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(fs::File::create(&log)?)
+            .spawn()
+            .context("cannot start the registry")?;
+        let mut registry = Self { process, addr: ([127, 0, 0, 1], 0).into() };
+        let started = Instant::now();
+        loop {
+            let said = fs::read_to_string(&log)?;
+            let addr = said.split("listening on ").nth(1).and_then(|rest| rest.split('"').next());
+            if let Some(addr) = addr.and_then(|addr| addr.parse().ok()) {
+                registry.addr = addr;
+                return Ok(registry);
+            }
+            if registry.process.try_wait()?.is_some() || started.elapsed() > Duration::from_secs(20) {
+                bail!("the registry did not start:\n{said}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
