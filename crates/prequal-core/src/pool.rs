@@ -828,9 +828,9 @@ const VERIFY_MS: u32 = 5000;
 /// Weight of one pick in the share of refused choices: some eleven refusals in a row pause steering.
 const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
 /// How long steering pauses.
+const PAUSE_MS: u32 = 1000;
 /// Without a pick for this long the fleet is as good as new: agents forget their samples after 15 s.
 const IDLE_MS: u32 = 10_000;
-const PAUSE_MS: u32 = 1000;
 /// Bounds the counters between two picks; an average over more is not believable.
 const MAX_RATE: u32 = 10_000;
 /// Shares of traffic, per cent.
