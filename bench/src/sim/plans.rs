@@ -166,6 +166,14 @@ fn ours_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
     Arm::Prequal(prequal)
 }
 
+/// Ours where nobody is known at first: replicas are learned from probes without an address, as the filter does.
+fn learning(change: impl FnOnce(&mut PoolSettings)) -> Arm {
+    let mut prequal = Prequal { learn: true, ..ours() };
+    prequal.pool.verified_probes = true;
+    change(&mut prequal.pool);
+    Arm::Prequal(prequal)
+}
+
 fn arms<const N: usize>(list: [(&str, Arm); N]) -> Vec<(String, Arm)> {
     list.into_iter().map(|(name, arm)| (name.to_owned(), arm)).collect()
 }

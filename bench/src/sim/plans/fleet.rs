@@ -129,15 +129,13 @@ pub(super) fn churn(length: Length) -> Plan {
             scenario.changes.push((at, Change::Join((50 + step) % 100)));
             scenario.changes.push((at, Change::Leave(step % 100)));
         }
-        let verified = PoolSettings { verified_probes: true, ..ours().pool };
-        let learning = Prequal { learn: true, pool: verified, ..ours() };
         Point {
             label: label.to_owned(),
             scenario,
             arms: arms([
                 ("Random", Arm::Random),
                 ("LL-Po2C", Arm::LeastLoadedPo2c),
-                ("Prequal (ours, learning)", Arm::Prequal(learning)),
+                ("Prequal (ours, learning)", learning(|_| ())),
             ]),
         }
     });
@@ -197,10 +195,7 @@ pub(super) fn newcomer(length: Length) -> Plan {
             let work = WORK_MS * (1.0 + (cold - 1.0) * left);
             scenario.changes.push((at + step as f64, Change::Work(20, work)));
         }
-        let ramp = |ramp_ms: u32| {
-            let pool = PoolSettings { verified_probes: true, ramp_ms, ..ours().pool };
-            Arm::Prequal(Prequal { learn: true, pool, ..ours() })
-        };
+        let ramp = |ramp_ms: u32| learning(|pool| pool.ramp_ms = ramp_ms);
         Point {
             label: label.to_owned(),
             scenario,
@@ -259,21 +254,16 @@ fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -
         let at = |pause: u32| (f64::from(pause) * every + 0.05, Change::Pause(pause_ms));
         scenario.changes = (0..((warm_up + measured) / every) as u32).map(at).collect();
     }
-    let cold = |change: &dyn Fn(&mut PoolSettings)| {
-        let mut pool = PoolSettings { verified_probes: true, ..ours().pool };
-        change(&mut pool);
-        Arm::Prequal(Prequal { learn: true, pool, ..ours() })
-    };
     Point {
         label: label.to_owned(),
         scenario,
         arms: arms([
             ("Random", Arm::Random),
             ("LL-Po2C", Arm::LeastLoadedPo2c),
-            (OURS, cold(&|_| ())),
-            ("learning_rif 0", cold(&|pool| pool.learning_rif = 0)),
-            ("learning_rif 8", cold(&|pool| pool.learning_rif = 8)),
-            ("overflow_rif 0", cold(&|pool| pool.overflow_rif = 0)),
+            (OURS, learning(|_| ())),
+            ("learning_rif 0", learning(|pool| pool.learning_rif = 0)),
+            ("learning_rif 8", learning(|pool| pool.learning_rif = 8)),
+            ("overflow_rif 0", learning(|pool| pool.overflow_rif = 0)),
         ]),
     }
 }
