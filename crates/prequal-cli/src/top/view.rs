@@ -23,8 +23,10 @@ pub(super) struct View {
     pub(super) averted: u64,
     /// Nobody is passed over, because it would be more than half of the fleet.
     pub(super) panic: bool,
-    /// Since Envoy started, and in the interval: in the order of [`EVENTS`].
-    events: [(u64, u64); 6],
+    /// Since Envoy started, and in the interval: in the order of [`OF_REPLICAS`].
+    of_replicas: [(u64, u64); 4],
+    /// The same, in the order of [`OF_ITSELF`].
+    of_itself: [(u64, u64); 2],
     reloads: (u64, u64),
     pub(super) replicas: Vec<Replica>,
 }
@@ -47,14 +49,19 @@ pub(super) struct Replica {
 pub(super) const BRANCHES: [&str; 5] = ["cold", "hot", "sync", "scored", "fallback"];
 
 /// Rare events: what they are called, and their counter.
-const EVENTS: [(&str, &str); 6] = [
+type Event = (&'static str, &'static str);
+
+/// What happens to replicas.
+const OF_REPLICAS: [Event; 4] = [
     ("diverted", "diverted_total"),
     ("averted", "averted_total"),
     ("trials", "trials_total"),
     ("returned", "returned_total"),
-    ("lost writes", "cas_giveups_total"),
-    ("blobs replaced", "blob_replaced_total"),
 ];
+
+/// What happens to the filter itself.
+const OF_ITSELF: [Event; 2] =
+    [("lost writes", "cas_giveups_total"), ("blobs replaced", "blob_replaced_total")];
 
 impl View {
     /// All clusters that the filter balances, by name.
@@ -96,7 +103,8 @@ impl View {
             members: total(now, "members", &any),
             averted: total(now, "averted", &any),
             panic: total(now, "panic", &any) > 0,
-            events: EVENTS.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
+            of_replicas: OF_REPLICAS.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
+            of_itself: OF_ITSELF.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
             reloads: (now.reloads, grown(before.reloads, now.reloads)),
             replicas: replicas(cluster, before, now, seconds),
         }
@@ -109,7 +117,8 @@ impl View {
 
     /// Part of the choices that went by Envoy's own policy, 0 to 1.
     pub(super) fn fallback(&self) -> f64 {
-        part(self.picks[4], self.queries())
+        let picks = BRANCHES.iter().zip(self.picks).find(|(branch, _)| **branch == "fallback");
+        part(picks.map_or(0.0, |(_, rate)| rate), self.queries())
     }
 
     /// Probes per choice.
@@ -121,15 +130,11 @@ impl View {
     pub(super) fn lines(&self) -> Vec<String> {
         let branches: Vec<String> =
             BRANCHES.iter().zip(self.picks).map(|(branch, rate)| format!("{branch} {rate:.1}")).collect();
-        let events: Vec<String> = EVENTS
-            .iter()
-            .map(|(name, _)| *name)
-            .zip(self.events)
-            .chain([("vm reloads", self.reloads)])
-            .map(|(name, (total, new))| format!("{name} {total} (+{new})"))
-            .collect();
-        // What happens to replicas, and what happens to the filter itself.
-        let (replicas, filter) = events.split_at(4);
+        let event = |name: &str, (total, new): (u64, u64)| format!("{name} {total} (+{new})");
+        let events = |names: &[Event], counts: &[(u64, u64)]| -> String {
+            let each = names.iter().zip(counts).map(|((name, _), count)| event(name, *count));
+            each.collect::<Vec<_>>().join(", ")
+        };
         vec![
             format!("picks/s      {:.1}: {}", self.queries(), branches.join(", ")),
             format!(
@@ -148,8 +153,12 @@ impl View {
                 self.averted,
                 if self.panic { ": PANIC, it would be more than half" } else { "" }
             ),
-            format!("since start  {}", replicas.join(", ")),
-            format!("of itself    {}", filter.join(", ")),
+            format!("since start  {}", events(&OF_REPLICAS, &self.of_replicas)),
+            format!(
+                "of itself    {}, {}",
+                events(&OF_ITSELF, &self.of_itself),
+                event("vm reloads", self.reloads)
+            ),
         ]
     }
 
