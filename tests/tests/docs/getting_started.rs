@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
-use prequal_testbed::{dist_dir, envoy_binary, ready, workspace_root};
+use prequal_testbed::{bed, dist_dir, envoy_binary, workspace_root};
 
 use crate::blocks;
 
@@ -25,10 +25,7 @@ fn ten_ports() -> u16 {
 
 #[test]
 fn the_getting_started_page_works_line_by_line() -> Result<()> {
-    let prequal = dist_dir().join("prequal");
-    if !ready(&[prequal]) {
-        return Ok(());
-    }
+    bed!(&[dist_dir().join("prequal")]);
     let blocks = blocks(Path::new(PAGE))?;
     let typed: String = blocks.iter().filter(|b| b.language == "sh").map(|b| b.text.as_str()).collect();
     // Built and fetched before; ports that nobody has; files that leave with the test.

@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use prequal_core::config::Config;
-use prequal_testbed::{dist_dir, envoy_binary, ready, workspace_root};
+use prequal_testbed::{bed, dist_dir, envoy_binary, workspace_root};
 use serde_json::{Value, json};
 
 /// A fenced block of a document.
@@ -132,10 +132,7 @@ fn settings_shown_as_json_are_accepted() -> Result<()> {
 
 #[test]
 fn yaml_that_is_shown_works() -> Result<()> {
-    let prequal = dist_dir().join("prequal");
-    if !ready(&[prequal]) {
-        return Ok(());
-    }
+    bed!(&[dist_dir().join("prequal")]);
     for block in all_blocks("yaml")? {
         let document = block.place.split(':').next().unwrap_or_default();
         match document {
