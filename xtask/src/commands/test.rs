@@ -211,7 +211,7 @@ impl Session<'_> {
     fn tests(&mut self) -> Result<()> {
         let envoy = envoy::default_envoy()?;
         debian::prometheus();
-        self.cargo_test(run::cargo().args(["test", "--workspace"]).env("ENVOY", envoy))
+        self.cargo_test(run::cargo().args(["test", "--workspace", "--no-fail-fast"]).env("ENVOY", envoy))
     }
 
     fn release(&mut self) -> Result<()> {
