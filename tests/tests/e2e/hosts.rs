@@ -115,12 +115,12 @@ fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
 }
 
 #[test]
-fn an_ejected_host_is_not_used() -> Result<()> {
+fn an_ejected_host_is_not_used_and_comes_back() -> Result<()> {
     bed!();
     let fleet = fleet_with_a_fast_one()?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
         config.cluster_mut(SERVING)["outlier_detection"] = json!({
-            "consecutive_5xx": 3, "interval": "0.1s", "base_ejection_time": "30s", "max_ejection_percent": 50,
+            "consecutive_5xx": 3, "interval": "0.1s", "base_ejection_time": "5s", "max_ejection_percent": 50,
             "enforcing_success_rate": 0, "enforcing_consecutive_gateway_failure": 0,
         });
     });
@@ -132,9 +132,20 @@ fn an_ejected_host_is_not_used() -> Result<()> {
         (envoy.stat("cluster.replicas.outlier_detection.ejections_active").ok()? == 1).then_some(())
     });
     fleet.clear();
+    let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(150, 4, |_| Request::get("/")));
     assert_eq!(fleet.served()[2], 0);
-    assert!(envoy.prequal(SERVING)?.steered() > 0);
+    // The filter has seen the failures too: it does not go on naming the host.
+    let after = envoy.prequal(SERVING)?;
+    let more = |name: &str| after.other(name) - before.other(name);
+    assert!(after.steered() - before.steered() >= 135, "{after:#?}");
+    assert!(more("prequal_diverted_total") <= 5, "{after:#?}");
+    // And back, though trials were refused while Envoy had it ejected.
+    fleet[2].backend.set(Reply::ok());
+    eventually("the host that was ejected is served again", Duration::from_secs(30), || {
+        assert_all_ok(&envoy.client().burst(30, 4, |_| Request::get("/")));
+        (user_requests(&fleet, 2) >= 20).then_some(())
+    });
     Ok(())
 }
 
