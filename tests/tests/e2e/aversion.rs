@@ -56,6 +56,26 @@ fn until(client: &Client, what: &str, limit: Duration, done: impl Fn() -> bool) 
 }
 
 #[test]
+fn without_probes_all_replicas_are_met_and_one_that_failed_comes_back() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(5)))?;
+    let config = set(without_retries(&fleet.addrs())?, "budget", "fixed");
+    let config = set(set(config, "r_probe", 0), "idle_probe_interval_ms", 0);
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 4);
+    let client = envoy.client();
+    fail(&fleet[0].backend, 100);
+    until(&client, "averted", Duration::from_secs(10), || {
+        envoy.prequal("replicas").is_ok_and(|counts| counts.other("prequal_averted") == 1)
+    });
+    fleet[0].backend.set(Reply::ok().delay(MS(5)));
+    until(&client, "back in use", Duration::from_secs(30), || {
+        envoy.prequal("replicas").is_ok_and(|counts| counts.other("prequal_averted") == 0)
+    });
+    Ok(())
+}
+
+#[test]
 fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Result<()> {
     bed!();
     for (share, workers) in [(30, 1), (30, 2), (50, 1), (100, 1)] {

@@ -78,10 +78,9 @@ impl PoolState {
         ProbesDue { addressed: due as u32, discovery: self.discovery_due(settings, now) }
     }
 
+    /// Whatever the budget: replicas that get no requests are heard of in no other way. With reports on responses alone the
+    /// first two that answer would get everything, and who is passed over no trial.
     fn discovery_due(&mut self, settings: &PoolSettings, now: Stamp) -> u32 {
-        if matches!(settings.budget, Budget::Fixed { r_probe } if r_probe <= 0.0) {
-            return 0;
-        }
         let growing = self.members == 0 || now.distance_ms(self.members_changed) < GROWING_MS;
         let members = f64::from(self.members);
         let rate = if growing {

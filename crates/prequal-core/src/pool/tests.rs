@@ -363,17 +363,19 @@ fn a_candidate_gets_one_request_to_be_verified_and_no_more() {
 
 #[test]
 fn discovery_goes_on_whatever_the_budget_says_and_hurries_while_names_are_new() {
-    let budget = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 0.0 };
-    let mut scene = Scene::new(PoolSettings { budget, ..plain() });
-    scene.pool.set_members(8, 0, ms(0));
-    scene.pool.set_members(9, 0, ms(0));
-    let count = |scene: &mut Scene, range: std::ops::Range<u64>| -> u32 {
-        range.map(|at| scene.pick(at).probes.discovery).sum()
-    };
-    let growing = count(&mut scene, 0..1000);
-    count(&mut scene, 2500..3000);
-    let settled = count(&mut scene, 3000..4000);
-    assert!((75..=90).contains(&growing) && (4..=5).contains(&settled), "{growing} then {settled}");
+    let adaptive = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 0.0 };
+    for budget in [adaptive, Budget::Fixed { r_probe: 0.0 }] {
+        let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+        scene.pool.set_members(8, 0, ms(0));
+        scene.pool.set_members(9, 0, ms(0));
+        let count = |scene: &mut Scene, range: std::ops::Range<u64>| -> u32 {
+            range.map(|at| scene.pick(at).probes.discovery).sum()
+        };
+        let growing = count(&mut scene, 0..1000);
+        count(&mut scene, 2500..3000);
+        let settled = count(&mut scene, 3000..4000);
+        assert!((75..=90).contains(&growing) && (4..=5).contains(&settled), "{growing} then {settled}");
+    }
 }
 
 #[test]
