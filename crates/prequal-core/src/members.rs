@@ -286,9 +286,15 @@ impl Members {
         eligible.into_iter().take(count).map(Member::target).collect()
     }
 
-    /// Up to `count` distinct targets among the members in use, uniformly. Takes no longer in a large fleet, unless most
-    /// of it is out of use: what a request that waits needs.
-    pub fn sample_in_use(&self, count: usize, rng: &mut impl Rng) -> Vec<Target> {
+    /// Up to `count` distinct targets among the members in use but those to `skip`, uniformly. Takes no longer in a large
+    /// fleet, unless most of it is out of use: what a request that waits needs.
+    pub fn sample_in_use(
+        &self,
+        count: usize,
+        rng: &mut impl Rng,
+        skip: impl Fn(Endpoint) -> bool,
+    ) -> Vec<Target> {
+        let asked = |member: &&Member| member.rank == IN_USE && !skip(member.endpoint);
         let mut drawn: Vec<Target> = Vec::with_capacity(count.min(self.list.len()));
         if self.list.len() > 4 * count {
             // A draw that meets nobody new is rare here; rejecting it keeps the sample uniform.
@@ -297,12 +303,12 @@ impl Members {
                     return drawn;
                 }
                 let member = self.list.get(rng.random_range(0..self.list.len()));
-                let target = member.filter(|member| member.rank == IN_USE).map(Member::target);
+                let target = member.filter(asked).map(Member::target);
                 drawn.extend(target.filter(|target| !drawn.contains(target)));
             }
             drawn.clear();
         }
-        let mut all: Vec<Target> = self.in_use().map(Member::target).collect();
+        let mut all: Vec<Target> = self.list.iter().filter(asked).map(Member::target).collect();
         let count = count.min(all.len());
         let (sample, _) = all.partial_shuffle(rng, count);
         drawn.extend_from_slice(sample);
@@ -421,7 +427,7 @@ mod tests {
             members.observe(replica(n), None, Evidence::Hearsay, ms(0));
             let mut hits = vec![0u32; usize::from(n)];
             for _ in 0..6000 {
-                let targets = members.sample_in_use(3, &mut rng);
+                let targets = members.sample_in_use(3, &mut rng, |_| false);
                 assert_eq!(targets.len(), 3.min(usize::from(n)));
                 for (i, target) in targets.iter().enumerate() {
                     assert!(!targets[..i].contains(target));
@@ -431,8 +437,13 @@ mod tests {
             let mean = f64::from(6000 * 3.min(u32::from(n))) / f64::from(n);
             let chi2: f64 = hits.iter().map(|hit| (f64::from(*hit) - mean).powi(2) / mean).sum();
             assert!(chi2 < 3.0 * f64::from(n) + 10.0, "n = {n}: {chi2} {hits:?}");
+            for _ in 0..100 {
+                let targets = members.sample_in_use(3, &mut rng, |skipped| skipped == replica(0));
+                assert_eq!(targets.len(), 3.min(usize::from(n) - 1));
+                assert!(targets.iter().all(|target| target.replica != replica(0)));
+            }
         }
-        assert!(Members::default().sample_in_use(3, &mut rng).is_empty());
+        assert!(Members::default().sample_in_use(3, &mut rng, |_| false).is_empty());
     }
 
     #[test]

@@ -290,6 +290,11 @@ impl Cluster {
         }
     }
 
+    /// The exceptions table, if there was something in it at the last transaction.
+    pub(crate) fn exceptions(&self) -> Option<Exceptions> {
+        self.exceptions.get().then(|| self.store.exceptions(&self.metrics))
+    }
+
     /// A probe of `replica` was answered at its address. Load counts only of members.
     pub(crate) fn probed(&self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Answer> {
         let members = self.hear_of(now, replica, report);

@@ -78,6 +78,11 @@ impl Store {
         update(&self.members_key, &metrics.blobs, |members| ((), change(members))).0
     }
 
+    /// The exceptions table as it is, for reading only.
+    pub(crate) fn exceptions(&self, metrics: &Metrics) -> Exceptions {
+        load(&self.exceptions_key, &metrics.blobs).0
+    }
+
     /// Reads and changes the exceptions table; see [`update`].
     pub(crate) fn update_exceptions<T>(
         &self,

@@ -110,8 +110,11 @@ impl Root {
     pub(crate) fn ask(&mut self, filter: &Filter, ask: Ask, now: Micros) {
         let Some(cluster) = filter.clusters.get(ask.cluster) else { return };
         let settings = cluster.config.choice.sync;
+        // The answer of one that is out would count as one of `d` and then not be taken.
+        let exceptions = cluster.exceptions();
+        let is_out = |replica| exceptions.as_ref().is_some_and(|table| table.is_out(replica));
         let targets = cluster.rule.with_members(cluster, now, |members| {
-            members.sample_in_use(settings.d, &mut *filter.rng.borrow_mut())
+            members.sample_in_use(settings.d, &mut *filter.rng.borrow_mut(), is_out)
         });
         if targets.len() < 2 {
             return cluster.metrics.waited(WaitEnd::Unasked);

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use anyhow::Result;
 use bytes::Bytes;
-use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
+use prequal_testbed::{
+    Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, eventually,
+};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -305,6 +307,27 @@ fn fleets_smaller_than_d_are_asked_whole() -> Result<()> {
         assert_eq!((after.waits("enough"), after.waits("unasked")), (waited, unasked), "n = {n}: {after:#?}");
         assert!(fleet.iter().all(|backend| user_requests(backend) > 0), "n = {n}: nobody is left out");
     }
+    Ok(())
+}
+
+#[test]
+fn a_replica_that_is_out_is_not_asked() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(2)))?;
+    // One answer decides: of a replica that is out it would be none.
+    let envoy = start(&fleet.addrs(), json!({"sync_d": 2}))?;
+    let client = envoy.client();
+    fleet[0].backend.set(Reply::status(503));
+    eventually("the failing replica is averted", Duration::from_secs(10), || {
+        client.burst(20, 4, |_| Request::get("/"));
+        (envoy.prequal(SERVING).ok()?.other("prequal_averted") == 1).then_some(())
+    });
+    let before = envoy.prequal(SERVING)?;
+    client.burst(200, 4, |_| Request::get("/"));
+    let after = envoy.prequal(SERVING)?;
+    let more = |count: fn(&Prequal) -> u64| count(&after) - count(&before);
+    let trials = more(|counts| counts.other("prequal_trials_total"));
+    assert!(more(|counts| counts.picks("sync")) + trials >= 195, "{after:#?}");
     Ok(())
 }
 
