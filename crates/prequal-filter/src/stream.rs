@@ -41,6 +41,8 @@ pub(crate) struct Stream {
     flight: Option<Flight>,
     /// It is a trial, and has been answered.
     trial: bool,
+    /// The replica's failure of this request has been told.
+    blamed: bool,
     /// The placement that the choice rests on.
     standing: Standing,
     /// The chosen replica is a candidate: Envoy must say that it served.
@@ -67,6 +69,7 @@ impl Stream {
             watch: Watch::default(),
             flight: None,
             trial: false,
+            blamed: false,
             standing: Standing::even(0),
             verify: false,
             answered: false,
@@ -166,13 +169,17 @@ impl Stream {
         }
     }
 
-    /// The chosen replica has answered or failed: the first time this is called tells.
+    /// The chosen replica has answered or failed. An answer may fail later, but a request fails once.
     fn land(&mut self, cluster: &Cluster, now: Micros, failed: bool) {
         if let Some(flight) = self.flight.take() {
             self.trial = cluster.landed(now, flight, failed, self.reported_us);
-        } else if failed && let Some(chosen) = self.chosen {
+        } else if failed
+            && !self.blamed
+            && let Some(chosen) = self.chosen
+        {
             cluster.failed_late(now, chosen, self.trial);
         }
+        self.blamed |= failed;
     }
 
     /// Whether the request really went to a configured cluster; the first that did not turns the look-up on.

@@ -7,13 +7,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue};
-use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response};
+use prequal_testbed::{
+    Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response, eventually,
+};
 use serde_json::json;
 
-use crate::support::{addrs, bed, counted, report, set, stand_in, stand_ins, warm, with_load};
+use crate::support::{
+    SERVING, addrs, bed, counted, grpc_reply, grpc_request, report, set, stand_in, stand_ins, warm, with_load,
+};
 
-const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const MS: fn(u64) -> Duration = Duration::from_millis;
 
 /// The shipped configuration without retries: every failure is seen.
@@ -34,6 +36,16 @@ fn fail(backend: &Backend, share: u64) {
             Reply::ok().delay(MS(20))
         }
     });
+}
+
+/// Asserts that no replica was averted at any time: the gauge alone reads 0 in panic too.
+#[track_caller]
+fn assert_not_averted(envoy: &Envoy) {
+    let now = envoy.prequal(SERVING).expect("stats");
+    for reason in ["failing", "reported", "silent"] {
+        assert_eq!(now.other(&format!("prequal_averted_total.{reason}")), 0, "{reason}: {now:#?}");
+    }
+    assert_eq!(now.other("prequal_panic"), 0, "{now:#?}");
 }
 
 fn get(client: &Client, count: usize) -> Vec<Result<Response>> {
@@ -85,29 +97,63 @@ fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Re
 #[test]
 fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
     bed!();
-    let grpc = Reply::ok().header("content-type", "application/grpc");
-    let trailers = |status| HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static(status))]);
-    let with_body =
-        |status| grpc.clone().body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), trailers(status)));
     let headers_only =
         Reply::status(200).header("content-type", "application/grpc").header("grpc-status", "14");
-    for failing in [with_body("14"), headers_only] {
-        let fleet = Fleet::uniform(4, &with_body("0").delay(MS(10)))?;
+    for failing in [grpc_reply("14"), headers_only] {
+        let fleet = Fleet::uniform(4, &grpc_reply("0").delay(MS(10)))?;
         let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
         warm(&envoy, 4);
         fleet[0].backend.set(failing);
         fleet.clear();
         let client = Client::http2(envoy.addr());
-        client.burst(400, 8, |_| {
-            Request::post("/test.Service/Call", &b"\0\0\0\0\0"[..])
-                .header("content-type", "application/grpc")
-                .header("te", "trailers")
-        });
+        client.burst(400, 8, |_| grpc_request());
         let served = fleet.served();
         assert!(served[0] < 24, "{served:?}");
         counted(&envoy, "averted", |now| {
             now.other("prequal_averted_total.failing") + now.other("prequal_averted_total.reported") > 0
         });
+    }
+    Ok(())
+}
+
+/// Answers of an agent that says nothing of failures, in which `bad` takes the place of every `every`-th answer.
+fn now_and_then(every: u64, good: Reply, bad: Reply) -> Result<(Backend, Arc<AtomicU64>)> {
+    let failures = Arc::new(AtomicU64::new(0));
+    let (count, told) = (AtomicU64::new(0), Arc::clone(&failures));
+    let backend = stand_in(
+        |addr| with_load(report(1, 5000, addr)),
+        move |addr| {
+            let fails = count.fetch_add(1, Ordering::Relaxed) % every == every - 1;
+            told.fetch_add(fails.into(), Ordering::Relaxed);
+            let reply = if fails { &bad } else { &good };
+            reply.clone().header("x-prequal-load", report(1, 5000, addr))
+        },
+    )?;
+    Ok((backend, failures))
+}
+
+#[test]
+fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
+    bed!();
+    let good = grpc_reply("0").delay(MS(2));
+    let broken = |status| Reply::status(status).body(Body::Broken(Bytes::from_static(b"half")));
+    for bad in [grpc_reply("14"), broken(200), broken(503)] {
+        let (fails, failures) = now_and_then(100, good.clone(), bad.clone())?;
+        let mut backends = vec![fails];
+        backends.extend(
+            (0..3)
+                .map(|_| now_and_then(u64::MAX, good.clone(), bad.clone()).map(|(b, _)| b))
+                .collect::<Result<Vec<_>>>()?,
+        );
+        let envoy = Envoy::start(without_retries(&addrs(&backends))?)?;
+        warm(&envoy, 4);
+        let client = Client::http2(envoy.addr());
+        eventually("six failures", Duration::from_secs(30), || {
+            client.burst(200, 8, |_| grpc_request());
+            (failures.load(Ordering::Relaxed) >= 6).then_some(())
+        });
+        counted(&envoy, "failures", |now| now.outcomes("upstream_failure") >= 6);
+        assert_not_averted(&envoy);
     }
     Ok(())
 }

@@ -4,28 +4,15 @@ use std::time::Duration;
 
 use anyhow::Result;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Version};
+use http::{HeaderValue, Version};
 use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, WebSocket};
 
-use crate::support::{SERVING, assert_all_ok, bed, counted, warm};
-
-fn grpc_request() -> Request {
-    Request::post("/test.Service/Call", &b"\0\0\0\0\0"[..])
-        .header("content-type", "application/grpc")
-        .header("te", "trailers")
-}
-
-fn grpc_trailers(status: &'static str) -> HeaderMap {
-    HeaderMap::from_iter([("grpc-status".parse().expect("a name"), HeaderValue::from_static(status))])
-}
+use crate::support::{SERVING, assert_all_ok, bed, counted, grpc_reply, grpc_request, warm};
 
 #[test]
 fn http2_and_grpc_pass_with_trailers() -> Result<()> {
     bed!();
-    let reply = Reply::ok()
-        .header("content-type", "application/grpc")
-        .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), grpc_trailers("0")));
-    let fleet = Fleet::uniform(3, &reply)?;
+    let fleet = Fleet::uniform(3, &grpc_reply("0"))?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
     warm(&envoy, 3);
     fleet.clear();
@@ -59,10 +46,7 @@ fn grpc_errors_are_seen_as_failures() -> Result<()> {
         .header("content-type", "application/grpc")
         .header("grpc-status", "14")
         .body(Body::Full(Bytes::new()));
-    let trailing = Reply::ok()
-        .header("content-type", "application/grpc")
-        .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), grpc_trailers("13")));
-    for reply in [only, trailing] {
+    for reply in [only, grpc_reply("13")] {
         for replica in fleet.iter() {
             replica.backend.set(reply.clone());
         }
