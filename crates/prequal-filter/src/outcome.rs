@@ -12,13 +12,19 @@ pub(crate) fn grpc_failed(map: MapType) -> bool {
 }
 
 /// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).
+///
+/// A circuit breaker that is full looks like a reset of the host it was for, which has not heard of the request.
 pub(crate) fn class_of(details: &str) -> Class {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| details.starts_with(prefix));
     if details == "via_upstream" {
         Class::Answer
     } else if starts(&["downstream_", "http2.remote_reset", "http3.remote_reset"]) {
         Class::ClientAbort
-    } else if starts(&["upstream_", "response_timeout", "no_healthy_upstream", "stream_idle_timeout"]) {
+    } else if starts(&["upstream_reset_before_response_started{overflow"]) {
+        Class::Local
+    } else if starts(&["upstream_", "response_timeout"])
+        || (starts(&["stream_idle_timeout"]) && host::upstream_address().is_some())
+    {
         Class::UpstreamFailure
     } else {
         Class::Local

@@ -208,6 +208,10 @@ impl Stream {
         }
         let now = host::now();
         let served_by = host::upstream_address();
+        if class == Class::Local && served_by.is_none() {
+            // It was sent to nobody.
+            return Some(class);
+        }
         if let Some(chosen) = self.chosen {
             let diverted = served_by.is_some_and(|served| served != chosen);
             if diverted {

@@ -1,19 +1,21 @@
 //! Replicas that fail, hang or lie about it: how soon they are averted, that they come back, and that the harm is bounded.
 
-use std::net::SocketAddr;
+use std::io::Write as _;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use bytes::Bytes;
 use prequal_testbed::{
-    Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response, eventually,
+    Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response, SHIM_NAME, eventually,
 };
 use serde_json::json;
 
 use crate::support::{
-    SERVING, addrs, bed, counted, grpc_reply, grpc_request, report, set, stand_in, stand_ins, warm, with_load,
+    SERVING, addrs, bed, counted, grpc_reply, grpc_request, is_probe, report, set, stand_in, stand_ins, warm,
+    with_load,
 };
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
@@ -259,6 +261,102 @@ fn client_aborts_avert_nobody() -> Result<()> {
     let counts = counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 50);
     assert_eq!(counts.other("prequal_averted"), 0, "{counts:#?}");
     assert_eq!(good(&get(&envoy.client(), 100)), 100);
+    Ok(())
+}
+
+#[test]
+fn what_envoy_refuses_by_itself_is_not_the_replicas() -> Result<()> {
+    bed!();
+    let load = |addr| with_load(report(1, 5000, addr));
+    let backends = stand_ins(3, load, move |addr| load(addr).delay(MS(20)))?;
+    let config = without_retries(&addrs(&backends))?;
+    let breaker = |keys: &[&str]| {
+        config.clone().edit(|config| {
+            let threshold = &mut config.cluster_mut(SERVING)["circuit_breakers"]["thresholds"][0];
+            keys.iter().for_each(|key| threshold[key] = json!(1));
+        })
+    };
+    let fault = config.clone().edit(|config| {
+        let fault = "type.googleapis.com/envoy.extensions.filters.http.fault.v3.HTTPFault";
+        let abort = json!({"http_status": 503, "percentage": {"numerator": 80}});
+        let settings = json!({"@type": fault, "abort": abort});
+        config.insert_before(SHIM_NAME, json!({"name": "fault", "typed_config": settings}));
+    });
+    for (case, config) in [
+        ("requests", breaker(&["max_requests"])),
+        ("pending requests", breaker(&["max_connections", "max_pending_requests"])),
+        ("fault", fault),
+    ] {
+        let envoy = Envoy::start(config)?;
+        warm(&envoy, 3);
+        let before = envoy.prequal(SERVING)?;
+        let answers = get(&envoy.client(), 300);
+        assert!(good(&answers) < 250, "{case}: nothing was refused: {}", good(&answers));
+        let refused = (300 - good(&answers)) as u64;
+        let local = before.outcomes("local") + refused;
+        let after = counted(&envoy, case, |now| now.outcomes("local") >= local);
+        assert_eq!(after.outcomes("upstream_failure"), 0, "{case}: {after:#?}");
+        assert_not_averted(&envoy);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_full_circuit_breaker_bars_nobody() -> Result<()> {
+    bed!();
+    // One that everybody wants, and enough others to choose from without it.
+    let best = |addr| with_load(report(0, 5000, addr));
+    let worse = |addr| with_load(report(3, 900_000, addr));
+    let wanted = stand_in(best, move |addr| best(addr).delay(MS(20)))?;
+    let mut backends = stand_ins(3, worse, worse)?;
+    backends.insert(0, wanted);
+    let config = without_retries(&addrs(&backends))?.edit(|config| {
+        config.cluster_mut(SERVING)["circuit_breakers"]["thresholds"][0]["max_requests"] = json!(1);
+    });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 4);
+    let (client, wanted) = (envoy.client(), &backends[0]);
+    client.burst(20, 1, |_| Request::get("/"));
+    // The one that is refused may have been for another: hence three times.
+    for _ in 0..3 {
+        wanted.clear();
+        assert_eq!(good(&client.burst(2, 2, |_| Request::get("/"))), 1, "one was to be refused");
+        // A bar would last for a second.
+        assert_eq!(good(&client.burst(10, 1, |_| Request::get("/"))), 10);
+        let served = wanted.seen().iter().filter(|seen| !is_probe(seen)).count();
+        assert!(served >= 8, "{served} of 11");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_idle_stream_is_the_replicas_only_if_it_was_reached() -> Result<()> {
+    bed!();
+    for reached in [false, true] {
+        let load = |addr| with_load(report(1, 5000, addr));
+        let hang = Arc::new(AtomicBool::new(false));
+        let backends = {
+            let hang = Arc::clone(&hang);
+            let body =
+                move || if hang.load(Ordering::Relaxed) { Body::Hang } else { Body::Full(Bytes::new()) };
+            stand_ins(2, load, move |addr| load(addr).body(body()))?
+        };
+        let envoy = Envoy::start(without_retries(&addrs(&backends))?.edit(|config| {
+            config.http_mut()["stream_idle_timeout"] = json!("0.2s");
+            if !reached {
+                let buffer = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer";
+                let settings = json!({"@type": buffer, "max_request_bytes": 1000});
+                config.insert_before(SHIM_NAME, json!({"name": "buffer", "typed_config": settings}));
+            }
+        }))?;
+        let before = warm(&envoy, 2);
+        hang.store(true, Ordering::Relaxed);
+        let mut socket = TcpStream::connect(envoy.addr())?;
+        // The body never comes whole.
+        socket.write_all(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n123")?;
+        let class = if reached { "upstream_failure" } else { "local" };
+        counted(&envoy, class, |now| now.outcomes(class) == before.outcomes(class) + 1);
+    }
     Ok(())
 }
 
