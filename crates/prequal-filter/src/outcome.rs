@@ -6,9 +6,14 @@ use proxy_wasm::types::MapType;
 use crate::host;
 use crate::metrics::Class;
 
-/// Whether the gRPC status in the map says that the replica failed.
+/// Whether the gRPC status in the map says that the replica failed. Means nothing unless [`is_grpc`].
 pub(crate) fn grpc_failed(map: MapType) -> bool {
     host::header(map, "grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
+}
+
+/// Whether a response of this content type is gRPC's.
+pub(crate) fn is_grpc(content_type: &[u8]) -> bool {
+    content_type.starts_with(b"application/grpc")
 }
 
 /// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).

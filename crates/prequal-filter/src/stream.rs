@@ -18,7 +18,7 @@ use proxy_wasm::types::{Action, MapType};
 use crate::filter::{Cluster, Filter};
 use crate::host;
 use crate::metrics::{Class, ReportEnd};
-use crate::outcome::{class_of, grpc_failed};
+use crate::outcome::{class_of, grpc_failed, is_grpc};
 use crate::root::wake;
 use crate::rule::Watch;
 use crate::steer::{Choice, steer};
@@ -55,6 +55,8 @@ pub(crate) struct Stream {
     complete: bool,
     /// The response carries an error: a 5xx, or what gRPC says in `grpc-status`.
     failed: bool,
+    /// So it is if it is gRPC's, by its trailers. They come without the headers, which are there again at the end.
+    failed_if_grpc: bool,
 }
 
 impl Stream {
@@ -76,6 +78,7 @@ impl Stream {
             reported_us: None,
             complete: false,
             failed: false,
+            failed_if_grpc: false,
         }
     }
 
@@ -272,7 +275,8 @@ impl HttpContext for Stream {
         if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) {
             // A gRPC error without a message is a response of headers alone.
             self.complete = end_of_stream;
-            self.failed = server_error() || (end_of_stream && grpc_failed(MapType::HttpResponseHeaders));
+            self.failed = server_error()
+                || (end_of_stream && grpc_failed(MapType::HttpResponseHeaders) && grpc_response());
             if cluster.config.choice.rule.is_probe_free() {
                 self.watch.response();
             } else if cluster.config.probe.piggyback {
@@ -295,15 +299,7 @@ impl HttpContext for Stream {
 
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
         self.complete = true;
-        if grpc_failed(MapType::HttpResponseTrailers) {
-            self.failed = true;
-            let filter = Rc::clone(&self.filter);
-            if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index))
-                && self.answered
-            {
-                self.land(cluster, host::now(), true);
-            }
-        }
+        self.failed_if_grpc = grpc_failed(MapType::HttpResponseTrailers);
         Action::Continue
     }
 
@@ -311,6 +307,14 @@ impl HttpContext for Stream {
         let filter = Rc::clone(&self.filter);
         self.stop_waiting(&filter);
         let picked = self.cluster;
+        if self.failed_if_grpc && grpc_response() {
+            self.failed = true;
+            if self.answered
+                && let Some(cluster) = picked.and_then(|index| filter.clusters.get(index))
+            {
+                self.land(cluster, host::now(), true);
+            }
+        }
         // A report and a proper end prove an answer without a property read.
         let class = if self.answered && self.complete { Some(Class::Answer) } else { self.classify(&filter) };
         if let Some(flight) = self.flight.take()
@@ -333,6 +337,12 @@ impl HttpContext for Stream {
 /// How often Envoy sent the request.
 fn attempts() -> u64 {
     host::number_property(&["upstream", "request_attempt_count"]).unwrap_or(1)
+}
+
+/// Whether the response is gRPC's. For where its headers are known to be at hand: with them and at the end.
+fn grpc_response() -> bool {
+    let content_type = hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, "content-type");
+    matches!(content_type, Ok(Some(content_type)) if is_grpc(&content_type))
 }
 
 /// Whether the response's status is a 5xx.
