@@ -323,13 +323,15 @@ impl HttpContext for Stream {
             cluster.gone(flight);
         }
         let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else { return };
+        let class = match class {
+            Some(Class::Answer) if self.failed => Some(Class::UpstreamFailure),
+            class => class,
+        };
         if cluster.config.choice.rule.keeps_state() {
             self.watch.ended(cluster, self.chosen, class, attempts());
         }
-        match class {
-            Some(Class::Answer) if self.failed => cluster.metrics.outcome(Class::UpstreamFailure),
-            Some(class) => cluster.metrics.outcome(class),
-            None => {}
+        if let Some(class) = class {
+            cluster.metrics.outcome(class);
         }
     }
 }
