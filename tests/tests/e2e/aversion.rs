@@ -118,44 +118,102 @@ fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
     Ok(())
 }
 
-/// Answers of an agent that says nothing of failures, in which `bad` takes the place of every `every`-th answer.
-fn now_and_then(every: u64, good: Reply, bad: Reply) -> Result<(Backend, Arc<AtomicU64>)> {
-    let failures = Arc::new(AtomicU64::new(0));
-    let (count, told) = (AtomicU64::new(0), Arc::clone(&failures));
-    let backend = stand_in(
-        |addr| with_load(report(1, 5000, addr)),
-        move |addr| {
-            let fails = count.fetch_add(1, Ordering::Relaxed) % every == every - 1;
-            told.fetch_add(fails.into(), Ordering::Relaxed);
-            let reply = if fails { &bad } else { &good };
-            reply.clone().header("x-prequal-load", report(1, 5000, addr))
-        },
-    )?;
-    Ok((backend, failures))
+/// Four replicas whose agents say nothing of failures: what averts them is what this Envoy sees.
+struct Unreported {
+    backends: Vec<Backend>,
+    /// The first replica answers as it should but for every so many-th time; not yet set, it always does.
+    every: Arc<AtomicU64>,
+    /// How often it did not.
+    failures: Arc<AtomicU64>,
+}
+
+impl Unreported {
+    fn start(good: &Reply, bad: &Reply) -> Result<Self> {
+        let load = |addr| with_load(report(1, 5000, addr));
+        let loaded = |reply: &Reply, addr| reply.clone().header("x-prequal-load", report(1, 5000, addr));
+        let (every, failures) = (Arc::new(AtomicU64::new(u64::MAX)), Arc::new(AtomicU64::new(0)));
+        let first = {
+            let (every, failures) = (Arc::clone(&every), Arc::clone(&failures));
+            let (good, bad, count) = (good.clone(), bad.clone(), AtomicU64::new(1));
+            move |addr| {
+                let every = every.load(Ordering::Relaxed);
+                if count.fetch_add(1, Ordering::Relaxed).is_multiple_of(every) {
+                    failures.fetch_add(1, Ordering::Relaxed);
+                    return loaded(&bad, addr);
+                }
+                loaded(&good, addr)
+            }
+        };
+        let good = good.clone();
+        let mut backends = vec![stand_in(load, first)?];
+        backends.extend(stand_ins(3, load, move |addr| loaded(&good, addr))?);
+        Ok(Self { backends, every, failures })
+    }
+
+    fn fail_every(&self, nth: u64) {
+        self.every.store(nth, Ordering::Relaxed);
+    }
+
+    fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+
+    fn addrs(&self) -> Vec<SocketAddr> {
+        addrs(&self.backends)
+    }
+
+    /// Fails all that the first replica gets of 400 requests, and asserts that it is averted for what this Envoy sees.
+    #[track_caller]
+    fn assert_averted(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
+        warm(envoy, 4);
+        self.fail_every(1);
+        client.burst(400, 8, request);
+        // A fair share is 100 requests: these are who was caught at once, and trials.
+        assert!((2..=24).contains(&self.failures()), "{case}: {} failures", self.failures());
+        let counts = counted(envoy, case, |now| now.other("prequal_averted_total.failing") > 0);
+        assert_eq!(counts.other("prequal_averted_total.reported"), 0, "{counts:#?}");
+        assert_eq!(counts.other("prequal_averted_total.silent"), 0, "{counts:#?}");
+    }
+}
+
+/// A body that ends too soon.
+fn broken(status: u16) -> Reply {
+    Reply::status(status).body(Body::Broken(Bytes::from_static(b"half")))
 }
 
 #[test]
 fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
     bed!();
-    let good = grpc_reply("0").delay(MS(2));
-    let broken = |status| Reply::status(status).body(Body::Broken(Bytes::from_static(b"half")));
     for bad in [grpc_reply("14"), broken(200), broken(503)] {
-        let (fails, failures) = now_and_then(100, good.clone(), bad.clone())?;
-        let mut backends = vec![fails];
-        backends.extend(
-            (0..3)
-                .map(|_| now_and_then(u64::MAX, good.clone(), bad.clone()).map(|(b, _)| b))
-                .collect::<Result<Vec<_>>>()?,
-        );
-        let envoy = Envoy::start(without_retries(&addrs(&backends))?)?;
+        let fleet = Unreported::start(&grpc_reply("0").delay(MS(2)), &bad)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
         warm(&envoy, 4);
+        fleet.fail_every(100);
         let client = Client::http2(envoy.addr());
         eventually("six failures", Duration::from_secs(30), || {
             client.burst(200, 8, |_| grpc_request());
-            (failures.load(Ordering::Relaxed) >= 6).then_some(())
+            (fleet.failures() >= 6).then_some(())
         });
         counted(&envoy, "failures", |now| now.outcomes("upstream_failure") >= 6);
         assert_not_averted(&envoy);
+    }
+    Ok(())
+}
+
+#[test]
+fn timeouts_resets_and_broken_answers_avert() -> Result<()> {
+    bed!();
+    for (case, bad) in [
+        ("the route's timeout", Reply::ok().body(Body::Hang)),
+        ("reset", Reply::ok().body(Body::Reset)),
+        ("broken off", broken(200)),
+    ] {
+        let fleet = Unreported::start(&Reply::ok().delay(MS(10)), &bad)?;
+        // Without the breaker, which would see who does not answer before the timeout does.
+        let config = set(without_retries(&fleet.addrs())?, "breaker", 0)
+            .edit(|config| config.route_mut()["timeout"] = json!("0.2s"));
+        let envoy = Envoy::start(config)?;
+        fleet.assert_averted(case, &envoy, &envoy.client(), |_| Request::get("/"));
     }
     Ok(())
 }
