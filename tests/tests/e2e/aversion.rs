@@ -201,6 +201,45 @@ fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
 }
 
 #[test]
+fn errors_that_no_replica_reports_avert() -> Result<()> {
+    bed!();
+    let headers_only = Reply::status(200)
+        .header("content-type", "application/grpc")
+        .header("grpc-status", "14")
+        .body(Body::Full(Bytes::new()));
+    for (case, bad) in [
+        ("503", Reply::status(503)),
+        ("grpc-status in trailers", grpc_reply("14")),
+        ("grpc-status alone", headers_only),
+    ] {
+        let fleet = Unreported::start(&grpc_reply("0").delay(MS(10)), &bad)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        fleet.assert_averted(case, &envoy, &Client::http2(envoy.addr()), |_| grpc_request());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_part_that_no_replica_reports_averts() -> Result<()> {
+    bed!();
+    for bad in [Reply::status(503), grpc_reply("14")] {
+        let fleet = Unreported::start(&grpc_reply("0").delay(MS(10)), &bad)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        warm(&envoy, 4);
+        fleet.fail_every(3);
+        let client = Client::http2(envoy.addr());
+        eventually("averted", Duration::from_secs(30), || {
+            client.burst(100, 8, |_| grpc_request());
+            (envoy.prequal(SERVING).ok()?.other("prequal_averted_total.failing") > 0).then_some(())
+        });
+        // Within tens of requests.
+        assert!(fleet.failures() <= 40, "{} failures", fleet.failures());
+        assert_eq!(envoy.prequal(SERVING)?.other("prequal_averted_total.reported"), 0);
+    }
+    Ok(())
+}
+
+#[test]
 fn timeouts_resets_and_broken_answers_avert() -> Result<()> {
     bed!();
     for (case, bad) in [
