@@ -14,7 +14,7 @@ use hyper_util::client::legacy::Client as Pool;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 
-use crate::runtime::block_on;
+use crate::runtime::{block_on, handle};
 
 /// Gives up on any request after this long: a test must end.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -143,6 +143,18 @@ impl Client {
     pub fn abandon(&self, request: Request, patience: Duration) -> bool {
         let client = self.clone();
         block_on(async move { tokio::time::timeout(patience, client.send_async(request)).await.is_err() })
+    }
+
+    /// Sends `request` and gives it up as soon as `when` holds, which is looked at every millisecond. True if it was given
+    /// up, not answered.
+    pub fn abandon_when(&self, request: Request, when: impl Fn() -> bool) -> bool {
+        let client = self.clone();
+        let sent = handle().spawn(async move { client.send_async(request).await });
+        while !when() && !sent.is_finished() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        sent.abort();
+        block_on(async move { sent.await.is_err() })
     }
 
     /// Sends `total` requests, at most `at_once` at a time, the i-th made by `make(i)`; results in order of

@@ -273,7 +273,8 @@ impl Cluster {
     /// The replica failed a request after it had answered it.
     pub(crate) fn failed_late(&self, at: Micros, replica: Endpoint, trial: bool) {
         if self.config.pool.exceptions.error_aversion > 0.0 {
-            self.push(News::Health { at, replica, event: Event::Failed { requests: 0.0, trial } });
+            let requests = self.flights.borrow_mut().failed_late(replica, at);
+            self.push(News::Health { at, replica, event: Event::Failed { requests, trial } });
         }
     }
 

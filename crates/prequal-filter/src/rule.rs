@@ -184,7 +184,8 @@ impl Watch {
             header(HEADER_LOAD).and_then(|text| LoadReport::parse(&text).ok()).map(|report| report.rif);
     }
 
-    /// The request has ended; only called where the cluster's rule keeps a state.
+    /// The request has ended, in the words of the metrics: an answer that carries an error is an upstream failure. Only
+    /// called where the cluster's rule keeps a state.
     pub(crate) fn ended(
         self,
         cluster: &Cluster,

@@ -18,7 +18,7 @@ use proxy_wasm::types::{Action, MapType};
 use crate::filter::{Cluster, Filter};
 use crate::host;
 use crate::metrics::{Class, ReportEnd};
-use crate::outcome::{class_of, grpc_failed};
+use crate::outcome::{class_of, grpc_failed, is_grpc};
 use crate::root::wake;
 use crate::rule::Watch;
 use crate::steer::{Choice, steer};
@@ -41,6 +41,8 @@ pub(crate) struct Stream {
     flight: Option<Flight>,
     /// It is a trial, and has been answered.
     trial: bool,
+    /// The replica's failure of this request has been told.
+    blamed: bool,
     /// The placement that the choice rests on.
     standing: Standing,
     /// The chosen replica is a candidate: Envoy must say that it served.
@@ -53,6 +55,8 @@ pub(crate) struct Stream {
     complete: bool,
     /// The response carries an error: a 5xx, or what gRPC says in `grpc-status`.
     failed: bool,
+    /// So it is if it is gRPC's, by its trailers. They come without the headers, which are there again at the end.
+    failed_if_grpc: bool,
 }
 
 impl Stream {
@@ -67,12 +71,14 @@ impl Stream {
             watch: Watch::default(),
             flight: None,
             trial: false,
+            blamed: false,
             standing: Standing::even(0),
             verify: false,
             answered: false,
             reported_us: None,
             complete: false,
             failed: false,
+            failed_if_grpc: false,
         }
     }
 
@@ -166,13 +172,17 @@ impl Stream {
         }
     }
 
-    /// The chosen replica has answered or failed: the first time this is called tells.
+    /// The chosen replica has answered or failed. An answer may fail later, but a request fails once.
     fn land(&mut self, cluster: &Cluster, now: Micros, failed: bool) {
         if let Some(flight) = self.flight.take() {
             self.trial = cluster.landed(now, flight, failed, self.reported_us);
-        } else if failed && let Some(chosen) = self.chosen {
+        } else if failed
+            && !self.blamed
+            && let Some(chosen) = self.chosen
+        {
             cluster.failed_late(now, chosen, self.trial);
         }
+        self.blamed |= failed;
     }
 
     /// Whether the request really went to a configured cluster; the first that did not turns the look-up on.
@@ -201,6 +211,10 @@ impl Stream {
         }
         let now = host::now();
         let served_by = host::upstream_address();
+        if class == Class::Local && served_by.is_none() {
+            // It was sent to nobody.
+            return Some(class);
+        }
         if let Some(chosen) = self.chosen {
             let diverted = served_by.is_some_and(|served| served != chosen);
             if diverted {
@@ -261,7 +275,8 @@ impl HttpContext for Stream {
         if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) {
             // A gRPC error without a message is a response of headers alone.
             self.complete = end_of_stream;
-            self.failed = server_error() || (end_of_stream && grpc_failed(MapType::HttpResponseHeaders));
+            self.failed = server_error()
+                || (end_of_stream && grpc_failed(MapType::HttpResponseHeaders) && grpc_response());
             if cluster.config.choice.rule.is_probe_free() {
                 self.watch.response();
             } else if cluster.config.probe.piggyback {
@@ -284,15 +299,7 @@ impl HttpContext for Stream {
 
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
         self.complete = true;
-        if grpc_failed(MapType::HttpResponseTrailers) {
-            self.failed = true;
-            let filter = Rc::clone(&self.filter);
-            if let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index))
-                && self.answered
-            {
-                self.land(cluster, host::now(), true);
-            }
-        }
+        self.failed_if_grpc = grpc_failed(MapType::HttpResponseTrailers);
         Action::Continue
     }
 
@@ -300,6 +307,14 @@ impl HttpContext for Stream {
         let filter = Rc::clone(&self.filter);
         self.stop_waiting(&filter);
         let picked = self.cluster;
+        if self.failed_if_grpc && grpc_response() {
+            self.failed = true;
+            if self.answered
+                && let Some(cluster) = picked.and_then(|index| filter.clusters.get(index))
+            {
+                self.land(cluster, host::now(), true);
+            }
+        }
         // A report and a proper end prove an answer without a property read.
         let class = if self.answered && self.complete { Some(Class::Answer) } else { self.classify(&filter) };
         if let Some(flight) = self.flight.take()
@@ -308,13 +323,15 @@ impl HttpContext for Stream {
             cluster.gone(flight);
         }
         let Some(cluster) = self.cluster.and_then(|index| filter.clusters.get(index)) else { return };
+        let class = match class {
+            Some(Class::Answer) if self.failed => Some(Class::UpstreamFailure),
+            class => class,
+        };
         if cluster.config.choice.rule.keeps_state() {
             self.watch.ended(cluster, self.chosen, class, attempts());
         }
-        match class {
-            Some(Class::Answer) if self.failed => cluster.metrics.outcome(Class::UpstreamFailure),
-            Some(class) => cluster.metrics.outcome(class),
-            None => {}
+        if let Some(class) = class {
+            cluster.metrics.outcome(class);
         }
     }
 }
@@ -322,6 +339,12 @@ impl HttpContext for Stream {
 /// How often Envoy sent the request.
 fn attempts() -> u64 {
     host::number_property(&["upstream", "request_attempt_count"]).unwrap_or(1)
+}
+
+/// Whether the response is gRPC's. For where its headers are known to be at hand: with them and at the end.
+fn grpc_response() -> bool {
+    let content_type = hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, "content-type");
+    matches!(content_type, Ok(Some(content_type)) if is_grpc(&content_type))
 }
 
 /// Whether the response's status is a 5xx.

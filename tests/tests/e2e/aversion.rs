@@ -1,19 +1,23 @@
 //! Replicas that fail, hang or lie about it: how soon they are averted, that they come back, and that the harm is bounded.
 
-use std::net::SocketAddr;
+use std::io::Write as _;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue};
-use prequal_testbed::{Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response};
+use prequal_testbed::{
+    Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response, SHIM_NAME, eventually,
+};
 use serde_json::json;
 
-use crate::support::{addrs, bed, counted, report, set, stand_in, stand_ins, warm, with_load};
+use crate::support::{
+    SERVING, addrs, bed, counted, grpc_reply, grpc_request, is_probe, report, set, stand_in, stand_ins, warm,
+    with_load,
+};
 
-const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const MS: fn(u64) -> Duration = Duration::from_millis;
 
 /// The shipped configuration without retries: every failure is seen.
@@ -34,6 +38,16 @@ fn fail(backend: &Backend, share: u64) {
             Reply::ok().delay(MS(20))
         }
     });
+}
+
+/// Asserts that no replica was averted at any time: the gauge alone reads 0 in panic too.
+#[track_caller]
+fn assert_not_averted(envoy: &Envoy) {
+    let now = envoy.prequal(SERVING).expect("stats");
+    for reason in ["failing", "reported", "silent"] {
+        assert_eq!(now.other(&format!("prequal_averted_total.{reason}")), 0, "{reason}: {now:#?}");
+    }
+    assert_eq!(now.other("prequal_panic"), 0, "{now:#?}");
 }
 
 fn get(client: &Client, count: usize) -> Vec<Result<Response>> {
@@ -105,29 +119,160 @@ fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Re
 #[test]
 fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
     bed!();
-    let grpc = Reply::ok().header("content-type", "application/grpc");
-    let trailers = |status| HeaderMap::from_iter([(GRPC_STATUS, HeaderValue::from_static(status))]);
-    let with_body =
-        |status| grpc.clone().body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), trailers(status)));
     let headers_only =
         Reply::status(200).header("content-type", "application/grpc").header("grpc-status", "14");
-    for failing in [with_body("14"), headers_only] {
-        let fleet = Fleet::uniform(4, &with_body("0").delay(MS(10)))?;
+    for failing in [grpc_reply("14"), headers_only] {
+        let fleet = Fleet::uniform(4, &grpc_reply("0").delay(MS(10)))?;
         let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
         warm(&envoy, 4);
         fleet[0].backend.set(failing);
         fleet.clear();
         let client = Client::http2(envoy.addr());
-        client.burst(400, 8, |_| {
-            Request::post("/test.Service/Call", &b"\0\0\0\0\0"[..])
-                .header("content-type", "application/grpc")
-                .header("te", "trailers")
-        });
+        client.burst(400, 8, |_| grpc_request());
         let served = fleet.served();
         assert!(served[0] < 24, "{served:?}");
         counted(&envoy, "averted", |now| {
             now.other("prequal_averted_total.failing") + now.other("prequal_averted_total.reported") > 0
         });
+    }
+    Ok(())
+}
+
+/// Four replicas whose agents say nothing of failures: what averts them is what this Envoy sees.
+struct Unreported {
+    backends: Vec<Backend>,
+    /// The first replica answers as it should but for every so many-th time; not yet set, it always does.
+    every: Arc<AtomicU64>,
+    /// How often it did not.
+    failures: Arc<AtomicU64>,
+}
+
+impl Unreported {
+    fn start(good: &Reply, bad: &Reply) -> Result<Self> {
+        let load = |addr| with_load(report(1, 5000, addr));
+        let loaded = |reply: &Reply, addr| reply.clone().header("x-prequal-load", report(1, 5000, addr));
+        let (every, failures) = (Arc::new(AtomicU64::new(u64::MAX)), Arc::new(AtomicU64::new(0)));
+        let first = {
+            let (every, failures) = (Arc::clone(&every), Arc::clone(&failures));
+            let (good, bad, count) = (good.clone(), bad.clone(), AtomicU64::new(1));
+            move |addr| {
+                let every = every.load(Ordering::Relaxed);
+                if count.fetch_add(1, Ordering::Relaxed).is_multiple_of(every) {
+                    failures.fetch_add(1, Ordering::Relaxed);
+                    return loaded(&bad, addr);
+                }
+                loaded(&good, addr)
+            }
+        };
+        let good = good.clone();
+        let mut backends = vec![stand_in(load, first)?];
+        backends.extend(stand_ins(3, load, move |addr| loaded(&good, addr))?);
+        Ok(Self { backends, every, failures })
+    }
+
+    fn fail_every(&self, nth: u64) {
+        self.every.store(nth, Ordering::Relaxed);
+    }
+
+    fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+
+    fn addrs(&self) -> Vec<SocketAddr> {
+        addrs(&self.backends)
+    }
+
+    /// Fails all that the first replica gets of 400 requests, and asserts that it is averted for what this Envoy sees.
+    #[track_caller]
+    fn assert_averted(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
+        warm(envoy, 4);
+        self.fail_every(1);
+        client.burst(400, 8, request);
+        // A fair share is 100 requests: these are who was caught at once, and trials.
+        assert!((2..=24).contains(&self.failures()), "{case}: {} failures", self.failures());
+        let counts = counted(envoy, case, |now| now.other("prequal_averted_total.failing") > 0);
+        assert_eq!(counts.other("prequal_averted_total.reported"), 0, "{counts:#?}");
+        assert_eq!(counts.other("prequal_averted_total.silent"), 0, "{counts:#?}");
+    }
+}
+
+/// A body that ends too soon.
+fn broken(status: u16) -> Reply {
+    Reply::status(status).body(Body::Broken(Bytes::from_static(b"half")))
+}
+
+#[test]
+fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
+    bed!();
+    for bad in [grpc_reply("14"), broken(200), broken(503)] {
+        let fleet = Unreported::start(&grpc_reply("0").delay(MS(2)), &bad)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        warm(&envoy, 4);
+        fleet.fail_every(100);
+        let client = Client::http2(envoy.addr());
+        eventually("six failures", Duration::from_secs(30), || {
+            client.burst(200, 8, |_| grpc_request());
+            (fleet.failures() >= 6).then_some(())
+        });
+        counted(&envoy, "failures", |now| now.outcomes("upstream_failure") >= 6);
+        assert_not_averted(&envoy);
+    }
+    Ok(())
+}
+
+#[test]
+fn errors_that_no_replica_reports_avert() -> Result<()> {
+    bed!();
+    let headers_only = Reply::status(200)
+        .header("content-type", "application/grpc")
+        .header("grpc-status", "14")
+        .body(Body::Full(Bytes::new()));
+    for (case, bad) in [
+        ("503", Reply::status(503)),
+        ("grpc-status in trailers", grpc_reply("14")),
+        ("grpc-status alone", headers_only),
+    ] {
+        let fleet = Unreported::start(&grpc_reply("0").delay(MS(10)), &bad)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        fleet.assert_averted(case, &envoy, &Client::http2(envoy.addr()), |_| grpc_request());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_part_that_no_replica_reports_averts() -> Result<()> {
+    bed!();
+    for bad in [Reply::status(503), grpc_reply("14")] {
+        let fleet = Unreported::start(&grpc_reply("0").delay(MS(10)), &bad)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        warm(&envoy, 4);
+        fleet.fail_every(3);
+        let client = Client::http2(envoy.addr());
+        eventually("averted", Duration::from_secs(30), || {
+            client.burst(100, 8, |_| grpc_request());
+            (envoy.prequal(SERVING).ok()?.other("prequal_averted_total.failing") > 0).then_some(())
+        });
+        // Within tens of requests.
+        assert!(fleet.failures() <= 40, "{} failures", fleet.failures());
+        assert_eq!(envoy.prequal(SERVING)?.other("prequal_averted_total.reported"), 0);
+    }
+    Ok(())
+}
+
+#[test]
+fn timeouts_resets_and_broken_answers_avert() -> Result<()> {
+    bed!();
+    for (case, bad) in [
+        ("the route's timeout", Reply::ok().body(Body::Hang)),
+        ("reset", Reply::ok().body(Body::Reset)),
+        ("broken off", broken(200)),
+    ] {
+        let fleet = Unreported::start(&Reply::ok().delay(MS(10)), &bad)?;
+        // Without the breaker, which would see who does not answer before the timeout does.
+        let config = set(without_retries(&fleet.addrs())?, "breaker", 0)
+            .edit(|config| config.route_mut()["timeout"] = json!("0.2s"));
+        let envoy = Envoy::start(config)?;
+        fleet.assert_averted(case, &envoy, &envoy.client(), |_| Request::get("/"));
     }
     Ok(())
 }
@@ -227,12 +372,115 @@ fn client_aborts_avert_nobody() -> Result<()> {
     let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "breaker", 0);
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);
-    for _ in 0..60 {
-        envoy.client().abandon(Request::get("/"), MS(5));
+    let served = || fleet.served().iter().sum::<u64>();
+    for client in [envoy.client(), Client::http2(envoy.addr())] {
+        let given_up = (0..30).filter(|_| {
+            let before = served();
+            client.abandon_when(Request::get("/"), || served() > before)
+        });
+        assert!(given_up.count() >= 20, "too busy a machine: answers came first");
     }
-    let counts = counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 50);
-    assert_eq!(counts.other("prequal_averted"), 0, "{counts:#?}");
+    counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 40);
+    // What a request told is taken in with the next.
+    assert_eq!(good(&get(&envoy.client(), 1)), 1);
+    assert_not_averted(&envoy);
     assert_eq!(good(&get(&envoy.client(), 100)), 100);
+    Ok(())
+}
+
+#[test]
+fn what_envoy_refuses_by_itself_is_not_the_replicas() -> Result<()> {
+    bed!();
+    let load = |addr| with_load(report(1, 5000, addr));
+    let backends = stand_ins(3, load, move |addr| load(addr).delay(MS(20)))?;
+    let config = without_retries(&addrs(&backends))?;
+    let breaker = |keys: &[&str]| {
+        config.clone().edit(|config| {
+            let threshold = &mut config.cluster_mut(SERVING)["circuit_breakers"]["thresholds"][0];
+            keys.iter().for_each(|key| threshold[key] = json!(1));
+        })
+    };
+    let fault = config.clone().edit(|config| {
+        let fault = "type.googleapis.com/envoy.extensions.filters.http.fault.v3.HTTPFault";
+        let abort = json!({"http_status": 503, "percentage": {"numerator": 80}});
+        let settings = json!({"@type": fault, "abort": abort});
+        config.insert_before(SHIM_NAME, json!({"name": "fault", "typed_config": settings}));
+    });
+    for (case, config) in [
+        ("requests", breaker(&["max_requests"])),
+        ("pending requests", breaker(&["max_connections", "max_pending_requests"])),
+        ("fault", fault),
+    ] {
+        let envoy = Envoy::start(config)?;
+        warm(&envoy, 3);
+        let before = envoy.prequal(SERVING)?;
+        let answers = get(&envoy.client(), 300);
+        assert!(good(&answers) < 250, "{case}: nothing was refused: {}", good(&answers));
+        let refused = (300 - good(&answers)) as u64;
+        let local = before.outcomes("local") + refused;
+        let after = counted(&envoy, case, |now| now.outcomes("local") >= local);
+        assert_eq!(after.outcomes("upstream_failure"), 0, "{case}: {after:#?}");
+        assert_not_averted(&envoy);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_full_circuit_breaker_bars_nobody() -> Result<()> {
+    bed!();
+    // One that everybody wants, and enough others to choose from without it.
+    let best = |addr| with_load(report(0, 5000, addr));
+    let worse = |addr| with_load(report(3, 900_000, addr));
+    let wanted = stand_in(best, move |addr| best(addr).delay(MS(20)))?;
+    let mut backends = stand_ins(3, worse, worse)?;
+    backends.insert(0, wanted);
+    let config = without_retries(&addrs(&backends))?.edit(|config| {
+        config.cluster_mut(SERVING)["circuit_breakers"]["thresholds"][0]["max_requests"] = json!(1);
+    });
+    let envoy = Envoy::start(config)?;
+    warm(&envoy, 4);
+    let (client, wanted) = (envoy.client(), &backends[0]);
+    client.burst(20, 1, |_| Request::get("/"));
+    // The one that is refused may have been for another: hence three times.
+    for _ in 0..3 {
+        wanted.clear();
+        assert_eq!(good(&client.burst(2, 2, |_| Request::get("/"))), 1, "one was to be refused");
+        // A bar would last for a second.
+        assert_eq!(good(&client.burst(10, 1, |_| Request::get("/"))), 10);
+        let served = wanted.seen().iter().filter(|seen| !is_probe(seen)).count();
+        assert!(served >= 8, "{served} of 11");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_idle_stream_is_the_replicas_only_if_it_was_reached() -> Result<()> {
+    bed!();
+    for reached in [false, true] {
+        let load = |addr| with_load(report(1, 5000, addr));
+        let hang = Arc::new(AtomicBool::new(false));
+        let backends = {
+            let hang = Arc::clone(&hang);
+            let body =
+                move || if hang.load(Ordering::Relaxed) { Body::Hang } else { Body::Full(Bytes::new()) };
+            stand_ins(2, load, move |addr| load(addr).body(body()))?
+        };
+        let envoy = Envoy::start(without_retries(&addrs(&backends))?.edit(|config| {
+            config.http_mut()["stream_idle_timeout"] = json!("0.2s");
+            if !reached {
+                let buffer = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer";
+                let settings = json!({"@type": buffer, "max_request_bytes": 1000});
+                config.insert_before(SHIM_NAME, json!({"name": "buffer", "typed_config": settings}));
+            }
+        }))?;
+        let before = warm(&envoy, 2);
+        hang.store(true, Ordering::Relaxed);
+        let mut socket = TcpStream::connect(envoy.addr())?;
+        // The body never comes whole.
+        socket.write_all(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n123")?;
+        let class = if reached { "upstream_failure" } else { "local" };
+        counted(&envoy, class, |now| now.outcomes(class) == before.outcomes(class) + 1);
+    }
     Ok(())
 }
 

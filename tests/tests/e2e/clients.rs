@@ -1,6 +1,6 @@
 //! What clients can and cannot do: no steering, no reports, no reading of load, and giving up.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use base64::Engine as _;
@@ -85,9 +85,11 @@ fn a_client_that_gives_up_leaves_no_request_in_flight() -> Result<()> {
     for replica in fleet.iter() {
         replica.backend.set(Reply::ok().delay(Duration::from_secs(20)));
     }
+    let served = || fleet.served().iter().sum::<u64>();
     for client in [envoy.client(), Client::http2(envoy.addr())] {
         for _ in 0..5 {
-            assert!(client.abandon(Request::get("/"), Duration::from_millis(30)));
+            let before = served();
+            assert!(client.abandon_when(Request::get("/"), || served() > before));
         }
     }
     // And once more in the middle of the answer.
@@ -97,7 +99,9 @@ fn a_client_that_gives_up_leaves_no_request_in_flight() -> Result<()> {
         replica.backend.set(Reply::ok().body(body));
     }
     for client in [envoy.client(), Client::http2(envoy.addr())] {
-        assert!(client.abandon(Request::get("/"), Duration::from_millis(200)));
+        let (before, start) = (served(), Instant::now());
+        let begun = || served() > before && start.elapsed() > Duration::from_millis(200);
+        assert!(client.abandon_when(Request::get("/"), begun));
     }
     fleet.assert_idle();
     let aborts = before.outcomes("client_abort") + 12;

@@ -7,7 +7,7 @@ use anyhow::Result;
 use prequal_testbed::{Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
 use serde_json::{Value, json};
 
-use crate::support::{SERVING, assert_all_ok, bed, set, warm};
+use crate::support::{SERVING, assert_all_ok, bed, is_probe, set, stand_in, warm};
 
 /// The clusters that share the replicas' addresses.
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
@@ -81,7 +81,8 @@ fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
         config.cluster_mut(SERVING)["health_checks"] = health_checks();
     });
-    let envoy = Envoy::start(config)?;
+    // Its agent counts failed checks as failures, and would have it averted before Envoy can refuse it.
+    let envoy = Envoy::start(set(config, "error_aversion", 0))?;
     warm(&envoy, 3);
     fleet[2].backend.set_handler(|seen| match seen.path.as_str() {
         "/health" => Reply::status(503),
@@ -380,5 +381,41 @@ fn locality_weights_stay_in_force() -> Result<()> {
     });
     let ratio = heavy_to_light(config, &fleet)?;
     assert!((2.0..=4.5).contains(&ratio), "{:?}: {ratio:.2}, not 3", fleet.served());
+    Ok(())
+}
+
+#[test]
+fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    // To a probe it says that there is no such thing, or what it says to everything.
+    for probed in [404, 200] {
+        let fleet = Fleet::uniform(3, &Reply::ok().delay(ms(5)))?;
+        let bare = stand_in(move |_| Reply::status(probed), move |_| Reply::ok().delay(ms(5)))?;
+        let mut all = fleet.addrs();
+        all.push(bare.addr());
+        let envoy = Envoy::start(EnvoyConfig::for_replicas(&all)?)?;
+        let to_bare = || bare.seen().iter().filter(|seen| !is_probe(seen)).count();
+        // Nobody is known yet: Envoy's policy places the first requests.
+        assert_all_ok(&envoy.client().burst(16, 16, |_| Request::get("/")));
+        let before = warm(&envoy, 3);
+        fleet.clear();
+        bare.clear();
+        assert_all_ok(&envoy.client().burst(400, 4, |_| Request::get("/")));
+        let after = envoy.prequal(SERVING)?;
+        let fallbacks = after.picks("fallback") - before.picks("fallback");
+        assert!(fallbacks <= 40 && to_bare() as u64 <= fallbacks, "{fallbacks}, {}: {after:#?}", to_bare());
+        // How they share it is another matter: equals need not share evenly (docs/limits.md).
+        assert!(fleet.served().iter().sum::<u64>() >= 360, "{:?}", fleet.served());
+        // More than the pool may give to the others goes by Envoy's policy again.
+        eventually("overflow", Duration::from_secs(10), || {
+            assert_all_ok(&envoy.client().burst(200, 100, |_| Request::get("/")));
+            (to_bare() >= 5).then_some(())
+        });
+        let after = envoy.prequal(SERVING)?;
+        assert_eq!((after.other("prequal_members"), after.other("prequal_averted")), (3, 0), "{after:#?}");
+        assert_eq!(after.other("prequal_diverted_total"), 0, "{after:#?}");
+        assert_eq!(envoy.stat("cluster.replicas.membership_healthy")?, 4);
+    }
     Ok(())
 }

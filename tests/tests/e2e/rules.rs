@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -59,6 +61,56 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         assert_eq!(after.probes("sent") == 0, probe_free, "{settings}: {after:#?}");
         fleet.assert_idle();
     }
+    Ok(())
+}
+
+#[test]
+fn zuul_avoids_a_replica_that_answers_with_errors() -> Result<()> {
+    bed!();
+    // At once: by the requests in flight there is none better.
+    let mut fleet = vec![stand_in(|_| Reply::status(404), |_| Reply::status(503))?];
+    fleet.extend(stand_ins(3, |_| Reply::status(404), |_| Reply::ok().delay(MS(5)))?);
+    let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &json!({"rule": "zuul_choice_of_two"}))?))?;
+    warm(&envoy, 4);
+    fleet.iter().for_each(Backend::clear);
+    envoy.client().burst(400, 4, |_| Request::get("/"));
+    // A fair share is 100.
+    assert!(fleet[0].served() <= 50, "{:?}", fleet.iter().map(Backend::served).collect::<Vec<_>>());
+    Ok(())
+}
+
+#[test]
+fn errors_at_once_are_no_short_response_times_to_c3() -> Result<()> {
+    bed!();
+    // At first the one that fails looks best, whatever it answers; then a little worse than the others.
+    let worse = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&worse);
+    let load = move |addr| {
+        let (rif, latency_ms) = if told.load(Ordering::Relaxed) { (1, 55) } else { (0, 50) };
+        with_load(report(rif, latency_ms * 1000, addr))
+    };
+    let failures = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&failures);
+    let fails = stand_in(load, move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        Reply::status(503)
+    })?;
+    let mut fleet = vec![fails];
+    let load = |addr| with_load(report(1, 50_000, addr));
+    fleet.extend(stand_ins(3, load, move |addr| load(addr).delay(MS(50)))?);
+    // It is not averted either: only the rule is to see it.
+    let settings = json!({"rule": "c3", "error_aversion": 0, "breaker": 0});
+    let envoy = Envoy::start(with(&addrs(&fleet), &settings)?)?;
+    warm(&envoy, 4);
+    let client = envoy.client();
+    client.burst(40, 1, |_| Request::get("/"));
+    assert!(failures.load(Ordering::Relaxed) >= 10, "it never looked best: nothing is tested");
+    worse.store(true, Ordering::Relaxed);
+    client.burst(20, 1, |_| Request::get("/"));
+    let before = failures.load(Ordering::Relaxed);
+    client.burst(60, 1, |_| Request::get("/"));
+    let failed = failures.load(Ordering::Relaxed) - before;
+    assert!(failed <= 15, "{failed} of 60");
     Ok(())
 }
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use http::HeaderMap;
-use prequal_testbed::{Backend, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, Seen};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue};
+use prequal_testbed::{Backend, Body, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, Seen};
 use serde_json::{Value, json};
 
 /// The serving cluster of the shipped configuration.
@@ -153,6 +154,22 @@ pub fn report(rif: u32, latency_us: u32, addr: SocketAddr) -> String {
 /// An answer that carries `load`.
 pub fn with_load(load: impl Into<String>) -> Reply {
     Reply::ok().header("x-prequal-load", load)
+}
+
+/// A call over HTTP/2.
+pub fn grpc_request() -> Request {
+    Request::post("/test.Service/Call", &b"\0\0\0\0\0"[..])
+        .header("content-type", "application/grpc")
+        .header("te", "trailers")
+}
+
+/// An answer to it: a message, and the status in trailers.
+pub fn grpc_reply(status: &'static str) -> Reply {
+    let trailers =
+        HeaderMap::from_iter([(HeaderName::from_static("grpc-status"), HeaderValue::from_static(status))]);
+    Reply::ok()
+        .header("content-type", "application/grpc")
+        .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), trailers))
 }
 
 /// Polls the counters of the serving cluster until `done`; panics with them after five seconds.

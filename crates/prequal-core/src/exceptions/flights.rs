@@ -7,6 +7,8 @@
 //! in a row: when the worker itself has stood still, everything looks overdue at first, and the answers are waiting.
 //! Every operation is O(1), and allocates only while more requests are in flight than ever before.
 
+use std::mem;
+
 use super::{Event, ExceptionSettings, MEMORY, Timing, fading};
 use crate::endpoint::Endpoint;
 use crate::fnv::{FNV_OFFSET, fnv};
@@ -98,6 +100,15 @@ struct Seen {
     updated: Stamp,
 }
 
+impl Seen {
+    /// The good requests since the last failure, faded up to `now`; none are left.
+    fn take_requests(&mut self, now: Micros) -> f32 {
+        let faded = mem::take(&mut self.requests) * fading(now.stamp().distance_ms(self.updated));
+        self.updated = now.stamp();
+        faded
+    }
+}
+
 impl Default for Flights {
     fn default() -> Self {
         Self::new()
@@ -150,10 +161,9 @@ impl Flights {
             // After a step back of the clock nothing would ever be later.
             let known = if seen.answered > now { Micros(0) } else { seen.answered };
             seen.answered = known.max(request.started);
-            let faded = seen.requests * fading(now.stamp().distance_ms(seen.updated));
-            seen.updated = now.stamp();
-            seen.requests = if failed { 0.0 } else { (faded + 1.0).min(MEMORY) };
-            faded
+            let good = seen.take_requests(now);
+            seen.requests = if failed { 0.0 } else { (good + 1.0).min(MEMORY) };
+            good
         });
         if !failed {
             self.learn(settings, latency_us);
@@ -165,6 +175,12 @@ impl Flights {
             _ => Timing::Late,
         };
         Some(Landed { replica: request.replica, latency_us, timing, trial: request.trial, requests })
+    }
+
+    /// The replica failed a request that it had [answered](Self::answered) well: an error in trailers, a body that was broken
+    /// off. Returns the requests to it that went well since the last that failed, this one no longer among them.
+    pub fn failed_late(&mut self, replica: Endpoint, now: Micros) -> f32 {
+        self.seen(replica, |seen| (seen.take_requests(now) - 1.0).max(0.0))
     }
 
     /// The request has ended without a word on the replica: the client went away, or Envoy sent it elsewhere.

@@ -61,6 +61,18 @@ impl Scene {
         self.tell(at + 20, n, landed.event(failed, None))
     }
 
+    /// The same, but it fails only after it was answered.
+    fn late_request(&mut self, at: u64, n: u16, failed: bool) -> Change {
+        let flight = self.flights.sent(ms(at), replica(n), None, false);
+        let landed = self.flights.answered(&SETTINGS, flight, ms(at + 10), false).unwrap();
+        let answered = self.tell(at + 10, n, landed.event(false, None));
+        if !failed {
+            return answered;
+        }
+        let requests = self.flights.failed_late(replica(n), ms(at + 15));
+        self.tell(at + 15, n, Event::Failed { requests, trial: false })
+    }
+
     /// The trial that is due at `at`; chance is asked until it agrees.
     fn trial(&mut self, at: u64) -> Option<Endpoint> {
         (0..100)
@@ -96,6 +108,18 @@ fn one_failure_in_a_thousand_averts_nobody() {
         let mut scene = Scene::new();
         scene.rng = SmallRng::seed_from_u64(seed);
         assert_eq!(scene.averted_after(0.001), None, "seed {seed}");
+    }
+}
+
+#[test]
+fn failures_after_the_answer_are_a_share_too() {
+    // 1 ms apart, so that nothing fades between two failures.
+    for (every, count, averted) in [(1000, 20_000, false), (100, 20_000, false), (3, 100, true), (1, 2, true)]
+    {
+        let mut scene = Scene::new();
+        let mut requests = 1..=count;
+        let opened = requests.any(|i| matches!(scene.late_request(i, 1, i % every == 0), Change::Opened(_)));
+        assert_eq!(opened, averted, "one in {every}");
     }
 }
 

@@ -17,7 +17,7 @@ use super::served::Served;
 use super::{Inbound, reply};
 use crate::host;
 use crate::metrics::Class;
-use crate::outcome::{class_of, grpc_failed};
+use crate::outcome::{class_of, grpc_failed, is_grpc};
 
 /// A gRPC call open for longer than this after its first response message is a stream, microseconds.
 const GRPC_UNARY_TAIL_US: u64 = 1_000_000;
@@ -111,7 +111,7 @@ impl InboundStream {
             return;
         }
         let content_type = header("content-type");
-        if content_type.starts_with(b"application/grpc") {
+        if is_grpc(&content_type) {
             self.failed |= grpc_failed(MapType::HttpResponseHeaders);
             self.grpc = Some(Grpc::default());
         } else if content_type.starts_with(b"text/event-stream") {
