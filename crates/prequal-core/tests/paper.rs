@@ -184,10 +184,26 @@ fn s4_using_a_probe_raises_its_rif_by_one() {
 }
 
 #[test]
-fn s4_equation_1_gives_1_316_uses_on_the_baseline_and_at_least_one_always() {
-    let baseline = reuse_budget(16.0, 100.0, 3.0, 1.0, 1.0, 64.0);
-    assert!((baseline - 2.0 / 1.52).abs() < 1e-12, "{baseline}");
-    assert!((reuse_budget(16.0, 100.0, 4.0, 0.25, 1.0, 64.0) - 1.0).abs() < f64::EPSILON);
+fn s4_equation_1_as_a_table() {
+    for (m, n, r_probe, r_remove, delta, expected) in [
+        (16.0, 100.0, 3.0, 1.0, 1.0, 2.0 / 1.52), // the paper's baseline, 1.316
+        (16.0, 100.0, 4.0, 0.25, 1.0, 1.0),       // 2 / 3.11 < 1
+        (16.0, 100.0, 2.0, 0.25, 1.0, 2.0 / 1.43), // fig. 8
+        (16.0, 100.0, 1.0, 0.25, 1.0, 2.0 / 0.59), // fig. 8
+        (16.0, 100.0, 0.5, 0.25, 1.0, 2.0 / 0.17), // fig. 8, its lowest rate
+        (16.0, 100.0, 1.0, 1.0, 1.0, 64.0),       // denominator < 0
+        (16.0, 16.0, 3.0, 0.0, 1.0, 64.0),        // n = m
+        (16.0, 16.0, 3.0, 1.0, 1.0, 64.0),
+        (16.0, 4.0, 3.0, 1.0, 1.0, 64.0),  // n < m
+        (16.0, 24.0, 3.0, 1.0, 1.0, 64.0), // denominator exactly 0
+        (16.0, 25.0, 3.0, 1.0, 1.0, 2.0 / 0.08),
+        (2.0, 4.0, 4.0, 1.0, 1.0, 2.0),
+        (16.0, 1000.0, 3.0, 1.0, 3.0, 4.0 / 1.952),
+        (16.0, 0.0, 3.0, 1.0, 1.0, 64.0), // nothing learned yet
+    ] {
+        let got = reuse_budget(m, n, r_probe, r_remove, delta, 64.0);
+        assert!((got - expected).abs() < 1e-9, "m={m} n={n} r_probe={r_probe} r_remove={r_remove}: {got}");
+    }
 }
 
 #[test]
@@ -197,6 +213,7 @@ fn s4_the_reuse_limit_is_rounded_at_random_so_that_its_mean_is_kept_within_a_per
         let total: f64 = (0..200_000).map(|_| f64::from(round_randomly(b_reuse, &mut rng))).sum();
         assert!((total / 2e5 / b_reuse - 1.0).abs() < 0.01, "{b_reuse}");
     }
+    assert!((0..1000).all(|_| round_randomly(3.0, &mut rng) == 3), "a whole number is itself");
 }
 
 #[test]
