@@ -235,6 +235,33 @@ fn s4_a_probe_is_removed_once_it_has_been_used_b_reuse_times() {
 }
 
 #[test]
+fn s4_a_probe_is_used_b_reuse_times_in_the_mean_within_a_per_cent() {
+    for b_reuse in [1.316, 2.35, 4.9] {
+        // 2 reports a query, n = 100, m = 16, r_remove = 0: b_reuse = (1 + δ) / 1.68.
+        let delta = b_reuse * 1.68 - 1.0;
+        let settings = PoolSettings { delta, r_remove: 0.0, q_rif: 1.0, ..paper() };
+        let mut client = Client::new(settings);
+        let (mut probes, mut uses, mut at) = (0u32, 0u32, 0);
+        while probes < 20_000 {
+            at += 1;
+            // The first thousand queries only show the rate. Then there is always a probe that no other can beat.
+            let measured = at > 1000 && !client.has(95);
+            if measured {
+                client.probe(at, 95, 0, 1);
+            } else {
+                client.probe(at, (at % 45) as u16, 5, 50);
+            }
+            client.probe(at, (at % 45 + 45) as u16, 5, 50);
+            probes += u32::from(measured);
+            uses += u32::from(client.query(at).replica == Some(replica(95)));
+        }
+        // The last one is still in use.
+        let mean = f64::from(uses - 1) / f64::from(probes - 1);
+        assert!((mean / b_reuse - 1.0).abs() < 0.01, "{mean} uses, {b_reuse} wanted");
+    }
+}
+
+#[test]
 fn s4_fractional_probe_rates_are_rounded_deterministically_within_one_over_100_000_queries() {
     for r_probe in [0.5, 0.71, 1.0, 1.41, 2.83, 3.0] {
         let mut client = Client::new(PoolSettings { budget: Budget::Fixed { r_probe }, ..paper() });
