@@ -205,6 +205,25 @@ fn the_two_readings_of_hot_differ_at_a_tie() {
 }
 
 #[test]
+fn auto_changes_its_reading_and_its_quantile_between_22_and_27_replicas_and_not_in_between() {
+    let settings = PoolSettings { hot: HotRule::Auto, q_rif: 0.6, q_rif_small: 0.99, ..plain() };
+    let mut scene = Scene::new(settings);
+    // RIFs of 1, 3 and 5, the busier the faster. `> 5`: none is hot. `≥ 3`: the idlest alone is cold. The wrong reading at
+    // either quantile would choose the one in the middle.
+    let (small, large) = ((Some(5), Some(replica(5))), (Some(3), Some(replica(1))));
+    let fleet = [(22, small), (24, small), (26, small), (27, large), (24, large), (23, large), (22, small)];
+    for (step, (members, expected)) in fleet.into_iter().enumerate() {
+        let at = step as u64 * 5000;
+        scene.pool.set_members(members, 0, ms(at));
+        for (n, rif, latency) in [(1, 1, 50), (3, 3, 30), (5, 5, 10)] {
+            scene.report(at, n, rif, Some(latency));
+        }
+        let theta = scene.pool.view(&scene.settings, ms(at)).theta;
+        assert_eq!((theta, scene.pick(at).replica), expected, "step {step}, {members} members");
+    }
+}
+
+#[test]
 fn the_ends_of_q_are_rif_only_and_latency_only() {
     for (q_rif, expected) in [(0.0, replica(1)), (1.0, replica(2))] {
         let mut scene = Scene::new(PoolSettings { q_rif, ..plain() });
