@@ -182,6 +182,32 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
 }
 
 #[test]
+fn a_replica_that_says_that_it_is_young_is_spared() -> Result<()> {
+    bed!();
+    let load = |addr| with_load(report(1, 2000, addr));
+    let mut fleet = stand_ins(3, load, move |addr| load(addr).delay(MS(2)))?;
+    let young = |addr| with_load(report(1, 2000, addr) + ";up=0");
+    fleet.push(stand_in(young, move |addr| young(addr).delay(MS(2)))?);
+    // Of 400, of which 100 are a fair share.
+    let share_of_the_young = |ramp_ms: u32| -> Result<_> {
+        let envoy = Envoy::start(with(&addrs(&fleet), &json!({"ramp_ms": ramp_ms}))?)?;
+        warm(&envoy, 4);
+        Ok(move |fleet: &[Backend]| {
+            fleet.iter().for_each(Backend::clear);
+            assert_all_ok(&envoy.client().burst(400, 8, |_| Request::get("/")));
+            fleet[3].seen().iter().filter(|seen| !is_probe(seen)).count()
+        })
+    };
+    let spared = share_of_the_young(600_000)?(&fleet);
+    assert!(spared < 50, "{spared}");
+    let unspared = share_of_the_young(0)?;
+    eventually("without a ramp its age counts for nothing", Duration::from_secs(20), || {
+        (unspared(&fleet) >= 50).then_some(())
+    });
+    Ok(())
+}
+
+#[test]
 fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
     bed!();
     for mode in ["async", "sync"] {

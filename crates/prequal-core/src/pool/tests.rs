@@ -78,6 +78,16 @@ impl Scene {
 }
 
 #[test]
+fn a_report_tells_load_and_age() {
+    for (text, latency_us, up_s) in
+        [("3;2000;10.0.0.1:80;up=7", Some(2000), Some(7)), ("3;;10.0.0.1:80;fail=9", None, None)]
+    {
+        let report = LoadReport::parse(text).unwrap();
+        assert_eq!(Load::from(&report), Load { rif: 3, latency_us, up_s }, "{text}");
+    }
+}
+
+#[test]
 fn a_young_replica_takes_a_share_that_grows_with_its_age() {
     let mut shares = [0, 3, 6, 9, 12].map(|up_s| {
         let mut up = [None; 10];
