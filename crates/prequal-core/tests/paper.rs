@@ -362,27 +362,41 @@ fn s4_reuse_prevents_depletion() {
     assert!(without > 3000 && with < 100, "{without} without reuse, {with} with it");
 }
 
+enum Removal {
+    None,
+    /// As many as the paper removes, but never the worst.
+    OldestOnly,
+    OldestAndWorst,
+}
+
 /// Good probes are used up, bad ones stay: without removal of the worst the loads in the pool are those of loaded
-/// replicas (degradation).
+/// replicas (degradation), even if as many are removed for their age.
 #[test]
 fn s4_removal_of_the_worst_prevents_degradation() {
-    let mean_rif_in_pool = |r_remove| {
+    let mean_rif_in_pool = |removal: &Removal| {
+        let r_remove = if matches!(removal, Removal::OldestAndWorst) { 1.0 } else { 0.0 };
         // A long age limit and RIF-only control, so that ageing does not do the work of removal.
         let settings = PoolSettings { r_remove, max_age_ms: 60_000, q_rif: 0.0, delta: 0.001, ..paper() };
         let mut client = Client::new(settings);
-        let mut reported = [0u32; 100];
+        // RIF and time of the latest report.
+        let mut reported = [(0u32, 0u64); 100];
+        let of = |replica_: Endpoint| usize::from(replica_.port() - 1000);
         let (mut total, mut count) = (0u32, 0u32);
         for query in 0..20_000u64 {
-            for _ in 0..3 {
+            for nth in 0..3 {
                 let n = client.rng.random_range(0..100u16);
                 let rif = client.rng.random_range(0..20);
-                reported[usize::from(n)] = rif;
+                reported[usize::from(n)] = (rif, query * 3 + nth);
                 client.probe(query, n, rif, 10);
             }
             client.query(query);
+            if matches!(removal, Removal::OldestOnly) {
+                let oldest = client.pool.replicas().min_by_key(|in_pool| reported[of(*in_pool)].1);
+                client.pool.forget(oldest.unwrap());
+            }
             if query > 1000 {
                 for in_pool in client.pool.replicas() {
-                    total += reported[usize::from(in_pool.port() - 1000)];
+                    total += reported[of(in_pool)].0;
                     count += 1;
                 }
             }
@@ -390,6 +404,9 @@ fn s4_removal_of_the_worst_prevents_degradation() {
         f64::from(total) / f64::from(count)
     };
     let fleet = 9.5;
-    let (without, with) = (mean_rif_in_pool(0.0) - fleet, mean_rif_in_pool(1.0) - fleet);
-    assert!(without > 2.0 && with < without * 0.7, "above the fleet: {without} without, {with} with");
+    let [none, oldest, both] = [Removal::None, Removal::OldestOnly, Removal::OldestAndWorst]
+        .map(|removal| mean_rif_in_pool(&removal) - fleet);
+    assert!(none > 2.0, "above the fleet without removal: {none}");
+    assert!(oldest > none * 0.9, "{oldest} with removal of the oldest, {none} without any");
+    assert!(both < oldest * 0.7, "{both} with removal of the worst, {oldest} without");
 }
