@@ -4,6 +4,8 @@
 //! The post names the factors and not their weights. Here each is a share from 0 to 1 and they are added: error
 //! rate, the reported utilisation (else the reported RIF over the replica's maximum), local RIF over the same maximum. The thresholds of the filter are
 //! unpublished too: 50 % errors, 90 % utilisation, 5 attempts.
+//!
+//! Left out: the warm-up of 90 s by a server's age. A newcomer is on probation until its first answer, no longer.
 
 use rand::{Rng, RngCore};
 
