@@ -734,6 +734,8 @@ mod tests {
             let own = only(&with(&format!(r#""profile":"{name}","max_age_ms":77,"mode":"async","delta":3"#)));
             assert_eq!((own.pool.max_age_ms, own.pool.delta, own.choice.mode), (77, 3.0, Mode::Async));
         }
+        let rule = r#""profile":"inference","mode":"async","rule":"zuul_choice_of_two","max_in_flight":7"#;
+        assert_eq!(only(&with(rule)).choice.rule, Rule::Zuul { max_in_flight: 7 });
         // What the top level says outweighs the profile of a cluster.
         let cluster = only(
             r#"{"max_age_ms":99,"clusters":[{"cluster":"a","probe_cluster":"b","profile":"inference"}]}"#,
