@@ -124,6 +124,8 @@ pub(crate) fn standard_and(more: &[Metric]) -> Vec<Metric> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sim::plans::{ours, paper};
+    use crate::sim::scenario::Spare;
 
     #[test]
     fn results_keep_the_order_of_the_tasks() {
@@ -135,5 +137,28 @@ mod tests {
             (*task, spun > 0)
         });
         assert!(results.iter().map(|(task, _)| *task).eq(tasks));
+    }
+
+    /// Trap 10 of public implementations: what one arm leaves behind shows in the figures of the next.
+    #[test]
+    fn trap_10_the_figures_of_an_arm_do_not_depend_on_the_arms_before_it() {
+        let mut scenario = Scenario::testbed(8, 1.2, Spare::None);
+        (scenario.warm_up, scenario.measured) = (0.5, 2.0);
+        let arms = [
+            ("RR", Arm::RoundRobin),
+            ("paper", Arm::Prequal(paper())),
+            ("ours", Arm::Prequal(ours())),
+            ("LL", Arm::LeastLoaded),
+        ];
+        let figures = |arms: &[(&str, Arm)]| {
+            let arms = arms.iter().map(|(name, arm)| ((*name).to_owned(), arm.clone())).collect();
+            let points = [Point { label: String::new(), scenario: scenario.clone(), arms }];
+            run(&points, &STANDARD, &[1, 2], |_| ())
+        };
+        let together = figures(&arms);
+        assert_ne!(together[1].values, together[2].values, "two arms, two results");
+        for (arm, among_others) in arms.iter().zip(&together) {
+            assert_eq!(figures(std::slice::from_ref(arm))[0].values, among_others.values, "{}", arm.0);
+        }
     }
 }

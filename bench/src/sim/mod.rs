@@ -142,10 +142,15 @@ fn chart(plan: &Plan, cells: &Cells, metric: usize, logarithmic: bool) -> plot::
             (cell.median(metric), low, high)
         })
     };
-    let lines = arms.into_iter().map(|arm| plot::Line {
-        label: arm.to_owned(),
-        values: plan.points.iter().map(|point| value(&point.label, arm)).collect(),
+    // What the figure says nothing of is not drawn.
+    let says = |point: &str| arms.iter().any(|arm| !value(point, arm).0.is_nan());
+    let points: Vec<&str> =
+        plan.points.iter().map(|point| &*point.label).filter(|point| says(point)).collect();
+    let lines = arms.iter().map(|arm| plot::Line {
+        label: (*arm).to_owned(),
+        values: points.iter().map(|point| value(point, arm)).collect(),
     });
+    let lines = lines.filter(|line| line.values.iter().any(|(middle, ..)| !middle.is_nan())).collect();
     let name = plan.metrics[metric].name;
     let column = plan.columns.iter().find(|(_, shown, _)| *shown == metric);
     let (title, format) =
@@ -153,8 +158,8 @@ fn chart(plan: &Plan, cells: &Cells, metric: usize, logarithmic: bool) -> plot::
     plot::Chart {
         title: title.to_owned(),
         x_label: plan.x_label.to_owned(),
-        points: plan.points.iter().map(|point| point.label.clone()).collect(),
-        lines: lines.collect(),
+        points: points.iter().map(|point| (*point).to_owned()).collect(),
+        lines,
         logarithmic,
         ceiling: name.ends_with("ms").then_some(5000.0),
         format,
@@ -259,6 +264,24 @@ mod tests {
             page.contains("evaluation/ingress.svg") && page.contains("RR, p99 ms with 1 client"),
             "{page}"
         );
+    }
+
+    #[test]
+    fn a_point_without_the_figure_is_not_drawn_and_a_dash_in_the_table() {
+        let plan = plans::plan("smallfleet", Length { quick: true }).unwrap();
+        // Throughput is of the closed loops alone.
+        let (metric, _) = *plan.charts.last().unwrap();
+        let cells = plan.points.iter().map(|point| {
+            let value = if point.label.starts_with("n = ") { f64::NAN } else { 100.0 };
+            let values = vec![(1, vec![value; plan.metrics.len()]), (2, vec![value; plan.metrics.len()])];
+            grid::Cell { point: point.label.clone(), arm: "LL".to_owned(), values }
+        });
+        let cells = Cells(cells.collect());
+        let drawn = chart(&plan, &cells, metric, false);
+        assert_eq!(drawn.points, ["0 ms", "0.5 ms"]);
+        assert_eq!(drawn.lines.iter().map(|line| line.values.len()).collect::<Vec<_>>(), [2]);
+        let table = reduce(plan, cells, &[1, 2]).rows;
+        assert!(table[0][2..].iter().all(|cell| cell == "–"), "{table:?}");
     }
 
     #[test]

@@ -253,10 +253,21 @@ fn capped(ms: f64) -> f64 {
 const CPU_VARIATION: Metric = Metric { name: "cpu_variation", of: |_, run, _| run.cpu_variation() };
 const MEDIAN_THETA: Metric = Metric { name: "theta_p50", of: |_, run, _| run.theta() };
 
+/// Of servers slower than the fastest; NaN where there are none.
 const SLOW_SHARE: Metric = Metric {
     name: "slow_share",
     of: |scenario, run, _| {
         let fastest = scenario.servers.iter().map(|s| s.work_ms).fold(f64::INFINITY, f64::min);
-        run.share(|server| scenario.servers.get(server).is_some_and(|s| s.work_ms > fastest), |_| true)
+        let is_slow = |server: &ServerSpec| server.work_ms > fastest;
+        if !scenario.servers.iter().any(is_slow) {
+            return f64::NAN;
+        }
+        run.share(|server| scenario.servers.get(server).is_some_and(is_slow), |_| true)
     },
+};
+
+/// Share of Prequal's picks that were left to Envoy's own policy.
+const FALLBACK: Metric = Metric {
+    name: "fallback",
+    of: |_, run, _| run.branches[2] as f64 / run.branches.iter().sum::<u64>().max(1) as f64,
 };

@@ -159,8 +159,11 @@ pub(crate) fn percent(value: f64) -> String {
     if value == 0.0 { "0".to_owned() } else { format!("{:.2} %", value * 100.0) }
 }
 
-/// The median, and the extremes of the seeds where they differ.
+/// The median, and the extremes of the seeds where they differ; a dash where there is no such figure.
 pub(crate) fn spread(values: &[f64], format: impl Fn(f64) -> String) -> String {
+    if values.iter().all(|value| value.is_nan()) {
+        return "–".to_owned();
+    }
     let (low, high) = min_max(values.iter().copied());
     let middle = format(crate::stats::median(values.iter().copied()));
     if format(low) == format(high) {

@@ -597,6 +597,7 @@ mod tests {
     use super::*;
     use crate::policies::linear::Linear;
     use proptest::prelude::*;
+    use serde_json::json;
 
     const MINIMAL: &str = r#"{"clusters":[{"cluster":"a","probe_cluster":"b"}]}"#;
 
@@ -733,6 +734,8 @@ mod tests {
             let own = only(&with(&format!(r#""profile":"{name}","max_age_ms":77,"mode":"async","delta":3"#)));
             assert_eq!((own.pool.max_age_ms, own.pool.delta, own.choice.mode), (77, 3.0, Mode::Async));
         }
+        let rule = r#""profile":"inference","mode":"async","rule":"zuul_choice_of_two","max_in_flight":7"#;
+        assert_eq!(only(&with(rule)).choice.rule, Rule::Zuul { max_in_flight: 7 });
         // What the top level says outweighs the profile of a cluster.
         let cluster = only(
             r#"{"max_age_ms":99,"clusters":[{"cluster":"a","probe_cluster":"b","profile":"inference"}]}"#,
@@ -777,10 +780,69 @@ mod tests {
         assert!(errors(twice)[0].contains("twice"));
     }
 
+    /// Any JSON, of which what a key may take is a likely part.
+    fn json_value() -> impl Strategy<Value = Value> {
+        let number = prop_oneof![
+            (-2i64..100).prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<f64>().prop_map(Value::from),
+            (0.0..2.0).prop_map(Value::from),
+        ];
+        let said = KEYS.iter().flat_map(|key| match key.values {
+            Values::OneOf(choices) => choices.to_vec(),
+            _ => vec![key.name],
+        });
+        let said: Vec<&str> = said.chain(["10.0.0.1:80", "x-session", "header", "none"]).collect();
+        let text = prop_oneof![proptest::sample::select(said).prop_map(str::to_owned), "\\PC{0,20}"];
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            number,
+            text.clone().prop_map(Value::from),
+        ];
+        leaf.prop_recursive(3, 16, 4, move |inner| {
+            prop_oneof![
+                proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                proptest::collection::btree_map(text.clone(), inner, 0..4)
+                    .prop_map(|map| Value::Object(map.into_iter().collect())),
+            ]
+        })
+    }
+
     proptest! {
         #[test]
         fn no_text_panics(text in "\\PC{0,200}") {
             let _ = Config::parse(&text);
+        }
+
+        /// It is refused with a field's name, or read as something that can be written out and read again.
+        #[test]
+        fn no_value_of_a_key_panics(
+            settings in proptest::collection::vec((proptest::sample::select(KEYS), any::<bool>(), json_value()), 1..4),
+            inbound in proptest::bool::weighted(0.2),
+        ) {
+            let mut config = if inbound {
+                json!({"role": "inbound"})
+            } else {
+                json!({"clusters": [{"cluster": "a", "probe_cluster": "b"}]})
+            };
+            for (key, at_the_top, value) in settings {
+                match config.pointer_mut("/clusters/0") {
+                    Some(Value::Object(cluster)) if !at_the_top => cluster.insert(key.name.to_owned(), value),
+                    _ => config.as_object_mut().unwrap().insert(key.name.to_owned(), value),
+                };
+            }
+            match Config::parse(&config.to_string()) {
+                Ok(read) => prop_assert_eq!(Config::parse(&read.written().to_string()), Ok(read)),
+                Err(errors) => {
+                    prop_assert!(!errors.0.is_empty());
+                    for error in errors.0 {
+                        let known = |name: &str| KEYS.iter().any(|key| key.name == name);
+                        let key = error.field.split(['[', '.']).find(|part| known(part));
+                        prop_assert!(key.is_some() && !error.problem.is_empty(), "{}", error);
+                    }
+                }
+            }
         }
     }
 }

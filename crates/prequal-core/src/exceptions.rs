@@ -557,7 +557,8 @@ impl Blob for Exceptions {
         }
         let sound = |record: &Record| {
             record.endpoint.is_valid()
-                && [record.failed, record.total].iter().all(|count| (0.0..=MEMORY).contains(count))
+                && (0.0..=MEMORY).contains(&record.total)
+                && (0.0..=record.total).contains(&record.failed)
                 && record.reason <= 3
                 && record.backoff_ms <= MAX_BACKOFF_MS
         };

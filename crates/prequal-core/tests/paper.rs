@@ -184,10 +184,26 @@ fn s4_using_a_probe_raises_its_rif_by_one() {
 }
 
 #[test]
-fn s4_equation_1_gives_1_316_uses_on_the_baseline_and_at_least_one_always() {
-    let baseline = reuse_budget(16.0, 100.0, 3.0, 1.0, 1.0, 64.0);
-    assert!((baseline - 2.0 / 1.52).abs() < 1e-12, "{baseline}");
-    assert!((reuse_budget(16.0, 100.0, 4.0, 0.25, 1.0, 64.0) - 1.0).abs() < f64::EPSILON);
+fn s4_equation_1_as_a_table() {
+    for (m, n, r_probe, r_remove, delta, expected) in [
+        (16.0, 100.0, 3.0, 1.0, 1.0, 2.0 / 1.52), // the paper's baseline, 1.316
+        (16.0, 100.0, 4.0, 0.25, 1.0, 1.0),       // 2 / 3.11 < 1
+        (16.0, 100.0, 2.0, 0.25, 1.0, 2.0 / 1.43), // fig. 8
+        (16.0, 100.0, 1.0, 0.25, 1.0, 2.0 / 0.59), // fig. 8
+        (16.0, 100.0, 0.5, 0.25, 1.0, 2.0 / 0.17), // fig. 8, its lowest rate
+        (16.0, 100.0, 1.0, 1.0, 1.0, 64.0),       // denominator < 0
+        (16.0, 16.0, 3.0, 0.0, 1.0, 64.0),        // n = m
+        (16.0, 16.0, 3.0, 1.0, 1.0, 64.0),
+        (16.0, 4.0, 3.0, 1.0, 1.0, 64.0),  // n < m
+        (16.0, 24.0, 3.0, 1.0, 1.0, 64.0), // denominator exactly 0
+        (16.0, 25.0, 3.0, 1.0, 1.0, 2.0 / 0.08),
+        (2.0, 4.0, 4.0, 1.0, 1.0, 2.0),
+        (16.0, 1000.0, 3.0, 1.0, 3.0, 4.0 / 1.952),
+        (16.0, 0.0, 3.0, 1.0, 1.0, 64.0), // nothing learned yet
+    ] {
+        let got = reuse_budget(m, n, r_probe, r_remove, delta, 64.0);
+        assert!((got - expected).abs() < 1e-9, "m={m} n={n} r_probe={r_probe} r_remove={r_remove}: {got}");
+    }
 }
 
 #[test]
@@ -197,6 +213,7 @@ fn s4_the_reuse_limit_is_rounded_at_random_so_that_its_mean_is_kept_within_a_per
         let total: f64 = (0..200_000).map(|_| f64::from(round_randomly(b_reuse, &mut rng))).sum();
         assert!((total / 2e5 / b_reuse - 1.0).abs() < 0.01, "{b_reuse}");
     }
+    assert!((0..1000).all(|_| round_randomly(3.0, &mut rng) == 3), "a whole number is itself");
 }
 
 #[test]
@@ -215,6 +232,33 @@ fn s4_a_probe_is_removed_once_it_has_been_used_b_reuse_times() {
         assert_eq!(client.query(2000).replica, Some(replica(95)));
     }
     assert!(!client.has(95), "used up");
+}
+
+#[test]
+fn s4_a_probe_is_used_b_reuse_times_in_the_mean_within_a_per_cent() {
+    for b_reuse in [1.316, 2.35, 4.9] {
+        // 2 reports a query, n = 100, m = 16, r_remove = 0: b_reuse = (1 + δ) / 1.68.
+        let delta = b_reuse * 1.68 - 1.0;
+        let settings = PoolSettings { delta, r_remove: 0.0, q_rif: 1.0, ..paper() };
+        let mut client = Client::new(settings);
+        let (mut probes, mut uses, mut at) = (0u32, 0u32, 0);
+        while probes < 20_000 {
+            at += 1;
+            // The first thousand queries only show the rate. Then there is always a probe that no other can beat.
+            let measured = at > 1000 && !client.has(95);
+            if measured {
+                client.probe(at, 95, 0, 1);
+            } else {
+                client.probe(at, (at % 45) as u16, 5, 50);
+            }
+            client.probe(at, (at % 45 + 45) as u16, 5, 50);
+            probes += u32::from(measured);
+            uses += u32::from(client.query(at).replica == Some(replica(95)));
+        }
+        // The last one is still in use.
+        let mean = f64::from(uses - 1) / f64::from(probes - 1);
+        assert!((mean / b_reuse - 1.0).abs() < 0.01, "{mean} uses, {b_reuse} wanted");
+    }
 }
 
 #[test]
@@ -318,27 +362,41 @@ fn s4_reuse_prevents_depletion() {
     assert!(without > 3000 && with < 100, "{without} without reuse, {with} with it");
 }
 
+enum Removal {
+    None,
+    /// As many as the paper removes, but never the worst.
+    OldestOnly,
+    OldestAndWorst,
+}
+
 /// Good probes are used up, bad ones stay: without removal of the worst the loads in the pool are those of loaded
-/// replicas (degradation).
+/// replicas (degradation), even if as many are removed for their age.
 #[test]
 fn s4_removal_of_the_worst_prevents_degradation() {
-    let mean_rif_in_pool = |r_remove| {
+    let mean_rif_in_pool = |removal: &Removal| {
+        let r_remove = if matches!(removal, Removal::OldestAndWorst) { 1.0 } else { 0.0 };
         // A long age limit and RIF-only control, so that ageing does not do the work of removal.
         let settings = PoolSettings { r_remove, max_age_ms: 60_000, q_rif: 0.0, delta: 0.001, ..paper() };
         let mut client = Client::new(settings);
-        let mut reported = [0u32; 100];
+        // RIF and time of the latest report.
+        let mut reported = [(0u32, 0u64); 100];
+        let of = |replica_: Endpoint| usize::from(replica_.port() - 1000);
         let (mut total, mut count) = (0u32, 0u32);
         for query in 0..20_000u64 {
-            for _ in 0..3 {
+            for nth in 0..3 {
                 let n = client.rng.random_range(0..100u16);
                 let rif = client.rng.random_range(0..20);
-                reported[usize::from(n)] = rif;
+                reported[usize::from(n)] = (rif, query * 3 + nth);
                 client.probe(query, n, rif, 10);
             }
             client.query(query);
+            if matches!(removal, Removal::OldestOnly) {
+                let oldest = client.pool.replicas().min_by_key(|in_pool| reported[of(*in_pool)].1);
+                client.pool.forget(oldest.unwrap());
+            }
             if query > 1000 {
                 for in_pool in client.pool.replicas() {
-                    total += reported[usize::from(in_pool.port() - 1000)];
+                    total += reported[of(in_pool)].0;
                     count += 1;
                 }
             }
@@ -346,6 +404,9 @@ fn s4_removal_of_the_worst_prevents_degradation() {
         f64::from(total) / f64::from(count)
     };
     let fleet = 9.5;
-    let (without, with) = (mean_rif_in_pool(0.0) - fleet, mean_rif_in_pool(1.0) - fleet);
-    assert!(without > 2.0 && with < without * 0.7, "above the fleet: {without} without, {with} with");
+    let [none, oldest, both] = [Removal::None, Removal::OldestOnly, Removal::OldestAndWorst]
+        .map(|removal| mean_rif_in_pool(&removal) - fleet);
+    assert!(none > 2.0, "above the fleet without removal: {none}");
+    assert!(oldest > none * 0.9, "{oldest} with removal of the oldest, {none} without any");
+    assert!(both < oldest * 0.7, "{both} with removal of the worst, {oldest} without");
 }

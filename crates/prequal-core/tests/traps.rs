@@ -1,6 +1,9 @@
-//! One test per trap that public implementations of Prequal fell into. Traps of adapters (requests dropped half-way,
-//! pools shared between routes, arms of a benchmark that share state) have their tests where the adapter is.
+//! One test per trap that public implementations of Prequal fell into, as far as the core can fall into it. The two that
+//! adapters share: requests dropped half-way (3) are tested again in the agent and in the filter's end-to-end suite, pools
+//! shared between routes (7) in the latter. Arms of a benchmark that share state (10) have their test in the simulator
+//! (`bench/src/sim/grid.rs`).
 
+use prequal_core::blob::Blob as _;
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::exceptions::{Change, Event, Exceptions};
@@ -70,6 +73,36 @@ fn trap_2_the_branch_for_all_hot_can_be_reached() {
 }
 
 #[test]
+fn trap_3_however_a_request_ends_it_is_in_flight_no_more() {
+    let endings = [
+        (Outcome::Success, false),
+        (Outcome::Failure, false),
+        (Outcome::Aborted, false),
+        // An upgraded connection, or a long stream; one that is reset is an abort.
+        (Outcome::Streaming, true),
+        (Outcome::Aborted, true),
+        (Outcome::Failure, true),
+    ];
+    for (outcome, upgraded) in endings {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        let tickets: Vec<_> = (0..5).map(|at| tracker.start(ms(at))).collect();
+        assert_eq!(tracker.rif(), 5);
+        for (left, ticket) in (0..5).rev().zip(tickets) {
+            if upgraded {
+                tracker.streaming(&ticket);
+            }
+            // The clock may have stepped back since it began.
+            tracker.finish(ticket, ms(u64::from(left)), outcome);
+            assert_eq!(tracker.rif(), left, "{outcome:?}, upgraded: {upgraded}");
+        }
+        // Nor does it go on waiting: that would be a stall for ever.
+        let served = tracker.start(ms(10));
+        tracker.finish(served, ms(20), Outcome::Success);
+        assert_eq!(tracker.latency(ms(9000)), Some(10_000), "{outcome:?}, upgraded: {upgraded}");
+    }
+}
+
+#[test]
 fn trap_4_a_probe_rate_of_0_7_is_not_0() {
     let settings = PoolSettings { budget: Budget::Fixed { r_probe: 0.7 }, ..settings() };
     let (mut pool, mut rng) = pool(&settings, &[]);
@@ -100,6 +133,39 @@ fn trap_6_probe_targets_are_drawn_without_replacement() {
         targets.sort_unstable();
         assert_eq!(targets, [1000, 1001, 1002, 1003]);
     }
+}
+
+#[test]
+fn trap_7_what_one_cluster_learns_stays_in_it() {
+    let settings = PoolSettings { q_rif: 1.0, ..settings() };
+    let exceptions_of = |out| {
+        let mut exceptions = Exceptions::new();
+        exceptions.set_members(2);
+        let silent = Event::Silent { trial: false, ordinary: true };
+        exceptions.apply(&Profile::Default.pool_settings().exceptions, ms(0), out, silent);
+        exceptions
+    };
+    // Two clusters over the same replicas, of which the other one has all kinds of trouble with both.
+    let after_a_while = |beside_another: bool| {
+        let (mut cluster, mut rng) = pool(&settings, &[(1, Some(90)), (1, Some(10))]);
+        let (mut other, mut others_rng) = pool(&settings, &[(7, Some(10)), (1, Some(90))]);
+        let mut picks = Vec::new();
+        for at in 2..20 {
+            if beside_another {
+                other.set_members(2, 5, ms(at));
+                other.pick(&settings, ms(at), &mut others_rng);
+                let load = Load { rif: 9, latency_us: None, up_s: Some(0) };
+                other.record(&settings, ms(at), replica(0), load, Standing::even(5), &mut others_rng);
+                other.refused(replica(1), ms(at), 60_000);
+                other.exclude(&exceptions_of(replica(0)), ms(at));
+            }
+            picks.push(cluster.pick(&settings, ms(at), &mut rng));
+        }
+        (picks, cluster.view(&settings, ms(20)), cluster.encode().into_owned())
+    };
+    let (alone, beside_another) = (after_a_while(false), after_a_while(true));
+    assert!(alone.0.iter().all(|pick| pick.replica == Some(replica(1))));
+    assert_eq!(alone, beside_another);
 }
 
 #[test]

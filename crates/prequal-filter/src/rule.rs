@@ -11,7 +11,7 @@ use prequal_core::endpoint::Endpoint;
 use prequal_core::members::{Evidence, Members, Standing};
 use prequal_core::policies::Done;
 use prequal_core::policies::c3::C3;
-use prequal_core::policies::fleet::Fleet;
+use prequal_core::policies::fleet::{Explorer, Fleet};
 use prequal_core::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
 use prequal_core::pool::{Branch, Candidate, Pick, ProbesDue, Ranking};
 use prequal_core::report::{HEADER_LOAD, LoadReport};
@@ -27,9 +27,6 @@ use crate::store::Store;
 
 /// A worker looks for changes of the membership this often, microseconds.
 const LOOK_EVERY_US: u64 = 100_000;
-/// How long after a change newcomers are looked for eagerly, microseconds, and how much more often.
-const GROWING_US: u64 = 2_000_000;
-const GROWING_FACTOR: u64 = 16;
 
 /// What a worker knows of one cluster beyond the pool.
 pub(crate) struct RuleState {
@@ -37,8 +34,7 @@ pub(crate) struct RuleState {
     members: RefCell<Members>,
     seen: Cell<Option<u32>>,
     looked: Cell<Option<Micros>>,
-    changed: Cell<Micros>,
-    unsteered: Cell<Micros>,
+    explorer: RefCell<Explorer>,
 }
 
 enum Own {
@@ -68,8 +64,7 @@ impl RuleState {
             members: RefCell::default(),
             seen: Cell::default(),
             looked: Cell::default(),
-            changed: Cell::default(),
-            unsteered: Cell::default(),
+            explorer: RefCell::default(),
         }
     }
 
@@ -105,7 +100,7 @@ impl RuleState {
         match &mut *self.own.borrow_mut() {
             Own::Fleet(fleet) => {
                 if fleet.set_members(members.endpoints_in_use()) {
-                    self.changed.set(now);
+                    self.explorer.borrow_mut().changed(now);
                 }
             }
             Own::C3(c3) => c3.retain(|replica| members.contains(replica)),
@@ -139,14 +134,8 @@ impl RuleState {
 
     /// Whether this request goes where Envoy's own policy sends it, to find newcomers.
     fn is_explorer(&self, config: &ClusterConfig, now: Micros) -> bool {
-        let every = u64::from(config.pool.discovery_interval_ms) * 1000;
-        let growing = now.saturating_since(self.changed.get()) < GROWING_US;
-        let every = if growing { every / GROWING_FACTOR } else { every };
-        let due = now.saturating_since(self.unsteered.get()) >= every || now < self.unsteered.get();
-        if due {
-            self.unsteered.set(now);
-        }
-        due
+        let every_us = u64::from(config.pool.discovery_interval_ms) * 1000;
+        self.explorer.borrow_mut().is_due(now, every_us)
     }
 
     /// A request leaves for the replica.

@@ -309,12 +309,15 @@ fn two_localities_are_both_served() -> Result<()> {
     let envoy = Envoy::start(config)?;
     warm(&envoy, 4);
     fleet.clear();
-    let before = envoy.prequal(SERVING)?;
-    assert_all_ok(&envoy.client().burst(400, 8, |_| Request::get("/")));
-    let served = fleet.served();
-    assert!(served.iter().all(|&served| served >= 20), "{served:?}");
+    let (before, mut rounds) = (envoy.prequal(SERVING)?, 0);
+    // Equals need not share evenly (docs/limits.md), but none is left out.
+    eventually("all four serve", Duration::from_secs(20), || {
+        assert_all_ok(&envoy.client().burst(400, 12, |_| Request::get("/")));
+        rounds += 1;
+        fleet.served().iter().all(|&served| served >= 20).then_some(())
+    });
     let after = envoy.prequal(SERVING)?;
-    assert!(after.steered() - before.steered() >= 390, "{after:#?}");
+    assert!(after.steered() - before.steered() >= rounds * 390, "{rounds} rounds: {after:#?}");
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"));
     Ok(())
 }

@@ -48,16 +48,20 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         let envoy = Envoy::start(if probe_free { without_probes(config) } else { config })?;
         warm(&envoy, 4);
         fleet.clear();
-        let before = envoy.prequal(SERVING)?;
-        assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
+        let (before, mut sent) = (envoy.prequal(SERVING)?, 0);
+        // Latency alone herds: who is fastest by a hair gets everything. With the others equals need not share evenly
+        // (docs/limits.md), but none is left out.
+        let herds = settings["rule"] == "latency_only";
+        eventually(&format!("{settings}: all fast replicas serve"), Duration::from_secs(20), || {
+            assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
+            sent += 600;
+            (herds || fleet.served()[..3].iter().all(|&served| served >= 30)).then_some(())
+        });
         let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
         let chosen = after.picks(branch) - before.picks(branch);
-        assert!(chosen >= 450, "{settings}: {chosen} by the rule: {after:#?}");
-        // A fair share is 150; RIF alone, which cannot tell slow from busy, leaves the slow one what it can do.
-        assert!(served[3] <= 75, "{settings}: {served:?}");
-        // Latency alone herds: who is fastest by a hair gets everything.
-        let herds = settings["rule"] == "latency_only";
-        assert!(herds || served[..3].iter().all(|&served| served >= 30), "{settings}: {served:?}");
+        assert!(chosen >= sent * 3 / 4, "{settings}: {chosen} of {sent} by the rule: {after:#?}");
+        // A fair share is a quarter; RIF alone, which cannot tell slow from busy, leaves the slow one what it can do.
+        assert!(served[3] <= sent / 8, "{settings}: {served:?}");
         assert_eq!(after.probes("sent") == 0, probe_free, "{settings}: {after:#?}");
         fleet.assert_idle();
     }
@@ -234,6 +238,32 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
 }
 
 #[test]
+fn a_replica_that_says_that_it_is_young_is_spared() -> Result<()> {
+    bed!();
+    let load = |addr| with_load(report(1, 2000, addr));
+    let mut fleet = stand_ins(3, load, move |addr| load(addr).delay(MS(2)))?;
+    let young = |addr| with_load(report(1, 2000, addr) + ";up=0");
+    fleet.push(stand_in(young, move |addr| young(addr).delay(MS(2)))?);
+    // Of 400, of which 100 are a fair share.
+    let share_of_the_young = |ramp_ms: u32| -> Result<_> {
+        let envoy = Envoy::start(with(&addrs(&fleet), &json!({"ramp_ms": ramp_ms}))?)?;
+        warm(&envoy, 4);
+        Ok(move |fleet: &[Backend]| {
+            fleet.iter().for_each(Backend::clear);
+            assert_all_ok(&envoy.client().burst(400, 8, |_| Request::get("/")));
+            fleet[3].seen().iter().filter(|seen| !is_probe(seen)).count()
+        })
+    };
+    let spared = share_of_the_young(600_000)?(&fleet);
+    assert!(spared < 50, "{spared}");
+    let unspared = share_of_the_young(0)?;
+    eventually("without a ramp its age counts for nothing", Duration::from_secs(20), || {
+        (unspared(&fleet) >= 50).then_some(())
+    });
+    Ok(())
+}
+
+#[test]
 fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
     bed!();
     for mode in ["async", "sync"] {
@@ -249,15 +279,19 @@ fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
                 warm(&envoy, n as u64);
             }
             fleet.clear();
-            assert_all_ok(&envoy.client().burst(150, 3, |_| Request::get("/")));
+            let mut sent = 0;
+            // Equals need not share evenly (docs/limits.md), but both are in use.
+            eventually(&format!("{mode}, n = {n}: the fast ones serve"), Duration::from_secs(20), || {
+                assert_all_ok(&envoy.client().burst(150, 3, |_| Request::get("/")));
+                sent += 150;
+                fleet.served()[1..].iter().all(|&served| served > 5).then_some(())
+            });
             let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
-            assert_eq!(served.iter().sum::<u64>(), 150, "{mode}, n = {n}");
+            assert_eq!(served.iter().sum::<u64>(), sent, "{mode}, n = {n}");
             // With one there is nothing to choose: Envoy's own policy serves.
             assert_eq!(after.steered() == 0, n == 1, "{mode}, n = {n}: {after:#?}");
-            let fair = 150 / n as u64;
+            let fair = sent / n as u64;
             assert!(n == 1 || served[0] <= fair * 2 / 3, "{mode}, n = {n}: the slow one got {served:?}");
-            // Equals need not share evenly (docs/limits.md), but both are in use.
-            assert!(served[1..].iter().all(|&served| served > 5), "{mode}, n = {n}: {served:?}");
             assert_eq!(after.other("prequal_diverted_total"), 0, "{mode}, n = {n}: {after:#?}");
             fleet.assert_idle();
         }

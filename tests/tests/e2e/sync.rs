@@ -138,8 +138,11 @@ fn late_answers_feed_the_pool() -> Result<()> {
     counted(&envoy, "the late answers", |now| now.probes("used") >= 3);
     assert_all_ok(&client.burst(10, 1, |_| Request::get("/")));
     let after = envoy.prequal(SERVING)?;
-    assert_eq!((after.picks("cold") + after.picks("hot"), after.picks("fallback")), (10, 1), "{after:#?}");
-    assert_eq!(after.waits("deadline"), 11);
+    // An Envoy that stands still for 60 ms finds the answers before the deadline.
+    assert_eq!(after.waits("deadline") + after.waits("enough"), 11, "{after:#?}");
+    assert_eq!((after.picks("sync"), after.picks("fallback")), (after.waits("enough"), 1), "{after:#?}");
+    let from_the_pool = after.picks("cold") + after.picks("hot");
+    assert!(from_the_pool >= 5 && from_the_pool + after.waits("enough") == 10, "{after:#?}");
     Ok(())
 }
 
@@ -295,15 +298,17 @@ fn what_does_not_wait_is_steered_all_the_same() -> Result<()> {
 #[test]
 fn fleets_smaller_than_d_are_asked_whole() -> Result<()> {
     bed!();
-    for (n, asked) in [(1, 0), (2, 2), (3, 3), (9, 8)] {
+    // So many requests that chance leaves nobody out.
+    for (n, asked, requests) in [(1, 0, 40), (2, 2, 40), (3, 3, 40), (9, 8, 200)] {
         let fleet = stand_ins(n, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
         let settings = json!({"sync_d": 8, "idle_probe_interval_ms": 0, "discovery_interval_ms": 60_000});
         let envoy = start(&addrs(&fleet), settings)?;
-        assert_all_ok(&envoy.client().burst(40, 2, |_| Request::get("/")));
+        assert_all_ok(&envoy.client().burst(requests, 2, |_| Request::get("/")));
         let after = assert_probes_balance(&envoy);
         let addressed = fleet.iter().flat_map(Backend::seen).filter(is_probe).count();
-        assert!(addressed >= 40 * asked, "n = {n}: {addressed} probes: {after:#?}");
-        let (waited, unasked) = if n == 1 { (0, 40) } else { (40, 0) };
+        assert!(addressed >= requests * asked, "n = {n}: {addressed} probes: {after:#?}");
+        let all = requests as u64;
+        let (waited, unasked) = if n == 1 { (0, all) } else { (all, 0) };
         assert_eq!((after.waits("enough"), after.waits("unasked")), (waited, unasked), "n = {n}: {after:#?}");
         assert!(fleet.iter().all(|backend| user_requests(backend) > 0), "n = {n}: nobody is left out");
     }

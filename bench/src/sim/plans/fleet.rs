@@ -153,10 +153,7 @@ pub(super) fn churn(length: Length) -> Plan {
                 name: "diverted",
                 of: |_, run, _| run.diverted as f64 / run.samples.len().max(1) as f64,
             },
-            Metric {
-                name: "fallback",
-                of: |_, run, _| run.branches[2] as f64 / run.branches.iter().sum::<u64>().max(1) as f64,
-            },
+            FALLBACK,
         ]),
         columns: columns(&[("diverted", OWN, three_percent), ("fallback", OWN + 1, three_percent)]),
         charts: vec![(P99, false), (OWN, false), (OWN + 1, false)],

@@ -182,6 +182,25 @@ pub(super) fn netflix(length: Length) -> Plan {
 }
 
 pub(super) fn smallfleet(length: Length) -> Plan {
+    let sizes = length.pick(&[1, 2, 3, 4, 8, 16], &[0, 1, 3]).into_iter().map(|n| {
+        let quad = Service::Cpu { cores: 4.0, spare: Spare::None };
+        let work_ms = |server: usize| if n > 1 && server + 1 == n { 40.0 } else { 10.0 };
+        let mut scenario = Scenario::testbed(n, 1.0, Spare::None);
+        scenario.servers = (0..n).map(|server| ServerSpec::new(work_ms(server), quad)).collect();
+        let capacity: f64 = (0..n).map(|server| 4.0 * 1e3 / work_ms(server)).sum();
+        (scenario.clients, scenario.load, scenario.variation) = (4, Load::Poisson(0.6 * capacity), 0.3);
+        Point {
+            label: format!("n = {n}"),
+            scenario: length.cut(scenario),
+            arms: arms([
+                ("Random", Arm::Random),
+                ("LL-Po2C", Arm::LeastLoadedPo2c),
+                (PAPER, Arm::Prequal(paper())),
+                (OURS, Arm::Prequal(ours())),
+                (SMALL, Arm::Prequal(small())),
+            ]),
+        }
+    });
     let costs = length.pick(&[0.0, 0.1, 0.5, 1.0], &[0, 2]).into_iter().map(|cost| {
         let mut scenario = Scenario::testbed(4, 1.0, Spare::None);
         let core = Service::Cpu { cores: 1.0, spare: Spare::None };
@@ -204,31 +223,55 @@ pub(super) fn smallfleet(length: Length) -> Plan {
     });
     Plan {
         name: "smallfleet",
-        title: "what probes cost four CPU-bound servers (seed 003)",
-        text: "4 servers of one core, one four times as slow, 30 users in a closed loop, 4 ms of work, against the \
+        title: "fleets of 1 to 16, and what probes cost four CPU-bound servers (seed 003)",
+        text: "First 1 to 16 servers of four cores and 10 ± 3 ms of work, the last of two or more four times as slow; four \
+            clients, Poisson arrivals at 60 % of what the fleet can do, 5 s deadline. An even share is more than the slow \
+            one can do. `fallback` is the share of Prequal's picks that were left to Envoy's own policy, here a random \
+            one. Then 4 servers of one core, one four times as slow, 30 users in a closed loop, 4 ms of work, against the \
             CPU that a probe costs a server. Throughput is what counts in a closed loop. Seed 003 saw Prequal 22 % \
             below round robin in such a test (4162 against 5366 queries/s), which it puts down to probes; its \
             servers' probe cost and work are not published. Here round robin is bound by the slow server, so what is \
             comparable is the loss to probes.",
-        x_label: "CPU per probe",
-        points: costs.collect(),
-        metrics: standard_and(&[Metric {
-            name: "throughput",
-            of: |scenario, run, _| run.samples.len() as f64 / scenario.measured,
-        }]),
+        x_label: "servers, or CPU per probe",
+        points: sizes.chain(costs).collect(),
+        metrics: standard_and(&[
+            Metric {
+                name: "throughput",
+                of: |scenario, run, _| {
+                    if is_closed(scenario) { run.samples.len() as f64 / scenario.measured } else { f64::NAN }
+                },
+            },
+            SLOW_SHARE,
+            FALLBACK,
+            Metric {
+                name: "p99 ms in the open loop",
+                of: |scenario, _, latencies| if is_closed(scenario) { f64::NAN } else { latencies.ms(0.99) },
+            },
+        ]),
         columns: vec![
             ("queries/s", OWN, one),
             ("p50 ms", P50, one),
-            ("p99 ms", P99, one),
+            ("p99 ms", P99, ms),
+            ("to the slow one", OWN + 1, percent),
+            ("fallback", OWN + 2, percent),
             ("probes/query", PROBES, two),
         ],
-        charts: vec![(OWN, false)],
+        charts: vec![(OWN + 3, true), (OWN + 1, false), (OWN, false)],
         judge: |cells| {
+            let p99_over = |point: &str, arm: &str| cells.at(point, OURS, P99) / cells.at(point, arm, P99);
             let over_ll = |arm: &str| cells.at("0.5 ms", arm, OWN) / cells.at("0.5 ms", "LL", OWN);
             vec![
+                at_most("ours, p99 over Random's at n = 1", p99_over("n = 1", "Random"), 1.05),
+                at_most("ours, p99 over LL-Po2C's at n = 2", p99_over("n = 2", "LL-Po2C"), 0.7),
+                at_most("ours, p99 over LL-Po2C's at n = 4", p99_over("n = 4", "LL-Po2C"), 0.4),
+                at_most("ours, fallback at n = 2", cells.at("n = 2", OURS, OWN + 2), 0.0),
                 at_least("paper profile, throughput over LL's at 0.5 ms a probe", over_ll(PAPER), 0.75),
                 at_least("ours, throughput over LL's at 0.5 ms a probe", over_ll(OURS), 0.9),
             ]
         },
     }
+}
+
+fn is_closed(scenario: &Scenario) -> bool {
+    matches!(scenario.load, Load::Closed { .. })
 }

@@ -433,10 +433,70 @@ fn nothing_happens_with_the_rules_off() {
     assert_eq!(table.records().len(), 0);
 }
 
+#[test]
+fn more_failures_than_requests_are_no_content() {
+    let mut scene = Scene::new();
+    scene.tell(0, 1, bad(false));
+    let record = &mut scene.table.records[0];
+    record.failed = record.total + 0.5;
+    assert!(matches!(Exceptions::decode(&scene.table.encode()), Err(BlobError::Content)));
+}
+
+/// Bytes with more of the highest than chance would have, and counts within their bounds.
+fn any_record() -> impl Strategy<Value = ([u8; size_of::<Record>()], (f32, f32))> {
+    let byte = prop_oneof![3 => any::<u8>(), 1 => Just(u8::MAX)];
+    let bytes = proptest::collection::vec(byte, size_of::<Record>());
+    let counts = (0.0..=MEMORY, 0.0f32..=1.0).prop_map(|(total, share)| (total * share, total));
+    (bytes.prop_map(|bytes| bytes.try_into().unwrap()), counts)
+}
+
+/// Everything that a worker does with a table that it has read; what it then writes is sound.
+fn use_after(mut table: Exceptions, now: Micros) {
+    table.expire(now);
+    for n in 0..8 {
+        for (event, failing) in [(good(true), 1000), (bad(true), 0), (good(false), 100), (SILENT, 0)] {
+            table.apply(&SETTINGS, now, replica(n), event);
+            table.heard(&SETTINGS, now, replica(n), failing, Standing::even(0));
+        }
+        table.admit(now, replica(n), load(0, 0));
+    }
+    table.take_trial(&SETTINGS, now, 0, 10, &mut SmallRng::seed_from_u64(5));
+    assert!(Exceptions::decode(&table.encode()).is_ok());
+}
+
 proptest! {
     #[test]
     fn bytes_from_outside_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
         let _ = Exceptions::decode(&bytes);
+    }
+
+    /// Behind a valid tag and length any content is refused or harmless.
+    #[test]
+    fn content_from_outside_never_panics(
+        members in any::<u32>(),
+        records in proptest::collection::vec(any_record(), 0..=MAX_EXCEPTIONS),
+        sound in proptest::bool::weighted(0.8),
+        later in any::<u32>(),
+    ) {
+        let now = Micros(u64::from(later) * 1000);
+        let mut table = Exceptions { members, ..Exceptions::new() };
+        for ((n, (bytes, (failed, total))), slot) in (0u16..).zip(records).zip(&mut table.records) {
+            *slot = bytemuck::pod_read_unaligned(&bytes);
+            if sound {
+                // What has bounds keeps them, the rest is as it comes.
+                (slot.endpoint, slot.failed, slot.total) = (replica(n), failed, total);
+                (slot.reason, slot.backoff_ms) = (slot.reason % 4, slot.backoff_ms % (MAX_BACKOFF_MS + 1));
+            }
+            if n % 2 == 0 {
+                // Or it would be forgotten at once.
+                (slot.updated, slot.since) = (now.stamp(), now.stamp());
+            }
+            table.count = n + 1;
+        }
+        match Exceptions::decode(&table.encode()) {
+            Ok(table) => use_after(table, now),
+            Err(error) => prop_assert!(error == BlobError::Content && !sound, "{}", error),
+        }
     }
 
     /// A blob with a bit flipped is refused or harmless.
@@ -450,17 +510,8 @@ proptest! {
         let mut bytes = scene.table.encode().to_vec();
         let at = at % bytes.len();
         bytes[at] ^= 1 << bit;
-        if let Ok(mut table) = Exceptions::decode(&bytes) {
-            let now = Micros(u64::from(later) * 1000);
-            table.expire(now);
-            for n in 0..4 {
-                table.apply(&SETTINGS, now, replica(n), bad(true));
-                table.apply(&SETTINGS, now, replica(n), good(true));
-                table.heard(&SETTINGS, now, replica(n), 1000, Standing::even(0));
-                table.admit(now, replica(n), load(0, 0));
-            }
-            table.take_trial(&SETTINGS, now, 0, 10, &mut scene.rng);
-            prop_assert!(Exceptions::decode(&table.encode()).is_ok());
+        if let Ok(table) = Exceptions::decode(&bytes) {
+            use_after(table, Micros(u64::from(later) * 1000));
         }
     }
 

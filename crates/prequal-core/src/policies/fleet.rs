@@ -10,6 +10,35 @@ use super::{Done, Elastic};
 use crate::endpoint::Endpoint;
 use crate::time::Micros;
 
+/// How long after a change newcomers are looked for eagerly, microseconds, and how much more often.
+const GROWING_US: u64 = 2_000_000;
+const GROWING_FACTOR: u64 = 16;
+
+/// When a request goes where Envoy's own policy sends it, to find newcomers.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Explorer {
+    changed: Micros,
+    sent: Micros,
+}
+
+impl Explorer {
+    /// The membership has changed.
+    pub fn changed(&mut self, now: Micros) {
+        self.changed = now;
+    }
+
+    /// Whether this request is one, where one is due every `every_us` microseconds.
+    pub fn is_due(&mut self, now: Micros, every_us: u64) -> bool {
+        let growing = now.distance(self.changed) < GROWING_US;
+        let every_us = if growing { every_us / GROWING_FACTOR } else { every_us };
+        let due = now.distance(self.sent) >= every_us;
+        if due {
+            self.sent = now;
+        }
+        due
+    }
+}
+
 /// One client's view of its replicas under such a policy.
 pub struct Fleet {
     policy: Box<dyn Elastic>,
@@ -107,6 +136,23 @@ mod tests {
             fleet.done(chosen, now, &took(if number == 0 { 500 } else { 5 }));
         }
         counts
+    }
+
+    #[test]
+    fn an_explorer_goes_often_after_a_change_and_also_when_the_clock_has_stepped() {
+        const SECOND: u64 = 1_000_000;
+        let sent = |explorer: &mut Explorer, from_s: u64| -> usize {
+            let times = (0..1000).map(|ms| Micros(from_s * SECOND + ms * 1000));
+            times.filter(|now| explorer.is_due(*now, SECOND / 10)).count()
+        };
+        let mut explorer = Explorer::default();
+        explorer.changed(Micros(7200 * SECOND));
+        let growing = sent(&mut explorer, 7200);
+        assert!((130..=160).contains(&growing), "{growing}");
+        assert_eq!(sent(&mut explorer, 7202), 10);
+        // An hour back: the change is long ago, and not to come.
+        assert_eq!(sent(&mut explorer, 3600), 10);
+        assert_eq!(sent(&mut explorer, 7300), 10);
     }
 
     #[test]
