@@ -10,7 +10,8 @@ use std::time::Duration;
 use anyhow::Result;
 use bytes::Bytes;
 use prequal_testbed::{
-    Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, eventually,
+    AgentOptions, Backend, Body, Client, Envoy, EnvoyConfig, Fleet, Prequal, Replica, Reply, Request,
+    eventually,
 };
 use serde_json::{Value, json};
 
@@ -472,6 +473,32 @@ fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
         assert_eq!(hints(), (BTreeSet::from([None]), BTreeSet::from([None])));
     }
     assert_no_crash(&envoy);
+    Ok(())
+}
+
+#[test]
+fn a_hint_leads_to_the_replica_that_has_served_it() -> Result<()> {
+    bed!();
+    let options = AgentOptions { args: vec!["--hint-cache".into(), "100".into()], ..Default::default() };
+    let replica = || Replica::start_with(Reply::ok().delay(MS(10)), &options);
+    let fleet = [replica()?, replica()?];
+    // Of two both are asked, and both must answer.
+    let envoy = start(&[fleet[0].addr(), fleet[1].addr()], json!({"hint": {"header": "x-session"}}))?;
+    let client = envoy.client();
+    let get = |session: &str| {
+        assert_all_ok(&[client.send(Request::get("/").header("x-session", session))]);
+    };
+    // A replica that knows nothing of its latency is tried, whatever the other says.
+    (0..20).for_each(|number| get(&format!("before {number}")));
+    for session in (0..8).map(|number| format!("session {number}")) {
+        (0..10).for_each(|_| get(&session));
+        let served = fleet.each_ref().map(|replica| {
+            let seen = replica.backend.seen();
+            seen.iter().filter(|seen| seen.header("x-session") == Some(&session)).count()
+        });
+        // By chance alone it would be five and five.
+        assert!(served.iter().any(|served| *served >= 9), "{session}: {served:?}");
+    }
     Ok(())
 }
 
