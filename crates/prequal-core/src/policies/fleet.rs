@@ -1,4 +1,5 @@
-//! A policy over named replicas that come and go: what the filter needs of the rules that use no probes.
+//! A policy over named replicas that come and go, and when a request looks for new ones: what the filter needs of the rules
+//! that use no probes. Who has come or gone is the membership's to say.
 
 use std::collections::HashMap;
 
