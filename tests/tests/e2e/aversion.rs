@@ -14,8 +14,8 @@ use prequal_testbed::{
 use serde_json::json;
 
 use crate::support::{
-    SERVING, addrs, bed, counted, grpc_reply, grpc_request, is_probe, report, set, stand_in, stand_ins, warm,
-    with_load,
+    SERVING, addrs, bed, counted, grpc_reply, grpc_reply_alone, grpc_request, is_probe, report, set,
+    stand_in, stand_ins, warm, with_load,
 };
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
@@ -119,9 +119,7 @@ fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Re
 #[test]
 fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
     bed!();
-    let headers_only =
-        Reply::status(200).header("content-type", "application/grpc").header("grpc-status", "14");
-    for failing in [grpc_reply("14"), headers_only] {
+    for failing in [grpc_reply("14"), grpc_reply_alone("14")] {
         let fleet = Fleet::uniform(4, &grpc_reply("0").delay(MS(10)))?;
         let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
         warm(&envoy, 4);
@@ -170,6 +168,16 @@ impl Unreported {
         Ok(Self { backends, every, failures })
     }
 
+    /// They answer calls after `delay`, known to an Envoy and a client of it; every `nth` of the first fails.
+    fn failing(bad: &Reply, delay: Duration, nth: u64) -> Result<(Self, Envoy, Client)> {
+        let fleet = Self::start(&grpc_reply("0").delay(delay), bad)?;
+        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
+        warm(&envoy, 4);
+        fleet.fail_every(nth);
+        let client = Client::http2(envoy.addr());
+        Ok((fleet, envoy, client))
+    }
+
     fn fail_every(&self, nth: u64) {
         self.every.store(nth, Ordering::Relaxed);
     }
@@ -205,11 +213,7 @@ fn broken(status: u16) -> Reply {
 fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
     bed!();
     for bad in [grpc_reply("14"), broken(200), broken(503)] {
-        let fleet = Unreported::start(&grpc_reply("0").delay(MS(2)), &bad)?;
-        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
-        warm(&envoy, 4);
-        fleet.fail_every(100);
-        let client = Client::http2(envoy.addr());
+        let (fleet, envoy, client) = Unreported::failing(&bad, MS(2), 100)?;
         eventually("six failures", Duration::from_secs(30), || {
             client.burst(200, 8, |_| grpc_request());
             (fleet.failures() >= 6).then_some(())
@@ -223,14 +227,10 @@ fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
 #[test]
 fn errors_that_no_replica_reports_avert() -> Result<()> {
     bed!();
-    let headers_only = Reply::status(200)
-        .header("content-type", "application/grpc")
-        .header("grpc-status", "14")
-        .body(Body::Full(Bytes::new()));
     for (case, bad) in [
         ("503", Reply::status(503)),
         ("grpc-status in trailers", grpc_reply("14")),
-        ("grpc-status alone", headers_only),
+        ("grpc-status alone", grpc_reply_alone("14")),
     ] {
         let fleet = Unreported::start(&grpc_reply("0").delay(MS(10)), &bad)?;
         let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
@@ -243,11 +243,7 @@ fn errors_that_no_replica_reports_avert() -> Result<()> {
 fn a_part_that_no_replica_reports_averts() -> Result<()> {
     bed!();
     for bad in [Reply::status(503), grpc_reply("14")] {
-        let fleet = Unreported::start(&grpc_reply("0").delay(MS(10)), &bad)?;
-        let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
-        warm(&envoy, 4);
-        fleet.fail_every(3);
-        let client = Client::http2(envoy.addr());
+        let (fleet, envoy, client) = Unreported::failing(&bad, MS(10), 3)?;
         eventually("averted", Duration::from_secs(30), || {
             client.burst(100, 8, |_| grpc_request());
             (envoy.prequal(SERVING).ok()?.other("prequal_averted_total.failing") > 0).then_some(())

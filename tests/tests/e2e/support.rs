@@ -172,6 +172,11 @@ pub fn grpc_reply(status: &'static str) -> Reply {
         .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), trailers))
 }
 
+/// The answer of a call that failed at once: headers alone.
+pub fn grpc_reply_alone(status: &'static str) -> Reply {
+    Reply::status(200).header("content-type", "application/grpc").header("grpc-status", status)
+}
+
 /// Polls the counters of the serving cluster until `done`; panics with them after five seconds.
 #[track_caller]
 pub fn counted(envoy: &Envoy, what: &str, done: impl Fn(&Prequal) -> bool) -> Prequal {
