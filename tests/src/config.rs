@@ -158,7 +158,7 @@ impl EnvoyConfig {
         })
     }
 
-    /// Takes everything of Prequal out: filter, shim, both strips, the probe cluster. What is left is the
+    /// Takes everything of Prequal out: filter, shim, strip, what the routes remove, the probe cluster. What is left is the
     /// same Envoy with its own policy, the baseline of every comparison.
     #[must_use]
     pub fn without_prequal(self) -> Self {
@@ -166,9 +166,33 @@ impl EnvoyConfig {
             for name in [STRIP_NAME, FILTER_NAME, SHIM_NAME] {
                 config.remove_filter(name);
             }
-            remove(&mut config.router_mut()["typed_config"], "upstream_http_filters");
+            remove(&mut config.http_mut()["route_config"], "request_headers_to_remove");
             let clusters = config.root["static_resources"]["clusters"].as_array_mut();
             clusters.expect("clusters").retain(|cluster| cluster["name"] != PROBING);
+        })
+    }
+
+    /// The other shim: Envoy's `override_host` policy in place of `stateful_session`. It reads the choice later, so that
+    /// an upstream filter has to remove it.
+    #[must_use]
+    pub fn override_host(self) -> Self {
+        self.filter_settings(|settings| settings["shim"] = json!("override_host")).edit(|config| {
+            config.remove_filter(SHIM_NAME);
+            let policy = config.cluster_mut(PROBING)["load_balancing_policy"].clone();
+            let serving = config.cluster_mut(SERVING);
+            remove(serving, "lb_policy");
+            serving["load_balancing_policy"] = policy;
+            remove(&mut config.http_mut()["route_config"], "request_headers_to_remove");
+            let package = "type.googleapis.com/envoy.extensions.filters.http";
+            config.router_mut()["typed_config"]["upstream_http_filters"] = json!([
+                {"name": "prequal-strip-upstream", "typed_config": {
+                    "@type": format!("{package}.header_mutation.v3.HeaderMutation"),
+                    "mutations": {"request_mutations": [{"remove": "x-prequal-dest"}]},
+                }},
+                {"name": "envoy.filters.http.upstream_codec", "typed_config": {
+                    "@type": format!("{package}.upstream_codec.v3.UpstreamCodec"),
+                }},
+            ]);
         })
     }
 

@@ -11,8 +11,7 @@ use prequal_testbed::{Backend, Body, Envoy, EnvoyConfig, Fleet, Reply, Request, 
 use serde_json::{Value, json};
 
 use crate::support::{
-    SERVING, addrs, assert_all_ok, bed, is_probe, override_host, report, set, stand_in, stand_ins, warm,
-    with_load,
+    SERVING, addrs, assert_all_ok, bed, is_probe, report, set, stand_in, stand_ins, warm, with_load,
 };
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
@@ -204,7 +203,7 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
             config = set(set(config, "sync_d", 4), "sync_deadline_ms", 1000);
         }
         if shim == "override_host" {
-            config = override_host(config);
+            config = config.override_host();
         }
         let envoy = Envoy::start(config)?;
         warm(&envoy, 4);

@@ -6,9 +6,7 @@ use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request};
 use serde_json::json;
 
-use crate::support::{
-    SERVING, assert_all_ok, bed, override_host, set, three_fast_and_one_slow, warm, warm_cluster,
-};
+use crate::support::{SERVING, assert_all_ok, bed, set, three_fast_and_one_slow, warm, warm_cluster};
 
 #[test]
 fn membership_is_learned_from_nothing() -> Result<()> {
@@ -132,7 +130,7 @@ fn the_other_shim_steers_as_well() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;
     let fleet = Fleet::start([5, 5, 100].map(|delay| Reply::ok().delay(ms(delay))))?;
-    let config = override_host(EnvoyConfig::for_replicas(&fleet.addrs())?);
+    let config = EnvoyConfig::for_replicas(&fleet.addrs())?.override_host();
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);
     fleet.clear();

@@ -8,7 +8,7 @@ use anyhow::Result;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use prequal_testbed::{Backend, Body, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, Seen};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// The serving cluster of the shipped configuration.
 pub const SERVING: &str = "replicas";
@@ -29,17 +29,6 @@ pub const VERIFIED_OR_NOT: [bool; 2] = [true, false];
 /// Sets `verified_probes`.
 pub fn verified(config: EnvoyConfig, verified: bool) -> EnvoyConfig {
     set(config, "verified_probes", verified)
-}
-
-/// The other shim: Envoy's `override_host` policy in place of `stateful_session`.
-pub fn override_host(config: EnvoyConfig) -> EnvoyConfig {
-    config.filter_settings(|settings| settings["shim"] = json!("override_host")).edit(|config| {
-        config.remove_filter(prequal_testbed::SHIM_NAME);
-        let policy = config.cluster_mut("replicas-agent")["load_balancing_policy"].clone();
-        let serving = config.cluster_mut(SERVING).as_object_mut().expect("an object");
-        serving.remove("lb_policy");
-        serving.insert("load_balancing_policy".into(), policy);
-    })
 }
 
 /// Three replicas that answer in 5 ms and a last one in 150, behind an Envoy that knows them all.

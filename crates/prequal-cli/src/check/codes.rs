@@ -73,7 +73,7 @@ codes! {
         "Envoy refuses the listener", "move the router to the end";
     UPSTREAM_STRIP Warning "upstream-strip": "nothing removes x-prequal-dest after the host is chosen",
         "replicas see the steering header",
-        "`upstream_http_filters` of the router: a `header_mutation` that removes it, then `upstream_codec`";
+        "`request_headers_to_remove` of the routes; with `shim: override_host` instead `upstream_http_filters` of the router: a `header_mutation` that removes it, then `upstream_codec`";
     UPSTREAM_CODEC Error "upstream-codec": "upstream filters do not end with `upstream_codec`",
         "Envoy refuses the configuration", "add `envoy.filters.http.upstream_codec` as the last one";
     FAIL_CLOSED Error "fail-closed": "`failure_policy` is unset or FAIL_CLOSED",
@@ -103,9 +103,9 @@ codes! {
         "Prequal does nothing", "name the routes' cluster in the settings";
     ROUTE_UNNAMED Warning "route-unnamed": "a route leads to a cluster that the settings do not name",
         "its requests go by Envoy's own policy", "add the cluster to the settings, or ignore this";
-    ROUTE_REMOVES_DEST Error "route-removes-dest": "`request_headers_to_remove` has x-prequal-dest",
-        "it takes effect before the host is chosen: steering is off",
-        "remove it there; the upstream strip keeps the header from replicas";
+    ROUTE_REMOVES_DEST Error "route-removes-dest": "`request_headers_to_remove` has x-prequal-dest, and the shim is `override_host`",
+        "it takes effect before that policy chooses the host: steering is off",
+        "remove it there; `upstream_http_filters` of the router keep the header from replicas";
     ROUTE_REMOVES_LOAD Warning "route-removes-load": "`response_headers_to_remove` has x-prequal-load",
         "reports on responses are lost: only probes tell load", "remove it there; the front strip keeps it from clients";
     PROBE_OPEN Error "probe-open": "clients reach /prequal/probe",

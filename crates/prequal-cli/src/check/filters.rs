@@ -97,7 +97,7 @@ fn check_manager(
     let shim = settings.as_ref().map_or(Shim::StatefulSession, |settings| settings.shim);
     let list = format!("{}.http_filters", manager.path);
     check_order(filters, &list, wasm_index, shim, findings);
-    check_router(source, filters, settings.as_ref(), findings);
+    check_router(source, manager, filters, settings.as_ref(), findings);
     for key in ["normalize_path", "merge_slashes"] {
         if !manager.flag(key) {
             findings.push(PATH_SPELLING, &manager.path, format!("`{key}` is not true"));
@@ -231,6 +231,7 @@ pub(super) fn removed(filter: &At<'_>, side: &str) -> BTreeSet<&'static str> {
 /// The router is last, and the replicas do not see the choice.
 fn check_router(
     source: &Source<'_>,
+    manager: &At<'_>,
     filters: &[At<'_>],
     settings: Option<&FilterConfig>,
     findings: &mut Findings,
@@ -250,14 +251,24 @@ fn check_router(
     if upstream.iter().any(|filter| removed(filter, "request_mutations").contains(DEST)) {
         return;
     }
+    // Which shim reads the header, and when, is in the settings.
+    let Some(settings) = settings else { return };
+    if settings.shim == Shim::StatefulSession {
+        let mut behind = filters.iter().skip_while(|filter| !is_shim(filter));
+        // Of routes that are not here the check says so itself.
+        if behind.any(|filter| removed(filter, "request_mutations").contains(DEST))
+            || routes::of(source, manager).is_none_or(|routes| routes::remove_dest(&routes, settings))
+        {
+            return;
+        }
+    }
     // A cluster may have upstream filters of its own, which then stand instead of the router's.
-    let serving = settings.map(|settings| settings.clusters.as_slice()).unwrap_or_default();
     let clean = |name: &str| {
         let filters =
             source.cluster(name).map(|cluster| clusters::http_filters(&cluster)).unwrap_or_default();
         filters.iter().any(|filter| removed(filter, "request_mutations").contains(DEST))
     };
-    if serving.is_empty() || !serving.iter().all(|entry| clean(&entry.cluster)) {
+    if !settings.clusters.iter().all(|entry| clean(&entry.cluster)) {
         findings.push(UPSTREAM_STRIP, &config.path, "");
     }
 }

@@ -1,6 +1,6 @@
-//! The routes: where they lead, what they remove too early, whether they keep clients from the probe.
+//! The routes: where they lead, which headers they remove, whether they keep clients from the probe.
 
-use prequal_core::config::FilterConfig;
+use prequal_core::config::{FilterConfig, Shim};
 use regex::Regex;
 
 use super::codes::*;
@@ -11,18 +11,23 @@ use super::{At, Findings};
 /// Where agents answer probes.
 const PROBE: &str = "/prequal/probe";
 
-/// Checks the routes of one connection manager.
-pub(super) fn check(source: &Source<'_>, manager: &At<'_>, settings: &FilterConfig, findings: &mut Findings) {
-    let config = manager.get("route_config").or_else(|| {
+/// The routes of one connection manager, unless they come by discovery and are not here.
+pub(super) fn of<'a>(source: &Source<'a>, manager: &At<'a>) -> Option<At<'a>> {
+    manager.get("route_config").or_else(|| {
         let rds = manager.get("rds")?;
         let name = rds.text("route_config_name")?;
         source.routes.iter().find(|config| config.text("name") == Some(name)).cloned()
-    });
-    let Some(config) = config else {
+    })
+}
+
+/// Checks the routes of one connection manager.
+pub(super) fn check(source: &Source<'_>, manager: &At<'_>, settings: &FilterConfig, findings: &mut Findings) {
+    let Some(config) = of(source, manager) else {
         findings.push(UNSEEN, &manager.path, "routes");
         return;
     };
-    let named = |cluster: &str| settings.clusters.iter().any(|entry| entry.cluster == cluster);
+    let named = |cluster: &str| is_named(settings, cluster);
+    let removals = |place: &At<'_>, findings: &mut Findings| removals(place, settings.shim, findings);
     let replicas = |cluster: &str| {
         settings.clusters.iter().any(|entry| entry.cluster == cluster || entry.probe_cluster == cluster)
     };
@@ -84,17 +89,41 @@ fn is_dynamic(route: &At<'_>) -> bool {
     })
 }
 
-fn removals(place: &At<'_>, findings: &mut Findings) {
-    for (key, header, code) in [
-        ("request_headers_to_remove", DEST, ROUTE_REMOVES_DEST),
-        ("response_headers_to_remove", LOAD, ROUTE_REMOVES_LOAD),
-    ] {
-        for item in place.list(key) {
-            if item.value.as_str().is_some_and(|name| name.eq_ignore_ascii_case(header)) {
-                findings.push(code, &item.path, header);
-            }
-        }
+fn is_named(settings: &FilterConfig, cluster: &str) -> bool {
+    settings.clusters.iter().any(|entry| entry.cluster == cluster)
+}
+
+/// Where the routes remove what is needed later. `stateful_session` has read the choice before its request is routed.
+fn removals(place: &At<'_>, shim: Shim, findings: &mut Findings) {
+    let dest = removed(place, "request_headers_to_remove", DEST).map(|item| (item, DEST, ROUTE_REMOVES_DEST));
+    let load =
+        removed(place, "response_headers_to_remove", LOAD).map(|item| (item, LOAD, ROUTE_REMOVES_LOAD));
+    for (item, header, code) in dest.filter(|_| shim == Shim::OverrideHost).into_iter().chain(load) {
+        findings.push(code, &item.path, header);
     }
+}
+
+/// The item of the list `key` that removes the header.
+fn removed<'a>(place: &At<'a>, key: &str, header: &str) -> Option<At<'a>> {
+    let removes = |item: &At<'a>| item.value.as_str().is_some_and(|name| name.eq_ignore_ascii_case(header));
+    place.list(key).into_iter().find(removes)
+}
+
+/// Whether requests to the clusters that the settings name lose the steering header by their routes.
+pub(super) fn remove_dest(config: &At<'_>, settings: &FilterConfig) -> bool {
+    let removes = |place: &At<'_>| removed(place, "request_headers_to_remove", DEST).is_some();
+    let route_removes = |route: &At<'_>| {
+        let targets = targets(route);
+        let concerned = is_dynamic(route) || targets.iter().any(|(cluster, _)| is_named(settings, cluster));
+        !concerned
+            || removes(route)
+            || (!targets.is_empty() && targets.iter().all(|(_, place)| removes(place)))
+    };
+    removes(config)
+        || config
+            .list("virtual_hosts")
+            .iter()
+            .all(|host| removes(host) || host.list("routes").iter().all(route_removes))
 }
 
 fn check_retries(route: &At<'_>, host: &At<'_>, findings: &mut Findings) {

@@ -53,10 +53,30 @@ fn codes_of(findings: &[Finding]) -> Vec<&'static str> {
     findings.iter().map(|finding| finding.code.name).collect()
 }
 
-fn override_host_policy(root: &mut Value) {
+/// The shipped configuration with the other shim. It reads the choice after the routes' removals.
+fn override_host(root: &mut Value) {
+    settings(root, |settings| settings["shim"] = json!("override_host"));
     let policy = cluster(root, 1)["load_balancing_policy"].clone();
     remove(cluster(root, 0), "lb_policy");
     cluster(root, 0)["load_balancing_policy"] = policy;
+    remove(manager(root, "/route_config"), "request_headers_to_remove");
+    strip_upstream(root);
+    list(manager(root, "/http_filters")).remove(2);
+}
+
+fn strip_upstream(root: &mut Value) {
+    let package = "type.googleapis.com/envoy.extensions.filters.http";
+    let strip = json!({"@type": format!("{package}.header_mutation.v3.HeaderMutation"), "mutations":
+        {"request_mutations": [{"remove": "x-prequal-dest"}]}});
+    let codec = json!({"@type": format!("{package}.upstream_codec.v3.UpstreamCodec")});
+    let router = list(manager(root, "/http_filters")).last_mut().unwrap();
+    router["typed_config"]["upstream_http_filters"] =
+        json!([{"name": "strip", "typed_config": strip}, {"name": "codec", "typed_config": codec}]);
+}
+
+fn upstream_filters(root: &mut Value) -> &mut Vec<Value> {
+    let router = list(manager(root, "/http_filters")).last_mut().unwrap();
+    list(&mut router["typed_config"]["upstream_http_filters"])
 }
 
 /// One change of the shipped configuration, by the code that must be found, or by what it is.
@@ -81,7 +101,10 @@ const BREAKS: &[Break] = &[
     ("shim-missing", |root| {
         *manager(root, "/http_filters/2/typed_config/session_state/typed_config/name") = json!("x-session");
     }),
-    ("shim-missing", |root| settings(root, |settings| settings["shim"] = json!("override_host"))),
+    ("shim-missing", |root| {
+        override_host(root);
+        remove(cluster(root, 0), "load_balancing_policy");
+    }),
     ("shim-order", |root| {
         let filters = list(manager(root, "/http_filters"));
         let shim = filters.remove(2);
@@ -90,12 +113,22 @@ const BREAKS: &[Break] = &[
     ("shim-strict", |root| manager(root, "/http_filters/2/typed_config")["strict"] = json!(true)),
     ("router-order", |root| list(manager(root, "/http_filters")).swap(2, 3)),
     ("router-order", |root| drop(list(manager(root, "/http_filters")).pop())),
+    ("upstream-strip", |root| remove(manager(root, "/route_config"), "request_headers_to_remove")),
+    // One route of two removes it.
     ("upstream-strip", |root| {
-        list(manager(root, "/http_filters/3/typed_config/upstream_http_filters")).remove(0);
+        remove(manager(root, "/route_config"), "request_headers_to_remove");
+        let mut other = manager(root, ROUTES)[1].clone();
+        other["match"] = json!({"prefix": "/other"});
+        other["request_headers_to_remove"] = json!(["x-prequal-dest"]);
+        list(manager(root, ROUTES)).insert(1, other);
     }),
-    ("upstream-strip", |root| remove(manager(root, "/http_filters/3/typed_config"), "upstream_http_filters")),
+    ("upstream-strip", |root| {
+        override_host(root);
+        upstream_filters(root).remove(0);
+    }),
     ("upstream-codec", |root| {
-        list(manager(root, "/http_filters/3/typed_config/upstream_http_filters")).pop();
+        strip_upstream(root);
+        upstream_filters(root).pop();
     }),
     ("upstream-codec", |root| {
         list(&mut cluster(root, 1)["typed_extension_protocol_options"][HTTP_OPTIONS]["http_filters"]).pop();
@@ -139,16 +172,20 @@ const BREAKS: &[Break] = &[
         list(manager(root, ROUTES)).insert(1, other);
     }),
     ("route-removes-dest", |root| {
+        override_host(root);
         manager(root, &format!("{ROUTES}/1"))["request_headers_to_remove"] = json!(["a", "X-Prequal-Dest"]);
     }),
     ("route-removes-dest", |root| {
+        override_host(root);
         manager(root, "/route_config")["request_headers_to_remove"] = json!(["x-prequal-dest"]);
     }),
     ("route-removes-dest", |root| {
+        override_host(root);
         manager(root, "/route_config/virtual_hosts/0")["request_headers_to_remove"] =
             json!(["x-prequal-dest"]);
     }),
     ("route-removes-dest", |root| {
+        override_host(root);
         let route = manager(root, &format!("{ROUTES}/1/route"));
         remove(route, "cluster");
         route["weighted_clusters"] = json!({"clusters": [
@@ -191,12 +228,11 @@ const BREAKS: &[Break] = &[
         });
     }),
     ("breakers-shared", |root| {
+        override_host(root);
         settings(root, |settings| {
-            settings["shim"] = json!("override_host");
             settings["clusters"][0]["probe_cluster"] = json!("replicas");
             remove(&mut settings["clusters"][0], "verified_probes");
         });
-        override_host_policy(root);
     }),
     ("probe-policy", |root| remove(cluster(root, 1), "load_balancing_policy")),
     ("probe-policy", |root| {
@@ -329,10 +365,21 @@ fn what_is_allowed_is_not_reported() {
                 *port = json!(port.as_u64().unwrap() + 1000);
             }
         }),
-        ("override_host", |root| {
-            settings(root, |settings| settings["shim"] = json!("override_host"));
-            override_host_policy(root);
-            list(manager(root, "/http_filters")).remove(2);
+        ("override_host", override_host),
+        ("the choice removed by every route that leads to replicas", |root| {
+            remove(manager(root, "/route_config"), "request_headers_to_remove");
+            manager(root, &format!("{ROUTES}/1"))["request_headers_to_remove"] = json!(["X-Prequal-Dest"]);
+        }),
+        ("the choice removed by a filter behind the shim", |root| {
+            remove(manager(root, "/route_config"), "request_headers_to_remove");
+            strip_upstream(root);
+            let strip = upstream_filters(root).remove(0);
+            upstream_filters(root).clear();
+            list(manager(root, "/http_filters")).insert(3, strip);
+        }),
+        ("the choice removed upstream", |root| {
+            remove(manager(root, "/route_config"), "request_headers_to_remove");
+            strip_upstream(root);
         }),
         ("a rule without probes", |root| {
             settings(root, |settings| {

@@ -106,7 +106,32 @@ fn set_listener(listener: &mut Value, plan: &Plan) {
         && let Some(filters) = filters.as_sequence_mut()
     {
         filters.retain(|filter| filter["name"].as_str() != Some("prequal-shim"));
+        if let Some(router) = filters.last_mut() {
+            router["typed_config"]["upstream_http_filters"] = yaml(upstream_strip());
+        }
+        if let Some(routes) = manager["route_config"].as_mapping_mut() {
+            routes.remove("request_headers_to_remove");
+        }
     }
+}
+
+/// Removes the steering header once `override_host` has read it, which is after the routes' removals.
+fn upstream_strip() -> serde_json::Value {
+    json!([
+        {
+            "name": "prequal-strip-upstream",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.filters.http.header_mutation.v3.HeaderMutation",
+                "mutations": {"request_mutations": [{"remove": "x-prequal-dest"}]},
+            },
+        },
+        {
+            "name": "envoy.filters.http.upstream_codec",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.filters.http.upstream_codec.v3.UpstreamCodec",
+            },
+        },
+    ])
 }
 
 /// The name of the module's file.
