@@ -29,128 +29,25 @@ use rand::Rng;
 
 use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
-use crate::exceptions::{ExceptionSettings, Exceptions, Trial};
+use crate::exceptions::{Exceptions, Trial};
 use crate::members::Standing;
-use crate::report::LoadReport;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};
 
+mod bars;
 mod choose;
+mod entry;
 mod probes;
 mod rank;
+mod settings;
 
+use bars::{Barred, MAX_BARRED, REFUSAL_WEIGHT};
 pub use choose::Ranking;
+pub use entry::{Candidate, Load};
+use entry::{Entry, FULL_SHARE, UNKNOWN};
 use probes::GROWING_MS;
 use rank::{Score, Theta, lowest_ramped};
-
-/// Most entries a pool can hold.
-pub const MAX_POOL: usize = 24;
-/// Most RIFs that θ looks back on.
-pub const MAX_HISTORY: usize = 128;
-/// Replicas that can be barred at once.
-const MAX_BARRED: usize = 8;
-
-/// When an entry counts as hot.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum HotRule {
-    /// [`Self::Gt`] up to 24 replicas, [`Self::Ge`] above, with hysteresis.
-    Auto,
-    /// RIF > θ (paper §4). Small fleets: most RIFs tie with θ.
-    Gt,
-    /// RIF ≥ θ (paper §5.3).
-    Ge,
-}
-
-/// How many probes a request triggers.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Budget {
-    /// `r_probe` a request, fractions accumulate (the paper's rule).
-    Fixed {
-        /// Probes per request, 0 to 16.
-        r_probe: f64,
-    },
-    /// Only as many as keep half of the pool younger than the target. Responses tell only of replicas that were chosen:
-    /// the others are explored by the probes of discovery, or, where Envoy does not vouch for those, by one pool's worth
-    /// of addressed probes per `max_age_ms`.
-    Adaptive {
-        /// Target for the median age of the pool, milliseconds.
-        target_age_ms: u32,
-        /// Upper bound, 0 to 16.
-        max_probes_per_query: f64,
-    },
-}
-
-/// Checked settings of a pool; ranges are those of [`crate::config`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct PoolSettings {
-    /// Entries, 2 to [`MAX_POOL`].
-    pub pool_size: usize,
-    /// Age from receipt at which a report stops counting, milliseconds.
-    pub max_age_ms: u32,
-    /// Quantile for θ, 0 (RIF only) to 1 (latency only).
-    pub q_rif: f64,
-    /// The same for small fleets (while [`HotRule::Auto`] reads `>`). With RIFs of 1 to 3 a short stall lifts all fast
-    /// replicas over a lower quantile at once, and the slow one is the only cold one left.
-    pub q_rif_small: f64,
-    /// Which reading of "hot".
-    pub hot: HotRule,
-    /// Cold entries within this factor of the lowest latency count as equally fast, and the lower RIF wins among them, 1
-    /// (the paper's rule) to 10. Estimates are noisy: without a band every client sends to the replica that was
-    /// lucky last.
-    pub latency_band: f64,
-    /// A cold entry whose latency is more than this many times the pool's median goes behind the hot ones, 2 to 1000;
-    /// 0 (the paper's rule): never. Where a burst has made every ordinary replica hot, the slow one is the only
-    /// cold one left.
-    pub cold_limit: f64,
-    /// δ of equation (1).
-    pub delta: f64,
-    /// Removals per pick.
-    pub r_remove: f64,
-    /// Never remove more than new entries arrive, never below two entries, and nothing while the whole fleet fits the
-    /// pool (then there is no selection bias to undo). The paper has no such bounds.
-    pub scale_removal: bool,
-    /// Upper bound of equation (1).
-    pub reuse_cap: u32,
-    /// How many probes.
-    pub budget: Budget,
-    /// One probe without an address this often, milliseconds, so that the cluster's policy is sampled and newcomers are
-    /// found. More often in large fleets (n/4 a second, at most 250), and while replicas come into use (80 a second
-    /// or 6n, at most 1000).
-    pub discovery_interval_ms: u32,
-    /// Envoy vouches for the replica that answered a probe, so a probe without an address tells load too, and
-    /// exploration needs no other.
-    pub verified_probes: bool,
-    /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
-    pub rif_history: usize,
-    /// While the fleet is being learned Envoy's own policy places what would go to a replica with this many requests in
-    /// flight, 0 (off) to 65 535: at first two of 40 would get everything, and refuse what exceeds their queues.
-    pub learning_rif: u16,
-    /// Where even the best replica, a hot one, has more in flight than θ and this, Envoy's own policy places, 0 (off) to
-    /// 65 535: it counts its own requests, while a pool that a burst has used up spreads them over a sample.
-    pub overflow_rif: u16,
-    /// When a replica is passed over.
-    pub exceptions: ExceptionSettings,
-    /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
-    pub ramp_ms: u32,
-}
-
-impl PoolSettings {
-    /// Entries that a pool over `n` replicas can have; `n` = 0 means that nothing has been learned yet.
-    fn attainable(&self, n: u32) -> usize {
-        if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
-    }
-
-    /// Share of traffic of a replica that started `up_s` ago, per cent.
-    fn share_at(&self, up_s: Option<u32>) -> u8 {
-        match (up_s, self.ramp_ms) {
-            (None, _) | (_, 0) => FULL_SHARE,
-            (Some(up_s), ramp_ms) => {
-                let share = u64::from(up_s) * 100_000 / u64::from(ramp_ms);
-                share.clamp(MIN_SHARE.into(), FULL_SHARE.into()) as u8
-            }
-        }
-    }
-}
+pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 
 /// Which rule chose.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -165,23 +62,6 @@ pub enum Branch {
     Sync,
     /// A score ([`PoolState::pick_scored`]), or a rule that needs no pool.
     Scored,
-}
-
-/// What a replica reports.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Load {
-    /// Requests in flight; counted up to 65 535.
-    pub rif: u32,
-    /// Median latency at that RIF, microseconds, if known.
-    pub latency_us: Option<u32>,
-    /// How long ago it started, seconds; `None`: long ago.
-    pub up_s: Option<u32>,
-}
-
-impl From<&LoadReport> for Load {
-    fn from(report: &LoadReport) -> Self {
-        Self { rif: report.rif, latency_us: report.latency_us, up_s: report.up_s }
-    }
 }
 
 /// The answer to one request.
@@ -263,102 +143,6 @@ pub struct PoolState {
     barred: [Barred; MAX_BARRED],
     history_at: [Stamp; MAX_HISTORY],
     history_rif: [u16; MAX_HISTORY],
-}
-
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Entry {
-    endpoint: Endpoint,
-    latency_us: u32,
-    received: Stamp,
-    /// Of its [`Standing`].
-    sampled: u32,
-    weight: u16,
-    rif: u16,
-    uses_left: u16,
-    /// 1 for a candidate that no request has reached yet.
-    unproven: u8,
-    /// Per cent of what it would get if it were not young.
-    share: u8,
-}
-
-impl Entry {
-    fn new(
-        settings: &PoolSettings,
-        endpoint: Endpoint,
-        load: Load,
-        standing: Standing,
-        received: Stamp,
-    ) -> Self {
-        Self {
-            share: settings.share_at(load.up_s),
-            endpoint,
-            latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
-            received,
-            sampled: standing.sampled,
-            weight: standing.weight,
-            rif: u16::try_from(load.rif).unwrap_or(u16::MAX),
-            uses_left: 1,
-            unproven: 0,
-        }
-    }
-
-    fn standing(&self) -> Standing {
-        Standing { sampled: self.sampled, weight: self.weight }
-    }
-
-    /// RIF for a replica of average weight.
-    fn load(&self) -> u32 {
-        relative_load(self.rif, self.weight)
-    }
-
-    /// RIF and chance relative to the weight: the exponential alone draws in proportion to the weights, RIF alone is
-    /// weighted least request.
-    fn draw(&self, rng: &mut impl Rng) -> u32 {
-        let chance = -2.0 * (1.0 - rng.random::<f32>()).ln();
-        ((f32::from(self.rif) + chance) * 256.0 / f32::from(self.weight.max(1))) as u32
-    }
-}
-
-fn relative_load(rif: u16, weight: u16) -> u32 {
-    // Rounded up: a busy replica never looks idle.
-    (u32::from(rif) * u32::from(Standing::UNIT)).div_ceil(u32::from(weight.max(1)))
-}
-
-/// A replica to choose from, as it reported itself.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Candidate {
-    /// Which replica.
-    pub endpoint: Endpoint,
-    /// Requests in flight: as reported, plus what was sent there since.
-    pub rif: u32,
-    /// Its latency estimate, microseconds; `None` when it knows nothing.
-    pub latency_us: Option<u32>,
-    /// Milliseconds since its report was received.
-    pub age_ms: u32,
-}
-
-impl Entry {
-    fn latency_us(&self) -> Option<u32> {
-        (self.latency_us != UNKNOWN).then_some(self.latency_us)
-    }
-
-    fn candidate(&self, now: Stamp) -> Candidate {
-        Candidate {
-            endpoint: self.endpoint,
-            rif: u32::from(self.rif),
-            latency_us: self.latency_us(),
-            age_ms: now.distance_ms(self.received),
-        }
-    }
-}
-
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-struct Barred {
-    endpoint: Endpoint,
-    at: Stamp,
-    for_ms: u32,
 }
 
 /// How the pool looks, for metrics and tests.
@@ -589,45 +373,6 @@ impl PoolState {
         }
     }
 
-    /// Envoy would not use the replica when asked to: it is barred for `for_ms`. When most choices are refused, steering
-    /// pauses.
-    pub fn refused(&mut self, endpoint: Endpoint, now: Micros, for_ms: u32) {
-        self.bar(endpoint, now, for_ms);
-        self.refusals_per_pick += REFUSAL_WEIGHT;
-        if self.refusals_per_pick > 0.5 {
-            (self.paused, self.paused_at, self.refusals_per_pick) = (1, now.stamp(), 0.0);
-        }
-    }
-
-    /// Forgets a replica and ignores its reports for `for_ms`: it failed.
-    pub fn bar(&mut self, endpoint: Endpoint, now: Micros, for_ms: u32) {
-        self.forget(endpoint);
-        let stamp = now.stamp();
-        let count = self.barred_count as usize;
-        let known = self.barred.iter().take(count).position(|barred| barred.endpoint == endpoint);
-        // A full table gives up its oldest ban: forgetting a ban costs one diverted request.
-        let index = known.unwrap_or_else(|| {
-            if count < MAX_BARRED {
-                self.barred_count += 1;
-                return count;
-            }
-            let age = |barred: &Barred| stamp.distance_ms(barred.at);
-            self.barred.iter().enumerate().max_by_key(|(_, barred)| age(barred)).map_or(0, |(index, _)| index)
-        });
-        if let Some(slot) = self.barred.get_mut(index) {
-            *slot = Barred { endpoint, at: stamp, for_ms };
-        }
-    }
-
-    /// Lifts a bar: the replica has proved itself.
-    pub fn unbar(&mut self, endpoint: Endpoint) {
-        let count = self.barred_count as usize;
-        if let Some(index) = self.barred.iter().take(count).position(|barred| barred.endpoint == endpoint) {
-            self.barred.swap(index, count - 1);
-            self.barred_count -= 1;
-        }
-    }
-
     /// Tells the pool how many replicas are in use and how many samples of the policy were taken.
     pub fn set_members(&mut self, members: u32, samples: u32, now: Micros) {
         if members > self.members {
@@ -706,13 +451,6 @@ impl PoolState {
         self.entries().iter().enumerate().max_by_key(|(_, entry)| age(entry)).map(|(index, _)| index)
     }
 
-    fn is_barred(&self, endpoint: Endpoint, now: Stamp) -> bool {
-        self.barred
-            .iter()
-            .take(self.barred_count as usize)
-            .any(|barred| barred.endpoint == endpoint && now.distance_ms(barred.at) < barred.for_ms)
-    }
-
     fn newer(&self, one: &Standing, other: &Standing) -> bool {
         let age = |standing: &Standing| self.samples.wrapping_sub(standing.sampled) as i32;
         age(one) < age(other)
@@ -735,13 +473,6 @@ impl PoolState {
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
         let grown = self.members >= 2 * self.settled && now.distance_ms(self.members_changed) < GROWING_MS;
         settings.learning_rif > 0 && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
-    }
-
-    fn is_paused(&mut self, now: Stamp) -> bool {
-        if self.paused == 1 && now.distance_ms(self.paused_at) >= PAUSE_MS {
-            self.paused = 0;
-        }
-        self.paused == 1
     }
 
     /// The same ranking in reverse.
@@ -822,21 +553,12 @@ impl Blob for PoolState {
     }
 }
 
-const UNKNOWN: u32 = u32::MAX;
 /// How long a candidate's first request may take before it gets another.
 const VERIFY_MS: u32 = 5000;
-/// Weight of one pick in the share of refused choices: some eleven refusals in a row pause steering.
-const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
-/// How long steering pauses.
-const PAUSE_MS: u32 = 1000;
 /// Without a pick for this long the fleet is as good as new: agents forget their samples after 15 s.
 const IDLE_MS: u32 = 10_000;
 /// Bounds the counters between two picks; an average over more is not believable.
 const MAX_RATE: u32 = 10_000;
-/// Shares of traffic, per cent.
-const FULL_SHARE: u8 = 100;
-/// The least that a young replica gets: it must be seen to answer.
-const MIN_SHARE: u8 = 5;
 
 #[cfg(test)]
 mod tests;

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::config::Profile;
+use crate::report::LoadReport;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng, rngs::SmallRng};
 

@@ -1,0 +1,113 @@
+//! One replica in the pool: what it reported, and what is left of that.
+
+use rand::Rng;
+
+use super::PoolSettings;
+use crate::endpoint::Endpoint;
+use crate::members::Standing;
+use crate::report::LoadReport;
+use crate::time::Stamp;
+
+/// What a replica reports.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Load {
+    /// Requests in flight; counted up to 65 535.
+    pub rif: u32,
+    /// Median latency at that RIF, microseconds, if known.
+    pub latency_us: Option<u32>,
+    /// How long ago it started, seconds; `None`: long ago.
+    pub up_s: Option<u32>,
+}
+
+impl From<&LoadReport> for Load {
+    fn from(report: &LoadReport) -> Self {
+        Self { rif: report.rif, latency_us: report.latency_us, up_s: report.up_s }
+    }
+}
+
+/// A replica to choose from, as it reported itself.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Candidate {
+    /// Which replica.
+    pub endpoint: Endpoint,
+    /// Requests in flight: as reported, plus what was sent there since.
+    pub rif: u32,
+    /// Its latency estimate, microseconds; `None` when it knows nothing.
+    pub latency_us: Option<u32>,
+    /// Milliseconds since its report was received.
+    pub age_ms: u32,
+}
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct Entry {
+    pub(super) endpoint: Endpoint,
+    pub(super) latency_us: u32,
+    pub(super) received: Stamp,
+    /// Of its [`Standing`].
+    pub(super) sampled: u32,
+    pub(super) weight: u16,
+    pub(super) rif: u16,
+    pub(super) uses_left: u16,
+    /// 1 for a candidate that no request has reached yet.
+    pub(super) unproven: u8,
+    /// Per cent of what it would get if it were not young.
+    pub(super) share: u8,
+}
+
+impl Entry {
+    pub(super) fn new(
+        settings: &PoolSettings,
+        endpoint: Endpoint,
+        load: Load,
+        standing: Standing,
+        received: Stamp,
+    ) -> Self {
+        Self {
+            share: settings.share_at(load.up_s),
+            endpoint,
+            latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
+            received,
+            sampled: standing.sampled,
+            weight: standing.weight,
+            rif: u16::try_from(load.rif).unwrap_or(u16::MAX),
+            uses_left: 1,
+            unproven: 0,
+        }
+    }
+
+    pub(super) fn standing(&self) -> Standing {
+        Standing { sampled: self.sampled, weight: self.weight }
+    }
+
+    /// RIF for a replica of average weight.
+    pub(super) fn load(&self) -> u32 {
+        // Rounded up: a busy replica never looks idle.
+        (u32::from(self.rif) * u32::from(Standing::UNIT)).div_ceil(u32::from(self.weight.max(1)))
+    }
+
+    /// RIF and chance relative to the weight: the exponential alone draws in proportion to the weights, RIF alone is
+    /// weighted least request.
+    pub(super) fn draw(&self, rng: &mut impl Rng) -> u32 {
+        let chance = -2.0 * (1.0 - rng.random::<f32>()).ln();
+        ((f32::from(self.rif) + chance) * 256.0 / f32::from(self.weight.max(1))) as u32
+    }
+
+    pub(super) fn latency_us(&self) -> Option<u32> {
+        (self.latency_us != UNKNOWN).then_some(self.latency_us)
+    }
+
+    pub(super) fn candidate(&self, now: Stamp) -> Candidate {
+        Candidate {
+            endpoint: self.endpoint,
+            rif: u32::from(self.rif),
+            latency_us: self.latency_us(),
+            age_ms: now.distance_ms(self.received),
+        }
+    }
+}
+
+/// In place of a latency.
+pub(super) const UNKNOWN: u32 = u32::MAX;
+/// Share of a replica that is not young, per cent.
+pub(super) const FULL_SHARE: u8 = 100;

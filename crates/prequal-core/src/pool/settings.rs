@@ -1,0 +1,114 @@
+//! The settings of a pool. Where they come from, with names and ranges, is [`crate::config`].
+
+use super::entry::FULL_SHARE;
+use crate::exceptions::ExceptionSettings;
+
+/// Most entries a pool can hold.
+pub const MAX_POOL: usize = 24;
+/// Most RIFs that θ looks back on.
+pub const MAX_HISTORY: usize = 128;
+
+/// When an entry counts as hot.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum HotRule {
+    /// [`Self::Gt`] up to 24 replicas, [`Self::Ge`] above, with hysteresis.
+    Auto,
+    /// RIF > θ (paper §4). Small fleets: most RIFs tie with θ.
+    Gt,
+    /// RIF ≥ θ (paper §5.3).
+    Ge,
+}
+
+/// How many probes a request triggers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Budget {
+    /// `r_probe` a request, fractions accumulate (the paper's rule).
+    Fixed {
+        /// Probes per request, 0 to 16.
+        r_probe: f64,
+    },
+    /// Only as many as keep half of the pool younger than the target. Responses tell only of replicas that were chosen:
+    /// the others are explored by the probes of discovery, or, where Envoy does not vouch for those, by one pool's worth
+    /// of addressed probes per `max_age_ms`.
+    Adaptive {
+        /// Target for the median age of the pool, milliseconds.
+        target_age_ms: u32,
+        /// Upper bound, 0 to 16.
+        max_probes_per_query: f64,
+    },
+}
+
+/// Checked settings of a pool; ranges are those of [`crate::config`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct PoolSettings {
+    /// Entries, 2 to [`MAX_POOL`].
+    pub pool_size: usize,
+    /// Age from receipt at which a report stops counting, milliseconds.
+    pub max_age_ms: u32,
+    /// Quantile for θ, 0 (RIF only) to 1 (latency only).
+    pub q_rif: f64,
+    /// The same for small fleets (while [`HotRule::Auto`] reads `>`). With RIFs of 1 to 3 a short stall lifts all fast
+    /// replicas over a lower quantile at once, and the slow one is the only cold one left.
+    pub q_rif_small: f64,
+    /// Which reading of "hot".
+    pub hot: HotRule,
+    /// Cold entries within this factor of the lowest latency count as equally fast, and the lower RIF wins among them, 1
+    /// (the paper's rule) to 10. Estimates are noisy: without a band every client sends to the replica that was
+    /// lucky last.
+    pub latency_band: f64,
+    /// A cold entry whose latency is more than this many times the pool's median goes behind the hot ones, 2 to 1000;
+    /// 0 (the paper's rule): never. Where a burst has made every ordinary replica hot, the slow one is the only
+    /// cold one left.
+    pub cold_limit: f64,
+    /// δ of equation (1).
+    pub delta: f64,
+    /// Removals per pick.
+    pub r_remove: f64,
+    /// Never remove more than new entries arrive, never below two entries, and nothing while the whole fleet fits the
+    /// pool (then there is no selection bias to undo). The paper has no such bounds.
+    pub scale_removal: bool,
+    /// Upper bound of equation (1).
+    pub reuse_cap: u32,
+    /// How many probes.
+    pub budget: Budget,
+    /// One probe without an address this often, milliseconds, so that the cluster's policy is sampled and newcomers are
+    /// found. More often in large fleets (n/4 a second, at most 250), and while replicas come into use (80 a second
+    /// or 6n, at most 1000).
+    pub discovery_interval_ms: u32,
+    /// Envoy vouches for the replica that answered a probe, so a probe without an address tells load too, and
+    /// exploration needs no other.
+    pub verified_probes: bool,
+    /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
+    pub rif_history: usize,
+    /// While the fleet is being learned Envoy's own policy places what would go to a replica with this many requests in
+    /// flight, 0 (off) to 65 535: at first two of 40 would get everything, and refuse what exceeds their queues.
+    pub learning_rif: u16,
+    /// Where even the best replica, a hot one, has more in flight than θ and this, Envoy's own policy places, 0 (off) to
+    /// 65 535: it counts its own requests, while a pool that a burst has used up spreads them over a sample.
+    pub overflow_rif: u16,
+    /// When a replica is passed over.
+    pub exceptions: ExceptionSettings,
+    /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
+    pub ramp_ms: u32,
+}
+
+impl PoolSettings {
+    /// Entries that a pool over `n` replicas can have; `n` = 0 means that nothing has been learned yet.
+    pub(super) fn attainable(&self, n: u32) -> usize {
+        if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
+    }
+
+    /// Share of traffic of a replica that started `up_s` ago, per cent.
+    pub(super) fn share_at(&self, up_s: Option<u32>) -> u8 {
+        match (up_s, self.ramp_ms) {
+            (None, _) | (_, 0) => FULL_SHARE,
+            (Some(up_s), ramp_ms) => {
+                let share = u64::from(up_s) * 100_000 / u64::from(ramp_ms);
+                share.clamp(MIN_SHARE.into(), FULL_SHARE.into()) as u8
+            }
+        }
+    }
+}
+
+/// The least that a young replica gets: it must be seen to answer.
+const MIN_SHARE: u8 = 5;
