@@ -3,28 +3,28 @@
 //! The keys of a cluster may also stand at the top level, where they are defaults for all clusters. The other role has keys of
 //! its own.
 
-use std::fmt;
-use std::ops::RangeInclusive;
-
 use serde_json::{Map, Value};
 
 use crate::endpoint::Endpoint;
-use crate::exceptions::ExceptionSettings;
-use crate::hint::HintSource;
 use crate::members::MAX_MEMBERS;
-use crate::pool::{Budget, HotRule, MAX_HISTORY, PoolSettings};
-use crate::sync::SyncSettings;
+use crate::pool::{Budget, HotRule, PoolSettings};
 
 mod choice;
+mod errors;
+mod fields;
 mod inbound;
 mod keys;
+mod profile;
 mod written;
 
+use fields::{Fields, kind, set, shorten};
 use keys::{number, whole};
 
 pub use choice::{ChoiceSettings, Mode, Rule};
+pub use errors::{ConfigError, ConfigErrors};
 pub use inbound::{InboundConfig, Serving};
 pub use keys::{KEYS, Key, Place, Values};
+pub use profile::Profile;
 
 /// Longest accepted configuration, bytes.
 pub const MAX_CONFIG: usize = 512 * 1024;
@@ -93,111 +93,6 @@ pub struct ProbeSettings {
     pub idle_interval_ms: u32,
     /// Whether reports on responses count.
     pub piggyback: bool,
-}
-
-/// A named set of defaults.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Profile {
-    /// Ours: adaptive budget, reports on responses, small fleets.
-    Default,
-    /// The baseline of the paper's testbed (§5): fixed `r_probe` = 3, `r_remove` = 1, hot if RIF ≥ θ, probes only.
-    Paper,
-    /// Fleets of at most 16 replicas: fewer probes, one reading of "hot".
-    Small,
-    /// Requests of seconds on replicas with a cache: synchronous with a hint, longer ages.
-    Inference,
-}
-
-/// The header that `profile: inference` takes its hint from.
-const INFERENCE_HINT: &str = "x-session-id";
-
-impl Profile {
-    const NAMES: &[(&str, Self)] = &[
-        ("default", Self::Default),
-        ("paper", Self::Paper),
-        ("small", Self::Small),
-        ("inference", Self::Inference),
-    ];
-
-    /// The pool's settings under this profile.
-    pub fn pool_settings(self) -> PoolSettings {
-        let ours = PoolSettings {
-            pool_size: 16,
-            max_age_ms: 1000,
-            q_rif: 0.95,
-            q_rif_small: 0.99,
-            hot: HotRule::Auto,
-            latency_band: 1.5,
-            cold_limit: 8.0,
-            delta: 1.0,
-            r_remove: 1.0,
-            scale_removal: true,
-            reuse_cap: 64,
-            budget: Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 },
-            discovery_interval_ms: 200,
-            verified_probes: false,
-            rif_history: MAX_HISTORY,
-            learning_rif: 4,
-            overflow_rif: 4,
-            exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
-            ramp_ms: 10_000,
-        };
-        match self {
-            Self::Default => ours,
-            Self::Paper => PoolSettings {
-                q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
-                hot: HotRule::Ge,
-                latency_band: 1.0,
-                cold_limit: 0.0,
-                scale_removal: false,
-                budget: Budget::Fixed { r_probe: 3.0 },
-                exceptions: ExceptionSettings::OFF,
-                ramp_ms: 0,
-                learning_rif: 0,
-                overflow_rif: 0,
-                ..ours
-            },
-            Self::Small => PoolSettings {
-                hot: HotRule::Gt,
-                q_rif: 0.99,
-                max_age_ms: 2000,
-                budget: Budget::Adaptive { target_age_ms: 1000, max_probes_per_query: 0.5 },
-                discovery_interval_ms: 500,
-                ..ours
-            },
-            Self::Inference => PoolSettings {
-                max_age_ms: 5000,
-                budget: Budget::Adaptive { target_age_ms: 2000, max_probes_per_query: 1.0 },
-                ..ours
-            },
-        }
-    }
-
-    fn choice_settings(self) -> ChoiceSettings {
-        let ours = ChoiceSettings::default();
-        match self {
-            Self::Inference => ChoiceSettings {
-                mode: Mode::Sync,
-                sync: SyncSettings { d: 3, deadline_ms: 20 },
-                hint: Some(HintSource { header: Some(INFERENCE_HINT.into()), path_segment: None }),
-                ..ours
-            },
-            Self::Default | Self::Paper | Self::Small => ours,
-        }
-    }
-
-    fn settings(self) -> Settings {
-        Settings { pool: self.pool_settings(), probe: self.probe_settings(), choice: self.choice_settings() }
-    }
-
-    fn probe_settings(self) -> ProbeSettings {
-        let ours = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
-        match self {
-            Self::Default | Self::Small => ours,
-            Self::Paper => ProbeSettings { piggyback: false, ..ours },
-            Self::Inference => ProbeSettings { timeout_ms: 100, ..ours },
-        }
-    }
 }
 
 impl Config {
@@ -316,109 +211,7 @@ struct Settings {
     choice: ChoiceSettings,
 }
 
-/// One JSON object being read.
-struct Fields<'a> {
-    object: &'a Map<String, Value>,
-    path: String,
-    errors: &'a mut ConfigErrors,
-}
-
 impl Fields<'_> {
-    fn fail(&mut self, key: &str, problem: String) {
-        let field = if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) };
-        self.errors.push(&field, problem);
-    }
-
-    /// Refuses keys that are neither `known` nor `judged` elsewhere.
-    fn reject_unknown(&mut self, known: &[&str], judged: &[&str]) {
-        let is_unknown = |key: &&String| ![known, judged].iter().any(|keys| keys.contains(&key.as_str()));
-        let unknown: Vec<String> = self.object.keys().filter(is_unknown).cloned().collect();
-        for key in unknown {
-            // A hostile or broken key may be long; its start tells enough.
-            let shown: String = key.chars().take(64).collect();
-            self.fail(&shown, format!("is not a known field; known: {}", known.join(", ")));
-        }
-    }
-
-    fn number(&mut self, (key, range): (&str, RangeInclusive<f64>)) -> Option<f64> {
-        let value = self.object.get(key)?;
-        match value.as_f64().filter(|number| range.contains(number)) {
-            Some(number) => Some(number),
-            None => {
-                let got = shorten(value);
-                self.fail(
-                    key,
-                    format!("must be a number from {} to {}, got {got}", range.start(), range.end()),
-                );
-                None
-            }
-        }
-    }
-
-    fn rif(&mut self, (key, range): (&str, RangeInclusive<u32>)) -> Option<u16> {
-        self.whole((key, range)).and_then(|rif| u16::try_from(rif).ok())
-    }
-
-    /// A number of the range, or 0 for off.
-    fn number_or_off(&mut self, (key, range): (&str, RangeInclusive<f64>)) -> Option<f64> {
-        let value = self.object.get(key)?;
-        let number = value.as_f64().filter(|number| *number == 0.0 || range.contains(number));
-        if number.is_none() {
-            let got = shorten(value);
-            self.fail(
-                key,
-                format!("must be a number from {} to {}, or 0, got {got}", range.start(), range.end()),
-            );
-        }
-        number
-    }
-
-    fn whole(&mut self, (key, range): (&str, RangeInclusive<u32>)) -> Option<u32> {
-        let value = self.object.get(key)?;
-        let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
-        match number.filter(|number| range.contains(number)) {
-            Some(number) => Some(number),
-            None => {
-                let got = shorten(value);
-                self.fail(
-                    key,
-                    format!("must be a whole number from {} to {}, got {got}", range.start(), range.end()),
-                );
-                None
-            }
-        }
-    }
-
-    fn boolean(&mut self, key: &str) -> Option<bool> {
-        let value = self.object.get(key)?;
-        if value.as_bool().is_none() {
-            self.fail(key, format!("must be true or false, got {}", shorten(value)));
-        }
-        value.as_bool()
-    }
-
-    fn choice<T: Copy>(&mut self, key: &str, choices: &[(&str, T)]) -> Option<T> {
-        let value = self.object.get(key)?;
-        let found = choices.iter().find(|(name, _)| value.as_str() == Some(name)).map(|(_, choice)| *choice);
-        if found.is_none() {
-            let names: Vec<String> = choices.iter().map(|(name, _)| format!("\"{name}\"")).collect();
-            self.fail(key, format!("must be one of {}, got {}", names.join(", "), shorten(value)));
-        }
-        found
-    }
-
-    fn name(&mut self, key: &str) -> Option<String> {
-        match self.object.get(key) {
-            Some(Value::String(name)) if (1..=MAX_NAME).contains(&name.len()) => return Some(name.clone()),
-            Some(other) => {
-                let got = shorten(other);
-                self.fail(key, format!("must be a cluster name of 1 to {MAX_NAME} bytes, got {got}"));
-            }
-            None => self.fail(key, "is missing: the name of a cluster in Envoy".into()),
-        }
-        None
-    }
-
     fn settings(&mut self, base: &Settings) -> Settings {
         let Settings { mut pool, mut probe, choice } = base.clone();
         let choice = self.choice_settings(&choice);
@@ -531,71 +324,12 @@ impl Fields<'_> {
     }
 }
 
-fn set<T>(place: &mut T, value: Option<T>) {
-    if let Some(value) = value {
-        *place = value;
-    }
-}
-
-fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
-    }
-}
-
-fn shorten(value: &Value) -> String {
-    let text = value.to_string();
-    if text.len() <= 64 { text } else { format!("{}...", text.chars().take(64).collect::<String>()) }
-}
-
-/// One problem: which field, and what it must be.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct ConfigError {
-    /// Path of the field, such as `clusters[0].q_rif`.
-    pub field: String,
-    /// What is wrong and which values are accepted.
-    pub problem: String,
-}
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` {}", self.field, self.problem)
-    }
-}
-
-/// Every problem of one configuration, never empty.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct ConfigErrors(pub Vec<ConfigError>);
-
-impl ConfigErrors {
-    fn push(&mut self, field: &str, problem: String) {
-        self.0.push(ConfigError { field: field.to_owned(), problem });
-    }
-}
-
-impl fmt::Display for ConfigErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, error) in self.0.iter().enumerate() {
-            if index > 0 {
-                f.write_str("; ")?;
-            }
-            error.fmt(f)?;
-        }
-        Ok(())
-    }
-}
-
-impl std::error::Error for ConfigErrors {}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hint::HintSource;
     use crate::policies::linear::Linear;
+    use crate::sync::SyncSettings;
     use proptest::prelude::*;
     use serde_json::json;
 
@@ -730,7 +464,7 @@ mod tests {
         for (name, profile) in Profile::NAMES {
             let cluster = only(&with(&format!(r#""profile":"{name}""#)));
             assert_eq!(cluster.pool, profile.pool_settings());
-            assert_eq!(cluster.choice, profile.choice_settings());
+            assert_eq!(cluster.choice, profile.settings().choice);
             let own = only(&with(&format!(r#""profile":"{name}","max_age_ms":77,"mode":"async","delta":3"#)));
             assert_eq!((own.pool.max_age_ms, own.pool.delta, own.choice.mode), (77, 3.0, Mode::Async));
         }

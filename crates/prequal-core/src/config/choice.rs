@@ -2,8 +2,9 @@
 
 use serde_json::Value;
 
+use super::fields::{Fields, kind, set, shorten};
 use super::keys::{number, whole};
-use super::{Fields, MAX_ROUTES, POOL_KEYS, kind, set, shorten};
+use super::{MAX_ROUTES, POOL_KEYS};
 use crate::hint::HintSource;
 use crate::policies::c3;
 use crate::policies::linear::{ALPHA_US, Linear};

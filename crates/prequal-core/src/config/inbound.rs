@@ -2,8 +2,9 @@
 
 use serde_json::Value;
 
+use super::ConfigErrors;
+use super::fields::{Fields, shorten};
 use super::keys::whole;
-use super::{ConfigErrors, Fields, shorten};
 use crate::endpoint::Endpoint;
 
 /// Settings of the filter at the server's Envoy.

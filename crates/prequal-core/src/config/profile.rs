@@ -1,0 +1,113 @@
+//! The profiles: named sets of defaults. Why they differ is in `docs/configuration.md`.
+
+use super::choice::{ChoiceSettings, Mode};
+use super::{ProbeSettings, Settings};
+use crate::exceptions::ExceptionSettings;
+use crate::hint::HintSource;
+use crate::pool::{Budget, HotRule, MAX_HISTORY, PoolSettings};
+use crate::sync::SyncSettings;
+
+/// A named set of defaults.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Profile {
+    /// Ours: adaptive budget, reports on responses, small fleets.
+    Default,
+    /// The baseline of the paper's testbed (§5): fixed `r_probe` = 3, `r_remove` = 1, hot if RIF ≥ θ, probes only.
+    Paper,
+    /// Fleets of at most 16 replicas: fewer probes, one reading of "hot".
+    Small,
+    /// Requests of seconds on replicas with a cache: synchronous with a hint, longer ages.
+    Inference,
+}
+
+/// The header that `profile: inference` takes its hint from.
+const INFERENCE_HINT: &str = "x-session-id";
+
+impl Profile {
+    pub(super) const NAMES: &[(&str, Self)] = &[
+        ("default", Self::Default),
+        ("paper", Self::Paper),
+        ("small", Self::Small),
+        ("inference", Self::Inference),
+    ];
+
+    /// The pool's settings under this profile.
+    pub fn pool_settings(self) -> PoolSettings {
+        let ours = PoolSettings {
+            pool_size: 16,
+            max_age_ms: 1000,
+            q_rif: 0.95,
+            q_rif_small: 0.99,
+            hot: HotRule::Auto,
+            latency_band: 1.5,
+            cold_limit: 8.0,
+            delta: 1.0,
+            r_remove: 1.0,
+            scale_removal: true,
+            reuse_cap: 64,
+            budget: Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 },
+            discovery_interval_ms: 200,
+            verified_probes: false,
+            rif_history: MAX_HISTORY,
+            learning_rif: 4,
+            overflow_rif: 4,
+            exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
+            ramp_ms: 10_000,
+        };
+        match self {
+            Self::Default => ours,
+            Self::Paper => PoolSettings {
+                q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
+                hot: HotRule::Ge,
+                latency_band: 1.0,
+                cold_limit: 0.0,
+                scale_removal: false,
+                budget: Budget::Fixed { r_probe: 3.0 },
+                exceptions: ExceptionSettings::OFF,
+                ramp_ms: 0,
+                learning_rif: 0,
+                overflow_rif: 0,
+                ..ours
+            },
+            Self::Small => PoolSettings {
+                hot: HotRule::Gt,
+                q_rif: 0.99,
+                max_age_ms: 2000,
+                budget: Budget::Adaptive { target_age_ms: 1000, max_probes_per_query: 0.5 },
+                discovery_interval_ms: 500,
+                ..ours
+            },
+            Self::Inference => PoolSettings {
+                max_age_ms: 5000,
+                budget: Budget::Adaptive { target_age_ms: 2000, max_probes_per_query: 1.0 },
+                ..ours
+            },
+        }
+    }
+
+    fn choice_settings(self) -> ChoiceSettings {
+        let ours = ChoiceSettings::default();
+        match self {
+            Self::Inference => ChoiceSettings {
+                mode: Mode::Sync,
+                sync: SyncSettings { d: 3, deadline_ms: 20 },
+                hint: Some(HintSource { header: Some(INFERENCE_HINT.into()), path_segment: None }),
+                ..ours
+            },
+            Self::Default | Self::Paper | Self::Small => ours,
+        }
+    }
+
+    pub(super) fn settings(self) -> Settings {
+        Settings { pool: self.pool_settings(), probe: self.probe_settings(), choice: self.choice_settings() }
+    }
+
+    fn probe_settings(self) -> ProbeSettings {
+        let ours = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
+        match self {
+            Self::Default | Self::Small => ours,
+            Self::Paper => ProbeSettings { piggyback: false, ..ours },
+            Self::Inference => ProbeSettings { timeout_ms: 100, ..ours },
+        }
+    }
+}
