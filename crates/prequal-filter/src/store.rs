@@ -25,10 +25,10 @@ pub(crate) struct Store {
 
 impl Store {
     /// Keys carry the versions of all three: a module with others has three of its own, which agree with each other. And
-    /// the root id: in Istio all plugins share one namespace.
+    /// the root id: in Istio all plugins share one namespace. Names are quoted: they may hold slashes themselves.
     pub(crate) fn new(root_id: &str, cluster: &str) -> Self {
         let [pool, members, exceptions] = [PoolState::TAG, Members::TAG, Exceptions::TAG].map(Tag::version);
-        let key = |what| format!("prequal/{pool}.{members}.{exceptions}/{root_id}/{cluster}/{what}");
+        let key = |what| format!("prequal/{pool}.{members}.{exceptions}/{root_id:?}/{cluster:?}/{what}");
         Self { pool_key: key("pool"), members_key: key("members"), exceptions_key: key("exceptions") }
     }
 
