@@ -19,7 +19,7 @@ use tempfile::TempDir;
 use crate::backends::{Backends, Fleet, Replica, Service};
 use crate::closed::{self, Round};
 use crate::deadline;
-use crate::deployment::{CLUSTER, start_agents, start_envoys};
+use crate::deployment::{CLUSTER, empty_module, start_agents, start_envoys};
 use crate::process::{pin, resident_kib};
 use crate::stats::median;
 use crate::table::{self, one, range, two};
@@ -186,6 +186,7 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
     Ok(vec![
         ("no filter", shipped()?.without_prequal().policy(Policy::LeastRequest)),
         ("native chain", shipped()?.edit(|config| config.remove_filter(FILTER_NAME))),
+        ("+ empty module", shipped()?.module(&empty_module()?)),
         ("+ filter, probes off", shipped()?.filter_settings(off)),
         (
             "+ filter, probes off, three clusters",
@@ -267,7 +268,7 @@ async fn filter(cost: &Cost) -> Result<bool> {
     println!("\n{}", table::render(&header, &rows));
     println!("step: against the line above; added and ×: against no filter.\n");
     let factor = |index: usize| variants[index].cpu() / none;
-    let goals = [(2, "one cluster", ONE_CLUSTER_FACTOR), (3, "three clusters", SEVERAL_CLUSTERS_FACTOR)];
+    let goals = [(3, "one cluster", ONE_CLUSTER_FACTOR), (4, "three clusters", SEVERAL_CLUSTERS_FACTOR)];
     let verdicts = goals.map(|(index, what, limit)| {
         judge(
             factor(index) <= limit,

@@ -4,12 +4,14 @@
 //! retries; a baseline only lacks the filters and the probe cluster of ours. All processes end with the
 //! value.
 
+use std::fs;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig, Policy};
+use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig, Policy, target_dir};
 use serde_json::json;
 use tokio::net::TcpSocket;
 
@@ -197,6 +199,7 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
         }
     });
     Ok(match arm {
+        Arm::EmptyModule => plain.module(&empty_module()?),
         Arm::Prequal => plain,
         Arm::Hinted(d) => plain.filter_settings(|settings| {
             let cluster = &mut settings["clusters"][0];
@@ -225,4 +228,16 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
             config.cluster_mut(CLUSTER)["lb_policy"] = json!("RING_HASH");
         }),
     })
+}
+
+/// The file of a module that does nothing.
+pub(crate) fn empty_module() -> Result<PathBuf> {
+    let module = wat::parse_str(include_str!("empty.wat"))?;
+    let path = target_dir().join("bench/empty.wasm");
+    // An Envoy may be reading it.
+    if fs::read(&path).ok().as_ref() != Some(&module) {
+        fs::create_dir_all(path.parent().context("a file in a folder")?)?;
+        fs::write(&path, module)?;
+    }
+    Ok(path)
 }

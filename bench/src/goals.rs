@@ -150,11 +150,17 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
             vec![(hits[0] > hits[1], more), (p99[0] < p99[1], faster)]
         }
         Goal::Throughput { of: arm, part } => {
-            let parts: Vec<f64> =
-                pairs(arm).map(|(ours, theirs)| ours.per_second / theirs.per_second).collect();
-            let (label, shown) = (arm.label(), spread(&parts, percent));
-            let line = format!("throughput {shown} of {label} (at least {})", percent(part));
-            vec![(median(parts) >= part, line)]
+            let parts = |who: Arm| -> Vec<f64> {
+                let pairs = comparison.of(who, envoys).zip(comparison.of(arm, envoys));
+                pairs.map(|(who, theirs)| who.per_second / theirs.per_second).collect()
+            };
+            let (ours, empty) = (parts(Arm::Prequal), parts(Arm::EmptyModule));
+            let (shown, limit) = (spread(&ours, percent), percent(part));
+            let mut line = format!("throughput {shown} of {} (at least {limit})", arm.label());
+            if !empty.is_empty() {
+                line += &format!(", {} {}", Arm::EmptyModule.label(), spread(&empty, percent));
+            }
+            vec![(median(ours) >= part, line)]
         }
     }
 }

@@ -81,6 +81,8 @@ pub(crate) enum Arm {
     FullScan,
     /// Envoy's consistent hashing on the key of the request.
     RingHash,
+    /// The filters of ours around a module that does nothing: Envoy's part of what the filter costs.
+    EmptyModule,
     /// The filter as shipped.
     Prequal,
     /// Synchronous probes of so many replicas, with a hint made of the key of the request.
@@ -101,6 +103,7 @@ impl Arm {
             Self::LeastRequest => "least_request (2 choices)",
             Self::FullScan => "least_request (full scan)",
             Self::RingHash => "ring_hash",
+            Self::EmptyModule => "empty module",
             Self::Prequal => "prequal",
             Self::Hinted(3) => "prequal, sync + hint, d = 3",
             Self::Hinted(_) => "prequal, sync + hint",
@@ -110,7 +113,7 @@ impl Arm {
 
     /// Whether the filter chooses.
     pub(crate) fn is_ours(self) -> bool {
-        !matches!(self, Self::RoundRobin | Self::LeastRequest | Self::FullScan | Self::RingHash)
+        matches!(self, Self::Prequal | Self::Hinted(_) | Self::Rule(_))
     }
 }
 

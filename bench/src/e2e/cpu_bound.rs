@@ -1,6 +1,7 @@
 //! Replicas that use up the CPU: whatever the filter, its probes and its reports cost is missing from the throughput.
 //!
-//! Everything shares the machine, so that CPU time spent anywhere lowers the rate.
+//! Everything shares the machine, so that CPU time spent anywhere lowers the rate. An empty module in place of the filter shows
+//! which part of it is Envoy's.
 
 use std::time::Duration;
 
@@ -26,7 +27,7 @@ fn scenario(ms: u64, part: f64, seconds: Duration) -> Scenario {
         ),
         fleet: Fleet::of(REPLICAS, Replica::new(Service::Cpu { us: ms * 1000 })),
         load: Load::Closed { connections: CONNECTIONS },
-        arms: vec![Arm::LeastRequest, Arm::Prequal],
+        arms: vec![Arm::LeastRequest, Arm::EmptyModule, Arm::Prequal],
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),
         good_within: Duration::from_secs(1),
