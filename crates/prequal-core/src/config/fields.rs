@@ -1,4 +1,5 @@
-//! Reading one JSON object: each value by its name and range, every problem noted.
+//! Reading one JSON object: each value by its name and range, every problem noted. Which keys there are, and what they mean
+//! together, is not decided here.
 
 use std::ops::RangeInclusive;
 
@@ -31,71 +32,57 @@ impl Fields<'_> {
         }
     }
 
-    pub(super) fn number(&mut self, (key, range): (&str, RangeInclusive<f64>)) -> Option<f64> {
+    /// What `read` makes of the value, if there is one; `wanted` says what it must be.
+    fn read<T>(
+        &mut self,
+        key: &str,
+        read: impl Fn(&Value) -> Option<T>,
+        wanted: impl FnOnce() -> String,
+    ) -> Option<T> {
         let value = self.object.get(key)?;
-        match value.as_f64().filter(|number| range.contains(number)) {
-            Some(number) => Some(number),
-            None => {
-                let got = shorten(value);
-                self.fail(
-                    key,
-                    format!("must be a number from {} to {}, got {got}", range.start(), range.end()),
-                );
-                None
-            }
+        let found = read(value);
+        if found.is_none() {
+            self.fail(key, format!("must be {}, got {}", wanted(), shorten(value)));
         }
+        found
+    }
+
+    pub(super) fn number(&mut self, (key, range): (&str, RangeInclusive<f64>)) -> Option<f64> {
+        let read = |value: &Value| value.as_f64().filter(|number| range.contains(number));
+        self.read(key, read, || format!("a number from {} to {}", range.start(), range.end()))
+    }
+
+    /// A number of the range, or 0 for off.
+    pub(super) fn number_or_off(&mut self, (key, range): (&str, RangeInclusive<f64>)) -> Option<f64> {
+        let read = |value: &Value| value.as_f64().filter(|number| *number == 0.0 || range.contains(number));
+        self.read(key, read, || format!("a number from {} to {}, or 0", range.start(), range.end()))
+    }
+
+    pub(super) fn whole(&mut self, (key, range): (&str, RangeInclusive<u32>)) -> Option<u32> {
+        let read = |value: &Value| {
+            let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
+            number.filter(|number| range.contains(number))
+        };
+        self.read(key, read, || format!("a whole number from {} to {}", range.start(), range.end()))
     }
 
     pub(super) fn rif(&mut self, (key, range): (&str, RangeInclusive<u32>)) -> Option<u16> {
         self.whole((key, range)).and_then(|rif| u16::try_from(rif).ok())
     }
 
-    /// A number of the range, or 0 for off.
-    pub(super) fn number_or_off(&mut self, (key, range): (&str, RangeInclusive<f64>)) -> Option<f64> {
-        let value = self.object.get(key)?;
-        let number = value.as_f64().filter(|number| *number == 0.0 || range.contains(number));
-        if number.is_none() {
-            let got = shorten(value);
-            self.fail(
-                key,
-                format!("must be a number from {} to {}, or 0, got {got}", range.start(), range.end()),
-            );
-        }
-        number
-    }
-
-    pub(super) fn whole(&mut self, (key, range): (&str, RangeInclusive<u32>)) -> Option<u32> {
-        let value = self.object.get(key)?;
-        let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
-        match number.filter(|number| range.contains(number)) {
-            Some(number) => Some(number),
-            None => {
-                let got = shorten(value);
-                self.fail(
-                    key,
-                    format!("must be a whole number from {} to {}, got {got}", range.start(), range.end()),
-                );
-                None
-            }
-        }
-    }
-
     pub(super) fn boolean(&mut self, key: &str) -> Option<bool> {
-        let value = self.object.get(key)?;
-        if value.as_bool().is_none() {
-            self.fail(key, format!("must be true or false, got {}", shorten(value)));
-        }
-        value.as_bool()
+        self.read(key, Value::as_bool, || "true or false".to_owned())
     }
 
     pub(super) fn choice<T: Copy>(&mut self, key: &str, choices: &[(&str, T)]) -> Option<T> {
-        let value = self.object.get(key)?;
-        let found = choices.iter().find(|(name, _)| value.as_str() == Some(name)).map(|(_, choice)| *choice);
-        if found.is_none() {
+        let read = |value: &Value| {
+            choices.iter().find(|(name, _)| value.as_str() == Some(name)).map(|(_, choice)| *choice)
+        };
+        let wanted = || {
             let names: Vec<String> = choices.iter().map(|(name, _)| format!("\"{name}\"")).collect();
-            self.fail(key, format!("must be one of {}, got {}", names.join(", "), shorten(value)));
-        }
-        found
+            format!("one of {}", names.join(", "))
+        };
+        self.read(key, read, wanted)
     }
 
     pub(super) fn name(&mut self, key: &str) -> Option<String> {
