@@ -1,4 +1,5 @@
-//! Replicas that are left alone for a while, and steering as a whole while Envoy refuses most choices.
+//! Replicas that are left alone for a fixed while after one failure or refusal, and steering as a whole while Envoy refuses
+//! most choices. Who is passed over for what it did over time is decided in [`crate::exceptions`].
 
 use super::PoolState;
 use crate::endpoint::Endpoint;

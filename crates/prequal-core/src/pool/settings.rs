@@ -1,4 +1,4 @@
-//! The settings of a pool. Where they come from, with names and ranges, is [`crate::config`].
+//! The settings of a pool. Their names, ranges and defaults are in [`crate::config`].
 
 use super::entry::FULL_SHARE;
 use crate::exceptions::ExceptionSettings;
