@@ -82,7 +82,7 @@ impl Goals {
 fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, String)> {
     let ours = || comparison.of(Arm::Prequal, envoys);
     let of = |value: &dyn Fn(&Measured) -> f64| ours().map(value).collect::<Vec<f64>>();
-    let pairs = |arm| ours().zip(comparison.of(arm, envoys));
+    let pairs = |arm, base| comparison.of(arm, envoys).zip(comparison.of(base, envoys));
     match goal {
         Goal::Good(limit) => {
             let good = of(&|run| run.judged.within(comparison.scenario.good_within));
@@ -118,7 +118,7 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
         Goal::P999BelowBaselines(limit) => {
             let factor =
                 |arm| {
-                    -worst(pairs(arm).map(|(ours, theirs)| {
+                    -worst(pairs(Arm::Prequal, arm).map(|(ours, theirs)| {
                         -theirs.judged.quantile_ms(0.999) / ours.judged.quantile_ms(0.999)
                     }))
                 };
@@ -150,9 +150,8 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
             vec![(hits[0] > hits[1], more), (p99[0] < p99[1], faster)]
         }
         Goal::Throughput { of: arm, part } => {
-            let parts = |who: Arm| -> Vec<f64> {
-                let pairs = comparison.of(who, envoys).zip(comparison.of(arm, envoys));
-                pairs.map(|(who, theirs)| who.per_second / theirs.per_second).collect()
+            let parts = |who| -> Vec<f64> {
+                pairs(who, arm).map(|(who, theirs)| who.per_second / theirs.per_second).collect()
             };
             let (ours, empty) = (parts(Arm::Prequal), parts(Arm::EmptyModule));
             let (shown, limit) = (spread(&ours, percent), percent(part));
