@@ -129,26 +129,48 @@ impl Shared {
     }
 }
 
-/// Returns when each recorded request was sent, from the origin, and what it took.
-async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<(Duration, Duration)>> {
-    let mut stream = TcpStream::connect(target).await?;
-    stream.set_nodelay(true)?;
-    let request = format!("GET {} HTTP/1.1\r\nhost: {target}\r\n\r\n", shared.path).into_bytes();
-    let mut buffer = Vec::with_capacity(4096);
-    let mut latencies = Vec::new();
-    while shared.go_on() {
-        let sent = Instant::now();
-        stream.write_all(&request).await?;
-        buffer.clear();
+/// A connection that repeats one request.
+pub(crate) struct Connection {
+    stream: TcpStream,
+    request: Vec<u8>,
+    buffer: Vec<u8>,
+}
+
+impl Connection {
+    pub(crate) async fn open(target: SocketAddr, path: &str) -> Result<Self> {
+        let stream = TcpStream::connect(target).await?;
+        stream.set_nodelay(true)?;
+        let request = format!("GET {path} HTTP/1.1\r\nhost: {target}\r\n\r\n").into_bytes();
+        Ok(Self { stream, request, buffer: Vec::with_capacity(4096) })
+    }
+
+    /// Sends the request and waits for the end of the answer.
+    ///
+    /// # Errors
+    /// If it is not a 200 with a length.
+    pub(crate) async fn get(&mut self) -> Result<()> {
+        self.stream.write_all(&self.request).await?;
+        self.buffer.clear();
         let mut expected = None;
-        while expected.is_none_or(|expected| buffer.len() < expected) {
-            if stream.read_buf(&mut buffer).await? == 0 {
+        while expected.is_none_or(|expected| self.buffer.len() < expected) {
+            if self.stream.read_buf(&mut self.buffer).await? == 0 {
                 bail!("the connection was closed in mid-answer");
             }
             if expected.is_none() {
-                expected = answer_length(&buffer)?;
+                expected = answer_length(&self.buffer)?;
             }
         }
+        Ok(())
+    }
+}
+
+/// Returns when each recorded request was sent, from the origin, and what it took.
+async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<(Duration, Duration)>> {
+    let mut connection = Connection::open(target, shared.path).await?;
+    let mut latencies = Vec::new();
+    while shared.go_on() {
+        let sent = Instant::now();
+        connection.get().await?;
         shared.count.fetch_add(1, Ordering::Relaxed);
         if shared.record.load(Ordering::Relaxed) {
             latencies.push((sent.saturating_duration_since(shared.origin), sent.elapsed()));

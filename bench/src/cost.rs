@@ -24,6 +24,7 @@ use crate::process::{pin, resident_kib};
 use crate::stats::median;
 use crate::table::{self, one, range, two};
 
+mod cold;
 mod inbound;
 
 const CONNECTIONS: usize = 16;
@@ -32,6 +33,10 @@ const ONE_CLUSTER_FACTOR: f64 = 1.5;
 const SEVERAL_CLUSTERS_FACTOR: f64 = 1.55;
 /// The variants that these are asked of.
 const PROBES_OFF: &str = "+ filter, probes off";
+const NO_FILTER: &str = "no filter";
+const NATIVE_CHAIN: &str = "native chain";
+const EMPTY_MODULE: &str = "+ empty module";
+const ADAPTIVE: &str = "+ filter, adaptive (default)";
 const THREE_CLUSTERS: &str = "+ filter, probes off, three clusters";
 /// Growth of the agent that still counts as none.
 const FLAT_KIB: u64 = 1024;
@@ -51,12 +56,17 @@ pub(crate) struct Cost {
     /// Only this part
     #[arg(long)]
     only: Option<Part>,
+    /// With `--only cold`: another build of the filter's module beside this one, may be repeated
+    #[arg(long, value_name = "FILE")]
+    module: Vec<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
 enum Part {
     /// The filter's steps
     Filter,
+    /// The same with cold caches: one request to each Envoy in turn
+    Cold,
     /// The inbound role
     Inbound,
     /// Agent, Envoy and nginx as reverse proxies
@@ -73,6 +83,9 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     let mut reached = true;
     if wanted(Part::Filter) {
         reached &= filter(cost).await?;
+    }
+    if wanted(Part::Cold) {
+        cold::run(cost).await?;
     }
     if wanted(Part::Inbound) {
         inbound::run(cost).await?;
@@ -187,9 +200,9 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
         }
     };
     Ok(vec![
-        ("no filter", shipped()?.without_prequal().policy(Policy::LeastRequest)),
-        ("native chain", shipped()?.edit(|config| config.remove_filter(FILTER_NAME))),
-        ("+ empty module", shipped()?.module(&empty_module()?)),
+        (NO_FILTER, shipped()?.without_prequal().policy(Policy::LeastRequest)),
+        (NATIVE_CHAIN, shipped()?.edit(|config| config.remove_filter(FILTER_NAME))),
+        (EMPTY_MODULE, shipped()?.module(&empty_module()?)),
         (PROBES_OFF, shipped()?.filter_settings(off)),
         (
             THREE_CLUSTERS,
@@ -198,7 +211,7 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
                 .add_cluster("third", "/third", replicas)
                 .filter_settings(more),
         ),
-        ("+ filter, adaptive (default)", shipped()?),
+        (ADAPTIVE, shipped()?),
         ("+ filter, r_probe = 1", shipped()?.filter_settings(fixed(1))),
         ("+ filter, r_probe = 3", shipped()?.filter_settings(fixed(3))),
         ("+ filter, synchronous, d = 3", shipped()?.filter_settings(synchronous)),
