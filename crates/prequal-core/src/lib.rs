@@ -21,6 +21,7 @@
 //! | [`affinity`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
 //! | [`blob`] | which bytes are state of this version |
+//! | [`shared`] | how workers change it without losing each other's changes |
 //! | [`config`] | settings that cannot be invalid |
 #![forbid(unsafe_code)]
 #![cfg_attr(
@@ -45,6 +46,7 @@ pub mod probe;
 pub mod replica;
 pub mod report;
 pub mod reuse;
+pub mod shared;
 pub mod sync;
 pub mod time;
 pub mod tracker;

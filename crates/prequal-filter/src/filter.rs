@@ -397,7 +397,7 @@ impl Cluster {
         let concerned = pending.iter().any(|news| self.concerns_exceptions(news));
         // Read once: on a conflict over the pool what the news did to the table is already written.
         let mut exceptions = None;
-        let (result, written) = self.store.update_pool(&self.metrics, |pool| {
+        let (result, written) = self.store.update_pool(&self.metrics, !request, |pool| {
             if exceptions.is_none() && (concerned || pool.has_exceptions()) {
                 exceptions = Some(self.update_exceptions(&pending, pool, now, request, rng));
             }

@@ -4,21 +4,22 @@
 //! Writes are compare-and-swap with a bounded number of tries. A blob of another version lies under another key; one
 //! that does not decode (damage) is replaced and counted.
 
+use std::cell::RefCell;
+
 use prequal_core::blob::{Blob, Tag};
 use prequal_core::exceptions::Exceptions;
 use prequal_core::members::Members;
 use prequal_core::pool::PoolState;
+use prequal_core::shared::{self, End, Own, Place, Updated};
 use proxy_wasm::hostcalls;
 
 use crate::metrics::{BlobCounters, Metrics};
 
-/// Tries before a write is given up; a conflict is a few per cent likely under load.
-const MAX_TRIES: usize = 8;
-
 /// Where one cluster's blobs live.
-#[derive(Clone, Debug)]
 pub(crate) struct Store {
     pool_key: String,
+    /// The pool as this worker wrote it last.
+    own_pool: RefCell<Own<PoolState>>,
     members_key: String,
     exceptions_key: String,
 }
@@ -29,7 +30,12 @@ impl Store {
     pub(crate) fn new(root_id: &str, cluster: &str) -> Self {
         let [pool, members, exceptions] = [PoolState::TAG, Members::TAG, Exceptions::TAG].map(Tag::version);
         let key = |what| format!("prequal/{pool}.{members}.{exceptions}/{root_id:?}/{cluster:?}/{what}");
-        Self { pool_key: key("pool"), members_key: key("members"), exceptions_key: key("exceptions") }
+        Self {
+            pool_key: key("pool"),
+            own_pool: RefCell::default(),
+            members_key: key("members"),
+            exceptions_key: key("exceptions"),
+        }
     }
 
     /// Makes sure that all blobs exist.
@@ -44,14 +50,17 @@ impl Store {
         load(&self.pool_key, &metrics.blobs).0
     }
 
-    /// Reads, changes and writes the pool; see [`update`].
+    /// Reads, changes and writes the pool; see [`Own::update`].
     pub(crate) fn update_pool<T>(
         &self,
         metrics: &Metrics,
+        look: bool,
         change: impl FnMut(&mut PoolState) -> (T, bool),
     ) -> (T, bool) {
-        let (_, result, written) = update(&self.pool_key, &metrics.blobs, change);
-        (result, written)
+        let place = InSharedData { key: &self.pool_key, counters: &metrics.blobs };
+        let updated = self.own_pool.borrow_mut().update(&place, look, change);
+        place.count(&updated);
+        (updated.result, updated.end == End::Written)
     }
 
     /// The membership as it is, for reading only.
@@ -114,25 +123,39 @@ fn decode<B: Blob>(bytes: Option<Vec<u8>>, counters: &BlobCounters) -> B {
     })
 }
 
-/// Reads and changes a blob, and writes it if `change` says that there is news. `change` runs again on a conflict. The
-/// last value says whether it was written; if not the change is lost, never the request.
+/// Reads and changes a blob; see [`shared::update`]. The last value says whether it was written; if not the change is lost,
+/// never the request.
 pub(crate) fn update<B: Blob, T>(
     key: &str,
     counters: &BlobCounters,
-    mut change: impl FnMut(&mut B) -> (T, bool),
+    change: impl FnMut(&mut B) -> (T, bool),
 ) -> (B, T, bool) {
-    let mut tries = 0;
-    loop {
-        let (mut blob, cas) = load::<B>(key, counters);
-        let (result, write) = change(&mut blob);
-        if !write || hostcalls::set_shared_data(key, Some(&blob.encode()), cas).is_ok() {
-            return (blob, result, write);
+    let place = InSharedData { key, counters };
+    let (blob, updated) = shared::update(&place, change);
+    place.count(&updated);
+    (blob, updated.result, updated.end == End::Written)
+}
+
+struct InSharedData<'a> {
+    key: &'a str,
+    counters: &'a BlobCounters,
+}
+
+impl<B: Blob> Place<B> for InSharedData<'_> {
+    fn read(&self) -> (B, Option<u32>) {
+        load(self.key, self.counters)
+    }
+
+    fn write(&self, blob: &B, number: Option<u32>) -> bool {
+        hostcalls::set_shared_data(self.key, Some(&blob.encode()), number).is_ok()
+    }
+}
+
+impl InSharedData<'_> {
+    fn count<T>(&self, updated: &Updated<T>) {
+        self.counters.conflicts.add(updated.conflicts);
+        if updated.end == End::GivenUp {
+            self.counters.giveups.one();
         }
-        tries += 1;
-        if tries == MAX_TRIES {
-            counters.giveups.one();
-            return (blob, result, false);
-        }
-        counters.conflicts.one();
     }
 }
