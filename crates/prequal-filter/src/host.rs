@@ -13,13 +13,18 @@ pub(crate) fn now() -> Micros {
         .ok()
         .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
         .unwrap_or_default();
-    Micros(u64::try_from(since_epoch.as_micros()).unwrap_or(u64::MAX))
+    // `as_micros` counts in 128 bits, which wasm does not have.
+    Micros(since_epoch.as_secs().saturating_mul(1_000_000) + u64::from(since_epoch.subsec_micros()))
+}
+
+/// A header's value; `None` when absent.
+pub(crate) fn header_bytes(map: MapType, name: &str) -> Option<Vec<u8>> {
+    hostcalls::get_map_value_bytes(map, name).ok()?
 }
 
 /// A header's value; `None` when absent or not UTF-8.
 pub(crate) fn header(map: MapType, name: &str) -> Option<String> {
-    let bytes = hostcalls::get_map_value_bytes(map, name).ok()??;
-    String::from_utf8(bytes).ok()
+    String::from_utf8(header_bytes(map, name)?).ok()
 }
 
 /// Whether one of these headers stands more than once; [`header`] sees the first only.

@@ -160,22 +160,22 @@ impl Root {
 
     /// Reads the reply that is being delivered.
     fn reply() -> Result<LoadReport, ProbeEnd> {
-        let header = |name| host::header(MapType::HttpCallResponseHeaders, name);
+        let header = |name| host::header_bytes(MapType::HttpCallResponseHeaders, name);
         let status = header(":status").unwrap_or_default();
         let (load, rif) = (header(HEADER_LOAD), header(HEADER_RIF));
         let reported = load.is_some() || rif.is_some();
-        match status.as_str() {
-            "200" => {}
+        match status.as_slice() {
+            b"200" => {}
             // Envoy's own words for a call that failed; an agent would have added a report.
-            "504" if !reported => return Err(ProbeEnd::Timeout),
-            "503" if !reported => return Err(ProbeEnd::Refused),
+            b"504" if !reported => return Err(ProbeEnd::Timeout),
+            b"503" if !reported => return Err(ProbeEnd::Refused),
             _ => return Err(ProbeEnd::Status),
         }
         if host::any_twice(MapType::HttpCallResponseHeaders, &[HEADER_LOAD, HEADER_RIF, HEADER_LATENCY]) {
             return Err(ProbeEnd::Duplicate);
         }
         match (load, rif) {
-            (Some(load), _) => LoadReport::parse(&load),
+            (Some(load), _) => LoadReport::parse(load),
             (None, Some(rif)) => LoadReport::parse_pair(&rif, header(HEADER_LATENCY).as_deref()),
             (None, None) => return Err(ProbeEnd::NoReport),
         }

@@ -169,8 +169,7 @@ impl Watch {
     pub(crate) fn response(&mut self) {
         let header = |name| host::header(MapType::HttpResponseHeaders, name);
         self.utilisation = header(HEADER_UTILISATION).and_then(|text| parse_utilisation(&text));
-        self.rif =
-            header(HEADER_LOAD).and_then(|text| LoadReport::parse(&text).ok()).map(|report| report.rif);
+        self.rif = header(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok()).map(|report| report.rif);
     }
 
     /// The request has ended, in the words of the metrics: an answer that carries an error is an upstream failure. Only

@@ -3,7 +3,7 @@
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use prequal_core::config::Shim;
-use prequal_core::endpoint::Endpoint;
+use prequal_core::endpoint::{Endpoint, MAX_TEXT};
 use prequal_core::exceptions::flights::Flight;
 use prequal_core::pool::Pick;
 use prequal_core::report::HEADER_DEST;
@@ -24,10 +24,18 @@ pub(crate) struct Choice {
 pub(crate) fn steer(shim: Shim, choice: Option<&Choice>) {
     let replica = choice.and_then(|choice| choice.pick.replica);
     let runner_up = choice.and_then(|choice| choice.runner_up);
-    let value = replica.map(|replica| match (shim, runner_up) {
-        (Shim::StatefulSession, _) => STANDARD.encode(replica.to_string()),
-        (Shim::OverrideHost, None) => replica.to_string(),
-        (Shim::OverrideHost, Some(next)) => format!("{replica},{next}"),
+    let value = replica.map(|replica| {
+        let mut value = String::with_capacity(2 * MAX_TEXT + 1);
+        replica.append_to(&mut value);
+        match (shim, runner_up) {
+            (Shim::StatefulSession, _) => return STANDARD.encode(value),
+            (Shim::OverrideHost, None) => {}
+            (Shim::OverrideHost, Some(next)) => {
+                value.push(',');
+                next.append_to(&mut value);
+            }
+        }
+        value
     });
     // Without a choice the header is removed: a client's own must never steer.
     let _ = hostcalls::set_map_value(MapType::HttpRequestHeaders, HEADER_DEST, value.as_deref());

@@ -129,9 +129,9 @@ impl Stream {
 
     /// Judges the report on the response (design §3, "Trust").
     fn take_report(&mut self, cluster: &Cluster, now: Micros) -> Option<ReportEnd> {
-        let header = |name| host::header(MapType::HttpResponseHeaders, name);
+        let header = |name| host::header_bytes(MapType::HttpResponseHeaders, name);
         let parsed = match header(HEADER_LOAD) {
-            Some(load) => LoadReport::parse(&load),
+            Some(load) => LoadReport::parse(load),
             None => LoadReport::parse_pair(&header(HEADER_RIF)?, header(HEADER_LATENCY).as_deref()),
         };
         let report = match parsed {
@@ -343,12 +343,12 @@ fn attempts() -> u64 {
 
 /// Whether the response is gRPC's. For where its headers are known to be at hand: with them and at the end.
 fn grpc_response() -> bool {
-    let content_type = hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, "content-type");
-    matches!(content_type, Ok(Some(content_type)) if is_grpc(&content_type))
+    let content_type = host::header_bytes(MapType::HttpResponseHeaders, "content-type");
+    content_type.is_some_and(|content_type| is_grpc(&content_type))
 }
 
 /// Whether the response's status is a 5xx.
 fn server_error() -> bool {
-    let status = hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, ":status");
-    matches!(status, Ok(Some(status)) if status.starts_with(b"5"))
+    let status = host::header_bytes(MapType::HttpResponseHeaders, ":status");
+    status.is_some_and(|status| status.starts_with(b"5"))
 }

@@ -239,7 +239,7 @@ impl Flights {
             Some(latency_us) => f64::from(latency_us) / f64::from(self.typical_us.max(1)),
             None => UNKNOWN_SLOWER,
         };
-        (f64::from(self.limit_us) * slower.max(1.0)).min(f64::from(u32::MAX)) as u32
+        (f64::from(self.limit_us) * slower.clamp(1.0, f64::MAX)) as u32
     }
 
     fn learn(&mut self, settings: &ExceptionSettings, latency_us: u32) {
@@ -264,7 +264,7 @@ impl Flights {
         let high = f64::from(*high);
         let (_, typical, _) = sorted.select_nth_unstable(known / 2);
         self.typical_us = *typical;
-        self.limit_us = (high * settings.breaker + SLACK_US).min(f64::from(u32::MAX)) as u32;
+        self.limit_us = (high * settings.breaker + SLACK_US) as u32;
     }
 
     fn seen<T>(&mut self, replica: Endpoint, look: impl FnOnce(&mut Seen) -> T) -> T {
