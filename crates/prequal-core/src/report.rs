@@ -247,7 +247,8 @@ mod tests {
         #[test]
         fn nothing_panics_and_what_parses_prints_back(header in prop_oneof![
             vec(any::<u8>(), 0..300),
-            "[0-9]{1,12} ?;[0-9]{0,12};[0-9.]{7,15}:[0-9]{1,6}(;(probe|fail|up|x)=[0-9.:]{0,20}){0,3}".prop_map(String::into_bytes),
+            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
+                .prop_map(String::into_bytes),
         ]) {
             if let Ok(report) = LoadReport::parse(&header) {
                 prop_assert_eq!(LoadReport::parse(report.to_string()), Ok(report));

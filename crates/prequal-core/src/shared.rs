@@ -1,7 +1,8 @@
 //! Reading, changing and writing what workers share, when a host compares numbers and swaps.
 //!
 //! The host gives every write a number and takes a write only if the value still has the number that the writer names.
-//! [`Own`] saves the reading where a worker finds itself alone.
+//! [`Own`] saves the reading where a worker finds itself alone. What a value is, and when its bytes are one, is
+//! [`crate::blob`]'s; where it lies is the caller's ([`Place`]).
 
 /// Tries before a write is given up; a conflict is a few per cent likely under load.
 const MAX_TRIES: u32 = 8;
@@ -193,7 +194,8 @@ mod tests {
         let host = Host::new(1, 1);
         let mut own = Own::default();
         (0..3).for_each(|_| _ = add(&mut own, &At(&host, 0)));
-        for look in [true, false] {
+        // Alone at first, so that the first change is to its own copy.
+        for look in [false, true] {
             let updated = own.update(&At(&host, 0), look, |value| {
                 *value += 100;
                 (*value, false)
