@@ -31,13 +31,14 @@ const CONNECTIONS: usize = 16;
 /// Filter without probes against no filter: one cluster configured, and several.
 const ONE_CLUSTER_FACTOR: f64 = 1.5;
 const SEVERAL_CLUSTERS_FACTOR: f64 = 1.55;
-/// The variants that these are asked of.
+/// The variants that these goals are asked of.
 const PROBES_OFF: &str = "+ filter, probes off";
+const THREE_CLUSTERS: &str = "+ filter, probes off, three clusters";
+/// With [`PROBES_OFF`], those that are measured cold as well.
 const NO_FILTER: &str = "no filter";
 const NATIVE_CHAIN: &str = "native chain";
 const EMPTY_MODULE: &str = "+ empty module";
 const ADAPTIVE: &str = "+ filter, adaptive (default)";
-const THREE_CLUSTERS: &str = "+ filter, probes off, three clusters";
 /// Growth of the agent that still counts as none.
 const FLAT_KIB: u64 = 1024;
 

@@ -14,7 +14,7 @@ pub(crate) fn now() -> Micros {
         .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
         .unwrap_or_default();
     // `as_micros` counts in 128 bits, which wasm does not have.
-    Micros(since_epoch.as_secs().saturating_mul(1_000_000) + u64::from(since_epoch.subsec_micros()))
+    Micros(since_epoch.as_secs().saturating_mul(1_000_000).saturating_add(since_epoch.subsec_micros().into()))
 }
 
 /// A header's value; `None` when absent.

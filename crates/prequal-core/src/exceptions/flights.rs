@@ -239,6 +239,7 @@ impl Flights {
             Some(latency_us) => f64::from(latency_us) / f64::from(self.typical_us.max(1)),
             None => UNKNOWN_SLOWER,
         };
+        // `max` would be a call in wasm.
         (f64::from(self.limit_us) * slower.clamp(1.0, f64::MAX)) as u32
     }
 
