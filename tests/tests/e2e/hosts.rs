@@ -1,6 +1,7 @@
 //! Envoy's word about its hosts stays the last: discovery, health, draining, priorities, address forms.
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -323,9 +324,11 @@ fn two_localities_are_both_served() -> Result<()> {
     Ok(())
 }
 
-/// Twelve hundred requests over two heavy and two light replicas; the ratio of what they served.
+/// Asserts that of twelve hundred requests two heavy and two light replicas serve a ratio `within`. One of equals may be
+/// left alone for a while if the machine holds it up (docs/limits.md), hence three attempts. Where the choice does not
+/// look at weights the ratio is 1.9, as probes still follow them.
 #[track_caller]
-fn heavy_to_light(config: EnvoyConfig, fleet: &Fleet) -> Result<f64> {
+fn assert_heavy_to_light(config: EnvoyConfig, fleet: &Fleet, within: RangeInclusive<f64>) -> Result<()> {
     // On a busy machine late replies would be lost, and with them samples.
     let envoy = Envoy::start(set(config, "probe_timeout_ms", 500))?;
     warm(&envoy, 4);
@@ -334,19 +337,27 @@ fn heavy_to_light(config: EnvoyConfig, fleet: &Fleet) -> Result<f64> {
     while start.elapsed() < Duration::from_secs(2) {
         assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
     }
-    fleet.clear();
-    let before = envoy.prequal(SERVING)?;
-    assert_all_ok(&envoy.client().burst(1200, 12, |_| Request::get("/")));
-    let after = envoy.prequal(SERVING)?;
-    assert!(after.steered() - before.steered() >= 1150, "{after:#?}");
-    let served = fleet.served();
-    Ok((served[0] + served[1]) as f64 / (served[2] + served[3]) as f64)
+    let mut attempts = Vec::new();
+    for _ in 0..3 {
+        fleet.clear();
+        let before = envoy.prequal(SERVING)?;
+        assert_all_ok(&envoy.client().burst(1200, 12, |_| Request::get("/")));
+        let after = envoy.prequal(SERVING)?;
+        assert!(after.steered() - before.steered() >= 1150, "{after:#?}");
+        let served = fleet.served();
+        let ratio = (served[0] + served[1]) as f64 / (served[2] + served[3]) as f64;
+        if within.contains(&ratio) {
+            return Ok(());
+        }
+        attempts.push(served);
+    }
+    panic!("heavy to light is not within {within:?}: {attempts:?}");
 }
 
 #[test]
 fn endpoint_weights_stay_in_force() -> Result<()> {
     bed!();
-    for (heavy, within) in [(3, 2.0..=4.5), (1, 0.6..=1.6)] {
+    for (heavy, within) in [(3, 2.1..=4.5), (1, 0.6..=1.6)] {
         let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
         let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]).map(|(addr, weight)| {
             let mut endpoint = lb_endpoint(addr);
@@ -355,8 +366,7 @@ fn endpoint_weights_stay_in_force() -> Result<()> {
         });
         let localities = json!([{"lb_endpoints": weighted.collect::<Vec<_>>()}]);
         let config = placed(&fleet.addrs(), localities)?;
-        let ratio = heavy_to_light(config, &fleet)?;
-        assert!(within.contains(&ratio), "{:?}: {ratio:.2}, not {heavy}", fleet.served());
+        assert_heavy_to_light(config, &fleet, within)?;
     }
     Ok(())
 }
@@ -383,9 +393,7 @@ fn locality_weights_stay_in_force() -> Result<()> {
             .expect("shipped");
         fallback["locality_lb_config"] = by_locality;
     });
-    let ratio = heavy_to_light(config, &fleet)?;
-    assert!((2.0..=4.5).contains(&ratio), "{:?}: {ratio:.2}, not 3", fleet.served());
-    Ok(())
+    assert_heavy_to_light(config, &fleet, 2.1..=4.5)
 }
 
 #[test]
