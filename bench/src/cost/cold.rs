@@ -1,8 +1,8 @@
 //! What the filter's steps cost where nothing is in the caches any more when a request comes.
 //!
 //! Envoys stand side by side on one core, and each gets one request in turn: the others have used the caches meanwhile, as
-//! replicas do that share the machine. The rounds are compared one by one, so that the machine's drift falls out. Nothing is judged
-//! here, and what the same steps cost in an Envoy at its limit is the part `filter`'s.
+//! replicas do that share the machine. The rounds are compared one by one, so that the machine's drift falls out. Nothing
+//! is judged here, and what the same steps cost in an Envoy at its limit is the part `filter`'s.
 
 use std::time::{Duration, Instant};
 

@@ -64,7 +64,8 @@ impl Endpoint {
         (address.port() != 0).then(|| address.into())
     }
 
-    /// The usual spelling of IPv4, in less code than the standard parser needs for all of them; `None` is for that to decide.
+    /// The usual spelling of IPv4, in less code than the standard parser needs for all of them; `None` is for that to
+    /// decide.
     fn parse_plain_v4(text: &[u8]) -> Option<Self> {
         let mut ip = [0; 16];
         let mut rest = text;
