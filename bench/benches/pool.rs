@@ -64,7 +64,7 @@ impl Case {
     fn record(&mut self) {
         let endpoint = replica(self.rng.random_range(0..self.fleet));
         let rif = self.rng.random_range(0..8);
-        let load = Load { rif, latency_us: Some(self.rng.random_range(1_000..20_000)), up_s: None };
+        let load = Load::at_face_value(rif, Some(self.rng.random_range(1_000..20_000)));
         self.pool.record(&self.settings, self.now, endpoint, load, Standing::even(0), &mut self.rng);
     }
 

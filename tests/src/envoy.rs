@@ -70,7 +70,7 @@ impl Prequal {
 
     /// Picks that named a replica.
     pub fn steered(&self) -> u64 {
-        ["cold", "hot", "sync", "scored"].map(|branch| self.picks(branch)).iter().sum()
+        ["cold", "hot", "sync", "scored", "trial"].map(|branch| self.picks(branch)).iter().sum()
     }
 
     /// Probes with one result.

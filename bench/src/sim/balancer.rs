@@ -372,7 +372,7 @@ impl SyncClient {
         rng: &mut SmallRng,
     ) -> Answer {
         let replica = endpoint(server);
-        let (load, standing) = (Load { rif, latency_us, up_s: None }, self.members.standing(replica));
+        let (load, standing) = (Load::at_face_value(rif, latency_us), self.members.standing(replica));
         self.pool.record(&self.config, micros(now), replica, load, standing, rng);
         Answer { replica, load, standing }
     }

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use crate::capacity::Capacity;
 use crate::report::LoadReport;
 
 /// Longest accepted hint, bytes.
@@ -74,7 +75,7 @@ impl RecentHints {
     }
 }
 
-/// `report` with RIF and latency divided by `divisor`, 1 to 2^32 − 1; 0 counts as 1.
+/// `report` with RIF and latencies divided by `divisor`, 1 to 2^32 − 1; 0 counts as 1.
 ///
 /// Rounds up: an idle replica stays idle, and a busy one never looks idle. An unknown latency stays unknown.
 #[must_use]
@@ -83,6 +84,7 @@ pub fn scaled(report: &LoadReport, divisor: u32) -> LoadReport {
     LoadReport {
         rif: report.rif.div_ceil(divisor),
         latency_us: report.latency_us.map(|us| us.div_ceil(divisor)),
+        capacity: report.capacity.map(|of| Capacity { base_us: of.base_us.div_ceil(divisor), ..of }),
         ..*report
     }
 }

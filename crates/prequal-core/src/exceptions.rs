@@ -29,6 +29,7 @@ use bytemuck::Zeroable;
 use rand::Rng;
 
 use crate::blob::{Blob, BlobError, Tag};
+use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 use crate::members::Standing;
 use crate::pool::Load;
@@ -403,8 +404,10 @@ impl Exceptions {
             return self.panics().then_some(load);
         }
         if record.is_vouched(now.stamp()) {
-            let latency_us = load.latency_us.map(|latency| latency.min(record.vouched_us));
-            return Some(Load { latency_us, ..load });
+            let seen = record.vouched_us;
+            let latency_us = load.latency_us.map(|latency| latency.min(seen));
+            let capacity = load.capacity.map(|of| Capacity { base_us: of.base_us.min(seen.max(1)), ..of });
+            return Some(Load { latency_us, capacity, ..load });
         }
         Some(load)
     }

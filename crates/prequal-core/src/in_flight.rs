@@ -90,13 +90,11 @@ impl<T: Copy> InFlight<T> {
         Some((index, self.slots.get(index)?.value))
     }
 
-    /// The one that `n` others in the order are older than, or the newest if there are fewer.
-    pub(crate) fn nth_oldest(&self, n: usize) -> Option<T> {
-        let mut at = self.oldest;
-        for _ in 0..n {
-            at = at.and_then(|index| self.slots.get(index)).and_then(|slot| slot.next).or(at);
-        }
-        at.and_then(|index| self.slots.get(index)).map(|slot| slot.value)
+    /// The oldest in the order that is not `spared`.
+    pub(crate) fn oldest_but(&self, spared: Option<usize>) -> Option<T> {
+        let slot = self.slots.get(self.oldest?)?;
+        let slot = if self.oldest == spared { self.slots.get(slot.next?)? } else { slot };
+        Some(slot.value)
     }
 
     /// How many there are, in the order or not.
@@ -117,7 +115,7 @@ mod tests {
         at.iter().for_each(|&index| list.link(index));
         list.link(at[0]);
         list.unlink(at[1]);
-        assert_eq!([0, 1, 2, 9].map(|n| list.nth_oldest(n)), [Some(0), Some(2), Some(3), Some(3)]);
+        assert_eq!([None, Some(at[0]), Some(at[2])].map(|spared| list.oldest_but(spared)), [Some(0), Some(2), Some(0)]);
         assert_eq!((list.remove(at[0]), list.remove(at[0])), (Some(0), None), "once");
         list.link(at[0]);
         assert_eq!((list.oldest(), list.len()), (Some((at[2], 2)), 3));

@@ -15,6 +15,7 @@
 //! | [`policies`] | what Prequal is compared with |
 //! | [`members`] | which replicas exist and which are probed |
 //! | [`tracker`] | what a replica says of itself |
+//! | [`capacity`] | how fast a replica is, and from how many requests on they wait |
 //! | [`replica`], [`probe`] | and how it is told |
 //! | [`inbound`] | how the workers of an Envoy tell it together |
 //! | [`failures`] | which share of its requests it fails |
@@ -31,6 +32,7 @@
 
 pub mod affinity;
 pub mod blob;
+pub mod capacity;
 pub mod config;
 pub mod endpoint;
 pub mod exceptions;

@@ -3,7 +3,9 @@
 //! [`PoolState`] *is* the blob that the workers of an Envoy share: fixed layout, fixed arrays, plain bytes. Picking
 //! and recording never allocate.
 //!
-//! - **Select** (hot/cold lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
+//! - **Select by predicted latency** ([`predicted`]): the lowest cost, where those that are nearly as low count as equal and
+//!   the lowest RIF wins; now and then one that looks worse.
+//! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
 //!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency
 //!   among the cold, where those within [`PoolSettings::latency_band`] of it count as equal and their RIF decides.
 //!   None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
@@ -37,6 +39,7 @@ use crate::time::{Micros, Stamp};
 mod bars;
 mod choose;
 mod entry;
+mod predicted;
 mod probes;
 mod rank;
 mod settings;
@@ -45,17 +48,20 @@ use bars::{Barred, MAX_BARRED, REFUSAL_WEIGHT};
 pub use choose::Ranking;
 pub use entry::{Candidate, Load};
 use entry::{Entry, FULL_SHARE, UNKNOWN};
+use predicted::Predicted;
 use probes::GROWING_MS;
-use rank::{Score, Theta, lowest_ramped};
+use rank::{Order, Scored, Theta, lowest_ramped};
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 
 /// Which rule chose.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Branch {
-    /// The lowest latency among the cold.
+    /// The lowest latency among the cold. By predicted latency: the best is not saturated.
     Cold,
-    /// All were hot: the lowest RIF.
+    /// All were hot: the lowest RIF. By predicted latency: even the best is beyond its knee.
     Hot,
+    /// A replica that looks worse got the request, so that it can show that it is not.
+    Trial,
     /// Fewer than two entries.
     Fallback,
     /// The answers that the request waited for ([`crate::sync`]).
@@ -113,6 +119,8 @@ pub struct PoolState {
     auto_ge: u16,
     probe_credit: f32,
     remove_credit: f32,
+    /// Saved up for trials, microseconds ([`predicted`]).
+    trial_credit: f32,
     /// Moving averages per pick.
     reports_per_pick: f32,
     new_per_pick: f32,
@@ -170,12 +178,21 @@ impl PoolState {
         Self { tag: Self::TAG, reports_per_pick: 1.0, ..Self::zeroed() }
     }
 
-    /// Chooses a replica for one request and says how many probes to send.
+    /// Chooses a replica for one request by hot and cold, and says how many probes to send.
     pub fn pick<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
         let rule = self.hot_and_cold(settings, now.stamp(), self.entries());
-        let rank = |entry: &Entry, rng: &mut G| rule.rank(entry, rng);
-        self.pick_ranked(settings, now, rng, probes, rank, |(tier, ..)| tier.branch())
+        self.pick_first(settings, now, rng, probes, &rule, None)
+    }
+
+    /// [`Self::pick`] by predicted latency.
+    pub fn pick_predicted<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
+        let probes = self.begin_pick(settings, now.stamp());
+        let rule = Predicted::over(self.entries());
+        let mut credit = self.trial_credit;
+        let tried = rule.trial(self.entries(), &mut credit, rng);
+        self.trial_credit = credit;
+        self.pick_first(settings, now, rng, probes, &rule, tried)
     }
 
     /// [`Self::pick`] under another ranking: the lowest `score` is chosen, the highest is the worst. Scores must not
@@ -189,8 +206,7 @@ impl PoolState {
     ) -> Pick {
         let stamp = now.stamp();
         let probes = self.begin_pick(settings, stamp);
-        let rank = |entry: &Entry, _: &mut G| Score(score(&entry.candidate(stamp)));
-        self.pick_ranked(settings, now, rng, probes, rank, |_| Branch::Scored)
+        self.pick_first(settings, now, rng, probes, &Scored(score, stamp), None)
     }
 
     /// The choice for a request that is a trial of a replica that is out ([`crate::exceptions`]).
@@ -243,14 +259,15 @@ impl PoolState {
         probes
     }
 
-    fn pick_ranked<R: Ord, G: Rng>(
+    /// The pick of the first in `order`, or of the entry that is `tried`.
+    fn pick_first<O: Order, G: Rng>(
         &mut self,
         settings: &PoolSettings,
         now: Micros,
         rng: &mut G,
         probes: ProbesDue,
-        rank: impl Fn(&Entry, &mut G) -> R,
-        branch: impl Fn(R) -> Branch,
+        order: &O,
+        tried: Option<usize>,
     ) -> Pick {
         let stamp = now.stamp();
         let standing = Standing::even(self.samples);
@@ -269,14 +286,13 @@ impl PoolState {
         let enough = if self.out == 0 { 2 } else { enough as u16 };
         if self.entry_count >= enough
             && !self.is_paused(stamp)
-            && let Some((index, least)) = lowest_ramped(self.entries(), &rank, rng)
-            && let branch = branch(least)
+            && let Some((index, branch)) = self.first_or_tried(order, tried, rng)
             && !(branch == Branch::Hot && self.overflows(settings, stamp, index))
             && let Some(entry) = self.entries.get_mut(index)
             && !(learning && entry.rif >= settings.learning_rif)
         {
             pick.replica = Some(entry.endpoint);
-            pick.latency_us = entry.latency_us();
+            pick.latency_us = order.latency_us(entry);
             pick.branch = branch;
             pick.verify = entry.unproven == 1;
             pick.standing = entry.standing();
@@ -291,8 +307,21 @@ impl PoolState {
                 self.remove(index);
             }
         }
-        self.remove_some(settings, rng, rank);
+        self.remove_some(settings, rng, order);
         pick
+    }
+
+    fn first_or_tried<O: Order, G: Rng>(
+        &self,
+        order: &O,
+        tried: Option<usize>,
+        rng: &mut G,
+    ) -> Option<(usize, Branch)> {
+        if let Some(tried) = tried {
+            return Some((tried, Branch::Trial));
+        }
+        let (index, rank) = lowest_ramped(self.entries(), order, rng)?;
+        Some((index, order.branch(self.entries().get(index)?, &rank)))
     }
 
     /// Takes in a report of `endpoint`; the caller has established that it may speak for that replica. `standing` is what
@@ -337,6 +366,9 @@ impl PoolState {
         let entry = Entry {
             endpoint,
             latency_us: UNKNOWN,
+            base_us: UNKNOWN,
+            knee: 1,
+            padding: 0,
             received: stamp,
             sampled: self.samples,
             weight: Standing::UNIT,
@@ -475,17 +507,12 @@ impl PoolState {
         settings.learning_rif > 0 && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
     }
 
-    /// The same ranking in reverse.
-    fn worst<R: Ord, G: Rng>(&self, rng: &mut G, rank: impl Fn(&Entry, &mut G) -> R) -> Option<usize> {
-        self.entries().iter().enumerate().max_by_key(|(_, entry)| rank(entry, rng)).map(|(index, _)| index)
+    /// The last in `order`.
+    fn worst<G: Rng>(&self, rng: &mut G, order: &impl Order) -> Option<usize> {
+        self.entries().iter().enumerate().max_by_key(|(_, entry)| order.rank(entry, rng)).map(|(index, _)| index)
     }
 
-    fn remove_some<R: Ord, G: Rng>(
-        &mut self,
-        settings: &PoolSettings,
-        rng: &mut G,
-        rank: impl Fn(&Entry, &mut G) -> R,
-    ) {
+    fn remove_some<G: Rng>(&mut self, settings: &PoolSettings, rng: &mut G, order: &impl Order) {
         self.remove_credit += self.removal_rate(settings) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
@@ -493,7 +520,7 @@ impl PoolState {
                 continue;
             }
             let victim =
-                if self.remove_worst == 1 { self.worst(rng, &rank) } else { self.oldest(self.last_pick) };
+                if self.remove_worst == 1 { self.worst(rng, order) } else { self.oldest(self.last_pick) };
             self.remove_worst ^= 1;
             if let Some(victim) = victim {
                 self.remove(victim);
@@ -522,11 +549,13 @@ impl PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 4); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 5); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let state: Self = read_plain(bytes)?;
-        let finite = [
+        // Up to what the slowest replica under the highest RIF would cost.
+        let finite = (0.0..=1e30).contains(&state.trial_credit);
+        let finite = finite && [
             state.probe_credit,
             state.remove_credit,
             state.reports_per_pick,

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::capacity::Capacity;
 use crate::report::{LoadReport, PROBE_PATH};
 
 /// Everything below this path is ours and never forwarded.
@@ -42,6 +43,10 @@ pub fn json(report: &LoadReport, timestamp_ms: u128) -> String {
     let _ = match report.latency_us {
         Some(us) => write!(text, "{}.{:03},\"latency_us\":{us}", us / 1000, us % 1000),
         None => write!(text, "null,\"latency_us\":null"),
+    };
+    let _ = match report.capacity {
+        Some(Capacity { base_us, knee }) => write!(text, ",\"base_us\":{base_us},\"knee\":{knee}"),
+        None => text.write_str(",\"base_us\":null,\"knee\":null"),
     };
     let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);
     let _ = match report.up_s {

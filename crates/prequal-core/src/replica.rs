@@ -7,7 +7,7 @@ use crate::endpoint::Endpoint;
 use crate::failures::FailureShare;
 use crate::report::LoadReport;
 use crate::time::Micros;
-use crate::tracker::{Ended, Outcome, Ticket, Tracker, TrackerConfig};
+use crate::tracker::{Ended, Outcome, Ticket, Tracker, TrackerConfig, Visit};
 
 /// Reports tell the age of a replica below this, seconds; older ones stay short.
 pub const YOUNG_S: u32 = 600;
@@ -30,8 +30,13 @@ impl Replica {
 
     /// A request ends, however it ends. Returns what it tells, which is recorded.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
+        self.finish_among(ticket, now, outcome, self.tracker.rif())
+    }
+
+    /// The same where `rif` are in flight, here and elsewhere, itself included.
+    pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, rif: u32) -> Ended {
         self.failures.record(now, outcome);
-        self.tracker.finish(ticket, now, outcome)
+        self.tracker.finish_among(ticket, now, outcome, rif)
     }
 
     /// Takes in what a request told that ended elsewhere.
@@ -62,30 +67,32 @@ impl Replica {
 
     /// The report of this replica as `endpoint`, with what is in flight here.
     ///
-    /// `leaving` requests are taken off the RIF: a report on a response is read by the client when that response
-    /// is over, and must say what the *next* request would find.
+    /// `leaving` is the request on whose response the report goes: the client reads it when that response is over, and it
+    /// must say what the *next* request would find.
     pub fn report(
-        &self,
+        &mut self,
         now: Micros,
         endpoint: Endpoint,
         probe_endpoint: Option<Endpoint>,
-        leaving: u32,
+        leaving: Option<Visit>,
     ) -> LoadReport {
         self.report_at(now, self.tracker.rif(), endpoint, probe_endpoint, leaving)
     }
 
     /// The same where `rif` requests are in flight, here and elsewhere.
     pub fn report_at(
-        &self,
+        &mut self,
         now: Micros,
         rif: u32,
         endpoint: Endpoint,
         probe_endpoint: Option<Endpoint>,
-        leaving: u32,
+        leaving: Option<Visit>,
     ) -> LoadReport {
+        let rif = rif.saturating_sub(leaving.is_some().into());
         LoadReport {
-            rif: rif.saturating_sub(leaving),
-            latency_us: self.tracker.latency_at(now, rif),
+            rif,
+            latency_us: self.tracker.latency_at(now, rif, leaving),
+            capacity: self.tracker.capacity(now),
             endpoint: Some(endpoint),
             probe_endpoint,
             failing: self.failing(now),

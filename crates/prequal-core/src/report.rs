@@ -1,11 +1,12 @@
 //! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`, of which `probe`,
-//! `fail` and `up` are known.
+//! `fail`, `up`, `base` and `knee` are known.
 //!
 //! Parsing accepts anything a hostile replica may send and answers with a bounded report or a reason. It does
 //! not decide whether the report may be trusted: that needs to know who was asked (see the filter).
 
 use std::fmt;
 
+use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 
 /// The steering header: names the chosen replica to the shim.
@@ -38,6 +39,9 @@ pub struct LoadReport {
     pub rif: u32,
     /// Median recent latency at or near that RIF, microseconds; `None` when the replica has no sample.
     pub latency_us: Option<u32>,
+    /// Base latency and knee ([`crate::capacity`]); `base=` (microseconds, 1 to [`MAX_LATENCY_US`]) and `knee=` (requests in
+    /// flight, 1 to 65 535) on the wire, together or not at all. `None`: it has served nothing yet, or does not say.
+    pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
     /// Where it answers probes, if elsewhere. Always a port of the same host as `endpoint`.
@@ -64,8 +68,8 @@ impl LoadReport {
         let rif = parse_rif(fields.next().unwrap_or_default())?;
         let latency_us = parse_latency(fields.next().ok_or(ReportError::Latency)?)?;
         let endpoint = fields.next().and_then(Endpoint::parse).ok_or(ReportError::Endpoint)?;
-        let mut report =
-            Self { rif, latency_us, endpoint: Some(endpoint), probe_endpoint: None, failing: 0, up_s: None };
+        let mut report = Self { rif, latency_us, endpoint: Some(endpoint), ..Self::idle() };
+        let (mut base, mut knee) = (None, None);
         for field in fields {
             if let Some(value) = field.strip_prefix(b"probe=") {
                 // A replica may move its probes to another port, never to another host.
@@ -75,8 +79,13 @@ impl LoadReport {
                 report.failing = parse_failing(value)?;
             } else if let Some(value) = field.strip_prefix(b"up=") {
                 report.up_s = Some(parse_number(value).ok_or(ReportError::Up)?);
+            } else if let Some(value) = field.strip_prefix(b"base=") {
+                base = Some(parse_number(value).unwrap_or(0));
+            } else if let Some(value) = field.strip_prefix(b"knee=") {
+                knee = Some(parse_number(value).unwrap_or(0));
             }
         }
+        report.capacity = parse_capacity(base, knee)?;
         Ok(report)
     }
 
@@ -88,11 +97,21 @@ impl LoadReport {
         Ok(Self {
             rif: parse_rif(rif.trim_ascii())?,
             latency_us: parse_latency(latency_us.unwrap_or_default().trim_ascii())?,
+            ..Self::idle()
+        })
+    }
+
+    /// Of an idle replica that says nothing else.
+    fn idle() -> Self {
+        Self {
+            rif: 0,
+            latency_us: None,
+            capacity: None,
             endpoint: None,
             probe_endpoint: None,
             failing: 0,
             up_s: None,
-        })
+        }
     }
 }
 
@@ -114,6 +133,9 @@ impl fmt::Display for LoadReport {
         }
         if let Some(up) = self.up_s {
             write!(f, ";up={up}")?;
+        }
+        if let Some(Capacity { base_us, knee }) = self.capacity {
+            write!(f, ";base={base_us};knee={knee}")?;
         }
         Ok(())
     }
@@ -147,6 +169,17 @@ fn parse_failing(digits: &[u8]) -> Result<u16, ReportError> {
     failing.filter(|failing| *failing <= MAX_FAILING).ok_or(ReportError::Failing)
 }
 
+/// Both or neither: half of the pair says nothing.
+fn parse_capacity(base: Option<u32>, knee: Option<u32>) -> Result<Option<Capacity>, ReportError> {
+    let (base_us, knee) = match (base, knee) {
+        (None, None) => return Ok(None),
+        (Some(base_us), Some(knee)) => (base_us, u16::try_from(knee).map_err(|_| ReportError::Capacity)?),
+        _ => return Err(ReportError::Capacity),
+    };
+    let sound = (1..=MAX_LATENCY_US).contains(&base_us) && knee > 0;
+    if sound { Ok(Some(Capacity { base_us, knee })) } else { Err(ReportError::Capacity) }
+}
+
 /// Why a report was dropped. The label of each variant is the one used in metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum ReportError {
@@ -171,6 +204,9 @@ pub enum ReportError {
     /// `up=` not a number, or out of range.
     #[error("`up` must be a whole number of seconds below 2^32")]
     Up,
+    /// `base=` or `knee=` alone, not a number, or out of range.
+    #[error("`base` must be 1 to {MAX_LATENCY_US} microseconds, `knee` 1 to 65535 requests, both together")]
+    Capacity,
 }
 
 impl ReportError {
@@ -184,6 +220,7 @@ impl ReportError {
             Self::ProbeEndpoint => "bad_probe_endpoint",
             Self::Failing => "bad_fail",
             Self::Up => "bad_up",
+            Self::Capacity => "bad_capacity",
         }
     }
 }
@@ -201,6 +238,7 @@ mod tests {
             "0;;[::1]:8080",
             "1;2;10.0.0.1:80;probe=10.0.0.1:9000",
             "1;2;10.0.0.1:80;probe=10.0.0.1:9000;fail=1000;up=0",
+            "1;2;10.0.0.1:80;base=1;knee=65535",
         ] {
             assert_eq!(LoadReport::parse(text).unwrap().to_string(), text);
         }
@@ -235,6 +273,14 @@ mod tests {
             ("1;5;127.0.0.1:80;fail=-1", ReportError::Failing),
             ("1;5;127.0.0.1:80;up=4294967296", ReportError::Up),
             ("1;5;127.0.0.1:80;up=", ReportError::Up),
+            ("1;5;127.0.0.1:80;base=5", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;knee=5", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=0;knee=5", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=5;knee=0", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=5;knee=65536", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=3600000001;knee=5", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=NaN;knee=5", ReportError::Capacity),
+            ("1;5;127.0.0.1:80;base=-5;knee=5", ReportError::Capacity),
             // Two header lines joined by a comma are no endpoint: the report is dropped, not guessed.
             ("1;5;127.0.0.1:80, 1;5;127.0.0.1:80", ReportError::Endpoint),
         ] {
@@ -247,7 +293,7 @@ mod tests {
         #[test]
         fn nothing_panics_and_what_parses_prints_back(header in prop_oneof![
             vec(any::<u8>(), 0..300),
-            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
+            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
                 .prop_map(String::into_bytes),
         ]) {
             if let Ok(report) = LoadReport::parse(&header) {

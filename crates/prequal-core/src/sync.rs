@@ -70,7 +70,7 @@ impl Waiting {
         let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
         let nobody = Answer {
             replica: Endpoint::zeroed(),
-            load: Load { rif: 0, latency_us: None, up_s: None },
+            load: Load::at_face_value(0, None),
             standing: Standing::even(0),
         };
         Self { needed, open: asked, count: 0, answers: [nobody; MAX_ASKED] }
@@ -123,7 +123,7 @@ mod tests {
     fn answer(n: u16, rif: u32, latency_us: Option<u32>) -> Option<Answer> {
         Some(Answer {
             replica: replica(n),
-            load: Load { rif, latency_us, up_s: None },
+            load: Load::at_face_value(rif, latency_us),
             standing: Standing::even(0),
         })
     }
@@ -215,7 +215,7 @@ mod tests {
         let settings = settings(1.0);
         let mut pool = pool(&settings, &[]);
         for n in [7, 8] {
-            let load = Load { rif: 0, latency_us: Some(u32::from(n)), up_s: None };
+            let load = Load::at_face_value(0, Some(u32::from(n)));
             pool.record(&settings, NOW, replica(n), load, Standing::even(0), &mut rng());
         }
         pool.bar(replica(1), NOW, 1000);
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(next(&pool, waiting.answers()), Some(replica(3)));
         assert_eq!(next(&pool, &waiting.answers()[..1]), None);
         for n in [1, 9] {
-            let load = Load { rif: 0, latency_us: Some(u32::from(n)), up_s: None };
+            let load = Load::at_face_value(0, Some(u32::from(n)));
             pool.record(&settings, NOW, replica(n), load, Standing::even(0), &mut rng());
         }
         assert_eq!(next(&pool, &waiting.answers()[..1]), Some(replica(9)));

@@ -5,16 +5,22 @@
 //!
 //! - no sample at this RIF: the nearest RIF that has one; no sample within [`TrackerConfig::max_age_us`]: *unknown*,
 //!   which makes clients send one request to find out (see [`crate::pool`]);
-//! - requests that have waited for more than [`TrackerConfig::stall_factor`] medians raise the estimate to their age, so that a stall shows
-//!   before anything finishes. Below that the age says little: it is low wherever many have just arrived, so that
-//!   counting it sends the herd where the herd already is (1.74x load in the simulator: p99.9 997 ms, against 558);
+//! - a request that has waited for more than [`TrackerConfig::stall_factor`] medians raises the estimate to its age, so that a
+//!   stall shows before anything finishes. Not if a later one has finished: then it is heavy, not stuck. Below that the age
+//!   says little: it is low wherever many have just arrived, so that counting it sends the herd where the herd already is
+//!   (1.74x load in the simulator: p99.9 997 ms, against 558);
+//! - the time that a request waits for its client (a slow upload or download) is none of the replica's;
 //! - failures and aborts never feed the samples. A replica that only fails would stay unknown and so be tried by
 //!   everybody: for `max_age_us` after a failure it reports [`TrackerConfig::failure_latency_us`] instead.
+//!
+//! Beside that estimate the tracker counts what [`crate::capacity`] needs: how many requests are at the server, and for how
+//! long.
 //!
 //! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised). Where several serve
 //! one replica (the workers of an Envoy), each has a tracker, is told how many requests are in flight in all, and hands what
 //! its requests told ([`Ended`]) to the others.
 
+use crate::capacity::{Capacity, Levels};
 use crate::in_flight::InFlight;
 use crate::time::Micros;
 
@@ -25,7 +31,7 @@ pub struct TrackerConfig {
     /// shorter, and the estimate at a RIF that is seldom reached comes from lower RIFs, too low just when it matters
     /// (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
     pub max_age_us: u64,
-    /// Requests that have waited for more than this many medians raise the estimate. Default 3; 0 is never (the paper).
+    /// A request that has waited for more than this many medians raises the estimate. Default 3; 0 is never (the paper).
     pub stall_factor: u32,
     /// Reported while there is no sample and a request failed within `max_age_us`. Default 1 s.
     pub failure_latency_us: u32,
@@ -57,7 +63,9 @@ pub struct Ended {
     pub at: Micros,
     /// How many were in flight when it arrived.
     pub rif_at_arrival: u32,
-    /// From its arrival to its end, at most [`crate::report::MAX_LATENCY_US`].
+    /// How many were at the server when it ended, itself included; 0 if it was not.
+    pub level: u32,
+    /// From its arrival to its end, less what its client took, at most [`crate::report::MAX_LATENCY_US`].
     pub latency_us: u32,
     /// How it ended.
     pub outcome: Outcome,
@@ -67,8 +75,37 @@ pub struct Ended {
 #[derive(Debug)]
 #[must_use = "a ticket that is dropped leaves the RIF one too high"]
 pub struct Ticket {
-    slot: usize,
+    visit: Visit,
     rif_at_arrival: u32,
+}
+
+impl Ticket {
+    /// Names the request for [`Tracker::client_waits`]. Outlives the ticket.
+    pub fn visit(&self) -> Visit {
+        self.visit
+    }
+}
+
+/// Names a request that is, or was, in flight.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Visit {
+    slot: usize,
+    number: u64,
+}
+
+/// What is kept of a request in flight.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    number: u64,
+    arrived: Micros,
+    /// Since when it is at the server; the order is by this.
+    since: Micros,
+    /// Since when it is in flight but not at the server.
+    away: Option<Micros>,
+    /// It never comes back to the server.
+    stream: bool,
+    /// What its client took until `since`, microseconds.
+    away_us: u64,
 }
 
 /// Requests in flight and recent latencies of one replica.
@@ -76,8 +113,12 @@ pub struct Ticket {
 pub struct Tracker {
     config: TrackerConfig,
     rif: u32,
-    /// When each arrived; streams are out of the order.
-    in_flight: InFlight<Micros>,
+    /// Of those, streams and requests that wait for their client.
+    away: u32,
+    /// In order of age those that may be stuck: at the server, and not overtaken.
+    in_flight: InFlight<Open>,
+    arrivals: u64,
+    levels: Levels,
     buckets: Box<[Bucket]>,
     /// Highest bucket ever used plus one: bounds the search for a neighbour.
     used: usize,
@@ -90,7 +131,10 @@ impl Tracker {
         Self {
             config,
             rif: 0,
+            away: 0,
             in_flight: InFlight::default(),
+            arrivals: 0,
+            levels: Levels::new(),
             buckets: vec![Bucket::default(); BUCKETS].into_boxed_slice(),
             used: 0,
             last_failure: None,
@@ -104,25 +148,70 @@ impl Tracker {
 
     /// A request arrives where `others` are in flight, here and elsewhere.
     pub fn start_behind(&mut self, now: Micros, others: u32) -> Ticket {
-        let slot = self.in_flight.insert(now);
+        self.arrivals = self.arrivals.wrapping_add(1);
+        let number = self.arrivals;
+        let slot =
+            self.in_flight.insert(Open { number, arrived: now, since: now, away: None, stream: false, away_us: 0 });
         self.in_flight.link(slot);
         self.rif = self.rif.saturating_add(1);
-        Ticket { slot, rif_at_arrival: others }
+        let level = others.saturating_sub(self.away);
+        self.levels.moved(now, level, level.saturating_add(1));
+        Ticket { visit: Visit { slot, number }, rif_at_arrival: others }
     }
 
     /// A request ends, however it ends. Returns what it tells, which is recorded.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
+        self.finish_among(ticket, now, outcome, self.rif)
+    }
+
+    /// The same where `rif` are in flight, here and elsewhere, itself included.
+    pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, rif: u32) -> Ended {
+        let level = rif.saturating_sub(self.away);
         self.rif = self.rif.saturating_sub(1);
-        let arrived = self.in_flight.remove(ticket.slot).unwrap_or(now);
-        let latency = u32::try_from(now.saturating_since(arrived)).unwrap_or(u32::MAX);
-        let latency_us = latency.min(crate::report::MAX_LATENCY_US);
-        let ended = Ended { at: now, rif_at_arrival: ticket.rif_at_arrival, latency_us, outcome };
-        self.record(ended);
+        let open = self.in_flight.remove(ticket.visit.slot);
+        let arrived = open.map_or(now, |open| open.arrived);
+        let client = open.map_or(0, |open| {
+            open.away_us + open.away.map_or(0, |since| now.saturating_since(since))
+        });
+        let level = match open.and_then(|open| open.away) {
+            Some(_) => {
+                self.away = self.away.saturating_sub(1);
+                0
+            }
+            None => level,
+        };
+        let latency = now.saturating_since(arrived).saturating_sub(client);
+        let latency_us = u32::try_from(latency).unwrap_or(u32::MAX).min(crate::report::MAX_LATENCY_US);
+        let ended = Ended { at: now, rif_at_arrival: ticket.rif_at_arrival, level, latency_us, outcome };
+        if level > 0 {
+            self.levels.moved(now, level, level - 1);
+        }
+        self.take(ended);
+        if let Some(open) = open
+            && outcome == Outcome::Success
+        {
+            self.overtake(open.since);
+        }
         ended
     }
 
     /// Takes in what a request told that ended elsewhere.
     pub fn record(&mut self, ended: Ended) {
+        if ended.level > 0 {
+            let arrived = Micros(ended.at.0.saturating_sub(ended.latency_us.into()));
+            let found = ended.rif_at_arrival.saturating_sub(self.away);
+            self.levels.heard(arrived, found, found.saturating_add(1));
+            self.levels.heard(ended.at, ended.level, ended.level - 1);
+        }
+        self.take(ended);
+    }
+
+    /// What others told of requests that ended before `at` is lost: their time is not counted either.
+    pub fn missed_until(&mut self, at: Micros) {
+        self.levels.resume(at);
+    }
+
+    fn take(&mut self, ended: Ended) {
         match ended.outcome {
             Outcome::Success => {
                 let index = bucket_of(ended.rif_at_arrival);
@@ -130,15 +219,53 @@ impl Tracker {
                     bucket.push(Sample { latency: ended.latency_us, at: ended.at });
                     self.used = self.used.max(index + 1);
                 }
+                let arrived_as = ended.rif_at_arrival.saturating_sub(self.away).saturating_add(1);
+                self.levels.served(ended.at, ended.level, arrived_as, ended.latency_us);
             }
             Outcome::Failure => self.last_failure = Some(ended.at),
             Outcome::Aborted | Outcome::Streaming => {}
         }
     }
 
-    /// Turns a request into a stream: it still counts as one in flight, but its age no longer means a stall.
-    pub fn streaming(&mut self, ticket: &Ticket) {
-        self.in_flight.unlink(ticket.slot);
+    /// What has been at the server since before `since` has been overtaken: it is heavy, not stuck.
+    fn overtake(&mut self, since: Micros) {
+        while let Some((slot, _)) = self.in_flight.oldest().filter(|(_, open)| open.since < since) {
+            self.in_flight.unlink(slot);
+        }
+    }
+
+    /// Turns a request into a stream: it still counts as one in flight, but says nothing of the server's speed any more.
+    pub fn streaming(&mut self, ticket: &Ticket, now: Micros) {
+        self.client_waits(ticket.visit, now);
+        if let Some(open) = self.open(ticket.visit) {
+            open.stream = true;
+        }
+    }
+
+    /// The request waits for its client from now on, which uploads or downloads slowly. It stays in flight.
+    pub fn client_waits(&mut self, visit: Visit, now: Micros) {
+        let Some(open) = self.open(visit).filter(|open| open.away.is_none()) else { return };
+        open.away = Some(now);
+        self.in_flight.unlink(visit.slot);
+        self.away = self.away.saturating_add(1);
+        let level = self.levels.level();
+        self.levels.moved(now, level, level.saturating_sub(1));
+    }
+
+    /// The client has come back: the request is at the server again.
+    pub fn client_is_back(&mut self, visit: Visit, now: Micros) {
+        let Some(open) = self.open(visit).filter(|open| !open.stream) else { return };
+        let Some(away) = open.away.take() else { return };
+        open.away_us += now.saturating_since(away);
+        open.since = now;
+        self.in_flight.link(visit.slot);
+        self.away = self.away.saturating_sub(1);
+        let level = self.levels.level();
+        self.levels.moved(now, level, level.saturating_add(1));
+    }
+
+    fn open(&mut self, visit: Visit) -> Option<&mut Open> {
+        self.in_flight.get_mut(visit.slot).filter(|open| open.number == visit.number)
     }
 
     /// Requests in flight now.
@@ -146,17 +273,26 @@ impl Tracker {
         self.rif
     }
 
-    /// What a request arriving now may expect, microseconds; `None` when nothing is known.
-    pub fn latency(&self, now: Micros) -> Option<u32> {
-        self.latency_at(now, self.rif)
+    /// Base latency and knee, as of the requests in flight here that are at the server; `None` while nothing has been served.
+    pub fn capacity(&mut self, now: Micros) -> Option<Capacity> {
+        let capacity = self.levels.capacity(now)?;
+        // On the wire the RIF counts all.
+        let away = u16::try_from(self.away).unwrap_or(u16::MAX);
+        Some(Capacity { knee: capacity.knee.saturating_add(away), ..capacity })
     }
 
-    /// The same where `rif` are in flight, here and elsewhere. A stall shows where the requests that wait are.
-    pub fn latency_at(&self, now: Micros, rif: u32) -> Option<u32> {
+    /// What a request arriving now may expect, microseconds; `None` when nothing is known.
+    pub fn latency(&self, now: Micros) -> Option<u32> {
+        self.latency_at(now, self.rif, None)
+    }
+
+    /// The same where `rif` are in flight, here and elsewhere, without `leaving`, which is about to leave. A stall shows where
+    /// the requests that wait are.
+    pub fn latency_at(&self, now: Micros, rif: u32, leaving: Option<Visit>) -> Option<u32> {
         let centre = bucket_of(rif);
         match self.nearest_median(centre, now, self.config.max_age_us) {
             Some(median) => {
-                let waiting = self.waiting(now);
+                let waiting = self.waiting(now, leaving);
                 let stalled = waiting.checked_div(self.config.stall_factor).is_some_and(|part| part > median);
                 Some(if stalled { waiting } else { median })
             }
@@ -167,13 +303,11 @@ impl Tracker {
         }
     }
 
-    /// How long the oldest requests have waited, microseconds. With many in flight the very oldest few are passed
-    /// over: one slow query among a hundred is no stall.
-    fn waiting(&self, now: Micros) -> u32 {
-        let skip = (self.rif / 4).min(8) as usize;
-        let arrived = self.in_flight.nth_oldest(skip);
-        arrived
-            .map_or(0, |at| u32::try_from(now.saturating_since(at)).unwrap_or(u32::MAX))
+    /// How long the oldest request has waited that is at the server and that none has overtaken, microseconds.
+    fn waiting(&self, now: Micros, leaving: Option<Visit>) -> u32 {
+        let oldest = self.in_flight.oldest_but(leaving.map(|visit| visit.slot));
+        oldest
+            .map_or(0, |open| u32::try_from(now.saturating_since(open.since)).unwrap_or(u32::MAX))
             .min(crate::report::MAX_LATENCY_US)
     }
 
@@ -322,7 +456,7 @@ mod tests {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 10);
         let socket = tracker.start(ms(100));
-        tracker.streaming(&socket);
+        tracker.streaming(&socket, ms(100));
         assert_eq!((tracker.rif(), tracker.latency(ms(1000))), (1, Some(10_000)));
         tracker.finish(socket, ms(9000), Outcome::Streaming);
         assert_eq!((tracker.rif(), tracker.latency(ms(9000))), (0, Some(10_000)));
@@ -360,9 +494,9 @@ mod tests {
             (Tracker::new(TrackerConfig::default()), Tracker::new(TrackerConfig::default()));
         let ticket = one.start_behind(ms(0), 7);
         let ended = one.finish(ticket, ms(30), Outcome::Success);
-        assert_eq!((one.rif(), other.latency_at(ms(30), 7)), (0, None));
+        assert_eq!((one.rif(), other.latency_at(ms(30), 7, None)), (0, None));
         other.record(ended);
-        assert_eq!([&one, &other].map(|tracker| tracker.latency_at(ms(30), 7)), [Some(30_000); 2]);
+        assert_eq!([&one, &other].map(|tracker| tracker.latency_at(ms(30), 7, None)), [Some(30_000); 2]);
     }
 
     #[test]
@@ -390,7 +524,7 @@ mod tests {
                         0 => Outcome::Success,
                         1 => Outcome::Failure,
                         2 => Outcome::Aborted,
-                        _ => { tracker.streaming(&ticket); Outcome::Streaming }
+                        _ => { tracker.streaming(&ticket, now); Outcome::Streaming }
                     };
                     tracker.finish(ticket, now, outcome);
                 }
@@ -400,7 +534,7 @@ mod tests {
                 tracker.finish(ticket, ms(1000), Outcome::Aborted);
             }
             prop_assert_eq!(tracker.rif(), 0);
-            prop_assert_eq!(tracker.in_flight.oldest(), None);
+            prop_assert!(tracker.in_flight.oldest().is_none());
         }
     }
 }

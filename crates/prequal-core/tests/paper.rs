@@ -44,7 +44,7 @@ impl Client {
     }
 
     fn probe(&mut self, at: u64, n: u16, rif: u32, latency_ms: u32) {
-        let load = Load { rif, latency_us: Some(latency_ms * 1000), up_s: None };
+        let load = Load::at_face_value(rif, Some(latency_ms * 1000));
         self.pool.record(&self.settings, ms(at), replica(n), load, Standing::even(0), &mut self.rng);
     }
 

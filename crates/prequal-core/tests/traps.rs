@@ -29,7 +29,7 @@ fn pool(settings: &PoolSettings, reports: &[(u32, Option<u32>)]) -> (PoolState, 
     let mut pool = PoolState::new();
     pool.set_members(100, 0, ms(0));
     for (n, (rif, latency)) in (0..).zip(reports) {
-        let load = Load { rif: *rif, latency_us: latency.map(|ms| ms * 1000), up_s: None };
+        let load = Load::at_face_value(*rif, latency.map(|ms| ms * 1000));
         pool.record(settings, ms(u64::from(n)), replica(n), load, Standing::even(0), &mut rng);
     }
     (pool, rng)
@@ -89,7 +89,7 @@ fn trap_3_however_a_request_ends_it_is_in_flight_no_more() {
         assert_eq!(tracker.rif(), 5);
         for (left, ticket) in (0..5).rev().zip(tickets) {
             if upgraded {
-                tracker.streaming(&ticket);
+                tracker.streaming(&ticket, ms(4));
             }
             // The clock may have stepped back since it began.
             tracker.finish(ticket, ms(u64::from(left)), outcome);
@@ -154,7 +154,7 @@ fn trap_7_what_one_cluster_learns_stays_in_it() {
             if beside_another {
                 other.set_members(2, 5, ms(at));
                 other.pick(&settings, ms(at), &mut others_rng);
-                let load = Load { rif: 9, latency_us: None, up_s: Some(0) };
+                let load = Load { up_s: Some(0), ..Load::at_face_value(9, None) };
                 other.record(&settings, ms(at), replica(0), load, Standing::even(5), &mut others_rng);
                 other.refused(replica(1), ms(at), 60_000);
                 other.exclude(&exceptions_of(replica(0)), ms(at));

@@ -141,12 +141,12 @@ impl BlobCounters {
 /// Metrics of one upstream cluster.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
-    picks: [Counter; 5],
+    picks: [Counter; 6],
     pub(crate) sent: Counter,
     /// Envoy refused to send: breaker full, no host, or no such cluster.
     pub(crate) undispatched: Counter,
-    probes: [Counter; 16],
-    reports: [Counter; 10],
+    probes: [Counter; 17],
+    reports: [Counter; 11],
     outcomes: [Counter; 4],
     waits: [Counter; 5],
     /// Usable answers at the decisions.
@@ -178,7 +178,7 @@ impl Metrics {
         let gauge = |name: &str| Gauge::define(&format!("prequal_{name}.cluster={cluster}"));
         let labelled = |name: &str, key: &str, value: &str| counter(name, &format!(".{key}={value}"));
         Self {
-            picks: ["cold", "hot", "fallback", "sync", "scored"]
+            picks: ["cold", "hot", "fallback", "sync", "scored", "trial"]
                 .map(|branch| labelled("picks", "branch", branch)),
             sent: labelled("probes", "result", "sent"),
             undispatched: labelled("probes", "result", "undispatched"),
@@ -208,13 +208,14 @@ impl Metrics {
     }
 
     pub(crate) fn picked(&self, branch: Branch) {
-        let [cold, hot, fallback, sync, scored] = self.picks;
+        let [cold, hot, fallback, sync, scored, trial] = self.picks;
         match branch {
             Branch::Cold => cold,
             Branch::Hot => hot,
             Branch::Fallback => fallback,
             Branch::Sync => sync,
             Branch::Scored => scored,
+            Branch::Trial => trial,
         }
         .one();
     }
@@ -307,12 +308,13 @@ fn error_index(error: ReportError) -> usize {
         ReportError::ProbeEndpoint => 4,
         ReportError::Failing => 5,
         ReportError::Up => 6,
+        ReportError::Capacity => 7,
     }
 }
 
 /// Why replicas are averted.
 const REASONS: [&str; 3] = ["failing", "reported", "silent"];
-const PROBE_LABELS: [&str; 16] = [
+const PROBE_LABELS: [&str; 17] = [
     "used",
     "timeout",
     "refused",
@@ -329,9 +331,10 @@ const PROBE_LABELS: [&str; 16] = [
     "rejected_bad_probe_endpoint",
     "rejected_bad_fail",
     "rejected_bad_up",
+    "rejected_bad_capacity",
 ];
 
-const REPORT_LABELS: [&str; 10] = [
+const REPORT_LABELS: [&str; 11] = [
     "used",
     "wrong_endpoint",
     "no_endpoint",
@@ -342,4 +345,5 @@ const REPORT_LABELS: [&str; 10] = [
     "bad_probe_endpoint",
     "bad_fail",
     "bad_up",
+    "bad_capacity",
 ];

@@ -57,7 +57,9 @@ impl RuleState {
             Rule::C3 { clients } => Own::C3(C3::new(clients as usize)),
             Rule::PeakEwma => Own::Fleet(Fleet::peak_ewma()),
             Rule::Zuul { max_in_flight } => Own::Fleet(Fleet::zuul(max_in_flight)),
-            Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::Linear(_) => Own::Nothing,
+            Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::Linear(_) => {
+                Own::Nothing
+            },
         };
         Self {
             own: RefCell::new(own),
@@ -75,6 +77,7 @@ impl RuleState {
                 with(Ranking::Scored(&|candidate: &Candidate| linear.score(candidate)))
             }
             (_, Own::C3(c3)) => with(Ranking::Scored(&|candidate: &Candidate| c3.score(candidate))),
+            (Rule::Predicted, _) => with(Ranking::Predicted),
             _ => with(Ranking::HotCold),
         }
     }

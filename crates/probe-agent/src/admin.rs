@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
+use prequal_core::capacity::Capacity;
 use prequal_core::tracker::Outcome;
 
 use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
@@ -47,6 +48,18 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
             "The latency that probes report; absent if unknown.",
         )?;
         writeln!(out, "prequal_agent_latency_median_seconds {}", seconds(u64::from(us)))?;
+    }
+    if let Some(Capacity { base_us, knee }) = load.capacity() {
+        let name = "prequal_agent_base_latency_seconds";
+        head(out, name, "gauge", "What a request takes while none waits; absent until one was served.")?;
+        writeln!(out, "{name} {}", seconds(base_us.into()))?;
+        head(
+            out,
+            "prequal_agent_knee",
+            "gauge",
+            "Requests in flight beyond which more only wait; absent until one was served.",
+        )?;
+        writeln!(out, "prequal_agent_knee {knee}")?;
     }
     head(
         out,

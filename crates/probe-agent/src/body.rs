@@ -20,7 +20,7 @@ use http::{HeaderMap, StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use prequal_core::failures::grpc_blames_server;
-use prequal_core::tracker::Outcome;
+use prequal_core::tracker::{Outcome, Visit};
 
 use crate::load::InFlight;
 
@@ -38,6 +38,7 @@ pin_project! {
         guard: Option<InFlight>,
         verdict: Outcome,
         remaining: Option<u64>,
+        client_waits: bool,
         grpc: Option<Box<Grpc>>,
     }
 }
@@ -63,7 +64,7 @@ impl<B: Body> TrackedBody<B> {
             }
         }
         let remaining = body.size_hint().exact();
-        let mut this = Self { inner: body, guard: Some(guard), verdict, remaining, grpc };
+        let mut this = Self { inner: body, guard: Some(guard), verdict, remaining, client_waits: false, grpc };
         // The server never polls such a body.
         if this.inner.is_end_stream() {
             end(&mut this.guard, this.verdict);
@@ -76,13 +77,13 @@ impl<B: Body> TrackedBody<B> {
         self.verdict == Outcome::Failure
     }
 
-    /// Whether the request is still in flight and about to leave: neither a stream nor a large download. Such a
-    /// request is not in the way of the next one, and reports leave it out.
-    pub fn leaves_soon(&self) -> bool {
-        self.guard.is_some()
-            && self.verdict != Outcome::Streaming
+    /// The request, if it is still in flight and about to leave: neither a stream nor a large download. Such a request is
+    /// not in the way of the next one, and reports leave it out.
+    pub fn leaving(&self) -> Option<Visit> {
+        let leaves_soon = self.verdict != Outcome::Streaming
             && self.grpc.is_none()
-            && self.inner.size_hint().lower() <= LARGE_BODY
+            && self.inner.size_hint().lower() <= LARGE_BODY;
+        self.guard.as_ref().filter(|_| leaves_soon)?.visit()
     }
 }
 
@@ -95,6 +96,12 @@ impl<B: Body<Data = Bytes>> Body for TrackedBody<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let mut this = self.project();
+        if *this.client_waits
+            && let Some(guard) = this.guard
+        {
+            *this.client_waits = false;
+            guard.set_client_waits(false);
+        }
         let frame = match ready!(this.inner.as_mut().poll_frame(cx)) {
             Some(Ok(frame)) => frame,
             Some(Err(error)) => {
@@ -139,6 +146,10 @@ impl<B: Body<Data = Bytes>> Body for TrackedBody<B> {
         }
         if frame.is_trailers() || this.inner.is_end_stream() {
             end(this.guard, *this.verdict);
+        } else if let Some(guard) = this.guard {
+            // Until it asks for more.
+            *this.client_waits = true;
+            guard.set_client_waits(true);
         }
         Poll::Ready(Some(Ok(frame)))
     }

@@ -186,7 +186,7 @@ fn finish<B: Body<Data = Bytes>>(
     }
     let body = TrackedBody::new(body, guard, head.status, &head.headers);
     layer.reporter.served(hint, head.status, body.failed());
-    layer.reporter.stamp(&mut head.headers, layer.endpoint, None, u32::from(body.leaves_soon()));
+    layer.reporter.stamp(&mut head.headers, layer.endpoint, None, body.leaving());
     Response::from_parts(head, PrequalBody::application(body))
 }
 

@@ -24,6 +24,7 @@ mod proxy;
 mod reporter;
 mod server;
 mod tls;
+mod upload;
 mod upstream;
 pub mod utilization;
 

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use prequal_core::capacity::Capacity;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::replica::Replica;
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, TrackerConfig};
+use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
 
 /// The load of one replica, shared by everything that serves its requests. Cloning shares.
 #[derive(Clone)]
@@ -60,6 +61,12 @@ impl Load {
         self.replica().tracker.latency(now)
     }
 
+    /// How fast the replica is and how much it serves at once; `None` while it has served nothing.
+    pub fn capacity(&self) -> Option<Capacity> {
+        let now = self.now();
+        self.replica().tracker.capacity(now)
+    }
+
     /// The decayed share of requests that failed by the replica's own making, per mille, 0 to 1000.
     pub fn failing(&self) -> u16 {
         let now = self.now();
@@ -88,9 +95,14 @@ impl Load {
 
     /// The report of this replica as `endpoint`.
     ///
-    /// `leaving` requests are taken off the RIF: a report on a response is read by the client when that response
-    /// is over, and must say what the *next* request would find.
-    pub fn report(&self, endpoint: Endpoint, probe_endpoint: Option<Endpoint>, leaving: u32) -> LoadReport {
+    /// `leaving` is the request on whose response the report goes, if it is about to leave: the client reads it when that
+    /// response is over, and it must say what the *next* request would find.
+    pub fn report(
+        &self,
+        endpoint: Endpoint,
+        probe_endpoint: Option<Endpoint>,
+        leaving: Option<Visit>,
+    ) -> LoadReport {
         let now = self.now();
         self.replica().report(now, endpoint, probe_endpoint, leaving)
     }
@@ -98,6 +110,16 @@ impl Load {
     /// The counters behind `/metrics`.
     pub fn counters(&self) -> &Counters {
         &self.0.counters
+    }
+
+    fn client_waits(&self, visit: Visit, waits: bool) {
+        let now = self.now();
+        let mut replica = self.replica();
+        if waits {
+            replica.tracker.client_waits(visit, now);
+        } else {
+            replica.tracker.client_is_back(visit, now);
+        }
     }
 
     fn now(&self) -> Micros {
@@ -135,7 +157,8 @@ impl InFlight {
     /// of the replica's speed.
     pub fn mark_streaming(&mut self) {
         if let Some(ticket) = &self.ticket {
-            self.load.replica().tracker.streaming(ticket);
+            let now = self.load.now();
+            self.load.replica().tracker.streaming(ticket, now);
         }
         self.on_drop = Outcome::Streaming;
     }
@@ -143,6 +166,38 @@ impl InFlight {
     /// The load this request counts on.
     pub fn load(&self) -> &Load {
         &self.load
+    }
+
+    /// Names the request, for [`Load::report`].
+    pub fn visit(&self) -> Option<Visit> {
+        self.ticket.as_ref().map(Ticket::visit)
+    }
+
+    /// Whoever sent the request, as far as its pace matters.
+    pub(crate) fn client(&self) -> Client {
+        Client { load: self.load.clone(), visit: self.visit() }
+    }
+
+    /// The response waits for its client to take more of it, or no longer.
+    pub(crate) fn set_client_waits(&self, waits: bool) {
+        if let Some(visit) = self.visit() {
+            self.load.client_waits(visit, waits);
+        }
+    }
+}
+
+/// The client of a request, which may keep the replica waiting. May outlive the request.
+pub(crate) struct Client {
+    load: Load,
+    visit: Option<Visit>,
+}
+
+impl Client {
+    /// It has more to send and does not, or goes on.
+    pub(crate) fn set_waits(&self, waits: bool) {
+        if let Some(visit) = self.visit {
+            self.load.client_waits(visit, waits);
+        }
     }
 }
 
@@ -336,7 +391,8 @@ mod tests {
     }
 
     fn report(load: &Load) -> String {
-        load.report("127.0.0.1:80".parse().unwrap(), None, 0).to_string()
+        let report = load.report("127.0.0.1:80".parse().unwrap(), None, None);
+        LoadReport { capacity: None, ..report }.to_string()
     }
 
     #[test]
@@ -374,10 +430,51 @@ mod tests {
     #[test]
     fn a_leaving_request_is_not_reported() {
         let load = Load::new(TrackerConfig::default());
-        let _one = load.start();
+        let one = load.start();
         let _two = load.start();
         let endpoint: Endpoint = "127.0.0.1:80".parse().unwrap();
-        assert_eq!(load.report(endpoint, None, 0).rif, 2);
-        assert_eq!(load.report(endpoint, None, 1).rif, 1);
+        assert_eq!(load.report(endpoint, None, None).rif, 2);
+        assert_eq!(load.report(endpoint, None, one.visit()).rif, 1);
+    }
+
+    #[test]
+    fn a_slow_request_reports_no_stall_of_its_own_making() {
+        let (load, seconds) = with_clock();
+        let report = |leaving| load.report("127.0.0.1:80".parse().unwrap(), None, leaving).latency_us;
+        for _ in 0..8 {
+            let request = load.start();
+            seconds.fetch_add(1, Ordering::Relaxed);
+            request.finish(Outcome::Success);
+        }
+        let slow = load.start();
+        seconds.fetch_add(10, Ordering::Relaxed);
+        assert_eq!(report(None), Some(10_000_000), "to a probe it is stuck");
+        assert_eq!(report(slow.visit()), Some(1_000_000), "on its own response it is not");
+        let _other = load.start();
+        seconds.fetch_add(10, Ordering::Relaxed);
+        assert_eq!(report(slow.visit()), Some(10_000_000), "another may be");
+    }
+
+    #[test]
+    fn what_the_client_takes_is_not_the_replicas() {
+        let (load, seconds) = with_clock();
+        let pass = |s: u64| seconds.fetch_add(s, Ordering::Relaxed);
+        let request = load.start();
+        let client = request.client();
+        client.set_waits(true);
+        pass(50);
+        client.set_waits(false);
+        pass(1);
+        request.set_client_waits(true);
+        pass(50);
+        assert_eq!(load.rif(), 1, "in flight all the same");
+        request.finish(Outcome::Success);
+        client.set_waits(true);
+        assert_eq!(load.latency_us(), Some(1_000_000));
+        let next = load.start();
+        pass(1);
+        next.finish(Outcome::Success);
+        let capacity = load.capacity().unwrap();
+        assert!(capacity.knee == 1 && capacity.base_us <= 1_000_000, "{capacity:?}");
     }
 }

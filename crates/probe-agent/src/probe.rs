@@ -69,6 +69,7 @@ mod tests {
         let mut report = LoadReport {
             rif: 3,
             latency_us: Some(50_123),
+            capacity: None,
             endpoint: Some("127.0.0.1:80".parse().unwrap()),
             probe_endpoint: None,
             failing: 0,

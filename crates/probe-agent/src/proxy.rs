@@ -17,7 +17,7 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::probe::Route;
-use prequal_core::tracker::Outcome;
+use prequal_core::tracker::{Outcome, Visit};
 use tokio::sync::watch;
 
 use crate::body::TrackedBody;
@@ -28,6 +28,7 @@ use crate::hint;
 use crate::load::InFlight;
 use crate::probe;
 use crate::reporter::Reporter;
+use crate::upload::Upload;
 use crate::upstream::{Pool, UpstreamBody, UpstreamError};
 
 /// What all connections share.
@@ -122,6 +123,7 @@ async fn forward(
         }
     }
 
+    let req = req.map(|body| Upload::new(body, guard.client()));
     let sent = match shared.response_timeout {
         None => send(&shared.pool, req, http2).await,
         Some(limit) => tokio::time::timeout(limit, send(&shared.pool, req, http2))
@@ -140,7 +142,7 @@ async fn forward(
             head.version = Version::HTTP_11;
             let body = TrackedBody::new(body, guard, head.status, &head.headers);
             shared.reporter.served(hint.as_ref(), head.status, body.failed());
-            add_report(&conn, &mut head.headers, u32::from(body.leaves_soon()));
+            add_report(&conn, &mut head.headers, body.leaving());
             Response::from_parts(head, AgentBody::Proxied { body, _busy: busy })
         }
     }
@@ -148,7 +150,7 @@ async fn forward(
 
 async fn send(
     pool: &Arc<Pool>,
-    req: Request<Incoming>,
+    req: Request<Upload>,
     http2: bool,
 ) -> Result<Response<UpstreamBody>, UpstreamError> {
     if http2 { pool.send_http2(req).await } else { pool.send_http1(req).await }
@@ -163,7 +165,7 @@ fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy)
         None => guard.finish(Outcome::Aborted),
     }
     let mut response = own(probe::plain(error.status(), error.reason()), busy);
-    add_report(conn, response.headers_mut(), 0);
+    add_report(conn, response.headers_mut(), None);
     response
 }
 
@@ -185,7 +187,7 @@ fn switch(
         head.headers.insert(header::UPGRADE, protocol);
     }
     head.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
-    add_report(&conn, &mut head.headers, 0);
+    add_report(&conn, &mut head.headers, None);
     let open = conn.open.clone();
     tokio::spawn(async move {
         let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
@@ -197,7 +199,7 @@ fn switch(
     Response::from_parts(head, AgentBody::Own { body, _busy: busy })
 }
 
-fn add_report(conn: &Connection, headers: &mut HeaderMap, leaving: u32) {
+fn add_report(conn: &Connection, headers: &mut HeaderMap, leaving: Option<Visit>) {
     conn.shared.reporter.stamp(headers, conn.endpoint, conn.probe_endpoint, leaving);
 }
 

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use prequal_core::affinity::{self, Hint};
 use prequal_core::endpoint::Endpoint;
+use prequal_core::tracker::Visit;
 
 use crate::config::Report;
 use crate::headers;
@@ -29,7 +30,7 @@ impl Reporter {
         probe_endpoint: Option<Endpoint>,
         request: &HeaderMap,
     ) -> Response<Bytes> {
-        let report = self.load.report(endpoint, probe_endpoint, 0);
+        let report = self.load.report(endpoint, probe_endpoint, None);
         let divisor = self.divisor(request);
         probe::reply(&affinity::scaled(&report, divisor), divisor, request)
     }
@@ -51,7 +52,7 @@ impl Reporter {
         response: &mut HeaderMap,
         endpoint: Endpoint,
         probe_endpoint: Option<Endpoint>,
-        leaving: u32,
+        leaving: Option<Visit>,
     ) {
         if self.report == Report::ProbeOnly && self.utilization.is_none() {
             return;

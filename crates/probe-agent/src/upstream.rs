@@ -24,6 +24,7 @@ use crate::config::{Limits, Upstream};
 use crate::load::Load;
 use crate::plb::Plb;
 use crate::tls::Connector;
+use crate::upload::Upload;
 
 /// The way to the backend.
 pub(crate) struct Pool {
@@ -36,7 +37,7 @@ pub(crate) struct Pool {
     max_idle: usize,
     max_header_bytes: usize,
     idle: Mutex<VecDeque<Idle>>,
-    http2: Mutex<Option<http2::SendRequest<Incoming>>>,
+    http2: Mutex<Option<http2::SendRequest<Upload>>>,
     /// Held while the HTTP/2 connection is made, so that a burst makes one.
     connecting: tokio::sync::Mutex<()>,
     /// When the backend last showed that it speaks HTTP/1 only.
@@ -44,7 +45,7 @@ pub(crate) struct Pool {
 }
 
 struct Idle {
-    sender: http1::SendRequest<Incoming>,
+    sender: http1::SendRequest<Upload>,
     since: Instant,
 }
 
@@ -103,7 +104,7 @@ impl Pool {
     /// Sends over HTTP/1.1 and returns with the head of the response.
     pub(crate) async fn send_http1(
         self: &Arc<Self>,
-        mut req: Request<Incoming>,
+        mut req: Request<Upload>,
     ) -> Result<Response<UpstreamBody>, UpstreamError> {
         loop {
             let (mut sender, reused) = match self.take_idle() {
@@ -126,7 +127,7 @@ impl Pool {
     /// Sends over HTTP/2 and returns with the head of the response.
     pub(crate) async fn send_http2(
         &self,
-        mut req: Request<Incoming>,
+        mut req: Request<Upload>,
     ) -> Result<Response<UpstreamBody>, UpstreamError> {
         for _ in 0..MAX_UNSENT {
             let mut sender = self.http2_sender(false).await?;
@@ -141,7 +142,7 @@ impl Pool {
         Err(UpstreamError::Connect(io::ErrorKind::ConnectionReset.into()))
     }
 
-    fn take_idle(&self) -> Option<http1::SendRequest<Incoming>> {
+    fn take_idle(&self) -> Option<http1::SendRequest<Upload>> {
         let mut idle = self.idle();
         // The last one in is the likeliest to be alive, and lets the others age out.
         while let Some(Idle { sender, since }) = idle.pop_back() {
@@ -156,7 +157,7 @@ impl Pool {
         None
     }
 
-    fn put_idle(&self, sender: http1::SendRequest<Incoming>) {
+    fn put_idle(&self, sender: http1::SendRequest<Upload>) {
         let now = Instant::now();
         let mut idle = self.idle();
         while idle.front().is_some_and(|old| now.saturating_duration_since(old.since) >= self.idle_timeout) {
@@ -171,7 +172,7 @@ impl Pool {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn connect_http1(&self) -> Result<http1::SendRequest<Incoming>, UpstreamError> {
+    async fn connect_http1(&self) -> Result<http1::SendRequest<Upload>, UpstreamError> {
         let connect = async {
             let tcp = self.tcp().await?;
             match &self.tls {
@@ -189,7 +190,7 @@ impl Pool {
             .map_err(|_| UpstreamError::ConnectTimeout)?
     }
 
-    async fn handshake_http1<T>(&self, io: T) -> Result<http1::SendRequest<Incoming>, UpstreamError>
+    async fn handshake_http1<T>(&self, io: T) -> Result<http1::SendRequest<Upload>, UpstreamError>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
@@ -204,7 +205,7 @@ impl Pool {
     }
 
     /// `ask` first makes sure that the backend speaks HTTP/2 in cleartext.
-    async fn http2_sender(&self, ask: bool) -> Result<http2::SendRequest<Incoming>, UpstreamError> {
+    async fn http2_sender(&self, ask: bool) -> Result<http2::SendRequest<Upload>, UpstreamError> {
         if let Some(sender) = self.live_http2() {
             return Ok(sender);
         }
@@ -238,12 +239,12 @@ impl Pool {
             .map_err(|_| UpstreamError::ConnectTimeout)?
     }
 
-    fn live_http2(&self) -> Option<http2::SendRequest<Incoming>> {
+    fn live_http2(&self) -> Option<http2::SendRequest<Upload>> {
         let sender = self.http2.lock().unwrap_or_else(PoisonError::into_inner);
         sender.as_ref().filter(|sender| !sender.is_closed()).cloned()
     }
 
-    async fn handshake_http2<T>(&self, io: T) -> Result<http2::SendRequest<Incoming>, UpstreamError>
+    async fn handshake_http2<T>(&self, io: T) -> Result<http2::SendRequest<Upload>, UpstreamError>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
@@ -358,7 +359,7 @@ impl Body for UpstreamBody {
 }
 
 struct Lease {
-    sender: http1::SendRequest<Incoming>,
+    sender: http1::SendRequest<Upload>,
     pool: Arc<Pool>,
 }
 

@@ -11,7 +11,7 @@ pub(super) struct View {
     /// As the filter writes it into its statistics: anything but letters, digits and dashes is `_`.
     pub(super) cluster: String,
     /// Choices per second by branch, in the order of [`BRANCHES`].
-    pub(super) picks: [f64; 5],
+    pub(super) picks: [f64; 6],
     pub(super) sent: f64,
     used: f64,
     failed: f64,
@@ -46,7 +46,7 @@ pub(super) struct Replica {
 }
 
 /// `prequal_picks_total` by `branch`.
-pub(super) const BRANCHES: [&str; 5] = ["cold", "hot", "sync", "scored", "fallback"];
+pub(super) const BRANCHES: [&str; 6] = ["cold", "hot", "sync", "scored", "trial", "fallback"];
 
 /// Rare events: what they are called, and their counter.
 type Event = (&'static str, &'static str);

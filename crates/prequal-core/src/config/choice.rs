@@ -41,7 +41,9 @@ pub(super) const MODES: &[(&str, Mode)] = &[("async", Mode::Async), ("sync", Mod
 /// Which replica is best.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rule {
-    /// Hot and cold, lexicographic (paper §4; default).
+    /// The lowest predicted latency, from what replicas say of their capacity ([`crate::capacity`]; default).
+    Predicted,
+    /// Hot and cold, lexicographic (paper §4).
     Hcl,
     /// The lowest RIF: [`Self::Hcl`] at Q = 0.
     RifOnly,
@@ -64,8 +66,9 @@ pub enum Rule {
 }
 
 /// Every rule with its defaults.
-pub(super) fn rules() -> [(&'static str, Rule); 7] {
+pub(super) fn rules() -> [(&'static str, Rule); 8] {
     [
+        ("predicted", Rule::Predicted),
         ("hcl", Rule::Hcl),
         ("rif_only", Rule::RifOnly),
         ("latency_only", Rule::LatencyOnly),
@@ -106,7 +109,7 @@ impl Rule {
 impl Default for ChoiceSettings {
     fn default() -> Self {
         Self {
-            rule: Rule::Hcl,
+            rule: Rule::Predicted,
             mode: Mode::Async,
             route_modes: Vec::new(),
             sync: SyncSettings::default(),
@@ -205,7 +208,7 @@ impl Fields<'_> {
             }
             Rule::C3 { clients: of } => set(of, clients),
             Rule::Zuul { max_in_flight } => set(max_in_flight, most),
-            Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
+            Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
         }
         rule
     }

@@ -175,7 +175,7 @@ pub const KEYS: &[Key] = &[
     both(
         "rule",
         "",
-        OneOf(&["hcl", "rif_only", "latency_only", "linear", "c3", "peak_ewma", "zuul_choice_of_two"]),
+        OneOf(&["predicted", "hcl", "rif_only", "latency_only", "linear", "c3", "peak_ewma", "zuul_choice_of_two"]),
     )
     .from("§5.2")
     .means("which replica is best: [below](#rules)"),

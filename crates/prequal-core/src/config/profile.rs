@@ -1,6 +1,6 @@
 //! The profiles: named sets of defaults. Why they differ is in `docs/configuration.md`.
 
-use super::choice::{ChoiceSettings, Mode};
+use super::choice::{ChoiceSettings, Mode, Rule};
 use super::{ProbeSettings, Settings};
 use crate::exceptions::ExceptionSettings;
 use crate::hint::HintSource;
@@ -94,7 +94,8 @@ impl Profile {
                 hint: Some(HintSource { header: Some(INFERENCE_HINT.into()), path_segment: None }),
                 ..ours
             },
-            Self::Default | Self::Paper | Self::Small => ours,
+            Self::Paper => ChoiceSettings { rule: Rule::Hcl, ..ours },
+            Self::Default | Self::Small => ours,
         }
     }
 

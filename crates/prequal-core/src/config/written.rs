@@ -70,7 +70,7 @@ fn cluster(config: &ClusterConfig) -> Value {
         }
         Rule::C3 { clients } => drop(say("c3_clients", json!(clients))),
         Rule::Zuul { max_in_flight } => drop(say("max_in_flight", json!(max_in_flight))),
-        Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
+        Rule::Predicted | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
     }
     say("discovery_interval_ms", json!(pool.discovery_interval_ms));
     if choice.rule.is_probe_free() {

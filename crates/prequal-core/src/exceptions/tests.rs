@@ -19,7 +19,7 @@ fn ms(ms: u64) -> Micros {
 }
 
 fn load(rif: u32, latency_ms: u32) -> Load {
-    Load { rif, latency_us: Some(latency_ms * 1000), up_s: None }
+    Load::at_face_value(rif, Some(latency_ms * 1000))
 }
 
 fn good(trial: bool) -> Event {

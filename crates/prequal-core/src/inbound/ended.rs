@@ -37,8 +37,8 @@ pub struct EndedLog {
 struct Event {
     at: u64,
     latency_us: u32,
-    /// At arrival, of which the last two bits are the outcome.
-    rif: u32,
+    /// From the low end: two bits of outcome, then the RIF at arrival and the level at the end, each up to [`MAX_RIF`].
+    counts: u32,
 }
 
 /// How far a worker has read.
@@ -65,8 +65,12 @@ impl EndedLog {
     pub fn read(&self, seen: &mut Seen, replica: &mut Replica) {
         // A log that was begun anew holds less than was seen.
         let from = if seen.0 > self.written { 0 } else { seen.0 };
-        for number in from.max(self.written.saturating_sub(EVENTS as u64))..self.written {
+        let kept = self.written.saturating_sub(EVENTS as u64);
+        for number in from.max(kept)..self.written {
             if let Some(event) = self.events.get(number as usize % EVENTS) {
+                if from < kept && number == kept {
+                    replica.tracker.missed_until(Micros(event.at));
+                }
                 replica.record(event.ended());
             }
         }
@@ -116,25 +120,32 @@ impl From<Ended> for Event {
             Outcome::Aborted => 2,
             Outcome::Streaming => 3,
         };
-        let rif = ended.rif_at_arrival.min(u32::MAX >> 2) << 2 | outcome;
-        Self { at: ended.at.0, latency_us: ended.latency_us.min(MAX_LATENCY_US), rif }
+        let (rif, level) = (ended.rif_at_arrival.min(MAX_RIF), ended.level.min(MAX_RIF));
+        let counts = level << (2 + RIF_BITS) | rif << 2 | outcome;
+        Self { at: ended.at.0, latency_us: ended.latency_us.min(MAX_LATENCY_US), counts }
     }
 }
 
 impl Event {
     fn ended(self) -> Ended {
-        let outcome = match self.rif & 3 {
+        let outcome = match self.counts & 3 {
             0 => Outcome::Success,
             1 => Outcome::Failure,
             2 => Outcome::Aborted,
             _ => Outcome::Streaming,
         };
-        Ended { at: Micros(self.at), rif_at_arrival: self.rif >> 2, latency_us: self.latency_us, outcome }
+        let (rif_at_arrival, level) = (self.counts >> 2 & MAX_RIF, self.counts >> (2 + RIF_BITS));
+        Ended { at: Micros(self.at), rif_at_arrival, level, latency_us: self.latency_us, outcome }
     }
 }
 
+/// Bits of a count of requests.
+const RIF_BITS: u32 = 15;
+/// More in flight than that look like this many: the estimates tell no more apart.
+const MAX_RIF: u32 = (1 << RIF_BITS) - 1;
+
 impl Blob for EndedLog {
-    const TAG: Tag = Tag::new(u32::from_le_bytes(*b"pqel"), 1);
+    const TAG: Tag = Tag::new(u32::from_le_bytes(*b"pqel"), 2);
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let log: Self = read_plain(bytes)?;
@@ -150,6 +161,7 @@ impl Blob for EndedLog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::LoadReport;
     use crate::tracker::TrackerConfig;
     use proptest::prelude::*;
 
@@ -173,7 +185,8 @@ mod tests {
         fn report(&mut self, log: &EndedLog, at: u64) -> String {
             log.read(&mut self.1, &mut self.0);
             let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
-            self.0.report_at(ms(at), 2, endpoint, log.probe_endpoint(endpoint), 0).to_string()
+            let report = self.0.report_at(ms(at), 2, endpoint, log.probe_endpoint(endpoint), None);
+            LoadReport { capacity: None, ..report }.to_string()
         }
     }
 
@@ -266,7 +279,7 @@ mod tests {
             let ticket = replica.tracker.start(Micros(now));
             let ended = replica.finish(ticket, Micros(now), Outcome::Success);
             log.append(&mut seen, ended);
-            let _ = replica.report(Micros(now), "[::1]:1".parse().unwrap(), None, 0);
+            let _ = replica.report(Micros(now), "[::1]:1".parse().unwrap(), None, None);
         }
     }
 }

@@ -3,7 +3,8 @@
 use bytemuck::Zeroable;
 use rand::Rng;
 
-use super::rank::{Score, lowest_ramped};
+use super::predicted::Predicted;
+use super::rank::{Order, Scored, lowest_ramped};
 use super::{Branch, Candidate, Entry, Pick, PoolSettings, PoolState};
 use crate::endpoint::Endpoint;
 use crate::sync::{Answer, MAX_ASKED};
@@ -12,6 +13,8 @@ use crate::time::{Micros, Stamp};
 /// Which order replicas are put in.
 #[derive(Clone, Copy)]
 pub enum Ranking<'a> {
+    /// Predicted latency ([`crate::capacity`]).
+    Predicted,
     /// Hot and cold (paper §4).
     HotCold,
     /// The lowest score first, as in [`PoolState::pick_scored`].
@@ -28,6 +31,7 @@ impl PoolState {
         rng: &mut G,
     ) -> Pick {
         match ranking {
+            Ranking::Predicted => self.pick_predicted(settings, now, rng),
             Ranking::HotCold => self.pick(settings, now, rng),
             Ranking::Scored(score) => self.pick_scored(settings, now, rng, score),
         }
@@ -50,8 +54,15 @@ impl PoolState {
         let usable = self.usable(settings, answers, stamp, &mut usable);
         let chosen =
             if self.is_paused(stamp) { None } else { self.first(settings, stamp, usable, ranking, rng) };
-        let Some(chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
+        let Some(mut chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
         let probes = self.begin_pick(settings, stamp);
+        if let Ranking::Predicted = ranking
+            && let Some(tried) = Predicted::over(usable).trial(usable, &mut self.trial_credit, rng)
+            && let Some(tried) = usable.get(tried)
+        {
+            chosen.entry = *tried;
+        }
+        let Chosen { entry: chosen, latency_us } = chosen;
         // RIF compensation (§4), for the requests that the pool will have to place.
         if let Some(entry) = self.entries_mut().iter_mut().find(|entry| entry.endpoint == chosen.endpoint) {
             entry.rif = entry.rif.saturating_add(1);
@@ -59,7 +70,7 @@ impl PoolState {
         Pick {
             replica: Some(chosen.endpoint),
             branch: Branch::Sync,
-            latency_us: chosen.latency_us(),
+            latency_us,
             trial: false,
             verify: false,
             standing: chosen.standing(),
@@ -82,8 +93,8 @@ impl PoolState {
         let usable = self.usable(settings, answers, stamp, &mut usable);
         if let Some(index) = usable.iter().position(|entry| entry.endpoint == chosen) {
             usable.swap(0, index);
-            if let Some(entry) = self.first(settings, stamp, usable.get(1..)?, ranking, rng) {
-                return Some(entry.endpoint);
+            if let Some(first) = self.first(settings, stamp, usable.get(1..)?, ranking, rng) {
+                return Some(first.entry.endpoint);
             }
         }
         let mut others = self.entries;
@@ -97,7 +108,7 @@ impl PoolState {
                 count += 1;
             }
         }
-        Some(self.first(settings, stamp, others.get(..count)?, ranking, rng)?.endpoint)
+        Some(self.first(settings, stamp, others.get(..count)?, ranking, rng)?.entry.endpoint)
     }
 
     fn usable<'a>(
@@ -123,16 +134,22 @@ impl PoolState {
         entries: &[Entry],
         ranking: Ranking<'_>,
         rng: &mut G,
-    ) -> Option<Entry> {
-        let index = match ranking {
-            Ranking::HotCold => {
-                let rule = self.hot_and_cold(settings, stamp, entries);
-                lowest_ramped(entries, |entry, rng: &mut G| rule.rank(entry, rng), rng)?.0
-            }
-            Ranking::Scored(score) => {
-                lowest_ramped(entries, |entry, _: &mut G| Score(score(&entry.candidate(stamp))), rng)?.0
-            }
-        };
-        entries.get(index).copied()
+    ) -> Option<Chosen> {
+        match ranking {
+            Ranking::Predicted => first_in(entries, &Predicted::over(entries), rng),
+            Ranking::HotCold => first_in(entries, &self.hot_and_cold(settings, stamp, entries), rng),
+            Ranking::Scored(score) => first_in(entries, &Scored(score, stamp), rng),
+        }
     }
+}
+
+/// The first of some entries, and what a request may expect there.
+struct Chosen {
+    entry: Entry,
+    latency_us: Option<u32>,
+}
+
+fn first_in<O: Order, G: Rng>(entries: &[Entry], order: &O, rng: &mut G) -> Option<Chosen> {
+    let entry = *entries.get(lowest_ramped(entries, order, rng)?.0)?;
+    Some(Chosen { entry, latency_us: order.latency_us(&entry) })
 }

@@ -3,6 +3,7 @@
 use rand::Rng;
 
 use super::PoolSettings;
+use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 use crate::members::Standing;
 use crate::report::LoadReport;
@@ -15,13 +16,24 @@ pub struct Load {
     pub rif: u32,
     /// Median latency at that RIF, microseconds, if known.
     pub latency_us: Option<u32>,
+    /// Base latency and knee; `None` when it knows nothing.
+    pub capacity: Option<Capacity>,
     /// How long ago it started, seconds; `None`: long ago.
     pub up_s: Option<u32>,
 }
 
+impl Load {
+    /// Of a replica that reports no capacity, as agents did before.
+    pub fn at_face_value(rif: u32, latency_us: Option<u32>) -> Self {
+        let capacity = latency_us.map(|latency_us| Capacity::at_face_value(latency_us, rif));
+        Self { rif, latency_us, capacity, up_s: None }
+    }
+}
+
 impl From<&LoadReport> for Load {
     fn from(report: &LoadReport) -> Self {
-        Self { rif: report.rif, latency_us: report.latency_us, up_s: report.up_s }
+        let load = Self::at_face_value(report.rif, report.latency_us);
+        Self { capacity: report.capacity.or(load.capacity), up_s: report.up_s, ..load }
     }
 }
 
@@ -43,6 +55,10 @@ pub struct Candidate {
 pub(super) struct Entry {
     pub(super) endpoint: Endpoint,
     pub(super) latency_us: u32,
+    /// Of its [`Capacity`], or [`UNKNOWN`].
+    pub(super) base_us: u32,
+    pub(super) knee: u16,
+    pub(super) padding: u16,
     pub(super) received: Stamp,
     /// Of its [`Standing`].
     pub(super) sampled: u32,
@@ -63,7 +79,11 @@ impl Entry {
         standing: Standing,
         received: Stamp,
     ) -> Self {
+        let capacity = load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1 });
         Self {
+            base_us: capacity.base_us,
+            knee: capacity.knee,
+            padding: 0,
             share: settings.share_at(load.up_s),
             endpoint,
             latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
@@ -95,6 +115,10 @@ impl Entry {
 
     pub(super) fn latency_us(&self) -> Option<u32> {
         (self.latency_us != UNKNOWN).then_some(self.latency_us)
+    }
+
+    pub(super) fn capacity(&self) -> Option<Capacity> {
+        (self.base_us != UNKNOWN).then_some(Capacity { base_us: self.base_us, knee: self.knee })
     }
 
     pub(super) fn candidate(&self, now: Stamp) -> Candidate {

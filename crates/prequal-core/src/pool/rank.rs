@@ -1,4 +1,4 @@
-//! Hot and cold: θ from the history of reported RIFs, and where an entry ranks under it. Which entries stand, and what
+//! Orders of the pool's entries, and hot and cold: θ from the history of reported RIFs, and where an entry ranks under it. Which entries stand, and what
 //! becomes of the one chosen, is the pool's business.
 
 use std::cmp::Ordering;
@@ -6,9 +6,27 @@ use std::ops::RangeInclusive;
 
 use rand::Rng;
 
-use super::{Branch, Entry, FULL_SHARE, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings, PoolState, UNKNOWN};
+use super::{
+    Branch, Candidate, Entry, FULL_SHARE, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings, PoolState, UNKNOWN,
+};
 use crate::members::Standing;
 use crate::time::Stamp;
+
+/// An order of the pool's entries: the first is chosen, the last is the worst.
+pub(super) trait Order {
+    type Rank: Ord;
+
+    /// Where an entry stands, lowest first.
+    fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Self::Rank;
+
+    /// What to call the choice of an entry that stands there.
+    fn branch(&self, entry: &Entry, rank: &Self::Rank) -> Branch;
+
+    /// What a request may expect there, microseconds.
+    fn latency_us(&self, entry: &Entry) -> Option<u32> {
+        entry.latency_us()
+    }
+}
 
 pub(super) enum Theta {
     AllHot,
@@ -77,7 +95,12 @@ impl Hcl {
         Self { theta, lowest, band, limit, new, uneven }
     }
 
-    pub(super) fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
+}
+
+impl Order for Hcl {
+    type Rank = Rank;
+
+    fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
         match self.theta.rank(entry) {
             (Tier::Probation, load, _) if self.new => (Tier::Hot, load, UNKNOWN),
             (Tier::Cold, latency, load) if latency > self.limit => (Tier::Slow, latency, load),
@@ -87,6 +110,10 @@ impl Hcl {
             (Tier::Hot, _, latency) if self.uneven => (Tier::Hot, entry.draw(rng), latency),
             rank => rank,
         }
+    }
+
+    fn branch(&self, _: &Entry, (tier, ..): &Rank) -> Branch {
+        if *tier == Tier::Cold { Branch::Cold } else { Branch::Hot }
     }
 }
 
@@ -124,15 +151,24 @@ pub(super) enum Tier {
     Probation,
 }
 
-impl Tier {
-    pub(super) fn branch(self) -> Branch {
-        if self == Self::Cold { Branch::Cold } else { Branch::Hot }
+/// Any score of entries as they are at a time, the lowest first.
+pub(super) struct Scored<F>(pub(super) F, pub(super) Stamp);
+
+impl<F: Fn(&Candidate) -> f64> Order for Scored<F> {
+    type Rank = Score;
+
+    fn rank(&self, entry: &Entry, _: &mut impl Rng) -> Score {
+        Score((self.0)(&entry.candidate(self.1)))
+    }
+
+    fn branch(&self, _: &Entry, _: &Score) -> Branch {
+        Branch::Scored
     }
 }
 
 /// A score as a rank.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Score(pub(super) f64);
+pub(super) struct Score(f64);
 
 impl Ord for Score {
     fn cmp(&self, other: &Self) -> Ordering {
@@ -181,13 +217,14 @@ pub(super) fn lowest<T, R: Ord, G: Rng>(
     best
 }
 
-/// The lowest rank, where a young replica gives way to the best of the others as often as its share says.
-pub(super) fn lowest_ramped<R: Ord, G: Rng>(
+/// The first in order, where a young replica gives way to the best of the others as often as its share says.
+pub(super) fn lowest_ramped<O: Order, G: Rng>(
     entries: &[Entry],
-    rank: impl Fn(&Entry, &mut G) -> R,
+    order: &O,
     rng: &mut G,
-) -> Option<(usize, R)> {
-    let best = lowest(entries, &rank, rng)?;
+) -> Option<(usize, O::Rank)> {
+    let rank = |entry: &Entry, rng: &mut G| order.rank(entry, rng);
+    let best = lowest(entries, rank, rng)?;
     let share = entries.get(best.0)?.share;
     if share >= FULL_SHARE {
         return Some(best);
@@ -197,7 +234,7 @@ pub(super) fn lowest_ramped<R: Ord, G: Rng>(
     if grown * 2 <= entries.len() || rng.random_range(0..FULL_SHARE) < share {
         return Some(best);
     }
-    let grown = |entry: &Entry, rng: &mut G| (entry.share < FULL_SHARE, rank(entry, rng));
+    let grown = |entry: &Entry, rng: &mut G| (entry.share < FULL_SHARE, order.rank(entry, rng));
     lowest(entries, grown, rng).map(|(index, (_, rank))| (index, rank))
 }
 

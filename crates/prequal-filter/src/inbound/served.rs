@@ -9,7 +9,7 @@ use prequal_core::inbound::slots::Slots;
 use prequal_core::replica::Replica;
 use prequal_core::report::{LoadReport, MAX_RIF};
 use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, TrackerConfig};
+use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
 
 use super::vm::Vm;
 use crate::metrics::{BlobCounters, Counter, Gauge, label};
@@ -68,13 +68,20 @@ impl Served {
     }
 
     /// The request is a stream: it stays in flight, but its age says nothing of the replica's speed.
-    pub(super) fn streaming(&self, ticket: &Ticket) {
-        self.replica.borrow_mut().tracker.streaming(ticket);
+    pub(super) fn streaming(&self, ticket: &Ticket, now: Micros) {
+        self.replica.borrow_mut().tracker.streaming(ticket, now);
+    }
+
+    /// The request waits for its client, or no longer.
+    pub(super) fn set_client_waits(&self, ticket: &Ticket, now: Micros, waits: bool) {
+        let tracker = &mut self.replica.borrow_mut().tracker;
+        if waits { tracker.client_waits(ticket.visit(), now) } else { tracker.client_is_back(ticket.visit(), now) }
     }
 
     /// A request ends. `up` says what is known of the replica being there.
     pub(super) fn finish(&self, vm: &Vm, now: Micros, ticket: Ticket, outcome: Outcome, up: Option<bool>) {
-        let ended = self.replica.borrow_mut().finish(ticket, now, outcome);
+        let rif = self.rif(vm);
+        let ended = self.replica.borrow_mut().finish_among(ticket, now, outcome, rif);
         self.publish(vm);
         let [success, failure, aborted, streaming] = self.ended;
         match outcome {
@@ -96,13 +103,13 @@ impl Served {
         });
     }
 
-    /// The report for a response. `leaving`: its request is about to end and not in the way of the next one.
-    pub(super) fn report(&self, vm: &Vm, now: Micros, leaving: bool) -> LoadReport {
+    /// The report for a response. `leaving`: its request, if that is about to end and not in the way of the next one.
+    pub(super) fn report(&self, vm: &Vm, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let read = self.read.get();
         if now < read || now.saturating_since(read) > STALE_US {
             self.look(now);
         }
-        self.report_now(vm, now, u32::from(leaving))
+        self.report_now(vm, now, leaving)
     }
 
     /// The report for a probe that came in `at` an address of this Envoy.
@@ -114,12 +121,12 @@ impl Served {
         {
             self.transact(now, |log, _| log.probed_at(self.endpoint, at));
         }
-        self.report_now(vm, now, 0)
+        self.report_now(vm, now, None)
     }
 
-    fn report_now(&self, vm: &Vm, now: Micros, leaving: u32) -> LoadReport {
+    fn report_now(&self, vm: &Vm, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let rif = self.rif(vm);
-        self.replica.borrow().report_at(now, rif, self.endpoint, self.probe_endpoint.get(), leaving)
+        self.replica.borrow_mut().report_at(now, rif, self.endpoint, self.probe_endpoint.get(), leaving)
     }
 
     /// Shows the others how many requests are in flight here. An absolute value: whatever went wrong before is right again.

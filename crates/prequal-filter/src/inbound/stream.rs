@@ -1,4 +1,5 @@
-//! One request on its way to the replica behind this Envoy: counted while it lasts, judged when it ends.
+//! One request on its way to the replica behind this Envoy: counted until the replica has answered it, judged then. How
+//! fast its client sends and takes is none of the replica's doing.
 //!
 //! What counts as what is the agent's table (`crates/probe-agent/src/body.rs`), with Envoy's word for who ended the request. A
 //! request that Envoy itself answered was in flight, and tells nothing of the replica unless it was refused, reset or late.
@@ -33,6 +34,8 @@ pub(crate) struct InboundStream {
     /// The response ended as a response should.
     complete: bool,
     failed: bool,
+    /// The client has not sent all of its request.
+    uploading: bool,
     streaming: bool,
     /// A WebSocket, or the like.
     upgraded: bool,
@@ -62,6 +65,7 @@ impl InboundStream {
             own: false,
             complete: false,
             failed: false,
+            uploading: false,
             streaming: false,
             upgraded: false,
             grpc: None,
@@ -89,7 +93,7 @@ impl InboundStream {
 
     fn mark_streaming(&mut self) {
         if let (false, Some(flight)) = (self.streaming, &self.flight) {
-            flight.served.streaming(&flight.ticket);
+            flight.served.streaming(&flight.ticket, host::now());
         }
         self.streaming = true;
     }
@@ -123,7 +127,7 @@ impl InboundStream {
         let set = |name, value: Option<&str>| {
             let _ = hostcalls::set_map_value(MapType::HttpResponseHeaders, name, value);
         };
-        let leaving = !self.streaming && self.grpc.is_none();
+        let leaving = (!self.streaming && self.grpc.is_none()).then(|| flight.ticket.visit());
         let report = self
             .inbound
             .config
@@ -133,6 +137,27 @@ impl InboundStream {
         set(HEADER_LOAD, report.as_deref());
         set(HEADER_RIF, None);
         set(HEADER_LATENCY, None);
+    }
+
+    /// Nothing more comes of the replica: what is left is the client's pace.
+    fn end(&mut self) {
+        if let Some(Flight { served, ticket }) = self.flight.take() {
+            let (outcome, up) = self.judge();
+            served.finish(&self.inbound.vm, host::now(), ticket, outcome, up);
+        }
+    }
+
+    /// The replica waits for the client's upload, or no longer.
+    fn set_client_waits(&self, waits: bool) {
+        if let Some(flight) = &self.flight {
+            flight.served.set_client_waits(&flight.ticket, host::now(), waits);
+        }
+    }
+
+    fn uploaded(&mut self) {
+        if std::mem::take(&mut self.uploading) {
+            self.set_client_waits(false);
+        }
     }
 
     /// How the request ended, and what that says of the replica being there.
@@ -158,7 +183,7 @@ impl InboundStream {
 impl Context for InboundStream {}
 
 impl HttpContext for InboundStream {
-    fn on_http_request_headers(&mut self, _count: usize, _end_of_stream: bool) -> Action {
+    fn on_http_request_headers(&mut self, _count: usize, end_of_stream: bool) -> Action {
         #[cfg(feature = "crash-test")]
         host::crash_on_demand();
         if self.answered_here() {
@@ -170,7 +195,23 @@ impl HttpContext for InboundStream {
             self.inbound.vm.ensure_slot(now);
             let ticket = served.start(&self.inbound.vm, now);
             self.flight = Some(Flight { served, ticket });
+            self.uploading = !end_of_stream;
+            if self.uploading {
+                self.set_client_waits(true);
+            }
         }
+        Action::Continue
+    }
+
+    fn on_http_request_body(&mut self, _size: usize, end_of_stream: bool) -> Action {
+        if end_of_stream {
+            self.uploaded();
+        }
+        Action::Continue
+    }
+
+    fn on_http_request_trailers(&mut self, _count: usize) -> Action {
+        self.uploaded();
         Action::Continue
     }
 
@@ -178,9 +219,14 @@ impl HttpContext for InboundStream {
         if self.own {
             return Action::Continue;
         }
+        // A replica may answer before it has read everything.
+        self.uploaded();
         self.read_head(end_of_stream);
         if let Some(flight) = &self.flight {
             self.stamp(flight);
+        }
+        if end_of_stream {
+            self.end();
         }
         Action::Continue
     }
@@ -194,6 +240,9 @@ impl HttpContext for InboundStream {
         {
             self.mark_streaming();
         }
+        if end_of_stream {
+            self.end();
+        }
         Action::Continue
     }
 
@@ -202,14 +251,12 @@ impl HttpContext for InboundStream {
         if self.grpc.is_some() && grpc_failed(MapType::HttpResponseTrailers) {
             self.failed = true;
         }
+        self.end();
         Action::Continue
     }
 
     fn on_log(&mut self) {
-        if let Some(Flight { served, ticket }) = self.flight.take() {
-            let (outcome, up) = self.judge();
-            served.finish(&self.inbound.vm, host::now(), ticket, outcome, up);
-        }
+        self.end();
     }
 }
 
