@@ -12,7 +12,7 @@ use prequal_core::sync::Waiting;
 use prequal_core::tracker::{Outcome, Ticket};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
-use rand_distr::{Distribution, Exp1, StandardNormal};
+use rand_distr::{Distribution, Exp1, Zipf};
 
 use super::balancer::{Arm, Balancer, Polling};
 use super::measure::{FAILED, Run, Sample};
@@ -48,6 +48,7 @@ struct World<'a> {
     probes: Slab<Probe>,
     arrivals: u64,
     trace: SmallRng,
+    keys: Option<Zipf<f64>>,
     network: SmallRng,
     choice: SmallRng,
     from: Nanos,
@@ -63,8 +64,10 @@ struct Query {
     server: u32,
     arrived: Nanos,
     at_server: Nanos,
-    /// Work over the server's mean.
+    /// Work over the server's usual.
     size: f64,
+    /// 0 where there are no caches.
+    key: u32,
     ticket: Option<Ticket>,
     /// Its place in the samples, if it counts.
     sample: Option<u32>,
@@ -169,6 +172,7 @@ impl<'a> World<'a> {
             probes: Slab::default(),
             arrivals: 0,
             trace: stream(seed, 1),
+            keys: scenario.keys.and_then(|keys| Zipf::new(f64::from(keys.count), keys.skew).ok()),
             network: stream(seed, 2),
             choice,
             from,
@@ -278,8 +282,8 @@ impl<'a> World<'a> {
             return;
         }
         let client = self.trace.random_range(0..self.balancers.len()) as u32;
-        let normal: f64 = StandardNormal.sample(&mut self.trace);
-        let size = (1.0 + self.scenario.variation * normal).max(0.0);
+        let size = self.scenario.sizes.draw(&mut self.trace);
+        let key = self.keys.map_or(0, |keys| keys.sample(&mut self.trace) as u32);
         self.schedule_arrival();
         self.arrivals += 1;
         let sample = self.measuring().then(|| {
@@ -294,6 +298,7 @@ impl<'a> World<'a> {
             arrived: self.now,
             at_server: 0,
             size,
+            key,
             ticket: None,
             sample,
             client_done: false,
@@ -374,8 +379,12 @@ impl<'a> World<'a> {
             Balancer::Floor => {
                 let cost = |server: usize| {
                     let (jobs, state) = (self.assigned[server] as usize + 1, &self.servers[server]);
-                    let rate =
-                        if state.spec.service == Service::Delay { 1.0 } else { state.rate_among(jobs) };
+                    let rate = match state.spec.service {
+                        // Where all slots are taken a newcomer waits, and makes others wait as well: twice the jobs,
+                        // twice the wait of twice as many.
+                        Service::Delay => (state.spec.slots as f64 / jobs as f64).min(1.0).powi(2),
+                        Service::Cpu { .. } => state.rate_among(jobs),
+                    };
                     (state.spec.work_ms / rate, jobs as f64)
                 };
                 let least = self.alive.iter().map(|server| (cost(*server), *server));
@@ -422,10 +431,11 @@ impl<'a> World<'a> {
     fn start(&mut self, slot: u32) {
         let now = self.now;
         let Some(query) = self.queries.get(slot) else { return };
-        let (index, size) = (query.server as usize, query.size);
+        let (index, size, key) = (query.server as usize, query.size, query.key);
         let server = &mut self.servers[index];
+        server.advance(now);
         server.running += 1;
-        let work = size * server.spec.work_ms * 1e6;
+        let work = size * server.times(key) * server.spec.work_ms * 1e6;
         match server.spec.service {
             Service::Delay => self.after(work as Nanos, Event::Served(slot)),
             Service::Cpu { .. } => {
@@ -473,6 +483,8 @@ impl<'a> World<'a> {
             self.after(TICK, Event::Served(slot));
             return;
         }
+        let now = self.now;
+        self.servers[index].advance(now);
         self.servers[index].running -= 1;
         self.finish(slot);
         if let Some(next) = self.servers[index].waiting.pop_front() {
@@ -488,6 +500,10 @@ impl<'a> World<'a> {
         let index = query.server as usize;
         let server = &mut self.servers[index];
         self.assigned[index] -= 1;
+        // As in the agent: the head of the response carries the report, while the query still counts.
+        if self.reads_answers && !query.client_done {
+            (query.report, query.health) = (server.report(now, 1), server.health(now));
+        }
         if let Some(ticket) = query.ticket.take() {
             let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
             server.leave(ticket, now, outcome, query.at_server);
@@ -496,9 +512,6 @@ impl<'a> World<'a> {
         if query.client_done {
             self.queries.remove(slot);
             return;
-        }
-        if self.reads_answers {
-            (query.report, query.health) = (server.report(now), server.health(now));
         }
         let delay = transit(&mut self.network);
         self.after(delay, Event::Answer(slot));
@@ -605,7 +618,7 @@ impl<'a> World<'a> {
         let now = self.now;
         let Some(probe) = self.probes.get(slot) else { return };
         let server = &mut self.servers[probe.server as usize];
-        (probe.report, probe.health) = (server.report(now), server.health(now));
+        (probe.report, probe.health) = (server.report(now, 0), server.health(now));
         let delay = transit(&mut self.network);
         self.after(delay, Event::ProbeReply(slot));
     }
@@ -710,7 +723,12 @@ impl<'a> World<'a> {
         let mut reports = Vec::with_capacity(self.servers.len());
         for server in &mut self.servers {
             let cores = server.smooth(now, 1.0);
-            let Service::Cpu { cores: allocation, .. } = server.spec.service else { continue };
+            let allocation = match server.spec.service {
+                Service::Cpu { cores, .. } => cores,
+                // A pool of threads is as busy as its slots; without a bound there is no such figure.
+                Service::Delay if server.spec.slots < usize::MAX => server.spec.slots as f64,
+                Service::Delay => continue,
+            };
             if (self.from..self.until).contains(&now) {
                 self.run.utilisation.push((cores / allocation) as f32);
             }
@@ -749,7 +767,7 @@ impl<'a> World<'a> {
             Change::Pause(ms) => self.paused_until = now + nanos(ms / 1e3),
             Change::Join(server) => {
                 self.servers[server].alive = true;
-                self.servers[server].started = Some(now);
+                self.servers[server].starts(now);
                 self.alive.push(server);
             }
         }

@@ -2,6 +2,7 @@
 //! of `prequal-core` that ship.
 
 mod balancer;
+mod cache;
 mod engine;
 mod grid;
 mod measure;
@@ -178,8 +179,8 @@ fn head(plan: &Plan, seeds: &[u64]) -> String {
         let s = &point.scenario;
         let _ = write!(
             text,
-            "# {}: {} clients, {:?}, variation {}, warm-up {} s, measured {} s, deadline {:?} s, changes {:?}",
-            point.label, s.clients, s.load, s.variation, s.warm_up, s.measured, s.deadline, s.changes
+            "# {}: {} clients, {:?}, sizes {:?}, keys {:?}, warm-up {} s, measured {} s, deadline {:?} s, changes {:?}",
+            point.label, s.clients, s.load, s.sizes, s.keys, s.warm_up, s.measured, s.deadline, s.changes
         );
         let mut kinds: Vec<(usize, &scenario::ServerSpec)> = Vec::new();
         for server in &s.servers {

@@ -1,5 +1,9 @@
 //! What is simulated: servers, load, work, network, and what happens when. Times are seconds of virtual time.
 
+use rand::Rng;
+use rand::rngs::SmallRng;
+use rand_distr::{Distribution as _, Exp1, StandardNormal};
+
 /// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms it puts
 /// 0.75x at 5.5 k queries/s and 1.74x at 12.9 k, the paper's 5.6 k and 13 k.
 pub(crate) const ALLOCATION: f64 = 6.4;
@@ -16,8 +20,9 @@ pub(crate) struct Scenario {
     /// Clients, each with a balancer of its own.
     pub(crate) clients: usize,
     pub(crate) load: Load,
-    /// Standard deviation of the work over its mean; the work is normal and truncated at zero.
-    pub(crate) variation: f64,
+    pub(crate) sizes: Sizes,
+    /// What queries ask for, where servers have caches.
+    pub(crate) keys: Option<Keys>,
     /// Excluded from every figure.
     pub(crate) warm_up: f64,
     pub(crate) measured: f64,
@@ -39,10 +44,63 @@ pub(crate) enum Load {
     Closed { users: usize },
 }
 
+/// How much work queries are, over what the server's [`ServerSpec::work_ms`] says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Sizes {
+    /// Every query the same.
+    Exact,
+    /// `work_ms` is the mean before the truncation at zero, `variation` the standard deviation over it.
+    Normal { variation: f64 },
+    /// `work_ms` is the mean.
+    Exponential,
+    /// `work_ms` is the median, `sigma` the standard deviation of the logarithm.
+    LogNormal { sigma: f64 },
+    /// The share `rare` of the queries is uniform in one range, the rest in another, both in units of `work_ms`.
+    Mix { rare: f64, long: (f64, f64), usual: (f64, f64) },
+}
+
+impl Sizes {
+    /// The size of one query.
+    pub(crate) fn draw(&self, rng: &mut SmallRng) -> f64 {
+        match *self {
+            Self::Exact => 1.0,
+            Self::Normal { variation } => {
+                let normal: f64 = StandardNormal.sample(rng);
+                (1.0 + variation * normal).max(0.0)
+            }
+            Self::Exponential => Exp1.sample(rng),
+            Self::LogNormal { sigma } => {
+                let normal: f64 = StandardNormal.sample(rng);
+                (sigma * normal).exp()
+            }
+            Self::Mix { rare, long, usual } => {
+                let (low, high) = if rng.random::<f64>() < rare { long } else { usual };
+                low + (high - low) * rng.random::<f64>()
+            }
+        }
+    }
+}
+
+/// Keys from 1 to `count`; the k-th is asked for in proportion to k^(−skew). Without skew all are equal.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Keys {
+    pub(crate) count: u32,
+    pub(crate) skew: f64,
+}
+
+/// What a server remembers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct CacheSpec {
+    /// Keys; the one that was not asked for the longest makes room.
+    pub(crate) entries: usize,
+    /// Work of a query whose key is not remembered, over that of one whose key is.
+    pub(crate) miss: f64,
+}
+
 /// One server.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ServerSpec {
-    /// Mean work of a query, milliseconds of one core, or of delay.
+    /// Work of a query, milliseconds of one core, or of delay. [`Sizes`] says of what distribution.
     pub(crate) work_ms: f64,
     /// Added to every answer without using CPU, milliseconds.
     pub(crate) extra_ms: f64,
@@ -53,6 +111,7 @@ pub(crate) struct ServerSpec {
     pub(crate) queue: usize,
     /// Share of queries that fail at once.
     pub(crate) failing: f64,
+    pub(crate) cache: Option<CacheSpec>,
 }
 
 /// How a server spends its time on a query.
@@ -102,7 +161,20 @@ impl ServerSpec {
     }
 
     pub(crate) fn new(work_ms: f64, service: Service) -> Self {
-        Self { work_ms, extra_ms: 0.0, service, slots: usize::MAX, queue: usize::MAX, failing: 0.0 }
+        Self {
+            work_ms,
+            extra_ms: 0.0,
+            service,
+            slots: usize::MAX,
+            queue: usize::MAX,
+            failing: 0.0,
+            cache: None,
+        }
+    }
+
+    /// Serves so many queries at a time, each for as long as it takes; all others wait, in the order in which they came.
+    pub(crate) fn slots(slots: usize, work_ms: f64) -> Self {
+        Self { slots, ..Self::new(work_ms, Service::Delay) }
     }
 }
 
@@ -127,7 +199,8 @@ impl Scenario {
             clients: servers.len(),
             servers,
             load: Load::Poisson(qps),
-            variation: 1.0,
+            sizes: Sizes::Normal { variation: 1.0 },
+            keys: None,
             warm_up: 15.0,
             measured: 45.0,
             deadline: Some(5.0),
@@ -144,3 +217,38 @@ pub(crate) const TRUNCATED_MEAN: f64 = 1.083_315_470_587_686;
 pub(crate) const NORMAL: Spare = Spare::Antagonists { mean: 0.95, sd: 0.32, hobbled: 0.95 };
 /// The heavier ones of the selection-rule test: WRR broke at a lower load there (paper §5.2).
 pub(crate) const HEAVY: Spare = Spare::Antagonists { mean: 0.45, sd: 0.45, hobbled: 0.9 };
+
+#[cfg(test)]
+mod tests {
+    use rand::SeedableRng;
+
+    use super::*;
+    use crate::sim::measure::quantile;
+
+    /// Mean, and the quantiles 0.5 and 0.99, of 200 000 draws.
+    fn drawn(sizes: Sizes) -> [f64; 3] {
+        let mut rng = SmallRng::seed_from_u64(1);
+        let drawn: Vec<f64> = (0..200_000).map(|_| sizes.draw(&mut rng)).collect();
+        let mean = drawn.iter().sum::<f64>() / drawn.len() as f64;
+        [mean, quantile(&drawn, 0.5), quantile(&drawn, 0.99)]
+    }
+
+    #[test]
+    fn sizes_have_the_moments_of_their_distributions() {
+        let mix = Sizes::Mix { rare: 0.1, long: (10.0, 30.0), usual: (0.5, 1.5) };
+        let certain = Sizes::Mix { rare: 0.05, long: (80.0, 80.0), usual: (1.0, 1.0) };
+        for (sizes, known) in [
+            (Sizes::Exact, [1.0, 1.0, 1.0]),
+            (Sizes::Normal { variation: 1.0 }, [TRUNCATED_MEAN, 1.0, 1.0 + 2.3263]),
+            (Sizes::Exponential, [1.0, 2f64.ln(), 100f64.ln()]),
+            (Sizes::LogNormal { sigma: 1.0 }, [0.5f64.exp(), 1.0, 2.3263f64.exp()]),
+            // 0.9 of the queries are below 1.5, so the median is at 5/9 of their range and p99 at 9/10 of the others'.
+            (mix, [0.9 + 0.1 * 20.0, 0.5 + 5.0 / 9.0, 10.0 + 0.9 * 20.0]),
+            (certain, [0.95 + 0.05 * 80.0, 1.0, 80.0]),
+        ] {
+            let got = drawn(sizes);
+            let near = got.iter().zip(known).all(|(got, known)| (got / known - 1.0).abs() < 0.02);
+            assert!(near, "{sizes:?}: {got:?}, not {known:?}");
+        }
+    }
+}

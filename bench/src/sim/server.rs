@@ -1,15 +1,17 @@
-//! One simulated server: processor sharing or plain delay, with the tracker that ships counting at its door.
+//! One simulated server: processor sharing or plain delay, with what ships in the agent counting at its door.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use prequal_core::failures::FailureShare;
+use prequal_core::replica::{Replica, YOUNG_S};
 use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
+use prequal_core::tracker::{Outcome, Ticket, TrackerConfig};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution, StandardNormal};
 
+use super::balancer::endpoint;
+use super::cache::Cache;
 use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
 
 /// Nanoseconds of virtual time.
@@ -32,9 +34,10 @@ pub(crate) enum Logged {
         arrived: Nanos,
         outcome: Outcome,
     },
-    /// `held` is the model's own count of queries.
+    /// `held` is the model's own count of queries, without those that are leaving.
     Reported {
         report: (u32, Option<u32>),
+        leaving: u32,
         held: usize,
     },
 }
@@ -48,10 +51,8 @@ pub(crate) struct Health {
 
 pub(crate) struct Server {
     pub(crate) spec: ServerSpec,
-    tracker: Tracker,
-    failures: FailureShare,
-    /// When it started; `None`: long ago.
-    pub(crate) started: Option<Nanos>,
+    replica: Replica,
+    cache: Cache,
     /// What the tracker was told and what it answered.
     #[cfg(test)]
     pub(crate) log: Vec<(Nanos, Logged)>,
@@ -70,7 +71,7 @@ pub(crate) struct Server {
     pub(crate) waiting: VecDeque<u32>,
     pub(crate) running: usize,
     machine: Machine,
-    /// Core-nanoseconds used.
+    /// Core-nanoseconds used, or slot-nanoseconds.
     used: f64,
     used_before: f64,
     answers: u64,
@@ -101,9 +102,9 @@ impl Server {
         }
         let mut server = Self {
             spec,
-            tracker: Tracker::new(tracker),
-            failures: FailureShare::default(),
-            started: None,
+            // It started long ago: `ORIGIN_US` lies between.
+            replica: Replica::new(tracker, Some(Micros(0))),
+            cache: Cache::default(),
             #[cfg(test)]
             log: Vec::new(),
             alive,
@@ -131,36 +132,48 @@ impl Server {
 
     /// Requests in flight as the tracker counts them.
     pub(crate) fn rif(&self) -> u32 {
-        self.tracker.rif()
+        self.replica.tracker.rif()
+    }
+
+    /// It starts now, cold.
+    pub(crate) fn starts(&mut self, now: Nanos) {
+        self.replica.set_up(Some(micros(now)));
+    }
+
+    /// How many times the usual work a query for `key` is, which the server remembers from now on.
+    pub(crate) fn times(&mut self, key: u32) -> f64 {
+        self.spec.cache.as_ref().map_or(1.0, |spec| self.cache.ask(spec, key))
     }
 
     /// A query arrives.
     pub(crate) fn arrive(&mut self, now: Nanos) -> Ticket {
         #[cfg(test)]
         self.log.push((now, Logged::Arrived));
-        self.tracker.start(micros(now))
+        self.replica.tracker.start(micros(now))
     }
 
     /// A query that arrived at `arrived` leaves.
     pub(crate) fn leave(&mut self, ticket: Ticket, now: Nanos, outcome: Outcome, _arrived: Nanos) {
         #[cfg(test)]
         self.log.push((now, Logged::Left { arrived: _arrived, outcome }));
-        self.tracker.finish(ticket, micros(now), outcome);
-        self.failures.record(micros(now), outcome);
+        self.replica.finish(ticket, micros(now), outcome);
     }
 
-    /// What a probe arriving now is told.
-    pub(crate) fn report(&mut self, now: Nanos) -> (u32, Option<u32>) {
-        let report = (self.tracker.rif(), self.tracker.latency(micros(now)));
+    /// What a probe arriving now is told, or with one `leaving` a response.
+    pub(crate) fn report(&mut self, now: Nanos, leaving: u32) -> (u32, Option<u32>) {
+        // Who it is goes by the engine's numbers.
+        let told = self.replica.report(micros(now), endpoint(0), None, leaving);
+        let report = (told.rif, told.latency_us);
         #[cfg(test)]
-        self.log.push((now, Logged::Reported { report, held: self.running + self.waiting.len() }));
+        self.log.push((now, Logged::Reported { report, leaving, held: self.running + self.waiting.len() }));
         report
     }
 
     /// What a report tells beside the load.
     pub(crate) fn health(&self, now: Nanos) -> Health {
-        let up_s = self.started.map(|started| ((now - started) / 1_000_000_000) as u32);
-        Health { failing: self.failures.per_mille(micros(now)), up_s }
+        let now = micros(now);
+        let up_s = Some(self.replica.up_s(now)).filter(|up_s| *up_s < YOUNG_S);
+        Health { failing: self.replica.failing(now), up_s }
     }
 
     /// Whether antagonists make the capacity change.
@@ -206,7 +219,10 @@ impl Server {
     pub(crate) fn advance(&mut self, now: Nanos) {
         let step = (now - self.updated) as f64 * self.rate();
         self.served += step;
-        self.used += step * self.jobs.len() as f64;
+        self.used += match self.spec.service {
+            Service::Cpu { .. } => step * self.jobs.len() as f64,
+            Service::Delay => step * self.running as f64,
+        };
         self.updated = now;
     }
 

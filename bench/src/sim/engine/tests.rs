@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::*;
 use crate::sim::balancer::Prequal;
 use crate::sim::plans::{ours, paper};
-use crate::sim::scenario::NORMAL;
+use crate::sim::scenario::{CacheSpec, Keys, NORMAL, ServerSpec, Sizes, Spare};
 use crate::sim::server::Logged;
 
 /// Small and overloaded, so that queries queue, miss deadlines, fail and are refused.
@@ -72,8 +72,8 @@ fn agent_agrees(arm: &Arm) {
                 Logged::Left { arrived, outcome } => {
                     open.get_mut(arrived).unwrap().remove(0).finish(*outcome);
                 }
-                Logged::Reported { report, held } => {
-                    let told = load.report(endpoint, None, 0);
+                Logged::Reported { report, leaving, held } => {
+                    let told = load.report(endpoint, None, *leaving);
                     assert_eq!((told.rif, told.latency_us), *report, "at {at} ns");
                     assert_eq!(told.rif as usize, *held, "the model's own count at {at} ns");
                     reports += 1;
@@ -83,4 +83,69 @@ fn agent_agrees(arm: &Arm) {
         }
     }
     assert!(reports > 1000 && known > 1000, "{reports} reports, {known} with an estimate");
+}
+
+/// As in the agent, whose layer stamps the head of a response before the request has left.
+#[test]
+fn a_response_reports_while_its_query_still_counts() {
+    let scenario = Scenario { deadline: None, ..scenario() };
+    let mut world = World::new(&scenario, &Arm::Prequal(ours()), 5);
+    world.go();
+    let mut left = 0;
+    for server in &world.servers {
+        for pair in server.log.windows(2) {
+            let [(before, first), (at, Logged::Left { .. })] = pair else { continue };
+            let stamped = matches!(first, Logged::Reported { leaving: 1, .. });
+            assert!(stamped && before == at, "{first:?} at {before}, left at {at}");
+            left += 1;
+        }
+    }
+    assert!(left > 1000, "{left}");
+}
+
+/// Mean time that queries wait for one of `slots` slots of 40 ms, milliseconds. A random choice splits Poisson arrivals
+/// into Poisson arrivals: ten servers are ten trials.
+fn mean_wait(slots: usize, load: f64, sizes: Sizes) -> f64 {
+    let mut scenario = Scenario::testbed(10, 1.0, Spare::None);
+    scenario.servers = vec![ServerSpec::slots(slots, 40.0); 10];
+    scenario.load = Load::Poisson(10.0 * load * slots as f64 / 0.04);
+    (scenario.clients, scenario.sizes, scenario.deadline) = (1, sizes, None);
+    (scenario.warm_up, scenario.measured) = (10.0, 400.0);
+    let samples = run(&scenario, &Arm::Random, 1).samples;
+    let mean = samples.iter().map(|sample| f64::from(sample.latency_us)).sum::<f64>() / samples.len() as f64;
+    // Both ways through the network take 0.3 ms in the mean.
+    mean / 1e3 - 40.0 - 0.6
+}
+
+#[test]
+fn queries_wait_for_a_slot_as_long_as_queueing_theory_says() {
+    // M/M/4 at 70 %: the probability of waiting (Erlang's C) times the mean wait of those that do.
+    let (slots, offered) = (4, 2.8f64);
+    let mut blocked = 1.0;
+    for servers in 1..=slots {
+        blocked = offered * blocked / (f64::from(servers) + offered * blocked);
+    }
+    let load = offered / f64::from(slots);
+    let waits = blocked / (1.0 - load * (1.0 - blocked));
+    let known = waits * 40.0 / (f64::from(slots) * (1.0 - load));
+    let got = mean_wait(4, load, Sizes::Exponential);
+    assert!((got / known - 1.0).abs() < 0.04, "M/M/4: {got} ms, not {known}");
+    // M/D/1: half of the wait that exponential sizes would make.
+    let known = 0.7 * 40.0 / (2.0 * 0.3);
+    let got = mean_wait(1, 0.7, Sizes::Exact);
+    assert!((got / known - 1.0).abs() < 0.04, "M/D/1: {got} ms, not {known}");
+}
+
+#[test]
+fn a_key_that_is_remembered_costs_less() {
+    let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
+    let cache = Some(CacheSpec { entries: 50, miss: 10.0 });
+    scenario.servers = vec![ServerSpec { cache, ..ServerSpec::new(10.0, Service::Delay) }];
+    (scenario.clients, scenario.sizes, scenario.deadline) = (1, Sizes::Exact, None);
+    (scenario.load, scenario.keys) = (Load::Poisson(200.0), Some(Keys { count: 100, skew: 0.0 }));
+    let samples = run(&scenario, &Arm::Random, 1).samples;
+    let hits = samples.iter().filter(|sample| sample.latency_us < 15_000).count();
+    let share = hits as f64 / samples.len() as f64;
+    assert!((share - 0.5).abs() < 0.02, "half of the keys fit, so half of the queries hit: {share}");
+    assert!(samples.iter().all(|sample| sample.latency_us < 105_000));
 }

@@ -242,10 +242,10 @@ pub(super) fn newcomer(length: Length) -> Plan {
 
 /// One client that stands still every `every` seconds for `pause_ms`, from `warm_up` on or from its first query.
 fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -> Point {
-    let spec = |ms| ServerSpec { slots: 4, queue: 8, ..ServerSpec::new(ms, Service::Delay) };
+    let spec = |ms| ServerSpec { queue: 8, ..ServerSpec::slots(4, ms) };
     let mut scenario = Scenario::testbed(40, 1.0, Spare::None);
     scenario.servers = (0..40).map(|server| spec(if server < 20 { 50.0 } else { 250.0 })).collect();
-    (scenario.clients, scenario.load, scenario.variation) = (1, Load::Poisson(800.0), 0.0);
+    (scenario.clients, scenario.load, scenario.sizes) = (1, Load::Poisson(800.0), Sizes::Exact);
     (scenario.warm_up, scenario.measured, scenario.deadline) = (warm_up, measured, None);
     if pause_ms > 0.0 {
         let at = |pause: u32| (f64::from(pause) * every + 0.05, Change::Pause(pause_ms));

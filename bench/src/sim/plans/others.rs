@@ -7,7 +7,7 @@ pub(super) fn finagle() -> Plan {
     scenario.servers = vec![ServerSpec::new(167.0, Service::Delay); 11];
     scenario.clients = 1;
     scenario.load = Load::Poisson(1000.0);
-    scenario.variation = 5.0 / 167.0;
+    scenario.sizes = Sizes::Normal { variation: 5.0 / 167.0 };
     (scenario.warm_up, scenario.measured, scenario.deadline) = (10.0, 60.0, None);
     scenario.changes = vec![(25.0, Change::Work(0, 2000.0)), (55.0, Change::Work(0, 167.0))];
     Plan {
@@ -71,7 +71,7 @@ pub(super) fn ingress(length: Length) -> Plan {
         let delay = |server: usize| ServerSpec::new(if server < 14 { 50.0 } else { 800.0 }, Service::Delay);
         scenario.servers = (0..16).map(delay).collect();
         let load = if even { Load::Even(500.0) } else { Load::Poisson(500.0) };
-        (scenario.clients, scenario.load, scenario.variation) = (clients, load, 0.0);
+        (scenario.clients, scenario.load, scenario.sizes) = (clients, load, Sizes::Exact);
         (scenario.warm_up, scenario.measured, scenario.deadline) =
             (20.0, if length.quick { 60.0 } else { 300.0 }, None);
         Point {
@@ -188,7 +188,8 @@ pub(super) fn smallfleet(length: Length) -> Plan {
         let mut scenario = Scenario::testbed(n, 1.0, Spare::None);
         scenario.servers = (0..n).map(|server| ServerSpec::new(work_ms(server), quad)).collect();
         let capacity: f64 = (0..n).map(|server| 4.0 * 1e3 / work_ms(server)).sum();
-        (scenario.clients, scenario.load, scenario.variation) = (4, Load::Poisson(0.6 * capacity), 0.3);
+        (scenario.clients, scenario.load) = (4, Load::Poisson(0.6 * capacity));
+        scenario.sizes = Sizes::Normal { variation: 0.3 };
         Point {
             label: format!("n = {n}"),
             scenario: length.cut(scenario),
@@ -206,7 +207,7 @@ pub(super) fn smallfleet(length: Length) -> Plan {
         let core = Service::Cpu { cores: 1.0, spare: Spare::None };
         scenario.servers =
             (0..4).map(|server| ServerSpec::new(if server == 3 { 16.0 } else { 4.0 }, core)).collect();
-        (scenario.clients, scenario.load, scenario.variation) = (1, Load::Closed { users: 30 }, 0.0);
+        (scenario.clients, scenario.load, scenario.sizes) = (1, Load::Closed { users: 30 }, Sizes::Exact);
         (scenario.deadline, scenario.probe_cost_ms) = (None, cost);
         Point {
             label: format!("{cost} ms"),
