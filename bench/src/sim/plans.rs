@@ -14,6 +14,7 @@ use super::report::{Verdict, ms, percent};
 use super::scenario::*;
 
 mod fleet;
+mod fleets;
 mod others;
 mod paper;
 pub(crate) mod sources;
@@ -69,7 +70,7 @@ impl Length {
 }
 
 /// Names in the order of the report.
-pub(crate) const NAMES: [&str; 20] = [
+pub(crate) const NAMES: [&str; 21] = [
     "calibration",
     "fig6",
     "fig7",
@@ -88,6 +89,7 @@ pub(crate) const NAMES: [&str; 20] = [
     "sharing",
     "budget",
     "variants",
+    "fleets",
     "plbsim",
     "speed",
 ];
@@ -112,6 +114,7 @@ pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
         "sharing" => fleet::sharing(length),
         "budget" => fleet::budget(length),
         "variants" => fleet::variants(length),
+        "fleets" => fleets::fleets(length),
         _ => return None,
     })
 }
@@ -121,6 +124,8 @@ pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
 const PAPER: &str = "Prequal (paper)";
 const OURS: &str = "Prequal (ours)";
 const SMALL: &str = "Prequal (profile small)";
+const RIF_ONLY: &str = "RIF only";
+const FLOOR: &str = "floor";
 
 /// Prequal under the paper profile: Q = 2^(−1/4), 3 probes a query, probes only.
 pub(crate) fn paper() -> Prequal {
@@ -182,6 +187,26 @@ fn c3() -> Arm {
     Arm::Prequal(Prequal { rule: Rule::C3, paper_tracker: false, ..paper() })
 }
 
+/// Every rule there is, at its best where it has settings: the paper's at Q = 0.75, as in its figure 7. The floor is last.
+fn rules() -> Vec<(String, Arm)> {
+    arms([
+        ("Random", Arm::Random),
+        ("RR", Arm::RoundRobin),
+        ("WRR", Arm::WeightedRoundRobin),
+        ("LL", Arm::LeastLoaded),
+        ("LL-Po2C", Arm::LeastLoadedPo2c),
+        ("YARP-Po2C", Arm::Yarp),
+        ("Zuul", Arm::Zuul(64)),
+        ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
+        ("Linear", Arm::Prequal(Prequal { rule: Rule::Linear(0.5), ..paper() })),
+        ("C3", c3()),
+        ("Prequal sync", sync()),
+        (PAPER, paper_with(|pool| pool.q_rif = 0.75)),
+        (OURS, Arm::Prequal(ours())),
+        (FLOOR, Arm::Floor),
+    ])
+}
+
 fn sync() -> Arm {
     Arm::Sync(SyncSettings::default(), Profile::Paper.pool_settings())
 }
@@ -210,6 +235,11 @@ fn three_percent(value: f64) -> String {
 
 fn whole(value: f64) -> String {
     format!("{value:.0}")
+}
+
+/// Milliseconds, with a digit more where they are few.
+fn tenths(value: f64) -> String {
+    if value < 99.95 { one(value) } else { ms(value) }
 }
 
 fn one(value: f64) -> String {

@@ -72,24 +72,6 @@ pub(super) fn fig6(length: Length) -> Plan {
 }
 
 pub(super) fn fig7(length: Length) -> Plan {
-    let rules = || {
-        arms([
-            ("Random", Arm::Random),
-            ("RR", Arm::RoundRobin),
-            ("WRR", Arm::WeightedRoundRobin),
-            ("LL", Arm::LeastLoaded),
-            ("LL-Po2C", Arm::LeastLoadedPo2c),
-            ("YARP-Po2C", Arm::Yarp),
-            ("Zuul", Arm::Zuul(64)),
-            ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
-            ("Linear", Arm::Prequal(Prequal { rule: Rule::Linear(0.5), ..paper() })),
-            ("C3", c3()),
-            ("Prequal sync", sync()),
-            (PAPER, paper_with(|pool| pool.q_rif = 0.75)),
-            (OURS, Arm::Prequal(ours())),
-            ("floor", Arm::Floor),
-        ])
-    };
     let mut points = Vec::new();
     for load in length.pick(&[0.7, 0.9], &[1]) {
         let percent = load * 100.0;

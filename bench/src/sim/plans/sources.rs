@@ -17,6 +17,7 @@ pub(crate) fn beside(name: &str, cells: &Cells) -> Vec<Beside> {
         "ingress" => ingress(cells),
         "netflix" => netflix(cells),
         "smallfleet" => smallfleet(cells),
+        "fleets" => on_fleets(cells),
         _ => Vec::new(),
     };
     // With --quick not every point is run.
@@ -24,16 +25,22 @@ pub(crate) fn beside(name: &str, cells: &Cells) -> Vec<Beside> {
     lines
 }
 
-/// A chart of the figures themselves, where the experiment has no policies to compare.
-pub(crate) fn chart(name: &str, cells: &Cells) -> Option<Chart> {
-    if name != "calibration" {
-        return None;
+/// Charts of what is no metric of one run: the figures themselves, where the experiment has no policies to compare, and
+/// figures over those of other policies.
+pub(crate) fn charts(name: &str, cells: &Cells) -> Vec<Chart> {
+    match name {
+        "calibration" => vec![calibrated(cells)],
+        "fleets" => fleets::charts(cells),
+        _ => Vec::new(),
     }
+}
+
+fn calibrated(cells: &Cells) -> Chart {
     let line = |(label, metric, paper): (&str, usize, f64)| {
         let got = cells.at("0.75x", "Random", metric);
         Line { label: label.to_owned(), values: vec![(paper, paper, paper), (got, got, got)] }
     };
-    Some(Chart {
+    Chart {
         title: "latency without queueing, ms".to_owned(),
         x_label: String::new(),
         points: vec!["paper".to_owned(), "here".to_owned()],
@@ -41,7 +48,7 @@ pub(crate) fn chart(name: &str, cells: &Cells) -> Option<Chart> {
         logarithmic: false,
         ceiling: None,
         format: ms,
-    })
+    }
 }
 
 /// The paper's quantiles below allocation, ms.
@@ -292,6 +299,107 @@ fn netflix(cells: &Cells) -> Vec<Beside> {
         )
     };
     vec![line("4x CPU"), line("2x CPU + 100 ms")]
+}
+
+/// A fleet, a rule, and p50, p99 and p99.9 under round robin, least loaded, that rule and C3.
+type Independent = (&'static str, &'static str, [[f64; 3]; 4]);
+const COLLAPSE: [f64; 3] = [f64::INFINITY; 3];
+/// What an independent simulation of the same fleets gave, ms. Its rules on Prequal's pool had 0.7 probes per query and the
+/// reports on responses; the paper's have three probes here and nothing else.
+const INDEPENDENT: [Independent; 16] = [
+    (
+        "16 × 4, exp 40, 80 %",
+        PAPER,
+        [[40., 209., 300.], [29., 183., 274.], [33., 189., 280.], [29., 184., 274.]],
+    ),
+    (
+        "16 × 4, exp 40, 90 %",
+        PAPER,
+        [[60., 306., 423.], [31., 186., 277.], [40., 198., 288.], [32., 188., 277.]],
+    ),
+    (
+        "16 × 4, exp 40, 80 %, 4 clients",
+        PAPER,
+        [[41., 208., 299.], [30., 185., 275.], [52., 222., 314.], [31., 186., 276.]],
+    ),
+    ("8 × 4, mix, 70 %", PAPER, [[13., 300., 417.], [11., 281., 299.], [12., 282., 300.], [11., 281., 299.]]),
+    (
+        "8 at 40, 8 at 80, exp, 80 %",
+        PAPER,
+        [COLLAPSE, [36., 287., 462.], [39., 282., 457.], [36., 279., 452.]],
+    ),
+    (
+        "16 × 4, exp 40, one 16x slower",
+        PAPER,
+        [COLLAPSE, [28., 203., 1059.], [29., 198., 981.], [28., 189., 512.]],
+    ),
+    (
+        "14 at 50, 2 at 800, 500/s",
+        PAPER,
+        [[50., 800., 801.], [50., 800., 800.], [50., 800., 800.], [50., 51., 800.]],
+    ),
+    (
+        "14 at 50, 2 at 800, 20/s",
+        PAPER,
+        [[50., 800., 801.], [50., 800., 801.], [50., 800., 801.], [50., 51., 51.]],
+    ),
+    (
+        "no queues, lognormal, one 3x",
+        PAPER,
+        [[53., 628., 1494.], [51., 557., 1271.], [50., 531., 1165.], [50., 544., 1226.]],
+    ),
+    (
+        "sidecars, 32 × 1, exp 100",
+        PAPER,
+        [[134., 827., 1129.], [134., 827., 1129.], [271., 1578., 2158.], [114., 681., 1002.]],
+    ),
+    (
+        "16 × 4, all 10x slower for 10 s",
+        PAPER,
+        [[31., 965., 1814.], [31., 865., 1690.], [31., 894., 1737.], [31., 869., 1690.]],
+    ),
+    ("14 × 4, 2 × 1, exp 40", RIF_ONLY, [COLLAPSE, [30., 207., 312.], [30., 206., 315.], [29., 193., 290.]]),
+    (
+        "40 × 4, exp 60, four 3x slower",
+        RIF_ONLY,
+        [COLLAPSE, [44., 347., 699.], [43., 331., 669.], [43., 317., 616.]],
+    ),
+    (
+        "3 × 2, exp 40, 70 %",
+        RIF_ONLY,
+        [[45., 238., 338.], [37., 203., 294.], [38., 210., 296.], [37., 203., 289.]],
+    ),
+    (
+        "24, 1–8 slots, 40/60/80 ms",
+        RIF_ONLY,
+        [COLLAPSE, [47., 383., 645.], [46., 380., 630.], [43., 316., 506.]],
+    ),
+    (
+        "16 × 4, exactly 40, 90 %",
+        RIF_ONLY,
+        [[40., 52., 59.], [40., 53., 60.], [40., 70., 78.], [40., 68., 75.]],
+    ),
+];
+
+/// Whether each is within a tenth. A collapse is as deep as the run is long.
+fn on_fleets(cells: &Cells) -> Vec<Beside> {
+    let line = |point: &str, arm: &str, source: [f64; 3]| {
+        let got = [P50, P99, P999].map(|metric| cells.at(point, arm, metric));
+        let collapse = source == COLLAPSE;
+        let said = if collapse { "collapse".to_owned() } else { source.map(ms).join(" / ") };
+        let here = if got[0].is_nan() { "–".to_owned() } else { got.map(ms).join(" / ") };
+        // The median of a collapse is what the other replicas do.
+        let holds = if collapse {
+            got[1] >= 1000.0
+        } else {
+            got.iter().zip(source).all(|(got, ms)| near(*got, ms, 0.1))
+        };
+        Beside::new(format!("{point}: {arm}, p50 / p99 / p99.9 ms"), said, here, holds)
+    };
+    let lines = INDEPENDENT.iter().flat_map(|(point, third, figures)| {
+        ["RR", "LL", third, "C3"].into_iter().zip(figures).map(move |(arm, source)| line(point, arm, *source))
+    });
+    lines.collect()
 }
 
 fn smallfleet(cells: &Cells) -> Vec<Beside> {

@@ -1,0 +1,311 @@
+//! Fleets of every kind that a rule must get along with: few slots or many, equal or not, any distribution of work.
+//!
+//! Unless the label says otherwise there is one client, as one gateway is, and a deadline that only a queue without end
+//! misses. Rates are those of `docs/evaluation.md`'s independent simulation where it has the same fleet.
+
+use super::super::plot::{Chart, Line};
+use super::*;
+use crate::sim::measure::Run;
+
+/// Slots of a server without a queue: every query is served at once.
+const NO_QUEUE: usize = usize::MAX;
+/// One query in ten takes about twenty times as long as the others, in units of 10 ms.
+const MIX: Sizes = Sizes::Mix { rare: 0.1, long: (10.0, 30.0), usual: (0.5, 1.5) };
+/// One query in twenty takes 80 times as long, in units of 5 ms.
+const RARE: Sizes = Sizes::Mix { rare: 0.05, long: (80.0, 80.0), usual: (1.0, 1.0) };
+
+/// Kinds of servers as (how many, slots, milliseconds), and queries per second.
+fn fleet(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, qps: f64) -> Point {
+    let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
+    let kind = |&(count, slots, ms): &(usize, usize, f64)| vec![ServerSpec::slots(slots, ms); count];
+    scenario.servers = kinds.iter().flat_map(kind).collect();
+    (scenario.initially, scenario.clients) = (scenario.servers.len(), 1);
+    (scenario.load, scenario.sizes) = (Load::Poisson(qps), sizes);
+    (scenario.warm_up, scenario.measured, scenario.deadline) = (20.0, 60.0, Some(30.0));
+    Point { label: label.to_owned(), scenario, arms: Vec::new() }
+}
+
+impl Point {
+    fn with(mut self, change: impl FnOnce(&mut Scenario)) -> Self {
+        change(&mut self.scenario);
+        self
+    }
+
+    fn clients(self, clients: usize) -> Self {
+        self.with(|scenario| scenario.clients = clients)
+    }
+
+    /// So many seconds after the warm-up the first `servers` become `times` slower, for `seconds`.
+    fn slowed(self, servers: usize, times: f64, after: f64, seconds: f64) -> Self {
+        self.with(|scenario| {
+            let from = scenario.warm_up + after;
+            for (at, times) in [(from, times), (from + seconds, 1.0)] {
+                let slow =
+                    |server: usize| (at, Change::Work(server, scenario.servers[server].work_ms * times));
+                scenario.changes.extend((0..servers).map(slow));
+            }
+        })
+    }
+}
+
+/// Those of the independent simulation that no setting was chosen on are the second half.
+fn all() -> Vec<Point> {
+    use Sizes::{Exact, Exponential, LogNormal};
+    let equal = |label: &str, load: f64| fleet(label, &[(16, 4, 40.0)], Exponential, load * 1600.0);
+    let two_slow = |label: &str, qps| fleet(label, &[(14, NO_QUEUE, 50.0), (2, NO_QUEUE, 800.0)], Exact, qps);
+    let kinds: Vec<(usize, usize, f64)> =
+        (0..24).map(|server| (1, 1 + server % 8, [40.0, 60.0, 80.0][server % 3])).collect();
+    let shared =
+        fleet("12 × 2 cores, lognormal σ 1.5", &[(12, NO_QUEUE, 20.0)], LogNormal { sigma: 1.5 }, 400.0);
+    let flapping = fleet("10, no queues, one 12x now and then", &[(10, NO_QUEUE, 50.0)], Exact, 200.0);
+    let caches = fleet("8 × 4 with caches", &[(8, 4, 10.0)], Exponential, 400.0);
+    vec![
+        equal("16 × 4, exp 40, 80 %", 0.8),
+        equal("16 × 4, exp 40, 90 %", 0.9),
+        equal("16 × 4, exp 40, 80 %, 4 clients", 0.8).clients(4),
+        fleet("8 × 4, mix, 70 %", &[(8, 4, 10.0)], MIX, 772.0),
+        fleet("8 at 40, 8 at 80, exp, 80 %", &[(8, 4, 40.0), (8, 4, 80.0)], Exponential, 960.0),
+        fleet("16 × 4, exp 40, one 16x slower", &[(15, 4, 40.0), (1, 4, 640.0)], Exponential, 900.0),
+        two_slow("14 at 50, 2 at 800, 500/s", 500.0),
+        two_slow("14 at 50, 2 at 800, 20/s", 20.0).with(|scenario| scenario.measured = 300.0),
+        fleet(
+            "no queues, lognormal, one 3x",
+            &[(15, NO_QUEUE, 50.0), (1, NO_QUEUE, 150.0)],
+            LogNormal { sigma: 1.0 },
+            500.0,
+        ),
+        fleet("sidecars, 32 × 1, exp 100", &[(32, 1, 100.0)], Exponential, 160.0).clients(32),
+        equal("16 × 4, all 10x slower for 10 s", 0.08)
+            .with(|scenario| scenario.measured = 120.0)
+            .slowed(16, 10.0, 10.0, 10.0),
+        fleet("14 × 4, 2 × 1, exp 40", &[(14, 4, 40.0), (2, 1, 40.0)], Exponential, 800.0),
+        flapping.with(|scenario| {
+            let change = |turn: u32| {
+                let at = scenario.warm_up + 5.0 * f64::from(turn);
+                (at, Change::Work(0, if turn.is_multiple_of(2) { 600.0 } else { 50.0 }))
+            };
+            scenario.changes = (0..12).map(change).collect();
+        }),
+        fleet("40 × 4, exp 60, four 3x slower", &[(36, 4, 60.0), (4, 4, 180.0)], Exponential, 1500.0)
+            .clients(4),
+        fleet("3 × 2, exp 40, 70 %", &[(3, 2, 40.0)], Exponential, 105.0),
+        fleet("24, 1–8 slots, 40/60/80 ms", &kinds, Exponential, 1400.0),
+        shared.clients(8).with(|scenario| {
+            for server in &mut scenario.servers {
+                server.service = Service::Cpu { cores: 2.0, spare: Spare::None };
+            }
+        }),
+        fleet("16 × 4, exactly 40, 90 %", &[(16, 4, 40.0)], Exact, 1440.0),
+        fleet("12 × 4, exactly 40, 90 %", &[(12, 4, 40.0)], Exact, 1080.0),
+        fleet("10 × 3, exp 20, 90 %", &[(10, 3, 20.0)], Exponential, 1350.0),
+        fleet("12 × 4, lognormal σ 1, 48 %", &[(12, 4, 20.0)], LogNormal { sigma: 1.0 }, 699.0),
+        fleet("6 × 4, one in twenty 400 ms", &[(6, 4, 5.0)], RARE, 504.0),
+        fleet("8 clients, 16 × 1, exp 50, 50 %", &[(16, 1, 50.0)], Exponential, 160.0).clients(8),
+        equal("one 3x slower, then healed", 0.4).slowed(1, 3.0, 0.0, 25.0),
+        equal("one 16x slower, then healed", 0.4).slowed(1, 16.0, 0.0, 25.0),
+        caches.with(|scenario| {
+            for server in &mut scenario.servers {
+                server.cache = Some(CacheSpec { entries: 300, miss: 10.0 });
+            }
+            scenario.keys = Some(Keys { count: 3000, skew: 1.0 });
+        }),
+    ]
+}
+
+/// Seconds from the healing of the one server that was slow for a while to the first in which it gets half of its fair
+/// share; infinite when it never does, NaN where none was slow.
+fn seconds_to_return(scenario: &Scenario, run: &Run) -> f64 {
+    let [(_, Change::Work(slowed, _)), (healed_at, Change::Work(healed, _))] = scenario.changes[..] else {
+        return f64::NAN;
+    };
+    debug_assert_eq!(slowed, healed);
+    let from = healed_at - scenario.warm_up;
+    let half = 0.5 / scenario.servers.len() as f64;
+    let seconds = 0..(scenario.measured - from) as u32;
+    let back = seconds.map(f64::from).find(|after| {
+        let second = from + after..from + after + 1.0;
+        run.share(|server| server == healed, |at| second.contains(&at)) >= half
+    });
+    back.map_or(f64::INFINITY, |after| after)
+}
+
+fn seconds(value: f64) -> String {
+    if value.is_infinite() { "never".to_owned() } else { one(value) }
+}
+
+pub(super) fn fleets(length: Length) -> Plan {
+    let mut rules = rules();
+    // The rules that the paper and the facts compare with on such fleets, and ours for fleets of this size.
+    let floor = rules.pop();
+    rules.extend(arms([(RIF_ONLY, paper_with(|pool| pool.q_rif = 0.0)), (SMALL, Arm::Prequal(small()))]));
+    rules.extend(floor);
+    let mut points = all();
+    for point in &mut points {
+        point.arms.clone_from(&rules);
+        // What changes keeps its time, and so does what has few queries.
+        if length.quick && point.scenario.changes.is_empty() && point.scenario.measured <= 60.0 {
+            (point.scenario.warm_up, point.scenario.measured) = (10.0, 15.0);
+        }
+    }
+    Plan {
+        name: "fleets",
+        title: "fleets of every kind",
+        text: "Servers × slots, what a query takes in ms, and the load; more queries wait in order, without bound. `exp` is \
+            exponential, `mix` nine in ten of 5 to 15 ms and one in ten of 100 to 300, `no queues` serves everything at once. \
+            One client unless said. `24`: every number of \
+            slots with every speed, 1400/s. `12 × 2 cores`: processor sharing, median 20 ms, 8 clients, 400/s. `with caches`: 3000 keys, of \
+            which each server remembers 300; a miss costs 10 times a hit. `healed` is the second, counted from the end of the \
+            25 s in which it was slow, in which the server gets half of its fair share again. `TO` is beyond 30 s.",
+        x_label: "",
+        points,
+        metrics: standard_and(&[
+            SLOW_SHARE,
+            Metric { name: "return_s", of: |scenario, run, _| seconds_to_return(scenario, run) },
+        ]),
+        columns: vec![
+            ("p50 ms", P50, tenths),
+            ("p90 ms", P90, ms),
+            ("p99 ms", P99, ms),
+            ("p99.9 ms", P999, ms),
+            ("failed", FAILED, percent),
+            ("probes/query", PROBES, two),
+            ("to slow ones", OWN, percent),
+            ("healed, s", OWN + 1, seconds),
+        ],
+        charts: Vec::new(),
+        judge,
+    }
+}
+
+/// The quantiles that are judged.
+const JUDGED: [(&str, usize); 3] = [("p50", P50), ("p99", P99), ("p99.9", P999)];
+/// Of the best other.
+const WITHIN: f64 = 1.05;
+
+fn is_other(arm: &str) -> bool {
+    ![OURS, SMALL, FLOOR].contains(&arm)
+}
+
+/// Beyond the deadline all are equally bad. NaN stays NaN.
+fn given_up(ms: f64) -> f64 {
+    if ms > 30_000.0 { 30_000.0 } else { ms }
+}
+
+/// The lowest value that a rule of others has at a point, and whose it is.
+fn best_other<'a>(cells: &'a Cells, point: &str, metric: usize) -> Option<(f64, &'a str)> {
+    let others = cells.0.iter().filter(|cell| cell.point == point && is_other(&cell.arm));
+    let values = others.map(|cell| (given_up(cell.median(metric)), &*cell.arm));
+    values.filter(|(value, _)| !value.is_nan()).min_by(|a, b| a.0.total_cmp(&b.0))
+}
+
+fn labels(cells: &Cells) -> Vec<&str> {
+    let mut labels: Vec<&str> = Vec::new();
+    for cell in &cells.0 {
+        if !labels.contains(&&*cell.point) {
+            labels.push(&cell.point);
+        }
+    }
+    labels
+}
+
+fn judge(cells: &Cells) -> Vec<Verdict> {
+    let verdict = |point: &str| {
+        let judged = JUDGED.iter().filter_map(|(name, metric)| {
+            let got = given_up(cells.at(point, OURS, *metric));
+            let (best, whose) = best_other(cells, point, *metric).filter(|_| !got.is_nan())?;
+            // A millisecond of a median is below what anybody measures.
+            let near = *metric == P50 && got <= best + 1.0;
+            let over = got / best;
+            let line = format!("{name} {} ms, {whose} {} ms, {over:.2}x", tenths(got), tenths(best));
+            Some((if near { over.min(1.0) } else { over }, line))
+        });
+        let (over, line) = judged.max_by(|a, b| a.0.total_cmp(&b.0))?;
+        let what = format!("ours within 5 % of the best other in p50, p99 and p99.9, {point}");
+        Some(Verdict::new(what, over <= WITHIN, line))
+    };
+    labels(cells).into_iter().filter_map(verdict).collect()
+}
+
+/// Some rules over the best of all but ours, one row of dots per fleet.
+pub(super) fn charts(cells: &Cells) -> Vec<Chart> {
+    const SHOWN: [&str; 8] = [OURS, SMALL, PAPER, RIF_ONLY, "C3", "LL", "RR", "Peak EWMA"];
+    let chart = |(name, metric): &(&str, usize)| {
+        let line = |point: &str| {
+            let (best, _) = best_other(cells, point, *metric)?;
+            let over = |arm: &&str| {
+                let cell = cells.0.iter().find(|cell| cell.point == point && cell.arm == *arm);
+                cell.map_or((f64::NAN, f64::NAN, f64::NAN), |cell| {
+                    let (low, high) = crate::stats::min_max(cell.series(*metric));
+                    (given_up(cell.median(*metric)) / best, given_up(low) / best, given_up(high) / best)
+                })
+            };
+            Some(Line { label: point.to_owned(), values: SHOWN.iter().map(over).collect() })
+        };
+        Chart {
+            title: format!("{name} over that of the best rule but ours"),
+            x_label: String::new(),
+            points: SHOWN.map(str::to_owned).into(),
+            lines: labels(cells).into_iter().filter_map(line).collect(),
+            logarithmic: true,
+            ceiling: Some(10.0),
+            format: |times| format!("{times:.2}x"),
+        }
+    };
+    JUDGED.iter().map(chart).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::measure::Sample;
+
+    fn cell(arm: &str, [p50, p99, p999]: [f64; 3]) -> Cell {
+        let mut values = vec![0.0; OWN + 2];
+        (values[P50], values[P99], values[P999]) = (p50, p99, p999);
+        Cell { point: "fleet".to_owned(), arm: arm.to_owned(), values: vec![(1, values)] }
+    }
+
+    #[test]
+    fn the_worst_quantile_is_named_with_whoever_is_best_at_it() {
+        let others = || [cell("RR", [13.0, 120.0, f64::INFINITY]), cell("LL", [14.0, 110.0, 200.0])];
+        let judged = |ours, floor| {
+            let cells: Vec<Cell> =
+                others().into_iter().chain([cell(OURS, ours), cell(FLOOR, floor)]).collect();
+            let verdicts = judge(&Cells(cells));
+            assert_eq!(verdicts.len(), 1);
+            (verdicts[0].reached, verdicts[0].got.clone())
+        };
+        // The floor is no rule, and a millisecond of the median is nothing.
+        assert!(judged([14.0, 115.0, 209.0], [1.0; 3]).0);
+        let (reached, got) = judged([14.1, 100.0, 100.0], [1.0; 3]);
+        assert!(!reached && got.contains("p50 14.1 ms, RR 13.0 ms"), "{got}");
+        let (reached, got) = judged([13.0, 120.0, 240.0], [1.0; 3]);
+        assert!(!reached && got.contains("p99.9 240 ms, LL 200 ms, 1.20x"), "{got}");
+        assert!(judge(&Cells(others().into())).is_empty(), "ours was not run");
+    }
+
+    #[test]
+    fn a_healed_server_is_back_when_it_has_half_of_its_share() {
+        let point = all().into_iter().find(|point| point.label == "one 3x slower, then healed").unwrap();
+        // 100 queries a second over 16 servers; the slow one gets some again from second 30 on.
+        let server =
+            |at_ms: u32, slow: bool| u16::from(!slow || at_ms < 30_000 || !at_ms.is_multiple_of(100));
+        let run = |slow| {
+            let at = (0..6000).map(|query| query * 10);
+            let sample = at.map(|at_ms| Sample { at_ms, latency_us: 1, server: server(at_ms, slow) });
+            Run { samples: sample.collect(), ..Run::default() }
+        };
+        assert_eq!(seconds_to_return(&point.scenario, &run(true)), 5.0);
+        assert_eq!(seconds_to_return(&point.scenario, &run(false)), f64::INFINITY);
+        assert!(seconds_to_return(&all()[0].scenario, &run(true)).is_nan());
+    }
+
+    #[test]
+    fn labels_tell_fleets_apart() {
+        let points = all();
+        for (index, point) in points.iter().enumerate() {
+            assert!(points[..index].iter().all(|other| other.label != point.label), "{}", point.label);
+            assert!(point.label.chars().count() <= 36, "{}: no room in the chart", point.label);
+        }
+    }
+}
