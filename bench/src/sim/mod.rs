@@ -42,6 +42,41 @@ pub(crate) struct Sim {
     /// Where the files go [default: target/sim; with --quick: target/sim/quick]
     #[arg(long)]
     out: Option<PathBuf>,
+    /// Only points whose label contains TEXT (`x` is read as `×`); may be repeated. Prints and writes no file
+    #[arg(long, value_name = "TEXT")]
+    only: Vec<String>,
+    /// Only policies of this name, or where there is none whose names contain it, comma-separated. Prints and writes no file
+    #[arg(long, value_name = "TEXT", value_delimiter = ',')]
+    arms: Vec<String>,
+}
+
+/// What of an experiment is run, for whoever works on a rule.
+struct Filter<'a> {
+    points: &'a [String],
+    arms: &'a [String],
+}
+
+impl Filter<'_> {
+    fn is_off(&self) -> bool {
+        self.points.is_empty() && self.arms.is_empty()
+    }
+
+    fn apply(&self, plan: &mut Plan) {
+        let plain = |text: &str| text.to_lowercase().replace('×', "x");
+        let contains = |name: &str, text: &String| plain(name).contains(&plain(text));
+        if !self.points.is_empty() {
+            plan.points.retain(|point| self.points.iter().any(|text| contains(&point.label, text)));
+        }
+        for point in plan.points.iter_mut().filter(|_| !self.arms.is_empty()) {
+            let names: Vec<String> = point.arms.iter().map(|(name, _)| name.clone()).collect();
+            let meant = |name: &str, text: &String| {
+                let exact = names.iter().find(|known| plain(known) == plain(text));
+                exact.map_or_else(|| contains(name, text), |exact| name == exact)
+            };
+            point.arms.retain(|(name, _)| self.arms.iter().any(|text| meant(name, text)));
+        }
+        plan.points.retain(|point| !point.arms.is_empty());
+    }
 }
 
 pub(crate) fn run(sim: &Sim) -> Result<()> {
@@ -68,15 +103,18 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
             other => bail!("no experiment \"{other}\"; there are: all, list, report, {}", NAMES.join(", ")),
         }
     }
+    let filter = Filter { points: &sim.only, arms: &sim.arms };
     let mut missed = Vec::new();
     for name in names {
-        let report = experiment(name, length, &seeds)?;
+        let Some(report) = experiment(name, length, &seeds, &filter)? else { continue };
         report.print();
-        report.write(&out)?;
+        if filter.is_off() {
+            report.write(&out)?;
+        }
         let bars = report.verdicts.iter().filter(|verdict| !verdict.reached);
         missed.extend(bars.map(|verdict| format!("{name}: {}", verdict.what)));
     }
-    if (all && !sim.quick) || sim.experiments.iter().any(|name| name == "report") {
+    if (all && !sim.quick && filter.is_off()) || sim.experiments.iter().any(|name| name == "report") {
         write_evaluation(&out)?;
     }
     if sim.quick && !missed.is_empty() {
@@ -85,13 +123,19 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
     Ok(())
 }
 
-fn experiment(name: &str, length: Length, seeds: &[u64]) -> Result<Report> {
+/// `None` where the filter leaves nothing to run.
+fn experiment(name: &str, length: Length, seeds: &[u64], filter: &Filter<'_>) -> Result<Option<Report>> {
     match name {
-        "plbsim" => return Ok(plb::experiment(length.quick, seeds)),
-        "speed" => return Ok(speed::experiment(length.quick, seeds)),
+        "plbsim" | "speed" if !filter.is_off() => return Ok(None),
+        "plbsim" => return Ok(Some(plb::experiment(length.quick, seeds))),
+        "speed" => return Ok(Some(speed::experiment(length.quick, seeds))),
         _ => {}
     }
-    let plan = plans::plan(name, length).with_context(|| format!("no experiment \"{name}\""))?;
+    let mut plan = plans::plan(name, length).with_context(|| format!("no experiment \"{name}\""))?;
+    filter.apply(&mut plan);
+    if plan.points.is_empty() {
+        return Ok(None);
+    }
     let started = Instant::now();
     let shown = io::stderr().is_terminal();
     let cells = grid::run(&plan.points, &plan.metrics, seeds, |progress| {
@@ -103,7 +147,12 @@ fn experiment(name: &str, length: Length, seeds: &[u64]) -> Result<Report> {
     if shown {
         eprintln!();
     }
-    Ok(reduce(plan, Cells(cells), seeds))
+    let mut report = reduce(plan, Cells(cells), seeds);
+    if !filter.is_off() {
+        // A bar says nothing without the figures that it compares.
+        report.verdicts.retain(|verdict| !verdict.got.contains("NaN"));
+    }
+    Ok(Some(report))
 }
 
 /// Table, charts, verdicts and CSV of what was run.
@@ -265,6 +314,23 @@ mod tests {
             page.contains("evaluation/ingress.svg") && page.contains("RR, p99 ms with 1 client"),
             "{page}"
         );
+    }
+
+    #[test]
+    fn a_filter_keeps_the_points_and_policies_that_it_names() {
+        let kept = |points: &[&str], arms: &[&str]| -> Vec<String> {
+            let [points, arms] =
+                [points, arms].map(|texts| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>());
+            let mut plan = plans::plan("fleets", Length { quick: true }).unwrap();
+            Filter { points: &points, arms: &arms }.apply(&mut plan);
+            let arms =
+                |point: &grid::Point| point.arms.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+            plan.points.iter().map(|point| format!("{}: {}", point.label, arms(point).join(", "))).collect()
+        };
+        // `LL` is a policy, so it does not stand for LL-Po2C as well; `po2c` stands for all that contain it.
+        assert_eq!(kept(&["12 x 4, Exactly"], &["LL", "rr"]), ["12 × 4, exactly 40, 90 %: RR, LL"]);
+        assert_eq!(kept(&["12 × 4, exactly"], &["po2c"]), ["12 × 4, exactly 40, 90 %: LL-Po2C, YARP-Po2C"]);
+        assert_eq!(kept(&[], &["no such policy"]), [""; 0]);
     }
 
     #[test]
