@@ -63,7 +63,11 @@ impl Sizes {
     /// The size of one query.
     pub(crate) fn draw(&self, rng: &mut SmallRng) -> f64 {
         match *self {
-            Self::Exact => 1.0,
+            Self::Exact => {
+                // The draw of a normal one: with and without variation queries arrive at the same instants.
+                let _: f64 = StandardNormal.sample(rng);
+                1.0
+            }
             Self::Normal { variation } => {
                 let normal: f64 = StandardNormal.sample(rng);
                 (1.0 + variation * normal).max(0.0)
