@@ -124,6 +124,7 @@ pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
 const PAPER: &str = "Prequal (paper)";
 const OURS: &str = "Prequal (ours)";
 const SMALL: &str = "Prequal (profile small)";
+const LEARNING: &str = "Prequal (ours, learning)";
 const RIF_ONLY: &str = "RIF only";
 const FLOOR: &str = "floor";
 

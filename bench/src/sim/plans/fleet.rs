@@ -135,7 +135,7 @@ pub(super) fn churn(length: Length) -> Plan {
             arms: arms([
                 ("Random", Arm::Random),
                 ("LL-Po2C", Arm::LeastLoadedPo2c),
-                ("Prequal (ours, learning)", learning(|_| ())),
+                (LEARNING, learning(|_| ())),
             ]),
         }
     });
@@ -158,9 +158,9 @@ pub(super) fn churn(length: Length) -> Plan {
         columns: columns(&[("diverted", OWN, three_percent), ("fallback", OWN + 1, three_percent)]),
         charts: vec![(P99, false), (OWN, false), (OWN + 1, false)],
         judge: |cells| {
-            let ours = |label: &str, metric| cells.at(label, "Prequal (ours, learning)", metric);
+            let ours = |label: &str, metric| cells.at(label, LEARNING, metric);
             vec![
-                at_most("ours, failures", cells.worst("Prequal (ours, learning)", FAILED), 0.0),
+                at_most("ours, failures", cells.worst(LEARNING, FAILED), 0.0),
                 at_most(
                     "ours, p99 with one change a second over calm",
                     ours("one a second", P99) / ours("calm", P99),
