@@ -5,7 +5,9 @@
 //! then one [`Change`] at a time. The child ends when its standard input does, hence also when the parent
 //! is killed.
 
+mod clock;
 mod replica;
+mod times;
 
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::net::SocketAddr;
@@ -16,6 +18,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use replica::serve;
+pub(crate) use times::Times;
 
 /// Carries the number of the replica that answered, also where it refused the work.
 pub(crate) const REPLICA_HEADER: &str = "x-bench-replica";
@@ -35,6 +38,9 @@ pub(crate) enum Service {
     Cpu { us: u64 },
     /// Sleeps `hit_ms` if the request's key is among the last `entries` different ones here, else `miss_ms`.
     Cache { entries: usize, hit_ms: u64, miss_ms: u64 },
+    /// Serves `slots` requests at a time, each for a time drawn from a seeded generator; any number more wait, first come,
+    /// first served. Exact to some 0.1 ms, and a reply sent late keeps nobody waiting.
+    Queue { slots: usize, times: Times },
     /// Answers at once with next to no CPU time and a load report made up by the replica: the cheapest
     /// upstream that the filter will believe. Cannot be changed at run time.
     Trivial,

@@ -1,12 +1,13 @@
 //! The child process: what a replica does with a connection, a request, a change.
 
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
 use std::convert::Infallible;
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
@@ -24,6 +25,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
+use super::clock::Clock;
 use super::{CACHE_HEADER, Change, DONE, Fleet, KEY_HEADER, Order, REPLICA_HEADER, Replica, Service, Slots};
 
 /// The child process: serves until standard input ends.
@@ -77,6 +79,7 @@ struct Start {
 /// A thread that runs the replicas sent to it.
 fn host(mut accepted: mpsc::UnboundedReceiver<Start>) -> Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+        let clock = Clock::start()?;
         let mut replicas = JoinSet::new();
         while let Some(Start { number, replica, listener, ordered }) = accepted.recv().await {
             listener.set_nonblocking(true)?;
@@ -84,7 +87,7 @@ fn host(mut accepted: mpsc::UnboundedReceiver<Start>) -> Result<()> {
             if replica.service == Service::Trivial {
                 replicas.spawn(accept_trivial(listener, number));
             } else {
-                let state = Arc::new(State::new(number, replica));
+                let state = Arc::new(State::new(number, replica, clock.clone()));
                 replicas.spawn(async move {
                     if let Err(error) = run(state, listener, ordered).await {
                         eprintln!("replica {number} ended: {error}");
@@ -168,6 +171,7 @@ struct State {
     slots: Option<(Semaphore, Slots)>,
     waiting: AtomicUsize,
     dice: Mutex<Dice>,
+    clock: Arc<Clock>,
 }
 
 /// What decides about a request.
@@ -177,6 +181,28 @@ struct Dice {
     rng: SmallRng,
     /// The keys served last, the latest at the back.
     keys: VecDeque<String>,
+    queue: Queue,
+}
+
+/// When each slot is free again.
+///
+/// With times drawn on arrival a queue is known to its end. So a slot is free when its request should have been answered, not
+/// when this busy machine got round to it: lateness would otherwise add up to a load that nobody asked for.
+#[derive(Default)]
+struct Queue(BinaryHeap<Reverse<Instant>>);
+
+impl Queue {
+    /// When a request that comes `now` and takes `time` is done.
+    fn done(&mut self, slots: usize, now: Instant, time: Duration) -> Instant {
+        let mut start = now;
+        while self.0.len() >= slots.max(1) {
+            let Some(Reverse(free)) = self.0.pop() else { break };
+            start = now.max(free);
+        }
+        let done = start + time;
+        self.0.push(Reverse(done));
+        done
+    }
 }
 
 /// What a request costs here.
@@ -185,9 +211,17 @@ enum Cost {
     /// The time, and whether the cache had the key.
     Sleep(Duration, Option<bool>),
     Cpu(Duration),
+    /// The end of its wait and its service.
+    Until(Instant),
 }
 
 impl Dice {
+    fn new(number: u16, service: Service) -> Self {
+        // The number as seed: replicas differ, runs do not.
+        let rng = SmallRng::seed_from_u64(u64::from(number));
+        Self { service, failing: 0.0, rng, keys: VecDeque::new(), queue: Queue::default() }
+    }
+
     fn fails(&mut self) -> bool {
         self.failing > 0.0 && self.rng.random::<f64>() < self.failing
     }
@@ -204,6 +238,10 @@ impl Dice {
             Service::Cache { entries, hit_ms, miss_ms } => {
                 let hit = key.is_some_and(|key| self.remember(key, entries));
                 Cost::Sleep(Duration::from_millis(if hit { hit_ms } else { miss_ms }), Some(hit))
+            }
+            Service::Queue { slots, times } => {
+                let time = times.sample(&mut self.rng);
+                Cost::Until(self.queue.done(slots, Instant::now(), time))
             }
             Service::Trivial => Cost::Sleep(Duration::ZERO, None),
         }
@@ -223,14 +261,13 @@ impl Dice {
 }
 
 impl State {
-    fn new(number: u16, replica: Replica) -> Self {
-        // The number as seed: replicas differ, runs do not.
-        let rng = SmallRng::seed_from_u64(u64::from(number));
+    fn new(number: u16, replica: Replica, clock: Arc<Clock>) -> Self {
         Self {
             number,
             slots: replica.slots.map(|slots| (Semaphore::new(slots.serving), slots)),
             waiting: AtomicUsize::new(0),
-            dice: Mutex::new(Dice { service: replica.service, failing: 0.0, rng, keys: VecDeque::new() }),
+            dice: Mutex::new(Dice::new(number, replica.service)),
+            clock,
         }
     }
 
@@ -275,6 +312,7 @@ impl State {
                 tokio::time::sleep(time).await;
             }
             Cost::Cpu(time) => burn(time),
+            Cost::Until(done) => self.clock.sleep_until(done).await,
         }
         true
     }
@@ -378,11 +416,10 @@ async fn serve_canned(mut stream: TcpStream, canned: &str) {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use http_body_util::Empty;
     use hyper_util::client::legacy::Client;
 
+    use super::super::Times;
     use super::*;
 
     /// A replica on this thread's runtime, as the child runs it.
@@ -398,7 +435,8 @@ mod tests {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
             let address = listener.local_addr().unwrap();
             let (orders, ordered) = mpsc::unbounded_channel();
-            tokio::spawn(run(Arc::new(State::new(3, replica)), listener, ordered));
+            let state = State::new(3, replica, Clock::start().unwrap());
+            tokio::spawn(run(Arc::new(state), listener, ordered));
             Self { address, orders, client: Client::builder(TokioExecutor::new()).build_http() }
         }
 
@@ -514,10 +552,35 @@ mod tests {
     }
 
     #[test]
+    fn a_queue_serves_in_turn_on_the_slot_that_is_free_first() {
+        let begin = Instant::now();
+        let ms = Duration::from_millis;
+        let mut queue = Queue::default();
+        let mut done = |slots, at, time| queue.done(slots, begin + ms(at), ms(time)) - begin;
+        assert_eq!(done(2, 0, 100), ms(100));
+        assert_eq!(done(2, 10, 20), ms(30), "the second slot was free");
+        assert_eq!(done(2, 15, 30), ms(60), "waits for the second, free at 30");
+        assert_eq!(done(2, 20, 10), ms(70), "and again");
+        assert_eq!(done(2, 200, 5), ms(205), "nothing waits any more");
+        assert_eq!(done(1, 201, 5), ms(210), "one slot less: waits for what is served");
+    }
+
+    #[tokio::test]
+    async fn any_number_waits_for_a_slot() {
+        let times = Times::Exactly { ms: 10.5 };
+        let replica = Running::start(Replica::new(Service::Queue { slots: 4, times })).await;
+        let begin = Instant::now();
+        assert_eq!(replica.at_once(40).await, [200; 40]);
+        // Ten rounds, the later ones not delayed by what the first had to wait for the machine.
+        let took = begin.elapsed();
+        assert!(took >= Duration::from_millis(105), "{took:?}");
+    }
+
+    #[test]
     fn normal_times_have_the_mean_asked_for() {
-        let state = State::new(0, Replica::new(Service::Normal { mean_ms: 167.0, sd_ms: 5.0 }));
+        let mut dice = Dice::new(0, Service::Normal { mean_ms: 167.0, sd_ms: 5.0 });
         let mut times: Vec<f64> = (0..1000)
-            .map(|_| match state.dice().cost(None) {
+            .map(|_| match dice.cost(None) {
                 Cost::Sleep(time, None) => time.as_secs_f64() * 1e3,
                 other => panic!("{other:?}"),
             })
