@@ -103,7 +103,7 @@ fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
 async fn keep() -> Result<()> {
     // Samples are kept until a run ends, so a run is bounded.
     let scenario = e2e::ingress(Duration::from_secs(60));
-    let deployment = Deployment::start(Arm::Prequal, 1, &scenario.fleet).await?;
+    let deployment = Deployment::start(Arm::Prequal, 1, scenario.workers(1), &scenario.fleet).await?;
     let listener = deployment.targets()[0];
     println!("\nLeft running, under the same load. Ctrl-C ends it.");
     println!("  requests: curl -i http://{listener}/");

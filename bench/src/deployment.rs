@@ -64,15 +64,17 @@ enum Front {
 }
 
 impl Deployment {
-    /// Starts everything cold and waits until it serves.
-    pub(crate) async fn start(arm: Arm, envoys: usize, fleet: &Fleet) -> Result<Self> {
+    /// Starts everything cold and waits until it serves; each Envoy has so many workers.
+    pub(crate) async fn start(arm: Arm, envoys: usize, workers: u32, fleet: &Fleet) -> Result<Self> {
         let fleet = fleet.clone();
         tokio::task::spawn_blocking(move || {
             let backends = Backends::start(&fleet)?;
             let agent_args = agent_args(arm, &fleet);
             let agents = start_agents(&backends.addresses, &agent_args)?;
             let addresses: Vec<SocketAddr> = agents.iter().map(Agent::addr).collect();
-            let configs = (0..envoys).map(|_| config(arm, &addresses)).collect::<Result<Vec<_>>>()?;
+            let configs = (0..envoys)
+                .map(|_| Ok(config(arm, &addresses)?.concurrency(workers)))
+                .collect::<Result<Vec<_>>>()?;
             let agents = agents.into_iter().map(|agent| Mutex::new(Front::Agent(agent))).collect();
             Ok(Self { backends, agent_args, agents, envoys: start_envoys(configs)? })
         })
@@ -223,6 +225,7 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
         Arm::RoundRobin => plain.without_prequal().policy(Policy::RoundRobin),
         Arm::LeastRequest => plain.without_prequal().policy(Policy::LeastRequest),
         Arm::FullScan => plain.without_prequal().policy(Policy::LeastRequestFullScan),
+        Arm::Random => plain.without_prequal().policy(Policy::Random),
         Arm::RingHash => plain.without_prequal().edit(|config| {
             config.route_mut()["hash_policy"] = json!([{"header": {"header_name": KEY_HEADER}}]);
             config.cluster_mut(CLUSTER)["lb_policy"] = json!("RING_HASH");

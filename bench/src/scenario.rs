@@ -29,6 +29,8 @@ pub(crate) struct Scenario {
     pub(crate) title: String,
     pub(crate) fleet: Fleet,
     pub(crate) load: Load,
+    /// Workers of an Envoy that is alone; each of several has one.
+    pub(crate) workers: u32,
     /// In the order in which a pass runs them.
     pub(crate) arms: Vec<Arm>,
     /// The part that is judged; what is due before is told apart.
@@ -79,6 +81,8 @@ pub(crate) enum Arm {
     RoundRobin,
     LeastRequest,
     FullScan,
+    /// Envoy's policy that draws any replica.
+    Random,
     /// Envoy's consistent hashing on the key of the request.
     RingHash,
     /// The filters of ours around a module that does nothing: Envoy's part of what the filter costs.
@@ -93,6 +97,8 @@ pub(crate) enum Arm {
 
 impl Arm {
     /// Envoy's own policies that need nothing from the request.
+    pub(crate) const STOCK: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Random];
+    /// Those of them that know something or take turns.
     pub(crate) const BASELINES: [Self; 3] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan];
     /// The usual comparison, in the order in which a pass runs it.
     pub(crate) const USUAL: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Prequal];
@@ -102,6 +108,7 @@ impl Arm {
             Self::RoundRobin => "round_robin",
             Self::LeastRequest => "least_request (2 choices)",
             Self::FullScan => "least_request (full scan)",
+            Self::Random => "random",
             Self::RingHash => "ring_hash",
             Self::EmptyModule => "empty module",
             Self::Prequal => "prequal",
@@ -160,6 +167,11 @@ impl Measured {
 }
 
 impl Scenario {
+    /// Workers of each of so many Envoys.
+    pub(crate) fn workers(&self, envoys: usize) -> u32 {
+        if envoys == 1 { self.workers } else { 1 }
+    }
+
     /// When the replica that is watched is well again.
     fn healed(&self) -> Duration {
         self.schedule.last().map_or(Duration::ZERO, |(at, _)| *at)
@@ -174,7 +186,7 @@ impl Scenario {
     /// Starts a deployment cold, runs the load on it, and takes it down.
     pub(crate) async fn run_cold(&self, arm: Arm, envoys: usize, seed: u64, step: &str) -> Result<Measured> {
         let started = Instant::now();
-        let deployment = Deployment::start(arm, envoys, &self.fleet).await?;
+        let deployment = Deployment::start(arm, envoys, self.workers(envoys), &self.fleet).await?;
         println!(
             "{step} {}, {}: started in {:.1} s",
             arm.label(),

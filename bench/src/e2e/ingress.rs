@@ -80,6 +80,7 @@ pub(crate) fn scenario(seconds: Duration) -> Scenario {
         title: "14 replicas at 50 ms and 2 at 800 ms, 500 requests/s".to_owned(),
         fleet: Fleet::of(usize::from(FAST), sleeping(FAST_MS)).and(usize::from(SLOW), sleeping(800)),
         load: Load::constant(500),
+        workers: 1,
         arms: Arm::USUAL.to_vec(),
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),

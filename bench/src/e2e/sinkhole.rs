@@ -90,6 +90,7 @@ fn scenario(fault: Fault, seconds: Duration) -> Scenario {
         title: format!("{REPLICAS} replicas at 50 ms, 500 requests/s, one {}", fault.text()),
         fleet: Fleet::of(REPLICAS, Replica::sleeping(50)),
         load: Load::constant(500),
+        workers: 1,
         arms: Arm::USUAL.to_vec(),
         judged: HEALTHY..HEALTHY + seconds,
         schedule: vec![(HEALTHY, begin), (HEALTHY + seconds, end)],

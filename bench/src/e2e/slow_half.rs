@@ -21,6 +21,7 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
         ),
         fleet: Fleet::of(count, kind(50)).and(count, kind(250)),
         load: Load::poisson(800),
+        workers: 1,
         arms: Arm::USUAL.to_vec(),
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),

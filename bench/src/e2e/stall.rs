@@ -26,6 +26,7 @@ pub(crate) fn scenario(seconds: Duration) -> Scenario {
         ),
         fleet: Fleet::of(REPLICAS, Replica::new(USUAL)),
         load: Load::constant(1000),
+        workers: 1,
         arms: Arm::USUAL.to_vec(),
         judged: Duration::ZERO..seconds,
         schedule: vec![(seconds / 4, change(Service::Sleep { ms: 2000 })), (seconds * 3 / 4, change(USUAL))],
