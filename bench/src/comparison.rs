@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 
+use crate::goals::Goal;
 use crate::plot::{Curve, Panel};
 use crate::scenario::{Arm, Load, Measured, Scenario, topology_label};
 use crate::table::{self, count, ms, one, percent, spread, two};
@@ -128,6 +129,11 @@ impl Comparison {
             let heading = format!("to {}", marked.label);
             columns.push(Column::spread(heading, |run| run.judged.marked_share(), percent));
         }
+        if scenario.goals.iter().any(|goal| matches!(goal, Goal::LeastPart(_))) {
+            let replicas = scenario.fleet.len();
+            let part = move |run: &Measured| run.judged.least_part(replicas);
+            columns.push(Column::spread("least used, of fair share", part, percent));
+        }
         if scenario.watch.is_some() {
             columns.push(Column::spread("back after s", back_after, |seconds| {
                 if seconds.is_infinite() { "not".to_owned() } else { one(seconds) }
@@ -164,7 +170,11 @@ impl Comparison {
     pub(crate) fn tables(&self, envoys: usize) -> String {
         let title = &self.scenario.title;
         let table = self.table(envoys, &self.columns());
-        let mut text = format!("{title}, {}\n\n{table}", topology_label(envoys));
+        let workers = match self.scenario.workers(envoys) {
+            1 => String::new(),
+            workers => format!(" with {workers} workers"),
+        };
+        let mut text = format!("{title}, {}{workers}\n\n{table}", topology_label(envoys));
         let before = self.scenario.judged.start.as_secs();
         if before > 0 {
             let table = self.table(envoys, &self.columns_before());

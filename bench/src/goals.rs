@@ -38,6 +38,12 @@ pub(crate) enum Goal {
     CpuOfRoundRobin(f64),
     /// At least this part of an arm's answers per second.
     Throughput { of: Arm, part: f64 },
+    /// No quantile above that of the best policy of Envoy's own, but for what chance and the hop through the filter add.
+    NeverWorse,
+    /// The 99th percentile is at most so many times that of the best policy of Envoy's own.
+    P99OfBest(f64),
+    /// The least used replica gets at least this part of its fair share, in every pass.
+    LeastPart(f64),
     /// This arm, which hints, has more cache hits and a lower 99th percentile.
     BeatenByHint(Arm),
 }
@@ -77,6 +83,42 @@ impl Goals {
         println!("{} of {} goals reached.", self.lines.len() - missed, self.lines.len());
         if missed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
+}
+
+/// How far a quantile of ours may be above the best of Envoy's own.
+#[derive(Clone, Copy)]
+struct Limit {
+    name: &'static str,
+    q: f64,
+    times: f64,
+    /// Enough as well: a twentieth of a short time is less than what the machine adds.
+    or_more_ms: Option<f64>,
+}
+
+/// The further out, the fewer requests a quantile rests on.
+const NEVER_WORSE: [Limit; 3] = [
+    Limit { name: "p50", q: 0.5, times: 1.05, or_more_ms: Some(1.0) },
+    Limit { name: "p99", q: 0.99, times: 1.05, or_more_ms: None },
+    Limit { name: "p99.9", q: 0.999, times: 1.10, or_more_ms: None },
+];
+
+/// Compares medians over the passes, the best policy being the one with the lowest.
+fn against_best(comparison: &Comparison, envoys: usize, limit: Limit) -> (bool, String) {
+    let Limit { name, q, times, or_more_ms } = limit;
+    let middle = |arm| median(comparison.of(arm, envoys).map(|run| run.judged.quantile_ms(q)));
+    let ours = middle(Arm::Prequal);
+    let others = Arm::STOCK.map(|arm| (middle(arm), arm)).into_iter().filter(|(value, _)| !value.is_nan());
+    let Some((best, arm)) = others.min_by(|one, other| one.0.total_cmp(&other.0)) else {
+        return (false, format!("{name} {} ms, and no policy of Envoy's own beside it", ms(ours)));
+    };
+    // Finer than the goals are set.
+    let ratio = format!("{:.3}", ours / best);
+    let mut line = format!("{name} {} ms, {ratio} times {}'s {}", ms(ours), arm.label(), ms(best));
+    line += &format!(" (at most {}", two(times));
+    line += &or_more_ms.map_or_else(String::new, |more| format!(" or {more} ms more"));
+    let allowed = or_more_ms.map_or(f64::NEG_INFINITY, |more| best + more).max(best * times);
+    // Where both fail there is nothing to be proud of.
+    (ours.is_finite() && ours <= allowed, line + ")")
 }
 
 fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, String)> {
@@ -135,6 +177,17 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
             let factor = cpu(Arm::Prequal) / cpu(Arm::RoundRobin);
             let line = format!("Envoy CPU per request {} times round robin's (at most {limit})", two(factor));
             vec![(factor <= limit, line)]
+        }
+        Goal::NeverWorse => NEVER_WORSE.map(|limit| against_best(comparison, envoys, limit)).into(),
+        Goal::P99OfBest(times) => {
+            let limit = Limit { name: "p99", q: 0.99, times, or_more_ms: None };
+            vec![against_best(comparison, envoys, limit)]
+        }
+        Goal::LeastPart(limit) => {
+            let parts = of(&|run| run.judged.least_part(comparison.scenario.fleet.len()));
+            let (shown, least) = (spread(&parts, percent), percent(limit));
+            let line = format!("least used replica got {shown} of its fair share (at least {least})");
+            vec![(-worst(parts.into_iter().map(|part| -part)) >= limit, line)]
         }
         Goal::BeatenByHint(arm) => {
             let hinted = |value: &dyn Fn(&Measured) -> f64| comparison.of(arm, envoys).map(value).collect();
@@ -204,6 +257,7 @@ pub(crate) fn worst(values: impl IntoIterator<Item = f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backends::{Fleet, Replica};
     use crate::recovery::Recovery;
     use crate::scenario::Scenario;
     use crate::stats::{Sample, Summary};
@@ -275,6 +329,77 @@ mod tests {
         assert!(!reached(goal, runs(&rates[1..2])));
     }
 
+    /// A pass whose quantiles are these.
+    fn with_quantiles(arm: Arm, p50: u64, p99: u64, p999: u64) -> Measured {
+        let latency = |number| match number {
+            0..=500 => p50,
+            501..=990 => p99,
+            _ => p999,
+        };
+        let sample = |number| Sample {
+            latency: Some(Duration::from_millis(latency(number))),
+            replica: Some(u16::from(number >= 700)),
+            ..Sample::default()
+        };
+        let judged = Summary::of(&(0..1000).map(sample).collect::<Vec<_>>(), |_| false);
+        Measured { judged, ..run(arm, 1000, 1.0) }
+    }
+
+    #[test]
+    fn never_worse_is_judged_against_the_best_of_each_quantile() {
+        let of = |arm, p50, p99, p999| with_quantiles(arm, p50, p99, p999);
+        let with = |ours: [(u64, u64, u64); 3]| {
+            let mut runs = vec![
+                of(Arm::RoundRobin, 10, 300, 500),
+                of(Arm::Random, 30, 200, 900),
+                of(Arm::FullScan, 40, 400, 800),
+            ];
+            runs.extend(ours.map(|(p50, p99, p999)| of(Arm::Prequal, p50, p99, p999)));
+            judged(Goal::NeverWorse, runs).into_iter().collect::<Vec<_>>()
+        };
+        // One pass of three is bad: the median counts. A p50 of 11 is above 1.05 times 10, and 1 ms more.
+        let lines = with([(11, 210, 550), (11, 210, 550), (90, 990, 990)]);
+        assert!(lines.iter().all(|(reached, _)| *reached), "{lines:?}");
+        let lines = with([(12, 211, 551), (12, 211, 551), (1, 1, 1)]);
+        assert!(lines.iter().all(|(reached, _)| !reached), "{lines:?}");
+        let text: Vec<&str> = lines.iter().map(|(_, line)| line.as_str()).collect();
+        assert_eq!(
+            text,
+            [
+                "stall, one Envoy: p50 12.0 ms, 1.200 times round_robin's 10.0 (at most 1.05 or 1 ms more)",
+                "stall, one Envoy: p99 211.0 ms, 1.055 times random's 200.0 (at most 1.05)",
+                "stall, one Envoy: p99.9 551.0 ms, 1.102 times round_robin's 500.0 (at most 1.10)",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_p99_can_be_asked_to_be_below_the_best() {
+        let of = |arm, p99| with_quantiles(arm, 1, p99, p99);
+        let with = |ours| vec![of(Arm::LeastRequest, 100), of(Arm::Random, 200), of(Arm::Prequal, ours)];
+        assert!(reached(Goal::P99OfBest(0.8), with(80)));
+        assert!(!reached(Goal::P99OfBest(0.8), with(81)));
+        let alone = judged(Goal::P99OfBest(0.8), vec![of(Arm::Prequal, 1)]);
+        assert!(!alone[0].0 && alone[0].1.contains("no policy of Envoy's own"), "{alone:?}");
+        let all_fail = vec![run(Arm::Random, 0, 1.0), run(Arm::Prequal, 0, 1.0)];
+        assert!(!reached(Goal::P99OfBest(2.0), all_fail));
+    }
+
+    #[test]
+    fn the_least_used_replica_counts_in_every_pass() {
+        // Two of the eleven replicas of `stall` got everything.
+        let runs = || vec![with_quantiles(Arm::Prequal, 1, 1, 1)];
+        assert!(!reached(Goal::LeastPart(0.01), runs()));
+        let scenario = Scenario {
+            fleet: Fleet::of(2, Replica::sleeping(1)),
+            goals: vec![Goal::LeastPart(0.6)],
+            ..crate::e2e::stall(Duration::from_secs(60))
+        };
+        let mut goals = Goals::default();
+        goals.judge(&Comparison { scenario, runs: runs() }, 1);
+        assert!(goals.lines[0].0, "0.3 of 0.5: {}", goals.lines[0].1);
+    }
+
     #[test]
     fn failures_count_outside_the_judged_part_too() {
         let failed = [Sample::default()];
@@ -299,6 +424,9 @@ mod tests {
             Goal::P99AboveRoundRobinMedian(1000.0),
             Goal::P999BelowBaselines(0.1),
             Goal::CpuOfRoundRobin(10.0),
+            Goal::NeverWorse,
+            Goal::P99OfBest(10.0),
+            Goal::LeastPart(0.1),
             Goal::BeatenByHint(Arm::Hinted(8)),
             Goal::Throughput { of: Arm::LeastRequest, part: 0.1 },
         ] {

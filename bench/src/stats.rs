@@ -4,6 +4,7 @@
 //! them. A failed request ranks above every answered one, so failing early can never improve a tail.
 //! Collecting the samples is the business of `load` and `closed`.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// One request of a generator.
@@ -34,6 +35,8 @@ pub(crate) struct Summary {
     pub(crate) rejected: usize,
     /// Requests that came to a marked backend, answered or not.
     pub(crate) marked: usize,
+    /// Requests by the backend that they came to, answered or not.
+    by_replica: BTreeMap<u16, usize>,
     hits: usize,
     looked_up: usize,
 }
@@ -53,6 +56,9 @@ impl Summary {
             }
             summary.rejected += usize::from(sample.status == Some(503) && sample.replica.is_some());
             summary.marked += usize::from(sample.replica.is_some_and(&marked));
+            if let Some(replica) = sample.replica {
+                *summary.by_replica.entry(replica).or_default() += 1;
+            }
             summary.looked_up += usize::from(sample.cache_hit.is_some());
             summary.hits += usize::from(sample.cache_hit == Some(true));
         }
@@ -79,6 +85,14 @@ impl Summary {
     /// Share of all requests that the marked backends got.
     pub(crate) fn marked_share(&self) -> f64 {
         self.marked as f64 / self.samples as f64
+    }
+
+    /// What the least used of so many backends got, as a part of its fair share.
+    pub(crate) fn least_part(&self, replicas: usize) -> f64 {
+        let fair = self.samples as f64 / replicas as f64;
+        let least =
+            (0..replicas).map(|replica| self.by_replica.get(&(replica as u16)).copied().unwrap_or(0)).min();
+        least.map_or(f64::NAN, |least| least as f64 / fair)
     }
 
     /// Share of hits among the requests that a backend with a cache answered.
@@ -149,6 +163,17 @@ mod tests {
         let by_envoy = Sample { status: Some(503), ..Sample::default() };
         let summary = Summary::of(&[by_backend, by_envoy, Sample::default()], |_| true);
         assert_eq!((summary.failed, summary.rejected, summary.marked), (3, 1, 1));
+    }
+
+    #[test]
+    fn the_least_used_may_have_got_nothing() {
+        let samples: Vec<Sample> = (0..12).map(|number| sample(Some(1), number % 3)).collect();
+        let mut summary = Summary::of(&samples, |_| false);
+        assert_eq!(summary.least_part(3), 1.0);
+        assert_eq!(summary.least_part(4), 0.0);
+        summary = Summary::of(&samples[..11], |_| false);
+        assert!((summary.least_part(3) - 9.0 / 11.0).abs() < 1e-9);
+        assert!(Summary::default().least_part(3).is_nan());
     }
 
     #[test]
