@@ -8,9 +8,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use super::{FIRST, draw};
+use super::{FIRST, Topologies, draw};
 use crate::backends::{Change, Fleet, Replica, Service};
 use crate::comparison::Comparison;
 use crate::deployment::Event;
@@ -51,25 +51,6 @@ pub(crate) struct Ingress {
     /// Folder for the plot
     #[arg(long, default_value = "target/bench", value_name = "DIR")]
     out: PathBuf,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Topologies {
-    #[value(name = "1")]
-    One,
-    #[value(name = "4")]
-    Four,
-    Both,
-}
-
-impl Topologies {
-    fn list(self) -> &'static [usize] {
-        match self {
-            Self::One => &[1],
-            Self::Four => &[4],
-            Self::Both => &[1, 4],
-        }
-    }
 }
 
 /// A run of [`FIRST`] and `seconds`, with no goals set.

@@ -1,8 +1,10 @@
-//! The end-to-end scenarios that are judged: one file each says what it consists of and what has to be reached.
+//! The end-to-end scenarios that are judged: a file for each, or for a family of them, says what it consists of and what has
+//! to be reached.
 
 mod affinity;
 mod cpu_bound;
 mod ingress;
+mod never_worse;
 mod rules;
 mod sinkhole;
 mod slow_half;
@@ -13,7 +15,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
 use crate::comparison::Comparison;
 use crate::goals::Goals;
@@ -43,6 +45,43 @@ pub(crate) enum EndToEnd {
     Affinity(Length),
     /// Every selection rule through the same filter, on the shapes of `ingress` and `stall`
     Rules(Length),
+    /// 16 replicas alike at 80 % load, exponential times: never worse than the best of Envoy's own
+    Equal(never_worse::Run),
+    /// 10 replicas alike at 90 % load, exponential times: a fifth better at p99
+    #[command(name = "equal-90")]
+    Equal90(never_worse::Run),
+    /// 8 replicas at 70 % load, one request in ten twenty times as long: never worse
+    Mix(never_worse::Run),
+    /// 8 replicas, and 8 half as fast, at 80 % load: never worse
+    Generations(never_worse::Run),
+    /// 14 replicas with 4 slots and 2 with one: never worse
+    Queue(never_worse::Run),
+    /// 12 replicas at 90 % load, every request the same: never worse
+    Constant(never_worse::Run),
+    /// Four idle replicas and 400 requests: nobody is forgotten
+    Idle(never_worse::Run),
+    /// Any fleet: replicas, slots, service times and load as asked for: never worse
+    Fleet(never_worse::Any),
+}
+
+/// How many Envoys share the load.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Topologies {
+    #[value(name = "1")]
+    One,
+    #[value(name = "4")]
+    Four,
+    Both,
+}
+
+impl Topologies {
+    fn list(self) -> &'static [usize] {
+        match self {
+            Self::One => &[1],
+            Self::Four => &[4],
+            Self::Both => &[1, 4],
+        }
+    }
 }
 
 /// How long a scenario runs, and where its plot goes.
@@ -51,7 +90,7 @@ pub(crate) struct Length {
     /// Passes over all policies [default: 3; cpu-bound 5]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     passes: Option<u64>,
-    /// Judged seconds per run [default: 60; cpu-bound 20]
+    /// Judged seconds per run [default: 60; cpu-bound and idle 20]
     #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
     seconds: Option<u64>,
     /// One short pass, to see that it works: its figures are not for comparing
@@ -111,31 +150,56 @@ pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
             compare("affinity", vec![scenario], length, 3).await
         }
         EndToEnd::Rules(length) => rules::run(length).await,
+        EndToEnd::Equal(run) => never_worse(never_worse::equal, run, 60).await,
+        EndToEnd::Equal90(run) => never_worse(never_worse::equal_90, run, 60).await,
+        EndToEnd::Mix(run) => never_worse(never_worse::mix, run, 60).await,
+        EndToEnd::Generations(run) => never_worse(never_worse::generations, run, 60).await,
+        EndToEnd::Queue(run) => never_worse(never_worse::queue, run, 60).await,
+        EndToEnd::Constant(run) => never_worse(never_worse::constant, run, 60).await,
+        EndToEnd::Idle(run) => never_worse(never_worse::idle, run, 20).await,
+        EndToEnd::Fleet(fleet) => {
+            never_worse(|seconds| never_worse::any(fleet, seconds), &fleet.run, 60).await
+        }
     }
+}
+
+/// Runs one of the fleets without a fault in the topologies asked for.
+async fn never_worse(
+    scenario: impl Fn(Duration) -> Scenario,
+    run: &never_worse::Run,
+    seconds: u64,
+) -> Result<ExitCode> {
+    let scenario = scenario(run.length.seconds(seconds));
+    let (name, topologies) = (scenario.name.clone(), run.envoys.list());
+    let comparisons = measure(run.length.choose(vec![scenario])?, run.length.passes(3), topologies).await?;
+    report(&name, &comparisons, topologies, &run.length.out)
 }
 
 /// Runs scenarios one after the other through one Envoy, then prints tables, plot and verdicts.
 async fn compare(name: &str, scenarios: Vec<Scenario>, length: &Length, passes: u64) -> Result<ExitCode> {
-    let comparisons = measure(length.choose(scenarios)?, length.passes(passes)).await?;
-    report(name, &comparisons, &length.out)
+    let comparisons = measure(length.choose(scenarios)?, length.passes(passes), &[1]).await?;
+    report(name, &comparisons, &[1], &length.out)
 }
 
-async fn measure(scenarios: Vec<Scenario>, passes: usize) -> Result<Vec<Comparison>> {
+async fn measure(scenarios: Vec<Scenario>, passes: usize, topologies: &[usize]) -> Result<Vec<Comparison>> {
     let mut comparisons = Vec::new();
     for scenario in scenarios {
-        comparisons.push(Comparison::run(scenario, passes, &[1]).await?);
+        comparisons.push(Comparison::run(scenario, passes, topologies).await?);
     }
     println!();
     Ok(comparisons)
 }
 
-fn report(name: &str, comparisons: &[Comparison], out: &Path) -> Result<ExitCode> {
+fn report(name: &str, comparisons: &[Comparison], topologies: &[usize], out: &Path) -> Result<ExitCode> {
     let mut goals = Goals::default();
+    let mut panels: Vec<Panel> = Vec::new();
     for comparison in comparisons {
-        println!("{}", comparison.tables(1));
-        goals.judge(comparison, 1);
+        for envoys in topologies {
+            println!("{}", comparison.tables(*envoys));
+            goals.judge(comparison, *envoys);
+            panels.push(comparison.panel(*envoys));
+        }
     }
-    let panels: Vec<Panel> = comparisons.iter().map(|comparison| comparison.panel(1)).collect();
     draw(&out.join(format!("{name}.svg")), name, &panels)?;
     Ok(goals.print())
 }

@@ -28,8 +28,8 @@ pub(super) async fn run(length: &Length) -> Result<ExitCode> {
     let seconds = length.seconds(60);
     let shapes = [ingress::scenario(seconds), stall::scenario(seconds)];
     let compared = |shape| Scenario { arms: RULES.to_vec(), goals: Vec::new(), ..shape };
-    let comparisons = measure(length.choose(shapes.map(compared).into())?, length.passes(3)).await?;
-    let code = report("rules", &comparisons, &length.out)?;
+    let comparisons = measure(length.choose(shapes.map(compared).into())?, length.passes(3), &[1]).await?;
+    let code = report("rules", &comparisons, &[1], &length.out)?;
     println!("Both shapes side by side:\n\n{}", side_by_side(&comparisons));
     Ok(code)
 }

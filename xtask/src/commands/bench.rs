@@ -28,8 +28,9 @@ enum What {
     /// End to end: load through a real Envoy, against Envoy's own policies, with a verdict per goal.
     ///
     /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. The others are `stall`, `sinkhole`,
-    /// `slow-half`, `cpu-bound`, `affinity` and `rules`; `--quick` shows that one works. Every argument is handed to the
-    /// harness; `cargo xtask bench e2e -- --help` prints its own help.
+    /// `slow-half`, `cpu-bound`, `affinity` and `rules`, and, without a fault, `equal`, `equal-90`, `mix`, `generations`,
+    /// `queue`, `constant`, `idle` and `fleet`; `--quick` shows that one works. Every argument is handed to the harness;
+    /// `cargo xtask bench e2e -- --help` prints its own help.
     E2e(HarnessArgs),
     /// PLB beneath the service: a fabric of namespaces with paths that lose or mark everything, and who may repath.
     ///

@@ -1,0 +1,274 @@
+//! Fleets without a fault, on which Prequal is to be no worse than the best of Envoy's own policies: alike or of two
+//! kinds, with times that scatter or do not, and a load that makes requests wait.
+//!
+//! A replica serves so many requests at a time and any number waits. Requests come open loop, by Poisson, through one
+//! Envoy with two workers or spread over four with one worker each.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, Error, Result, ensure};
+use clap::Args;
+
+use super::{FIRST, Length, Topologies};
+use crate::backends::{Fleet, Replica, Service, Times};
+use crate::goals::Goal;
+use crate::load::Arrivals;
+use crate::scenario::{Arm, Load, Marked, Scenario};
+
+/// Each has an agent of its own, a process.
+const MOST_REPLICAS: u16 = 100;
+
+/// Length and topologies of one of these.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Run {
+    #[command(flatten)]
+    pub(super) length: Length,
+    /// How many Envoys share the load: one with two workers, or four with one each
+    #[arg(long, default_value = "both")]
+    pub(super) envoys: Topologies,
+}
+
+/// Arguments of `e2e fleet`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Any {
+    /// How many replicas
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_REPLICAS)))]
+    replicas: u16,
+    /// Requests that a replica serves at a time
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    slots: u16,
+    /// Service times in ms: exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE
+    #[arg(long, value_name = "TIMES")]
+    service: Times,
+    /// A second kind of replicas, whose share is shown, as REPLICASxSLOTS:TIMES
+    #[arg(long, value_name = "GROUP")]
+    and: Option<Group>,
+    /// Load as a part of what the whole fleet can serve
+    #[arg(long, value_name = "PART", value_parser = load)]
+    load: f64,
+    #[command(flatten)]
+    pub(super) run: Run,
+}
+
+/// Replicas alike.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Group {
+    replicas: u16,
+    slots: u16,
+    times: Times,
+}
+
+impl Group {
+    /// What they can serve in a second.
+    fn capacity(self) -> f64 {
+        f64::from(self.replicas) * f64::from(self.slots) * 1e3 / self.times.mean_ms()
+    }
+
+    fn text(self) -> String {
+        let plural = if self.slots == 1 { "" } else { "s" };
+        format!("{} replicas with {} slot{plural}, {}", self.replicas, self.slots, self.times)
+    }
+
+    fn replica(self) -> Replica {
+        Replica::new(Service::Queue { slots: usize::from(self.slots), times: self.times })
+    }
+}
+
+impl FromStr for Group {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let form = || format!("`{text}` is not REPLICASxSLOTS:TIMES, such as 2x1:exp:40");
+        let (size, times) = text.split_once(':').with_context(form)?;
+        let (replicas, slots) = size.split_once('x').with_context(form)?;
+        let (replicas, slots): (u16, u16) =
+            (replicas.parse().with_context(form)?, slots.parse().with_context(form)?);
+        ensure!(
+            (1..=MOST_REPLICAS).contains(&replicas),
+            "from 1 to {MOST_REPLICAS} replicas, not {replicas}"
+        );
+        ensure!((1..=1000).contains(&slots), "from 1 to 1000 slots, not {slots}");
+        Ok(Self { replicas, slots, times: times.parse()? })
+    }
+}
+
+fn load(text: &str) -> Result<f64> {
+    let load: f64 = text.parse().with_context(|| format!("`{text}` is no number"))?;
+    ensure!(load > 0.0 && load < 1.0, "above 0 and below 1: from 1 on the queues only grow");
+    Ok(load)
+}
+
+fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> Group {
+    Group { replicas, slots, times: Times::Exponential { mean_ms } }
+}
+
+/// Alike, and busy.
+pub(super) fn equal(seconds: Duration) -> Scenario {
+    scenario("equal", &[exponential(16, 4, 40.0)], 1280, None, seconds)
+}
+
+/// Alike, and so busy that whoever sends to the wrong one waits.
+pub(super) fn equal_90(seconds: Duration) -> Scenario {
+    let mut scenario = scenario("equal-90", &[exponential(10, 3, 20.0)], 1350, None, seconds);
+    scenario.goals.push(Goal::P99OfBest(0.8));
+    scenario
+}
+
+/// Alike, but one request in ten takes twenty times as long as the others.
+pub(super) fn mix(seconds: Duration) -> Scenario {
+    let times = Times::Mix { usual: [5.0, 15.0], other: [100.0, 300.0], other_share: 0.1 };
+    scenario("mix", &[Group { replicas: 8, slots: 4, times }], 772, None, seconds)
+}
+
+/// Half of the machines half as fast.
+pub(super) fn generations(seconds: Duration) -> Scenario {
+    let groups = [exponential(8, 4, 40.0), exponential(8, 4, 80.0)];
+    scenario("generations", &groups, 960, Some("the slow half"), seconds)
+}
+
+/// As fast as the others, but with a quarter of their room.
+pub(super) fn queue(seconds: Duration) -> Scenario {
+    let groups = [exponential(14, 4, 40.0), exponential(2, 1, 40.0)];
+    scenario("queue", &groups, 800, Some("the small pair"), seconds)
+}
+
+/// Alike, and every request as well: who takes turns is hard to beat.
+pub(super) fn constant(seconds: Duration) -> Scenario {
+    let group = Group { replicas: 12, slots: 4, times: Times::Exactly { ms: 40.0 } };
+    scenario("constant", &[group], 1080, None, seconds)
+}
+
+/// Alike, and hardly ever busy: nobody is to be forgotten. The whole run is judged.
+pub(super) fn idle(seconds: Duration) -> Scenario {
+    let group = Group { replicas: 4, slots: 4, times: Times::Exactly { ms: 10.0 } };
+    Scenario {
+        title: format!("{}, 20 requests/s", group.text()),
+        load: Load::constant(20),
+        judged: Duration::ZERO..seconds,
+        goals: vec![Goal::LeastPart(0.5), Goal::NoneFailed],
+        ..scenario("idle", &[group], 20, None, seconds)
+    }
+}
+
+/// What the command line says.
+pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
+    let first = Group { replicas: fleet.replicas, slots: fleet.slots, times: fleet.service };
+    let groups: Vec<Group> = std::iter::once(first).chain(fleet.and).collect();
+    let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
+    let per_second = (fleet.load * capacity).round().max(1.0) as u32;
+    scenario("fleet", &groups, per_second, fleet.and.map(|_| "the second kind"), seconds)
+}
+
+/// A run of [`FIRST`] and `seconds`; with a label, the replicas of the second group are marked.
+fn scenario(
+    name: &str,
+    groups: &[Group],
+    per_second: u32,
+    marked: Option<&'static str>,
+    seconds: Duration,
+) -> Scenario {
+    let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
+    let texts: Vec<String> = groups.iter().map(|group| group.text()).collect();
+    let fleet = groups
+        .iter()
+        .fold(Fleet::default(), |fleet, group| fleet.and(usize::from(group.replicas), group.replica()));
+    let replicas = groups[0].replicas..fleet.len() as u16;
+    Scenario {
+        name: name.to_owned(),
+        title: format!(
+            "{}; {per_second} requests/s Poisson, {:.0} % load",
+            texts.join(", and "),
+            f64::from(per_second) / capacity * 100.0
+        ),
+        fleet,
+        load: Load::Open { arrivals: Arrivals::Poisson(per_second), keys: None },
+        workers: 2,
+        arms: Arm::STOCK.into_iter().chain([Arm::Prequal]).collect(),
+        judged: FIRST..FIRST + seconds,
+        schedule: Vec::new(),
+        good_within: Duration::from_millis(500),
+        marked: marked.map(|label| Marked { replicas, label }),
+        watch: None,
+        goals: vec![Goal::NeverWorse],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        any: Any,
+    }
+
+    fn parsed(line: &str) -> Result<Scenario, String> {
+        let line = Line::try_parse_from(std::iter::once("fleet").chain(line.split_whitespace()));
+        line.map(|line| any(&line.any, MINUTE)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn every_fleet_has_the_load_that_it_is_for() {
+        for (scenario, replicas, load) in [
+            (equal(MINUTE), 16, "80 % load"),
+            (equal_90(MINUTE), 10, "90 % load"),
+            (mix(MINUTE), 8, "70 % load"),
+            (generations(MINUTE), 16, "80 % load"),
+            (queue(MINUTE), 16, "55 % load"),
+            (constant(MINUTE), 12, "90 % load"),
+        ] {
+            assert_eq!(scenario.fleet.len(), replicas, "{}", scenario.title);
+            assert!(scenario.title.ends_with(load), "{}", scenario.title);
+            assert_eq!(scenario.arms.len(), 5);
+            assert_eq!((scenario.workers(1), scenario.workers(4)), (2, 1));
+        }
+    }
+
+    #[test]
+    fn the_second_kind_is_marked() {
+        let marked = |scenario: Scenario| scenario.marked.map(|marked| (marked.replicas, marked.label));
+        assert_eq!(marked(generations(MINUTE)), Some((8..16, "the slow half")));
+        assert_eq!(marked(queue(MINUTE)), Some((14..16, "the small pair")));
+        assert_eq!(marked(equal(MINUTE)), None);
+    }
+
+    #[test]
+    fn any_fleet_can_be_asked_for() {
+        let line =
+            "--replicas 14 --slots 4 --service exp:40 --and 2x1:exact:80 --load 0.5 --seconds 10 --envoys 1";
+        let scenario = parsed(line).unwrap();
+        assert_eq!(
+            scenario.title,
+            "14 replicas with 4 slots, exponential 40 ms, and 2 replicas with 1 slot, exactly 80 ms; 713 requests/s \
+             Poisson, 50 % load"
+        );
+        let kind = |slots, times| Replica::new(Service::Queue { slots, times });
+        assert_eq!(scenario.fleet.0[13], kind(4, Times::Exponential { mean_ms: 40.0 }));
+        assert_eq!(scenario.fleet.0[14], kind(1, Times::Exactly { ms: 80.0 }));
+        assert_eq!(scenario.marked.unwrap().replicas, 14..16);
+    }
+
+    #[test]
+    fn what_is_no_fleet_is_refused_with_the_reason() {
+        let usual = "--replicas 2 --slots 3 --service exp:20 --load 0.9";
+        for (from, to, reason) in [
+            ("exp:20", "gauss:20", "nobody knows `gauss`"),
+            ("0.9", "1.0", "from 1 on the queues only grow"),
+            ("0.9", "much", "`much` is no number"),
+            ("--replicas 2", "--replicas 0", "0 is not in 1..=100"),
+            ("--load", "--and 2:exp:40 --load", "REPLICASxSLOTS:TIMES"),
+            ("--load", "--and 0x1:exp:40 --load", "from 1 to 100 replicas, not 0"),
+            ("--load", "--and 2x1:exp --load", "no `:`"),
+        ] {
+            let error = parsed(&usual.replace(from, to)).expect_err(to);
+            assert!(error.contains(reason), "{to}: {error}");
+        }
+        assert!(parsed(usual).is_ok());
+    }
+}
