@@ -169,7 +169,7 @@ async fn never_worse(
     run: &never_worse::Run,
     seconds: u64,
 ) -> Result<ExitCode> {
-    let scenario = scenario(run.length.seconds(seconds));
+    let scenario = Scenario { workers: run.workers, ..scenario(run.length.seconds(seconds)) };
     let (name, topologies) = (scenario.name.clone(), run.envoys.list());
     let comparisons = measure(run.length.choose(vec![scenario])?, run.length.passes(3), topologies).await?;
     report(&name, &comparisons, topologies, &run.length.out)

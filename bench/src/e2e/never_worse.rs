@@ -24,9 +24,12 @@ const MOST_REPLICAS: u16 = 100;
 pub(crate) struct Run {
     #[command(flatten)]
     pub(super) length: Length,
-    /// How many Envoys share the load: one with two workers, or four with one each
+    /// How many Envoys share the load; each of four has one worker
     #[arg(long, default_value = "both")]
     pub(super) envoys: Topologies,
+    /// Workers of the one Envoy
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(super) workers: u32,
 }
 
 /// Arguments of `e2e fleet`.
