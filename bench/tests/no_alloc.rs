@@ -87,7 +87,7 @@ fn the_pick_path_does_not_allocate() {
             let pick = black_box(pool.pick(&settings, now, &mut rng));
             match pick.branch {
                 Branch::Fallback => fell_back += 1,
-                Branch::Cold | Branch::Hot | Branch::Sync | Branch::Scored => steered += 1,
+                Branch::Cold | Branch::Hot | Branch::Trial | Branch::Sync | Branch::Scored => steered += 1,
             }
             blob.copy_from_slice(&pool.encode());
         }

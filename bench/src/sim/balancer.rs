@@ -15,13 +15,14 @@ use prequal_core::policies::yarp::{PAPER_POLL_MS, Yarp};
 use prequal_core::policies::zuul::Zuul;
 use prequal_core::policies::{Done, Policy};
 use prequal_core::pool::{Load, Pick, PoolSettings, PoolState, ProbesDue, Ranking};
+use prequal_core::report::LoadReport;
 use prequal_core::sync::{Answer, SyncSettings, Waiting};
 use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, TrackerConfig};
 use rand::Rng;
 use rand::rngs::SmallRng;
 
-use super::server::{Health, Nanos, micros};
+use super::server::{Nanos, micros};
 
 /// A policy with its settings.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,6 +61,7 @@ pub(crate) struct Prequal {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Rule {
+    Predicted,
     HotCold,
     Linear(f64),
     C3,
@@ -214,6 +216,7 @@ impl Client {
             (None, Rule::Linear(lambda)) => self.pool.pick_scored(settings, now, rng, |candidate| {
                 Linear { lambda, alpha_us: ALPHA_US }.score(candidate)
             }),
+            (None, Rule::Predicted) => self.pool.pick_predicted(settings, now, rng),
             (None, _) => self.pool.pick(settings, now, rng),
         };
         if let (Some(c3), Some(chosen)) = (&mut self.c3, pick.replica) {
@@ -295,21 +298,20 @@ impl Client {
         &mut self,
         server: usize,
         now: Nanos,
-        report: (u32, Option<u32>),
-        health: Health,
+        report: &LoadReport,
         rng: &mut SmallRng,
     ) {
         let (replica, now) = (endpoint(server), micros(now));
         if let Some(c3) = &mut self.c3 {
-            c3.reported(replica, report.0, report.1);
+            c3.reported(replica, report.rif, report.latency_us);
         }
         self.members.renew(replica, now);
-        let mut load = Load { rif: report.0, latency_us: report.1, up_s: health.up_s };
+        let mut load = Load::from(report);
         let standing = self.members.standing(replica);
         let settings = &self.config.pool.exceptions;
-        if self.pool.has_exceptions() || settings.believes(health.failing) {
+        if self.pool.has_exceptions() || settings.believes(report.failing) {
             self.exceptions.set_members(self.pool.membership().0);
-            if self.exceptions.heard(settings, now, replica, health.failing, standing) != Change::None {
+            if self.exceptions.heard(settings, now, replica, report.failing, standing) != Change::None {
                 self.pool.exclude(&self.exceptions, now);
             }
             let Some(admitted) = self.exceptions.admit(now, replica, load) else { return };
@@ -324,12 +326,11 @@ impl Client {
         asked: Option<usize>,
         server: usize,
         now: Nanos,
-        report: (u32, Option<u32>),
-        health: Health,
+        report: &LoadReport,
         rng: &mut SmallRng,
     ) {
         if !self.config.learn {
-            return self.reported(server, now, report, health, rng);
+            return self.reported(server, now, report, rng);
         }
         if let Some(gone) = asked.filter(|asked| *asked != server) {
             self.members.remove(endpoint(gone));
@@ -340,7 +341,7 @@ impl Client {
             self.members.sample_met(endpoint(server), None, micros(now));
             self.pool.set_members(self.members.count(), self.members.samples(), micros(now));
         }
-        self.reported(server, now, report, health, rng);
+        self.reported(server, now, report, rng);
     }
 
     /// Envoy says that `server` served a request.
@@ -368,11 +369,11 @@ impl SyncClient {
         &mut self,
         server: usize,
         now: Nanos,
-        (rif, latency_us): (u32, Option<u32>),
+        report: &LoadReport,
         rng: &mut SmallRng,
     ) -> Answer {
         let replica = endpoint(server);
-        let (load, standing) = (Load::at_face_value(rif, latency_us), self.members.standing(replica));
+        let (load, standing) = (Load::from(report), self.members.standing(replica));
         self.pool.record(&self.config, micros(now), replica, load, standing, rng);
         Answer { replica, load, standing }
     }

@@ -8,6 +8,7 @@ use std::collections::{BinaryHeap, VecDeque};
 use prequal_core::exceptions::flights::Flight;
 use prequal_core::policies::{Done, Utilisation};
 use prequal_core::pool::{Branch, ProbesDue};
+use prequal_core::report::LoadReport;
 use prequal_core::sync::Waiting;
 use prequal_core::tracker::{Outcome, Ticket};
 use rand::rngs::SmallRng;
@@ -17,7 +18,7 @@ use rand_distr::{Distribution, Exp1, Zipf};
 use super::balancer::{Arm, Balancer, Polling};
 use super::measure::{FAILED, Run, Sample};
 use super::scenario::{Change, Load, Scenario, Service};
-use super::server::{Health, Job, Nanos, Server, micros};
+use super::server::{Job, Nanos, Server, micros};
 
 mod queue;
 
@@ -76,8 +77,7 @@ struct Query {
     failed: bool,
     /// The server's word tells something that the client did not know: it was not steered, or to a candidate.
     unproven: bool,
-    report: (u32, Option<u32>),
-    health: Health,
+    report: Option<LoadReport>,
     waiting: Option<Waiting>,
     /// What the client's breaker watches, until it has ended.
     flight: Option<Flight>,
@@ -90,8 +90,7 @@ struct Probe {
     server: u32,
     /// The waiting query of a synchronous probe.
     query: Option<(u32, u64)>,
-    report: (u32, Option<u32>),
-    health: Health,
+    report: Option<LoadReport>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -305,8 +304,7 @@ impl<'a> World<'a> {
             server_done: false,
             failed: false,
             unproven: false,
-            report: (0, None),
-            health: Health::default(),
+            report: None,
             waiting: None,
             flight: None,
         });
@@ -336,7 +334,7 @@ impl<'a> World<'a> {
                 let pick = client_state.pick(now, &mut self.choice);
                 if self.from <= now {
                     self.run.branches[match pick.branch {
-                        Branch::Cold | Branch::Sync | Branch::Scored => 0,
+                        Branch::Cold | Branch::Sync | Branch::Scored | Branch::Trial => 0,
                         Branch::Hot => 1,
                         Branch::Fallback => 2,
                     }] += 1;
@@ -502,7 +500,7 @@ impl<'a> World<'a> {
         self.assigned[index] -= 1;
         // As in the agent: the head of the response carries the report, while the query still counts.
         if self.reads_answers && !query.client_done {
-            (query.report, query.health) = (server.report(now, 1), server.health(now));
+            query.report = Some(server.report(now, query.ticket.as_ref().map(Ticket::visit)));
         }
         if let Some(ticket) = query.ticket.take() {
             let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
@@ -529,17 +527,18 @@ impl<'a> World<'a> {
             self.run.samples[sample as usize].latency_us = latency_us as u32;
         }
         let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
-        let rif = self.reads_answers.then_some(query.report.0);
+        let rif = query.report.map(|report| report.rif);
         self.balancers[client].done(server, now, &Done { latency_us, outcome, rif, utilisation: None });
         if let Balancer::Prequal(client) = &mut self.balancers[client] {
             if query.unproven {
                 client.confirmed(server, now);
             }
             if let Some(flight) = query.flight.take() {
-                client.landed(flight, now, query.failed, query.report.1.filter(|_| self.reads_answers));
+                let reported_us = query.report.and_then(|report| report.latency_us);
+                client.landed(flight, now, query.failed, reported_us);
             }
-            if self.reads_answers && !query.failed {
-                client.reported(server, now, query.report, query.health, &mut self.choice);
+            if let Some(report) = query.report.filter(|_| !query.failed) {
+                client.reported(server, now, &report, &mut self.choice);
             }
         }
         if let Load::Closed { .. } = self.scenario.load {
@@ -593,8 +592,7 @@ impl<'a> World<'a> {
             asked: asked.map(|asked| asked as u32),
             server: server as u32,
             query,
-            report: (0, None),
-            health: Health::default(),
+            report: None,
         });
         let delay = transit(&mut self.network);
         self.after(delay, Event::ProbeAtServer(probe));
@@ -618,7 +616,7 @@ impl<'a> World<'a> {
         let now = self.now;
         let Some(probe) = self.probes.get(slot) else { return };
         let server = &mut self.servers[probe.server as usize];
-        (probe.report, probe.health) = (server.report(now, 0), server.health(now));
+        probe.report = Some(server.report(now, None));
         let delay = transit(&mut self.network);
         self.after(delay, Event::ProbeReply(slot));
     }
@@ -626,14 +624,15 @@ impl<'a> World<'a> {
     fn probe_reply(&mut self, slot: u32) {
         let now = self.now;
         let Some(probe) = self.probes.remove(slot) else { return };
+        let Some(report) = probe.report else { return };
         let (client, server) = (probe.client as usize, probe.server as usize);
         match (&mut self.balancers[client], probe.query) {
             (Balancer::Prequal(state), _) => {
                 let asked = probe.asked.map(|asked| asked as usize);
-                state.probed(asked, server, now, probe.report, probe.health, &mut self.choice);
+                state.probed(asked, server, now, &report, &mut self.choice);
             }
             (Balancer::Sync(sync), Some((query, id))) => {
-                let answer = sync.answered(server, now, probe.report, &mut self.choice);
+                let answer = sync.answered(server, now, &report, &mut self.choice);
                 let waiting = self.queries.get(query).filter(|query| query.id == id);
                 let enough = waiting
                     .and_then(|query| query.waiting.as_mut())

@@ -151,7 +151,7 @@ fn paper_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
 pub(crate) fn ours() -> Prequal {
     Prequal {
         pool: Profile::Default.pool_settings(),
-        rule: Rule::HotCold,
+        rule: Rule::Predicted,
         piggyback: true,
         skip_fresh_ms: Some(Profile::Default.pool_settings().max_age_ms / 10),
         idle_ms: 1000,

@@ -3,9 +3,10 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use prequal_core::replica::{Replica, YOUNG_S};
+use prequal_core::replica::Replica;
+use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, TrackerConfig};
+use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution, StandardNormal};
@@ -36,17 +37,10 @@ pub(crate) enum Logged {
     },
     /// `held` is the model's own count of queries, without those that are leaving.
     Reported {
-        report: (u32, Option<u32>),
-        leaving: u32,
+        report: LoadReport,
+        leaving: Option<Visit>,
         held: usize,
     },
-}
-
-/// What a report tells beside the load: failures per mille, and seconds since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Health {
-    pub(crate) failing: u16,
-    pub(crate) up_s: Option<u32>,
 }
 
 pub(crate) struct Server {
@@ -159,21 +153,13 @@ impl Server {
         self.replica.finish(ticket, micros(now), outcome);
     }
 
-    /// What a probe arriving now is told, or with one `leaving` a response.
-    pub(crate) fn report(&mut self, now: Nanos, leaving: u32) -> (u32, Option<u32>) {
+    /// What a probe arriving now is told, or the response to a query that is `leaving`.
+    pub(crate) fn report(&mut self, now: Nanos, leaving: Option<Visit>) -> LoadReport {
         // Who it is goes by the engine's numbers.
-        let told = self.replica.report(micros(now), endpoint(0), None, leaving);
-        let report = (told.rif, told.latency_us);
+        let report = self.replica.report(micros(now), endpoint(0), None, leaving);
         #[cfg(test)]
         self.log.push((now, Logged::Reported { report, leaving, held: self.running + self.waiting.len() }));
         report
-    }
-
-    /// What a report tells beside the load.
-    pub(crate) fn health(&self, now: Nanos) -> Health {
-        let now = micros(now);
-        let up_s = Some(self.replica.up_s(now)).filter(|up_s| *up_s < YOUNG_S);
-        Health { failing: self.replica.failing(now), up_s }
     }
 
     /// Whether antagonists make the capacity change.

@@ -174,7 +174,7 @@ impl Levels {
         });
         // Where answers are rare none would be recent enough when the next report is due.
         if self.fitted_at.is_none_or(|at| now.distance(at) > FIT_AT_LEAST_US) {
-            self.capacity(now);
+            self.capacity(now, false);
         }
     }
 
@@ -184,21 +184,23 @@ impl Levels {
     }
 
     /// Base latency and knee, with the running stretch counted. `None` until a good answer has left. While too few have left
-    /// lately the last fit stands.
-    pub fn capacity(&mut self, now: Micros) -> Option<Capacity> {
+    /// lately the last fit stands. `leaving`: one that is about to leave counts as if it had, lest its time count without its
+    /// end.
+    pub fn capacity(&mut self, now: Micros, leaving: bool) -> Option<Capacity> {
         let fresh = self.fitted_at.is_some_and(|at| now.distance(at) < FIT_EVERY_US);
-        if !fresh {
+        if !fresh || (leaving && self.fit.is_none()) {
             let weight = self.weight(now);
             self.row(self.level, |_| ());
             let running = self.elapsed(now) * weight;
             self.fitted_at = Some(now);
-            self.fit = self.fitted(weight, running).or(self.fit);
+            let left = if leaving && self.level > 0 { weight } else { 0.0 };
+            self.fit = self.fitted(weight, Row { time: running, left, ..Row::default() }).or(self.fit);
         }
         self.fit
     }
 
-    /// The fit where the present weighs `weight`, and the current level lasts for `running` of weighted time already.
-    fn fitted(&mut self, weight: f64, running: f64) -> Option<Capacity> {
+    /// The fit where the present weighs `weight`, and `running` is to be added to the current level.
+    fn fitted(&mut self, weight: f64, running: Row) -> Option<Capacity> {
         let current = (self.level as usize).min(self.rows.len());
         let mut all = Row::default();
         // Of the levels not looked at yet: Σ n·ln r and Σ S / r.
@@ -212,9 +214,10 @@ impl Levels {
             took_each += row.took / (index + 1) as f64;
         }
         if current > 0 {
-            all.time += running;
+            all.time += running.time;
+            all.left += running.left;
         }
-        if all.left < LEAST * weight || all.met <= 0.0 {
+        if all.left < LEAST * weight {
             return None;
         }
         let (mut time, mut left, mut met) = (all.time, all.left, all.met);
@@ -232,12 +235,15 @@ impl Levels {
             took_each -= row.took / k;
             let departures = gain - all.left * effort.max(TINY).ln();
             // Rounding may leave a little less than nothing above the highest level.
-            let arrivals = -(log_met - met * log) - all.met * ((took + k * took_each) / all.met).max(TINY).ln();
+            let each = (took + k * took_each) / all.met.max(TINY);
+            let arrivals = met * log - log_met - all.met * each.max(TINY).ln();
             let score = (departures + arrivals) / weight;
             best = if score > best { score } else { best };
             self.scores.push((score, effort));
-            time -= row.time + if index + 1 == current { running } else { 0.0 };
-            left -= row.left;
+            let (running_time, running_left) =
+                if index + 1 == current { (running.time, running.left) } else { (0.0, 0.0) };
+            time -= row.time + running_time;
+            left -= row.left + running_left;
             last_log = *log;
         }
         let knee = self.scores.iter().position(|(score, _)| *score >= best - DOUBT)?;

@@ -343,7 +343,9 @@ impl Exceptions {
                         (record.backoff_ms, record.since, record.chance) = (MIN_BACKOFF_MS, now, 0);
                         Change::Noted
                     }
-                    // Not stuck but slow: another trial soon would only be another slow request.
+                    // Not stuck but slow, as it says and was before: that is the rule's business.
+                    (Reason::Silent, Timing::Slow) if record.vouch == 0 => record.close(now),
+                    // Another trial soon would only be another slow request.
                     (Reason::Silent, Timing::Slow) if trial => {
                         record.backoff_ms = MAX_BACKOFF_MS;
                         Change::Noted

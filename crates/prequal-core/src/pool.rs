@@ -48,7 +48,7 @@ use bars::{Barred, MAX_BARRED, REFUSAL_WEIGHT};
 pub use choose::Ranking;
 pub use entry::{Candidate, Load};
 use entry::{Entry, FULL_SHARE, UNKNOWN};
-use predicted::Predicted;
+use predicted::{Predicted, Trials};
 use probes::GROWING_MS;
 use rank::{Order, Scored, Theta, lowest_ramped};
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
@@ -119,8 +119,7 @@ pub struct PoolState {
     auto_ge: u16,
     probe_credit: f32,
     remove_credit: f32,
-    /// Saved up for trials, microseconds ([`predicted`]).
-    trial_credit: f32,
+    trials: Trials,
     /// Moving averages per pick.
     reports_per_pick: f32,
     new_per_pick: f32,
@@ -147,6 +146,9 @@ pub struct PoolState {
     exceptions: u16,
     /// Replicas that it excludes.
     out: u16,
+    /// Picks so far, wrapping.
+    picks: u16,
+    padding: u16,
     entries: [Entry; MAX_POOL],
     barred: [Barred; MAX_BARRED],
     history_at: [Stamp; MAX_HISTORY],
@@ -188,10 +190,10 @@ impl PoolState {
     /// [`Self::pick`] by predicted latency.
     pub fn pick_predicted<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
-        let rule = Predicted::over(self.entries());
-        let mut credit = self.trial_credit;
-        let tried = rule.trial(self.entries(), &mut credit, rng);
-        self.trial_credit = credit;
+        let rule = Predicted::over(self.entries(), self.picks, now.stamp());
+        let mut trials = self.trials;
+        let tried = rule.trial(self.entries(), &mut trials, rng);
+        self.trials = trials;
         self.pick_first(settings, now, rng, probes, &rule, tried)
     }
 
@@ -281,6 +283,8 @@ impl PoolState {
             probes,
         };
         let learning = self.is_learning(settings, stamp);
+        self.picks = self.picks.wrapping_add(1);
+        let picks = self.picks;
         // With all but one replica out that one is the choice.
         let enough = self.members.saturating_sub(self.out.into()).clamp(1, 2);
         let enough = if self.out == 0 { 2 } else { enough as u16 };
@@ -298,6 +302,7 @@ impl PoolState {
             pick.standing = entry.standing();
             // RIF compensation (§4): our own request is on its way there.
             entry.rif = entry.rif.saturating_add(1);
+            entry.chosen = picks;
             entry.uses_left = entry.uses_left.saturating_sub(1);
             let (chosen, used_up) = (entry.endpoint, entry.uses_left == 0);
             if pick.verify {
@@ -340,6 +345,7 @@ impl PoolState {
         // An answer to a request sent long ago must not make the replica's placement older than it is.
         let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::standing);
         let standing = known.filter(|known| self.newer(known, &standing)).unwrap_or(standing);
+        self.trials.reported(endpoint, load.capacity);
         let entry = Entry::new(settings, endpoint, load, standing, stamp);
         self.remember_rif(settings, stamp, entry.load());
         if self.is_barred(endpoint, stamp) || !standing.is_in_use(self.samples, self.members) {
@@ -368,7 +374,7 @@ impl PoolState {
             latency_us: UNKNOWN,
             base_us: UNKNOWN,
             knee: 1,
-            padding: 0,
+            chosen: 0,
             received: stamp,
             sampled: self.samples,
             weight: Standing::UNIT,
@@ -383,7 +389,7 @@ impl PoolState {
     fn insert(&mut self, settings: &PoolSettings, stamp: Stamp, entry: Entry) {
         let endpoint = entry.endpoint;
         if let Some(old) = self.entries_mut().iter_mut().find(|old| old.endpoint == endpoint) {
-            *old = entry;
+            *old = Entry { chosen: old.chosen, ..entry };
             return;
         }
         self.new_since_pick = self.new_since_pick.saturating_add(1).min(MAX_RATE);
@@ -553,9 +559,7 @@ impl Blob for PoolState {
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let state: Self = read_plain(bytes)?;
-        // Up to what the slowest replica under the highest RIF would cost.
-        let finite = (0.0..=1e30).contains(&state.trial_credit);
-        let finite = finite && [
+        let finite = [
             state.probe_credit,
             state.remove_credit,
             state.reports_per_pick,
@@ -570,7 +574,8 @@ impl Blob for PoolState {
             && state.barred_count as usize <= MAX_BARRED
             && state.remove_worst <= 1
             && state.auto_ge <= 1
-            && state.exceptions <= 1;
+            && state.exceptions <= 1
+            && state.trials.is_sound();
         if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
             return Err(BlobError::Content);
         }

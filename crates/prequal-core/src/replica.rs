@@ -92,7 +92,7 @@ impl Replica {
         LoadReport {
             rif,
             latency_us: self.tracker.latency_at(now, rif, leaving),
-            capacity: self.tracker.capacity(now),
+            capacity: self.tracker.capacity_after(now, leaving),
             endpoint: Some(endpoint),
             probe_endpoint,
             failing: self.failing(now),

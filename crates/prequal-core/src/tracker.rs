@@ -275,7 +275,12 @@ impl Tracker {
 
     /// Base latency and knee, as of the requests in flight here that are at the server; `None` while nothing has been served.
     pub fn capacity(&mut self, now: Micros) -> Option<Capacity> {
-        let capacity = self.levels.capacity(now)?;
+        self.capacity_after(now, None)
+    }
+
+    /// The same once `leaving` will have left, with a good answer.
+    pub fn capacity_after(&mut self, now: Micros, leaving: Option<Visit>) -> Option<Capacity> {
+        let capacity = self.levels.capacity(now, leaving.is_some())?;
         // On the wire the RIF counts all.
         let away = u16::try_from(self.away).unwrap_or(u16::MAX);
         Some(Capacity { knee: capacity.knee.saturating_add(away), ..capacity })

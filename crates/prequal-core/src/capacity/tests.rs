@@ -267,7 +267,7 @@ proptest! {
                 3 => levels.served(Micros(now), level, level, step as u32),
                 4 => levels.resume(Micros(now)),
                 _ => {
-                    if let Some(capacity) = levels.capacity(Micros(now)) {
+                    if let Some(capacity) = levels.capacity(Micros(now), back) {
                         prop_assert!((1..=MAX_LATENCY_US).contains(&capacity.base_us));
                         prop_assert!((1..=MAX_KNEE).contains(&capacity.knee));
                     }

@@ -35,7 +35,7 @@ impl Profile {
     pub fn pool_settings(self) -> PoolSettings {
         let ours = PoolSettings {
             pool_size: 16,
-            max_age_ms: 1000,
+            max_age_ms: 2000,
             q_rif: 0.95,
             q_rif_small: 0.99,
             hot: HotRule::Auto,
@@ -45,7 +45,7 @@ impl Profile {
             r_remove: 1.0,
             scale_removal: true,
             reuse_cap: 64,
-            budget: Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 },
+            budget: Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.7 },
             discovery_interval_ms: 200,
             verified_probes: false,
             rif_history: MAX_HISTORY,
@@ -57,6 +57,7 @@ impl Profile {
         match self {
             Self::Default => ours,
             Self::Paper => PoolSettings {
+                max_age_ms: 1000,
                 q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
                 hot: HotRule::Ge,
                 latency_band: 1.0,

@@ -57,7 +57,7 @@ impl PoolState {
         let Some(mut chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
         let probes = self.begin_pick(settings, stamp);
         if let Ranking::Predicted = ranking
-            && let Some(tried) = Predicted::over(usable).trial(usable, &mut self.trial_credit, rng)
+            && let Some(tried) = Predicted::over(usable, self.picks, stamp).trial(usable, &mut self.trials, rng)
             && let Some(tried) = usable.get(tried)
         {
             chosen.entry = *tried;
@@ -136,7 +136,7 @@ impl PoolState {
         rng: &mut G,
     ) -> Option<Chosen> {
         match ranking {
-            Ranking::Predicted => first_in(entries, &Predicted::over(entries), rng),
+            Ranking::Predicted => first_in(entries, &Predicted::over(entries, self.picks, stamp), rng),
             Ranking::HotCold => first_in(entries, &self.hot_and_cold(settings, stamp, entries), rng),
             Ranking::Scored(score) => first_in(entries, &Scored(score, stamp), rng),
         }

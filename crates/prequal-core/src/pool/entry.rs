@@ -58,7 +58,8 @@ pub(super) struct Entry {
     /// Of its [`Capacity`], or [`UNKNOWN`].
     pub(super) base_us: u32,
     pub(super) knee: u16,
-    pub(super) padding: u16,
+    /// The pool's count of picks when this replica was chosen last.
+    pub(super) chosen: u16,
     pub(super) received: Stamp,
     /// Of its [`Standing`].
     pub(super) sampled: u32,
@@ -83,7 +84,7 @@ impl Entry {
         Self {
             base_us: capacity.base_us,
             knee: capacity.knee,
-            padding: 0,
+            chosen: 0,
             share: settings.share_at(load.up_s),
             endpoint,
             latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),

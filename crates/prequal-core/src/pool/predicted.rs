@@ -5,9 +5,12 @@
 use rand::Rng;
 
 use super::rank::Order;
-use super::{Branch, Entry, MAX_POOL};
+use super::{Branch, Entry, MAX_POOL, UNKNOWN};
 use crate::capacity::Capacity;
+use crate::endpoint::Endpoint;
 use crate::members::Standing;
+use crate::time::Stamp;
+const AGE: u32 = 32;
 
 /// Entries within this factor of the lowest cost count as equal. Wider than the noise of the estimates: a narrow band never
 /// gives a healed replica its traffic back, because who looks slow is not sampled and so looks slow.
@@ -15,9 +18,13 @@ const BAND: f32 = 1.35;
 /// What every pick adds to the credit for trials, in lowest costs: at most one request in a thousand goes to a replica that
 /// looks twice as slow.
 const CREDIT: f32 = 0.001;
-/// Most that a trial is charged, in lowest costs: one request in 5000 for a replica that looks far slower. Also the most
+/// Most that a trial is charged, in lowest costs: one request in 2500 for a replica that looks far slower. Also the most
 /// that is saved up.
-const DEAREST: f32 = 5.0;
+const DEAREST: f32 = 4.0;
+/// A replica that reports this part of what it did before its trial gets another.
+const PROMISING: f64 = 0.8;
+/// More than the slowest replica under the highest RIF could cost.
+const MOST_CREDIT: f32 = 1e30;
 
 /// The rule over one set of entries.
 pub(super) struct Predicted {
@@ -26,11 +33,14 @@ pub(super) struct Predicted {
     lowest: f32,
     /// Weights differ.
     uneven: bool,
+    /// Picks so far.
+    picks: u16,
+    now: Stamp,
 }
 
 impl Predicted {
-    pub(super) fn over(entries: &[Entry]) -> Self {
-        let mut rule = Self { unknown_us: median(entries), lowest: f32::MAX, uneven: false };
+    pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
+        let mut rule = Self { unknown_us: median(entries), lowest: f32::MAX, uneven: false, picks, now };
         let weight = entries.first().map_or(Standing::UNIT, |first| first.weight);
         for entry in entries {
             let cost = rule.cost(entry);
@@ -53,28 +63,64 @@ impl Predicted {
         cost <= self.lowest * BAND
     }
 
-    /// The entry that a trial goes to, if one is due, by what `credit` there is.
-    pub(super) fn trial(&self, entries: &[Entry], credit: &mut f32, rng: &mut impl Rng) -> Option<usize> {
-        let saved = *credit + CREDIT * self.lowest;
+    /// The entry that a trial goes to, if one is due.
+    pub(super) fn trial(&self, entries: &[Entry], trials: &mut Trials, rng: &mut impl Rng) -> Option<usize> {
+        let saved = trials.credit + CREDIT * self.lowest;
         let most = DEAREST * self.lowest;
-        *credit = if saved < most { saved } else { most };
+        trials.credit = if saved < most { saved } else { most };
         let mut tried = None;
         let mut idle = 0;
         for (index, entry) in entries.iter().enumerate() {
-            if entry.rif == 0 && entry.unproven == 0 && !self.is_equal(self.cost(entry)) {
-                idle += 1;
-                if idle == 1 || rng.random_range(0..idle) == 0 {
-                    tried = Some((index, self.cost(entry)));
-                }
+            let cost = self.cost(entry);
+            if entry.rif > 0 || entry.unproven == 1 || self.is_equal(cost) {
+                continue;
+            }
+            if trials.promising == 1 && entry.endpoint == trials.last {
+                trials.promising = 0;
+                trials.base_us = entry.base_us;
+                return Some(index);
+            }
+            idle += 1;
+            if idle == 1 || rng.random_range(0..idle) == 0 {
+                tried = Some((index, entry, cost));
             }
         }
-        let (index, cost) = tried?;
+        let (index, entry, cost) = tried?;
         let price = (cost - self.lowest).min(most);
-        if *credit < price {
+        if trials.credit < price {
             return None;
         }
-        *credit -= price;
+        *trials = Trials { credit: trials.credit - price, last: entry.endpoint, base_us: entry.base_us, promising: 0 };
         Some(index)
+    }
+}
+
+/// What trials may cost, and what came of the last.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct Trials {
+    /// Saved up, microseconds.
+    credit: f32,
+    /// Who was tried, and what it reported before.
+    base_us: u32,
+    last: Endpoint,
+    /// 1 once it reports so much less that it is tried again at once.
+    promising: u32,
+}
+
+impl Trials {
+    /// Takes in what `replica` reports. One that has healed is back within a few requests, while what it reports still
+    /// includes the slow ones of before.
+    pub(super) fn reported(&mut self, replica: Endpoint, capacity: Option<Capacity>) {
+        let base_us = capacity.map_or(UNKNOWN, |capacity| capacity.base_us);
+        if replica == self.last && f64::from(base_us) <= f64::from(self.base_us) * PROMISING {
+            self.promising = 1;
+        }
+    }
+
+    /// Whether a blob may hold this.
+    pub(super) fn is_sound(&self) -> bool {
+        (0.0..=MOST_CREDIT).contains(&self.credit) && self.promising <= 1
     }
 }
 
@@ -91,7 +137,8 @@ impl Order for Predicted {
             return (true, cost.to_bits(), 0);
         }
         let load = if self.uneven { entry.draw(rng) } else { entry.rif.into() };
-        (false, load, u32::MAX - entry.received.0)
+        let age = (self.now.distance_ms(entry.received) / AGE).checked_ilog2().map_or(0, |a| a + 1);
+        (false, load, age << 16 | u32::from(u16::MAX - self.picks.wrapping_sub(entry.chosen)))
     }
 
     fn branch(&self, entry: &Entry, _: &Rank) -> Branch {

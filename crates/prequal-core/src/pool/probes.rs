@@ -5,19 +5,12 @@ use super::{Budget, PoolSettings, PoolState, ProbesDue};
 use crate::time::{Micros, Stamp};
 
 impl PoolState {
-    /// Probes to send because no request came for `interval_ms`, or to keep the adaptive budget's target between requests
-    /// until ten seconds after the last; none unless this caller took the lease.
+    /// Probes to send because no request came for `interval_ms`; none unless this caller took the lease.
     ///
     /// The caller writes the state back with compare-and-swap, so that one of several workers acts per interval.
     pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> ProbesDue {
         let stamp = now.stamp();
         let since_pick = stamp.distance_ms(self.last_pick);
-        if since_pick < REFRESH_FOR_MS {
-            let due = self.refresh(settings, stamp);
-            if !due.is_empty() {
-                return due;
-            }
-        }
         if since_pick < interval_ms || stamp.distance_ms(self.idle_probed) < interval_ms {
             return ProbesDue::default();
         }
@@ -28,24 +21,6 @@ impl PoolState {
         } else {
             ProbesDue { addressed: pool, discovery: 1 }
         }
-    }
-
-    /// Probes that the adaptive budget is due between requests: at low rates those that requests trigger come too seldom to
-    /// keep the target. As many as bring half of the pool below it, asked for a little before they are missed.
-    fn refresh(&mut self, settings: &PoolSettings, now: Stamp) -> ProbesDue {
-        let Budget::Adaptive { target_age_ms, max_probes_per_query } = settings.budget else {
-            return ProbesDue::default();
-        };
-        // The last round's answers may still be on their way.
-        if max_probes_per_query <= 0.0 || now.distance_ms(self.idle_probed) < target_age_ms / 8 {
-            return ProbesDue::default();
-        }
-        let young = self.entries().iter().filter(|e| now.distance_ms(e.received) < target_age_ms / 2).count();
-        let missing = settings.attainable(self.available()).div_ceil(2).saturating_sub(young);
-        if missing > 0 {
-            self.idle_probed = now;
-        }
-        ProbesDue { addressed: missing as u32, discovery: 0 }
     }
 
     /// Replicas that the pool can hold; 0 while none are known.
@@ -102,5 +77,3 @@ impl PoolState {
 pub(super) const GROWING_MS: u32 = 2000;
 /// Most probes of discovery that one pick sends.
 const MAX_DISCOVERY: f64 = 8.0;
-/// How long after a request the adaptive budget goes on keeping its target.
-const REFRESH_FOR_MS: u32 = 10_000;
