@@ -294,13 +294,7 @@ impl Client {
     }
 
     /// A report of a server, from a probe or a response.
-    pub(crate) fn reported(
-        &mut self,
-        server: usize,
-        now: Nanos,
-        report: &LoadReport,
-        rng: &mut SmallRng,
-    ) {
+    pub(crate) fn reported(&mut self, server: usize, now: Nanos, report: &LoadReport, rng: &mut SmallRng) {
         let (replica, now) = (endpoint(server), micros(now));
         if let Some(c3) = &mut self.c3 {
             c3.reported(replica, report.rif, report.latency_us);

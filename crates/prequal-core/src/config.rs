@@ -65,7 +65,7 @@ pub enum Shim {
 const SHIMS: &[(&str, Shim)] =
     &[("stateful_session", Shim::StatefulSession), ("override_host", Shim::OverrideHost)];
 
-const HOT: &[(&str, HotRule)] = &[("auto", HotRule::Auto), ("gt", HotRule::Gt), ("ge", HotRule::Ge)];
+const HOT: &[(&str, HotRule)] = &[("gt", HotRule::Gt), ("ge", HotRule::Ge)];
 
 /// Settings of one upstream cluster.
 #[derive(Clone, Debug, PartialEq)]
@@ -172,8 +172,7 @@ impl FilterConfig {
 }
 
 /// Keys that stand in a cluster or, as defaults, at the top level, beside [`POOL_KEYS`].
-const SETTING_KEYS: &[&str] =
-    &["q_rif", "q_rif_small", "hot", "latency_band", "cold_limit", "overflow_rif", "discovery_interval_ms"];
+const SETTING_KEYS: &[&str] = &["q_rif", "hot", "discovery_interval_ms"];
 
 /// Those that only rules with a probe pool listen to.
 const POOL_KEYS: &[&str] = &[
@@ -189,7 +188,7 @@ const POOL_KEYS: &[&str] = &[
     "max_probes_per_query",
     "verified_probes",
     "rif_history",
-    "learning_rif",
+    "burst_guard",
     "error_aversion",
     "breaker",
     "ramp_ms",
@@ -218,10 +217,7 @@ impl Fields<'_> {
         set(&mut pool.pool_size, self.whole(const { whole("pool_size") }).map(|size| size as usize));
         set(&mut pool.max_age_ms, self.whole(const { whole("max_age_ms") }));
         set(&mut pool.q_rif, self.number(const { number("q_rif") }));
-        set(&mut pool.q_rif_small, self.number(const { number("q_rif_small") }));
         set(&mut pool.hot, self.choice("hot", HOT));
-        set(&mut pool.latency_band, self.number(const { number("latency_band") }));
-        set(&mut pool.cold_limit, self.number_or_off(const { number("cold_limit") }));
         set(&mut pool.delta, self.number(const { number("delta") }));
         set(&mut pool.r_remove, self.number(const { number("r_remove") }));
         set(&mut pool.scale_removal, self.boolean("scale_removal"));
@@ -232,8 +228,7 @@ impl Fields<'_> {
             &mut pool.rif_history,
             self.whole(const { whole("rif_history") }).map(|samples| samples as usize),
         );
-        set(&mut pool.learning_rif, self.rif(const { whole("learning_rif") }));
-        set(&mut pool.overflow_rif, self.rif(const { whole("overflow_rif") }));
+        set(&mut pool.burst_guard, self.boolean("burst_guard"));
         set(&mut pool.exceptions.error_aversion, self.number_or_off(const { number("error_aversion") }));
         set(&mut pool.exceptions.breaker, self.number_or_off(const { number("breaker") }));
         set(&mut pool.ramp_ms, self.whole(const { whole("ramp_ms") }));
@@ -372,7 +367,7 @@ mod tests {
     #[test]
     fn settings_at_the_top_are_defaults_for_clusters() {
         let config = parse(
-            r#"{"q_rif":0.5,"max_age_ms":500,"clusters":[
+            r#"{"rule":"hcl","q_rif":0.5,"max_age_ms":500,"clusters":[
                 {"cluster":"a","probe_cluster":"b"},{"cluster":"c","probe_cluster":"d","q_rif":0.9}]}"#,
         )
         .unwrap();
@@ -401,7 +396,7 @@ mod tests {
     fn the_ends_of_the_rule_are_quantiles() {
         for (rule, q_rif) in [("rif_only", 0.0), ("latency_only", 1.0)] {
             let pool = only(&with(&format!(r#""rule":"{rule}""#))).pool;
-            assert_eq!((pool.q_rif, pool.q_rif_small, pool.latency_band), (q_rif, q_rif, 1.0), "{rule}");
+            assert_eq!(pool.q_rif, q_rif, "{rule}");
         }
     }
 

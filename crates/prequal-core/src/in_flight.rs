@@ -115,7 +115,10 @@ mod tests {
         at.iter().for_each(|&index| list.link(index));
         list.link(at[0]);
         list.unlink(at[1]);
-        assert_eq!([None, Some(at[0]), Some(at[2])].map(|spared| list.oldest_but(spared)), [Some(0), Some(2), Some(0)]);
+        assert_eq!(
+            [None, Some(at[0]), Some(at[2])].map(|spared| list.oldest_but(spared)),
+            [Some(0), Some(2), Some(0)]
+        );
         assert_eq!((list.remove(at[0]), list.remove(at[0])), (Some(0), None), "once");
         list.link(at[0]);
         assert_eq!((list.oldest(), list.len()), (Some((at[2], 2)), 3));

@@ -7,8 +7,7 @@
 //!   the lowest RIF wins; now and then one that looks worse.
 //! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
 //!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency
-//!   among the cold, where those within [`PoolSettings::latency_band`] of it count as equal and their RIF decides.
-//!   None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
+//!   among the cold. None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
 //! - **Unknown latency**: an idle replica that knows nothing ranks first, and picking it raises its RIF in the pool,
 //!   so it gets one request and then, as a *busy* unknown, ranks last until it has answered. This is what brings
 //!   traffic back to a healed replica (`docs/adr/0002-unknown-latency.md`).
@@ -51,6 +50,7 @@ use entry::{Entry, FULL_SHARE, UNKNOWN};
 use predicted::{Predicted, Trials};
 use probes::GROWING_MS;
 use rank::{Order, Scored, Theta, lowest_ramped};
+use settings::CROWD;
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 
 /// Which rule chose.
@@ -115,8 +115,8 @@ pub struct PoolState {
     history_next: u16,
     /// 1 when the next removal takes the worst, 0 the oldest.
     remove_worst: u16,
-    /// 1 while [`HotRule::Auto`] reads `≥`.
-    auto_ge: u16,
+    /// Picks so far, wrapping.
+    picks: u16,
     probe_credit: f32,
     remove_credit: f32,
     trials: Trials,
@@ -146,9 +146,6 @@ pub struct PoolState {
     exceptions: u16,
     /// Replicas that it excludes.
     out: u16,
-    /// Picks so far, wrapping.
-    picks: u16,
-    padding: u16,
     entries: [Entry; MAX_POOL],
     barred: [Barred; MAX_BARRED],
     history_at: [Stamp; MAX_HISTORY],
@@ -293,7 +290,7 @@ impl PoolState {
             && let Some((index, branch)) = self.first_or_tried(order, tried, rng)
             && !(branch == Branch::Hot && self.overflows(settings, stamp, index))
             && let Some(entry) = self.entries.get_mut(index)
-            && !(learning && entry.rif >= settings.learning_rif)
+            && !(learning && entry.rif >= CROWD)
         {
             pick.replica = Some(entry.endpoint);
             pick.latency_us = order.latency_us(entry);
@@ -420,12 +417,6 @@ impl PoolState {
             self.members_changed = now.stamp();
         }
         (self.members, self.samples) = (members, samples);
-        // Hysteresis around 24: a fleet that breathes does not flip the rule at every step.
-        if members > 26 {
-            self.auto_ge = 1;
-        } else if members < 23 {
-            self.auto_ge = 0;
-        }
     }
 
     /// Whether the replica has a report younger than `age_ms`: probing it would tell little.
@@ -499,9 +490,7 @@ impl PoolState {
     fn overflows(&self, settings: &PoolSettings, now: Stamp, index: usize) -> bool {
         let load = self.entries.get(index).map_or(0, Entry::load);
         match self.theta(settings, now) {
-            Theta::At(theta, _) if settings.overflow_rif > 0 => {
-                load > theta + u32::from(settings.overflow_rif)
-            }
+            Theta::At(theta, _) if settings.burst_guard => load > theta + u32::from(CROWD),
             _ => false,
         }
     }
@@ -510,12 +499,16 @@ impl PoolState {
     /// load.
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
         let grown = self.members >= 2 * self.settled && now.distance_ms(self.members_changed) < GROWING_MS;
-        settings.learning_rif > 0 && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
+        settings.burst_guard && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
     }
 
     /// The last in `order`.
     fn worst<G: Rng>(&self, rng: &mut G, order: &impl Order) -> Option<usize> {
-        self.entries().iter().enumerate().max_by_key(|(_, entry)| order.rank(entry, rng)).map(|(index, _)| index)
+        self.entries()
+            .iter()
+            .enumerate()
+            .max_by_key(|(_, entry)| order.rank(entry, rng))
+            .map(|(index, _)| index)
     }
 
     fn remove_some<G: Rng>(&mut self, settings: &PoolSettings, rng: &mut G, order: &impl Order) {
@@ -573,7 +566,6 @@ impl Blob for PoolState {
             && usize::from(state.history_next) < MAX_HISTORY
             && state.barred_count as usize <= MAX_BARRED
             && state.remove_worst <= 1
-            && state.auto_ge <= 1
             && state.exceptions <= 1
             && state.trials.is_sound();
         if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {

@@ -150,8 +150,14 @@ impl Tracker {
     pub fn start_behind(&mut self, now: Micros, others: u32) -> Ticket {
         self.arrivals = self.arrivals.wrapping_add(1);
         let number = self.arrivals;
-        let slot =
-            self.in_flight.insert(Open { number, arrived: now, since: now, away: None, stream: false, away_us: 0 });
+        let slot = self.in_flight.insert(Open {
+            number,
+            arrived: now,
+            since: now,
+            away: None,
+            stream: false,
+            away_us: 0,
+        });
         self.in_flight.link(slot);
         self.rif = self.rif.saturating_add(1);
         let level = others.saturating_sub(self.away);
@@ -170,9 +176,8 @@ impl Tracker {
         self.rif = self.rif.saturating_sub(1);
         let open = self.in_flight.remove(ticket.visit.slot);
         let arrived = open.map_or(now, |open| open.arrived);
-        let client = open.map_or(0, |open| {
-            open.away_us + open.away.map_or(0, |since| now.saturating_since(since))
-        });
+        let client =
+            open.map_or(0, |open| open.away_us + open.away.map_or(0, |since| now.saturating_since(since)));
         let level = match open.and_then(|open| open.away) {
             Some(_) => {
                 self.away = self.away.saturating_sub(1);

@@ -115,6 +115,7 @@ fn a_key_that_needs_another_is_refused_without_it() {
         let value = match key.values {
             Values::Whole(low, _) => json!(low),
             Values::Number(low, _) => number(low),
+            Values::OneOf(choices) => json!(choices[0]),
             _ => json!({"header": "a"}),
         };
         let alone = match key.needs {

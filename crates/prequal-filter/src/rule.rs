@@ -57,9 +57,7 @@ impl RuleState {
             Rule::C3 { clients } => Own::C3(C3::new(clients as usize)),
             Rule::PeakEwma => Own::Fleet(Fleet::peak_ewma()),
             Rule::Zuul { max_in_flight } => Own::Fleet(Fleet::zuul(max_in_flight)),
-            Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::Linear(_) => {
-                Own::Nothing
-            },
+            Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::Linear(_) => Own::Nothing,
         };
         Self {
             own: RefCell::new(own),

@@ -64,7 +64,8 @@ impl<B: Body> TrackedBody<B> {
             }
         }
         let remaining = body.size_hint().exact();
-        let mut this = Self { inner: body, guard: Some(guard), verdict, remaining, client_waits: false, grpc };
+        let mut this =
+            Self { inner: body, guard: Some(guard), verdict, remaining, client_waits: false, grpc };
         // The server never polls such a body.
         if this.inner.is_end_stream() {
             end(&mut this.guard, this.verdict);

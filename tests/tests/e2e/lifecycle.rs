@@ -80,7 +80,7 @@ fn an_update_keeps_the_pool_and_loses_no_reply() -> Result<()> {
     let config = set(set(config, "max_age_ms", 10_000), "idle_probe_interval_ms", 0);
     let config = set(set(config, "budget", "fixed"), "r_probe", 1.0);
     // Only an empty pool leaves a request to Envoy's policy.
-    let config = set(set(config, "learning_rif", 0), "overflow_rif", 0);
+    let config = set(config, "burst_guard", false);
     let mut envoy = Envoy::start(config.clone())?;
     let warmed = warm(&envoy, 3);
     // Two generations serve at once while the first drains.

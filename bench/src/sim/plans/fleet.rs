@@ -258,9 +258,7 @@ fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -
             ("Random", Arm::Random),
             ("LL-Po2C", Arm::LeastLoadedPo2c),
             (OURS, learning(|_| ())),
-            ("learning_rif 0", learning(|pool| pool.learning_rif = 0)),
-            ("learning_rif 8", learning(|pool| pool.learning_rif = 8)),
-            ("overflow_rif 0", learning(|pool| pool.overflow_rif = 0)),
+            ("no burst_guard", learning(|pool| pool.burst_guard = false)),
         ]),
     }
 }
@@ -273,7 +271,7 @@ pub(super) fn pauses(length: Length) -> Plan {
         text: "The slow half of the end-to-end benchmark: 20 servers at 50 ms and 20 at 250 ms, 4 slots and 8 waiting \
             each, 800 queries/s, one client that knows nobody at first. As on a busy machine its event loop stands still: \
             in the first three seconds (`start`) every 150 ms, later every second. What came meanwhile is placed at \
-            once, without a report in between. `learning_rif` and `overflow_rif` bound what the pool may give to one \
+            once, without a report in between. `burst_guard` bounds what the pool may give to one \
             server then; the rest goes by Envoy's policy (random here).",
         x_label: "",
         points: vec![
@@ -348,8 +346,8 @@ pub(super) fn budget(length: Length) -> Plan {
         name: "budget",
         title: "age of the pool's information under the adaptive budget",
         text: "One client, 100 servers, from 1 to 5000 queries/s. The age is what the budget's target means: the \
-            median age of the pool's entries, taken at every pick (no entry counts as infinitely old); the target is \
-            500 ms.",
+            median age of the pool's entries, taken at every pick (no entry counts as infinitely old). The target is 500 \
+            ms, kept where queries come often enough: each brings 0.7 probes at most.",
         x_label: "queries per second",
         points: points.collect(),
         metrics: standard_and(&[
@@ -370,10 +368,13 @@ pub(super) fn budget(length: Length) -> Plan {
         ],
         charts: vec![(OWN + 1, true)],
         judge: |cells| {
-            vec![at_most("age at p99 over all rates and seeds, ms", cells.worst(OURS, OWN), 500.0)]
+            vec![at_most("age at p99 over all rates and seeds, ms", cells.worst(OURS, OWN), 2000.0)]
         },
     }
 }
+
+/// The paper's rule on our probing.
+const HCL: &str = "hcl, Q 0.84";
 
 pub(super) fn variants(length: Length) -> Plan {
     let fixed = |r_probe: f64, r_remove: f64| {
@@ -397,24 +398,28 @@ pub(super) fn variants(length: Length) -> Plan {
             change(&mut prequal);
             Arm::Prequal(prequal)
         };
-        let band = |latency_band: f64, q_rif: f64| {
-            with(&|prequal| (prequal.pool.latency_band, prequal.pool.q_rif) = (latency_band, q_rif))
+        let hcl = |q_rif: f64, hot: HotRule| {
+            with(&|prequal| {
+                prequal.rule = Rule::HotCold;
+                (prequal.pool.q_rif, prequal.pool.hot) = (q_rif, hot);
+            })
         };
+        let aged = |max_age_ms: u32| with(&|prequal| prequal.pool.max_age_ms = max_age_ms);
+        let pooled = |size: usize| with(&|prequal| prequal.pool.pool_size = size);
         Point {
             label: label.to_owned(),
             scenario: length.cut(scenario),
             arms: arms([
                 ("ours", with(&|_| ())),
-                ("band 1, Q 0.84", band(1.0, 0.84)),
-                ("band 1, Q 0.95", band(1.0, 0.95)),
-                ("band 1.3", band(1.3, 0.95)),
-                ("band 2", band(2.0, 0.95)),
-                ("Q 0.84", band(1.5, 0.84)),
-                ("Q 0.99", band(1.5, 0.99)),
-                ("no cold limit", with(&|prequal| prequal.pool.cold_limit = 0.0)),
-                ("hot if RIF > θ", with(&|prequal| prequal.pool.hot = HotRule::Gt)),
+                (HCL, hcl(0.84, HotRule::Ge)),
+                ("hcl, Q 0.95", hcl(0.95, HotRule::Ge)),
+                ("hcl, Q 0.95, RIF > θ", hcl(0.95, HotRule::Gt)),
+                ("hcl, RIF only", hcl(0.0, HotRule::Ge)),
+                ("reports up to 1 s", aged(1000)),
+                ("reports up to 4 s", aged(4000)),
+                ("pool of 8", pooled(8)),
+                ("pool of 24", pooled(24)),
                 ("no piggyback", with(&|prequal| prequal.piggyback = false)),
-                ("paper's estimator", with(&|prequal| prequal.paper_tracker = true)),
                 ("probes pass over nobody", with(&|prequal| prequal.skip_fresh_ms = None)),
             ]),
         }
@@ -430,16 +435,10 @@ pub(super) fn variants(length: Length) -> Plan {
         columns: LATENCIES.to_vec(),
         charts: vec![(P999, false), (P99, false)],
         judge: |cells| {
-            let worse = |scene: &str, metric| {
-                cells.at(scene, "band 1, Q 0.84", metric) / cells.at(scene, "ours", metric)
-            };
+            let worse = |scene: &str, metric| cells.at(scene, HCL, metric) / cells.at(scene, "ours", metric);
             vec![
-                at_least("1.74x: p99.9 without the band and at Q 0.84 over ours", worse("1.74x", P999), 1.0),
-                at_least(
-                    "half slow: p99 without the band and at Q 0.84 over ours",
-                    worse("half slow", P99),
-                    1.0,
-                ),
+                at_least("1.74x: p99.9 with hcl over ours", worse("1.74x", P999), 1.0),
+                at_least("half slow: p99 with hcl over ours", worse("half slow", P99), 1.0),
             ]
         },
     }

@@ -91,7 +91,6 @@ pub(super) fn ingress(length: Length) -> Plan {
                 (PAPER, Arm::Prequal(paper())),
                 ("paper, hot if RIF > θ", paper_with(|pool| pool.hot = HotRule::Gt)),
                 (OURS, Arm::Prequal(ours())),
-                ("ours, no cold limit", ours_with(|pool| pool.cold_limit = 0.0)),
                 (SMALL, Arm::Prequal(small())),
             ]),
         }
@@ -101,10 +100,9 @@ pub(super) fn ingress(length: Length) -> Plan {
         title: "16 servers, two of them sixteen times as slow (seed 003)",
         text: "Pure delays of 50 ms, 800 on two servers, 500 queries/s. The post (p99 / p99.9): round robin 807 / 835 \
             ms, least connections 802 / 809, Prequal 81 / 127, with a load generator that keeps even gaps. With \
-            random gaps a burst now and then puts two requests on each of the fourteen fast servers at once: their \
-            RIF in the pool, which counts what was just sent, is then above θ, which goes by what replicas reported, \
-            and the slow pair is the only cold one left: that is what `cold_limit` is for. What remains is one \
-            request every 8 s that looks whether a slow server has recovered.",
+            hot and cold a burst of random gaps that puts two requests on each of the fourteen fast servers makes them \
+            all hot, and the slow pair is the only cold one left. By predicted latency what remains is one request in \
+            4000 that looks whether a slow server has recovered.",
         x_label: "",
         points: points.into(),
         metrics: standard_and(&[

@@ -221,7 +221,12 @@ fn workers_that_hear_of_each_other_know_what_one_would_know() {
     let now = Micros(at as u64 + 1_000_000_000);
     let exact = one.capacity(now).unwrap();
     for worker in &mut workers {
-        assert_near(worker.capacity(now).unwrap(), f64::from(exact.base_us) / 1e3, 0.1, exact.knee - 1..=exact.knee + 1);
+        assert_near(
+            worker.capacity(now).unwrap(),
+            f64::from(exact.base_us) / 1e3,
+            0.1,
+            exact.knee - 1..=exact.knee + 1,
+        );
     }
 }
 

@@ -47,7 +47,7 @@ pub enum Rule {
     Hcl,
     /// The lowest RIF: [`Self::Hcl`] at Q = 0.
     RifOnly,
-    /// The lowest latency: [`Self::Hcl`] at Q = 1 without a band.
+    /// The lowest latency: [`Self::Hcl`] at Q = 1.
     LatencyOnly,
     /// A weighted sum of both (paper, appendix A).
     Linear(Linear),
@@ -102,7 +102,7 @@ impl Rule {
             Self::LatencyOnly => 1.0,
             _ => return,
         };
-        (pool.q_rif, pool.q_rif_small, pool.latency_band) = (q_rif, q_rif, 1.0);
+        pool.q_rif = q_rif;
     }
 }
 
@@ -168,7 +168,7 @@ const LISTENERS: &[Listener] = &[
         cure: "needs \"mode\": \"sync\", or a route with \"sync\" in \"route_modes\"",
     },
     Listener {
-        keys: &["q_rif", "q_rif_small", "hot", "latency_band", "cold_limit", "overflow_rif"],
+        keys: &["q_rif", "hot"],
         listens: |choice| choice.rule == Rule::Hcl,
         cure: "has an effect only with \"rule\": \"hcl\"",
     },

@@ -65,11 +65,6 @@ impl Fields<'_> {
         };
         self.read(key, read, || format!("a whole number from {} to {}", range.start(), range.end()))
     }
-
-    pub(super) fn rif(&mut self, (key, range): (&str, RangeInclusive<u32>)) -> Option<u16> {
-        self.whole((key, range)).and_then(|rif| u16::try_from(rif).ok())
-    }
-
     pub(super) fn boolean(&mut self, key: &str) -> Option<bool> {
         self.read(key, Value::as_bool, || "true or false".to_owned())
     }

@@ -121,18 +121,13 @@ pub const KEYS: &[Key] = &[
         .means("reports that are kept, each of another replica"),
     both("max_age_ms", "ms", Whole(10, 60_000)).from("§4").means("older reports are dropped"),
     both("q_rif", "quantile", Number(0.0, 1.0))
+        .needs("rule", "hcl")
         .from("§4")
         .means("of RIF, from which on a replica is hot; `paper`: 2^(−1/4)"),
-    both("q_rif_small", "quantile", Number(0.0, 1.0)).means("instead of `q_rif` while `hot: auto` reads `gt`"),
-    both("hot", "", OneOf(&["auto", "gt", "ge"]))
+    both("hot", "", OneOf(&["gt", "ge"]))
+        .needs("rule", "hcl")
         .from("§4, §5.3")
-        .means("hot is RIF > θ (`gt`) or RIF ≥ θ (`ge`); `auto`: `gt` up to 24 replicas"),
-    both("latency_band", "factor", Number(1.0, 10.0))
-        .from("ours, `docs/evaluation.md`")
-        .means("among cold replicas within this factor of the lowest latency the lower RIF wins"),
-    both("cold_limit", "factor", NumberOrOff(2.0, 1000.0)).from("ours, `docs/evaluation.md`").means(
-        "a cold replica whose latency is more than this many times the pool's median goes behind the hot ones",
-    ),
+        .means("hot is RIF > θ (`gt`, which suits fleets of up to 24) or RIF ≥ θ (`ge`)"),
     both("delta", "", Number(0.001, 1000.0)).from("eq. (1)").means("δ: the higher, the more often a report is used"),
     both("r_remove", "per pick", Number(0.0, 16.0)).from("§4").means("reports removed, the worst and the oldest by turns"),
     both("scale_removal", "", Bool)
@@ -152,11 +147,8 @@ pub const KEYS: &[Key] = &[
          configuration",
     ),
     both("rif_history", "samples", Whole(8, MAX_HISTORY as u32)).from("§4").means("latest RIFs reported, of which θ is the quantile"),
-    both("learning_rif", "requests in flight", Whole(0, u16::MAX as u32)).means(
-        "while the fleet is being learned, what would go to a replica this busy goes by Envoy's policy; 0: off",
-    ),
-    both("overflow_rif", "requests in flight", Whole(0, u16::MAX as u32)).from("ours, `docs/evaluation.md`").means(
-        "where even the best replica, a hot one, has more in flight than θ and this, Envoy's policy places; 0: off",
+    both("burst_guard", "", Bool).from("ours, `docs/evaluation.md`").means(
+        "while the fleet is being learned, or requests come faster than reports, Envoy's policy places what would pile up",
     ),
     both("error_aversion", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-exceptions.md`").means(
         "a replica that fails this share of its recent requests is passed over but for trials",

@@ -14,7 +14,7 @@ pub enum Profile {
     Default,
     /// The baseline of the paper's testbed (§5): fixed `r_probe` = 3, `r_remove` = 1, hot if RIF ≥ θ, probes only.
     Paper,
-    /// Fleets of at most 16 replicas: fewer probes, one reading of "hot".
+    /// Fleets of at most 16 replicas: fewer probes.
     Small,
     /// Requests of seconds on replicas with a cache: synchronous with a hint, longer ages.
     Inference,
@@ -37,10 +37,7 @@ impl Profile {
             pool_size: 16,
             max_age_ms: 2000,
             q_rif: 0.95,
-            q_rif_small: 0.99,
-            hot: HotRule::Auto,
-            latency_band: 1.5,
-            cold_limit: 8.0,
+            hot: HotRule::Ge,
             delta: 1.0,
             r_remove: 1.0,
             scale_removal: true,
@@ -49,8 +46,7 @@ impl Profile {
             discovery_interval_ms: 200,
             verified_probes: false,
             rif_history: MAX_HISTORY,
-            learning_rif: 4,
-            overflow_rif: 4,
+            burst_guard: true,
             exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
             ramp_ms: 10_000,
         };
@@ -59,20 +55,14 @@ impl Profile {
             Self::Paper => PoolSettings {
                 max_age_ms: 1000,
                 q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
-                hot: HotRule::Ge,
-                latency_band: 1.0,
-                cold_limit: 0.0,
                 scale_removal: false,
                 budget: Budget::Fixed { r_probe: 3.0 },
                 exceptions: ExceptionSettings::OFF,
                 ramp_ms: 0,
-                learning_rif: 0,
-                overflow_rif: 0,
+                burst_guard: false,
                 ..ours
             },
             Self::Small => PoolSettings {
-                hot: HotRule::Gt,
-                q_rif: 0.99,
                 max_age_ms: 2000,
                 budget: Budget::Adaptive { target_age_ms: 1000, max_probes_per_query: 0.5 },
                 discovery_interval_ms: 500,

@@ -58,11 +58,7 @@ fn cluster(config: &ClusterConfig) -> Value {
     match choice.rule {
         Rule::Hcl => {
             say("q_rif", json!(pool.q_rif));
-            say("q_rif_small", json!(pool.q_rif_small));
             say("hot", json!(name(pool.hot, HOT)));
-            say("latency_band", json!(pool.latency_band));
-            say("cold_limit", json!(pool.cold_limit));
-            say("overflow_rif", json!(pool.overflow_rif));
         }
         Rule::Linear(linear) => {
             say("lambda", json!(linear.lambda));
@@ -108,9 +104,9 @@ fn cluster(config: &ClusterConfig) -> Value {
     say("r_remove", json!(pool.r_remove));
     say("scale_removal", json!(pool.scale_removal));
     say("reuse_cap", json!(pool.reuse_cap));
+    say("burst_guard", json!(pool.burst_guard));
     say("verified_probes", json!(pool.verified_probes));
     say("rif_history", json!(pool.rif_history));
-    say("learning_rif", json!(pool.learning_rif));
     say("error_aversion", json!(pool.exceptions.error_aversion));
     say("breaker", json!(pool.exceptions.breaker));
     say("ramp_ms", json!(pool.ramp_ms));
@@ -146,7 +142,7 @@ mod tests {
             r#"{"role":"inbound"}"#.to_owned(),
             r#"{"role":"inbound","serving_port":80,"report":"probe_only"}"#.to_owned(),
             r#"{"role":"inbound","endpoint":"[2001:db8::1]:80"}"#.to_owned(),
-            r#"{"shim":"override_host","q_rif":0.5,"clusters":[{"cluster":"a","probe_cluster":"b"},
+            r#"{"shim":"override_host","rule":"hcl","q_rif":0.5,"clusters":[{"cluster":"a","probe_cluster":"b"},
                 {"cluster":"c","probe_cluster":"d","endpoints":["10.0.0.1:80"]}]}"#
                 .to_owned(),
             cluster(r#","route_modes":{"chat":"sync"},"hint":{"header":"a","path_segment":2}"#),
@@ -174,6 +170,7 @@ mod tests {
             r#"{"role":"inbound","serving_port":80}"#,
             r#"{"role":"inbound","endpoint":"10.0.0.1:80"}"#,
             r#"{"clusters":[{"cluster":"a","probe_cluster":"b","budget":"fixed","mode":"sync"}]}"#,
+            r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"hcl"}]}"#,
             r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"linear"}]}"#,
             r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"c3"}]}"#,
             r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"zuul_choice_of_two"}]}"#,

@@ -57,7 +57,8 @@ impl PoolState {
         let Some(mut chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
         let probes = self.begin_pick(settings, stamp);
         if let Ranking::Predicted = ranking
-            && let Some(tried) = Predicted::over(usable, self.picks, stamp).trial(usable, &mut self.trials, rng)
+            && let Some(tried) =
+                Predicted::over(usable, self.picks, stamp).trial(usable, &mut self.trials, rng)
             && let Some(tried) = usable.get(tried)
         {
             chosen.entry = *tried;

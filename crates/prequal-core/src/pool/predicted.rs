@@ -90,7 +90,12 @@ impl Predicted {
         if trials.credit < price {
             return None;
         }
-        *trials = Trials { credit: trials.credit - price, last: entry.endpoint, base_us: entry.base_us, promising: 0 };
+        *trials = Trials {
+            credit: trials.credit - price,
+            last: entry.endpoint,
+            base_us: entry.base_us,
+            promising: 0,
+        };
         Some(index)
     }
 }

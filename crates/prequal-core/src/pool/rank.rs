@@ -6,9 +6,7 @@ use std::ops::RangeInclusive;
 
 use rand::Rng;
 
-use super::{
-    Branch, Candidate, Entry, FULL_SHARE, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings, PoolState, UNKNOWN,
-};
+use super::{Branch, Candidate, Entry, FULL_SHARE, HotRule, MAX_HISTORY, PoolSettings, PoolState, UNKNOWN};
 use crate::members::Standing;
 use crate::time::Stamp;
 
@@ -59,83 +57,42 @@ impl Theta {
 /// The rule of hot and cold over one set of entries.
 pub(super) struct Hcl {
     theta: Theta,
-    /// Latency of the fastest cold entry, and those that count as equally fast.
-    lowest: u32,
-    band: RangeInclusive<u32>,
-    /// The highest latency at which a cold entry goes before the hot ones.
-    limit: u32,
+    /// Where weights differ: latencies of cold entries that count as equal to the lowest.
+    alike: Option<RangeInclusive<u32>>,
     /// The fleet is being learned, and half of the entries or more are of replicas that know nothing.
     new: bool,
-    /// Weights differ.
-    uneven: bool,
 }
 
 impl Hcl {
-    fn over(entries: &[Entry], theta: Theta, settings: &PoolSettings, learning: bool) -> Self {
-        let (mut lowest, mut lowest_hot) = (None, None);
-        for entry in entries.iter().filter(|entry| entry.latency_us != UNKNOWN) {
-            let least = if theta.is_hot(entry.load()) { &mut lowest_hot } else { &mut lowest };
-            *least = Some(least.map_or(entry.latency_us, |so_far: u32| so_far.min(entry.latency_us)));
-        }
-        // Only where a hot entry may be so much the faster does it take the median to tell.
-        let limit = match (lowest, lowest_hot) {
-            (Some(cold), Some(hot))
-                if settings.cold_limit > 0.0 && times(hot, settings.cold_limit) < cold =>
-            {
-                limit(entries, settings)
-            }
-            _ => u32::MAX,
-        };
-        let lowest = lowest.unwrap_or(0);
-        let band = lowest..=times(lowest, settings.latency_band);
+    fn over(entries: &[Entry], theta: Theta, learning: bool) -> Self {
         let weight = entries.first().map_or(Standing::UNIT, |first| first.weight);
         let uneven = entries.iter().any(|entry| entry.weight != weight);
+        let cold = |entry: &&Entry| entry.latency_us != UNKNOWN && !theta.is_hot(entry.load());
+        let lowest = || entries.iter().filter(cold).map(|entry| entry.latency_us).min().unwrap_or(0);
+        let alike = uneven.then(lowest).map(|lowest| lowest..=(f64::from(lowest) * ALIKE) as u32);
         let unknown = || entries.iter().filter(|entry| entry.latency_us == UNKNOWN).count();
         let new = learning && unknown() * 2 >= entries.len();
-        Self { theta, lowest, band, limit, new, uneven }
+        Self { theta, alike, new }
     }
-
 }
 
 impl Order for Hcl {
     type Rank = Rank;
 
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
-        match self.theta.rank(entry) {
-            (Tier::Probation, load, _) if self.new => (Tier::Hot, load, UNKNOWN),
-            (Tier::Cold, latency, load) if latency > self.limit => (Tier::Slow, latency, load),
-            (Tier::Cold, latency, load) if self.band.contains(&latency) => {
-                (Tier::Cold, self.lowest, if self.uneven { entry.draw(rng) } else { load })
+        match (self.theta.rank(entry), &self.alike) {
+            ((Tier::Probation, load, _), _) if self.new => (Tier::Hot, load, UNKNOWN),
+            ((Tier::Cold, latency, _), Some(alike)) if alike.contains(&latency) => {
+                (Tier::Cold, *alike.start(), entry.draw(rng))
             }
-            (Tier::Hot, _, latency) if self.uneven => (Tier::Hot, entry.draw(rng), latency),
-            rank => rank,
+            ((Tier::Hot, _, latency), Some(_)) => (Tier::Hot, entry.draw(rng), latency),
+            (rank, _) => rank,
         }
     }
 
     fn branch(&self, _: &Entry, (tier, ..): &Rank) -> Branch {
         if *tier == Tier::Cold { Branch::Cold } else { Branch::Hot }
     }
-}
-
-/// [`PoolSettings::cold_limit`] as a latency. The upper median: the slower half of a fleet cannot be too slow for it, nor
-/// can a minority that claims to be fast make the others look slow.
-fn limit(entries: &[Entry], settings: &PoolSettings) -> u32 {
-    let mut latencies = [0; MAX_POOL];
-    let mut known = 0;
-    let answered = entries.iter().filter(|entry| entry.latency_us != UNKNOWN);
-    for (place, entry) in latencies.iter_mut().zip(answered) {
-        *place = entry.latency_us;
-        known += 1;
-    }
-    let Some(latencies) = latencies.get_mut(..known).filter(|known| !known.is_empty()) else {
-        return u32::MAX;
-    };
-    let (_, median, _) = latencies.select_nth_unstable(known / 2);
-    times(*median, settings.cold_limit)
-}
-
-fn times(latency_us: u32, factor: f64) -> u32 {
-    (f64::from(latency_us) * factor) as u32
 }
 
 /// Tier, first and second criterion.
@@ -145,8 +102,6 @@ pub(super) type Rank = (Tier, u32, u32);
 pub(super) enum Tier {
     Cold,
     Hot,
-    /// Cold, yet far slower than most.
-    Slow,
     /// Busy and unknown.
     Probation,
 }
@@ -240,7 +195,7 @@ pub(super) fn lowest_ramped<O: Order, G: Rng>(
 
 impl PoolState {
     pub(super) fn hot_and_cold(&self, settings: &PoolSettings, now: Stamp, entries: &[Entry]) -> Hcl {
-        Hcl::over(entries, self.theta(settings, now), settings, self.is_learning(settings, now))
+        Hcl::over(entries, self.theta(settings, now), self.is_learning(settings, now))
     }
 
     pub(super) fn remember_rif(&mut self, settings: &PoolSettings, now: Stamp, load: u32) {
@@ -256,8 +211,7 @@ impl PoolState {
 
     /// θ by nearest rank over the reports younger than `max_age_ms`.
     pub(super) fn theta(&self, settings: &PoolSettings, now: Stamp) -> Theta {
-        let small = settings.hot == HotRule::Auto && self.auto_ge == 0;
-        let q_rif = if small { settings.q_rif_small } else { settings.q_rif };
+        let q_rif = settings.q_rif;
         if q_rif >= 1.0 {
             return Theta::NoneHot;
         }
@@ -300,13 +254,10 @@ impl PoolState {
                 })
             }
         };
-        let or_equal = match settings.hot {
-            HotRule::Ge => true,
-            HotRule::Gt => false,
-            HotRule::Auto => self.auto_ge == 1,
-        };
-        Theta::At(theta, or_equal)
+        Theta::At(theta, settings.hot == HotRule::Ge)
     }
 }
 
 const SMALL_RIF: usize = 64;
+/// Factor within which latencies are alike where weights differ: it is weights that decide then, not noise.
+const ALIKE: f64 = 1.5;

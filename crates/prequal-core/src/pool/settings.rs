@@ -11,8 +11,6 @@ pub const MAX_HISTORY: usize = 128;
 /// When an entry counts as hot.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum HotRule {
-    /// [`Self::Gt`] up to 24 replicas, [`Self::Ge`] above, with hysteresis.
-    Auto,
     /// RIF > θ (paper §4). Small fleets: most RIFs tie with θ.
     Gt,
     /// RIF ≥ θ (paper §5.3).
@@ -47,19 +45,8 @@ pub struct PoolSettings {
     pub max_age_ms: u32,
     /// Quantile for θ, 0 (RIF only) to 1 (latency only).
     pub q_rif: f64,
-    /// The same for small fleets (while [`HotRule::Auto`] reads `>`). With RIFs of 1 to 3 a short stall lifts all fast
-    /// replicas over a lower quantile at once, and the slow one is the only cold one left.
-    pub q_rif_small: f64,
     /// Which reading of "hot".
     pub hot: HotRule,
-    /// Cold entries within this factor of the lowest latency count as equally fast, and the lower RIF wins among them, 1
-    /// (the paper's rule) to 10. Estimates are noisy: without a band every client sends to the replica that was
-    /// lucky last.
-    pub latency_band: f64,
-    /// A cold entry whose latency is more than this many times the pool's median goes behind the hot ones, 2 to 1000;
-    /// 0 (the paper's rule): never. Where a burst has made every ordinary replica hot, the slow one is the only
-    /// cold one left.
-    pub cold_limit: f64,
     /// δ of equation (1).
     pub delta: f64,
     /// Removals per pick.
@@ -80,12 +67,11 @@ pub struct PoolSettings {
     pub verified_probes: bool,
     /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
-    /// While the fleet is being learned Envoy's own policy places what would go to a replica with this many requests in
-    /// flight, 0 (off) to 65 535: at first two of 40 would get everything, and refuse what exceeds their queues.
-    pub learning_rif: u16,
-    /// Where even the best replica, a hot one, has more in flight than θ and this, Envoy's own policy places, 0 (off) to
-    /// 65 535: it counts its own requests, while a pool that a burst has used up spreads them over a sample.
-    pub overflow_rif: u16,
+    /// Envoy's own policy places what would go to a replica with [`CROWD`] requests in flight while the fleet is being
+    /// learned (at first two of 40 would get everything, and refuse what exceeds their queues), and what would go to one
+    /// with more than θ and that where even the best is saturated: it counts its own requests, while a pool that a burst
+    /// has used up spreads them over a sample. The paper has no such rule.
+    pub burst_guard: bool,
     /// When a replica is passed over.
     pub exceptions: ExceptionSettings,
     /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
@@ -110,5 +96,7 @@ impl PoolSettings {
     }
 }
 
+/// See [`PoolSettings::burst_guard`].
+pub(super) const CROWD: u16 = 4;
 /// The least that a young replica gets: it must be seen to answer.
 const MIN_SHARE: u8 = 5;

@@ -75,7 +75,11 @@ impl Served {
     /// The request waits for its client, or no longer.
     pub(super) fn set_client_waits(&self, ticket: &Ticket, now: Micros, waits: bool) {
         let tracker = &mut self.replica.borrow_mut().tracker;
-        if waits { tracker.client_waits(ticket.visit(), now) } else { tracker.client_is_back(ticket.visit(), now) }
+        if waits {
+            tracker.client_waits(ticket.visit(), now)
+        } else {
+            tracker.client_is_back(ticket.visit(), now)
+        }
     }
 
     /// A request ends. `up` says what is known of the replica being there.
