@@ -17,6 +17,7 @@ pub(crate) struct Metric {
 }
 
 /// What is varied along an experiment.
+#[derive(Clone)]
 pub(crate) struct Point {
     pub(crate) label: String,
     pub(crate) scenario: Scenario,
