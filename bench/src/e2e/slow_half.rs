@@ -28,6 +28,6 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
         good_within: Duration::from_secs(1),
         marked: Some(Marked { replicas: REPLICAS..2 * REPLICAS, label: "the slow half" }),
         watch: None,
-        goals: vec![Goal::MarkedShare(0.12), Goal::NoneRejected],
+        goals: vec![Goal::MarkedShare(0.04), Goal::NoneRejected],
     }
 }

@@ -10,7 +10,6 @@ use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 use crate::members::Standing;
 use crate::time::Stamp;
-const AGE: u32 = 32;
 
 /// Entries within this factor of the lowest cost count as equal. Wider than the noise of the estimates: a narrow band never
 /// gives a healed replica its traffic back, because who looks slow is not sampled and so looks slow.
@@ -18,11 +17,14 @@ const BAND: f32 = 1.35;
 /// What every pick adds to the credit for trials, in lowest costs: at most one request in a thousand goes to a replica that
 /// looks twice as slow.
 const CREDIT: f32 = 0.001;
-/// Most that a trial is charged, in lowest costs: one request in 2500 for a replica that looks far slower. Also the most
+/// Most that a trial is charged, in lowest costs: one request in 4000 for a replica that looks far slower. Also the most
 /// that is saved up.
 const DEAREST: f32 = 4.0;
 /// A replica that reports this part of what it did before its trial gets another.
 const PROMISING: f64 = 0.8;
+/// Reports younger than this are equally fresh, milliseconds; older ones by powers of two of it. Within milliseconds it is
+/// only chance who reported last, and requests would follow each other to the same replica.
+const FRESH_MS: u32 = 32;
 /// More than the slowest replica under the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
 
@@ -129,7 +131,8 @@ impl Trials {
     }
 }
 
-/// Worse than the best by more than the band; requests in flight or, if worse, the cost; age of the report.
+/// Worse than the best by more than the band; requests in flight or, if worse, the cost; age of the report, and whose turn
+/// it is. By turns, because where requests take the same time even spacing keeps queues short, as round robin shows.
 type Rank = (bool, u32, u32);
 
 impl Order for Predicted {
@@ -142,8 +145,9 @@ impl Order for Predicted {
             return (true, cost.to_bits(), 0);
         }
         let load = if self.uneven { entry.draw(rng) } else { entry.rif.into() };
-        let age = (self.now.distance_ms(entry.received) / AGE).checked_ilog2().map_or(0, |a| a + 1);
-        (false, load, age << 16 | u32::from(u16::MAX - self.picks.wrapping_sub(entry.chosen)))
+        let age = (self.now.distance_ms(entry.received) / FRESH_MS).checked_ilog2().map_or(0, |log| log + 1);
+        let since_chosen = self.picks.wrapping_sub(entry.chosen);
+        (false, load, age << 16 | u32::from(u16::MAX - since_chosen))
     }
 
     fn branch(&self, entry: &Entry, _: &Rank) -> Branch {
