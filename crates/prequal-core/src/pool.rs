@@ -287,7 +287,7 @@ impl PoolState {
         let enough = if self.out == 0 { 2 } else { enough as u16 };
         if self.entry_count >= enough
             && !self.is_paused(stamp)
-            && let Some((index, branch)) = self.first_or_tried(order, tried, rng)
+            && let Some((index, branch, gave_way)) = self.first_or_tried(order, tried, rng)
             && !(branch == Branch::Hot && self.overflows(settings, stamp, index))
             && let Some(entry) = self.entries.get_mut(index)
             && !(learning && entry.rif >= CROWD)
@@ -302,6 +302,10 @@ impl PoolState {
             entry.chosen = picks;
             entry.uses_left = entry.uses_left.saturating_sub(1);
             let (chosen, used_up) = (entry.endpoint, entry.uses_left == 0);
+            if let Some(young) = gave_way.and_then(|young| self.entries.get_mut(young)) {
+                // It has had its turn.
+                young.chosen = picks;
+            }
             if pick.verify {
                 // One request until its answer tells, however often probes bring the name up again.
                 self.bar(chosen, now, VERIFY_MS);
@@ -318,12 +322,13 @@ impl PoolState {
         order: &O,
         tried: Option<usize>,
         rng: &mut G,
-    ) -> Option<(usize, Branch)> {
+    ) -> Option<(usize, Branch, Option<usize>)> {
         if let Some(tried) = tried {
-            return Some((tried, Branch::Trial));
+            return Some((tried, Branch::Trial, None));
         }
-        let (index, rank) = lowest_ramped(self.entries(), order, rng)?;
-        Some((index, order.branch(self.entries().get(index)?, &rank)))
+        let first = lowest_ramped(self.entries(), order, rng)?;
+        let branch = order.branch(self.entries().get(first.index)?, &first.rank);
+        Some((first.index, branch, first.gave_way))
     }
 
     /// Takes in a report of `endpoint`; the caller has established that it may speak for that replica. `standing` is what

@@ -151,6 +151,6 @@ struct Chosen {
 }
 
 fn first_in<O: Order, G: Rng>(entries: &[Entry], order: &O, rng: &mut G) -> Option<Chosen> {
-    let entry = *entries.get(lowest_ramped(entries, order, rng)?.0)?;
+    let entry = *entries.get(lowest_ramped(entries, order, rng)?.index)?;
     Some(Chosen { entry, latency_us: order.latency_us(&entry) })
 }

@@ -172,25 +172,34 @@ pub(super) fn lowest<T, R: Ord, G: Rng>(
     best
 }
 
+/// The first of some entries.
+pub(super) struct First<R> {
+    pub(super) index: usize,
+    pub(super) rank: R,
+    /// The young one that has given way to it.
+    pub(super) gave_way: Option<usize>,
+}
+
 /// The first in order, where a young replica gives way to the best of the others as often as its share says.
 pub(super) fn lowest_ramped<O: Order, G: Rng>(
     entries: &[Entry],
     order: &O,
     rng: &mut G,
-) -> Option<(usize, O::Rank)> {
+) -> Option<First<O::Rank>> {
     let rank = |entry: &Entry, rng: &mut G| order.rank(entry, rng);
-    let best = lowest(entries, rank, rng)?;
-    let share = entries.get(best.0)?.share;
+    let (best, rank) = lowest(entries, rank, rng)?;
+    let first = First { index: best, rank, gave_way: None };
+    let share = entries.get(best)?.share;
     if share >= FULL_SHARE {
-        return Some(best);
+        return Some(first);
     }
     // Where half or more are young the fleet is new: seconds between their starts say nothing.
     let grown = entries.iter().filter(|entry| entry.share >= FULL_SHARE).count();
     if grown * 2 <= entries.len() || rng.random_range(0..FULL_SHARE) < share {
-        return Some(best);
+        return Some(first);
     }
     let grown = |entry: &Entry, rng: &mut G| (entry.share < FULL_SHARE, order.rank(entry, rng));
-    lowest(entries, grown, rng).map(|(index, (_, rank))| (index, rank))
+    lowest(entries, grown, rng).map(|(index, (_, rank))| First { index, rank, gave_way: Some(best) })
 }
 
 impl PoolState {

@@ -1,6 +1,7 @@
 //! The pool's rules one by one on an injected clock, and its invariants under random operations.
 
 use super::*;
+use crate::capacity::Capacity;
 use crate::config::Profile;
 use crate::report::LoadReport;
 use proptest::prelude::*;
@@ -652,4 +653,167 @@ fn while_most_know_nothing_the_busy_among_them_count_like_the_hot() {
     };
     assert!(picked(8), "a fleet that is new has no others");
     assert!(!picked(7), "one of few waits for its first answer");
+}
+
+impl Scene {
+    fn pick_predicted(&mut self, at: u64) -> Pick {
+        self.pool.pick_predicted(&self.settings, ms(at), &mut self.rng)
+    }
+    /// A report of base latency and knee.
+    fn capable(&mut self, at: u64, n: u16, rif: u32, base_ms: u32, knee: u16) {
+        let capacity = Some(Capacity { base_us: base_ms * 1000, knee });
+        let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
+        let (now, standing) = (ms(at), Standing::even(0));
+        self.pool.record(&self.settings, now, replica(n), load, standing, &mut self.rng);
+    }
+}
+
+/// How often each of `count` replicas was picked in `rounds`, every one answering at once with what `reports` says of it.
+fn shares<const N: usize>(
+    scene: &mut Scene,
+    rounds: u64,
+    reports: impl Fn(u16) -> (Load, Standing),
+) -> [usize; N] {
+    let mut picks = [0; N];
+    for at in 0..rounds {
+        for n in 0..N as u16 {
+            let (load, standing) = reports(n);
+            scene.pool.record(&scene.settings, ms(at), replica(n), load, standing, &mut scene.rng);
+        }
+        let picked = scene.pick_predicted(at).replica.expect("a full pool");
+        picks[usize::from(picked.port() - 1000)] += 1;
+    }
+    picks
+}
+
+#[test]
+fn among_answers_the_lowest_predicted_latency_wins() {
+    let answer = |n, rif, base_ms: u32, knee| {
+        let capacity = Some(Capacity { base_us: base_ms * 1000, knee });
+        let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
+        crate::sync::Answer { replica: replica(n), load, standing: Standing::even(0) }
+    };
+    let among = |answers: &[crate::sync::Answer]| {
+        let Scene { settings, mut pool, mut rng } = Scene::new(plain());
+        pool.pick_among(&settings, ms(0), answers, Ranking::Predicted, &mut rng)
+    };
+    // The fastest is saturated; of the other two the busier one has room for it and is the faster.
+    let pick = among(&[answer(0, 7, 10, 2), answer(1, 3, 20, 4), answer(2, 0, 60, 1)]);
+    assert_eq!((pick.replica, pick.branch, pick.latency_us), (Some(replica(1)), Branch::Sync, Some(20_000)));
+    let pick = among(&[answer(0, 3, 10, 1), answer(1, 5, 20, 2), answer(2, 0, 60, 1)]);
+    assert_eq!(pick.replica, Some(replica(2)), "4 * 4 * 10 and 3 * 3 * 20 are more than 60");
+    let pick = among(&[answer(0, 3, 20, 8), answer(1, 1, 25, 8), answer(2, 0, 60, 8)]);
+    assert_eq!(pick.replica, Some(replica(1)), "alike: the lower RIF");
+    let unknown = crate::sync::Answer { load: Load::at_face_value(0, None), ..answer(3, 0, 1, 1) };
+    let busy = crate::sync::Answer { load: Load::at_face_value(5, None), ..answer(3, 0, 1, 1) };
+    assert_eq!(among(&[answer(0, 2, 20, 4), unknown]).replica, Some(replica(3)), "as fast as most, and idle");
+    assert_eq!(among(&[answer(0, 2, 20, 4), busy]).replica, Some(replica(0)), "until it has answered");
+}
+
+#[test]
+fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided() {
+    let slow_first = |slow_ms: u32| {
+        shares::<4>(&mut Scene::new(plain()), 8000, |n| {
+            let base_us = if n == 0 { slow_ms * 1000 } else { 20_000 };
+            let capacity = Some(Capacity { base_us, knee: 8 });
+            let load = Load { capacity, ..Load::at_face_value(0, Some(base_us)) };
+            (load, standing(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
+        })
+    };
+    let even = slow_first(20);
+    let ratio = (even[0] + even[2]) as f64 / (even[1] + even[3]) as f64;
+    assert!((2.7..=3.3).contains(&ratio), "{ratio:.2}, not 3: {even:?}");
+    let slow = slow_first(800);
+    assert!(slow[0] <= 3, "a trial in 4000: {slow:?}");
+    assert!(slow[2] > slow[1] * 2 && slow[2] > slow[3] * 2, "{slow:?}");
+}
+
+#[test]
+fn by_predicted_latency_a_young_replica_takes_a_share_that_grows_with_its_age() {
+    let settings = PoolSettings { ramp_ms: 10_000, ..plain() };
+    for (up_s, wanted) in [(0, 50), (3, 300), (6, 600), (9, 900), (12, 1000)] {
+        let picks = shares::<10>(&mut Scene::new(settings.clone()), 10_000, |n| {
+            let up_s = (n == 0).then_some(up_s);
+            (Load { up_s, ..Load::at_face_value(0, Some(1_000_000)) }, Standing::even(0))
+        });
+        assert!(picks[0].abs_diff(wanted) <= wanted * 8 / 100 + 16, "{up_s} s: {picks:?}");
+    }
+}
+
+#[test]
+fn replicas_that_cost_the_same_are_chosen_by_turns() {
+    let mut scene = Scene::new(plain());
+    let picks = |scene: &mut Scene, at: u64| {
+        let mut turn: Vec<_> = (0..8)
+            .map(|_| {
+                // All answer at once, so that nothing but the order of turns tells them apart.
+                (0..8).for_each(|n| scene.capable(at, n, 0, 20, 4));
+                scene.pick_predicted(at).replica.unwrap()
+            })
+            .collect();
+        let order = turn.clone();
+        turn.sort_by_key(|replica| replica.port());
+        turn.dedup();
+        assert_eq!(turn.len(), 8, "{order:?}");
+        order
+    };
+    let first = picks(&mut scene, 0);
+    // Also where the count of picks wraps.
+    for at in 1..9000 {
+        assert_eq!(picks(&mut scene, at), first, "{at}");
+    }
+}
+
+#[test]
+fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it_heals() {
+    const MOST: usize = 3 + 1;
+    let mut scene = Scene::new(plain());
+    let mut tried = Vec::new();
+    let mut slow_ms = 320;
+    for at in 0..12_000 {
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 0, slow_ms, 4);
+        let pick = scene.pick_predicted(at);
+        assert_eq!(pick.replica == Some(replica(3)), pick.branch == Branch::Trial);
+        if pick.branch == Branch::Trial {
+            tried.push(at);
+        }
+    }
+    assert!((2..=MOST).contains(&tried.len()), "{tried:?}");
+    // The next trial finds it healed, which its reports show by and by: it is tried again after each, free of charge.
+    let mut at = 12_000;
+    let mut round = |scene: &mut Scene, slow_ms| {
+        at += 1;
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 0, slow_ms, 4);
+        scene.pick_predicted(at).branch == Branch::Trial
+    };
+    while !round(&mut scene, slow_ms) {}
+    for _ in 0..8 {
+        assert!(!round(&mut scene, slow_ms * 9 / 10), "too little to tell");
+        slow_ms = slow_ms * 7 / 10;
+        if slow_ms <= 27 {
+            break;
+        }
+        assert!(round(&mut scene, slow_ms), "{slow_ms} ms");
+        assert!(!round(&mut scene, slow_ms), "once for each step");
+    }
+    assert!(slow_ms <= 27, "{slow_ms} ms: healed, and back among its equals");
+    let healed = (0..400).filter(|_| {
+        (0..4).for_each(|n| scene.capable(30_000, n, 0, 20, 4));
+        scene.pick_predicted(30_000).replica == Some(replica(3))
+    });
+    assert_eq!(healed.count(), 100, "by turns");
+}
+
+#[test]
+fn a_busy_replica_is_not_tried_and_a_better_report_of_another_is_no_reason() {
+    let mut scene = Scene::new(plain());
+    for at in 0..30_000 {
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 1, 320, 4);
+        scene.capable(at, 4, 2, if at % 2 == 0 { 320 } else { 80 }, 4);
+        let pick = scene.pick_predicted(at);
+        assert!(pick.branch == Branch::Cold && pick.replica.is_some_and(|r| r.port() < 1003), "{pick:?}");
+    }
 }
