@@ -209,6 +209,9 @@ impl Tracker {
             self.levels.heard(ended.at, ended.level, ended.level - 1);
         }
         self.take(ended);
+        if ended.outcome == Outcome::Success {
+            self.overtake(Micros(ended.at.0.saturating_sub(ended.latency_us.into())));
+        }
     }
 
     /// What others told of requests that ended before `at` is lost: their time is not counted either.
@@ -459,6 +462,43 @@ mod tests {
         assert_eq!(tracker.latency(ms(900)), Some(800_000));
         tracker.config.stall_factor = 0;
         assert_eq!(tracker.latency(ms(900)), Some(10_000), "the paper's estimator does not look at ages");
+    }
+
+    #[test]
+    fn a_request_that_later_ones_overtake_is_heavy_and_not_stuck() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        serve(&mut tracker, 0, 10);
+        let heavy = tracker.start(ms(100));
+        serve(&mut tracker, 110, 10);
+        assert_eq!(tracker.latency(ms(900)), Some(10_000), "a later one has finished");
+        let next = tracker.start(ms(900));
+        assert_eq!(tracker.latency(ms(1700)), Some(800_000), "none that came after this one has");
+        // An error, an abort or one that came before tells nothing.
+        for outcome in [Outcome::Failure, Outcome::Aborted, Outcome::Streaming] {
+            let other = tracker.start(ms(1700));
+            tracker.finish(other, ms(1710), outcome);
+        }
+        tracker.finish(heavy, ms(1720), Outcome::Success);
+        assert_eq!(tracker.latency(ms(1800)), Some(900_000));
+        tracker.finish(next, ms(1800), Outcome::Aborted);
+    }
+
+    #[test]
+    fn a_request_that_one_elsewhere_overtakes_is_heavy_and_not_stuck() {
+        let (mut one, mut other) =
+            (Tracker::new(TrackerConfig::default()), Tracker::new(TrackerConfig::default()));
+        serve(&mut one, 0, 10);
+        let mut hears = |one: &mut Tracker, at: u64| {
+            let ticket = other.start_behind(ms(at), 1);
+            one.record(other.finish(ticket, ms(at + 10), Outcome::Success));
+        };
+        let heavy = one.start(ms(100));
+        assert_eq!(one.latency_at(ms(900), 1, None), Some(800_000));
+        hears(&mut one, 90);
+        assert_eq!(one.latency_at(ms(900), 1, None), Some(800_000), "it came before");
+        hears(&mut one, 110);
+        assert_eq!(one.latency_at(ms(900), 1, None), Some(10_000));
+        one.finish(heavy, ms(1000), Outcome::Success);
     }
 
     #[test]
