@@ -56,12 +56,12 @@ impl PoolState {
             if self.is_paused(stamp) { None } else { self.first(settings, stamp, usable, ranking, rng) };
         let Some(mut chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
         let probes = self.begin_pick(settings, stamp);
-        if let Ranking::Predicted = ranking
-            && let Some(tried) =
-                Predicted::over(usable, self.picks, stamp).trial(usable, &mut self.trials, rng)
-            && let Some(tried) = usable.get(tried)
-        {
-            chosen.entry = *tried;
+        if let Ranking::Predicted = ranking {
+            let rule = Predicted::over(usable, self.picks, stamp);
+            let tried = rule.trial(usable, &mut self.trials, rng);
+            if let Some(tried) = tried.and_then(|tried| usable.get(tried)) {
+                chosen = Chosen { entry: *tried, latency_us: rule.latency_us(tried) };
+            }
         }
         let Chosen { entry: chosen, latency_us } = chosen;
         // RIF compensation (§4), for the requests that the pool will have to place.

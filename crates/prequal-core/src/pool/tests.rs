@@ -708,6 +708,15 @@ fn among_answers_the_lowest_predicted_latency_wins() {
     let busy = crate::sync::Answer { load: Load::at_face_value(5, None), ..answer(3, 0, 1, 1) };
     assert_eq!(among(&[answer(0, 2, 20, 4), unknown]).replica, Some(replica(3)), "as fast as most, and idle");
     assert_eq!(among(&[answer(0, 2, 20, 4), busy]).replica, Some(replica(0)), "until it has answered");
+
+    // A trial here too, and as long as the one that is tried says.
+    let Scene { settings, mut pool, mut rng } = Scene::new(plain());
+    let answers = [answer(0, 0, 20, 4), answer(1, 0, 320, 4)];
+    let mut picks =
+        (0..12_000).map(|_| pool.pick_among(&settings, ms(0), &answers, Ranking::Predicted, &mut rng));
+    let tried: Vec<_> = picks.by_ref().filter(|pick| pick.replica == Some(replica(1))).collect();
+    assert!((2..=4).contains(&tried.len()), "{tried:?}");
+    assert!(tried.iter().all(|pick| pick.latency_us == Some(320_000)), "{tried:?}");
 }
 
 #[test]
