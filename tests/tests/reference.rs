@@ -19,9 +19,13 @@ fn tables_are_what_the_code_generates() -> Result<()> {
     let path = workspace_root().join("docs/configuration.md");
     let before = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
     let mut after = before.clone();
-    for (name, table) in
-        [("filter", filter()), ("profiles", profiles()), ("inbound", inbound()), ("agent", agent())]
-    {
+    for (name, table) in [
+        ("filter", filter(true)),
+        ("experiments", filter(false)),
+        ("profiles", profiles()),
+        ("inbound", inbound()),
+        ("agent", agent()),
+    ] {
         after = with_table(&after, name, &table).with_context(|| format!("table {name}"))?;
     }
     if std::env::var_os(WRITE).is_some() {
@@ -51,10 +55,10 @@ fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(str::to_owned).to_vec()
 }
 
-/// Every key of the outbound role.
-fn filter() -> Vec<Vec<String>> {
+/// The keys of the outbound role: those that operators may want, or the others.
+fn filter(everyday: bool) -> Vec<Vec<String>> {
     let mut table = vec![row(["key", "where", "unit", "range", "default", "meaning", "source"])];
-    for key in KEYS.iter().filter(|key| key.place != Place::Inbound) {
+    for key in KEYS.iter().filter(|key| key.place != Place::Inbound && key.everyday == everyday) {
         let place = match key.place {
             Place::Cluster => "cluster",
             Place::Both => "both",

@@ -473,6 +473,34 @@ mod tests {
     }
 
     #[test]
+    fn a_removed_key_says_what_replaced_it() {
+        for (key, value, instead) in [
+            ("latency_band", "1.5", "rule \"predicted\" needs no band"),
+            ("cold_limit", "8", "rule \"predicted\" needs no limit"),
+            ("q_rif_small", "0.9", "\"q_rif\""),
+            ("learning_rif", "0", "\"burst_guard\""),
+            ("overflow_rif", "4", "\"burst_guard\""),
+        ] {
+            let found = errors(&with(&format!(r#""{key}":{value}"#)));
+            assert!(
+                found.len() == 1
+                    && found[0].starts_with(&format!("`clusters[0].{key}` was removed: "))
+                    && found[0].contains(instead),
+                "{found:?}"
+            );
+            assert!(KEYS.iter().all(|known| known.name != key), "{key} is a key again");
+        }
+        let found = errors(&with(r#""rule":"hcl","hot":"auto""#));
+        assert!(found.len() == 1 && found[0].contains("one of \"gt\", \"ge\""), "{found:?}");
+    }
+
+    #[test]
+    fn few_keys_are_for_every_day() {
+        let everyday = KEYS.iter().filter(|key| key.everyday && key.place != Place::Inbound);
+        assert!(everyday.count() <= 20);
+    }
+
+    #[test]
     fn all_problems_are_reported_at_once() {
         let found = errors(
             r#"{"shim":"x","surprise":1,"q_rif":"NaN","clusters":[{"cluster":"","pool_size":1.5,"hot":3,

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use super::MAX_NAME;
 use super::errors::ConfigErrors;
+use super::keys::REMOVED;
 
 /// One JSON object being read.
 pub(super) struct Fields<'a> {
@@ -28,6 +29,10 @@ impl Fields<'_> {
         for key in unknown {
             // A hostile or broken key may be long; its start tells enough.
             let shown: String = key.chars().take(64).collect();
+            if let Some((_, instead)) = REMOVED.iter().find(|(removed, _)| *removed == key) {
+                self.fail(&shown, format!("was removed: {instead}"));
+                continue;
+            }
             self.fail(&shown, format!("is not a known field; known: {}", known.join(", ")));
         }
     }

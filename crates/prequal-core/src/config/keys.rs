@@ -15,6 +15,8 @@ pub struct Key {
     pub name: &'static str,
     /// Where it stands.
     pub place: Place,
+    /// Operators may want it: at most 20 are. The others are for other rules and for experiments.
+    pub everyday: bool,
     /// Another key and the value of it without which this one is refused.
     pub needs: Option<(&'static str, &'static str)>,
     /// What a number counts; empty for what is no number.
@@ -65,7 +67,7 @@ pub enum Values {
 
 impl Key {
     const fn new(place: Place, name: &'static str, unit: &'static str, values: Values) -> Self {
-        Self { name, place, needs: None, unit, values, absent: None, meaning: "", source: "" }
+        Self { name, place, everyday: true, needs: None, unit, values, absent: None, meaning: "", source: "" }
     }
 
     const fn needs(self, key: &'static str, value: &'static str) -> Self {
@@ -89,6 +91,11 @@ const fn both(name: &'static str, unit: &'static str, values: Values) -> Key {
     Key::new(Place::Both, name, unit, values).from("ours")
 }
 
+/// For other rules and for experiments.
+const fn seldom(name: &'static str, unit: &'static str, values: Values) -> Key {
+    Key { everyday: false, ..both(name, unit, values) }
+}
+
 const fn inbound(name: &'static str, unit: &'static str, values: Values) -> Key {
     Key::new(Place::Inbound, name, unit, values)
 }
@@ -98,12 +105,12 @@ use Values::{Bool, Form, Many, Number, NumberOrOff, OneOf, Whole};
 /// All keys, in the order of the reference.
 pub const KEYS: &[Key] = &[
     Key::new(Place::Top, "role", "", OneOf(&["outbound", "inbound"]))
-        .means("at the clients' Envoy, or [beside a replica](#inbound-role)"),
+        .means("where the filter stands: at the clients' Envoy, or [beside a replica](#inbound-role)"),
     Key::new(Place::Outbound, "clusters", "clusters", Many(1, MAX_CLUSTERS))
         .absent("required")
-        .means("what is balanced; other clusters are left alone"),
+        .means("clusters that Prequal balances; it leaves others alone"),
     Key::new(Place::Outbound, "shim", "", OneOf(&["stateful_session", "override_host"]))
-        .means("the stock part of Envoy that carries the choice out"),
+        .means("stock part of Envoy that sends a request to the chosen replica"),
     both("profile", "", OneOf(&["default", "paper", "small", "inference"]))
         .absent("`default`")
         .means("a set of defaults: [below](#profiles)"),
@@ -112,90 +119,31 @@ pub const KEYS: &[Key] = &[
         .means("name of the serving cluster in Envoy"),
     Key::new(Place::Cluster, "probe_cluster", "bytes", Many(1, MAX_NAME))
         .absent("required")
-        .means("name of the cluster with the same endpoints that probes go through"),
+        .means("name of the cluster with the same endpoints that probes are sent through"),
     Key::new(Place::Cluster, "endpoints", "`ip:port`", Many(0, MAX_MEMBERS))
         .absent("learned")
         .means("replicas named by hand, for static fleets and tests"),
-    both("pool_size", "entries", Whole(2, MAX_POOL as u32))
-        .from("§4")
-        .means("reports that are kept, each of another replica"),
-    both("max_age_ms", "ms", Whole(10, 60_000)).from("§4").means("older reports are dropped"),
-    both("q_rif", "quantile", Number(0.0, 1.0))
-        .needs("rule", "hcl")
-        .from("§4")
-        .means("of RIF, from which on a replica is hot; `paper`: 2^(−1/4)"),
-    both("hot", "", OneOf(&["gt", "ge"]))
-        .needs("rule", "hcl")
-        .from("§4, §5.3")
-        .means("hot is RIF > θ (`gt`, which suits fleets of up to 24) or RIF ≥ θ (`ge`)"),
-    both("delta", "", Number(0.001, 1000.0)).from("eq. (1)").means("δ: the higher, the more often a report is used"),
-    both("r_remove", "per pick", Number(0.0, 16.0)).from("§4").means("reports removed, the worst and the oldest by turns"),
-    both("scale_removal", "", Bool)
-        .means("never remove more than new entries arrive, never below two, nothing while n ≤ `pool_size`"),
-    both("reuse_cap", "uses", Whole(1, 10_000)).means("of one report at most: eq. (1) has no value for n ≤ m"),
-    both("budget", "", OneOf(&["adaptive", "fixed"])).means("probes by the age of reports, or so many for each request"),
-    both("r_probe", "per request", Number(0.0, 16.0)).needs("budget", "fixed").from("§4").means("probes sent, whatever the pool needs"),
-    both("target_age_ms", "ms", Whole(1, 60_000))
-        .needs("budget", "adaptive")
-        .means("probe as much as keeps the reports younger than this"),
-    both("max_probes_per_query", "per request", Number(0.0, 16.0)).needs("budget", "adaptive").means("no more probes than this"),
-    both("discovery_interval_ms", "ms", Whole(10, 60_000)).means(
-        "between probes to whomever Envoy's policy chooses; more often above 20 replicas and while replicas come into use",
-    ),
-    both("verified_probes", "", Bool).means(
-        "the probe cluster writes `x-prequal-host` on replies (`docs/adr/0004-placement.md`); true in the shipped \
-         configuration",
-    ),
-    both("rif_history", "samples", Whole(8, MAX_HISTORY as u32)).from("§4").means("latest RIFs reported, of which θ is the quantile"),
-    both("burst_guard", "", Bool).from("ours, `docs/evaluation.md`").means(
-        "while the fleet is being learned, or requests come faster than reports, Envoy's policy places what would pile up",
-    ),
-    both("error_aversion", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-exceptions.md`").means(
-        "a replica that fails this share of its recent requests is passed over but for trials",
-    ),
-    both("breaker", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
-        "a request unanswered for this many times the 90th percentile of latency, and 50 ms, is a sign of silence",
-    ),
-    both("ramp_ms", "ms", Whole(0, 3_600_000))
-        .from("ours, `docs/evaluation.md`")
-        .means("a replica younger than this takes a share in proportion to its age; 0: off"),
-    both("probe_timeout_ms", "ms", Whole(1, 10_000)).from("§3: 3 or 1").means("a probe not answered by then has failed"),
-    both("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
-        .from("§4")
-        .means("without a request for this long one worker probes; 0: off"),
-    both("piggyback", "", Bool).means("reports on responses count"),
     both(
         "rule",
         "",
         OneOf(&["predicted", "hcl", "rif_only", "latency_only", "linear", "c3", "peak_ewma", "zuul_choice_of_two"]),
     )
-    .from("§5.2")
-    .means("which replica is best: [below](#rules)"),
-    both("lambda", "", Number(0.0, 1.0))
-        .needs("rule", "linear")
-        .from("appendix A")
-        .means("from latency alone (0) to RIF alone (1)"),
-    both("alpha_ms", "ms per request in flight", Number(0.001, 60_000.0))
-        .needs("rule", "linear")
-        .from("appendix A")
-        .means("what a request in flight is worth: the paper's median latency at RIF 1, take yours"),
-    both("c3_clients", "clients", Whole(1, 100_000))
-        .needs("rule", "c3")
-        .from("C3")
-        .means("workers of all Envoys before these replicas"),
-    both("max_in_flight", "requests", Whole(1, 100_000))
-        .needs("rule", "zuul_choice_of_two")
-        .from("Zuul")
-        .means("at which a replica counts as full"),
-    both("mode", "", OneOf(&["async", "sync"])).from("§4").means("at once from the pool, or after probes of its own"),
+    .from("ours, `docs/adr/0008-predicted-latency.md`")
+    .means("how the best replica is found: [below](#rules)"),
+    both("mode", "", OneOf(&["async", "sync"]))
+        .from("§4")
+        .means("a request is placed at once from the pool, or waits for probes of its own"),
     both("route_modes", "routes", Many(0, MAX_ROUTES))
         .absent("none")
-        .means("`{\"route name\": \"async\" or \"sync\"}`: the mode by the route's name in Envoy"),
-    both("sync_d", "probes", Whole(2, MAX_ASKED as u32)).needs("mode", "sync").from("§4: 3 to 5").means("that a request asks"),
+        .means("`{\"route name\": \"async\" or \"sync\"}`: the mode of single routes, by their names in Envoy"),
+    both("sync_d", "probes", Whole(2, MAX_ASKED as u32))
+        .needs("mode", "sync")
+        .from("§4: 3 to 5")
+        .means("number of replicas probed per request"),
     both("sync_deadline_ms", "ms", Whole(1, MAX_DEADLINE_MS))
         .needs("mode", "sync")
         .from("§4")
-        .means("a request waits no longer; Envoy's timers add up to 4"),
+        .means("longest wait of a request for its probes; Envoy's timers add up to 4 ms"),
     both(
         "hint",
         "",
@@ -204,15 +152,104 @@ pub const KEYS: &[Key] = &[
     .needs("mode", "sync")
     .absent("none")
     .from("§4")
-    .means("what probes tell of the query"),
+    .means("part of the request whose hash its probes carry, so that a replica can say that it has it in its cache"),
+    both("max_age_ms", "ms", Whole(10, 60_000)).from("§4: 1000").means("age at which a report is dropped"),
+    both("target_age_ms", "ms", Whole(1, 60_000))
+        .needs("budget", "adaptive")
+        .means("requests send probes while less than half of the reports are younger than this"),
+    both("max_probes_per_query", "per request", Number(0.0, 16.0))
+        .needs("budget", "adaptive")
+        .means("most probes that a request sends, on average"),
+    both("verified_probes", "", Bool).from("ours, `docs/adr/0004-placement.md`").means(
+        "the probe cluster writes who answered into `x-prequal-host`; true in the shipped configuration",
+    ),
+    both("error_aversion", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-exceptions.md`").means(
+        "a replica that fails this share of its recent requests gets only trials",
+    ),
+    both("breaker", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
+        "a replica counts as silent when a request has waited this many times the 90th percentile of latency, and 50 ms",
+    ),
+    both("ramp_ms", "ms", Whole(0, 3_600_000)).from("ours, the same").means(
+        "age at which a new replica takes its full share; before, the share grows with its age; 0: at once",
+    ),
+    seldom("pool_size", "entries", Whole(2, MAX_POOL as u32))
+        .from("§4")
+        .means("most reports in the pool, one per replica"),
+    seldom("q_rif", "quantile", Number(0.0, 1.0))
+        .needs("rule", "hcl")
+        .from("§4")
+        .means("θ is this quantile of the RIFs reported; `paper`: 2^(−1/4)"),
+    seldom("hot", "", OneOf(&["gt", "ge"]))
+        .needs("rule", "hcl")
+        .from("§4, §5.3")
+        .means("a replica is hot if RIF > θ (`gt`, which suits fleets of up to 24) or if RIF ≥ θ (`ge`)"),
+    seldom("rif_history", "samples", Whole(8, MAX_HISTORY as u32))
+        .from("§4")
+        .means("number of reported RIFs that θ is taken from"),
+    seldom("delta", "", Number(0.001, 1000.0))
+        .from("eq. (1)")
+        .means("δ: the higher, the more often a report is used"),
+    seldom("r_remove", "per request", Number(0.0, 16.0))
+        .from("§4")
+        .means("reports that a request removes from the pool, the worst and the oldest by turns"),
+    seldom("scale_removal", "", Bool).means(
+        "never remove more reports than arrive, never below two, and none while the fleet fits `pool_size`",
+    ),
+    seldom("reuse_cap", "uses", Whole(1, 10_000))
+        .means("most uses of one report: equation (1) has no value for n ≤ m"),
+    seldom("budget", "", OneOf(&["adaptive", "fixed"]))
+        .means("number of probes: as many as the age of the reports asks for, or a fixed number per request"),
+    seldom("r_probe", "per request", Number(0.0, 16.0))
+        .needs("budget", "fixed")
+        .from("§4")
+        .means("probes that a request sends, on average"),
+    seldom("discovery_interval_ms", "ms", Whole(10, 60_000)).means(
+        "time between two probes that Envoy's own policy places, which find replicas; shorter above 20 replicas and while \
+         replicas come into use",
+    ),
+    seldom("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
+        .from("§4")
+        .means("one worker probes when no request has come for this long; 0: never"),
+    seldom("probe_timeout_ms", "ms", Whole(1, 10_000)).from("§3: 3 or 1").means("time after which a probe has failed"),
+    seldom("piggyback", "", Bool).means("reports on responses count, not only those of probes"),
+    seldom("burst_guard", "", Bool).from("ours, `docs/adr/0003-small-fleets-and-budget.md`").means(
+        "Envoy's own policy places what would pile up on few replicas: while the fleet is being learned, and while requests \
+         come faster than reports",
+    ),
+    seldom("lambda", "", Number(0.0, 1.0))
+        .needs("rule", "linear")
+        .from("appendix A")
+        .means("weight of RIF: 0 is latency alone, 1 is RIF alone"),
+    seldom("alpha_ms", "ms per request in flight", Number(0.001, 60_000.0))
+        .needs("rule", "linear")
+        .from("appendix A")
+        .means("latency that one request in flight is worth: the paper's median latency at RIF 1; take yours"),
+    seldom("c3_clients", "clients", Whole(1, 100_000))
+        .needs("rule", "c3")
+        .from("C3")
+        .means("number of workers, of all Envoys that send to these replicas"),
+    seldom("max_in_flight", "requests", Whole(1, 100_000))
+        .needs("rule", "zuul_choice_of_two")
+        .from("Zuul")
+        .means("requests in flight at which a replica counts as full"),
     inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535")).absent("the address that the client connected to").means(
-        "what reports name: exactly what clients' clusters name. Saves a property read per request",
+        "address that reports name: exactly what clients' clusters name. Saves a property read per request",
     ),
     inbound("serving_port", "port", Whole(1, u16::MAX as u32)).absent("the same").means(
         "reports name the client's address at this port. What comes in at another port is for probes: other requests there \
          pass and are not counted. Not beside `endpoint`",
     ),
-    inbound("report", "", OneOf(&["always", "probe_only"])).means("on responses too, or on replies to probes alone"),
+    inbound("report", "", OneOf(&["always", "probe_only"]))
+        .means("reports stand on responses and on replies to probes, or on replies to probes alone"),
+];
+
+/// Keys that were, and what replaced each.
+pub(super) const REMOVED: &[(&str, &str)] = &[
+    ("latency_band", "rule \"predicted\" needs no band"),
+    ("cold_limit", "rule \"predicted\" needs no limit"),
+    ("q_rif_small", "rule \"predicted\" needs no quantile; with \"rule\": \"hcl\" set \"q_rif\""),
+    ("learning_rif", "set \"burst_guard\" to true or false"),
+    ("overflow_rif", "set \"burst_guard\" to true or false"),
 ];
 
 /// The key of this name. Only for constants: what is no key does not compile there.
