@@ -1,5 +1,6 @@
-//! `prequal top`: what Prequal does right now, from the admins of running Envoys.
+//! `prequal top`: what Prequal does right now, from the admins of running Envoys and agents.
 
+mod agents;
 mod scrape;
 mod screen;
 mod view;
@@ -13,10 +14,11 @@ use anyhow::{Result, bail, ensure};
 use scrape::{Admin, Scrape};
 use view::View;
 
-/// Show what Prequal does right now, from Envoy's admin
+/// Show what Prequal does right now, from the admins of Envoys and agents
 ///
 /// Choices by branch, probes, the pool, replicas that are passed over, and each replica's share, per second over the last
-/// interval. Reads /stats and /clusters of the admin, and changes nothing.
+/// interval. Reads /stats and /clusters of the admin, and changes nothing. With --agent also what replicas report: requests
+/// in flight, base latency, and how many requests at once saturate them.
 #[derive(clap::Args)]
 #[command(after_help = "\
 Keys: q quits; up, down, tab choose the cluster; s sorts replicas by address, share, requests in flight, errors.
@@ -25,12 +27,16 @@ Examples:
   prequal top http://127.0.0.1:9901
   prequal top 10.0.0.1:9901 10.0.0.2:9901
   prequal top --once --interval 5 127.0.0.1:9901
+  prequal top --agent http://10.0.0.5:9902 --agent http://10.0.0.6:9902 127.0.0.1:9901
 
 Exit code of --once: 0 all was shown, 1 an admin could not be read or its Envoy has no filter that chooses.")]
 pub(crate) struct Args {
     /// Admins of Envoys: `http://HOST:PORT` or `HOST:PORT`
-    #[arg(required = true, value_name = "ADMIN_URL")]
+    #[arg(required_unless_present = "agents", value_name = "ADMIN_URL")]
     urls: Vec<String>,
+    /// Admin of an agent (its --admin); may stand several times
+    #[arg(long = "agent", value_name = "URL")]
+    agents: Vec<String>,
     /// Print one table as plain text, of one interval, and end
     #[arg(long)]
     once: bool,
@@ -46,26 +52,27 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         args.interval
     );
     let interval = Duration::from_secs_f64(args.interval);
-    let admins = args.urls.iter().map(|url| Admin::new(url)).collect::<Result<Vec<_>>>()?;
+    let admins = |urls: &[String]| urls.iter().map(|url| Admin::new(url)).collect::<Result<Vec<_>>>();
+    let (envoys, agents) = (admins(&args.urls)?, admins(&args.agents)?);
     if args.once {
-        return once(&admins, interval);
+        return once(&envoys, &agents, interval);
     }
     if !std::io::stdout().is_terminal() {
         bail!("standard output is no terminal: use --once");
     }
-    screen::run(admins, interval)?;
+    screen::run(envoys, agents, interval)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Two readings of every admin and what happened between them.
-fn once(admins: &[Admin], interval: Duration) -> Result<ExitCode> {
-    let first: Vec<Result<Scrape>> = admins.iter().map(Admin::scrape).collect();
+/// Two readings of every Envoy and what happened between them, and one of every agent.
+fn once(envoys: &[Admin], agents: &[Admin], interval: Duration) -> Result<ExitCode> {
+    let first: Vec<Result<Scrape>> = envoys.iter().map(Admin::scrape).collect();
     if first.iter().any(Result::is_ok) {
         std::thread::sleep(interval);
     }
     let mut failed = false;
     let mut out = std::io::stdout().lock();
-    for (admin, first) in admins.iter().zip(first) {
+    for (admin, first) in envoys.iter().zip(first) {
         match first.and_then(|first| Ok((first, admin.scrape()?))) {
             Ok((first, second)) => {
                 for view in View::between(&admin.url, &first, &second) {
@@ -77,6 +84,19 @@ fn once(admins: &[Admin], interval: Duration) -> Result<ExitCode> {
                 eprintln!("prequal: {error:#}");
             }
         }
+    }
+    let mut read = Vec::new();
+    for admin in agents {
+        match agents::scrape(admin) {
+            Ok(agent) => read.push((admin.url.clone(), agent)),
+            Err(error) => {
+                failed = true;
+                eprintln!("prequal: {error:#}");
+            }
+        }
+    }
+    if !read.is_empty() {
+        writeln!(out, "{}", agents::text(&read))?;
     }
     Ok(ExitCode::from(u8::from(failed)))
 }

@@ -234,11 +234,18 @@ fn top_shows_what_happens() -> Result {
     warm(&envoy, "my_other", "/other", 2);
     let traffic = Traffic::start(envoy.client(), "/");
     let admin = envoy.admin().to_string();
-    let shown = printed(&["top", "--once", "--interval", "1", &admin]);
+    let agent = first[0].agent.admin().to_string();
+    let shown = printed(&["top", "--once", "--interval", "1", "--agent", &agent, &admin]);
     drop(traffic);
 
     let blocks: Vec<&str> = shown.split("\n\n").filter(|block| !block.trim().is_empty()).collect();
-    let [other, busy] = blocks[..] else { panic!("{shown}") };
+    let [other, busy, agents] = blocks[..] else { panic!("{shown}") };
+    let of_agent: Vec<&str> = agents.lines().last().unwrap_or_default().split_whitespace().collect();
+    let [url, _rif, base_ms, knee, failing] = of_agent[..] else { panic!("{shown}") };
+    assert_eq!((url, failing), (&*format!("http://{agent}"), "0.0%"), "{shown}");
+    for number in [base_ms, knee] {
+        assert!(number.parse::<f64>().is_ok_and(|number| number > 0.0), "{shown}");
+    }
     assert!(busy.starts_with(&format!("http://{admin} replicas\n")), "{shown}");
     assert!(other.starts_with(&format!("http://{admin} my_other\n")), "{shown}");
     let number = |block: &str, line: &str, after: &str| -> f64 {

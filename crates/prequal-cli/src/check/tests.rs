@@ -150,7 +150,8 @@ const BREAKS: &[Break] = &[
     ("module-missing", |root| {
         manager(root, &format!("{WASM}/vm_config/code/local"))["filename"] = json!("nowhere/prequal.wasm");
     }),
-    ("settings", |root| settings(root, |settings| settings["clusters"][0]["q_rif"] = json!(7))),
+    ("settings", |root| settings(root, |settings| settings["clusters"][0]["max_age_ms"] = json!(7))),
+    ("settings", |root| settings(root, |settings| settings["latency_band"] = json!(1.5))),
     ("settings", |root| remove(manager(root, WASM), "configuration")),
     ("settings", |root| *manager(root, &format!("{WASM}/configuration/value")) = json!("{")),
     // Routes are left as they are: the cluster of the second entry has none.

@@ -51,7 +51,7 @@ impl Admin {
     /// # Errors
     /// If it cannot be the URL of an admin.
     pub(super) fn new(url: &str) -> Result<Self> {
-        ensure!(!url.starts_with("https://"), "`{url}`: Envoy's admin speaks plain HTTP");
+        ensure!(!url.starts_with("https://"), "`{url}`: an admin speaks plain HTTP");
         let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
         let plain =
             !host.is_empty() && !host.contains(['/', '?', '#', '@']) && !host.contains(char::is_whitespace);
@@ -70,9 +70,9 @@ impl Admin {
     /// # Errors
     /// If nobody answers, the answer is not that of an Envoy, or its filter is not loaded.
     pub(super) fn scrape(&self) -> Result<Scrape> {
-        let stats = self.get(STATS)?;
+        let stats = self.get(STATS, "Envoy's admin")?;
         let at = Instant::now();
-        let clusters = self.get("/clusters?format=json")?;
+        let clusters = self.get("/clusters?format=json", "Envoy's admin")?;
         let clusters: Value =
             serde_json::from_str(&clusters).ok().filter(Value::is_object).with_context(|| {
                 format!("{}: this is not Envoy's admin: /clusters is not what Envoy has there", self.url)
@@ -97,7 +97,8 @@ impl Admin {
         Ok(Scrape { at, samples, reloads: reloads.sum(), hosts: hosts(&clusters) })
     }
 
-    fn get(&self, path: &str) -> Result<String> {
+    /// What stands at `path`; `whose` it would be, for the error.
+    pub(super) fn get(&self, path: &str, whose: &str) -> Result<String> {
         let url = &self.url;
         let mut response = self
             .agent
@@ -107,7 +108,7 @@ impl Admin {
         let status = response.status();
         ensure!(
             status == 200,
-            "{url}: this is not Envoy's admin, or it is closed: {path} is answered with {status}"
+            "{url}: this is not {whose}, or it is closed: {path} is answered with {status}"
         );
         let body = response.body_mut().with_config().limit(MAX_BODY).read_to_string();
         body.with_context(|| format!("{url}: {path} cannot be read"))

@@ -11,6 +11,7 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Row, Table};
 
+use super::agents::{self, Agent};
 use super::scrape::{Admin, Scrape};
 use super::view::{Replica, View};
 
@@ -18,15 +19,24 @@ use super::view::{Replica, View};
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// A reading: which admin, and what it said.
-type Reading = (usize, Result<Scrape, String>);
+enum Reading {
+    Envoy(usize, Result<Scrape, String>),
+    Agent(usize, Result<Agent, String>),
+}
 
 /// Draws until somebody quits.
-pub(super) fn run(admins: Vec<Admin>, interval: Duration) -> Result<()> {
-    let mut state = State::new(admins.iter().map(|admin| admin.url.clone()).collect());
+pub(super) fn run(envoys: Vec<Admin>, agents: Vec<Admin>, interval: Duration) -> Result<()> {
+    let urls = |admins: &[Admin]| admins.iter().map(|admin| admin.url.clone()).collect();
+    let mut state = State::new(urls(&envoys), urls(&agents));
     let (send, receive) = channel();
-    for (index, admin) in admins.into_iter().enumerate() {
-        let send = send.clone();
-        std::thread::spawn(move || read_for_ever(index, &admin, interval, &send));
+    for (index, admin) in envoys.into_iter().enumerate() {
+        let read = move || Reading::Envoy(index, admin.scrape().map_err(|error| format!("{error:#}")));
+        read_for_ever(read, interval, send.clone());
+    }
+    for (index, admin) in agents.into_iter().enumerate() {
+        let read =
+            move || Reading::Agent(index, agents::scrape(&admin).map_err(|error| format!("{error:#}")));
+        read_for_ever(read, interval, send.clone());
     }
     // Puts the terminal back on a panic too.
     let mut terminal = ratatui::try_init()?;
@@ -35,11 +45,13 @@ pub(super) fn run(admins: Vec<Admin>, interval: Duration) -> Result<()> {
     done
 }
 
-fn read_for_ever(index: usize, admin: &Admin, interval: Duration, send: &Sender<Reading>) {
-    // A failed send means that nobody looks any more.
-    while send.send((index, admin.scrape().map_err(|error| format!("{error:#}")))).is_ok() {
-        std::thread::sleep(interval);
-    }
+fn read_for_ever(read: impl Fn() -> Reading + Send + 'static, interval: Duration, send: Sender<Reading>) {
+    std::thread::spawn(move || {
+        // A failed send means that nobody looks any more.
+        while send.send(read()).is_ok() {
+            std::thread::sleep(interval);
+        }
+    });
 }
 
 fn draw_until_quit(
@@ -48,7 +60,12 @@ fn draw_until_quit(
     terminal: &mut ratatui::DefaultTerminal,
 ) -> Result<()> {
     loop {
-        receive.try_iter().for_each(|(index, reading)| state.take(index, reading));
+        for reading in receive.try_iter() {
+            match reading {
+                Reading::Envoy(index, reading) => state.take(index, reading),
+                Reading::Agent(index, reading) => state.take_agent(index, reading),
+            }
+        }
         terminal.draw(|frame| state.draw(frame))?;
         if event::poll(PATIENCE)?
             && let Event::Key(key) = event::read()?
@@ -100,6 +117,8 @@ impl Sort {
 #[derive(Debug)]
 struct State {
     envoys: Vec<Reader>,
+    /// Each agent's address and what it said last.
+    agents: Vec<(String, Option<Result<Agent, String>>)>,
     /// Which of all clusters is shown in detail; the last one if there are fewer.
     chosen: usize,
     sort: Sort,
@@ -116,9 +135,20 @@ struct Reader {
 }
 
 impl State {
-    fn new(urls: Vec<String>) -> Self {
+    fn new(envoys: Vec<String>, agents: Vec<String>) -> Self {
         let reader = |url| Reader { url, last: None, views: Vec::new(), trouble: None };
-        Self { envoys: urls.into_iter().map(reader).collect(), chosen: 0, sort: Sort::Address }
+        Self {
+            envoys: envoys.into_iter().map(reader).collect(),
+            agents: agents.into_iter().map(|url| (url, None)).collect(),
+            chosen: 0,
+            sort: Sort::Address,
+        }
+    }
+
+    fn take_agent(&mut self, index: usize, reading: Result<Agent, String>) {
+        if let Some((_, last)) = self.agents.get_mut(index) {
+            *last = Some(reading);
+        }
     }
 
     fn take(&mut self, index: usize, reading: Result<Scrape, String>) {
@@ -176,15 +206,17 @@ impl State {
             .collect();
         // More clusters than fit leave room for the detail.
         let listed = u16::try_from(views.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
+        let agents = u16::try_from(self.agents.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
         let told = u16::try_from(messages.len()).unwrap_or(u16::MAX);
         let rows = [
             Constraint::Length(told),
             Constraint::Length(listed + 1),
             Constraint::Length(7),
             Constraint::Fill(1),
+            Constraint::Length(if agents > 0 { agents + 2 } else { 0 }),
             Constraint::Length(1),
         ];
-        let [top, list, detail, replicas, keys] = Layout::vertical(rows).areas(frame.area());
+        let [top, list, detail, replicas, own, keys] = Layout::vertical(rows).areas(frame.area());
         frame.render_widget(Paragraph::new(messages), top);
         // The chosen one stays in sight.
         let first = (chosen + 1).saturating_sub(usize::from(listed));
@@ -197,6 +229,10 @@ impl State {
             lines.extend(view.lines().into_iter().map(Line::from));
             frame.render_widget(Paragraph::new(lines), detail);
             frame.render_widget(self.replicas(view), replicas);
+        }
+        if agents > 0 {
+            let [_, own] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(own);
+            frame.render_widget(self.agents(), own);
         }
         let help = format!("q quit   up/down cluster   s sort replicas (by {})", self.sort.name());
         frame.render_widget(Paragraph::new(help).style(Modifier::DIM), keys);
@@ -225,6 +261,30 @@ impl State {
             Constraint::Fill(1),
         ];
         let head = ["replica", "active", "success/s", "errors/s", " share", "trouble"];
+        Table::new(rows, widths).header(Row::new(head).style(Modifier::UNDERLINED))
+    }
+}
+
+impl State {
+    /// What replicas say of themselves.
+    fn agents(&self) -> Table<'static> {
+        let rows = self.agents.iter().map(|(url, last)| {
+            let (cells, trouble) = match last {
+                Some(Ok(agent)) => (agent.cells(), String::new()),
+                Some(Err(error)) => (Default::default(), error.clone()),
+                None => (Default::default(), "reading".to_owned()),
+            };
+            Row::new([url.clone()].into_iter().chain(cells).chain([trouble]))
+        });
+        let widths = [
+            Constraint::Min(21),
+            Constraint::Length(6),
+            Constraint::Length(9),
+            Constraint::Length(12),
+            Constraint::Length(7),
+            Constraint::Fill(2),
+        ];
+        let head = ["agent"].into_iter().chain(agents::HEAD).chain(["trouble"]);
         Table::new(rows, widths).header(Row::new(head).style(Modifier::UNDERLINED))
     }
 }
@@ -280,7 +340,7 @@ mod tests {
     #[test]
     fn the_screen_shows_clusters_replicas_and_trouble() {
         let start = Instant::now();
-        let mut state = State::new(vec!["http://a:1".into(), "http://b:1".into()]);
+        let mut state = State::new(vec!["http://a:1".into(), "http://b:1".into()], Vec::new());
         assert!(shown(&state, 100, 20).contains("http://b:1: reading"));
         state.take(0, Ok(scrape(start, 0, 400)));
         state.take(0, Ok(scrape(start, 2, 800)));
@@ -300,9 +360,24 @@ mod tests {
     }
 
     #[test]
+    fn agents_stand_below_with_what_they_say() {
+        let urls = ["http://c:1", "http://d:1", "http://e:1"].map(str::to_owned);
+        let mut state = State::new(Vec::new(), urls.to_vec());
+        state.take_agent(0, Ok(crate::top::agents::tests::agent()));
+        state.take_agent(1, Err("http://d:1 cannot be reached".into()));
+        let text = shown(&state, 100, 20);
+        for part in ["saturates at", "40.1", "25.0%", "http://d:1 cannot be reached", "reading"] {
+            assert!(text.contains(part), "{part} is not in\n{text}");
+        }
+        for (width, height) in [(1, 1), (20, 3), (300, 100)] {
+            shown(&state, width, height);
+        }
+    }
+
+    #[test]
     fn keys_sort_switch_and_quit() {
         let start = Instant::now();
-        let mut state = State::new(vec!["http://a:1".into(), "http://b:1".into()]);
+        let mut state = State::new(vec!["http://a:1".into(), "http://b:1".into()], Vec::new());
         for index in 0..2 {
             state.take(index, Ok(scrape(start, 0, 400)));
             state.take(index, Ok(scrape(start, 2, 800)));

@@ -269,7 +269,7 @@ pub(super) mod tests {
         assert_eq!(
             text,
             "http://e my_cluster\n\
-             \x20 picks/s      250.0: cold 200.0, hot 0.0, sync 0.0, scored 0.0, fallback 50.0\n\
+             \x20 picks/s      250.0: cold 200.0, hot 0.0, sync 0.0, scored 0.0, trial 0.0, fallback 50.0\n\
              \x20 probes/s     100.0: used 100.0, failed 0.0; unsent 0.0; per query 0.40\n\
              \x20 now          pool 2, theta 0, members 2, passed over 0\n\
              \x20 since start  diverted 0 (+0), averted 3 (+0), trials 0 (+0), returned 0 (+0)\n\
