@@ -92,10 +92,10 @@ function replicas() {
   const body = at("replicas").tBodies[0];
   while (body.rows.length < state.replicas.length) {
     const row = body.insertRow();
-    for (let cell = 0; cell < 7; cell++) row.insertCell();
-    for (const cell of [1, 2, 4, 5]) row.cells[cell].className = "num";
-    row.cells[3].className = "share";
-    for (const side of SIDES) row.cells[3].append(element("div", { className: `bar ${side}` }));
+    for (let cell = 0; cell < 9; cell++) row.insertCell();
+    for (const cell of [1, 2, 3, 4, 6, 7]) row.cells[cell].className = "num";
+    row.cells[5].className = "share";
+    for (const side of SIDES) row.cells[5].append(element("div", { className: `bar ${side}` }));
   }
   const most = Math.max(...state.replicas.flatMap(r => SIDES.map(side => r.share[side])), 0.2);
   state.replicas.forEach((replica, index) => {
@@ -108,19 +108,21 @@ function replicas() {
     row.cells[0].title = replica.address || "";
     row.cells[1].textContent = replica.up ? replica.rif ?? "–" : "–";
     row.cells[2].textContent = replica.up && replica.latency_ms != null ? ms(replica.latency_ms) : "–";
+    row.cells[3].textContent = replica.up && replica.base_ms != null ? ms(replica.base_ms) : "–";
+    row.cells[4].textContent = replica.up ? replica.knee ?? "–" : "–";
     SIDES.forEach((side, bar) => {
       const share = replica.share[side];
-      row.cells[3].children[bar].style.width = `${(100 * share) / most}%`;
-      row.cells[3].children[bar].title = `${side}: ${(100 * share).toFixed(1)} %`;
+      row.cells[5].children[bar].style.width = `${(100 * share) / most}%`;
+      row.cells[5].children[bar].title = `${side}: ${(100 * share).toFixed(1)} %`;
     });
-    row.cells[4].textContent = replica.requests_per_s.toFixed(0);
-    row.cells[5].textContent = replica.errors_per_s.toFixed(1);
+    row.cells[6].textContent = replica.requests_per_s.toFixed(0);
+    row.cells[7].textContent = replica.errors_per_s.toFixed(1);
     const tags = replica.faults.map(name => element("span", { className: "tag fault" }, name));
     if (!replica.up) tags.push(element("span", { className: "tag down" }, "agent down"));
     if (replica.averted) tags.push(element("span", { className: "tag averted" }, "averted"));
     if (!replica.in_rotation) tags.push(element("span", { className: "tag ok" }, "out of rotation"));
     if (!tags.length) tags.push(element("span", { className: "tag ok" }, "in use"));
-    row.cells[6].replaceChildren(...tags);
+    row.cells[8].replaceChildren(...tags);
   });
 }
 
@@ -132,6 +134,7 @@ function balancer() {
   const rows = [
     ["picks/s: cold", number(b.cold_per_s)],
     ["picks/s: hot", number(b.hot_per_s, 1)],
+    ["picks/s: trial", number(b.trial_per_s, 1)],
     ["picks/s: fallback", number(b.fallback_per_s, 1)],
     ["θ, RIF", theta],
     ["pool occupancy", number(b.pool_occupancy)],

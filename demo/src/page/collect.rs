@@ -81,6 +81,8 @@ async fn agent(page: &Page, number: u16) {
         match name {
             "prequal_agent_rif" => values.insert("rif".to_owned(), value),
             "prequal_agent_latency_median_seconds" => values.insert("latency_ms".to_owned(), value * 1e3),
+            "prequal_agent_base_latency_seconds" => values.insert("base_ms".to_owned(), value * 1e3),
+            "prequal_agent_knee" => values.insert("knee".to_owned(), value),
             "prequal_agent_requests_total{class=\"success\"}" => values.insert("success".to_owned(), value),
             "prequal_agent_requests_total{class=\"failure\"}" => values.insert("failure".to_owned(), value),
             _ => None,
@@ -117,6 +119,7 @@ fn short(sample: &Sample<'_>) -> Option<&'static str> {
     match (sample.metric, sample.kind) {
         ("picks_total", "cold") => Some("cold"),
         ("picks_total", "hot") => Some("hot"),
+        ("picks_total", "trial") => Some("trial"),
         ("picks_total", "fallback") => Some("fallback"),
         ("probes_total", "sent") => Some("sent"),
         ("diverted_total", _) => Some("diverted"),

@@ -265,6 +265,8 @@ impl State {
             "up": agent.is_some_and(|agent| agent.up),
             "rif": agent.and_then(|agent| agent.readings.last("rif")),
             "latency_ms": agent.and_then(|agent| agent.readings.last("latency_ms")),
+            "base_ms": agent.and_then(|agent| agent.readings.last("base_ms")),
+            "knee": agent.and_then(|agent| agent.readings.last("knee")),
             "requests_per_s": agent.map_or(0.0, |agent| agent.readings.rate("success")),
             "errors_per_s": agent.map_or(0.0, |agent| agent.readings.rate("failure")),
             "share": {"prequal": prequal, "baseline": baseline},
@@ -275,11 +277,12 @@ impl State {
 
     fn balancer(&self) -> Value {
         let rate = |name: &str| self.balancer.rate(name);
-        let picks = rate("cold") + rate("hot") + rate("fallback");
+        let picks = rate("cold") + rate("hot") + rate("trial") + rate("fallback");
         json!({
             "up": self.balancer_up,
             "cold_per_s": rate("cold"),
             "hot_per_s": rate("hot"),
+            "trial_per_s": rate("trial"),
             "fallback_per_s": rate("fallback"),
             "probes_per_query": if picks > 0.0 { rate("sent") / picks } else { 0.0 },
             "diverted_per_s": rate("diverted"),
