@@ -266,6 +266,7 @@ fn what_asks_an_envoy_is_answered() -> Result<()> {
         (envoy.prequal("replicas").ok()?.other("prequal_members") == 2).then_some(())
     });
     let admin = envoy.admin().to_string();
+    let agent = fleet[0].agent.admin().to_string();
     let mut asked = 0;
     for block in all_blocks("sh")?.iter().filter(|block| !block.place.starts_with(getting_started::PAGE)) {
         let asks = |line: &&str| {
@@ -281,6 +282,7 @@ fn what_asks_an_envoy_is_answered() -> Result<()> {
             };
             let script = once
                 .replace("127.0.0.1:9901", &admin)
+                .replace("127.0.0.1:9902", &agent)
                 .replace("localhost:9902", &admin)
                 .replace("--interval 5", "--interval 1");
             let path = format!("{}:{}", dist_dir().display(), std::env::var("PATH")?);
