@@ -71,7 +71,7 @@ pub(super) fn text(agents: &[(String, Agent)]) -> String {
 pub(super) mod tests {
     use super::*;
 
-    pub(in crate::top) const PAGE: &str = "# HELP prequal_agent_rif Requests in flight.\n\
+    const PAGE: &str = "# HELP prequal_agent_rif Requests in flight.\n\
         prequal_agent_rif 3\nprequal_agent_base_latency_seconds 0.0401\nprequal_agent_knee 4\n\
         prequal_agent_failing_ratio 0.25\nprequal_agent_requests_total{class=\"success\"} 7\n";
 

@@ -363,7 +363,7 @@ mod tests {
     fn agents_stand_below_with_what_they_say() {
         let urls = ["http://c:1", "http://d:1", "http://e:1"].map(str::to_owned);
         let mut state = State::new(Vec::new(), urls.to_vec());
-        state.take_agent(0, Ok(crate::top::agents::tests::agent()));
+        state.take_agent(0, Ok(agents::tests::agent()));
         state.take_agent(1, Err("http://d:1 cannot be reached".into()));
         let text = shown(&state, 100, 20);
         for part in ["saturates at", "40.1", "25.0%", "http://d:1 cannot be reached", "reading"] {
