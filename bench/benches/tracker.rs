@@ -1,11 +1,14 @@
 //! What the agent's bookkeeping costs per request: goal 200 ns for a start and a finish.
 //!
 //! 12 requests are in flight and the oldest ends first, as in a steady flow; 5000 requests a second.
+//!
+//! And what counting for base latency and knee costs: goal 1 us for the fit over 32 levels, which is due every 10 ms.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
+use prequal_core::capacity::Levels;
 use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
 
@@ -55,5 +58,48 @@ fn tracker(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, tracker);
+/// What so many levels have seen, all in use, and the time.
+fn seen(levels: u32) -> (Levels, Micros) {
+    let mut seen = Levels::new();
+    let mut now = Micros::from_millis(1_700_000_000_000);
+    for _ in 0..4 {
+        for level in 0..levels {
+            now = now.plus(STEP_US);
+            seen.moved(now, level, level + 1);
+        }
+        for level in (1..=levels).rev() {
+            now = now.plus(STEP_US);
+            seen.moved(now, level, level - 1);
+            seen.served(now, level, level, level * 1000);
+        }
+    }
+    (seen, now)
+}
+
+fn capacity(c: &mut Criterion) {
+    // One that is 10 ms old is due.
+    const DUE_US: u64 = 10_000;
+    for levels in [16, 32, 64, 512] {
+        let (mut seen, now) = seen(levels);
+        c.bench_function(&format!("capacity: fit over {levels} levels"), |b| {
+            // To and fro, or what was seen would fade.
+            let mut later = false;
+            b.iter(|| {
+                later = !later;
+                black_box(seen.capacity(if later { now.plus(DUE_US) } else { now }, false))
+            });
+        });
+    }
+    let (mut seen, mut now) = seen(32);
+    c.bench_function("capacity: an arrival and an end", |b| {
+        b.iter(|| {
+            now = now.plus(1);
+            seen.moved(now, 11, 12);
+            seen.moved(now, 12, 11);
+            seen.served(now, 12, 12, 12_000);
+        });
+    });
+}
+
+criterion_group!(benches, tracker, capacity);
 criterion_main!(benches);

@@ -14,7 +14,7 @@ use prequal_core::endpoint::Endpoint;
 use prequal_core::exceptions::Exceptions;
 use prequal_core::exceptions::flights::Flights;
 use prequal_core::members::Standing;
-use prequal_core::pool::{Branch, Load, PoolState};
+use prequal_core::pool::{Branch, Load, PoolState, Ranking};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
 use rand::SeedableRng;
@@ -57,16 +57,21 @@ unsafe impl GlobalAlloc for Counting {
 fn the_pick_path_does_not_allocate() {
     let mut rng = SmallRng::seed_from_u64(7);
     // The paper's profile removes an entry per pick and counts on three probes for each.
-    for (profile, reports_per_pick) in [(Profile::Default, 1), (Profile::Paper, 3)] {
+    for (profile, reports_per_pick, predicted) in
+        [(Profile::Default, 1, false), (Profile::Default, 1, true), (Profile::Paper, 3, false)]
+    {
         let settings = profile.pool_settings();
         let mut pool = PoolState::new();
         let mut now = Micros::from_millis(1_700_000_000_000);
         pool.set_members(100, 0, now);
         let mut blob = pool.encode().to_vec();
         let reports: Vec<String> = (0..100u32)
-            .map(|number| format!("{};{};10.0.0.{number}:80", number % 9, 1000 * number))
+            .map(|number| {
+                let capacity = format!("base={};knee={}", 500 * number + 1, number % 5 + 1);
+                format!("{};{};10.0.0.{number}:80;{capacity}", number % 9, 1000 * number)
+            })
             .collect();
-        let (mut steered, mut fell_back) = (0, 0);
+        let (mut steered, mut fell_back, mut tried) = (0, 0, 0);
 
         let before = allocations();
         for round in 0..20_000usize {
@@ -84,7 +89,9 @@ fn the_pick_path_does_not_allocate() {
             } else {
                 now = now.plus(50_000);
             }
-            let pick = black_box(pool.pick(&settings, now, &mut rng));
+            let ranking = if predicted { Ranking::Predicted } else { Ranking::HotCold };
+            let pick = black_box(pool.pick_by(&settings, now, ranking, &mut rng));
+            tried += usize::from(pick.branch == Branch::Trial);
             match pick.branch {
                 Branch::Fallback => fell_back += 1,
                 Branch::Cold | Branch::Hot | Branch::Trial | Branch::Sync | Branch::Scored => steered += 1,
@@ -97,6 +104,7 @@ fn the_pick_path_does_not_allocate() {
             steered > 1000 && fell_back > 100,
             "both paths ran: {steered} steered, {fell_back} fell back"
         );
+        assert_eq!(predicted, tried > 0, "{tried} trials");
         assert_eq!(allocated, 0, "allocations on the pick path");
     }
 

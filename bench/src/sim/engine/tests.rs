@@ -3,6 +3,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
+use prequal_core::time::Micros;
+
 use crate::sim::balancer::Prequal;
 use crate::sim::plans::{ours, paper};
 use crate::sim::scenario::{CacheSpec, Keys, NORMAL, ServerSpec, Sizes, Spare};
@@ -60,13 +62,14 @@ fn agent_agrees(arm: &Arm) {
     let endpoint = super::super::balancer::endpoint(0);
     let (mut reports, mut known) = (0, 0);
     for server in &world.servers {
+        // Up since long before the first query, as the simulated servers are.
         let clock = Arc::new(AtomicU64::new(0));
         let shown = Arc::clone(&clock);
         let load =
-            probe_agent::load::Load::with_clock(arm.tracker(), move || micros(shown.load(Ordering::Relaxed)));
+            probe_agent::load::Load::with_clock(arm.tracker(), move || Micros(shown.load(Ordering::Relaxed)));
         let mut open: HashMap<Nanos, Vec<probe_agent::load::InFlight>> = HashMap::new();
         for (at, logged) in &server.log {
-            clock.store(*at, Ordering::Relaxed);
+            clock.store(micros(*at).0, Ordering::Relaxed);
             match logged {
                 Logged::Arrived => open.entry(*at).or_default().push(load.start()),
                 Logged::Left { arrived, outcome } => {
