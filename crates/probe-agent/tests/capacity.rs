@@ -50,14 +50,18 @@ fn assert_takes(reports: &[LoadReport], ms: std::ops::RangeInclusive<u32>) {
     }
 }
 
-async fn four_at_once(agent: &Running, each: usize) {
-    let one = |addr| async move {
-        for _ in 0..each {
-            fetch(addr, "/").await;
+/// Up to three at once, with pauses so that they do not come and go in step.
+async fn out_of_step(agent: &Running) {
+    let one = |pause_ms| {
+        let addr = agent.addr;
+        async move {
+            for _ in 0..20 {
+                fetch(addr, "/").await;
+                tokio::time::sleep(Duration::from_millis(pause_ms)).await;
+            }
         }
     };
-    let addr = agent.addr;
-    tokio::join!(one(addr), one(addr), one(addr), one(addr));
+    tokio::join!(one(7), one(18), one(29));
 }
 
 #[tokio::test]
@@ -75,19 +79,19 @@ async fn responses_probes_and_metrics_tell_base_latency_and_knee() {
         metrics.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<f64>().ok())
     };
     assert_eq!(value(&metrics().await, "prequal_agent_knee "), None);
-    four_at_once(&agent, 25).await;
+    out_of_step(&agent).await;
     let (head, _) = fetch(agent.addr, "/").await;
     let response = LoadReport::parse(head.headers["x-prequal-load"].to_str().unwrap()).unwrap();
     let told = [&reports(&agent).await[..], &[response]].concat();
-    assert_takes(&told, 35..=70);
+    assert_takes(&told, 30..=70);
     for report in told {
         let knee = report.capacity.unwrap().knee;
-        assert!((2..=5).contains(&knee), "four at once: {report:?}");
+        assert!((1..=5).contains(&knee), "three at once: {report:?}");
     }
     let metrics = metrics().await;
     let base = value(&metrics, "prequal_agent_base_latency_seconds ").unwrap();
     let knee = value(&metrics, "prequal_agent_knee ").unwrap();
-    assert!((0.035..0.07).contains(&base) && (2.0..=5.0).contains(&knee), "{metrics}");
+    assert!((0.03..0.07).contains(&base) && (1.0..=5.0).contains(&knee), "{metrics}");
 }
 
 #[tokio::test]
@@ -97,17 +101,17 @@ async fn a_slow_upload_is_not_the_replicas() {
     let sized = format!("{head}content-length: 8\r\n\r\nhalf");
     let chunked = format!("{head}transfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n");
     for (first, rest) in [(sized, "half"), (chunked, "4\r\nhalf\r\n0\r\n\r\n")] {
-        let upload = async || {
+        let upload = async |pause_ms| {
             let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
             tcp.write_all(first.as_bytes()).await.unwrap();
-            tokio::time::sleep(Duration::from_millis(600)).await;
+            tokio::time::sleep(Duration::from_millis(pause_ms)).await;
             assert!(agent.load.rif() > 0, "in flight all the same");
             tcp.write_all(rest.as_bytes()).await.unwrap();
             let mut answer = String::new();
             within(tcp.read_to_string(&mut answer)).await.unwrap();
             assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         };
-        tokio::join!(upload(), upload(), upload());
+        tokio::join!(upload(600), upload(700), upload(800));
     }
     agent.at_rest([6, 0, 0, 0]).await;
     assert_takes(&reports(&agent).await, 35..=90);
