@@ -29,6 +29,8 @@ use crate::runtime::{block_on, handle};
 pub struct Reply {
     /// Service time: waits this long before it answers.
     pub delay: Duration,
+    /// Whether it reads the whole request first.
+    pub reads_first: bool,
     /// Status of the answer.
     pub status: StatusCode,
     /// Headers added to the answer.
@@ -69,7 +71,13 @@ impl Reply {
     /// An empty answer with `status`, at once.
     pub fn status(status: u16) -> Self {
         let status = StatusCode::from_u16(status).expect("a status between 100 and 999");
-        Self { delay: Duration::ZERO, status, headers: Vec::new(), body: Body::Full(Bytes::new()) }
+        Self {
+            delay: Duration::ZERO,
+            reads_first: false,
+            status,
+            headers: Vec::new(),
+            body: Body::Full(Bytes::new()),
+        }
     }
 
     /// 200 with the body `ok`, at once.
@@ -81,6 +89,13 @@ impl Reply {
     #[must_use]
     pub fn delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
+        self
+    }
+
+    /// The same once the whole request has been read.
+    #[must_use]
+    pub fn reads_first(mut self) -> Self {
+        self.reads_first = true;
         self
     }
 
@@ -267,6 +282,9 @@ async fn respond(
     let reply = handler(&seen);
     if shared.recorded.fetch_add(1, Ordering::Relaxed) < RECORDED {
         shared.seen.lock().unwrap_or_else(PoisonError::into_inner).push(seen);
+    }
+    if reply.reads_first {
+        let _ = request.body_mut().collect().await;
     }
     if !reply.delay.is_zero() {
         tokio::time::sleep(reply.delay).await;

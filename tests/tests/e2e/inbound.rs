@@ -1,6 +1,7 @@
 //! The inbound role: an Envoy beside each replica reports for it, and there is no agent.
 
-use std::net::{SocketAddr, TcpListener};
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -497,5 +498,132 @@ fn what_envoy_does_by_itself_is_not_the_replicas() -> Result<()> {
     counted(&envoy, "success", 5);
     counted(&envoy, "failure", 0);
     wait_for_rif(envoy.addr(), 0, MS(500));
+    Ok(())
+}
+
+/// Base latency and knee as several connections are told them, so as both workers know them.
+fn capacities(addr: SocketAddr) -> Vec<(u64, u64)> {
+    let field = |told: &Report, name: &str| {
+        let mut fields = told.rest.split(';').filter_map(|field| field.strip_prefix(name)?.parse().ok());
+        fields.next().unwrap_or_else(|| panic!("no {name} in {told:?}"))
+    };
+    let told = (0..12).map(|_| probe(addr).expect("a report"));
+    told.map(|told| (field(&told, "base="), field(&told, "knee="))).collect()
+}
+
+/// Asserts that both workers report about `ms` as base latency and as latency.
+#[track_caller]
+fn assert_takes(addr: SocketAddr, ms: std::ops::RangeInclusive<u64>) {
+    let us = ms.start() * 1000..=ms.end() * 1000;
+    let told = capacities(addr);
+    assert!(told.iter().all(|(base, _)| us.contains(base)), "not {ms:?} ms: {told:?}");
+    let told: Vec<_> = (0..12).map(|_| probe(addr).expect("a report").latency_us).collect();
+    assert!(told.iter().flatten().all(|latency| us.contains(latency)), "not {ms:?} ms: {told:?}");
+}
+
+#[test]
+fn base_latency_and_knee_are_told_over_two_workers() -> Result<()> {
+    bed!();
+    let backend = Backend::start(Reply::ok().delay(MS(40)))?;
+    let envoy = Envoy::start(beside(&backend)?)?;
+    assert_eq!(probe(envoy.addr())?.rest, "up=0", "nothing has been served");
+    // With pauses, so that they do not come and go in step.
+    let addr = envoy.addr();
+    let clients = [7, 18, 29].map(|pause| {
+        std::thread::spawn(move || {
+            let client = Client::new(addr);
+            (0..40).map(|_| (client.get("/"), std::thread::sleep(MS(pause))).0).collect::<Vec<_>>()
+        })
+    });
+    clients.into_iter().for_each(|client| assert_all_ok(&client.join().expect("it ran")));
+    assert_takes(envoy.addr(), 30..=60);
+    let told = capacities(envoy.addr());
+    assert!(told.iter().all(|(_, knee)| (1..=6).contains(knee)), "three at once: {told:?}");
+    let answer = envoy.client().get("/")?;
+    let told = report(&answer.headers)?.rest;
+    assert!(told.contains(";base=") && told.contains(";knee="), "{told}");
+    Ok(())
+}
+
+/// Sends what `first` is, waits for `pause`, sends the rest, and reads the answer to its end.
+fn slow_upload(addr: SocketAddr, first: &str, pause: Duration, rest: &str) -> Result<String> {
+    let mut socket = TcpStream::connect(addr)?;
+    socket.write_all(first.as_bytes())?;
+    std::thread::sleep(pause);
+    socket.write_all(rest.as_bytes())?;
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer)?;
+    Ok(answer)
+}
+
+#[test]
+#[ignore = "who waits for its client at another worker still counts as at the server"]
+fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
+    bed!();
+    let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
+        "/large" => Reply::ok().delay(MS(20)).body(Body::Full(Bytes::from(vec![b'x'; 512 << 10]))),
+        _ => Reply::ok().delay(MS(20)).reads_first(),
+    })?;
+    let envoy = Envoy::start(beside(&backend)?)?;
+    let addr = envoy.addr();
+    let head = "POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n";
+    let sized = format!("{head}content-length: 8\r\n\r\nhalf");
+    let chunked = format!("{head}transfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n");
+    for (first, rest) in [(sized, "half"), (chunked, "4\r\nhalf\r\n0\r\n\r\n")] {
+        let slow: Vec<_> = (0..4)
+            .map(|number| {
+                let first = first.clone();
+                std::thread::spawn(move || slow_upload(addr, &first, MS(1000 + 100 * number), rest))
+            })
+            .collect();
+        wait_for_rif(addr, 4, MS(500));
+        for slow in slow {
+            let answer = slow.join().expect("it ran")?;
+            assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        }
+    }
+    counted(&envoy, "success", 8);
+    assert_takes(addr, 10..=60);
+    for _ in 0..4 {
+        let mut socket = TcpStream::connect(addr)?;
+        socket.write_all(b"GET /large HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")?;
+        std::thread::sleep(MS(1000));
+        let mut answer = Vec::new();
+        socket.read_to_end(&mut answer)?;
+        assert!(answer.len() > 512 << 10);
+    }
+    counted(&envoy, "success", 12);
+    assert_takes(addr, 10..=60);
+    Ok(())
+}
+
+#[test]
+#[ignore = "who waits for its client at another worker still counts as at the server"]
+fn streams_and_aborts_leave_base_latency_and_knee_alone() -> Result<()> {
+    bed!();
+    let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
+        "/socket" => Reply::ok().body(Body::Upgrade),
+        _ => Reply::ok().delay(MS(100)),
+    })?;
+    let envoy = Envoy::start(beside(&backend)?)?;
+    let addr = envoy.addr();
+    let mut sockets = [WebSocket::connect(addr, "/socket")?, WebSocket::connect(addr, "/socket")?];
+    for _ in 0..5 {
+        assert_eq!(envoy.client().get("/")?.status, 200);
+    }
+    for socket in &mut sockets {
+        assert_eq!(socket.round_trip(b"to and fro")?, b"to and fro");
+    }
+    assert_takes(addr, 90..=130);
+    // One at once, and two that are in flight but need nothing.
+    let told = capacities(addr);
+    assert!(told.iter().all(|(_, knee)| (1..=3).contains(knee)), "{told:?}");
+    for _ in 0..30 {
+        assert!(Client::new(addr).abandon(Request::get("/"), MS(20)));
+    }
+    counted(&envoy, "aborted", 30);
+    // The time at the server counts, but nobody was served in it: as departures the aborts would make it 32 ms.
+    let told = capacities(addr);
+    assert!(told.iter().all(|(base, _)| (90_000..=300_000).contains(base)), "{told:?}");
     Ok(())
 }

@@ -4,6 +4,7 @@
 //! One program, so that it links once; one module for each theme.
 
 mod aversion;
+mod capacity;
 mod chain;
 mod clients;
 mod failures;

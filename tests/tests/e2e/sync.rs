@@ -130,7 +130,7 @@ fn late_answers_feed_the_pool() -> Result<()> {
     let late = |addr| with_load(report(1, 2000, addr)).delay(MS(60));
     let fleet = stand_ins(3, late, |_| Reply::ok())?;
     // Nothing lowers the requests in flight that the pool counts itself: no bound on them, then.
-    let settings = json!({"sync_deadline_ms": 3, "piggyback": false, "probe_timeout_ms": 2000, "max_age_ms": 60_000, "idle_probe_interval_ms": 0, "learning_rif": 0, "overflow_rif": 0});
+    let settings = json!({"sync_deadline_ms": 3, "piggyback": false, "probe_timeout_ms": 2000, "max_age_ms": 60_000, "idle_probe_interval_ms": 0, "burst_guard": false});
     let envoy = start(&addrs(&fleet), settings)?;
     let client = envoy.client();
     client.get("/")?;

@@ -1,0 +1,135 @@
+//! What replicas say of their capacity: true, false, or nothing.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::Result;
+use prequal_testbed::{Backend, Envoy, EnvoyConfig, Request};
+
+use crate::support::{SERVING, addrs, assert_all_ok, bed, counted, report, stand_in, warm, with_load};
+
+const MS: fn(u64) -> Duration = Duration::from_millis;
+/// What a replica may truly say that answers in 5 ms.
+const HONEST: &str = ";base=5000;knee=8";
+
+/// An idle replica that answers in 5 ms and says so, and then what `claim` makes of the number of the report.
+fn claims(claim: impl Fn(u64) -> String + Send + Sync + 'static) -> Result<Backend> {
+    let number = Arc::new(AtomicU64::new(0));
+    let load = Arc::new(move |addr: SocketAddr| {
+        let claim = claim(number.fetch_add(1, Ordering::Relaxed));
+        with_load(report(0, 5000, addr) + &claim)
+    });
+    let probe = Arc::clone(&load);
+    stand_in(move |addr| probe(addr), move |addr| load(addr).delay(MS(5)))
+}
+
+fn honest(count: usize) -> Result<Vec<Backend>> {
+    (0..count).map(|_| claims(|_| HONEST.into())).collect()
+}
+
+fn served(fleet: &[Backend]) -> Vec<u64> {
+    fleet.iter().map(Backend::served).collect()
+}
+
+/// Asserts that none of `served` is further than by half from their mean.
+#[track_caller]
+fn assert_even(served: &[u64]) {
+    let mean = served.iter().sum::<u64>() / served.len() as u64;
+    assert!(served.iter().all(|n| n.abs_diff(mean) * 2 <= mean), "{served:?}");
+}
+
+#[test]
+fn a_capacity_that_cannot_be_is_counted_and_disturbs_nobody() -> Result<()> {
+    bed!();
+    let bad = [
+        ";base=0;knee=4",
+        ";base=5000;knee=0",
+        ";base=99999999999;knee=4",
+        ";base=5000;knee=65536",
+        ";base=NaN;knee=4",
+        ";base=-5;knee=4",
+        ";base=5000",
+        ";knee=4",
+    ];
+    let is_bad = Arc::new(AtomicBool::new(false));
+    let mut fleet = honest(4)?;
+    for claim in bad {
+        let is_bad = Arc::clone(&is_bad);
+        let told = move |_| if is_bad.load(Ordering::Relaxed) { claim } else { HONEST }.to_owned();
+        fleet.push(claims(told)?);
+    }
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
+    warm(&envoy, 12);
+    assert_eq!(envoy.prequal(SERVING)?.reports("bad_capacity"), 0);
+    is_bad.store(true, Ordering::Relaxed);
+    assert_all_ok(&envoy.client().burst(400, 6, |_| Request::get("/")));
+    counted(&envoy, "bad reports of all eight", |now| {
+        now.reports("bad_capacity") >= 8 && now.probes("rejected_bad_capacity") > 0
+    });
+    // What they said before is old after two seconds.
+    std::thread::sleep(MS(2100));
+    fleet.iter().for_each(Backend::clear);
+    assert_all_ok(&envoy.client().burst(800, 6, |_| Request::get("/")));
+    let served = served(&fleet);
+    assert_even(&served[..4]);
+    Ok(())
+}
+
+#[test]
+fn a_capacity_that_changes_with_every_report_harms_only_who_tells_it() -> Result<()> {
+    bed!();
+    let mut fleet = honest(4)?;
+    fleet.push(claims(|number| match number % 4 {
+        0 => ";base=1;knee=65535".into(),
+        1 => ";base=3600000000;knee=1".into(),
+        2 => String::new(),
+        _ => HONEST.into(),
+    })?);
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
+    warm(&envoy, 5);
+    fleet.iter().for_each(Backend::clear);
+    assert_all_ok(&envoy.client().burst(1000, 6, |_| Request::get("/")));
+    assert_eq!(envoy.prequal(SERVING)?.reports("bad_capacity"), 0);
+    let served = served(&fleet);
+    assert!(served[..4].iter().all(|served| *served >= 20), "{served:?}");
+    assert_even(&served[..4]);
+    Ok(())
+}
+
+#[test]
+fn who_claims_to_answer_at_once_gets_more_and_the_others_share_the_rest_evenly() -> Result<()> {
+    bed!();
+    let mut fleet = honest(4)?;
+    // It is believed as long as few are in flight there: each beyond the first counts with its square.
+    fleet.push(claims(|_| ";base=1;knee=1".into())?);
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
+    warm(&envoy, 5);
+    fleet.iter().for_each(Backend::clear);
+    let before = envoy.prequal(SERVING)?;
+    assert_all_ok(&envoy.client().burst(1500, 24, |_| Request::get("/")));
+    let after = envoy.prequal(SERVING)?;
+    let served = served(&fleet);
+    assert_even(&served[..4]);
+    // Steering goes on.
+    assert!(after.steered() > before.steered(), "{after:#?}");
+    assert!(served[..4].iter().all(|other| served[4] * 2 > other * 3), "{served:?}");
+    Ok(())
+}
+
+#[test]
+fn replicas_of_old_agents_and_of_new_ones_share() -> Result<()> {
+    bed!();
+    let mut fleet = honest(2)?;
+    for _ in 0..2 {
+        fleet.push(claims(|_| String::new())?);
+    }
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
+    warm(&envoy, 4);
+    fleet.iter().for_each(Backend::clear);
+    assert_all_ok(&envoy.client().burst(800, 4, |_| Request::get("/")));
+    let served = served(&fleet);
+    assert!(served.iter().all(|served| *served >= 80), "{served:?}");
+    Ok(())
+}
