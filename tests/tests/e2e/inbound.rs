@@ -377,18 +377,18 @@ fn a_replica_that_is_not_there_is_no_age_old() -> Result<()> {
     let envoy = Envoy::start(beside(&backend)?)?;
     assert_eq!(envoy.client().get("/")?.status, 200);
     eventually("it grows older", Duration::from_secs(4), || {
-        (probe(envoy.addr()).ok()?.rest == "up=1").then_some(())
+        (probe(envoy.addr()).ok()?.rest.split(';').any(|field| field == "up=1")).then_some(())
     });
     drop(backend);
     assert_eq!(Client::new(envoy.addr()).get("/")?.status, 503);
     let told = probe(envoy.addr())?;
-    assert!(told.rest.starts_with("fail=") && told.rest.ends_with(";up=0"), "{told:?}");
+    assert!(told.rest.starts_with("fail=") && told.rest.contains(";up=0"), "{told:?}");
     std::thread::sleep(MS(1100));
-    assert!(probe(envoy.addr())?.rest.ends_with(";up=0"), "it is still not there");
+    assert!(probe(envoy.addr())?.rest.contains(";up=0"), "it is still not there");
     let _back = Backend::start_on(&addr.to_string(), |_| Reply::ok())?;
     assert_eq!(Client::new(envoy.addr()).get("/")?.status, 200);
     eventually("it grows older again", Duration::from_secs(4), || {
-        probe(envoy.addr()).ok()?.rest.ends_with(";up=1").then_some(())
+        probe(envoy.addr()).ok()?.rest.contains(";up=1").then_some(())
     });
     Ok(())
 }
