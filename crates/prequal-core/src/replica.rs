@@ -7,7 +7,7 @@ use crate::endpoint::Endpoint;
 use crate::failures::FailureShare;
 use crate::report::LoadReport;
 use crate::time::Micros;
-use crate::tracker::{Ended, Outcome, Ticket, Tracker, TrackerConfig, Visit};
+use crate::tracker::{Ended, Outcome, Present, Ticket, Tracker, TrackerConfig, Visit};
 
 /// Reports tell the age of a replica below this, seconds; older ones stay short.
 pub const YOUNG_S: u32 = 600;
@@ -30,13 +30,13 @@ impl Replica {
 
     /// A request ends, however it ends. Returns what it tells, which is recorded.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
-        self.finish_among(ticket, now, outcome, self.tracker.rif())
+        self.finish_among(ticket, now, outcome, self.tracker.present())
     }
 
-    /// The same where `rif` are in flight, here and elsewhere, itself included.
-    pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, rif: u32) -> Ended {
+    /// The same where `present` are in flight, here and elsewhere, itself included.
+    pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, present: Present) -> Ended {
         self.failures.record(now, outcome);
-        self.tracker.finish_among(ticket, now, outcome, rif)
+        self.tracker.finish_among(ticket, now, outcome, present)
     }
 
     /// Takes in what a request told that ended elsewhere.
@@ -76,23 +76,23 @@ impl Replica {
         probe_endpoint: Option<Endpoint>,
         leaving: Option<Visit>,
     ) -> LoadReport {
-        self.report_at(now, self.tracker.rif(), endpoint, probe_endpoint, leaving)
+        self.report_at(now, self.tracker.present(), endpoint, probe_endpoint, leaving)
     }
 
-    /// The same where `rif` requests are in flight, here and elsewhere.
+    /// The same where `present` are in flight, here and elsewhere.
     pub fn report_at(
         &mut self,
         now: Micros,
-        rif: u32,
+        present: Present,
         endpoint: Endpoint,
         probe_endpoint: Option<Endpoint>,
         leaving: Option<Visit>,
     ) -> LoadReport {
-        let rif = rif.saturating_sub(leaving.is_some().into());
+        let rif = present.rif.saturating_sub(leaving.is_some().into());
         LoadReport {
             rif,
             latency_us: self.tracker.latency_at(now, rif, leaving),
-            capacity: self.tracker.capacity_after(now, leaving),
+            capacity: self.tracker.capacity_after(now, present.away, leaving),
             endpoint: Some(endpoint),
             probe_endpoint,
             failing: self.failing(now),

@@ -63,6 +63,8 @@ pub struct Ended {
     pub at: Micros,
     /// How many were in flight when it arrived.
     pub rif_at_arrival: u32,
+    /// As which one at the server it arrived, at least 1.
+    pub arrived_as: u32,
     /// How many were at the server when it ended, itself included; 0 if it was not.
     pub level: u32,
     /// From its arrival to its end, less what its client took, at most [`crate::report::MAX_LATENCY_US`].
@@ -77,12 +79,29 @@ pub struct Ended {
 pub struct Ticket {
     visit: Visit,
     rif_at_arrival: u32,
+    arrived_as: u32,
 }
 
 impl Ticket {
     /// Names the request for [`Tracker::client_waits`]. Outlives the ticket.
     pub fn visit(&self) -> Visit {
         self.visit
+    }
+}
+
+/// What is in flight, here and elsewhere.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Present {
+    /// Requests in flight.
+    pub rif: u32,
+    /// Of those, streams and requests that wait for their client.
+    pub away: u32,
+}
+
+impl Present {
+    /// Requests at the server.
+    fn level(self) -> u32 {
+        self.rif.saturating_sub(self.away)
     }
 }
 
@@ -143,11 +162,11 @@ impl Tracker {
 
     /// A request arrives.
     pub fn start(&mut self, now: Micros) -> Ticket {
-        self.start_behind(now, self.rif)
+        self.start_behind(now, self.present())
     }
 
     /// A request arrives where `others` are in flight, here and elsewhere.
-    pub fn start_behind(&mut self, now: Micros, others: u32) -> Ticket {
+    pub fn start_behind(&mut self, now: Micros, others: Present) -> Ticket {
         self.arrivals = self.arrivals.wrapping_add(1);
         let number = self.arrivals;
         let slot = self.in_flight.insert(Open {
@@ -160,19 +179,19 @@ impl Tracker {
         });
         self.in_flight.link(slot);
         self.rif = self.rif.saturating_add(1);
-        let level = others.saturating_sub(self.away);
-        self.levels.moved(now, level, level.saturating_add(1));
-        Ticket { visit: Visit { slot, number }, rif_at_arrival: others }
+        let arrived_as = others.level().saturating_add(1);
+        self.levels.moved(now, others.level(), arrived_as);
+        Ticket { visit: Visit { slot, number }, rif_at_arrival: others.rif, arrived_as }
     }
 
     /// A request ends, however it ends. Returns what it tells, which is recorded.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
-        self.finish_among(ticket, now, outcome, self.rif)
+        self.finish_among(ticket, now, outcome, self.present())
     }
 
-    /// The same where `rif` are in flight, here and elsewhere, itself included.
-    pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, rif: u32) -> Ended {
-        let level = rif.saturating_sub(self.away);
+    /// The same where `present` are in flight, here and elsewhere, itself included.
+    pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, present: Present) -> Ended {
+        let level = present.level();
         self.rif = self.rif.saturating_sub(1);
         let open = self.in_flight.remove(ticket.visit.slot);
         let arrived = open.map_or(now, |open| open.arrived);
@@ -187,7 +206,8 @@ impl Tracker {
         };
         let latency = now.saturating_since(arrived).saturating_sub(client);
         let latency_us = u32::try_from(latency).unwrap_or(u32::MAX).min(crate::report::MAX_LATENCY_US);
-        let ended = Ended { at: now, rif_at_arrival: ticket.rif_at_arrival, level, latency_us, outcome };
+        let Ticket { rif_at_arrival, arrived_as, .. } = ticket;
+        let ended = Ended { at: now, rif_at_arrival, arrived_as, level, latency_us, outcome };
         if level > 0 {
             self.levels.moved(now, level, level - 1);
         }
@@ -204,8 +224,7 @@ impl Tracker {
     pub fn record(&mut self, ended: Ended) {
         if ended.level > 0 {
             let arrived = Micros(ended.at.0.saturating_sub(ended.latency_us.into()));
-            let found = ended.rif_at_arrival.saturating_sub(self.away);
-            self.levels.heard(arrived, found, found.saturating_add(1));
+            self.levels.heard(arrived, ended.arrived_as.saturating_sub(1), ended.arrived_as);
             self.levels.heard(ended.at, ended.level, ended.level - 1);
         }
         self.take(ended);
@@ -227,8 +246,7 @@ impl Tracker {
                     bucket.push(Sample { latency: ended.latency_us, at: ended.at });
                     self.used = self.used.max(index + 1);
                 }
-                let arrived_as = ended.rif_at_arrival.saturating_sub(self.away).saturating_add(1);
-                self.levels.served(ended.at, ended.level, arrived_as, ended.latency_us);
+                self.levels.served(ended.at, ended.level, ended.arrived_as, ended.latency_us);
             }
             Outcome::Failure => self.last_failure = Some(ended.at),
             Outcome::Aborted | Outcome::Streaming => {}
@@ -281,16 +299,20 @@ impl Tracker {
         self.rif
     }
 
-    /// Base latency and knee, as of the requests in flight here that are at the server; `None` while nothing has been served.
-    pub fn capacity(&mut self, now: Micros) -> Option<Capacity> {
-        self.capacity_after(now, None)
+    /// Requests in flight here.
+    pub fn present(&self) -> Present {
+        Present { rif: self.rif, away: self.away }
     }
 
-    /// The same once `leaving` will have left, with a good answer.
-    pub fn capacity_after(&mut self, now: Micros, leaving: Option<Visit>) -> Option<Capacity> {
+    /// Base latency and knee, where the RIF counts those in flight here; `None` while nothing has been served.
+    pub fn capacity(&mut self, now: Micros) -> Option<Capacity> {
+        self.capacity_after(now, self.away, None)
+    }
+
+    /// The same where the RIF counts `away` that are not at the server, and once `leaving` will have left, with a good answer.
+    pub fn capacity_after(&mut self, now: Micros, away: u32, leaving: Option<Visit>) -> Option<Capacity> {
         let capacity = self.levels.capacity(now, leaving.is_some())?;
-        // On the wire the RIF counts all.
-        let away = u16::try_from(self.away).unwrap_or(u16::MAX);
+        let away = u16::try_from(away).unwrap_or(u16::MAX);
         Some(Capacity { knee: capacity.knee.saturating_add(away), ..capacity })
     }
 
@@ -489,7 +511,7 @@ mod tests {
             (Tracker::new(TrackerConfig::default()), Tracker::new(TrackerConfig::default()));
         serve(&mut one, 0, 10);
         let mut hears = |one: &mut Tracker, at: u64| {
-            let ticket = other.start_behind(ms(at), 1);
+            let ticket = other.start_behind(ms(at), Present { rif: 1, away: 0 });
             one.record(other.finish(ticket, ms(at + 10), Outcome::Success));
         };
         let heavy = one.start(ms(100));
@@ -542,7 +564,7 @@ mod tests {
     fn trackers_of_one_replica_share_what_requests_told() {
         let (mut one, mut other) =
             (Tracker::new(TrackerConfig::default()), Tracker::new(TrackerConfig::default()));
-        let ticket = one.start_behind(ms(0), 7);
+        let ticket = one.start_behind(ms(0), Present { rif: 7, away: 0 });
         let ended = one.finish(ticket, ms(30), Outcome::Success);
         assert_eq!((one.rif(), other.latency_at(ms(30), 7, None)), (0, None));
         other.record(ended);

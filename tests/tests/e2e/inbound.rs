@@ -557,7 +557,6 @@ fn slow_upload(addr: SocketAddr, first: &str, pause: Duration, rest: &str) -> Re
 }
 
 #[test]
-#[ignore = "who waits for its client at another worker still counts as at the server"]
 fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
     bed!();
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
@@ -598,7 +597,6 @@ fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
 }
 
 #[test]
-#[ignore = "who waits for its client at another worker still counts as at the server"]
 fn streams_and_aborts_leave_base_latency_and_knee_alone() -> Result<()> {
     bed!();
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {

@@ -5,7 +5,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
-use crate::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
+use crate::tracker::{Outcome, Present, Ticket, Tracker, TrackerConfig};
 
 fn ms(ms: u64) -> Micros {
     Micros::from_millis(1_000_000 + ms)
@@ -206,7 +206,8 @@ fn workers_that_hear_of_each_other_know_what_one_would_know() {
         while slots.first().is_some_and(|(end, ..)| *end <= now) {
             let (end, worker, ticket, alone) = slots.remove(0);
             let rif = slots.len() as u32 + 1;
-            let ended = workers[worker].finish_among(ticket, Micros(end), Outcome::Success, rif);
+            let ended =
+                workers[worker].finish_among(ticket, Micros(end), Outcome::Success, Present { rif, away: 0 });
             workers[1 - worker].record(ended);
             one.finish(alone, Micros(end), Outcome::Success);
         }
@@ -215,7 +216,7 @@ fn workers_that_hear_of_each_other_know_what_one_would_know() {
         let slot = (0..4).min_by_key(|slot| ends[*slot]).unwrap();
         ends[slot] = ends[slot].max(now) + took;
         let others = slots.len() as u32;
-        let ticket = workers[worker].start_behind(Micros(now), others);
+        let ticket = workers[worker].start_behind(Micros(now), Present { rif: others, away: 0 });
         slots.push((ends[slot], worker, ticket, one.start(Micros(now))));
     }
     let now = Micros(at as u64 + 1_000_000_000);

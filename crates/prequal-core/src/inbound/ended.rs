@@ -39,6 +39,9 @@ struct Event {
     latency_us: u32,
     /// From the low end: two bits of outcome, then the RIF at arrival and the level at the end, each up to [`MAX_RIF`].
     counts: u32,
+    /// As which one at the server it arrived.
+    arrived_as: u32,
+    padding: u32,
 }
 
 /// How far a worker has read.
@@ -121,8 +124,15 @@ impl From<Ended> for Event {
             Outcome::Streaming => 3,
         };
         let (rif, level) = (ended.rif_at_arrival.min(MAX_RIF), ended.level.min(MAX_RIF));
+        let arrived_as = ended.arrived_as;
         let counts = level << (2 + RIF_BITS) | rif << 2 | outcome;
-        Self { at: ended.at.0, latency_us: ended.latency_us.min(MAX_LATENCY_US), counts }
+        Self {
+            at: ended.at.0,
+            latency_us: ended.latency_us.min(MAX_LATENCY_US),
+            counts,
+            arrived_as,
+            padding: 0,
+        }
     }
 }
 
@@ -135,7 +145,8 @@ impl Event {
             _ => Outcome::Streaming,
         };
         let (rif_at_arrival, level) = (self.counts >> 2 & MAX_RIF, self.counts >> (2 + RIF_BITS));
-        Ended { at: Micros(self.at), rif_at_arrival, level, latency_us: self.latency_us, outcome }
+        let (at, latency_us) = (Micros(self.at), self.latency_us);
+        Ended { at, rif_at_arrival, arrived_as: self.arrived_as, level, latency_us, outcome }
     }
 }
 
@@ -162,7 +173,7 @@ impl Blob for EndedLog {
 mod tests {
     use super::*;
     use crate::report::LoadReport;
-    use crate::tracker::TrackerConfig;
+    use crate::tracker::{Present, TrackerConfig};
     use proptest::prelude::*;
 
     /// A worker, and the log that it shares.
@@ -174,7 +185,7 @@ mod tests {
         }
 
         fn serve(&mut self, log: &mut EndedLog, at: u64, took_ms: u64, outcome: Outcome) {
-            let ticket = self.0.tracker.start_behind(ms(at), 2);
+            let ticket = self.0.tracker.start_behind(ms(at), TWO);
             let now = ms(at + took_ms);
             let ended = self.0.finish(ticket, now, outcome);
             log.begin(&self.0, now);
@@ -185,10 +196,12 @@ mod tests {
         fn report(&mut self, log: &EndedLog, at: u64) -> String {
             log.read(&mut self.1, &mut self.0);
             let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
-            let report = self.0.report_at(ms(at), 2, endpoint, log.probe_endpoint(endpoint), None);
+            let report = self.0.report_at(ms(at), TWO, endpoint, log.probe_endpoint(endpoint), None);
             LoadReport { capacity: None, ..report }.to_string()
         }
     }
+
+    const TWO: Present = Present { rif: 2, away: 0 };
 
     fn ms(ms: u64) -> Micros {
         Micros::from_millis(1_000_000 + ms)

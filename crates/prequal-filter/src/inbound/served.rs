@@ -9,7 +9,7 @@ use prequal_core::inbound::slots::Slots;
 use prequal_core::replica::Replica;
 use prequal_core::report::{LoadReport, MAX_RIF};
 use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
+use prequal_core::tracker::{Outcome, Present, Ticket, TrackerConfig, Visit};
 
 use super::vm::Vm;
 use crate::metrics::{BlobCounters, Counter, Gauge, label};
@@ -30,6 +30,9 @@ pub(crate) struct Served {
     gauge_name: (String, String),
     /// Requests in flight by slot.
     gauges: RefCell<Vec<Gauge>>,
+    /// Of those, what is not at the replica: streams, and what waits for its client.
+    away: RefCell<Vec<Gauge>>,
+    away_name: (String, String),
     ended: [Counter; 4],
     probes: Counter,
     blobs: BlobCounters,
@@ -49,6 +52,8 @@ impl Served {
             probe_endpoint: Cell::default(),
             gauge_name: (format!("prequal_inbound_in_flight.endpoint={name}.slot="), namespace.to_owned()),
             gauges: RefCell::default(),
+            away: RefCell::default(),
+            away_name: (format!("prequal_inbound_away.endpoint={name}.slot="), namespace.to_owned()),
             ended: ["success", "failure", "aborted", "streaming"].map(|result| {
                 Counter::define(&format!("prequal_inbound_requests_total.endpoint={name}.result={result}"))
             }),
@@ -61,31 +66,38 @@ impl Served {
 
     /// A request arrives.
     pub(super) fn start(&self, vm: &Vm, now: Micros) -> Ticket {
-        let others = self.rif(vm);
+        let others = self.present(vm);
         let ticket = self.replica.borrow_mut().tracker.start_behind(now, others);
         self.publish(vm);
         ticket
     }
 
     /// The request is a stream: it stays in flight, but its age says nothing of the replica's speed.
-    pub(super) fn streaming(&self, ticket: &Ticket, now: Micros) {
+    pub(super) fn streaming(&self, vm: &Vm, ticket: &Ticket, now: Micros) {
         self.replica.borrow_mut().tracker.streaming(ticket, now);
+        self.publish_away(vm);
     }
 
     /// The request waits for its client, or no longer.
-    pub(super) fn set_client_waits(&self, ticket: &Ticket, now: Micros, waits: bool) {
-        let tracker = &mut self.replica.borrow_mut().tracker;
-        if waits {
-            tracker.client_waits(ticket.visit(), now)
-        } else {
-            tracker.client_is_back(ticket.visit(), now)
+    pub(super) fn set_client_waits(&self, vm: &Vm, ticket: &Ticket, now: Micros, waits: bool) {
+        {
+            let tracker = &mut self.replica.borrow_mut().tracker;
+            if waits {
+                tracker.client_waits(ticket.visit(), now);
+            } else {
+                tracker.client_is_back(ticket.visit(), now);
+            }
         }
+        self.publish_away(vm);
     }
 
     /// A request ends. `up` says what is known of the replica being there.
     pub(super) fn finish(&self, vm: &Vm, now: Micros, ticket: Ticket, outcome: Outcome, up: Option<bool>) {
-        let rif = self.rif(vm);
-        let ended = self.replica.borrow_mut().finish_among(ticket, now, outcome, rif);
+        let (present, away) = (self.present(vm), self.own_away());
+        let ended = self.replica.borrow_mut().finish_among(ticket, now, outcome, present);
+        if self.own_away() != away {
+            self.publish_away(vm);
+        }
         self.publish(vm);
         let [success, failure, aborted, streaming] = self.ended;
         match outcome {
@@ -129,8 +141,8 @@ impl Served {
     }
 
     fn report_now(&self, vm: &Vm, now: Micros, leaving: Option<Visit>) -> LoadReport {
-        let rif = self.rif(vm);
-        self.replica.borrow_mut().report_at(now, rif, self.endpoint, self.probe_endpoint.get(), leaving)
+        let present = self.present(vm);
+        self.replica.borrow_mut().report_at(now, present, self.endpoint, self.probe_endpoint.get(), leaving)
     }
 
     /// Shows the others how many requests are in flight here. An absolute value: whatever went wrong before is right again.
@@ -144,29 +156,40 @@ impl Served {
     /// Takes away what VMs that are no more have counted.
     pub(super) fn sweep(&self, table: &Slots, used: usize) {
         for slot in (0..used).filter(|slot| table.is_free(*slot)) {
-            let gauge = self.gauge(slot);
-            if gauge.get() != 0 {
-                gauge.set(0);
+            for gauge in [self.gauge(slot), gauge(&self.away, &self.away_name, slot)] {
+                if gauge.get() != 0 {
+                    gauge.set(0);
+                }
             }
         }
     }
 
+    fn publish_away(&self, vm: &Vm) {
+        if let Some(slot) = vm.slot() {
+            gauge(&self.away, &self.away_name, slot).set(self.own_away().into());
+        }
+    }
+
+    fn own_away(&self) -> u32 {
+        self.replica.borrow().tracker.present().away
+    }
+
     /// Requests in flight on all workers.
-    fn rif(&self, vm: &Vm) -> u32 {
+    fn present(&self, vm: &Vm) -> Present {
         let own = vm.slot();
-        let others = (0..vm.used()).filter(|slot| Some(*slot) != own).map(|slot| self.gauge(slot).get());
-        let own = u64::from(self.replica.borrow().tracker.rif());
-        let sum = others.fold(own, u64::saturating_add);
-        u32::try_from(sum).unwrap_or(MAX_RIF).min(MAX_RIF)
+        let mut sum = self.replica.borrow().tracker.present();
+        for slot in (0..vm.used()).filter(|slot| Some(*slot) != own) {
+            let rif = self.gauge(slot).get();
+            // Who has nothing in flight has nothing away.
+            let away = if rif > 0 { gauge(&self.away, &self.away_name, slot).get() } else { 0 };
+            sum.rif = add(sum.rif, rif);
+            sum.away = add(sum.away, away);
+        }
+        sum
     }
 
     fn gauge(&self, slot: usize) -> Gauge {
-        let mut gauges = self.gauges.borrow_mut();
-        let (before, after) = &self.gauge_name;
-        for number in gauges.len()..=slot {
-            gauges.push(Gauge::define(&format!("{before}{number}{after}")));
-        }
-        gauges.get(slot).copied().unwrap_or_default()
+        gauge(&self.gauges, &self.gauge_name, slot)
     }
 
     /// Reads what others' requests told.
@@ -197,4 +220,18 @@ impl Served {
             self.seen.set(seen);
         }
     }
+}
+
+fn add(sum: u32, more: u64) -> u32 {
+    u32::try_from(u64::from(sum).saturating_add(more)).unwrap_or(MAX_RIF).min(MAX_RIF)
+}
+
+/// The gauge of a slot; `name` is its name up to the slot's number, and after it.
+fn gauge(gauges: &RefCell<Vec<Gauge>>, name: &(String, String), slot: usize) -> Gauge {
+    let mut gauges = gauges.borrow_mut();
+    let (before, after) = name;
+    for number in gauges.len()..=slot {
+        gauges.push(Gauge::define(&format!("{before}{number}{after}")));
+    }
+    gauges.get(slot).copied().unwrap_or_default()
 }

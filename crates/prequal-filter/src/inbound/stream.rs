@@ -93,7 +93,7 @@ impl InboundStream {
 
     fn mark_streaming(&mut self) {
         if let (false, Some(flight)) = (self.streaming, &self.flight) {
-            flight.served.streaming(&flight.ticket, host::now());
+            flight.served.streaming(&self.inbound.vm, &flight.ticket, host::now());
         }
         self.streaming = true;
     }
@@ -150,7 +150,7 @@ impl InboundStream {
     /// The replica waits for the client's upload, or no longer.
     fn set_client_waits(&self, waits: bool) {
         if let Some(flight) = &self.flight {
-            flight.served.set_client_waits(&flight.ticket, host::now(), waits);
+            flight.served.set_client_waits(&self.inbound.vm, &flight.ticket, host::now(), waits);
         }
     }
 
