@@ -67,6 +67,9 @@ impl Predicted {
 
     /// The entry that a trial goes to, if one is due.
     pub(super) fn trial(&self, entries: &[Entry], trials: &mut Trials, rng: &mut impl Rng) -> Option<usize> {
+        if entries.is_empty() {
+            return None;
+        }
         let saved = trials.credit + CREDIT * self.lowest;
         let most = DEAREST * self.lowest;
         trials.credit = if saved < most { saved } else { most };

@@ -816,6 +816,13 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
 }
 
 #[test]
+fn a_pick_from_an_empty_pool_saves_nothing_for_trials() {
+    let mut scene = Scene::new(plain());
+    assert_eq!(scene.pick_predicted(0).branch, Branch::Fallback);
+    assert!(PoolState::decode(&scene.pool.encode()).is_ok(), "the next pick finds it sound");
+}
+
+#[test]
 fn a_busy_replica_is_not_tried_and_a_better_report_of_another_is_no_reason() {
     let mut scene = Scene::new(plain());
     for at in 0..30_000 {
