@@ -10,7 +10,7 @@
 //!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone the first finds knees that are not there where
 //!   service times are constant, because departures then come in lockstep.
 //!
-//! K is the smallest `k` whose sum ℓ + ℓ₂ is within [`DOUBT`] of the best: that a replica can serve more must be shown. W is
+//! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: that a replica can serve more must be shown. W is
 //! E(K) / N. `docs/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
 //! What is in flight but not at the server (a stream, a request that waits for its client) is no part of the level; the
@@ -31,6 +31,8 @@ const LEAST: f64 = 0.5;
 const FIT_EVERY_US: u64 = 10_000;
 /// A good answer renews a fit that is older than this, microseconds.
 const FIT_AT_LEAST_US: u64 = 3_000_000;
+/// Departures are a burst if no more than this part of what the later one took lies between them.
+const TOGETHER: u32 = 128;
 /// Longest stretch without an event that is credited, microseconds: a step of the clock is no service time.
 const LONGEST_US: u64 = 60_000_000;
 /// Weights are scaled back when the present weighs this much.
@@ -96,6 +98,8 @@ pub struct Levels {
     logs: Vec<f64>,
     /// Scores and E(k) of the last fit: kept so that fitting does not allocate.
     scores: Vec<(f64, f64)>,
+    /// When the last good answer left, and at which level the burst began that it belongs to.
+    burst: (Micros, u32),
     /// How many are in flight, since when; `None` before the first news.
     level: u32,
     since: Option<Micros>,
@@ -120,6 +124,7 @@ impl Levels {
             rows: Vec::new(),
             logs: Vec::new(),
             scores: Vec::new(),
+            burst: (Micros(0), 0),
             level: 0,
             since: None,
             origin: Micros(0),
@@ -167,7 +172,8 @@ impl Levels {
     /// took `latency_us`.
     pub fn served(&mut self, now: Micros, level: u32, arrived_as: u32, latency_us: u32) {
         let weight = self.weight(now);
-        self.row(level.max(1), |row| row.left += weight);
+        let level = self.level_of_burst(now, level.max(1), u64::from(latency_us / TOGETHER));
+        self.row(level, |row| row.left += weight);
         self.row(arrived_as.max(1), |row| {
             row.met += weight;
             row.took += f64::from(latency_us) * weight;
@@ -176,6 +182,15 @@ impl Levels {
         if self.fitted_at.is_none_or(|at| now.distance(at) > FIT_AT_LEAST_US) {
             self.capacity(now, false);
         }
+    }
+
+    /// The level at which a burst of departures began. Requests that came together leave together where service times are
+    /// equal: that the later of them leave at lower levels says nothing of those.
+    fn level_of_burst(&mut self, now: Micros, level: u32, together: u64) -> u32 {
+        let (last, began_at) = self.burst;
+        let level = if now.distance(last) <= together && level < began_at { began_at } else { level };
+        self.burst = (now, level);
+        level
     }
 
     /// Goes on at `now` without crediting what lies before: news of it were lost.
@@ -233,11 +248,10 @@ impl Levels {
             met -= row.met;
             log_met -= row.met * log;
             took_each -= row.took / k;
-            let departures = gain - all.left * effort.max(TINY).ln();
             // Rounding may leave a little less than nothing above the highest level.
-            let each = (took + k * took_each) / all.met.max(TINY);
-            let arrivals = met * log - log_met - all.met * each.max(TINY).ln();
-            let score = (departures + arrivals) / weight;
+            let each = (took + k * took_each).max(TINY) / all.met.max(TINY);
+            // N·ln E and N·ln of the mean in one; those that are about to leave are not worth a second logarithm.
+            let score = (gain + met * log - log_met - all.left * (effort * each).max(TINY).ln()) / weight;
             best = if score > best { score } else { best };
             self.scores.push((score, effort));
             let (running_time, running_left) =

@@ -3,7 +3,7 @@
 //! [`PoolState`] *is* the blob that the workers of an Envoy share: fixed layout, fixed arrays, plain bytes. Picking
 //! and recording never allocate.
 //!
-//! - **Select by predicted latency** ([`predicted`]): the lowest cost, where those that are nearly as low count as equal and
+//! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost, where those that are nearly as low count as equal and
 //!   the lowest RIF wins; now and then one that looks worse.
 //! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
 //!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency

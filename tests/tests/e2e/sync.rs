@@ -470,7 +470,10 @@ fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
     // Absent, and the client's own idea of a hint.
     for headers in [&b""[..], b"x-prequal-hint: 0123456789abcdef\r\n"] {
         assert_eq!(raw(envoy.addr(), "/", headers)?, "HTTP/1.1 200 OK");
-        assert_eq!(hints(), (BTreeSet::from([None]), BTreeSet::from([None])));
+        let (mut probes, requests) = hints();
+        // A probe of a request before may come in late.
+        probes.retain(|hint| hint.as_ref().is_none_or(|hint| !all.contains(hint)));
+        assert_eq!((probes, requests), (BTreeSet::from([None]), BTreeSet::from([None])));
     }
     assert_no_crash(&envoy);
     Ok(())

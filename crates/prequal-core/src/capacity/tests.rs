@@ -86,6 +86,19 @@ fn constant_service_times_show_no_knee_that_is_not_there() {
 }
 
 #[test]
+fn requests_that_come_and_go_together_show_no_knee_that_is_not_there() {
+    let mut tracker = tracker();
+    for batch in 0..200 {
+        let at = 1_000_000_000 + batch * 50_000;
+        let tickets: Vec<_> = (0..4).map(|n| tracker.start(Micros(at + n * 100))).collect();
+        for (n, ticket) in (0..).zip(tickets) {
+            tracker.finish(ticket, Micros(at + 40_000 + n * 100), Outcome::Success);
+        }
+    }
+    assert_near(tracker.capacity(ms(10_000)).unwrap(), 40.0, 0.1, 4..=4);
+}
+
+#[test]
 fn a_replica_that_never_saturates_shows_its_highest_level_and_its_latency() {
     let (mut tracker, now) = serve(usize::MAX, 200.0, 30.0, exponential(50.0), always);
     let capacity = tracker.capacity(now).unwrap();

@@ -33,8 +33,9 @@ pub(super) struct Predicted {
     /// Stands in for what a replica has not reported.
     unknown_us: u32,
     lowest: f32,
-    /// Weights differ.
-    uneven: bool,
+    /// Where weights differ: the highest knee relative to its replica's weight, which stands in for every knee. A replica that
+    /// Envoy is told to send three times as much can show that it serves them only if it gets them.
+    weighted_knee: Option<u16>,
     /// Picks so far.
     picks: u16,
     now: Stamp,
@@ -42,23 +43,34 @@ pub(super) struct Predicted {
 
 impl Predicted {
     pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
-        let mut rule = Self { unknown_us: median(entries), lowest: f32::MAX, uneven: false, picks, now };
+        let mut rule =
+            Self { unknown_us: median(entries), lowest: f32::MAX, weighted_knee: None, picks, now };
         let weight = entries.first().map_or(Standing::UNIT, |first| first.weight);
+        if entries.iter().any(|entry| entry.weight != weight) {
+            let relative = |entry: &Entry| {
+                let knee = u32::from(entry.knee) * u32::from(Standing::UNIT);
+                u16::try_from(knee / u32::from(entry.weight.max(1))).unwrap_or(u16::MAX).max(1)
+            };
+            rule.weighted_knee = entries.iter().map(relative).max();
+        }
         for entry in entries {
             let cost = rule.cost(entry);
             rule.lowest = if cost < rule.lowest { cost } else { rule.lowest };
-            rule.uneven |= entry.weight != weight;
         }
         rule
     }
 
     /// An unknown replica is as fast as most, and saturated by one request: until it has answered it gets no other.
     fn capacity(&self, entry: &Entry) -> Capacity {
-        entry.capacity().unwrap_or(Capacity { base_us: self.unknown_us, knee: 1 })
+        match (entry.capacity(), self.weighted_knee) {
+            (Some(known), Some(knee)) => Capacity { knee, ..known },
+            (Some(known), None) => known,
+            (None, _) => Capacity { base_us: self.unknown_us, knee: 1 },
+        }
     }
 
     fn cost(&self, entry: &Entry) -> f32 {
-        self.capacity(entry).cost(entry.rif.into())
+        self.capacity(entry).cost(entry.load())
     }
 
     fn is_equal(&self, cost: f32) -> bool {
@@ -147,14 +159,14 @@ impl Order for Predicted {
             // Costs are positive: their bits are in their order.
             return (true, cost.to_bits(), 0);
         }
-        let load = if self.uneven { entry.draw(rng) } else { entry.rif.into() };
+        let load = if self.weighted_knee.is_some() { entry.draw(rng) } else { entry.rif.into() };
         let age = (self.now.distance_ms(entry.received) / FRESH_MS).checked_ilog2().map_or(0, |log| log + 1);
         let since_chosen = self.picks.wrapping_sub(entry.chosen);
         (false, load, age << 16 | u32::from(u16::MAX - since_chosen))
     }
 
     fn branch(&self, entry: &Entry, _: &Rank) -> Branch {
-        if u32::from(entry.rif) < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
+        if entry.load() < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
     }
 
     fn latency_us(&self, entry: &Entry) -> Option<u32> {

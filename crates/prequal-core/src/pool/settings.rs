@@ -67,9 +67,9 @@ pub struct PoolSettings {
     pub verified_probes: bool,
     /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
-    /// Envoy's own policy places what would go to a replica with [`CROWD`] requests in flight while the fleet is being
+    /// Envoy's own policy places what would go to a replica with four requests in flight while the fleet is being
     /// learned (at first two of 40 would get everything, and refuse what exceeds their queues), and what would go to one
-    /// with more than θ and that where even the best is saturated: it counts its own requests, while a pool that a burst
+    /// with more than θ and four where even the best is saturated: it counts its own requests, while a pool that a burst
     /// has used up spreads them over a sample. The paper has no such rule.
     pub burst_guard: bool,
     /// When a replica is passed over.

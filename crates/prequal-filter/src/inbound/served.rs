@@ -66,6 +66,8 @@ impl Served {
 
     /// A request arrives.
     pub(super) fn start(&self, vm: &Vm, now: Micros) -> Ticket {
+        // What ended elsewhere since, before this begins: the estimate takes events in their order.
+        self.look(now);
         let others = self.present(vm);
         let ticket = self.replica.borrow_mut().tracker.start_behind(now, others);
         self.publish(vm);
