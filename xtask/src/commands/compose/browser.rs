@@ -104,7 +104,7 @@ impl Browser {
     pub(super) fn seen(&mut self, replica: u64) -> Result<Seen> {
         let value = self.evaluate(&format!(
             "(() => {{ const row = document.querySelector('tr[data-replica=\"{replica}\"]');
-             return {{share: Number(row.dataset.share), state: row.cells[6].textContent,
+             return {{share: Number(row.dataset.share), state: row.lastElementChild.textContent,
                       active: document.getElementById('active').textContent,
                       chart: document.getElementById('chart-p99').toDataURL()}}; }})()"
         ))?;
