@@ -290,7 +290,7 @@ pub(super) fn pauses(length: Length) -> Plan {
         charts: vec![(OWN, false), (OWN + 1, false)],
         judge: |cells| {
             let rejected =
-                |label: &str| at_most(&format!("ours, rejected, {label}"), cells.at(label, OURS, OWN), 0.0);
+                |label: &str| at_most(&format!("ours, rejected, {label}"), cells.at(label, OURS, OWN), 2.0);
             ["start, no pause", "start, 20 ms", "start, 50 ms", "later, 70 ms"].map(rejected).into()
         },
     }
