@@ -14,6 +14,8 @@ use crate::time::Stamp;
 /// Entries within this factor of the lowest cost count as equal. Wider than the noise of the estimates: a narrow band never
 /// gives a healed replica its traffic back, because who looks slow is not sampled and so looks slow.
 const BAND: f32 = 1.35;
+/// The same where weights differ: noise must not decide then, and RIF relative to the weight keeps queues level.
+const WEIGHTED_BAND: f32 = 2.0;
 /// What every pick adds to the credit for trials, in lowest costs: at most one request in a thousand goes to a replica that
 /// looks twice as slow.
 const CREDIT: f32 = 0.001;
@@ -74,7 +76,7 @@ impl Predicted {
     }
 
     fn is_equal(&self, cost: f32) -> bool {
-        cost <= self.lowest * BAND
+        cost <= self.lowest * if self.weighted_knee.is_some() { WEIGHTED_BAND } else { BAND }
     }
 
     /// The entry that a trial goes to, if one is due.
