@@ -39,7 +39,7 @@ pub(crate) enum Service {
     /// Sleeps `hit_ms` if the request's key is among the last `entries` different ones here, else `miss_ms`.
     Cache { entries: usize, hit_ms: u64, miss_ms: u64 },
     /// Serves `slots` requests at a time, each for a time drawn from a seeded generator; any number more wait, first come,
-    /// first served. Exact to some 0.1 ms, and a reply sent late keeps nobody waiting.
+    /// first served. Exact to some 0.1 ms, and a reply sent late delays no other request.
     Queue { slots: usize, times: Times },
     /// Answers at once with next to no CPU time and a load report made up by the replica: the cheapest
     /// upstream that the filter will believe. Cannot be changed at run time.

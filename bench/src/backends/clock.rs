@@ -35,7 +35,7 @@ impl Clock {
         if timer < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is open, and nobody else has it.
+        // SAFETY: the descriptor is open, and this is its only owner.
         let timer = unsafe { OwnedFd::from_raw_fd(timer) };
         // SAFETY: the descriptor is open, and it is neither replaced nor closed while the value has it.
         let timer = unsafe { AsyncFd::register_with_interest(timer, Interest::READABLE) }?;

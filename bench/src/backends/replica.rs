@@ -187,7 +187,7 @@ struct Dice {
 /// When each slot is free again.
 ///
 /// With times drawn on arrival a queue is known to its end. So a slot is free when its request should have been answered, not
-/// when this busy machine got round to it: lateness would otherwise add up to a load that nobody asked for.
+/// when this busy machine got round to it: lateness would otherwise add up to more load than the scenario says.
 #[derive(Default)]
 struct Queue(BinaryHeap<Reverse<Instant>>);
 
