@@ -43,6 +43,8 @@ struct World<'a> {
     /// Queries sent to each server and not finished there; the floor's knowledge.
     assigned: Vec<u32>,
     balancers: Vec<Balancer>,
+    /// Where each client's probe cluster has got to.
+    turns: Vec<usize>,
     polling: Polling,
     reads_answers: bool,
     queries: Slab<Query>,
@@ -151,7 +153,7 @@ impl<'a> World<'a> {
                 )
             })
             .collect();
-        let balancers = (0..scenario.clients)
+        let balancers: Vec<Balancer> = (0..scenario.clients)
             .map(|_| Balancer::new(arm, scenario.clients, n, scenario.initially, &mut choice))
             .collect();
         let from = nanos(scenario.warm_up);
@@ -164,6 +166,7 @@ impl<'a> World<'a> {
             servers,
             alive: (0..scenario.initially).collect(),
             assigned: vec![0; n],
+            turns: (0..balancers.len()).map(|_| choice.random_range(0..n)).collect(),
             balancers,
             polling: arm.polling(),
             reads_answers: arm.reads_answers(),
@@ -583,10 +586,12 @@ impl<'a> World<'a> {
         if self.measuring() {
             *(if asked.is_some() { &mut self.run.probes } else { &mut self.run.discoveries }) += 1;
         }
-        // The probe cluster's policy answers for a host that is gone, and for nobody in particular.
-        let server = asked
-            .filter(|server| self.servers[*server].alive)
-            .unwrap_or_else(|| self.alive[self.choice.random_range(0..self.alive.len())]);
+        // The probe cluster's policy, which goes in turn, answers for a host that is gone, and for nobody in particular.
+        let server = asked.filter(|server| self.servers[*server].alive).unwrap_or_else(|| {
+            let turn = &mut self.turns[client];
+            *turn += 1;
+            self.alive[*turn % self.alive.len()]
+        });
         let probe = self.probes.insert(Probe {
             client: client as u32,
             asked: asked.map(|asked| asked as u32),

@@ -520,7 +520,7 @@ impl PoolState {
         self.remove_credit += self.removal_rate(settings) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
-            if settings.scale_removal && self.entry_count <= 2 {
+            if settings.scale_removal && usize::from(self.entry_count) < settings.pool_size.min(MAX_POOL) {
                 continue;
             }
             let victim =

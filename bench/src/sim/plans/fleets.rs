@@ -100,6 +100,7 @@ fn all() -> Vec<Point> {
         }),
         fleet("16 × 4, exactly 40, 90 %", &[(16, 4, 40.0)], Exact, 1440.0),
         fleet("12 × 4, exactly 40, 90 %", &[(12, 4, 40.0)], Exact, 1080.0),
+        fleet("12 × 4, exactly 40, 90 %, 4 clients", &[(12, 4, 40.0)], Exact, 1080.0).clients(4),
         fleet("10 × 3, exp 20, 90 %", &[(10, 3, 20.0)], Exponential, 1350.0),
         fleet("12 × 4, lognormal σ 1, 48 %", &[(12, 4, 20.0)], LogNormal { sigma: 1.0 }, 699.0),
         fleet("6 × 4, one in twenty 400 ms", &[(6, 4, 5.0)], RARE, 504.0),

@@ -193,7 +193,7 @@ pub const KEYS: &[Key] = &[
         .from("§4")
         .means("reports that a request removes from the pool, the worst and the oldest by turns"),
     seldom("scale_removal", "", Bool).means(
-        "never remove more reports than arrive, never below two, and none while the fleet fits `pool_size`",
+        "remove from a full pool alone, no more reports than arrive, and none while the fleet fits `pool_size`",
     ),
     seldom("reuse_cap", "uses", Whole(1, 10_000))
         .means("most uses of one report: equation (1) has no value for n ≤ m"),

@@ -34,7 +34,7 @@ impl Profile {
     /// The pool's settings under this profile.
     pub fn pool_settings(self) -> PoolSettings {
         let ours = PoolSettings {
-            pool_size: 16,
+            pool_size: 32,
             max_age_ms: 2000,
             q_rif: 0.95,
             hot: HotRule::Ge,
@@ -53,6 +53,7 @@ impl Profile {
         match self {
             Self::Default => ours,
             Self::Paper => PoolSettings {
+                pool_size: 16,
                 max_age_ms: 1000,
                 q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
                 scale_removal: false,

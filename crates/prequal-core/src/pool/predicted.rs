@@ -27,6 +27,8 @@ const PROMISING: f64 = 0.8;
 /// Reports younger than this are equally fresh, milliseconds; older ones by powers of two of it. Within milliseconds it is
 /// only chance who reported last, and requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
+/// A whole turn outweighs this many requests in flight below the knee.
+const TURN: u32 = 5;
 /// More than the slowest replica under the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
 
@@ -38,6 +40,8 @@ pub(super) struct Predicted {
     /// Where weights differ: the highest knee relative to its replica's weight, which stands in for every knee. A replica that
     /// Envoy is told to send three times as much can show that it serves them only if it gets them.
     weighted_knee: Option<u16>,
+    /// Entries.
+    count: u32,
     /// Picks so far.
     picks: u16,
     now: Stamp,
@@ -45,8 +49,8 @@ pub(super) struct Predicted {
 
 impl Predicted {
     pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
-        let mut rule =
-            Self { unknown_us: median(entries), lowest: f32::MAX, weighted_knee: None, picks, now };
+        let (unknown_us, count) = (median(entries), entries.len() as u32);
+        let mut rule = Self { unknown_us, lowest: f32::MAX, weighted_knee: None, count, picks, now };
         let weight = entries.first().map_or(Standing::UNIT, |first| first.weight);
         if entries.iter().any(|entry| entry.weight != weight) {
             let relative = |entry: &Entry| {
@@ -149,7 +153,8 @@ impl Trials {
 }
 
 /// Worse than the best by more than the band; requests in flight or, if worse, the cost; age of the report, and whose turn
-/// it is. By turns, because where requests take the same time even spacing keeps queues short, as round robin shows.
+/// it is. Below its knee a replica serves at once, whatever its RIF: it counts as none there, and turns decide. Where
+/// requests take the same time even spacing keeps queues short, as round robin shows.
 type Rank = (bool, u32, u32);
 
 impl Order for Predicted {
@@ -161,10 +166,18 @@ impl Order for Predicted {
             // Costs are positive: their bits are in their order.
             return (true, cost.to_bits(), 0);
         }
-        let load = if self.weighted_knee.is_some() { entry.draw(rng) } else { entry.rif.into() };
-        let age = (self.now.distance_ms(entry.received) / FRESH_MS).checked_ilog2().map_or(0, |log| log + 1);
-        let since_chosen = self.picks.wrapping_sub(entry.chosen);
-        (false, load, age << 16 | u32::from(u16::MAX - since_chosen))
+        let knee = u32::from(self.capacity(entry).knee);
+        let load = match self.weighted_knee {
+            Some(_) => entry.draw(rng),
+            None if entry.load() < knee => 0,
+            None => entry.rif.into(),
+        };
+        // The further the knee, the less a report of some age can be wrong about it.
+        let age =
+            (self.now.distance_ms(entry.received) / FRESH_MS).checked_ilog2().map_or(0, |log| log + 1) / knee;
+        let waited = u32::from(self.picks.wrapping_sub(entry.chosen)).min(self.count);
+        let turn = u32::from(entry.rif) * self.count + TURN * (self.count - waited);
+        (false, load, age << 24 | turn.min((1 << 24) - 1))
     }
 
     fn branch(&self, entry: &Entry, _: &Rank) -> Branch {

@@ -4,7 +4,7 @@ use super::entry::FULL_SHARE;
 use crate::exceptions::ExceptionSettings;
 
 /// Most entries a pool can hold.
-pub const MAX_POOL: usize = 24;
+pub const MAX_POOL: usize = 32;
 /// Most RIFs that θ looks back on.
 pub const MAX_HISTORY: usize = 128;
 
@@ -51,8 +51,7 @@ pub struct PoolSettings {
     pub delta: f64,
     /// Removals per pick.
     pub r_remove: f64,
-    /// Never remove more than new entries arrive, never below two entries, and nothing while the whole fleet fits the
-    /// pool (then there is no selection bias to undo). The paper has no such bounds.
+    /// Remove from a full pool alone, no more than new entries arrive, and nothing while the whole fleet fits the pool (then there is no selection bias to undo). The paper has no such bounds.
     pub scale_removal: bool,
     /// Upper bound of equation (1).
     pub reuse_cap: u32,

@@ -138,7 +138,7 @@ fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
 
 #[test]
 fn the_blob_is_small() {
-    assert!(size_of::<PoolState>() <= 2304, "{}", size_of::<PoolState>());
+    assert!(size_of::<PoolState>() <= 2688, "{}", size_of::<PoolState>());
 }
 
 #[test]
