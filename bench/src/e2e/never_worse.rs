@@ -44,9 +44,9 @@ pub(crate) struct Any {
     /// Service times in ms: exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE
     #[arg(long, value_name = "TIMES")]
     service: Times,
-    /// A second kind of replicas, whose share is shown, as REPLICASxSLOTS:TIMES
+    /// Another kind of replicas, as REPLICASxSLOTS:TIMES; may be repeated. The share of all others than the first is shown
     #[arg(long, value_name = "GROUP")]
-    and: Option<Group>,
+    and: Vec<Group>,
     /// Load as a part of what the whole fleet can serve
     #[arg(long, value_name = "PART", value_parser = load)]
     load: f64,
@@ -157,13 +157,14 @@ pub(super) fn idle(seconds: Duration) -> Scenario {
 /// What the command line says.
 pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
     let first = Group { replicas: fleet.replicas, slots: fleet.slots, times: fleet.service };
-    let groups: Vec<Group> = std::iter::once(first).chain(fleet.and).collect();
+    let groups: Vec<Group> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
     let per_second = (fleet.load * capacity).round().max(1.0) as u32;
-    scenario("fleet", &groups, per_second, fleet.and.map(|_| "the second kind"), seconds)
+    let marked = (!fleet.and.is_empty()).then_some("the other kinds");
+    scenario("fleet", &groups, per_second, marked, seconds)
 }
 
-/// A run of [`FIRST`] and `seconds`; with a label, the replicas of the second group are marked.
+/// A run of [`FIRST`] and `seconds`; with a label, all replicas but those of the first group are marked.
 fn scenario(
     name: &str,
     groups: &[Group],

@@ -51,7 +51,8 @@ pub struct PoolSettings {
     pub delta: f64,
     /// Removals per pick.
     pub r_remove: f64,
-    /// Remove from a full pool alone, no more than new entries arrive, and nothing while the whole fleet fits the pool (then there is no selection bias to undo). The paper has no such bounds.
+    /// Remove from a full pool alone, no more than new entries arrive, and nothing while the whole fleet fits the pool
+    /// (then there is no selection bias to undo). The paper has no such bounds.
     pub scale_removal: bool,
     /// Upper bound of equation (1).
     pub reuse_cap: u32,
