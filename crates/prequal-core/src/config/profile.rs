@@ -34,7 +34,7 @@ impl Profile {
     /// The pool's settings under this profile.
     pub fn pool_settings(self) -> PoolSettings {
         let ours = PoolSettings {
-            pool_size: 32,
+            pool_size: 24,
             max_age_ms: 2000,
             q_rif: 0.95,
             hot: HotRule::Ge,
