@@ -9,12 +9,15 @@ use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
 
 use prequal_core::blob::Blob;
-use prequal_core::config::Profile;
+use prequal_core::client::store::Memory;
+use prequal_core::client::{Balancer, Class, Witness};
+use prequal_core::config::{ChoiceSettings, ClusterConfig, Profile, Shim};
 use prequal_core::endpoint::Endpoint;
 use prequal_core::exceptions::Exceptions;
 use prequal_core::exceptions::flights::Flights;
+use prequal_core::load::Load;
 use prequal_core::members::Standing;
-use prequal_core::pool::{Branch, Load, PoolState, Ranking};
+use prequal_core::pool::{Branch, PoolState, Ranking};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
 use rand::SeedableRng;
@@ -50,6 +53,27 @@ unsafe impl GlobalAlloc for Counting {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
         // SAFETY: the caller's promises are passed on.
         unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+/// Envoy's word: this replica answered.
+struct Proxy(Micros, Endpoint);
+
+impl Witness for Proxy {
+    fn now(&self) -> Micros {
+        self.0
+    }
+
+    fn served_by(&self) -> Option<Endpoint> {
+        Some(self.1)
+    }
+
+    fn class(&self) -> Class {
+        Class::Answer
+    }
+
+    fn attempts(&self) -> u64 {
+        1
     }
 }
 
@@ -142,6 +166,34 @@ fn the_pick_path_does_not_allocate() {
     let trials: usize = (1..10_000).map(&mut round).sum();
     assert_eq!(allocations(), before, "allocations while replicas are out");
     assert!(trials > 100, "{trials} trials: the exceptions were at work");
+
+    // A request from its beginning to its end, by the whole balancer.
+    let config = ClusterConfig {
+        cluster: String::new(),
+        probe_cluster: String::new(),
+        pool: settings,
+        probe: Profile::Default.probe_settings(),
+        choice: ChoiceSettings::default(),
+        endpoints: replicas.clone(),
+    };
+    let mut balancer = Balancer::new(config, Shim::OverrideHost, &Memory, (), now);
+    let mut round = |round: usize| {
+        now = now.plus(1000);
+        let mut request = balancer.begin(now, &[], &mut rng);
+        let served = request.pick.replica.unwrap_or(replicas[round % replicas.len()]);
+        let report =
+            LoadReport { endpoint: Some(served), ..LoadReport::parse("1;9000;10.0.0.1:80").unwrap() };
+        let proxy = Proxy(now, served);
+        balancer.response(now, &mut request, round.is_multiple_of(1000), Some(Ok(report)), &proxy);
+        let steered = request.pick.replica.is_some();
+        balancer.ended(request, true, false, &proxy);
+        usize::from(steered)
+    };
+    (0..1000).for_each(|number| _ = round(number));
+    let before = allocations();
+    let steered: usize = (1000..10_000).map(&mut round).sum();
+    assert_eq!(allocations(), before, "allocations of the balancer");
+    assert!(steered > 8000, "{steered} steered");
 
     // The counter does count.
     let before = allocations();

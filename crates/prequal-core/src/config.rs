@@ -91,7 +91,7 @@ pub struct ProbeSettings {
     pub timeout_ms: u64,
     /// Without a request for this long one worker probes, milliseconds, 0 (off) to 3 600 000.
     pub idle_interval_ms: u32,
-    /// Whether reports on responses count.
+    /// Whether reports on responses count. Then probes pass over replicas heard of lately, as the chosen ones are.
     pub piggyback: bool,
 }
 

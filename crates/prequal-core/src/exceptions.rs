@@ -31,8 +31,8 @@ use rand::Rng;
 use crate::blob::{Blob, BlobError, Tag};
 use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
+use crate::load::Load;
 use crate::members::Standing;
-use crate::pool::Load;
 use crate::time::{Micros, Stamp};
 
 pub mod flights;

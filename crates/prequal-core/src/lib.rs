@@ -7,6 +7,7 @@
 //!
 //! | module | decides |
 //! |---|---|
+//! | [`client`] | everything of one cluster on one worker: the events, and what follows from them |
 //! | [`pool`] | which replica serves a request, and when a report leaves the pool (§4) |
 //! | [`exceptions`] | which replicas are passed over, and when they are back |
 //! | [`reuse`] | equation (1) |
@@ -33,6 +34,7 @@
 pub mod affinity;
 pub mod blob;
 pub mod capacity;
+pub mod client;
 pub mod config;
 pub mod endpoint;
 pub mod exceptions;
@@ -41,6 +43,7 @@ mod fnv;
 pub mod hint;
 mod in_flight;
 pub mod inbound;
+pub mod load;
 pub mod members;
 pub mod policies;
 pub mod pool;

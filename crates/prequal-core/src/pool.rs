@@ -31,6 +31,7 @@ use rand::Rng;
 use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
 use crate::exceptions::{Exceptions, Trial};
+pub use crate::load::Load;
 use crate::members::Standing;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};
@@ -45,7 +46,7 @@ mod settings;
 
 use bars::{Barred, MAX_BARRED, REFUSAL_WEIGHT};
 pub use choose::Ranking;
-pub use entry::{Candidate, Load};
+pub use entry::Candidate;
 use entry::{Entry, FULL_SHARE, UNKNOWN};
 use predicted::{Predicted, Trials};
 use probes::GROWING_MS;
@@ -87,6 +88,21 @@ pub struct Pick {
     pub standing: Standing,
     /// Probes to send now.
     pub probes: ProbesDue,
+}
+
+impl Pick {
+    /// The choice is the caller's own policy's.
+    pub(crate) fn nobody(standing: Standing, probes: ProbesDue) -> Self {
+        Self {
+            replica: None,
+            branch: Branch::Fallback,
+            latency_us: None,
+            trial: false,
+            verify: false,
+            standing,
+            probes,
+        }
+    }
 }
 
 /// Probes to send.
@@ -210,15 +226,8 @@ impl PoolState {
 
     /// The choice for a request that is a trial of a replica that is out ([`crate::exceptions`]).
     pub fn pick_trial(&mut self, settings: &PoolSettings, trial: Trial, now: Micros) -> Pick {
-        Pick {
-            replica: Some(trial.replica),
-            branch: Branch::Cold,
-            latency_us: None,
-            trial: true,
-            verify: false,
-            standing: trial.standing,
-            probes: self.begin_pick(settings, now.stamp()),
-        }
+        let nobody = Pick::nobody(trial.standing, self.begin_pick(settings, now.stamp()));
+        Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..nobody }
     }
 
     /// Takes note of what the exceptions table says; replicas that are out leave the pool.
@@ -269,16 +278,7 @@ impl PoolState {
         tried: Option<usize>,
     ) -> Pick {
         let stamp = now.stamp();
-        let standing = Standing::even(self.samples);
-        let mut pick = Pick {
-            replica: None,
-            branch: Branch::Fallback,
-            latency_us: None,
-            trial: false,
-            verify: false,
-            standing,
-            probes,
-        };
+        let mut pick = Pick::nobody(Standing::even(self.samples), probes);
         let learning = self.is_learning(settings, stamp);
         self.picks = self.picks.wrapping_add(1);
         let picks = self.picks;

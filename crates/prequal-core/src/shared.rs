@@ -9,8 +9,8 @@ const MAX_TRIES: u32 = 8;
 
 /// Where a shared value lies.
 pub trait Place<B> {
-    /// The value, and its number; `None` if there was none.
-    fn read(&self) -> (B, Option<u32>);
+    /// The value, `None` if it is damaged, and its number; `None` if there was none.
+    fn read(&self) -> (Option<B>, Option<u32>);
 
     /// Writes, unless the value has another number than this by now. True if written.
     fn write(&self, value: &B, number: Option<u32>) -> bool;
@@ -36,17 +36,13 @@ pub struct Updated<T> {
     pub end: End,
     /// How often it ran again because another had written meanwhile.
     pub conflicts: u32,
+    /// How often it began with a new value because the old one was damaged.
+    pub replaced: u32,
 }
 
 /// Reads the value and changes it, and writes it if `change` says that there is news; runs `change` again on a conflict.
-/// Returns the value as well.
-pub fn update<B: Default, T>(
-    place: &impl Place<B>,
-    change: impl FnMut(&mut B) -> (T, bool),
-) -> (B, Updated<T>) {
-    let mut own = Own::default();
-    let updated = own.update(place, true, change);
-    (own.value, updated)
+pub fn update<B: Default, T>(place: &impl Place<B>, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
+    Own::default().update(place, true, change)
 }
 
 /// A worker's copy of a shared value as it has written it last.
@@ -65,7 +61,7 @@ pub struct Own<B> {
     alone: bool,
 }
 
-impl<B> Own<B> {
+impl<B: Default> Own<B> {
     /// As [`update`]. Without `look`, for changes that always are news, the reading is saved where that goes.
     pub fn update<T>(
         &mut self,
@@ -78,13 +74,14 @@ impl<B> Own<B> {
             let (result, news) = change(&mut self.value);
             if news && place.write(&self.value, guess) {
                 self.number = after(number);
-                return Updated { result, end: End::Written, conflicts: 0 };
+                return Updated { result, end: End::Written, conflicts: 0, replaced: 0 };
             }
         }
-        let mut conflicts = 0;
+        let (mut conflicts, mut replaced) = (0, 0);
         loop {
             let (value, number) = place.read();
-            self.value = value;
+            replaced += u32::from(value.is_none());
+            self.value = value.unwrap_or_default();
             self.alone = guess.is_some() && guess == number;
             let (result, news) = change(&mut self.value);
             let end = if !news {
@@ -98,7 +95,7 @@ impl<B> Own<B> {
                 conflicts += 1;
                 continue;
             };
-            return Updated { result, end, conflicts };
+            return Updated { result, end, conflicts, replaced };
         }
     }
 }
@@ -144,14 +141,14 @@ mod tests {
     }
 
     impl Place<u64> for At<'_> {
-        fn read(&self) -> (u64, Option<u32>) {
+        fn read(&self) -> (Option<u64>, Option<u32>) {
             let (value, number) = self.0.values.borrow()[self.1];
             self.0.reads.set(self.0.reads.get() + 1);
             if let Some(left) = self.0.intruders.get().checked_sub(1) {
                 self.0.intruders.set(left);
                 assert!(self.write(&(value + 1), None));
             }
-            (value, Some(number))
+            (Some(value), Some(number))
         }
 
         fn write(&self, value: &u64, number: Option<u32>) -> bool {

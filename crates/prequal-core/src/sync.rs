@@ -8,8 +8,8 @@
 use bytemuck::Zeroable;
 
 use crate::endpoint::Endpoint;
+use crate::load::Load;
 use crate::members::Standing;
-use crate::pool::Load;
 
 /// Most replicas that one request asks.
 pub const MAX_ASKED: usize = 8;

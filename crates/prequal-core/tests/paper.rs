@@ -5,8 +5,9 @@ use std::collections::HashMap;
 
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::load::Load;
 use prequal_core::members::{Evidence, Members, Standing};
-use prequal_core::pool::{Branch, Budget, HotRule, Load, Pick, PoolSettings, PoolState};
+use prequal_core::pool::{Branch, Budget, HotRule, Pick, PoolSettings, PoolState};
 use prequal_core::reuse::{reuse_budget, round_randomly};
 use prequal_core::time::Micros;
 use rand::rngs::SmallRng;

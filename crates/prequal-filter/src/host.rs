@@ -7,6 +7,20 @@ use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::{LogLevel, MapType};
 
+/// A queue id that Envoy never gives out.
+pub(crate) const WAKE: u32 = u32::MAX;
+
+unsafe extern "C" {
+    /// Exported by the SDK as part of the ABI.
+    safe fn proxy_on_queue_ready(root_id: u32, queue_id: u32);
+}
+
+/// Lets the root do what a stream left for it, now and as its own. Only from a stream's callback, as the last thing it does
+/// (the root is the active context afterwards), and with nothing that the root needs borrowed.
+pub(crate) fn wake(root_id: u32) {
+    proxy_on_queue_ready(root_id, WAKE);
+}
+
 /// The host's clock, microseconds since the epoch.
 pub(crate) fn now() -> Micros {
     let since_epoch = hostcalls::get_current_time()
@@ -31,6 +45,12 @@ pub(crate) fn header(map: MapType, name: &str) -> Option<String> {
 pub(crate) fn any_twice(map: MapType, names: &[&str]) -> bool {
     let pairs = hostcalls::get_map_bytes(map).unwrap_or_default();
     names.iter().any(|name| pairs.iter().filter(|(key, _)| key == name).count() > 1)
+}
+
+/// Sets a header, or removes it.
+pub(crate) fn set_header(map: MapType, name: &str, value: Option<&str>) {
+    // Envoy refuses only where there is no such map, and then there is nothing to be written.
+    let _ = hostcalls::set_map_value(map, name, value);
 }
 
 /// A text property; `None` when absent.

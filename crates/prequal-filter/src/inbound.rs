@@ -62,7 +62,7 @@ impl Inbound {
             reply(503, &[], b"this address is no `ip:port`, or too many are counted: set `endpoint`\n");
             return;
         };
-        let report = served.answer(&self.vm, now, at);
+        let report = served.answer(&*self.vm, now, at);
         let (load, rif) = (report.to_string(), report.rif.to_string());
         let latency = report.latency_us.map(|us| us.to_string());
         let mut headers = vec![(HEADER_LOAD, &load[..]), (HEADER_RIF, &rif), ("cache-control", "no-store")];

@@ -1,17 +1,18 @@
 //! Prequal as a proxy-wasm HTTP filter: steers each request to the replica that `prequal-core` picks.
 //!
-//! This crate is an adapter. Every rule of the algorithm lives in `prequal-core`; here are only the calls to Envoy:
+//! This crate is an adapter. Every rule of the algorithm lives in `prequal-core`, where [`prequal_core::client`] is driven from
+//! here; here are only the calls to Envoy:
 //!
 //! The outbound role, at the client's Envoy, picks replicas; the [`inbound`] role, at the server's, reports for one.
 //!
-//! - [`root`]: configuration, ticks, and every probe (owned by the root, so that no reply is lost);
+//! - [`root`]: configuration, ticks, replies;
 //! - [`stream`]: one request: the pick, the report on the response, the outcome;
 //! - [`sync`]: requests that wait for probes of their own;
-//! - [`rule`]: the selection rules that keep a state of their own;
+//! - [`probes`]: every probe (owned by the root, so that no reply is lost);
 //! - [`steer`]: the steering header;
-//! - [`filter`]: what both share on one worker;
+//! - [`filter`]: what root and streams share on one worker;
 //! - [`store`]: the blobs in shared data, which all workers share;
-//! - [`outcome`]: how a request ended;
+//! - [`outcome`]: what Envoy says of a request;
 //! - [`metrics`]: counters and gauges;
 //! - [`host`]: host calls, every failure returned as data.
 //!
@@ -27,12 +28,15 @@ mod host;
 mod inbound;
 mod metrics;
 mod outcome;
+mod probes;
 mod root;
-mod rule;
 mod steer;
 mod store;
 mod stream;
 mod sync;
+
+#[cfg(test)]
+mod tests;
 
 proxy_wasm::main! {{
     proxy_wasm::set_log_level(proxy_wasm::types::LogLevel::Info);

@@ -1,6 +1,7 @@
 //! Counters and gauges in Envoy's stats. Values of labels stand in the name; the shipped configuration turns them
 //! into Prometheus labels by `stats_tags`.
 
+use prequal_core::client::{Class, Count, Counters, ProbeEnd, ReportEnd, Tick};
 use prequal_core::exceptions::{Change, Reason};
 use prequal_core::pool::Branch;
 use prequal_core::report::ReportError;
@@ -78,52 +79,13 @@ pub(crate) enum WaitEnd {
     Aborted,
 }
 
-/// How a probe ended. At rest: sent = sum of all others.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum ProbeEnd {
-    Used,
-    /// The cluster's policy sent it elsewhere: the host asked has left.
-    WrongEndpoint,
-    /// A reply without a report.
-    NoReport,
-    /// A report without an endpoint proves nothing.
-    NoEndpoint,
-    /// `verified_probes` is set, yet the probe cluster does not say who answered.
-    NoHost,
-    /// A status other than 200 with a report.
-    Status,
-    /// Several reports in one reply.
-    Duplicate,
-    BadReport(ReportError),
-    Timeout,
-    Refused,
-}
-
-/// What became of a report on a response.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum ReportEnd {
-    Used,
-    WrongEndpoint,
-    NoEndpoint,
-    Bad(ReportError),
-}
-
-/// Who ended a request.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Class {
-    Answer,
-    UpstreamFailure,
-    ClientAbort,
-    Local,
-}
-
 /// What became of transactions on shared data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlobCounters {
-    pub(crate) conflicts: Counter,
-    pub(crate) giveups: Counter,
+    conflicts: Counter,
+    giveups: Counter,
     /// Blobs that did not decode.
-    pub(crate) replaced: Counter,
+    replaced: Counter,
 }
 
 impl BlobCounters {
@@ -134,6 +96,17 @@ impl BlobCounters {
             conflicts: counter("cas_conflicts"),
             giveups: counter("cas_giveups"),
             replaced: counter("blob_replaced"),
+        }
+    }
+}
+
+impl Counters for BlobCounters {
+    fn count(&self, what: Count) {
+        match what {
+            Count::Conflicts(conflicts) => self.conflicts.add(conflicts),
+            Count::GivenUp => self.giveups.one(),
+            Count::Replaced(blobs) => self.replaced.add(blobs),
+            _ => {}
         }
     }
 }
@@ -153,19 +126,19 @@ pub(crate) struct Metrics {
     pub(crate) sync_answers: Counter,
     /// Microseconds from the request to its decision.
     pub(crate) sync_wait: Histogram,
-    pub(crate) diverted: Counter,
+    diverted: Counter,
     averted: [Counter; 3],
     returned: [Counter; 3],
-    pub(crate) trials: Counter,
-    pub(crate) blobs: BlobCounters,
-    pub(crate) dropped_events: Counter,
-    pub(crate) occupancy: Gauge,
-    pub(crate) theta: Gauge,
-    pub(crate) members: Gauge,
+    trials: Counter,
+    blobs: BlobCounters,
+    dropped_events: Counter,
+    occupancy: Gauge,
+    theta: Gauge,
+    members: Gauge,
     /// Replicas that picks pass over.
-    pub(crate) out: Gauge,
+    out: Gauge,
     /// 1 while nobody is passed over because it would be more than half of the fleet.
-    pub(crate) panic: Gauge,
+    panic: Gauge,
 }
 
 impl Metrics {
@@ -207,7 +180,16 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn picked(&self, branch: Branch) {
+    /// Sets the gauges.
+    pub(crate) fn show(&self, tick: &Tick) {
+        self.occupancy.set(tick.view.occupancy as u64);
+        self.theta.set(u64::from(tick.view.theta.unwrap_or(0)));
+        self.members.set(u64::from(tick.view.members));
+        self.out.set(tick.out.into());
+        self.panic.set(tick.panic.into());
+    }
+
+    fn picked(&self, branch: Branch) {
         let [cold, hot, fallback, sync, scored, trial] = self.picks;
         match branch {
             Branch::Cold => cold,
@@ -233,7 +215,7 @@ impl Metrics {
     }
 
     /// What became of the exceptions table.
-    pub(crate) fn exception(&self, change: Change) {
+    fn exception(&self, change: Change) {
         let (counters, reason) = match change {
             Change::Opened(reason) => (self.averted, reason),
             Change::Closed(reason) => (self.returned, reason),
@@ -248,7 +230,7 @@ impl Metrics {
         .one();
     }
 
-    pub(crate) fn probe(&self, end: ProbeEnd) {
+    fn probe(&self, end: ProbeEnd) {
         let index = match end {
             ProbeEnd::Used => 0,
             ProbeEnd::Timeout => 1,
@@ -266,7 +248,7 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn report(&self, end: ReportEnd) {
+    fn report(&self, end: ReportEnd) {
         let index = match end {
             ReportEnd::Used => 0,
             ReportEnd::WrongEndpoint => 1,
@@ -278,7 +260,7 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn outcome(&self, class: Class) {
+    fn outcome(&self, class: Class) {
         let [answer, failure, abort, local] = self.outcomes;
         match class {
             Class::Answer => answer,
@@ -287,6 +269,22 @@ impl Metrics {
             Class::Local => local,
         }
         .one();
+    }
+}
+
+impl Counters for Metrics {
+    fn count(&self, what: Count) {
+        match what {
+            Count::Pick(branch) => self.picked(branch),
+            Count::Trial => self.trials.one(),
+            Count::Probe(end) => self.probe(end),
+            Count::Report(end) => self.report(end),
+            Count::Outcome(class) => self.outcome(class),
+            Count::Diverted => self.diverted.one(),
+            Count::Exception(change) => self.exception(change),
+            Count::Dropped => self.dropped_events.one(),
+            Count::Conflicts(_) | Count::GivenUp | Count::Replaced(_) => self.blobs.count(what),
+        }
     }
 }
 

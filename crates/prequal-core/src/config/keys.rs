@@ -211,7 +211,10 @@ pub const KEYS: &[Key] = &[
         .from("§4")
         .means("one worker probes when no request has come for this long; 0: never"),
     seldom("probe_timeout_ms", "ms", Whole(1, 10_000)).from("§3: 3 or 1").means("time after which a probe has failed"),
-    seldom("piggyback", "", Bool).means("reports on responses count, not only those of probes"),
+    seldom("piggyback", "", Bool).means(
+        "reports on responses count, not only those of probes; probes then pass over replicas heard of in the last tenth \
+         of `max_age_ms`",
+    ),
     seldom("burst_guard", "", Bool).from("ours, `docs/adr/0003-small-fleets-and-budget.md`").means(
         "Envoy's own policy places what would pile up on few replicas: while the fleet is being learned, and while requests \
          come faster than reports",

@@ -95,7 +95,8 @@ impl Profile {
         Settings { pool: self.pool_settings(), probe: self.probe_settings(), choice: self.choice_settings() }
     }
 
-    fn probe_settings(self) -> ProbeSettings {
+    /// The probes' settings under this profile.
+    pub fn probe_settings(self) -> ProbeSettings {
         let ours = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
         match self {
             Self::Default | Self::Small => ours,

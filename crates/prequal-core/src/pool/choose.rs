@@ -72,10 +72,7 @@ impl PoolState {
             replica: Some(chosen.endpoint),
             branch: Branch::Sync,
             latency_us,
-            trial: false,
-            verify: false,
-            standing: chosen.standing(),
-            probes,
+            ..Pick::nobody(chosen.standing(), probes)
         }
     }
 

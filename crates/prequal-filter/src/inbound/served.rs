@@ -11,12 +11,20 @@ use prequal_core::report::{LoadReport, MAX_RIF};
 use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, Present, Ticket, TrackerConfig, Visit};
 
-use super::vm::Vm;
 use crate::metrics::{BlobCounters, Counter, Gauge, label};
-use crate::store::{load, seed, update};
+use crate::store::{seed, update};
 
 /// What others' requests told is read at least this often before it is reported, microseconds.
 const STALE_US: u64 = 100_000;
+
+/// The slots that counts stand in.
+pub(super) trait Seats {
+    /// The slot that this VM counts in.
+    fn slot(&self) -> Option<usize>;
+
+    /// Slots that anybody may count in: the first so many.
+    fn used(&self) -> usize;
+}
 
 /// One replica.
 pub(crate) struct Served {
@@ -65,7 +73,7 @@ impl Served {
     }
 
     /// A request arrives.
-    pub(super) fn start(&self, vm: &Vm, now: Micros) -> Ticket {
+    pub(super) fn start(&self, vm: &impl Seats, now: Micros) -> Ticket {
         // What ended elsewhere since, before this begins: the estimate takes events in their order.
         self.look(now);
         let others = self.present(vm);
@@ -75,13 +83,13 @@ impl Served {
     }
 
     /// The request is a stream: it stays in flight, but its age says nothing of the replica's speed.
-    pub(super) fn streaming(&self, vm: &Vm, ticket: &Ticket, now: Micros) {
+    pub(super) fn streaming(&self, vm: &impl Seats, ticket: &Ticket, now: Micros) {
         self.replica.borrow_mut().tracker.streaming(ticket, now);
         self.publish_away(vm);
     }
 
     /// The request waits for its client, or no longer.
-    pub(super) fn set_client_waits(&self, vm: &Vm, ticket: &Ticket, now: Micros, waits: bool) {
+    pub(super) fn set_client_waits(&self, vm: &impl Seats, ticket: &Ticket, now: Micros, waits: bool) {
         {
             let tracker = &mut self.replica.borrow_mut().tracker;
             if waits {
@@ -94,7 +102,14 @@ impl Served {
     }
 
     /// A request ends. `up` says what is known of the replica being there.
-    pub(super) fn finish(&self, vm: &Vm, now: Micros, ticket: Ticket, outcome: Outcome, up: Option<bool>) {
+    pub(super) fn finish(
+        &self,
+        vm: &impl Seats,
+        now: Micros,
+        ticket: Ticket,
+        outcome: Outcome,
+        up: Option<bool>,
+    ) {
         let (present, away) = (self.present(vm), self.own_away());
         let ended = self.replica.borrow_mut().finish_among(ticket, now, outcome, present);
         if self.own_away() != away {
@@ -122,7 +137,7 @@ impl Served {
     }
 
     /// The report for a response. `leaving`: its request, if that is about to end and not in the way of the next one.
-    pub(super) fn report(&self, vm: &Vm, now: Micros, leaving: Option<Visit>) -> LoadReport {
+    pub(super) fn report(&self, vm: &impl Seats, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let read = self.read.get();
         if now < read || now.saturating_since(read) > STALE_US {
             self.look(now);
@@ -131,7 +146,7 @@ impl Served {
     }
 
     /// The report for a probe that came in `at` an address of this Envoy.
-    pub(super) fn answer(&self, vm: &Vm, now: Micros, at: Option<Endpoint>) -> LoadReport {
+    pub(super) fn answer(&self, vm: &impl Seats, now: Micros, at: Option<Endpoint>) -> LoadReport {
         self.probes.one();
         self.look(now);
         if let Some(at) = at
@@ -142,13 +157,13 @@ impl Served {
         self.report_now(vm, now, None)
     }
 
-    fn report_now(&self, vm: &Vm, now: Micros, leaving: Option<Visit>) -> LoadReport {
+    fn report_now(&self, vm: &impl Seats, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let present = self.present(vm);
         self.replica.borrow_mut().report_at(now, present, self.endpoint, self.probe_endpoint.get(), leaving)
     }
 
     /// Shows the others how many requests are in flight here. An absolute value: whatever went wrong before is right again.
-    pub(super) fn publish(&self, vm: &Vm) {
+    pub(super) fn publish(&self, vm: &impl Seats) {
         if let Some(slot) = vm.slot() {
             let rif = self.replica.borrow().tracker.rif();
             self.gauge(slot).set(u64::from(rif));
@@ -166,7 +181,7 @@ impl Served {
         }
     }
 
-    fn publish_away(&self, vm: &Vm) {
+    fn publish_away(&self, vm: &impl Seats) {
         if let Some(slot) = vm.slot() {
             gauge(&self.away, &self.away_name, slot).set(self.own_away().into());
         }
@@ -177,7 +192,7 @@ impl Served {
     }
 
     /// Requests in flight on all workers.
-    fn present(&self, vm: &Vm) -> Present {
+    fn present(&self, vm: &impl Seats) -> Present {
         let own = vm.slot();
         let mut sum = self.replica.borrow().tracker.present();
         for slot in (0..vm.used()).filter(|slot| Some(*slot) != own) {
@@ -196,8 +211,7 @@ impl Served {
 
     /// Reads what others' requests told.
     fn look(&self, now: Micros) {
-        let (log, _) = load::<EndedLog>(&self.log_key, &self.blobs);
-        self.read_log(&log, now);
+        update::<EndedLog, _>(&self.log_key, &self.blobs, |log| (self.read_log(log, now), false));
     }
 
     fn read_log(&self, log: &EndedLog, now: Micros) {
@@ -210,7 +224,7 @@ impl Served {
 
     /// Reads the log, and writes it if `change` says that there is news.
     fn transact(&self, now: Micros, mut change: impl FnMut(&mut EndedLog, &mut Seen) -> bool) {
-        let (_, seen, written) = update::<EndedLog, _>(&self.log_key, &self.blobs, |log| {
+        let (seen, written) = update::<EndedLog, _>(&self.log_key, &self.blobs, |log| {
             let begun = log.begin(&self.replica.borrow(), now);
             self.read_log(log, now);
             let mut seen = self.seen.get();

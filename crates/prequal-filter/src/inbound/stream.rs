@@ -6,6 +6,7 @@
 
 use std::rc::Rc;
 
+use prequal_core::client::Class;
 use prequal_core::probe::Route;
 use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 use prequal_core::time::Micros;
@@ -17,7 +18,6 @@ use proxy_wasm::types::{Action, BufferType, MapType};
 use super::served::Served;
 use super::{Inbound, reply};
 use crate::host;
-use crate::metrics::Class;
 use crate::outcome::{class_of, grpc_failed, is_grpc};
 
 /// A gRPC call open for longer than this after its first response message is a stream, microseconds.
@@ -93,19 +93,14 @@ impl InboundStream {
 
     fn mark_streaming(&mut self) {
         if let (false, Some(flight)) = (self.streaming, &self.flight) {
-            flight.served.streaming(&self.inbound.vm, &flight.ticket, host::now());
+            flight.served.streaming(&*self.inbound.vm, &flight.ticket, host::now());
         }
         self.streaming = true;
     }
 
     /// What the head of the response tells.
     fn read_head(&mut self, end_of_stream: bool) {
-        let header = |name| {
-            hostcalls::get_map_value_bytes(MapType::HttpResponseHeaders, name)
-                .ok()
-                .flatten()
-                .unwrap_or_default()
-        };
+        let header = |name| host::header_bytes(MapType::HttpResponseHeaders, name).unwrap_or_default();
         let status = header(":status");
         self.complete = end_of_stream;
         self.failed = status.starts_with(b"5");
@@ -124,15 +119,13 @@ impl InboundStream {
     }
 
     fn stamp(&self, flight: &Flight) {
-        let set = |name, value: Option<&str>| {
-            let _ = hostcalls::set_map_value(MapType::HttpResponseHeaders, name, value);
-        };
+        let set = |name, value| host::set_header(MapType::HttpResponseHeaders, name, value);
         let leaving = (!self.streaming && self.grpc.is_none()).then(|| flight.ticket.visit());
         let report = self
             .inbound
             .config
             .report_on_responses
-            .then(|| flight.served.report(&self.inbound.vm, host::now(), leaving).to_string());
+            .then(|| flight.served.report(&*self.inbound.vm, host::now(), leaving).to_string());
         // What the replica itself says of its load does not count beside what is counted here.
         set(HEADER_LOAD, report.as_deref());
         set(HEADER_RIF, None);
@@ -143,14 +136,14 @@ impl InboundStream {
     fn end(&mut self) {
         if let Some(Flight { served, ticket }) = self.flight.take() {
             let (outcome, up) = self.judge();
-            served.finish(&self.inbound.vm, host::now(), ticket, outcome, up);
+            served.finish(&*self.inbound.vm, host::now(), ticket, outcome, up);
         }
     }
 
     /// The replica waits for the client's upload, or no longer.
     fn set_client_waits(&self, waits: bool) {
         if let Some(flight) = &self.flight {
-            flight.served.set_client_waits(&self.inbound.vm, &flight.ticket, host::now(), waits);
+            flight.served.set_client_waits(&*self.inbound.vm, &flight.ticket, host::now(), waits);
         }
     }
 
@@ -193,7 +186,7 @@ impl HttpContext for InboundStream {
         let now = host::now();
         if let Some(served) = self.inbound.replica_of_request(now) {
             self.inbound.vm.ensure_slot(now);
-            let ticket = served.start(&self.inbound.vm, now);
+            let ticket = served.start(&*self.inbound.vm, now);
             self.flight = Some(Flight { served, ticket });
             self.uploading = !end_of_stream;
             if self.uploading {

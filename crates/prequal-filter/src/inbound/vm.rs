@@ -11,7 +11,7 @@ use prequal_core::endpoint::Endpoint;
 use prequal_core::inbound::slots::{Claim, HEARTBEAT_MS, MAX_SLOTS, Slots, can_judge};
 use prequal_core::time::Micros;
 
-use super::served::Served;
+use super::served::{Seats, Served};
 use crate::host;
 use crate::metrics::{BlobCounters, Counter, Gauge, label};
 use crate::store::{seed, update};
@@ -46,6 +46,17 @@ pub(crate) struct Vm {
     blobs: BlobCounters,
 }
 
+impl Seats for Vm {
+    fn slot(&self) -> Option<usize> {
+        self.claim.get().map(|claim| claim.index)
+    }
+
+    fn used(&self) -> usize {
+        let used = usize::try_from(self.used.get()).unwrap_or(MAX_SLOTS).min(MAX_SLOTS);
+        used.max(self.slot().map_or(0, |slot| slot + 1))
+    }
+}
+
 impl Vm {
     /// Only from a callback of a root or a stream.
     pub(crate) fn this() -> Rc<Self> {
@@ -73,25 +84,14 @@ impl Vm {
         }
     }
 
-    /// The slot that this VM counts in.
-    pub(super) fn slot(&self) -> Option<usize> {
-        self.claim.get().map(|claim| claim.index)
-    }
-
-    /// Slots that anybody may count in: the first so many.
-    pub(super) fn used(&self) -> usize {
-        let used = usize::try_from(self.used.get()).unwrap_or(MAX_SLOTS).min(MAX_SLOTS);
-        used.max(self.slot().map_or(0, |slot| slot + 1))
-    }
-
     /// The replica `endpoint`; `None` if too many are counted.
     pub(super) fn served(&self, endpoint: Endpoint, now: Micros) -> Option<Rc<Served>> {
         if let Some(served) = self.find(endpoint) {
             return Some(served);
         }
-        let (table, listed, _) = update::<Slots, _>(TABLE, &self.blobs, |table| {
+        let ((table, listed), _) = update::<Slots, _>(TABLE, &self.blobs, |table| {
             let listed = table.list(endpoint);
-            (listed, listed == Some(true))
+            ((*table, listed), listed == Some(true))
         });
         if listed.is_none() {
             self.uncounted.one();
@@ -114,7 +114,7 @@ impl Vm {
     }
 
     fn take_slot(&self, now: Micros) {
-        let (_, (claim, more), written) = update::<Slots, _>(TABLE, &self.blobs, |table| {
+        let ((claim, more), written) = update::<Slots, _>(TABLE, &self.blobs, |table| {
             let before = table.used();
             let claim = table.claim(now);
             ((claim, table.used() > before), claim.is_some())
@@ -142,10 +142,10 @@ impl Vm {
         }
         let judge = can_judge(self.ticked.replace(Some(now)), now);
         let claim = self.claim.get();
-        let (table, (kept, freed), written) = update::<Slots, _>(TABLE, &self.blobs, |table| {
+        let ((table, kept, freed), written) = update::<Slots, _>(TABLE, &self.blobs, |table| {
             let kept = claim.is_some_and(|claim| table.renew(claim, now));
             let freed = if judge { table.expire(now) } else { 0 };
-            ((kept, freed), kept || freed > 0)
+            ((*table, kept, freed), kept || freed > 0)
         });
         if written {
             self.freed.add(freed);

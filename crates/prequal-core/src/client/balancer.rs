@@ -1,0 +1,430 @@
+//! The events of requests and of time.
+
+use rand::Rng;
+
+use super::count::{Class, Count, Counters, ReportEnd};
+use super::journal::{Journal, Update};
+use super::request::{Request, Witness};
+use super::rules::Rules;
+use super::store::{Store, Value};
+use crate::config::{ClusterConfig, Shim};
+use crate::endpoint::Endpoint;
+use crate::exceptions::flights::{Flight, Flights};
+use crate::exceptions::{Event, ExceptionSettings};
+use crate::load::Load;
+use crate::members::{Evidence, Members, Standing};
+use crate::policies::Done;
+use crate::pool::{Pick, PoolView, ProbesDue, Ranking};
+use crate::report::{LoadReport, ReportError};
+use crate::sync::Answer;
+use crate::time::Micros;
+use crate::tracker::Outcome;
+
+/// Balances the requests of one worker to one upstream cluster.
+pub struct Balancer<S: Store, C> {
+    pub(super) config: ClusterConfig,
+    shim: Shim,
+    pub(super) counters: C,
+    pub(super) journal: Journal<S>,
+    pub(super) members: S::Value<Members>,
+    pub(super) rules: Rules,
+    /// This worker's requests in flight.
+    flights: Flights,
+}
+
+/// What a tick shows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tick {
+    /// The pool.
+    pub view: PoolView,
+    /// Replicas that picks pass over.
+    pub out: u32,
+    /// Nobody is passed over because it would be more than half of the fleet.
+    pub panic: bool,
+    /// Probes that are due for lack of requests.
+    pub probes: ProbesDue,
+}
+
+impl<S: Store, C: Counters> Balancer<S, C> {
+    /// A balancer over the values in `store`, which other workers' balancers share.
+    pub fn new(mut config: ClusterConfig, shim: Shim, store: &S, counters: C, now: Micros) -> Self {
+        let endpoints = std::mem::take(&mut config.endpoints);
+        let mut balancer = Self {
+            journal: Journal::new(store),
+            members: store.open("members"),
+            rules: Rules::new(config.choice.rule),
+            flights: Flights::new(),
+            config,
+            shim,
+            counters,
+        };
+        if !endpoints.is_empty() {
+            let (count, samples) = balancer.update_members(|members| {
+                let news = endpoints.iter().map(|e| members.observe(*e, None, Evidence::Served, now));
+                let news = news.fold(false, |any, changed| any | changed);
+                ((members.count(), members.samples()), news)
+            });
+            balancer.set_members(now, count, samples);
+        }
+        balancer
+    }
+
+    /// The cluster's settings. The list of endpoints has been taken out.
+    pub fn config(&self) -> &ClusterConfig {
+        &self.config
+    }
+
+    /// Where the counts go.
+    pub fn counters(&self) -> &C {
+        &self.counters
+    }
+
+    /// Chooses for one request: among `answers` if it has waited for them, else from the pool.
+    pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], rng: &mut G) -> Request {
+        let rule = self.config.choice.rule;
+        let mut request = if rule.is_probe_free() {
+            self.rules.look(&mut self.members, &self.counters, now);
+            Request::new(now, self.rules.pick(now, self.config.pool.discovery_interval_ms, rng))
+        } else {
+            self.find_silent(now);
+            let Self { config, shim, counters, journal, rules, .. } = self;
+            rules.ranked(rule, |ranking| choose(config, *shim, counters, journal, now, answers, ranking, rng))
+        };
+        request.flight = self.sent(now, &request.pick);
+        self.rules.sent(request.pick.replica);
+        self.counters.count(Count::Pick(request.pick.branch));
+        if request.pick.trial {
+            self.counters.count(Count::Trial);
+        }
+        request
+    }
+
+    /// The headers of the response have come: with a report, perhaps, and `failed` if they carry an error.
+    pub fn response(
+        &mut self,
+        now: Micros,
+        request: &mut Request,
+        failed: bool,
+        report: Option<Result<LoadReport, ReportError>>,
+        proxy: &impl Witness,
+    ) {
+        request.failed = failed;
+        if let Some(report) = report {
+            let end = match report {
+                Ok(report) => self.judge_report(now, request, &report, proxy),
+                Err(error) => ReportEnd::Bad(error),
+            };
+            self.counters.count(Count::Report(end));
+        }
+        if request.answered {
+            self.land(now, request, failed);
+        }
+    }
+
+    /// The request has ended: `complete` if the response ended as a response should, `failed` if it carried an error, in
+    /// its trailers perhaps.
+    pub fn ended(&mut self, mut request: Request, complete: bool, failed: bool, proxy: &impl Witness) {
+        if failed && !request.failed && request.answered {
+            self.land(proxy.now(), &mut request, true);
+        }
+        request.failed |= failed;
+        // A report and a proper end prove an answer.
+        let answered = request.answered && complete;
+        let class = if answered { Class::Answer } else { self.judge_end(&mut request, proxy) };
+        if let Some(flight) = request.flight.take() {
+            self.flights.gone(flight);
+        }
+        let class = if class == Class::Answer && request.failed { Class::UpstreamFailure } else { class };
+        if self.config.choice.rule.keeps_state() {
+            self.learn(&request, class, proxy);
+        }
+        self.counters.count(Count::Outcome(class));
+    }
+
+    /// The request turns out to be none of this cluster's.
+    pub fn disown(&mut self, request: Request) {
+        if let Some(flight) = request.flight {
+            self.flights.gone(flight);
+        }
+    }
+
+    /// Takes in the waiting updates, and says how the pool looks and which probes are due for lack of requests.
+    ///
+    /// Every worker ticks, some for ever without a request: the compare-and-swap lets one of them take the idle probes.
+    pub fn tick<G: Rng>(&mut self, now: Micros, rng: &mut G) -> Tick {
+        let probe_free = self.config.choice.rule.is_probe_free();
+        if !probe_free {
+            self.find_silent(now);
+        }
+        let settings = &self.config.pool;
+        let interval = self.config.probe.idle_interval_ms;
+        let waiting = self.journal.waits();
+        let (tick, written) =
+            self.journal.transact(settings, &self.counters, now, false, rng, |pool, exceptions, _| {
+                let watched = exceptions.is_some();
+                let panic = exceptions.is_some_and(|(table, _)| table.panics());
+                if let Some((table, _)) = exceptions {
+                    pool.exclude(table, now);
+                }
+                let probes = if interval == 0 || probe_free {
+                    ProbesDue::default()
+                } else {
+                    pool.idle_probes(settings, now, interval)
+                };
+                let tick = Tick { view: pool.view(settings, now), out: pool.out(), panic, probes };
+                (tick, waiting || watched || !probes.is_empty())
+            });
+        if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
+    }
+
+    /// Requests that are watched, on their way.
+    pub fn in_flight(&self) -> usize {
+        self.flights.len()
+    }
+
+    /// How the pool looks now.
+    pub fn view(&mut self, now: Micros) -> PoolView {
+        let settings = &self.config.pool;
+        self.journal.pool.update(|pool| (pool.view(settings, now), false)).result
+    }
+
+    /// Judges the report on a response (design §3, "Trust").
+    fn judge_report(
+        &mut self,
+        now: Micros,
+        request: &mut Request,
+        report: &LoadReport,
+        proxy: &impl Witness,
+    ) -> ReportEnd {
+        request.reported_us = report.latency_us;
+        let chosen = request.pick.replica;
+        if let Some(named) = report.endpoint.filter(|named| chosen == Some(*named) && !request.pick.verify) {
+            request.answered = true;
+            self.count(request, named, now, report, request.pick.standing);
+            return ReportEnd::Used;
+        }
+        // Not steered, the proxy used another host, or a report without a name: who answered is what the proxy says.
+        let Some(served) = proxy.served_by() else { return ReportEnd::NoEndpoint };
+        if report.endpoint.is_some_and(|named| named != served) {
+            return ReportEnd::WrongEndpoint;
+        }
+        request.answered = chosen == Some(served);
+        // A retry went where it was told to, which shows nothing of the proxy's own policy.
+        let on_purpose = request.answered || request.runner_up == Some(served);
+        let evidence = if on_purpose { Evidence::Served } else { Evidence::Placed };
+        let standing = self.confirm(now, served, Some(report), evidence);
+        self.count(request, served, now, report, standing);
+        ReportEnd::Used
+    }
+
+    /// What a failed response says of load is not recorded: a replica that fails at once is idle and looks fast.
+    fn count(
+        &mut self,
+        request: &Request,
+        replica: Endpoint,
+        now: Micros,
+        report: &LoadReport,
+        standing: Standing,
+    ) {
+        if !request.failed {
+            self.report(now, replica, report, standing);
+        }
+    }
+
+    /// How a request ended whose chosen replica did not prove that it answered.
+    fn judge_end(&mut self, request: &mut Request, proxy: &impl Witness) -> Class {
+        let class = proxy.class();
+        if class == Class::ClientAbort {
+            return class;
+        }
+        let Some(chosen) = request.pick.replica else { return class };
+        let (now, served_by) = (proxy.now(), proxy.served_by());
+        if class == Class::Local && served_by.is_none() {
+            // It was sent to nobody.
+            return class;
+        }
+        let verify = request.pick.verify;
+        let diverted = served_by.is_some_and(|served| served != chosen);
+        if diverted {
+            self.counters.count(Count::Diverted);
+        }
+        if class == Class::UpstreamFailure || (diverted && (verify || proxy.attempts() > 1)) {
+            // Refused, reset, timed out, perhaps retried elsewhere; or an invention.
+            self.push(Update::Bar(now, chosen));
+            self.land(now, request, true);
+        } else if diverted {
+            // Vetoed by the proxy's health state.
+            self.push(Update::Refused(now, chosen));
+        } else if class == Class::Answer && served_by == Some(chosen) && request.flight.is_some() {
+            // It answered without a report.
+            self.land(now, request, request.failed);
+        }
+        if verify && served_by == Some(chosen) {
+            self.confirm(now, chosen, None, Evidence::Served);
+        } else if verify {
+            self.forget(now, chosen);
+        }
+        class
+    }
+
+    /// Lets a rule that keeps a state learn from a request that has ended.
+    fn learn(&mut self, request: &Request, class: Class, proxy: &impl Witness) {
+        let now = proxy.now();
+        let probe_free = self.config.choice.rule.is_probe_free();
+        let served = if probe_free { proxy.served_by() } else { request.pick.replica };
+        let Some(chosen) = request.pick.replica else {
+            // The proxy's own policy placed it: this is how members are found.
+            if let (true, Some(served)) = (probe_free, served) {
+                self.confirm(now, served, None, Evidence::Placed);
+            }
+            return;
+        };
+        let diverted = served.is_some_and(|served| served != chosen);
+        let refused = diverted && proxy.attempts() <= 1;
+        let outcome = match class {
+            Class::Answer if !diverted => Outcome::Success,
+            Class::ClientAbort | Class::Local => Outcome::Aborted,
+            // Not placed there at all is no failure either.
+            _ if refused => Outcome::Aborted,
+            _ => Outcome::Failure,
+        };
+        // What another replica reported is not this one's.
+        let (rif, utilisation) = if diverted { (None, None) } else { request.told };
+        let latency_us = now.saturating_since(request.began);
+        self.rules.done(chosen, now, &Done { latency_us, outcome, rif, utilisation });
+        if probe_free && refused {
+            // The proxy would not use it, or it has left. If it comes back, the proxy's own policy will meet it.
+            self.forget(now, chosen);
+        }
+    }
+
+    /// A request goes to the replica that was picked. `None` when nothing watches it.
+    fn sent(&mut self, now: Micros, pick: &Pick) -> Option<Flight> {
+        if self.config.pool.exceptions == ExceptionSettings::OFF || self.config.choice.rule.is_probe_free() {
+            return None;
+        }
+        Some(self.flights.sent(now, pick.replica?, pick.latency_us, pick.trial))
+    }
+
+    /// The chosen replica has answered or failed. An answer may fail later, but a request fails once.
+    fn land(&mut self, now: Micros, request: &mut Request, failed: bool) {
+        let settings = &self.config.pool.exceptions;
+        // Failures that nobody is averted for are none of the pool's business.
+        let averse = settings.error_aversion > 0.0;
+        if let Some(flight) = request.flight.take() {
+            let Some(landed) = self.flights.answered(settings, flight, now, failed) else { return };
+            request.trial = landed.trial;
+            if if failed { averse } else { landed.trial || self.journal.watched } {
+                let event = landed.event(failed, request.reported_us);
+                self.push(Update::Health(now, landed.replica, event));
+            }
+        } else if failed
+            && averse
+            && !request.blamed
+            && let Some(replica) = request.pick.replica
+        {
+            let requests = self.flights.failed_late(replica, now);
+            let event = Event::Failed { requests, trial: request.trial };
+            self.push(Update::Health(now, replica, event));
+        }
+        request.blamed |= failed;
+    }
+
+    /// Takes note of replicas that have left this worker's requests waiting for too long.
+    fn find_silent(&mut self, at: Micros) {
+        while let Some(overdue) = self.flights.overdue(at) {
+            self.push(Update::Health(at, overdue.replica, overdue.event()));
+        }
+    }
+
+    /// A report that may speak for `replica`, whose placement is `standing`.
+    pub(super) fn report(&mut self, at: Micros, replica: Endpoint, report: &LoadReport, standing: Standing) {
+        self.rules.reported(replica, report);
+        self.push(Update::Report(at, replica, Load::from(report), report.failing, standing));
+    }
+
+    /// The proxy says that the replica served a request, with `report` on the response if there was one.
+    fn confirm(
+        &mut self,
+        now: Micros,
+        replica: Endpoint,
+        report: Option<&LoadReport>,
+        evidence: Evidence,
+    ) -> Standing {
+        let (standing, changed) = self.update_members(|members| {
+            let news = match report {
+                Some(report) => members.observe(replica, report.probe_endpoint, evidence, now),
+                None => members.confirm(replica, evidence, now),
+            };
+            let changed = news.then(|| (members.count(), members.samples()));
+            ((members.standing(replica), changed), news)
+        });
+        if let Some((count, samples)) = changed {
+            self.push(Update::Unbar(replica));
+            self.set_members(now, count, samples);
+        }
+        standing
+    }
+
+    /// The replica has left the cluster, or never was there.
+    pub(super) fn forget(&mut self, now: Micros, replica: Endpoint) {
+        let (count, samples) = self.update_members(|members| {
+            let news = members.remove(replica);
+            ((members.count(), members.samples()), news)
+        });
+        self.push(Update::Forget(replica));
+        self.set_members(now, count, samples);
+    }
+
+    pub(super) fn update_members<T>(&mut self, change: impl FnMut(&mut Members) -> (T, bool)) -> T {
+        let updated = self.members.update(change);
+        self.counters.updated(&updated);
+        updated.result
+    }
+
+    pub(super) fn set_members(&mut self, at: Micros, count: u32, samples: u32) {
+        self.rules.look_again();
+        self.push(Update::Members(at, count, samples));
+    }
+
+    pub(super) fn push(&mut self, update: Update) {
+        self.journal.push(&self.counters, update);
+    }
+}
+
+/// The choice by a rule that has a pool.
+#[allow(clippy::too_many_arguments, reason = "the parts of a balancer, which the ranking borrows from")]
+fn choose<S: Store, G: Rng>(
+    config: &ClusterConfig,
+    shim: Shim,
+    counters: &impl Counters,
+    journal: &mut Journal<S>,
+    now: Micros,
+    answers: &[Answer],
+    ranking: Ranking<'_>,
+    rng: &mut G,
+) -> Request {
+    let settings = &config.pool;
+    let (request, _) = journal.transact(settings, counters, now, true, rng, |pool, exceptions, rng| {
+        let admitted: Vec<Answer>;
+        let (answers, trial) = match exceptions {
+            None => (answers, None),
+            Some((table, trial)) => {
+                pool.exclude(table, now);
+                admitted = answers.iter().filter(|answer| !table.is_out(answer.replica)).copied().collect();
+                (&admitted[..], trial)
+            }
+        };
+        let pick = match trial {
+            Some(trial) => pool.pick_trial(settings, trial, now),
+            None if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
+            None => pool.pick_among(settings, now, answers, ranking, rng),
+        };
+        let mut request = Request::new(now, pick);
+        if let (Shim::OverrideHost, Some(chosen)) = (shim, pick.replica) {
+            request.runner_up = pool.runner_up(settings, now, chosen, answers, ranking, rng);
+        }
+        (request, true)
+    });
+    request
+}

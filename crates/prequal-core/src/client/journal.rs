@@ -1,0 +1,189 @@
+//! Updates that wait for the next transaction, and the transaction.
+
+use rand::Rng;
+
+use super::count::{Count, Counters};
+use super::store::{Store, Value};
+use crate::endpoint::Endpoint;
+use crate::exceptions::{Change, Event, Exceptions, Trial};
+use crate::load::Load;
+use crate::members::Standing;
+use crate::pool::{PoolSettings, PoolState};
+use crate::shared::End;
+use crate::time::Micros;
+
+/// Updates that wait at most: under load the next pick takes them within a millisecond.
+const MAX_PENDING: usize = 64;
+/// A replica that the proxy did not use when asked to, or that failed, is left alone this long.
+const BAR_MS: u32 = 1000;
+
+/// What changes the pool or the exceptions table.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Update {
+    /// A load, with the share of failures that the replica reports of itself.
+    Report(Micros, Endpoint, Load, u16, Standing),
+    /// What a request told of the health of its replica.
+    Health(Micros, Endpoint, Event),
+    /// A reply names a candidate.
+    Introduce(Micros, Endpoint),
+    Forget(Endpoint),
+    /// The replica failed.
+    Bar(Micros, Endpoint),
+    /// The proxy would not use it.
+    Refused(Micros, Endpoint),
+    Unbar(Endpoint),
+    /// Replicas in use, and samples of the policy.
+    Members(Micros, u32, u32),
+}
+
+/// Pool and exceptions table, and one worker's updates for them.
+pub(super) struct Journal<S: Store> {
+    pub(super) pool: S::Value<PoolState>,
+    pub(super) exceptions: S::Value<Exceptions>,
+    pending: Vec<Update>,
+    /// The first so many of those the exceptions table has been told.
+    told: usize,
+    /// The table had something to look at in the last transaction.
+    pub(super) watched: bool,
+}
+
+impl<S: Store> Journal<S> {
+    pub(super) fn new(store: &S) -> Self {
+        Self {
+            pool: store.open("pool"),
+            exceptions: store.open("exceptions"),
+            pending: Vec::new(),
+            told: 0,
+            watched: false,
+        }
+    }
+
+    pub(super) fn push(&mut self, counters: &impl Counters, update: Update) {
+        if self.pending.len() < MAX_PENDING {
+            self.pending.push(update);
+        } else {
+            counters.count(Count::Dropped);
+        }
+    }
+
+    /// Whether anything waits.
+    pub(super) fn waits(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    /// One transaction: the waiting updates, then `action`, then the write if `action` wants it. The second value says
+    /// whether it was written. The exceptions table is handed to `action` while there is something in it, with the trial
+    /// that this request (if it is one) is to be.
+    pub(super) fn transact<T, G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        counters: &impl Counters,
+        now: Micros,
+        request: bool,
+        rng: &mut G,
+        mut action: impl FnMut(&mut PoolState, Option<(&Exceptions, Option<Trial>)>, &mut G) -> (T, bool),
+    ) -> (T, bool) {
+        let Self { pool, exceptions, pending, told, watched } = self;
+        let concerned = pending.iter().skip(*told).any(|update| update.concerns_exceptions(settings));
+        // Read once: on a conflict over the pool what the updates did to the table is already written.
+        let mut table = None;
+        let updated = pool.transact(!request, |pool| {
+            if table.is_none() && (concerned || pool.has_exceptions()) {
+                table = Some(tell(exceptions, settings, counters, pending, told, pool, now, request, rng));
+            }
+            *watched = table.is_some();
+            for update in pending.iter() {
+                update.apply(settings, pool, table.as_ref().map(|(table, _)| table), rng);
+            }
+            action(pool, table.as_ref().map(|(table, trial)| (table, *trial)), rng)
+        });
+        counters.updated(&updated);
+        let written = updated.end == End::Written;
+        if written {
+            pending.clear();
+            *told = 0;
+        }
+        (updated.result, written)
+    }
+}
+
+/// Tells the exceptions table the updates that it has not been `told`, and asks for a trial if a request waits for one.
+#[allow(clippy::too_many_arguments, reason = "the parts of one transaction")]
+fn tell<G: Rng>(
+    exceptions: &mut impl Value<Exceptions>,
+    settings: &PoolSettings,
+    counters: &impl Counters,
+    updates: &[Update],
+    told: &mut usize,
+    pool: &PoolState,
+    now: Micros,
+    request: bool,
+    rng: &mut G,
+) -> (Exceptions, Option<Trial>) {
+    let settings = &settings.exceptions;
+    let (members, samples) = pool.membership();
+    let mut changes = [Change::None; MAX_PENDING];
+    let updated = exceptions.update(|table| {
+        table.set_members(members);
+        let mut news = false;
+        for (update, slot) in updates.iter().skip(*told).zip(&mut changes) {
+            *slot = match *update {
+                Update::Health(at, replica, event) => table.apply(settings, at, replica, event),
+                Update::Report(at, replica, _, failing, standing) => {
+                    table.heard(settings, at, replica, failing, standing)
+                }
+                Update::Forget(replica) if table.forget(replica) => Change::Noted,
+                _ => Change::None,
+            };
+            news |= *slot != Change::None;
+        }
+        // The tick keeps the table small.
+        news |= !request && table.expire(now);
+        let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
+        ((*table, trial), news || trial.is_some())
+    });
+    counters.updated(&updated);
+    if updated.end != End::GivenUp {
+        *told = updates.len();
+        for change in changes {
+            counters.count(Count::Exception(change));
+        }
+    }
+    updated.result
+}
+
+impl Update {
+    fn concerns_exceptions(&self, settings: &PoolSettings) -> bool {
+        match self {
+            Self::Health(..) => true,
+            Self::Report(_, _, _, failing, _) => settings.exceptions.believes(*failing),
+            _ => false,
+        }
+    }
+
+    fn apply(
+        self,
+        settings: &PoolSettings,
+        pool: &mut PoolState,
+        exceptions: Option<&Exceptions>,
+        rng: &mut impl Rng,
+    ) {
+        match self {
+            Self::Report(at, replica, load, _, standing) => {
+                let load = exceptions.map_or(Some(load), |table| table.admit(at, replica, load));
+                if let Some(load) = load {
+                    pool.record(settings, at, replica, load, standing, rng);
+                }
+            }
+            // What made it attractive is no longer so; its next report may bring it back.
+            Self::Health(_, replica, Event::Failed { .. }) => pool.forget(replica),
+            Self::Health(..) => {}
+            Self::Introduce(at, replica) => pool.introduce(settings, at, replica),
+            Self::Forget(replica) => pool.forget(replica),
+            Self::Bar(at, replica) => pool.bar(replica, at, BAR_MS),
+            Self::Refused(at, replica) => pool.refused(replica, at, BAR_MS),
+            Self::Unbar(replica) => pool.unbar(replica),
+            Self::Members(at, count, samples) => pool.set_members(count, samples, at),
+        }
+    }
+}

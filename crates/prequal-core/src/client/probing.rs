@@ -1,0 +1,184 @@
+//! Whom to probe, and what a reply may tell.
+
+use std::iter::repeat_n;
+
+use rand::Rng;
+
+use super::balancer::Balancer;
+use super::count::{Count, Counters, ProbeEnd};
+use super::journal::Update;
+use super::store::{Store, Value};
+use crate::endpoint::Endpoint;
+use crate::load::Load;
+use crate::members::{Evidence, Standing, Target};
+use crate::pool::ProbesDue;
+use crate::report::LoadReport;
+use crate::sync::Answer;
+use crate::time::Micros;
+
+/// The reply to a probe.
+#[derive(Clone, Copy, Debug)]
+pub struct Reply {
+    /// What it says.
+    pub report: LoadReport,
+    /// Who answered, by the proxy's word; asked for only with `verified_probes`.
+    pub host: Option<Endpoint>,
+}
+
+impl<S: Store, C: Counters> Balancer<S, C> {
+    /// Whom the probes that are due go to: distinct sampled replicas, and (`None`) whomever the probe cluster's policy finds.
+    pub fn targets<G: Rng>(&mut self, due: ProbesDue, now: Micros, rng: &mut G) -> Vec<Option<Target>> {
+        let addressed = due.addressed as usize;
+        let mut targets = Vec::new();
+        if addressed > 0 {
+            let Self { config, counters, journal, members, .. } = self;
+            // With probes alone the sample is uniform (paper §4).
+            let fresh_ms = if config.probe.piggyback { config.pool.max_age_ms / 10 } else { 0 };
+            let read = journal.pool.update(|pool| {
+                let updated = members.update(|members| {
+                    // Replicas heard on responses are alive, though nobody probes them.
+                    let mut news = false;
+                    for replica in pool.replicas() {
+                        news |= members.renew(replica, now);
+                    }
+                    news |= members.expire(now);
+                    let fresh = |replica| pool.heard_within(replica, now, fresh_ms);
+                    (members.sample(addressed, &mut *rng, fresh), news)
+                });
+                counters.updated(&updated);
+                (updated.result, false)
+            });
+            counters.updated(&read);
+            targets = read.result;
+        }
+        // With nobody to address, every probe is one of discovery.
+        let unaddressed = due.discovery as usize + if targets.is_empty() { addressed } else { 0 };
+        targets.into_iter().map(Some).chain(repeat_n(None, unaddressed)).collect()
+    }
+
+    /// Whom a request asks that is to wait for probes of its own. With fewer than two there is nothing to compare.
+    pub fn ask<G: Rng>(&mut self, now: Micros, rng: &mut G) -> Vec<Target> {
+        self.rules.look(&mut self.members, &self.counters, now);
+        let (members, d) = (&self.rules.members, self.config.choice.sync.d);
+        if !self.journal.watched {
+            return members.sample_in_use(d, rng, |_| false);
+        }
+        // The answer of one that is out would count as one of `d` and then not be taken.
+        let read = self
+            .journal
+            .exceptions
+            .update(|table| (members.sample_in_use(d, &mut *rng, |replica| table.is_out(replica)), false));
+        self.counters.updated(&read);
+        read.result
+    }
+
+    /// Judges the reply to a probe of `asked` (`None`: of nobody in particular) and takes from it what it may tell (design
+    /// §3, "Trust"): the membership learns, and the load of the replica that answered, if it may be believed, comes back. A
+    /// reply can have to be rejected and tell a load all the same: that of another host than was asked. What was told to a
+    /// `hinted` probe is scaled for one query, so it is no report of the replica's load.
+    pub fn replied(
+        &mut self,
+        now: Micros,
+        asked: Option<Target>,
+        hinted: bool,
+        reply: Result<Reply, ProbeEnd>,
+    ) -> Option<Answer> {
+        let taken = match &reply {
+            Ok(reply) if self.config.pool.verified_probes => self.take_verified(now, asked, reply),
+            Ok(reply) => self.take_unverified(now, asked, &reply.report),
+            Err(end) => Err(*end),
+        };
+        let (answer, end) = taken.unwrap_or_else(|end| (None, end));
+        if let (Some(answer), Ok(reply), false) = (answer, &reply, hinted) {
+            self.report(now, answer.replica, &reply.report, answer.standing);
+        }
+        self.counters.count(Count::Probe(end));
+        answer
+    }
+
+    fn take_unverified(
+        &mut self,
+        now: Micros,
+        asked: Option<Target>,
+        report: &LoadReport,
+    ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
+        let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
+        let Some(asked) = asked else {
+            // Nobody was asked by name: a name, but no load.
+            self.hear_of(now, replica, report);
+            return Ok((None, ProbeEnd::Used));
+        };
+        if asked.replica != replica {
+            // The probe cluster does not know the host that was asked: it has left.
+            self.forget(now, asked.replica);
+            self.hear_of(now, replica, report);
+            return Err(ProbeEnd::WrongEndpoint);
+        }
+        Ok((self.probed(now, replica, report), ProbeEnd::Used))
+    }
+
+    /// The same where the proxy says which host answered.
+    fn take_verified(
+        &mut self,
+        now: Micros,
+        asked: Option<Target>,
+        reply: &Reply,
+    ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
+        let (report, host) = (&reply.report, reply.host.ok_or(ProbeEnd::NoHost)?);
+        if let Some(asked) = asked {
+            if asked.probe == host {
+                if report.endpoint.is_some_and(|named| named != asked.replica) {
+                    return Err(ProbeEnd::WrongEndpoint);
+                }
+                return Ok((self.probed(now, asked.replica, report), ProbeEnd::Used));
+            }
+            // The proxy does not know the host that was asked, so its policy chose: the probe has become a sample.
+            self.forget(now, asked.replica);
+        }
+        let end = if asked.is_some() { ProbeEnd::WrongEndpoint } else { ProbeEnd::Used };
+        let answering = self.update_members(|members| (members.answering_at(host), false));
+        let replica = match (answering, report.endpoint) {
+            (Some(replica), Some(named)) if replica != named => return Err(ProbeEnd::WrongEndpoint),
+            (Some(replica), _) => replica,
+            (None, Some(named)) if named != host => {
+                if report.probe_endpoint != Some(host) {
+                    return Err(ProbeEnd::WrongEndpoint);
+                }
+                // A separate probe port: that it belongs to the named replica is for a request to show.
+                self.hear_of(now, named, report);
+                return Ok((None, end));
+            }
+            (None, _) => host,
+        };
+        Ok((Some(self.sample_met(now, replica, report)), end))
+    }
+
+    /// A probe of `replica` was answered at its address. Load counts only of members.
+    fn probed(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Answer> {
+        let standing = self.hear_of(now, replica, report)?;
+        Some(Answer { replica, load: Load::from(report), standing })
+    }
+
+    /// The probe cluster's policy chose `replica`, by the proxy's word.
+    fn sample_met(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Answer {
+        let (standing, count, samples) = self.update_members(|members| {
+            members.sample_met(replica, report.probe_endpoint, now);
+            ((members.standing(replica), members.count(), members.samples()), true)
+        });
+        self.set_members(now, count, samples);
+        Answer { replica, load: Load::from(report), standing }
+    }
+
+    /// Takes note of a name that a reply told; a member's standing. If it is not a member's it may be an invention: it gets
+    /// one request, which shows whether the proxy knows it.
+    fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Standing> {
+        let standing = self.update_members(|members| {
+            let news = members.observe(replica, report.probe_endpoint, Evidence::Hearsay, now);
+            (members.contains(replica).then(|| members.standing(replica)), news)
+        });
+        if standing.is_none() {
+            self.push(Update::Introduce(now, replica));
+        }
+        standing
+    }
+}

@@ -1,0 +1,81 @@
+//! What one request carries from its beginning to its end.
+
+use crate::endpoint::Endpoint;
+use crate::exceptions::flights::Flight;
+use crate::members::Standing;
+use crate::pool::{Pick, ProbesDue};
+use crate::time::Micros;
+
+use super::count::Class;
+
+/// What the proxy says of a request. Each answer may be dear, so it is asked only where it matters.
+pub trait Witness {
+    /// The time.
+    fn now(&self) -> Micros;
+
+    /// The replica that the proxy used last.
+    fn served_by(&self) -> Option<Endpoint>;
+
+    /// Who ended the request.
+    fn class(&self) -> Class;
+
+    /// How often the proxy sent the request.
+    fn attempts(&self) -> u64;
+}
+
+/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default was not placed.
+#[derive(Debug)]
+pub struct Request {
+    /// The choice. Probes that are due with it are for the host to send.
+    pub pick: Pick,
+    /// Where a retry goes, if hosts can be told so.
+    pub runner_up: Option<Endpoint>,
+    pub(super) began: Micros,
+    /// The request to the chosen replica until something is known of its end; `None` when nothing watches it.
+    pub(super) flight: Option<Flight>,
+    /// It is a trial, and has been answered.
+    pub(super) trial: bool,
+    /// The replica's failure of this request has been told.
+    pub(super) blamed: bool,
+    /// The replica that was chosen reported on the response.
+    pub(super) answered: bool,
+    /// The response carries an error.
+    pub(super) failed: bool,
+    /// The latency that the replica reported on the response, microseconds.
+    pub(super) reported_us: Option<u32>,
+    /// Requests in flight and utilisation that the response told, for the rules without probes.
+    pub(super) told: (Option<u32>, Option<f64>),
+}
+
+impl Default for Request {
+    fn default() -> Self {
+        Self::new(Micros(0), Pick::nobody(Standing::even(0), ProbesDue::default()))
+    }
+}
+
+impl Request {
+    pub(super) fn new(began: Micros, pick: Pick) -> Self {
+        Self {
+            pick,
+            runner_up: None,
+            began,
+            flight: None,
+            trial: false,
+            blamed: false,
+            answered: false,
+            failed: false,
+            reported_us: None,
+            told: (None, None),
+        }
+    }
+
+    /// Whether a report has proved that the chosen replica answered: with a proper end nothing need be asked of the proxy.
+    pub fn is_answered(&self) -> bool {
+        self.answered
+    }
+
+    /// What a response tells the rules without probes: requests in flight, and utilisation.
+    pub fn tell(&mut self, rif: Option<u32>, utilisation: Option<f64>) {
+        self.told = (rif, utilisation);
+    }
+}

@@ -1,0 +1,127 @@
+//! The selection rules that keep a state of their own, each worker for itself: what a worker learns from its own requests
+//! is not shared (`docs/configuration.md`). Hot and cold, and the linear rule, need nothing but the pool.
+//!
+//! The rules without probes learn the membership from requests that the proxy's own policy places: now and then one goes out
+//! unsteered.
+
+use rand::Rng;
+
+use super::count::Counters;
+use super::store::Value;
+use crate::config::Rule;
+use crate::endpoint::Endpoint;
+use crate::members::{Members, Standing};
+use crate::policies::Done;
+use crate::policies::c3::C3;
+use crate::policies::fleet::{Explorer, Fleet};
+use crate::pool::{Branch, Candidate, Pick, ProbesDue, Ranking};
+use crate::report::LoadReport;
+use crate::time::Micros;
+use crate::tracker::Outcome;
+
+/// A worker looks for changes of the membership this often, microseconds.
+const LOOK_EVERY_US: u64 = 100_000;
+
+/// What a worker knows of one cluster beyond the pool.
+pub(super) struct Rules {
+    own: Own,
+    /// The membership as it was `looked` at.
+    pub(super) members: Members,
+    seen: Option<u32>,
+    looked: Option<Micros>,
+    explorer: Explorer,
+}
+
+enum Own {
+    Nothing,
+    C3(C3),
+    Fleet(Fleet),
+}
+
+impl Rules {
+    pub(super) fn new(rule: Rule) -> Self {
+        let own = match rule {
+            Rule::C3 { clients } => Own::C3(C3::new(clients as usize)),
+            Rule::PeakEwma => Own::Fleet(Fleet::peak_ewma()),
+            Rule::Zuul { max_in_flight } => Own::Fleet(Fleet::zuul(max_in_flight)),
+            Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::Linear(_) => Own::Nothing,
+        };
+        Self { own, members: Members::default(), seen: None, looked: None, explorer: Explorer::default() }
+    }
+
+    /// Runs `with` under the order that `rule` puts replicas in.
+    pub(super) fn ranked<T>(&self, rule: Rule, with: impl FnOnce(Ranking<'_>) -> T) -> T {
+        match (rule, &self.own) {
+            (Rule::Linear(linear), _) => {
+                with(Ranking::Scored(&|candidate: &Candidate| linear.score(candidate)))
+            }
+            (_, Own::C3(c3)) => with(Ranking::Scored(&|candidate: &Candidate| c3.score(candidate))),
+            (Rule::Predicted, _) => with(Ranking::Predicted),
+            _ => with(Ranking::HotCold),
+        }
+    }
+
+    /// Brings the copy of the membership up to date, to [`LOOK_EVERY_US`].
+    pub(super) fn look(&mut self, members: &mut impl Value<Members>, counters: &impl Counters, now: Micros) {
+        let fresh = self.looked.is_some_and(|at| now.saturating_since(at) < LOOK_EVERY_US && now >= at);
+        if fresh {
+            return;
+        }
+        self.looked = Some(now);
+        let Some(newer) = members.newer(&mut self.seen) else { return };
+        counters.updated(&newer);
+        self.members = newer.result;
+        let members = &self.members;
+        match &mut self.own {
+            Own::Fleet(fleet) => {
+                if fleet.set_members(members.endpoints_in_use()) {
+                    self.explorer.changed(now);
+                }
+            }
+            Own::C3(c3) => c3.retain(|replica| members.contains(replica)),
+            Own::Nothing => {}
+        }
+    }
+
+    /// What is learned of the membership counts at once.
+    pub(super) fn look_again(&mut self) {
+        self.looked = None;
+    }
+
+    /// Chooses without a pool. One request every `explore_ms` goes where the proxy's own policy sends it, to find newcomers.
+    pub(super) fn pick(&mut self, now: Micros, explore_ms: u32, rng: &mut impl Rng) -> Pick {
+        let replica = match &mut self.own {
+            Own::Fleet(fleet) if !self.explorer.is_due(now, u64::from(explore_ms) * 1000) => {
+                fleet.pick(now, rng)
+            }
+            _ => None,
+        };
+        let branch = if replica.is_some() { Branch::Scored } else { Branch::Fallback };
+        Pick { replica, branch, ..Pick::nobody(Standing::even(0), ProbesDue::default()) }
+    }
+
+    /// A request leaves for the replica.
+    pub(super) fn sent(&mut self, replica: Option<Endpoint>) {
+        if let (Own::C3(c3), Some(replica)) = (&mut self.own, replica) {
+            c3.sent(replica);
+        }
+    }
+
+    /// A report that may speak for the replica.
+    pub(super) fn reported(&mut self, replica: Endpoint, report: &LoadReport) {
+        if let Own::C3(c3) = &mut self.own {
+            c3.reported(replica, report.rif, report.latency_us);
+        }
+    }
+
+    pub(super) fn done(&mut self, replica: Endpoint, now: Micros, done: &Done) {
+        match &mut self.own {
+            Own::C3(c3) => {
+                let answered = (done.outcome == Outcome::Success).then_some(done.latency_us);
+                c3.done(replica, answered);
+            }
+            Own::Fleet(fleet) => fleet.done(replica, now, done),
+            Own::Nothing => {}
+        }
+    }
+}

@@ -1,0 +1,422 @@
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+use super::journal::Update;
+use super::store::{Cas, Memory, SharedData, Store};
+use super::*;
+use crate::config::{ChoiceSettings, ClusterConfig, Profile, Rule, Shim};
+use crate::endpoint::Endpoint;
+use crate::exceptions::{Event, ExceptionSettings};
+use crate::members::Target;
+use crate::pool::ProbesDue;
+use crate::report::LoadReport;
+use crate::time::Micros;
+
+fn replica(n: u16) -> Endpoint {
+    format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+}
+
+fn report(n: u16, rif: u32, latency_ms: u32) -> LoadReport {
+    LoadReport::parse(format!("{rif};{};{}", latency_ms * 1000, replica(n))).unwrap()
+}
+
+fn target(n: u16) -> Target {
+    Target { replica: replica(n), probe: replica(n) }
+}
+
+fn ms(ms: u64) -> Micros {
+    Micros::from_millis(1_000_000 + ms)
+}
+
+fn rng() -> SmallRng {
+    SmallRng::seed_from_u64(1)
+}
+
+/// A fleet of `n` that is known from the start.
+fn config(profile: Profile, n: u16) -> ClusterConfig {
+    ClusterConfig {
+        cluster: "service".into(),
+        probe_cluster: "probes".into(),
+        pool: profile.pool_settings(),
+        probe: profile.probe_settings(),
+        choice: ChoiceSettings::default(),
+        endpoints: (0..n).map(replica).collect(),
+    }
+}
+
+fn balancer<S: Store>(config: ClusterConfig, store: &S) -> Balancer<S, Counts> {
+    Balancer::new(config, Shim::StatefulSession, store, Counts::default(), ms(0))
+}
+
+#[derive(Clone, Default)]
+struct Counts(Rc<RefCell<Vec<Count>>>);
+
+impl Counters for Counts {
+    fn count(&self, what: Count) {
+        self.0.borrow_mut().push(what);
+    }
+}
+
+impl Counts {
+    fn of(&self, what: Count) -> usize {
+        self.0.borrow().iter().filter(|counted| **counted == what).count()
+    }
+}
+
+/// Bytes by key, and the numbers of their writes.
+type Values = HashMap<String, (Vec<u8>, u32)>;
+
+/// Shared data of one host.
+#[derive(Clone, Default)]
+struct Host {
+    values: Rc<RefCell<Values>>,
+    writes: Rc<Cell<u32>>,
+    /// Writes to keys that end so are refused, so often.
+    refused: Rc<RefCell<(&'static str, u32)>>,
+}
+
+impl SharedData for Host {
+    fn get(&self, key: &str) -> (Option<Vec<u8>>, Option<u32>) {
+        self.values.borrow().get(key).map_or((None, None), |(bytes, n)| (Some(bytes.clone()), Some(*n)))
+    }
+
+    fn set(&self, key: &str, bytes: &[u8], number: Option<u32>) -> bool {
+        let (refused, times) = &mut *self.refused.borrow_mut();
+        if *times > 0 && key.ends_with(*refused) {
+            *times -= 1;
+            return false;
+        }
+        let mut values = self.values.borrow_mut();
+        if number.is_some_and(|n| n != 0 && values.get(key).is_some_and(|(_, now)| *now != n)) {
+            return false;
+        }
+        self.writes.set(self.writes.get() + 1);
+        values.insert(key.into(), (bytes.into(), self.writes.get()));
+        true
+    }
+}
+
+impl Host {
+    fn store(&self) -> Cas<Self> {
+        Cas { data: self.clone(), prefix: "test".into() }
+    }
+}
+
+/// What the proxy says.
+struct Proxy(u64, Option<Endpoint>, Class, u64);
+
+impl Witness for Proxy {
+    fn now(&self) -> Micros {
+        ms(self.0)
+    }
+
+    fn served_by(&self) -> Option<Endpoint> {
+        self.1
+    }
+
+    fn class(&self) -> Class {
+        self.2
+    }
+
+    fn attempts(&self) -> u64 {
+        self.3
+    }
+}
+
+/// Nothing may be asked.
+struct Silence;
+
+impl Witness for Silence {
+    fn now(&self) -> Micros {
+        panic!("asked for the time")
+    }
+
+    fn served_by(&self) -> Option<Endpoint> {
+        panic!("asked who served")
+    }
+
+    fn class(&self) -> Class {
+        panic!("asked how it ended")
+    }
+
+    fn attempts(&self) -> u64 {
+        panic!("asked how often it was sent")
+    }
+}
+
+/// Everybody has answered a probe.
+fn probe_all<S: Store>(balancer: &mut Balancer<S, Counts>, n: u16, at: u64) {
+    for n in 0..n {
+        let reply = Reply { report: report(n, 0, 10 + u32::from(n)), host: Some(replica(n)) };
+        balancer.replied(ms(at), Some(target(n)), false, Ok(reply));
+    }
+}
+
+fn number(endpoint: Endpoint) -> u16 {
+    endpoint.port() - 1000
+}
+
+/// A request whose replica answers with this status at once.
+fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) -> Option<u16> {
+    let mut rng = SmallRng::seed_from_u64(at);
+    let mut request = balancer.begin(ms(at), &[], &mut rng);
+    let chosen = request.pick.replica.map(number);
+    if let Some(n) = chosen {
+        let told = Some(Ok(report(n, 1, 10)));
+        balancer.response(ms(at + 5), &mut request, failed, told, &Silence);
+        balancer.ended(request, true, failed, &Silence);
+    }
+    chosen
+}
+
+#[test]
+fn a_report_and_a_proper_end_ask_nothing_of_the_proxy_and_cost_one_transaction() {
+    let host = Host::default();
+    let mut balancer = balancer(config(Profile::Default, 3), &host.store());
+    probe_all(&mut balancer, 3, 0);
+    let before = host.writes.get();
+    for at in 1..=10 {
+        assert!(request(&mut balancer, at, false).is_some());
+    }
+    assert_eq!(host.writes.get(), before + 10);
+    let counts = balancer.counters();
+    assert_eq!(counts.of(Count::Report(ReportEnd::Used)), 10);
+    assert_eq!(counts.of(Count::Outcome(Class::Answer)), 10);
+    assert_eq!(counts.of(Count::Conflicts(1)), 0);
+}
+
+#[test]
+fn a_failure_whose_write_is_given_up_counts_once() {
+    let host = Host::default();
+    let mut balancer = balancer(config(Profile::Default, 4), &host.store());
+    probe_all(&mut balancer, 4, 0);
+    // Somebody else is watched, so that every transaction looks at the table.
+    assert!(request(&mut balancer, 1, true).is_some());
+    *host.refused.borrow_mut() = ("pool", 100);
+    assert!(request(&mut balancer, 2, false).is_some(), "steered, though the write is lost");
+    assert_eq!(balancer.counters().of(Count::GivenUp), 1);
+    *host.refused.borrow_mut() = ("", 0);
+    let out = balancer.tick(ms(3), &mut rng()).out;
+    assert_eq!(out, 0, "one failure is not two");
+    assert!(!balancer.journal.waits());
+}
+
+#[test]
+fn without_error_aversion_a_failure_leaves_the_pool_as_it_is() {
+    for (error_aversion, left) in [(0.0, 2), (0.1, 1)] {
+        let mut config = config(Profile::Default, 2);
+        config.pool.exceptions = ExceptionSettings { error_aversion, ..config.pool.exceptions };
+        let mut balancer = balancer(config, &Memory);
+        probe_all(&mut balancer, 2, 0);
+        assert!(request(&mut balancer, 1, true).is_some());
+        assert_eq!(balancer.tick(ms(2), &mut rng()).view.occupancy, left, "{error_aversion}");
+    }
+}
+
+#[test]
+fn probes_pass_over_those_heard_of_lately_but_not_in_the_papers_profile() {
+    for (profile, spared) in [(Profile::Default, true), (Profile::Paper, false)] {
+        let mut balancer = balancer(config(profile, 8), &Memory);
+        // Half of the fleet.
+        probe_all(&mut balancer, 4, 0);
+        balancer.tick(ms(1), &mut rng());
+        let due = ProbesDue { addressed: 4, discovery: 1 };
+        let (mut rng, mut fresh) = (rng(), 0);
+        for _ in 0..50 {
+            let targets = balancer.targets(due, ms(2), &mut rng);
+            assert_eq!((targets.len(), targets.iter().flatten().count()), (5, 4));
+            fresh += targets.iter().flatten().filter(|target| number(target.replica) < 4).count();
+        }
+        assert_eq!(fresh == 0, spared, "{profile:?}: {fresh}");
+    }
+}
+
+#[test]
+fn a_request_that_waits_asks_nobody_who_is_passed_over() {
+    let mut config = config(Profile::Default, 4);
+    config.choice.sync.d = 4;
+    let mut balancer = balancer(config, &Memory);
+    probe_all(&mut balancer, 4, 0);
+    balancer.tick(ms(1), &mut rng());
+    let bad = replica(2);
+    for at in [1, 2, 3] {
+        balancer.push(Update::Health(ms(at), bad, Event::Failed { requests: 0.0, trial: false }));
+    }
+    assert_eq!(balancer.tick(ms(4), &mut rng()).out, 1);
+    let asked = balancer.ask(ms(200), &mut rng());
+    assert!(asked.len() == 3 && asked.iter().all(|target| target.replica != bad), "{asked:?}");
+}
+
+#[test]
+fn a_choice_that_the_proxy_refuses_is_left_alone_and_one_that_failed_too() {
+    for (class, attempts, diverted) in [(Class::Answer, 1, true), (Class::UpstreamFailure, 1, false)] {
+        let mut balancer = balancer(config(Profile::Default, 3), &Memory);
+        probe_all(&mut balancer, 3, 0);
+        let request = balancer.begin(ms(1), &[], &mut rng());
+        let chosen = request.pick.replica.unwrap();
+        let served = if diverted { replica(9) } else { chosen };
+        balancer.ended(request, false, false, &Proxy(2, Some(served), class, attempts));
+        assert_eq!(balancer.counters().of(Count::Diverted), usize::from(diverted));
+        assert_eq!(balancer.counters().of(Count::Outcome(class)), 1);
+        probe_all(&mut balancer, 3, 3);
+        for at in 4..20 {
+            assert_ne!(balancer.begin(ms(at), &[], &mut rng()).pick.replica, Some(chosen));
+        }
+    }
+}
+
+#[test]
+fn what_one_worker_learns_the_other_uses() {
+    let host = Host::default();
+    let mut config = config(Profile::Default, 3);
+    let mut first = balancer(config.clone(), &host.store());
+    config.endpoints.clear();
+    let mut second = balancer(config, &host.store());
+    probe_all(&mut first, 3, 0);
+    first.tick(ms(1), &mut rng());
+    assert!(request(&mut second, 2, false).is_some());
+    assert_eq!(second.tick(ms(3), &mut rng()).view.members, 3);
+}
+
+#[test]
+fn the_rules_without_probes_learn_from_unsteered_requests() {
+    for rule in [Rule::PeakEwma, Rule::Zuul { max_in_flight: 64 }] {
+        let mut config = config(Profile::Default, 0);
+        config.choice.rule = rule;
+        let mut balancer = balancer(config, &Memory);
+        let (mut chosen, mut rng) = ([0; 3], rng());
+        for at in 0..3000 {
+            let request = balancer.begin(ms(at), &[], &mut rng);
+            let n = request.pick.replica.map_or((at % 3) as u16, number);
+            chosen[usize::from(n)] += usize::from(request.pick.replica.is_some());
+            balancer.ended(request, true, false, &Proxy(at + 5, Some(replica(n)), Class::Answer, 1));
+        }
+        assert!(chosen.iter().all(|picks| *picks > 100), "{rule:?}: {chosen:?}");
+    }
+}
+
+/// Something that happens to one of two workers over one store.
+#[derive(Clone, Copy, Debug)]
+enum Happens {
+    Begin,
+    Response(bool, u16),
+    End(bool, u16, u8),
+    Reply(u16, u16, bool),
+    Fail,
+    Probe(u32),
+    Tick,
+    Step(i64),
+    Refuse(u32),
+    Damage,
+}
+
+fn happenings() -> impl Strategy<Value = Vec<(usize, Happens)>> {
+    let one = prop_oneof![
+        8 => Just(Happens::Begin),
+        8 => (any::<bool>(), 0..6u16).prop_map(|(failed, n)| Happens::Response(failed, n)),
+        8 => (any::<bool>(), 0..6u16, 0..4u8).prop_map(|(whole, n, class)| Happens::End(whole, n, class)),
+        8 => (0..6u16, 0..6u16, any::<bool>()).prop_map(|(asked, n, any)| Happens::Reply(asked, n, any)),
+        1 => Just(Happens::Fail),
+        2 => (0..20u32).prop_map(Happens::Probe),
+        2 => Just(Happens::Tick),
+        4 => prop_oneof![0..50i64, -4_000_000..4_000_000i64].prop_map(Happens::Step),
+        1 => (0..20u32).prop_map(Happens::Refuse),
+        1 => Just(Happens::Damage),
+    ];
+    vec((0..2usize, one), 0..300)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever comes in whatever order: no panic, every request ends once, and every count balances.
+    #[test]
+    fn any_order_of_events_leaves_the_counts_right(
+        events in happenings(),
+        profile in prop_oneof![Just(Profile::Default), Just(Profile::Paper), Just(Profile::Small)],
+        rule in 0..5usize,
+        verified in any::<bool>(),
+    ) {
+        let host = Host::default();
+        let mut config = config(profile, 4);
+        config.pool.verified_probes = verified;
+        config.choice.rule = [
+            Rule::Predicted,
+            Rule::Hcl,
+            Rule::C3 { clients: 2 },
+            Rule::PeakEwma,
+            Rule::Zuul { max_in_flight: 8 },
+        ][rule];
+        let mut rng = rng();
+        let mut workers = [(); 2].map(|()| balancer(config.clone(), &host.store()));
+        let (mut open, mut begun, mut replies) = ([const { Vec::new() }; 2], 0, 0);
+        let mut now = 10_000_000i64;
+        let proxies = [Class::Answer, Class::UpstreamFailure, Class::ClientAbort, Class::Local];
+        for (which, event) in events {
+            let (worker, open) = (&mut workers[which], &mut open[which]);
+            let at = now as u64;
+            match event {
+                Happens::Begin => {
+                    open.push(worker.begin(ms(at), &[], &mut rng));
+                    begun += 1;
+                }
+                Happens::Response(failed, n) => {
+                    let told = rng.random_bool(0.8).then(|| Ok(report(n, 1, 5)));
+                    let proxy = Proxy(at, Some(replica(n)), Class::Answer, 1);
+                    if let Some(request) = open.last_mut() {
+                        worker.response(ms(at), request, failed, told, &proxy);
+                    }
+                }
+                Happens::End(whole, n, class) => {
+                    let class = proxies[usize::from(class)];
+                    let served = (n != 5).then(|| replica(n));
+                    if !open.is_empty() {
+                        let request = open.swap_remove(usize::from(n) % open.len());
+                        worker.ended(request, whole, n == 3, &Proxy(at, served, class, u64::from(n)));
+                    }
+                }
+                Happens::Reply(asked, n, anybody) => {
+                    let reply = Reply { report: report(n, 2, 7), host: Some(replica(n)) };
+                    worker.replied(ms(at), (!anybody).then(|| target(asked)), false, Ok(reply));
+                    replies += 1;
+                }
+                Happens::Fail => {
+                    worker.replied(ms(at), Some(target(1)), false, Err(ProbeEnd::Timeout));
+                    replies += 1;
+                }
+                Happens::Probe(addressed) => {
+                    worker.targets(ProbesDue { addressed, discovery: 1 }, ms(at), &mut rng);
+                    worker.ask(ms(at), &mut rng);
+                }
+                Happens::Tick => {
+                    worker.tick(ms(at), &mut rng);
+                }
+                Happens::Step(by) => now = (now + by).max(0),
+                Happens::Refuse(times) => *host.refused.borrow_mut() = ("", times),
+                Happens::Damage => {
+                    for (bytes, _) in host.values.borrow_mut().values_mut() {
+                        let place = rng.random_range(0..bytes.len());
+                        bytes[place] ^= 0x55;
+                    }
+                }
+            }
+        }
+        let mut ended = 0;
+        for (worker, open) in workers.iter_mut().zip(open) {
+            for request in open {
+                worker.ended(request, false, false, &Proxy(now as u64, None, Class::ClientAbort, 1));
+            }
+            prop_assert!(worker.in_flight() == 0);
+            let counts = worker.counters().0.borrow();
+            ended += counts.iter().filter(|count| matches!(count, Count::Outcome(_))).count();
+            replies -= counts.iter().filter(|count| matches!(count, Count::Probe(_))).count() as i32;
+        }
+        prop_assert_eq!((ended, replies), (begun, 0));
+    }
+}

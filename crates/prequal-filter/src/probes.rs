@@ -1,0 +1,118 @@
+//! Probes: what is sent, and the replies that have not come.
+//!
+//! They are the root's and not the stream's that triggers them: the SDK drops replies whose stream has ended
+//! (`docs/adr/0001-root-owned-probes.md`).
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use prequal_core::client::{ProbeEnd, Reply};
+use prequal_core::hint::Hint;
+use prequal_core::members::Target;
+use prequal_core::pool::ProbesDue;
+use prequal_core::report::{
+    HEADER_DEST, HEADER_HINT, HEADER_HOST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, PROBE_PATH,
+};
+use prequal_core::sync::Answer;
+use prequal_core::time::Micros;
+use proxy_wasm::hostcalls;
+use proxy_wasm::types::MapType;
+
+use crate::filter::{Cluster, Filter};
+use crate::host;
+use crate::outcome::report_in;
+
+/// Most probes in flight per worker. Beyond, the probe cluster is not answering and more would not help.
+const MAX_IN_FLIGHT: usize = 1024;
+
+/// The probes of one root.
+#[derive(Default)]
+pub(crate) struct Probes(HashMap<u32, Probe>);
+
+/// A probe whose reply has not come.
+struct Probe {
+    cluster: usize,
+    call: Call,
+}
+
+/// A probe to send.
+#[derive(Clone, Copy)]
+pub(crate) struct Call {
+    /// Who is asked; `None` where the cluster's policy chooses.
+    pub(crate) target: Option<Target>,
+    /// The stream that waits for it.
+    pub(crate) waiter: Option<u32>,
+    pub(crate) hint: Option<Hint>,
+    pub(crate) timeout_ms: u64,
+}
+
+impl Probes {
+    /// Sends what is due.
+    pub(crate) fn send(&mut self, filter: &Filter, index: usize, due: ProbesDue, now: Micros) {
+        let Some(cluster) = filter.clusters.get(index).filter(|_| !due.is_empty()) else { return };
+        let targets = cluster.balancer.borrow_mut().targets(due, now, &mut *filter.rng.borrow_mut());
+        let timeout_ms = cluster.balancer.borrow().config().probe.timeout_ms;
+        for target in targets {
+            self.dispatch(index, cluster, Call { target, waiter: None, hint: None, timeout_ms });
+        }
+    }
+
+    /// True if the probe is on its way.
+    pub(crate) fn dispatch(&mut self, index: usize, cluster: &Cluster, call: Call) -> bool {
+        let token = (self.0.len() < MAX_IN_FLIGHT).then(|| {
+            let address = call.target.map(|target| target.probe.to_string());
+            let hint = call.hint.map(|hint| hint.to_string());
+            let mut headers = vec![(":method", "GET"), (":path", PROBE_PATH), (":authority", "prequal")];
+            headers.extend(address.as_deref().map(|address| (HEADER_DEST, address)));
+            headers.extend(hint.as_deref().map(|hint| (HEADER_HINT, hint)));
+            let timeout = Duration::from_millis(call.timeout_ms);
+            let balancer = cluster.balancer.borrow();
+            let to = &balancer.config().probe_cluster;
+            hostcalls::dispatch_http_call(to, headers, None, Vec::new(), timeout).ok()
+        });
+        let Some(token) = token.flatten() else {
+            cluster.metrics.undispatched.one();
+            return false;
+        };
+        cluster.metrics.sent.one();
+        self.0.insert(token, Probe { cluster: index, call });
+        true
+    }
+
+    /// The reply with `headers` headers to a probe comes in; for the stream that waits for it, the answer.
+    pub(crate) fn replied(
+        &mut self,
+        filter: &Filter,
+        token: u32,
+        headers: usize,
+        now: Micros,
+    ) -> Option<(u32, Option<Answer>)> {
+        let Probe { cluster, call } = self.0.remove(&token)?;
+        let mut balancer = filter.clusters.get(cluster)?.balancer.borrow_mut();
+        // Without headers the reply broke off in its body; asking for a header then makes the SDK panic.
+        let verified = balancer.config().pool.verified_probes;
+        let reply = if headers == 0 { Err(ProbeEnd::Refused) } else { reply(verified) };
+        let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
+        Some((call.waiter?, answer))
+    }
+}
+
+/// Reads the reply that is being delivered.
+fn reply(verified: bool) -> Result<Reply, ProbeEnd> {
+    let map = MapType::HttpCallResponseHeaders;
+    let status = host::header_bytes(map, ":status").unwrap_or_default();
+    let report = report_in(map);
+    match status.as_slice() {
+        b"200" => {}
+        // Envoy's own words for a call that failed; an agent would have added a report.
+        b"504" if report.is_none() => return Err(ProbeEnd::Timeout),
+        b"503" if report.is_none() => return Err(ProbeEnd::Refused),
+        _ => return Err(ProbeEnd::Status),
+    }
+    if host::any_twice(map, &[HEADER_LOAD, HEADER_RIF, HEADER_LATENCY]) {
+        return Err(ProbeEnd::Duplicate);
+    }
+    let report = report.ok_or(ProbeEnd::NoReport)?.map_err(ProbeEnd::BadReport)?;
+    let host = verified.then(|| host::header(map, HEADER_HOST)?.parse().ok());
+    Ok(Reply { report, host: host.flatten() })
+}

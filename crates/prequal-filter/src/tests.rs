@@ -1,0 +1,274 @@
+//! The module in a host that the test plays.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use prequal_core::report::{HEADER_DEST, HEADER_LOAD};
+use proxy_wasm::types::Action;
+
+use fake::*;
+
+mod fake;
+
+/// A worker that knows three replicas, with more settings.
+fn start_with(settings: &str) {
+    let endpoints = r#"["10.0.0.1:80","10.0.0.2:80","10.0.0.3:80"]"#;
+    let cluster =
+        format!(r#"{{"cluster":"service","probe_cluster":"probes","endpoints":{endpoints}{settings}}}"#);
+    assert!(start(&format!(r#"{{"clusters":[{cluster}]}}"#)), "{:?}", log());
+}
+
+fn outcome(class: &str) -> i64 {
+    metric(&format!("prequal_outcomes_total.cluster=service.class={class}"))
+}
+
+fn probes(result: &str) -> i64 {
+    metric(&format!("prequal_probes_total.cluster=service.result={result}"))
+}
+
+/// A request to the cluster.
+fn get(id: u32) -> Stream {
+    set_property(id, "xds.cluster_name", "service");
+    let (stream, action) = Stream::begin(id, &[(":path", "/")]);
+    assert!(action == Action::Continue);
+    stream
+}
+
+/// Where the request is steered.
+fn dest(stream: &Stream) -> Option<String> {
+    let value = stream.request_header(HEADER_DEST)?;
+    Some(String::from_utf8(STANDARD.decode(value).unwrap()).unwrap())
+}
+
+/// Requests go out until replicas have told their load.
+fn warm() {
+    for id in 1000..1020 {
+        get(id).end();
+        // Longer than the fleet counts as new.
+        pass(200_000);
+        for call in calls() {
+            if call.header(HEADER_DEST).is_some() {
+                call.answer(0, 10_000);
+            } else {
+                call.reply(&[(":status", "504")]);
+            }
+        }
+    }
+    tick();
+    assert!(metric("prequal_pool_occupancy") >= 2);
+    log();
+}
+
+/// The chosen replica answers a request well.
+fn answer(stream: &Stream) {
+    let replica = dest(stream).unwrap();
+    stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{replica}"))], false);
+    stream.body(true);
+}
+
+#[test]
+fn a_request_costs_one_write_one_header_and_no_property() {
+    start_with("");
+    warm();
+    for id in [1, 2] {
+        // The first transaction after a tick looks whether anybody else writes.
+        let stream = get(id);
+        answer(&stream);
+        stream.end();
+    }
+    calls();
+    log();
+    let stream = get(3);
+    assert_eq!(log(), ["time", "write pool", "set request x-prequal-dest"]);
+    answer(&stream);
+    assert_eq!(log(), ["response :status", "response x-prequal-load", "time"]);
+    stream.end();
+    assert_eq!(log(), [""; 0]);
+    assert_eq!(outcome("answer"), 3);
+    // Another worker writes: the guess is refused, and the value read.
+    touch("pool");
+    get(4).end();
+    assert_eq!(log()[1..4], ["write pool", "read pool", "write pool"]);
+}
+
+#[test]
+fn a_clients_own_header_never_steers() {
+    start_with("");
+    let (stream, _) = Stream::begin(1, &[(HEADER_DEST, "evil")]);
+    assert_eq!(stream.request_header(HEADER_DEST), None, "nobody is known yet, so nobody is chosen");
+    stream.end();
+    assert!(log().contains(&"remove request x-prequal-dest".into()));
+}
+
+#[test]
+fn probes_are_the_roots_and_their_replies_outlive_the_request() {
+    start_with("");
+    let stream = get(1);
+    let sent = calls();
+    assert!(!sent.is_empty());
+    stream.end();
+    for call in &sent {
+        match call.header(HEADER_DEST) {
+            Some(_) => call.answer(0, 5000),
+            None => call.reply(&[(":status", "504")]),
+        }
+    }
+    assert_eq!(probes("sent"), sent.len() as i64);
+    assert_eq!(probes("used") + probes("timeout"), probes("sent"));
+}
+
+#[test]
+fn no_reply_is_taken_at_its_word() {
+    start_with("");
+    let replies: &[(&[(&str, &str)], &str)] = &[
+        // Without headers it broke off: then the SDK panics if it is asked for one.
+        (&[], "refused"),
+        (&[(":status", "503")], "refused"),
+        (&[(":status", "200")], "rejected_no_report"),
+        (&[(":status", "404"), (HEADER_LOAD, "0;1;10.0.0.1:80")], "rejected_status"),
+        (&[(":status", "200"), (HEADER_LOAD, "x;1;10.0.0.1:80")], "rejected_bad_rif"),
+        (&[(":status", "200"), (HEADER_LOAD, "0;1;10.9.9.9:80")], "rejected_wrong_endpoint"),
+        (
+            &[(":status", "200"), (HEADER_LOAD, "0;1;10.0.0.1:80"), (HEADER_LOAD, "9;1;10.0.0.1:80")],
+            "rejected_duplicate",
+        ),
+    ];
+    for (id, (reply, result)) in (1..).zip(replies) {
+        let mut sent = Vec::new();
+        while !sent.iter().any(|call: &Call| call.header(HEADER_DEST).is_some()) {
+            get(id).end();
+            pass(300_000);
+            sent = calls();
+        }
+        let before = probes(result);
+        sent.iter().find(|call| call.header(HEADER_DEST).is_some()).unwrap().reply(reply);
+        assert_eq!(probes(result), before + 1, "{result}");
+    }
+    assert_eq!(probes("used"), 0);
+}
+
+#[test]
+fn who_served_is_asked_only_where_the_chosen_replica_did_not_prove_it() {
+    start_with("");
+    warm();
+    let stream = get(1);
+    let chosen = dest(&stream).unwrap();
+    let other = if chosen == "10.0.0.1:80" { "10.0.0.2:80" } else { "10.0.0.1:80" };
+    stream.property("upstream.address", other);
+    stream.property("response.code_details", "via_upstream");
+    stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{other}"))], true);
+    stream.end();
+    assert_eq!(metric("prequal_diverted_total"), 1);
+    assert_eq!((outcome("answer"), metric("prequal_reports_total.cluster=service.result=used")), (1, 1));
+    // Envoy would not use it: it is left alone for a second.
+    for id in 2..20 {
+        let stream = get(id);
+        assert_ne!(dest(&stream), Some(chosen.clone()));
+        stream.end();
+    }
+}
+
+#[test]
+fn an_error_in_the_trailers_is_the_replicas_failure_and_only_of_grpc() {
+    start_with("");
+    warm();
+    for (id, content_type, failures) in [(1, "text/plain", 0), (2, "application/grpc", 1)] {
+        let before = outcome("upstream_failure");
+        let stream = get(id);
+        let replica = dest(&stream).unwrap();
+        let load = format!("1;10000;{replica}");
+        stream.headers(&[(":status", "200"), ("content-type", content_type), (HEADER_LOAD, &load)], false);
+        stream.trailers(&[("grpc-status", "14")]);
+        stream.end();
+        assert_eq!(outcome("upstream_failure") - before, failures, "{content_type}");
+    }
+}
+
+#[test]
+fn a_request_to_another_cluster_is_not_counted_and_turns_the_look_up_on() {
+    start_with("");
+    warm();
+    let classes = || ["answer", "upstream_failure", "client_abort", "local"].map(outcome);
+    let before = classes();
+    let stream = get(1);
+    stream.property("xds.cluster_name", "elsewhere");
+    stream.headers(&[(":status", "200")], true);
+    stream.end();
+    assert_eq!(classes(), before);
+    set_property(2, "xds.cluster_name", "elsewhere");
+    let (stream, _) = Stream::begin(2, &[(HEADER_DEST, "evil")]);
+    assert_eq!(stream.request_header(HEADER_DEST), None, "looked up before it is steered");
+    assert!(dest(&get(3)).is_some());
+}
+
+const SYNC: &str = r#","mode":"sync","sync_d":3,"sync_deadline_ms":50"#;
+
+#[test]
+fn a_request_waits_for_its_probes_and_goes_on_once() {
+    start_with(SYNC);
+    let (stream, action) = Stream::begin(7, &[(":path", "/")]);
+    assert!(action == Action::Pause);
+    let sent = calls();
+    assert_eq!((sent.len(), sent[0].timeout_ms), (3, 60));
+    log();
+    sent[0].answer(5, 90_000);
+    assert!(!log().iter().any(|call| call.starts_with("resume")), "one answer compares with nothing");
+    sent[1].answer(0, 1000);
+    let said = log();
+    let order = ["as 7", "set request x-prequal-dest", "resume 7", "as 1"];
+    let placing = said.iter().position(|said| said == order[0]).unwrap();
+    let placing = said[placing..].iter().filter(|said| order.contains(&said.as_str()));
+    assert!(placing.eq(order), "{said:?}");
+    assert_eq!(dest(&stream).as_deref(), sent[1].header(HEADER_DEST));
+    sent[2].answer(0, 1);
+    assert!(!log().iter().any(|call| call.starts_with("resume")), "it has gone on");
+    answer(&stream);
+    stream.end();
+    assert_eq!((outcome("answer"), metric("prequal_sync_waits_total.cluster=service.end=enough")), (1, 1));
+}
+
+#[test]
+fn a_request_that_ends_while_it_waits_is_never_resumed() {
+    start_with(SYNC);
+    let (stream, _) = Stream::begin(7, &[]);
+    let sent = calls();
+    stream.end();
+    log();
+    sent.iter().for_each(|call| call.answer(0, 1000));
+    pass(1_000_000);
+    tick();
+    assert!(!log().iter().any(|call| call.starts_with("resume")));
+    assert_eq!(metric("prequal_sync_waits_total.cluster=service.end=aborted"), 1);
+}
+
+#[test]
+fn a_wait_ends_at_its_deadline_by_the_tick() {
+    start_with(SYNC);
+    let (stream, _) = Stream::begin(7, &[]);
+    assert!(log().contains(&"tick in 50 ms".into()));
+    pass(49_000);
+    tick();
+    assert!(!log().contains(&"resume 7".into()));
+    pass(1000);
+    tick();
+    assert!(log().contains(&"resume 7".into()));
+    stream.end();
+    assert_eq!(metric("prequal_sync_waits_total.cluster=service.end=deadline"), 1);
+}
+
+#[test]
+fn a_request_whose_probes_cannot_be_sent_does_not_wait() {
+    start_with(SYNC);
+    refuse_calls(true);
+    let (stream, action) = Stream::begin(7, &[]);
+    assert!(action == Action::Continue);
+    stream.end();
+    assert_eq!(metric("prequal_sync_waits_total.cluster=service.end=unasked"), 1);
+    assert_eq!(probes("sent"), 0);
+}
+
+#[test]
+fn a_bad_configuration_is_refused_with_its_reasons() {
+    assert!(!start(r#"{"clusters":[{"cluster":"a"}],"sync_d":99}"#));
+    let said = log().concat();
+    assert!(said.contains("probe_cluster") && said.contains("sync_d"), "{said}");
+}
