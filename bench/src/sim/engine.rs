@@ -5,17 +5,19 @@
 
 use std::collections::{BinaryHeap, VecDeque};
 
-use prequal_core::exceptions::flights::Flight;
+use prequal_core::client::{Class, Request};
+use prequal_core::config::Mode;
+use prequal_core::members::Target;
 use prequal_core::policies::{Done, Utilisation};
 use prequal_core::pool::{Branch, ProbesDue};
 use prequal_core::report::LoadReport;
-use prequal_core::sync::Waiting;
+use prequal_core::sync::{Answer, Waiting};
 use prequal_core::tracker::{Outcome, Ticket};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, Exp1, Zipf};
 
-use super::balancer::{Arm, Balancer, Polling};
+use super::balancer::{Arm, Balancer, Polling, Prequal, Proxy, named, reply, server_of};
 use super::measure::{FAILED, Run, Sample};
 use super::scenario::{Change, Load, Scenario, Service};
 use super::server::{Job, Nanos, Server, micros};
@@ -47,6 +49,8 @@ struct World<'a> {
     turns: Vec<usize>,
     polling: Polling,
     reads_answers: bool,
+    /// Clients do not know from the start who there is.
+    learns: bool,
     queries: Slab<Query>,
     probes: Slab<Probe>,
     arrivals: u64,
@@ -77,18 +81,16 @@ struct Query {
     client_done: bool,
     server_done: bool,
     failed: bool,
-    /// The server's word tells something that the client did not know: it was not steered, or to a candidate.
-    unproven: bool,
     report: Option<LoadReport>,
     waiting: Option<Waiting>,
-    /// What the client's breaker watches, until it has ended.
-    flight: Option<Flight>,
+    /// Of the client's balancer.
+    request: Request,
 }
 
 struct Probe {
     client: u32,
     /// Who is asked; `None` for discovery.
-    asked: Option<u32>,
+    asked: Option<Target>,
     server: u32,
     /// The waiting query of a synchronous probe.
     query: Option<(u32, u64)>,
@@ -170,6 +172,7 @@ impl<'a> World<'a> {
             balancers,
             polling: arm.polling(),
             reads_answers: arm.reads_answers(),
+            learns: matches!(arm, Arm::Prequal(Prequal { learn: true, .. })),
             queries: Slab::default(),
             probes: Slab::default(),
             arrivals: 0,
@@ -306,10 +309,9 @@ impl<'a> World<'a> {
             client_done: false,
             server_done: false,
             failed: false,
-            unproven: false,
             report: None,
             waiting: None,
-            flight: None,
+            request: Request::default(),
         });
         if let Some(deadline) = self.scenario.deadline {
             self.deadlines.push_back((self.now + nanos(deadline), slot, self.arrivals));
@@ -333,49 +335,18 @@ impl<'a> World<'a> {
                 }
                 self.send(slot, chosen);
             }
-            Balancer::Prequal(client_state) => {
-                let pick = client_state.pick(now, &mut self.choice);
-                if self.from <= now {
-                    self.run.branches[match pick.branch {
-                        Branch::Cold | Branch::Sync | Branch::Scored | Branch::Trial => 0,
-                        Branch::Hot => 1,
-                        Branch::Fallback => 2,
-                    }] += 1;
-                    let view = client_state.pool.view(&client_state.config().pool, micros(now));
-                    self.run.ages_ms.push(view.median_age_ms.unwrap_or(u32::MAX));
-                    self.run.thetas.extend(view.theta);
-                }
-                let mut chosen = pick.replica.map(super::balancer::server_of);
-                let mut unproven = pick.verify || chosen.is_none();
-                if let Some(gone) = chosen.filter(|server| !self.servers[*server].alive) {
-                    client_state.diverted(gone, now);
-                    self.run.diverted += 1;
-                    (chosen, unproven) = (None, true);
-                }
-                let server =
-                    chosen.unwrap_or_else(|| self.alive[self.choice.random_range(0..self.alive.len())]);
-                if chosen.is_none() {
-                    client_state.fell_back(server);
-                }
-                let flight = chosen.map(|_| client_state.sent(now, &pick));
-                if let Some(query) = self.queries.get(slot) {
-                    query.unproven = unproven;
-                    query.flight = flight.flatten();
-                }
-                self.send(slot, server);
-                self.send_probes(client, pick.probes);
-            }
-            Balancer::Sync(sync) => {
-                let targets = sync.targets(&mut self.choice);
-                let deadline = Nanos::from(sync.settings.deadline_ms) * 1_000_000;
+            Balancer::Prequal(balancer) => {
+                let Mode::Sync = balancer.config().choice.mode else { return self.place(slot, client, &[]) };
+                let targets = balancer.ask(micros(now), &mut self.choice);
+                let settings = balancer.config().choice.sync;
                 let id = self.queries.get(slot).map_or(0, |query| {
-                    query.waiting = Some(Waiting::new(sync.settings.d, targets.len()));
+                    query.waiting = Some(Waiting::new(settings.d, targets.len()));
                     query.id
                 });
-                for server in targets {
-                    self.send_probe(client, Some(server), Some((slot, id)));
+                for target in targets {
+                    self.send_probe(client, Some(target), Some((slot, id)));
                 }
-                self.after(deadline, Event::SyncDeadline(slot, id));
+                self.after(Nanos::from(settings.deadline_ms) * 1_000_000, Event::SyncDeadline(slot, id));
             }
             Balancer::Floor => {
                 let cost = |server: usize| {
@@ -395,6 +366,35 @@ impl<'a> World<'a> {
                 }
             }
         }
+    }
+
+    /// Sends a query where its client's balancer says, or anywhere.
+    fn place(&mut self, slot: u32, client: usize, answers: &[Answer]) {
+        let now = self.now;
+        let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
+        let request = balancer.begin(micros(now), answers, &mut self.choice);
+        let (pick, waited) = (request.pick, balancer.config().choice.mode == Mode::Sync);
+        if self.from <= now {
+            self.run.branches[match pick.branch {
+                Branch::Cold | Branch::Sync | Branch::Scored | Branch::Trial => 0,
+                Branch::Hot => 1,
+                Branch::Fallback => 2,
+            }] += 1;
+            let view = balancer.view(micros(now));
+            self.run.ages_ms.push(view.median_age_ms.unwrap_or(u32::MAX));
+            self.run.thetas.extend(view.theta);
+        }
+        let chosen = pick.replica.map(server_of);
+        let alive = chosen.filter(|server| self.servers[*server].alive);
+        self.run.diverted += u64::from(chosen.is_some() && alive.is_none());
+        let server = alive.unwrap_or_else(|| self.alive[self.choice.random_range(0..self.alive.len())]);
+        if let Some(query) = self.queries.get(slot) {
+            query.request = request;
+        }
+        self.send(slot, server);
+        // The answers that a query has waited for have filled the pool.
+        let addressed = if waited { 0 } else { pick.probes.addressed };
+        self.send_probes(client, ProbesDue { addressed, ..pick.probes });
     }
 
     fn send(&mut self, slot: u32, server: usize) {
@@ -520,7 +520,7 @@ impl<'a> World<'a> {
 
     fn answer(&mut self, slot: u32) {
         let now = self.now;
-        let Some(mut query) = self.queries.remove(slot) else { return };
+        let Some(query) = self.queries.remove(slot) else { return };
         if query.client_done {
             return;
         }
@@ -529,20 +529,22 @@ impl<'a> World<'a> {
         if let Some(sample) = query.sample.filter(|_| !query.failed) {
             self.run.samples[sample as usize].latency_us = latency_us as u32;
         }
-        let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
-        let rif = query.report.map(|report| report.rif);
-        self.balancers[client].done(server, now, &Done { latency_us, outcome, rif, utilisation: None });
-        if let Balancer::Prequal(client) = &mut self.balancers[client] {
-            if query.unproven {
-                client.confirmed(server, now);
+        match &mut self.balancers[client] {
+            Balancer::Simple(policy) => {
+                let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
+                let rif = query.report.map(|report| report.rif);
+                policy.done(server, micros(now), &Done { latency_us, outcome, rif, utilisation: None });
             }
-            if let Some(flight) = query.flight.take() {
-                let reported_us = query.report.and_then(|report| report.latency_us);
-                client.landed(flight, now, query.failed, reported_us);
+            Balancer::Prequal(balancer) => {
+                let proxy = Proxy { now, server, class: Class::Answer };
+                let mut request = query.request;
+                if let Some(report) = query.report {
+                    let report = Some(Ok(named(server, report)));
+                    balancer.response(micros(now), &mut request, query.failed, report, &proxy);
+                }
+                balancer.ended(request, true, query.failed, &proxy);
             }
-            if let Some(report) = query.report.filter(|_| !query.failed) {
-                client.reported(server, now, &report, &mut self.choice);
-            }
+            Balancer::Floor => {}
         }
         if let Load::Closed { .. } = self.scenario.load {
             self.at(now, Event::Arrival);
@@ -558,10 +560,14 @@ impl<'a> World<'a> {
         let latency_us = (now - query.arrived) / 1000;
         let done = Done { latency_us, outcome: Outcome::Failure, rif: None, utilisation: None };
         // The answer, if it is on its way, frees the slot when it comes.
-        let flight = query.flight.take();
-        self.balancers[client].done(server, now, &done);
-        if let (Balancer::Prequal(client), Some(flight)) = (&mut self.balancers[client], flight) {
-            client.landed(flight, now, true, None);
+        let request = std::mem::take(&mut query.request);
+        match &mut self.balancers[client] {
+            Balancer::Simple(policy) => policy.done(server, micros(now), &done),
+            Balancer::Prequal(balancer) => {
+                let proxy = Proxy { now, server, class: Class::UpstreamFailure };
+                balancer.ended(request, false, false, &proxy);
+            }
+            Balancer::Floor => {}
         }
     }
 
@@ -571,30 +577,30 @@ impl<'a> World<'a> {
         if due.is_empty() {
             return;
         }
-        let now = self.now;
-        let Balancer::Prequal(state) = &mut self.balancers[client] else { return };
-        let (targets, discovery) = state.targets(due, now, &mut self.choice);
-        for server in targets {
-            self.send_probe(client, Some(server), None);
-        }
-        for _ in 0..discovery {
-            self.send_probe(client, None, None);
+        let now = micros(self.now);
+        let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
+        for target in balancer.targets(due, now, &mut self.choice) {
+            // Where everybody is known from the start there is nobody to discover.
+            if target.is_some() || self.learns {
+                self.send_probe(client, target, None);
+            }
         }
     }
 
-    fn send_probe(&mut self, client: usize, asked: Option<usize>, query: Option<(u32, u64)>) {
+    fn send_probe(&mut self, client: usize, asked: Option<Target>, query: Option<(u32, u64)>) {
         if self.measuring() {
             *(if asked.is_some() { &mut self.run.probes } else { &mut self.run.discoveries }) += 1;
         }
         // The probe cluster's policy, which goes in turn, answers for a host that is gone, and for nobody in particular.
-        let server = asked.filter(|server| self.servers[*server].alive).unwrap_or_else(|| {
+        let known = asked.map(|asked| server_of(asked.replica)).filter(|server| self.servers[*server].alive);
+        let server = known.unwrap_or_else(|| {
             let turn = &mut self.turns[client];
             *turn += 1;
             self.alive[*turn % self.alive.len()]
         });
         let probe = self.probes.insert(Probe {
             client: client as u32,
-            asked: asked.map(|asked| asked as u32),
+            asked,
             server: server as u32,
             query,
             report: None,
@@ -631,42 +637,21 @@ impl<'a> World<'a> {
         let Some(probe) = self.probes.remove(slot) else { return };
         let Some(report) = probe.report else { return };
         let (client, server) = (probe.client as usize, probe.server as usize);
-        match (&mut self.balancers[client], probe.query) {
-            (Balancer::Prequal(state), _) => {
-                let asked = probe.asked.map(|asked| asked as usize);
-                state.probed(asked, server, now, &report, &mut self.choice);
-            }
-            (Balancer::Sync(sync), Some((query, id))) => {
-                let answer = sync.answered(server, now, &report, &mut self.choice);
-                let waiting = self.queries.get(query).filter(|query| query.id == id);
-                let enough = waiting
-                    .and_then(|query| query.waiting.as_mut())
-                    .is_some_and(|waiting| waiting.ended(Some(answer)).is_some());
-                if enough {
-                    self.decide_sync(query, id);
-                }
-            }
-            _ => {}
+        let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
+        let answer = balancer.replied(micros(now), probe.asked, false, Ok(reply(server, report)));
+        let Some((query, id)) = probe.query else { return };
+        let waiting = self.queries.get(query).filter(|query| query.id == id);
+        let waiting = waiting.and_then(|query| query.waiting.as_mut());
+        if waiting.is_some_and(|waiting| waiting.ended(answer).is_some()) {
+            self.decide_sync(query, id);
         }
     }
 
     fn decide_sync(&mut self, slot: u32, id: u64) {
-        let now = self.now;
         let Some(query) = self.queries.get(slot).filter(|query| query.id == id) else { return };
         let Some(waiting) = query.waiting.take() else { return };
         let client = query.client as usize;
-        let Balancer::Sync(sync) = &mut self.balancers[client] else { return };
-        let server = match sync.decide(&waiting, now, &mut self.choice) {
-            Some(server) => {
-                self.run.branches[0] += 1;
-                server
-            }
-            None => {
-                self.run.branches[2] += 1;
-                self.alive[self.choice.random_range(0..self.alive.len())]
-            }
-        };
-        self.send(slot, server);
+        self.place(slot, client, waiting.answers());
     }
 
     // --- clockwork
@@ -705,14 +690,8 @@ impl<'a> World<'a> {
         }
         if !over {
             for client in 0..self.balancers.len() {
-                let Balancer::Prequal(state) = &mut self.balancers[client] else { break };
-                let idle_ms = state.config().idle_ms;
-                if idle_ms == 0 {
-                    break;
-                }
-                state.expire(now);
-                let pool = &state.config().pool.clone();
-                let due = state.pool.idle_probes(pool, micros(now), idle_ms);
+                let Balancer::Prequal(balancer) = &mut self.balancers[client] else { break };
+                let due = balancer.tick(micros(now), &mut self.choice).probes;
                 self.send_probes(client, due);
             }
         }

@@ -2,12 +2,13 @@
 
 use std::ops::RangeInclusive;
 
-use prequal_core::config::Profile;
+use prequal_core::config::{ProbeSettings, Profile, Rule};
+use prequal_core::policies::linear::{ALPHA_US, Linear};
 use prequal_core::policies::peak_ewma::Scan;
 use prequal_core::pool::{Budget, HotRule, PoolSettings};
 use prequal_core::sync::SyncSettings;
 
-use super::balancer::{Arm, Prequal, Rule};
+use super::balancer::{Arm, Prequal};
 use super::grid::{Cell, FAILED, Metric, P50, P90, P99, P999, PROBES, Point, RIF99, STANDARD, standard_and};
 use super::measure::quantile;
 use super::report::{Verdict, ms, percent};
@@ -132,10 +133,9 @@ const FLOOR: &str = "floor";
 pub(crate) fn paper() -> Prequal {
     Prequal {
         pool: Profile::Paper.pool_settings(),
-        rule: Rule::HotCold,
-        piggyback: false,
-        skip_fresh_ms: None,
-        idle_ms: 0,
+        probe: ProbeSettings { idle_interval_ms: 0, ..Profile::Paper.probe_settings() },
+        rule: Rule::Hcl,
+        sync: None,
         paper_tracker: true,
         learn: false,
     }
@@ -151,10 +151,9 @@ fn paper_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
 pub(crate) fn ours() -> Prequal {
     Prequal {
         pool: Profile::Default.pool_settings(),
+        probe: Profile::Default.probe_settings(),
         rule: Rule::Predicted,
-        piggyback: true,
-        skip_fresh_ms: Some(Profile::Default.pool_settings().max_age_ms / 10),
-        idle_ms: 1000,
+        sync: None,
         paper_tracker: false,
         learn: false,
     }
@@ -162,8 +161,7 @@ pub(crate) fn ours() -> Prequal {
 
 /// The profile for fleets of at most 16.
 fn small() -> Prequal {
-    let pool = Profile::Small.pool_settings();
-    Prequal { skip_fresh_ms: Some(pool.max_age_ms / 10), pool, ..ours() }
+    Prequal { pool: Profile::Small.pool_settings(), ..ours() }
 }
 
 fn ours_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
@@ -185,7 +183,7 @@ fn arms<const N: usize>(list: [(&str, Arm); N]) -> Vec<(String, Arm)> {
 }
 
 fn c3() -> Arm {
-    Arm::Prequal(Prequal { rule: Rule::C3, paper_tracker: false, ..paper() })
+    Arm::Prequal(Prequal { rule: Rule::C3 { clients: 1 }, paper_tracker: false, ..paper() })
 }
 
 /// Every rule there is, at its best where it has settings: the paper's at Q = 0.75, as in its figure 7. The floor is last.
@@ -199,7 +197,7 @@ fn rules() -> Vec<(String, Arm)> {
         ("YARP-Po2C", Arm::Yarp),
         ("Zuul", Arm::Zuul(64)),
         ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
-        ("Linear", Arm::Prequal(Prequal { rule: Rule::Linear(0.5), ..paper() })),
+        ("Linear", Arm::Prequal(Prequal { rule: linear(0.5), ..paper() })),
         ("C3", c3()),
         ("Prequal sync", sync()),
         (PAPER, paper_with(|pool| pool.q_rif = 0.75)),
@@ -208,8 +206,12 @@ fn rules() -> Vec<(String, Arm)> {
     ])
 }
 
+fn linear(lambda: f64) -> Rule {
+    Rule::Linear(Linear { lambda, alpha_us: ALPHA_US })
+}
+
 fn sync() -> Arm {
-    Arm::Sync(SyncSettings::default(), Profile::Paper.pool_settings())
+    Arm::Prequal(Prequal { sync: Some(SyncSettings::default()), ..paper() })
 }
 
 // --- columns and bars

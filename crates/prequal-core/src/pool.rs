@@ -31,7 +31,7 @@ use rand::Rng;
 use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
 use crate::exceptions::{Exceptions, Trial};
-pub use crate::load::Load;
+use crate::load::Load;
 use crate::members::Standing;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::*;
 use prequal_core::time::Micros;
 
-use crate::sim::balancer::Prequal;
 use crate::sim::plans::{ours, paper};
 use crate::sim::scenario::{CacheSpec, Keys, NORMAL, ServerSpec, Sizes, Spare};
 use crate::sim::server::Logged;

@@ -141,7 +141,7 @@ pub(super) fn fleets(length: Length) -> Plan {
     let mut rules = rules();
     // The rules that the paper and the facts compare with on such fleets, and ours for fleets of this size.
     let floor = rules.pop();
-    let hcl = Prequal { rule: Rule::HotCold, ..ours() };
+    let hcl = Prequal { rule: Rule::Hcl, ..ours() };
     rules.extend(arms([
         (RIF_ONLY, paper_with(|pool| pool.q_rif = 0.0)),
         (SMALL, Arm::Prequal(small())),

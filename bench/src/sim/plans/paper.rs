@@ -257,7 +257,7 @@ pub(super) fn fig10(length: Length) -> Plan {
         .map(|lambda| Point {
             label: format!("{lambda}"),
             scenario: scenario(),
-            arms: arms([("Linear", Arm::Prequal(Prequal { rule: Rule::Linear(lambda), ..paper() }))]),
+            arms: arms([("Linear", Arm::Prequal(Prequal { rule: linear(lambda), ..paper() }))]),
         })
         .collect();
     points.push(Point {
