@@ -105,6 +105,12 @@ impl Pick {
     }
 }
 
+impl Default for Pick {
+    fn default() -> Self {
+        Self::nobody(Standing::even(0), ProbesDue::default())
+    }
+}
+
 /// Probes to send.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct ProbesDue {

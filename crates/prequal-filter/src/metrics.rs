@@ -1,10 +1,8 @@
 //! Counters and gauges in Envoy's stats. Values of labels stand in the name; the shipped configuration turns them
 //! into Prometheus labels by `stats_tags`.
 
-use prequal_core::client::{Class, Count, Counters, ProbeEnd, ReportEnd, Tick};
-use prequal_core::exceptions::{Change, Reason};
-use prequal_core::pool::Branch;
-use prequal_core::report::ReportError;
+use prequal_core::client::{Count, Counters, ProbeEnd, ReportEnd, Tick};
+use prequal_core::exceptions::Change;
 use prequal_core::sync::Ending;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MetricType;
@@ -151,7 +149,7 @@ impl Metrics {
         let gauge = |name: &str| Gauge::define(&format!("prequal_{name}.cluster={cluster}"));
         let labelled = |name: &str, key: &str, value: &str| counter(name, &format!(".{key}={value}"));
         Self {
-            picks: ["cold", "hot", "fallback", "sync", "scored", "trial"]
+            picks: ["cold", "hot", "trial", "fallback", "sync", "scored"]
                 .map(|branch| labelled("picks", "branch", branch)),
             sent: labelled("probes", "result", "sent"),
             undispatched: labelled("probes", "result", "undispatched"),
@@ -189,102 +187,61 @@ impl Metrics {
         self.panic.set(tick.panic.into());
     }
 
-    fn picked(&self, branch: Branch) {
-        let [cold, hot, fallback, sync, scored, trial] = self.picks;
-        match branch {
-            Branch::Cold => cold,
-            Branch::Hot => hot,
-            Branch::Fallback => fallback,
-            Branch::Sync => sync,
-            Branch::Scored => scored,
-            Branch::Trial => trial,
-        }
-        .one();
-    }
-
     pub(crate) fn waited(&self, end: WaitEnd) {
-        let [enough, all_ended, deadline, unasked, aborted] = self.waits;
-        match end {
-            WaitEnd::Decided(Ending::Enough) => enough,
-            WaitEnd::Decided(Ending::AllEnded) => all_ended,
-            WaitEnd::Decided(Ending::Deadline) => deadline,
-            WaitEnd::Unasked => unasked,
-            WaitEnd::Aborted => aborted,
-        }
-        .one();
-    }
-
-    /// What became of the exceptions table.
-    fn exception(&self, change: Change) {
-        let (counters, reason) = match change {
-            Change::Opened(reason) => (self.averted, reason),
-            Change::Closed(reason) => (self.returned, reason),
-            Change::None | Change::Noted => return,
-        };
-        let [failing, reported, silent] = counters;
-        match reason {
-            Reason::Failing => failing,
-            Reason::Reported => reported,
-            Reason::Silent => silent,
-        }
-        .one();
-    }
-
-    fn probe(&self, end: ProbeEnd) {
         let index = match end {
-            ProbeEnd::Used => 0,
-            ProbeEnd::Timeout => 1,
-            ProbeEnd::Refused => 2,
-            ProbeEnd::WrongEndpoint => 3,
-            ProbeEnd::NoReport => 4,
-            ProbeEnd::NoEndpoint => 5,
-            ProbeEnd::NoHost => 6,
-            ProbeEnd::Status => 7,
-            ProbeEnd::Duplicate => 8,
-            ProbeEnd::BadReport(error) => 9 + error_index(error),
+            WaitEnd::Decided(ending) => ending as usize,
+            WaitEnd::Unasked => 3,
+            WaitEnd::Aborted => 4,
         };
-        if let Some(counter) = self.probes.get(index) {
-            counter.one();
-        }
-    }
-
-    fn report(&self, end: ReportEnd) {
-        let index = match end {
-            ReportEnd::Used => 0,
-            ReportEnd::WrongEndpoint => 1,
-            ReportEnd::NoEndpoint => 2,
-            ReportEnd::Bad(error) => 3 + error_index(error),
-        };
-        if let Some(counter) = self.reports.get(index) {
-            counter.one();
-        }
-    }
-
-    fn outcome(&self, class: Class) {
-        let [answer, failure, abort, local] = self.outcomes;
-        match class {
-            Class::Answer => answer,
-            Class::UpstreamFailure => failure,
-            Class::ClientAbort => abort,
-            Class::Local => local,
-        }
-        .one();
+        one_of(&self.waits, index);
     }
 }
 
 impl Counters for Metrics {
     fn count(&self, what: Count) {
         match what {
-            Count::Pick(branch) => self.picked(branch),
+            Count::Pick(branch) => one_of(&self.picks, branch as usize),
             Count::Trial => self.trials.one(),
-            Count::Probe(end) => self.probe(end),
-            Count::Report(end) => self.report(end),
-            Count::Outcome(class) => self.outcome(class),
+            Count::Probe(end) => one_of(&self.probes, probe_index(end)),
+            Count::Report(end) => one_of(&self.reports, report_index(end)),
+            Count::Outcome(class) => one_of(&self.outcomes, class as usize),
             Count::Diverted => self.diverted.one(),
-            Count::Exception(change) => self.exception(change),
+            Count::Exception(Change::Opened(reason)) => one_of(&self.averted, reason as usize),
+            Count::Exception(Change::Closed(reason)) => one_of(&self.returned, reason as usize),
+            Count::Exception(Change::None | Change::Noted) => {}
             Count::Dropped => self.dropped_events.one(),
             Count::Conflicts(_) | Count::GivenUp | Count::Replaced(_) => self.blobs.count(what),
         }
+    }
+}
+
+fn one_of(counters: &[Counter], index: usize) {
+    if let Some(counter) = counters.get(index) {
+        counter.one();
+    }
+}
+
+fn probe_index(end: ProbeEnd) -> usize {
+    match end {
+        ProbeEnd::Used => 0,
+        ProbeEnd::Timeout => 1,
+        ProbeEnd::Refused => 2,
+        ProbeEnd::WrongEndpoint => 3,
+        ProbeEnd::NoReport => 4,
+        ProbeEnd::NoEndpoint => 5,
+        ProbeEnd::NoHost => 6,
+        ProbeEnd::Status => 7,
+        ProbeEnd::Duplicate => 8,
+        ProbeEnd::BadReport(error) => 9 + error as usize,
+    }
+}
+
+fn report_index(end: ReportEnd) -> usize {
+    match end {
+        ReportEnd::Used => 0,
+        ReportEnd::WrongEndpoint => 1,
+        ReportEnd::NoEndpoint => 2,
+        ReportEnd::Bad(error) => 3 + error as usize,
     }
 }
 
@@ -297,19 +254,7 @@ fn define(kind: MetricType, name: &str) -> Option<u32> {
     hostcalls::define_metric(kind, name).ok()
 }
 
-fn error_index(error: ReportError) -> usize {
-    match error {
-        ReportError::TooLong => 0,
-        ReportError::Rif => 1,
-        ReportError::Latency => 2,
-        ReportError::Endpoint => 3,
-        ReportError::ProbeEndpoint => 4,
-        ReportError::Failing => 5,
-        ReportError::Up => 6,
-        ReportError::Capacity => 7,
-    }
-}
-
+// Labels stand in the order of the variants that they name.
 /// Why replicas are averted.
 const REASONS: [&str; 3] = ["failing", "reported", "silent"];
 const PROBE_LABELS: [&str; 17] = [

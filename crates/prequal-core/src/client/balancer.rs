@@ -84,7 +84,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let rule = self.config.choice.rule;
         let mut request = if rule.is_probe_free() {
             self.rules.look(&mut self.members, &self.counters, now);
-            Request::new(now, self.rules.pick(now, self.config.pool.discovery_interval_ms, rng))
+            let pick = self.rules.pick(now, self.config.pool.discovery_interval_ms, rng);
+            Request { pick, began: now, ..Request::default() }
         } else {
             self.find_silent(now);
             let Self { config, shim, counters, journal, rules, .. } = self;
@@ -420,7 +421,7 @@ fn choose<S: Store, G: Rng>(
             None if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
             None => pool.pick_among(settings, now, answers, ranking, rng),
         };
-        let mut request = Request::new(now, pick);
+        let mut request = Request { pick, began: now, ..Request::default() };
         if let (Shim::OverrideHost, Some(chosen)) = (shim, pick.replica) {
             request.runner_up = pool.runner_up(settings, now, chosen, answers, ranking, rng);
         }

@@ -2,8 +2,7 @@
 
 use crate::endpoint::Endpoint;
 use crate::exceptions::flights::Flight;
-use crate::members::Standing;
-use crate::pool::{Pick, ProbesDue};
+use crate::pool::Pick;
 use crate::time::Micros;
 
 use super::count::Class;
@@ -24,7 +23,7 @@ pub trait Witness {
 }
 
 /// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default was not placed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Request {
     /// The choice. Probes that are due with it are for the host to send.
     pub pick: Pick,
@@ -47,28 +46,7 @@ pub struct Request {
     pub(super) told: (Option<u32>, Option<f64>),
 }
 
-impl Default for Request {
-    fn default() -> Self {
-        Self::new(Micros(0), Pick::nobody(Standing::even(0), ProbesDue::default()))
-    }
-}
-
 impl Request {
-    pub(super) fn new(began: Micros, pick: Pick) -> Self {
-        Self {
-            pick,
-            runner_up: None,
-            began,
-            flight: None,
-            trial: false,
-            blamed: false,
-            answered: false,
-            failed: false,
-            reported_us: None,
-            told: (None, None),
-        }
-    }
-
     /// Whether a report has proved that the chosen replica answered: with a proper end nothing need be asked of the proxy.
     pub fn is_answered(&self) -> bool {
         self.answered

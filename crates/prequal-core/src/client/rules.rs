@@ -10,11 +10,11 @@ use super::count::Counters;
 use super::store::Value;
 use crate::config::Rule;
 use crate::endpoint::Endpoint;
-use crate::members::{Members, Standing};
+use crate::members::Members;
 use crate::policies::Done;
 use crate::policies::c3::C3;
 use crate::policies::fleet::{Explorer, Fleet};
-use crate::pool::{Branch, Candidate, Pick, ProbesDue, Ranking};
+use crate::pool::{Branch, Candidate, Pick, Ranking};
 use crate::report::LoadReport;
 use crate::time::Micros;
 use crate::tracker::Outcome;
@@ -97,7 +97,7 @@ impl Rules {
             _ => None,
         };
         let branch = if replica.is_some() { Branch::Scored } else { Branch::Fallback };
-        Pick { replica, branch, ..Pick::nobody(Standing::even(0), ProbesDue::default()) }
+        Pick { replica, branch, ..Pick::default() }
     }
 
     /// A request leaves for the replica.
