@@ -100,11 +100,10 @@ impl BlobCounters {
 
 impl Counters for BlobCounters {
     fn count(&self, what: Count) {
-        match what {
-            Count::Conflicts(conflicts) => self.conflicts.add(conflicts),
-            Count::GivenUp => self.giveups.one(),
-            Count::Replaced(blobs) => self.replaced.add(blobs),
-            _ => {}
+        if let Count::Shared { conflicts, given_up, replaced } = what {
+            self.conflicts.add(conflicts);
+            self.giveups.add(given_up.into());
+            self.replaced.add(replaced);
         }
     }
 }
@@ -210,7 +209,7 @@ impl Counters for Metrics {
             Count::Exception(Change::Closed(reason)) => one_of(&self.returned, reason as usize),
             Count::Exception(Change::None | Change::Noted) => {}
             Count::Dropped => self.dropped_events.one(),
-            Count::Conflicts(_) | Count::GivenUp | Count::Replaced(_) => self.blobs.count(what),
+            Count::Shared { .. } => self.blobs.count(what),
         }
     }
 }

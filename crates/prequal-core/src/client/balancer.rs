@@ -14,7 +14,7 @@ use crate::exceptions::{Event, ExceptionSettings};
 use crate::load::Load;
 use crate::members::{Evidence, Members, Standing};
 use crate::policies::Done;
-use crate::pool::{Pick, PoolView, ProbesDue, Ranking};
+use crate::pool::{Pick, PoolView, ProbesDue};
 use crate::report::{LoadReport, ReportError};
 use crate::sync::Answer;
 use crate::time::Micros;
@@ -29,7 +29,7 @@ pub struct Balancer<S: Store, C> {
     pub(super) members: S::Value<Members>,
     pub(super) rules: Rules,
     /// This worker's requests in flight.
-    flights: Flights,
+    pub(super) flights: Flights,
 }
 
 /// What a tick shows.
@@ -81,15 +81,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
 
     /// Chooses for one request: among `answers` if it has waited for them, else from the pool.
     pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], rng: &mut G) -> Request {
-        let rule = self.config.choice.rule;
-        let mut request = if rule.is_probe_free() {
+        let mut request = if self.config.choice.rule.is_probe_free() {
             self.rules.look(&mut self.members, &self.counters, now);
             let pick = self.rules.pick(now, self.config.pool.discovery_interval_ms, rng);
             Request { pick, began: now, ..Request::default() }
         } else {
             self.find_silent(now);
-            let Self { config, shim, counters, journal, rules, .. } = self;
-            rules.ranked(rule, |ranking| choose(config, *shim, counters, journal, now, answers, ranking, rng))
+            self.choose(now, answers, rng)
         };
         request.flight = self.sent(now, &request.pick);
         self.rules.sent(request.pick.replica);
@@ -178,15 +176,41 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
-    /// Requests that are watched, on their way.
-    pub fn in_flight(&self) -> usize {
-        self.flights.len()
-    }
-
     /// How the pool looks now.
     pub fn view(&mut self, now: Micros) -> PoolView {
         let settings = &self.config.pool;
         self.journal.pool.update(|pool| (pool.view(settings, now), false)).result
+    }
+
+    /// The choice by a rule that has a pool.
+    fn choose<G: Rng>(&mut self, now: Micros, answers: &[Answer], rng: &mut G) -> Request {
+        let Self { config, shim, counters, journal, rules, .. } = self;
+        let settings = &config.pool;
+        rules.ranked(config.choice.rule, |ranking| {
+            let chosen = journal.transact(settings, counters, now, true, rng, |pool, exceptions, rng| {
+                let admitted: Vec<Answer>;
+                let (answers, trial) = match exceptions {
+                    None => (answers, None),
+                    Some((table, trial)) => {
+                        pool.exclude(table, now);
+                        admitted =
+                            answers.iter().filter(|answer| !table.is_out(answer.replica)).copied().collect();
+                        (&admitted[..], trial)
+                    }
+                };
+                let pick = match trial {
+                    Some(trial) => pool.pick_trial(settings, trial, now),
+                    None if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
+                    None => pool.pick_among(settings, now, answers, ranking, rng),
+                };
+                let mut request = Request { pick, began: now, ..Request::default() };
+                if let (Shim::OverrideHost, Some(chosen)) = (*shim, pick.replica) {
+                    request.runner_up = pool.runner_up(settings, now, chosen, answers, ranking, rng);
+                }
+                (request, true)
+            });
+            chosen.0
+        })
     }
 
     /// Judges the report on a response (design §3, "Trust").
@@ -391,41 +415,4 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     pub(super) fn push(&mut self, update: Update) {
         self.journal.push(&self.counters, update);
     }
-}
-
-/// The choice by a rule that has a pool.
-#[allow(clippy::too_many_arguments, reason = "the parts of a balancer, which the ranking borrows from")]
-fn choose<S: Store, G: Rng>(
-    config: &ClusterConfig,
-    shim: Shim,
-    counters: &impl Counters,
-    journal: &mut Journal<S>,
-    now: Micros,
-    answers: &[Answer],
-    ranking: Ranking<'_>,
-    rng: &mut G,
-) -> Request {
-    let settings = &config.pool;
-    let (request, _) = journal.transact(settings, counters, now, true, rng, |pool, exceptions, rng| {
-        let admitted: Vec<Answer>;
-        let (answers, trial) = match exceptions {
-            None => (answers, None),
-            Some((table, trial)) => {
-                pool.exclude(table, now);
-                admitted = answers.iter().filter(|answer| !table.is_out(answer.replica)).copied().collect();
-                (&admitted[..], trial)
-            }
-        };
-        let pick = match trial {
-            Some(trial) => pool.pick_trial(settings, trial, now),
-            None if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
-            None => pool.pick_among(settings, now, answers, ranking, rng),
-        };
-        let mut request = Request { pick, began: now, ..Request::default() };
-        if let (Shim::OverrideHost, Some(chosen)) = (shim, pick.replica) {
-            request.runner_up = pool.runner_up(settings, now, chosen, answers, ranking, rng);
-        }
-        (request, true)
-    });
-    request
 }

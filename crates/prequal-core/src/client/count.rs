@@ -12,14 +12,9 @@ pub trait Counters {
 
     /// What came of a transaction on the shared state.
     fn updated<T>(&self, updated: &Updated<T>) {
-        if updated.conflicts > 0 {
-            self.count(Count::Conflicts(updated.conflicts));
-        }
-        if updated.end == End::GivenUp {
-            self.count(Count::GivenUp);
-        }
-        if updated.replaced > 0 {
-            self.count(Count::Replaced(updated.replaced));
+        let given_up = updated.end == End::GivenUp;
+        if updated.conflicts > 0 || updated.replaced > 0 {
+            self.count(Count::Shared { conflicts: updated.conflicts, given_up, replaced: updated.replaced });
         }
     }
 }
@@ -48,12 +43,15 @@ pub enum Count {
     Exception(Change),
     /// Too many updates waited: one was dropped.
     Dropped,
-    /// Others had written meanwhile, so often.
-    Conflicts(u32),
-    /// A change was lost to conflicts.
-    GivenUp,
-    /// So many shared values did not decode and were replaced.
-    Replaced(u32),
+    /// A transaction on the shared state did not go smoothly.
+    Shared {
+        /// Others had written meanwhile, so often.
+        conflicts: u32,
+        /// And in the end the change was lost.
+        given_up: bool,
+        /// So many values did not decode, and were replaced.
+        replaced: u32,
+    },
 }
 
 /// How a probe ended. At rest: sent = sum of all others.
