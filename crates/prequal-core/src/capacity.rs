@@ -16,8 +16,7 @@
 //! What is in flight but not at the server (a stream, a request that waits for its client) is no part of the level; the
 //! caller leaves it out ([`crate::tracker`]).
 
-use crate::report::MAX_LATENCY_US;
-use crate::time::Micros;
+use crate::time::{MAX_LATENCY_US, Micros};
 
 /// Highest knee that is told apart; more in flight count as this many.
 pub const MAX_KNEE: u16 = 512;

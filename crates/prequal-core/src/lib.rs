@@ -22,6 +22,7 @@
 //! | [`failures`] | which share of its requests it fails |
 //! | [`affinity`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
+//! | [`load`] | what of it a choice needs |
 //! | [`blob`] | which bytes are state of this version |
 //! | [`shared`] | how workers change it without losing each other's changes |
 //! | [`config`] | settings that cannot be invalid |

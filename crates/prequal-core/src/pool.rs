@@ -47,12 +47,12 @@ mod settings;
 use bars::{Barred, MAX_BARRED, REFUSAL_WEIGHT};
 pub use choose::Ranking;
 pub use entry::Candidate;
-use entry::{Entry, FULL_SHARE, UNKNOWN};
+use entry::{Entry, UNKNOWN};
 use predicted::{Predicted, Trials};
 use probes::GROWING_MS;
 use rank::{Order, Scored, Theta, lowest_ramped};
-use settings::CROWD;
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
+use settings::{CROWD, FULL_SHARE};
 
 /// Which rule chose.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

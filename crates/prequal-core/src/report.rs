@@ -8,6 +8,7 @@ use std::fmt;
 
 use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
+use crate::time::MAX_LATENCY_US;
 
 /// The steering header: names the chosen replica to the shim.
 pub const HEADER_DEST: &str = "x-prequal-dest";
@@ -27,8 +28,6 @@ pub const PROBE_PATH: &str = "/prequal/probe";
 pub const MAX_REPORT: usize = 256;
 /// Largest accepted RIF. More in flight on one replica is not believable.
 pub const MAX_RIF: u32 = 1_000_000;
-/// Largest accepted latency: one hour, in microseconds.
-pub const MAX_LATENCY_US: u32 = 3_600_000_000;
 /// Most that can fail, per mille.
 pub const MAX_FAILING: u16 = 1000;
 

@@ -1,5 +1,8 @@
 //! Time as the caller tells it. Host clocks may be wall clocks and may step, so no operation here can fail.
 
+/// Longest latency that is told or believed: one hour, in microseconds.
+pub const MAX_LATENCY_US: u32 = 3_600_000_000;
+
 /// Microseconds on the caller's clock, from an arbitrary origin.
 #[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Micros(pub u64);

@@ -22,7 +22,7 @@
 
 use crate::capacity::{Capacity, Levels};
 use crate::in_flight::InFlight;
-use crate::time::Micros;
+use crate::time::{MAX_LATENCY_US, Micros};
 
 /// Settings of a [`Tracker`]. All durations in microseconds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub struct Ended {
     pub arrived_as: u32,
     /// How many were at the server when it ended, itself included; 0 if it was not.
     pub level: u32,
-    /// From its arrival to its end, less what its client took, at most [`crate::report::MAX_LATENCY_US`].
+    /// From its arrival to its end, less what its client took, at most [`MAX_LATENCY_US`].
     pub latency_us: u32,
     /// How it ended.
     pub outcome: Outcome,
@@ -205,7 +205,7 @@ impl Tracker {
             None => level,
         };
         let latency = now.saturating_since(arrived).saturating_sub(client);
-        let latency_us = u32::try_from(latency).unwrap_or(u32::MAX).min(crate::report::MAX_LATENCY_US);
+        let latency_us = u32::try_from(latency).unwrap_or(u32::MAX).min(MAX_LATENCY_US);
         let Ticket { rif_at_arrival, arrived_as, .. } = ticket;
         let ended = Ended { at: now, rif_at_arrival, arrived_as, level, latency_us, outcome };
         if level > 0 {
@@ -343,7 +343,7 @@ impl Tracker {
         let oldest = self.in_flight.oldest_but(leaving.map(|visit| visit.slot));
         oldest
             .map_or(0, |open| u32::try_from(now.saturating_since(open.since)).unwrap_or(u32::MAX))
-            .min(crate::report::MAX_LATENCY_US)
+            .min(MAX_LATENCY_US)
     }
 
     fn nearest_median(&self, centre: usize, now: Micros, max_age: u64) -> Option<u32> {

@@ -11,8 +11,7 @@ use bytemuck::Zeroable;
 use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
 use crate::replica::Replica;
-use crate::report::MAX_LATENCY_US;
-use crate::time::Micros;
+use crate::time::{MAX_LATENCY_US, Micros};
 use crate::tracker::{Ended, Outcome};
 
 /// Requests kept.

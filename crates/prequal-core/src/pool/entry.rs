@@ -106,5 +106,3 @@ impl Entry {
 
 /// In place of a latency.
 pub(super) const UNKNOWN: u32 = u32::MAX;
-/// Share of a replica that is not young, per cent.
-pub(super) const FULL_SHARE: u8 = 100;

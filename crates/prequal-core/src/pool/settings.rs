@@ -1,6 +1,5 @@
 //! The settings of a pool. Their names, ranges and defaults are in [`crate::config`].
 
-use super::entry::FULL_SHARE;
 use crate::exceptions::ExceptionSettings;
 
 /// Most entries a pool can hold.
@@ -98,5 +97,7 @@ impl PoolSettings {
 
 /// See [`PoolSettings::burst_guard`].
 pub(super) const CROWD: u16 = 4;
+/// Share of a replica that is not young, per cent.
+pub(super) const FULL_SHARE: u8 = 100;
 /// The least that a young replica gets: it must be seen to answer.
 const MIN_SHARE: u8 = 5;
