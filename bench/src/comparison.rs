@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result};
 
-use crate::goals::Goal;
+use crate::arm::Arm;
 use crate::plot::{Curve, Panel};
-use crate::scenario::{Arm, Load, Measured, Scenario, topology_label};
+use crate::scenario::{Goal, Load, Measured, Scenario, topology_label};
 use crate::table::{self, count, ms, one, percent, spread, two};
 
 /// The runs of a comparison, all passes together.

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::Args;
 
+use crate::arm::Arm;
 use crate::comparison::Comparison;
 use crate::deployment::Deployment;
 use crate::e2e;
 use crate::plot::Panel;
-use crate::scenario::{Arm, topology_label};
+use crate::scenario::topology_label;
 use crate::table::ms;
 
 /// Two tails this close are the same: timers and schedulers account for it.

@@ -15,8 +15,8 @@ use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig, Policy, target_di
 use serde_json::json;
 use tokio::net::TcpSocket;
 
+use crate::arm::Arm;
 use crate::backends::{Backends, Change, Fleet, KEY_HEADER, Service};
-use crate::scenario::Arm;
 
 /// The serving cluster of the shipped configuration.
 pub(crate) const CLUSTER: &str = "replicas";

@@ -1,4 +1,4 @@
-//! What a scenario has to reach, and the verdicts.
+//! The verdicts: which goals of a scenario were reached.
 //!
 //! A figure is the median over the passes unless said otherwise; ratios and differences are taken between
 //! runs of the same pass. A goal that is missed is printed with what was measured and makes the exit code
@@ -7,46 +7,14 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use crate::arm::Arm;
 use crate::comparison::Comparison;
-use crate::scenario::{Arm, Measured, topology_label};
+use crate::scenario::{Goal, Measured, topology_label};
 use crate::stats::median;
 use crate::table::{ms, one, percent, spread, two};
 
 /// A generator later than this at the 99th percentile measures itself.
 const LATE: Duration = Duration::from_millis(5);
-
-/// What [`Arm::Prequal`] has to reach.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Goal {
-    /// At least this share of the requests is good.
-    Good(f64),
-    /// Who is watched has its traffic back in time, in every pass.
-    Back,
-    /// The marked replicas get at most this share, in every pass.
-    MarkedShare(f64),
-    /// No request of any pass was refused by a full replica.
-    NoneRejected,
-    /// No request of any pass failed.
-    NoneFailed,
-    /// The 99th percentile is at most so many ms.
-    P99(f64),
-    /// The 99th percentile is at most so many ms above round robin's median, in every pass.
-    P99AboveRoundRobinMedian(f64),
-    /// The 99.9th percentile is so many times below that of each baseline, in every pass.
-    P999BelowBaselines(f64),
-    /// Envoy's CPU time per request is at most so many times round robin's, medians of the passes compared.
-    CpuOfRoundRobin(f64),
-    /// At least this part of an arm's answers per second.
-    Throughput { of: Arm, part: f64 },
-    /// No quantile above that of the best policy of Envoy's own, but for what chance and the hop through the filter add.
-    NeverWorse,
-    /// The 99th percentile is at most so many times that of the best policy of Envoy's own.
-    P99OfBest(f64),
-    /// The least used replica gets at least this part of its fair share, in every pass.
-    LeastPart(f64),
-    /// This arm, which hints, has more cache hits and a lower 99th percentile.
-    BeatenByHint(Arm),
-}
 
 /// Verdicts in the order in which they were reached.
 #[derive(Default)]

@@ -3,6 +3,7 @@
 //! `cargo xtask demo` and `cargo xtask bench` set up what is needed and call this. What the rules cost
 //! without Envoy is measured by `benches/`.
 
+mod arm;
 mod backends;
 mod closed;
 mod comparison;

@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use prequal_testbed::cpu_time;
 
+use crate::arm::Arm;
 use crate::backends::Fleet;
 use crate::closed;
 use crate::deployment::{Counted, Deployment, Event};
-use crate::goals::Goal;
 use crate::load::{Arrivals, Keys, Plan, Run};
 use crate::recovery::{self, Recovery, Watch};
 use crate::stats::{Sample, Summary};
@@ -75,53 +75,37 @@ pub(crate) struct Marked {
     pub(crate) label: &'static str,
 }
 
-/// What chooses the replica.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Arm {
-    RoundRobin,
-    LeastRequest,
-    FullScan,
-    /// Envoy's policy that draws any replica.
-    Random,
-    /// Envoy's consistent hashing on the key of the request.
-    RingHash,
-    /// The filters of ours around a module that does nothing: Envoy's part of what the filter costs.
-    EmptyModule,
-    /// The filter as shipped.
-    Prequal,
-    /// Synchronous probes of so many replicas, with a hint made of the key of the request.
-    Hinted(u8),
-    /// The filter with another selection rule, by its name in the configuration.
-    Rule(&'static str),
-}
-
-impl Arm {
-    /// Envoy's own policies that need nothing from the request.
-    pub(crate) const STOCK: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Random];
-    /// Those of them that know something or take turns.
-    pub(crate) const BASELINES: [Self; 3] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan];
-    /// The usual comparison, in the order in which a pass runs it.
-    pub(crate) const USUAL: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Prequal];
-
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::RoundRobin => "round_robin",
-            Self::LeastRequest => "least_request (2 choices)",
-            Self::FullScan => "least_request (full scan)",
-            Self::Random => "random",
-            Self::RingHash => "ring_hash",
-            Self::EmptyModule => "empty module",
-            Self::Prequal => "prequal",
-            Self::Hinted(3) => "prequal, sync + hint, d = 3",
-            Self::Hinted(_) => "prequal, sync + hint",
-            Self::Rule(name) => name,
-        }
-    }
-
-    /// Whether the filter chooses.
-    pub(crate) fn is_ours(self) -> bool {
-        matches!(self, Self::Prequal | Self::Hinted(_) | Self::Rule(_))
-    }
+/// What [`Arm::Prequal`] has to reach.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Goal {
+    /// At least this share of the requests is good.
+    Good(f64),
+    /// Who is watched has its traffic back in time, in every pass.
+    Back,
+    /// The marked replicas get at most this share, in every pass.
+    MarkedShare(f64),
+    /// No request of any pass was refused by a full replica.
+    NoneRejected,
+    /// No request of any pass failed.
+    NoneFailed,
+    /// The 99th percentile is at most so many ms.
+    P99(f64),
+    /// The 99th percentile is at most so many ms above round robin's median, in every pass.
+    P99AboveRoundRobinMedian(f64),
+    /// The 99.9th percentile is so many times below that of each baseline, in every pass.
+    P999BelowBaselines(f64),
+    /// Envoy's CPU time per request is at most so many times round robin's, medians of the passes compared.
+    CpuOfRoundRobin(f64),
+    /// At least this part of an arm's answers per second.
+    Throughput { of: Arm, part: f64 },
+    /// No quantile above that of the best policy of Envoy's own, but for what chance and the hop through the filter add.
+    NeverWorse,
+    /// The 99th percentile is at most so many times that of the best policy of Envoy's own.
+    P99OfBest(f64),
+    /// The least used replica gets at least this part of its fair share, in every pass.
+    LeastPart(f64),
+    /// This arm, which hints, has more cache hits and a lower 99th percentile.
+    BeatenByHint(Arm),
 }
 
 /// How many Envoys share the fleet and the load.

@@ -4,10 +4,10 @@
 use std::time::Duration;
 
 use super::FIRST;
+use crate::arm::Arm;
 use crate::backends::{Fleet, Replica, Service};
-use crate::goals::Goal;
 use crate::load::{Arrivals, Keys};
-use crate::scenario::{Arm, Load, Scenario};
+use crate::scenario::{Goal, Load, Scenario};
 
 const REPLICAS: usize = 8;
 /// What the fleet can carry even if nothing is ever a hit: 8 × 4 / 0.1 s = 320.

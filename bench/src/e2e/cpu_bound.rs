@@ -6,9 +6,9 @@
 use std::time::Duration;
 
 use super::FIRST;
+use crate::arm::Arm;
 use crate::backends::{Fleet, Replica, Service};
-use crate::goals::Goal;
-use crate::scenario::{Arm, Load, Scenario};
+use crate::scenario::{Goal, Load, Scenario};
 
 const REPLICAS: usize = 4;
 /// Enough that no replica is ever idle for want of requests.

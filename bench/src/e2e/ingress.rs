@@ -11,13 +11,14 @@ use anyhow::Result;
 use clap::Args;
 
 use super::{FIRST, Topologies, draw};
+use crate::arm::Arm;
 use crate::backends::{Change, Fleet, Replica, Service};
 use crate::comparison::Comparison;
 use crate::deployment::Event;
-use crate::goals::{Goal, Goals, above_round_robin_median, worst};
+use crate::goals::{Goals, above_round_robin_median, worst};
 use crate::plot::Panel;
 use crate::recovery::Watch;
-use crate::scenario::{Arm, Load, Marked, Scenario, topology_label};
+use crate::scenario::{Goal, Load, Marked, Scenario, topology_label};
 use crate::stats::min_max;
 use crate::table::ms;
 

@@ -11,10 +11,10 @@ use anyhow::{Context, Error, Result, ensure};
 use clap::Args;
 
 use super::{FIRST, Length, Topologies};
+use crate::arm::Arm;
 use crate::backends::{Fleet, Replica, Service, Times};
-use crate::goals::Goal;
 use crate::load::Arrivals;
-use crate::scenario::{Arm, Load, Marked, Scenario};
+use crate::scenario::{Goal, Load, Marked, Scenario};
 
 /// Each has an agent of its own, a process.
 const MOST_REPLICAS: u16 = 100;

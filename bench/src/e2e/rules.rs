@@ -5,8 +5,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use super::{Length, ingress, measure, report, stall};
+use crate::arm::Arm;
 use crate::comparison::Comparison;
-use crate::scenario::{Arm, Scenario};
+use crate::scenario::Scenario;
 use crate::table;
 
 /// Those that rank reported load, then those that live on the Envoy's own requests.

@@ -9,11 +9,11 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 
 use super::{Length, compare};
+use crate::arm::Arm;
 use crate::backends::{Change, Fleet, Replica};
 use crate::deployment::Event;
-use crate::goals::Goal;
 use crate::recovery::Watch;
-use crate::scenario::{Arm, Load, Marked, Scenario};
+use crate::scenario::{Goal, Load, Marked, Scenario};
 
 const REPLICAS: usize = 10;
 /// The one that fails.

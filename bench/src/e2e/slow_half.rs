@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::FIRST;
+use crate::arm::Arm;
 use crate::backends::{Fleet, Replica};
-use crate::goals::Goal;
-use crate::scenario::{Arm, Load, Marked, Scenario};
+use crate::scenario::{Goal, Load, Marked, Scenario};
 
 /// Of each kind.
 const REPLICAS: u16 = 20;

@@ -4,11 +4,11 @@
 
 use std::time::Duration;
 
+use crate::arm::Arm;
 use crate::backends::{Change, Fleet, Replica, Service};
 use crate::deployment::Event;
-use crate::goals::Goal;
 use crate::recovery::Watch;
-use crate::scenario::{Arm, Load, Marked, Scenario};
+use crate::scenario::{Goal, Load, Marked, Scenario};
 
 const REPLICAS: usize = 11;
 /// The one that stalls.

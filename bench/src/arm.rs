@@ -1,0 +1,50 @@
+//! What is compared: Envoy's own policies, and ours.
+
+/// What chooses the replica.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Arm {
+    RoundRobin,
+    LeastRequest,
+    FullScan,
+    /// Envoy's policy that draws any replica.
+    Random,
+    /// Envoy's consistent hashing on the key of the request.
+    RingHash,
+    /// The filters of ours around a module that does nothing: Envoy's part of what the filter costs.
+    EmptyModule,
+    /// The filter as shipped.
+    Prequal,
+    /// Synchronous probes of so many replicas, with a hint made of the key of the request.
+    Hinted(u8),
+    /// The filter with another selection rule, by its name in the configuration.
+    Rule(&'static str),
+}
+
+impl Arm {
+    /// Envoy's own policies that need nothing from the request.
+    pub(crate) const STOCK: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Random];
+    /// Those of them that know something or take turns.
+    pub(crate) const BASELINES: [Self; 3] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan];
+    /// The usual comparison, in the order in which a pass runs it.
+    pub(crate) const USUAL: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Prequal];
+
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::RoundRobin => "round_robin",
+            Self::LeastRequest => "least_request (2 choices)",
+            Self::FullScan => "least_request (full scan)",
+            Self::Random => "random",
+            Self::RingHash => "ring_hash",
+            Self::EmptyModule => "empty module",
+            Self::Prequal => "prequal",
+            Self::Hinted(3) => "prequal, sync + hint, d = 3",
+            Self::Hinted(_) => "prequal, sync + hint",
+            Self::Rule(name) => name,
+        }
+    }
+
+    /// Whether the filter chooses.
+    pub(crate) fn is_ours(self) -> bool {
+        matches!(self, Self::Prequal | Self::Hinted(_) | Self::Rule(_))
+    }
+}
