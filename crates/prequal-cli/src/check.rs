@@ -7,6 +7,7 @@ mod at;
 mod clusters;
 mod codes;
 mod filters;
+mod headers;
 mod routes;
 mod shape;
 mod source;

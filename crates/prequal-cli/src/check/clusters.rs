@@ -4,7 +4,7 @@ use prequal_core::config::{ClusterConfig, FilterConfig, Shim};
 use serde_json::Value;
 
 use super::codes::*;
-use super::filters::{DEST, check_codec};
+use super::headers::DEST;
 use super::source::Source;
 use super::{At, Findings};
 
@@ -125,6 +125,13 @@ fn override_host<'a>(cluster: &At<'a>) -> Option<At<'a>> {
 pub(super) fn http_filters<'a>(cluster: &At<'a>) -> Vec<At<'a>> {
     let options = cluster.at(&["typed_extension_protocol_options", HTTP_OPTIONS]);
     options.map(|options| options.list("http_filters")).unwrap_or_default()
+}
+
+/// Upstream filters end with the codec.
+pub(super) fn check_codec(filters: &[At<'_>], findings: &mut Findings) {
+    if let Some(last) = filters.last().filter(|last| last.typed("UpstreamCodec").is_none()) {
+        findings.push(UPSTREAM_CODEC, &last.path, last.text("name").unwrap_or_default());
+    }
 }
 
 /// Whether replies carry Envoy's word on who answered, and whether nothing of the replica's is left beside it.

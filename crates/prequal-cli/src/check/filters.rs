@@ -7,14 +7,9 @@ use prequal_core::config::{Config, FilterConfig, Shim};
 use serde_json::Value;
 
 use super::codes::*;
+use super::headers::{DEST, LOAD, OURS, removed};
 use super::source::Source;
 use super::{At, Findings, clusters, routes};
-
-/// The headers of ours that nobody outside may send or see.
-const OURS: [&str; 6] =
-    [DEST, LOAD, "x-prequal-rif", "x-prequal-latency-us", "x-prequal-hint", "x-prequal-host"];
-pub(super) const DEST: &str = "x-prequal-dest";
-pub(super) const LOAD: &str = "x-prequal-load";
 
 /// Checks every HTTP connection manager that has the filter, and what it leads to.
 pub(super) fn check(source: &Source<'_>, findings: &mut Findings) {
@@ -213,21 +208,6 @@ fn is_shim(filter: &At<'_>) -> bool {
     session_header(filter).is_some_and(|name| name.eq_ignore_ascii_case(DEST))
 }
 
-/// Those of our headers that a `header_mutation` filter removes on one side.
-pub(super) fn removed(filter: &At<'_>, side: &str) -> BTreeSet<&'static str> {
-    let mutations = filter.typed("HeaderMutation").and_then(|filter| filter.get("mutations"));
-    let list = mutations.map(|mutations| mutations.list(side)).unwrap_or_default();
-    let removes = |mutation: &At<'_>, ours: &str| {
-        let pattern = mutation.at(&["remove_on_match", "key_matcher"]);
-        let matched = pattern.is_some_and(|pattern| {
-            pattern.text("prefix").is_some_and(|prefix| ours.starts_with(prefix))
-                || pattern.text("exact") == Some(ours)
-        });
-        matched || mutation.text("remove").is_some_and(|name| name.eq_ignore_ascii_case(ours))
-    };
-    OURS.into_iter().filter(|ours| list.iter().any(|mutation| removes(mutation, ours))).collect()
-}
-
 /// The router is last, and the replicas do not see the choice.
 fn check_router(
     source: &Source<'_>,
@@ -247,7 +227,7 @@ fn check_router(
     };
     let config = router.typed("Router").unwrap_or_else(|| router.clone());
     let upstream = config.list("upstream_http_filters");
-    check_codec(&upstream, findings);
+    clusters::check_codec(&upstream, findings);
     if upstream.iter().any(|filter| removed(filter, "request_mutations").contains(DEST)) {
         return;
     }
@@ -270,12 +250,5 @@ fn check_router(
     };
     if !settings.clusters.iter().all(|entry| clean(&entry.cluster)) {
         findings.push(UPSTREAM_STRIP, &config.path, "");
-    }
-}
-
-/// Upstream filters end with the codec.
-pub(super) fn check_codec(filters: &[At<'_>], findings: &mut Findings) {
-    if let Some(last) = filters.last().filter(|last| last.typed("UpstreamCodec").is_none()) {
-        findings.push(UPSTREAM_CODEC, &last.path, last.text("name").unwrap_or_default());
     }
 }

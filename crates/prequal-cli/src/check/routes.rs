@@ -4,7 +4,7 @@ use prequal_core::config::{FilterConfig, Shim};
 use regex::Regex;
 
 use super::codes::*;
-use super::filters::{DEST, LOAD};
+use super::headers::{DEST, LOAD};
 use super::source::Source;
 use super::{At, Findings};
 

@@ -1,0 +1,26 @@
+//! The headers of ours, and the filters that remove them.
+
+use std::collections::BTreeSet;
+
+use super::At;
+
+/// The headers of ours that nobody outside may send or see.
+pub(super) const OURS: [&str; 6] =
+    [DEST, LOAD, "x-prequal-rif", "x-prequal-latency-us", "x-prequal-hint", "x-prequal-host"];
+pub(super) const DEST: &str = "x-prequal-dest";
+pub(super) const LOAD: &str = "x-prequal-load";
+
+/// Those of our headers that a `header_mutation` filter removes on one side.
+pub(super) fn removed(filter: &At<'_>, side: &str) -> BTreeSet<&'static str> {
+    let mutations = filter.typed("HeaderMutation").and_then(|filter| filter.get("mutations"));
+    let list = mutations.map(|mutations| mutations.list(side)).unwrap_or_default();
+    let removes = |mutation: &At<'_>, ours: &str| {
+        let pattern = mutation.at(&["remove_on_match", "key_matcher"]);
+        let matched = pattern.is_some_and(|pattern| {
+            pattern.text("prefix").is_some_and(|prefix| ours.starts_with(prefix))
+                || pattern.text("exact") == Some(ours)
+        });
+        matched || mutation.text("remove").is_some_and(|name| name.eq_ignore_ascii_case(ours))
+    };
+    OURS.into_iter().filter(|ours| list.iter().any(|mutation| removes(mutation, ours))).collect()
+}
