@@ -9,16 +9,14 @@ use anyhow::{Result, bail, ensure};
 use crate::commands::build::{self, WasmArgs};
 use crate::commands::compose::engine::Project;
 use crate::commands::compose::page::Page;
-use crate::commands::fault;
 use crate::progress;
 
 mod browser;
 mod check;
 pub(crate) mod engine;
+pub(crate) mod faults;
 mod images;
 pub(crate) mod page;
-
-pub(crate) use images::NETFAULT;
 
 /// Brings up the docker-compose demo: two Envoys, nine replicas with their agents, load, faults, a live page.
 ///
@@ -131,7 +129,7 @@ fn orders(project: &Project, page: &Page) -> bool {
     let Ok(orders) = page.orders() else { return false };
     for order in orders {
         progress::say(format_args!("{} on {}, {} s", order.name, order.replica, order.seconds));
-        if let Err(error) = fault::act(project, &order) {
+        if let Err(error) = faults::act(project, &order) {
             progress::say(format_args!("not done: {error:#}"));
             let _ = page.failed(order.id, &error.to_string());
         }

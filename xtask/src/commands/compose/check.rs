@@ -12,9 +12,9 @@ use crate::commands::build;
 use crate::commands::compose::START;
 use crate::commands::compose::browser::{self, Browser};
 use crate::commands::compose::engine::Project;
+use crate::commands::compose::faults;
 use crate::commands::compose::images;
 use crate::commands::compose::page::Page;
-use crate::commands::fault;
 use crate::toolchain::Choice;
 use crate::{progress, run};
 
@@ -406,7 +406,7 @@ impl Check<'_> {
 
     fn switch_on(&self, case: &Case) -> Result<()> {
         let replica = Some(case.replica).filter(|number| *number > 0);
-        fault::switch_on(self.project, &self.page, case.fault, replica, Some(LASTS)).map(drop)
+        faults::switch_on(self.project, &self.page, case.fault, replica, Some(LASTS)).map(drop)
     }
 
     /// Switches the fault on by its button in the browser; false without a browser.
