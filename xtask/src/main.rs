@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod circles;
 mod commands;
 mod policy;
 mod progress;

@@ -12,9 +12,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::commands::build::{self, WasmArgs};
 use crate::commands::{compose, debian, dist, envoy, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
-use crate::{policy, progress, run, workspace};
+use crate::{circles, policy, progress, run, workspace};
 
-/// Runs every check that CI runs: format, lints, documentation, dependencies, all tests, benchmarks compile, simulator.
+/// Runs every check that CI runs: format, lints, documentation, dependencies, circles of files, all tests, benchmarks compile, simulator.
 ///
 /// Stops at the first failure. Checks that could not be made here, and tests that were ignored, are listed at
 /// the end; with --no-skips, and always under CI=true, they are failures.
@@ -52,6 +52,8 @@ enum Step {
     Format,
     /// Licences, sources and bans of the dependencies
     Deps,
+    /// No files of a crate use each other
+    Circles,
     /// clippy, on the host and for the module's target
     Lint,
     /// rustdoc without warnings
@@ -133,6 +135,7 @@ impl Step {
         match self {
             Self::Format => "format",
             Self::Deps => "dependencies",
+            Self::Circles => "circles of files",
             Self::Lint => "lint",
             Self::Docs => "documentation",
             Self::Build => "build",
@@ -152,6 +155,10 @@ impl Session<'_> {
         match step {
             Step::Format => run::check(run::cargo().args(["fmt", "--all", "--", "--check"])),
             Step::Deps => dependencies(),
+            Step::Circles => {
+                progress::say(format_args!("{} files looked at", circles::check()?));
+                Ok(())
+            }
             Step::Lint => self.lint(),
             Step::Docs => run::check(
                 run::cargo()
@@ -367,9 +374,10 @@ impl Tally {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 12] = [
+const STEPS: [Step; 13] = [
     Step::Format,
     Step::Deps,
+    Step::Circles,
     Step::Lint,
     Step::Docs,
     Step::Build,
