@@ -251,7 +251,8 @@ impl Flights {
         if let Some(place) = self.window.get_mut(self.answers % WINDOW) {
             *place = latency_us;
         }
-        self.answers = self.answers.wrapping_add(1);
+        // A wrap to zero would leave no answers to sort. `WINDOW` divides the range of the count, so the order stays.
+        self.answers = self.answers.checked_add(1).unwrap_or(WINDOW);
         if !self.answers.is_multiple_of(LEARN_EVERY) {
             return;
         }
@@ -317,3 +318,24 @@ const LOOKS: usize = 8;
 const LOOK_US: u64 = 20_000;
 /// Added to every limit: a pause of the replica, of the machine or of this Envoy is no silence.
 const SLACK_US: f64 = 50_000.0;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SETTINGS: ExceptionSettings = ExceptionSettings { error_aversion: 0.1, breaker: 2.0 };
+
+    #[test]
+    fn the_limit_is_kept_when_the_count_of_answers_wraps() {
+        let mut flights = Flights::new();
+        let answer = |flights: &mut Flights, at: u64| {
+            let flight = flights.sent(Micros(at), "10.0.0.1:80".parse().unwrap(), None, false);
+            flights.answered(&SETTINGS, flight, Micros(at + 1000), false).unwrap();
+        };
+        (0..WINDOW as u64).for_each(|at| answer(&mut flights, at));
+        let limit = flights.limit_us;
+        flights.answers = usize::MAX;
+        (0..2 * LEARN_EVERY as u64).for_each(|at| answer(&mut flights, at));
+        assert_eq!((flights.limit_us, limit), (52_000, 52_000));
+    }
+}
