@@ -5,6 +5,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::slice;
+use std::sync::Mutex;
 
 use prequal_core::report::HEADER_LOAD;
 use proxy_wasm::types::{Action, Bytes, LogLevel, MapType, MetricType, Status};
@@ -40,6 +41,8 @@ struct State {
     log: Vec<String>,
 }
 
+static INITIALIZE: Mutex<()> = Mutex::new(());
+
 thread_local! {
     static STATE: RefCell<State> = RefCell::default();
 }
@@ -69,7 +72,11 @@ unsafe extern "C" {
 /// Starts a worker with this configuration; whether it is accepted.
 pub(super) fn start(config: &str) -> bool {
     with(|state| (state.now_us, state.config) = (1_000_000_000, config.into()));
-    _initialize();
+    {
+        // The SDK sets its logger once for all threads, and looks at no lock.
+        let _alone = INITIALIZE.lock();
+        _initialize();
+    }
     proxy_on_context_create(ROOT, 0);
     proxy_on_configure(ROOT, config.len())
 }
