@@ -2,7 +2,7 @@
 //!
 //! [`Exceptions`] is a blob of its own beside the pool's, shared by the workers of an Envoy. It outlives pool entries, and
 //! is read on a pick only while it excludes or watches someone ([`crate::pool::PoolState::has_exceptions`]). What one
-//! worker sees of its own requests is in [`flights`].
+//! worker sees of its own requests is in [`flights`]. Its bytes are no more than what it holds.
 //!
 //! A replica is **out** for one of these [`Reason`]s:
 //!
@@ -24,6 +24,7 @@
 //! else to go.
 
 use std::borrow::Cow;
+use std::mem;
 
 use bytemuck::Zeroable;
 use rand::Rng;
@@ -37,8 +38,8 @@ use crate::time::{Micros, Stamp};
 
 pub mod flights;
 
-/// Most replicas in the table.
-pub const MAX_EXCEPTIONS: usize = 64;
+/// Most replicas in the table: all of a fleet of a thousand. What a larger fleet loses is counted ([`Exceptions::take_lost`]).
+pub const MAX_EXCEPTIONS: usize = 1024;
 /// Requests that the share of failures looks back on.
 pub const MEMORY: f32 = 32.0;
 /// Trials in a row that let a failing replica back in.
@@ -140,14 +141,21 @@ pub struct Trial {
 }
 
 /// The table of one upstream cluster.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
+#[derive(Clone, Default)]
 pub struct Exceptions {
-    tag: Tag,
-    count: u16,
     /// Replicas known: decides when too many are out.
     members: u32,
-    records: [Record; MAX_EXCEPTIONS],
+    records: Vec<Record>,
+    /// No part of the blob.
+    lost: u32,
+}
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct Header {
+    tag: Tag,
+    record: u16,
+    members: u32,
 }
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -267,16 +275,10 @@ impl Record {
     }
 }
 
-impl Default for Exceptions {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Exceptions {
     /// An empty table.
     pub fn new() -> Self {
-        Self { tag: Self::TAG, ..Self::zeroed() }
+        Self::default()
     }
 
     /// Tells how many replicas are in use.
@@ -326,7 +328,7 @@ impl Exceptions {
                 }
             }
             Event::Answered { latency_us, in_time, trial } => {
-                let Some(record) = self.records_mut().iter_mut().find(|r| r.endpoint == replica) else {
+                let Some(record) = self.records.iter_mut().find(|r| r.endpoint == replica) else {
                     return Change::None;
                 };
                 if record.is_vouched(now) {
@@ -379,7 +381,7 @@ impl Exceptions {
     ) -> Change {
         let now = now.stamp();
         let fails = settings.believes(failing);
-        let known = self.records().iter().any(|record| record.endpoint == replica);
+        let known = self.records.iter().any(|record| record.endpoint == replica);
         if !known && !fails {
             return Change::None;
         }
@@ -399,7 +401,7 @@ impl Exceptions {
     /// The load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None` while
     /// it is out.
     pub fn admit(&self, now: Micros, replica: Endpoint, load: Load) -> Option<Load> {
-        let Some(record) = self.records().iter().find(|record| record.endpoint == replica) else {
+        let Some(record) = self.records.iter().find(|record| record.endpoint == replica) else {
             return Some(load);
         };
         if record.reason != 0 {
@@ -435,7 +437,7 @@ impl Exceptions {
                 && record.standing().is_in_use(samples, members)
         };
         let waited = |record: &&mut Record| now.distance_ms(record.since);
-        let record = self.records_mut().iter_mut().filter(due).max_by_key(waited)?;
+        let record = self.records.iter_mut().filter(due).max_by_key(waited)?;
         if rng.random_range(0..4) != 0 {
             return None;
         }
@@ -445,7 +447,7 @@ impl Exceptions {
 
     /// Whether picks must pass over `replica`.
     pub fn is_out(&self, replica: Endpoint) -> bool {
-        !self.panics() && self.records().iter().any(|r| r.endpoint == replica && r.reason != 0)
+        !self.panics() && self.records.iter().any(|r| r.endpoint == replica && r.reason != 0)
     }
 
     /// Replicas that picks pass over.
@@ -455,42 +457,36 @@ impl Exceptions {
 
     /// Whether a pick, an answer or a report must look at the table.
     pub fn is_active(&self, now: Micros) -> bool {
-        self.records().iter().any(|record| record.reason != 0 || record.is_vouched(now.stamp()))
+        self.records.iter().any(|record| record.reason != 0 || record.is_vouched(now.stamp()))
     }
 
     /// Drops what no longer matters; returns whether anything was.
     pub fn expire(&mut self, now: Micros) -> bool {
         let now = now.stamp();
-        let mut index = 0;
-        let before = self.count;
-        while let Some(record) = self.records().get(index) {
-            let kept = if record.reason != 0 {
+        let before = self.records.len();
+        self.records.retain(|record| {
+            if record.reason != 0 {
                 // Heard of no more: it has left, or will be new when it comes back.
                 now.distance_ms(record.since) < FORGOTTEN_MS
                     || now.distance_ms(record.heard_at) < FORGOTTEN_MS
             } else {
                 now.distance_ms(record.updated) < FORGOTTEN_MS || record.is_vouched(now)
-            };
-            if kept {
-                index += 1;
-            } else {
-                self.remove(index);
             }
-        }
-        self.count != before
+        });
+        self.records.len() != before
     }
 
     /// Drops what is known of a replica that has left; returns whether anything was.
     pub fn forget(&mut self, replica: Endpoint) -> bool {
-        let index = self.records().iter().position(|record| record.endpoint == replica);
+        let index = self.records.iter().position(|record| record.endpoint == replica);
         if let Some(index) = index {
-            self.remove(index);
+            self.records.swap_remove(index);
         }
         index.is_some()
     }
 
     fn flagged(&self) -> usize {
-        self.records().iter().filter(|record| record.reason != 0).count()
+        self.records.iter().filter(|record| record.reason != 0).count()
     }
 
     /// More than half of the fleet would be out, so nobody is.
@@ -498,43 +494,31 @@ impl Exceptions {
         self.flagged() * 2 > self.members as usize
     }
 
-    fn records(&self) -> &[Record] {
-        self.records.get(..usize::from(self.count)).unwrap_or_default()
-    }
-
-    fn records_mut(&mut self) -> &mut [Record] {
-        self.records.get_mut(..usize::from(self.count)).unwrap_or_default()
-    }
-
-    fn remove(&mut self, index: usize) {
-        let Some(last) = usize::from(self.count).checked_sub(1) else { return };
-        if index <= last {
-            self.records.swap(index, last);
-            self.count -= 1;
-        }
+    /// Records lost since the last look, for lack of room: replicas that should be out, or counts of failures.
+    pub fn take_lost(&mut self) -> u32 {
+        mem::take(&mut self.lost)
     }
 
     /// A full table gives up the record that was touched longest ago among those that are in; with all out it takes no
     /// more.
     fn find_or_add(&mut self, replica: Endpoint, now: Stamp) -> Option<&mut Record> {
-        let known = self.records().iter().position(|record| record.endpoint == replica);
+        let known = self.records.iter().position(|record| record.endpoint == replica);
         let index = match known {
             Some(index) => index,
             None => {
-                if usize::from(self.count) >= MAX_EXCEPTIONS {
-                    let spare = self.records().iter().enumerate().filter(|(_, record)| record.reason == 0);
+                if self.records.len() >= MAX_EXCEPTIONS {
+                    self.lost = self.lost.saturating_add(1);
+                    let spare = self.records.iter().enumerate().filter(|(_, record)| record.reason == 0);
                     let (index, _) = spare.max_by_key(|(_, record)| now.distance_ms(record.updated))?;
-                    self.remove(index);
+                    self.records.swap_remove(index);
                 }
-                let index = usize::from(self.count);
                 let fresh =
                     Record { endpoint: replica, updated: now, since: now, heard_at: now, ..Record::zeroed() };
-                *self.records.get_mut(index)? = fresh;
-                self.count += 1;
-                index
+                self.records.push(fresh);
+                self.records.len() - 1
             }
         };
-        self.records_mut().get_mut(index)
+        self.records.get_mut(index)
     }
 }
 
@@ -544,22 +528,22 @@ fn fading(ms: u32) -> f32 {
 }
 
 impl Blob for Exceptions {
-    const TAG: Tag = Tag::of_release(0x7072_6578, 1); // "prex"
+    const TAG: Tag = Tag::of_release(0x7072_6578, 2); // "prex"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        let mut table = Self::zeroed();
-        let whole = bytemuck::bytes_of_mut(&mut table);
-        let head = size_of::<Self>() - MAX_EXCEPTIONS * size_of::<Record>();
-        if bytes.len() < head || bytes.len() > whole.len() {
-            return Err(BlobError::Size { got: bytes.len(), want: whole.len() });
-        }
+        let wrong_size = BlobError::Size { got: bytes.len(), want: size_of::<Header>() };
+        let (header, records) = bytes.split_at_checked(size_of::<Header>()).ok_or(wrong_size)?;
+        let header: Header = bytemuck::pod_read_unaligned(header);
         Self::TAG.check(bytes)?;
-        for (to, from) in whole.iter_mut().zip(bytes) {
-            *to = *from;
+        if usize::from(header.record) != size_of::<Record>() {
+            return Err(BlobError::Version);
         }
-        if bytes.len() != head + usize::from(table.count) * size_of::<Record>() {
+        let records = records.chunks(size_of::<Record>());
+        if records.len() > MAX_EXCEPTIONS {
             return Err(BlobError::Content);
         }
+        let records: Result<Vec<Record>, _> = records.map(bytemuck::try_pod_read_unaligned).collect();
+        let Ok(records) = records else { return Err(wrong_size) };
         let sound = |record: &Record| {
             record.endpoint.is_valid()
                 && (0.0..=MEMORY).contains(&record.total)
@@ -567,14 +551,17 @@ impl Blob for Exceptions {
                 && record.reason <= 3
                 && record.backoff_ms <= MAX_BACKOFF_MS
         };
-        if table.records().iter().all(sound) { Ok(table) } else { Err(BlobError::Content) }
+        if !records.iter().all(sound) {
+            return Err(BlobError::Content);
+        }
+        Ok(Self { members: header.members, records, lost: 0 })
     }
 
-    /// No longer than what it holds.
     fn encode(&self) -> Cow<'_, [u8]> {
-        let unused = MAX_EXCEPTIONS.saturating_sub(usize::from(self.count)) * size_of::<Record>();
-        let bytes = bytemuck::bytes_of(self);
-        bytes.get(..bytes.len() - unused).unwrap_or(bytes).into()
+        let header = Header { tag: Self::TAG, record: size_of::<Record>() as u16, members: self.members };
+        let mut bytes = bytemuck::bytes_of(&header).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(&self.records));
+        bytes.into()
     }
 }
 

@@ -127,6 +127,8 @@ pub(crate) struct Metrics {
     averted: [Counter; 3],
     returned: [Counter; 3],
     trials: Counter,
+    /// What the exceptions table had no room for.
+    overflow: Counter,
     blobs: BlobCounters,
     dropped_events: Counter,
     occupancy: Gauge,
@@ -167,6 +169,7 @@ impl Metrics {
             averted: REASONS.map(|reason| labelled("averted", "reason", reason)),
             returned: REASONS.map(|reason| labelled("returned", "reason", reason)),
             trials: counter("trials", ""),
+            overflow: counter("averted_overflow", ""),
             blobs: BlobCounters::define("prequal_", &format!(".cluster={cluster}")),
             dropped_events: counter("dropped_events", ""),
             occupancy: gauge("pool_occupancy"),
@@ -208,6 +211,7 @@ impl Counters for Metrics {
             Count::Exception(Change::Opened(reason)) => one_of(&self.averted, reason as usize),
             Count::Exception(Change::Closed(reason)) => one_of(&self.returned, reason as usize),
             Count::Exception(Change::None | Change::Noted) => {}
+            Count::Overflow(lost) => self.overflow.add(lost),
             Count::Dropped => self.dropped_events.one(),
             Count::Shared { .. } => self.blobs.count(what),
         }

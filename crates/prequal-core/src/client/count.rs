@@ -41,6 +41,8 @@ pub enum Count {
     Diverted,
     /// What became of a record in the exceptions table.
     Exception(Change),
+    /// The exceptions table had no room for so many records.
+    Overflow(u32),
     /// Too many updates waited: one was dropped.
     Dropped,
     /// A transaction on the shared state did not go smoothly.

@@ -140,16 +140,19 @@ fn tell<G: Rng>(
         // The tick keeps the table small.
         news |= !request && table.expire(now);
         let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
-        ((*table, trial), news || trial.is_some())
+        let lost = table.take_lost();
+        ((table.clone(), trial, lost), news || trial.is_some())
     });
     counters.updated(&updated);
+    let (table, trial, lost) = updated.result;
     if updated.end != End::GivenUp {
         *told = updates.len();
         for change in changes {
             counters.count(Count::Exception(change));
         }
+        counters.count(Count::Overflow(lost));
     }
-    updated.result
+    (table, trial)
 }
 
 impl Update {

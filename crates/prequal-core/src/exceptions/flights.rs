@@ -5,13 +5,14 @@
 //! does not know. A request beyond its limit is a sign of silence only if nothing sent to the replica after it has been
 //! answered: one slow query in a hundred is overtaken, the first query into a stall is not. It has to be so at two looks
 //! in a row: when the worker itself has stood still, everything looks overdue at first, and the answers are waiting.
-//! Every operation is O(1), and allocates only while more requests are in flight than ever before.
+//! Every operation is O(1) on average, and allocates only while more requests are in flight, or more replicas in use, than
+//! ever before.
 
+use std::collections::HashMap;
 use std::mem;
 
-use super::{Event, ExceptionSettings, MEMORY, Timing, fading};
+use super::{Event, ExceptionSettings, FORGOTTEN_MS, MEMORY, Timing, fading};
 use crate::endpoint::Endpoint;
-use crate::fnv::{FNV_OFFSET, fnv};
 use crate::in_flight::InFlight;
 use crate::time::{Micros, Stamp};
 
@@ -70,7 +71,7 @@ impl Overdue {
 pub struct Flights {
     /// In order of the next look at each.
     in_flight: InFlight<Request>,
-    replicas: Box<[Seen]>,
+    replicas: HashMap<Endpoint, Seen>,
     window: Box<[u32]>,
     answers: usize,
     /// Microseconds; both 0 until enough answers have come.
@@ -90,10 +91,9 @@ struct Request {
     ordinary: bool,
 }
 
-/// What was seen of a replica; another that falls on the same place takes it over, which loses little.
+/// What was seen of a replica.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
-    tag: u64,
     /// The latest start among the requests that were answered.
     answered: Micros,
     requests: f32,
@@ -120,7 +120,7 @@ impl Flights {
     pub fn new() -> Self {
         Self {
             in_flight: InFlight::default(),
-            replicas: vec![Seen::default(); SEEN].into_boxed_slice(),
+            replicas: HashMap::new(),
             window: vec![0; WINDOW].into_boxed_slice(),
             answers: 0,
             limit_us: 0,
@@ -157,7 +157,7 @@ impl Flights {
     ) -> Option<Landed> {
         let request = self.in_flight.remove(flight.0)?;
         let latency_us = u32::try_from(now.saturating_since(request.started)).unwrap_or(u32::MAX);
-        let requests = self.seen(request.replica, |seen| {
+        let requests = self.seen(request.replica, now, |seen| {
             // After a step back of the clock nothing would ever be later.
             let known = if seen.answered > now { Micros(0) } else { seen.answered };
             seen.answered = known.max(request.started);
@@ -180,7 +180,7 @@ impl Flights {
     /// The replica failed a request that it had [answered](Self::answered) well: an error in trailers, a body that was broken
     /// off. Returns the requests to it that went well since the last that failed, this one no longer among them.
     pub fn failed_late(&mut self, replica: Endpoint, now: Micros) -> f32 {
-        self.seen(replica, |seen| (seen.take_requests(now) - 1.0).max(0.0))
+        self.seen(replica, now, |seen| (seen.take_requests(now) - 1.0).max(0.0))
     }
 
     /// The request has ended without a word on the replica: the client went away, or Envoy sent it elsewhere.
@@ -207,9 +207,8 @@ impl Flights {
                 self.in_flight.link(index);
                 continue;
             }
-            let overtaken =
-                self.seen(request.replica, |seen| seen.answered > request.started && seen.answered <= now);
-            if overtaken {
+            let overtaken = |seen: &Seen| seen.answered > request.started && seen.answered <= now;
+            if self.replicas.get(&request.replica).is_some_and(overtaken) {
                 continue;
             }
             return Some(Overdue {
@@ -269,14 +268,18 @@ impl Flights {
         self.limit_us = (high * settings.breaker + SLACK_US) as u32;
     }
 
-    fn seen<T>(&mut self, replica: Endpoint, look: impl FnOnce(&mut Seen) -> T) -> T {
-        let tag = tag_of(replica);
-        let mut none = Seen::default();
-        let seen = self.replicas.get_mut(tag as usize % SEEN).unwrap_or(&mut none);
-        if seen.tag != tag {
-            *seen = Seen { tag, ..Seen::default() };
+    /// Replicas remembered.
+    #[cfg(test)]
+    pub(super) fn remembered(&self) -> usize {
+        self.replicas.len()
+    }
+
+    fn seen<T>(&mut self, replica: Endpoint, now: Micros, look: impl FnOnce(&mut Seen) -> T) -> T {
+        // Those that left make room before the map grows.
+        if self.replicas.len() == self.replicas.capacity() && !self.replicas.contains_key(&replica) {
+            self.replicas.retain(|_, seen| now.stamp().distance_ms(seen.updated) < FORGOTTEN_MS);
         }
-        look(seen)
+        look(self.replicas.entry(replica).or_default())
     }
 }
 
@@ -299,10 +302,6 @@ impl Looks {
     }
 }
 
-fn tag_of(replica: Endpoint) -> u64 {
-    fnv(FNV_OFFSET, bytemuck::bytes_of(&replica))
-}
-
 /// A replica that does not know its latency may be this much slower than others. The pool sends it one request at a
 /// time anyway.
 const UNKNOWN_SLOWER: f64 = 4.0;
@@ -310,8 +309,6 @@ const UNKNOWN_SLOWER: f64 = 4.0;
 const WINDOW: usize = 256;
 /// Answers between two computations of the limit; also the fewest that make one.
 const LEARN_EVERY: usize = 32;
-/// Replicas remembered, at most.
-const SEEN: usize = 256;
 /// Requests looked at by one call of [`Flights::overdue`].
 const LOOKS: usize = 8;
 /// Least time between two looks: enough for an event loop that had stood still to take in what came meanwhile.

@@ -182,9 +182,9 @@ fn a_replica_that_fails_half_its_requests_hardly_ever_passes() {
             continue;
         }
         requests += 1;
-        let before = scene.table.records().first().map_or(0.0, |r| r.failed);
+        let before = scene.table.records.first().map_or(0.0, |r| r.failed);
         scene.request(at, 1, 0.5, out);
-        failures += usize::from(scene.table.records().first().is_some_and(|r| r.failed > before));
+        failures += usize::from(scene.table.records.first().is_some_and(|r| r.failed > before));
     }
     assert!(requests < 1500 && failures > 0, "{requests} of 30000 requests, {failures} failures");
 }
@@ -390,20 +390,58 @@ fn a_clock_that_steps_is_survived() {
 }
 
 #[test]
-fn a_full_table_takes_in_no_more_than_it_holds_and_keeps_who_is_out() {
+fn half_of_a_thousand_replicas_can_be_out_beside_those_watched() {
     let mut table = Exceptions::new();
     table.set_members(1000);
+    for n in 0..500 {
+        table.apply(&SETTINGS, ms(0), replica(n), SILENT);
+    }
+    for n in 500..1000 {
+        table.apply(&SETTINGS, ms(0), replica(n), bad(false));
+    }
+    assert_eq!((table.out(), table.records.len(), table.take_lost()), (500, 1000, 0));
+}
+
+#[test]
+fn a_full_table_keeps_who_is_out_and_says_what_it_loses() {
+    let mut table = Exceptions::new();
+    table.set_members(10_000);
     for n in 0..40 {
         table.apply(&SETTINGS, ms(0), replica(n), SILENT);
     }
-    for n in 100..400 {
+    for n in 40..MAX_EXCEPTIONS as u16 + 20 {
         table.apply(&SETTINGS, ms(u64::from(n)), replica(n), bad(false));
     }
-    assert_eq!((table.out(), table.records().len()), (40, MAX_EXCEPTIONS));
-    for n in 400..500 {
-        table.apply(&SETTINGS, ms(500), replica(n), SILENT);
+    assert_eq!((table.out(), table.records.len(), table.lost), (40, MAX_EXCEPTIONS, 20));
+    let decoded = Exceptions::decode(&table.encode()).unwrap();
+    assert_eq!((decoded.out(), decoded.lost), (40, 0), "what others lost is theirs to count");
+    for n in 2000..2000 + MAX_EXCEPTIONS as u16 {
+        table.apply(&SETTINGS, ms(2000), replica(n), SILENT);
     }
     assert_eq!(table.out(), MAX_EXCEPTIONS);
+    assert_eq!(table.take_lost(), 20 + MAX_EXCEPTIONS as u32, "some watched, then some that should be out");
+}
+
+#[test]
+fn a_worker_remembers_each_of_a_thousand_replicas() {
+    let mut scene = Scene::new();
+    for round in 0..20 {
+        for n in 0..1000 {
+            let flight = scene.flights.sent(ms(round), replica(n), None, false);
+            land(&mut scene, flight, round + 20);
+        }
+    }
+    for n in 0..1000 {
+        let flight = scene.flights.sent(ms(100), replica(n), None, false);
+        let landed = scene.flights.answered(&SETTINGS, flight, ms(101), true).unwrap();
+        assert!(landed.requests > 15.0, "replica {n}: {} good requests", landed.requests);
+    }
+    // Those that it no longer uses make room.
+    for n in 1000..20_000 {
+        let flight = scene.flights.sent(ms(u64::from(n) * 1000), replica(n), None, false);
+        land(&mut scene, flight, u64::from(n) * 1000);
+    }
+    assert!(scene.flights.remembered() < 4000, "{}", scene.flights.remembered());
 }
 
 #[test]
@@ -430,7 +468,7 @@ fn nothing_happens_with_the_rules_off() {
         assert_eq!(flights.overdue(ms(i * 10)), None);
         assert_eq!(table.heard(&off, ms(i * 10), replica(1), 1000, Standing::even(0)), Change::None);
     }
-    assert_eq!(table.records().len(), 0);
+    assert_eq!(table.records.len(), 0);
 }
 
 #[test]
@@ -474,24 +512,24 @@ proptest! {
     #[test]
     fn content_from_outside_never_panics(
         members in any::<u32>(),
-        records in proptest::collection::vec(any_record(), 0..=MAX_EXCEPTIONS),
+        records in proptest::collection::vec(any_record(), 0..64),
         sound in proptest::bool::weighted(0.8),
         later in any::<u32>(),
     ) {
         let now = Micros(u64::from(later) * 1000);
         let mut table = Exceptions { members, ..Exceptions::new() };
-        for ((n, (bytes, (failed, total))), slot) in (0u16..).zip(records).zip(&mut table.records) {
-            *slot = bytemuck::pod_read_unaligned(&bytes);
+        for (n, (bytes, (failed, total))) in (0u16..).zip(records) {
+            let mut record: Record = bytemuck::pod_read_unaligned(&bytes);
             if sound {
                 // What has bounds keeps them, the rest is as it comes.
-                (slot.endpoint, slot.failed, slot.total) = (replica(n), failed, total);
-                (slot.reason, slot.backoff_ms) = (slot.reason % 4, slot.backoff_ms % (MAX_BACKOFF_MS + 1));
+                (record.endpoint, record.failed, record.total) = (replica(n), failed, total);
+                (record.reason, record.backoff_ms) = (record.reason % 4, record.backoff_ms % (MAX_BACKOFF_MS + 1));
             }
             if n % 2 == 0 {
                 // Or it would be forgotten at once.
-                (slot.updated, slot.since) = (now.stamp(), now.stamp());
+                (record.updated, record.since) = (now.stamp(), now.stamp());
             }
-            table.count = n + 1;
+            table.records.push(record);
         }
         match Exceptions::decode(&table.encode()) {
             Ok(table) => use_after(table, now),
