@@ -151,7 +151,7 @@ fn the_pick_path_does_not_allocate() {
         if let Some(landed) = flights.answered(&settings.exceptions, flight, now.plus(20_000), failed) {
             black_box(table.apply(&settings.exceptions, now, replica, landed.event(failed, None)));
         }
-        black_box(table.heard(&settings.exceptions, now, replica, 0, Standing::even(0)));
+        black_box(table.heard(&settings.exceptions, now, replica, 0, 0, Standing::even(0)));
         let trial = table.take_trial(&settings.exceptions, now, 0, 100, &mut rng);
         pool.exclude(&table, now);
         black_box(match trial {

@@ -7,9 +7,9 @@
 //! A replica is **out** for one of these [`Reason`]s:
 //!
 //! - *failing*: of the requests that this Envoy sent there lately (the last [`MEMORY`], fading over 10 s) at least
-//!   [`ExceptionSettings::error_aversion`] failed, and at least two. A share, not a run of failures: a replica that fails
-//!   every third request hardly ever fails five in a row. One failure in a thousand never gets there.
-//! - *reported*: the replica says so itself. It hurts only itself if it lies.
+//!   [`ExceptionSettings::error_aversion`] more failed than at the others, and at least two. A share, not a run of failures:
+//!   a replica that fails every third request hardly ever fails five in a row. One failure in a thousand never gets there.
+//! - *reported*: the replica says so itself, and the others do not. It hurts only itself if it lies.
 //! - *silent*: a request has waited for longer than any should, and nothing sent after it has been answered.
 //!
 //! **Trials** let it back: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard of (by
@@ -19,6 +19,11 @@
 //! each other quickly (half-failing replicas pass a single trial every other time), and once it does not report failures
 //! either. A replica that came back after silence is **vouched** for: for 15 s its latency is what this client sees if that
 //! is less than what it reports, which still includes the silence.
+//!
+//! **The others** stand for what is no replica's own fault, such as a dependency that all of them share: the *median* of
+//! their shares of failures, so that up to half of the fleet can be bad without excusing each other. Only those of which
+//! there is evidence of the last 10 s count, and where they fail as well, more must have failed than chance would have.
+//! A replica that turns out to fail like the others is back at its next report.
 //!
 //! **Panic**: when more than half of the fleet would be out, nobody is. Then it is not the replicas, or there is nowhere
 //! else to go.
@@ -48,7 +53,7 @@ pub const STREAK: u8 = 5;
 /// Checked settings; ranges are those of [`crate::config`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExceptionSettings {
-    /// Share of failed requests from which on a replica is averted, 0.02 to 1; 0: never.
+    /// Share of failed requests, beyond that of the others, from which on a replica is averted, 0.02 to 1; 0: never.
     pub error_aversion: f64,
     /// A request that has waited this many times as long as nine in ten do is a sign of silence, 1 to 100; 0: never.
     pub breaker: f64,
@@ -58,10 +63,21 @@ impl ExceptionSettings {
     /// Neither rule.
     pub const OFF: Self = Self { error_aversion: 0.0, breaker: 0.0 };
 
-    /// Whether a replica that reports this share of failures, per mille, is averted for it.
+    /// Whether a replica that reports this share of failures, per mille, is averted for it while the others report none.
     pub fn believes(&self, failing: u16) -> bool {
         let least = f64::from(MIN_REPORTED).max(self.error_aversion * 1000.0);
         self.error_aversion > 0.0 && f64::from(failing) >= least
+    }
+
+    /// Whether it is averted while the others report a share of `others`. That may be of few requests.
+    fn believes_beside(&self, failing: u16, others: u16) -> bool {
+        let [failed, expected] = [failing, others].map(|share| f32::from(share) / 1000.0 * REPORTED_TOTAL);
+        self.believes(failing.saturating_sub(others)) && stands_out(failed, REPORTED_TOTAL, expected, 0.0)
+    }
+
+    /// Whether this share of failures, per mille, is small enough for a replica to come back.
+    fn forgives(&self, failing: u16) -> bool {
+        f64::from(failing) < self.error_aversion * 1000.0
     }
 }
 
@@ -84,6 +100,8 @@ pub enum Event {
     Failed {
         /// Good requests since.
         requests: f32,
+        /// Other replicas that have answered this worker lately, without a failure.
+        well: u32,
         /// The request was a trial.
         trial: bool,
     },
@@ -145,6 +163,8 @@ pub struct Trial {
 pub struct Exceptions {
     /// Replicas known: decides when too many are out.
     members: u32,
+    /// Those that were well beside the one that failed last, to the worker that told.
+    well: u32,
     records: Vec<Record>,
     /// No part of the blob.
     lost: u32,
@@ -156,6 +176,7 @@ struct Header {
     tag: Tag,
     record: u16,
     members: u32,
+    well: u32,
 }
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -183,7 +204,7 @@ struct Record {
     heard: u8,
     /// 1 while vouched for.
     vouched: u8,
-    /// The share of failures that it reported last, per mille.
+    /// The share of failures that it reported last, beyond that of the others, per mille.
     reported: u16,
     /// 1: vouch for it when it is back.
     vouch: u8,
@@ -210,15 +231,15 @@ impl Record {
         self.vouched == 1 && now.distance_ms(self.vouched_at) < VOUCHED_MS
     }
 
-    /// Brings the counts up to `now`.
+    /// Brings the counts up to `now`. Those of a replica that is out stand still but for its trials.
     fn fade(&mut self, now: Stamp) {
         let keep = fading(now.distance_ms(self.updated));
         self.failed *= keep;
         self.total *= keep;
-        self.updated = now;
     }
 
-    fn count(&mut self, failed: f32, total: f32) {
+    fn count(&mut self, now: Stamp, failed: f32, total: f32) {
+        self.updated = now;
         self.failed += failed;
         self.total += total;
         if self.total > MEMORY {
@@ -269,10 +290,41 @@ impl Record {
         if self.streak > 0 && self.agrees(settings) { STREAK_GAP_MS } else { self.backoff_ms }
     }
 
-    /// The replica does not report failures.
+    /// The replica does not report more failures than the others.
     fn agrees(&self, settings: &ExceptionSettings) -> bool {
-        f64::from(self.reported) < settings.error_aversion * 1000.0
+        settings.forgives(self.reported)
     }
+
+    /// It fails more of its requests than the others do.
+    fn stands_out(&self, beside: Others, settings: &ExceptionSettings) -> bool {
+        let share = settings.error_aversion as f32;
+        // Few others are a guess.
+        let usual = beside.share * (1.0 + (beside.count.max(1) as f32).sqrt().recip());
+        stands_out(self.failed, self.total, self.total * usual, share)
+    }
+
+    /// Its share of failures while that is news. Few requests make none of 1.
+    fn recent_share(&self, now: Stamp) -> Option<f32> {
+        let age = now.distance_ms(self.updated);
+        let keep = fading(age);
+        (age < FADES_MS as u32).then(|| self.failed * keep / (self.total * keep).max(MIN_TOTAL))
+    }
+}
+
+/// Whether `failed` of `total` requests are more than the `expected` ones, by `share` of them at least and by more than
+/// chance: a likelihood ratio.
+fn stands_out(failed: f32, total: f32, expected: f32, share: f32) -> bool {
+    let excess = failed - expected;
+    excess >= share * total && failed * (failed / expected).ln() - excess >= EVIDENCE
+}
+
+/// What is known of the replicas beside one.
+#[derive(Clone, Copy, Debug)]
+struct Others {
+    /// The median of their shares of failures, rounded down.
+    share: f32,
+    /// How many there is evidence of.
+    count: u32,
 }
 
 impl Exceptions {
@@ -297,21 +349,24 @@ impl Exceptions {
         let now = now.stamp();
         let panic = self.panics();
         match event {
-            Event::Failed { requests, trial } => {
+            Event::Failed { requests, well, trial } => {
                 if settings.error_aversion <= 0.0 {
                     return Change::None;
                 }
+                self.well = well;
+                let beside = self.others_than(replica, now);
                 let Some(record) = self.find_or_add(replica, now) else { return Change::None };
-                record.fade(now);
-                record.count(1.0, 1.0 + requests.clamp(0.0, MEMORY));
+                if record.reason().is_none() {
+                    record.fade(now);
+                }
+                record.count(now, 1.0, 1.0 + requests.clamp(0.0, MEMORY));
                 if record.reason().is_some() {
                     if trial || panic {
                         record.trial_failed(now);
                     }
                     return Change::Noted;
                 }
-                let share = settings.error_aversion as f32;
-                if record.failed >= MIN_FAILED && record.failed >= share * record.total {
+                if record.failed >= MIN_FAILED && record.stands_out(beside, settings) {
                     return record.open(Reason::Failing, true, now);
                 }
                 Change::Noted
@@ -369,24 +424,33 @@ impl Exceptions {
         }
     }
 
-    /// A report of `replica` came in; `failing` is the share that it reports of itself, per mille. Tell it of every
-    /// report while [`Self::is_active`], and else of those that [`ExceptionSettings::believes`].
+    /// A report of `replica` came in; `failing` is the share that it reports of itself, per mille, `others` the
+    /// [median of the others'](crate::pool::PoolState::failing_beside). Tell it of every report while [`Self::is_active`],
+    /// and else of those that [`ExceptionSettings::believes`].
     pub fn heard(
         &mut self,
         settings: &ExceptionSettings,
         now: Micros,
         replica: Endpoint,
         failing: u16,
+        others: u16,
         standing: Standing,
     ) -> Change {
         let now = now.stamp();
-        let fails = settings.believes(failing);
         let known = self.records.iter().any(|record| record.endpoint == replica);
+        if !known && !settings.believes(failing) {
+            return Change::None;
+        }
+        let beside = self.others_than(replica, now);
+        // Those that are out are not asked, but their failures are known.
+        let others = others.max((beside.share * 1000.0) as u16);
+        let more = failing.saturating_sub(others);
+        let fails = settings.believes_beside(failing, others);
         if !known && !fails {
             return Change::None;
         }
         let Some(record) = self.find_or_add(replica, now) else { return Change::None };
-        record.reported = failing;
+        record.reported = more;
         let Some(reason) = record.reason() else {
             return if fails { record.open(Reason::Reported, true, now) } else { Change::None };
         };
@@ -395,7 +459,20 @@ impl Exceptions {
         }
         (record.heard, record.heard_at) = (1, now);
         (record.sampled, record.weight) = (standing.sampled, standing.weight);
-        if reason == Reason::Silent { Change::Noted } else { record.close_if_well(settings, now) }
+        let like_others = match reason {
+            Reason::Failing => beside.share > 0.0 && !record.stands_out(beside, settings),
+            Reason::Reported => !settings.forgives(others) && settings.forgives(more),
+            Reason::Silent => return Change::Noted,
+        };
+        if like_others {
+            // No answer has shown how fast it is. What it failed still excuses the others.
+            record.vouch = 0;
+            let counts = (record.failed, record.total);
+            let change = record.close(now);
+            (record.failed, record.total) = counts;
+            return change;
+        }
+        record.close_if_well(settings, now)
     }
 
     /// The load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None` while
@@ -485,6 +562,27 @@ impl Exceptions {
         index.is_some()
     }
 
+    fn others_than(&self, replica: Endpoint, now: Stamp) -> Others {
+        let mut counts = [0u32; SHARES];
+        let mut failing = 0;
+        let others = self.records.iter().filter(|record| record.endpoint != replica);
+        for share in others.filter_map(|record| record.recent_share(now)) {
+            failing += 1;
+            if let Some(count) = counts.get_mut((share * (SHARES - 1) as f32) as usize) {
+                *count += 1;
+            }
+        }
+        // One that is well here may fail elsewhere.
+        let well = self.well.min(self.members.saturating_sub(failing + 1));
+        let count = well + failing;
+        let mut left = (count.saturating_sub(1) / 2).checked_sub(well);
+        let median = counts.iter().position(|count| {
+            left = left.and_then(|left| left.checked_sub(*count));
+            left.is_none()
+        });
+        Others { share: median.unwrap_or(0) as f32 / (SHARES - 1) as f32, count }
+    }
+
     fn flagged(&self) -> usize {
         self.records.iter().filter(|record| record.reason != 0).count()
     }
@@ -554,11 +652,12 @@ impl Blob for Exceptions {
         if !records.iter().all(sound) {
             return Err(BlobError::Content);
         }
-        Ok(Self { members: header.members, records, lost: 0 })
+        Ok(Self { members: header.members, well: header.well, records, lost: 0 })
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {
-        let header = Header { tag: Self::TAG, record: size_of::<Record>() as u16, members: self.members };
+        let record = size_of::<Record>() as u16;
+        let header = Header { tag: Self::TAG, record, members: self.members, well: self.well };
         let mut bytes = bytemuck::bytes_of(&header).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&self.records));
         bytes.into()
@@ -569,8 +668,16 @@ impl Blob for Exceptions {
 const FADES_MS: f32 = 10_000.0;
 /// Two failures a few seconds apart.
 const MIN_FAILED: f32 = 1.5;
+/// Requests that a share of another replica is of at least.
+const MIN_TOTAL: f32 = 4.0;
+/// Logarithm of the likelihood ratio from which on more failures than the others' are no chance: 10 of 32 beside a tenth.
+const EVIDENCE: f32 = 4.0;
+/// Shares that the median tells apart.
+const SHARES: usize = 65;
 /// Reported shares from which on a replica is believed, per mille: a lone failure reads 250 ([`crate::failures`]).
 const MIN_REPORTED: u16 = 260;
+/// Requests that a reported share is taken to be of.
+const REPORTED_TOTAL: f32 = 8.0;
 const MIN_BACKOFF_MS: u32 = 1000;
 const MAX_BACKOFF_MS: u32 = 8000;
 /// Between the trials of a streak.

@@ -14,19 +14,22 @@ pub struct Load {
     pub capacity: Option<Capacity>,
     /// How long ago it started, seconds; `None`: long ago.
     pub up_s: Option<u32>,
+    /// Share of recent requests that it failed, per mille.
+    pub failing: u16,
 }
 
 impl Load {
     /// Of a replica that reports no capacity, as agents did before.
     pub fn at_face_value(rif: u32, latency_us: Option<u32>) -> Self {
         let capacity = latency_us.map(|latency_us| Capacity::at_face_value(latency_us, rif));
-        Self { rif, latency_us, capacity, up_s: None }
+        Self { rif, latency_us, capacity, up_s: None, failing: 0 }
     }
 }
 
 impl From<&LoadReport> for Load {
     fn from(report: &LoadReport) -> Self {
         let load = Self::at_face_value(report.rif, report.latency_us);
-        Self { capacity: report.capacity.or(load.capacity), up_s: report.up_s, ..load }
+        let capacity = report.capacity.or(load.capacity);
+        Self { capacity, up_s: report.up_s, failing: report.failing, ..load }
     }
 }

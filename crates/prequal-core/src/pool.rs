@@ -261,6 +261,20 @@ impl PoolState {
         (self.members, self.samples)
     }
 
+    /// The lower median of the shares of failures, per mille, that the pool's other replicas reported; 0 without any.
+    pub fn failing_beside(&self, replica: Endpoint) -> u16 {
+        let mut shares = [0; MAX_POOL];
+        let mut count = 0;
+        let others = self.entries().iter().filter(|entry| entry.endpoint != replica && entry.unproven == 0);
+        for (slot, other) in shares.iter_mut().zip(others) {
+            *slot = other.failing;
+            count += 1;
+        }
+        let shares = shares.get_mut(..count).unwrap_or_default();
+        shares.sort_unstable();
+        shares.get(count.saturating_sub(1) / 2).copied().unwrap_or(0)
+    }
+
     /// What every pick begins with.
     fn begin_pick(&mut self, settings: &PoolSettings, stamp: Stamp) -> ProbesDue {
         self.expire(settings, stamp);
@@ -390,6 +404,8 @@ impl PoolState {
             uses_left: 1,
             unproven: 1,
             share: FULL_SHARE,
+            failing: 0,
+            padding: 0,
         };
         self.insert(settings, stamp, entry);
     }

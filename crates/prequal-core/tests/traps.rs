@@ -192,7 +192,7 @@ fn trap_8_a_replica_that_never_fails_twice_in_a_row_is_averted() {
     table.set_members(10);
     let opened = (0..100u64).find(|i| {
         // Every third request fails.
-        let event = Event::Failed { requests: 2.0, trial: false };
+        let event = Event::Failed { requests: 2.0, well: 9, trial: false };
         matches!(table.apply(&settings, ms(i * 60), replica(1), event), Change::Opened(_))
     });
     assert!(opened.is_some_and(|failures| failures < 5), "{opened:?}");

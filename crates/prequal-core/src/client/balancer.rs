@@ -9,8 +9,8 @@ use super::rules::Rules;
 use super::store::{Store, Value};
 use crate::config::{ClusterConfig, Shim};
 use crate::endpoint::Endpoint;
+use crate::exceptions::ExceptionSettings;
 use crate::exceptions::flights::{Flight, Flights};
-use crate::exceptions::{Event, ExceptionSettings};
 use crate::load::Load;
 use crate::members::{Evidence, Members, Standing};
 use crate::policies::Done;
@@ -348,8 +348,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             && !request.blamed
             && let Some(replica) = request.pick.replica
         {
-            let requests = self.flights.failed_late(replica, now);
-            let event = Event::Failed { requests, trial: request.trial };
+            let event = self.flights.failed_late(replica, now, request.trial);
             self.push(Update::Health(now, replica, event));
         }
         request.blamed |= failed;
@@ -365,7 +364,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// A report that may speak for `replica`, whose placement is `standing`.
     pub(super) fn report(&mut self, at: Micros, replica: Endpoint, report: &LoadReport, standing: Standing) {
         self.rules.reported(replica, report);
-        self.push(Update::Report(at, replica, Load::from(report), report.failing, standing));
+        self.push(Update::Report(at, replica, Load::from(report), standing));
     }
 
     /// The proxy says that the replica served a request, with `report` on the response if there was one.

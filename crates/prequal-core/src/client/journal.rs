@@ -20,8 +20,7 @@ const BAR_MS: u32 = 1000;
 /// What changes the pool or the exceptions table.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Update {
-    /// A load, with the share of failures that the replica reports of itself.
-    Report(Micros, Endpoint, Load, u16, Standing),
+    Report(Micros, Endpoint, Load, Standing),
     /// What a request told of the health of its replica.
     Health(Micros, Endpoint, Event),
     /// A reply names a candidate.
@@ -129,8 +128,8 @@ fn tell<G: Rng>(
         for (update, slot) in updates.iter().skip(*told).zip(&mut changes) {
             *slot = match *update {
                 Update::Health(at, replica, event) => table.apply(settings, at, replica, event),
-                Update::Report(at, replica, _, failing, standing) => {
-                    table.heard(settings, at, replica, failing, standing)
+                Update::Report(at, replica, Load { failing, .. }, standing) => {
+                    table.heard(settings, at, replica, failing, pool.failing_beside(replica), standing)
                 }
                 Update::Forget(replica) if table.forget(replica) => Change::Noted,
                 _ => Change::None,
@@ -159,7 +158,7 @@ impl Update {
     fn concerns_exceptions(&self, settings: &PoolSettings) -> bool {
         match self {
             Self::Health(..) => true,
-            Self::Report(_, _, _, failing, _) => settings.exceptions.believes(*failing),
+            Self::Report(_, _, load, _) => settings.exceptions.believes(load.failing),
             _ => false,
         }
     }
@@ -172,7 +171,7 @@ impl Update {
         rng: &mut impl Rng,
     ) {
         match self {
-            Self::Report(at, replica, load, _, standing) => {
+            Self::Report(at, replica, load, standing) => {
                 let load = exceptions.map_or(Some(load), |table| table.admit(at, replica, load));
                 if let Some(load) = load {
                     pool.record(settings, at, replica, load, standing, rng);

@@ -247,7 +247,7 @@ fn a_request_that_waits_asks_nobody_who_is_passed_over() {
     balancer.tick(ms(1), &mut rng());
     let bad = replica(2);
     for at in [1, 2, 3] {
-        balancer.push(Update::Health(ms(at), bad, Event::Failed { requests: 0.0, trial: false }));
+        balancer.push(Update::Health(ms(at), bad, Event::Failed { requests: 0.0, well: 3, trial: false }));
     }
     assert_eq!(balancer.tick(ms(4), &mut rng()).out, 1);
     let asked = balancer.ask(ms(200), &mut rng());

@@ -164,7 +164,7 @@ pub const KEYS: &[Key] = &[
         "the probe cluster writes who answered into `x-prequal-host`; true in the shipped configuration",
     ),
     both("error_aversion", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-exceptions.md`").means(
-        "a replica that fails this share of its recent requests gets only trials",
+        "a replica that fails this share of its recent requests, beyond the share that the others fail, gets only trials",
     ),
     both("breaker", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
         "a replica counts as silent when a request has waited this many times the 90th percentile of latency, and 50 ms",

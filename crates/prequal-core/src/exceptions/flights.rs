@@ -11,7 +11,7 @@
 use std::collections::HashMap;
 use std::mem;
 
-use super::{Event, ExceptionSettings, FORGOTTEN_MS, MEMORY, Timing, fading};
+use super::{Event, ExceptionSettings, FADES_MS, FORGOTTEN_MS, MEMORY, Timing, fading};
 use crate::endpoint::Endpoint;
 use crate::in_flight::InFlight;
 use crate::time::{Micros, Stamp};
@@ -34,13 +34,15 @@ pub struct Landed {
     pub trial: bool,
     /// Requests to the replica that went well since the last that failed.
     pub requests: f32,
+    /// Other replicas that have answered lately, without a failure.
+    pub well: u32,
 }
 
 impl Landed {
     /// What it tells of the replica, which reported `reported_us` with the answer.
     pub fn event(&self, failed: bool, reported_us: Option<u32>) -> Event {
         if failed {
-            return Event::Failed { requests: self.requests, trial: self.trial };
+            return Event::Failed { requests: self.requests, well: self.well, trial: self.trial };
         }
         let admits = reported_us.is_some_and(|reported| reported >= self.latency_us / 2);
         let in_time = if self.timing == Timing::Late && admits { Timing::Slow } else { self.timing };
@@ -98,9 +100,16 @@ struct Seen {
     answered: Micros,
     requests: f32,
     updated: Stamp,
+    failed: Option<Stamp>,
 }
 
 impl Seen {
+    /// It has answered lately, and failed nothing.
+    fn is_well(&self, now: Stamp) -> bool {
+        let lately = |at| now.distance_ms(at) < FADES_MS as u32;
+        self.requests > 0.0 && lately(self.updated) && !self.failed.is_some_and(lately)
+    }
+
     /// The good requests since the last failure, faded up to `now`; none are left.
     fn take_requests(&mut self, now: Micros) -> f32 {
         let faded = mem::take(&mut self.requests) * fading(now.stamp().distance_ms(self.updated));
@@ -163,6 +172,9 @@ impl Flights {
             seen.answered = known.max(request.started);
             let good = seen.take_requests(now);
             seen.requests = if failed { 0.0 } else { (good + 1.0).min(MEMORY) };
+            if failed {
+                seen.failed = Some(now.stamp());
+            }
             good
         });
         if !failed {
@@ -174,13 +186,25 @@ impl Flights {
             limit if u64::from(latency_us) <= limit * 2 => Timing::Narrow,
             _ => Timing::Late,
         };
-        Some(Landed { replica: request.replica, latency_us, timing, trial: request.trial, requests })
+        let Request { replica, trial, .. } = request;
+        let well = if failed { self.well_beside(replica, now) } else { 0 };
+        Some(Landed { replica, latency_us, timing, trial, requests, well })
     }
 
-    /// The replica failed a request that it had [answered](Self::answered) well: an error in trailers, a body that was broken
-    /// off. Returns the requests to it that went well since the last that failed, this one no longer among them.
-    pub fn failed_late(&mut self, replica: Endpoint, now: Micros) -> f32 {
-        self.seen(replica, now, |seen| (seen.take_requests(now) - 1.0).max(0.0))
+    /// The replica failed a request, a `trial` perhaps, that it had [answered](Self::answered) well: an error in trailers, a
+    /// body that was broken off. That it was good is taken back.
+    pub fn failed_late(&mut self, replica: Endpoint, now: Micros, trial: bool) -> Event {
+        let requests = self.seen(replica, now, |seen| {
+            seen.failed = Some(now.stamp());
+            (seen.take_requests(now) - 1.0).max(0.0)
+        });
+        Event::Failed { requests, well: self.well_beside(replica, now), trial }
+    }
+
+    /// Other replicas that have answered lately, without a failure.
+    fn well_beside(&self, replica: Endpoint, now: Micros) -> u32 {
+        let is_well = |(other, seen): &(&Endpoint, &Seen)| **other != replica && seen.is_well(now.stamp());
+        self.replicas.iter().filter(is_well).count() as u32
     }
 
     /// The request has ended without a word on the replica: the client went away, or Envoy sent it elsewhere.

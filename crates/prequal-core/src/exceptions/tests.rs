@@ -3,6 +3,9 @@
 use super::flights::{Flights, Landed};
 use super::*;
 use crate::config::Profile;
+use crate::failures::FailureShare;
+use crate::pool::PoolState;
+use crate::tracker::Outcome;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng, rngs::SmallRng};
 
@@ -27,7 +30,7 @@ fn good(trial: bool) -> Event {
 }
 
 fn bad(trial: bool) -> Event {
-    Event::Failed { requests: 0.0, trial }
+    Event::Failed { requests: 0.0, well: 9, trial }
 }
 
 /// A table over a fleet of ten, and the requests that one worker sends through it.
@@ -49,7 +52,7 @@ impl Scene {
     }
 
     fn heard(&mut self, at: u64, n: u16, failing: u16) -> Option<Load> {
-        self.table.heard(&SETTINGS, ms(at), replica(n), failing, Standing::even(0));
+        self.table.heard(&SETTINGS, ms(at), replica(n), failing, 0, Standing::even(0));
         self.table.admit(ms(at), replica(n), load(3, 2000))
     }
 
@@ -69,8 +72,8 @@ impl Scene {
         if !failed {
             return answered;
         }
-        let requests = self.flights.failed_late(replica(n), ms(at + 15));
-        self.tell(at + 15, n, Event::Failed { requests, trial: false })
+        let failed = self.flights.failed_late(replica(n), ms(at + 15), false);
+        self.tell(at + 15, n, failed)
     }
 
     /// The trial that is due at `at`; chance is asked until it agrees.
@@ -208,6 +211,109 @@ fn what_a_replica_says_of_its_failures_averts_it_and_a_lone_failure_does_not() {
     assert!(!scene.table.is_out(replica(1)), "it has come to agree");
 }
 
+/// A fleet whose replicas fail these shares of their requests, each `rate` times a second, for half a minute; for how long
+/// a client that judges them by its own requests and by their word has each out.
+fn out_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
+    let replicas = shares.len() as u64;
+    let mut scene = Scene::new();
+    scene.rng = SmallRng::seed_from_u64(seed);
+    scene.table.set_members(replicas as u32);
+    let settings = Profile::Default.pool_settings();
+    let mut pool = PoolState::new();
+    let mut own: Vec<FailureShare> = vec![FailureShare::default(); shares.len()];
+    let mut out = vec![0.0; shares.len()];
+    let (mut is_in, mut heard) = (vec![true; shares.len()], 0);
+    let every_us = 1_000_000 / (rate * replicas);
+    let warm = 10_000_000 / every_us;
+    for i in 0..3 * warm {
+        let (now, at) = (Micros(ms(0).0 + i * every_us), i * every_us / 1000);
+        let mut news = false;
+        // Each replica is heard of three times a second.
+        while heard * 333 < at * replicas {
+            let (index, n) = ((heard % replicas) as usize, replica((heard % replicas) as u16));
+            heard += 1;
+            let (failing, even) = (own[index].per_mille(now), Standing::even(0));
+            news |=
+                scene.table.heard(&SETTINGS, now, n, failing, pool.failing_beside(n), even) != Change::None;
+            if let Some(load) = scene.table.admit(now, n, Load { failing, ..load(1, 20) }) {
+                pool.record(&settings, now, n, load, even, &mut scene.rng);
+            }
+        }
+        let trial = scene.table.take_trial(&SETTINGS, now, 0, replicas as u32, &mut scene.rng);
+        let mut n = scene.rng.random_range(0..shares.len());
+        while !is_in[n] {
+            n = scene.rng.random_range(0..shares.len());
+        }
+        let n = trial.map_or(n, |trial| usize::from(trial.replica.port()) - 1000);
+        let failed = scene.rng.random_bool(shares[n]);
+        own[n].record(now, if failed { Outcome::Failure } else { Outcome::Success });
+        let flight = scene.flights.sent(now, replica(n as u16), None, trial.is_some());
+        let landed = scene.flights.answered(&SETTINGS, flight, now, failed).unwrap();
+        news |= scene.tell(at, n as u16, landed.event(failed, None)) != Change::None;
+        if news {
+            pool.exclude(&scene.table, now);
+            for (n, is_in) in (0..).zip(&mut is_in) {
+                *is_in = !scene.table.is_out(replica(n));
+            }
+        }
+        if i >= warm {
+            out.iter_mut().zip(&is_in).filter(|(_, is_in)| !**is_in).for_each(|(out, _)| *out += 1.0);
+        }
+    }
+    out.iter().map(|out| out / (2 * warm) as f64).collect()
+}
+
+#[test]
+fn a_replica_that_fails_like_the_others_is_back_at_its_next_report() {
+    for by_word in [false, true] {
+        let mut scene = Scene::new();
+        if by_word {
+            scene.heard(0, 1, 600);
+        } else {
+            (0..3).for_each(|at| _ = scene.tell(at, 1, bad(false)));
+        }
+        assert!(scene.table.is_out(replica(1)));
+        // Then it turns out that all fail, also those whose requests went well until now.
+        for (at, n) in (10..82).zip((2..10).cycle()) {
+            scene.tell(at, n, Event::Failed { requests: 0.0, well: 0, trial: false });
+        }
+        let others = if by_word { 550 } else { 0 };
+        let reason = if by_word { Reason::Reported } else { Reason::Failing };
+        let change = scene.table.heard(&SETTINGS, ms(600), replica(1), 600, others, Standing::even(0));
+        assert_eq!(change, Change::Closed(reason));
+        assert_eq!(scene.table.out(), 0);
+    }
+}
+
+#[test]
+fn a_replica_is_judged_against_the_others_in_every_size_of_fleet() {
+    let mut wrong = Vec::new();
+    for (size, rate) in [(2, 50), (3, 20), (5, 20), (10, 10), (10, 2), (100, 2)] {
+        let mut check = |what: &str, shares: Vec<f64>, bad: usize, least: f64, most: f64| {
+            let runs: Vec<Vec<f64>> = (0..2).map(|seed| out_of_fleet(&shares, rate, seed)).collect();
+            let mean = |range: std::ops::Range<usize>| {
+                let count = range.len().max(1) as f64;
+                runs.iter().map(|out| out[range.clone()].iter().sum::<f64>() / count).sum::<f64>() / 2.0
+            };
+            let (bads, goods) = (mean(0..bad), mean(bad..size));
+            if (bad > 0 && bads < least) || goods > most {
+                wrong.push(format!("{size} at {rate}/s, {what}: bad {bads:.3} out, others {goods:.3}"));
+            }
+        };
+        let fleet = |bad: usize, share: f64, others: f64| -> Vec<f64> {
+            (0..size).map(|n| if n < bad { share } else { others }).collect()
+        };
+        for alike in [0.05, 0.1, 0.3, 0.6, 1.0] {
+            check(&format!("all fail {alike}"), fleet(0, 0.0, alike), 0, 0.0, 0.03);
+        }
+        check("one fails all", fleet(1, 1.0, 0.0), 1, 0.8, 0.01);
+        check("one fails 0.3", fleet(1, 0.3, 0.0), 1, 0.5, 0.01);
+        check("one fails 0.6, all 0.05", fleet(1, 0.6, 0.05), 1, 0.5, 0.03);
+        check("half fail half", fleet(size / 2, 0.5, 0.0), size / 2, 0.6, 0.01);
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
 #[test]
 fn half_of_the_fleet_can_be_out_but_not_more() {
     let mut scene = Scene::new();
@@ -216,14 +322,13 @@ fn half_of_the_fleet_can_be_out_but_not_more() {
         scene.tell(0, n, bad(false));
     }
     assert_eq!(scene.table.out(), 5);
-    scene.tell(0, 5, bad(false));
-    scene.tell(0, 5, bad(false));
+    scene.tell(0, 5, SILENT);
     assert_eq!(scene.table.out(), 0, "panic: all are let in");
     assert!(scene.heard(1, 5, 0).is_some());
     assert_eq!(scene.trial(60_000), None);
     // Ordinary answers let them back one by one, and the rest is averted again.
     for _ in 0..STREAK {
-        scene.tell(10, 5, good(false));
+        scene.tell(10, 4, good(false));
     }
     assert_eq!(scene.table.out(), 5);
     // A fleet of one is always in.
@@ -466,7 +571,7 @@ fn nothing_happens_with_the_rules_off() {
         let landed = flights.answered(&off, flight, ms(i * 10 + i), true).unwrap();
         assert_eq!(table.apply(&off, ms(i * 10), replica(1), landed.event(true, None)), Change::None);
         assert_eq!(flights.overdue(ms(i * 10)), None);
-        assert_eq!(table.heard(&off, ms(i * 10), replica(1), 1000, Standing::even(0)), Change::None);
+        assert_eq!(table.heard(&off, ms(i * 10), replica(1), 1000, 0, Standing::even(0)), Change::None);
     }
     assert_eq!(table.records.len(), 0);
 }
@@ -494,7 +599,7 @@ fn use_after(mut table: Exceptions, now: Micros) {
     for n in 0..8 {
         for (event, failing) in [(good(true), 1000), (bad(true), 0), (good(false), 100), (SILENT, 0)] {
             table.apply(&SETTINGS, now, replica(n), event);
-            table.heard(&SETTINGS, now, replica(n), failing, Standing::even(0));
+            table.heard(&SETTINGS, now, replica(n), failing, 0, Standing::even(0));
         }
         table.admit(now, replica(n), load(0, 0));
     }
@@ -512,12 +617,13 @@ proptest! {
     #[test]
     fn content_from_outside_never_panics(
         members in any::<u32>(),
+        well in any::<u32>(),
         records in proptest::collection::vec(any_record(), 0..64),
         sound in proptest::bool::weighted(0.8),
         later in any::<u32>(),
     ) {
         let now = Micros(u64::from(later) * 1000);
-        let mut table = Exceptions { members, ..Exceptions::new() };
+        let mut table = Exceptions { members, well, ..Exceptions::new() };
         for (n, (bytes, (failed, total))) in (0u16..).zip(records) {
             let mut record: Record = bytemuck::pod_read_unaligned(&bytes);
             if sound {
@@ -569,7 +675,7 @@ proptest! {
                 0 | 1 => { table.apply(&SETTINGS, ms(now), replica(n), bad(trial)); }
                 2 => { table.apply(&SETTINGS, ms(now), replica(n), Event::Silent { trial, ordinary: !trial }); }
                 3 => { table.apply(&SETTINGS, ms(now), replica(n), good(trial)); }
-                4 => { table.heard(&SETTINGS, ms(now), replica(n), value, Standing::even(0)); }
+                4 => { table.heard(&SETTINGS, ms(now), replica(n), value, 0, Standing::even(0)); }
                 _ => { table.take_trial(&SETTINGS, ms(now), 0, members, &mut rng); table.expire(ms(now)); }
             }
             prop_assert!(table.out() * 2 <= members as usize);

@@ -42,6 +42,9 @@ pub(super) struct Entry {
     pub(super) unproven: u8,
     /// Per cent of what it would get if it were not young.
     pub(super) share: u8,
+    /// Share of recent requests that it failed, per mille.
+    pub(super) failing: u16,
+    pub(super) padding: u16,
 }
 
 impl Entry {
@@ -66,6 +69,8 @@ impl Entry {
             rif: u16::try_from(load.rif).unwrap_or(u16::MAX),
             uses_left: 1,
             unproven: 0,
+            failing: load.failing,
+            padding: 0,
         }
     }
 

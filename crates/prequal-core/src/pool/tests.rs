@@ -80,11 +80,13 @@ impl Scene {
 #[test]
 fn a_report_tells_load_and_age() {
     for (text, latency_us, up_s) in
-        [("3;2000;10.0.0.1:80;up=7", Some(2000), Some(7)), ("3;;10.0.0.1:80;fail=9", None, None)]
+        [("3;2000;10.0.0.1:80;up=7", Some(2000), Some(7)), ("3;;10.0.0.1:80", None, None)]
     {
         let report = LoadReport::parse(text).unwrap();
         assert_eq!(Load::from(&report), Load { up_s, ..Load::at_face_value(3, latency_us) }, "{text}");
     }
+    let report = LoadReport::parse("3;;10.0.0.1:80;fail=9").unwrap();
+    assert_eq!(Load::from(&report).failing, 9);
 }
 
 #[test]
@@ -137,8 +139,23 @@ fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
 }
 
 #[test]
+fn the_others_failures_are_the_median_of_their_reports() {
+    let mut scene = Scene::new(plain());
+    assert_eq!(scene.pool.failing_beside(replica(1)), 0);
+    let failing_beside = |scene: &mut Scene, n: u16, failing: u16| {
+        let load = Load { failing, ..Load::at_face_value(1, Some(20_000)) };
+        scene.pool.record(&scene.settings, ms(0), replica(n), load, Standing::even(0), &mut scene.rng);
+        scene.pool.failing_beside(replica(1))
+    };
+    assert_eq!(failing_beside(&mut scene, 1, 900), 0, "its own word is not the others'");
+    assert_eq!(failing_beside(&mut scene, 2, 500), 500);
+    assert_eq!(failing_beside(&mut scene, 3, 30), 30, "half of them may be bad");
+    assert_eq!(failing_beside(&mut scene, 4, 100), 100);
+}
+
+#[test]
 fn the_blob_is_small() {
-    assert!(size_of::<PoolState>() <= 2688, "{}", size_of::<PoolState>());
+    assert!(size_of::<PoolState>() <= 2816, "{}", size_of::<PoolState>());
 }
 
 #[test]
