@@ -143,7 +143,7 @@ fn the_pick_path_does_not_allocate() {
     let mut round = |round: usize| {
         now = now.plus(100_000);
         let replica = replicas[round % replicas.len()];
-        let flight = flights.sent(now, replica, Some(20_000), false);
+        let flight = flights.sent(now, replica, Some(20_000), false, true);
         while let Some(overdue) = flights.overdue(now.plus(1_000_000)) {
             black_box(table.apply(&settings.exceptions, now, overdue.replica, overdue.event()));
         }
@@ -179,7 +179,7 @@ fn the_pick_path_does_not_allocate() {
     let mut balancer = Balancer::new(config, Shim::OverrideHost, &Memory, (), now);
     let mut round = |round: usize| {
         now = now.plus(1000);
-        let mut request = balancer.begin(now, &[], &mut rng);
+        let mut request = balancer.begin(now, &[], true, &mut rng);
         let served = request.pick.replica.unwrap_or(replicas[round % replicas.len()]);
         let report =
             LoadReport { endpoint: Some(served), ..LoadReport::parse("1;9000;10.0.0.1:80").unwrap() };

@@ -372,7 +372,7 @@ impl<'a> World<'a> {
     fn place(&mut self, slot: u32, client: usize, answers: &[Answer]) {
         let now = self.now;
         let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
-        let request = balancer.begin(micros(now), answers, &mut self.choice);
+        let request = balancer.begin(micros(now), answers, true, &mut self.choice);
         let (pick, waited) = (request.pick, balancer.config().choice.mode == Mode::Sync);
         if self.from <= now {
             self.run.branches[match pick.branch {

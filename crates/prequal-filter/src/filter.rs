@@ -51,6 +51,8 @@ pub(crate) struct Ask {
 pub(crate) struct Waiter {
     pub(crate) cluster: usize,
     pub(crate) hint: Option<Hint>,
+    /// The client has sent all of it.
+    pub(crate) whole: bool,
     pub(crate) placed: Placed,
 }
 
@@ -79,9 +81,10 @@ impl Filter {
         self.clusters.iter().position(|cluster| cluster.balancer.borrow().config().cluster == name)
     }
 
-    /// Chooses for one request of a cluster: among `answers` if it has waited for them, else from the pool.
-    pub(crate) fn begin(&self, cluster: &Cluster, now: Micros, answers: &[Answer]) -> Request {
-        cluster.balancer.borrow_mut().begin(now, answers, &mut *self.rng.borrow_mut())
+    /// Chooses for one request of a cluster: among `answers` if it has waited for them, else from the pool. The client has
+    /// sent a `whole` request, or is still at it.
+    pub(crate) fn begin(&self, cluster: &Cluster, now: Micros, answers: &[Answer], whole: bool) -> Request {
+        cluster.balancer.borrow_mut().begin(now, answers, whole, &mut *self.rng.borrow_mut())
     }
 
     /// Takes the waiting updates into the pool, refreshes the gauges, and says which probes are due for lack of requests.

@@ -8,10 +8,27 @@ use prequal_core::time::Micros;
 use proxy_wasm::types::MapType;
 
 use crate::host;
-use crate::store::Envoy;
 
-/// Of the request that is the effective context.
-impl Witness for Envoy {
+/// How far a request had come when it ended. Envoy's own replies look like responses here.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Progress {
+    /// The client had sent all of it.
+    pub(crate) request_whole: bool,
+    /// A response had begun.
+    pub(crate) begun: bool,
+    /// It had ended as a response should.
+    pub(crate) complete: bool,
+}
+
+impl Progress {
+    /// Whether the host, if there was one, had the whole request and may not have begun to answer.
+    fn waits_for_host(self) -> bool {
+        self.request_whole && (self.complete || !self.begun)
+    }
+}
+
+/// Of the request that is the effective context, and has come this far.
+impl Witness for Progress {
     fn now(&self) -> Micros {
         host::now()
     }
@@ -21,7 +38,11 @@ impl Witness for Envoy {
     }
 
     fn class(&self) -> Class {
-        class_of(&host::text_property(&["response", "code_details"]).unwrap_or_default())
+        let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
+        let reached = || host::upstream_address().is_some();
+        // Of a complete response only a host's has taken time; the others are Envoy's own.
+        let answered = || host::number_property(&["response", "backend_latency"]).is_some();
+        class_of(&details, || self.waits_for_host() && reached() && !answered())
     }
 
     fn attempts(&self) -> u64 {
@@ -62,20 +83,67 @@ pub(crate) fn grpc_response() -> bool {
 
 /// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).
 ///
-/// A circuit breaker that is full looks like a reset of the host it was for, which has not heard of the request.
-pub(crate) fn class_of(details: &str) -> Class {
+/// A circuit breaker that is full looks like a reset of the host it was for, which has not heard of the request. How long a
+/// stream may be is nobody's failure. That nothing moves on it is the host's only while it has everything and says nothing:
+/// before, it may wait for the client to send, and after, for the client to take.
+fn class_of(details: &str, waits_for_host: impl FnOnce() -> bool) -> Class {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| details.starts_with(prefix));
     if details == "via_upstream" {
         Class::Answer
     } else if starts(&["downstream_", "http2.remote_reset", "http3.remote_reset"]) {
         Class::ClientAbort
-    } else if starts(&["upstream_reset_before_response_started{overflow"]) {
+    } else if starts(&["upstream_reset_before_response_started{overflow", "upstream_max_stream_duration"]) {
         Class::Local
-    } else if starts(&["upstream_", "response_timeout"])
-        || (starts(&["stream_idle_timeout"]) && host::upstream_address().is_some())
-    {
+    } else if starts(&["stream_idle_timeout", "upstream_per_try_idle_timeout"]) {
+        if waits_for_host() { Class::UpstreamFailure } else { Class::Local }
+    } else if starts(&["upstream_", "response_timeout"]) {
         Class::UpstreamFailure
     } else {
         Class::Local
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_details_say_who_ended_a_request() {
+        for (details, expected) in [
+            ("via_upstream", Class::Answer),
+            ("upstream_reset_before_response_started{connection_termination}", Class::UpstreamFailure),
+            ("upstream_reset_after_response_started{connection_termination}", Class::UpstreamFailure),
+            ("upstream_per_try_timeout", Class::UpstreamFailure),
+            ("response_timeout", Class::UpstreamFailure),
+            ("upstream_reset_before_response_started{overflow}", Class::Local),
+            ("max_duration_timeout", Class::Local),
+            ("upstream_max_stream_duration_reached", Class::Local),
+            ("request_overall_timeout", Class::Local),
+            ("no_healthy_upstream", Class::Local),
+            ("", Class::Local),
+            ("downstream_remote_disconnect", Class::ClientAbort),
+            ("http2.remote_reset", Class::ClientAbort),
+        ] {
+            assert_eq!(class_of(details, || unreachable!("it does not matter")), expected, "{details}");
+        }
+    }
+
+    #[test]
+    fn an_idle_stream_is_the_hosts_only_while_it_is_waited_for() {
+        for details in ["stream_idle_timeout", "upstream_per_try_idle_timeout"] {
+            assert_eq!(class_of(details, || true), Class::UpstreamFailure, "{details}");
+            assert_eq!(class_of(details, || false), Class::Local, "{details}");
+        }
+        for (request_whole, begun, complete, waits) in [
+            (true, false, false, true),
+            // Perhaps Envoy's own reply.
+            (true, true, true, true),
+            (true, true, false, false),
+            (false, false, false, false),
+            (false, true, true, false),
+        ] {
+            let progress = Progress { request_whole, begun, complete };
+            assert_eq!(progress.waits_for_host(), waits, "{progress:?}");
+        }
     }
 }

@@ -17,9 +17,8 @@ use proxy_wasm::types::{Action, MapType};
 use crate::filter::{Ask, Cluster, Filter, Placed, Waiter};
 use crate::host;
 use crate::metrics::WaitEnd;
-use crate::outcome::{grpc_failed, grpc_response, report_in, server_error};
+use crate::outcome::{Progress, grpc_failed, grpc_response, report_in, server_error};
 use crate::steer::steer;
-use crate::store::Envoy;
 
 /// One request.
 pub(crate) struct Stream {
@@ -30,8 +29,7 @@ pub(crate) struct Stream {
     request: Request,
     /// Where the root leaves the choice for a request that waits.
     placed: Option<Placed>,
-    /// The response ended as a response should.
-    complete: bool,
+    progress: Progress,
     /// The response carries an error: a 5xx, or what gRPC says in `grpc-status`.
     failed: bool,
     /// So it is if it is gRPC's, by its trailers. They come without the headers, which are there again at the end.
@@ -46,7 +44,7 @@ impl Stream {
             cluster: None,
             request: Request::default(),
             placed: None,
-            complete: false,
+            progress: Progress::default(),
             failed: false,
             failed_if_grpc: false,
         }
@@ -69,22 +67,40 @@ impl Stream {
             })
         };
         let placed = Placed::default();
-        let waiter = Waiter { cluster: index, hint: hint.flatten(), placed: Rc::clone(&placed) };
+        let whole = self.progress.request_whole;
+        let waiter = Waiter { cluster: index, hint: hint.flatten(), whole, placed: Rc::clone(&placed) };
         filter.ask.set(Some(Ask { stream: self.id, began: now, waiter }));
         self.placed = Some(placed);
         host::wake(filter.root_id);
         filter.waits.borrow().contains(self.id)
     }
 
-    /// Takes over what the root chose meanwhile; a request that is answered or ends while it waits is not resumed.
-    fn stop_waiting(&mut self) {
-        let Some(placed) = self.placed.take() else { return };
-        if let Some(request) = placed.take() {
+    /// Takes over what the root chose meanwhile, if it has.
+    fn take_placed(&mut self) {
+        if let Some(request) = self.placed.as_ref().and_then(|placed| placed.take()) {
+            self.placed = None;
             self.request = request;
-        } else if self.filter.waits.borrow_mut().forget(self.id)
+        }
+    }
+
+    /// A request that is answered or ends while it waits is not resumed.
+    fn stop_waiting(&mut self) {
+        self.take_placed();
+        if self.placed.take().is_some()
+            && self.filter.waits.borrow_mut().forget(self.id)
             && let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index))
         {
             cluster.metrics.waited(WaitEnd::Aborted);
+        }
+    }
+
+    /// The client has sent all of its request: from now on it waits for the replica.
+    fn request_ended(&mut self) {
+        self.progress.request_whole = true;
+        // A request that has waited for probes goes on with its body.
+        self.take_placed();
+        if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
+            cluster.balancer.borrow_mut().completed(&self.request, &self.progress);
         }
     }
 
@@ -101,7 +117,7 @@ impl Stream {
 impl Context for Stream {}
 
 impl HttpContext for Stream {
-    fn on_http_request_headers(&mut self, _count: usize, _end_of_stream: bool) -> Action {
+    fn on_http_request_headers(&mut self, _count: usize, end_of_stream: bool) -> Action {
         #[cfg(feature = "crash-test")]
         host::crash_on_demand();
         let filter = Rc::clone(&self.filter);
@@ -113,10 +129,11 @@ impl HttpContext for Stream {
             return Action::Continue;
         };
         let now = host::now();
+        self.progress.request_whole = end_of_stream;
         if cluster.mode() == Mode::Sync && self.wait(&filter, index, cluster, now) {
             return Action::Pause;
         }
-        self.request = filter.begin(cluster, now, &[]);
+        self.request = filter.begin(cluster, now, &[], end_of_stream);
         steer(filter.shim, &self.request);
         let probes = self.request.pick.probes;
         if !probes.is_empty() {
@@ -126,13 +143,26 @@ impl HttpContext for Stream {
         Action::Continue
     }
 
+    fn on_http_request_body(&mut self, _size: usize, end_of_stream: bool) -> Action {
+        if end_of_stream {
+            self.request_ended();
+        }
+        Action::Continue
+    }
+
+    fn on_http_request_trailers(&mut self, _count: usize) -> Action {
+        self.request_ended();
+        Action::Continue
+    }
+
     fn on_http_response_headers(&mut self, _count: usize, end_of_stream: bool) -> Action {
         self.stop_waiting();
+        self.progress.begun = true;
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else {
             return Action::Continue;
         };
         // A gRPC error without a message is a response of headers alone.
-        self.complete = end_of_stream;
+        self.progress.complete = end_of_stream;
         self.failed =
             server_error() || (end_of_stream && grpc_failed(MapType::HttpResponseHeaders) && grpc_response());
         let mut balancer = cluster.balancer.borrow_mut();
@@ -143,18 +173,18 @@ impl HttpContext for Stream {
             self.request.tell(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
             let report = report_in(MapType::HttpResponseHeaders);
-            balancer.response(host::now(), &mut self.request, self.failed, report, &Envoy);
+            balancer.response(host::now(), &mut self.request, self.failed, report, &self.progress);
         }
         Action::Continue
     }
 
     fn on_http_response_body(&mut self, _size: usize, end_of_stream: bool) -> Action {
-        self.complete |= end_of_stream;
+        self.progress.complete |= end_of_stream;
         Action::Continue
     }
 
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
-        self.complete = true;
+        self.progress.complete = true;
         self.failed_if_grpc = grpc_failed(MapType::HttpResponseTrailers);
         Action::Continue
     }
@@ -164,10 +194,10 @@ impl HttpContext for Stream {
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else { return };
         self.failed |= self.failed_if_grpc && grpc_response();
         let request = mem::take(&mut self.request);
-        let ours = (request.is_answered() && self.complete) || self.is_ours();
+        let ours = (request.is_answered() && self.progress.complete) || self.is_ours();
         let mut balancer = cluster.balancer.borrow_mut();
         if ours {
-            balancer.ended(request, self.complete, self.failed, &Envoy);
+            balancer.ended(request, self.progress.complete, self.failed, &self.progress);
         } else {
             balancer.disown(request);
         }

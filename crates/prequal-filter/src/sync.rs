@@ -67,14 +67,14 @@ pub(crate) fn expire(probes: &mut Probes, filter: &Filter, now: Micros) {
 
 /// Chooses for a request that has waited, and lets it go on.
 fn place(probes: &mut Probes, filter: &Filter, stream: u32, wait: Wait<Waiter>, ending: Ending, now: Micros) {
-    let Waiter { cluster: index, hint, placed } = wait.host;
+    let Waiter { cluster: index, hint, whole, placed } = wait.host;
     let Some(cluster) = filter.clusters.get(index) else { return };
     // The stream took its wait away when it ended; should the host know better, there is nobody to resume.
     if hostcalls::set_effective_context(stream).is_err() {
         return;
     }
     let answers = wait.waiting.answers();
-    let request = filter.begin(cluster, now, answers);
+    let request = filter.begin(cluster, now, answers, whole);
     cluster.metrics.waited(WaitEnd::Decided(ending));
     cluster.metrics.sync_answers.add(answers.len() as u32);
     cluster.metrics.sync_wait.record(now.saturating_since(wait.began));

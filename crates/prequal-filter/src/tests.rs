@@ -184,6 +184,28 @@ fn an_error_in_the_trailers_is_the_replicas_failure_and_only_of_grpc() {
 }
 
 #[test]
+fn an_idle_timeout_is_the_replicas_only_while_it_has_the_whole_request_and_is_silent() {
+    start_with("");
+    set_property(1, "xds.cluster_name", "service");
+    for (uploaded, begun, class) in
+        [(true, false, "upstream_failure"), (false, false, "local"), (true, true, "local")]
+    {
+        let before = outcome(class);
+        let (stream, _) = Stream::upload(1, &[], false);
+        stream.property("upstream.address", "10.0.0.1:80");
+        stream.property("response.code_details", "stream_idle_timeout");
+        if uploaded {
+            stream.uploaded();
+        }
+        if begun {
+            stream.headers(&[(":status", "200")], false);
+        }
+        stream.end();
+        assert_eq!(outcome(class), before + 1, "{uploaded} {begun}");
+    }
+}
+
+#[test]
 fn a_request_to_another_cluster_is_not_counted_and_turns_the_look_up_on() {
     start_with("");
     warm();

@@ -456,9 +456,15 @@ fn a_full_circuit_breaker_bars_nobody() -> Result<()> {
 }
 
 #[test]
-fn an_idle_stream_is_the_replicas_only_if_it_was_reached() -> Result<()> {
+fn a_stream_that_envoy_ends_is_the_replicas_only_while_all_wait_for_it() -> Result<()> {
     bed!();
-    for reached in [false, true] {
+    let (part, whole) = ("123", "1234567890");
+    for (case, limit, body, class) in [
+        ("a part, and buffered", "stream_idle_timeout", part, "local"),
+        ("a part", "stream_idle_timeout", part, "local"),
+        ("the whole request", "stream_idle_timeout", whole, "upstream_failure"),
+        ("the whole request", "max_stream_duration", whole, "local"),
+    ] {
         let load = |addr| with_load(report(1, 5000, addr));
         let hang = Arc::new(AtomicBool::new(false));
         let backends = {
@@ -468,8 +474,13 @@ fn an_idle_stream_is_the_replicas_only_if_it_was_reached() -> Result<()> {
             stand_ins(2, load, move |addr| load(addr).body(body()))?
         };
         let envoy = Envoy::start(without_retries(&addrs(&backends))?.edit(|config| {
-            config.http_mut()["stream_idle_timeout"] = json!("0.2s");
-            if !reached {
+            let http = config.http_mut();
+            if limit == "max_stream_duration" {
+                http["common_http_protocol_options"][limit] = json!("0.2s");
+            } else {
+                http[limit] = json!("0.2s");
+            }
+            if case.ends_with("buffered") {
                 let buffer = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer";
                 let settings = json!({"@type": buffer, "max_request_bytes": 1000});
                 config.insert_before(SHIM_NAME, json!({"name": "buffer", "typed_config": settings}));
@@ -478,10 +489,8 @@ fn an_idle_stream_is_the_replicas_only_if_it_was_reached() -> Result<()> {
         let before = warm(&envoy, 2);
         hang.store(true, Ordering::Relaxed);
         let mut socket = TcpStream::connect(envoy.addr())?;
-        // The body never comes whole.
-        socket.write_all(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n123")?;
-        let class = if reached { "upstream_failure" } else { "local" };
-        counted(&envoy, class, |now| now.outcomes(class) == before.outcomes(class) + 1);
+        write!(socket, "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{body}")?;
+        counted(&envoy, &format!("{case}, {limit}"), |now| now.outcomes(class) == before.outcomes(class) + 1);
     }
     Ok(())
 }

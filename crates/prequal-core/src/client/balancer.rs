@@ -79,8 +79,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         &self.counters
     }
 
-    /// Chooses for one request: among `answers` if it has waited for them, else from the pool.
-    pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], rng: &mut G) -> Request {
+    /// Chooses for one request: among `answers` if it has waited for them, else from the pool. The client has sent a `whole`
+    /// request, or is still at it.
+    pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], whole: bool, rng: &mut G) -> Request {
         let mut request = if self.config.choice.rule.is_probe_free() {
             self.rules.look(&mut self.members, &self.counters, now);
             let pick = self.rules.pick(now, self.config.pool.discovery_interval_ms, rng);
@@ -89,13 +90,20 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.find_silent(now);
             self.choose(now, answers, rng)
         };
-        request.flight = self.sent(now, &request.pick);
+        request.flight = self.sent(now, &request.pick, whole);
         self.rules.sent(request.pick.replica);
         self.counters.count(Count::Pick(request.pick.branch));
         if request.pick.trial {
             self.counters.count(Count::Trial);
         }
         request
+    }
+
+    /// The client has sent all of the request: from now on it waits for the replica.
+    pub fn completed(&mut self, request: &Request, proxy: &impl Witness) {
+        if let Some(flight) = &request.flight {
+            self.flights.completed(flight, proxy.now());
+        }
     }
 
     /// The headers of the response have come: with a report, perhaps, and `failed` if they carry an error.
@@ -324,11 +332,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// A request goes to the replica that was picked. `None` when nothing watches it.
-    fn sent(&mut self, now: Micros, pick: &Pick) -> Option<Flight> {
+    fn sent(&mut self, now: Micros, pick: &Pick, whole: bool) -> Option<Flight> {
         if self.config.pool.exceptions == ExceptionSettings::OFF || self.config.choice.rule.is_probe_free() {
             return None;
         }
-        Some(self.flights.sent(now, pick.replica?, pick.latency_us, pick.trial))
+        Some(self.flights.sent(now, pick.replica?, pick.latency_us, pick.trial, whole))
     }
 
     /// The chosen replica has answered or failed. An answer may fail later, but a request fails once.

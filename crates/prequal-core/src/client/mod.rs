@@ -6,6 +6,7 @@
 //! |---|---|
 //! | a request begins | [`Balancer::begin`], writes the choice on the request, sends the probes that are due |
 //! | it is to wait for probes of its own | [`Balancer::ask`], and [`Balancer::begin`] with the answers |
+//! | its client has sent all of it | [`Balancer::completed`], unless it began so |
 //! | its response's headers come | [`Balancer::response`] |
 //! | it has ended | [`Balancer::ended`] |
 //! | probes are due | [`Balancer::targets`], sends them |

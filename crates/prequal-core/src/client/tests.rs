@@ -165,7 +165,7 @@ fn number(endpoint: Endpoint) -> u16 {
 /// A request whose replica answers with this status at once.
 fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) -> Option<u16> {
     let mut rng = SmallRng::seed_from_u64(at);
-    let mut request = balancer.begin(ms(at), &[], &mut rng);
+    let mut request = balancer.begin(ms(at), &[], true, &mut rng);
     let chosen = request.pick.replica.map(number);
     if let Some(n) = chosen {
         let told = Some(Ok(report(n, 1, 10)));
@@ -259,7 +259,7 @@ fn a_choice_that_the_proxy_refuses_is_left_alone_and_one_that_failed_too() {
     for (class, attempts, diverted) in [(Class::Answer, 1, true), (Class::UpstreamFailure, 1, false)] {
         let mut balancer = balancer(config(Profile::Default, 3), &Memory);
         probe_all(&mut balancer, 3, 0);
-        let request = balancer.begin(ms(1), &[], &mut rng());
+        let request = balancer.begin(ms(1), &[], true, &mut rng());
         let chosen = request.pick.replica.unwrap();
         let served = if diverted { replica(9) } else { chosen };
         balancer.ended(request, false, false, &Proxy(2, Some(served), class, attempts));
@@ -267,8 +267,36 @@ fn a_choice_that_the_proxy_refuses_is_left_alone_and_one_that_failed_too() {
         assert_eq!(balancer.counters().of(Count::Outcome(class)), 1);
         probe_all(&mut balancer, 3, 3);
         for at in 4..20 {
-            assert_ne!(balancer.begin(ms(at), &[], &mut rng()).pick.replica, Some(chosen));
+            assert_ne!(balancer.begin(ms(at), &[], true, &mut rng()).pick.replica, Some(chosen));
         }
+    }
+}
+
+#[test]
+fn a_slow_upload_is_no_silence() {
+    for (completed, out) in [(false, 0), (true, 1)] {
+        let mut balancer = balancer(config(Profile::Default, 4), &Memory);
+        probe_all(&mut balancer, 4, 0);
+        for at in 1..=64 {
+            let mut request = balancer.begin(ms(at), &[], true, &mut rng());
+            let chosen = request.pick.replica.unwrap();
+            let proxy = Proxy(at + 5, Some(chosen), Class::Answer, 1);
+            balancer.response(
+                ms(at + 5),
+                &mut request,
+                false,
+                Some(Ok(report(number(chosen), 1, 10))),
+                &proxy,
+            );
+            balancer.ended(request, true, false, &proxy);
+        }
+        let request = balancer.begin(ms(100), &[], false, &mut rng());
+        if completed {
+            balancer.completed(&request, &Proxy(110, None, Class::Answer, 1));
+        }
+        let seen = [500, 600, 700].map(|at| balancer.tick(ms(at), &mut rng()).out);
+        assert_eq!(seen[2], out, "{seen:?}");
+        balancer.ended(request, false, false, &Proxy(800, None, Class::ClientAbort, 1));
     }
 }
 
@@ -293,7 +321,7 @@ fn the_rules_without_probes_learn_from_unsteered_requests() {
         let mut balancer = balancer(config, &Memory);
         let (mut chosen, mut rng) = ([0; 3], rng());
         for at in 0..3000 {
-            let request = balancer.begin(ms(at), &[], &mut rng);
+            let request = balancer.begin(ms(at), &[], true, &mut rng);
             let n = request.pick.replica.map_or((at % 3) as u16, number);
             chosen[usize::from(n)] += usize::from(request.pick.replica.is_some());
             balancer.ended(request, true, false, &Proxy(at + 5, Some(replica(n)), Class::Answer, 1));
@@ -305,7 +333,8 @@ fn the_rules_without_probes_learn_from_unsteered_requests() {
 /// Something that happens to one of two workers over one store.
 #[derive(Clone, Copy, Debug)]
 enum Happens {
-    Begin,
+    Begin(bool),
+    Upload,
     Response(bool, u16),
     End(bool, u16, u8),
     Reply(u16, u16, bool),
@@ -319,7 +348,8 @@ enum Happens {
 
 fn happenings() -> impl Strategy<Value = Vec<(usize, Happens)>> {
     let one = prop_oneof![
-        8 => Just(Happens::Begin),
+        8 => any::<bool>().prop_map(Happens::Begin),
+        2 => Just(Happens::Upload),
         8 => (any::<bool>(), 0..6u16).prop_map(|(failed, n)| Happens::Response(failed, n)),
         8 => (any::<bool>(), 0..6u16, 0..4u8).prop_map(|(whole, n, class)| Happens::End(whole, n, class)),
         8 => (0..6u16, 0..6u16, any::<bool>()).prop_map(|(asked, n, any)| Happens::Reply(asked, n, any)),
@@ -363,9 +393,14 @@ proptest! {
             let (worker, open) = (&mut workers[which], &mut open[which]);
             let at = now as u64;
             match event {
-                Happens::Begin => {
-                    open.push(worker.begin(ms(at), &[], &mut rng));
+                Happens::Begin(whole) => {
+                    open.push(worker.begin(ms(at), &[], whole, &mut rng));
                     begun += 1;
+                }
+                Happens::Upload => {
+                    if let Some(request) = open.last() {
+                        worker.completed(request, &Proxy(at, None, Class::Answer, 1));
+                    }
                 }
                 Happens::Response(failed, n) => {
                     let told = rng.random_bool(0.8).then(|| Ok(report(n, 1, 5)));

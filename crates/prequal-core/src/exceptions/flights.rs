@@ -1,5 +1,6 @@
 //! One worker's requests in flight: which have waited too long, and how many went well between two failures.
 //!
+//! A request waits for its replica from its end on: how long the client takes to send it is none of the replica's doing.
 //! The limit of a request is [`ExceptionSettings::breaker`] times what nine in ten of this worker's latest answers took; on
 //! a replica that reports itself slower than the typical answer, in proportion more, and four times as much on one that
 //! does not know. A request beyond its limit is a sign of silence only if nothing sent to the replica after it has been
@@ -26,7 +27,7 @@ pub struct Flight(usize);
 pub struct Landed {
     /// Who was chosen.
     pub replica: Endpoint,
-    /// From request to now, microseconds.
+    /// From the end of the request to now, microseconds; from its beginning if it was answered before its end.
     pub latency_us: u32,
     /// Against its limit.
     pub timing: Timing,
@@ -91,6 +92,8 @@ struct Request {
     limit_us: u32,
     trial: bool,
     ordinary: bool,
+    /// The client has sent all of it.
+    whole: bool,
 }
 
 /// What was seen of a replica.
@@ -138,22 +141,45 @@ impl Flights {
         }
     }
 
-    /// A request goes to `replica`, which reported `latency_us`.
-    pub fn sent(&mut self, now: Micros, replica: Endpoint, latency_us: Option<u32>, trial: bool) -> Flight {
-        let limit_us = self.limit_for(latency_us, trial);
+    /// A request goes to `replica`, which reported `latency_us`. Its time counts once it is `whole`, now or
+    /// [later](Self::completed).
+    pub fn sent(
+        &mut self,
+        now: Micros,
+        replica: Endpoint,
+        latency_us: Option<u32>,
+        trial: bool,
+        whole: bool,
+    ) -> Flight {
         let index = self.in_flight.insert(Request {
             replica,
             started: now,
             check_at: now.plus(u64::from(self.limit_us)),
-            limit_us,
+            limit_us: self.limit_for(latency_us, trial),
             trial,
             ordinary: latency_us.is_some_and(|latency| latency / 2 <= self.typical_us),
+            whole,
         });
-        // Without a limit there is nothing to look at.
-        if limit_us > 0 {
-            self.in_flight.link(index);
+        if whole {
+            self.watch(index);
         }
         Flight(index)
+    }
+
+    /// The client has sent all of the request: from now on it waits for the replica.
+    pub fn completed(&mut self, flight: &Flight, now: Micros) {
+        let check_at = now.plus(u64::from(self.limit_us));
+        if let Some(request) = self.in_flight.get_mut(flight.0).filter(|request| !request.whole) {
+            (request.whole, request.started, request.check_at) = (true, now, check_at);
+            self.watch(flight.0);
+        }
+    }
+
+    fn watch(&mut self, index: usize) {
+        // Without a limit there is nothing to look at.
+        if self.in_flight.get_mut(index).is_some_and(|request| request.limit_us > 0) {
+            self.in_flight.link(index);
+        }
     }
 
     /// The replica has answered, well or not.
@@ -177,10 +203,11 @@ impl Flights {
             }
             good
         });
-        if !failed {
+        if !failed && request.whole {
             self.learn(settings, latency_us);
         }
         let timing = match u64::from(request.limit_us) {
+            _ if !request.whole => Timing::InTime,
             0 => Timing::InTime,
             limit if u64::from(latency_us) <= limit => Timing::InTime,
             limit if u64::from(latency_us) <= limit * 2 => Timing::Narrow,
@@ -350,7 +377,7 @@ mod tests {
     fn the_limit_is_kept_when_the_count_of_answers_wraps() {
         let mut flights = Flights::new();
         let answer = |flights: &mut Flights, at: u64| {
-            let flight = flights.sent(Micros(at), "10.0.0.1:80".parse().unwrap(), None, false);
+            let flight = flights.sent(Micros(at), "10.0.0.1:80".parse().unwrap(), None, false, true);
             flights.answered(&SETTINGS, flight, Micros(at + 1000), false).unwrap();
         };
         (0..WINDOW as u64).for_each(|at| answer(&mut flights, at));

@@ -59,14 +59,14 @@ impl Scene {
     /// One request of 20 ms to a replica that fails `share` of them.
     fn request(&mut self, at: u64, n: u16, share: f64, trial: bool) -> Change {
         let failed = self.rng.random_bool(share);
-        let flight = self.flights.sent(ms(at), replica(n), None, trial);
+        let flight = self.flights.sent(ms(at), replica(n), None, trial, true);
         let landed = self.flights.answered(&SETTINGS, flight, ms(at + 20), failed).unwrap();
         self.tell(at + 20, n, landed.event(failed, None))
     }
 
     /// The same, but it fails only after it was answered.
     fn late_request(&mut self, at: u64, n: u16, failed: bool) -> Change {
-        let flight = self.flights.sent(ms(at), replica(n), None, false);
+        let flight = self.flights.sent(ms(at), replica(n), None, false, true);
         let landed = self.flights.answered(&SETTINGS, flight, ms(at + 10), false).unwrap();
         let answered = self.tell(at + 10, n, landed.event(false, None));
         if !failed {
@@ -247,7 +247,7 @@ fn out_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
         let n = trial.map_or(n, |trial| usize::from(trial.replica.port()) - 1000);
         let failed = scene.rng.random_bool(shares[n]);
         own[n].record(now, if failed { Outcome::Failure } else { Outcome::Success });
-        let flight = scene.flights.sent(now, replica(n as u16), None, trial.is_some());
+        let flight = scene.flights.sent(now, replica(n as u16), None, trial.is_some(), true);
         let landed = scene.flights.answered(&SETTINGS, flight, now, failed).unwrap();
         news |= scene.tell(at, n as u16, landed.event(failed, None)) != Change::None;
         if news {
@@ -340,7 +340,7 @@ fn half_of_the_fleet_can_be_out_but_not_more() {
 fn warm() -> Scene {
     let mut scene = Scene::new();
     for i in 0..64 {
-        let flight = scene.flights.sent(ms(i), replica(9), None, false);
+        let flight = scene.flights.sent(ms(i), replica(9), None, false, true);
         scene.flights.answered(&SETTINGS, flight, ms(i + 100), false);
     }
     scene
@@ -358,7 +358,7 @@ fn late(flights: &mut Flights, at: Micros) -> Option<flights::Overdue> {
 #[test]
 fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
     let mut scene = warm();
-    let stuck = scene.flights.sent(ms(1000), replica(1), Some(100_000), false);
+    let stuck = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, true);
     assert_eq!(late(&mut scene.flights, ms(1199)), None);
     let overdue = late(&mut scene.flights, ms(1201)).unwrap();
     assert_eq!((overdue.replica, overdue.event()), (replica(1), SILENT));
@@ -373,7 +373,7 @@ fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
     );
     scene.heard(3001, 1, 0);
     assert_eq!(scene.trial(3002), Some(replica(1)));
-    let trial = scene.flights.sent(ms(3002), replica(1), None, true);
+    let trial = scene.flights.sent(ms(3002), replica(1), None, true, true);
     let landed = land(&mut scene, trial, 3102);
     assert_eq!(scene.tell(3102, 1, landed.event(false, None)), Change::Closed(Reason::Silent));
     assert_eq!(scene.heard(3103, 1, 0), Some(load(3, 100)), "its own reports still tell of the stall");
@@ -381,10 +381,31 @@ fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
 }
 
 #[test]
+fn a_request_that_its_client_is_still_sending_waits_for_nobody() {
+    let mut scene = warm();
+    let upload = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, false);
+    assert_eq!(late(&mut scene.flights, ms(5000)), None);
+    scene.flights.completed(&upload, ms(5000));
+    scene.flights.completed(&upload, ms(5100));
+    assert_eq!(late(&mut scene.flights, ms(5150)), None);
+    assert_eq!(late(&mut scene.flights, ms(5201)).map(|o| o.replica), Some(replica(1)), "now it does");
+    let landed = land(&mut scene, upload, 5300);
+    assert_eq!((landed.latency_us, landed.timing), (300_000, Timing::Narrow));
+    // One that is answered before its end is in time, and its duration teaches nothing.
+    for at in 0..300 {
+        let upload = scene.flights.sent(ms(6000 + at), replica(1), Some(100_000), false, false);
+        assert_eq!(land(&mut scene, upload, 9000 + at).timing, Timing::InTime);
+    }
+    let stuck = scene.flights.sent(ms(10_000), replica(2), Some(100_000), false, true);
+    assert!(late(&mut scene.flights, ms(10_201)).is_some(), "the limit is as before");
+    scene.flights.gone(stuck);
+}
+
+#[test]
 fn a_request_that_was_overtaken_is_slow_and_no_silence() {
     let mut scene = warm();
-    let slow = scene.flights.sent(ms(1000), replica(1), Some(100_000), false);
-    let quick = scene.flights.sent(ms(1010), replica(1), Some(100_000), false);
+    let slow = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, true);
+    let quick = scene.flights.sent(ms(1010), replica(1), Some(100_000), false, true);
     land(&mut scene, quick, 1110);
     assert_eq!(late(&mut scene.flights, ms(1500)), None);
     land(&mut scene, slow, 2000);
@@ -394,8 +415,8 @@ fn a_request_that_was_overtaken_is_slow_and_no_silence() {
 #[test]
 fn a_worker_that_stood_still_blames_nobody() {
     let mut scene = warm();
-    let fine = scene.flights.sent(ms(1000), replica(1), Some(100_000), false);
-    let stuck = scene.flights.sent(ms(1000), replica(2), Some(100_000), false);
+    let fine = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, true);
+    let stuck = scene.flights.sent(ms(1000), replica(2), Some(100_000), false, true);
     assert_eq!(scene.flights.overdue(ms(1100)), None);
     // Half a second later both look overdue; one answer waits in its socket.
     assert_eq!(scene.flights.overdue(ms(1600)), None);
@@ -409,8 +430,8 @@ fn a_worker_that_stood_still_blames_nobody() {
 #[test]
 fn a_replica_that_reports_itself_slower_has_longer() {
     let mut scene = warm();
-    let slow = scene.flights.sent(ms(1000), replica(1), Some(800_000), false);
-    let unknown = scene.flights.sent(ms(1100), replica(2), None, false);
+    let slow = scene.flights.sent(ms(1000), replica(1), Some(800_000), false, true);
+    let unknown = scene.flights.sent(ms(1100), replica(2), None, false, true);
     assert_eq!(late(&mut scene.flights, ms(1100 + 780)), None);
     assert_eq!(late(&mut scene.flights, ms(1100 + 1000)).map(|o| o.replica), Some(replica(2)));
     assert_eq!(late(&mut scene.flights, ms(2101)), None);
@@ -446,7 +467,7 @@ fn a_trial_that_a_slow_replica_answered_late_is_not_repeated_soon() {
         scene.tell(1000, 1, SILENT);
         scene.heard(1001, 1, 0);
         assert!(scene.trial(2000).is_some());
-        let trial = scene.flights.sent(ms(2000), replica(1), None, true);
+        let trial = scene.flights.sent(ms(2000), replica(1), None, true, true);
         let overdue = late(&mut scene.flights, ms(2210)).unwrap();
         scene.tell(2210, 1, overdue.event());
         let landed = land(&mut scene, trial, 2800);
@@ -467,7 +488,7 @@ fn ordinary_variance_trips_hardly_anything() {
     for i in 0..20_000u64 {
         let normal: f64 = (0..12).map(|_| scene.rng.random::<f64>()).sum::<f64>() - 6.0;
         let work = (80.0 + 80.0 * normal).max(0.0) as u64;
-        let flight = scene.flights.sent(ms(i * 400), replica((i % 20) as u16), Some(80_000), false);
+        let flight = scene.flights.sent(ms(i * 400), replica((i % 20) as u16), Some(80_000), false, true);
         trips += usize::from(late(&mut scene.flights, ms(i * 400 + work)).is_some());
         land(&mut scene, flight, i * 400 + work);
     }
@@ -478,12 +499,12 @@ fn ordinary_variance_trips_hardly_anything() {
 fn a_clock_that_steps_is_survived() {
     let mut scene = warm();
     let hour = 3_600_000;
-    let flight = scene.flights.sent(ms(1000 + hour), replica(1), Some(100_000), false);
+    let flight = scene.flights.sent(ms(1000 + hour), replica(1), Some(100_000), false, true);
     // Back: the request counts as just sent, and is found when it really is late.
     assert_eq!(late(&mut scene.flights, ms(1000)), None);
     assert!(late(&mut scene.flights, ms(1250)).is_some());
     scene.flights.gone(flight);
-    let flight = scene.flights.sent(ms(1000), replica(2), Some(100_000), false);
+    let flight = scene.flights.sent(ms(1000), replica(2), Some(100_000), false, true);
     assert!(late(&mut scene.flights, ms(1000 + hour)).is_some(), "forth: it looks an hour old");
     scene.tell(1000 + hour, 2, SILENT);
     scene.flights.gone(flight);
@@ -532,18 +553,18 @@ fn a_worker_remembers_each_of_a_thousand_replicas() {
     let mut scene = Scene::new();
     for round in 0..20 {
         for n in 0..1000 {
-            let flight = scene.flights.sent(ms(round), replica(n), None, false);
+            let flight = scene.flights.sent(ms(round), replica(n), None, false, true);
             land(&mut scene, flight, round + 20);
         }
     }
     for n in 0..1000 {
-        let flight = scene.flights.sent(ms(100), replica(n), None, false);
+        let flight = scene.flights.sent(ms(100), replica(n), None, false, true);
         let landed = scene.flights.answered(&SETTINGS, flight, ms(101), true).unwrap();
         assert!(landed.requests > 15.0, "replica {n}: {} good requests", landed.requests);
     }
     // Those that it no longer uses make room.
     for n in 1000..20_000 {
-        let flight = scene.flights.sent(ms(u64::from(n) * 1000), replica(n), None, false);
+        let flight = scene.flights.sent(ms(u64::from(n) * 1000), replica(n), None, false, true);
         land(&mut scene, flight, u64::from(n) * 1000);
     }
     assert!(scene.flights.remembered() < 4000, "{}", scene.flights.remembered());
@@ -567,7 +588,7 @@ fn nothing_happens_with_the_rules_off() {
     table.set_members(10);
     let mut flights = Flights::new();
     for i in 0..1000 {
-        let flight = flights.sent(ms(i * 10), replica(1), Some(100_000), false);
+        let flight = flights.sent(ms(i * 10), replica(1), Some(100_000), false, true);
         let landed = flights.answered(&off, flight, ms(i * 10 + i), true).unwrap();
         assert_eq!(table.apply(&off, ms(i * 10), replica(1), landed.event(true, None)), Change::None);
         assert_eq!(flights.overdue(ms(i * 10)), None);

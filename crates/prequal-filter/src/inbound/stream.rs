@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-use prequal_core::client::Class;
+use prequal_core::client::{Class, Witness};
 use prequal_core::probe::Route;
 use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 use prequal_core::time::Micros;
@@ -18,7 +18,7 @@ use proxy_wasm::types::{Action, BufferType, MapType};
 use super::served::Served;
 use super::{Inbound, reply};
 use crate::host;
-use crate::outcome::{class_of, grpc_failed, is_grpc};
+use crate::outcome::{Progress, grpc_failed, is_grpc};
 
 /// A gRPC call open for longer than this after its first response message is a stream, microseconds.
 const GRPC_UNARY_TAIL_US: u64 = 1_000_000;
@@ -31,8 +31,7 @@ pub(crate) struct InboundStream {
     flight: Option<Flight>,
     /// Answered here; the response is not the replica's.
     own: bool,
-    /// The response ended as a response should.
-    complete: bool,
+    progress: Progress,
     failed: bool,
     /// The client has not sent all of its request.
     uploading: bool,
@@ -63,7 +62,7 @@ impl InboundStream {
             inbound,
             flight: None,
             own: false,
-            complete: false,
+            progress: Progress::default(),
             failed: false,
             uploading: false,
             streaming: false,
@@ -102,7 +101,7 @@ impl InboundStream {
     fn read_head(&mut self, end_of_stream: bool) {
         let header = |name| host::header_bytes(MapType::HttpResponseHeaders, name).unwrap_or_default();
         let status = header(":status");
-        self.complete = end_of_stream;
+        self.progress.complete = end_of_stream;
         self.failed = status.starts_with(b"5");
         if status == b"101" {
             self.upgraded = true;
@@ -155,19 +154,16 @@ impl InboundStream {
 
     /// How the request ended, and what that says of the replica being there.
     fn judge(&self) -> (Outcome, Option<bool>) {
-        let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
-        match class_of(&details) {
+        match self.progress.class() {
             _ if self.upgraded => (Outcome::Streaming, None),
             Class::Answer | Class::ClientAbort if self.streaming && !self.failed => {
                 (Outcome::Streaming, Some(true))
             }
             Class::Answer if self.failed => (Outcome::Failure, Some(true)),
-            Class::Answer if self.complete => (Outcome::Success, Some(true)),
+            Class::Answer if self.progress.complete => (Outcome::Success, Some(true)),
             Class::Answer | Class::ClientAbort | Class::Local => (Outcome::Aborted, None),
             // Nobody listens. Other failures are of a replica that may be as warm as ever.
-            Class::UpstreamFailure if details.contains("remote_connection_failure") => {
-                (Outcome::Failure, Some(false))
-            }
+            Class::UpstreamFailure if refused() => (Outcome::Failure, Some(false)),
             Class::UpstreamFailure => (Outcome::Failure, None),
         }
     }
@@ -189,6 +185,7 @@ impl HttpContext for InboundStream {
             let ticket = served.start(&*self.inbound.vm, now);
             self.flight = Some(Flight { served, ticket });
             self.uploading = !end_of_stream;
+            self.progress.request_whole = end_of_stream;
             if self.uploading {
                 self.set_client_waits(true);
             }
@@ -198,12 +195,14 @@ impl HttpContext for InboundStream {
 
     fn on_http_request_body(&mut self, _size: usize, end_of_stream: bool) -> Action {
         if end_of_stream {
+            self.progress.request_whole = true;
             self.uploaded();
         }
         Action::Continue
     }
 
     fn on_http_request_trailers(&mut self, _count: usize) -> Action {
+        self.progress.request_whole = true;
         self.uploaded();
         Action::Continue
     }
@@ -214,6 +213,7 @@ impl HttpContext for InboundStream {
         }
         // A replica may answer before it has read everything.
         self.uploaded();
+        self.progress.begun = true;
         self.read_head(end_of_stream);
         if let Some(flight) = &self.flight {
             self.stamp(flight);
@@ -225,7 +225,7 @@ impl HttpContext for InboundStream {
     }
 
     fn on_http_response_body(&mut self, size: usize, end_of_stream: bool) -> Action {
-        self.complete |= end_of_stream;
+        self.progress.complete |= end_of_stream;
         if let Some(grpc) = &mut self.grpc
             && !self.streaming
             && size > 0
@@ -240,7 +240,7 @@ impl HttpContext for InboundStream {
     }
 
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
-        self.complete = true;
+        self.progress.complete = true;
         if self.grpc.is_some() && grpc_failed(MapType::HttpResponseTrailers) {
             self.failed = true;
         }
@@ -271,4 +271,10 @@ impl Grpc {
         self.unary.is_some_and(|unary| self.received > unary)
             || now.saturating_since(first) > GRPC_UNARY_TAIL_US
     }
+}
+
+/// Whether the replica's port took no connection.
+fn refused() -> bool {
+    let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
+    details.contains("remote_connection_failure")
 }

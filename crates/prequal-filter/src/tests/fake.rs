@@ -61,6 +61,7 @@ unsafe extern "C" {
     safe fn proxy_on_configure(root: u32, size: usize) -> bool;
     safe fn proxy_on_tick(root: u32);
     safe fn proxy_on_request_headers(context: u32, count: usize, end: bool) -> Action;
+    safe fn proxy_on_request_body(context: u32, size: usize, end: bool) -> Action;
     safe fn proxy_on_response_headers(context: u32, count: usize, end: bool) -> Action;
     safe fn proxy_on_response_body(context: u32, size: usize, end: bool) -> Action;
     safe fn proxy_on_response_trailers(context: u32, count: usize) -> Action;
@@ -151,9 +152,20 @@ pub(super) struct Stream(pub(super) u32);
 impl Stream {
     /// A request comes in; what the filter makes of it.
     pub(super) fn begin(id: u32, headers: &[(&str, &str)]) -> (Self, Action) {
+        Self::upload(id, headers, true)
+    }
+
+    /// The same, with a body to come unless this is the `end`.
+    pub(super) fn upload(id: u32, headers: &[(&str, &str)], end: bool) -> (Self, Action) {
         proxy_on_context_create(id, ROOT);
         set_map(id, MapType::HttpRequestHeaders, headers);
-        (Self(id), proxy_on_request_headers(id, headers.len(), true))
+        (Self(id), proxy_on_request_headers(id, headers.len(), end))
+    }
+
+    /// The client has sent the rest of its request.
+    pub(super) fn uploaded(&self) {
+        with(|state| state.context = self.0);
+        assert!(proxy_on_request_body(self.0, 1, true) == Action::Continue);
     }
 
     pub(super) fn request_header(&self, name: &str) -> Option<String> {
