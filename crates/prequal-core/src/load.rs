@@ -3,6 +3,15 @@
 use crate::capacity::Capacity;
 use crate::report::LoadReport;
 
+/// Where a report stood.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Source {
+    /// On the reply to a probe: any replica's.
+    Probe,
+    /// On a response: a chosen replica's, so its RIF is low for the fleet's.
+    Response,
+}
+
 /// What a replica reports.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Load {
@@ -16,13 +25,15 @@ pub struct Load {
     pub up_s: Option<u32>,
     /// Share of recent requests that it failed, per mille.
     pub failing: u16,
+    /// Where it was reported.
+    pub source: Source,
 }
 
 impl Load {
     /// Of a replica that reports no capacity, as agents did before.
     pub fn at_face_value(rif: u32, latency_us: Option<u32>) -> Self {
         let capacity = latency_us.map(|latency_us| Capacity::at_face_value(latency_us, rif));
-        Self { rif, latency_us, capacity, up_s: None, failing: 0 }
+        Self { rif, latency_us, capacity, up_s: None, failing: 0, source: Source::Probe }
     }
 }
 

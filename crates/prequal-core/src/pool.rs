@@ -31,7 +31,7 @@ use rand::Rng;
 use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
 use crate::exceptions::{Exceptions, Trial};
-use crate::load::Load;
+use crate::load::{Load, Source};
 use crate::members::Standing;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};
@@ -369,7 +369,9 @@ impl PoolState {
         let standing = known.filter(|known| self.newer(known, &standing)).unwrap_or(standing);
         self.trials.reported(endpoint, load.capacity);
         let entry = Entry::new(settings, endpoint, load, standing, stamp);
-        self.remember_rif(settings, stamp, entry.load());
+        if load.source == Source::Probe || !settings.theta_of_probes {
+            self.remember_rif(settings, stamp, entry.load());
+        }
         if self.is_barred(endpoint, stamp) || !standing.is_in_use(self.samples, self.members) {
             return;
         }

@@ -11,7 +11,7 @@ use crate::config::{ClusterConfig, Shim};
 use crate::endpoint::Endpoint;
 use crate::exceptions::ExceptionSettings;
 use crate::exceptions::flights::{Flight, Flights};
-use crate::load::Load;
+use crate::load::{Load, Source};
 use crate::members::{Evidence, Members, Standing};
 use crate::policies::Done;
 use crate::pool::{Pick, PoolView, ProbesDue};
@@ -260,7 +260,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         standing: Standing,
     ) {
         if !request.failed {
-            self.report(now, replica, report, standing);
+            self.report(now, replica, report, standing, Source::Response);
         }
     }
 
@@ -370,9 +370,17 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// A report that may speak for `replica`, whose placement is `standing`.
-    pub(super) fn report(&mut self, at: Micros, replica: Endpoint, report: &LoadReport, standing: Standing) {
+    pub(super) fn report(
+        &mut self,
+        at: Micros,
+        replica: Endpoint,
+        report: &LoadReport,
+        standing: Standing,
+        source: Source,
+    ) {
         self.rules.reported(replica, report);
-        self.push(Update::Report(at, replica, Load::from(report), standing));
+        let load = Load { source, ..Load::from(report) };
+        self.push(Update::Report(at, replica, load, standing));
     }
 
     /// The proxy says that the replica served a request, with `report` on the response if there was one.

@@ -9,7 +9,7 @@ use super::count::{Count, Counters, ProbeEnd};
 use super::journal::Update;
 use super::store::{Store, Value};
 use crate::endpoint::Endpoint;
-use crate::load::Load;
+use crate::load::{Load, Source};
 use crate::members::{Evidence, Standing, Target};
 use crate::pool::ProbesDue;
 use crate::report::LoadReport;
@@ -90,7 +90,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         };
         let (answer, end) = taken.unwrap_or_else(|end| (None, end));
         if let (Some(answer), Ok(reply), false) = (answer, &reply, hinted) {
-            self.report(now, answer.replica, &reply.report, answer.standing);
+            self.report(now, answer.replica, &reply.report, answer.standing, Source::Probe);
         }
         self.counters.count(Count::Probe(end));
         answer

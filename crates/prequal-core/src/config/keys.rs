@@ -178,7 +178,10 @@ pub const KEYS: &[Key] = &[
     seldom("q_rif", "quantile", Number(0.0, 1.0))
         .needs("rule", "hcl")
         .from("§4")
-        .means("θ is this quantile of the RIFs reported; `paper`: 2^(−1/4)"),
+        .means(
+            "θ is this quantile of the RIFs reported, with `profile: paper` of those on replies to probes alone; \
+             `paper`: 2^(−1/4)",
+        ),
     seldom("hot", "", OneOf(&["gt", "ge"]))
         .needs("rule", "hcl")
         .from("§4, §5.3")

@@ -46,6 +46,7 @@ impl Profile {
             discovery_interval_ms: 200,
             verified_probes: false,
             rif_history: MAX_HISTORY,
+            theta_of_probes: false,
             burst_guard: true,
             exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
             ramp_ms: 10_000,
@@ -57,6 +58,7 @@ impl Profile {
                 max_age_ms: 1000,
                 q_rif: 0.840_896_415_253_714_5, // 2^(−1/4)
                 scale_removal: false,
+                theta_of_probes: true,
                 budget: Budget::Fixed { r_probe: 3.0 },
                 exceptions: ExceptionSettings::OFF,
                 ramp_ms: 0,

@@ -52,6 +52,10 @@ fn cluster(config: &ClusterConfig) -> Value {
     say("cluster", json!(config.cluster));
     say("probe_cluster", json!(config.probe_cluster));
     say("endpoints", json!(endpoints));
+    if pool.theta_of_probes {
+        // No key of its own says it.
+        say("profile", json!("paper"));
+    }
 
     let rule = rules().into_iter().find(|(_, rule)| rule.is_like(choice.rule));
     say("rule", json!(rule.map(|(name, _)| name)));

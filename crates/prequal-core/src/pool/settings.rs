@@ -66,6 +66,9 @@ pub struct PoolSettings {
     pub verified_probes: bool,
     /// RIFs kept for θ, 8 to [`MAX_HISTORY`].
     pub rif_history: usize,
+    /// θ looks back on replies to probes alone, as in the paper: what chosen replicas report on responses is low for the
+    /// fleet. With few probes it is all there is.
+    pub theta_of_probes: bool,
     /// Envoy's own policy places what would go to a replica with four requests in flight while the fleet is being
     /// learned (at first two of 40 would get everything, and refuse what exceeds their queues), and what would go to one
     /// with more than θ and four where even the best is saturated: it counts its own requests, while a pool that a burst

@@ -139,6 +139,18 @@ fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
 }
 
 #[test]
+fn the_papers_theta_is_of_replies_to_probes_whoever_else_reports() {
+    for (profile, theta) in [(Profile::Paper, 8), (Profile::Default, 1)] {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..profile.pool_settings() });
+        for (rif, source) in [(8, Source::Probe), (1, Source::Response), (1, Source::Response)] {
+            let load = Load { source, ..Load::at_face_value(rif, Some(20_000)) };
+            scene.pool.record(&scene.settings, ms(0), replica(1), load, Standing::even(0), &mut scene.rng);
+        }
+        assert_eq!(scene.pool.view(&scene.settings, ms(1)).theta, Some(theta), "{profile:?}");
+    }
+}
+
+#[test]
 fn the_others_failures_are_the_median_of_their_reports() {
     let mut scene = Scene::new(plain());
     assert_eq!(scene.pool.failing_beside(replica(1)), 0);
