@@ -64,6 +64,10 @@ impl Witness for Proxy {
         self.0
     }
 
+    fn is_ours(&self) -> bool {
+        true
+    }
+
     fn served_by(&self) -> Option<Endpoint> {
         Some(self.1)
     }

@@ -157,6 +157,10 @@ impl Witness for Proxy {
         micros(self.now)
     }
 
+    fn is_ours(&self) -> bool {
+        true
+    }
+
     fn served_by(&self) -> Option<Endpoint> {
         Some(endpoint(self.server))
     }

@@ -31,6 +31,7 @@ pub(crate) struct Filter {
 
 /// One upstream cluster.
 pub(crate) struct Cluster {
+    name: String,
     pub(crate) balancer: RefCell<Balancer<Blobs, Metrics>>,
     pub(crate) metrics: Metrics,
     /// Probes that picks have asked for and the root has not sent yet.
@@ -78,7 +79,7 @@ impl Filter {
     /// The index of the cluster that the route of the current request names.
     pub(crate) fn routed_cluster(&self) -> Option<usize> {
         let name = host::text_property(&["xds", "cluster_name"])?;
-        self.clusters.iter().position(|cluster| cluster.balancer.borrow().config().cluster == name)
+        self.clusters.iter().position(|cluster| cluster.name == name)
     }
 
     /// Chooses for one request of a cluster: among `answers` if it has waited for them, else from the pool. The client has
@@ -99,8 +100,9 @@ impl Cluster {
     fn new(root_name: &str, config: ClusterConfig, shim: Shim, now: Micros) -> Self {
         let metrics = Metrics::define(&config.cluster);
         let store = blobs_of(root_name, &config.cluster);
+        let name = config.cluster.clone();
         let balancer = Balancer::new(config, shim, &store, metrics.clone(), now);
-        Self { balancer: RefCell::new(balancer), metrics, probes_due: Cell::default() }
+        Self { name, balancer: RefCell::new(balancer), metrics, probes_due: Cell::default() }
     }
 
     /// Whether the request that is the effective context waits for probes of its own.

@@ -1,10 +1,8 @@
 //! What Envoy says of a request, as both roles read it.
 
-use prequal_core::client::{Class, Witness};
-use prequal_core::endpoint::Endpoint;
+use prequal_core::client::Class;
 use prequal_core::failures::grpc_blames_server;
 use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, ReportError};
-use prequal_core::time::Micros;
 use proxy_wasm::types::MapType;
 
 use crate::host;
@@ -25,28 +23,14 @@ impl Progress {
     fn waits_for_host(self) -> bool {
         self.request_whole && (self.complete || !self.begun)
     }
-}
 
-/// Of the request that is the effective context, and has come this far.
-impl Witness for Progress {
-    fn now(&self) -> Micros {
-        host::now()
-    }
-
-    fn served_by(&self) -> Option<Endpoint> {
-        host::upstream_address()
-    }
-
-    fn class(&self) -> Class {
+    /// Who ended the request that is the effective context.
+    pub(crate) fn class(self) -> Class {
         let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
         let reached = || host::upstream_address().is_some();
         // Of a complete response only a host's has taken time; the others are Envoy's own.
         let answered = || host::number_property(&["response", "backend_latency"]).is_some();
         class_of(&details, || self.waits_for_host() && reached() && !answered())
-    }
-
-    fn attempts(&self) -> u64 {
-        host::number_property(&["upstream", "request_attempt_count"]).unwrap_or(1)
     }
 }
 

@@ -1,13 +1,15 @@
 //! One request: the pick, the report on its response, the outcome.
 //!
 //! The common path makes one shared-data transaction, one header read and no property read: a report from the chosen
-//! replica proves that it answered. Properties are read only where no such report came.
+//! replica proves that it answered. Properties are read only where no such report came. Such a response shows at its headers
+//! whether a retry had to rescue it, as soon as Envoy tells.
 
 use std::mem;
 use std::rc::Rc;
 
-use prequal_core::client::Request;
+use prequal_core::client::{Class, Request, Witness};
 use prequal_core::config::Mode;
+use prequal_core::endpoint::Endpoint;
 use prequal_core::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
 use prequal_core::report::{HEADER_HINT, HEADER_LOAD, LoadReport};
 use prequal_core::time::Micros;
@@ -26,6 +28,8 @@ pub(crate) struct Stream {
     filter: Rc<Filter>,
     /// Index of the upstream cluster, once the request is known to be for one of ours.
     cluster: Option<usize>,
+    /// It is known because it was looked up.
+    looked_up: bool,
     request: Request,
     /// Where the root leaves the choice for a request that waits.
     placed: Option<Placed>,
@@ -42,6 +46,7 @@ impl Stream {
             id,
             filter,
             cluster: None,
+            looked_up: false,
             request: Request::default(),
             placed: None,
             progress: Progress::default(),
@@ -100,17 +105,42 @@ impl Stream {
         // A request that has waited for probes goes on with its body.
         self.take_placed();
         if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
-            cluster.balancer.borrow_mut().completed(&self.request, &self.progress);
+            let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+            cluster.balancer.borrow_mut().completed(&self.request, &told);
+        }
+    }
+}
+
+/// What Envoy says of the request that is the effective context.
+struct Told<'a> {
+    filter: &'a Filter,
+    looked_up: bool,
+    progress: Progress,
+}
+
+impl Witness for Told<'_> {
+    fn now(&self) -> Micros {
+        host::now()
+    }
+
+    /// The first request that is not turns the look-up on.
+    fn is_ours(&self) -> bool {
+        self.looked_up || self.filter.routed_cluster().is_some() || {
+            self.filter.look_up_cluster.set(true);
+            false
         }
     }
 
-    /// Whether the request really went to a configured cluster; the first that did not turns the look-up on.
-    fn is_ours(&self) -> bool {
-        let look_up = &self.filter.look_up_cluster;
-        look_up.get() || self.filter.routed_cluster().is_some() || {
-            look_up.set(true);
-            false
-        }
+    fn served_by(&self) -> Option<Endpoint> {
+        host::upstream_address()
+    }
+
+    fn class(&self) -> Class {
+        self.progress.class()
+    }
+
+    fn attempts(&self) -> u64 {
+        host::number_property(&["upstream", "request_attempt_count"]).unwrap_or(1)
     }
 }
 
@@ -122,7 +152,8 @@ impl HttpContext for Stream {
         host::crash_on_demand();
         let filter = Rc::clone(&self.filter);
         // With a single configured cluster the property (2 µs) is not read until a request turns out to have gone elsewhere.
-        self.cluster = if filter.look_up_cluster.get() { filter.routed_cluster() } else { Some(0) };
+        self.looked_up = filter.look_up_cluster.get();
+        self.cluster = if self.looked_up { filter.routed_cluster() } else { Some(0) };
         let found = self.cluster.and_then(|index| Some((index, filter.clusters.get(index)?)));
         let Some((index, cluster)) = found else {
             steer(filter.shim, &self.request);
@@ -173,7 +204,8 @@ impl HttpContext for Stream {
             self.request.tell(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
             let report = report_in(MapType::HttpResponseHeaders);
-            balancer.response(host::now(), &mut self.request, self.failed, report, &self.progress);
+            let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+            balancer.response(host::now(), &mut self.request, self.failed, report, &told);
         }
         Action::Continue
     }
@@ -194,12 +226,7 @@ impl HttpContext for Stream {
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else { return };
         self.failed |= self.failed_if_grpc && grpc_response();
         let request = mem::take(&mut self.request);
-        let ours = (request.is_answered() && self.progress.complete) || self.is_ours();
-        let mut balancer = cluster.balancer.borrow_mut();
-        if ours {
-            balancer.ended(request, self.progress.complete, self.failed, &self.progress);
-        } else {
-            balancer.disown(request);
-        }
+        let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+        cluster.balancer.borrow_mut().ended(request, self.progress.complete, self.failed, &told);
     }
 }

@@ -206,6 +206,27 @@ fn an_idle_timeout_is_the_replicas_only_while_it_has_the_whole_request_and_is_si
 }
 
 #[test]
+fn a_failure_that_a_retry_rescued_counts_once_and_with_the_headers() {
+    start_with("");
+    warm();
+    let stream = get(1);
+    let chosen = dest(&stream).unwrap();
+    let other = if chosen == "10.0.0.1:80" { "10.0.0.2:80" } else { "10.0.0.1:80" };
+    stream.property("upstream.address", other);
+    set_number(1, "upstream.request_attempt_count", 2);
+    stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{other}"))], false);
+    let next = get(2);
+    assert_ne!(dest(&next), Some(chosen), "left alone before the response ends");
+    stream.body(true);
+    log();
+    stream.property("response.code_details", "via_upstream");
+    stream.end();
+    assert!(!log().contains(&"property upstream.address".into()), "asked once");
+    next.end();
+    assert_eq!((metric("prequal_diverted_total"), outcome("answer")), (1, 1));
+}
+
+#[test]
 fn a_request_to_another_cluster_is_not_counted_and_turns_the_look_up_on() {
     start_with("");
     warm();
@@ -213,9 +234,12 @@ fn a_request_to_another_cluster_is_not_counted_and_turns_the_look_up_on() {
     let before = classes();
     let stream = get(1);
     stream.property("xds.cluster_name", "elsewhere");
-    stream.headers(&[(":status", "200")], true);
+    stream.property("upstream.address", "10.9.9.9:80");
+    stream.headers(&[(":status", "200"), (HEADER_LOAD, "1;10000;10.9.9.9:80")], true);
     stream.end();
     assert_eq!(classes(), before);
+    tick();
+    assert_eq!((metric("prequal_members"), metric("prequal_diverted_total")), (3, 0));
     set_property(2, "xds.cluster_name", "elsewhere");
     let (stream, _) = Stream::begin(2, &[(HEADER_DEST, "evil")]);
     assert_eq!(stream.request_header(HEADER_DEST), None, "looked up before it is steered");

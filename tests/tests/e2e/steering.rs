@@ -90,6 +90,24 @@ fn two_clusters_are_isolated() -> Result<()> {
 }
 
 #[test]
+fn the_first_request_to_an_unconfigured_cluster_tells_nothing_of_the_configured_one() -> Result<()> {
+    bed!();
+    let (first, second) = (Fleet::uniform(3, &Reply::ok())?, Fleet::uniform(2, &Reply::ok())?);
+    let config = EnvoyConfig::for_replicas(&first.addrs())?.add_cluster("other", "/other", &second.addrs());
+    let envoy = Envoy::start(config)?;
+    let before = warm(&envoy, 3);
+    let client = envoy.client();
+    assert_all_ok(&client.burst(5, 1, |_| Request::get("/other")));
+    assert_all_ok(&client.burst(20, 1, |_| Request::get("/")));
+    // Gauges are set by the tick.
+    std::thread::sleep(Duration::from_millis(600));
+    let after = envoy.prequal(SERVING)?;
+    assert_eq!(after.other("prequal_members"), 3, "{after:#?}");
+    assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
+    Ok(())
+}
+
+#[test]
 fn two_workers_share_one_pool() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(3, &Reply::ok())?;

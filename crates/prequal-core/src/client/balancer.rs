@@ -119,12 +119,16 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if let Some(report) = report {
             let end = match report {
                 Ok(report) => self.judge_report(now, request, &report, proxy),
-                Err(error) => ReportEnd::Bad(error),
+                Err(error) => Some(ReportEnd::Bad(error)),
             };
-            self.counters.count(Count::Report(end));
+            if let Some(end) = end {
+                self.counters.count(Count::Report(end));
+            }
         }
         if request.answered {
             self.land(now, request, failed);
+        } else {
+            self.find_rescue(now, request, proxy);
         }
     }
 
@@ -137,7 +141,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         request.failed |= failed;
         // A report and a proper end prove an answer.
         let answered = request.answered && complete;
-        let class = if answered { Class::Answer } else { self.judge_end(&mut request, proxy) };
+        let class = if answered {
+            Class::Answer
+        } else if self.is_ours(&mut request, proxy) {
+            self.judge_end(&mut request, proxy)
+        } else {
+            return;
+        };
         if let Some(flight) = request.flight.take() {
             self.flights.gone(flight);
         }
@@ -146,13 +156,6 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.learn(&request, class, proxy);
         }
         self.counters.count(Count::Outcome(class));
-    }
-
-    /// The request turns out to be none of this cluster's.
-    pub fn disown(&mut self, request: Request) {
-        if let Some(flight) = request.flight {
-            self.flights.gone(flight);
-        }
     }
 
     /// Takes in the waiting updates, and says how the pool looks and which probes are due for lack of requests.
@@ -221,25 +224,28 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         })
     }
 
-    /// Judges the report on a response (design §3, "Trust").
+    /// Judges the report on a response (design §3, "Trust"). `None`: the request was none of this cluster's.
     fn judge_report(
         &mut self,
         now: Micros,
         request: &mut Request,
         report: &LoadReport,
         proxy: &impl Witness,
-    ) -> ReportEnd {
+    ) -> Option<ReportEnd> {
         request.reported_us = report.latency_us;
         let chosen = request.pick.replica;
         if let Some(named) = report.endpoint.filter(|named| chosen == Some(*named) && !request.pick.verify) {
             request.answered = true;
             self.count(request, named, now, report, request.pick.standing);
-            return ReportEnd::Used;
+            return Some(ReportEnd::Used);
         }
         // Not steered, the proxy used another host, or a report without a name: who answered is what the proxy says.
-        let Some(served) = proxy.served_by() else { return ReportEnd::NoEndpoint };
+        if !self.is_ours(request, proxy) {
+            return None;
+        }
+        let Some(served) = request.served_by(proxy) else { return Some(ReportEnd::NoEndpoint) };
         if report.endpoint.is_some_and(|named| named != served) {
-            return ReportEnd::WrongEndpoint;
+            return Some(ReportEnd::WrongEndpoint);
         }
         request.answered = chosen == Some(served);
         // A retry went where it was told to, which shows nothing of the proxy's own policy.
@@ -247,7 +253,29 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let evidence = if on_purpose { Evidence::Served } else { Evidence::Placed };
         let standing = self.confirm(now, served, Some(report), evidence);
         self.count(request, served, now, report, standing);
-        ReportEnd::Used
+        Some(ReportEnd::Used)
+    }
+
+    /// Whether the request went to this cluster, by the proxy's word. If not, it says nothing of the replica.
+    fn is_ours(&mut self, request: &mut Request, proxy: &impl Witness) -> bool {
+        let ours = *request.ours.get_or_insert_with(|| proxy.is_ours());
+        if !ours && let Some(flight) = request.flight.take() {
+            self.flights.gone(flight);
+        }
+        ours
+    }
+
+    /// A response that is not the chosen replica's: if the proxy tried more than once, that one has failed.
+    fn find_rescue(&mut self, now: Micros, request: &mut Request, proxy: &impl Witness) {
+        let Some(chosen) = request.pick.replica else { return };
+        if !self.is_ours(request, proxy) || request.served_by(proxy).is_none_or(|served| served == chosen) {
+            return;
+        }
+        if proxy.attempts() > 1 {
+            request.rescued = true;
+            self.push(Update::Bar(now, chosen));
+            self.land(now, request, true);
+        }
     }
 
     /// What a failed response says of load is not recorded: a replica that fails at once is idle and looks fast.
@@ -271,7 +299,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             return class;
         }
         let Some(chosen) = request.pick.replica else { return class };
-        let (now, served_by) = (proxy.now(), proxy.served_by());
+        let (now, served_by) = (proxy.now(), request.served_by(proxy));
         if class == Class::Local && served_by.is_none() {
             // It was sent to nobody.
             return class;
@@ -281,7 +309,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if diverted {
             self.counters.count(Count::Diverted);
         }
-        if class == Class::UpstreamFailure || (diverted && (verify || proxy.attempts() > 1)) {
+        if request.rescued {
+            // Told with the headers.
+        } else if class == Class::UpstreamFailure || (diverted && (verify || proxy.attempts() > 1)) {
             // Refused, reset, timed out, perhaps retried elsewhere; or an invention.
             self.push(Update::Bar(now, chosen));
             self.land(now, request, true);

@@ -12,7 +12,10 @@ pub trait Witness {
     /// The time.
     fn now(&self) -> Micros;
 
-    /// The replica that the proxy used last.
+    /// Whether the request went to the balancer's cluster at all. Otherwise nothing of it counts.
+    fn is_ours(&self) -> bool;
+
+    /// The replica that the proxy used last. It tries no other once a response has begun.
     fn served_by(&self) -> Option<Endpoint>;
 
     /// Who ended the request.
@@ -36,6 +39,11 @@ pub struct Request {
     pub(super) trial: bool,
     /// The replica's failure of this request has been told.
     pub(super) blamed: bool,
+    /// It was, as a retry elsewhere was answered.
+    pub(super) rescued: bool,
+    /// The proxy's word on whether it went to this cluster, and on who serves, once asked.
+    pub(super) ours: Option<bool>,
+    pub(super) served_by: Option<Endpoint>,
     /// The replica that was chosen reported on the response.
     pub(super) answered: bool,
     /// The response carries an error.
@@ -47,13 +55,13 @@ pub struct Request {
 }
 
 impl Request {
-    /// Whether a report has proved that the chosen replica answered: with a proper end nothing need be asked of the proxy.
-    pub fn is_answered(&self) -> bool {
-        self.answered
-    }
-
     /// What a response tells the rules without probes: requests in flight, and utilisation.
     pub fn tell(&mut self, rif: Option<u32>, utilisation: Option<f64>) {
         self.told = (rif, utilisation);
+    }
+
+    pub(super) fn served_by(&mut self, proxy: &impl Witness) -> Option<Endpoint> {
+        self.served_by = self.served_by.or_else(|| proxy.served_by());
+        self.served_by
     }
 }

@@ -116,6 +116,10 @@ impl Witness for Proxy {
         ms(self.0)
     }
 
+    fn is_ours(&self) -> bool {
+        true
+    }
+
     fn served_by(&self) -> Option<Endpoint> {
         self.1
     }
@@ -135,6 +139,10 @@ struct Silence;
 impl Witness for Silence {
     fn now(&self) -> Micros {
         panic!("asked for the time")
+    }
+
+    fn is_ours(&self) -> bool {
+        panic!("asked where it went")
     }
 
     fn served_by(&self) -> Option<Endpoint> {

@@ -6,7 +6,7 @@
 
 use std::rc::Rc;
 
-use prequal_core::client::{Class, Witness};
+use prequal_core::client::Class;
 use prequal_core::probe::Route;
 use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 use prequal_core::time::Micros;

@@ -104,6 +104,10 @@ pub(super) fn set_property(context: u32, path: &str, value: &str) {
     with(|state| state.properties.insert((context, path.into()), value.into()));
 }
 
+pub(super) fn set_number(context: u32, path: &str, value: u64) {
+    with(|state| state.properties.insert((context, path.into()), value.to_le_bytes().into()));
+}
+
 /// The value of a metric whose name begins with this.
 pub(super) fn metric(name: &str) -> i64 {
     with(|state| {
