@@ -1,8 +1,8 @@
 //! One request: the pick, the report on its response, the outcome.
 //!
-//! The common path makes one shared-data transaction, one header read and no property read: a report from the chosen
-//! replica proves that it answered. Properties are read only where no such report came. Such a response shows at its headers
-//! whether a retry had to rescue it, as soon as Envoy tells.
+//! The common path makes one shared-data transaction, one header read and hardly ever a property read: a report from the
+//! chosen replica shows that it answered, unless the balancer has reason to doubt. Properties are read only where no such
+//! report came. Such a response shows at its headers whether a retry had to rescue it, as soon as Envoy tells.
 
 use std::mem;
 use std::rc::Rc;

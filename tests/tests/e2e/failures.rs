@@ -1,12 +1,17 @@
 //! Replicas and agents that die, hang or fail: what the user's request sees.
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Reply, Request};
+use bytes::Bytes;
+use prequal_testbed::{Body, Envoy, EnvoyConfig, Fleet, Reply, Request};
 use serde_json::json;
 
-use crate::support::{SERVING, assert_all_ok, bed, warm};
+use crate::support::{SERVING, assert_all_ok, bed, report, set, stand_in, warm, with_load};
 
 #[test]
 fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
@@ -74,6 +79,57 @@ fn a_retry_goes_to_another_host() -> Result<()> {
     // One retry each, none of which met the failing replica again.
     assert_eq!(envoy.stat("cluster.replicas.upstream_rq_retry")? - retries, failed);
     assert_eq!(fleet.served().iter().sum::<u64>(), 200 + failed);
+    Ok(())
+}
+
+#[test]
+fn a_failure_that_a_retry_rescues_counts_before_the_response_ends() -> Result<()> {
+    bed!();
+    // The replica that serves the retry tells of itself, or claims to be the one that failed.
+    for lies in [false, true] {
+        let fails = Arc::new(AtomicBool::new(false));
+        let best = |addr| with_load(report(0, 5000, addr));
+        let wanted = {
+            let fails = Arc::clone(&fails);
+            let reply = move |addr| if fails.load(Relaxed) { Reply::status(503) } else { best(addr) };
+            stand_in(best, reply)?
+        };
+        let rescuer = {
+            let (fails, wanted) = (Arc::clone(&fails), wanted.addr());
+            let chunk = Bytes::from_static(b"x");
+            let stream =
+                move || Body::Stream { chunk: chunk.clone(), count: 600, gap: Duration::from_millis(50) };
+            stand_in(
+                |addr| with_load(report(3, 900_000, addr)),
+                move |addr| match (fails.load(Relaxed), lies) {
+                    (false, _) => with_load(report(3, 900_000, addr)),
+                    (true, false) => with_load(report(3, 900_000, addr)).body(stream()),
+                    (true, true) => with_load(report(0, 5000, wanted)).body(stream()),
+                },
+            )?
+        };
+        let config = set(EnvoyConfig::for_replicas(&[wanted.addr(), rescuer.addr()])?, "breaker", 0);
+        let envoy = Envoy::start(config.edit(|config| {
+            let policy = &mut config.route_mut()["retry_policy"];
+            policy["retry_on"] = json!("5xx");
+            policy["num_retries"] = json!(1);
+        }))?;
+        warm(&envoy, 2);
+        fails.store(true, Relaxed);
+        let mut streams = Vec::new();
+        let start = Instant::now();
+        while envoy.prequal(SERVING)?.other("prequal_averted_total.failing") == 0 {
+            assert!(
+                start.elapsed() < Duration::from_secs(10),
+                "lies: {lies}: {:#?}",
+                envoy.prequal(SERVING)?
+            );
+            let mut stream = TcpStream::connect(envoy.addr())?;
+            stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")?;
+            assert!(stream.read(&mut [0; 100])? > 0, "no response");
+            streams.push(stream);
+        }
+    }
     Ok(())
 }
 

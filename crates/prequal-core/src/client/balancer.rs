@@ -3,6 +3,7 @@
 use rand::Rng;
 
 use super::count::{Class, Count, Counters, ReportEnd};
+use super::doubt::Doubt;
 use super::journal::{Journal, Update};
 use super::request::{Request, Witness};
 use super::rules::Rules;
@@ -30,6 +31,7 @@ pub struct Balancer<S: Store, C> {
     pub(super) rules: Rules,
     /// This worker's requests in flight.
     pub(super) flights: Flights,
+    doubt: Doubt,
 }
 
 /// What a tick shows.
@@ -54,6 +56,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             members: store.open("members"),
             rules: Rules::new(config.choice.rule),
             flights: Flights::new(),
+            doubt: Doubt::default(),
             config,
             shim,
             counters,
@@ -235,6 +238,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         request.reported_us = report.latency_us;
         let chosen = request.pick.replica;
         if let Some(named) = report.endpoint.filter(|named| chosen == Some(*named) && !request.pick.verify) {
+            if self.doubt.asks(now) && request.served_by(proxy) != chosen {
+                return Some(ReportEnd::WrongEndpoint);
+            }
             request.answered = true;
             self.count(request, named, now, report, request.pick.standing);
             return Some(ReportEnd::Used);
@@ -271,6 +277,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if !self.is_ours(request, proxy) || request.served_by(proxy).is_none_or(|served| served == chosen) {
             return;
         }
+        self.doubt.diverted(now);
         if proxy.attempts() > 1 {
             request.rescued = true;
             self.push(Update::Bar(now, chosen));

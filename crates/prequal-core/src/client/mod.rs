@@ -20,6 +20,7 @@
 
 mod balancer;
 mod count;
+mod doubt;
 mod journal;
 mod probing;
 mod request;

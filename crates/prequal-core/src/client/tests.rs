@@ -309,6 +309,27 @@ fn a_slow_upload_is_no_silence() {
 }
 
 #[test]
+fn one_that_serves_in_the_chosen_ones_name_is_found_out() {
+    let mut balancer = balancer(config(Profile::Default, 3), &Memory);
+    probe_all(&mut balancer, 3, 0);
+    let mut lies = 0;
+    for at in 1..40 {
+        let mut request = balancer.begin(ms(at), &[], true, &mut rng());
+        let Some(chosen) = request.pick.replica else { continue };
+        let proxy = Proxy(at, Some(replica(9)), Class::Answer, 2);
+        let told = report(number(chosen), 0, 1);
+        balancer.response(ms(at), &mut request, false, Some(Ok(told)), &proxy);
+        balancer.ended(request, true, false, &proxy);
+        lies += 1;
+        probe_all(&mut balancer, 3, at);
+    }
+    let counts = balancer.counters();
+    let believed = counts.of(Count::Report(ReportEnd::Used));
+    assert_eq!((believed, counts.of(Count::Report(ReportEnd::WrongEndpoint))), (15, lies - 15));
+    assert_eq!(counts.of(Count::Diverted), lies - 15);
+}
+
+#[test]
 fn what_one_worker_learns_the_other_uses() {
     let host = Host::default();
     let mut config = config(Profile::Default, 3);
