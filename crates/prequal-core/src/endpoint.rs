@@ -9,8 +9,9 @@ pub const MAX_TEXT: usize = 47;
 
 /// A serving `ip:port`. Plain data, so that blobs in shared data can hold it.
 ///
-/// The text form is canonical (`10.0.0.1:80`, `[2001:db8::1]:80`): Envoy ignores any other spelling.
-#[derive(Clone, Copy, Eq, Hash, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+/// The text form is canonical (`10.0.0.1:80`, `[2001:db8::1]:80`): Envoy ignores any other spelling. In order, the ports of
+/// one host stand together.
+#[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Endpoint {
     /// IPv6 octets; an IPv4 address fills the first four, the rest is zero.

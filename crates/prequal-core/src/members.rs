@@ -14,6 +14,10 @@
 //! invents endpoints fills a small bounded list, costs one unsteered request each, and nothing else.
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
+//!
+//! Members are found by binary search, and what needs all of them is done once in so many samples: an event costs no more
+//! in a large fleet. Reading and writing the blob does, so each worker keeps a copy and shares what it has noted at its
+//! tick ([`View`]).
 
 use std::borrow::Cow;
 
@@ -24,13 +28,19 @@ use crate::blob::{Blob, BlobError, Tag};
 use crate::endpoint::Endpoint;
 use crate::time::{Micros, Stamp};
 
-/// Most members kept.
+mod view;
+
+pub use view::{Lost, Note, View};
+
+/// Most members kept. Who comes then is refused, and counted ([`View::take_lost`]), until another is forgotten.
 pub const MAX_MEMBERS: usize = 10_000;
 /// Most candidates kept.
 pub const MAX_CANDIDATES: usize = 64;
 /// A member not heard from for this long is forgotten, milliseconds. Only a long stop: a probe addressed to a host
 /// that has left is answered by another, which tells at once.
 pub const MEMBER_TTL_MS: u32 = 600_000;
+/// When none was heard for this long, milliseconds, the cluster is idle, which says nothing of anyone: nobody ages.
+const QUIET_MS: u32 = 60_000;
 /// A candidate not confirmed for this long is forgotten, milliseconds.
 pub const CANDIDATE_TTL_MS: u32 = 5_000;
 /// Rounds of samples (as many as there are replicas in use, more for light ones) without meeting a replica after which
@@ -40,6 +50,8 @@ pub const CYCLES: u32 = 10;
 const RENEW_MS: u32 = 5_000;
 /// Mean samples per replica at which all counts are halved.
 const MAX_MEAN_HITS: u32 = 96;
+/// How often in a round of samples it is looked who has gone out of use. In fleets no larger, at every sample.
+const LOOKS_PER_ROUND: u32 = 32;
 
 /// How a replica became known.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -82,9 +94,20 @@ impl Standing {
 /// Replicas of one upstream cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Members {
+    /// In the order of their endpoints.
     list: Vec<Member>,
     /// Samples of the policy so far, modulo 2^32.
     samples: u32,
+    tally: Tally,
+}
+
+/// What would else be counted at every event.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+struct Tally {
+    candidates: usize,
+    in_use: u32,
+    /// Of those in use, together.
+    hits: u32,
 }
 
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
@@ -128,7 +151,7 @@ pub struct Target {
 impl Members {
     /// Members in use.
     pub fn count(&self) -> u32 {
-        self.in_use().count() as u32
+        self.tally.in_use
     }
 
     /// Samples of the policy so far, modulo 2^32.
@@ -138,21 +161,34 @@ impl Members {
 
     /// Whether the endpoint is a member, in use or not.
     pub fn contains(&self, endpoint: Endpoint) -> bool {
-        self.list.iter().any(|member| member.endpoint == endpoint && member.rank != CANDIDATE)
+        self.get(endpoint).is_some_and(|member| member.rank != CANDIDATE)
     }
 
     /// The member that answers probes at `probe`.
     pub fn answering_at(&self, probe: Endpoint) -> Option<Endpoint> {
-        let mut members = self.list.iter().filter(|member| member.rank != CANDIDATE).map(Member::target);
+        let first = self.list.partition_point(|member| member.endpoint < probe.with_port(0));
+        let host =
+            self.list.iter().skip(first).take_while(|member| member.endpoint <= probe.with_port(u16::MAX));
+        let mut members = host.filter(|member| member.rank != CANDIDATE).map(Member::target);
         members.find(|target| target.probe == probe).map(|target| target.replica)
     }
 
     /// What Envoy's policy thinks of the replica.
     pub fn standing(&self, endpoint: Endpoint) -> Standing {
-        match self.list.iter().find(|member| member.endpoint == endpoint) {
-            Some(member) => member.standing(),
-            None => Standing::even(self.samples),
-        }
+        self.get(endpoint).map_or(Standing::even(self.samples), Member::standing)
+    }
+
+    fn position(&self, endpoint: Endpoint) -> Result<usize, usize> {
+        self.list.binary_search_by_key(&endpoint, |member| member.endpoint)
+    }
+
+    fn get(&self, endpoint: Endpoint) -> Option<&Member> {
+        self.list.get(self.position(endpoint).ok()?)
+    }
+
+    fn get_mut(&mut self, endpoint: Endpoint) -> Option<&mut Member> {
+        let index = self.position(endpoint).ok()?;
+        self.list.get_mut(index)
     }
 
     /// Takes note of a replica. Returns whether the blob must be written.
@@ -166,7 +202,8 @@ impl Members {
         let stamp = now.stamp();
         let probe_port = probe.map_or(0, |probe| probe.port());
         let (samples, mean) = (self.samples, self.mean_hits());
-        let known = self.list.iter_mut().find(|member| member.endpoint == endpoint);
+        let position = self.position(endpoint);
+        let known = position.ok().and_then(|index| self.list.get_mut(index));
         match (known, evidence) {
             // Hearsay neither renews nor changes what is known.
             (Some(_), Evidence::Hearsay) => false,
@@ -180,32 +217,31 @@ impl Members {
                 if changed {
                     (known.seen, known.probe_port) = (stamp, probe_port);
                 }
-                if joins {
-                    // Until samples tell more it counts as average.
-                    (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Standing::UNIT);
-                }
                 if joins || placed {
                     known.sampled = samples;
+                }
+                if joins {
+                    self.tally.candidates -= usize::from(known.rank == CANDIDATE);
+                    // Until samples tell more it counts as average.
+                    (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Standing::UNIT);
+                    self.tally.add(known);
                 }
                 changed
             }
             (None, _) => {
                 let rank = if evidence == Evidence::Hearsay { CANDIDATE } else { IN_USE };
-                let (limit, hits) =
-                    if rank == CANDIDATE { (MAX_CANDIDATES, 0) } else { (MAX_MEMBERS, mean as u16) };
-                let alike = self.list.iter().filter(|m| (m.rank == CANDIDATE) == (rank == CANDIDATE)).count();
+                let (alike, limit, hits) = match rank {
+                    CANDIDATE => (self.tally.candidates, MAX_CANDIDATES, 0),
+                    _ => (self.list.len() - self.tally.candidates, MAX_MEMBERS, mean as u16),
+                };
                 if alike >= limit {
                     return false;
                 }
-                self.list.push(Member {
-                    endpoint,
-                    seen: stamp,
-                    sampled: samples,
-                    hits,
-                    probe_port,
-                    rank,
-                    weight: Standing::UNIT,
-                });
+                let weight = Standing::UNIT;
+                let member =
+                    Member { endpoint, seen: stamp, sampled: samples, hits, probe_port, rank, weight };
+                self.tally.add(&member);
+                self.list.insert(position.unwrap_or_else(|place| place), member);
                 true
             }
         }
@@ -215,12 +251,21 @@ impl Members {
     pub fn sample_met(&mut self, endpoint: Endpoint, probe: Option<Endpoint>, now: Micros) {
         self.samples = self.samples.wrapping_add(1);
         self.observe(endpoint, probe, Evidence::Placed, now);
-        let (samples, mean, in_use) = (self.samples, self.mean_hits(), self.count());
+        let mean = self.mean_hits();
+        if let Some(member) = self.get_mut(endpoint) {
+            let hits = member.hits.saturating_add(1);
+            let more = hits - member.hits;
+            (member.hits, member.weight) = (hits, weight(hits, mean));
+            self.tally.hits += u32::from(more);
+        }
+        if self.samples.is_multiple_of((self.tally.in_use / LOOKS_PER_ROUND).max(1)) {
+            self.look_for_the_unmet();
+        }
+    }
+
+    fn look_for_the_unmet(&mut self) {
+        let (samples, in_use, mean) = (self.samples, self.tally.in_use, self.mean_hits());
         for member in self.list.iter_mut().filter(|member| member.rank == IN_USE) {
-            if member.endpoint == endpoint {
-                member.hits = member.hits.saturating_add(1);
-                member.weight = weight(member.hits, mean);
-            }
             if !member.standing().is_in_use(samples, in_use) {
                 member.rank = OUT_OF_USE;
             }
@@ -228,12 +273,13 @@ impl Members {
                 member.hits /= 2;
             }
         }
+        self.tally = Tally::of(&self.list);
     }
 
     /// Makes a member of a replica that served a request; where it answers probes is kept. Returns whether the blob must
     /// be written.
     pub fn confirm(&mut self, endpoint: Endpoint, evidence: Evidence, now: Micros) -> bool {
-        let known = self.list.iter().find(|member| member.endpoint == endpoint).map(Member::target);
+        let known = self.get(endpoint).map(Member::target);
         let probe = known.map(|target| target.probe).filter(|probe| *probe != endpoint);
         self.observe(endpoint, probe, evidence, now)
     }
@@ -241,8 +287,7 @@ impl Members {
     /// Takes note that a member is alive. Returns whether the blob must be written.
     pub fn renew(&mut self, endpoint: Endpoint, now: Micros) -> bool {
         let stamp = now.stamp();
-        let known = self.list.iter_mut().find(|m| m.endpoint == endpoint && m.rank != CANDIDATE);
-        match known {
+        match self.get_mut(endpoint).filter(|member| member.rank != CANDIDATE) {
             Some(member) if stamp.distance_ms(member.seen) >= RENEW_MS => {
                 member.seen = stamp;
                 true
@@ -253,48 +298,55 @@ impl Members {
 
     /// Forgets a replica that has left. Returns whether the blob must be written.
     pub fn remove(&mut self, endpoint: Endpoint) -> bool {
-        let before = self.list.len();
-        self.list.retain(|member| member.endpoint != endpoint);
-        self.list.len() != before
+        let Ok(index) = self.position(endpoint) else { return false };
+        self.list.remove(index);
+        self.tally = Tally::of(&self.list);
+        true
     }
 
-    /// Forgets whoever has been silent too long. Returns whether the blob must be written.
+    /// Whether [`Self::expire`] would change anything.
+    pub fn is_expired(&self, now: Micros) -> bool {
+        self.list.iter().any(|member| member.is_expired(now.stamp())) || self.is_quiet(now.stamp())
+    }
+
+    /// Forgets whoever has been silent too long while others were heard. Returns whether the blob must be written.
     pub fn expire(&mut self, now: Micros) -> bool {
-        let stamp = now.stamp();
-        let before = self.list.len();
-        self.list.retain(|member| {
-            let ttl = if member.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
-            stamp.distance_ms(member.seen) < ttl
-        });
-        self.list.len() != before
+        let (stamp, before) = (now.stamp(), self.list.len());
+        let quiet = self.is_quiet(stamp);
+        if quiet {
+            self.list.iter_mut().filter(|m| m.rank != CANDIDATE).for_each(|member| member.seen = stamp);
+        }
+        self.list.retain(|member| !member.is_expired(stamp));
+        self.tally = Tally::of(&self.list);
+        quiet || self.list.len() != before
+    }
+
+    /// Whether there are members and none was heard of late.
+    fn is_quiet(&self, now: Stamp) -> bool {
+        let mut members = self.list.iter().filter(|member| member.rank != CANDIDATE).peekable();
+        members.peek().is_some() && members.all(|member| now.distance_ms(member.seen) >= QUIET_MS)
     }
 
     /// Up to `count` distinct targets, uniformly, without those out of use and those that `skip` names. When that
     /// leaves nobody, all are eligible.
     pub fn sample(&self, count: usize, rng: &mut impl Rng, skip: impl Fn(Endpoint) -> bool) -> Vec<Target> {
-        let wanted = |member: &&Member| member.rank != OUT_OF_USE && !skip(member.endpoint);
-        let mut eligible: Vec<&Member> = self.list.iter().filter(wanted).collect();
-        if eligible.is_empty() {
-            eligible = self.list.iter().collect();
-        }
-        let count = count.min(eligible.len());
-        // Partial Fisher-Yates: the first `count` places hold a uniform sample.
-        for i in 0..count {
-            let other = rng.random_range(i..eligible.len());
-            eligible.swap(i, other);
-        }
-        eligible.into_iter().take(count).map(Member::target).collect()
+        let wanted = self.draw(count, rng, |member| member.rank != OUT_OF_USE && !skip(member.endpoint));
+        if wanted.is_empty() { self.draw(count, rng, |_| true) } else { wanted }
     }
 
-    /// Up to `count` distinct targets among the members in use but those to `skip`, uniformly. Takes no longer in a large
-    /// fleet, unless most of it is out of use: what a request that waits needs.
+    /// Up to `count` distinct targets among the members in use but those to `skip`, uniformly: what a request that waits
+    /// needs.
     pub fn sample_in_use(
         &self,
         count: usize,
         rng: &mut impl Rng,
         skip: impl Fn(Endpoint) -> bool,
     ) -> Vec<Target> {
-        let asked = |member: &&Member| member.rank == IN_USE && !skip(member.endpoint);
+        self.draw(count, rng, |member| member.rank == IN_USE && !skip(member.endpoint))
+    }
+
+    /// Up to `count` distinct targets, uniformly. Takes no longer in a large fleet, unless next to none is eligible.
+    fn draw(&self, count: usize, rng: &mut impl Rng, eligible: impl Fn(&Member) -> bool) -> Vec<Target> {
         let mut drawn: Vec<Target> = Vec::with_capacity(count.min(self.list.len()));
         if self.list.len() > 4 * count {
             // A draw that meets nobody new is rare here; rejecting it keeps the sample uniform.
@@ -303,12 +355,13 @@ impl Members {
                     return drawn;
                 }
                 let member = self.list.get(rng.random_range(0..self.list.len()));
-                let target = member.filter(asked).map(Member::target);
+                let target = member.filter(|member| eligible(member)).map(Member::target);
                 drawn.extend(target.filter(|target| !drawn.contains(target)));
             }
             drawn.clear();
         }
-        let mut all: Vec<Target> = self.list.iter().filter(asked).map(Member::target).collect();
+        let mut all: Vec<Target> =
+            self.list.iter().filter(|member| eligible(member)).map(Member::target).collect();
         let count = count.min(all.len());
         let (sample, _) = all.partial_shuffle(rng, count);
         drawn.extend_from_slice(sample);
@@ -317,16 +370,31 @@ impl Members {
 
     /// The members in use.
     pub fn endpoints_in_use(&self) -> impl Iterator<Item = Endpoint> + '_ {
-        self.in_use().map(|member| member.endpoint)
-    }
-
-    fn in_use(&self) -> impl Iterator<Item = &Member> {
-        self.list.iter().filter(|member| member.rank == IN_USE)
+        self.list.iter().filter(|member| member.rank == IN_USE).map(|member| member.endpoint)
     }
 
     fn mean_hits(&self) -> u32 {
-        let hits: u32 = self.in_use().map(|member| u32::from(member.hits)).sum();
-        hits / self.count().max(1)
+        self.tally.hits / self.tally.in_use.max(1)
+    }
+}
+
+impl Tally {
+    fn of(list: &[Member]) -> Self {
+        let mut tally = Self::default();
+        list.iter().for_each(|member| tally.add(member));
+        tally
+    }
+
+    fn add(&mut self, member: &Member) {
+        match member.rank {
+            CANDIDATE => self.candidates += 1,
+            IN_USE => {
+                self.in_use += 1;
+                // No overflow: at most `MAX_MEMBERS` counts of 16 bits.
+                self.hits += u32::from(member.hits);
+            }
+            _ => {}
+        }
     }
 }
 
@@ -343,6 +411,11 @@ fn weight(hits: u16, mean: u32) -> u16 {
 }
 
 impl Member {
+    fn is_expired(&self, now: Stamp) -> bool {
+        let ttl = if self.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
+        now.distance_ms(self.seen) >= ttl
+    }
+
     fn standing(&self) -> Standing {
         Standing { sampled: self.sampled, weight: self.weight }
     }
@@ -357,7 +430,7 @@ impl Member {
 }
 
 impl Blob for Members {
-    const TAG: Tag = Tag::of_release(0x6d65_6d62, 2); // "memb"
+    const TAG: Tag = Tag::of_release(0x6d65_6d62, 3); // "memb"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let (header, records) = bytes
@@ -378,10 +451,12 @@ impl Blob for Members {
         }
         let list: Vec<Member> =
             records.chunks_exact(size_of::<Member>()).map(bytemuck::pod_read_unaligned).collect();
-        if !list.iter().all(|member| member.endpoint.is_valid() && member.rank <= IN_USE) {
+        let ordered = list.is_sorted_by(|one, next| one.endpoint < next.endpoint);
+        if !(ordered && list.iter().all(|member| member.endpoint.is_valid() && member.rank <= IN_USE)) {
             return Err(BlobError::Content);
         }
-        Ok(Self { list, samples: header.samples })
+        let tally = Tally::of(&list);
+        Ok(Self { list, samples: header.samples, tally })
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {
@@ -499,8 +574,32 @@ mod tests {
         assert!(members.observe(replica(0), None, Evidence::Served, ms(5_000)));
         assert!(members.observe(replica(0), Some(replica(5)), Evidence::Served, ms(5_001)));
         assert!(members.renew(replica(0), ms(20_000)) && !members.renew(replica(0), ms(20_001)));
-        assert!(!members.expire(ms(600_000)));
-        assert!(members.expire(ms(620_001)));
+        assert!(!members.expire(ms(60_000)));
+    }
+
+    #[test]
+    fn who_is_silent_while_others_are_heard_is_forgotten_but_nobody_for_an_idle_hour() {
+        let mut members = fleet(2);
+        for minute in 1..60 {
+            assert!(members.expire(ms(minute * 60_000)));
+            assert!(!members.expire(ms(minute * 60_000 + 1)));
+        }
+        for second in 59 * 60..=59 * 60 + 600 {
+            assert_eq!(members.count(), 2);
+            members.renew(replica(1), ms(second * 1000));
+            members.expire(ms(second * 1000));
+        }
+        assert_eq!((members.count(), members.contains(replica(1))), (1, true));
+    }
+
+    #[test]
+    fn a_large_fleet_drops_the_unmet_as_soon_but_for_a_part_of_a_round() {
+        let mut members = Members::default();
+        sampled(&mut members, 200, |i| i as u16 % 200);
+        sampled(&mut members, 2000 - 100, |i| i as u16 % 100);
+        assert_eq!(members.count(), 200);
+        sampled(&mut members, 100 + 200 / LOOKS_PER_ROUND, |i| i as u16 % 100);
+        assert_eq!(members.count(), 100);
     }
 
     /// A fleet whose policy is asked: `samples` probes go to the replicas that `policy` draws.
@@ -594,6 +693,38 @@ mod tests {
         members.observe(replica(2), Some(replica(8)), Evidence::Hearsay, ms(0));
         let answering = [0, 1, 9, 8].map(|n| members.answering_at(replica(n)));
         assert_eq!(answering, [Some(replica(0)), None, Some(replica(1)), None]);
+    }
+
+    proptest! {
+        /// Counts that are kept are those that a walk finds, members stand in order, and their bytes are read back.
+        #[test]
+        fn what_is_kept_beside_the_list_agrees_with_it(
+            events in proptest::collection::vec((0u8..7, 0u16..12, 0u64..4_000), 0..300),
+        ) {
+            let (mut members, mut now) = (Members::default(), 0);
+            for (kind, number, later) in events {
+                now += later;
+                let (one, probe) = (replica(number), (number % 3 == 0).then(|| replica(100 + number)));
+                match kind {
+                    0 => members.remove(one),
+                    1 => members.expire(ms(now)),
+                    2 => members.observe(one, probe, Evidence::Hearsay, ms(now)),
+                    3 => members.confirm(one, Evidence::Served, ms(now)),
+                    // Mostly few, so that the others go out of use.
+                    _ => {
+                        members.sample_met(replica(number % 4), None, ms(now));
+                        true
+                    }
+                };
+                prop_assert_eq!(members.tally, Tally::of(&members.list));
+                prop_assert_eq!(Members::decode(&members.encode()).unwrap().list.len(), members.list.len());
+                for member in &members.list {
+                    let alike = members.list.iter().filter(|m| m.target().probe == member.target().probe);
+                    let first = alike.filter(|m| m.rank != CANDIDATE).map(|m| m.endpoint).next();
+                    prop_assert_eq!(members.answering_at(member.target().probe), first);
+                }
+            }
+        }
     }
 
     proptest! {

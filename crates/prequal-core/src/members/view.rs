@@ -1,0 +1,358 @@
+//! One worker's view of the membership that all share.
+
+use super::{Evidence, Members};
+use crate::endpoint::Endpoint;
+use crate::time::Micros;
+
+/// Notes that wait at most: as many as there are samples in a tick at their highest rate.
+const MAX_NOTES: usize = 256;
+/// Notes are shared once they are this part of the members: whatever a sharing costs for each member, a note costs four times.
+/// So in a small fleet they are shared at once, and in none do samples unknown to others come near to a round.
+const PART: usize = 4;
+
+/// What a worker learns of the membership.
+#[derive(Clone, Copy, Debug)]
+pub enum Note {
+    /// As [`Members::sample_met`].
+    Sampled {
+        /// Who was met.
+        replica: Endpoint,
+        /// Where it answers probes, if that is elsewhere.
+        probe: Option<Endpoint>,
+    },
+    /// As [`Members::observe`].
+    Observed {
+        /// Who was told of.
+        replica: Endpoint,
+        /// Where it answers probes, if that is elsewhere.
+        probe: Option<Endpoint>,
+        /// By whom.
+        evidence: Evidence,
+    },
+    /// As [`Members::confirm`].
+    Confirmed {
+        /// Who served.
+        replica: Endpoint,
+        /// By whose choice.
+        evidence: Evidence,
+    },
+    /// As [`Members::renew`].
+    Alive(Endpoint),
+    /// As [`Members::remove`].
+    Left(Endpoint),
+}
+
+impl Note {
+    /// Returns whether anything changed.
+    fn apply(self, members: &mut Members, at: Micros) -> bool {
+        match self {
+            Self::Sampled { replica, probe } => {
+                members.sample_met(replica, probe, at);
+                true
+            }
+            Self::Observed { replica, probe, evidence } => members.observe(replica, probe, evidence, at),
+            Self::Confirmed { replica, evidence } => members.confirm(replica, evidence, at),
+            Self::Alive(replica) => members.renew(replica, at),
+            Self::Left(replica) => members.remove(replica),
+        }
+    }
+
+    /// Whether there was no room for its replica.
+    fn is_refused(self, members: &Members) -> bool {
+        match self {
+            Self::Sampled { replica, .. }
+            | Self::Observed { replica, .. }
+            | Self::Confirmed { replica, .. } => members.get(replica).is_none(),
+            Self::Alive(_) | Self::Left(_) => false,
+        }
+    }
+}
+
+/// What did not fit.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Lost {
+    /// Times that a replica was told of and there was no room for it: [`super::MAX_MEMBERS`], [`super::MAX_CANDIDATES`].
+    pub refused: u32,
+    /// Notes dropped because too many waited to be shared.
+    pub dropped: u32,
+}
+
+/// A worker's copy of the membership. What the worker notes is in the copy at once, and is shared when there is enough of it
+/// or at the next tick: reading and writing a large membership for every sample would be dear.
+#[derive(Debug, Default)]
+pub struct View {
+    members: Members,
+    notes: Vec<(Micros, Note)>,
+    lost: Lost,
+    /// Notes that the last [`Self::share`] found no room for.
+    refused: u32,
+}
+
+impl View {
+    /// The membership as far as this worker knows.
+    pub fn members(&self) -> &Members {
+        &self.members
+    }
+
+    /// Takes a note. Returns whether it changed anything. None is taken while 256 wait.
+    pub fn note(&mut self, at: Micros, note: Note) -> bool {
+        if self.notes.len() >= MAX_NOTES {
+            self.lost.dropped += 1;
+            return false;
+        }
+        let changed = note.apply(&mut self.members, at);
+        if changed {
+            self.notes.push((at, note));
+        } else if note.is_refused(&self.members) {
+            self.lost.refused += 1;
+        }
+        changed
+    }
+
+    /// Whether the notes are to be shared at once.
+    pub fn is_due(&self) -> bool {
+        self.notes.len() >= (self.members.list.len() / PART).clamp(1, MAX_NOTES)
+    }
+
+    /// Whether there is anything to share at a tick.
+    pub fn has_news(&self, now: Micros) -> bool {
+        !self.notes.is_empty() || self.members.is_expired(now)
+    }
+
+    /// Enters the notes into the membership as it is `stored`, forgets there whoever has been silent too long, and takes
+    /// over the result. Returns whether it must be written; once it is, [`Self::shared`] is due.
+    pub fn share(&mut self, stored: &mut Members, now: Micros) -> bool {
+        let mut changed = false;
+        self.refused = 0;
+        for (at, note) in &self.notes {
+            changed |= note.apply(stored, *at);
+            self.refused += u32::from(note.is_refused(stored));
+        }
+        changed |= stored.expire(now);
+        self.members.clone_from(stored);
+        changed
+    }
+
+    /// What was shared last has been written, or changed nothing.
+    pub fn shared(&mut self) {
+        self.notes.clear();
+        self.lost.refused += std::mem::take(&mut self.refused);
+    }
+
+    /// Takes over what others have written. Only where there is nothing to share.
+    pub fn adopt(&mut self, members: Members) {
+        self.members = members;
+    }
+
+    /// What did not fit since the last call.
+    pub fn take_lost(&mut self) -> Lost {
+        std::mem::take(&mut self.lost)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blob::Blob;
+    use crate::config::Profile;
+    use crate::members::{MAX_CANDIDATES, MAX_MEMBERS, MEMBER_TTL_MS};
+    use crate::pool::PoolState;
+    use crate::shared::{self, End, Place};
+    use rand::{Rng, SeedableRng, rngs::SmallRng};
+    use std::cell::{Cell, RefCell};
+
+    fn replica(n: u32) -> Endpoint {
+        let [_, a, b, c] = n.to_be_bytes();
+        std::net::SocketAddr::from(([10, a, b, c], 8080)).into()
+    }
+
+    fn ms(ms: u64) -> Micros {
+        Micros::from_millis(1_000_000 + ms)
+    }
+
+    fn met(n: u32) -> Note {
+        Note::Sampled { replica: replica(n), probe: None }
+    }
+
+    fn heard_of(n: u32) -> Note {
+        Note::Observed { replica: replica(n), probe: None, evidence: Evidence::Hearsay }
+    }
+
+    /// The membership as bytes that are compared and swapped.
+    #[derive(Default)]
+    struct Host {
+        bytes: RefCell<Vec<u8>>,
+        number: Cell<u32>,
+        reads: Cell<u32>,
+        /// Writes to refuse.
+        refuses: Cell<u32>,
+    }
+
+    impl Place<Members> for Host {
+        fn read(&self) -> (Option<Members>, Option<u32>) {
+            self.reads.set(self.reads.get() + 1);
+            (Members::decode(&self.bytes.borrow()).ok(), Some(self.number.get()))
+        }
+
+        fn write(&self, value: &Members, number: Option<u32>) -> bool {
+            if let Some(left) = self.refuses.get().checked_sub(1) {
+                self.refuses.set(left);
+                return false;
+            }
+            let fresh = number == Some(self.number.get());
+            if fresh {
+                *self.bytes.borrow_mut() = value.encode().to_vec();
+                self.number.set(self.number.get() + 1);
+            }
+            fresh
+        }
+    }
+
+    impl Host {
+        fn members(&self) -> Members {
+            self.read().0.unwrap_or_default()
+        }
+
+        fn tick(&self, view: &mut View, now: Micros) {
+            if view.has_news(now) {
+                let updated = shared::update(self, |stored| ((), view.share(stored, now)));
+                if updated.end != End::GivenUp {
+                    view.shared();
+                }
+            } else {
+                view.adopt(self.members());
+            }
+        }
+    }
+
+    #[test]
+    fn a_tick_shares_what_was_noted_in_one_transaction() {
+        let (host, mut view, mut other) = (Host::default(), View::default(), View::default());
+        for n in 0..100 {
+            assert!(view.note(ms(n.into()), met(n)));
+        }
+        assert_eq!((view.members().count(), host.reads.get(), other.members().count()), (100, 0, 0));
+        host.tick(&mut view, ms(250));
+        assert_eq!((host.reads.get(), host.number.get()), (1, 1));
+        host.tick(&mut other, ms(260));
+        assert_eq!((other.members().count(), other.members().samples()), (100, 100));
+        host.tick(&mut view, ms(500));
+        assert_eq!(host.number.get(), 1, "without news nothing is written");
+    }
+
+    #[test]
+    fn workers_count_each_others_samples_and_none_twice() {
+        let (host, mut rng) = (Host::default(), SmallRng::seed_from_u64(1));
+        let mut views: Vec<View> = (0..8).map(|_| View::default()).collect();
+        let mut noted = 0;
+        for at in 0..2000 {
+            let view = &mut views[rng.random_range(0..8)];
+            if rng.random_bool(0.2) {
+                host.refuses.set(rng.random_range(0..12));
+                host.tick(view, ms(at));
+            } else {
+                noted += 1;
+                assert!(view.note(ms(at), met(rng.random_range(0..40))));
+            }
+        }
+        host.refuses.set(0);
+        views.iter_mut().for_each(|view| host.tick(view, ms(2000)));
+        views.iter_mut().for_each(|view| host.tick(view, ms(2001)));
+        for view in &views {
+            assert_eq!((view.members().samples(), view.members().count()), (noted, 40));
+        }
+    }
+
+    #[test]
+    fn members_that_left_are_forgotten_by_time_alone() {
+        let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
+        view.note(ms(0), met(1));
+        for at in (0..ttl).step_by(250) {
+            view.note(ms(at), Note::Alive(replica(2)));
+            view.note(ms(at), Note::Confirmed { replica: replica(2), evidence: Evidence::Served });
+            host.tick(&mut view, ms(at));
+        }
+        assert_eq!(view.members().count(), 2);
+        host.tick(&mut view, ms(ttl));
+        assert_eq!((view.members().count(), host.members().count()), (1, 1));
+    }
+
+    #[test]
+    fn a_fleet_that_was_replaced_makes_room_for_the_next() {
+        let (host, mut view) = (Host::default(), View::default());
+        for n in 0..MAX_MEMBERS as u32 {
+            view.note(ms(0), met(n));
+            if view.is_due() {
+                host.tick(&mut view, ms(0));
+            }
+        }
+        host.tick(&mut view, ms(0));
+        assert_eq!(view.take_lost(), Lost::default());
+        let newcomer = MAX_MEMBERS as u32;
+        view.note(ms(1), met(newcomer));
+        host.tick(&mut view, ms(1));
+        assert_eq!(view.take_lost(), Lost { refused: 1, dropped: 0 });
+        assert_eq!((view.take_lost(), view.members().contains(replica(newcomer))), (Lost::default(), false));
+        // One of the old fleet remains.
+        for at in (1..=u64::from(MEMBER_TTL_MS)).step_by(10_000) {
+            view.note(ms(at), Note::Alive(replica(0)));
+            host.tick(&mut view, ms(at));
+        }
+        host.tick(&mut view, ms(MEMBER_TTL_MS.into()));
+        view.note(ms(MEMBER_TTL_MS.into()), met(newcomer));
+        assert_eq!([0, 1, newcomer].map(|n| view.members().contains(replica(n))), [true, false, true]);
+    }
+
+    #[test]
+    fn a_newcomer_to_a_thousand_replicas_is_found_within_ten_seconds() {
+        let (host, mut view, mut rng) = (Host::default(), View::default(), SmallRng::seed_from_u64(2));
+        let (settings, mut pool) = (Profile::Default.pool_settings(), PoolState::new());
+        for n in 0..1000 {
+            view.note(ms(0), met(n));
+            if view.is_due() {
+                host.tick(&mut view, ms(0));
+            }
+        }
+        // Long after the fleet was learned, the policy's turn has just passed the newcomer's place.
+        let (began, mut turn) = (60_000, 0);
+        pool.set_members(view.members().count(), view.members().samples(), ms(0));
+        let found = (began..).step_by(10).find(|at| {
+            for _ in 0..pool.pick(&settings, ms(*at), &mut rng).probes.discovery {
+                view.note(ms(*at), met(turn % 1001));
+                turn += 1;
+            }
+            if at % 250 == 0 {
+                host.tick(&mut view, ms(*at));
+                pool.set_members(view.members().count(), view.members().samples(), ms(*at));
+            }
+            pool.membership().0 == 1001
+        });
+        let after = found.unwrap() - began;
+        assert!(after <= 10_000, "after {after} ms");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_counted() {
+        let mut view = View::default();
+        for n in 0..MAX_CANDIDATES as u32 + 3 {
+            view.note(ms(0), heard_of(n));
+        }
+        assert_eq!(view.take_lost(), Lost { refused: 3, dropped: 0 });
+        let room = (MAX_NOTES - MAX_CANDIDATES) as u32;
+        for n in 0..room + 5 {
+            assert_eq!(view.note(ms(0), met(n)), n < room, "{n}");
+        }
+        assert_eq!(view.take_lost(), Lost { refused: 0, dropped: 5 });
+        // Others have taken the room meanwhile.
+        let (host, mut other) = (Host::default(), View::default());
+        for n in 1000..1000 + MAX_CANDIDATES as u32 {
+            other.note(ms(0), heard_of(n));
+        }
+        host.tick(&mut other, ms(0));
+        let mut late = View::default();
+        late.note(ms(0), heard_of(1));
+        host.refuses.set(3);
+        host.tick(&mut late, ms(0));
+        assert_eq!(late.take_lost(), Lost { refused: 1, dropped: 0 });
+    }
+}
