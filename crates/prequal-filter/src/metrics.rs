@@ -131,6 +131,8 @@ pub(crate) struct Metrics {
     overflow: Counter,
     blobs: BlobCounters,
     dropped_events: Counter,
+    /// Replicas that the membership had no room for.
+    refused_members: Counter,
     occupancy: Gauge,
     theta: Gauge,
     members: Gauge,
@@ -172,6 +174,7 @@ impl Metrics {
             overflow: counter("averted_overflow", ""),
             blobs: BlobCounters::define("prequal_", &format!(".cluster={cluster}")),
             dropped_events: counter("dropped_events", ""),
+            refused_members: counter("members_refused", ""),
             occupancy: gauge("pool_occupancy"),
             theta: gauge("theta_rif"),
             members: gauge("members"),
@@ -212,7 +215,8 @@ impl Counters for Metrics {
             Count::Exception(Change::Closed(reason)) => one_of(&self.returned, reason as usize),
             Count::Exception(Change::None | Change::Noted) => {}
             Count::Overflow(lost) => self.overflow.add(lost),
-            Count::Dropped => self.dropped_events.one(),
+            Count::Dropped(events) => self.dropped_events.add(events),
+            Count::Refused(replicas) => self.refused_members.add(replicas),
             Count::Shared { .. } => self.blobs.count(what),
         }
     }

@@ -124,7 +124,7 @@ impl RootContext for Root {
         let Some(filter) = self.filter.clone().filter(|_| queue_id == WAKE) else { return };
         let now = host::now();
         if let Some(ask) = filter.ask.take()
-            && sync::ask(&mut self.probes, &filter, ask, now)
+            && sync::ask(&mut self.probes, &filter, ask)
         {
             self.arm(&filter, now);
         }

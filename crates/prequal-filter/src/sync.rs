@@ -20,9 +20,9 @@ const TIMER_SLACK_MS: u64 = 10;
 
 /// Sends the probes of a request that wants to wait. No wait begins where there is nothing to compare, or nothing could be
 /// sent: the stream then goes on at once. True if it waits.
-pub(crate) fn ask(probes: &mut Probes, filter: &Filter, ask: Ask, now: Micros) -> bool {
+pub(crate) fn ask(probes: &mut Probes, filter: &Filter, ask: Ask) -> bool {
     let Some(cluster) = filter.clusters.get(ask.waiter.cluster) else { return false };
-    let targets = cluster.balancer.borrow_mut().ask(now, &mut *filter.rng.borrow_mut());
+    let targets = cluster.balancer.borrow_mut().ask(&mut *filter.rng.borrow_mut());
     let (settings, timeout_ms) = {
         let balancer = cluster.balancer.borrow();
         (balancer.config().choice.sync, balancer.config().probe.timeout_ms)

@@ -13,7 +13,7 @@ use crate::endpoint::Endpoint;
 use crate::exceptions::ExceptionSettings;
 use crate::exceptions::flights::{Flight, Flights};
 use crate::load::{Load, Source};
-use crate::members::{Evidence, Members, Standing};
+use crate::members::{Evidence, Members, Note, Standing, View};
 use crate::policies::Done;
 use crate::pool::{Pick, PoolView, ProbesDue};
 use crate::report::{LoadReport, ReportError};
@@ -27,7 +27,12 @@ pub struct Balancer<S: Store, C> {
     shim: Shim,
     pub(super) counters: C,
     pub(super) journal: Journal<S>,
+    /// The membership that workers share.
     pub(super) members: S::Value<Members>,
+    /// The write of it that was taken over last.
+    pub(super) seen: Option<u32>,
+    /// The membership as far as this worker knows.
+    pub(super) membership: View,
     pub(super) rules: Rules,
     /// This worker's requests in flight.
     pub(super) flights: Flights,
@@ -54,6 +59,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let mut balancer = Self {
             journal: Journal::new(store),
             members: store.open("members"),
+            seen: None,
+            membership: View::default(),
             rules: Rules::new(config.choice.rule),
             flights: Flights::new(),
             doubt: Doubt::default(),
@@ -61,14 +68,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             shim,
             counters,
         };
-        if !endpoints.is_empty() {
-            let (count, samples) = balancer.update_members(|members| {
-                let news = endpoints.iter().map(|e| members.observe(*e, None, Evidence::Served, now));
-                let news = news.fold(false, |any, changed| any | changed);
-                ((members.count(), members.samples()), news)
-            });
-            balancer.set_members(now, count, samples);
+        for replica in endpoints {
+            balancer.note(now, Note::Confirmed { replica, evidence: Evidence::Served });
         }
+        balancer.share_members(now);
         balancer
     }
 
@@ -86,7 +89,6 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// request, or is still at it.
     pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], whole: bool, rng: &mut G) -> Request {
         let mut request = if self.config.choice.rule.is_probe_free() {
-            self.rules.look(&mut self.members, &self.counters, now);
             let pick = self.rules.pick(now, self.config.pool.discovery_interval_ms, rng);
             Request { pick, began: now, ..Request::default() }
         } else {
@@ -165,6 +167,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     ///
     /// Every worker ticks, some for ever without a request: the compare-and-swap lets one of them take the idle probes.
     pub fn tick<G: Rng>(&mut self, now: Micros, rng: &mut G) -> Tick {
+        // First, so that the pool hears of it now.
+        self.share_members(now);
         let probe_free = self.config.choice.rule.is_probe_free();
         if !probe_free {
             self.find_silent(now);
@@ -172,7 +176,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let settings = &self.config.pool;
         let interval = self.config.probe.idle_interval_ms;
         let waiting = self.journal.waits();
-        let (tick, written) =
+        let ((tick, heard), written) =
             self.journal.transact(settings, &self.counters, now, false, rng, |pool, exceptions, _| {
                 let watched = exceptions.is_some();
                 let panic = exceptions.is_some_and(|(table, _)| table.panics());
@@ -185,8 +189,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                     pool.idle_probes(settings, now, interval)
                 };
                 let tick = Tick { view: pool.view(settings, now), out: pool.out(), panic, probes };
-                (tick, waiting || watched || !probes.is_empty())
+                let heard: Vec<Endpoint> = pool.replicas().collect();
+                ((tick, heard), waiting || watched || !probes.is_empty())
             });
+        // Those heard on responses are alive, though nobody probes them.
+        for replica in heard {
+            self.note(now, Note::Alive(replica));
+        }
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
@@ -362,6 +371,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let (rif, utilisation) = if diverted { (None, None) } else { request.told };
         let latency_us = now.saturating_since(request.began);
         self.rules.done(chosen, now, &Done { latency_us, outcome, rif, utilisation });
+        if probe_free && outcome == Outcome::Success {
+            self.note(now, Note::Alive(chosen));
+        }
         if probe_free && refused {
             // The proxy would not use it, or it has left. If it comes back, the proxy's own policy will meet it.
             self.forget(now, chosen);
@@ -418,50 +430,6 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.rules.reported(replica, report);
         let load = Load { source, ..Load::from(report) };
         self.push(Update::Report(at, replica, load, standing));
-    }
-
-    /// The proxy says that the replica served a request, with `report` on the response if there was one.
-    fn confirm(
-        &mut self,
-        now: Micros,
-        replica: Endpoint,
-        report: Option<&LoadReport>,
-        evidence: Evidence,
-    ) -> Standing {
-        let (standing, changed) = self.update_members(|members| {
-            let news = match report {
-                Some(report) => members.observe(replica, report.probe_endpoint, evidence, now),
-                None => members.confirm(replica, evidence, now),
-            };
-            let changed = news.then(|| (members.count(), members.samples()));
-            ((members.standing(replica), changed), news)
-        });
-        if let Some((count, samples)) = changed {
-            self.push(Update::Unbar(replica));
-            self.set_members(now, count, samples);
-        }
-        standing
-    }
-
-    /// The replica has left the cluster, or never was there.
-    pub(super) fn forget(&mut self, now: Micros, replica: Endpoint) {
-        let (count, samples) = self.update_members(|members| {
-            let news = members.remove(replica);
-            ((members.count(), members.samples()), news)
-        });
-        self.push(Update::Forget(replica));
-        self.set_members(now, count, samples);
-    }
-
-    pub(super) fn update_members<T>(&mut self, change: impl FnMut(&mut Members) -> (T, bool)) -> T {
-        let updated = self.members.update(change);
-        self.counters.updated(&updated);
-        updated.result
-    }
-
-    pub(super) fn set_members(&mut self, at: Micros, count: u32, samples: u32) {
-        self.rules.look_again();
-        self.push(Update::Members(at, count, samples));
     }
 
     pub(super) fn push(&mut self, update: Update) {

@@ -43,8 +43,10 @@ pub enum Count {
     Exception(Change),
     /// The exceptions table had no room for so many records.
     Overflow(u32),
-    /// Too many updates waited: one was dropped.
-    Dropped,
+    /// Too many updates or notes waited: so many were dropped.
+    Dropped(u32),
+    /// The membership had no room for a replica, so often.
+    Refused(u32),
     /// A transaction on the shared state did not go smoothly.
     Shared {
         /// Others had written meanwhile, so often.

@@ -61,7 +61,7 @@ impl<S: Store> Journal<S> {
         if self.pending.len() < MAX_PENDING {
             self.pending.push(update);
         } else {
-            counters.count(Count::Dropped);
+            counters.count(Count::Dropped(1));
         }
     }
 

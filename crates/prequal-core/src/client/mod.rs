@@ -22,6 +22,7 @@ mod balancer;
 mod count;
 mod doubt;
 mod journal;
+mod membership;
 mod probing;
 mod request;
 mod rules;

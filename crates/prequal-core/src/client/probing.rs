@@ -10,7 +10,7 @@ use super::journal::Update;
 use super::store::{Store, Value};
 use crate::endpoint::Endpoint;
 use crate::load::{Load, Source};
-use crate::members::{Evidence, Standing, Target};
+use crate::members::{Evidence, Note, Standing, Target};
 use crate::pool::ProbesDue;
 use crate::report::LoadReport;
 use crate::sync::Answer;
@@ -31,22 +31,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let addressed = due.addressed as usize;
         let mut targets = Vec::new();
         if addressed > 0 {
-            let Self { config, counters, journal, members, .. } = self;
+            let Self { config, counters, journal, membership, .. } = self;
             // With probes alone the sample is uniform (paper §4).
             let fresh_ms = if config.probe.piggyback { config.pool.max_age_ms / 10 } else { 0 };
             let read = journal.pool.update(|pool| {
-                let updated = members.update(|members| {
-                    // Replicas heard on responses are alive, though nobody probes them.
-                    let mut news = false;
-                    for replica in pool.replicas() {
-                        news |= members.renew(replica, now);
-                    }
-                    news |= members.expire(now);
-                    let fresh = |replica| pool.heard_within(replica, now, fresh_ms);
-                    (members.sample(addressed, &mut *rng, fresh), news)
-                });
-                counters.updated(&updated);
-                (updated.result, false)
+                let fresh = |replica| pool.heard_within(replica, now, fresh_ms);
+                (membership.members().sample(addressed, &mut *rng, fresh), false)
             });
             counters.updated(&read);
             targets = read.result;
@@ -57,9 +47,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// Whom a request asks that is to wait for probes of its own. With fewer than two there is nothing to compare.
-    pub fn ask<G: Rng>(&mut self, now: Micros, rng: &mut G) -> Vec<Target> {
-        self.rules.look(&mut self.members, &self.counters, now);
-        let (members, d) = (&self.rules.members, self.config.choice.sync.d);
+    pub fn ask<G: Rng>(&mut self, rng: &mut G) -> Vec<Target> {
+        let (members, d) = (self.membership.members(), self.config.choice.sync.d);
         if !self.journal.watched {
             return members.sample_in_use(d, rng, |_| false);
         }
@@ -136,7 +125,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.forget(now, asked.replica);
         }
         let end = if asked.is_some() { ProbeEnd::WrongEndpoint } else { ProbeEnd::Used };
-        let answering = self.update_members(|members| (members.answering_at(host), false));
+        let answering = self.membership.members().answering_at(host);
         let replica = match (answering, report.endpoint) {
             (Some(replica), Some(named)) if replica != named => return Err(ProbeEnd::WrongEndpoint),
             (Some(replica), _) => replica,
@@ -161,21 +150,18 @@ impl<S: Store, C: Counters> Balancer<S, C> {
 
     /// The probe cluster's policy chose `replica`, by the proxy's word.
     fn sample_met(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Answer {
-        let (standing, count, samples) = self.update_members(|members| {
-            members.sample_met(replica, report.probe_endpoint, now);
-            ((members.standing(replica), members.count(), members.samples()), true)
-        });
-        self.set_members(now, count, samples);
+        self.note(now, Note::Sampled { replica, probe: report.probe_endpoint });
+        let standing = self.membership.members().standing(replica);
         Answer { replica, load: Load::from(report), standing }
     }
 
     /// Takes note of a name that a reply told; a member's standing. If it is not a member's it may be an invention: it gets
     /// one request, which shows whether the proxy knows it.
     fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Standing> {
-        let standing = self.update_members(|members| {
-            let news = members.observe(replica, report.probe_endpoint, Evidence::Hearsay, now);
-            (members.contains(replica).then(|| members.standing(replica)), news)
-        });
+        let (probe, evidence) = (report.probe_endpoint, Evidence::Hearsay);
+        self.note(now, Note::Observed { replica, probe, evidence });
+        let members = self.membership.members();
+        let standing = members.contains(replica).then(|| members.standing(replica));
         if standing.is_none() {
             self.push(Update::Introduce(now, replica));
         }

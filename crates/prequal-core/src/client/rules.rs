@@ -6,8 +6,6 @@
 
 use rand::Rng;
 
-use super::count::Counters;
-use super::store::Value;
 use crate::config::Rule;
 use crate::endpoint::Endpoint;
 use crate::members::Members;
@@ -19,16 +17,9 @@ use crate::report::LoadReport;
 use crate::time::Micros;
 use crate::tracker::Outcome;
 
-/// A worker looks for changes of the membership this often, microseconds.
-const LOOK_EVERY_US: u64 = 100_000;
-
 /// What a worker knows of one cluster beyond the pool.
 pub(super) struct Rules {
     own: Own,
-    /// The membership as it was `looked` at.
-    pub(super) members: Members,
-    seen: Option<u32>,
-    looked: Option<Micros>,
     explorer: Explorer,
 }
 
@@ -46,7 +37,7 @@ impl Rules {
             Rule::Zuul { max_in_flight } => Own::Fleet(Fleet::zuul(max_in_flight)),
             Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::Linear(_) => Own::Nothing,
         };
-        Self { own, members: Members::default(), seen: None, looked: None, explorer: Explorer::default() }
+        Self { own, explorer: Explorer::default() }
     }
 
     /// Runs `with` under the order that `rule` puts replicas in.
@@ -61,17 +52,8 @@ impl Rules {
         }
     }
 
-    /// Brings the copy of the membership up to date, to [`LOOK_EVERY_US`].
-    pub(super) fn look(&mut self, members: &mut impl Value<Members>, counters: &impl Counters, now: Micros) {
-        let fresh = self.looked.is_some_and(|at| now.saturating_since(at) < LOOK_EVERY_US && now >= at);
-        if fresh {
-            return;
-        }
-        self.looked = Some(now);
-        let Some(newer) = members.newer(&mut self.seen) else { return };
-        counters.updated(&newer);
-        self.members = newer.result;
-        let members = &self.members;
+    /// Takes over the membership.
+    pub(super) fn set_members(&mut self, members: &Members, now: Micros) {
         match &mut self.own {
             Own::Fleet(fleet) => {
                 if fleet.set_members(members.endpoints_in_use()) {
@@ -81,11 +63,6 @@ impl Rules {
             Own::C3(c3) => c3.retain(|replica| members.contains(replica)),
             Own::Nothing => {}
         }
-    }
-
-    /// What is learned of the membership counts at once.
-    pub(super) fn look_again(&mut self) {
-        self.looked = None;
     }
 
     /// Chooses without a pool. One request every `explore_ms` goes where the proxy's own policy sends it, to find newcomers.

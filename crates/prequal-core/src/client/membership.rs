@@ -1,0 +1,75 @@
+//! What a worker notes of the membership, and when workers share it.
+
+use super::balancer::Balancer;
+use super::count::{Count, Counters};
+use super::journal::Update;
+use super::store::{Store, Value};
+use crate::endpoint::Endpoint;
+use crate::members::{Evidence, Note, Standing};
+use crate::report::LoadReport;
+use crate::shared::End;
+use crate::time::Micros;
+
+impl<S: Store, C: Counters> Balancer<S, C> {
+    /// The proxy says that the replica served a request, with `report` on the response if there was one.
+    pub(super) fn confirm(
+        &mut self,
+        now: Micros,
+        replica: Endpoint,
+        report: Option<&LoadReport>,
+        evidence: Evidence,
+    ) -> Standing {
+        let note = match report {
+            Some(report) => Note::Observed { replica, probe: report.probe_endpoint, evidence },
+            None => Note::Confirmed { replica, evidence },
+        };
+        if self.note(now, note) {
+            self.push(Update::Unbar(replica));
+        }
+        self.membership.members().standing(replica)
+    }
+
+    /// The replica has left the cluster, or never was there.
+    pub(super) fn forget(&mut self, now: Micros, replica: Endpoint) {
+        self.note(now, Note::Left(replica));
+        self.push(Update::Forget(replica));
+    }
+
+    /// Takes a note. Returns whether it changed anything.
+    pub(super) fn note(&mut self, at: Micros, note: Note) -> bool {
+        let changed = self.membership.note(at, note);
+        if changed && self.membership.is_due() {
+            self.share_members(at);
+        }
+        changed
+    }
+
+    /// Shares what this worker has noted, or takes over what others have.
+    pub(super) fn share_members(&mut self, now: Micros) {
+        let Self { membership: view, members, rules, counters, .. } = self;
+        let lost = view.take_lost();
+        counters.count(Count::Refused(lost.refused));
+        counters.count(Count::Dropped(lost.dropped));
+        let mut shared = None;
+        if view.has_news(now) {
+            let updated = members.update(|stored| ((), view.share(stored, now)));
+            counters.updated(&updated);
+            // Where others wrote too often meanwhile the notes wait for the next time.
+            if updated.end != End::GivenUp {
+                view.shared();
+            }
+            let members = view.members();
+            shared = (updated.end == End::Written)
+                .then(|| Update::Members(now, members.count(), members.samples()));
+        } else if let Some(newer) = members.newer(&mut self.seen) {
+            counters.updated(&newer);
+            view.adopt(newer.result);
+        } else {
+            return;
+        }
+        rules.set_members(view.members(), now);
+        if let Some(update) = shared {
+            self.push(update);
+        }
+    }
+}
