@@ -19,7 +19,7 @@ use prequal_core::tracker::TrackerConfig;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
-use super::server::{Nanos, micros};
+use super::server::{Nanos, endpoint, micros};
 
 /// A policy with its settings.
 #[derive(Clone, Debug, PartialEq)]
@@ -182,17 +182,4 @@ pub(crate) fn named(server: usize, report: LoadReport) -> LoadReport {
 /// A server's reply to a probe.
 pub(crate) fn reply(server: usize, report: LoadReport) -> Reply {
     Reply { report: named(server, report), host: Some(endpoint(server)) }
-}
-
-/// The address of a simulated server: 10.x.y.z:80 with its number.
-pub(crate) fn endpoint(server: usize) -> Endpoint {
-    let [_, a, b, c] = (server as u32).to_be_bytes();
-    std::net::SocketAddr::from(([10, a, b, c], 80)).into()
-}
-
-pub(crate) fn server_of(endpoint: Endpoint) -> usize {
-    match endpoint.socket_addr().ip() {
-        std::net::IpAddr::V4(ip) => (u32::from(ip) & 0x00ff_ffff) as usize,
-        std::net::IpAddr::V6(_) => usize::MAX,
-    }
 }

@@ -17,10 +17,10 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, Exp1, Zipf};
 
-use super::balancer::{Arm, Balancer, Polling, Prequal, Proxy, named, reply, server_of};
+use super::balancer::{Arm, Balancer, Polling, Prequal, Proxy, named, reply};
 use super::measure::{FAILED, Run, Sample};
 use super::scenario::{Change, Load, Scenario, Service};
-use super::server::{Job, Nanos, Server, micros};
+use super::server::{Job, Nanos, Server, micros, server_of};
 
 mod queue;
 

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
+use prequal_core::endpoint::Endpoint;
 use prequal_core::replica::Replica;
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
@@ -11,7 +12,6 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution, StandardNormal};
 
-use super::balancer::endpoint;
 use super::cache::Cache;
 use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
 
@@ -280,3 +280,16 @@ pub(crate) fn micros(now: Nanos) -> Micros {
 }
 
 const ORIGIN_US: u64 = 1_000_000_000;
+
+/// The address of a simulated server: 10.x.y.z:80 with its number.
+pub(crate) fn endpoint(server: usize) -> Endpoint {
+    let [_, a, b, c] = (server as u32).to_be_bytes();
+    std::net::SocketAddr::from(([10, a, b, c], 80)).into()
+}
+
+pub(crate) fn server_of(endpoint: Endpoint) -> usize {
+    match endpoint.socket_addr().ip() {
+        std::net::IpAddr::V4(ip) => (u32::from(ip) & 0x00ff_ffff) as usize,
+        std::net::IpAddr::V6(_) => usize::MAX,
+    }
+}

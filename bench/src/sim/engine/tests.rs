@@ -58,7 +58,7 @@ fn agent_agrees(arm: &Arm) {
     let scenario = scenario();
     let mut world = World::new(&scenario, arm, 5);
     world.go();
-    let endpoint = super::super::balancer::endpoint(0);
+    let endpoint = super::super::server::endpoint(0);
     let (mut reports, mut known) = (0, 0);
     for server in &world.servers {
         // Up since long before the first query, as the simulated servers are.
