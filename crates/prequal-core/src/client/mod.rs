@@ -15,8 +15,8 @@
 //!
 //! What requests and probes tell waits in the worker and is applied in the same read-modify-write as the next
 //! pick, so a request costs one transaction on the shared state (`docs/adr/0001-root-owned-probes.md`). Where that state lies
-//! is the host's business ([`store`]), and what it counts ([`Counters`]). Nothing here locks: a host with several threads
-//! gives each a balancer, over one store.
+//! is the host's business ([`store`]), and what it counts ([`Counters`]). Nothing here locks: the threads of
+//! a host share a balancer behind a lock, or have one each over a store that locks.
 
 mod balancer;
 mod count;

@@ -342,6 +342,31 @@ fn what_one_worker_learns_the_other_uses() {
     assert_eq!(second.tick(ms(3), &mut rng()).view.members, 3);
 }
 
+/// A host of one process: one balancer, whichever thread has the request.
+#[test]
+fn threads_may_share_a_balancer_behind_a_lock() {
+    for rule in [Rule::Predicted, Rule::PeakEwma] {
+        let mut config = config(Profile::Default, 4);
+        config.choice.rule = rule;
+        let one = Balancer::new(config, Shim::StatefulSession, &Memory, (), ms(0));
+        let shared = std::sync::Mutex::new(one);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let shared = &shared;
+                scope.spawn(move || {
+                    let mut rng = SmallRng::seed_from_u64(thread);
+                    for at in 0..200 {
+                        let request = shared.lock().unwrap().begin(ms(at), &[], true, &mut rng);
+                        let proxy = Proxy(at + 5, Some(replica((at % 4) as u16)), Class::Answer, 1);
+                        shared.lock().unwrap().ended(request, true, false, &proxy);
+                    }
+                });
+            }
+        });
+        assert!(shared.into_inner().unwrap().flights.is_empty());
+    }
+}
+
 #[test]
 fn the_rules_without_probes_learn_from_unsteered_requests() {
     for rule in [Rule::PeakEwma, Rule::Zuul { max_in_flight: 64 }] {

@@ -42,7 +42,7 @@ impl Explorer {
 
 /// One client's view of its replicas under such a policy.
 pub struct Fleet {
-    policy: Box<dyn Elastic>,
+    policy: Box<dyn Elastic + Send>,
     seats: Vec<Endpoint>,
     numbers: HashMap<Endpoint, usize>,
 }
@@ -58,7 +58,7 @@ impl Fleet {
         Self::new(Zuul::nobody(max_in_flight))
     }
 
-    fn new(policy: impl Elastic + 'static) -> Self {
+    fn new(policy: impl Elastic + Send + 'static) -> Self {
         Self { policy: Box::new(policy), seats: Vec::new(), numbers: HashMap::new() }
     }
 
