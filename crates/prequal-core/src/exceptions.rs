@@ -159,7 +159,7 @@ pub struct Trial {
 }
 
 /// The table of one upstream cluster.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub struct Exceptions {
     /// Replicas known: decides when too many are out.
     members: u32,
@@ -325,6 +325,18 @@ struct Others {
     share: f32,
     /// How many there is evidence of.
     count: u32,
+}
+
+impl Clone for Exceptions {
+    fn clone(&self) -> Self {
+        Self { records: self.records.clone(), ..*self }
+    }
+
+    /// Into the room that there is.
+    fn clone_from(&mut self, other: &Self) {
+        (self.members, self.well, self.lost) = (other.members, other.well, other.lost);
+        self.records.clone_from(&other.records);
+    }
 }
 
 impl Exceptions {

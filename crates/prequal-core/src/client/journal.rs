@@ -39,6 +39,8 @@ pub(super) enum Update {
 pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
     pub(super) exceptions: S::Value<Exceptions>,
+    /// The table as it was looked at last, kept for its room.
+    table: Exceptions,
     pending: Vec<Update>,
     /// The first so many of those the exceptions table has been told.
     told: usize,
@@ -51,6 +53,7 @@ impl<S: Store> Journal<S> {
         Self {
             pool: store.open("pool"),
             exceptions: store.open("exceptions"),
+            table: Exceptions::new(),
             pending: Vec::new(),
             told: 0,
             watched: false,
@@ -82,19 +85,21 @@ impl<S: Store> Journal<S> {
         rng: &mut G,
         mut action: impl FnMut(&mut PoolState, Option<(&Exceptions, Option<Trial>)>, &mut G) -> (T, bool),
     ) -> (T, bool) {
-        let Self { pool, exceptions, pending, told, watched } = self;
+        let Self { pool, exceptions, table, pending, told, watched } = self;
         let concerned = pending.iter().skip(*told).any(|update| update.concerns_exceptions(settings));
         // Read once: on a conflict over the pool what the updates did to the table is already written.
-        let mut table = None;
+        let mut looked = None;
         let updated = pool.transact(!request, |pool| {
-            if table.is_none() && (concerned || pool.has_exceptions()) {
-                table = Some(tell(exceptions, settings, counters, pending, told, pool, now, request, rng));
+            if looked.is_none() && (concerned || pool.has_exceptions()) {
+                looked =
+                    Some(tell(exceptions, table, settings, counters, pending, told, pool, now, request, rng));
             }
-            *watched = table.is_some();
+            *watched = looked.is_some();
+            let looked = looked.map(|trial| (&*table, trial));
             for update in pending.iter() {
-                update.apply(settings, pool, table.as_ref().map(|(table, _)| table), rng);
+                update.apply(settings, pool, looked.map(|(table, _)| table), rng);
             }
-            action(pool, table.as_ref().map(|(table, trial)| (table, *trial)), rng)
+            action(pool, looked, rng)
         });
         counters.updated(&updated);
         let written = updated.end == End::Written;
@@ -106,10 +111,12 @@ impl<S: Store> Journal<S> {
     }
 }
 
-/// Tells the exceptions table the updates that it has not been `told`, and asks for a trial if a request waits for one.
+/// Tells the exceptions table the updates that it has not been `told`, and asks for a trial if a request waits for one. The
+/// table as it is then goes to `copy`.
 #[allow(clippy::too_many_arguments, reason = "the parts of one transaction")]
 fn tell<G: Rng>(
     exceptions: &mut impl Value<Exceptions>,
+    copy: &mut Exceptions,
     settings: &PoolSettings,
     counters: &impl Counters,
     updates: &[Update],
@@ -118,7 +125,7 @@ fn tell<G: Rng>(
     now: Micros,
     request: bool,
     rng: &mut G,
-) -> (Exceptions, Option<Trial>) {
+) -> Option<Trial> {
     let settings = &settings.exceptions;
     let (members, samples) = pool.membership();
     let mut changes = [Change::None; MAX_PENDING];
@@ -140,10 +147,11 @@ fn tell<G: Rng>(
         news |= !request && table.expire(now);
         let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
         let lost = table.take_lost();
-        ((table.clone(), trial, lost), news || trial.is_some())
+        copy.clone_from(table);
+        ((trial, lost), news || trial.is_some())
     });
     counters.updated(&updated);
-    let (table, trial, lost) = updated.result;
+    let (trial, lost) = updated.result;
     if updated.end != End::GivenUp {
         *told = updates.len();
         for change in changes {
@@ -151,7 +159,7 @@ fn tell<G: Rng>(
         }
         counters.count(Count::Overflow(lost));
     }
-    (table, trial)
+    trial
 }
 
 impl Update {
