@@ -577,7 +577,7 @@ impl PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 5); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 6); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let state: Self = read_plain(bytes)?;
