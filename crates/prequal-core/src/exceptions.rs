@@ -604,6 +604,16 @@ impl Exceptions {
         self.flagged() * 2 > self.members as usize
     }
 
+    /// More than half of the fleet are out, or fail every second request lately. Those that fail alike are not out, but there is
+    /// nowhere better to go either.
+    pub fn most_fail(&self, now: Micros) -> bool {
+        let fails = |record: &&Record| {
+            let share = record.recent_share(now.stamp()).unwrap_or(0.0);
+            record.reason != 0 || (record.failed >= MIN_FAILED && share >= 0.5)
+        };
+        self.records.iter().filter(fails).count() * 2 > self.members as usize
+    }
+
     /// Records lost since the last look, for lack of room: replicas that should be out, or counts of failures.
     pub fn take_lost(&mut self) -> u32 {
         mem::take(&mut self.lost)

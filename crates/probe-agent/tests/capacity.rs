@@ -129,8 +129,8 @@ async fn a_slow_download_is_not_the_replicas() {
     };
     tokio::join!(download(), download(), download());
     agent.at_rest([3, 0, 0, 0]).await;
-    // Passing on 16 MiB takes its time.
-    assert_takes(&reports(&agent).await, 35..=350);
+    // Passing on 16 MiB takes its time. Of three that overlap, each may have taken a third of theirs as far as is known.
+    assert_takes(&reports(&agent).await, 10..=350);
 }
 
 #[tokio::test]

@@ -46,7 +46,7 @@ pub struct Tick {
     pub view: PoolView,
     /// Replicas that picks pass over.
     pub out: u32,
-    /// Nobody is passed over because it would be more than half of the fleet.
+    /// Nobody is passed over because it would be more than half of the fleet, or more than half fail alike.
     pub panic: bool,
     /// Probes that are due for lack of requests.
     pub probes: ProbesDue,
@@ -176,10 +176,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let settings = &self.config.pool;
         let interval = self.config.probe.idle_interval_ms;
         let waiting = self.journal.waits();
+        let failing = self.journal.table.most_fail(now);
         let ((tick, heard), written) =
             self.journal.transact(settings, &self.counters, now, false, rng, |pool, exceptions, _| {
                 let watched = exceptions.is_some();
-                let panic = exceptions.is_some_and(|(table, _)| table.panics());
+                let panic = failing || exceptions.is_some_and(|(table, _)| table.panics());
                 if let Some((table, _)) = exceptions {
                     pool.exclude(table, now);
                 }

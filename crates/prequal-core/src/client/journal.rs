@@ -40,7 +40,7 @@ pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
     pub(super) exceptions: S::Value<Exceptions>,
     /// The table as it was looked at last, kept for its room.
-    table: Exceptions,
+    pub(super) table: Exceptions,
     pending: Vec<Update>,
     /// The first so many of those the exceptions table has been told.
     told: usize,

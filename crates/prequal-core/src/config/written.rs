@@ -24,6 +24,9 @@ impl Key {
     /// The value in force where the key is left out, under a profile and with what it needs; `None` where there is no
     /// value, or the profile is against what it needs.
     pub fn default_under(&self, profile: &str) -> Option<Value> {
+        if self.name == "profile" {
+            return None;
+        }
         let mut settings = Map::new();
         let needed = self.needs.into_iter();
         for (key, value) in

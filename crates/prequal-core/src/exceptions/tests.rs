@@ -704,3 +704,20 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn that_most_of_the_fleet_fails_is_told_while_it_does() {
+    let mut table = Exceptions::new();
+    table.set_members(4);
+    let mut fail = |n, requests| {
+        let event = Event::Failed { requests, well: 0, trial: false };
+        for _ in 0..4 {
+            table.apply(&SETTINGS, ms(1000), replica(n), event);
+        }
+        table.most_fail(ms(1000))
+    };
+    assert!(!fail(0, 0.0) && !fail(1, 0.0), "half of it");
+    assert!(!fail(2, 9.0), "one in ten");
+    assert!(fail(3, 1.0), "one in two");
+    assert!(!table.most_fail(ms(1000 + 11_000)), "not lately");
+}
