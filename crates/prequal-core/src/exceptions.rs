@@ -607,9 +607,11 @@ impl Exceptions {
     /// More than half of the fleet are out, or fail every second request lately. Those that fail alike are not out, but there is
     /// nowhere better to go either.
     pub fn most_fail(&self, now: Micros) -> bool {
+        // What a copy of the table still says of long ago is not counted.
         let fails = |record: &&Record| {
-            let share = record.recent_share(now.stamp()).unwrap_or(0.0);
-            record.reason != 0 || (record.failed >= MIN_FAILED && share >= 0.5)
+            record
+                .recent_share(now.stamp())
+                .is_some_and(|share| record.reason != 0 || (record.failed >= MIN_FAILED && share >= 0.5))
         };
         self.records.iter().filter(fails).count() * 2 > self.members as usize
     }

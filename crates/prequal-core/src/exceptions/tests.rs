@@ -721,3 +721,14 @@ fn that_most_of_the_fleet_fails_is_told_while_it_does() {
     assert!(fail(3, 1.0), "one in two");
     assert!(!table.most_fail(ms(1000 + 11_000)), "not lately");
 }
+
+#[test]
+fn a_copy_of_the_table_does_not_tell_of_silence_for_ever() {
+    let mut table = Exceptions::new();
+    table.set_members(2);
+    for n in 0..2 {
+        table.apply(&SETTINGS, ms(1000), replica(n), SILENT);
+    }
+    assert!(table.panics() && table.most_fail(ms(1000)));
+    assert!(!table.most_fail(ms(1000 + 11_000)));
+}
