@@ -146,14 +146,20 @@ fn no_reply_is_taken_at_its_word() {
     assert_eq!(probes("used"), 0);
 }
 
+/// Envoy sent the request to the other replica, whose name is returned.
+fn served_by_other(stream: &Stream, chosen: &str) -> &'static str {
+    let other = if chosen == "10.0.0.1:80" { "10.0.0.2:80" } else { "10.0.0.1:80" };
+    stream.property("upstream.address", other);
+    other
+}
+
 #[test]
 fn who_served_is_asked_only_where_the_chosen_replica_did_not_prove_it() {
     start_with("");
     warm();
     let stream = get(1);
     let chosen = dest(&stream).unwrap();
-    let other = if chosen == "10.0.0.1:80" { "10.0.0.2:80" } else { "10.0.0.1:80" };
-    stream.property("upstream.address", other);
+    let other = served_by_other(&stream, &chosen);
     stream.property("response.code_details", "via_upstream");
     stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{other}"))], true);
     stream.end();
@@ -211,8 +217,7 @@ fn a_failure_that_a_retry_rescued_counts_once_and_with_the_headers() {
     warm();
     let stream = get(1);
     let chosen = dest(&stream).unwrap();
-    let other = if chosen == "10.0.0.1:80" { "10.0.0.2:80" } else { "10.0.0.1:80" };
-    stream.property("upstream.address", other);
+    let other = served_by_other(&stream, &chosen);
     set_number(1, "upstream.request_attempt_count", 2);
     stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{other}"))], false);
     let next = get(2);
