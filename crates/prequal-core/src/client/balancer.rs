@@ -1,4 +1,5 @@
-//! The events of requests and of time.
+//! What a balancer does when a request begins, is answered or ends, and at each tick. Probes are in `probing.rs`, the membership in
+//! `membership.rs`, the transaction on the shared state in `journal.rs`.
 
 use rand::Rng;
 

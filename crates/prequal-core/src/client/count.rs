@@ -1,4 +1,4 @@
-//! What a balancer counts.
+//! What a balancer counts. Names and labels of metrics are the host's business.
 
 use crate::exceptions::Change;
 use crate::pool::Branch;

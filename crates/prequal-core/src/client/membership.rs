@@ -1,4 +1,4 @@
-//! What a worker notes of the membership, and when workers share it.
+//! What a worker notes of the membership, and when workers share it. What the notes mean is decided in `members.rs`.
 
 use super::balancer::Balancer;
 use super::count::{Count, Counters};

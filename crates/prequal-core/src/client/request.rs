@@ -1,4 +1,5 @@
-//! What one request carries from its beginning to its end.
+//! What one request carries from its beginning to its end, and what the proxy can be asked about it. `balancer.rs` decides
+//! what follows from it.
 
 use crate::endpoint::Endpoint;
 use crate::exceptions::flights::Flight;

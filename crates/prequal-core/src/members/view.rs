@@ -1,4 +1,5 @@
-//! One worker's view of the membership that all share.
+//! One worker's copy of the shared membership, with the notes that it has not shared yet. When to share is the caller's
+//! business.
 
 use super::{Evidence, Members};
 use crate::endpoint::Endpoint;
