@@ -461,6 +461,8 @@ fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
         }
         let (mut probes, requests) = hints();
         probes.remove(&None);
+        // A request does not wait for all its probes: one of the request before may arrive only now.
+        probes.retain(|hint| hint.as_ref().is_none_or(|hint| !all.contains(hint)));
         assert_eq!(probes, requests, "the replica learns what it was asked: {shown}");
         let [Some(hint)] = &*probes.into_iter().collect::<Vec<_>>() else { panic!("not one hint: {shown}") };
         assert!(hint.len() == 16 && hint.bytes().all(|b| b.is_ascii_hexdigit()), "{hint}");
