@@ -583,7 +583,7 @@ fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
     }
     // A worker that hears late of another's few requests may miss part of their time, never the clients' second.
     counted(&envoy, "success", 8);
-    assert_takes(addr, 5..=60);
+    assert_takes(addr, 5..=250);
     for _ in 0..4 {
         let mut socket = TcpStream::connect(addr)?;
         socket.write_all(b"GET /large HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")?;
@@ -593,7 +593,7 @@ fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
         assert!(answer.len() > 512 << 10);
     }
     counted(&envoy, "success", 12);
-    assert_takes(addr, 5..=60);
+    assert_takes(addr, 5..=250);
     Ok(())
 }
 

@@ -321,7 +321,7 @@ fn a_replica_that_is_out_is_not_asked() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(2)))?;
     // One answer decides: of a replica that is out it would be none.
-    let envoy = start(&fleet.addrs(), json!({"sync_d": 2}))?;
+    let envoy = start(&fleet.addrs(), json!({"sync_d": 2, "sync_deadline_ms": 1000}))?;
     let client = envoy.client();
     fleet[0].backend.set(Reply::status(503));
     eventually("the failing replica is averted", Duration::from_secs(10), || {
