@@ -55,7 +55,8 @@ pub const STREAK: u8 = 5;
 pub struct ExceptionSettings {
     /// Share of failed requests, beyond that of the others, from which on a replica is averted, 0.02 to 1; 0: never.
     pub error_aversion: f64,
-    /// A request that has waited this many times as long as nine in ten do is a sign of silence, 1 to 100; 0: never.
+    /// A request that has waited this many times as long as nine in ten do, and longer than 99 in 100, is a sign of silence, 1
+    /// to 100; 0: never.
     pub breaker: f64,
 }
 

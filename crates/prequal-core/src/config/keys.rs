@@ -167,7 +167,7 @@ pub const KEYS: &[Key] = &[
         "a replica that fails this share of its recent requests, beyond the share that the others fail, gets only trials",
     ),
     both("breaker", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
-        "a replica counts as silent when a request has waited this many times the 90th percentile of latency, and 50 ms",
+        "a replica counts as silent when a request has waited this many times the 90th percentile of latency, or its 99th if that is longer, and 50 ms",
     ),
     both("ramp_ms", "ms", Whole(0, 3_600_000)).from("ours, the same").means(
         "age at which a new replica takes its full share; before, the share grows with its age; 0: at once",

@@ -1,8 +1,9 @@
 //! One worker's requests in flight: which have waited too long, and how many went well between two failures.
 //!
 //! A request waits for its replica from its end on: how long the client takes to send it is none of the replica's doing.
-//! The limit of a request is [`ExceptionSettings::breaker`] times what nine in ten of this worker's latest answers took; on
-//! a replica that reports itself slower than the typical answer, in proportion more, and four times as much on one that
+//! The limit of a request is [`ExceptionSettings::breaker`] times what nine in ten of this worker's latest answers took, or
+//! what 99 in 100 took if that is more: where one request in twenty takes 80 times as long as the others, a replica whose
+//! slots all work on such requests is silent for that long, and well. On a replica that reports itself slower than the typical answer, in proportion more, and four times as much on one that
 //! does not know. A request beyond its limit is a sign of silence only if nothing sent to the replica after it has been
 //! answered: one slow query in a hundred is overtaken, the first query into a stall is not. It has to be so at two looks
 //! in a row: when the worker itself has stood still, everything looks overdue at first, and the answers are waiting.
@@ -312,11 +313,13 @@ impl Flights {
         for (to, from) in sorted.iter_mut().zip(&self.window) {
             *to = *from;
         }
-        let (_, high, _) = sorted.select_nth_unstable(known * 9 / 10);
-        let high = f64::from(*high);
+        let (below, rare, _) = sorted.select_nth_unstable(known * 99 / 100);
+        let rare = f64::from(*rare);
+        let (_, high, _) = below.select_nth_unstable(known * 9 / 10);
+        let longest = (f64::from(*high) * settings.breaker).max(rare);
         let (_, typical, _) = sorted.select_nth_unstable(known / 2);
         self.typical_us = *typical;
-        self.limit_us = (high * settings.breaker + SLACK_US) as u32;
+        self.limit_us = (longest + SLACK_US) as u32;
     }
 
     /// Replicas remembered.
@@ -372,6 +375,26 @@ mod tests {
     use super::*;
 
     const SETTINGS: ExceptionSettings = ExceptionSettings { error_aversion: 0.1, breaker: 2.0 };
+
+    #[test]
+    fn a_rare_long_request_is_not_overdue() {
+        let mut flights = Flights::new();
+        let send = |flights: &mut Flights, at| {
+            flights.sent(Micros(at), "10.0.0.1:80".parse().unwrap(), Some(5000), false, true)
+        };
+        for at in (0..2 * WINDOW as u64).map(|number| number * 1_000_000) {
+            let flight = send(&mut flights, at);
+            let takes = if (at / 1_000_000).is_multiple_of(20) { 400_000 } else { 5000 };
+            flights.answered(&SETTINGS, flight, Micros(at + takes), false).unwrap();
+        }
+        let _flight = send(&mut flights, 1_000_000_000);
+        let mut overdue = |after: u64| {
+            // At the second look.
+            (0..2).any(|look| flights.overdue(Micros(1_000_000_000 + after + look * LOOK_US)).is_some())
+        };
+        assert!(!overdue(390_000));
+        assert!(overdue(460_000));
+    }
 
     #[test]
     fn the_limit_is_kept_when_the_count_of_answers_wraps() {
