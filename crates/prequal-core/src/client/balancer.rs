@@ -234,7 +234,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 }
                 (request, true)
             });
-            chosen.0
+            let (mut request, written) = chosen;
+            if !written {
+                // The next request finds them still due.
+                request.pick.probes = ProbesDue::default();
+            }
+            request
         })
     }
 

@@ -217,6 +217,18 @@ fn a_failure_whose_write_is_given_up_counts_once() {
 }
 
 #[test]
+fn a_request_whose_write_is_given_up_sends_no_probes() {
+    let host = Host::default();
+    let mut balancer = balancer(config(Profile::Default, 16), &host.store());
+    *host.refused.borrow_mut() = ("pool", 8 * 50);
+    for at in 1..=50 {
+        let probes = balancer.begin(ms(at), &[], true, &mut rng()).pick.probes;
+        assert!(probes.is_empty(), "the next request sends them again: {probes:?}");
+    }
+    assert!(!balancer.begin(ms(51), &[], true, &mut rng()).pick.probes.is_empty());
+}
+
+#[test]
 fn without_error_aversion_a_failure_leaves_the_pool_as_it_is() {
     for (error_aversion, left) in [(0.0, 2), (0.1, 1)] {
         let mut config = config(Profile::Default, 2);
