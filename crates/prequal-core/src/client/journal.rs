@@ -152,13 +152,15 @@ fn tell<G: Rng>(
     });
     counters.updated(&updated);
     let (trial, lost) = updated.result;
-    if updated.end != End::GivenUp {
-        *told = updates.len();
-        for change in changes {
-            counters.count(Count::Exception(change));
-        }
-        counters.count(Count::Overflow(lost));
+    if updated.end == End::GivenUp {
+        // For all that others know the trial is still due.
+        return None;
     }
+    *told = updates.len();
+    for change in changes {
+        counters.count(Count::Exception(change));
+    }
+    counters.count(Count::Overflow(lost));
     trial
 }
 

@@ -229,6 +229,32 @@ fn a_request_whose_write_is_given_up_sends_no_probes() {
 }
 
 #[test]
+fn a_trial_whose_write_is_given_up_is_none() {
+    let host = Host::default();
+    let mut balancer = balancer(config(Profile::Default, 4), &host.store());
+    balancer.tick(ms(0), &mut rng());
+    let failed =
+        |at| Update::Health(ms(at), replica(2), Event::Failed { requests: 0.0, well: 3, trial: false });
+    (1..=3).for_each(|at| balancer.push(failed(at)));
+    assert_eq!(balancer.tick(ms(4), &mut rng()).out, 1);
+    probe_all(&mut balancer, 4, 1100);
+    balancer.tick(ms(1200), &mut rng());
+    let mut rng = rng();
+    let mut trials = |from: u64| {
+        let mut tried = |at: &u64| {
+            // Something to write, trial or not.
+            balancer.push(failed(*at));
+            balancer.begin(ms(*at), &[], true, &mut rng).pick.trial
+        };
+        (from..from + 50).filter(&mut tried).count()
+    };
+    *host.refused.borrow_mut() = ("exceptions", u32::MAX);
+    assert_eq!(trials(1300), 0, "others would try it as well, and so would the next request");
+    *host.refused.borrow_mut() = ("", 0);
+    assert_eq!(trials(1400), 1);
+}
+
+#[test]
 fn without_error_aversion_a_failure_leaves_the_pool_as_it_is() {
     for (error_aversion, left) in [(0.0, 2), (0.1, 1)] {
         let mut config = config(Profile::Default, 2);
