@@ -545,6 +545,12 @@ impl Exceptions {
         if self.panics() { 0 } else { self.flagged() }
     }
 
+    /// The replicas that it has records of, and why they are out if they are.
+    #[cfg(test)]
+    pub(crate) fn reasons(&self) -> impl Iterator<Item = (Endpoint, Option<Reason>)> + '_ {
+        self.records.iter().map(|record| (record.endpoint, record.reason()))
+    }
+
     /// Whether a pick, an answer or a report must look at the table.
     pub fn is_active(&self, now: Micros) -> bool {
         self.records.iter().any(|record| record.reason != 0 || record.is_vouched(now.stamp()))

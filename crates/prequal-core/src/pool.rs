@@ -475,6 +475,12 @@ impl PoolState {
         self.entries().iter().map(|entry| entry.endpoint)
     }
 
+    /// The entries as they are.
+    #[cfg(test)]
+    pub(crate) fn candidates(&self, now: Micros) -> impl Iterator<Item = Candidate> + '_ {
+        self.entries().iter().map(move |entry| entry.candidate(now.stamp()))
+    }
+
     fn entries(&self) -> &[Entry] {
         self.entries.get(..usize::from(self.entry_count)).unwrap_or_default()
     }

@@ -18,6 +18,8 @@ use crate::pool::ProbesDue;
 use crate::report::LoadReport;
 use crate::time::Micros;
 
+mod race;
+
 fn replica(n: u16) -> Endpoint {
     format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
 }
