@@ -5,6 +5,7 @@ use std::rc::Rc;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
+use rand::seq::IndexedMutRandom;
 use rand::{Rng, SeedableRng};
 
 use super::journal::Update;
@@ -12,7 +13,7 @@ use super::store::{Cas, Memory, SharedData, Store};
 use super::*;
 use crate::config::{ChoiceSettings, ClusterConfig, Profile, Rule, Shim};
 use crate::endpoint::Endpoint;
-use crate::exceptions::{Event, ExceptionSettings};
+use crate::exceptions::{Change, Event, ExceptionSettings, Reason};
 use crate::members::Target;
 use crate::pool::ProbesDue;
 use crate::report::LoadReport;
@@ -219,15 +220,35 @@ fn a_failure_whose_write_is_given_up_counts_once() {
 }
 
 #[test]
-fn a_request_whose_write_is_given_up_sends_no_probes() {
+fn what_is_given_up_sends_no_probes() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 16), &host.store());
-    *host.refused.borrow_mut() = ("pool", 8 * 50);
+    balancer.tick(ms(0), &mut rng());
+    *host.refused.borrow_mut() = ("pool", u32::MAX);
     for at in 1..=50 {
         let probes = balancer.begin(ms(at), &[], true, &mut rng()).pick.probes;
         assert!(probes.is_empty(), "the next request sends them again: {probes:?}");
+        assert!(balancer.tick(ms(10_000 + at), &mut rng()).probes.is_empty(), "another worker sends them");
     }
-    assert!(!balancer.begin(ms(51), &[], true, &mut rng()).pick.probes.is_empty());
+    *host.refused.borrow_mut() = ("", 0);
+    assert!(!balancer.tick(ms(20_000), &mut rng()).probes.is_empty());
+    assert!(!balancer.begin(ms(20_001), &[], true, &mut rng()).pick.probes.is_empty());
+}
+
+#[test]
+fn what_the_table_was_not_told_is_not_counted() {
+    let host = Host::default();
+    let mut balancer = balancer(config(Profile::Default, 4), &host.store());
+    balancer.tick(ms(0), &mut rng());
+    *host.refused.borrow_mut() = ("exceptions", 8);
+    let opened = Count::Exception(Change::Opened(Reason::Failing));
+    for (at, told) in [(1, 0), (2, 1)] {
+        let failed = Event::Failed { requests: 0.0, well: 3, trial: false };
+        (0..2).for_each(|_| balancer.push(Update::Health(ms(at), replica(2), failed)));
+        balancer.tick(ms(at), &mut rng());
+        assert_eq!(balancer.counters().of(opened), told);
+    }
+    assert_eq!(balancer.counters().of(Count::Shared { conflicts: 7, given_up: true, replaced: 0 }), 1);
 }
 
 #[test]
@@ -438,6 +459,10 @@ enum Happens {
     Step(i64),
     Refuse(u32),
     Damage,
+    /// A value of nothing, of half a value, or of another version.
+    Foreign(u8),
+    /// A request that is not known, or any more.
+    Unknown,
 }
 
 fn happenings() -> impl Strategy<Value = Vec<(usize, Happens)>> {
@@ -450,9 +475,13 @@ fn happenings() -> impl Strategy<Value = Vec<(usize, Happens)>> {
         1 => Just(Happens::Fail),
         2 => (0..20u32).prop_map(Happens::Probe),
         2 => Just(Happens::Tick),
-        4 => prop_oneof![0..50i64, -4_000_000..4_000_000i64].prop_map(Happens::Step),
-        1 => (0..20u32).prop_map(Happens::Refuse),
+        // Ordinary, an hour, and more than a stamp holds.
+        4 => prop_oneof![0..50i64, -4_000_000..4_000_000i64, -10_000_000_000..10_000_000_000i64]
+            .prop_map(Happens::Step),
+        1 => prop_oneof![0..20u32, Just(u32::MAX)].prop_map(Happens::Refuse),
         1 => Just(Happens::Damage),
+        1 => (0..3u8).prop_map(Happens::Foreign),
+        1 => Just(Happens::Unknown),
     ];
     vec((0..2usize, one), 0..300)
 }
@@ -480,7 +509,7 @@ proptest! {
         ][rule];
         let mut rng = rng();
         let mut workers = [(); 2].map(|()| balancer(config.clone(), &host.store()));
-        let (mut open, mut begun, mut replies) = ([const { Vec::new() }; 2], 0, 0);
+        let (mut open, mut begun, mut unknown, mut replies) = ([const { Vec::new() }; 2], 0, 0, 0);
         let mut now = 10_000_000i64;
         let proxies = [Class::Answer, Class::UpstreamFailure, Class::ClientAbort, Class::Local];
         for (which, event) in events {
@@ -531,22 +560,42 @@ proptest! {
                 Happens::Refuse(times) => *host.refused.borrow_mut() = ("", times),
                 Happens::Damage => {
                     for (bytes, _) in host.values.borrow_mut().values_mut() {
-                        let place = rng.random_range(0..bytes.len());
-                        bytes[place] ^= 0x55;
+                        if let Some(byte) = bytes.choose_mut(&mut rng) {
+                            *byte ^= 0x55;
+                        }
                     }
+                }
+                Happens::Foreign(how) => {
+                    for (bytes, _) in host.values.borrow_mut().values_mut() {
+                        match how {
+                            0 => bytes.clear(),
+                            1 => bytes.truncate(bytes.len() / 2),
+                            // The version is the tag's last part.
+                            _ => bytes.iter_mut().skip(4).take(1).for_each(|version| *version ^= 1),
+                        }
+                    }
+                }
+                Happens::Unknown => {
+                    let mut request = Request::default();
+                    let proxy = Proxy(at, Some(replica(1)), Class::Answer, 1);
+                    worker.completed(&request, &proxy);
+                    worker.response(ms(at), &mut request, true, Some(Ok(report(1, 1, 5))), &proxy);
+                    worker.ended(request, true, true, &proxy);
+                    unknown += 1;
                 }
             }
         }
-        let mut ended = 0;
+        let (mut picked, mut ended) = (0, 0);
         for (worker, open) in workers.iter_mut().zip(open) {
             for request in open {
                 worker.ended(request, false, false, &Proxy(now as u64, None, Class::ClientAbort, 1));
             }
             prop_assert!(worker.flights.is_empty());
             let counts = worker.counters().0.borrow();
+            picked += counts.iter().filter(|count| matches!(count, Count::Pick(_))).count();
             ended += counts.iter().filter(|count| matches!(count, Count::Outcome(_))).count();
             replies -= counts.iter().filter(|count| matches!(count, Count::Probe(_))).count() as i32;
         }
-        prop_assert_eq!((ended, replies), (begun, 0));
+        prop_assert_eq!((picked, ended, replies), (begun, begun + unknown, 0));
     }
 }
