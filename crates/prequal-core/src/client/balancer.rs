@@ -152,6 +152,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         } else if self.is_ours(&mut request, proxy) {
             self.judge_end(&mut request, proxy)
         } else {
+            if let Some(chosen) = request.pick.replica {
+                // To a rule that counts what is in flight it looks like one that its client gave up.
+                let now = proxy.now();
+                let (latency_us, outcome) = (now.saturating_since(request.began), Outcome::Aborted);
+                self.rules.done(chosen, now, &Done { latency_us, outcome, rif: None, utilisation: None });
+            }
             return;
         };
         if let Some(flight) = request.flight.take() {

@@ -445,6 +445,58 @@ fn the_rules_without_probes_learn_from_unsteered_requests() {
     }
 }
 
+/// A request that the proxy sent to another cluster.
+struct Elsewhere(u64);
+
+impl Witness for Elsewhere {
+    fn now(&self) -> Micros {
+        ms(self.0)
+    }
+
+    fn is_ours(&self) -> bool {
+        false
+    }
+
+    fn served_by(&self) -> Option<Endpoint> {
+        panic!("asked who served")
+    }
+
+    fn class(&self) -> Class {
+        panic!("asked how it ended")
+    }
+
+    fn attempts(&self) -> u64 {
+        panic!("asked how often it was sent")
+    }
+}
+
+#[test]
+fn a_request_to_another_cluster_weighs_on_nobody() {
+    for rule in [Rule::Predicted, Rule::C3 { clients: 1 }, Rule::PeakEwma, Rule::Zuul { max_in_flight: 8 }] {
+        let mut config = config(Profile::Default, 2);
+        config.choice.rule = rule;
+        let mut balancer = balancer(config, &Memory);
+        let (mut chosen, mut rng) = (0, rng());
+        for at in 1..2000 {
+            for n in 0..2 {
+                let reply = Reply { report: report(n, 0, 5), host: None };
+                balancer.replied(ms(at), Some(target(n)), false, Ok(reply));
+            }
+            let request = balancer.begin(ms(at), &[], true, &mut rng);
+            let picked = request.pick.replica;
+            if at < 1000 && picked == Some(replica(0)) {
+                balancer.ended(request, true, false, &Elsewhere(at + 5));
+            } else {
+                let served = picked.unwrap_or(replica(1));
+                balancer.ended(request, true, false, &Proxy(at + 5, Some(served), Class::Answer, 1));
+                chosen += u32::from(at >= 1000 && picked == Some(replica(0)));
+            }
+        }
+        assert!(chosen > 300, "{rule:?}: {chosen}");
+        assert!(balancer.flights.is_empty());
+    }
+}
+
 /// Something that happens to one of two workers over one store.
 #[derive(Clone, Copy, Debug)]
 enum Happens {
