@@ -189,8 +189,11 @@ impl Order for Predicted {
     }
 }
 
-/// The lower median base latency of those that are known; 1 if none is.
+/// The lower median base latency of those that are known; 1 if none is. Nobody asks while all are known.
 fn median(entries: &[Entry]) -> u32 {
+    if entries.iter().all(|entry| entry.base_us != UNKNOWN) {
+        return 1;
+    }
     let mut known = [0; MAX_POOL];
     let mut count = 0;
     let answered = entries.iter().filter_map(Entry::capacity);
