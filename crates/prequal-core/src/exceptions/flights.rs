@@ -11,10 +11,12 @@
 //! ever before.
 
 use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
 use std::mem;
 
 use super::{Event, ExceptionSettings, FADES_MS, FORGOTTEN_MS, MEMORY, Timing, fading};
 use crate::endpoint::Endpoint;
+use crate::fnv::Fnv;
 use crate::in_flight::InFlight;
 use crate::time::{Micros, Stamp};
 
@@ -75,7 +77,7 @@ impl Overdue {
 pub struct Flights {
     /// In order of the next look at each.
     in_flight: InFlight<Request>,
-    replicas: HashMap<Endpoint, Seen>,
+    replicas: HashMap<Endpoint, Seen, BuildHasherDefault<Fnv>>,
     window: Box<[u32]>,
     answers: usize,
     /// Microseconds; both 0 until enough answers have come.
@@ -133,7 +135,7 @@ impl Flights {
     pub fn new() -> Self {
         Self {
             in_flight: InFlight::default(),
-            replicas: HashMap::new(),
+            replicas: HashMap::default(),
             window: vec![0; WINDOW].into_boxed_slice(),
             answers: 0,
             limit_us: 0,
