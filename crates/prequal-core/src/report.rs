@@ -63,26 +63,34 @@ impl LoadReport {
         if header.len() > MAX_REPORT {
             return Err(ReportError::TooLong);
         }
-        let mut fields = header.split(|byte| *byte == b';').map(<[u8]>::trim_ascii);
-        let rif = parse_rif(fields.next().unwrap_or_default())?;
-        let latency_us = parse_latency(fields.next().ok_or(ReportError::Latency)?)?;
-        let endpoint = fields.next().and_then(Endpoint::parse).ok_or(ReportError::Endpoint)?;
-        let mut report = Self { rif, latency_us, endpoint: Some(endpoint), ..Self::idle() };
+        let mut report = Self::idle();
         let (mut base, mut knee) = (None, None);
-        for field in fields {
-            if let Some(value) = field.strip_prefix(b"probe=") {
-                // A replica may move its probes to another port, never to another host.
-                let probe = Endpoint::parse(value).filter(|probe| probe.same_host(&endpoint));
-                report.probe_endpoint = Some(probe.ok_or(ReportError::ProbeEndpoint)?);
-            } else if let Some(value) = field.strip_prefix(b"fail=") {
-                report.failing = parse_failing(value)?;
-            } else if let Some(value) = field.strip_prefix(b"up=") {
-                report.up_s = Some(parse_number(value).ok_or(ReportError::Up)?);
-            } else if let Some(value) = field.strip_prefix(b"base=") {
-                base = Some(parse_number(value).unwrap_or(0));
-            } else if let Some(value) = field.strip_prefix(b"knee=") {
-                knee = Some(parse_number(value).unwrap_or(0));
+        for (index, field) in header.split(|byte| *byte == b';').map(<[u8]>::trim_ascii).enumerate() {
+            match index {
+                0 => report.rif = parse_rif(field)?,
+                1 => report.latency_us = parse_latency(field)?,
+                2 => report.endpoint = Some(Endpoint::parse(field).ok_or(ReportError::Endpoint)?),
+                _ => {
+                    if let Some(value) = field.strip_prefix(b"base=") {
+                        base = Some(parse_number(value).unwrap_or(0));
+                    } else if let Some(value) = field.strip_prefix(b"knee=") {
+                        knee = Some(parse_number(value).unwrap_or(0));
+                    } else if let Some(value) = field.strip_prefix(b"probe=") {
+                        // A replica may move its probes to another port, never to another host.
+                        let replica = report.endpoint;
+                        let of_replica = |probe: &Endpoint| replica.is_some_and(|at| probe.same_host(&at));
+                        let probe = Endpoint::parse(value).filter(of_replica);
+                        report.probe_endpoint = Some(probe.ok_or(ReportError::ProbeEndpoint)?);
+                    } else if let Some(value) = field.strip_prefix(b"fail=") {
+                        report.failing = parse_failing(value)?;
+                    } else if let Some(value) = field.strip_prefix(b"up=") {
+                        report.up_s = Some(parse_number(value).ok_or(ReportError::Up)?);
+                    }
+                }
             }
+        }
+        if report.endpoint.is_none() {
+            return Err(if header.contains(&b';') { ReportError::Endpoint } else { ReportError::Latency });
         }
         report.capacity = parse_capacity(base, knee)?;
         Ok(report)
@@ -140,7 +148,8 @@ impl fmt::Display for LoadReport {
     }
 }
 
-/// Digits alone, at least one.
+/// Digits alone, at least one. Not inlined: it is called for every field.
+#[inline(never)]
 fn parse_number(digits: &[u8]) -> Option<u32> {
     if digits.is_empty() {
         return None;

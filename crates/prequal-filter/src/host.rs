@@ -48,9 +48,9 @@ pub(crate) fn any_twice(map: MapType, names: &[&str]) -> bool {
 }
 
 /// Sets a header, or removes it.
-pub(crate) fn set_header(map: MapType, name: &str, value: Option<&str>) {
+pub(crate) fn set_header(map: MapType, name: &str, value: Option<&[u8]>) {
     // Envoy refuses only where there is no such map, and then there is nothing to be written.
-    let _ = hostcalls::set_map_value(map, name, value);
+    let _ = hostcalls::set_map_value_bytes(map, name, value);
 }
 
 /// A text property; `None` when absent.

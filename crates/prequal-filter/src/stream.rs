@@ -67,7 +67,11 @@ impl Stream {
                 let hint = source.hint(header.as_deref(), path.as_deref());
                 // The replica that serves it learns what it has served.
                 let text = hint.map(|hint| hint.to_string());
-                host::set_header(MapType::HttpRequestHeaders, HEADER_HINT, text.as_deref());
+                host::set_header(
+                    MapType::HttpRequestHeaders,
+                    HEADER_HINT,
+                    text.as_deref().map(str::as_bytes),
+                );
                 hint
             })
         };

@@ -118,7 +118,9 @@ impl InboundStream {
     }
 
     fn stamp(&self, flight: &Flight) {
-        let set = |name, value| host::set_header(MapType::HttpResponseHeaders, name, value);
+        let set = |name, value: Option<&str>| {
+            host::set_header(MapType::HttpResponseHeaders, name, value.map(str::as_bytes))
+        };
         let leaving = (!self.streaming && self.grpc.is_none()).then(|| flight.ticket.visit());
         let report = self
             .inbound
