@@ -1,7 +1,7 @@
 //! The probe pool: recent load reports of replicas, and the rule that picks one (paper §4).
 //!
-//! [`PoolState`] *is* the blob that the workers of an Envoy share: fixed layout, fixed arrays, plain bytes. Picking
-//! and recording never allocate.
+//! [`PoolState`] *is* the blob that the workers of an Envoy share, but for vacant entries: fixed layout, fixed arrays, plain
+//! bytes. Picking and recording never allocate.
 //!
 //! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost, where those that are nearly as low count as equal and
 //!   the lowest RIF wins; now and then one that looks worse.
@@ -28,7 +28,7 @@ use std::borrow::Cow;
 use bytemuck::Zeroable;
 use rand::Rng;
 
-use crate::blob::{Blob, BlobError, Tag, read_plain};
+use crate::blob::{Blob, BlobError, Tag};
 use crate::endpoint::Endpoint;
 use crate::exceptions::{Exceptions, Trial};
 use crate::load::{Load, Source};
@@ -168,10 +168,11 @@ pub struct PoolState {
     exceptions: u16,
     /// Replicas that it excludes.
     out: u16,
-    entries: [Entry; MAX_POOL],
     barred: [Barred; MAX_BARRED],
     history_at: [Stamp; MAX_HISTORY],
     history_rif: [u16; MAX_HISTORY],
+    /// Last: the blob ends with the entries that there are.
+    entries: [Entry; MAX_POOL],
 }
 
 /// How the pool looks, for metrics and tests.
@@ -481,6 +482,12 @@ impl PoolState {
         self.entries().iter().map(move |entry| entry.candidate(now.stamp()))
     }
 
+    /// Bytes of the blob.
+    fn size(&self) -> usize {
+        let vacant = MAX_POOL.saturating_sub(self.entry_count.into());
+        size_of::<Self>() - vacant * size_of::<Entry>()
+    }
+
     fn entries(&self) -> &[Entry] {
         self.entries.get(..usize::from(self.entry_count)).unwrap_or_default()
     }
@@ -586,7 +593,13 @@ impl Blob for PoolState {
     const TAG: Tag = Tag::of_release(0x7072_6571, 6); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        let state: Self = read_plain(bytes)?;
+        let mut state = Self::zeroed();
+        let too_long = BlobError::Size { got: bytes.len(), want: size_of::<Self>() };
+        bytemuck::bytes_of_mut(&mut state).get_mut(..bytes.len()).ok_or(too_long)?.copy_from_slice(bytes);
+        if bytes.len() != state.size() {
+            return Err(BlobError::Size { got: bytes.len(), want: state.size() });
+        }
+        Self::TAG.check(bytes)?;
         let finite = [
             state.probe_credit,
             state.remove_credit,
@@ -610,7 +623,7 @@ impl Blob for PoolState {
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {
-        bytemuck::bytes_of(self).into()
+        bytemuck::bytes_of(self).get(..self.size()).unwrap_or_default().into()
     }
 }
 
