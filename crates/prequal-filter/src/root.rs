@@ -19,7 +19,7 @@ use crate::probes::Probes;
 use crate::stream::Stream;
 use crate::sync;
 
-/// Ticks cost 33 µs each in every VM, so nothing urgent waits for them: updates of a quiet worker, gauges, idle probing.
+/// Ticks cost 33 µs each in every VM, so nothing urgent waits for them: updates of a quiet worker, metrics, idle probing.
 /// Only the deadlines of requests that wait hasten them.
 const TICK: Duration = Duration::from_millis(250);
 const SLOW_TICK_US: u64 = TICK.as_micros() as u64 * 9 / 10;
@@ -112,6 +112,7 @@ impl RootContext for Root {
         let now = host::now();
         self.ticks_at = None;
         sync::expire(&mut self.probes, &filter, now);
+        filter.clusters.iter().for_each(|cluster| cluster.metrics.tell());
         if self.slow_tick(now) {
             for (index, cluster) in filter.clusters.iter().enumerate() {
                 self.probes.send(&filter, index, filter.tick(cluster, now), now);

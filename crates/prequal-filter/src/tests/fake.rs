@@ -108,8 +108,9 @@ pub(super) fn set_number(context: u32, path: &str, value: u64) {
     with(|state| state.properties.insert((context, path.into()), value.to_le_bytes().into()));
 }
 
-/// The value of a metric whose name begins with this.
+/// The value of a metric whose name begins with this, once the worker has told.
 pub(super) fn metric(name: &str) -> i64 {
+    tick();
     with(|state| {
         state.metrics.iter().filter(|(known, _)| known.starts_with(name)).map(|(_, value)| value).sum()
     })
@@ -483,6 +484,7 @@ extern "C" fn proxy_record_metric(id: u32, value: u64) -> Status {
 
 #[unsafe(no_mangle)]
 extern "C" fn proxy_increment_metric(id: u32, by: i64) -> Status {
+    note("count".into());
     with(|state| state.metrics[id as usize].1 += by);
     Status::Ok
 }
