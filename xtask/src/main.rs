@@ -9,6 +9,7 @@ use clap::{Parser, Subcommand};
 
 mod circles;
 mod commands;
+mod exports;
 mod policy;
 mod progress;
 mod run;

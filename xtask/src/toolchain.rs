@@ -14,7 +14,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::{progress, run, workspace};
+use crate::{exports, progress, run, workspace};
 
 /// Which compiler the caller wants.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
@@ -120,7 +120,10 @@ impl Toolchain {
                 command.env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER", linker);
             }
         }
-        run::built_file(&mut command, "prequal_filter.wasm")
+        let built = fs::read(run::built_file(&mut command, "prequal_filter.wasm")?)?;
+        let module = target_dir.join("prequal_filter.wasm");
+        fs::write(&module, exports::without(&built, &IDLE_CALLBACKS)?)?;
+        Ok(module)
     }
 
     /// Builds a program for Linux on `target` and returns it. It is linked with the C library itself: it runs on any
@@ -246,6 +249,10 @@ fn has_target(target: &str) -> bool {
         .flatten()
         .any(|entry| entry.is_ok_and(|e| e.file_name().to_string_lossy().starts_with("libstd-")))
 }
+
+/// Callbacks in which the filter has nothing to do. The SDK exports them all, Envoy calls what is exported, and a call for every
+/// request costs (`docs/performance.md`).
+const IDLE_CALLBACKS: [&str; 1] = ["proxy_on_done"];
 
 /// Sets target and flags so that no path of this machine gets into what is built: panics name their
 /// source file, and those of dependencies lie where this user's cargo keeps them.
