@@ -72,10 +72,12 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
         );
     }
 
+    let ours = turns.iter().find(|turn| turn.name == ADAPTIVE).context("the filter itself")?;
     let rows: Vec<Vec<String>> = turns
         .iter()
         .map(|turn| {
             let added = turn.added_to(&turns[0]);
+            let more = turn.added_to(ours);
             vec![
                 turn.name.clone(),
                 one(median(turn.cpu_us.iter().copied())),
@@ -83,11 +85,16 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
                 format!("{:+.1}", median(added.iter().copied())),
                 range(&added, one),
                 one(standard_error(&added)),
+                format!("{:+.1}", median(more.iter().copied())),
+                one(standard_error(&more)),
             ]
         })
         .collect();
-    println!("\n{}", table::render(&["variant", "CPU µs", "min–max", "added", "min–max", "error"], &rows));
-    println!("added: against no filter in the same round; error: the standard error of its mean.\n");
+    let header = ["variant", "CPU µs", "min–max", "added", "min–max", "error", "more", "error"];
+    println!("\n{}", table::render(&header, &rows));
+    println!(
+        "added, more: against no filter, and the default one, in the same round; error: the standard error of the mean.\n"
+    );
     Ok(())
 }
 
