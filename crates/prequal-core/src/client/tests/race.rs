@@ -248,7 +248,7 @@ impl<'a> Worker<'a> {
         for _ in 0..100 {
             self.tick();
         }
-        assert!(!self.balancer.journal.waits() && self.waiting.is_empty());
+        assert!(self.waiting.is_empty(), "reports never arrive");
     }
 
     /// An event begins: the time, the worker's writes of the pool, and its counts so far.
@@ -381,17 +381,25 @@ impl<'a> Worker<'a> {
     }
 
     fn answer(&mut self, asked: Option<Target>) -> Option<Answer> {
+        let named = asked.map(|target| target.replica);
+        let leaves = self.left && self.is(LEFT, named);
+        if leaves {
+            // Forgotten in a transaction of its own: the table does not show who goes out and is forgotten in one.
+            self.tick();
+        }
         let (now, _, since) = self.event();
         self.replies += 1;
-        let named = asked.map(|target| target.replica);
         if self.is(HANGS, named) {
             return self.balancer.replied(ms(now), asked, false, Err(ProbeEnd::Timeout));
         }
-        let named = named.filter(|_| !(self.left && self.is(LEFT, named))).unwrap_or_else(|| self.good());
+        let named = named.filter(|_| !leaves).unwrap_or_else(|| self.good());
         let (number, report) = self.tell(named);
         let answer = self.balancer.replied(ms(now), asked, false, Ok(Reply { report, host: None }));
         if answer.is_some() {
             self.believed(since, number, named);
+        }
+        if leaves {
+            self.tick();
         }
         answer
     }
@@ -430,8 +438,9 @@ struct End {
     compensated: u32,
 }
 
-fn race(workers: usize, events: u32, switching: f64, seed: u64) -> End {
-    let mut config = config(Profile::Default, FLEET);
+fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> End {
+    let (seed, mut config) = (1, config(Profile::Default, FLEET));
+    config.choice.rule = rule;
     // What waits for long is not too old when it arrives.
     config.pool.max_age_ms = 3_600_000;
     config.pool.budget = Budget::Fixed { r_probe: R_PROBE };
@@ -490,19 +499,24 @@ fn race(workers: usize, events: u32, switching: f64, seed: u64) -> End {
 
 #[test]
 fn workers_that_race_over_one_store_lose_nothing_and_do_nothing_twice() {
-    let (mut opened, mut vanished) = (0, 0);
-    for (workers, events, switching, gives_up) in
-        [(1, 800, 1.0, false), (2, 600, 0.1, false), (4, 600, 0.5, false), (16, 150, 1.0, true)]
-    {
-        let end = race(workers, events, switching, 1);
+    let (mut vanished, mut closed) = (0, 0);
+    for (workers, events, switching, rule) in [
+        (1, 1600, 1.0, Rule::Predicted),
+        (2, 1200, 0.1, Rule::Hcl),
+        (4, 1000, 0.5, Rule::C3 { clients: 4 }),
+        (16, 300, 1.0, Rule::Predicted),
+    ] {
+        let end = race(workers, events, switching, rule);
         assert!(end.compensated > 1000, "{workers}: {end:?}");
-        assert_eq!((end.conflicts > 0, end.given_up > 0), (workers > 1, gives_up), "{workers}: {end:?}");
-        (opened, vanished) = (opened + end.opened, vanished + end.vanished);
+        assert_eq!(end.conflicts > 0, workers > 1, "{workers}: {end:?}");
+        assert!(end.given_up > 0 || workers < 16, "{workers}: {end:?}");
+        (vanished, closed) = (vanished + end.vanished, closed + end.closed);
     }
-    assert!(opened > vanished && vanished > 0, "{opened}, {vanished}");
+    assert!(vanished > 0 && closed > 0, "{vanished}, {closed}");
 }
 
 #[test]
 fn a_race_repeats() {
-    assert_eq!(race(3, 100, 0.5, 7), race(3, 100, 0.5, 7));
+    let end = || race(3, 100, 0.5, Rule::Predicted);
+    assert_eq!(end(), end());
 }
