@@ -306,19 +306,26 @@ impl Members {
 
     /// Whether [`Self::expire`] would change anything.
     pub fn is_expired(&self, now: Micros) -> bool {
-        self.list.iter().any(|member| member.is_expired(now.stamp())) || self.is_quiet(now.stamp())
+        let (stamp, sampled) = (now.stamp(), self.samples > 0);
+        self.list.iter().any(|member| member.is_expired(stamp, sampled)) || self.is_quiet(stamp)
     }
 
     /// Forgets whoever has been silent too long while others were heard. Returns whether the blob must be written.
     pub fn expire(&mut self, now: Micros) -> bool {
-        let (stamp, before) = (now.stamp(), self.list.len());
-        let quiet = self.is_quiet(stamp);
-        if quiet {
-            self.list.iter_mut().filter(|m| m.rank != CANDIDATE).for_each(|member| member.seen = stamp);
-        }
-        self.list.retain(|member| !member.is_expired(stamp));
+        let (excused, before) = (self.excuse(now), self.list.len());
+        let (stamp, sampled) = (now.stamp(), self.samples > 0);
+        self.list.retain(|member| !member.is_expired(stamp, sampled));
         self.tally = Tally::of(&self.list);
-        quiet || self.list.len() != before
+        excused || self.list.len() != before
+    }
+
+    /// Where nobody was heard of late, lets all be as if heard now. Returns whether the blob must be written.
+    fn excuse(&mut self, now: Micros) -> bool {
+        let quiet = self.is_quiet(now.stamp());
+        if quiet {
+            self.list.iter_mut().filter(|m| m.rank != CANDIDATE).for_each(|member| member.seen = now.stamp());
+        }
+        quiet
     }
 
     /// Whether there are members and none was heard of late.
@@ -411,9 +418,11 @@ fn weight(hits: u16, mean: u32) -> u16 {
 }
 
 impl Member {
-    fn is_expired(&self, now: Stamp) -> bool {
+    /// Whether it has been silent too long. Where the policy is `sampled` that takes more than time: with rare samples many a
+    /// member is not heard of for long.
+    fn is_expired(&self, now: Stamp, sampled: bool) -> bool {
         let ttl = if self.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
-        now.distance_ms(self.seen) >= ttl
+        !(sampled && self.rank == IN_USE) && now.distance_ms(self.seen) >= ttl
     }
 
     fn standing(&self) -> Standing {

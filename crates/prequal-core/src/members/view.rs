@@ -123,7 +123,8 @@ impl View {
     /// Enters the notes into the membership as it is `stored`, forgets there whoever has been silent too long, and takes
     /// over the result. Returns whether it must be written; once it is, [`Self::shared`] is due.
     pub fn share(&mut self, stored: &mut Members, now: Micros) -> bool {
-        let mut changed = false;
+        // First, for who ends a long silence tells nothing of the others.
+        let mut changed = stored.excuse(now);
         self.refused = 0;
         for (at, note) in &self.notes {
             changed |= note.apply(stored, *at);
@@ -156,6 +157,7 @@ mod tests {
     use super::*;
     use crate::blob::Blob;
     use crate::config::Profile;
+    use crate::load::Load;
     use crate::members::{MAX_CANDIDATES, MAX_MEMBERS, MEMBER_TTL_MS};
     use crate::pool::PoolState;
     use crate::shared::{self, End, Place};
@@ -173,6 +175,10 @@ mod tests {
 
     fn met(n: u32) -> Note {
         Note::Sampled { replica: replica(n), probe: None }
+    }
+
+    fn served(n: u32) -> Note {
+        Note::Confirmed { replica: replica(n), evidence: Evidence::Served }
     }
 
     fn heard_of(n: u32) -> Note {
@@ -267,10 +273,10 @@ mod tests {
     #[test]
     fn members_that_left_are_forgotten_by_time_alone() {
         let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
-        view.note(ms(0), met(1));
+        view.note(ms(0), served(1));
         for at in (0..ttl).step_by(250) {
             view.note(ms(at), Note::Alive(replica(2)));
-            view.note(ms(at), Note::Confirmed { replica: replica(2), evidence: Evidence::Served });
+            view.note(ms(at), served(2));
             host.tick(&mut view, ms(at));
         }
         assert_eq!(view.members().count(), 2);
@@ -279,10 +285,38 @@ mod tests {
     }
 
     #[test]
+    fn where_the_policy_is_sampled_time_forgets_none_but_those_that_samples_do_not_meet() {
+        let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
+        (0..8).for_each(|n| _ = view.note(ms(0), met(n)));
+        // One request in 50 s is heard of, and only the first four are met.
+        for (at, n) in (0..4 * ttl).step_by(50_000).zip((0..4).cycle()) {
+            view.note(ms(at), met(n));
+            host.tick(&mut view, ms(at));
+        }
+        assert_eq!(view.members().count(), 8, "48 samples are too few to tell");
+        for n in (0..4).cycle().take(60) {
+            view.note(ms(4 * ttl), met(n));
+        }
+        host.tick(&mut view, ms(4 * ttl));
+        assert_eq!([0, 3, 4, 7].map(|n| host.members().contains(replica(n))), [true, true, false, false]);
+    }
+
+    #[test]
+    fn who_ends_a_long_silence_has_nobody_forgotten() {
+        let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
+        (0..8).for_each(|n| _ = view.note(ms(0), served(n)));
+        host.tick(&mut view, ms(0));
+        // Nobody ticks while the cluster is not used.
+        view.note(ms(2 * ttl), served(3));
+        host.tick(&mut view, ms(2 * ttl));
+        assert_eq!((view.members().count(), host.members().count()), (8, 8));
+    }
+
+    #[test]
     fn a_fleet_that_was_replaced_makes_room_for_the_next() {
         let (host, mut view) = (Host::default(), View::default());
         for n in 0..MAX_MEMBERS as u32 {
-            view.note(ms(0), met(n));
+            view.note(ms(0), served(n));
             if view.is_due() {
                 host.tick(&mut view, ms(0));
             }
@@ -290,7 +324,7 @@ mod tests {
         host.tick(&mut view, ms(0));
         assert_eq!(view.take_lost(), Lost::default());
         let newcomer = MAX_MEMBERS as u32;
-        view.note(ms(1), met(newcomer));
+        view.note(ms(1), served(newcomer));
         host.tick(&mut view, ms(1));
         assert_eq!(view.take_lost(), Lost { refused: 1, dropped: 0 });
         assert_eq!((view.take_lost(), view.members().contains(replica(newcomer))), (Lost::default(), false));
@@ -300,7 +334,7 @@ mod tests {
             host.tick(&mut view, ms(at));
         }
         host.tick(&mut view, ms(MEMBER_TTL_MS.into()));
-        view.note(ms(MEMBER_TTL_MS.into()), met(newcomer));
+        view.note(ms(MEMBER_TTL_MS.into()), served(newcomer));
         assert_eq!([0, 1, newcomer].map(|n| view.members().contains(replica(n))), [true, false, true]);
     }
 
@@ -314,12 +348,15 @@ mod tests {
                 host.tick(&mut view, ms(0));
             }
         }
-        // Long after the fleet was learned, the policy's turn has just passed the newcomer's place.
+        // Long after the fleet was learned, at 500 requests a second, the policy's turn has just passed the newcomer's place.
         let (began, mut turn) = (60_000, 0);
         pool.set_members(view.members().count(), view.members().samples(), ms(0));
-        let found = (began..).step_by(10).find(|at| {
+        let found = (began..began + 20_000).step_by(2).find(|at| {
             for _ in 0..pool.pick(&settings, ms(*at), &mut rng).probes.discovery {
                 view.note(ms(*at), met(turn % 1001));
+                let standing = view.members().standing(replica(turn % 1001));
+                let load = Load::at_face_value(0, Some(1000));
+                pool.record(&settings, ms(*at), replica(turn % 1001), load, standing, &mut rng);
                 turn += 1;
             }
             if at % 250 == 0 {
