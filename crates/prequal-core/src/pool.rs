@@ -49,7 +49,7 @@ pub use choose::Ranking;
 pub use entry::Candidate;
 use entry::{Entry, UNKNOWN};
 use predicted::{Predicted, Trials};
-use probes::GROWING_MS;
+use probes::{Clock, GROWING_MS};
 use rank::{Order, Scored, Theta, lowest_ramped};
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 use settings::{CROWD, FULL_SHARE};
@@ -127,7 +127,7 @@ impl ProbesDue {
     }
 }
 
-/// Pool, RIF history, credits and rates of one upstream cluster; the bytes of the shared blob.
+/// Pool, RIF history, clock of the probes and rates of one upstream cluster; the bytes of the shared blob.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct PoolState {
@@ -139,7 +139,6 @@ pub struct PoolState {
     remove_worst: u16,
     /// Picks so far, wrapping.
     picks: u16,
-    probe_credit: f32,
     remove_credit: f32,
     trials: Trials,
     /// Moving averages per pick.
@@ -158,8 +157,7 @@ pub struct PoolState {
     last_pick: Stamp,
     /// The first pick after a long idle time.
     busy_since: Stamp,
-    idle_probed: Stamp,
-    discovery_sent: Stamp,
+    clock: Clock,
     members_changed: Stamp,
     /// Members when they last stayed the same for a while.
     settled: u32,
@@ -197,7 +195,7 @@ impl Default for PoolState {
 impl PoolState {
     /// An empty pool.
     pub fn new() -> Self {
-        Self { tag: Self::TAG, reports_per_pick: 1.0, ..Self::zeroed() }
+        Self { tag: Self::TAG, reports_per_pick: 1.0, clock: Clock::new(), ..Self::zeroed() }
     }
 
     /// Chooses a replica for one request by hot and cold, and says how many probes to send.
@@ -365,6 +363,7 @@ impl PoolState {
     ) {
         let stamp = now.stamp();
         self.reports_since_pick = self.reports_since_pick.saturating_add(1).min(MAX_RATE);
+        self.clock.answered();
         // An answer to a request sent long ago must not make the replica's placement older than it is.
         let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::standing);
         let standing = known.filter(|known| self.newer(known, &standing)).unwrap_or(standing);
@@ -391,6 +390,7 @@ impl PoolState {
     /// Lets a candidate have one request: what it reports is not believed yet.
     pub fn introduce(&mut self, settings: &PoolSettings, now: Micros, endpoint: Endpoint) {
         let stamp = now.stamp();
+        self.clock.answered();
         if self.is_barred(endpoint, stamp) || self.replicas().any(|replica| replica == endpoint) {
             return;
         }
@@ -504,7 +504,8 @@ impl PoolState {
         }
     }
 
-    fn expire(&mut self, settings: &PoolSettings, now: Stamp) {
+    /// Drops what is too old, and who is out of use.
+    pub(crate) fn expire(&mut self, settings: &PoolSettings, now: Stamp) {
         let mut index = 0;
         while let Some(entry) = self.entries().get(index) {
             if now.distance_ms(entry.received) >= settings.max_age_ms
@@ -590,7 +591,7 @@ impl PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 6); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 7); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();
@@ -600,22 +601,18 @@ impl Blob for PoolState {
             return Err(BlobError::Size { got: bytes.len(), want: state.size() });
         }
         Self::TAG.check(bytes)?;
-        let finite = [
-            state.probe_credit,
-            state.remove_credit,
-            state.reports_per_pick,
-            state.new_per_pick,
-            state.refusals_per_pick,
-        ]
-        .iter()
-        .all(|rate| (0.0..=1e6).contains(rate));
+        let finite =
+            [state.remove_credit, state.reports_per_pick, state.new_per_pick, state.refusals_per_pick]
+                .iter()
+                .all(|rate| (0.0..=1e6).contains(rate));
         let bounded = usize::from(state.entry_count) <= MAX_POOL
             && usize::from(state.history_count) <= MAX_HISTORY
             && usize::from(state.history_next) < MAX_HISTORY
             && state.barred_count as usize <= MAX_BARRED
             && state.remove_worst <= 1
             && state.exceptions <= 1
-            && state.trials.is_sound();
+            && state.trials.is_sound()
+            && state.clock.is_sound();
         if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
             return Err(BlobError::Content);
         }

@@ -268,6 +268,7 @@ fn s4_fractional_probe_rates_are_rounded_deterministically_within_one_over_100_0
         let mut client = Client::new(PoolSettings { budget: Budget::Fixed { r_probe }, ..paper() });
         let mut sent = 0u32;
         for query in 1..=100_000u32 {
+            client.probe(u64::from(query), (query % 16) as u16, 0, 10);
             let due = client.query(u64::from(query)).probes.addressed;
             assert!(due == r_probe.floor() as u32 || due == r_probe.ceil() as u32);
             sent += due;

@@ -159,7 +159,10 @@ pub const KEYS: &[Key] = &[
         .means("requests send probes while less than half of the reports are younger than this"),
     both("max_probes_per_query", "per request", Number(0.0, 16.0))
         .needs("budget", "adaptive")
-        .means("most probes that a request sends, on average"),
+        .means(
+            "most probes that a request sends, on average, discovery included; up to 32 that are not needed are saved for \
+             pauses and new replicas",
+        ),
     both("verified_probes", "", Bool).from("ours, `docs/adr/0004-placement.md`").means(
         "the probe cluster writes who answered into `x-prequal-host`; true in the shipped configuration",
     ),
@@ -205,14 +208,17 @@ pub const KEYS: &[Key] = &[
     seldom("r_probe", "per request", Number(0.0, 16.0))
         .needs("budget", "fixed")
         .from("§4")
-        .means("probes that a request sends, on average"),
+        .means("probes that a request sends, on average; those of discovery are sent besides"),
     seldom("discovery_interval_ms", "ms", Whole(10, 60_000)).means(
         "time between two probes that Envoy's own policy places, which find replicas; shorter above 20 replicas and while \
-         replicas come into use",
+         replicas come into use, longer where requests are too few to pay for them",
     ),
     seldom("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .from("§4")
-        .means("one worker probes when no request has come for this long; 0: never"),
+        .means(
+            "one worker sends up to 8 probes when no request has come for this long, and again, until the 24 that requests \
+             have saved are sent; 0: never",
+        ),
     seldom("probe_timeout_ms", "ms", Whole(1, 10_000)).from("§3: 3 or 1").means("time after which a probe has failed"),
     seldom("piggyback", "", Bool).means(
         "reports on responses count, not only those of probes; probes then pass over replicas heard of in the last tenth \

@@ -19,18 +19,18 @@ pub enum HotRule {
 /// How many probes a request triggers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
-    /// `r_probe` a request, fractions accumulate (the paper's rule).
+    /// `r_probe` a request, fractions accumulate (the paper's rule), and discovery besides.
     Fixed {
         /// Probes per request, 0 to 16.
         r_probe: f64,
     },
-    /// Only as many as keep half of the pool younger than the target. Responses tell only of replicas that were chosen:
+    /// Only as many as keep half of the pool younger than the target, discovery included. Responses tell only of replicas that were chosen:
     /// the others are explored by the probes of discovery, or, where Envoy does not vouch for those, by one pool's worth
     /// of addressed probes per `max_age_ms`.
     Adaptive {
         /// Target for the median age of the pool, milliseconds.
         target_age_ms: u32,
-        /// Upper bound, 0 to 16.
+        /// Upper bound of all probes, 0 to 16. What is not sent is saved.
         max_probes_per_query: f64,
     },
 }
@@ -58,7 +58,7 @@ pub struct PoolSettings {
     /// How many probes.
     pub budget: Budget,
     /// One probe without an address this often, milliseconds, so that the cluster's policy is sampled and newcomers are
-    /// found. More often in large fleets (n/4 a second, at most 250), and while replicas come into use (80 a second
+    /// found, as far as the budget allows. More often in large fleets (n/4 a second, at most 250), and while replicas come into use (80 a second
     /// or 6n, at most 1000).
     pub discovery_interval_ms: u32,
     /// Envoy vouches for the replica that answered a probe, so a probe without an address tells load too, and
