@@ -11,7 +11,7 @@ use proxy_wasm::hostcalls;
 use proxy_wasm::traits::{Context, HttpContext, RootContext};
 use proxy_wasm::types::{ContextType, LogLevel};
 
-use crate::filter::Filter;
+use crate::filter::{Cluster, Filter};
 use crate::host::{self, WAKE};
 use crate::inbound::stream::InboundStream;
 use crate::inbound::{self, Inbound};
@@ -114,7 +114,8 @@ impl RootContext for Root {
         sync::expire(&mut self.probes, &filter, now);
         filter.clusters.iter().for_each(|cluster| cluster.metrics.tell());
         if self.slow_tick(now) {
-            for (index, cluster) in filter.clusters.iter().enumerate() {
+            let awake = |(_, cluster): &(usize, &Cluster)| !cluster.balancer.borrow().is_resting();
+            for (index, cluster) in filter.clusters.iter().enumerate().filter(awake) {
                 self.probes.send(&filter, index, filter.tick(cluster, now), now);
             }
         }

@@ -92,6 +92,30 @@ fn a_request_costs_one_write_one_header_and_no_property() {
 }
 
 #[test]
+fn a_cluster_that_nobody_uses_costs_no_probe_and_no_look_at_shared_data() {
+    start_with("");
+    let ticks = |times: usize| {
+        (0..times).for_each(|_| {
+            pass(250_000);
+            tick();
+            for call in calls().iter().filter(|call| call.header(HEADER_DEST).is_some()) {
+                call.answer(0, 10_000);
+            }
+        });
+        log().into_iter().filter(|entry| !matches!(&**entry, "time" | "tick in 250 ms")).collect::<Vec<_>>()
+    };
+    log();
+    ticks(100);
+    let sent = probes("sent");
+    assert!((12..=24).contains(&sent), "{sent}");
+    assert_eq!(ticks(100), Vec::<String>::new());
+    assert_eq!((probes("sent"), metric("prequal_pool_occupancy")), (sent, 0));
+    // One request, and it is as it was.
+    get(1).end();
+    assert!(!ticks(10).is_empty() && probes("sent") > sent);
+}
+
+#[test]
 fn a_clients_own_header_never_steers() {
     start_with("");
     let (stream, _) = Stream::begin(1, &[(HEADER_DEST, "evil")]);

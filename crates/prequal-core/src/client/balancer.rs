@@ -38,6 +38,8 @@ pub struct Balancer<S: Store, C> {
     /// This worker's requests in flight.
     pub(super) flights: Flights,
     doubt: Doubt,
+    /// See [`Self::is_resting`].
+    pub(super) resting: bool,
 }
 
 /// What a tick shows.
@@ -65,6 +67,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             rules: Rules::new(config.choice.rule),
             flights: Flights::new(),
             doubt: Doubt::default(),
+            resting: false,
             config,
             shim,
             counters,
@@ -81,6 +84,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         &self.config
     }
 
+    /// Whether a tick would show and do what the last one did: this worker waits for nothing, and nobody uses the cluster.
+    pub fn is_resting(&self) -> bool {
+        self.resting
+    }
+
     /// Where the counts go.
     pub fn counters(&self) -> &C {
         &self.counters
@@ -89,6 +97,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// Chooses for one request: among `answers` if it has waited for them, else from the pool. The client has sent a `whole`
     /// request, or is still at it.
     pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], whole: bool, rng: &mut G) -> Request {
+        self.resting = false;
         let mut request = if self.config.choice.rule.is_probe_free() {
             let pick = self.rules.pick(now, self.config.pool.discovery_interval_ms, rng);
             Request { pick, began: now, ..Request::default() }
@@ -181,29 +190,33 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.find_silent(now);
         }
         let settings = &self.config.pool;
-        let interval = self.config.probe.idle_interval_ms;
+        let interval = if probe_free { 0 } else { self.config.probe.idle_interval_ms };
         let waiting = self.journal.waits();
         let failing = self.journal.table.most_fail(now);
-        let ((tick, heard), written) =
+        let ((tick, heard, at_rest), written) =
             self.journal.transact(settings, &self.counters, now, false, rng, |pool, exceptions, _| {
+                pool.expire(settings, now.stamp());
                 let watched = exceptions.is_some();
                 let panic = failing || exceptions.is_some_and(|(table, _)| table.panics());
                 if let Some((table, _)) = exceptions {
                     pool.exclude(table, now);
                 }
-                let probes = if interval == 0 || probe_free {
+                let probes = if interval == 0 {
                     ProbesDue::default()
                 } else {
                     pool.idle_probes(settings, now, interval)
                 };
                 let tick = Tick { view: pool.view(settings, now), out: pool.out(), panic, probes };
                 let heard: Vec<Endpoint> = pool.replicas().collect();
-                ((tick, heard), waiting || watched || !probes.is_empty())
+                let at_rest = !watched && pool.is_at_rest(interval);
+                ((tick, heard, at_rest), waiting || watched || !probes.is_empty())
             });
         // Those heard on responses are alive, though nobody probes them.
         for replica in heard {
             self.note(now, Note::Alive(replica));
         }
+        self.resting =
+            at_rest && !self.journal.waits() && self.flights.is_empty() && !self.membership.has_news(now);
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
@@ -446,6 +459,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     pub(super) fn push(&mut self, update: Update) {
+        self.resting = false;
         self.journal.push(&self.counters, update);
     }
 }

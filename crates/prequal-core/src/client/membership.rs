@@ -38,6 +38,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// Takes a note. Returns whether it changed anything.
     pub(super) fn note(&mut self, at: Micros, note: Note) -> bool {
         let changed = self.membership.note(at, note);
+        self.resting &= !changed;
         if changed && self.membership.is_due() {
             self.share_members(at);
         }

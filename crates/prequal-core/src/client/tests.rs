@@ -403,6 +403,43 @@ fn what_one_worker_learns_the_other_uses() {
     assert_eq!(second.tick(ms(3), &mut rng()).view.members, 3);
 }
 
+#[test]
+fn a_worker_rests_while_nobody_uses_the_cluster() {
+    let mut config = config(Profile::Default, 3);
+    config.pool.verified_probes = true;
+    let mut worker = balancer(config, &Memory);
+    /// Ticks at which the worker did not rest, and their probes, which are answered.
+    fn ticks(worker: &mut Balancer<Memory, Counts>, times: std::ops::Range<u64>) -> (usize, u32) {
+        let (mut awake, mut probes) = (0, 0);
+        for at in times.step_by(250) {
+            if worker.is_resting() {
+                continue;
+            }
+            let due = worker.tick(ms(at), &mut rng()).probes;
+            for n in 0..due.discovery as u16 {
+                let reply = Reply { report: report(n, 0, 10), host: Some(replica(n)) };
+                worker.replied(ms(at + 1), None, false, Ok(reply));
+            }
+            (awake, probes) = (awake + 1, probes + due.discovery);
+        }
+        (awake, probes)
+    }
+    let (awake, probes) = ticks(&mut worker, 0..60_000);
+    assert!(awake <= 48 && probes == 24, "until the last report is too old: {awake} ticks, {probes} probes");
+    assert_eq!(ticks(&mut worker, 60_000..3_600_000), (0, 0));
+    // A request that takes a minute is watched all the time.
+    let request = worker.begin(ms(3_600_000), &[], true, &mut rng());
+    assert_eq!(request.pick.probes.discovery, 8);
+    probe_all(&mut worker, 3, 3_600_001);
+    let request = [request, worker.begin(ms(3_600_002), &[], true, &mut rng())];
+    assert_eq!(ticks(&mut worker, 3_600_250..3_660_250).0, 240);
+    for request in request {
+        worker.ended(request, true, false, &Proxy(3_660_250, Some(replica(1)), Class::Answer, 1));
+    }
+    let awake = ticks(&mut worker, 3_660_250..7_000_000).0;
+    assert!(worker.is_resting(), "{awake}");
+}
+
 /// A host of one process: one balancer, whichever thread has the request.
 #[test]
 fn threads_may_share_a_balancer_behind_a_lock() {
