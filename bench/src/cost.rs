@@ -1,4 +1,4 @@
-//! `cost`: CPU time per request, of the filter step by step in both roles, and of the agent against other proxies.
+//! `cost`: CPU time per request, of the filter step by step in both roles, of clusters that nobody uses, and of the agent against other proxies.
 //!
 //! Everything measured has one worker, bound to the first core; the generator and the replicas have the
 //! other cores. Replicas answer at once, so that nothing hides the cost, and tell their own load, so that
@@ -25,6 +25,7 @@ use crate::stats::median;
 use crate::table::{self, one, range, two};
 
 mod cold;
+mod idle;
 mod inbound;
 
 const CONNECTIONS: usize = 16;
@@ -72,6 +73,8 @@ enum Part {
     Inbound,
     /// Agent, Envoy and nginx as reverse proxies
     Proxies,
+    /// Clusters that nobody uses
+    Idle,
     /// The agent's memory
     Memory,
     /// Synchronous requests whose probes hang
@@ -90,6 +93,9 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     }
     if wanted(Part::Inbound) {
         inbound::run(cost).await?;
+    }
+    if wanted(Part::Idle) {
+        reached &= idle::run().await?;
     }
     if wanted(Part::Proxies) {
         reached &= proxies(cost).await?;

@@ -1,0 +1,78 @@
+//! What clusters cost that nobody uses: probes a second, and Envoy's CPU time.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use prequal_testbed::{Envoy, EnvoyConfig};
+use serde_json::json;
+
+use super::{judge, place, trivial};
+use crate::backends::Backends;
+use crate::deployment::{CLUSTER, start_envoys};
+
+const CLUSTERS: usize = 100;
+const WORKERS: u32 = 4;
+/// What requests would pay for has been sent by then, though there were none.
+const SETTLES: Duration = Duration::from_secs(20);
+const MEASURED: Duration = Duration::from_secs(60);
+/// Of all clusters together.
+const PROBES_PER_SECOND: f64 = 1.0;
+/// Of one core.
+const CPU_SHARE: f64 = 0.005;
+
+/// Measures and judges.
+pub(super) async fn run() -> Result<bool> {
+    println!(
+        "Envoy with {CLUSTERS} clusters that nobody uses, {WORKERS} workers, over {} s",
+        MEASURED.as_secs()
+    );
+    let backends = Backends::start(&trivial(10))?;
+    let name = |index: usize| if index == 0 { CLUSTER.to_owned() } else { format!("unused-{index}") };
+    let config = (1..CLUSTERS).try_fold(
+        EnvoyConfig::for_replicas(&backends.addresses)?.concurrency(WORKERS),
+        |config, index| {
+            let cluster = name(index);
+            Ok::<_, anyhow::Error>(config.add_cluster(&cluster, &format!("/{cluster}"), &backends.addresses))
+        },
+    )?;
+    let with = config.clone().filter_settings(|settings| {
+        let clusters = (0..CLUSTERS).map(|index| {
+            json!({"cluster": name(index), "probe_cluster": format!("{}-agent", name(index)), "verified_probes": true})
+        });
+        settings["clusters"] = clusters.collect();
+    });
+    let envoys =
+        tokio::task::spawn_blocking(move || start_envoys(vec![config.without_prequal(), with])).await??;
+    let pids: Vec<u32> = envoys.iter().map(Envoy::pid).collect();
+    place(&pids, &[backends.pid()])?;
+    tokio::time::sleep(SETTLES).await;
+    let learned = tokio::task::block_in_place(|| probes(&envoys[1]))?;
+    let (began, before) = (Instant::now(), cpu(&envoys)?);
+    tokio::time::sleep(MEASURED).await;
+    let (seconds, after) = (began.elapsed().as_secs_f64(), cpu(&envoys)?);
+    let sent = tokio::task::block_in_place(|| probes(&envoys[1]))? - learned;
+    let shares: Vec<f64> =
+        before.iter().zip(&after).map(|(before, after)| (*after - *before).as_secs_f64() / seconds).collect();
+    println!("  {learned} probes at the start; without the filter {:.2} % of a core", shares[0] * 100.0);
+    let rate = sent as f64 / seconds;
+    let few = judge(
+        rate < PROBES_PER_SECOND,
+        &format!("{rate:.2} probes a second in all (less than {PROBES_PER_SECOND})"),
+    );
+    let cheap = judge(
+        shares[1] < CPU_SHARE,
+        &format!("{:.2} % of a core (less than {} %)", shares[1] * 100.0, CPU_SHARE * 100.0),
+    );
+    println!();
+    Ok(few && cheap)
+}
+
+fn cpu(envoys: &[Envoy]) -> Result<Vec<Duration>> {
+    envoys.iter().map(Envoy::cpu_time).collect()
+}
+
+/// Sent by Envoy, by its own count.
+fn probes(envoy: &Envoy) -> Result<u64> {
+    let stats = envoy.stats()?.into_iter();
+    Ok(stats.filter(|(name, _)| name.ends_with("-agent.upstream_rq_total")).map(|(_, count)| count).sum())
+}
