@@ -160,19 +160,53 @@ fn a_probe_port_of_its_own_works() -> Result<()> {
 }
 
 #[test]
-fn an_idle_filter_probes_on() -> Result<()> {
+fn an_idle_filter_probes_on_and_then_rests() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(3, &Reply::ok())?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(2);
     let envoy = Envoy::start(set(config, "idle_probe_interval_ms", 200))?;
     warm(&envoy, 3);
+    // These need few probes, and pay for more.
+    assert_all_ok(&envoy.client().burst(200, 2, |_| Request::get("/")));
     let before = envoy.prequal(SERVING)?;
     eventually("probes without requests", Duration::from_secs(5), || {
         let now = envoy.prequal(SERVING).ok()?;
         (now.probes("sent") >= before.probes("sent") + 5).then_some(())
     });
+    std::thread::sleep(Duration::from_secs(4));
+    let rested = envoy.prequal(SERVING)?;
+    assert!(rested.probes("sent") <= before.probes("sent") + 32, "{rested:#?}");
+    assert_eq!(rested.other("prequal_pool_occupancy"), 0, "what is shown is what there is");
+    std::thread::sleep(Duration::from_secs(2));
     let after = envoy.prequal(SERVING)?;
-    assert_eq!(after.picks, before.picks);
+    assert_eq!((after.probes("sent"), &after.picks), (rested.probes("sent"), &before.picks));
+    // The next request finds the fleet again at once.
+    warm(&envoy, 3);
+    assert!(envoy.prequal(SERVING)?.probes("sent") > rested.probes("sent"));
+    Ok(())
+}
+
+#[test]
+fn where_nobody_answers_probes_become_rare() -> Result<()> {
+    bed!();
+    let backends = stand_ins(3, |_| Reply::status(404), |_| Reply::ok())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&backends))?)?;
+    let end = std::time::Instant::now() + Duration::from_secs(8);
+    let mut requests = 0;
+    while std::time::Instant::now() < end {
+        assert_all_ok(&envoy.client().burst(10, 2, |_| Request::get("/")));
+        requests += 10;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // In the first second, after one, and after as long again each time.
+    let sent = envoy.prequal(SERVING)?.probes("sent");
+    assert!(sent <= requests / 4, "{sent} with {requests} requests");
+    // The first report ends it.
+    backends.iter().for_each(|backend| {
+        let addr = backend.addr();
+        backend.set_handler(move |_| with_load(report(1, 1000, addr)));
+    });
+    warm(&envoy, 3);
     Ok(())
 }
 
