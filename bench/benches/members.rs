@@ -91,14 +91,14 @@ fn members(c: &mut Criterion) {
                 let replica = worker.any();
                 black_box(worker.view.members().answering_at(replica));
                 worker.note(Note::Sampled { replica, probe: None });
-                black_box(worker.view.members().standing(replica));
+                black_box(worker.view.members().placement(replica));
             });
         });
         c.bench_function(&format!("members: a request that Envoy placed, {size} replicas"), |b| {
             b.iter(|| {
                 let replica = worker.any();
                 worker.note(Note::Confirmed { replica, evidence: Evidence::Placed });
-                black_box(worker.view.members().standing(replica));
+                black_box(worker.view.members().placement(replica));
             });
         });
         c.bench_function(&format!("members: whom to probe, {size} replicas"), |b| {

@@ -12,7 +12,7 @@ use prequal_core::blob::Blob;
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::load::Load;
-use prequal_core::members::Standing;
+use prequal_core::members::Placement;
 use prequal_core::pool::{PoolSettings, PoolState};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
@@ -66,7 +66,7 @@ impl Case {
         let endpoint = replica(self.rng.random_range(0..self.fleet));
         let rif = self.rng.random_range(0..8);
         let load = Load::at_face_value(rif, Some(self.rng.random_range(1_000..20_000)));
-        self.pool.record(&self.settings, self.now, endpoint, load, Standing::even(0), &mut self.rng);
+        self.pool.record(&self.settings, self.now, endpoint, load, Placement::even(0), &mut self.rng);
     }
 
     fn pick(&mut self) {

@@ -140,8 +140,8 @@ impl Comparison {
             }));
         }
         columns.push(Column::spread("probes/query", |run| run.probes_per_query.unwrap_or(f64::NAN), two));
-        let averted = |run: &Measured| run.averted.map_or(f64::NAN, |times| times as f64);
-        columns.push(Column::spread("averted", averted, count));
+        let ejections = |run: &Measured| run.ejections.map_or(f64::NAN, |times| times as f64);
+        columns.push(Column::spread("ejections", ejections, count));
         columns.push(Column::spread("Envoy µs/req", |run| run.envoy_us, one));
         columns.push(Column::sum("failed", |run| run.judged.failed));
         if scenario.fleet.0.iter().any(|replica| replica.slots.is_some()) {

@@ -39,8 +39,8 @@ pub(crate) struct Deployment {
 pub(crate) struct Counted {
     /// Probes sent.
     pub(crate) probes: u64,
-    /// How often a replica was passed over from then on, for any reason.
-    pub(crate) averted: u64,
+    /// How often a replica was ejected from then on, for any reason.
+    pub(crate) ejections: u64,
 }
 
 /// What happens to one replica.
@@ -143,8 +143,8 @@ impl Deployment {
             for envoy in &self.envoys {
                 let counters = envoy.prequal(CLUSTER)?;
                 counted.probes += counters.probes("sent");
-                counted.averted += ["failing", "reported", "silent"]
-                    .map(|reason| counters.other(&format!("prequal_averted_total.{reason}")))
+                counted.ejections += ["failing", "reported", "unresponsive"]
+                    .map(|reason| counters.other(&format!("prequal_ejections_total.{reason}")))
                     .iter()
                     .sum::<u64>();
             }

@@ -244,7 +244,7 @@ mod tests {
             after: Summary::default(),
             per_second,
             probes_per_query: None,
-            averted: None,
+            ejections: None,
             envoy_us: 200.0,
             generator_cpu: 0.1,
             late: (Duration::ZERO, Duration::ZERO),

@@ -127,8 +127,8 @@ pub(crate) struct Measured {
     pub(crate) per_second: f64,
     /// Probes sent per request of the judged part; `None` if the filter does not choose.
     pub(crate) probes_per_query: Option<f64>,
-    /// How often a replica was averted in the judged part; `None` likewise.
-    pub(crate) averted: Option<u64>,
+    /// How often a replica was ejected in the judged part; `None` likewise.
+    pub(crate) ejections: Option<u64>,
     /// CPU time of all Envoys per request of the judged part.
     pub(crate) envoy_us: f64,
     /// CPU time of this process, the generator, over the time of the judged part.
@@ -224,7 +224,7 @@ impl Scenario {
             per_second: (judged.samples - judged.failed) as f64 / seconds,
             judged,
             probes_per_query: arm.is_ours().then_some(used.counted.probes as f64 / requests),
-            averted: arm.is_ours().then_some(used.counted.averted),
+            ejections: arm.is_ours().then_some(used.counted.ejections),
             envoy_us: used.envoys.as_secs_f64() * 1e6 / requests,
             generator_cpu: used.generator.as_secs_f64() / seconds,
             late: lateness(&samples),
@@ -275,7 +275,7 @@ async fn account(deployment: &Deployment, begin: Instant, judged: &Range<Duratio
     Ok(Used {
         counted: Counted {
             probes: after.0.probes - before.0.probes,
-            averted: after.0.averted - before.0.averted,
+            ejections: after.0.ejections - before.0.ejections,
         },
         envoys: after.1.saturating_sub(before.1),
         generator: after.2.saturating_sub(before.2),

@@ -12,11 +12,11 @@ use prequal_core::blob::Blob;
 use prequal_core::client::store::Memory;
 use prequal_core::client::{Balancer, Class, Witness};
 use prequal_core::config::{ChoiceSettings, ClusterConfig, Profile, Shim};
+use prequal_core::ejection::EjectionTable;
+use prequal_core::ejection::flights::Flights;
 use prequal_core::endpoint::Endpoint;
-use prequal_core::exceptions::Exceptions;
-use prequal_core::exceptions::flights::Flights;
 use prequal_core::load::Load;
-use prequal_core::members::Standing;
+use prequal_core::members::Placement;
 use prequal_core::pool::{Branch, PoolState, Ranking};
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
@@ -112,7 +112,7 @@ fn the_pick_path_does_not_allocate() {
                     let report = LoadReport::parse(text).unwrap();
                     let endpoint = report.endpoint.unwrap();
                     let load = Load::from(&report);
-                    pool.record(&settings, now, endpoint, load, Standing::even(0), &mut rng);
+                    pool.record(&settings, now, endpoint, load, Placement::even(0), &mut rng);
                 }
             } else {
                 now = now.plus(50_000);
@@ -136,9 +136,9 @@ fn the_pick_path_does_not_allocate() {
         assert_eq!(allocated, 0, "allocations on the pick path");
     }
 
-    // Requests in flight and exceptions, as long as no more are in flight, and no more replicas out, than before.
+    // Requests in flight and ejections, as long as no more are in flight, and no more replicas ejected, than before.
     let settings = Profile::Default.pool_settings();
-    let (mut pool, mut table, mut flights) = (PoolState::new(), Exceptions::new(), Flights::new());
+    let (mut pool, mut table, mut flights) = (PoolState::new(), EjectionTable::new(), Flights::new());
     let mut now = Micros::from_millis(1_700_000_000_000);
     pool.set_members(100, 0, now);
     table.set_members(100);
@@ -149,14 +149,14 @@ fn the_pick_path_does_not_allocate() {
         let replica = replicas[round % replicas.len()];
         let flight = flights.sent(now, replica, Some(20_000), false, true);
         while let Some(overdue) = flights.overdue(now.plus(1_000_000)) {
-            black_box(table.apply(&settings.exceptions, now, overdue.replica, overdue.event()));
+            black_box(table.apply(&settings.ejection, now, overdue.replica, overdue.event()));
         }
         let failed = round.is_multiple_of(3);
-        if let Some(landed) = flights.answered(&settings.exceptions, flight, now.plus(20_000), failed) {
-            black_box(table.apply(&settings.exceptions, now, replica, landed.event(failed, None)));
+        if let Some(landed) = flights.answered(&settings.ejection, flight, now.plus(20_000), failed) {
+            black_box(table.apply(&settings.ejection, now, replica, landed.event(failed, None)));
         }
-        black_box(table.heard(&settings.exceptions, now, replica, 0, 0, Standing::even(0)));
-        let trial = table.take_trial(&settings.exceptions, now, 0, 100, &mut rng);
+        black_box(table.heard(&settings.ejection, now, replica, 0, 0, Placement::even(0)));
+        let trial = table.take_trial(&settings.ejection, now, 0, 100, &mut rng);
         pool.exclude(&table, now);
         black_box(match trial {
             Some(trial) => pool.pick_trial(&settings, trial, now),
@@ -168,8 +168,8 @@ fn the_pick_path_does_not_allocate() {
     (0..1000).for_each(|n| _ = round(n));
     let before = allocations();
     let trials: usize = (1000..10_000).map(&mut round).sum();
-    assert_eq!(allocations(), before, "allocations while replicas are out");
-    assert!(trials > 100, "{trials} trials: the exceptions were at work");
+    assert_eq!(allocations(), before, "allocations while replicas are ejected");
+    assert!(trials > 100, "{trials} trials: the ejection table was at work");
 
     // A request from its beginning to its end, by the whole balancer.
     let config = ClusterConfig {

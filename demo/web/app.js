@@ -103,7 +103,7 @@ function replicas() {
     row.className = replica.in_rotation ? "" : "out";
     row.dataset.replica = replica.number;
     row.dataset.share = replica.share.prequal.toFixed(4);
-    row.dataset.averted = replica.averted;
+    row.dataset.avoided = replica.avoided;
     row.cells[0].textContent = replica.number;
     row.cells[0].title = replica.address || "";
     row.cells[1].textContent = replica.up ? replica.rif ?? "–" : "–";
@@ -119,7 +119,7 @@ function replicas() {
     row.cells[7].textContent = replica.errors_per_s.toFixed(1);
     const tags = replica.faults.map(name => element("span", { className: "tag fault" }, name));
     if (!replica.up) tags.push(element("span", { className: "tag down" }, "agent down"));
-    if (replica.averted) tags.push(element("span", { className: "tag averted" }, "averted"));
+    if (replica.avoided) tags.push(element("span", { className: "tag avoided" }, "avoided"));
     if (!replica.in_rotation) tags.push(element("span", { className: "tag ok" }, "out of rotation"));
     if (!tags.length) tags.push(element("span", { className: "tag ok" }, "in use"));
     row.cells[8].replaceChildren(...tags);
@@ -142,7 +142,7 @@ function balancer() {
     ["probes per query", number(b.probes_per_query, 2)],
     ["diverted/s", number(b.diverted_per_s, 1)],
   ];
-  if (b.averted != null) rows.push(["averted, says the filter", number(b.averted)]);
+  if (b.ejected != null) rows.push(["ejected, says the filter", number(b.ejected)]);
   if (!b.up) rows.push(["Envoy", "does not answer"]);
   at("balancer").replaceChildren(...rows.flatMap(([name, value]) =>
     [element("dt", {}, name), element("dd", {}, value)]));

@@ -16,7 +16,7 @@ use view::View;
 
 /// Show what Prequal does right now, from the admins of Envoys and agents
 ///
-/// Choices by branch, probes, the pool, replicas that are passed over, and each replica's share, per second over the last
+/// Choices by branch, probes, the pool, ejected replicas, and each replica's share, per second over the last
 /// interval. Reads /stats and /clusters of the admin, and changes nothing. With --agent also what replicas report: requests
 /// in flight, base latency, and how many requests at once saturate them.
 #[derive(clap::Args)]

@@ -38,7 +38,7 @@ const LONGEST_US: u64 = 60_000_000;
 const HEAVY: f64 = 1e12;
 /// Stands in for the time of requests that took none.
 const TINY: f64 = 1e-9;
-/// A step back of the clock by more than this is one, microseconds; less is news that comes late.
+/// A step back of the clock by more than this is one, microseconds; less is an update that comes late.
 const STEP_US: u64 = 1_000_000;
 
 /// Base latency and knee of a replica.
@@ -99,7 +99,7 @@ pub struct Levels {
     scores: Vec<(f64, f64)>,
     /// When the last good answer left, and at which level the burst began that it belongs to.
     burst: (Micros, u32),
-    /// How many are in flight, since when; `None` before the first news.
+    /// How many are in flight, since when; `None` before the first update.
     level: u32,
     since: Option<Micros>,
     /// When the weight was 1.
@@ -138,8 +138,8 @@ impl Levels {
         self.level
     }
 
-    /// The level was `before` and is `after` from now on. The time since the last news is credited to the level of then, or
-    /// in equal parts to those between it and `before` where others have changed it unheard.
+    /// The level was `before` and is `after` from now on. The time since the last update is credited to the level of
+    /// then, or in equal parts to those between it and `before` where others have changed it unheard.
     pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
         let weight = self.weight(now);
         let elapsed = self.elapsed(now) * weight;
@@ -159,8 +159,8 @@ impl Levels {
         (self.level, self.since) = (after, Some(now));
     }
 
-    /// Another worker's request arrived at `at`, or left then: [`Self::moved`], unless the news come late. Then they change
-    /// nothing: what was heard since knew of them.
+    /// Another worker's request arrived at `at`, or left then: [`Self::moved`], unless the update comes late. Then it
+    /// changes nothing: what was heard since knew of it.
     pub fn heard(&mut self, at: Micros, before: u32, after: u32) {
         if self.since.is_none_or(|since| at >= since) {
             self.moved(at, before, after);
@@ -192,7 +192,7 @@ impl Levels {
         level
     }
 
-    /// Goes on at `now` without crediting what lies before: news of it were lost.
+    /// Goes on at `now` without crediting what lies before: updates of it were lost.
     pub fn resume(&mut self, now: Micros) {
         self.since = self.since.max(Some(now));
     }

@@ -189,9 +189,9 @@ const POOL_KEYS: &[&str] = &[
     "verified_probes",
     "rif_history",
     "burst_guard",
-    "error_aversion",
-    "breaker",
-    "ramp_ms",
+    "ejection_failure_share",
+    "ejection_wait_factor",
+    "slow_start_ms",
     "probe_timeout_ms",
     "idle_probe_interval_ms",
     "piggyback",
@@ -229,9 +229,9 @@ impl Fields<'_> {
             self.whole(const { whole("rif_history") }).map(|samples| samples as usize),
         );
         set(&mut pool.burst_guard, self.boolean("burst_guard"));
-        set(&mut pool.exceptions.error_aversion, self.number_or_off(const { number("error_aversion") }));
-        set(&mut pool.exceptions.breaker, self.number_or_off(const { number("breaker") }));
-        set(&mut pool.ramp_ms, self.whole(const { whole("ramp_ms") }));
+        set(&mut pool.ejection.failure_share, self.number_or_off(const { number("ejection_failure_share") }));
+        set(&mut pool.ejection.wait_factor, self.number_or_off(const { number("ejection_wait_factor") }));
+        set(&mut pool.slow_start_ms, self.whole(const { whole("slow_start_ms") }));
         pool.budget = self.budget(pool.budget);
         set(&mut probe.timeout_ms, self.whole(const { whole("probe_timeout_ms") }).map(u64::from));
         set(&mut probe.idle_interval_ms, self.whole(const { whole("idle_probe_interval_ms") }));

@@ -1,5 +1,5 @@
 //! What is in flight, in order of age: a linked list in a slab, so that anything in it leaves in O(1). What is kept of each,
-//! and what its age means, is the business of [`crate::tracker`] and [`crate::exceptions::flights`].
+//! and what its age means, is the business of [`crate::tracker`] and [`crate::ejection::flights`].
 
 /// Values by number, some of them in order. Allocates only while more are in flight than ever before.
 #[derive(Debug)]

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | [`client`] | everything of one cluster on one worker: the events, and what follows from them |
 //! | [`pool`] | which replica serves a request, and when a report leaves the pool (§4) |
-//! | [`exceptions`] | which replicas are passed over, and when they are back |
+//! | [`ejection`] | which replicas are ejected, and when they are back |
 //! | [`reuse`] | equation (1) |
 //! | [`sync`] | which replica serves when a request asks first (§4) |
 //! | [`hint`] | what a probe tells of the query |
@@ -37,8 +37,8 @@ pub mod blob;
 pub mod capacity;
 pub mod client;
 pub mod config;
+pub mod ejection;
 pub mod endpoint;
-pub mod exceptions;
 pub mod failures;
 mod fnv;
 pub mod hint;

@@ -7,7 +7,7 @@
 //!
 //! - a replica that [`CYCLES`] rounds of samples have not met is *out of use* (a lower priority, another locality), until
 //!   a sample meets it again;
-//! - the replicas' shares of the samples are their weights ([`Standing`]).
+//! - the replicas' shares of the samples are their weights ([`Placement`]).
 //!
 //! Time plays no part: without samples nothing is concluded. Where Envoy does not vouch, the reply's own word makes a
 //! *candidate* at most: it gets one request, and Envoy's word for who served that makes it a member. So a replica that
@@ -66,14 +66,14 @@ pub enum Evidence {
 
 /// What Envoy's own policy thinks of a replica.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Standing {
+pub struct Placement {
     /// Number of the last sample that met the replica.
     pub(crate) sampled: u32,
     /// Share of the samples relative to the mean, in units of 1/16; 1 to 4096.
     pub(crate) weight: u16,
 }
 
-impl Standing {
+impl Placement {
     /// The weight of an average replica.
     pub(crate) const UNIT: u16 = 16;
 
@@ -174,8 +174,8 @@ impl Members {
     }
 
     /// What Envoy's policy thinks of the replica.
-    pub fn standing(&self, endpoint: Endpoint) -> Standing {
-        self.get(endpoint).map_or(Standing::even(self.samples), Member::standing)
+    pub fn placement(&self, endpoint: Endpoint) -> Placement {
+        self.get(endpoint).map_or(Placement::even(self.samples), Member::placement)
     }
 
     fn position(&self, endpoint: Endpoint) -> Result<usize, usize> {
@@ -223,7 +223,7 @@ impl Members {
                 if joins {
                     self.tally.candidates -= usize::from(known.rank == CANDIDATE);
                     // Until samples tell more it counts as average.
-                    (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Standing::UNIT);
+                    (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Placement::UNIT);
                     self.tally.add(known);
                 }
                 changed
@@ -237,7 +237,7 @@ impl Members {
                 if alike >= limit {
                     return false;
                 }
-                let weight = Standing::UNIT;
+                let weight = Placement::UNIT;
                 let member =
                     Member { endpoint, seen: stamp, sampled: samples, hits, probe_port, rank, weight };
                 self.tally.add(&member);
@@ -266,7 +266,7 @@ impl Members {
     fn look_for_the_unmet(&mut self) {
         let (samples, in_use, mean) = (self.samples, self.tally.in_use, self.mean_hits());
         for member in self.list.iter_mut().filter(|member| member.rank == IN_USE) {
-            if !member.standing().is_in_use(samples, in_use) {
+            if !member.placement().is_in_use(samples, in_use) {
                 member.rank = OUT_OF_USE;
             }
             if mean > MAX_MEAN_HITS {
@@ -310,7 +310,8 @@ impl Members {
         self.list.iter().any(|member| member.is_expired(stamp, sampled)) || self.is_quiet(stamp)
     }
 
-    /// Forgets whoever has been silent too long while others were heard. Returns whether the blob must be written.
+    /// Forgets whoever has not been heard of for too long while others were heard. Returns whether the blob must be
+    /// written.
     pub fn expire(&mut self, now: Micros) -> bool {
         let (excused, before) = (self.excuse(now), self.list.len());
         let (stamp, sampled) = (now.stamp(), self.samples > 0);
@@ -411,22 +412,22 @@ fn weight(hits: u16, mean: u32) -> u16 {
     let hits = u32::from(hits);
     let deviation = hits.abs_diff(mean);
     if deviation * deviation <= 4 * mean {
-        return Standing::UNIT;
+        return Placement::UNIT;
     }
     // The deviation exceeds two roots of the mean, so the mean of a known replica is above zero unless it is alone.
-    (hits * u32::from(Standing::UNIT)).checked_div(mean).map_or(Standing::UNIT, |w| w.clamp(1, 4096) as u16)
+    (hits * u32::from(Placement::UNIT)).checked_div(mean).map_or(Placement::UNIT, |w| w.clamp(1, 4096) as u16)
 }
 
 impl Member {
-    /// Whether it has been silent too long. Where the policy is `sampled` that takes more than time: with rare samples many a
-    /// member is not heard of for long.
+    /// Whether it has not been heard of for too long. Where the policy is `sampled` that takes more than time: with
+    /// rare samples many a member is not heard of for long.
     fn is_expired(&self, now: Stamp, sampled: bool) -> bool {
         let ttl = if self.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
         !(sampled && self.rank == IN_USE) && now.distance_ms(self.seen) >= ttl
     }
 
-    fn standing(&self) -> Standing {
-        Standing { sampled: self.sampled, weight: self.weight }
+    fn placement(&self) -> Placement {
+        Placement { sampled: self.sampled, weight: self.weight }
     }
 
     fn target(&self) -> Target {
@@ -577,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn the_blob_is_rewritten_for_news_only() {
+    fn the_blob_is_rewritten_for_updates_only() {
         let mut members = fleet(1);
         assert!(!members.observe(replica(0), None, Evidence::Served, ms(100)));
         assert!(members.observe(replica(0), None, Evidence::Served, ms(5_000)));
@@ -587,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_silent_while_others_are_heard_is_forgotten_but_nobody_for_an_idle_hour() {
+    fn who_is_unheard_while_others_are_heard_is_forgotten_but_nobody_for_an_idle_hour() {
         let mut members = fleet(2);
         for minute in 1..60 {
             assert!(members.expire(ms(minute * 60_000)));
@@ -623,19 +624,19 @@ mod tests {
         let mut members = Members::default();
         sampled(&mut members, 8, |i| i as u16 % 4);
         assert_eq!(members.count(), 4);
-        let standing = members.standing(replica(3));
+        let placement = members.placement(replica(3));
         sampled(&mut members, 38, |i| i as u16 % 2);
         assert_eq!(members.count(), 4, "chance may have missed two");
-        assert!(standing.is_in_use(members.samples(), 4));
+        assert!(placement.is_in_use(members.samples(), 4));
         sampled(&mut members, 10, |i| i as u16 % 2);
         assert_eq!(members.count(), 2);
-        assert!(!standing.is_in_use(members.samples(), 4));
+        assert!(!placement.is_in_use(members.samples(), 4));
         assert!(members.contains(replica(3)), "it is still a member");
         let mut rng = SmallRng::seed_from_u64(3);
         assert!(members.sample(4, &mut rng, |_| false).iter().all(|t| t.replica.port() < 1002));
         sampled(&mut members, 1, |_| 3);
         assert_eq!(members.count(), 3);
-        assert_eq!(members.standing(replica(3)).weight, Standing::UNIT, "average until more is known");
+        assert_eq!(members.placement(replica(3)).weight, Placement::UNIT, "average until more is known");
     }
 
     #[test]
@@ -657,7 +658,7 @@ mod tests {
             members.observe(replica(0), None, Evidence::Placed, ms(at));
         }
         assert_eq!(members.count(), 3);
-        assert!((0..3).all(|n| members.standing(replica(n)).weight == Standing::UNIT));
+        assert!((0..3).all(|n| members.placement(replica(n)).weight == Placement::UNIT));
     }
 
     #[test]
@@ -673,7 +674,7 @@ mod tests {
             for _ in 0..3 {
                 sampled(&mut members, rounds * turn.len() as u32, |i| turn[i as usize % turn.len()]);
                 for (n, weight) in (0..).zip(&weights) {
-                    let got = f64::from(members.standing(replica(n)).weight) / 16.0;
+                    let got = f64::from(members.placement(replica(n)).weight) / 16.0;
                     let want = f64::from(*weight) / mean;
                     assert!((got / want - 1.0).abs() < 0.2, "{weights:?}: {n} has {got:.2}, not {want:.2}");
                 }
@@ -689,7 +690,7 @@ mod tests {
         let mut off = 0;
         for _ in 0..100 {
             sampled(&mut members, 160, |_| rng.random_range(0..16));
-            off += (0..16).filter(|n| members.standing(replica(*n)).weight != Standing::UNIT).count();
+            off += (0..16).filter(|n| members.placement(replica(*n)).weight != Placement::UNIT).count();
             assert_eq!(members.count(), 16);
         }
         assert!(off < 160, "{off} of 1600 were read as weights");

@@ -18,9 +18,9 @@
 //!   the choice goes by weighted RIF and chance, so that equal replicas share by weight at any load and a slow one is
 //!   still avoided. When Envoy refuses most choices (it knows of failures
 //!   that the probe cluster's policy does not), steering pauses: a request that Envoy places tells where to go on.
-//! - **Replicas that are out** ([`crate::exceptions`]) are not in the pool: the caller lets no report of theirs in.
-//! - **A young replica** takes a share that grows with its age over [`PoolSettings::ramp_ms`]; not while half of the pool
-//!   or more is young, for then the fleet is new as a whole.
+//! - **Ejected replicas** ([`crate::ejection`]) are not in the pool: the caller lets no report of theirs in.
+//! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]; not while half of
+//!   the pool or more is young, for then the fleet is new as a whole.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
 use std::borrow::Cow;
@@ -29,28 +29,28 @@ use bytemuck::Zeroable;
 use rand::Rng;
 
 use crate::blob::{Blob, BlobError, Tag};
+use crate::ejection::{EjectionTable, Trial};
 use crate::endpoint::Endpoint;
-use crate::exceptions::{Exceptions, Trial};
 use crate::load::{Load, Source};
-use crate::members::Standing;
+use crate::members::Placement;
 use crate::reuse::{reuse_budget, round_randomly};
 use crate::time::{Micros, Stamp};
 
-mod bars;
 mod choose;
+mod cooldown;
 mod entry;
 mod predicted;
 mod probes;
 mod rank;
 mod settings;
 
-use bars::{Barred, MAX_BARRED, REFUSAL_WEIGHT};
 pub use choose::Ranking;
+use cooldown::{Cooldown, MAX_COOLDOWNS, REFUSAL_WEIGHT};
 pub use entry::Candidate;
 use entry::{Entry, UNKNOWN};
 use predicted::{Predicted, Trials};
 use probes::{Clock, GROWING_MS};
-use rank::{Order, Scored, Theta, lowest_ramped};
+use rank::{Order, Scored, Theta, lowest_with_slow_start};
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 use settings::{CROWD, FULL_SHARE};
 
@@ -80,26 +80,26 @@ pub struct Pick {
     pub branch: Branch,
     /// What the replica reported, microseconds.
     pub latency_us: Option<u32>,
-    /// The request shows whether the replica is well again ([`crate::exceptions`]).
+    /// The request shows whether the replica is well again ([`crate::ejection`]).
     pub trial: bool,
     /// The replica is not a member yet: its first request shows whether Envoy knows it.
     pub verify: bool,
     /// What the pool knows of the replica's placement; its report on the response is recorded with it.
-    pub standing: Standing,
+    pub placement: Placement,
     /// Probes to send now.
     pub probes: ProbesDue,
 }
 
 impl Pick {
     /// The choice is the caller's own policy's.
-    pub(crate) fn nobody(standing: Standing, probes: ProbesDue) -> Self {
+    pub(crate) fn nobody(placement: Placement, probes: ProbesDue) -> Self {
         Self {
             replica: None,
             branch: Branch::Fallback,
             latency_us: None,
             trial: false,
             verify: false,
-            standing,
+            placement,
             probes,
         }
     }
@@ -107,7 +107,7 @@ impl Pick {
 
 impl Default for Pick {
     fn default() -> Self {
-        Self::nobody(Standing::even(0), ProbesDue::default())
+        Self::nobody(Placement::even(0), ProbesDue::default())
     }
 }
 
@@ -161,12 +161,12 @@ pub struct PoolState {
     members_changed: Stamp,
     /// Members when they last stayed the same for a while.
     settled: u32,
-    barred_count: u32,
-    /// 1 while the exceptions table must be looked at.
-    exceptions: u16,
+    cooldown_count: u32,
+    /// 1 while the ejection table must be looked at.
+    ejections: u16,
     /// Replicas that it excludes.
-    out: u16,
-    barred: [Barred; MAX_BARRED],
+    ejected: u16,
+    cooldowns: [Cooldown; MAX_COOLDOWNS],
     history_at: [Stamp; MAX_HISTORY],
     history_rif: [u16; MAX_HISTORY],
     /// Last: the blob ends with the entries that there are.
@@ -229,30 +229,30 @@ impl PoolState {
         self.pick_first(settings, now, rng, probes, &Scored(score, stamp), None)
     }
 
-    /// The choice for a request that is a trial of a replica that is out ([`crate::exceptions`]).
+    /// The choice for a request that is a trial of an ejected replica ([`crate::ejection`]).
     pub fn pick_trial(&mut self, settings: &PoolSettings, trial: Trial, now: Micros) -> Pick {
-        let nobody = Pick::nobody(trial.standing, self.begin_pick(settings, now.stamp()));
+        let nobody = Pick::nobody(trial.placement, self.begin_pick(settings, now.stamp()));
         Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..nobody }
     }
 
-    /// Takes note of what the exceptions table says; replicas that are out leave the pool.
-    pub fn exclude(&mut self, exceptions: &Exceptions, now: Micros) {
-        self.exceptions = exceptions.is_active(now).into();
-        self.out = u16::try_from(exceptions.out()).unwrap_or(u16::MAX);
+    /// Takes note of what the ejection table says; ejected replicas leave the pool.
+    pub fn exclude(&mut self, ejections: &EjectionTable, now: Micros) {
+        self.ejections = ejections.is_active(now).into();
+        self.ejected = u16::try_from(ejections.ejected()).unwrap_or(u16::MAX);
         let mut index = 0;
         while let Some(entry) = self.entries().get(index) {
-            if exceptions.is_out(entry.endpoint) { self.remove(index) } else { index += 1 }
+            if ejections.is_ejected(entry.endpoint) { self.remove(index) } else { index += 1 }
         }
     }
 
-    /// Whether the exceptions table must be looked at.
-    pub fn has_exceptions(&self) -> bool {
-        self.exceptions == 1
+    /// Whether the ejection table must be looked at.
+    pub fn has_ejections(&self) -> bool {
+        self.ejections == 1
     }
 
-    /// Replicas that the exceptions table excludes.
-    pub fn out(&self) -> u32 {
-        self.out.into()
+    /// Replicas that the ejection table excludes.
+    pub fn ejected(&self) -> u32 {
+        self.ejected.into()
     }
 
     /// Replicas in use and samples of the policy, as [`Self::set_members`] told.
@@ -297,13 +297,13 @@ impl PoolState {
         tried: Option<usize>,
     ) -> Pick {
         let stamp = now.stamp();
-        let mut pick = Pick::nobody(Standing::even(self.samples), probes);
+        let mut pick = Pick::nobody(Placement::even(self.samples), probes);
         let learning = self.is_learning(settings, stamp);
         self.picks = self.picks.wrapping_add(1);
         let picks = self.picks;
-        // With all but one replica out that one is the choice.
-        let enough = self.members.saturating_sub(self.out.into()).clamp(1, 2);
-        let enough = if self.out == 0 { 2 } else { enough as u16 };
+        // With all but one replica ejected that one is the choice.
+        let enough = self.members.saturating_sub(self.ejected.into()).clamp(1, 2);
+        let enough = if self.ejected == 0 { 2 } else { enough as u16 };
         if self.entry_count >= enough
             && !self.is_paused(stamp)
             && let Some((index, branch, gave_way)) = self.first_or_tried(order, tried, rng)
@@ -315,7 +315,7 @@ impl PoolState {
             pick.latency_us = order.latency_us(entry);
             pick.branch = branch;
             pick.verify = entry.unproven == 1;
-            pick.standing = entry.standing();
+            pick.placement = entry.placement();
             // RIF compensation (§4): our own request is on its way there.
             entry.rif = entry.rif.saturating_add(1);
             entry.chosen = picks;
@@ -327,7 +327,7 @@ impl PoolState {
             }
             if pick.verify {
                 // One request until its answer tells, however often probes bring the name up again.
-                self.bar(chosen, now, VERIFY_MS);
+                self.cool_down(chosen, now, VERIFY_MS);
             } else if used_up {
                 self.remove(index);
             }
@@ -345,34 +345,34 @@ impl PoolState {
         if let Some(tried) = tried {
             return Some((tried, Branch::Trial, None));
         }
-        let first = lowest_ramped(self.entries(), order, rng)?;
+        let first = lowest_with_slow_start(self.entries(), order, rng)?;
         let branch = order.branch(self.entries().get(first.index)?, &first.rank);
         Some((first.index, branch, first.gave_way))
     }
 
-    /// Takes in a report of `endpoint`; the caller has established that it may speak for that replica. `standing` is what
-    /// the membership, or the pick that led to the report, said of its placement.
+    /// Takes in a report of `endpoint`; the caller has established that it may speak for that replica. `placement` is
+    /// what the membership, or the pick that led to the report, said of its placement.
     pub fn record(
         &mut self,
         settings: &PoolSettings,
         now: Micros,
         endpoint: Endpoint,
         load: Load,
-        standing: Standing,
+        placement: Placement,
         rng: &mut impl Rng,
     ) {
         let stamp = now.stamp();
         self.reports_since_pick = self.reports_since_pick.saturating_add(1).min(MAX_RATE);
         self.clock.answered();
         // An answer to a request sent long ago must not make the replica's placement older than it is.
-        let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::standing);
-        let standing = known.filter(|known| self.newer(known, &standing)).unwrap_or(standing);
+        let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::placement);
+        let placement = known.filter(|known| self.newer(known, &placement)).unwrap_or(placement);
         self.trials.reported(endpoint, load.capacity);
-        let entry = Entry::new(settings, endpoint, load, standing, stamp);
+        let entry = Entry::new(settings, endpoint, load, placement, stamp);
         if load.source == Source::Probe || !settings.theta_of_probes {
             self.remember_rif(settings, stamp, entry.load());
         }
-        if self.is_barred(endpoint, stamp) || !standing.is_in_use(self.samples, self.members) {
+        if self.is_cooling_down(endpoint, stamp) || !placement.is_in_use(self.samples, self.members) {
             return;
         }
         let b_reuse = reuse_budget(
@@ -391,7 +391,7 @@ impl PoolState {
     pub fn introduce(&mut self, settings: &PoolSettings, now: Micros, endpoint: Endpoint) {
         let stamp = now.stamp();
         self.clock.answered();
-        if self.is_barred(endpoint, stamp) || self.replicas().any(|replica| replica == endpoint) {
+        if self.is_cooling_down(endpoint, stamp) || self.replicas().any(|replica| replica == endpoint) {
             return;
         }
         let entry = Entry {
@@ -402,7 +402,7 @@ impl PoolState {
             chosen: 0,
             received: stamp,
             sampled: self.samples,
-            weight: Standing::UNIT,
+            weight: Placement::UNIT,
             rif: 0,
             uses_left: 1,
             unproven: 1,
@@ -509,7 +509,7 @@ impl PoolState {
         let mut index = 0;
         while let Some(entry) = self.entries().get(index) {
             if now.distance_ms(entry.received) >= settings.max_age_ms
-                || !entry.standing().is_in_use(self.samples, self.members)
+                || !entry.placement().is_in_use(self.samples, self.members)
             {
                 self.remove(index);
             } else {
@@ -523,8 +523,8 @@ impl PoolState {
         self.entries().iter().enumerate().max_by_key(|(_, entry)| age(entry)).map(|(index, _)| index)
     }
 
-    fn newer(&self, one: &Standing, other: &Standing) -> bool {
-        let age = |standing: &Standing| self.samples.wrapping_sub(standing.sampled) as i32;
+    fn newer(&self, one: &Placement, other: &Placement) -> bool {
+        let age = |placement: &Placement| self.samples.wrapping_sub(placement.sampled) as i32;
         age(one) < age(other)
     }
 
@@ -608,9 +608,9 @@ impl Blob for PoolState {
         let bounded = usize::from(state.entry_count) <= MAX_POOL
             && usize::from(state.history_count) <= MAX_HISTORY
             && usize::from(state.history_next) < MAX_HISTORY
-            && state.barred_count as usize <= MAX_BARRED
+            && state.cooldown_count as usize <= MAX_COOLDOWNS
             && state.remove_worst <= 1
-            && state.exceptions <= 1
+            && state.ejections <= 1
             && state.trials.is_sound()
             && state.clock.is_sound();
         if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {

@@ -21,8 +21,8 @@ pub trait Place<B> {
 pub enum End {
     /// The change is in the value.
     Written,
-    /// The change said that there was no news.
-    NoNews,
+    /// The change said that there was no update.
+    NoUpdate,
     /// Others wrote too often meanwhile: the change is lost.
     GivenUp,
 }
@@ -40,7 +40,8 @@ pub struct Updated<T> {
     pub replaced: u32,
 }
 
-/// Reads the value and changes it, and writes it if `change` says that there is news; runs `change` again on a conflict.
+/// Reads the value and changes it, and writes it if `change` says that there is an update; runs `change` again on a
+/// conflict.
 pub fn update<B: Default, T>(place: &impl Place<B>, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
     Own::default().update(place, true, change)
 }
@@ -62,7 +63,7 @@ pub struct Own<B> {
 }
 
 impl<B: Default> Own<B> {
-    /// As [`update`]. Without `look`, for changes that always are news, the reading is saved where that goes.
+    /// As [`update`]. Without `look`, for changes that always are updates, the reading is saved where that goes.
     pub fn update<T>(
         &mut self,
         place: &impl Place<B>,
@@ -71,8 +72,8 @@ impl<B: Default> Own<B> {
     ) -> Updated<T> {
         let guess = self.number.take();
         if let (false, true, Some(number)) = (look, self.alone, guess) {
-            let (result, news) = change(&mut self.value);
-            if news && place.write(&self.value, guess) {
+            let (result, changed) = change(&mut self.value);
+            if changed && place.write(&self.value, guess) {
                 self.number = after(number);
                 return Updated { result, end: End::Written, conflicts: 0, replaced: 0 };
             }
@@ -83,9 +84,9 @@ impl<B: Default> Own<B> {
             replaced += u32::from(value.is_none());
             self.value = value.unwrap_or_default();
             self.alone = guess.is_some() && guess == number;
-            let (result, news) = change(&mut self.value);
-            let end = if !news {
-                End::NoNews
+            let (result, changed) = change(&mut self.value);
+            let end = if !changed {
+                End::NoUpdate
             } else if place.write(&self.value, number) {
                 self.number = number.and_then(after);
                 End::Written
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_without_news_writes_nothing_and_leaves_no_trace() {
+    fn a_change_without_an_update_writes_nothing_and_leaves_no_trace() {
         let host = Host::new(1, 1);
         let mut own = Own::default();
         (0..3).for_each(|_| _ = add(&mut own, &At(&host, 0)));
@@ -197,7 +198,7 @@ mod tests {
                 *value += 100;
                 (*value, false)
             });
-            assert_eq!((updated.result, updated.end, host.value(0)), (103, End::NoNews, 3));
+            assert_eq!((updated.result, updated.end, host.value(0)), (103, End::NoUpdate, 3));
         }
         assert_eq!(add(&mut own, &At(&host, 0)).result, 4);
     }

@@ -9,7 +9,7 @@ use bytemuck::Zeroable;
 
 use crate::endpoint::Endpoint;
 use crate::load::Load;
-use crate::members::Standing;
+use crate::members::Placement;
 
 /// Most replicas that one request asks.
 pub const MAX_ASKED: usize = 8;
@@ -39,7 +39,7 @@ pub struct Answer {
     /// What it reported.
     pub load: Load,
     /// What the membership says of its placement.
-    pub standing: Standing,
+    pub placement: Placement,
 }
 
 /// Why a request stopped waiting.
@@ -71,7 +71,7 @@ impl Waiting {
         let nobody = Answer {
             replica: Endpoint::zeroed(),
             load: Load::at_face_value(0, None),
-            standing: Standing::even(0),
+            placement: Placement::even(0),
         };
         Self { needed, open: asked, count: 0, answers: [nobody; MAX_ASKED] }
     }
@@ -124,7 +124,7 @@ mod tests {
         Some(Answer {
             replica: replica(n),
             load: Load::at_face_value(rif, latency_us),
-            standing: Standing::even(0),
+            placement: Placement::even(0),
         })
     }
 
@@ -149,7 +149,7 @@ mod tests {
         let mut pool = PoolState::new();
         pool.set_members(100, 0, Micros(0));
         for answer in answers {
-            pool.record(settings, NOW, answer.replica, answer.load, answer.standing, &mut rng());
+            pool.record(settings, NOW, answer.replica, answer.load, answer.placement, &mut rng());
             pool.forget(answer.replica);
         }
         pool
@@ -216,11 +216,11 @@ mod tests {
         let mut pool = pool(&settings, &[]);
         for n in [7, 8] {
             let load = Load::at_face_value(0, Some(u32::from(n)));
-            pool.record(&settings, NOW, replica(n), load, Standing::even(0), &mut rng());
+            pool.record(&settings, NOW, replica(n), load, Placement::even(0), &mut rng());
         }
-        pool.bar(replica(1), NOW, 1000);
-        let barred = [answer(1, 0, Some(1)).unwrap()];
-        let pick = pool.pick_among(&settings, NOW, &barred, Ranking::HotCold, &mut rng());
+        pool.cool_down(replica(1), NOW, 1000);
+        let cooling_down = [answer(1, 0, Some(1)).unwrap()];
+        let pick = pool.pick_among(&settings, NOW, &cooling_down, Ranking::HotCold, &mut rng());
         assert_eq!((pick.replica, pick.branch), (Some(replica(7)), Branch::Cold));
     }
 
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(next(&pool, &waiting.answers()[..1]), None);
         for n in [1, 9] {
             let load = Load::at_face_value(0, Some(u32::from(n)));
-            pool.record(&settings, NOW, replica(n), load, Standing::even(0), &mut rng());
+            pool.record(&settings, NOW, replica(n), load, Placement::even(0), &mut rng());
         }
         assert_eq!(next(&pool, &waiting.answers()[..1]), Some(replica(9)));
         assert_eq!(next(&pool, &[]), Some(replica(9)));

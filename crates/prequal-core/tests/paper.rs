@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use prequal_core::config::Profile;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::load::Load;
-use prequal_core::members::{Evidence, Members, Standing};
+use prequal_core::members::{Evidence, Members, Placement};
 use prequal_core::pool::{Branch, Budget, HotRule, Pick, PoolSettings, PoolState};
 use prequal_core::reuse::{reuse_budget, round_randomly};
 use prequal_core::time::Micros;
@@ -46,7 +46,7 @@ impl Client {
 
     fn probe(&mut self, at: u64, n: u16, rif: u32, latency_ms: u32) {
         let load = Load::at_face_value(rif, Some(latency_ms * 1000));
-        self.pool.record(&self.settings, ms(at), replica(n), load, Standing::even(0), &mut self.rng);
+        self.pool.record(&self.settings, ms(at), replica(n), load, Placement::even(0), &mut self.rng);
     }
 
     fn query(&mut self, at: u64) -> Pick {

@@ -5,10 +5,10 @@
 
 use prequal_core::blob::Blob as _;
 use prequal_core::config::Profile;
+use prequal_core::ejection::{Change, EjectionTable, Event};
 use prequal_core::endpoint::Endpoint;
-use prequal_core::exceptions::{Change, Event, Exceptions};
 use prequal_core::load::Load;
-use prequal_core::members::{Evidence, Members, Standing};
+use prequal_core::members::{Evidence, Members, Placement};
 use prequal_core::pool::{Branch, Budget, PoolSettings, PoolState};
 use prequal_core::reuse::reuse_budget;
 use prequal_core::time::Micros;
@@ -31,7 +31,7 @@ fn pool(settings: &PoolSettings, reports: &[(u32, Option<u32>)]) -> (PoolState, 
     pool.set_members(100, 0, ms(0));
     for (n, (rif, latency)) in (0..).zip(reports) {
         let load = Load::at_face_value(*rif, latency.map(|ms| ms * 1000));
-        pool.record(settings, ms(u64::from(n)), replica(n), load, Standing::even(0), &mut rng);
+        pool.record(settings, ms(u64::from(n)), replica(n), load, Placement::even(0), &mut rng);
     }
     (pool, rng)
 }
@@ -139,12 +139,12 @@ fn trap_6_probe_targets_are_drawn_without_replacement() {
 #[test]
 fn trap_7_what_one_cluster_learns_stays_in_it() {
     let settings = PoolSettings { q_rif: 1.0, ..settings() };
-    let exceptions_of = |out| {
-        let mut exceptions = Exceptions::new();
-        exceptions.set_members(2);
-        let silent = Event::Silent { trial: false, ordinary: true };
-        exceptions.apply(&Profile::Default.pool_settings().exceptions, ms(0), out, silent);
-        exceptions
+    let ejections_of = |ejected| {
+        let mut ejections = EjectionTable::new();
+        ejections.set_members(2);
+        let unresponsive = Event::Unresponsive { trial: false, ordinary: true };
+        ejections.apply(&Profile::Default.pool_settings().ejection, ms(0), ejected, unresponsive);
+        ejections
     };
     // Two clusters over the same replicas, of which the other one has all kinds of trouble with both.
     let after_a_while = |beside_another: bool| {
@@ -156,9 +156,9 @@ fn trap_7_what_one_cluster_learns_stays_in_it() {
                 other.set_members(2, 5, ms(at));
                 other.pick(&settings, ms(at), &mut others_rng);
                 let load = Load { up_s: Some(0), ..Load::at_face_value(9, None) };
-                other.record(&settings, ms(at), replica(0), load, Standing::even(5), &mut others_rng);
+                other.record(&settings, ms(at), replica(0), load, Placement::even(5), &mut others_rng);
                 other.refused(replica(1), ms(at), 60_000);
-                other.exclude(&exceptions_of(replica(0)), ms(at));
+                other.exclude(&ejections_of(replica(0)), ms(at));
             }
             picks.push(cluster.pick(&settings, ms(at), &mut rng));
         }
@@ -186,17 +186,17 @@ fn trap_8_failures_do_not_make_a_replica_look_fast() {
 
 /// Consecutive-failure counters hardly ever trip on a replica that fails 30 % of its requests.
 #[test]
-fn trap_8_a_replica_that_never_fails_twice_in_a_row_is_averted() {
-    let settings = Profile::Default.pool_settings().exceptions;
-    let mut table = Exceptions::new();
+fn trap_8_a_replica_that_never_fails_twice_in_a_row_is_ejected() {
+    let settings = Profile::Default.pool_settings().ejection;
+    let mut table = EjectionTable::new();
     table.set_members(10);
-    let opened = (0..100u64).find(|i| {
+    let ejected = (0..100u64).find(|i| {
         // Every third request fails.
         let event = Event::Failed { requests: 2.0, well: 9, trial: false };
-        matches!(table.apply(&settings, ms(i * 60), replica(1), event), Change::Opened(_))
+        matches!(table.apply(&settings, ms(i * 60), replica(1), event), Change::Ejected(_))
     });
-    assert!(opened.is_some_and(|failures| failures < 5), "{opened:?}");
-    assert!(table.is_out(replica(1)));
+    assert!(ejected.is_some_and(|failures| failures < 5), "{ejected:?}");
+    assert!(table.is_ejected(replica(1)));
 }
 
 #[test]

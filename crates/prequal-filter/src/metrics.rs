@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use prequal_core::client::{Count, Counters, ProbeEnd, ReportEnd, Tick};
-use prequal_core::exceptions::Change;
+use prequal_core::ejection::Change;
 use prequal_core::sync::Ending;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MetricType;
@@ -161,10 +161,10 @@ pub(crate) struct Metrics {
     /// Microseconds from the request to its decision.
     pub(crate) sync_wait: Histogram,
     diverted: Counter,
-    averted: [Counter; 3],
+    ejections: [Counter; 3],
     returned: [Counter; 3],
     trials: Counter,
-    /// What the exceptions table had no room for.
+    /// What the ejection table had no room for.
     overflow: Counter,
     blobs: BlobCounters,
     dropped_events: Counter,
@@ -173,9 +173,9 @@ pub(crate) struct Metrics {
     occupancy: Gauge,
     theta: Gauge,
     members: Gauge,
-    /// Replicas that picks pass over.
-    out: Gauge,
-    /// 1 while nobody is passed over because it would be more than half of the fleet.
+    /// Ejected replicas.
+    ejected: Gauge,
+    /// 1 while nobody is ejected because it would be more than half of the fleet.
     panic: Gauge,
 }
 
@@ -208,17 +208,17 @@ impl Metrics {
                 &format!("prequal_sync_wait_us.cluster={cluster}"),
             )),
             diverted: counter("diverted", ""),
-            averted: REASONS.map(|reason| labelled("averted", "reason", reason)),
+            ejections: REASONS.map(|reason| labelled("ejections", "reason", reason)),
             returned: REASONS.map(|reason| labelled("returned", "reason", reason)),
             trials: counter("trials", ""),
-            overflow: counter("averted_overflow", ""),
+            overflow: counter("ejections_overflow", ""),
             blobs: BlobCounters::define("prequal_", &format!(".cluster={cluster}")),
             dropped_events: counter("dropped_events", ""),
             refused_members: counter("members_refused", ""),
             occupancy: gauge("pool_occupancy"),
             theta: gauge("theta_rif"),
             members: gauge("members"),
-            out: gauge("averted"),
+            ejected: gauge("ejected"),
             panic: gauge("panic"),
         }
     }
@@ -234,7 +234,7 @@ impl Metrics {
         self.occupancy.set(tick.view.occupancy as u64);
         self.theta.set(u64::from(tick.view.theta.unwrap_or(0)));
         self.members.set(u64::from(tick.view.members));
-        self.out.set(tick.out.into());
+        self.ejected.set(tick.ejected.into());
         self.panic.set(tick.panic.into());
     }
 
@@ -259,9 +259,9 @@ impl Counters for Metrics {
             Count::Report(end) => tally(&self.requests.reports, report_index(end)),
             Count::Outcome(class) => tally(&self.requests.outcomes, class as usize),
             Count::Diverted => self.diverted.one(),
-            Count::Exception(Change::Opened(reason)) => one_of(&self.averted, reason as usize),
-            Count::Exception(Change::Closed(reason)) => one_of(&self.returned, reason as usize),
-            Count::Exception(Change::None | Change::Noted) => {}
+            Count::Ejection(Change::Ejected(reason)) => one_of(&self.ejections, reason as usize),
+            Count::Ejection(Change::Returned(reason)) => one_of(&self.returned, reason as usize),
+            Count::Ejection(Change::None | Change::Noted) => {}
             Count::Overflow(lost) => self.overflow.add(lost),
             Count::Dropped(events) => self.dropped_events.add(events),
             Count::Refused(replicas) => self.refused_members.add(replicas),
@@ -316,8 +316,8 @@ fn define(kind: MetricType, name: &str) -> Option<u32> {
 }
 
 // Labels stand in the order of the variants that they name.
-/// Why replicas are averted.
-const REASONS: [&str; 3] = ["failing", "reported", "silent"];
+/// Why replicas are ejected.
+const REASONS: [&str; 3] = ["failing", "reported", "unresponsive"];
 const PROBE_LABELS: [&str; 17] = [
     "used",
     "timeout",

@@ -4,7 +4,7 @@
 use prequal_core::blob::{Blob, Tag};
 use prequal_core::client::Counters;
 use prequal_core::client::store::{At, Cas, SharedData};
-use prequal_core::exceptions::Exceptions;
+use prequal_core::ejection::EjectionTable;
 use prequal_core::members::Members;
 use prequal_core::pool::PoolState;
 use prequal_core::shared::{self, End};
@@ -32,8 +32,8 @@ pub(crate) type Blobs = Cas<Envoy>;
 /// Keys carry the versions of all three: a module with others has three of its own, which agree with each other. And the root
 /// id: in Istio all plugins share one namespace. Names are quoted: they may hold slashes themselves.
 pub(crate) fn blobs_of(root_id: &str, cluster: &str) -> Blobs {
-    let [pool, members, exceptions] = [PoolState::TAG, Members::TAG, Exceptions::TAG].map(Tag::version);
-    Cas { data: Envoy, prefix: format!("prequal/{pool}.{members}.{exceptions}/{root_id:?}/{cluster:?}") }
+    let [pool, members, ejections] = [PoolState::TAG, Members::TAG, EjectionTable::TAG].map(Tag::version);
+    Cas { data: Envoy, prefix: format!("prequal/{pool}.{members}.{ejections}/{root_id:?}/{cluster:?}") }
 }
 
 /// Makes sure that the blob exists.

@@ -126,7 +126,7 @@ fn short(sample: &Sample<'_>) -> Option<&'static str> {
         ("pool_occupancy", _) => Some("pool_occupancy"),
         ("theta_rif", _) => Some("theta_rif"),
         ("members", _) => Some("members"),
-        ("averted", _) => Some("averted"),
+        ("ejected", _) => Some("ejected"),
         _ => None,
     }
 }
@@ -160,7 +160,7 @@ mod tests {
             ("wasmcustom.prequal_probes_total.cluster=replicas.result=sent: 1", Some("sent")),
             ("wasmcustom.prequal_probes_total.cluster=replicas.result=used: 1", None),
             ("wasmcustom.prequal_theta_rif.cluster=replicas: 1", Some("theta_rif")),
-            ("wasmcustom.prequal_averted.cluster=replicas: 1", Some("averted")),
+            ("wasmcustom.prequal_ejected.cluster=replicas: 1", Some("ejected")),
         ] {
             let sample = prequal_stats::samples(line).next().unwrap();
             assert_eq!(short(&sample), expected, "{line}");

@@ -45,7 +45,7 @@ impl Endpoints {
         self.spare_until = Some(until);
     }
 
-    /// Notes where a replica is. True if that is news.
+    /// Notes where a replica is. True if that is new.
     pub(crate) fn found(&mut self, replica: u16, address: SocketAddr) -> bool {
         self.addresses.insert(replica, address.ip()) != Some(address.ip())
     }

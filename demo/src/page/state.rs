@@ -16,8 +16,8 @@ const RATES_OVER: usize = 5;
 /// A fault that is over at once is shown for this long.
 const SHOWN: Duration = Duration::from_secs(3);
 
-/// Below this part of an equal share a replica is shown as averted.
-const AVERTED: f64 = 0.05;
+/// Below this part of an equal share a replica is shown as avoided.
+const AVOIDED: f64 = 0.05;
 
 /// A fault that was switched on.
 #[derive(Clone, Debug)]
@@ -270,7 +270,7 @@ impl State {
             "requests_per_s": agent.map_or(0.0, |agent| agent.readings.rate("success")),
             "errors_per_s": agent.map_or(0.0, |agent| agent.readings.rate("failure")),
             "share": {"prequal": prequal, "baseline": baseline},
-            "averted": measured && in_rotation && prequal * (rotation.len() as f64) < AVERTED,
+            "avoided": measured && in_rotation && prequal * (rotation.len() as f64) < AVOIDED,
             "faults": faults,
         })
     }
@@ -289,7 +289,7 @@ impl State {
             "theta_rif": self.balancer.last("theta_rif"),
             "pool_occupancy": self.balancer.last("pool_occupancy"),
             "members": self.balancer.last("members"),
-            "averted": self.balancer.last("averted"),
+            "ejected": self.balancer.last("ejected"),
         })
     }
 }
@@ -314,16 +314,16 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_without_traffic_is_averted_unless_it_is_out_of_rotation() {
+    fn a_replica_without_traffic_is_avoided_unless_it_is_out_of_rotation() {
         let mut state = state();
-        assert_eq!(state.json(0)["replicas"][0]["averted"], false, "nothing measured yet");
+        assert_eq!(state.json(0)["replicas"][0]["avoided"], false, "nothing measured yet");
         state.load(&stats(7, json!([[1, 99], [2, 1]])));
         let json = state.json(0);
         assert_eq!(json["replicas"][0]["share"]["prequal"], 0.99);
-        assert_eq!(json["replicas"][0]["averted"], false);
-        assert_eq!(json["replicas"][1]["averted"], true);
+        assert_eq!(json["replicas"][0]["avoided"], false);
+        assert_eq!(json["replicas"][1]["avoided"], true);
         assert_eq!(json["replicas"][2]["in_rotation"], false);
-        assert_eq!(json["replicas"][2]["averted"], false);
+        assert_eq!(json["replicas"][2]["avoided"], false);
     }
 
     #[test]

@@ -59,6 +59,6 @@ fn the_getting_started_page_works_line_by_line() -> Result<()> {
     let (answers, slow): (usize, usize) = (answers.parse()?, slow.parse()?);
     // Four clients, and trials after 1 and 3 s.
     assert!(answers >= 100 && (1..=8).contains(&slow), "{slow} of {answers} waited\n{shown}\n{errors}");
-    assert!(shown.contains("cold") && shown.contains("averted"), "{shown}");
+    assert!(shown.contains("cold") && shown.contains("ejected"), "{shown}");
     Ok(())
 }

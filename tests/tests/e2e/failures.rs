@@ -108,7 +108,8 @@ fn a_failure_that_a_retry_rescues_counts_before_the_response_ends() -> Result<()
                 },
             )?
         };
-        let config = set(EnvoyConfig::for_replicas(&[wanted.addr(), rescuer.addr()])?, "breaker", 0);
+        let config =
+            set(EnvoyConfig::for_replicas(&[wanted.addr(), rescuer.addr()])?, "ejection_wait_factor", 0);
         let envoy = Envoy::start(config.edit(|config| {
             let policy = &mut config.route_mut()["retry_policy"];
             policy["retry_on"] = json!("5xx");
@@ -118,7 +119,7 @@ fn a_failure_that_a_retry_rescues_counts_before_the_response_ends() -> Result<()
         fails.store(true, Relaxed);
         let mut streams = Vec::new();
         let start = Instant::now();
-        while envoy.prequal(SERVING)?.other("prequal_averted_total.failing") == 0 {
+        while envoy.prequal(SERVING)?.other("prequal_ejections_total.failing") == 0 {
             assert!(
                 start.elapsed() < Duration::from_secs(10),
                 "lies: {lies}: {:#?}",

@@ -82,8 +82,8 @@ fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
         config.cluster_mut(SERVING)["health_checks"] = health_checks();
     });
-    // Its agent counts failed checks as failures, and would have it averted before Envoy can refuse it.
-    let envoy = Envoy::start(set(config, "error_aversion", 0))?;
+    // Its agent counts failed checks as failures, and would have it ejected before Envoy can refuse it.
+    let envoy = Envoy::start(set(config, "ejection_failure_share", 0))?;
     warm(&envoy, 3);
     fleet[2].backend.set_handler(|seen| match seen.path.as_str() {
         "/health" => Reply::status(503),
@@ -423,7 +423,7 @@ fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result
             (to_bare() >= 5).then_some(())
         });
         let after = envoy.prequal(SERVING)?;
-        assert_eq!((after.other("prequal_members"), after.other("prequal_averted")), (3, 0), "{after:#?}");
+        assert_eq!((after.other("prequal_members"), after.other("prequal_ejected")), (3, 0), "{after:#?}");
         assert_eq!(after.other("prequal_diverted_total"), 0, "{after:#?}");
         assert_eq!(envoy.stat("cluster.replicas.membership_healthy")?, 4);
     }

@@ -3,10 +3,10 @@
 //!
 //! One program, so that it links once; one module for each theme.
 
-mod aversion;
 mod capacity;
 mod chain;
 mod clients;
+mod ejection;
 mod failures;
 mod hosts;
 mod inbound;

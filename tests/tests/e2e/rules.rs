@@ -102,8 +102,8 @@ fn errors_at_once_are_no_short_response_times_to_c3() -> Result<()> {
     let mut fleet = vec![fails];
     let load = |addr| with_load(report(1, 50_000, addr));
     fleet.extend(stand_ins(3, load, move |addr| load(addr).delay(MS(50)))?);
-    // It is not averted either: only the rule is to see it.
-    let settings = json!({"rule": "c3", "error_aversion": 0, "breaker": 0});
+    // It is not ejected either: only the rule is to see it.
+    let settings = json!({"rule": "c3", "ejection_failure_share": 0, "ejection_wait_factor": 0});
     let envoy = Envoy::start(with(&addrs(&fleet), &settings)?)?;
     warm(&envoy, 4);
     let client = envoy.client();
@@ -197,8 +197,8 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
         let late = move |addr| load(3, 900_000)(addr).delay(MS(50));
         fleet.extend(stand_ins(2, late, load(3, 900_000))?);
         let all: Vec<String> = addrs(&fleet).iter().map(ToString::to_string).collect();
-        // Without aversion: a replica that is averted begins no request.
-        let settings = json!({"mode": mode, "endpoints": all, "error_aversion": 0});
+        // Without ejection: a replica that is ejected begins no request.
+        let settings = json!({"mode": mode, "endpoints": all, "ejection_failure_share": 0});
         let mut config = with(&addrs(&fleet), &settings)?.edit(|config| {
             config.route_mut()["retry_policy"]["retry_on"] = json!("reset,connect-failure");
         });
@@ -245,8 +245,8 @@ fn a_replica_that_says_that_it_is_young_is_spared() -> Result<()> {
     let young = |addr| with_load(report(1, 2000, addr) + ";up=0");
     fleet.push(stand_in(young, move |addr| young(addr).delay(MS(2)))?);
     // Of 400, of which 100 are a fair share.
-    let share_of_the_young = |ramp_ms: u32| -> Result<_> {
-        let envoy = Envoy::start(with(&addrs(&fleet), &json!({"ramp_ms": ramp_ms}))?)?;
+    let share_of_the_young = |slow_start_ms: u32| -> Result<_> {
+        let envoy = Envoy::start(with(&addrs(&fleet), &json!({"slow_start_ms": slow_start_ms}))?)?;
         warm(&envoy, 4);
         Ok(move |fleet: &[Backend]| {
             fleet.iter().for_each(Backend::clear);
@@ -257,7 +257,7 @@ fn a_replica_that_says_that_it_is_young_is_spared() -> Result<()> {
     let spared = share_of_the_young(600_000)?(&fleet);
     assert!(spared < 50, "{spared}");
     let unspared = share_of_the_young(0)?;
-    eventually("without a ramp its age counts for nothing", Duration::from_secs(20), || {
+    eventually("without a slow start its age counts for nothing", Duration::from_secs(20), || {
         (unspared(&fleet) >= 50).then_some(())
     });
     Ok(())

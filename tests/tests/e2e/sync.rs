@@ -324,9 +324,9 @@ fn a_replica_that_is_out_is_not_asked() -> Result<()> {
     let envoy = start(&fleet.addrs(), json!({"sync_d": 2, "sync_deadline_ms": 1000}))?;
     let client = envoy.client();
     fleet[0].backend.set(Reply::status(503));
-    eventually("the failing replica is averted", Duration::from_secs(10), || {
+    eventually("the failing replica is ejected", Duration::from_secs(10), || {
         client.burst(20, 4, |_| Request::get("/"));
-        (envoy.prequal(SERVING).ok()?.other("prequal_averted") == 1).then_some(())
+        (envoy.prequal(SERVING).ok()?.other("prequal_ejected") == 1).then_some(())
     });
     let before = envoy.prequal(SERVING)?;
     client.burst(200, 4, |_| Request::get("/"));

@@ -34,7 +34,7 @@ const SICK: &[&str] = &[
     "PrequalReplicaFailing",
     "PrequalAgentDown",
     "PrequalMembersMismatch",
-    "PrequalAvertedLong",
+    "PrequalEjectedLong",
     "PrequalReportsRejected",
     "PrequalVmReloads",
 ];

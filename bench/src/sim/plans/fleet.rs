@@ -192,17 +192,17 @@ pub(super) fn newcomer(length: Length) -> Plan {
             let work = WORK_MS * (1.0 + (cold - 1.0) * left);
             scenario.changes.push((at + step as f64, Change::Work(20, work)));
         }
-        let ramp = |ramp_ms: u32| learning(|pool| pool.ramp_ms = ramp_ms);
+        let slow_start = |slow_start_ms: u32| learning(|pool| pool.slow_start_ms = slow_start_ms);
         Point {
             label: label.to_owned(),
             scenario,
             arms: arms([
                 ("Random", Arm::Random),
                 ("LL-Po2C", Arm::LeastLoadedPo2c),
-                ("no ramp", ramp(0)),
-                ("ramp 10 s", ramp(10_000)),
-                ("ramp 30 s", ramp(30_000)),
-                ("ramp 90 s", ramp(90_000)),
+                ("no slow start", slow_start(0)),
+                ("slow start 10 s", slow_start(10_000)),
+                ("slow start 30 s", slow_start(30_000)),
+                ("slow start 90 s", slow_start(90_000)),
             ]),
         }
     });
@@ -210,8 +210,8 @@ pub(super) fn newcomer(length: Length) -> Plan {
         name: "newcomer",
         title: "a replica joins, warm or cold",
         text: "The 21st server joins 20 others at 0.75x; its queries are at first so many times the work, falling linearly to \
-            the usual over 20 s (caches, just-in-time compilation). Shares are over the fair one. `ramp_ms` bounds what \
-            a young replica gets; probation and its own reports act in every arm of ours.",
+            the usual over 20 s (caches, just-in-time compilation). Shares are over the fair one. `slow_start_ms` \
+            bounds what a young replica gets; probation and its own reports act in every arm of ours.",
         x_label: "the newcomer",
         points: points.collect(),
         metrics: standard_and(&[
@@ -226,16 +226,20 @@ pub(super) fn newcomer(length: Length) -> Plan {
         ]),
         charts: vec![(P999, false), (OWN, false)],
         judge: |cells| {
-            let ramped = |label: &str, metric| cells.at(label, "ramp 10 s", metric);
+            let slow_started = |label: &str, metric| cells.at(label, "slow start 10 s", metric);
             vec![
                 // One run of twenty loses a query or two to the cold newcomer.
-                at_most("ramp 10 s, failures", cells.worst("ramp 10 s", FAILED), 0.0001),
+                at_most("slow start 10 s, failures", cells.worst("slow start 10 s", FAILED), 0.0001),
                 at_most(
-                    "20x: p99.9 with a ramp of 10 s over none",
-                    ramped("20x", P999) / cells.at("20x", "no ramp", P999),
+                    "20x: p99.9 with a slow start of 10 s over none",
+                    slow_started("20x", P999) / cells.at("20x", "no slow start", P999),
                     1.1,
                 ),
-                at_least("warm at once: share from 20 s on, ramp 10 s", ramped("warm at once", OWN + 2), 0.8),
+                at_least(
+                    "warm at once: share from 20 s on, slow start 10 s",
+                    slow_started("warm at once", OWN + 2),
+                    0.8,
+                ),
             ]
         },
     }

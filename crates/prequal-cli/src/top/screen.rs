@@ -300,7 +300,7 @@ fn clusters(views: &[&View], chosen: usize) -> Table<'static> {
             format!("{:12.2}", view.probes_per_query()),
             format!("{:4}", view.pool),
             format!("{:7}", view.members),
-            if view.panic { "      panic".to_owned() } else { format!("{:11}", view.averted) },
+            if view.panic { "      panic".to_owned() } else { format!("{:11}", view.ejected) },
         ])
         .style(style)
     });
@@ -314,8 +314,7 @@ fn clusters(views: &[&View], chosen: usize) -> Table<'static> {
         Constraint::Length(7),
         Constraint::Length(11),
     ];
-    let head =
-        ["envoy", "cluster", "  picks/s", "fallback", "probes/query", "pool", "members", "passed over"];
+    let head = ["envoy", "cluster", "  picks/s", "fallback", "probes/query", "pool", "members", "ejected"];
     Table::new(rows, widths).header(Row::new(head).style(Modifier::UNDERLINED))
 }
 

@@ -16,12 +16,12 @@ pub(super) struct View {
     used: f64,
     failed: f64,
     undispatched: f64,
-    /// Gauges, now: entries in the pool, θ, known replicas, those passed over.
+    /// Gauges, now: entries in the pool, θ, known replicas, ejected ones.
     pub(super) pool: u64,
     theta: u64,
     pub(super) members: u64,
-    pub(super) averted: u64,
-    /// Nobody is passed over, because it would be more than half of the fleet.
+    pub(super) ejected: u64,
+    /// Nobody is ejected, because it would be more than half of the fleet.
     pub(super) panic: bool,
     /// Since Envoy started, and in the interval: in the order of [`OF_REPLICAS`].
     of_replicas: [(u64, u64); 4],
@@ -54,7 +54,7 @@ type Event = (&'static str, &'static str);
 /// What happens to replicas.
 const OF_REPLICAS: [Event; 4] = [
     ("diverted", "diverted_total"),
-    ("averted", "averted_total"),
+    ("ejections", "ejections_total"),
     ("trials", "trials_total"),
     ("returned", "returned_total"),
 ];
@@ -101,7 +101,7 @@ impl View {
             pool: total(now, "pool_occupancy", &any),
             theta: total(now, "theta_rif", &any),
             members: total(now, "members", &any),
-            averted: total(now, "averted", &any),
+            ejected: total(now, "ejected", &any),
             panic: total(now, "panic", &any) > 0,
             of_replicas: OF_REPLICAS.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
             of_itself: OF_ITSELF.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
@@ -146,11 +146,11 @@ impl View {
                 self.probes_per_query()
             ),
             format!(
-                "now          pool {}, theta {}, members {}, passed over {}{}",
+                "now          pool {}, theta {}, members {}, ejected {}{}",
                 self.pool,
                 self.theta,
                 self.members,
-                self.averted,
+                self.ejected,
                 if self.panic { ": PANIC, it would be more than half" } else { "" }
             ),
             format!("since start  {}", events(&OF_REPLICAS, &self.of_replicas)),
@@ -235,8 +235,8 @@ pub(super) mod tests {
             ("probes_total", "undispatched", 2),
             ("pool_occupancy", "", 2),
             ("members", "", 2),
-            ("averted_total", "silent", 1),
-            ("averted_total", "failing", 2),
+            ("ejections_total", "unresponsive", 1),
+            ("ejections_total", "failing", 2),
         ];
         let host = |address: &str, success| Host {
             cluster: "my.cluster".into(),
@@ -271,8 +271,8 @@ pub(super) mod tests {
             "http://e my_cluster\n\
              \x20 picks/s      250.0: cold 200.0, hot 0.0, sync 0.0, scored 0.0, trial 0.0, fallback 50.0\n\
              \x20 probes/s     100.0: used 100.0, failed 0.0; unsent 0.0; per query 0.40\n\
-             \x20 now          pool 2, theta 0, members 2, passed over 0\n\
-             \x20 since start  diverted 0 (+0), averted 3 (+0), trials 0 (+0), returned 0 (+0)\n\
+             \x20 now          pool 2, theta 0, members 2, ejected 0\n\
+             \x20 since start  diverted 0 (+0), ejections 3 (+0), trials 0 (+0), returned 0 (+0)\n\
              \x20 of itself    lost writes 0 (+0), blobs replaced 0 (+0), vm reloads 0 (+0)\n\
              \x20 replica      active  success/s  errors/s   share\n\
              \x20 10.0.0.1:80       3       50.0       0.0   20.0%\n\
@@ -286,11 +286,7 @@ pub(super) mod tests {
         let mut now = scrape(start, 2, 800);
         now.samples.insert(("panic".into(), "my_cluster".into(), String::new()), 1);
         let view = &View::between("e", &scrape(start, 0, 400), &now)[0];
-        assert!(
-            view.text().contains("passed over 0: PANIC, it would be more than half\n"),
-            "{}",
-            view.text()
-        );
+        assert!(view.text().contains("ejected 0: PANIC, it would be more than half\n"), "{}", view.text());
     }
 
     #[test]

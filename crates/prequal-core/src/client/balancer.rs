@@ -10,11 +10,11 @@ use super::request::{Request, Witness};
 use super::rules::Rules;
 use super::store::{Store, Value};
 use crate::config::{ClusterConfig, Shim};
+use crate::ejection::EjectionSettings;
+use crate::ejection::flights::{Flight, Flights};
 use crate::endpoint::Endpoint;
-use crate::exceptions::ExceptionSettings;
-use crate::exceptions::flights::{Flight, Flights};
 use crate::load::{Load, Source};
-use crate::members::{Evidence, Members, Note, Standing, View};
+use crate::members::{Evidence, Members, Note, Placement, View};
 use crate::policies::Done;
 use crate::pool::{Pick, PoolView, ProbesDue};
 use crate::report::{LoadReport, ReportError};
@@ -47,9 +47,9 @@ pub struct Balancer<S: Store, C> {
 pub struct Tick {
     /// The pool.
     pub view: PoolView,
-    /// Replicas that picks pass over.
-    pub out: u32,
-    /// Nobody is passed over because it would be more than half of the fleet, or more than half fail alike.
+    /// Ejected replicas.
+    pub ejected: u32,
+    /// Nobody is ejected because it would be more than half of the fleet, or more than half fail alike.
     pub panic: bool,
     /// Probes that are due for lack of requests.
     pub probes: ProbesDue,
@@ -102,7 +102,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             let pick = self.rules.pick(now, self.config.pool.discovery_interval_ms, rng);
             Request { pick, began: now, ..Request::default() }
         } else {
-            self.find_silent(now);
+            self.find_unresponsive(now);
             self.choose(now, answers, rng)
         };
         request.flight = self.sent(now, &request.pick, whole);
@@ -187,18 +187,18 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.share_members(now);
         let probe_free = self.config.choice.rule.is_probe_free();
         if !probe_free {
-            self.find_silent(now);
+            self.find_unresponsive(now);
         }
         let settings = &self.config.pool;
         let interval = if probe_free { 0 } else { self.config.probe.idle_interval_ms };
         let waiting = self.journal.waits();
         let failing = self.journal.table.most_fail(now);
         let ((tick, heard, at_rest), written) =
-            self.journal.transact(settings, &self.counters, now, false, rng, |pool, exceptions, _| {
+            self.journal.transact(settings, &self.counters, now, false, rng, |pool, ejections, _| {
                 pool.expire(settings, now.stamp());
-                let watched = exceptions.is_some();
-                let panic = failing || exceptions.is_some_and(|(table, _)| table.panics());
-                if let Some((table, _)) = exceptions {
+                let watched = ejections.is_some();
+                let panic = failing || ejections.is_some_and(|(table, _)| table.panics());
+                if let Some((table, _)) = ejections {
                     pool.exclude(table, now);
                 }
                 let probes = if interval == 0 {
@@ -206,7 +206,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 } else {
                     pool.idle_probes(settings, now, interval)
                 };
-                let tick = Tick { view: pool.view(settings, now), out: pool.out(), panic, probes };
+                let tick = Tick { view: pool.view(settings, now), ejected: pool.ejected(), panic, probes };
                 let heard: Vec<Endpoint> = pool.replicas().collect();
                 let at_rest = !watched && pool.is_at_rest(interval);
                 ((tick, heard, at_rest), waiting || watched || !probes.is_empty())
@@ -216,7 +216,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.note(now, Note::Alive(replica));
         }
         self.resting =
-            at_rest && !self.journal.waits() && self.flights.is_empty() && !self.membership.has_news(now);
+            at_rest && !self.journal.waits() && self.flights.is_empty() && !self.membership.has_updates(now);
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
@@ -231,14 +231,17 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let Self { config, shim, counters, journal, rules, .. } = self;
         let settings = &config.pool;
         rules.ranked(config.choice.rule, |ranking| {
-            let chosen = journal.transact(settings, counters, now, true, rng, |pool, exceptions, rng| {
+            let chosen = journal.transact(settings, counters, now, true, rng, |pool, ejections, rng| {
                 let admitted: Vec<Answer>;
-                let (answers, trial) = match exceptions {
+                let (answers, trial) = match ejections {
                     None => (answers, None),
                     Some((table, trial)) => {
                         pool.exclude(table, now);
-                        admitted =
-                            answers.iter().filter(|answer| !table.is_out(answer.replica)).copied().collect();
+                        admitted = answers
+                            .iter()
+                            .filter(|answer| !table.is_ejected(answer.replica))
+                            .copied()
+                            .collect();
                         (&admitted[..], trial)
                     }
                 };
@@ -277,7 +280,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 return Some(ReportEnd::WrongEndpoint);
             }
             request.answered = true;
-            self.count(request, named, now, report, request.pick.standing);
+            self.count(request, named, now, report, request.pick.placement);
             return Some(ReportEnd::Used);
         }
         // Not steered, the proxy used another host, or a report without a name: who answered is what the proxy says.
@@ -292,8 +295,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         // A retry went where it was told to, which shows nothing of the proxy's own policy.
         let on_purpose = request.answered || request.runner_up == Some(served);
         let evidence = if on_purpose { Evidence::Served } else { Evidence::Placed };
-        let standing = self.confirm(now, served, Some(report), evidence);
-        self.count(request, served, now, report, standing);
+        let placement = self.confirm(now, served, Some(report), evidence);
+        self.count(request, served, now, report, placement);
         Some(ReportEnd::Used)
     }
 
@@ -315,7 +318,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.doubt.diverted(now);
         if proxy.attempts() > 1 {
             request.rescued = true;
-            self.push(Update::Bar(now, chosen));
+            self.push(Update::CoolDown(now, chosen));
             self.land(now, request, true);
         }
     }
@@ -327,10 +330,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         replica: Endpoint,
         now: Micros,
         report: &LoadReport,
-        standing: Standing,
+        placement: Placement,
     ) {
         if !request.failed {
-            self.report(now, replica, report, standing, Source::Response);
+            self.report(now, replica, report, placement, Source::Response);
         }
     }
 
@@ -355,7 +358,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             // Told with the headers.
         } else if class == Class::UpstreamFailure || (diverted && (verify || proxy.attempts() > 1)) {
             // Refused, reset, timed out, perhaps retried elsewhere; or an invention.
-            self.push(Update::Bar(now, chosen));
+            self.push(Update::CoolDown(now, chosen));
             self.land(now, request, true);
         } else if diverted {
             // Vetoed by the proxy's health state.
@@ -408,7 +411,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
 
     /// A request goes to the replica that was picked. `None` when nothing watches it.
     fn sent(&mut self, now: Micros, pick: &Pick, whole: bool) -> Option<Flight> {
-        if self.config.pool.exceptions == ExceptionSettings::OFF || self.config.choice.rule.is_probe_free() {
+        if self.config.pool.ejection == EjectionSettings::OFF || self.config.choice.rule.is_probe_free() {
             return None;
         }
         Some(self.flights.sent(now, pick.replica?, pick.latency_us, pick.trial, whole))
@@ -416,18 +419,18 @@ impl<S: Store, C: Counters> Balancer<S, C> {
 
     /// The chosen replica has answered or failed. An answer may fail later, but a request fails once.
     fn land(&mut self, now: Micros, request: &mut Request, failed: bool) {
-        let settings = &self.config.pool.exceptions;
-        // Failures that nobody is averted for are none of the pool's business.
-        let averse = settings.error_aversion > 0.0;
+        let settings = &self.config.pool.ejection;
+        // Failures that no replica is ejected for are none of the pool's business.
+        let ejects = settings.failure_share > 0.0;
         if let Some(flight) = request.flight.take() {
             let Some(landed) = self.flights.answered(settings, flight, now, failed) else { return };
             request.trial = landed.trial;
-            if if failed { averse } else { landed.trial || self.journal.watched } {
+            if if failed { ejects } else { landed.trial || self.journal.watched } {
                 let event = landed.event(failed, request.reported_us);
                 self.push(Update::Health(now, landed.replica, event));
             }
         } else if failed
-            && averse
+            && ejects
             && !request.blamed
             && let Some(replica) = request.pick.replica
         {
@@ -438,24 +441,24 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// Takes note of replicas that have left this worker's requests waiting for too long.
-    fn find_silent(&mut self, at: Micros) {
+    fn find_unresponsive(&mut self, at: Micros) {
         while let Some(overdue) = self.flights.overdue(at) {
             self.push(Update::Health(at, overdue.replica, overdue.event()));
         }
     }
 
-    /// A report that may speak for `replica`, whose placement is `standing`.
+    /// A report that may speak for `replica`, with its `placement`.
     pub(super) fn report(
         &mut self,
         at: Micros,
         replica: Endpoint,
         report: &LoadReport,
-        standing: Standing,
+        placement: Placement,
         source: Source,
     ) {
         self.rules.reported(replica, report);
         let load = Load { source, ..Load::from(report) };
-        self.push(Update::Report(at, replica, load, standing));
+        self.push(Update::Report(at, replica, load, placement));
     }
 
     pub(super) fn push(&mut self, update: Update) {

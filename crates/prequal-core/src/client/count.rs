@@ -1,6 +1,6 @@
 //! What a balancer counts. Names and labels of metrics are the host's business.
 
-use crate::exceptions::Change;
+use crate::ejection::Change;
 use crate::pool::Branch;
 use crate::report::ReportError;
 use crate::shared::{End, Updated};
@@ -39,9 +39,9 @@ pub enum Count {
     Outcome(Class),
     /// It was served by another replica than the chosen one.
     Diverted,
-    /// What became of a record in the exceptions table.
-    Exception(Change),
-    /// The exceptions table had no room for so many records.
+    /// What became of a record in the ejection table.
+    Ejection(Change),
+    /// The ejection table had no room for so many records.
     Overflow(u32),
     /// Too many updates or notes waited: so many were dropped.
     Dropped(u32),

@@ -4,10 +4,10 @@ use rand::Rng;
 
 use super::count::{Count, Counters};
 use super::store::{Store, Value};
+use crate::ejection::{Change, EjectionTable, Event, Trial};
 use crate::endpoint::Endpoint;
-use crate::exceptions::{Change, Event, Exceptions, Trial};
 use crate::load::Load;
-use crate::members::Standing;
+use crate::members::Placement;
 use crate::pool::{PoolSettings, PoolState};
 use crate::shared::End;
 use crate::time::Micros;
@@ -15,34 +15,34 @@ use crate::time::Micros;
 /// Updates that wait at most: under load the next pick takes them within a millisecond.
 const MAX_PENDING: usize = 64;
 /// A replica that the proxy did not use when asked to, or that failed, is left alone this long.
-const BAR_MS: u32 = 1000;
+const COOLDOWN_MS: u32 = 1000;
 
-/// What changes the pool or the exceptions table.
+/// What changes the pool or the ejection table.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Update {
-    Report(Micros, Endpoint, Load, Standing),
+    Report(Micros, Endpoint, Load, Placement),
     /// What a request told of the health of its replica.
     Health(Micros, Endpoint, Event),
     /// A reply names a candidate.
     Introduce(Micros, Endpoint),
     Forget(Endpoint),
     /// The replica failed.
-    Bar(Micros, Endpoint),
+    CoolDown(Micros, Endpoint),
     /// The proxy would not use it.
     Refused(Micros, Endpoint),
-    Unbar(Endpoint),
+    EndCooldown(Endpoint),
     /// Replicas in use, and samples of the policy.
     Members(Micros, u32, u32),
 }
 
-/// Pool and exceptions table, and one worker's updates for them.
+/// Pool and ejection table, and one worker's updates for them.
 pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
-    pub(super) exceptions: S::Value<Exceptions>,
+    pub(super) ejections: S::Value<EjectionTable>,
     /// The table as it was looked at last, kept for its room.
-    pub(super) table: Exceptions,
+    pub(super) table: EjectionTable,
     pending: Vec<Update>,
-    /// The first so many of those the exceptions table has been told.
+    /// The first so many of those the ejection table has been told.
     told: usize,
     /// The table had something to look at in the last transaction.
     pub(super) watched: bool,
@@ -52,8 +52,8 @@ impl<S: Store> Journal<S> {
     pub(super) fn new(store: &S) -> Self {
         Self {
             pool: store.open("pool"),
-            exceptions: store.open("exceptions"),
-            table: Exceptions::new(),
+            ejections: store.open("ejections"),
+            table: EjectionTable::new(),
             pending: Vec::new(),
             told: 0,
             watched: false,
@@ -74,7 +74,7 @@ impl<S: Store> Journal<S> {
     }
 
     /// One transaction: the waiting updates, then `action`, then the write if `action` wants it. The second value says
-    /// whether it was written. The exceptions table is handed to `action` while there is something in it, with the trial
+    /// whether it was written. The ejection table is handed to `action` while there is something in it, with the trial
     /// that this request (if it is one) is to be.
     pub(super) fn transact<T, G: Rng>(
         &mut self,
@@ -83,16 +83,16 @@ impl<S: Store> Journal<S> {
         now: Micros,
         request: bool,
         rng: &mut G,
-        mut action: impl FnMut(&mut PoolState, Option<(&Exceptions, Option<Trial>)>, &mut G) -> (T, bool),
+        mut action: impl FnMut(&mut PoolState, Option<(&EjectionTable, Option<Trial>)>, &mut G) -> (T, bool),
     ) -> (T, bool) {
-        let Self { pool, exceptions, table, pending, told, watched } = self;
-        let concerned = pending.iter().skip(*told).any(|update| update.concerns_exceptions(settings));
+        let Self { pool, ejections, table, pending, told, watched } = self;
+        let concerned = pending.iter().skip(*told).any(|update| update.concerns_ejections(settings));
         // Read once: on a conflict over the pool what the updates did to the table is already written.
         let mut looked = None;
         let updated = pool.transact(!request, |pool| {
-            if looked.is_none() && (concerned || pool.has_exceptions()) {
+            if looked.is_none() && (concerned || pool.has_ejections()) {
                 looked =
-                    Some(tell(exceptions, table, settings, counters, pending, told, pool, now, request, rng));
+                    Some(tell(ejections, table, settings, counters, pending, told, pool, now, request, rng));
             }
             *watched = looked.is_some();
             let looked = looked.map(|trial| (&*table, trial));
@@ -111,12 +111,12 @@ impl<S: Store> Journal<S> {
     }
 }
 
-/// Tells the exceptions table the updates that it has not been `told`, and asks for a trial if a request waits for one. The
-/// table as it is then goes to `copy`.
+/// Tells the ejection table the updates that it has not been `told`, and asks for a trial if a request waits for one.
+/// The table as it is then goes to `copy`.
 #[allow(clippy::too_many_arguments, reason = "the parts of one transaction")]
 fn tell<G: Rng>(
-    exceptions: &mut impl Value<Exceptions>,
-    copy: &mut Exceptions,
+    ejections: &mut impl Value<EjectionTable>,
+    copy: &mut EjectionTable,
     settings: &PoolSettings,
     counters: &impl Counters,
     updates: &[Update],
@@ -126,29 +126,29 @@ fn tell<G: Rng>(
     request: bool,
     rng: &mut G,
 ) -> Option<Trial> {
-    let settings = &settings.exceptions;
+    let settings = &settings.ejection;
     let (members, samples) = pool.membership();
     let mut changes = [Change::None; MAX_PENDING];
-    let updated = exceptions.update(|table| {
+    let updated = ejections.update(|table| {
         table.set_members(members);
-        let mut news = false;
+        let mut changed = false;
         for (update, slot) in updates.iter().skip(*told).zip(&mut changes) {
             *slot = match *update {
                 Update::Health(at, replica, event) => table.apply(settings, at, replica, event),
-                Update::Report(at, replica, Load { failing, .. }, standing) => {
-                    table.heard(settings, at, replica, failing, pool.failing_beside(replica), standing)
+                Update::Report(at, replica, Load { failing, .. }, placement) => {
+                    table.heard(settings, at, replica, failing, pool.failing_beside(replica), placement)
                 }
                 Update::Forget(replica) if table.forget(replica) => Change::Noted,
                 _ => Change::None,
             };
-            news |= *slot != Change::None;
+            changed |= *slot != Change::None;
         }
         // The tick keeps the table small.
-        news |= !request && table.expire(now);
+        changed |= !request && table.expire(now);
         let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
         let lost = table.take_lost();
         copy.clone_from(table);
-        ((trial, lost), news || trial.is_some())
+        ((trial, lost), changed || trial.is_some())
     });
     counters.updated(&updated);
     let (trial, lost) = updated.result;
@@ -158,17 +158,17 @@ fn tell<G: Rng>(
     }
     *told = updates.len();
     for change in changes {
-        counters.count(Count::Exception(change));
+        counters.count(Count::Ejection(change));
     }
     counters.count(Count::Overflow(lost));
     trial
 }
 
 impl Update {
-    fn concerns_exceptions(&self, settings: &PoolSettings) -> bool {
+    fn concerns_ejections(&self, settings: &PoolSettings) -> bool {
         match self {
             Self::Health(..) => true,
-            Self::Report(_, _, load, _) => settings.exceptions.believes(load.failing),
+            Self::Report(_, _, load, _) => settings.ejection.believes(load.failing),
             _ => false,
         }
     }
@@ -177,14 +177,14 @@ impl Update {
         self,
         settings: &PoolSettings,
         pool: &mut PoolState,
-        exceptions: Option<&Exceptions>,
+        ejections: Option<&EjectionTable>,
         rng: &mut impl Rng,
     ) {
         match self {
-            Self::Report(at, replica, load, standing) => {
-                let load = exceptions.map_or(Some(load), |table| table.admit(at, replica, load));
+            Self::Report(at, replica, load, placement) => {
+                let load = ejections.map_or(Some(load), |table| table.admit(at, replica, load));
                 if let Some(load) = load {
-                    pool.record(settings, at, replica, load, standing, rng);
+                    pool.record(settings, at, replica, load, placement, rng);
                 }
             }
             // What made it attractive is no longer so; its next report may bring it back.
@@ -192,9 +192,9 @@ impl Update {
             Self::Health(..) => {}
             Self::Introduce(at, replica) => pool.introduce(settings, at, replica),
             Self::Forget(replica) => pool.forget(replica),
-            Self::Bar(at, replica) => pool.bar(replica, at, BAR_MS),
-            Self::Refused(at, replica) => pool.refused(replica, at, BAR_MS),
-            Self::Unbar(replica) => pool.unbar(replica),
+            Self::CoolDown(at, replica) => pool.cool_down(replica, at, COOLDOWN_MS),
+            Self::Refused(at, replica) => pool.refused(replica, at, COOLDOWN_MS),
+            Self::EndCooldown(replica) => pool.end_cooldown(replica),
             Self::Members(at, count, samples) => pool.set_members(count, samples, at),
         }
     }

@@ -5,7 +5,7 @@ use super::count::{Count, Counters};
 use super::journal::Update;
 use super::store::{Store, Value};
 use crate::endpoint::Endpoint;
-use crate::members::{Evidence, Note, Standing};
+use crate::members::{Evidence, Note, Placement};
 use crate::report::LoadReport;
 use crate::shared::End;
 use crate::time::Micros;
@@ -18,15 +18,15 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         replica: Endpoint,
         report: Option<&LoadReport>,
         evidence: Evidence,
-    ) -> Standing {
+    ) -> Placement {
         let note = match report {
             Some(report) => Note::Observed { replica, probe: report.probe_endpoint, evidence },
             None => Note::Confirmed { replica, evidence },
         };
         if self.note(now, note) {
-            self.push(Update::Unbar(replica));
+            self.push(Update::EndCooldown(replica));
         }
-        self.membership.members().standing(replica)
+        self.membership.members().placement(replica)
     }
 
     /// The replica has left the cluster, or never was there.
@@ -52,7 +52,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         counters.count(Count::Refused(lost.refused));
         counters.count(Count::Dropped(lost.dropped));
         let mut shared = None;
-        if view.has_news(now) {
+        if view.has_updates(now) {
             let updated = members.update(|stored| ((), view.share(stored, now)));
             counters.updated(&updated);
             // Where others wrote too often meanwhile the notes wait for the next time.

@@ -10,7 +10,7 @@ use super::journal::Update;
 use super::store::{Store, Value};
 use crate::endpoint::Endpoint;
 use crate::load::{Load, Source};
-use crate::members::{Evidence, Note, Standing, Target};
+use crate::members::{Evidence, Note, Placement, Target};
 use crate::pool::ProbesDue;
 use crate::report::LoadReport;
 use crate::sync::Answer;
@@ -52,11 +52,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if !self.journal.watched {
             return members.sample_in_use(d, rng, |_| false);
         }
-        // The answer of one that is out would count as one of `d` and then not be taken.
-        let read = self
-            .journal
-            .exceptions
-            .update(|table| (members.sample_in_use(d, &mut *rng, |replica| table.is_out(replica)), false));
+        // The answer of an ejected replica would count as one of `d` and then not be taken.
+        let read = self.journal.ejections.update(|table| {
+            (members.sample_in_use(d, &mut *rng, |replica| table.is_ejected(replica)), false)
+        });
         self.counters.updated(&read);
         read.result
     }
@@ -79,7 +78,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         };
         let (answer, end) = taken.unwrap_or_else(|end| (None, end));
         if let (Some(answer), Ok(reply), false) = (answer, &reply, hinted) {
-            self.report(now, answer.replica, &reply.report, answer.standing, Source::Probe);
+            self.report(now, answer.replica, &reply.report, answer.placement, Source::Probe);
         }
         self.counters.count(Count::Probe(end));
         answer
@@ -144,27 +143,27 @@ impl<S: Store, C: Counters> Balancer<S, C> {
 
     /// A probe of `replica` was answered at its address. Load counts only of members.
     fn probed(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Answer> {
-        let standing = self.hear_of(now, replica, report)?;
-        Some(Answer { replica, load: Load::from(report), standing })
+        let placement = self.hear_of(now, replica, report)?;
+        Some(Answer { replica, load: Load::from(report), placement })
     }
 
     /// The probe cluster's policy chose `replica`, by the proxy's word.
     fn sample_met(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Answer {
         self.note(now, Note::Sampled { replica, probe: report.probe_endpoint });
-        let standing = self.membership.members().standing(replica);
-        Answer { replica, load: Load::from(report), standing }
+        let placement = self.membership.members().placement(replica);
+        Answer { replica, load: Load::from(report), placement }
     }
 
-    /// Takes note of a name that a reply told; a member's standing. If it is not a member's it may be an invention: it gets
-    /// one request, which shows whether the proxy knows it.
-    fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Standing> {
+    /// Takes note of a name that a reply told; a member's placement. If it is not a member's it may be an invention: it
+    /// gets one request, which shows whether the proxy knows it.
+    fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Placement> {
         let (probe, evidence) = (report.probe_endpoint, Evidence::Hearsay);
         self.note(now, Note::Observed { replica, probe, evidence });
         let members = self.membership.members();
-        let standing = members.contains(replica).then(|| members.standing(replica));
-        if standing.is_none() {
+        let placement = members.contains(replica).then(|| members.placement(replica));
+        if placement.is_none() {
             self.push(Update::Introduce(now, replica));
         }
-        standing
+        placement
     }
 }

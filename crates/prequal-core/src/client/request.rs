@@ -1,8 +1,8 @@
 //! What one request carries from its beginning to its end, and what the proxy can be asked about it. `balancer.rs` decides
 //! what follows from it.
 
+use crate::ejection::flights::Flight;
 use crate::endpoint::Endpoint;
-use crate::exceptions::flights::Flight;
 use crate::pool::Pick;
 use crate::time::Micros;
 

@@ -1,8 +1,8 @@
 //! Where the state lies that the workers of a host share.
 //!
-//! A balancer asks its [`Store`] for three values: the pool, the membership and the exceptions table. A host whose workers have
-//! no memory in common implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from [`Cas`]. In one
-//! memory a value is changed where it lies: [`Memory`].
+//! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. A host whose
+//! workers have no memory in common implements [`SharedData`], bytes by key with compare-and-swap, and gets the store
+//! from [`Cas`]. In one memory a value is changed where it lies: [`Memory`].
 
 use crate::blob::Blob;
 use crate::shared::{self, End, Own, Place, Updated};
@@ -18,11 +18,12 @@ pub trait Store {
 
 /// A value that workers share.
 pub trait Value<B> {
-    /// Reads the value and changes it, and writes it if `change` says that there is news; runs `change` again if another has
-    /// written meanwhile. A change without news must leave nothing behind that matters.
+    /// Reads the value and changes it, and writes it if `change` says that there is an update; runs `change` again if
+    /// another has written meanwhile. A change without an update must leave nothing behind that matters.
     fn update<T>(&mut self, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T>;
 
-    /// The same. Without `look`, for changes that nearly always are news, the reading may be saved while nobody else writes.
+    /// The same. Without `look`, for changes that nearly always are updates, the reading may be saved while nobody else
+    /// writes.
     fn transact<T>(&mut self, look: bool, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
         let _ = look;
         self.update(change)
@@ -115,7 +116,7 @@ impl<D: SharedData, B: Blob> Value<B> for Blobbed<D, B> {
         *seen = number;
         let value = bytes.and_then(|bytes| B::decode(&bytes).ok());
         let replaced = u32::from(value.is_none());
-        Some(Updated { result: value.unwrap_or_default(), end: End::NoNews, conflicts: 0, replaced })
+        Some(Updated { result: value.unwrap_or_default(), end: End::NoUpdate, conflicts: 0, replaced })
     }
 }
 
@@ -140,9 +141,9 @@ impl Store for Memory {
 
 impl<B: Clone> Value<B> for InMemory<B> {
     fn update<T>(&mut self, mut change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
-        let (result, news) = change(&mut self.value);
-        self.number = self.number.wrapping_add(news.into());
-        Updated { result, end: if news { End::Written } else { End::NoNews }, conflicts: 0, replaced: 0 }
+        let (result, changed) = change(&mut self.value);
+        self.number = self.number.wrapping_add(changed.into());
+        Updated { result, end: if changed { End::Written } else { End::NoUpdate }, conflicts: 0, replaced: 0 }
     }
 
     fn newer(&mut self, seen: &mut Option<u32>) -> Option<Updated<B>> {

@@ -12,8 +12,8 @@ use super::journal::Update;
 use super::store::{Cas, Memory, SharedData, Store};
 use super::*;
 use crate::config::{ChoiceSettings, ClusterConfig, Profile, Rule, Shim};
+use crate::ejection::{Change, EjectionSettings, Event, Reason};
 use crate::endpoint::Endpoint;
-use crate::exceptions::{Change, Event, ExceptionSettings, Reason};
 use crate::members::Target;
 use crate::pool::ProbesDue;
 use crate::report::LoadReport;
@@ -214,8 +214,8 @@ fn a_failure_whose_write_is_given_up_counts_once() {
     let given_up = |count: &Count| matches!(count, Count::Shared { given_up: true, .. });
     assert_eq!(balancer.counters().0.borrow().iter().filter(|count| given_up(count)).count(), 1);
     *host.refused.borrow_mut() = ("", 0);
-    let out = balancer.tick(ms(3), &mut rng()).out;
-    assert_eq!(out, 0, "one failure is not two");
+    let ejected = balancer.tick(ms(3), &mut rng()).ejected;
+    assert_eq!(ejected, 0, "one failure is not two");
     assert!(!balancer.journal.waits());
 }
 
@@ -242,13 +242,13 @@ fn what_the_table_was_not_told_is_not_counted() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 4), &host.store());
     balancer.tick(ms(0), &mut rng());
-    *host.refused.borrow_mut() = ("exceptions", 8);
-    let opened = Count::Exception(Change::Opened(Reason::Failing));
+    *host.refused.borrow_mut() = ("ejections", 8);
+    let ejected = Count::Ejection(Change::Ejected(Reason::Failing));
     for (at, told) in [(1, 0), (2, 1)] {
         let failed = Event::Failed { requests: 0.0, well: 3, trial: false };
         (0..2).for_each(|_| balancer.push(Update::Health(ms(at), replica(2), failed)));
         balancer.tick(ms(at), &mut rng());
-        assert_eq!(balancer.counters().of(opened), told);
+        assert_eq!(balancer.counters().of(ejected), told);
     }
     assert_eq!(balancer.counters().of(Count::Shared { conflicts: 7, given_up: true, replaced: 0 }), 1);
 }
@@ -261,7 +261,7 @@ fn a_trial_whose_write_is_given_up_is_none() {
     let failed =
         |at| Update::Health(ms(at), replica(2), Event::Failed { requests: 0.0, well: 3, trial: false });
     (1..=3).for_each(|at| balancer.push(failed(at)));
-    assert_eq!(balancer.tick(ms(4), &mut rng()).out, 1);
+    assert_eq!(balancer.tick(ms(4), &mut rng()).ejected, 1);
     probe_all(&mut balancer, 4, 1100);
     balancer.tick(ms(1200), &mut rng());
     let mut rng = rng();
@@ -273,21 +273,21 @@ fn a_trial_whose_write_is_given_up_is_none() {
         };
         (from..from + 50).filter(&mut tried).count()
     };
-    *host.refused.borrow_mut() = ("exceptions", u32::MAX);
+    *host.refused.borrow_mut() = ("ejections", u32::MAX);
     assert_eq!(trials(1300), 0, "others would try it as well, and so would the next request");
     *host.refused.borrow_mut() = ("", 0);
     assert_eq!(trials(1400), 1);
 }
 
 #[test]
-fn without_error_aversion_a_failure_leaves_the_pool_as_it_is() {
-    for (error_aversion, left) in [(0.0, 2), (0.1, 1)] {
+fn without_ejection_a_failure_leaves_the_pool_as_it_is() {
+    for (failure_share, left) in [(0.0, 2), (0.1, 1)] {
         let mut config = config(Profile::Default, 2);
-        config.pool.exceptions = ExceptionSettings { error_aversion, ..config.pool.exceptions };
+        config.pool.ejection = EjectionSettings { failure_share, ..config.pool.ejection };
         let mut balancer = balancer(config, &Memory);
         probe_all(&mut balancer, 2, 0);
         assert!(request(&mut balancer, 1, true).is_some());
-        assert_eq!(balancer.tick(ms(2), &mut rng()).view.occupancy, left, "{error_aversion}");
+        assert_eq!(balancer.tick(ms(2), &mut rng()).view.occupancy, left, "{failure_share}");
     }
 }
 
@@ -310,7 +310,7 @@ fn probes_pass_over_those_heard_of_lately_but_not_in_the_papers_profile() {
 }
 
 #[test]
-fn a_request_that_waits_asks_nobody_who_is_passed_over() {
+fn a_request_that_waits_asks_no_ejected_replica() {
     let mut config = config(Profile::Default, 4);
     config.choice.sync.d = 4;
     let mut balancer = balancer(config, &Memory);
@@ -320,7 +320,7 @@ fn a_request_that_waits_asks_nobody_who_is_passed_over() {
     for at in [1, 2, 3] {
         balancer.push(Update::Health(ms(at), bad, Event::Failed { requests: 0.0, well: 3, trial: false }));
     }
-    assert_eq!(balancer.tick(ms(4), &mut rng()).out, 1);
+    assert_eq!(balancer.tick(ms(4), &mut rng()).ejected, 1);
     let asked = balancer.ask(&mut rng());
     assert!(asked.len() == 3 && asked.iter().all(|target| target.replica != bad), "{asked:?}");
 }
@@ -344,8 +344,8 @@ fn a_choice_that_the_proxy_refuses_is_left_alone_and_one_that_failed_too() {
 }
 
 #[test]
-fn a_slow_upload_is_no_silence() {
-    for (completed, out) in [(false, 0), (true, 1)] {
+fn a_slow_upload_makes_nobody_unresponsive() {
+    for (completed, ejected) in [(false, 0), (true, 1)] {
         let mut balancer = balancer(config(Profile::Default, 4), &Memory);
         probe_all(&mut balancer, 4, 0);
         for at in 1..=64 {
@@ -365,8 +365,8 @@ fn a_slow_upload_is_no_silence() {
         if completed {
             balancer.completed(&request, &Proxy(110, None, Class::Answer, 1));
         }
-        let seen = [500, 600, 700].map(|at| balancer.tick(ms(at), &mut rng()).out);
-        assert_eq!(seen[2], out, "{seen:?}");
+        let seen = [500, 600, 700].map(|at| balancer.tick(ms(at), &mut rng()).ejected);
+        assert_eq!(seen[2], ejected, "{seen:?}");
         balancer.ended(request, false, false, &Proxy(800, None, Class::ClientAbort, 1));
     }
 }

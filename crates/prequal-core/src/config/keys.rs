@@ -166,13 +166,14 @@ pub const KEYS: &[Key] = &[
     both("verified_probes", "", Bool).from("ours, `docs/adr/0004-placement.md`").means(
         "the probe cluster writes who answered into `x-prequal-host`; true in the shipped configuration",
     ),
-    both("error_aversion", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-exceptions.md`").means(
+    both("ejection_failure_share", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-ejection.md`").means(
         "a replica that fails this share of its recent requests, beyond the share that the others fail, gets only trials",
     ),
-    both("breaker", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
-        "a replica counts as silent when a request has waited this many times the 90th percentile of latency, or its 99th if that is longer, and 50 ms",
+    both("ejection_wait_factor", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
+        "a replica counts as unresponsive when a request has waited this many times the 90th percentile of latency, \
+         or its 99th if that is longer, and 50 ms",
     ),
-    both("ramp_ms", "ms", Whole(0, 3_600_000)).from("ours, the same").means(
+    both("slow_start_ms", "ms", Whole(0, 3_600_000)).from("ours, the same").means(
         "age at which a new replica takes its full share; before, the share grows with its age; 0: at once",
     ),
     seldom("pool_size", "entries", Whole(2, MAX_POOL as u32))

@@ -2,7 +2,7 @@
 
 use super::choice::{ChoiceSettings, Mode, Rule};
 use super::{ProbeSettings, Settings};
-use crate::exceptions::ExceptionSettings;
+use crate::ejection::EjectionSettings;
 use crate::hint::HintSource;
 use crate::pool::{Budget, HotRule, MAX_HISTORY, PoolSettings};
 use crate::sync::SyncSettings;
@@ -48,8 +48,8 @@ impl Profile {
             rif_history: MAX_HISTORY,
             theta_of_probes: false,
             burst_guard: true,
-            exceptions: ExceptionSettings { error_aversion: 0.1, breaker: 2.0 },
-            ramp_ms: 10_000,
+            ejection: EjectionSettings { failure_share: 0.1, wait_factor: 2.0 },
+            slow_start_ms: 10_000,
         };
         match self {
             Self::Default => ours,
@@ -60,8 +60,8 @@ impl Profile {
                 scale_removal: false,
                 theta_of_probes: true,
                 budget: Budget::Fixed { r_probe: 3.0 },
-                exceptions: ExceptionSettings::OFF,
-                ramp_ms: 0,
+                ejection: EjectionSettings::OFF,
+                slow_start_ms: 0,
                 burst_guard: false,
                 ..ours
             },

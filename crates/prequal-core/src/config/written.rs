@@ -114,9 +114,9 @@ fn cluster(config: &ClusterConfig) -> Value {
     say("burst_guard", json!(pool.burst_guard));
     say("verified_probes", json!(pool.verified_probes));
     say("rif_history", json!(pool.rif_history));
-    say("error_aversion", json!(pool.exceptions.error_aversion));
-    say("breaker", json!(pool.exceptions.breaker));
-    say("ramp_ms", json!(pool.ramp_ms));
+    say("ejection_failure_share", json!(pool.ejection.failure_share));
+    say("ejection_wait_factor", json!(pool.ejection.wait_factor));
+    say("slow_start_ms", json!(pool.slow_start_ms));
     say("probe_timeout_ms", json!(probe.timeout_ms));
     say("idle_probe_interval_ms", json!(probe.idle_interval_ms));
     say("piggyback", json!(probe.piggyback));

@@ -89,7 +89,7 @@ impl EndedLog {
         seen.0 = self.written;
     }
 
-    /// The replica can serve, or cannot. True if that is news.
+    /// The replica can serve, or cannot. True if that is new.
     pub fn set_up(&mut self, up: bool, now: Micros) -> bool {
         if up == (self.up != 0) {
             return false;
@@ -104,13 +104,14 @@ impl EndedLog {
             .then(|| endpoint.with_port(self.probe_port))
     }
 
-    /// A probe for `endpoint` came in at `at`. Another host's address tells nothing that a report may say. True if it is news.
+    /// A probe for `endpoint` came in at `at`. Another host's address tells nothing that a report may say. True if that
+    /// is new.
     pub fn probed_at(&mut self, endpoint: Endpoint, at: Endpoint) -> bool {
-        let news = at.same_host(&endpoint) && self.probe_endpoint(endpoint).unwrap_or(endpoint) != at;
-        if news {
+        let changed = at.same_host(&endpoint) && self.probe_endpoint(endpoint).unwrap_or(endpoint) != at;
+        if changed {
             self.probe_port = at.port();
         }
-        news
+        changed
     }
 }
 
@@ -255,14 +256,14 @@ mod tests {
     fn probes_at_another_port_of_the_same_host_are_told() {
         let mut log = EndedLog::default();
         let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
-        for (at, news, told) in [
+        for (at, changed, told) in [
             ("10.0.0.1:80", false, None),
             ("10.0.0.2:81", false, None),
             ("10.0.0.1:81", true, Some("10.0.0.1:81")),
             ("10.0.0.1:81", false, Some("10.0.0.1:81")),
             ("10.0.0.1:80", true, None),
         ] {
-            assert_eq!(log.probed_at(endpoint, at.parse().unwrap()), news, "{at}");
+            assert_eq!(log.probed_at(endpoint, at.parse().unwrap()), changed, "{at}");
             assert_eq!(log.probe_endpoint(endpoint), told.map(|text: &str| text.parse().unwrap()), "{at}");
         }
     }

@@ -84,7 +84,7 @@ impl Slots {
         self.replicas.get(..self.count as usize).unwrap_or(&self.replicas)
     }
 
-    /// Lists a replica; `None` if there is no room, else whether that is news.
+    /// Lists a replica; `None` if there is no room, else whether it is new.
     pub fn list(&mut self, replica: Endpoint) -> Option<bool> {
         if self.replicas().contains(&replica) {
             return Some(false);

@@ -116,12 +116,12 @@ impl View {
     }
 
     /// Whether there is anything to share at a tick.
-    pub fn has_news(&self, now: Micros) -> bool {
+    pub fn has_updates(&self, now: Micros) -> bool {
         !self.notes.is_empty() || self.members.is_expired(now)
     }
 
-    /// Enters the notes into the membership as it is `stored`, forgets there whoever has been silent too long, and takes
-    /// over the result. Returns whether it must be written; once it is, [`Self::shared`] is due.
+    /// Enters the notes into the membership as it is `stored`, forgets there whoever has not been heard of for too
+    /// long, and takes over the result. Returns whether it must be written; once it is, [`Self::shared`] is due.
     pub fn share(&mut self, stored: &mut Members, now: Micros) -> bool {
         // First, for who ends a long silence tells nothing of the others.
         let mut changed = stored.excuse(now);
@@ -221,7 +221,7 @@ mod tests {
         }
 
         fn tick(&self, view: &mut View, now: Micros) {
-            if view.has_news(now) {
+            if view.has_updates(now) {
                 let updated = shared::update(self, |stored| ((), view.share(stored, now)));
                 if updated.end != End::GivenUp {
                     view.shared();
@@ -244,7 +244,7 @@ mod tests {
         host.tick(&mut other, ms(260));
         assert_eq!((other.members().count(), other.members().samples()), (100, 100));
         host.tick(&mut view, ms(500));
-        assert_eq!(host.number.get(), 1, "without news nothing is written");
+        assert_eq!(host.number.get(), 1, "without an update nothing is written");
     }
 
     #[test]
@@ -354,9 +354,9 @@ mod tests {
         let found = (began..began + 20_000).step_by(2).find(|at| {
             for _ in 0..pool.pick(&settings, ms(*at), &mut rng).probes.discovery {
                 view.note(ms(*at), met(turn % 1001));
-                let standing = view.members().standing(replica(turn % 1001));
+                let placement = view.members().placement(replica(turn % 1001));
                 let load = Load::at_face_value(0, Some(1000));
-                pool.record(&settings, ms(*at), replica(turn % 1001), load, standing, &mut rng);
+                pool.record(&settings, ms(*at), replica(turn % 1001), load, placement, &mut rng);
                 turn += 1;
             }
             if at % 250 == 0 {

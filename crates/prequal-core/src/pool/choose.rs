@@ -4,7 +4,7 @@ use bytemuck::Zeroable;
 use rand::Rng;
 
 use super::predicted::Predicted;
-use super::rank::{Order, Scored, lowest_ramped};
+use super::rank::{Order, Scored, lowest_with_slow_start};
 use super::{Branch, Candidate, Entry, Pick, PoolSettings, PoolState};
 use crate::endpoint::Endpoint;
 use crate::sync::{Answer, MAX_ASKED};
@@ -37,8 +37,8 @@ impl PoolState {
         }
     }
 
-    /// Chooses among `answers` by the pool's own rule (synchronous mode, see [`crate::sync`]). Answers of barred replicas
-    /// do not count; where none is left, or steering pauses, the pool itself chooses.
+    /// Chooses among `answers` by the pool's own rule (synchronous mode, see [`crate::sync`]). Answers of replicas that
+    /// cool down do not count; where none is left, or steering pauses, the pool itself chooses.
     ///
     /// Whether the answers are also reports for the pool is the caller's business ([`Self::record`]).
     pub fn pick_among<G: Rng>(
@@ -72,7 +72,7 @@ impl PoolState {
             replica: Some(chosen.endpoint),
             branch: Branch::Sync,
             latency_us,
-            ..Pick::nobody(chosen.standing(), probes)
+            ..Pick::nobody(chosen.placement(), probes)
         }
     }
 
@@ -116,10 +116,10 @@ impl PoolState {
         stamp: Stamp,
         into: &'a mut [Entry; MAX_ASKED],
     ) -> &'a mut [Entry] {
-        let allowed = answers.iter().filter(|answer| !self.is_barred(answer.replica, stamp));
+        let allowed = answers.iter().filter(|answer| !self.is_cooling_down(answer.replica, stamp));
         let mut count = 0;
         for (slot, answer) in into.iter_mut().zip(allowed) {
-            *slot = Entry::new(settings, answer.replica, answer.load, answer.standing, stamp);
+            *slot = Entry::new(settings, answer.replica, answer.load, answer.placement, stamp);
             count += 1;
         }
         into.get_mut(..count).unwrap_or_default()
@@ -148,6 +148,6 @@ struct Chosen {
 }
 
 fn first_in<O: Order, G: Rng>(entries: &[Entry], order: &O, rng: &mut G) -> Option<Chosen> {
-    let entry = *entries.get(lowest_ramped(entries, order, rng)?.index)?;
+    let entry = *entries.get(lowest_with_slow_start(entries, order, rng)?.index)?;
     Some(Chosen { entry, latency_us: order.latency_us(&entry) })
 }

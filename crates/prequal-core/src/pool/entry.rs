@@ -6,7 +6,7 @@ use super::PoolSettings;
 use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 use crate::load::Load;
-use crate::members::Standing;
+use crate::members::Placement;
 use crate::time::Stamp;
 
 /// A replica to choose from, as it reported itself.
@@ -33,7 +33,7 @@ pub(super) struct Entry {
     /// The pool's count of picks when this replica was chosen last.
     pub(super) chosen: u16,
     pub(super) received: Stamp,
-    /// Of its [`Standing`].
+    /// Of its [`Placement`].
     pub(super) sampled: u32,
     pub(super) weight: u16,
     pub(super) rif: u16,
@@ -52,7 +52,7 @@ impl Entry {
         settings: &PoolSettings,
         endpoint: Endpoint,
         load: Load,
-        standing: Standing,
+        placement: Placement,
         received: Stamp,
     ) -> Self {
         let capacity = load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1 });
@@ -64,8 +64,8 @@ impl Entry {
             endpoint,
             latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
             received,
-            sampled: standing.sampled,
-            weight: standing.weight,
+            sampled: placement.sampled,
+            weight: placement.weight,
             rif: u16::try_from(load.rif).unwrap_or(u16::MAX),
             uses_left: 1,
             unproven: 0,
@@ -74,14 +74,14 @@ impl Entry {
         }
     }
 
-    pub(super) fn standing(&self) -> Standing {
-        Standing { sampled: self.sampled, weight: self.weight }
+    pub(super) fn placement(&self) -> Placement {
+        Placement { sampled: self.sampled, weight: self.weight }
     }
 
     /// RIF for a replica of average weight.
     pub(super) fn load(&self) -> u32 {
         // Rounded up: a busy replica never looks idle.
-        (u32::from(self.rif) * u32::from(Standing::UNIT)).div_ceil(u32::from(self.weight.max(1)))
+        (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
     }
 
     /// RIF and chance relative to the weight: the exponential alone draws in proportion to the weights, RIF alone is

@@ -8,7 +8,7 @@ use super::rank::Order;
 use super::{Branch, Entry, MAX_POOL, UNKNOWN};
 use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
-use crate::members::Standing;
+use crate::members::Placement;
 use crate::time::Stamp;
 
 /// Entries within this factor of the lowest cost count as equal. Wider than the noise of the estimates: a narrow band never
@@ -51,10 +51,10 @@ impl Predicted {
     pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
         let (unknown_us, count) = (median(entries), entries.len() as u32);
         let mut rule = Self { unknown_us, lowest: f32::MAX, weighted_knee: None, count, picks, now };
-        let weight = entries.first().map_or(Standing::UNIT, |first| first.weight);
+        let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
         if entries.iter().any(|entry| entry.weight != weight) {
             let relative = |entry: &Entry| {
-                let knee = u32::from(entry.knee) * u32::from(Standing::UNIT);
+                let knee = u32::from(entry.knee) * u32::from(Placement::UNIT);
                 u16::try_from(knee / u32::from(entry.weight.max(1))).unwrap_or(u16::MAX).max(1)
             };
             rule.weighted_knee = entries.iter().map(relative).max();

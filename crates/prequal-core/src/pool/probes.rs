@@ -28,7 +28,7 @@ impl PoolState {
 
     /// Replicas that the pool can hold; 0 while none are known.
     fn available(&self) -> u32 {
-        self.members.saturating_sub(self.out.into()).max(self.members.min(1))
+        self.members.saturating_sub(self.ejected.into()).max(self.members.min(1))
     }
 
     pub(super) fn probes_due(&mut self, settings: &PoolSettings, now: Stamp) -> ProbesDue {
@@ -56,7 +56,7 @@ impl PoolState {
     }
 
     /// Replicas that get no requests are heard of in no other way. With reports on responses alone the first two that answer
-    /// would get everything, and who is passed over no trial.
+    /// would get everything, and an ejected replica no trial.
     fn samples_wanted(&self, settings: &PoolSettings, now: Stamp) -> f32 {
         let growing = self.members == 0 || now.distance_ms(self.members_changed) < GROWING_MS;
         let members = self.members as f32;

@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 use rand::Rng;
 
 use super::{Branch, Candidate, Entry, FULL_SHARE, HotRule, MAX_HISTORY, PoolSettings, PoolState, UNKNOWN};
-use crate::members::Standing;
+use crate::members::Placement;
 use crate::time::Stamp;
 
 /// An order of the pool's entries: the first is chosen, the last is the worst.
@@ -65,7 +65,7 @@ pub(super) struct Hcl {
 
 impl Hcl {
     fn over(entries: &[Entry], theta: Theta, learning: bool) -> Self {
-        let weight = entries.first().map_or(Standing::UNIT, |first| first.weight);
+        let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
         let uneven = entries.iter().any(|entry| entry.weight != weight);
         let cold = |entry: &&Entry| entry.latency_us != UNKNOWN && !theta.is_hot(entry.load());
         let lowest = || entries.iter().filter(cold).map(|entry| entry.latency_us).min().unwrap_or(0);
@@ -181,7 +181,7 @@ pub(super) struct First<R> {
 }
 
 /// The first in order, where a young replica gives way to the best of the others as often as its share says.
-pub(super) fn lowest_ramped<O: Order, G: Rng>(
+pub(super) fn lowest_with_slow_start<O: Order, G: Rng>(
     entries: &[Entry],
     order: &O,
     rng: &mut G,

@@ -1,6 +1,6 @@
 //! The settings of a pool. Their names, ranges and defaults are in [`crate::config`].
 
-use crate::exceptions::ExceptionSettings;
+use crate::ejection::EjectionSettings;
 
 /// Most entries a pool can hold.
 pub const MAX_POOL: usize = 32;
@@ -74,10 +74,10 @@ pub struct PoolSettings {
     /// with more than θ and four where even the best is saturated: it counts its own requests, while a pool that a burst
     /// has used up spreads them over a sample. The paper has no such rule.
     pub burst_guard: bool,
-    /// When a replica is passed over.
-    pub exceptions: ExceptionSettings,
+    /// When a replica is ejected.
+    pub ejection: EjectionSettings,
     /// Age at which a replica takes its full share, milliseconds, 0 (at once) to 3 600 000.
-    pub ramp_ms: u32,
+    pub slow_start_ms: u32,
 }
 
 impl PoolSettings {
@@ -88,10 +88,10 @@ impl PoolSettings {
 
     /// Share of traffic of a replica that started `up_s` ago, per cent.
     pub(super) fn share_at(&self, up_s: Option<u32>) -> u8 {
-        match (up_s, self.ramp_ms) {
+        match (up_s, self.slow_start_ms) {
             (None, _) | (_, 0) => FULL_SHARE,
-            (Some(up_s), ramp_ms) => {
-                let share = u64::from(up_s) * 100_000 / u64::from(ramp_ms);
+            (Some(up_s), slow_start_ms) => {
+                let share = u64::from(up_s) * 100_000 / u64::from(slow_start_ms);
                 share.clamp(MIN_SHARE.into(), FULL_SHARE.into()) as u8
             }
         }

@@ -46,7 +46,7 @@ impl Scene {
             ms(at),
             replica(n),
             Load::at_face_value(rif, latency_ms.map(|l| l * 1000)),
-            Standing::even(0),
+            Placement::even(0),
             &mut self.rng,
         );
     }
@@ -67,7 +67,7 @@ impl Scene {
                         ms(*at),
                         replica(n),
                         load,
-                        Standing::even(0),
+                        Placement::even(0),
                         &mut self.rng,
                     );
                 }
@@ -94,7 +94,7 @@ fn a_young_replica_takes_a_share_that_grows_with_its_age() {
     let shares = [0, 3, 6, 9, 12].map(|up_s| {
         let mut up = [None; 10];
         up[0] = Some(up_s);
-        Scene::new(PoolSettings { ramp_ms: 10_000, ..plain() }).share_of_the_first(up)
+        Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() }).share_of_the_first(up)
     });
     // Of the 1000 that a grown one gets: 50, for it must be seen to answer, 300, 600, 900, 1000.
     for (got, wanted) in shares.iter().zip([50, 300, 600, 900, 1000]) {
@@ -104,14 +104,14 @@ fn a_young_replica_takes_a_share_that_grows_with_its_age() {
 
 #[test]
 fn a_fleet_that_is_new_as_a_whole_is_not_held_back() {
-    let mut scene = Scene::new(PoolSettings { ramp_ms: 10_000, ..plain() });
+    let mut scene = Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() });
     let even = scene.share_of_the_first([Some(1); 10]);
     assert!((920..=1080).contains(&even), "{even}");
     let most_are_new = [&[Some(1); 6][..], &[None; 4][..]].concat().try_into().unwrap();
-    let mut scene = Scene::new(PoolSettings { ramp_ms: 10_000, ..plain() });
+    let mut scene = Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() });
     let even = scene.share_of_the_first(most_are_new);
     assert!((920..=1080).contains(&even), "the old four must not carry everything: {even}");
-    let mut scene = Scene::new(PoolSettings { ramp_ms: 0, ..plain() });
+    let mut scene = Scene::new(PoolSettings { slow_start_ms: 0, ..plain() });
     let off = scene.share_of_the_first([&[Some(0)][..], &[None; 9][..]].concat().try_into().unwrap());
     assert!((920..=1080).contains(&off), "{off}");
 }
@@ -122,19 +122,19 @@ fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
     scene.pool.set_members(2, 0, ms(0));
     scene.report(0, 1, 0, Some(1));
     scene.report(0, 2, 5, Some(90));
-    let mut exceptions = Exceptions::new();
-    exceptions.set_members(2);
-    let silent = crate::exceptions::Event::Silent { trial: false, ordinary: true };
-    exceptions.apply(&scene.settings.exceptions, ms(0), replica(1), silent);
-    scene.pool.exclude(&exceptions, ms(1));
+    let mut ejections = EjectionTable::new();
+    ejections.set_members(2);
+    let unresponsive = crate::ejection::Event::Unresponsive { trial: false, ordinary: true };
+    ejections.apply(&scene.settings.ejection, ms(0), replica(1), unresponsive);
+    scene.pool.exclude(&ejections, ms(1));
     let pick = scene.pool.pick(&scene.settings, ms(1), &mut scene.rng);
     assert_eq!((pick.replica, pick.trial), (Some(replica(2)), false));
-    let trial = Trial { replica: replica(1), standing: Standing::even(0) };
+    let trial = Trial { replica: replica(1), placement: Placement::even(0) };
     let pick = scene.pool.pick_trial(&scene.settings, trial, ms(2));
     assert_eq!((pick.replica, pick.trial), (Some(replica(1)), true));
-    // Without exceptions a single entry is no choice.
-    scene.pool.exclude(&Exceptions::new(), ms(3));
-    assert!(!scene.pool.has_exceptions());
+    // Without ejections a single entry is no choice.
+    scene.pool.exclude(&EjectionTable::new(), ms(3));
+    assert!(!scene.pool.has_ejections());
     assert_eq!(scene.pick(3).branch, Branch::Fallback);
 }
 
@@ -144,7 +144,7 @@ fn the_papers_theta_is_of_replies_to_probes_whoever_else_reports() {
         let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..profile.pool_settings() });
         for (rif, source) in [(8, Source::Probe), (1, Source::Response), (1, Source::Response)] {
             let load = Load { source, ..Load::at_face_value(rif, Some(20_000)) };
-            scene.pool.record(&scene.settings, ms(0), replica(1), load, Standing::even(0), &mut scene.rng);
+            scene.pool.record(&scene.settings, ms(0), replica(1), load, Placement::even(0), &mut scene.rng);
         }
         assert_eq!(scene.pool.view(&scene.settings, ms(1)).theta, Some(theta), "{profile:?}");
     }
@@ -156,7 +156,7 @@ fn the_others_failures_are_the_median_of_their_reports() {
     assert_eq!(scene.pool.failing_beside(replica(1)), 0);
     let failing_beside = |scene: &mut Scene, n: u16, failing: u16| {
         let load = Load { failing, ..Load::at_face_value(1, Some(20_000)) };
-        scene.pool.record(&scene.settings, ms(0), replica(n), load, Standing::even(0), &mut scene.rng);
+        scene.pool.record(&scene.settings, ms(0), replica(n), load, Placement::even(0), &mut scene.rng);
         scene.pool.failing_beside(replica(1))
     };
     assert_eq!(failing_beside(&mut scene, 1, 900), 0, "its own word is not the others'");
@@ -323,12 +323,12 @@ fn an_idle_unknown_gets_one_request_and_then_waits_for_its_answer() {
 }
 
 #[test]
-fn a_barred_replica_stays_out_and_comes_back() {
+fn a_replica_stays_out_for_its_cooldown_and_comes_back() {
     let mut scene = Scene::new(PoolSettings { q_rif: 1.0, ..plain() });
     for n in 1..=3 {
         scene.report(0, n, 0, Some(u32::from(n)));
     }
-    scene.pool.bar(replica(1), ms(0), 500);
+    scene.pool.cool_down(replica(1), ms(0), 500);
     assert_eq!(scene.pick(1).replica, Some(replica(2)));
     scene.report(100, 1, 0, Some(1));
     assert_eq!(scene.pick(101).replica, Some(replica(2)));
@@ -360,7 +360,7 @@ fn a_candidate_gets_one_request_to_be_verified_and_no_more() {
     }
     scene.pool.introduce(&scene.settings, ms(1), replica(3));
     assert_ne!(scene.pick(1).replica, Some(replica(3)), "its first request has not come back");
-    scene.pool.unbar(replica(3));
+    scene.pool.end_cooldown(replica(3));
     scene.report(2, 3, 0, Some(1));
     let known = scene.pick(3);
     assert_eq!((known.replica, known.verify), (Some(replica(3)), false));
@@ -401,13 +401,13 @@ fn while_the_fleet_fits_the_pool_nothing_is_removed() {
 }
 
 /// What the membership says of a replica last met at sample `sampled` with `weight` times the mean share.
-fn standing(sampled: u32, weight: f64) -> Standing {
-    Standing { sampled, weight: (weight * f64::from(Standing::UNIT)) as u16 }
+fn placement(sampled: u32, weight: f64) -> Placement {
+    Placement { sampled, weight: (weight * f64::from(Placement::UNIT)) as u16 }
 }
 
-fn placed(scene: &mut Scene, at: u64, n: u16, rif: u32, latency_ms: u32, standing: Standing) {
+fn placed(scene: &mut Scene, at: u64, n: u16, rif: u32, latency_ms: u32, placement: Placement) {
     let load = Load::at_face_value(rif, Some(latency_ms * 1000));
-    scene.pool.record(&scene.settings, ms(at), replica(n), load, standing, &mut scene.rng);
+    scene.pool.record(&scene.settings, ms(at), replica(n), load, placement, &mut scene.rng);
 }
 
 #[test]
@@ -416,21 +416,21 @@ fn a_replica_that_the_policy_does_not_meet_any_more_is_not_steered_to() {
     scene.pool.set_members(4, 100, ms(0));
     for n in 0..4 {
         // The first is the fastest.
-        placed(&mut scene, 0, n, 0, 10 + u32::from(n), standing(100, 1.0));
+        placed(&mut scene, 0, n, 0, 10 + u32::from(n), placement(100, 1.0));
     }
     scene.pool.set_members(4, 140, ms(1));
     assert_eq!(scene.pick(1).replica, Some(replica(0)));
     // A report on a response renews the load, not the placement.
-    let kept = scene.pick(1).standing;
+    let kept = scene.pick(1).placement;
     placed(&mut scene, 1, 0, 0, 1, kept);
     for n in 1..4 {
-        placed(&mut scene, 1, n, 0, 10 + u32::from(n), standing(141, 1.0));
+        placed(&mut scene, 1, n, 0, 10 + u32::from(n), placement(141, 1.0));
     }
     scene.pool.set_members(4, 141, ms(2));
     assert_eq!(scene.pick(2).replica, Some(replica(1)));
     placed(&mut scene, 3, 0, 0, 1, kept);
     assert_ne!(scene.pick(3).replica, Some(replica(0)));
-    placed(&mut scene, 3, 0, 0, 1, standing(141, 1.0));
+    placed(&mut scene, 3, 0, 0, 1, placement(141, 1.0));
     assert_eq!(scene.pick(3).replica, Some(replica(0)), "met again");
 }
 
@@ -443,7 +443,7 @@ fn equal_replicas_share_by_weight_and_a_slow_heavy_one_is_avoided() {
         scene.pool.set_members(8, 0, ms(round));
         for n in 0..8 {
             let latency = scene.rng.random_range(20..30);
-            placed(&mut scene, round, n, 0, latency, standing(0, if n < 4 { 1.5 } else { 0.5 }));
+            placed(&mut scene, round, n, 0, latency, placement(0, if n < 4 { 1.5 } else { 0.5 }));
         }
         picks[usize::from(scene.pick(round).replica.unwrap().port() - 1000)] += 1;
     }
@@ -454,7 +454,7 @@ fn equal_replicas_share_by_weight_and_a_slow_heavy_one_is_avoided() {
     for _ in 0..1000 {
         for n in 0..8 {
             let latency = if n == 0 { 800 } else { 10 };
-            placed(&mut scene, 4001, n, 0, latency, standing(0, if n < 4 { 1.5 } else { 0.5 }));
+            placed(&mut scene, 4001, n, 0, latency, placement(0, if n < 4 { 1.5 } else { 0.5 }));
         }
         assert_ne!(scene.pick(4001).replica, Some(replica(0)));
     }
@@ -463,9 +463,9 @@ fn equal_replicas_share_by_weight_and_a_slow_heavy_one_is_avoided() {
 #[test]
 fn rif_counts_relative_to_the_weight() {
     let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
-    placed(&mut scene, 0, 1, 3, 10, standing(0, 3.0));
-    placed(&mut scene, 0, 2, 2, 10, standing(0, 3.0));
-    placed(&mut scene, 0, 3, 1, 10, standing(0, 0.5));
+    placed(&mut scene, 0, 1, 3, 10, placement(0, 3.0));
+    placed(&mut scene, 0, 2, 2, 10, placement(0, 3.0));
+    placed(&mut scene, 0, 3, 1, 10, placement(0, 0.5));
     // 1, 1 (of 2/3, rounded up) and 2: the light one waits until the others reach 2 (of 4/3) too.
     for _ in 0..3 {
         assert_ne!(scene.pick(1).replica, Some(replica(3)));
@@ -549,7 +549,7 @@ enum Op {
     Report(u16, u32, Option<u32>),
     Pick,
     Wait(u64),
-    Bar(u16),
+    CoolDown(u16),
     Refused(u16),
     Forget(u16),
     Introduce(u16),
@@ -563,7 +563,7 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(n, r, l)| Op::Report(n, r, l)),
         Just(Op::Pick),
         (0u64..700).prop_map(Op::Wait),
-        (0u16..40).prop_map(Op::Bar),
+        (0u16..40).prop_map(Op::CoolDown),
         (0u16..40).prop_map(Op::Refused),
         (0u16..40).prop_map(Op::Forget),
         (0u32..200).prop_map(Op::Members),
@@ -587,7 +587,7 @@ proptest! {
             match op {
                 Op::Report(n, rif, latency_us) => {
                     let load = Load::at_face_value(rif, latency_us);
-                    pool.record(&settings, now, replica(n), load, Standing::even(0), &mut rng);
+                    pool.record(&settings, now, replica(n), load, Placement::even(0), &mut rng);
                 }
                 Op::Pick => {
                     let before: Vec<_> = pool.replicas().collect();
@@ -598,7 +598,7 @@ proptest! {
                     prop_assert!(pick.probes.addressed <= 32 && pick.probes.discovery <= 8);
                 }
                 Op::Wait(step) => now = now.plus(step * 1000),
-                Op::Bar(n) => pool.bar(replica(n), now, 500),
+                Op::CoolDown(n) => pool.cool_down(replica(n), now, 500),
                 Op::Refused(n) => pool.refused(replica(n), now, 500),
                 Op::Forget(n) => pool.forget(replica(n)),
                 Op::Introduce(n) => pool.introduce(&settings, now, replica(n)),
@@ -626,7 +626,7 @@ proptest! {
             let mut rng = SmallRng::seed_from_u64(seed);
             for n in 0..40 {
                 let load = Load::at_face_value(3, Some(1));
-                pool.record(&settings, ms(1), replica(n), load, Standing::even(0), &mut rng);
+                pool.record(&settings, ms(1), replica(n), load, Placement::even(0), &mut rng);
                 pool.pick(&settings, ms(2), &mut rng);
             }
         }
@@ -645,7 +645,7 @@ fn the_few_that_are_known_first_do_not_carry_a_fleet_that_is_being_learned() {
     // As many as the pool holds are not all that there are.
     scene.pool.set_members(30, 0, ms(5100));
     assert_eq!(steered(&mut scene, 5100), 0);
-    // No news of further replicas: these two are the fleet.
+    // No further replicas are known: these two are the fleet.
     let renewed = |scene: &mut Scene, at| {
         scene.report(at, 1, 8, Some(1));
         scene.report(at, 2, 8, Some(1));
@@ -699,8 +699,8 @@ impl Scene {
     fn capable(&mut self, at: u64, n: u16, rif: u32, base_ms: u32, knee: u16) {
         let capacity = Some(Capacity { base_us: base_ms * 1000, knee });
         let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
-        let (now, standing) = (ms(at), Standing::even(0));
-        self.pool.record(&self.settings, now, replica(n), load, standing, &mut self.rng);
+        let (now, placement) = (ms(at), Placement::even(0));
+        self.pool.record(&self.settings, now, replica(n), load, placement, &mut self.rng);
     }
 }
 
@@ -708,13 +708,13 @@ impl Scene {
 fn shares<const N: usize>(
     scene: &mut Scene,
     rounds: u64,
-    reports: impl Fn(u16) -> (Load, Standing),
+    reports: impl Fn(u16) -> (Load, Placement),
 ) -> [usize; N] {
     let mut picks = [0; N];
     for at in 0..rounds {
         for n in 0..N as u16 {
-            let (load, standing) = reports(n);
-            scene.pool.record(&scene.settings, ms(at), replica(n), load, standing, &mut scene.rng);
+            let (load, placement) = reports(n);
+            scene.pool.record(&scene.settings, ms(at), replica(n), load, placement, &mut scene.rng);
         }
         let picked = scene.pick_predicted(at).replica.expect("a full pool");
         picks[usize::from(picked.port() - 1000)] += 1;
@@ -727,7 +727,7 @@ fn among_answers_the_lowest_predicted_latency_wins() {
     let answer = |n, rif, base_ms: u32, knee| {
         let capacity = Some(Capacity { base_us: base_ms * 1000, knee });
         let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
-        crate::sync::Answer { replica: replica(n), load, standing: Standing::even(0) }
+        crate::sync::Answer { replica: replica(n), load, placement: Placement::even(0) }
     };
     let among = |answers: &[crate::sync::Answer]| {
         let Scene { settings, mut pool, mut rng } = Scene::new(plain());
@@ -762,7 +762,7 @@ fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided()
             let base_us = if n == 0 { slow_ms * 1000 } else { 20_000 };
             let capacity = Some(Capacity { base_us, knee: 8 });
             let load = Load { capacity, ..Load::at_face_value(0, Some(base_us)) };
-            (load, standing(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
+            (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
         })
     };
     let even = slow_first(20);
@@ -775,11 +775,11 @@ fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided()
 
 #[test]
 fn by_predicted_latency_a_young_replica_takes_a_share_that_grows_with_its_age() {
-    let settings = PoolSettings { ramp_ms: 10_000, ..plain() };
+    let settings = PoolSettings { slow_start_ms: 10_000, ..plain() };
     for (up_s, wanted) in [(0, 50), (3, 300), (6, 600), (9, 900), (12, 1000)] {
         let picks = shares::<10>(&mut Scene::new(settings.clone()), 10_000, |n| {
             let up_s = (n == 0).then_some(up_s);
-            (Load { up_s, ..Load::at_face_value(0, Some(1_000_000)) }, Standing::even(0))
+            (Load { up_s, ..Load::at_face_value(0, Some(1_000_000)) }, Placement::even(0))
         });
         assert!(picks[0].abs_diff(wanted) <= wanted * 8 / 100 + 16, "{up_s} s: {picks:?}");
     }

@@ -222,7 +222,7 @@ impl Served {
         self.probe_endpoint.set(log.probe_endpoint(self.endpoint));
     }
 
-    /// Reads the log, and writes it if `change` says that there is news.
+    /// Reads the log, and writes it if `change` says that there is an update.
     fn transact(&self, now: Micros, mut change: impl FnMut(&mut EndedLog, &mut Seen) -> bool) {
         let (seen, written) = update::<EndedLog, _>(&self.log_key, &self.blobs, |log| {
             let begun = log.begin(&self.replica.borrow(), now);

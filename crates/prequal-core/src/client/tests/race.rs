@@ -10,7 +10,7 @@ use rand::seq::IndexedRandom;
 
 use super::*;
 use crate::blob::Blob;
-use crate::exceptions::Exceptions;
+use crate::ejection::EjectionTable;
 use crate::pool::{Budget, Candidate, PoolState};
 use crate::sync::Answer;
 
@@ -162,9 +162,9 @@ impl SharedData for Seat<'_> {
             return false;
         }
         let known = state.values.contains_key(key);
-        if known && key == "race/exceptions" {
-            let before: Exceptions = state.blob("exceptions");
-            let after = Exceptions::decode(bytes).unwrap();
+        if known && key == "race/ejections" {
+            let before: EjectionTable = state.blob("ejections");
+            let after = EjectionTable::decode(bytes).unwrap();
             let kept: Vec<Endpoint> = after.reasons().map(|(replica, _)| replica).collect();
             let gone = before.reasons().filter(|(replica, why)| why.is_some() && !kept.contains(replica));
             state.truth.vanished += gone.count();
@@ -301,7 +301,7 @@ impl<'a> Worker<'a> {
         let journal = &self.balancer.journal;
         for (index, (number, endpoint)) in self.waiting.iter().enumerate() {
             let last = self.waiting[index + 1..].iter().all(|(_, later)| later != endpoint);
-            let admitted = !journal.watched || !journal.table.is_out(*endpoint);
+            let admitted = !journal.watched || !journal.table.is_ejected(*endpoint);
             let good = GOOD.contains(&super::number(*endpoint)) && chosen != Some(*endpoint);
             if last && admitted && good {
                 assert!(state.truth.reports[*number].recorded, "report {number} of {endpoint} is lost");
@@ -486,13 +486,13 @@ fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> End {
                 (end.conflicts, end.given_up) =
                     (end.conflicts + conflicts, end.given_up + u32::from(*given_up));
             }
-            Count::Exception(Change::Opened(_)) => end.opened += 1,
-            Count::Exception(Change::Closed(_)) => end.closed += 1,
+            Count::Ejection(Change::Ejected(_)) => end.opened += 1,
+            Count::Ejection(Change::Returned(_)) => end.closed += 1,
             _ => {}
         }
     }
     assert_eq!(end.conflicts + end.given_up, state.truth.refused);
-    let out = state.blob::<Exceptions>("exceptions").reasons().filter(|(_, why)| why.is_some()).count();
+    let out = state.blob::<EjectionTable>("ejections").reasons().filter(|(_, why)| why.is_some()).count();
     assert_eq!(end.opened, end.closed + vanished + out, "who went out, and is back or not");
     end
 }

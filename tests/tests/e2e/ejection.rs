@@ -1,4 +1,5 @@
-//! Replicas that fail, hang or lie about it: how soon they are averted, that they come back, and that the harm is bounded.
+//! Replicas that fail, hang or lie about it: how soon they are ejected, that they come back, and that the harm is
+//! bounded.
 
 use std::io::Write as _;
 use std::net::{SocketAddr, TcpStream};
@@ -40,12 +41,12 @@ fn fail(backend: &Backend, share: u64) {
     });
 }
 
-/// Asserts that no replica was averted at any time: the gauge alone reads 0 in panic too.
+/// Asserts that no replica was ejected at any time: the gauge alone reads 0 in panic too.
 #[track_caller]
-fn assert_not_averted(envoy: &Envoy) {
+fn assert_not_ejected(envoy: &Envoy) {
     let now = envoy.prequal(SERVING).expect("stats");
-    for reason in ["failing", "reported", "silent"] {
-        assert_eq!(now.other(&format!("prequal_averted_total.{reason}")), 0, "{reason}: {now:#?}");
+    for reason in ["failing", "reported", "unresponsive"] {
+        assert_eq!(now.other(&format!("prequal_ejections_total.{reason}")), 0, "{reason}: {now:#?}");
     }
     assert_eq!(now.other("prequal_panic"), 0, "{now:#?}");
 }
@@ -79,18 +80,18 @@ fn without_probes_all_replicas_are_met_and_one_that_failed_comes_back() -> Resul
     warm(&envoy, 4);
     let client = envoy.client();
     fail(&fleet[0].backend, 100);
-    until(&client, "averted", Duration::from_secs(10), || {
-        envoy.prequal("replicas").is_ok_and(|counts| counts.other("prequal_averted") == 1)
+    until(&client, "ejected", Duration::from_secs(10), || {
+        envoy.prequal("replicas").is_ok_and(|counts| counts.other("prequal_ejected") == 1)
     });
     fleet[0].backend.set(Reply::ok().delay(MS(5)));
     until(&client, "back in use", Duration::from_secs(30), || {
-        envoy.prequal("replicas").is_ok_and(|counts| counts.other("prequal_averted") == 0)
+        envoy.prequal("replicas").is_ok_and(|counts| counts.other("prequal_ejected") == 0)
     });
     Ok(())
 }
 
 #[test]
-fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Result<()> {
+fn a_replica_that_fails_a_part_of_its_requests_is_ejected_and_comes_back() -> Result<()> {
     bed!();
     for (share, workers) in [(30, 1), (30, 2), (50, 1), (100, 1)] {
         let fleet = Fleet::uniform(10, &Reply::ok().delay(MS(20)))?;
@@ -117,7 +118,7 @@ fn a_replica_that_fails_a_part_of_its_requests_is_averted_and_comes_back() -> Re
 }
 
 #[test]
-fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
+fn grpc_errors_eject_in_trailers_and_without_a_body() -> Result<()> {
     bed!();
     for failing in [grpc_reply("14"), grpc_reply_alone("14")] {
         let fleet = Fleet::uniform(4, &grpc_reply("0").delay(MS(10)))?;
@@ -129,14 +130,14 @@ fn grpc_errors_avert_in_trailers_and_without_a_body() -> Result<()> {
         client.burst(400, 8, |_| grpc_request());
         let served = fleet.served();
         assert!(served[0] < 24, "{served:?}");
-        counted(&envoy, "averted", |now| {
-            now.other("prequal_averted_total.failing") + now.other("prequal_averted_total.reported") > 0
+        counted(&envoy, "ejected", |now| {
+            now.other("prequal_ejections_total.failing") + now.other("prequal_ejections_total.reported") > 0
         });
     }
     Ok(())
 }
 
-/// Four replicas whose agents say nothing of failures: what averts them is what this Envoy sees.
+/// Four replicas whose agents say nothing of failures: what ejects them is what this Envoy sees.
 struct Unreported {
     backends: Vec<Backend>,
     /// The first replica answers as it should but for every so many-th time; not yet set, it always does.
@@ -190,23 +191,23 @@ impl Unreported {
         addrs(&self.backends)
     }
 
-    /// Fails all that the first replica gets, and asserts that it is averted for what this Envoy sees: soon, and then left
-    /// alone but for trials.
+    /// Fails all that the first replica gets, and asserts that it is ejected for what this Envoy sees: soon, and then
+    /// left alone but for trials.
     #[track_caller]
-    fn assert_averted(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
+    fn assert_ejected(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
         warm(envoy, 4);
         self.fail_every(1);
         // It takes two failures. Where the first brings no report the replica waits for a probe, last in the pool.
         eventually(case, Duration::from_secs(30), || {
             client.burst(50, 8, request);
-            (envoy.prequal(SERVING).ok()?.other("prequal_averted_total.failing") > 0).then_some(())
+            (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())
         });
         client.burst(400, 8, request);
         // A fair share is 100 requests: these are who was caught at once, and trials.
         assert!((2..=24).contains(&self.failures()), "{case}: {} failures", self.failures());
         let counts = envoy.prequal(SERVING).expect("stats");
-        assert_eq!(counts.other("prequal_averted_total.reported"), 0, "{counts:#?}");
-        assert_eq!(counts.other("prequal_averted_total.silent"), 0, "{counts:#?}");
+        assert_eq!(counts.other("prequal_ejections_total.reported"), 0, "{counts:#?}");
+        assert_eq!(counts.other("prequal_ejections_total.unresponsive"), 0, "{counts:#?}");
     }
 }
 
@@ -216,7 +217,7 @@ fn broken(status: u16) -> Reply {
 }
 
 #[test]
-fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
+fn one_failure_in_a_hundred_after_the_headers_ejects_nobody() -> Result<()> {
     bed!();
     for bad in [grpc_reply("14"), broken(200), broken(503)] {
         let (fleet, envoy, client) = Unreported::failing(&bad, MS(2), 100)?;
@@ -225,13 +226,13 @@ fn one_failure_in_a_hundred_after_the_headers_averts_nobody() -> Result<()> {
             (fleet.failures() >= 6).then_some(())
         });
         counted(&envoy, "failures", |now| now.outcomes("upstream_failure") >= 6);
-        assert_not_averted(&envoy);
+        assert_not_ejected(&envoy);
     }
     Ok(())
 }
 
 #[test]
-fn errors_that_no_replica_reports_avert() -> Result<()> {
+fn errors_that_no_replica_reports_eject() -> Result<()> {
     bed!();
     for (case, bad) in [
         ("503", Reply::status(503)),
@@ -240,29 +241,29 @@ fn errors_that_no_replica_reports_avert() -> Result<()> {
     ] {
         let fleet = Unreported::start(&grpc_reply("0").delay(MS(10)), &bad)?;
         let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
-        fleet.assert_averted(case, &envoy, &Client::http2(envoy.addr()), |_| grpc_request());
+        fleet.assert_ejected(case, &envoy, &Client::http2(envoy.addr()), |_| grpc_request());
     }
     Ok(())
 }
 
 #[test]
-fn a_part_that_no_replica_reports_averts() -> Result<()> {
+fn a_part_that_no_replica_reports_ejects() -> Result<()> {
     bed!();
     for bad in [Reply::status(503), grpc_reply("14")] {
         let (fleet, envoy, client) = Unreported::failing(&bad, MS(10), 3)?;
-        eventually("averted", Duration::from_secs(30), || {
+        eventually("ejected", Duration::from_secs(30), || {
             client.burst(100, 8, |_| grpc_request());
-            (envoy.prequal(SERVING).ok()?.other("prequal_averted_total.failing") > 0).then_some(())
+            (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())
         });
         // Within tens of requests.
         assert!(fleet.failures() <= 40, "{} failures", fleet.failures());
-        assert_eq!(envoy.prequal(SERVING)?.other("prequal_averted_total.reported"), 0);
+        assert_eq!(envoy.prequal(SERVING)?.other("prequal_ejections_total.reported"), 0);
     }
     Ok(())
 }
 
 #[test]
-fn timeouts_resets_and_broken_answers_avert() -> Result<()> {
+fn timeouts_resets_and_broken_answers_eject() -> Result<()> {
     bed!();
     for (case, bad) in [
         ("the route's timeout", Reply::ok().body(Body::Hang)),
@@ -270,26 +271,26 @@ fn timeouts_resets_and_broken_answers_avert() -> Result<()> {
         ("broken off", broken(200)),
     ] {
         let fleet = Unreported::start(&Reply::ok().delay(MS(10)), &bad)?;
-        // Without the breaker, which would see who does not answer before the timeout does.
-        let config = set(without_retries(&fleet.addrs())?, "breaker", 0)
+        // Without the limit on waiting, which would see who does not answer before the timeout does.
+        let config = set(without_retries(&fleet.addrs())?, "ejection_wait_factor", 0)
             .edit(|config| config.route_mut()["timeout"] = json!("0.2s"));
         let envoy = Envoy::start(config)?;
-        fleet.assert_averted(case, &envoy, &envoy.client(), |_| Request::get("/"));
+        fleet.assert_ejected(case, &envoy, &envoy.client(), |_| Request::get("/"));
     }
     Ok(())
 }
 
 #[test]
-fn a_replica_that_goes_silent_is_left_at_once_and_comes_back_when_it_answers() -> Result<()> {
+fn an_unresponsive_replica_is_left_at_once_and_comes_back_when_it_answers() -> Result<()> {
     bed!();
-    // Each worker finds silence by itself; the verdict is for all.
+    // Each worker finds out by itself; the verdict is for all.
     for workers in [1, 2] {
-        silent_and_back(workers)?;
+        unresponsive_and_back(workers)?;
     }
     Ok(())
 }
 
-fn silent_and_back(workers: u32) -> Result<()> {
+fn unresponsive_and_back(workers: u32) -> Result<()> {
     let fleet = Fleet::uniform(6, &Reply::ok().delay(MS(20)))?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(workers))?;
     warm(&envoy, 6);
@@ -301,7 +302,7 @@ fn silent_and_back(workers: u32) -> Result<()> {
     let late = answers.iter().flatten().filter(|answer| answer.elapsed > Duration::from_secs(1)).count();
     // Eight callers: at most those who were caught at once, and a trial or two.
     assert!(late <= 12, "{late} late: {:#?}", envoy.prequal("replicas")?);
-    counted(&envoy, "averted for silence", |now| now.other("prequal_averted_total.silent") > 0);
+    counted(&envoy, "ejected as unresponsive", |now| now.other("prequal_ejections_total.unresponsive") > 0);
     fleet[0].backend.set(Reply::ok().delay(MS(20)));
     let start = Instant::now();
     until(&client, "half of its share", Duration::from_secs(12), || {
@@ -314,7 +315,7 @@ fn silent_and_back(workers: u32) -> Result<()> {
 }
 
 #[test]
-fn refused_connections_avert_and_the_replica_is_back_when_it_listens_again() -> Result<()> {
+fn refused_connections_eject_and_the_replica_is_back_when_it_listens_again() -> Result<()> {
     bed!();
     let mut fleet = Fleet::uniform(5, &Reply::ok().delay(MS(10)))?;
     let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
@@ -335,7 +336,7 @@ fn refused_connections_avert_and_the_replica_is_back_when_it_listens_again() -> 
 }
 
 #[test]
-fn when_most_of_the_fleet_fails_nobody_is_averted() -> Result<()> {
+fn when_most_of_the_fleet_fails_nobody_is_ejected() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(5, &Reply::ok().delay(MS(5)))?;
     let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
@@ -345,10 +346,10 @@ fn when_most_of_the_fleet_fails_nobody_is_averted() -> Result<()> {
     }
     let client = envoy.client();
     get(&client, 400);
-    // Those that failed first were averted until the others did too.
-    let averted = || envoy.prequal("replicas").map(|now| now.other("prequal_averted"));
-    until(&client, "nobody is averted", Duration::from_secs(5), || {
-        averted().is_ok_and(|averted| averted == 0)
+    // Those that failed first were ejected until the others did too.
+    let ejected = || envoy.prequal("replicas").map(|now| now.other("prequal_ejected"));
+    until(&client, "nobody is ejected", Duration::from_secs(5), || {
+        ejected().is_ok_and(|ejected| ejected == 0)
     });
     fleet.clear();
     get(&client, 500);
@@ -367,11 +368,11 @@ fn when_most_of_the_fleet_fails_nobody_is_averted() -> Result<()> {
 }
 
 #[test]
-fn client_aborts_avert_nobody() -> Result<()> {
+fn client_aborts_eject_nobody() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(3, &Reply::ok().delay(MS(30)))?;
-    // Without the breaker: a client that gives up early would show nothing of it.
-    let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "breaker", 0);
+    // Without the limit on waiting: a client that gives up early would show nothing of it.
+    let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "ejection_wait_factor", 0);
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);
     let served = || fleet.served().iter().sum::<u64>();
@@ -385,7 +386,7 @@ fn client_aborts_avert_nobody() -> Result<()> {
     counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 40);
     // What a request told is taken in with the next.
     assert_eq!(good(&get(&envoy.client(), 1)), 1);
-    assert_not_averted(&envoy);
+    assert_not_ejected(&envoy);
     assert_eq!(good(&get(&envoy.client(), 100)), 100);
     Ok(())
 }
@@ -422,13 +423,13 @@ fn what_envoy_refuses_by_itself_is_not_the_replicas() -> Result<()> {
         let local = before.outcomes("local") + refused;
         let after = counted(&envoy, case, |now| now.outcomes("local") >= local);
         assert_eq!(after.outcomes("upstream_failure"), 0, "{case}: {after:#?}");
-        assert_not_averted(&envoy);
+        assert_not_ejected(&envoy);
     }
     Ok(())
 }
 
 #[test]
-fn a_full_circuit_breaker_bars_nobody() -> Result<()> {
+fn a_full_circuit_breaker_starts_no_cooldown() -> Result<()> {
     bed!();
     // One that everybody wants, and enough others to choose from without it.
     let best = |addr| with_load(report(0, 5000, addr));
@@ -447,7 +448,7 @@ fn a_full_circuit_breaker_bars_nobody() -> Result<()> {
     for _ in 0..3 {
         wanted.clear();
         assert_eq!(good(&client.burst(2, 2, |_| Request::get("/"))), 1, "one was to be refused");
-        // A bar would last for a second.
+        // A cooldown would last for a second.
         assert_eq!(good(&client.burst(10, 1, |_| Request::get("/"))), 10);
         let served = wanted.seen().iter().filter(|seen| !is_probe(seen)).count();
         assert!(served >= 8, "{served} of 11");
@@ -541,15 +542,15 @@ fn both_rules_can_be_switched_off() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(5)))?;
     let config = without_retries(&fleet.addrs())?.filter_settings(|settings| {
-        settings["error_aversion"] = json!(0);
-        settings["breaker"] = json!(0);
+        settings["ejection_failure_share"] = json!(0);
+        settings["ejection_wait_factor"] = json!(0);
     });
     let envoy = Envoy::start(config)?;
     warm(&envoy, 4);
     fail(&fleet[0].backend, 50);
     get(&envoy.client(), 400);
     let counts = envoy.prequal("replicas")?;
-    assert_eq!(counts.other("prequal_averted"), 0, "{counts:#?}");
+    assert_eq!(counts.other("prequal_ejected"), 0, "{counts:#?}");
     assert_eq!(counts.other("prequal_trials_total"), 0, "{counts:#?}");
     Ok(())
 }

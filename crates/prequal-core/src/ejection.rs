@@ -1,32 +1,34 @@
-//! The exceptions table: replicas that a pick must pass over for a while, and what lets them back in.
+//! The ejection table: replicas that no pick may choose for a while, and what readmits them.
 //!
-//! [`Exceptions`] is a blob of its own beside the pool's, shared by the workers of an Envoy. It outlives pool entries, and
-//! is read on a pick only while it excludes or watches someone ([`crate::pool::PoolState::has_exceptions`]). What one
-//! worker sees of its own requests is in [`flights`]. Its bytes are no more than what it holds.
+//! [`EjectionTable`] is a blob of its own beside the pool's, shared by the workers of an Envoy. It outlives pool
+//! entries, and is read on a pick only while it excludes or watches someone
+//! ([`crate::pool::PoolState::has_ejections`]). What one worker sees of its own requests is in [`flights`]. Its bytes
+//! are no more than what it holds.
 //!
-//! A replica is **out** for one of these [`Reason`]s:
+//! A replica is **ejected** for one of these [`Reason`]s:
 //!
 //! - *failing*: of the requests that this Envoy sent there lately (the last [`MEMORY`], fading over 10 s) at least
-//!   [`ExceptionSettings::error_aversion`] more failed than at the others, and at least two. A share, not a run of failures:
-//!   a replica that fails every third request hardly ever fails five in a row. One failure in a thousand never gets there.
+//!   [`EjectionSettings::failure_share`] more failed than at the others, and at least two. A share, not a run of
+//!   failures: a replica that fails every third request hardly ever fails five in a row. One failure in a thousand
+//!   never gets there.
 //! - *reported*: the replica says so itself, and the others do not. It hurts only itself if it lies.
-//! - *silent*: a request has waited for longer than any should, and nothing sent after it has been answered.
+//! - *unresponsive*: a request has waited for longer than any should, and nothing sent after it has been answered.
 //!
 //! **Trials** let it back: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard of (by
 //! a probe) since the last. One that came back only a little late starts that over, once; one that came back late from a
-//! replica that reports itself as slow as that goes on to 8 s at once. A silent replica is back after
+//! replica that reports itself as slow as that goes on to 8 s at once. An unresponsive replica is back after
 //! one answer in time, of a trial or of a request from before; a failing one after [`STREAK`] trials in a row, which follow
 //! each other quickly (half-failing replicas pass a single trial every other time), and once it does not report failures
-//! either. A replica that came back after silence is **vouched** for: for 15 s its latency is what this client sees if that
-//! is less than what it reports, which still includes the silence.
+//! either. A replica that is back after it was unresponsive is **vouched** for: for 15 s its latency is what this
+//! client sees if that is less than what it reports, which still includes that time.
 //!
 //! **The others** stand for what is no replica's own fault, such as a dependency that all of them share: the *median* of
 //! their shares of failures, so that up to half of the fleet can be bad without excusing each other. Only those of which
 //! there is evidence of the last 10 s count, and where they fail as well, more must have failed than chance would have.
 //! A replica that turns out to fail like the others is back at its next report.
 //!
-//! **Panic**: when more than half of the fleet would be out, nobody is. Then it is not the replicas, or there is nowhere
-//! else to go.
+//! **Panic**: when more than half of the fleet would be ejected, nobody is. Then it is not the replicas, or there is
+//! nowhere else to go.
 
 use std::borrow::Cow;
 use std::mem;
@@ -38,13 +40,14 @@ use crate::blob::{Blob, BlobError, Tag};
 use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 use crate::load::Load;
-use crate::members::Standing;
+use crate::members::Placement;
 use crate::time::{Micros, Stamp};
 
 pub mod flights;
 
-/// Most replicas in the table: all of a fleet of a thousand. What a larger fleet loses is counted ([`Exceptions::take_lost`]).
-pub const MAX_EXCEPTIONS: usize = 1024;
+/// Most replicas in the table: all of a fleet of a thousand. What a larger fleet loses is counted
+/// ([`EjectionTable::take_lost`]).
+pub const MAX_EJECTIONS: usize = 1024;
 /// Requests that the share of failures looks back on.
 pub const MEMORY: f32 = 32.0;
 /// Trials in a row that let a failing replica back in.
@@ -52,25 +55,26 @@ pub const STREAK: u8 = 5;
 
 /// Checked settings; ranges are those of [`crate::config`].
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ExceptionSettings {
-    /// Share of failed requests, beyond that of the others, from which on a replica is averted, 0.02 to 1; 0: never.
-    pub error_aversion: f64,
-    /// A request that has waited this many times as long as nine in ten do, and longer than 99 in 100, is a sign of silence, 1
-    /// to 100; 0: never.
-    pub breaker: f64,
+pub struct EjectionSettings {
+    /// Share of failed requests, beyond that of the others, from which on a replica is ejected, 0.02 to 1; 0: never.
+    pub failure_share: f64,
+    /// A request that has waited this many times as long as nine in ten do, and longer than 99 in 100, is a sign of an
+    /// unresponsive replica, 1 to 100; 0: never.
+    pub wait_factor: f64,
 }
 
-impl ExceptionSettings {
+impl EjectionSettings {
     /// Neither rule.
-    pub const OFF: Self = Self { error_aversion: 0.0, breaker: 0.0 };
+    pub const OFF: Self = Self { failure_share: 0.0, wait_factor: 0.0 };
 
-    /// Whether a replica that reports this share of failures, per mille, is averted for it while the others report none.
+    /// Whether a replica that reports this share of failures, per mille, is ejected for it while the others report
+    /// none.
     pub fn believes(&self, failing: u16) -> bool {
-        let least = f64::from(MIN_REPORTED).max(self.error_aversion * 1000.0);
-        self.error_aversion > 0.0 && f64::from(failing) >= least
+        let least = f64::from(MIN_REPORTED).max(self.failure_share * 1000.0);
+        self.failure_share > 0.0 && f64::from(failing) >= least
     }
 
-    /// Whether it is averted while the others report a share of `others`. That may be of few requests.
+    /// Whether it is ejected while the others report a share of `others`. That may be of few requests.
     fn believes_beside(&self, failing: u16, others: u16) -> bool {
         let [failed, expected] = [failing, others].map(|share| f32::from(share) / 1000.0 * REPORTED_TOTAL);
         self.believes(failing.saturating_sub(others)) && stands_out(failed, REPORTED_TOTAL, expected, 0.0)
@@ -78,11 +82,11 @@ impl ExceptionSettings {
 
     /// Whether this share of failures, per mille, is small enough for a replica to come back.
     fn forgives(&self, failing: u16) -> bool {
-        f64::from(failing) < self.error_aversion * 1000.0
+        f64::from(failing) < self.failure_share * 1000.0
     }
 }
 
-/// Why a replica is out.
+/// Why a replica is ejected.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Reason {
     /// Too many of our requests fail there.
@@ -90,7 +94,7 @@ pub enum Reason {
     /// It reports that too many of its requests fail.
     Reported,
     /// It does not answer.
-    Silent,
+    Unresponsive,
 }
 
 /// What a request, or its absence of an answer, tells of a replica.
@@ -107,7 +111,7 @@ pub enum Event {
         trial: bool,
     },
     /// A request is overdue, and nothing sent after it was answered.
-    Silent {
+    Unresponsive {
         /// The request was a trial.
         trial: bool,
         /// The replica had reported an ordinary latency until then.
@@ -144,10 +148,10 @@ pub enum Change {
     None,
     /// Counts have changed.
     Noted,
-    /// The replica is out from now on.
-    Opened(Reason),
-    /// It is back.
-    Closed(Reason),
+    /// The replica is ejected from now on.
+    Ejected(Reason),
+    /// The replica is back.
+    Returned(Reason),
 }
 
 /// A request that shows whether a replica is well again.
@@ -156,13 +160,13 @@ pub struct Trial {
     /// Whom it goes to.
     pub replica: Endpoint,
     /// Its placement when it was last heard of.
-    pub standing: Standing,
+    pub placement: Placement,
 }
 
 /// The table of one upstream cluster.
 #[derive(Default)]
-pub struct Exceptions {
-    /// Replicas known: decides when too many are out.
+pub struct EjectionTable {
+    /// Replicas known: decides when too many are ejected.
     members: u32,
     /// Those that were well beside the one that failed last, to the worker that told.
     well: u32,
@@ -188,14 +192,14 @@ struct Record {
     failed: f32,
     total: f32,
     updated: Stamp,
-    /// When it went out, or the last trial was sent or failed.
+    /// When it was ejected, or the last trial was sent or failed.
     since: Stamp,
     backoff_ms: u32,
     /// When it was vouched for, and the latency seen since.
     vouched_at: Stamp,
     vouched_us: u32,
     heard_at: Stamp,
-    /// Of its [`Standing`].
+    /// Of its [`Placement`].
     sampled: u32,
     weight: u16,
     /// 0: in; else a [`Reason`].
@@ -219,20 +223,20 @@ impl Record {
         match self.reason {
             1 => Some(Reason::Failing),
             2 => Some(Reason::Reported),
-            3 => Some(Reason::Silent),
+            3 => Some(Reason::Unresponsive),
             _ => None,
         }
     }
 
-    fn standing(&self) -> Standing {
-        Standing { sampled: self.sampled, weight: self.weight }
+    fn placement(&self) -> Placement {
+        Placement { sampled: self.sampled, weight: self.weight }
     }
 
     fn is_vouched(&self, now: Stamp) -> bool {
         self.vouched == 1 && now.distance_ms(self.vouched_at) < VOUCHED_MS
     }
 
-    /// Brings the counts up to `now`. Those of a replica that is out stand still but for its trials.
+    /// Brings the counts up to `now`. Those of an ejected replica stand still but for its trials.
     fn fade(&mut self, now: Stamp) {
         let keep = fading(now.distance_ms(self.updated));
         self.failed *= keep;
@@ -249,19 +253,19 @@ impl Record {
         }
     }
 
-    fn open(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
-        // Who fails again soon goes on with the back-off where it was. Silence may have been a pause.
-        let relapsed = reason != Reason::Silent && now.distance_ms(self.since) < VOUCHED_MS;
+    fn eject(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
+        // Who fails again soon goes on with the back-off where it was. One that did not answer may have paused.
+        let relapsed = reason != Reason::Unresponsive && now.distance_ms(self.since) < VOUCHED_MS;
         let backoff_ms = if relapsed { self.backoff_ms.saturating_mul(2) } else { 0 };
         self.backoff_ms = backoff_ms.clamp(MIN_BACKOFF_MS, MAX_BACKOFF_MS);
         self.reason = match reason {
             Reason::Failing => 1,
             Reason::Reported => 2,
-            Reason::Silent => 3,
+            Reason::Unresponsive => 3,
         };
         (self.since, self.streak, self.heard, self.vouched) = (now, 0, 0, 0);
         (self.vouch, self.chance) = (vouch.into(), vouch.into());
-        Change::Opened(reason)
+        Change::Ejected(reason)
     }
 
     fn back_off(&mut self) {
@@ -274,37 +278,37 @@ impl Record {
     }
 
     /// After failures: enough trials in a row went well, and the replica agrees.
-    fn close_if_well(&mut self, settings: &ExceptionSettings, now: Stamp) -> Change {
-        if self.streak >= STREAK && self.agrees(settings) { self.close(now) } else { Change::Noted }
+    fn readmit_if_well(&mut self, settings: &EjectionSettings, now: Stamp) -> Change {
+        if self.streak >= STREAK && self.agrees(settings) { self.readmit(now) } else { Change::Noted }
     }
 
-    fn close(&mut self, now: Stamp) -> Change {
+    fn readmit(&mut self, now: Stamp) -> Change {
         let Some(reason) = self.reason() else { return Change::None };
         (self.reason, self.streak, self.since) = (0, 0, now);
         (self.failed, self.total) = (0.0, 0.0);
         (self.vouched, self.vouched_at) = (self.vouch, now);
-        Change::Closed(reason)
+        Change::Returned(reason)
     }
 
     /// Trials of a streak follow each other quickly, unless the replica itself says that it still fails.
-    fn wait_ms(&self, settings: &ExceptionSettings) -> u32 {
+    fn wait_ms(&self, settings: &EjectionSettings) -> u32 {
         if self.streak > 0 && self.agrees(settings) { STREAK_GAP_MS } else { self.backoff_ms }
     }
 
     /// The replica does not report more failures than the others.
-    fn agrees(&self, settings: &ExceptionSettings) -> bool {
+    fn agrees(&self, settings: &EjectionSettings) -> bool {
         settings.forgives(self.reported)
     }
 
     /// It fails more of its requests than the others do.
-    fn stands_out(&self, beside: Others, settings: &ExceptionSettings) -> bool {
-        let share = settings.error_aversion as f32;
+    fn stands_out(&self, beside: Others, settings: &EjectionSettings) -> bool {
+        let share = settings.failure_share as f32;
         // Few others are a guess.
         let usual = beside.share * (1.0 + (beside.count.max(1) as f32).sqrt().recip());
         stands_out(self.failed, self.total, self.total * usual, share)
     }
 
-    /// Its share of failures while that is news. Few requests make none of 1.
+    /// Its share of failures while that is recent. Few requests make none of 1.
     fn recent_share(&self, now: Stamp) -> Option<f32> {
         let age = now.distance_ms(self.updated);
         let keep = fading(age);
@@ -328,7 +332,7 @@ struct Others {
     count: u32,
 }
 
-impl Clone for Exceptions {
+impl Clone for EjectionTable {
     fn clone(&self) -> Self {
         Self { records: self.records.clone(), ..*self }
     }
@@ -340,7 +344,7 @@ impl Clone for Exceptions {
     }
 }
 
-impl Exceptions {
+impl EjectionTable {
     /// An empty table.
     pub fn new() -> Self {
         Self::default()
@@ -354,7 +358,7 @@ impl Exceptions {
     /// Takes in what a request told of `replica`.
     pub fn apply(
         &mut self,
-        settings: &ExceptionSettings,
+        settings: &EjectionSettings,
         now: Micros,
         replica: Endpoint,
         event: Event,
@@ -363,7 +367,7 @@ impl Exceptions {
         let panic = self.panics();
         match event {
             Event::Failed { requests, well, trial } => {
-                if settings.error_aversion <= 0.0 {
+                if settings.failure_share <= 0.0 {
                     return Change::None;
                 }
                 self.well = well;
@@ -380,14 +384,14 @@ impl Exceptions {
                     return Change::Noted;
                 }
                 if record.failed >= MIN_FAILED && record.stands_out(beside, settings) {
-                    return record.open(Reason::Failing, true, now);
+                    return record.eject(Reason::Failing, true, now);
                 }
                 Change::Noted
             }
-            Event::Silent { trial, ordinary } => {
+            Event::Unresponsive { trial, ordinary } => {
                 let Some(record) = self.find_or_add(replica, now) else { return Change::None };
                 match record.reason() {
-                    None => record.open(Reason::Silent, ordinary, now),
+                    None => record.eject(Reason::Unresponsive, ordinary, now),
                     Some(_) if trial => {
                         record.trial_failed(now);
                         Change::Noted
@@ -405,22 +409,22 @@ impl Exceptions {
                 }
                 let Some(reason) = record.reason() else { return Change::None };
                 match (reason, in_time) {
-                    (Reason::Silent, Timing::InTime) => {
+                    (Reason::Unresponsive, Timing::InTime) => {
                         record.vouched_us = latency_us;
-                        record.close(now)
+                        record.readmit(now)
                     }
-                    (Reason::Silent, Timing::Narrow) if trial && record.chance == 1 => {
+                    (Reason::Unresponsive, Timing::Narrow) if trial && record.chance == 1 => {
                         (record.backoff_ms, record.since, record.chance) = (MIN_BACKOFF_MS, now, 0);
                         Change::Noted
                     }
                     // Not stuck but slow, as it says and was before: that is the rule's business.
-                    (Reason::Silent, Timing::Slow) if record.vouch == 0 => record.close(now),
+                    (Reason::Unresponsive, Timing::Slow) if record.vouch == 0 => record.readmit(now),
                     // Another trial soon would only be another slow request.
-                    (Reason::Silent, Timing::Slow) if trial => {
+                    (Reason::Unresponsive, Timing::Slow) if trial => {
                         record.backoff_ms = MAX_BACKOFF_MS;
                         Change::Noted
                     }
-                    (Reason::Silent, _) => Change::None,
+                    (Reason::Unresponsive, _) => Change::None,
                     _ if trial || panic => {
                         record.streak = record.streak.saturating_add(1);
                         (record.since, record.heard) = (now, 1);
@@ -429,7 +433,7 @@ impl Exceptions {
                             // Luck, by its own word.
                             record.back_off();
                         }
-                        record.close_if_well(settings, now)
+                        record.readmit_if_well(settings, now)
                     }
                     _ => Change::None,
                 }
@@ -439,15 +443,15 @@ impl Exceptions {
 
     /// A report of `replica` came in; `failing` is the share that it reports of itself, per mille, `others` the
     /// [median of the others'](crate::pool::PoolState::failing_beside). Tell it of every report while [`Self::is_active`],
-    /// and else of those that [`ExceptionSettings::believes`].
+    /// and else of those that [`EjectionSettings::believes`].
     pub fn heard(
         &mut self,
-        settings: &ExceptionSettings,
+        settings: &EjectionSettings,
         now: Micros,
         replica: Endpoint,
         failing: u16,
         others: u16,
-        standing: Standing,
+        placement: Placement,
     ) -> Change {
         let now = now.stamp();
         let known = self.records.iter().any(|record| record.endpoint == replica);
@@ -455,7 +459,7 @@ impl Exceptions {
             return Change::None;
         }
         let beside = self.others_than(replica, now);
-        // Those that are out are not asked, but their failures are known.
+        // Ejected replicas are not asked, but their failures are known.
         let others = others.max((beside.share * 1000.0) as u16);
         let more = failing.saturating_sub(others);
         let fails = settings.believes_beside(failing, others);
@@ -465,31 +469,31 @@ impl Exceptions {
         let Some(record) = self.find_or_add(replica, now) else { return Change::None };
         record.reported = more;
         let Some(reason) = record.reason() else {
-            return if fails { record.open(Reason::Reported, true, now) } else { Change::None };
+            return if fails { record.eject(Reason::Reported, true, now) } else { Change::None };
         };
         if record.heard == 1 && now.distance_ms(record.heard_at) < HEARD_EVERY_MS {
             return Change::None;
         }
         (record.heard, record.heard_at) = (1, now);
-        (record.sampled, record.weight) = (standing.sampled, standing.weight);
+        (record.sampled, record.weight) = (placement.sampled, placement.weight);
         let like_others = match reason {
             Reason::Failing => beside.share > 0.0 && !record.stands_out(beside, settings),
             Reason::Reported => !settings.forgives(others) && settings.forgives(more),
-            Reason::Silent => return Change::Noted,
+            Reason::Unresponsive => return Change::Noted,
         };
         if like_others {
             // No answer has shown how fast it is. What it failed still excuses the others.
             record.vouch = 0;
             let counts = (record.failed, record.total);
-            let change = record.close(now);
+            let change = record.readmit(now);
             (record.failed, record.total) = counts;
             return change;
         }
-        record.close_if_well(settings, now)
+        record.readmit_if_well(settings, now)
     }
 
     /// The load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None` while
-    /// it is out.
+    /// it is ejected.
     pub fn admit(&self, now: Micros, replica: Endpoint, load: Load) -> Option<Load> {
         let Some(record) = self.records.iter().find(|record| record.endpoint == replica) else {
             return Some(load);
@@ -506,11 +510,11 @@ impl Exceptions {
         Some(load)
     }
 
-    /// A trial that is due, if chance will have it: at most one request in four is one, however many replicas are out.
-    /// `samples` and `members` are the membership's.
+    /// A trial that is due, if chance will have it: at most one request in four is one, however many replicas are
+    /// ejected. `samples` and `members` are the membership's.
     pub fn take_trial(
         &mut self,
-        settings: &ExceptionSettings,
+        settings: &EjectionSettings,
         now: Micros,
         samples: u32,
         members: u32,
@@ -524,7 +528,7 @@ impl Exceptions {
             record.reason != 0
                 && record.heard == 1
                 && now.distance_ms(record.since) >= record.wait_ms(settings)
-                && record.standing().is_in_use(samples, members)
+                && record.placement().is_in_use(samples, members)
         };
         let waited = |record: &&mut Record| now.distance_ms(record.since);
         let record = self.records.iter_mut().filter(due).max_by_key(waited)?;
@@ -532,16 +536,16 @@ impl Exceptions {
             return None;
         }
         (record.since, record.heard) = (now, 0);
-        Some(Trial { replica: record.endpoint, standing: record.standing() })
+        Some(Trial { replica: record.endpoint, placement: record.placement() })
     }
 
-    /// Whether picks must pass over `replica`.
-    pub fn is_out(&self, replica: Endpoint) -> bool {
+    /// Whether `replica` is ejected now: never in panic.
+    pub fn is_ejected(&self, replica: Endpoint) -> bool {
         !self.panics() && self.records.iter().any(|r| r.endpoint == replica && r.reason != 0)
     }
 
-    /// Replicas that picks pass over.
-    pub fn out(&self) -> usize {
+    /// Replicas ejected now: none in panic.
+    pub fn ejected(&self) -> usize {
         if self.panics() { 0 } else { self.flagged() }
     }
 
@@ -606,13 +610,13 @@ impl Exceptions {
         self.records.iter().filter(|record| record.reason != 0).count()
     }
 
-    /// More than half of the fleet would be out, so nobody is.
+    /// More than half of the fleet would be ejected, so nobody is.
     pub fn panics(&self) -> bool {
         self.flagged() * 2 > self.members as usize
     }
 
-    /// More than half of the fleet are out, or fail every second request lately. Those that fail alike are not out, but there is
-    /// nowhere better to go either.
+    /// More than half of the fleet are ejected, or fail every second request lately. Those that fail alike are not
+    /// ejected, but there is nowhere better to go either.
     pub fn most_fail(&self, now: Micros) -> bool {
         // What a copy of the table still says of long ago is not counted.
         let fails = |record: &&Record| {
@@ -623,19 +627,19 @@ impl Exceptions {
         self.records.iter().filter(fails).count() * 2 > self.members as usize
     }
 
-    /// Records lost since the last look, for lack of room: replicas that should be out, or counts of failures.
+    /// Records lost since the last look, for lack of room: replicas that should be ejected, or counts of failures.
     pub fn take_lost(&mut self) -> u32 {
         mem::take(&mut self.lost)
     }
 
-    /// A full table gives up the record that was touched longest ago among those that are in; with all out it takes no
-    /// more.
+    /// A full table gives up the record that was touched longest ago among those that are in; with all ejected it takes
+    /// no more.
     fn find_or_add(&mut self, replica: Endpoint, now: Stamp) -> Option<&mut Record> {
         let known = self.records.iter().position(|record| record.endpoint == replica);
         let index = match known {
             Some(index) => index,
             None => {
-                if self.records.len() >= MAX_EXCEPTIONS {
+                if self.records.len() >= MAX_EJECTIONS {
                     self.lost = self.lost.saturating_add(1);
                     let spare = self.records.iter().enumerate().filter(|(_, record)| record.reason == 0);
                     let (index, _) = spare.max_by_key(|(_, record)| now.distance_ms(record.updated))?;
@@ -656,8 +660,8 @@ fn fading(ms: u32) -> f32 {
     (-(ms as f32) / FADES_MS).exp()
 }
 
-impl Blob for Exceptions {
-    const TAG: Tag = Tag::of_release(0x7072_6578, 2); // "prex"
+impl Blob for EjectionTable {
+    const TAG: Tag = Tag::of_release(0x7072_656a, 2); // "prej"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let wrong_size = BlobError::Size { got: bytes.len(), want: size_of::<Header>() };
@@ -668,7 +672,7 @@ impl Blob for Exceptions {
             return Err(BlobError::Version);
         }
         let records = records.chunks(size_of::<Record>());
-        if records.len() > MAX_EXCEPTIONS {
+        if records.len() > MAX_EJECTIONS {
             return Err(BlobError::Content);
         }
         let records: Result<Vec<Record>, _> = records.map(bytemuck::try_pod_read_unaligned).collect();
@@ -715,7 +719,7 @@ const MAX_BACKOFF_MS: u32 = 8000;
 const STREAK_GAP_MS: u32 = 100;
 /// How long a replica is vouched for, as long as an agent remembers samples; and how soon a relapse is one.
 const VOUCHED_MS: u32 = 15_000;
-/// The placement of a replica that is out is renewed this often.
+/// The placement of an ejected replica is renewed this often.
 const HEARD_EVERY_MS: u32 = 500;
 const FORGOTTEN_MS: u32 = 60_000;
 

@@ -9,9 +9,9 @@ use crate::tracker::Outcome;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng, rngs::SmallRng};
 
-const SETTINGS: ExceptionSettings = ExceptionSettings { error_aversion: 0.1, breaker: 1.5 };
+const SETTINGS: EjectionSettings = EjectionSettings { failure_share: 0.1, wait_factor: 1.5 };
 
-const SILENT: Event = Event::Silent { trial: false, ordinary: true };
+const UNRESPONSIVE: Event = Event::Unresponsive { trial: false, ordinary: true };
 
 fn replica(n: u16) -> Endpoint {
     format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
@@ -35,14 +35,14 @@ fn bad(trial: bool) -> Event {
 
 /// A table over a fleet of ten, and the requests that one worker sends through it.
 struct Scene {
-    table: Exceptions,
+    table: EjectionTable,
     flights: Flights,
     rng: SmallRng,
 }
 
 impl Scene {
     fn new() -> Self {
-        let mut table = Exceptions::new();
+        let mut table = EjectionTable::new();
         table.set_members(10);
         Self { table, flights: Flights::new(), rng: SmallRng::seed_from_u64(5) }
     }
@@ -52,7 +52,7 @@ impl Scene {
     }
 
     fn heard(&mut self, at: u64, n: u16, failing: u16) -> Option<Load> {
-        self.table.heard(&SETTINGS, ms(at), replica(n), failing, 0, Standing::even(0));
+        self.table.heard(&SETTINGS, ms(at), replica(n), failing, 0, Placement::even(0));
         self.table.admit(ms(at), replica(n), load(3, 2000))
     }
 
@@ -83,14 +83,14 @@ impl Scene {
             .map(|t| t.replica)
     }
 
-    /// Requests until the replica is averted, at most 10 000, 20 ms apart; `None` if it never is.
-    fn averted_after(&mut self, share: f64) -> Option<usize> {
-        (0..10_000).find(|i| matches!(self.request(*i as u64 * 20, 1, share, false), Change::Opened(_)))
+    /// Requests until the replica is ejected, at most 10 000, 20 ms apart; `None` if it never is.
+    fn ejected_after(&mut self, share: f64) -> Option<usize> {
+        (0..10_000).find(|i| matches!(self.request(*i as u64 * 20, 1, share, false), Change::Ejected(_)))
     }
 }
 
 #[test]
-fn a_replica_that_fails_a_part_is_averted_within_tens_of_requests() {
+fn a_replica_that_fails_a_part_is_ejected_within_tens_of_requests() {
     for (share, most) in [(1.0, 2), (0.5, 20), (0.3, 40)] {
         for seed in 0..20 {
             let mut scene = Scene::new();
@@ -99,30 +99,32 @@ fn a_replica_that_fails_a_part_is_averted_within_tens_of_requests() {
             for i in 0..500 {
                 scene.request(i, 1, 0.0, false);
             }
-            let after = scene.averted_after(share).unwrap();
+            let after = scene.ejected_after(share).unwrap();
             assert!(after <= most * 3, "failing {share}, seed {seed}: after {after} requests");
         }
     }
 }
 
 #[test]
-fn one_failure_in_a_thousand_averts_nobody() {
+fn one_failure_in_a_thousand_ejects_nobody() {
     for seed in 0..10 {
         let mut scene = Scene::new();
         scene.rng = SmallRng::seed_from_u64(seed);
-        assert_eq!(scene.averted_after(0.001), None, "seed {seed}");
+        assert_eq!(scene.ejected_after(0.001), None, "seed {seed}");
     }
 }
 
 #[test]
 fn failures_after_the_answer_are_a_share_too() {
     // 1 ms apart, so that nothing fades between two failures.
-    for (every, count, averted) in [(1000, 20_000, false), (100, 20_000, false), (3, 100, true), (1, 2, true)]
+    for (every, count, expected) in
+        [(1000, 20_000, false), (100, 20_000, false), (3, 100, true), (1, 2, true)]
     {
         let mut scene = Scene::new();
         let mut requests = 1..=count;
-        let opened = requests.any(|i| matches!(scene.late_request(i, 1, i % every == 0), Change::Opened(_)));
-        assert_eq!(opened, averted, "one in {every}");
+        let ejected =
+            requests.any(|i| matches!(scene.late_request(i, 1, i % every == 0), Change::Ejected(_)));
+        assert_eq!(ejected, expected, "one in {every}");
     }
 }
 
@@ -132,9 +134,9 @@ fn failures_are_forgiven_without_traffic() {
     assert_eq!(scene.tell(0, 1, bad(false)), Change::Noted);
     // Half a minute later the first no longer counts.
     assert_eq!(scene.tell(30_000, 1, bad(false)), Change::Noted);
-    assert_eq!(scene.tell(30_100, 1, bad(false)), Change::Opened(Reason::Failing));
+    assert_eq!(scene.tell(30_100, 1, bad(false)), Change::Ejected(Reason::Failing));
     assert!(scene.table.expire(ms(200_000)));
-    assert!(!scene.table.is_out(replica(1)));
+    assert!(!scene.table.is_ejected(replica(1)));
 }
 
 #[test]
@@ -142,7 +144,7 @@ fn a_failing_replica_is_back_after_a_streak_of_trials() {
     let mut scene = Scene::new();
     scene.tell(0, 1, bad(false));
     scene.tell(1, 1, bad(false));
-    assert!(scene.table.is_out(replica(1)));
+    assert!(scene.table.is_ejected(replica(1)));
     assert_eq!(scene.heard(10, 1, 0), None, "its reports wait");
     assert_eq!(scene.trial(900), None, "too soon");
     assert_eq!(scene.trial(1001), Some(replica(1)));
@@ -154,7 +156,7 @@ fn a_failing_replica_is_back_after_a_streak_of_trials() {
         assert_eq!(scene.tell(at, 1, good(true)), Change::Noted);
         assert_eq!(scene.trial(at + 110), Some(replica(1)), "the next follows quickly");
     }
-    assert_eq!(scene.tell(2000, 1, good(true)), Change::Closed(Reason::Failing));
+    assert_eq!(scene.tell(2000, 1, good(true)), Change::Returned(Reason::Failing));
     assert_eq!(scene.heard(2001, 1, 0).map(|l| l.latency_us), Some(Some(50_000)), "vouched for");
 }
 
@@ -177,27 +179,27 @@ fn back_off_doubles_up_to_eight_seconds_and_trials_never_end() {
 fn a_replica_that_fails_half_its_requests_hardly_ever_passes() {
     let mut scene = Scene::new();
     let (mut requests, mut failures) = (0, 0);
-    // 50 requests/s as long as it is in, trials while it is out, for ten minutes.
+    // 50 requests/s as long as it is in, trials while it is ejected, for ten minutes.
     for at in (0..600_000).step_by(20) {
         scene.heard(at, 1, 0);
-        let out = scene.table.is_out(replica(1));
-        if out && scene.trial(at).is_none() {
+        let ejected = scene.table.is_ejected(replica(1));
+        if ejected && scene.trial(at).is_none() {
             continue;
         }
         requests += 1;
         let before = scene.table.records.first().map_or(0.0, |r| r.failed);
-        scene.request(at, 1, 0.5, out);
+        scene.request(at, 1, 0.5, ejected);
         failures += usize::from(scene.table.records.first().is_some_and(|r| r.failed > before));
     }
     assert!(requests < 1500 && failures > 0, "{requests} of 30000 requests, {failures} failures");
 }
 
 #[test]
-fn what_a_replica_says_of_its_failures_averts_it_and_a_lone_failure_does_not() {
+fn what_a_replica_says_of_its_failures_ejects_it_and_a_lone_failure_does_not() {
     let mut scene = Scene::new();
     assert!(scene.heard(0, 1, 250).is_some());
     assert!(scene.heard(1, 1, 300).is_none());
-    assert!(scene.table.is_out(replica(1)));
+    assert!(scene.table.is_ejected(replica(1)));
     // Trials go well, but it goes on saying so: it keeps its trickle, and nothing else.
     let mut at = 1001;
     for _ in 0..20 {
@@ -206,14 +208,14 @@ fn what_a_replica_says_of_its_failures_averts_it_and_a_lone_failure_does_not() {
         scene.tell(at + 10, 1, good(true));
         at += 8020;
     }
-    assert!(scene.table.is_out(replica(1)));
+    assert!(scene.table.is_ejected(replica(1)));
     scene.heard(at, 1, 50);
-    assert!(!scene.table.is_out(replica(1)), "it has come to agree");
+    assert!(!scene.table.is_ejected(replica(1)), "it has come to agree");
 }
 
 /// A fleet whose replicas fail these shares of their requests, each `rate` times a second, for half a minute; for how long
-/// a client that judges them by its own requests and by their word has each out.
-fn out_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
+/// a client that judges them by its own requests and by their word has each ejected.
+fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
     let replicas = shares.len() as u64;
     let mut scene = Scene::new();
     scene.rng = SmallRng::seed_from_u64(seed);
@@ -221,19 +223,19 @@ fn out_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
     let settings = Profile::Default.pool_settings();
     let mut pool = PoolState::new();
     let mut own: Vec<FailureShare> = vec![FailureShare::default(); shares.len()];
-    let mut out = vec![0.0; shares.len()];
+    let mut ejected = vec![0.0; shares.len()];
     let (mut is_in, mut heard) = (vec![true; shares.len()], 0);
     let every_us = 1_000_000 / (rate * replicas);
     let warm = 10_000_000 / every_us;
     for i in 0..3 * warm {
         let (now, at) = (Micros(ms(0).0 + i * every_us), i * every_us / 1000);
-        let mut news = false;
+        let mut changed = false;
         // Each replica is heard of three times a second.
         while heard * 333 < at * replicas {
             let (index, n) = ((heard % replicas) as usize, replica((heard % replicas) as u16));
             heard += 1;
-            let (failing, even) = (own[index].per_mille(now), Standing::even(0));
-            news |=
+            let (failing, even) = (own[index].per_mille(now), Placement::even(0));
+            changed |=
                 scene.table.heard(&SETTINGS, now, n, failing, pool.failing_beside(n), even) != Change::None;
             if let Some(load) = scene.table.admit(now, n, Load { failing, ..load(1, 20) }) {
                 pool.record(&settings, now, n, load, even, &mut scene.rng);
@@ -249,18 +251,22 @@ fn out_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
         own[n].record(now, if failed { Outcome::Failure } else { Outcome::Success });
         let flight = scene.flights.sent(now, replica(n as u16), None, trial.is_some(), true);
         let landed = scene.flights.answered(&SETTINGS, flight, now, failed).unwrap();
-        news |= scene.tell(at, n as u16, landed.event(failed, None)) != Change::None;
-        if news {
+        changed |= scene.tell(at, n as u16, landed.event(failed, None)) != Change::None;
+        if changed {
             pool.exclude(&scene.table, now);
             for (n, is_in) in (0..).zip(&mut is_in) {
-                *is_in = !scene.table.is_out(replica(n));
+                *is_in = !scene.table.is_ejected(replica(n));
             }
         }
         if i >= warm {
-            out.iter_mut().zip(&is_in).filter(|(_, is_in)| !**is_in).for_each(|(out, _)| *out += 1.0);
+            ejected
+                .iter_mut()
+                .zip(&is_in)
+                .filter(|(_, is_in)| !**is_in)
+                .for_each(|(ejected, _)| *ejected += 1.0);
         }
     }
-    out.iter().map(|out| out / (2 * warm) as f64).collect()
+    ejected.iter().map(|ejected| ejected / (2 * warm) as f64).collect()
 }
 
 #[test]
@@ -272,16 +278,16 @@ fn a_replica_that_fails_like_the_others_is_back_at_its_next_report() {
         } else {
             (0..3).for_each(|at| _ = scene.tell(at, 1, bad(false)));
         }
-        assert!(scene.table.is_out(replica(1)));
+        assert!(scene.table.is_ejected(replica(1)));
         // Then it turns out that all fail, also those whose requests went well until now.
         for (at, n) in (10..82).zip((2..10).cycle()) {
             scene.tell(at, n, Event::Failed { requests: 0.0, well: 0, trial: false });
         }
         let others = if by_word { 550 } else { 0 };
         let reason = if by_word { Reason::Reported } else { Reason::Failing };
-        let change = scene.table.heard(&SETTINGS, ms(600), replica(1), 600, others, Standing::even(0));
-        assert_eq!(change, Change::Closed(reason));
-        assert_eq!(scene.table.out(), 0);
+        let change = scene.table.heard(&SETTINGS, ms(600), replica(1), 600, others, Placement::even(0));
+        assert_eq!(change, Change::Returned(reason));
+        assert_eq!(scene.table.ejected(), 0);
     }
 }
 
@@ -290,14 +296,15 @@ fn a_replica_is_judged_against_the_others_in_every_size_of_fleet() {
     let mut wrong = Vec::new();
     for (size, rate) in [(2, 50), (3, 20), (5, 20), (10, 10), (10, 2), (100, 2)] {
         let mut check = |what: &str, shares: Vec<f64>, bad: usize, least: f64, most: f64| {
-            let runs: Vec<Vec<f64>> = (0..2).map(|seed| out_of_fleet(&shares, rate, seed)).collect();
+            let runs: Vec<Vec<f64>> = (0..2).map(|seed| ejected_of_fleet(&shares, rate, seed)).collect();
             let mean = |range: std::ops::Range<usize>| {
                 let count = range.len().max(1) as f64;
-                runs.iter().map(|out| out[range.clone()].iter().sum::<f64>() / count).sum::<f64>() / 2.0
+                runs.iter().map(|ejected| ejected[range.clone()].iter().sum::<f64>() / count).sum::<f64>()
+                    / 2.0
             };
             let (bads, goods) = (mean(0..bad), mean(bad..size));
             if (bad > 0 && bads < least) || goods > most {
-                wrong.push(format!("{size} at {rate}/s, {what}: bad {bads:.3} out, others {goods:.3}"));
+                wrong.push(format!("{size} at {rate}/s, {what}: bad {bads:.3} ejected, others {goods:.3}"));
             }
         };
         let fleet = |bad: usize, share: f64, others: f64| -> Vec<f64> {
@@ -315,25 +322,25 @@ fn a_replica_is_judged_against_the_others_in_every_size_of_fleet() {
 }
 
 #[test]
-fn half_of_the_fleet_can_be_out_but_not_more() {
+fn half_of_the_fleet_can_be_ejected_but_not_more() {
     let mut scene = Scene::new();
     for n in 0..5 {
         scene.tell(0, n, bad(false));
         scene.tell(0, n, bad(false));
     }
-    assert_eq!(scene.table.out(), 5);
-    scene.tell(0, 5, SILENT);
-    assert_eq!(scene.table.out(), 0, "panic: all are let in");
+    assert_eq!(scene.table.ejected(), 5);
+    scene.tell(0, 5, UNRESPONSIVE);
+    assert_eq!(scene.table.ejected(), 0, "panic: all are let in");
     assert!(scene.heard(1, 5, 0).is_some());
     assert_eq!(scene.trial(60_000), None);
-    // Ordinary answers let them back one by one, and the rest is averted again.
+    // Ordinary answers let them back one by one, and the rest is ejected again.
     for _ in 0..STREAK {
         scene.tell(10, 4, good(false));
     }
-    assert_eq!(scene.table.out(), 5);
+    assert_eq!(scene.table.ejected(), 5);
     // A fleet of one is always in.
     scene.table.set_members(1);
-    assert_eq!(scene.table.out(), 0);
+    assert_eq!(scene.table.ejected(), 0);
 }
 
 /// A worker that has seen enough answers of 100 ms to have a limit of 200.
@@ -356,14 +363,14 @@ fn late(flights: &mut Flights, at: Micros) -> Option<flights::Overdue> {
 }
 
 #[test]
-fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
+fn an_unresponsive_replica_is_ejected_and_one_answer_in_time_readmits_it() {
     let mut scene = warm();
     let stuck = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, true);
     assert_eq!(late(&mut scene.flights, ms(1199)), None);
     let overdue = late(&mut scene.flights, ms(1201)).unwrap();
-    assert_eq!((overdue.replica, overdue.event()), (replica(1), SILENT));
+    assert_eq!((overdue.replica, overdue.event()), (replica(1), UNRESPONSIVE));
     assert_eq!(late(&mut scene.flights, ms(1257)), None, "told once");
-    assert_eq!(scene.tell(1201, 1, overdue.event()), Change::Opened(Reason::Silent));
+    assert_eq!(scene.tell(1201, 1, overdue.event()), Change::Ejected(Reason::Unresponsive));
     let landed = land(&mut scene, stuck, 3000);
     assert_eq!(landed.timing, Timing::Late);
     assert_eq!(
@@ -375,7 +382,7 @@ fn silence_opens_the_breaker_and_one_answer_in_time_closes_it() {
     assert_eq!(scene.trial(3002), Some(replica(1)));
     let trial = scene.flights.sent(ms(3002), replica(1), None, true, true);
     let landed = land(&mut scene, trial, 3102);
-    assert_eq!(scene.tell(3102, 1, landed.event(false, None)), Change::Closed(Reason::Silent));
+    assert_eq!(scene.tell(3102, 1, landed.event(false, None)), Change::Returned(Reason::Unresponsive));
     assert_eq!(scene.heard(3103, 1, 0), Some(load(3, 100)), "its own reports still tell of the stall");
     assert_eq!(scene.heard(3103 + 15_000, 1, 0), Some(load(3, 2000)), "for a while");
 }
@@ -402,7 +409,7 @@ fn a_request_that_its_client_is_still_sending_waits_for_nobody() {
 }
 
 #[test]
-fn a_request_that_was_overtaken_is_slow_and_no_silence() {
+fn a_request_that_was_overtaken_is_slow_and_not_unresponsive() {
     let mut scene = warm();
     let slow = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, true);
     let quick = scene.flights.sent(ms(1010), replica(1), Some(100_000), false, true);
@@ -440,18 +447,18 @@ fn a_replica_that_reports_itself_slower_has_longer() {
     scene.flights.gone(slow);
     // A slow replica is not vouched for: that a request was quick once is no proof.
     scene.tell(3000, 1, overdue.event());
-    assert_eq!(scene.tell(4000, 1, good(false)), Change::Closed(Reason::Silent));
+    assert_eq!(scene.tell(4000, 1, good(false)), Change::Returned(Reason::Unresponsive));
     assert_eq!(scene.heard(4001, 1, 0), Some(load(3, 2000)));
 }
 
 #[test]
 fn a_trial_that_failed_narrowly_is_repeated_soon() {
     let mut scene = Scene::new();
-    scene.tell(0, 1, SILENT);
+    scene.tell(0, 1, UNRESPONSIVE);
     for at in [1000, 4000] {
         scene.heard(at, 1, 0);
         assert!(scene.trial(at + 1000).is_some());
-        scene.tell(at + 1200, 1, Event::Silent { trial: true, ordinary: true });
+        scene.tell(at + 1200, 1, Event::Unresponsive { trial: true, ordinary: true });
     }
     // The last failure put the next trial four seconds off; the answer came, a little late.
     scene.tell(5250, 1, Event::Answered { latency_us: 200_000, in_time: Timing::Narrow, trial: true });
@@ -461,10 +468,10 @@ fn a_trial_that_failed_narrowly_is_repeated_soon() {
 
 #[test]
 fn a_trial_that_a_slow_replica_answered_late_is_not_repeated_soon() {
-    // From the open breaker on: when the second trial may start after the first.
+    // From the ejection on: when the second trial may start after the first.
     let next = |reported_us| {
         let mut scene = warm();
-        scene.tell(1000, 1, SILENT);
+        scene.tell(1000, 1, UNRESPONSIVE);
         scene.heard(1001, 1, 0);
         assert!(scene.trial(2000).is_some());
         let trial = scene.flights.sent(ms(2000), replica(1), None, true, true);
@@ -506,46 +513,50 @@ fn a_clock_that_steps_is_survived() {
     scene.flights.gone(flight);
     let flight = scene.flights.sent(ms(1000), replica(2), Some(100_000), false, true);
     assert!(late(&mut scene.flights, ms(1000 + hour)).is_some(), "forth: it looks an hour old");
-    scene.tell(1000 + hour, 2, SILENT);
+    scene.tell(1000 + hour, 2, UNRESPONSIVE);
     scene.flights.gone(flight);
     scene.heard(1001 + hour, 2, 0);
     // And back again: the time of the trial has come, whichever way the clock went.
     assert!(scene.trial(1000).is_some());
     scene.tell(1100, 2, good(true));
-    assert!(!scene.table.is_out(replica(2)));
+    assert!(!scene.table.is_ejected(replica(2)));
 }
 
 #[test]
 fn half_of_a_thousand_replicas_can_be_out_beside_those_watched() {
-    let mut table = Exceptions::new();
+    let mut table = EjectionTable::new();
     table.set_members(1000);
     for n in 0..500 {
-        table.apply(&SETTINGS, ms(0), replica(n), SILENT);
+        table.apply(&SETTINGS, ms(0), replica(n), UNRESPONSIVE);
     }
     for n in 500..1000 {
         table.apply(&SETTINGS, ms(0), replica(n), bad(false));
     }
-    assert_eq!((table.out(), table.records.len(), table.take_lost()), (500, 1000, 0));
+    assert_eq!((table.ejected(), table.records.len(), table.take_lost()), (500, 1000, 0));
 }
 
 #[test]
 fn a_full_table_keeps_who_is_out_and_says_what_it_loses() {
-    let mut table = Exceptions::new();
+    let mut table = EjectionTable::new();
     table.set_members(10_000);
     for n in 0..40 {
-        table.apply(&SETTINGS, ms(0), replica(n), SILENT);
+        table.apply(&SETTINGS, ms(0), replica(n), UNRESPONSIVE);
     }
-    for n in 40..MAX_EXCEPTIONS as u16 + 20 {
+    for n in 40..MAX_EJECTIONS as u16 + 20 {
         table.apply(&SETTINGS, ms(u64::from(n)), replica(n), bad(false));
     }
-    assert_eq!((table.out(), table.records.len(), table.lost), (40, MAX_EXCEPTIONS, 20));
-    let decoded = Exceptions::decode(&table.encode()).unwrap();
-    assert_eq!((decoded.out(), decoded.lost), (40, 0), "what others lost is theirs to count");
-    for n in 2000..2000 + MAX_EXCEPTIONS as u16 {
-        table.apply(&SETTINGS, ms(2000), replica(n), SILENT);
+    assert_eq!((table.ejected(), table.records.len(), table.lost), (40, MAX_EJECTIONS, 20));
+    let decoded = EjectionTable::decode(&table.encode()).unwrap();
+    assert_eq!((decoded.ejected(), decoded.lost), (40, 0), "what others lost is theirs to count");
+    for n in 2000..2000 + MAX_EJECTIONS as u16 {
+        table.apply(&SETTINGS, ms(2000), replica(n), UNRESPONSIVE);
     }
-    assert_eq!(table.out(), MAX_EXCEPTIONS);
-    assert_eq!(table.take_lost(), 20 + MAX_EXCEPTIONS as u32, "some watched, then some that should be out");
+    assert_eq!(table.ejected(), MAX_EJECTIONS);
+    assert_eq!(
+        table.take_lost(),
+        20 + MAX_EJECTIONS as u32,
+        "some watched, then some that should be ejected"
+    );
 }
 
 #[test]
@@ -573,7 +584,7 @@ fn a_worker_remembers_each_of_a_thousand_replicas() {
 #[test]
 fn a_replica_without_placement_gets_no_trial() {
     let mut scene = Scene::new();
-    scene.tell(0, 1, SILENT);
+    scene.tell(0, 1, UNRESPONSIVE);
     scene.heard(1, 1, 0);
     // The policy has been sampled a thousand times since and never met it.
     assert!(
@@ -583,8 +594,8 @@ fn a_replica_without_placement_gets_no_trial() {
 
 #[test]
 fn nothing_happens_with_the_rules_off() {
-    let off = Profile::Paper.pool_settings().exceptions;
-    let mut table = Exceptions::new();
+    let off = Profile::Paper.pool_settings().ejection;
+    let mut table = EjectionTable::new();
     table.set_members(10);
     let mut flights = Flights::new();
     for i in 0..1000 {
@@ -592,7 +603,7 @@ fn nothing_happens_with_the_rules_off() {
         let landed = flights.answered(&off, flight, ms(i * 10 + i), true).unwrap();
         assert_eq!(table.apply(&off, ms(i * 10), replica(1), landed.event(true, None)), Change::None);
         assert_eq!(flights.overdue(ms(i * 10)), None);
-        assert_eq!(table.heard(&off, ms(i * 10), replica(1), 1000, 0, Standing::even(0)), Change::None);
+        assert_eq!(table.heard(&off, ms(i * 10), replica(1), 1000, 0, Placement::even(0)), Change::None);
     }
     assert_eq!(table.records.len(), 0);
 }
@@ -603,7 +614,7 @@ fn more_failures_than_requests_are_no_content() {
     scene.tell(0, 1, bad(false));
     let record = &mut scene.table.records[0];
     record.failed = record.total + 0.5;
-    assert!(matches!(Exceptions::decode(&scene.table.encode()), Err(BlobError::Content)));
+    assert!(matches!(EjectionTable::decode(&scene.table.encode()), Err(BlobError::Content)));
 }
 
 /// Bytes with more of the highest than chance would have, and counts within their bounds.
@@ -615,23 +626,23 @@ fn any_record() -> impl Strategy<Value = ([u8; size_of::<Record>()], (f32, f32))
 }
 
 /// Everything that a worker does with a table that it has read; what it then writes is sound.
-fn use_after(mut table: Exceptions, now: Micros) {
+fn use_after(mut table: EjectionTable, now: Micros) {
     table.expire(now);
     for n in 0..8 {
-        for (event, failing) in [(good(true), 1000), (bad(true), 0), (good(false), 100), (SILENT, 0)] {
+        for (event, failing) in [(good(true), 1000), (bad(true), 0), (good(false), 100), (UNRESPONSIVE, 0)] {
             table.apply(&SETTINGS, now, replica(n), event);
-            table.heard(&SETTINGS, now, replica(n), failing, 0, Standing::even(0));
+            table.heard(&SETTINGS, now, replica(n), failing, 0, Placement::even(0));
         }
         table.admit(now, replica(n), load(0, 0));
     }
     table.take_trial(&SETTINGS, now, 0, 10, &mut SmallRng::seed_from_u64(5));
-    assert!(Exceptions::decode(&table.encode()).is_ok());
+    assert!(EjectionTable::decode(&table.encode()).is_ok());
 }
 
 proptest! {
     #[test]
     fn bytes_from_outside_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
-        let _ = Exceptions::decode(&bytes);
+        let _ = EjectionTable::decode(&bytes);
     }
 
     /// Behind a valid tag and length any content is refused or harmless.
@@ -644,7 +655,7 @@ proptest! {
         later in any::<u32>(),
     ) {
         let now = Micros(u64::from(later) * 1000);
-        let mut table = Exceptions { members, well, ..Exceptions::new() };
+        let mut table = EjectionTable { members, well, ..EjectionTable::new() };
         for (n, (bytes, (failed, total))) in (0u16..).zip(records) {
             let mut record: Record = bytemuck::pod_read_unaligned(&bytes);
             if sound {
@@ -658,7 +669,7 @@ proptest! {
             }
             table.records.push(record);
         }
-        match Exceptions::decode(&table.encode()) {
+        match EjectionTable::decode(&table.encode()) {
             Ok(table) => use_after(table, now),
             Err(error) => prop_assert!(error == BlobError::Content && !sound, "{}", error),
         }
@@ -675,7 +686,7 @@ proptest! {
         let mut bytes = scene.table.encode().to_vec();
         let at = at % bytes.len();
         bytes[at] ^= 1 << bit;
-        if let Ok(table) = Exceptions::decode(&bytes) {
+        if let Ok(table) = EjectionTable::decode(&bytes) {
             use_after(table, Micros(u64::from(later) * 1000));
         }
     }
@@ -686,7 +697,7 @@ proptest! {
         ops in proptest::collection::vec((0u16..80, 0u8..6, any::<u16>(), any::<bool>()), 0..300),
         members in 0u32..90,
     ) {
-        let mut table = Exceptions::new();
+        let mut table = EjectionTable::new();
         table.set_members(members);
         let mut rng = SmallRng::seed_from_u64(1);
         let mut now = 0u64;
@@ -694,20 +705,20 @@ proptest! {
             now += u64::from(value) / 8;
             match op {
                 0 | 1 => { table.apply(&SETTINGS, ms(now), replica(n), bad(trial)); }
-                2 => { table.apply(&SETTINGS, ms(now), replica(n), Event::Silent { trial, ordinary: !trial }); }
+                2 => { table.apply(&SETTINGS, ms(now), replica(n), Event::Unresponsive { trial, ordinary: !trial }); }
                 3 => { table.apply(&SETTINGS, ms(now), replica(n), good(trial)); }
-                4 => { table.heard(&SETTINGS, ms(now), replica(n), value, 0, Standing::even(0)); }
+                4 => { table.heard(&SETTINGS, ms(now), replica(n), value, 0, Placement::even(0)); }
                 _ => { table.take_trial(&SETTINGS, ms(now), 0, members, &mut rng); table.expire(ms(now)); }
             }
-            prop_assert!(table.out() * 2 <= members as usize);
-            prop_assert!(Exceptions::decode(&table.encode()).is_ok());
+            prop_assert!(table.ejected() * 2 <= members as usize);
+            prop_assert!(EjectionTable::decode(&table.encode()).is_ok());
         }
     }
 }
 
 #[test]
 fn that_most_of_the_fleet_fails_is_told_while_it_does() {
-    let mut table = Exceptions::new();
+    let mut table = EjectionTable::new();
     table.set_members(4);
     let mut fail = |n, requests| {
         let event = Event::Failed { requests, well: 0, trial: false };
@@ -723,11 +734,11 @@ fn that_most_of_the_fleet_fails_is_told_while_it_does() {
 }
 
 #[test]
-fn a_copy_of_the_table_does_not_tell_of_silence_for_ever() {
-    let mut table = Exceptions::new();
+fn a_copy_of_the_table_does_not_tell_of_ejections_for_ever() {
+    let mut table = EjectionTable::new();
     table.set_members(2);
     for n in 0..2 {
-        table.apply(&SETTINGS, ms(1000), replica(n), SILENT);
+        table.apply(&SETTINGS, ms(1000), replica(n), UNRESPONSIVE);
     }
     assert!(table.panics() && table.most_fail(ms(1000)));
     assert!(!table.most_fail(ms(1000 + 11_000)));

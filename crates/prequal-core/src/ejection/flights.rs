@@ -1,20 +1,21 @@
 //! One worker's requests in flight: which have waited too long, and how many went well between two failures.
 //!
 //! A request waits for its replica from its end on: how long the client takes to send it is none of the replica's doing.
-//! The limit of a request is [`ExceptionSettings::breaker`] times what nine in ten of this worker's latest answers took, or
-//! what 99 in 100 took if that is more: where one request in twenty takes 80 times as long as the others, a replica whose
-//! slots all work on such requests is silent for that long, and well. On a replica that reports itself slower than the typical answer, in proportion more, and four times as much on one that
-//! does not know. A request beyond its limit is a sign of silence only if nothing sent to the replica after it has been
-//! answered: one slow query in a hundred is overtaken, the first query into a stall is not. It has to be so at two looks
-//! in a row: when the worker itself has stood still, everything looks overdue at first, and the answers are waiting.
-//! Every operation is O(1) on average, and allocates only while more requests are in flight, or more replicas in use, than
-//! ever before.
+//! The limit of a request is [`EjectionSettings::wait_factor`] times what nine in ten of this worker's latest answers
+//! took, or what 99 in 100 took if that is more: where one request in twenty takes 80 times as long as the others, a
+//! replica whose slots all work on such requests does not answer for that long, and is well. On a replica that reports
+//! itself slower than the typical answer, in proportion more, and four times as much on one that does not know. A
+//! request beyond its limit is a sign of an unresponsive replica only if nothing sent to the replica after it has been
+//! answered: one slow query in a hundred is overtaken, the first query into a stall is not. It has to be so at two
+//! looks in a row: when the worker itself has stood still, everything looks overdue at first, and the answers are
+//! waiting. Every operation is O(1) on average, and allocates only while more requests are in flight, or more replicas
+//! in use, than ever before.
 
 use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
 use std::mem;
 
-use super::{Event, ExceptionSettings, FADES_MS, FORGOTTEN_MS, MEMORY, Timing, fading};
+use super::{EjectionSettings, Event, FADES_MS, FORGOTTEN_MS, MEMORY, Timing, fading};
 use crate::endpoint::Endpoint;
 use crate::fnv::Fnv;
 use crate::in_flight::InFlight;
@@ -22,7 +23,7 @@ use crate::time::{Micros, Stamp};
 
 /// A request in flight. Hand it back to [`Flights::answered`] or [`Flights::gone`].
 #[derive(Debug)]
-#[must_use = "a flight that is dropped looks silent for ever"]
+#[must_use = "a flight that is dropped looks overdue for ever"]
 pub struct Flight(usize);
 
 /// A request that has ended with an answer, or whose replica failed.
@@ -54,7 +55,7 @@ impl Landed {
     }
 }
 
-/// A replica that is silent.
+/// A replica that is unresponsive.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Overdue {
     /// Which.
@@ -68,7 +69,7 @@ pub struct Overdue {
 impl Overdue {
     /// What it tells of the replica.
     pub fn event(&self) -> Event {
-        Event::Silent { trial: self.trial, ordinary: self.ordinary }
+        Event::Unresponsive { trial: self.trial, ordinary: self.ordinary }
     }
 }
 
@@ -188,7 +189,7 @@ impl Flights {
     /// The replica has answered, well or not.
     pub fn answered(
         &mut self,
-        settings: &ExceptionSettings,
+        settings: &EjectionSettings,
         flight: Flight,
         now: Micros,
         failed: bool,
@@ -242,7 +243,7 @@ impl Flights {
         self.in_flight.remove(flight.0);
     }
 
-    /// The next replica that is silent. Call until `None`, and often; looks at a few requests at most.
+    /// The next replica that is unresponsive. Call until `None`, and often; looks at a few requests at most.
     pub fn overdue(&mut self, now: Micros) -> Option<Overdue> {
         let before = self.looks.before(now);
         for _ in 0..LOOKS {
@@ -296,8 +297,8 @@ impl Flights {
         (f64::from(self.limit_us) * slower.clamp(1.0, f64::MAX)) as u32
     }
 
-    fn learn(&mut self, settings: &ExceptionSettings, latency_us: u32) {
-        if settings.breaker <= 0.0 {
+    fn learn(&mut self, settings: &EjectionSettings, latency_us: u32) {
+        if settings.wait_factor <= 0.0 {
             self.limit_us = 0;
             return;
         }
@@ -318,7 +319,7 @@ impl Flights {
         let (below, rare, _) = sorted.select_nth_unstable(known * 99 / 100);
         let rare = f64::from(*rare);
         let (_, high, _) = below.select_nth_unstable(known * 9 / 10);
-        let longest = (f64::from(*high) * settings.breaker).max(rare);
+        let longest = (f64::from(*high) * settings.wait_factor).max(rare);
         let (_, typical, _) = sorted.select_nth_unstable(known / 2);
         self.typical_us = *typical;
         self.limit_us = (longest + SLACK_US) as u32;
@@ -369,14 +370,14 @@ const LEARN_EVERY: usize = 32;
 const LOOKS: usize = 8;
 /// Least time between two looks: enough for an event loop that had stood still to take in what came meanwhile.
 const LOOK_US: u64 = 20_000;
-/// Added to every limit: a pause of the replica, of the machine or of this Envoy is no silence.
+/// Added to every limit: a pause of the replica, of the machine or of this Envoy is no sign of anything.
 const SLACK_US: f64 = 50_000.0;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const SETTINGS: ExceptionSettings = ExceptionSettings { error_aversion: 0.1, breaker: 2.0 };
+    const SETTINGS: EjectionSettings = EjectionSettings { failure_share: 0.1, wait_factor: 2.0 };
 
     #[test]
     fn a_rare_long_request_is_not_overdue() {
