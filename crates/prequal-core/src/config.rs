@@ -480,6 +480,9 @@ mod tests {
             ("q_rif_small", "0.9", "\"q_rif\""),
             ("learning_rif", "0", "\"burst_guard\""),
             ("overflow_rif", "4", "\"burst_guard\""),
+            ("error_aversion", "0.1", "\"ejection_failure_share\""),
+            ("breaker", "2", "\"ejection_wait_factor\""),
+            ("ramp_ms", "0", "\"slow_start_ms\""),
         ] {
             let found = errors(&with(&format!(r#""{key}":{value}"#)));
             assert!(

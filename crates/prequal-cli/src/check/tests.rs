@@ -324,6 +324,22 @@ fn each_mistake_is_found_alone() {
 }
 
 #[test]
+fn an_old_name_of_a_setting_is_answered_with_the_new_one() {
+    for (old, new) in [
+        ("error_aversion", "ejection_failure_share"),
+        ("breaker", "ejection_wait_factor"),
+        ("ramp_ms", "slow_start_ms"),
+    ] {
+        let mut root = shipped();
+        settings(&mut root, |settings| settings["clusters"][0][old] = json!(1));
+        let findings = check(&root, false).unwrap();
+        assert_eq!(codes_of(&findings), ["settings"], "{findings:#?}");
+        let told = format!("`clusters[0].{old}` was removed: its new name is \"{new}\"");
+        assert_eq!(findings[0].found, told);
+    }
+}
+
+#[test]
 fn every_code_has_a_test_and_a_line_in_the_docs() {
     for code in codes::ALL {
         assert!(BREAKS.iter().any(|(name, _)| *name == code.name), "no test for {}", code.name);

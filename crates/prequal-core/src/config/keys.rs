@@ -256,13 +256,16 @@ pub const KEYS: &[Key] = &[
         .means("reports stand on responses and on replies to probes, or on replies to probes alone"),
 ];
 
-/// Keys that were, and what replaced each.
+/// Keys that were removed or renamed, and what replaced each.
 pub(super) const REMOVED: &[(&str, &str)] = &[
     ("latency_band", "rule \"predicted\" needs no band"),
     ("cold_limit", "rule \"predicted\" needs no limit"),
     ("q_rif_small", "rule \"predicted\" needs no quantile; with \"rule\": \"hcl\" set \"q_rif\""),
     ("learning_rif", "set \"burst_guard\" to true or false"),
     ("overflow_rif", "set \"burst_guard\" to true or false"),
+    ("error_aversion", "its new name is \"ejection_failure_share\""),
+    ("breaker", "its new name is \"ejection_wait_factor\""),
+    ("ramp_ms", "its new name is \"slow_start_ms\""),
 ];
 
 /// The key of this name. Only for constants: what is no key does not compile there.
