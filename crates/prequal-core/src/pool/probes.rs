@@ -128,7 +128,7 @@ impl Clock {
         if now.distance_ms(self.probed) < interval_ms || self.is_silent(now) {
             return 0;
         }
-        let due = pool.min(BURST as u32).min(self.idle_left());
+        let due = pool.min(self.idle_left());
         self.send(now, due as f32);
         due
     }
@@ -172,7 +172,7 @@ impl Clock {
 pub(super) const GROWING_MS: u32 = 2000;
 /// Most probes that are saved; the most of a pool but for a burst.
 const SAVED: f32 = 32.0;
-/// Most probes of discovery with one request, and of any kind in one interval without.
+/// Most probes of discovery with one request.
 const BURST: f32 = 8.0;
 /// Probes, and milliseconds, without an answer that may still be chance.
 const PATIENCE: u32 = 16;
@@ -233,12 +233,12 @@ mod tests {
             let times = (from..from + hours * 3_600_000).step_by(250);
             times.map(|at| clock.idle(Stamp(at), 1000, 16)).filter(|due| *due > 0).collect()
         };
-        assert_eq!(idle(&mut clock, 5_000, 10), [8, 8, 8], "one burst per interval, and then none");
+        assert_eq!(idle(&mut clock, 5_000, 10), [16, 8], "a pool's worth per interval, and then none");
         assert_eq!(all(clock.request(Stamp(60_000_000), EACH, 1.0, 8.0)), 8, "what was kept for it");
         assert!(idle(&mut clock, 60_001_000, 1).is_empty());
         // Many requests that need no probes pay for those of the next pause.
         (0..1000).for_each(|n| assert_eq!(all(clock.request(Stamp(70_000_000 + n), EACH, 0.0, 0.0)), 0));
-        assert_eq!(idle(&mut clock, 70_002_000, 1), [8, 8, 8]);
+        assert_eq!(idle(&mut clock, 70_002_000, 1), [16, 8]);
     }
 
     #[test]
