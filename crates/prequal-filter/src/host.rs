@@ -5,7 +5,7 @@
 use prequal_core::endpoint::Endpoint;
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
-use proxy_wasm::types::{LogLevel, MapType};
+use proxy_wasm::types::{LogLevel, MapType, Status};
 
 /// A queue id that Envoy never gives out.
 pub(crate) const WAKE: u32 = u32::MAX;
@@ -13,6 +13,9 @@ pub(crate) const WAKE: u32 = u32::MAX;
 unsafe extern "C" {
     /// Exported by the SDK as part of the ABI.
     safe fn proxy_on_queue_ready(root_id: u32, queue_id: u32);
+
+    /// The SDK makes a date of it, in arithmetic that wasm does not have.
+    fn proxy_get_current_time_nanoseconds(time: *mut u64) -> Status;
 }
 
 /// Lets the root do what a stream left for it, now and as its own. Only from a stream's callback, as the last thing it does
@@ -23,12 +26,10 @@ pub(crate) fn wake(root_id: u32) {
 
 /// The host's clock, microseconds since the epoch.
 pub(crate) fn now() -> Micros {
-    let since_epoch = hostcalls::get_current_time()
-        .ok()
-        .and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok())
-        .unwrap_or_default();
-    // `as_micros` counts in 128 bits, which wasm does not have.
-    Micros(since_epoch.as_secs().saturating_mul(1_000_000).saturating_add(since_epoch.subsec_micros().into()))
+    let mut nanoseconds = 0;
+    // SAFETY: the host writes to this place, or leaves it alone.
+    let _ = unsafe { proxy_get_current_time_nanoseconds(&raw mut nanoseconds) };
+    Micros(nanoseconds / 1000)
 }
 
 /// A header's value; `None` when absent.
