@@ -2,6 +2,8 @@
 //!
 //! Only the SDK's byte forms are used: its string forms panic on header values that are not UTF-8.
 
+use std::ptr;
+
 use prequal_core::endpoint::Endpoint;
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
@@ -16,6 +18,9 @@ unsafe extern "C" {
 
     /// The SDK makes a date of it, in arithmetic that wasm does not have.
     fn proxy_get_current_time_nanoseconds(time: *mut u64) -> Status;
+
+    /// The SDK has it too, and makes two strings of every header.
+    fn proxy_get_header_map_pairs(map: MapType, data: *mut *mut u8, size: *mut usize) -> Status;
 }
 
 /// Lets the root do what a stream left for it, now and as its own. Only from a stream's callback, as the last thing it does
@@ -42,10 +47,60 @@ pub(crate) fn header(map: MapType, name: &str) -> Option<String> {
     String::from_utf8(header_bytes(map, name)?).ok()
 }
 
-/// Whether one of these headers stands more than once; [`header`] sees the first only.
-pub(crate) fn any_twice(map: MapType, names: &[&str]) -> bool {
-    let pairs = hostcalls::get_map_bytes(map).unwrap_or_default();
-    names.iter().any(|name| pairs.iter().filter(|(key, _)| key == name).count() > 1)
+/// All headers of a map, read at once: each call of the host is dear, and so is the memory that it asks for an answer.
+pub(crate) struct Headers(Vec<u8>);
+
+impl Headers {
+    /// Those in the map; none if there is no such map.
+    pub(crate) fn of(map: MapType) -> Self {
+        let (mut data, mut size) = (ptr::null_mut(), 0);
+        // SAFETY: the host writes to the two places, or leaves them alone. What it points to has been allocated by the SDK, as
+        // a vector of this capacity.
+        let bytes = unsafe {
+            match proxy_get_header_map_pairs(map, &raw mut data, &raw mut size) {
+                Status::Ok if !data.is_null() => Vec::from_raw_parts(data, size, size),
+                _ => Vec::new(),
+            }
+        };
+        Self(bytes)
+    }
+
+    /// The first header of this name.
+    #[inline(never)]
+    pub(crate) fn get(&self, name: &str) -> Option<&[u8]> {
+        self.all(name).next()
+    }
+
+    /// Whether one of these headers stands more than once.
+    pub(crate) fn any_twice(&self, names: &[&str]) -> bool {
+        names.iter().any(|name| self.all(name).nth(1).is_some())
+    }
+
+    /// The values of a header. The ABI's form is the number of headers, the sizes of each name and value, and all of these, each
+    /// with a zero after it.
+    fn all(&self, name: &str) -> impl Iterator<Item = &[u8]> {
+        let (count, rest) = number(&self.0).unwrap_or_default();
+        let (mut sizes, mut texts) = rest.split_at_checked(count.saturating_mul(8)).unwrap_or_default();
+        std::iter::from_fn(move || {
+            loop {
+                let (name_size, rest) = number(sizes)?;
+                let (value_size, rest) = number(rest)?;
+                sizes = rest;
+                let (found, rest) = texts.split_at_checked(name_size)?;
+                let (value, rest) = rest.get(1..)?.split_at_checked(value_size)?;
+                texts = rest.get(1..)?;
+                if found == name.as_bytes() {
+                    return Some(value);
+                }
+            }
+        })
+    }
+}
+
+/// The number that begins here, and what follows it.
+fn number(bytes: &[u8]) -> Option<(usize, &[u8])> {
+    let (number, rest) = bytes.split_first_chunk()?;
+    Some((u32::from_le_bytes(*number) as usize, rest))
 }
 
 /// Sets a header, or removes it.

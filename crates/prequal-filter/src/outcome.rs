@@ -5,7 +5,7 @@ use prequal_core::failures::grpc_blames_server;
 use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, ReportError};
 use proxy_wasm::types::MapType;
 
-use crate::host;
+use crate::host::{self, Headers};
 
 /// How far a request had come when it ended. Envoy's own replies look like responses here.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -34,19 +34,17 @@ impl Progress {
     }
 }
 
-/// The report in a map of headers, if there is one.
-pub(crate) fn report_in(map: MapType) -> Option<Result<LoadReport, ReportError>> {
-    let header = |name| host::header_bytes(map, name);
-    Some(match header(HEADER_LOAD) {
+/// The report in the headers, if there is one.
+pub(crate) fn report_in(headers: &Headers) -> Option<Result<LoadReport, ReportError>> {
+    Some(match headers.get(HEADER_LOAD) {
         Some(load) => LoadReport::parse(load),
-        None => LoadReport::parse_pair(&header(HEADER_RIF)?, header(HEADER_LATENCY).as_deref()),
+        None => LoadReport::parse_pair(headers.get(HEADER_RIF)?, headers.get(HEADER_LATENCY)),
     })
 }
 
 /// Whether the response's status is a 5xx.
-pub(crate) fn server_error() -> bool {
-    let status = host::header_bytes(MapType::HttpResponseHeaders, ":status");
-    status.is_some_and(|status| status.starts_with(b"5"))
+pub(crate) fn server_error(headers: &Headers) -> bool {
+    headers.get(":status").is_some_and(|status| status.starts_with(b"5"))
 }
 
 /// Whether the gRPC status in the map says that the replica failed. Means nothing unless [`is_grpc`].
@@ -57,12 +55,6 @@ pub(crate) fn grpc_failed(map: MapType) -> bool {
 /// Whether a response of this content type is gRPC's.
 pub(crate) fn is_grpc(content_type: &[u8]) -> bool {
     content_type.starts_with(b"application/grpc")
-}
-
-/// Whether the response is gRPC's. For where its headers are known to be at hand: with them and at the end.
-pub(crate) fn grpc_response() -> bool {
-    let content_type = host::header_bytes(MapType::HttpResponseHeaders, "content-type");
-    content_type.is_some_and(|content_type| is_grpc(&content_type))
 }
 
 /// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).

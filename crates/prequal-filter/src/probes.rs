@@ -19,7 +19,7 @@ use proxy_wasm::hostcalls;
 use proxy_wasm::types::MapType;
 
 use crate::filter::{Cluster, Filter};
-use crate::host;
+use crate::host::Headers;
 use crate::outcome::report_in;
 
 /// Most probes in flight per worker. Beyond, the probe cluster is not answering and more would not help.
@@ -89,7 +89,7 @@ impl Probes {
     ) -> Option<(u32, Option<Answer>)> {
         let Probe { cluster, call } = self.0.remove(&token)?;
         let mut balancer = filter.clusters.get(cluster)?.balancer.borrow_mut();
-        // Without headers the reply broke off in its body; asking for a header then makes the SDK panic.
+        // Without headers the reply broke off in its body.
         let verified = balancer.config().pool.verified_probes;
         let reply = if headers == 0 { Err(ProbeEnd::Refused) } else { reply(verified) };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
@@ -99,20 +99,19 @@ impl Probes {
 
 /// Reads the reply that is being delivered.
 fn reply(verified: bool) -> Result<Reply, ProbeEnd> {
-    let map = MapType::HttpCallResponseHeaders;
-    let status = host::header_bytes(map, ":status").unwrap_or_default();
-    let report = report_in(map);
-    match status.as_slice() {
+    let headers = Headers::of(MapType::HttpCallResponseHeaders);
+    let report = report_in(&headers);
+    match headers.get(":status").unwrap_or_default() {
         b"200" => {}
         // Envoy's own words for a call that failed; an agent would have added a report.
         b"504" if report.is_none() => return Err(ProbeEnd::Timeout),
         b"503" if report.is_none() => return Err(ProbeEnd::Refused),
         _ => return Err(ProbeEnd::Status),
     }
-    if host::any_twice(map, &[HEADER_LOAD, HEADER_RIF, HEADER_LATENCY]) {
+    if headers.any_twice(&[HEADER_LOAD, HEADER_RIF, HEADER_LATENCY]) {
         return Err(ProbeEnd::Duplicate);
     }
     let report = report.ok_or(ProbeEnd::NoReport)?.map_err(ProbeEnd::BadReport)?;
-    let host = verified.then(|| host::header(map, HEADER_HOST)?.parse().ok());
+    let host = verified.then(|| std::str::from_utf8(headers.get(HEADER_HOST)?).ok()?.parse().ok());
     Ok(Reply { report, host: host.flatten() })
 }

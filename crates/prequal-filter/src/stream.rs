@@ -17,9 +17,9 @@ use proxy_wasm::traits::{Context, HttpContext};
 use proxy_wasm::types::{Action, MapType};
 
 use crate::filter::{Ask, Cluster, Filter, Placed, Waiter};
-use crate::host;
+use crate::host::{self, Headers};
 use crate::metrics::WaitEnd;
-use crate::outcome::{Progress, grpc_failed, grpc_response, report_in, server_error};
+use crate::outcome::{Progress, grpc_failed, is_grpc, report_in, server_error};
 use crate::steer::steer;
 
 /// One request.
@@ -36,8 +36,8 @@ pub(crate) struct Stream {
     progress: Progress,
     /// The response carries an error: a 5xx, or what gRPC says in `grpc-status`.
     failed: bool,
-    /// So it is if it is gRPC's, by its trailers. They come without the headers, which are there again at the end.
-    failed_if_grpc: bool,
+    /// It is gRPC's, whose trailers may carry one as well.
+    grpc: bool,
 }
 
 impl Stream {
@@ -51,7 +51,7 @@ impl Stream {
             placed: None,
             progress: Progress::default(),
             failed: false,
-            failed_if_grpc: false,
+            grpc: false,
         }
     }
 
@@ -198,16 +198,18 @@ impl HttpContext for Stream {
         };
         // A gRPC error without a message is a response of headers alone.
         self.progress.complete = end_of_stream;
-        self.failed =
-            server_error() || (end_of_stream && grpc_failed(MapType::HttpResponseHeaders) && grpc_response());
+        let headers = Headers::of(MapType::HttpResponseHeaders);
+        self.grpc = headers.get("content-type").is_some_and(is_grpc);
+        self.failed = server_error(&headers)
+            || (end_of_stream && self.grpc && grpc_failed(MapType::HttpResponseHeaders));
         let mut balancer = cluster.balancer.borrow_mut();
         if balancer.config().choice.rule.is_probe_free() {
-            let header = |name| host::header(MapType::HttpResponseHeaders, name);
-            let utilisation = header(HEADER_UTILISATION).and_then(|text| parse_utilisation(&text));
-            let report = header(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
+            let utilisation = headers.get(HEADER_UTILISATION).and_then(|text| std::str::from_utf8(text).ok());
+            let utilisation = utilisation.and_then(parse_utilisation);
+            let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
             self.request.tell(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
-            let report = report_in(MapType::HttpResponseHeaders);
+            let report = report_in(&headers);
             let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
             balancer.response(host::now(), &mut self.request, self.failed, report, &told);
         }
@@ -221,14 +223,13 @@ impl HttpContext for Stream {
 
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
         self.progress.complete = true;
-        self.failed_if_grpc = grpc_failed(MapType::HttpResponseTrailers);
+        self.failed |= self.grpc && grpc_failed(MapType::HttpResponseTrailers);
         Action::Continue
     }
 
     fn on_log(&mut self) {
         self.stop_waiting();
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else { return };
-        self.failed |= self.failed_if_grpc && grpc_response();
         let request = mem::take(&mut self.request);
         let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
         cluster.balancer.borrow_mut().ended(request, self.progress.complete, self.failed, &told);

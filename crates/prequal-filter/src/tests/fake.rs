@@ -314,6 +314,7 @@ extern "C" fn proxy_get_buffer_bytes(
 
 #[unsafe(no_mangle)]
 extern "C" fn proxy_get_header_map_pairs(map: MapType, data: *mut *mut u8, size: *mut usize) -> Status {
+    note(format!("all {}", map_name(map)));
     let headers = with(|state| state.maps.get(&(state.context, map as u32)).cloned()).unwrap_or_default();
     give(write_map(&headers), data, size)
 }
