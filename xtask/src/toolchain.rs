@@ -252,7 +252,7 @@ fn has_target(target: &str) -> bool {
 
 /// Callbacks in which the filter has nothing to do. The SDK exports them all, Envoy calls what is exported, and a call for every
 /// request costs (`docs/performance.md`).
-const IDLE_CALLBACKS: [&str; 1] = ["proxy_on_done"];
+const IDLE_CALLBACKS: [&str; 2] = ["proxy_on_done", "proxy_on_log"];
 
 /// Sets target and flags so that no path of this machine gets into what is built: panics name their
 /// source file, and those of dependencies lie where this user's cargo keeps them.

@@ -226,8 +226,11 @@ impl HttpContext for Stream {
         self.failed |= self.grpc && grpc_failed(MapType::HttpResponseTrailers);
         Action::Continue
     }
+}
 
-    fn on_log(&mut self) {
+/// Envoy is done with the request: it knows all of it. `on_log`, just before, would be one call more.
+impl Drop for Stream {
+    fn drop(&mut self) {
         self.stop_waiting();
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else { return };
         let request = mem::take(&mut self.request);

@@ -249,8 +249,10 @@ impl HttpContext for InboundStream {
         self.end();
         Action::Continue
     }
+}
 
-    fn on_log(&mut self) {
+impl Drop for InboundStream {
+    fn drop(&mut self) {
         self.end();
     }
 }

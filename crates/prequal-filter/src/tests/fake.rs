@@ -66,7 +66,6 @@ unsafe extern "C" {
     safe fn proxy_on_response_body(context: u32, size: usize, end: bool) -> Action;
     safe fn proxy_on_response_trailers(context: u32, count: usize) -> Action;
     safe fn proxy_on_http_call_response(root: u32, token: u32, headers: usize, body: usize, trailers: usize);
-    safe fn proxy_on_log(context: u32);
     safe fn proxy_on_delete(context: u32);
 }
 
@@ -199,7 +198,6 @@ impl Stream {
     /// The request has ended, however.
     pub(super) fn end(self) {
         with(|state| state.context = self.0);
-        proxy_on_log(self.0);
         proxy_on_delete(self.0);
     }
 }
