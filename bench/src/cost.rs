@@ -27,6 +27,7 @@ use crate::table::{self, one, range, two};
 mod cold;
 mod idle;
 mod inbound;
+mod replicas;
 
 const CONNECTIONS: usize = 16;
 /// Filter without probes against no filter: one cluster configured, and several.
@@ -55,6 +56,9 @@ pub(crate) struct Cost {
     /// Requests through one agent while its memory is watched; 0 leaves that out
     #[arg(long, default_value_t = 1_000_000)]
     memory_requests: u64,
+    /// Size of the larger fleet
+    #[arg(long, default_value_t = 1000, value_parser = fleet_size)]
+    replicas: usize,
     /// Only this part
     #[arg(long)]
     only: Option<Part>,
@@ -71,6 +75,8 @@ enum Part {
     Cold,
     /// The inbound role
     Inbound,
+    /// The size of the fleet
+    Replicas,
     /// Agent, Envoy and nginx as reverse proxies
     Proxies,
     /// Clusters that nobody uses
@@ -94,6 +100,9 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     if wanted(Part::Inbound) {
         inbound::run(cost).await?;
     }
+    if wanted(Part::Replicas) {
+        reached &= replicas::run(cost).await?;
+    }
     if wanted(Part::Idle) {
         reached &= idle::run().await?;
     }
@@ -107,6 +116,10 @@ pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
         reached &= tokio::task::block_in_place(|| deadline::run(1000))?;
     }
     Ok(if reached { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn fleet_size(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|size| (17..=20_000).contains(size)).ok_or_else(|| "17 to 20000".to_owned())
 }
 
 /// Replicas that cost nothing and report load themselves.

@@ -1,0 +1,175 @@
+//! What the size of the fleet costs: the filter before few replicas and before many, each beside an Envoy that takes turns.
+//!
+//! A request must cost no more in a large fleet. What is done per second and not per request, learning the membership, is
+//! measured apart: with few requests at a fixed rate, which are as many before either fleet. Then replicas join.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use prequal_testbed::{Envoy, EnvoyConfig, Policy};
+use tokio::task::JoinHandle;
+
+use super::{CONNECTIONS, Cost, Variant, counters, judge, place, saturate, trivial};
+use crate::backends::Backends;
+use crate::closed::Connection;
+use crate::deployment::{CLUSTER, start_envoys};
+use crate::stats::median;
+use crate::table::{self, one, two};
+
+const FEW: usize = 16;
+/// What a request may cost before many, in what it costs before few.
+const FACTOR: f64 = 1.1;
+/// CPU time per second that the membership may take.
+const WORK: f64 = 0.01;
+const NEWCOMERS: usize = 3;
+const FOUND_WITHIN: Duration = Duration::from_secs(10);
+/// Requests come this far apart where they are to be few.
+const PACE: Duration = Duration::from_millis(10);
+/// How long to wait for what never comes.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Replicas in one process: each has several open files.
+const HOSTED: usize = 2500;
+
+/// Measures, prints, judges.
+pub(super) async fn run(cost: &Cost) -> Result<bool> {
+    let many = cost.replicas;
+    println!("Envoy CPU per request before {FEW} and {many} replicas that answer at once, one worker");
+    let backends = (0..many + NEWCOMERS)
+        .step_by(HOSTED)
+        .map(|first| Backends::start(&trivial(HOSTED.min(many + NEWCOMERS - first))))
+        .collect::<Result<Vec<_>>>()?;
+    let all: Vec<_> = backends.iter().flat_map(|backends| backends.addresses.iter().copied()).collect();
+    let mut configs = Vec::new();
+    for size in [FEW, many] {
+        let shipped = EnvoyConfig::for_replicas(&all[..size])?;
+        configs.push(shipped.clone().without_prequal().policy(Policy::RoundRobin));
+        configs.push(shipped.eds(&[CLUSTER, PROBING]));
+    }
+    let mut envoys = tokio::task::spawn_blocking(move || start_envoys(configs)).await??;
+    let pids: Vec<u32> = envoys.iter().map(Envoy::pid).collect();
+    place(&pids, &backends.iter().map(Backends::pid).collect::<Vec<_>>())?;
+    let names = ["few, round robin", "few, filter", "many, round robin", "many, filter"];
+    let mut variants: Vec<Variant> = names
+        .into_iter()
+        .zip(&envoys)
+        .map(|(name, envoy)| Variant::new(name, envoy.addr(), vec![envoy.pid()]))
+        .collect();
+
+    let learned = Instant::now();
+    while members(&envoys[3])? < many as u64 && learned.elapsed() < PATIENCE {
+        for variant in &variants {
+            variant.round(CONNECTIONS, Duration::from_millis(500)).await?;
+        }
+    }
+    println!("  {} of {many} known after {:.0} s", members(&envoys[3])?, learned.elapsed().as_secs_f64());
+    let before = counters(&envoys)?;
+    saturate(cost, &mut variants).await?;
+    let after = counters(&envoys)?;
+    let at_rate = at_fixed_rate(cost, &envoys).await?;
+
+    let added = [0, 2].map(|plain| variants[plain + 1].cpu() - variants[plain].cpu());
+    // As many requests before either fleet: what a request costs falls out.
+    let work = (at_rate[3] - at_rate[2]) - (at_rate[1] - at_rate[0]);
+    let begun = Instant::now();
+    let rows: Vec<Vec<String>> = variants
+        .iter()
+        .zip(&at_rate)
+        .zip(before.iter().zip(&after))
+        .map(|((variant, at_rate), (before, after))| {
+            let requests = (after.requests - before.requests) as f64;
+            vec![
+                variant.name.to_owned(),
+                one(variant.cpu()),
+                variant.cpu_range(),
+                format!("{:.0}", variant.per_second()),
+                format!("{:.3}", (after.sent - before.sent) as f64 / requests),
+                format!("{:.2} %", at_rate * 100.0),
+            ]
+        })
+        .collect();
+    let header = ["replicas", "CPU µs", "min–max", "req/s", "probes/req", "at 100 req/s, of a core"];
+    println!("\n{}", table::render(&header, &rows));
+    // At full speed the membership's share is in every request.
+    let share = work.max(0.0) * 1e6 / variants[3].per_second();
+    let factor = (added[1] - share) / added[0];
+    let per_request = judge(
+        factor <= FACTOR,
+        &format!(
+            "a request costs {} µs more than round robin, {} of them the membership's, and {} before {FEW}: {} times \
+             (at most {FACTOR})",
+            one(added[1]),
+            one(share),
+            one(added[0]),
+            two(factor),
+        ),
+    );
+    let membership =
+        judge(work <= WORK, &format!("the membership takes {:.2} % of a core (at most 1 %)", work * 100.0));
+    let found = newcomers(&mut envoys[3], &all, many).await?;
+    let discovery = judge(
+        found <= FOUND_WITHIN,
+        &format!(
+            "the last of {NEWCOMERS} newcomers was known after {:.1} s (at most {} s)",
+            found.as_secs_f64(),
+            FOUND_WITHIN.as_secs()
+        ),
+    );
+    println!("  in {:.0} s\n", begun.elapsed().as_secs_f64());
+    Ok(per_request && membership && discovery)
+}
+
+const PROBING: &str = "replicas-agent";
+
+fn members(envoy: &Envoy) -> Result<u64> {
+    tokio::task::block_in_place(|| Ok(envoy.prequal(CLUSTER)?.other("prequal_members")))
+}
+
+/// CPU time per second of each Envoy, with requests at a fixed rate.
+async fn at_fixed_rate(cost: &Cost, envoys: &[Envoy]) -> Result<Vec<f64>> {
+    let mut connections = Vec::new();
+    for envoy in envoys {
+        connections.push(Connection::open(envoy.addr(), "/").await?);
+    }
+    let mut rounds = vec![Vec::new(); envoys.len()];
+    for _ in 0..cost.rounds {
+        let before = envoys.iter().map(Envoy::cpu_time).collect::<Result<Vec<_>>>()?;
+        let begin = Instant::now();
+        let mut pace = tokio::time::interval(PACE);
+        while begin.elapsed() < Duration::from_millis(cost.round_ms) {
+            pace.tick().await;
+            for connection in &mut connections {
+                connection.get().await?;
+            }
+        }
+        for ((round, envoy), before) in rounds.iter_mut().zip(envoys).zip(before) {
+            let used = envoy.cpu_time()?.saturating_sub(before);
+            round.push(used.as_secs_f64() / begin.elapsed().as_secs_f64());
+        }
+    }
+    Ok(rounds.into_iter().map(median).collect())
+}
+
+/// Replicas join one after the other, while few requests come; how long the last to be known took.
+async fn newcomers(envoy: &mut Envoy, all: &[std::net::SocketAddr], many: usize) -> Result<Duration> {
+    let mut connection = Connection::open(envoy.addr(), "/").await?;
+    let requests: JoinHandle<Result<()>> = tokio::spawn(async move {
+        let mut pace = tokio::time::interval(PACE);
+        loop {
+            pace.tick().await;
+            connection.get().await?;
+        }
+    });
+    let mut last = Duration::ZERO;
+    for size in many + 1..=many + NEWCOMERS {
+        let fleet = all.get(..size).context("so many were started")?;
+        let known = members(envoy)?;
+        tokio::task::block_in_place(|| {
+            [CLUSTER, PROBING].iter().try_for_each(|cluster| envoy.set_endpoints(cluster, fleet))
+        })?;
+        let begin = Instant::now();
+        while members(envoy)? <= known && begin.elapsed() < PATIENCE {}
+        last = last.max(begin.elapsed());
+    }
+    requests.abort();
+    Ok(last)
+}
