@@ -59,7 +59,7 @@ impl Drop for Tally {
     }
 }
 
-/// What requests count. Telling Envoy of each at once costs as much as a twelfth of the filter (`docs/performance.md`).
+/// What requests count. Telling Envoy of each at once costs 1 to 3 % of a request (`docs/performance.md`).
 #[derive(Debug)]
 struct Requests {
     picks: [Tally; 6],
