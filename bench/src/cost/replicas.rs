@@ -24,8 +24,8 @@ const FACTOR: f64 = 1.1;
 const WORK: f64 = 0.01;
 const NEWCOMERS: usize = 3;
 const FOUND_WITHIN: Duration = Duration::from_secs(10);
-/// Requests come this far apart where they are to be few.
-const PACE: Duration = Duration::from_millis(10);
+/// Requests come this far apart where they are to be few. They pay for the probes that find a newcomer.
+const PACE: Duration = Duration::from_millis(5);
 /// How long to wait for what never comes.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The probe cluster of the shipped configuration.
@@ -89,7 +89,7 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
             ]
         })
         .collect();
-    let header = ["replicas", "CPU µs", "min–max", "req/s", "probes/req", "at 100 req/s, of a core"];
+    let header = ["replicas", "CPU µs", "min–max", "req/s", "probes/req", "at 200 req/s, of a core"];
     println!("\n{}", table::render(&header, &rows));
     let (factor, in_all) = (added[1] / added[0], variants[3].cpu() / variants[1].cpu());
     let per_request = judge(

@@ -228,7 +228,8 @@ impl HttpContext for Stream {
     }
 }
 
-/// Envoy is done with the request: it knows all of it. `on_log`, just before, would be one call more.
+/// Envoy is done with the request: it knows all of it. `on_log`, just before, would be one call more. The SDK holds its table of
+/// streams meanwhile: nothing here may call back into the module, as [`host::wake`] does.
 impl Drop for Stream {
     fn drop(&mut self) {
         self.stop_waiting();
