@@ -92,7 +92,8 @@ fn the_pick_path_does_not_allocate() {
         let mut pool = PoolState::new();
         let mut now = Micros::from_millis(1_700_000_000_000);
         pool.set_members(100, 0, now);
-        let mut blob = pool.encode().to_vec();
+        let mut blob = Vec::with_capacity(size_of::<PoolState>());
+        blob.extend_from_slice(&pool.encode());
         let reports: Vec<String> = (0..100u32)
             .map(|number| {
                 let capacity = format!("base={};knee={}", 500 * number + 1, number % 5 + 1);
@@ -124,7 +125,8 @@ fn the_pick_path_does_not_allocate() {
                 Branch::Fallback => fell_back += 1,
                 Branch::Cold | Branch::Hot | Branch::Trial | Branch::Sync | Branch::Scored => steered += 1,
             }
-            blob.copy_from_slice(&pool.encode());
+            blob.clear();
+            blob.extend_from_slice(&pool.encode());
         }
         let allocated = allocations() - before;
 

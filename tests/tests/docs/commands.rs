@@ -54,6 +54,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("istioctl analyze", NO_ISTIOCTL),
     ("istioctl proxy-status", NO_ISTIOCTL),
     ("grep '\"name\"'", "of what istioctl prints"),
+    ("cargo bench -p prequal-bench --bench conflicts", "it takes minutes; `cargo xtask test` compiles it"),
     ("go mod download -json istio.io/api@v1.31.1", "it fetches; for who refreshes the schemas"),
 ];
 

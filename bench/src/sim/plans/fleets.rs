@@ -70,7 +70,6 @@ fn all() -> Vec<Point> {
         equal("16 × 4, exp 40, 90 %", 0.9),
         equal("16 × 4, exp 40, 80 %, 4 clients", 0.8).clients(4),
         fleet("8 × 4, mix, 70 %", &[(8, 4, 10.0)], MIX, 772.0),
-        fleet("30 × 2, mix, 75 %", &[(30, 2, 10.0)], MIX, 1552.0),
         fleet("8 at 40, 8 at 80, exp, 80 %", &[(8, 4, 40.0), (8, 4, 80.0)], Exponential, 960.0),
         fleet("16 × 4, exp 40, one 16x slower", &[(15, 4, 40.0), (1, 4, 640.0)], Exponential, 900.0),
         two_slow("14 at 50, 2 at 800, 500/s", 500.0),
@@ -117,6 +116,7 @@ fn all() -> Vec<Point> {
             }
             scenario.keys = Some(Keys { count: 3000, skew: 1.0 });
         }),
+        fleet("30 × 2, mix, 75 %", &[(30, 2, 10.0)], MIX, 1552.0),
     ]
 }
 
