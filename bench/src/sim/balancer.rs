@@ -181,5 +181,5 @@ pub(crate) fn named(server: usize, report: LoadReport) -> LoadReport {
 
 /// A server's reply to a probe.
 pub(crate) fn reply(server: usize, report: LoadReport) -> Reply {
-    Reply { report: named(server, report), host: Some(endpoint(server)) }
+    Reply { report: Ok(named(server, report)), host: Some(endpoint(server)) }
 }

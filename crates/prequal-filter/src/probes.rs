@@ -111,7 +111,7 @@ fn reply(verified: bool) -> Result<Reply, ProbeEnd> {
     if headers.any_twice(&[HEADER_LOAD, HEADER_RIF, HEADER_LATENCY]) {
         return Err(ProbeEnd::Duplicate);
     }
-    let report = report.ok_or(ProbeEnd::NoReport)?.map_err(ProbeEnd::BadReport)?;
+    let report = report.ok_or(ProbeEnd::NoReport)?;
     let host = verified.then(|| std::str::from_utf8(headers.get(HEADER_HOST)?).ok()?.parse().ok());
     Ok(Reply { report, host: host.flatten() })
 }

@@ -12,15 +12,15 @@ use crate::endpoint::Endpoint;
 use crate::load::{Load, Source};
 use crate::members::{Evidence, Note, Placement, Target};
 use crate::pool::ProbesDue;
-use crate::report::LoadReport;
+use crate::report::{LoadReport, ReportError};
 use crate::sync::Answer;
 use crate::time::Micros;
 
 /// The reply to a probe.
 #[derive(Clone, Copy, Debug)]
 pub struct Reply {
-    /// What it says.
-    pub report: LoadReport,
+    /// What it says, if it can be read.
+    pub report: Result<LoadReport, ReportError>,
     /// Who answered, by the proxy's word; asked for only with `verified_probes`.
     pub host: Option<Endpoint>,
 }
@@ -71,14 +71,21 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         hinted: bool,
         reply: Result<Reply, ProbeEnd>,
     ) -> Option<Answer> {
-        let taken = match &reply {
-            Ok(reply) if self.config.pool.verified_probes => self.take_verified(now, asked, reply),
-            Ok(reply) => self.take_unverified(now, asked, &reply.report),
-            Err(end) => Err(*end),
+        let (report, host) = match reply {
+            Ok(Reply { report: Ok(report), host }) => (Ok(report), host),
+            Ok(Reply { report: Err(bad), host }) => {
+                self.sample_met_unread(now, asked, host);
+                (Err(ProbeEnd::BadReport(bad)), host)
+            }
+            Err(end) => (Err(end), None),
         };
+        let taken = report.and_then(|report| match self.config.pool.verified_probes {
+            true => self.take_verified(now, asked, &report, host),
+            false => self.take_unverified(now, asked, &report),
+        });
         let (answer, end) = taken.unwrap_or_else(|end| (None, end));
-        if let (Some(answer), Ok(reply), false) = (answer, &reply, hinted) {
-            self.report(now, answer.replica, &reply.report, answer.placement, Source::Probe);
+        if let (Some(answer), Ok(report), false) = (answer, &report, hinted) {
+            self.report(now, answer.replica, report, answer.placement, Source::Probe);
         }
         self.counters.count(Count::Probe(end));
         answer
@@ -110,9 +117,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         &mut self,
         now: Micros,
         asked: Option<Target>,
-        reply: &Reply,
+        report: &LoadReport,
+        host: Option<Endpoint>,
     ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
-        let (report, host) = (&reply.report, reply.host.ok_or(ProbeEnd::NoHost)?);
+        let host = host.ok_or(ProbeEnd::NoHost)?;
         if let Some(asked) = asked {
             if asked.probe == host {
                 if report.endpoint.is_some_and(|named| named != asked.replica) {
@@ -152,6 +160,17 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.note(now, Note::Sampled { replica, probe: report.probe_endpoint });
         let placement = self.membership.members().placement(replica);
         Answer { replica, load: Load::from(report), placement }
+    }
+
+    /// The same of a member whose report cannot be read. Else the policy would seem to pass it over, and the others to have
+    /// greater weights.
+    fn sample_met_unread(&mut self, now: Micros, asked: Option<Target>, host: Option<Endpoint>) {
+        let met = host.filter(|_| asked.is_none() && self.config.pool.verified_probes);
+        if let Some((host, replica)) =
+            met.and_then(|host| Some((host, self.membership.members().answering_at(host)?)))
+        {
+            self.note(now, Note::Sampled { replica, probe: (host != replica).then_some(host) });
+        }
     }
 
     /// Takes note of a name that a reply told; a member's placement. If it is not a member's it may be an invention: it

@@ -14,9 +14,9 @@ use super::*;
 use crate::config::{ChoiceSettings, ClusterConfig, Profile, Rule, Shim};
 use crate::ejection::{Change, EjectionSettings, Event, Reason};
 use crate::endpoint::Endpoint;
-use crate::members::Target;
+use crate::members::{Placement, Target};
 use crate::pool::ProbesDue;
-use crate::report::LoadReport;
+use crate::report::{LoadReport, ReportError};
 use crate::time::Micros;
 
 mod race;
@@ -164,7 +164,7 @@ impl Witness for Silence {
 /// Everybody has answered a probe.
 fn probe_all<S: Store>(balancer: &mut Balancer<S, Counts>, n: u16, at: u64) {
     for n in 0..n {
-        let reply = Reply { report: report(n, 0, 10 + u32::from(n)), host: Some(replica(n)) };
+        let reply = Reply { report: Ok(report(n, 0, 10 + u32::from(n))), host: Some(replica(n)) };
         balancer.replied(ms(at), Some(target(n)), false, Ok(reply));
     }
 }
@@ -217,6 +217,20 @@ fn a_failure_whose_write_is_given_up_counts_once() {
     let ejected = balancer.tick(ms(3), &mut rng()).ejected;
     assert_eq!(ejected, 0, "one failure is not two");
     assert!(!balancer.journal.waits());
+}
+
+#[test]
+fn a_replica_that_tells_nonsense_has_been_met_by_the_policy() {
+    let mut config = config(Profile::Default, 4);
+    config.pool.verified_probes = true;
+    let mut balancer = balancer(config, &Host::default().store());
+    for (at, n) in (0..100).zip((0..4).cycle()) {
+        let report = if n < 2 { Ok(report(n, 0, 10)) } else { Err(ReportError::Rif) };
+        balancer.replied(ms(at), None, false, Ok(Reply { report, host: Some(replica(n)) }));
+    }
+    let members = balancer.membership.members();
+    let weights = [0, 1, 2, 3].map(|n| members.placement(replica(n)).weight);
+    assert_eq!(weights, [Placement::even(0).weight; 4]);
 }
 
 #[test]
@@ -419,7 +433,7 @@ fn a_worker_rests_while_nobody_uses_the_cluster() {
             }
             let due = worker.tick(ms(at), &mut rng()).probes;
             for n in 0..due.discovery as u16 {
-                let reply = Reply { report: report(n, 0, 10), host: Some(replica(n)) };
+                let reply = Reply { report: Ok(report(n, 0, 10)), host: Some(replica(n)) };
                 worker.replied(ms(at + 1), None, false, Ok(reply));
             }
             (awake, probes) = (awake + 1, probes + due.discovery);
@@ -518,7 +532,7 @@ fn a_request_to_another_cluster_weighs_on_nobody() {
         let (mut chosen, mut rng) = (0, rng());
         for at in 1..2000 {
             for n in 0..2 {
-                let reply = Reply { report: report(n, 0, 5), host: None };
+                let reply = Reply { report: Ok(report(n, 0, 5)), host: None };
                 balancer.replied(ms(at), Some(target(n)), false, Ok(reply));
             }
             let request = balancer.begin(ms(at), &[], true, &mut rng);
@@ -632,7 +646,7 @@ proptest! {
                     }
                 }
                 Happens::Reply(asked, n, anybody) => {
-                    let reply = Reply { report: report(n, 2, 7), host: Some(replica(n)) };
+                    let reply = Reply { report: Ok(report(n, 2, 7)), host: Some(replica(n)) };
                     worker.replied(ms(at), (!anybody).then(|| target(asked)), false, Ok(reply));
                     replies += 1;
                 }

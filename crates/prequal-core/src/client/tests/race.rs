@@ -394,7 +394,8 @@ impl<'a> Worker<'a> {
         }
         let named = named.filter(|_| !leaves).unwrap_or_else(|| self.good());
         let (number, report) = self.tell(named);
-        let answer = self.balancer.replied(ms(now), asked, false, Ok(Reply { report, host: None }));
+        let answer =
+            self.balancer.replied(ms(now), asked, false, Ok(Reply { report: Ok(report), host: None }));
         if answer.is_some() {
             self.believed(since, number, named);
         }
