@@ -67,10 +67,13 @@ impl PoolState {
         };
         let wanted = self.clock.since_sample(now) as f32 * rate / 1000.0;
         if growing || settings.verified_probes {
-            wanted
-        } else {
-            // These tell no load: where requests are rare most of what they pay for must.
-            wanted.min(if self.picks.is_multiple_of(4) { 1.0 } else { 0.0 })
+            return wanted;
+        }
+        // These tell no load: where requests are rare most of what they pay for must.
+        match wanted {
+            _ if !self.picks.is_multiple_of(4) => 0.0,
+            2.0.. => 1.0,
+            _ => wanted,
         }
     }
 }
@@ -117,7 +120,9 @@ impl Clock {
         let discovery = samples.min(BURST).min(self.saved).floor();
         let addressed = wanted.min(self.saved - discovery).floor();
         if discovery > 0.0 {
-            self.sampled = now;
+            // The fraction that is left counts for the next.
+            let left = if samples < BURST { 1.0 - discovery / samples } else { 0.0 };
+            self.sampled = Stamp(now.0.wrapping_sub((self.since_sample(now) as f32 * left) as u32));
         }
         self.send(now, addressed + discovery);
         ProbesDue { addressed: addressed as u32, discovery: discovery as u32 }
@@ -164,7 +169,11 @@ impl Clock {
         }
         self.unanswered = self.unanswered.saturating_add(probes as u32);
         self.saved -= probes;
-        self.probed = now;
+        // A worker that was held up does not turn the clock back; a step of time does.
+        let late_ms = self.probed.0.wrapping_sub(now.0);
+        if !(1..LATE_MS).contains(&late_ms) {
+            self.probed = now;
+        }
     }
 }
 
@@ -180,6 +189,8 @@ const BURST: f32 = 8.0;
 /// Probes, and milliseconds, without an answer that may still be chance.
 const PATIENCE: u32 = 16;
 const PATIENCE_MS: u32 = 1000;
+/// A request that is taken for late, and not for one after a step of time, is no older, milliseconds.
+const LATE_MS: u32 = 10_000;
 /// Longest pause while nothing answers, milliseconds.
 const LONGEST_MS: u32 = 60_000;
 
