@@ -202,7 +202,7 @@ impl<S: Store> Worker<S> {
             }
             Event::Reply(asked) => {
                 let named = asked.map_or_else(|| replica(0), |target| target.replica);
-                let reply = Reply { report: self.report(named), host: None };
+                let reply = Reply { report: Ok(self.report(named)), host: None };
                 self.balancer.replied(at, asked, false, Ok(reply));
                 Vec::new()
             }
