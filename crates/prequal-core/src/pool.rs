@@ -541,7 +541,7 @@ impl PoolState {
     /// The fleet is new, or what was known of its latencies is forgotten: the few that are known must not carry all of the
     /// load.
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
-        let grown = self.members >= 2 * self.settled && now.distance_ms(self.members_changed) < GROWING_MS;
+        let grown = self.members / 2 >= self.settled && now.distance_ms(self.members_changed) < GROWING_MS;
         settings.burst_guard && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
     }
 
