@@ -134,10 +134,14 @@ impl Prequal {
             sync: self.sync.unwrap_or_default(),
             ..ChoiceSettings::default()
         };
+        let mut pool = self.pool.clone();
+        if !self.learn {
+            pool.discovery_interval_ms = PoolSettings::NO_DISCOVERY;
+        }
         ClusterConfig {
             cluster: String::new(),
             probe_cluster: String::new(),
-            pool: self.pool.clone(),
+            pool,
             probe: self.probe.clone(),
             choice,
             endpoints: (0..if self.learn { 0 } else { known }).map(endpoint).collect(),

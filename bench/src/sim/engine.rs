@@ -9,7 +9,7 @@ use prequal_core::client::{Class, Request};
 use prequal_core::config::Mode;
 use prequal_core::members::Target;
 use prequal_core::policies::{Done, Utilisation};
-use prequal_core::pool::{Branch, Budget, ProbesDue};
+use prequal_core::pool::{Branch, ProbesDue};
 use prequal_core::report::LoadReport;
 use prequal_core::sync::{Answer, Waiting};
 use prequal_core::tracker::{Outcome, Ticket};
@@ -573,21 +573,17 @@ impl<'a> World<'a> {
 
     // --- probes
 
-    fn send_probes(&mut self, client: usize, mut due: ProbesDue) {
+    fn send_probes(&mut self, client: usize, due: ProbesDue) {
         if due.is_empty() {
             return;
         }
         let now = micros(self.now);
         let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
-        if !self.learns {
-            // Everybody is known from the start. What requests paid for discovery asks for loads, as it does where Envoy vouches
-            // for who answers; the paper's budget has none.
-            let paid = matches!(balancer.config().pool.budget, Budget::Adaptive { .. });
-            due.addressed += if paid { due.discovery } else { 0 };
-            due.discovery = 0;
-        }
         for target in balancer.targets(due, now, &mut self.choice) {
-            self.send_probe(client, target, None);
+            // Where everybody is known from the start there is nobody to discover.
+            if target.is_some() || self.learns {
+                self.send_probe(client, target, None);
+            }
         }
     }
 

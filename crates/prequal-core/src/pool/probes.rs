@@ -58,6 +58,9 @@ impl PoolState {
     /// Replicas that get no requests are heard of in no other way. With reports on responses alone the first two that answer
     /// would get everything, and an ejected replica no trial.
     fn samples_wanted(&self, settings: &PoolSettings, now: Stamp) -> f32 {
+        if settings.discovery_interval_ms == PoolSettings::NO_DISCOVERY {
+            return 0.0;
+        }
         let growing = self.members == 0 || now.distance_ms(self.members_changed) < GROWING_MS;
         let members = self.members as f32;
         let rate = if growing {

@@ -81,6 +81,9 @@ pub struct PoolSettings {
 }
 
 impl PoolSettings {
+    /// A value of `discovery_interval_ms`: no such probes, as the membership is known. No setting of a user's.
+    pub const NO_DISCOVERY: u32 = 0;
+
     /// Entries that a pool over `n` replicas can have; `n` = 0 means that nothing has been learned yet.
     pub(super) fn attainable(&self, n: u32) -> usize {
         if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
