@@ -1,4 +1,5 @@
-//! Takes exports out of a WebAssembly module.
+//! Removes exports from a WebAssembly module: Envoy calls every callback that a module exports, also those that do nothing. The code
+//! behind them stays. Which exports go is decided in `toolchain.rs`.
 
 use anyhow::{Context as _, Result, ensure};
 

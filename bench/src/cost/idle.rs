@@ -1,4 +1,5 @@
-//! What clusters cost that nobody uses: probes a second, and Envoy's CPU time.
+//! The cost of configured clusters that get no requests: probes per second and Envoy's CPU time, without the seconds after the
+//! start. What a cluster costs that was used and then abandoned is in the unit tests of `prequal-core`'s `pool/probes.rs`.
 
 use std::time::{Duration, Instant};
 

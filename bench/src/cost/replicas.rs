@@ -1,8 +1,8 @@
-//! What the size of the fleet costs: the filter before few replicas and before many, each beside an Envoy that takes turns.
+//! The cost of a large fleet: the filter with few replicas and with many, each compared with an Envoy that uses round robin.
 //!
-//! A request must cost no more in a large fleet than in a small one, against turns, which use as many connections. What is done
-//! per second and not per request, learning the membership, is measured apart: with few requests at a fixed rate, which are
-//! as many before either fleet. Then replicas join.
+//! Three questions: does a request cost more in the large fleet, net of round robin, which opens as many connections? What does
+//! the membership cost per second, at a fixed and low rate of requests? How soon is a new replica known? The latency of requests
+//! is not measured here.
 
 use std::time::{Duration, Instant};
 

@@ -217,8 +217,8 @@ pub const KEYS: &[Key] = &[
     seldom("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .from("§4")
         .means(
-            "one worker probes a pool's worth when no request has come for this long, and again, until the 24 probes that \
-             requests have saved are sent; 0: never",
+            "time without requests after which one worker sends a pool's worth of probes; repeated until the saved probes, at \
+             most 24, are sent; 0: never",
         ),
     seldom("probe_timeout_ms", "ms", Whole(1, 10_000)).from("§3: 3 or 1").means("time after which a probe has failed"),
     seldom("piggyback", "", Bool).means(
