@@ -13,6 +13,7 @@ use crate::support::{SERVING, addrs, assert_all_ok, bed, counted, report, stand_
 const MS: fn(u64) -> Duration = Duration::from_millis;
 /// What a replica may truly say that answers in 5 ms.
 const HONEST: &str = ";base=5000;knee=8";
+const TRIES: u32 = 5;
 
 /// An idle replica that answers in 5 ms and says so, and then what `claim` makes of the number of the report.
 fn claims(claim: impl Fn(u64) -> String + Send + Sync + 'static) -> Result<Backend> {
@@ -29,15 +30,36 @@ fn honest(count: usize) -> Result<Vec<Backend>> {
     (0..count).map(|_| claims(|_| HONEST.into())).collect()
 }
 
-fn served(fleet: &[Backend]) -> Vec<u64> {
-    fleet.iter().map(Backend::served).collect()
+/// Whether none of `served` is further than by half from their mean.
+fn is_even(served: &[u64]) -> bool {
+    let mean = served.iter().sum::<u64>() / served.len() as u64;
+    served.iter().all(|n| n.abs_diff(mean) * 2 <= mean)
 }
 
-/// Asserts that none of `served` is further than by half from their mean.
+/// Asserts that `count` requests come to be shared as `judge` wants it, most of them steered. Not always at once: a busy
+/// machine lets honest replicas look slow.
 #[track_caller]
-fn assert_even(served: &[u64]) {
-    let mean = served.iter().sum::<u64>() / served.len() as u64;
-    assert!(served.iter().all(|n| n.abs_diff(mean) * 2 <= mean), "{served:?}");
+fn assert_shares(
+    envoy: &Envoy,
+    fleet: &[Backend],
+    count: usize,
+    callers: usize,
+    judge: impl Fn(&[u64]) -> bool,
+) {
+    let mut shares = Vec::new();
+    for _ in 0..TRIES {
+        fleet.iter().for_each(Backend::clear);
+        let before = envoy.prequal(SERVING).expect("stats").steered();
+        assert_all_ok(&envoy.client().burst(count, callers, |_| Request::get("/")));
+        let steered = envoy.prequal(SERVING).expect("stats").steered() - before;
+        let served: Vec<u64> = fleet.iter().map(Backend::served).collect();
+        let good = steered * 2 > count as u64 && judge(&served);
+        shares.push((steered, served));
+        if good {
+            return;
+        }
+    }
+    panic!("steered, served: {shares:?}");
 }
 
 #[test]
@@ -70,10 +92,7 @@ fn a_capacity_that_cannot_be_is_counted_and_disturbs_nobody() -> Result<()> {
     });
     // What they said before is old after two seconds.
     std::thread::sleep(MS(2100));
-    fleet.iter().for_each(Backend::clear);
-    assert_all_ok(&envoy.client().burst(800, 6, |_| Request::get("/")));
-    let served = served(&fleet);
-    assert_even(&served[..4]);
+    assert_shares(&envoy, &fleet, 800, 6, |served| is_even(&served[..4]));
     Ok(())
 }
 
@@ -89,12 +108,10 @@ fn a_capacity_that_changes_with_every_report_harms_only_who_tells_it() -> Result
     })?);
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
     warm(&envoy, 5);
-    fleet.iter().for_each(Backend::clear);
-    assert_all_ok(&envoy.client().burst(1000, 6, |_| Request::get("/")));
+    assert_shares(&envoy, &fleet, 1000, 6, |served| {
+        served[..4].iter().all(|served| *served >= 20) && is_even(&served[..4])
+    });
     assert_eq!(envoy.prequal(SERVING)?.reports("bad_capacity"), 0);
-    let served = served(&fleet);
-    assert!(served[..4].iter().all(|served| *served >= 20), "{served:?}");
-    assert_even(&served[..4]);
     Ok(())
 }
 
@@ -106,15 +123,9 @@ fn who_claims_to_answer_at_once_gets_more_and_the_others_share_the_rest_evenly()
     fleet.push(claims(|_| ";base=1;knee=1".into())?);
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
     warm(&envoy, 5);
-    fleet.iter().for_each(Backend::clear);
-    let before = envoy.prequal(SERVING)?;
-    assert_all_ok(&envoy.client().burst(1500, 24, |_| Request::get("/")));
-    let after = envoy.prequal(SERVING)?;
-    let served = served(&fleet);
-    assert_even(&served[..4]);
-    // Steering goes on.
-    assert!(after.steered() > before.steered(), "{after:#?}");
-    assert!(served[..4].iter().all(|other| served[4] * 2 > other * 3), "{served:?}");
+    assert_shares(&envoy, &fleet, 1500, 24, |served| {
+        is_even(&served[..4]) && served[..4].iter().all(|other| served[4] * 2 > other * 3)
+    });
     Ok(())
 }
 
@@ -127,9 +138,6 @@ fn replicas_of_old_agents_and_of_new_ones_share() -> Result<()> {
     }
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
     warm(&envoy, 4);
-    fleet.iter().for_each(Backend::clear);
-    assert_all_ok(&envoy.client().burst(800, 4, |_| Request::get("/")));
-    let served = served(&fleet);
-    assert!(served.iter().all(|served| *served >= 80), "{served:?}");
+    assert_shares(&envoy, &fleet, 800, 4, |served| served.iter().all(|served| *served >= 80));
     Ok(())
 }

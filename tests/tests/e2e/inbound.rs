@@ -109,22 +109,25 @@ fn on_port(config: EnvoyConfig, port: u16) -> EnvoyConfig {
 /// Asserts that a client's Envoy before `servers` leaves the last replica, which is slow, alone.
 fn assert_steers(backends: &[Backend], client: &Envoy) -> Result<()> {
     warm(client, backends.len() as u64);
-    backends.iter().for_each(Backend::clear);
-    let before = client.prequal(SERVING)?;
-    let answers = client.client().burst(600, 6, |_| Request::get("/"));
-    assert_all_ok(&answers);
-    for answer in answers {
-        assert_none_of_ours(&answer?.headers);
-    }
-    let after = client.prequal(SERVING)?;
-    assert!(after.steered() - before.steered() >= 580, "{after:#?}");
-    assert!(after.reports("used") - before.reports("used") >= 550, "{after:#?}");
+    // On a busy machine six callers are more than a fleet that is being learned may be given, and one of the fast ones may
+    // look slow.
+    let after = eventually("three are used, the slow one is left alone", Duration::from_secs(20), || {
+        backends.iter().for_each(Backend::clear);
+        let before = client.prequal(SERVING).ok()?;
+        let answers = client.client().burst(600, 6, |_| Request::get("/"));
+        assert_all_ok(&answers);
+        for answer in answers.into_iter().flatten() {
+            assert_none_of_ours(&answer.headers);
+        }
+        let after = client.prequal(SERVING).ok()?;
+        let served: Vec<u64> = backends.iter().map(Backend::served).collect();
+        let used = served[..3].iter().filter(|served| **served >= 30).count();
+        let steered = after.steered() - before.steered() >= 580;
+        let heard = after.reports("used") - before.reports("used") >= 550;
+        (steered && heard && served[3] <= 60 && used >= 2).then_some(after)
+    });
     assert_eq!(after.reports("wrong_endpoint"), 0, "{after:#?}");
     assert!(after.probes("used") >= 10 && after.probes("timeout") * 5 < after.probes("used"), "{after:#?}");
-    let served: Vec<u64> = backends.iter().map(Backend::served).collect();
-    // On a busy machine one of the fast ones may look slow while the rest warms up.
-    let used = served[..3].iter().filter(|served| **served >= 30).count();
-    assert!(served[3] <= 60 && used >= 2, "{served:?}");
     assert!(backends.iter().flat_map(Backend::seen).all(|seen| !is_probe(&seen)), "a probe got through");
     Ok(())
 }
