@@ -22,6 +22,10 @@ const CREDIT: f32 = 0.001;
 /// Most that a trial is charged, in lowest costs: one request in 4000 for a replica that looks far slower. Also the most
 /// that is saved up.
 const DEAREST: f32 = 4.0;
+/// The same where requests are so rare that the last trial was long ago, milliseconds: a healed replica should not wait for
+/// its next one much longer than ten seconds.
+const DEAREST_LATE: f32 = 2.0;
+const LATE_MS: u32 = 8000;
 /// A replica that reports this part of what it did before its trial gets another.
 const PROMISING: f64 = 0.8;
 /// Reports younger than this are equally fresh, milliseconds; older ones by powers of two of it. Within milliseconds it is
@@ -89,7 +93,8 @@ impl Predicted {
             return None;
         }
         let saved = trials.credit + CREDIT * self.lowest;
-        let most = DEAREST * self.lowest;
+        let late = self.now.distance_ms(trials.at) >= LATE_MS;
+        let most = if late { DEAREST_LATE } else { DEAREST } * self.lowest;
         trials.credit = if saved < most { saved } else { most };
         let mut tried = None;
         let mut idle = 0;
@@ -118,6 +123,7 @@ impl Predicted {
             last: entry.endpoint,
             base_us: entry.base_us,
             promising: 0,
+            at: self.now,
         };
         Some(index)
     }
@@ -134,6 +140,7 @@ pub(super) struct Trials {
     last: Endpoint,
     /// 1 once it reports so much less that it is tried again at once.
     promising: u32,
+    at: Stamp,
 }
 
 impl Trials {

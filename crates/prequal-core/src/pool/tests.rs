@@ -852,6 +852,20 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
 }
 
 #[test]
+fn where_requests_are_rare_a_replica_that_looks_far_slower_gets_one_in_2000() {
+    let mut scene = Scene::new(plain());
+    let tried = (0..20_000).filter(|n| {
+        let at = n * 10;
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 0, 320, 4);
+        scene.pick_predicted(at).branch == Branch::Trial
+    });
+    let tried: Vec<_> = tried.collect();
+    assert!(tried.is_sorted_by(|one, next| (1990..=2010).contains(&(next - one))), "{tried:?}");
+    assert!((9..=11).contains(&tried.len()), "{tried:?}");
+}
+
+#[test]
 fn a_pick_from_an_empty_pool_saves_nothing_for_trials() {
     let mut scene = Scene::new(plain());
     assert_eq!(scene.pick_predicted(0).branch, Branch::Fallback);
