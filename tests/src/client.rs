@@ -85,20 +85,26 @@ pub struct Client {
 impl Client {
     /// A client that speaks HTTP/1.1.
     pub fn new(addr: SocketAddr) -> Self {
-        Self::build(addr, false)
+        Self::build(addr, false, false)
     }
 
     /// A client that speaks cleartext HTTP/2 with prior knowledge.
     pub fn http2(addr: SocketAddr) -> Self {
-        Self::build(addr, true)
+        Self::build(addr, true, false)
     }
 
-    fn build(addr: SocketAddr, http2: bool) -> Self {
+    /// A client that does what users' clients do: a request that could not leave because its connection was closing goes
+    /// over another.
+    pub fn reconnecting(addr: SocketAddr, http2: bool) -> Self {
+        Self::build(addr, http2, true)
+    }
+
+    fn build(addr: SocketAddr, http2: bool, reconnects: bool) -> Self {
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
         let pool = Pool::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
-            .retry_canceled_requests(false)
+            .retry_canceled_requests(reconnects)
             .http2_only(http2)
             .build(connector);
         Self { addr, pool }

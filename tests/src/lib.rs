@@ -21,6 +21,7 @@ mod client;
 mod config;
 mod envoy;
 mod fleet;
+pub mod manifests;
 mod process;
 mod prometheus;
 mod runtime;

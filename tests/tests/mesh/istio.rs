@@ -10,9 +10,9 @@ use http::HeaderMap;
 use prequal_testbed::{Agent, AgentOptions, Backend, EnvoyConfig, Reply, Request, Response, bed, eventually};
 use serde_json::{Value, json};
 
-use crate::manifests::{documents, find};
 use crate::merge::apply;
 use crate::proxy::{HOST, Mesh, OTHER, OTHER_HOST, PROBING, Proxy, Running, SERVING};
+use prequal_testbed::manifests::{documents, find};
 
 const PLUGIN: &str = "extensions.istio.io/wasmplugin/demo.prequal";
 const ISTIO: [&str; 3] =

@@ -1,19 +1,21 @@
 //! The files of `envoy-configs/kubernetes/`: built by Kustomize, checked, and their Envoy run with a name server of ours.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
-use std::process::Command;
+use std::io::Read as _;
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::{
-    AgentOptions, Client, Envoy, EnvoyConfig, Replica, Reply, Request, bed, eventually, http_get,
+    AgentOptions, Client, Envoy, EnvoyConfig, Fleet, Replica, Reply, Request, bed, eventually, http_get,
     wasm_module, workspace_root,
 };
 use serde_json::{Value, json};
 
-use crate::manifests::{documents, find, parse};
 use crate::schemas::check;
+use prequal_testbed::manifests::{documents, find, parse};
 
 const FOLDERS: [&str; 3] = ["base", "overlays/init-container", "overlays/image-volume"];
 
@@ -101,6 +103,113 @@ fn the_application_outlives_its_agent_and_the_pod_both() -> Result<()> {
             pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"].as_u64().context(file)?;
         let grace = pod["terminationGracePeriodSeconds"].as_u64().context(file)?;
         assert!(drain <= sleep && sleep < grace, "{file}: {drain} {sleep} {grace}");
+    }
+    Ok(())
+}
+
+/// What kube-proxy makes of a Service: a connection goes where the Service leads when it begins, and stays there.
+struct Service {
+    addr: SocketAddr,
+    target: Arc<Mutex<SocketAddr>>,
+}
+
+impl Service {
+    fn start(target: SocketAddr) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let (addr, target) = (listener.local_addr()?, Arc::new(Mutex::new(target)));
+        let leads = Arc::clone(&target);
+        std::thread::spawn(move || {
+            for from in listener.incoming().flatten() {
+                let Ok(to) = TcpStream::connect(*leads.lock().expect("no panic")) else { continue };
+                for stream in [&from, &to] {
+                    stream.set_nodelay(true).expect("a TCP stream");
+                }
+                let (Ok(back), Ok(from_client)) = (from.try_clone(), from.try_clone()) else { continue };
+                let Ok(to_server) = to.try_clone() else { continue };
+                std::thread::spawn(move || forward(from_client, &to_server));
+                std::thread::spawn(move || forward(to, &back));
+            }
+        });
+        Ok(Self { addr, target })
+    }
+}
+
+fn forward(mut from: TcpStream, mut to: &TcpStream) {
+    let _ = std::io::copy(&mut from, &mut to);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+/// A rollout: `preStop` of the manifest, then SIGTERM, while clients go on.
+#[test]
+fn an_envoy_that_leaves_loses_no_request() -> Result<()> {
+    bed!();
+    let pod =
+        find(&documents("kubernetes/base/edge.yaml")?, "Deployment", "edge")["spec"]["template"]["spec"]
+            .clone();
+    let container = &pod["containers"][0];
+    let arg = |flag: &str| {
+        let args = container["args"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        args.filter_map(|arg| arg.strip_prefix(flag)).next().expect("such a flag").to_owned()
+    };
+    let command: Vec<&str> = container["lifecycle"]["preStop"]["exec"]["command"]
+        .as_array()
+        .context("a command")?
+        .iter()
+        .filter_map(Value::as_str)
+        .collect();
+    let [shell, "-c", script] = command[..] else { panic!("{command:?}") };
+    // The test bed starts Envoy with a shorter drain, and the script sleeps for less here.
+    assert_eq!(arg("--drain-strategy="), "immediate");
+    let seconds = arg("--drain-time-s=");
+    assert!(script.contains(&format!("sleep {seconds}\n")), "{script}");
+    assert!(seconds.parse::<u64>()? + 15 < pod["terminationGracePeriodSeconds"].as_u64().context("a time")?);
+
+    let fleet = Fleet::uniform(3, &Reply::ok().delay(Duration::from_millis(5)))?;
+    let start = || Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(2));
+    let (mut leaving, staying) = (start()?, start()?);
+    let service = Service::start(leaving.addr())?;
+    let over = Arc::new(AtomicBool::new(false));
+    let callers: Vec<_> = [false, true]
+        .into_iter()
+        .map(|http2| {
+            let client = Client::reconnecting(service.addr, http2);
+            let over = Arc::clone(&over);
+            std::thread::spawn(move || {
+                let mut answers = Vec::new();
+                while !over.load(Ordering::Relaxed) {
+                    answers.extend(client.burst(40, 4, |_| Request::get("/")));
+                }
+                answers
+            })
+        })
+        .collect();
+    let requests = |envoy: &Envoy| envoy.stat("http.ingress.downstream_rq_completed");
+    eventually("requests arrive", Duration::from_secs(10), || (requests(&leaving).ok()? > 100).then_some(()));
+    let script = script
+        .replace("127.0.0.1/9901", &format!("127.0.0.1/{}", leaving.admin().port()))
+        .replace(&format!("sleep {seconds}"), "sleep 2");
+    let mut stop = Command::new(shell).args(["-c", &script]).stdout(Stdio::piped()).spawn()?;
+    std::thread::sleep(Duration::from_millis(500));
+    // Only now discovery forgets the pod.
+    *service.target.lock().expect("no panic") = staying.addr();
+    assert!(stop.wait()?.success());
+    let mut told = String::new();
+    stop.stdout.take().context("its output")?.read_to_string(&mut told)?;
+    assert!(told.starts_with("HTTP/1.1 200") && told.contains("\nOK"), "{told}");
+    eventually("all connections are closed", Duration::from_secs(10), || {
+        (leaving.stat("http.ingress.downstream_cx_active").ok()? == 0).then_some(())
+    });
+    ensure!(Command::new("kill").arg(leaving.pid().to_string()).status()?.success(), "no SIGTERM");
+    leaving.wait_for_end(Duration::from_secs(10))?;
+    let before = requests(&staying)?;
+    eventually("requests go on", Duration::from_secs(10), || {
+        (requests(&staying).ok()? > before + 100).then_some(())
+    });
+    over.store(true, Ordering::Relaxed);
+    for caller in callers {
+        for answer in caller.join().expect("no panic") {
+            assert_eq!(answer?.status, 200);
+        }
     }
     Ok(())
 }

@@ -5,7 +5,6 @@
 
 mod istio;
 mod kubernetes;
-mod manifests;
 mod merge;
 mod proxy;
 mod schemas;

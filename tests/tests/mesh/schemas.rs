@@ -17,7 +17,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::manifests::{documents, find};
+use prequal_testbed::manifests::{documents, find};
 
 /// Checks one object.
 pub fn check(object: &Value) -> Result<()> {

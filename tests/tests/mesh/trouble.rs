@@ -11,9 +11,9 @@ use prequal_testbed::{bed, eventually, workspace_root};
 use serde_json::{Value, json};
 
 use crate::istio::{Pods, ask, get, warm};
-use crate::manifests::documents;
 use crate::merge::apply;
 use crate::proxy::{HOST, PROBING, Proxy, Running, SERVING};
+use prequal_testbed::manifests::documents;
 
 fn client_files() -> Result<Vec<Value>> {
     documents("istio/client-sidecar.yaml")

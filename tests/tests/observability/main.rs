@@ -11,6 +11,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use prequal_testbed::manifests::{documents, find};
 use prequal_testbed::{Prometheus, eventually, missing_prometheus, prometheus_tool};
 use serde_json::{Value, json};
 
@@ -74,24 +75,27 @@ fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
     if !prometheus_is_here("pods_become_the_targets_that_the_rules_expect") {
         return Ok(());
     }
-    let pod = |name: &str, phase: &str, annotations: &[(&str, &str)]| {
+    // As Kubernetes' discovery names the annotations of the shipped pods.
+    let pod = |name: &str, phase: &str, file: &str, deployment: &str| -> Result<Value> {
         let mut labels = json!({
             "__meta_kubernetes_namespace": "shop",
             "__meta_kubernetes_pod_name": name,
             "__meta_kubernetes_pod_phase": phase,
             "__meta_kubernetes_pod_ip": "127.0.0.1",
         });
-        for (key, value) in annotations {
-            labels[format!("__meta_kubernetes_pod_annotation_prequal_io_{key}")] = json!(value);
+        let pod = &find(&documents(file)?, "Deployment", deployment)["spec"]["template"];
+        for (key, value) in pod["metadata"]["annotations"].as_object().into_iter().flatten() {
+            let key = key.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+            labels[format!("__meta_kubernetes_pod_annotation_{key}")] = value.clone();
         }
-        json!({"targets": [format!("127.0.0.1:{}", 1 + name.len())], "labels": labels})
+        Ok(json!({"targets": [format!("127.0.0.1:{}", 1 + name.len())], "labels": labels}))
     };
-    let agent = [("agent_admin", "9"), ("cluster", "replicas")];
     let pods = json!([
-        pod("edge", "Running", &[("envoy_admin", "7")]),
-        pod("replica-0", "Running", &agent),
-        pod("replica-1", "Pending", &agent),
-        pod("database", "Running", &[]),
+        pod("edge", "Running", "kubernetes/base/edge.yaml", "edge")?,
+        pod("replica-0", "Running", "kubernetes/base/replicas.yaml", "replicas")?,
+        pod("replica-1", "Pending", "kubernetes/base/replicas.yaml", "replicas")?,
+        pod("mesh-replica", "Running", "istio/server-agent.yaml", "replicas")?,
+        pod("database", "Running", "istio/server-inbound.yaml", "replicas")?,
     ]);
     let mut config = shipped::yaml("prometheus-kubernetes.yml")?;
     config["rule_files"] = json!(["rules.yaml"]);
@@ -104,16 +108,20 @@ fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
     let found: BTreeSet<String> = eventually("Prometheus has its targets", Duration::from_secs(20), || {
         let targets = prometheus.api("targets?state=active").ok()?["activeTargets"].as_array()?.clone();
         let shown = |target: &Value| format!("{} {}", target["scrapeUrl"], target["labels"]);
-        (targets.len() == 2).then(|| targets.iter().map(shown).collect())
+        (targets.len() == 3).then(|| targets.iter().map(shown).collect())
     });
     let expected = [
         concat!(
-            r#""http://127.0.0.1:7/stats/prometheus?filter=%5E%28wasmcustom%5C.prequal_%7Cwasm%5C.prequal%5C.%29" "#,
+            r#""http://127.0.0.1:9902/stats/prometheus?filter=%5E%28wasmcustom%5C.prequal_%7Cwasm%5C.prequal%5C.%29" "#,
             r#"{"instance":"shop/edge","job":"prequal-envoy"}"#
         ),
         concat!(
-            r#""http://127.0.0.1:9/metrics" "#,
+            r#""http://127.0.0.1:9102/metrics" "#,
             r#"{"cluster":"replicas","instance":"shop/replica-0","job":"prequal-agents"}"#
+        ),
+        concat!(
+            r#""http://127.0.0.1:9102/metrics" {"cluster":"outbound|8080||replicas.demo.svc.cluster.local","#,
+            r#""instance":"shop/mesh-replica","job":"prequal-agents"}"#
         ),
     ];
     assert_eq!(found, expected.map(str::to_owned).into());

@@ -1,9 +1,10 @@
-//! The shipped files.
+//! The shipped files of `envoy-configs/`, as data.
 
 use anyhow::{Context as _, Result};
-use prequal_testbed::workspace_root;
 use serde::Deserialize as _;
 use serde_json::Value;
+
+use crate::workspace_root;
 
 /// Every document of `path` under `envoy-configs/`.
 pub fn documents(path: &str) -> Result<Vec<Value>> {
