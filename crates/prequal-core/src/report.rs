@@ -22,6 +22,12 @@ pub const HEADER_LATENCY: &str = "x-prequal-latency-us";
 pub const HEADER_HINT: &str = "x-prequal-hint";
 /// The host that answered a probe: Envoy's word, put on the reply by the probe cluster's own filter.
 pub const HEADER_HOST: &str = "x-prequal-host";
+/// Why the agent itself answers with an error: [`UNSENT`] or [`UNANSWERED`]. Envoy's retry policy goes by it.
+pub const HEADER_FAILURE: &str = "x-prequal-failure";
+/// The backend got not a byte of the request: any request may be sent again.
+pub const UNSENT: &str = "unsent";
+/// The backend's connection ended before a response: only an idempotent request may be sent again.
+pub const UNANSWERED: &str = "unanswered";
 /// Where the agent answers probes.
 pub const PROBE_PATH: &str = "/prequal/probe";
 /// Longest accepted report header, bytes.

@@ -5,7 +5,7 @@
 
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue, Method, Request, Version};
-use prequal_core::report::{HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
+use prequal_core::report::{HEADER_FAILURE, HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 
 /// The combined report.
 pub(crate) const LOAD: HeaderName = HeaderName::from_static(HEADER_LOAD);
@@ -15,6 +15,8 @@ pub(crate) const RIF: HeaderName = HeaderName::from_static(HEADER_RIF);
 pub(crate) const LATENCY: HeaderName = HeaderName::from_static(HEADER_LATENCY);
 /// The hint of a query, on probes and requests.
 pub(crate) const HINT: HeaderName = HeaderName::from_static(HEADER_HINT);
+/// Whether a request that failed here may be sent again.
+pub(crate) const FAILURE: HeaderName = HeaderName::from_static(HEADER_FAILURE);
 /// Zuul's.
 pub(crate) const UTILIZATION: HeaderName = HeaderName::from_static("x-netflix.server.utilization");
 

@@ -165,6 +165,9 @@ fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy)
         None => guard.finish(Outcome::Aborted),
     }
     let mut response = own(probe::plain(error.status(), error.reason()), busy);
+    if let Some(failure) = error.failure() {
+        response.headers_mut().insert(headers::FAILURE, HeaderValue::from_static(failure));
+    }
     add_report(conn, response.headers_mut(), None);
     response
 }

@@ -17,6 +17,7 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use prequal_core::report::{UNANSWERED, UNSENT};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 
@@ -118,7 +119,8 @@ impl Pool {
                 }
                 Err(mut error) => match error.take_message() {
                     Some(unsent) if reused => req = unsent,
-                    _ => return Err(UpstreamError::sending(error.into_error())),
+                    Some(_) => return Err(connect_error(io::Error::other(error.into_error()))),
+                    None => return Err(UpstreamError::sending(error.into_error())),
                 },
             }
         }
@@ -198,7 +200,7 @@ impl Pool {
             .max_buf_size(self.max_header_bytes.max(MIN_BUFFER))
             .handshake(TokioIo::new(io))
             .await
-            .map_err(UpstreamError::sending)?;
+            .map_err(|error| connect_error(io::Error::other(error)))?;
         // Its errors also come out of the request or body that they hit.
         tokio::spawn(conn.with_upgrades());
         Ok(sender)
@@ -255,7 +257,7 @@ impl Pool {
             .max_header_list_size(u32::try_from(self.max_header_bytes).unwrap_or(u32::MAX))
             .handshake(TokioIo::new(io))
             .await
-            .map_err(UpstreamError::sending)?;
+            .map_err(|error| connect_error(io::Error::other(error)))?;
         tokio::spawn(conn);
         Ok(sender)
     }
@@ -428,6 +430,16 @@ impl UpstreamError {
             Self::ResponseTimeout => "probe-agent: backend did not respond in time\n",
             Self::RequestBody => "probe-agent: request body broke off\n",
             Self::Upgrade => "probe-agent: backend switched protocols unasked\n",
+        }
+    }
+
+    /// What the client may do about it, for `x-prequal-failure`. Nothing is told of timeouts: the backend may still be at it,
+    /// and a second request would add to its load.
+    pub(crate) fn failure(&self) -> Option<&'static str> {
+        match self {
+            Self::Connect(_) | Self::ConnectTimeout | Self::NoHttp2 => Some(UNSENT),
+            Self::Reset(_) => Some(UNANSWERED),
+            Self::ResponseTimeout | Self::RequestBody | Self::Upgrade => None,
         }
     }
 

@@ -62,6 +62,7 @@ async fn headers_pass_but_for_those_of_one_hop_and_ours() {
             for (name, value) in [
                 ("x-prequal-load", "99;1;9.9.9.9:9"),
                 ("x-prequal-rif", "99"),
+                ("x-prequal-failure", "unsent"),
                 ("connection", "x-hop"),
                 ("x-hop", "1"),
                 ("x-app", "1"),
@@ -81,6 +82,7 @@ async fn headers_pass_but_for_those_of_one_hop_and_ours() {
         .header("x-forwarded-proto", "https")
         .header("x-prequal-dest", "9.9.9.9:9")
         .header("x-prequal-load", "0;1;9.9.9.9:9")
+        .header("x-prequal-failure", "unsent")
         .body(Empty::<Bytes>::new())
         .unwrap();
     let response = client1(agent.addr).await.send_request(request).await.unwrap();
@@ -155,9 +157,11 @@ async fn a_backend_that_is_down_is_a_502_with_a_reason_and_a_failure() {
     assert_eq!(head.status, StatusCode::BAD_GATEWAY);
     assert_eq!(body, "probe-agent: backend refused the connection\n");
     assert!(head.headers.contains_key("x-prequal-load"));
+    assert_eq!(head.headers["x-prequal-failure"], "unsent", "safe to send again");
     let mut client = client2(agent.addr).await;
     let response = client.send_request(get2(agent.addr, "/")).await.unwrap();
     assert_eq!(response.status(), StatusCode::BAD_GATEWAY);
+    assert_eq!(response.headers()["x-prequal-failure"], "unsent");
     agent.at_rest([0, 2, 0, 0]).await;
 }
 
@@ -171,6 +175,7 @@ async fn a_backend_that_is_silent_is_a_504_when_a_limit_is_set() {
     let agent = agent(addr, |config| config.limits.response_timeout = Some(Duration::from_millis(50)));
     let (head, _) = fetch(agent.addr, "/").await;
     assert_eq!(head.status, StatusCode::GATEWAY_TIMEOUT);
+    assert!(!head.headers.contains_key("x-prequal-failure"), "the backend may still be at it");
     agent.at_rest([0, 1, 0, 0]).await;
 }
 
@@ -183,7 +188,9 @@ async fn a_5xx_is_a_failure_and_no_latency() {
     })
     .await;
     let agent = agent(addr, |_| {});
-    assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::SERVICE_UNAVAILABLE);
+    let (head, _) = fetch(agent.addr, "/").await;
+    assert_eq!(head.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert!(!head.headers.contains_key("x-prequal-failure"), "the backend has answered");
     agent.at_rest([0, 1, 0, 0]).await;
     assert_eq!(agent.load.counters().latency_buckets().iter().sum::<u64>(), 0);
 }
@@ -200,6 +207,7 @@ async fn a_backend_that_dies_before_or_in_mid_response_is_a_failure() {
     let (head, body) = fetch(agent.addr, "/").await;
     assert_eq!(head.status, StatusCode::BAD_GATEWAY);
     assert_eq!(body, "probe-agent: backend closed the connection before a response\n");
+    assert_eq!(head.headers["x-prequal-failure"], "unanswered", "it may have been served");
     agent.at_rest([0, 1, 0, 0]).await;
     let response = client1(agent.addr).await.send_request(get("/half")).await.unwrap();
     assert_eq!(response.status(), StatusCode::OK);
