@@ -1,4 +1,4 @@
-//! The admin port: `/metrics` in Prometheus text, `/healthz`.
+//! The admin port: `/metrics` in Prometheus text, `/healthz`, `/readyz`.
 
 use std::fmt::Write as _;
 
@@ -9,16 +9,30 @@ use prequal_core::tracker::Outcome;
 
 use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
+use crate::ready::Checker;
 
-pub(crate) fn answer(method: &Method, path: &str, load: &Load, draining: bool) -> Response<Bytes> {
+pub(crate) async fn answer(
+    method: &Method,
+    path: &str,
+    checker: &Checker,
+    draining: bool,
+) -> Response<Bytes> {
     if !matches!(*method, Method::GET | Method::HEAD) {
         return plain(StatusCode::METHOD_NOT_ALLOWED, "GET only\n");
     }
     match path {
-        "/healthz" if draining => plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n"),
+        "/healthz" | "/readyz" if draining => plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n"),
         "/healthz" => plain(StatusCode::OK, "ok\n"),
+        "/readyz" => match checker.check().await {
+            Ok(()) => plain(StatusCode::OK, "ok\n"),
+            Err(reason) => {
+                let mut response = plain(StatusCode::SERVICE_UNAVAILABLE, "");
+                *response.body_mut() = format!("backend {reason}\n").into();
+                response
+            }
+        },
         "/metrics" => {
-            let mut response = Response::new(metrics(load).into());
+            let mut response = Response::new(metrics(&checker.load).into());
             response.headers_mut().insert(
                 header::CONTENT_TYPE,
                 HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
@@ -75,6 +89,13 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         "Since the backend was first reached, or reached again after it refused; 0 while it is not there.",
     )?;
     writeln!(out, "prequal_agent_up_seconds {}", load.up_s())?;
+    head(
+        out,
+        "prequal_agent_backend_ready",
+        "gauge",
+        "1, or 0 while the backend refuses connections or fails the check.",
+    )?;
+    writeln!(out, "prequal_agent_backend_ready {}", u8::from(load.is_ready()))?;
     head(out, "prequal_agent_requests_total", "counter", "Requests that ended, by how.")?;
     for (class, outcome) in [
         ("success", Outcome::Success),
@@ -155,6 +176,10 @@ mod tests {
     use super::*;
     use prequal_core::time::Micros;
     use prequal_core::tracker::TrackerConfig;
+    use std::net::SocketAddr;
+    use std::time::Duration;
+
+    use crate::config::ReadyCheck;
 
     #[test]
     fn metrics_tell_what_happened() {
@@ -169,6 +194,7 @@ mod tests {
             "prequal_agent_rif 1",
             "prequal_agent_failing_ratio 0.25",
             "prequal_agent_up_seconds 0",
+            "prequal_agent_backend_ready 1",
             "prequal_agent_requests_total{class=\"success\"} 1",
             "prequal_agent_requests_total{class=\"failure\"} 1",
             "prequal_agent_probes_total{port=\"probe\"} 1",
@@ -189,12 +215,20 @@ mod tests {
         assert_eq!(quantile_us(&[0; 19], 1, 500), None, "slower than every bound");
     }
 
-    #[test]
-    fn health_fails_while_draining() {
-        let load = Load::new(TrackerConfig::default());
-        assert_eq!(answer(&Method::GET, "/healthz", &load, false).status(), 200);
-        assert_eq!(answer(&Method::GET, "/healthz", &load, true).status(), 503);
-        assert_eq!(answer(&Method::GET, "/", &load, false).status(), 404);
-        assert_eq!(answer(&Method::POST, "/metrics", &load, false).status(), 405);
+    #[tokio::test]
+    async fn health_fails_while_draining() {
+        let checker = Checker {
+            check: ReadyCheck::Tcp,
+            target: SocketAddr::from(([127, 0, 0, 1], 1)).into(),
+            tls: None,
+            http2: false,
+            timeout: Duration::from_secs(1),
+            load: Load::new(TrackerConfig::default()),
+        };
+        let answer = async |method, path, draining| answer(&method, path, &checker, draining).await.status();
+        assert_eq!(answer(Method::GET, "/healthz", false).await, 200);
+        assert_eq!(answer(Method::GET, "/healthz", true).await, 503);
+        assert_eq!(answer(Method::GET, "/", false).await, 404);
+        assert_eq!(answer(Method::POST, "/metrics", false).await, 405);
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::Parser;
 use prequal_core::endpoint::Endpoint;
 
-use crate::config::{AgentConfig, Limits, Report, Upstream, UpstreamHttp2, UpstreamTls};
+use crate::config::{AgentConfig, Limits, ReadyCheck, Report, Upstream, UpstreamHttp2, UpstreamTls};
 use crate::hint::Hook;
 use crate::utilization::Utilization;
 
@@ -36,9 +36,14 @@ pub struct Cli {
     #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_PROBE_LISTEN", value_parser = socket_addr)]
     probe_listen: Option<SocketAddr>,
 
-    /// Serve /metrics and /healthz here; a bare port listens on loopback only
+    /// Serve /metrics, /healthz and /readyz here; a bare port listens on loopback only
     #[arg(long, value_name = "[IP:]PORT", env = "PROBE_AGENT_ADMIN", value_parser = admin_addr)]
     admin: Option<SocketAddr>,
+
+    /// How /readyz asks the backend whether it can serve: `tcp` (it accepts a connection), `http:/path` (it answers 2xx or
+    /// 3xx), `grpc` or `grpc:service` (grpc.health.v1 says SERVING)
+    #[arg(long, value_name = "CHECK", default_value = "tcp", env = "PROBE_AGENT_READY_CHECK")]
+    ready_check: ReadyCheck,
 
     /// Where load is reported
     #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
@@ -132,6 +137,11 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     connect_timeout_ms: u64,
 
+    /// A check of the backend must succeed within this, 1 to 600000
+    #[arg(long, value_name = "MS", default_value_t = 1_000, env = "PROBE_AGENT_READY_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    ready_timeout_ms: u64,
+
     /// The backend must send its response head within this, 0 (no limit) to 86400000; else 504
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_RESPONSE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
@@ -143,7 +153,7 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
     upstream_idle_timeout_ms: u64,
 
-    /// On SIGTERM: fail /healthz but take new connections for this long, 0 to 600000
+    /// On SIGTERM: fail /healthz and /readyz but take new connections for this long, 0 to 600000
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_DRAIN_DELAY_MS",
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_delay_ms: u64,
@@ -162,6 +172,7 @@ impl From<Cli> for AgentConfig {
             advertise: cli.advertise,
             probe_listen: cli.probe_listen,
             admin: cli.admin,
+            ready_check: cli.ready_check,
             report: cli.report,
             hints: (cli.hint_cache > 0).then(|| Hook::recent(size(cli.hint_cache.into()), cli.hint_divisor)),
             forward_hint: cli.forward_hint,
@@ -179,6 +190,7 @@ impl From<Cli> for AgentConfig {
                 max_headers: size(cli.max_headers),
                 max_streams: cli.max_streams,
                 connect_timeout: ms(cli.connect_timeout_ms),
+                ready_timeout: ms(cli.ready_timeout_ms),
                 response_timeout: Some(cli.response_timeout_ms).filter(|limit| *limit > 0).map(ms),
                 upstream_idle_timeout: ms(cli.upstream_idle_timeout_ms),
                 drain_delay: ms(cli.drain_delay_ms),
@@ -267,7 +279,7 @@ mod tests {
             assert!(!accepted(high + 1) && (low == 0 || !accepted(low - 1)), "{flag}: {low} to {high}");
             checked += 1;
         }
-        assert!(checked >= 14, "{checked}");
+        assert!(checked >= 15, "{checked}");
     }
 
     #[test]
@@ -284,6 +296,7 @@ mod tests {
             ("--header-timeout-ms", "0", "1..=600000"),
             ("--max-header-bytes", "9", "1024..=1048576"),
             ("--report", "never", "always, probe-only"),
+            ("--ready-check", "https:/", "`http:/path`"),
             ("--upstream-http2", "maybe", "auto, never, always"),
             ("--advertise", "me:80", "1 to 65535"),
             ("--admin", "x", "on loopback"),

@@ -24,8 +24,10 @@ pub struct AgentConfig {
     pub advertise: Option<Endpoint>,
     /// A port that answers probes only.
     pub probe_listen: Option<SocketAddr>,
-    /// `/metrics` and `/healthz`.
+    /// `/metrics`, `/healthz` and `/readyz`.
     pub admin: Option<SocketAddr>,
+    /// How `/readyz` asks the backend whether it can serve.
+    pub ready_check: ReadyCheck,
     /// Where load is reported.
     pub report: Report,
     /// How probes with a query hint are answered. `None`: as all others.
@@ -58,6 +60,7 @@ impl AgentConfig {
             advertise: None,
             probe_listen: None,
             admin: None,
+            ready_check: ReadyCheck::Tcp,
             report: Report::Always,
             hints: None,
             forward_hint: false,
@@ -71,6 +74,51 @@ impl AgentConfig {
         }
     }
 }
+
+/// How a backend shows that it can serve.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub enum ReadyCheck {
+    /// It accepts a connection.
+    #[default]
+    Tcp,
+    /// It answers a GET with 2xx or 3xx.
+    Http {
+        /// Path and query.
+        path: String,
+    },
+    /// It answers `grpc.health.v1.Health/Check` with SERVING.
+    Grpc {
+        /// Empty: the server as a whole.
+        service: String,
+    },
+}
+
+impl FromStr for ReadyCheck {
+    type Err = ReadyCheckError;
+
+    fn from_str(text: &str) -> Result<Self, ReadyCheckError> {
+        let visible = |text: &str| text.bytes().all(|byte| byte.is_ascii_graphic());
+        match text.split_once(':') {
+            None if text == "tcp" => Ok(Self::Tcp),
+            None if text == "grpc" => Ok(Self::Grpc { service: String::new() }),
+            Some(("http", path)) if path.starts_with('/') && visible(path) => {
+                Ok(Self::Http { path: path.to_owned() })
+            }
+            Some(("grpc", service)) if (1..=MAX_SERVICE).contains(&service.len()) && visible(service) => {
+                Ok(Self::Grpc { service: service.to_owned() })
+            }
+            _ => Err(ReadyCheckError),
+        }
+    }
+}
+
+/// The text names no check.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("must be `tcp`, `http:/path`, `grpc` or `grpc:service`")]
+pub struct ReadyCheckError;
+
+/// Longest name of a service: its length is a single byte on the wire.
+const MAX_SERVICE: usize = 120;
 
 /// Where load is reported.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
@@ -119,6 +167,8 @@ pub struct Limits {
     pub max_streams: u32,
     /// The backend must accept a connection (and finish TLS) within this, else 504. Default 1 s.
     pub connect_timeout: Duration,
+    /// A check of the backend must succeed within this. Default 1 s.
+    pub ready_timeout: Duration,
     /// The backend must send its response head within this, else 504. Default none.
     pub response_timeout: Option<Duration>,
     /// An idle connection to the backend is not used after this long. Default 4 s: below the 5 s after which common
@@ -126,7 +176,7 @@ pub struct Limits {
     pub upstream_idle_timeout: Duration,
     /// Idle connections to the backend kept at most. Default 1024.
     pub max_upstream_idle: usize,
-    /// On SIGTERM, `/healthz` fails but new connections are still taken for this long. Default 0.
+    /// On SIGTERM, `/healthz` and `/readyz` fail but new connections are still taken for this long. Default 0.
     pub drain_delay: Duration,
     /// Requests in flight may take this long to finish after that. Default 30 s.
     pub drain_timeout: Duration,
@@ -141,6 +191,7 @@ impl Default for Limits {
             max_headers: 100,
             max_streams: 1024,
             connect_timeout: Duration::from_secs(1),
+            ready_timeout: Duration::from_secs(1),
             response_timeout: None,
             upstream_idle_timeout: Duration::from_secs(4),
             max_upstream_idle: 1024,
@@ -167,6 +218,12 @@ impl Upstream {
     /// The port, 1 to 65535.
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// Host and port as in a URI.
+    pub(crate) fn authority(&self) -> String {
+        let Self { host, port, .. } = self;
+        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
     }
 
     /// The address, unless a name has to be resolved first.
@@ -206,6 +263,29 @@ pub struct UpstreamError;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ready_checks() {
+        let http = |path: &str| ReadyCheck::Http { path: path.to_owned() };
+        let grpc = |service: &str| ReadyCheck::Grpc { service: service.to_owned() };
+        for (text, expected) in [
+            ("tcp", Some(ReadyCheck::Tcp)),
+            ("http:/", Some(http("/"))),
+            ("http:/healthz?deep=1", Some(http("/healthz?deep=1"))),
+            ("grpc", Some(grpc(""))),
+            ("grpc:shop.v1.Cart", Some(grpc("shop.v1.Cart"))),
+            ("", None),
+            ("http", None),
+            ("http:healthz", None),
+            ("http:/a b", None),
+            ("http://host/", Some(http("//host/"))),
+            ("grpc:", None),
+            ("tcp:1", None),
+        ] {
+            assert_eq!(text.parse().ok(), expected, "{text}");
+        }
+        assert_eq!(format!("grpc:{}", "x".repeat(121)).parse::<ReadyCheck>(), Err(ReadyCheckError));
+    }
 
     #[test]
     fn backend_addresses() {

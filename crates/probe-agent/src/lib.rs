@@ -21,6 +21,7 @@ pub mod load;
 mod plb;
 mod probe;
 mod proxy;
+mod ready;
 mod reporter;
 mod server;
 mod tls;

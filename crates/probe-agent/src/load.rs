@@ -10,9 +10,10 @@ use std::time::Instant;
 use prequal_core::capacity::Capacity;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::replica::Replica;
-use prequal_core::report::LoadReport;
+use prequal_core::report::{LoadReport, MAX_FAILING};
 use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
+use tokio::sync::watch;
 
 /// The load of one replica, shared by everything that serves its requests. Cloning shares.
 #[derive(Clone)]
@@ -22,6 +23,17 @@ struct Inner {
     replica: Mutex<Replica>,
     clock: Box<dyn Fn() -> Micros + Send + Sync>,
     counters: Counters,
+    backend: watch::Sender<Backend>,
+}
+
+/// Whether the backend can serve, by what was seen last.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Backend {
+    Ready,
+    /// It refused a connection.
+    Refuses,
+    /// A check failed.
+    Unready,
 }
 
 impl Load {
@@ -40,6 +52,7 @@ impl Load {
             replica: Mutex::new(Replica::new(config, up)),
             clock: Box::new(clock),
             counters: Counters::default(),
+            backend: watch::Sender::new(Backend::Ready),
         }))
     }
 
@@ -67,10 +80,16 @@ impl Load {
         self.replica().tracker.capacity(now)
     }
 
-    /// The decayed share of requests that failed by the replica's own making, per mille, 0 to 1000.
+    /// The decayed share of requests that failed by the replica's own making, per mille, 0 to 1000. All would, while the
+    /// backend cannot serve.
     pub fn failing(&self) -> u16 {
         let now = self.now();
-        self.replica().failing(now)
+        if self.is_ready() { self.replica().failing(now) } else { MAX_FAILING }
+    }
+
+    /// Whether the backend can serve, by the last connection or check.
+    pub fn is_ready(&self) -> bool {
+        *self.0.backend.borrow() == Backend::Ready
     }
 
     /// How long the replica can serve, seconds; 0 while it cannot.
@@ -79,13 +98,47 @@ impl Load {
         self.replica().up_s(now)
     }
 
-    /// The backend is not there: reports say `up=0` until [`Load::mark_up`].
+    /// Nobody has asked the backend yet: reports say `up=0` until [`Load::mark_up`].
+    pub(crate) fn mark_unseen(&self) {
+        self.replica().set_up(None);
+    }
+
+    /// The backend is not there: reports say `up=0`, and that everything fails, until [`Load::mark_up`].
     pub fn mark_down(&self) {
         self.replica().set_up(None);
+        self.change(|backend| if backend == Backend::Ready { Backend::Refuses } else { backend });
     }
 
     /// The backend is there. If it was not before, it starts now: a replica that came back is as cold as a new one.
     pub fn mark_up(&self) {
+        self.start_up();
+        // That it accepts a connection does not refute a check.
+        self.change(|backend| if backend == Backend::Refuses { Backend::Ready } else { backend });
+    }
+
+    /// What a check of the backend has shown.
+    pub(crate) fn mark_ready(&self, ready: bool) {
+        if ready {
+            self.start_up();
+        }
+        self.change(|_| if ready { Backend::Ready } else { Backend::Unready });
+    }
+
+    /// Waits while the backend can serve.
+    pub(crate) async fn until_not_ready(&self) {
+        let mut backend = self.0.backend.subscribe();
+        // Its sender lives as long as `self`.
+        let _ = backend.wait_for(|backend| *backend != Backend::Ready).await;
+    }
+
+    fn change(&self, next: impl FnOnce(Backend) -> Backend) {
+        self.0.backend.send_if_modified(|backend| {
+            let before = std::mem::replace(backend, next(*backend));
+            before != *backend
+        });
+    }
+
+    fn start_up(&self) {
         let now = self.now();
         let mut replica = self.replica();
         if replica.up().is_none() {
@@ -104,7 +157,8 @@ impl Load {
         leaving: Option<Visit>,
     ) -> LoadReport {
         let now = self.now();
-        self.replica().report(now, endpoint, probe_endpoint, leaving)
+        let report = self.replica().report(now, endpoint, probe_endpoint, leaving);
+        LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }
     }
 
     /// The counters behind `/metrics`.
@@ -418,11 +472,16 @@ mod tests {
         assert_eq!((report(&load).as_str(), load.up_s()), ("0;;127.0.0.1:80", 600));
         load.mark_down();
         seconds.fetch_add(7, Ordering::Relaxed);
-        assert_eq!(report(&load), "0;;127.0.0.1:80;up=0");
+        assert_eq!(report(&load), "0;;127.0.0.1:80;fail=1000;up=0");
         load.mark_up();
         seconds.fetch_add(5, Ordering::Relaxed);
         load.mark_up();
         assert_eq!(report(&load), "0;;127.0.0.1:80;up=5", "it was up already");
+        load.mark_ready(false);
+        load.mark_up();
+        assert_eq!(report(&load), "0;;127.0.0.1:80;fail=1000;up=5", "a connection does not refute a check");
+        load.mark_ready(true);
+        assert_eq!(report(&load), "0;;127.0.0.1:80;up=5");
         seconds.store(0, Ordering::Relaxed);
         assert_eq!(report(&load), "0;;127.0.0.1:80;up=0", "a clock that steps back makes it young, not old");
     }

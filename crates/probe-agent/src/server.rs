@@ -24,12 +24,13 @@ use tokio::task::JoinHandle;
 use tokio_rustls::TlsAcceptor;
 
 use crate::admin;
-use crate::config::{AgentConfig, Limits};
+use crate::config::{AgentConfig, Limits, UpstreamHttp2};
 use crate::conn::{self, ServerIo, Stream, Watch};
 use crate::load::Load;
 use crate::plb::Plb;
 use crate::probe;
 use crate::proxy::{self, Connection, Shared};
+use crate::ready::Checker;
 use crate::reporter::Reporter;
 use crate::tls::{self, TlsError};
 use crate::upstream::Pool;
@@ -60,6 +61,7 @@ pub struct Agent {
     admin: Option<TcpListener>,
     tls: Option<TlsAcceptor>,
     shared: Arc<Shared>,
+    checker: Arc<Checker>,
     limits: Arc<Limits>,
     advertise: Option<Endpoint>,
     addrs: Addrs,
@@ -111,7 +113,15 @@ impl Agent {
         };
         let load = Load::new(config.tracker);
         // Whether the backend is there shows with the first connection to it.
-        load.mark_down();
+        load.mark_unseen();
+        let checker = Arc::new(Checker {
+            check: config.ready_check,
+            target: config.upstream.clone(),
+            tls: upstream_tls.clone(),
+            http2: config.upstream_http2 == UpstreamHttp2::Always,
+            timeout: config.limits.ready_timeout,
+            load: load.clone(),
+        });
         let pool = Arc::new(Pool::new(config.upstream, upstream_tls, plb, &config.limits, load.clone()));
         let shared = Arc::new(Shared {
             reporter: Reporter {
@@ -126,7 +136,7 @@ impl Agent {
             response_timeout: config.limits.response_timeout,
         });
         let limits = Arc::new(config.limits);
-        Ok(Self { service, probe, admin, tls, shared, limits, advertise: config.advertise, addrs })
+        Ok(Self { service, probe, admin, tls, shared, checker, limits, advertise: config.advertise, addrs })
     }
 
     /// Where it listens.
@@ -146,11 +156,11 @@ impl Agent {
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> bool {
         let draining = Arc::new(AtomicBool::new(false));
         let (drain, open) = watch::channel(false);
-        let mut tasks = Vec::new();
+        let mut tasks = vec![tokio::spawn(self.checker.clone().watch())];
         if let Some(listener) = self.admin {
-            let (load, draining) = (self.shared.reporter.load.clone(), draining.clone());
+            let (checker, draining) = (self.checker, draining.clone());
             tasks.push(tokio::spawn(accept(listener, move |tcp| {
-                tokio::spawn(serve_admin(tcp, load.clone(), draining.clone()));
+                tokio::spawn(serve_admin(tcp, checker.clone(), draining.clone()));
             })));
         }
         let ports = Arc::new(Ports {
@@ -379,11 +389,11 @@ fn http2_builder(limits: &Limits) -> http2::Builder<TokioExecutor> {
     builder
 }
 
-async fn serve_admin(tcp: TcpStream, load: Load, draining: Arc<AtomicBool>) {
-    let service = service_fn(move |req: Request<Incoming>| {
-        let response: Response<Bytes> =
-            admin::answer(req.method(), req.uri().path(), &load, draining.load(Ordering::Relaxed));
-        future::ready(Ok::<_, Infallible>(response.map(Full::new)))
+async fn serve_admin(tcp: TcpStream, checker: Arc<Checker>, draining: Arc<AtomicBool>) {
+    let service = service_fn(async |req: Request<Incoming>| {
+        let draining = draining.load(Ordering::Relaxed);
+        let response = admin::answer(req.method(), req.uri().path(), &checker, draining).await;
+        Ok::<_, Infallible>(response.map(Full::new))
     });
     let _ = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -55,6 +55,7 @@ pub(crate) fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor, TlsError>
 }
 
 /// TLS to the backend.
+#[derive(Clone)]
 pub(crate) struct Connector {
     pub(crate) http1: TlsConnector,
     pub(crate) http2: TlsConnector,

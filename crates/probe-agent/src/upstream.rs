@@ -80,8 +80,7 @@ impl Pool {
 
     /// The authority of the backend, for an HTTP/2 request that came without any.
     pub(crate) fn authority(&self) -> String {
-        let (host, port) = (self.target.host(), self.target.port());
-        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+        self.target.authority()
     }
 
     /// Whether a request that came over HTTP/2 can go on over HTTP/2. Makes the connection to find out.

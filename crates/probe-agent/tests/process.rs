@@ -70,7 +70,9 @@ async fn held_backend() -> (SocketAddr, Arc<Notify>, Arc<Notify>) {
 async fn sigterm_drains_requests_in_flight_and_refuses_new_ones() {
     let (addr, arrived, go) = held_backend().await;
     let mut process = Process::start(addr, &[]).await;
-    assert_eq!(fetch(process.admin, "/healthz").await.0.status, StatusCode::OK);
+    for path in ["/healthz", "/readyz"] {
+        assert_eq!(fetch(process.admin, path).await.0.status, StatusCode::OK, "{path}");
+    }
     let mut client = client1(process.service).await;
     let request = tokio::spawn(async move { client.send_request(get("/")).await });
     within(arrived.notified()).await;
@@ -78,7 +80,9 @@ async fn sigterm_drains_requests_in_flight_and_refuses_new_ones() {
     let mut idle = TcpStream::connect(process.service).await.unwrap();
     process.terminate().await;
     assert_eq!(within(idle.read(&mut [0; 1])).await.unwrap_or(0), 0);
-    assert_eq!(fetch(process.admin, "/healthz").await.0.status, StatusCode::SERVICE_UNAVAILABLE);
+    for path in ["/healthz", "/readyz"] {
+        assert_eq!(fetch(process.admin, path).await.0.status, StatusCode::SERVICE_UNAVAILABLE, "{path}");
+    }
     assert!(TcpStream::connect(process.service).await.is_err(), "nothing new is taken");
     go.notify_one();
     let response = within(request).await.unwrap().unwrap();
@@ -173,6 +177,7 @@ async fn hints_and_utilisation_are_flags() {
         "prequal_agent_hints_total{result=\"scaled\"} 1",
         "prequal_agent_failing_ratio 0",
         "# TYPE prequal_agent_up_seconds gauge",
+        "# TYPE prequal_agent_backend_ready gauge",
     ] {
         assert!(metrics.lines().any(|l| l == line), "{line} not in\n{metrics}");
     }
