@@ -5,6 +5,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
@@ -20,6 +21,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::runtime::{block_on, handle};
@@ -150,6 +152,8 @@ struct Shared {
     active: AtomicI64,
     recorded: AtomicU64,
     seen: Mutex<Vec<Seen>>,
+    /// Set when connections are to end after their requests.
+    finish: watch::Sender<bool>,
 }
 
 /// Requests recorded until [`Backend::clear`]; later ones are only counted.
@@ -164,6 +168,14 @@ impl Backend {
     /// Starts a server on `addr` (for instance `[::1]:0`) that answers as `handler` says.
     pub fn start_on(addr: &str, handler: impl Fn(&Seen) -> Reply + Send + Sync + 'static) -> Result<Self> {
         let listener = std::net::TcpListener::bind(addr).with_context(|| format!("cannot bind {addr}"))?;
+        Self::on(listener, handler)
+    }
+
+    /// Starts a server that answers what comes to `listener` as `handler` says.
+    pub fn on(
+        listener: std::net::TcpListener,
+        handler: impl Fn(&Seen) -> Reply + Send + Sync + 'static,
+    ) -> Result<Self> {
         listener.set_nonblocking(true)?;
         let addr = listener.local_addr()?;
         let shared = Arc::new(Shared {
@@ -172,6 +184,7 @@ impl Backend {
             active: AtomicI64::new(0),
             recorded: AtomicU64::new(0),
             seen: Mutex::new(Vec::new()),
+            finish: watch::Sender::new(false),
         });
         let state = Arc::clone(&shared);
         let acceptor = handle().spawn(async move {
@@ -217,6 +230,17 @@ impl Backend {
         self.shared.recorded.store(0, Ordering::Relaxed);
         self.shared.served.store(0, Ordering::Relaxed);
     }
+
+    /// Takes no more connections, and waits until every request that has come is answered.
+    pub fn finish(self) {
+        self.shared.finish.send_replace(true);
+        let acceptor = self.acceptor.clone();
+        block_on(async move {
+            while !acceptor.is_finished() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        });
+    }
 }
 
 impl Drop for Backend {
@@ -236,6 +260,7 @@ impl Drop for Backend {
 
 async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     let mut connections = JoinSet::new();
+    let mut finish = shared.finish.subscribe();
     loop {
         tokio::select! {
             accepted = listener.accept() => {
@@ -244,16 +269,25 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
                 connections.spawn(serve(stream, Arc::clone(&shared)));
             }
             Some(_) = connections.join_next() => {}
+            _ = finish.wait_for(|finish| *finish) => break,
         }
     }
+    drop(listener);
+    while connections.join_next().await.is_some() {}
 }
 
 async fn serve(stream: TcpStream, shared: Arc<Shared>) {
+    let mut finish = shared.finish.subscribe();
     let service = service_fn(move |request| respond(request, Arc::clone(&shared)));
+    let builder = auto::Builder::new(TokioExecutor::new());
+    let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
     // An error here is a connection that the other side or a `Reset` broke off.
-    let _ = auto::Builder::new(TokioExecutor::new())
-        .serve_connection_with_upgrades(TokioIo::new(stream), service)
-        .await;
+    tokio::select! {
+        _ = served.as_mut() => return,
+        _ = finish.wait_for(|finish| *finish) => {}
+    }
+    served.as_mut().graceful_shutdown();
+    let _ = served.await;
 }
 
 /// Counts a request as active until its answer begins or it is given up.

@@ -2,6 +2,7 @@
 //! `bench/`.
 //!
 //! * [`Backend`]: an HTTP server in this process that answers as told ([`Reply`]) and counts.
+//! * [`Killable`]: the same in a process of its own, which can be killed.
 //! * [`Agent`]: the real `probe-agent` as a child process.
 //! * [`Fleet`]: backends, each behind its agent.
 //! * [`EnvoyConfig`]: the shipped static configuration, with ports, endpoints and settings replaced.
@@ -21,6 +22,7 @@ mod client;
 mod config;
 mod envoy;
 mod fleet;
+mod killable;
 pub mod manifests;
 mod process;
 mod prometheus;
@@ -35,6 +37,7 @@ pub use config::{
 };
 pub use envoy::{Envoy, PARENT_SHUTDOWN_S, Prequal};
 pub use fleet::{Fleet, Replica};
+pub use killable::Killable;
 pub use process::cpu_time;
 pub use prometheus::{Prometheus, missing_prometheus, prometheus_tool};
 pub use runtime::{block_on, eventually, handle, missing, ready};

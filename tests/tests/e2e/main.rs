@@ -13,6 +13,7 @@ mod inbound;
 mod lifecycle;
 mod probing;
 mod protocols;
+mod restarts;
 mod rules;
 mod steering;
 mod support;

@@ -1,0 +1,169 @@
+//! Backends that die, and come back, behind agents that live: what the user's requests see.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use prequal_testbed::{
+    Agent, Client, Envoy, EnvoyConfig, Killable, Request, Response, bed, block_on, eventually, handle,
+    workspace_root,
+};
+use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
+
+use crate::support::warm;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Backends in processes of their own, each behind its agent.
+struct Pods(Vec<(Agent, Killable)>);
+
+impl Pods {
+    fn start(count: usize, delay: Duration) -> Result<Self> {
+        let program = Path::new(env!("CARGO_BIN_EXE_killable-backend"));
+        let pod = || {
+            let backend = Killable::start(program, delay)?;
+            Ok((Agent::start(backend.addr())?, backend))
+        };
+        (0..count).map(|_| pod()).collect::<Result<_>>().map(Self)
+    }
+
+    fn envoy(&self, config: impl FnOnce(EnvoyConfig) -> Result<EnvoyConfig>) -> Result<Envoy> {
+        let addrs: Vec<_> = self.0.iter().map(|(agent, _)| agent.addr()).collect();
+        let envoy = Envoy::start(config(EnvoyConfig::for_replicas(&addrs)?)?)?;
+        warm(&envoy, addrs.len() as u64);
+        Ok(envoy)
+    }
+}
+
+/// Requests at a steady rate until it is told to stop.
+struct Load {
+    stop: Arc<AtomicBool>,
+    answers: tokio::task::JoinHandle<Vec<Result<Response>>>,
+}
+
+impl Load {
+    fn start(client: Client, per_second: u32, request: Request) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let answers = handle().spawn(async move {
+            let mut ticks = tokio::time::interval(SECOND / per_second);
+            // A slow machine gets fewer requests, never many at once.
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            let mut sent = JoinSet::new();
+            while !stopped.load(Ordering::Relaxed) {
+                ticks.tick().await;
+                let (client, request) = (client.clone(), request.clone());
+                sent.spawn(async move { client.send_async(request).await });
+            }
+            sent.join_all().await
+        });
+        Self { stop, answers }
+    }
+
+    /// Those that were not answered with 200, and how many there were in all.
+    fn failures(self) -> (Vec<String>, usize) {
+        self.stop.store(true, Ordering::Relaxed);
+        let answers = block_on(self.answers).expect("the load ran");
+        let failures = answers.iter().filter_map(|answer| match answer {
+            Ok(answer) if answer.status == 200 => None,
+            Ok(answer) => Some(format!("{} {}", answer.status, answer.text().trim())),
+            Err(error) => Some(format!("{error:#}")),
+        });
+        (failures.collect(), answers.len())
+    }
+}
+
+/// The shipped policy for requests that may be served twice.
+fn idempotent(config: EnvoyConfig) -> Result<EnvoyConfig> {
+    let path = workspace_root().join("envoy-configs/static/retry-idempotent.yaml");
+    let mut shipped: serde_json::Value = yaml_serde::from_str(&std::fs::read_to_string(path)?)?;
+    Ok(config.edit(|config| config.route_mut()["retry_policy"] = shipped["retry_policy"].take()))
+}
+
+/// Requests that this agent could not send on.
+fn refused(agent: &Agent) -> Result<f64> {
+    let name = "prequal_agent_upstream_errors_total{reason=\"connect\"}";
+    agent.metrics()?.get(name).copied().context("no such metric")
+}
+
+/// Kills one backend after the other and brings each back once requests have met its agent without it.
+fn kill_each(pods: &mut Pods) -> Result<()> {
+    for (agent, backend) in &mut pods.0 {
+        let before = refused(agent)?;
+        backend.kill();
+        eventually("a request is refused", 30 * SECOND, || (refused(agent).ok()? > before).then_some(()));
+        backend.restart()?;
+        eventually("the agent has found it", 30 * SECOND, || {
+            (*agent.metrics().ok()?.get("prequal_agent_failing_ratio")? < 0.1).then_some(())
+        });
+    }
+    Ok(())
+}
+
+#[test]
+fn a_dead_backend_fails_only_what_it_was_working_on() -> Result<()> {
+    bed!();
+    let mut pods = Pods::start(3, Duration::from_millis(5))?;
+    let envoy = pods.envoy(Ok)?;
+    // A body that is still on its way is no obstacle.
+    let load = Load::start(envoy.client(), 100, Request::post("/", vec![b'x'; 10_000]));
+    kill_each(&mut pods)?;
+    let (failures, _) = load.failures();
+    let working = |failure: &&String| failure.contains("backend closed the connection before a response");
+    assert_eq!(failures.iter().filter(working).count(), failures.len(), "{failures:#?}");
+    assert!(envoy.stat("cluster.replicas.upstream_rq_retry_success")? >= 3, "nothing was retried");
+    Ok(())
+}
+
+#[test]
+fn a_dead_backend_fails_no_idempotent_request() -> Result<()> {
+    bed!();
+    // Long enough for all of them to be at work on something when they die.
+    let mut pods = Pods::start(3, Duration::from_millis(100))?;
+    let envoy = pods.envoy(idempotent)?;
+    let load = Load::start(envoy.client(), 100, Request::get("/"));
+    kill_each(&mut pods)?;
+    let (failures, _) = load.failures();
+    assert!(failures.is_empty(), "{failures:#?}");
+    let name = "prequal_agent_upstream_errors_total{reason=\"reset\"}";
+    let died = |agent: &Agent| agent.metrics().is_ok_and(|metrics| metrics[name] > 0.0);
+    assert!(pods.0.iter().any(|(agent, _)| died(agent)), "nothing was at work");
+    Ok(())
+}
+
+/// The long form, by hand: `cargo test -p prequal-testbed --release --test e2e -- --ignored --nocapture restarts`.
+#[test]
+#[ignore = "takes five minutes"]
+fn a_minute_of_kills_and_a_rolling_restart() -> Result<()> {
+    bed!();
+    for (name, policy) in [("as shipped", Ok as fn(_) -> _), ("idempotent", idempotent)] {
+        let mut pods = Pods::start(8, Duration::from_millis(20))?;
+        let envoy = pods.envoy(policy)?;
+        let load = Load::start(envoy.client(), 500, Request::get("/"));
+        let start = Instant::now();
+        for kill in 0..12 {
+            let (_, backend) = &mut pods.0[kill % 8];
+            backend.kill();
+            std::thread::sleep(SECOND);
+            backend.restart()?;
+            std::thread::sleep((5 * (kill as u32 + 1) * SECOND).saturating_sub(start.elapsed()));
+        }
+        let (killed, requests) = load.failures();
+        println!("{name}: 12 kills, {requests} requests, {} failed: {killed:#?}", killed.len());
+        let load = Load::start(envoy.client(), 500, Request::get("/"));
+        for (_, backend) in &mut pods.0 {
+            backend.terminate(10 * SECOND)?;
+            std::thread::sleep(SECOND);
+            backend.restart()?;
+            std::thread::sleep(2 * SECOND);
+        }
+        let (restarted, requests) = load.failures();
+        println!("{name}: 8 restarts, {requests} requests, {} failed: {restarted:#?}", restarted.len());
+        let retries = envoy.stat("cluster.replicas.upstream_rq_retry")?;
+        println!("{name}: {retries} retries\n{:#?}", envoy.prequal(crate::support::SERVING)?);
+    }
+    Ok(())
+}
