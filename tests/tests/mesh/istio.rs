@@ -233,6 +233,26 @@ fn a_gateway_steers() -> Result<()> {
 }
 
 #[test]
+fn a_gateway_sends_elsewhere_what_a_dead_application_did_not_get() -> Result<()> {
+    bed!();
+    let mut pods = Pods::start()?;
+    let files = documents("istio/client-gateway.yaml")?;
+    let mut proxy = Proxy::gateway(&pods.serving, &pods.probing)?;
+    // What istiod makes of the VirtualService.
+    let http = &find(&files, "VirtualService", "replicas")["spec"]["http"][0];
+    let route = proxy.listener().routes().find(|route| route["name"] == http["name"]).expect("its route");
+    route["route"]["retry_policy"]["retry_on"] = http["retries"]["retryOn"].clone();
+    apply(&mut proxy, &files);
+    let envoy = proxy.start()?;
+    warm(&envoy);
+    drop(pods.apps.remove(0));
+    ask(&envoy, 100, || get(HOST));
+    let retried = envoy.stat(&format!("cluster.{SERVING}.upstream_rq_retry_success"))?;
+    assert!(retried > 0, "the dead one was never chosen: nothing was tested");
+    Ok(())
+}
+
+#[test]
 fn a_sidecar_steers_with_istios_own_session_filter() -> Result<()> {
     assert_patched_steers(Proxy::sidecar, |proxy| {
         proxy.persistent_session("x-prequal-dest");

@@ -11,7 +11,7 @@
 
 use serde_json::{Value, json};
 
-use crate::proxy::Proxy;
+use crate::proxy::{Listener, Proxy};
 
 const MANAGER: &str = "envoy.filters.network.http_connection_manager";
 
@@ -39,6 +39,7 @@ pub fn apply(proxy: &mut Proxy, documents: &[Value]) {
         match patch["applyTo"].as_str() {
             Some("HTTP_FILTER") => http_filter(proxy, patch),
             Some("CLUSTER") => cluster(proxy, patch),
+            Some("HTTP_ROUTE") => http_route(proxy, patch),
             other => panic!("applyTo {other:?} is not modelled"),
         }
     }
@@ -71,6 +72,15 @@ fn http_filter(proxy: &mut Proxy, patch: &Value) {
             (Some("INSERT_BEFORE" | "MERGE"), None) => {}
             (other, _) => panic!("operation {other:?} is not modelled"),
         }
+    }
+}
+
+fn http_route(proxy: &mut Proxy, patch: &Value) {
+    let wanted = &patch["match"]["routeConfiguration"]["vhost"]["route"]["name"];
+    assert!(wanted.is_string(), "without a name it would be for every route");
+    assert_eq!(patch["patch"]["operation"], "MERGE", "only merges are modelled");
+    for route in proxy.listeners.iter_mut().flat_map(Listener::routes).filter(|it| it["name"] == *wanted) {
+        merge(route, &patch["patch"]["value"]);
     }
 }
 

@@ -37,6 +37,12 @@ impl Listener {
         &mut self.value["filter_chains"][0]["filters"][0]["typed_config"]
     }
 
+    /// Every route of every host.
+    pub fn routes(&mut self) -> impl Iterator<Item = &mut Value> {
+        let hosts = self.manager()["route_config"]["virtual_hosts"].as_array_mut().expect("hosts");
+        hosts.iter_mut().flat_map(|host| host["routes"].as_array_mut().expect("routes"))
+    }
+
     /// Lets a client say in a PROXY header where its connection was meant for, which elsewhere iptables tell.
     pub fn restore_destination(&mut self) {
         let kind = "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol";
@@ -161,6 +167,7 @@ impl Proxy {
     pub fn gateway(serving: &[SocketAddr], probing: &[SocketAddr]) -> Result<Self> {
         let mut routes = route_config(8080);
         routes["name"] = json!("http.8080");
+        routes["virtual_hosts"][0]["routes"][0]["name"] = json!("replicas");
         let listeners = vec![listener(8080, routes)];
         Self::new("GATEWAY", "istio-system", json!({"istio": "ingressgateway"}), listeners, serving, probing)
     }

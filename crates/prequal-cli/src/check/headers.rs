@@ -5,8 +5,15 @@ use std::collections::BTreeSet;
 use super::At;
 
 /// The headers of ours that nobody outside may send or see.
-pub(super) const OURS: [&str; 6] =
-    [DEST, LOAD, "x-prequal-rif", "x-prequal-latency-us", "x-prequal-hint", "x-prequal-host"];
+pub(super) const OURS: [&str; 7] = [
+    DEST,
+    LOAD,
+    "x-prequal-rif",
+    "x-prequal-latency-us",
+    "x-prequal-hint",
+    "x-prequal-host",
+    "x-prequal-failure",
+];
 pub(super) const DEST: &str = "x-prequal-dest";
 pub(super) const LOAD: &str = "x-prequal-load";
 
