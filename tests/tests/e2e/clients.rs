@@ -27,6 +27,7 @@ fn headers_of_a_client_neither_steer_nor_report_and_ours_do_not_leak() -> Result
             .header("x-prequal-rif", "0")
             .header("x-prequal-latency-us", "1")
             .header("x-prequal-hint", "1")
+            .header("x-prequal-failure", "unsent")
     });
     assert_all_ok(&answers);
     for answer in answers.into_iter().flatten() {
