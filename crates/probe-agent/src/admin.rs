@@ -126,6 +126,13 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     }
     head(out, "prequal_agent_upstream_connections_total", "counter", "Connections opened to the backend.")?;
     writeln!(out, "prequal_agent_upstream_connections_total {}", counters.upstream_connections())?;
+    head(
+        out,
+        "prequal_agent_upstream_refused_total",
+        "counter",
+        "Times that a request over HTTP/2 came back unprocessed; it is sent again up to twice.",
+    )?;
+    writeln!(out, "prequal_agent_upstream_refused_total {}", counters.refused())?;
 
     let name = "prequal_agent_request_duration_seconds";
     head(out, name, "histogram", "Arrival to end of successful requests.")?;

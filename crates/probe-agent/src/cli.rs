@@ -153,6 +153,18 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
     upstream_idle_timeout_ms: u64,
 
+    /// HTTP/2 connections to the backend, 1 to 1000; another is opened when the backend allows no more streams on those
+    /// there
+    #[arg(long, value_name = "N", default_value_t = 16, env = "PROBE_AGENT_MAX_UPSTREAM_CONNECTIONS",
+          value_parser = clap::value_parser!(u64).range(1..=1_000))]
+    max_upstream_connections: u64,
+
+    /// Requests that wait for an HTTP/2 stream to the backend, 0 to 1000000; more, or one for longer than
+    /// --connect-timeout-ms, are answered with 503
+    #[arg(long, value_name = "N", default_value_t = 1024, env = "PROBE_AGENT_MAX_UPSTREAM_WAITING",
+          value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    max_upstream_waiting: u64,
+
     /// On SIGTERM: fail /healthz and /readyz but take new connections for this long, 0 to 600000
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_DRAIN_DELAY_MS",
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
@@ -167,6 +179,7 @@ pub struct Cli {
 impl From<Cli> for AgentConfig {
     fn from(cli: Cli) -> Self {
         let ms = Duration::from_millis;
+        let unless_zero = |n: u64| Some(n).filter(|n| *n > 0).map(ms);
         let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
         Self {
             advertise: cli.advertise,
@@ -191,8 +204,10 @@ impl From<Cli> for AgentConfig {
                 max_streams: cli.max_streams,
                 connect_timeout: ms(cli.connect_timeout_ms),
                 ready_timeout: ms(cli.ready_timeout_ms),
-                response_timeout: Some(cli.response_timeout_ms).filter(|limit| *limit > 0).map(ms),
+                response_timeout: unless_zero(cli.response_timeout_ms),
                 upstream_idle_timeout: ms(cli.upstream_idle_timeout_ms),
+                max_upstream_connections: size(cli.max_upstream_connections),
+                max_upstream_waiting: size(cli.max_upstream_waiting),
                 drain_delay: ms(cli.drain_delay_ms),
                 drain_timeout: ms(cli.drain_timeout_ms),
                 ..Limits::default()

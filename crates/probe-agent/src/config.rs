@@ -133,7 +133,8 @@ pub enum Report {
 /// HTTP version towards the backend.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum UpstreamHttp2 {
-    /// As the request came, but HTTP/1.1 to a backend that refuses HTTP/2 (asked once a minute).
+    /// As the request came, but HTTP/1.1 to a backend that answers in something else than HTTP/2 (asked once a minute).
+    /// gRPC always goes over HTTP/2.
     #[default]
     Auto,
     /// HTTP/1.1 always.
@@ -176,6 +177,12 @@ pub struct Limits {
     pub upstream_idle_timeout: Duration,
     /// Idle connections to the backend kept at most. Default 1024.
     pub max_upstream_idle: usize,
+    /// HTTP/2 connections to the backend at most. One more is opened when those there have as many streams as the backend
+    /// allows. Default 16.
+    pub max_upstream_connections: usize,
+    /// Requests that wait for a stream of these at most, each for up to `connect_timeout`; more, or longer, is a 503.
+    /// Default 1024.
+    pub max_upstream_waiting: usize,
     /// On SIGTERM, `/healthz` and `/readyz` fail but new connections are still taken for this long. Default 0.
     pub drain_delay: Duration,
     /// Requests in flight may take this long to finish after that. Default 30 s.
@@ -195,6 +202,8 @@ impl Default for Limits {
             response_timeout: None,
             upstream_idle_timeout: Duration::from_secs(4),
             max_upstream_idle: 1024,
+            max_upstream_connections: 16,
+            max_upstream_waiting: 1024,
             drain_delay: Duration::ZERO,
             drain_timeout: Duration::from_secs(30),
         }

@@ -66,6 +66,16 @@ fn connection_lists(headers: &HeaderMap, token: &str) -> bool {
         .any(|item| item.trim().eq_ignore_ascii_case(token))
 }
 
+/// Whether a message is gRPC proper, which exists over HTTP/2 only, and not grpc-web.
+pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
+    let Some(value) = headers.get(header::CONTENT_TYPE) else { return false };
+    let value = value.as_bytes();
+    value.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC))
+        && matches!(value.get(GRPC.len()), None | Some(b'+' | b';' | b' '))
+}
+
+const GRPC: &[u8] = b"application/grpc";
+
 /// Removes what RFC 9110 §7.6.1 keeps on one hop, and every `x-prequal-*`, so that neither side can speak for us.
 pub(crate) fn strip(headers: &mut HeaderMap, request: bool) {
     // One pass over the names decides; most messages then need no removal at all.

@@ -280,6 +280,7 @@ pub struct Counters {
     hints: [AtomicU64; HINTS.len()],
     upstream_errors: [AtomicU64; UPSTREAM_ERRORS.len()],
     upstream_connections: AtomicU64,
+    refused: AtomicU64,
 }
 
 impl Counters {
@@ -368,6 +369,15 @@ impl Counters {
         bump(&self.upstream_connections);
     }
 
+    pub(crate) fn count_refused(&self) {
+        bump(&self.refused);
+    }
+
+    /// Times that a request over HTTP/2 came back unprocessed, from the backend or from a connection on its way out.
+    pub fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
+    }
+
     /// Connections opened to the backend so far.
     pub fn upstream_connections(&self) -> u64 {
         self.upstream_connections.load(Ordering::Relaxed)
@@ -400,8 +410,8 @@ pub(crate) const HINTS: [(&str, HintSeen); 3] =
     [("scaled", HintSeen::Scaled), ("unscaled", HintSeen::Unscaled), ("ignored", HintSeen::Ignored)];
 
 /// Labels of [`Counters::upstream_errors`].
-pub const UPSTREAM_ERRORS: [&str; 6] =
-    ["connect", "connect_timeout", "reset", "response_timeout", "body", "upgrade"];
+pub const UPSTREAM_ERRORS: [&str; 8] =
+    ["connect", "connect_timeout", "no_stream", "refused", "reset", "response_timeout", "body", "upgrade"];
 
 #[cfg(test)]
 mod tests {

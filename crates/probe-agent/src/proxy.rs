@@ -29,7 +29,7 @@ use crate::load::InFlight;
 use crate::probe;
 use crate::reporter::Reporter;
 use crate::upload::Upload;
-use crate::upstream::{Pool, UpstreamBody, UpstreamError};
+use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
 
 /// What all connections share.
 pub(crate) struct Shared {
@@ -95,12 +95,18 @@ async fn forward(
     busy: Busy,
 ) -> Response<AgentBody> {
     let shared = &conn.shared;
-    let http2 = match shared.upstream_http2 {
-        UpstreamHttp2::Auto => req.version() == Version::HTTP_2 && shared.pool.speaks_http2().await,
-        UpstreamHttp2::Never => false,
-        UpstreamHttp2::Always => true,
+    let slot = match shared.upstream_http2 {
+        UpstreamHttp2::Auto if req.version() == Version::HTTP_2 => {
+            shared.pool.stream(headers::is_grpc(req.headers())).await
+        }
+        UpstreamHttp2::Auto | UpstreamHttp2::Never => Ok(None),
+        UpstreamHttp2::Always => shared.pool.stream(true).await,
     };
-    let upgrade = if http2 { None } else { headers::upgrade_of(&req) };
+    let slot = match slot {
+        Ok(slot) => slot,
+        Err(error) => return failed(&conn, &error, guard, busy),
+    };
+    let upgrade = if slot.is_some() { None } else { headers::upgrade_of(&req) };
     let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut req));
     let hint = if shared.forward_hint {
         hint::of(req.headers(), shared.reporter.load.counters()).cloned()
@@ -113,7 +119,7 @@ async fn forward(
     {
         req.headers_mut().insert(headers::HINT, hint.clone());
     }
-    if http2 {
+    if slot.is_some() {
         to_http2(&mut req, &shared.pool);
     } else {
         to_http1(&mut req);
@@ -125,8 +131,8 @@ async fn forward(
 
     let req = req.map(|body| Upload::new(body, guard.client()));
     let sent = match shared.response_timeout {
-        None => send(&shared.pool, req, http2).await,
-        Some(limit) => tokio::time::timeout(limit, send(&shared.pool, req, http2))
+        None => send(&shared.pool, req, slot).await,
+        Some(limit) => tokio::time::timeout(limit, send(&shared.pool, req, slot))
             .await
             .unwrap_or(Err(UpstreamError::ResponseTimeout)),
     };
@@ -151,9 +157,12 @@ async fn forward(
 async fn send(
     pool: &Arc<Pool>,
     req: Request<Upload>,
-    http2: bool,
+    slot: Option<Slot>,
 ) -> Result<Response<UpstreamBody>, UpstreamError> {
-    if http2 { pool.send_http2(req).await } else { pool.send_http1(req).await }
+    match slot {
+        Some(slot) => pool.send_http2(req, slot).await,
+        None => pool.send_http1(req).await,
+    }
 }
 
 fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy) -> Response<AgentBody> {

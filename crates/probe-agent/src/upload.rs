@@ -1,32 +1,80 @@
 //! The body of a request on its way to the backend: while it waits for its client to send more, the request is none of the
-//! replica's doing.
+//! replica's doing. Its start is kept for as long as the backend may refuse the request unprocessed.
 
+use std::collections::VecDeque;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use tokio::sync::oneshot;
 
 use crate::load::Client;
 
 /// A request body that tells when its client keeps the backend waiting.
 pub(crate) struct Upload {
+    /// `None` once it has been given back.
+    source: Option<Source>,
+    waits: bool,
+    lent: Option<Lent>,
+    /// Held while the body is.
+    stream: Option<Arc<dyn Send + Sync>>,
+}
+
+/// What a body is read from.
+pub(crate) struct Source {
+    /// Was read before, and is read again.
+    again: VecDeque<Bytes>,
     inner: Incoming,
     client: Client,
-    waits: bool,
+}
+
+/// What was read of a body that may have to come back.
+struct Lent {
+    read: VecDeque<Bytes>,
+    len: usize,
+    back: oneshot::Sender<Source>,
 }
 
 impl Upload {
     pub(crate) fn new(inner: Incoming, client: Client) -> Self {
-        Self { inner, client, waits: false }
+        Source { again: VecDeque::new(), inner, client }.into()
+    }
+
+    /// Sends the body out on `stream`. Once it is dropped it comes back whole, unless too much of it was read.
+    pub(crate) fn lend(mut self, stream: Arc<dyn Send + Sync>) -> (Self, oneshot::Receiver<Source>) {
+        let (back, returned) = oneshot::channel();
+        self.lent = Some(Lent { read: VecDeque::new(), len: 0, back });
+        self.stream = Some(stream);
+        (self, returned)
     }
 
     fn set_waits(&mut self, waits: bool) {
-        if waits != self.waits {
+        if waits != self.waits
+            && let Some(source) = &self.source
+        {
             self.waits = waits;
-            self.client.set_waits(waits);
+            source.client.set_waits(waits);
         }
+    }
+
+    fn keep(&mut self, frame: &Frame<Bytes>) {
+        let Some(lent) = &mut self.lent else { return };
+        match frame.data_ref() {
+            Some(data) if lent.len + data.len() <= KEPT && !lent.back.is_closed() => {
+                lent.len += data.len();
+                lent.read.push_back(data.clone());
+            }
+            _ => self.lent = None,
+        }
+    }
+}
+
+impl From<Source> for Upload {
+    fn from(source: Source) -> Self {
+        Self { source: Some(source), waits: false, lent: None, stream: None }
     }
 }
 
@@ -38,17 +86,34 @@ impl Body for Upload {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let frame = Pin::new(&mut self.inner).poll_frame(cx);
+        let Some(source) = &mut self.source else { return Poll::Ready(None) };
+        let frame = match source.again.pop_front() {
+            Some(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
+            None => Pin::new(&mut source.inner).poll_frame(cx),
+        };
         self.set_waits(frame.is_pending());
+        match &frame {
+            Poll::Ready(Some(Ok(frame))) => self.keep(frame),
+            Poll::Ready(Some(Err(_))) => self.lent = None,
+            Poll::Ready(None) | Poll::Pending => {}
+        }
         frame
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.source.as_ref().is_none_or(|source| source.again.is_empty() && source.inner.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        let Some(source) = &self.source else { return SizeHint::with_exact(0) };
+        let again: u64 = source.again.iter().map(|data| data.len() as u64).sum();
+        let rest = source.inner.size_hint();
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower() + again);
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper + again);
+        }
+        hint
     }
 }
 
@@ -56,5 +121,15 @@ impl Drop for Upload {
     /// A backend may answer without having read everything.
     fn drop(&mut self) {
         self.set_waits(false);
+        if let (Some(Lent { mut read, back, .. }), Some(mut source)) = (self.lent.take(), self.source.take())
+        {
+            read.append(&mut source.again);
+            source.again = read;
+            // Nobody may be there to take it.
+            let _ = back.send(source);
+        }
     }
 }
+
+/// A body is kept up to this length, bytes.
+const KEPT: usize = 64 * 1024;

@@ -1,10 +1,15 @@
-//! Connections to the one backend: an idle pool for HTTP/1.1, one shared connection for HTTP/2.
+//! Connections to the one backend: an idle pool for HTTP/1.1, shared ones for HTTP/2.
 //!
 //! A pool of our own instead of hyper-util's client: there is one authority, so no key is hashed, and a connection
 //! goes back to the pool with the last frame of the body, without a task of its own. A request is sent again only
-//! if not a byte of it was written (the pooled connection had been closed meanwhile).
+//! if not a byte of it was written (the pooled connection had been closed meanwhile), or if the backend says in HTTP/2
+//! that it has not processed it.
+
+mod answer;
+mod http2;
 
 use std::collections::VecDeque;
+use std::error::Error as _;
 use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,10 +20,10 @@ use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use hyper::client::conn::{http1, http2};
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
 use prequal_core::report::{UNANSWERED, UNSENT};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpSocket, TcpStream};
 
 use crate::config::{Limits, Upstream};
@@ -26,6 +31,10 @@ use crate::load::Load;
 use crate::plb::Plb;
 use crate::tls::Connector;
 use crate::upload::Upload;
+
+use http2::{Http2, Permit};
+
+pub(crate) use http2::Slot;
 
 /// The way to the backend.
 pub(crate) struct Pool {
@@ -38,11 +47,10 @@ pub(crate) struct Pool {
     max_idle: usize,
     max_header_bytes: usize,
     idle: Mutex<VecDeque<Idle>>,
-    http2: Mutex<Option<http2::SendRequest<Upload>>>,
-    /// Held while the HTTP/2 connection is made, so that a burst makes one.
-    connecting: tokio::sync::Mutex<()>,
-    /// When the backend last showed that it speaks HTTP/1 only.
-    http1_only: Mutex<Option<Instant>>,
+    http2: Mutex<Http2>,
+    /// Of HTTP/2: connections, and requests that wait for a stream.
+    max_connections: usize,
+    max_waiting: usize,
 }
 
 struct Idle {
@@ -69,8 +77,8 @@ impl Pool {
             max_header_bytes: limits.max_header_bytes,
             idle: Mutex::default(),
             http2: Mutex::default(),
-            connecting: tokio::sync::Mutex::default(),
-            http1_only: Mutex::default(),
+            max_connections: limits.max_upstream_connections,
+            max_waiting: limits.max_upstream_waiting,
         }
     }
 
@@ -81,24 +89,6 @@ impl Pool {
     /// The authority of the backend, for an HTTP/2 request that came without any.
     pub(crate) fn authority(&self) -> String {
         self.target.authority()
-    }
-
-    /// Whether a request that came over HTTP/2 can go on over HTTP/2. Makes the connection to find out.
-    ///
-    /// Clients are told to speak HTTP/2 to agents, and most backends speak HTTP/1.1 only.
-    pub(crate) async fn speaks_http2(&self) -> bool {
-        if self.live_http2().is_some() {
-            return true;
-        }
-        let refused = *self.http1_only.lock().unwrap_or_else(PoisonError::into_inner);
-        if refused.is_some_and(|at| at.elapsed() < HTTP1_ONLY_MEMORY) {
-            return false;
-        }
-        if !matches!(self.http2_sender(true).await, Err(UpstreamError::NoHttp2)) {
-            return true;
-        }
-        *self.http1_only.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
-        false
     }
 
     /// Sends over HTTP/1.1 and returns with the head of the response.
@@ -113,8 +103,8 @@ impl Pool {
             };
             match sender.try_send_request(req).await {
                 Ok(response) => {
-                    let lease = Lease { sender, pool: self.clone() };
-                    return Ok(response.map(|body| UpstreamBody::new(body, Some(lease))));
+                    let lease = Lease::Connection { sender, pool: self.clone() };
+                    return Ok(response.map(|body| UpstreamBody::new(body, lease)));
                 }
                 Err(mut error) => match error.take_message() {
                     Some(unsent) if reused => req = unsent,
@@ -125,22 +115,38 @@ impl Pool {
         }
     }
 
-    /// Sends over HTTP/2 and returns with the head of the response.
+    /// Sends over HTTP/2 and returns with the head of the response. What the backend certainly did not process is sent again.
     pub(crate) async fn send_http2(
-        &self,
-        mut req: Request<Upload>,
+        self: &Arc<Self>,
+        req: Request<Upload>,
+        mut slot: Slot,
     ) -> Result<Response<UpstreamBody>, UpstreamError> {
-        for _ in 0..MAX_UNSENT {
-            let mut sender = self.http2_sender(false).await?;
-            match sender.try_send_request(req).await {
-                Ok(response) => return Ok(response.map(|body| UpstreamBody::new(body, None))),
-                Err(mut error) => match error.take_message() {
-                    Some(unsent) => req = unsent,
-                    None => return Err(UpstreamError::sending(error.into_error())),
-                },
+        let (head, mut body) = req.into_parts();
+        for refused in 1.. {
+            let (upload, returned) = body.lend(slot.permit.clone());
+            match slot.sender.try_send_request(Request::from_parts(head.clone(), upload)).await {
+                Ok(response) => {
+                    let lease = Lease::Stream(slot.permit);
+                    return Ok(response.map(|body| UpstreamBody::new(body, lease)));
+                }
+                Err(mut error) => {
+                    let unsent = error.take_message().is_some();
+                    let error = error.into_error();
+                    if !unsent && !is_refusal(&error) {
+                        return Err(UpstreamError::sending(error));
+                    }
+                }
             }
+            self.load.counters().count_refused();
+            // Its stream is given back before it waits for another.
+            drop(slot);
+            body = match returned.await {
+                Ok(source) if refused < MAX_REFUSED => source.into(),
+                _ => break,
+            };
+            slot = self.wait_for_stream().await?;
         }
-        Err(UpstreamError::Connect(io::ErrorKind::ConnectionReset.into()))
+        Err(UpstreamError::Refused)
     }
 
     fn take_idle(&self) -> Option<http1::SendRequest<Upload>> {
@@ -205,62 +211,6 @@ impl Pool {
         Ok(sender)
     }
 
-    /// `ask` first makes sure that the backend speaks HTTP/2 in cleartext.
-    async fn http2_sender(&self, ask: bool) -> Result<http2::SendRequest<Upload>, UpstreamError> {
-        if let Some(sender) = self.live_http2() {
-            return Ok(sender);
-        }
-        let connect = async {
-            let _one_at_a_time = self.connecting.lock().await;
-            if let Some(sender) = self.live_http2() {
-                return Ok(sender);
-            }
-            if ask && self.tls.is_none() {
-                tokio::time::timeout(self.connect_timeout / 2, greet(self.tcp().await?))
-                    .await
-                    .map_err(|_| UpstreamError::NoHttp2)??;
-            }
-            let tcp = self.tcp().await?;
-            let sender = match &self.tls {
-                None => self.handshake_http2(tcp).await?,
-                Some(tls) => {
-                    let stream = tls.http2.connect(tls.name.clone(), tcp).await.map_err(connect_error)?;
-                    if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
-                        return Err(UpstreamError::NoHttp2);
-                    }
-                    self.handshake_http2(stream).await?
-                }
-            };
-            *self.http2.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender.clone());
-            Ok(sender)
-        };
-        // Waiting for another's attempt counts too: otherwise a silent backend would hold a queue for minutes.
-        tokio::time::timeout(self.connect_timeout, connect)
-            .await
-            .map_err(|_| UpstreamError::ConnectTimeout)?
-    }
-
-    fn live_http2(&self) -> Option<http2::SendRequest<Upload>> {
-        let sender = self.http2.lock().unwrap_or_else(PoisonError::into_inner);
-        sender.as_ref().filter(|sender| !sender.is_closed()).cloned()
-    }
-
-    async fn handshake_http2<T>(&self, io: T) -> Result<http2::SendRequest<Upload>, UpstreamError>
-    where
-        T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
-    {
-        let (sender, conn) = http2::Builder::new(TokioExecutor::new())
-            .timer(TokioTimer::new())
-            .initial_stream_window_size(WINDOW)
-            .initial_connection_window_size(WINDOW * 4)
-            .max_header_list_size(u32::try_from(self.max_header_bytes).unwrap_or(u32::MAX))
-            .handshake(TokioIo::new(io))
-            .await
-            .map_err(|error| connect_error(io::Error::other(error)))?;
-        tokio::spawn(conn);
-        Ok(sender)
-    }
-
     async fn tcp(&self) -> Result<TcpStream, UpstreamError> {
         let tcp = match (&self.plb, self.target.addr()) {
             (Some(plb), _) => self.repathable(plb).await,
@@ -295,31 +245,29 @@ impl Pool {
     }
 }
 
-/// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first.
-async fn greet(mut tcp: TcpStream) -> Result<(), UpstreamError> {
-    tcp.write_all(GREETING).await.map_err(|_| UpstreamError::NoHttp2)?;
-    let mut head = [0; FRAME_HEAD];
-    tcp.read_exact(&mut head).await.map_err(|_| UpstreamError::NoHttp2)?;
-    // Length (3), type 4 = SETTINGS, flags, stream 0. `HTTP/1.1 ...` has a `P` for a type.
-    match head {
-        [0, _, _, 4, 0, 0, 0, 0, 0] => Ok(()),
-        _ => Err(UpstreamError::NoHttp2),
-    }
+/// Whether nothing was processed: the backend says `REFUSED_STREAM`, or `GOAWAY` with an earlier stream as the last
+/// (RFC 9113 §8.7; h2 gives no other request that error), or the connection went away before it allowed the stream.
+fn is_refusal(error: &hyper::Error) -> bool {
+    let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
+    h2.is_some_and(|error| {
+        error.is_remote() && (error.is_go_away() || error.reason() == Some(h2::Reason::REFUSED_STREAM))
+    }) || error.is_user() && !is_of_body(error)
 }
 
-/// The connection preface with an empty `SETTINGS`.
-const GREETING: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
-const FRAME_HEAD: usize = 9;
+/// Whether the body failed, and not the sending.
+fn is_of_body(error: &hyper::Error) -> bool {
+    error.is_user() && error.source().is_some_and(|source| source.is::<hyper::Error>())
+}
 
-/// The response body of the backend. Gives its connection back with the last frame.
+/// The response body of the backend. Gives its connection or stream back with the last frame.
 pub(crate) struct UpstreamBody {
     inner: Incoming,
     lease: Option<Lease>,
 }
 
 impl UpstreamBody {
-    fn new(inner: Incoming, lease: Option<Lease>) -> Self {
-        let mut this = Self { inner, lease };
+    fn new(inner: Incoming, lease: Lease) -> Self {
+        let mut this = Self { inner, lease: Some(lease) };
         if this.inner.is_end_stream() {
             this.release();
         }
@@ -359,14 +307,14 @@ impl Body for UpstreamBody {
     }
 }
 
-struct Lease {
-    sender: http1::SendRequest<Upload>,
-    pool: Arc<Pool>,
+enum Lease {
+    Connection { sender: http1::SendRequest<Upload>, pool: Arc<Pool> },
+    Stream(#[expect(dead_code, reason = "only dropped")] Arc<Permit>),
 }
 
 impl Lease {
     fn release(self) {
-        let Self { mut sender, pool } = self;
+        let Self::Connection { mut sender, pool } = self else { return };
         if sender.is_closed() {
             return;
         }
@@ -393,6 +341,13 @@ pub(crate) enum UpstreamError {
     ConnectTimeout,
     #[error("HTTP/2 refused")]
     NoHttp2,
+    #[error("closed before it spoke HTTP/2")]
+    Silent,
+    #[error("no free HTTP/2 stream")]
+    NoStream,
+    /// Nothing was processed, as the backend itself says.
+    #[error("refused by the backend")]
+    Refused,
     #[error("closed before a response")]
     Reset(#[source] hyper::Error),
     #[error("no response in time")]
@@ -406,12 +361,15 @@ pub(crate) enum UpstreamError {
 
 impl UpstreamError {
     fn sending(error: hyper::Error) -> Self {
-        if error.is_user() { Self::RequestBody } else { Self::Reset(error) }
+        if is_of_body(&error) { Self::RequestBody } else { Self::Reset(error) }
     }
 
     pub(crate) fn status(&self) -> StatusCode {
         match self {
-            Self::Connect(_) | Self::NoHttp2 | Self::Reset(_) | Self::Upgrade => StatusCode::BAD_GATEWAY,
+            Self::Connect(_) | Self::NoHttp2 | Self::Silent | Self::Reset(_) | Self::Upgrade => {
+                StatusCode::BAD_GATEWAY
+            }
+            Self::NoStream | Self::Refused => StatusCode::SERVICE_UNAVAILABLE,
             Self::ConnectTimeout | Self::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
             Self::RequestBody => StatusCode::BAD_REQUEST,
         }
@@ -424,6 +382,9 @@ impl UpstreamError {
             }
             Self::Connect(_) => "probe-agent: backend not reachable\n",
             Self::NoHttp2 => "probe-agent: backend does not speak HTTP/2\n",
+            Self::Silent => "probe-agent: backend closed the connection before it spoke HTTP/2\n",
+            Self::NoStream => "probe-agent: backend has no HTTP/2 stream free\n",
+            Self::Refused => "probe-agent: backend refused the request\n",
             Self::ConnectTimeout => "probe-agent: backend did not accept the connection in time\n",
             Self::Reset(_) => "probe-agent: backend closed the connection before a response\n",
             Self::ResponseTimeout => "probe-agent: backend did not respond in time\n",
@@ -436,7 +397,12 @@ impl UpstreamError {
     /// and a second request would add to its load.
     pub(crate) fn failure(&self) -> Option<&'static str> {
         match self {
-            Self::Connect(_) | Self::ConnectTimeout | Self::NoHttp2 => Some(UNSENT),
+            Self::Connect(_)
+            | Self::ConnectTimeout
+            | Self::NoHttp2
+            | Self::Silent
+            | Self::NoStream
+            | Self::Refused => Some(UNSENT),
             Self::Reset(_) => Some(UNANSWERED),
             Self::ResponseTimeout | Self::RequestBody | Self::Upgrade => None,
         }
@@ -445,7 +411,9 @@ impl UpstreamError {
     /// For metrics; `None` for what is not the backend's doing.
     pub(crate) fn label(&self) -> Option<&'static str> {
         match self {
-            Self::Connect(_) | Self::NoHttp2 => Some("connect"),
+            Self::Connect(_) | Self::NoHttp2 | Self::Silent => Some("connect"),
+            Self::NoStream => Some("no_stream"),
+            Self::Refused => Some("refused"),
             Self::ConnectTimeout => Some("connect_timeout"),
             Self::Reset(_) => Some("reset"),
             Self::ResponseTimeout => Some("response_timeout"),
@@ -459,11 +427,9 @@ fn connect_error(error: io::Error) -> UpstreamError {
     UpstreamError::Connect(error)
 }
 
-/// A backend that refused HTTP/2 is asked again after this long: it may have been replaced.
-const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
 /// HTTP/2 flow-control window of a stream: what is buffered at most for a client that reads slowly.
 const WINDOW: u32 = 256 * 1024;
 /// hyper refuses a smaller read buffer.
 const MIN_BUFFER: usize = 8192;
-/// Tries of a request that an HTTP/2 connection on its way out did not take.
-const MAX_UNSENT: usize = 3;
+/// Tries of a request that the backend refuses, or that a connection on its way out did not take.
+const MAX_REFUSED: u32 = 3;

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{agent, backend, raw, text, within};
+use common::{agent, backend, frame, raw, read_frame, text, within};
 use http_body_util::BodyExt;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 
 const NAMES: [&str; 2] =
@@ -52,11 +52,6 @@ async fn over_http2_no_name_ends_a_connection_and_those_without_a_bar_are_answer
     }
 }
 
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
-    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
-}
-
 /// The head of a probe in HPACK, every field a literal.
 fn probe(authority: &str) -> Vec<u8> {
     let fields =
@@ -68,14 +63,10 @@ fn probe(authority: &str) -> Vec<u8> {
 /// The first frame that says what became of `stream`.
 async fn reply(tcp: &mut TcpStream, stream: u32) -> (u8, Vec<u8>) {
     loop {
-        let mut head = [0; 9];
-        tcp.read_exact(&mut head).await.expect("the connection goes on");
-        let [a, b, c, kind, _, rest @ ..] = head;
-        let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
-        tcp.read_exact(&mut payload).await.expect("a whole frame");
-        assert_ne!(kind, 7, "the agent says GOAWAY: {payload:?}");
-        if u32::from_be_bytes(rest) == stream && matches!(kind, 1 | 3) {
-            return (kind, payload);
+        let frame = read_frame(tcp).await.expect("the connection goes on");
+        assert_ne!(frame.kind, 7, "the agent says GOAWAY: {:?}", frame.payload);
+        if frame.stream == stream && matches!(frame.kind, 1 | 3) {
+            return (frame.kind, frame.payload);
         }
     }
 }

@@ -94,19 +94,25 @@ where
     let addr = listener.local_addr().unwrap();
     tokio::spawn(async move {
         while let Ok((tcp, _)) = listener.accept().await {
-            let answer = answer.clone();
-            let service = service_fn(move |req| {
-                let answer = answer(req);
-                async move { Ok::<_, Infallible>(answer.await) }
-            });
-            tokio::spawn(async move {
-                let _ = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new())
-                    .serve_connection_with_upgrades(TokioIo::new(tcp), service)
-                    .await;
-            });
+            tokio::spawn(serve(tcp, answer.clone()));
         }
     });
     addr
+}
+
+/// One connection of a backend that speaks both versions.
+pub async fn serve<F, R>(tcp: TcpStream, answer: F)
+where
+    F: Fn(Request<Incoming>) -> R + Send + 'static,
+    R: Future<Output = Reply> + Send + 'static,
+{
+    let service = service_fn(move |req| {
+        let answer = answer(req);
+        async move { Ok::<_, Infallible>(answer.await) }
+    });
+    let _ = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new())
+        .serve_connection_with_upgrades(TokioIo::new(tcp), service)
+        .await;
 }
 
 /// A backend below HTTP: `talk` gets every connection.
@@ -152,6 +158,28 @@ pub async fn raw(addr: SocketAddr, bytes: &str) -> String {
     let mut reply = Vec::new();
     let _ = within(tcp.read_to_end(&mut reply)).await;
     String::from_utf8_lossy(&reply).into_owned()
+}
+
+/// One frame of HTTP/2, written by hand.
+pub struct Frame {
+    pub kind: u8,
+    pub flags: u8,
+    pub stream: u32,
+    pub payload: Vec<u8>,
+}
+
+pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+pub async fn read_frame(tcp: &mut TcpStream) -> std::io::Result<Frame> {
+    let mut head = [0; 9];
+    tcp.read_exact(&mut head).await?;
+    let [a, b, c, kind, flags, stream @ ..] = head;
+    let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
+    tcp.read_exact(&mut payload).await?;
+    Ok(Frame { kind, flags, stream: u32::from_be_bytes(stream), payload })
 }
 
 pub async fn client1<B>(addr: SocketAddr) -> http1::SendRequest<B>

@@ -1,0 +1,255 @@
+//! What the backend says first on a connection opened as HTTP/2, and how many streams it allows.
+//!
+//! hyper tells neither a late answer from a wrong one, nor when the first `SETTINGS` frame has come. Both are read here from
+//! the bytes as they pass.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::oneshot;
+
+/// What the backend has said of a connection as a whole.
+pub(super) struct Terms {
+    max_streams: AtomicU32,
+    leaving: AtomicBool,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        // Without the setting there is no limit (RFC 9113 §6.5.2).
+        Self { max_streams: AtomicU32::new(u32::MAX), leaving: AtomicBool::new(false) }
+    }
+}
+
+impl Terms {
+    /// Streams at once.
+    pub(super) fn max_streams(&self) -> u32 {
+        self.max_streams.load(Ordering::Relaxed)
+    }
+
+    /// Whether new streams are refused.
+    pub(super) fn leaving(&self) -> bool {
+        self.leaving.load(Ordering::Relaxed)
+    }
+
+    fn set(&self, id: u16, value: u32) {
+        if id == MAX_CONCURRENT_STREAMS {
+            self.max_streams.store(value, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Whether the backend answered in HTTP/2. Fails if the connection ended without an answer.
+pub(super) type Answer = oneshot::Receiver<bool>;
+
+/// A connection that is read for its answer and its terms.
+pub(super) struct Listened<T> {
+    io: T,
+    frames: Frames,
+}
+
+impl<T> Listened<T> {
+    pub(super) fn new(io: T, terms: Arc<Terms>) -> (Self, Answer) {
+        let (answer, answered) = oneshot::channel();
+        (
+            Self {
+                io,
+                frames: Frames { answer: Some(answer), terms, part: Part::default(), left: 0, kind: 0 },
+            },
+            answered,
+        )
+    }
+}
+
+/// Follows the frames across any split.
+struct Frames {
+    /// Taken with the first frame.
+    answer: Option<oneshot::Sender<bool>>,
+    terms: Arc<Terms>,
+    part: Part,
+    /// Bytes of the frame that are still to come, and its type.
+    left: usize,
+    kind: u8,
+}
+
+/// The start of a frame head, or of a setting.
+#[derive(Default)]
+struct Part {
+    bytes: [u8; HEAD],
+    have: usize,
+}
+
+impl Part {
+    /// Takes from `data` until it has `want` bytes, and says whether it has.
+    fn fill(&mut self, data: &mut &[u8], want: usize) -> bool {
+        let n = (want - self.have).min(data.len());
+        self.bytes[self.have..self.have + n].copy_from_slice(&data[..n]);
+        self.have += n;
+        *data = &data[n..];
+        self.have == want
+    }
+}
+
+impl Frames {
+    /// Fails if the first bytes are not those of HTTP/2.
+    fn follow(&mut self, mut data: &[u8]) -> io::Result<()> {
+        while !data.is_empty() {
+            if self.left == 0 {
+                let whole = self.part.fill(&mut data, HEAD);
+                // `HTTP/1.1 ...` already differs in its first byte: no `SETTINGS` is that long.
+                if self.answer.is_some() && !is_first(&self.part.bytes[..self.part.have]) {
+                    self.answered(false);
+                    return Err(io::ErrorKind::InvalidData.into());
+                }
+                if whole {
+                    self.begin();
+                }
+            } else if self.kind == SETTINGS && self.left >= SETTING {
+                if self.part.fill(&mut data, SETTING) {
+                    let [a, b, c, d, e, f, ..] = self.part.bytes;
+                    self.terms.set(u16::from_be_bytes([a, b]), u32::from_be_bytes([c, d, e, f]));
+                    self.part.have = 0;
+                    self.left -= SETTING;
+                    self.settle();
+                }
+            } else {
+                let n = self.left.min(data.len());
+                self.left -= n;
+                data = &data[n..];
+            }
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self) {
+        let [a, b, c, kind, ..] = self.part.bytes;
+        self.left = u32::from_be_bytes([0, a, b, c]) as usize;
+        self.kind = kind;
+        self.part.have = 0;
+        if kind == GOAWAY {
+            self.terms.leaving.store(true, Ordering::Relaxed);
+        }
+        self.settle();
+    }
+
+    /// The first frame is whole once nothing of it is left.
+    fn settle(&mut self) {
+        if self.left == 0 {
+            self.answered(true);
+        }
+    }
+
+    fn answered(&mut self, http2: bool) {
+        if let Some(answer) = self.answer.take() {
+            let _ = answer.send(http2);
+        }
+    }
+}
+
+/// Whether `head` can be the start of a connection's first frame: `SETTINGS`, no flags, stream 0.
+fn is_first(head: &[u8]) -> bool {
+    head.iter()
+        .zip([Some(0), None, None, Some(SETTINGS), Some(0), Some(0), Some(0), Some(0), Some(0)])
+        .all(|(byte, expected)| expected.is_none_or(|expected| *byte == expected))
+}
+
+const HEAD: usize = 9;
+const SETTING: usize = 6;
+const SETTINGS: u8 = 4;
+const GOAWAY: u8 = 7;
+const MAX_CONCURRENT_STREAMS: u16 = 3;
+
+impl<T: AsyncRead + Unpin> AsyncRead for Listened<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
+        Poll::Ready(self.frames.follow(&buf.filled()[before..]))
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Listened<T> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(kind: u8, payload: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        [&length[1..], &[kind, 0, 0, 0, 0, 0], payload].concat()
+    }
+
+    /// Reads `bytes` in pieces and tells the answer, if there is one.
+    fn read(bytes: &[u8], piece: usize) -> (Option<bool>, Arc<Terms>) {
+        let terms = Arc::new(Terms::default());
+        let (mut listened, mut answer) = Listened::new((), terms.clone());
+        let _ = bytes.chunks(piece).try_for_each(|piece| listened.frames.follow(piece));
+        (answer.try_recv().ok(), terms)
+    }
+
+    #[test]
+    fn terms_are_read_across_any_split() {
+        let settings = frame(SETTINGS, &[0, 4, 0, 1, 0, 0, 0, 3, 0, 0, 0, 7, 0, 8, 0, 0, 0, 1]);
+        // Data that looks like settings, then a change.
+        let data = frame(0, &settings);
+        let change = frame(SETTINGS, &[0, 3, 0, 0, 1, 0]);
+        for piece in 1..60 {
+            let (answer, terms) = read(&settings, piece);
+            assert_eq!((answer, terms.max_streams()), (Some(true), 7));
+            let (_, terms) = read(&[&settings[..], &data, &change, &data].concat(), piece);
+            assert_eq!((terms.max_streams(), terms.leaving()), (256, false), "{piece}");
+            let (_, terms) = read(&[&settings[..], &data, &frame(GOAWAY, &[0; 8])].concat(), piece);
+            assert!(terms.leaving());
+        }
+        let (answer, terms) = read(&frame(SETTINGS, &[]), 100);
+        assert_eq!((answer, terms.max_streams()), (Some(true), u32::MAX));
+    }
+
+    #[test]
+    fn only_a_whole_frame_is_an_answer_and_only_other_bytes_a_refusal() {
+        let settings = frame(SETTINGS, &[0, 3, 0, 0, 1, 0]);
+        for (bytes, answer) in [
+            (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], Some(false)),
+            (b"?", Some(false)),
+            (b"\x15\x03\x01\0\x02", Some(false)),
+            (&frame(0, b"data"), Some(false)),
+            (b"", None),
+            (&settings[..8], None),
+            (&settings[..settings.len() - 1], None),
+            (&settings, Some(true)),
+        ] {
+            assert_eq!(read(bytes, 3).0, answer, "{bytes:?}");
+        }
+    }
+}

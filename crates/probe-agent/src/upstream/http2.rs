@@ -1,0 +1,295 @@
+//! HTTP/2 connections to the backend: opened when requests wait for a stream, as many as the limits allow.
+//!
+//! hyper-util's pools keep one connection and do not count its streams; hyper then queues what the backend does not allow,
+//! without a limit. Here no connection is given more than it allows, and who waits for a stream waits for any of them, so
+//! that no request depends on an attempt of another's.
+
+use std::collections::VecDeque;
+use std::io;
+use std::mem;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::oneshot;
+
+use super::answer::{Listened, Terms};
+use super::{Pool, UpstreamError};
+use crate::upload::Upload;
+
+/// The connections, and who waits for them.
+#[derive(Default)]
+pub(super) struct Http2 {
+    conns: Vec<Conn>,
+    waiting: VecDeque<oneshot::Sender<Result<Slot, Failure>>>,
+    /// Attempts under way, and when the last one began.
+    dialing: usize,
+    dialed: Option<Instant>,
+    /// When the backend last answered in something else than HTTP/2.
+    http1_only: Option<Instant>,
+}
+
+struct Conn {
+    sender: http2::SendRequest<Upload>,
+    terms: Arc<Terms>,
+    streams: Arc<AtomicU32>,
+    used: Instant,
+}
+
+impl Conn {
+    fn usable(&self) -> bool {
+        !self.terms.leaving() && !self.sender.is_closed()
+    }
+
+    fn has_room(&self) -> bool {
+        self.streams.load(Ordering::Relaxed) < self.terms.max_streams()
+    }
+}
+
+/// A stream that one request may open.
+pub(crate) struct Slot {
+    pub(super) sender: http2::SendRequest<Upload>,
+    pub(super) permit: Arc<Permit>,
+}
+
+/// Counts as one stream until it is dropped.
+pub(super) struct Permit {
+    pool: Arc<Pool>,
+    streams: Arc<AtomicU32>,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.streams.fetch_sub(1, Ordering::Relaxed);
+        self.pool.serve_waiting();
+    }
+}
+
+/// Why an attempt to open a connection failed. All who wait for it are told.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Failure {
+    Connect(io::ErrorKind),
+    Timeout,
+    NoHttp2,
+    Silent,
+}
+
+impl From<Failure> for UpstreamError {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Connect(kind) => Self::Connect(kind.into()),
+            Failure::Timeout => Self::ConnectTimeout,
+            Failure::NoHttp2 => Self::NoHttp2,
+            Failure::Silent => Self::Silent,
+        }
+    }
+}
+
+impl From<UpstreamError> for Failure {
+    fn from(error: UpstreamError) -> Self {
+        match error {
+            UpstreamError::Connect(error) => Self::Connect(error.kind()),
+            _ => Self::Silent,
+        }
+    }
+}
+
+impl Pool {
+    /// A stream for a request; `None` if it has to go over HTTP/1.1 instead, which it can unless it `needs_http2`.
+    ///
+    /// A backend is remembered as one without HTTP/2 only if it answered in something else.
+    pub(crate) async fn stream(self: &Arc<Self>, needs_http2: bool) -> Result<Option<Slot>, UpstreamError> {
+        if !needs_http2 && self.http1_only() {
+            return Ok(None);
+        }
+        match self.wait_for_stream().await {
+            // Servers of HTTP/1 may also close without an answer, as one that restarts does. This says nothing of the next.
+            Err(UpstreamError::NoHttp2 | UpstreamError::Silent) if !needs_http2 => Ok(None),
+            slot => slot.map(Some),
+        }
+    }
+
+    /// Looks again behind the back of requests once the answer is old.
+    fn http1_only(self: &Arc<Self>) -> bool {
+        let mut http2 = self.http2();
+        let Some(since) = http2.http1_only else { return false };
+        if since.elapsed() >= HTTP1_ONLY_MEMORY {
+            http2.http1_only = Some(Instant::now());
+            self.dial_another(&mut http2);
+        }
+        true
+    }
+
+    pub(super) async fn wait_for_stream(self: &Arc<Self>) -> Result<Slot, UpstreamError> {
+        let (waiter, mut turn) = oneshot::channel();
+        {
+            let mut http2 = self.http2();
+            http2.waiting.retain(|waiter| !waiter.is_closed());
+            if http2.waiting.is_empty()
+                && let Some(slot) = self.take(&mut http2)
+            {
+                return Ok(slot);
+            }
+            if http2.waiting.len() >= self.max_waiting {
+                return Err(UpstreamError::NoStream);
+            }
+            http2.waiting.push_back(waiter);
+            self.dial_another(&mut http2);
+        }
+        // The backend may have raised its limit.
+        self.serve_waiting();
+        let hedge = HEDGE.min(self.connect_timeout);
+        for patience in [hedge, self.connect_timeout - hedge] {
+            match tokio::time::timeout(patience, &mut turn).await {
+                Ok(Ok(slot)) => return Ok(slot?),
+                Ok(Err(_)) => break,
+                Err(_) => self.dial_another(&mut self.http2()),
+            }
+        }
+        let connected = !self.http2().conns.is_empty();
+        Err(if connected { UpstreamError::NoStream } else { UpstreamError::ConnectTimeout })
+    }
+
+    /// A stream of the first connection that has room, so that the others fall idle when there is little to do.
+    fn take(self: &Arc<Self>, http2: &mut Http2) -> Option<Slot> {
+        let mut first = true;
+        http2.conns.retain(|conn| {
+            let idle = conn.streams.load(Ordering::Relaxed) == 0 && conn.used.elapsed() >= SPARE_IDLE;
+            conn.usable() && (mem::take(&mut first) || !idle)
+        });
+        let conn = http2.conns.iter_mut().find(|conn| conn.has_room())?;
+        conn.used = Instant::now();
+        conn.streams.fetch_add(1, Ordering::Relaxed);
+        let permit = Permit { pool: self.clone(), streams: conn.streams.clone() };
+        Some(Slot { sender: conn.sender.clone(), permit: Arc::new(permit) })
+    }
+
+    fn serve_waiting(self: &Arc<Self>) {
+        let mut served = Vec::new();
+        {
+            let mut http2 = self.http2();
+            while let Some(waiter) = http2.waiting.pop_front() {
+                if waiter.is_closed() {
+                    continue;
+                }
+                let Some(slot) = self.take(&mut http2) else {
+                    http2.waiting.push_front(waiter);
+                    break;
+                };
+                served.push((waiter, slot));
+            }
+        }
+        for (waiter, slot) in served {
+            // Dropped if its request has gone, which serves the next.
+            let _ = waiter.send(Ok(slot));
+        }
+    }
+
+    fn dial_another(self: &Arc<Self>, http2: &mut Http2) {
+        let stalled = http2.dialed.is_none_or(|at| at.elapsed() >= HEDGE);
+        let crowded = http2.waiting.len() > http2.dialing * EXPECTED_STREAMS;
+        if http2.conns.len() + http2.dialing < self.max_connections
+            && (http2.dialing == 0 || stalled || crowded)
+        {
+            http2.dialing += 1;
+            http2.dialed = Some(Instant::now());
+            tokio::spawn(self.clone().dial());
+        }
+    }
+
+    /// Not part of any request: one that goes away leaves the attempt to the others.
+    async fn dial(self: Arc<Self>) {
+        // A backend that restarts may close what its predecessor accepted.
+        let opened = match self.open_http2().await {
+            Err(Failure::Silent) => self.open_http2().await,
+            opened => opened,
+        };
+        let mut told = VecDeque::new();
+        let failure = opened.as_ref().err().copied();
+        {
+            let mut http2 = self.http2();
+            http2.dialing -= 1;
+            match opened {
+                Ok(conn) => {
+                    http2.http1_only = None;
+                    if !http2.waiting.is_empty() || !http2.conns.iter().any(Conn::has_room) {
+                        http2.conns.push(conn);
+                    }
+                }
+                Err(Failure::NoHttp2) => http2.http1_only = Some(Instant::now()),
+                Err(_) => {}
+            }
+            // Who has time left goes on waiting for an answer, or for a stream of another connection.
+            if failure.is_some_and(|failure| failure != Failure::Timeout) && http2.conns.is_empty() {
+                told = mem::take(&mut http2.waiting);
+            }
+        }
+        if let Some(failure) = failure {
+            for waiter in told {
+                let _ = waiter.send(Err(failure));
+            }
+        }
+        self.serve_waiting();
+        let mut http2 = self.http2();
+        if matches!(failure, None | Some(Failure::Timeout)) && !http2.waiting.is_empty() {
+            self.dial_another(&mut http2);
+        }
+    }
+
+    async fn open_http2(&self) -> Result<Conn, Failure> {
+        let tcp = tokio::time::timeout(self.connect_timeout, self.tcp());
+        let tcp = tcp.await.map_err(|_| Failure::Timeout)??;
+        let Some(tls) = &self.tls else { return self.greet(tcp).await };
+        let stream = tokio::time::timeout(self.connect_timeout, tls.http2.connect(tls.name.clone(), tcp));
+        let stream =
+            stream.await.map_err(|_| Failure::Timeout)?.map_err(|error| Failure::Connect(error.kind()))?;
+        if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
+            return Err(Failure::NoHttp2);
+        }
+        self.greet(stream).await
+    }
+
+    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first: before them, nobody knows how many
+    /// streams there may be, nor whether the backend is alive.
+    async fn greet<T>(&self, io: T) -> Result<Conn, Failure>
+    where
+        T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let terms = Arc::<Terms>::default();
+        let (io, answer) = Listened::new(io, terms.clone());
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        builder
+            .timer(TokioTimer::new())
+            .initial_stream_window_size(super::WINDOW)
+            .initial_connection_window_size(super::WINDOW * 4)
+            .max_header_list_size(u32::try_from(self.max_header_bytes).unwrap_or(u32::MAX));
+        let (sender, conn) = builder.handshake(TokioIo::new(io)).await.map_err(|_| Failure::Silent)?;
+        tokio::spawn(conn);
+        match tokio::time::timeout(ANSWER_PATIENCE.max(self.connect_timeout), answer).await {
+            Ok(Ok(true)) => {}
+            Ok(Ok(false)) => return Err(Failure::NoHttp2),
+            Ok(Err(_)) => return Err(Failure::Silent),
+            Err(_) => return Err(Failure::Timeout),
+        }
+        Ok(Conn { sender, terms, streams: Arc::default(), used: Instant::now() })
+    }
+
+    fn http2(&self) -> MutexGuard<'_, Http2> {
+        self.http2.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A backend that refused HTTP/2 is asked again after this long: it may have been replaced.
+const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
+/// An attempt may wait for its answer for longer than any request does: the backend may be starting, and those who come
+/// later find the connection open.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// While an attempt is without an answer for this long, another is made.
+const HEDGE: Duration = Duration::from_millis(100);
+/// How many of those who wait one more connection is expected to serve: common servers allow at least so many streams.
+const EXPECTED_STREAMS: usize = 100;
+/// All connections but the first are closed when they have been idle for this long.
+const SPARE_IDLE: Duration = Duration::from_secs(60);

@@ -1,0 +1,392 @@
+//! HTTP/2 towards the backend: when the agent speaks it, over how many connections, and what it sends again.
+
+mod common;
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use common::{
+    Frame, agent, client2, eventually, frame, raw_backend, read_frame, read_head, serve, text, within,
+};
+use http::{Request, Response, StatusCode};
+use http_body_util::channel::Channel;
+use http_body_util::{BodyExt, Empty};
+use hyper::body::Incoming;
+use hyper::server::conn::http2;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+
+fn ordinary() -> Request<Empty<Bytes>> {
+    Request::get("http://app.example/").body(Empty::new()).unwrap()
+}
+
+fn grpc() -> Request<Empty<Bytes>> {
+    let request = Request::post("http://app.example/").header("content-type", "application/grpc+proto");
+    request.body(Empty::new()).unwrap()
+}
+
+async fn send(addr: SocketAddr, request: Request<Empty<Bytes>>) -> Response<Incoming> {
+    within(client2(addr).await.send_request(request)).await.unwrap()
+}
+
+/// Tells the version that the backend saw.
+async fn version(response: Response<Incoming>) -> String {
+    assert_eq!(response.status(), StatusCode::OK);
+    let body = within(response.into_body().collect()).await.unwrap().to_bytes();
+    String::from_utf8(body.to_vec()).unwrap()
+}
+
+/// A backend of both versions that tells which it was asked in. `greet` runs before each connection, with its number,
+/// and says whether the connection goes on.
+async fn backend_after<F, R>(greet: F) -> SocketAddr
+where
+    F: Fn(usize) -> R + Send + Sync + 'static,
+    R: Future<Output = bool> + Send + 'static,
+{
+    let connections = AtomicUsize::new(0);
+    raw_backend(move |tcp| {
+        let greeted = greet(connections.fetch_add(1, Ordering::Relaxed));
+        async move {
+            if greeted.await {
+                let version = |req: Request<Incoming>| async move {
+                    let http2 = req.version() == http::Version::HTTP_2;
+                    text(if http2 { "HTTP/2" } else { "HTTP/1.1" })
+                };
+                serve(tcp, version).await;
+            }
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn settings_that_come_late_are_no_refusal() {
+    for request in [ordinary, grpc] {
+        let addr = backend_after(|_| async {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            true
+        })
+        .await;
+        let agent = agent(addr, |config| config.limits.connect_timeout = Duration::from_millis(500));
+        assert_eq!(version(send(agent.addr, request()).await).await, "HTTP/2");
+    }
+}
+
+#[tokio::test]
+async fn settings_that_come_after_the_connect_timeout_serve_those_who_ask_later() {
+    let addr = backend_after(|_| async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        true
+    })
+    .await;
+    let agent = agent(addr, |config| config.limits.connect_timeout = Duration::from_millis(100));
+    for request in [ordinary, grpc] {
+        assert_eq!(send(agent.addr, request()).await.status(), StatusCode::GATEWAY_TIMEOUT);
+    }
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    for request in [ordinary, grpc] {
+        assert_eq!(version(send(agent.addr, request()).await).await, "HTTP/2");
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_is_closed_without_an_answer_is_no_refusal() {
+    for request in [ordinary, grpc] {
+        let addr = backend_after(|connection| async move { connection > 0 }).await;
+        let agent = agent(addr, |_| {});
+        for _ in 0..3 {
+            assert_eq!(version(send(agent.addr, request()).await).await, "HTTP/2");
+        }
+    }
+}
+
+/// Answers HTTP/1.1 requests with 200, and everything else with `refusal`.
+async fn http1_only(refusal: &'static [u8]) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
+    let heads = Arc::new(Mutex::new(Vec::new()));
+    let seen = heads.clone();
+    let addr = raw_backend(move |mut tcp| {
+        let seen = seen.clone();
+        async move {
+            let head = read_head(&mut tcp).await;
+            let http1 = head.contains(" HTTP/1.1\r\n");
+            if http1 {
+                seen.lock().unwrap().push(head);
+            }
+            let ok = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 8\r\n\r\nHTTP/1.1";
+            let _ = tcp.write_all(if http1 { ok } else { refusal }).await;
+        }
+    })
+    .await;
+    (addr, heads)
+}
+
+#[tokio::test]
+async fn grpc_is_never_sent_over_http1_and_the_rest_is_where_the_backend_cannot_do_better() {
+    for refusal in [&b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n"[..], b"?", b""] {
+        let (addr, heads) = http1_only(refusal).await;
+        let agent = agent(addr, |_| {});
+        for _ in 0..2 {
+            assert_eq!(send(agent.addr, grpc()).await.status(), StatusCode::BAD_GATEWAY);
+            assert_eq!(version(send(agent.addr, ordinary()).await).await, "HTTP/1.1", "{refusal:?}");
+        }
+        let grpc = Request::post("http://app.example/").header("content-type", "application/grpc-web");
+        assert_eq!(version(send(agent.addr, grpc.body(Empty::new()).unwrap()).await).await, "HTTP/1.1");
+        assert_eq!(heads.lock().unwrap().len(), 3, "no gRPC among them");
+        agent.at_rest([3, 2, 0, 0]).await;
+    }
+}
+
+#[tokio::test]
+async fn nobody_waits_for_a_connection_that_says_nothing() {
+    let addr = backend_after(|connection| async move {
+        if connection == 0 {
+            std::future::pending::<()>().await;
+        }
+        true
+    })
+    .await;
+    let agent = agent(addr, |config| config.limits.connect_timeout = Duration::from_secs(4));
+    let start = Instant::now();
+    let requests = (0..8).map(|_| tokio::spawn(send(agent.addr, ordinary())));
+    for request in requests.collect::<Vec<_>>() {
+        assert_eq!(version(request.await.unwrap()).await, "HTTP/2");
+    }
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+/// A backend that allows `streams` on a connection, and the requests that it has in hand. None ends before `go`.
+async fn limited(streams: u32) -> (SocketAddr, Arc<AtomicUsize>, Arc<Semaphore>) {
+    let (in_hand, go) = (Arc::new(AtomicUsize::new(0)), Arc::new(Semaphore::new(0)));
+    let (counter, gate) = (in_hand.clone(), go.clone());
+    let addr = raw_backend(move |tcp| {
+        let (counter, gate) = (counter.clone(), gate.clone());
+        let answer = move |_: Request<Incoming>| {
+            let (counter, gate) = (counter.clone(), gate.clone());
+            async move {
+                counter.fetch_add(1, Ordering::Relaxed);
+                gate.acquire().await.unwrap().forget();
+                Ok::<_, Infallible>(text("HTTP/2"))
+            }
+        };
+        async move {
+            let _ = http2::Builder::new(TokioExecutor::new())
+                .max_concurrent_streams(streams)
+                .serve_connection(TokioIo::new(tcp), service_fn(answer))
+                .await;
+        }
+    })
+    .await;
+    (addr, in_hand, go)
+}
+
+#[tokio::test]
+async fn beyond_the_streams_of_one_connection_others_are_opened_and_then_used_again() {
+    let (addr, in_hand, go) = limited(3).await;
+    let agent = agent(addr, |_| {});
+    let client = client2(agent.addr).await;
+    for round in 1..=3 {
+        let mut requests = Vec::new();
+        for _ in 0..10 {
+            requests.push(tokio::spawn(client.clone().send_request(ordinary())));
+        }
+        eventually("all ten are in hand", || in_hand.load(Ordering::Relaxed) == 10 * round).await;
+        go.add_permits(10);
+        for request in requests {
+            assert_eq!(version(within(request).await.unwrap().unwrap()).await, "HTTP/2");
+        }
+        agent.at_rest([10 * round as u64, 0, 0, 0]).await;
+        assert_eq!(agent.load.counters().upstream_connections(), 4);
+    }
+}
+
+#[tokio::test]
+async fn who_waits_for_a_stream_is_bounded_in_number_and_time() {
+    let (addr, in_hand, go) = limited(1).await;
+    let agent = agent(addr, |config| {
+        config.limits.max_upstream_connections = 2;
+        config.limits.max_upstream_waiting = 1;
+        config.limits.connect_timeout = Duration::from_millis(300);
+    });
+    let client = client2(agent.addr).await;
+    let request = || tokio::spawn(client.clone().send_request(ordinary()));
+    let mut served = Vec::new();
+    for connections in 1..=2 {
+        served.push(request());
+        eventually("it is in hand", || in_hand.load(Ordering::Relaxed) == connections).await;
+    }
+    for gives_up in [true, false] {
+        let waits = request();
+        eventually("a third waits", || agent.load.rif() == 3).await;
+        let response = within(client.clone().send_request(ordinary())).await.unwrap();
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        assert_eq!(body, "probe-agent: backend has no HTTP/2 stream free\n");
+        if !gives_up {
+            go.add_permits(3);
+        }
+        let status = within(waits).await.unwrap().unwrap().status();
+        assert_eq!(status, if gives_up { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK });
+    }
+    for request in served {
+        assert_eq!(within(request).await.unwrap().unwrap().status(), StatusCode::OK);
+    }
+    agent.at_rest([3, 3, 0, 0]).await;
+    assert!(agent.load.counters().upstream_errors().any(|error| error == ("no_stream", 3)));
+}
+
+#[tokio::test]
+async fn clients_that_leave_while_they_wait_take_no_stream_with_them() {
+    let (addr, in_hand, go) = limited(1).await;
+    let agent = agent(addr, |config| config.limits.max_upstream_connections = 1);
+    let client = client2(agent.addr).await;
+    let first = tokio::spawn(client.clone().send_request(ordinary()));
+    eventually("one is in hand", || in_hand.load(Ordering::Relaxed) == 1).await;
+    for _ in 0..20 {
+        let waits = tokio::spawn(client.clone().send_request(ordinary()));
+        eventually("another waits", || agent.load.rif() == 2).await;
+        waits.abort();
+        eventually("it has left", || agent.load.rif() == 1).await;
+    }
+    go.add_permits(2);
+    assert_eq!(version(within(first).await.unwrap().unwrap()).await, "HTTP/2");
+    assert_eq!(version(send(agent.addr, ordinary()).await).await, "HTTP/2");
+    agent.at_rest([2, 0, 20, 0]).await;
+}
+
+/// What a raw backend does with a request.
+#[derive(Clone, Copy)]
+enum Act {
+    /// Resets its stream with this code.
+    Reset(u32),
+    /// Goes away and names stream 0 as the last.
+    GoAway,
+}
+
+/// A backend that does to its first requests what `acts` say, as soon as it has `after` bytes of the body, and echoes all
+/// others. Tells how many it saw.
+async fn refusing(acts: &'static [Act], after: usize) -> (SocketAddr, Arc<AtomicUsize>) {
+    let requests = Arc::new(AtomicUsize::new(0));
+    let seen = requests.clone();
+    let addr = raw_backend(move |mut tcp| {
+        let seen = seen.clone();
+        async move {
+            greet(&mut tcp, &[(INITIAL_WINDOW_SIZE, 1 << 20), (MAX_CONCURRENT_STREAMS, 1)]).await;
+            tcp.write_all(&frame(WINDOW_UPDATE, 0, 0, &(1u32 << 20).to_be_bytes())).await.unwrap();
+            let mut open: HashMap<u32, (Option<Act>, Vec<u8>)> = HashMap::new();
+            while let Ok(Frame { kind, flags, stream, payload }) = read_frame(&mut tcp).await {
+                match kind {
+                    HEADERS => {
+                        let number = seen.fetch_add(1, Ordering::Relaxed);
+                        open.insert(stream, (acts.get(number).copied(), Vec::new()));
+                    }
+                    DATA => open.get_mut(&stream).unwrap().1.extend(payload),
+                    _ => continue,
+                }
+                let Some((act, body)) = open.get(&stream) else { continue };
+                let reply = match act {
+                    Some(_) if body.len() < after => continue,
+                    Some(Act::Reset(code)) => frame(RST_STREAM, 0, stream, &code.to_be_bytes()),
+                    Some(Act::GoAway) => frame(GOAWAY, 0, 0, &[0; 8]),
+                    None if flags & END_STREAM == 0 => continue,
+                    // `:status: 200` is entry 8 of HPACK's static table.
+                    None => {
+                        let mut reply = frame(HEADERS, END_HEADERS, stream, &[0x88]);
+                        for data in body.chunks(1 << 14) {
+                            reply.extend(frame(DATA, 0, stream, data));
+                        }
+                        reply.extend(frame(DATA, END_STREAM, stream, &[]));
+                        reply
+                    }
+                };
+                tcp.write_all(&reply).await.unwrap();
+            }
+        }
+    })
+    .await;
+    (addr, requests)
+}
+
+/// Begins a connection as an HTTP/2 server does.
+async fn greet(tcp: &mut TcpStream, settings: &[(u16, u32)]) {
+    tcp.read_exact(&mut [0; 24]).await.unwrap();
+    let settings = settings.iter().flat_map(|(id, value)| {
+        let (id, value) = (id.to_be_bytes(), value.to_be_bytes());
+        id.into_iter().chain(value)
+    });
+    tcp.write_all(&frame(SETTINGS, 0, 0, &settings.collect::<Vec<_>>())).await.unwrap();
+}
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+const MAX_CONCURRENT_STREAMS: u16 = 3;
+const INITIAL_WINDOW_SIZE: u16 = 4;
+const CANCEL: u32 = 8;
+const REFUSED_STREAM: u32 = 7;
+
+/// Sends a body of `len` bytes, the last of them only after `delay`, and tells status and length of the answer.
+async fn upload(addr: SocketAddr, len: usize, delay: Duration) -> (StatusCode, usize) {
+    let (mut tx, body) = Channel::<Bytes, io::Error>::new(1);
+    let request = Request::post("http://app.example/").body(body).unwrap();
+    let response = tokio::spawn(client2(addr).await.send_request(request));
+    let _ = tx.send_data(vec![b'x'; len - 1].into()).await;
+    tokio::time::sleep(delay).await;
+    let _ = tx.send_data(Bytes::from_static(b"y")).await;
+    drop(tx);
+    let response = within(response).await.unwrap().unwrap();
+    (response.status(), within(response.into_body().collect()).await.unwrap().to_bytes().len())
+}
+
+#[tokio::test]
+async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
+    for acts in [
+        &[Act::Reset(REFUSED_STREAM)][..],
+        &[Act::GoAway],
+        &[Act::Reset(REFUSED_STREAM), Act::GoAway],
+        &[Act::GoAway, Act::GoAway],
+    ] {
+        // Refused while the body is on its way, and before.
+        for (len, after) in [(1, 0), (1000, 0), (1000, 999), (1000, 1000), (60_000, 59_999)] {
+            let (addr, requests) = refusing(acts, after).await;
+            let agent = agent(addr, |config| config.limits.max_upstream_connections = 1);
+            let sent = upload(agent.addr, len, Duration::from_millis(20)).await;
+            assert_eq!(sent, (StatusCode::OK, len), "{} refusals after {after} bytes", acts.len());
+            assert_eq!(requests.load(Ordering::Relaxed), acts.len() + 1);
+            assert_eq!(send(agent.addr, ordinary()).await.status(), StatusCode::OK);
+            agent.at_rest([2, 0, 0, 0]).await;
+            assert_eq!(agent.load.counters().refused(), acts.len() as u64);
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_sent_again_is_told_and_what_was_processed_is_not_sent_again() {
+    const ALWAYS: &[Act] = &[Act::Reset(REFUSED_STREAM); 3];
+    let unavailable = (StatusCode::SERVICE_UNAVAILABLE, "refused");
+    for (acts, after, len, (status, reason), requests) in [
+        (ALWAYS, 0, 10, unavailable, 3),
+        (&[Act::GoAway][..], 100_000, 100_001, unavailable, 1),
+        (&[Act::Reset(CANCEL)], 0, 10, (StatusCode::BAD_GATEWAY, "reset"), 1),
+    ] {
+        let (addr, seen) = refusing(acts, after).await;
+        let agent = agent(addr, |_| {});
+        assert_eq!(upload(agent.addr, len, Duration::ZERO).await.0, status);
+        assert_eq!(seen.load(Ordering::Relaxed), requests);
+        assert!(agent.load.counters().upstream_errors().any(|error| error == (reason, 1)), "{reason}");
+        agent.at_rest([0, 1, 0, 0]).await;
+    }
+}
