@@ -165,6 +165,18 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     max_upstream_waiting: u64,
 
+    /// PING clients over HTTP/2 that have been silent for this long, 0 (never) to 86400000; without an answer in the same
+    /// time, 20 s at most, the connection ends
+    #[arg(long, value_name = "MS", default_value_t = 60_000, env = "PROBE_AGENT_PING_MS",
+          value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
+    ping_ms: u64,
+
+    /// The same towards the backend while requests are in flight, 0 (never) to 86400000; gRPC servers close connections
+    /// that PING more often than every 5 minutes, unless told otherwise
+    #[arg(long, value_name = "MS", default_value_t = 330_000, env = "PROBE_AGENT_UPSTREAM_PING_MS",
+          value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
+    upstream_ping_ms: u64,
+
     /// On SIGTERM: fail /healthz and /readyz but take new connections for this long, 0 to 600000
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_DRAIN_DELAY_MS",
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
@@ -208,6 +220,8 @@ impl From<Cli> for AgentConfig {
                 upstream_idle_timeout: ms(cli.upstream_idle_timeout_ms),
                 max_upstream_connections: size(cli.max_upstream_connections),
                 max_upstream_waiting: size(cli.max_upstream_waiting),
+                ping_interval: unless_zero(cli.ping_ms),
+                upstream_ping_interval: unless_zero(cli.upstream_ping_ms),
                 drain_delay: ms(cli.drain_delay_ms),
                 drain_timeout: ms(cli.drain_timeout_ms),
                 ..Limits::default()

@@ -183,10 +183,21 @@ pub struct Limits {
     /// Requests that wait for a stream of these at most, each for up to `connect_timeout`; more, or longer, is a 503.
     /// Default 1024.
     pub max_upstream_waiting: usize,
+    /// A PING goes to clients over HTTP/2 that have been silent for this long, also while nothing is in flight; without an
+    /// answer in the same time, 20 s at most, the connection ends. Default 60 s.
+    pub ping_interval: Option<Duration>,
+    /// The same towards the backend, while requests are in flight. Default 330 s: gRPC servers take more than one in 5 min
+    /// for abuse.
+    pub upstream_ping_interval: Option<Duration>,
     /// On SIGTERM, `/healthz` and `/readyz` fail but new connections are still taken for this long. Default 0.
     pub drain_delay: Duration,
     /// Requests in flight may take this long to finish after that. Default 30 s.
     pub drain_timeout: Duration,
+}
+
+/// How long a PING may be without an answer.
+pub(crate) fn ping_timeout(interval: Duration) -> Duration {
+    interval.min(Duration::from_secs(20))
 }
 
 impl Default for Limits {
@@ -204,6 +215,8 @@ impl Default for Limits {
             max_upstream_idle: 1024,
             max_upstream_connections: 16,
             max_upstream_waiting: 1024,
+            ping_interval: Some(Duration::from_secs(60)),
+            upstream_ping_interval: Some(Duration::from_secs(330)),
             drain_delay: Duration::ZERO,
             drain_timeout: Duration::from_secs(30),
         }

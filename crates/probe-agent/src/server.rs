@@ -23,7 +23,7 @@ use tokio::task::JoinHandle;
 use tokio_rustls::TlsAcceptor;
 
 use crate::admin;
-use crate::config::{AgentConfig, Limits, UpstreamHttp2};
+use crate::config::{AgentConfig, Limits, UpstreamHttp2, ping_timeout};
 use crate::conn::{self, ServerIo, Stream, Watch};
 use crate::load::Load;
 use crate::plb::Plb;
@@ -385,6 +385,9 @@ fn http2_builder(limits: &Limits) -> http2::Builder<TokioExecutor> {
         .initial_stream_window_size(WINDOW)
         .initial_connection_window_size(WINDOW * 4)
         .max_send_buf_size(SEND_BUFFER);
+    if let Some(interval) = limits.ping_interval {
+        builder.keep_alive_interval(interval).keep_alive_timeout(ping_timeout(interval));
+    }
     builder
 }
 

@@ -51,6 +51,7 @@ pub(crate) struct Pool {
     /// Of HTTP/2: connections, and requests that wait for a stream.
     max_connections: usize,
     max_waiting: usize,
+    ping_interval: Option<Duration>,
 }
 
 struct Idle {
@@ -79,6 +80,7 @@ impl Pool {
             http2: Mutex::default(),
             max_connections: limits.max_upstream_connections,
             max_waiting: limits.max_upstream_waiting,
+            ping_interval: limits.upstream_ping_interval,
         }
     }
 

@@ -329,6 +329,7 @@ const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
+const PING: u8 = 6;
 const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
 const END_STREAM: u8 = 1;
@@ -389,4 +390,43 @@ async fn what_cannot_be_sent_again_is_told_and_what_was_processed_is_not_sent_ag
         assert!(agent.load.counters().upstream_errors().any(|error| error == (reason, 1)), "{reason}");
         agent.at_rest([0, 1, 0, 0]).await;
     }
+}
+
+/// Reads until there is a PING, and then answers none.
+async fn ping(tcp: &mut TcpStream) {
+    while within(read_frame(tcp)).await.unwrap().kind != PING {}
+    while let Ok(Ok(_)) = tokio::time::timeout(Duration::from_secs(5), read_frame(tcp)).await {}
+}
+
+#[tokio::test]
+async fn a_backend_that_hangs_with_requests_in_hand_is_found_out() {
+    let pinged = Arc::new(Semaphore::new(0));
+    let done = pinged.clone();
+    let addr = raw_backend(move |mut tcp| {
+        let done = done.clone();
+        async move {
+            greet(&mut tcp, &[]).await;
+            ping(&mut tcp).await;
+            done.add_permits(1);
+        }
+    })
+    .await;
+    let agent = agent(addr, |config| {
+        config.limits.upstream_ping_interval = Some(Duration::from_millis(50));
+    });
+    assert_eq!(send(agent.addr, ordinary()).await.status(), StatusCode::BAD_GATEWAY);
+    within(pinged.acquire()).await.unwrap().forget();
+    agent.at_rest([0, 1, 0, 0]).await;
+}
+
+#[tokio::test]
+async fn a_client_that_hangs_is_found_out() {
+    let (addr, ..) = limited(1).await;
+    let agent = agent(addr, |config| config.limits.ping_interval = Some(Duration::from_millis(50)));
+    let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+    tcp.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    tcp.write_all(&frame(SETTINGS, 0, 0, &[])).await.unwrap();
+    let start = Instant::now();
+    ping(&mut tcp).await;
+    assert!(start.elapsed() < Duration::from_secs(2), "the connection ends");
 }

@@ -18,6 +18,7 @@ use tokio::sync::oneshot;
 
 use super::answer::{Listened, Terms};
 use super::{Pool, UpstreamError};
+use crate::config::ping_timeout;
 use crate::upload::Upload;
 
 /// The connections, and who waits for them.
@@ -266,6 +267,9 @@ impl Pool {
             .initial_stream_window_size(super::WINDOW)
             .initial_connection_window_size(super::WINDOW * 4)
             .max_header_list_size(u32::try_from(self.max_header_bytes).unwrap_or(u32::MAX));
+        if let Some(interval) = self.ping_interval {
+            builder.keep_alive_interval(interval).keep_alive_timeout(ping_timeout(interval));
+        }
         let (sender, conn) = builder.handshake(TokioIo::new(io)).await.map_err(|_| Failure::Silent)?;
         tokio::spawn(conn);
         match tokio::time::timeout(ANSWER_PATIENCE.max(self.connect_timeout), answer).await {
