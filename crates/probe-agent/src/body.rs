@@ -179,7 +179,10 @@ enum Kind {
 fn kind(headers: &HeaderMap) -> Kind {
     let Some(content_type) = headers.get(header::CONTENT_TYPE) else { return Kind::Plain };
     let content_type = content_type.as_bytes();
-    if content_type.starts_with(b"application/grpc") {
+    if content_type.starts_with(b"application/grpc-web-text") {
+        // In base64: a call like any other.
+        Kind::Plain
+    } else if content_type.starts_with(b"application/grpc") {
         Kind::Grpc
     } else if content_type.starts_with(b"text/event-stream") {
         Kind::EventStream
@@ -192,6 +195,9 @@ fn kind(headers: &HeaderMap) -> Kind {
 fn grpc_failure(headers: &HeaderMap) -> bool {
     headers.get("grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
 }
+
+/// In the flags of what looks like a message: grpc-web's trailers, which HTTP/1.1 clients find in the body.
+const GRPC_WEB_TRAILERS: u8 = 0x80;
 
 /// Follows the length prefixes of gRPC messages across data frames.
 #[derive(Default)]
@@ -217,9 +223,12 @@ impl Grpc {
             self.have += n;
             data.advance(n);
             if self.have == self.prefix.len() {
-                let [_, a, b, c, d] = self.prefix;
+                let [flags, a, b, c, d] = self.prefix;
                 self.skip = u32::from_be_bytes([a, b, c, d]) as usize;
                 self.have = 0;
+                if flags & GRPC_WEB_TRAILERS != 0 {
+                    continue;
+                }
                 self.messages = self.messages.saturating_add(1);
                 self.first.get_or_insert_with(Instant::now);
             }
@@ -309,6 +318,19 @@ mod tests {
     async fn grpc_messages_are_counted_across_any_split() {
         let split = vec![data(&MESSAGE[..2]), data(&MESSAGE[2..6]), data(&MESSAGE[6..]), grpc_status("0")];
         assert_eq!(run(200, "application/grpc", split).await, [1, 0, 0, 0]);
+    }
+
+    #[tokio::test]
+    async fn the_trailers_in_a_grpc_web_body_are_no_message() {
+        const TRAILERS: &[u8] = b"\x80\0\0\0\x0fgrpc-status:0\r\n";
+        let call = || vec![data(MESSAGE), data(TRAILERS)];
+        assert_eq!(run(200, "application/grpc-web+proto", call()).await, [1, 0, 0, 0]);
+        assert_eq!(
+            run(200, "application/grpc-web-text", vec![data(b"AAAAAAMBAgM="), data(b"AAAA")]).await,
+            [1, 0, 0, 0]
+        );
+        let stream = vec![data(MESSAGE), data(MESSAGE), data(TRAILERS)];
+        assert_eq!(run(200, "application/grpc-web", stream).await, [0, 0, 0, 1]);
     }
 
     #[tokio::test]
