@@ -8,7 +8,7 @@ use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
@@ -133,6 +133,8 @@ impl Drop for Busy {
     }
 }
 
+/// How long a connection that is closed may go on sending.
+const LINGER: Duration = Duration::from_secs(2);
 /// Heads seen whole are kept up to this capacity, so that an ordinary connection allocates once.
 const KEEP_CAPACITY: usize = 4096;
 /// More of a head than this is not kept: hyper refuses it long before.
@@ -161,11 +163,13 @@ pub(crate) struct ServerIo {
     watch: Arc<Watch>,
     head_timeout: Duration,
     deadline: Option<Pin<Box<Sleep>>>,
+    /// Until when what the client still sends is read once the connection is closed; `None` if it sends nothing.
+    linger: Option<Pin<Box<Sleep>>>,
 }
 
 impl ServerIo {
     pub(crate) fn new(stream: Stream, replay: Vec<u8>, watch: Arc<Watch>, head_timeout: Duration) -> Self {
-        Self { stream, replay, watch, head_timeout, deadline: None }
+        Self { stream, replay, watch, head_timeout, deadline: None, linger: None }
     }
 
     fn poll_bytes(&mut self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
@@ -227,8 +231,33 @@ impl AsyncWrite for ServerIo {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
+    /// A client that is still sending must not lose the answer to the reset that closing at once would cause
+    /// (RFC 9112 §9.6).
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        let this = &mut *self;
+        if this.linger.is_none() {
+            ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+        }
+        let mut chunk = [0; 4096];
+        loop {
+            let mut buf = ReadBuf::new(&mut chunk);
+            match Pin::new(&mut this.stream).poll_read(cx, &mut buf) {
+                Poll::Ready(Ok(())) if !buf.filled().is_empty() => {
+                    let linger = this.linger.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+                    if linger.is_elapsed() {
+                        return Poll::Ready(Ok(()));
+                    }
+                }
+                Poll::Ready(_) => return Poll::Ready(Ok(())),
+                Poll::Pending => {
+                    return this
+                        .linger
+                        .as_mut()
+                        .map_or(Poll::Ready(()), |linger| linger.as_mut().poll(cx))
+                        .map(Ok);
+                }
+            }
+        }
     }
 
     fn poll_write_vectored(

@@ -28,20 +28,27 @@ const PREFIX: &str = "x-prequal-";
 /// `Content-Length`s, a `Transfer-Encoding` that does not end in `chunked`.
 pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     let headers = req.headers();
-    if req.version() == Version::HTTP_2 {
-        return Ok(());
-    }
-    if headers.contains_key(header::TRANSFER_ENCODING) {
+    let http2 = req.version() == Version::HTTP_2;
+    if !http2 && headers.contains_key(header::TRANSFER_ENCODING) {
         let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
         let first = codings.next().map(HeaderValue::as_bytes).unwrap_or_default();
         if codings.next().is_some() || !first.trim_ascii().eq_ignore_ascii_case(b"chunked") {
             return Err("transfer-encoding must be exactly \"chunked\"");
         }
     }
+    let authority = req.uri().authority().filter(|_| http2);
     let mut hosts = headers.get_all(header::HOST).iter();
     match (hosts.next(), hosts.next()) {
         (_, Some(_)) => Err("more than one host header"),
         (None, _) if req.version() == Version::HTTP_11 => Err("no host header"),
+        // RFC 9113 §8.3.1. Whoever checks the one must not be bypassed by way of the other.
+        (Some(host), _)
+            if authority.is_some_and(|authority| {
+                !host.as_bytes().eq_ignore_ascii_case(authority.as_str().as_bytes())
+            }) =>
+        {
+            Err("host header differs from :authority")
+        }
         _ => Ok(()),
     }
 }

@@ -122,7 +122,7 @@ async fn forward(
     if slot.is_some() {
         to_http2(&mut req, &shared.pool);
     } else {
-        to_http1(&mut req);
+        to_http1(&mut req, &shared.pool);
         if let Some(protocol) = upgrade {
             req.headers_mut().insert(header::UPGRADE, protocol);
             req.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
@@ -215,18 +215,21 @@ fn add_report(conn: &Connection, headers: &mut HeaderMap, leaving: Option<Visit>
     conn.shared.reporter.stamp(headers, conn.endpoint, conn.probe_endpoint, leaving);
 }
 
-fn to_http1(req: &mut Request<Incoming>) {
+fn to_http1(req: &mut Request<Incoming>, pool: &Pool) {
     let from_http2 = req.version() == Version::HTTP_2;
     *req.version_mut() = Version::HTTP_11;
     if let Some(authority) = req.uri().authority() {
-        // An absolute target overrides Host (RFC 9112 §3.2.2); HTTP/2 has no Host but this.
-        if (!from_http2 || !req.headers().contains_key(header::HOST))
-            && let Ok(host) = HeaderValue::from_str(host_of(authority))
-        {
+        // An absolute target overrides Host (RFC 9112 §3.2.2), and so does :authority (RFC 9113 §8.3.1).
+        if let Ok(host) = HeaderValue::from_str(host_of(authority)) {
             req.headers_mut().insert(header::HOST, host);
         }
         let path = req.uri().path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
         *req.uri_mut() = Uri::from(path);
+    } else if !req.headers().contains_key(header::HOST)
+        && let Ok(host) = HeaderValue::try_from(pool.authority())
+    {
+        // HTTP/1.0 can do without, HTTP/1.1 cannot.
+        req.headers_mut().insert(header::HOST, host);
     }
     if from_http2 && req.headers().get_all(header::COOKIE).iter().nth(1).is_some() {
         join_cookies(req.headers_mut());
@@ -249,6 +252,8 @@ fn join_cookies(headers: &mut HeaderMap) {
 fn to_http2(req: &mut Request<Incoming>, pool: &Pool) {
     let from_http2 = req.version() == Version::HTTP_2;
     *req.version_mut() = Version::HTTP_2;
+    // The authority stands for it (RFC 9113 §8.3.1).
+    let host = req.headers_mut().remove(header::HOST);
     if from_http2 && req.uri().authority().is_some() && req.uri().scheme().is_some() {
         return;
     }
@@ -256,7 +261,7 @@ fn to_http2(req: &mut Request<Incoming>, pool: &Pool) {
         .uri()
         .authority()
         .cloned()
-        .or_else(|| Authority::try_from(req.headers().get(header::HOST)?.as_bytes()).ok())
+        .or_else(|| Authority::try_from(host?.as_bytes()).ok())
         .or_else(|| Authority::try_from(pool.authority()).ok());
     let mut parts = uri::Parts::default();
     parts.scheme = Some(if pool.is_tls() { Scheme::HTTPS } else { Scheme::HTTP });
@@ -265,9 +270,6 @@ fn to_http2(req: &mut Request<Incoming>, pool: &Pool) {
         Some(req.uri().path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")));
     if let Ok(uri) = Uri::from_parts(parts) {
         *req.uri_mut() = uri;
-    }
-    if !from_http2 {
-        req.headers_mut().remove(header::HOST);
     }
 }
 

@@ -23,8 +23,9 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use prequal_core::report::{UNANSWERED, UNSENT};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
+use tokio::task::AbortHandle;
 
 use crate::config::{Limits, Upstream};
 use crate::load::Load;
@@ -45,7 +46,7 @@ pub(crate) struct Pool {
     connect_timeout: Duration,
     idle_timeout: Duration,
     max_idle: usize,
-    max_header_bytes: usize,
+    max_response_head: usize,
     idle: Mutex<VecDeque<Idle>>,
     http2: Mutex<Http2>,
     /// Of HTTP/2: connections, and requests that wait for a stream.
@@ -54,8 +55,14 @@ pub(crate) struct Pool {
     ping_interval: Option<Duration>,
 }
 
-struct Idle {
+/// A connection of HTTP/1.1.
+struct Http1 {
     sender: http1::SendRequest<Upload>,
+    task: AbortHandle,
+}
+
+struct Idle {
+    conn: Http1,
     since: Instant,
 }
 
@@ -75,7 +82,7 @@ impl Pool {
             connect_timeout: limits.connect_timeout,
             idle_timeout: limits.upstream_idle_timeout,
             max_idle: limits.max_upstream_idle,
-            max_header_bytes: limits.max_header_bytes,
+            max_response_head: limits.max_header_bytes.max(RESPONSE_HEAD),
             idle: Mutex::default(),
             http2: Mutex::default(),
             max_connections: limits.max_upstream_connections,
@@ -99,13 +106,13 @@ impl Pool {
         mut req: Request<Upload>,
     ) -> Result<Response<UpstreamBody>, UpstreamError> {
         loop {
-            let (mut sender, reused) = match self.take_idle() {
-                Some(sender) => (sender, true),
+            let (mut conn, reused) = match self.take_idle() {
+                Some(conn) => (conn, true),
                 None => (self.connect_http1().await?, false),
             };
-            match sender.try_send_request(req).await {
+            match conn.sender.try_send_request(req).await {
                 Ok(response) => {
-                    let lease = Lease::Connection { sender, pool: self.clone() };
+                    let lease = Lease::Connection { conn, pool: self.clone() };
                     return Ok(response.map(|body| UpstreamBody::new(body, lease)));
                 }
                 Err(mut error) => match error.take_message() {
@@ -151,29 +158,29 @@ impl Pool {
         Err(UpstreamError::Refused)
     }
 
-    fn take_idle(&self) -> Option<http1::SendRequest<Upload>> {
+    fn take_idle(&self) -> Option<Http1> {
         let mut idle = self.idle();
         // The last one in is the likeliest to be alive, and lets the others age out.
-        while let Some(Idle { sender, since }) = idle.pop_back() {
+        while let Some(Idle { conn, since }) = idle.pop_back() {
             if since.elapsed() >= self.idle_timeout {
                 idle.clear();
                 return None;
             }
-            if sender.is_ready() {
-                return Some(sender);
+            if conn.sender.is_ready() {
+                return Some(conn);
             }
         }
         None
     }
 
-    fn put_idle(&self, sender: http1::SendRequest<Upload>) {
+    fn put_idle(&self, conn: Http1) {
         let now = Instant::now();
         let mut idle = self.idle();
         while idle.front().is_some_and(|old| now.saturating_duration_since(old.since) >= self.idle_timeout) {
             idle.pop_front();
         }
         if idle.len() < self.max_idle {
-            idle.push_back(Idle { sender, since: now });
+            idle.push_back(Idle { conn, since: now });
         }
     }
 
@@ -181,7 +188,7 @@ impl Pool {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn connect_http1(&self) -> Result<http1::SendRequest<Upload>, UpstreamError> {
+    async fn connect_http1(&self) -> Result<Http1, UpstreamError> {
         let connect = async {
             let tcp = self.tcp().await?;
             match &self.tls {
@@ -199,18 +206,19 @@ impl Pool {
             .map_err(|_| UpstreamError::ConnectTimeout)?
     }
 
-    async fn handshake_http1<T>(&self, io: T) -> Result<http1::SendRequest<Upload>, UpstreamError>
+    async fn handshake_http1<T>(&self, io: T) -> Result<Http1, UpstreamError>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let (sender, conn) = http1::Builder::new()
-            .max_buf_size(self.max_header_bytes.max(MIN_BUFFER))
-            .handshake(TokioIo::new(io))
+            .max_buf_size(self.max_response_head)
+            .max_headers(RESPONSE_HEADERS)
+            .handshake(TokioIo::new(Patient { io, broken: false }))
             .await
             .map_err(|error| connect_error(io::Error::other(error)))?;
         // Its errors also come out of the request or body that they hit.
-        tokio::spawn(conn.with_upgrades());
-        Ok(sender)
+        let task = tokio::spawn(conn.with_upgrades()).abort_handle();
+        Ok(Http1 { sender, task })
     }
 
     async fn tcp(&self) -> Result<TcpStream, UpstreamError> {
@@ -310,27 +318,93 @@ impl Body for UpstreamBody {
 }
 
 enum Lease {
-    Connection { sender: http1::SendRequest<Upload>, pool: Arc<Pool> },
+    Connection { conn: Http1, pool: Arc<Pool> },
     Stream(#[expect(dead_code, reason = "only dropped")] Arc<Permit>),
 }
 
 impl Lease {
     fn release(self) {
-        let Self::Connection { mut sender, pool } = self else { return };
-        if sender.is_closed() {
+        let Self::Connection { mut conn, pool } = self else { return };
+        if conn.sender.is_closed() {
             return;
         }
-        if sender.is_ready() {
-            pool.put_idle(sender);
+        if conn.sender.is_ready() {
+            pool.put_idle(conn);
             return;
         }
         // The response is over before its connection is: the request body is still being sent, or hyper's task
         // has not run yet.
         tokio::spawn(async move {
-            if sender.ready().await.is_ok() {
-                pool.put_idle(sender);
+            match tokio::time::timeout(UPLOAD_GRACE, conn.sender.ready()).await {
+                Ok(Ok(())) => pool.put_idle(conn),
+                Ok(Err(_)) => {}
+                Err(_) => conn.task.abort(),
             }
         });
+    }
+}
+
+/// A connection of HTTP/1.1 to a backend that may answer and close before it has read everything: what it said is read all
+/// the same.
+struct Patient<T> {
+    io: T,
+    /// Nobody reads what is written.
+    broken: bool,
+}
+
+impl<T> Patient<T> {
+    fn wrote(&mut self, wrote: io::Result<usize>, len: usize) -> io::Result<usize> {
+        wrote.or_else(|error| match error.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+                self.broken = true;
+                Ok(len)
+            }
+            _ => Err(error),
+        })
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Patient<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(cx, buf)
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Patient<T> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        if self.broken {
+            return Poll::Pending;
+        }
+        let wrote = ready!(Pin::new(&mut self.io).poll_write(cx, buf));
+        Poll::Ready(self.wrote(wrote, buf.len()))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.broken { Poll::Ready(Ok(())) } else { Pin::new(&mut self.io).poll_flush(cx) }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if self.broken {
+            return Poll::Pending;
+        }
+        let wrote = ready!(Pin::new(&mut self.io).poll_write_vectored(cx, bufs));
+        Poll::Ready(self.wrote(wrote, bufs.iter().map(|buf| buf.len()).sum()))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
     }
 }
 
@@ -429,9 +503,12 @@ fn connect_error(error: io::Error) -> UpstreamError {
     UpstreamError::Connect(error)
 }
 
+/// Once a backend of HTTP/1.1 has answered in full, its client may go on sending for this long.
+const UPLOAD_GRACE: Duration = Duration::from_secs(1);
 /// HTTP/2 flow-control window of a stream: what is buffered at most for a client that reads slowly.
 const WINDOW: u32 = 256 * 1024;
-/// hyper refuses a smaller read buffer.
-const MIN_BUFFER: usize = 8192;
+/// Heads of responses may be so long, bytes, and over HTTP/1.1 have so many headers, whatever the limits of requests.
+const RESPONSE_HEAD: usize = 64 * 1024;
+const RESPONSE_HEADERS: usize = 512;
 /// Tries of a request that the backend refuses, or that a connection on its way out did not take.
 const MAX_REFUSED: u32 = 3;

@@ -266,7 +266,7 @@ impl Pool {
             .timer(TokioTimer::new())
             .initial_stream_window_size(super::WINDOW)
             .initial_connection_window_size(super::WINDOW * 4)
-            .max_header_list_size(u32::try_from(self.max_header_bytes).unwrap_or(u32::MAX));
+            .max_header_list_size(u32::try_from(self.max_response_head).unwrap_or(u32::MAX));
         if let Some(interval) = self.ping_interval {
             builder.keep_alive_interval(interval).keep_alive_timeout(ping_timeout(interval));
         }

@@ -1,0 +1,153 @@
+//! Corners of the protocols: what the standards demand of a proxy, and what real peers do.
+
+mod common;
+
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use bytes::Bytes;
+use common::{agent, backend, client2, raw, raw_backend, read_head, text, within};
+use http::{Request, StatusCode};
+use http_body_util::channel::Channel;
+use http_body_util::{BodyExt, Empty};
+use probe_agent::config::UpstreamHttp2;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// A backend that tells which names it was asked by.
+async fn hosts() -> SocketAddr {
+    backend(|req| async move {
+        let mut hosts: Vec<String> = req.uri().authority().map(ToString::to_string).into_iter().collect();
+        hosts.extend(req.headers().get_all("host").iter().map(|host| host.to_str().unwrap().to_owned()));
+        let mut reply = text("");
+        reply.headers_mut().insert("x-hosts", hosts.join(",").parse().unwrap());
+        reply
+    })
+    .await
+}
+
+#[tokio::test]
+async fn over_http2_there_is_one_host_and_it_is_the_authority() {
+    let addr = hosts().await;
+    for upstream in [UpstreamHttp2::Auto, UpstreamHttp2::Never] {
+        let agent = agent(addr, |config| config.upstream_http2 = upstream);
+        for (lines, seen) in [
+            (&[][..], Some("app.example:81")),
+            (&["app.example:81"], Some("app.example:81")),
+            (&["APP.example:81"], Some("app.example:81")),
+            (&["app.example"], None),
+            (&["evil.example"], None),
+            (&["app.example:81", "app.example:81"], None),
+            (&["app.example:81", "evil.example"], None),
+        ] {
+            let mut request = Request::get("http://app.example:81/").body(Empty::<Bytes>::new()).unwrap();
+            for line in lines {
+                request.headers_mut().append("host", line.parse().unwrap());
+            }
+            let response = client2(agent.addr).await.send_request(request).await.unwrap();
+            let expected = if seen.is_some() { StatusCode::OK } else { StatusCode::BAD_REQUEST };
+            assert_eq!(response.status(), expected, "{lines:?}");
+            let hosts = response.headers().get("x-hosts").map(|hosts| hosts.to_str().unwrap());
+            assert_eq!(hosts, seen, "{lines:?}");
+        }
+        agent.at_rest([3, 0, 0, 0]).await;
+    }
+}
+
+#[tokio::test]
+async fn http_1_0_without_a_host_gets_the_backends() {
+    let addr = hosts().await;
+    let agent = agent(addr, |_| {});
+    let reply = raw(agent.addr, "GET / HTTP/1.0\r\n\r\n").await;
+    assert!(reply.contains(&format!("x-hosts: {addr}\r\n")), "{reply}");
+    let reply = raw(agent.addr, "GET / HTTP/1.0\r\nhost: a\r\n\r\n").await;
+    assert!(reply.contains("x-hosts: a\r\n"), "{reply}");
+}
+
+#[tokio::test]
+async fn limits_of_requests_are_none_of_responses() {
+    for upstream in [UpstreamHttp2::Never, UpstreamHttp2::Always] {
+        let addr = backend(|_| async {
+            let mut reply = text("");
+            for n in 0..300 {
+                let cookie = format!("{n}={}", "x".repeat(100));
+                reply.headers_mut().append("set-cookie", cookie.parse().unwrap());
+            }
+            reply
+        })
+        .await;
+        let agent = agent(addr, |config| {
+            config.upstream_http2 = upstream;
+            config.limits.max_headers = 20;
+            config.limits.max_header_bytes = 1024;
+        });
+        let reply = raw(agent.addr, "GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await;
+        assert!(reply.starts_with("HTTP/1.1 200 "), "{upstream:?}: {reply}");
+        assert_eq!(reply.matches("set-cookie: ").count(), 300);
+    }
+}
+
+/// Answers before the upload has come, and then does not read on, or closes.
+async fn early(closes: bool) -> SocketAddr {
+    raw_backend(move |mut tcp| async move {
+        read_head(&mut tcp).await;
+        let _ = tcp.write_all(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 4\r\n\r\nfull").await;
+        if !closes {
+            tokio::time::sleep(Duration::from_secs(20)).await;
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_complete_response_does_not_wait_for_the_upload() {
+    for closes in [false, true] {
+        let agent = agent(early(closes).await, |_| {});
+        for n in 0..10 {
+            // One client waits for the answer in the middle of its upload, the other only sends.
+            for waits in [true, false] {
+                let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+                tcp.write_all(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n")
+                    .await
+                    .unwrap();
+                let (mut read, mut write) = tcp.into_split();
+                let sends = tokio::spawn(async move {
+                    let rest = if waits { 100_000 } else { 10_000_000 };
+                    let _ = write.write_all(&vec![b'x'; rest]).await;
+                    write
+                });
+                let mut reply = Vec::new();
+                let mut chunk = [0; 4096];
+                while !reply.ends_with(b"full") {
+                    let read = within(read.read(&mut chunk)).await;
+                    let got = read.unwrap_or_else(|error| panic!("{closes} {waits} {n}: {error}"));
+                    assert!(got > 0, "{closes} {waits} {n}: {:?}", String::from_utf8_lossy(&reply));
+                    reply.extend_from_slice(&chunk[..got]);
+                }
+                assert!(reply.starts_with(b"HTTP/1.1 413 "));
+                drop((read, within(sends).await));
+            }
+        }
+        agent.at_rest([20, 0, 0, 0]).await;
+    }
+}
+
+#[tokio::test]
+async fn a_complete_response_ends_an_upload_over_http2() {
+    for closes in [false, true] {
+        let agent = agent(early(closes).await, |config| config.upstream_http2 = UpstreamHttp2::Never);
+        let mut client = client2(agent.addr).await;
+        for n in 1..=2 {
+            let (mut tx, body) = Channel::<Bytes, io::Error>::new(1);
+            let request = Request::post("http://app.example/").body(body).unwrap();
+            let sends =
+                tokio::spawn(async move { while tx.send_data(vec![b'x'; 10_000].into()).await.is_ok() {} });
+            let response = within(client.send_request(request)).await.unwrap();
+            assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
+            assert_eq!(within(response.into_body().collect()).await.unwrap().to_bytes(), "full");
+            within(sends).await.unwrap();
+            agent.at_rest([n, 0, 0, 0]).await;
+        }
+    }
+}
