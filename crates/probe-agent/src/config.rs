@@ -139,7 +139,8 @@ pub enum UpstreamHttp2 {
     Auto,
     /// HTTP/1.1 always.
     Never,
-    /// HTTP/2 always (cleartext with prior knowledge, or by ALPN). Upgrades are refused then.
+    /// HTTP/2 always (cleartext with prior knowledge, or by ALPN). Upgrades of HTTP/1.1 are refused then; WebSockets over
+    /// HTTP/2 (RFC 8441) pass if the backend takes them.
     Always,
 }
 

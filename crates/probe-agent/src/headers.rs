@@ -5,6 +5,7 @@
 
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue, Method, Request, Version};
+use hyper::ext::Protocol;
 use prequal_core::report::{HEADER_FAILURE, HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 
 /// The combined report.
@@ -51,6 +52,21 @@ pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
         }
         _ => Ok(()),
     }
+}
+
+/// Makes `protocol`, which a request over HTTP/2 asks to switch to (RFC 8441), one that HTTP/1.1 can ask for.
+pub(crate) fn upgrade_of_tunnel<B>(req: &mut Request<B>, protocol: &Protocol) -> Option<HeaderValue> {
+    // Another might be a version of HTTP, and a tunnel past every check here.
+    if !protocol.as_str().eq_ignore_ascii_case("websocket") {
+        return None;
+    }
+    *req.method_mut() = Method::GET;
+    req.extensions_mut().remove::<Protocol>();
+    // HTTP/2 does without. It proves that a server knows WebSocket, and takes any value.
+    req.headers_mut()
+        .entry(header::SEC_WEBSOCKET_KEY)
+        .or_insert(HeaderValue::from_static("AQIDBAUGBwgJCgsMDQ4PEA=="));
+    Some(HeaderValue::from_static("websocket"))
 }
 
 /// The protocol that a request asks to switch to, if it does so properly.

@@ -1,6 +1,7 @@
 //! One request: ours or the backend's, refused or forwarded, and the report on its response.
 
 use std::convert::Infallible;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -13,6 +14,7 @@ use http::{Method, Request, Response, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
+use hyper::ext::Protocol;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use prequal_core::endpoint::Endpoint;
@@ -75,7 +77,7 @@ pub(crate) async fn serve(
         Route::MethodNotAllowed => return Ok(own(method_not_allowed(), busy)),
         Route::NotFound => return Ok(own(probe::plain(StatusCode::NOT_FOUND, "not found\n"), busy)),
     }
-    if req.method() == Method::CONNECT {
+    if req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_none() {
         return Ok(own(probe::plain(StatusCode::METHOD_NOT_ALLOWED, "no tunnels\n"), busy));
     }
     let guard = load.start();
@@ -102,12 +104,24 @@ async fn forward(
         UpstreamHttp2::Auto | UpstreamHttp2::Never => Ok(None),
         UpstreamHttp2::Always => shared.pool.stream(true).await,
     };
-    let slot = match slot {
+    let mut slot = match slot {
         Ok(slot) => slot,
         Err(error) => return failed(&conn, &error, guard, busy),
     };
-    let upgrade = if slot.is_some() { None } else { headers::upgrade_of(&req) };
-    let client = upgrade.as_ref().map(|_| hyper::upgrade::on(&mut req));
+    let tunnel = req.extensions().get::<Protocol>().cloned();
+    if tunnel.is_some() && shared.upstream_http2 == UpstreamHttp2::Auto {
+        slot = slot.filter(Slot::extended_connect);
+    }
+    let upgrade = match (&slot, &tunnel) {
+        (None, None) => headers::upgrade_of(&req),
+        (None, Some(protocol)) => headers::upgrade_of_tunnel(&mut req, protocol),
+        (Some(_), _) => None,
+    };
+    let over_http2 = slot.as_ref().is_some_and(Slot::extended_connect);
+    if tunnel.is_some() && upgrade.is_none() && !over_http2 {
+        return failed(&conn, &UpstreamError::NoTunnel, guard, busy);
+    }
+    let client = (upgrade.is_some() || tunnel.is_some()).then(|| hyper::upgrade::on(&mut req));
     let hint = if shared.forward_hint {
         hint::of(req.headers(), shared.reporter.load.counters()).cloned()
     } else {
@@ -138,10 +152,18 @@ async fn forward(
     };
     match sent {
         Err(error) => failed(&conn, &error, guard, busy),
-        Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => match client {
-            Some(client) => switch(conn, response, client, guard, busy),
-            None => failed(&conn, &UpstreamError::Upgrade, guard, busy),
-        },
+        Ok(response)
+            if response.status() == StatusCode::SWITCHING_PROTOCOLS
+                || tunnel.is_some() && over_http2 && response.status() == StatusCode::OK =>
+        {
+            match client {
+                Some(client) => switch(conn, response, client, tunnel.is_some(), guard, busy),
+                None => failed(&conn, &UpstreamError::Upgrade, guard, busy),
+            }
+        }
+        Ok(response) if tunnel.is_some() && response.status().is_success() => {
+            failed(&conn, &UpstreamError::NoUpgrade, guard, busy)
+        }
         Ok(response) => {
             let (mut head, body) = response.into_parts();
             headers::strip(&mut head.headers, false);
@@ -181,11 +203,12 @@ fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy)
     response
 }
 
-/// Joins the two connections; they count as one request until both directions are closed.
+/// Joins the two connections, or streams; they count as one request until both directions are closed.
 fn switch(
     conn: Arc<Connection>,
     mut response: Response<UpstreamBody>,
     client: OnUpgrade,
+    tunnel: bool,
     mut guard: InFlight,
     busy: Busy,
 ) -> Response<AgentBody> {
@@ -195,17 +218,22 @@ fn switch(
     let (mut head, _) = response.into_parts();
     let protocol = head.headers.remove(header::UPGRADE);
     headers::strip(&mut head.headers, false);
-    if let Some(protocol) = protocol {
-        head.headers.insert(header::UPGRADE, protocol);
+    if tunnel {
+        head.status = StatusCode::OK;
+        head.headers.remove(header::SEC_WEBSOCKET_ACCEPT);
+    } else {
+        if let Some(protocol) = protocol {
+            head.headers.insert(header::UPGRADE, protocol);
+        }
+        head.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     }
-    head.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     add_report(&conn, &mut head.headers, None);
-    let open = conn.open.clone();
+    let (open, stream) = (conn.open.clone(), mem::take(&mut head.extensions));
     tokio::spawn(async move {
         let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
         // Errors are how tunnels usually end; there is nobody to tell.
         let _ = tokio::io::copy_bidirectional(&mut TokioIo::new(client), &mut TokioIo::new(backend)).await;
-        drop((guard, open));
+        drop((guard, open, stream));
     });
     let body = Full::new(Bytes::new());
     Response::from_parts(head, AgentBody::Own { body, _busy: busy })

@@ -272,7 +272,7 @@ impl Ports {
         let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
         let service = service_fn(move |req| proxy::serve(conn.clone(), req));
         if http2 {
-            let served = http2_builder(limits).serve_connection(io, service);
+            let served = http2_builder(limits).enable_connect_protocol().serve_connection(io, service);
             drive(pin!(served), http2::Connection::graceful_shutdown, &watch, drain, limits.idle_timeout)
                 .await;
         } else {

@@ -17,7 +17,7 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
@@ -134,7 +134,11 @@ impl Pool {
         for refused in 1.. {
             let (upload, returned) = body.lend(slot.permit.clone());
             match slot.sender.try_send_request(Request::from_parts(head.clone(), upload)).await {
-                Ok(response) => {
+                Ok(mut response) => {
+                    if head.method == Method::CONNECT {
+                        // A tunnel has no body that would hold it.
+                        response.extensions_mut().insert(slot.permit.clone());
+                    }
                     let lease = Lease::Stream(slot.permit);
                     return Ok(response.map(|body| UpstreamBody::new(body, lease)));
                 }
@@ -433,6 +437,11 @@ pub(crate) enum UpstreamError {
     RequestBody,
     #[error("switched protocols unasked")]
     Upgrade,
+    #[error("did not switch protocols")]
+    NoUpgrade,
+    /// Nobody here takes such a tunnel.
+    #[error("no way to switch protocols")]
+    NoTunnel,
 }
 
 impl UpstreamError {
@@ -442,12 +451,16 @@ impl UpstreamError {
 
     pub(crate) fn status(&self) -> StatusCode {
         match self {
-            Self::Connect(_) | Self::NoHttp2 | Self::Silent | Self::Reset(_) | Self::Upgrade => {
-                StatusCode::BAD_GATEWAY
-            }
+            Self::Connect(_)
+            | Self::NoHttp2
+            | Self::Silent
+            | Self::Reset(_)
+            | Self::Upgrade
+            | Self::NoUpgrade => StatusCode::BAD_GATEWAY,
             Self::NoStream | Self::Refused => StatusCode::SERVICE_UNAVAILABLE,
             Self::ConnectTimeout | Self::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
             Self::RequestBody => StatusCode::BAD_REQUEST,
+            Self::NoTunnel => StatusCode::NOT_IMPLEMENTED,
         }
     }
 
@@ -466,6 +479,8 @@ impl UpstreamError {
             Self::ResponseTimeout => "probe-agent: backend did not respond in time\n",
             Self::RequestBody => "probe-agent: request body broke off\n",
             Self::Upgrade => "probe-agent: backend switched protocols unasked\n",
+            Self::NoUpgrade => "probe-agent: backend did not switch protocols\n",
+            Self::NoTunnel => "probe-agent: backend takes no such tunnel\n",
         }
     }
 
@@ -493,8 +508,8 @@ impl UpstreamError {
             Self::ConnectTimeout => Some("connect_timeout"),
             Self::Reset(_) => Some("reset"),
             Self::ResponseTimeout => Some("response_timeout"),
-            Self::Upgrade => Some("upgrade"),
-            Self::RequestBody => None,
+            Self::Upgrade | Self::NoUpgrade => Some("upgrade"),
+            Self::RequestBody | Self::NoTunnel => None,
         }
     }
 }

@@ -7,10 +7,13 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{agent, backend, client2, raw, raw_backend, read_head, text, within};
-use http::{Request, StatusCode};
+use common::{agent, backend, client2, eventually, raw, raw_backend, read_head, text, within};
+use http::{Request, Response, StatusCode};
 use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Empty};
+use hyper::body::Incoming;
+use hyper::ext::Protocol;
+use hyper_util::rt::TokioIo;
 use probe_agent::config::UpstreamHttp2;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -149,5 +152,105 @@ async fn a_complete_response_ends_an_upload_over_http2() {
             within(sends).await.unwrap();
             agent.at_rest([n, 0, 0, 0]).await;
         }
+    }
+}
+
+/// A WebSocket server of HTTP/1.1 that echoes, and refuses at `/403` and `/200`.
+async fn websocket() -> SocketAddr {
+    raw_backend(|mut tcp| async move {
+        let head = read_head(&mut tcp).await.to_ascii_lowercase();
+        let switches = head.starts_with("get /chat http/1.1\r\n")
+            && [
+                "host: app.example",
+                "upgrade: websocket",
+                "connection: upgrade",
+                "sec-websocket-version: 13",
+            ]
+            .iter()
+            .all(|line| head.lines().any(|l| l == *line))
+            && head.contains("\r\nsec-websocket-key: ");
+        let reply: &[u8] = if switches {
+            b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\
+              sec-websocket-accept: x\r\nx-app: 1\r\n\r\nhi"
+        } else if head.starts_with("get /200") {
+            b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno"
+        } else {
+            b"HTTP/1.1 403 Forbidden\r\ncontent-length: 2\r\n\r\nno"
+        };
+        let _ = tcp.write_all(reply).await;
+        if switches {
+            let (mut read, mut write) = tcp.split();
+            let _ = tokio::io::copy(&mut read, &mut write).await;
+        }
+    })
+    .await
+}
+
+/// Asks to switch to `protocol` as RFC 8441 has it.
+async fn extended_connect(
+    addr: SocketAddr,
+    path: &str,
+    protocol: Option<&'static str>,
+) -> Response<Incoming> {
+    let mut client = client2(addr).await;
+    // Only the server's SETTINGS allow it.
+    let request = Request::get(format!("http://{addr}/prequal/probe")).body(Empty::<Bytes>::new()).unwrap();
+    client.send_request(request).await.unwrap();
+    let mut request = Request::connect(format!("http://app.example{path}"))
+        .header("sec-websocket-version", "13")
+        .body(Empty::<Bytes>::new())
+        .unwrap();
+    match protocol {
+        Some(protocol) => drop(request.extensions_mut().insert(Protocol::from_static(protocol))),
+        None => *request.uri_mut() = "app.example:80".parse().unwrap(),
+    }
+    within(client.send_request(request)).await.unwrap()
+}
+
+async fn echoes(response: Response<Incoming>) {
+    assert_eq!(response.status(), StatusCode::OK);
+    assert_eq!(response.headers()["x-app"], "1");
+    for gone in ["upgrade", "connection", "sec-websocket-accept"] {
+        assert!(!response.headers().contains_key(gone), "{gone}");
+    }
+    let mut tunnel = TokioIo::new(hyper::upgrade::on(response).await.unwrap());
+    let mut greeting = [0; 2];
+    within(tunnel.read_exact(&mut greeting)).await.unwrap();
+    tunnel.write_all(b"ping").await.unwrap();
+    let mut echo = [0; 4];
+    within(tunnel.read_exact(&mut echo)).await.unwrap();
+    assert_eq!((&greeting, &echo), (b"hi", b"ping"));
+}
+
+#[tokio::test]
+async fn a_websocket_over_http2_reaches_a_backend_of_either_version() {
+    let inner = agent(websocket().await, |_| {});
+    echoes(extended_connect(inner.addr, "/chat", Some("websocket")).await).await;
+    inner.at_rest([0, 0, 0, 1]).await;
+    // An agent is a backend that takes it over HTTP/2.
+    for upstream in [UpstreamHttp2::Auto, UpstreamHttp2::Always, UpstreamHttp2::Never] {
+        let outer = agent(inner.addr, |config| config.upstream_http2 = upstream);
+        let response = extended_connect(outer.addr, "/chat", Some("websocket")).await;
+        eventually("it is in flight", || outer.load.rif() == 1).await;
+        echoes(response).await;
+        outer.at_rest([0, 0, 0, 1]).await;
+    }
+}
+
+#[tokio::test]
+async fn a_tunnel_that_the_backend_refuses_is_none() {
+    let http1 = websocket().await;
+    let http2 = backend(|_| async { text("") }).await;
+    for (backend, upstream, path, protocol, status) in [
+        (http1, UpstreamHttp2::Auto, "/403", Some("websocket"), StatusCode::FORBIDDEN),
+        (http1, UpstreamHttp2::Never, "/200", Some("websocket"), StatusCode::BAD_GATEWAY),
+        (http1, UpstreamHttp2::Auto, "/chat", Some("h2c"), StatusCode::NOT_IMPLEMENTED),
+        (http2, UpstreamHttp2::Always, "/chat", Some("websocket"), StatusCode::NOT_IMPLEMENTED),
+        (http1, UpstreamHttp2::Auto, "/chat", None, StatusCode::METHOD_NOT_ALLOWED),
+    ] {
+        let agent = agent(backend, |config| config.upstream_http2 = upstream);
+        let response = extended_connect(agent.addr, path, protocol).await;
+        assert_eq!(response.status(), status, "{upstream:?} {path} {protocol:?}");
+        eventually("nothing is in flight", || agent.load.rif() == 0).await;
     }
 }

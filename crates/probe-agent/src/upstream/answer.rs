@@ -15,13 +15,18 @@ use tokio::sync::oneshot;
 /// What the backend has said of a connection as a whole.
 pub(super) struct Terms {
     max_streams: AtomicU32,
+    extended_connect: AtomicBool,
     leaving: AtomicBool,
 }
 
 impl Default for Terms {
     fn default() -> Self {
         // Without the setting there is no limit (RFC 9113 §6.5.2).
-        Self { max_streams: AtomicU32::new(u32::MAX), leaving: AtomicBool::new(false) }
+        Self {
+            max_streams: AtomicU32::new(u32::MAX),
+            extended_connect: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
+        }
     }
 }
 
@@ -31,14 +36,21 @@ impl Terms {
         self.max_streams.load(Ordering::Relaxed)
     }
 
+    /// Whether requests may switch to another protocol (RFC 8441).
+    pub(super) fn extended_connect(&self) -> bool {
+        self.extended_connect.load(Ordering::Relaxed)
+    }
+
     /// Whether new streams are refused.
     pub(super) fn leaving(&self) -> bool {
         self.leaving.load(Ordering::Relaxed)
     }
 
     fn set(&self, id: u16, value: u32) {
-        if id == MAX_CONCURRENT_STREAMS {
-            self.max_streams.store(value, Ordering::Relaxed);
+        match id {
+            MAX_CONCURRENT_STREAMS => self.max_streams.store(value, Ordering::Relaxed),
+            ENABLE_CONNECT_PROTOCOL => self.extended_connect.store(value == 1, Ordering::Relaxed),
+            _ => {}
         }
     }
 }
@@ -162,6 +174,7 @@ const SETTING: usize = 6;
 const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
+const ENABLE_CONNECT_PROTOCOL: u16 = 8;
 
 impl<T: AsyncRead + Unpin> AsyncRead for Listened<T> {
     fn poll_read(
@@ -226,7 +239,7 @@ mod tests {
         let change = frame(SETTINGS, &[0, 3, 0, 0, 1, 0]);
         for piece in 1..60 {
             let (answer, terms) = read(&settings, piece);
-            assert_eq!((answer, terms.max_streams()), (Some(true), 7));
+            assert_eq!((answer, terms.max_streams(), terms.extended_connect()), (Some(true), 7, true));
             let (_, terms) = read(&[&settings[..], &data, &change, &data].concat(), piece);
             assert_eq!((terms.max_streams(), terms.leaving()), (256, false), "{piece}");
             let (_, terms) = read(&[&settings[..], &data, &frame(GOAWAY, &[0; 8])].concat(), piece);

@@ -54,6 +54,14 @@ impl Conn {
 pub(crate) struct Slot {
     pub(super) sender: http2::SendRequest<Upload>,
     pub(super) permit: Arc<Permit>,
+    extended_connect: bool,
+}
+
+impl Slot {
+    /// Whether the request may switch to another protocol.
+    pub(crate) fn extended_connect(&self) -> bool {
+        self.extended_connect
+    }
 }
 
 /// Counts as one stream until it is dropped.
@@ -165,7 +173,11 @@ impl Pool {
         conn.used = Instant::now();
         conn.streams.fetch_add(1, Ordering::Relaxed);
         let permit = Permit { pool: self.clone(), streams: conn.streams.clone() };
-        Some(Slot { sender: conn.sender.clone(), permit: Arc::new(permit) })
+        Some(Slot {
+            sender: conn.sender.clone(),
+            permit: Arc::new(permit),
+            extended_connect: conn.terms.extended_connect(),
+        })
     }
 
     fn serve_waiting(self: &Arc<Self>) {
