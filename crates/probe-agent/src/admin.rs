@@ -130,7 +130,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         out,
         "prequal_agent_upstream_refused_total",
         "counter",
-        "Times that a request over HTTP/2 came back unprocessed; it is sent again up to twice.",
+        "Times that a request over HTTP/2 came back unprocessed; it is sent again up to four times.",
     )?;
     writeln!(out, "prequal_agent_upstream_refused_total {}", counters.refused())?;
 

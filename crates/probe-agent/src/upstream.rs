@@ -525,5 +525,6 @@ const WINDOW: u32 = 256 * 1024;
 /// Heads of responses may be so long, bytes, and over HTTP/1.1 have so many headers, whatever the limits of requests.
 const RESPONSE_HEAD: usize = 64 * 1024;
 const RESPONSE_HEADERS: usize = 512;
-/// Tries of a request that the backend refuses, or that a connection on its way out did not take.
-const MAX_REFUSED: u32 = 3;
+/// Tries of a request that the backend refuses, or that a connection on its way out did not take. Servers that say GOAWAY
+/// after so many requests (nginx) may refuse one several times in a row.
+const MAX_REFUSED: u32 = 5;

@@ -376,10 +376,10 @@ async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
 
 #[tokio::test]
 async fn what_cannot_be_sent_again_is_told_and_what_was_processed_is_not_sent_again() {
-    const ALWAYS: &[Act] = &[Act::Reset(REFUSED_STREAM); 3];
+    const ALWAYS: &[Act] = &[Act::Reset(REFUSED_STREAM); 5];
     let unavailable = (StatusCode::SERVICE_UNAVAILABLE, "refused");
     for (acts, after, len, (status, reason), requests) in [
-        (ALWAYS, 0, 10, unavailable, 3),
+        (ALWAYS, 0, 10, unavailable, 5),
         (&[Act::GoAway][..], 100_000, 100_001, unavailable, 1),
         (&[Act::Reset(CANCEL)], 0, 10, (StatusCode::BAD_GATEWAY, "reset"), 1),
     ] {
