@@ -217,7 +217,7 @@ impl Pool {
         let (sender, conn) = http1::Builder::new()
             .max_buf_size(self.max_response_head)
             .max_headers(RESPONSE_HEADERS)
-            .handshake(TokioIo::new(Patient { io, broken: false }))
+            .handshake(TokioIo::new(Patient::new(io)))
             .await
             .map_err(|error| connect_error(io::Error::other(error)))?;
         // Its errors also come out of the request or body that they hit.
@@ -348,23 +348,31 @@ impl Lease {
     }
 }
 
-/// A connection of HTTP/1.1 to a backend that may answer and close before it has read everything: what it said is read all
-/// the same.
+/// A connection of HTTP/1.1 to a backend that may answer and close before it has read everything: what it said is read
+/// before the failed write counts.
 struct Patient<T> {
     io: T,
-    /// Nobody reads what is written.
+    /// Nobody takes what is written. The reader hears of it, and wakes the writer in the same task.
     broken: bool,
+    read_all: bool,
 }
 
 impl<T> Patient<T> {
-    fn wrote(&mut self, wrote: io::Result<usize>, len: usize) -> io::Result<usize> {
-        wrote.or_else(|error| match error.kind() {
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
-                self.broken = true;
-                Ok(len)
-            }
-            _ => Err(error),
-        })
+    fn new(io: T) -> Self {
+        Self { io, broken: false, read_all: false }
+    }
+
+    fn poll_broken(&self) -> Poll<io::Result<usize>> {
+        if self.read_all { Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())) } else { Poll::Pending }
+    }
+
+    fn wrote(&mut self, wrote: io::Result<usize>) -> Poll<io::Result<usize>> {
+        let kind = wrote.as_ref().err().map(io::Error::kind);
+        if !matches!(kind, Some(io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)) {
+            return Poll::Ready(wrote);
+        }
+        self.broken = true;
+        self.poll_broken()
     }
 }
 
@@ -374,17 +382,20 @@ impl<T: AsyncRead + Unpin> AsyncRead for Patient<T> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_read(cx, buf)
+        let before = buf.filled().len();
+        let read = ready!(Pin::new(&mut self.io).poll_read(cx, buf));
+        self.read_all = read.is_err() || buf.filled().len() == before;
+        Poll::Ready(read)
     }
 }
 
 impl<T: AsyncWrite + Unpin> AsyncWrite for Patient<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         if self.broken {
-            return Poll::Pending;
+            return self.poll_broken();
         }
         let wrote = ready!(Pin::new(&mut self.io).poll_write(cx, buf));
-        Poll::Ready(self.wrote(wrote, buf.len()))
+        self.wrote(wrote)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -401,10 +412,10 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Patient<T> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         if self.broken {
-            return Poll::Pending;
+            return self.poll_broken();
         }
         let wrote = ready!(Pin::new(&mut self.io).poll_write_vectored(cx, bufs));
-        Poll::Ready(self.wrote(wrote, bufs.iter().map(|buf| buf.len()).sum()))
+        self.wrote(wrote)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -155,6 +155,26 @@ async fn a_complete_response_ends_an_upload_over_http2() {
     }
 }
 
+#[tokio::test]
+async fn a_tunnel_ends_when_its_backend_goes_away() {
+    let addr = raw_backend(|mut tcp| async move {
+        read_head(&mut tcp).await;
+        let reply = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n";
+        tcp.write_all(reply).await.unwrap();
+        tcp.shutdown().await.unwrap();
+    })
+    .await;
+    let agent = agent(addr, |_| {});
+    let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+    let request = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n";
+    tcp.write_all(request).await.unwrap();
+    read_head(&mut tcp).await;
+    // It goes on sending: what nobody reads must not hold the tunnel.
+    let sends = tokio::spawn(async move { while tcp.write_all(b"ping").await.is_ok() {} });
+    agent.at_rest([0, 0, 0, 1]).await;
+    within(sends).await.unwrap();
+}
+
 /// A WebSocket server of HTTP/1.1 that echoes, and refuses at `/403` and `/200`.
 async fn websocket() -> SocketAddr {
     raw_backend(|mut tcp| async move {
