@@ -132,9 +132,9 @@ impl Pool {
         true
     }
 
+    /// A stream of any connection, within the time to connect.
     pub(super) async fn wait_for_stream(self: &Arc<Self>) -> Result<Slot, UpstreamError> {
-        let (waiter, mut turn) = oneshot::channel();
-        {
+        let mut turn = {
             let mut http2 = self.http2();
             http2.waiting.retain(|waiter| !waiter.is_closed());
             if http2.waiting.is_empty()
@@ -145,9 +145,11 @@ impl Pool {
             if http2.waiting.len() >= self.max_waiting {
                 return Err(UpstreamError::NoStream);
             }
+            let (waiter, turn) = oneshot::channel();
             http2.waiting.push_back(waiter);
             self.dial_another(&mut http2);
-        }
+            turn
+        };
         // The backend may have raised its limit.
         self.serve_waiting();
         let hedge = HEDGE.min(self.connect_timeout);
@@ -201,6 +203,7 @@ impl Pool {
         }
     }
 
+    /// Opens another connection, unless there are enough or an attempt is under way that will do.
     fn dial_another(self: &Arc<Self>, http2: &mut Http2) {
         let stalled = http2.dialed.is_none_or(|at| at.elapsed() >= HEDGE);
         let crowded = http2.waiting.len() > http2.dialing * EXPECTED_STREAMS;
