@@ -495,8 +495,8 @@ impl UpstreamError {
         }
     }
 
-    /// What the client may do about it, for `x-prequal-failure`. Nothing is told of timeouts: the backend may still be at it,
-    /// and a second request would add to its load.
+    /// What the client may do about it, for `x-prequal-failure`. Nothing is told where a response did not come in time: the
+    /// backend may still be at it, and a second request would add to its load.
     pub(crate) fn failure(&self) -> Option<&'static str> {
         match self {
             Self::Connect(_)
@@ -506,7 +506,9 @@ impl UpstreamError {
             | Self::NoStream
             | Self::Refused => Some(UNSENT),
             Self::Reset(_) => Some(UNANSWERED),
-            Self::ResponseTimeout | Self::RequestBody | Self::Upgrade => None,
+            Self::ResponseTimeout | Self::RequestBody | Self::Upgrade | Self::NoUpgrade | Self::NoTunnel => {
+                None
+            }
         }
     }
 
