@@ -58,8 +58,8 @@ pub struct PoolSettings {
     /// How many probes.
     pub budget: Budget,
     /// One probe without an address this often, milliseconds, so that the cluster's policy is sampled and newcomers are
-    /// found, as far as the budget allows. More often in large fleets (n/4 a second, at most 105), and while replicas come into use (80 a second
-    /// or 6n, at most 1000).
+    /// found, as far as the budget allows. More often in large fleets (n/4 a second, at most 105, up to seven at once), and while replicas
+    /// come into use (80 a second or 6n, at most 1000).
     pub discovery_interval_ms: u32,
     /// Envoy vouches for the replica that answered a probe, so a probe without an address tells load too, and
     /// exploration needs no other.

@@ -388,6 +388,20 @@ fn discovery_goes_on_without_other_probes_and_hurries_while_names_are_new() {
 }
 
 #[test]
+fn in_a_large_fleet_probes_of_discovery_go_out_several_at_once_and_none_is_lost() {
+    let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.7 };
+    let mut scene = Scene::new(PoolSettings { budget, verified_probes: true, ..plain() });
+    scene.pool.set_members(1000, 0, ms(0));
+    let mut one = |at| {
+        scene.report(at, (at % 16) as u16, 0, Some(1));
+        scene.pick(at).probes.discovery
+    };
+    let sent: Vec<u32> = (3000..13_000).step_by(5).map(&mut one).filter(|due| *due > 0).collect();
+    assert!(sent.iter().sum::<u32>() >= 1000, "a turn in 10 s: {sent:?}");
+    assert!(sent.len() <= 150, "{sent:?}");
+}
+
+#[test]
 fn while_the_fleet_fits_the_pool_nothing_is_removed() {
     let mut scene = Scene::new(PoolSettings { r_remove: 1.0, ..plain() });
     scene.pool.set_members(4, 0, ms(0));
