@@ -1,9 +1,9 @@
 //! The ejection table: replicas that no pick may choose for a while, and what readmits them.
 //!
 //! [`EjectionTable`] is a blob of its own beside the pool's, shared by the workers of an Envoy. It outlives pool
-//! entries, and is read on a pick only while it excludes or watches someone
-//! ([`crate::pool::PoolState::has_ejections`]). What one worker sees of its own requests is in [`flights`]. Its bytes
-//! are no more than what it holds.
+//! entries. Its bytes are no more than what it holds, and with hundreds of replicas those are many: each worker keeps a copy,
+//! and reads it anew only once the pool follows another version ([`crate::pool::PoolState::follows`]), or where it has
+//! something to tell. What one worker sees of its own requests is in [`flights`].
 //!
 //! A replica is **ejected** for one of these [`Reason`]s:
 //!
@@ -170,6 +170,8 @@ pub struct EjectionTable {
     members: u32,
     /// Those that were well beside the one that failed last, to the worker that told.
     well: u32,
+    version: u32,
+    /// In the order of their endpoints.
     records: Vec<Record>,
     /// No part of the blob.
     lost: u32,
@@ -182,6 +184,7 @@ struct Header {
     record: u16,
     members: u32,
     well: u32,
+    version: u32,
 }
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -234,6 +237,10 @@ impl Record {
 
     fn is_vouched(&self, now: Stamp) -> bool {
         self.vouched == 1 && now.distance_ms(self.vouched_at) < VOUCHED_MS
+    }
+
+    fn was_heard(&self, now: Stamp) -> bool {
+        self.heard == 1 && now.distance_ms(self.heard_at) < HEARD_EVERY_MS
     }
 
     /// Brings the counts up to `now`. Those of an ejected replica stand still but for its trials.
@@ -339,8 +346,9 @@ impl Clone for EjectionTable {
 
     /// Into the room that there is.
     fn clone_from(&mut self, other: &Self) {
-        (self.members, self.well, self.lost) = (other.members, other.well, other.lost);
-        self.records.clone_from(&other.records);
+        let Self { members, well, version, lost, ref records } = *other;
+        (self.members, self.well, self.version, self.lost) = (members, well, version, lost);
+        self.records.clone_from(records);
     }
 }
 
@@ -353,6 +361,57 @@ impl EjectionTable {
     /// Tells how many replicas are in use.
     pub fn set_members(&mut self, members: u32) {
         self.members = members;
+    }
+
+    /// Replicas in use, as told.
+    pub fn members(&self) -> u32 {
+        self.members
+    }
+
+    /// Which of its versions this is. 0 is of a copy that is none of them.
+    pub fn version(&self) -> u32 {
+        self.version
+    }
+
+    /// This is a new version.
+    pub fn changed(&mut self) {
+        self.version = self.version.wrapping_add(1).max(1);
+    }
+
+    /// This copy was not written.
+    pub fn disown(&mut self) {
+        self.version = 0;
+    }
+
+    fn position(&self, replica: Endpoint) -> Result<usize, usize> {
+        self.records.binary_search_by_key(&replica, |record| record.endpoint)
+    }
+
+    fn get(&self, replica: Endpoint) -> Option<&Record> {
+        self.records.get(self.position(replica).ok()?)
+    }
+
+    fn get_mut(&mut self, replica: Endpoint) -> Option<&mut Record> {
+        let index = self.position(replica).ok()?;
+        self.records.get_mut(index)
+    }
+
+    /// Whether an answer of `replica` may matter here.
+    pub fn knows(&self, replica: Endpoint) -> bool {
+        self.get(replica).is_some()
+    }
+
+    /// Whether a report without failures may matter here: `replica` is ejected and was not heard of lately.
+    pub fn listens_to(&self, replica: Endpoint, now: Micros) -> bool {
+        self.get(replica).is_some_and(|record| record.reason != 0 && !record.was_heard(now.stamp()))
+    }
+
+    /// How soon a trial may be due, milliseconds.
+    pub fn next_trial_ms(&self, settings: &EjectionSettings, now: Micros) -> Option<u32> {
+        let heard = self.records.iter().filter(|record| record.reason != 0 && record.heard == 1);
+        let left =
+            |record: &Record| record.wait_ms(settings).saturating_sub(now.stamp().distance_ms(record.since));
+        heard.map(left).min()
     }
 
     /// Takes in what a request told of `replica`.
@@ -400,9 +459,7 @@ impl EjectionTable {
                 }
             }
             Event::Answered { latency_us, in_time, trial } => {
-                let Some(record) = self.records.iter_mut().find(|r| r.endpoint == replica) else {
-                    return Change::None;
-                };
+                let Some(record) = self.get_mut(replica) else { return Change::None };
                 if record.is_vouched(now) {
                     record.vouched_us = record.vouched_us / 2 + latency_us / 2;
                     return Change::Noted;
@@ -454,7 +511,7 @@ impl EjectionTable {
         placement: Placement,
     ) -> Change {
         let now = now.stamp();
-        let known = self.records.iter().any(|record| record.endpoint == replica);
+        let known = self.knows(replica);
         if !known && !settings.believes(failing) {
             return Change::None;
         }
@@ -471,7 +528,7 @@ impl EjectionTable {
         let Some(reason) = record.reason() else {
             return if fails { record.eject(Reason::Reported, true, now) } else { Change::None };
         };
-        if record.heard == 1 && now.distance_ms(record.heard_at) < HEARD_EVERY_MS {
+        if record.was_heard(now) {
             return Change::None;
         }
         (record.heard, record.heard_at) = (1, now);
@@ -495,9 +552,7 @@ impl EjectionTable {
     /// The load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None` while
     /// it is ejected.
     pub fn admit(&self, now: Micros, replica: Endpoint, load: Load) -> Option<Load> {
-        let Some(record) = self.records.iter().find(|record| record.endpoint == replica) else {
-            return Some(load);
-        };
+        let Some(record) = self.get(replica) else { return Some(load) };
         if record.reason != 0 {
             return self.panics().then_some(load);
         }
@@ -541,7 +596,7 @@ impl EjectionTable {
 
     /// Whether `replica` is ejected now: never in panic.
     pub fn is_ejected(&self, replica: Endpoint) -> bool {
-        !self.panics() && self.records.iter().any(|r| r.endpoint == replica && r.reason != 0)
+        self.get(replica).is_some_and(|record| record.reason != 0) && !self.panics()
     }
 
     /// Replicas ejected now: none in panic.
@@ -578,11 +633,7 @@ impl EjectionTable {
 
     /// Drops what is known of a replica that has left; returns whether anything was.
     pub fn forget(&mut self, replica: Endpoint) -> bool {
-        let index = self.records.iter().position(|record| record.endpoint == replica);
-        if let Some(index) = index {
-            self.records.swap_remove(index);
-        }
-        index.is_some()
+        self.position(replica).map(|index| self.records.remove(index)).is_ok()
     }
 
     fn others_than(&self, replica: Endpoint, now: Stamp) -> Others {
@@ -635,23 +686,19 @@ impl EjectionTable {
     /// A full table gives up the record that was touched longest ago among those that are in; with all ejected it takes
     /// no more.
     fn find_or_add(&mut self, replica: Endpoint, now: Stamp) -> Option<&mut Record> {
-        let known = self.records.iter().position(|record| record.endpoint == replica);
-        let index = match known {
-            Some(index) => index,
-            None => {
-                if self.records.len() >= MAX_EJECTIONS {
-                    self.lost = self.lost.saturating_add(1);
-                    let spare = self.records.iter().enumerate().filter(|(_, record)| record.reason == 0);
-                    let (index, _) = spare.max_by_key(|(_, record)| now.distance_ms(record.updated))?;
-                    self.records.swap_remove(index);
-                }
-                let fresh =
-                    Record { endpoint: replica, updated: now, since: now, heard_at: now, ..Record::zeroed() };
-                self.records.push(fresh);
-                self.records.len() - 1
+        if !self.knows(replica) {
+            if self.records.len() >= MAX_EJECTIONS {
+                self.lost = self.lost.saturating_add(1);
+                let spare = self.records.iter().enumerate().filter(|(_, record)| record.reason == 0);
+                let (index, _) = spare.max_by_key(|(_, record)| now.distance_ms(record.updated))?;
+                self.records.remove(index);
             }
-        };
-        self.records.get_mut(index)
+            let fresh =
+                Record { endpoint: replica, updated: now, since: now, heard_at: now, ..Record::zeroed() };
+            let place = self.position(replica).unwrap_or_else(|place| place);
+            self.records.insert(place, fresh);
+        }
+        self.get_mut(replica)
     }
 }
 
@@ -661,7 +708,7 @@ fn fading(ms: u32) -> f32 {
 }
 
 impl Blob for EjectionTable {
-    const TAG: Tag = Tag::of_release(0x7072_656a, 2); // "prej"
+    const TAG: Tag = Tag::of_release(0x7072_656a, 3); // "prej"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let wrong_size = BlobError::Size { got: bytes.len(), want: size_of::<Header>() };
@@ -684,15 +731,18 @@ impl Blob for EjectionTable {
                 && record.reason <= 3
                 && record.backoff_ms <= MAX_BACKOFF_MS
         };
-        if !records.iter().all(sound) {
+        let ordered = records.is_sorted_by(|one, next| one.endpoint < next.endpoint);
+        if !ordered || !records.iter().all(sound) {
             return Err(BlobError::Content);
         }
-        Ok(Self { members: header.members, well: header.well, records, lost: 0 })
+        let Header { members, well, version, .. } = header;
+        Ok(Self { members, well, version, records, lost: 0 })
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {
         let record = size_of::<Record>() as u16;
-        let header = Header { tag: Self::TAG, record, members: self.members, well: self.well };
+        let Self { members, well, version, .. } = *self;
+        let header = Header { tag: Self::TAG, record, members, well, version };
         let mut bytes = bytemuck::bytes_of(&header).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&self.records));
         bytes.into()

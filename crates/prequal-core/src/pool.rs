@@ -166,6 +166,8 @@ pub struct PoolState {
     ejections: u16,
     /// Replicas that it excludes.
     ejected: u16,
+    /// Its version that said so.
+    ejections_version: u32,
     cooldowns: [Cooldown; MAX_COOLDOWNS],
     history_at: [Stamp; MAX_HISTORY],
     history_rif: [u16; MAX_HISTORY],
@@ -239,6 +241,7 @@ impl PoolState {
     pub fn exclude(&mut self, ejections: &EjectionTable, now: Micros) {
         self.ejections = ejections.is_active(now).into();
         self.ejected = u16::try_from(ejections.ejected()).unwrap_or(u16::MAX);
+        self.ejections_version = ejections.version();
         let mut index = 0;
         while let Some(entry) = self.entries().get(index) {
             if ejections.is_ejected(entry.endpoint) { self.remove(index) } else { index += 1 }
@@ -248,6 +251,11 @@ impl PoolState {
     /// Whether the ejection table must be looked at.
     pub fn has_ejections(&self) -> bool {
         self.ejections == 1
+    }
+
+    /// Whether this is the ejection table that the pool has been told of last: it excludes nobody else.
+    pub fn follows(&self, ejections: &EjectionTable) -> bool {
+        ejections.version() != 0 && self.ejections_version == ejections.version()
     }
 
     /// Replicas that the ejection table excludes.
@@ -591,7 +599,7 @@ impl PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 7); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 8); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();

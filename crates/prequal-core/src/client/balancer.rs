@@ -198,9 +198,6 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 pool.expire(settings, now.stamp());
                 let watched = ejections.is_some();
                 let panic = failing || ejections.is_some_and(|(table, _)| table.panics());
-                if let Some((table, _)) = ejections {
-                    pool.exclude(table, now);
-                }
                 let probes = if interval == 0 {
                     ProbesDue::default()
                 } else {
@@ -236,7 +233,6 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 let (answers, trial) = match ejections {
                     None => (answers, None),
                     Some((table, trial)) => {
-                        pool.exclude(table, now);
                         admitted = answers
                             .iter()
                             .filter(|answer| !table.is_ejected(answer.replica))

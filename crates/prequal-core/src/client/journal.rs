@@ -10,7 +10,7 @@ use crate::load::Load;
 use crate::members::Placement;
 use crate::pool::{PoolSettings, PoolState};
 use crate::shared::End;
-use crate::time::Micros;
+use crate::time::{Micros, Stamp};
 
 /// Updates that wait at most: under load the next pick takes them within a millisecond.
 const MAX_PENDING: usize = 64;
@@ -38,9 +38,11 @@ pub(super) enum Update {
 /// Pool and ejection table, and one worker's updates for them.
 pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
-    pub(super) ejections: S::Value<EjectionTable>,
-    /// The table as it was looked at last, kept for its room.
+    ejections: S::Value<EjectionTable>,
+    /// The table as it was read last: all that there is to know of it while the pool follows that version.
     pub(super) table: EjectionTable,
+    /// When it was read, and how many milliseconds later a trial may be due.
+    next_trial: Option<(Stamp, u32)>,
     pending: Vec<Update>,
     /// The first so many of those the ejection table has been told.
     told: usize,
@@ -54,6 +56,7 @@ impl<S: Store> Journal<S> {
             pool: store.open("pool"),
             ejections: store.open("ejections"),
             table: EjectionTable::new(),
+            next_trial: None,
             pending: Vec::new(),
             told: 0,
             watched: false,
@@ -85,21 +88,38 @@ impl<S: Store> Journal<S> {
         rng: &mut G,
         mut action: impl FnMut(&mut PoolState, Option<(&EjectionTable, Option<Trial>)>, &mut G) -> (T, bool),
     ) -> (T, bool) {
-        let Self { pool, ejections, table, pending, told, watched } = self;
-        let concerned = pending.iter().skip(*told).any(|update| update.concerns_ejections(settings));
-        // Read once: on a conflict over the pool what the updates did to the table is already written.
-        let mut looked = None;
+        let Self { pool, ejections, table, next_trial, pending, told, watched } = self;
+        let (mut looked, mut trial) = (false, None);
         let updated = pool.transact(!request, |pool| {
-            if looked.is_none() && (concerned || pool.has_ejections()) {
-                looked =
-                    Some(tell(ejections, table, settings, counters, pending, told, pool, now, request, rng));
+            let active = pool.has_ejections();
+            let stale = active && !pool.follows(table);
+            let trial_due =
+                || next_trial.is_some_and(|(read, wait_ms)| now.stamp().distance_ms(read) >= wait_ms);
+            let concerns = || {
+                let known = active.then_some(&*table);
+                *told > 0 || pending.iter().any(|update| update.concerns_ejections(settings, known))
+            };
+            // On a conflict over the pool what the updates did to the table is already written.
+            let look = stale || (!looked && (active && (!request || trial_due()) || concerns()));
+            if look {
+                let given =
+                    tell(ejections, table, settings, counters, pending, told, pool, now, request, rng);
+                // One of an earlier attempt may be back meanwhile.
+                trial = given.or(trial).filter(|trial| table.is_ejected(trial.replica));
+                let wait_ms = table.next_trial_ms(&settings.ejection, now);
+                *next_trial = wait_ms.map(|wait_ms| (now.stamp(), wait_ms));
+                looked = true;
             }
-            *watched = looked.is_some();
-            let looked = looked.map(|trial| (&*table, trial));
+            *watched = active || looked;
             for update in pending.iter() {
-                update.apply(settings, pool, looked.map(|(table, _)| table), rng);
+                update.apply(settings, pool, watched.then_some(&*table), rng);
             }
-            action(pool, looked, rng)
+            let (members, _) = pool.membership();
+            if looked || (*watched && members != table.members()) {
+                table.set_members(members);
+                pool.exclude(table, now);
+            }
+            action(pool, watched.then_some((&*table, trial)), rng)
         });
         counters.updated(&updated);
         let written = updated.end == End::Written;
@@ -147,12 +167,17 @@ fn tell<G: Rng>(
         changed |= !request && table.expire(now);
         let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
         let lost = table.take_lost();
+        changed |= trial.is_some();
+        if changed {
+            table.changed();
+        }
         copy.clone_from(table);
-        ((trial, lost), changed || trial.is_some())
+        ((trial, lost), changed)
     });
     counters.updated(&updated);
     let (trial, lost) = updated.result;
     if updated.end == End::GivenUp {
+        copy.disown();
         // For all that others know the trial is still due.
         return None;
     }
@@ -165,10 +190,18 @@ fn tell<G: Rng>(
 }
 
 impl Update {
-    fn concerns_ejections(&self, settings: &PoolSettings) -> bool {
-        match self {
+    /// Whether the ejection table must be told, of which this is a copy if it holds anyone.
+    fn concerns_ejections(&self, settings: &PoolSettings, table: Option<&EjectionTable>) -> bool {
+        match *self {
+            Self::Health(_, replica, Event::Answered { .. }) => {
+                table.is_none_or(|table| table.knows(replica))
+            }
             Self::Health(..) => true,
-            Self::Report(_, _, load, _) => settings.ejection.believes(load.failing),
+            Self::Report(at, replica, load, _) => {
+                settings.ejection.believes(load.failing)
+                    || table.is_some_and(|table| table.listens_to(replica, at))
+            }
+            Self::Forget(replica) => table.is_some_and(|table| table.knows(replica)),
             _ => false,
         }
     }
@@ -190,6 +223,7 @@ impl Update {
             // What made it attractive is no longer so; its next report may bring it back.
             Self::Health(_, replica, Event::Failed { .. }) => pool.forget(replica),
             Self::Health(..) => {}
+            Self::Introduce(_, replica) if ejections.is_some_and(|table| table.is_ejected(replica)) => {}
             Self::Introduce(at, replica) => pool.introduce(settings, at, replica),
             Self::Forget(replica) => pool.forget(replica),
             Self::CoolDown(at, replica) => pool.cool_down(replica, at, COOLDOWN_MS),

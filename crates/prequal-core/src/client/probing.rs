@@ -6,7 +6,7 @@ use rand::Rng;
 
 use super::balancer::Balancer;
 use super::count::{Count, Counters, ProbeEnd};
-use super::journal::Update;
+use super::journal::{Journal, Update};
 use super::store::{Store, Value};
 use crate::endpoint::Endpoint;
 use crate::load::{Load, Source};
@@ -48,16 +48,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
 
     /// Whom a request asks that is to wait for probes of its own. With fewer than two there is nothing to compare.
     pub fn ask<G: Rng>(&mut self, rng: &mut G) -> Vec<Target> {
-        let (members, d) = (self.membership.members(), self.config.choice.sync.d);
-        if !self.journal.watched {
-            return members.sample_in_use(d, rng, |_| false);
-        }
+        let Journal { watched, table, .. } = &self.journal;
         // The answer of an ejected replica would count as one of `d` and then not be taken.
-        let read = self.journal.ejections.update(|table| {
-            (members.sample_in_use(d, &mut *rng, |replica| table.is_ejected(replica)), false)
-        });
-        self.counters.updated(&read);
-        read.result
+        let skip = |replica| *watched && table.is_ejected(replica);
+        self.membership.members().sample_in_use(self.config.choice.sync.d, rng, skip)
     }
 
     /// Judges the reply to a probe of `asked` (`None`: of nobody in particular) and takes from it what it may tell (design

@@ -80,12 +80,15 @@ type Values = HashMap<String, (Vec<u8>, u32)>;
 struct Host {
     values: Rc<RefCell<Values>>,
     writes: Rc<Cell<u32>>,
+    /// How often the ejection table was read.
+    looks: Rc<Cell<u32>>,
     /// Writes to keys that end so are refused, so often.
     refused: Rc<RefCell<(&'static str, u32)>>,
 }
 
 impl SharedData for Host {
     fn get(&self, key: &str) -> (Option<Vec<u8>>, Option<u32>) {
+        self.looks.set(self.looks.get() + u32::from(key.ends_with("ejections")));
         self.values.borrow().get(key).map_or((None, None), |(bytes, n)| (Some(bytes.clone()), Some(*n)))
     }
 
@@ -321,6 +324,42 @@ fn probes_pass_over_those_heard_of_lately_but_not_in_the_papers_profile() {
         }
         assert_eq!(fresh == 0, spared, "{profile:?}: {fresh}");
     }
+}
+
+#[test]
+fn the_ejection_table_is_read_where_it_has_changed_or_is_told_something() {
+    let host = Host::default();
+    let [mut worker, mut other] = [(); 2].map(|()| balancer(config(Profile::Default, 8), &host.store()));
+    probe_all(&mut worker, 8, 0);
+    worker.tick(ms(1), &mut rng());
+    let eject = |worker: &mut Balancer<_, _>, at, n| {
+        let unresponsive = Event::Unresponsive { trial: false, ordinary: true };
+        worker.push(Update::Health(ms(at), replica(n), unresponsive));
+        worker.begin(ms(at), &[], true, &mut rng());
+    };
+    let mut rng = rng();
+    let mut chosen = |worker: &mut Balancer<_, _>, at, ejected: &[u16]| {
+        let before = host.looks.get();
+        for _ in 0..50 {
+            let mut request = worker.begin(ms(at), &[], true, &mut rng);
+            let served = request.pick.replica.map(number).expect("a pool");
+            assert!(!ejected.contains(&served));
+            let proxy = Proxy(at, Some(replica(served)), Class::Answer, 1);
+            worker.response(ms(at), &mut request, false, Some(Ok(report(served, 1, 10))), &proxy);
+            worker.ended(request, true, false, &proxy);
+        }
+        // What an ejected replica reports is kept out of the pool as well.
+        probe_all(worker, 8, at);
+        worker.begin(ms(at), &[], true, &mut rng);
+        host.looks.get() - before
+    };
+    eject(&mut worker, 2, 1);
+    // To its first reports it listens, as they renew the placement.
+    assert_eq!((chosen(&mut worker, 3, &[1]), chosen(&mut worker, 4, &[1])), (1, 0));
+    assert_eq!((chosen(&mut other, 5, &[1]), chosen(&mut other, 6, &[1])), (1, 0));
+    eject(&mut other, 7, 2);
+    assert_eq!((chosen(&mut worker, 8, &[1, 2]), chosen(&mut worker, 9, &[1, 2])), (2, 0));
+    assert!(chosen(&mut worker, 1100, &[]) > 0, "a trial is due");
 }
 
 #[test]

@@ -441,7 +441,7 @@ struct End {
 }
 
 fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> End {
-    let (seed, mut config) = (1, config(Profile::Default, FLEET));
+    let (seed, mut config) = (2, config(Profile::Default, FLEET));
     config.choice.rule = rule;
     // What waits for long is not too old when it arrives.
     config.pool.max_age_ms = 3_600_000;
