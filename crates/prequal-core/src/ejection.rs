@@ -239,6 +239,10 @@ impl Record {
         self.vouched == 1 && now.distance_ms(self.vouched_at) < VOUCHED_MS
     }
 
+    fn is_active(&self, now: Stamp) -> bool {
+        self.reason != 0 || self.is_vouched(now)
+    }
+
     fn was_heard(&self, now: Stamp) -> bool {
         self.heard == 1 && now.distance_ms(self.heard_at) < HEARD_EVERY_MS
     }
@@ -396,9 +400,14 @@ impl EjectionTable {
         self.records.get_mut(index)
     }
 
-    /// Whether an answer of `replica` may matter here.
+    /// Whether there is anything here of `replica`.
     pub fn knows(&self, replica: Endpoint) -> bool {
         self.get(replica).is_some()
+    }
+
+    /// Whether an answer of `replica` may matter here.
+    pub fn watches(&self, replica: Endpoint, now: Micros) -> bool {
+        self.get(replica).is_some_and(|record| record.is_active(now.stamp()))
     }
 
     /// Whether a report without failures may matter here: `replica` is ejected and was not heard of lately.
@@ -612,7 +621,7 @@ impl EjectionTable {
 
     /// Whether a pick, an answer or a report must look at the table.
     pub fn is_active(&self, now: Micros) -> bool {
-        self.records.iter().any(|record| record.reason != 0 || record.is_vouched(now.stamp()))
+        self.records.iter().any(|record| record.is_active(now.stamp()))
     }
 
     /// Drops what no longer matters; returns whether anything was.

@@ -193,8 +193,8 @@ impl Update {
     /// Whether the ejection table must be told, of which this is a copy if it holds anyone.
     fn concerns_ejections(&self, settings: &PoolSettings, table: Option<&EjectionTable>) -> bool {
         match *self {
-            Self::Health(_, replica, Event::Answered { .. }) => {
-                table.is_none_or(|table| table.knows(replica))
+            Self::Health(at, replica, Event::Answered { .. }) => {
+                table.is_none_or(|table| table.watches(replica, at))
             }
             Self::Health(..) => true,
             Self::Report(at, replica, load, _) => {

@@ -353,6 +353,9 @@ fn the_ejection_table_is_read_where_it_has_changed_or_is_told_something() {
         worker.begin(ms(at), &[], true, &mut rng);
         host.looks.get() - before
     };
+    // Who has failed once is in the table as well, but answers change nothing of that.
+    let failed = Event::Failed { requests: 9.0, well: 6, trial: false };
+    [0, 3, 4].iter().for_each(|n| worker.push(Update::Health(ms(2), replica(*n), failed)));
     eject(&mut worker, 2, 1);
     // To its first reports it listens, as they renew the placement.
     assert_eq!((chosen(&mut worker, 3, &[1]), chosen(&mut worker, 4, &[1])), (1, 0));
