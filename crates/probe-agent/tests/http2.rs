@@ -14,7 +14,7 @@ use bytes::Bytes;
 use common::{
     Frame, agent, client2, eventually, frame, raw_backend, read_frame, read_head, serve, text, within,
 };
-use http::{Request, Response, StatusCode};
+use http::{Request, Response, StatusCode, response};
 use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Empty};
 use hyper::body::Incoming;
@@ -340,7 +340,7 @@ const CANCEL: u32 = 8;
 const REFUSED_STREAM: u32 = 7;
 
 /// Sends a body of `len` bytes, the last of them only after `delay`, and tells status and length of the answer.
-async fn upload(addr: SocketAddr, len: usize, delay: Duration) -> (StatusCode, usize) {
+async fn upload(addr: SocketAddr, len: usize, delay: Duration) -> (response::Parts, usize) {
     let (mut tx, body) = Channel::<Bytes, io::Error>::new(1);
     let request = Request::post("http://app.example/").body(body).unwrap();
     let response = tokio::spawn(client2(addr).await.send_request(request));
@@ -348,8 +348,8 @@ async fn upload(addr: SocketAddr, len: usize, delay: Duration) -> (StatusCode, u
     tokio::time::sleep(delay).await;
     let _ = tx.send_data(Bytes::from_static(b"y")).await;
     drop(tx);
-    let response = within(response).await.unwrap().unwrap();
-    (response.status(), within(response.into_body().collect()).await.unwrap().to_bytes().len())
+    let (head, body) = within(response).await.unwrap().unwrap().into_parts();
+    (head, within(body.collect()).await.unwrap().to_bytes().len())
 }
 
 #[tokio::test]
@@ -364,8 +364,13 @@ async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
         for (len, after) in [(1, 0), (1000, 0), (1000, 999), (1000, 1000), (60_000, 59_999)] {
             let (addr, requests) = refusing(acts, after).await;
             let agent = agent(addr, |config| config.limits.max_upstream_connections = 1);
-            let sent = upload(agent.addr, len, Duration::from_millis(20)).await;
-            assert_eq!(sent, (StatusCode::OK, len), "{} refusals after {after} bytes", acts.len());
+            let (head, got) = upload(agent.addr, len, Duration::from_millis(20)).await;
+            assert_eq!(
+                (head.status, got),
+                (StatusCode::OK, len),
+                "{} refusals after {after} bytes",
+                acts.len()
+            );
             assert_eq!(requests.load(Ordering::Relaxed), acts.len() + 1);
             assert_eq!(send(agent.addr, ordinary()).await.status(), StatusCode::OK);
             agent.at_rest([2, 0, 0, 0]).await;
@@ -377,15 +382,16 @@ async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
 #[tokio::test]
 async fn what_cannot_be_sent_again_is_told_and_what_was_processed_is_not_sent_again() {
     const ALWAYS: &[Act] = &[Act::Reset(REFUSED_STREAM); 5];
-    let unavailable = (StatusCode::SERVICE_UNAVAILABLE, "refused");
-    for (acts, after, len, (status, reason), requests) in [
+    let unavailable = (StatusCode::SERVICE_UNAVAILABLE, "refused", "unsent");
+    for (acts, after, len, (status, reason, failure), requests) in [
         (ALWAYS, 0, 10, unavailable, 5),
         (&[Act::GoAway][..], 100_000, 100_001, unavailable, 1),
-        (&[Act::Reset(CANCEL)], 0, 10, (StatusCode::BAD_GATEWAY, "reset"), 1),
+        (&[Act::Reset(CANCEL)], 0, 10, (StatusCode::BAD_GATEWAY, "reset", "unanswered"), 1),
     ] {
         let (addr, seen) = refusing(acts, after).await;
         let agent = agent(addr, |_| {});
-        assert_eq!(upload(agent.addr, len, Duration::ZERO).await.0, status);
+        let (head, _) = upload(agent.addr, len, Duration::ZERO).await;
+        assert_eq!((head.status, head.headers["x-prequal-failure"].as_bytes()), (status, failure.as_bytes()));
         assert_eq!(seen.load(Ordering::Relaxed), requests);
         assert!(agent.load.counters().upstream_errors().any(|error| error == (reason, 1)), "{reason}");
         agent.at_rest([0, 1, 0, 0]).await;
