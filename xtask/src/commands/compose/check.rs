@@ -115,7 +115,7 @@ const CALM_TRIES: u32 = 5;
 const SAMPLES: u64 = 1000;
 
 /// A healed replica has half of an equal share again within this, seconds. Its agent forgets slow requests after 15 s, and at
-/// this rate trials are 9 s apart: 14 to 28 s were seen, and twice more than 30.
+/// this rate trials are 9 s apart: 14 to 38 s were seen.
 const BACK: u64 = 45;
 
 /// Replicas in rotation.
