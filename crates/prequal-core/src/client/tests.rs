@@ -366,6 +366,20 @@ fn the_ejection_table_is_read_where_it_has_changed_or_is_told_something() {
 }
 
 #[test]
+fn a_name_that_a_reply_brings_up_is_not_tried_while_its_replica_is_ejected() {
+    let host = Host::default();
+    let mut worker = balancer(config(Profile::Default, 8), &host.store());
+    probe_all(&mut worker, 8, 0);
+    let unresponsive = Event::Unresponsive { trial: false, ordinary: true };
+    worker.push(Update::Health(ms(1), replica(9), unresponsive));
+    worker.begin(ms(1), &[], true, &mut rng());
+    for at in 2..100 {
+        worker.push(Update::Introduce(ms(at), replica(9)));
+        assert_ne!(worker.begin(ms(at), &[], true, &mut rng()).pick.replica, Some(replica(9)));
+    }
+}
+
+#[test]
 fn a_request_that_waits_asks_no_ejected_replica() {
     let mut config = config(Profile::Default, 4);
     config.choice.sync.d = 4;
