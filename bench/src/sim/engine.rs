@@ -580,7 +580,7 @@ impl<'a> World<'a> {
         let now = micros(self.now);
         let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
         for target in balancer.targets(due, now, &mut self.choice) {
-            // Where everybody is known from the start there is nobody to discover.
+            // A client that knows all servers from the start discovers none.
             if target.is_some() || self.learns {
                 self.send_probe(client, target, None);
             }

@@ -367,22 +367,22 @@ impl EjectionTable {
         self.members = members;
     }
 
-    /// Replicas in use, as told.
+    /// Number of replicas in use, as set by [`Self::set_members`].
     pub fn members(&self) -> u32 {
         self.members
     }
 
-    /// Which of its versions this is. 0 is of a copy that is none of them.
+    /// Version number, from 1. 0 marks a copy that was never written.
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// This is a new version.
+    /// Starts a new version. Call it once per write.
     pub fn changed(&mut self) {
         self.version = self.version.wrapping_add(1).max(1);
     }
 
-    /// This copy was not written.
+    /// Marks this copy as one that was never written.
     pub fn disown(&mut self) {
         self.version = 0;
     }
@@ -400,22 +400,22 @@ impl EjectionTable {
         self.records.get_mut(index)
     }
 
-    /// Whether there is anything here of `replica`.
+    /// Whether the table has a record of `replica`.
     pub fn knows(&self, replica: Endpoint) -> bool {
         self.get(replica).is_some()
     }
 
-    /// Whether an answer of `replica` may matter here.
+    /// Whether an answer of `replica` may change its record.
     pub fn watches(&self, replica: Endpoint, now: Micros) -> bool {
         self.get(replica).is_some_and(|record| record.is_active(now.stamp()))
     }
 
-    /// Whether a report without failures may matter here: `replica` is ejected and was not heard of lately.
+    /// Whether a report without failures may change the record: `replica` is ejected and has not reported lately.
     pub fn listens_to(&self, replica: Endpoint, now: Micros) -> bool {
         self.get(replica).is_some_and(|record| record.reason != 0 && !record.was_heard(now.stamp()))
     }
 
-    /// How soon a trial may be due, milliseconds.
+    /// Milliseconds until a trial may be due; `None` if no ejected replica has reported.
     pub fn next_trial_ms(&self, settings: &EjectionSettings, now: Micros) -> Option<u32> {
         let heard = self.records.iter().filter(|record| record.reason != 0 && record.heard == 1);
         let left =

@@ -166,7 +166,7 @@ pub struct PoolState {
     ejections: u16,
     /// Replicas that it excludes.
     ejected: u16,
-    /// Its version that said so.
+    /// Version of the ejection table that the two fields above come from.
     ejections_version: u32,
     cooldowns: [Cooldown; MAX_COOLDOWNS],
     history_at: [Stamp; MAX_HISTORY],
@@ -253,7 +253,7 @@ impl PoolState {
         self.ejections == 1
     }
 
-    /// Whether this is the ejection table that the pool has been told of last: it excludes nobody else.
+    /// Whether the pool last excluded replicas by this version of the ejection table.
     pub fn follows(&self, ejections: &EjectionTable) -> bool {
         ejections.version() != 0 && self.ejections_version == ejections.version()
     }

@@ -21,7 +21,7 @@ const COOLDOWN_MS: u32 = 1000;
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Update {
     Report(Micros, Endpoint, Load, Placement),
-    /// What a request told of the health of its replica.
+    /// What a request showed of the health of its replica.
     Health(Micros, Endpoint, Event),
     /// A reply names a candidate.
     Introduce(Micros, Endpoint),
@@ -39,13 +39,14 @@ pub(super) enum Update {
 pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
     ejections: S::Value<EjectionTable>,
-    /// The table as it was read last: all that there is to know of it while the pool follows that version.
+    /// The table as this worker last read it. It is up to date while the pool follows its version.
     pub(super) table: EjectionTable,
     /// When it was read, and how many milliseconds later a trial may be due.
     next_trial: Option<(Stamp, u32)>,
     pending: Vec<Update>,
-    /// The first so many of those the ejection table has been told.
-    told: usize,
+    /// How many of the first of these the ejection table already has: a write of the pool that fails is repeated, one of the
+    /// table is not.
+    in_table: usize,
     /// The table had something to look at in the last transaction.
     pub(super) watched: bool,
 }
@@ -58,7 +59,7 @@ impl<S: Store> Journal<S> {
             table: EjectionTable::new(),
             next_trial: None,
             pending: Vec::new(),
-            told: 0,
+            in_table: 0,
             watched: false,
         }
     }
@@ -88,7 +89,7 @@ impl<S: Store> Journal<S> {
         rng: &mut G,
         mut action: impl FnMut(&mut PoolState, Option<(&EjectionTable, Option<Trial>)>, &mut G) -> (T, bool),
     ) -> (T, bool) {
-        let Self { pool, ejections, table, next_trial, pending, told, watched } = self;
+        let Self { pool, ejections, table, next_trial, pending, in_table, watched } = self;
         let (mut looked, mut trial) = (false, None);
         let updated = pool.transact(!request, |pool| {
             let active = pool.has_ejections();
@@ -97,14 +98,15 @@ impl<S: Store> Journal<S> {
                 || next_trial.is_some_and(|(read, wait_ms)| now.stamp().distance_ms(read) >= wait_ms);
             let concerns = || {
                 let known = active.then_some(&*table);
-                *told > 0 || pending.iter().any(|update| update.concerns_ejections(settings, known))
+                *in_table > 0 || pending.iter().any(|update| update.concerns_ejections(settings, known))
             };
-            // On a conflict over the pool what the updates did to the table is already written.
+            // After a conflict over the pool, the table already has this worker's updates.
             let look = stale || (!looked && (active && (!request || trial_due()) || concerns()));
             if look {
-                let given =
-                    tell(ejections, table, settings, counters, pending, told, pool, now, request, rng);
-                // One of an earlier attempt may be back meanwhile.
+                let given = update_ejections(
+                    ejections, table, settings, counters, pending, in_table, pool, now, request, rng,
+                );
+                // After a conflict, the replica of the trial may have returned meanwhile.
                 trial = given.or(trial).filter(|trial| table.is_ejected(trial.replica));
                 let wait_ms = table.next_trial_ms(&settings.ejection, now);
                 *next_trial = wait_ms.map(|wait_ms| (now.stamp(), wait_ms));
@@ -125,22 +127,22 @@ impl<S: Store> Journal<S> {
         let written = updated.end == End::Written;
         if written {
             pending.clear();
-            *told = 0;
+            *in_table = 0;
         }
         (updated.result, written)
     }
 }
 
-/// Tells the ejection table the updates that it has not been `told`, and asks for a trial if a request waits for one.
-/// The table as it is then goes to `copy`.
+/// Applies to the ejection table the updates that it does not have yet, and takes a trial if this is a request and one is
+/// due. `copy` becomes the table as it was written.
 #[allow(clippy::too_many_arguments, reason = "the parts of one transaction")]
-fn tell<G: Rng>(
+fn update_ejections<G: Rng>(
     ejections: &mut impl Value<EjectionTable>,
     copy: &mut EjectionTable,
     settings: &PoolSettings,
     counters: &impl Counters,
     updates: &[Update],
-    told: &mut usize,
+    in_table: &mut usize,
     pool: &PoolState,
     now: Micros,
     request: bool,
@@ -152,7 +154,7 @@ fn tell<G: Rng>(
     let updated = ejections.update(|table| {
         table.set_members(members);
         let mut changed = false;
-        for (update, slot) in updates.iter().skip(*told).zip(&mut changes) {
+        for (update, slot) in updates.iter().skip(*in_table).zip(&mut changes) {
             *slot = match *update {
                 Update::Health(at, replica, event) => table.apply(settings, at, replica, event),
                 Update::Report(at, replica, Load { failing, .. }, placement) => {
@@ -181,7 +183,7 @@ fn tell<G: Rng>(
         // For all that others know the trial is still due.
         return None;
     }
-    *told = updates.len();
+    *in_table = updates.len();
     for change in changes {
         counters.count(Count::Ejection(change));
     }
@@ -190,7 +192,8 @@ fn tell<G: Rng>(
 }
 
 impl Update {
-    /// Whether the ejection table must be told, of which this is a copy if it holds anyone.
+    /// Whether this update may change the ejection table. `table` is the worker's copy; `None` if no replica is ejected or
+    /// watched.
     fn concerns_ejections(&self, settings: &PoolSettings, table: Option<&EjectionTable>) -> bool {
         match *self {
             Self::Health(at, replica, Event::Answered { .. }) => {

@@ -22,10 +22,11 @@ const CREDIT: f32 = 0.001;
 /// Most that a trial is charged, in lowest costs: one request in 4000 for a replica that looks far slower. Also the most
 /// that is saved up.
 const DEAREST: f32 = 4.0;
-/// The same where requests are so rare that the last trial was long ago, milliseconds: a healed replica should not wait for
-/// its next one much longer than ten seconds.
-const DEAREST_LATE: f32 = 2.0;
-const LATE_MS: u32 = 8000;
+/// The same limit once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in 4000
+/// would be a trial every 40 s at 100 requests a second.
+const DEAREST_OVERDUE: f32 = 2.0;
+/// Milliseconds.
+const OVERDUE_MS: u32 = 8000;
 /// A replica that reports this part of what it did before its trial gets another.
 const PROMISING: f64 = 0.8;
 /// Reports younger than this are equally fresh, milliseconds; older ones by powers of two of it. Within milliseconds it is
@@ -93,8 +94,8 @@ impl Predicted {
             return None;
         }
         let saved = trials.credit + CREDIT * self.lowest;
-        let late = self.now.distance_ms(trials.at) >= LATE_MS;
-        let most = if late { DEAREST_LATE } else { DEAREST } * self.lowest;
+        let overdue = self.now.distance_ms(trials.at) >= OVERDUE_MS;
+        let most = if overdue { DEAREST_OVERDUE } else { DEAREST } * self.lowest;
         trials.credit = if saved < most { saved } else { most };
         let mut tried = None;
         let mut idle = 0;
@@ -140,6 +141,7 @@ pub(super) struct Trials {
     last: Endpoint,
     /// 1 once it reports so much less that it is tried again at once.
     promising: u32,
+    /// When the last trial was.
     at: Stamp,
 }
 

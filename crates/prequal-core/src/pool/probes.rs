@@ -186,10 +186,10 @@ impl Clock {
 
 /// The policy is sampled eagerly until no replica has come into use for this long.
 pub(super) const GROWING_MS: u32 = 2000;
-/// Most probes of discovery a second while no replica comes into use: a thousand replicas are gone through in 10 s, for 0.9 % of a core.
+/// Most probes of discovery a second in a settled fleet. At this rate a thousand replicas are sampled in 10 s.
 const MOST_SAMPLES: f32 = 105.0;
-/// Most times a second that probes of discovery go out while no replica comes into use: if there are more of them, several go
-/// out together. One that follows another at once costs half as much: it finds in the caches what the first has needed.
+/// Most times a second that a settled fleet is sampled; where more samples are due, several go out together. A probe right
+/// after another costs half as much, because the caches are warm.
 const MOST_BURSTS: f32 = 15.0;
 /// Most probes that are saved; the most of a pool but for a burst.
 const SAVED: f32 = 32.0;
