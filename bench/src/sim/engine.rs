@@ -55,6 +55,8 @@ struct World<'a> {
     probes: Slab<Probe>,
     arrivals: u64,
     trace: SmallRng,
+    /// Arrivals and sizes of others' queries, and whose turn it is.
+    others: (SmallRng, usize),
     keys: Option<Zipf<f64>>,
     network: SmallRng,
     choice: SmallRng,
@@ -100,6 +102,8 @@ struct Probe {
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Arrival,
+    /// A query of somebody else's round robin.
+    Other,
     /// The client of a query gets to it.
     Pick(u32, u32),
     AtServer(u32),
@@ -177,6 +181,7 @@ impl<'a> World<'a> {
             probes: Slab::default(),
             arrivals: 0,
             trace: stream(seed, 1),
+            others: (stream(seed, 4), 0),
             keys: scenario.keys.and_then(|keys| Zipf::new(f64::from(keys.count), keys.skew).ok()),
             network: stream(seed, 2),
             choice,
@@ -199,6 +204,7 @@ impl<'a> World<'a> {
                 }
             }
         }
+        self.schedule_other();
         self.at(TICK, Event::Tick);
         self.at(SECOND, Event::Second);
         if let Polling::Rif { every_ms } = self.polling {
@@ -246,6 +252,7 @@ impl<'a> World<'a> {
                 self.at(self.paused_until, event);
             }
             Event::Arrival => self.arrival(),
+            Event::Other => self.other(),
             Event::Pick(query, client) => self.pick(query, client as usize),
             Event::AtServer(query) => self.at_server(query),
             Event::Wake { server, version } => self.wake(server as usize, version),
@@ -290,13 +297,22 @@ impl<'a> World<'a> {
         let size = self.scenario.sizes.draw(&mut self.trace);
         let key = self.keys.map_or(0, |keys| keys.sample(&mut self.trace) as u32);
         self.schedule_arrival();
-        self.arrivals += 1;
         let sample = self.measuring().then(|| {
             let at_ms = ((self.now - self.from) / 1_000_000) as u32;
             self.run.samples.push(Sample { at_ms, latency_us: FAILED, server: u16::MAX });
             self.run.samples.len() as u32 - 1
         });
-        let slot = self.queries.insert(Query {
+        let slot = self.query(client, size, key, sample);
+        if let Some(deadline) = self.scenario.deadline {
+            self.deadlines.push_back((self.now + nanos(deadline), slot, self.arrivals));
+        }
+        self.handle(Event::Pick(slot, client));
+    }
+
+    /// A query that has come now.
+    fn query(&mut self, client: u32, size: f64, key: u32, sample: Option<u32>) -> u32 {
+        self.arrivals += 1;
+        self.queries.insert(Query {
             id: self.arrivals,
             client,
             server: u32::MAX,
@@ -312,11 +328,29 @@ impl<'a> World<'a> {
             report: None,
             waiting: None,
             request: Request::default(),
-        });
-        if let Some(deadline) = self.scenario.deadline {
-            self.deadlines.push_back((self.now + nanos(deadline), slot, self.arrivals));
+        })
+    }
+
+    fn schedule_other(&mut self) {
+        if self.scenario.others > 0.0 {
+            let gap: f64 = Exp1.sample(&mut self.others.0);
+            self.after(nanos(gap / self.scenario.others), Event::Other);
         }
-        self.handle(Event::Pick(slot, client));
+    }
+
+    /// Nobody waits for the answer: the server alone notices the query.
+    fn other(&mut self) {
+        if self.now >= self.until {
+            return;
+        }
+        self.schedule_other();
+        let size = self.scenario.sizes.draw(&mut self.others.0);
+        let slot = self.query(u32::MAX, size, 0, None);
+        if let Some(query) = self.queries.get(slot) {
+            query.client_done = true;
+        }
+        self.others.1 += 1;
+        self.send(slot, self.alive[self.others.1 % self.alive.len()]);
     }
 
     fn pick(&mut self, slot: u32, client: usize) {

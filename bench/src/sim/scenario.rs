@@ -20,6 +20,8 @@ pub(crate) struct Scenario {
     /// Clients, each with a balancer of its own.
     pub(crate) clients: usize,
     pub(crate) load: Load,
+    /// Queries per second of somebody else's round robin on the same servers, in no figure.
+    pub(crate) others: f64,
     pub(crate) sizes: Sizes,
     /// What queries ask for, where servers have caches.
     pub(crate) keys: Option<Keys>,
@@ -203,6 +205,7 @@ impl Scenario {
             clients: servers.len(),
             servers,
             load: Load::Poisson(qps),
+            others: 0.0,
             sizes: Sizes::Normal { variation: 1.0 },
             keys: None,
             warm_up: 15.0,

@@ -64,6 +64,13 @@ fn all() -> Vec<Point> {
     let shared =
         fleet("12 × 2 cores, lognormal σ 1.5", &[(12, NO_QUEUE, 20.0)], LogNormal { sigma: 1.5 }, 400.0);
     let flapping = fleet("10, no queues, one 12x now and then", &[(10, NO_QUEUE, 50.0)], Exact, 200.0);
+    // As many queries of others, by round robin: as beside an Envoy that has no Prequal yet.
+    let beside = |what: &str| {
+        fleet(&format!("9 at 50, one {what}, then healed, others"), &[(9, NO_QUEUE, 50.0)], Exact, 220.0)
+            .clients(4)
+            .with(|scenario| scenario.others = 220.0)
+    };
+    let newcomer = fleet("10 at 167, no queues, then 11", &[(11, NO_QUEUE, 167.0)], Exact, 1000.0);
     let caches = fleet("8 × 4 with caches", &[(8, 4, 10.0)], Exponential, 400.0);
     vec![
         equal("16 × 4, exp 40, 80 %", 0.8),
@@ -110,6 +117,22 @@ fn all() -> Vec<Point> {
         fleet("8 clients, 16 × 1, exp 50, 50 %", &[(16, 1, 50.0)], Exponential, 160.0).clients(8),
         equal("one 3x slower, then healed", 0.4).slowed(1, 3.0, 0.0, 25.0),
         equal("one 16x slower, then healed", 0.4).slowed(1, 16.0, 0.0, 25.0),
+        fleet("9 at 50, one 16x slower, then healed", &[(9, NO_QUEUE, 50.0)], Exact, 220.0)
+            .slowed(1, 16.0, 0.0, 25.0),
+        beside("16x slower").slowed(1, 16.0, 0.0, 25.0),
+        beside("hangs").with(|scenario| {
+            scenario.changes = [(0.0, true), (10.0, false)]
+                .map(|(after, hangs)| (scenario.warm_up + after, Change::Frozen(0, hangs)))
+                .into();
+        }),
+        newcomer.with(|scenario| {
+            scenario.initially = 10;
+            scenario.changes = vec![(scenario.warm_up, Change::Join(10))];
+        }),
+        fleet("12 × 4, exp 40, then 13, 80 %", &[(13, 4, 40.0)], Exponential, 960.0).with(|scenario| {
+            scenario.initially = 12;
+            scenario.changes = vec![(scenario.warm_up, Change::Join(12))];
+        }),
         caches.with(|scenario| {
             for server in &mut scenario.servers {
                 server.cache = Some(CacheSpec { entries: 300, miss: 10.0 });
@@ -120,19 +143,25 @@ fn all() -> Vec<Point> {
     ]
 }
 
-/// Seconds from the healing of the one server that was slow for a while to the first in which it gets half of its fair
-/// share; infinite when it never does, NaN where none was slow.
-fn seconds_to_return(scenario: &Scenario, run: &Run) -> f64 {
-    let [(_, Change::Work(slowed, _)), (healed_at, Change::Work(healed, _))] = scenario.changes[..] else {
-        return f64::NAN;
+/// Seconds from the healing of the one server that was slow for a while, or from the start of the one that joins, to the
+/// first in which it gets half of its fair share; infinite when it never does, NaN where there is none.
+fn seconds_to_share(scenario: &Scenario, run: &Run) -> f64 {
+    let (since, server) = match scenario.changes[..] {
+        [(_, Change::Work(slowed, _)), (healed_at, Change::Work(healed, _))] if slowed == healed => {
+            (healed_at, healed)
+        }
+        [(_, Change::Frozen(hung, true)), (healed_at, Change::Frozen(healed, false))] if hung == healed => {
+            (healed_at, healed)
+        }
+        [(joined_at, Change::Join(joined))] => (joined_at, joined),
+        _ => return f64::NAN,
     };
-    debug_assert_eq!(slowed, healed);
-    let from = healed_at - scenario.warm_up;
+    let from = since - scenario.warm_up;
     let half = 0.5 / scenario.servers.len() as f64;
     let seconds = 0..(scenario.measured - from) as u32;
     let back = seconds.map(f64::from).find(|after| {
         let second = from + after..from + after + 1.0;
-        run.share(|server| server == healed, |at| second.contains(&at)) >= half
+        run.share(|other| other == server, |at| second.contains(&at)) >= half
     });
     back.map_or(f64::INFINITY, |after| after)
 }
@@ -172,13 +201,14 @@ pub(super) fn fleets(length: Length) -> Plan {
             rarely heard of. `24` has every \
             number of slots with every speed, at 1400/s. `12 × 2 cores` is processor sharing with a median of 20 \
             ms, 8 clients and 400/s. `with caches`: 3000 keys, of which each server remembers 300; a miss costs \
-            10 times a hit. `healed` is the second, counted from the end of the 25 s in which one server was \
-            slow, in which it gets half of its fair share again. `TO` is beyond 30 s.",
+            10 times a hit. `to its share` counts the seconds until a server gets half of its fair share: from the \
+            end of the 25 s in which it was slow, or from its start where one joins the others (`then 11`). `others`: \
+            as many queries again by somebody else's round robin. `TO` is beyond 30 s.",
         x_label: "",
         points,
         metrics: standard_and(&[
             SLOW_SHARE,
-            Metric { name: "return_s", of: |scenario, run, _| seconds_to_return(scenario, run) },
+            Metric { name: "share_s", of: |scenario, run, _| seconds_to_share(scenario, run) },
         ]),
         columns: vec![
             ("p50 ms", P50, tenths),
@@ -188,7 +218,7 @@ pub(super) fn fleets(length: Length) -> Plan {
             ("failed", FAILED, percent),
             ("probes/query", PROBES, two),
             ("to slow ones", OWN, percent),
-            ("healed, s", OWN + 1, seconds),
+            ("to its share, s", OWN + 1, seconds),
         ],
         charts: Vec::new(),
         judge: if length.quick { |cells| judge(cells, 1.15) } else { |cells| judge(cells, WITHIN) },
@@ -319,9 +349,9 @@ mod tests {
             let sample = at.map(|at_ms| Sample { at_ms, latency_us: 1, server: server(at_ms, slow) });
             Run { samples: sample.collect(), ..Run::default() }
         };
-        assert_eq!(seconds_to_return(&point.scenario, &run(true)), 5.0);
-        assert_eq!(seconds_to_return(&point.scenario, &run(false)), f64::INFINITY);
-        assert!(seconds_to_return(&all()[0].scenario, &run(true)).is_nan());
+        assert_eq!(seconds_to_share(&point.scenario, &run(true)), 5.0);
+        assert_eq!(seconds_to_share(&point.scenario, &run(false)), f64::INFINITY);
+        assert!(seconds_to_share(&all()[0].scenario, &run(true)).is_nan());
     }
 
     #[test]
