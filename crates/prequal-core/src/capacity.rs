@@ -13,10 +13,17 @@
 //! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: that a replica can serve more must be shown. W is
 //! E(K) / N. `docs/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
+//! What the fit is slow to see, single answers show at once ([`recent`]): that a replica has become faster, and that requests
+//! beyond its knee do not wait.
+//!
 //! What is in flight but not at the server (a stream, a request that waits for its client) is no part of the level; the
 //! caller leaves it out ([`crate::tracker`]).
 
 use crate::time::{MAX_LATENCY_US, Micros};
+
+mod recent;
+
+use recent::{Beyond, FastRun};
 
 /// Highest knee that is told apart; more in flight count as this many.
 pub const MAX_KNEE: u16 = 512;
@@ -48,13 +55,15 @@ pub struct Capacity {
     pub base_us: u32,
     /// Requests in flight beyond which more only wait, at least 1.
     pub knee: u16,
+    /// The replica has shown no saturation: its knee may be higher than that.
+    pub open: bool,
 }
 
 impl Capacity {
     /// Of a replica that reports a latency alone: it holds for one request more than are in flight, and then grows.
     pub fn at_face_value(latency_us: u32, rif: u32) -> Self {
         let knee = u16::try_from(rif.saturating_add(1)).unwrap_or(u16::MAX);
-        Self { base_us: latency_us.max(1), knee }
+        Self { base_us: latency_us.max(1), knee, open: false }
     }
 
     /// What a request may expect that finds `rif` in flight, microseconds.
@@ -108,6 +117,8 @@ pub struct Levels {
     latest: Micros,
     fitted_at: Option<Micros>,
     fit: Option<Capacity>,
+    run: FastRun,
+    beyond: Beyond,
 }
 
 impl Default for Levels {
@@ -130,6 +141,8 @@ impl Levels {
             latest: Micros(0),
             fitted_at: None,
             fit: None,
+            run: FastRun::default(),
+            beyond: Beyond::default(),
         }
     }
 
@@ -170,6 +183,13 @@ impl Levels {
     /// A good answer left while `level` requests were in flight, itself included. It had arrived as the `arrived_as`-th and
     /// took `latency_us`.
     pub fn served(&mut self, now: Micros, level: u32, arrived_as: u32, latency_us: u32) {
+        if let Some(fit) = self.fit {
+            self.beyond.answered(now, fit, arrived_as, latency_us);
+            if self.run.answered(now, fit, arrived_as, latency_us) {
+                self.start_anew(now);
+                return;
+            }
+        }
         let weight = self.weight(now);
         let level = self.level_of_burst(now, level.max(1), u64::from(latency_us / TOGETHER));
         self.row(level, |row| row.left += weight);
@@ -181,6 +201,16 @@ impl Levels {
         if self.fitted_at.is_none_or(|at| now.distance(at) > FIT_AT_LEAST_US) {
             self.capacity(now, false);
         }
+    }
+
+    /// Forgets all but the run of fast answers, which count as if each had been alone.
+    fn start_anew(&mut self, now: Micros) {
+        let (answers, took) = self.run.take();
+        self.rows.clear();
+        self.logs.clear();
+        (self.origin, self.latest, self.since) = (now, now, Some(now));
+        self.row(1, |row| *row = Row { time: took, left: answers, met: answers, took });
+        self.fitted_at = None;
     }
 
     /// The level at which a burst of departures began. Requests that came together leave together where service times are
@@ -262,7 +292,8 @@ impl Levels {
         let knee = self.scores.iter().position(|(score, _)| *score >= best - DOUBT)?;
         let (_, effort) = self.scores.get(knee)?;
         let base = (effort / all.left).clamp(1.0, f64::from(MAX_LATENCY_US));
-        Some(Capacity { base_us: base as u32, knee: u16::try_from(knee + 1).unwrap_or(MAX_KNEE) })
+        let knee = u16::try_from(knee + 1).unwrap_or(MAX_KNEE);
+        Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest) })
     }
 
     /// How long the level has lasted, microseconds.

@@ -416,7 +416,7 @@ impl PoolState {
             unproven: 1,
             share: FULL_SHARE,
             failing: 0,
-            padding: 0,
+            open: 0,
         };
         self.insert(settings, stamp, entry);
     }
@@ -599,7 +599,7 @@ impl PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 8); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 9); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();

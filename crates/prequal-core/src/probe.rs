@@ -45,7 +45,9 @@ pub fn json(report: &LoadReport, timestamp_ms: u128) -> String {
         None => write!(text, "null,\"latency_us\":null"),
     };
     let _ = match report.capacity {
-        Some(Capacity { base_us, knee }) => write!(text, ",\"base_us\":{base_us},\"knee\":{knee}"),
+        Some(Capacity { base_us, knee, open }) => {
+            write!(text, ",\"base_us\":{base_us},\"knee\":{knee},\"open\":{open}")
+        }
         None => text.write_str(",\"base_us\":null,\"knee\":null"),
     };
     let _ = write!(text, ",\"failing\":{},\"up_s\":", report.failing);

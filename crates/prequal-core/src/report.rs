@@ -1,5 +1,5 @@
 //! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`, of which `probe`,
-//! `fail`, `up`, `base` and `knee` are known.
+//! `fail`, `up`, `base`, `knee` and `open` are known.
 //!
 //! Parsing accepts anything a hostile replica may send and answers with a bounded report or a reason. It does
 //! not decide whether the report may be trusted: that needs to know who was asked (see the filter).
@@ -45,7 +45,8 @@ pub struct LoadReport {
     /// Median recent latency at or near that RIF, microseconds; `None` when the replica has no sample.
     pub latency_us: Option<u32>,
     /// Base latency and knee ([`crate::capacity`]); `base=` (microseconds, 1 to [`MAX_LATENCY_US`]) and `knee=` (requests in
-    /// flight, 1 to 65 535) on the wire, together or not at all. `None`: it has served nothing yet, or does not say.
+    /// flight, 1 to 65 535) on the wire, together or not at all, with `open=1` where the knee may be higher. `None`: it has
+    /// served nothing yet, or does not say.
     pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
@@ -70,7 +71,7 @@ impl LoadReport {
             return Err(ReportError::TooLong);
         }
         let mut report = Self::idle();
-        let (mut base, mut knee) = (None, None);
+        let (mut base, mut knee, mut open) = (None, None, false);
         for (index, field) in header.split(|byte| *byte == b';').map(<[u8]>::trim_ascii).enumerate() {
             match index {
                 0 => report.rif = parse_rif(field)?,
@@ -81,6 +82,8 @@ impl LoadReport {
                         base = Some(parse_number(value).unwrap_or(0));
                     } else if let Some(value) = field.strip_prefix(b"knee=") {
                         knee = Some(parse_number(value).unwrap_or(0));
+                    } else if let Some(value) = field.strip_prefix(b"open=") {
+                        open = value == b"1";
                     } else if let Some(value) = field.strip_prefix(b"probe=") {
                         // A replica may move its probes to another port, never to another host.
                         let replica = report.endpoint;
@@ -98,7 +101,7 @@ impl LoadReport {
         if report.endpoint.is_none() {
             return Err(if header.contains(&b';') { ReportError::Endpoint } else { ReportError::Latency });
         }
-        report.capacity = parse_capacity(base, knee)?;
+        report.capacity = parse_capacity(base, knee, open)?;
         Ok(report)
     }
 
@@ -147,8 +150,11 @@ impl fmt::Display for LoadReport {
         if let Some(up) = self.up_s {
             write!(f, ";up={up}")?;
         }
-        if let Some(Capacity { base_us, knee }) = self.capacity {
+        if let Some(Capacity { base_us, knee, open }) = self.capacity {
             write!(f, ";base={base_us};knee={knee}")?;
+            if open {
+                f.write_str(";open=1")?;
+            }
         }
         Ok(())
     }
@@ -184,14 +190,14 @@ fn parse_failing(digits: &[u8]) -> Result<u16, ReportError> {
 }
 
 /// Both or neither: half of the pair says nothing.
-fn parse_capacity(base: Option<u32>, knee: Option<u32>) -> Result<Option<Capacity>, ReportError> {
+fn parse_capacity(base: Option<u32>, knee: Option<u32>, open: bool) -> Result<Option<Capacity>, ReportError> {
     let (base_us, knee) = match (base, knee) {
         (None, None) => return Ok(None),
         (Some(base_us), Some(knee)) => (base_us, u16::try_from(knee).map_err(|_| ReportError::Capacity)?),
         _ => return Err(ReportError::Capacity),
     };
     let sound = (1..=MAX_LATENCY_US).contains(&base_us) && knee > 0;
-    if sound { Ok(Some(Capacity { base_us, knee })) } else { Err(ReportError::Capacity) }
+    if sound { Ok(Some(Capacity { base_us, knee, open })) } else { Err(ReportError::Capacity) }
 }
 
 /// Why a report was dropped. The label of each variant is the one used in metrics.
@@ -253,6 +259,7 @@ mod tests {
             "1;2;10.0.0.1:80;probe=10.0.0.1:9000",
             "1;2;10.0.0.1:80;probe=10.0.0.1:9000;fail=1000;up=0",
             "1;2;10.0.0.1:80;base=1;knee=65535",
+            "1;2;10.0.0.1:80;base=1;knee=3;open=1",
         ] {
             assert_eq!(LoadReport::parse(text).unwrap().to_string(), text);
         }
@@ -262,6 +269,13 @@ mod tests {
     fn unknown_fields_are_ignored() {
         let report = LoadReport::parse("3;5;127.0.0.1:80;age=7;x").unwrap();
         assert_eq!((report.rif, report.latency_us), (3, Some(5)));
+        // `open` says something of a knee, and nothing but 1 says it.
+        for text in ["3;5;127.0.0.1:80;open=1", "3;5;127.0.0.1:80;base=5;knee=2;open=yes"] {
+            assert!(
+                !LoadReport::parse(text).unwrap().capacity.is_some_and(|capacity| capacity.open),
+                "{text}"
+            );
+        }
     }
 
     #[test]
@@ -307,7 +321,7 @@ mod tests {
         #[test]
         fn nothing_panics_and_what_parses_prints_back(header in prop_oneof![
             vec(any::<u8>(), 0..300),
-            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
+            "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|open|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
                 .prop_map(String::into_bytes),
         ]) {
             if let Ok(report) = LoadReport::parse(&header) {

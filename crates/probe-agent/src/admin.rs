@@ -63,7 +63,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         )?;
         writeln!(out, "prequal_agent_latency_median_seconds {}", seconds(u64::from(us)))?;
     }
-    if let Some(Capacity { base_us, knee }) = load.capacity() {
+    if let Some(Capacity { base_us, knee, open }) = load.capacity() {
         let name = "prequal_agent_base_latency_seconds";
         head(out, name, "gauge", "What a request takes while none waits; absent until one was served.")?;
         writeln!(out, "{name} {}", seconds(base_us.into()))?;
@@ -74,6 +74,9 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
             "Requests in flight beyond which more only wait; absent until one was served.",
         )?;
         writeln!(out, "prequal_agent_knee {knee}")?;
+        let name = "prequal_agent_knee_open";
+        head(out, name, "gauge", "1 while the replica has shown no saturation: its knee may be higher.")?;
+        writeln!(out, "{name} {}", u8::from(open))?;
     }
     head(
         out,

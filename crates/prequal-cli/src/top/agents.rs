@@ -15,6 +15,8 @@ pub(super) struct Agent {
     pub(super) base_ms: Option<f64>,
     /// Requests in flight beyond which more only wait; `None` until one was served.
     pub(super) knee: Option<f64>,
+    /// It has shown no saturation: the knee may be higher.
+    pub(super) open: bool,
     /// Share of recent requests that it failed, 0 to 1.
     pub(super) failing: f64,
 }
@@ -39,6 +41,7 @@ impl Agent {
             rif: value("prequal_agent_rif")?,
             base_ms: value("prequal_agent_base_latency_seconds").map(|seconds| seconds * 1e3),
             knee: value("prequal_agent_knee"),
+            open: value("prequal_agent_knee_open") == Some(1.0),
             failing: value("prequal_agent_failing_ratio").unwrap_or(0.0),
         })
     }
@@ -51,7 +54,7 @@ impl Agent {
         [
             format!("{:6.0}", self.rif),
             format!("{:>9}", known(self.base_ms, 1)),
-            format!("{:>12}", known(self.knee, 0)),
+            format!("{:>12}", known(self.knee, 0) + if self.open { "+" } else { "" }),
             format!("{:6.1}%", self.failing * 100.0),
         ]
     }
@@ -72,7 +75,7 @@ pub(super) mod tests {
     use super::*;
 
     const PAGE: &str = "# HELP prequal_agent_rif Requests in flight.\n\
-        prequal_agent_rif 3\nprequal_agent_base_latency_seconds 0.0401\nprequal_agent_knee 4\n\
+        prequal_agent_rif 3\nprequal_agent_base_latency_seconds 0.0401\nprequal_agent_knee 4\nprequal_agent_knee_open 1\n\
         prequal_agent_failing_ratio 0.25\nprequal_agent_requests_total{class=\"success\"} 7\n";
 
     pub(in crate::top) fn agent() -> Agent {
@@ -86,7 +89,7 @@ pub(super) mod tests {
         assert_eq!(
             text,
             "agent                    rif    base ms  saturates at  failing\n\
-             http://10.0.0.1:9902       3       40.1             4    25.0%\n\
+             http://10.0.0.1:9902       3       40.1            4+    25.0%\n\
              http://b:1                 0          -             -     0.0%\n"
         );
         assert_eq!(Agent::read("up 1\n"), None);

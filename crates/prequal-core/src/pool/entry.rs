@@ -44,7 +44,8 @@ pub(super) struct Entry {
     pub(super) share: u8,
     /// Share of recent requests that it failed, per mille.
     pub(super) failing: u16,
-    pub(super) padding: u16,
+    /// 1 if the knee may be higher.
+    pub(super) open: u16,
 }
 
 impl Entry {
@@ -55,7 +56,7 @@ impl Entry {
         placement: Placement,
         received: Stamp,
     ) -> Self {
-        let capacity = load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1 });
+        let capacity = load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1, open: false });
         Self {
             base_us: capacity.base_us,
             knee: capacity.knee,
@@ -70,7 +71,7 @@ impl Entry {
             uses_left: 1,
             unproven: 0,
             failing: load.failing,
-            padding: 0,
+            open: capacity.open.into(),
         }
     }
 
@@ -96,7 +97,8 @@ impl Entry {
     }
 
     pub(super) fn capacity(&self) -> Option<Capacity> {
-        (self.base_us != UNKNOWN).then_some(Capacity { base_us: self.base_us, knee: self.knee })
+        let Self { base_us, knee, .. } = *self;
+        (base_us != UNKNOWN).then_some(Capacity { base_us, knee, open: self.open == 1 })
     }
 
     pub(super) fn candidate(&self, now: Stamp) -> Candidate {

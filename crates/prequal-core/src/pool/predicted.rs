@@ -45,6 +45,8 @@ pub(super) struct Predicted {
     /// Where weights differ: the highest knee relative to its replica's weight, which stands in for every knee. A replica that
     /// Envoy is told to send three times as much can show that it serves them only if it gets them.
     weighted_knee: Option<u16>,
+    /// What half of the replicas can serve at once.
+    usual_knee: u16,
     /// Entries.
     count: u32,
     /// Picks so far.
@@ -54,8 +56,16 @@ pub(super) struct Predicted {
 
 impl Predicted {
     pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
-        let (unknown_us, count) = (median(entries), entries.len() as u32);
-        let mut rule = Self { unknown_us, lowest: f32::MAX, weighted_knee: None, count, picks, now };
+        let (unknown_us, count) = (usual_base_us(entries), entries.len() as u32);
+        let mut rule = Self {
+            unknown_us,
+            lowest: f32::MAX,
+            weighted_knee: None,
+            usual_knee: usual_knee(entries),
+            count,
+            picks,
+            now,
+        };
         let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
         if entries.iter().any(|entry| entry.weight != weight) {
             let relative = |entry: &Entry| {
@@ -71,12 +81,18 @@ impl Predicted {
         rule
     }
 
-    /// An unknown replica is as fast as most, and saturated by one request: until it has answered it gets no other.
+    /// An unknown replica is as fast as most, and saturated by one request: until it has answered it gets no other. One whose
+    /// knee is open may be as capable as most, and is given the chance to show it in steps: a newcomer that had one request at a
+    /// time would otherwise never get two.
     fn capacity(&self, entry: &Entry) -> Capacity {
         match (entry.capacity(), self.weighted_knee) {
             (Some(known), Some(knee)) => Capacity { knee, ..known },
+            (Some(known), None) if known.open => {
+                let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
+                Capacity { knee, ..known }
+            }
             (Some(known), None) => known,
-            (None, _) => Capacity { base_us: self.unknown_us, knee: 1 },
+            (None, _) => Capacity { base_us: self.unknown_us, knee: 1, open: false },
         }
     }
 
@@ -198,20 +214,35 @@ impl Order for Predicted {
     }
 }
 
-/// The lower median base latency of those that are known; 1 if none is. Nobody asks while all are known.
-fn median(entries: &[Entry]) -> u32 {
+/// The lower median base latency of those that are known; 1 if none is. It is not needed while all are known.
+fn usual_base_us(entries: &[Entry]) -> u32 {
     if entries.iter().all(|entry| entry.base_us != UNKNOWN) {
         return 1;
     }
-    let mut known = [0; MAX_POOL];
+    let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
+    middle(known, |count| (count - 1) / 2).unwrap_or(1)
+}
+
+/// The upper median of the knees that are known; 1 if none is. It is not needed where no knee is open.
+fn usual_knee(entries: &[Entry]) -> u16 {
+    if entries.iter().all(|entry| entry.open == 0) {
+        return 1;
+    }
+    let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.knee));
+    middle(known, |count| count / 2).unwrap_or(1)
+}
+
+/// The value at `place` in the order of values.
+fn middle<T: Copy + Default + Ord>(
+    values: impl Iterator<Item = T>,
+    place: impl FnOnce(usize) -> usize,
+) -> Option<T> {
+    let mut known = [T::default(); MAX_POOL];
     let mut count = 0;
-    let answered = entries.iter().filter_map(Entry::capacity);
-    for (slot, capacity) in known.iter_mut().zip(answered) {
-        *slot = capacity.base_us;
+    for (slot, value) in known.iter_mut().zip(values) {
+        *slot = value;
         count += 1;
     }
-    match known.get_mut(..count) {
-        Some(known) if count > 0 => *known.select_nth_unstable((count - 1) / 2).1,
-        _ => 1,
-    }
+    let known = known.get_mut(..count).filter(|known| !known.is_empty())?;
+    Some(*known.select_nth_unstable(place(count)).1)
 }

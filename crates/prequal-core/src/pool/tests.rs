@@ -548,7 +548,7 @@ fn a_foreign_blob_is_refused() {
     assert!(PoolState::decode(&good.encode()).is_ok());
     assert!(matches!(PoolState::decode(&[]), Err(BlobError::Size { .. })));
     let mut other = good;
-    other.tag = Tag::new(0x7072_6571, 9);
+    other.tag = Tag::new(0x7072_6571, 8);
     assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Version));
     let mut other = good;
     other.remove_credit = f32::NAN;
@@ -711,8 +711,13 @@ impl Scene {
     }
     /// A report of base latency and knee.
     fn capable(&mut self, at: u64, n: u16, rif: u32, base_ms: u32, knee: u16) {
-        let capacity = Some(Capacity { base_us: base_ms * 1000, knee });
-        let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
+        self.reports(at, n, rif, Capacity { base_us: base_ms * 1000, knee, open: false });
+    }
+
+    fn reports(&mut self, at: u64, n: u16, rif: u32, capacity: Capacity) {
+        let base_us = capacity.base_us;
+        let capacity = Some(capacity);
+        let load = Load { capacity, ..Load::at_face_value(rif, Some(base_us)) };
         let (now, placement) = (ms(at), Placement::even(0));
         self.pool.record(&self.settings, now, replica(n), load, placement, &mut self.rng);
     }
@@ -739,7 +744,7 @@ fn shares<const N: usize>(
 #[test]
 fn among_answers_the_lowest_predicted_latency_wins() {
     let answer = |n, rif, base_ms: u32, knee| {
-        let capacity = Some(Capacity { base_us: base_ms * 1000, knee });
+        let capacity = Some(Capacity { base_us: base_ms * 1000, knee, open: false });
         let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
         crate::sync::Answer { replica: replica(n), load, placement: Placement::even(0) }
     };
@@ -774,7 +779,7 @@ fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided()
     let slow_first = |slow_ms: u32| {
         shares::<4>(&mut Scene::new(plain()), 8000, |n| {
             let base_us = if n == 0 { slow_ms * 1000 } else { 20_000 };
-            let capacity = Some(Capacity { base_us, knee: 8 });
+            let capacity = Some(Capacity { base_us, knee: 8, open: false });
             let load = Load { capacity, ..Load::at_face_value(0, Some(base_us)) };
             (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
         })
@@ -863,6 +868,43 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
         scene.pick_predicted(30_000).replica == Some(replica(3))
     });
     assert_eq!(healed.count(), 100, "by turns");
+}
+
+/// Requests in flight at a replica of an unknown number of slots, whose clients send whatever the pool says. Its report is of
+/// `capacity`; three others report a knee of eight and one free slot.
+fn held(capacity: Capacity) -> u32 {
+    let mut scene = Scene::new(plain());
+    (0..3).for_each(|n| scene.capable(0, n, 7, capacity.base_us / 1000, 8));
+    scene.reports(0, 3, 0, capacity);
+    let picks = (0..8).map(|_| {
+        (0..3).for_each(|n| scene.capable(0, n, 7, capacity.base_us / 1000, 8));
+        scene.pick_predicted(0).replica
+    });
+    picks.filter(|picked| *picked == Some(replica(3))).count() as u32
+}
+
+#[test]
+fn a_newcomer_may_show_in_steps_that_it_serves_as_many_at_once_as_others() {
+    let of = |knee, open| held(Capacity { base_us: 20_000, knee, open });
+    assert_eq!([of(1, false), of(1, true)], [1, 2]);
+    assert_eq!([of(2, false), of(2, true)], [2, 4]);
+    // Not more than the others, but no less than it has shown.
+    assert_eq!(of(6, true), of(8, false));
+}
+
+#[test]
+fn a_liar_among_them_does_not_say_how_much_a_newcomer_may_be_sent() {
+    let mut scene = Scene::new(plain());
+    let newcomer = Capacity { base_us: 20_000, knee: 1, open: true };
+    let picks = (0..200u64).filter(|at| {
+        (0..3).for_each(|n| scene.capable(*at, n, 0, 20, 1));
+        scene.capable(*at, 4, 500, 20, u16::MAX);
+        if *at == 0 {
+            scene.reports(*at, 3, 0, newcomer);
+        }
+        scene.pick_predicted(*at).replica == Some(replica(3))
+    });
+    assert_eq!(picks.count(), 1, "it has one, as the others");
 }
 
 #[test]

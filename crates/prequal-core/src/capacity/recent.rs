@@ -1,0 +1,107 @@
+//! What recent answers show, each by itself, that a fit over seconds is slow to see.
+//!
+//! [`FastRun`] finds that a replica is faster than its fit says. [`Beyond`] finds that requests beyond the knee do not wait.
+//! Neither says how fast a replica is or where its knee lies: that is the fit's business.
+
+use super::Capacity;
+use crate::time::Micros;
+
+/// Finds out that a replica has become faster than its fit says: it has healed, or a stall is over.
+///
+/// Answers are fast that take less than half of the base latency, without the time in the queue. Among requests that differ
+/// many are; a run of them is too long for chance once its probability is below e^−[`CERTAIN`].
+#[derive(Debug)]
+pub(super) struct FastRun {
+    /// Moving average of the share of fast answers.
+    usual: f64,
+    /// When the first request of the run arrived.
+    since: Micros,
+    answers: f64,
+    took_us: f64,
+}
+
+impl Default for FastRun {
+    fn default() -> Self {
+        Self { usual: FAST_SHARE.0, since: Micros(0), answers: 0.0, took_us: 0.0 }
+    }
+}
+
+impl FastRun {
+    /// Takes in an answer; whether the run is too long for chance.
+    pub(super) fn answered(&mut self, now: Micros, fit: Capacity, arrived_as: u32, latency_us: u32) -> bool {
+        let arrived = Micros(now.0.saturating_sub(latency_us.into()));
+        let crowding = fit.crowding(arrived_as.saturating_sub(1));
+        let fast = f64::from(latency_us) < f64::from(fit.base_us) * crowding / 2.0;
+        self.usual += (f64::from(u8::from(fast)) - self.usual) / REMEMBERED;
+        if !fast {
+            // A request that is older than the run says nothing against it.
+            if arrived >= self.since {
+                self.answers = 0.0;
+            }
+            return false;
+        }
+        if self.answers == 0.0 {
+            (self.since, self.took_us) = (arrived, 0.0);
+        }
+        self.answers += 1.0;
+        self.took_us += f64::from(latency_us);
+        let usual = self.usual.clamp(FAST_SHARE.0, FAST_SHARE.1);
+        self.answers * -usual.ln() > CERTAIN
+    }
+
+    /// The answers of the run, and the time they took; the next run begins.
+    pub(super) fn take(&mut self) -> (f64, f64) {
+        (std::mem::take(&mut self.answers), self.took_us)
+    }
+}
+
+/// Whether requests that arrive beyond the knee wait, as they would if it were one.
+///
+/// The fit cannot tell where the level hardly changes: a client that sends as soon as there is room below the knee keeps it
+/// there. Each answer counts by itself, so that slow ones of before are soon outvoted.
+#[derive(Debug, Default)]
+pub(super) struct Beyond {
+    /// Moving average of what requests took that arrived up to the knee, microseconds; 0 before the first.
+    unhindered_us: f64,
+    /// Moving average of the share of others that took more than half-way to what a queue would make them wait.
+    hindered: f64,
+    /// Of the last of them.
+    at: Micros,
+}
+
+impl Beyond {
+    pub(super) fn answered(&mut self, now: Micros, fit: Capacity, arrived_as: u32, latency_us: u32) {
+        let (latency_us, crowding) = (f64::from(latency_us), fit.crowding(arrived_as.saturating_sub(1)));
+        if crowding <= 1.0 {
+            let first = self.unhindered_us == 0.0;
+            self.unhindered_us += (latency_us - self.unhindered_us) / if first { 1.0 } else { REMEMBERED };
+            return;
+        }
+        let base_us = if self.unhindered_us > 0.0 { self.unhindered_us } else { f64::from(fit.base_us) };
+        let hindered = f64::from(u8::from(latency_us >= base_us * (1.0 + crowding) / 2.0));
+        let share = self.hindered_at(now);
+        (self.hindered, self.at) = (share + (hindered - share) / REMEMBERED, now);
+    }
+
+    /// What is old is forgotten, so that a replica that is never sent so much is tried again.
+    fn hindered_at(&self, now: Micros) -> f64 {
+        let age = now.saturating_since(self.at) as f64 / FORGOTTEN_US;
+        self.hindered * (1.0 - age).max(0.0)
+    }
+
+    pub(super) fn is_open(&self, now: Micros) -> bool {
+        self.hindered_at(now) < SELDOM_HINDERED
+    }
+}
+
+/// Natural logarithm of how improbable a run of fast answers has to be.
+const CERTAIN: f64 = 12.0;
+/// Bounds of the usual share of fast answers.
+const FAST_SHARE: (f64, f64) = (0.3, 0.99);
+/// Answers over which [`FastRun`] and [`Beyond`] average.
+const REMEMBERED: f64 = 32.0;
+/// Share of requests beyond the knee that may be [`Beyond::hindered`] where there is room for more. With exponential service
+/// times it is 0.44 at least in a queue, and 0.29 at most without one.
+const SELDOM_HINDERED: f64 = 0.35;
+/// Age at which [`Beyond`] counts for nothing, microseconds.
+const FORGOTTEN_US: f64 = 30e6;
