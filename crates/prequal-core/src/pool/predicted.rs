@@ -22,6 +22,8 @@ const CREDIT: f32 = 0.001;
 /// Most that a trial is charged, in lowest costs: one request in 4000 for a replica that looks far slower. Also the most
 /// that is saved up.
 const DEAREST: f32 = 4.0;
+/// Replicas that cost more than this, in lowest costs, look far slower.
+const FAR: f32 = 2.0;
 /// The same limit once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in 4000
 /// would be a trial every 40 s at 100 requests a second.
 const DEAREST_OVERDUE: f32 = 2.0;
@@ -109,12 +111,15 @@ impl Predicted {
         if entries.is_empty() {
             return None;
         }
-        let saved = trials.credit + CREDIT * self.lowest;
         let overdue = self.now.distance_ms(trials.at) >= OVERDUE_MS;
         let most = if overdue { DEAREST_OVERDUE } else { DEAREST } * self.lowest;
-        trials.credit = if saved < most { saved } else { most };
-        let mut tried = None;
-        let mut idle = 0;
+        for credit in &mut trials.credits {
+            let saved = *credit + CREDIT * self.lowest;
+            *credit = if saved < most { saved } else { most };
+        }
+        // Of each kind one by chance.
+        let mut idle = [0; 2];
+        let mut tried = [None; 2];
         for (index, entry) in entries.iter().enumerate() {
             let cost = self.cost(entry);
             if entry.rif > 0 || entry.unproven == 1 || self.is_equal(cost) {
@@ -122,27 +127,28 @@ impl Predicted {
             }
             if trials.promising == 1 && entry.endpoint == trials.last {
                 trials.promising = 0;
-                trials.base_us = entry.base_us;
                 return Some(index);
             }
-            idle += 1;
-            if idle == 1 || rng.random_range(0..idle) == 0 {
-                tried = Some((index, entry, cost));
+            let kind = usize::from(cost > self.lowest * FAR);
+            let (Some(idle), Some(tried)) = (idle.get_mut(kind), tried.get_mut(kind)) else { continue };
+            *idle += 1;
+            if *idle == 1 || rng.random_range(0..*idle) == 0 {
+                *tried = Some((index, entry, cost));
             }
         }
-        let (index, entry, cost) = tried?;
-        let price = (cost - self.lowest).min(most);
-        if trials.credit < price {
-            return None;
+        // The dear ones first: they have waited for longer.
+        for (tried, credit) in tried.into_iter().zip(&mut trials.credits).rev() {
+            let Some((index, entry, cost)) = tried else { continue };
+            let price = (cost - self.lowest).min(most);
+            if *credit >= price {
+                *credit -= price;
+                (trials.last, trials.base_us, trials.last_us) =
+                    (entry.endpoint, entry.base_us, entry.base_us);
+                (trials.promising, trials.at) = (0, self.now);
+                return Some(index);
+            }
         }
-        *trials = Trials {
-            credit: trials.credit - price,
-            last: entry.endpoint,
-            base_us: entry.base_us,
-            promising: 0,
-            at: self.now,
-        };
-        Some(index)
+        None
     }
 }
 
@@ -150,10 +156,12 @@ impl Predicted {
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Trials {
-    /// Saved up, microseconds.
-    credit: f32,
-    /// Who was tried, and what it reported before.
+    /// Saved up, microseconds: for replicas that look slightly slower, and for those that look far slower. From one purse the
+    /// cheap trials would always be paid first.
+    credits: [f32; 2],
+    /// What the replica that was tried reported before, and what it reported last.
     base_us: u32,
+    last_us: u32,
     last: Endpoint,
     /// 1 once it reports so much less that it is tried again at once.
     promising: u32,
@@ -163,17 +171,21 @@ pub(super) struct Trials {
 
 impl Trials {
     /// Takes in what `replica` reports. One that has healed is back within a few requests, while what it reports still
-    /// includes the slow ones of before.
+    /// includes the slow ones of before: it is tried again for as long as its report falls.
     pub(super) fn reported(&mut self, replica: Endpoint, capacity: Option<Capacity>) {
+        if replica != self.last {
+            return;
+        }
         let base_us = capacity.map_or(UNKNOWN, |capacity| capacity.base_us);
-        if replica == self.last && f64::from(base_us) <= f64::from(self.base_us) * PROMISING {
+        if base_us < self.last_us && f64::from(base_us) <= f64::from(self.base_us) * PROMISING {
             self.promising = 1;
         }
+        self.last_us = base_us;
     }
 
     /// Whether a blob may hold this.
     pub(super) fn is_sound(&self) -> bool {
-        (0.0..=MOST_CREDIT).contains(&self.credit) && self.promising <= 1
+        self.credits.iter().all(|credit| (0.0..=MOST_CREDIT).contains(credit)) && self.promising <= 1
     }
 }
 

@@ -844,7 +844,8 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
         }
     }
     assert!((2..=MOST).contains(&tried.len()), "{tried:?}");
-    // The next trial finds it healed, which its reports show by and by: it is tried again after each, free of charge.
+    // The next trial finds it healed, which its reports show by and by: it is tried again after each, free of charge, for as
+    // long as they fall.
     let mut at = 12_000;
     let mut round = |scene: &mut Scene, slow_ms| {
         at += 1;
@@ -853,21 +854,36 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
         scene.pick_predicted(at).branch == Branch::Trial
     };
     while !round(&mut scene, slow_ms) {}
-    for _ in 0..8 {
-        assert!(!round(&mut scene, slow_ms * 9 / 10), "too little to tell");
-        slow_ms = slow_ms * 7 / 10;
-        if slow_ms <= 27 {
-            break;
-        }
+    assert!(!round(&mut scene, slow_ms * 9 / 10), "too little to tell");
+    slow_ms = slow_ms * 7 / 10;
+    // Below twice as slow there are paid trials, too.
+    while slow_ms > 45 {
         assert!(round(&mut scene, slow_ms), "{slow_ms} ms");
         assert!(!round(&mut scene, slow_ms), "once for each step");
+        assert!(!round(&mut scene, slow_ms + 1), "slower again");
+        slow_ms = slow_ms * 95 / 100;
     }
-    assert!(slow_ms <= 27, "{slow_ms} ms: healed, and back among its equals");
     let healed = (0..400).filter(|_| {
         (0..4).for_each(|n| scene.capable(30_000, n, 0, 20, 4));
         scene.pick_predicted(30_000).replica == Some(replica(3))
     });
     assert_eq!(healed.count(), 100, "by turns");
+}
+
+#[test]
+fn trials_of_replicas_that_look_slightly_slower_leave_those_of_a_far_slower_one_their_time() {
+    let mut scene = Scene::new(plain());
+    let mut tried = [0; 4];
+    for at in 0..20_000 {
+        (0..2).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 2, 0, 30, 4);
+        scene.capable(at, 3, 0, 320, 4);
+        let pick = scene.pick_predicted(at);
+        if pick.branch == Branch::Trial {
+            tried[usize::from(pick.replica.unwrap().port() - 1000)] += 1;
+        }
+    }
+    assert!((35..=45).contains(&tried[2]) && (4..=6).contains(&tried[3]), "{tried:?}");
 }
 
 /// Requests in flight at a replica of an unknown number of slots, whose clients send whatever the pool says. Its report is of
