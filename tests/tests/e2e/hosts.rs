@@ -56,6 +56,28 @@ fn endpoints_come_and_go_through_eds() -> Result<()> {
     Ok(())
 }
 
+/// A newcomer has served one request at a time: that it can serve as many at once as the others has to be found out.
+#[test]
+fn a_newcomer_among_replicas_that_serve_many_at_once_gets_its_share() -> Result<()> {
+    bed!();
+    const AT_ONCE: usize = 40;
+    const HALF_OF_A_SHARE: u64 = 10 * AT_ONCE as u64 / 5 / 2;
+    let fleet = Fleet::uniform(5, &Reply::ok().delay(Duration::from_millis(100)))?;
+    let all = fleet.addrs();
+    let mut envoy = Envoy::start(EnvoyConfig::for_replicas(&all[..4])?.eds(&BOTH))?;
+    warm(&envoy, 4);
+    assert_all_ok(&envoy.client().burst(30 * AT_ONCE, AT_ONCE, |_| Request::get("/")));
+    for cluster in BOTH {
+        envoy.set_endpoints(cluster, &all)?;
+    }
+    eventually("the newcomer has half of a fair share", Duration::from_secs(20), || {
+        fleet.clear();
+        assert_all_ok(&envoy.client().burst(10 * AT_ONCE, AT_ONCE, |_| Request::get("/")));
+        (fleet.served()[4] >= HALF_OF_A_SHARE).then_some(())
+    });
+    Ok(())
+}
+
 /// Three replicas of which the last is the fastest, so that the filter wants it; whether `/health` succeeds
 /// there is for the test to say.
 fn fleet_with_a_fast_one() -> Result<Fleet> {
