@@ -1,6 +1,10 @@
-//! One netlink exchange: a request, and all of its answer.
+//! One netlink exchange: a request, and all of its answer. What fails only for the moment is tried again, over a socket
+//! of its own: an answer that was given up half-way keeps the old one busy.
 
 use std::fmt::Debug;
+use std::io;
+use std::thread;
+use std::time::Duration;
 
 use netlink_packet_core::{
     DoneMessage, NLM_F_DUMP_INTR, NetlinkDeserializable, NetlinkMessage, NetlinkPayload, NetlinkSerializable,
@@ -19,9 +23,44 @@ pub(crate) struct Batch<T> {
 
 /// Sends `request` and collects the answer until the kernel says that it is complete.
 ///
-/// `doing` and `cure` are for messages. A dump that changed under the kernel's hands is asked for again, thrice at most.
+/// `doing` and `cure` are for messages. A dump that changed under the kernel's hands, and every error that
+/// [`passes`], is asked for again, [`ATTEMPTS`] times in all. A request may therefore arrive twice: send none whose
+/// second arrival does something else.
 pub(crate) fn exchange<T>(
     protocol: isize,
+    request: NetlinkMessage<T>,
+    doing: &str,
+    cure: &str,
+) -> Result<Vec<T>>
+where
+    T: NetlinkSerializable + NetlinkDeserializable + Debug,
+{
+    let open = || {
+        let socket = Socket::new(protocol)?;
+        socket.connect(&SocketAddr::new(0, 0))?;
+        Ok(socket)
+    };
+    exchange_over(open, request, doing, cure)
+}
+
+/// Carries datagrams to the kernel and back: a netlink socket, or what a test puts in its place.
+trait Wire {
+    fn send(&mut self, datagram: &[u8]) -> io::Result<()>;
+    fn receive(&mut self) -> io::Result<Vec<u8>>;
+}
+
+impl Wire for Socket {
+    fn send(&mut self, datagram: &[u8]) -> io::Result<()> {
+        Socket::send(self, datagram, 0).map(drop)
+    }
+
+    fn receive(&mut self) -> io::Result<Vec<u8>> {
+        Ok(self.recv_from_full()?.0)
+    }
+}
+
+fn exchange_over<T, W: Wire>(
+    mut open: impl FnMut() -> io::Result<W>,
     mut request: NetlinkMessage<T>,
     doing: &str,
     cure: &str,
@@ -29,33 +68,59 @@ pub(crate) fn exchange<T>(
 where
     T: NetlinkSerializable + NetlinkDeserializable + Debug,
 {
-    let kernel = |source| Error::kernel(doing, cure, source);
-    let socket = Socket::new(protocol).map_err(kernel)?;
-    socket.connect(&SocketAddr::new(0, 0)).map_err(kernel)?;
     request.header.sequence_number = 1;
     request.finalize();
     let mut bytes = vec![0; request.buffer_len()];
     request.serialize(&mut bytes);
-    for _attempt in 0..3 {
-        socket.send(&bytes, 0).map_err(kernel)?;
-        let mut answer = Vec::new();
-        let mut interrupted = false;
-        loop {
-            let (datagram, _) = socket.recv_from_full().map_err(kernel)?;
-            let batch = parse(&datagram, doing, cure, &mut interrupted)?;
-            answer.extend(batch.messages);
-            if batch.finished {
-                break;
-            }
+    let mut failed = Error::Kernel { doing: doing.to_owned(), reason: io::ErrorKind::Interrupted.into() };
+    for attempt in 0..ATTEMPTS {
+        if attempt > 0 {
+            thread::sleep(FIRST_PAUSE * 2_u32.pow(attempt - 1));
         }
-        if !interrupted {
-            return Ok(answer);
+        match once(&mut open, &bytes, doing, cure) {
+            Err(error) if passes(&error) => failed = error,
+            outcome => return outcome,
         }
     }
-    Err(Error::malformed(
-        "a netlink dump",
-        format_args!("{doing}: the list changed during each of three dumps"),
-    ))
+    Err(failed)
+}
+
+fn once<T, W: Wire>(
+    open: &mut impl FnMut() -> io::Result<W>,
+    request: &[u8],
+    doing: &str,
+    cure: &str,
+) -> Result<Vec<T>>
+where
+    T: NetlinkDeserializable + Debug,
+{
+    let kernel = |source| Error::kernel(doing, cure, source);
+    let mut wire = open().map_err(kernel)?;
+    wire.send(request).map_err(kernel)?;
+    let mut answer = Vec::new();
+    let mut interrupted = false;
+    loop {
+        let datagram = match wire.receive() {
+            // A signal: what waits for it finds out afterwards.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            outcome => outcome.map_err(kernel)?,
+        };
+        let batch = parse(&datagram, doing, cure, &mut interrupted)?;
+        answer.extend(batch.messages);
+        if batch.finished {
+            break;
+        }
+    }
+    if interrupted {
+        return Err(kernel(io::Error::from_raw_os_error(libc::EINTR)));
+    }
+    Ok(answer)
+}
+
+/// Whether the same request may well succeed a moment later: the list changed while it was read, the kernel had no
+/// memory or no room in the socket, or was busy.
+pub(crate) fn passes(error: &Error) -> bool {
+    matches!(error.errno(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOBUFS | libc::ENOMEM))
 }
 
 /// Parses one datagram. An error message inside becomes that error.
@@ -86,7 +151,8 @@ where
             }
             NetlinkPayload::Error(error) if error.code.is_none() => batch.finished = true,
             NetlinkPayload::Error(error) => return Err(Error::kernel(doing, cure, errno(error.raw_code()))),
-            NetlinkPayload::Overrun(_) => return Err(malformed(&"the kernel lost part of it")),
+            // The kernel lost part of it.
+            NetlinkPayload::Overrun(_) => return Err(Error::kernel(doing, cure, errno(-libc::ENOBUFS))),
             _ => {}
         }
         rest = &rest[length.next_multiple_of(4).min(rest.len())..];
@@ -94,9 +160,17 @@ where
     Ok(batch)
 }
 
-fn errno(code: i32) -> std::io::Error {
-    std::io::Error::from_raw_os_error(code.checked_abs().unwrap_or(libc::EPROTO))
+fn errno(code: i32) -> io::Error {
+    io::Error::from_raw_os_error(code.checked_abs().unwrap_or(libc::EPROTO))
 }
 
 /// `struct nlmsghdr`.
 const HEADER: usize = 16;
+
+/// How often a request is sent before its failure counts.
+const ATTEMPTS: u32 = 6;
+/// Doubles with each attempt: 62 ms in all.
+const FIRST_PAUSE: Duration = Duration::from_millis(2);
+
+#[cfg(test)]
+mod tests;
