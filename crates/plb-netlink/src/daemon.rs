@@ -1,26 +1,31 @@
 //! User-space PLB: watches the sockets of a namespace, feeds each one's `tcp_info` to the detector of the paper, and
 //! moves it when that says so. For sockets whose congestion control has no PLB hooks.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use crate::detector::{Cause, Config};
 use crate::diag::{self, Entry, Filter};
-use crate::flowlabel::{self, Current, Label};
+use crate::flowlabel::{Current, Label};
+use crate::guardian::{self, Guardian, Note};
+use crate::holders::{Holder, Holders};
+use crate::pins::{self, Facts, Pin, Verdict};
 use crate::relabel::Relabeller;
 use crate::sysctl::{self, PlbParams};
 use crate::tracker::Tracker;
-use crate::{Error, Result, pidfd, sock, sys};
+use crate::{Error, Result, sock, sys};
 
-/// How a socket is moved.
+/// How a socket is moved. Either way its owner has to be known and traceable, or it is not: that is where its pins can
+/// be read.
 #[derive(Debug)]
 pub enum Way {
     /// Any label, by a BPF program on the egress device.
     Bpf(Relabeller),
     /// Switches automatic labels of the socket off or on through its owner's descriptor: two labels, so two paths at
-    /// most. Needs no BPF, but the right to trace the owner.
-    SocketOptions,
+    /// most. Needs no BPF. Without a guardian what is switched off stays so if this process is killed.
+    SocketOptions(Option<Guardian>),
 }
 
 /// What happened to one socket.
@@ -47,10 +52,12 @@ pub enum Outcome {
     Relabelled(Label),
     /// Its automatic label was switched on (`true`) or off.
     Toggled(bool),
-    /// A timeout moved it already: the kernel's own doing.
+    /// After a timeout the kernel changes its label by itself.
     LeftToKernel,
-    /// It holds an explicit label: somebody pinned it.
-    Pinned(Label),
+    /// It was pinned, and stays. Reported once, until it moves again.
+    Pinned(Pin),
+    /// Whether it is pinned cannot be read, so it stays. Reported once, until it moves again.
+    Unreadable(String),
     /// It could not be moved.
     Failed(String),
 }
@@ -75,6 +82,8 @@ pub struct Daemon {
     filter: Filter,
     way: Way,
     sockets: HashMap<u64, State>,
+    holders: Holders,
+    host: Option<(Duration, Host)>,
 }
 
 #[derive(Debug)]
@@ -82,65 +91,183 @@ struct State {
     tracker: Tracker,
     entry: Entry,
     moves: u32,
-    /// Its automatic label was changed, by whichever way.
+    /// The label that it was given.
     label: Option<Label>,
-    /// Looked up once, at the first move.
-    pin: Option<Option<Label>>,
+    /// Its automatic label was switched: how it was, and where.
+    switched: Option<Note>,
+    /// It should move, and its holder is not known yet.
+    waiting: Option<Cause>,
+    /// Its holder was looked for in vain: not again before that, and the wait after that.
+    hidden: Option<(Duration, Duration)>,
+    /// The last outcome that kept it where it is.
+    said: Option<Outcome>,
+}
+
+/// What of the namespace's knobs matters.
+#[derive(Clone, Copy, Debug)]
+struct Host {
+    kernel_plb: bool,
+    /// A socket that was not touched goes out with an automatic label, which the kernel changes after timeouts, unless
+    /// its owner wanted it otherwise.
+    moves_on_timeout: bool,
+}
+
+impl Host {
+    fn read() -> Self {
+        let number = |name| sysctl::read_number(name).ok().flatten();
+        Self {
+            kernel_plb: PlbParams::read().is_ok_and(|params| params.enabled),
+            moves_on_timeout: number("net.core.txrehash") != Some(0)
+                && matches!(number("net.ipv6.auto_flowlabels"), Some(1 | 3)),
+        }
+    }
 }
 
 impl Daemon {
     /// Watches the connected IPv6 sockets that match `filter`, in the calling thread's namespace.
     pub fn new(config: Config, filter: Filter, way: Way) -> Self {
-        Self { config, filter, way, sockets: HashMap::new() }
+        Self { config, filter, way, sockets: HashMap::new(), holders: Holders::default(), host: None }
     }
 
     /// Reads every socket once and moves those that should. `now` runs from any origin. Call it a few times per round
     /// trip, at least every 10 ms or so.
     ///
     /// # Errors
-    /// When sockets cannot be listed. What fails for one socket is its [`Outcome::Failed`].
+    /// When sockets cannot be listed; nothing is lost then, and the next step may succeed. What fails for one socket is
+    /// its [`Outcome::Failed`].
     pub fn step(&mut self, now: Duration) -> Result<Vec<Event>> {
-        let kernel_plb = PlbParams::read().is_ok_and(|params| params.enabled);
-        let kernel_moves_on_timeout = sysctl::read_number("net.core.txrehash")? != Some(0);
+        let entries = diag::dump(&self.filter)?;
+        let bits = random()?;
+        let host = self.host(now);
         let mut events = Vec::new();
+        let mut waiting = Vec::new();
         let mut gone = std::mem::take(&mut self.sockets);
-        for entry in diag::dump(&self.filter)? {
-            if !is_ours(&entry, kernel_plb) {
+        for entry in entries {
+            if !is_ours(&entry, host.kernel_plb) {
                 continue;
             }
             let Some(info) = entry.info else { continue };
             let cookie = entry.cookie;
-            let Some(mut state) = gone.remove(&cookie).or_else(|| {
-                let tracker = Tracker::new(self.config, now, &info)?;
-                Some(State { tracker, entry: entry.clone(), moves: 0, label: None, pin: None })
-            }) else {
+            let Some(mut state) = gone.remove(&cookie).or_else(|| State::new(self.config, now, &entry))
+            else {
                 continue;
             };
-            let random = random()?;
-            if let Some(cause) = state.tracker.observe(now, &info, random) {
-                let outcome = if cause == Cause::Timeout && kernel_moves_on_timeout && state.label.is_none() {
-                    Outcome::LeftToKernel
-                } else {
-                    self.move_socket(&entry, &mut state)
-                };
-                events.push(Event {
-                    local: entry.local,
-                    remote: entry.remote,
-                    cookie,
-                    congestion: entry.congestion.clone().unwrap_or_default(),
-                    cause,
-                    outcome,
-                });
+            if let Some(cause) = state.tracker.observe(now, &info, mixed(bits, cookie)) {
+                if cause == Cause::Timeout && host.moves_on_timeout && state.is_untouched() {
+                    events.push(event(&entry, cause, Outcome::LeftToKernel));
+                } else if state.hidden.is_none_or(|(until, _)| now >= until) {
+                    state.waiting = Some(cause);
+                }
+            }
+            if state.waiting.is_some() {
+                waiting.push(cookie);
             }
             state.entry = entry;
             self.sockets.insert(cookie, state);
         }
-        if let Way::Bpf(relabeller) = &self.way {
-            for (cookie, _) in gone.into_iter().filter(|(_, state)| state.label.is_some()) {
-                relabeller.remove(cookie)?;
+        self.let_go(gone);
+        self.serve(now, waiting, &mut events);
+        Ok(events)
+    }
+
+    fn host(&mut self, now: Duration) -> Host {
+        match self.host {
+            Some((read, host)) if now.saturating_sub(read) < KNOBS_EVERY => host,
+            _ => self.host.insert((now, Host::read())).1,
+        }
+    }
+
+    /// Sockets that ended, or that are no longer to be watched.
+    fn let_go(&mut self, gone: HashMap<u64, State>) {
+        match &mut self.way {
+            Way::Bpf(relabeller) => {
+                for (cookie, state) in gone.into_iter().filter(|(_, state)| state.label.is_some()) {
+                    // Once more at the next step.
+                    if relabeller.remove(cookie).is_err() {
+                        self.sockets.insert(cookie, state);
+                    }
+                }
+            }
+            Way::SocketOptions(guardian) => {
+                for note in gone.into_values().filter_map(|state| state.switched) {
+                    // A socket that can still be reached may send for a while yet.
+                    if let Ok(Some((_, socket))) = self.holders.open(note.inode, note.cookie) {
+                        let _ = sock::set_auto_label(&socket, note.was);
+                    }
+                    if let Some(guardian) = guardian {
+                        let _ = guardian.forget(note.cookie);
+                    }
+                }
             }
         }
-        Ok(events)
+    }
+
+    /// Moves what should move, as far as it is known who holds it; for the rest there is one walk, or they wait until
+    /// the next one may be.
+    fn serve(&mut self, now: Duration, waiting: Vec<u64>, events: &mut Vec<Event>) {
+        let unknown: Vec<u64> = waiting.into_iter().filter(|cookie| !self.attempt(*cookie, events)).collect();
+        if unknown.is_empty() || !self.holders.may_walk() {
+            return;
+        }
+        let inode = |cookie: &u64| self.sockets.get(cookie).map(|state| u64::from(state.entry.inode));
+        let missing: HashSet<u64> = unknown.iter().filter_map(inode).collect();
+        let watched: HashSet<u64> = self.sockets.values().map(|state| u64::from(state.entry.inode)).collect();
+        self.holders.walk(&watched, missing);
+        for cookie in unknown {
+            if self.attempt(cookie, events) {
+                continue;
+            }
+            let Some(state) = self.sockets.get_mut(&cookie) else { continue };
+            let wait = state.hidden.map_or(LOOK_AGAIN, |(_, wait)| (wait * 2).min(LOOK_AGAIN_AT_MOST));
+            state.hidden = Some((now + wait, wait));
+            let why = "no process that may be looked into holds it".to_owned();
+            state.settle(Outcome::Unreadable(why), events);
+        }
+    }
+
+    /// Whether it is settled what becomes of the socket; not, if its holder is not known.
+    fn attempt(&mut self, cookie: u64, events: &mut Vec<Event>) -> bool {
+        let Some(state) = self.sockets.get_mut(&cookie) else { return true };
+        let Some(cause) = state.waiting else { return true };
+        let outcome = match self.holders.open(state.entry.inode.into(), cookie) {
+            Ok(None) => return false,
+            Err(error) => Outcome::Unreadable(error.to_string()),
+            Ok(Some((holder, socket))) => {
+                state.hidden = None;
+                match Facts::read(&socket) {
+                    Err(error) => Outcome::Unreadable(error.to_string()),
+                    Ok(facts) => match pins::judge(facts, cause, state.label.is_some()) {
+                        Verdict::Stay(pin) => Outcome::Pinned(pin),
+                        Verdict::LeftToKernel => Outcome::LeftToKernel,
+                        Verdict::Move => state
+                            .apply(&mut self.way, holder, &socket, facts)
+                            .unwrap_or_else(|error| Outcome::Failed(error.to_string())),
+                    },
+                }
+            }
+        };
+        state.settle(outcome, events);
+        true
+    }
+
+    /// Walks over all processes so far, to find who holds the sockets that moved.
+    pub fn walks(&self) -> u64 {
+        self.holders.walks()
+    }
+
+    /// Gives every socket back the label of its own that it had; the program of [`Way::Bpf`] is taken off when this is
+    /// dropped. Returns how many sockets could not be reached.
+    pub fn detach(&mut self) -> usize {
+        let notes: Vec<Note> = self.sockets.drain().filter_map(|(_, state)| state.switched).collect();
+        let failed = guardian::switch_back(&mut self.holders, notes.iter().copied());
+        if let Way::SocketOptions(Some(guardian)) = &mut self.way
+            && failed == 0
+        {
+            for note in notes {
+                let _ = guardian.forget(note.cookie);
+            }
+        }
+        failed
     }
 
     /// The sockets under watch, by local address.
@@ -156,34 +283,93 @@ impl Daemon {
                 moves: state.moves,
                 label: match &self.way {
                     Way::Bpf(relabeller) => relabeller.get(*cookie)?,
-                    Way::SocketOptions => None,
+                    Way::SocketOptions(_) => None,
                 },
             });
         }
         watched.sort_by_key(|watched| (watched.entry.local, watched.entry.remote));
         Ok(watched)
     }
+}
 
-    fn move_socket(&self, entry: &Entry, state: &mut State) -> Outcome {
-        if state.pin.is_none() {
-            state.pin = Some(pinned(entry));
-        }
-        if let Some(Some(label)) = state.pin {
-            return Outcome::Pinned(label);
-        }
-        let moved = match &self.way {
-            Way::Bpf(relabeller) => random().and_then(|random| {
-                let label = Label::random(random, state.label);
-                relabeller.set(entry.cookie, label)?;
-                state.label = Some(label);
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.detach();
+    }
+}
+
+impl State {
+    fn new(config: Config, now: Duration, entry: &Entry) -> Option<Self> {
+        Some(Self {
+            tracker: Tracker::new(config, now, entry.info.as_ref()?)?,
+            entry: entry.clone(),
+            moves: 0,
+            label: None,
+            switched: None,
+            waiting: None,
+            hidden: None,
+            said: None,
+        })
+    }
+
+    /// Its label is its own affair, as it was at first.
+    fn is_untouched(&self) -> bool {
+        self.label.is_none() && self.switched.is_none()
+    }
+
+    fn apply(&mut self, way: &mut Way, holder: Holder, socket: &OwnedFd, facts: Facts) -> Result<Outcome> {
+        let cookie = self.entry.cookie;
+        match way {
+            Way::Bpf(relabeller) => {
+                let label = Label::random(random()?, self.label);
+                relabeller.set(cookie, label)?;
+                self.label = Some(label);
                 Ok(Outcome::Relabelled(label))
-            }),
-            Way::SocketOptions => toggle(entry).map(Outcome::Toggled),
-        };
-        if moved.is_ok() {
-            state.moves += 1;
+            }
+            Way::SocketOptions(guardian) => {
+                let was = facts.label == Current::Automatic;
+                let note =
+                    self.switched.unwrap_or(Note { holder, inode: self.entry.inode.into(), cookie, was });
+                if self.switched.is_none()
+                    && let Some(guardian) = guardian
+                {
+                    guardian.note(&note)?;
+                }
+                sock::set_auto_label(socket, !was)?;
+                self.switched = Some(note);
+                Ok(Outcome::Toggled(!was))
+            }
         }
-        moved.unwrap_or_else(|error| Outcome::Failed(error.to_string()))
+    }
+
+    /// It waits no more. What keeps it where it is is reported once.
+    fn settle(&mut self, outcome: Outcome, events: &mut Vec<Event>) {
+        let Some(cause) = self.waiting.take() else { return };
+        match outcome {
+            Outcome::Relabelled(_) | Outcome::Toggled(_) => {
+                self.moves += 1;
+                self.said = None;
+            }
+            Outcome::Pinned(_) | Outcome::Unreadable(_) | Outcome::Failed(_) => {
+                if self.said.as_ref() == Some(&outcome) {
+                    return;
+                }
+                self.said = Some(outcome.clone());
+            }
+            Outcome::LeftToKernel => {}
+        }
+        events.push(event(&self.entry, cause, outcome));
+    }
+}
+
+fn event(entry: &Entry, cause: Cause, outcome: Outcome) -> Event {
+    Event {
+        local: entry.local,
+        remote: entry.remote,
+        cookie: entry.cookie,
+        congestion: entry.congestion.clone().unwrap_or_default(),
+        cause,
+        outcome,
     }
 }
 
@@ -197,26 +383,19 @@ fn is_ours(entry: &Entry, kernel_plb: bool) -> bool {
         && !(kernel_plb && hooks)
 }
 
-/// The explicit label of a socket, if its owner can be found and looked into.
-fn pinned(entry: &Entry) -> Option<Label> {
-    let owner = pidfd::owners().remove(&u64::from(entry.inode))?;
-    let socket = pidfd::duplicate(owner.pid, owner.fd).ok()?;
-    match flowlabel::current(&socket).ok()? {
-        Current::Explicit(label, _) => Some(label),
-        Current::Automatic | Current::Zero => None,
-    }
-}
-
-fn toggle(entry: &Entry) -> Result<bool> {
-    let owner = pidfd::owners().remove(&u64::from(entry.inode)).ok_or_else(|| {
-        Error::Gone(format!("nobody that may be looked into owns the socket {}", entry.local))
-    })?;
-    let socket = pidfd::duplicate(owner.pid, owner.fd)?;
-    let on = !sock::auto_label(&socket)?;
-    sock::set_auto_label(&socket, on)?;
-    Ok(on)
+/// Bits of its own for each socket, from those of the step.
+fn mixed(bits: u32, cookie: u64) -> u32 {
+    let mixed = (cookie ^ u64::from(bits) << 32 ^ u64::from(bits)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    // The upper half of a product is the well mixed one.
+    (mixed >> 32) as u32
 }
 
 fn random() -> Result<u32> {
     sys::random_u32().map_err(|source| Error::kernel("asking for random bits", "", source))
 }
+
+/// How often the namespace's knobs are read.
+const KNOBS_EVERY: Duration = Duration::from_secs(1);
+/// How long a socket whose holder was not found is left alone; doubles each time.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+const LOOK_AGAIN_AT_MOST: Duration = Duration::from_secs(60);

@@ -262,8 +262,13 @@ pub fn current(socket: &impl AsFd) -> Result<Current> {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL)) => {}
         Err(source) => return Err(explain("reading the flow label of a socket".to_owned(), source)),
     }
-    // An unleased label shows as part of the peer's address, if the socket sends labels at all.
+    // An unleased label shows as part of the peer's address, if the socket shows labels at all. One that no longer does
+    // is made to for a moment: without a label its owner would see the same address then.
+    let shown = crate::sock::show_labels(socket, true)?;
     let peer = SockRef::from(&fd).peer_addr().ok().and_then(|peer| peer.as_socket_ipv6());
+    if !shown {
+        crate::sock::show_labels(socket, false)?;
+    }
     let unleased = Label::from_wire(peer.map_or(0, |peer| peer.flowinfo()).to_ne_bytes());
     if unleased.get() != 0 {
         return Ok(Current::Explicit(unleased, None));
@@ -384,8 +389,7 @@ pub fn unleased_labels_work() -> Result<bool> {
 fn labelled(kind: Type, protocol: Protocol, local: Option<SocketAddrV6>) -> Result<Socket> {
     let socket = Socket::new(Domain::IPV6, kind, Some(protocol))
         .map_err(|source| explain("opening an IPv6 socket".to_owned(), source))?;
-    sys::set_int(sys::raw(&socket), libc::IPPROTO_IPV6, IPV6_FLOWINFO_SEND, 1)
-        .map_err(|source| explain("asking to send flow labels".to_owned(), source))?;
+    crate::sock::show_labels(&socket, true)?;
     if let Some(local) = local {
         socket.bind(&SockAddr::from(local)).map_err(|source| {
             Error::kernel(format!("binding to {local}"), "use a port from 1024 on", source)
@@ -469,7 +473,6 @@ fn set(socket: &impl AsFd, request: &mut [u8; REQUEST_LENGTH]) -> io::Result<()>
 
 const REQUEST_LENGTH: usize = 32;
 const IPV6_FLOWLABEL_MGR: i32 = 32;
-const IPV6_FLOWINFO_SEND: i32 = 33;
 
 #[cfg(test)]
 mod tests {

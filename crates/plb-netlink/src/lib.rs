@@ -21,6 +21,8 @@ pub mod envoy;
 mod error;
 pub mod fabric;
 pub mod flowlabel;
+pub mod guardian;
+pub mod holders;
 pub mod link;
 pub mod lint;
 #[cfg(test)]
@@ -28,6 +30,7 @@ mod mutation;
 mod netlink;
 pub mod netns;
 pub mod pidfd;
+pub mod pins;
 pub mod prepare;
 pub mod relabel;
 pub mod repath;
@@ -39,4 +42,4 @@ pub mod tcpinfo;
 pub mod tracker;
 
 pub use error::{Error, Result};
-pub use sys::{interrupted, random_u32, watch_interrupts};
+pub use sys::{ignore_interrupts, interrupted, random_u32, watch_interrupts};

@@ -36,14 +36,8 @@ pub struct Owner {
 
 /// The owner of every socket that the caller may look at, by inode. Of several owners the lowest pid counts.
 pub fn owners() -> HashMap<u64, Owner> {
-    let mut pids: Vec<u32> = fs::read_dir("/proc")
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .collect();
-    pids.sort_unstable();
     let mut owners = HashMap::new();
-    for pid in pids {
+    for pid in processes() {
         let sockets = sockets(pid).unwrap_or_default();
         if sockets.is_empty() {
             continue;
@@ -54,6 +48,17 @@ pub fn owners() -> HashMap<u64, Owner> {
         }
     }
     owners
+}
+
+/// Every process of this PID namespace, as `/proc` shows it, sorted.
+pub fn processes() -> Vec<u32> {
+    let mut pids: Vec<u32> = fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect();
+    pids.sort_unstable();
+    pids
 }
 
 /// Descriptor and inode of every socket of a process, sorted.

@@ -9,8 +9,8 @@ use socket2::SockRef;
 
 use crate::Result;
 use crate::flowlabel::{self, Current, Label};
-use crate::sock::{self, TxRehash};
-use crate::sysctl::{self, PlbParams};
+use crate::sock;
+use crate::sysctl::PlbParams;
 use crate::tcpinfo::TcpInfo;
 
 /// What stands in the way of repathing.
@@ -131,11 +131,7 @@ pub fn repathable(socket: &impl AsFd) -> Result<Verdict> {
         .and_then(ip)
         .is_some_and(|peer| peer.to_canonical().is_loopback() || own.as_ref().and_then(ip) == Some(peer));
     let label = if ipv6 { Some(flowlabel::current(socket)?) } else { None };
-    let txrehash = match sock::txrehash(socket)? {
-        TxRehash::On => true,
-        TxRehash::Off => false,
-        TxRehash::Default => sysctl::read_number("net.core.txrehash")? != Some(0),
-    };
+    let txrehash = sock::may_rehash(socket)?;
     Ok(judge(Facts {
         ipv6,
         local,

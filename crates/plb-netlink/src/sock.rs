@@ -35,6 +35,20 @@ pub fn txrehash(socket: &impl AsFd) -> Result<TxRehash> {
     }
 }
 
+/// Whether the kernel may change the automatic label: `SO_TXREHASH` with the namespace's default applied. Before Linux
+/// 6.0 nothing forbids it.
+///
+/// # Errors
+/// On anything but TCP.
+pub fn may_rehash(socket: &impl AsFd) -> Result<bool> {
+    match txrehash(socket) {
+        Ok(TxRehash::On) | Err(Error::Unsupported { .. }) => Ok(true),
+        Ok(TxRehash::Off) => Ok(false),
+        Ok(TxRehash::Default) => Ok(sysctl::read_number("net.core.txrehash")? != Some(0)),
+        Err(error) => Err(error),
+    }
+}
+
 /// Sets `SO_TXREHASH`, before or after connecting. Needs no rights.
 ///
 /// # Errors
@@ -85,6 +99,23 @@ pub fn set_auto_label(socket: &impl AsFd, on: bool) -> Result<()> {
         if on { "on" } else { "off" },
         sysctl::read("net.ipv6.auto_flowlabels")?.unwrap_or_default()
     )))
+}
+
+/// Whether the socket shows and takes flow labels in addresses (`IPV6_FLOWINFO_SEND`); returns what was before. A
+/// connection keeps the label that it has.
+///
+/// # Errors
+/// On anything but IPv6.
+pub fn show_labels(socket: &impl AsFd, on: bool) -> Result<bool> {
+    let fd = sys::raw(socket);
+    let before = sys::get_int(fd, libc::IPPROTO_IPV6, IPV6_FLOWINFO_SEND)
+        .map_err(|source| no_label("reading IPV6_FLOWINFO_SEND", source))?
+        != 0;
+    if before != on {
+        sys::set_int(fd, libc::IPPROTO_IPV6, IPV6_FLOWINFO_SEND, on.into())
+            .map_err(|source| no_label("setting IPV6_FLOWINFO_SEND", source))?;
+    }
+    Ok(before)
 }
 
 fn no_label(doing: &str, source: std::io::Error) -> Error {
@@ -170,3 +201,4 @@ pub const WITH_PLB_HOOKS: [&str; 1] = ["dctcp"];
 
 const SO_TXREHASH: i32 = 74;
 const IPV6_AUTOFLOWLABEL: i32 = 70;
+const IPV6_FLOWINFO_SEND: i32 = 33;

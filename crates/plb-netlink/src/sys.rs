@@ -193,16 +193,32 @@ extern "C" fn note_interrupt(_signal: c_int) {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// From now on SIGINT and SIGTERM only make [`interrupted`] true, once; a second one kills as usual.
+/// Signals that ask a program to end: from the terminal, from an operator, because the terminal is gone.
+const ENDINGS: [c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+
+/// From now on SIGINT, SIGTERM and SIGHUP only make [`interrupted`] true, once; a second one kills as usual.
 ///
 /// # Errors
-/// Never for these two signals.
+/// Never for these signals.
 pub fn watch_interrupts() -> io::Result<()> {
-    for signal in [libc::SIGINT, libc::SIGTERM] {
-        // SAFETY: an all-zero sigaction is valid; the handler only stores to an atomic, which is async-signal-safe.
+    on_endings(note_interrupt as extern "C" fn(c_int) as usize)
+}
+
+/// From now on SIGINT, SIGTERM and SIGHUP do nothing.
+///
+/// # Errors
+/// Never for these signals.
+pub fn ignore_interrupts() -> io::Result<()> {
+    on_endings(libc::SIG_IGN)
+}
+
+fn on_endings(handler: libc::sighandler_t) -> io::Result<()> {
+    for signal in ENDINGS {
+        // SAFETY: an all-zero sigaction is valid; the handler is SIG_IGN or only stores to an atomic, which is
+        // async-signal-safe.
         let result = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = note_interrupt as extern "C" fn(c_int) as usize;
+            action.sa_sigaction = handler;
             action.sa_flags = libc::SA_RESETHAND;
             libc::sigaction(signal, &raw const action, std::ptr::null_mut())
         };
@@ -211,7 +227,7 @@ pub fn watch_interrupts() -> io::Result<()> {
     Ok(())
 }
 
-/// Whether SIGINT or SIGTERM came since [`watch_interrupts`].
+/// Whether one of these signals came since [`watch_interrupts`].
 pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }

@@ -47,7 +47,10 @@ EXIT CODES
 
 RIGHTS
   show, sockets, lint, envoy, route (list), label list, watch: none, but owners of foreign sockets need root to be seen
-  set, route set, run, repath --dev: root, or CAP_NET_ADMIN (run and repath --dev: CAP_BPF too)
+  set, route set: root, or CAP_NET_ADMIN
+  repath --dev, run --way bpf: CAP_BPF and CAP_NET_ADMIN
+  run, either way: for connections of other users CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH too, in the host's PID
+    namespace; connections whose owner cannot be reached are left alone
   pin, unpin, repath, label put/renew/show: the socket owner's user, or CAP_SYS_PTRACE
   --netns: CAP_SYS_ADMIN
 
@@ -91,9 +94,13 @@ pub(crate) enum Command {
     ///
     /// For connections whose congestion control has no PLB hooks (anything but DCTCP). Needs ECN and a fabric that marks.
     /// Reads every connection's tcp_info, runs the paper's algorithms, and changes the label on the wire by a BPF program
-    /// on the egress devices. Connections with an explicit label are left alone. When this command ends, however it
-    /// ends, the program is gone and the connections have their own labels again.
+    /// on the egress devices. Connections with an explicit label or with SO_TXREHASH off are left alone, and so are those
+    /// of which that cannot be read. When this command ends, however it ends, the program is gone and the connections
+    /// have their own labels again.
     Run(RunArgs),
+    /// Beside `run --way sockopt`: switches back what that leaves behind
+    #[command(hide = true)]
+    Restore,
     /// Live table: repaths, timeouts and marks of this namespace and of each connection
     Watch(WatchArgs),
     /// Congestion control and ECN per IPv6 route

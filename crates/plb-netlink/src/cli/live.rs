@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::IsTerminal as _;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,11 @@ use plb_netlink::daemon::{Daemon, Event, Outcome, Watched, Way};
 use plb_netlink::detector::{Cause, Config};
 use plb_netlink::diag::{self, Entry};
 use plb_netlink::flowlabel::{self, Current, Label};
+use plb_netlink::guardian::{self, Guardian};
 use plb_netlink::link::{self, Device};
 use plb_netlink::relabel::Relabeller;
 use plb_netlink::sysctl::PlbParams;
-use plb_netlink::{Error, Result, interrupted, random_u32, sock, watch_interrupts};
+use plb_netlink::{Error, Result, ignore_interrupts, interrupted, random_u32, sock, watch_interrupts};
 use serde_json::json;
 
 use super::Answer;
@@ -97,13 +99,13 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
         return Ok(Answer::Good);
     }
     let (way, how) = match args.way {
-        WayArg::Sockopt => (Way::SocketOptions, "by socket options: two labels only".to_owned()),
+        WayArg::Sockopt => (by_options()?, "by socket options: two labels only".to_owned()),
         WayArg::Bpf | WayArg::Auto => match Relabeller::attach(&devices) {
             Ok(relabeller) => (Way::Bpf(relabeller), format!("on the egress of {}", names.join(", "))),
             Err(error @ (Error::NotPermitted { .. } | Error::Unsupported { .. }))
                 if args.way == WayArg::Auto =>
             {
-                (Way::SocketOptions, format!("by socket options, two labels only ({error})"))
+                (by_options()?, format!("by socket options, two labels only ({error})"))
             }
             Err(error) => return Err(error),
         },
@@ -116,17 +118,61 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
     let mut daemon = Daemon::new(config, args.select.filter(), way);
     let started = Instant::now();
     let mut moves = 0_u64;
+    let mut failing = None;
     while !interrupted() && args.duration.is_none_or(|limit| started.elapsed() < Duration::from_secs(limit)) {
-        for event in daemon.step(started.elapsed())? {
-            moves += u64::from(matches!(event.outcome, Outcome::Relabelled(_) | Outcome::Toggled(_)));
-            report(output, started.elapsed(), &event);
+        let began = Instant::now();
+        match daemon.step(started.elapsed()) {
+            Ok(events) => {
+                failing = None;
+                for event in events {
+                    moves += u64::from(matches!(event.outcome, Outcome::Relabelled(_) | Outcome::Toggled(_)));
+                    report(output, started.elapsed(), &event);
+                }
+            }
+            Err(error) => survive(output, error, &mut failing)?,
         }
-        thread::sleep(Duration::from_millis(args.interval_ms));
+        // With very many connections a step takes long: never more than half a core.
+        pause(Duration::from_millis(args.interval_ms).max(began.elapsed()));
     }
-    let watched = daemon.watched()?;
+    // Without knowing how many packets it was one can end all the same.
+    let watched = daemon.watched().unwrap_or_default();
+    let left = daemon.detach();
+    let walks = daemon.walks();
     drop(daemon);
-    summary(output, moves, &watched);
+    summary(output, moves, walks, left, &watched);
     Ok(Answer::Good)
+}
+
+/// With a process beside this one that switches back what this one leaves behind.
+fn by_options() -> Result<Way> {
+    // Not the path of the program, which may be another by now.
+    let mut command = Command::new("/proc/self/exe");
+    Guardian::start(command.arg("restore")).map(|guardian| Way::SocketOptions(Some(guardian)))
+}
+
+/// That other process.
+pub(crate) fn restore() -> Result<Answer> {
+    ignore_interrupts().map_err(|reason| Error::Kernel { doing: "ignoring signals".to_owned(), reason })?;
+    let left = guardian::attend(std::io::stdin().lock());
+    Ok(if left == 0 { Answer::Good } else { Answer::Bad })
+}
+
+/// A list that cannot be had is asked for again at the next step, for half a minute.
+fn survive(output: Output, error: Error, failing: &mut Option<Instant>) -> Result<()> {
+    if matches!(error, Error::NotPermitted { .. } | Error::Unsupported { .. } | Error::Invalid(_)) {
+        return Err(error);
+    }
+    match failing {
+        Some(since) if since.elapsed() > PATIENCE => return Err(error),
+        Some(_) => {}
+        None => {
+            *failing = Some(Instant::now());
+            emit(output, &json!({"failing": error.to_string()}), || {
+                format!("failing, trying again: {error}")
+            });
+        }
+    }
+    Ok(())
 }
 
 /// What is not given is as the kernel's knobs are, so that both behave alike.
@@ -163,8 +209,9 @@ fn report(output: Output, at: Duration, event: &Event) {
     let (done, label) = match &event.outcome {
         Outcome::Relabelled(label) => (format!("new label {label}"), Some(label.get())),
         Outcome::Toggled(on) => (format!("automatic label {}", if *on { "on" } else { "off" }), None),
-        Outcome::LeftToKernel => ("moved by the kernel".to_owned(), None),
-        Outcome::Pinned(label) => (format!("left alone: explicit label {label}"), None),
+        Outcome::LeftToKernel => ("left to the kernel".to_owned(), None),
+        Outcome::Pinned(pin) => (format!("left alone: {pin}"), None),
+        Outcome::Unreadable(why) => (format!("left alone: cannot read whether it is pinned: {why}"), None),
         Outcome::Failed(why) => (format!("not moved: {why}"), None),
     };
     let value = json!({
@@ -182,10 +229,11 @@ fn report(output: Output, at: Duration, event: &Event) {
     });
 }
 
-fn summary(output: Output, moves: u64, watched: &[Watched]) {
+fn summary(output: Output, moves: u64, walks: u64, left: usize, watched: &[Watched]) {
     let packets: u64 = watched.iter().filter_map(|w| Some(w.label?.1)).sum();
     let value = json!({
         "ended": true, "moves": moves, "connections": watched.len(), "relabelled_packets": packets,
+        "process_walks": walks, "left_behind": left,
     });
     emit(output, &value, || {
         let rows: Vec<[String; 5]> = watched
@@ -206,7 +254,8 @@ fn summary(output: Output, moves: u64, watched: &[Watched]) {
         } else {
             format!("\n{}", table(["LOCAL", "PEER", "MOVES", "LABEL", "PACKETS WITH IT"], &rows))
         };
-        format!("{moves} moves among {} connections; detached{moved}", watched.len())
+        let left = if left == 0 { String::new() } else { format!("; {left} could not be switched back") };
+        format!("{moves} moves among {} connections; detached{left}{moved}", watched.len())
     });
 }
 
@@ -318,3 +367,6 @@ fn watch() -> Result<()> {
 fn random() -> Result<u32> {
     random_u32().map_err(|reason| Error::Kernel { doing: "asking for random bits".to_owned(), reason })
 }
+
+/// How long lists may fail.
+const PATIENCE: Duration = Duration::from_secs(30);

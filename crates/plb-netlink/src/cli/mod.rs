@@ -70,6 +70,7 @@ fn run(cli: &Cli) -> Result<Answer> {
         Command::Unpin(args) => sockets::unpin(output, args),
         Command::Repath(args) => live::repath(output, args),
         Command::Run(args) => live::run(output, args),
+        Command::Restore => live::restore(),
         Command::Watch(args) => live::watch_table(output, args),
         Command::Route(args) => routes::run(output, args),
         Command::Lint => review::lint(output),

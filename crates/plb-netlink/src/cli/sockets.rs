@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 
 use plb_netlink::diag::{self, Entry, Filter, States};
 use plb_netlink::flowlabel::{self, Current};
+use plb_netlink::holders::Holder;
 use plb_netlink::pidfd::{self, Owner};
 use plb_netlink::repath::{self, Verdict};
 use plb_netlink::sock::{self, TxRehash};
@@ -58,7 +59,7 @@ pub(crate) fn check(output: Output, args: &CheckArgs) -> Result<Answer> {
         // Sockets come and go: one that is gone by now is no finding.
         let verdict = match owner {
             None => Err("owner not found; run as root".to_owned()),
-            Some(owner) => match judge(owner) {
+            Some(owner) => match judge(owner, entry.cookie) {
                 Err(Error::Gone(_)) => continue,
                 verdict => verdict.map_err(|error| error.to_string()),
             },
@@ -193,7 +194,7 @@ pub(crate) fn open(socket: SocketName) -> Result<OwnedFd> {
             let owner = pidfd::owners().remove(&inode).ok_or_else(|| {
                 Error::Gone(format!("nobody that may be looked into owns the socket with cookie {cookie}"))
             })?;
-            pidfd::duplicate(owner.pid, owner.fd)
+            Holder { pid: owner.pid, fd: owner.fd }.open(cookie)
         }
     }
 }
@@ -232,8 +233,8 @@ pub(crate) fn shown(label: Current) -> String {
     }
 }
 
-fn judge(owner: &Owner) -> Result<Verdict> {
-    repath::repathable(&pidfd::duplicate(owner.pid, owner.fd)?)
+fn judge(owner: &Owner, cookie: u64) -> Result<Verdict> {
+    repath::repathable(&Holder { pid: owner.pid, fd: owner.fd }.open(cookie)?)
 }
 
 fn owner<'a>(owners: &'a HashMap<u64, Owner>, entry: &Entry) -> Option<&'a Owner> {

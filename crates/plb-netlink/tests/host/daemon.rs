@@ -1,70 +1,13 @@
 //! User-space PLB: connections leave paths that mark, and nothing is left behind.
 
-use std::io::{BufRead as _, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use netlab::{Capture, Fabric, Flow, Node, PATHS, Sink, eventually, ready};
+use netlab::{Capture, Fabric, Flow, Node, PATHS, eventually, ready};
 use plb_netlink::flowlabel::{self, Current, Label};
 use plb_netlink::tcpinfo::TcpInfo;
 
-use crate::support::{plb_json, within};
-
-/// `plb run` in `h1`; its lines of JSON.
-struct Run {
-    child: Child,
-    lines: std::sync::mpsc::Receiver<serde_json::Value>,
-}
-
-impl Run {
-    fn start(fabric: &Fabric, args: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_plb"))
-            .args(["--json", "--netns", &fabric.name(Node::H1), "run", "--n", "3", "--m", "1"])
-            .args(args)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stdout = BufReader::new(child.stdout.take().unwrap());
-        let (send, lines) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
-            for line in stdout.lines().map_while(Result::ok) {
-                let _ = send.send(serde_json::from_str(&line).unwrap());
-            }
-        });
-        let run = Self { child, lines };
-        assert_eq!(run.next()["watching"], true);
-        run
-    }
-
-    fn next(&self) -> serde_json::Value {
-        self.lines.recv_timeout(Duration::from_secs(20)).expect("a line of plb run")
-    }
-
-    /// Ends it as an operator would, and returns its last line.
-    fn stop(mut self) -> serde_json::Value {
-        signal(&self.child, "TERM");
-        assert!(self.child.wait().unwrap().success());
-        self.lines.iter().last().unwrap()
-    }
-}
-
-fn signal(child: &Child, name: &str) {
-    let killed = Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap();
-    assert!(killed.success());
-}
-
-const SLOWLY: Duration = Duration::from_millis(2);
-
-/// ECN on both sides, a sink, and flows enough that some start on a marked path.
-fn traffic(fabric: &Fabric, flows: usize) -> (Sink, Vec<Flow>) {
-    for node in [Node::H1, Node::H2] {
-        fabric.set(node, "net.ipv4.tcp_ecn", "1").unwrap();
-    }
-    let sink = netlab::sink(fabric).unwrap();
-    let flow = |_| netlab::flow(fabric, sink.addr, 3000, SLOWLY, |_| Ok(())).unwrap();
-    let flows = (0..flows).map(flow).collect();
-    (sink, flows)
-}
+use crate::support::{Run, SLOWLY, plb_json, signal, traffic, within};
 
 /// Share of packets marked since the last call, by flow.
 fn marked(flows: &[Flow], before: &mut Vec<TcpInfo>) -> Vec<f64> {

@@ -5,5 +5,8 @@ mod daemon;
 mod envoy;
 mod knobs;
 mod labels;
+mod leaving;
+mod mass;
+mod pins;
 mod repath;
 mod support;

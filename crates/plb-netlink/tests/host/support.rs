@@ -1,9 +1,13 @@
 //! The command under test, and short forms.
 
-use std::process::{Command, Output};
+use std::io::{BufRead as _, BufReader};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
 
-use netlab::{Fabric, Node};
+use netlab::{Fabric, Flow, Node, Sink};
 use plb_netlink::Result;
+use serde_json::Value;
 
 /// Runs `plb --netns NODE args...` to its end.
 pub(crate) fn plb(fabric: &Fabric, node: Node, args: &[&str]) -> Output {
@@ -15,7 +19,7 @@ pub(crate) fn plb(fabric: &Fabric, node: Node, args: &[&str]) -> Output {
 }
 
 /// Its standard output as JSON; it must have ended well.
-pub(crate) fn plb_json(fabric: &Fabric, node: Node, args: &[&str]) -> serde_json::Value {
+pub(crate) fn plb_json(fabric: &Fabric, node: Node, args: &[&str]) -> Value {
     let output = plb(fabric, node, &[args, &["--json"]].concat());
     assert!(output.status.success(), "plb {args:?}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("JSON")
@@ -33,4 +37,87 @@ pub(crate) fn within<T: Send>(
     work: impl FnOnce() -> Result<T> + Send,
 ) -> Result<T> {
     plb_netlink::netns::Namespace::named(&fabric.name(node))?.within(work)
+}
+
+/// `plb run` in `h1`; its lines of JSON. Killed if a test ends before it does.
+pub(crate) struct Run {
+    pub(crate) child: Child,
+    pub(crate) lines: Receiver<Value>,
+}
+
+impl Run {
+    pub(crate) fn start(fabric: &Fabric, args: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_plb"));
+        command.args(["--netns", &fabric.name(Node::H1)]);
+        Self::spawn(command, args)
+    }
+
+    /// The same by another program that ends up as `plb`: `words` stand before it.
+    pub(crate) fn under(fabric: &Fabric, words: &[&str], plb: &str, args: &[&str]) -> Self {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &fabric.name(Node::H1)]).args(words).arg(plb);
+        Self::spawn(command, args)
+    }
+
+    fn spawn(mut command: Command, args: &[&str]) -> Self {
+        let mut child = command
+            .args(["--json", "run", "--n", "3", "--m", "1"])
+            .args(args)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let (send, lines) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for line in stdout.lines().map_while(std::result::Result::ok) {
+                let _ = send.send(serde_json::from_str(&line).unwrap());
+            }
+        });
+        let run = Self { child, lines };
+        assert_eq!(run.next()["watching"], true);
+        run
+    }
+
+    pub(crate) fn next(&self) -> Value {
+        self.lines.recv_timeout(Duration::from_secs(20)).expect("a line of plb run")
+    }
+
+    /// What was done, of the next event.
+    pub(crate) fn done(&self) -> String {
+        let value = self.next();
+        value["done"].as_str().unwrap_or_else(|| panic!("no event: {value}")).to_owned()
+    }
+
+    /// Ends it as an operator would, and returns its last line.
+    pub(crate) fn stop(mut self) -> Value {
+        signal(&self.child, "TERM");
+        assert!(self.child.wait().unwrap().success());
+        // Open until the reader has seen the end.
+        std::iter::from_fn(|| self.lines.recv().ok()).last().unwrap()
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub(crate) fn signal(child: &Child, name: &str) {
+    let killed = Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+}
+
+pub(crate) const SLOWLY: Duration = Duration::from_millis(2);
+
+/// ECN on both sides, a sink, and so many flows.
+pub(crate) fn traffic(fabric: &Fabric, flows: usize) -> (Sink, Vec<Flow>) {
+    for node in [Node::H1, Node::H2] {
+        fabric.set(node, "net.ipv4.tcp_ecn", "1").unwrap();
+    }
+    let sink = netlab::sink(fabric).unwrap();
+    let flow = |_| netlab::flow(fabric, sink.addr, 3000, SLOWLY, |_| Ok(())).unwrap();
+    let flows = (0..flows).map(flow).collect();
+    (sink, flows)
 }

@@ -1,0 +1,136 @@
+//! Switches automatic labels back on behalf of a process that ended without doing so itself: killed, out of memory,
+//! crashed.
+//!
+//! The kernel undoes what a BPF program did when its process ends, but an option of a foreign socket stays as it was set. So
+//! a second process is told of each socket before it is touched, over a pipe, and acts when that pipe closes.
+
+use std::collections::HashMap;
+use std::io::{BufRead, Write as _};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::str::FromStr;
+
+use crate::holders::{Holder, Holders};
+use crate::{Error, Result, sock};
+
+/// A socket whose automatic label is, or is about to be, switched.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Note {
+    /// Where it was reached.
+    pub holder: Holder,
+    /// Its inode, by which it is found if it is somewhere else by now.
+    pub inode: u64,
+    /// Its cookie.
+    pub cookie: u64,
+    /// How its owner had it.
+    pub was: bool,
+}
+
+/// The second process, from its parent's side. Dropping it closes the pipe and waits.
+#[derive(Debug)]
+pub struct Guardian {
+    child: Child,
+    notes: Option<ChildStdin>,
+}
+
+impl Guardian {
+    /// Starts it: `command` has to give its standard input to [`attend`].
+    ///
+    /// # Errors
+    /// When no process can be started.
+    pub fn start(command: &mut Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(|source| Error::kernel("starting the guardian", "", source))?;
+        Ok(Self { notes: child.stdin.take(), child })
+    }
+
+    /// Call this before the socket is touched, and leave the socket alone if it fails.
+    ///
+    /// # Errors
+    /// When the guardian is gone.
+    pub fn note(&mut self, note: &Note) -> Result<()> {
+        let Note { holder: Holder { pid, fd }, inode, cookie, was } = note;
+        self.line(&format!("{pid} {fd} {inode} {cookie} {was}\n"))
+    }
+
+    /// The socket is as it was, or closed.
+    ///
+    /// # Errors
+    /// When the guardian is gone.
+    pub fn forget(&mut self, cookie: u64) -> Result<()> {
+        self.line(&format!("{cookie}\n"))
+    }
+
+    fn line(&mut self, line: &str) -> Result<()> {
+        let notes = self.notes.as_mut().ok_or_else(|| Error::Gone("the guardian has ended".to_owned()))?;
+        notes.write_all(line.as_bytes()).map_err(|_| Error::Gone("the guardian has ended".to_owned()))
+    }
+}
+
+impl Drop for Guardian {
+    fn drop(&mut self) {
+        self.notes = None;
+        let _ = self.child.wait();
+    }
+}
+
+/// What the second process does: reads until the first one is gone, then switches back. Returns how many sockets it
+/// could not switch back.
+pub fn attend(notes: impl BufRead) -> usize {
+    let mut pending: HashMap<u64, Note> = HashMap::new();
+    for line in notes.lines().map_while(std::result::Result::ok) {
+        match line.parse::<Note>() {
+            // The first word is the one from before it was ever touched.
+            Ok(note) => drop(pending.entry(note.cookie).or_insert(note)),
+            Err(()) => drop(line.parse().ok().and_then(|cookie: u64| pending.remove(&cookie))),
+        }
+    }
+    let mut holders = Holders::default();
+    for note in pending.values() {
+        holders.learn(note.inode, note.holder);
+    }
+    switch_back(&mut holders, pending.into_values())
+}
+
+/// Gives sockets the automatic labels that they had. One that is closed by now counts as done. Returns how many could not
+/// be reached or refused.
+pub fn switch_back(holders: &mut Holders, notes: impl Iterator<Item = Note>) -> usize {
+    let mut failed = 0;
+    let mut attempt = |holders: &mut Holders, note: &Note| match holders.open(note.inode, note.cookie) {
+        Ok(None) => false,
+        Ok(Some((_, socket))) => {
+            failed += usize::from(sock::set_auto_label(&socket, note.was).is_err());
+            true
+        }
+        Err(_) => {
+            failed += 1;
+            true
+        }
+    };
+    let elsewhere: Vec<Note> = notes.filter(|note| !attempt(holders, note)).collect();
+    if !elsewhere.is_empty() {
+        let inodes: std::collections::HashSet<u64> = elsewhere.iter().map(|note| note.inode).collect();
+        holders.walk(&inodes, inodes.clone());
+        for note in &elsewhere {
+            attempt(holders, note);
+        }
+    }
+    failed
+}
+
+impl FromStr for Note {
+    type Err = ();
+
+    fn from_str(line: &str) -> std::result::Result<Self, ()> {
+        let fields: Vec<&str> = line.split(' ').collect();
+        let [pid, fd, inode, cookie, was] = fields[..] else { return Err(()) };
+        Ok(Self {
+            holder: Holder { pid: pid.parse().map_err(drop)?, fd: fd.parse().map_err(drop)? },
+            inode: inode.parse().map_err(drop)?,
+            cookie: cookie.parse().map_err(drop)?,
+            was: was.parse().map_err(drop)?,
+        })
+    }
+}

@@ -1,0 +1,64 @@
+//! What `plb run --way sockopt` has switched off is not left so: not in a black hole, not after its end.
+
+use std::time::Duration;
+
+use netlab::{Capture, Fabric, Flow, Node, PATHS, eventually, ready};
+use plb_netlink::sock;
+
+use crate::support::{Run, signal, traffic};
+
+/// Kernels back off: 0.2, 0.4, 0.8, 1.6, 3.2, 6.4 s.
+const LONG: Duration = Duration::from_secs(25);
+
+/// Starts to watch one flow and waits until it goes without a label, with nothing that would move it again.
+fn switched_off(fabric: &Fabric, flow: &Flow) -> Run {
+    let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    // Slowly, so that there is time to end the congestion between two moves.
+    let run = Run::start(fabric, &["--way", "sockopt", "--interval-ms", "300"]);
+    assert_eq!(run.done(), "automatic label off");
+    drop(congested);
+    assert!(!sock::auto_label(flow).unwrap());
+    run
+}
+
+#[test]
+fn a_timeout_moves_a_connection_whose_label_was_switched_off() {
+    if !ready("a_timeout_moves_a_connection_whose_label_was_switched_off") {
+        return;
+    }
+    let fabric = Fabric::build().unwrap();
+    let (sink, flows) = traffic(&fabric, 1);
+    let run = switched_off(&fabric, &flows[0]);
+    let before = fabric.path_bytes().unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    let after = fabric.path_bytes().unwrap();
+    let path = (0..PATHS).max_by_key(|path| after[*path] - before[*path]).unwrap() + 1;
+    let capture = Capture::start(&fabric, Node::H1).unwrap();
+    fabric.black_hole(path).unwrap();
+    let told = run.next();
+    assert_eq!((&told["cause"], &told["done"]), (&"timeout".into(), &"automatic label on".into()), "{told}");
+    let received = sink.received();
+    eventually("delivery", LONG, || sink.received() > received + 50_000).unwrap();
+    assert_ne!(capture.labels(flows[0].port()).last().unwrap().get(), 0);
+}
+
+#[test]
+fn what_was_switched_off_is_on_again_however_it_ends() {
+    if !ready("what_was_switched_off_is_on_again_however_it_ends") {
+        return;
+    }
+    let fabric = Fabric::build().unwrap();
+    let (_sink, flows) = traffic(&fabric, 1);
+    for way in ["TERM", "INT", "HUP", "KILL"] {
+        let mut run = switched_off(&fabric, &flows[0]);
+        signal(&run.child, way);
+        run.child.wait().unwrap();
+        eventually(way, Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
+    }
+    // A reader that has gone away ends it too.
+    let run = switched_off(&fabric, &flows[0]);
+    let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    drop(run);
+    drop(congested);
+    eventually("killed", Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
+}
