@@ -34,6 +34,7 @@ pub mod pins;
 pub mod prepare;
 pub mod relabel;
 pub mod repath;
+pub mod rights;
 pub mod route;
 pub mod sock;
 mod sys;

@@ -6,6 +6,7 @@
 mod istio;
 mod kubernetes;
 mod merge;
+mod plb;
 mod proxy;
 mod schemas;
 mod trouble;

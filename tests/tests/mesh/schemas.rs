@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Service, ServiceAccount};
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
@@ -30,6 +30,7 @@ pub fn check(object: &Value) -> Result<()> {
         ("v1", "Namespace") => typed::<Namespace>(object),
         ("v1", "Service") => typed::<Service>(object),
         ("v1", "ServiceAccount") => typed::<ServiceAccount>(object),
+        ("apps/v1", "DaemonSet") => typed::<DaemonSet>(object),
         ("apps/v1", "Deployment") => typed::<Deployment>(object),
         ("networking.k8s.io/v1", "NetworkPolicy") => typed::<NetworkPolicy>(object),
         ("policy/v1", "PodDisruptionBudget") => typed::<PodDisruptionBudget>(object),

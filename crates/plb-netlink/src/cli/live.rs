@@ -14,6 +14,7 @@ use plb_netlink::flowlabel::{self, Current, Label};
 use plb_netlink::guardian::{self, Guardian};
 use plb_netlink::link::{self, Device};
 use plb_netlink::relabel::Relabeller;
+use plb_netlink::rights;
 use plb_netlink::sysctl::PlbParams;
 use plb_netlink::{Error, Result, ignore_interrupts, interrupted, random_u32, sock, watch_interrupts};
 use serde_json::json;
@@ -112,9 +113,15 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
     };
     // From here on the first signal ends the loop; dropping the daemon detaches.
     watch()?;
-    emit(output, &json!({"watching": true, "parameters": parameters, "way": how}), || {
-        format!("watching: {parameters}; moving {how}")
-    });
+    let warnings = rights::obstacles();
+    emit(
+        output,
+        &json!({"watching": true, "parameters": parameters, "way": how, "warnings": warnings}),
+        || {
+            let warnings: String = warnings.iter().map(|warning| format!("\nwarning: {warning}")).collect();
+            format!("watching: {parameters}; moving {how}{warnings}")
+        },
+    );
     let mut daemon = Daemon::new(config, args.select.filter(), way);
     let started = Instant::now();
     let mut moves = 0_u64;

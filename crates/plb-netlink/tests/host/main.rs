@@ -9,4 +9,5 @@ mod leaving;
 mod mass;
 mod pins;
 mod repath;
+mod rights;
 mod support;

@@ -1,11 +1,8 @@
-//! Connections that somebody pinned stay where they are, also where `plb run` cannot read whether they are pinned.
+//! Connections that somebody pinned stay where they are, and options are set on the intended socket or none.
 
-use std::fs;
 use std::io::Write as _;
 use std::net::TcpStream;
 use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd as _};
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use netlab::{Capture, Fabric, Flow, Node, eventually, ready};
@@ -118,52 +115,4 @@ fn a_descriptor_that_means_another_socket_by_now_is_not_touched() {
         Ok(())
     })
     .unwrap();
-}
-
-/// The command where any user may run it, for the life of a test.
-struct Copy(PathBuf);
-
-impl Copy {
-    fn new(name: &str) -> Self {
-        let folder = std::env::temp_dir().join(format!("plb-{name}-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
-        fs::copy(env!("CARGO_BIN_EXE_plb"), folder.join("plb")).unwrap();
-        Self(folder)
-    }
-
-    fn path(&self) -> String {
-        self.0.join("plb").display().to_string()
-    }
-}
-
-impl Drop for Copy {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-#[test]
-fn what_cannot_be_read_is_not_moved() {
-    if !ready("what_cannot_be_read_is_not_moved") {
-        return;
-    }
-    let copy = Copy::new("pins");
-    let no_tracing = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
-    let no_tracing =
-        [&no_tracing[..], &["--inh-caps=+bpf,+net_admin", "--ambient-caps=+bpf,+net_admin"]].concat();
-    let other_pids = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"];
-    for (name, words) in [("no right to trace", &no_tracing[..]), ("another PID namespace", &other_pids)] {
-        let fabric = Fabric::build().unwrap();
-        let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
-        let (sink, _none) = traffic(&fabric, 0);
-        let off = |socket: &socket2::Socket| sock::set_txrehash(socket, TxRehash::Off);
-        let pinned = netlab::flow(&fabric, sink.addr, 3000, SLOWLY, off).unwrap();
-        let capture = Capture::start(&fabric, Node::H1).unwrap();
-        let run = Run::under(&fabric, words, &copy.path(), &["--way", "bpf"]);
-        let done = run.done();
-        assert!(done.starts_with("left alone: cannot read whether it is pinned"), "{name}: {done}");
-        std::thread::sleep(A_WHILE);
-        assert_eq!(capture.labels(pinned.port()).len(), 1, "{name}");
-    }
 }

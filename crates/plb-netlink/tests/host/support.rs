@@ -43,6 +43,8 @@ pub(crate) fn within<T: Send>(
 pub(crate) struct Run {
     pub(crate) child: Child,
     pub(crate) lines: Receiver<Value>,
+    /// What it said at first that stands in its way.
+    pub(crate) warnings: Vec<String>,
 }
 
 impl Run {
@@ -73,8 +75,11 @@ impl Run {
                 let _ = send.send(serde_json::from_str(&line).unwrap());
             }
         });
-        let run = Self { child, lines };
-        assert_eq!(run.next()["watching"], true);
+        let mut run = Self { child, lines, warnings: Vec::new() };
+        let first = run.next();
+        assert_eq!(first["watching"], true);
+        let said = first["warnings"].as_array().unwrap().iter();
+        run.warnings = said.map(|warning| warning.as_str().unwrap().to_owned()).collect();
         run
     }
 
@@ -86,6 +91,12 @@ impl Run {
     pub(crate) fn done(&self) -> String {
         let value = self.next();
         value["done"].as_str().unwrap_or_else(|| panic!("no event: {value}")).to_owned()
+    }
+
+    /// Nothing is reported for a time in which a connection that is not pinned moves several times.
+    pub(crate) fn quiet(&self) {
+        let event = self.lines.recv_timeout(Duration::from_millis(700));
+        assert!(event.is_err(), "{event:?}");
     }
 
     /// Ends it as an operator would, and returns its last line.

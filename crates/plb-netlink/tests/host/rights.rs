@@ -1,0 +1,181 @@
+//! The rights that `plb.service` gives are enough and none is too many; the unit is one that systemd accepts.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use netlab::{Capture, Fabric, Node, eventually, ready, skip};
+use plb_netlink::sock::{self, TxRehash};
+
+use crate::support::{Run, SLOWLY, traffic};
+
+/// The command where any user may run it, for the life of a test.
+struct Copy(PathBuf);
+
+impl Copy {
+    fn new(name: &str) -> Self {
+        let folder = std::env::temp_dir().join(format!("plb-{name}-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
+        fs::copy(env!("CARGO_BIN_EXE_plb"), folder.join("plb")).unwrap();
+        Self(folder)
+    }
+
+    fn path(&self) -> String {
+        self.0.join("plb").display().to_string()
+    }
+}
+
+impl Drop for Copy {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn unit() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../envoy-configs/plb/plb.service");
+    fs::read_to_string(path).unwrap()
+}
+
+/// What the unit says of one setting.
+fn setting(unit: &str, name: &str) -> String {
+    let line = unit.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+    line.unwrap_or_else(|| panic!("no {name}=")).to_owned()
+}
+
+/// The unit's capabilities, as `setpriv` calls them.
+fn capabilities() -> Vec<String> {
+    let unit = unit();
+    let granted = setting(&unit, "AmbientCapabilities");
+    assert_eq!(granted, setting(&unit, "CapabilityBoundingSet"));
+    granted.split_whitespace().map(|name| name.strip_prefix("CAP_").unwrap().to_lowercase()).collect()
+}
+
+/// Words that run another program as a user of its own with these capabilities, as the unit does.
+fn as_user(capabilities: &[String]) -> Vec<String> {
+    let added: String = capabilities.iter().map(|name| format!(",+{name}")).collect();
+    let sets = ["bounding-set", "inh-caps", "ambient-caps"].map(|set| format!("--{set}=-all{added}"));
+    let user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"];
+    user.map(str::to_owned).into_iter().chain(sets).collect()
+}
+
+/// The same as root, as the DaemonSet does: root has what the bounding set leaves.
+fn as_root(capabilities: &[String]) -> Vec<String> {
+    let added: String = capabilities.iter().map(|name| format!(",+{name}")).collect();
+    let sets = ["bounding-set", "inh-caps"].map(|set| format!("--{set}=-all{added}"));
+    ["setpriv", "--no-new-privs"].map(str::to_owned).into_iter().chain(sets).collect()
+}
+
+fn under(fabric: &Fabric, words: &[String], plb: &str) -> Run {
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    Run::under(fabric, &words, plb, &["--way", "bpf"])
+}
+
+#[test]
+fn the_rights_of_the_unit_are_enough() {
+    if !ready("the_rights_of_the_unit_are_enough") {
+        return;
+    }
+    let (copy, capabilities) = (Copy::new("enough"), capabilities());
+    for words in [as_user(&capabilities), as_root(&capabilities)] {
+        let fabric = Fabric::build().unwrap();
+        let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+        let (_sink, flows) = traffic(&fabric, 1);
+        let run = under(&fabric, &words, &copy.path());
+        assert!(run.done().starts_with("new label"), "{words:?}");
+        let capture = Capture::start(&fabric, Node::H1).unwrap();
+        eventually("two labels", Duration::from_secs(5), || capture.labels(flows[0].port()).len() >= 2)
+            .unwrap();
+        assert_eq!(run.warnings, [] as [String; 0]);
+    }
+}
+
+#[test]
+fn no_right_of_the_unit_is_too_many() {
+    if !ready("no_right_of_the_unit_is_too_many") {
+        return;
+    }
+    let (copy, all) = (Copy::new("exact"), capabilities());
+    let fabric = Fabric::build().unwrap();
+    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (_sink, flows) = traffic(&fabric, 1);
+    let capture = Capture::start(&fabric, Node::H1).unwrap();
+    assert_eq!(all.len(), 4);
+    for missing in &all {
+        let rest: Vec<String> = all.iter().filter(|name| *name != missing).cloned().collect();
+        if missing == "bpf" || missing == "net_admin" {
+            let output = Command::new("ip")
+                .args(["netns", "exec", &fabric.name(Node::H1)])
+                .args(as_user(&rest))
+                .args([&copy.path(), "run", "--way", "bpf", "--duration", "1"])
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(3), "without {missing}: {said}");
+            assert!(said.contains("CAP_BPF and CAP_NET_ADMIN"), "{said}");
+        } else {
+            let run = under(&fabric, &as_user(&rest), &copy.path());
+            let name = format!("CAP_{}", missing.to_uppercase());
+            assert!(run.warnings[0].contains(&name), "{:?}", run.warnings);
+            let done = run.done();
+            assert!(done.starts_with("left alone: cannot read whether it is pinned"), "{missing}: {done}");
+            run.quiet();
+        }
+    }
+    assert_eq!(capture.labels(flows[0].port()).len(), 1);
+}
+
+#[test]
+fn what_cannot_be_read_is_not_moved() {
+    if !ready("what_cannot_be_read_is_not_moved") {
+        return;
+    }
+    let copy = Copy::new("pins");
+    let no_tracing = as_user(&["bpf".to_owned(), "net_admin".to_owned()]);
+    let other_pids =
+        ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"].map(str::to_owned).to_vec();
+    for (words, warning) in [(no_tracing, "CAP_SYS_PTRACE"), (other_pids, "PID namespace")] {
+        let fabric = Fabric::build().unwrap();
+        let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+        let (sink, _none) = traffic(&fabric, 0);
+        let off = |socket: &socket2::Socket| sock::set_txrehash(socket, TxRehash::Off);
+        let pinned = netlab::flow(&fabric, sink.addr, 3000, SLOWLY, off).unwrap();
+        let capture = Capture::start(&fabric, Node::H1).unwrap();
+        let run = under(&fabric, &words, &copy.path());
+        assert!(run.warnings.iter().any(|said| said.contains(warning)), "{:?}", run.warnings);
+        let done = run.done();
+        assert!(done.starts_with("left alone: cannot read whether it is pinned"), "{words:?}: {done}");
+        run.quiet();
+        assert_eq!(capture.labels(pinned.port()).len(), 1, "{words:?}");
+    }
+}
+
+#[test]
+fn systemd_accepts_the_unit() {
+    let name = "systemd_accepts_the_unit";
+    let copy = Copy::new("unit");
+    let verify = |text: &str| {
+        let path = copy.0.join("plb.service");
+        fs::write(&path, text).unwrap();
+        Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(path).output()
+    };
+    let unit = unit().replace("/usr/local/bin/plb", &copy.path());
+    let Ok(output) = verify(&unit) else {
+        return skip(name, "no `systemd-analyze` here (Debian: systemd)");
+    };
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.is_empty(), "{said}");
+    // What is wrong in it would be said; a capability that does not exist would not, but the tests above run with them.
+    for (good, bad) in [("/plb run", "/plp run"), ("NoNewPrivileges", "NoNewPrivilege"), ("=exec", "=exek")] {
+        let output = verify(&unit.replacen(good, bad, 1)).unwrap();
+        assert!(!output.stderr.is_empty(), "{bad}");
+    }
+    // And the command line is one that `plb` takes.
+    let command = setting(&unit, "ExecStart");
+    let mut words = command.split_whitespace();
+    let output = Command::new(words.next().unwrap()).args(words).args(["--dry-run", "--dev", "lo"]).output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

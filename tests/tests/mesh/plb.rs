@@ -1,0 +1,53 @@
+//! `envoy-configs/plb/`: the DaemonSet is as published, and has what `plb.service` has. That these rights are enough, and
+//! none is too many, is tested where they are used (crates/plb-netlink/tests/host/rights.rs).
+
+use anyhow::{Context as _, Result};
+use prequal_testbed::manifests::{documents, find};
+use prequal_testbed::workspace_root;
+use serde_json::{Value, json};
+
+use crate::schemas::check;
+
+#[test]
+fn the_daemonset_is_as_published_and_has_the_rights_of_the_unit() -> Result<()> {
+    let objects = documents("plb/daemonset.yaml")?;
+    for object in &objects {
+        check(object)?;
+    }
+    // A misspelt field would be dropped in silence by a cluster that does not validate, and this one is what reads pins.
+    let mut misspelt = find(&objects, "DaemonSet", "plb");
+    misspelt["spec"]["template"]["spec"]["hostPid"] = json!(true);
+    assert!(format!("{:#}", check(&misspelt).expect_err("an unknown field")).contains("hostPid"));
+
+    let namespace = find(&objects, "Namespace", "plb");
+    assert_eq!(namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"], "privileged");
+    let set = find(&objects, "DaemonSet", "plb");
+    assert_eq!(set["metadata"]["namespace"], "plb");
+    assert_eq!(set["spec"]["selector"]["matchLabels"], set["spec"]["template"]["metadata"]["labels"]);
+    let pod = &set["spec"]["template"]["spec"];
+    // Without these it watches itself alone, or moves nothing.
+    assert_eq!((&pod["hostNetwork"], &pod["hostPID"]), (&json!(true), &json!(true)));
+    let container = &pod["containers"][0];
+    let security = &container["securityContext"];
+    assert_eq!(security["runAsUser"], 0);
+    assert_eq!(security["allowPrivilegeEscalation"], false);
+    assert_eq!(security["readOnlyRootFilesystem"], true);
+    assert_eq!(security["capabilities"]["drop"], json!(["ALL"]));
+
+    let unit = std::fs::read_to_string(workspace_root().join("envoy-configs/plb/plb.service"))?;
+    let setting = |name: &str| -> Result<String> {
+        let line = unit.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+        line.map(str::to_owned).context(name.to_owned())
+    };
+    let granted = setting("AmbientCapabilities")?.replace("CAP_", "");
+    let granted: Vec<Value> = granted.split_whitespace().map(|name| json!(name)).collect();
+    assert_eq!(security["capabilities"]["add"], json!(granted));
+    let command: Vec<&str> = [&container["command"], &container["args"]]
+        .into_iter()
+        .filter_map(Value::as_array)
+        .flatten()
+        .filter_map(Value::as_str)
+        .collect();
+    assert_eq!(setting("ExecStart")?.trim_start_matches("/usr/local/bin"), command.join(" "));
+    Ok(())
+}
