@@ -55,10 +55,11 @@ fn what_was_switched_off_is_on_again_however_it_ends() {
         run.child.wait().unwrap();
         eventually(way, Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
     }
-    // A reader that has gone away ends it too.
-    let run = switched_off(&fabric, &flows[0]);
+    // A reader that has gone away ends it too, at a move of its own.
+    let mut run = switched_off(&fabric, &flows[0]);
+    run.hang_up();
     let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
-    drop(run);
+    eventually("its end", Duration::from_secs(20), || run.child.try_wait().unwrap().is_some()).unwrap();
     drop(congested);
-    eventually("killed", Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
+    eventually("on", Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
 }

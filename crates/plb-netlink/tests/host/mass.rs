@@ -8,6 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use netlab::{Fabric, H2, Node, ready, skip};
+use plb_netlink::pidfd;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::Run;
@@ -120,6 +121,9 @@ fn ten_thousand_connections_move_at_once() {
     std::thread::sleep(Duration::from_secs(2));
     println!("at rest: {:.0} % of a core", (cpu(run.child.id()) - idle).as_secs_f64() * 50.0);
 
+    let began = Instant::now();
+    assert!(pidfd::owners().len() >= CONNECTIONS);
+    println!("one walk over all processes: {:?}", began.elapsed());
     let took = all_move(&run, &mut clients, &["congested, idle", "congested, busy"]);
     assert!(took < Duration::from_secs(15), "{took:?}");
     drop(congested);

@@ -72,7 +72,10 @@ impl Run {
         let (send, lines) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(std::result::Result::ok) {
-                let _ = send.send(serde_json::from_str(&line).unwrap());
+                // Without a receiver the pipe is closed.
+                if send.send(serde_json::from_str(&line).unwrap()).is_err() {
+                    break;
+                }
             }
         });
         let mut run = Self { child, lines, warnings: Vec::new() };
@@ -97,6 +100,11 @@ impl Run {
     pub(crate) fn quiet(&self) {
         let event = self.lines.recv_timeout(Duration::from_millis(700));
         assert!(event.is_err(), "{event:?}");
+    }
+
+    /// From its next lines on no one reads what it says.
+    pub(crate) fn hang_up(&mut self) {
+        self.lines = std::sync::mpsc::channel().1;
     }
 
     /// Ends it as an operator would, and returns its last line.
