@@ -26,6 +26,10 @@ fn the_demo_runs_what_users_copy() {
     let mut expected = configuration("static/envoy.yaml");
     expected["node"] = json!({"id": "prequal", "cluster": "demo"});
     expected["admin"]["address"]["socket_address"]["address"] = "0.0.0.0".into();
+    // For the container's 512 MB.
+    let monitors = &mut expected["overload_manager"]["resource_monitors"];
+    monitors[0]["typed_config"]["max_heap_size_bytes"] = (320 << 20).into();
+    monitors[1]["typed_config"]["max_active_downstream_connections"] = 5000.into();
     let listener = &mut expected["static_resources"]["listeners"][0];
     listener["address"]["socket_address"]["address"] = "0.0.0.0".into();
     route(&mut expected)["timeout"] = "2s".into();
@@ -43,7 +47,7 @@ fn the_demo_runs_what_users_copy() {
         cluster.as_object_mut().map(|cluster| cluster.remove("load_assignment"));
     }
     let found = configuration("compose/envoy-prequal.yaml");
-    for part in ["node", "admin", "stats_config", "static_resources"] {
+    for part in ["node", "admin", "overload_manager", "stats_config", "static_resources"] {
         assert_eq!(found[part], expected[part], "{part}");
     }
     assert_eq!(found, expected);
@@ -56,11 +60,24 @@ fn the_other_envoy_differs_in_the_balancing_only() {
     for part in ["timeout", "retry_policy"] {
         assert_eq!(route(&mut baseline)[part], route(&mut prequal)[part], "{part}");
     }
+    assert_eq!(baseline["overload_manager"], prequal["overload_manager"]);
+    let limits = [
+        "path_with_escaped_slashes_action",
+        "common_http_protocol_options",
+        "http2_protocol_options",
+        "request_headers_timeout",
+        "stream_idle_timeout",
+    ];
+    for part in limits {
+        assert!(!manager(&mut prequal)[part].is_null(), "{part}");
+        assert_eq!(manager(&mut baseline)[part], manager(&mut prequal)[part], "{part}");
+    }
     for cluster in baseline["static_resources"]["clusters"].as_array().into_iter().flatten() {
         for part in [
             "type",
             "eds_cluster_config",
             "connect_timeout",
+            "per_connection_buffer_limit_bytes",
             "typed_extension_protocol_options",
             "circuit_breakers",
         ] {

@@ -6,6 +6,7 @@
 mod capacity;
 mod chain;
 mod clients;
+mod edge;
 mod ejection;
 mod failures;
 mod hosts;

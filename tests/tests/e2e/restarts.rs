@@ -123,8 +123,8 @@ fn a_dead_backend_fails_only_what_it_was_working_on() -> Result<()> {
     bed!();
     let mut pods = Pods::start(3, Duration::from_millis(5))?;
     let envoy = pods.envoy(Ok)?;
-    // A body that is still on its way is no obstacle.
-    let load = Load::start(envoy.client(), 100, Request::post("/", vec![b'x'; 10_000]));
+    // A body that is still on its way is no obstacle, nor is one that is longer than Envoy's buffers.
+    let load = Load::start(envoy.client(), 100, Request::post("/", vec![b'x'; 100_000]));
     end_each(&mut pods, kill)?;
     // One that is stopped is at work on nothing in the end, but a request may meet the end of an idle connection.
     end_each(&mut pods, stop)?;

@@ -214,6 +214,12 @@ fn an_envoy_that_leaves_loses_no_request() -> Result<()> {
     Ok(())
 }
 
+fn edge_memory() -> Result<String> {
+    let edge = find(&documents("kubernetes/base/edge.yaml")?, "Deployment", "edge");
+    let limits = &edge["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"];
+    Ok(limits["memory"].as_str().context("a limit of memory")?.to_owned())
+}
+
 #[test]
 fn the_envoy_is_the_static_one_but_for_discovery() -> Result<()> {
     let mut expected = documents("static/envoy.yaml")?.remove(0);
@@ -222,6 +228,11 @@ fn the_envoy_is_the_static_one_but_for_discovery() -> Result<()> {
     // Beside the static one's: the two paths of the admin.
     assert_eq!(ours["listeners"].as_array_mut().and_then(Vec::pop).context("a listener")?["name"], "status");
     assert_eq!(ours["clusters"].as_array_mut().and_then(Vec::pop).context("a cluster")?["name"], "admin");
+    // As much as the pod's memory holds.
+    assert_eq!(edge_memory()?, "512Mi");
+    let monitors = &mut expected["overload_manager"]["resource_monitors"];
+    monitors[0]["typed_config"]["max_heap_size_bytes"] = json!(320 << 20);
+    monitors[1]["typed_config"]["max_active_downstream_connections"] = json!(5000);
     let listener = &mut expected["static_resources"]["listeners"][0];
     listener["address"]["socket_address"]["address"] = json!("0.0.0.0");
     let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
