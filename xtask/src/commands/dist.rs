@@ -14,6 +14,7 @@ use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{progress, run, workspace};
 
 mod changelog;
+mod manifests;
 mod oci;
 pub(crate) mod rehearsal;
 mod sbom;
@@ -24,7 +25,7 @@ use oci::{Entry, Image};
 ///
 /// prequal_filter-VERSION.wasm; the same as an OCI image that Istio's WasmPlugin and Envoy Gateway fetch (a layout as a
 /// folder and as a tar); for each architecture a tar.gz of the programs, linked statically; an OCI image of the agent for
-/// all of them; a CycloneDX bill of materials; the version's section of CHANGELOG.md. Needs no container engine. The
+/// all of them; the manifests of envoy-configs/ with these images by digest; a CycloneDX bill of materials; the version's section of CHANGELOG.md. Needs no container engine. The
 /// other architecture than this machine's needs a cross linker (`apt-get install gcc-aarch64-linux-gnu`); where it is
 /// missing, one line says so.
 ///
@@ -219,13 +220,16 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     }
 
     let module = format!("prequal_filter-{version}.oci");
-    oci::write(&out.join(&module), &[module_image(parts)], stamp)?;
+    let module_digest = oci::write(&out.join(&module), &[module_image(parts)], stamp)?;
     verify_module(&out.join(&module), &parts.module)?;
     let agent = format!("probe-agent-{version}.oci");
     let images: Vec<Image> =
         parts.programs.iter().map(|(platform, programs)| agent_image(*platform, programs, stamp)).collect();
-    oci::write(&out.join(&agent), &images, stamp)?;
+    let agent_digest = oci::write(&out.join(&agent), &images, stamp)?;
     verify_agent(&out.join(&agent), &parts.programs)?;
+    let digests = manifests::Digests { module: &module_digest, agent: &agent_digest };
+    let manifests = manifests::pinned(&workspace::root().join("envoy-configs"), version, &digests)?;
+    files.insert(format!("{NAME}-manifests-{version}.tar.gz"), oci::gzip(&oci::tar(&manifests, stamp)?)?);
     for layout in [module, agent] {
         files.insert(format!("{layout}.tar"), oci::tar(&oci::entries_of(&out.join(&layout))?, stamp)?);
     }

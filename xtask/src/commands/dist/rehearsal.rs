@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use sha2::{Digest as _, Sha256};
 
 use super::{NAME, PLATFORMS, PROGRAMS, Parts, SUMS, VERSION, pack, verify_agent, verify_module};
 use crate::commands::debian;
@@ -47,9 +48,30 @@ fn check(parts: &Parts, scratch: &Path) -> Result<()> {
         run::output(run::tool("skopeo").args(["copy", "--all", "--src-tls-verify=false", &from, &to]))?;
         Ok(folder)
     };
-    verify_module(&back("prequal-filter")?, &parts.module)?;
+    verify_module(&back("prequal_filter")?, &parts.module)?;
     verify_agent(&back("probe-agent")?, &parts.programs)?;
+    manifests_name(&out, registry.addr)?;
     progress::say(format_args!("{} files; both images went through a registry", files.len()));
+    Ok(())
+}
+
+/// The manifests' digests are those under which the registry has the images.
+fn manifests_name(out: &Path, registry: SocketAddr) -> Result<()> {
+    let archive = format!("{NAME}-manifests-{VERSION}.tar.gz");
+    run::output(run::tool("tar").args(["-xzf", &archive]).current_dir(out))?;
+    let manifests = [
+        ("prequal_filter", "istio/client-sidecar.yaml", "prequal_filter@"),
+        ("probe-agent", "istio/server-agent.yaml", "probe-agent@"),
+        ("probe-agent", "kubernetes/base/kustomization.yaml", "probe-agent, digest: \""),
+    ];
+    for (name, file, before) in manifests {
+        let image = format!("docker://{registry}/{name}:{VERSION}");
+        let mut skopeo = run::tool("skopeo");
+        let digest = run::output(skopeo.args(["inspect", "--raw", "--tls-verify=false", &image]))
+            .map(|manifest| format!("{before}sha256:{:x}", Sha256::digest(manifest)))?;
+        let text = fs::read_to_string(out.join(file))?;
+        ensure!(text.contains(&digest), "{file} does not name {digest}, which the registry has");
+    }
     Ok(())
 }
 

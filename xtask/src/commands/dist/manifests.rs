@@ -1,0 +1,130 @@
+//! The manifests of `envoy-configs/` with this release's images by digest, so that what runs is what was released, whatever
+//! a registry's tags name later.
+//!
+//! Left by tag: images that a release does not build, which are Envoy's, the user's own, and those that the overlays of
+//! `kubernetes/` take the module from.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::oci::{Entry, entries_of};
+
+/// Digests of what a release's tags name: `sha256:` and 64 hexadecimal digits.
+pub(super) struct Digests<'a> {
+    /// Of the module's image. Istio compares this one with `sha256` where the url is that of an image; the sum of the module
+    /// is for a url of a file.
+    pub(super) module: &'a str,
+    /// Of the agent's, for every architecture.
+    pub(super) agent: &'a str,
+}
+
+/// Every file of the folders with manifests below `configs`.
+pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
+    let mut files = Vec::new();
+    let mut count = 0;
+    for folder in ["istio", "kubernetes"] {
+        for mut file in entries_of(&configs.join(folder))? {
+            file.path = format!("{folder}/{}", file.path);
+            let text = std::str::from_utf8(&file.bytes).with_context(|| file.path.clone())?;
+            let (text, replaced) = with_digests(text, folder == "kubernetes", version, digests)?;
+            let plugins = text.matches("kind: WasmPlugin").count();
+            ensure!(replaced >= plugins, "{}: a WasmPlugin that does not name version {version}", file.path);
+            count += replaced;
+            file.bytes = text.into_bytes();
+            files.push(file);
+        }
+    }
+    ensure!(count >= 5, "only {count} images by digest: envoy-configs/ no longer names them as it did");
+    Ok(files)
+}
+
+/// The text with the release's images by digest, and how many. Where there is a kustomization, containers name no registry.
+fn with_digests(
+    text: &str,
+    kustomized: bool,
+    version: &str,
+    digests: &Digests<'_>,
+) -> Result<(String, usize)> {
+    let hex = digests.module.strip_prefix("sha256:").context("a digest by SHA-256")?;
+    let (module, agent) = (format!("{REGISTRY}/prequal_filter"), format!("{REGISTRY}/probe-agent"));
+    let mut lines = Vec::new();
+    let mut count = 0;
+    for line in text.lines() {
+        let indent = &line[..line.len() - line.trim_start().len()];
+        let pinned = match line.trim_start() {
+            named if named == format!("url: oci://{module}:{version}") => {
+                format!("{indent}url: oci://{module}@{}\n{indent}sha256: {hex}", digests.module)
+            }
+            named if named == format!("- {{name: probe-agent, newName: {agent}, newTag: {version}}}") => {
+                format!("{indent}- {{name: probe-agent, newName: {agent}, digest: \"{}\"}}", digests.agent)
+            }
+            "image: probe-agent" if !kustomized => {
+                format!("{indent}image: {agent}@{}", digests.agent)
+            }
+            _ => {
+                lines.push(line.to_owned());
+                continue;
+            }
+        };
+        lines.push(pinned);
+        count += 1;
+    }
+    lines.push(String::new());
+    Ok((lines.join("\n"), count))
+}
+
+/// Where the shipped manifests find images; users put their own here.
+const REGISTRY: &str = "registry.example.com/prequal";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workspace;
+
+    #[test]
+    fn the_shipped_manifests_name_what_was_built() {
+        let (module, agent) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "b".repeat(64)));
+        let digests = Digests { module: &module, agent: &agent };
+        let configs = workspace::root().join("envoy-configs");
+        let files = pinned(&configs, super::super::VERSION, &digests).expect("pinned");
+        let text = |path: &str| {
+            let file = files.iter().find(|file| file.path == path).expect(path);
+            String::from_utf8(file.bytes.clone()).expect("text")
+        };
+        for path in ["istio/client-sidecar.yaml", "istio/client-gateway.yaml", "istio/server-inbound.yaml"] {
+            let url =
+                format!("  url: oci://{REGISTRY}/prequal_filter@{module}\n  sha256: {}\n", "a".repeat(64));
+            assert!(text(path).contains(&url), "{path}");
+        }
+        let by_digest = format!("{REGISTRY}/probe-agent@{agent}");
+        assert!(text("istio/server-agent.yaml").contains(&format!("        image: {by_digest}\n")));
+        let images = text("kubernetes/base/kustomization.yaml");
+        assert!(
+            images.contains(&format!("newName: {REGISTRY}/probe-agent, digest: \"{agent}\"}}")),
+            "{images}"
+        );
+        assert!(text("kubernetes/base/replicas.yaml").contains("        image: probe-agent\n"));
+        for file in &files {
+            let shipped = std::fs::read(configs.join(&file.path)).expect("the shipped file");
+            let text = String::from_utf8_lossy(&file.bytes).into_owned();
+            let built =
+                |line: &&str| line.contains("prequal_filter:") || line.contains("probe-agent, newTag");
+            let left: Vec<&str> = text.lines().filter(built).collect();
+            assert!(left.iter().all(|line| line.contains("reference: ")), "{}: {left:?}", file.path);
+            // Nothing else changes.
+            let differ =
+                text.lines().filter(|line| !String::from_utf8_lossy(&shipped).contains(line)).count();
+            assert!(differ <= 2, "{}", file.path);
+        }
+    }
+
+    #[test]
+    fn another_version_is_refused() {
+        let digest = format!("sha256:{}", "a".repeat(64));
+        let digests = Digests { module: &digest, agent: &digest };
+        let error =
+            pinned(&workspace::root().join("envoy-configs"), "9.9.9", &digests).err().expect("an error");
+        assert!(error.to_string().contains("does not name version 9.9.9"), "{error}");
+    }
+}
