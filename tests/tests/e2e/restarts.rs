@@ -1,14 +1,16 @@
-//! Backends that die, and come back, behind agents that live: what the user's requests see.
+//! Backends that die, and come back, behind agents that live, and agents that leave: what the user's requests see.
 
+use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::{
-    Agent, Client, Envoy, EnvoyConfig, Fleet, Killable, Reply, Request, Response, bed, block_on, eventually,
-    handle, workspace_root,
+    Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Fleet, Killable, Reply, Request, Response, bed,
+    block_on, eventually, handle, workspace_root,
 };
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
@@ -169,5 +171,65 @@ fn neither_client_nor_backend_can_have_a_request_sent_again() -> Result<()> {
     for seen in fleet.iter().flat_map(|replica| replica.backend.seen()) {
         assert_none_of_ours(&seen.headers);
     }
+    Ok(())
+}
+
+/// Replaces each agent in turn, as a rollout does, by one with `options`, while clients go on over both protocols; returns
+/// what failed. `discover` is told the addresses half a second after SIGTERM, while the agent still serves, and again when the
+/// new agent is there.
+fn roll_out(
+    pods: &mut VecDeque<(Agent, Backend)>,
+    clients: [Client; 2],
+    options: impl Fn(SocketAddr) -> AgentOptions,
+    mut discover: impl FnMut(&[SocketAddr]) -> Result<()>,
+) -> Result<Vec<String>> {
+    let request = Request::post("/", vec![b'x'; 1000]);
+    let loads = clients.map(|client| Load::start(client, 50, request.clone()));
+    for _ in 0..pods.len() {
+        std::thread::sleep(SECOND);
+        let (mut agent, backend) = pods.pop_front().context("a pod")?;
+        let addr = agent.addr();
+        let ended = std::thread::spawn(move || agent.terminate(30 * SECOND));
+        std::thread::sleep(SECOND / 2);
+        discover(&addrs(pods))?;
+        let status = ended.join().expect("no panic").context("the agent still runs")?;
+        ensure!(status.success(), "{status}");
+        pods.push_back((Agent::start_with(backend.addr(), &options(addr))?, backend));
+        discover(&addrs(pods))?;
+    }
+    std::thread::sleep(SECOND);
+    Ok(loads.into_iter().flat_map(Load::failures).collect())
+}
+
+fn addrs(pods: &VecDeque<(Agent, Backend)>) -> Vec<SocketAddr> {
+    pods.iter().map(|(agent, _)| agent.addr()).collect()
+}
+
+fn three_pods(options: &AgentOptions) -> Result<VecDeque<(Agent, Backend)>> {
+    let pod = || {
+        let backend = Backend::start(Reply::ok().delay(Duration::from_millis(20)))?;
+        Ok((Agent::start_with(backend.addr(), options)?, backend))
+    };
+    (0..3).map(|_| pod()).collect()
+}
+
+#[test]
+fn agents_that_leave_lose_no_request() -> Result<()> {
+    bed!();
+    // As shipped, with less time: discovery forgets the replica before the agent closes anything.
+    let args = ["--drain-delay-ms=1500", "--drain-timeout-ms=10000"].map(str::to_owned).to_vec();
+    let options = AgentOptions { args, ..AgentOptions::default() };
+    let mut pods = three_pods(&options)?;
+    let clusters = ["replicas", "replicas-agent"];
+    let mut envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&pods))?.eds(&clusters))?;
+    warm(&envoy, 3);
+    let clients = [envoy.client(), Client::http2(envoy.addr())];
+    let failures = roll_out(
+        &mut pods,
+        clients,
+        |_| options.clone(),
+        |addrs| clusters.into_iter().try_for_each(|cluster| envoy.set_endpoints(cluster, addrs)),
+    )?;
+    assert!(failures.is_empty(), "{failures:#?}");
     Ok(())
 }
