@@ -137,6 +137,26 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     )?;
     writeln!(out, "prequal_agent_upstream_refused_total {}", counters.refused())?;
 
+    head(
+        out,
+        "prequal_agent_tls_reloads_total",
+        "counter",
+        "Changes of certificate files, by whether they are used.",
+    )?;
+    let [failed, used] = counters.tls_reloads();
+    writeln!(out, "prequal_agent_tls_reloads_total{{result=\"ok\"}} {used}")?;
+    writeln!(out, "prequal_agent_tls_reloads_total{{result=\"failed\"}} {failed}")?;
+    if let Some(at) = counters.certificate_expiry() {
+        let name = "prequal_agent_certificate_expiry_timestamp_seconds";
+        head(
+            out,
+            name,
+            "gauge",
+            "When the first certificate of the chain to do so expires; absent without TLS.",
+        )?;
+        writeln!(out, "{name} {at}")?;
+    }
+
     let name = "prequal_agent_request_duration_seconds";
     head(out, name, "histogram", "Arrival to end of successful requests.")?;
     let buckets = counters.latency_buckets();

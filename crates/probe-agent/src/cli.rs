@@ -8,7 +8,9 @@ use std::time::Duration;
 use clap::Parser;
 use prequal_core::endpoint::Endpoint;
 
-use crate::config::{AgentConfig, Limits, ReadyCheck, Report, Upstream, UpstreamHttp2, UpstreamTls};
+use crate::config::{
+    AgentConfig, ClientVerify, Limits, ReadyCheck, Report, TlsClients, Upstream, UpstreamHttp2, UpstreamTls,
+};
 use crate::hint::Hook;
 use crate::utilization::Utilization;
 
@@ -82,13 +84,28 @@ pub struct Cli {
     #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 
-    /// Listen with TLS: certificate chain, PEM
+    /// Listen with TLS, on the service port and the probe port: certificate chain, PEM. New files are used for new
+    /// connections a few seconds after they came; unusable ones are not
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CERT", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
 
     /// Listen with TLS: private key, PEM
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_KEY", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
+
+    /// Verify clients: accept certificates of these authorities, PEM
+    #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CLIENT_CA", requires = "tls_cert")]
+    tls_client_ca: Option<PathBuf>,
+
+    /// What becomes of a client without a certificate
+    #[arg(
+        long,
+        value_enum,
+        default_value = "required",
+        env = "PROBE_AGENT_TLS_CLIENT_VERIFY",
+        requires = "tls_client_ca"
+    )]
+    tls_client_verify: ClientVerify,
 
     /// Speak TLS to the backend
     #[arg(long, env = "PROBE_AGENT_UPSTREAM_TLS")]
@@ -205,6 +222,7 @@ impl From<Cli> for AgentConfig {
             upstream_http2: cli.upstream_http2,
             plb: cli.plb,
             tls: cli.tls_cert.zip(cli.tls_key),
+            tls_clients: cli.tls_client_ca.map(|ca| TlsClients { ca, verify: cli.tls_client_verify }),
             upstream_tls: cli
                 .upstream_tls
                 .then_some(UpstreamTls { ca: cli.upstream_ca, server_name: cli.upstream_server_name }),
@@ -337,6 +355,9 @@ mod tests {
             ("--netflix-target", "101", "1..=100"),
             ("--netflix-target", "60", "--netflix-utilization"),
             ("--tls-cert", "a.pem", "--tls-key"),
+            ("--tls-client-ca", "a.pem", "--tls-cert"),
+            ("--tls-client-verify", "optional", "--tls-client-ca"),
+            ("--tls-client-verify", "never", "required, optional"),
             ("--upstream-ca", "a.pem", "--upstream-tls"),
         ] {
             let error = parse(&[flag, value]).unwrap_err();

@@ -38,8 +38,10 @@ pub struct AgentConfig {
     pub utilization: Option<Utilization>,
     /// HTTP version towards the backend.
     pub upstream_http2: UpstreamHttp2,
-    /// Certificate chain and key to listen with, PEM.
+    /// Certificate chain and key to listen with, PEM: on the service port and on the probe port.
     pub tls: Option<(PathBuf, PathBuf)>,
+    /// Which certificates of clients are accepted there. `None`: none is asked for. Needs `tls`.
+    pub tls_clients: Option<TlsClients>,
     /// TLS towards the backend.
     pub upstream_tls: Option<UpstreamTls>,
     /// Make the service and upstream sockets repathable (PLB), as far as the host allows; what it does not allow goes to
@@ -67,6 +69,7 @@ impl AgentConfig {
             utilization: None,
             upstream_http2: UpstreamHttp2::Auto,
             tls: None,
+            tls_clients: None,
             upstream_tls: None,
             plb: false,
             limits: Limits::default(),
@@ -144,6 +147,25 @@ pub enum UpstreamHttp2 {
     Always,
 }
 
+/// Verification of clients by their certificates.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct TlsClients {
+    /// Authorities to trust, PEM.
+    pub ca: PathBuf,
+    /// What becomes of a client that shows none.
+    pub verify: ClientVerify,
+}
+
+/// What becomes of a client without a certificate. One with a certificate that cannot be verified is always refused.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
+pub enum ClientVerify {
+    /// It is refused.
+    #[default]
+    Required,
+    /// It is served.
+    Optional,
+}
+
 /// TLS towards the backend.
 #[derive(Clone, Debug, Default)]
 pub struct UpstreamTls {
@@ -194,6 +216,8 @@ pub struct Limits {
     pub drain_delay: Duration,
     /// Requests in flight may take this long to finish after that. Default 30 s.
     pub drain_timeout: Duration,
+    /// Files of certificates and keys are looked at this often, and used once they have not changed for as long. Default 1 s.
+    pub tls_reload_interval: Duration,
 }
 
 /// How long a PING may be without an answer.
@@ -220,6 +244,7 @@ impl Default for Limits {
             upstream_ping_interval: Some(Duration::from_secs(330)),
             drain_delay: Duration::ZERO,
             drain_timeout: Duration::from_secs(30),
+            tls_reload_interval: Duration::from_secs(1),
         }
     }
 }

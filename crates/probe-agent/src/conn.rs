@@ -14,12 +14,13 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::Sleep;
-use tokio_rustls::server::TlsStream;
+
+use crate::tls;
 
 /// A plain or TLS stream from a client.
 pub(crate) enum Stream {
     Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
+    Tls(Box<tls::Accepted>),
 }
 
 /// Reads as far as needed to tell HTTP/2 with prior knowledge from HTTP/1, and returns what was read.
@@ -31,9 +32,9 @@ pub(crate) async fn detect(
     head: Duration,
 ) -> io::Result<Option<(bool, Vec<u8>)>> {
     if let Stream::Tls(tls) = stream
-        && let Some(protocol) = tls.get_ref().1.alpn_protocol()
+        && let Some(http2) = tls::accepted_http2(tls)
     {
-        return Ok(Some((protocol == b"h2", Vec::new())));
+        return Ok(Some((http2, Vec::new())));
     }
     let mut seen = Vec::with_capacity(PREFACE.len());
     let first = tokio::time::timeout(idle, read_some(stream, &mut seen)).await.map_err(timed_out)??;

@@ -22,6 +22,7 @@ mod plb;
 mod probe;
 mod proxy;
 mod ready;
+mod reload;
 mod reporter;
 mod server;
 mod tls;

@@ -281,6 +281,8 @@ pub struct Counters {
     upstream_errors: [AtomicU64; UPSTREAM_ERRORS.len()],
     upstream_connections: AtomicU64,
     refused: AtomicU64,
+    tls_reloads: [AtomicU64; 2],
+    certificate_expiry: AtomicU64,
 }
 
 impl Counters {
@@ -376,6 +378,24 @@ impl Counters {
     /// Times that a request over HTTP/2 came back unprocessed, from the backend or from a connection on its way out.
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_tls_reload(&self, usable: bool) {
+        bump(&self.tls_reloads[usize::from(usable)]);
+    }
+
+    /// Times that files of certificates changed and could not be used, and could.
+    pub fn tls_reloads(&self) -> [u64; 2] {
+        [self.tls_reloads[0].load(Ordering::Relaxed), self.tls_reloads[1].load(Ordering::Relaxed)]
+    }
+
+    pub(crate) fn set_certificate_expiry(&self, seconds: Option<u64>) {
+        self.certificate_expiry.store(seconds.unwrap_or(0), Ordering::Relaxed);
+    }
+
+    /// When the certificate that the agent listens with expires, or the first of its chain to do so: seconds since 1970.
+    pub fn certificate_expiry(&self) -> Option<u64> {
+        Some(self.certificate_expiry.load(Ordering::Relaxed)).filter(|seconds| *seconds > 0)
     }
 
     /// Connections opened to the backend so far.

@@ -106,10 +106,7 @@ impl Checker {
         let mut request = request.map_err(|_| NotReady::Answer)?;
         let io: Box<dyn Io> = match &self.tls {
             None => Box::new(tcp),
-            Some(tls) => {
-                let connector = if http2 { &tls.http2 } else { &tls.http1 };
-                Box::new(connector.connect(tls.name.clone(), tcp).await?)
-            }
+            Some(tls) => Box::new(tls.connect(http2, tcp).await?),
         };
         // The connections end with their senders.
         if http2 {

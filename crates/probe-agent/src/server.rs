@@ -20,7 +20,6 @@ use prequal_core::probe::Route;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio_rustls::TlsAcceptor;
 
 use crate::admin;
 use crate::config::{AgentConfig, Limits, UpstreamHttp2, ping_timeout};
@@ -31,7 +30,7 @@ use crate::probe;
 use crate::proxy::{self, Connection, Shared};
 use crate::ready::Checker;
 use crate::reporter::Reporter;
-use crate::tls::{self, TlsError};
+use crate::tls::{Acceptor, Connector, TlsError};
 use crate::upstream::Pool;
 
 /// Why an agent could not start.
@@ -58,7 +57,7 @@ pub struct Agent {
     service: TcpListener,
     probe: Option<TcpListener>,
     admin: Option<TcpListener>,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Acceptor>,
     shared: Arc<Shared>,
     checker: Arc<Checker>,
     limits: Arc<Limits>,
@@ -83,14 +82,11 @@ impl Agent {
     /// # Errors
     /// The first port that cannot be bound, or the first file that cannot be used.
     pub fn bind(config: AgentConfig) -> Result<Self, AgentError> {
-        let tls = match &config.tls {
-            Some((cert, key)) => Some(tls::acceptor(cert, key)?),
-            None => None,
-        };
+        let tls = Acceptor::new(&config)?;
         let upstream_tls = match &config.upstream_tls {
             Some(tls) => {
                 let name = tls.server_name.as_deref().unwrap_or(config.upstream.host());
-                Some(tls::connector(tls.ca.as_deref(), name)?)
+                Some(Connector::new(tls.ca.clone(), name)?)
             }
             None => None,
         };
@@ -156,6 +152,9 @@ impl Agent {
         let draining = Arc::new(AtomicBool::new(false));
         let (drain, open) = watch::channel(false);
         let mut tasks = vec![tokio::spawn(self.checker.clone().watch())];
+        let (load, interval) = (&self.checker.load, self.limits.tls_reload_interval);
+        tasks.extend(self.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
+        tasks.extend(self.checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
         if let Some(listener) = self.admin {
             let (checker, draining) = (self.checker, draining.clone());
             tasks.push(tokio::spawn(accept(listener, move |tcp| {
@@ -230,7 +229,7 @@ async fn accept(listener: TcpListener, mut serve: impl FnMut(TcpStream)) {
 struct Ports {
     shared: Arc<Shared>,
     limits: Arc<Limits>,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Acceptor>,
     advertise: Option<Endpoint>,
     service_port: u16,
     probe_port: Option<u16>,
@@ -242,25 +241,7 @@ impl Ports {
         let Some(endpoint) = self.endpoint(&tcp) else { return };
         let mut drain = open.clone();
         let limits = &self.limits;
-        let accept = async {
-            let mut stream = match &self.tls {
-                None => Stream::Plain(tcp),
-                Some(tls) => {
-                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(tcp));
-                    Stream::Tls(Box::new(tls.await.ok()?.ok()?))
-                }
-            };
-            let (http2, replay) =
-                conn::detect(&mut stream, limits.idle_timeout, limits.header_timeout).await.ok()??;
-            Some((stream, http2, replay))
-        };
-        let (stream, http2, replay) = tokio::select! {
-            accepted = accept => match accepted {
-                Some(accepted) => accepted,
-                None => return,
-            },
-            _ = drain.wait_for(|drain| *drain) => return,
-        };
+        let Some((stream, http2, replay)) = self.open(tcp, &mut drain).await else { return };
         let watch = Arc::new(Watch::new(http2));
         let conn = Arc::new(Connection {
             shared: self.shared.clone(),
@@ -286,12 +267,7 @@ impl Ports {
         let Some(endpoint) = self.endpoint(&tcp) else { return };
         let probe_endpoint = self.probe_port.map(|port| endpoint.with_port(port));
         let limits = &self.limits;
-        let mut stream = Stream::Plain(tcp);
-        let detected = tokio::select! {
-            detected = conn::detect(&mut stream, limits.idle_timeout, limits.header_timeout) => detected,
-            _ = drain.wait_for(|drain| *drain) => return,
-        };
-        let Ok(Some((http2, replay))) = detected else { return };
+        let Some((stream, http2, replay)) = self.open(tcp, &mut drain).await else { return };
         let watch = Arc::new(Watch::new(http2));
         let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
         let (reporter, requests) = (self.shared.reporter.clone(), watch.clone());
@@ -315,6 +291,32 @@ impl Ports {
             let served = http1_builder(limits).serve_connection(io, service);
             drive(pin!(served), http1::Connection::graceful_shutdown, &watch, drain, limits.idle_timeout)
                 .await;
+        }
+    }
+
+    /// The connection below HTTP: within TLS if the agent listens with it, whether it is HTTP/2, and what was read to
+    /// know. `None` if it has failed, or the agent drains first.
+    async fn open(
+        &self,
+        tcp: TcpStream,
+        drain: &mut watch::Receiver<bool>,
+    ) -> Option<(Stream, bool, Vec<u8>)> {
+        let limits = &self.limits;
+        let open = async {
+            let mut stream = match &self.tls {
+                None => Stream::Plain(tcp),
+                Some(tls) => {
+                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(tcp));
+                    Stream::Tls(Box::new(tls.await.ok()?.ok()?))
+                }
+            };
+            let (http2, replay) =
+                conn::detect(&mut stream, limits.idle_timeout, limits.header_timeout).await.ok()??;
+            Some((stream, http2, replay))
+        };
+        tokio::select! {
+            opened = open => opened,
+            _ = drain.wait_for(|drain| *drain) => None,
         }
     }
 

@@ -1,14 +1,31 @@
-//! TLS on either side, for use outside a mesh: rustls with ring, certificates from PEM files.
+//! TLS on either side, for use outside a mesh: rustls with ring, certificates from PEM files that are read again when they
+//! change.
 //!
-//! No client certificates are asked for or sent: a mesh does that better.
+//! Connections that are open keep the certificates that they began with. No client certificate is sent to the backend.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
+use x509_cert::Certificate;
+use x509_cert::der::Decode as _;
+
+use crate::config::{AgentConfig, ClientVerify, TlsClients};
+use crate::load::Load;
+use crate::reload::Reloaded;
+
+/// TLS with a client.
+pub(crate) type Accepted = tokio_rustls::server::TlsStream<TcpStream>;
+/// TLS with the backend.
+pub(crate) type Connected = tokio_rustls::client::TlsStream<TcpStream>;
 
 /// Why TLS could not be set up. Always a file or a name that the operator gave.
 #[derive(Debug, thiserror::Error)]
@@ -27,52 +44,174 @@ pub enum TlsError {
     /// Certificate and key do not fit, or are of an unsupported kind.
     #[error("certificate or key not usable")]
     Rustls(#[from] rustls::Error),
-    /// No certificate of authority found.
-    #[error("no CA certificate in {}: give --upstream-ca", path.display())]
+    /// The file holds no certificate that an authority could have.
+    #[error("no usable CA certificate in {}", path.display())]
     NoRoots {
         /// Where they were looked for.
         path: PathBuf,
     },
+    /// The system has no bundle of authorities, or none that can be read.
+    #[error(
+        "no CA certificates on this system (SSL_CERT_FILE, SSL_CERT_DIR, or where OpenSSL has them{}): give --upstream-ca",
+        reasons.iter().map(|reason| format!("; {reason}")).collect::<String>()
+    )]
+    NoSystemRoots {
+        /// What could not be read.
+        reasons: Vec<String>,
+    },
+    /// The authorities of clients cannot be used to verify them.
+    #[error("CA certificates of clients in {}", path.display())]
+    Clients {
+        /// Where they were read.
+        path: PathBuf,
+        /// The verifier's reason.
+        source: rustls::server::VerifierBuilderError,
+    },
+    /// Clients shall be verified, but there is no certificate to listen with.
+    #[error("clients can only be verified over TLS: give a certificate to listen with too")]
+    NoCertificate,
     /// The name to verify is neither a DNS name nor an address.
     #[error("`{0}` is no DNS name or IP address")]
     Name(String),
+    /// The system failed while files were read.
+    #[error("reading")]
+    Io(#[from] io::Error),
 }
 
-/// Accepts TLS with this certificate chain and key, offering HTTP/2 and HTTP/1.1.
-pub(crate) fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor, TlsError> {
-    let chain = certificates(cert)?;
-    let key = PrivateKeyDer::from_pem_file(key).map_err(|source| TlsError::Pem {
-        what: "no private key",
-        path: key.into(),
-        source,
-    })?;
-    let mut config = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()?
-        .with_no_client_auth()
-        .with_single_cert(chain, key)?;
-    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    Ok(TlsAcceptor::from(Arc::new(config)))
+/// Accepts TLS with the certificate that the files hold now.
+pub(crate) struct Acceptor(Arc<Reloaded<Listening, TlsError>>);
+
+#[derive(Clone)]
+struct Listening {
+    acceptor: TlsAcceptor,
+    /// When the first certificate of the chain to do so expires, seconds since 1970.
+    expiry: Option<u64>,
+}
+
+impl Acceptor {
+    /// `None` if the agent listens without TLS.
+    pub(crate) fn new(config: &AgentConfig) -> Result<Option<Self>, TlsError> {
+        let Some((cert, key)) = config.tls.clone() else {
+            return if config.tls_clients.is_some() { Err(TlsError::NoCertificate) } else { Ok(None) };
+        };
+        let clients = config.tls_clients.clone();
+        let ca = clients.as_ref().map(|clients| clients.ca.clone());
+        let files = [cert.clone(), key.clone()].into_iter().chain(ca).collect();
+        let make = Box::new(move || listening(&cert, &key, clients.as_ref()));
+        Ok(Some(Self(Arc::new(Reloaded::new(files, make)?))))
+    }
+
+    /// Shakes hands.
+    pub(crate) async fn accept(&self, tcp: TcpStream) -> io::Result<Accepted> {
+        self.0.current().acceptor.accept(tcp).await
+    }
+
+    /// Uses new files as they come. Never ends.
+    pub(crate) fn watch(&self, interval: Duration, load: Load) -> impl Future<Output = ()> + Send + use<> {
+        load.counters().set_certificate_expiry(self.0.current().expiry);
+        self.0.clone().watch(interval, move |made| {
+            if let Ok(listening) = &made {
+                load.counters().set_certificate_expiry(listening.expiry);
+            }
+            tell("listening", &made, &load);
+        })
+    }
 }
 
 /// TLS to the backend.
 #[derive(Clone)]
 pub(crate) struct Connector {
-    pub(crate) http1: TlsConnector,
-    pub(crate) http2: TlsConnector,
-    pub(crate) name: ServerName<'static>,
+    with: Arc<Reloaded<Connecting, TlsError>>,
+    name: ServerName<'static>,
 }
 
-/// Verifies the backend as `name` against `ca`, or against the system's bundle.
-pub(crate) fn connector(ca: Option<&Path>, name: &str) -> Result<Connector, TlsError> {
-    let path = match ca {
-        Some(ca) => ca.to_owned(),
-        None => std::env::var_os("SSL_CERT_FILE").map_or_else(|| SYSTEM_BUNDLE.into(), PathBuf::from),
-    };
-    let mut roots = RootCertStore::empty();
-    roots.add_parsable_certificates(certificates(&path)?);
-    if roots.is_empty() {
-        return Err(TlsError::NoRoots { path });
+#[derive(Clone)]
+struct Connecting {
+    http1: TlsConnector,
+    http2: TlsConnector,
+}
+
+impl Connector {
+    /// Verifies the backend as `name` against `ca`, or against the system's authorities.
+    pub(crate) fn new(ca: Option<PathBuf>, name: &str) -> Result<Self, TlsError> {
+        let name = ServerName::try_from(name.to_owned()).map_err(|_| TlsError::Name(name.to_owned()))?;
+        let files = ca.iter().cloned().collect();
+        let make = Box::new(move || connecting(ca.as_deref()));
+        Ok(Self { with: Arc::new(Reloaded::new(files, make)?), name })
     }
+
+    /// Shakes hands, offering one version of HTTP.
+    pub(crate) async fn connect(&self, http2: bool, tcp: TcpStream) -> io::Result<Connected> {
+        let with = self.with.current();
+        let connector = if http2 { with.http2 } else { with.http1 };
+        connector.connect(self.name.clone(), tcp).await
+    }
+
+    /// Uses new files as they come. Never ends.
+    pub(crate) fn watch(&self, interval: Duration, load: Load) -> impl Future<Output = ()> + Send + use<> {
+        self.with.clone().watch(interval, move |made| tell("upstream", &made, &load))
+    }
+}
+
+/// Whether the client asked for HTTP/2; `None` if it left that open.
+pub(crate) fn accepted_http2(stream: &Accepted) -> Option<bool> {
+    stream.get_ref().1.alpn_protocol().map(|protocol| protocol == b"h2")
+}
+
+/// Whether the backend agreed to HTTP/2.
+pub(crate) fn connected_http2(stream: &Connected) -> bool {
+    stream.get_ref().1.alpn_protocol() == Some(b"h2")
+}
+
+fn tell<T>(side: &str, made: &Result<T, TlsError>, load: &Load) {
+    load.counters().count_tls_reload(made.is_ok());
+    match made {
+        Ok(_) => eprintln!("probe-agent: TLS, {side}: certificates changed, new connections use them"),
+        Err(error) => {
+            let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
+            let causes: String = causes.map(|cause| format!(": {cause}")).collect();
+            eprintln!(
+                "probe-agent: TLS, {side}: certificates changed and cannot be used, the old ones stay: {error}{causes}"
+            );
+        }
+    }
+}
+
+/// This certificate chain and key, offering HTTP/2 and HTTP/1.1.
+fn listening(cert: &Path, key: &Path, clients: Option<&TlsClients>) -> Result<Listening, TlsError> {
+    let chain = certificates(cert)?;
+    let expiry = chain.iter().filter_map(expiry).min();
+    let key = PrivateKeyDer::from_pem_file(key).map_err(|source| TlsError::Pem {
+        what: "no private key",
+        path: key.into(),
+        source,
+    })?;
+    let builder = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()?;
+    let builder = match clients {
+        None => builder.with_no_client_auth(),
+        Some(clients) => builder.with_client_cert_verifier(verifier(clients)?),
+    };
+    let mut config = builder.with_single_cert(chain, key)?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(Listening { acceptor: TlsAcceptor::from(Arc::new(config)), expiry })
+}
+
+fn verifier(clients: &TlsClients) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots(&clients.ca)?), provider);
+    let builder = match clients.verify {
+        ClientVerify::Required => builder,
+        ClientVerify::Optional => builder.allow_unauthenticated(),
+    };
+    builder.build().map_err(|source| TlsError::Clients { path: clients.ca.clone(), source })
+}
+
+fn connecting(ca: Option<&Path>) -> Result<Connecting, TlsError> {
+    let roots = match ca {
+        Some(ca) => roots(ca)?,
+        None => system_roots()?,
+    };
     let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()?
         .with_root_certificates(roots)
@@ -82,16 +221,35 @@ pub(crate) fn connector(ca: Option<&Path>, name: &str) -> Result<Connector, TlsE
         config.alpn_protocols = vec![protocol.to_vec()];
         TlsConnector::from(Arc::new(config))
     };
-    Ok(Connector {
-        http1: with_alpn(b"http/1.1"),
-        http2: with_alpn(b"h2"),
-        name: ServerName::try_from(name.to_owned()).map_err(|_| TlsError::Name(name.to_owned()))?,
-    })
+    Ok(Connecting { http1: with_alpn(b"http/1.1"), http2: with_alpn(b"h2") })
+}
+
+fn roots(path: &Path) -> Result<RootCertStore, TlsError> {
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates(certificates(path)?);
+    if roots.is_empty() { Err(TlsError::NoRoots { path: path.into() }) } else { Ok(roots) }
+}
+
+fn system_roots() -> Result<RootCertStore, TlsError> {
+    let found = rustls_native_certs::load_native_certs();
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates(found.certs);
+    if roots.is_empty() {
+        let reasons = found.errors.iter().map(ToString::to_string).collect();
+        return Err(TlsError::NoSystemRoots { reasons });
+    }
+    Ok(roots)
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let error = |source| TlsError::Pem { what: "no certificate", path: path.into(), source };
-    CertificateDer::pem_file_iter(path).map_err(error)?.collect::<Result<_, _>>().map_err(error)
+    let found: Vec<_> =
+        CertificateDer::pem_file_iter(path).map_err(error)?.collect::<Result<_, _>>().map_err(error)?;
+    if found.is_empty() { Err(error(rustls::pki_types::pem::Error::NoItemsFound)) } else { Ok(found) }
 }
 
-const SYSTEM_BUNDLE: &str = "/etc/ssl/certs/ca-certificates.crt";
+/// Seconds since 1970. `None` for a certificate that this parser does not understand; rustls may all the same.
+fn expiry(certificate: &CertificateDer<'_>) -> Option<u64> {
+    let certificate = Certificate::from_der(certificate).ok()?;
+    Some(certificate.tbs_certificate().validity().not_after.to_unix_duration().as_secs())
+}

@@ -198,10 +198,7 @@ impl Pool {
             match &self.tls {
                 None => self.handshake_http1(tcp).await,
                 Some(tls) => {
-                    self.handshake_http1(
-                        tls.http1.connect(tls.name.clone(), tcp).await.map_err(connect_error)?,
-                    )
-                    .await
+                    self.handshake_http1(tls.connect(false, tcp).await.map_err(connect_error)?).await
                 }
             }
         };

@@ -19,6 +19,7 @@ use tokio::sync::oneshot;
 use super::answer::{Listened, Terms};
 use super::{Pool, UpstreamError};
 use crate::config::ping_timeout;
+use crate::tls;
 use crate::upload::Upload;
 
 /// The connections, and who waits for them.
@@ -259,10 +260,10 @@ impl Pool {
         let tcp = tokio::time::timeout(self.connect_timeout, self.tcp());
         let tcp = tcp.await.map_err(|_| Failure::Timeout)??;
         let Some(tls) = &self.tls else { return self.greet(tcp).await };
-        let stream = tokio::time::timeout(self.connect_timeout, tls.http2.connect(tls.name.clone(), tcp));
+        let stream = tokio::time::timeout(self.connect_timeout, tls.connect(true, tcp));
         let stream =
             stream.await.map_err(|_| Failure::Timeout)?.map_err(|error| Failure::Connect(error.kind()))?;
-        if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
+        if !tls::connected_http2(&stream) {
             return Err(Failure::NoHttp2);
         }
         self.greet(stream).await

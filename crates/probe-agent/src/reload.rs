@@ -1,0 +1,166 @@
+//! Files that are read again when they change. What was made of them stays in use until something usable can be made of
+//! the new ones.
+//!
+//! A change is another file behind the path (symbolic links followed: Kubernetes swaps `..data`), another size or another
+//! time. It counts once nothing has changed for one interval, because a certificate and its key are two files. What is
+//! in the files, and who hears of it, is the caller's.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+/// Makes a `T` of the files.
+type Make<T, E> = Box<dyn Fn() -> Result<T, E> + Send + Sync>;
+
+/// What was last made of some files.
+pub(crate) struct Reloaded<T, E> {
+    files: Vec<PathBuf>,
+    make: Make<T, E>,
+    current: RwLock<T>,
+    /// The files as they were just before `current` was made.
+    origin: Vec<Stamp>,
+}
+
+impl<T, E> Reloaded<T, E>
+where
+    T: Clone + Send + Sync + 'static,
+    E: From<io::Error> + Send + 'static,
+{
+    /// Makes it for the first time.
+    pub(crate) fn new(files: Vec<PathBuf>, make: Make<T, E>) -> Result<Self, E> {
+        let origin = stamps(&files);
+        let current = RwLock::new(make()?);
+        Ok(Self { files, make, current, origin })
+    }
+
+    pub(crate) fn current(&self) -> T {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Looks at the files every `interval`, and tells `told` of each attempt to use new ones. Never ends.
+    pub(crate) async fn watch(self: Arc<Self>, interval: Duration, told: impl Fn(Result<T, E>)) {
+        if self.files.is_empty() {
+            return std::future::pending().await;
+        }
+        let mut used = self.origin.clone();
+        let mut seen = used.clone();
+        loop {
+            tokio::time::sleep(interval).await;
+            let this = self.clone();
+            let Ok(now) = tokio::task::spawn_blocking(move || stamps(&this.files)).await else { continue };
+            if now == used || now != seen {
+                seen = now;
+                continue;
+            }
+            used = now;
+            let this = self.clone();
+            let made = tokio::task::spawn_blocking(move || (this.make)()).await;
+            let made = made.unwrap_or_else(|panicked| Err(io::Error::other(panicked).into()));
+            if let Ok(made) = &made {
+                *self.current.write().unwrap_or_else(PoisonError::into_inner) = made.clone();
+            }
+            told(made);
+        }
+    }
+}
+
+fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
+    files.iter().map(|file| Stamp::of(file)).collect()
+}
+
+/// Which file a path leads to, and its state; nothing if it leads nowhere.
+#[derive(Clone, Eq, PartialEq)]
+struct Stamp(Option<[i64; 5]>);
+
+impl Stamp {
+    fn of(path: &Path) -> Self {
+        Self(fs::metadata(path).ok().map(|meta| {
+            // The last change of the inode also shows a file that was renamed over the old one with its times kept.
+            [
+                meta.dev().cast_signed(),
+                meta.ino().cast_signed(),
+                meta.size().cast_signed(),
+                meta.ctime(),
+                meta.ctime_nsec(),
+            ]
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// Numbers in files, and what `watch` told of them.
+    async fn watched(files: Vec<PathBuf>) -> (Arc<Reloaded<u32, io::Error>>, Arc<Mutex<Vec<Option<u32>>>>) {
+        let paths = files.clone();
+        let make = move || {
+            let numbers = paths
+                .iter()
+                .map(|path| fs::read_to_string(path)?.trim().parse::<u32>().map_err(io::Error::other));
+            numbers.sum()
+        };
+        let reloaded = Arc::new(Reloaded::new(files, Box::new(make)).unwrap());
+        let told = Arc::<Mutex<Vec<Option<u32>>>>::default();
+        let log = told.clone();
+        tokio::spawn(reloaded.clone().watch(Duration::from_millis(20), move |made: io::Result<u32>| {
+            log.lock().unwrap().push(made.ok());
+        }));
+        (reloaded, told)
+    }
+
+    /// Waits until the last attempt ended like this. Others may have been made between two writes.
+    async fn eventually(told: &Mutex<Vec<Option<u32>>>, last: Option<u32>) {
+        for _ in 0..1000 {
+            if told.lock().unwrap().last() == Some(&last) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("{:?} does not end in {last:?}", told.lock().unwrap());
+    }
+
+    #[tokio::test]
+    async fn new_content_is_used_and_bad_content_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        fs::write(&a, "1").unwrap();
+        fs::write(&b, "10").unwrap();
+        let (reloaded, told) = watched(vec![a.clone(), b.clone()]).await;
+        assert_eq!(reloaded.current(), 11);
+        fs::write(&a, "200").unwrap();
+        fs::write(&b, "2000").unwrap();
+        eventually(&told, Some(2200)).await;
+        fs::write(&a, "not a number").unwrap();
+        eventually(&told, None).await;
+        assert_eq!(reloaded.current(), 2200);
+        fs::remove_file(&b).unwrap();
+        fs::write(&a, "33").unwrap();
+        fs::write(&b, "3300").unwrap();
+        eventually(&told, Some(3333)).await;
+        assert_eq!(reloaded.current(), 3333);
+    }
+
+    #[tokio::test]
+    async fn a_swapped_symbolic_link_is_a_change() {
+        // What the kubelet does with a Secret: a.pem -> ..data/a.pem, ..data -> ..v1, and ..data is replaced by a rename.
+        let dir = tempfile::tempdir().unwrap();
+        for (version, content) in [("..v1", "1"), ("..v2", "2")] {
+            fs::create_dir(dir.path().join(version)).unwrap();
+            fs::write(dir.path().join(version).join("a"), content).unwrap();
+        }
+        let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, dir.path().join(name)).unwrap();
+        link("..v1", "..data");
+        link("..data/a", "a");
+        let (reloaded, told) = watched(vec![dir.path().join("a")]).await;
+        assert_eq!(reloaded.current(), 1);
+        link("..v2", "..data_tmp");
+        fs::rename(dir.path().join("..data_tmp"), dir.path().join("..data")).unwrap();
+        eventually(&told, Some(2)).await;
+        assert_eq!(reloaded.current(), 2);
+    }
+}
