@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use base64::Engine as _;
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 
@@ -277,11 +278,11 @@ fn verify_module(layout: &Path, module: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Nothing but the programs: they are linked statically.
+/// The programs, which are linked statically, and the authorities that `--upstream-tls` trusts unless told otherwise.
 fn agent_image(platform: Platform, programs: &[Entry], stamp: &Stamp) -> Image {
     Image {
         architecture: platform.oci,
-        files: programs.to_vec(),
+        files: programs.iter().cloned().chain([authorities()]).collect(),
         // Nobody, by number: there is no /etc/passwd.
         runs: json!({"User": "65532:65532", "Entrypoint": ["/probe-agent"]}),
         annotations: annotations("probe-agent", "Prequal, agent beside a backend", stamp),
@@ -303,11 +304,30 @@ fn verify_agent(layout: &Path, programs: &[(Platform, Vec<Entry>)]) -> Result<()
                 program.path
             );
         }
+        ensure!(
+            image.files.get(AUTHORITIES) == Some(&authorities().bytes),
+            "the image does not hold the authorities"
+        );
         let entry =
             image.runs["Entrypoint"][0].as_str().and_then(|path| path.strip_prefix('/')).unwrap_or_default();
         ensure!(image.files.contains_key(entry), "the image starts `{entry}`, which it does not hold");
     }
     Ok(())
+}
+
+/// Mozilla's authorities as a bundle of PEM.
+fn authorities() -> Entry {
+    let mut text = String::new();
+    for certificate in webpki_root_certs::TLS_SERVER_ROOT_CERTS {
+        text.push_str("-----BEGIN CERTIFICATE-----\n");
+        let base64 = base64::engine::general_purpose::STANDARD.encode(certificate);
+        for line in base64.as_bytes().chunks(64) {
+            text.extend(line.iter().map(|byte| char::from(*byte)));
+            text.push('\n');
+        }
+        text.push_str("-----END CERTIFICATE-----\n");
+    }
+    Entry { path: AUTHORITIES.to_owned(), bytes: text.into_bytes(), executable: false }
 }
 
 fn annotations(title: &str, description: &str, stamp: &Stamp) -> BTreeMap<&'static str, String> {
@@ -384,6 +404,9 @@ fn packages() -> impl Iterator<Item = &'static str> {
     ["prequal-filter"].into_iter().chain(PROGRAMS.into_iter().map(|(package, _)| package))
 }
 
+/// The package whose data is in the agent's image.
+const AUTHORITIES_PACKAGE: &str = "webpki-root-certs";
+
 const NAME: &str = "prequal";
 
 /// All packages of the workspace have one version.
@@ -410,6 +433,9 @@ const PLATFORMS: [Platform; 2] = [
 
 /// The module's name in an image, by the Wasm Image Specification.
 const PLUGIN: &str = "plugin.wasm";
+
+/// Where OpenSSL has them on Debian, and `rustls-native-certs` finds them.
+const AUTHORITIES: &str = "etc/ssl/certs/ca-certificates.crt";
 
 const SUMS: &str = "SHA256SUMS";
 
@@ -465,6 +491,31 @@ mod tests {
         oci::write(dir.path(), &[module_image(&made)], &made.stamp).expect("written");
         verify_module(dir.path(), &made.module).expect("the module");
         assert!(verify_module(dir.path(), b"\0asm\x02\0\0\0").is_err());
+    }
+
+    #[test]
+    fn the_agents_image_holds_the_authorities() {
+        let dir = TempDir::new().expect("a folder");
+        let made = parts();
+        let mut images: Vec<Image> = made
+            .programs
+            .iter()
+            .map(|(platform, programs)| agent_image(*platform, programs, &made.stamp))
+            .collect();
+        oci::write(dir.path(), &images, &made.stamp).expect("written");
+        verify_agent(dir.path(), &made.programs).expect("an image");
+        let bundle = dir.path().join("bundle.pem");
+        fs::write(&bundle, authorities().bytes).expect("written");
+        let openssl = run::tool("openssl").args(["crl2pkcs7", "-nocrl", "-certfile"]).arg(&bundle).output();
+        // Another reader, where there is one.
+        if let Ok(openssl) = openssl {
+            assert!(openssl.status.success(), "{openssl:?}");
+        }
+        images.iter_mut().for_each(|image| image.files.retain(|file| file.path != AUTHORITIES));
+        fs::remove_dir_all(dir.path()).expect("removed");
+        oci::write(dir.path(), &images, &made.stamp).expect("written");
+        let error = verify_agent(dir.path(), &made.programs).expect_err("no authorities").to_string();
+        assert!(error.contains("does not hold the authorities"), "{error}");
     }
 
     #[test]

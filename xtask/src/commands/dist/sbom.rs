@@ -10,7 +10,7 @@ use std::fs;
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
-use super::{Stamp, packages};
+use super::{AUTHORITIES_PACKAGE, Stamp, packages};
 use crate::{run, workspace};
 
 /// The document. `libc`: version of the C library that is linked into the programs.
@@ -36,14 +36,17 @@ fn of(
     let nodes: BTreeMap<&str, Vec<&str>> =
         array(&metadata["resolve"]["nodes"]).map(|node| (text(node, "id"), linked(node))).collect();
 
-    let ours: Vec<&str> = packages()
+    let shipped: Vec<&str> = packages()
+        .chain([AUTHORITIES_PACKAGE])
         .map(|name| {
-            let mut found = by_id.iter().filter(|(_, p)| p["source"].is_null() && text(p, "name") == name);
+            let mut found = by_id.iter().filter(|(_, p)| {
+                text(p, "name") == name && (p["source"].is_null() || name == AUTHORITIES_PACKAGE)
+            });
             found.next().map(|(id, _)| *id).with_context(|| format!("the workspace has no package {name}"))
         })
         .collect::<Result<_>>()?;
     let mut reached = BTreeSet::new();
-    let mut pending = ours.clone();
+    let mut pending = shipped.clone();
     while let Some(id) = pending.pop() {
         if reached.insert(id) {
             pending.extend(nodes.get(id).into_iter().flatten());
@@ -60,7 +63,7 @@ fn of(
     })];
     let mut dependencies = vec![json!({
         "ref": "prequal",
-        "dependsOn": ours.iter().map(|id| reference(id)).chain(["libc".to_owned()]).collect::<Vec<_>>(),
+        "dependsOn": shipped.iter().map(|id| reference(id)).chain(["libc".to_owned()]).collect::<Vec<_>>(),
     })];
     for id in reached {
         let package = by_id.get(id).with_context(|| format!("no package {id}"))?;
@@ -162,9 +165,16 @@ mod tests {
     fn it_holds_what_is_shipped_and_nothing_else() {
         let bill = shipped();
         let names: BTreeSet<&str> = array(&bill["components"]).map(|c| text(c, "name")).collect();
-        for name in
-            ["prequal-filter", "prequal-core", "probe-agent", "plb-netlink", "hyper", "proxy-wasm", "glibc"]
-        {
+        for name in [
+            "prequal-filter",
+            "prequal-core",
+            "probe-agent",
+            "plb-netlink",
+            "hyper",
+            "proxy-wasm",
+            "glibc",
+            "webpki-root-certs",
+        ] {
             assert!(names.contains(name), "no {name}");
         }
         for name in ["criterion", "proptest", "xtask", "prequal-testbed", "windows-sys", "plotters", "cc"] {
