@@ -10,6 +10,7 @@ use prequal_core::endpoint::Endpoint;
 use prequal_core::tracker::TrackerConfig;
 
 use crate::hint::Hook;
+pub use crate::reporter::Report;
 use crate::utilization::Utilization;
 
 /// Everything that an agent needs to run. Fields are public so that an embedder or a test can start from
@@ -122,16 +123,6 @@ pub struct ReadyCheckError;
 
 /// Longest name of a service: its length is a single byte on the wire.
 const MAX_SERVICE: usize = 120;
-
-/// Where load is reported.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
-pub enum Report {
-    /// On probe replies and on every proxied response.
-    #[default]
-    Always,
-    /// On probe replies only.
-    ProbeOnly,
-}
 
 /// HTTP version towards the backend.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]

@@ -6,20 +6,10 @@
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue, Method, Request, Version};
 use hyper::ext::Protocol;
-use prequal_core::report::{HEADER_FAILURE, HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
+use prequal_core::report::HEADER_FAILURE;
 
-/// The combined report.
-pub(crate) const LOAD: HeaderName = HeaderName::from_static(HEADER_LOAD);
-/// RIF alone.
-pub(crate) const RIF: HeaderName = HeaderName::from_static(HEADER_RIF);
-/// Latency estimate alone.
-pub(crate) const LATENCY: HeaderName = HeaderName::from_static(HEADER_LATENCY);
-/// The hint of a query, on probes and requests.
-pub(crate) const HINT: HeaderName = HeaderName::from_static(HEADER_HINT);
 /// Whether a request that failed here may be sent again.
 pub(crate) const FAILURE: HeaderName = HeaderName::from_static(HEADER_FAILURE);
-/// Zuul's.
-pub(crate) const UTILIZATION: HeaderName = HeaderName::from_static("x-netflix.server.utilization");
 
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");

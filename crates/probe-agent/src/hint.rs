@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use http::{HeaderMap, HeaderValue};
 use prequal_core::affinity::{Hint, RecentHints};
 
-use crate::headers::HINT;
 use crate::load::{Counters, HintSeen};
+use crate::names::HINT;
 
 /// Decides how a replica answers a probe that carries a hint. Called on the thread that serves the probe: it must not
 /// block.

@@ -19,11 +19,10 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::body::TrackedBody;
-use crate::config::Report;
 use crate::hint::Hook;
 use crate::load::{InFlight, Load};
 use crate::probe;
-use crate::proxy;
+pub use crate::reporter::Report;
 use crate::reporter::Reporter;
 use crate::utilization::Utilization;
 
@@ -122,7 +121,7 @@ where
                 self.layer.reporter.load.counters().count_probe(false);
                 self.layer.reporter.answer(self.layer.endpoint, None, req.headers())
             }
-            Route::MethodNotAllowed => proxy::method_not_allowed(),
+            Route::MethodNotAllowed => probe::method_not_allowed(),
             Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),
         };
         PrequalFuture { state: State::Own { response: Some(own) } }

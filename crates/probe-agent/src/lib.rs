@@ -1,34 +1,58 @@
 //! The server side of Prequal: counts requests in flight beside any backend, and answers probes.
 //!
 //! Two ways to use it:
-//! - as a process, `probe-agent`: a reverse proxy in front of one backend ([`Agent`]);
-//! - inside an application built on tower: [`layer::PrequalLayer`].
+//! - as a process, `probe-agent`: a reverse proxy in front of one backend (`Agent`; the Cargo feature `proxy`, with `tls` and
+//!   `plb` for what their names say; all three are defaults);
+//! - inside an application built on tower: [`layer::PrequalLayer`], which needs none of these features.
 //!
 //! Both count on a [`load::Load`] and end requests by [`body::TrackedBody`]; the estimator itself is
 //! [`prequal_core::tracker`]. Nothing here chooses a replica: that is the client's side.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "proxy"), allow(dead_code, reason = "the layer shares modules with the proxy"))]
 
+#[cfg(feature = "proxy")]
 mod admin;
 pub mod body;
+#[cfg(feature = "proxy")]
 pub mod cli;
+#[cfg(feature = "proxy")]
 pub mod config;
+#[cfg(feature = "proxy")]
 mod conn;
+#[cfg(feature = "proxy")]
 mod headers;
 pub mod hint;
 pub mod layer;
 pub mod load;
+mod names;
+#[cfg(all(feature = "proxy", not(feature = "plb")))]
+#[path = "no_plb.rs"]
+mod plb;
+#[cfg(feature = "plb")]
 mod plb;
 mod probe;
+#[cfg(feature = "proxy")]
 mod proxy;
+#[cfg(feature = "proxy")]
 mod ready;
+#[cfg(feature = "tls")]
 mod reload;
 mod reporter;
+#[cfg(feature = "proxy")]
 mod server;
+#[cfg(all(feature = "proxy", not(feature = "tls")))]
+#[path = "no_tls.rs"]
 mod tls;
+#[cfg(feature = "tls")]
+mod tls;
+#[cfg(feature = "proxy")]
 mod upload;
+#[cfg(feature = "proxy")]
 mod upstream;
 pub mod utilization;
 
+#[cfg(feature = "proxy")]
 pub use server::{Addrs, Agent, AgentError};
+#[cfg(feature = "proxy")]
 pub use tls::TlsError;

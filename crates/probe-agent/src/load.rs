@@ -380,6 +380,7 @@ impl Counters {
         self.refused.load(Ordering::Relaxed)
     }
 
+    #[cfg(feature = "tls")]
     pub(crate) fn count_tls_reload(&self, usable: bool) {
         bump(&self.tls_reloads[usize::from(usable)]);
     }
@@ -389,6 +390,7 @@ impl Counters {
         [self.tls_reloads[0].load(Ordering::Relaxed), self.tls_reloads[1].load(Ordering::Relaxed)]
     }
 
+    #[cfg(feature = "tls")]
     pub(crate) fn set_certificate_expiry(&self, seconds: Option<u64>) {
         self.certificate_expiry.store(seconds.unwrap_or(0), Ordering::Relaxed);
     }

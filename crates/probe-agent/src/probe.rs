@@ -8,7 +8,7 @@ use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
 use prequal_core::probe::{Route, json};
 use prequal_core::report::LoadReport;
 
-use crate::headers;
+use crate::names;
 
 pub(crate) fn route(method: &Method, path: &str) -> Route {
     Route::of(path, || method.as_str())
@@ -24,11 +24,11 @@ pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> R
     let mut response = Response::new(Bytes::new());
     let fields = response.headers_mut();
     if let Some(value) = header_value(report, divisor) {
-        fields.insert(headers::LOAD, value);
+        fields.insert(names::LOAD, value);
     }
-    fields.insert(headers::RIF, HeaderValue::from(report.rif));
+    fields.insert(names::RIF, HeaderValue::from(report.rif));
     if let Some(latency) = report.latency_us {
-        fields.insert(headers::LATENCY, HeaderValue::from(latency));
+        fields.insert(names::LATENCY, HeaderValue::from(latency));
     }
     fields.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     if wants_json {
@@ -48,6 +48,13 @@ pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderVa
         write!(text, ";scaled={divisor}").ok()?;
     }
     HeaderValue::from_maybe_shared(Bytes::from(text)).ok()
+}
+
+/// To a probe by another method than GET or HEAD.
+pub(crate) fn method_not_allowed() -> Response<Bytes> {
+    let mut response = plain(StatusCode::METHOD_NOT_ALLOWED, "probes are GET\n");
+    response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+    response
 }
 
 /// A short plain-text reply.

@@ -28,6 +28,7 @@ use crate::conn::{Busy, Watch};
 use crate::headers;
 use crate::hint;
 use crate::load::InFlight;
+use crate::names;
 use crate::probe;
 use crate::reporter::Reporter;
 use crate::upload::Upload;
@@ -74,7 +75,7 @@ pub(crate) async fn serve(
             let reporter = &conn.shared.reporter;
             return Ok(own(reporter.answer(conn.endpoint, conn.probe_endpoint, req.headers()), busy));
         }
-        Route::MethodNotAllowed => return Ok(own(method_not_allowed(), busy)),
+        Route::MethodNotAllowed => return Ok(own(probe::method_not_allowed(), busy)),
         Route::NotFound => return Ok(own(probe::plain(StatusCode::NOT_FOUND, "not found\n"), busy)),
     }
     if req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_none() {
@@ -82,12 +83,6 @@ pub(crate) async fn serve(
     }
     let guard = load.start();
     Ok(forward(conn, req, guard, busy).await)
-}
-
-pub(crate) fn method_not_allowed() -> Response<Bytes> {
-    let mut response = probe::plain(StatusCode::METHOD_NOT_ALLOWED, "probes are GET\n");
-    response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
-    response
 }
 
 async fn forward(
@@ -131,7 +126,7 @@ async fn forward(
     if shared.forward_hint
         && let Some(hint) = &hint
     {
-        req.headers_mut().insert(headers::HINT, hint.clone());
+        req.headers_mut().insert(names::HINT, hint.clone());
     }
     if slot.is_some() {
         to_http2(&mut req, &shared.pool);

@@ -6,12 +6,22 @@ use prequal_core::affinity::{self, Hint};
 use prequal_core::endpoint::Endpoint;
 use prequal_core::tracker::Visit;
 
-use crate::config::Report;
-use crate::headers;
 use crate::hint::{self, Hook};
 use crate::load::{HintSeen, Load};
+use crate::names;
 use crate::probe;
 use crate::utilization::Utilization;
+
+/// Where load is reported.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[cfg_attr(feature = "proxy", derive(clap::ValueEnum))]
+pub enum Report {
+    /// On probe replies and on every proxied response.
+    #[default]
+    Always,
+    /// On probe replies only.
+    ProbeOnly,
+}
 
 /// The load, and how it is told.
 #[derive(Clone)]
@@ -61,12 +71,12 @@ impl Reporter {
         if self.report == Report::Always
             && let Some(value) = probe::header_value(&report, 1)
         {
-            response.insert(headers::LOAD, value);
+            response.insert(names::LOAD, value);
         }
         if let Some(utilization) = &self.utilization
             && let Some(value) = utilization.header_value(report.rif)
         {
-            response.insert(headers::UTILIZATION, value);
+            response.insert(names::UTILIZATION, value);
         }
     }
 

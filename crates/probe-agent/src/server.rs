@@ -50,6 +50,9 @@ pub enum AgentError {
     /// Certificates or keys are not usable.
     #[error("TLS")]
     Tls(#[from] TlsError),
+    /// PLB was asked for.
+    #[error("--plb: this program was built without the Cargo feature `plb`")]
+    NoPlb,
 }
 
 /// An agent that listens and does not accept yet.
@@ -90,6 +93,9 @@ impl Agent {
             }
             None => None,
         };
+        if config.plb && !cfg!(feature = "plb") {
+            return Err(AgentError::NoPlb);
+        }
         let plb = config.plb.then(Plb::default);
         let service = listen("service", config.listen, plb.as_ref())?;
         let probe = config.probe_listen.map(|addr| listen("probe", addr, plb.as_ref())).transpose()?;
@@ -278,7 +284,7 @@ impl Ports {
                     reporter.load.counters().count_probe(true);
                     reporter.answer(endpoint, probe_endpoint, req.headers())
                 }
-                Route::MethodNotAllowed => proxy::method_not_allowed(),
+                Route::MethodNotAllowed => probe::method_not_allowed(),
                 Route::Forward | Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),
             };
             future::ready(Ok::<_, Infallible>(response.map(Full::new)))

@@ -196,6 +196,12 @@ impl Session<'_> {
             "--deny",
             "warnings",
         ]))?;
+        // The workspace is built with every feature; the tower layer must also compile alone.
+        run::check(
+            run::cargo()
+                .args(["clippy", "--package", "probe-agent", "--lib", "--no-default-features"])
+                .args(["--", "--deny", "warnings"]),
+        )?;
         match self.toolchain()? {
             native @ Toolchain::Native => run::check(
                 run::cargo()

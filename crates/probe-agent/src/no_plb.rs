@@ -1,0 +1,10 @@
+//! Stands in for `plb.rs` in a build without the feature: nothing is ever prepared, as `Agent::bind` refuses the setting.
+
+use std::os::fd::AsFd;
+
+#[derive(Debug, Default)]
+pub(crate) struct Plb;
+
+impl Plb {
+    pub(crate) fn prepare(&self, _which: &str, _socket: &impl AsFd, _ipv6: bool) {}
+}

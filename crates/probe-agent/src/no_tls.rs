@@ -1,0 +1,90 @@
+//! Stands in for `tls.rs` in a build without the feature: the same names, of which no value exists. Settings that ask for TLS
+//! are refused.
+
+use std::future::Pending;
+use std::io;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use crate::config::AgentConfig;
+use crate::load::Load;
+
+/// Why TLS could not be set up.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// The library was built without it.
+    #[error("this program was built without the Cargo feature `tls`")]
+    Missing,
+}
+
+pub(crate) enum Acceptor {}
+
+impl Acceptor {
+    pub(crate) fn new(config: &AgentConfig) -> Result<Option<Self>, TlsError> {
+        if config.tls.is_some() || config.tls_clients.is_some() { Err(TlsError::Missing) } else { Ok(None) }
+    }
+
+    pub(crate) async fn accept(&self, _: TcpStream) -> io::Result<Accepted> {
+        match *self {}
+    }
+
+    pub(crate) fn watch(&self, _: Duration, _: Load) -> Pending<()> {
+        match *self {}
+    }
+}
+
+#[derive(Clone)]
+pub(crate) enum Connector {}
+
+impl Connector {
+    pub(crate) fn new(_: Option<PathBuf>, _: &str) -> Result<Self, TlsError> {
+        Err(TlsError::Missing)
+    }
+
+    pub(crate) async fn connect(&self, _: bool, _: TcpStream) -> io::Result<Connected> {
+        match *self {}
+    }
+
+    pub(crate) fn watch(&self, _: Duration, _: Load) -> Pending<()> {
+        match *self {}
+    }
+}
+
+pub(crate) enum Never {}
+
+pub(crate) type Accepted = Never;
+pub(crate) type Connected = Never;
+
+pub(crate) fn accepted_http2(stream: &Accepted) -> Option<bool> {
+    match *stream {}
+}
+
+pub(crate) fn connected_http2(stream: &Connected) -> bool {
+    match *stream {}
+}
+
+impl AsyncRead for Never {
+    fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match *self.get_mut() {}
+    }
+}
+
+impl AsyncWrite for Never {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, _: &[u8]) -> Poll<io::Result<usize>> {
+        match *self.get_mut() {}
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match *self.get_mut() {}
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match *self.get_mut() {}
+    }
+}
