@@ -199,7 +199,14 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_delay_ms: u64,
 
-    /// On SIGTERM: requests in flight may take this long to finish, 0 to 3600000
+    /// On SIGTERM: connections of HTTP/1.1 without a request may bring one more for this long before they are closed, 0 to
+    /// 600000
+    #[arg(long, value_name = "MS", default_value_t = 5_000, env = "PROBE_AGENT_DRAIN_IDLE_MS",
+          value_parser = clap::value_parser!(u64).range(0..=600_000))]
+    drain_idle_ms: u64,
+
+    /// On SIGTERM: requests in flight may take this long to finish, 0 to 3600000; what is left then is cut, and the exit
+    /// status is 3
     #[arg(long, value_name = "MS", default_value_t = 30_000, env = "PROBE_AGENT_DRAIN_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     drain_timeout_ms: u64,
@@ -241,6 +248,7 @@ impl From<Cli> for AgentConfig {
                 ping_interval: unless_zero(cli.ping_ms),
                 upstream_ping_interval: unless_zero(cli.upstream_ping_ms),
                 drain_delay: ms(cli.drain_delay_ms),
+                drain_idle: ms(cli.drain_idle_ms),
                 drain_timeout: ms(cli.drain_timeout_ms),
                 ..Limits::default()
             },

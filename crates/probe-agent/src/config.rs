@@ -205,7 +205,11 @@ pub struct Limits {
     pub upstream_ping_interval: Option<Duration>,
     /// On SIGTERM, `/healthz` and `/readyz` fail but new connections are still taken for this long. Default 0.
     pub drain_delay: Duration,
-    /// Requests in flight may take this long to finish after that. Default 30 s.
+    /// After that, connections of HTTP/1.1 without a request may bring one more for this long, and are then closed. Default
+    /// 5 s: longer than clients take to learn that a replica leaves.
+    pub drain_idle: Duration,
+    /// Requests in flight may take this long to finish; what is left then is cut. Counts like `drain_idle` from the end of
+    /// `drain_delay`. Default 30 s.
     pub drain_timeout: Duration,
     /// Files of certificates and keys are looked at this often, and used once they have not changed for as long. Default 1 s.
     pub tls_reload_interval: Duration,
@@ -234,6 +238,7 @@ impl Default for Limits {
             ping_interval: Some(Duration::from_secs(60)),
             upstream_ping_interval: Some(Duration::from_secs(330)),
             drain_delay: Duration::ZERO,
+            drain_idle: Duration::from_secs(5),
             drain_timeout: Duration::from_secs(30),
             tls_reload_interval: Duration::from_secs(1),
         }

@@ -70,6 +70,7 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// What the bytes of a connection and its requests tell each other.
 pub(crate) struct Watch {
+    http2: bool,
     /// Watching for heads: HTTP/1, not upgraded.
     heads: AtomicBool,
     in_flight: AtomicU32,
@@ -81,11 +82,16 @@ pub(crate) struct Watch {
 impl Watch {
     pub(crate) fn new(http2: bool) -> Self {
         Self {
+            http2,
             heads: AtomicBool::new(!http2),
             in_flight: AtomicU32::new(0),
             served: AtomicU64::new(0),
             head: Mutex::default(),
         }
+    }
+
+    pub(crate) fn is_http2(&self) -> bool {
+        self.http2
     }
 
     /// A head was parsed. Refuses it if it says `Transfer-Encoding` (`chunked`) and `Content-Length` as well.

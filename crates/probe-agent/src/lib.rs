@@ -12,6 +12,8 @@
 #![cfg_attr(not(feature = "proxy"), allow(dead_code, reason = "the layer shares modules with the proxy"))]
 
 #[cfg(feature = "proxy")]
+mod accept;
+#[cfg(feature = "proxy")]
 mod admin;
 pub mod body;
 #[cfg(feature = "proxy")]
@@ -21,11 +23,15 @@ pub mod config;
 #[cfg(feature = "proxy")]
 mod conn;
 #[cfg(feature = "proxy")]
+mod drive;
+#[cfg(feature = "proxy")]
 mod headers;
 pub mod hint;
 pub mod layer;
 pub mod load;
 mod names;
+#[cfg(feature = "proxy")]
+mod phase;
 #[cfg(all(feature = "proxy", not(feature = "plb")))]
 #[path = "no_plb.rs"]
 mod plb;

@@ -12,7 +12,11 @@ use tokio::signal::unix::{SignalKind, signal};
 
 fn main() -> ExitCode {
     match run(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(cut) => {
+            eprintln!("probe-agent: drain timed out: cut {cut} requests in flight");
+            ExitCode::from(CUT)
+        }
         Err(error) => {
             eprintln!("probe-agent: {error:#}");
             ExitCode::FAILURE
@@ -20,8 +24,10 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> anyhow::Result<()> {
-    runtime(cli.threads)?.block_on(async {
+/// Returns how many requests the drain cut.
+fn run(cli: Cli) -> anyhow::Result<u32> {
+    let runtime = runtime(cli.threads)?;
+    let cut = runtime.block_on(async {
         let agent = Agent::bind(cli.into())?;
         let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
@@ -40,12 +46,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
                 std::process::exit(1);
             });
         };
-        let load = agent.load();
-        if !agent.run(shutdown).await {
-            eprintln!("probe-agent: drain timed out with {} requests in flight", load.rif());
-        }
-        Ok(())
-    })
+        Ok(agent.run(shutdown).await)
+    });
+    // A name that is being resolved must not hold the process.
+    runtime.shutdown_background();
+    cut
 }
 
 fn runtime(threads: Option<u16>) -> anyhow::Result<Runtime> {
@@ -77,3 +82,6 @@ fn announce(agent: &Agent) -> std::io::Result<()> {
     writeln!(out, "ready")?;
     out.flush()
 }
+
+/// The exit status of a drain that did not end by itself.
+const CUT: u8 = 3;

@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -20,7 +21,6 @@ use hyper_util::rt::TokioIo;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::probe::Route;
 use prequal_core::tracker::{Outcome, Visit};
-use tokio::sync::watch;
 
 use crate::body::TrackedBody;
 use crate::config::UpstreamHttp2;
@@ -29,6 +29,7 @@ use crate::headers;
 use crate::hint;
 use crate::load::InFlight;
 use crate::names;
+use crate::phase::{Life, Phase};
 use crate::probe;
 use crate::reporter::Reporter;
 use crate::upload::Upload;
@@ -41,6 +42,17 @@ pub(crate) struct Shared {
     pub(crate) forward_hint: bool,
     pub(crate) upstream_http2: UpstreamHttp2,
     pub(crate) response_timeout: Option<Duration>,
+    /// The agent drains.
+    pub(crate) leaving: AtomicBool,
+}
+
+impl Shared {
+    /// While the agent drains, a connection of HTTP/1.1 ends with its next response.
+    pub(crate) fn part(&self, http1: bool, headers: &mut HeaderMap) {
+        if http1 && self.leaving.load(Ordering::Relaxed) {
+            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+    }
 }
 
 /// One connection of a client.
@@ -50,7 +62,7 @@ pub(crate) struct Connection {
     pub(crate) endpoint: Endpoint,
     pub(crate) probe_endpoint: Option<Endpoint>,
     /// Held so that a drain waits for this connection, and for what it was upgraded to.
-    pub(crate) open: watch::Receiver<bool>,
+    pub(crate) life: Life,
 }
 
 /// Answers one request on the service port.
@@ -73,7 +85,9 @@ pub(crate) async fn serve(
         Route::Probe => {
             load.counters().count_probe(false);
             let reporter = &conn.shared.reporter;
-            return Ok(own(reporter.answer(conn.endpoint, conn.probe_endpoint, req.headers()), busy));
+            let mut response = reporter.answer(conn.endpoint, conn.probe_endpoint, req.headers());
+            conn.shared.part(!conn.watch.is_http2(), response.headers_mut());
+            return Ok(own(response, busy));
         }
         Route::MethodNotAllowed => return Ok(own(probe::method_not_allowed(), busy)),
         Route::NotFound => return Ok(own(probe::plain(StatusCode::NOT_FOUND, "not found\n"), busy)),
@@ -166,6 +180,7 @@ async fn forward(
             let body = TrackedBody::new(body, guard, head.status, &head.headers);
             shared.reporter.served(hint.as_ref(), head.status, body.failed());
             add_report(&conn, &mut head.headers, body.leaving());
+            shared.part(!conn.watch.is_http2(), &mut head.headers);
             Response::from_parts(head, AgentBody::Proxied { body, _busy: busy })
         }
     }
@@ -195,6 +210,7 @@ fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy)
         response.headers_mut().insert(headers::FAILURE, HeaderValue::from_static(failure));
     }
     add_report(conn, response.headers_mut(), None);
+    conn.shared.part(!conn.watch.is_http2(), response.headers_mut());
     response
 }
 
@@ -223,12 +239,20 @@ fn switch(
         head.headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     }
     add_report(&conn, &mut head.headers, None);
-    let (open, stream) = (conn.open.clone(), mem::take(&mut head.extensions));
+    let (mut life, stream) = (conn.life.clone(), mem::take(&mut head.extensions));
     tokio::spawn(async move {
-        let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
-        // Errors are how tunnels usually end; there is nobody to tell.
-        let _ = tokio::io::copy_bidirectional(&mut TokioIo::new(client), &mut TokioIo::new(backend)).await;
-        drop((guard, open, stream));
+        let joined = async {
+            let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
+            // Errors are how tunnels usually end; there is nobody to tell.
+            let _ =
+                tokio::io::copy_bidirectional(&mut TokioIo::new(client), &mut TokioIo::new(backend)).await;
+        };
+        tokio::select! {
+            biased;
+            () = joined => {}
+            () = life.reaches(Phase::Cut) => {}
+        }
+        drop((guard, stream));
     });
     let body = Full::new(Bytes::new());
     Response::from_parts(head, AgentBody::Own { body, _busy: busy })

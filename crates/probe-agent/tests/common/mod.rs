@@ -5,6 +5,8 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::net::SocketAddr;
+use std::process::Stdio;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -19,9 +21,10 @@ use prequal_core::tracker::Outcome;
 use probe_agent::Agent;
 use probe_agent::config::AgentConfig;
 use probe_agent::load::Load;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::oneshot;
+use tokio::process::{Child, Command};
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 
 pub type Reply = Response<BoxBody<Bytes, std::io::Error>>;
@@ -33,11 +36,12 @@ pub struct Running {
     pub admin: Option<SocketAddr>,
     pub load: Load,
     stop: Option<oneshot::Sender<()>>,
-    task: JoinHandle<bool>,
+    task: JoinHandle<u32>,
 }
 
 impl Running {
-    pub async fn stop(mut self) -> bool {
+    /// Stops it, and tells how many requests were cut.
+    pub async fn stop(mut self) -> u32 {
         let _ = self.stop.take().unwrap().send(());
         (&mut self.task).await.unwrap()
     }
@@ -129,6 +133,74 @@ where
         }
     });
     addr
+}
+
+/// A backend that says when a request has arrived, and answers when it may go on.
+pub async fn held_backend() -> (SocketAddr, Arc<Notify>, Arc<Notify>) {
+    let (arrived, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (on_arrival, wait) = (arrived.clone(), go.clone());
+    let addr = backend(move |_| {
+        on_arrival.notify_one();
+        let wait = wait.clone();
+        async move {
+            wait.notified().await;
+            text("finished")
+        }
+    })
+    .await;
+    (addr, arrived, go)
+}
+
+/// The binary, run as an operator does.
+pub struct Process {
+    pub child: Child,
+    pub service: SocketAddr,
+    pub admin: SocketAddr,
+}
+
+impl Process {
+    pub async fn start(upstream: SocketAddr, extra: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_probe-agent"));
+        command
+            .args(["--listen", "127.0.0.1:0", "--admin", "0", "--upstream", &upstream.to_string()])
+            .args(extra);
+        Self::spawn(command).await
+    }
+
+    /// `command` must run an agent with an admin port.
+    pub async fn spawn(mut command: Command) -> Self {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let (mut service, mut admin) = (None, None);
+        while let Some(line) = within(lines.next_line()).await.unwrap() {
+            if let Some(addr) = line.strip_prefix("listening service=") {
+                service = Some(addr.parse().unwrap());
+            } else if let Some(addr) = line.strip_prefix("listening admin=") {
+                admin = Some(addr.parse().unwrap());
+            } else if line == "ready" {
+                break;
+            }
+        }
+        Self { child, service: service.unwrap(), admin: admin.unwrap() }
+    }
+
+    /// Waits for its end: the exit status, and what it said on standard error.
+    pub async fn end(mut self) -> (Option<i32>, String) {
+        let mut said = String::new();
+        within(self.child.stderr.take().unwrap().read_to_string(&mut said)).await.unwrap();
+        (within(self.child.wait()).await.unwrap().code(), said)
+    }
+
+    pub async fn metrics(&self) -> String {
+        let (_, body) = fetch(self.admin, "/metrics").await;
+        String::from_utf8(body.to_vec()).unwrap()
+    }
+
+    pub async fn terminate(&self) {
+        let pid = self.child.id().unwrap().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().await.unwrap().success());
+    }
 }
 
 /// Nobody listens there.

@@ -1,0 +1,93 @@
+//! hyper's side of a client's connection: its settings, and when the connection is asked to end.
+
+use std::future::Future;
+use std::pin::{Pin, pin};
+
+use hyper::server::conn::{http1, http2};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+
+use crate::config::{Limits, ping_timeout};
+use crate::conn::Watch;
+use crate::phase::{Life, Phase};
+
+/// Runs a connection to its end, and asks it to end when the agent drains or nothing has happened for long.
+///
+/// HTTP/2 can be asked at once: after GOAWAY the streams that the client was just opening are still served. HTTP/1.1 has no
+/// such word, and a connection that is closed may meet a request on its way. Until the agent closes those too, they end with
+/// a response that says so.
+pub(crate) async fn drive<C>(
+    mut served: Pin<&mut C>,
+    graceful: impl Fn(Pin<&mut C>),
+    watch: &Watch,
+    mut life: Life,
+    limits: &Limits,
+) where
+    C: Future,
+{
+    // Two looks without a request between them, and none in flight: idle for between half and all of the limit.
+    let mut look = tokio::time::interval(limits.idle_timeout / 2);
+    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    look.reset();
+    let mut last = watch.activity();
+    let asks = if watch.is_http2() { Phase::Draining } else { Phase::Closing };
+    {
+        let mut asked = pin!(life.reaches(asks));
+        loop {
+            tokio::select! {
+                biased;
+                _ = served.as_mut() => return,
+                () = &mut asked => break,
+                _ = look.tick() => {
+                    let now = watch.activity();
+                    if now == last && !now.1 {
+                        break;
+                    }
+                    last = now;
+                }
+            }
+        }
+    }
+    graceful(served.as_mut());
+    tokio::select! {
+        biased;
+        _ = served => {}
+        () = life.reaches(Phase::Cut) => {}
+    }
+}
+
+pub(crate) fn http1_builder(limits: &Limits) -> http1::Builder {
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(None)
+        .max_header_size(limits.max_header_bytes)
+        .max_buf_size(limits.max_header_bytes.max(MIN_BUFFER));
+    if limits.max_headers != HYPER_MAX_HEADERS {
+        builder.max_headers(limits.max_headers);
+    }
+    builder
+}
+
+pub(crate) fn http2_builder(limits: &Limits) -> http2::Builder<TokioExecutor> {
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(limits.max_streams)
+        .max_header_list_size(u32::try_from(limits.max_header_bytes).unwrap_or(u32::MAX))
+        .initial_stream_window_size(WINDOW)
+        .initial_connection_window_size(WINDOW * 4)
+        .max_send_buf_size(SEND_BUFFER);
+    if let Some(interval) = limits.ping_interval {
+        builder.keep_alive_interval(interval).keep_alive_timeout(ping_timeout(interval));
+    }
+    builder
+}
+
+/// hyper refuses a smaller read buffer.
+pub(crate) const MIN_BUFFER: usize = 8192;
+/// hyper's own limit, which costs nothing to keep.
+const HYPER_MAX_HEADERS: usize = 100;
+/// HTTP/2 flow-control window of a stream: what is buffered at most for a backend that reads slowly.
+const WINDOW: u32 = 256 * 1024;
+/// What is buffered at most per HTTP/2 stream towards a client that reads slowly.
+const SEND_BUFFER: usize = 256 * 1024;
