@@ -1,6 +1,8 @@
 //! The admin port: `/metrics` in Prometheus text, `/healthz`, `/readyz`.
 
 use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
@@ -10,44 +12,51 @@ use prequal_core::tracker::Outcome;
 use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
 use crate::ready::Checker;
+use crate::traffic::Traffic;
 
-pub(crate) async fn answer(
-    method: &Method,
-    path: &str,
-    checker: &Checker,
-    draining: bool,
-) -> Response<Bytes> {
-    if !matches!(*method, Method::GET | Method::HEAD) {
-        return plain(StatusCode::METHOD_NOT_ALLOWED, "GET only\n");
-    }
-    match path {
-        "/healthz" | "/readyz" if draining => plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n"),
-        "/healthz" => plain(StatusCode::OK, "ok\n"),
-        "/readyz" => match checker.check().await {
-            Ok(()) => plain(StatusCode::OK, "ok\n"),
-            Err(reason) => {
-                let mut response = plain(StatusCode::SERVICE_UNAVAILABLE, "");
-                *response.body_mut() = format!("backend {reason}\n").into();
-                response
-            }
-        },
-        "/metrics" => {
-            let mut response = Response::new(metrics(&checker.load).into());
-            response.headers_mut().insert(
-                header::CONTENT_TYPE,
-                HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
-            );
-            response
-        }
-        _ => plain(StatusCode::NOT_FOUND, "not found\n"),
-    }
+/// What the admin port shows.
+pub(crate) struct Page {
+    pub(crate) checker: Arc<Checker>,
+    pub(crate) traffic: Arc<Traffic>,
+    pub(crate) draining: AtomicBool,
 }
 
-fn metrics(load: &Load) -> String {
-    let mut text = String::with_capacity(4096);
-    // Writing to a String cannot fail.
-    let _ = write_metrics(&mut text, load);
-    text
+impl Page {
+    pub(crate) async fn answer(&self, method: &Method, path: &str) -> Response<Bytes> {
+        if !matches!(*method, Method::GET | Method::HEAD) {
+            return plain(StatusCode::METHOD_NOT_ALLOWED, "GET only\n");
+        }
+        match path {
+            "/healthz" | "/readyz" if self.draining.load(Ordering::Relaxed) => {
+                plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n")
+            }
+            "/healthz" => plain(StatusCode::OK, "ok\n"),
+            "/readyz" => match self.checker.check().await {
+                Ok(()) => plain(StatusCode::OK, "ok\n"),
+                Err(reason) => {
+                    let mut response = plain(StatusCode::SERVICE_UNAVAILABLE, "");
+                    *response.body_mut() = format!("backend {reason}\n").into();
+                    response
+                }
+            },
+            "/metrics" => {
+                let mut response = Response::new(self.metrics().into());
+                response.headers_mut().insert(
+                    header::CONTENT_TYPE,
+                    HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
+                );
+                response
+            }
+            _ => plain(StatusCode::NOT_FOUND, "not found\n"),
+        }
+    }
+
+    fn metrics(&self) -> String {
+        let mut text = String::with_capacity(8192);
+        // Writing to a String cannot fail.
+        let _ = write_metrics(&mut text, &self.checker.load).and_then(|()| self.traffic.write(&mut text));
+        text
+    }
 }
 
 fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
@@ -210,6 +219,19 @@ mod tests {
     use std::time::Duration;
 
     use crate::config::ReadyCheck;
+    use crate::traffic::Event;
+
+    fn page(load: Load) -> Page {
+        let checker = Checker {
+            check: ReadyCheck::Tcp,
+            target: SocketAddr::from(([127, 0, 0, 1], 1)).into(),
+            tls: None,
+            http2: false,
+            timeout: Duration::from_secs(1),
+            load,
+        };
+        Page { checker: Arc::new(checker), traffic: Arc::default(), draining: AtomicBool::new(false) }
+    }
 
     #[test]
     fn metrics_tell_what_happened() {
@@ -219,7 +241,9 @@ mod tests {
         load.start().finish(Outcome::Failure);
         load.counters().count_probe(true);
         load.counters().count_upstream_error("connect");
-        let text = metrics(&load);
+        let page = page(load);
+        page.traffic.count(Event::Idle);
+        let text = page.metrics();
         for line in [
             "prequal_agent_rif 1",
             "prequal_agent_failing_ratio 0.25",
@@ -232,6 +256,8 @@ mod tests {
             "prequal_agent_request_duration_seconds_bucket{le=\"+Inf\"} 1",
             "prequal_agent_request_duration_seconds_bucket{le=\"0.0001\"} 1",
             "prequal_agent_latency_quantile_seconds{quantile=\"0.5\"} 0.0001",
+            "prequal_agent_closed_total{reason=\"idle\"} 1",
+            "prequal_agent_shed_total 0",
         ] {
             assert!(text.lines().any(|l| l == line), "{line} not in\n{text}");
         }
@@ -247,15 +273,11 @@ mod tests {
 
     #[tokio::test]
     async fn health_fails_while_draining() {
-        let checker = Checker {
-            check: ReadyCheck::Tcp,
-            target: SocketAddr::from(([127, 0, 0, 1], 1)).into(),
-            tls: None,
-            http2: false,
-            timeout: Duration::from_secs(1),
-            load: Load::new(TrackerConfig::default()),
+        let page = page(Load::new(TrackerConfig::default()));
+        let answer = async |method, path, draining| {
+            page.draining.store(draining, Ordering::Relaxed);
+            page.answer(&method, path).await.status()
         };
-        let answer = async |method, path, draining| answer(&method, path, &checker, draining).await.status();
         assert_eq!(answer(Method::GET, "/healthz", false).await, 200);
         assert_eq!(answer(Method::GET, "/healthz", true).await, 503);
         assert_eq!(answer(Method::GET, "/", false).await, 404);

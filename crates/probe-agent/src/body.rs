@@ -78,6 +78,11 @@ impl<B: Body> TrackedBody<B> {
         self.verdict == Outcome::Failure
     }
 
+    /// Whether it may stay open for as long as its ends like: an event stream, or any gRPC call.
+    pub(crate) fn may_stream(&self) -> bool {
+        self.verdict == Outcome::Streaming || self.grpc.is_some()
+    }
+
     /// The request, if it is still in flight and about to leave: neither a stream nor a large download. Such a request is
     /// not in the way of the next one, and reports leave it out.
     pub fn leaving(&self) -> Option<Visit> {

@@ -134,6 +134,28 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
     idle_timeout_ms: u64,
 
+    /// Connections on which nothing was ever sent are closed after this long, 1000 to 86400000
+    #[arg(long, value_name = "MS", default_value_t = 60_000, env = "PROBE_AGENT_SILENT_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
+    silent_timeout_ms: u64,
+
+    /// Cut a request when nothing has moved for this long on a body of it, up or down, or on its tunnel, 0 (never) to
+    /// 86400000
+    #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_BODY_IDLE_TIMEOUT_MS",
+          value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
+    body_idle_timeout_ms: u64,
+
+    /// Cut gRPC calls, event streams and tunnels at this age, 0 (never) to 604800000
+    #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_MAX_STREAM_AGE_MS",
+          value_parser = clap::value_parser!(u64).range(0..=604_800_000))]
+    max_stream_age_ms: u64,
+
+    /// Requests in flight, 0 (no limit) to 1000000; more are answered with a 503 that the shipped retry policies send to
+    /// another replica
+    #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_MAX_RIF",
+          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    max_rif: u32,
+
     /// Longest request head, 1024 to 1048576; longer is answered with 431
     #[arg(long, value_name = "BYTES", default_value_t = 65_536, env = "PROBE_AGENT_MAX_HEADER_BYTES",
           value_parser = clap::value_parser!(u64).range(1_024..=1_048_576))]
@@ -236,6 +258,10 @@ impl From<Cli> for AgentConfig {
             limits: Limits {
                 header_timeout: ms(cli.header_timeout_ms),
                 idle_timeout: ms(cli.idle_timeout_ms),
+                silent_timeout: ms(cli.silent_timeout_ms),
+                body_idle_timeout: unless_zero(cli.body_idle_timeout_ms),
+                max_stream_age: unless_zero(cli.max_stream_age_ms),
+                max_rif: NonZeroU32::new(cli.max_rif),
                 max_header_bytes: size(cli.max_header_bytes),
                 max_headers: size(cli.max_headers),
                 max_streams: cli.max_streams,

@@ -2,6 +2,7 @@
 //! names of choices from here.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -174,6 +175,15 @@ pub struct Limits {
     /// A connection with nothing in flight is closed after about this long. Default 1 h, as Envoy's upstream side, so
     /// that the client closes first.
     pub idle_timeout: Duration,
+    /// A connection on which nothing was ever sent is closed after this long. Default 60 s.
+    pub silent_timeout: Duration,
+    /// A request is cut when nothing has moved for this long on a body of it, up or down, or on the tunnel that it has become;
+    /// the wait for a response's head does not count. Default none.
+    pub body_idle_timeout: Option<Duration>,
+    /// gRPC calls, event streams and tunnels are cut at this age. Default none.
+    pub max_stream_age: Option<Duration>,
+    /// Requests in flight at most; more are a 503 that clients retry elsewhere. Default none.
+    pub max_rif: Option<NonZeroU32>,
     /// Longest request head, bytes; longer is answered with 431. Default 64 KiB.
     pub max_header_bytes: usize,
     /// Most request headers; more are answered with 431. Default 100. HTTP/2 is bounded by bytes alone.
@@ -225,6 +235,10 @@ impl Default for Limits {
         Self {
             header_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(3600),
+            silent_timeout: Duration::from_secs(60),
+            body_idle_timeout: None,
+            max_stream_age: None,
+            max_rif: None,
             max_header_bytes: 64 * 1024,
             max_headers: 100,
             max_streams: 1024,

@@ -17,6 +17,8 @@ use tokio::time::Sleep;
 
 use crate::tls;
 
+use crate::leash::Leash;
+
 /// A plain or TLS stream from a client.
 pub(crate) enum Stream {
     Plain(TcpStream),
@@ -25,21 +27,20 @@ pub(crate) enum Stream {
 
 /// Reads as far as needed to tell HTTP/2 with prior knowledge from HTTP/1, and returns what was read.
 ///
-/// `None` when the client closed before it said anything.
 pub(crate) async fn detect(
     stream: &mut Stream,
-    idle: Duration,
+    silent: Duration,
     head: Duration,
-) -> io::Result<Option<(bool, Vec<u8>)>> {
+) -> Result<(bool, Vec<u8>), Undetected> {
+    let mut seen = Vec::with_capacity(PREFACE.len());
+    let first = tokio::time::timeout(silent, read_some(stream, &mut seen));
+    if first.await.map_err(|_| Undetected::Silent)?? == 0 {
+        return Err(Undetected::Gone);
+    }
     if let Stream::Tls(tls) = stream
         && let Some(http2) = tls::accepted_http2(tls)
     {
-        return Ok(Some((http2, Vec::new())));
-    }
-    let mut seen = Vec::with_capacity(PREFACE.len());
-    let first = tokio::time::timeout(idle, read_some(stream, &mut seen)).await.map_err(timed_out)??;
-    if first == 0 {
-        return Ok(None);
+        return Ok((http2, seen));
     }
     let rest = async {
         while PREFACE.starts_with(&seen) && seen.len() < PREFACE.len() {
@@ -49,8 +50,24 @@ pub(crate) async fn detect(
         }
         Ok::<_, io::Error>(())
     };
-    tokio::time::timeout(head, rest).await.map_err(timed_out)??;
-    Ok(Some((seen == PREFACE, seen)))
+    tokio::time::timeout(head, rest).await.map_err(|_| Undetected::Slow)??;
+    Ok((seen == PREFACE, seen))
+}
+
+/// Why a connection came to no request.
+pub(crate) enum Undetected {
+    /// The client never sent anything.
+    Silent,
+    /// It began to send, and did not go on.
+    Slow,
+    /// It closed.
+    Gone,
+}
+
+impl From<io::Error> for Undetected {
+    fn from(_: io::Error) -> Self {
+        Self::Gone
+    }
 }
 
 /// Never reads past the preface.
@@ -62,10 +79,6 @@ async fn read_some(stream: &mut Stream, seen: &mut Vec<u8>) -> io::Result<usize>
     Ok(n)
 }
 
-fn timed_out(_: tokio::time::error::Elapsed) -> io::Error {
-    io::ErrorKind::TimedOut.into()
-}
-
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// What the bytes of a connection and its requests tell each other.
@@ -75,6 +88,12 @@ pub(crate) struct Watch {
     heads: AtomicBool,
     in_flight: AtomicU32,
     served: AtomicU64,
+    /// Writes that the client's side took.
+    wrote: AtomicU64,
+    /// A head took too long.
+    slow: AtomicBool,
+    /// Of the last request, over HTTP/1.
+    leash: Mutex<Option<Arc<Leash>>>,
     /// Bytes of the head that is coming in; empty between heads.
     head: Mutex<Vec<u8>>,
 }
@@ -86,12 +105,20 @@ impl Watch {
             heads: AtomicBool::new(!http2),
             in_flight: AtomicU32::new(0),
             served: AtomicU64::new(0),
+            wrote: AtomicU64::new(0),
+            slow: AtomicBool::new(false),
+            leash: Mutex::default(),
             head: Mutex::default(),
         }
     }
 
     pub(crate) fn is_http2(&self) -> bool {
         self.http2
+    }
+
+    /// Whether the connection ended because a head took too long.
+    pub(crate) fn is_slow(&self) -> bool {
+        self.slow.load(Ordering::Relaxed)
     }
 
     /// A head was parsed. Refuses it if it says `Transfer-Encoding` (`chunked`) and `Content-Length` as well.
@@ -109,6 +136,24 @@ impl Watch {
         }
         head.clear();
         (busy, verdict)
+    }
+
+    /// A request begins with this leash.
+    pub(crate) fn follow(&self, leash: Arc<Leash>) {
+        *self.leash.lock().unwrap_or_else(PoisonError::into_inner) = Some(leash);
+    }
+
+    /// The leash of the last request, and a number that changes when the client takes something.
+    pub(crate) fn leash(&self) -> (Option<Arc<Leash>>, u64) {
+        let leash = self.leash.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        (leash, self.wrote.load(Ordering::Relaxed))
+    }
+
+    fn wrote(&self, wrote: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if wrote.is_ready() {
+            self.wrote.fetch_add(1, Ordering::Relaxed);
+        }
+        wrote
     }
 
     /// The connection stops being HTTP.
@@ -222,7 +267,9 @@ impl AsyncRead for ServerIo {
                 }
                 let timeout = this.head_timeout;
                 let deadline = this.deadline.get_or_insert_with(|| Box::pin(tokio::time::sleep(timeout)));
-                deadline.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))
+                ready!(deadline.as_mut().poll(cx));
+                this.watch.slow.store(true, Ordering::Relaxed);
+                Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
             }
             Poll::Ready(Err(_)) => read,
         }
@@ -231,7 +278,8 @@ impl AsyncRead for ServerIo {
 
 impl AsyncWrite for ServerIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
+        let wrote = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.watch.wrote(wrote)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -272,7 +320,8 @@ impl AsyncWrite for ServerIo {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+        let wrote = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.watch.wrote(wrote)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -2,13 +2,16 @@
 
 use std::future::Future;
 use std::pin::{Pin, pin};
+use std::time::Instant;
 
 use hyper::server::conn::{http1, http2};
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::rt::TokioTimer;
 
 use crate::config::{Limits, ping_timeout};
 use crate::conn::Watch;
+use crate::leash::{Patrol, Rules, Tasks};
 use crate::phase::{Life, Phase};
+use crate::traffic::{Event, Traffic};
 
 /// Runs a connection to its end, and asks it to end when the agent drains or nothing has happened for long.
 ///
@@ -21,28 +24,46 @@ pub(crate) async fn drive<C>(
     watch: &Watch,
     mut life: Life,
     limits: &Limits,
+    traffic: &Traffic,
 ) where
     C: Future,
 {
-    // Two looks without a request between them, and none in flight: idle for between half and all of the limit.
-    let mut look = tokio::time::interval(limits.idle_timeout / 2);
+    // Over HTTP/2 each request has a task of its own that looks after it.
+    let rules = Rules::of(limits).filter(|_| !watch.is_http2());
+    let half = limits.idle_timeout / 2;
+    let mut look = tokio::time::interval(rules.map_or(half, |rules| rules.period().min(half)));
     look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     look.reset();
     let mut last = watch.activity();
+    let mut since = Instant::now();
+    let mut patrol: Option<Patrol> = None;
     let asks = if watch.is_http2() { Phase::Draining } else { Phase::Closing };
     {
         let mut asked = pin!(life.reaches(asks));
         loop {
             tokio::select! {
                 biased;
-                _ = served.as_mut() => return,
+                _ = served.as_mut() => {
+                    if watch.is_slow() {
+                        traffic.count(Event::SlowHead);
+                    }
+                    return;
+                }
                 () = &mut asked => break,
                 _ = look.tick() => {
+                    // Two looks without a request between them, and none in flight: idle for between half and all of the
+                    // limit.
                     let now = watch.activity();
-                    if now == last && !now.1 {
+                    if now != last || now.1 {
+                        (last, since) = (now, Instant::now());
+                    } else if since.elapsed() >= half {
+                        traffic.count(Event::Idle);
                         break;
                     }
-                    last = now;
+                    if let Some(cut) = rules.and_then(|rules| look_after(&mut patrol, watch, rules)) {
+                        traffic.count(cut);
+                        return;
+                    }
                 }
             }
         }
@@ -53,6 +74,16 @@ pub(crate) async fn drive<C>(
         _ = served => {}
         () = life.reaches(Phase::Cut) => {}
     }
+}
+
+/// Looks at the last request of a connection of HTTP/1.
+fn look_after(patrol: &mut Option<Patrol>, watch: &Watch, rules: Rules) -> Option<Event> {
+    let (leash, wrote) = watch.leash();
+    let leash = leash?;
+    if !patrol.as_ref().is_some_and(|patrol| patrol.follows(&leash)) {
+        *patrol = Some(Patrol::new(leash, rules));
+    }
+    patrol.as_mut()?.look(wrote)
 }
 
 pub(crate) fn http1_builder(limits: &Limits) -> http1::Builder {
@@ -68,8 +99,8 @@ pub(crate) fn http1_builder(limits: &Limits) -> http1::Builder {
     builder
 }
 
-pub(crate) fn http2_builder(limits: &Limits) -> http2::Builder<TokioExecutor> {
-    let mut builder = http2::Builder::new(TokioExecutor::new());
+pub(crate) fn http2_builder(limits: &Limits, tasks: Tasks) -> http2::Builder<Tasks> {
+    let mut builder = http2::Builder::new(tasks);
     builder
         .timer(TokioTimer::new())
         .max_concurrent_streams(limits.max_streams)

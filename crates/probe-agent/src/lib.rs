@@ -28,6 +28,8 @@ mod drive;
 mod headers;
 pub mod hint;
 pub mod layer;
+#[cfg(feature = "proxy")]
+mod leash;
 pub mod load;
 mod names;
 #[cfg(feature = "proxy")]
@@ -52,6 +54,8 @@ mod server;
 mod tls;
 #[cfg(feature = "tls")]
 mod tls;
+#[cfg(feature = "proxy")]
+mod traffic;
 #[cfg(feature = "proxy")]
 mod upload;
 #[cfg(feature = "proxy")]

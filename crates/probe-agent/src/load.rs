@@ -60,6 +60,19 @@ impl Load {
     pub fn start(&self) -> InFlight {
         let now = self.now();
         let ticket = self.replica().tracker.start(now);
+        self.in_flight(ticket, now)
+    }
+
+    /// The same, unless `limit` requests are in flight already.
+    pub fn start_below(&self, limit: u32) -> Option<InFlight> {
+        let now = self.now();
+        let mut replica = self.replica();
+        let ticket = (replica.tracker.rif() < limit).then(|| replica.tracker.start(now))?;
+        drop(replica);
+        Some(self.in_flight(ticket, now))
+    }
+
+    fn in_flight(&self, ticket: Ticket, now: Micros) -> InFlight {
         InFlight { load: self.clone(), ticket: Some(ticket), started: now, on_drop: Outcome::Aborted }
     }
 

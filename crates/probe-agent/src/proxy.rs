@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::mem;
+use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,6 +21,7 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::probe::Route;
+use prequal_core::report::UNSENT;
 use prequal_core::tracker::{Outcome, Visit};
 
 use crate::body::TrackedBody;
@@ -27,11 +29,13 @@ use crate::config::UpstreamHttp2;
 use crate::conn::{Busy, Watch};
 use crate::headers;
 use crate::hint;
+use crate::leash::{Leash, Open, Patrol, Rules, Watched};
 use crate::load::InFlight;
 use crate::names;
 use crate::phase::{Life, Phase};
 use crate::probe;
 use crate::reporter::Reporter;
+use crate::traffic::{Event, Traffic};
 use crate::upload::Upload;
 use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
 
@@ -42,6 +46,9 @@ pub(crate) struct Shared {
     pub(crate) forward_hint: bool,
     pub(crate) upstream_http2: UpstreamHttp2,
     pub(crate) response_timeout: Option<Duration>,
+    pub(crate) max_rif: Option<NonZeroU32>,
+    pub(crate) rules: Option<Rules>,
+    pub(crate) traffic: Arc<Traffic>,
     /// The agent drains.
     pub(crate) leaving: AtomicBool,
 }
@@ -69,6 +76,7 @@ pub(crate) struct Connection {
 pub(crate) async fn serve(
     conn: Arc<Connection>,
     req: Request<Incoming>,
+    leash: Option<Arc<Leash>>,
 ) -> Result<Response<AgentBody>, Infallible> {
     let load = &conn.shared.reporter.load;
     let chunked = req.version() != Version::HTTP_2 && req.headers().contains_key(header::TRANSFER_ENCODING);
@@ -95,13 +103,31 @@ pub(crate) async fn serve(
     if req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_none() {
         return Ok(own(probe::plain(StatusCode::METHOD_NOT_ALLOWED, "no tunnels\n"), busy));
     }
-    let guard = load.start();
-    Ok(forward(conn, req, guard, busy).await)
+    let guard = match conn.shared.max_rif {
+        None => load.start(),
+        Some(max) => match load.start_below(max.get()) {
+            Some(guard) => guard,
+            None => return Ok(shed(&conn, busy)),
+        },
+    };
+    Ok(forward(conn, req, leash, guard, busy).await)
+}
+
+/// A replica that sends requests away does not fail them: they are no part of its failures, and it stays in rotation.
+fn shed(conn: &Connection, busy: Busy) -> Response<AgentBody> {
+    conn.shared.traffic.count(Event::Shed);
+    let reason = "probe-agent: too many requests in flight\n";
+    let mut response = own(probe::plain(StatusCode::SERVICE_UNAVAILABLE, reason), busy);
+    response.headers_mut().insert(headers::FAILURE, HeaderValue::from_static(UNSENT));
+    add_report(conn, response.headers_mut(), None);
+    conn.shared.part(!conn.watch.is_http2(), response.headers_mut());
+    response
 }
 
 async fn forward(
     conn: Arc<Connection>,
     mut req: Request<Incoming>,
+    leash: Option<Arc<Leash>>,
     guard: InFlight,
     busy: Busy,
 ) -> Response<AgentBody> {
@@ -152,7 +178,7 @@ async fn forward(
         }
     }
 
-    let req = req.map(|body| Upload::new(body, guard.client()));
+    let req = req.map(|body| Upload::new(body, guard.client(), leash.as_ref()));
     let sent = match shared.response_timeout {
         None => send(&shared.pool, req, slot).await,
         Some(limit) => tokio::time::timeout(limit, send(&shared.pool, req, slot))
@@ -166,7 +192,7 @@ async fn forward(
                 || tunnel.is_some() && over_http2 && response.status() == StatusCode::OK =>
         {
             match client {
-                Some(client) => switch(conn, response, client, tunnel.is_some(), guard, busy),
+                Some(client) => switch(conn, response, client, tunnel.is_some(), leash, guard, busy),
                 None => failed(&conn, &UpstreamError::Upgrade, guard, busy),
             }
         }
@@ -181,7 +207,13 @@ async fn forward(
             shared.reporter.served(hint.as_ref(), head.status, body.failed());
             add_report(&conn, &mut head.headers, body.leaving());
             shared.part(!conn.watch.is_http2(), &mut head.headers);
-            Response::from_parts(head, AgentBody::Proxied { body, _busy: busy })
+            let open = leash.filter(|_| !body.is_end_stream()).map(|leash| {
+                if body.may_stream() {
+                    leash.mark_stream();
+                }
+                Open::new(leash)
+            });
+            Response::from_parts(head, AgentBody::Proxied { body, open, _busy: busy })
         }
     }
 }
@@ -220,6 +252,7 @@ fn switch(
     mut response: Response<UpstreamBody>,
     client: OnUpgrade,
     tunnel: bool,
+    leash: Option<Arc<Leash>>,
     mut guard: InFlight,
     busy: Busy,
 ) -> Response<AgentBody> {
@@ -244,8 +277,17 @@ fn switch(
         let joined = async {
             let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
             // Errors are how tunnels usually end; there is nobody to tell.
-            let _ =
-                tokio::io::copy_bidirectional(&mut TokioIo::new(client), &mut TokioIo::new(backend)).await;
+            let mut client = Watched::new(TokioIo::new(client), leash.clone());
+            let _ = tokio::io::copy_bidirectional(&mut client, &mut TokioIo::new(backend)).await;
+        };
+        let joined = async {
+            match (conn.shared.rules, &leash) {
+                (Some(rules), Some(leash)) => {
+                    leash.mark_stream();
+                    Patrol::new(leash.clone(), rules).walk(joined, &conn.shared.traffic).await;
+                }
+                _ => joined.await,
+            }
         };
         tokio::select! {
             biased;
@@ -336,6 +378,8 @@ pub(crate) enum AgentBody {
     Proxied {
         /// Ends the request.
         body: TrackedBody<UpstreamBody>,
+        /// If it may be cut.
+        open: Option<Open>,
         _busy: Busy,
     },
 }
@@ -350,7 +394,15 @@ impl Body for AgentBody {
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         match &mut *self {
             Self::Own { body, .. } => Pin::new(body).poll_frame(cx).map_err(|never| match never {}),
-            Self::Proxied { body, .. } => Pin::new(body).poll_frame(cx),
+            Self::Proxied { body, open, .. } => {
+                let frame = Pin::new(body).poll_frame(cx);
+                if let Some(open) = open
+                    && frame.is_ready()
+                {
+                    open.moved();
+                }
+                frame
+            }
         }
     }
 

@@ -22,10 +22,11 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::accept::{self, accept};
-use crate::admin;
+use crate::admin::Page;
 use crate::config::{AgentConfig, Limits, UpstreamHttp2};
-use crate::conn::{self, ServerIo, Stream, Watch};
+use crate::conn::{self, ServerIo, Stream, Undetected, Watch};
 use crate::drive::{MIN_BUFFER, drive, http1_builder, http2_builder};
+use crate::leash::{Leash, Rules, Tasks};
 use crate::load::Load;
 use crate::phase::{Life, Phase};
 use crate::plb::Plb;
@@ -34,6 +35,7 @@ use crate::proxy::{self, Connection, Shared};
 use crate::ready::Checker;
 use crate::reporter::Reporter;
 use crate::tls::{Acceptor, Connector, TlsError};
+use crate::traffic::{Event, Traffic};
 use crate::upstream::Pool;
 
 /// Why an agent could not start.
@@ -65,7 +67,7 @@ pub struct Agent {
     admin: Option<TcpListener>,
     tls: Option<Acceptor>,
     shared: Arc<Shared>,
-    checker: Arc<Checker>,
+    page: Arc<Page>,
     limits: Arc<Limits>,
     advertise: Option<Endpoint>,
     addrs: Addrs,
@@ -121,6 +123,7 @@ impl Agent {
         let load = Load::new(config.tracker);
         // Whether the backend is there shows with the first connection to it.
         load.mark_unseen();
+        let traffic = Arc::<Traffic>::default();
         let checker = Arc::new(Checker {
             check: config.ready_check,
             target: config.upstream.clone(),
@@ -141,10 +144,14 @@ impl Agent {
             forward_hint: config.forward_hint,
             upstream_http2: config.upstream_http2,
             response_timeout: config.limits.response_timeout,
+            max_rif: config.limits.max_rif,
+            rules: Rules::of(&config.limits),
+            traffic: traffic.clone(),
             leaving: AtomicBool::new(false),
         });
         let limits = Arc::new(config.limits);
-        Ok(Self { service, probe, admin, tls, shared, checker, limits, advertise: config.advertise, addrs })
+        let page = Arc::new(Page { checker, traffic, draining: AtomicBool::new(false) });
+        Ok(Self { service, probe, admin, tls, shared, page, limits, advertise: config.advertise, addrs })
     }
 
     /// Where it listens.
@@ -163,16 +170,16 @@ impl Agent {
     ///
     /// Returns how many requests, streams and tunnels were cut: 0 if all ended by themselves.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> u32 {
-        let draining = Arc::new(AtomicBool::new(false));
         let (phase, life) = Life::begin();
-        let mut tasks = vec![tokio::spawn(self.checker.clone().watch())];
-        let (load, interval) = (&self.checker.load, self.limits.tls_reload_interval);
+        let checker = &self.page.checker;
+        let mut tasks = vec![tokio::spawn(checker.clone().watch())];
+        let (load, interval) = (&checker.load, self.limits.tls_reload_interval);
         tasks.extend(self.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
-        tasks.extend(self.checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
+        tasks.extend(checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
         if let Some(listener) = self.admin {
-            let (checker, draining) = (self.checker, draining.clone());
+            let page = self.page.clone();
             tasks.push(tokio::spawn(accept(listener, future::pending(), move |tcp| {
-                tokio::spawn(serve_admin(tcp, checker.clone(), draining.clone()));
+                tokio::spawn(serve_admin(tcp, page.clone()));
             })));
         }
         let ports = Arc::new(Ports {
@@ -196,7 +203,7 @@ impl Agent {
         })));
 
         shutdown.await;
-        draining.store(true, Ordering::Relaxed);
+        self.page.draining.store(true, Ordering::Relaxed);
         tokio::time::sleep(self.limits.drain_delay).await;
         self.shared.leaving.store(true, Ordering::Relaxed);
         let began = Instant::now();
@@ -256,14 +263,30 @@ impl Ports {
             life: life.clone(),
         });
         let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
-        let service = service_fn(move |req| proxy::serve(conn.clone(), req));
+        let (shared, requests) = (&self.shared, watch.clone());
+        let service = service_fn(move |req| {
+            let leash = conn.shared.rules.map(|_| Leash::begin());
+            if let Some(leash) = &leash {
+                if http2 { Tasks::announce(leash.clone()) } else { requests.follow(leash.clone()) }
+            }
+            proxy::serve(conn.clone(), req, leash)
+        });
         if http2 {
-            let served = http2_builder(limits).enable_connect_protocol().serve_connection(io, service);
-            drive(pin!(served), http2::Connection::graceful_shutdown, &watch, life, limits).await;
+            let tasks = Tasks(shared.rules.map(|rules| (rules, shared.traffic.clone())));
+            let served = http2_builder(limits, tasks).enable_connect_protocol().serve_connection(io, service);
+            drive(
+                pin!(served),
+                http2::Connection::graceful_shutdown,
+                &watch,
+                life,
+                limits,
+                &self.shared.traffic,
+            )
+            .await;
         } else {
             let served = http1_builder(limits).serve_connection(io, service).with_upgrades();
             let graceful = http1::UpgradeableConnection::graceful_shutdown;
-            drive(pin!(served), graceful, &watch, life, limits).await;
+            drive(pin!(served), graceful, &watch, life, limits, &self.shared.traffic).await;
         }
     }
 
@@ -290,11 +313,27 @@ impl Ports {
             future::ready(Ok::<_, Infallible>(response))
         });
         if http2 {
-            let served = http2_builder(limits).serve_connection(io, service);
-            drive(pin!(served), http2::Connection::graceful_shutdown, &watch, life, limits).await;
+            let served = http2_builder(limits, Tasks(None)).serve_connection(io, service);
+            drive(
+                pin!(served),
+                http2::Connection::graceful_shutdown,
+                &watch,
+                life,
+                limits,
+                &self.shared.traffic,
+            )
+            .await;
         } else {
             let served = http1_builder(limits).serve_connection(io, service);
-            drive(pin!(served), http1::Connection::graceful_shutdown, &watch, life, limits).await;
+            drive(
+                pin!(served),
+                http1::Connection::graceful_shutdown,
+                &watch,
+                life,
+                limits,
+                &self.shared.traffic,
+            )
+            .await;
         }
     }
 
@@ -310,14 +349,25 @@ impl Ports {
                     Stream::Tls(Box::new(tls.await.ok()?.ok()?))
                 }
             };
-            let (http2, replay) =
-                conn::detect(&mut stream, limits.idle_timeout, limits.header_timeout).await.ok()??;
+            let (http2, replay) = self.detect(&mut stream).await?;
             Some((stream, http2, replay))
         };
         tokio::select! {
             opened = open => opened,
             () = life.reaches(Phase::Closing) => None,
         }
+    }
+
+    /// The version that a connection speaks, and what was read to tell. `None` if it is over.
+    async fn detect(&self, stream: &mut Stream) -> Option<(bool, Vec<u8>)> {
+        let Limits { silent_timeout, header_timeout, .. } = *self.limits;
+        let detected = conn::detect(stream, silent_timeout, header_timeout).await;
+        match &detected {
+            Err(Undetected::Silent) => self.shared.traffic.count(Event::Silent),
+            Err(Undetected::Slow) => self.shared.traffic.count(Event::SlowHead),
+            Err(Undetected::Gone) | Ok(_) => {}
+        }
+        detected.ok()
     }
 
     /// The endpoint that this connection's client knows us by.
@@ -331,10 +381,9 @@ impl Ports {
     }
 }
 
-async fn serve_admin(tcp: TcpStream, checker: Arc<Checker>, draining: Arc<AtomicBool>) {
+async fn serve_admin(tcp: TcpStream, page: Arc<Page>) {
     let service = service_fn(async |req: Request<Incoming>| {
-        let draining = draining.load(Ordering::Relaxed);
-        let response = admin::answer(req.method(), req.uri().path(), &checker, draining).await;
+        let response = page.answer(req.method(), req.uri().path()).await;
         Ok::<_, Infallible>(response.map(Full::new))
     });
     let _ = http1::Builder::new()

@@ -11,6 +11,7 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::sync::oneshot;
 
+use crate::leash::{Leash, Open};
 use crate::load::Client;
 
 /// A request body that tells when its client keeps the backend waiting.
@@ -29,6 +30,7 @@ pub(crate) struct Source {
     again: VecDeque<Bytes>,
     inner: Incoming,
     client: Client,
+    open: Option<Open>,
 }
 
 /// What was read of a body that may have to come back.
@@ -39,8 +41,9 @@ struct Lent {
 }
 
 impl Upload {
-    pub(crate) fn new(inner: Incoming, client: Client) -> Self {
-        Source { again: VecDeque::new(), inner, client }.into()
+    pub(crate) fn new(inner: Incoming, client: Client, leash: Option<&Arc<Leash>>) -> Self {
+        let open = leash.filter(|_| !inner.is_end_stream()).cloned().map(Open::new);
+        Source { again: VecDeque::new(), inner, client, open }.into()
     }
 
     /// Sends the body out on `stream`. Once it is dropped it comes back whole, unless too much of it was read.
@@ -72,6 +75,15 @@ impl Upload {
     }
 }
 
+/// Why a body broke off. Never the backend's doing.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UploadError {
+    #[error("the client broke off")]
+    Client(#[source] hyper::Error),
+    #[error("the request was cut")]
+    Cut,
+}
+
 impl From<Source> for Upload {
     fn from(source: Source) -> Self {
         Self { source: Some(source), waits: false, lent: None, stream: None }
@@ -80,17 +92,32 @@ impl From<Source> for Upload {
 
 impl Body for Upload {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = UploadError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
         let Some(source) = &mut self.source else { return Poll::Ready(None) };
+        if let Some(open) = &source.open
+            && open.is_cut(cx)
+        {
+            self.lent = None;
+            return Poll::Ready(Some(Err(UploadError::Cut)));
+        }
         let frame = match source.again.pop_front() {
             Some(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
-            None => Pin::new(&mut source.inner).poll_frame(cx),
+            None => Pin::new(&mut source.inner).poll_frame(cx).map_err(UploadError::Client),
         };
+        if let Some(open) = &source.open
+            && frame.is_ready()
+        {
+            open.moved();
+            // What is left may be kept for long, in case that the backend refuses the request.
+            if source.inner.is_end_stream() || matches!(frame, Poll::Ready(None)) {
+                source.open = None;
+            }
+        }
         self.set_waits(frame.is_pending());
         match &frame {
             Poll::Ready(Some(Ok(frame))) => self.keep(frame),

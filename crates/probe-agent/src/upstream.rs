@@ -31,7 +31,7 @@ use crate::config::{Limits, Upstream};
 use crate::load::Load;
 use crate::plb::Plb;
 use crate::tls::Connector;
-use crate::upload::Upload;
+use crate::upload::{Upload, UploadError};
 
 use http2::{Http2, Permit};
 
@@ -267,7 +267,7 @@ fn is_refusal(error: &hyper::Error) -> bool {
 
 /// Whether the body failed, and not the sending.
 fn is_of_body(error: &hyper::Error) -> bool {
-    error.is_user() && error.source().is_some_and(|source| source.is::<hyper::Error>())
+    error.is_user() && error.source().is_some_and(|source| source.is::<UploadError>())
 }
 
 /// The response body of the backend. Gives its connection or stream back with the last frame.

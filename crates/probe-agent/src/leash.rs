@@ -1,0 +1,259 @@
+//! Requests that may not go on for ever: a body on which nothing moves, a stream that is too old.
+//!
+//! Off by default, and then requests have no leash. The wait for a response's head is none of this: no body moves then, and
+//! `response_timeout` limits it.
+
+use std::cell::Cell;
+use std::future::Future;
+use std::io;
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use hyper::rt::Executor;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::config::Limits;
+use crate::traffic::{Event, Traffic};
+
+/// When a request is cut.
+#[derive(Clone, Copy)]
+pub(crate) struct Rules {
+    idle: Option<Duration>,
+    age: Option<Duration>,
+}
+
+impl Rules {
+    /// `None` if no request is ever cut.
+    pub(crate) fn of(limits: &Limits) -> Option<Self> {
+        let rules = Self { idle: limits.body_idle_timeout, age: limits.max_stream_age };
+        (rules.idle.is_some() || rules.age.is_some()).then_some(rules)
+    }
+
+    /// How often to look. A request outlives its limit by no more than this.
+    pub(crate) fn period(self) -> Duration {
+        let shortest = self.idle.into_iter().chain(self.age).min().unwrap_or(Duration::MAX);
+        (shortest / 4).clamp(Duration::from_millis(1), Duration::from_secs(60))
+    }
+}
+
+/// What is known of one request.
+pub(crate) struct Leash {
+    began: Instant,
+    moved: AtomicU64,
+    /// Bodies, or tunnels, that are not at their end.
+    open: AtomicU32,
+    stream: AtomicBool,
+    cut: AtomicBool,
+    upload: Mutex<Option<Waker>>,
+}
+
+impl Leash {
+    pub(crate) fn begin() -> Arc<Self> {
+        Arc::new(Self {
+            began: Instant::now(),
+            moved: AtomicU64::new(0),
+            open: AtomicU32::new(0),
+            stream: AtomicBool::new(false),
+            cut: AtomicBool::new(false),
+            upload: Mutex::default(),
+        })
+    }
+
+    /// The request turns out to be a stream, or a tunnel: its age is limited.
+    pub(crate) fn mark_stream(&self) {
+        self.stream.store(true, Ordering::Relaxed);
+    }
+
+    fn cut(&self) {
+        self.cut.store(true, Ordering::Release);
+        if let Some(waker) = self.upload().take() {
+            waker.wake();
+        }
+    }
+
+    fn upload(&self) -> MutexGuard<'_, Option<Waker>> {
+        self.upload.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A body, or a tunnel, until its end.
+pub(crate) struct Open(Arc<Leash>);
+
+impl Open {
+    pub(crate) fn new(leash: Arc<Leash>) -> Self {
+        leash.open.fetch_add(1, Ordering::Relaxed);
+        Self(leash)
+    }
+
+    /// Something has moved.
+    pub(crate) fn moved(&self) {
+        self.0.moved.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether the request was cut. `cx` is woken if it is later: for the upload, which ends elsewhere than the request.
+    pub(crate) fn is_cut(&self, cx: &mut Context<'_>) -> bool {
+        let mut waker = self.0.upload();
+        if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
+            *waker = Some(cx.waker().clone());
+        }
+        self.0.cut.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Looks after one request.
+pub(crate) struct Patrol {
+    leash: Arc<Leash>,
+    rules: Rules,
+    seen: u64,
+    since: Instant,
+}
+
+impl Patrol {
+    pub(crate) fn new(leash: Arc<Leash>, rules: Rules) -> Self {
+        Self { leash, rules, seen: u64::MAX, since: Instant::now() }
+    }
+
+    pub(crate) fn follows(&self, leash: &Arc<Leash>) -> bool {
+        Arc::ptr_eq(&self.leash, leash)
+    }
+
+    /// Why the request is to be cut now, if it is. `elsewhere` is what has moved below its bodies.
+    pub(crate) fn look(&mut self, elsewhere: u64) -> Option<Event> {
+        let now = Instant::now();
+        let moved = self.leash.moved.load(Ordering::Relaxed).wrapping_add(elsewhere);
+        let open = self.leash.open.load(Ordering::Relaxed) > 0;
+        if moved != self.seen || !open {
+            (self.seen, self.since) = (moved, now);
+        }
+        let over = |since: Instant, limit: Option<Duration>| {
+            limit.is_some_and(|limit| now.saturating_duration_since(since) >= limit)
+        };
+        let stream = open && self.leash.stream.load(Ordering::Relaxed);
+        let cut = if over(self.since, self.rules.idle) {
+            Event::BodyIdle
+        } else if stream && over(self.leash.began, self.rules.age) {
+            Event::StreamAge
+        } else {
+            return None;
+        };
+        self.leash.cut();
+        Some(cut)
+    }
+
+    /// Runs `request` until it ends or is cut.
+    pub(crate) async fn walk(mut self, request: impl Future<Output = ()>, traffic: &Traffic) {
+        let mut request = pin!(request);
+        let mut look = tokio::time::interval(self.rules.period());
+        look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                biased;
+                () = request.as_mut() => return,
+                _ = look.tick() => {
+                    if let Some(cut) = self.look(0) {
+                        traffic.count(cut);
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+thread_local! {
+    /// The request whose task is about to be started on this thread.
+    static BEGUN: Cell<Option<Arc<Leash>>> = const { Cell::new(None) };
+}
+
+/// Starts hyper's tasks: over HTTP/2 each request has one. A stream whose client takes nothing is not asked for more, so that
+/// only the end of its task ends it.
+#[derive(Clone)]
+pub(crate) struct Tasks(pub(crate) Option<(Rules, Arc<Traffic>)>);
+
+impl Tasks {
+    /// The next task to be started on this thread is that of the request with this leash: hyper calls the service, and at
+    /// once starts the task with what it returned.
+    pub(crate) fn announce(leash: Arc<Leash>) {
+        BEGUN.set(Some(leash));
+    }
+}
+
+impl<F> Executor<F> for Tasks
+where
+    F: Future + Send + 'static,
+    F::Output: Send,
+{
+    fn execute(&self, task: F) {
+        match (&self.0, BEGUN.take()) {
+            (Some((rules, traffic)), Some(leash)) => {
+                let (patrol, traffic) = (Patrol::new(leash, *rules), traffic.clone());
+                tokio::spawn(async move {
+                    let task = async {
+                        task.await;
+                    };
+                    patrol.walk(task, &traffic).await;
+                });
+            }
+            _ => drop(tokio::spawn(task)),
+        }
+    }
+}
+
+/// One side of a tunnel, which tells when something moves.
+pub(crate) struct Watched<T> {
+    io: T,
+    open: Option<Open>,
+}
+
+impl<T> Watched<T> {
+    pub(crate) fn new(io: T, leash: Option<Arc<Leash>>) -> Self {
+        Self { io, open: leash.map(Open::new) }
+    }
+
+    fn moved(&self) {
+        if let Some(open) = &self.open {
+            open.moved();
+        }
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Watched<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let read = Pin::new(&mut self.io).poll_read(cx, buf);
+        if read.is_ready() {
+            self.moved();
+        }
+        read
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Watched<T> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let wrote = Pin::new(&mut self.io).poll_write(cx, buf);
+        if wrote.is_ready() {
+            self.moved();
+        }
+        wrote
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
