@@ -4,11 +4,15 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use crate::log::Log;
 use crate::plb::Plb;
+use crate::traffic::{Connected, Event, Port, Traffic};
 
 pub(crate) fn listen(port: &str, addr: SocketAddr, plb: Option<&Plb>) -> io::Result<TcpListener> {
     let socket = if addr.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
@@ -20,29 +24,82 @@ pub(crate) fn listen(port: &str, addr: SocketAddr, plb: Option<&Plb>) -> io::Res
     socket.listen(BACKLOG)
 }
 
+/// Counts the connections of a port, and knows how many there may be.
+pub(crate) struct Door {
+    pub(crate) port: Port,
+    pub(crate) traffic: Arc<Traffic>,
+    pub(crate) log: Log,
+    /// `None`: as many as come.
+    pub(crate) room: Option<Arc<Semaphore>>,
+}
+
+/// A connection that has been accepted, until it is over.
+pub(crate) struct Admitted {
+    _connected: Connected,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+impl Door {
+    /// Room for one more. Who comes while there is none waits in the system's backlog.
+    async fn room(&self) -> Option<OwnedSemaphorePermit> {
+        let room = self.room.as_ref()?;
+        if let Ok(permit) = room.clone().try_acquire_owned() {
+            return Some(permit);
+        }
+        self.traffic.count(Event::Full);
+        self.log.failure("accept", || "--max-connections are open: others wait");
+        // It is never closed.
+        room.clone().acquire_owned().await.ok()
+    }
+
+    fn failed(&self, error: &io::Error) {
+        self.traffic.count(match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => Event::AcceptDescriptors,
+            Some(libc::ENOBUFS | libc::ENOMEM) => Event::AcceptMemory,
+            _ => Event::AcceptOther,
+        });
+        self.log.failure("accept", || error.to_string());
+    }
+}
+
 /// Accepts until `stop`. Connections that the system had taken by then are served too: closing the listener would reset them.
 pub(crate) async fn accept(
     listener: TcpListener,
+    door: Door,
     stop: impl Future<Output = ()>,
-    mut serve: impl FnMut(TcpStream),
+    mut serve: impl FnMut(TcpStream, Admitted),
 ) {
     let mut stop = pin!(stop);
+    let mut pause = FIRST_PAUSE;
     loop {
         let accepted = tokio::select! {
             biased;
-            accepted = listener.accept() => accepted,
+            accepted = async { (door.room().await, listener.accept().await) } => accepted,
             () = &mut stop => return,
         };
         match accepted {
-            Ok((tcp, _)) => {
+            (room, Ok((tcp, _))) => {
                 let _ = tcp.set_nodelay(true);
-                serve(tcp);
+                serve(tcp, Admitted { _connected: Traffic::connect(&door.traffic, door.port), _room: room });
+                pause = FIRST_PAUSE;
             }
-            // Out of file descriptors, or a client that left at once: neither ends the agent.
-            Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
+            (_, Err(error)) => {
+                door.failed(&error);
+                // Out of file descriptors, or of memory: trying again at once would fail again. A client that left is no
+                // reason to let the others wait.
+                if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset)
+                {
+                    tokio::select! {
+                        () = tokio::time::sleep(pause) => {}
+                        () = &mut stop => return,
+                    }
+                    pause = (pause * 2).min(LAST_PAUSE);
+                }
+            }
         }
     }
 }
 
 const BACKLOG: u32 = 4096;
-const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LAST_PAUSE: Duration = Duration::from_millis(500);

@@ -11,6 +11,7 @@ use prequal_core::tracker::Outcome;
 
 use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
+use crate::process;
 use crate::ready::Checker;
 use crate::traffic::Traffic;
 
@@ -54,7 +55,9 @@ impl Page {
     fn metrics(&self) -> String {
         let mut text = String::with_capacity(8192);
         // Writing to a String cannot fail.
-        let _ = write_metrics(&mut text, &self.checker.load).and_then(|()| self.traffic.write(&mut text));
+        let _ = write_metrics(&mut text, &self.checker.load)
+            .and_then(|()| self.traffic.write(&mut text))
+            .and_then(|()| process::write(&mut text));
         text
     }
 }

@@ -12,6 +12,7 @@ use crate::config::{
     AgentConfig, ClientVerify, Limits, ReadyCheck, Report, TlsClients, Upstream, UpstreamHttp2, UpstreamTls,
 };
 use crate::hint::Hook;
+use crate::log::{Log, LogFormat};
 use crate::utilization::Utilization;
 
 /// Stands in front of one backend, counts its requests in flight and their latency, and tells clients: in
@@ -123,6 +124,19 @@ pub struct Cli {
     /// flow labels on the service and upstream sockets; what this host does not allow is said on standard error
     #[arg(long, env = "PROBE_AGENT_PLB")]
     plb: bool,
+
+    /// How failures are logged on standard error: at most a line a second for each class of them
+    #[arg(long, value_enum, default_value = "text", env = "PROBE_AGENT_LOG_FORMAT")]
+    log_format: LogFormat,
+
+    /// Write a line in that format to standard output for each request on the service port, without queries of its path
+    #[arg(long, env = "PROBE_AGENT_ACCESS_LOG")]
+    access_log: bool,
+
+    /// Connections on the service port, 0 (no limit) to 1000000; others wait in the system's backlog until there is room
+    #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_MAX_CONNECTIONS",
+          value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    max_connections: u32,
 
     /// A request head must be complete this long after its first byte, 1 to 600000
     #[arg(long, value_name = "MS", default_value_t = 10_000, env = "PROBE_AGENT_HEADER_TIMEOUT_MS",
@@ -250,12 +264,15 @@ impl From<Cli> for AgentConfig {
             utilization: cli.netflix_utilization.map(|max| Utilization { max, target: cli.netflix_target }),
             upstream_http2: cli.upstream_http2,
             plb: cli.plb,
+            log: Log::new(cli.log_format),
+            access_log: cli.access_log.then_some(cli.log_format),
             tls: cli.tls_cert.zip(cli.tls_key),
             tls_clients: cli.tls_client_ca.map(|ca| TlsClients { ca, verify: cli.tls_client_verify }),
             upstream_tls: cli
                 .upstream_tls
                 .then_some(UpstreamTls { ca: cli.upstream_ca, server_name: cli.upstream_server_name }),
             limits: Limits {
+                max_connections: NonZeroU32::new(cli.max_connections),
                 header_timeout: ms(cli.header_timeout_ms),
                 idle_timeout: ms(cli.idle_timeout_ms),
                 silent_timeout: ms(cli.silent_timeout_ms),

@@ -11,6 +11,7 @@ use prequal_core::endpoint::Endpoint;
 use prequal_core::tracker::TrackerConfig;
 
 use crate::hint::Hook;
+use crate::log::{Log, LogFormat};
 pub use crate::reporter::Report;
 use crate::utilization::Utilization;
 
@@ -49,6 +50,10 @@ pub struct AgentConfig {
     /// Make the service and upstream sockets repathable (PLB), as far as the host allows; what it does not allow goes to
     /// standard error. Default off.
     pub plb: bool,
+    /// What the agent says of failures. Default [`Log::default`]: nothing.
+    pub log: Log,
+    /// Write a line to standard output for each request on the service port. Default none.
+    pub access_log: Option<LogFormat>,
     /// Time and size limits.
     pub limits: Limits,
     /// The estimator.
@@ -74,6 +79,8 @@ impl AgentConfig {
             tls_clients: None,
             upstream_tls: None,
             plb: false,
+            log: Log::default(),
+            access_log: None,
             limits: Limits::default(),
             tracker: TrackerConfig::default(),
         }
@@ -170,6 +177,8 @@ pub struct UpstreamTls {
 /// Limits. See each field for what happens past it.
 #[derive(Clone, Debug)]
 pub struct Limits {
+    /// Connections on the service port at most; others wait in the system's backlog. Default none.
+    pub max_connections: Option<NonZeroU32>,
     /// A request head must be complete this long after its first byte, else the connection is closed. Default 10 s.
     pub header_timeout: Duration,
     /// A connection with nothing in flight is closed after about this long. Default 1 h, as Envoy's upstream side, so
@@ -233,6 +242,7 @@ pub(crate) fn ping_timeout(interval: Duration) -> Duration {
 impl Default for Limits {
     fn default() -> Self {
         Self {
+            max_connections: None,
             header_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(3600),
             silent_timeout: Duration::from_secs(60),

@@ -17,6 +17,7 @@ use tokio::time::Sleep;
 
 use crate::tls;
 
+use crate::access::Entry;
 use crate::leash::Leash;
 
 /// A plain or TLS stream from a client.
@@ -125,7 +126,7 @@ impl Watch {
     pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> (Busy, Result<(), &'static str>) {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         self.served.fetch_add(1, Ordering::Relaxed);
-        let busy = Busy(self.clone());
+        let busy = Busy { watch: self.clone(), entry: None };
         if !self.heads.load(Ordering::Relaxed) {
             return (busy, Ok(()));
         }
@@ -177,11 +178,25 @@ impl Watch {
 }
 
 /// A request of this connection is in flight until this is dropped.
-pub(crate) struct Busy(Arc<Watch>);
+pub(crate) struct Busy {
+    watch: Arc<Watch>,
+    /// Its line of the access log.
+    entry: Option<Box<Entry>>,
+}
+
+impl Busy {
+    pub(crate) fn log(&mut self, entry: Box<Entry>) {
+        self.entry = Some(entry);
+    }
+
+    pub(crate) fn entry(&mut self) -> Option<&mut Entry> {
+        self.entry.as_deref_mut()
+    }
+}
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.watch.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

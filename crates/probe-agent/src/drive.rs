@@ -1,5 +1,6 @@
 //! hyper's side of a client's connection: its settings, and when the connection is asked to end.
 
+use std::error::Error as _;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::time::Instant;
@@ -10,6 +11,7 @@ use hyper_util::rt::TokioTimer;
 use crate::config::{Limits, ping_timeout};
 use crate::conn::Watch;
 use crate::leash::{Patrol, Rules, Tasks};
+use crate::log::Log;
 use crate::phase::{Life, Phase};
 use crate::traffic::{Event, Traffic};
 
@@ -25,8 +27,9 @@ pub(crate) async fn drive<C>(
     mut life: Life,
     limits: &Limits,
     traffic: &Traffic,
+    log: &Log,
 ) where
-    C: Future,
+    C: Future<Output = Result<(), hyper::Error>>,
 {
     // Over HTTP/2 each request has a task of its own that looks after it.
     let rules = Rules::of(limits).filter(|_| !watch.is_http2());
@@ -43,9 +46,9 @@ pub(crate) async fn drive<C>(
         loop {
             tokio::select! {
                 biased;
-                _ = served.as_mut() => {
-                    if watch.is_slow() {
-                        traffic.count(Event::SlowHead);
+                ended = served.as_mut() => {
+                    if let Err(error) = ended {
+                        failed(&error, watch, traffic, log);
                     }
                     return;
                 }
@@ -73,6 +76,21 @@ pub(crate) async fn drive<C>(
         biased;
         _ = served => {}
         () = life.reaches(Phase::Cut) => {}
+    }
+}
+
+/// A connection broke: counted and said if the client did what it must not. That it went away is no failure.
+fn failed(error: &hyper::Error, watch: &Watch, traffic: &Traffic, log: &Log) {
+    let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
+    if watch.is_slow() {
+        traffic.count(Event::SlowHead);
+        log.failure("client", || "a request head took too long");
+    } else if error.is_parse() || h2.is_some_and(h2::Error::is_library) {
+        traffic.count(Event::Protocol);
+        log.failure("client", || match error.source() {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        });
     }
 }
 

@@ -14,6 +14,8 @@
 #[cfg(feature = "proxy")]
 mod accept;
 #[cfg(feature = "proxy")]
+mod access;
+#[cfg(feature = "proxy")]
 mod admin;
 pub mod body;
 #[cfg(feature = "proxy")]
@@ -31,6 +33,8 @@ pub mod layer;
 #[cfg(feature = "proxy")]
 mod leash;
 pub mod load;
+#[cfg(feature = "proxy")]
+pub mod log;
 mod names;
 #[cfg(feature = "proxy")]
 mod phase;
@@ -40,6 +44,8 @@ mod plb;
 #[cfg(feature = "plb")]
 mod plb;
 mod probe;
+#[cfg(feature = "proxy")]
+mod process;
 #[cfg(feature = "proxy")]
 mod proxy;
 #[cfg(feature = "proxy")]

@@ -7,16 +7,14 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use probe_agent::Agent;
 use probe_agent::cli::Cli;
+use probe_agent::config::AgentConfig;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 
 fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(0) => ExitCode::SUCCESS,
-        Ok(cut) => {
-            eprintln!("probe-agent: drain timed out: cut {cut} requests in flight");
-            ExitCode::from(CUT)
-        }
+        Ok(_) => ExitCode::from(CUT),
         Err(error) => {
             eprintln!("probe-agent: {error:#}");
             ExitCode::FAILURE
@@ -28,10 +26,13 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<u32> {
     let runtime = runtime(cli.threads)?;
     let cut = runtime.block_on(async {
-        let agent = Agent::bind(cli.into())?;
+        let config = AgentConfig::from(cli);
+        let log = config.log.clone();
+        let agent = Agent::bind(config)?;
         let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
         announce(&agent).context("standard output")?;
+        let second = log.clone();
         let shutdown = async move {
             tokio::select! {
                 _ = terminate.recv() => {}
@@ -42,11 +43,15 @@ fn run(cli: Cli) -> anyhow::Result<u32> {
                     _ = terminate.recv() => {}
                     _ = interrupt.recv() => {}
                 }
-                eprintln!("probe-agent: second signal, not waiting for requests in flight");
+                second.say("second signal, not waiting for requests in flight");
                 std::process::exit(1);
             });
         };
-        Ok(agent.run(shutdown).await)
+        let cut = agent.run(shutdown).await;
+        if cut > 0 {
+            log.say(&format!("drain timed out: cut {cut} requests in flight"));
+        }
+        Ok(cut)
     });
     // A name that is being resolved must not hold the process.
     runtime.shutdown_background();

@@ -1,7 +1,9 @@
 //! One request: ours or the backend's, refused or forwarded, and the report on its response.
 
 use std::convert::Infallible;
+use std::error::Error as _;
 use std::mem;
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -24,6 +26,8 @@ use prequal_core::probe::Route;
 use prequal_core::report::UNSENT;
 use prequal_core::tracker::{Outcome, Visit};
 
+use crate::accept::Admitted;
+use crate::access::{AccessLog, Entry};
 use crate::body::TrackedBody;
 use crate::config::UpstreamHttp2;
 use crate::conn::{Busy, Watch};
@@ -31,6 +35,7 @@ use crate::headers;
 use crate::hint;
 use crate::leash::{Leash, Open, Patrol, Rules, Watched};
 use crate::load::InFlight;
+use crate::log::Log;
 use crate::names;
 use crate::phase::{Life, Phase};
 use crate::probe;
@@ -49,6 +54,8 @@ pub(crate) struct Shared {
     pub(crate) max_rif: Option<NonZeroU32>,
     pub(crate) rules: Option<Rules>,
     pub(crate) traffic: Arc<Traffic>,
+    pub(crate) log: Log,
+    pub(crate) access_log: Option<Arc<AccessLog>>,
     /// The agent drains.
     pub(crate) leaving: AtomicBool,
 }
@@ -68,12 +75,35 @@ pub(crate) struct Connection {
     pub(crate) watch: Arc<Watch>,
     pub(crate) endpoint: Endpoint,
     pub(crate) probe_endpoint: Option<Endpoint>,
+    /// Told in the access log, if there is one.
+    pub(crate) client: Option<SocketAddr>,
+    /// Held so that this connection, and what it was upgraded to, counts as open.
+    pub(crate) _admitted: Admitted,
     /// Held so that a drain waits for this connection, and for what it was upgraded to.
     pub(crate) life: Life,
 }
 
 /// Answers one request on the service port.
 pub(crate) async fn serve(
+    conn: Arc<Connection>,
+    req: Request<Incoming>,
+    leash: Option<Arc<Leash>>,
+) -> Result<Response<AgentBody>, Infallible> {
+    let entry = conn.shared.access_log.as_ref().map(|log| Entry::new(log.clone(), conn.client, &req));
+    let mut response = answer(conn, req, leash).await?;
+    if let Some(mut entry) = entry {
+        entry.answered(response.status());
+        if response.body().is_end_stream() {
+            entry.complete();
+        }
+        match response.body_mut() {
+            AgentBody::Own { busy, .. } | AgentBody::Proxied { busy, .. } => busy.log(entry),
+        }
+    }
+    Ok(response)
+}
+
+async fn answer(
     conn: Arc<Connection>,
     req: Request<Incoming>,
     leash: Option<Arc<Leash>>,
@@ -213,7 +243,7 @@ async fn forward(
                 }
                 Open::new(leash)
             });
-            Response::from_parts(head, AgentBody::Proxied { body, open, _busy: busy })
+            Response::from_parts(head, AgentBody::Proxied { body, open, busy })
         }
     }
 }
@@ -233,6 +263,10 @@ fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy)
     match error.label() {
         Some(label) => {
             conn.shared.reporter.load.counters().count_upstream_error(label);
+            conn.shared.log.failure(error.class(), || match error.source() {
+                Some(source) => format!("{error}: {source}"),
+                None => error.to_string(),
+            });
             guard.finish(Outcome::Failure);
         }
         None => guard.finish(Outcome::Aborted),
@@ -274,6 +308,7 @@ fn switch(
     add_report(&conn, &mut head.headers, None);
     let (mut life, stream) = (conn.life.clone(), mem::take(&mut head.extensions));
     tokio::spawn(async move {
+        let _open = conn.shared.traffic.tunnel();
         let joined = async {
             let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
             // Errors are how tunnels usually end; there is nobody to tell.
@@ -297,7 +332,7 @@ fn switch(
         drop((guard, stream));
     });
     let body = Full::new(Bytes::new());
-    Response::from_parts(head, AgentBody::Own { body, _busy: busy })
+    Response::from_parts(head, AgentBody::Own { body, busy })
 }
 
 fn add_report(conn: &Connection, headers: &mut HeaderMap, leaving: Option<Visit>) {
@@ -363,7 +398,7 @@ fn to_http2(req: &mut Request<Incoming>, pool: &Pool) {
 }
 
 fn own(response: Response<Bytes>, busy: Busy) -> Response<AgentBody> {
-    response.map(|body| AgentBody::Own { body: Full::new(body), _busy: busy })
+    response.map(|body| AgentBody::Own { body: Full::new(body), busy })
 }
 
 /// A response body on the service port.
@@ -372,7 +407,7 @@ pub(crate) enum AgentBody {
     Own {
         /// The text.
         body: Full<Bytes>,
-        _busy: Busy,
+        busy: Busy,
     },
     /// Streamed from the backend.
     Proxied {
@@ -380,8 +415,23 @@ pub(crate) enum AgentBody {
         body: TrackedBody<UpstreamBody>,
         /// If it may be cut.
         open: Option<Open>,
-        _busy: Busy,
+        busy: Busy,
     },
+}
+
+/// For the access log.
+fn note(busy: &mut Busy, frame: &Poll<Option<Result<Frame<Bytes>, hyper::Error>>>, ends: bool) {
+    let Some(entry) = busy.entry() else { return };
+    match frame {
+        Poll::Ready(Some(Ok(frame))) => {
+            entry.sent(frame.data_ref().map_or(0, |data| data.len() as u64));
+            if ends || frame.is_trailers() {
+                entry.complete();
+            }
+        }
+        Poll::Ready(None) => entry.complete(),
+        Poll::Ready(Some(Err(_))) | Poll::Pending => {}
+    }
 }
 
 impl Body for AgentBody {
@@ -393,9 +443,14 @@ impl Body for AgentBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         match &mut *self {
-            Self::Own { body, .. } => Pin::new(body).poll_frame(cx).map_err(|never| match never {}),
-            Self::Proxied { body, open, .. } => {
-                let frame = Pin::new(body).poll_frame(cx);
+            Self::Own { body, busy } => {
+                let frame = Pin::new(&mut *body).poll_frame(cx).map_err(|never| match never {});
+                note(busy, &frame, body.is_end_stream());
+                frame
+            }
+            Self::Proxied { body, open, busy } => {
+                let frame = Pin::new(&mut *body).poll_frame(cx);
+                note(busy, &frame, body.is_end_stream());
                 if let Some(open) = open
                     && frame.is_ready()
                 {

@@ -18,10 +18,12 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use prequal_core::endpoint::Endpoint;
 use prequal_core::probe::Route;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::accept::{self, accept};
+use crate::accept::{self, Admitted, Door, accept};
+use crate::access::AccessLog;
 use crate::admin::Page;
 use crate::config::{AgentConfig, Limits, UpstreamHttp2};
 use crate::conn::{self, ServerIo, Stream, Undetected, Watch};
@@ -35,7 +37,7 @@ use crate::proxy::{self, Connection, Shared};
 use crate::ready::Checker;
 use crate::reporter::Reporter;
 use crate::tls::{Acceptor, Connector, TlsError};
-use crate::traffic::{Event, Traffic};
+use crate::traffic::{Event, Port, Traffic};
 use crate::upstream::Pool;
 
 /// Why an agent could not start.
@@ -52,6 +54,9 @@ pub enum AgentError {
         /// The system's reason.
         source: io::Error,
     },
+    /// The system has no thread left.
+    #[error("cannot start the access log")]
+    AccessLog(#[from] io::Error),
     /// Certificates or keys are not usable.
     #[error("TLS")]
     Tls(#[from] TlsError),
@@ -124,6 +129,8 @@ impl Agent {
         // Whether the backend is there shows with the first connection to it.
         load.mark_unseen();
         let traffic = Arc::<Traffic>::default();
+        let access_log =
+            config.access_log.map(|format| AccessLog::start(format, traffic.clone())).transpose()?;
         let checker = Arc::new(Checker {
             check: config.ready_check,
             target: config.upstream.clone(),
@@ -146,7 +153,9 @@ impl Agent {
             response_timeout: config.limits.response_timeout,
             max_rif: config.limits.max_rif,
             rules: Rules::of(&config.limits),
+            access_log: access_log.map(Arc::new),
             traffic: traffic.clone(),
+            log: config.log,
             leaving: AtomicBool::new(false),
         });
         let limits = Arc::new(config.limits);
@@ -164,6 +173,11 @@ impl Agent {
         self.shared.reporter.load.clone()
     }
 
+    fn door(&self, port: Port, room: Option<Arc<Semaphore>>) -> Door {
+        let Shared { traffic, log, .. } = &*self.shared;
+        Door { port, traffic: traffic.clone(), log: log.clone(), room }
+    }
+
     /// Serves until `shutdown`, then drains. Health fails. After `drain_delay` nothing new is accepted, and each connection
     /// ends with its next response. After `drain_idle` those that bring no request are closed, and after `drain_timeout`
     /// whatever is left is cut.
@@ -171,6 +185,9 @@ impl Agent {
     /// Returns how many requests, streams and tunnels were cut: 0 if all ended by themselves.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> u32 {
         let (phase, life) = Life::begin();
+        let room = self.limits.max_connections.map(|max| Arc::new(Semaphore::new(max.get() as usize)));
+        let door = self.door(Port::Service, room);
+        let [probe_door, admin_door] = [Port::Probe, Port::Admin].map(|port| self.door(port, None));
         let checker = &self.page.checker;
         let mut tasks = vec![tokio::spawn(checker.clone().watch())];
         let (load, interval) = (&checker.load, self.limits.tls_reload_interval);
@@ -178,9 +195,14 @@ impl Agent {
         tasks.extend(checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
         if let Some(listener) = self.admin {
             let page = self.page.clone();
-            tasks.push(tokio::spawn(accept(listener, future::pending(), move |tcp| {
-                tokio::spawn(serve_admin(tcp, page.clone()));
-            })));
+            tasks.push(tokio::spawn(accept(
+                listener,
+                admin_door,
+                future::pending(),
+                move |tcp, admitted| {
+                    tokio::spawn(serve_admin(tcp, admitted, page.clone()));
+                },
+            )));
         }
         let ports = Arc::new(Ports {
             shared: self.shared.clone(),
@@ -193,14 +215,24 @@ impl Agent {
         let mut accepting = Vec::new();
         if let Some(listener) = self.probe {
             let (ports, each) = (ports.clone(), life.clone());
-            accepting.push(tokio::spawn(accept(listener, life.clone().until(Phase::Draining), move |tcp| {
-                tokio::spawn(ports.clone().serve_probes(tcp, each.clone()));
-            })));
+            accepting.push(tokio::spawn(accept(
+                listener,
+                probe_door,
+                life.clone().until(Phase::Draining),
+                move |tcp, admitted| {
+                    tokio::spawn(ports.clone().serve_probes(tcp, admitted, each.clone()));
+                },
+            )));
         }
         let each = life.clone();
-        accepting.push(tokio::spawn(accept(self.service, life.until(Phase::Draining), move |tcp| {
-            tokio::spawn(ports.clone().serve(tcp, each.clone()));
-        })));
+        accepting.push(tokio::spawn(accept(
+            self.service,
+            door,
+            life.until(Phase::Draining),
+            move |tcp, admitted| {
+                tokio::spawn(ports.clone().serve(tcp, admitted, each.clone()));
+            },
+        )));
 
         shutdown.await;
         self.page.draining.store(true, Ordering::Relaxed);
@@ -250,8 +282,9 @@ struct Ports {
 
 impl Ports {
     /// Errors end the connection and have been seen by the client; there is nobody else to tell.
-    async fn serve(self: Arc<Self>, tcp: TcpStream, mut life: Life) {
+    async fn serve(self: Arc<Self>, tcp: TcpStream, admitted: Admitted, mut life: Life) {
         let Some(endpoint) = self.endpoint(&tcp) else { return };
+        let client = self.shared.access_log.as_ref().and_then(|_| tcp.peer_addr().ok());
         let limits = &self.limits;
         let Some((stream, http2, replay)) = self.open(tcp, &mut life).await else { return };
         let watch = Arc::new(Watch::new(http2));
@@ -260,6 +293,8 @@ impl Ports {
             watch: watch.clone(),
             endpoint,
             probe_endpoint: self.probe_port.map(|port| endpoint.with_port(port)),
+            client,
+            _admitted: admitted,
             life: life.clone(),
         });
         let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
@@ -281,16 +316,17 @@ impl Ports {
                 life,
                 limits,
                 &self.shared.traffic,
+                &self.shared.log,
             )
             .await;
         } else {
             let served = http1_builder(limits).serve_connection(io, service).with_upgrades();
             let graceful = http1::UpgradeableConnection::graceful_shutdown;
-            drive(pin!(served), graceful, &watch, life, limits, &self.shared.traffic).await;
+            drive(pin!(served), graceful, &watch, life, limits, &self.shared.traffic, &self.shared.log).await;
         }
     }
 
-    async fn serve_probes(self: Arc<Self>, tcp: TcpStream, mut life: Life) {
+    async fn serve_probes(self: Arc<Self>, tcp: TcpStream, _admitted: Admitted, mut life: Life) {
         let Some(endpoint) = self.endpoint(&tcp) else { return };
         let probe_endpoint = self.probe_port.map(|port| endpoint.with_port(port));
         let limits = &self.limits;
@@ -321,6 +357,7 @@ impl Ports {
                 life,
                 limits,
                 &self.shared.traffic,
+                &self.shared.log,
             )
             .await;
         } else {
@@ -332,6 +369,7 @@ impl Ports {
                 life,
                 limits,
                 &self.shared.traffic,
+                &self.shared.log,
             )
             .await;
         }
@@ -345,8 +383,9 @@ impl Ports {
             let mut stream = match &self.tls {
                 None => Stream::Plain(tcp),
                 Some(tls) => {
-                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(tcp));
-                    Stream::Tls(Box::new(tls.await.ok()?.ok()?))
+                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(tcp)).await;
+                    let tls = tls.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+                    Stream::Tls(Box::new(tls.inspect_err(|error| self.no_tls(error)).ok()?))
                 }
             };
             let (http2, replay) = self.detect(&mut stream).await?;
@@ -356,6 +395,11 @@ impl Ports {
             opened = open => opened,
             () = life.reaches(Phase::Closing) => None,
         }
+    }
+
+    fn no_tls(&self, error: &io::Error) {
+        self.shared.traffic.count(Event::TlsHandshake);
+        self.shared.log.failure("tls", || error.to_string());
     }
 
     /// The version that a connection speaks, and what was read to tell. `None` if it is over.
@@ -381,7 +425,7 @@ impl Ports {
     }
 }
 
-async fn serve_admin(tcp: TcpStream, page: Arc<Page>) {
+async fn serve_admin(tcp: TcpStream, _admitted: Admitted, page: Arc<Page>) {
     let service = service_fn(async |req: Request<Incoming>| {
         let response = page.answer(req.method(), req.uri().path()).await;
         Ok::<_, Infallible>(response.map(Full::new))

@@ -1,11 +1,21 @@
 //! Counters of what happens on an agent's ports below and beside its requests. Those of requests are in [`crate::load`].
 
 use std::fmt::Write as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What can happen.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Event {
+    /// A connection could not be accepted: no file descriptor was left.
+    AcceptDescriptors,
+    /// No memory was left.
+    AcceptMemory,
+    /// Anything else.
+    AcceptOther,
+    /// There was no room for one more.
+    Full,
+    TlsHandshake,
     /// A request was answered 503 because of `max_rif`.
     Shed,
     /// A connection was closed: nothing was ever sent on it.
@@ -14,16 +24,42 @@ pub(crate) enum Event {
     SlowHead,
     /// It had nothing in flight for long.
     Idle,
+    /// It was not HTTP.
+    Protocol,
     /// A request was cut because nothing moved.
     BodyIdle,
     /// A stream or tunnel was cut because of its age.
     StreamAge,
+    /// A line of the access log was lost.
+    AccessLost,
 }
 
 /// A metric of events: its name, its help, its label, and the events with their values of it.
 struct Family(&'static str, &'static str, &'static str, &'static [(Event, &'static str)]);
 
-const FAMILIES: [Family; 3] = [
+const FAMILIES: [Family; 7] = [
+    Family(
+        "prequal_agent_accept_errors_total",
+        "Failures to accept a connection, by what was lacking.",
+        "reason",
+        &[
+            (Event::AcceptDescriptors, "descriptors"),
+            (Event::AcceptMemory, "memory"),
+            (Event::AcceptOther, "other"),
+        ],
+    ),
+    Family(
+        "prequal_agent_max_connections_total",
+        "Times that connections had to wait because --max-connections were open.",
+        "",
+        &[(Event::Full, "")],
+    ),
+    Family(
+        "prequal_agent_tls_handshake_errors_total",
+        "TLS handshakes of clients that failed.",
+        "",
+        &[(Event::TlsHandshake, "")],
+    ),
     Family(
         "prequal_agent_shed_total",
         "Requests answered 503 because --max-rif others were in flight.",
@@ -34,7 +70,12 @@ const FAMILIES: [Family; 3] = [
         "prequal_agent_closed_total",
         "Connections of clients that the agent closed, by reason.",
         "reason",
-        &[(Event::Silent, "silent"), (Event::SlowHead, "slow_head"), (Event::Idle, "idle")],
+        &[
+            (Event::Silent, "silent"),
+            (Event::SlowHead, "slow_head"),
+            (Event::Idle, "idle"),
+            (Event::Protocol, "protocol"),
+        ],
     ),
     Family(
         "prequal_agent_cut_total",
@@ -42,14 +83,33 @@ const FAMILIES: [Family; 3] = [
         "reason",
         &[(Event::BodyIdle, "body_idle"), (Event::StreamAge, "stream_age")],
     ),
+    Family(
+        "prequal_agent_access_log_lost_total",
+        "Lines of the access log that standard output did not take in time.",
+        "",
+        &[(Event::AccessLost, "")],
+    ),
 ];
 
-const EVENTS: usize = Event::StreamAge as usize + 1;
+const EVENTS: usize = Event::AccessLost as usize + 1;
+
+/// A port that is listened on.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Port {
+    Service,
+    Probe,
+    Admin,
+}
+
+const PORTS: [(Port, &str); 3] = [(Port::Service, "service"), (Port::Probe, "probe"), (Port::Admin, "admin")];
 
 /// The counters of one replica.
 #[derive(Debug, Default)]
 pub(crate) struct Traffic {
     events: [AtomicU64; EVENTS],
+    accepted: [AtomicU64; PORTS.len()],
+    closed: [AtomicU64; PORTS.len()],
+    tunnels: AtomicU64,
 }
 
 impl Traffic {
@@ -57,11 +117,40 @@ impl Traffic {
         self.events[event as usize].fetch_add(1, Ordering::Relaxed);
     }
 
+    /// A connection counts as open until this is dropped.
+    pub(crate) fn connect(this: &Arc<Self>, port: Port) -> Connected {
+        this.accepted[port as usize].fetch_add(1, Ordering::Relaxed);
+        Connected(this.clone(), port)
+    }
+
+    /// A tunnel counts as open until this is dropped.
+    pub(crate) fn tunnel(&self) -> Tunnel<'_> {
+        self.tunnels.fetch_add(1, Ordering::Relaxed);
+        Tunnel(self)
+    }
+
     pub(crate) fn write(&self, out: &mut String) -> std::fmt::Result {
+        let name = "prequal_agent_connections";
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        writeln!(out, "# HELP {name} Open connections of clients, by port.\n# TYPE {name} gauge")?;
+        for (port, label) in PORTS {
+            // In this order no connection is counted as closed only.
+            let closed = load(&self.closed[port as usize]);
+            let open = load(&self.accepted[port as usize]).saturating_sub(closed);
+            writeln!(out, "{name}{{port=\"{label}\"}} {open}")?;
+        }
+        let name = "prequal_agent_connections_total";
+        writeln!(out, "# HELP {name} Connections of clients accepted, by port.\n# TYPE {name} counter")?;
+        for (port, label) in PORTS {
+            writeln!(out, "{name}{{port=\"{label}\"}} {}", load(&self.accepted[port as usize]))?;
+        }
+        let name = "prequal_agent_tunnels";
+        writeln!(out, "# HELP {name} Open tunnels, WebSockets among them.\n# TYPE {name} gauge")?;
+        writeln!(out, "{name} {}", load(&self.tunnels))?;
         for Family(name, help, label, values) in FAMILIES {
             writeln!(out, "# HELP {name} {help}\n# TYPE {name} counter")?;
             for (event, value) in values {
-                let count = self.events[*event as usize].load(Ordering::Relaxed);
+                let count = load(&self.events[*event as usize]);
                 match label {
                     "" => writeln!(out, "{name} {count}")?,
                     label => writeln!(out, "{name}{{{label}=\"{value}\"}} {count}")?,
@@ -69,5 +158,23 @@ impl Traffic {
             }
         }
         Ok(())
+    }
+}
+
+/// An open connection of a client.
+pub(crate) struct Connected(Arc<Traffic>, Port);
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        self.0.closed[self.1 as usize].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// An open tunnel.
+pub(crate) struct Tunnel<'a>(&'a Traffic);
+
+impl Drop for Tunnel<'_> {
+    fn drop(&mut self) {
+        self.0.tunnels.fetch_sub(1, Ordering::Relaxed);
     }
 }

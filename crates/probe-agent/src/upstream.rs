@@ -509,6 +509,18 @@ impl UpstreamError {
         }
     }
 
+    /// For the log.
+    pub(crate) fn class(&self) -> &'static str {
+        match self {
+            Self::Connect(_) | Self::ConnectTimeout | Self::NoHttp2 | Self::Silent => "backend connect",
+            Self::NoStream | Self::Refused => "backend stream",
+            Self::Reset(_) => "backend reset",
+            Self::ResponseTimeout => "backend timeout",
+            Self::Upgrade | Self::NoUpgrade => "backend upgrade",
+            Self::RequestBody | Self::NoTunnel => "client",
+        }
+    }
+
     /// For metrics; `None` for what is not the backend's doing.
     pub(crate) fn label(&self) -> Option<&'static str> {
         match self {

@@ -23,7 +23,7 @@ use probe_agent::config::AgentConfig;
 use probe_agent::load::Load;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::process::{Child, Command};
+use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 
@@ -153,6 +153,8 @@ pub async fn held_backend() -> (SocketAddr, Arc<Notify>, Arc<Notify>) {
 
 /// The binary, run as an operator does.
 pub struct Process {
+    /// What it prints after `ready`.
+    pub stdout: Option<ChildStdout>,
     pub child: Child,
     pub service: SocketAddr,
     pub admin: SocketAddr,
@@ -171,7 +173,8 @@ impl Process {
     pub async fn spawn(mut command: Command) -> Self {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut stdout = BufReader::with_capacity(1, child.stdout.take().unwrap());
+        let mut lines = (&mut stdout).lines();
         let (mut service, mut admin) = (None, None);
         while let Some(line) = within(lines.next_line()).await.unwrap() {
             if let Some(addr) = line.strip_prefix("listening service=") {
@@ -182,7 +185,8 @@ impl Process {
                 break;
             }
         }
-        Self { child, service: service.unwrap(), admin: admin.unwrap() }
+        let stdout = Some(stdout.into_inner());
+        Self { stdout, child, service: service.unwrap(), admin: admin.unwrap() }
     }
 
     /// Waits for its end: the exit status, and what it said on standard error.
