@@ -1,28 +1,16 @@
-//! Listening and accepting, until told to stop. What is done with a connection is the caller's to say.
+//! Accepting, until told to stop. What is done with a connection is the caller's to say.
 
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::log::Log;
-use crate::plb::Plb;
+use crate::socket::{Listener, Socket};
 use crate::traffic::{Connected, Event, Port, Traffic};
-
-pub(crate) fn listen(port: &str, addr: SocketAddr, plb: Option<&Plb>) -> io::Result<TcpListener> {
-    let socket = if addr.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    socket.set_reuseaddr(true)?;
-    socket.bind(addr)?;
-    if let Some(plb) = plb {
-        plb.prepare(port, &socket, addr.is_ipv6());
-    }
-    socket.listen(BACKLOG)
-}
 
 /// Counts the connections of a port, and knows how many there may be.
 pub(crate) struct Door {
@@ -64,10 +52,10 @@ impl Door {
 
 /// Accepts until `stop`. Connections that the system had taken by then are served too: closing the listener would reset them.
 pub(crate) async fn accept(
-    listener: TcpListener,
+    listener: Listener,
     door: Door,
     stop: impl Future<Output = ()>,
-    mut serve: impl FnMut(TcpStream, Admitted),
+    mut serve: impl FnMut(Socket, Admitted),
 ) {
     let mut stop = pin!(stop);
     let mut pause = FIRST_PAUSE;
@@ -78,9 +66,11 @@ pub(crate) async fn accept(
             () = &mut stop => return,
         };
         match accepted {
-            (room, Ok((tcp, _))) => {
-                let _ = tcp.set_nodelay(true);
-                serve(tcp, Admitted { _connected: Traffic::connect(&door.traffic, door.port), _room: room });
+            (room, Ok(socket)) => {
+                serve(
+                    socket,
+                    Admitted { _connected: Traffic::connect(&door.traffic, door.port), _room: room },
+                );
                 pause = FIRST_PAUSE;
             }
             (_, Err(error)) => {
@@ -100,6 +90,5 @@ pub(crate) async fn accept(
     }
 }
 
-const BACKLOG: u32 = 4096;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LAST_PAUSE: Duration = Duration::from_millis(500);

@@ -9,7 +9,8 @@ use clap::Parser;
 use prequal_core::endpoint::Endpoint;
 
 use crate::config::{
-    AgentConfig, ClientVerify, Limits, ReadyCheck, Report, TlsClients, Upstream, UpstreamHttp2, UpstreamTls,
+    AgentConfig, ClientVerify, Limits, Listen, ReadyCheck, Report, TlsClients, Upstream, UpstreamHttp2,
+    UpstreamTls,
 };
 use crate::hint::Hook;
 use crate::log::{Log, LogFormat};
@@ -22,11 +23,11 @@ use crate::utilization::Utilization;
 #[derive(Debug, Parser)]
 #[command(name = "probe-agent", version, next_line_help = true)]
 pub struct Cli {
-    /// Service address, `ip:port`; port 0 lets the system choose
-    #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_LISTEN", value_parser = socket_addr)]
-    listen: SocketAddr,
+    /// Service address, `ip:port` (port 0 lets the system choose), or `unix:/path`, which needs --advertise
+    #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_LISTEN")]
+    listen: Listen,
 
-    /// The backend, `ip:port` or `name:port` (resolved at every connect)
+    /// The backend, `ip:port`, `name:port` (resolved at every connect) or `unix:/path`
     #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_UPSTREAM")]
     upstream: Upstream,
 

@@ -1,9 +1,10 @@
 //! The agent's settings, checked. Nothing here reads the command line or the environment; `main.rs` does, and takes the
 //! names of choices from here.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ use crate::utilization::Utilization;
 /// [`AgentConfig::new`] and change what it cares about.
 #[derive(Clone, Debug)]
 pub struct AgentConfig {
-    /// The service port. Port 0 lets the system choose.
-    pub listen: SocketAddr,
+    /// The service port. Port 0 lets the system choose. A Unix socket needs `advertise`.
+    pub listen: Listen,
     /// The one backend.
     pub upstream: Upstream,
     /// The endpoint that reports name. `None`: the local address of the connection, with the service port.
@@ -62,9 +63,9 @@ pub struct AgentConfig {
 
 impl AgentConfig {
     /// Defaults for everything but the two addresses.
-    pub fn new(listen: SocketAddr, upstream: Upstream) -> Self {
+    pub fn new(listen: impl Into<Listen>, upstream: Upstream) -> Self {
         Self {
-            listen,
+            listen: listen.into(),
             upstream,
             advertise: None,
             probe_listen: None,
@@ -269,21 +270,83 @@ impl Default for Limits {
     }
 }
 
-/// The backend's address, `ip:port` or `name:port`. A name is resolved at every connect.
+/// Where an agent listens: `ip:port`, or a Unix socket as `unix:/path`.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Listen {
+    /// A TCP port.
+    Tcp(SocketAddr),
+    /// A Unix socket. Its file is removed when the agent drains; one that an earlier process left behind is replaced.
+    Unix(PathBuf),
+}
+
+impl Listen {
+    /// The address, unless it is a Unix socket.
+    pub fn tcp(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(addr) => Some(*addr),
+            Self::Unix(_) => None,
+        }
+    }
+}
+
+impl From<SocketAddr> for Listen {
+    fn from(addr: SocketAddr) -> Self {
+        Self::Tcp(addr)
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(addr) => addr.fmt(f),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+impl FromStr for Listen {
+    type Err = ListenError;
+
+    fn from_str(text: &str) -> Result<Self, ListenError> {
+        if let Some(path) = unix_path(text) {
+            return path.map(Self::Unix).ok_or(ListenError);
+        }
+        text.parse().map(Self::Tcp).map_err(|_| ListenError)
+    }
+}
+
+/// The text is no address to listen on.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[error(
+    "must be `ip:port` with a port of 0 to 65535 (IPv6 as `[ip]:port`), or `unix:/path` of 1 to 107 bytes"
+)]
+pub struct ListenError;
+
+/// The path of `unix:/path`, if it is one and usable.
+fn unix_path(text: &str) -> Option<Option<PathBuf>> {
+    let path = text.strip_prefix("unix:")?;
+    Some((path.starts_with('/') && path.len() <= MAX_PATH && !path.contains('\0')).then(|| path.into()))
+}
+
+/// Longest path of a Unix socket, bytes.
+const MAX_PATH: usize = 107;
+
+/// The backend's address, `ip:port`, `name:port` or `unix:/path`. A name is resolved at every connect.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Upstream {
     host: String,
     port: u16,
     addr: Option<SocketAddr>,
+    path: Option<PathBuf>,
 }
 
 impl Upstream {
-    /// The host without brackets.
+    /// The host without brackets; `localhost` for a Unix socket.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// The port, 1 to 65535.
+    /// The port, 1 to 65535; 0 for a Unix socket.
     pub fn port(&self) -> u16 {
         self.port
     }
@@ -291,7 +354,15 @@ impl Upstream {
     /// Host and port as in a URI.
     pub(crate) fn authority(&self) -> String {
         let Self { host, port, .. } = self;
+        if self.path.is_some() {
+            return host.clone();
+        }
         if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+    }
+
+    /// The path of a Unix socket.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
     }
 
     /// The address, unless a name has to be resolved first.
@@ -302,7 +373,7 @@ impl Upstream {
 
 impl From<SocketAddr> for Upstream {
     fn from(addr: SocketAddr) -> Self {
-        Self { host: addr.ip().to_string(), port: addr.port(), addr: Some(addr) }
+        Self { host: addr.ip().to_string(), port: addr.port(), addr: Some(addr), path: None }
     }
 }
 
@@ -310,6 +381,10 @@ impl FromStr for Upstream {
     type Err = UpstreamError;
 
     fn from_str(text: &str) -> Result<Self, UpstreamError> {
+        if let Some(path) = unix_path(text) {
+            let path = Some(path.ok_or(UpstreamError)?);
+            return Ok(Self { host: "localhost".to_owned(), port: 0, addr: None, path });
+        }
         if let Ok(addr) = text.parse::<SocketAddr>() {
             return if addr.port() == 0 { Err(UpstreamError) } else { Ok(addr.into()) };
         }
@@ -319,13 +394,15 @@ impl FromStr for Upstream {
         if host.is_empty() || host.len() > 253 || !host.chars().all(plausible) {
             return Err(UpstreamError);
         }
-        Ok(Self { host: host.to_owned(), port, addr: None })
+        Ok(Self { host: host.to_owned(), port, addr: None, path: None })
     }
 }
 
 /// The text is no backend address.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("must be `ip:port` or `name:port` with a port of 1 to 65535 (IPv6 as `[ip]:port`)")]
+#[error(
+    "must be `ip:port` or `name:port` with a port of 1 to 65535 (IPv6 as `[ip]:port`), or `unix:/path` of 1 to 107 bytes"
+)]
 pub struct UpstreamError;
 
 #[cfg(test)]
@@ -356,6 +433,18 @@ mod tests {
     }
 
     #[test]
+    fn addresses_to_listen_on() {
+        for text in ["127.0.0.1:0", "[::1]:8080", "unix:/run/agent.sock"] {
+            assert_eq!(text.parse::<Listen>().unwrap().to_string(), text);
+        }
+        let long = format!("unix:/{}", "x".repeat(106));
+        assert!(long.parse::<Listen>().is_ok());
+        for text in ["", "8080", "a:80", "unix:", "unix:agent.sock", "unix:/a\0b", &format!("{long}x")] {
+            assert_eq!(text.parse::<Listen>(), Err(ListenError), "{text}");
+        }
+    }
+
+    #[test]
     fn backend_addresses() {
         for (text, expected) in [
             ("127.0.0.1:80", Some(("127.0.0.1", 80))),
@@ -370,6 +459,9 @@ mod tests {
             ("::1:80", None),
             ("a b:80", None),
             ("http://a:80", None),
+            ("unix:/run/app.sock", Some(("localhost", 0))),
+            ("unix:app.sock", None),
+            ("unix:", None),
         ] {
             let got = text.parse::<Upstream>().ok();
             assert_eq!(got.as_ref().map(|u| (u.host(), u.port())), expected, "{text}");

@@ -12,17 +12,17 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::Sleep;
 
 use crate::tls;
 
 use crate::access::Entry;
 use crate::leash::Leash;
+use crate::socket::Socket;
 
 /// A plain or TLS stream from a client.
 pub(crate) enum Stream {
-    Plain(TcpStream),
+    Plain(Socket),
     Tls(Box<tls::Accepted>),
 }
 

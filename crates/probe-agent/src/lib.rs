@@ -55,6 +55,8 @@ mod reload;
 mod reporter;
 #[cfg(feature = "proxy")]
 mod server;
+#[cfg(feature = "proxy")]
+mod socket;
 #[cfg(all(feature = "proxy", not(feature = "tls")))]
 #[path = "no_tls.rs"]
 mod tls;

@@ -9,10 +9,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 
 use crate::config::AgentConfig;
 use crate::load::Load;
+use crate::socket::Socket;
 
 /// Why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +30,7 @@ impl Acceptor {
         if config.tls.is_some() || config.tls_clients.is_some() { Err(TlsError::Missing) } else { Ok(None) }
     }
 
-    pub(crate) async fn accept(&self, _: TcpStream) -> io::Result<Accepted> {
+    pub(crate) async fn accept(&self, _: Socket) -> io::Result<Accepted> {
         match *self {}
     }
 
@@ -47,7 +47,7 @@ impl Connector {
         Err(TlsError::Missing)
     }
 
-    pub(crate) async fn connect(&self, _: bool, _: TcpStream) -> io::Result<Connected> {
+    pub(crate) async fn connect(&self, _: bool, _: Socket) -> io::Result<Connected> {
         match *self {}
     }
 

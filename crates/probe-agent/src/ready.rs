@@ -12,10 +12,10 @@ use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
 
 use crate::config::{ReadyCheck, Upstream};
 use crate::load::Load;
+use crate::socket::Socket;
 use crate::tls::Connector;
 
 /// Checks the backend.
@@ -48,21 +48,21 @@ impl Checker {
     }
 
     async fn ask(&self) -> Result<(), NotReady> {
-        let tcp = TcpStream::connect((self.target.host(), self.target.port())).await?;
+        let socket = Socket::connect(&self.target).await?;
         match &self.check {
             ReadyCheck::Tcp => Ok(()),
             ReadyCheck::Http { path } => {
                 let request = Request::get(self.uri(path, self.http2)).body(Full::default());
-                let status = self.send(tcp, self.http2, request).await?.status();
+                let status = self.send(socket, self.http2, request).await?.status();
                 let well = status.is_success() || status.is_redirection();
                 if well { Ok(()) } else { Err(NotReady::Status(status)) }
             }
-            ReadyCheck::Grpc { service } => self.ask_grpc(tcp, service).await,
+            ReadyCheck::Grpc { service } => self.ask_grpc(socket, service).await,
         }
     }
 
     /// `grpc.health.v1.Health/Check`, whose two messages are too small for a library.
-    async fn ask_grpc(&self, tcp: TcpStream, service: &str) -> Result<(), NotReady> {
+    async fn ask_grpc(&self, socket: Socket, service: &str) -> Result<(), NotReady> {
         let mut message = Vec::new();
         if let (false, Ok(length)) = (service.is_empty(), u8::try_from(service.len())) {
             message.extend([0x0a, length]);
@@ -74,7 +74,7 @@ impl Checker {
             .header(header::CONTENT_TYPE, "application/grpc")
             .header(header::TE, "trailers")
             .body(Full::from(body));
-        let (head, body) = self.send(tcp, true, request).await?.into_parts();
+        let (head, body) = self.send(socket, true, request).await?.into_parts();
         if head.status != StatusCode::OK {
             return Err(NotReady::Status(head.status));
         }
@@ -99,14 +99,14 @@ impl Checker {
 
     async fn send(
         &self,
-        tcp: TcpStream,
+        socket: Socket,
         http2: bool,
         request: http::Result<Request<Full<Bytes>>>,
     ) -> Result<Response<Incoming>, NotReady> {
         let mut request = request.map_err(|_| NotReady::Answer)?;
         let io: Box<dyn Io> = match &self.tls {
-            None => Box::new(tcp),
-            Some(tls) => Box::new(tls.connect(http2, tcp).await?),
+            None => Box::new(socket),
+            Some(tls) => Box::new(tls.connect(http2, socket).await?),
         };
         // The connections end with their senders.
         if http2 {

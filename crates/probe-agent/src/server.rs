@@ -17,15 +17,14 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prequal_core::endpoint::Endpoint;
 use prequal_core::probe::Route;
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::accept::{self, Admitted, Door, accept};
+use crate::accept::{Admitted, Door, accept};
 use crate::access::AccessLog;
 use crate::admin::Page;
-use crate::config::{AgentConfig, Limits, UpstreamHttp2};
+use crate::config::{AgentConfig, Limits, Listen, UpstreamHttp2};
 use crate::conn::{self, ServerIo, Stream, Undetected, Watch};
 use crate::drive::{MIN_BUFFER, drive, http1_builder, http2_builder};
 use crate::leash::{Leash, Rules, Tasks};
@@ -36,6 +35,7 @@ use crate::probe;
 use crate::proxy::{self, Connection, Shared};
 use crate::ready::Checker;
 use crate::reporter::Reporter;
+use crate::socket::{Listener, Socket};
 use crate::tls::{Acceptor, Connector, TlsError};
 use crate::traffic::{Event, Port, Traffic};
 use crate::upstream::Pool;
@@ -50,10 +50,13 @@ pub enum AgentError {
         /// Which of the three ports.
         port: &'static str,
         /// The address asked for.
-        addr: SocketAddr,
+        addr: Listen,
         /// The system's reason.
         source: io::Error,
     },
+    /// Reports must name an endpoint, and a Unix socket has none.
+    #[error("--listen on a Unix socket needs --advertise: reports name an ip:port")]
+    NoEndpoint,
     /// The system has no thread left.
     #[error("cannot start the access log")]
     AccessLog(#[from] io::Error),
@@ -67,9 +70,9 @@ pub enum AgentError {
 
 /// An agent that listens and does not accept yet.
 pub struct Agent {
-    service: TcpListener,
-    probe: Option<TcpListener>,
-    admin: Option<TcpListener>,
+    service: Listener,
+    probe: Option<Listener>,
+    admin: Option<Listener>,
     tls: Option<Acceptor>,
     shared: Arc<Shared>,
     page: Arc<Page>,
@@ -79,10 +82,10 @@ pub struct Agent {
 }
 
 /// The addresses an agent listens on.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Addrs {
     /// The service port.
-    pub service: SocketAddr,
+    pub service: Listen,
     /// The probe port, if any.
     pub probe: Option<SocketAddr>,
     /// The admin port, if any.
@@ -107,23 +110,23 @@ impl Agent {
             return Err(AgentError::NoPlb);
         }
         let plb = config.plb.then(Plb::default);
-        let listen = |port, addr, plb| {
-            accept::listen(port, addr, plb).map_err(|source| AgentError::Listen { port, addr, source })
+        let listen = |port, addr: Listen, plb| {
+            let bound = Listener::bind(port, &addr, plb);
+            let named = bound.and_then(|listener| Ok((listener.local()?, listener)));
+            named.map_err(|source| AgentError::Listen { port, addr, source })
         };
-        let service = listen("service", config.listen, plb.as_ref())?;
-        let probe = config.probe_listen.map(|addr| listen("probe", addr, plb.as_ref())).transpose()?;
-        let admin = config.admin.map(|addr| listen("admin", addr, None)).transpose()?;
-        let local = |listener: &TcpListener, port, addr| {
-            listener.local_addr().map_err(|source| AgentError::Listen { port, addr, source })
-        };
+        if matches!(config.listen, Listen::Unix(_)) && config.advertise.is_none() {
+            return Err(AgentError::NoEndpoint);
+        }
+        let (at, service) = listen("service", config.listen, plb.as_ref())?;
+        let probe = config.probe_listen.map(|addr| listen("probe", addr.into(), plb.as_ref())).transpose()?;
+        let admin = config.admin.map(|addr| listen("admin", addr.into(), None)).transpose()?;
+        let (probe_at, probe) = probe.unzip();
+        let (admin_at, admin) = admin.unzip();
         let addrs = Addrs {
-            service: local(&service, "service", config.listen)?,
-            probe: probe
-                .as_ref()
-                .zip(config.probe_listen)
-                .map(|(l, addr)| local(l, "probe", addr))
-                .transpose()?,
-            admin: admin.as_ref().zip(config.admin).map(|(l, addr)| local(l, "admin", addr)).transpose()?,
+            service: at,
+            probe: probe_at.and_then(|at| at.tcp()),
+            admin: admin_at.and_then(|at| at.tcp()),
         };
         let load = Load::new(config.tracker);
         // Whether the backend is there shows with the first connection to it.
@@ -165,7 +168,7 @@ impl Agent {
 
     /// Where it listens.
     pub fn addrs(&self) -> Addrs {
-        self.addrs
+        self.addrs.clone()
     }
 
     /// The load it will count on.
@@ -199,8 +202,8 @@ impl Agent {
                 listener,
                 admin_door,
                 future::pending(),
-                move |tcp, admitted| {
-                    tokio::spawn(serve_admin(tcp, admitted, page.clone()));
+                move |socket, admitted| {
+                    tokio::spawn(serve_admin(socket, admitted, page.clone()));
                 },
             )));
         }
@@ -209,7 +212,7 @@ impl Agent {
             limits: self.limits.clone(),
             tls: self.tls,
             advertise: self.advertise,
-            service_port: self.addrs.service.port(),
+            service_port: self.addrs.service.tcp().map(|addr| addr.port()),
             probe_port: self.addrs.probe.map(|addr| addr.port()),
         });
         let mut accepting = Vec::new();
@@ -219,8 +222,8 @@ impl Agent {
                 listener,
                 probe_door,
                 life.clone().until(Phase::Draining),
-                move |tcp, admitted| {
-                    tokio::spawn(ports.clone().serve_probes(tcp, admitted, each.clone()));
+                move |socket, admitted| {
+                    tokio::spawn(ports.clone().serve_probes(socket, admitted, each.clone()));
                 },
             )));
         }
@@ -229,8 +232,8 @@ impl Agent {
             self.service,
             door,
             life.until(Phase::Draining),
-            move |tcp, admitted| {
-                tokio::spawn(ports.clone().serve(tcp, admitted, each.clone()));
+            move |socket, admitted| {
+                tokio::spawn(ports.clone().serve(socket, admitted, each.clone()));
             },
         )));
 
@@ -276,17 +279,18 @@ struct Ports {
     limits: Arc<Limits>,
     tls: Option<Acceptor>,
     advertise: Option<Endpoint>,
-    service_port: u16,
+    /// Of a Unix socket none.
+    service_port: Option<u16>,
     probe_port: Option<u16>,
 }
 
 impl Ports {
     /// Errors end the connection and have been seen by the client; there is nobody else to tell.
-    async fn serve(self: Arc<Self>, tcp: TcpStream, admitted: Admitted, mut life: Life) {
-        let Some(endpoint) = self.endpoint(&tcp) else { return };
-        let client = self.shared.access_log.as_ref().and_then(|_| tcp.peer_addr().ok());
+    async fn serve(self: Arc<Self>, socket: Socket, admitted: Admitted, mut life: Life) {
+        let Some(endpoint) = self.endpoint(&socket) else { return };
+        let client = self.shared.access_log.as_ref().and_then(|_| socket.tcp()?.peer_addr().ok());
         let limits = &self.limits;
-        let Some((stream, http2, replay)) = self.open(tcp, &mut life).await else { return };
+        let Some((stream, http2, replay)) = self.open(socket, &mut life).await else { return };
         let watch = Arc::new(Watch::new(http2));
         let conn = Arc::new(Connection {
             shared: self.shared.clone(),
@@ -326,11 +330,11 @@ impl Ports {
         }
     }
 
-    async fn serve_probes(self: Arc<Self>, tcp: TcpStream, _admitted: Admitted, mut life: Life) {
-        let Some(endpoint) = self.endpoint(&tcp) else { return };
+    async fn serve_probes(self: Arc<Self>, socket: Socket, _admitted: Admitted, mut life: Life) {
+        let Some(endpoint) = self.endpoint(&socket) else { return };
         let probe_endpoint = self.probe_port.map(|port| endpoint.with_port(port));
         let limits = &self.limits;
-        let Some((stream, http2, replay)) = self.open(tcp, &mut life).await else { return };
+        let Some((stream, http2, replay)) = self.open(socket, &mut life).await else { return };
         let watch = Arc::new(Watch::new(http2));
         let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
         let (reporter, requests) = (&self.shared.reporter, watch.clone());
@@ -377,13 +381,13 @@ impl Ports {
 
     /// The connection below HTTP: within TLS if the agent listens with it, whether it is HTTP/2, and what was read to
     /// know. `None` if it has failed, or the agent drains first.
-    async fn open(&self, tcp: TcpStream, life: &mut Life) -> Option<(Stream, bool, Vec<u8>)> {
+    async fn open(&self, socket: Socket, life: &mut Life) -> Option<(Stream, bool, Vec<u8>)> {
         let limits = &self.limits;
         let open = async {
             let mut stream = match &self.tls {
-                None => Stream::Plain(tcp),
+                None => Stream::Plain(socket),
                 Some(tls) => {
-                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(tcp)).await;
+                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(socket)).await;
                     let tls = tls.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
                     Stream::Tls(Box::new(tls.inspect_err(|error| self.no_tls(error)).ok()?))
                 }
@@ -404,8 +408,9 @@ impl Ports {
 
     /// The version that a connection speaks, and what was read to tell. `None` if it is over.
     async fn detect(&self, stream: &mut Stream) -> Option<(bool, Vec<u8>)> {
-        let Limits { silent_timeout, header_timeout, .. } = *self.limits;
-        let detected = conn::detect(stream, silent_timeout, header_timeout).await;
+        let Limits { silent_timeout, idle_timeout, header_timeout, .. } = *self.limits;
+        let silent = silent_timeout.min(idle_timeout);
+        let detected = conn::detect(stream, silent, header_timeout).await;
         match &detected {
             Err(Undetected::Silent) => self.shared.traffic.count(Event::Silent),
             Err(Undetected::Slow) => self.shared.traffic.count(Event::SlowHead),
@@ -415,17 +420,17 @@ impl Ports {
     }
 
     /// The endpoint that this connection's client knows us by.
-    fn endpoint(&self, tcp: &TcpStream) -> Option<Endpoint> {
+    fn endpoint(&self, socket: &Socket) -> Option<Endpoint> {
         if self.advertise.is_some() {
             return self.advertise;
         }
-        let local = tcp.local_addr().ok()?;
+        let local = socket.tcp()?.local_addr().ok()?;
         // An IPv4 client of a dual-stack listener must find the IPv4 spelling.
-        Some(SocketAddr::new(local.ip().to_canonical(), self.service_port).into())
+        Some(SocketAddr::new(local.ip().to_canonical(), self.service_port?).into())
     }
 }
 
-async fn serve_admin(tcp: TcpStream, _admitted: Admitted, page: Arc<Page>) {
+async fn serve_admin(socket: Socket, _admitted: Admitted, page: Arc<Page>) {
     let service = service_fn(async |req: Request<Incoming>| {
         let response = page.answer(req.method(), req.uri().path()).await;
         Ok::<_, Infallible>(response.map(Full::new))
@@ -434,7 +439,7 @@ async fn serve_admin(tcp: TcpStream, _admitted: Admitted, page: Arc<Page>) {
         .timer(TokioTimer::new())
         .header_read_timeout(ADMIN_IDLE)
         .max_buf_size(MIN_BUFFER)
-        .serve_connection(TokioIo::new(tcp), service)
+        .serve_connection(TokioIo::new(socket), service)
         .await;
 }
 

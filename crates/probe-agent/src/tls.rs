@@ -13,7 +13,6 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
-use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 use x509_cert::Certificate;
 use x509_cert::der::Decode as _;
@@ -21,11 +20,12 @@ use x509_cert::der::Decode as _;
 use crate::config::{AgentConfig, ClientVerify, TlsClients};
 use crate::load::Load;
 use crate::reload::Reloaded;
+use crate::socket::Socket;
 
 /// TLS with a client.
-pub(crate) type Accepted = tokio_rustls::server::TlsStream<TcpStream>;
+pub(crate) type Accepted = tokio_rustls::server::TlsStream<Socket>;
 /// TLS with the backend.
-pub(crate) type Connected = tokio_rustls::client::TlsStream<TcpStream>;
+pub(crate) type Connected = tokio_rustls::client::TlsStream<Socket>;
 
 /// Why TLS could not be set up. Always a file or a name that the operator gave.
 #[derive(Debug, thiserror::Error)]
@@ -102,8 +102,8 @@ impl Acceptor {
     }
 
     /// Shakes hands.
-    pub(crate) async fn accept(&self, tcp: TcpStream) -> io::Result<Accepted> {
-        self.0.current().acceptor.accept(tcp).await
+    pub(crate) async fn accept(&self, socket: Socket) -> io::Result<Accepted> {
+        self.0.current().acceptor.accept(socket).await
     }
 
     /// Uses new files as they come. Never ends.
@@ -141,10 +141,10 @@ impl Connector {
     }
 
     /// Shakes hands, offering one version of HTTP.
-    pub(crate) async fn connect(&self, http2: bool, tcp: TcpStream) -> io::Result<Connected> {
+    pub(crate) async fn connect(&self, http2: bool, socket: Socket) -> io::Result<Connected> {
         let with = self.with.current();
         let connector = if http2 { with.http2 } else { with.http1 };
-        connector.connect(self.name.clone(), tcp).await
+        connector.connect(self.name.clone(), socket).await
     }
 
     /// Uses new files as they come. Never ends.

@@ -30,6 +30,7 @@ use tokio::task::AbortHandle;
 use crate::config::{Limits, Upstream};
 use crate::load::Load;
 use crate::plb::Plb;
+use crate::socket::Socket;
 use crate::tls::Connector;
 use crate::upload::{Upload, UploadError};
 
@@ -194,11 +195,11 @@ impl Pool {
 
     async fn connect_http1(&self) -> Result<Http1, UpstreamError> {
         let connect = async {
-            let tcp = self.tcp().await?;
+            let socket = self.connect().await?;
             match &self.tls {
-                None => self.handshake_http1(tcp).await,
+                None => self.handshake_http1(socket).await,
                 Some(tls) => {
-                    self.handshake_http1(tls.connect(false, tcp).await.map_err(connect_error)?).await
+                    self.handshake_http1(tls.connect(false, socket).await.map_err(connect_error)?).await
                 }
             }
         };
@@ -222,23 +223,24 @@ impl Pool {
         Ok(Http1 { sender, task })
     }
 
-    async fn tcp(&self) -> Result<TcpStream, UpstreamError> {
-        let tcp = match (&self.plb, self.target.addr()) {
-            (Some(plb), _) => self.repathable(plb).await,
-            (None, Some(addr)) => TcpStream::connect(addr).await,
-            (None, None) => TcpStream::connect((self.target.host(), self.target.port())).await,
+    async fn connect(&self) -> Result<Socket, UpstreamError> {
+        let unix = self.target.path().is_some();
+        let socket = match &self.plb {
+            Some(plb) if !unix => self.repathable(plb).await.map(Socket::Tcp),
+            _ => Socket::connect(&self.target).await,
         }
         .inspect_err(|error| {
             // Nobody listens. Other errors are of the network or our own, and the backend may be as warm as ever.
-            if error.kind() == io::ErrorKind::ConnectionRefused {
+            let kind = error.kind();
+            if kind == io::ErrorKind::ConnectionRefused || unix && kind == io::ErrorKind::NotFound {
                 self.load.mark_down();
             }
         })
         .map_err(connect_error)?;
         self.load.mark_up();
-        tcp.set_nodelay(true).map_err(connect_error)?;
+        socket.set_nodelay().map_err(connect_error)?;
         self.load.counters().count_upstream_connection();
-        Ok(tcp)
+        Ok(socket)
     }
 
     /// As `TcpStream::connect`, with the options of PLB set before the SYN.

@@ -257,7 +257,7 @@ impl Pool {
     }
 
     async fn open_http2(&self) -> Result<Conn, Failure> {
-        let tcp = tokio::time::timeout(self.connect_timeout, self.tcp());
+        let tcp = tokio::time::timeout(self.connect_timeout, self.connect());
         let tcp = tcp.await.map_err(|_| Failure::Timeout)??;
         let Some(tls) = &self.tls else { return self.greet(tcp).await };
         let stream = tokio::time::timeout(self.connect_timeout, tls.connect(true, tcp));

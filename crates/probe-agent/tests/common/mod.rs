@@ -21,7 +21,7 @@ use prequal_core::tracker::Outcome;
 use probe_agent::Agent;
 use probe_agent::config::AgentConfig;
 use probe_agent::load::Load;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{Notify, oneshot};
@@ -81,7 +81,14 @@ pub fn agent(backend: SocketAddr, change: impl FnOnce(&mut AgentConfig)) -> Runn
             std::future::pending::<()>().await;
         }
     }));
-    Running { addr: addrs.service, probe: addrs.probe, admin: addrs.admin, load, stop: Some(stop), task }
+    Running {
+        addr: addrs.service.tcp().unwrap_or_else(any_port),
+        probe: addrs.probe,
+        admin: addrs.admin,
+        load,
+        stop: Some(stop),
+        task,
+    }
 }
 
 pub fn any_port() -> SocketAddr {
@@ -105,8 +112,9 @@ where
 }
 
 /// One connection of a backend that speaks both versions.
-pub async fn serve<F, R>(tcp: TcpStream, answer: F)
+pub async fn serve<T, F, R>(tcp: T, answer: F)
 where
+    T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     F: Fn(Request<Incoming>) -> R + Send + 'static,
     R: Future<Output = Reply> + Send + 'static,
 {
@@ -178,7 +186,8 @@ impl Process {
         let (mut service, mut admin) = (None, None);
         while let Some(line) = within(lines.next_line()).await.unwrap() {
             if let Some(addr) = line.strip_prefix("listening service=") {
-                service = Some(addr.parse().unwrap());
+                // Of a Unix socket there is no address.
+                service = Some(addr.parse().unwrap_or_else(|_| any_port()));
             } else if let Some(addr) = line.strip_prefix("listening admin=") {
                 admin = Some(addr.parse().unwrap());
             } else if line == "ready" {
