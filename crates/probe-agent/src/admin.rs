@@ -9,6 +9,7 @@ use http::{HeaderValue, Method, Response, StatusCode, header};
 use prequal_core::capacity::Capacity;
 use prequal_core::tracker::Outcome;
 
+use crate::exposition;
 use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
 use crate::process;
@@ -17,9 +18,18 @@ use crate::traffic::Traffic;
 
 /// What the admin port shows.
 pub(crate) struct Page {
+    /// The agent's own first.
+    pub(crate) replicas: Vec<Replica>,
+    pub(crate) draining: AtomicBool,
+}
+
+/// One replica on the page.
+#[derive(Clone)]
+pub(crate) struct Replica {
+    /// Where it listens.
+    pub(crate) name: String,
     pub(crate) checker: Arc<Checker>,
     pub(crate) traffic: Arc<Traffic>,
-    pub(crate) draining: AtomicBool,
 }
 
 impl Page {
@@ -32,14 +42,7 @@ impl Page {
                 plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n")
             }
             "/healthz" => plain(StatusCode::OK, "ok\n"),
-            "/readyz" => match self.checker.check().await {
-                Ok(()) => plain(StatusCode::OK, "ok\n"),
-                Err(reason) => {
-                    let mut response = plain(StatusCode::SERVICE_UNAVAILABLE, "");
-                    *response.body_mut() = format!("backend {reason}\n").into();
-                    response
-                }
-            },
+            "/readyz" => self.readyz().await,
             "/metrics" => {
                 let mut response = Response::new(self.metrics().into());
                 response.headers_mut().insert(
@@ -52,12 +55,30 @@ impl Page {
         }
     }
 
+    /// All replicas must be ready.
+    async fn readyz(&self) -> Response<Bytes> {
+        for replica in &self.replicas {
+            if let Err(reason) = replica.checker.check().await {
+                let which =
+                    if self.replicas.len() > 1 { format!(" of {}", replica.name) } else { String::new() };
+                let mut response = plain(StatusCode::SERVICE_UNAVAILABLE, "");
+                *response.body_mut() = format!("backend{which} {reason}\n").into();
+                return response;
+            }
+        }
+        plain(StatusCode::OK, "ok\n")
+    }
+
     fn metrics(&self) -> String {
-        let mut text = String::with_capacity(8192);
-        // Writing to a String cannot fail.
-        let _ = write_metrics(&mut text, &self.checker.load)
-            .and_then(|()| self.traffic.write(&mut text))
-            .and_then(|()| process::write(&mut text));
+        let page = |replica: &Replica| {
+            let mut text = String::with_capacity(8192);
+            // Writing to a String cannot fail.
+            let _ = write_metrics(&mut text, &replica.checker.load)
+                .and_then(|()| replica.traffic.write(&mut text));
+            (replica.name.clone(), text)
+        };
+        let mut text = exposition::join(self.replicas.iter().map(page).collect());
+        let _ = process::write(&mut text);
         text
     }
 }
@@ -233,7 +254,9 @@ mod tests {
             timeout: Duration::from_secs(1),
             load,
         };
-        Page { checker: Arc::new(checker), traffic: Arc::default(), draining: AtomicBool::new(false) }
+        let replica =
+            Replica { name: "here".to_owned(), checker: Arc::new(checker), traffic: Arc::default() };
+        Page { replicas: vec![replica], draining: AtomicBool::new(false) }
     }
 
     #[test]
@@ -245,7 +268,7 @@ mod tests {
         load.counters().count_probe(true);
         load.counters().count_upstream_error("connect");
         let page = page(load);
-        page.traffic.count(Event::Idle);
+        page.replicas[0].traffic.count(Event::Idle);
         let text = page.metrics();
         for line in [
             "prequal_agent_rif 1",

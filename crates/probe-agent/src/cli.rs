@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::Parser;
 use prequal_core::endpoint::Endpoint;
 
+use crate::another::Another;
 use crate::config::{
     AgentConfig, ClientVerify, Limits, Listen, ReadyCheck, Report, TlsClients, Upstream, UpstreamHttp2,
     UpstreamTls,
@@ -30,6 +31,12 @@ pub struct Cli {
     /// The backend, `ip:port`, `name:port` (resolved at every connect) or `unix:/path`
     #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_UPSTREAM")]
     upstream: Upstream,
+
+    /// One more replica in this process, `listen=ADDR,upstream=ADDR` and, as needed, `,advertise=IP:PORT` and
+    /// `,probe-listen=IP:PORT`; it counts, reports and answers probes for itself, and has the other settings of the first. May be
+    /// given again; in the environment, separate them with `;`
+    #[arg(long, value_name = "REPLICA", env = "PROBE_AGENT_REPLICA", value_delimiter = ';')]
+    replica: Vec<Another>,
 
     /// Endpoint to report, exactly as clients' clusters name this replica; default: the local address of the
     /// connection, with the service port
@@ -82,7 +89,7 @@ pub struct Cli {
     #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
     upstream_http2: UpstreamHttp2,
 
-    /// Threads, 1 to 1024; default: one per core
+    /// Threads, 1 to 1024; default: one per core, or as many as the CPU limit of the cgroup has whole cores
     #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 
@@ -249,6 +256,33 @@ pub struct Cli {
     drain_timeout_ms: u64,
 }
 
+impl Cli {
+    /// Every replica that was asked for. The first has the admin port.
+    pub fn configs(self) -> Vec<AgentConfig> {
+        let hints = (self.hint_cache, self.hint_divisor);
+        let others = self.replica.clone();
+        let first = AgentConfig::from(self);
+        let others: Vec<_> = others
+            .into_iter()
+            .map(|Another { listen, upstream, advertise, probe_listen }| AgentConfig {
+                listen,
+                upstream,
+                advertise,
+                probe_listen,
+                admin: None,
+                // What one replica has served, another has not.
+                hints: hook(hints),
+                ..first.clone()
+            })
+            .collect();
+        [first].into_iter().chain(others).collect()
+    }
+}
+
+fn hook((cache, divisor): (u32, u32)) -> Option<Hook> {
+    (cache > 0).then(|| Hook::recent(usize::try_from(cache).unwrap_or(usize::MAX), divisor))
+}
+
 impl From<Cli> for AgentConfig {
     fn from(cli: Cli) -> Self {
         let ms = Duration::from_millis;
@@ -260,7 +294,7 @@ impl From<Cli> for AgentConfig {
             admin: cli.admin,
             ready_check: cli.ready_check,
             report: cli.report,
-            hints: (cli.hint_cache > 0).then(|| Hook::recent(size(cli.hint_cache.into()), cli.hint_divisor)),
+            hints: hook((cli.hint_cache, cli.hint_divisor)),
             forward_hint: cli.forward_hint,
             utilization: cli.netflix_utilization.map(|max| Utilization { max, target: cli.netflix_target }),
             upstream_http2: cli.upstream_http2,
@@ -396,6 +430,7 @@ mod tests {
             ("--max-header-bytes", "9", "1024..=1048576"),
             ("--report", "never", "always, probe-only"),
             ("--ready-check", "https:/", "`http:/path`"),
+            ("--replica", "listen=127.0.0.1:0", "`upstream=` are needed"),
             ("--upstream-http2", "maybe", "auto, never, always"),
             ("--advertise", "me:80", "1 to 65535"),
             ("--admin", "x", "on loopback"),

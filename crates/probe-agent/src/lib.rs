@@ -17,6 +17,8 @@ mod accept;
 mod access;
 #[cfg(feature = "proxy")]
 mod admin;
+#[cfg(feature = "proxy")]
+mod another;
 pub mod body;
 #[cfg(feature = "proxy")]
 pub mod cli;
@@ -26,6 +28,8 @@ pub mod config;
 mod conn;
 #[cfg(feature = "proxy")]
 mod drive;
+#[cfg(feature = "proxy")]
+mod exposition;
 #[cfg(feature = "proxy")]
 mod headers;
 pub mod hint;

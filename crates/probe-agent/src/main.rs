@@ -7,9 +7,10 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use probe_agent::Agent;
 use probe_agent::cli::Cli;
-use probe_agent::config::AgentConfig;
+use probe_agent::log::Log;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
 fn main() -> ExitCode {
     match run(Cli::parse()) {
@@ -26,12 +27,18 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<u32> {
     let runtime = runtime(cli.threads)?;
     let cut = runtime.block_on(async {
-        let config = AgentConfig::from(cli);
-        let log = config.log.clone();
-        let agent = Agent::bind(config)?;
+        let mut agents = Vec::new();
+        let mut log = Log::default();
+        for config in cli.configs() {
+            log = config.log.clone();
+            agents.push(Agent::bind(config)?);
+        }
+        if let Some((first, others)) = agents.split_first_mut() {
+            others.iter().for_each(|other| first.show(other));
+        }
         let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
-        announce(&agent).context("standard output")?;
+        announce(&agents).context("standard output")?;
         let second = log.clone();
         let shutdown = async move {
             tokio::select! {
@@ -47,7 +54,22 @@ fn run(cli: Cli) -> anyhow::Result<u32> {
                 std::process::exit(1);
             });
         };
-        let cut = agent.run(shutdown).await;
+        let (stop, stopped) = watch::channel(());
+        let running: Vec<_> = agents
+            .into_iter()
+            .map(|agent| {
+                let mut stopped = stopped.clone();
+                tokio::spawn(agent.run(async move {
+                    let _ = stopped.changed().await;
+                }))
+            })
+            .collect();
+        shutdown.await;
+        drop(stop);
+        let mut cut = 0;
+        for agent in running {
+            cut += agent.await.context("an agent failed")?;
+        }
         if cut > 0 {
             log.say(&format!("drain timed out: cut {cut} requests in flight"));
         }
@@ -74,15 +96,18 @@ fn runtime(threads: Option<u16>) -> anyhow::Result<Runtime> {
 }
 
 /// Tells a harness that asked for port 0 what it got.
-fn announce(agent: &Agent) -> std::io::Result<()> {
-    let addrs = agent.addrs();
+fn announce(agents: &[Agent]) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "listening service={}", addrs.service)?;
-    if let Some(probe) = addrs.probe {
-        writeln!(out, "listening probe={probe}")?;
-    }
-    if let Some(admin) = addrs.admin {
-        writeln!(out, "listening admin={admin}")?;
+    for (n, agent) in agents.iter().enumerate() {
+        let addrs = agent.addrs();
+        let [service, probe] = if n == 0 { ["service", "probe"] } else { ["replica", "replica-probe"] };
+        writeln!(out, "listening {service}={}", addrs.service)?;
+        if let Some(addr) = addrs.probe {
+            writeln!(out, "listening {probe}={addr}")?;
+        }
+        if let Some(admin) = addrs.admin {
+            writeln!(out, "listening admin={admin}")?;
+        }
     }
     writeln!(out, "ready")?;
     out.flush()

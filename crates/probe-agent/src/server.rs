@@ -23,7 +23,7 @@ use tokio::time::Instant;
 
 use crate::accept::{Admitted, Door, accept};
 use crate::access::AccessLog;
-use crate::admin::Page;
+use crate::admin::{Page, Replica};
 use crate::config::{AgentConfig, Limits, Listen, UpstreamHttp2};
 use crate::conn::{self, ServerIo, Stream, Undetected, Watch};
 use crate::drive::{MIN_BUFFER, drive, http1_builder, http2_builder};
@@ -75,7 +75,7 @@ pub struct Agent {
     admin: Option<Listener>,
     tls: Option<Acceptor>,
     shared: Arc<Shared>,
-    page: Arc<Page>,
+    page: Page,
     limits: Arc<Limits>,
     advertise: Option<Endpoint>,
     addrs: Addrs,
@@ -162,8 +162,15 @@ impl Agent {
             leaving: AtomicBool::new(false),
         });
         let limits = Arc::new(config.limits);
-        let page = Arc::new(Page { checker, traffic, draining: AtomicBool::new(false) });
+        let replicas = vec![Replica { name: addrs.service.to_string(), checker, traffic }];
+        let page = Page { replicas, draining: AtomicBool::new(false) };
         Ok(Self { service, probe, admin, tls, shared, page, limits, advertise: config.advertise, addrs })
+    }
+
+    /// Shows another agent's replica on this one's admin port too. Metrics then have the label `replica`, the address that
+    /// each listens on, and `/readyz` asks for all.
+    pub fn show(&mut self, other: &Self) {
+        self.page.replicas.extend(other.page.replicas.iter().cloned());
     }
 
     /// Where it listens.
@@ -191,13 +198,17 @@ impl Agent {
         let room = self.limits.max_connections.map(|max| Arc::new(Semaphore::new(max.get() as usize)));
         let door = self.door(Port::Service, room);
         let [probe_door, admin_door] = [Port::Probe, Port::Admin].map(|port| self.door(port, None));
-        let checker = &self.page.checker;
-        let mut tasks = vec![tokio::spawn(checker.clone().watch())];
-        let (load, interval) = (&checker.load, self.limits.tls_reload_interval);
-        tasks.extend(self.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
-        tasks.extend(checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
+        let page = Arc::new(self.page);
+        let mut tasks = Vec::new();
+        if let Some(own) = page.replicas.first() {
+            let (checker, load) = (&own.checker, &own.checker.load);
+            let interval = self.limits.tls_reload_interval;
+            tasks.push(tokio::spawn(checker.clone().watch()));
+            tasks.extend(self.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
+            tasks.extend(checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
+        }
         if let Some(listener) = self.admin {
-            let page = self.page.clone();
+            let page = page.clone();
             tasks.push(tokio::spawn(accept(
                 listener,
                 admin_door,
@@ -238,7 +249,7 @@ impl Agent {
         )));
 
         shutdown.await;
-        self.page.draining.store(true, Ordering::Relaxed);
+        page.draining.store(true, Ordering::Relaxed);
         tokio::time::sleep(self.limits.drain_delay).await;
         self.shared.leaving.store(true, Ordering::Relaxed);
         let began = Instant::now();

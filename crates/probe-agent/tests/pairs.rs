@@ -1,0 +1,96 @@
+//! Several replicas in one process, and how many threads it takes.
+
+mod common;
+
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use common::{Process, backend, dead_backend, eventually, fetch, text, within};
+use http::StatusCode;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::Command;
+
+#[tokio::test]
+async fn each_pair_is_a_replica_of_its_own_on_one_page() {
+    let (one, two) = (backend(|_| async { text("one") }).await, backend(|_| async { text("two") }).await);
+    let dead = dead_backend().await;
+    let dir = tempfile::tempdir().unwrap();
+    let unix = dir.path().join("three.sock");
+    // Any free port would do, but its number must be known.
+    let port = dead_backend().await.port();
+    let second = format!("listen=127.0.0.1:{port},upstream={two},probe-listen=127.0.0.1:0");
+    let third = format!("listen=unix:{},upstream={dead},advertise=10.1.2.3:80", unix.display());
+    let flags = ["--replica", &second, "--replica", &third, "--drain-idle-ms", "0"];
+    let process = Process::start(one, &flags).await;
+    let second: std::net::SocketAddr = ([127, 0, 0, 1], port).into();
+    for (addr, body, times) in [(process.service, "one", 3), (second, "two", 1)] {
+        for _ in 0..times {
+            let (head, answer) = fetch(addr, "/").await;
+            assert_eq!(answer, body);
+            let load = head.headers["x-prequal-load"].to_str().unwrap().to_owned();
+            assert!(load.starts_with("0;") && load.contains(&format!(";{addr}")), "{load}");
+        }
+    }
+    assert!(unix.exists());
+    let metrics = process.metrics().await;
+    for (addr, count) in [(process.service.to_string(), 3), (second.to_string(), 1)] {
+        let line = format!("prequal_agent_requests_total{{replica=\"{addr}\",class=\"success\"}} {count}");
+        assert!(metrics.lines().any(|l| l == line), "{line} not in\n{metrics}");
+    }
+    for once in ["# TYPE prequal_agent_rif gauge", "process_open_fds ", "prequal_agent_build_info{"] {
+        assert_eq!(metrics.lines().filter(|line| line.starts_with(once)).count(), 1, "{once}");
+    }
+    assert_eq!(metrics.lines().filter(|line| line.starts_with("prequal_agent_rif{")).count(), 3);
+    let (head, body) = fetch(process.admin, "/readyz").await;
+    assert_eq!(head.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert!(String::from_utf8_lossy(&body).contains("three.sock"), "{body:?}");
+    process.terminate().await;
+    let (status, _) = process.end().await;
+    assert_eq!((status, unix.exists()), (Some(0), false));
+    assert!(std::net::TcpStream::connect(second).is_err());
+}
+
+#[tokio::test]
+async fn threads_are_as_many_as_the_cgroup_allows() {
+    // Of version 2 the hierarchy is there too if version 1 has the CPU, but without it.
+    let (root, v2) = (Path::new("/sys/fs/cgroup"), Path::new("/sys/fs/cgroup/cgroup.controllers").exists());
+    let hierarchy = if v2 { root.to_owned() } else { root.join("cpu") };
+    let group = hierarchy.join(format!("probe-agent-{}", std::process::id()));
+    if let Err(error) = std::fs::create_dir(&group) {
+        eprintln!("skipped: no cgroup can be made at {}: {error}", group.display());
+        return;
+    }
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let set = |limit: usize| {
+        if v2 {
+            return std::fs::write(group.join("cpu.max"), format!("{} 100000", limit * 100_000));
+        }
+        std::fs::write(group.join("cpu.cfs_quota_us"), (limit * 100_000).to_string())
+    };
+    let mut counted = Vec::new();
+    for limit in [1, cores] {
+        if let Err(error) = set(limit) {
+            eprintln!("skipped: the cgroup takes no CPU limit: {error}");
+            break;
+        }
+        let mut command = Command::new("sh");
+        let enter = format!("echo $$ > {}/cgroup.procs; exec \"$@\"", group.display());
+        command.args(["-c", &enter, "sh", env!("CARGO_BIN_EXE_probe-agent")]);
+        command.args(["--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:1"]);
+        let mut child = command.stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        while within(lines.next_line()).await.unwrap().expect("it starts") != "ready" {}
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id().unwrap())).unwrap();
+        let threads = status.lines().find_map(|line| line.strip_prefix("Threads:")).unwrap();
+        counted.push((limit, threads.trim().parse::<usize>().unwrap()));
+        child.kill().await.unwrap();
+    }
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    eventually("the cgroup is empty", || std::fs::remove_dir(&group).is_ok()).await;
+    for (limit, threads) in counted {
+        // A runtime of several has the main thread besides.
+        let expected = if limit == 1 { 1 } else { limit + 1 };
+        assert_eq!(threads, expected, "a limit of {limit} of {cores} cores");
+    }
+}
