@@ -12,13 +12,21 @@ const LONG: Duration = Duration::from_secs(25);
 
 /// Starts to watch one flow and waits until it goes without a label, with nothing that would move it again.
 fn switched_off(fabric: &Fabric, flow: &Flow) -> Run {
-    let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let mut congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
     // Slowly, so that there is time to end the congestion between two moves.
     let run = Run::start(fabric, &["--way", "sockopt", "--interval-ms", "300"]);
-    assert_eq!(run.done(), "automatic label off");
-    drop(congested);
-    assert!(!sock::auto_label(flow).unwrap());
-    run
+    for _ in 0..10 {
+        while run.done() != "automatic label off" {}
+        drop(congested);
+        // On a busy machine it may have moved once more by then.
+        std::thread::sleep(Duration::from_millis(1000));
+        while run.lines.try_recv().is_ok() {}
+        if !sock::auto_label(flow).unwrap() {
+            return run;
+        }
+        congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    }
+    panic!("it moves back each time");
 }
 
 #[test]

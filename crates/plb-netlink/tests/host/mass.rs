@@ -14,6 +14,8 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::Run;
 
 const CONNECTIONS: usize = 10_000;
+/// It took 3 to 14 s beside much other work; a walk for each connection would take many minutes.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Whether this process may have that many descriptors; raises its limit if need be.
 fn enough_descriptors() -> bool {
@@ -125,13 +127,13 @@ fn ten_thousand_connections_move_at_once() {
     assert!(pidfd::owners().len() >= CONNECTIONS);
     println!("one walk over all processes: {:?}", began.elapsed());
     let took = all_move(&run, &mut clients, &["congested, idle", "congested, busy"]);
-    assert!(took < Duration::from_secs(15), "{took:?}");
+    assert!(took < LIMIT, "{took:?}");
     drop(congested);
     for path in 1..=netlab::PATHS {
         fabric.black_hole(path).unwrap();
     }
     let took = all_move(&run, &mut clients, &["timeout"]);
-    assert!(took < Duration::from_secs(15), "{took:?}");
+    assert!(took < LIMIT, "{took:?}");
     let ended = run.stop();
     println!("{ended}");
     // Where each move had one of its own it was ten thousand.
