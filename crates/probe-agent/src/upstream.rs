@@ -545,7 +545,10 @@ fn connect_error(error: io::Error) -> UpstreamError {
 /// Once a backend of HTTP/1.1 has answered in full, its client may go on sending for this long.
 const UPLOAD_GRACE: Duration = Duration::from_secs(1);
 /// HTTP/2 flow-control window of a stream: what is buffered at most for a client that reads slowly.
-const WINDOW: u32 = 256 * 1024;
+const WINDOW: u32 = 64 * 1024;
+/// And of a connection: as many streams whose clients do not read at all leave the others of the connection alone. It is
+/// more than the streams that common servers allow.
+const CONNECTION_WINDOW: u32 = 256 * WINDOW;
 /// Heads of responses may be so long, bytes, and over HTTP/1.1 have so many headers, whatever the limits of requests.
 const RESPONSE_HEAD: usize = 64 * 1024;
 const RESPONSE_HEADERS: usize = 512;

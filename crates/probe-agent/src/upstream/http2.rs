@@ -281,8 +281,7 @@ impl Pool {
         builder
             .timer(TokioTimer::new())
             .initial_stream_window_size(super::WINDOW)
-            // Each stream is limited, not all together: clients that do not read would hold up the others' answers.
-            .initial_connection_window_size(MAX_WINDOW)
+            .initial_connection_window_size(super::CONNECTION_WINDOW)
             .max_header_list_size(u32::try_from(self.max_response_head).unwrap_or(u32::MAX));
         if let Some(interval) = self.ping_interval {
             builder.keep_alive_interval(interval).keep_alive_timeout(ping_timeout(interval));
@@ -303,8 +302,6 @@ impl Pool {
     }
 }
 
-/// The widest that HTTP/2 has.
-const MAX_WINDOW: u32 = u32::MAX >> 1;
 /// A backend that refused HTTP/2 is asked again after this long: it may have been replaced.
 const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
 /// An attempt may wait for its answer for longer than any request does: the backend may be starting, and those who come
