@@ -145,7 +145,8 @@ async fn connections_in_the_backlog_are_served() {
     let addr = backend(|_| async { text("hello") }).await;
     let mut agent = agent(addr, |_| {});
     fetch(agent.addr, "/").await;
-    let mut waiting: Vec<_> = (0..20)
+    // More than a task takes at a time.
+    let mut waiting: Vec<_> = (0..200)
         .map(|_| {
             let mut tcp = std::net::TcpStream::connect(agent.addr).unwrap();
             tcp.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").unwrap();
