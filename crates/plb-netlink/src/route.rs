@@ -30,8 +30,16 @@ pub struct Prefix {
 
 impl Prefix {
     fn contains(&self, address: Ipv6Addr) -> bool {
-        let mask = u128::MAX.checked_shl(128 - u32::from(self.length)).unwrap_or(0);
-        address.to_bits() & mask == self.address.to_bits() & mask
+        address.to_bits() & self.mask() == self.address.to_bits() & self.mask()
+    }
+
+    /// The address without its host bits.
+    fn network(&self) -> Ipv6Addr {
+        Ipv6Addr::from_bits(self.address.to_bits() & self.mask())
+    }
+
+    fn mask(&self) -> u128 {
+        u128::MAX.checked_shl(128 - u32::from(self.length)).unwrap_or(0)
     }
 }
 
@@ -48,7 +56,12 @@ impl std::str::FromStr for Prefix {
         let (address, length) = text.split_once('/').unwrap_or((text, "128"));
         let address = address.parse().map_err(|_| bad())?;
         let length = length.parse().ok().filter(|length| *length <= 128).ok_or_else(bad)?;
-        Ok(Self { address, length })
+        let prefix = Self { address, length };
+        if prefix.network() != address {
+            let cure = format!("its host bits are not zero; the network is `{}/{length}`", prefix.network());
+            return Err(Error::Invalid(format!("`{text}` is no IPv6 prefix: {cure}")));
+        }
+        Ok(prefix)
     }
 }
 

@@ -97,6 +97,9 @@ fn prefixes() {
         ("fd00:2::/64", Some("fd00:2::/64")),
         ("fd00:2::1", Some("fd00:2::1/128")),
         ("fd00:2::/129", None),
+        // Found by fuzzing: no route has such a prefix, so it matched none.
+        ("fd00:2::1/64", None),
+        ("::6/0", None),
         ("fd00:2::/", None),
         ("10.0.0.0/8", None),
         ("", None),
