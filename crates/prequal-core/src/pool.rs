@@ -609,15 +609,17 @@ impl Blob for PoolState {
             return Err(BlobError::Size { got: bytes.len(), want: state.size() });
         }
         Self::TAG.check(bytes)?;
-        let finite =
-            [state.remove_credit, state.reports_per_pick, state.new_per_pick, state.refusals_per_pick]
-                .iter()
-                .all(|rate| (0.0..=1e6).contains(rate));
+        let finite = [state.reports_per_pick, state.new_per_pick, state.refusals_per_pick]
+            .iter()
+            .all(|rate| (0.0..=1e6).contains(rate));
         let bounded = usize::from(state.entry_count) <= MAX_POOL
             && usize::from(state.history_count) <= MAX_HISTORY
             && usize::from(state.history_next) < MAX_HISTORY
             && state.cooldown_count as usize <= MAX_COOLDOWNS
             && state.remove_worst <= 1
+            && (0.0..1.0).contains(&state.remove_credit)
+            && state.reports_since_pick <= MAX_RATE
+            && state.new_since_pick <= MAX_RATE
             && state.ejections <= 1
             && state.trials.is_sound()
             && state.clock.is_sound();

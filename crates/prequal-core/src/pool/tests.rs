@@ -558,6 +558,30 @@ fn a_foreign_blob_is_refused() {
     assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Content));
 }
 
+/// Found by fuzzing: counts that no worker writes became rates that the next worker refused, and the pool was lost then.
+#[test]
+fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
+    let settings = Profile::Default.pool_settings();
+    let damages: [fn(&mut PoolState); 4] = [
+        |pool| pool.reports_since_pick = u32::MAX,
+        |pool| pool.new_since_pick = u32::MAX,
+        |pool| pool.remove_credit = 1e6,
+        |pool| pool.refusals_per_pick = 1e6,
+    ];
+    for (number, damage) in damages.iter().enumerate() {
+        let mut pool = PoolState::new();
+        damage(&mut pool);
+        if let Ok(mut pool) = PoolState::decode(&pool.encode()) {
+            pool.pick(&settings, ms(1), &mut SmallRng::seed_from_u64(1));
+            assert!(PoolState::decode(&pool.encode()).is_ok(), "damage {number}");
+        }
+    }
+    // A pick removes as often as the credit says.
+    let mut pool = PoolState::new();
+    pool.remove_credit = 1.0;
+    assert_eq!(PoolState::decode(&pool.encode()).err(), Some(BlobError::Content));
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     Report(u16, u32, Option<u32>),
