@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{compose, debian, dist, envoy, plb_guest, sim};
+use crate::commands::{compose, debian, dist, envoy, fuzz, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run, workspace};
 
@@ -70,6 +70,8 @@ enum Step {
     Matrix,
     /// The docker-compose demo with every fault; under CI=true, or when named with --only
     Compose,
+    /// Every fuzz target replays its corpus and searches for ten seconds; under CI=true, or when named with --only
+    Fuzz,
     /// The benchmarks compile
     Benches,
     /// Every experiment of the simulator, short
@@ -149,6 +151,7 @@ impl Step {
             Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
             Self::Compose => "docker-compose demo",
+            Self::Fuzz => "fuzzing",
             Self::Benches => "benchmarks compile",
             Self::Sim => "simulator",
         }
@@ -176,6 +179,7 @@ impl Session<'_> {
             Step::PlbGuest => self.plb_guest(),
             Step::Matrix => self.version_matrix(),
             Step::Compose => self.compose(),
+            Step::Fuzz => self.fuzz(),
             Step::Benches => run::check(run::cargo().args([
                 "bench",
                 "--package",
@@ -263,6 +267,18 @@ impl Session<'_> {
             None => self.impossible.extend(compose::check(self.args.wasm.toolchain)?),
         }
         Ok(())
+    }
+
+    fn fuzz(&mut self) -> Result<()> {
+        if !self.ci && !self.args.only.contains(&Step::Fuzz) {
+            self.skipped.push("fuzzing: not asked for (--only fuzz, cargo xtask fuzz)".to_owned());
+            return Ok(());
+        }
+        if let Some(why) = fuzz::missing() {
+            self.skipped.push(format!("fuzzing: {why}"));
+            return Ok(());
+        }
+        fuzz::quick()
     }
 
     fn version_matrix(&mut self) -> Result<()> {
@@ -404,7 +420,7 @@ impl Tally {
 const MOST_RETRIED: usize = 4;
 
 /// Cheap checks first.
-const STEPS: [Step; 13] = [
+const STEPS: [Step; 14] = [
     Step::Format,
     Step::Deps,
     Step::Circles,
@@ -416,6 +432,7 @@ const STEPS: [Step; 13] = [
     Step::PlbGuest,
     Step::Matrix,
     Step::Compose,
+    Step::Fuzz,
     Step::Benches,
     Step::Sim,
 ];
