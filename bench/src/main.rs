@@ -20,6 +20,7 @@ mod process;
 mod recovery;
 mod scenario;
 mod sim;
+mod soak;
 mod stats;
 mod table;
 
@@ -51,6 +52,8 @@ enum Command {
     /// Envoy and load of `plb` (started by it)
     #[command(hide = true)]
     PlbClient(plb::Client),
+    /// Millions of requests with failures mixed in: memory, counters and connections afterwards
+    Soak(soak::Soak),
     /// The simulator: policies in virtual time, without Envoy
     Sim(sim::Sim),
     /// The replicas of a benchmark (started by the others)
@@ -83,6 +86,7 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::E2e(what) => e2e::run(what).await,
             Command::Cost(cost) => cost::run(cost).await,
             Command::PlbClient(args) => plb::client(args).await,
+            Command::Soak(args) => soak::run(args).await,
             Command::Plb(_) | Command::PlbServers(_) | Command::Backends | Command::Sim(_) => {
                 unreachable!("handled above")
             }

@@ -12,4 +12,5 @@ pub(crate) mod fuzz;
 pub(crate) mod plb_guest;
 pub(crate) mod reference;
 pub(crate) mod sim;
+pub(crate) mod soak;
 pub(crate) mod test;
