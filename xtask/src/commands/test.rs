@@ -70,7 +70,7 @@ enum Step {
     Matrix,
     /// The docker-compose demo with every fault; under CI=true, or when named with --only
     Compose,
-    /// Every fuzz target replays its corpus and searches for ten seconds; under CI=true, or when named with --only
+    /// Every fuzz target replays its corpus and searches for five seconds; under CI=true, or when named with --only
     Fuzz,
     /// The benchmarks compile
     Benches,
