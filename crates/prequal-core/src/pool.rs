@@ -623,7 +623,7 @@ impl Blob for PoolState {
             && state.ejections <= 1
             && state.trials.is_sound()
             && state.clock.is_sound();
-        if !finite || !bounded || !state.entries().iter().all(|entry| entry.endpoint.is_valid()) {
+        if !finite || !bounded || !state.entries().iter().all(Entry::is_sound) {
             return Err(BlobError::Content);
         }
         Ok(state)

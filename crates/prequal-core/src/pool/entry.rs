@@ -2,7 +2,7 @@
 
 use rand::Rng;
 
-use super::PoolSettings;
+use super::{FULL_SHARE, PoolSettings};
 use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 use crate::load::Load;
@@ -73,6 +73,11 @@ impl Entry {
             failing: load.failing,
             open: capacity.open.into(),
         }
+    }
+
+    /// Whether a blob may hold this. Ages are divided by the knee.
+    pub(super) fn is_sound(&self) -> bool {
+        self.endpoint.is_valid() && self.knee > 0 && self.share <= FULL_SHARE
     }
 
     pub(super) fn placement(&self) -> Placement {

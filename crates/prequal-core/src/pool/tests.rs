@@ -558,6 +558,24 @@ fn a_foreign_blob_is_refused() {
     assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Content));
 }
 
+/// Found by fuzzing: a knee of 0 was divided by, and each new VM would have read the same blob and crashed again.
+#[test]
+fn an_entry_that_no_report_makes_is_refused() {
+    let settings = Profile::Default.pool_settings();
+    let mut rng = SmallRng::seed_from_u64(1);
+    let damages: [fn(&mut Entry); 2] = [|entry| entry.knee = 0, |entry| entry.share = u8::MAX];
+    for (number, damage) in damages.iter().enumerate() {
+        let mut pool = PoolState::new();
+        for n in 0..3 {
+            let load = Load::at_face_value(0, Some(1000));
+            pool.record(&settings, ms(1), replica(n), load, Placement::even(0), &mut rng);
+        }
+        assert!(PoolState::decode(&pool.encode()).is_ok());
+        damage(&mut pool.entries[1]);
+        assert_eq!(PoolState::decode(&pool.encode()).err(), Some(BlobError::Content), "damage {number}");
+    }
+}
+
 /// Found by fuzzing: counts that no worker writes became rates that the next worker refused, and the pool was lost then.
 #[test]
 fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
