@@ -22,9 +22,7 @@ fn seeds() -> Vec<Vec<u8>> {
         for n in 0..count {
             let now = Micros::from_millis(1_000_000 + u64::from(n));
             match n % 4 {
-                0 => {
-                    drop(members.observe(replica(n), Some(replica(n).with_port(9000)), Evidence::Served, now))
-                }
+                0 => _ = members.observe(replica(n), Some(replica(n).with_port(9000)), Evidence::Served, now),
                 1 => drop(members.observe(replica(n), None, Evidence::Hearsay, now)),
                 _ => members.sample_met(replica(n), None, now),
             }
