@@ -124,7 +124,7 @@ mod tests {
         let digest = format!("sha256:{}", "a".repeat(64));
         let digests = Digests { module: &digest, agent: &digest };
         let error =
-            pinned(&workspace::root().join("envoy-configs"), "9.9.9", &digests).err().expect("an error");
+            pinned(&workspace::root().join("envoy-configs"), "9.9.9", &digests).expect_err("an error");
         assert!(error.to_string().contains("does not name version 9.9.9"), "{error}");
     }
 }
