@@ -2,6 +2,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod build;
+pub(crate) mod chaos;
 pub(crate) mod compose;
 pub(crate) mod debian;
 pub(crate) mod demo;

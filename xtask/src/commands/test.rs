@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{compose, debian, dist, envoy, fuzz, plb_guest, sim};
+use crate::commands::{chaos, compose, debian, dist, envoy, fuzz, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run, workspace};
 
@@ -62,6 +62,8 @@ enum Step {
     Build,
     /// Every unit, documentation and end-to-end test
     Test,
+    /// A handful of faults under load; under CI=true, or when named with --only
+    Chaos,
     /// A release for this machine alone: its files are right, and its images go through a registry
     Release,
     /// The kernel's own PLB, in a guest kernel; under CI=true, or when named with --only
@@ -147,6 +149,7 @@ impl Step {
             Self::Docs => "documentation",
             Self::Build => "build",
             Self::Test => "tests",
+            Self::Chaos => "chaos, short",
             Self::Release => "release",
             Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
@@ -175,6 +178,7 @@ impl Session<'_> {
             ),
             Step::Build => self.build(),
             Step::Test => self.tests(),
+            Step::Chaos => self.chaos(),
             Step::Release => self.release(),
             Step::PlbGuest => self.plb_guest(),
             Step::Matrix => self.version_matrix(),
@@ -234,6 +238,19 @@ impl Session<'_> {
         let envoy = envoy::default_envoy()?;
         debian::prometheus();
         self.cargo_test(run::cargo().args(["test", "--workspace", "--no-fail-fast"]).env("ENVOY", envoy))
+    }
+
+    fn chaos(&mut self) -> Result<()> {
+        if !self.ci && !self.args.only.contains(&Step::Chaos) {
+            self.skipped.push("chaos: not asked for (--only chaos)".to_owned());
+            return Ok(());
+        }
+        match chaos::missing() {
+            Some(why) if self.ci => self.impossible.push(format!("chaos: {why}")),
+            Some(why) => self.skipped.push(format!("chaos: {why}")),
+            None => chaos::short()?,
+        }
+        Ok(())
     }
 
     fn release(&mut self) -> Result<()> {
@@ -420,7 +437,7 @@ impl Tally {
 const MOST_RETRIED: usize = 4;
 
 /// Cheap checks first.
-const STEPS: [Step; 14] = [
+const STEPS: [Step; 15] = [
     Step::Format,
     Step::Deps,
     Step::Circles,
@@ -428,6 +445,7 @@ const STEPS: [Step; 14] = [
     Step::Docs,
     Step::Build,
     Step::Test,
+    Step::Chaos,
     Step::Release,
     Step::PlbGuest,
     Step::Matrix,

@@ -1,0 +1,130 @@
+//! The Envoy before the replicas, with what it takes to change it while it runs: its listener, its endpoints, its process.
+//!
+//! The configuration is the shipped one but for where listener and endpoints come from: files, which can change.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use prequal_testbed::{Envoy, EnvoyConfig, PARENT_SHUTDOWN_S};
+use serde_json::json;
+
+/// The serving cluster of the shipped configuration.
+pub(crate) const CLUSTER: &str = "replicas";
+/// Its probe cluster.
+pub(crate) const PROBE_CLUSTER: &str = "replicas-agent";
+
+/// The port of the shipped listener.
+const PORT: u16 = 10_000;
+/// Workers: as many as the machine that the goals are for has cores.
+const WORKERS: u32 = 2;
+
+/// Envoy, and those before it that drain.
+pub(crate) struct Edge {
+    envoy: Envoy,
+    config: EnvoyConfig,
+    addrs: Vec<SocketAddr>,
+    updates: u32,
+}
+
+impl Edge {
+    pub(super) fn start(addrs: &[SocketAddr]) -> Result<Self> {
+        let config = EnvoyConfig::for_replicas(addrs)?
+            .concurrency(WORKERS)
+            .dynamic_listener()
+            .eds(&[CLUSTER, PROBE_CLUSTER])
+            .edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(PORT));
+        let envoy = Envoy::start_restartable(config.clone())?;
+        Ok(Self { envoy, config, addrs: addrs.to_vec(), updates: 0 })
+    }
+
+    /// Where users' requests go.
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.envoy.addr()
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.envoy.pid()
+    }
+
+    /// Replicas that the filter knows.
+    pub(super) fn members(&self) -> Result<u64> {
+        Ok(self.envoy.prequal(CLUSTER)?.other("prequal_members"))
+    }
+
+    /// Gives `cluster` the endpoints of all replicas but `without`.
+    pub(crate) fn set_endpoints(&mut self, cluster: &str, without: &[usize]) -> Result<()> {
+        let kept: Vec<SocketAddr> = self
+            .addrs
+            .iter()
+            .enumerate()
+            .filter(|(replica, _)| !without.contains(replica))
+            .map(|(_, addr)| *addr)
+            .collect();
+        self.envoy.set_endpoints(cluster, &kept)
+    }
+
+    /// Replaces the listener by one that differs, with `module` as its filter.
+    pub(crate) fn update_listener(&mut self, module: &Path) -> Result<()> {
+        self.updates += 1;
+        let number = self.updates;
+        let config = self.config.clone().module(module).edit(|config| {
+            config.listener_mut()["metadata"] = json!({"filter_metadata": {"chaos": {"update": number}}});
+        });
+        ensure!(self.envoy.update_listener(config.clone())?, "Envoy refused it: {}", self.envoy.log());
+        self.config = config;
+        Ok(())
+    }
+
+    /// Another process takes over; returns when the old one has ended.
+    pub(super) fn hot_restart(&mut self) -> Result<()> {
+        let new = self.envoy.hot_restart(self.config.clone())?;
+        let mut old = std::mem::replace(&mut self.envoy, new);
+        old.wait_for_end(Duration::from_secs(PARENT_SHUTDOWN_S + 10))
+    }
+
+    /// What Envoy and the filter count of failures, for the explanation of a miss.
+    pub(super) fn evidence(&self) -> Vec<String> {
+        const PARTS: [&str; 7] = ["reset", "retry", "fail", "timeout", "destroy", "_5xx", "overflow"];
+        let telling = |name: &str| {
+            (name.starts_with("cluster.replicas.upstream_") && PARTS.iter().any(|part| name.contains(part)))
+                || name.contains("prequal_ejections_total")
+                || name.contains("vm_reload")
+        };
+        match self.envoy.stats() {
+            Ok(stats) => stats
+                .into_iter()
+                .filter(|(name, value)| *value > 0 && telling(name))
+                .map(|(name, value)| format!("{name} {value}"))
+                .collect(),
+            Err(error) => vec![format!("Envoy: {error:#}"), self.envoy.log()],
+        }
+    }
+
+    /// Gauges that are not zero, and counters that do not agree.
+    pub(super) fn unbalanced(&self, ejected: bool) -> Result<Vec<String>> {
+        let mut found = Vec::new();
+        let stats = self.envoy.stats()?;
+        for name in [
+            "cluster.replicas.upstream_rq_active",
+            "cluster.replicas.upstream_rq_pending_active",
+            "http.ingress.downstream_rq_active",
+        ] {
+            match stats.get(name).copied().unwrap_or(0) {
+                0 => {}
+                count => found.push(format!("{name} {count}")),
+            }
+        }
+        let prequal = self.envoy.prequal(CLUSTER)?;
+        let gauges: &[&str] =
+            if ejected { &["prequal_ejected", "prequal_panic"] } else { &["prequal_panic"] };
+        for name in gauges {
+            match prequal.other(name) {
+                0 => {}
+                count => found.push(format!("{name} {count}")),
+            }
+        }
+        Ok(found)
+    }
+}

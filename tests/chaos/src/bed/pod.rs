@@ -1,0 +1,193 @@
+//! One replica: a backend and the agent before it, each of which can be killed, hung and started again at its address.
+//! What is so already stays so: faults that meet do not undo each other's order.
+
+use std::net::SocketAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use prequal_testbed::{Agent, AgentOptions};
+
+use super::backend::{Process, signal};
+use crate::backend::Mode;
+use crate::harm::Harm;
+
+/// Below the range from which the system takes ports for connections, so that a port of the dead stays free.
+const AGENT_PORTS: u16 = 8101;
+const BACKEND_PORTS: u16 = 9101;
+
+/// One replica.
+pub(crate) struct Pod {
+    pub(crate) number: usize,
+    agent: Mutex<Option<Agent>>,
+    backend: Mutex<Backend>,
+    /// In the agent's place.
+    liar: Mutex<Option<Process>>,
+}
+
+#[derive(Default)]
+struct Backend {
+    process: Option<Process>,
+    /// Broken on purpose by processes that have ended.
+    broken: u64,
+}
+
+impl Pod {
+    pub(super) fn start(number: usize) -> Result<Self> {
+        let pod = Self { number, agent: Mutex::default(), backend: Mutex::default(), liar: Mutex::default() };
+        pod.start_backend()?;
+        pod.start_agent(&[])?;
+        Ok(pod)
+    }
+
+    /// Where Envoy finds the replica.
+    pub(crate) fn addr(&self) -> SocketAddr {
+        ([127, 0, 0, 1], AGENT_PORTS + self.number as u16).into()
+    }
+
+    fn backend_addr(&self) -> SocketAddr {
+        ([127, 0, 0, 1], BACKEND_PORTS + self.number as u16).into()
+    }
+
+    fn agent(&self) -> MutexGuard<'_, Option<Agent>> {
+        lock(&self.agent)
+    }
+
+    /// Starts the agent, with further arguments, if there is none.
+    pub(crate) fn start_agent(&self, args: &[String]) -> Result<()> {
+        let mut agent = self.agent();
+        if agent.is_none() {
+            let options = AgentOptions {
+                listen: self.addr().to_string(),
+                args: args.to_vec(),
+                ..AgentOptions::default()
+            };
+            *agent = Some(Agent::start_with(self.backend_addr(), &options)?);
+        }
+        Ok(())
+    }
+
+    /// Kills the agent, as a crash would.
+    pub(crate) fn kill_agent(&self, harm: &Harm) {
+        if let Some(mut agent) = self.agent().take() {
+            harm.note(Some(self.number), || agent.kill());
+        }
+    }
+
+    /// Ends the agent with SIGTERM; it finishes what it is working on.
+    pub(crate) fn terminate_agent(&self, limit: Duration) -> Result<()> {
+        if let Some(mut agent) = self.agent().take() {
+            ensure!(agent.terminate(limit).is_some(), "agent {} still runs after {limit:?}", self.number);
+        }
+        Ok(())
+    }
+
+    /// Puts a liar in the place of the agent, which has ended.
+    pub(crate) fn start_liar(&self, mode: Mode) -> Result<()> {
+        let mut process = Process::start(self.number, self.addr())?;
+        process.order(mode)?;
+        *lock(&self.liar) = Some(process);
+        Ok(())
+    }
+
+    /// Kills the liar.
+    pub(crate) fn end_liar(&self, harm: &Harm) {
+        if let Some(mut liar) = lock(&self.liar).take() {
+            harm.note(Some(self.number), || liar.kill());
+        }
+    }
+
+    /// Its process, if there is one.
+    pub(crate) fn agent_pid(&self) -> Option<u32> {
+        self.agent().as_ref().map(Agent::pid)
+    }
+
+    /// Sends the agent a signal, if there is one.
+    pub(crate) fn signal_agent(&self, number: i32) {
+        if let Some(pid) = self.agent_pid() {
+            signal(pid, number);
+        }
+    }
+
+    /// Starts the backend if there is none.
+    pub(crate) fn start_backend(&self) -> Result<()> {
+        let mut backend = lock(&self.backend);
+        if backend.process.is_none() {
+            backend.process = Some(Process::start(self.number, self.backend_addr())?);
+        }
+        Ok(())
+    }
+
+    /// Kills the backend, as a crash would.
+    pub(crate) fn kill_backend(&self, harm: &Harm) {
+        let mut backend = lock(&self.backend);
+        if let Some(mut process) = backend.process.take() {
+            harm.note(Some(self.number), || process.kill());
+        }
+    }
+
+    /// Sends the backend a signal, if there is one.
+    pub(crate) fn signal_backend(&self, number: i32) {
+        if let Some(process) = &lock(&self.backend).process {
+            process.signal(number);
+        }
+    }
+
+    /// From now on the backend behaves so, if there is one.
+    pub(crate) fn order(&self, mode: Mode) -> Result<()> {
+        let mut backend = lock(&self.backend);
+        let backend = &mut *backend;
+        let Some(process) = &mut backend.process else { return Ok(()) };
+        if mode == Mode::Well {
+            // A kill later loses no count.
+            backend.broken = backend.broken.max(process.counts()?.1);
+        }
+        process.order(mode)
+    }
+
+    /// Requests that the backend has broken on purpose so far.
+    pub(crate) fn broken(&self) -> Result<u64> {
+        let mut backend = lock(&self.backend);
+        let backend = &mut *backend;
+        if let Some(process) = &mut backend.process {
+            backend.broken = backend.broken.max(process.counts()?.1);
+        }
+        Ok(backend.broken)
+    }
+
+    /// What the agent counts of failures, for the explanation of a miss.
+    pub(super) fn evidence(&self) -> Vec<String> {
+        let Some(Ok(metrics)) = self.agent().as_ref().map(Agent::metrics) else { return Vec::new() };
+        let failures = metrics.into_iter().filter(|(name, value)| {
+            *value > 0.0
+                && (name.contains("errors_total") || name.contains("\"failure\"") || name.contains("refused"))
+        });
+        failures.map(|(name, value)| format!("agent {}: {name} {value}", self.number)).collect()
+    }
+
+    /// Counts that are not zero.
+    pub(super) fn unbalanced(&self) -> Result<Vec<String>> {
+        let mut found = Vec::new();
+        match &*self.agent() {
+            // One that is hung, or dead, for good is a fault that did not end.
+            None => found.push(format!("agent {} does not run", self.number)),
+            Some(agent) => match agent.rif() {
+                Ok(0) => {}
+                Ok(rif) => found.push(format!("RIF {rif} at agent {}", self.number)),
+                Err(error) => found.push(format!("agent {}: {error:#}", self.number)),
+            },
+        }
+        match &mut lock(&self.backend).process {
+            None => found.push(format!("backend {} does not run", self.number)),
+            Some(process) => match process.counts()?.0 {
+                0 => {}
+                count => found.push(format!("{count} in flight at backend {}", self.number)),
+            },
+        }
+        Ok(found)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

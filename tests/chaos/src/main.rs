@@ -1,0 +1,226 @@
+//! Faults under load: the shipped configuration, a real Envoy, eight agents with backends, 500 requests a second of every
+//! kind. Each fault has a goal; a missed one is the exit status. `cargo xtask chaos` builds what is needed and calls this.
+//!
+//! * `mix`, `load`: what users send, and what counts as an error.
+//! * `backend`, `bed`: what is under test.
+//! * `fault`, `faults`: what happens to it, as data.
+//! * `run`, `harm`, `verdict`, `report`: what it costs, whose fault that is, and whether it is too much.
+
+mod backend;
+mod bed;
+mod clock;
+mod fault;
+mod faults;
+mod harm;
+mod load;
+mod mix;
+mod network;
+mod report;
+mod run;
+mod verdict;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use clap::{Parser, Subcommand};
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+
+use crate::bed::Bed;
+use crate::fault::{Fault, Goal, Scope};
+use crate::report::Row;
+use crate::run::Outcome;
+
+#[derive(Parser)]
+#[command(name = "prequal-chaos", about = "Faults under load, each with a goal")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Makes faults happen, and judges what they cost
+    Run(Args),
+    /// A backend (started by `run`)
+    #[command(hide = true)]
+    Backend { addr: SocketAddr, number: usize },
+    /// Computes (started by `run`)
+    #[command(hide = true)]
+    Hog,
+}
+
+#[derive(clap::Args)]
+struct Args {
+    /// Only these faults; `all` for each [default: all]
+    faults: Vec<String>,
+
+    /// Print all faults and end
+    #[arg(long)]
+    list: bool,
+
+    /// Do not wait until replicas have their traffic back; without names only a handful of faults, as in CI
+    #[arg(long)]
+    short: bool,
+
+    /// Afterwards this many random pairs of faults at once
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pairs: u32,
+
+    /// Draws the pairs and the requests; printed, so that a run can be repeated [default: random]
+    #[arg(long, value_name = "S")]
+    seed: Option<u64>,
+
+    /// Requests a second
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(10..=10_000))]
+    rate: u32,
+
+    /// Write the table into docs/reliability.md
+    #[arg(long)]
+    write: bool,
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Backend { addr, number } => backend::serve(addr, number).map(|()| ExitCode::SUCCESS),
+        Command::Hog => faults::hog().map(|()| ExitCode::SUCCESS),
+        Command::Run(args) if args.list => {
+            faults::all().for_each(|fault| println!("{:<24} {}", fault.name, fault.what));
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Run(args) => run(&args),
+    };
+    done.unwrap_or_else(|error| {
+        // Without a backtrace: what failed is another program.
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+/// What happens in one run: a fault, or two.
+type Plan = Vec<&'static Fault>;
+
+fn run(args: &Args) -> Result<ExitCode> {
+    if let Some(missing) = prequal_testbed::missing(&[]) {
+        eprintln!("{missing}");
+        return Ok(ExitCode::from(2));
+    }
+    let seed = args.seed.unwrap_or_else(any_seed);
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let plans = plans(args, &mut rng)?;
+    network::enter()?;
+    let dir = tempfile::TempDir::new()?;
+    let clock = clock(dir.path());
+    println!("seed {seed}, {} requests/s, {} runs", args.rate, plans.len());
+
+    let (mut rows, mut impossible) = (Vec::new(), Vec::new());
+    let mut bed = Some(Bed::start(clock.clone())?);
+    for (index, plan) in plans.iter().enumerate() {
+        let bed_now = match bed.take() {
+            Some(bed) => bed,
+            None => Bed::start(clock.clone())?,
+        };
+        if let Some(reason) = plan.iter().find_map(|fault| (fault.missing)(&bed_now)) {
+            println!("[{}/{}] {}: not possible here: {reason}", index + 1, plans.len(), name(plan));
+            impossible.push(format!("{}: {reason}", name(plan)));
+            bed = Some(bed_now);
+            continue;
+        }
+        println!("[{}/{}] {}: {}", index + 1, plans.len(), name(plan), what(plan));
+        let started = Instant::now();
+        let outcome = run::run(&bed_now, plan, args.rate, rng.random(), !args.short);
+        let row = row(plan, outcome, !args.short);
+        println!("        {:.0} s: {}", started.elapsed().as_secs_f64(), report::verdict(&row));
+        // What did not recover is nothing to begin the next run with.
+        if row.misses.is_empty() {
+            bed = Some(bed_now);
+        } else {
+            bed_now.evidence().iter().for_each(|line| println!("        {line}"));
+        }
+        rows.push(row);
+    }
+    drop(bed);
+    println!("\n{}{}", report::text(&rows), report::summary(&rows, &impossible));
+    if args.write {
+        report::write(&rows, &impossible, args.rate)?;
+    }
+    Ok(if rows.iter().all(|row| row.misses.is_empty()) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// One that is short enough to be typed.
+fn any_seed() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    u64::from(now.subsec_micros())
+}
+
+fn plans(args: &Args, rng: &mut SmallRng) -> Result<Vec<Plan>> {
+    let names: Vec<&str> = if args.short && args.faults.is_empty() {
+        faults::SHORT.to_vec()
+    } else {
+        args.faults.iter().map(String::as_str).collect()
+    };
+    for name in &names {
+        let known = *name == "all" || faults::all().any(|fault| fault.name == *name);
+        ensure!(known, "no such fault: {name}; --list shows all");
+    }
+    let every = names.is_empty() || names.contains(&"all");
+    let chosen: Vec<&Fault> = faults::all().filter(|fault| every || names.contains(&fault.name)).collect();
+    let alone = chosen.iter().map(|fault| vec![*fault]);
+    let mut plans: Vec<Plan> = alone.collect();
+    let all: Vec<&Fault> = faults::all().collect();
+    let pairs: Vec<Plan> = all
+        .iter()
+        .flat_map(|first| all.iter().map(move |second| vec![*first, *second]))
+        .filter(|pair| pair[0].name < pair[1].name && pair_up(pair[0].scope, pair[1].scope))
+        .collect();
+    plans.extend((0..args.pairs).map(|_| pairs[rng.random_range(0..pairs.len())].clone()));
+    Ok(plans)
+}
+
+/// Whether faults of these scopes leave each other alone.
+fn pair_up(first: Scope, second: Scope) -> bool {
+    match (first, second) {
+        (Scope::Replicas, Scope::Replicas) => true,
+        (Scope::Replicas, Scope::Fleet) | (Scope::Fleet, Scope::Replicas) => false,
+        _ => first != second,
+    }
+}
+
+fn name(plan: &Plan) -> String {
+    plan.iter().map(|fault| fault.name).collect::<Vec<_>>().join(" + ")
+}
+
+fn what(plan: &Plan) -> String {
+    plan.iter().map(|fault| fault.what).collect::<Vec<_>>().join("; and ")
+}
+
+fn row(plan: &Plan, outcome: Result<Outcome>, waits_for_traffic: bool) -> Row {
+    let outcome =
+        outcome.unwrap_or_else(|error| Outcome { broken: Some(format!("{error:#}")), ..Outcome::default() });
+    let goals: Vec<Goal> = plan.iter().map(|fault| fault.goal).collect();
+    let goal = verdict::sum(&goals);
+    let misses = verdict::misses(&outcome, goal, waits_for_traffic);
+    let what = if plan.len() == 1 { what(plan) } else { "both at once".to_owned() };
+    Row { name: name(plan), what, goal, outcome, misses }
+}
+
+/// Makes Envoy's clock one that can be stepped, if there is a compiler. Called while this process has one thread.
+fn clock(dir: &Path) -> Option<PathBuf> {
+    if !network::has("cc", "--version") {
+        return None;
+    }
+    match clock::prepare(dir) {
+        Ok((program, offset)) => {
+            // SAFETY: no other thread reads or writes the environment: there is none yet.
+            unsafe { std::env::set_var("ENVOY", program) };
+            Some(offset)
+        }
+        Err(error) => {
+            eprintln!("Envoy's clock cannot be stepped: {error:#}");
+            None
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! A network namespace of its own for everything: ports that are nobody else's, and a loopback that may lose packets.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, ensure};
+
+/// Moves this process, and all that it starts, into a new network namespace. To be called before any thread runs.
+pub(crate) fn enter() -> Result<()> {
+    // SAFETY: unshare takes a plain integer and changes only this process, which has one thread yet.
+    let done = unsafe { libc::unshare(libc::CLONE_NEWNET) };
+    ensure!(done == 0, "a network namespace of its own: {} (it needs root)", std::io::Error::last_os_error());
+    run("ip", &["link", "set", "lo", "up"])
+}
+
+/// Runs a tool to its end.
+pub(crate) fn run(program: &str, args: &[&str]) -> Result<()> {
+    let output = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot start {program}"))?;
+    ensure!(
+        output.status.success(),
+        "{program} {}: {}",
+        args.join(" "),
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    Ok(())
+}
+
+/// Whether a tool can be run at all.
+pub(crate) fn has(program: &str, arg: &str) -> bool {
+    Command::new(program)
+        .arg(arg)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}

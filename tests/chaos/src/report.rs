@@ -1,0 +1,110 @@
+//! The table: on the terminal, and in `docs/reliability.md`.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use prequal_testbed::workspace_root;
+
+use crate::fault::Goal;
+use crate::run::Outcome;
+
+/// One run and its verdict.
+pub(crate) struct Row {
+    pub(crate) name: String,
+    pub(crate) what: String,
+    pub(crate) goal: Goal,
+    pub(crate) outcome: Outcome,
+    pub(crate) misses: Vec<String>,
+}
+
+/// Where the table stands in the document.
+const DOCUMENT: &str = "docs/reliability.md";
+const BEGIN: &str = "<!-- cargo xtask chaos --write: begin -->\n";
+const END: &str = "<!-- cargo xtask chaos --write: end -->\n";
+
+/// One line for each run.
+pub(crate) fn text(rows: &[Row]) -> String {
+    let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
+    let mut text = format!(
+        "{:<width$}  {:>8}  {:>5}  {:>6}  {:>5}  {:>14}  {:>6}  verdict\n",
+        "fault", "requests", "own", "errors", "late", "recovery/goal", "back"
+    );
+    for row in rows {
+        let outcome = &row.outcome;
+        let recovery = format!("{}/{} s", seconds(outcome.recovery), row.goal.recovery.as_secs());
+        let _ = writeln!(
+            text,
+            "{:<width$}  {:>8}  {:>5}  {:>6}  {:>5}  {recovery:>14}  {:>6}  {}",
+            row.name,
+            outcome.requests,
+            outcome.own,
+            outcome.errors.len(),
+            outcome.late,
+            seconds(outcome.back),
+            verdict(row),
+        );
+    }
+    text
+}
+
+/// How many goals are met.
+pub(crate) fn summary(rows: &[Row], impossible: &[String]) -> String {
+    let met = rows.iter().filter(|row| row.misses.is_empty()).count();
+    let mut text = format!("{met} of {} goals met\n", rows.len());
+    for reason in impossible {
+        let _ = writeln!(text, "not possible here: {reason}");
+    }
+    text
+}
+
+/// Replaces the table of the document.
+pub(crate) fn write(rows: &[Row], impossible: &[String], rate: u32) -> Result<()> {
+    let path = workspace_root().join(DOCUMENT);
+    let old = fs::read_to_string(&path).with_context(|| format!("reading {DOCUMENT}"))?;
+    let (before, rest) = old.split_once(BEGIN).with_context(|| format!("{DOCUMENT} has no {BEGIN}"))?;
+    let (_, after) = rest.split_once(END).with_context(|| format!("{DOCUMENT} has no {END}"))?;
+    fs::write(&path, format!("{before}{BEGIN}{}{END}{after}", markdown(rows, impossible, rate)))?;
+    Ok(())
+}
+
+fn markdown(rows: &[Row], impossible: &[String], rate: u32) -> String {
+    let mut text = format!("\n{rate} requests/s. {}\n", summary(rows, impossible));
+    text += "| fault | what happens | own | errors | late | recovery (goal) | traffic back | goal met |\n";
+    text += "|---|---|---|---|---|---|---|---|\n";
+    for row in rows {
+        let outcome = &row.outcome;
+        let _ = writeln!(
+            text,
+            "| `{}` | {} | {} | {} | {} | {} s ({} s) | {} s | {} |",
+            row.name,
+            row.what,
+            outcome.own,
+            outcome.errors.len(),
+            outcome.late,
+            seconds(outcome.recovery),
+            row.goal.recovery.as_secs(),
+            seconds(outcome.back),
+            if row.misses.is_empty() { "yes" } else { "**no**" },
+        );
+    }
+    let missed: Vec<&Row> = rows.iter().filter(|row| !row.misses.is_empty()).collect();
+    if !missed.is_empty() {
+        text += "\nMissed:\n\n";
+        for row in missed {
+            let _ = writeln!(text, "- `{}`: {}", row.name, row.misses.join("; ").replace('\n', " "));
+        }
+    }
+    text.push('\n');
+    text
+}
+
+/// `met`, or what is missed.
+pub(crate) fn verdict(row: &Row) -> String {
+    if row.misses.is_empty() { "met".to_owned() } else { format!("MISSED: {}", row.misses.join("; ")) }
+}
+
+fn seconds(time: Option<Duration>) -> String {
+    time.map_or_else(|| "–".to_owned(), |time| format!("{:.1}", time.as_secs_f64()))
+}
