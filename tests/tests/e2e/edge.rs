@@ -64,7 +64,7 @@ fn sent(addr: SocketAddr, bytes: &[u8]) -> Result<TcpStream> {
 fn rest(mut stream: TcpStream) -> Result<String> {
     let mut bytes = Vec::new();
     match stream.read_to_end(&mut bytes) {
-        Err(error) if error.kind() != std::io::ErrorKind::ConnectionReset => return Err(error.into()),
+        Err(error) if error.kind() != std::io::ErrorKind::ConnectionReset => Err(error.into()),
         _ => Ok(String::from_utf8_lossy(&bytes).into_owned()),
     }
 }
