@@ -13,7 +13,7 @@
 //! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: that a replica can serve more must be shown. W is
 //! E(K) / N. `docs/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
-//! What the fit is slow to see, single answers show at once ([`recent`]): that a replica has become faster, and that requests
+//! What the fit is slow to see, single answers show at once (`capacity/recent.rs`): that a replica has become faster, and that requests
 //! beyond its knee do not wait.
 //!
 //! What is in flight but not at the server (a stream, a request that waits for its client) is no part of the level; the
