@@ -184,7 +184,10 @@ fn roll_out(
     mut discover: impl FnMut(&[SocketAddr]) -> Result<()>,
 ) -> Result<Vec<String>> {
     let request = Request::post("/", vec![b'x'; 1000]);
-    let loads = clients.map(|client| Load::start(client, 50, request.clone()));
+    let mut loads = Vec::new();
+    for (protocol, client) in ["HTTP/1.1", "HTTP/2"].into_iter().zip(clients) {
+        loads.push((protocol, Load::start(client, 50, request.clone())));
+    }
     for _ in 0..pods.len() {
         std::thread::sleep(SECOND);
         let (mut agent, backend) = pods.pop_front().context("a pod")?;
@@ -198,7 +201,10 @@ fn roll_out(
         discover(&addrs(pods))?;
     }
     std::thread::sleep(SECOND);
-    Ok(loads.into_iter().flat_map(Load::failures).collect())
+    let failures = loads.into_iter().flat_map(|(protocol, load)| {
+        load.failures().into_iter().map(move |failure| format!("{protocol}: {failure}"))
+    });
+    Ok(failures.collect())
 }
 
 fn addrs(pods: &VecDeque<(Agent, Backend)>) -> Vec<SocketAddr> {
@@ -230,6 +236,21 @@ fn agents_that_leave_lose_no_request() -> Result<()> {
         |_| options.clone(),
         |addrs| clusters.into_iter().try_for_each(|cluster| envoy.set_endpoints(cluster, addrs)),
     )?;
+    assert!(failures.is_empty(), "{failures:#?}");
+    Ok(())
+}
+
+/// Nothing tells Envoy that the agent leaves: it goes on sending on the connections that it has, and these end with their next
+/// response.
+#[test]
+fn agents_that_leave_unannounced_lose_no_request_either() -> Result<()> {
+    bed!();
+    let mut pods = three_pods(&AgentOptions::default())?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&pods))?)?;
+    warm(&envoy, 3);
+    let clients = [envoy.client(), Client::http2(envoy.addr())];
+    let options = |addr: SocketAddr| AgentOptions { listen: addr.to_string(), ..AgentOptions::default() };
+    let failures = roll_out(&mut pods, clients, options, |_| Ok(()))?;
     assert!(failures.is_empty(), "{failures:#?}");
     Ok(())
 }
