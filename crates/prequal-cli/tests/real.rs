@@ -243,7 +243,8 @@ fn top_shows_what_happens() -> Result {
     let of_agent: Vec<&str> = agents.lines().last().unwrap_or_default().split_whitespace().collect();
     let [url, _rif, base_ms, knee, failing] = of_agent[..] else { panic!("{shown}") };
     assert_eq!((url, failing), (&*format!("http://{agent}"), "0.0%"), "{shown}");
-    for number in [base_ms, knee] {
+    // A plus says that the knee may be higher.
+    for number in [base_ms, knee.trim_end_matches('+')] {
         assert!(number.parse::<f64>().is_ok_and(|number| number > 0.0), "{shown}");
     }
     assert!(busy.starts_with(&format!("http://{admin} replicas\n")), "{shown}");

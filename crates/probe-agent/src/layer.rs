@@ -287,7 +287,7 @@ mod tests {
         let response = service.call(get("/x")).await.unwrap();
         let told = response.headers()["x-prequal-load"].to_str().unwrap();
         assert!(told.starts_with("0;;10.0.0.7:80;up=0;base="), "the one that leaves is left out: {told}");
-        assert!(told.ends_with(";knee=1"), "and counts as served: {told}");
+        assert!(told.ends_with(";knee=1;open=1"), "and counts as served: {told}");
         assert_eq!(load.rif(), 1);
         assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
         assert_eq!(load.rif(), 0);

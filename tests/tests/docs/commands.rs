@@ -31,7 +31,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("promtool test rules prequal-alerts.test.yaml", "promtool_accepts_the_rules_and_their_tests_pass"),
     ("sha256sum --check", "step `release`"),
     (
-        "skopeo copy oci:target/release-dist/prequal_filter-0.1.0.oci:0.1.0 docker://REGISTRY/prequal-filter:0.1.0",
+        "skopeo copy oci:target/release-dist/prequal_filter-0.1.0.oci:0.1.0 docker://REGISTRY/prequal_filter:0.1.0",
         "step `release`, with a registry of its own",
     ),
     (
@@ -55,6 +55,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("istioctl proxy-status", NO_ISTIOCTL),
     ("grep '\"name\"'", "of what istioctl prints"),
     ("cargo bench -p prequal-bench --bench conflicts", "it takes minutes; `cargo xtask test` compiles it"),
+    ("skopeo inspect docker://docker.io/envoyproxy/envoy:v1.40.0", "it asks a public registry"),
     ("go mod download -json istio.io/api@v1.31.1", "it fetches; for who refreshes the schemas"),
 ];
 

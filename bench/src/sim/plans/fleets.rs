@@ -66,7 +66,7 @@ fn all() -> Vec<Point> {
     let flapping = fleet("10, no queues, one 12x now and then", &[(10, NO_QUEUE, 50.0)], Exact, 200.0);
     // As many queries of others, by round robin: as beside an Envoy that has no Prequal yet.
     let beside = |what: &str| {
-        fleet(&format!("9 at 50, one {what}, then healed, others"), &[(9, NO_QUEUE, 50.0)], Exact, 220.0)
+        fleet(&format!("9, one {what}, healed, others"), &[(9, NO_QUEUE, 50.0)], Exact, 220.0)
             .clients(4)
             .with(|scenario| scenario.others = 220.0)
     };
