@@ -114,9 +114,8 @@ const CALM_TRIES: u32 = 5;
 /// Fewest requests in a window whose p99 counts.
 const SAMPLES: u64 = 1000;
 
-/// A healed replica has half of an equal share again within this, seconds. Its agent forgets slow requests after 15 s, and at
-/// this rate trials are 9 s apart: 14 to 38 s were seen.
-const BACK: u64 = 45;
+/// A healed replica has half of an equal share again within this, seconds. At this rate trials are 9 s apart.
+const BACK: u64 = 20;
 
 /// Replicas in rotation.
 const REPLICAS: f64 = 8.0;
