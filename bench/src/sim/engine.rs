@@ -338,7 +338,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Nobody waits for the answer: the server alone notices the query.
+    /// No client waits for the answer: the server alone notices the query.
     fn other(&mut self) {
         if self.now >= self.until {
             return;

@@ -45,8 +45,9 @@ impl FastRun {
         }
         self.answers += 1.0;
         self.took_us += f64::from(latency_us);
+        // Most runs are shorter, and need no logarithm.
         let usual = self.usual.clamp(FAST_SHARE.0, FAST_SHARE.1);
-        self.answers * -usual.ln() > CERTAIN
+        self.answers >= SHORTEST && self.answers * -usual.ln() > CERTAIN
     }
 
     /// The answers of the run, and the time they took; the next run begins.
@@ -96,6 +97,8 @@ impl Beyond {
 
 /// Natural logarithm of how improbable a run of fast answers has to be.
 const CERTAIN: f64 = 12.0;
+/// Answers below which no run is that improbable: −ln 0.3 each.
+const SHORTEST: f64 = 10.0;
 /// Bounds of the usual share of fast answers.
 const FAST_SHARE: (f64, f64) = (0.3, 0.99);
 /// Answers over which [`FastRun`] and [`Beyond`] average.
