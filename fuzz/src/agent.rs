@@ -69,7 +69,8 @@ async fn side(version: UpstreamHttp2) -> Side {
     config.limits.header_timeout = Duration::from_secs(1);
     config.limits.connect_timeout = Duration::from_secs(4);
     let agent = Agent::bind(config).expect("an agent");
-    let (addr, load) = (agent.addrs().service, agent.load());
+    let addr = agent.addrs().service.tcp().expect("a TCP port");
+    let load = agent.load();
     tokio::task::spawn_local(agent.run(std::future::pending()));
     let hostile = Rc::new(RefCell::new(None));
     tokio::task::spawn_local(serve(backend, hostile.clone()));

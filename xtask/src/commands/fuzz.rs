@@ -113,21 +113,37 @@ fn folder() -> PathBuf {
     workspace::target().join("fuzz")
 }
 
-/// Builds all targets; returns the folder of their programs.
-fn build() -> Result<PathBuf> {
-    progress::headline("building the fuzz targets");
+/// Formatting and clippy: the package is outside the workspace, so that the steps for the workspace miss it.
+pub(crate) fn lint() -> Result<()> {
+    run::check(cargo("fmt")?.args(["--", "--check"]))?;
+    run::check(
+        cargo("clippy")?
+            .args(["--all-targets", "--target-dir"])
+            .arg(workspace::target())
+            .args(["--", "--deny", "warnings"]),
+    )
+}
+
+/// One of cargo's commands on the package of the targets.
+fn cargo(command: &str) -> Result<Command> {
     let package = workspace::root().join("fuzz");
     // The versions that are shipped are those that are fuzzed. What only the targets need is pinned in their manifest.
     fs::copy(workspace::root().join("Cargo.lock"), package.join("Cargo.lock"))
         .context("copying Cargo.lock")?;
+    let mut cargo = run::cargo();
+    cargo.arg(command).arg("--manifest-path").arg(package.join("Cargo.toml"));
+    Ok(cargo)
+}
+
+/// Builds all targets; returns the folder of their programs.
+fn build() -> Result<PathBuf> {
+    progress::headline("building the fuzz targets");
     let host = run::output(run::tool("rustc").arg("-vV"))?;
     let host = host.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;
     // With --target the flags are for the targets alone: build scripts and macros stay as they are.
-    let mut cargo = run::cargo();
+    let mut cargo = cargo("build")?;
     cargo
-        .args(["build", "--release", "--bins", "--target", host, "--manifest-path"])
-        .arg(package.join("Cargo.toml"))
-        .arg("--target-dir")
+        .args(["--release", "--bins", "--target", host, "--target-dir"])
         .arg(folder())
         .env("RUSTFLAGS", RUSTFLAGS)
         .env_remove("CARGO_ENCODED_RUSTFLAGS");

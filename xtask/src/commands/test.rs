@@ -210,6 +210,8 @@ impl Session<'_> {
                 .args(["clippy", "--package", "probe-agent", "--lib", "--no-default-features"])
                 .args(["--", "--deny", "warnings"]),
         )?;
+        // A workspace of its own: whatever changes the agent's interface must find it here, not at the end.
+        fuzz::lint()?;
         match self.toolchain()? {
             native @ Toolchain::Native => run::check(
                 run::cargo()
