@@ -8,8 +8,9 @@ use crate::time::Micros;
 
 /// Finds out that a replica has become faster than its fit says: it has healed, or a stall is over.
 ///
-/// Answers are fast that take less than half of the base latency, without the time in the queue. Among requests that differ
-/// many are; a run of them is too long for chance once its probability is below e^−[`CERTAIN`].
+/// Answers are fast that take less than half of the base latency. Among requests that differ many are; a run of them is too
+/// long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive beyond the knee do not count: in a
+/// fleet without room, the estimate would start anew at each short respite and send the next burst there.
 #[derive(Debug)]
 pub(super) struct FastRun {
     /// Moving average of the share of fast answers.
@@ -29,9 +30,11 @@ impl Default for FastRun {
 impl FastRun {
     /// Takes in an answer; whether the run is too long for chance.
     pub(super) fn answered(&mut self, now: Micros, fit: Capacity, arrived_as: u32, latency_us: u32) -> bool {
+        if arrived_as > fit.knee.into() {
+            return false;
+        }
         let arrived = Micros(now.0.saturating_sub(latency_us.into()));
-        let crowding = fit.crowding(arrived_as.saturating_sub(1));
-        let fast = f64::from(latency_us) < f64::from(fit.base_us) * crowding / 2.0;
+        let fast = latency_us < fit.base_us / 2;
         self.usual += (f64::from(u8::from(fast)) - self.usual) / REMEMBERED;
         if !fast {
             // A request that is older than the run says nothing against it.
