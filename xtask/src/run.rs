@@ -75,6 +75,35 @@ pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result
     Ok(())
 }
 
+/// Builds a program of the workspace as users run it, and returns its file. All of them have the features of the whole
+/// workspace: with those of one package, every dependency would be compiled once more for each.
+pub(crate) fn built_program(name: &str) -> Result<PathBuf> {
+    let file = format!("{name}{}", std::env::consts::EXE_SUFFIX);
+    built_file(cargo().args(["build", "--release", "--workspace", "--bin", name]), &file)
+}
+
+/// The tests called `names` as `cargo test --workspace` makes them, in this order. Asking cargo for single tests would
+/// compile their dependencies once more, with the features of these alone.
+pub(crate) fn built_tests<const N: usize>(names: [&str; N]) -> Result<[PathBuf; N]> {
+    let mut found = [const { None }; N];
+    let mut command = cargo();
+    command.args(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]);
+    lines(&mut command, |line| {
+        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
+        for (found, name) in found.iter_mut().zip(names) {
+            if message["target"]["name"] == name
+                && let Some(path) = message["executable"].as_str()
+            {
+                *found = Some(PathBuf::from(path));
+            }
+        }
+    })?;
+    if let Some(name) = names.iter().zip(&found).find_map(|(name, found)| found.is_none().then_some(name)) {
+        bail!("`{}` made no {name}", shown(&command));
+    }
+    Ok(found.map(Option::unwrap_or_default))
+}
+
 /// Runs a `cargo build ...` and returns the file called `name` that it made, wherever cargo put it.
 pub(crate) fn built_file(command: &mut Command, name: &str) -> Result<PathBuf> {
     let mut found = None;

@@ -73,11 +73,7 @@ pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) ->
         build::dist(toolchain)?;
     }
     progress::headline("building the harness");
-    let name = format!("prequal-bench{}", std::env::consts::EXE_SUFFIX);
-    let program = run::built_file(
-        run::cargo().args(["build", "--release", "--package", "prequal-bench", "--bin", "prequal-bench"]),
-        &name,
-    )?;
+    let program = run::built_program("prequal-bench")?;
     progress::headline(format_args!("prequal-bench {subcommand}"));
     run::check(
         std::process::Command::new(program)

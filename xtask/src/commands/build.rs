@@ -38,15 +38,9 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
     progress::headline("building target/dist/");
     let started = Instant::now();
     let toolchain = Toolchain::prepare(choice)?;
-    for (package, program) in
-        [("probe-agent", "probe-agent"), ("prequal-cli", "prequal"), ("prequal-demo", "prequal-demo")]
-    {
+    for program in ["probe-agent", "prequal", "prequal-demo"] {
         let name = format!("{program}{}", std::env::consts::EXE_SUFFIX);
-        let built = run::built_file(
-            run::cargo().args(["build", "--release", "--package", package, "--bin", program]),
-            &name,
-        )?;
-        place(&built, &workspace::dist().join(name))?;
+        place(&run::built_program(program)?, &workspace::dist().join(name))?;
     }
     place(&filter(&toolchain, "")?, &workspace::dist().join("prequal_filter.wasm"))?;
     progress::say(format_args!("built in {}", progress::seconds(started.elapsed())));

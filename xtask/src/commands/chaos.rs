@@ -48,10 +48,7 @@ pub(crate) fn short() -> Result<()> {
 fn start(args: &[OsString]) -> Result<()> {
     let envoy = envoy::default_envoy()?;
     progress::headline("building prequal-chaos");
-    let program = run::built_file(
-        run::cargo().args(["build", "--release", "--package", "prequal-chaos"]),
-        &format!("prequal-chaos{}", std::env::consts::EXE_SUFFIX),
-    )?;
+    let program = run::built_program("prequal-chaos")?;
     run::check(
         Command::new(program)
             .current_dir(workspace::root())

@@ -35,8 +35,5 @@ pub(crate) fn quick() -> Result<()> {
 
 fn program() -> Result<PathBuf> {
     progress::headline("building the simulator");
-    run::built_file(
-        run::cargo().args(["build", "--release", "--package", "prequal-bench", "--bin", "prequal-bench"]),
-        &format!("prequal-bench{}", std::env::consts::EXE_SUFFIX),
-    )
+    run::built_program("prequal-bench")
 }

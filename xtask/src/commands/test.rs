@@ -14,7 +14,7 @@ use crate::commands::{chaos, compose, debian, dist, envoy, fuzz, plb_guest, sim}
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run, workspace};
 
-/// Runs every check that CI runs: format, lints, documentation, dependencies, circles of files, all tests, benchmarks compile, simulator.
+/// Runs every check that CI runs: format, lints, documentation, dependencies, circles of files, all tests, simulator.
 ///
 /// Stops at the first failure; of tests, after a second try of each that failed, alone. Checks that could not be made here, and tests that were ignored, are listed at
 /// the end; with --no-skips, and always under CI=true, they are failures.
@@ -54,7 +54,7 @@ enum Step {
     Deps,
     /// No files of a crate use each other
     Circles,
-    /// clippy, on the host and for the module's target
+    /// clippy over all targets, the benchmarks and fuzz targets included, on the host and for the module's target
     Lint,
     /// rustdoc without warnings
     Docs,
@@ -74,8 +74,6 @@ enum Step {
     Compose,
     /// Every fuzz target replays its corpus and searches for five seconds; under CI=true, or when named with --only
     Fuzz,
-    /// The benchmarks compile
-    Benches,
     /// Every experiment of the simulator, short
     Sim,
 }
@@ -155,7 +153,6 @@ impl Step {
             Self::Matrix => "version matrix",
             Self::Compose => "docker-compose demo",
             Self::Fuzz => "fuzzing",
-            Self::Benches => "benchmarks compile",
             Self::Sim => "simulator",
         }
     }
@@ -184,13 +181,6 @@ impl Session<'_> {
             Step::Matrix => self.version_matrix(),
             Step::Compose => self.compose(),
             Step::Fuzz => self.fuzz(),
-            Step::Benches => run::check(run::cargo().args([
-                "bench",
-                "--package",
-                "prequal-bench",
-                "--benches",
-                "--no-run",
-            ])),
             Step::Sim => sim::quick(),
         }
     }
@@ -239,7 +229,11 @@ impl Session<'_> {
     fn tests(&mut self) -> Result<()> {
         let envoy = envoy::default_envoy()?;
         debian::prometheus();
-        self.cargo_test(run::cargo().args(["test", "--workspace", "--no-fail-fast"]).env("ENVOY", envoy))
+        let mut command = run::cargo();
+        self.run_tests(
+            command.args(["test", "--workspace", "--no-fail-fast"]).env("ENVOY", envoy),
+            &["--tests", "--"],
+        )
     }
 
     fn chaos(&mut self) -> Result<()> {
@@ -309,21 +303,25 @@ impl Session<'_> {
             Matrix::Ends => &[envoy::VERSIONS[0], envoy::VERSIONS[envoy::VERSIONS.len() - 1]],
             Matrix::All => &envoy::VERSIONS,
         };
+        let programs = run::built_tests(["matrix", "mesh"])?;
         for version in versions {
             let envoy = envoy::pinned(version)?;
             progress::say(format_args!("Envoy {version}"));
-            self.cargo_test(
-                run::cargo()
-                    .args(["test", "--package", "prequal-testbed", "--test", "matrix", "--test", "mesh"])
-                    .env("ENVOY", envoy),
-            )
-            .with_context(|| format!("on Envoy {version}"))?;
+            for program in &programs {
+                let mut command = Command::new(program);
+                self.run_tests(
+                    command.current_dir(workspace::root().join("tests")).env("ENVOY", &envoy),
+                    &[],
+                )
+                .with_context(|| format!("on Envoy {version}"))?;
+            }
         }
         Ok(())
     }
 
-    /// Runs cargo's tests with the environment they read, shows every line, and notes what did not run.
-    fn cargo_test(&mut self, command: &mut Command) -> Result<()> {
+    /// Runs tests with the environment they read, shows every line, and notes what did not run. `to_tests`: what has to stand
+    /// before the arguments of the tests themselves.
+    fn run_tests(&mut self, command: &mut Command, to_tests: &[&str]) -> Result<()> {
         for file in [
             workspace::dist().join("prequal_filter.wasm"),
             workspace::dist_test().join("prequal_filter_crash.wasm"),
@@ -340,7 +338,7 @@ impl Session<'_> {
         if ran.is_err() && (1..=MOST_RETRIED).contains(&tally.failed.len()) {
             let failed = std::mem::take(&mut tally.failed);
             progress::say(format_args!("failed beside others; once more, each alone: {}", failed.join(", ")));
-            let alone = command.args(["--tests", "--", "--exact", "--test-threads=1"]).args(&failed);
+            let alone = command.args(to_tests).args(["--exact", "--test-threads=1"]).args(&failed);
             let passed = tally.passed;
             ran = tally.run(alone);
             if ran.is_ok() {
@@ -439,7 +437,7 @@ impl Tally {
 const MOST_RETRIED: usize = 4;
 
 /// Cheap checks first.
-const STEPS: [Step; 15] = [
+const STEPS: [Step; 14] = [
     Step::Format,
     Step::Deps,
     Step::Circles,
@@ -453,7 +451,6 @@ const STEPS: [Step; 15] = [
     Step::Matrix,
     Step::Compose,
     Step::Fuzz,
-    Step::Benches,
     Step::Sim,
 ];
 
