@@ -42,6 +42,9 @@ enum Command {
     Envoy(commands::envoy::Args),
     PlbGuest(commands::plb_guest::Args),
     Reference(commands::reference::Args),
+    /// What CI's run of the tests starts for itself
+    #[command(hide = true)]
+    Ahead,
 }
 
 fn main() -> ExitCode {
@@ -60,6 +63,7 @@ fn main() -> ExitCode {
         Command::Envoy(args) => commands::envoy::run(&args),
         Command::PlbGuest(args) => commands::plb_guest::run(&args),
         Command::Reference(args) => commands::reference::run(&args),
+        Command::Ahead => commands::ahead::run(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

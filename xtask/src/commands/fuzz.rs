@@ -136,7 +136,7 @@ fn cargo(command: &str) -> Result<Command> {
 }
 
 /// Builds all targets; returns the folder of their programs.
-fn build() -> Result<PathBuf> {
+pub(crate) fn build() -> Result<PathBuf> {
     progress::headline("building the fuzz targets");
     let host = run::output(run::tool("rustc").arg("-vV"))?;
     let host = host.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;

@@ -1,5 +1,6 @@
 //! One file a command; each has an `Args` and a `run`.
 
+pub(crate) mod ahead;
 pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod chaos;

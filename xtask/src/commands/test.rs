@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use crate::commands::ahead::Ahead;
 use crate::commands::build::{self, WasmArgs};
 use crate::commands::{chaos, compose, debian, dist, envoy, fuzz, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
@@ -100,7 +101,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         STEPS.into_iter().filter(|step| args.only.is_empty() || args.only.contains(step)).collect();
 
     let started = Instant::now();
+    let mut ahead = None;
     for (index, step) in steps.iter().enumerate() {
+        if *step == Step::Test && ci && args.only.is_empty() {
+            ahead = Ahead::start();
+        }
         progress::headline(format_args!("[{}/{}] {}", index + 1, steps.len(), step.title()));
         let step_started = Instant::now();
         let done = session.run(*step);
@@ -109,6 +114,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         progress::say(format_args!("{}: ok, {elapsed}", step.title()));
     }
 
+    drop(ahead);
     progress::headline(format_args!(
         "{} of {} steps ok in {}",
         steps.len(),

@@ -21,16 +21,25 @@ pub(crate) fn missing() -> Option<String> {
     had.err().map(|why| progress::last_line(&why))
 }
 
-/// Builds it below target/ and checks it.
+/// Builds it below target/.
+pub(crate) fn build(choice: Choice) -> Result<()> {
+    parts(choice).map(drop)
+}
+
+/// Builds it and checks it.
 pub(crate) fn run(choice: Choice) -> Result<()> {
-    let toolchain = Toolchain::prepare(choice)?;
-    let here: Vec<_> =
-        PLATFORMS.into_iter().filter(|platform| platform.arch == std::env::consts::ARCH).collect();
-    let parts = Parts::build(&toolchain, &here)?;
+    let parts = parts(choice)?;
     let scratch = workspace::target().join(format!("release-{}", std::process::id()));
     let checked = check(&parts, &scratch);
     fs::remove_dir_all(&scratch)?;
     checked
+}
+
+fn parts(choice: Choice) -> Result<Parts> {
+    let toolchain = Toolchain::prepare(choice)?;
+    let here: Vec<_> =
+        PLATFORMS.into_iter().filter(|platform| platform.arch == std::env::consts::ARCH).collect();
+    Parts::build(&toolchain, &here)
 }
 
 fn check(parts: &Parts, scratch: &Path) -> Result<()> {
