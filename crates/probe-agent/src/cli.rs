@@ -257,6 +257,11 @@ pub struct Cli {
 }
 
 impl Cli {
+    /// Where messages of the process as a whole go.
+    pub fn log(&self) -> Log {
+        Log::new(self.log_format)
+    }
+
     /// Every replica that was asked for. The first has the admin port.
     pub fn configs(self) -> Vec<AgentConfig> {
         let hints = (self.hint_cache, self.hint_divisor);

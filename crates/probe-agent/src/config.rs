@@ -48,8 +48,8 @@ pub struct AgentConfig {
     pub tls_clients: Option<TlsClients>,
     /// TLS towards the backend.
     pub upstream_tls: Option<UpstreamTls>,
-    /// Make the service and upstream sockets repathable (PLB), as far as the host allows; what it does not allow goes to
-    /// standard error. Default off.
+    /// Make the service and upstream sockets repathable (PLB), as far as the host allows; what it does not allow is
+    /// logged. Default off.
     pub plb: bool,
     /// What the agent says of failures. Default [`Log::default`]: nothing.
     pub log: Log,

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
+use std::io::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -68,7 +69,9 @@ impl Log {
 
     fn write(&self, class: &str, message: &str, left_out: u64) {
         if let Some(format) = self.format {
-            eprintln!("{}", line(format, class, message, left_out));
+            let line = line(format, class, message, left_out) + "\n";
+            // `eprintln!` would panic, and with it a request or the accept loop, once standard error has no reader.
+            let _ = std::io::stderr().write_all(line.as_bytes());
         }
     }
 }

@@ -13,24 +13,24 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 fn main() -> ExitCode {
-    match run(Cli::parse()) {
+    let cli = Cli::parse();
+    let log = cli.log();
+    match run(cli, &log) {
         Ok(0) => ExitCode::SUCCESS,
         Ok(_) => ExitCode::from(CUT),
         Err(error) => {
-            eprintln!("probe-agent: {error:#}");
+            log.say(&format!("{error:#}"));
             ExitCode::FAILURE
         }
     }
 }
 
 /// Returns how many requests the drain cut.
-fn run(cli: Cli) -> anyhow::Result<u32> {
+fn run(cli: Cli, log: &Log) -> anyhow::Result<u32> {
     let runtime = runtime(cli.threads)?;
     let cut = runtime.block_on(async {
         let mut agents = Vec::new();
-        let mut log = Log::default();
         for config in cli.configs() {
-            log = config.log.clone();
             agents.push(Agent::bind(config)?);
         }
         if let Some((first, others)) = agents.split_first_mut() {

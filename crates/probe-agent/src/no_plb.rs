@@ -2,9 +2,15 @@
 
 use std::os::fd::AsFd;
 
-#[derive(Debug, Default)]
+use crate::log::Log;
+
+#[derive(Debug)]
 pub(crate) struct Plb;
 
 impl Plb {
+    pub(crate) fn new(_: Log) -> Self {
+        Self
+    }
+
     pub(crate) fn prepare(&self, _which: &str, _socket: &impl AsFd, _ipv6: bool) {}
 }

@@ -12,6 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::config::AgentConfig;
 use crate::load::Load;
+use crate::log::Log;
 use crate::socket::Socket;
 
 /// Why TLS could not be set up.
@@ -34,7 +35,7 @@ impl Acceptor {
         match *self {}
     }
 
-    pub(crate) fn watch(&self, _: Duration, _: Load) -> Pending<()> {
+    pub(crate) fn watch(&self, _: Duration, _: Load, _: Log) -> Pending<()> {
         match *self {}
     }
 }
@@ -51,7 +52,7 @@ impl Connector {
         match *self {}
     }
 
-    pub(crate) fn watch(&self, _: Duration, _: Load) -> Pending<()> {
+    pub(crate) fn watch(&self, _: Duration, _: Load, _: Log) -> Pending<()> {
         match *self {}
     }
 }

@@ -6,20 +6,27 @@ use std::sync::{Mutex, PoisonError};
 
 use plb_netlink::prepare::prepare;
 
-/// Prepares sockets, and says on standard error what does not work, each thing once.
-#[derive(Debug, Default)]
+use crate::log::Log;
+
+/// Prepares sockets, and logs what does not work, each thing once.
+#[derive(Debug)]
 pub(crate) struct Plb {
+    log: Log,
     said: Mutex<BTreeSet<String>>,
 }
 
 impl Plb {
+    pub(crate) fn new(log: Log) -> Self {
+        Self { log, said: Mutex::default() }
+    }
+
     /// To be called before `connect` or `listen`. `which` is for messages.
     pub(crate) fn prepare(&self, which: &str, socket: &impl AsFd, ipv6: bool) {
         for obstacle in prepare(socket, ipv6) {
-            let line = format!("probe-agent: --plb: {which}: {obstacle}");
+            let line = format!("--plb: {which}: {obstacle}");
             let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
             if !said.contains(&line) {
-                eprintln!("{line}");
+                self.log.say(&line);
                 said.insert(line);
             }
         }

@@ -109,7 +109,7 @@ impl Agent {
         if config.plb && !cfg!(feature = "plb") {
             return Err(AgentError::NoPlb);
         }
-        let plb = config.plb.then(Plb::default);
+        let plb = config.plb.then(|| Plb::new(config.log.clone()));
         let listen = |port, addr: Listen, plb| {
             let bound = Listener::bind(port, &addr, plb);
             let named = bound.and_then(|listener| Ok((listener.local()?, listener)));
@@ -204,8 +204,13 @@ impl Agent {
             let (checker, load) = (&own.checker, &own.checker.load);
             let interval = self.limits.tls_reload_interval;
             tasks.push(tokio::spawn(checker.clone().watch()));
-            tasks.extend(self.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
-            tasks.extend(checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone()))));
+            let log = &self.shared.log;
+            tasks.extend(
+                self.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone(), log.clone()))),
+            );
+            tasks.extend(
+                checker.tls.iter().map(|tls| tokio::spawn(tls.watch(interval, load.clone(), log.clone()))),
+            );
         }
         if let Some(listener) = self.admin {
             let page = page.clone();

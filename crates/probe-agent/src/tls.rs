@@ -19,6 +19,7 @@ use x509_cert::der::Decode as _;
 
 use crate::config::{AgentConfig, ClientVerify, TlsClients};
 use crate::load::Load;
+use crate::log::Log;
 use crate::reload::Reloaded;
 use crate::socket::Socket;
 
@@ -107,13 +108,18 @@ impl Acceptor {
     }
 
     /// Uses new files as they come. Never ends.
-    pub(crate) fn watch(&self, interval: Duration, load: Load) -> impl Future<Output = ()> + Send + use<> {
+    pub(crate) fn watch(
+        &self,
+        interval: Duration,
+        load: Load,
+        log: Log,
+    ) -> impl Future<Output = ()> + Send + use<> {
         load.counters().set_certificate_expiry(self.0.current().expiry);
         self.0.clone().watch(interval, move |made| {
             if let Ok(listening) = &made {
                 load.counters().set_certificate_expiry(listening.expiry);
             }
-            tell("listening", &made, &load);
+            note("listening", &made, &load, &log);
         })
     }
 }
@@ -148,8 +154,13 @@ impl Connector {
     }
 
     /// Uses new files as they come. Never ends.
-    pub(crate) fn watch(&self, interval: Duration, load: Load) -> impl Future<Output = ()> + Send + use<> {
-        self.with.clone().watch(interval, move |made| tell("upstream", &made, &load))
+    pub(crate) fn watch(
+        &self,
+        interval: Duration,
+        load: Load,
+        log: Log,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        self.with.clone().watch(interval, move |made| note("upstream", &made, &load, &log))
     }
 }
 
@@ -163,16 +174,17 @@ pub(crate) fn connected_http2(stream: &Connected) -> bool {
     stream.get_ref().1.alpn_protocol() == Some(b"h2")
 }
 
-fn tell<T>(side: &str, made: &Result<T, TlsError>, load: &Load) {
+/// Counts and logs an attempt to use new files.
+fn note<T>(side: &str, made: &Result<T, TlsError>, load: &Load, log: &Log) {
     load.counters().count_tls_reload(made.is_ok());
     match made {
-        Ok(_) => eprintln!("probe-agent: TLS, {side}: certificates changed, new connections use them"),
+        Ok(_) => log.say(&format!("TLS, {side}: certificates changed, new connections use them")),
         Err(error) => {
             let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
             let causes: String = causes.map(|cause| format!(": {cause}")).collect();
-            eprintln!(
-                "probe-agent: TLS, {side}: certificates changed and cannot be used, the old ones stay: {error}{causes}"
-            );
+            log.say(&format!(
+                "TLS, {side}: certificates changed and cannot be used, the old ones stay: {error}{causes}"
+            ));
         }
     }
 }

@@ -144,6 +144,15 @@ async fn failures_are_said_once_a_second_and_counted_all() {
 }
 
 #[tokio::test]
+async fn without_a_reader_of_standard_error_requests_are_answered_all_the_same() {
+    let mut process = Process::start(dead_backend().await, &[]).await;
+    drop(process.child.stderr.take());
+    assert_eq!(fetch(process.service, "/").await.0.status, StatusCode::BAD_GATEWAY);
+    raw(process.service, "this is no HTTP\r\n\r\n").await;
+    assert_eq!(fetch(process.service, "/").await.0.status, StatusCode::BAD_GATEWAY);
+}
+
+#[tokio::test]
 async fn a_failed_tls_handshake_is_counted() {
     let certified = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
     let dir = tempfile::tempdir().unwrap();
