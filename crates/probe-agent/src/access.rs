@@ -1,15 +1,16 @@
 //! The access log: a line on standard output for each request on the service port, once it is over. Off by default.
 //!
 //! Lines go through a thread of their own: a slow reader of standard output must not hold requests. What it does not take in
-//! time is lost, and counted.
+//! time is lost, and counted. An agent that ends waits a moment for the lines that are left.
 
 use std::io::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::time::Instant;
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant};
 
 use http::{Method, Request, StatusCode, Uri, Version};
+use tokio::sync::oneshot;
 
 use crate::log::{LogFormat, stamped};
 use crate::traffic::{Event, Traffic};
@@ -17,24 +18,54 @@ use crate::traffic::{Event, Traffic};
 /// Where lines go.
 pub(crate) struct AccessLog {
     format: LogFormat,
-    lines: SyncSender<String>,
+    lines: SyncSender<Line>,
     traffic: Arc<Traffic>,
+}
+
+enum Line {
+    Of(String),
+    /// All lines before it are to be written out.
+    Flush(oneshot::Sender<()>),
 }
 
 impl AccessLog {
     pub(crate) fn start(format: LogFormat, traffic: Arc<Traffic>) -> std::io::Result<Self> {
         let (lines, written) = sync_channel(CAPACITY);
-        std::thread::Builder::new().name("access-log".to_owned()).spawn(move || write(&written))?;
+        let lost = traffic.clone();
+        std::thread::Builder::new().name("access-log".to_owned()).spawn(move || write(&written, &lost))?;
         Ok(Self { format, lines, traffic })
+    }
+
+    /// Waits until the lines so far are written, but no longer than [`PATIENCE`].
+    pub(crate) async fn flush(&self) {
+        let (done, flushed) = oneshot::channel();
+        let flush = async {
+            let mut line = Line::Flush(done);
+            while let Err(TrySendError::Full(again)) = self.lines.try_send(line) {
+                line = again;
+                tokio::time::sleep(PATIENCE / 100).await;
+            }
+            let _ = flushed.await;
+        };
+        let _ = tokio::time::timeout(PATIENCE, flush).await;
     }
 }
 
-fn write(lines: &Receiver<String>) {
+fn write(lines: &Receiver<Line>, traffic: &Traffic) {
     while let Ok(first) = lines.recv() {
         let mut out = std::io::stdout().lock();
         for line in [first].into_iter().chain(lines.try_iter().take(CAPACITY)) {
-            // There is no other place to say that standard output is gone.
-            let _ = writeln!(out, "{line}");
+            match line {
+                Line::Of(line) => {
+                    if writeln!(out, "{line}").is_err() {
+                        traffic.count(Event::AccessLost);
+                    }
+                }
+                Line::Flush(done) => {
+                    let _ = out.flush();
+                    let _ = done.send(());
+                }
+            }
         }
         let _ = out.flush();
     }
@@ -115,7 +146,7 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        if self.log.lines.try_send(self.line()).is_err() {
+        if self.log.lines.try_send(Line::Of(self.line())).is_err() {
             self.log.traffic.count(Event::AccessLost);
         }
     }
@@ -123,3 +154,5 @@ impl Drop for Entry {
 
 /// Lines that may wait.
 const CAPACITY: usize = 4096;
+/// How long an agent that ends waits for a slow reader.
+const PATIENCE: Duration = Duration::from_secs(1);

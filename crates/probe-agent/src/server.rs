@@ -276,6 +276,9 @@ impl Agent {
             let _ = phase.send(next);
         }
         let _ = tokio::time::timeout(CLOSES, phase.closed()).await;
+        if let Some(log) = &self.shared.access_log {
+            log.flush().await;
+        }
         abort(tasks).await;
         cut
     }

@@ -229,6 +229,25 @@ async fn each_request_has_a_line_of_the_access_log_if_asked_for() {
 }
 
 #[tokio::test]
+async fn the_access_log_is_written_to_its_end_before_the_process_exits() {
+    const REQUESTS: usize = 100;
+    let addr = backend(|_| async { text("hello") }).await;
+    let mut process = Process::start(addr, &["--access-log", "--drain-idle-ms", "0"]).await;
+    let mut client = client1(process.service).await;
+    // More than a pipe holds.
+    let path = format!("/{}", "x".repeat(4000));
+    for _ in 0..REQUESTS {
+        client.send_request(get(&path)).await.unwrap().into_body().collect().await.unwrap();
+    }
+    drop(client);
+    process.terminate().await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let mut lines = String::new();
+    within(process.stdout.take().unwrap().read_to_string(&mut lines)).await.unwrap();
+    assert_eq!(lines.lines().count(), REQUESTS);
+}
+
+#[tokio::test]
 async fn the_process_and_its_build_are_on_the_page() {
     let (addr, arrived, go) = held_backend().await;
     let process = Process::start(addr, &[]).await;
