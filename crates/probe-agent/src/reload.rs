@@ -3,7 +3,7 @@
 //!
 //! A change is another file behind the path (symbolic links followed: Kubernetes swaps `..data`), another size or another
 //! time. It counts once nothing has changed for one interval, because a certificate and its key are two files. What is
-//! in the files, and who hears of it, is the caller's.
+//! in the files, and where an attempt is reported, is the caller's.
 
 use std::fs;
 use std::io;
@@ -40,18 +40,22 @@ where
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Looks at the files every `interval`, and tells `told` of each attempt to use new ones. Never ends.
-    pub(crate) async fn watch(self: Arc<Self>, interval: Duration, told: impl Fn(Result<T, E>)) {
+    /// Looks at the files every `interval`, and calls `attempted` with the result of each attempt to use new ones. Files that
+    /// could not be used are tried again after [`RETRY`] looks, for the reason may be elsewhere. Never ends.
+    pub(crate) async fn watch(self: Arc<Self>, interval: Duration, attempted: impl Fn(Result<T, E>)) {
         if self.files.is_empty() {
             return std::future::pending().await;
         }
         let mut used = self.origin.clone();
         let mut seen = used.clone();
+        // Looks since the last attempt, if that failed.
+        let mut failed = None::<u32>;
         loop {
             tokio::time::sleep(interval).await;
             let this = self.clone();
             let Ok(now) = tokio::task::spawn_blocking(move || stamps(&this.files)).await else { continue };
-            if now == used || now != seen {
+            failed = failed.map(|looks| looks + 1);
+            if now != seen || now == used && failed.is_none_or(|looks| looks < RETRY) {
                 seen = now;
                 continue;
             }
@@ -59,13 +63,17 @@ where
             let this = self.clone();
             let made = tokio::task::spawn_blocking(move || (this.make)()).await;
             let made = made.unwrap_or_else(|panicked| Err(io::Error::other(panicked).into()));
+            failed = made.is_err().then_some(0);
             if let Ok(made) = &made {
                 *self.current.write().unwrap_or_else(PoisonError::into_inner) = made.clone();
             }
-            told(made);
+            attempted(made);
         }
     }
 }
+
+/// Without a descriptor, or without the right to read a file yet, valid files fail too.
+const RETRY: u32 = 60;
 
 fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
     files.iter().map(|file| Stamp::of(file)).collect()
@@ -162,5 +170,29 @@ mod tests {
         fs::rename(dir.path().join("..data_tmp"), dir.path().join("..data")).unwrap();
         eventually(&told, Some(2)).await;
         assert_eq!(reloaded.current(), 2);
+    }
+
+    #[tokio::test]
+    async fn what_could_not_be_used_is_tried_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("a");
+        fs::write(&file, "1").unwrap();
+        let descriptors = Arc::new(Mutex::new(true));
+        let (path, left) = (file.clone(), descriptors.clone());
+        let make = move || {
+            let read = *left.lock().unwrap();
+            if read { fs::read_to_string(&path) } else { Err(io::Error::from_raw_os_error(libc::EMFILE)) }
+        };
+        let reloaded = Arc::new(Reloaded::new(vec![file.clone()], Box::new(make)).unwrap());
+        let told = Arc::<Mutex<Vec<Option<u32>>>>::default();
+        let log = told.clone();
+        tokio::spawn(reloaded.clone().watch(Duration::from_millis(2), move |made: io::Result<String>| {
+            log.lock().unwrap().push(made.ok().and_then(|text| text.parse().ok()));
+        }));
+        *descriptors.lock().unwrap() = false;
+        fs::write(&file, "22").unwrap();
+        eventually(&told, None).await;
+        *descriptors.lock().unwrap() = true;
+        eventually(&told, Some(22)).await;
     }
 }
