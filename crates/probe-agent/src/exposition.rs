@@ -39,6 +39,8 @@ fn only_help(families: &[(String, String)], name: &str) -> bool {
 /// `name 1` and `name{a="b"} 1` with one more label.
 fn labelled(sample: &str, replica: &str) -> String {
     let Some((series, value)) = sample.rsplit_once(' ') else { return sample.to_owned() };
+    // The path of a Unix socket may hold anything.
+    let replica = replica.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     match series.split_once('{') {
         Some((name, labels)) => format!("{name}{{replica=\"{replica}\",{labels} {value}"),
         None => format!("{series}{{replica=\"{replica}\"}} {value}"),
@@ -65,5 +67,14 @@ mod tests {
              # HELP b How.\n# TYPE b counter\nb{replica=\"one\",x=\"y z\"} 1\nb{replica=\"two\",x=\"y z\"} 2\n\
              # HELP c Some.\n# TYPE c gauge\nc{replica=\"two\"} 1\n"
         );
+    }
+
+    #[test]
+    fn any_path_of_a_socket_is_a_valid_label() {
+        let joined = join(vec![
+            ("unix:/a\"b\\c\nd".into(), "# TYPE a gauge\na 1\n".into()),
+            ("e".into(), String::new()),
+        ]);
+        assert_eq!(joined, "# TYPE a gauge\na{replica=\"unix:/a\\\"b\\\\c\\nd\"} 1\n");
     }
 }
