@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::future::{self, Future};
 use std::io;
 use std::net::SocketAddr;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -309,8 +309,8 @@ impl Ports {
         let Some(endpoint) = self.endpoint(&socket) else { return };
         let client = self.shared.access_log.as_ref().and_then(|_| socket.tcp()?.peer_addr().ok());
         let limits = &self.limits;
-        let Some((stream, http2, replay)) = self.open(socket, &mut life).await else { return };
-        let watch = Arc::new(Watch::new(http2));
+        let Some((io, watch)) = self.open(socket, &mut life).await else { return };
+        let http2 = watch.is_http2();
         let conn = Arc::new(Connection {
             shared: self.shared.clone(),
             watch: watch.clone(),
@@ -320,7 +320,6 @@ impl Ports {
             _admitted: admitted,
             life: life.clone(),
         });
-        let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
         let (shared, requests) = (&self.shared, watch.clone());
         let service = service_fn(move |req| {
             let leash = conn.shared.rules.map(|_| Leash::begin());
@@ -332,20 +331,11 @@ impl Ports {
         if http2 {
             let tasks = Tasks(shared.rules.map(|rules| (rules, shared.traffic.clone())));
             let served = http2_builder(limits, tasks).enable_connect_protocol().serve_connection(io, service);
-            drive(
-                pin!(served),
-                http2::Connection::graceful_shutdown,
-                &watch,
-                life,
-                limits,
-                &self.shared.traffic,
-                &self.shared.log,
-            )
-            .await;
+            self.drive(pin!(served), http2::Connection::graceful_shutdown, &watch, life).await;
         } else {
             let served = http1_builder(limits).serve_connection(io, service).with_upgrades();
             let graceful = http1::UpgradeableConnection::graceful_shutdown;
-            drive(pin!(served), graceful, &watch, life, limits, &self.shared.traffic, &self.shared.log).await;
+            self.drive(pin!(served), graceful, &watch, life).await;
         }
     }
 
@@ -353,9 +343,8 @@ impl Ports {
         let Some(endpoint) = self.endpoint(&socket) else { return };
         let probe_endpoint = self.probe_port.map(|port| endpoint.with_port(port));
         let limits = &self.limits;
-        let Some((stream, http2, replay)) = self.open(socket, &mut life).await else { return };
-        let watch = Arc::new(Watch::new(http2));
-        let io = TokioIo::new(ServerIo::new(stream, replay, watch.clone(), limits.header_timeout));
+        let Some((io, watch)) = self.open(socket, &mut life).await else { return };
+        let http2 = watch.is_http2();
         let (reporter, requests) = (&self.shared.reporter, watch.clone());
         let service = service_fn(|req: Request<Incoming>| {
             let _busy = requests.begin(false);
@@ -373,34 +362,25 @@ impl Ports {
         });
         if http2 {
             let served = http2_builder(limits, Tasks(None)).serve_connection(io, service);
-            drive(
-                pin!(served),
-                http2::Connection::graceful_shutdown,
-                &watch,
-                life,
-                limits,
-                &self.shared.traffic,
-                &self.shared.log,
-            )
-            .await;
+            self.drive(pin!(served), http2::Connection::graceful_shutdown, &watch, life).await;
         } else {
             let served = http1_builder(limits).serve_connection(io, service);
-            drive(
-                pin!(served),
-                http1::Connection::graceful_shutdown,
-                &watch,
-                life,
-                limits,
-                &self.shared.traffic,
-                &self.shared.log,
-            )
-            .await;
+            self.drive(pin!(served), http1::Connection::graceful_shutdown, &watch, life).await;
         }
     }
 
-    /// The connection below HTTP: within TLS if the agent listens with it, whether it is HTTP/2, and what was read to
-    /// know. `None` if it has failed, or the agent drains first.
-    async fn open(&self, socket: Socket, life: &mut Life) -> Option<(Stream, bool, Vec<u8>)> {
+    /// Runs a connection to its end, see [`drive`].
+    async fn drive<C>(&self, served: Pin<&mut C>, graceful: impl Fn(Pin<&mut C>), watch: &Watch, life: Life)
+    where
+        C: Future<Output = Result<(), hyper::Error>>,
+    {
+        let Shared { traffic, log, .. } = &*self.shared;
+        drive(served, graceful, watch, life, &self.limits, traffic, log).await;
+    }
+
+    /// The connection below HTTP: within TLS if the agent listens with it, and detected as HTTP/1 or HTTP/2. `None` if it
+    /// has failed, or the agent drains first.
+    async fn open(&self, socket: Socket, life: &mut Life) -> Option<(TokioIo<ServerIo>, Arc<Watch>)> {
         let limits = &self.limits;
         let open = async {
             let mut stream = match &self.tls {
@@ -412,7 +392,9 @@ impl Ports {
                 }
             };
             let (http2, replay) = self.detect(&mut stream).await?;
-            Some((stream, http2, replay))
+            let watch = Arc::new(Watch::new(http2));
+            let io = ServerIo::new(stream, replay, watch.clone(), limits.header_timeout);
+            Some((TokioIo::new(io), watch))
         };
         tokio::select! {
             opened = open => opened,
