@@ -22,7 +22,7 @@ use probe_agent::Agent;
 use probe_agent::config::AgentConfig;
 use probe_agent::load::Load;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
@@ -216,9 +216,13 @@ impl Process {
     }
 }
 
-/// Nobody listens there.
+/// Refuses every connection. Its port stays bound, so that no other test gets it.
 pub async fn dead_backend() -> SocketAddr {
-    TcpListener::bind(any_port()).await.unwrap().local_addr().unwrap()
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(any_port()).unwrap();
+    let addr = socket.local_addr().unwrap();
+    std::mem::forget(socket);
+    addr
 }
 
 pub fn text(body: &'static str) -> Reply {
