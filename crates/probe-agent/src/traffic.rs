@@ -50,7 +50,7 @@ const FAMILIES: [Family; 7] = [
     ),
     Family(
         "prequal_agent_max_connections_total",
-        "Times that connections had to wait because --max-connections were open.",
+        "Times that --max-connections were open, so that any further one waits.",
         "",
         &[(Event::Full, "")],
     ),
@@ -85,7 +85,7 @@ const FAMILIES: [Family; 7] = [
     ),
     Family(
         "prequal_agent_access_log_lost_total",
-        "Lines of the access log that standard output did not take in time.",
+        "Lines of the access log that standard output did not take, or not in time.",
         "",
         &[(Event::AccessLost, "")],
     ),
