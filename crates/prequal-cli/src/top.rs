@@ -88,7 +88,7 @@ fn once(envoys: &[Admin], agents: &[Admin], interval: Duration) -> Result<ExitCo
     let mut read = Vec::new();
     for admin in agents {
         match agents::scrape(admin) {
-            Ok(agent) => read.push((admin.url.clone(), agent)),
+            Ok(replicas) => read.extend(replicas),
             Err(error) => {
                 failed = true;
                 eprintln!("prequal: {error:#}");

@@ -1,12 +1,13 @@
-//! What replicas say of themselves: one reading of one agent's `/metrics`.
+//! The replicas of an agent: one reading of its `/metrics`. An agent that serves several (`--replica`) tells them apart by the
+//! label `replica`.
 
 use std::fmt::Write as _;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Result, ensure};
 
 use super::scrape::Admin;
 
-/// One replica, by its agent.
+/// One replica, as its agent reports it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Agent {
     /// Requests in flight.
@@ -24,26 +25,37 @@ pub(super) struct Agent {
 /// What the columns of [`Agent::cells`] are.
 pub(super) const HEAD: [&str; 4] = ["   rif", "  base ms", "saturates at", "failing"];
 
+/// The replicas of one agent, each with its name: the address of the admin port, and behind it the replica's label, if any.
+///
 /// # Errors
-/// If nobody answers, or it is no agent.
-pub(super) fn scrape(admin: &Admin) -> Result<Agent> {
+/// If the admin port does not answer, or is not an agent's.
+pub(super) fn scrape(admin: &Admin) -> Result<Vec<(String, Agent)>> {
     let page = admin.get("/metrics", "an agent's admin")?;
-    Agent::read(&page)
-        .with_context(|| format!("{}: this is not an agent's admin: no `prequal_agent_rif`", admin.url))
+    let replicas = Agent::read(&page);
+    ensure!(!replicas.is_empty(), "{}: this is not an agent's admin: no `prequal_agent_rif`", admin.url);
+    let named = |(replica, agent)| match replica {
+        "" => (admin.url.clone(), agent),
+        replica => (format!("{} {replica}", admin.url), agent),
+    };
+    Ok(replicas.into_iter().map(named).collect())
 }
 
 impl Agent {
-    fn read(page: &str) -> Option<Self> {
-        let value = |name: &str| -> Option<f64> {
-            page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
-        };
-        Some(Self {
-            rif: value("prequal_agent_rif")?,
-            base_ms: value("prequal_agent_base_latency_seconds").map(|seconds| seconds * 1e3),
-            knee: value("prequal_agent_knee"),
-            open: value("prequal_agent_knee_open") == Some(1.0),
-            failing: value("prequal_agent_failing_ratio").unwrap_or(0.0),
-        })
+    /// Every replica of a page, with its label; of an agent with a single one it is empty.
+    fn read(page: &str) -> Vec<(&str, Self)> {
+        let all = |name| page.lines().filter_map(move |line| sample(line, name));
+        let replicas = all("prequal_agent_rif").map(|(replica, rif)| {
+            let value = |name| all(name).find(|(of, _)| *of == replica).map(|(_, value)| value);
+            let agent = Self {
+                rif,
+                base_ms: value("prequal_agent_base_latency_seconds").map(|seconds| seconds * 1e3),
+                knee: value("prequal_agent_knee"),
+                open: value("prequal_agent_knee_open") == Some(1.0),
+                failing: value("prequal_agent_failing_ratio").unwrap_or(0.0),
+            };
+            (replica, agent)
+        });
+        replicas.collect()
     }
 
     /// As wide as [`HEAD`].
@@ -58,6 +70,16 @@ impl Agent {
             format!("{:6.1}%", self.failing * 100.0),
         ]
     }
+}
+
+/// The label `replica` and the value of a sample that has no other label.
+fn sample<'a>(line: &'a str, name: &str) -> Option<(&'a str, f64)> {
+    let rest = line.strip_prefix(name)?;
+    let (replica, value) = match rest.strip_prefix("{replica=\"") {
+        Some(labelled) => labelled.rsplit_once("\"} ")?,
+        None => ("", rest.strip_prefix(' ')?),
+    };
+    Some((replica, value.parse().ok()?))
 }
 
 /// All of them as plain text.
@@ -79,12 +101,12 @@ pub(super) mod tests {
         prequal_agent_failing_ratio 0.25\nprequal_agent_requests_total{class=\"success\"} 7\n";
 
     pub(in crate::top) fn agent() -> Agent {
-        Agent::read(PAGE).unwrap()
+        Agent::read(PAGE).remove(0).1
     }
 
     #[test]
     fn a_page_is_read_and_written_down() {
-        let idle = Agent::read("prequal_agent_rif 0\nprequal_agent_rifle 9\n").unwrap();
+        let idle = Agent::read("prequal_agent_rif 0\nprequal_agent_rifle 9\n").remove(0).1;
         let text = text(&[("http://10.0.0.1:9902".into(), agent()), ("http://b:1".into(), idle)]);
         assert_eq!(
             text,
@@ -92,6 +114,16 @@ pub(super) mod tests {
              http://10.0.0.1:9902       3       40.1            4+    25.0%\n\
              http://b:1                 0          -             -     0.0%\n"
         );
-        assert_eq!(Agent::read("up 1\n"), None);
+        assert_eq!(Agent::read("up 1\n"), []);
+    }
+
+    #[test]
+    fn every_replica_of_a_page_is_read() {
+        let page = "prequal_agent_rif{replica=\"127.0.0.1:81\"} 3\nprequal_agent_rif{replica=\"unix:/a b\"} 5\n\
+            prequal_agent_knee{replica=\"unix:/a b\"} 4\nprequal_agent_failing_ratio{replica=\"127.0.0.1:81\"} 0.5\n";
+        let read = Agent::read(page);
+        let shown: Vec<_> =
+            read.iter().map(|(replica, agent)| (*replica, agent.rif, agent.knee, agent.failing)).collect();
+        assert_eq!(shown, [("127.0.0.1:81", 3.0, None, 0.5), ("unix:/a b", 5.0, Some(4.0), 0.0)]);
     }
 }

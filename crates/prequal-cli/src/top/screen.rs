@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_millis(100);
 /// A reading: which admin, and what it said.
 enum Reading {
     Envoy(usize, Result<Scrape, String>),
-    Agent(usize, Result<Agent, String>),
+    Agent(usize, Result<Vec<(String, Agent)>, String>),
 }
 
 /// Draws until somebody quits.
@@ -117,8 +117,8 @@ impl Sort {
 #[derive(Debug)]
 struct State {
     envoys: Vec<Reader>,
-    /// Each agent's address and what it said last.
-    agents: Vec<(String, Option<Result<Agent, String>>)>,
+    /// Each agent's address and its last reading: its replicas, by name.
+    agents: Vec<(String, Option<Result<Vec<(String, Agent)>, String>>)>,
     /// Which of all clusters is shown in detail; the last one if there are fewer.
     chosen: usize,
     sort: Sort,
@@ -145,7 +145,7 @@ impl State {
         }
     }
 
-    fn take_agent(&mut self, index: usize, reading: Result<Agent, String>) {
+    fn take_agent(&mut self, index: usize, reading: Result<Vec<(String, Agent)>, String>) {
         if let Some((_, last)) = self.agents.get_mut(index) {
             *last = Some(reading);
         }
@@ -206,7 +206,8 @@ impl State {
             .collect();
         // More clusters than fit leave room for the detail.
         let listed = u16::try_from(views.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
-        let agents = u16::try_from(self.agents.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
+        let own = self.agent_rows();
+        let agents = u16::try_from(own.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
         let told = u16::try_from(messages.len()).unwrap_or(u16::MAX);
         let rows = [
             Constraint::Length(told),
@@ -216,7 +217,7 @@ impl State {
             Constraint::Length(if agents > 0 { agents + 2 } else { 0 }),
             Constraint::Length(1),
         ];
-        let [top, list, detail, replicas, own, keys] = Layout::vertical(rows).areas(frame.area());
+        let [top, list, detail, replicas, below, keys] = Layout::vertical(rows).areas(frame.area());
         frame.render_widget(Paragraph::new(messages), top);
         // The chosen one stays in sight.
         let first = (chosen + 1).saturating_sub(usize::from(listed));
@@ -231,8 +232,8 @@ impl State {
             frame.render_widget(self.replicas(view), replicas);
         }
         if agents > 0 {
-            let [_, own] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(own);
-            frame.render_widget(self.agents(), own);
+            let [_, below] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(below);
+            frame.render_widget(agents_table(own), below);
         }
         let help = format!("q quit   up/down cluster   s sort replicas (by {})", self.sort.name());
         frame.render_widget(Paragraph::new(help).style(Modifier::DIM), keys);
@@ -266,27 +267,31 @@ impl State {
 }
 
 impl State {
-    /// What replicas say of themselves.
-    fn agents(&self) -> Table<'static> {
-        let rows = self.agents.iter().map(|(url, last)| {
-            let (cells, trouble) = match last {
-                Some(Ok(agent)) => (agent.cells(), String::new()),
-                Some(Err(error)) => (Default::default(), error.clone()),
-                None => (Default::default(), "reading".to_owned()),
-            };
-            Row::new([url.clone()].into_iter().chain(cells).chain([trouble]))
+    /// A row for each replica of each agent, or for an agent that could not be read.
+    fn agent_rows(&self) -> Vec<Row<'static>> {
+        let row = |name: &str, cells: [String; 4], trouble: &str| {
+            Row::new([name.to_owned()].into_iter().chain(cells).chain([trouble.to_owned()]))
+        };
+        let rows = self.agents.iter().flat_map(|(url, last)| match last {
+            Some(Ok(replicas)) => replicas.iter().map(|(name, agent)| row(name, agent.cells(), "")).collect(),
+            Some(Err(error)) => vec![row(url, Default::default(), error)],
+            None => vec![row(url, Default::default(), "reading")],
         });
-        let widths = [
-            Constraint::Min(21),
-            Constraint::Length(6),
-            Constraint::Length(9),
-            Constraint::Length(12),
-            Constraint::Length(7),
-            Constraint::Fill(2),
-        ];
-        let head = ["agent"].into_iter().chain(agents::HEAD).chain(["trouble"]);
-        Table::new(rows, widths).header(Row::new(head).style(Modifier::UNDERLINED))
+        rows.collect()
     }
+}
+
+fn agents_table(rows: Vec<Row<'static>>) -> Table<'static> {
+    let widths = [
+        Constraint::Min(21),
+        Constraint::Length(6),
+        Constraint::Length(9),
+        Constraint::Length(12),
+        Constraint::Length(7),
+        Constraint::Fill(2),
+    ];
+    let head = ["agent"].into_iter().chain(agents::HEAD).chain(["trouble"]);
+    Table::new(rows, widths).header(Row::new(head).style(Modifier::UNDERLINED))
 }
 
 fn clusters(views: &[&View], chosen: usize) -> Table<'static> {
@@ -362,10 +367,13 @@ mod tests {
     fn agents_stand_below_with_what_they_say() {
         let urls = ["http://c:1", "http://d:1", "http://e:1"].map(str::to_owned);
         let mut state = State::new(Vec::new(), urls.to_vec());
-        state.take_agent(0, Ok(agents::tests::agent()));
+        let replicas = ["http://c:1 127.0.0.1:81", "http://c:1 127.0.0.1:82"].map(str::to_owned);
+        state.take_agent(0, Ok(replicas.map(|name| (name, agents::tests::agent())).to_vec()));
         state.take_agent(1, Err("http://d:1 cannot be reached".into()));
-        let text = shown(&state, 100, 20);
-        for part in ["saturates at", "40.1", "25.0%", "http://d:1 cannot be reached", "reading"] {
+        let text = shown(&state, 120, 20);
+        for part in
+            ["saturates at", "40.1", "25.0%", "127.0.0.1:82", "http://d:1 cannot be reached", "reading"]
+        {
             assert!(text.contains(part), "{part} is not in\n{text}");
         }
         for (width, height) in [(1, 1), (20, 3), (300, 100)] {

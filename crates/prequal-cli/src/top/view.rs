@@ -281,7 +281,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn panic_is_told() {
+    fn panic_is_shown() {
         let start = Instant::now();
         let mut now = scrape(start, 2, 800);
         now.samples.insert(("panic".into(), "my_cluster".into(), String::new()), 1);
