@@ -1,7 +1,8 @@
 //! A real fleet behind a real Envoy, scraped by a real Prometheus while one thing after another breaks.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, Result};
 use prequal_testbed::{
@@ -33,6 +34,7 @@ const SICK: &[&str] = &[
     "PrequalReplicaBusy",
     "PrequalReplicaFailing",
     "PrequalAgentDown",
+    "PrequalCertificateExpires",
     "PrequalMembersMismatch",
     "PrequalEjectedLong",
     "PrequalReportsRejected",
@@ -85,17 +87,19 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
         });
     let mut envoy = Envoy::start(config)?;
     let traffic = Traffic::start(&envoy);
-    let bed = Bed { prometheus: scraping(&envoy, &fleet)?, rules };
+    let certificate = Certificate::expiring(60)?;
+    let secure = Agent::start_with(fleet[0].backend.addr(), &certificate.options())?;
+    let bed = Bed { prometheus: scraping(&envoy, &fleet, &secure)?, rules };
 
     bed.all_is_well()?;
-    let (mut documented, mut exposed) = (documented, exposed(&envoy, &fleet)?);
-    // These agents have no certificate, and the label of `build_info` is another in each release.
-    documented.remove("prequal_agent_certificate_expiry_timestamp_seconds");
+    let mut exposed = exposed(&envoy, &fleet, &secure)?;
+    // The label of `build_info` is another in each release.
     exposed.remove("prequal_agent_build_info");
     assert_eq!(documented, exposed, "docs/operations.md, and what is exposed");
 
     fleet[0].backend.set(Reply::ok().delay(MS(300)));
     fleet[1].backend.set(Reply::ok().body(Body::Hang));
+    certificate.renew(3)?;
     // Of a client that knows nothing of load.
     let direct = Traffic::hang(&fleet[1].agent);
     fleet[2].backend.set(Reply::status(503));
@@ -147,7 +151,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
 }
 
 /// Prometheus with the shipped configuration: its own targets and short intervals are all that differs.
-fn scraping(envoy: &Envoy, fleet: &Fleet) -> Result<Prometheus> {
+fn scraping(envoy: &Envoy, fleet: &Fleet, secure: &Agent) -> Result<Prometheus> {
     let mut config = shipped::yaml("prometheus.yml")?;
     config["global"] = json!({
         "scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms",
@@ -159,13 +163,18 @@ fn scraping(envoy: &Envoy, fleet: &Fleet) -> Result<Prometheus> {
             _ => fleet.iter().map(|replica| replica.agent.admin().to_string()).collect(),
         };
         job["static_configs"][0]["targets"] = json!(targets);
+        if job["job_name"] == "prequal-agents"
+            && let Some(configs) = job["static_configs"].as_array_mut()
+        {
+            configs.push(json!({"targets": [secure.admin().to_string()], "labels": {"cluster": "secure"}}));
+        }
     }
     Prometheus::start(&config, &shipped::rules_text()?)
 }
 
 /// What Envoy and agents say of themselves, unfiltered.
-fn exposed(envoy: &Envoy, fleet: &Fleet) -> Result<Metrics> {
-    let mut pages = vec![envoy.admin_get("/stats/prometheus")?];
+fn exposed(envoy: &Envoy, fleet: &Fleet, secure: &Agent) -> Result<Metrics> {
+    let mut pages = vec![envoy.admin_get("/stats/prometheus")?, http_get(secure.admin(), "/metrics")?];
     for replica in fleet.iter() {
         pages.push(http_get(replica.agent.admin(), "/metrics")?);
     }
@@ -174,6 +183,40 @@ fn exposed(envoy: &Envoy, fleet: &Fleet) -> Result<Metrics> {
         all.entry(name).or_default().extend(values);
     }
     Ok(all)
+}
+
+/// The certificate and key of an agent that has a cluster to itself.
+struct Certificate {
+    dir: tempfile::TempDir,
+}
+
+impl Certificate {
+    fn expiring(days: u64) -> Result<Self> {
+        let certificate = Self { dir: tempfile::tempdir()? };
+        certificate.renew(days)?;
+        Ok(certificate)
+    }
+
+    /// The agent reads the new files by itself.
+    fn renew(&self, days: u64) -> Result<()> {
+        let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()])?;
+        let until = SystemTime::now() + Duration::from_secs(days * 86_400);
+        params.not_after = until.into();
+        let key = rcgen::KeyPair::generate()?;
+        std::fs::write(self.path("cert.pem"), params.self_signed(&key)?.pem())?;
+        std::fs::write(self.path("key.pem"), key.serialize_pem())?;
+        Ok(())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn options(&self) -> AgentOptions {
+        let path = |name| self.path(name).display().to_string();
+        let args = ["--tls-cert".into(), path("cert.pem"), "--tls-key".into(), path("key.pem")].to_vec();
+        AgentOptions { args, ..Default::default() }
+    }
 }
 
 struct Bed {
