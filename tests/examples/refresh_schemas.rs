@@ -7,13 +7,14 @@ use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 /// The kinds that `envoy-configs/` uses, with the versions it uses of them.
-const KINDS: [(&str, &str); 8] = [
+const KINDS: [(&str, &str); 9] = [
     ("AuthorizationPolicy", "v1"),
     ("DestinationRule", "v1"),
     ("EnvoyFilter", "v1alpha3"),
     ("Gateway", "v1"),
     ("PeerAuthentication", "v1"),
     ("Sidecar", "v1"),
+    ("TrafficExtension", "v1alpha1"),
     ("VirtualService", "v1"),
     ("WasmPlugin", "v1alpha1"),
 ];

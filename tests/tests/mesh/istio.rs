@@ -31,9 +31,13 @@ pub struct Pods {
 impl Pods {
     /// Behind agents that answer probes at a port of their own, as in server-agent.yaml.
     pub fn start() -> Result<Self> {
+        Self::behind(&AgentOptions { probe_listen: Some("127.0.0.1:0".into()), ..AgentOptions::default() })
+    }
+
+    /// Behind agents started with `options`.
+    pub fn behind(options: &AgentOptions) -> Result<Self> {
         let apps = Self::apps()?;
-        let options = AgentOptions { probe_listen: Some("127.0.0.1:0".into()), ..AgentOptions::default() };
-        let agents = apps.iter().map(|app| Agent::start_with(app.addr(), &options));
+        let agents = apps.iter().map(|app| Agent::start_with(app.addr(), options));
         let agents = agents.collect::<Result<Vec<_>>>()?;
         let serving = agents.iter().map(Agent::addr).collect();
         let probing = agents.iter().map(Agent::probe_addr).collect();
@@ -74,6 +78,11 @@ impl Pods {
 
     pub fn served(&self) -> Vec<u64> {
         self.apps.iter().map(Backend::served).collect()
+    }
+
+    /// Stops an application; its agent goes on.
+    pub fn stop_app(&mut self, index: usize) {
+        drop(self.apps.remove(index));
     }
 
     pub fn clear(&self) {
@@ -126,8 +135,9 @@ pub fn warm(envoy: &Running) {
     });
 }
 
+/// Asserts that no header of ours is among `headers`.
 #[track_caller]
-fn assert_none_of_ours(headers: &HeaderMap) {
+pub fn assert_none_of_ours(headers: &HeaderMap) {
     let ours = headers.keys().find(|name| name.as_str().starts_with("x-prequal-"));
     assert!(ours.is_none(), "{ours:?} in {headers:?}");
 }
@@ -190,6 +200,36 @@ fn a_sidecar_steers_with_the_wasm_plugin() -> Result<()> {
 }
 
 #[test]
+fn a_sidecar_steers_with_the_traffic_extension() -> Result<()> {
+    assert_patched_steers(Proxy::sidecar, |proxy| {
+        let mut files = documents("istio/client-sidecar.yaml")?;
+        files.retain(|document| document["kind"] != "WasmPlugin");
+        files.extend(documents("istio/client-sidecar-extension.yaml")?);
+        apply(proxy, &files);
+        let extension = "extensions.istio.io/trafficextension/demo.prequal";
+        assert_eq!(proxy.filter_names(), chain(&["prequal-strip", extension], &["prequal-shim"]));
+        Ok(())
+    })
+}
+
+/// The two kinds differ in where the fields stand, and in nothing else.
+#[test]
+fn traffic_extensions_say_what_wasm_plugins_say() -> Result<()> {
+    for file in ["client-sidecar", "client-gateway", "server-inbound"] {
+        let extensions = documents(&format!("istio/{file}-extension.yaml"))?;
+        let [extension] = &extensions[..] else { panic!("{file}: {} documents", extensions.len()) };
+        let files = documents(&format!("istio/{file}.yaml"))?;
+        let plugin = files.iter().find(|it| it["kind"] == "WasmPlugin").expect("a WasmPlugin");
+        assert_eq!(extension["metadata"], plugin["metadata"], "{file}");
+        let mut flat = extension["spec"].clone();
+        let wasm = flat.as_object_mut().expect("a spec").remove("wasm").expect("a module");
+        flat.as_object_mut().expect("a spec").extend(wasm.as_object().expect("a module").clone());
+        assert_eq!(flat, plugin["spec"], "{file}");
+    }
+    Ok(())
+}
+
+#[test]
 fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
     assert_patched_steers(Proxy::sidecar, |proxy| {
         let mut files = documents("istio/client-sidecar.yaml")?;
@@ -245,7 +285,7 @@ fn a_gateway_sends_elsewhere_what_a_dead_application_did_not_get() -> Result<()>
     apply(&mut proxy, &files);
     let envoy = proxy.start()?;
     warm(&envoy);
-    drop(pods.apps.remove(0));
+    pods.stop_app(0);
     eventually("the dead one is chosen", Duration::from_secs(20), || {
         ask(&envoy, 100, || get(HOST));
         let retried = envoy.stat(&format!("cluster.{SERVING}.upstream_rq_retry_success")).ok()?;

@@ -1,4 +1,4 @@
-//! What Istio makes of EnvoyFilters and WasmPlugins: as much of it as the shipped ones use, and no more. Anything else
+//! What Istio makes of EnvoyFilters, WasmPlugins and TrafficExtensions: as much of it as the shipped ones use, and no more. Anything else
 //! panics, so that no file passes by being passed over.
 //!
 //! The rules, as in Istio 1.29 (`pilot/pkg/networking/core/envoyfilter`, `pkg/proto/merge`):
@@ -7,7 +7,8 @@
 //! * On HTTP filters all insertions come first, then all merges.
 //! * A merge appends to lists, goes into messages, and replaces everything else. Entries of a protobuf map are replaced
 //!   as a whole, in a cluster those of `typed_extension_protocol_options`.
-//! * WasmPlugins are in the chain before any EnvoyFilter, in front of Istio's own filters.
+//! * WasmPlugins are in the chain before any EnvoyFilter, in front of Istio's own filters. From 1.30 on TrafficExtensions
+//!   are there in the same way, and a WasmPlugin is turned into one (`pilot/pkg/model/extensions.go`).
 
 use serde_json::{Value, json};
 
@@ -15,11 +16,17 @@ use crate::proxy::{Listener, Proxy};
 
 const MANAGER: &str = "envoy.filters.network.http_connection_manager";
 
-/// Applies every EnvoyFilter and WasmPlugin among `documents` that selects `proxy`; other kinds are not Envoy's.
+/// Applies every EnvoyFilter, WasmPlugin and TrafficExtension among `documents` that selects `proxy`; other kinds are not
+/// Envoy's.
 pub fn apply(proxy: &mut Proxy, documents: &[Value]) {
-    for plugin in documents.iter().filter(|it| it["kind"] == "WasmPlugin") {
-        if selects(proxy, plugin, &plugin["spec"]["selector"]["matchLabels"]) {
-            wasm_plugin(proxy, plugin);
+    for document in documents {
+        let wasm = match document["kind"].as_str() {
+            Some("WasmPlugin") => &document["spec"],
+            Some("TrafficExtension") => &document["spec"]["wasm"],
+            _ => continue,
+        };
+        if selects(proxy, document, &document["spec"]["selector"]["matchLabels"]) {
+            extension(proxy, document, wasm);
         }
     }
     let mut filters: Vec<&Value> = documents
@@ -115,14 +122,14 @@ fn merge(into: &mut Value, from: &Value) {
     }
 }
 
-/// The plugin comes by extension discovery, under a name of Istio's; the listener only names it.
-fn wasm_plugin(proxy: &mut Proxy, plugin: &Value) {
-    let (spec, metadata) = (&plugin["spec"], &plugin["metadata"]);
+/// The module comes by extension discovery, under a name of Istio's; the listener only names it.
+fn extension(proxy: &mut Proxy, document: &Value, wasm: &Value) {
+    let (spec, metadata) = (&document["spec"], &document["metadata"]);
     let mode = if proxy.context == "SIDECAR_INBOUND" { "SERVER" } else { "CLIENT" };
     let text = |value: &Value| value.as_str().expect("a text").to_owned();
     let id = format!("{}.{}", text(&metadata["namespace"]), text(&metadata["name"]));
-    let name = format!("extensions.istio.io/wasmplugin/{id}");
-    let failure = match spec["failStrategy"].as_str() {
+    let name = format!("extensions.istio.io/{}/{id}", text(&document["kind"]).to_lowercase());
+    let failure = match wasm["failStrategy"].as_str() {
         None | Some("FAIL_CLOSE") => "FAIL_CLOSED",
         Some("FAIL_OPEN") => "FAIL_OPEN",
         Some("FAIL_RELOAD") => "FAIL_RELOAD",
@@ -132,12 +139,12 @@ fn wasm_plugin(proxy: &mut Proxy, plugin: &Value) {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm",
         "config": {
             "name": id,
-            "root_id": spec["pluginName"],
+            "root_id": wasm["pluginName"],
             "failure_policy": failure,
             "vm_config": {"runtime": "envoy.wasm.runtime.v8", "code": {"local": {"filename": proxy.module}}},
             "configuration": {
                 "@type": "type.googleapis.com/google.protobuf.StringValue",
-                "value": spec["pluginConfig"].to_string(),
+                "value": wasm["pluginConfig"].to_string(),
             },
         },
     });
