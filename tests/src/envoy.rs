@@ -389,7 +389,7 @@ fn move_endpoints_to_file(dir: &Path, cluster: &mut Value) -> Result<()> {
 }
 
 fn eds_path(dir: &Path, cluster: &str) -> PathBuf {
-    dir.join(format!("eds-{cluster}.json"))
+    dir.join(format!("eds-{}.json", cluster.replace('/', "_")))
 }
 
 fn eds(cluster: &str, endpoints: &Value, version: u64) -> Value {

@@ -1,6 +1,10 @@
 //! The shipped files of `envoy-configs/`, as data.
 
-use anyhow::{Context as _, Result};
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, ensure};
 use serde::Deserialize as _;
 use serde_json::Value;
 
@@ -24,4 +28,39 @@ pub fn parse(text: &str) -> Result<Vec<Value>> {
 pub fn find(documents: &[Value], kind: &str, name: &str) -> Value {
     let found = documents.iter().find(|it| it["kind"] == kind && it["metadata"]["name"] == name);
     found.unwrap_or_else(|| panic!("no {kind} {name}")).clone()
+}
+
+/// The objects of `envoy-configs/envoy-gateway/` as docs/envoy-gateway.md has them applied: without the patches, or with them
+/// and the setting that relies on them.
+pub fn envoy_gateway(patched: bool) -> Result<Vec<Value>> {
+    let mut objects = Vec::new();
+    for file in ["gateway", "replicas", "prequal"] {
+        objects.extend(documents(&format!("envoy-gateway/{file}.yaml"))?);
+    }
+    if patched {
+        objects.extend(documents("envoy-gateway/patches.yaml")?);
+        let policy = objects.iter_mut().find(|it| it["kind"] == "EnvoyExtensionPolicy");
+        policy.context("the filter")?["spec"]["wasm"][0]["config"]["clusters"][0]["verified_probes"] =
+            true.into();
+    }
+    Ok(objects)
+}
+
+/// What Envoy Gateway makes of [`envoy_gateway`], with the objects as `input`: `program` is
+/// `tests/envoy-gateway/translate.go`, built.
+pub fn translated(program: &Path, patched: bool) -> Result<Value> {
+    let objects = envoy_gateway(patched)?;
+    let mut child = Command::new(program)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| program.display().to_string())?;
+    // JSON is YAML. The program reads all of it before it writes.
+    let text: Vec<String> = objects.iter().map(Value::to_string).collect();
+    child.stdin.take().context("its input")?.write_all(text.join("\n---\n").as_bytes())?;
+    let output = child.wait_with_output()?;
+    ensure!(output.status.success(), "the translation failed, see above");
+    let mut found: Value = serde_json::from_slice(&output.stdout)?;
+    found["input"] = objects.into();
+    Ok(found)
 }

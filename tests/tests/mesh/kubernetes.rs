@@ -90,7 +90,7 @@ fn assert_restricted(pod: &Value) {
 /// Sleeps and drains follow on each other: see docs/kubernetes.md, "Leaving".
 #[test]
 fn the_application_outlives_its_agent_and_the_pod_both() -> Result<()> {
-    for file in ["kubernetes/base/replicas.yaml", "istio/server-agent.yaml"] {
+    for file in ["kubernetes/base/replicas.yaml", "istio/server-agent.yaml", "envoy-gateway/replicas.yaml"] {
         let pod = find(&documents(file)?, "Deployment", "replicas")["spec"]["template"]["spec"].clone();
         let seconds = |flag: &str| -> Option<u64> {
             let args = pod["containers"][1]["args"].as_array()?;

@@ -1,8 +1,9 @@
-//! What users copy for Istio and Kubernetes: checked against the published schemas, put together as the control plane
+//! What users copy for Istio, Envoy Gateway and Kubernetes: checked against the published schemas, put together as the control plane
 //! would do it, and run on a real Envoy.
 //!
 //! One program, so that it links once; one module for each theme.
 
+mod envoy_gateway;
 mod istio;
 mod kubernetes;
 mod merge;

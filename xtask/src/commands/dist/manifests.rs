@@ -23,13 +23,14 @@ pub(super) struct Digests<'a> {
 pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     let mut count = 0;
-    for folder in ["istio", "kubernetes"] {
+    for folder in ["envoy-gateway", "istio", "kubernetes"] {
         for mut file in entries_of(&configs.join(folder))? {
             file.path = format!("{folder}/{}", file.path);
             let text = std::str::from_utf8(&file.bytes).with_context(|| file.path.clone())?;
             let (text, replaced) = with_digests(text, folder == "kubernetes", version, digests)?;
-            let plugins = text.matches("kind: WasmPlugin").count();
-            ensure!(replaced >= plugins, "{}: a WasmPlugin that does not name version {version}", file.path);
+            let modules = ["kind: WasmPlugin", "kind: TrafficExtension", "kind: EnvoyExtensionPolicy"];
+            let modules: usize = modules.iter().map(|kind| text.matches(kind).count()).sum();
+            ensure!(replaced >= modules, "{}: a module that does not name version {version}", file.path);
             count += replaced;
             file.bytes = text.into_bytes();
             files.push(file);
@@ -55,6 +56,10 @@ fn with_digests(
         let pinned = match line.trim_start() {
             named if named == format!("url: oci://{module}:{version}") => {
                 format!("{indent}url: oci://{module}@{}\n{indent}sha256: {hex}", digests.module)
+            }
+            // Envoy Gateway names no scheme, and compares the digest too.
+            named if named == format!("url: {module}:{version}") => {
+                format!("{indent}url: {module}@{}\n{indent}sha256: {hex}", digests.module)
             }
             named if named == format!("- {{name: probe-agent, newName: {agent}, newTag: {version}}}") => {
                 format!("{indent}- {{name: probe-agent, newName: {agent}, digest: \"{}\"}}", digests.agent)
@@ -92,13 +97,22 @@ mod tests {
             let file = files.iter().find(|file| file.path == path).expect(path);
             String::from_utf8(file.bytes.clone()).expect("text")
         };
-        for path in ["istio/client-sidecar.yaml", "istio/client-gateway.yaml", "istio/server-inbound.yaml"] {
+        for (path, scheme, indent) in [
+            ("istio/client-sidecar.yaml", "oci://", "  "),
+            ("istio/client-gateway.yaml", "oci://", "  "),
+            ("istio/server-inbound.yaml", "oci://", "  "),
+            ("istio/client-sidecar-extension.yaml", "oci://", "    "),
+            ("envoy-gateway/prequal.yaml", "", "        "),
+        ] {
+            let sum = "a".repeat(64);
             let url =
-                format!("  url: oci://{REGISTRY}/prequal_filter@{module}\n  sha256: {}\n", "a".repeat(64));
+                format!("\n{indent}url: {scheme}{REGISTRY}/prequal_filter@{module}\n{indent}sha256: {sum}\n");
             assert!(text(path).contains(&url), "{path}");
         }
         let by_digest = format!("{REGISTRY}/probe-agent@{agent}");
-        assert!(text("istio/server-agent.yaml").contains(&format!("        image: {by_digest}\n")));
+        for path in ["istio/server-agent.yaml", "envoy-gateway/replicas.yaml"] {
+            assert!(text(path).contains(&format!("        image: {by_digest}\n")), "{path}");
+        }
         let images = text("kubernetes/base/kustomization.yaml");
         assert!(
             images.contains(&format!("newName: {REGISTRY}/probe-agent, digest: \"{agent}\"}}")),

@@ -1,0 +1,285 @@
+//! The files of `envoy-configs/envoy-gateway/`: what Envoy Gateway makes of them, on a real Envoy, with traffic.
+//!
+//! What it makes of them is committed, as its translator takes minutes to build: `tests/envoy-gateway/translated.json`,
+//! written by `tests/examples/refresh_envoy_gateway.rs`. Replaced here: endpoints, ports, the place of the module, and where
+//! Envoy finds routes and endpoints. Not seen here: how Envoy Gateway fetches the module and serves it to Envoy.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use prequal_testbed::{
+    AgentOptions, Envoy, EnvoyConfig, Request, Response, bed, eventually, manifests, target_dir, wasm_module,
+    workspace_root,
+};
+use serde_json::{Value, json};
+
+use crate::istio::{Pods, assert_none_of_ours};
+use crate::schemas::check;
+
+const SERVING: &str = "httproute/demo/replicas/rule/0";
+const PROBING: &str = "httproute/demo/replicas-probes/rule/0";
+const LISTENER: &str = "demo/edge/http";
+const FILTER: &str = "envoy.filters.http.wasm/envoyextensionpolicy/demo/prequal/wasm/0";
+
+/// `shipped`, or `patched` with `patches.yaml`.
+fn translated(variant: &str) -> Result<Value> {
+    let file = workspace_root().join("tests/envoy-gateway/translated.json");
+    let all: Value = serde_json::from_str(&std::fs::read_to_string(file)?)?;
+    Ok(all[variant].clone())
+}
+
+/// The resources of one kind, by the last part of its type.
+fn resources(translated: &Value, kind: &str) -> Vec<Value> {
+    let kinds = translated.as_object().expect("an object");
+    let found = kinds.iter().find(|(name, _)| name.ends_with(&format!(".{kind}")));
+    found.expect(kind).1.as_array().expect("a list").clone()
+}
+
+fn by_name(resources: Vec<Value>, field: &str, name: &str) -> Value {
+    resources.into_iter().find(|it| it[field] == name).unwrap_or_else(|| panic!("no {name}"))
+}
+
+/// The HTTP connection manager of a listener.
+fn manager(listener: &mut Value) -> &mut Value {
+    let filter = &mut listener["default_filter_chain"]["filters"][0];
+    assert_eq!(filter["name"], "envoy.filters.network.http_connection_manager");
+    &mut filter["typed_config"]
+}
+
+/// Starts an Envoy with what Envoy Gateway would send it, before `replicas`, with the module at `module`.
+fn start(variant: &str, replicas: &[SocketAddr], module: &Path) -> Result<Envoy> {
+    let translated = translated(variant)?;
+    let mut listener = by_name(resources(&translated, "Listener"), "name", LISTENER);
+    listener["address"] = json!({"socket_address": {"address": "127.0.0.1", "port_value": 0}});
+    let manager = manager(&mut listener);
+    let routes = manager["rds"]["route_config_name"].as_str().context("discovery of routes")?.to_owned();
+    let object = manager.as_object_mut().context("an object")?;
+    object.remove("rds");
+    object.remove("access_log");
+    manager["route_config"] = by_name(resources(&translated, "RouteConfiguration"), "name", &routes);
+    let filters = manager["http_filters"].as_array_mut().context("filters")?;
+    let wasm = filters.iter_mut().find(|filter| filter["name"] == FILTER).context("the module")?;
+    wasm["typed_config"]["config"]["vm_config"]["code"] = json!({"local": {"filename": module}});
+    listener.as_object_mut().context("an object")?.remove("access_log");
+
+    // Left out: the cluster that serves the module.
+    let mut clusters = Vec::new();
+    for name in [SERVING, PROBING] {
+        let mut cluster = by_name(resources(&translated, "Cluster"), "name", name);
+        let mut endpoints = by_name(resources(&translated, "ClusterLoadAssignment"), "cluster_name", name);
+        endpoints["endpoints"][0]["lb_endpoints"] =
+            replicas.iter().map(|addr| endpoint(*addr, "HEALTHY")).collect();
+        cluster.as_object_mut().context("an object")?.remove("eds_cluster_config");
+        cluster["type"] = json!("STATIC");
+        cluster["load_assignment"] = endpoints;
+        clusters.push(cluster);
+    }
+    let root = json!({
+        "node": {"id": "edge", "cluster": "demo/edge"},
+        "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}},
+        "static_resources": {"listeners": [listener], "clusters": clusters},
+    });
+    Envoy::start(EnvoyConfig::from_root(root).eds(&[SERVING, PROBING]))
+}
+
+fn endpoint(addr: SocketAddr, health: &str) -> Value {
+    let address = json!({"address": addr.ip().to_string(), "port_value": addr.port()});
+    json!({"endpoint": {"address": {"socket_address": address}}, "health_status": health})
+}
+
+fn pods() -> Result<Pods> {
+    Pods::behind(&AgentOptions::default())
+}
+
+/// `count` requests made by `make`, one after the other, all answered with 200 and without a header of ours.
+#[track_caller]
+fn ask(envoy: &Envoy, count: usize, make: impl Fn() -> Request) {
+    let client = envoy.client();
+    for _ in 0..count {
+        let reply: Response = client.send(make()).expect("an answer");
+        assert_eq!(reply.status, 200, "{}", reply.text());
+        assert_none_of_ours(&reply.headers);
+    }
+}
+
+/// Sends requests until the filter knows `members` replicas and steers.
+#[track_caller]
+fn warm(envoy: &Envoy, members: u64) {
+    let client = envoy.client();
+    eventually("the members are learned", Duration::from_secs(20), || {
+        for reply in client.burst(10, 2, |_| Request::get("/")) {
+            assert_eq!(reply.expect("an answer").status, 200);
+        }
+        let now = envoy.prequal(SERVING).expect("stats");
+        (now.other("prequal_members") == members && now.steered() > 20).then_some(())
+    });
+}
+
+#[test]
+fn what_is_committed_is_of_the_shipped_files() -> Result<()> {
+    for (variant, patched) in [("shipped", false), ("patched", true)] {
+        assert_eq!(
+            translated(variant)?["input"],
+            json!(manifests::envoy_gateway(patched)?),
+            "{variant}: run `cargo run -p prequal-testbed --example refresh_envoy_gateway`"
+        );
+    }
+    Ok(())
+}
+
+/// Where Envoy Gateway's translator has been built, it says today what it said when its answer was committed.
+#[test]
+fn envoy_gateway_still_translates_as_committed() -> Result<()> {
+    let program = target_dir().join("bin/envoy-gateway-translate");
+    if !program.exists() {
+        eprintln!(
+            "not compared: no {}; `cargo run -p prequal-testbed --example refresh_envoy_gateway` builds it",
+            program.display()
+        );
+        return Ok(());
+    }
+    for (variant, patched) in [("shipped", false), ("patched", true)] {
+        assert_eq!(manifests::translated(&program, patched)?, translated(variant)?, "{variant}");
+    }
+    Ok(())
+}
+
+#[test]
+fn envoy_gateway_accepts_every_object() -> Result<()> {
+    for (variant, patched) in [("shipped", false), ("patched", true)] {
+        let translated = translated(variant)?;
+        for object in manifests::envoy_gateway(patched)? {
+            let (kind, name) = (object["kind"].as_str().context("a kind")?, &object["metadata"]["name"]);
+            // Of these it says nothing; the classes's parameters and the filter of a route are seen in what it made.
+            if matches!(kind, "GatewayClass" | "EnvoyProxy" | "HTTPRouteFilter") {
+                continue;
+            }
+            if object["apiVersion"].as_str().is_some_and(|version| !version.contains("gateway")) {
+                check(&object)?;
+                continue;
+            }
+            let conditions =
+                &translated["conditions"][format!("{kind} {}", name.as_str().context("a name")?)];
+            let conditions = conditions.as_array().with_context(|| format!("{variant}: no {kind} {name}"))?;
+            assert!(!conditions.is_empty(), "{variant}: {kind} {name} has no effect");
+            for condition in conditions {
+                let condition = condition.as_str().context("a text")?;
+                assert!(condition.ends_with("=True"), "{variant}: {kind} {name}: {condition}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Strip, then the module, then what carries its choice out; and no route that a client could take to the probe cluster.
+#[test]
+fn filters_come_in_the_order_that_steering_needs() -> Result<()> {
+    let translated = translated("shipped")?;
+    let mut listener = by_name(resources(&translated, "Listener"), "name", LISTENER);
+    let manager = manager(&mut listener);
+    let removed = &manager["early_header_mutation_extensions"][0]["typed_config"]["mutations"];
+    let removed: Vec<&Value> =
+        removed.as_array().context("removals")?.iter().map(|it| &it["remove"]).collect();
+    assert!(removed.contains(&&json!("x-prequal-dest")) && removed.len() == 7, "{removed:?}");
+    let filters = manager["http_filters"].as_array().context("filters")?;
+    let place = |name: &str| filters.iter().position(|filter| filter["name"] == name).expect(name);
+    let (strip, session) = ("envoy.filters.http.header_mutation", "envoy.filters.http.stateful_session");
+    assert!(place(strip) < place(FILTER) && place(FILTER) < place(session));
+    Ok(())
+}
+
+fn assert_steers(variant: &str) -> Result<(Envoy, Pods)> {
+    let pods = pods()?;
+    let envoy = start(variant, &pods.serving(), &wasm_module())?;
+    warm(&envoy, 4);
+    pods.clear();
+    let before = envoy.prequal(SERVING)?;
+    ask(&envoy, 20, || pods.spoof("replicas.example.com"));
+    let after = envoy.prequal(SERVING)?;
+    assert_eq!(after.steered() - before.steered(), 20, "{after:#?}");
+    assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
+    // The slow one may get a first request while its latency is not known.
+    assert!(pods.served()[3] <= 1, "{:?}", pods.served());
+    pods.assert_saw_nothing_of_ours();
+    // Every reply to a probe was of the replica that had been asked.
+    assert!(after.probes("used") > 0 && after.probes_rejected() == 0, "{after:#?}");
+    assert!(envoy.stat(&format!("cluster.{PROBING}.upstream_cx_http2_total"))? > 0);
+    Ok((envoy, pods))
+}
+
+#[test]
+fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
+    bed!();
+    let (mut envoy, pods) = assert_steers("shipped")?;
+
+    // Clients read no load, and the route that keeps the probe cluster is closed to them.
+    let probes = envoy.stat(&format!("cluster.{PROBING}.upstream_rq_total"))?;
+    pods.clear();
+    let client = envoy.client();
+    for path in ["/prequal/probe", "//prequal/probe", "/prequal", "/x/../prequal/probe"] {
+        assert_eq!(client.get(path)?.status, 404, "{path}");
+    }
+    assert_eq!(pods.served().iter().sum::<u64>(), 0);
+    ask(&envoy, 5, || Request::get("/").header("x-prequal-dest", "never"));
+    assert_eq!(pods.served().iter().sum::<u64>(), 5, "the header is gone before routes are looked at");
+    let more = envoy.stat(&format!("cluster.{PROBING}.upstream_rq_total"))? - probes;
+    assert!(more <= 20, "probes of the filter alone, not {more}");
+
+    // Envoy's own health is the floor: what it does not use is not steered to, however good its reports.
+    let [first, ..] = pods.serving()[..] else { panic!("replicas") };
+    let endpoints: Vec<Value> = pods
+        .serving()
+        .into_iter()
+        .map(|addr| endpoint(addr, if addr == first { "UNHEALTHY" } else { "HEALTHY" }))
+        .collect();
+    for cluster in [SERVING, PROBING] {
+        envoy.set_localities(cluster, &json!([{ "lb_endpoints": endpoints }]))?;
+    }
+    pods.clear();
+    ask(&envoy, 40, || Request::get("/"));
+    assert_eq!(pods.served()[0], 0, "{:?}", pods.served());
+    Ok(())
+}
+
+#[test]
+fn the_patches_verify_probes_and_retry_what_was_not_sent() -> Result<()> {
+    bed!();
+    let (envoy, mut pods) = assert_steers("patched")?;
+    // The one that is liked best will be chosen again.
+    let served = pods.served();
+    pods.stop_app((0..served.len()).max_by_key(|index| served[*index]).context("a replica")?);
+    eventually("the dead one is chosen", Duration::from_secs(20), || {
+        ask(&envoy, 100, || Request::get("/"));
+        let retried = envoy.stat(&format!("cluster.{SERVING}.upstream_rq_retry_success")).ok()?;
+        (retried > 0).then_some(())
+    });
+    Ok(())
+}
+
+/// What `failOpen` costs and brings: after a crash Envoy's own policy serves, and clients still choose nothing.
+#[test]
+fn after_a_crash_of_the_module_requests_go_on_unsteered() -> Result<()> {
+    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    bed!(std::slice::from_ref(&module));
+    let pods = pods()?;
+    let envoy = start("shipped", &pods.serving(), &module)?;
+    warm(&envoy, 4);
+    envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    let [.., slow] = pods.serving()[..] else { panic!("replicas") };
+    let picks = envoy.prequal(SERVING)?.steered();
+    let wish = STANDARD.encode(slow.to_string());
+    pods.clear();
+    for _ in 0..40 {
+        let reply = envoy.client().send(Request::get("/").header("x-prequal-dest", &wish))?;
+        assert_eq!(reply.status, 200);
+        assert_none_of_ours(&reply.headers);
+    }
+    assert!(pods.served()[3] < 40, "{:?}", pods.served());
+    pods.assert_saw_nothing_of_ours();
+    assert_eq!(envoy.prequal(SERVING)?.steered(), picks, "nothing is steered");
+    Ok(())
+}
