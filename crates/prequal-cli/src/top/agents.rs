@@ -22,6 +22,9 @@ pub(super) struct Agent {
     pub(super) failing: f64,
 }
 
+/// The replicas of one agent, by name.
+pub(super) type Replicas = Vec<(String, Agent)>;
+
 /// What the columns of [`Agent::cells`] are.
 pub(super) const HEAD: [&str; 4] = ["   rif", "  base ms", "saturates at", "failing"];
 
@@ -29,7 +32,7 @@ pub(super) const HEAD: [&str; 4] = ["   rif", "  base ms", "saturates at", "fail
 ///
 /// # Errors
 /// If the admin port does not answer, or is not an agent's.
-pub(super) fn scrape(admin: &Admin) -> Result<Vec<(String, Agent)>> {
+pub(super) fn scrape(admin: &Admin) -> Result<Replicas> {
     let page = admin.get("/metrics", "an agent's admin")?;
     let replicas = Agent::read(&page);
     ensure!(!replicas.is_empty(), "{}: this is not an agent's admin: no `prequal_agent_rif`", admin.url);

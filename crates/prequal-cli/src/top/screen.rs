@@ -11,7 +11,7 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::widgets::{Paragraph, Row, Table};
 
-use super::agents::{self, Agent};
+use super::agents::{self, Replicas};
 use super::scrape::{Admin, Scrape};
 use super::view::{Replica, View};
 
@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_millis(100);
 /// A reading: which admin, and what it said.
 enum Reading {
     Envoy(usize, Result<Scrape, String>),
-    Agent(usize, Result<Vec<(String, Agent)>, String>),
+    Agent(usize, Result<Replicas, String>),
 }
 
 /// Draws until somebody quits.
@@ -118,7 +118,7 @@ impl Sort {
 struct State {
     envoys: Vec<Reader>,
     /// Each agent's address and its last reading: its replicas, by name.
-    agents: Vec<(String, Option<Result<Vec<(String, Agent)>, String>>)>,
+    agents: Vec<(String, Option<Result<Replicas, String>>)>,
     /// Which of all clusters is shown in detail; the last one if there are fewer.
     chosen: usize,
     sort: Sort,
@@ -145,7 +145,7 @@ impl State {
         }
     }
 
-    fn take_agent(&mut self, index: usize, reading: Result<Vec<(String, Agent)>, String>) {
+    fn take_agent(&mut self, index: usize, reading: Result<Replicas, String>) {
         if let Some((_, last)) = self.agents.get_mut(index) {
             *last = Some(reading);
         }
