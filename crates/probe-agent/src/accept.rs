@@ -1,6 +1,6 @@
-//! Accepting, until told to stop. What is done with a connection is the caller's to say.
+//! Accepts connections until it is stopped. The caller decides what is done with each.
 
-use std::future::Future;
+use std::future::{self, Future};
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::log::Log;
-use crate::socket::{Listener, Socket};
+use crate::socket::{BACKLOG, Listener, Socket};
 use crate::traffic::{Connected, Event, Port, Traffic};
 
 /// Counts the connections of a port, and knows how many there may be.
@@ -28,7 +28,7 @@ pub(crate) struct Admitted {
 }
 
 impl Door {
-    /// Room for one more. Who comes while there is none waits in the system's backlog.
+    /// Room for one more. A client that connects while there is none waits in the system's backlog.
     async fn room(&self) -> Option<OwnedSemaphorePermit> {
         let room = self.room.as_ref()?;
         if let Ok(permit) = room.clone().try_acquire_owned() {
@@ -50,7 +50,8 @@ impl Door {
     }
 }
 
-/// Accepts until `stop`. Connections that the system had taken by then are served too: closing the listener would reset them.
+/// Accepts until `stop`. Connections that the system had taken by then are served too, because closing the listener would reset
+/// them; but no more than its backlog holds, or clients that never stop connecting would keep the agent from draining.
 pub(crate) async fn accept(
     listener: Listener,
     door: Door,
@@ -59,12 +60,19 @@ pub(crate) async fn accept(
 ) {
     let mut stop = pin!(stop);
     let mut pause = FIRST_PAUSE;
-    loop {
+    // Connections that may still be accepted, once it has to stop.
+    let mut left = None::<u32>;
+    while left != Some(0) {
         let accepted = tokio::select! {
             biased;
+            () = &mut stop, if left.is_none() => {
+                left = Some(BACKLOG);
+                continue;
+            }
             accepted = async { (door.room().await, listener.accept().await) } => accepted,
-            () = &mut stop => return,
+            () = future::ready(()), if left.is_some() => return,
         };
+        left = left.map(|left| left - 1);
         match accepted {
             (room, Ok(socket)) => {
                 serve(
@@ -75,6 +83,9 @@ pub(crate) async fn accept(
             }
             (_, Err(error)) => {
                 door.failed(&error);
+                if left.is_some() {
+                    return;
+                }
                 // Out of file descriptors, or of memory: trying again at once would fail again. A client that left is no
                 // reason to let the others wait.
                 if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset)
@@ -92,3 +103,29 @@ pub(crate) async fn accept(
 
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LAST_PAUSE: Duration = Duration::from_millis(500);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpStream;
+
+    #[tokio::test]
+    async fn clients_that_never_stop_do_not_keep_it_from_stopping() {
+        let listener = Listener::bind("service", &"127.0.0.1:0".parse().unwrap(), None).unwrap();
+        let addr = listener.local().unwrap().tcp().unwrap();
+        let (traffic, log) = (Arc::<Traffic>::default(), Log::default());
+        let door = Door { port: Port::Service, traffic, log, room: None };
+        let first = TcpStream::connect(addr).unwrap();
+        // Until the runtime has seen the connection.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let mut accepted = 0;
+        accept(listener, door, async {}, |_, _| {
+            accepted += 1;
+            assert!(accepted <= BACKLOG, "it still accepts");
+            drop(TcpStream::connect(addr).unwrap());
+        })
+        .await;
+        assert_eq!(accepted, BACKLOG, "what the system had taken is served");
+        drop(first);
+    }
+}

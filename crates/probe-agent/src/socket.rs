@@ -151,4 +151,5 @@ impl AsyncWrite for Socket {
     }
 }
 
-const BACKLOG: u32 = 4096;
+/// Connections that the system accepts ahead of the agent.
+pub(crate) const BACKLOG: u32 = 4096;
