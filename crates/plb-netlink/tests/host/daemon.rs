@@ -7,7 +7,7 @@ use netlab::{Capture, Fabric, Flow, Node, PATHS, eventually, ready};
 use plb_netlink::flowlabel::{self, Current, Label};
 use plb_netlink::tcpinfo::TcpInfo;
 
-use crate::support::{Run, SLOWLY, plb_json, signal, traffic, within};
+use crate::support::{Run, congested_fabric, plb_json, signal, traffic};
 
 /// Share of packets marked since the last call, by flow.
 fn marked(flows: &[Flow], before: &mut Vec<TcpInfo>) -> Vec<f64> {
@@ -78,8 +78,7 @@ fn a_crash_detaches_too() {
     if !ready("a_crash_detaches_too") {
         return;
     }
-    let fabric = Fabric::build().unwrap();
-    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (fabric, _congested) = congested_fabric();
     let capture = Capture::start(&fabric, Node::H1).unwrap();
     let (_sink, flows) = traffic(&fabric, 1);
     let own = eventually("a packet", Duration::from_secs(5), || !capture.labels(flows[0].port()).is_empty())
@@ -98,30 +97,11 @@ fn a_crash_detaches_too() {
 }
 
 #[test]
-fn pinned_connections_are_left_alone() {
-    if !ready("pinned_connections_are_left_alone") {
-        return;
-    }
-    let fabric = Fabric::build().unwrap();
-    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
-    let (sink, _none) = traffic(&fabric, 0);
-    let label = Label::new(0xabc).unwrap();
-    let stream = within(&fabric, Node::H1, || flowlabel::connect(sink.addr, label, None)).unwrap();
-    let flow = Flow::over(stream, 3000, SLOWLY).unwrap();
-    let capture = Capture::start(&fabric, Node::H1).unwrap();
-    let run = Run::start(&fabric, &["--dev", "u0"]);
-    assert!(run.next()["done"].as_str().unwrap().contains("explicit label 0x00abc"));
-    run.stop();
-    assert_eq!(capture.labels(flow.port()), [label]);
-}
-
-#[test]
 fn without_bpf_there_are_two_labels() {
     if !ready("without_bpf_there_are_two_labels") {
         return;
     }
-    let fabric = Fabric::build().unwrap();
-    let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (fabric, congested) = congested_fabric();
     let capture = Capture::start(&fabric, Node::H1).unwrap();
     let (_sink, flows) = traffic(&fabric, 1);
     let run = Run::start(&fabric, &["--way", "sockopt"]);
@@ -188,8 +168,7 @@ fn connections_may_end_while_they_are_watched() {
     if !ready("connections_may_end_while_they_are_watched") {
         return;
     }
-    let fabric = Fabric::build().unwrap();
-    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (fabric, _congested) = congested_fabric();
     let (_sink, mut flows) = traffic(&fabric, 2);
     let run = Run::start(&fabric, &["--dev", "u0"]);
     let label = |value: &serde_json::Value| value["done"].as_str().unwrap().starts_with("new label");

@@ -43,16 +43,20 @@ fn a_timeout_moves_a_connection_whose_label_was_switched_off() {
     let path = (0..PATHS).max_by_key(|path| after[*path] - before[*path]).unwrap() + 1;
     let capture = Capture::start(&fabric, Node::H1).unwrap();
     fabric.black_hole(path).unwrap();
-    let told = run.next();
-    assert_eq!((&told["cause"], &told["done"]), (&"timeout".into(), &"automatic label on".into()), "{told}");
+    let event = run.next();
+    assert_eq!(
+        (&event["cause"], &event["done"]),
+        (&"timeout".into(), &"automatic label on".into()),
+        "{event}"
+    );
     let received = sink.received();
     eventually("delivery", LONG, || sink.received() > received + 50_000).unwrap();
     assert_ne!(capture.labels(flows[0].port()).last().unwrap().get(), 0);
 }
 
 #[test]
-fn what_was_switched_off_is_on_again_however_it_ends() {
-    if !ready("what_was_switched_off_is_on_again_however_it_ends") {
+fn labels_that_were_switched_off_are_restored_however_it_ends() {
+    if !ready("labels_that_were_switched_off_are_restored_however_it_ends") {
         return;
     }
     let fabric = Fabric::build().unwrap();

@@ -1,18 +1,18 @@
-//! Connections that somebody pinned stay where they are, and options are set on the intended socket or none.
+//! Pinned connections stay where they are, and options are set on the intended socket or none.
 
 use std::io::Write as _;
 use std::net::TcpStream;
 use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd as _};
 use std::time::{Duration, Instant};
 
-use netlab::{Capture, Fabric, Flow, Node, eventually, ready};
+use netlab::{Capture, Flow, Node, eventually, ready};
 use plb_netlink::daemon::{Daemon, Outcome, Way};
 use plb_netlink::detector::{Config, Threshold};
 use plb_netlink::diag::Filter;
 use plb_netlink::flowlabel::{self, Current, Label};
 use plb_netlink::sock::{self, TxRehash};
 
-use crate::support::{Run, SLOWLY, plb_json, traffic, within};
+use crate::support::{Run, SLOWLY, congested_fabric, plb_json, traffic, within};
 
 /// Long enough for some moves of a connection that is not pinned.
 const A_WHILE: Duration = Duration::from_millis(700);
@@ -23,8 +23,7 @@ fn rehashing_switched_off_is_a_pin() {
         return;
     }
     for way in [["--way", "bpf"], ["--way", "sockopt"]] {
-        let fabric = Fabric::build().unwrap();
-        let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+        let (fabric, _congested) = congested_fabric();
         let (sink, _none) = traffic(&fabric, 0);
         let off = |socket: &socket2::Socket| sock::set_txrehash(socket, TxRehash::Off);
         let flow = netlab::flow(&fabric, sink.addr, 3000, SLOWLY, off).unwrap();
@@ -42,8 +41,7 @@ fn a_pin_set_after_the_first_move_holds_too() {
     if !ready("a_pin_set_after_the_first_move_holds_too") {
         return;
     }
-    let fabric = Fabric::build().unwrap();
-    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (fabric, _congested) = congested_fabric();
     let (_sink, flows) = traffic(&fabric, 1);
     let run = Run::start(&fabric, &["--dev", "u0"]);
     assert!(run.done().starts_with("new label"));
@@ -56,24 +54,28 @@ fn a_pin_set_after_the_first_move_holds_too() {
 }
 
 #[test]
-fn a_label_whose_socket_no_longer_shows_it_is_a_pin() {
-    if !ready("a_label_whose_socket_no_longer_shows_it_is_a_pin") {
+fn an_explicit_label_is_a_pin_whether_its_socket_shows_it_or_not() {
+    if !ready("an_explicit_label_is_a_pin_whether_its_socket_shows_it_or_not") {
         return;
     }
-    let fabric = Fabric::build().unwrap();
-    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
-    let (sink, _none) = traffic(&fabric, 0);
-    let label = Label::new(0xabc).unwrap();
-    let stream = within(&fabric, Node::H1, || flowlabel::connect(sink.addr, label, None)).unwrap();
-    // From here on getpeername() says 0.
-    sock::show_labels(&stream, false).unwrap();
-    assert_eq!(flowlabel::current(&stream).unwrap(), Current::Explicit(label, None));
-    let flow = Flow::over(stream, 3000, SLOWLY).unwrap();
-    let capture = Capture::start(&fabric, Node::H1).unwrap();
-    let run = Run::start(&fabric, &["--dev", "u0"]);
-    assert_eq!(run.done(), "left alone: explicit label 0x00abc");
-    std::thread::sleep(A_WHILE);
-    assert_eq!(capture.labels(flow.port()), [label]);
+    for shown in [true, false] {
+        let (fabric, _congested) = congested_fabric();
+        let (sink, _none) = traffic(&fabric, 0);
+        let label = Label::new(0xabc).unwrap();
+        let stream = within(&fabric, Node::H1, || flowlabel::connect(sink.addr, label, None)).unwrap();
+        if !shown {
+            // From here on getpeername() says 0.
+            sock::show_labels(&stream, false).unwrap();
+            assert_eq!(flowlabel::current(&stream).unwrap(), Current::Explicit(label, None));
+        }
+        let flow = Flow::over(stream, 3000, SLOWLY).unwrap();
+        let capture = Capture::start(&fabric, Node::H1).unwrap();
+        let run = Run::start(&fabric, &["--dev", "u0"]);
+        assert_eq!(run.done(), "left alone: explicit label 0x00abc");
+        std::thread::sleep(A_WHILE);
+        run.stop();
+        assert_eq!(capture.labels(flow.port()), [label], "shown: {shown}");
+    }
 }
 
 #[test]
@@ -81,8 +83,7 @@ fn a_descriptor_that_means_another_socket_by_now_is_not_touched() {
     if !ready("a_descriptor_that_means_another_socket_by_now_is_not_touched") {
         return;
     }
-    let fabric = Fabric::build().unwrap();
-    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (fabric, _congested) = congested_fabric();
     let (sink, _none) = traffic(&fabric, 0);
     within(&fabric, Node::H1, || {
         let connect = || TcpStream::connect(sink.addr).unwrap();

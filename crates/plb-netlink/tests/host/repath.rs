@@ -76,8 +76,8 @@ fn with_txrehash_a_black_hole_is_left_after_timeouts() {
 }
 
 #[test]
-fn without_txrehash_it_is_not_and_unpin_helps() {
-    if !ready("without_txrehash_it_is_not_and_unpin_helps") {
+fn without_txrehash_a_black_hole_holds_and_unpin_helps() {
+    if !ready("without_txrehash_a_black_hole_holds_and_unpin_helps") {
         return;
     }
     let fabric = Fabric::build().unwrap();

@@ -9,7 +9,7 @@ use std::time::Duration;
 use netlab::{Capture, Fabric, Node, eventually, ready, skip};
 use plb_netlink::sock::{self, TxRehash};
 
-use crate::support::{Run, SLOWLY, traffic};
+use crate::support::{Run, SLOWLY, congested_fabric, traffic};
 
 /// The command where any user may run it, for the life of a test.
 struct Copy(PathBuf);
@@ -80,8 +80,7 @@ fn the_rights_of_the_unit_are_enough() {
     }
     let (copy, capabilities) = (Copy::new("enough"), capabilities());
     for words in [as_user(&capabilities), as_root(&capabilities)] {
-        let fabric = Fabric::build().unwrap();
-        let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+        let (fabric, _congested) = congested_fabric();
         let (_sink, flows) = traffic(&fabric, 1);
         let run = under(&fabric, &words, &copy.path());
         assert!(run.done().starts_with("new label"), "{words:?}");
@@ -98,8 +97,7 @@ fn no_right_of_the_unit_is_too_many() {
         return;
     }
     let (copy, all) = (Copy::new("exact"), capabilities());
-    let fabric = Fabric::build().unwrap();
-    let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    let (fabric, _congested) = congested_fabric();
     let (_sink, flows) = traffic(&fabric, 1);
     let capture = Capture::start(&fabric, Node::H1).unwrap();
     assert_eq!(all.len(), 4);
@@ -137,8 +135,7 @@ fn what_cannot_be_read_is_not_moved() {
     let other_pids =
         ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"].map(str::to_owned).to_vec();
     for (words, warning) in [(no_tracing, "CAP_SYS_PTRACE"), (other_pids, "PID namespace")] {
-        let fabric = Fabric::build().unwrap();
-        let _congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+        let (fabric, _congested) = congested_fabric();
         let (sink, _none) = traffic(&fabric, 0);
         let off = |socket: &socket2::Socket| sock::set_txrehash(socket, TxRehash::Off);
         let pinned = netlab::flow(&fabric, sink.addr, 3000, SLOWLY, off).unwrap();

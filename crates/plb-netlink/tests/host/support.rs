@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use netlab::{Fabric, Flow, Node, Sink};
 use plb_netlink::Result;
+use plb_netlink::bpf::Attached;
 use serde_json::Value;
 
 /// Runs `plb --netns NODE args...` to its end.
@@ -129,6 +130,13 @@ pub(crate) fn signal(child: &Child, name: &str) {
 }
 
 pub(crate) const SLOWLY: Duration = Duration::from_millis(2);
+
+/// A fabric whose four paths all mark, until what comes with it is dropped.
+pub(crate) fn congested_fabric() -> (Fabric, Vec<Attached>) {
+    let fabric = Fabric::build().unwrap();
+    let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
+    (fabric, congested)
+}
 
 /// ECN on both sides, a sink, and so many flows.
 pub(crate) fn traffic(fabric: &Fabric, flows: usize) -> (Sink, Vec<Flow>) {
