@@ -17,7 +17,7 @@ use crate::hint::Hook;
 use crate::log::{Log, LogFormat};
 use crate::utilization::Utilization;
 
-/// Stands in front of one backend, counts its requests in flight and their latency, and tells clients: in
+/// Stands in front of one backend, counts its requests in flight and their latency, and reports both to clients: in
 /// `x-prequal-load` on every response, and at `GET /prequal/probe`.
 ///
 /// Every option can also be given in the environment, named in brackets below.
@@ -60,13 +60,13 @@ pub struct Cli {
     #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
     report: Report,
 
-    /// Tell a tenth of the load to probes for queries that were served here lately: remember this many query hints
+    /// Report a tenth of the load to probes for queries that were served here lately: remember this many query hints
     /// (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_HINT_CACHE",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     hint_cache: u32,
 
-    /// Tell those probes the load divided by this, 1 to 1000
+    /// Divisor of the load that is reported to those probes, 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR",
           value_parser = clap::value_parser!(u32).range(1..=1000))]
     hint_divisor: u32,
@@ -80,7 +80,7 @@ pub struct Cli {
           value_parser = utilization_max)]
     netflix_utilization: Option<NonZeroU32>,
 
-    /// The percentage that this replica is meant to run at, told as `target=` in that header, 1 to 100
+    /// The percentage that this replica is meant to run at, `target=` in that header, 1 to 100
     #[arg(long, value_name = "PERCENT", env = "PROBE_AGENT_NETFLIX_TARGET", requires = "netflix_utilization",
           value_parser = clap::value_parser!(u32).range(1..=100))]
     netflix_target: Option<u32>,
@@ -94,7 +94,7 @@ pub struct Cli {
     pub threads: Option<u16>,
 
     /// Listen with TLS, on the service port and the probe port: certificate chain, PEM. New files are used for new
-    /// connections a few seconds after they came; unusable ones are not
+    /// connections within a few seconds; while they cannot be used, the old ones stay
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CERT", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
 
@@ -106,7 +106,7 @@ pub struct Cli {
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CLIENT_CA", requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
 
-    /// What becomes of a client without a certificate
+    /// Whether a client without a certificate is refused or served
     #[arg(
         long,
         value_enum,
@@ -129,11 +129,11 @@ pub struct Cli {
     upstream_server_name: Option<String>,
 
     /// Let the network move connections off congested and broken paths (PLB): DCTCP with ECN, SO_TXREHASH and automatic
-    /// flow labels on the service and upstream sockets; what this host does not allow is said on standard error
+    /// flow labels on the service and upstream sockets; what this host does not allow is logged
     #[arg(long, env = "PROBE_AGENT_PLB")]
     plb: bool,
 
-    /// How failures are logged on standard error: at most a line a second for each class of them
+    /// Format of the log on standard error, which has at most one line a second for each class of failure
     #[arg(long, value_enum, default_value = "text", env = "PROBE_AGENT_LOG_FORMAT")]
     log_format: LogFormat,
 
@@ -161,7 +161,7 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
     silent_timeout_ms: u64,
 
-    /// Cut a request when nothing has moved for this long on a body of it, up or down, or on its tunnel, 0 (never) to
+    /// Cut a request when nothing has moved for this long on its request body, response body or tunnel, 0 (never) to
     /// 86400000
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_BODY_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
@@ -232,8 +232,8 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     ping_ms: u64,
 
-    /// The same towards the backend while requests are in flight, 0 (never) to 86400000; gRPC servers close connections
-    /// that PING more often than every 5 minutes, unless told otherwise
+    /// The same towards the backend while requests are in flight, 0 (never) to 86400000; by default gRPC servers close
+    /// connections that PING more often than every 5 minutes
     #[arg(long, value_name = "MS", default_value_t = 330_000, env = "PROBE_AGENT_UPSTREAM_PING_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     upstream_ping_ms: u64,
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn the_admin_port_is_on_loopback_unless_told_otherwise() {
+    fn the_admin_port_is_on_loopback_by_default() {
         assert_eq!(parse(&["--admin", "9000"]).unwrap().admin, Some("127.0.0.1:9000".parse().unwrap()));
         assert_eq!(parse(&["--admin", "0.0.0.0:9000"]).unwrap().admin, Some("0.0.0.0:9000".parse().unwrap()));
     }

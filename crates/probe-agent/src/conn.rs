@@ -27,7 +27,6 @@ pub(crate) enum Stream {
 }
 
 /// Reads as far as needed to tell HTTP/2 with prior knowledge from HTTP/1, and returns what was read.
-///
 pub(crate) async fn detect(
     stream: &mut Stream,
     silent: Duration,
@@ -82,7 +81,7 @@ async fn read_some(stream: &mut Stream, seen: &mut Vec<u8>) -> io::Result<usize>
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// What the bytes of a connection and its requests tell each other.
+/// What the byte stream of a connection and its requests share.
 pub(crate) struct Watch {
     http2: bool,
     /// Watching for heads: HTTP/1, not upgraded.
@@ -202,7 +201,7 @@ impl Drop for Busy {
 
 /// How long a connection that is closed may go on sending.
 const LINGER: Duration = Duration::from_secs(2);
-/// Heads seen whole are kept up to this capacity, so that an ordinary connection allocates once.
+/// The buffer for heads keeps up to this capacity, so that an ordinary connection allocates once.
 const KEEP_CAPACITY: usize = 4096;
 /// More of a head than this is not kept: hyper refuses it long before.
 const MAX_CAPTURE: usize = 1 << 20;
@@ -219,7 +218,7 @@ fn check_framing(head: &[u8]) -> Result<(), &'static str> {
         }
         chunked |= name.eq_ignore_ascii_case(b"transfer-encoding");
     }
-    // A chunked request that was pipelined behind another's body was not seen here. Nobody honest sends one.
+    // A chunked request that was pipelined behind another's body was not seen here. No common client sends one.
     if chunked { Ok(()) } else { Err("chunked request pipelined") }
 }
 

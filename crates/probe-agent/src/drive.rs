@@ -18,7 +18,7 @@ use crate::traffic::{Event, Traffic};
 /// Runs a connection to its end, and asks it to end when the agent drains or nothing has happened for long.
 ///
 /// HTTP/2 can be asked at once: after GOAWAY the streams that the client was just opening are still served. HTTP/1.1 has no
-/// such word, and a connection that is closed may meet a request on its way. Until the agent closes those too, they end with
+/// such message, and a request may be on its way when the connection is closed. Until the agent closes those too, they end with
 /// a response that says so.
 pub(crate) async fn drive<C>(
     mut served: Pin<&mut C>,
@@ -79,7 +79,7 @@ pub(crate) async fn drive<C>(
     }
 }
 
-/// A connection broke: counted and said if the client did what it must not. That it went away is no failure.
+/// A connection broke. Counted and logged if the client violated the protocol; a client that leaves is no failure.
 fn failed(error: &hyper::Error, watch: &Watch, traffic: &Traffic, log: &Log) {
     let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     if watch.is_slow() {

@@ -1,7 +1,7 @@
 //! Headers between two hops: what is refused, what stays on one hop, and the names that belong to Prequal.
 //!
 //! `Host`, `x-forwarded-*`, `Via` and everything else end to end pass as they came: the agent stands in the same pod
-//! as its backend and is no hop that anyone should see.
+//! as its backend and should not show as a hop.
 
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue, Method, Request, Version};
@@ -32,7 +32,7 @@ pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     match (hosts.next(), hosts.next()) {
         (_, Some(_)) => Err("more than one host header"),
         (None, _) if req.version() == Version::HTTP_11 => Err("no host header"),
-        // RFC 9113 §8.3.1. Whoever checks the one must not be bypassed by way of the other.
+        // RFC 9113 §8.3.1. A check of one must not be bypassed by way of the other.
         (Some(host), _)
             if authority.is_some_and(|authority| {
                 !host.as_bytes().eq_ignore_ascii_case(authority.as_str().as_bytes())
@@ -89,7 +89,7 @@ pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
 
 const GRPC: &[u8] = b"application/grpc";
 
-/// Removes what RFC 9110 §7.6.1 keeps on one hop, and every `x-prequal-*`, so that neither side can speak for us.
+/// Removes what RFC 9110 §7.6.1 keeps on one hop, and every `x-prequal-*`, so that neither side can speak for the agent.
 pub(crate) fn strip(headers: &mut HeaderMap, request: bool) {
     // One pass over the names decides; most messages then need no removal at all.
     let mut found = Found::default();

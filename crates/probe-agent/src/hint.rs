@@ -18,7 +18,7 @@ use crate::names::HINT;
 ///
 /// A closure `Fn(Hint<'_>) -> u32` is a hook that does not care what was served.
 pub trait HintHook: Send + Sync {
-    /// By what the load is divided that the probe is told of: 1 (or 0) leaves it as it is.
+    /// Divisor of the load in the reply to the probe: 1 (or 0) leaves it as it is.
     fn divisor(&self, hint: Hint<'_>) -> u32;
 
     /// A request with this hint is being answered, with a status below 400 and no gRPC failure in its head.
@@ -81,7 +81,7 @@ impl HintHook for Recent {
     }
 }
 
-/// The one usable hint among `headers`. A bad one is ignored and counted; so are two, as nobody knows whose they are.
+/// The one usable hint among `headers`. A bad one is ignored and counted; so are two, since neither can be preferred.
 pub(crate) fn of<'a>(headers: &'a HeaderMap, counters: &Counters) -> Option<&'a HeaderValue> {
     let mut all = headers.get_all(HINT).iter();
     let first = all.next()?;

@@ -56,7 +56,7 @@ impl PrequalLayer {
         self
     }
 
-    /// Lets `hook` decide what probes with a query hint are told. Default none: what all are told. Requests reach the
+    /// Lets `hook` decide the load that probes with a query hint are given. Default none: the same as all probes. Requests reach the
     /// application with their hint on them.
     ///
     /// ```
@@ -285,9 +285,9 @@ mod tests {
         let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap());
         let mut service = layer.layer(App(200));
         let response = service.call(get("/x")).await.unwrap();
-        let told = response.headers()["x-prequal-load"].to_str().unwrap();
-        assert!(told.starts_with("0;;10.0.0.7:80;up=0;base="), "the one that leaves is left out: {told}");
-        assert!(told.ends_with(";knee=1;open=1"), "and counts as served: {told}");
+        let report = response.headers()["x-prequal-load"].to_str().unwrap();
+        assert!(report.starts_with("0;;10.0.0.7:80;up=0;base="), "the one that leaves is left out: {report}");
+        assert!(report.ends_with(";knee=1;open=1"), "and counts as served: {report}");
         assert_eq!(load.rif(), 1);
         assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
         assert_eq!(load.rif(), 0);
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_applications_hook_is_told_what_was_served_and_scales_what_probes_see() {
+    async fn an_applications_hook_sees_what_was_served_and_scales_replies_to_probes() {
         let load = Load::new(TrackerConfig::default());
         let cache = Arc::new(Cache::default());
         let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap())

@@ -1,6 +1,6 @@
-//! Requests that may not go on for ever: a body on which nothing moves, a stream that is too old.
+//! Cuts requests that would go on for ever: a body on which nothing moves, a stream that is too old.
 //!
-//! Off by default, and then requests have no leash. The wait for a response's head is none of this: no body moves then, and
+//! Off by default, and then requests have no leash. The wait for a response's head does not count: no body moves then, and
 //! `response_timeout` limits it.
 
 use std::cell::Cell;
@@ -208,7 +208,7 @@ where
     }
 }
 
-/// One side of a tunnel, which tells when something moves.
+/// One side of a tunnel, which notes when something moves.
 pub(crate) struct Watched<T> {
     io: T,
     open: Option<Open>,

@@ -111,7 +111,7 @@ impl Load {
         self.replica().up_s(now)
     }
 
-    /// Nobody has asked the backend yet: reports say `up=0` until [`Load::mark_up`].
+    /// The backend has not been reached yet: reports say `up=0` until [`Load::mark_up`].
     pub(crate) fn mark_unseen(&self) {
         self.replica().set_up(None);
     }
@@ -240,7 +240,7 @@ impl InFlight {
         self.ticket.as_ref().map(Ticket::visit)
     }
 
-    /// Whoever sent the request, as far as its pace matters.
+    /// The client of the request, as far as its pace matters.
     pub(crate) fn client(&self) -> Client {
         Client { load: self.load.clone(), visit: self.visit() }
     }
@@ -352,7 +352,7 @@ impl Counters {
         bump(&self.rejected);
     }
 
-    /// Requests refused as malformed by checks of ours (hyper's own refusals are not seen here).
+    /// Requests refused as malformed by the agent's checks (hyper's own refusals are not seen here).
     pub fn rejected(&self) -> u64 {
         self.rejected.load(Ordering::Relaxed)
     }
@@ -432,9 +432,9 @@ pub const LATENCY_BOUNDS_US: [u64; 19] = [
 /// What became of a query hint.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum HintSeen {
-    /// On a probe: less load than there is was told.
+    /// On a probe: its reply had a reduced load.
     Scaled,
-    /// On a probe: the load was told as it is.
+    /// On a probe: its reply had the full load.
     Unscaled,
     /// On a probe or request: longer than 64 bytes, empty, not visible ASCII, or not alone.
     Ignored,

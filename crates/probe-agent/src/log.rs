@@ -1,5 +1,5 @@
-//! What an agent says of itself: a line for a failure, and for the next ones of its class no more than one a second, with
-//! the number of those that were left out. `/metrics` has the exact counts.
+//! The agent's log: a line for a failure, and for further ones of its class at most one a second, with the number of
+//! those left out. `/metrics` has the exact counts.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -39,12 +39,12 @@ impl Log {
         Self { format: Some(format), ..Self::default() }
     }
 
-    /// Says something that happens once.
+    /// Logs something that happens once.
     pub fn say(&self, message: &str) {
         self.write("agent", message, 0);
     }
 
-    /// Says why something failed, unless others of its class just have.
+    /// Logs why something failed, unless another failure of its class has just been logged.
     pub(crate) fn failure<T: Display>(&self, class: &'static str, message: impl FnOnce() -> T) {
         if self.format.is_none() {
             return;
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_that_fails_again_and_again_is_not_asked_for_its_message() {
+    fn a_suppressed_failure_does_not_format_its_message() {
         let log = Log::new(LogFormat::Text);
         let mut asked = 0;
         for class in ["one", "two"] {

@@ -1,5 +1,5 @@
-//! What the agent's process takes of its host, under the names that every Prometheus client uses. From `/proc`, when
-//! somebody asks; what cannot be read there is left out.
+//! What the agent's process takes of its host, under the names that every Prometheus client uses. Read from `/proc` at
+//! each request; what cannot be read there is left out.
 
 use std::fmt::Write as _;
 use std::fs;

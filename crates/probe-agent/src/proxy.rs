@@ -75,7 +75,7 @@ pub(crate) struct Connection {
     pub(crate) watch: Arc<Watch>,
     pub(crate) endpoint: Endpoint,
     pub(crate) probe_endpoint: Option<Endpoint>,
-    /// Told in the access log, if there is one.
+    /// For the access log, if there is one.
     pub(crate) client: Option<SocketAddr>,
     /// Held so that this connection, and what it was upgraded to, counts as open.
     pub(crate) _admitted: Admitted,
@@ -114,7 +114,7 @@ async fn answer(
     if let Err(reason) = framing.and_then(|()| headers::check_request(&req)) {
         load.counters().count_rejected();
         let mut response = probe::plain(StatusCode::BAD_REQUEST, reason);
-        // Where the next request begins is anyone's guess.
+        // Where the next request begins is unknown.
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         return Ok(own(response, busy));
     }
@@ -143,7 +143,7 @@ async fn answer(
     Ok(forward(conn, req, leash, guard, busy).await)
 }
 
-/// A replica that sends requests away does not fail them: they are no part of its failures, and it stays in rotation.
+/// A replica that sheds requests does not fail them: they do not count as failures, and it stays in rotation.
 fn shed(conn: &Connection, busy: Busy) -> Response<AgentBody> {
     conn.shared.traffic.count(Event::Shed);
     let reason = "probe-agent: too many requests in flight\n";
@@ -311,7 +311,7 @@ fn switch(
         let _open = conn.shared.traffic.tunnel();
         let joined = async {
             let (Ok(client), Ok(backend)) = tokio::join!(client, backend) else { return };
-            // Errors are how tunnels usually end; there is nobody to tell.
+            // Tunnels usually end with an error; neither side needs to know.
             let mut client = Watched::new(TokioIo::new(client), leash.clone());
             let _ = tokio::io::copy_bidirectional(&mut client, &mut TokioIo::new(backend)).await;
         };

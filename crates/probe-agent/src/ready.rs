@@ -1,6 +1,6 @@
-//! Whether the backend can serve: checked for whoever asks `/readyz`, and again and again while it cannot.
+//! Whether the backend can serve: checked at each request for `/readyz`, and repeatedly while it cannot.
 //!
-//! While it can, nobody is asked: requests show it, and a backend need not cope with connections that bring none.
+//! While it can, it is not checked: requests show it, and a backend need not cope with connections without requests.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,7 @@ pub(crate) struct Checker {
 }
 
 impl Checker {
-    /// Checks once. The load is told: reports of a replica that is not ready say that it fails.
+    /// Checks once, and marks the load with the result: reports of a replica that is not ready say that it fails.
     pub(crate) async fn check(&self) -> Result<(), NotReady> {
         let checked = tokio::time::timeout(self.timeout, self.ask()).await.unwrap_or(Err(NotReady::Timeout));
         self.load.mark_ready(checked.is_ok());

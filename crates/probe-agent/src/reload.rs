@@ -103,7 +103,7 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    /// Numbers in files, and what `watch` told of them.
+    /// Numbers in files, and the results that `watch` reported.
     async fn watched(files: Vec<PathBuf>) -> (Arc<Reloaded<u32, io::Error>>, Arc<Mutex<Vec<Option<u32>>>>) {
         let paths = files.clone();
         let make = move || {
@@ -113,23 +113,23 @@ mod tests {
             numbers.sum()
         };
         let reloaded = Arc::new(Reloaded::new(files, Box::new(make)).unwrap());
-        let told = Arc::<Mutex<Vec<Option<u32>>>>::default();
-        let log = told.clone();
+        let results = Arc::<Mutex<Vec<Option<u32>>>>::default();
+        let log = results.clone();
         tokio::spawn(reloaded.clone().watch(Duration::from_millis(20), move |made: io::Result<u32>| {
             log.lock().unwrap().push(made.ok());
         }));
-        (reloaded, told)
+        (reloaded, results)
     }
 
     /// Waits until the last attempt ended like this. Others may have been made between two writes.
-    async fn eventually(told: &Mutex<Vec<Option<u32>>>, last: Option<u32>) {
+    async fn eventually(results: &Mutex<Vec<Option<u32>>>, last: Option<u32>) {
         for _ in 0..1000 {
-            if told.lock().unwrap().last() == Some(&last) {
+            if results.lock().unwrap().last() == Some(&last) {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        panic!("{:?} does not end in {last:?}", told.lock().unwrap());
+        panic!("{:?} does not end in {last:?}", results.lock().unwrap());
     }
 
     #[tokio::test]
@@ -138,18 +138,18 @@ mod tests {
         let (a, b) = (dir.path().join("a"), dir.path().join("b"));
         fs::write(&a, "1").unwrap();
         fs::write(&b, "10").unwrap();
-        let (reloaded, told) = watched(vec![a.clone(), b.clone()]).await;
+        let (reloaded, results) = watched(vec![a.clone(), b.clone()]).await;
         assert_eq!(reloaded.current(), 11);
         fs::write(&a, "200").unwrap();
         fs::write(&b, "2000").unwrap();
-        eventually(&told, Some(2200)).await;
+        eventually(&results, Some(2200)).await;
         fs::write(&a, "not a number").unwrap();
-        eventually(&told, None).await;
+        eventually(&results, None).await;
         assert_eq!(reloaded.current(), 2200);
         fs::remove_file(&b).unwrap();
         fs::write(&a, "33").unwrap();
         fs::write(&b, "3300").unwrap();
-        eventually(&told, Some(3333)).await;
+        eventually(&results, Some(3333)).await;
         assert_eq!(reloaded.current(), 3333);
     }
 
@@ -164,11 +164,11 @@ mod tests {
         let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, dir.path().join(name)).unwrap();
         link("..v1", "..data");
         link("..data/a", "a");
-        let (reloaded, told) = watched(vec![dir.path().join("a")]).await;
+        let (reloaded, results) = watched(vec![dir.path().join("a")]).await;
         assert_eq!(reloaded.current(), 1);
         link("..v2", "..data_tmp");
         fs::rename(dir.path().join("..data_tmp"), dir.path().join("..data")).unwrap();
-        eventually(&told, Some(2)).await;
+        eventually(&results, Some(2)).await;
         assert_eq!(reloaded.current(), 2);
     }
 
@@ -184,15 +184,15 @@ mod tests {
             if read { fs::read_to_string(&path) } else { Err(io::Error::from_raw_os_error(libc::EMFILE)) }
         };
         let reloaded = Arc::new(Reloaded::new(vec![file.clone()], Box::new(make)).unwrap());
-        let told = Arc::<Mutex<Vec<Option<u32>>>>::default();
-        let log = told.clone();
+        let results = Arc::<Mutex<Vec<Option<u32>>>>::default();
+        let log = results.clone();
         tokio::spawn(reloaded.clone().watch(Duration::from_millis(2), move |made: io::Result<String>| {
             log.lock().unwrap().push(made.ok().and_then(|text| text.parse().ok()));
         }));
         *descriptors.lock().unwrap() = false;
         fs::write(&file, "22").unwrap();
-        eventually(&told, None).await;
+        eventually(&results, None).await;
         *descriptors.lock().unwrap() = true;
-        eventually(&told, Some(22)).await;
+        eventually(&results, Some(22)).await;
     }
 }

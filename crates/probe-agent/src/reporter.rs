@@ -1,4 +1,4 @@
-//! What is told of a replica's load, to whom: the part that the agent and the layer share.
+//! Which reports of a replica's load go to which peers: the part that the agent and the layer share.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
@@ -23,7 +23,7 @@ pub enum Report {
     ProbeOnly,
 }
 
-/// The load, and how it is told.
+/// The load, and how it is reported.
 #[derive(Clone)]
 pub(crate) struct Reporter {
     pub(crate) load: Load,
@@ -80,7 +80,7 @@ impl Reporter {
         }
     }
 
-    /// The hint of a request, if anybody wants to know.
+    /// The hint of a request, if hints are in use.
     pub(crate) fn hint_of(&self, request: &HeaderMap) -> Option<HeaderValue> {
         self.hints.as_ref()?;
         hint::of(request, self.load.counters()).cloned()

@@ -304,7 +304,7 @@ struct Ports {
 }
 
 impl Ports {
-    /// Errors end the connection and have been seen by the client; there is nobody else to tell.
+    /// Serves one connection. An error ends it, and the client has seen it by then.
     async fn serve(self: Arc<Self>, socket: Socket, admitted: Admitted, mut life: Life) {
         let Some(endpoint) = self.endpoint(&socket) else { return };
         let client = self.shared.access_log.as_ref().and_then(|_| socket.tcp()?.peer_addr().ok());
@@ -444,7 +444,7 @@ async fn serve_admin(socket: Socket, _admitted: Admitted, page: Arc<Page>) {
         .await;
 }
 
-/// Long enough for a connection that is told to end to do so.
+/// Long enough for a connection to end once it has been asked to.
 const CLOSES: Duration = Duration::from_millis(100);
 /// A scraper's connection is closed when it has been idle for this long.
 const ADMIN_IDLE: Duration = Duration::from_secs(120);

@@ -92,7 +92,7 @@ impl Drop for Listener {
     }
 }
 
-/// What a process that was killed left behind is in the way of the next: a socket on which nobody listens.
+/// Removes the socket file that a killed process left behind. No process listens on it, but it would make `bind` fail.
 fn remove_abandoned(path: &Path) -> io::Result<()> {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
     let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;

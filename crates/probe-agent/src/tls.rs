@@ -69,7 +69,7 @@ pub enum TlsError {
         source: rustls::server::VerifierBuilderError,
     },
     /// Clients shall be verified, but there is no certificate to listen with.
-    #[error("clients can only be verified over TLS: give a certificate to listen with too")]
+    #[error("clients can only be verified over TLS: also give a certificate and key to listen with")]
     NoCertificate,
     /// The name to verify is neither a DNS name nor an address.
     #[error("`{0}` is no DNS name or IP address")]
@@ -102,7 +102,7 @@ impl Acceptor {
         Ok(Some(Self(Arc::new(Reloaded::new(files, make)?))))
     }
 
-    /// Shakes hands.
+    /// Performs the handshake.
     pub(crate) async fn accept(&self, socket: Socket) -> io::Result<Accepted> {
         self.0.current().acceptor.accept(socket).await
     }
@@ -146,7 +146,7 @@ impl Connector {
         Ok(Self { with: Arc::new(Reloaded::new(files, make)?), name })
     }
 
-    /// Shakes hands, offering one version of HTTP.
+    /// Performs the handshake, offering one version of HTTP.
     pub(crate) async fn connect(&self, http2: bool, socket: Socket) -> io::Result<Connected> {
         let with = self.with.current();
         let connector = if http2 { with.http2 } else { with.http1 };

@@ -1,5 +1,5 @@
-//! The body of a request on its way to the backend: while it waits for its client to send more, the request is none of the
-//! replica's doing. Its start is kept for as long as the backend may refuse the request unprocessed.
+//! The body of a request on its way to the backend. While it waits for its client to send more, the time does not count
+//! against the replica. Its start is kept for as long as the backend may refuse the request unprocessed.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use crate::leash::{Leash, Open};
 use crate::load::Client;
 
-/// A request body that tells when its client keeps the backend waiting.
+/// A request body that marks when its client keeps the backend waiting.
 pub(crate) struct Upload {
     /// `None` once it has been given back.
     source: Option<Source>,
@@ -75,7 +75,7 @@ impl Upload {
     }
 }
 
-/// Why a body broke off. Never the backend's doing.
+/// Why a body broke off. The backend is never the cause.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UploadError {
     #[error("the client broke off")]
@@ -152,7 +152,7 @@ impl Drop for Upload {
         {
             read.append(&mut source.again);
             source.again = read;
-            // Nobody may be there to take it.
+            // The request may have ended.
             let _ = back.send(source);
         }
     }

@@ -1,6 +1,6 @@
 //! Connections to the one backend: an idle pool for HTTP/1.1, shared ones for HTTP/2.
 //!
-//! A pool of our own instead of hyper-util's client: there is one authority, so no key is hashed, and a connection
+//! A separate pool instead of hyper-util's client: there is one authority, so no key is hashed, and a connection
 //! goes back to the pool with the last frame of the body, without a task of its own. A request is sent again only
 //! if not a byte of it was written (the pooled connection had been closed meanwhile), or if the backend says in HTTP/2
 //! that it has not processed it.
@@ -230,7 +230,7 @@ impl Pool {
             _ => Socket::connect(&self.target).await,
         }
         .inspect_err(|error| {
-            // Nobody listens. Other errors are of the network or our own, and the backend may be as warm as ever.
+            // No process listens. Other errors are the network's or the agent's, and the backend may be as warm as before.
             let kind = error.kind();
             if kind == io::ErrorKind::ConnectionRefused || unix && kind == io::ErrorKind::NotFound {
                 self.load.mark_down();
@@ -351,7 +351,7 @@ impl Lease {
 /// before the failed write counts.
 struct Patient<T> {
     io: T,
-    /// Nobody takes what is written. The reader hears of it, and wakes the writer in the same task.
+    /// The peer takes no more data. The reader notices, and wakes the writer in the same task.
     broken: bool,
     read_all: bool,
 }
@@ -422,7 +422,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Patient<T> {
     }
 }
 
-/// Why no response came. Says what the client is told.
+/// Why no response came, and what the client gets instead.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UpstreamError {
     #[error("connect failed")]
@@ -449,7 +449,7 @@ pub(crate) enum UpstreamError {
     Upgrade,
     #[error("did not switch protocols")]
     NoUpgrade,
-    /// Nobody here takes such a tunnel.
+    /// Neither the agent nor the backend supports such a tunnel.
     #[error("no way to switch protocols")]
     NoTunnel,
 }
@@ -494,8 +494,8 @@ impl UpstreamError {
         }
     }
 
-    /// What the client may do about it, for `x-prequal-failure`. Nothing is told where a response did not come in time: the
-    /// backend may still be at it, and a second request would add to its load.
+    /// What the client may do about it, for `x-prequal-failure`. Not sent when a response did not come in time: the
+    /// backend may still work on it, and a second request would add to its load.
     pub(crate) fn failure(&self) -> Option<&'static str> {
         match self {
             Self::Connect(_)
@@ -549,7 +549,7 @@ const WINDOW: u32 = 64 * 1024;
 /// And of a connection: as many streams whose clients do not read at all leave the others of the connection alone. It is
 /// more than the streams that common servers allow.
 const CONNECTION_WINDOW: u32 = 256 * WINDOW;
-/// Heads of responses may be so long, bytes, and over HTTP/1.1 have so many headers, whatever the limits of requests.
+/// Longest response head, bytes, and most headers of one over HTTP/1.1, whatever the limits of requests.
 const RESPONSE_HEAD: usize = 64 * 1024;
 const RESPONSE_HEADERS: usize = 512;
 /// Tries of a request that the backend refuses, or that a connection on its way out did not take. Servers that say GOAWAY

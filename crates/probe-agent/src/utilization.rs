@@ -6,12 +6,12 @@ use std::num::NonZeroU32;
 
 use http::HeaderValue;
 
-/// How utilisation is told.
+/// How utilisation is reported.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Utilization {
     /// Requests in flight that count as 100 %.
     pub max: NonZeroU32,
-    /// The percentage that the replica is meant to run at, told as `target=`. `None`: not told.
+    /// The percentage that the replica is meant to run at, sent as `target=`. `None`: not sent.
     pub target: Option<u32>,
 }
 
@@ -47,8 +47,8 @@ mod tests {
             (15, 10, Some(80), "150, target=80"),
             (u32::MAX, 1, None, "429496729500"),
         ] {
-            let told = Utilization { max: NonZeroU32::new(max).unwrap(), target }.header_value(rif).unwrap();
-            assert_eq!(told, expected, "{rif} of {max}");
+            let value = Utilization { max: NonZeroU32::new(max).unwrap(), target }.header_value(rif).unwrap();
+            assert_eq!(value, expected, "{rif} of {max}");
         }
     }
 }

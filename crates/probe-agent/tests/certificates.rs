@@ -285,7 +285,7 @@ fn binary() -> Command {
 }
 
 #[tokio::test]
-async fn the_system_s_authorities_are_found_or_missed() {
+async fn system_authorities_are_found_or_reported_missing() {
     let ca = Authority::new();
     let files = ca.install(&ca.issue(2030));
     let inner = tls_agent(hello().await, |config| config.tls = Some(files));

@@ -85,7 +85,7 @@ async fn connections_that_bring_no_request_are_closed_and_not_cut() {
 }
 
 #[tokio::test]
-async fn what_is_left_at_the_deadline_is_cut_and_told() {
+async fn what_is_left_at_the_drain_deadline_is_cut_and_reported() {
     let addr = raw_backend(|mut tcp| async move {
         let head = read_head(&mut tcp).await;
         if head.starts_with("GET /tunnel") {
@@ -188,7 +188,7 @@ async fn clients_that_never_stop_lose_no_request_to_a_sigterm() {
                     // Some are often idle, some never.
                     tokio::time::sleep(Duration::from_millis(n % 4)).await;
                 }
-                panic!("never told to leave");
+                panic!("never asked to leave");
             })
         })
         .collect();

@@ -37,7 +37,7 @@ fn the_layer_alone_stays_light() {
 }
 
 #[test]
-fn each_feature_brings_its_own_and_no_more() {
+fn each_feature_pulls_in_only_its_own_crates() {
     let (tls, plb) = (["rustls", "ring", "tokio-rustls", "x509", "der"], ["netlink", "plb-netlink"]);
     let proxy = linked(&["proxy"]);
     assert!(proxy.contains("clap") && proxy.contains("hyper"), "{proxy:?}");

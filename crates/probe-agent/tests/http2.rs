@@ -82,7 +82,7 @@ async fn settings_that_come_late_are_no_refusal() {
 }
 
 #[tokio::test]
-async fn settings_that_come_after_the_connect_timeout_serve_those_who_ask_later() {
+async fn settings_that_come_after_the_connect_timeout_serve_later_requests() {
     let addr = backend_after(|_| async {
         tokio::time::sleep(Duration::from_millis(300)).await;
         true
@@ -146,7 +146,7 @@ async fn grpc_is_never_sent_over_http1_and_the_rest_is_where_the_backend_cannot_
 }
 
 #[tokio::test]
-async fn nobody_waits_for_a_connection_that_says_nothing() {
+async fn a_silent_connection_holds_no_request() {
     let addr = backend_after(|connection| async move {
         if connection == 0 {
             std::future::pending::<()>().await;
@@ -209,7 +209,7 @@ async fn beyond_the_streams_of_one_connection_others_are_opened_and_then_used_ag
 }
 
 #[tokio::test]
-async fn who_waits_for_a_stream_is_bounded_in_number_and_time() {
+async fn waiting_for_a_stream_is_bounded_in_number_and_time() {
     let (addr, in_hand, go) = limited(1).await;
     let agent = agent(addr, |config| {
         config.limits.max_upstream_connections = 2;
@@ -244,7 +244,7 @@ async fn who_waits_for_a_stream_is_bounded_in_number_and_time() {
 }
 
 #[tokio::test]
-async fn clients_that_leave_while_they_wait_take_no_stream_with_them() {
+async fn clients_that_leave_while_waiting_hold_no_stream() {
     let (addr, in_hand, go) = limited(1).await;
     let agent = agent(addr, |config| config.limits.max_upstream_connections = 1);
     let client = client2(agent.addr).await;
@@ -380,7 +380,7 @@ async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_sent_again_is_told_and_what_was_processed_is_not_sent_again() {
+async fn a_request_is_sent_again_only_if_it_is_kept_and_was_not_processed() {
     const ALWAYS: &[Act] = &[Act::Reset(REFUSED_STREAM); 5];
     let unavailable = (StatusCode::SERVICE_UNAVAILABLE, "refused", "unsent");
     for (acts, after, len, (status, reason, failure), requests) in [
@@ -405,7 +405,7 @@ async fn ping(tcp: &mut TcpStream) {
 }
 
 #[tokio::test]
-async fn a_backend_that_hangs_with_requests_in_hand_is_found_out() {
+async fn a_backend_that_hangs_with_requests_in_flight_is_detected() {
     let pinged = Arc::new(Semaphore::new(0));
     let done = pinged.clone();
     let addr = raw_backend(move |mut tcp| {

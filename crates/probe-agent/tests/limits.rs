@@ -72,7 +72,7 @@ async fn beyond_the_rif_limit_requests_are_sent_elsewhere() {
 }
 
 #[tokio::test]
-async fn a_connection_that_never_says_anything_is_closed() {
+async fn a_silent_connection_is_closed() {
     let addr = backend(|_| async { text("") }).await;
     let agent = counted(addr, |config| {
         config.probe_listen = Some(any_port());
@@ -125,7 +125,7 @@ fn no_body() -> Body {
     Channel::new(1).1
 }
 
-/// Sends `pieces` pieces, and then nothing for as long as somebody listens.
+/// Sends `pieces` pieces, and then nothing for as long as the connection is open.
 async fn drip(mut tx: Sender<Bytes, Infallible>, pieces: usize, hold: bool) {
     for _ in 0..pieces {
         if tx.send_data(Bytes::from_static(b"drip")).await.is_err() {
@@ -164,7 +164,7 @@ async fn a_body_on_which_nothing_moves_ends_its_request() {
 }
 
 #[tokio::test]
-async fn an_upload_that_stalls_ends_and_the_backend_hears_of_it() {
+async fn a_stalled_upload_ends_and_the_backend_sees_it() {
     for answers in [false, true] {
         let (ended, mut ends) = tokio::sync::mpsc::unbounded_channel();
         let addr = backend(move |req| {
@@ -190,7 +190,7 @@ async fn an_upload_that_stalls_ends_and_the_backend_hears_of_it() {
             if answers {
                 assert!(within(answer.unwrap().into_body().collect()).await.is_err(), "{down} {up}");
             } else {
-                // Whoever is first: the agent gives its own answer if the backend has broken off.
+                // Either may be first: the agent gives its own answer if the backend has broken off.
                 assert!(!answer.is_ok_and(|answer| answer.status().is_success()), "{down} {up}");
             }
             assert_eq!(within(ends.recv()).await, Some(true), "{answers} {down} {up}: a whole body");

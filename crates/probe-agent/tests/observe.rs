@@ -102,7 +102,7 @@ async fn without_file_descriptors_an_agent_waits_and_goes_on() {
 }
 
 #[tokio::test]
-async fn failures_are_said_once_a_second_and_counted_all() {
+async fn failures_are_logged_once_a_second_and_all_counted() {
     let dead = dead_backend().await;
     for json in [false, true] {
         let process = Process::start(dead, &["--log-format", if json { "json" } else { "text" }]).await;
@@ -144,7 +144,7 @@ async fn failures_are_said_once_a_second_and_counted_all() {
 }
 
 #[tokio::test]
-async fn without_a_reader_of_standard_error_requests_are_answered_all_the_same() {
+async fn requests_are_answered_without_a_reader_of_standard_error() {
     let mut process = Process::start(dead_backend().await, &[]).await;
     drop(process.child.stderr.take());
     assert_eq!(fetch(process.service, "/").await.0.status, StatusCode::BAD_GATEWAY);

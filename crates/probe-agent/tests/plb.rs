@@ -9,8 +9,8 @@ use plb_netlink::sock::{self, TxRehash};
 use plb_netlink::{diag, pidfd};
 
 #[test]
-fn service_and_upstream_sockets_are_repathable_and_the_rest_is_said() {
-    if !ready("service_and_upstream_sockets_are_repathable_and_the_rest_is_said") {
+fn service_and_upstream_sockets_are_repathable_and_obstacles_are_logged() {
+    if !ready("service_and_upstream_sockets_are_repathable_and_obstacles_are_logged") {
         return;
     }
     let fabric = Fabric::build().unwrap();

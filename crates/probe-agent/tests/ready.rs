@@ -35,8 +35,8 @@ fn assert_not_ready((status, body): (StatusCode, String), says: &str) {
     assert!(body.contains(says), "{body}");
 }
 
-/// Share of failures that probes are told.
-async fn told(agent: &Running) -> u16 {
+/// Share of failures in the reply to a probe.
+async fn failing(agent: &Running) -> u16 {
     let (head, _) = fetch(agent.addr, "/prequal/probe").await;
     LoadReport::parse(head.headers["x-prequal-load"].to_str().unwrap()).unwrap().failing
 }
@@ -129,25 +129,25 @@ async fn a_grpc_check_goes_by_the_health_service() {
 async fn a_replica_without_its_backend_says_that_everything_fails_until_it_is_back() {
     let addr = dead_backend().await;
     let agent = checking(addr, "tcp");
-    assert_eq!(told(&agent).await, 0, "nobody has asked");
+    assert_eq!(failing(&agent).await, 0, "no request or check has come");
     assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::BAD_GATEWAY);
-    assert_eq!(told(&agent).await, 1000);
+    assert_eq!(failing(&agent).await, 1000);
     let _listener = TcpListener::bind(addr).await.unwrap();
     eventually("it is found without a request", || agent.load.is_ready()).await;
-    assert!(told(&agent).await <= 250, "one request has failed");
+    assert!(failing(&agent).await <= 250, "one request has failed");
 }
 
 #[tokio::test]
-async fn a_failed_check_counts_until_one_succeeds_and_nobody_is_asked_while_all_is_well() {
+async fn a_failed_check_counts_until_one_succeeds_and_a_ready_backend_is_not_checked() {
     let (health, asked) = (Arc::new(AtomicU16::new(503)), Arc::<AtomicUsize>::default());
     let agent = checking(with_health(health.clone(), asked.clone()).await, "http:/health?deep");
     assert_not_ready(readyz(&agent).await, "503");
-    assert_eq!(told(&agent).await, 1000);
+    assert_eq!(failing(&agent).await, 1000);
     assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::NOT_FOUND, "connections are accepted");
-    assert_eq!(told(&agent).await, 1000);
+    assert_eq!(failing(&agent).await, 1000);
     health.store(200, Ordering::Relaxed);
     eventually("it is ready", || agent.load.is_ready()).await;
-    assert_eq!(told(&agent).await, 0);
+    assert_eq!(failing(&agent).await, 0);
     let before = asked.load(Ordering::Relaxed);
     tokio::time::sleep(Duration::from_millis(600)).await;
     assert_eq!(asked.load(Ordering::Relaxed), before);

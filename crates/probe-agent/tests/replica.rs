@@ -160,7 +160,7 @@ async fn noting_backend() -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
 }
 
 #[tokio::test]
-async fn a_replica_tells_less_load_to_a_query_that_it_served_lately() {
+async fn a_replica_reports_less_load_to_a_query_that_it_served_lately() {
     let (addr, seen) = noting_backend().await;
     let agent = agent(addr, |config| {
         config.hints = Some(Hook::recent(2, 10));
@@ -220,7 +220,7 @@ async fn without_a_hook_hints_change_nothing() {
 }
 
 #[tokio::test]
-async fn utilisation_is_told_when_asked_and_only_by_the_agent() {
+async fn utilisation_is_reported_if_configured_and_only_by_the_agent() {
     let addr = backend(|_| async {
         let mut reply = text("");
         reply.headers_mut().insert("x-netflix.server.utilization", "1".parse().unwrap());

@@ -375,7 +375,7 @@ async fn trailers_pass_in_both_versions() {
 }
 
 #[tokio::test]
-async fn versions_are_kept_unless_told_otherwise_or_the_backend_cannot() {
+async fn the_http_version_is_kept_unless_set_or_not_spoken_by_the_backend() {
     let echo_version = |req: Request<hyper::body::Incoming>| async move {
         let mut reply = text("");
         let host = req.uri().authority().map(|a| a.to_string());
@@ -485,7 +485,7 @@ async fn a_pooled_connection_that_the_backend_closed_costs_no_request() {
     for i in 1..=20 {
         assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::OK);
         agent.at_rest([i, 0, 0, 0]).await;
-        // Give the close time to arrive; a request that races it is lost by nobody's fault.
+        // Give the close time to arrive; a request that races it may rightly be lost.
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }

@@ -1,8 +1,8 @@
 //! HTTP/2 connections to the backend: opened when requests wait for a stream, as many as the limits allow.
 //!
 //! hyper-util's pools keep one connection and do not count its streams; hyper then queues what the backend does not allow,
-//! without a limit. Here no connection is given more than it allows, and who waits for a stream waits for any of them, so
-//! that no request depends on an attempt of another's.
+//! without a limit. Here no connection is given more than it allows, and a waiting request takes a stream of any connection,
+//! so that no request depends on another's attempt to connect.
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,7 +22,7 @@ use crate::config::ping_timeout;
 use crate::tls;
 use crate::upload::Upload;
 
-/// The connections, and who waits for them.
+/// The connections, and the requests that wait for a stream.
 #[derive(Default)]
 pub(super) struct Http2 {
     conns: Vec<Conn>,
@@ -78,7 +78,7 @@ impl Drop for Permit {
     }
 }
 
-/// Why an attempt to open a connection failed. All who wait for it are told.
+/// Why an attempt to open a connection failed. Every request that waits for a stream gets it.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Failure {
     Connect(io::ErrorKind),
@@ -224,7 +224,7 @@ impl Pool {
             Err(Failure::Silent) => self.open_http2().await,
             opened => opened,
         };
-        let mut told = VecDeque::new();
+        let mut failed = VecDeque::new();
         let failure = opened.as_ref().err().copied();
         {
             let mut http2 = self.http2();
@@ -239,13 +239,13 @@ impl Pool {
                 Err(Failure::NoHttp2) => http2.http1_only = Some(Instant::now()),
                 Err(_) => {}
             }
-            // Who has time left goes on waiting for an answer, or for a stream of another connection.
+            // Requests with time left go on waiting for an answer, or for a stream of another connection.
             if failure.is_some_and(|failure| failure != Failure::Timeout) && http2.conns.is_empty() {
-                told = mem::take(&mut http2.waiting);
+                failed = mem::take(&mut http2.waiting);
             }
         }
         if let Some(failure) = failure {
-            for waiter in told {
+            for waiter in failed {
                 let _ = waiter.send(Err(failure));
             }
         }
@@ -269,8 +269,8 @@ impl Pool {
         self.greet(stream).await
     }
 
-    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first: before them, nobody knows how many
-    /// streams there may be, nor whether the backend is alive.
+    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first: before them, neither the number of
+    /// streams nor whether the backend is alive is known.
     async fn greet<T>(&self, io: T) -> Result<Conn, Failure>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -304,12 +304,12 @@ impl Pool {
 
 /// A backend that refused HTTP/2 is asked again after this long: it may have been replaced.
 const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
-/// An attempt may wait for its answer for longer than any request does: the backend may be starting, and those who come
-/// later find the connection open.
+/// An attempt may wait for its answer for longer than any request does: the backend may be starting, and later
+/// requests find the connection open.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// While an attempt is without an answer for this long, another is made.
 const HEDGE: Duration = Duration::from_millis(100);
-/// How many of those who wait one more connection is expected to serve: common servers allow at least so many streams.
+/// How many waiting requests one more connection is expected to serve: common servers allow at least that many streams.
 const EXPECTED_STREAMS: usize = 100;
 /// All connections but the first are closed when they have been idle for this long.
 const SPARE_IDLE: Duration = Duration::from_secs(60);
