@@ -17,8 +17,8 @@ use crate::sysctl::{self, PlbParams};
 use crate::tracker::Tracker;
 use crate::{Error, Result, sock, sys};
 
-/// How a socket is moved. Either way its owner has to be known and traceable, or it is not: that is where its pins can
-/// be read.
+/// How a socket is moved. Either way its owner has to be known and traceable, because its pins are read there; otherwise it
+/// is not moved.
 #[derive(Debug)]
 pub enum Way {
     /// Any label, by a BPF program on the egress device.
@@ -220,7 +220,7 @@ impl Daemon {
             let Some(state) = self.sockets.get_mut(&cookie) else { continue };
             let wait = state.hidden.map_or(LOOK_AGAIN, |(_, wait)| (wait * 2).min(LOOK_AGAIN_AT_MOST));
             state.hidden = Some((now + wait, wait));
-            let why = "no process that may be looked into holds it".to_owned();
+            let why = "no process that may be traced holds it".to_owned();
             state.settle(Outcome::Unreadable(why), events);
         }
     }

@@ -2,9 +2,9 @@
 //!
 //! For TCP an explicit label *pins* a connection: neither PLB nor a retransmission timeout changes it any more.
 //!
-//! A label can be used without a lease until somebody in the namespace takes an exclusive, process or user lease; from
+//! A label can be used without a lease until a socket in the namespace takes an exclusive, process or user lease; from
 //! then on unleased labels are refused with EINVAL, even after that lease ended. Leases here are therefore shared with
-//! everybody ([`Share::Any`]) unless told otherwise.
+//! every socket ([`Share::Any`]) by default.
 
 use std::fmt;
 use std::fs;
@@ -134,7 +134,7 @@ pub struct Terms {
     pub share: Share,
     /// Fail if it is leased already instead of joining.
     pub fresh: bool,
-    /// Seconds for which nobody else gets it after its last use. More than some 60 need CAP_NET_ADMIN.
+    /// Seconds after its last use in which no other socket gets it. More than some 60 need CAP_NET_ADMIN.
     pub linger_s: u16,
     /// Seconds for which it stays after it was leased. More than some 60 need CAP_NET_ADMIN.
     pub expires_s: u16,
@@ -163,7 +163,7 @@ pub struct Lease {
 /// Leases a label for this socket until it is closed or [`put`]; returns the label.
 ///
 /// # Errors
-/// Leased by somebody else, more than 32 leases without rights, times that need rights, a label that
+/// Leased by another socket, more than 32 leases without rights, times that need rights, a label that
 /// `flowlabel_state_ranges` keeps for automatic ones.
 pub fn lease(socket: &impl AsFd, terms: &Terms) -> Result<Label> {
     if terms.destination.is_unspecified() || terms.destination.is_multicast() {
@@ -183,7 +183,7 @@ pub fn lease(socket: &impl AsFd, terms: &Terms) -> Result<Label> {
         },
         Some(libc::EPERM) => Error::NotPermitted {
             doing,
-            cure: "another socket leased it for itself, its process or its user; `plb label list` shows whom. Take \
+            cure: "another socket leased it for itself, its process or its user; `plb label list` shows the holder. Take \
                    another label, or wait until that lease ends"
                 .to_owned(),
         },
@@ -409,7 +409,7 @@ fn explain(doing: String, source: io::Error) -> Error {
             Error::Invalid(format!("{doing}: flow labels are for IPv6 sockets only"))
         }
         Some(libc::EINVAL) => Error::Invalid(format!(
-            "{doing}: refused. Somebody in this namespace has (or had) an exclusive, process or user lease; since then \
+            "{doing}: refused. A socket in this namespace has (or had) an exclusive, process or user lease; since then \
              labels must be leased first"
         )),
         _ => Error::kernel(doing, crate::error::NET_ADMIN, source),

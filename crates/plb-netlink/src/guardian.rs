@@ -2,7 +2,7 @@
 //! crashed.
 //!
 //! The kernel undoes what a BPF program did when its process ends, but an option of a foreign socket stays as it was set. So
-//! a second process is told of each socket before it is touched, over a pipe, and acts when that pipe closes.
+//! a second process receives a note of each socket over a pipe before it is touched, and acts when that pipe closes.
 
 use std::collections::HashMap;
 use std::io::{BufRead, Write as _};

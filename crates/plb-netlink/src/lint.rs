@@ -315,7 +315,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
                 if narrow > 0 {
                     format!(": {narrow} labels are leased to one socket, process or user")
                 } else {
-                    ": somebody once leased one for himself".to_owned()
+                    ": a socket once took an exclusive lease".to_owned()
                 }
             ),
             "lease labels shared (`plb label lease --share any`, the default); only a new namespace forgets",

@@ -117,7 +117,7 @@ where
     Ok(answer)
 }
 
-/// Whether the same request may well succeed a moment later: the list changed while it was read, the kernel had no
+/// Whether the same request is likely to succeed a moment later: the list changed while it was read, the kernel had no
 /// memory or no room in the socket, or was busy.
 pub(crate) fn passes(error: &Error) -> bool {
     matches!(error.errno(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOBUFS | libc::ENOMEM))

@@ -1,6 +1,6 @@
-//! May this connection be moved now, and by whom?
+//! Whether a connection may be moved now, and whether by the kernel or by `plb`.
 //!
-//! Two things are pins, and hold: an explicit label, and `SO_TXREHASH` off. A label of 0 is none: it is what a host with
+//! Two things pin a connection: an explicit label, and `SO_TXREHASH` off. A label of 0 is no pin: it is what a host with
 //! automatic labels off sends, and what [`crate::daemon::Way::SocketOptions`] leaves behind on its way.
 
 use std::fmt;

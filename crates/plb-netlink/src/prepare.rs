@@ -18,7 +18,7 @@ pub fn prepare(socket: &impl AsFd, ipv6: bool) -> Vec<String> {
     let wanted = sock::WITH_PLB_HOOKS[0];
     if let Err(error) = sock::set_congestion(socket, wanted) {
         obstacles.push(error.to_string());
-        // DCTCP asks for ECN by itself; others only if told to, and there is no option for one socket.
+        // DCTCP asks for ECN by itself; others only if configured to, and no socket option does that.
         match sysctl::read_number("net.ipv4.tcp_ecn") {
             Ok(Some(1)) => {}
             Ok(value) => obstacles.push(format!(

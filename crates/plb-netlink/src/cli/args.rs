@@ -240,7 +240,7 @@ pub(crate) enum LabelCommand {
     /// Lease a label and hold it until interrupted
     ///
     /// A lease belongs to a socket and ends with it, so this command stays. With --share any (the default) other
-    /// sockets can then use the label; with any other share, labels that nobody leased are refused in this namespace
+    /// sockets can then use the label; with any other share, labels without a lease are refused in this namespace
     /// from then on, for as long as the namespace lives.
     Lease(LeaseArgs),
     /// Give a socket's lease back; a connection that used the label falls back to its automatic one
@@ -263,11 +263,11 @@ pub(crate) struct LeaseArgs {
     #[arg(long, value_enum, default_value = "any")]
     pub(crate) share: ShareArg,
 
-    /// Fail if somebody leased it already, instead of joining
+    /// Fail if the label is already leased, instead of joining
     #[arg(long)]
     pub(crate) fresh: bool,
 
-    /// Seconds for which nobody else gets it after its last use; long ones need CAP_NET_ADMIN
+    /// Seconds after its last use in which no other socket gets it; long ones need CAP_NET_ADMIN
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     pub(crate) linger: u16,
 

@@ -192,7 +192,7 @@ pub(crate) fn open(socket: SocketName) -> Result<OwnedFd> {
         SocketName::Cookie(cookie) => {
             let inode = u64::from(find(cookie)?.inode);
             let owner = pidfd::owners().remove(&inode).ok_or_else(|| {
-                Error::Gone(format!("nobody that may be looked into owns the socket with cookie {cookie}"))
+                Error::Gone(format!("no process that may be traced owns the socket with cookie {cookie}"))
             })?;
             Holder { pid: owner.pid, fd: owner.fd }.open(cookie)
         }
