@@ -94,7 +94,7 @@ fn report(script: &mut Script<'_>) -> LoadReport {
         2 => format!("{rif};{latency};{endpoint};base={};knee={}", latency / 2 + 1, u32::from(rif) + 1),
         _ => format!("{rif};{latency};{endpoint};up={rif};probe={}", endpoint.with_port(9000)),
     };
-    LoadReport::parse(text).expect("a report of ours")
+    LoadReport::parse(text).expect("a valid report")
 }
 
 fn run(data: &[u8]) {
@@ -124,8 +124,8 @@ fn run(data: &[u8]) {
                 let proxy = Proxy { now, served, class, attempts: u64::from(script.byte() % 8) };
                 let (failed, complete) = (script.bit(), script.bit());
                 if script.bit() {
-                    let told = script.bit().then(|| Ok(report(&mut script)));
-                    balancer.response(now, &mut request, failed, told, &proxy);
+                    let reported = script.bit().then(|| Ok(report(&mut script)));
+                    balancer.response(now, &mut request, failed, reported, &proxy);
                 }
                 balancer.ended(request, complete, failed, &proxy);
             }

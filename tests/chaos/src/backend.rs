@@ -33,7 +33,7 @@ use crate::mix::{self, PART, PART_GAP, PARTS};
 const SERVICE: Duration = Duration::from_millis(10);
 /// What a probe asks for.
 const PROBE: &str = "/prequal/probe";
-/// How long a connection works before it is half-closed or told GOAWAY.
+/// How long a connection works before it is half-closed or gets GOAWAY.
 const CONNECTION_LIFE: Duration = Duration::from_millis(200);
 
 /// How a backend behaves. Its `Display` is the line that orders it.
@@ -139,7 +139,7 @@ impl InFlight {
 }
 
 impl Connection {
-    /// Whether its time is limited, and it has not been told to end.
+    /// Whether its time is limited, and it has not been asked to end.
     fn ends(&self, mode: Mode) -> bool {
         matches!(mode, Mode::GoAway | Mode::HalfClose) && !self.last.load(Relaxed)
     }

@@ -30,7 +30,7 @@ pub(crate) struct Bed {
     pub(crate) harm: Harm,
     /// Processes of faults that are no part of the service.
     pub(crate) hogs: Mutex<Vec<std::process::Child>>,
-    /// Where the step of Envoy's clock is told, if it can be.
+    /// The file that sets the step of Envoy's clock, if it can be stepped.
     pub(crate) clock: Option<PathBuf>,
 }
 

@@ -24,7 +24,7 @@ pub(crate) struct Fault {
     pub(crate) missing: fn(&Bed) -> Option<String>,
 }
 
-/// What a fault touches. Two that touch the same are no pair: which of them a result is due to could not be told.
+/// What a fault touches. Two that touch the same thing form no pair: it would be unclear which of them caused a result.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Scope {
     /// Some replicas; a pair of these gets different ones.

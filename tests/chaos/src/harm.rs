@@ -10,8 +10,8 @@ use crate::load::Sample;
 
 /// How long after the end of a process its peers may take to see it: a request sent meanwhile went into the void.
 const UNSEEN: Duration = Duration::from_millis(20);
-/// How long after that an error may still be told to the user: a stream, or an upload, is told at its next part.
-const TOLD: Duration = Duration::from_secs(1);
+/// How long after that an error may still reach the user: a stream, or an upload, sees it at its next part.
+const SHOWN: Duration = Duration::from_secs(1);
 
 /// All kills of one run.
 #[derive(Debug, Default)]
@@ -56,7 +56,7 @@ impl Kill {
         place
             && sample.begun <= self.until + UNSEEN
             && ended >= self.from
-            && ended <= self.until + UNSEEN + TOLD
+            && ended <= self.until + UNSEEN + SHOWN
     }
 }
 
@@ -82,6 +82,6 @@ mod tests {
         assert!(!kill.explains(&sample(500, 1400, Some(4))), "a stream elsewhere");
         assert!(!kill.explains(&sample(980, 995, None)), "it failed before");
         assert!(!kill.explains(&sample(1100, 1105, None)), "it was sent after");
-        assert!(!kill.explains(&sample(990, 9000, None)), "it was told late");
+        assert!(!kill.explains(&sample(990, 9000, None)), "it was seen late");
     }
 }

@@ -1,4 +1,4 @@
-//! A network namespace of its own for everything: ports that are nobody else's, and a loopback that may lose packets.
+//! A network namespace of its own for everything: ports that no other process uses, and a loopback that may lose packets.
 
 use std::process::{Command, Stdio};
 

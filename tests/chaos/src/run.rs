@@ -101,7 +101,7 @@ pub(crate) fn run(
     }
     match bed.unbalanced(REST, outcome.back.is_some()) {
         Ok(unbalanced) => outcome.unbalanced = unbalanced,
-        // What went wrong before is why, and is told already.
+        // The earlier error is the cause, and has been reported.
         Err(error) => outcome.unbalanced.push(format!("{error:#}")),
     }
     Ok(outcome)

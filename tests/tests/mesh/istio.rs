@@ -314,7 +314,7 @@ pub fn way_b() -> Result<Vec<Value>> {
 }
 
 #[test]
-fn without_the_module_the_native_chain_lets_nobody_choose() -> Result<()> {
+fn without_the_module_the_native_chain_keeps_clients_from_choosing() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;

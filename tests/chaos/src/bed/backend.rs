@@ -31,11 +31,11 @@ impl Process {
             .context("starting a backend")?;
         let orders = child.stdin.take().context("stdin is piped")?;
         let lines = BufReader::new(child.stdout.take().context("stdout is piped")?).lines();
-        let (told, answers) = sync_channel(16);
+        let (answered, answers) = sync_channel(16);
         std::thread::spawn(move || {
             // Until the backend ends, or this value.
             for line in lines.map_while(Result::ok) {
-                if told.send(line).is_err() {
+                if answered.send(line).is_err() {
                     return;
                 }
             }
@@ -84,6 +84,6 @@ impl Drop for Process {
 /// Sends `signal` to `pid`, a child of this process that has not been waited for.
 pub(super) fn signal(pid: u32, signal: i32) {
     let pid = libc::pid_t::try_from(pid).expect("a process id fits pid_t");
-    // SAFETY: kill takes plain integers; the child is not reaped, so that the id is nobody else's.
+    // SAFETY: kill takes plain integers; the child is not reaped, so that no other process has its id.
     unsafe { libc::kill(pid, signal) };
 }

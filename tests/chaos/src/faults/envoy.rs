@@ -152,7 +152,7 @@ fn crash(site: &Site) -> Result<()> {
 
 fn signal_envoy(site: &Site, signal: i32) -> Result<()> {
     let pid = libc::pid_t::try_from(site.bed.edge().pid())?;
-    // SAFETY: kill takes plain integers; the child is not reaped, so that the id is nobody else's.
+    // SAFETY: kill takes plain integers; the child is not reaped, so that no other process has its id.
     unsafe { libc::kill(pid, signal) };
     Ok(())
 }
