@@ -216,9 +216,11 @@ impl Process {
     }
 }
 
-/// Refuses every connection. Its port stays bound, so that no other test gets it.
+/// Refuses every connection until a test listens there. The system gives the port to no other test, because a socket stays bound
+/// to it; `SO_REUSEADDR` on both allows to bind it by its number.
 pub async fn dead_backend() -> SocketAddr {
     let socket = TcpSocket::new_v4().unwrap();
+    socket.set_reuseaddr(true).unwrap();
     socket.bind(any_port()).unwrap();
     let addr = socket.local_addr().unwrap();
     std::mem::forget(socket);
