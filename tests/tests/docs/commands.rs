@@ -28,6 +28,10 @@ const ELSEWHERE: &[(&str, &str)] = &[
         "cargo run -p prequal-testbed --example refresh_schemas -- \"$DIR/kubernetes/customresourcedefinitions.gen.yaml\"",
         "it changes files: lint compiles it",
     ),
+    (
+        "cargo run -p prequal-testbed --example refresh_envoy_gateway",
+        "it changes files, for minutes: lint compiles it",
+    ),
     ("promtool test rules prequal-alerts.test.yaml", "promtool_accepts_the_rules_and_their_tests_pass"),
     ("sha256sum --check", "step `release`"),
     (

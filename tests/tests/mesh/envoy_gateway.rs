@@ -216,6 +216,9 @@ fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
     bed!();
     let (mut envoy, pods) = assert_steers("shipped")?;
 
+    // How an operator sees it.
+    assert!(envoy.admin_get("/stats/prometheus")?.contains("prequal_members"));
+
     // Clients read no load, and the route that keeps the probe cluster is closed to them.
     let probes = envoy.stat(&format!("cluster.{PROBING}.upstream_rq_total"))?;
     pods.clear();
