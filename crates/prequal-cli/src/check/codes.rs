@@ -91,6 +91,9 @@ codes! {
     MODULE_MISSING Warning "module-missing": "the module's file is not on this machine",
         "without it Envoy does not start; relative names count from where Envoy is started",
         "`cargo xtask build`, or the right path";
+    MODULE_DENIED Error "module-denied": "Istio's agent could not fetch a module and put a filter that denies everything in its place",
+        "every request is answered 403",
+        "an image that the proxy can fetch, or the module as a file: docs/istio.md";
     SETTINGS Error "settings": "the filter's own settings are invalid",
         "Envoy does not start; on an update the old configuration keeps serving",
         "docs/configuration.md of the filter";

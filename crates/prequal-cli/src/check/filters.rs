@@ -18,6 +18,10 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) {
         let filters: Vec<At<'_>> =
             manager.list("http_filters").into_iter().map(|filter| source.resolved(filter)).collect();
         let wasm = filters.iter().enumerate().find_map(|(index, filter)| Some((index, ours(filter)?)));
+        if let Some(denial) = filters.iter().find(|filter| denies_in_place_of_a_module(filter)) {
+            settled = true;
+            findings.push(MODULE_DENIED, &denial.path, denial.text("name").unwrap_or_default());
+        }
         if let Some((index, wasm)) = wasm {
             settled = true;
             check_manager(source, &manager, &filters, index, &wasm, findings);
@@ -35,6 +39,13 @@ fn managers<'a>(listener: &At<'a>) -> Vec<At<'a>> {
     let chains = listener.list("filter_chains").into_iter().chain(listener.get("default_filter_chain"));
     let filters = chains.flat_map(|chain| chain.list("filters"));
     filters.filter_map(|filter| filter.typed("HttpConnectionManager")).collect()
+}
+
+/// What Istio's agent puts where a module should be that it could not fetch; the name stays the module's.
+fn denies_in_place_of_a_module(filter: &At<'_>) -> bool {
+    let of_istio = filter.text("name").is_some_and(|name| name.starts_with("extensions.istio.io/"));
+    let rules = filter.typed("RBAC").and_then(|denial| denial.get("rules"));
+    of_istio && rules.is_some_and(|rules| rules.text("action") == Some("DENY"))
 }
 
 /// The plugin's `config`, if this is a wasm filter and ours.

@@ -140,6 +140,20 @@ const BREAKS: &[Break] = &[
         remove(manager(root, WASM), "failure_policy");
         manager(root, WASM)["fail_open"] = json!(true);
     }),
+    ("module-denied", |root| {
+        // As a proxy of Istio shows it.
+        const NAME: &str = "extensions.istio.io/trafficextension/demo.prequal";
+        *manager(root, "/http_filters/1") = json!({"name": NAME, "config_discovery": {}});
+        let denial = json!({
+            "@type": "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC",
+            "rules": {"action": "DENY", "policies": {"deny-all": {}}},
+        });
+        let admin = |kind: &str| json!(format!("type.googleapis.com/envoy.admin.v3.{kind}ConfigDump"));
+        *root = json!({"configs": [
+            {"@type": admin("Listeners"), "static_listeners": [{"listener": root["static_resources"]["listeners"][0]}]},
+            {"@type": admin("Ecds"), "ecds_filters": [{"ecds_filter": {"name": NAME, "typed_config": denial}}]},
+        ]});
+    }),
     ("reload-slow", |root| remove(manager(root, WASM), "reload_config")),
     ("runtime", |root| {
         manager(root, &format!("{WASM}/vm_config"))["runtime"] = json!("envoy.wasm.runtime.wamr")
