@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::istio::{Pods, ask, get, warm};
 use crate::merge::apply;
-use crate::proxy::{HOST, PROBING, Proxy, Running, SERVING};
+use crate::proxy::{HOST, OTHER, OTHER_HOST, PROBING, Proxy, Running, SERVING};
 use prequal_testbed::manifests::documents;
 
 fn client_files() -> Result<Vec<Value>> {
@@ -58,6 +58,23 @@ fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Resul
     let now = envoy.prequal(SERVING)?;
     assert!(now.probes("undispatched") > 0, "how it shows: {now:#?}");
     assert_eq!(now.probes("sent"), 0);
+    Ok(())
+}
+
+/// The filter tells clusters apart by which replicas answer, and here the same do.
+#[test]
+fn a_second_service_over_the_same_pods_is_taken_for_the_configured_one() -> Result<()> {
+    bed!();
+    let pods = Pods::start()?;
+    let mut proxy = pods.sidecar()?;
+    apply(&mut proxy, &client_files()?);
+    proxy.set_endpoints(OTHER, &pods.serving());
+    let envoy = proxy.start()?;
+    warm(&envoy);
+    let before = envoy.prequal(SERVING)?.steered();
+    ask(&envoy, 20, || get(OTHER_HOST));
+    let taken = envoy.prequal(SERVING)?.steered() - before;
+    assert!(taken >= 18, "how it shows: {taken} of 20");
     Ok(())
 }
 
