@@ -22,6 +22,7 @@
 //! | [`failures`] | which share of its requests it fails |
 //! | [`affinity`] | whether it says so differently to a query that it is ready for |
 //! | [`report`] | the wire form of that |
+//! | [`rates`], [`orca`] | how fast requests come and fail, and the same load in the format of ORCA |
 //! | [`load`] | what of it a choice needs |
 //! | [`blob`] | which bytes are state of this version |
 //! | [`shared`] | how workers change it without losing each other's changes |
@@ -46,9 +47,11 @@ mod in_flight;
 pub mod inbound;
 pub mod load;
 pub mod members;
+pub mod orca;
 pub mod policies;
 pub mod pool;
 pub mod probe;
+pub mod rates;
 pub mod replica;
 pub mod report;
 pub mod reuse;

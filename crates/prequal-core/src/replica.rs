@@ -5,6 +5,8 @@
 
 use crate::endpoint::Endpoint;
 use crate::failures::FailureShare;
+use crate::orca::OrcaReport;
+use crate::rates::Rates;
 use crate::report::LoadReport;
 use crate::time::Micros;
 use crate::tracker::{Ended, Outcome, Present, Ticket, Tracker, TrackerConfig, Visit};
@@ -18,6 +20,8 @@ pub struct Replica {
     /// Requests in flight and what they took.
     pub tracker: Tracker,
     failures: FailureShare,
+    /// If load is told in the format of ORCA too.
+    rates: Option<Rates>,
     /// Since when it can serve; `None` while it cannot.
     up: Option<Micros>,
 }
@@ -25,7 +29,26 @@ pub struct Replica {
 impl Replica {
     /// An idle replica that can serve since `up`.
     pub fn new(config: TrackerConfig, up: Option<Micros>) -> Self {
-        Self { tracker: Tracker::new(config), failures: FailureShare::default(), up }
+        Self { tracker: Tracker::new(config), failures: FailureShare::default(), rates: None, up }
+    }
+
+    /// Counts rates over `window_us` from now on, for [`Self::orca`].
+    pub fn count_rates(&mut self, now: Micros, window_us: u64) {
+        self.rates = Some(Rates::new(now, window_us));
+    }
+
+    /// A request arrives.
+    pub fn start(&mut self, now: Micros) -> Ticket {
+        self.start_behind(now, self.tracker.present())
+    }
+
+    /// The same where `others` are in flight, here and elsewhere.
+    pub fn start_behind(&mut self, now: Micros, others: Present) -> Ticket {
+        let ticket = self.tracker.start_behind(now, others);
+        if let Some(rates) = &mut self.rates {
+            rates.arrived(now, others.rif.saturating_add(1));
+        }
+        ticket
     }
 
     /// A request ends, however it ends. Returns what it tells, which is recorded.
@@ -36,6 +59,9 @@ impl Replica {
     /// The same where `present` are in flight, here and elsewhere, itself included.
     pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, present: Present) -> Ended {
         self.failures.record(now, outcome);
+        if let Some(rates) = &mut self.rates {
+            rates.ended(now, present.rif.saturating_sub(1), outcome);
+        }
         self.tracker.finish_among(ticket, now, outcome, present)
     }
 
@@ -98,5 +124,10 @@ impl Replica {
             failing: self.failing(now),
             up_s: Some(self.up_s(now)).filter(|up| *up < YOUNG_S),
         }
+    }
+
+    /// `report`, which was made just now, in the format of ORCA; `None` without [`Self::count_rates`].
+    pub fn orca(&mut self, now: Micros, report: &LoadReport, limit: Option<u32>) -> Option<OrcaReport> {
+        Some(OrcaReport::new(report, self.rates.as_mut()?.over(now), limit))
     }
 }

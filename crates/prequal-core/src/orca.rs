@@ -1,0 +1,206 @@
+//! The load of a replica in the format of ORCA (Open Request Cost Aggregation), which Envoy's `client_side_weighted_round_robin`
+//! and gRPC's `weighted_round_robin` read: what is said, and how it is written as text.
+//!
+//! Those policies give a replica the weight `rps_fractional / application_utilization`. The utilisation is therefore that of
+//! the same window as the rate: requests in flight on average, over what the replica serves at once. By Little's law the weight
+//! is then the knee over the mean latency: the rate that saturates the replica. What was in flight at one instant would
+//! be noise, and none in flight is a report that they drop.
+//!
+//! All numbers are whole thousandths or millionths, so that none can be negative, infinite or no number.
+//! `docs/orca.md` says how the fields are used. Binary reports are written by whoever has a library for protobuf.
+
+use std::fmt::{self, Write as _};
+
+use crate::capacity::Capacity;
+use crate::rates::Window;
+use crate::report::LoadReport;
+
+/// The header of a report as text or JSON, which starts with its format.
+pub const HEADER: &str = "endpoint-load-metrics";
+/// The header of a binary report in base64.
+pub const HEADER_BIN: &str = "endpoint-load-metrics-bin";
+/// The method of out-of-band reports.
+pub const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
+/// Names of the metrics that ORCA has no field for.
+pub const NAMED: [&str; 3] = ["prequal_rif", "prequal_base_latency_us", "prequal_knee"];
+
+/// How a report is written into a header as text.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Format {
+    /// `TEXT name=value,name=value`.
+    Text,
+    /// `JSON {"name":value}`.
+    Json,
+}
+
+/// One load report.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct OrcaReport {
+    /// `application_utilization` in millionths. `None` if it is not known what the replica serves at once.
+    pub utilization_micro: Option<u64>,
+    /// Requests that arrived, and those that failed, in thousandths a second.
+    pub rates: Window,
+    /// Requests in flight now.
+    pub rif: u32,
+    /// Base latency and knee, once known.
+    pub capacity: Option<Capacity>,
+}
+
+impl OrcaReport {
+    /// What `report` and `rates` come to. `limit` says how many requests the replica is meant to serve at once: it stands in for
+    /// the knee while that is not known, or may be higher.
+    pub fn new(report: &LoadReport, rates: Window, limit: Option<u32>) -> Self {
+        let capacity = report.capacity;
+        let limit = limit.filter(|limit| *limit > 0);
+        let serves = match capacity {
+            Some(Capacity { knee, open: false, .. }) => Some(u32::from(knee)),
+            Some(Capacity { knee, .. }) => Some(u32::from(knee).max(limit.unwrap_or(0))),
+            None => limit,
+        };
+        let utilization_micro = serves.map(|serves| rates.rif_micro / u64::from(serves.max(1)));
+        Self { utilization_micro, rates, rif: report.rif, capacity }
+    }
+
+    /// The metrics of the report in their order.
+    fn each(&self, mut put: impl FnMut(Field, Fixed) -> fmt::Result) -> fmt::Result {
+        if let Some(utilization) = self.utilization_micro {
+            put(Field::Own("application_utilization"), Fixed(utilization, 1_000_000))?;
+        }
+        put(Field::Own("rps_fractional"), Fixed(self.rates.arrived_milli, 1000))?;
+        put(Field::Own("eps"), Fixed(self.rates.failed_milli, 1000))?;
+        self.named(|name, value| put(Field::Named(name), Fixed(value.into(), 1)))
+    }
+
+    /// The metrics that ORCA has no field for.
+    pub fn named<E>(&self, mut put: impl FnMut(&'static str, u32) -> Result<(), E>) -> Result<(), E> {
+        let [rif, base, knee] = NAMED;
+        put(rif, self.rif)?;
+        if let Some(capacity) = self.capacity {
+            put(base, capacity.base_us)?;
+            put(knee, capacity.knee.into())?;
+        }
+        Ok(())
+    }
+
+    /// The value of [`HEADER`].
+    pub fn header(&self, format: Format) -> String {
+        let mut text = String::with_capacity(256);
+        // Errors cannot happen on a String.
+        let _ = match format {
+            Format::Text => self.write_text(&mut text),
+            Format::Json => self.write_json(&mut text),
+        };
+        text
+    }
+
+    fn write_text(&self, text: &mut String) -> fmt::Result {
+        text.push_str("TEXT ");
+        let mut separator = "";
+        self.each(|field, value| {
+            match field {
+                Field::Own(name) => write!(text, "{separator}{name}={value}")?,
+                Field::Named(name) => write!(text, "{separator}named_metrics.{name}={value}")?,
+            }
+            separator = ",";
+            Ok(())
+        })
+    }
+
+    fn write_json(&self, text: &mut String) -> fmt::Result {
+        text.push_str("JSON {");
+        let mut named = false;
+        self.each(|field, value| match field {
+            Field::Own(name) => write!(text, "\"{name}\":{value},"),
+            Field::Named(name) => {
+                let opens = if named { "," } else { "\"named_metrics\":{" };
+                named = true;
+                write!(text, "{opens}\"{name}\":{value}")
+            }
+        })?;
+        text.push_str("}}");
+        Ok(())
+    }
+}
+
+/// Where a metric belongs.
+enum Field {
+    Own(&'static str),
+    Named(&'static str),
+}
+
+/// A number in parts of the second, which is a power of ten.
+struct Fixed(u64, u64);
+
+impl fmt::Display for Fixed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(parts, unit) = *self;
+        write!(f, "{}", parts / unit)?;
+        match (unit, parts % unit) {
+            (_, 0) => Ok(()),
+            (1000, rest) => write!(f, ".{rest:03}"),
+            (_, rest) => write!(f, ".{rest:06}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(capacity: Option<Capacity>) -> LoadReport {
+        let (rif, latency_us, endpoint, probe_endpoint) = (3, Some(50_000), None, None);
+        LoadReport { rif, latency_us, capacity, endpoint, probe_endpoint, failing: 0, up_s: None }
+    }
+
+    fn rates(rif: u64) -> Window {
+        Window { arrived_milli: 12_500, failed_milli: 40, rif_micro: rif * 1_000_000 }
+    }
+
+    fn knee(knee: u16, open: bool) -> Option<Capacity> {
+        Some(Capacity { base_us: 40_000, knee, open })
+    }
+
+    #[test]
+    fn a_report_is_written_in_every_format() {
+        let report = OrcaReport::new(&load(knee(8, false)), rates(3), None);
+        assert_eq!(
+            report.header(Format::Text),
+            "TEXT application_utilization=0.375000,rps_fractional=12.500,eps=0.040,named_metrics.prequal_rif=3,\
+             named_metrics.prequal_base_latency_us=40000,named_metrics.prequal_knee=8"
+        );
+        let json = report.header(Format::Json);
+        let json: serde_json::Value = serde_json::from_str(json.strip_prefix("JSON ").unwrap()).unwrap();
+        let named =
+            serde_json::json!({ "prequal_rif": 3, "prequal_base_latency_us": 40000, "prequal_knee": 8 });
+        assert_eq!(
+            json,
+            serde_json::json!({
+                "application_utilization": 0.375, "rps_fractional": 12.5, "eps": 0.04, "named_metrics": named
+            })
+        );
+        let unknown = OrcaReport::new(&load(None), Window::default(), None);
+        assert_eq!(unknown.header(Format::Text), "TEXT rps_fractional=0,eps=0,named_metrics.prequal_rif=3");
+        assert_eq!(
+            unknown.header(Format::Json),
+            r#"JSON {"rps_fractional":0,"eps":0,"named_metrics":{"prequal_rif":3}}"#
+        );
+    }
+
+    #[test]
+    fn the_limit_stands_in_for_a_knee_that_is_not_known() {
+        for (capacity, limit, expected) in [
+            (None, None, None),
+            (None, Some(0), None),
+            (None, Some(10), Some(400_000)),
+            (knee(8, false), Some(10), Some(500_000)),
+            (knee(8, false), None, Some(500_000)),
+            (knee(8, true), None, Some(500_000)),
+            (knee(8, true), Some(10), Some(400_000)),
+            (knee(8, true), Some(4), Some(500_000)),
+            (knee(2, false), Some(10), Some(2_000_000)),
+        ] {
+            let report = OrcaReport::new(&load(capacity), rates(4), limit);
+            assert_eq!(report.utilization_micro, expected, "{capacity:?} {limit:?}");
+        }
+    }
+}
