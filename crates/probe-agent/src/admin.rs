@@ -151,6 +151,16 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     for (result, seen) in HINTS {
         writeln!(out, "prequal_agent_hints_total{{result=\"{result}\"}} {}", counters.hints(seen))?;
     }
+    let name = "prequal_agent_orca_reports_total";
+    head(out, name, "counter", "Load reports in the format of ORCA, by how they went out.")?;
+    let [on_responses, out_of_band] = counters.orca_reports();
+    writeln!(out, "{name}{{way=\"response\"}} {on_responses}")?;
+    writeln!(out, "{name}{{way=\"stream\"}} {out_of_band}")?;
+    head(out, "prequal_agent_orca_streams", "gauge", "Streams of such reports that are open.")?;
+    writeln!(out, "prequal_agent_orca_streams {}", counters.orca_streams())?;
+    let name = "prequal_agent_orca_refused_total";
+    head(out, name, "counter", "Streams of such reports that were refused.")?;
+    writeln!(out, "{name} {}", counters.orca_refused())?;
     head(
         out,
         "prequal_agent_upstream_errors_total",

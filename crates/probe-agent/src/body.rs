@@ -181,6 +181,11 @@ enum Kind {
     Grpc,
 }
 
+/// Whether a response is a gRPC call's.
+pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
+    matches!(kind(headers), Kind::Grpc)
+}
+
 fn kind(headers: &HeaderMap) -> Kind {
     let Some(content_type) = headers.get(header::CONTENT_TYPE) else { return Kind::Plain };
     let content_type = content_type.as_bytes();

@@ -15,6 +15,7 @@ use crate::config::{
 };
 use crate::hint::Hook;
 use crate::log::{Log, LogFormat};
+use crate::orca::{Orca, OrcaClass, OrcaFormat};
 use crate::utilization::Utilization;
 
 /// Stands in front of one backend, counts its requests in flight and their latency, and reports both to clients: in
@@ -77,13 +78,37 @@ pub struct Cli {
 
     /// Put X-Netflix.server.utilization on responses: requests in flight as a percentage of this many, 1 to 1000000
     #[arg(long, value_name = "MAX", env = "PROBE_AGENT_NETFLIX_UTILIZATION",
-          value_parser = utilization_max)]
+          value_parser = requests)]
     netflix_utilization: Option<NonZeroU32>,
 
     /// The percentage that this replica is meant to run at, `target=` in that header, 1 to 100
     #[arg(long, value_name = "PERCENT", env = "PROBE_AGENT_NETFLIX_TARGET", requires = "netflix_utilization",
           value_parser = clap::value_parser!(u32).range(1..=100))]
     netflix_target: Option<u32>,
+
+    /// Put load on responses in the format of ORCA, which Envoy's client_side_weighted_round_robin and gRPC read (docs/orca.md)
+    #[arg(long, value_enum, value_name = "FORMAT", env = "PROBE_AGENT_ORCA")]
+    orca: Option<OrcaFormat>,
+
+    /// On which responses: all, those of gRPC, or all others
+    #[arg(long, value_enum, default_value = "all", env = "PROBE_AGENT_ORCA_FOR", requires = "orca")]
+    orca_for: OrcaClass,
+
+    /// Answer xds.service.orca.v3.OpenRcaService over HTTP/2, on the service port and the probe port, with at most this many
+    /// streams, 0 (off: those calls are the backend's) to 100000
+    #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_ORCA_STREAMS",
+          value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    orca_streams: u32,
+
+    /// How many requests the backend is meant to serve at once, 1 to 1000000: ORCA's utilisation is relative to this while no
+    /// knee is known, or while it may be higher; default: relative to the knee so far
+    #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
+    orca_limit: Option<NonZeroU32>,
+
+    /// Rates and utilisation of ORCA are those of the last MS, 100 to 600000
+    #[arg(long, value_name = "MS", default_value_t = 5_000, env = "PROBE_AGENT_ORCA_WINDOW_MS",
+          value_parser = clap::value_parser!(u64).range(100..=600_000))]
+    orca_window_ms: u64,
 
     /// HTTP version towards the backend
     #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
@@ -302,6 +327,13 @@ impl From<Cli> for AgentConfig {
             hints: hook((cli.hint_cache, cli.hint_divisor)),
             forward_hint: cli.forward_hint,
             utilization: cli.netflix_utilization.map(|max| Utilization { max, target: cli.netflix_target }),
+            orca: Orca {
+                format: cli.orca,
+                class: cli.orca_for,
+                limit: cli.orca_limit,
+                window: ms(cli.orca_window_ms),
+                streams: cli.orca_streams,
+            },
             upstream_http2: cli.upstream_http2,
             plb: cli.plb,
             log: Log::new(cli.log_format),
@@ -344,7 +376,7 @@ fn socket_addr(text: &str) -> Result<SocketAddr, String> {
     text.parse().map_err(|_| "must be `ip:port` with a port of 0 to 65535 (IPv6 as `[ip]:port`)".to_owned())
 }
 
-fn utilization_max(text: &str) -> Result<NonZeroU32, String> {
+fn requests(text: &str) -> Result<NonZeroU32, String> {
     let max = text.parse().ok().filter(|max: &NonZeroU32| max.get() <= 1_000_000);
     max.ok_or_else(|| "must be a whole number of requests from 1 to 1000000".to_owned())
 }
@@ -446,6 +478,11 @@ mod tests {
             ("--netflix-utilization", "1000001", "from 1 to 1000000"),
             ("--netflix-target", "101", "1..=100"),
             ("--netflix-target", "60", "--netflix-utilization"),
+            ("--orca", "xml", "text, json, binary"),
+            ("--orca-for", "grpc", "--orca"),
+            ("--orca-limit", "0", "from 1 to 1000000"),
+            ("--orca-streams", "100001", "0..=100000"),
+            ("--orca-window-ms", "99", "100..=600000"),
             ("--tls-cert", "a.pem", "--tls-key"),
             ("--tls-client-ca", "a.pem", "--tls-cert"),
             ("--tls-client-verify", "optional", "--tls-client-ca"),

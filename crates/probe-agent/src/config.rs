@@ -13,6 +13,7 @@ use prequal_core::tracker::TrackerConfig;
 
 use crate::hint::Hook;
 use crate::log::{Log, LogFormat};
+use crate::orca::Orca;
 pub use crate::reporter::Report;
 use crate::utilization::Utilization;
 
@@ -40,6 +41,8 @@ pub struct AgentConfig {
     pub forward_hint: bool,
     /// Tell utilisation on responses, whatever `report` says. `None`: do not.
     pub utilization: Option<Utilization>,
+    /// Tell load in the format of ORCA, whatever `report` says. Default: do not.
+    pub orca: Orca,
     /// HTTP version towards the backend.
     pub upstream_http2: UpstreamHttp2,
     /// Certificate chain and key to listen with, PEM: on the service port and on the probe port.
@@ -75,6 +78,7 @@ impl AgentConfig {
             hints: None,
             forward_hint: false,
             utilization: None,
+            orca: Orca::default(),
             upstream_http2: UpstreamHttp2::Auto,
             tls: None,
             tls_clients: None,

@@ -21,6 +21,7 @@ use tower_service::Service;
 use crate::body::TrackedBody;
 use crate::hint::Hook;
 use crate::load::{InFlight, Load};
+use crate::orca::Orca;
 use crate::probe;
 pub use crate::reporter::Report;
 use crate::reporter::Reporter;
@@ -45,7 +46,8 @@ pub struct PrequalLayer {
 impl PrequalLayer {
     /// Reports `load` as the replica that clients know as `endpoint`, on probes and on every response.
     pub fn new(load: Load, endpoint: Endpoint) -> Self {
-        let reporter = Reporter { load, report: Report::Always, hints: None, utilization: None };
+        let reporter =
+            Reporter { load, report: Report::Always, hints: None, utilization: None, orca: Orca::default() };
         Self { reporter, endpoint }
     }
 
@@ -77,6 +79,14 @@ impl PrequalLayer {
     #[must_use]
     pub fn utilization(mut self, utilization: Utilization) -> Self {
         self.reporter.utilization = Some(utilization);
+        self
+    }
+
+    /// Tells load in the format of ORCA too, on responses. Default off. There are no streams of reports out of band here.
+    #[must_use]
+    pub fn orca(mut self, orca: Orca) -> Self {
+        self.reporter.load.count_rates(orca.window);
+        self.reporter.orca = orca;
         self
     }
 }

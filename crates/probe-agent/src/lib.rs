@@ -41,6 +41,9 @@ pub mod load;
 pub mod log;
 mod names;
 #[cfg(feature = "proxy")]
+mod oob;
+pub mod orca;
+#[cfg(feature = "proxy")]
 mod phase;
 #[cfg(all(feature = "proxy", not(feature = "plb")))]
 #[path = "no_plb.rs"]

@@ -5,10 +5,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use prequal_core::capacity::Capacity;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::orca::OrcaReport;
 use prequal_core::replica::Replica;
 use prequal_core::report::{LoadReport, MAX_FAILING};
 use prequal_core::time::Micros;
@@ -59,7 +60,7 @@ impl Load {
     /// A request arrives: RIF goes up until the guard is finished or dropped.
     pub fn start(&self) -> InFlight {
         let now = self.now();
-        let ticket = self.replica().tracker.start(now);
+        let ticket = self.replica().start(now);
         self.in_flight(ticket, now)
     }
 
@@ -67,7 +68,7 @@ impl Load {
     pub fn start_below(&self, limit: u32) -> Option<InFlight> {
         let now = self.now();
         let mut replica = self.replica();
-        let ticket = (replica.tracker.rif() < limit).then(|| replica.tracker.start(now))?;
+        let ticket = (replica.tracker.rif() < limit).then(|| replica.start(now))?;
         drop(replica);
         Some(self.in_flight(ticket, now))
     }
@@ -172,6 +173,28 @@ impl Load {
         let now = self.now();
         let report = self.replica().report(now, endpoint, probe_endpoint, leaving);
         LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }
+    }
+
+    /// The same, and what it comes to in the format of ORCA with `limit`: `None` before [`Load::count_rates`].
+    pub(crate) fn report_with_orca(
+        &self,
+        endpoint: Endpoint,
+        probe_endpoint: Option<Endpoint>,
+        leaving: Option<Visit>,
+        limit: Option<u32>,
+    ) -> (LoadReport, Option<OrcaReport>) {
+        let now = self.now();
+        let mut replica = self.replica();
+        let report = replica.report(now, endpoint, probe_endpoint, leaving);
+        let orca = replica.orca(now, &report, limit);
+        drop(replica);
+        (LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }, orca)
+    }
+
+    /// Counts rates over `window` from now on.
+    pub(crate) fn count_rates(&self, window: Duration) {
+        let now = self.now();
+        self.replica().count_rates(now, u64::try_from(window.as_micros()).unwrap_or(u64::MAX));
     }
 
     /// The counters behind `/metrics`.
@@ -296,6 +319,10 @@ pub struct Counters {
     refused: AtomicU64,
     tls_reloads: [AtomicU64; 2],
     certificate_expiry: AtomicU64,
+    orca: [AtomicU64; 2],
+    orca_opened: AtomicU64,
+    orca_closed: AtomicU64,
+    orca_refused: AtomicU64,
 }
 
 impl Counters {
@@ -411,6 +438,35 @@ impl Counters {
     /// When the certificate that the agent listens with expires, or the first of its chain to do so: seconds since 1970.
     pub fn certificate_expiry(&self) -> Option<u64> {
         Some(self.certificate_expiry.load(Ordering::Relaxed)).filter(|seconds| *seconds > 0)
+    }
+
+    /// A report in the format of ORCA went out, on a response or out of band.
+    pub(crate) fn count_orca(&self, out_of_band: bool) {
+        bump(&self.orca[usize::from(out_of_band)]);
+    }
+
+    /// Reports in the format of ORCA on responses and out of band.
+    pub fn orca_reports(&self) -> [u64; 2] {
+        [self.orca[0].load(Ordering::Relaxed), self.orca[1].load(Ordering::Relaxed)]
+    }
+
+    pub(crate) fn count_orca_stream(&self, opened: bool) {
+        bump(if opened { &self.orca_opened } else { &self.orca_closed });
+    }
+
+    /// Streams of reports that are open.
+    pub fn orca_streams(&self) -> u64 {
+        let closed = self.orca_closed.load(Ordering::Relaxed);
+        self.orca_opened.load(Ordering::Relaxed).saturating_sub(closed)
+    }
+
+    pub(crate) fn count_orca_refused(&self) {
+        bump(&self.orca_refused);
+    }
+
+    /// Streams of reports refused: one too many, or a request that is not understood.
+    pub fn orca_refused(&self) -> u64 {
+        self.orca_refused.load(Ordering::Relaxed)
     }
 
     /// Connections opened to the backend so far.

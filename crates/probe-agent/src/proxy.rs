@@ -37,6 +37,7 @@ use crate::leash::{Leash, Open, Patrol, Rules, Watched};
 use crate::load::InFlight;
 use crate::log::Log;
 use crate::names;
+use crate::oob::{Oob, Reports};
 use crate::phase::{Life, Phase};
 use crate::probe;
 use crate::reporter::Reporter;
@@ -47,6 +48,8 @@ use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
 /// What all connections share.
 pub(crate) struct Shared {
     pub(crate) reporter: Reporter,
+    /// If it answers calls for load reports.
+    pub(crate) oob: Option<Oob>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) forward_hint: bool,
     pub(crate) upstream_http2: UpstreamHttp2,
@@ -97,7 +100,11 @@ pub(crate) async fn serve(
             entry.complete();
         }
         match response.body_mut() {
-            AgentBody::Own { busy, .. } | AgentBody::Proxied { busy, .. } => busy.log(entry),
+            AgentBody::Own { busy, .. }
+            | AgentBody::Proxied { busy, .. }
+            | AgentBody::Reports { busy, .. } => {
+                busy.log(entry);
+            }
         }
     }
     Ok(response)
@@ -132,6 +139,10 @@ async fn answer(
     }
     if req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_none() {
         return Ok(own(probe::plain(StatusCode::METHOD_NOT_ALLOWED, "no tunnels\n"), busy));
+    }
+    if let Some(oob) = conn.shared.oob.as_ref().filter(|oob| oob.is_for(&req)) {
+        let response = oob.serve(req, load, conn.endpoint, conn.life.clone()).await;
+        return Ok(response.map(|body| AgentBody::Reports { body, busy }));
     }
     let guard = match conn.shared.max_rif {
         None => load.start(),
@@ -397,7 +408,7 @@ fn to_http2(req: &mut Request<Incoming>, pool: &Pool) {
     }
 }
 
-fn own(response: Response<Bytes>, busy: Busy) -> Response<AgentBody> {
+pub(crate) fn own(response: Response<Bytes>, busy: Busy) -> Response<AgentBody> {
     response.map(|body| AgentBody::Own { body: Full::new(body), busy })
 }
 
@@ -415,6 +426,12 @@ pub(crate) enum AgentBody {
         body: TrackedBody<UpstreamBody>,
         /// If it may be cut.
         open: Option<Open>,
+        busy: Busy,
+    },
+    /// Load reports out of band.
+    Reports {
+        /// Until the client or the agent ends.
+        body: Reports,
         busy: Busy,
     },
 }
@@ -458,11 +475,17 @@ impl Body for AgentBody {
                 }
                 frame
             }
+            Self::Reports { body, busy } => {
+                let frame = Pin::new(&mut *body).poll_frame(cx);
+                note(busy, &frame, body.is_end_stream());
+                frame
+            }
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match self {
+            Self::Reports { body, .. } => body.is_end_stream(),
             Self::Own { body, .. } => body.is_end_stream(),
             Self::Proxied { body, .. } => body.is_end_stream(),
         }
@@ -470,6 +493,7 @@ impl Body for AgentBody {
 
     fn size_hint(&self) -> SizeHint {
         match self {
+            Self::Reports { body, .. } => body.size_hint(),
             Self::Own { body, .. } => body.size_hint(),
             Self::Proxied { body, .. } => body.size_hint(),
         }

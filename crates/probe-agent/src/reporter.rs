@@ -9,6 +9,7 @@ use prequal_core::tracker::Visit;
 use crate::hint::{self, Hook};
 use crate::load::{HintSeen, Load};
 use crate::names;
+use crate::orca::{self, Orca};
 use crate::probe;
 use crate::utilization::Utilization;
 
@@ -30,6 +31,7 @@ pub(crate) struct Reporter {
     pub(crate) report: Report,
     pub(crate) hints: Option<Hook>,
     pub(crate) utilization: Option<Utilization>,
+    pub(crate) orca: Orca,
 }
 
 impl Reporter {
@@ -56,7 +58,7 @@ impl Reporter {
         divisor
     }
 
-    /// Puts the report on a response, and the utilisation, as far as they were asked for.
+    /// Puts the report on a response, the utilisation, and the report of ORCA, as far as they were asked for.
     pub(crate) fn stamp(
         &self,
         response: &mut HeaderMap,
@@ -64,10 +66,22 @@ impl Reporter {
         probe_endpoint: Option<Endpoint>,
         leaving: Option<Visit>,
     ) {
-        if self.report == Report::ProbeOnly && self.utilization.is_none() {
+        let format = self.orca.format_for(response);
+        if self.report == Report::ProbeOnly && self.utilization.is_none() && format.is_none() {
             return;
         }
-        let report = self.load.report(endpoint, probe_endpoint, leaving);
+        let report = match format {
+            None => self.load.report(endpoint, probe_endpoint, leaving),
+            Some(format) => {
+                let limit = self.orca.limit();
+                let (report, orca) = self.load.report_with_orca(endpoint, probe_endpoint, leaving, limit);
+                if let Some(orca) = orca {
+                    orca::stamp(response, &orca, format);
+                    self.load.counters().count_orca(false);
+                }
+                report
+            }
+        };
         if self.report == Report::Always
             && let Some(value) = probe::header_value(&report, 1)
         {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::{Request, StatusCode};
+use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
@@ -29,10 +29,11 @@ use crate::conn::{self, ServerIo, Stream, Undetected, Watch};
 use crate::drive::{MIN_BUFFER, drive, http1_builder, http2_builder};
 use crate::leash::{Leash, Rules, Tasks};
 use crate::load::Load;
+use crate::oob::Oob;
 use crate::phase::{Life, Phase};
 use crate::plb::Plb;
 use crate::probe;
-use crate::proxy::{self, Connection, Shared};
+use crate::proxy::{self, AgentBody, Connection, Shared};
 use crate::ready::Checker;
 use crate::reporter::Reporter;
 use crate::socket::{Listener, Socket};
@@ -129,6 +130,9 @@ impl Agent {
             admin: admin_at.and_then(|at| at.tcp()),
         };
         let load = Load::new(config.tracker);
+        if config.orca.is_on() {
+            load.count_rates(config.orca.window);
+        }
         // Whether the backend is there shows with the first connection to it.
         load.mark_unseen();
         let traffic = Arc::<Traffic>::default();
@@ -149,7 +153,9 @@ impl Agent {
                 report: config.report,
                 hints: config.hints,
                 utilization: config.utilization,
+                orca: config.orca,
             },
+            oob: Oob::new(&config.orca),
             pool,
             forward_hint: config.forward_hint,
             upstream_http2: config.upstream_http2,
@@ -303,6 +309,37 @@ struct Ports {
     probe_port: Option<u16>,
 }
 
+/// One connection on the probe port.
+struct ProbeConnection {
+    shared: Arc<Shared>,
+    watch: Arc<Watch>,
+    endpoint: Endpoint,
+    probe_endpoint: Option<Endpoint>,
+    life: Life,
+}
+
+impl ProbeConnection {
+    async fn answer(self: Arc<Self>, req: Request<Incoming>) -> Result<Response<AgentBody>, Infallible> {
+        let Shared { reporter, oob, .. } = &*self.shared;
+        let (busy, _) = self.watch.begin(false);
+        if let Some(oob) = oob.as_ref().filter(|oob| oob.is_for(&req)) {
+            let response = oob.serve(req, &reporter.load, self.endpoint, self.life.clone()).await;
+            return Ok(response.map(|body| AgentBody::Reports { body, busy }));
+        }
+        let response = match probe::route(req.method(), req.uri().path()) {
+            Route::Probe => {
+                reporter.load.counters().count_probe(true);
+                reporter.answer(self.endpoint, self.probe_endpoint, req.headers())
+            }
+            Route::MethodNotAllowed => probe::method_not_allowed(),
+            Route::Forward | Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),
+        };
+        let mut response = proxy::own(response, busy);
+        self.shared.part(!self.watch.is_http2(), response.headers_mut());
+        Ok(response)
+    }
+}
+
 impl Ports {
     /// Serves one connection. An error ends it, and the client has seen it by then.
     async fn serve(self: Arc<Self>, socket: Socket, admitted: Admitted, mut life: Life) {
@@ -345,21 +382,14 @@ impl Ports {
         let limits = &self.limits;
         let Some((io, watch)) = self.open(socket, &mut life).await else { return };
         let http2 = watch.is_http2();
-        let (reporter, requests) = (&self.shared.reporter, watch.clone());
-        let service = service_fn(|req: Request<Incoming>| {
-            let _busy = requests.begin(false);
-            let response = match probe::route(req.method(), req.uri().path()) {
-                Route::Probe => {
-                    reporter.load.counters().count_probe(true);
-                    reporter.answer(endpoint, probe_endpoint, req.headers())
-                }
-                Route::MethodNotAllowed => probe::method_not_allowed(),
-                Route::Forward | Route::NotFound => probe::plain(StatusCode::NOT_FOUND, "not found\n"),
-            };
-            let mut response = response.map(Full::new);
-            self.shared.part(!http2, response.headers_mut());
-            future::ready(Ok::<_, Infallible>(response))
+        let conn = Arc::new(ProbeConnection {
+            shared: self.shared.clone(),
+            watch: watch.clone(),
+            endpoint,
+            probe_endpoint,
+            life: life.clone(),
         });
+        let service = service_fn(move |req| conn.clone().answer(req));
         if http2 {
             let served = http2_builder(limits, Tasks(None)).serve_connection(io, service);
             self.drive(pin!(served), http2::Connection::graceful_shutdown, &watch, life).await;

@@ -138,6 +138,7 @@ fn yaml_that_is_shown_works() -> Result<()> {
         match document {
             "docs/prequal.md" => renders(&block.text),
             "docs/kubernetes.md" => replaces_static_clusters(&yaml_serde::from_str(&block.text)?),
+            "docs/orca.md" => is_policy(&yaml_serde::from_str(&block.text)?),
             "docs/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
             _ => bail!("who tests it?"),
         }
@@ -176,6 +177,20 @@ fn replaces_static_clusters(shown: &Value) -> Result<()> {
         "api_type": "GRPC", "transport_api_version": "V3",
         "grpc_services": [{"envoy_grpc": {"cluster_name": "xds"}}],
     });
+    validates(&config)
+}
+
+/// A policy of the serving cluster, in place of the shipped one: Envoy takes it.
+fn is_policy(shown: &Value) -> Result<()> {
+    let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy.yaml"))?;
+    let mut config: Value = yaml_serde::from_str(&shipped)?;
+    let cluster = config["static_resources"]["clusters"][0].as_object_mut().context("a cluster")?;
+    cluster.remove("lb_policy");
+    cluster.extend(shown.as_object().context("a policy")?.clone());
+    validates(&config)
+}
+
+fn validates(config: &Value) -> Result<()> {
     let scratch = tempfile::TempDir::new()?;
     let path = scratch.path().join("envoy.json");
     fs::write(&path, config.to_string())?;

@@ -1,0 +1,234 @@
+//! Load reports out of band: the gRPC service `xds.service.orca.v3.OpenRcaService`, whose one method sends a report at the interval
+//! that its client asks for, until the client leaves or the agent drains.
+//!
+//! It is there only if the operator asks for it; else these calls are the backend's. They are no requests: they do not
+//! count as in flight. A client that does not read gets no more reports than fit its window.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Version, header};
+use http_body::{Body, Frame};
+use http_body_util::BodyExt as _;
+use prequal_core::endpoint::Endpoint;
+use prequal_core::orca::METHOD;
+use prost::Message as _;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Interval, MissedTickBehavior};
+
+use crate::load::Load;
+use crate::orca::Orca;
+use crate::orca::proto::{OrcaLoadReport, OrcaLoadReportRequest};
+use crate::phase::{Life, Phase};
+
+/// Shortest interval between the reports of a stream; who asks for less gets this.
+pub(crate) const MIN_INTERVAL: Duration = Duration::from_millis(100);
+/// The interval of who asks for none.
+const DEFAULT_INTERVAL: Duration = Duration::from_secs(1);
+/// The longest.
+const MAX_INTERVAL: Duration = Duration::from_secs(3600);
+/// Longest request, and how long it may take to come.
+const MAX_REQUEST: usize = 4096;
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// What precedes a message: a flag and its length.
+const PREFIX: usize = 5;
+
+/// The service of one replica.
+pub(crate) struct Oob {
+    room: Arc<Semaphore>,
+    limit: Option<u32>,
+}
+
+impl Oob {
+    /// `None` unless it was asked for.
+    pub(crate) fn new(orca: &Orca) -> Option<Self> {
+        let room = Arc::new(Semaphore::new(orca.streams as usize));
+        (orca.streams > 0).then(|| Self { room, limit: orca.limit() })
+    }
+
+    /// Whether a request is for this service. gRPC exists over HTTP/2 only.
+    pub(crate) fn is_for<B>(&self, req: &Request<B>) -> bool {
+        req.uri().path() == METHOD && req.version() == Version::HTTP_2
+    }
+
+    /// Begins a stream of reports of `load` as `endpoint`, or says why not.
+    pub(crate) async fn serve<B: Body<Data = Bytes> + Unpin>(
+        &self,
+        req: Request<B>,
+        load: &Load,
+        endpoint: Endpoint,
+        life: Life,
+    ) -> Response<Reports> {
+        let interval = match tokio::time::timeout(REQUEST_TIMEOUT, read(req.into_body())).await {
+            Ok(Ok(interval)) => interval,
+            Ok(Err(refusal)) => return refuse(load, refusal),
+            Err(_) => return refuse(load, Refusal("4", "the request did not come")),
+        };
+        let Ok(room) = self.room.clone().try_acquire_owned() else {
+            return refuse(load, Refusal("8", "too many streams of load reports"));
+        };
+        let mut timer = tokio::time::interval(interval);
+        timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        load.counters().count_orca_stream(true);
+        let open = Open {
+            timer,
+            draining: Box::pin(life.until(Phase::Draining)),
+            load: load.clone(),
+            endpoint,
+            limit: self.limit,
+            _room: room,
+        };
+        let mut response = Response::new(Reports(Some(open)));
+        response.headers_mut().insert(header::CONTENT_TYPE, GRPC);
+        response
+    }
+}
+
+/// A gRPC status and its message.
+struct Refusal(&'static str, &'static str);
+
+/// An answer of trailers only, as gRPC calls it.
+fn refuse(load: &Load, refusal: Refusal) -> Response<Reports> {
+    load.counters().count_orca_refused();
+    let mut response = Response::new(Reports(None));
+    *response.headers_mut() = status(refusal);
+    response.headers_mut().insert(header::CONTENT_TYPE, GRPC);
+    response
+}
+
+fn status(Refusal(code, message): Refusal) -> HeaderMap {
+    HeaderMap::from_iter([
+        (HeaderName::from_static("grpc-status"), HeaderValue::from_static(code)),
+        (HeaderName::from_static("grpc-message"), HeaderValue::from_static(message)),
+    ])
+}
+
+const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
+
+/// Reads the one message of the request, and tells the interval that it asks for.
+async fn read<B: Body<Data = Bytes> + Unpin>(mut body: B) -> Result<Duration, Refusal> {
+    let mut bytes = BytesMut::new();
+    loop {
+        if let Some((prefix, message)) = bytes.split_first_chunk::<PREFIX>() {
+            let [flag, length @ ..] = *prefix;
+            let length = u32::from_be_bytes(length) as usize;
+            if flag != 0 {
+                return Err(Refusal("12", "compressed requests are not understood"));
+            }
+            if length > MAX_REQUEST {
+                return Err(Refusal("8", "the request is longer than 4096 bytes"));
+            }
+            if let Some(message) = message.get(..length) {
+                return interval(message);
+            }
+        }
+        match body.frame().await {
+            // Frames are as short as the connection's own limit, and the last one passes ours at most once.
+            Some(Ok(frame)) => bytes.extend_from_slice(&frame.into_data().unwrap_or_default()),
+            Some(Err(_)) | None => return Err(Refusal("3", "the request ends before its message does")),
+        }
+    }
+}
+
+fn interval(message: &[u8]) -> Result<Duration, Refusal> {
+    let request = OrcaLoadReportRequest::decode(message)
+        .map_err(|_| Refusal("3", "the request is no OrcaLoadReportRequest"))?;
+    let Some(asked) = request.report_interval else { return Ok(DEFAULT_INTERVAL) };
+    match (u64::try_from(asked.seconds), u32::try_from(asked.nanos)) {
+        (Ok(0), Ok(0)) => Ok(DEFAULT_INTERVAL),
+        (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => {
+            Ok(Duration::new(seconds, nanos).clamp(MIN_INTERVAL, MAX_INTERVAL))
+        }
+        _ => Err(Refusal("3", "report_interval must not be negative")),
+    }
+}
+
+/// The body of an answer: reports until its end.
+pub(crate) struct Reports(Option<Open>);
+
+struct Open {
+    timer: Interval,
+    draining: Pin<Box<dyn Future<Output = ()> + Send>>,
+    load: Load,
+    endpoint: Endpoint,
+    limit: Option<u32>,
+    _room: OwnedSemaphorePermit,
+}
+
+impl Open {
+    /// A report as a gRPC message.
+    fn message(&self) -> Bytes {
+        let (_, orca) = self.load.report_with_orca(self.endpoint, None, None, self.limit);
+        let report = orca.as_ref().map(OrcaLoadReport::from).unwrap_or_default();
+        let length = report.encoded_len();
+        let mut bytes = BytesMut::with_capacity(PREFIX + length);
+        bytes.put_u8(0);
+        bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+        // A buffer that grows has room.
+        let _ = report.encode(&mut bytes);
+        self.load.counters().count_orca(true);
+        bytes.freeze()
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.load.counters().count_orca_stream(false);
+    }
+}
+
+impl Body for Reports {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let Some(open) = &mut self.0 else { return Poll::Ready(None) };
+        if open.draining.as_mut().poll(cx).is_ready() {
+            self.0 = None;
+            let trailers = status(Refusal("14", "the agent drains"));
+            return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
+        }
+        ready!(open.timer.poll_tick(cx));
+        Poll::Ready(Some(Ok(Frame::data(open.message()))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_none()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::orca::proto;
+
+    fn asks(seconds: i64, nanos: i32) -> Option<Duration> {
+        let report_interval = Some(proto::Duration { seconds, nanos });
+        interval(&OrcaLoadReportRequest { report_interval }.encode_to_vec()).ok()
+    }
+
+    #[test]
+    fn any_interval_is_answered_within_bounds() {
+        for (seconds, nanos, expected) in [
+            (0, 0, Some(DEFAULT_INTERVAL)),
+            (0, 1, Some(MIN_INTERVAL)),
+            (0, 250_000_000, Some(Duration::from_millis(250))),
+            (2, 500_000_000, Some(Duration::from_millis(2500))),
+            (i64::MAX, 999_999_999, Some(MAX_INTERVAL)),
+            (-1, 0, None),
+            (0, -1, None),
+            (i64::MIN, i32::MIN, None),
+            (1, i32::MAX, None),
+        ] {
+            assert_eq!(asks(seconds, nanos), expected, "{seconds} s {nanos} ns");
+        }
+        assert_eq!(interval(&[]).ok(), Some(DEFAULT_INTERVAL));
+        assert!(interval(b"\x0a\xff").is_err(), "a length past the end");
+    }
+}

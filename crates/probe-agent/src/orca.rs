@@ -1,0 +1,234 @@
+//! Which responses carry a load report in the format of ORCA, and the header it is in. What the report says is
+//! [`prequal_core::orca`]; reports out of band are `oob.rs`.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue};
+use prequal_core::orca::{Format, HEADER, HEADER_BIN, OrcaReport};
+
+use crate::body;
+
+/// How load is told in the format of ORCA. Default: not at all.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Orca {
+    /// Put it on responses, in this format. `None`: do not.
+    pub format: Option<OrcaFormat>,
+    /// On which of them. Default all.
+    pub class: OrcaClass,
+    /// How many requests the replica is meant to serve at once: `application_utilization` is relative to this while the knee is
+    /// not known or may be higher. `None`: to the knee that it has shown so far.
+    pub limit: Option<NonZeroU32>,
+    /// Rates and the utilisation are of this window, at least 100 ms. Default 5 s.
+    pub window: Duration,
+    /// Streams of reports out of band at most. Default 0: that service is the backend's.
+    pub streams: u32,
+}
+
+impl Default for Orca {
+    fn default() -> Self {
+        let (format, class, limit) = (None, OrcaClass::All, None);
+        Self { format, class, limit, window: Duration::from_secs(5), streams: 0 }
+    }
+}
+
+/// How a report is written on a response.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[cfg_attr(feature = "proxy", derive(clap::ValueEnum))]
+pub enum OrcaFormat {
+    /// `endpoint-load-metrics: TEXT name=value,...`
+    Text,
+    /// `endpoint-load-metrics: JSON {...}`
+    Json,
+    /// `endpoint-load-metrics-bin: <base64 of the protobuf message>`
+    #[cfg(feature = "proxy")]
+    Binary,
+}
+
+/// Which responses carry a report.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[cfg_attr(feature = "proxy", derive(clap::ValueEnum))]
+pub enum OrcaClass {
+    /// All.
+    #[default]
+    All,
+    /// Those of gRPC.
+    Grpc,
+    /// All others.
+    Http,
+}
+
+impl Orca {
+    /// Whether anything asks for reports.
+    pub(crate) fn is_on(&self) -> bool {
+        self.format.is_some() || self.streams > 0
+    }
+
+    pub(crate) fn limit(&self) -> Option<u32> {
+        self.limit.map(NonZeroU32::get)
+    }
+
+    /// The format that a response with these headers carries a report in.
+    pub(crate) fn format_for(&self, response: &HeaderMap) -> Option<OrcaFormat> {
+        let format = self.format?;
+        let wanted = match self.class {
+            OrcaClass::All => true,
+            OrcaClass::Grpc => body::is_grpc(response),
+            OrcaClass::Http => !body::is_grpc(response),
+        };
+        wanted.then_some(format)
+    }
+}
+
+/// Puts `report` on a response. What the backend says of itself there is replaced: two reports would contradict each other.
+pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaFormat) {
+    response.remove(&LOAD_METRICS);
+    response.remove(&LOAD_METRICS_BIN);
+    let (name, value) = match format {
+        OrcaFormat::Text => (LOAD_METRICS, report.header(Format::Text)),
+        OrcaFormat::Json => (LOAD_METRICS, report.header(Format::Json)),
+        #[cfg(feature = "proxy")]
+        OrcaFormat::Binary => (LOAD_METRICS_BIN, proto::base64(report)),
+    };
+    if let Ok(value) = HeaderValue::from_maybe_shared(Bytes::from(value)) {
+        response.insert(name, value);
+    }
+}
+
+const LOAD_METRICS: HeaderName = HeaderName::from_static(HEADER);
+const LOAD_METRICS_BIN: HeaderName = HeaderName::from_static(HEADER_BIN);
+
+/// The messages of `xds/data/orca/v3/orca_load_report.proto` and `xds/service/orca/v3/orca.proto`, as far as they are used.
+#[cfg(feature = "proxy")]
+pub(crate) mod proto {
+    use std::collections::BTreeMap;
+    use std::convert::Infallible;
+
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+    use prequal_core::orca::OrcaReport;
+    use prost::Message;
+
+    /// `xds.data.orca.v3.OrcaLoadReport`.
+    #[derive(Clone, PartialEq, Message)]
+    pub(crate) struct OrcaLoadReport {
+        #[prost(double, tag = "6")]
+        pub(crate) rps_fractional: f64,
+        #[prost(double, tag = "7")]
+        pub(crate) eps: f64,
+        #[prost(btree_map = "string, double", tag = "8")]
+        pub(crate) named_metrics: BTreeMap<String, f64>,
+        #[prost(double, tag = "9")]
+        pub(crate) application_utilization: f64,
+    }
+
+    /// `xds.service.orca.v3.OrcaLoadReportRequest`. There are no request costs to choose from.
+    #[derive(Clone, PartialEq, Message)]
+    pub(crate) struct OrcaLoadReportRequest {
+        #[prost(message, optional, tag = "1")]
+        pub(crate) report_interval: Option<Duration>,
+    }
+
+    /// `google.protobuf.Duration`.
+    #[derive(Clone, Copy, PartialEq, Message)]
+    pub(crate) struct Duration {
+        #[prost(int64, tag = "1")]
+        pub(crate) seconds: i64,
+        #[prost(int32, tag = "2")]
+        pub(crate) nanos: i32,
+    }
+
+    impl From<&OrcaReport> for OrcaLoadReport {
+        fn from(report: &OrcaReport) -> Self {
+            let mut named_metrics = BTreeMap::new();
+            let _ = report.named(|name, value| {
+                named_metrics.insert(name.to_owned(), value.into());
+                Ok::<_, Infallible>(())
+            });
+            Self {
+                rps_fractional: report.rates.arrived_milli as f64 / 1e3,
+                eps: report.rates.failed_milli as f64 / 1e3,
+                named_metrics,
+                application_utilization: report.utilization_micro.unwrap_or(0) as f64 / 1e6,
+            }
+        }
+    }
+
+    pub(super) fn base64(report: &OrcaReport) -> String {
+        STANDARD.encode(OrcaLoadReport::from(report).encode_to_vec())
+    }
+}
+
+#[cfg(all(test, feature = "proxy"))]
+mod tests {
+    use super::*;
+    use base64::Engine as _;
+    use http::header;
+    use prequal_core::capacity::Capacity;
+    use prequal_core::rates::Window;
+    use prost::Message as _;
+
+    fn report() -> OrcaReport {
+        OrcaReport {
+            utilization_micro: Some(375_000),
+            rates: Window { arrived_milli: 12_500, failed_milli: 40, rif_micro: 3_000_000 },
+            rif: 3,
+            capacity: Some(Capacity { base_us: 40_000, knee: 8, open: false }),
+        }
+    }
+
+    #[test]
+    fn ours_replaces_what_the_backend_says_in_any_format() {
+        for format in [OrcaFormat::Text, OrcaFormat::Json, OrcaFormat::Binary] {
+            let mut response = HeaderMap::new();
+            response.append(LOAD_METRICS, HeaderValue::from_static("TEXT cpu_utilization=0.1"));
+            response.append(LOAD_METRICS, HeaderValue::from_static("TEXT cpu_utilization=0.2"));
+            response.append(LOAD_METRICS_BIN, HeaderValue::from_static("AAAA"));
+            stamp(&mut response, &report(), format);
+            assert_eq!(response.len(), 1);
+            let binary = format == OrcaFormat::Binary;
+            let value = &response[if binary { LOAD_METRICS_BIN } else { LOAD_METRICS }];
+            if binary {
+                let bytes = base64::engine::general_purpose::STANDARD.decode(value).unwrap();
+                let told = proto::OrcaLoadReport::decode(&bytes[..]).unwrap();
+                assert_eq!(
+                    (told.application_utilization, told.rps_fractional, told.eps),
+                    (0.375, 12.5, 0.04)
+                );
+                let named: Vec<_> =
+                    told.named_metrics.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+                assert_eq!(
+                    named,
+                    [("prequal_base_latency_us", 40000.0), ("prequal_knee", 8.0), ("prequal_rif", 3.0)]
+                );
+                // The first field on the wire is `rps_fractional`: number 6, 64 bits.
+                assert_eq!(bytes[0], 6 << 3 | 1);
+            } else {
+                assert!(value.to_str().unwrap().contains("rps_fractional"), "{value:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_report_goes_on_the_responses_that_were_asked_for() {
+        let grpc = HeaderMap::from_iter([(
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("application/grpc+proto"),
+        )]);
+        let plain = HeaderMap::new();
+        for (class, expected) in [
+            (OrcaClass::All, [true, true]),
+            (OrcaClass::Grpc, [true, false]),
+            (OrcaClass::Http, [false, true]),
+        ] {
+            let orca = Orca { format: Some(OrcaFormat::Text), class, ..Orca::default() };
+            assert_eq!(
+                [&grpc, &plain].map(|headers| orca.format_for(headers).is_some()),
+                expected,
+                "{class:?}"
+            );
+            assert!(Orca { format: None, ..orca }.format_for(&plain).is_none());
+        }
+    }
+}
