@@ -19,6 +19,7 @@ use prequal_core::tracker::TrackerConfig;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
+use super::cswrr::{Cswrr, Settings};
 use super::server::{Nanos, endpoint, micros};
 
 /// A policy with its settings.
@@ -27,6 +28,8 @@ pub(crate) enum Arm {
     Random,
     RoundRobin,
     WeightedRoundRobin,
+    /// Envoy's, by the reports on answers.
+    Cswrr(Settings),
     LeastLoaded,
     LeastLoadedPo2c,
     Yarp,
@@ -89,6 +92,11 @@ impl Arm {
             _ => false,
         }
     }
+
+    /// Whether answers must carry an ORCA report.
+    pub(crate) fn reads_orca(&self) -> bool {
+        matches!(self, Self::Cswrr(_))
+    }
 }
 
 pub(crate) enum Balancer {
@@ -108,6 +116,7 @@ impl Balancer {
                 let phases = (0..servers).map(|_| rng.random()).collect();
                 simple(Box::new(WeightedRoundRobin::new(phases, 0.0)))
             }
+            Arm::Cswrr(settings) => simple(Box::new(Cswrr::new(servers, *settings, micros(0), rng))),
             Arm::LeastLoaded => simple(Box::new(LeastLoaded::new(servers, rng.random_range(0..servers)))),
             Arm::LeastLoadedPo2c => simple(Box::new(LeastLoadedPo2c::new(servers))),
             Arm::Yarp => simple(Box::new(Yarp::new(servers))),

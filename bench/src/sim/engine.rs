@@ -49,6 +49,7 @@ struct World<'a> {
     turns: Vec<usize>,
     polling: Polling,
     reads_answers: bool,
+    reads_orca: bool,
     /// Clients do not know from the start who there is.
     learns: bool,
     queries: Slab<Query>,
@@ -84,6 +85,7 @@ struct Query {
     server_done: bool,
     failed: bool,
     report: Option<LoadReport>,
+    orca: Option<Utilisation>,
     waiting: Option<Waiting>,
     /// Of the client's balancer.
     request: Request,
@@ -176,6 +178,7 @@ impl<'a> World<'a> {
             balancers,
             polling: arm.polling(),
             reads_answers: arm.reads_answers(),
+            reads_orca: arm.reads_orca(),
             learns: matches!(arm, Arm::Prequal(Prequal { learn: true, .. })),
             queries: Slab::default(),
             probes: Slab::default(),
@@ -326,6 +329,7 @@ impl<'a> World<'a> {
             server_done: false,
             failed: false,
             report: None,
+            orca: None,
             waiting: None,
             request: Request::default(),
         })
@@ -539,6 +543,9 @@ impl<'a> World<'a> {
         if self.reads_answers && !query.client_done {
             query.report = Some(server.report(now, query.ticket.as_ref().map(Ticket::visit)));
         }
+        if self.reads_orca && !query.client_done {
+            query.orca = Some(server.orca(now, query.ticket.as_ref().map(Ticket::visit)));
+        }
         if let Some(ticket) = query.ticket.take() {
             let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
             server.leave(ticket, now, outcome, query.at_server);
@@ -567,6 +574,9 @@ impl<'a> World<'a> {
             Balancer::Simple(policy) => {
                 let outcome = if query.failed { Outcome::Failure } else { Outcome::Success };
                 let rif = query.report.map(|report| report.rif);
+                if let Some(orca) = query.orca {
+                    policy.utilisation(server, micros(now), &orca);
+                }
                 policy.done(server, micros(now), &Done { latency_us, outcome, rif, utilisation: None });
             }
             Balancer::Prequal(balancer) => {

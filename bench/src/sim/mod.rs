@@ -3,9 +3,11 @@
 
 mod balancer;
 mod cache;
+mod cswrr;
 mod engine;
 mod grid;
 mod measure;
+mod orca;
 mod plans;
 mod plb;
 mod plot;

@@ -9,6 +9,7 @@ use prequal_core::pool::{Budget, HotRule, PoolSettings};
 use prequal_core::sync::SyncSettings;
 
 use super::balancer::{Arm, Prequal};
+use super::cswrr;
 use super::grid::{Cell, FAILED, Metric, P50, P90, P99, P999, PROBES, Point, RIF99, STANDARD, standard_and};
 use super::measure::quantile;
 use super::report::{Verdict, ms, percent};
@@ -128,6 +129,8 @@ const SMALL: &str = "Prequal (profile small)";
 const LEARNING: &str = "Prequal (ours, learning)";
 const RIF_ONLY: &str = "RIF only";
 const FLOOR: &str = "floor";
+const CSWRR: &str = "CSWRR";
+const CSWRR_FAST: &str = "CSWRR (fast)";
 
 /// Prequal under the paper profile: Q = 2^(−1/4), 3 probes a query, probes only.
 pub(crate) fn paper() -> Prequal {
@@ -192,6 +195,8 @@ fn rules() -> Vec<(String, Arm)> {
         ("Random", Arm::Random),
         ("RR", Arm::RoundRobin),
         ("WRR", Arm::WeightedRoundRobin),
+        (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
+        (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
         ("LL", Arm::LeastLoaded),
         ("LL-Po2C", Arm::LeastLoadedPo2c),
         ("YARP-Po2C", Arm::Yarp),

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use prequal_core::endpoint::Endpoint;
+use prequal_core::policies::Utilisation;
 use prequal_core::replica::Replica;
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
@@ -13,6 +14,7 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution, StandardNormal};
 
 use super::cache::Cache;
+use super::orca::Orca;
 use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
 
 /// Nanoseconds of virtual time.
@@ -70,6 +72,7 @@ pub(crate) struct Server {
     used_before: f64,
     answers: u64,
     errors: u64,
+    orca: Orca,
     /// Smoothed for weighted round robin: answers/s, errors/s, cores.
     pub(crate) qps: f64,
     pub(crate) eps: f64,
@@ -116,6 +119,7 @@ impl Server {
             used_before: 0.0,
             answers: 0,
             errors: 0,
+            orca: Orca::default(),
             qps: 0.0,
             eps: 0.0,
             cpu: 0.0,
@@ -143,6 +147,7 @@ impl Server {
     pub(crate) fn arrive(&mut self, now: Nanos) -> Ticket {
         #[cfg(test)]
         self.log.push((now, Logged::Arrived));
+        self.orca.arrived(now);
         self.replica.tracker.start(micros(now))
     }
 
@@ -150,6 +155,7 @@ impl Server {
     pub(crate) fn leave(&mut self, ticket: Ticket, now: Nanos, outcome: Outcome, _arrived: Nanos) {
         #[cfg(test)]
         self.log.push((now, Logged::Left { arrived: _arrived, outcome }));
+        self.orca.left(now, outcome == Outcome::Failure);
         self.replica.finish(ticket, micros(now), outcome);
     }
 
@@ -160,6 +166,13 @@ impl Server {
         #[cfg(test)]
         self.log.push((now, Logged::Reported { report, leaving, held: self.running + self.waiting.len() }));
         report
+    }
+
+    /// The report in the format of ORCA on the response to a query that is `leaving`, as the agent makes it.
+    pub(crate) fn orca(&mut self, now: Nanos, leaving: Option<Visit>) -> Utilisation {
+        let tracker = &mut self.replica.tracker;
+        let capacity = tracker.capacity_after(micros(now), tracker.present().away, leaving);
+        self.orca.report(now, capacity.map(|capacity| capacity.knee))
     }
 
     /// Whether antagonists make the capacity change.

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::*;
 use prequal_core::time::Micros;
 
+use crate::sim::cswrr;
 use crate::sim::plans::{ours, paper};
 use crate::sim::scenario::{CacheSpec, Keys, NORMAL, ServerSpec, Sizes, Spare};
 use crate::sim::server::Logged;
@@ -21,7 +22,8 @@ fn scenario() -> Scenario {
 
 #[test]
 fn the_same_seed_gives_the_same_run_and_another_seed_another() {
-    for arm in [Arm::Prequal(paper()), Arm::Prequal(ours()), Arm::WeightedRoundRobin, Arm::Yarp] {
+    let cswrr = Arm::Cswrr(cswrr::Settings::FAST);
+    for arm in [Arm::Prequal(paper()), Arm::Prequal(ours()), Arm::WeightedRoundRobin, cswrr, Arm::Yarp] {
         let (once, again) = (run(&scenario(), &arm, 7), run(&scenario(), &arm, 7));
         assert_eq!((&once.samples, once.events), (&again.samples, again.events), "{arm:?}");
         assert_ne!(once.samples, run(&scenario(), &arm, 8).samples);
@@ -136,6 +138,20 @@ fn queries_wait_for_a_slot_as_long_as_queueing_theory_says() {
     let known = 0.7 * 40.0 / (2.0 * 0.3);
     let got = mean_wait(1, 0.7, Sizes::Exact);
     assert!((got / known - 1.0).abs() < 0.04, "M/D/1: {got} ms, not {known}");
+}
+
+/// Half of the servers are half as fast. Weights follow the knee over the latency, from the end of the blackout on.
+#[test]
+fn cswrr_gives_servers_what_they_can_serve() {
+    let mut scenario = Scenario::testbed(8, 1.0, Spare::None);
+    scenario.servers =
+        (0..8).map(|server| ServerSpec::slots(4, if server < 4 { 40.0 } else { 80.0 })).collect();
+    (scenario.load, scenario.sizes, scenario.deadline) = (Load::Poisson(400.0), Sizes::Exponential, None);
+    (scenario.clients, scenario.warm_up, scenario.measured) = (1, 0.0, 60.0);
+    let run = run(&scenario, &Arm::Cswrr(cswrr::Settings::DEFAULT), 1);
+    let to_slow = |from: f64, to: f64| run.share(|server| server >= 4, |at| (from..to).contains(&at));
+    assert!((to_slow(0.0, 10.0) - 0.5).abs() < 0.01, "by turns at first: {}", to_slow(0.0, 10.0));
+    assert!((to_slow(20.0, 60.0) - 1.0 / 3.0).abs() < 0.03, "{}", to_slow(20.0, 60.0));
 }
 
 #[test]

@@ -17,6 +17,8 @@ pub(super) fn sinkhole() -> Plan {
             scenario,
             arms: arms([
                 ("Random", Arm::Random),
+                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
                 ("LL", Arm::LeastLoaded),
                 ("Zuul", Arm::Zuul(64)),
                 ("C3", c3()),

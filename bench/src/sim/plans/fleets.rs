@@ -198,7 +198,8 @@ pub(super) fn fleets(length: Length) -> Plan {
             bound. `exp` is exponential, `mix` nine in ten of 5 to 15 ms and one in ten of 100 to 300; `no \
             queues` serves everything at once. One client unless said. `learning` is ours as the filter runs it: \
             nobody is known at first, and no probe has an address, so that a replica which no request goes to is \
-            rarely heard of. `24` has every \
+            rarely heard of. `CSWRR` is Envoy's client_side_weighted_round_robin on our agents' load reports, `fast` with its \
+            shortest periods. `24` has every \
             number of slots with every speed, at 1400/s. `12 × 2 cores` is processor sharing with a median of 20 \
             ms, 8 clients and 400/s. `with caches`: 3000 keys, of which each server remembers 300; a miss costs \
             10 times a hit. `to its share` counts the seconds until a server gets half of its fair share: from the \
@@ -282,7 +283,7 @@ fn judge(cells: &Cells, within: f64) -> Vec<Verdict> {
 
 /// Some rules over the best of all but ours, one row of dots per fleet.
 pub(super) fn charts(cells: &Cells) -> Vec<Chart> {
-    const SHOWN: [&str; 8] = [OURS, LEARNING, PAPER, RIF_ONLY, "C3", "LL", "RR", "Peak EWMA"];
+    const SHOWN: [&str; 9] = [OURS, LEARNING, PAPER, RIF_ONLY, "C3", "LL", "RR", CSWRR, "Peak EWMA"];
     let chart = |(name, metric): &(&str, usize)| {
         let line = |point: &str| {
             let (best, _) = best_other(cells, point, *metric)?;

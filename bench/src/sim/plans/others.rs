@@ -22,6 +22,8 @@ pub(super) fn finagle() -> Plan {
             scenario,
             arms: arms([
                 ("RR", Arm::RoundRobin),
+                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
                 ("LL", Arm::LeastLoaded),
                 ("LL-Po2C", Arm::LeastLoadedPo2c),
                 ("Zuul", Arm::Zuul(64)),
@@ -83,6 +85,8 @@ pub(super) fn ingress(length: Length) -> Plan {
             scenario,
             arms: arms([
                 ("RR", Arm::RoundRobin),
+                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
                 ("LL", Arm::LeastLoaded),
                 ("LL-Po2C", Arm::LeastLoadedPo2c),
                 ("Zuul", Arm::Zuul(64)),
@@ -144,6 +148,8 @@ pub(super) fn netflix(length: Length) -> Plan {
             arms: arms([
                 ("RR", Arm::RoundRobin),
                 ("WRR", Arm::WeightedRoundRobin),
+                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
                 ("LL", Arm::LeastLoaded),
                 ("LL-Po2C", Arm::LeastLoadedPo2c),
                 ("Zuul", Arm::Zuul(50)),

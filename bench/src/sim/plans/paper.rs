@@ -89,7 +89,7 @@ pub(super) fn fig7(length: Length) -> Plan {
     Plan {
         name: "fig7",
         title: "selection rules (paper §5.2, figure 7)",
-        text: "Nine rules of the paper, and Zuul, Peak EWMA, synchronous Prequal and ours, at 70 and 90 % of the \
+        text: "Nine rules of the paper, and CSWRR, Zuul, Peak EWMA, synchronous Prequal and ours, at 70 and 90 % of the \
             allocation, on equal servers and with every other server twice as slow. Antagonists are heavier than in \
             fig6: the paper's WRR also broke at a lower load here. The paper: Random, RR, WRR and LL bad at 90 %, \
             LL-Po2C and YARP between, C3 and Prequal (Q = 0.75) best and 3 to 8 % apart, Linear much worse than \
