@@ -8,6 +8,8 @@ pub(crate) enum Arm {
     FullScan,
     /// Envoy's policy that draws any replica.
     Random,
+    /// Envoy's client_side_weighted_round_robin, by the load that our agents report.
+    Cswrr,
     /// Envoy's consistent hashing on the key of the request.
     RingHash,
     /// The filters of ours around a module that does nothing: Envoy's part of what the filter costs.
@@ -22,11 +24,14 @@ pub(crate) enum Arm {
 
 impl Arm {
     /// Envoy's own policies that need nothing from the request.
-    pub(crate) const STOCK: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Random];
+    pub(crate) const STOCK: [Self; 5] =
+        [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Random, Self::Cswrr];
     /// Those of them that know something or take turns.
-    pub(crate) const BASELINES: [Self; 3] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan];
+    pub(crate) const BASELINES: [Self; 4] =
+        [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Cswrr];
     /// The usual comparison, in the order in which a pass runs it.
-    pub(crate) const USUAL: [Self; 4] = [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Prequal];
+    pub(crate) const USUAL: [Self; 5] =
+        [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Cswrr, Self::Prequal];
 
     pub(crate) fn label(self) -> &'static str {
         match self {
@@ -34,6 +39,7 @@ impl Arm {
             Self::LeastRequest => "least_request (2 choices)",
             Self::FullScan => "least_request (full scan)",
             Self::Random => "random",
+            Self::Cswrr => "cswrr",
             Self::RingHash => "ring_hash",
             Self::EmptyModule => "empty module",
             Self::Prequal => "prequal",

@@ -174,6 +174,8 @@ fn agent_args(arm: Arm, fleet: &Fleet) -> Vec<String> {
         (Arm::Rule(rule), _) if rule.starts_with("zuul") => {
             vec!["--netflix-utilization".to_owned(), ZUUL_MAX_IN_FLIGHT.to_string()]
         }
+        // What its weights are made of.
+        (Arm::Cswrr, _) => ["--orca", "text"].map(str::to_owned).into(),
         _ => Vec::new(),
     }
 }
@@ -226,6 +228,7 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
         Arm::LeastRequest => plain.without_prequal().policy(Policy::LeastRequest),
         Arm::FullScan => plain.without_prequal().policy(Policy::LeastRequestFullScan),
         Arm::Random => plain.without_prequal().policy(Policy::Random),
+        Arm::Cswrr => plain.without_prequal().policy(Policy::ClientSideWeighted),
         Arm::RingHash => plain.without_prequal().edit(|config| {
             config.route_mut()["hash_policy"] = json!([{"header": {"header_name": KEY_HEADER}}]);
             config.cluster_mut(CLUSTER)["lb_policy"] = json!("RING_HASH");

@@ -57,6 +57,8 @@ pub enum Policy {
     LeastRequestFullScan,
     /// Any host.
     Random,
+    /// By weights made of the load reports on responses (ORCA). A report counts from the next second on.
+    ClientSideWeighted,
 }
 
 /// A configuration for [`crate::Envoy`], begun from `envoy-configs/static/envoy.yaml`.
@@ -146,6 +148,11 @@ impl EnvoyConfig {
                 ("least_request.v3.LeastRequest", json!({"selection_method": "FULL_SCAN"}))
             }
             Policy::Random => ("random.v3.Random", json!({})),
+            // The penalty is 1 by the documentation and 0 where it is not set.
+            Policy::ClientSideWeighted => (
+                "client_side_weighted_round_robin.v3.ClientSideWeightedRoundRobin",
+                json!({"blackout_period": "1s", "error_utilization_penalty": 1.0}),
+            ),
         };
         let package = format!("envoy.extensions.load_balancing_policies.{name}");
         settings["@type"] = json!(format!("type.googleapis.com/{package}"));

@@ -32,7 +32,7 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
         fleet: Fleet::of(REPLICAS, replica.with_slots(4, 1000)),
         load: Load::Open { arrivals: Arrivals::Poisson(PER_SECOND), keys: Some(KEYS) },
         workers: 1,
-        arms: vec![Arm::LeastRequest, Arm::RingHash, Arm::Prequal, Arm::Hinted(3), ALL],
+        arms: vec![Arm::LeastRequest, Arm::Cswrr, Arm::RingHash, Arm::Prequal, Arm::Hinted(3), ALL],
         judged: filling..filling + seconds,
         schedule: Vec::new(),
         good_within: Duration::from_millis(50),

@@ -28,7 +28,7 @@ fn scenario(ms: u64, part: f64, seconds: Duration) -> Scenario {
         fleet: Fleet::of(REPLICAS, Replica::new(Service::Cpu { us: ms * 1000 })),
         load: Load::Closed { connections: CONNECTIONS },
         workers: 1,
-        arms: vec![Arm::LeastRequest, Arm::EmptyModule, Arm::Prequal],
+        arms: vec![Arm::LeastRequest, Arm::Cswrr, Arm::EmptyModule, Arm::Prequal],
         judged: FIRST..FIRST + seconds,
         schedule: Vec::new(),
         good_within: Duration::from_secs(1),

@@ -229,7 +229,7 @@ mod tests {
         ] {
             assert_eq!(scenario.fleet.len(), replicas, "{}", scenario.title);
             assert!(scenario.title.ends_with(load), "{}", scenario.title);
-            assert_eq!(scenario.arms.len(), 5);
+            assert_eq!(scenario.arms.len(), 6);
             assert_eq!((scenario.workers(1), scenario.workers(4)), (2, 1));
         }
     }
