@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn a_weight_is_requests_over_utilisation_as_a_whole_number() {
-        for (told, penalty, expected) in [
+        for (reported, penalty, expected) in [
             (report(100.0, 0.0, 0.5), 1.0, Some(200)),
             (report(100.0, 50.0, 0.5), 1.0, Some(100)),
             (report(100.0, 50.0, 0.5), 0.0, Some(200)),
@@ -247,7 +247,7 @@ mod tests {
             (report(0.0, 1.0, 0.5), 1.0, None),
             (report(1e12, 0.0, 1e-6), 1.0, Some(u32::MAX)),
         ] {
-            assert_eq!(weight(&told, penalty), expected, "{told:?}, {penalty}");
+            assert_eq!(weight(&reported, penalty), expected, "{reported:?}, {penalty}");
         }
     }
 
@@ -276,7 +276,7 @@ mod tests {
         };
         others(&mut policy, ms(0));
         assert_eq!(weights(&mut policy, ms(900)), [1; 5]);
-        // Who has told nothing gets the median, of an even number the mean of the middle two.
+        // A replica without reports gets the median, of an even number the mean of the middle two.
         assert_eq!(weights(&mut policy, ms(1200)), [10, 20, 30, 50, 25]);
         policy.utilisation(4, ms(1300), &report(90.0, 0.0, 1.0));
         assert_eq!(weights(&mut policy, ms(2200)), [10, 20, 30, 50, 25]);

@@ -7,7 +7,6 @@ mod cswrr;
 mod engine;
 mod grid;
 mod measure;
-mod orca;
 mod plans;
 mod plb;
 mod plot;

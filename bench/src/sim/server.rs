@@ -5,6 +5,7 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use prequal_core::endpoint::Endpoint;
 use prequal_core::policies::Utilisation;
+use prequal_core::rates::DEFAULT_WINDOW_US;
 use prequal_core::replica::Replica;
 use prequal_core::report::LoadReport;
 use prequal_core::time::Micros;
@@ -14,7 +15,6 @@ use rand::rngs::SmallRng;
 use rand_distr::{Distribution, StandardNormal};
 
 use super::cache::Cache;
-use super::orca::Orca;
 use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
 
 /// Nanoseconds of virtual time.
@@ -72,7 +72,6 @@ pub(crate) struct Server {
     used_before: f64,
     answers: u64,
     errors: u64,
-    orca: Orca,
     /// Smoothed for weighted round robin: answers/s, errors/s, cores.
     pub(crate) qps: f64,
     pub(crate) eps: f64,
@@ -97,10 +96,12 @@ impl Server {
             base = mean + sd * normal();
             fluctuation = FLUCTUATION.0 * normal();
         }
+        // It started long ago: `ORIGIN_US` lies between.
+        let mut replica = Replica::new(tracker, Some(Micros(0)));
+        replica.count_rates(Micros(0), DEFAULT_WINDOW_US);
         let mut server = Self {
             spec,
-            // It started long ago: `ORIGIN_US` lies between.
-            replica: Replica::new(tracker, Some(Micros(0))),
+            replica,
             cache: Cache::default(),
             #[cfg(test)]
             log: Vec::new(),
@@ -119,7 +120,6 @@ impl Server {
             used_before: 0.0,
             answers: 0,
             errors: 0,
-            orca: Orca::default(),
             qps: 0.0,
             eps: 0.0,
             cpu: 0.0,
@@ -147,19 +147,17 @@ impl Server {
     pub(crate) fn arrive(&mut self, now: Nanos) -> Ticket {
         #[cfg(test)]
         self.log.push((now, Logged::Arrived));
-        self.orca.arrived(now);
-        self.replica.tracker.start(micros(now))
+        self.replica.start(micros(now))
     }
 
     /// A query that arrived at `arrived` leaves.
     pub(crate) fn leave(&mut self, ticket: Ticket, now: Nanos, outcome: Outcome, _arrived: Nanos) {
         #[cfg(test)]
         self.log.push((now, Logged::Left { arrived: _arrived, outcome }));
-        self.orca.left(now, outcome == Outcome::Failure);
         self.replica.finish(ticket, micros(now), outcome);
     }
 
-    /// What a probe arriving now is told, or the response to a query that is `leaving`.
+    /// The answer to a probe that arrives now, or the report on the response to a query that is `leaving`.
     pub(crate) fn report(&mut self, now: Nanos, leaving: Option<Visit>) -> LoadReport {
         // Who it is goes by the engine's numbers.
         let report = self.replica.report(micros(now), endpoint(0), None, leaving);
@@ -170,9 +168,13 @@ impl Server {
 
     /// The report in the format of ORCA on the response to a query that is `leaving`, as the agent makes it.
     pub(crate) fn orca(&mut self, now: Nanos, leaving: Option<Visit>) -> Utilisation {
-        let tracker = &mut self.replica.tracker;
-        let capacity = tracker.capacity_after(micros(now), tracker.present().away, leaving);
-        self.orca.report(now, capacity.map(|capacity| capacity.knee))
+        let report = self.replica.report(micros(now), endpoint(0), None, leaving);
+        let orca = self.replica.orca(micros(now), &report, None).expect("rates are counted from the start");
+        Utilisation {
+            qps: orca.rates.ended_milli as f64 / 1e3,
+            eps: orca.rates.failed_milli as f64 / 1e3,
+            cpu: orca.utilization_micro.unwrap_or(0) as f64 / 1e6,
+        }
     }
 
     /// Whether antagonists make the capacity change.

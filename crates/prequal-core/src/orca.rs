@@ -2,7 +2,7 @@
 //! and gRPC's `weighted_round_robin` read: what is said, and how it is written as text.
 //!
 //! Those policies give a replica the weight `rps_fractional / application_utilization`. The utilisation is therefore that of
-//! the same window as the rate: requests in flight on average, over what the replica serves at once. By Little's law the weight
+//! the same time as the rate: requests in flight on average, over what the replica serves at once. By Little's law the weight
 //! is then the knee over the mean latency: the rate that saturates the replica. What was in flight at one instant would
 //! be noise, and none in flight is a report that they drop.
 //!
@@ -38,7 +38,7 @@ pub enum Format {
 pub struct OrcaReport {
     /// `application_utilization` in millionths. `None` if it is not known what the replica serves at once.
     pub utilization_micro: Option<u64>,
-    /// Requests that arrived, and those that failed, in thousandths a second.
+    /// Requests that ended, those that failed, and how many were in flight on average.
     pub rates: Window,
     /// Requests in flight now.
     pub rif: u32,
@@ -66,7 +66,7 @@ impl OrcaReport {
         if let Some(utilization) = self.utilization_micro {
             put(Field::Own("application_utilization"), Fixed(utilization, 1_000_000))?;
         }
-        put(Field::Own("rps_fractional"), Fixed(self.rates.arrived_milli, 1000))?;
+        put(Field::Own("rps_fractional"), Fixed(self.rates.ended_milli, 1000))?;
         put(Field::Own("eps"), Fixed(self.rates.failed_milli, 1000))?;
         self.named(|name, value| put(Field::Named(name), Fixed(value.into(), 1)))
     }
@@ -153,7 +153,7 @@ mod tests {
     }
 
     fn rates(rif: u64) -> Window {
-        Window { arrived_milli: 12_500, failed_milli: 40, rif_micro: rif * 1_000_000 }
+        Window { ended_milli: 12_500, failed_milli: 40, rif_micro: rif * 1_000_000 }
     }
 
     fn knee(knee: u16, open: bool) -> Option<Capacity> {

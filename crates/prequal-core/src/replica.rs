@@ -1,7 +1,7 @@
 //! What a replica knows of itself: load, failures, age; and the report made of them.
 //!
-//! Its embedder counts the requests: the agent all of them, a worker of an Envoy its own. Where there are several, each is told
-//! what the others' requests told ([`Replica::record`]) and how many are in flight in all ([`Replica::report_at`]).
+//! Its embedder counts the requests: the agent all of them, a worker of an Envoy its own. Where there are several, each records
+//! what the others' requests showed ([`Replica::record`]) and is given how many are in flight in all ([`Replica::report_at`]).
 
 use crate::endpoint::Endpoint;
 use crate::failures::FailureShare;
@@ -11,7 +11,7 @@ use crate::report::LoadReport;
 use crate::time::Micros;
 use crate::tracker::{Ended, Outcome, Present, Ticket, Tracker, TrackerConfig, Visit};
 
-/// Reports tell the age of a replica below this, seconds; older ones stay short.
+/// Reports hold the age of a replica below this, seconds; older ones stay short.
 pub const YOUNG_S: u32 = 600;
 
 /// Load, failures and age of one replica.
@@ -20,7 +20,7 @@ pub struct Replica {
     /// Requests in flight and what they took.
     pub tracker: Tracker,
     failures: FailureShare,
-    /// If load is told in the format of ORCA too.
+    /// If load is reported in the format of ORCA too.
     rates: Option<Rates>,
     /// Since when it can serve; `None` while it cannot.
     up: Option<Micros>,
@@ -32,7 +32,7 @@ impl Replica {
         Self { tracker: Tracker::new(config), failures: FailureShare::default(), rates: None, up }
     }
 
-    /// Counts rates over `window_us` from now on, for [`Self::orca`].
+    /// Counts rates from now on, as means that fade with a time constant of `window_us`, for [`Self::orca`].
     pub fn count_rates(&mut self, now: Micros, window_us: u64) {
         self.rates = Some(Rates::new(now, window_us));
     }
@@ -46,12 +46,12 @@ impl Replica {
     pub fn start_behind(&mut self, now: Micros, others: Present) -> Ticket {
         let ticket = self.tracker.start_behind(now, others);
         if let Some(rates) = &mut self.rates {
-            rates.arrived(now, others.rif.saturating_add(1));
+            rates.moved(now, others.rif.saturating_add(1));
         }
         ticket
     }
 
-    /// A request ends, however it ends. Returns what it tells, which is recorded.
+    /// A request ends, however it ends. Returns what it showed, which is recorded.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
         self.finish_among(ticket, now, outcome, self.tracker.present())
     }
@@ -65,7 +65,7 @@ impl Replica {
         self.tracker.finish_among(ticket, now, outcome, present)
     }
 
-    /// Takes in what a request told that ended elsewhere.
+    /// Takes in what a request showed that ended elsewhere.
     pub fn record(&mut self, ended: Ended) {
         self.failures.record(ended.at, ended.outcome);
         self.tracker.record(ended);

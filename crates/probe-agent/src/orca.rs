@@ -7,10 +7,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use prequal_core::orca::{Format, HEADER, HEADER_BIN, OrcaReport};
+use prequal_core::rates::DEFAULT_WINDOW_US;
 
 use crate::body;
 
-/// How load is told in the format of ORCA. Default: not at all.
+/// How load is reported in the format of ORCA. Default: not at all.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Orca {
     /// Put it on responses, in this format. `None`: do not.
@@ -20,7 +21,7 @@ pub struct Orca {
     /// How many requests the replica is meant to serve at once: `application_utilization` is relative to this while the knee is
     /// not known or may be higher. `None`: to the knee that it has shown so far.
     pub limit: Option<NonZeroU32>,
-    /// Rates and the utilisation are of this window, at least 100 ms. Default 5 s.
+    /// Rates and the utilisation are means that fade with this time constant, at least 100 ms. Default 5 s.
     pub window: Duration,
     /// Streams of reports out of band at most. Default 0: that service is the backend's.
     pub streams: u32,
@@ -29,7 +30,7 @@ pub struct Orca {
 impl Default for Orca {
     fn default() -> Self {
         let (format, class, limit) = (None, OrcaClass::All, None);
-        Self { format, class, limit, window: Duration::from_secs(5), streams: 0 }
+        Self { format, class, limit, window: Duration::from_micros(DEFAULT_WINDOW_US), streams: 0 }
     }
 }
 
@@ -147,7 +148,7 @@ pub(crate) mod proto {
                 Ok::<_, Infallible>(())
             });
             Self {
-                rps_fractional: report.rates.arrived_milli as f64 / 1e3,
+                rps_fractional: report.rates.ended_milli as f64 / 1e3,
                 eps: report.rates.failed_milli as f64 / 1e3,
                 named_metrics,
                 application_utilization: report.utilization_micro.unwrap_or(0) as f64 / 1e6,
@@ -172,7 +173,7 @@ mod tests {
     fn report() -> OrcaReport {
         OrcaReport {
             utilization_micro: Some(375_000),
-            rates: Window { arrived_milli: 12_500, failed_milli: 40, rif_micro: 3_000_000 },
+            rates: Window { ended_milli: 12_500, failed_milli: 40, rif_micro: 3_000_000 },
             rif: 3,
             capacity: Some(Capacity { base_us: 40_000, knee: 8, open: false }),
         }
