@@ -3,9 +3,12 @@
 //!
 //! Errors count for nothing here. The step whose part failed builds it again, and reports.
 
-use std::fs::File;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 use anyhow::Result;
 
@@ -15,16 +18,65 @@ use crate::{run, workspace};
 
 /// Builds what the last steps of `cargo xtask test` need.
 pub(crate) fn run() -> Result<()> {
+    thread::spawn(hurry_when_waited_for);
     run::built_program("prequal-bench")?;
     dist::rehearsal::build(Choice::Auto)?;
     fuzz::build().map(drop)
+}
+
+/// Gives this build the usual priority once something waits for a lock that it holds, as cargo's are: on a busy machine
+/// the other would wait for hours.
+fn hurry_when_waited_for() {
+    let own = group(std::process::id());
+    loop {
+        thread::sleep(Duration::from_secs(1));
+        let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+        if !waited_for(&locks).into_iter().any(|holder| group(holder) == own) {
+            continue;
+        }
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        for pid in processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()) {
+            if group(pid) == own {
+                run::succeeds(run::tool("chrt").args([
+                    "--all-tasks",
+                    "--other",
+                    "--pid",
+                    "0",
+                    &pid.to_string(),
+                ]));
+            }
+        }
+    }
+}
+
+/// The processes that hold a lock for which another waits: in the kernel's list, a line `7: -> FLOCK ...` below the holder's.
+fn waited_for(locks: &str) -> Vec<u32> {
+    let mut holders = BTreeMap::new();
+    let mut found = Vec::new();
+    for line in locks.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            [id, "->", ..] => found.extend(holders.get(id)),
+            [id, _, _, _, pid, ..] => drop(pid.parse().map(|pid: u32| holders.insert(id, pid))),
+            _ => {}
+        }
+    }
+    found
+}
+
+/// The process group of `pid`.
+fn group(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // After the name, which may hold anything: state, parent, group.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(2)?.parse().ok()
 }
 
 /// A run of the command beside this process; it ends with this value.
 pub(crate) struct Ahead(Child);
 
 impl Ahead {
-    /// Starts it with the scheduler's idle policy: it gets only time that nothing else wants. `None` where that cannot be.
+    /// Starts it with the scheduler's idle policy: it gets only time that nothing else wants, until something waits for it.
+    /// `None` where that cannot be.
     pub(crate) fn start() -> Option<Self> {
         let log = File::create(workspace::target().join("ahead.log")).ok()?;
         Command::new("chrt")
@@ -48,5 +100,21 @@ impl Drop for Ahead {
             run::succeeds(run::tool("kill").args(["--", &format!("-{}", self.0.id())]));
             let _ = self.0.wait();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holders_with_waiters_are_found() {
+        let locks = "1: POSIX  ADVISORY  WRITE 11 00:1a:22 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 22 fe:00:66 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 33 fe:00:66 0 EOF\n\
+                     nonsense\n";
+        assert_eq!(waited_for(locks), [22]);
+        assert!(group(std::process::id()).is_some());
+        assert_eq!(group(0), None);
     }
 }
