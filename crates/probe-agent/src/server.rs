@@ -416,8 +416,12 @@ impl Ports {
             let mut stream = match &self.tls {
                 None => Stream::Plain(socket),
                 Some(tls) => {
-                    let tls = tokio::time::timeout(limits.header_timeout, tls.accept(socket)).await;
-                    let tls = tls.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+                    let accept = async {
+                        // A health check that only connects is no failed handshake.
+                        if socket.is_abandoned().await { None } else { Some(tls.accept(socket).await) }
+                    };
+                    let tls = tokio::time::timeout(limits.header_timeout, accept).await;
+                    let tls = tls.unwrap_or_else(|_| Some(Err(io::ErrorKind::TimedOut.into())))?;
                     Stream::Tls(Box::new(tls.inspect_err(|error| self.no_tls(error)).ok()?))
                 }
             };

@@ -34,6 +34,14 @@ impl Socket {
         }
     }
 
+    /// Waits for the first byte: whether the other side has closed instead of sending it. Of a Unix socket that is not known.
+    pub(crate) async fn is_abandoned(&self) -> bool {
+        match self {
+            Self::Tcp(tcp) => !matches!(tcp.peek(&mut [0]).await, Ok(1)),
+            Self::Unix(_) => false,
+        }
+    }
+
     pub(crate) fn tcp(&self) -> Option<&TcpStream> {
         match self {
             Self::Tcp(tcp) => Some(tcp),

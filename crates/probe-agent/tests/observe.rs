@@ -162,6 +162,10 @@ async fn a_failed_tls_handshake_is_counted() {
     let addr = backend(|_| async { text("hello") }).await;
     let flags = ["--tls-cert", cert.to_str().unwrap(), "--tls-key", key.to_str().unwrap()];
     let process = Process::start(addr, &flags).await;
+    // A health check that connects and goes is none.
+    drop(TcpStream::connect(process.service).await.unwrap());
+    becomes(&process, "prequal_agent_connections_total{port=\"service\"}", "1").await;
+    becomes(&process, "prequal_agent_connections{port=\"service\"}", "0").await;
     raw(process.service, "GET / HTTP/1.1\r\nhost: a\r\n\r\n").await;
     becomes(&process, "prequal_agent_tls_handshake_errors_total", "1").await;
     process.terminate().await;
