@@ -68,7 +68,7 @@ pub struct Cli {
     hint_cache: u32,
 
     /// Divisor of the load that is reported to those probes, 1 to 1000
-    #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR",
+    #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR", requires = "hint_cache",
           value_parser = clap::value_parser!(u32).range(1..=1000))]
     hint_divisor: u32,
 
@@ -437,10 +437,12 @@ mod tests {
             }
             let flag = format!("--{}", arg.get_long().expect("a long flag"));
             let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-            let (low, high) =
-                range(&help).unwrap_or_else(|| panic!("{flag} does not tell its range: {help}"));
-            let companion: &[&str] =
-                if flag == "--netflix-target" { &["--netflix-utilization", "5"] } else { &[] };
+            let (low, high) = range(&help).unwrap_or_else(|| panic!("{flag} does not say its range: {help}"));
+            let companion: &[&str] = match flag.as_str() {
+                "--netflix-target" => &["--netflix-utilization", "5"],
+                "--hint-divisor" => &["--hint-cache", "5"],
+                _ => &[],
+            };
             let accepted = |value: u64| {
                 let value = value.to_string();
                 parse(&[companion, &[&flag, &value]].concat()).is_ok()
@@ -474,6 +476,7 @@ mod tests {
             ("--probe-listen", "1.2.3.4", "0 to 65535"),
             ("--hint-cache", "1000001", "0..=1000000"),
             ("--hint-divisor", "0", "1..=1000"),
+            ("--hint-divisor", "10", "--hint-cache"),
             ("--netflix-utilization", "0", "from 1 to 1000000"),
             ("--netflix-utilization", "1000001", "from 1 to 1000000"),
             ("--netflix-target", "101", "1..=100"),
