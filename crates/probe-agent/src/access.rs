@@ -1,73 +1,47 @@
 //! The access log: a line on standard output for each request on the service port, once it is over. Off by default.
 //!
-//! Lines go through a thread of their own: a slow reader of standard output must not hold requests. What it does not take in
+//! A thread of its own writes the lines: a slow reader of standard output must not hold requests. What it does not take in
 //! time is lost, and counted. An agent that ends waits a moment for the lines that are left.
 
-use std::io::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use http::{Method, Request, StatusCode, Uri, Version};
-use tokio::sync::oneshot;
 
+use crate::lines::Lines;
 use crate::log::{LogFormat, stamped};
 use crate::traffic::{Event, Traffic};
 
 /// Where lines go.
 pub(crate) struct AccessLog {
     format: LogFormat,
-    lines: SyncSender<Line>,
+    /// The replica that the lines name, where a process has several.
+    replica: Option<Arc<str>>,
+    lines: Lines,
     traffic: Arc<Traffic>,
 }
 
-enum Line {
-    Of(String),
-    /// All lines before it are to be written out.
-    Flush(oneshot::Sender<()>),
-}
-
 impl AccessLog {
-    pub(crate) fn start(format: LogFormat, traffic: Arc<Traffic>) -> std::io::Result<Self> {
-        let (lines, written) = sync_channel(CAPACITY);
+    pub(crate) fn start(
+        format: LogFormat,
+        replica: Option<Arc<str>>,
+        traffic: Arc<Traffic>,
+    ) -> std::io::Result<Self> {
         let lost = traffic.clone();
-        std::thread::Builder::new().name("access-log".to_owned()).spawn(move || write(&written, &lost))?;
-        Ok(Self { format, lines, traffic })
+        let lines = Lines::start(
+            "access-log",
+            || std::io::stdout().lock(),
+            move || {
+                lost.count(Event::AccessLost);
+            },
+        )?;
+        Ok(Self { format, replica, lines, traffic })
     }
 
-    /// Waits until the lines so far are written, but no longer than [`PATIENCE`].
+    /// Waits a moment until the lines so far are written.
     pub(crate) async fn flush(&self) {
-        let (done, flushed) = oneshot::channel();
-        let flush = async {
-            let mut line = Line::Flush(done);
-            while let Err(TrySendError::Full(again)) = self.lines.try_send(line) {
-                line = again;
-                tokio::time::sleep(PATIENCE / 100).await;
-            }
-            let _ = flushed.await;
-        };
-        let _ = tokio::time::timeout(PATIENCE, flush).await;
-    }
-}
-
-fn write(lines: &Receiver<Line>, traffic: &Traffic) {
-    while let Ok(first) = lines.recv() {
-        let mut out = std::io::stdout().lock();
-        for line in [first].into_iter().chain(lines.try_iter().take(CAPACITY)) {
-            match line {
-                Line::Of(line) => {
-                    if writeln!(out, "{line}").is_err() {
-                        traffic.count(Event::AccessLost);
-                    }
-                }
-                Line::Flush(done) => {
-                    let _ = out.flush();
-                    let _ = done.send(());
-                }
-            }
-        }
-        let _ = out.flush();
+        self.lines.flush().await;
     }
 }
 
@@ -122,10 +96,12 @@ impl Entry {
         match self.log.format {
             LogFormat::Text => {
                 let end = if self.complete { "" } else { " incomplete" };
-                format!("{client} {method} {path} {version:?} {status} {sent} B {ms:.1} ms{end}")
+                let replica =
+                    self.log.replica.as_ref().map(|replica| format!("{replica} ")).unwrap_or_default();
+                format!("{replica}{client} {method} {path} {version:?} {status} {sent} B {ms:.1} ms{end}")
             }
             LogFormat::Json => {
-                let mut line = stamped();
+                let mut line = stamped(self.log.replica.as_deref());
                 for (name, value) in [
                     ("client", client.into()),
                     ("method", method.as_str().into()),
@@ -146,13 +122,8 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        if self.log.lines.try_send(Line::Of(self.line())).is_err() {
+        if !self.log.lines.put(self.line()) {
             self.log.traffic.count(Event::AccessLost);
         }
     }
 }
-
-/// Lines that may wait.
-const CAPACITY: usize = 4096;
-/// How long an agent that ends waits for a slow reader.
-const PATIENCE: Duration = Duration::from_secs(1);

@@ -291,7 +291,7 @@ impl Cli {
     pub fn configs(self) -> Vec<AgentConfig> {
         let hints = (self.hint_cache, self.hint_divisor);
         let others = self.replica.clone();
-        let first = AgentConfig::from(self);
+        let first = AgentConfig { named: !others.is_empty(), ..AgentConfig::from(self) };
         let others: Vec<_> = others
             .into_iter()
             .map(|Another { listen, upstream, advertise, probe_listen }| AgentConfig {

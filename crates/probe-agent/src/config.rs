@@ -56,6 +56,8 @@ pub struct AgentConfig {
     pub plb: bool,
     /// What the agent says of failures. Default [`Log::default`]: nothing.
     pub log: Log,
+    /// The lines of both logs name the replica by the address that it listens on. Default off: a process has one.
+    pub named: bool,
     /// Write a line to standard output for each request on the service port. Default none.
     pub access_log: Option<LogFormat>,
     /// Time and size limits.
@@ -85,6 +87,7 @@ impl AgentConfig {
             upstream_tls: None,
             plb: false,
             log: Log::default(),
+            named: false,
             access_log: None,
             limits: Limits::default(),
             tracker: TrackerConfig::default(),

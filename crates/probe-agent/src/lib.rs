@@ -36,6 +36,8 @@ pub mod hint;
 pub mod layer;
 #[cfg(feature = "proxy")]
 mod leash;
+#[cfg(feature = "proxy")]
+mod lines;
 pub mod load;
 #[cfg(feature = "proxy")]
 pub mod log;

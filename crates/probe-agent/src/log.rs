@@ -1,13 +1,17 @@
 //! The agent's log: a line for a failure, and for further ones of its class at most one a second, with the number of
 //! those left out. `/metrics` has the exact counts.
+//!
+//! While the process serves, a thread of its own writes the lines, so that a slow reader of standard error holds nothing up.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value};
+
+use crate::lines::Lines;
 
 /// How lines are written.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
@@ -24,7 +28,11 @@ pub enum LogFormat {
 pub struct Log {
     /// `None`: nothing is written.
     format: Option<LogFormat>,
+    /// The replica that the lines name, where a process has several.
+    replica: Option<Arc<str>>,
     classes: Arc<Mutex<BTreeMap<&'static str, Class>>>,
+    /// `None` in it: there is no thread.
+    lines: Arc<OnceLock<Option<Lines>>>,
 }
 
 #[derive(Debug)]
@@ -39,9 +47,31 @@ impl Log {
         Self { format: Some(format), ..Self::default() }
     }
 
-    /// Logs something that happens once.
+    /// The same log, with lines that name `replica`, and failures counted apart.
+    pub(crate) fn of(self, replica: Option<Arc<str>>) -> Self {
+        match replica {
+            Some(_) => Self { replica, classes: Arc::default(), ..self },
+            None => self,
+        }
+    }
+
+    /// Logs what happens once, when the process starts or ends: the line is written on return.
     pub fn say(&self, message: &str) {
+        if let Some(format) = self.format {
+            write_now(&line(format, None, "agent", message, 0));
+        }
+    }
+
+    /// Logs what happens now and then.
+    pub(crate) fn note(&self, message: &str) {
         self.write("agent", message, 0);
+    }
+
+    /// Waits a moment until the lines so far are written.
+    pub(crate) async fn flush(&self) {
+        if let Some(Some(lines)) = self.lines.get() {
+            lines.flush().await;
+        }
     }
 
     /// Logs why something failed, unless another failure of its class has just been logged.
@@ -68,23 +98,31 @@ impl Log {
     }
 
     fn write(&self, class: &str, message: &str, left_out: u64) {
-        if let Some(format) = self.format {
-            let line = line(format, class, message, left_out) + "\n";
-            // `eprintln!` would panic, and with it a request or the accept loop, once standard error has no reader.
-            let _ = std::io::stderr().write_all(line.as_bytes());
+        let Some(format) = self.format else { return };
+        let line = line(format, self.replica.as_deref(), class, message, left_out);
+        match self.lines.get_or_init(|| Lines::start("log", std::io::stderr, || ()).ok()) {
+            // What finds no room is lost: the counts are on the metrics page.
+            Some(lines) => drop(lines.put(line)),
+            None => write_now(&line),
         }
     }
 }
 
-fn line(format: LogFormat, class: &str, message: &str, left_out: u64) -> String {
+fn write_now(line: &str) {
+    // `eprintln!` would panic once standard error has no reader.
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+fn line(format: LogFormat, replica: Option<&str>, class: &str, message: &str, left_out: u64) -> String {
     match format {
         LogFormat::Text => {
             let class = if class == "agent" { String::new() } else { format!("{class}: ") };
             let rest = if left_out > 0 { format!(" ({left_out} more not logged)") } else { String::new() };
-            format!("probe-agent: {class}{message}{rest}")
+            let replica = replica.map(|replica| format!("{replica}: ")).unwrap_or_default();
+            format!("probe-agent: {replica}{class}{message}{rest}")
         }
         LogFormat::Json => {
-            let mut line = stamped();
+            let mut line = stamped(replica);
             line.insert("class".to_owned(), class.into());
             line.insert("message".to_owned(), message.into());
             if left_out > 0 {
@@ -95,11 +133,13 @@ fn line(format: LogFormat, class: &str, message: &str, left_out: u64) -> String 
     }
 }
 
-/// `ts`: seconds since the epoch.
-pub(crate) fn stamped() -> Map<String, Value> {
+/// `ts`: seconds since the epoch; and the replica, if any.
+pub(crate) fn stamped(replica: Option<&str>) -> Map<String, Value> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
-    Map::from_iter([("ts".to_owned(), Value::from(ms as f64 / 1e3))])
+    let ts = ("ts".to_owned(), Value::from(ms as f64 / 1e3));
+    let replica = replica.map(|replica| ("replica".to_owned(), replica.into()));
+    [ts].into_iter().chain(replica).collect()
 }
 
 /// Between two lines of a class.
@@ -111,12 +151,16 @@ mod tests {
 
     #[test]
     fn lines_say_what_was_left_out_and_json_is_json() {
-        assert_eq!(line(LogFormat::Text, "agent", "ends", 0), "probe-agent: ends");
-        assert_eq!(line(LogFormat::Text, "tls", "bad", 7), "probe-agent: tls: bad (7 more not logged)");
-        let json: Value = serde_json::from_str(&line(LogFormat::Json, "tls", "a \"b\"\n", 7)).unwrap();
+        assert_eq!(line(LogFormat::Text, None, "agent", "ends", 0), "probe-agent: ends");
         assert_eq!(
-            (&json["class"], &json["message"], &json["suppressed"]),
-            (&"tls".into(), &"a \"b\"\n".into(), &7.into())
+            line(LogFormat::Text, Some("[::1]:1"), "tls", "bad", 7),
+            "probe-agent: [::1]:1: tls: bad (7 more not logged)"
+        );
+        let json: Value =
+            serde_json::from_str(&line(LogFormat::Json, Some("a"), "tls", "a \"b\"\n", 7)).unwrap();
+        assert_eq!(
+            (&json["replica"], &json["class"], &json["message"], &json["suppressed"]),
+            (&"a".into(), &"tls".into(), &"a \"b\"\n".into(), &7.into())
         );
         assert!(json["ts"].as_f64().unwrap() > 1e9);
     }

@@ -136,8 +136,11 @@ impl Agent {
         // Whether the backend is there shows with the first connection to it.
         load.mark_unseen();
         let traffic = Arc::<Traffic>::default();
-        let access_log =
-            config.access_log.map(|format| AccessLog::start(format, traffic.clone())).transpose()?;
+        let name: Option<Arc<str>> = config.named.then(|| addrs.service.to_string().into());
+        let access_log = config
+            .access_log
+            .map(|format| AccessLog::start(format, name.clone(), traffic.clone()))
+            .transpose()?;
         let checker = Arc::new(Checker {
             check: config.ready_check,
             target: config.upstream.clone(),
@@ -164,7 +167,7 @@ impl Agent {
             rules: Rules::of(&config.limits),
             access_log: access_log.map(Arc::new),
             traffic: traffic.clone(),
-            log: config.log,
+            log: config.log.of(name),
             leaving: AtomicBool::new(false),
         });
         let limits = Arc::new(config.limits);
@@ -285,6 +288,7 @@ impl Agent {
         if let Some(log) = &self.shared.access_log {
             log.flush().await;
         }
+        self.shared.log.flush().await;
         abort(tasks).await;
         cut
     }

@@ -178,11 +178,11 @@ pub(crate) fn connected_http2(stream: &Connected) -> bool {
 fn note<T>(side: &str, made: &Result<T, TlsError>, load: &Load, log: &Log) {
     load.counters().count_tls_reload(made.is_ok());
     match made {
-        Ok(_) => log.say(&format!("TLS, {side}: certificates changed, new connections use them")),
+        Ok(_) => log.note(&format!("TLS, {side}: certificates changed, new connections use them")),
         Err(error) => {
             let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
             let causes: String = causes.map(|cause| format!(": {cause}")).collect();
-            log.say(&format!(
+            log.note(&format!(
                 "TLS, {side}: certificates changed and cannot be used, the old ones stay: {error}{causes}"
             ));
         }

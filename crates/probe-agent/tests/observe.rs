@@ -3,6 +3,7 @@
 mod common;
 
 use std::net::SocketAddr;
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use common::{
@@ -13,6 +14,7 @@ use http::{Request, StatusCode};
 use http_body_util::{BodyExt, Empty};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
+use tokio::net::unix::pipe;
 use tokio::process::Command;
 
 /// The value of a sample, as it is printed.
@@ -150,6 +152,24 @@ async fn requests_are_answered_without_a_reader_of_standard_error() {
     assert_eq!(fetch(process.service, "/").await.0.status, StatusCode::BAD_GATEWAY);
     raw(process.service, "this is no HTTP\r\n\r\n").await;
     assert_eq!(fetch(process.service, "/").await.0.status, StatusCode::BAD_GATEWAY);
+}
+
+#[tokio::test]
+async fn requests_are_answered_while_standard_error_is_not_read() {
+    let (_unread, stderr) = std::io::pipe().unwrap();
+    let path = format!("/proc/{}/fd/{}", std::process::id(), stderr.as_raw_fd());
+    let full = pipe::OpenOptions::new().open_sender(&path).unwrap();
+    full.writable().await.unwrap();
+    // Whole pages leave no room.
+    while full.try_write(&[b'x'; 4096]).is_ok() {}
+    let dead = dead_backend().await.to_string();
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("exec \"$@\" 2>{path}"), "sh", env!("CARGO_BIN_EXE_probe-agent")]);
+    command.args(["--listen", "127.0.0.1:0", "--admin", "0", "--threads", "1", "--upstream", &dead]);
+    let process = Process::spawn(command).await;
+    for _ in 0..3 {
+        assert_eq!(within(fetch(process.service, "/")).await.0.status, StatusCode::BAD_GATEWAY);
+    }
 }
 
 #[tokio::test]

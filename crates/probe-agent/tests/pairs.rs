@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Process, backend, dead_backend, eventually, fetch, text, within};
 use http::StatusCode;
-use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::Command;
 
 #[tokio::test]
@@ -21,8 +21,8 @@ async fn each_pair_is_a_replica_of_its_own_on_one_page() {
     let port = dead_backend().await.port();
     let second = format!("listen=127.0.0.1:{port},upstream={two},probe-listen=127.0.0.1:0");
     let third = format!("listen=unix:{},upstream={dead},advertise=10.1.2.3:80", unix.display());
-    let flags = ["--replica", &second, "--replica", &third, "--drain-idle-ms", "0"];
-    let process = Process::start(one, &flags).await;
+    let flags = ["--replica", &second, "--replica", &third, "--drain-idle-ms", "0", "--access-log"];
+    let mut process = Process::start(one, &flags).await;
     let second: std::net::SocketAddr = ([127, 0, 0, 1], port).into();
     for (addr, body, times) in [(process.service, "one", 3), (second, "two", 1)] {
         for _ in 0..times {
@@ -45,8 +45,21 @@ async fn each_pair_is_a_replica_of_its_own_on_one_page() {
     let (head, body) = fetch(process.admin, "/readyz").await;
     assert_eq!(head.status, StatusCode::SERVICE_UNAVAILABLE);
     assert!(String::from_utf8_lossy(&body).contains("three.sock"), "{body:?}");
+    assert_eq!(fetch(second, "/").await.0.status, StatusCode::OK);
+    // The third has no backend, and says so under its own name.
+    let mut tcp = tokio::net::UnixStream::connect(&unix).await.unwrap();
+    tcp.write_all(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await.unwrap();
+    within(tcp.read_to_string(&mut String::new())).await.unwrap();
     process.terminate().await;
-    let (status, _) = process.end().await;
+    let mut lines = String::new();
+    within(process.stdout.take().unwrap().read_to_string(&mut lines)).await.unwrap();
+    for addr in [process.service, second] {
+        let of_it = lines.lines().filter(|line| line.starts_with(&format!("{addr} 127.0.0.1:"))).count();
+        assert!(of_it > 0, "{addr} not in\n{lines}");
+    }
+    let (status, said) = process.end().await;
+    let failed = format!("probe-agent: unix:{}: backend connect: ", unix.display());
+    assert!(said.contains(&failed), "{said}");
     assert_eq!((status, unix.exists()), (Some(0), false));
     assert!(std::net::TcpStream::connect(second).is_err());
 }
