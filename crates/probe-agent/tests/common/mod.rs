@@ -1,6 +1,6 @@
 //! Real sockets for the agent's tests: scripted backends, raw clients, and waiting without sleeping blindly.
 
-#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(dead_code, reason = "each test program uses its part")]
 
 use std::convert::Infallible;
 use std::future::Future;

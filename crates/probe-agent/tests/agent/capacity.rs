@@ -1,12 +1,12 @@
 //! Base latency and knee, as the agent finds and tells them, and what does not count as the replica's doing.
 
-mod common;
-
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use crate::common::{
+    Reply, Running, agent, any_port, backend, client1, eventually, fetch, get, text, within,
+};
 use bytes::Bytes;
-use common::{Reply, Running, agent, any_port, backend, client1, eventually, fetch, get, text, within};
 use http::Response;
 use http_body_util::{BodyExt, Full};
 use prequal_core::report::LoadReport;

@@ -1,13 +1,11 @@
 //! Corners of the protocols: what the standards demand of a proxy, and what real peers do.
 
-mod common;
-
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use crate::common::{agent, backend, client2, eventually, raw, raw_backend, read_head, text, within};
 use bytes::Bytes;
-use common::{agent, backend, client2, eventually, raw, raw_backend, read_head, text, within};
 use http::{Request, Response, StatusCode};
 use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Empty};

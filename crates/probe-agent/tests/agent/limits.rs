@@ -1,16 +1,14 @@
 //! Limits on requests and connections: each ends what it should, counts it, and leaves the rest alone.
 
-mod common;
-
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use common::{
+use crate::common::{
     Running, agent, any_port, backend, client1, client2, eventually, fetch, get, held_backend, raw_backend,
     read_head, text, within,
 };
+use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::channel::{Channel, Sender};
 use http_body_util::{BodyExt, Empty};

@@ -1,13 +1,11 @@
 //! TLS on both sides, and what happens when the certificate is not the backend's.
 
-mod common;
-
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::common::{agent, any_port, backend, client2, fetch, raw, text};
 use bytes::Bytes;
-use common::{agent, any_port, backend, client2, fetch, raw, text};
 use http::{Request, StatusCode, Version};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::{http1, http2};

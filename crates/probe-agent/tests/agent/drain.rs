@@ -1,12 +1,10 @@
 //! How an agent ends: what of the work it has begun is finished, what is cut, and how it says so.
 
-mod common;
-
 use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{
+use crate::common::{
     Process, agent, backend, client1, client2, eventually, fetch, get, held_backend, raw_backend, read_head,
     text, within,
 };

@@ -1,7 +1,5 @@
 //! HTTP/2 towards the backend: when the agent speaks it, over how many connections, and what it sends again.
 
-mod common;
-
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
@@ -10,10 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use common::{
+use crate::common::{
     Frame, agent, client2, eventually, frame, raw_backend, read_frame, read_head, serve, text, within,
 };
+use bytes::Bytes;
 use http::{Request, Response, StatusCode, response};
 use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Empty};

@@ -1,12 +1,10 @@
 //! Several replicas in one process, and how many threads it takes.
 
-mod common;
-
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use common::{Process, backend, dead_backend, eventually, fetch, text, within};
+use crate::common::{Process, backend, dead_backend, eventually, fetch, text, within};
 use http::StatusCode;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::Command;

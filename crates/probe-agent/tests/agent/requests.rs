@@ -1,18 +1,16 @@
 //! Every way a request can go through the agent, over real sockets: what arrives, what counts, and that RIF always
 //! returns to zero.
 
-mod common;
-
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use common::{
+use crate::common::{
     Reply, agent, any_port, backend, client1, client2, dead_backend, eventually, fetch, get, raw_backend,
     read_head, text, within,
 };
+use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Version};
 use http_body::Frame;
 use http_body_util::channel::Channel;

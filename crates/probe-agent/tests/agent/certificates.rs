@@ -1,7 +1,5 @@
 //! Certificates that change while the agent runs, clients that have to show one, and the system's authorities.
 
-mod common;
-
 use std::fs;
 use std::io;
 use std::net::SocketAddr;
@@ -11,7 +9,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Running, agent, any_port, backend, fetch, text, within};
+use crate::common::{Running, agent, any_port, backend, fetch, text, within};
 use probe_agent::Agent;
 use probe_agent::config::{AgentConfig, ClientVerify, TlsClients, UpstreamTls};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
@@ -223,7 +221,7 @@ async fn clients_are_verified_on_both_ports() {
             assert!(!served(Some(&stranger)).await, "{verify:?} {path}");
             assert_eq!(served(None).await, without, "{verify:?} {path}");
         }
-        assert!(!common::raw(agent.probe.unwrap(), PROBE).await.contains("HTTP/1.1"), "no cleartext");
+        assert!(!crate::common::raw(agent.probe.unwrap(), PROBE).await.contains("HTTP/1.1"), "no cleartext");
     }
 }
 

@@ -1,12 +1,10 @@
 //! What an operator sees of an agent: connections counted and limited, failures said and counted, requests logged.
 
-mod common;
-
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use common::{
+use crate::common::{
     Process, backend, client1, client2, dead_backend, eventually, fetch, get, held_backend, raw, raw_backend,
     read_head, text, within,
 };

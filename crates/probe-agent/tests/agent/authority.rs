@@ -1,8 +1,6 @@
 //! Names as Istio writes them: in SNI and authority its clusters are `outbound_.PORT_._.HOST` or `outbound|PORT||HOST`.
 
-mod common;
-
-use common::{agent, backend, frame, raw, read_frame, text, within};
+use crate::common::{agent, backend, frame, raw, read_frame, text, within};
 use http_body_util::BodyExt;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
@@ -10,7 +8,7 @@ use tokio::net::TcpStream;
 const NAMES: [&str; 2] =
     ["outbound_.8081_._.replicas.demo.svc.cluster.local", "outbound|8081||replicas.demo.svc.cluster.local"];
 
-async fn running() -> common::Running {
+async fn running() -> crate::common::Running {
     let addr = backend(|req| async {
         let _ = req.into_body().collect().await;
         text("hello")

@@ -1,8 +1,6 @@
 //! The binary as an operator sees it: what it prints, and what it says of bad flags.
 
-mod common;
-
-use common::{Process, any_port, backend, client1, fetch, get, held_backend, text, within};
+use crate::common::{Process, any_port, backend, client1, fetch, get, held_backend, text, within};
 use http::StatusCode;
 use http_body_util::BodyExt;
 use tokio::process::Command;

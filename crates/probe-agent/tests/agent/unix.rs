@@ -1,11 +1,9 @@
 //! Unix sockets on either side of the agent.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
+use crate::common::{Process, Running, agent, dead_backend, eventually, fetch, get, serve, text, within};
 use bytes::Bytes;
-use common::{Process, Running, agent, dead_backend, eventually, fetch, get, serve, text, within};
 use http::{Request, StatusCode};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::{http1, http2};
@@ -36,7 +34,7 @@ async fn between(dir: &TempDir) -> (Running, PathBuf, PathBuf) {
         config.listen = Listen::Unix(front.clone());
         config.upstream = upstream;
         config.advertise = Some("10.1.2.3:80".parse().unwrap());
-        config.probe_listen = Some(common::any_port());
+        config.probe_listen = Some(crate::common::any_port());
     });
     (agent, front, back)
 }

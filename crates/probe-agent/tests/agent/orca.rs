@@ -1,15 +1,15 @@
 //! Load in the format of ORCA: on responses, and out of band as gRPC clients ask for it.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
+use crate::common::{
+    Running, agent, any_port, backend, client1, client2, eventually, fetch, get, text, within,
+};
 use base64::Engine as _;
 use bytes::{Buf, Bytes};
-use common::{Running, agent, any_port, backend, client1, client2, eventually, fetch, get, text, within};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -199,7 +199,8 @@ async fn what_is_no_such_call_is_refused_or_the_backends() {
     let (_, body) = fetch(agent.addr, METHOD).await;
     assert_eq!(body, "mine", "over HTTP/1.1 there is no gRPC");
 
-    let off = common::agent(addr, |config| config.orca = Orca { streams: 0, ..orca(OrcaFormat::Text) });
+    let off =
+        crate::common::agent(addr, |config| config.orca = Orca { streams: 0, ..orca(OrcaFormat::Text) });
     let answer = call(off.addr, asking(100)).await;
     let body = within(answer.into_body().collect()).await.unwrap().to_bytes();
     assert_eq!(body, "mine", "the backend's own service is not shadowed");

@@ -1,14 +1,12 @@
 //! `/readyz`, and what a replica whose backend cannot serve tells of itself.
 
-mod common;
-
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::common::{Reply, Running, agent, any_port, backend, dead_backend, eventually, fetch, text};
 use bytes::Bytes;
-use common::{Reply, Running, agent, any_port, backend, dead_backend, eventually, fetch, text};
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use prequal_core::report::LoadReport;

@@ -1,18 +1,16 @@
 //! What reports say of a replica besides its load: how much of it fails, since when it is up, what it is ready for.
 
-mod common;
-
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use bytes::Bytes;
-use common::{
+use crate::common::{
     Running, agent, any_port, backend, client1, client2, dead_backend, eventually, fetch, get, raw_backend,
     read_head, text,
 };
+use bytes::Bytes;
 use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::channel::Channel;
@@ -31,13 +29,13 @@ async fn probe(agent: &Running) -> LoadReport {
     LoadReport::parse(head.headers["x-prequal-load"].to_str().unwrap()).unwrap()
 }
 
-fn status(code: u16) -> common::Reply {
+fn status(code: u16) -> crate::common::Reply {
     let mut reply = text("");
     *reply.status_mut() = StatusCode::from_u16(code).unwrap();
     reply
 }
 
-fn grpc(status: &'static str) -> common::Reply {
+fn grpc(status: &'static str) -> crate::common::Reply {
     let (mut tx, body) = Channel::<Bytes, std::io::Error>::new(1);
     tokio::spawn(async move {
         let trailers = HeaderMap::from_iter([("grpc-status".parse().unwrap(), status.parse().unwrap())]);

@@ -1,12 +1,10 @@
 //! What a hostile or broken client sends: refused with a clear status, the connection in a sane state, RIF at zero.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use common::{Running, agent, backend, raw, text, within};
+use crate::common::{Running, agent, backend, raw, text, within};
 use http_body_util::BodyExt;
 use probe_agent::config::AgentConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -94,7 +92,7 @@ async fn honest_framings_pass() {
     for _ in 0..3 {
         tcp.write_all(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n").await.unwrap();
         tcp.write_all(b"3\r\nabc\r\n0\r\n\r\n").await.unwrap();
-        let head = within(common::read_head(&mut tcp)).await;
+        let head = within(crate::common::read_head(&mut tcp)).await;
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
         within(tcp.read_exact(&mut [0; 5])).await.unwrap();
     }
@@ -137,7 +135,7 @@ async fn slow_heads_are_cut_and_idle_connections_are_not() {
         let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
         if !first.is_empty() {
             tcp.write_all(first.as_bytes()).await.unwrap();
-            within(common::read_head(&mut tcp)).await;
+            within(crate::common::read_head(&mut tcp)).await;
             within(tcp.read_exact(&mut [0; 5])).await.unwrap();
             // Idle for longer than a head may take: allowed.
             tokio::time::sleep(Duration::from_millis(250)).await;
@@ -173,7 +171,7 @@ async fn a_kept_alive_connection_outlives_the_time_for_one_head() {
         tcp.write_all(start.as_bytes()).await.unwrap();
         tokio::time::sleep(Duration::from_millis(40)).await;
         tcp.write_all(rest.as_bytes()).await.unwrap();
-        within(common::read_head(&mut tcp)).await;
+        within(crate::common::read_head(&mut tcp)).await;
         within(tcp.read_exact(&mut [0; 5])).await.unwrap();
         assert_eq!(hits.load(Ordering::Relaxed), served);
     }
