@@ -75,11 +75,24 @@ pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result
     Ok(())
 }
 
-/// Builds a program of the workspace as users run it, and returns its file. All of them have the features of the whole
-/// workspace: with those of one package, every dependency would be compiled once more for each.
+/// Builds a program of the workspace as users run it, and returns its file.
 pub(crate) fn built_program(name: &str) -> Result<PathBuf> {
-    let file = format!("{name}{}", std::env::consts::EXE_SUFFIX);
-    built_file(cargo().args(["build", "--release", "--workspace", "--bin", name]), &file)
+    let files = built_programs(&[name])?;
+    files.into_iter().next().with_context(|| format!("cargo made no {name}"))
+}
+
+/// Builds programs of the workspace as users run them, and returns their files. All of them have the features of the whole
+/// workspace: with those of one package, every dependency would be compiled once more for each. One command builds them
+/// all: while one is linked, another is compiled.
+pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
+    let mut command = cargo();
+    command.args(["build", "--release", "--workspace"]);
+    names.iter().for_each(|name| {
+        command.args(["--bin", name]);
+    });
+    let files: Vec<String> =
+        names.iter().map(|name| format!("{name}{}", std::env::consts::EXE_SUFFIX)).collect();
+    built_files(&mut command, &files.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
 /// The tests called `names` as `cargo test --workspace` makes them, in this order. Asking cargo for single tests would
@@ -106,18 +119,27 @@ pub(crate) fn built_tests<const N: usize>(names: [&str; N]) -> Result<[PathBuf; 
 
 /// Runs a `cargo build ...` and returns the file called `name` that it made, wherever cargo put it.
 pub(crate) fn built_file(command: &mut Command, name: &str) -> Result<PathBuf> {
-    let mut found = None;
+    let files = built_files(command, &[name])?;
+    files.into_iter().next().with_context(|| format!("`{}` made no {name}", shown(command)))
+}
+
+/// The same for several files, in this order.
+fn built_files(command: &mut Command, names: &[&str]) -> Result<Vec<PathBuf>> {
+    let mut found = vec![None; names.len()];
     command.arg("--message-format=json-render-diagnostics");
     lines(command, |line| {
         let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
         let files = message.get("filenames").and_then(|f| f.as_array()).into_iter().flatten();
         for file in files.filter_map(|f| f.as_str()).map(PathBuf::from) {
-            if file.file_name() == Some(OsStr::new(name)) {
-                found = Some(file);
+            if let Some(index) = names.iter().position(|name| file.file_name() == Some(OsStr::new(name))) {
+                found[index] = Some(file);
             }
         }
     })?;
-    found.with_context(|| format!("`{}` made no {name}", shown(command)))
+    let made = |(file, name): (Option<PathBuf>, &&str)| {
+        file.with_context(|| format!("`{}` made no {name}", shown(command)))
+    };
+    found.into_iter().zip(names).map(made).collect()
 }
 
 /// Program and arguments, for messages.

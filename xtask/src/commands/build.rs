@@ -38,9 +38,9 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
     progress::headline("building target/dist/");
     let started = Instant::now();
     let toolchain = Toolchain::prepare(choice)?;
-    for program in ["probe-agent", "prequal", "prequal-demo"] {
-        let name = format!("{program}{}", std::env::consts::EXE_SUFFIX);
-        place(&run::built_program(program)?, &workspace::dist().join(name))?;
+    for program in run::built_programs(&["probe-agent", "prequal", "prequal-demo"])? {
+        let name = program.file_name().context("a program has a name")?.to_owned();
+        place(&program, &workspace::dist().join(name))?;
     }
     place(&filter(&toolchain, "")?, &workspace::dist().join("prequal_filter.wasm"))?;
     progress::say(format_args!("built in {}", progress::seconds(started.elapsed())));

@@ -140,8 +140,8 @@ fn unpack(root: &Path) -> Result<()> {
 /// Everything that the guest needs, packed: busybox, dash, iproute2, modules, `plb`, the test.
 fn initramfs(kernel: &Kernel) -> Result<PathBuf> {
     progress::headline("building the guest");
-    let plb =
-        run::built_file(run::cargo().args(["build", "--package", "plb-netlink", "--bin", "plb"]), "plb")?;
+    // With the features of the whole workspace, as the tests have just been built.
+    let plb = run::built_file(run::cargo().args(["build", "--workspace", "--bin", "plb"]), "plb")?;
     let test = built_test()?;
     let root = folder().join("root");
     if root.exists() {
@@ -186,7 +186,7 @@ fn initramfs(kernel: &Kernel) -> Result<PathBuf> {
 fn built_test() -> Result<PathBuf> {
     let mut found = None;
     let mut command = run::cargo();
-    command.args(["test", "--package", "plb-netlink", "--test", "guest", "--no-run"]);
+    command.args(["test", "--workspace", "--test", "guest", "--no-run"]);
     command.arg("--message-format=json-render-diagnostics");
     run::lines(&mut command, |line| {
         let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
