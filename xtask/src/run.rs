@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
@@ -95,26 +95,33 @@ pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
     built_files(&mut command, &files.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// The tests called `names` as `cargo test --workspace` makes them, in this order. Asking cargo for single tests would
-/// compile their dependencies once more, with the features of these alone.
-pub(crate) fn built_tests<const N: usize>(names: [&str; N]) -> Result<[PathBuf; N]> {
-    let mut found = [const { None }; N];
+/// A program of tests.
+#[derive(Clone, Debug)]
+pub(crate) struct TestProgram {
+    /// That of the library, program or file of tests.
+    pub(crate) name: String,
+    pub(crate) file: PathBuf,
+    /// Where cargo would start it.
+    pub(crate) folder: PathBuf,
+}
+
+/// Builds the tests of the whole workspace, in cargo's order. Asking cargo for single tests would compile their
+/// dependencies once more, with the features of these alone.
+pub(crate) fn test_programs() -> Result<Vec<TestProgram>> {
+    let mut found = Vec::new();
     let mut command = cargo();
     command.args(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]);
     lines(&mut command, |line| {
         let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { return };
-        for (found, name) in found.iter_mut().zip(names) {
-            if message["target"]["name"] == name
-                && let Some(path) = message["executable"].as_str()
-            {
-                *found = Some(PathBuf::from(path));
-            }
+        if message["profile"]["test"] == true
+            && let (Some(file), Some(name)) =
+                (message["executable"].as_str(), message["target"]["name"].as_str())
+            && let Some(folder) = message["manifest_path"].as_str().and_then(|path| Path::new(path).parent())
+        {
+            found.push(TestProgram { name: name.to_owned(), file: file.into(), folder: folder.to_owned() });
         }
     })?;
-    if let Some(name) = names.iter().zip(&found).find_map(|(name, found)| found.is_none().then_some(name)) {
-        bail!("`{}` made no {name}", shown(&command));
-    }
-    Ok(found.map(Option::unwrap_or_default))
+    Ok(found)
 }
 
 /// Runs a `cargo build ...` and returns the file called `name` that it made, wherever cargo put it.

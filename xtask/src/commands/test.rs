@@ -2,9 +2,7 @@
 //!
 //! Whatever could not be checked here is listed at the end rather than passed over; on CI it is a failure.
 
-use std::fs;
-use std::path::PathBuf;
-use std::process::Command;
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -12,8 +10,11 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::commands::ahead::Ahead;
 use crate::commands::build::{self, WasmArgs};
 use crate::commands::{chaos, compose, debian, dist, envoy, fuzz, plb_guest, sim};
+use crate::run::TestProgram;
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
-use crate::{circles, policy, progress, run, workspace};
+use crate::{circles, policy, progress, run};
+
+mod programs;
 
 /// Runs every check that CI runs: format, lints, documentation, dependencies, circles of files, all tests, simulator.
 ///
@@ -235,11 +236,7 @@ impl Session<'_> {
     fn tests(&mut self) -> Result<()> {
         let envoy = envoy::default_envoy()?;
         debian::prometheus();
-        let mut command = run::cargo();
-        self.run_tests(
-            command.args(["test", "--workspace", "--no-fail-fast"]).env("ENVOY", envoy),
-            &["--tests", "--"],
-        )
+        self.run_tests(run::test_programs()?, true, &envoy)
     }
 
     fn chaos(&mut self) -> Result<()> {
@@ -309,55 +306,23 @@ impl Session<'_> {
             Matrix::Ends => &[envoy::VERSIONS[0], envoy::VERSIONS[envoy::VERSIONS.len() - 1]],
             Matrix::All => &envoy::VERSIONS,
         };
-        let programs = run::built_tests(["matrix", "mesh"])?;
+        let mut programs = run::test_programs()?;
+        programs.retain(|program| ["matrix", "mesh"].contains(&program.name.as_str()));
+        ensure!(programs.len() == 2, "the tests `matrix` and `mesh` are lost");
         for version in versions {
             let envoy = envoy::pinned(version)?;
             progress::say(format_args!("Envoy {version}"));
-            for program in &programs {
-                let mut command = Command::new(program);
-                self.run_tests(
-                    command.current_dir(workspace::root().join("tests")).env("ENVOY", &envoy),
-                    &[],
-                )
-                .with_context(|| format!("on Envoy {version}"))?;
-            }
+            self.run_tests(programs.clone(), false, &envoy).with_context(|| format!("on Envoy {version}"))?;
         }
         Ok(())
     }
 
-    /// Runs tests with the environment they read, shows every line, and notes what did not run. `to_tests`: what has to stand
-    /// before the arguments of the tests themselves.
-    fn run_tests(&mut self, command: &mut Command, to_tests: &[&str]) -> Result<()> {
-        for file in [
-            workspace::dist().join("prequal_filter.wasm"),
-            workspace::dist_test().join("prequal_filter_crash.wasm"),
-        ] {
-            ensure!(file.is_file(), "{} is missing: run the step `build` first", file.display());
-        }
-        let log = SkipLog::create()?;
-        command
-            .env("PREQUAL_DIST", workspace::dist())
-            .env("PREQUAL_DIST_TEST", workspace::dist_test())
-            .env("PREQUAL_SKIP_LOG", &log.path);
-        let mut tally = Tally::default();
-        let mut ran = tally.run(command);
-        if ran.is_err() && (1..=MOST_RETRIED).contains(&tally.failed.len()) {
-            let failed = std::mem::take(&mut tally.failed);
-            progress::say(format_args!("failed beside others; once more, each alone: {}", failed.join(", ")));
-            let alone = command.args(to_tests).args(["--exact", "--test-threads=1"]).args(&failed);
-            let passed = tally.passed;
-            ran = tally.run(alone);
-            if ran.is_ok() {
-                ensure!(tally.passed - passed >= failed.len() as u64, "not every test that failed ran again");
-                self.flaky.extend(failed);
-            }
-        }
-        let skipped = log.take()?;
-        ran?;
-        ensure!(tally.passed > 0, "cargo ran no test");
-        progress::say(format_args!("{} tests passed", tally.passed));
-        self.skipped.extend(tally.ignored);
-        self.skipped.extend(skipped);
+    /// Runs tests and notes what did not run.
+    fn run_tests(&mut self, programs: Vec<TestProgram>, documentation: bool, envoy: &Path) -> Result<()> {
+        let done = programs::run(programs, documentation, envoy)?;
+        progress::say(format_args!("{} tests passed", done.passed));
+        self.flaky.extend(done.flaky);
+        self.skipped.extend(done.skipped);
         Ok(())
     }
 
@@ -389,59 +354,6 @@ fn dependencies() -> Result<()> {
     run::check(run::cargo().args(["deny", "--all-features", "check", "advisories"]))
 }
 
-/// `PREQUAL_SKIP_LOG`: a test appends a line to it for each thing that it could not check on this machine.
-struct SkipLog {
-    path: PathBuf,
-}
-
-impl SkipLog {
-    fn create() -> Result<Self> {
-        let path = workspace::target().join(format!("skipped-{}.txt", std::process::id()));
-        fs::write(&path, "")?;
-        Ok(Self { path })
-    }
-
-    fn take(self) -> Result<Vec<String>> {
-        let text = fs::read_to_string(&self.path)?;
-        fs::remove_file(&self.path)?;
-        Ok(text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect())
-    }
-}
-
-/// What libtest's lines say.
-#[derive(Debug, Default)]
-struct Tally {
-    passed: u64,
-    failed: Vec<String>,
-    ignored: Vec<String>,
-}
-
-impl Tally {
-    fn run(&mut self, command: &mut Command) -> Result<()> {
-        run::lines(command, |line| {
-            println!("{line}");
-            self.read(line);
-        })
-    }
-
-    fn read(&mut self, line: &str) {
-        if let Some(counts) = line.strip_prefix("test result: ") {
-            let passed = counts.split_whitespace().collect::<Vec<_>>();
-            let count = passed.windows(2).find(|pair| pair[1].starts_with("passed"));
-            self.passed += count.and_then(|pair| pair[0].parse::<u64>().ok()).unwrap_or(0);
-        } else if let Some(test) = line.strip_prefix("test ") {
-            if let Some((name, why)) = test.split_once(" ... ignored") {
-                self.ignored.push(format!("test {name}: ignored{why}"));
-            } else if let Some(name) = test.strip_suffix(" ... FAILED") {
-                self.failed.push(name.to_owned());
-            }
-        }
-    }
-}
-
-/// Real processes on a busy machine can miss a limit by chance. More failures than this are no chance.
-const MOST_RETRIED: usize = 4;
-
 /// Cheap checks first.
 const STEPS: [Step; 14] = [
     Step::Format,
@@ -463,29 +375,6 @@ const STEPS: [Step; 14] = [
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn libtest_lines_are_counted() {
-        let mut tally = Tally::default();
-        for line in [
-            "running 3 tests",
-            "test pool::a ... ok",
-            "test pool::b ... ignored, needs a second machine",
-            "test src/lib.rs - x (line 3) ... ignored",
-            "test pool::c ... FAILED",
-            "test pool::d - should panic ... ok",
-            "test result: ok. 41 passed; 0 failed; 2 ignored; 0 measured; 0 filtered out; finished in 0.01s",
-            "test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
-        ] {
-            tally.read(line);
-        }
-        assert_eq!(tally.passed, 42);
-        assert_eq!(tally.failed, ["pool::c"]);
-        assert_eq!(
-            tally.ignored,
-            ["test pool::b: ignored, needs a second machine", "test src/lib.rs - x (line 3): ignored"]
-        );
-    }
 
     #[test]
     fn every_step_runs_once() {
