@@ -22,7 +22,7 @@ use keys::{number, whole};
 
 pub use choice::{ChoiceSettings, Mode, Rule};
 pub use errors::{ConfigError, ConfigErrors};
-pub use inbound::{InboundConfig, Serving};
+pub use inbound::{InboundConfig, InboundOrca, Serving};
 pub use keys::{KEYS, Key, Place, Values};
 pub use profile::Profile;
 

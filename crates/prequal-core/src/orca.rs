@@ -33,6 +33,29 @@ pub enum Format {
     Json,
 }
 
+/// Which responses carry a report.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Class {
+    /// All.
+    #[default]
+    All,
+    /// Those of gRPC.
+    Grpc,
+    /// All others.
+    Http,
+}
+
+impl Class {
+    /// Whether a response is one of these.
+    pub fn has(self, grpc: bool) -> bool {
+        match self {
+            Self::All => true,
+            Self::Grpc => grpc,
+            Self::Http => !grpc,
+        }
+    }
+}
+
 /// One load report.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct OrcaReport {

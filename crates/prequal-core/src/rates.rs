@@ -13,6 +13,8 @@ pub const DEFAULT_WINDOW_US: u64 = 5_000_000;
 pub const MIN_WINDOW_US: u64 = 100_000;
 /// A step back of the clock by more than this starts anew, microseconds; less is an update that comes late.
 const STEP_US: u64 = 1_000_000;
+/// No more end unseen between two looks, however wrong the count.
+const MAX_MISSED: u64 = 100_000;
 /// The means are of at least this part of a time constant, so that the first request of all is no flood.
 const SHORTEST: f64 = 1.0 / 8.0;
 
@@ -57,15 +59,48 @@ impl Rates {
         }
     }
 
+    /// Fades with another time constant from now on. What was counted stays.
+    pub fn set_window(&mut self, now: Micros, window_us: u64) {
+        let window_us = window_us.max(MIN_WINDOW_US) as f64;
+        if window_us != self.window_us {
+            self.pass(now);
+            // Sums over a shorter time are smaller, and their ratios the same.
+            let left = (window_us / self.window_us).min(1.0);
+            for sum in [&mut self.ended, &mut self.failed, &mut self.busy_us, &mut self.passed_us] {
+                *sum *= left;
+            }
+            self.window_us = window_us;
+        }
+    }
+
+    /// A request had ended at `at`, on another worker, and time has passed until now ([`Self::pass`]). How many are in flight is
+    /// not learned from it.
+    pub fn heard(&mut self, at: Micros, outcome: Outcome) {
+        let left = (-(self.latest.saturating_since(at) as f64) / self.window_us).exp();
+        self.ended += left;
+        if outcome == Outcome::Failure {
+            self.failed += left;
+        }
+    }
+
+    /// `count` more ended on other workers lately, and how they ended is lost: as many failed as of those before.
+    pub fn missed(&mut self, count: u64) {
+        let count = count.min(MAX_MISSED) as f64;
+        if self.ended > 0.0 {
+            self.failed += count * self.failed / self.ended;
+        }
+        self.ended += count;
+    }
+
     /// `rif` are in flight from now on.
     pub fn moved(&mut self, now: Micros, rif: u32) {
-        self.advance(now);
+        self.pass(now);
         self.rif = rif;
     }
 
     /// The means as they are now.
     pub fn over(&mut self, now: Micros) -> Window {
-        self.advance(now);
+        self.pass(now);
         let passed_us = self.passed_us.max(self.window_us * SHORTEST);
         // `as` saturates, and none of these is negative.
         let per_us = |sum: f64, unit: f64| (sum / passed_us * unit).round() as u64;
@@ -76,7 +111,8 @@ impl Rates {
         }
     }
 
-    fn advance(&mut self, now: Micros) {
+    /// Time passes, with as many in flight as before.
+    pub fn pass(&mut self, now: Micros) {
         if now < self.latest {
             if self.latest.saturating_since(now) > STEP_US {
                 *self = Self { rif: self.rif, ..Self::new(now, self.window_us as u64) };
@@ -159,6 +195,46 @@ mod tests {
         assert!(near(after.ended_milli, before.ended_milli as f64 * kept), "{after:?}");
         assert!(near(after.failed_milli, before.failed_milli as f64 * kept), "{after:?}");
         assert!(near(after.rif_micro, before.rif_micro as f64 * kept), "{after:?}");
+    }
+
+    #[test]
+    fn what_ended_elsewhere_counts_as_if_it_had_ended_here() {
+        let (mut here, mut elsewhere) = (Rates::new(Micros(0), SECOND), Rates::new(Micros(0), SECOND));
+        for n in 0..100 {
+            let outcome = if n % 4 == 0 { Outcome::Failure } else { Outcome::Success };
+            here.ended(Micros(n * SECOND / 10), 0, outcome);
+            if n % 20 == 19 {
+                // It looks only every two seconds.
+                elsewhere.pass(Micros(n * SECOND / 10));
+                (n - 19..=n).for_each(|n| {
+                    let outcome = if n % 4 == 0 { Outcome::Failure } else { Outcome::Success };
+                    elsewhere.heard(Micros(n * SECOND / 10), outcome);
+                });
+            }
+        }
+        let (here, there) = (here.over(Micros(10 * SECOND)), elsewhere.over(Micros(10 * SECOND)));
+        assert!(near(there.ended_milli, here.ended_milli as f64), "{there:?} {here:?}");
+        assert!(near(there.failed_milli, here.failed_milli as f64), "{there:?} {here:?}");
+        elsewhere.missed(1000);
+        let more = elsewhere.over(Micros(10 * SECOND));
+        assert!(near(more.ended_milli, there.ended_milli as f64 + 1e6), "{more:?}");
+        assert!(near(more.failed_milli * there.ended_milli, (there.failed_milli * more.ended_milli) as f64));
+        for wrong in [Micros(u64::MAX), Micros(0)] {
+            elsewhere.heard(wrong, Outcome::Success);
+            elsewhere.missed(u64::MAX);
+        }
+        assert!(elsewhere.over(Micros(10 * SECOND)).ended_milli < 1_000_000_000);
+    }
+
+    #[test]
+    fn another_time_constant_leaves_steady_means_as_they_are() {
+        let mut rates = Rates::new(Micros(0), 20 * SECOND);
+        steady(&mut rates, 100);
+        rates.set_window(Micros(100 * SECOND), 2 * SECOND);
+        assert!(near(rates.over(Micros(100 * SECOND)).ended_milli, 10_000.0));
+        rates.moved(Micros(100 * SECOND), 0);
+        let after = rates.over(Micros(104 * SECOND)).ended_milli;
+        assert!(near(after, 10_000.0 * (-2f64).exp()), "{after}");
     }
 
     #[test]

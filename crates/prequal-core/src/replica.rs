@@ -32,9 +32,39 @@ impl Replica {
         Self { tracker: Tracker::new(config), failures: FailureShare::default(), rates: None, up }
     }
 
-    /// Counts rates from now on, as means that fade with a time constant of `window_us`, for [`Self::orca`].
+    /// Counts rates from now on, as means that fade with a time constant of `window_us`, for [`Self::orca`]. Where it does
+    /// already, only the time constant changes.
     pub fn count_rates(&mut self, now: Micros, window_us: u64) {
-        self.rates = Some(Rates::new(now, window_us));
+        match &mut self.rates {
+            Some(rates) => rates.set_window(now, window_us),
+            None => self.rates = Some(Rates::new(now, window_us)),
+        }
+    }
+
+    /// Whether it counts rates.
+    pub fn counts_rates(&self) -> bool {
+        self.rates.is_some()
+    }
+
+    /// `rif` are in flight, here and elsewhere: what the mean in flight is made of, where others serve too.
+    pub fn sample(&mut self, now: Micros, rif: u32) {
+        if let Some(rates) = &mut self.rates {
+            rates.moved(now, rif);
+        }
+    }
+
+    /// Time passes: before [`Self::record`] of what ended until `now`.
+    pub fn pass(&mut self, now: Micros) {
+        if let Some(rates) = &mut self.rates {
+            rates.pass(now);
+        }
+    }
+
+    /// `count` requests ended elsewhere, and what they showed is lost.
+    pub fn missed(&mut self, count: u64) {
+        if let Some(rates) = &mut self.rates {
+            rates.missed(count);
+        }
     }
 
     /// A request arrives.
@@ -44,11 +74,8 @@ impl Replica {
 
     /// The same where `others` are in flight, here and elsewhere.
     pub fn start_behind(&mut self, now: Micros, others: Present) -> Ticket {
-        let ticket = self.tracker.start_behind(now, others);
-        if let Some(rates) = &mut self.rates {
-            rates.moved(now, others.rif.saturating_add(1));
-        }
-        ticket
+        self.sample(now, others.rif.saturating_add(1));
+        self.tracker.start_behind(now, others)
     }
 
     /// A request ends, however it ends. Returns what it showed, which is recorded.
@@ -68,6 +95,9 @@ impl Replica {
     /// Takes in what a request showed that ended elsewhere.
     pub fn record(&mut self, ended: Ended) {
         self.failures.record(ended.at, ended.outcome);
+        if let Some(rates) = &mut self.rates {
+            rates.heard(ended.at, ended.outcome);
+        }
         self.tracker.record(ended);
     }
 

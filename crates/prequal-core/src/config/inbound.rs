@@ -6,6 +6,8 @@ use super::ConfigErrors;
 use super::fields::{Fields, shorten};
 use super::keys::whole;
 use crate::endpoint::Endpoint;
+use crate::orca::{Class, Format};
+use crate::rates::DEFAULT_WINDOW_US;
 
 /// Settings of the filter at the server's Envoy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -14,6 +16,21 @@ pub struct InboundConfig {
     pub serving: Serving,
     /// Whether responses carry reports (default), or replies to probes alone.
     pub report_on_responses: bool,
+    /// Reports in the format of ORCA on responses too, whatever `report_on_responses` says. `None` (default): none.
+    pub orca: Option<InboundOrca>,
+}
+
+/// Reports in the format of ORCA, on responses.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct InboundOrca {
+    /// How they are written.
+    pub format: Format,
+    /// On which responses.
+    pub class: Class,
+    /// How many requests the replica is meant to serve at once; `None`: relative to the knee so far.
+    pub limit: Option<u32>,
+    /// Time constant of rates and utilisation, milliseconds.
+    pub window_ms: u32,
 }
 
 /// How a replica's endpoint is found.
@@ -28,10 +45,19 @@ pub enum Serving {
 }
 
 /// Keys of this role, beside `role`.
-pub(super) const KEYS: &[&str] = &["endpoint", "serving_port", "report"];
+pub(super) const KEYS: &[&str] =
+    &["endpoint", "serving_port", "report", "orca", "orca_for", "orca_limit", "orca_window_ms"];
 
 /// Whether responses carry reports, by what `report` says.
 pub(super) const REPORTS: &[(&str, bool)] = &[("always", true), ("probe_only", false)];
+
+/// Formats by what `orca` says.
+pub(super) const ORCA: &[(&str, Option<Format>)] =
+    &[("off", None), ("text", Some(Format::Text)), ("json", Some(Format::Json))];
+
+/// Responses by what `orca_for` says.
+pub(super) const CLASSES: &[(&str, Class)] =
+    &[("all", Class::All), ("grpc", Class::Grpc), ("http", Class::Http)];
 
 impl InboundConfig {
     pub(super) fn read(object: &serde_json::Map<String, Value>) -> Result<Self, ConfigErrors> {
@@ -48,17 +74,39 @@ impl InboundConfig {
             fields.fail("serving_port", "has no effect beside \"endpoint\", which names a port".into());
         }
         let report = fields.choice("report", REPORTS);
+        let orca = fields.orca();
         let serving = match (fixed, port.and_then(|port| u16::try_from(port).ok())) {
             (Some(endpoint), _) => Serving::Fixed(endpoint),
             (None, Some(port)) => Serving::Port(port),
             (None, None) => Serving::Destination,
         };
-        let config = Self { serving, report_on_responses: report.unwrap_or(true) };
+        let config = Self { serving, report_on_responses: report.unwrap_or(true), orca };
         if errors.0.is_empty() { Ok(config) } else { Err(errors) }
     }
 }
 
 impl Fields<'_> {
+    fn orca(&mut self) -> Option<InboundOrca> {
+        let format = self.choice("orca", ORCA);
+        let class = self.choice("orca_for", CLASSES);
+        let limit = self.whole(const { whole("orca_limit") });
+        let window_ms = self.whole(const { whole("orca_window_ms") });
+        // What `orca` says wrongly is wrong enough.
+        if format.is_none() && self.object.contains_key("orca") {
+            return None;
+        }
+        let Some(format) = format.flatten() else {
+            for key in ["orca_for", "orca_limit", "orca_window_ms"] {
+                if self.object.contains_key(key) {
+                    self.fail(key, "has no effect without \"orca\": \"text\" or \"json\"".into());
+                }
+            }
+            return None;
+        };
+        let window_ms = window_ms.unwrap_or((DEFAULT_WINDOW_US / 1000) as u32);
+        Some(InboundOrca { format, class: class.unwrap_or_default(), limit, window_ms })
+    }
+
     fn endpoint(&mut self) -> Option<Endpoint> {
         let value = self.object.get("endpoint")?;
         let endpoint = value.as_str().and_then(|text| text.parse().ok());
@@ -113,6 +161,22 @@ mod tests {
     }
 
     #[test]
+    fn orca_is_off_unless_asked_for() {
+        let plain = InboundOrca { format: Format::Text, class: Class::All, limit: None, window_ms: 5000 };
+        let all = InboundOrca { format: Format::Json, class: Class::Grpc, limit: Some(7), window_ms: 100 };
+        for (settings, orca) in [
+            ("", None),
+            (r#","orca":"off""#, None),
+            (r#","orca":"text""#, Some(plain)),
+            (r#","orca":"text","orca_for":"http""#, Some(InboundOrca { class: Class::Http, ..plain })),
+            (r#","orca":"json","orca_for":"grpc","orca_limit":7,"orca_window_ms":100"#, Some(all)),
+        ] {
+            let config = parse(&format!(r#"{{"role":"inbound"{settings}}}"#)).unwrap();
+            assert_eq!(config.orca, orca, "{settings}");
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_range() {
         for (setting, field, cure) in [
             (r#""endpoint":"somewhere:80""#, "endpoint", "`ip:port`"),
@@ -123,11 +187,18 @@ mod tests {
             (r#""serving_port":"80""#, "serving_port", "from 1 to 65535"),
             (r#""serving_port":80,"endpoint":"10.0.0.1:80""#, "serving_port", "no effect beside"),
             (r#""report":"never""#, "report", "\"probe_only\""),
+            (r#""orca":"binary""#, "orca", "\"json\""),
+            (r#""orca":"text","orca_limit":0"#, "orca_limit", "from 1 to 1000000"),
+            (r#""orca":"text","orca_for":"tcp""#, "orca_for", "\"grpc\""),
+            (r#""orca":"text","orca_window_ms":99"#, "orca_window_ms", "from 100 to 600000"),
+            (r#""orca_limit":5"#, "orca_limit", "has no effect without"),
+            (r#""orca":"off","orca_for":"all""#, "orca_for", "has no effect without"),
+            (r#""orca_window_ms":5000"#, "orca_window_ms", "has no effect without"),
             (r#""clusters":[]"#, "clusters", "no effect with \"role\": \"inbound\""),
             (r#""shim":"override_host""#, "shim", "no effect with \"role\": \"inbound\""),
             (r#""pool_size":16"#, "pool_size", "no effect with \"role\": \"inbound\""),
             (r#""hint":{"header":"a"}"#, "hint", "no effect with \"role\": \"inbound\""),
-            (r#""servingport":80"#, "servingport", "known: role, endpoint, serving_port, report"),
+            (r#""servingport":80"#, "servingport", "known: role, endpoint, serving_port, report, orca"),
         ] {
             let found = parse(&format!(r#"{{"role":"inbound",{setting}}}"#)).unwrap_err();
             assert!(
@@ -150,6 +221,7 @@ mod tests {
             (r#""endpoint":"10.0.0.1:80""#, "endpoint", "needs \"role\": \"inbound\""),
             (r#""serving_port":80"#, "serving_port", "needs \"role\": \"inbound\""),
             (r#""report":"always""#, "report", "needs \"role\": \"inbound\""),
+            (r#""orca":"text""#, "orca", "needs \"role\": \"inbound\""),
         ] {
             let found = parse(&format!("{{{setting},{clusters}}}")).unwrap_err();
             assert!(

@@ -254,6 +254,18 @@ pub const KEYS: &[Key] = &[
     ),
     inbound("report", "", OneOf(&["always", "probe_only"]))
         .means("reports stand on responses and on replies to probes, or on replies to probes alone"),
+    inbound("orca", "", OneOf(&["off", "text", "json"]))
+        .means("responses carry load [in the format of ORCA](orca.md) too, whatever `report` says"),
+    inbound("orca_for", "", OneOf(&["all", "grpc", "http"]))
+        .needs("orca", "text")
+        .means("on which responses: all, those of gRPC, or all others"),
+    inbound("orca_limit", "requests", Whole(1, 1_000_000)).needs("orca", "text").absent("the knee so far").means(
+        "how many requests the replica is meant to serve at once: ORCA's utilisation is relative to this while no knee is \
+         known, or while it may be higher",
+    ),
+    inbound("orca_window_ms", "ms", Whole(100, 600_000))
+        .needs("orca", "text")
+        .means("time constant of ORCA's rates and utilisation, which are fading means"),
 ];
 
 /// Keys that were removed or renamed, and what replaced each.

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::choice::{MODES, rules};
-use super::inbound::REPORTS;
+use super::inbound::{CLASSES, ORCA, REPORTS};
 use super::{ClusterConfig, Config, HOT, InboundConfig, Key, Place, Rule, SHIMS, Serving};
 use crate::pool::Budget;
 
@@ -28,14 +28,15 @@ impl Key {
             return None;
         }
         let mut settings = Map::new();
-        let needed = self.needs.into_iter();
-        for (key, value) in
-            [("cluster", "a"), ("probe_cluster", "b"), ("profile", profile)].into_iter().chain(needed)
-        {
+        let begins: &[_] = match self.place {
+            Place::Inbound => &[("role", "inbound")],
+            _ => &[("cluster", "a"), ("probe_cluster", "b"), ("profile", profile)],
+        };
+        for (key, value) in begins.iter().copied().chain(self.needs) {
             settings.insert(key.to_owned(), json!(value));
         }
         let config = match self.place {
-            Place::Inbound => json!({"role": "inbound"}),
+            Place::Inbound => Value::Object(settings),
             _ => json!({"clusters": [settings]}),
         };
         let written = Config::parse(&config.to_string()).ok()?.written();
@@ -125,13 +126,21 @@ fn cluster(config: &ClusterConfig) -> Value {
 
 fn inbound(config: &InboundConfig) -> Value {
     let report = name(config.report_on_responses, REPORTS);
+    let format = config.orca.map(|orca| orca.format);
+    let mut all = json!({"role": "inbound", "report": report, "orca": name(format, ORCA)});
     match config.serving {
-        Serving::Destination => json!({"role": "inbound", "report": report}),
-        Serving::Port(port) => json!({"role": "inbound", "report": report, "serving_port": port}),
-        Serving::Fixed(endpoint) => {
-            json!({"role": "inbound", "report": report, "endpoint": endpoint.to_string()})
+        Serving::Destination => {}
+        Serving::Port(port) => all["serving_port"] = json!(port),
+        Serving::Fixed(endpoint) => all["endpoint"] = json!(endpoint.to_string()),
+    }
+    if let Some(orca) = config.orca {
+        all["orca_for"] = json!(name(orca.class, CLASSES));
+        all["orca_window_ms"] = json!(orca.window_ms);
+        if let Some(limit) = orca.limit {
+            all["orca_limit"] = json!(limit);
         }
     }
+    all
 }
 
 fn name<T: Copy + PartialEq>(value: T, names: &[(&'static str, T)]) -> &'static str {
@@ -149,6 +158,7 @@ mod tests {
             r#"{"role":"inbound"}"#.to_owned(),
             r#"{"role":"inbound","serving_port":80,"report":"probe_only"}"#.to_owned(),
             r#"{"role":"inbound","endpoint":"[2001:db8::1]:80"}"#.to_owned(),
+            r#"{"role":"inbound","orca":"json","orca_for":"http","orca_limit":9,"orca_window_ms":700}"#.to_owned(),
             r#"{"shim":"override_host","rule":"hcl","q_rif":0.5,"clusters":[{"cluster":"a","probe_cluster":"b"},
                 {"cluster":"c","probe_cluster":"d","endpoints":["10.0.0.1:80"]}]}"#
                 .to_owned(),
@@ -174,7 +184,7 @@ mod tests {
     fn everything_that_may_be_said_is_written() {
         use crate::config::{KEYS, Place};
         let all = [
-            r#"{"role":"inbound","serving_port":80}"#,
+            r#"{"role":"inbound","serving_port":80,"orca":"text","orca_limit":9}"#,
             r#"{"role":"inbound","endpoint":"10.0.0.1:80"}"#,
             r#"{"clusters":[{"cluster":"a","probe_cluster":"b","budget":"fixed","mode":"sync"}]}"#,
             r#"{"clusters":[{"cluster":"a","probe_cluster":"b","rule":"hcl"}]}"#,

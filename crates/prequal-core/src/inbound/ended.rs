@@ -68,6 +68,7 @@ impl EndedLog {
         // A log that was begun anew holds less than was seen.
         let from = if seen.0 > self.written { 0 } else { seen.0 };
         let kept = self.written.saturating_sub(EVENTS as u64);
+        replica.missed(kept.saturating_sub(from));
         for number in from.max(kept)..self.written {
             if let Some(event) = self.events.get(number as usize % EVENTS) {
                 if from < kept && number == kept {

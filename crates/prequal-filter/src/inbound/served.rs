@@ -6,6 +6,7 @@ use prequal_core::blob::Blob;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::inbound::ended::{EndedLog, Seen};
 use prequal_core::inbound::slots::Slots;
+use prequal_core::orca::OrcaReport;
 use prequal_core::replica::Replica;
 use prequal_core::report::{LoadReport, MAX_RIF};
 use prequal_core::time::Micros;
@@ -77,7 +78,7 @@ impl Served {
         // What ended elsewhere since, before this begins: the estimate takes events in their order.
         self.look(now);
         let others = self.present(vm);
-        let ticket = self.replica.borrow_mut().tracker.start_behind(now, others);
+        let ticket = self.replica.borrow_mut().start_behind(now, others);
         self.publish(vm);
         ticket
     }
@@ -124,7 +125,8 @@ impl Served {
             Outcome::Streaming => streaming,
         }
         .one();
-        if outcome == Outcome::Aborted {
+        // It shows nothing of the replica, but is one that ended.
+        if outcome == Outcome::Aborted && !self.counts_rates() {
             return;
         }
         self.transact(now, |log, seen| {
@@ -143,6 +145,29 @@ impl Served {
             self.look(now);
         }
         self.report_now(vm, now, leaving)
+    }
+
+    /// Counts rates from now on, with this time constant, for [`Self::orca`].
+    pub(super) fn count_rates(&self, now: Micros, window_ms: u32) {
+        self.replica.borrow_mut().count_rates(now, u64::from(window_ms) * 1000);
+    }
+
+    /// `report`, which was made just now, in the format of ORCA; `None` before [`Self::count_rates`].
+    pub(super) fn orca(&self, now: Micros, report: &LoadReport, limit: Option<u32>) -> Option<OrcaReport> {
+        self.replica.borrow_mut().orca(now, report, limit)
+    }
+
+    /// Keeps the rates right on a worker that serves little itself.
+    pub(super) fn sample(&self, vm: &impl Seats, now: Micros) {
+        if self.counts_rates() {
+            self.look(now);
+            let present = self.present(vm);
+            self.replica.borrow_mut().sample(now, present.rif);
+        }
+    }
+
+    fn counts_rates(&self) -> bool {
+        self.replica.borrow().counts_rates()
     }
 
     /// The report for a probe that came in `at` an address of this Envoy.
@@ -216,7 +241,11 @@ impl Served {
 
     fn read_log(&self, log: &EndedLog, now: Micros) {
         let mut seen = self.seen.get();
-        log.read(&mut seen, &mut self.replica.borrow_mut());
+        {
+            let mut replica = self.replica.borrow_mut();
+            replica.pass(now);
+            log.read(&mut seen, &mut replica);
+        }
         self.seen.set(seen);
         self.read.set(now);
         self.probe_endpoint.set(log.probe_endpoint(self.endpoint));

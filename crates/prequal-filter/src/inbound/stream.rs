@@ -7,6 +7,7 @@
 use std::rc::Rc;
 
 use prequal_core::client::Class;
+use prequal_core::orca;
 use prequal_core::probe::Route;
 use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 use prequal_core::time::Micros;
@@ -122,11 +123,17 @@ impl InboundStream {
             host::set_header(MapType::HttpResponseHeaders, name, value.map(str::as_bytes))
         };
         let leaving = (!self.streaming && self.grpc.is_none()).then(|| flight.ticket.visit());
-        let report = self
-            .inbound
-            .config
-            .report_on_responses
-            .then(|| flight.served.report(&*self.inbound.vm, host::now(), leaving).to_string());
+        let (config, now) = (&self.inbound.config, host::now());
+        let orca = config.orca.filter(|orca| orca.class.has(self.grpc.is_some()));
+        let report = (config.report_on_responses || orca.is_some())
+            .then(|| flight.served.report(&*self.inbound.vm, now, leaving));
+        if let (Some(orca), Some(report)) = (orca, &report) {
+            let told = flight.served.orca(now, report, orca.limit);
+            // What the replica says of itself would contradict it.
+            set(orca::HEADER_BIN, None);
+            set(orca::HEADER, told.map(|told| told.header(orca.format)).as_deref());
+        }
+        let report = report.filter(|_| config.report_on_responses).map(|report| report.to_string());
         // What the replica itself says of its load does not count beside what is counted here.
         set(HEADER_LOAD, report.as_deref());
         set(HEADER_RIF, None);
@@ -184,6 +191,9 @@ impl HttpContext for InboundStream {
         let now = host::now();
         if let Some(served) = self.inbound.replica_of_request(now) {
             self.inbound.vm.ensure_slot(now);
+            if let Some(orca) = self.inbound.config.orca {
+                served.count_rates(now, orca.window_ms);
+            }
             let ticket = served.start(&*self.inbound.vm, now);
             self.flight = Some(Flight { served, ticket });
             self.uploading = !end_of_stream;

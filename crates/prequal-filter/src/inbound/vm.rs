@@ -159,6 +159,7 @@ impl Vm {
         self.meet(&table, now);
         for served in self.replicas.borrow().iter() {
             served.sweep(&table, self.used());
+            served.sample(self, now);
         }
         if self.slotless.get() {
             self.take_slot(now);
