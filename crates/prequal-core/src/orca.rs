@@ -6,14 +6,20 @@
 //! is then the knee over the mean latency: the rate that saturates the replica. What was in flight at one instant would
 //! be noise, and none in flight is a report that they drop.
 //!
-//! All numbers are whole thousandths or millionths, so that none can be negative, infinite or no number.
+//! All numbers of ours are whole thousandths or millionths, so that none can be negative, infinite or no number. Those of a backend
+//! that reports itself are checked where they are read ([`backend`]).
 //! `docs/orca.md` says how the fields are used. Binary reports are written by whoever has a library for protobuf.
 
 use std::fmt::{self, Write as _};
+use std::sync::Arc;
+
+use backend::{BackendReport, Utilization};
 
 use crate::capacity::Capacity;
 use crate::rates::Window;
 use crate::report::LoadReport;
+
+pub mod backend;
 
 /// The header of a report as text or JSON, which starts with its format.
 pub const HEADER: &str = "endpoint-load-metrics";
@@ -57,7 +63,7 @@ impl Class {
 }
 
 /// One load report.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct OrcaReport {
     /// `application_utilization` in millionths. `None` if it is not known what the replica serves at once.
     pub utilization_micro: Option<u64>,
@@ -67,6 +73,8 @@ pub struct OrcaReport {
     pub rif: u32,
     /// Base latency and knee, once known.
     pub capacity: Option<Capacity>,
+    /// What the backend says of itself. Its utilisation stands in for ours, and its own metrics go on beside ours.
+    pub backend: Option<Arc<BackendReport>>,
 }
 
 impl OrcaReport {
@@ -81,28 +89,44 @@ impl OrcaReport {
             None => limit,
         };
         let utilization_micro = serves.map(|serves| rates.rif_micro / u64::from(serves.max(1)));
-        Self { utilization_micro, rates, rif: report.rif, capacity }
+        Self { utilization_micro, rates, rif: report.rif, capacity, backend: None }
+    }
+
+    /// The utilisations to send, in millionths. Of the backend's and ours only one is sent: they are not of the same thing.
+    pub fn utilizations(&self) -> [(Utilization, Option<u64>); 3] {
+        let backend = self.backend.as_deref();
+        let own =
+            self.utilization_micro.filter(|_| backend.and_then(BackendReport::utilization_micro).is_none());
+        Utilization::ALL.map(|of| {
+            let said = backend.and_then(|backend| backend.of(of));
+            (of, said.or(own.filter(|_| of == Utilization::Application)))
+        })
     }
 
     /// The metrics of the report in their order.
-    fn each(&self, mut put: impl FnMut(Field, Fixed) -> fmt::Result) -> fmt::Result {
-        if let Some(utilization) = self.utilization_micro {
-            put(Field::Own("application_utilization"), Fixed(utilization, 1_000_000))?;
+    fn each(&self, mut put: impl FnMut(Field<'_>, Amount) -> fmt::Result) -> fmt::Result {
+        for (of, utilization) in self.utilizations() {
+            if let Some(micro) = utilization {
+                put(Field::Own(of.name()), Amount::Fixed(micro, 1_000_000))?;
+            }
         }
-        put(Field::Own("rps_fractional"), Fixed(self.rates.ended_milli, 1000))?;
-        put(Field::Own("eps"), Fixed(self.rates.failed_milli, 1000))?;
-        self.named(|name, value| put(Field::Named(name), Fixed(value.into(), 1)))
+        put(Field::Own("rps_fractional"), Amount::Fixed(self.rates.ended_milli, 1000))?;
+        put(Field::Own("eps"), Amount::Fixed(self.rates.failed_milli, 1000))?;
+        self.named(|name, value| put(Field::Named(name), Amount::Number(value)))
     }
 
-    /// The metrics that ORCA has no field for.
-    pub fn named<E>(&self, mut put: impl FnMut(&'static str, u32) -> Result<(), E>) -> Result<(), E> {
+    /// The metrics that ORCA has no field for: ours, then the backend's. Their names stand for themselves in text and JSON.
+    pub fn named<E>(&self, mut put: impl FnMut(&str, f64) -> Result<(), E>) -> Result<(), E> {
         let [rif, base, knee] = NAMED;
-        put(rif, self.rif)?;
+        put(rif, self.rif.into())?;
         if let Some(capacity) = self.capacity {
-            put(base, capacity.base_us)?;
+            put(base, capacity.base_us.into())?;
             put(knee, capacity.knee.into())?;
         }
-        Ok(())
+        match &self.backend {
+            Some(backend) => backend.named().try_for_each(|(name, value)| put(name, value)),
+            None => Ok(()),
+        }
     }
 
     /// The value of [`HEADER`].
@@ -146,17 +170,25 @@ impl OrcaReport {
 }
 
 /// Where a metric belongs.
-enum Field {
+enum Field<'a> {
     Own(&'static str),
-    Named(&'static str),
+    Named(&'a str),
 }
 
-/// A number in parts of the second, which is a power of ten.
-struct Fixed(u64, u64);
+/// The amount of a metric.
+enum Amount {
+    /// A number in parts of the second, which is a power of ten.
+    Fixed(u64, u64),
+    /// One within the bounds of [`backend`].
+    Number(f64),
+}
 
-impl fmt::Display for Fixed {
+impl fmt::Display for Amount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(parts, unit) = *self;
+        let (parts, unit) = match *self {
+            Self::Fixed(parts, unit) => (parts, unit),
+            Self::Number(number) => return write!(f, "{number}"),
+        };
         write!(f, "{}", parts / unit)?;
         match (unit, parts % unit) {
             (_, 0) => Ok(()),
@@ -207,6 +239,45 @@ mod tests {
             unknown.header(Format::Json),
             r#"JSON {"rps_fractional":0,"eps":0,"named_metrics":{"prequal_rif":3}}"#
         );
+    }
+
+    #[test]
+    fn what_the_backend_says_of_itself_stands_in_for_ours_and_goes_on() {
+        let ours = OrcaReport::new(&load(knee(8, false)), rates(4), None);
+        let with = |text: &str| {
+            let backend = BackendReport::parse(text.as_bytes()).unwrap();
+            OrcaReport { backend: Some(Arc::new(backend)), ..ours.clone() }.header(Format::Text)
+        };
+        let rates = "rps_fractional=12.500,eps=0.040,named_metrics.prequal_rif=3,\
+                     named_metrics.prequal_base_latency_us=40000,named_metrics.prequal_knee=8";
+        for (says, expected) in [
+            ("application_utilization=0.25", format!("application_utilization=0.250000,{rates}")),
+            // Readers would take ours first.
+            ("cpu_utilization=0.25,eps=9", format!("cpu_utilization=0.250000,{rates}")),
+            (
+                "application_utilization=0,cpu_utilization=2",
+                format!("application_utilization=0,cpu_utilization=2,{rates}"),
+            ),
+            // Nothing to go by: ours.
+            (
+                "mem_utilization=0.5,named_metrics.kv=0.5,named_metrics.prequal_rif=0",
+                format!(
+                    "application_utilization=0.500000,mem_utilization=0.500000,{rates},named_metrics.kv=0.5"
+                ),
+            ),
+        ] {
+            assert_eq!(with(&format!("TEXT {says}")), format!("TEXT {expected}"), "{says}");
+        }
+        let backend =
+            BackendReport::parse(b"TEXT cpu_utilization=0.25,named_metrics.a/b:c.d-e=-1.5").unwrap();
+        let report = OrcaReport { backend: Some(Arc::new(backend)), ..ours };
+        let json: serde_json::Value =
+            serde_json::from_str(report.header(Format::Json).strip_prefix("JSON ").unwrap()).unwrap();
+        assert_eq!(
+            (&json["cpu_utilization"], &json["named_metrics"]["a/b:c.d-e"]),
+            (&0.25.into(), &(-1.5).into())
+        );
+        assert!(json["application_utilization"].is_null());
     }
 
     #[test]

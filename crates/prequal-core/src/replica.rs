@@ -3,9 +3,12 @@
 //! Its embedder counts the requests: the agent all of them, a worker of an Envoy its own. Where there are several, each records
 //! what the others' requests showed ([`Replica::record`]) and is given how many are in flight in all ([`Replica::report_at`]).
 
+use std::sync::Arc;
+
 use crate::endpoint::Endpoint;
 use crate::failures::FailureShare;
 use crate::orca::OrcaReport;
+use crate::orca::backend::BackendReport;
 use crate::rates::Rates;
 use crate::report::LoadReport;
 use crate::time::Micros;
@@ -13,6 +16,9 @@ use crate::tracker::{Ended, Outcome, Present, Ticket, Tracker, TrackerConfig, Vi
 
 /// Reports hold the age of a replica below this, seconds; older ones stay short.
 pub const YOUNG_S: u32 = 600;
+
+/// What a backend said of its load counts for this long, microseconds.
+pub const BACKEND_FRESH_US: u64 = 10_000_000;
 
 /// Load, failures and age of one replica.
 #[derive(Debug)]
@@ -22,6 +28,8 @@ pub struct Replica {
     failures: FailureShare,
     /// If load is reported in the format of ORCA too.
     rates: Option<Rates>,
+    /// What the backend said last of its load, if it does, and when.
+    backend: Option<(Micros, Arc<BackendReport>)>,
     /// Since when it can serve; `None` while it cannot.
     up: Option<Micros>,
 }
@@ -29,7 +37,8 @@ pub struct Replica {
 impl Replica {
     /// An idle replica that can serve since `up`.
     pub fn new(config: TrackerConfig, up: Option<Micros>) -> Self {
-        Self { tracker: Tracker::new(config), failures: FailureShare::default(), rates: None, up }
+        let (tracker, failures) = (Tracker::new(config), FailureShare::default());
+        Self { tracker, failures, rates: None, backend: None, up }
     }
 
     /// Counts rates from now on, as means that fade with a time constant of `window_us`, for [`Self::orca`]. Where it does
@@ -51,6 +60,17 @@ impl Replica {
         if let Some(rates) = &mut self.rates {
             rates.moved(now, rif);
         }
+    }
+
+    /// The backend says of its load what [`Self::orca`] is to carry on.
+    pub fn backend_reports(&mut self, now: Micros, report: BackendReport) {
+        self.backend = Some((now, Arc::new(report)));
+    }
+
+    /// What the backend said of its load, unless that was too long ago.
+    pub fn backend(&self, now: Micros) -> Option<&Arc<BackendReport>> {
+        let (at, report) = self.backend.as_ref()?;
+        (now.saturating_since(*at) <= BACKEND_FRESH_US).then_some(report)
     }
 
     /// Time passes: before [`Self::record`] of what ended until `now`.
@@ -158,6 +178,8 @@ impl Replica {
 
     /// `report`, which was made just now, in the format of ORCA; `None` without [`Self::count_rates`].
     pub fn orca(&mut self, now: Micros, report: &LoadReport, limit: Option<u32>) -> Option<OrcaReport> {
-        Some(OrcaReport::new(report, self.rates.as_mut()?.over(now), limit))
+        let rates = self.rates.as_mut()?.over(now);
+        let backend = self.backend(now).cloned();
+        Some(OrcaReport { backend, ..OrcaReport::new(report, rates, limit) })
     }
 }

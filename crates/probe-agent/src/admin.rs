@@ -10,7 +10,7 @@ use prequal_core::capacity::Capacity;
 use prequal_core::tracker::Outcome;
 
 use crate::exposition;
-use crate::load::{HINTS, LATENCY_BOUNDS_US, Load};
+use crate::load::{BACKEND_SAYS, HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
 use crate::process;
 use crate::ready::Checker;
@@ -161,6 +161,16 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     let name = "prequal_agent_orca_refused_total";
     head(out, name, "counter", "Streams of such reports that were refused.")?;
     writeln!(out, "{name} {}", counters.orca_refused())?;
+    let name = "prequal_agent_backend_reports_total";
+    head(out, name, "counter", "Load reports of the backend in the format of ORCA, by what became of them.")?;
+    for (result, said) in BACKEND_SAYS {
+        writeln!(out, "{name}{{result=\"{result}\"}} {}", counters.backend_reports(said))?;
+    }
+    if let Some(micro) = load.backend_utilization_micro() {
+        let name = "prequal_agent_backend_utilization_ratio";
+        head(out, name, "gauge", "The backend's own utilisation, of its last report.")?;
+        writeln!(out, "{name} {}", micro as f64 / 1e6)?;
+    }
     head(
         out,
         "prequal_agent_upstream_errors_total",

@@ -9,6 +9,7 @@ use clap::Parser;
 use prequal_core::endpoint::Endpoint;
 
 use crate::another::Another;
+use crate::backend_orca::FromBackend;
 use crate::config::{
     AgentConfig, ClientVerify, Limits, Listen, ReadyCheck, Report, TlsClients, Upstream, UpstreamHttp2,
     UpstreamTls,
@@ -109,6 +110,11 @@ pub struct Cli {
     #[arg(long, value_name = "MS", default_value_t = 5_000, env = "PROBE_AGENT_ORCA_WINDOW_MS",
           value_parser = clap::value_parser!(u64).range(100..=600_000))]
     orca_window_ms: u64,
+
+    /// Ask the backend for its load in the format of ORCA, and report its utilisation in place of the agent's own: METRIC is
+    /// `utilization` (application_utilization, else cpu_utilization) or a `named_metrics.NAME`
+    #[arg(long, value_name = "METRIC", env = "PROBE_AGENT_ORCA_FROM_BACKEND")]
+    orca_from_backend: Option<FromBackend>,
 
     /// HTTP version towards the backend
     #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
@@ -334,6 +340,7 @@ impl From<Cli> for AgentConfig {
                 window: ms(cli.orca_window_ms),
                 streams: cli.orca_streams,
             },
+            orca_from_backend: cli.orca_from_backend,
             upstream_http2: cli.upstream_http2,
             plb: cli.plb,
             log: Log::new(cli.log_format),
@@ -486,6 +493,7 @@ mod tests {
             ("--orca-limit", "0", "from 1 to 1000000"),
             ("--orca-streams", "100001", "0..=100000"),
             ("--orca-window-ms", "99", "100..=600000"),
+            ("--orca-from-backend", "cpu", "named_metrics.NAME"),
             ("--tls-cert", "a.pem", "--tls-key"),
             ("--tls-client-ca", "a.pem", "--tls-cert"),
             ("--tls-client-verify", "optional", "--tls-client-ca"),

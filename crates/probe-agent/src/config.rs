@@ -11,6 +11,7 @@ use std::time::Duration;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::tracker::TrackerConfig;
 
+use crate::backend_orca::FromBackend;
 use crate::hint::Hook;
 use crate::log::{Log, LogFormat};
 use crate::orca::Orca;
@@ -43,6 +44,9 @@ pub struct AgentConfig {
     pub utilization: Option<Utilization>,
     /// Tell load in the format of ORCA, whatever `report` says. Default: do not.
     pub orca: Orca,
+    /// Ask the backend for its load in the format of ORCA, and report its utilisation in place of the agent's own. Default: do
+    /// not.
+    pub orca_from_backend: Option<FromBackend>,
     /// HTTP version towards the backend.
     pub upstream_http2: UpstreamHttp2,
     /// Certificate chain and key to listen with, PEM: on the service port and on the probe port.
@@ -81,6 +85,7 @@ impl AgentConfig {
             forward_hint: false,
             utilization: None,
             orca: Orca::default(),
+            orca_from_backend: None,
             upstream_http2: UpstreamHttp2::Auto,
             tls: None,
             tls_clients: None,

@@ -19,6 +19,8 @@ mod access;
 mod admin;
 #[cfg(feature = "proxy")]
 mod another;
+#[cfg(feature = "proxy")]
+pub mod backend_orca;
 pub mod body;
 #[cfg(feature = "proxy")]
 pub mod cli;

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use prequal_core::capacity::Capacity;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::orca::OrcaReport;
+#[cfg(feature = "proxy")]
+use prequal_core::orca::backend::BackendReport;
 use prequal_core::replica::Replica;
 use prequal_core::report::{LoadReport, MAX_FAILING};
 use prequal_core::time::Micros;
@@ -191,6 +193,19 @@ impl Load {
         (LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }, orca)
     }
 
+    /// The backend says of its load what reports in the format of ORCA are to carry on.
+    #[cfg(feature = "proxy")]
+    pub(crate) fn backend_reports(&self, report: BackendReport) {
+        let now = self.now();
+        self.replica().backend_reports(now, report);
+    }
+
+    /// The utilisation that the backend reported, in millionths, unless that was too long ago.
+    pub fn backend_utilization_micro(&self) -> Option<u64> {
+        let now = self.now();
+        self.replica().backend(now)?.utilization_micro()
+    }
+
     /// Counts rates over `window` from now on.
     pub(crate) fn count_rates(&self, window: Duration) {
         let now = self.now();
@@ -323,6 +338,7 @@ pub struct Counters {
     orca_opened: AtomicU64,
     orca_closed: AtomicU64,
     orca_refused: AtomicU64,
+    backend_reports: [AtomicU64; BACKEND_SAYS.len()],
 }
 
 impl Counters {
@@ -469,6 +485,16 @@ impl Counters {
         self.orca_refused.load(Ordering::Relaxed)
     }
 
+    #[cfg(feature = "proxy")]
+    pub(crate) fn count_backend_report(&self, said: BackendSaid) {
+        bump(&self.backend_reports[said as usize]);
+    }
+
+    /// Load reports of the backend, by what became of them.
+    pub fn backend_reports(&self, said: BackendSaid) -> u64 {
+        self.backend_reports[said as usize].load(Ordering::Relaxed)
+    }
+
     /// Connections opened to the backend so far.
     pub fn upstream_connections(&self) -> u64 {
         self.upstream_connections.load(Ordering::Relaxed)
@@ -499,6 +525,30 @@ pub enum HintSeen {
 /// Labels of [`Counters::hints`].
 pub(crate) const HINTS: [(&str, HintSeen); 3] =
     [("scaled", HintSeen::Scaled), ("unscaled", HintSeen::Unscaled), ("ignored", HintSeen::Ignored)];
+
+/// What became of a load report of the backend.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum BackendSaid {
+    /// It counts.
+    Used,
+    /// It counts without what made no sense, or with less of what was too much.
+    Partial,
+    /// It is none.
+    Malformed,
+    /// It is longer than 4096 bytes.
+    TooLong,
+    /// A metric stands there twice, or there are two reports.
+    Contradictory,
+}
+
+/// Labels of [`Counters::backend_reports`].
+pub(crate) const BACKEND_SAYS: [(&str, BackendSaid); 5] = [
+    ("used", BackendSaid::Used),
+    ("partial", BackendSaid::Partial),
+    ("malformed", BackendSaid::Malformed),
+    ("too_long", BackendSaid::TooLong),
+    ("contradictory", BackendSaid::Contradictory),
+];
 
 /// Labels of [`Counters::upstream_errors`].
 pub const UPSTREAM_ERRORS: [&str; 8] =

@@ -97,8 +97,8 @@ pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaF
     }
 }
 
-const LOAD_METRICS: HeaderName = HeaderName::from_static(HEADER);
-const LOAD_METRICS_BIN: HeaderName = HeaderName::from_static(HEADER_BIN);
+pub(crate) const LOAD_METRICS: HeaderName = HeaderName::from_static(HEADER);
+pub(crate) const LOAD_METRICS_BIN: HeaderName = HeaderName::from_static(HEADER_BIN);
 
 /// The messages of `xds/data/orca/v3/orca_load_report.proto` and `xds/service/orca/v3/orca.proto`, as far as they are used.
 #[cfg(feature = "proxy")]
@@ -114,6 +114,10 @@ pub(crate) mod proto {
     /// `xds.data.orca.v3.OrcaLoadReport`.
     #[derive(Clone, PartialEq, Message)]
     pub(crate) struct OrcaLoadReport {
+        #[prost(double, tag = "1")]
+        pub(crate) cpu_utilization: f64,
+        #[prost(double, tag = "2")]
+        pub(crate) mem_utilization: f64,
         #[prost(double, tag = "6")]
         pub(crate) rps_fractional: f64,
         #[prost(double, tag = "7")]
@@ -144,14 +148,19 @@ pub(crate) mod proto {
         fn from(report: &OrcaReport) -> Self {
             let mut named_metrics = BTreeMap::new();
             let _ = report.named(|name, value| {
-                named_metrics.insert(name.to_owned(), value.into());
+                named_metrics.insert(name.to_owned(), value);
                 Ok::<_, Infallible>(())
             });
+            // What is absent is 0.
+            let [application_utilization, cpu_utilization, mem_utilization] =
+                report.utilizations().map(|(_, micro)| micro.unwrap_or(0) as f64 / 1e6);
             Self {
+                cpu_utilization,
+                mem_utilization,
                 rps_fractional: report.rates.ended_milli as f64 / 1e3,
                 eps: report.rates.failed_milli as f64 / 1e3,
                 named_metrics,
-                application_utilization: report.utilization_micro.unwrap_or(0) as f64 / 1e6,
+                application_utilization,
             }
         }
     }
@@ -176,6 +185,7 @@ mod tests {
             rates: Window { ended_milli: 12_500, failed_milli: 40, rif_micro: 3_000_000 },
             rif: 3,
             capacity: Some(Capacity { base_us: 40_000, knee: 8, open: false }),
+            backend: None,
         }
     }
 

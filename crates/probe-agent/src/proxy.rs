@@ -28,6 +28,7 @@ use prequal_core::tracker::{Outcome, Visit};
 
 use crate::accept::Admitted;
 use crate::access::{AccessLog, Entry};
+use crate::backend_orca::FromBackend;
 use crate::body::TrackedBody;
 use crate::config::UpstreamHttp2;
 use crate::conn::{Busy, Watch};
@@ -50,6 +51,8 @@ pub(crate) struct Shared {
     pub(crate) reporter: Reporter,
     /// If it answers calls for load reports.
     pub(crate) oob: Option<Oob>,
+    /// If the backend reports its load itself.
+    pub(crate) from_backend: Option<FromBackend>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) forward_hint: bool,
     pub(crate) upstream_http2: UpstreamHttp2,
@@ -209,6 +212,7 @@ async fn forward(
     {
         req.headers_mut().insert(names::HINT, hint.clone());
     }
+    let asked = shared.from_backend.as_ref().is_some_and(|backend| backend.ask(req.headers_mut()));
     if slot.is_some() {
         to_http2(&mut req, &shared.pool);
     } else {
@@ -244,6 +248,12 @@ async fn forward(
             let (mut head, body) = response.into_parts();
             headers::strip(&mut head.headers, false);
             head.version = Version::HTTP_11;
+            if let Some(backend) = &shared.from_backend {
+                backend.hear(&head.headers, &shared.reporter.load);
+                if asked {
+                    FromBackend::consume(&mut head.headers);
+                }
+            }
             let body = TrackedBody::new(body, guard, head.status, &head.headers);
             shared.reporter.served(hint.as_ref(), head.status, body.failed());
             add_report(&conn, &mut head.headers, body.leaving());
@@ -254,7 +264,8 @@ async fn forward(
                 }
                 Open::new(leash)
             });
-            Response::from_parts(head, AgentBody::Proxied { body, open, busy })
+            let hears = shared.from_backend.is_some().then(|| conn.shared.clone());
+            Response::from_parts(head, AgentBody::Proxied { body, open, hears, busy })
         }
     }
 }
@@ -426,6 +437,8 @@ pub(crate) enum AgentBody {
         body: TrackedBody<UpstreamBody>,
         /// If it may be cut.
         open: Option<Open>,
+        /// If its trailers may say what the backend's load is.
+        hears: Option<Arc<Shared>>,
         busy: Busy,
     },
     /// Load reports out of band.
@@ -465,8 +478,15 @@ impl Body for AgentBody {
                 note(busy, &frame, body.is_end_stream());
                 frame
             }
-            Self::Proxied { body, open, busy } => {
+            Self::Proxied { body, open, hears, busy } => {
                 let frame = Pin::new(&mut *body).poll_frame(cx);
+                if let Some(shared) = hears
+                    && let Some(backend) = &shared.from_backend
+                    && let Poll::Ready(Some(Ok(frame))) = &frame
+                    && let Some(trailers) = frame.trailers_ref()
+                {
+                    backend.hear(trailers, &shared.reporter.load);
+                }
                 note(busy, &frame, body.is_end_stream());
                 if let Some(open) = open
                     && frame.is_ready()

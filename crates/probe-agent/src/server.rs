@@ -159,6 +159,7 @@ impl Agent {
                 orca: config.orca,
             },
             oob: Oob::new(&config.orca),
+            from_backend: config.orca_from_backend,
             pool,
             forward_hint: config.forward_hint,
             upstream_http2: config.upstream_http2,

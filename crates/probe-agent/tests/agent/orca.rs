@@ -1,6 +1,7 @@
 //! Load in the format of ORCA: on responses, and out of band as gRPC clients ask for it.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
@@ -10,12 +11,14 @@ use crate::common::{
 };
 use base64::Engine as _;
 use bytes::{Buf, Bytes};
-use http::{HeaderMap, HeaderValue, Request, Response, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use probe_agent::orca::{Orca, OrcaClass, OrcaFormat};
 use prost::Message as _;
 
+const TEXT: &str = "endpoint-load-metrics";
+const BINARY: &str = "endpoint-load-metrics-bin";
 const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
 
 /// `xds.data.orca.v3.OrcaLoadReport`, all that the protobuf definition has and the agent does not send included.
@@ -84,10 +87,7 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
                 if format == OrcaFormat::Text { "TEXT application_utilization=0." } else { "JSON {\"appl" };
             assert!(value.starts_with(begins) && value.contains("rps_fractional"), "{value}");
             let first = told(&first)[0].1;
-            assert!(
-                first.contains("rps_fractional") && !first.contains("rps_fractional=0,"),
-                "the first too: {first}"
-            );
+            assert!(first.contains("rps_fractional"), "the first too, although none has ended: {first}");
         }
         assert!(head.headers.contains_key("x-prequal-load"), "beside the usual report");
         assert_eq!(agent.load.counters().orca_reports(), [2, 0]);
@@ -220,4 +220,121 @@ async fn a_drain_ends_streams() {
     drop(stream);
     eventually("no stream is left", || agent.load.counters().orca_streams() == 0).await;
     assert!(begin.elapsed() < Duration::from_secs(4), "{:?}", begin.elapsed());
+}
+
+#[tokio::test]
+async fn a_backend_that_reports_itself_provides_the_utilisation() {
+    let addr = backend(|req: Request<Incoming>| async move {
+        let asked = req.headers().get("endpoint-load-metrics-format").cloned();
+        let mut reply = text("hello");
+        let path = req.uri().path();
+        let headers = reply.headers_mut();
+        headers.insert("x-asked", asked.unwrap_or(HeaderValue::from_static("no")));
+        let mut says = |value: &'static str| {
+            headers.append(TEXT, HeaderValue::from_static(value));
+        };
+        match path {
+            "/says" => says("TEXT cpu_utilization=0.625, named_metrics.kv=0.25"),
+            "/high" => says("TEXT application_utilization=1e30,named_metrics.kv=NaN"),
+            "/broken" => says("TEXT cpu_utilization"),
+            "/twice" => ["TEXT cpu_utilization=0.1", "TEXT cpu_utilization=0.2"].into_iter().for_each(says),
+            _ => {}
+        }
+        reply
+    })
+    .await;
+    let reads = |from: &str, format| {
+        let from = Some(from.parse().unwrap());
+        agent(addr, move |config| {
+            config.orca_from_backend = from;
+            config.orca = Orca { format, streams: 1, ..orca(OrcaFormat::Text) };
+            config.admin = Some(any_port());
+        })
+    };
+    let on = reads("utilization", Some(OrcaFormat::Text));
+    let (head, _) = fetch(on.addr, "/").await;
+    assert!(told(&head.headers)[0].1.starts_with("TEXT application_utilization=0."), "its own until then");
+    assert_eq!(head.headers["x-asked"], "text");
+
+    let (head, _) = fetch(on.addr, "/says").await;
+    let said = told(&head.headers);
+    assert_eq!(said.len(), 1, "{said:?}");
+    let value = said[0].1;
+    assert!(value.starts_with("TEXT cpu_utilization=0.625000,rps_fractional="), "{value}");
+    assert!(
+        value.contains(",named_metrics.prequal_rif=0,") && value.ends_with(",named_metrics.kv=0.25"),
+        "{value}"
+    );
+    // And on responses that say nothing, out of band, and as a metric.
+    let (head, _) = fetch(on.addr, "/").await;
+    assert!(told(&head.headers)[0].1.contains("cpu_utilization=0.625000"));
+    let mut stream = call(on.addr, asking(100)).await;
+    let report = next(&mut stream).await;
+    assert_eq!((report.cpu_utilization, report.application_utilization), (0.625, 0.0));
+    assert_eq!(report.named_metrics.get("kv"), Some(&0.25));
+    drop(stream);
+    assert_eq!(on.load.backend_utilization_micro(), Some(625_000));
+
+    for path in ["/broken", "/twice"] {
+        let (head, _) = fetch(on.addr, path).await;
+        assert!(
+            told(&head.headers)[0].1.contains("cpu_utilization=0.625000"),
+            "{path}: what was known counts on"
+        );
+    }
+    let (head, _) = fetch(on.addr, "/high").await;
+    let value = told(&head.headers)[0].1;
+    assert!(value.starts_with("TEXT application_utilization=1000,rps") && !value.contains("kv"), "{value}");
+    let (_, page) = fetch(on.admin.unwrap(), "/metrics").await;
+    for line in [
+        "prequal_agent_backend_utilization_ratio 1000\n",
+        "prequal_agent_backend_reports_total{result=\"used\"} 1\n",
+        "prequal_agent_backend_reports_total{result=\"partial\"} 1\n",
+        "prequal_agent_backend_reports_total{result=\"malformed\"} 1\n",
+        "prequal_agent_backend_reports_total{result=\"contradictory\"} 1\n",
+    ] {
+        assert!(String::from_utf8_lossy(&page).contains(line), "{line}");
+    }
+
+    // Another metric of the backend is the utilisation. The agent asked for the report: it ends here. A client that asks
+    // itself gets it.
+    let named = reads("named_metrics.kv", None);
+    let (head, _) = fetch(named.addr, "/says").await;
+    assert_eq!((told(&head.headers).len(), named.load.backend_utilization_micro()), (0, Some(250_000)));
+    let mut request = get("/says");
+    request.headers_mut().insert("endpoint-load-metrics-format", HeaderValue::from_static("json"));
+    let response = within(client1(named.addr).await.send_request(request)).await.unwrap();
+    assert_eq!(response.headers()["x-asked"], "json");
+    assert_eq!(told(response.headers()).len(), 1);
+
+    let off = agent(addr, |_| {});
+    let (head, _) = fetch(off.addr, "/says").await;
+    assert_eq!((told(&head.headers).len(), off.load.backend_utilization_micro()), (1, None));
+    assert_eq!(head.headers["x-asked"], "no");
+}
+
+#[tokio::test]
+async fn a_report_in_trailers_counts_and_goes_on() {
+    let addr = backend(|_: Request<Incoming>| async move {
+        let report = Report { application_utilization: 0.125, ..Report::default() };
+        let value = base64::engine::general_purpose::STANDARD_NO_PAD.encode(report.encode_to_vec());
+        let trailers = HeaderMap::from_iter([
+            (HeaderName::from_static("grpc-status"), HeaderValue::from_static("0")),
+            (HeaderName::from_static(BINARY), value.parse().unwrap()),
+        ]);
+        let body = Full::new(Bytes::from_static(b"\0\0\0\0\0"))
+            .with_trailers(std::future::ready(Some(Ok(trailers))));
+        let body = body.map_err(|never: Infallible| match never {}).boxed();
+        Response::builder().header("content-type", "application/grpc").body(body).unwrap()
+    })
+    .await;
+    let agent = agent(addr, |config| config.orca_from_backend = Some("utilization".parse().unwrap()));
+    let request = Request::post("http://replica/Say")
+        .header("te", "trailers")
+        .header("content-type", "application/grpc");
+    let request = request.body(Full::new(Bytes::new())).unwrap();
+    let response = within(client2(agent.addr).await.send_request(request)).await.unwrap();
+    let whole = within(response.into_body().collect()).await.unwrap();
+    assert!(whole.trailers().unwrap().contains_key(BINARY), "for gRPC's own client");
+    assert_eq!(agent.load.backend_utilization_micro(), Some(125_000));
 }

@@ -1,0 +1,162 @@
+use super::*;
+use proptest::prelude::*;
+
+fn parse(text: &str) -> Result<BackendReport, BackendError> {
+    BackendReport::parse(text.as_bytes())
+}
+
+fn named(report: &BackendReport) -> Vec<(&str, f64)> {
+    report.named().collect()
+}
+
+#[test]
+fn what_vllm_triton_and_others_send_is_read() {
+    for text in [
+        "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=3.0",
+        r#"JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}}"#,
+        r#"JSON {"namedMetrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": "3"}, "other": []}"#,
+    ] {
+        let report = parse(text).unwrap();
+        let mut metrics = named(&report);
+        metrics.sort_by(|one, other| one.0.cmp(other.0));
+        assert_eq!(metrics, [("kv_cache_usage_perc", 0.25), ("num_requests_waiting", 3.0)], "{text}");
+        assert_eq!((report.utilization_micro(), report.is_partial()), (None, false));
+    }
+    for text in [
+        "TEXT cpu_utilization=0.3,mem_utilization=0.8,application_utilization=1.5,rps_fractional=10.0,eps=1,\
+         utilization.disk=0.1,request_cost.tokens=7",
+        r#"JSON {"cpu_utilization":0.3,"mem_utilization":0.8,"applicationUtilization":1.5,"rps_fractional":10}"#,
+    ] {
+        let report = parse(text).unwrap();
+        let found = Utilization::ALL.map(|of| report.of(of));
+        assert_eq!(found, [Some(1_500_000), Some(300_000), Some(800_000)], "{text}");
+        assert!(!report.is_partial() && named(&report).is_empty());
+    }
+}
+
+#[test]
+fn the_utilisation_is_the_applications_else_the_processors() {
+    for (text, micro) in [
+        ("application_utilization=0.5,cpu_utilization=0.9", Some(500_000)),
+        ("application_utilization=0,cpu_utilization=0.9", Some(900_000)),
+        ("cpu_utilization=0.9", Some(900_000)),
+        ("application_utilization=0", Some(0)),
+        ("mem_utilization=0.9", None),
+        ("named_metrics.a=0.9", None),
+    ] {
+        assert_eq!(parse(&format!("TEXT {text}")).unwrap().utilization_micro(), micro, "{text}");
+    }
+    let mut report =
+        parse("TEXT application_utilization=0.5,named_metrics.kv=0.75,named_metrics.bad=-1").unwrap();
+    report.is_utilization("bad");
+    report.is_utilization("absent");
+    assert_eq!(report.utilization_micro(), Some(500_000));
+    report.is_utilization("kv");
+    assert_eq!(report.utilization_micro(), Some(750_000));
+    assert_eq!(named(&report), [("kv", 0.75), ("bad", -1.0)], "and goes on as what it is");
+}
+
+#[test]
+fn what_makes_no_sense_is_left_out() {
+    let long = format!("named_metrics.{}=1", "a".repeat(MAX_NAME + 1));
+    for metric in [
+        "cpu_utilization=NaN",
+        "cpu_utilization=inf",
+        "cpu_utilization=-0.1",
+        "cpu_utilization=1e999",
+        "cpu_utilization=",
+        "cpu_utilization=0,5e",
+        "named_metrics.a=NaN",
+        "named_metrics.a=-inf",
+        "named_metrics.a=1e16",
+        "named_metrics.=1",
+        "named_metrics.a b=1",
+        "named_metrics.\"=1",
+        "named_metrics.prequal_rif=0",
+        &long,
+    ] {
+        match parse(&format!("TEXT {metric},application_utilization=0.5")) {
+            Ok(report) => {
+                assert!(report.is_partial() && named(&report).is_empty(), "{metric}: {report:?}");
+                assert_eq!(report.utilization_micro(), Some(500_000), "{metric}");
+                assert_eq!(report.of(Utilization::Cpu), None, "{metric}");
+            }
+            Err(error) => assert_eq!(error, BackendError::Malformed, "{metric}"),
+        }
+    }
+    let report = parse("TEXT cpu_utilization=1e9,mem_utilization=1000").unwrap();
+    assert_eq!((report.of(Utilization::Cpu), report.is_partial()), (Some(1_000_000_000), true));
+    let many: Vec<String> = (0..MAX_NAMED + 1).map(|n| format!("named_metrics.m{n}={n}")).collect();
+    let report = parse(&format!("TEXT {}", many.join(","))).unwrap();
+    assert_eq!((report.named().count(), report.is_partial()), (MAX_NAMED, true));
+    let report = parse("TEXT named_metrics.tiny=-1e-300,named_metrics.small=0.1234567891").unwrap();
+    assert_eq!(named(&report), [("tiny", 0.0), ("small", 0.123456789)]);
+    assert!(named(&report)[0].1.is_sign_positive());
+}
+
+#[test]
+fn what_is_no_report_is_dropped_whole() {
+    for (text, error) in [
+        ("", BackendError::Malformed),
+        ("TEXT", BackendError::Malformed),
+        ("TEXT cpu_utilization", BackendError::Malformed),
+        ("TEXT cpu_utilization=0.1,", BackendError::Malformed),
+        ("text cpu_utilization=0.1", BackendError::Malformed),
+        ("cpu_utilization=0.1", BackendError::Malformed),
+        ("JSON", BackendError::Malformed),
+        ("JSON [1]", BackendError::Malformed),
+        ("JSON {", BackendError::Malformed),
+        (r#"JSON {"named_metrics":7}"#, BackendError::Malformed),
+        ("XML <a/>", BackendError::Malformed),
+        ("TEXT cpu_utilization=0.1,cpu_utilization=0.1", BackendError::Contradictory),
+        ("TEXT named_metrics.a=1, named_metrics.a=2", BackendError::Contradictory),
+        (r#"JSON {"cpu_utilization":1,"cpuUtilization":1}"#, BackendError::Contradictory),
+        (r#"JSON {"named_metrics":{},"namedMetrics":{}}"#, BackendError::Contradictory),
+    ] {
+        assert_eq!(parse(text), Err(error), "{text}");
+    }
+    assert_eq!(BackendReport::parse(b"TEXT a=\xff"), Err(BackendError::Malformed));
+    let long = format!("TEXT a=0.{}", "0".repeat(MAX_REPORT));
+    assert_eq!(parse(&long), Err(BackendError::TooLong));
+    let deep = format!("JSON {}", "[".repeat(MAX_REPORT - 5));
+    assert_eq!(parse(&deep), Err(BackendError::Malformed));
+}
+
+#[test]
+fn binary_reports_are_for_who_can_decode_them() {
+    assert_eq!(binary(b" BIN  CQ== "), Some(&b"CQ=="[..]));
+    assert_eq!(binary(b"TEXT a=1"), None);
+    assert_eq!(parse("BIN CQ=="), Err(BackendError::Malformed));
+}
+
+proptest! {
+    #[test]
+    fn nothing_panics_and_what_is_kept_is_within_bounds(
+        header in prop_oneof![
+            proptest::collection::vec(any::<u8>(), 0..300),
+            "(TEXT|JSON|BIN) [ -~]{0,200}".prop_map(String::into_bytes),
+            "TEXT (((cpu|mem|application)_utilization|named_metrics\\.[a-z=:]{0,3}) ?= ?-?[0-9.eNainf+-]{0,9},){0,9}eps=1"
+                .prop_map(String::into_bytes),
+            "JSON \\{\"(cpu_utilization|namedMetrics)\": ?(-?[0-9]{1,400}(e[0-9]{1,3})?|\"[a-z0-9.]{0,5}\"|\\{\"[a-z\"\\\\u00]{0,4}\":1\\})\\}"
+                .prop_map(String::into_bytes),
+        ],
+        utilization: f64,
+        value: f64,
+        name in "\\PC{0,70}",
+    ) {
+        let mut report = BackendReport::parse(&header).unwrap_or_default();
+        Utilization::ALL.into_iter().for_each(|of| report.put(of, utilization));
+        report.put_named(&name, value);
+        report.is_utilization(&name);
+        for micro in Utilization::ALL.into_iter().filter_map(|of| report.of(of)) {
+            prop_assert!(micro as f64 <= MAX_UTILIZATION * 1e6);
+        }
+        prop_assert!(report.named().count() <= MAX_NAMED);
+        for (name, value) in report.named() {
+            prop_assert!(value.abs() <= MAX_VALUE && name.len() <= MAX_NAME);
+            prop_assert!(name.bytes().all(|byte| byte.is_ascii_graphic() && !b"\",=\\".contains(&byte)));
+            // 15 digits, a point, 17 digits.
+            prop_assert!(value.to_string().len() <= 34, "{}", value);
+        }
+    }
+}
