@@ -125,22 +125,24 @@ fn cluster(config: &ClusterConfig) -> Value {
 }
 
 fn inbound(config: &InboundConfig) -> Value {
-    let report = name(config.report_on_responses, REPORTS);
-    let format = config.orca.map(|orca| orca.format);
-    let mut all = json!({"role": "inbound", "report": report, "orca": name(format, ORCA)});
+    let mut all = Map::new();
+    let mut say = |key: &str, value: Value| all.insert(key.to_owned(), value);
+    say("role", json!("inbound"));
     match config.serving {
         Serving::Destination => {}
-        Serving::Port(port) => all["serving_port"] = json!(port),
-        Serving::Fixed(endpoint) => all["endpoint"] = json!(endpoint.to_string()),
+        Serving::Port(port) => drop(say("serving_port", json!(port))),
+        Serving::Fixed(endpoint) => drop(say("endpoint", json!(endpoint.to_string()))),
     }
+    say("report", json!(name(config.report_on_responses, REPORTS)));
+    say("orca", json!(name(config.orca.map(|orca| orca.format), ORCA)));
     if let Some(orca) = config.orca {
-        all["orca_for"] = json!(name(orca.class, CLASSES));
-        all["orca_window_ms"] = json!(orca.window_ms);
+        say("orca_for", json!(name(orca.class, CLASSES)));
+        say("orca_window_ms", json!(orca.window_ms));
         if let Some(limit) = orca.limit {
-            all["orca_limit"] = json!(limit);
+            say("orca_limit", json!(limit));
         }
     }
-    all
+    Value::Object(all)
 }
 
 fn name<T: Copy + PartialEq>(value: T, names: &[(&'static str, T)]) -> &'static str {
