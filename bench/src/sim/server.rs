@@ -169,7 +169,8 @@ impl Server {
     /// The report in the format of ORCA on the response to a query that is `leaving`, as the agent makes it.
     pub(crate) fn orca(&mut self, now: Nanos, leaving: Option<Visit>) -> Utilisation {
         let report = self.replica.report(micros(now), endpoint(0), None, leaving);
-        let orca = self.replica.orca(micros(now), &report, None).expect("rates are counted from the start");
+        let orca = self.replica.orca(micros(now), &report, leaving.is_some(), None);
+        let orca = orca.expect("rates are counted from the start");
         Utilisation {
             qps: orca.rates.ended_milli as f64 / 1e3,
             eps: orca.rates.failed_milli as f64 / 1e3,

@@ -100,12 +100,22 @@ impl Rates {
 
     /// The means as they are now.
     pub fn over(&mut self, now: Micros) -> Window {
+        self.means(now, 0.0)
+    }
+
+    /// The same once the request has ended that is leaving now. Without it, a replica that serves one request in a long time
+    /// would report none.
+    pub fn over_with_leaving(&mut self, now: Micros) -> Window {
+        self.means(now, 1.0)
+    }
+
+    fn means(&mut self, now: Micros, leaving: f64) -> Window {
         self.pass(now);
         let passed_us = self.passed_us.max(self.window_us * SHORTEST);
         // `as` saturates, and none of these is negative.
         let per_us = |sum: f64, unit: f64| (sum / passed_us * unit).round() as u64;
         Window {
-            ended_milli: per_us(self.ended, 1e9),
+            ended_milli: per_us(self.ended + leaving, 1e9),
             failed_milli: per_us(self.failed, 1e9),
             rif_micro: per_us(self.busy_us, 1e6),
         }
@@ -182,6 +192,21 @@ mod tests {
         assert_eq!(later, Window { rif_micro: 2_000_000, ..Window::default() });
         rates.moved(Micros(3600 * SECOND), 0);
         assert_eq!(rates.over(Micros(3700 * SECOND)), Window::default());
+    }
+
+    #[test]
+    fn a_rare_request_counts_in_the_report_on_its_own_response() {
+        let mut rates = Rates::new(Micros(0), SECOND);
+        let second = SECOND as f64;
+        for n in 1..=3 {
+            rates.moved(Micros(100 * n * SECOND), 1);
+            let leaves = Micros(100 * n * SECOND + SECOND / 10);
+            let Window { ended_milli, rif_micro, .. } = rates.over_with_leaving(leaves);
+            // One request of 100 ms: the rate over the requests in flight is one in 100 ms.
+            let latency = rif_micro as f64 / 1e6 / (ended_milli as f64 / 1e3);
+            assert!((latency * second / 100_000.0 - 1.0).abs() < 0.06, "{latency} s");
+            rates.ended(leaves, 0, Outcome::Success);
+        }
     }
 
     #[test]

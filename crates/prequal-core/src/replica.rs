@@ -176,9 +176,17 @@ impl Replica {
         }
     }
 
-    /// `report`, which was made just now, in the format of ORCA; `None` without [`Self::count_rates`].
-    pub fn orca(&mut self, now: Micros, report: &LoadReport, limit: Option<u32>) -> Option<OrcaReport> {
-        let rates = self.rates.as_mut()?.over(now);
+    /// `report`, which was made just now, in the format of ORCA; `None` without [`Self::count_rates`]. `leaves`: on the response
+    /// to a request that still counts.
+    pub fn orca(
+        &mut self,
+        now: Micros,
+        report: &LoadReport,
+        leaves: bool,
+        limit: Option<u32>,
+    ) -> Option<OrcaReport> {
+        let rates = self.rates.as_mut()?;
+        let rates = if leaves { rates.over_with_leaving(now) } else { rates.over(now) };
         let backend = self.backend(now).cloned();
         Some(OrcaReport { backend, ..OrcaReport::new(report, rates, limit) })
     }

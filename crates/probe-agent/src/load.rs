@@ -188,7 +188,7 @@ impl Load {
         let now = self.now();
         let mut replica = self.replica();
         let report = replica.report(now, endpoint, probe_endpoint, leaving);
-        let orca = replica.orca(now, &report, limit);
+        let orca = replica.orca(now, &report, leaving.is_some(), limit);
         drop(replica);
         (LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }, orca)
     }

@@ -152,9 +152,16 @@ impl Served {
         self.replica.borrow_mut().count_rates(now, u64::from(window_ms) * 1000);
     }
 
-    /// `report`, which was made just now, in the format of ORCA; `None` before [`Self::count_rates`].
-    pub(super) fn orca(&self, now: Micros, report: &LoadReport, limit: Option<u32>) -> Option<OrcaReport> {
-        self.replica.borrow_mut().orca(now, report, limit)
+    /// `report`, which was made just now, in the format of ORCA; `None` before [`Self::count_rates`]. `leaves`: on the response
+    /// to a request that still counts.
+    pub(super) fn orca(
+        &self,
+        now: Micros,
+        report: &LoadReport,
+        leaves: bool,
+        limit: Option<u32>,
+    ) -> Option<OrcaReport> {
+        self.replica.borrow_mut().orca(now, report, leaves, limit)
     }
 
     /// Keeps the rates right on a worker that serves little itself.

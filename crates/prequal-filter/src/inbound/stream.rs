@@ -128,10 +128,10 @@ impl InboundStream {
         let report = (config.report_on_responses || orca.is_some())
             .then(|| flight.served.report(&*self.inbound.vm, now, leaving));
         if let (Some(orca), Some(report)) = (orca, &report) {
-            let told = flight.served.orca(now, report, orca.limit);
+            let load = flight.served.orca(now, report, leaving.is_some(), orca.limit);
             // What the replica says of itself would contradict it.
             set(orca::HEADER_BIN, None);
-            set(orca::HEADER, told.map(|told| told.header(orca.format)).as_deref());
+            set(orca::HEADER, load.map(|load| load.header(orca.format)).as_deref());
         }
         let report = report.filter(|_| config.report_on_responses).map(|report| report.to_string());
         // What the replica itself says of its load does not count beside what is counted here.
