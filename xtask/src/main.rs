@@ -30,6 +30,7 @@ struct Cli {
 enum Command {
     Build(commands::build::Args),
     Dist(commands::dist::Args),
+    Crates(commands::crates::Args),
     Demo(commands::demo::Args),
     Compose(commands::compose::Args),
     Fault(commands::fault::Args),
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Build(args) => commands::build::run(&args),
         Command::Dist(args) => commands::dist::run(&args),
+        Command::Crates(args) => commands::crates::run(&args),
         Command::Demo(args) => commands::demo::run(&args),
         Command::Compose(args) => commands::compose::run(&args),
         Command::Fault(args) => commands::fault::run(&args),

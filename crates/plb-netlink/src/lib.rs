@@ -11,6 +11,8 @@
 //!
 //! Everything works on the network namespace of the calling thread; [`netns`] enters another one. Blocking calls, no
 //! async runtime. The only `unsafe` is in `sys`. Depends on none of the other crates of this project.
+//!
+#![doc = include_str!("../README.md")]
 
 pub mod bpf;
 pub mod counters;

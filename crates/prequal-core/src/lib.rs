@@ -27,6 +27,8 @@
 //! | [`blob`] | which bytes are state of this version |
 //! | [`shared`] | how workers change it without losing each other's changes |
 //! | [`config`] | settings that cannot be invalid |
+//!
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 #![cfg_attr(
     not(test),

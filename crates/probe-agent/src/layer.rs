@@ -12,9 +12,12 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use pin_project_lite::pin_project;
-use prequal_core::endpoint::Endpoint;
+// What an application passes in: it need not depend on the core for that.
+pub use prequal_core::affinity::Hint;
+pub use prequal_core::endpoint::Endpoint;
 use prequal_core::probe::Route;
 use prequal_core::tracker::Outcome;
+pub use prequal_core::tracker::TrackerConfig;
 use tower_layer::Layer;
 use tower_service::Service;
 
@@ -30,9 +33,8 @@ use crate::utilization::Utilization;
 /// Wraps a service so that it reports its load. Clone it freely: all copies count on one [`Load`].
 ///
 /// ```
-/// use probe_agent::layer::PrequalLayer;
+/// use probe_agent::layer::{PrequalLayer, TrackerConfig};
 /// use probe_agent::load::Load;
-/// use prequal_core::tracker::TrackerConfig;
 ///
 /// let load = Load::new(TrackerConfig::default());
 /// let layer = PrequalLayer::new(load, "10.0.0.7:8080".parse().unwrap());
@@ -62,8 +64,7 @@ impl PrequalLayer {
     /// application with their hint on them.
     ///
     /// ```
-    /// # use probe_agent::{hint::Hook, layer::PrequalLayer, load::Load};
-    /// # use prequal_core::{affinity::Hint, tracker::TrackerConfig};
+    /// # use probe_agent::{hint::Hook, layer::{Hint, PrequalLayer, TrackerConfig}, load::Load};
     /// # let load = Load::new(TrackerConfig::default());
     /// # let layer = PrequalLayer::new(load, "10.0.0.7:8080".parse().unwrap());
     /// # fn is_cached(_: &str) -> bool { true }
@@ -260,7 +261,6 @@ mod tests {
     use crate::hint::HintHook;
     use crate::load::HintSeen;
     use http_body_util::{BodyExt, Empty};
-    use prequal_core::affinity::Hint;
     use prequal_core::tracker::TrackerConfig;
     use std::convert::Infallible;
     use std::num::NonZeroU32;

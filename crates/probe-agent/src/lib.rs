@@ -7,7 +7,8 @@
 //!
 //! Both count on a [`load::Load`] and end requests by [`body::TrackedBody`]; the estimator itself is
 //! [`prequal_core::tracker`]. Nothing here chooses a replica: that is the client's side.
-
+//!
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 #![cfg_attr(not(feature = "proxy"), allow(dead_code, reason = "the layer shares modules with the proxy"))]
 

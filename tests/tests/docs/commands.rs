@@ -23,6 +23,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("apt-get install --no-install-recommends docker.io docker-compose iptables debootstrap", ".ci/run"),
     ("apt-get install --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross", ".ci/run"),
     ("cargo deny", "step `deps`, where it is installed"),
+    ("cargo publish --dry-run", "step `crates`"),
     ("cargo test -p prequal-testbed --test mesh", "step `test`"),
     (
         "cargo run -p prequal-testbed --example refresh_schemas -- \"$DIR/kubernetes/customresourcedefinitions.gen.yaml\"",
@@ -59,6 +60,9 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("istioctl proxy-status", NO_ISTIOCTL),
     ("grep '\"name\"'", "of what istioctl prints"),
     ("cargo bench -p prequal-bench --bench conflicts", "it takes minutes; `cargo xtask test` compiles it"),
+    ("cargo info NAME", "it asks a public registry"),
+    ("cargo publish -p prequal-policy -p plb-netlink -p probe-agent", "it publishes"),
+    ("cargo semver-checks --baseline-version 0.1.0", "there is no earlier release"),
     ("skopeo inspect docker://docker.io/envoyproxy/envoy:v1.40.0", "it asks a public registry"),
     ("go mod download -json istio.io/api@v1.31.1", "it fetches; for who refreshes the schemas"),
 ];

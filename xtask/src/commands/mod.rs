@@ -5,6 +5,7 @@ pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod chaos;
 pub(crate) mod compose;
+pub(crate) mod crates;
 pub(crate) mod debian;
 pub(crate) mod demo;
 pub(crate) mod dist;

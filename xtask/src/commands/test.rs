@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::ahead::Ahead;
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{chaos, compose, debian, dist, envoy, fuzz, plb_guest, sim};
+use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, plb_guest, sim};
 use crate::run::TestProgram;
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run};
@@ -60,6 +60,8 @@ enum Step {
     Lint,
     /// rustdoc without warnings
     Docs,
+    /// The packages for crates.io could be published, and compile alone with the oldest Rust
+    Crates,
     /// target/dist/ and the test-only modules
     Build,
     /// Every unit, documentation and end-to-end test
@@ -152,6 +154,7 @@ impl Step {
             Self::Circles => "circles of files",
             Self::Lint => "lint",
             Self::Docs => "documentation",
+            Self::Crates => "packages",
             Self::Build => "build",
             Self::Test => "tests",
             Self::Chaos => "chaos, short",
@@ -180,6 +183,10 @@ impl Session<'_> {
                     .args(["doc", "--workspace", "--no-deps", "--document-private-items"])
                     .env("RUSTDOCFLAGS", "-D warnings"),
             ),
+            Step::Crates => {
+                self.impossible.extend(crates::check(false)?);
+                Ok(())
+            }
             Step::Build => self.build(),
             Step::Test => self.tests(),
             Step::Chaos => self.chaos(),
@@ -355,12 +362,13 @@ fn dependencies() -> Result<()> {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 14] = [
+const STEPS: [Step; 15] = [
     Step::Format,
     Step::Deps,
     Step::Circles,
     Step::Lint,
     Step::Docs,
+    Step::Crates,
     Step::Build,
     Step::Test,
     Step::Chaos,

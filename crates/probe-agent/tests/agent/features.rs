@@ -63,7 +63,7 @@ const LAYER: &[&str] = &[
     "itoa",
     "memchr",
     "pin-project-lite",
-    "prequal-core",
+    "prequal-policy",
     "probe-agent",
     "rand",
     "rand_core",

@@ -167,7 +167,7 @@ mod tests {
         let names: BTreeSet<&str> = array(&bill["components"]).map(|c| text(c, "name")).collect();
         for name in [
             "prequal-filter",
-            "prequal-core",
+            "prequal-policy",
             "probe-agent",
             "plb-netlink",
             "hyper",

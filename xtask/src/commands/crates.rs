@@ -1,0 +1,253 @@
+//! `cargo xtask crates`: whether the packages for crates.io could be published. Nothing is uploaded.
+//!
+//! A package is published if its manifest says `publish = ["crates-io"]`. Cargo's own dry run packs it; this file checks what
+//! is in it, and compiles what was packed with the oldest Rust that it promises. The verification that is built into cargo is
+//! left out (`--no-verify`): it would compile 86 crates with today's Rust, which `lint` has just done from the same sources;
+//! the compilation here shows what `lint` cannot, that a package is complete and stands alone.
+//!
+//! Left out: whether the interface has changed since the last release (docs/releasing.md).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+use crate::{progress, run, workspace};
+
+/// Proves that the packages for crates.io could be published: cargo's dry run, their content, the oldest Rust.
+///
+/// Compiles the core and the tower layer from what was packed, with the Rust of `rust-version`; rustup fetches that
+/// compiler. Nothing is uploaded.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Compile the programs too, with all default features: a minute more
+    #[arg(long)]
+    all: bool,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    if let Some(why) = check(args.all)? {
+        progress::say(format_args!("not checked: {why}"));
+    }
+    Ok(())
+}
+
+/// Fails with what is wrong; returns what could not be checked on this machine.
+pub(crate) fn check(all: bool) -> Result<Option<String>> {
+    let metadata = run::output(run::cargo().args(["metadata", "--locked", "--format-version", "1"]))?;
+    let metadata: Value = serde_json::from_str(&metadata)?;
+    let packages = published(&metadata);
+    ensure!(!packages.is_empty(), "no package is to be published");
+    let oldest = text(packages[0], "rust_version");
+    let too_new = too_new(&metadata, &packages, oldest);
+    ensure!(
+        too_new.is_empty(),
+        "rust-version is {oldest}, but these are linked and need more: {}",
+        too_new.join(", ")
+    );
+
+    let mut publish = run::cargo();
+    publish.args(["publish", "--dry-run", "--no-verify", "--allow-dirty", "--quiet"]);
+    run::check(selected(&mut publish, &packages))?;
+    let folder = unpacked(&packages)?;
+    progress::say(format_args!("{} packages could be published", packages.len()));
+    if let Some(why) = missing(oldest) {
+        return Ok(Some(why));
+    }
+    let mut oldest_cargo = cargo_of(oldest);
+    oldest_cargo.args(["check", "--quiet", "--manifest-path"]).arg(folder.join("Cargo.toml"));
+    oldest_cargo.arg("--target-dir").arg(workspace::target().join("oldest-rust"));
+    match all {
+        true => oldest_cargo.args(["--workspace"]),
+        false => oldest_cargo.args(LIBRARIES),
+    };
+    run::check(&mut oldest_cargo)?;
+    progress::say(format_args!("they compile alone with Rust {oldest}"));
+    Ok(None)
+}
+
+/// Our packages that go to crates.io.
+fn published(metadata: &Value) -> Vec<&Value> {
+    let packages = metadata["packages"].as_array().into_iter().flatten();
+    packages.filter(|package| package["source"].is_null() && package["publish"][0] == "crates-io").collect()
+}
+
+/// Linked packages that need a newer Rust than `oldest`.
+fn too_new(metadata: &Value, roots: &[&Value], oldest: &str) -> Vec<String> {
+    let array = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let nodes: BTreeMap<String, Vec<Value>> = array(&metadata["resolve"]["nodes"])
+        .iter()
+        .map(|node| (text(node, "id").to_owned(), array(&node["deps"])))
+        .collect();
+    let mut linked = BTreeSet::new();
+    let mut pending: Vec<String> = roots.iter().map(|root| text(root, "id").to_owned()).collect();
+    while let Some(id) = pending.pop() {
+        if !linked.insert(id.clone()) {
+            continue;
+        }
+        for dependency in nodes.get(&id).into_iter().flatten() {
+            if array(&dependency["dep_kinds"]).iter().any(|kind| kind["kind"] != "dev") {
+                pending.push(text(dependency, "pkg").to_owned());
+            }
+        }
+    }
+    let newer = |package: &&Value| {
+        linked.contains(text(package, "id")) && version(text(package, "rust_version")) > version(oldest)
+    };
+    let packages = array(&metadata["packages"]);
+    packages.iter().filter(newer).map(|p| format!("{} {}", text(p, "name"), text(p, "version"))).collect()
+}
+
+/// Major and minor number. Of nothing: 0.
+fn version(text: &str) -> (u32, u32) {
+    let mut numbers = text.split('.').map(|number| number.parse().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+}
+
+/// Packs the packages, unpacks them side by side, and makes them a workspace in which they find each other.
+fn unpacked(packages: &[&Value]) -> Result<PathBuf> {
+    let mut pack = run::cargo();
+    pack.args(["package", "--no-verify", "--allow-dirty", "--offline", "--quiet", "--target-dir"]);
+    pack.arg(workspace::target());
+    run::output(selected(&mut pack, packages))?;
+    let folder = workspace::target().join("crates");
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(&folder)?;
+    let (mut members, mut patches) = (Vec::new(), String::new());
+    for package in packages {
+        let name = text(package, "name");
+        let unpacked = format!("{name}-{}", text(package, "version"));
+        let archive = workspace::target().join("package").join(format!("{unpacked}.crate"));
+        // `m`: the times in a package are always the same, and cargo goes by them.
+        run::output(run::tool("tar").arg("-xzmf").arg(&archive).arg("-C").arg(&folder))?;
+        is_complete(&folder.join(&unpacked)).with_context(|| format!("package {name}"))?;
+        patches.push_str(&format!("{name} = {{ path = \"{unpacked}\" }}\n"));
+        members.push(format!("\"{unpacked}\""));
+    }
+    let members = members.join(", ");
+    let manifest =
+        format!("[workspace]\nresolver = \"3\"\nmembers = [{members}]\n\n[patch.crates-io]\n{patches}");
+    fs::write(folder.join("Cargo.toml"), manifest)?;
+    // The versions that everything else is tested with.
+    fs::copy(workspace::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
+    Ok(folder)
+}
+
+/// What a reader of crates.io expects is there, and nothing that is of no use there.
+fn is_complete(package: &Path) -> Result<()> {
+    for file in ["Cargo.toml", "LICENSE", "README.md", "src/lib.rs"] {
+        ensure!(package.join(file).is_file(), "{file} is missing");
+    }
+    for entry in fs::read_dir(package)? {
+        let name = entry?.file_name();
+        ensure!(ALLOWED.iter().any(|allowed| name == *allowed), "{} does not belong there", name.display());
+    }
+    let (readme, library) =
+        (fs::read_to_string(package.join("README.md"))?, fs::read_to_string(package.join("src/lib.rs"))?);
+    ensure!(readme.contains("\n```rust\n"), "README.md shows no example");
+    // Then rustdoc shows it, and `cargo test` runs it.
+    ensure!(
+        library.contains("#![doc = include_str!(\"../README.md\")]"),
+        "the library's documentation leaves README.md out"
+    );
+    Ok(())
+}
+
+fn selected<'a>(command: &'a mut Command, packages: &[&Value]) -> &'a mut Command {
+    for package in packages {
+        command.args(["--package", text(package, "name")]);
+    }
+    command
+}
+
+/// Why there is no compiler of version `oldest`, if so.
+fn missing(oldest: &str) -> Option<String> {
+    if run::succeeds(cargo_of(oldest).arg("--version")) {
+        return None;
+    }
+    let mut rustup = run::tool("rustup");
+    rustup.args(["toolchain", "install", &toolchain(oldest), "--profile", "minimal", "--no-self-update"]);
+    match run::output(&mut rustup) {
+        Ok(_) => None,
+        Err(why) => Some(format!(
+            "packages with Rust {oldest}, which rustup cannot fetch: {}",
+            progress::last_line(&why)
+        )),
+    }
+}
+
+fn cargo_of(version: &str) -> Command {
+    let mut command = run::tool("rustup");
+    command.args(["run", &toolchain(version), "cargo"]);
+    // Of the cargo that runs this program.
+    command.env_remove("CARGO").env_remove("RUSTC").env_remove("RUSTDOC");
+    command
+}
+
+fn toolchain(version: &str) -> String {
+    format!("{version}.0")
+}
+
+fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+    value[key].as_str().unwrap_or_default()
+}
+
+/// What users depend on from other crates: the core, and the agent's tower layer.
+const LIBRARIES: [&str; 6] =
+    ["--package", "prequal-policy", "--package", "probe-agent", "--no-default-features", "--lib"];
+
+/// At the top of a package.
+const ALLOWED: [&str; 7] =
+    [".cargo_vcs_info.json", "Cargo.lock", "Cargo.toml", "Cargo.toml.orig", "LICENSE", "README.md", "src"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_needs_a_newer_rust_is_found_where_it_is_linked() {
+        let package = |name: &str, rust: &str| json!({"id": name, "name": name, "version": "1.0.0", "rust_version": rust});
+        let to = |name: &str, kind: Value| json!({"pkg": name, "dep_kinds": [{"kind": kind}]});
+        let metadata = json!({
+            "packages": [package("ours", "1.88"), package("direct", "1.70"), package("deep", "1.90.1"),
+                package("build", "2.1"), package("tests", "1.95")],
+            "resolve": {"nodes": [
+                {"id": "ours", "deps": [to("direct", Value::Null), to("tests", json!("dev"))]},
+                {"id": "direct", "deps": [to("deep", Value::Null), to("build", json!("build"))]},
+            ]},
+        });
+        let roots = [&metadata["packages"][0]];
+        assert_eq!(too_new(&metadata, &roots, "1.88"), ["deep 1.0.0", "build 1.0.0"]);
+        assert_eq!(too_new(&metadata, &roots, "2.1"), [""; 0]);
+    }
+
+    #[test]
+    fn a_package_without_its_readme_or_with_tests_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path();
+        fs::create_dir(path.join("src")).expect("made");
+        for (file, content) in [
+            ("Cargo.toml", ""),
+            ("LICENSE", ""),
+            ("README.md", "# A\n\n```rust\nassert!(true);\n```\n"),
+            ("src/lib.rs", "#![doc = include_str!(\"../README.md\")]\n"),
+        ] {
+            fs::write(path.join(file), content).expect("written");
+        }
+        is_complete(path).expect("complete");
+        fs::write(path.join("tests.rs"), "").expect("written");
+        assert_eq!(is_complete(path).expect_err("tests").to_string(), "tests.rs does not belong there");
+        fs::remove_file(path.join("tests.rs")).expect("removed");
+        fs::write(path.join("src/lib.rs"), "").expect("written");
+        let error = is_complete(path).expect_err("no documentation").to_string();
+        assert!(error.contains("leaves README.md out"), "{error}");
+        fs::remove_file(path.join("README.md")).expect("removed");
+        assert_eq!(is_complete(path).expect_err("no README").to_string(), "README.md is missing");
+    }
+}
