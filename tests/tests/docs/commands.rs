@@ -36,6 +36,11 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("promtool test rules prequal-alerts.test.yaml", "promtool_accepts_the_rules_and_their_tests_pass"),
     ("sha256sum --check", "step `release`"),
     (
+        "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out release.key",
+        "step `release`, and the tests of xtask",
+    ),
+    ("openssl pkey -in release.key -pubout -out release.pub", "step `release`, and the tests of xtask"),
+    (
         "skopeo copy oci:target/release-dist/prequal_filter-0.1.0.oci:0.1.0 docker://REGISTRY/prequal_filter:0.1.0",
         "step `release`, with a registry of its own",
     ),
@@ -60,6 +65,10 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("istioctl proxy-status", NO_ISTIOCTL),
     ("grep '\"name\"'", "of what istioctl prints"),
     ("cargo bench -p prequal-bench --bench conflicts", "it takes minutes; `cargo xtask test` compiles it"),
+    (
+        "cosign sign --key cosign.key REGISTRY/prequal_filter@sha256:DIGEST",
+        "it takes an account at a registry, and cosign",
+    ),
     ("cargo info NAME", "it asks a public registry"),
     ("cargo publish -p prequal-policy -p plb-netlink -p probe-agent", "it publishes"),
     ("cargo semver-checks --baseline-version 0.1.0", "there is no earlier release"),

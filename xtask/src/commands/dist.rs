@@ -17,6 +17,7 @@ use crate::{progress, run, workspace};
 mod changelog;
 mod manifests;
 mod oci;
+mod provenance;
 pub(crate) mod rehearsal;
 mod sbom;
 
@@ -26,7 +27,7 @@ use oci::{Entry, Image};
 ///
 /// prequal_filter-VERSION.wasm; the same as an OCI image that Istio's WasmPlugin and Envoy Gateway fetch (a layout as a
 /// folder and as a tar); for each architecture a tar.gz of the programs, linked statically; an OCI image of the agent for
-/// all of them; the manifests of envoy-configs/ with these images by digest; a CycloneDX bill of materials; the version's section of CHANGELOG.md. Needs no container engine. The
+/// all of them; the manifests of envoy-configs/ with these images by digest; a CycloneDX bill of materials; the version's section of CHANGELOG.md; an in-toto statement of where all of it comes from. Needs no container engine. The
 /// other architecture than this machine's needs a cross linker (`apt-get install gcc-aarch64-linux-gnu`); where it is
 /// missing, one line says so.
 ///
@@ -42,11 +43,24 @@ pub(crate) struct Args {
     #[arg(long)]
     check: bool,
 
+    /// Sign the statement of where the release comes from with this private key (PEM, ECDSA on P-256). Refused for sources
+    /// that differ from the commit
+    #[arg(long, value_name = "KEY")]
+    sign: Option<PathBuf>,
+
+    /// Build nothing: verify the release in --out, which may lack files, against this public key (PEM). Needs no network
+    #[arg(long, value_name = "KEY", conflicts_with_all = ["check", "sign"])]
+    verify: Option<PathBuf>,
+
     #[command(flatten)]
     wasm: WasmArgs,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if let Some(key) = &args.verify {
+        progress::headline(provenance::verify(&args.out, key)?);
+        return Ok(());
+    }
     progress::headline("building the release");
     let started = Instant::now();
     let toolchain = Toolchain::prepare(args.wasm.toolchain)?;
@@ -62,6 +76,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     progress::headline(format_args!("{}: {} {} in {seconds}", args.out.display(), NAME, parts.stamp.version));
     if args.check {
         check(&toolchain, &mut parts, &args.out)?;
+    }
+    if let Some(key) = &args.sign {
+        ensure!(!parts.stamp.is_dirty(), "the sources differ from the commit: this is not signed");
+        progress::say(provenance::sign(&args.out, &parts.stamp.version, key)?);
     }
     Ok(())
 }
@@ -117,7 +135,7 @@ impl Stamp {
         let mut commit = git(&["rev-parse", "HEAD"])?.trim().to_owned();
         if !git(&["status", "--porcelain"])?.is_empty() {
             progress::say("the sources differ from the commit: this is no release, and its bill says so");
-            commit.push_str("-dirty");
+            commit.push_str(DIRTY);
         }
         let epoch = match std::env::var("SOURCE_DATE_EPOCH") {
             Ok(epoch) => epoch,
@@ -133,6 +151,11 @@ impl Stamp {
             time: time.trim().to_owned(),
             compiler: toolchain.version()?,
         })
+    }
+
+    /// Whether the sources differ from the commit.
+    fn is_dirty(&self) -> bool {
+        self.commit.ends_with(DIRTY)
     }
 
     #[cfg(test)]
@@ -234,6 +257,10 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     for layout in [module, agent] {
         files.insert(format!("{layout}.tar"), oci::tar(&oci::entries_of(&out.join(&layout))?, stamp)?);
     }
+
+    let images = [("prequal_filter", &*module_digest), ("probe-agent", &*agent_digest)];
+    let statement = provenance::statement(&files, &images, stamp)?;
+    files.insert(provenance::statement_name(version), statement);
 
     let mut sums = String::new();
     for (name, bytes) in &files {
@@ -439,12 +466,15 @@ const AUTHORITIES: &str = "etc/ssl/certs/ca-certificates.crt";
 
 const SUMS: &str = "SHA256SUMS";
 
+/// Behind a commit from which the sources differ.
+const DIRTY: &str = "-dirty";
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    fn parts() -> Parts {
+    pub(super) fn parts() -> Parts {
         let program = |name: &str, content: &str| Entry {
             path: name.to_owned(),
             bytes: content.as_bytes().to_vec(),

@@ -145,6 +145,13 @@ pub(super) fn verify(dir: &Path) -> Result<Vec<Verified>> {
     Ok(images)
 }
 
+/// Digest of what the layout's tag names.
+pub(super) fn tagged(dir: &Path) -> Result<String> {
+    let index = json_file(&dir.join("index.json"))?;
+    let [tagged] = list(&index, "manifests")?.as_slice() else { bail!("index.json names not one image") };
+    Ok(text(tagged, "digest")?.to_owned())
+}
+
 fn image(dir: &Path, manifest: &Value, descriptor: &Value, seen: &mut BTreeSet<String>) -> Result<Verified> {
     ensure!(
         text(&manifest["config"], "mediaType")? == CONFIG,

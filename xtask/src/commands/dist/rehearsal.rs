@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use sha2::{Digest as _, Sha256};
 
-use super::{NAME, PLATFORMS, PROGRAMS, Parts, SUMS, VERSION, pack, verify_agent, verify_module};
+use super::{NAME, PLATFORMS, PROGRAMS, Parts, SUMS, VERSION, pack, provenance, verify_agent, verify_module};
 use crate::commands::debian;
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
@@ -46,6 +46,7 @@ fn check(parts: &Parts, scratch: &Path) -> Result<()> {
     let out = scratch.join("release-dist");
     let files = pack(parts, &out)?;
     run::output(run::tool("sha256sum").args(["--check", "--strict", SUMS]).current_dir(&out))?;
+    signed(parts, &out, scratch)?;
     programs_run(&out)?;
     let registry = Registry::start(scratch)?;
     let pushed = push(&out, registry.addr)?;
@@ -82,6 +83,23 @@ fn manifests_name(out: &Path, registry: SocketAddr) -> Result<()> {
         ensure!(text.contains(&digest), "{file} does not name {digest}, which the registry has");
     }
     Ok(())
+}
+
+/// With a key of this run, the release is signed, verified without a network, and refused once a file of it is another.
+fn signed(parts: &Parts, out: &Path, scratch: &Path) -> Result<()> {
+    let (private, public) = (scratch.join("release.key"), scratch.join("release.pub"));
+    let mut openssl = run::tool("openssl");
+    openssl.args(["genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out"]);
+    run::output(openssl.arg(&private))?;
+    let mut openssl = run::tool("openssl");
+    run::output(openssl.args(["pkey", "-pubout", "-in"]).arg(&private).arg("-out").arg(&public))?;
+    let envelope = provenance::sign(out, &parts.stamp.version, &private)?;
+    progress::say(provenance::verify(out, &public)?);
+    let module = out.join(format!("prequal_filter-{VERSION}.wasm"));
+    fs::write(&module, [&parts.module[..], b"x"].concat())?;
+    ensure!(provenance::verify(out, &public).is_err(), "a module that was changed passed for the signed one");
+    fs::write(&module, &parts.module)?;
+    Ok(fs::remove_file(out.join(envelope))?)
 }
 
 /// The programs in the archive start without any library of this machine.

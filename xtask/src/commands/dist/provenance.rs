@@ -1,0 +1,436 @@
+//! Where a release comes from, as an in-toto statement with SLSA's provenance, and a signature over it.
+//!
+//! The statement names every file of the release and both images by digest, with the commit, `Cargo.lock` and the compiler
+//! that they were made from. It is the same in every run. The signature is a DSSE envelope by ECDSA on P-256, which is what
+//! cosign writes and reads; `openssl` computes it, so that no key passes through code of this project. One envelope covers
+//! the module, the programs and the images.
+//!
+//! Left out: who may sign, transparency logs, and signatures beside the images in a registry (docs/releasing.md).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+
+use super::{DIRTY, NAME, SUMS, Stamp, oci};
+use crate::{run, workspace};
+
+/// The statement about `files` and `images`, which are name and digest.
+pub(super) fn statement(
+    files: &BTreeMap<String, Vec<u8>>,
+    images: &[(&str, &str)],
+    stamp: &Stamp,
+) -> Result<Vec<u8>> {
+    let mut subjects = Vec::new();
+    for (name, bytes) in files {
+        subjects.push(json!({"name": name, "digest": {"sha256": sha256(bytes)}}));
+    }
+    for (name, digest) in images {
+        let hex = digest.strip_prefix("sha256:").context("a digest by SHA-256")?;
+        subjects.push(json!({"name": image_name(name, &stamp.version), "digest": {"sha256": hex}}));
+    }
+    let lock = fs::read(workspace::root().join("Cargo.lock"))?;
+    let statement = json!({
+        "_type": STATEMENT,
+        "subject": subjects,
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": "urn:prequal:cargo-xtask-dist:1",
+                "externalParameters": {"version": stamp.version},
+                "internalParameters": {"compilerOfTheModule": stamp.compiler},
+                "resolvedDependencies": [
+                    {
+                        "name": "source",
+                        "digest": {"gitCommit": stamp.commit.trim_end_matches(DIRTY)},
+                        "annotations": {"changed": stamp.is_dirty()},
+                    },
+                    {"name": "Cargo.lock", "digest": {"sha256": sha256(&lock)}},
+                ],
+            },
+            "runDetails": {"builder": {"id": "urn:prequal:the-machine-of-the-signer"}},
+        },
+    });
+    Ok(serde_json::to_vec_pretty(&statement)?)
+}
+
+/// Signs the release in `dir` with the private key in `key` (PEM), and returns the name of the file that it wrote.
+pub(super) fn sign(dir: &Path, version: &str, key: &Path) -> Result<String> {
+    let payload = fs::read(dir.join(statement_name(version)))?;
+    ensure!(is_p256(key, &[])?, "{}: no private key on the curve P-256 (prime256v1)", key.display());
+    let signed = Scratch::new()?;
+    fs::write(signed.file("message"), authenticated(PAYLOAD, &payload))?;
+    let mut openssl = run::tool("openssl");
+    openssl.args(["dgst", "-sha256", "-sign"]).arg(key).arg("-out").arg(signed.file("signature"));
+    run::output(openssl.arg(signed.file("message"))).context("signing")?;
+    let signature = STANDARD.encode(fs::read(signed.file("signature"))?);
+    let envelope = json!({
+        "payloadType": PAYLOAD,
+        "payload": STANDARD.encode(&payload),
+        "signatures": [{"sig": signature}],
+    });
+    let name = envelope_name(version);
+    fs::write(dir.join(&name), format!("{envelope}\n"))?;
+    Ok(name)
+}
+
+/// Verifies the release in `dir` with the public key in `key` (PEM), without a network; returns a line that says what was
+/// verified. Files that are not there are no error, those that the statement does not name are.
+pub(super) fn verify(dir: &Path, key: &Path) -> Result<String> {
+    let (statement, payload) = signed_statement(dir, key)?;
+    ensure!(statement["_type"] == STATEMENT, "what is signed is no in-toto statement of version 1");
+    ensure!(statement["predicateType"] == PREDICATE, "what is signed is no SLSA provenance of version 1");
+    let mut subjects = BTreeMap::new();
+    for subject in statement["subject"].as_array().into_iter().flatten() {
+        let name = subject["name"].as_str().context("a subject without a name")?;
+        let digest = subject["digest"]["sha256"].as_str().with_context(|| format!("{name} has no digest"))?;
+        subjects.insert(name, digest);
+    }
+    let version = statement["predicate"]["buildDefinition"]["externalParameters"]["version"]
+        .as_str()
+        .context("the statement names no version")?;
+    let (mut files, mut images) = (0, 0);
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if entry.file_type()?.is_dir() {
+            let image = name.strip_suffix(&format!("-{version}.oci"));
+            let image = image.with_context(|| format!("{name}: a folder that is not signed"))?;
+            let expected = subjects.get(&*image_name(image, version));
+            let expected = expected.with_context(|| format!("the image {image} is not signed"))?;
+            oci::verify(&entry.path()).with_context(|| name.clone())?;
+            let digest = oci::tagged(&entry.path())?;
+            ensure!(digest == format!("sha256:{expected}"), "{name} is another image than was signed");
+            images += 1;
+            continue;
+        }
+        let bytes = fs::read(entry.path())?;
+        if name == statement_name(version) {
+            ensure!(bytes == payload, "{name} is not what was signed");
+        } else if name == SUMS {
+            sums_agree(&String::from_utf8_lossy(&bytes), &subjects, version, &payload)?;
+        } else if name != envelope_name(version) {
+            let expected = *subjects.get(&*name).with_context(|| format!("{name} is not signed"))?;
+            ensure!(sha256(&bytes) == expected, "{name} is another file than was signed");
+            files += 1;
+        }
+    }
+    let commit = statement["predicate"]["buildDefinition"]["resolvedDependencies"][0]["digest"]["gitCommit"]
+        .as_str()
+        .context("the statement names no commit")?;
+    Ok(format!("{NAME} {version} of commit {commit}: {files} files and {images} images are what was signed"))
+}
+
+/// What the only envelope in `dir` holds, once its signature is right.
+fn signed_statement(dir: &Path, key: &Path) -> Result<(Value, Vec<u8>)> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).with_context(|| dir.display().to_string())? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        names.extend(name.ends_with(ENVELOPE).then_some(name));
+    }
+    let [name] = names.as_slice() else { bail!("{} files end in {ENVELOPE}, not one", names.len()) };
+    let text = fs::read_to_string(dir.join(name))?;
+    let envelope: Value = serde_json::from_str(&text).with_context(|| format!("{name} is no envelope"))?;
+    ensure!(envelope["payloadType"] == PAYLOAD, "{name} holds no in-toto statement");
+    let decoded = |value: &Value| -> Result<Vec<u8>> {
+        STANDARD.decode(value.as_str().unwrap_or_default()).with_context(|| format!("{name} is no envelope"))
+    };
+    let payload = decoded(&envelope["payload"])?;
+    ensure!(is_p256(key, &["-pubin"])?, "{}: no public key on the curve P-256 (prime256v1)", key.display());
+    let scratch = Scratch::new()?;
+    fs::write(scratch.file("message"), authenticated(PAYLOAD, &payload))?;
+    for signature in envelope["signatures"].as_array().into_iter().flatten() {
+        fs::write(scratch.file("signature"), decoded(&signature["sig"])?)?;
+        let mut openssl = run::tool("openssl");
+        openssl.args(["dgst", "-sha256", "-verify"]).arg(key).arg("-signature");
+        if run::succeeds(openssl.arg(scratch.file("signature")).arg(scratch.file("message"))) {
+            let statement = serde_json::from_slice(&payload).context("what is signed is no JSON")?;
+            return Ok((statement, payload));
+        }
+    }
+    bail!("{name}: no signature is by the key in {}", key.display())
+}
+
+/// The sums are those of what was signed.
+fn sums_agree(sums: &str, subjects: &BTreeMap<&str, &str>, version: &str, payload: &[u8]) -> Result<()> {
+    for line in sums.lines() {
+        let (sum, name) = line.split_once("  ").with_context(|| format!("{SUMS}: `{line}`"))?;
+        let same = match subjects.get(name) {
+            Some(expected) => sum == *expected,
+            None => name == statement_name(version) && sum == sha256(payload),
+        };
+        ensure!(same, "{SUMS}: the sum of {name} is not what was signed");
+    }
+    Ok(())
+}
+
+/// What DSSE signs.
+fn authenticated(kind: &str, payload: &[u8]) -> Vec<u8> {
+    let mut message = format!("DSSEv1 {} {kind} {} ", kind.len(), payload.len()).into_bytes();
+    message.extend_from_slice(payload);
+    message
+}
+
+/// Whether the key is on the curve that cosign uses. An error that openssl is missing, or cannot read it.
+fn is_p256(key: &Path, arguments: &[&str]) -> Result<bool> {
+    ensure!(
+        run::succeeds(run::tool("openssl").arg("version")),
+        "openssl is missing: apt-get install --no-install-recommends openssl"
+    );
+    let mut openssl = run::tool("openssl");
+    openssl.args(["pkey", "-noout", "-text_pub", "-in"]).arg(key).args(arguments);
+    let said = run::output(&mut openssl).with_context(|| format!("{} is no such key", key.display()))?;
+    Ok(said.contains("prime256v1"))
+}
+
+pub(super) fn statement_name(version: &str) -> String {
+    format!("{NAME}-{version}.provenance.json")
+}
+
+fn envelope_name(version: &str) -> String {
+    format!("{NAME}-{version}{ENVELOPE}")
+}
+
+fn image_name(name: &str, version: &str) -> String {
+    format!("image {name}:{version}")
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    format!("{:x}", Sha256::digest(bytes))
+}
+
+/// Files for openssl; they go on drop.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("signing-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let scratch = Self(workspace::target().join(name));
+        fs::create_dir_all(&scratch.0)?;
+        Ok(scratch)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Nothing secret is in it.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+const STATEMENT: &str = "https://in-toto.io/Statement/v1";
+const PREDICATE: &str = "https://slsa.dev/provenance/v1";
+const PAYLOAD: &str = "application/vnd.in-toto+json";
+const ENVELOPE: &str = ".intoto.jsonl";
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::parts;
+    use super::super::{VERSION, pack};
+    use super::*;
+    use tempfile::TempDir;
+
+    /// A signed release, and the keys.
+    struct Release {
+        dir: TempDir,
+    }
+
+    impl Release {
+        fn signed() -> Self {
+            let release = Self { dir: TempDir::new().expect("a folder") };
+            pack(&parts(), &release.out()).expect("packed");
+            let private = release.key("a", "P-256");
+            sign(&release.out(), VERSION, &private).expect("signed");
+            release
+        }
+
+        fn out(&self) -> PathBuf {
+            self.dir.path().join("out")
+        }
+
+        fn file(&self, name: &str) -> PathBuf {
+            self.out().join(name)
+        }
+
+        /// Makes a pair of keys on `curve` and returns the private one's file; the public one's is beside it.
+        fn key(&self, name: &str, curve: &str) -> PathBuf {
+            let (private, public) = (self.dir.path().join(name), self.public(name));
+            let curve = format!("ec_paramgen_curve:{curve}");
+            let mut openssl = run::tool("openssl");
+            openssl.args(["genpkey", "-algorithm", "EC", "-pkeyopt", &curve, "-out"]).arg(&private);
+            run::output(&mut openssl).expect("openssl is installed");
+            let mut openssl = run::tool("openssl");
+            openssl.args(["pkey", "-pubout", "-in"]).arg(&private).arg("-out").arg(&public);
+            run::output(&mut openssl).expect("a public key");
+            private
+        }
+
+        fn public(&self, name: &str) -> PathBuf {
+            self.dir.path().join(format!("{name}.pub"))
+        }
+
+        fn verify(&self) -> Result<String> {
+            verify(&self.out(), &self.public("a"))
+        }
+
+        #[track_caller]
+        fn refused(&self, because: &str) {
+            let error = format!("{:#}", self.verify().expect_err("a refusal"));
+            assert!(error.contains(because), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_release_is_verified_also_if_files_of_it_are_missing() {
+        let release = Release::signed();
+        let said = release.verify().expect("verified");
+        assert!(said.contains(&format!("of commit {}", Stamp::example().commit)), "{said}");
+        assert!(said.contains("2 images"), "{said}");
+        for file in [format!("prequal_filter-{VERSION}.wasm"), statement_name(VERSION), SUMS.to_owned()] {
+            fs::remove_file(release.file(&file)).expect("removed");
+        }
+        fs::remove_dir_all(release.file(&format!("probe-agent-{VERSION}.oci"))).expect("removed");
+        assert!(release.verify().expect("verified").contains("1 images"));
+    }
+
+    #[test]
+    fn what_was_changed_added_or_signed_by_another_is_refused() {
+        let release = Release::signed();
+        let changed = |name: &str, because: &str| {
+            let before = fs::read(release.file(name)).expect(name);
+            fs::write(release.file(name), [&before[..], b" "].concat()).expect("written");
+            release.refused(because);
+            fs::write(release.file(name), before).expect("written");
+        };
+        changed(&format!("prequal_filter-{VERSION}.wasm"), "is another file than was signed");
+        changed(&statement_name(VERSION), "is not what was signed");
+        let blobs = format!("probe-agent-{VERSION}.oci/blobs/sha256");
+        let blob =
+            fs::read_dir(release.file(&blobs)).expect("blobs").next().expect("a blob").expect("a blob");
+        changed(&format!("{blobs}/{}", blob.file_name().display()), "blob sha256:");
+
+        fs::write(release.file("more"), "").expect("written");
+        release.refused("more is not signed");
+        fs::remove_file(release.file("more")).expect("removed");
+
+        let sums = fs::read_to_string(release.file(SUMS)).expect("sums");
+        fs::write(release.file(SUMS), sums.replacen(['0', '1', '2', '3'], "f", 1)).expect("written");
+        release.refused("SHA256SUMS: the sum of");
+        fs::write(release.file(SUMS), sums).expect("written");
+
+        release.key("b", "P-256");
+        let error = verify(&release.out(), &release.public("b")).expect_err("another key").to_string();
+        assert!(error.contains("no signature is by the key"), "{error}");
+        release.verify().expect("verified");
+    }
+
+    #[test]
+    fn an_image_that_is_right_and_another_is_refused() {
+        let release = Release::signed();
+        let image = release.file(&format!("prequal_filter-{VERSION}.oci"));
+        fs::remove_dir_all(&image).expect("removed");
+        let mut made = parts();
+        made.module.push(0);
+        oci::write(&image, &[super::super::module_image(&made)], &made.stamp).expect("written");
+        release.refused("is another image than was signed");
+    }
+
+    #[test]
+    fn a_statement_that_was_changed_has_no_signature() {
+        let release = Release::signed();
+        let file = release.file(&envelope_name(VERSION));
+        let mut envelope: Value =
+            serde_json::from_slice(&fs::read(&file).expect("an envelope")).expect("JSON");
+        let payload = STANDARD.decode(envelope["payload"].as_str().expect("text")).expect("base64");
+        let payload =
+            String::from_utf8(payload).expect("text").replace("0123456789abcdef", "fedcba9876543210");
+        envelope["payload"] = json!(STANDARD.encode(payload));
+        fs::write(&file, envelope.to_string()).expect("written");
+        release.refused("no signature is by the key");
+        envelope["signatures"] = json!([]);
+        fs::write(&file, envelope.to_string()).expect("written");
+        release.refused("no signature is by the key");
+        fs::write(&file, "{}").expect("written");
+        release.refused("holds no in-toto statement");
+        fs::remove_file(&file).expect("removed");
+        release.refused("0 files end in .intoto.jsonl, not one");
+    }
+
+    #[test]
+    fn keys_on_another_curve_are_refused() {
+        let release = Release::signed();
+        let key = release.key("c", "P-384");
+        let error = sign(&release.out(), VERSION, &key).expect_err("another curve").to_string();
+        assert!(error.contains("no private key on the curve P-256"), "{error}");
+        let error = verify(&release.out(), &release.public("c")).expect_err("another curve").to_string();
+        assert!(error.contains("no public key on the curve P-256"), "{error}");
+    }
+
+    /// Another implementation than the one that signed, as other tools would have.
+    #[test]
+    fn ring_takes_the_signature_for_dsse() {
+        let release = Release::signed();
+        let text = fs::read_to_string(release.file(&envelope_name(VERSION))).expect("an envelope");
+        assert_eq!(text.lines().count(), 1, "JSON lines");
+        let envelope: Value = serde_json::from_str(&text).expect("JSON");
+        let decoded = |value: &Value| STANDARD.decode(value.as_str().expect("text")).expect("base64");
+        let (payload, signature) =
+            (decoded(&envelope["payload"]), decoded(&envelope["signatures"][0]["sig"]));
+        // Spelled out: DSSE's pre-authentication encoding.
+        let mut message = format!("DSSEv1 28 application/vnd.in-toto+json {} ", payload.len()).into_bytes();
+        message.extend(&payload);
+        let pem = fs::read_to_string(release.public("a")).expect("a key");
+        let der = STANDARD.decode(pem.lines().filter(|line| !line.starts_with('-')).collect::<String>());
+        // The point is what a key of this kind ends with.
+        let der = der.expect("base64");
+        let point = &der[der.len() - 65..];
+        let key = ring::signature::UnparsedPublicKey::new(&ring::signature::ECDSA_P256_SHA256_ASN1, point);
+        key.verify(&message, &signature).expect("a signature");
+        assert!(key.verify(&message[1..], &signature).is_err());
+    }
+
+    #[test]
+    fn the_statement_is_slsas_provenance() {
+        let release = Release::signed();
+        let statement: Value =
+            serde_json::from_slice(&fs::read(release.file(&statement_name(VERSION))).expect("a statement"))
+                .expect("JSON");
+        assert_eq!(statement["_type"], "https://in-toto.io/Statement/v1");
+        assert_eq!(statement["predicateType"], "https://slsa.dev/provenance/v1");
+        let build = &statement["predicate"]["buildDefinition"];
+        for field in ["buildType", "externalParameters", "internalParameters", "resolvedDependencies"] {
+            assert!(!build[field].is_null(), "{field}");
+        }
+        let names: Vec<&str> = statement["subject"]
+            .as_array()
+            .expect("subjects")
+            .iter()
+            .map(|subject| subject["name"].as_str().expect("a name"))
+            .collect();
+        for name in [
+            format!("prequal_filter-{VERSION}.wasm"),
+            format!("prequal-manifests-{VERSION}.tar.gz"),
+            format!("image prequal_filter:{VERSION}"),
+            format!("image probe-agent:{VERSION}"),
+        ] {
+            assert!(names.contains(&&*name), "{names:?}");
+        }
+        let dirty = Stamp { commit: format!("0123{DIRTY}"), ..Stamp::example() };
+        let statement = super::statement(&BTreeMap::new(), &[], &dirty).expect("a statement");
+        let statement: Value = serde_json::from_slice(&statement).expect("JSON");
+        let source = &statement["predicate"]["buildDefinition"]["resolvedDependencies"][0];
+        assert_eq!(source["digest"]["gitCommit"], "0123");
+        assert_eq!(source["annotations"]["changed"], true);
+    }
+}
