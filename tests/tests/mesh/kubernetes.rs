@@ -1,26 +1,24 @@
-//! The files of `envoy-configs/kubernetes/`: built by Kustomize, checked, and their Envoy run with a name server of ours.
+//! The files of `envoy-configs/kubernetes/`: built by Kustomize, checked, and their Envoy run as `headless.rs` does it.
 
 use std::io::Read as _;
-use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use prequal_testbed::{
-    AgentOptions, Client, Envoy, EnvoyConfig, Fleet, Replica, Reply, Request, bed, eventually, http_get,
-    wasm_module, workspace_root,
-};
+use prequal_testbed::{Client, Envoy, EnvoyConfig, Fleet, Reply, Request, bed, eventually, workspace_root};
 use serde_json::{Value, json};
 
+use crate::headless;
 use crate::schemas::check;
 use prequal_testbed::manifests::{documents, find, parse};
 
-const FOLDERS: [&str; 3] = ["base", "overlays/init-container", "overlays/image-volume"];
+pub const FOLDERS: [&str; 3] = ["base", "overlays/init-container", "overlays/image-volume"];
 
 /// What Kustomize makes of a folder, if there is one on this machine.
-fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
+pub fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
     let path = workspace_root().join("envoy-configs/kubernetes").join(folder);
     for (program, command) in [("kustomize", "build"), ("kubectl", "kustomize")] {
         let Ok(output) = Command::new(program).arg(command).arg(&path).output() else { continue };
@@ -70,7 +68,7 @@ fn every_kustomization_builds_objects_as_published() -> Result<()> {
 }
 
 /// What the Pod Security Standard `restricted` asks for, which the namespace enforces, and requests for resources.
-fn assert_restricted(pod: &Value) {
+pub fn assert_restricted(pod: &Value) {
     assert_eq!(pod["securityContext"]["runAsNonRoot"], true);
     assert_eq!(pod["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
     let containers = ["containers", "initContainers"].iter().filter_map(|key| pod[key].as_array()).flatten();
@@ -252,124 +250,9 @@ fn the_envoy_is_the_static_one_but_for_discovery() -> Result<()> {
     Ok(())
 }
 
-/// A name server that knows one name: the addresses that it is told.
-struct Names {
-    addr: SocketAddr,
-    pods: Arc<Mutex<Vec<Ipv4Addr>>>,
-}
-
-impl Names {
-    fn start(pods: Vec<Ipv4Addr>) -> Result<Self> {
-        let socket = UdpSocket::bind("127.0.0.1:0")?;
-        let names = Self { addr: socket.local_addr()?, pods: Arc::new(Mutex::new(pods)) };
-        let pods = Arc::clone(&names.pods);
-        // It ends with the test program.
-        std::thread::spawn(move || {
-            let mut query = [0; 512];
-            while let Ok((length, from)) = socket.recv_from(&mut query) {
-                let pods = pods.lock().expect("nobody panics with it").clone();
-                if let Some(reply) = answer(&query[..length], &pods) {
-                    let _ = socket.send_to(&reply, from);
-                }
-            }
-        });
-        Ok(names)
-    }
-
-    fn set(&self, pods: Vec<Ipv4Addr>) {
-        *self.pods.lock().expect("nobody panics with it") = pods;
-    }
-}
-
-/// RFC 1035: the question again, and an A record for each pod. Questions for other types have no answers.
-fn answer(query: &[u8], pods: &[Ipv4Addr]) -> Option<Vec<u8>> {
-    let end = 12 + query.get(12..)?.iter().position(|byte| *byte == 0)? + 5;
-    let question = query.get(12..end)?;
-    let pods = if question.ends_with(&[0, 1, 0, 1]) { pods } else { &[] };
-    let count = u8::try_from(pods.len()).ok()?;
-    let header = [query[0], query[1], 0x81, 0x80, 0, 1, 0, count, 0, 0, 0, 0];
-    // Name (of the question), type A, class IN, 30 s to live as cluster DNS has it, length 4.
-    let record = |pod: &Ipv4Addr| [&[0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 30, 0, 4], &pod.octets()[..]].concat();
-    Some([&header, question].concat().into_iter().chain(pods.iter().flat_map(record)).collect())
-}
-
-/// Pods have one port and an address each.
-fn pods(count: u8) -> Result<(u16, Vec<Replica>)> {
-    let start = |port: u16| {
-        (1..=count)
-            .map(|pod| {
-                let addr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 0, 10, pod)), port).to_string();
-                let options =
-                    AgentOptions { listen: addr.clone(), advertise: Some(addr), ..AgentOptions::default() };
-                Replica::start_with(Reply::ok(), &options)
-            })
-            .collect::<Result<Vec<_>>>()
-    };
-    // A port that is free at one address may be taken at another.
-    let mut tries = (0..5).map(|_| free_port().and_then(|port| Ok((port, start(port)?))));
-    tries.find(Result::is_ok).context("no port is free at every address")?
-}
-
-fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
-}
-
 #[test]
 fn pods_of_a_headless_service_are_found_steered_to_and_given_up() -> Result<()> {
     bed!();
-    let (port, pods) = pods(4)?;
-    let ips: Vec<Ipv4Addr> = (1..=4).map(|pod| Ipv4Addr::new(127, 0, 10, pod)).collect();
-    let names = Names::start(ips.clone())?;
-    let admin = free_port()?;
-    let socket = |port: u16| json!({"socket_address": {"address": "127.0.0.1", "port_value": port}});
-    let mut root = documents("kubernetes/base/envoy.yaml")?.remove(0);
-    root["admin"]["address"] = socket(admin);
-    let parts = &mut root["static_resources"];
-    parts["listeners"][0]["address"] = socket(0);
-    parts["listeners"][1]["address"] = socket(0);
-    parts["clusters"][2]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"] =
-        socket(admin);
-    for cluster in 0..2 {
-        let cluster = &mut parts["clusters"][cluster];
-        let endpoint = &mut cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"];
-        endpoint["address"]["socket_address"]["port_value"] = json!(port);
-        let resolver = "envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig";
-        cluster["typed_dns_resolver_config"] = json!({"name": "envoy.network.dns_resolver.cares", "typed_config": {
-            "@type": format!("type.googleapis.com/{resolver}"), "resolvers": [socket(names.addr.port())],
-        }});
-    }
-    let envoy = Envoy::start(EnvoyConfig::from_root(root).module(&wasm_module()))?;
-    let client = envoy.client();
-    let ask = |count| {
-        for reply in client.burst(count, 2, |_| Request::get("/")) {
-            assert_eq!(reply.expect("an answer").status, 200);
-        }
-    };
-    eventually("every pod is a member", Duration::from_secs(15), || {
-        ask(10);
-        let now = envoy.prequal("replicas").ok()?;
-        (now.other("prequal_members") == 4 && now.steered() > 0).then_some(())
-    });
-    let before = envoy.prequal("replicas")?;
-    ask(20);
-    let after = envoy.prequal("replicas")?;
-    assert_eq!(after.steered() - before.steered(), 20, "{after:#?}");
-    assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
-    assert_eq!(after.probes_rejected(), 0, "{after:#?}");
-    // What the cluster and Prometheus may see of the admin.
-    let status = envoy.listener("status").context("the listener of probes")?;
-    let page = Client::new(status);
-    assert_eq!(page.get("/ready")?.text(), "LIVE\n");
-    assert!(http_get(status, "/stats/prometheus")?.contains("prequal_picks_total{"));
-    for hidden in ["/", "/config_dump", "/quitquitquit", "/stats"] {
-        assert_eq!(page.get(hidden)?.status, 404, "{hidden}");
-    }
-    // A pod leaves: its name no longer resolves to it.
-    names.set(ips[1..].to_vec());
-    eventually("the pod that left gets nothing", Duration::from_secs(10), || {
-        pods[0].backend.clear();
-        ask(40);
-        (pods[0].backend.served() == 0).then_some(())
-    });
-    Ok(())
+    let root = documents("kubernetes/base/envoy.yaml")?.remove(0);
+    headless::assert_followed(root, "replicas.prequal.svc.cluster.local", &[])
 }

@@ -4,6 +4,7 @@
 //! One program, so that it links once; one module for each theme.
 
 mod envoy_gateway;
+mod headless;
 mod istio;
 mod kubernetes;
 mod merge;
