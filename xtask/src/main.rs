@@ -41,6 +41,7 @@ enum Command {
     Sim(commands::sim::Args),
     Soak(commands::soak::Args),
     Envoy(commands::envoy::Args),
+    Helm(commands::helm::Args),
     PlbGuest(commands::plb_guest::Args),
     Reference(commands::reference::Args),
     /// What CI's run of the tests starts for itself
@@ -63,6 +64,7 @@ fn main() -> ExitCode {
         Command::Sim(args) => commands::sim::run(&args),
         Command::Soak(args) => commands::soak::run(&args),
         Command::Envoy(args) => commands::envoy::run(&args),
+        Command::Helm(args) => commands::helm::run(&args),
         Command::PlbGuest(args) => commands::plb_guest::run(&args),
         Command::Reference(args) => commands::reference::run(&args),
         Command::Ahead => commands::ahead::run(),

@@ -34,6 +34,11 @@ const ELSEWHERE: &[(&str, &str)] = &[
         "it changes files, for minutes: lint compiles it",
     ),
     ("promtool test rules prequal-alerts.test.yaml", "promtool_accepts_the_rules_and_their_tests_pass"),
+    (
+        "helm install prequal charts/prequal --namespace prequal --set registry=ghcr.io/you/prequal --set replicas.app.image=ghcr.io/you/shop:1.0.0",
+        "what_is_documented_renders, without a cluster",
+    ),
+    ("helm lint", "helm_lints_the_chart"),
     ("sha256sum --check", "step `release`"),
     (
         "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out release.key",

@@ -137,7 +137,7 @@ fn yaml_that_is_shown_works() -> Result<()> {
         let document = block.place.split(':').next().unwrap_or_default();
         match document {
             "docs/prequal.md" => renders(&block.text),
-            "docs/kubernetes.md" => replaces_static_clusters(&yaml_serde::from_str(&block.text)?),
+            "docs/kubernetes.md" => is_of_kubernetes(&yaml_serde::from_str(&block.text)?),
             "docs/orca.md" => is_policy(&yaml_serde::from_str(&block.text)?),
             "docs/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
             _ => bail!("who tests it?"),
@@ -154,6 +154,22 @@ fn renders(text: &str) -> Result<()> {
     program.stdin.take().context("no standard input")?.write_all(text.as_bytes())?;
     ensure!(program.wait()?.success(), "refused");
     Ok(())
+}
+
+/// Clusters, or what a chart has that depends on ours; the mesh's tests render it.
+fn is_of_kubernetes(shown: &Value) -> Result<()> {
+    if let Some(values) = shown.get("prequal") {
+        let schema = fs::read_to_string(workspace_root().join("charts/prequal/values.schema.json"))?;
+        let validator = jsonschema::draft7::new(&serde_json::from_str(&schema)?)?;
+        let wrong: Vec<String> = validator.iter_errors(values).map(|error| error.to_string()).collect();
+        ensure!(wrong.is_empty(), "{}", wrong.join("; "));
+        return Ok(());
+    }
+    if let Some(dependency) = shown.pointer("/dependencies/0") {
+        ensure!(dependency["version"] == env!("CARGO_PKG_VERSION"), "another version: {dependency}");
+        return Ok(());
+    }
+    replaces_static_clusters(shown)
 }
 
 /// Part of a cluster by EDS, in place of what the shipped one has: Envoy takes it.

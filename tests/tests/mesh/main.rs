@@ -3,8 +3,10 @@
 //!
 //! One program, so that it links once; one module for each theme.
 
+mod chart;
 mod envoy_gateway;
 mod headless;
+mod helm;
 mod istio;
 mod kubernetes;
 mod merge;
@@ -12,3 +14,4 @@ mod plb;
 mod proxy;
 mod schemas;
 mod trouble;
+mod values;

@@ -50,7 +50,8 @@ fn typed<T: DeserializeOwned + Serialize>(object: &Value) -> Result<()> {
     Ok(())
 }
 
-fn differences(path: &str, written: &Value, known: &Value, wrong: &mut Vec<String>) {
+/// Where `written` is not `known`, by path.
+pub fn differences(path: &str, written: &Value, known: &Value, wrong: &mut Vec<String>) {
     match (written, known) {
         (Value::Object(written), Value::Object(known)) => {
             for (key, value) in written {

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::ahead::Ahead;
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, plb_guest, sim};
+use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, helm, plb_guest, sim};
 use crate::run::TestProgram;
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run};
@@ -243,6 +243,7 @@ impl Session<'_> {
     fn tests(&mut self) -> Result<()> {
         let envoy = envoy::default_envoy()?;
         debian::prometheus();
+        helm::prepare();
         self.run_tests(run::test_programs()?, true, &envoy)
     }
 

@@ -1,0 +1,142 @@
+{{- /*
+prequal.inject puts the agent into a Deployment (or a StatefulSet) and writes it out. In a chart that has this one as a
+dependency:
+
+  {{ include "prequal.inject" (dict "context" . "values" .Values.prequal "deployment" (include "shop.deployment" .)) }}
+
+It adds the agent's container, the annotations by which Prometheus finds it, and, where the application has none of its
+own, the sleep and the grace period that let requests end. docs/kubernetes.md has an example.
+*/ -}}
+{{- define "prequal.inject" -}}
+{{- $agent := .values.agent -}}
+{{- $object := fromYaml .deployment -}}
+{{- if hasKey $object "Error" -}}
+{{- fail (printf "prequal.inject: the deployment is no YAML: %s" $object.Error) -}}
+{{- end -}}
+{{- $template := dig "spec" "template" dict $object -}}
+{{- $pod := dig "spec" dict $template -}}
+{{- $containers := dig "containers" list $pod -}}
+{{- if not $containers -}}
+{{- fail "prequal.inject: the deployment has no spec.template.spec.containers" -}}
+{{- end -}}
+
+{{- $app := first $containers -}}
+{{- if $agent.container -}}
+  {{- $app = dict -}}
+  {{- range $containers -}}{{- if eq .name $agent.container -}}{{- $app = . -}}{{- end -}}{{- end -}}
+  {{- if not $app -}}
+  {{- fail (printf "agent.container: the deployment has no container `%s`" $agent.container) -}}
+  {{- end -}}
+{{- end -}}
+{{- range $containers -}}
+  {{- if eq .name "probe-agent" -}}
+  {{- fail "prequal.inject: the deployment has a container `probe-agent` already" -}}
+  {{- end -}}
+  {{- $name := .name -}}
+  {{- range .ports -}}
+    {{- if has .name (list "http" "http-metrics") -}}
+    {{- fail (printf "prequal.inject: container `%s` names a port `%s`, as the agent's is named, which the Service leads to: rename it or leave it out" $name .name) -}}
+    {{- end -}}
+    {{- if has (int .containerPort) (list (int $agent.port) (int $agent.adminPort)) -}}
+    {{- fail (printf "agent.port %d, agent.adminPort %d: container `%s` has the port %d" (int $agent.port) (int $agent.adminPort) $name (int .containerPort)) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+
+{{- if not (dig "lifecycle" "preStop" dict $app) -}}
+{{- $_ := set $app "lifecycle" (merge (dict "preStop" (fromYaml (include "prequal.sleep" .))) (dig "lifecycle" dict $app)) -}}
+{{- end -}}
+{{- $sleep := int (dig "lifecycle" "preStop" "sleep" "seconds" $agent.appSleepSeconds $app) -}}
+{{- $drain := add (include "prequal.agent.drainDelayMs" .values | int) $agent.drainTimeoutMs -}}
+{{- if lt (mul $sleep 1000) $drain -}}
+{{- fail (printf "agent.appSleepSeconds: the application ends after %d s, before agent.drainDelayMs and agent.drainTimeoutMs (%d ms) are over" $sleep $drain) -}}
+{{- end -}}
+{{- if not (hasKey $pod "terminationGracePeriodSeconds") -}}
+{{- $_ := set $pod "terminationGracePeriodSeconds" (add $sleep 15) -}}
+{{- end -}}
+{{- if le (int $pod.terminationGracePeriodSeconds) $sleep -}}
+{{- fail (printf "terminationGracePeriodSeconds: the pod is killed after %d s, while the application still sleeps (agent.appSleepSeconds: %d s)" (int $pod.terminationGracePeriodSeconds) $sleep) -}}
+{{- end -}}
+
+{{- $container := fromYaml (include "prequal.agent.container" .) -}}
+{{- if eq $agent.mode "native" -}}
+{{- $_ := set $pod "initContainers" (append (dig "initContainers" list $pod) $container) -}}
+{{- else -}}
+{{- $_ := set $pod "containers" (append $containers $container) -}}
+{{- end -}}
+{{- $metadata := dig "metadata" dict $template -}}
+{{- $annotations := dict "prequal.io/agent-admin" (toString $agent.adminPort) "prequal.io/cluster" "replicas" -}}
+{{- $_ := set $metadata "annotations" (merge (dig "annotations" dict $metadata) $annotations) -}}
+{{- $_ := set $template "metadata" $metadata -}}
+{{- toYaml $object -}}
+{{- end -}}
+
+{{- /* The agent's container, for who writes the pod without prequal.inject: (dict "context" . "values" .Values.prequal). */ -}}
+{{- define "prequal.agent.container" -}}
+{{- $agent := .values.agent -}}
+{{- $native := eq $agent.mode "native" -}}
+{{- $version := .context.Capabilities.KubeVersion.Version -}}
+{{- if and $native (semverCompare "<1.29-0" $version) -}}
+{{- fail (printf "agent.mode: native sidecars need Kubernetes 1.29, this is %s; use `container`" $version) -}}
+{{- end -}}
+{{- $container := fromYaml (include "prequal.agent.shipped" (dict "agent" $agent "native" $native
+      "delay" (include "prequal.agent.drainDelayMs" .values)
+      "image" (include "prequal.image" (dict "values" .values "image" $agent.image "name" "probe-agent" "value" "agent.image")))) -}}
+{{- toYaml (mergeOverwrite $container $agent.extra) -}}
+{{- end -}}
+
+{{- define "prequal.agent.shipped" -}}
+name: probe-agent
+image: {{ .image }}
+{{- if .native }}
+restartPolicy: Always
+{{- end }}
+args:
+- --listen=0.0.0.0:{{ .agent.port }}
+- --upstream=127.0.0.1:{{ .agent.appPort }}
+# As the name resolves, with the pod's port.
+- --advertise=$(POD_IP):{{ .agent.port }}
+- --admin=0.0.0.0:{{ .agent.adminPort }}
+- --drain-delay-ms={{ .delay }}
+- --drain-timeout-ms={{ int .agent.drainTimeoutMs }}
+{{- if ne .agent.readyCheck "tcp" }}
+- --ready-check={{ .agent.readyCheck }}
+{{- end }}
+{{- with .agent.args }}
+{{ toYaml . }}
+{{- end }}
+env:
+- name: POD_IP
+  valueFrom:
+    fieldRef: {fieldPath: status.podIP}
+ports:
+- {name: http, containerPort: {{ .agent.port }}}
+- {name: http-metrics, containerPort: {{ .agent.adminPort }}}
+# The application's too: the agent asks it.
+readinessProbe:
+  httpGet: {path: /readyz, port: http-metrics}
+  periodSeconds: 2
+  timeoutSeconds: 2
+# The agent's own port, not /healthz, which fails while it drains.
+livenessProbe:
+  tcpSocket: {port: http-metrics}
+  periodSeconds: 10
+resources:
+  {{- toYaml .agent.resources | nindent 2 }}
+securityContext:
+  {{- include "prequal.restricted" . | nindent 2 }}
+{{- end -}}
+
+{{- /* A native sidecar gets its SIGTERM when the application has ended: nothing comes any more. */ -}}
+{{- define "prequal.agent.drainDelayMs" -}}
+{{- if eq .agent.mode "native" }}0{{ else }}{{ int .agent.drainDelayMs }}{{ end -}}
+{{- end -}}
+
+{{- /* `sleep` needs Kubernetes 1.30; before that the application's image needs a program of that name. */ -}}
+{{- define "prequal.sleep" -}}
+{{- if semverCompare ">=1.30-0" .context.Capabilities.KubeVersion.Version -}}
+sleep: {seconds: {{ int .values.agent.appSleepSeconds }}}
+{{- else -}}
+exec: {command: [sleep, {{ .values.agent.appSleepSeconds | int | quote }}]}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,36 @@
+{{- /*
+The Envoy configuration: envoy-configs/kubernetes/base/envoy.yaml, of which files/envoy.yaml is a link, with what values
+change. A text that is to be replaced and is not there fails, so that a change of that file cannot pass by the chart.
+*/ -}}
+{{- define "prequal.envoy" -}}
+{{- if .Values.edge.config -}}
+{{- .Values.edge.config -}}
+{{- else -}}
+{{- $edge := .Values.edge -}}
+{{- $host := $edge.upstream.host -}}
+{{- $port := $edge.upstream.port -}}
+{{- if not $host -}}
+{{- $host = printf "%s.%s.svc.%s." (include "prequal.name" (list . "replicas")) .Release.Namespace .Values.clusterDomain -}}
+{{- $port = .Values.agent.port -}}
+{{- end -}}
+{{- $changes := list
+      (list "address: replicas.prequal.svc.cluster.local.," (printf "address: %s," (toJson $host)))
+      (list "port_value: 8080}" (printf "port_value: %d}" (int $port)))
+      (list "max_heap_size_bytes: 335544320" (printf "max_heap_size_bytes: %d" (int64 $edge.maxHeapBytes)))
+      (list "max_active_downstream_connections: 5000" (printf "max_active_downstream_connections: %d" (int $edge.maxConnections)))
+      (list "filename: /var/lib/prequal/prequal_filter.wasm" (printf "filename: /var/lib/prequal/%s" (get (get $edge.module $edge.module.from) "file")))
+-}}
+{{- if $edge.settings -}}
+{{- $shipped := "{\"cluster\": \"replicas\", \"probe_cluster\": \"replicas-agent\", \"verified_probes\": true}" -}}
+{{- $changes = append $changes (list $shipped (mergeOverwrite (fromJson $shipped) $edge.settings | toJson)) -}}
+{{- end -}}
+{{- $text := .Files.Get "files/envoy.yaml" -}}
+{{- range $changes -}}
+  {{- if not (contains (first .) $text) -}}
+  {{- fail (printf "files/envoy.yaml has no `%s` to replace" (first .)) -}}
+  {{- end -}}
+  {{- $text = replace (first .) (last .) $text -}}
+{{- end -}}
+{{- $text -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,56 @@
+{{- /* What no schema can say: values that contradict each other. All of them at once, each with its name. */ -}}
+{{- define "prequal.validate" -}}
+{{- $wrong := list -}}
+{{- $version := .Capabilities.KubeVersion.Version -}}
+{{- with .Values.replicas -}}
+  {{- if and .enabled .deployment (not .app.image) -}}
+  {{- $wrong = append $wrong "replicas.app.image is missing: your service's image with its tag (or replicas.deployment=false with replicas.selectorLabels)" -}}
+  {{- end -}}
+  {{- if and .enabled (not .deployment) (not .selectorLabels) -}}
+  {{- $wrong = append $wrong "replicas.selectorLabels is missing: the labels of your pods, as replicas.deployment is false" -}}
+  {{- end -}}
+  {{- if and .deployment .selectorLabels -}}
+  {{- $wrong = append $wrong "replicas.selectorLabels goes with replicas.deployment=false: the chart's own Deployment has its own" -}}
+  {{- end -}}
+{{- end -}}
+{{- if not .Values.registry -}}
+  {{- $needed := and .Values.replicas.enabled .Values.replicas.deployment (not .Values.agent.image.repository) -}}
+  {{- $module := get .Values.edge.module .Values.edge.module.from -}}
+  {{- if or $needed (and .Values.edge.enabled $module.image (not (dig "image" "repository" "" $module))) -}}
+  {{- $wrong = append $wrong "registry is missing: where the release's images are, for example ghcr.io/you/prequal (docs/releasing.md)" -}}
+  {{- end -}}
+{{- end -}}
+{{- if eq (int .Values.agent.port) (int .Values.agent.adminPort) -}}
+{{- $wrong = append $wrong (printf "agent.adminPort is agent.port (%d)" (int .Values.agent.port)) -}}
+{{- end -}}
+{{- if has (int .Values.agent.appPort) (list (int .Values.agent.port) (int .Values.agent.adminPort)) -}}
+{{- $wrong = append $wrong (printf "agent.appPort: %d is the agent's own port; the application listens elsewhere, on loopback" (int .Values.agent.appPort)) -}}
+{{- end -}}
+{{- with .Values.edge -}}
+  {{- if and .enabled (not $.Values.replicas.enabled) (not .upstream.host) (not .config) -}}
+  {{- $wrong = append $wrong "edge.upstream.host is missing: a name that resolves to every replica, as replicas.enabled is false" -}}
+  {{- end -}}
+  {{- if and .enabled (eq .module.from "imageVolume") (semverCompare "<1.33-0" $version) -}}
+  {{- $wrong = append $wrong (printf "edge.module.from: imageVolume needs Kubernetes 1.33, this is %s; use initContainer or configMap" $version) -}}
+  {{- end -}}
+  {{- range $key := list "cluster" "probe_cluster" -}}
+    {{- if hasKey $.Values.edge.settings $key -}}
+    {{- $wrong = append $wrong (printf "edge.settings.%s is the chart's" $key) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $memory := dig "limits" "memory" "" .resources | toString -}}
+  {{- $unit := dict "Mi" 1048576 "Gi" 1073741824 -}}
+  {{- if and .enabled (regexMatch "^[0-9]+(Mi|Gi)$" $memory) -}}
+    {{- $bytes := mul (regexFind "^[0-9]+" $memory | int64) (get $unit (regexFind "(Mi|Gi)$" $memory)) -}}
+    {{- if ge (int64 .maxHeapBytes) (int64 $bytes) -}}
+    {{- $wrong = append $wrong (printf "edge.maxHeapBytes: %d is not less than edge.resources.limits.memory (%s)" (int64 .maxHeapBytes) $memory) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.enabled .Values.replicas.enabled (not .Values.edge.enabled) (not .Values.networkPolicy.agentClients) -}}
+{{- $wrong = append $wrong "networkPolicy.agentClients is missing: with edge.enabled=false no one would reach the replicas" -}}
+{{- end -}}
+{{- if $wrong -}}
+{{- fail (printf "prequal: %s" (join "; " $wrong)) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,330 @@
+//! The values of the chart `charts/prequal`: whatever they are, its objects are as published and fit together; wrong and
+//! missing ones are named; docs/kubernetes.md has them all.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use anyhow::{Context as _, Result, ensure};
+use prequal_core::config::Config;
+use prequal_testbed::manifests::parse;
+use prequal_testbed::{dist_dir, workspace_root};
+use serde_json::Value;
+
+use crate::helm::{Helm, NEEDED, agent, arguments, chart, filter_settings, text};
+use crate::kubernetes::assert_restricted;
+use crate::schemas::check;
+
+/// Values with what has no default, and the client's idea of the cluster's version.
+const MATRIX: &[(&[&str], &[&str])] = &[
+    (&[], &["--kube-version=1.28.0"]),
+    (
+        &["agent.mode=native", "agent.readyCheck=http:/healthz", "agent.args={--max-connections=500}"],
+        &["--kube-version=1.29.3"],
+    ),
+    (
+        &[
+            "agent.mode=native",
+            "replicas.pod.initContainers[0].name=migrate",
+            "replicas.pod.initContainers[0].image=x:1",
+        ],
+        &[],
+    ),
+    (
+        &[
+            "nameOverride=other",
+            "clusterDomain=example.internal",
+            "agent.port=18080",
+            "agent.adminPort=19102",
+            "agent.appPort=3000",
+            "edge.settings.mode=sync",
+            "edge.settings.hint.header=x-session-id",
+            "edge.maxConnections=20",
+            "edge.concurrency=4",
+            "edge.replicas=1",
+            "edge.service.type=LoadBalancer",
+            "edge.service.annotations.a=b",
+            "edge.podLabels.team=a",
+            "edge.podAnnotations.a=b",
+            "edge.pod.priorityClassName=high",
+        ],
+        &[],
+    ),
+    (
+        &[
+            "edge.module.from=imageVolume",
+            "networkPolicy.agentClients[0].podSelector.matchLabels.a=b",
+            "networkPolicy.edgeClients[0].ipBlock.cidr=10.0.0.0/8",
+            "networkPolicy.monitoringNamespace=observability",
+            "replicas.app.command={/serve}",
+            "replicas.app.env[0].name=A",
+            "replicas.app.env[0].value=b",
+            "replicas.app.extra.lifecycle.preStop.sleep.seconds=50",
+            "replicas.podLabels.team=a",
+            "replicas.podAnnotations.a=b",
+            "replicas.pod.volumes[0].name=scratch",
+            "agent.extra.env[0].name=RUST_LOG",
+            "agent.extra.env[0].value=info",
+        ],
+        &["--kube-version=1.33.0"],
+    ),
+    (
+        &["replicas.deployment=false", "replicas.selectorLabels.app=mine", "edge.module.from=initContainer"],
+        &[],
+    ),
+    (
+        &[
+            "replicas.enabled=false",
+            "edge.upstream.host=mine.default.svc.cluster.local.",
+            "edge.upstream.port=9090",
+        ],
+        &[],
+    ),
+    (
+        &[
+            "edge.enabled=false",
+            "networkPolicy.enabled=false",
+            "monitoring.dashboard.enabled=false",
+            "monitoring.rules.labels.role=alert-rules",
+        ],
+        &[],
+    ),
+];
+
+#[test]
+fn every_object_is_as_published_whatever_the_values() -> Result<()> {
+    let Some(helm) = Helm::find("every_object_is_as_published_whatever_the_values")? else { return Ok(()) };
+    for (values, flags) in MATRIX {
+        let objects = helm.objects(&chart(), &[&NEEDED, *values].concat(), flags)?;
+        (|| {
+            objects.iter().try_for_each(check)?;
+            selectors_match(&objects)?;
+            for deployment in objects.iter().filter(|object| object["kind"] == "Deployment") {
+                let pod = &deployment["spec"]["template"]["spec"];
+                // One of the cases adds a container of the user's.
+                if !values.iter().any(|value| value.contains("initContainers")) {
+                    assert_restricted(pod);
+                }
+            }
+            let config = objects.iter().find_map(|object| object["data"]["envoy.yaml"].as_str());
+            if let Some(config) = config {
+                Config::parse(&filter_settings(&parse(config)?[0])?).context("the filter's settings")?;
+            }
+            agent_accepts(&objects)
+        })()
+        .with_context(|| format!("{values:?} {flags:?}"))?;
+    }
+    Ok(())
+}
+
+/// A Deployment's selector matches its pods, and that of everything else those of a Deployment, or the user's.
+fn selectors_match(objects: &[Value]) -> Result<()> {
+    let labels = |value: &Value| -> BTreeSet<(String, String)> {
+        let labels = value.as_object().into_iter().flatten();
+        labels.map(|(name, value)| (name.clone(), value.as_str().unwrap_or_default().to_owned())).collect()
+    };
+    let deployments: Vec<&Value> = objects.iter().filter(|object| object["kind"] == "Deployment").collect();
+    let mut pods = vec![[("app".to_owned(), "mine".to_owned())].into()];
+    for deployment in deployments {
+        let pod = labels(&deployment["spec"]["template"]["metadata"]["labels"]);
+        ensure!(labels(&deployment["spec"]["selector"]["matchLabels"]).is_subset(&pod), "{deployment:#}");
+        pods.push(pod);
+    }
+    for object in objects {
+        let selector = match text(object, "/kind") {
+            "Service" => &object["spec"]["selector"],
+            "PodDisruptionBudget" => &object["spec"]["selector"]["matchLabels"],
+            "NetworkPolicy" => &object["spec"]["podSelector"]["matchLabels"],
+            _ => continue,
+        };
+        let selector = labels(selector);
+        let found = pods.iter().any(|pod| selector.is_subset(pod));
+        ensure!(!selector.is_empty() && found, "it selects no pod: {object:#}");
+    }
+    Ok(())
+}
+
+/// The real agent takes its flags, and its ports and the pod's times fit together.
+fn agent_accepts(objects: &[Value]) -> Result<()> {
+    let replicas = objects.iter().find(|object| {
+        object["kind"] == "Deployment" && text(object, "/metadata/name").ends_with("-replicas")
+    });
+    let Some(replicas) = replicas else { return Ok(()) };
+    let pod = &replicas["spec"]["template"]["spec"];
+    let (container, native) = agent(pod)?;
+    ensure!(native == (container["restartPolicy"] == "Always"), "{container:#}");
+    let program = dist_dir().join("probe-agent");
+    if program.is_file() {
+        // Flags are judged in order: help comes only if all before it are right.
+        let output = Command::new(program).args(arguments(container)).arg("--help").output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let value = |flag: &str| {
+        let arguments = arguments(container);
+        let found = arguments.iter().find_map(|argument| argument.strip_prefix(flag)?.strip_prefix('='));
+        found.map(str::to_owned).with_context(|| flag.to_owned())
+    };
+    let port = container["ports"][0]["containerPort"].to_string();
+    ensure!(value("--listen")?.ends_with(&format!(":{port}")), "{container:#}");
+    ensure!(value("--advertise")?.ends_with(&format!(":{port}")), "{container:#}");
+    let admin = container["ports"][1]["containerPort"].to_string();
+    ensure!(value("--admin")?.ends_with(&format!(":{admin}")), "{container:#}");
+    let annotations = &replicas["spec"]["template"]["metadata"]["annotations"];
+    ensure!(annotations["prequal.io/agent-admin"] == admin, "{annotations:#}");
+
+    let milliseconds = |flag: &str| Ok::<u64, anyhow::Error>(value(flag)?.parse()?);
+    let drain = milliseconds("--drain-delay-ms")? + milliseconds("--drain-timeout-ms")?;
+    let stop = &pod["containers"][0]["lifecycle"]["preStop"];
+    // Before Kubernetes 1.30 by the program.
+    let sleep = match stop["sleep"]["seconds"].as_u64() {
+        Some(seconds) => seconds,
+        None => stop["exec"]["command"][1].as_str().context("a sleep")?.parse()?,
+    };
+    let grace = pod["terminationGracePeriodSeconds"].as_u64().context("a grace period")?;
+    ensure!(drain <= sleep * 1000 && sleep < grace, "{drain} ms, {sleep} s, {grace} s");
+    Ok(())
+}
+
+/// Each case: values beside the needed ones, flags, and what the message has to say.
+const WRONG: &[(&[&str], &[&str], &[&str])] = &[
+    // All that a schema finds, at once.
+    (
+        &[
+            "registry=https://x",
+            "agent.mode=sidecar",
+            "agent.port=70000",
+            "agent.appPort=http",
+            "agent.prot=1",
+            "agent.readyCheck=https:/",
+            "agent.drainDelayMs=-1",
+            "agent.image.digest=sha256:1",
+            "edge.module.from=oci",
+            "edge.service.type=Magic",
+            "networkPolicy.monitoringNamespace=",
+            "replicas.app.image=1",
+        ],
+        &[],
+        &[
+            "/registry",
+            "/agent/mode",
+            "/agent/port",
+            "/agent/appPort",
+            "'prot'",
+            "/agent/readyCheck",
+            "/agent/drainDelayMs",
+            "/agent/image/digest",
+            "/edge/module/from",
+            "/edge/service/type",
+            "/networkPolicy/monitoringNamespace",
+        ],
+    ),
+    // All that is missing, at once.
+    (&["registry=", "replicas.app.image="], &[], &["registry is missing", "replicas.app.image is missing"]),
+    (
+        &[
+            "replicas.deployment=false",
+            "edge.enabled=false",
+            "agent.adminPort=8080",
+            "agent.appPort=8080",
+            "networkPolicy.enabled=true",
+        ],
+        &[],
+        &[
+            "replicas.selectorLabels is missing",
+            "agent.adminPort",
+            "agent.appPort: 8080",
+            "networkPolicy.agentClients is missing",
+        ],
+    ),
+    (
+        &[
+            "replicas.enabled=false",
+            "edge.settings.cluster=mine",
+            "edge.maxHeapBytes=536870912",
+            "edge.module.from=imageVolume",
+            "replicas.selectorLabels.a=b",
+        ],
+        &["--kube-version=1.32.0"],
+        &[
+            "edge.upstream.host is missing",
+            "edge.settings.cluster",
+            "edge.maxHeapBytes: 536870912",
+            "edge.module.from: imageVolume needs Kubernetes 1.33, this is v1.32.0",
+            "replicas.selectorLabels goes with",
+        ],
+    ),
+    (
+        &["agent.mode=native"],
+        &["--kube-version=1.28.0"],
+        &["agent.mode: native sidecars need Kubernetes 1.29, this is v1.28.0"],
+    ),
+    (
+        &["agent.appSleepSeconds=39"],
+        &[],
+        &["agent.appSleepSeconds: the application ends after 39 s", "40000 ms"],
+    ),
+    (
+        &["replicas.terminationGracePeriodSeconds=45"],
+        &[],
+        &["terminationGracePeriodSeconds: the pod is killed after 45 s"],
+    ),
+    (&["agent.container=web"], &[], &["agent.container: the deployment has no container `web`"]),
+    (&["agent.image.tag="], &[], &["agent.image.tag is missing"]),
+    (
+        &["replicas.app.extra.ports[0].name=http", "replicas.app.extra.ports[0].containerPort=9000"],
+        &[],
+        &["container `app` names a port `http`"],
+    ),
+    (
+        &["replicas.app.extra.ports[0].containerPort=9102", "replicas.app.extra.ports[0].name=web"],
+        &[],
+        &["agent.adminPort 9102: container `app` has the port 9102"],
+    ),
+];
+
+#[test]
+fn wrong_and_missing_values_are_named() -> Result<()> {
+    let Some(helm) = Helm::find("wrong_and_missing_values_are_named")? else { return Ok(()) };
+    for (values, flags, expected) in WRONG {
+        let output = helm.template(&chart(), &[&NEEDED, *values].concat(), flags)?;
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{values:?}");
+        for expected in *expected {
+            assert!(error.contains(expected), "{values:?}: no `{expected}` in: {error}");
+        }
+    }
+    Ok(())
+}
+
+/// docs/kubernetes.md has a row for every value, and for no other.
+#[test]
+fn the_values_in_the_table_are_the_charts() -> Result<()> {
+    let text = std::fs::read_to_string(chart().join("values.yaml"))?;
+    let mut expected = BTreeSet::new();
+    leaves("", &parse(&text)?[0], &mut expected);
+    let page = std::fs::read_to_string(workspace_root().join("docs/kubernetes.md"))?;
+    let table = page.split("| value |").nth(1).context("the table")?;
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let mut found = BTreeSet::new();
+    for row in rows {
+        let names = row.split('|').nth(1).unwrap_or_default().split('`').skip(1).step_by(2);
+        found.extend(names.map(str::to_owned));
+    }
+    assert_eq!(found, expected);
+    Ok(())
+}
+
+/// Paths of values; blocks whose keys are Kubernetes' own, or always the same three, count as one.
+fn leaves(path: &str, value: &Value, found: &mut BTreeSet<String>) {
+    let whole = ["resources", "image", "labels"].iter().any(|name| path.ends_with(&format!(".{name}")));
+    match value.as_object() {
+        Some(fields) if !whole && !fields.is_empty() => {
+            for (name, value) in fields {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                leaves(&path, value, found);
+            }
+        }
+        _ => {
+            found.insert(path.to_owned());
+        }
+    }
+}
