@@ -39,6 +39,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
         "what_is_documented_renders, without a cluster",
     ),
     ("helm lint", "helm_lints_the_chart"),
+    ("helm push target/release-dist/prequal-0.1.0.tgz oci://REGISTRY", "step `release`"),
     ("sha256sum --check", "step `release`"),
     (
         "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out release.key",

@@ -27,7 +27,8 @@ use oci::{Entry, Image};
 ///
 /// prequal_filter-VERSION.wasm; the same as an OCI image that Istio's WasmPlugin and Envoy Gateway fetch (a layout as a
 /// folder and as a tar); for each architecture a tar.gz of the programs, linked statically; an OCI image of the agent for
-/// all of them; the manifests of envoy-configs/ with these images by digest; a CycloneDX bill of materials; the version's section of CHANGELOG.md; an in-toto statement of where all of it comes from. Needs no container engine. The
+/// all of them; the manifests of envoy-configs/ and the Helm chart with these images by digest; a CycloneDX bill of materials;
+/// the version's section of CHANGELOG.md; an in-toto statement of where all of it comes from. Needs no container engine. The
 /// other architecture than this machine's needs a cross linker (`apt-get install gcc-aarch64-linux-gnu`); where it is
 /// missing, one line says so.
 ///
@@ -254,6 +255,8 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     let digests = manifests::Digests { module: &module_digest, agent: &agent_digest };
     let manifests = manifests::pinned(&workspace::root().join("envoy-configs"), version, &digests)?;
     files.insert(format!("{NAME}-manifests-{version}.tar.gz"), oci::gzip(&oci::tar(&manifests, stamp)?)?);
+    let chart = manifests::chart(&workspace::root().join("charts/prequal"), version, &digests)?;
+    files.insert(format!("{NAME}-{version}.tgz"), oci::gzip(&oci::tar(&chart, stamp)?)?);
     for layout in [module, agent] {
         files.insert(format!("{layout}.tar"), oci::tar(&oci::entries_of(&out.join(&layout))?, stamp)?);
     }

@@ -29,7 +29,8 @@ pub(crate) fn prepare() {
     }
 }
 
-fn built() -> Result<PathBuf> {
+/// Its path.
+pub(crate) fn built() -> Result<PathBuf> {
     let folder = workspace::target().join("bin");
     let program = folder.join("helm");
     let is_pinned = |said: String| said.trim() == VERSION;

@@ -1,4 +1,4 @@
-//! The manifests of `envoy-configs/` with this release's images by digest, so that what runs is what was released, whatever
+//! The manifests of `envoy-configs/` and the chart with this release's images by digest, so that what runs is what was released, whatever
 //! a registry's tags name later.
 //!
 //! Left by tag: images that a release does not build, which are Envoy's, the user's own, and those that the overlays of
@@ -38,6 +38,37 @@ pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Re
     }
     ensure!(count >= 5, "only {count} images by digest: envoy-configs/ no longer names them as it did");
     Ok(files)
+}
+
+/// The files of the chart in `folder`, as its archive has them, with the same images by digest.
+pub(super) fn chart(folder: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
+    let mut files = entries_of(folder)?;
+    let text = |file: &Entry| String::from_utf8(file.bytes.clone()).with_context(|| file.path.clone());
+    for file in &mut files {
+        match &*file.path {
+            "Chart.yaml" => ensure!(
+                text(file)?.lines().any(|line| line == format!("version: {version}")),
+                "Chart.yaml does not name version {version}"
+            ),
+            "values.yaml" => file.bytes = values(&text(file)?, version, digests)?.into_bytes(),
+            _ => {}
+        }
+        file.path = format!("prequal/{}", file.path);
+    }
+    Ok(files)
+}
+
+/// An image is known by the block that it opens: others are the user's.
+fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
+    let image = format!("image: {{repository: \"\", tag: {version}, digest: \"\"}}");
+    let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+    for (block, digest) in [("agent:", digests.agent), ("    imageVolume:", digests.module)] {
+        let place = lines.windows(2).position(|pair| pair[0] == block && pair[1].trim() == image);
+        let place = place.with_context(|| format!("values.yaml: `{block}` does not begin with `{image}`"))?;
+        lines[place + 1] = lines[place + 1].replace("digest: \"\"", &format!("digest: \"{digest}\""));
+    }
+    lines.push(String::new());
+    Ok(lines.join("\n"))
 }
 
 /// The text with the release's images by digest, and how many. Where there is a kustomization, containers name no registry.
@@ -131,6 +162,34 @@ mod tests {
                 text.lines().filter(|line| !String::from_utf8_lossy(&shipped).contains(line)).count();
             assert!(differ <= 2, "{}", file.path);
         }
+    }
+
+    #[test]
+    fn the_chart_names_what_was_built() {
+        let (module, agent) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "b".repeat(64)));
+        let digests = Digests { module: &module, agent: &agent };
+        let folder = workspace::root().join("charts/prequal");
+        let files = chart(&folder, super::super::VERSION, &digests).expect("pinned");
+        let text = |path: &str| {
+            let file = files.iter().find(|file| file.path == path).expect(path);
+            String::from_utf8(file.bytes.clone()).expect("text")
+        };
+        let values = text("prequal/values.yaml");
+        let pinned: Vec<&str> = values.lines().filter(|line| line.contains("sha256:")).collect();
+        let line = |indent: &str, digest: &str| {
+            format!(
+                "{indent}image: {{repository: \"\", tag: {}, digest: \"{digest}\"}}",
+                super::super::VERSION
+            )
+        };
+        assert_eq!(pinned, [line("  ", &agent), line("      ", &module)]);
+        // The links' content, not the links.
+        let envoy = workspace::root().join("envoy-configs/kubernetes/base/envoy.yaml");
+        assert!(
+            text("prequal/files/envoy.yaml") == std::fs::read_to_string(envoy).expect("the shipped file")
+        );
+        let error = chart(&folder, "9.9.9", &digests).expect_err("an error");
+        assert!(error.to_string().contains("Chart.yaml does not name version 9.9.9"), "{error}");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use sha2::{Digest as _, Sha256};
 
 use super::{NAME, PLATFORMS, PROGRAMS, Parts, SUMS, VERSION, pack, provenance, verify_agent, verify_module};
-use crate::commands::debian;
+use crate::commands::{debian, helm};
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
@@ -61,7 +61,46 @@ fn check(parts: &Parts, scratch: &Path) -> Result<()> {
     verify_module(&back("prequal_filter")?, &parts.module)?;
     verify_agent(&back("probe-agent")?, &parts.programs)?;
     manifests_name(&out, registry.addr)?;
-    progress::say(format_args!("{} files; both images went through a registry", files.len()));
+    let chart = match helm::built() {
+        Ok(helm) => {
+            chart_installs(&helm, &out, scratch, registry.addr)?;
+            "and the chart"
+        }
+        Err(why) => &*format!("not the chart: {}", progress::last_line(&why)),
+    };
+    progress::say(format_args!("{} files; both images went through a registry, {chart}", files.len()));
+    Ok(())
+}
+
+/// The chart comes back from the registry as it was pushed, and names the agent's image by what the registry has.
+fn chart_installs(helm: &Path, out: &Path, scratch: &Path, registry: SocketAddr) -> Result<()> {
+    let chart = format!("{NAME}-{VERSION}.tgz");
+    let page = fs::read_to_string(workspace::root().join("docs/releasing.md"))?;
+    let line = page.lines().map(str::trim).find(|line| line.starts_with("helm push "));
+    let line = line.context("docs/releasing.md shows no command that pushes the chart")?;
+    let typed = line
+        .replace("helm push", "helm push --plain-http")
+        .replace("target/release-dist", &out.display().to_string())
+        .replace("REGISTRY", &registry.to_string());
+    let helm = |arguments: &[&str]| -> Result<String> {
+        let mut helm = run::tool(helm);
+        for home in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
+            helm.env(home, scratch.join("helm"));
+        }
+        run::output(helm.args(arguments))
+    };
+    helm(&typed.split(' ').skip(1).collect::<Vec<_>>()).with_context(|| line.to_owned())?;
+    let (from, to) = (format!("oci://{registry}/{NAME}"), scratch.display().to_string());
+    helm(&["pull", &from, "--version", VERSION, "--plain-http", "--destination", &to])?;
+    let back = scratch.join(&chart);
+    ensure!(fs::read(&back)? == fs::read(out.join(&chart))?, "another chart came back from the registry");
+    let set = format!("registry={registry},replicas.app.image=x:1");
+    let objects = helm(&["template", "release", &back.display().to_string(), "--set", &set])?;
+    let image = format!("docker://{registry}/probe-agent:{VERSION}");
+    let mut skopeo = run::tool("skopeo");
+    let manifest = run::output(skopeo.args(["inspect", "--raw", "--tls-verify=false", &image]))?;
+    let image = format!("image: {registry}/probe-agent@sha256:{:x}", Sha256::digest(manifest));
+    ensure!(objects.contains(&image), "the chart does not name {image}, which the registry has");
     Ok(())
 }
 
