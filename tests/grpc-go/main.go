@@ -1,0 +1,122 @@
+// A gRPC client with the policy weighted_round_robin, and the two servers that it calls: one is ten times slower.
+//
+// The test that runs it puts an agent before each server. It prints the servers' addresses, reads those of the agents from
+// standard input, and prints what each round of calls came to, with load reports out of band and without. It judges nothing.
+package main
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"log"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	_ "google.golang.org/grpc/balancer/weightedroundrobin"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/resolver"
+	"google.golang.org/grpc/resolver/manual"
+)
+
+const (
+	rounds      = 30
+	calls       = 100
+	concurrency = 8
+)
+
+// server answers after a delay, and counts.
+type server struct {
+	grpc_health_v1.UnimplementedHealthServer
+	delay  time.Duration
+	served atomic.Int64
+}
+
+func (s *server) Check(context.Context, *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
+	s.served.Add(1)
+	time.Sleep(s.delay)
+	return &grpc_health_v1.HealthCheckResponse{Status: grpc_health_v1.HealthCheckResponse_SERVING}, nil
+}
+
+func (s *server) start() string {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		log.Fatal(err)
+	}
+	registered := grpc.NewServer()
+	grpc_health_v1.RegisterHealthServer(registered, s)
+	go func() { log.Fatal(registered.Serve(listener)) }()
+	return listener.Addr().String()
+}
+
+func client(agents []string, outOfBand bool) *grpc.ClientConn {
+	builder := manual.NewBuilderWithScheme("agents")
+	var endpoints []resolver.Endpoint
+	for _, agent := range agents {
+		endpoints = append(endpoints, resolver.Endpoint{Addresses: []resolver.Address{{Addr: agent}}})
+	}
+	builder.InitialState(resolver.State{Endpoints: endpoints})
+	config := fmt.Sprintf(`{"loadBalancingConfig": [{"weighted_round_robin": {
+		"enableOobLoadReport": %t, "oobReportingPeriod": "0.1s", "blackoutPeriod": "0.1s", "weightUpdatePeriod": "0.1s"
+	}}]}`, outOfBand)
+	conn, err := grpc.NewClient("agents:///health.test", grpc.WithResolvers(builder), grpc.WithDefaultServiceConfig(config),
+		grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		log.Fatal(err)
+	}
+	return conn
+}
+
+// round makes its calls, and returns how many failed.
+func round(conn *grpc.ClientConn) int64 {
+	var failed atomic.Int64
+	var left atomic.Int64
+	left.Store(calls)
+	var workers sync.WaitGroup
+	for range concurrency {
+		workers.Go(func() {
+			for left.Add(-1) >= 0 {
+				ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+				_, err := grpc_health_v1.NewHealthClient(conn).Check(ctx, &grpc_health_v1.HealthCheckRequest{})
+				cancel()
+				if err != nil && failed.Add(1) == 1 {
+					log.Print(err)
+				}
+			}
+		})
+	}
+	workers.Wait()
+	return failed.Load()
+}
+
+func main() {
+	servers := []*server{{delay: 5 * time.Millisecond}, {delay: 50 * time.Millisecond}}
+	fmt.Println("servers", servers[0].start(), servers[1].start())
+	input := bufio.NewScanner(os.Stdin)
+	if !input.Scan() {
+		log.Fatal("the addresses of the agents do not come")
+	}
+	agents := strings.Fields(input.Text())
+	for _, outOfBand := range []bool{false, true} {
+		conn := client(agents, outOfBand)
+		for range rounds {
+			servers[0].served.Store(0)
+			servers[1].served.Store(0)
+			failed := round(conn)
+			fmt.Println("round", outOfBand, servers[0].served.Load(), servers[1].served.Load(), failed)
+			// The test says whether it has seen enough.
+			if !input.Scan() {
+				log.Fatal("no answer")
+			}
+			if input.Text() == "enough" {
+				break
+			}
+		}
+		conn.Close()
+	}
+}
