@@ -1,6 +1,47 @@
-//! What other languages bring, against ours: a real gRPC client beside our agents.
+//! What other languages bring, against ours: a real gRPC client beside our agents, and the libraries for servers, which all pass
+//! one conformance program.
 //!
-//! It needs Go. Where that is missing a line says so, and the test fails where `CI` is `true`.
+//! They need Go. Where that is missing a line says so, and the test fails where `CI` is `true`.
 
+mod calls;
+mod compare;
 mod grpc_client;
+mod http;
+mod plan;
+mod reference;
+mod service;
+mod subject;
 mod tools;
+mod tower;
+mod trace;
+
+use std::time::Instant;
+
+use anyhow::{Context as _, Result};
+use subject::Subject;
+
+/// The whole program, for one library.
+fn conforms(subject: &Subject) -> Result<()> {
+    let begin = Instant::now();
+    compare::traces(subject)?;
+    eprintln!("{}: traces after {:?}", subject.name, begin.elapsed());
+    service::check(subject).with_context(|| subject.name)?;
+    if let Some(addr) = subject.calls {
+        calls::check(subject, addr).with_context(|| subject.name)?;
+    }
+    eprintln!("{}: all after {:?}", subject.name, begin.elapsed());
+    Ok(())
+}
+
+#[test]
+fn the_layer_for_tower_conforms() -> Result<()> {
+    conforms(&tower::subject()?)
+}
+
+#[test]
+fn the_library_for_go_conforms() -> Result<()> {
+    let Some(program) = tools::go_program("libraries/go", "./internal/conformance", "go-conformance")? else {
+        return Ok(());
+    };
+    conforms(&Subject::program("go", std::process::Command::new(program))?)
+}

@@ -22,7 +22,7 @@ fn is_there(program: &str, ask: &[&str]) -> bool {
     if Command::new(program).args(ask).output().is_ok_and(|output| output.status.success()) {
         return true;
     }
-    let reason = format!("missing {program}: install it");
+    let reason = format!("missing {program}: install Go 1.25");
     assert!(std::env::var("CI").as_deref() != Ok("true"), "{reason}");
     eprintln!("skipped: {reason}");
     false

@@ -1,0 +1,98 @@
+package prequal
+
+import "math"
+
+// What single answers show sooner than the fit: crates/prequal-core/src/capacity/recent.rs.
+
+const (
+	certain        = 12
+	shortest       = 10
+	fastShareLow   = 0.3
+	fastShareHigh  = 0.99
+	remembered     = 32
+	seldomHindered = 0.35
+	forgottenUs    = 30e6
+)
+
+// fastRun finds that the server has become faster than its fit says.
+type fastRun struct {
+	// Moving average of the share of fast answers.
+	usual float64
+	// When the first request of the run arrived.
+	since         uint64
+	answers, took float64
+}
+
+// answered says whether the run is too long for chance.
+func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32) bool {
+	if arrivedAs > fit.knee {
+		return false
+	}
+	arrived := since(now, uint64(latencyUs))
+	fast := latencyUs < fit.baseUs/2
+	f.usual += (share(fast) - f.usual) / remembered
+	if !fast {
+		// A request that is older than the run says nothing against it.
+		if arrived >= f.since {
+			f.answers = 0
+		}
+		return false
+	}
+	if f.answers == 0 {
+		f.since, f.took = arrived, 0
+	}
+	f.answers++
+	f.took += float64(latencyUs)
+	usual := min(max(f.usual, fastShareLow), fastShareHigh)
+	return f.answers >= shortest && f.answers*-math.Log(usual) > certain
+}
+
+func (f *fastRun) take() (answers, took float64) {
+	answers, took = f.answers, f.took
+	f.answers = 0
+	return answers, took
+}
+
+// beyond finds whether requests that arrive beyond the knee wait, as they would if it were one.
+type beyond struct {
+	// Moving average of what requests took that arrived up to the knee; 0 before the first.
+	unhinderedUs float64
+	// Moving average of the share of others that took more than half-way to what a queue would make them wait.
+	hindered float64
+	at       uint64
+}
+
+func (b *beyond) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32) {
+	latency, crowding := float64(latencyUs), fit.crowding(sub(arrivedAs, 1))
+	if crowding <= 1 {
+		answers := float64(remembered)
+		if b.unhinderedUs == 0 {
+			answers = 1
+		}
+		b.unhinderedUs += (latency - b.unhinderedUs) / answers
+		return
+	}
+	base := float64(fit.baseUs)
+	if b.unhinderedUs > 0 {
+		base = b.unhinderedUs
+	}
+	before := b.hinderedAt(now)
+	b.hindered = before + (share(latency >= base*(1+crowding)/2)-before)/remembered
+	b.at = now
+}
+
+// hinderedAt forgets what is old, so that a server that is never sent so much is tried again.
+func (b *beyond) hinderedAt(now uint64) float64 {
+	return b.hindered * max(1-float64(since(now, b.at))/forgottenUs, 0)
+}
+
+func (b *beyond) isOpen(now uint64) bool {
+	return b.hinderedAt(now) < seldomHindered
+}
+
+func share(is bool) float64 {
+	if is {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,101 @@
+//! Whether a library says of a trace what the core says: the text of the headers.
+//!
+//! What comes of integers alone must be equal: RIF, latency, knee, age, the form of the text. Logarithms and exponentials of two
+//! languages may differ in their last digit, and what is rounded from them by one: base latency, failures, ORCA's means.
+
+use std::sync::LazyLock;
+
+use anyhow::{Result, ensure};
+
+use crate::plan;
+use crate::reference;
+use crate::subject::Subject;
+use crate::trace::Trace;
+
+/// Of all lines of a trace at least this share must be equal to the last digit.
+const EQUAL: f64 = 0.9;
+
+/// Numbers that may differ, by how much.
+const ROUNDED: [(&str, f64); 6] = [
+    ("base", 1.0),
+    ("fail", 1.0),
+    ("prequal_base_latency_us", 1.0),
+    ("rps_fractional", 0.001),
+    ("eps", 0.001),
+    ("application_utilization", 0.000_001),
+];
+
+/// A trace and the lines that are right.
+type Known = (Trace, Vec<String>);
+
+/// All traces, and what the core says of each: once for all libraries.
+static EXPECTED: LazyLock<Result<Vec<Known>>> = LazyLock::new(|| {
+    plan::traces().into_iter().map(|trace| reference::play(&trace).map(|lines| (trace, lines))).collect()
+});
+
+/// Plays all traces.
+pub(crate) fn traces(subject: &Subject) -> Result<()> {
+    let all = EXPECTED.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
+    for (trace, expected) in all {
+        let (name, told) = (trace.name, (subject.play)(trace)?);
+        let told: Vec<&str> = told.lines().collect();
+        ensure!(told.len() == expected.len(), "{name}: {} lines of {}", told.len(), expected.len());
+        let mut equal = 0;
+        for (number, (told, expected)) in told.iter().zip(expected).enumerate() {
+            ensure!(agree(told, expected), "{name}, line {number}:\n  {told}\ninstead of\n  {expected}");
+            equal += usize::from(told == expected);
+        }
+        eprintln!("{}, {name}: {equal} of {} lines equal to the last digit", subject.name, expected.len());
+        ensure!(equal as f64 >= EQUAL * expected.len() as f64, "{name}: only {equal} lines are equal");
+    }
+    Ok(())
+}
+
+fn agree(told: &str, expected: &str) -> bool {
+    // A fraction of nothing is not written, so that the number of digits and points says nothing of the form.
+    let form = |text: &str| text.replace(|c: char| c.is_ascii_digit() || c == '.', "");
+    let fields = |text: &str| text.split([';', ',', '\t', '{', '}']).map(str::to_owned).collect::<Vec<_>>();
+    let (told_fields, expected_fields) = (fields(told), fields(expected));
+    form(told) == form(expected)
+        && told_fields.len() == expected_fields.len()
+        && told_fields
+            .iter()
+            .zip(&expected_fields)
+            .all(|(told, expected)| told == expected || near(told, expected))
+}
+
+/// Two fields of one key that may differ.
+fn near(told: &str, expected: &str) -> bool {
+    let pair = |field: &str| {
+        let (key, value) = field.rsplit_once(['=', ':'])?;
+        let key = key.rsplit(['.', ' ']).next()?.trim_matches('"').to_owned();
+        Some((key, value.parse::<f64>().ok()?))
+    };
+    let (Some((key, told)), Some((same, expected))) = (pair(told), pair(expected)) else { return false };
+    let within = ROUNDED.iter().find(|(name, _)| *name == key);
+    // Half a digit more, for the sum of two decimal fractions.
+    key == same && within.is_some_and(|(_, by)| (told - expected).abs() <= by * 1.5)
+}
+
+#[test]
+fn only_what_is_rounded_may_differ() {
+    let line = "1;4000;10.0.0.7:80;fail=7;up=3;base=40;knee=2\tTEXT application_utilization=0.100000,rps_fractional=12.500,eps=0";
+    assert!(agree(line, line));
+    for (from, to, agrees) in [
+        ("base=40", "base=41", true),
+        ("base=40", "base=42", false),
+        ("fail=7", "fail=8", true),
+        ("knee=2", "knee=3", false),
+        ("1;4000", "2;4000", false),
+        ("4000", "4001", false),
+        ("up=3", "up=4", false),
+        ("=12.500", "=12.501", true),
+        ("=12.500", "=12.502", false),
+        ("n=0.100000", "n=0.100001", true),
+        ("TEXT ", "JSON ", false),
+        ("10.0.0.7:80", "10.0.0.7:81", false),
+        (";base", "; base", false),
+    ] {
+        assert_eq!(agree(&line.replace(from, to), line), agrees, "{from} as {to}");
+    }
+}

@@ -1,0 +1,190 @@
+//! The traces that are played: a server with slots and a queue, under loads that change. Seeds are fixed.
+
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+
+use crate::trace::{Event, Kind, Trace, What};
+
+const SECOND: f64 = 1e6;
+
+/// A server and its load.
+struct Plan {
+    name: &'static str,
+    slots: usize,
+    service_us: f64,
+    /// Whether every request takes exactly that long, instead of an exponential time.
+    constant: bool,
+    /// Seconds, requests a second, factor of the service time, seconds that the clock steps by at the end.
+    phases: &'static [(f64, f64, f64, i64)],
+    /// Shares of requests.
+    fails: f64,
+    aborts: f64,
+    streams: f64,
+    slow_clients: f64,
+}
+
+const PLAIN: Plan = Plan {
+    name: "steady",
+    slots: 4,
+    service_us: 40_000.0,
+    constant: false,
+    phases: &[(20.0, 70.0, 1.0, 0)],
+    fails: 0.0,
+    aborts: 0.0,
+    streams: 0.0,
+    slow_clients: 0.0,
+};
+
+const PLANS: [Plan; 9] = [
+    PLAIN,
+    Plan { name: "constant", constant: true, slots: 8, phases: &[(10.0, 180.0, 1.0, 0)], ..PLAIN },
+    Plan {
+        name: "overload",
+        phases: &[(5.0, 60.0, 1.0, 0), (6.0, 130.0, 1.0, 0), (8.0, 10.0, 1.0, 0)],
+        ..PLAIN
+    },
+    // A run of fast answers, by which the estimate starts anew.
+    Plan {
+        name: "healed",
+        phases: &[(5.0, 60.0, 1.0, 0), (8.0, 20.0, 10.0, 0), (6.0, 60.0, 1.0, 0)],
+        ..PLAIN
+    },
+    Plan { name: "failures", fails: 0.3, phases: &[(8.0, 60.0, 1.0, 0), (10.0, 0.5, 1.0, 0)], ..PLAIN },
+    Plan { name: "clients", aborts: 0.1, streams: 0.05, slow_clients: 0.2, ..PLAIN },
+    // More at once than levels are told apart.
+    Plan { name: "flood", slots: 800, phases: &[(1.0, 1000.0, 40.0, 0), (2.0, 50.0, 1.0, 0)], ..PLAIN },
+    // Small steps back are late updates, large ones are steps; then all is old, and weights are scaled back.
+    Plan {
+        name: "clock",
+        fails: 0.1,
+        phases: &[
+            (4.0, 60.0, 1.0, 0),
+            (2.0, 60.0, 1.0, -3),
+            (3.0, 60.0, 1.0, 170),
+            (3.0, 60.0, 1.0, 700),
+            (3.0, 60.0, 1.0, 9000),
+            (3.0, 60.0, 1.0, -8000),
+            (3.0, 60.0, 1.0, 0),
+        ],
+        ..PLAIN
+    },
+    Plan { name: "trickle", fails: 0.2, phases: &[(60.0, 0.4, 1.0, 0)], ..PLAIN },
+];
+
+/// All traces, each by its seed.
+pub(crate) fn traces() -> Vec<Trace> {
+    let mut traces: Vec<Trace> = (0..).zip(&PLANS).map(|(seed, plan)| plan.trace(seed)).collect();
+    traces.push(Trace {
+        name: "idle",
+        events: vec![Event { at: 2_000_000, what: What::Probe }],
+        ..traces[0].head()
+    });
+    traces
+}
+
+impl Trace {
+    /// The same server, and nothing happens.
+    fn head(&self) -> Self {
+        Self { events: Vec::new(), ..*self }
+    }
+}
+
+impl Plan {
+    fn trace(&self, seed: u32) -> Trace {
+        let mut rng = SmallRng::seed_from_u64(seed.into());
+        let mut events = Vec::new();
+        let mut free = vec![0.0f64; self.slots];
+        let (mut id, mut at) = (0, 0.0);
+        let mut phase_ends = 0.0;
+        for &(seconds, rate, factor, _) in self.phases {
+            phase_ends += seconds * SECOND;
+            loop {
+                let next = at + exponential(&mut rng, SECOND / rate);
+                if next > phase_ends {
+                    break;
+                }
+                at = next;
+                let slot = (0..free.len()).min_by(|a, b| free[*a].total_cmp(&free[*b])).expect("a slot");
+                let mean = self.service_us * factor;
+                let takes = if self.constant { mean } else { exponential(&mut rng, mean) };
+                free[slot] = free[slot].max(at) + takes;
+                self.request(&mut rng, &mut events, id, at, free[slot]);
+                id += 1;
+                if rng.random::<f64>() < 0.3 {
+                    let later = exponential(&mut rng, 10_000.0);
+                    push(&mut events, at + later, What::Probe);
+                }
+            }
+            at = phase_ends;
+            push(&mut events, at, What::Probe);
+        }
+        // Those of the same time stay in their order.
+        events.sort_by_key(|event| event.at);
+        let begin = 5_000_000_000;
+        let mut steps = self.steps();
+        for event in &mut events {
+            while steps.first().is_some_and(|(until, _)| event.at > *until) {
+                steps.remove(0);
+            }
+            let shift = steps.first().map_or(0, |(_, shift)| *shift);
+            event.at = (begin + event.at).saturating_add_signed(shift);
+        }
+        let (json, limit) = (seed % 2 == 1, [0, 64, 2][seed as usize % 3]);
+        let window_us = [5_000_000, 1_000_000][seed as usize % 2];
+        Trace { name: self.name, begin, json, limit, window_us, events }
+    }
+
+    /// Until when, on the clock that does not step, the other is ahead by how much.
+    fn steps(&self) -> Vec<(u64, i64)> {
+        let (mut until, mut shift) = (0, 0);
+        let mut steps = Vec::new();
+        for &(seconds, _, _, step) in self.phases {
+            until += (seconds * SECOND) as u64;
+            steps.push((until, shift));
+            shift += step * 1_000_000;
+        }
+        steps.push((u64::MAX, shift));
+        steps
+    }
+
+    /// What happens to one that arrives at `at` and is answered at `end`.
+    fn request(&self, rng: &mut SmallRng, events: &mut Vec<Event>, id: u32, at: f64, end: f64) {
+        let mut drawn = rng.random::<f64>();
+        let mut is = |share: f64| {
+            drawn -= share;
+            drawn < 0.0
+        };
+        push(events, at, What::Start(id));
+        if is(self.aborts) {
+            let left = at + (end - at) * rng.random::<f64>();
+            push(events, left, What::Abort(id));
+        } else if is(self.fails) {
+            push(events, end, What::Head(id, Kind::Fail));
+            push(events, end, What::Finish(id));
+        } else if is(self.streams) {
+            push(events, end, What::Head(id, Kind::Stream));
+            push(events, end + exponential(rng, 2.0 * SECOND), What::Finish(id));
+        } else if is(self.slow_clients) {
+            push(events, end, What::Head(id, Kind::Ok));
+            push(events, end, What::Wait(id));
+            let back = end + exponential(rng, 0.5 * SECOND);
+            if rng.random::<f64>() < 0.2 {
+                push(events, back, What::Abort(id));
+            } else {
+                push(events, back, What::Back(id));
+                push(events, back + exponential(rng, 5000.0), What::Finish(id));
+            }
+        } else {
+            push(events, end, What::Head(id, Kind::Ok));
+            push(events, end, What::Finish(id));
+        }
+    }
+}
+
+fn push(events: &mut Vec<Event>, at: f64, what: What) {
+    events.push(Event { at: at as u64, what });
+}
+
+fn exponential(rng: &mut SmallRng, mean: f64) -> f64 {
+    -(1.0 - rng.random::<f64>()).ln() * mean
+}

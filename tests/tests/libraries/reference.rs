@@ -1,0 +1,73 @@
+//! What the core's own tracker says of a trace.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result};
+use prequal_core::endpoint::Endpoint;
+use prequal_core::orca::Format;
+use prequal_core::replica::Replica;
+use prequal_core::time::Micros;
+use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
+
+use crate::trace::{ENDPOINT, Kind, Trace, What};
+
+/// Plays `trace`, and returns the lines that a library must write.
+pub(crate) fn play(trace: &Trace) -> Result<Vec<String>> {
+    let endpoint: Endpoint = ENDPOINT.parse()?;
+    let mut replica = Replica::new(TrackerConfig::default(), Some(Micros(trace.begin)));
+    replica.count_rates(Micros(trace.begin), trace.window_us);
+    let mut requests: BTreeMap<u32, (Ticket, Outcome)> = BTreeMap::new();
+    let mut lines = Vec::new();
+    for event in &trace.events {
+        let now = Micros(event.at);
+        match event.what {
+            What::Start(id) => {
+                requests.insert(id, (replica.start(now), Outcome::Success));
+            }
+            What::Probe => lines.push(replica.report(now, endpoint, None, None).to_string()),
+            What::Head(id, kind) => {
+                let (ticket, outcome) = requests.get_mut(&id).context("no such request")?;
+                let mut leaving = Some(ticket.visit());
+                match kind {
+                    Kind::Ok => {}
+                    Kind::Fail => *outcome = Outcome::Failure,
+                    Kind::Stream => {
+                        replica.tracker.streaming(ticket, now);
+                        (*outcome, leaving) = (Outcome::Streaming, None);
+                    }
+                }
+                lines.push(told(&mut replica, trace, now, endpoint, leaving)?);
+            }
+            What::Wait(id) => replica.tracker.client_waits(visit(&requests, id)?, now),
+            What::Back(id) => replica.tracker.client_is_back(visit(&requests, id)?, now),
+            What::Finish(id) => {
+                let (ticket, outcome) = requests.remove(&id).context("no such request")?;
+                replica.finish(ticket, now, outcome);
+            }
+            What::Abort(id) => {
+                let (ticket, _) = requests.remove(&id).context("no such request")?;
+                replica.finish(ticket, now, Outcome::Aborted);
+            }
+        }
+    }
+    Ok(lines)
+}
+
+fn visit(requests: &BTreeMap<u32, (Ticket, Outcome)>, id: u32) -> Result<Visit> {
+    Ok(requests.get(&id).context("no such request")?.0.visit())
+}
+
+/// Both reports on a response.
+fn told(
+    replica: &mut Replica,
+    trace: &Trace,
+    now: Micros,
+    endpoint: Endpoint,
+    leaving: Option<Visit>,
+) -> Result<String> {
+    let report = replica.report(now, endpoint, None, leaving);
+    let limit = Some(trace.limit).filter(|limit| *limit > 0);
+    let orca = replica.orca(now, &report, limit).context("rates are counted")?;
+    let format = if trace.json { Format::Json } else { Format::Text };
+    Ok(format!("{report}\t{}", orca.header(format)))
+}

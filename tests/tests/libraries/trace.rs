@@ -1,0 +1,80 @@
+//! A trace: what happens to one server, and when. Written as lines that every library's conformance server plays.
+
+use std::fmt;
+
+/// Identity of the server in all traces.
+pub(crate) const ENDPOINT: &str = "10.0.0.7:8080";
+
+/// How a server is set up, and what then happens.
+pub(crate) struct Trace {
+    pub(crate) name: &'static str,
+    /// Microseconds.
+    pub(crate) begin: u64,
+    pub(crate) json: bool,
+    /// Requests that the server is meant to serve at once; 0 is not known.
+    pub(crate) limit: u32,
+    pub(crate) window_us: u64,
+    pub(crate) events: Vec<Event>,
+}
+
+/// One thing that happens, microseconds on the server's clock.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Event {
+    pub(crate) at: u64,
+    pub(crate) what: What,
+}
+
+/// Requests have numbers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum What {
+    /// It arrives.
+    Start(u32),
+    /// The head of its response goes out: a line of reports.
+    Head(u32, Kind),
+    /// From now on it waits for its client.
+    Wait(u32),
+    /// No longer.
+    Back(u32),
+    /// Its response is over.
+    Finish(u32),
+    /// Its client is gone.
+    Abort(u32),
+    /// The server is probed: a line with its report.
+    Probe,
+}
+
+/// A response, by its head.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    Ok,
+    /// Of status 500.
+    Fail,
+    /// An event stream.
+    Stream,
+}
+
+impl fmt::Display for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { begin, limit, window_us, .. } = self;
+        let format = if self.json { "json" } else { "text" };
+        writeln!(f, "{begin} begin {format} {limit} {window_us} {ENDPOINT}")?;
+        self.events.iter().try_for_each(|event| writeln!(f, "{event}"))
+    }
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ", self.at)?;
+        match self.what {
+            What::Start(id) => write!(f, "start {id}"),
+            What::Head(id, Kind::Ok) => write!(f, "head {id} ok"),
+            What::Head(id, Kind::Fail) => write!(f, "head {id} fail"),
+            What::Head(id, Kind::Stream) => write!(f, "head {id} stream"),
+            What::Wait(id) => write!(f, "wait {id}"),
+            What::Back(id) => write!(f, "back {id}"),
+            What::Finish(id) => write!(f, "finish {id}"),
+            What::Abort(id) => write!(f, "abort {id}"),
+            What::Probe => f.write_str("probe"),
+        }
+    }
+}
