@@ -1,7 +1,7 @@
 //! What other languages bring, against ours: a real gRPC client beside our agents, and the libraries for servers, which all pass
-//! one conformance program.
+//! one conformance program. `docs/libraries.md` says what it asks of a library.
 //!
-//! They need Go. Where that is missing a line says so, and the test fails where `CI` is `true`.
+//! They need Go and Python. Where one is missing a line says so, and the test fails where `CI` is `true`.
 
 mod calls;
 mod compare;
@@ -44,4 +44,10 @@ fn the_library_for_go_conforms() -> Result<()> {
         return Ok(());
     };
     conforms(&Subject::program("go", std::process::Command::new(program))?)
+}
+
+#[test]
+fn the_middleware_for_python_conforms() -> Result<()> {
+    let Some(server) = tools::python_server()? else { return Ok(()) };
+    conforms(&Subject::program("python", server)?)
 }

@@ -1,4 +1,5 @@
-//! Go's tools: whether they are there, and what they build into Cargo's folder. They fetch what they need the first time.
+//! Go's and Python's tools: whether they are there, and what they build into Cargo's folder. They fetch what they need the first
+//! time.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -18,11 +19,36 @@ pub(crate) fn go_program(folder: &str, package: &str, name: &str) -> Result<Opti
     Ok(Some(program))
 }
 
+/// The conformance server in Python: an interpreter with the server that it needs, which is not ours. `None`, after a line that
+/// says why, if there is no Python.
+pub(crate) fn python_server() -> Result<Option<Command>> {
+    if !is_there("python3", &["-c", "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))"]) {
+        return Ok(None);
+    }
+    let folder = workspace_root().join("libraries/python/conformance");
+    let environment = target_dir().join("libraries/python");
+    let python = environment.join("bin/python");
+    // Written last: what it says is there.
+    let (wanted, installed) = (folder.join("requirements.txt"), environment.join("requirements.txt"));
+    let wanted_text = std::fs::read_to_string(&wanted)?;
+    if std::fs::read_to_string(&installed).ok().as_ref() != Some(&wanted_text) {
+        run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&environment))?;
+        let mut install = Command::new(&python);
+        install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r"]).arg(&wanted);
+        run(&mut install)?;
+        std::fs::write(&installed, wanted_text)?;
+    }
+    let mut server = Command::new(python);
+    // No folders of bytecode among the sources.
+    server.arg("-B").arg(folder.join("server.py"));
+    Ok(Some(server))
+}
+
 fn is_there(program: &str, ask: &[&str]) -> bool {
     if Command::new(program).args(ask).output().is_ok_and(|output| output.status.success()) {
         return true;
     }
-    let reason = format!("missing {program}: install Go 1.25");
+    let reason = format!("missing {program}: install Go 1.25, and Python 3.10 with venv");
     assert!(std::env::var("CI").as_deref() != Ok("true"), "{reason}");
     eprintln!("skipped: {reason}");
     false

@@ -1,0 +1,197 @@
+"""How fast the server is, and how much it can serve at once: crates/prequal-core/src/capacity.rs.
+
+The sums are in that file's order, so that rounding is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from .recent import Beyond, FastRun
+
+MAX_LATENCY_US = 3_600_000_000
+MAX_KNEE = 512
+FADES_US = 6e6
+DOUBT = 0.5
+LEAST = 0.5
+FIT_EVERY_US = 10_000
+FIT_AT_LEAST_US = 3_000_000
+TOGETHER = 128
+LONGEST_US = 60_000_000
+HEAVY = 1e12
+TINY = 1e-9
+STEP_US = 1_000_000
+
+
+class Capacity(NamedTuple):
+    """How fast a server is and how much it serves at once."""
+
+    #: What a request takes while none waits, microseconds.
+    base_us: int
+    #: How many requests at once saturate the server.
+    knee: int
+    #: The knee may be higher.
+    open: bool
+
+
+class Row:
+    """One level: sums that fade."""
+
+    __slots__ = ("time", "left", "met", "took")
+
+    def __init__(self, time: float = 0.0, left: float = 0.0, met: float = 0.0, took: float = 0.0) -> None:
+        #: Time spent at this level, and good answers that left at it.
+        self.time, self.left = time, left
+        #: Good answers to requests that arrived as this many-th, and what they took.
+        self.met, self.took = met, took
+
+
+class Levels:
+    """What has been counted at each level, and the fit to it."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self._rows: list[Row] = []
+        self._logs: list[float] = []
+        #: When the last good answer left, and at which level the burst began that it belongs to.
+        self._burst = (0, 0)
+        self._since: int | None = None
+        #: When the weight was 1, and the latest time heard of.
+        self._origin = 0
+        self._latest = 0
+        self._fitted_at: int | None = None
+        self._fit: Capacity | None = None
+        self._run = FastRun()
+        self._beyond = Beyond()
+
+    def moved(self, now: int, after: int) -> None:
+        """Credits the time since the last update to the level, which is `after` from now on."""
+        weight = self._weight(now)
+        elapsed = self._elapsed(now) * weight
+        if elapsed > 0.0 and self.level > 0:
+            self._row(self.level).time += elapsed
+        self.level, self._since = after, now
+
+    def served(self, now: int, level: int, arrived_as: int, latency_us: int) -> None:
+        """A good answer left while `level` requests were in flight, itself included."""
+        if self._fit is not None:
+            self._beyond.answered(now, self._fit, arrived_as, latency_us)
+            if self._run.answered(now, self._fit, arrived_as, latency_us):
+                self._start_anew(now)
+                return
+        weight = self._weight(now)
+        level = self._level_of_burst(now, max(level, 1), latency_us // TOGETHER)
+        self._row(level).left += weight
+        arrived = self._row(max(arrived_as, 1))
+        arrived.met += weight
+        arrived.took += latency_us * weight
+        if self._fitted_at is None or abs(now - self._fitted_at) > FIT_AT_LEAST_US:
+            self.capacity(now, False)
+
+    def _start_anew(self, now: int) -> None:
+        """Forgets all but the run of fast answers, which count as if each had been alone."""
+        answers, took = self._run.take()
+        self._rows, self._logs = [Row(took, answers, answers, took)], [0.0]
+        self._origin, self._latest, self._since = now, now, now
+        self._fitted_at = None
+
+    def _level_of_burst(self, now: int, level: int, together: int) -> int:
+        """Requests that came together leave together: their level is that at which the burst began."""
+        last, began_at = self._burst
+        if abs(now - last) <= together and level < began_at:
+            level = began_at
+        self._burst = (now, level)
+        return level
+
+    def capacity(self, now: int, leaving: bool) -> Capacity | None:
+        fresh = self._fitted_at is not None and abs(now - self._fitted_at) < FIT_EVERY_US
+        if not fresh or (leaving and self._fit is None):
+            weight = self._weight(now)
+            if self.level > 0:
+                self._row(self.level)
+            running = self._elapsed(now) * weight
+            self._fitted_at = now
+            left = weight if leaving and self.level > 0 else 0.0
+            self._fit = self._fitted(weight, running, left) or self._fit
+        return self._fit
+
+    def _fitted(self, weight: float, running: float, leaves: float) -> Capacity | None:
+        """Maximises the two likelihoods where the present weighs `weight`, with what is to be added to the current level."""
+        current = min(self.level, len(self._rows))
+        time = left = met = took_all = log_met = took_each = 0.0
+        for k, (row, log) in enumerate(zip(self._rows, self._logs), 1):
+            time += row.time
+            left += row.left
+            met += row.met
+            took_all += row.took
+            log_met += row.met * log
+            took_each += row.took / k
+        if current > 0:
+            time += running
+            left += leaves
+        all_left, all_met = left, max(met, TINY)
+        if all_left < LEAST * weight:
+            return None
+        effort = took = gain = last_log = 0.0
+        best = -math.inf
+        scores: list[tuple[float, float]] = []
+        for k, (row, log) in enumerate(zip(self._rows, self._logs), 1):
+            effort += time
+            gain += (log - last_log) * left
+            took += row.took
+            met -= row.met
+            log_met -= row.met * log
+            took_each -= row.took / k
+            each = max(took + k * took_each, TINY) / all_met
+            score = (gain + met * log - log_met - all_left * math.log(max(effort * each, TINY))) / weight
+            best = max(best, score)
+            scores.append((score, effort))
+            if k == current:
+                time -= row.time + running
+                left -= row.left + leaves
+            else:
+                time -= row.time
+                left -= row.left
+            last_log = log
+        for k, (score, effort) in enumerate(scores, 1):
+            if score >= best - DOUBT:
+                base = min(max(effort / all_left, 1.0), float(MAX_LATENCY_US))
+                return Capacity(int(base), k, self._beyond.is_open(self._latest))
+        return None
+
+    def _elapsed(self, now: int) -> float:
+        """How long the level has lasted."""
+        return 0.0 if self._since is None else float(min(max(now - self._since, 0), LONGEST_US))
+
+    def _weight(self, now: int) -> float:
+        """What an event now weighs; the past weighs less and less beside it."""
+        if self._latest - now > STEP_US:
+            # After a step back the past is as old as it was.
+            self._origin = max(self._origin - (self._latest - now), 0)
+            if self._since is not None:
+                self._since = now
+            self._latest = now
+        self._latest = max(self._latest, now)
+        weight = math.exp(min(max(now - self._origin, 0) / FADES_US, 700.0))
+        if weight < HEAVY:
+            return weight
+        used = 0
+        for k, row in enumerate(self._rows, 1):
+            row.time /= weight
+            row.left /= weight
+            row.met /= weight
+            row.took /= weight
+            if row.time > 1.0 or row.left > 1e-6 or row.met > 1e-6:
+                used = k
+        del self._rows[used:], self._logs[used:]
+        self._origin = now
+        return 1.0
+
+    def _row(self, level: int) -> Row:
+        """Of a level from 1; those above the highest that is told apart share one."""
+        index = min(level, MAX_KNEE)
+        while len(self._rows) < index:
+            self._rows.append(Row())
+            self._logs.append(math.log(len(self._rows)))
+        return self._rows[index - 1]

@@ -1,0 +1,147 @@
+"""The requests of one server, counted."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from collections.abc import Callable
+
+from .rates import Failures, Rates, Window
+from .report import Report
+from .tracker import Outcome, Tracker
+
+YOUNG_S = 600
+
+
+class Load:
+    """Counts the requests of one server, which has just started. Its methods may be called from several threads.
+
+    `endpoint` is the ip:port by which clients know the server. `orca` asks for load in the format of ORCA on responses:
+    None, "text" or "json"; `orca_limit` says how many requests the server is meant to serve at once, and `orca_window`
+    is the time constant of its means in seconds, at least 0.1. With `probe_only` responses have no x-prequal-load.
+    `clock` tells microseconds, for tests.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        orca: str | None = None,
+        orca_limit: int = 0,
+        orca_window: float = 5.0,
+        probe_only: bool = False,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        if orca not in (None, "text", "json"):
+            raise ValueError(f"orca {orca!r}: must be None, 'text' or 'json'")
+        if orca_limit < 0:
+            raise ValueError(f"orca_limit {orca_limit}: must not be negative")
+        if not 0.0 < orca_window < float("inf"):
+            raise ValueError(f"orca_window {orca_window}: must be seconds above 0")
+        self.endpoint = canonical(endpoint)
+        self.orca = orca
+        self.probe_only = probe_only
+        self._limit = orca_limit
+        self._clock = clock or (lambda: time.monotonic_ns() // 1000)
+        self._lock = threading.Lock()
+        self._tracker = Tracker()
+        self._failures = Failures()
+        self._up = self._clock()
+        self._rates = Rates(self._up, round(orca_window * 1e6))
+        self._ended = [0, 0, 0, 0]
+
+    def start(self) -> Request:
+        """A request arrives. Call its `finish` once, whatever becomes of it."""
+        now = self._clock()
+        with self._lock:
+            visit = self._tracker.start(now)
+            self._rates.moved(now, self._tracker.rif)
+        return Request(self, visit)
+
+    def report(self, leaving: Request | None = None) -> Report:
+        """The load now. `leaving` is the request on whose response it goes, if that is about to leave."""
+        return self._report(leaving, True)
+
+    def _report(self, leaving: Request | None, means: bool) -> Report:
+        """With what only ORCA's readers need, if they are to be asked: probes do not move the means."""
+        now = self._clock()
+        with self._lock:
+            visit = leaving.visit if leaving is not None and not leaving.done else None
+            rif = self._tracker.rif - (visit is not None)
+            latency_us = self._tracker.latency(now, rif, visit)
+            capacity = self._tracker.capacity(now, visit is not None)
+            serves = self._limit
+            if capacity is not None:
+                serves = max(serves, capacity.knee) if capacity.open else capacity.knee
+            up = max(now - self._up, 0) // 1_000_000
+            rates = self._rates.over(now) if means else Window(0, 0, 0)
+            return Report(
+                rif=rif,
+                latency_us=latency_us,
+                capacity=capacity,
+                endpoint=self.endpoint,
+                failing=self._failures.per_mille(now),
+                up_s=up if up < YOUNG_S else None,
+                rates=rates,
+                utilization_micro=rates.rif_micro // serves if means and serves > 0 else None,
+            )
+
+    def ended(self, outcome: Outcome) -> int:
+        """How many requests have ended so."""
+        return self._ended[outcome]
+
+
+class Request:
+    """One in flight, from `Load.start` to `finish`."""
+
+    def __init__(self, load: Load, visit) -> None:
+        self.visit = visit
+        self.done = False
+        self._load = load
+
+    def finish(self, outcome: Outcome) -> None:
+        """The request ends. Only the first call counts."""
+        load = self._load
+        now = load._clock()
+        with load._lock:
+            if self.done:
+                return
+            self.done = True
+            load._failures.record(now, outcome)
+            load._rates.ended(now, load._tracker.rif - 1, outcome)
+            load._tracker.finish(self.visit, now, outcome)
+            load._ended[outcome] += 1
+
+    def stream(self) -> None:
+        """It is a stream: it stays in flight, and its age says nothing of the server's speed."""
+        self._do(self._load._tracker.streaming)
+
+    def client_waits(self) -> None:
+        """It waits for its client until `client_is_back`. That time is none of the server's."""
+        self._do(self._load._tracker.client_waits)
+
+    def client_is_back(self) -> None:
+        """Ends `client_waits`."""
+        self._do(self._load._tracker.client_is_back)
+
+    def _do(self, change) -> None:
+        now = self._load._clock()
+        with self._load._lock:
+            if not self.done:
+                change(self.visit, now)
+
+
+def canonical(endpoint: str) -> str:
+    """As Prequal's clients write it; an error where it is no ip:port."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        is_v6 = host.startswith("[") and host.endswith("]")
+        address = ipaddress.IPv6Address(host[1:-1]) if is_v6 else ipaddress.IPv4Address(host)
+        if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535) or "%" in host:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"endpoint {endpoint!r}: must be ip:port with a port of 1 to 65535, IPv6 as [ip]:port"
+        ) from None
+    return f"[{address}]:{int(port)}" if is_v6 else f"{address}:{int(port)}"

@@ -1,0 +1,88 @@
+"""What single answers show sooner than the fit: crates/prequal-core/src/capacity/recent.rs."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+CERTAIN = 12.0
+SHORTEST = 10.0
+FAST_SHARE = (0.3, 0.99)
+REMEMBERED = 32.0
+SELDOM_HINDERED = 0.35
+FORGOTTEN_US = 30e6
+
+
+class Fit(Protocol):
+    """What is read of a capacity."""
+
+    @property
+    def base_us(self) -> int: ...
+
+    @property
+    def knee(self) -> int: ...
+
+
+class FastRun:
+    """Finds that the server has become faster than its fit says."""
+
+    def __init__(self) -> None:
+        #: Moving average of the share of fast answers.
+        self._usual = FAST_SHARE[0]
+        #: When the first request of the run arrived.
+        self._since = 0
+        self._answers = 0.0
+        self._took = 0.0
+
+    def answered(self, now: int, fit: Fit, arrived_as: int, latency_us: int) -> bool:
+        """Takes in an answer; whether the run is too long for chance."""
+        if arrived_as > fit.knee:
+            return False
+        arrived = max(now - latency_us, 0)
+        fast = latency_us < fit.base_us // 2
+        self._usual += (float(fast) - self._usual) / REMEMBERED
+        if not fast:
+            # A request that is older than the run says nothing against it.
+            if arrived >= self._since:
+                self._answers = 0.0
+            return False
+        if self._answers == 0.0:
+            self._since, self._took = arrived, 0.0
+        self._answers += 1.0
+        self._took += latency_us
+        usual = min(max(self._usual, FAST_SHARE[0]), FAST_SHARE[1])
+        return self._answers >= SHORTEST and self._answers * -math.log(usual) > CERTAIN
+
+    def take(self) -> tuple[float, float]:
+        """The answers of the run, and the time they took; the next run begins."""
+        answers, self._answers = self._answers, 0.0
+        return answers, self._took
+
+
+class Beyond:
+    """Whether requests that arrive beyond the knee wait, as they would if it were one."""
+
+    def __init__(self) -> None:
+        #: Moving average of what requests took that arrived up to the knee; 0 before the first.
+        self._unhindered_us = 0.0
+        #: Moving average of the share of others that took more than half-way to what a queue would make them wait.
+        self._hindered = 0.0
+        self._at = 0
+
+    def answered(self, now: int, fit: Fit, arrived_as: int, latency_us: int) -> None:
+        crowding = max(arrived_as, 1) / max(fit.knee, 1)
+        if crowding <= 1.0:
+            first = self._unhindered_us == 0.0
+            self._unhindered_us += (latency_us - self._unhindered_us) / (1.0 if first else REMEMBERED)
+            return
+        base_us = self._unhindered_us if self._unhindered_us > 0.0 else float(fit.base_us)
+        hindered = float(latency_us >= base_us * (1.0 + crowding) / 2.0)
+        share = self._hindered_at(now)
+        self._hindered, self._at = share + (hindered - share) / REMEMBERED, now
+
+    def _hindered_at(self, now: int) -> float:
+        """What is old is forgotten, so that a server that is never sent so much is tried again."""
+        return self._hindered * max(1.0 - max(now - self._at, 0) / FORGOTTEN_US, 0.0)
+
+    def is_open(self, now: int) -> bool:
+        return self._hindered_at(now) < SELDOM_HINDERED

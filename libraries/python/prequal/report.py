@@ -1,0 +1,79 @@
+"""What a server says of itself: crates/prequal-core/src/report.rs, orca.rs and probe.rs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .capacity import Capacity
+from .rates import Window
+
+
+class Report(NamedTuple):
+    """The load of a server."""
+
+    #: Requests in flight now.
+    rif: int
+    #: Median recent latency near that RIF, microseconds; None while there is no sample.
+    latency_us: int | None
+    #: None until a request has been answered.
+    capacity: Capacity | None
+    endpoint: str
+    #: Share of recent requests that failed, per mille.
+    failing: int
+    #: How long ago the server started, seconds, below 600.
+    up_s: int | None
+    #: Rates, and requests in flight on average.
+    rates: Window
+    #: Mean requests in flight over what the server serves at once, in millionths; None while that is not known.
+    utilization_micro: int | None
+
+    def header(self) -> str:
+        """The value of x-prequal-load."""
+        text = f"{self.rif};{'' if self.latency_us is None else self.latency_us};{self.endpoint}"
+        if self.failing > 0:
+            text += f";fail={self.failing}"
+        if self.up_s is not None:
+            text += f";up={self.up_s}"
+        if self.capacity is not None:
+            text += f";base={self.capacity.base_us};knee={self.capacity.knee}"
+            if self.capacity.open:
+                text += ";open=1"
+        return text
+
+    def json(self, timestamp_ms: int) -> str:
+        """The body of the reply to a probe that accepts it."""
+        us, capacity = self.latency_us, self.capacity
+        median = "null" if us is None else f"{us // 1000}.{us % 1000:03}"
+        text = f'{{"rif":{self.rif},"latency_median_ms":{median},"latency_us":{"null" if us is None else us}'
+        if capacity is None:
+            text += ',"base_us":null,"knee":null'
+        else:
+            text += f',"base_us":{capacity.base_us},"knee":{capacity.knee},"open":{"true" if capacity.open else "false"}'
+        text += f',"failing":{self.failing},"up_s":{"null" if self.up_s is None else self.up_s}'
+        return text + f',"timestamp_ms":{timestamp_ms},"endpoint":"{self.endpoint}"}}'
+
+    def orca(self, form: str) -> str:
+        """The value of endpoint-load-metrics as `text` or `json`."""
+        own: list[tuple[str, str]] = []
+        if self.utilization_micro is not None:
+            own.append(("application_utilization", fixed(self.utilization_micro, 6)))
+        own.append(("rps_fractional", fixed(self.rates.ended_milli, 3)))
+        own.append(("eps", fixed(self.rates.failed_milli, 3)))
+        named = [("prequal_rif", str(self.rif))]
+        if self.capacity is not None:
+            named.append(("prequal_base_latency_us", str(self.capacity.base_us)))
+            named.append(("prequal_knee", str(self.capacity.knee)))
+        if form == "text":
+            return "TEXT " + ",".join(
+                [f"{name}={value}" for name, value in own]
+                + [f"named_metrics.{name}={value}" for name, value in named]
+            )
+        pairs = ["".join(f'"{name}":{value},' for name, value in own)]
+        inner = ",".join(f'"{name}":{value}' for name, value in named)
+        return "JSON {" + pairs[0] + '"named_metrics":{' + inner + "}}"
+
+
+def fixed(parts: int, digits: int) -> str:
+    """A number in parts of the second, which is a power of ten."""
+    whole, rest = divmod(parts, 10**digits)
+    return f"{whole}.{rest:0{digits}}" if rest else str(whole)

@@ -1,0 +1,163 @@
+"""The estimate of what a request may expect: crates/prequal-core/src/tracker.rs, for one process.
+
+Times are microseconds, whole and not negative.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from .capacity import Capacity, Levels
+
+MAX_LATENCY_US = 3_600_000_000
+MAX_AGE_US = 15_000_000
+STALL_FACTOR = 3
+FAILURE_LATENCY_US = 1_000_000
+BUCKETS = 128
+SAMPLES = 8
+
+
+class Outcome(enum.IntEnum):
+    """How a request ended."""
+
+    #: A real answer: its latency is a sample.
+    SUCCESS = 0
+    #: An error of the server's making: a status of 500 and up, an exception.
+    FAILURE = 1
+    #: The client went away, which says nothing of the server.
+    ABORTED = 2
+    #: An event stream or a WebSocket: its life is no latency.
+    STREAMING = 3
+
+
+class Visit:
+    """A request in flight."""
+
+    __slots__ = ("arrived", "since", "away_since", "stream", "away_us", "rif_at_arrival", "arrived_as")
+
+    def __init__(self, now: int, rif: int, arrived_as: int) -> None:
+        self.arrived = now
+        #: Since when it is at the server.
+        self.since = now
+        #: Since when it is in flight but not at the server.
+        self.away_since: int | None = None
+        self.stream = False
+        #: What its client took until `since`.
+        self.away_us = 0
+        self.rif_at_arrival = rif
+        self.arrived_as = arrived_as
+
+
+class Tracker:
+    """Requests in flight and recent latencies."""
+
+    def __init__(self) -> None:
+        self.rif = 0
+        self.away = 0
+        #: Those that may be stuck, in order of age: at the server, and not overtaken.
+        self._waiting: dict[Visit, None] = {}
+        self._levels = Levels()
+        #: By bucket the last samples: latency and time.
+        self._buckets: list[list[tuple[int, int]]] = [[] for _ in range(BUCKETS)]
+        self._used = 0
+        self._last_failure: int | None = None
+
+    def start(self, now: int) -> Visit:
+        before = self.rif - self.away
+        visit = Visit(now, self.rif, before + 1)
+        self._waiting[visit] = None
+        self.rif += 1
+        self._levels.moved(now, before + 1)
+        return visit
+
+    def finish(self, visit: Visit, now: int, outcome: Outcome) -> None:
+        level = self.rif - self.away
+        self.rif -= 1
+        self._waiting.pop(visit, None)
+        client = visit.away_us
+        if visit.away_since is not None:
+            client += max(now - visit.away_since, 0)
+            self.away -= 1
+            level = 0
+        latency = min(max(max(now - visit.arrived, 0) - client, 0), MAX_LATENCY_US)
+        if level > 0:
+            self._levels.moved(now, level - 1)
+        if outcome == Outcome.SUCCESS:
+            index = bucket_of(visit.rif_at_arrival)
+            bucket = self._buckets[index]
+            bucket.append((latency, now))
+            del bucket[:-SAMPLES]
+            self._used = max(self._used, index + 1)
+            self._levels.served(now, level, visit.arrived_as, latency)
+            self._overtake(visit.since)
+        elif outcome == Outcome.FAILURE:
+            self._last_failure = now
+
+    def _overtake(self, since: int) -> None:
+        """What is older has been overtaken: it is heavy, not stuck."""
+        while self._waiting:
+            oldest = next(iter(self._waiting))
+            if oldest.since >= since:
+                return
+            del self._waiting[oldest]
+
+    def streaming(self, visit: Visit, now: int) -> None:
+        self.client_waits(visit, now)
+        visit.stream = True
+
+    def client_waits(self, visit: Visit, now: int) -> None:
+        if visit.away_since is not None:
+            return
+        visit.away_since = now
+        self._waiting.pop(visit, None)
+        self.away += 1
+        self._levels.moved(now, max(self._levels.level - 1, 0))
+
+    def client_is_back(self, visit: Visit, now: int) -> None:
+        if visit.stream or visit.away_since is None:
+            return
+        visit.away_us += max(now - visit.away_since, 0)
+        visit.away_since = None
+        visit.since = now
+        self._waiting[visit] = None
+        self.away -= 1
+        self._levels.moved(now, self._levels.level + 1)
+
+    def capacity(self, now: int, leaving: bool) -> Capacity | None:
+        """Once `leaving` will have left, with a good answer."""
+        fit = self._levels.capacity(now, leaving)
+        return fit and fit._replace(knee=min(fit.knee + self.away, 65535))
+
+    def latency(self, now: int, rif: int, leaving: Visit | None) -> int | None:
+        """Where `rif` are in flight without `leaving`, which is about to leave."""
+        median = self._nearest_median(bucket_of(rif), now)
+        if median is not None:
+            waited = self._waited(now, leaving)
+            return waited if waited // STALL_FACTOR > median else median
+        if self._last_failure is not None and abs(now - self._last_failure) < MAX_AGE_US:
+            return FAILURE_LATENCY_US
+        return None
+
+    def _waited(self, now: int, leaving: Visit | None) -> int:
+        for oldest in self._waiting:
+            if oldest is not leaving:
+                return min(max(now - oldest.since, 0), MAX_LATENCY_US)
+        return 0
+
+    def _nearest_median(self, centre: int, now: int) -> int | None:
+        """That of the nearest RIF with a sample; at equal distance the higher one, which errs on the side of caution."""
+        for distance in range(min(BUCKETS, max(centre, self._used) + 1)):
+            for index in (centre + distance, centre - distance):
+                if 0 <= index < BUCKETS and self._buckets[index]:
+                    young = sorted(took for took, at in self._buckets[index] if abs(now - at) < MAX_AGE_US)
+                    if young:
+                        return young[len(young) // 2]
+        return None
+
+
+def bucket_of(rif: int) -> int:
+    """Exact below 16, then four buckets an octave."""
+    if rif < 16:
+        return rif
+    octave = rif.bit_length() - 1
+    return (octave - 4) * 4 + (rif >> (octave - 2) & 3) + 16
