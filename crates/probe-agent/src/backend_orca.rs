@@ -3,15 +3,12 @@
 //! [`prequal_core::orca`]'s.
 
 use std::str::FromStr;
-use std::sync::Arc;
 
 use base64::Engine as _;
 use base64::engine::DecodePaddingMode;
 use base64::engine::general_purpose::{GeneralPurpose, GeneralPurposeConfig};
 use http::{HeaderMap, HeaderName, HeaderValue};
-use prequal_core::orca::backend::{
-    BackendError, BackendReport, MAX_NAME, MAX_REPORT, NAMED_PREFIX, Utilization, binary,
-};
+use prequal_core::orca::backend::{BackendError, BackendReport, MAX_REPORT, Metric, Utilization, binary};
 use prost::Message as _;
 
 use crate::load::{BackendSaid, Load};
@@ -22,28 +19,15 @@ use crate::orca::{LOAD_METRICS, LOAD_METRICS_BIN};
 const ASKS: HeaderName = HeaderName::from_static("endpoint-load-metrics-format");
 const AS_TEXT: HeaderValue = HeaderValue::from_static("text");
 
-/// What of a backend's reports is its utilisation.
+/// That the backend is asked for reports, and what of them is its utilisation.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum FromBackend {
-    /// `application_utilization`, else `cpu_utilization`.
-    Utilization,
-    /// The metric that the backend calls so, and those where it is absent.
-    Named(Arc<str>),
-}
+pub struct FromBackend(pub Metric);
 
 impl FromStr for FromBackend {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text == "utilization" {
-            return Ok(Self::Utilization);
-        }
-        match text.strip_prefix(NAMED_PREFIX) {
-            Some(name) if (1..=MAX_NAME).contains(&name.len()) => Ok(Self::Named(name.into())),
-            _ => Err(format!(
-                "must be `utilization`, or `named_metrics.NAME` with a name of 1 to {MAX_NAME} bytes"
-            )),
-        }
+        Metric::parse(text).map(Self).ok_or_else(|| format!("must be {}", Metric::FORM))
     }
 }
 
@@ -65,9 +49,7 @@ impl FromBackend {
             Some(Err(BackendError::Malformed)) => BackendSaid::Malformed,
             Some(Err(BackendError::Contradictory)) => BackendSaid::Contradictory,
             Some(Ok(mut report)) => {
-                if let Self::Named(name) = self {
-                    report.is_utilization(name);
-                }
+                report.go_by(&self.0);
                 let said = if report.is_partial() { BackendSaid::Partial } else { BackendSaid::Used };
                 load.backend_reports(report);
                 said
@@ -132,7 +114,7 @@ mod tests {
     use prequal_core::tracker::TrackerConfig;
 
     fn hears(lines: &[(&'static str, &str)]) -> (Load, FromBackend) {
-        let (load, from) = (Load::new(TrackerConfig::default()), FromBackend::Utilization);
+        let (load, from) = (Load::new(TrackerConfig::default()), FromBackend(Metric::Utilization));
         let lines = lines.iter().map(|(name, value)| {
             (HeaderName::from_static(name), HeaderValue::from_bytes(value.as_bytes()).unwrap())
         });
@@ -178,28 +160,23 @@ mod tests {
 
     #[test]
     fn which_metric_it_is_may_be_said() {
-        assert_eq!("utilization".parse(), Ok(FromBackend::Utilization));
-        assert_eq!("named_metrics.kv".parse(), Ok(FromBackend::Named("kv".into())));
-        for wrong in
-            ["", "kv", "named_metrics.", "cpu_utilization", &format!("named_metrics.{}", "a".repeat(65))]
-        {
-            assert!(wrong.parse::<FromBackend>().unwrap_err().contains("named_metrics.NAME"), "{wrong}");
-        }
+        let wrong = "cpu_utilization".parse::<FromBackend>().unwrap_err();
+        assert!(wrong.contains("named_metrics.NAME"), "{wrong}");
         let load = Load::new(TrackerConfig::default());
         let mut headers = HeaderMap::new();
         let value = HeaderValue::from_static("TEXT cpu_utilization=0.5, named_metrics.kv=0.75");
         headers.insert(LOAD_METRICS, value);
-        FromBackend::Named("kv".into()).hear(&headers, &load);
+        FromBackend(Metric::Named("kv".into())).hear(&headers, &load);
         assert_eq!(load.backend_utilization_micro(), Some(750_000));
-        FromBackend::Named("other".into()).hear(&headers, &load);
+        FromBackend(Metric::Named("other".into())).hear(&headers, &load);
         assert_eq!(load.backend_utilization_micro(), Some(500_000));
     }
 
     #[test]
     fn a_client_that_asks_itself_is_not_spoken_for() {
         let mut request = HeaderMap::new();
-        assert!(FromBackend::Utilization.ask(&mut request));
+        assert!(FromBackend(Metric::Utilization).ask(&mut request));
         assert_eq!(request[ASKS], "text");
-        assert!(!FromBackend::Utilization.ask(&mut request));
+        assert!(!FromBackend(Metric::Utilization).ask(&mut request));
     }
 }

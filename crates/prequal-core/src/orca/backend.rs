@@ -5,6 +5,8 @@
 //! itself. A report that is broken or contradicts itself is dropped whole; of one that can be read, a metric that makes no sense is
 //! left out. Binary reports are decoded by the caller, who has a library for protobuf, and put in metric by metric.
 
+use std::fmt;
+
 use serde_json::Value;
 
 /// Longest header that is read, bytes.
@@ -61,6 +63,38 @@ impl Utilization {
             Self::Application => "applicationUtilization",
             Self::Cpu => "cpuUtilization",
             Self::Memory => "memUtilization",
+        }
+    }
+}
+
+/// What of a backend's reports is its utilisation.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Metric {
+    /// `application_utilization`, else `cpu_utilization`.
+    Utilization,
+    /// The metric that the backend calls so, and those where it is absent.
+    Named(Box<str>),
+}
+
+impl Metric {
+    /// What [`Self::parse`] reads.
+    pub const FORM: &str = "\"utilization\", or \"named_metrics.NAME\" with a name of 1 to 64 bytes";
+
+    /// `utilization`, or `named_metrics.NAME`.
+    pub fn parse(text: &str) -> Option<Self> {
+        if text == "utilization" {
+            return Some(Self::Utilization);
+        }
+        let name = text.strip_prefix(NAMED_PREFIX)?;
+        (1..=MAX_NAME).contains(&name.len()).then(|| Self::Named(name.into()))
+    }
+}
+
+impl fmt::Display for Metric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Utilization => f.write_str("utilization"),
+            Self::Named(name) => write!(f, "{NAMED_PREFIX}{name}"),
         }
     }
 }
@@ -171,9 +205,10 @@ impl BackendReport {
         }
     }
 
-    /// The metric of this name is the utilisation, if it is there and not negative: the operator says so.
-    pub fn is_utilization(&mut self, name: &str) {
-        let found = self.named.iter().find(|(named, value)| **named == *name && *value >= 0.0);
+    /// This is the utilisation, if it is there and not negative: the operator says so.
+    pub fn go_by(&mut self, metric: &Metric) {
+        let Metric::Named(name) = metric else { return };
+        let found = self.named.iter().find(|(named, value)| *named == *name && *value >= 0.0);
         if let Some(value) = found.map(|(_, value)| *value) {
             self.put(Utilization::Application, value);
         }

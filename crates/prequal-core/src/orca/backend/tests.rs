@@ -48,10 +48,12 @@ fn the_utilisation_is_the_applications_else_the_processors() {
     }
     let mut report =
         parse("TEXT application_utilization=0.5,named_metrics.kv=0.75,named_metrics.bad=-1").unwrap();
-    report.is_utilization("bad");
-    report.is_utilization("absent");
+    report.go_by(&Metric::Utilization);
+    for other in ["bad", "absent"] {
+        report.go_by(&Metric::Named(other.into()));
+    }
     assert_eq!(report.utilization_micro(), Some(500_000));
-    report.is_utilization("kv");
+    report.go_by(&Metric::Named("kv".into()));
     assert_eq!(report.utilization_micro(), Some(750_000));
     assert_eq!(named(&report), [("kv", 0.75), ("bad", -1.0)], "and goes on as what it is");
 }
@@ -123,6 +125,17 @@ fn what_is_no_report_is_dropped_whole() {
 }
 
 #[test]
+fn which_metric_it_is_may_be_said() {
+    for text in ["utilization", "named_metrics.kv"] {
+        assert_eq!(Metric::parse(text).unwrap().to_string(), text);
+    }
+    let long = format!("named_metrics.{}", "a".repeat(MAX_NAME + 1));
+    for wrong in ["", "kv", "named_metrics.", "cpu_utilization", &long] {
+        assert_eq!(Metric::parse(wrong), None, "{wrong}");
+    }
+}
+
+#[test]
 fn binary_reports_are_for_who_can_decode_them() {
     assert_eq!(binary(b" BIN  CQ== "), Some(&b"CQ=="[..]));
     assert_eq!(binary(b"TEXT a=1"), None);
@@ -147,7 +160,7 @@ proptest! {
         let mut report = BackendReport::parse(&header).unwrap_or_default();
         Utilization::ALL.into_iter().for_each(|of| report.put(of, utilization));
         report.put_named(&name, value);
-        report.is_utilization(&name);
+        report.go_by(&Metric::Named(name.into()));
         for micro in Utilization::ALL.into_iter().filter_map(|of| report.of(of)) {
             prop_assert!(micro as f64 <= MAX_UTILIZATION * 1e6);
         }
