@@ -112,6 +112,11 @@ impl Sources {
             let below = folder.join(&name);
             let child = match &child.content {
                 Some((_, items)) => self.read_module(items, file, &below, number)?,
+                None if let Some(path) = elsewhere(&child.attrs) => {
+                    let path = self.files[file].parent().context("a file without a folder")?.join(path);
+                    let below = path.parent().context("a file without a folder")?.to_owned();
+                    self.read_file(&path, &below, number)?
+                }
                 None => {
                     let beside = folder.join(format!("{name}.rs"));
                     let path = if beside.exists() { beside } else { below.join("mod.rs") };
@@ -340,6 +345,15 @@ fn is_test(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(tests)
 }
 
+/// What `#[path = "..."]` says.
+fn elsewhere(attributes: &[syn::Attribute]) -> Option<String> {
+    attributes.iter().filter(|attribute| attribute.path().is_ident("path")).find_map(|attribute| {
+        let syn::Meta::NameValue(pair) = &attribute.meta else { return None };
+        let syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(path), .. }) = &pair.value else { return None };
+        Some(path.value())
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -367,6 +381,17 @@ mod tests {
             ("c.rs", "pub struct C;"),
         ]);
         assert_eq!(found, ["a circle of 2:\n  a.rs uses b.rs: B\n  b.rs uses a.rs: A"]);
+    }
+
+    #[test]
+    fn a_file_may_lie_elsewhere() {
+        let found = circles(&[
+            ("lib.rs", "#[path = \"shared/mod.rs\"] mod a; mod b;"),
+            ("shared/mod.rs", "mod deep; pub fn a() { crate::b::b() }"),
+            ("shared/deep.rs", ""),
+            ("b.rs", "pub fn b() { crate::a::a() }"),
+        ]);
+        assert_eq!(found, ["a circle of 2:\n  shared/mod.rs uses b.rs: b\n  b.rs uses shared/mod.rs: a"]);
     }
 
     #[test]
