@@ -410,6 +410,17 @@ mod tests {
             (r#""rule":"c3","alpha_ms":5"#, "alpha_ms", "\"rule\": \"linear\""),
             (r#""c3_clients":5"#, "c3_clients", "\"rule\": \"c3\""),
             (r#""rule":"peak_ewma","max_in_flight":5"#, "max_in_flight", "zuul_choice_of_two"),
+            (r#""orca_utilization":"utilization""#, "orca_utilization", "zuul_choice_of_two"),
+            (
+                r#""rule":"zuul_choice_of_two","orca_utilization":"cpu""#,
+                "orca_utilization",
+                "named_metrics.NAME",
+            ),
+            (
+                r#""rule":"zuul_choice_of_two","orca_utilization":true"#,
+                "orca_utilization",
+                "named_metrics.NAME",
+            ),
             (r#""rule":"rif_only","q_rif":0.5"#, "q_rif", "\"rule\": \"hcl\""),
             (r#""rule":"zuul_choice_of_two","budget":"fixed""#, "budget", "leave it out"),
             (r#""rule":"peak_ewma","mode":"sync""#, "mode", "sends probes"),

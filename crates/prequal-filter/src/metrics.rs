@@ -63,7 +63,7 @@ impl Drop for Tally {
 #[derive(Debug)]
 struct Requests {
     picks: [Tally; 6],
-    reports: [Tally; 11],
+    reports: [Tally; 12],
     outcomes: [Tally; 4],
 }
 
@@ -303,6 +303,7 @@ fn report_index(end: ReportEnd) -> usize {
         ReportEnd::WrongEndpoint => 1,
         ReportEnd::NoEndpoint => 2,
         ReportEnd::Bad(error) => 3 + error as usize,
+        ReportEnd::BadOrca => REPORT_LABELS.len() - 1,
     }
 }
 
@@ -338,7 +339,7 @@ const PROBE_LABELS: [&str; 17] = [
     "rejected_bad_capacity",
 ];
 
-const REPORT_LABELS: [&str; 11] = [
+const REPORT_LABELS: [&str; 12] = [
     "used",
     "wrong_endpoint",
     "no_endpoint",
@@ -350,4 +351,5 @@ const REPORT_LABELS: [&str; 11] = [
     "bad_fail",
     "bad_up",
     "bad_capacity",
+    "bad_orca",
 ];

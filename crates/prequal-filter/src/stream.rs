@@ -10,6 +10,7 @@ use std::rc::Rc;
 use prequal_core::client::{Class, Request, Witness};
 use prequal_core::config::Mode;
 use prequal_core::endpoint::Endpoint;
+use prequal_core::orca;
 use prequal_core::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
 use prequal_core::report::{HEADER_HINT, HEADER_LOAD, LoadReport};
 use prequal_core::time::Micros;
@@ -205,7 +206,10 @@ impl HttpContext for Stream {
         let mut balancer = cluster.balancer.borrow_mut();
         if balancer.config().choice.rule.is_probe_free() {
             let utilisation = headers.get(HEADER_UTILISATION).and_then(|text| std::str::from_utf8(text).ok());
-            let utilisation = utilisation.and_then(parse_utilisation);
+            let utilisation = utilisation.and_then(parse_utilisation).or_else(|| {
+                balancer.config().choice.orca.as_ref()?;
+                balancer.orca_utilisation(headers.get(orca::HEADER)?)
+            });
             let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
             self.request.tell(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {

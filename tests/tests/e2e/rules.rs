@@ -140,6 +140,45 @@ fn zuul_reads_the_utilisation_that_replicas_report() -> Result<()> {
 }
 
 #[test]
+fn replicas_without_agents_are_balanced_by_what_they_report_in_orca() -> Result<()> {
+    bed!();
+    let start = |report: &'static str| {
+        let backend = Backend::start(Reply::ok())?;
+        backend.set_handler(move |seen| {
+            let report = if seen.path == "/broken" { "TEXT nonsense" } else { report };
+            Reply::ok().header("endpoint-load-metrics", report)
+        });
+        Ok(backend)
+    };
+    let fleet = [
+        "TEXT cpu_utilization=0.1,named_metrics.kv=0.8",
+        r#"JSON {"application_utilization": 0.1, "named_metrics": {"kv": 0.1}}"#,
+        "TEXT cpu_utilization=0.7,named_metrics.kv=0.1",
+    ];
+    let fleet = fleet.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    // Equally fast: which one is full is for the reports to say.
+    for (metric, spared) in [("off", None), ("utilization", Some(2)), ("named_metrics.kv", Some(0))] {
+        let rule = json!({"rule": "zuul_choice_of_two", "orca_utilization": metric});
+        let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &rule)?))?;
+        warm(&envoy, 3);
+        fleet.iter().for_each(Backend::clear);
+        assert_all_ok(&envoy.client().burst(300, 2, |_| Request::get("/")));
+        let served: Vec<u64> = fleet.iter().map(Backend::served).collect();
+        assert_eq!(served.iter().sum::<u64>(), 300, "{metric}: {served:?}");
+        for (index, count) in served.iter().enumerate() {
+            let fair = if spared == Some(index) { 0..=40 } else { 50..=250 };
+            assert!(fair.contains(count), "{metric}: {served:?}");
+        }
+        assert_all_ok(&[envoy.client().get("/broken")]);
+        let counts = envoy.prequal(SERVING)?;
+        let (used, bad) = (counts.reports("used"), counts.reports("bad_orca"));
+        assert_eq!((used >= 300, bad), (spared.is_some(), spared.map_or(0, |_| 1)), "{metric}: {used} used");
+        assert!(fleet.iter().flat_map(Backend::seen).all(|seen| !is_probe(&seen)));
+    }
+    Ok(())
+}
+
+#[test]
 fn a_rule_without_probes_follows_the_membership() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |_| Reply::status(404), |_| Reply::ok().delay(MS(1)))?;

@@ -15,6 +15,7 @@ use crate::ejection::flights::{Flight, Flights};
 use crate::endpoint::Endpoint;
 use crate::load::{Load, Source};
 use crate::members::{Evidence, Members, Note, Placement, View};
+use crate::orca::backend::BackendReport;
 use crate::policies::Done;
 use crate::pool::{Pick, PoolView, ProbesDue};
 use crate::report::{LoadReport, ReportError};
@@ -119,6 +120,18 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if let Some(flight) = &request.flight {
             self.flights.completed(flight, proxy.now());
         }
+    }
+
+    /// The utilisation that a replica without an agent reports in the format of ORCA, if the configuration asks for it: 1 is
+    /// full, and 10 is the most.
+    pub fn orca_utilisation(&self, header: &[u8]) -> Option<f64> {
+        let metric = self.config.choice.orca.as_ref()?;
+        let mut report = BackendReport::parse(header).unwrap_or_default();
+        report.go_by(metric);
+        let micro = report.utilization_micro();
+        let end = if micro.is_some() { ReportEnd::Used } else { ReportEnd::BadOrca };
+        self.counters.count(Count::Report(end));
+        micro.map(|micro| (micro as f64 / 1e6).min(10.0))
     }
 
     /// The headers of the response have come: with a report, perhaps, and `failed` if they carry an error.

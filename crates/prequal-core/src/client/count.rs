@@ -94,6 +94,8 @@ pub enum ReportEnd {
     NoEndpoint,
     /// It does not parse.
     Bad(ReportError),
+    /// One in the format of ORCA that cannot be used: it does not parse, or does not say the utilisation.
+    BadOrca,
 }
 
 /// Who ended a request.

@@ -6,6 +6,7 @@ use super::fields::{Fields, kind, set, shorten};
 use super::keys::{number, whole};
 use super::{MAX_ROUTES, POOL_KEYS};
 use crate::hint::HintSource;
+use crate::orca::backend::Metric;
 use crate::policies::c3;
 use crate::policies::linear::{ALPHA_US, Linear};
 use crate::policies::zuul;
@@ -25,6 +26,8 @@ pub struct ChoiceSettings {
     pub sync: SyncSettings,
     /// What synchronous probes tell of the query.
     pub hint: Option<HintSource>,
+    /// That a rule without probes reads replicas' own reports in the format of ORCA, and what of them is the utilisation.
+    pub orca: Option<Metric>,
 }
 
 /// When a request is placed.
@@ -114,6 +117,7 @@ impl Default for ChoiceSettings {
             route_modes: Vec::new(),
             sync: SyncSettings::default(),
             hint: None,
+            orca: None,
         }
     }
 }
@@ -132,6 +136,7 @@ pub(super) const KEYS: &[&str] = &[
     "alpha_ms",
     "c3_clients",
     "max_in_flight",
+    "orca_utilization",
     "mode",
     "route_modes",
     "sync_d",
@@ -158,7 +163,7 @@ const LISTENERS: &[Listener] = &[
         cure: "needs \"rule\": \"c3\"",
     },
     Listener {
-        keys: &["max_in_flight"],
+        keys: &["max_in_flight", "orca_utilization"],
         listens: |choice| matches!(choice.rule, Rule::Zuul { .. }),
         cure: "needs \"rule\": \"zuul_choice_of_two\"",
     },
@@ -189,6 +194,7 @@ impl Fields<'_> {
         set(&mut choice.sync.d, self.whole(const { whole("sync_d") }).map(|d| d as usize));
         set(&mut choice.sync.deadline_ms, self.whole(const { whole("sync_deadline_ms") }));
         set(&mut choice.hint, self.hint());
+        set(&mut choice.orca, self.orca_utilization());
         choice
     }
 
@@ -211,6 +217,21 @@ impl Fields<'_> {
             Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
         }
         rule
+    }
+
+    /// `Some(None)`: off, said explicitly.
+    fn orca_utilization(&mut self) -> Option<Option<Metric>> {
+        let value = self.object.get("orca_utilization")?;
+        let metric = match value.as_str() {
+            Some("off") => return Some(None),
+            Some(text) => Metric::parse(text),
+            None => None,
+        };
+        if metric.is_none() {
+            let got = shorten(value);
+            self.fail("orca_utilization", format!("must be \"off\", {}, got {got}", Metric::FORM));
+        }
+        metric.map(Some)
     }
 
     fn route_modes(&mut self) -> Option<Vec<(String, Mode)>> {

@@ -245,6 +245,13 @@ pub const KEYS: &[Key] = &[
         .needs("rule", "zuul_choice_of_two")
         .from("Zuul")
         .means("requests in flight at which a replica counts as full"),
+    seldom("orca_utilization", "", Form("`\"off\"`, `\"utilization\"`, `\"named_metrics.NAME\"`"))
+        .needs("rule", "zuul_choice_of_two")
+        .from("ours, [orca.md](orca.md)")
+        .means(
+            "read what replicas say of their utilisation on responses in the format of ORCA: its `application_utilization`, else \
+             `cpu_utilization`, or the metric named so",
+        ),
     inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535")).absent("the address that the client connected to").means(
         "address that reports name: exactly what clients' clusters name. Saves a property read per request",
     ),

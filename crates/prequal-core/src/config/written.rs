@@ -73,7 +73,11 @@ fn cluster(config: &ClusterConfig) -> Value {
             say("alpha_ms", json!(linear.alpha_us / 1000.0));
         }
         Rule::C3 { clients } => drop(say("c3_clients", json!(clients))),
-        Rule::Zuul { max_in_flight } => drop(say("max_in_flight", json!(max_in_flight))),
+        Rule::Zuul { max_in_flight } => {
+            say("max_in_flight", json!(max_in_flight));
+            let metric = choice.orca.as_ref().map_or("off".to_owned(), ToString::to_string);
+            say("orca_utilization", json!(metric));
+        }
         Rule::Predicted | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
     }
     say("discovery_interval_ms", json!(pool.discovery_interval_ms));
@@ -167,7 +171,7 @@ mod tests {
             cluster(r#","route_modes":{"chat":"sync"},"hint":{"header":"a","path_segment":2}"#),
             cluster(r#","rule":"c3","c3_clients":7"#),
             cluster(r#","rule":"linear","lambda":0.25,"alpha_ms":10"#),
-            cluster(r#","rule":"zuul_choice_of_two","max_in_flight":7"#),
+            cluster(r#","rule":"zuul_choice_of_two","max_in_flight":7,"orca_utilization":"named_metrics.kv""#),
         ];
         for profile in ["default", "paper", "small", "inference"] {
             texts.push(cluster(&format!(r#","profile":"{profile}""#)));
