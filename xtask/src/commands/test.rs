@@ -2,7 +2,6 @@
 //!
 //! Whatever could not be checked here is listed at the end rather than passed over; on CI it is a failure.
 
-use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -10,7 +9,6 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::commands::ahead::Ahead;
 use crate::commands::build::{self, WasmArgs};
 use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, helm, plb_guest, sim};
-use crate::run::TestProgram;
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run};
 
@@ -244,7 +242,8 @@ impl Session<'_> {
         let envoy = envoy::default_envoy()?;
         debian::prometheus();
         helm::prepare();
-        self.run_tests(run::test_programs()?, true, &envoy)
+        self.note(programs::run(run::test_programs()?, 2, true, &envoy)?);
+        Ok(())
     }
 
     fn chaos(&mut self) -> Result<()> {
@@ -320,18 +319,17 @@ impl Session<'_> {
         for version in versions {
             let envoy = envoy::pinned(version)?;
             progress::say(format_args!("Envoy {version}"));
-            self.run_tests(programs.clone(), false, &envoy).with_context(|| format!("on Envoy {version}"))?;
+            let done = programs::run(programs.clone(), 2, false, &envoy);
+            self.note(done.with_context(|| format!("on Envoy {version}"))?);
         }
         Ok(())
     }
 
-    /// Runs tests and notes what did not run.
-    fn run_tests(&mut self, programs: Vec<TestProgram>, documentation: bool, envoy: &Path) -> Result<()> {
-        let done = programs::run(programs, documentation, envoy)?;
+    /// Notes what tests did, and what did not run.
+    fn note(&mut self, done: programs::Done) {
         progress::say(format_args!("{} tests passed", done.passed));
         self.flaky.extend(done.flaky);
         self.skipped.extend(done.skipped);
-        Ok(())
     }
 
     fn toolchain(&mut self) -> Result<&Toolchain> {

@@ -1,4 +1,4 @@
-//! The test programs: several at a time, because most of their tests wait for sockets and clocks, each printed whole when it
+//! The test programs: two at a time, because most of their tests wait for sockets and clocks, each printed whole when it
 //! has ended. Tests that failed run once more, alone.
 //!
 //! What is built, and what a failure means for the run, is decided in `test.rs`.
@@ -19,14 +19,16 @@ use crate::{progress, run, workspace};
 /// Real processes on a busy machine can miss a limit by chance. More failures than this are no chance.
 const MOST_RETRIED: usize = 4;
 
-/// Programs at a time. More than two would make the tests of one wait for another's.
-const AT_A_TIME: usize = 2;
+/// Programs whose tests only wait, for sockets and clocks: more tests at a time than there are cores. Those that start Envoys
+/// use most of two cores with two tests.
+const WAITING: [&str; 2] = ["agent", "host"];
 
-/// Tests of a program at a time, for each core.
-const TESTS_PER_CORE: usize = 2;
+/// The programs that take longest begin first; the others follow in cargo's order. `docs` is not among the first: by its
+/// turn the build ahead has made what it runs.
+const LONGEST: [&str; 5] = ["e2e", "host", "agent", "mesh", "observability"];
 
-/// The programs that take longest begin first; the others follow in cargo's order.
-const LONGEST: [&str; 6] = ["e2e", "docs", "host", "agent", "mesh", "observability"];
+/// Programs that take every core, so that others would miss their limits.
+const ALONE: [&str; 1] = ["floods"];
 
 /// What the tests did.
 #[derive(Debug, Default)]
@@ -38,8 +40,14 @@ pub(super) struct Done {
     pub(super) skipped: Vec<String>,
 }
 
-/// Runs all of `programs`, and with `documentation` the examples in it. An error names each test that failed.
-pub(super) fn run(mut programs: Vec<TestProgram>, documentation: bool, envoy: &Path) -> Result<Done> {
+/// Runs all of `programs`, so many at a time, and with `documentation` the examples in it. An error names each test that
+/// failed.
+pub(super) fn run(
+    mut programs: Vec<TestProgram>,
+    at_a_time: usize,
+    documentation: bool,
+    envoy: &Path,
+) -> Result<Done> {
     for file in [
         workspace::dist().join("prequal_filter.wasm"),
         workspace::dist_test().join("prequal_filter_crash.wasm"),
@@ -53,7 +61,7 @@ pub(super) fn run(mut programs: Vec<TestProgram>, documentation: bool, envoy: &P
     let session = Session { envoy, folder, skips: SkipLog::create()? };
 
     let mut tally = Tally::default();
-    let flaky = session.all(&programs, &mut tally)?;
+    let flaky = session.all(&programs, at_a_time, &mut tally)?;
     if documentation {
         let mut command = run::cargo();
         command.args(["test", "--workspace", "--doc", "--no-fail-fast"]);
@@ -84,9 +92,13 @@ struct Ran {
 
 impl Session<'_> {
     /// Runs them all, and what failed once more; returns the tests that passed only then.
-    fn all(&self, programs: &[TestProgram], tally: &mut Tally) -> Result<Vec<String>> {
+    fn all(&self, programs: &[TestProgram], at_a_time: usize, tally: &mut Tally) -> Result<Vec<String>> {
+        let (alone, others): (Vec<&TestProgram>, Vec<&TestProgram>) =
+            programs.iter().partition(|program| ALONE.contains(&program.name.as_str()));
+        let mut ran = self.side_by_side(&others, at_a_time);
+        ran.extend(self.side_by_side(&alone, 1));
         let mut failed = Vec::new();
-        for (program, ran) in programs.iter().zip(self.side_by_side(programs)) {
+        for (program, ran) in others.into_iter().chain(alone).zip(ran) {
             let ran = ran?;
             if !ran.success {
                 ensure!(!ran.tally.failed.is_empty(), "{} failed, and none of its tests", program.name);
@@ -97,15 +109,15 @@ impl Session<'_> {
         self.again(&failed, tally)
     }
 
-    /// Runs them [`AT_A_TIME`] and returns how each ended, in the order given.
-    fn side_by_side(&self, programs: &[TestProgram]) -> Vec<Result<Ran>> {
+    /// Runs so many at a time, and returns how each ended, in the order given.
+    fn side_by_side(&self, programs: &[&TestProgram], at_a_time: usize) -> Vec<Result<Ran>> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let next = AtomicUsize::new(0);
         let done: Vec<Mutex<Option<Result<Ran>>>> = programs.iter().map(|_| Mutex::new(None)).collect();
         // One program's lines stay together.
         let printing = Mutex::new(());
         thread::scope(|scope| {
-            for _ in 0..AT_A_TIME {
+            for _ in 0..at_a_time {
                 scope.spawn(|| {
                     loop {
                         let index = next.fetch_add(1, Ordering::Relaxed);
@@ -114,7 +126,7 @@ impl Session<'_> {
                         command
                             .current_dir(&program.folder)
                             .env("CARGO_MANIFEST_DIR", &program.folder)
-                            .env("RUST_TEST_THREADS", (cores * TESTS_PER_CORE).to_string());
+                            .env("RUST_TEST_THREADS", threads(program, cores).to_string());
                         let started = Instant::now();
                         let ran = self.one(&log_name(program), &mut command);
                         if let (Ok(ran), Ok(_printing)) = (&ran, printing.lock()) {
@@ -178,6 +190,10 @@ impl Session<'_> {
         }
         Ok(names.into_iter().map(str::to_owned).collect())
     }
+}
+
+fn threads(program: &TestProgram, cores: usize) -> usize {
+    if WAITING.contains(&program.name.as_str()) { 2 * cores } else { cores }
 }
 
 /// With cargo's hash: two packages may have tests of one name.
@@ -271,7 +287,7 @@ mod tests {
             r#"[ "$*" = "--exact --test-threads=1 b" ] || exit 8; echo "test result: ok. 1 passed""#,
         );
         let mut tally = Tally::default();
-        let again = session.all(&[passes.clone(), flaky], &mut tally).expect("all pass in the end");
+        let again = session.all(&[passes.clone(), flaky], 2, &mut tally).expect("all pass in the end");
         assert_eq!((tally.passed, again), (5, vec!["b".to_owned()]));
         assert_eq!(fs::read_to_string(dir.path().join("skips")).expect("a log"), "no envoy\n");
 
@@ -280,7 +296,7 @@ mod tests {
             ("crashes", "kill -9 $$", "crashes failed, and none of its tests"),
         ] {
             let broken = program(dir.path(), name, whole, whole);
-            let why = session.all(&[passes.clone(), broken], &mut Tally::default()).expect_err("it fails");
+            let why = session.all(&[passes.clone(), broken], 2, &mut Tally::default()).expect_err("it fails");
             assert_eq!(why.to_string(), message);
         }
     }
