@@ -189,7 +189,7 @@ func (l *Load) report(leaving *Request, means bool) *Report {
 	if !means {
 		return r
 	}
-	window := l.rates.over(now)
+	window := l.rates.over(now, leaves != nil)
 	r.EndedMilli, r.FailedMilli = window.endedMilli, window.failedMilli
 	if serves > 0 {
 		utilization := window.rifMicro / uint64(serves)

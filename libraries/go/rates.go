@@ -78,11 +78,12 @@ func (r *rates) moved(now uint64, rif uint32) {
 	r.rif = rif
 }
 
-func (r *rates) over(now uint64) window {
+// over is what they are now; leaving, whether the request counts as ended on whose response they go.
+func (r *rates) over(now uint64, leaving bool) window {
 	r.advance(now)
 	passed := max(r.passed, r.windowUs*shortestWindow)
 	perUs := func(sum, unit float64) uint64 { return uint64(math.Round(sum / passed * unit)) }
-	return window{perUs(r.ended, 1e9), perUs(r.failed, 1e9), perUs(r.busyUs, 1e6)}
+	return window{perUs(r.ended+share(leaving), 1e9), perUs(r.failed, 1e9), perUs(r.busyUs, 1e6)}
 }
 
 func (r *rates) advance(now uint64) {

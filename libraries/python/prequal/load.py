@@ -75,7 +75,7 @@ class Load:
             if capacity is not None:
                 serves = max(serves, capacity.knee) if capacity.open else capacity.knee
             up = max(now - self._up, 0) // 1_000_000
-            rates = self._rates.over(now) if means else Window(0, 0, 0)
+            rates = self._rates.over(now, visit is not None) if means else Window(0, 0, 0)
             return Report(
                 rif=rif,
                 latency_us=latency_us,

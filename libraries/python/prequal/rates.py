@@ -80,11 +80,12 @@ class Rates:
         self._advance(now)
         self._rif = rif
 
-    def over(self, now: int) -> Window:
+    def over(self, now: int, leaving: bool) -> Window:
+        """As they are now; a request that is `leaving` counts as ended."""
         self._advance(now)
         passed = max(self._passed_us, self._window_us * SHORTEST)
         return Window(
-            rounded(self._ended / passed * 1e9),
+            rounded((self._ended + float(leaving)) / passed * 1e9),
             rounded(self._failed / passed * 1e9),
             rounded(self._busy_us / passed * 1e6),
         )

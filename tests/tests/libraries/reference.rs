@@ -67,7 +67,7 @@ fn told(
 ) -> Result<String> {
     let report = replica.report(now, endpoint, None, leaving);
     let limit = Some(trace.limit).filter(|limit| *limit > 0);
-    let orca = replica.orca(now, &report, limit).context("rates are counted")?;
+    let orca = replica.orca(now, &report, leaving.is_some(), limit).context("rates are counted")?;
     let format = if trace.json { Format::Json } else { Format::Text };
     Ok(format!("{report}\t{}", orca.header(format)))
 }
