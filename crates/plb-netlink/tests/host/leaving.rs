@@ -51,7 +51,8 @@ fn a_timeout_moves_a_connection_whose_label_was_switched_off() {
     );
     let received = sink.received();
     eventually("delivery", LONG, || sink.received() > received + 50_000).unwrap();
-    assert_ne!(capture.labels(flows[0].port()).last().unwrap().get(), 0);
+    // Any: on a busy machine it may have been switched off again by now.
+    assert!(capture.labels(flows[0].port()).iter().any(|label| label.get() != 0));
 }
 
 #[test]
