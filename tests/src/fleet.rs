@@ -35,8 +35,12 @@ pub struct Fleet(Vec<Replica>);
 impl Fleet {
     /// One replica for each reply, answering with it.
     pub fn start(replies: impl IntoIterator<Item = Reply>) -> Result<Self> {
-        let options = AgentOptions::default();
-        replies.into_iter().map(|reply| Replica::start_with(reply, &options)).collect::<Result<_>>().map(Self)
+        Self::start_with(replies, &AgentOptions::default())
+    }
+
+    /// The same with these options of every agent.
+    pub fn start_with(replies: impl IntoIterator<Item = Reply>, options: &AgentOptions) -> Result<Self> {
+        replies.into_iter().map(|reply| Replica::start_with(reply, options)).collect::<Result<_>>().map(Self)
     }
 
     /// `count` replicas that answer with `reply`.

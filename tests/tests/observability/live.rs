@@ -64,8 +64,10 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     assert_eq!(alerts, shown, "an alert that no step here raises, or the other way round");
 
     let documented = operations::documented()?;
-    let well = Reply::ok().delay(MS(20));
-    let mut fleet = Fleet::uniform(REPLICAS, &well)?;
+    let well = Reply::ok().delay(MS(20)).header("endpoint-load-metrics", "TEXT cpu_utilization=0.5");
+    let reading =
+        AgentOptions { args: vec!["--orca-from-backend".into(), "utilization".into()], ..Default::default() };
+    let mut fleet = Fleet::start_with(std::iter::repeat_n(well, REPLICAS), &reading)?;
     let addrs = fleet.addrs();
     let config = EnvoyConfig::for_replicas(&addrs)?
         .module(&module)
