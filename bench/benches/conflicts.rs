@@ -1,9 +1,10 @@
-//! How often workers that share one pool get into each other's way: writes that another's write refuses and that are tried
-//! again, and those given up after eight tries.
+//! Measures how often workers that share one pool conflict: writes that fail because another worker wrote first and are
+//! retried, and writes given up after eight tries.
 //!
-//! First in virtual time: every worker has a thread and a balancer, requests come at random (Poisson), and every transaction
-//! takes the same time from reading to writing. Only the worker that is due first runs, so a run repeats exactly. Then with
-//! real threads that do nothing else, as fast as the cores let them: those numbers are this machine's.
+//! The first part runs in virtual time: every worker has a thread and a balancer, requests arrive at random (Poisson), and
+//! every transaction takes the same time from read to write. Only the worker that is due first runs, so a run repeats
+//! exactly. The second part uses real threads that do nothing else, as fast as the cores allow; its numbers depend on this
+//! machine.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -29,15 +30,15 @@ const TRANSACTIONS_US: [u64; 3] = [5, 10, 20];
 const FLEET: u16 = 16;
 /// Microseconds.
 const TICK_US: u64 = 250_000;
-/// All workers start one after the other, and then serve about so many requests.
+/// All workers start one after the other, and then serve about this many requests.
 const START_US: u64 = 100_000;
 const REQUESTS: f64 = 20_000.0;
 const ANSWER_US: u64 = 10_000;
 const REPLY_US: u64 = 1000;
-/// Requests of all the real threads.
+/// Number of requests of all real threads together.
 const HAMMERED: usize = 200_000;
 
-/// Bytes by key, and the numbers of their writes.
+/// Bytes by key, each with the number of its last write.
 #[derive(Default)]
 struct Values(HashMap<String, (Vec<u8>, u32)>, u32);
 
@@ -57,7 +58,7 @@ impl Values {
     }
 }
 
-/// Real threads: whoever holds the lock.
+/// The store for real threads: the thread that holds the lock runs.
 #[derive(Clone, Copy)]
 struct Locked<'a>(&'a Mutex<Values>);
 
@@ -71,13 +72,13 @@ impl SharedData for Locked<'_> {
     }
 }
 
-/// Virtual time: the worker that is due first goes on.
+/// The store for virtual time: the worker that is due first runs.
 struct Turns {
     state: Mutex<(Values, Vec<u64>)>,
     turns: Vec<Condvar>,
 }
 
-/// One worker's place, and its time.
+/// One worker's view of the store, and its time.
 #[derive(Clone, Copy)]
 struct Seat<'a> {
     turns: &'a Turns,
@@ -87,7 +88,7 @@ struct Seat<'a> {
 }
 
 impl Seat<'_> {
-    /// Waits until all others are past this worker's time.
+    /// Waits until all other workers are past this worker's time.
     fn turn<T>(&self, act: impl FnOnce(&mut Values) -> T) -> T {
         let first = |due: &[u64]| (0..due.len()).min_by_key(|id| due[*id]).unwrap_or(0);
         let mut state = self.turns.state.lock().unwrap();
@@ -112,7 +113,7 @@ impl SharedData for Seat<'_> {
     }
 }
 
-/// Tried again, and given up.
+/// Writes retried, and writes given up.
 #[derive(Default)]
 struct Conflicts(Cell<u64>, Cell<u64>);
 
@@ -182,7 +183,7 @@ impl<S: Store> Worker<S> {
         LoadReport::parse(text).expect("well-formed")
     }
 
-    /// What follows, and after how long.
+    /// The events that follow, and their delays.
     fn happen(&mut self, now: u64, event: Event) -> Vec<(u64, Event)> {
         let at = micros(now);
         match event {
@@ -195,8 +196,8 @@ impl<S: Store> Worker<S> {
             }
             Event::Answer(mut request) => {
                 let served = request.pick.replica.unwrap_or_else(|| replica(0));
-                let (told, proxy) = (self.report(served), Served(at, Some(served)));
-                self.balancer.response(at, &mut request, false, Some(Ok(told)), &proxy);
+                let (load, proxy) = (self.report(served), Served(at, Some(served)));
+                self.balancer.response(at, &mut request, false, Some(Ok(load)), &proxy);
                 self.balancer.ended(request, true, false, &proxy);
                 Vec::new()
             }
@@ -214,7 +215,7 @@ impl<S: Store> Worker<S> {
     }
 }
 
-/// Requests, writes tried again, and given up.
+/// Requests, writes retried, and writes given up.
 type Totals = [u64; 3];
 
 fn totals<S: Store>(worker: &Worker<S>) -> Totals {
@@ -231,7 +232,7 @@ fn micros(us: u64) -> Micros {
     Micros::from_millis(1_700_000_000_000).plus(us)
 }
 
-/// Runs `work` in so many threads.
+/// Runs `work` in `workers` threads.
 fn all(workers: usize, work: impl Fn(usize) -> Totals + Sync) -> Totals {
     thread::scope(|scope| {
         let work = &work;
@@ -273,7 +274,7 @@ fn in_virtual_time(workers: usize, rate: f64, transaction_us: u64) -> Totals {
     })
 }
 
-/// Real threads that do nothing else.
+/// Runs real threads that do nothing else.
 fn hammered(workers: usize) -> (Totals, f64) {
     let values = Mutex::new(Values::default());
     let began = Instant::now();
@@ -296,13 +297,13 @@ fn shares([requests, again, given_up]: Totals) -> String {
 }
 
 fn main() {
-    // The others are criterion's: a filter on their names, or a mere test, is not meant for this one.
+    // The other benchmarks are criterion's: a filter on their names, or a test run, does not apply to this one.
     let args: Vec<String> = std::env::args().skip(1).collect();
     let fits = |arg: &String| arg == "--bench" || "conflicts".contains(arg.as_str());
     if !args.iter().any(|arg| arg == "--bench") || !args.iter().all(fits) {
         return;
     }
-    println!("writes tried again, and given up, per request; a fleet of {FLEET}\n");
+    println!("writes retried and writes given up, per request; a fleet of {FLEET}\n");
     println!("workers  requests/s each{}", TRANSACTIONS_US.map(|us| format!("{us:>19} µs")).concat());
     for workers in WORKERS {
         for rate in RATES {
@@ -311,7 +312,7 @@ fn main() {
         }
     }
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    println!("\nas fast as {cores} cores let them\n\nworkers  µs per request");
+    println!("\nas fast as {cores} cores allow\n\nworkers  µs per request");
     for workers in WORKERS {
         let (totals, us) = hammered(workers);
         println!("{workers:>7}  {us:>14.2}  {}", shares(totals));

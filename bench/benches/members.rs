@@ -1,4 +1,4 @@
-//! What the membership costs by the size of the fleet. Goals with 1000 replicas: 1 µs for a request that Envoy placed and
+//! Measures the cost of the membership by fleet size. Goals with 1000 replicas: 1 µs for a request that Envoy placed and
 //! for a sample of the policy, sharing included; 100 µs for a tick, of which a worker has four a second.
 
 use std::cell::{Cell, RefCell};
@@ -14,7 +14,7 @@ use prequal_core::time::Micros;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// The membership as shared data has it.
+/// The membership as stored in shared data.
 #[derive(Default)]
 struct Host {
     bytes: RefCell<Vec<u8>>,
@@ -23,7 +23,7 @@ struct Host {
 
 impl Place<Members> for Host {
     fn read(&self) -> (Option<Members>, Option<u32>) {
-        // The host copies.
+        // A host copies the bytes.
         let bytes = self.bytes.borrow().clone();
         (Members::decode(black_box(&bytes)).ok(), Some(self.number.get()))
     }
@@ -101,7 +101,7 @@ fn members(c: &mut Criterion) {
                 black_box(worker.view.members().placement(replica));
             });
         });
-        c.bench_function(&format!("members: whom to probe, {size} replicas"), |b| {
+        c.bench_function(&format!("members: replicas to probe, {size} replicas"), |b| {
             b.iter(|| black_box(worker.view.members().sample(3, &mut worker.rng, |_| false)));
         });
         c.bench_function(&format!("members: a tick, {size} replicas"), |b| {

@@ -1,8 +1,8 @@
-//! What one request costs in the rules alone, with a pool of 16: goals 400 ns for a pick and a record, 1 µs
-//! for decoding and encoding the blob.
+//! Measures the cost of one request in the rules alone, with a pool of 16. Goals: 400 ns for a pick and a record, 1 µs for
+//! decoding and encoding the blob.
 //!
-//! Time moves on as at 10 000 requests a second, so that entries age, and reports come as often as picks,
-//! so that the pool stays full. What the host calls around it cost is measured by `prequal-bench cost`.
+//! Time advances as at 10 000 requests a second, so that entries age, and reports arrive as often as picks, so that the
+//! pool stays full. The host calls around the rules are measured by `prequal-bench cost`.
 
 use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -26,7 +26,7 @@ fn replica(number: u16) -> Endpoint {
     SocketAddr::from((Ipv4Addr::new(10, 0, high, low), 8080)).into()
 }
 
-/// A pool as a busy fleet leaves it, and the settings it runs under.
+/// A pool in the state in which a busy fleet leaves it, and its settings.
 struct Case {
     settings: PoolSettings,
     pool: PoolState,
@@ -47,7 +47,7 @@ impl Case {
             rng: SmallRng::seed_from_u64(1),
         };
         case.pool.set_members(u32::from(fleet), 0, case.now);
-        // Longer than any history looks back.
+        // Longer than any history in the pool.
         for _ in 0..20_000 {
             case.request();
         }
@@ -76,7 +76,7 @@ impl Case {
 }
 
 fn pool(c: &mut Criterion) {
-    // The paper's profile removes an entry per pick and counts on three probes for each.
+    // The paper's profile removes an entry per pick and expects three probes for each pick.
     for (name, profile, fleet, reports) in [
         ("pick and record, 100 replicas", Profile::Default, 100, 1),
         ("pick and record, 16 replicas", Profile::Default, 16, 1),
@@ -94,7 +94,7 @@ fn blob(c: &mut Criterion) {
     c.bench_function(&format!("decode and encode the blob ({} bytes)", bytes.len()), |b| {
         b.iter(|| {
             if let Ok(pool) = PoolState::decode(black_box(&bytes)) {
-                // Encoding is handing the bytes to the host, which copies them.
+                // Encoding passes the bytes to the host, which copies them.
                 out.copy_from_slice(black_box(&pool.encode()));
             }
         });

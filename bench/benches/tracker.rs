@@ -1,8 +1,9 @@
-//! What the agent's bookkeeping costs per request: goal 200 ns for a start and a finish.
+//! Measures the cost of the agent's bookkeeping per request. Goal: 200 ns for a start and a finish.
 //!
-//! 12 requests are in flight and the oldest ends first, as in a steady flow; 5000 requests a second.
+//! 12 requests are in flight and the oldest ends first, as in a steady flow of 5000 requests a second.
 //!
-//! And what counting for base latency and knee costs: goal 1 us for the fit over 32 levels, which is due every 10 ms.
+//! Also measures the bookkeeping for base latency and knee. Goal: 1 µs for the fit over 32 levels, which is due every 10
+//! ms.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -58,7 +59,7 @@ fn tracker(c: &mut Criterion) {
     });
 }
 
-/// What so many levels have seen, all in use, and the time.
+/// Levels in a state in which `levels` of them are in use, and the time.
 fn seen(levels: u32) -> (Levels, Micros) {
     let mut seen = Levels::new();
     let mut now = Micros::from_millis(1_700_000_000_000);
@@ -77,12 +78,12 @@ fn seen(levels: u32) -> (Levels, Micros) {
 }
 
 fn capacity(c: &mut Criterion) {
-    // One that is 10 ms old is due.
+    // A fit that is 10 ms old is due.
     const DUE_US: u64 = 10_000;
     for levels in [16, 32, 64, 512] {
         let (mut seen, now) = seen(levels);
         c.bench_function(&format!("capacity: fit over {levels} levels"), |b| {
-            // To and fro, or what was seen would fade.
+            // Alternate, because observations fade as time advances.
             let mut later = false;
             b.iter(|| {
                 later = !later;

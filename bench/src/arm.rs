@@ -1,24 +1,24 @@
-//! What is compared: Envoy's own policies, and ours.
+//! The alternatives that a scenario compares: Envoy's own policies, and Prequal.
 
-/// What chooses the replica.
+/// The policy that chooses the replica.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Arm {
     RoundRobin,
     LeastRequest,
     FullScan,
-    /// Envoy's policy that draws any replica.
+    /// Envoy's policy that picks any replica at random.
     Random,
-    /// Envoy's client_side_weighted_round_robin, by the load that our agents report.
+    /// Envoy's client_side_weighted_round_robin, weighted by the load that the agents report.
     Cswrr,
-    /// Envoy's consistent hashing on the key of the request.
+    /// Envoy's consistent hashing on the request's key.
     RingHash,
-    /// The filters of ours around a module that does nothing: Envoy's part of what the filter costs.
+    /// Prequal's filter chain with a module that does nothing: Envoy's part of the filter's cost.
     EmptyModule,
     /// The filter as shipped.
     Prequal,
-    /// Synchronous probes of so many replicas, with a hint made of the key of the request.
+    /// Synchronous probes of this many replicas, with a hint made of the request's key.
     Hinted(u8),
-    /// The filter with another selection rule, by its name in the configuration.
+    /// The filter with another selection rule, given by its name in the configuration.
     Rule(&'static str),
 }
 
@@ -26,10 +26,10 @@ impl Arm {
     /// Envoy's own policies that need nothing from the request.
     pub(crate) const STOCK: [Self; 5] =
         [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Random, Self::Cswrr];
-    /// Those of them that know something or take turns.
+    /// Those of [`STOCK`](Self::STOCK) that use information or rotate: all but the random one.
     pub(crate) const BASELINES: [Self; 4] =
         [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Cswrr];
-    /// The usual comparison, in the order in which a pass runs it.
+    /// The usual comparison, in the order of a pass.
     pub(crate) const USUAL: [Self; 5] =
         [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Cswrr, Self::Prequal];
 

@@ -1,9 +1,8 @@
-//! The replicas of every benchmark, many in one child process, so that their CPU time is apart.
+//! The replicas of every benchmark, in one child process so that their CPU time is counted separately.
 //!
-//! What a replica can be is said here ([`Replica`], [`Change`]); how it behaves, in `backends/replica.rs`.
-//! Parent and child talk over the child's standard streams, a JSON line each: first the whole [`Fleet`],
-//! then one [`Change`] at a time. The child ends when its standard input does, hence also when the parent
-//! is killed.
+//! This file defines what a replica can be ([`Replica`], [`Change`]); `backends/replica.rs` implements its behaviour.
+//! Parent and child communicate over the child's standard streams, one JSON line per message: first the whole [`Fleet`],
+//! then one [`Change`] at a time. The child ends when its standard input is closed, hence also when the parent is killed.
 
 mod clock;
 mod replica;
@@ -20,11 +19,11 @@ use serde::{Deserialize, Serialize};
 pub(crate) use replica::serve;
 pub(crate) use times::Times;
 
-/// Carries the number of the replica that answered, also where it refused the work.
+/// Carries the number of the replica that answered, even if it rejected the request.
 pub(crate) const REPLICA_HEADER: &str = "x-bench-replica";
-/// Carries what a request is about; replicas with a cache look it up.
+/// Carries the key of a request; replicas with a cache look it up.
 pub(crate) const KEY_HEADER: &str = "x-bench-key";
-/// Says of a replica with a cache whether it had the key: `hit` or `miss`.
+/// From a replica with a cache: whether it had the key, `hit` or `miss`.
 pub(crate) const CACHE_HEADER: &str = "x-bench-cache";
 
 /// How a replica spends its time on a request.
@@ -36,17 +35,17 @@ pub(crate) enum Service {
     Normal { mean_ms: f64, sd_ms: f64 },
     /// Uses this much CPU time on a thread of its own, one request after the other.
     Cpu { us: u64 },
-    /// Sleeps `hit_ms` if the request's key is among the last `entries` different ones here, else `miss_ms`.
+    /// Sleeps `hit_ms` if the request's key is among the `entries` keys used last, else `miss_ms`.
     Cache { entries: usize, hit_ms: u64, miss_ms: u64 },
-    /// Serves `slots` requests at a time, each for a time drawn from a seeded generator; any number more wait, first come,
-    /// first served. Exact to some 0.1 ms, and a reply sent late delays no other request.
+    /// Serves `slots` requests at a time, each for a time drawn from a seeded generator. Any number of requests can wait,
+    /// and they are served in order of arrival. Accurate to about 0.1 ms; a late reply does not delay other requests.
     Queue { slots: usize, times: Times },
-    /// Answers at once with next to no CPU time and a load report made up by the replica: the cheapest
-    /// upstream that the filter will believe. Cannot be changed at run time.
+    /// Answers at once with almost no CPU time and a made-up load report: the cheapest upstream that the filter accepts.
+    /// Cannot be changed at run time.
     Trivial,
 }
 
-/// How many requests a replica serves at a time; more wait, and beyond that are answered 503 at once.
+/// Number of requests that a replica serves at a time, and number that may wait; any more are answered 503 at once.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Slots {
     pub(crate) serving: usize,
@@ -66,7 +65,7 @@ impl Replica {
         Self { service, slots: None }
     }
 
-    /// One that sleeps `ms`.
+    /// A replica that sleeps `ms`.
     pub(crate) fn sleeping(ms: u64) -> Self {
         Self::new(Service::Sleep { ms })
     }
@@ -81,12 +80,12 @@ impl Replica {
 pub(crate) struct Fleet(pub(crate) Vec<Replica>);
 
 impl Fleet {
-    /// `count` replicas alike.
+    /// `count` identical replicas.
     pub(crate) fn of(count: usize, replica: Replica) -> Self {
         Self::default().and(count, replica)
     }
 
-    /// `count` more.
+    /// Adds `count` more replicas.
     pub(crate) fn and(mut self, count: usize, replica: Replica) -> Self {
         self.0.extend(std::iter::repeat_n(replica, count));
         self
@@ -97,24 +96,24 @@ impl Fleet {
     }
 }
 
-/// What can be changed at run time, from the next request on.
+/// What can be changed at run time, effective from the next request.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) enum Change {
     Service(Service),
-    /// This share of the requests is answered 503 at once.
+    /// Answers this share of the requests 503 at once.
     Failing(f64),
-    /// Connections are refused, and those that exist are broken off; `false` undoes it.
+    /// Refuses connections and breaks off existing ones; `false` undoes it.
     Refusing(bool),
 }
 
-/// A change and whom it concerns, as the child reads it.
+/// A change and its replica, as the child reads it.
 #[derive(Debug, Deserialize, Serialize)]
 struct Order {
     replica: u16,
     change: Change,
 }
 
-/// What the child answers to an order carried out.
+/// The child's reply once an order has been carried out.
 const DONE: &str = "done";
 
 /// A running child process with its replicas.
@@ -170,7 +169,10 @@ impl Control {
         let mut addresses = Vec::new();
         for _ in &fleet.0 {
             let line = self.hear()?;
-            addresses.push(line.parse().with_context(|| format!("a backend said {line:?}"))?);
+            addresses.push(
+                line.parse()
+                    .with_context(|| format!("the backends printed {line:?} instead of an address"))?,
+            );
         }
         Ok(addresses)
     }
@@ -195,7 +197,7 @@ impl Control {
 
 impl Drop for Backends {
     fn drop(&mut self) {
-        // Already gone is as good.
+        // An error means that it has already exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,8 +1,8 @@
-//! The closed-loop generator: so many connections, each sending as soon as it has its answer.
+//! The closed-loop generator: each connection sends its next request as soon as it has its answer.
 //!
-//! It saturates what it talks to, which is how throughput and CPU time per request are measured. Its
-//! latencies hide queueing and say nothing about tails; for those see `load`. To leave the CPU to what is
-//! measured it parses no more of an answer than its status and length.
+//! It saturates its target, which is how throughput and CPU time per request are measured. Its latencies hide queueing and
+//! say nothing about tails; for those see `load`. To leave the CPU to what is measured, it parses only the status and
+//! length of an answer.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,23 +16,23 @@ use tokio::task::JoinSet;
 
 use crate::stats::Sample;
 
-/// Left out at the start of every round: connections are being made.
+/// Left out at the start of every round, while connections are made.
 const WARM_UP: Duration = Duration::from_millis(200);
 
 /// One round's result.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Round {
-    /// CPU time of the processes asked about, per request.
+    /// CPU time per request of the processes under measurement.
     pub(crate) cpu_us: f64,
     pub(crate) per_second: f64,
     /// Median time from sending to the end of the answer.
     pub(crate) median_us: f64,
 }
 
-/// Runs one round of GETs of `path` against `target`; `cpu` reads the CPU time to be divided by the requests.
+/// Runs one round of GETs of `path` against `target`; `cpu` reads the CPU time that is divided by the requests.
 ///
 /// # Errors
-/// If any answer is not a 200 with a length: a number that rests on errors is worth nothing.
+/// If any answer is not a 200 with a length: a number that includes errors would be meaningless.
 pub(crate) async fn round(
     target: SocketAddr,
     path: &'static str,
@@ -65,7 +65,7 @@ pub(crate) async fn round(
     })
 }
 
-/// Requests of `connections` for as long as `length`, as samples; due is when a request was sent.
+/// Sends requests over `connections` for `length`; returns them as samples, due when they were sent.
 ///
 /// # Errors
 /// As for [`round`].
@@ -89,7 +89,7 @@ pub(crate) async fn run(target: SocketAddr, connections: usize, length: Duration
     Ok(samples)
 }
 
-/// Sends `requests` in all and waits for the answers.
+/// Sends `requests` in total and waits for the answers.
 pub(crate) async fn send(target: SocketAddr, connections: usize, requests: u64) -> Result<()> {
     let shared = Arc::new(Shared { limit: Some(requests), ..Shared::new() });
     let mut tasks = JoinSet::new();
@@ -154,7 +154,7 @@ impl Connection {
         let mut expected = None;
         while expected.is_none_or(|expected| self.buffer.len() < expected) {
             if self.stream.read_buf(&mut self.buffer).await? == 0 {
-                bail!("the connection was closed in mid-answer");
+                bail!("the connection was closed in the middle of an answer");
             }
             if expected.is_none() {
                 expected = answer_length(&self.buffer)?;
@@ -164,7 +164,7 @@ impl Connection {
     }
 }
 
-/// Returns when each recorded request was sent, from the origin, and what it took.
+/// Returns for each recorded request the time at which it was sent, from the origin, and its latency.
 async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<(Duration, Duration)>> {
     let mut connection = Connection::open(target, shared.path).await?;
     let mut latencies = Vec::new();
@@ -179,7 +179,7 @@ async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<(
     Ok(latencies)
 }
 
-/// Bytes of the whole answer, once its head is there.
+/// Length of the whole answer in bytes, once its header is complete.
 fn answer_length(buffer: &[u8]) -> Result<Option<usize>> {
     let Some(head) = buffer.windows(4).position(|window| window == b"\r\n\r\n") else { return Ok(None) };
     let text = std::str::from_utf8(&buffer[..head])?;
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn length_is_known_once_the_head_is_whole() {
+    fn the_length_is_known_once_the_header_is_complete() {
         let whole = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok\n";
         assert_eq!(answer_length(&whole[..30]).unwrap(), None);
         assert_eq!(answer_length(whole).unwrap(), Some(whole.len()));

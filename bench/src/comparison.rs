@@ -1,4 +1,4 @@
-//! Many runs side by side: the order they take, the tables, the curves.
+//! Many runs side by side: their order, the tables, the curves.
 
 use anyhow::{Context, Result};
 
@@ -21,7 +21,7 @@ struct Column {
     over_passes: Over,
 }
 
-/// What becomes of the figures of several passes.
+/// How the figures of several passes are combined.
 enum Over {
     /// Median and range.
     Spread(fn(f64) -> String),
@@ -104,7 +104,7 @@ impl Comparison {
         self.columns().into_iter().map(figure).collect()
     }
 
-    /// Of the judged part.
+    /// Columns of the judged part.
     fn columns(&self) -> Vec<Column> {
         let scenario = &self.scenario;
         let quantile = |heading, q| Column::spread(heading, move |run| run.judged.quantile_ms(q), ms);
@@ -151,7 +151,7 @@ impl Comparison {
         columns
     }
 
-    /// Of what came before the judged part.
+    /// Columns of the part before the judged one.
     fn columns_before(&self) -> Vec<Column> {
         let mut columns = vec![
             Column::spread("p50 ms", |run| run.before.quantile_ms(0.5), ms),
@@ -166,7 +166,7 @@ impl Comparison {
         columns
     }
 
-    /// Tables of one topology: the comparison, what came before the judged part, and how the generator did.
+    /// Tables of one topology: the comparison, the part before the judged one, and the generator's own figures.
     pub(crate) fn tables(&self, envoys: usize) -> String {
         let title = &self.scenario.title;
         let table = self.table(envoys, &self.columns());
@@ -178,7 +178,7 @@ impl Comparison {
         let before = self.scenario.judged.start.as_secs();
         if before > 0 {
             let table = self.table(envoys, &self.columns_before());
-            text += &format!("\nThe first {before} s, left out above:\n\n{table}");
+            text += &format!("\nThe first {before} s, excluded above:\n\n{table}");
         }
         text + &self.generator(envoys)
     }
@@ -198,7 +198,7 @@ impl Comparison {
         table::render(&header, &rows)
     }
 
-    /// What may have spoilt the figures: a generator that could not keep up.
+    /// What may distort the figures: a generator that could not keep up.
     fn generator(&self, envoys: usize) -> String {
         let runs = || self.runs.iter().filter(|run| run.envoys == envoys);
         let cpu = runs().map(|run| run.generator_cpu).fold(0.0, f64::max);
@@ -209,10 +209,10 @@ impl Comparison {
         let late = |of: fn(&Measured) -> f64| runs().map(of).fold(0.0, f64::max) * 1e3;
         let (p99, most) = (late(|run| run.late.0.as_secs_f64()), late(|run| run.late.1.as_secs_f64()));
         let (p99, most) = (two(p99), ms(most));
-        format!("\nThe generator sent late by at most {p99} ms at its p99 and {most} ms ever; {cpu}.\n")
+        format!("\nThe generator's lateness: p99 {p99} ms, maximum {most} ms; {cpu}.\n")
     }
 
-    /// The first pass of one topology, drawn.
+    /// The curves of the first pass in one topology.
     pub(crate) fn panel(&self, envoys: usize) -> Panel {
         let runs = self.scenario.arms.iter().filter_map(|arm| self.of(*arm, envoys).next());
         Panel {
@@ -224,7 +224,7 @@ impl Comparison {
     }
 }
 
-/// Seconds until the healed replica was back; infinite if it was not, not a number if nobody looked.
+/// Seconds until the healed replica was back; infinite if it did not come back, NaN if it was not watched.
 fn back_after(run: &Measured) -> f64 {
     match &run.recovery {
         None => f64::NAN,

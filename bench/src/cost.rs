@@ -1,9 +1,10 @@
-//! `cost`: CPU time per request, of the filter step by step in both roles, of clusters that nobody uses, and of the agent against other proxies.
+//! `cost`: CPU time per request of the filter, step by step in both roles; of unused clusters; and of the agent compared
+//! with other proxies.
 //!
-//! Everything measured has one worker, bound to the first core; the generator and the replicas have the
-//! other cores. Replicas answer at once, so that nothing hides the cost, and tell their own load, so that
-//! no agent is needed behind Envoy. Variants run side by side in interleaved short rounds, and only
-//! medians and ratios of the same call are compared: the machine's speed drifts.
+//! Everything measured has one worker, bound to the first core; the generator and the replicas have the other cores.
+//! Replicas answer at once, so that nothing hides the cost, and report their own load, so that no agent is needed behind
+//! Envoy. Variants run side by side in short interleaved rounds. Compare only medians and ratios of the same call: the
+//! machine's speed drifts.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -30,18 +31,18 @@ mod inbound;
 mod replicas;
 
 const CONNECTIONS: usize = 16;
-/// Filter without probes against no filter: one cluster configured, and several.
+/// Goal for the filter without probes, relative to no filter: with one cluster configured, and with several.
 const ONE_CLUSTER_FACTOR: f64 = 1.5;
 const SEVERAL_CLUSTERS_FACTOR: f64 = 1.55;
-/// The variants that these goals are asked of.
+/// The variants to which these goals apply.
 const PROBES_OFF: &str = "+ filter, probes off";
 const THREE_CLUSTERS: &str = "+ filter, probes off, three clusters";
-/// With [`PROBES_OFF`], those that are measured cold as well.
+/// The variants that, with [`PROBES_OFF`], are also measured cold.
 const NO_FILTER: &str = "no filter";
 const NATIVE_CHAIN: &str = "native chain";
 const EMPTY_MODULE: &str = "+ empty module";
 const ADAPTIVE: &str = "+ filter, adaptive (default)";
-/// Growth of the agent that still counts as none.
+/// Growth of the agent's memory that still counts as none.
 const FLAT_KIB: u64 = 1024;
 
 /// Arguments of `cost`.
@@ -53,23 +54,23 @@ pub(crate) struct Cost {
     /// Milliseconds per round
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u64).range(100..))]
     round_ms: u64,
-    /// Requests through one agent while its memory is watched; 0 leaves that out
+    /// Requests through one agent while its memory is watched; 0 skips this part
     #[arg(long, default_value_t = 1_000_000)]
     memory_requests: u64,
     /// Size of the larger fleet
     #[arg(long, default_value_t = 1000, value_parser = fleet_size)]
     replicas: usize,
-    /// Only this part
+    /// Run only this part
     #[arg(long)]
     only: Option<Part>,
-    /// With `--only cold`: another build of the filter's module beside this one, may be repeated
+    /// With `--only cold`: another build of the filter's module to compare; may be repeated
     #[arg(long, value_name = "FILE")]
     module: Vec<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
 enum Part {
-    /// The filter's steps
+    /// The filter, step by step
     Filter,
     /// The same with cold caches: one request to each Envoy in turn
     Cold,
@@ -79,7 +80,7 @@ enum Part {
     Replicas,
     /// Agent, Envoy and nginx as reverse proxies
     Proxies,
-    /// Clusters that nobody uses
+    /// Clusters that get no requests
     Idle,
     /// The agent's memory
     Memory,
@@ -122,12 +123,12 @@ fn fleet_size(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|size| (17..=20_000).contains(size)).ok_or_else(|| "17 to 20000".to_owned())
 }
 
-/// Replicas that cost nothing and report load themselves.
+/// Replicas that cost nothing and report their load themselves.
 fn trivial(count: usize) -> Fleet {
     Fleet::of(count, Replica::new(Service::Trivial))
 }
 
-/// Binds what is measured to the first core and the rest to the others, where there are others.
+/// Binds what is measured to the first core and everything else to the other cores, if there are any.
 fn place(measured: &[u32], rest: &[u32]) -> Result<()> {
     let cores = std::thread::available_parallelism()?.get();
     if cores < 2 {
@@ -147,14 +148,14 @@ fn judge(reached: bool, line: &str) -> bool {
     reached
 }
 
-/// One line of a table: where to send, whose CPU time counts, and the rounds so far.
+/// One line of a table: the target, the processes whose CPU time counts, and the rounds so far.
 struct Variant {
     name: &'static str,
     target: SocketAddr,
     path: &'static str,
     pids: Vec<u32>,
     saturated: Vec<Round>,
-    /// One connection: nothing queues.
+    /// Rounds with one connection, so that nothing queues.
     serial: Vec<Round>,
 }
 
@@ -201,7 +202,7 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
     let off = |settings: &mut Value| {
         fixed(0)(settings);
         settings["clusters"][0]["idle_probe_interval_ms"] = json!(0);
-        // Without probes nobody would find the replicas.
+        // Without probes the filter would not find the replicas.
         settings["clusters"][0]["endpoints"] =
             json!(replicas.iter().map(ToString::to_string).collect::<Vec<_>>());
     };
@@ -239,7 +240,7 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
     ])
 }
 
-/// Not counted: caches, connections and pools fill.
+/// Sends requests that are not counted, while caches, connections and pools fill.
 async fn warm_up(cost: &Cost, variants: &[Variant]) -> Result<()> {
     for variant in variants {
         variant.round(CONNECTIONS, Duration::from_millis(cost.round_ms.min(300))).await?;
@@ -302,7 +303,7 @@ async fn filter(cost: &Cost) -> Result<bool> {
     let header =
         ["variant", "CPU µs", "min–max", "step", "added", "× none", "req/s", "probes/req", "steered"];
     println!("\n{}", table::render(&header, &rows));
-    println!("step: against the line above; added and ×: against no filter.\n");
+    println!("step: compared with the line above; added and ×: compared with no filter.\n");
     let goals = [
         (PROBES_OFF, "one cluster", ONE_CLUSTER_FACTOR),
         (THREE_CLUSTERS, "three clusters", SEVERAL_CLUSTERS_FACTOR),
@@ -357,7 +358,7 @@ async fn proxies(cost: &Cost) -> Result<bool> {
     ];
     match &nginx {
         Some(nginx) => variants.push(Variant::new("nginx", nginx.address, nginx.pids()?)),
-        None => println!("  nginx is not installed: left out"),
+        None => println!("  nginx is not installed: skipped"),
     }
     let measured: Vec<u32> = variants.iter().flat_map(|variant| variant.pids.iter().copied()).collect();
     place(&measured, &[backends.pid()])?;
@@ -438,7 +439,7 @@ async fn memory(requests: u64) -> Result<bool> {
     Ok(reached)
 }
 
-/// A plain nginx with one worker; ends on drop.
+/// An nginx with a plain configuration and one worker; ends on drop.
 struct Nginx {
     address: SocketAddr,
     child: Child,
@@ -450,7 +451,7 @@ impl Nginx {
     fn start(upstream: SocketAddr) -> Result<Option<Self>> {
         let Some(program) = find_nginx() else { return Ok(None) };
         let folder = TempDir::new()?;
-        // nginx cannot say which port the system chose, so the system is asked for a free one first.
+        // nginx cannot report a port that the system chose, so ask the system for a free one first.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         let path = |name: &str| folder.path().join(name).display().to_string();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
@@ -486,7 +487,7 @@ impl Nginx {
         Ok(Some(nginx))
     }
 
-    /// Master and worker.
+    /// The master and the worker.
     fn pids(&self) -> Result<Vec<u32>> {
         let master = self.child.id();
         let children = std::fs::read_to_string(format!("/proc/{master}/task/{master}/children"))?;
@@ -497,7 +498,7 @@ impl Nginx {
 
 impl Drop for Nginx {
     fn drop(&mut self) {
-        // SIGTERM, not SIGKILL: the master has to end its worker.
+        // SIGTERM instead of SIGKILL: the master has to end its worker.
         if let Ok(pid) = libc::pid_t::try_from(self.child.id()) {
             // SAFETY: kill takes plain integers, and the child has not been reaped.
             unsafe { libc::kill(pid, libc::SIGTERM) };

@@ -1,7 +1,7 @@
-//! How long a synchronous request waits where no agent answers: Envoy's timers are coarse.
+//! How long a synchronous request waits if no agent answers: Envoy's timers are coarse.
 //!
-//! Replicas serve at once and let every probe hang. The overshoot is judged where the filter decides, by its own
-//! histogram. What the client sees beyond the deadline has the way through Envoy, the replica and the generator in it.
+//! Replicas serve at once but let every probe hang. The overshoot is judged by the filter's own histogram, at the point of
+//! decision. What the client sees beyond the deadline also includes the way through Envoy, the replica and the generator.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -42,7 +42,7 @@ pub(crate) fn run(requests: usize) -> Result<bool> {
             let waited = envoy.prequal(CLUSTER)?.waits("deadline");
             ensure!(
                 waited * 100 >= requests as u64 * 95,
-                "only {waited} of {requests} waited: not the case meant"
+                "only {waited} of {requests} waited until the deadline: this is not the intended case"
             );
             let mut over = Vec::new();
             for answer in answers {
@@ -76,7 +76,7 @@ pub(crate) fn run(requests: usize) -> Result<bool> {
     Ok(reached)
 }
 
-/// Median and 99th percentile of the filter's waits, microseconds, once Envoy has them.
+/// Median and 99th percentile of the filter's waits, microseconds, once Envoy has merged them.
 fn decided(envoy: &Envoy) -> Option<[f64; 2]> {
     let text = envoy.admin_get("/stats?filter=prequal_sync_wait_us").ok()?;
     // "P50(interval,all) P75(...)"; "nan" and "No recorded values" before the first merge.

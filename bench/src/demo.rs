@@ -15,7 +15,7 @@ use crate::plot::Panel;
 use crate::scenario::topology_label;
 use crate::table::ms;
 
-/// Two tails this close are the same: timers and schedulers account for it.
+/// Two tails this close count as equal: timers and schedulers account for the difference.
 const SAME_MS: f64 = 1.0;
 
 /// Arguments of `demo`.
@@ -24,7 +24,7 @@ pub(crate) struct Demo {
     /// One Envoy only and 10 s measured per policy instead of 20: about a minute
     #[arg(long)]
     quick: bool,
-    /// Leave the Prequal arm running afterwards, under load, until Ctrl-C
+    /// Keep the Prequal deployment running afterwards, under load, until Ctrl-C
     #[arg(long)]
     keep: bool,
     /// Folder for the plot
@@ -49,7 +49,7 @@ pub(crate) async fn run(demo: &Demo) -> Result<ExitCode> {
         println!("{}", comparison.tables(*envoys));
     }
     if demo.quick {
-        println!("Quick run: {seconds} s measured per policy, so p99.9 rests on a handful of requests.");
+        println!("Quick run: {seconds} s measured per policy, so p99.9 is based on a few requests only.");
     }
     let plot = demo.out.join(if demo.quick { "ingress-quick.svg" } else { "ingress.svg" });
     let panels: Vec<Panel> = topologies.iter().map(|envoys| comparison.panel(*envoys)).collect();
@@ -69,10 +69,10 @@ pub(crate) async fn run(demo: &Demo) -> Result<ExitCode> {
     Ok(if losses.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Everything that speaks against Prequal.
+/// All reasons why Prequal did not win.
 ///
-/// A baseline may be as good at p99 within [`SAME_MS`], since a full scan sends just about 1 % to the
-/// slow pair and its p99 falls on either side; at p99.9 Prequal has to be better.
+/// A baseline may equal Prequal's p99 within [`SAME_MS`]: a full scan sends almost exactly 1 % to the slow pair, so its p99
+/// may be on either side. At p99.9 Prequal has to be better.
 fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
     let mut losses = Vec::new();
     for envoys in topologies {
@@ -86,7 +86,7 @@ fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
                 for baseline in comparison.of(arm, *envoys) {
                     for (name, q, margin) in [("p99", 0.99, -SAME_MS), ("p99.9", 0.999, SAME_MS)] {
                         let (ours, theirs) = (prequal.judged.quantile_ms(q), baseline.judged.quantile_ms(q));
-                        // A value that is not a number compares false and so counts as lost.
+                        // NaN compares false and so counts as lost.
                         let won = ours + margin <= theirs;
                         if !won {
                             let (ours, theirs) = (ms(ours), ms(theirs));
@@ -100,9 +100,9 @@ fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
     losses
 }
 
-/// A fresh Prequal deployment under the demo's load until Ctrl-C.
+/// Runs a new Prequal deployment under the demo's load until Ctrl-C.
 async fn keep() -> Result<()> {
-    // Samples are kept until a run ends, so a run is bounded.
+    // Samples are kept until a run ends, so each run is bounded.
     let scenario = e2e::ingress(Duration::from_secs(60));
     let deployment = Deployment::start(Arm::Prequal, 1, scenario.workers(1), &scenario.fleet).await?;
     let listener = deployment.targets()[0];

@@ -1,8 +1,7 @@
 //! The processes of one run: replicas, an agent before each, and the Envoys that share them.
 //!
-//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its
-//! retries; a baseline only lacks the filters and the probe cluster of ours. All processes end with the
-//! value.
+//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its retries; a baseline
+//! only lacks Prequal's filters and probe cluster. Dropping a [`Deployment`] ends all its processes.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -23,10 +22,10 @@ pub(crate) const CLUSTER: &str = "replicas";
 
 /// Rules that send no probes.
 const PROBE_FREE: [&str; 2] = ["peak_ewma", "zuul_choice_of_two"];
-/// Requests in flight at which Zuul's rule takes a replica for fully used, in the filter and in the agents' reports.
+/// Requests in flight at which Zuul's rule considers a replica fully used, in the filter and in the agents' reports.
 const ZUUL_MAX_IN_FLIGHT: u32 = 100;
 
-/// A running set-up, ready for requests.
+/// A running deployment, ready for requests.
 pub(crate) struct Deployment {
     backends: Backends,
     agent_args: Vec<String>,
@@ -39,7 +38,7 @@ pub(crate) struct Deployment {
 pub(crate) struct Counted {
     /// Probes sent.
     pub(crate) probes: u64,
-    /// How often a replica was ejected from then on, for any reason.
+    /// Number of ejections, for any reason.
     pub(crate) ejections: u64,
 }
 
@@ -53,10 +52,10 @@ pub(crate) enum Event {
     AgentBack(u16),
 }
 
-/// What is on a replica's port.
+/// What occupies a replica's port.
 enum Front {
     Agent(Agent),
-    /// Nothing that listens; the socket keeps the port from others.
+    /// Nothing listens; the socket keeps the port from other processes.
     Kept {
         address: SocketAddr,
         _socket: TcpSocket,
@@ -64,7 +63,7 @@ enum Front {
 }
 
 impl Deployment {
-    /// Starts everything cold and waits until it serves; each Envoy has so many workers.
+    /// Starts everything cold and waits until it serves; each Envoy has `workers` workers.
     pub(crate) async fn start(arm: Arm, envoys: usize, workers: u32, fleet: &Fleet) -> Result<Self> {
         let fleet = fleet.clone();
         tokio::task::spawn_blocking(move || {
@@ -81,13 +80,13 @@ impl Deployment {
         .await?
     }
 
-    /// Ends all processes, off the runtime's threads.
+    /// Ends all processes, without blocking the runtime's threads.
     pub(crate) async fn stop(self) {
-        // A panic in a drop was printed by the panic hook; there is nothing to add.
+        // The panic hook has printed any panic in a drop; there is nothing to add.
         let _ = tokio::task::spawn_blocking(move || drop(self)).await;
     }
 
-    /// Makes something happen; on return it has. Blocks.
+    /// Carries out `event`; it has happened on return. Blocks.
     pub(crate) fn apply(&self, event: Event) -> Result<()> {
         let (replica, gone) = match event {
             Event::Backend(replica, change) => return self.backends.change(replica, change),
@@ -111,17 +110,17 @@ impl Deployment {
                 let options = AgentOptions { listen: address.to_string(), ..agent_options(&self.agent_args) };
                 *front = Front::Agent(Agent::start_with(*upstream, &options)?);
             }
-            _ => bail!("{event:?}: it is so already"),
+            _ => bail!("{event:?}: already in that state"),
         }
         Ok(())
     }
 
-    /// How many Envoys.
+    /// Number of Envoys.
     pub(crate) fn envoys(&self) -> usize {
         self.envoys.len()
     }
 
-    /// Where requests go, one per Envoy.
+    /// The addresses for requests, one per Envoy.
     pub(crate) fn targets(&self) -> Vec<SocketAddr> {
         self.envoys.iter().map(Envoy::addr).collect()
     }
@@ -136,7 +135,7 @@ impl Deployment {
         self.envoys.iter().map(Envoy::cpu_time).sum()
     }
 
-    /// What the filters of all Envoys have counted so far; nothing in a baseline.
+    /// The counters of all filters together so far; zero in a baseline.
     pub(crate) fn counted(&self) -> Result<Counted> {
         tokio::task::block_in_place(|| {
             let mut counted = Counted::default();
@@ -153,7 +152,7 @@ impl Deployment {
     }
 }
 
-/// One thread each: agents share the machine with the thing measured.
+/// One thread per agent: agents share the machine with what is measured.
 fn agent_options(args: &[String]) -> AgentOptions {
     let threads = ["--threads", "1"].map(str::to_owned);
     AgentOptions {
@@ -162,30 +161,30 @@ fn agent_options(args: &[String]) -> AgentOptions {
     }
 }
 
-/// What an arm needs its agents to do besides.
+/// The extra arguments that an arm needs for its agents.
 fn agent_args(arm: Arm, fleet: &Fleet) -> Vec<String> {
     let entries = fleet.0.iter().find_map(|replica| match replica.service {
         Service::Cache { entries, .. } => Some(entries),
         _ => None,
     });
     match (arm, entries) {
-        // As many hints as the replica's cache holds.
+        // As many hints as the replica's cache has entries.
         (Arm::Hinted(_), Some(entries)) => vec!["--hint-cache".to_owned(), entries.to_string()],
         (Arm::Rule(rule), _) if rule.starts_with("zuul") => {
             vec!["--netflix-utilization".to_owned(), ZUUL_MAX_IN_FLIGHT.to_string()]
         }
-        // What its weights are made of.
+        // The source of the policy's weights.
         (Arm::Cswrr, _) => ["--orca", "text"].map(str::to_owned).into(),
         _ => Vec::new(),
     }
 }
 
-/// One agent per replica, with further arguments.
+/// One agent per replica, with extra arguments.
 pub(crate) fn start_agents(upstreams: &[SocketAddr], args: &[String]) -> Result<Vec<Agent>> {
     upstreams.iter().map(|upstream| Agent::start_with(*upstream, &agent_options(args))).collect()
 }
 
-/// Starts several Envoys at once: most of the time is the compilation of the module.
+/// Starts several Envoys in parallel: compiling the module takes most of the time.
 pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
     let threads: Vec<_> =
         configs.into_iter().map(|config| std::thread::spawn(move || Envoy::start(config))).collect();
@@ -217,7 +216,7 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
             if rule.starts_with("zuul") {
                 cluster["max_in_flight"] = json!(ZUUL_MAX_IN_FLIGHT);
             }
-            // Refused where no probes are sent.
+            // This setting is refused if no probes are sent.
             if PROBE_FREE.contains(&rule)
                 && let Some(cluster) = cluster.as_object_mut()
             {
@@ -240,7 +239,7 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
 pub(crate) fn empty_module() -> Result<PathBuf> {
     let module = wat::parse_str(include_str!("empty.wat"))?;
     let path = target_dir().join("bench/empty.wasm");
-    // An Envoy may be reading it.
+    // Do not rewrite the file: an Envoy may be reading it.
     if fs::read(&path).ok().as_ref() != Some(&module) {
         fs::create_dir_all(path.parent().context("a file in a folder")?)?;
         fs::write(&path, module)?;

@@ -1,5 +1,5 @@
-;; A module that Envoy calls at the points of a request where the filter has to look, and that does nothing there: what
-;; Envoy's wasm costs whatever the module. It never ticks, probes or keeps state. Proxy-Wasm ABI 0.2.1.
+;; A module that Envoy calls at the points of a request at which the filter has work to do, but that does nothing: it measures
+;; the cost of Envoy's wasm runtime itself. It never ticks, probes or keeps state. Proxy-Wasm ABI 0.2.1.
 (module
   (memory (export "memory") 1)
   (func (export "proxy_abi_version_0_2_1"))

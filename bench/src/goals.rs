@@ -1,8 +1,7 @@
 //! The verdicts: which goals of a scenario were reached.
 //!
-//! A figure is the median over the passes unless said otherwise; ratios and differences are taken between
-//! runs of the same pass. A goal that is missed is printed with what was measured and makes the exit code
-//! non-zero.
+//! A figure is the median over the passes unless stated otherwise; ratios and differences are taken between runs of the
+//! same pass. A missed goal is printed with the measured value and makes the exit code nonzero.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -13,10 +12,10 @@ use crate::scenario::{Goal, Measured, topology_label};
 use crate::stats::median;
 use crate::table::{ms, one, percent, spread, two};
 
-/// A generator later than this at the 99th percentile measures itself.
+/// If the generator's p99 lateness exceeds this, the figures measure the generator.
 const LATE: Duration = Duration::from_millis(5);
 
-/// Verdicts in the order in which they were reached.
+/// Verdicts, in the order in which they were reached.
 #[derive(Default)]
 pub(crate) struct Goals {
     lines: Vec<(bool, String)>,
@@ -39,7 +38,7 @@ impl Goals {
         }
     }
 
-    /// Prints all; the exit code says whether every goal was reached.
+    /// Prints all verdicts; the exit code says whether every goal was reached.
     pub(crate) fn print(&self) -> ExitCode {
         if self.lines.is_empty() {
             return ExitCode::SUCCESS;
@@ -53,24 +52,24 @@ impl Goals {
     }
 }
 
-/// How far a quantile of ours may be above the best of Envoy's own.
+/// How far a quantile of Prequal may exceed the best of Envoy's own policies.
 #[derive(Clone, Copy)]
 struct Limit {
     name: &'static str,
     q: f64,
     times: f64,
-    /// Enough as well: a twentieth of a short time is less than what the machine adds.
+    /// An excess of up to this much is also accepted: for short times, noise of the machine exceeds the relative limit.
     or_more_ms: Option<f64>,
 }
 
-/// The further out, the fewer requests a quantile rests on.
+/// Further into the tail the limits are wider, because fewer requests determine the quantile.
 const NEVER_WORSE: [Limit; 3] = [
     Limit { name: "p50", q: 0.5, times: 1.05, or_more_ms: Some(1.0) },
     Limit { name: "p99", q: 0.99, times: 1.05, or_more_ms: None },
     Limit { name: "p99.9", q: 0.999, times: 1.10, or_more_ms: None },
 ];
 
-/// Compares medians over the passes, the best policy being the one with the lowest.
+/// Compares medians over the passes; the best policy is the one with the lowest.
 fn against_best(comparison: &Comparison, envoys: usize, limit: Limit) -> (bool, String) {
     let Limit { name, q, times, or_more_ms } = limit;
     let middle = |arm| median(comparison.of(arm, envoys).map(|run| run.judged.quantile_ms(q)));
@@ -79,13 +78,13 @@ fn against_best(comparison: &Comparison, envoys: usize, limit: Limit) -> (bool, 
     let Some((best, arm)) = others.min_by(|one, other| one.0.total_cmp(&other.0)) else {
         return (false, format!("{name} {} ms, and no policy of Envoy's own beside it", ms(ours)));
     };
-    // Finer than the goals are set.
+    // With one digit more than the goals have.
     let ratio = format!("{:.3}", ours / best);
     let mut line = format!("{name} {} ms, {ratio} times {}'s {}", ms(ours), arm.label(), ms(best));
     line += &format!(" (at most {}", two(times));
     line += &or_more_ms.map_or_else(String::new, |more| format!(" or {more} ms more"));
     let allowed = or_more_ms.map_or(f64::NEG_INFINITY, |more| best + more).max(best * times);
-    // Where both fail there is nothing to be proud of.
+    // If both fail, the goal is missed.
     (ours.is_finite() && ours <= allowed, line + ")")
 }
 
@@ -140,7 +139,7 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
             Arm::BASELINES.map(line).into()
         }
         Goal::CpuOfRoundRobin(limit) => {
-            // CPU time scatters from run to run on a shared machine.
+            // CPU time varies from run to run on a shared machine.
             let cpu = |arm| median(comparison.of(arm, envoys).map(|run| run.envoy_us));
             let factor = cpu(Arm::Prequal) / cpu(Arm::RoundRobin);
             let line = format!("Envoy CPU per request {} times round robin's (at most {limit})", two(factor));
@@ -204,7 +203,7 @@ fn back(comparison: &Comparison, envoys: usize) -> (bool, String) {
     (all.is_some_and(|seconds| !seconds.is_empty()), line)
 }
 
-/// How far Prequal's `q` quantile is above the median of round robin in the same pass, in ms.
+/// Excess of Prequal's `q` quantile over round robin's median in the same pass, in ms.
 pub(crate) fn above_round_robin_median(
     comparison: &Comparison,
     envoys: usize,
@@ -216,7 +215,7 @@ pub(crate) fn above_round_robin_median(
         .map(move |(ours, theirs)| ours.judged.quantile_ms(q) - theirs.judged.quantile_ms(0.5))
 }
 
-/// The largest; not a number if one is not, or there is none.
+/// The largest value; NaN if any value is NaN, or if there is none.
 pub(crate) fn worst(values: impl IntoIterator<Item = f64>) -> f64 {
     let larger = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) };
     values.into_iter().reduce(larger).unwrap_or(f64::NAN)
@@ -230,7 +229,7 @@ mod tests {
     use crate::scenario::Scenario;
     use crate::stats::{Sample, Summary};
 
-    /// A pass whose arm answers `good` of 1000 requests, `per_second` of them a second.
+    /// A pass in which the arm answers `good` of 1000 requests in time, `per_second` of them a second.
     fn run(arm: Arm, good: usize, per_second: f64) -> Measured {
         let sample = |number: usize| Sample {
             latency: (number < good).then_some(Duration::from_millis(50)),
@@ -271,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_healed_replica_has_to_come_back_in_every_pass() {
+    fn a_healed_replica_must_come_back_in_every_pass() {
         let with = |after| {
             let series = Vec::new();
             Measured { recovery: Some(Recovery { after, series }), ..run(Arm::Prequal, 1000, 1.0) }
@@ -279,13 +278,13 @@ mod tests {
         let back = || with(Some(Duration::from_secs(3)));
         assert!(reached(Goal::Back, vec![back(), back()]));
         assert!(!reached(Goal::Back, vec![back(), with(None)]));
-        assert!(!reached(Goal::Back, vec![run(Arm::Prequal, 1000, 1.0)]), "nobody looked");
+        assert!(!reached(Goal::Back, vec![run(Arm::Prequal, 1000, 1.0)]), "the replica was not watched");
     }
 
     #[test]
     fn throughput_compares_runs_of_the_same_pass() {
         let goal = Goal::Throughput { of: Arm::LeastRequest, part: 0.98 };
-        // The machine slows down from pass to pass: 99 %, 97.5 % and 98 % of the other.
+        // The machine slows down from pass to pass: 99 %, 97.5 % and 98 % of the other arm.
         let rates = [(495.0, 500.0), (390.0, 400.0), (294.0, 300.0)];
         let runs = |rates: &[(f64, f64)]| {
             let pair = |(ours, theirs): &(f64, f64)| {
@@ -297,7 +296,7 @@ mod tests {
         assert!(!reached(goal, runs(&rates[1..2])));
     }
 
-    /// A pass whose quantiles are these.
+    /// A pass with these quantiles.
     fn with_quantiles(arm: Arm, p50: u64, p99: u64, p999: u64) -> Measured {
         let latency = |number| match number {
             0..=500 => p50,
@@ -342,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_p99_can_be_asked_to_be_below_the_best() {
+    fn a_goal_can_require_a_p99_below_the_best() {
         let of = |arm, p99| with_quantiles(arm, 1, p99, p99);
         let with = |ours| vec![of(Arm::LeastRequest, 100), of(Arm::Random, 200), of(Arm::Prequal, ours)];
         assert!(reached(Goal::P99OfBest(0.8), with(80)));
@@ -376,14 +375,14 @@ mod tests {
     }
 
     #[test]
-    fn a_late_generator_is_a_miss_of_its_own() {
+    fn a_late_generator_is_reported_as_a_miss() {
         let late = Duration::from_millis(6);
         let runs = vec![Measured { late: (late, late), ..run(Arm::RoundRobin, 1000, 1.0) }];
         let lines = judged(Goal::NoneFailed, runs);
         assert!(!lines[1].0 && lines[1].1.contains("generator 6.0 ms late"), "{}", lines[1].1);
     }
     #[test]
-    fn nothing_measured_reaches_nothing() {
+    fn a_run_without_samples_reaches_no_goal() {
         for goal in [
             Goal::Good(0.5),
             Goal::Back,
@@ -403,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn one_value_that_is_no_number_spoils_the_worst() {
+    fn the_worst_of_values_with_a_nan_is_nan() {
         assert!(worst([1.0, f64::NAN, 2.0]).is_nan());
         assert_eq!(worst([1.0, 3.0, 2.0]), 3.0);
     }

@@ -1,9 +1,8 @@
-//! The open-loop generator: requests are due at instants fixed beforehand, whatever became of the ones before.
+//! The open-loop generator: requests are due at instants fixed in advance, regardless of what happened to earlier ones.
 //!
-//! Latency counts from the instant a request was *due*, so a stall of the generator, of Envoy or of a
-//! replica shows in every request that it delayed; how late the generator itself was is recorded with each.
-//! Requests go to the targets in turn, over as many keep-alive HTTP/1.1 connections as are needed. What
-//! the samples mean is decided in `stats`.
+//! Latency is measured from the instant at which a request was *due*, so a stall of the generator, of Envoy or of a replica
+//! shows in every request that it delayed; the generator's own lateness is recorded with each sample. Requests go to the
+//! targets in rotation, over as many keep-alive HTTP/1.1 connections as are needed. `stats` decides what the samples mean.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,7 +23,7 @@ use tokio::sync::mpsc;
 use crate::backends::{CACHE_HEADER, KEY_HEADER, REPLICA_HEADER};
 use crate::stats::Sample;
 
-/// A request that took longer has failed.
+/// A request that takes longer counts as failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// When requests are due, per second over all targets together.
@@ -41,12 +40,12 @@ impl Arrivals {
         }
     }
 
-    /// The instants, from the start of the run, in order and without end.
+    /// The instants from the start of the run, in order, without end.
     fn instants(self, mut rng: SmallRng) -> impl Iterator<Item = Duration> {
         let mean = 1.0 / f64::from(self.per_second());
         let mut last = 0.0;
         (0u32..).map(move |number| match self {
-            // By multiplication: added up, the interval's error would be too.
+            // Multiply instead of adding up, so that rounding errors do not accumulate.
             Self::Constant(_) => Duration::from_secs_f64(mean * f64::from(number)),
             Self::Poisson(_) => {
                 let gap: f64 = Exp1.sample(&mut rng);
@@ -57,7 +56,7 @@ impl Arrivals {
     }
 }
 
-/// What requests are about: keys by Zipf's law, the k-th with a probability in proportion to k^-exponent.
+/// The keys of requests by Zipf's law: the k-th has a probability proportional to k^-exponent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Keys {
     pub(crate) count: u32,
@@ -70,7 +69,7 @@ pub(crate) struct Plan {
     pub(crate) targets: Vec<SocketAddr>,
     pub(crate) arrivals: Arrivals,
     pub(crate) length: Duration,
-    /// Sent with every request, as a POST; empty: a GET.
+    /// Body of every request, sent by POST; if empty, requests are GETs.
     pub(crate) body: Bytes,
     /// Sent in [`KEY_HEADER`].
     pub(crate) keys: Option<Keys>,
@@ -107,7 +106,7 @@ impl Run {
         let progress = Arc::new(Progress::default());
         let (sink, samples) = mpsc::unbounded_channel();
         let (pace, due) = mpsc::unbounded_channel();
-        // Tokio's timers are a millisecond coarse; a thread of its own sleeps to within some 0.1 ms.
+        // Tokio's timers have a resolution of a millisecond; a separate thread sleeps to within about 0.1 ms.
         let (arrivals, keys, seed, length) = (plan.arrivals, plan.keys, plan.seed, plan.length);
         std::thread::spawn(move || {
             let mut draw = keys.map(|keys| drawer(keys, SmallRng::seed_from_u64(seed ^ 1)));
@@ -128,7 +127,7 @@ impl Run {
         Self { start, progress, samples }
     }
 
-    /// Waits for the last answer; the samples are in the order in which the requests ended.
+    /// Waits for the last answer; samples are in the order in which the requests ended.
     pub(crate) async fn finish(mut self) -> Vec<Sample> {
         let mut all = Vec::new();
         while let Some(sample) = self.samples.recv().await {
@@ -180,7 +179,7 @@ async fn send_all(
             let answered = sample.latency.is_some();
             let counter = if answered { &progress.answered } else { &progress.failed };
             counter.fetch_add(1, Ordering::Relaxed);
-            // The receiver is gone only when the run was given up.
+            // The receiver is gone only if the run was abandoned.
             let _ = sink.send(sample);
         });
     }
@@ -205,7 +204,7 @@ fn client() -> HttpClient {
         .build(connector)
 }
 
-/// Sends one request; `None` unless a whole answer came.
+/// Sends one request; returns `None` unless a complete answer arrived.
 async fn one(
     client: &HttpClient,
     uri: http::Uri,

@@ -1,7 +1,7 @@
 //! Benchmarks through a real Envoy: the demo, the end-to-end scenarios and the cost of the filter.
 //!
-//! `cargo xtask demo` and `cargo xtask bench` set up what is needed and call this. What the rules cost
-//! without Envoy is measured by `benches/`.
+//! `cargo xtask demo` and `cargo xtask bench` set up what is needed and run this program. The cost of the rules without
+//! Envoy is measured by `benches/`.
 
 mod arm;
 mod backends;
@@ -44,7 +44,7 @@ enum Command {
     E2e(e2e::EndToEnd),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
-    /// PLB beneath the service, on a fabric of namespaces: who repaths, and what it is worth
+    /// PLB beneath the service, on a fabric of namespaces: the effect of repathing
     Plb(plb::Plb),
     /// Agents and backends of `plb` (started by it)
     #[command(hide = true)]
@@ -56,7 +56,7 @@ enum Command {
     Soak(soak::Soak),
     /// The simulator: policies in virtual time, without Envoy
     Sim(sim::Sim),
-    /// The replicas of a benchmark (started by the others)
+    /// The replicas of a benchmark (started by the other commands)
     #[command(hide = true)]
     Backends,
 }

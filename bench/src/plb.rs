@@ -1,8 +1,8 @@
-//! Network and service together: the demo's Envoy and agents over a fabric of four paths, some of which go bad.
+//! Network and service together: the demo's Envoy and agents over a fabric of four paths, two of which go bad.
 //!
-//! Client and Envoy are in namespace `h1`, agents and backends in `h2`, each group a process of its own
-//! ([`Servers`], [`Client`]). Two troubles, each with arms that differ only in who may repath: two paths lose
-//! everything without a sign, or two paths are slow and mark. What an arm means is in [`Arm`].
+//! Client and Envoy are in namespace `h1`, agents and backends in `h2`, each group in a process of its own ([`Servers`],
+//! [`Client`]). There are two kinds of trouble: two paths silently lose every packet, or two paths are slow and mark
+//! packets. The arms of each differ only in what may repath; [`Arm`] describes them.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
@@ -26,10 +26,10 @@ use crate::load::{self, Arrivals, Plan};
 use crate::stats::{Sample, Summary};
 use crate::table;
 
-/// PLB under the service: paths that lose everything, paths that are congested.
+/// PLB under the service: paths that lose every packet, and paths that are congested.
 #[derive(clap::Args)]
 pub(crate) struct Plb {
-    /// Seconds of load in each arm; the trouble begins after a quarter
+    /// Seconds of load in each arm; the trouble begins after a quarter of it
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(8..=600))]
     seconds: u64,
 }
@@ -45,7 +45,7 @@ pub(crate) struct Servers {
 /// Load and Envoy, in `h1`.
 #[derive(clap::Args)]
 pub(crate) struct Client {
-    /// The agents
+    /// Addresses of the agents
     #[arg(required = true)]
     agents: Vec<SocketAddr>,
     #[arg(long)]
@@ -58,19 +58,19 @@ pub(crate) struct Client {
     plb: bool,
 }
 
-/// Who may repath.
+/// What may repath.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Arm {
-    /// The kernel as it comes: a timeout changes a connection's label.
+    /// The kernel's defaults: a timeout changes a connection's label.
     Defaults,
     /// `net.core.txrehash=0` on both hosts: nothing ever changes a label.
     Off,
-    /// The same hosts as [`Off`](Self::Off), with what `plb` sets up: the socket options of `plb envoy`, agents with
+    /// The same hosts as [`Off`](Self::Off), with what `plb` sets up: the socket options of `plb envoy`, and agents with
     /// `--plb`.
     SetUp,
-    /// The fabric's hash does not see the label: changing it changes no path.
+    /// The fabric's hash ignores the label, so that changing it changes no path.
     BlindFabric,
-    /// As the kernel comes, with `plb run` on the sender's host.
+    /// The kernel's defaults, with `plb run` on the sender's host.
     Run,
 }
 
@@ -127,7 +127,7 @@ pub(crate) fn run(args: &Plb) -> Result<ExitCode> {
     Ok(if goals.iter().all(|(_, met)| *met) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// One trouble's results.
+/// The results of one kind of trouble.
 struct Table {
     text: String,
     arms: Vec<(Arm, Summary)>,
@@ -145,7 +145,7 @@ fn table_of(args: &Plb, trouble: Trouble, arms: &[Arm], body: usize) -> Result<T
     for arm in arms {
         eprintln!("    {trouble:?}: {} ({} s)", arm.label(), args.seconds);
         let (samples, moves) = one(args.seconds, trouble, *arm, body)?;
-        // From the trouble on.
+        // Counted from the onset of the trouble.
         let begin = Duration::from_secs(args.seconds) / 4;
         let after: Vec<&Sample> = samples.iter().filter(|sample| sample.due >= begin).collect();
         let summary = Summary::of(after.iter().copied(), |_| false);
@@ -166,7 +166,7 @@ fn table_of(args: &Plb, trouble: Trouble, arms: &[Arm], body: usize) -> Result<T
     Ok(Table { text: table::render(&header, &rows), arms: results })
 }
 
-/// One arm on a fabric of its own; the samples and how often `plb run` moved a connection.
+/// Runs one arm on a new fabric; returns the samples and how often `plb run` moved a connection.
 fn one(seconds: u64, trouble: Trouble, arm: Arm, body: usize) -> Result<(Vec<Sample>, u64)> {
     let lab = |error: String| anyhow::anyhow!(error);
     let fabric = Fabric::build().map_err(lab)?;
@@ -209,7 +209,7 @@ fn one(seconds: u64, trouble: Trouble, arm: Arm, body: usize) -> Result<(Vec<Sam
     })
 }
 
-/// What is returned keeps the trouble up.
+/// Starts the trouble. It lasts until the returned value is dropped.
 fn make_trouble(fabric: &Fabric, trouble: Trouble) -> Result<Vec<plb_netlink::bpf::Attached>> {
     let lab = |error: String| anyhow::anyhow!(error);
     let paths = [1, 2];
@@ -230,7 +230,7 @@ fn make_trouble(fabric: &Fabric, trouble: Trouble) -> Result<Vec<plb_netlink::bp
     }
 }
 
-/// What `plb run` does, in `h1`, until told to stop; how often it moved a connection.
+/// Does what `plb run` does, in `h1`, until `stop` is set; returns how often it moved a connection.
 fn watch(fabric: &Fabric, stop: &AtomicBool) -> Result<u64> {
     let moves = fabric.within(Node::H1, || {
         let work = || -> plb_netlink::Result<u64> {
@@ -250,7 +250,7 @@ fn watch(fabric: &Fabric, stop: &AtomicBool) -> Result<u64> {
     moves.map_err(|error| anyhow::anyhow!(error))
 }
 
-/// This program again, inside a namespace. It ends when this is dropped.
+/// Another process of this program, inside a namespace. Dropping the value ends it.
 struct Part {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -287,7 +287,7 @@ impl Part {
         bail!("a part of the benchmark ended before it was ready")
     }
 
-    /// The client's result: µs when due, µs of latency or `-`.
+    /// The client's result: due time in µs, and latency in µs or `-`.
     fn samples(&mut self) -> Result<Vec<Sample>> {
         let mut samples = Vec::new();
         for line in &mut self.lines {

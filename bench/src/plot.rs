@@ -1,7 +1,7 @@
 //! The percentile plot: latency over quantile, both axes logarithmic, one panel per topology.
 //!
-//! The horizontal axis spreads the tail: 99 %, 99.9 % and 99.99 % are equally far apart. SVG only, so
-//! that no font library is needed.
+//! The horizontal axis stretches the tail: 99 %, 99.9 % and 99.99 % are equally spaced. SVG only, so that no font library
+//! is needed.
 
 use std::path::Path;
 
@@ -17,13 +17,13 @@ pub(crate) struct Curve {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// One chart: a title and its lines. A line has the same colour at the same place of every panel.
+/// One chart: a title and its lines. Lines at the same position of different panels have the same colour.
 pub(crate) struct Panel {
     pub(crate) title: String,
     pub(crate) curves: Vec<Curve>,
 }
 
-/// Distinguishable also with red-green blindness (Okabe and Ito).
+/// Colours that remain distinguishable with red-green blindness (Okabe and Ito).
 const COLOURS: [RGBColor; 8] = [
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
@@ -38,7 +38,7 @@ const COLOURS: [RGBColor; 8] = [
 const MEDIAN: f64 = std::f64::consts::LOG10_2;
 const FONT: &str = "sans-serif";
 
-/// Draws the panels below each other and writes `path`.
+/// Draws the panels one below the other and writes them to `path`.
 pub(crate) fn write(path: &Path, title: &str, panels: &[Panel]) -> Result<()> {
     let size = (1000, 60 + 420 * panels.len() as u32);
     let root = SVGBackend::new(path, size).into_drawing_area();
@@ -56,7 +56,7 @@ fn depth(quantile: f64) -> f64 {
     -(1.0 - quantile).log10()
 }
 
-/// An axis whose values are logarithms already, with ticks where they read well.
+/// An axis whose values are already logarithms, with ticks at round values.
 struct Axis {
     low: f64,
     high: f64,
@@ -125,7 +125,7 @@ fn draw(area: &DrawingArea<SVGBackend<'_>, Shift>, panel: &Panel) -> Result<(), 
         .draw()?;
     for (index, curve) in panel.curves.iter().enumerate() {
         let colour = COLOURS[index % COLOURS.len()];
-        // Where curves coincide the earlier one shows on both sides of the later.
+        // Where curves coincide, the earlier one is visible on both sides of the later.
         let style = colour.stroke_width(6u32.saturating_sub(2 * index as u32).max(3));
         let line = curve.points.iter().map(|(q, ms)| (depth(*q), ms.log10()));
         chart

@@ -12,7 +12,7 @@ pub(crate) fn resident_kib(pid: u32) -> Result<u64> {
     line.split_whitespace().nth(1).context("VmRSS without a value")?.parse().context("VmRSS")
 }
 
-/// Binds every thread of `pid` to `cores`; threads that it starts later inherit that.
+/// Binds every thread of `pid` to `cores`; threads that it starts later inherit the binding.
 pub(crate) fn pin(pid: u32, cores: Range<usize>) -> Result<()> {
     for thread in threads(pid)? {
         // SAFETY: a zeroed cpu_set_t is the empty set; the calls only read and write that local value.
@@ -28,14 +28,14 @@ pub(crate) fn pin(pid: u32, cores: Range<usize>) -> Result<()> {
     Ok(())
 }
 
-/// Raises the limit of open files to what the system allows: every request in flight holds several.
+/// Raises the limit of open files to what the system allows: every request in flight needs several.
 pub(crate) fn raise_file_limit() {
     // SAFETY: both calls get a valid pointer to a local rlimit.
     unsafe {
         let mut limit: libc::rlimit = std::mem::zeroed();
         if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
             limit.rlim_cur = limit.rlim_max;
-            // A refusal leaves the old limit, which the demo can live with.
+            // If that is refused, the old limit stays, which is enough for the demo.
             let _ = libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
         }
     }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn own_memory_is_seen() {
+    fn the_memory_of_this_process_is_read() {
         assert!(resident_kib(std::process::id()).unwrap() > 0);
     }
 }

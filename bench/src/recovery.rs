@@ -1,26 +1,26 @@
-//! Whether a replica that has healed gets its traffic back, and when.
+//! Decides whether a replica that has healed gets its traffic back, and when.
 
 use std::time::Duration;
 
 use crate::stats::Sample;
 
-/// What a share is taken over, so that it is not chance.
+/// The time over which a share is taken, long enough to exclude chance.
 const WINDOW: Duration = Duration::from_secs(2);
-/// How finely the answer is given.
+/// Resolution of the result.
 const STEP: Duration = Duration::from_millis(500);
 const STEPS: usize = (WINDOW.as_millis() / STEP.as_millis()) as usize;
 
-/// Whose traffic has to come back, and how.
+/// The replica whose traffic must come back, and the criteria.
 #[derive(Clone, Debug)]
 pub(crate) struct Watch {
     pub(crate) replica: u16,
     pub(crate) within: Duration,
-    /// The part of its fair share that counts as having it back.
+    /// The part of its fair share at which it counts as back.
     pub(crate) part: f64,
 }
 
 impl Watch {
-    /// For how long the replica is looked at after it has healed.
+    /// How long the replica is observed after it has healed.
     pub(crate) fn length(&self) -> Duration {
         self.within + WINDOW
     }
@@ -29,16 +29,16 @@ impl Watch {
 /// How the traffic came back.
 #[derive(Clone, Debug)]
 pub(crate) struct Recovery {
-    /// From healing; `None` if not within the time allowed.
+    /// Time since healing; `None` if it exceeds the limit.
     pub(crate) after: Option<Duration>,
-    /// Parts of the fair share, second by second from healing.
+    /// Parts of the fair share, second by second since healing.
     pub(crate) series: Vec<f64>,
 }
 
-/// Looks at the requests due after `healed`.
+/// Evaluates the requests that were due after `healed`.
 ///
-/// The replica is back at the first instant from which it has the part asked for, over the next [`WINDOW`],
-/// over all the rest, and still over the last [`WINDOW`]: one that comes and goes has not come back.
+/// The replica is back at the first instant from which it has the required part over the next [`WINDOW`], over all the
+/// rest, and still over the last [`WINDOW`]: a replica whose traffic comes and goes is not back.
 pub(crate) fn of(samples: &[Sample], watch: &Watch, replicas: usize, healed: Duration) -> Recovery {
     let steps = (watch.length().as_millis() / STEP.as_millis()) as usize;
     let mut counts = vec![(0u32, 0u32); steps];
@@ -67,7 +67,7 @@ pub(crate) fn of(samples: &[Sample], watch: &Watch, replicas: usize, healed: Dur
 mod tests {
     use super::*;
 
-    /// Two replicas at 100 requests/s, healed at 10 s, half its fair share of a half within 4 s.
+    /// Two replicas at 100 requests/s, one healed at 10 s. It must get half of its fair share within 4 s.
     fn recovered(gets: impl Fn(u64) -> bool) -> Recovery {
         let samples: Vec<Sample> = (0..2000)
             .map(|number| Sample {
@@ -81,21 +81,21 @@ mod tests {
     }
 
     #[test]
-    fn back_from_the_instant_its_share_is_back() {
+    fn a_replica_is_back_from_the_instant_at_which_its_share_is() {
         let recovery = recovered(|number| number >= 1250 && number % 2 == 0);
-        // At 12.5 s; the two seconds from 11.5 s on hold half of the fair share.
+        // At 12.5 s; in the two seconds from 11.5 s on it gets half of its fair share.
         assert_eq!(recovery.after, Some(Duration::from_millis(1500)));
         assert_eq!(recovery.series, [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]);
     }
 
     #[test]
-    fn one_that_comes_and_goes_is_not_back() {
+    fn a_replica_whose_traffic_comes_and_goes_is_not_back() {
         assert_eq!(recovered(|number| (1000..1200).contains(&number)).after, None);
         assert_eq!(recovered(|_| false).after, None);
     }
 
     #[test]
-    fn never_away_is_back_at_once() {
+    fn a_replica_that_never_lost_its_traffic_is_back_at_once() {
         assert_eq!(recovered(|number| number % 2 == 0).after, Some(Duration::ZERO));
     }
 }

@@ -1,9 +1,8 @@
-//! What an end-to-end comparison consists of, as data, and one run of it.
+//! The definition of an end-to-end comparison as data, and one run of it.
 //!
-//! A run starts its own processes, so that no state leaks from one arm to the next; latency counts from
-//! the instant a request was due. A run has up to three parts: what comes before the judged part, while
-//! policies still learn; the judged part; and, where a replica heals, the time in which its traffic has to
-//! come back.
+//! Each run starts its own processes, so that no state leaks from one arm to the next; latency is measured from the instant
+//! at which a request was due. A run has up to three parts: the part before the judged one, while policies still learn; the
+//! judged part; and, if a replica heals, the time in which its traffic must come back.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -20,20 +19,20 @@ use crate::load::{Arrivals, Keys, Plan, Run};
 use crate::recovery::{self, Recovery, Watch};
 use crate::stats::{Sample, Summary};
 
-/// One comparison: who serves, what is asked, what goes wrong when, what counts as good.
+/// One comparison: the fleet, the load, the faults and their times, the goals.
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
-    /// Before every verdict.
+    /// Printed before every verdict.
     pub(crate) name: String,
-    /// Above tables and plots: fleet and load in words.
+    /// Printed above tables and plots: fleet and load in words.
     pub(crate) title: String,
     pub(crate) fleet: Fleet,
     pub(crate) load: Load,
-    /// Workers of an Envoy that is alone; each of several has one.
+    /// Workers of a single Envoy; each of several Envoys has one.
     pub(crate) workers: u32,
-    /// In the order in which a pass runs them.
+    /// In the order of a pass.
     pub(crate) arms: Vec<Arm>,
-    /// The part that is judged; what is due before is told apart.
+    /// The part that is judged; earlier requests are reported separately.
     pub(crate) judged: Range<Duration>,
     /// Faults and their ends, in order.
     pub(crate) schedule: Vec<(Duration, Event)>,
@@ -41,74 +40,74 @@ pub(crate) struct Scenario {
     pub(crate) good_within: Duration,
     /// Replicas whose share is shown.
     pub(crate) marked: Option<Marked>,
-    /// Whose traffic has to come back after the last event of the schedule. Only our own arms are watched.
+    /// The replica whose traffic must come back after the last event of the schedule. Only Prequal's arms are watched.
     pub(crate) watch: Option<Watch>,
     pub(crate) goals: Vec<Goal>,
 }
 
-/// How requests come.
+/// How requests arrive.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Load {
-    /// At instants fixed beforehand, over all Envoys together.
+    /// At instants fixed in advance, over all Envoys together.
     Open { arrivals: Arrivals, keys: Option<Keys> },
-    /// Each of so many connections asks again as soon as it is answered, through one Envoy.
+    /// Each of `connections` sends again as soon as it is answered, through one Envoy.
     Closed { connections: usize },
 }
 
 impl Load {
-    /// So many requests per second, evenly spaced.
+    /// `per_second` requests per second, evenly spaced.
     pub(crate) fn constant(per_second: u32) -> Self {
         Self::Open { arrivals: Arrivals::Constant(per_second), keys: None }
     }
 
-    /// So many requests per second, independent of each other.
+    /// `per_second` requests per second, independent of each other.
     pub(crate) fn poisson(per_second: u32) -> Self {
         Self::Open { arrivals: Arrivals::Poisson(per_second), keys: None }
     }
 }
 
-/// Replicas that are looked at apart.
+/// Replicas that are reported separately.
 #[derive(Clone, Debug)]
 pub(crate) struct Marked {
     pub(crate) replicas: Range<u16>,
-    /// After "to".
+    /// Label, as it reads after "to".
     pub(crate) label: &'static str,
 }
 
-/// What [`Arm::Prequal`] has to reach.
+/// A goal for [`Arm::Prequal`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Goal {
-    /// At least this share of the requests is good.
+    /// Minimum share of good requests.
     Good(f64),
-    /// Who is watched has its traffic back in time, in every pass.
+    /// The watched replica has its traffic back in time, in every pass.
     Back,
-    /// The marked replicas get at most this share, in every pass.
+    /// Maximum share of the marked replicas, in every pass.
     MarkedShare(f64),
     /// No request of any pass was refused by a full replica.
     NoneRejected,
     /// No request of any pass failed.
     NoneFailed,
-    /// The 99th percentile is at most so many ms.
+    /// Maximum 99th percentile, ms.
     P99(f64),
-    /// The 99th percentile is at most so many ms above round robin's median, in every pass.
+    /// Maximum excess of the 99th percentile over round robin's median, ms, in every pass.
     P99AboveRoundRobinMedian(f64),
-    /// The 99.9th percentile is so many times below that of each baseline, in every pass.
+    /// Each baseline's 99.9th percentile is at least this many times Prequal's, in every pass.
     P999BelowBaselines(f64),
-    /// Envoy's CPU time per request is at most so many times round robin's, medians of the passes compared.
+    /// Maximum of Envoy's CPU time per request relative to round robin's, comparing medians of the passes.
     CpuOfRoundRobin(f64),
-    /// At least this part of an arm's answers per second.
+    /// Minimum throughput, as a part of an arm's answers per second.
     Throughput { of: Arm, part: f64 },
-    /// No quantile above that of the best policy of Envoy's own, but for what chance and the hop through the filter add.
+    /// No quantile above that of the best of Envoy's own policies, apart from chance and the hop through the filter.
     NeverWorse,
-    /// The 99th percentile is at most so many times that of the best policy of Envoy's own.
+    /// Maximum 99th percentile relative to that of the best of Envoy's own policies.
     P99OfBest(f64),
-    /// The least used replica gets at least this part of its fair share, in every pass.
+    /// Minimum part of its fair share that the least used replica gets, in every pass.
     LeastPart(f64),
-    /// This arm, which hints, has more cache hits and a lower 99th percentile.
+    /// This arm, which uses hints, has more cache hits and a lower 99th percentile than [`Arm::Prequal`].
     BeatenByHint(Arm),
 }
 
-/// How many Envoys share the fleet and the load.
+/// Name of a topology: the number of Envoys that share fleet and load.
 pub(crate) fn topology_label(envoys: usize) -> &'static str {
     if envoys == 1 { "one Envoy" } else { "four Envoys" }
 }
@@ -118,22 +117,22 @@ pub(crate) fn topology_label(envoys: usize) -> &'static str {
 pub(crate) struct Measured {
     pub(crate) arm: Arm,
     pub(crate) envoys: usize,
-    /// What was due before the judged part.
+    /// Requests due before the judged part.
     pub(crate) before: Summary,
     pub(crate) judged: Summary,
-    /// What was due after it.
+    /// Requests due after the judged part.
     pub(crate) after: Summary,
     /// Answers per second of the judged part.
     pub(crate) per_second: f64,
     /// Probes sent per request of the judged part; `None` if the filter does not choose.
     pub(crate) probes_per_query: Option<f64>,
-    /// How often a replica was ejected in the judged part; `None` likewise.
+    /// Number of ejections in the judged part; `None` if the filter does not choose.
     pub(crate) ejections: Option<u64>,
     /// CPU time of all Envoys per request of the judged part.
     pub(crate) envoy_us: f64,
-    /// CPU time of this process, the generator, over the time of the judged part.
+    /// CPU time of this process, the generator, as a share of the judged part's duration.
     pub(crate) generator_cpu: f64,
-    /// How late the generator sent: the 99th percentile and the most.
+    /// Lateness of the generator: 99th percentile and maximum.
     pub(crate) late: (Duration, Duration),
     pub(crate) recovery: Option<Recovery>,
 }
@@ -151,17 +150,17 @@ impl Measured {
 }
 
 impl Scenario {
-    /// Workers of each of so many Envoys.
+    /// Workers of each of `envoys` Envoys.
     pub(crate) fn workers(&self, envoys: usize) -> u32 {
         if envoys == 1 { self.workers } else { 1 }
     }
 
-    /// When the replica that is watched is well again.
+    /// When the watched replica is healthy again.
     fn healed(&self) -> Duration {
         self.schedule.last().map_or(Duration::ZERO, |(at, _)| *at)
     }
 
-    /// For how long requests are sent.
+    /// How long requests are sent.
     pub(crate) fn length(&self, arm: Arm) -> Duration {
         let watched = self.watch.as_ref().filter(|_| arm.is_ours());
         self.judged.end.max(watched.map_or(Duration::ZERO, |watch| self.healed() + watch.length()))
@@ -232,7 +231,7 @@ impl Scenario {
         })
     }
 
-    /// The scenario's load, for as long as `length`.
+    /// Starts the scenario's load for `length`.
     ///
     /// # Panics
     /// If the load is a closed loop.
@@ -259,7 +258,7 @@ impl Running {
     }
 }
 
-/// What the judged part used.
+/// Resources that the judged part used.
 struct Used {
     counted: Counted,
     envoys: Duration,
@@ -282,7 +281,7 @@ async fn account(deployment: &Deployment, begin: Instant, judged: &Range<Duratio
     })
 }
 
-/// Returns when the last event was in force, from the start of the run.
+/// Carries out the schedule; returns when the last event was in effect, from the start of the run.
 async fn carry_out(
     deployment: &Deployment,
     begin: Instant,
@@ -304,7 +303,7 @@ fn lateness(samples: &[Sample]) -> (Duration, Duration) {
     (at(late.len() * 99 / 100), at(late.len().saturating_sub(1)))
 }
 
-/// Prints a line every few seconds until it is aborted.
+/// Prints a progress line every few seconds until it is aborted.
 async fn report_progress(
     progress: std::sync::Arc<crate::load::Progress>,
     begin: Instant,

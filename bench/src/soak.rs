@@ -1,7 +1,8 @@
-//! Millions of requests through the shipped configuration, with failures of every kind mixed in, and what is left afterwards.
+//! Sends millions of requests through the shipped configuration, with failures of every kind mixed in, and checks what is
+//! left.
 //!
-//! This file sends the requests and judges. It measures no latency: `cargo xtask bench e2e` does. The kinds of requests and
-//! their expected ends are in `soak/kinds.rs`, memory over time in `soak/memory.rs`.
+//! This file sends the requests and judges the result. It measures no latency; `cargo xtask bench e2e` does. The kinds of
+//! requests and their expected outcomes are in `soak/kinds.rs`, memory over time in `soak/memory.rs`.
 
 mod kinds;
 mod memory;
@@ -26,15 +27,15 @@ use memory::{Memory, Samples};
 /// Sends requests of many kinds through Envoy, filter and agents, then checks memory, counters and connections
 #[derive(clap::Args)]
 pub(crate) struct Soak {
-    /// How many requests to send
+    /// Number of requests to send
     #[arg(long, default_value_t = 10_000_000, value_name = "N", value_parser = clap::value_parser!(u64).range(1_000..))]
     requests: u64,
 
-    /// Stop sending after so many seconds, even if requests are left
+    /// Stop sending after this many seconds, even if requests are left
     #[arg(long, value_name = "N")]
     seconds: Option<u64>,
 
-    /// Requests at a time
+    /// Requests in parallel
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     at_once: u16,
 }
@@ -56,7 +57,7 @@ struct Bed {
     envoy: Envoy,
 }
 
-/// How many requests of each kind ended well, and how many did not.
+/// For each kind of request, how many ended as they must and how many did not.
 #[derive(Debug, Default)]
 struct Tally([[AtomicU64; 2]; Kind::COUNT]);
 
@@ -75,7 +76,7 @@ pub(crate) async fn run(args: &Soak) -> Result<ExitCode> {
     reached &= judge_memory(&samples);
     let given_up = tally.0[Kind::Abort as usize].iter().map(|count| count.load(Ordering::Relaxed)).sum();
     reached &= tokio::task::block_in_place(|| judge_rest(&bed, sent, given_up))?;
-    // Whatever still holds the bed has ended with the load.
+    // The tasks that share the bed have ended with the load.
     let bed = Arc::into_inner(bed).context("the load still runs")?;
     reached &= tokio::task::block_in_place(|| judge_connections(bed))?;
     println!("\n{}", if reached { "PASS" } else { "MISS" });
@@ -96,7 +97,7 @@ fn start() -> Result<Bed> {
         .map(|backend| Agent::start_with(backend.addr(), &options))
         .collect::<Result<Vec<_>>>()?;
     let addrs: Vec<SocketAddr> = agents.iter().map(Agent::addr).collect();
-    // A route of its own for requests that Envoy gives up: the shipped 15 s would be all of the soak.
+    // A separate route for requests that Envoy times out: the shipped 15 s would take the whole soak.
     let config = EnvoyConfig::for_replicas(&addrs)?.concurrency(WORKERS).edit(|config| {
         let mut route = config.routes_mut().last().cloned().unwrap_or_default();
         route["match"] = json!({"prefix": TIMEOUT_PATH});
@@ -108,7 +109,7 @@ fn start() -> Result<Bed> {
     Ok(Bed { backends, agents, envoy })
 }
 
-/// Sends everything, and samples the memory meanwhile. All clients are gone on return.
+/// Sends everything and samples the memory meanwhile. All clients are gone on return.
 async fn send(args: &Soak, bed: &Arc<Bed>, tally: &Arc<Tally>) -> Vec<(String, Samples)> {
     let next = Arc::new(AtomicU64::new(0));
     let stop = args.seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
@@ -146,14 +147,14 @@ fn judge(reached: bool, what: &str) -> bool {
     reached
 }
 
-/// Each kind of request ended as that kind must.
+/// Checks that each kind of request ended as it must.
 fn judge_requests(tally: &Tally) -> bool {
     let count = |kind: Kind, bad: usize| tally.0[kind as usize][bad].load(Ordering::Relaxed);
     let rows: Vec<Vec<String>> = Kind::ALL
         .into_iter()
         .map(|kind| vec![kind.what().to_owned(), count(kind, 0).to_string(), count(kind, 1).to_string()])
         .collect();
-    println!("{}", table::render(&["requests", "as they should", "otherwise"], &rows));
+    println!("{}", table::render(&["requests", "as expected", "otherwise"], &rows));
     let bad: u64 = Kind::ALL.into_iter().map(|kind| count(kind, 1)).sum();
     judge(bad == 0, &format!("{bad} requests ended otherwise than their kind must (0)"))
 }
@@ -171,12 +172,12 @@ fn judge_memory(samples: &[(String, Samples)]) -> bool {
     let judged = samples.iter().map(|(name, samples)| {
         judge(samples.is_flat(), &format!("{name}: grows by no more than {:.0} KiB", samples.allowed()))
     });
-    // Every process is judged, also after one that grows.
+    // Judge every process, even after one that grows.
     judged.fold(true, |reached, flat| reached & flat)
 }
 
-/// Everything that counts what is in flight says zero, and what began has ended. Polled: the last requests end by themselves,
-/// and replicas that hung are back once requests have shown that they answer.
+/// Checks that every count of what is in flight is zero and that all counters balance. Polls, because the last requests end
+/// by themselves, and replicas that hung return once requests have shown that they answer.
 fn judge_rest(bed: &Bed, mut sent: u64, given_up: u64) -> Result<bool> {
     let started = Instant::now();
     let wrong = loop {
@@ -210,7 +211,7 @@ fn judge_rest(bed: &Bed, mut sent: u64, given_up: u64) -> Result<bool> {
     Ok(judge(wrong.is_empty(), &text))
 }
 
-/// What is not as it must be at rest. A request that its client gives up may not have got as far as the filter.
+/// What has not settled. A request that its client aborts may not have reached the filter.
 fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
     let mut wrong = Vec::new();
     let mut expect = |what: String, found: u64, expected: u64| {
@@ -233,7 +234,7 @@ fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
         let found = stats.get(gauge).copied().with_context(|| format!("Envoy has no {gauge}"))?;
         expect(gauge.to_owned(), found, 0);
     }
-    // Idle probes go on, so what is in flight is looked at together.
+    // Idle probes continue, so probes in flight are checked in total.
     let filter = bed.envoy.prequal(CLUSTER)?;
     let picks: u64 = filter.picks.values().sum();
     let ended: u64 = filter.outcomes.values().sum();
@@ -252,7 +253,7 @@ fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
     Ok(wrong)
 }
 
-/// Once Envoy is gone no connection to an agent is left.
+/// Checks that no connection to an agent is left once Envoy is gone.
 fn judge_connections(bed: Bed) -> Result<bool> {
     let Bed { backends, agents, envoy } = bed;
     drop(envoy);
@@ -269,7 +270,7 @@ fn judge_connections(bed: Bed) -> Result<bool> {
     Ok(judge(open == 0, &format!("{open} connections to the agents are left after Envoy has gone (0)")))
 }
 
-/// Established or half-closed connections whose near end is one of these ports of this machine.
+/// Established or half-closed connections whose local port is one of `ports`.
 fn established(ports: &[u16]) -> Result<usize> {
     const CLOSED: [&str; 3] = ["06", "07", "0A"];
     let table = fs::read_to_string("/proc/net/tcp").context("reading /proc/net/tcp")?;

@@ -1,8 +1,8 @@
-//! What one run measured, reduced to the numbers that are compared.
+//! The samples of one run, reduced to the figures that are compared.
 //!
-//! Quantiles are taken from the sorted samples, not from a histogram: a run has some ten thousands of
-//! them. A failed request ranks above every answered one, so failing early can never improve a tail.
-//! Collecting the samples is the business of `load` and `closed`.
+//! Quantiles are taken from the sorted samples instead of a histogram: a run has only tens of thousands of them. A failed
+//! request ranks above every answered one, so that failing early can never improve a tail. `load` and `closed` collect the
+//! samples.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,15 +12,15 @@ use std::time::Duration;
 pub(crate) struct Sample {
     /// When it was due to be sent, from the start of the run.
     pub(crate) due: Duration,
-    /// How long after that the generator got to it.
+    /// How late the generator sent it.
     pub(crate) late: Duration,
-    /// From the moment it was due until the end of the body, or `None` if it failed: anything but a whole 200.
+    /// From the due time until the end of the body, or `None` if it failed (anything but a complete 200).
     pub(crate) latency: Option<Duration>,
     /// Number of the backend that answered, as it named itself.
     pub(crate) replica: Option<u16>,
-    /// `None`: no whole answer came.
+    /// `None` if no complete answer arrived.
     pub(crate) status: Option<u16>,
-    /// Whether a backend with a cache had what was asked for.
+    /// Whether a backend with a cache had the key.
     pub(crate) cache_hit: Option<bool>,
 }
 
@@ -31,18 +31,18 @@ pub(crate) struct Summary {
     latencies_ms: Vec<f64>,
     pub(crate) samples: usize,
     pub(crate) failed: usize,
-    /// Failed requests that a backend answered 503 itself.
+    /// Failed requests that a backend itself answered 503.
     pub(crate) rejected: usize,
-    /// Requests that came to a marked backend, answered or not.
+    /// Requests that reached a marked backend, answered or not.
     pub(crate) marked: usize,
-    /// Requests by the backend that they came to, answered or not.
+    /// Requests by the backend that they reached, answered or not.
     by_replica: BTreeMap<u16, usize>,
     hits: usize,
     looked_up: usize,
 }
 
 impl Summary {
-    /// Reduces `samples`; `marked` says which backends are looked at apart.
+    /// Reduces `samples`; `marked` selects the backends that are reported separately.
     pub(crate) fn of<'a>(
         samples: impl IntoIterator<Item = &'a Sample>,
         marked: impl Fn(u16) -> bool,
@@ -66,12 +66,12 @@ impl Summary {
         summary
     }
 
-    /// The `q` quantile in ms (nearest rank); infinite where failures reach down to it, NaN without samples.
+    /// The `q` quantile in ms (nearest rank); infinite if failures reach that quantile, NaN without samples.
     pub(crate) fn quantile_ms(&self, q: f64) -> f64 {
         if self.samples == 0 {
             return f64::NAN;
         }
-        // The small term keeps 0.999 × 10 000 at rank 9990 although the product is not exact.
+        // The small term keeps 0.999 × 10 000 at rank 9990 although the product is inexact.
         let rank = (q * self.samples as f64 - 1e-6).ceil().max(1.0) as usize;
         self.latencies_ms.get(rank - 1).copied().unwrap_or(f64::INFINITY)
     }
@@ -87,7 +87,7 @@ impl Summary {
         self.marked as f64 / self.samples as f64
     }
 
-    /// What the least used of so many backends got, as a part of its fair share.
+    /// Requests of the least used of `replicas` replicas, relative to its fair share.
     pub(crate) fn least_part(&self, replicas: usize) -> f64 {
         let fair = self.samples as f64 / replicas as f64;
         let least =
@@ -100,7 +100,7 @@ impl Summary {
         self.hits as f64 / self.looked_up as f64
     }
 
-    /// `(quantile, ms)` from the median outwards, for plotting: finer and finer towards 1.
+    /// `(quantile, ms)` from the median outwards for plotting, with increasing resolution towards 1.
     pub(crate) fn tail(&self) -> Vec<(f64, f64)> {
         let finest = (self.samples as f64).log10();
         let steps = (finest * 60.0) as usize;
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn rejected_is_what_a_backend_refused_not_what_never_reached_one() {
+    fn rejected_counts_what_a_backend_refused_not_what_never_reached_one() {
         let by_backend = Sample { status: Some(503), replica: Some(1), ..Sample::default() };
         let by_envoy = Sample { status: Some(503), ..Sample::default() };
         let summary = Summary::of(&[by_backend, by_envoy, Sample::default()], |_| true);
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_used_may_have_got_nothing() {
+    fn the_least_used_replica_may_have_no_requests() {
         let samples: Vec<Sample> = (0..12).map(|number| sample(Some(1), number % 3)).collect();
         let mut summary = Summary::of(&samples, |_| false);
         assert_eq!(summary.least_part(3), 1.0);
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_not_a_number() {
+    fn figures_of_an_empty_run_are_nan() {
         let empty = Summary::of(&[], |_| true);
         assert!(empty.quantile_ms(0.5).is_nan());
         assert!(median([]).is_nan());

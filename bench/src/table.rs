@@ -33,7 +33,7 @@ pub(crate) fn render(header: &[&str], rows: &[Vec<String>]) -> String {
 pub(crate) fn range(values: &[f64], format: impl Fn(f64) -> String) -> String {
     let Some((first, rest)) = values.split_first() else { return "–".to_owned() };
     let (low, high) = crate::stats::min_max(values.iter().copied());
-    // Without any number in the column there is no range.
+    // A column without any number has no range.
     if rest.is_empty() || low > high || format(low) == format(high) {
         return format(*first);
     }
@@ -58,7 +58,7 @@ pub(crate) fn ms(value: f64) -> String {
     }
 }
 
-/// A share as a percentage, to a thousandth: the goals are set in tenths.
+/// A share as a percentage with three decimals: the goals are given in tenths.
 pub(crate) fn percent(share: f64) -> String {
     if share.is_nan() { "–".to_owned() } else { format!("{:.3} %", share * 100.0) }
 }
@@ -68,7 +68,7 @@ pub(crate) fn two(value: f64) -> String {
     if value.is_nan() { "–".to_owned() } else { format!("{value:.2}") }
 }
 
-/// How often something happened.
+/// A number of occurrences.
 pub(crate) fn count(value: f64) -> String {
     if value.is_nan() { "–".to_owned() } else { format!("{value:.0}") }
 }

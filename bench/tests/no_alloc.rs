@@ -1,7 +1,7 @@
 //! The pick path allocates nothing: decode, apply reports, pick, encode, as the filter does per request.
 //!
-//! Here and not in the core, because a counting allocator takes `unsafe` and the core forbids it. It counts by thread:
-//! the test harness allocates in its own.
+//! This test is not in the core, because a counting allocator needs `unsafe`, which the core forbids. Allocations are
+//! counted per thread: the test harness allocates in its own threads.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -36,7 +36,7 @@ fn allocations() -> usize {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: every call is handed on to the system's allocator unchanged.
+// SAFETY: every call is passed on to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
@@ -56,7 +56,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Envoy's word: this replica answered.
+/// The proxy's statement that this replica answered.
 struct Proxy(Micros, Endpoint);
 
 impl Witness for Proxy {
@@ -84,7 +84,7 @@ impl Witness for Proxy {
 #[test]
 fn the_pick_path_does_not_allocate() {
     let mut rng = SmallRng::seed_from_u64(7);
-    // The paper's profile removes an entry per pick and counts on three probes for each.
+    // The paper's profile removes an entry per pick and expects three probes for each pick.
     for (profile, reports_per_pick, predicted) in
         [(Profile::Default, 1, false), (Profile::Default, 1, true), (Profile::Paper, 3, false)]
     {
@@ -106,7 +106,7 @@ fn the_pick_path_does_not_allocate() {
         for round in 0..20_000usize {
             now = now.plus(100);
             let mut pool = PoolState::decode(&blob).unwrap();
-            // Now and then reports stop for a second and more, so that the pool runs empty.
+            // Periodically, reports stop for more than a second, so that the pool runs empty.
             if round % 1000 < 900 {
                 for number in 0..reports_per_pick {
                     let text = &reports[(round * reports_per_pick + number) % reports.len()];
@@ -138,7 +138,7 @@ fn the_pick_path_does_not_allocate() {
         assert_eq!(allocated, 0, "allocations on the pick path");
     }
 
-    // Requests in flight and ejections, as long as no more are in flight, and no more replicas ejected, than before.
+    // Requests in flight and ejections do not allocate while neither exceeds its earlier maximum.
     let settings = Profile::Default.pool_settings();
     let (mut pool, mut table, mut flights) = (PoolState::new(), EjectionTable::new(), Flights::new());
     let mut now = Micros::from_millis(1_700_000_000_000);
@@ -171,9 +171,9 @@ fn the_pick_path_does_not_allocate() {
     let before = allocations();
     let trials: usize = (1000..10_000).map(&mut round).sum();
     assert_eq!(allocations(), before, "allocations while replicas are ejected");
-    assert!(trials > 100, "{trials} trials: the ejection table was at work");
+    assert!(trials > 100, "{trials} trials: the ejection table was in use");
 
-    // A request from its beginning to its end, by the whole balancer.
+    // A request from beginning to end, through the whole balancer.
     let config = ClusterConfig {
         cluster: String::new(),
         probe_cluster: String::new(),
@@ -190,7 +190,7 @@ fn the_pick_path_does_not_allocate() {
         let report =
             LoadReport { endpoint: Some(served), ..LoadReport::parse("1;9000;10.0.0.1:80").unwrap() };
         let proxy = Proxy(now, served);
-        // More fail at first, so that the table has room for those that come later.
+        // More fail at first, so that the table has room for later failures.
         let failed = round.is_multiple_of(if round < 1000 { 10 } else { 1000 });
         balancer.response(now, &mut request, failed, Some(Ok(report)), &proxy);
         let steered = request.pick.replica.is_some();
@@ -203,7 +203,7 @@ fn the_pick_path_does_not_allocate() {
     assert_eq!(allocations(), before, "allocations of the balancer");
     assert!(steered > 8000, "{steered} steered");
 
-    // The counter does count.
+    // The counter itself works.
     let before = allocations();
     let endpoint: Endpoint = SocketAddr::from((Ipv4Addr::LOCALHOST, 80)).into();
     black_box(endpoint.to_string());

@@ -1,7 +1,7 @@
-//! Waking at an instant, as exactly as the kernel can.
+//! A clock that wakes tasks at an instant, as accurately as the kernel can.
 //!
-//! Tokio's timers are rounded up to the next millisecond, which is one twentieth of a service time of 20 ms. Here a
-//! single `timerfd` is set to the earliest instant that anybody waits for.
+//! Tokio's timers are rounded up to the next millisecond, which is one twentieth of a service time of 20 ms. This clock
+//! sets a single `timerfd` to the earliest instant that any task waits for.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,13 +21,13 @@ pub(super) struct Clock {
 
 #[derive(Default)]
 struct Sleepers {
-    /// By instant, and by number among those of the same instant.
+    /// Ordered by instant, then by a number that distinguishes equal instants.
     waiting: BTreeMap<(Instant, u64), oneshot::Sender<()>>,
     numbered: u64,
 }
 
 impl Clock {
-    /// Starts a clock that runs until its runtime ends. Must be called within one.
+    /// Starts a clock that runs until its runtime ends. Must be called within a runtime.
     pub(super) fn start() -> io::Result<Arc<Self>> {
         // SAFETY: the call takes no pointer.
         let timer =
@@ -44,7 +44,7 @@ impl Clock {
         Ok(clock)
     }
 
-    /// Returns at that instant; at once if it is past.
+    /// Returns at that instant; at once if it has passed.
     pub(super) async fn sleep_until(&self, at: Instant) {
         let (wake, woken) = oneshot::channel();
         {
@@ -56,13 +56,13 @@ impl Clock {
                 self.set(at);
             }
         }
-        // An error would say that the runtime ends.
+        // An error would mean that the runtime is ending.
         let _ = woken.await;
     }
 
     async fn run(self: Arc<Self>) {
         while let Ok(mut ready) = self.timer.readable().await {
-            // The timer is never read: setting it again forgets that it expired.
+            // The timer is never read: setting it again clears the expiration.
             ready.clear_ready();
             let mut sleepers = self.sleepers.lock().unwrap_or_else(PoisonError::into_inner);
             let now = Instant::now();
@@ -72,20 +72,20 @@ impl Clock {
                     self.set(at);
                     break;
                 }
-                // Who no longer waits has gone away.
+                // An error means that the task no longer waits.
                 let _ = first.remove().send(());
             }
         }
     }
 
     fn set(&self, at: Instant) {
-        // Zero would stop it.
+        // Zero would disarm the timer.
         let wait = at.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
         let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let wait =
             libc::timespec { tv_sec: wait.as_secs() as libc::time_t, tv_nsec: wait.subsec_nanos().into() };
         let setting = libc::itimerspec { it_interval: zero, it_value: wait };
-        // SAFETY: the descriptor is open, the setting a valid local value, and the old one is not asked for.
+        // SAFETY: the descriptor is open, the setting is a valid local value, and the old setting is not requested.
         let outcome =
             unsafe { libc::timerfd_settime(self.timer.as_raw_fd(), 0, &setting, std::ptr::null_mut()) };
         debug_assert_eq!(outcome, 0, "{}", io::Error::last_os_error());
@@ -101,7 +101,7 @@ mod tests {
         let clock = Clock::start().unwrap();
         let begin = Instant::now();
         let (woken, mut order) = tokio::sync::mpsc::unbounded_channel();
-        // The earliest neither first nor last; 0 is past at once.
+        // The earliest is neither first nor last; 0 has passed at once.
         for us in [20_300, 5_100, 9_700, 5_100, 0] {
             let (clock, woken) = (clock.clone(), woken.clone());
             tokio::spawn(async move {
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn it_is_finer_than_a_millisecond() {
+    async fn sleeps_are_finer_than_a_millisecond() {
         let clock = Clock::start().unwrap();
         let mut late = Vec::new();
         for _ in 0..50 {
@@ -128,7 +128,7 @@ mod tests {
             late.push(at.elapsed());
         }
         late.sort_unstable();
-        // The best tenth: a busy machine wakes anybody late.
+        // Judge the best tenth: a busy machine wakes any task late.
         assert!(late[5] < Duration::from_micros(400), "{late:?}");
     }
 }

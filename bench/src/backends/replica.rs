@@ -1,4 +1,4 @@
-//! The child process: what a replica does with a connection, a request, a change.
+//! The child process: how a replica handles a connection, a request, a change.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -32,7 +32,7 @@ use super::{CACHE_HEADER, Change, DONE, Fleet, KEY_HEADER, Order, REPLICA_HEADER
 pub(crate) fn serve() -> Result<()> {
     let mut lines = std::io::stdin().lines();
     let fleet: Fleet = serde_json::from_str(&lines.next().context("no fleet")??)?;
-    // All that sleep share a thread; what uses CPU has its own, or its work would hold up the others.
+    // Replicas that sleep share a thread; one that uses CPU has its own, so that it does not delay the others.
     let (shared, accepted) = mpsc::unbounded_channel();
     std::thread::spawn(move || host(accepted));
     let mut running = Vec::new();
@@ -66,7 +66,7 @@ pub(crate) fn serve() -> Result<()> {
     Ok(())
 }
 
-/// An order on its way to its replica, and where to say that it was carried out.
+/// An order for a replica, and the channel for its outcome.
 type Ordered = (Change, std::sync::mpsc::Sender<Result<(), String>>);
 
 struct Start {
@@ -100,7 +100,7 @@ fn host(mut accepted: mpsc::UnboundedReceiver<Start>) -> Result<()> {
     })
 }
 
-/// The listening port: open, or kept so that nobody else gets it while connections are refused.
+/// The listening port: open, or reserved while connections are refused.
 enum Door {
     Open(TcpListener),
     Shut(TcpSocket),
@@ -115,7 +115,7 @@ impl Door {
     }
 
     fn refuse(self, address: SocketAddr) -> std::io::Result<Self> {
-        // A second socket can have the port only once the first has let go of it.
+        // A second socket can have the port only once the first has released it.
         drop(self);
         let socket = TcpSocket::new_v4()?;
         socket.set_reuseaddr(true)?;
@@ -131,7 +131,7 @@ impl Door {
     }
 }
 
-/// Accepts connections and carries out orders until nobody can give any more.
+/// Accepts connections and carries out orders until no more orders can come.
 async fn run(
     state: Arc<State>,
     listener: TcpListener,
@@ -159,7 +159,7 @@ async fn run(
                     Change::Service(service) => state.dice().service = service,
                     Change::Failing(share) => state.dice().failing = share,
                 }
-                // Who gave the order waits for this; if it no longer does, the process is ending.
+                // An error means that the sender of the order no longer waits, because the process is ending.
                 let _ = done.send(Ok(()));
             }
         }
@@ -174,7 +174,7 @@ struct State {
     clock: Arc<Clock>,
 }
 
-/// What decides about a request.
+/// The state that decides the fate of a request.
 struct Dice {
     service: Service,
     failing: f64,
@@ -184,15 +184,16 @@ struct Dice {
     queue: Queue,
 }
 
-/// When each slot is free again.
+/// The instants at which the slots become free.
 ///
-/// With times drawn on arrival a queue is known to its end. So a slot is free when its request should have been answered, not
-/// when this busy machine got round to it: lateness would otherwise add up to more load than the scenario says.
+/// Service times are drawn on arrival, so the end of every queued request is known in advance. A slot is free when its
+/// request should have been answered, not when this busy machine actually answered it: otherwise lateness would add up to
+/// more load than the scenario states.
 #[derive(Default)]
 struct Queue(BinaryHeap<Reverse<Instant>>);
 
 impl Queue {
-    /// When a request that comes `now` and takes `time` is done.
+    /// The end of a request that arrives `now` and takes `time`.
     fn done(&mut self, slots: usize, now: Instant, time: Duration) -> Instant {
         let mut start = now;
         while self.0.len() >= slots.max(1) {
@@ -205,19 +206,19 @@ impl Queue {
     }
 }
 
-/// What a request costs here.
+/// The cost of a request on this replica.
 #[derive(Debug, PartialEq)]
 enum Cost {
     /// The time, and whether the cache had the key.
     Sleep(Duration, Option<bool>),
     Cpu(Duration),
-    /// The end of its wait and its service.
+    /// The end of the request's wait and service.
     Until(Instant),
 }
 
 impl Dice {
     fn new(number: u16, service: Service) -> Self {
-        // The number as seed: replicas differ, runs do not.
+        // The replica's number is the seed: replicas differ, runs do not.
         let rng = SmallRng::seed_from_u64(u64::from(number));
         Self { service, failing: 0.0, rng, keys: VecDeque::new(), queue: Queue::default() }
     }
@@ -247,7 +248,7 @@ impl Dice {
         }
     }
 
-    /// Makes `key` the latest; true if it was there.
+    /// Makes `key` the latest; returns whether it was there before.
     fn remember(&mut self, key: &str, entries: usize) -> bool {
         let found = self.keys.iter().position(|known| known == key);
         let known = found.and_then(|index| self.keys.remove(index));
@@ -279,7 +280,7 @@ impl State {
         let mut response = Response::new(Full::new(Bytes::new()));
         response.headers_mut().insert(REPLICA_HEADER, self.number.into());
         let served = self.work(&request, &mut response).await;
-        // A body that was not read would close the connection.
+        // An unread body would close the connection.
         let _ = request.into_body().collect().await;
         if served {
             *response.body_mut() = Full::new(Bytes::from_static(b"ok\n"));
@@ -289,7 +290,7 @@ impl State {
         Ok(response)
     }
 
-    /// False if the request fails or there is no room for it.
+    /// Returns false if the request fails or there is no room for it.
     async fn work(&self, request: &Request<Incoming>, response: &mut Response<Full<Bytes>>) -> bool {
         if self.dice().fails() {
             return false;
@@ -317,7 +318,7 @@ impl State {
         true
     }
 
-    /// Waits for a slot; `None` if too many wait already.
+    /// Waits for a slot; returns `None` if too many requests wait already.
     async fn slot<'a>(
         &self,
         semaphore: &'a Semaphore,
@@ -330,7 +331,7 @@ impl State {
             return None;
         }
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        // Counted down also when the client goes away and this future is dropped.
+        // Decremented even if the client goes away and this future is dropped.
         let _waiting = Waiting(&self.waiting);
         semaphore.acquire().await.ok()
     }
@@ -344,7 +345,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Uses CPU until this thread has used `time` more of it: what others take of the core does not count.
+/// Uses CPU until this thread has used `time` more of it: time in which the core runs other threads does not count.
 fn burn(time: Duration) {
     let end = thread_cpu_time() + time;
     while thread_cpu_time() < end {
@@ -366,11 +367,11 @@ async fn serve_http(stream: TcpStream, state: Arc<State>) {
         let state = state.clone();
         async move { state.answer(request).await }
     });
-    // A connection that the peer broke off concerns nobody here.
+    // A connection that the peer breaks off needs no handling here.
     let _ = auto::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service).await;
 }
 
-/// HTTP/1.1 without bodies in requests is answered with next to no CPU time; HTTP/2 as it has to be.
+/// Answers HTTP/1.1 requests without bodies with almost no CPU time; HTTP/2 takes the usual path.
 async fn accept_trivial(listener: TcpListener, number: u16) {
     let Ok(address) = listener.local_addr() else { return };
     let load = format!("1;100;{address}");
@@ -398,7 +399,7 @@ async fn serve_trivial(stream: TcpStream, load: HeaderValue) {
         response.headers_mut().insert("x-prequal-load", load.clone());
         std::future::ready(Ok::<_, Infallible>(response))
     });
-    // A connection that the peer broke off concerns nobody here.
+    // A connection that the peer breaks off needs no handling here.
     let _ = auto::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service).await;
 }
 
@@ -422,7 +423,7 @@ mod tests {
     use super::super::Times;
     use super::*;
 
-    /// A replica on this thread's runtime, as the child runs it.
+    /// A replica on this thread's runtime, as the child process runs it.
     #[derive(Clone)]
     struct Running {
         address: SocketAddr,
@@ -452,7 +453,7 @@ mod tests {
             }
         }
 
-        /// The status and whether the cache had the key, or an error if there was no answer.
+        /// The status and whether the cache had the key; an error if there was no response.
         async fn get(&self, key: &str) -> Result<(u16, Option<bool>)> {
             let request = Request::get(format!("http://{}/", self.address)).header(KEY_HEADER, key);
             let response = self.client.request(request.body(Empty::new())?).await?;
@@ -492,7 +493,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_share_asked_for_fails_at_once() {
+    async fn the_requested_share_fails_at_once() {
         let replica = Running::start(Replica::sleeping(0)).await;
         replica.change(Change::Failing(0.5)).await;
         let failed = replica.statuses(400).await.iter().filter(|status| **status == 503).count();
@@ -506,11 +507,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn refused_connections_are_refused_until_told_otherwise() {
+    async fn connections_are_refused_until_refusing_is_switched_off() {
         let replica = Running::start(Replica::sleeping(0)).await;
         assert_eq!(replica.statuses(1).await, [200]);
         replica.change(Change::Refusing(true)).await;
-        // The pooled connection is broken off, new ones are refused.
+        // The pooled connection is broken off, and new ones are refused.
         for _ in 0..3 {
             assert!(replica.get("a").await.is_err());
         }
@@ -532,7 +533,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn cpu_work_is_done_one_request_after_the_other() {
+    async fn cpu_work_runs_one_request_at_a_time() {
         let replica = Running::start(Replica::new(Service::Cpu { us: 20_000 })).await;
         let before = thread_cpu_time();
         assert_eq!(replica.at_once(3).await, [200; 3]);
@@ -540,11 +541,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_cache_holds_the_keys_used_last() {
+    async fn a_cache_holds_the_most_recently_used_keys() {
         let cache = Service::Cache { entries: 2, hit_ms: 0, miss_ms: 1 };
         let replica = Running::start(Replica::new(cache)).await;
         let mut hits = Vec::new();
-        // `b` is the one that goes when `c` comes, for `a` was used since.
+        // `c` evicts `b`, because `a` was used since.
         for key in ["a", "b", "a", "c", "a", "b"] {
             hits.push(replica.get(key).await.unwrap().1.unwrap());
         }
@@ -552,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_serves_in_turn_on_the_slot_that_is_free_first() {
+    fn a_queue_serves_in_order_on_the_slot_that_is_free_first() {
         let begin = Instant::now();
         let ms = Duration::from_millis;
         let mut queue = Queue::default();
@@ -571,13 +572,13 @@ mod tests {
         let replica = Running::start(Replica::new(Service::Queue { slots: 4, times })).await;
         let begin = Instant::now();
         assert_eq!(replica.at_once(40).await, [200; 40]);
-        // Ten rounds, the later ones not delayed by what the first had to wait for the machine.
+        // Ten rounds; lateness of the machine in the first ones does not delay the later ones.
         let took = begin.elapsed();
         assert!(took >= Duration::from_millis(105), "{took:?}");
     }
 
     #[test]
-    fn normal_times_have_the_mean_asked_for() {
+    fn normal_times_have_the_requested_mean() {
         let mut dice = Dice::new(0, Service::Normal { mean_ms: 167.0, sd_ms: 5.0 });
         let mut times: Vec<f64> = (0..1000)
             .map(|_| match dice.cost(None) {

@@ -1,4 +1,4 @@
-//! How long a replica serves a request: distributions, and how they are written on a command line.
+//! Service times of a replica: their distributions, and how these are written on a command line.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,10 +9,10 @@ use rand::Rng;
 use rand_distr::{Distribution, Exp1, StandardNormal};
 use serde::{Deserialize, Serialize};
 
-/// How service times are written.
+/// The accepted forms of service times.
 const FORMS: &str =
     "exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE (the second one's)";
-/// The generator gives up after 10 s: a longer mean could only fail.
+/// Longest allowed mean: the generator gives up after 10 s, so that a longer one could only fail.
 const LONGEST_MS: f64 = 10_000.0;
 
 /// A distribution of service times.
@@ -24,7 +24,7 @@ pub(crate) enum Times {
     Exponential {
         mean_ms: f64,
     },
-    /// The logarithm is normally distributed with the deviation `sigma`.
+    /// The logarithm is normally distributed with the standard deviation `sigma`.
     LogNormal {
         mean_ms: f64,
         sigma: f64,
@@ -58,7 +58,7 @@ impl Times {
             }
             Self::LogNormal { mean_ms, sigma } => {
                 let drawn: f64 = StandardNormal.sample(rng);
-                // Its mean is e^(σ²/2) times its median.
+                // The mean is e^(σ²/2) times the median.
                 mean_ms * (sigma * drawn - sigma * sigma / 2.0).exp()
             }
             Self::Mix { usual, other, other_share } => {
@@ -87,7 +87,7 @@ impl FromStr for Times {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        // One line: clap shows the outermost message only.
+        // On one line, because clap shows only the outermost message.
         Self::read(text).map_err(|reason| anyhow!("{reason:#}; service times are {FORMS}"))
     }
 }
@@ -112,13 +112,13 @@ impl Times {
             ("exact" | "exp" | "lognormal" | "mix", _) => {
                 bail!("{kind} with {} values", parts.len())
             }
-            _ => bail!("nobody knows `{kind}`"),
+            _ => bail!("unknown distribution `{kind}`"),
         })
     }
 }
 
 fn number(text: &str) -> Result<f64> {
-    text.trim().parse().map_err(|_| anyhow!("`{text}` is no number"))
+    text.trim().parse().map_err(|_| anyhow!("`{text}` is not a number"))
 }
 
 fn milliseconds(text: &str) -> Result<f64> {
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn lognormal_times_have_the_mean_and_not_the_median_asked_for() {
+    fn the_parameter_of_lognormal_times_is_the_mean_not_the_median() {
         let (all, mean) = drawn("lognormal:20,1.0");
         assert!((mean - 20.0).abs() < 0.4);
         assert_quantile(&all, 0.5, 20.0 * (-0.5f64).exp());
@@ -203,23 +203,23 @@ mod tests {
     }
 
     #[test]
-    fn every_form_is_read_and_told() {
-        for (spec, told) in [
+    fn every_form_is_parsed_and_described() {
+        for (spec, description) in [
             ("exact:40", "exactly 40 ms"),
             ("exp:2.5", "exponential 2.5 ms"),
             ("lognormal:20,1.5", "lognormal 20 ms, sigma 1.5"),
             ("mix:5-15,100-300,0.1", "5–15 ms, 10 % 100–300 ms"),
         ] {
-            assert_eq!(spec.parse::<Times>().unwrap().to_string(), told);
+            assert_eq!(spec.parse::<Times>().unwrap().to_string(), description);
         }
     }
 
     #[test]
-    fn what_cannot_be_read_is_refused_with_the_reason() {
+    fn invalid_times_are_refused_with_the_reason() {
         for (spec, reason) in [
             ("40", "no `:`"),
-            ("gamma:40", "nobody knows `gamma`"),
-            ("exp:fast", "`fast` is no number"),
+            ("gamma:40", "unknown distribution `gamma`"),
+            ("exp:fast", "`fast` is not a number"),
             ("exp:0", "above 0"),
             ("exp:NaN", "above 0"),
             ("exact:20000", "at most 10000 ms"),

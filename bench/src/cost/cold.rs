@@ -1,8 +1,8 @@
-//! What the filter's steps cost where nothing is in the caches any more when a request comes.
+//! The cost of the filter's steps if nothing is cached any more when a request arrives.
 //!
-//! Envoys stand side by side on one core, and each gets one request in turn: the others have used the caches meanwhile, as
-//! replicas do that share the machine. The rounds are compared one by one, so that the machine's drift falls out. Nothing
-//! is judged here, and what the same steps cost in an Envoy at its limit is the part `filter`'s.
+//! The Envoys share one core, and each gets one request in turn: meanwhile the others have used the caches, as other
+//! programs on a shared machine do. Rounds are compared one by one, so that the machine's drift cancels out. Nothing is
+//! judged here. The part `filter` measures the same steps in an Envoy under full load.
 
 use std::time::{Duration, Instant};
 
@@ -59,7 +59,7 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
     }
 
     let length = Duration::from_millis(cost.round_ms);
-    // The first is not counted: connections and pools fill.
+    // The first round is not counted: connections and pools fill.
     round(&mut turns, length).await?;
     turns.iter_mut().for_each(|turn| turn.cpu_us.clear());
     let begin = Instant::now();
@@ -93,12 +93,12 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
     let header = ["variant", "CPU µs", "min–max", "added", "min–max", "error", "more", "error"];
     println!("\n{}", table::render(&header, &rows));
     println!(
-        "added, more: against no filter, and the default one, in the same round; error: the standard error of the mean.\n"
+        "added: over no filter; more: over the default filter; both in the same round; error: standard error of the mean.\n"
     );
     Ok(())
 }
 
-/// Requests to each in turn for as long as `length`; returns how many each got.
+/// Sends requests to each Envoy in turn for `length`; returns how many each got.
 async fn round(turns: &mut [Turn], length: Duration) -> Result<u32> {
     let cpu = |turns: &[Turn]| turns.iter().map(|turn| turn.envoy.cpu_time()).collect::<Result<Vec<_>>>();
     let before = cpu(turns)?;

@@ -1,5 +1,6 @@
-//! The cost of configured clusters that get no requests: probes per second and Envoy's CPU time, without the seconds after the
-//! start. What a cluster costs that was used and then abandoned is in the unit tests of `prequal-core`'s `pool/probes.rs`.
+//! The cost of configured clusters that get no requests: probes per second and Envoy's CPU time, without the seconds after
+//! the start. The cost of a cluster that was used and then abandoned is covered by the unit tests of `prequal-core`'s
+//! `pool/probes.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -13,18 +14,18 @@ use crate::deployment::{CLUSTER, start_envoys};
 
 const CLUSTERS: usize = 100;
 const WORKERS: u32 = 4;
-/// What requests would pay for has been sent by then, though there were none.
+/// The probes that are sent at the start, without any request, have been sent by then.
 const SETTLES: Duration = Duration::from_secs(20);
 const MEASURED: Duration = Duration::from_secs(60);
-/// Of all clusters together.
+/// Goal for all clusters together.
 const PROBES_PER_SECOND: f64 = 1.0;
-/// Of one core.
+/// Goal, as a share of one core.
 const CPU_SHARE: f64 = 0.005;
 
 /// Measures and judges.
 pub(super) async fn run() -> Result<bool> {
     println!(
-        "Envoy with {CLUSTERS} clusters that nobody uses, {WORKERS} workers, over {} s",
+        "Envoy with {CLUSTERS} clusters that get no requests, {WORKERS} workers, over {} s",
         MEASURED.as_secs()
     );
     let backends = Backends::start(&trivial(10))?;
@@ -72,7 +73,7 @@ fn cpu(envoys: &[Envoy]) -> Result<Vec<Duration>> {
     envoys.iter().map(Envoy::cpu_time).collect()
 }
 
-/// Sent by Envoy, by its own count.
+/// Probes sent, by Envoy's own count.
 fn probes(envoy: &Envoy) -> Result<u64> {
     let stats = envoy.stats()?.into_iter();
     Ok(stats.filter(|(name, _)| name.ends_with("-agent.upstream_rq_total")).map(|(_, count)| count).sum())

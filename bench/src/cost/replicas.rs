@@ -1,7 +1,8 @@
-//! The cost of a large fleet: the filter with few replicas and with many, each compared with an Envoy that uses round robin.
+//! The cost of a large fleet: the filter with few replicas and with many, each compared with an Envoy that uses round
+//! robin.
 //!
-//! Three questions: does a request cost more in the large fleet, net of round robin, which opens as many connections? What does
-//! the membership cost per second, at a fixed and low rate of requests? How soon is a new replica known? The latency of requests
+//! Three questions: Does a request cost more in the large fleet, net of round robin, which opens as many connections? What
+//! does the membership cost per second, at a fixed and low request rate? How soon is a new replica known? Request latency
 //! is not measured here.
 
 use std::time::{Duration, Instant};
@@ -18,17 +19,17 @@ use crate::stats::median;
 use crate::table::{self, one, two};
 
 const FEW: usize = 16;
-/// What a request may cost before many, in what it costs before few.
+/// Goal for the cost of a request with many replicas, relative to that with few.
 const FACTOR: f64 = 1.1;
-/// CPU time per second that the membership may take.
+/// Goal for the CPU time per second that the membership takes.
 const WORK: f64 = 0.01;
 const NEWCOMERS: usize = 3;
-/// In larger fleets nobody joins: with a limit of 20 000 open files Envoy cannot read its endpoints any more.
+/// No replicas join larger fleets: with a limit of 20 000 open files Envoy can no longer read its endpoints.
 const MOST_JOINED: usize = 5000;
 const FOUND_WITHIN: Duration = Duration::from_secs(10);
-/// Requests come this far apart where they are to be few. They pay for the probes that find a newcomer.
+/// Interval between requests when there should be few. They pay for the probes that find a newcomer.
 const PACE: Duration = Duration::from_millis(5);
-/// How long to wait for what never comes.
+/// How long to wait before giving up.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The probe cluster of the shipped configuration.
 const PROBING: &str = "replicas-agent";
@@ -73,7 +74,7 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
     let at_rate = at_fixed_rate(cost, &envoys).await?;
 
     let added = [0, 2].map(|plain| variants[plain + 1].cpu() - variants[plain].cpu());
-    // As many requests before either fleet: what a request costs falls out.
+    // Both fleets get the same number of requests, so the cost of a request cancels out.
     let work = (at_rate[3] - at_rate[2]) - (at_rate[1] - at_rate[0]);
     let rows: Vec<Vec<String>> = variants
         .iter()
@@ -97,7 +98,7 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
     let per_request = judge(
         factor <= FACTOR,
         &format!(
-            "a request costs {} µs more than by turns, and {} before {FEW}: {} times (at most {FACTOR}); in all {} times",
+            "a request costs {} µs more than round robin, {} with {FEW} replicas: {} times (at most {FACTOR}); {} times in all",
             one(added[1]),
             one(added[0]),
             two(factor),
@@ -150,7 +151,7 @@ async fn at_fixed_rate(cost: &Cost, envoys: &[Envoy]) -> Result<Vec<f64>> {
     Ok(rounds.into_iter().map(median).collect())
 }
 
-/// Replicas join one after the other, while few requests come; how long the last to be known took.
+/// Lets replicas join one after the other, while few requests come; returns how long the last one to be known took.
 async fn newcomers(envoy: &mut Envoy, all: &[std::net::SocketAddr], many: usize) -> Result<Duration> {
     let mut connection = Connection::open(envoy.addr(), "/").await?;
     let requests: JoinHandle<Result<()>> = tokio::spawn(async move {
@@ -162,7 +163,7 @@ async fn newcomers(envoy: &mut Envoy, all: &[std::net::SocketAddr], many: usize)
     });
     let mut last = Duration::ZERO;
     for size in many + 1..=many + NEWCOMERS {
-        let fleet = all.get(..size).context("so many were started")?;
+        let fleet = all.get(..size).context("too few replicas were started")?;
         let known = members(envoy)?;
         tokio::task::block_in_place(|| {
             [CLUSTER, PROBING].iter().try_for_each(|cluster| envoy.set_endpoints(cluster, fleet))

@@ -1,5 +1,5 @@
-//! Replicas with a cache each, too small for all keys: whoever sends a key where it is known saves nine tenths of the
-//! work.
+//! Replicas with a cache each that is too small for all keys: sending a key to a replica that knows it saves nine tenths of
+//! the work.
 
 use std::time::Duration;
 
@@ -10,16 +10,16 @@ use crate::load::{Arrivals, Keys};
 use crate::scenario::{Goal, Load, Scenario};
 
 const REPLICAS: usize = 8;
-/// What the fleet can carry even if nothing is ever a hit: 8 × 4 / 0.1 s = 320.
+/// The fleet can serve this rate even without any cache hit: 8 × 4 / 0.1 s = 320.
 const PER_SECOND: u32 = 300;
 /// Asks every replica whether it knows the key.
 const ALL: Arm = Arm::Hinted(8);
-/// Keys that a replica remembers, the last ones used.
+/// Number of keys that a replica remembers, the most recently used.
 const ENTRIES: usize = 200;
-/// Six times what one cache holds, and less than all hold together.
+/// Six times the size of one cache, and less than all caches together.
 const KEYS: Keys = Keys { count: 1200, exponent: 1.0 };
 
-/// A run of `seconds` after a third of that, in which the caches fill.
+/// A run of `seconds`, after a third of that in which the caches fill.
 pub(super) fn scenario(seconds: Duration) -> Scenario {
     let replica = Replica::new(Service::Cache { entries: ENTRIES, hit_ms: 10, miss_ms: 100 });
     let filling = FIRST.max(seconds / 3);

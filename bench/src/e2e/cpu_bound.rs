@@ -1,7 +1,7 @@
-//! Replicas that use up the CPU: whatever the filter, its probes and its reports cost is missing from the throughput.
+//! Replicas that use up the CPU: the CPU time of the filter, its probes and its reports reduces the throughput.
 //!
-//! Everything shares the machine, so that CPU time spent anywhere lowers the rate. An empty module in place of the filter shows
-//! which part of it is Envoy's.
+//! Everything shares the machine, so that CPU time spent anywhere lowers the rate. A run with an empty module instead of
+//! the filter shows Envoy's part of that cost.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::backends::{Fleet, Replica, Service};
 use crate::scenario::{Goal, Load, Scenario};
 
 const REPLICAS: usize = 4;
-/// Enough that no replica is ever idle for want of requests.
+/// Enough to keep every replica busy.
 const CONNECTIONS: usize = 30;
 
 /// A scenario for each amount of work per request.

@@ -1,7 +1,7 @@
-//! The demo's scenario, long enough to be judged: a pair of slow replicas among many.
+//! The demo's scenario, long enough to be judged: two slow replicas among many.
 //!
-//! 16 replicas, each behind its agent; 14 answer in 50 ms and 2 in 800 ms; 500 requests a second at a
-//! constant rate, through one Envoy or spread evenly over four.
+//! 16 replicas, each behind its agent; 14 answer in 50 ms and 2 in 800 ms; 500 requests a second at a constant rate,
+//! through one Envoy or spread evenly over four.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -25,13 +25,13 @@ use crate::table::ms;
 const FAST: u16 = 14;
 const SLOW: u16 = 2;
 const FAST_MS: u64 = 50;
-/// Prequal's p99 may exceed round robin's median by this much.
+/// Maximum excess of Prequal's p99 over round robin's median.
 const P99_MARGIN_MS: f64 = 5.0;
-/// Prequal's p99.9 is to exceed round robin's median by at most this much (an aim, not a goal).
+/// Desired maximum excess of Prequal's p99.9 over round robin's median (an aim, not a goal).
 const P999_AIM_MS: f64 = 10.0;
-/// How many times Prequal's p99.9 has to be below each baseline's.
+/// Each baseline's p99.9 must be at least this many times Prequal's.
 const P999_FACTOR: f64 = 5.0;
-/// Prequal's Envoy CPU per request against round robin's.
+/// Maximum of Prequal's Envoy CPU per request, relative to round robin's.
 const CPU_FACTOR: f64 = 1.5;
 
 /// Arguments of `e2e ingress`.
@@ -43,10 +43,10 @@ pub(crate) struct Ingress {
     /// Measured seconds per run, after the first two
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     seconds: u64,
-    /// Length of the one long Prequal run; 0 leaves it out
+    /// Length of the one long Prequal run, seconds; 0 skips it
     #[arg(long, default_value_t = 300)]
     steady_seconds: u64,
-    /// How many Envoys share the load
+    /// Number of Envoys that share the load
     #[arg(long, default_value = "both")]
     envoys: Topologies,
     /// Folder for the plot
@@ -54,7 +54,7 @@ pub(crate) struct Ingress {
     out: PathBuf,
 }
 
-/// A run of [`FIRST`] and `seconds`, with no goals set.
+/// A run of [`FIRST`] and `seconds`, without goals.
 pub(crate) fn scenario(seconds: Duration) -> Scenario {
     let sleeping = Replica::sleeping;
     Scenario {
@@ -73,12 +73,12 @@ pub(crate) fn scenario(seconds: Duration) -> Scenario {
     }
 }
 
-/// Largest share to the slow pair that is allowed.
+/// Maximum share of the slow pair.
 fn slow_share(envoys: usize) -> Goal {
     Goal::MarkedShare(if envoys == 1 { 0.001 } else { 0.003 })
 }
 
-/// One of the slow pair made fast after 15 s; Prequal only.
+/// One of the slow pair becomes fast after 15 s; Prequal only.
 fn healing() -> Scenario {
     let seconds = Duration::from_secs(15);
     let healed = FIRST + seconds;
@@ -126,7 +126,7 @@ pub(super) async fn run(ingress: &Ingress) -> Result<ExitCode> {
     }
     if let Some(mut steady) = steady {
         println!("{}", steady.tables(topologies[0]));
-        // A steady run has no round robin beside it; the lowest median of the passes stands for it.
+        // No round robin runs beside a steady run; use the lowest of its medians over the passes.
         let medians = comparison.of(Arm::RoundRobin, topologies[0]).map(|run| run.judged.quantile_ms(0.5));
         steady.scenario.goals.push(Goal::P99(min_max(medians).0 + P99_MARGIN_MS));
         goals.judge(&steady, topologies[0]);

@@ -1,5 +1,4 @@
-//! The end-to-end scenarios that are judged: a file for each, or for a family of them, says what it consists of and what has
-//! to be reached.
+//! The end-to-end scenarios that are judged. Each file defines a scenario, or a family of them, and its goals.
 
 mod affinity;
 mod cpu_bound;
@@ -26,7 +25,7 @@ pub(crate) use ingress::scenario as ingress;
 #[cfg(test)]
 pub(crate) use stall::scenario as stall;
 
-/// What is left out at the start of a run without a fault: there a policy is still learning who is slow.
+/// Excluded at the start of a run without a fault: a policy is still learning which replicas are slow.
 pub(crate) const FIRST: Duration = Duration::from_secs(2);
 
 #[derive(Subcommand)]
@@ -37,34 +36,34 @@ pub(crate) enum EndToEnd {
     Stall(Length),
     /// One of 10 replicas fails at once: a share of its requests, all of them, or by refusing connections
     Sinkhole(sinkhole::Sinkhole),
-    /// Half of 40 replicas take five times as long, and all have room for few
+    /// Half of 40 replicas take five times as long, and all have little room for waiting requests
     SlowHalf(Length),
-    /// Four replicas that use up the CPU, in a closed loop: what the filter costs in throughput
+    /// Four replicas that use up the CPU, in a closed loop: the filter's cost in throughput
     CpuBound(Length),
     /// Eight replicas with a cache each: hit rate and tail against ring hash
     Affinity(Length),
-    /// Every selection rule through the same filter, on the shapes of `ingress` and `stall`
+    /// Every selection rule through the same filter, in the scenarios `ingress` and `stall`
     Rules(Length),
-    /// 16 replicas alike at 80 % load, exponential times: never worse than the best of Envoy's own
+    /// 16 identical replicas at 80 % load, exponential times: never worse than the best of Envoy's own policies
     Equal(never_worse::Run),
-    /// 10 replicas alike at 90 % load, exponential times: a fifth better at p99
+    /// 10 identical replicas at 90 % load, exponential times: p99 a fifth better
     #[command(name = "equal-90")]
     Equal90(never_worse::Run),
-    /// 8 replicas at 70 % load, one request in ten twenty times as long: never worse
+    /// 8 replicas at 70 % load, one request in ten takes twenty times as long: never worse
     Mix(never_worse::Run),
     /// 8 replicas, and 8 half as fast, at 80 % load: never worse
     Generations(never_worse::Run),
     /// 14 replicas with 4 slots and 2 with one: never worse
     Queue(never_worse::Run),
-    /// 12 replicas at 90 % load, every request the same: never worse
+    /// 12 replicas at 90 % load, all requests identical: never worse
     Constant(never_worse::Run),
-    /// Four idle replicas and 400 requests: nobody is forgotten
+    /// Four idle replicas and 400 requests: every replica gets some
     Idle(never_worse::Run),
-    /// Any fleet: replicas, slots, service times and load as asked for: never worse
+    /// Any fleet, with replicas, slots, service times and load from options: never worse
     Fleet(never_worse::Any),
 }
 
-/// How many Envoys share the load.
+/// Number of Envoys that share the load.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Topologies {
     #[value(name = "1")]
@@ -84,7 +83,7 @@ impl Topologies {
     }
 }
 
-/// How long a scenario runs, and where its plot goes.
+/// The duration of a scenario, and the folder for its plot.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Length {
     /// Passes over all policies [default: 3; cpu-bound 5]
@@ -93,10 +92,10 @@ pub(crate) struct Length {
     /// Judged seconds per run [default: 60; cpu-bound and idle 20]
     #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
     seconds: Option<u64>,
-    /// One short pass, to see that it works: its figures are not for comparing
+    /// One short pass, to check that the scenario works: its figures are not meaningful
     #[arg(long)]
     quick: bool,
-    /// Only the policies whose names begin with one of these; several with commas [default: all of the scenario]
+    /// Only policies whose names begin with one of these, comma-separated [default: all of the scenario]
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     arms: Vec<String>,
     /// Folder for the plot
@@ -109,7 +108,7 @@ impl Length {
         self.passes.unwrap_or(if self.quick { 1 } else { default }) as usize
     }
 
-    /// Leaves the arms that are asked for.
+    /// Keeps only the requested arms.
     fn choose(&self, mut scenarios: Vec<Scenario>) -> Result<Vec<Scenario>> {
         if self.arms.is_empty() {
             return Ok(scenarios);
@@ -163,7 +162,7 @@ pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
     }
 }
 
-/// Runs one of the fleets without a fault in the topologies asked for.
+/// Runs one of the fleets without a fault in the requested topologies.
 async fn never_worse(
     scenario: impl Fn(Duration) -> Scenario,
     run: &never_worse::Run,
@@ -204,7 +203,7 @@ fn report(name: &str, comparisons: &[Comparison], topologies: &[usize], out: &Pa
     Ok(goals.print())
 }
 
-/// Writes a plot and says where.
+/// Writes a plot and prints its path.
 pub(crate) fn draw(path: &Path, title: &str, panels: &[Panel]) -> Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;

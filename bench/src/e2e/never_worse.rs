@@ -1,8 +1,8 @@
-//! Fleets without a fault, on which Prequal is to be no worse than the best of Envoy's own policies: alike or of two
-//! kinds, with times that scatter or do not, and a load that makes requests wait.
+//! Fleets without a fault, on which Prequal must not be worse than the best of Envoy's own policies: of one or two kinds of
+//! replicas, with constant or varying service times, and a load that makes requests wait.
 //!
-//! A replica serves so many requests at a time and any number waits. Requests come open loop, by Poisson, through one
-//! Envoy with two workers or spread over four with one worker each.
+//! A replica serves a limited number of requests at a time, and any number may wait. Requests arrive open loop (Poisson),
+//! through one Envoy with two workers or spread over four with one worker each.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -16,18 +16,18 @@ use crate::backends::{Fleet, Replica, Service, Times};
 use crate::load::Arrivals;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
-/// Each has an agent of its own, a process.
+/// Each replica has an agent, which is a process.
 const MOST_REPLICAS: u16 = 100;
 
-/// Length and topologies of one of these.
+/// Duration and topologies of one of these scenarios.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Run {
     #[command(flatten)]
     pub(super) length: Length,
-    /// How many Envoys share the load; each of four has one worker
+    /// Number of Envoys that share the load; each of four has one worker
     #[arg(long, default_value = "both")]
     pub(super) envoys: Topologies,
-    /// Workers of the one Envoy
+    /// Workers of a single Envoy
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(super) workers: u32,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Run {
 /// Arguments of `e2e fleet`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Any {
-    /// How many replicas
+    /// Number of replicas
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=i64::from(MOST_REPLICAS)))]
     replicas: u16,
     /// Requests that a replica serves at a time
@@ -44,17 +44,17 @@ pub(crate) struct Any {
     /// Service times in ms: exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE
     #[arg(long, value_name = "TIMES")]
     service: Times,
-    /// Another kind of replicas, as REPLICASxSLOTS:TIMES; may be repeated. The share of all others than the first is shown
+    /// Another kind of replicas, as REPLICASxSLOTS:TIMES; may be repeated. The share of all but the first kind is shown
     #[arg(long, value_name = "GROUP")]
     and: Vec<Group>,
-    /// Load as a part of what the whole fleet can serve
+    /// Load as a fraction of what the whole fleet can serve
     #[arg(long, value_name = "PART", value_parser = load)]
     load: f64,
     #[command(flatten)]
     pub(super) run: Run,
 }
 
-/// Replicas alike.
+/// Identical replicas.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Group {
     replicas: u16,
@@ -63,7 +63,7 @@ struct Group {
 }
 
 impl Group {
-    /// What they can serve in a second.
+    /// Requests that they can serve in a second.
     fn capacity(self) -> f64 {
         f64::from(self.replicas) * f64::from(self.slots) * 1e3 / self.times.mean_ms()
     }
@@ -97,7 +97,7 @@ impl FromStr for Group {
 }
 
 fn load(text: &str) -> Result<f64> {
-    let load: f64 = text.parse().with_context(|| format!("`{text}` is no number"))?;
+    let load: f64 = text.parse().with_context(|| format!("`{text}` is not a number"))?;
     ensure!(load > 0.0 && load < 1.0, "above 0 and below 1: from 1 on the queues only grow");
     Ok(load)
 }
@@ -106,43 +106,43 @@ fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> Group {
     Group { replicas, slots, times: Times::Exponential { mean_ms } }
 }
 
-/// Alike, and busy.
+/// Identical replicas, busy.
 pub(super) fn equal(seconds: Duration) -> Scenario {
     scenario("equal", &[exponential(16, 4, 40.0)], 1280, None, seconds)
 }
 
-/// Alike, and so busy that whoever sends to the wrong one waits.
+/// Identical replicas, so busy that a request sent to the wrong one waits.
 pub(super) fn equal_90(seconds: Duration) -> Scenario {
     let mut scenario = scenario("equal-90", &[exponential(10, 3, 20.0)], 1350, None, seconds);
     scenario.goals.push(Goal::P99OfBest(0.8));
     scenario
 }
 
-/// Alike, but one request in ten takes twenty times as long as the others.
+/// Identical replicas, but one request in ten takes twenty times as long as the others.
 pub(super) fn mix(seconds: Duration) -> Scenario {
     let times = Times::Mix { usual: [5.0, 15.0], other: [100.0, 300.0], other_share: 0.1 };
     scenario("mix", &[Group { replicas: 8, slots: 4, times }], 772, None, seconds)
 }
 
-/// Half of the machines half as fast.
+/// Half of the replicas are half as fast.
 pub(super) fn generations(seconds: Duration) -> Scenario {
     let groups = [exponential(8, 4, 40.0), exponential(8, 4, 80.0)];
     scenario("generations", &groups, 960, Some("the slow half"), seconds)
 }
 
-/// As fast as the others, but with a quarter of their room.
+/// Two replicas are as fast as the others, but have a quarter of their slots.
 pub(super) fn queue(seconds: Duration) -> Scenario {
     let groups = [exponential(14, 4, 40.0), exponential(2, 1, 40.0)];
     scenario("queue", &groups, 800, Some("the small pair"), seconds)
 }
 
-/// Alike, and every request as well: who takes turns is hard to beat.
+/// Identical replicas and identical requests: round robin is hard to beat.
 pub(super) fn constant(seconds: Duration) -> Scenario {
     let group = Group { replicas: 12, slots: 4, times: Times::Exactly { ms: 40.0 } };
     scenario("constant", &[group], 1080, None, seconds)
 }
 
-/// Alike, and hardly ever busy: nobody is to be forgotten. The whole run is judged.
+/// Identical replicas, rarely busy: none may go without requests. The whole run is judged.
 pub(super) fn idle(seconds: Duration) -> Scenario {
     let group = Group { replicas: 4, slots: 4, times: Times::Exactly { ms: 10.0 } };
     Scenario {
@@ -154,7 +154,7 @@ pub(super) fn idle(seconds: Duration) -> Scenario {
     }
 }
 
-/// What the command line says.
+/// The fleet that the command line describes.
 pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
     let first = Group { replicas: fleet.replicas, slots: fleet.slots, times: fleet.service };
     let groups: Vec<Group> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn every_fleet_has_the_load_that_it_is_for() {
+    fn every_fleet_has_its_intended_load() {
         for (scenario, replicas, load) in [
             (equal(MINUTE), 16, "80 % load"),
             (equal_90(MINUTE), 10, "90 % load"),
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn any_fleet_can_be_asked_for() {
+    fn any_fleet_can_be_described_by_options() {
         let line =
             "--replicas 14 --slots 4 --service exp:40 --and 2x1:exact:80 --load 0.5 --seconds 10 --envoys 1";
         let scenario = parsed(line).unwrap();
@@ -259,12 +259,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_fleet_is_refused_with_the_reason() {
+    fn an_invalid_fleet_is_refused_with_the_reason() {
         let usual = "--replicas 2 --slots 3 --service exp:20 --load 0.9";
         for (from, to, reason) in [
-            ("exp:20", "gauss:20", "nobody knows `gauss`"),
+            ("exp:20", "gauss:20", "unknown distribution `gauss`"),
             ("0.9", "1.0", "from 1 on the queues only grow"),
-            ("0.9", "much", "`much` is no number"),
+            ("0.9", "much", "`much` is not a number"),
             ("--replicas 2", "--replicas 0", "0 is not in 1..=100"),
             ("--load", "--and 2:exp:40 --load", "REPLICASxSLOTS:TIMES"),
             ("--load", "--and 0x1:exp:40 --load", "from 1 to 100 replicas, not 0"),

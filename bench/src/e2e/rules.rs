@@ -1,4 +1,4 @@
-//! Every selection rule through the same filter, on the shapes that tell them apart.
+//! Every selection rule through the same filter, in the scenarios that distinguish them.
 
 use std::process::ExitCode;
 
@@ -10,7 +10,7 @@ use crate::comparison::Comparison;
 use crate::scenario::Scenario;
 use crate::table;
 
-/// Those that rank reported load, then those that live on the Envoy's own requests.
+/// First the rules that rank reported load, then those that use only the Envoy's own requests.
 const RULES: [Arm; 7] = [
     Arm::Rule("hcl"),
     Arm::Rule("rif_only"),
@@ -21,10 +21,10 @@ const RULES: [Arm; 7] = [
     Arm::Rule("zuul_choice_of_two"),
 ];
 
-/// Columns that the short table leaves to the long ones.
+/// Columns that the short table omits.
 const LEFT_OUT: [&str; 4] = ["p50 ms", "p95 ms", "probes/query", "samples"];
 
-/// Runs both shapes; there is nothing to be reached.
+/// Runs both scenarios; there are no goals.
 pub(super) async fn run(length: &Length) -> Result<ExitCode> {
     let seconds = length.seconds(60);
     let shapes = [ingress::scenario(seconds), stall::scenario(seconds)];

@@ -1,6 +1,6 @@
-//! A replica fails fast and would draw traffic by it: requests that fail at once keep it idle.
+//! A replica fails fast and may attract traffic: requests that fail at once keep it idle.
 //!
-//! The fault is what is judged, from its first instant on; then the replica heals.
+//! The whole duration of the fault is judged, from its first instant; then the replica heals.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,15 +16,15 @@ use crate::recovery::Watch;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
 const REPLICAS: usize = 10;
-/// The one that fails.
+/// The failing replica.
 const FAILING: u16 = 9;
-/// Healthy at first, so that every policy knows the fleet.
+/// Healthy time at the start, so that every policy knows the fleet.
 const HEALTHY: Duration = Duration::from_secs(5);
 
 /// Arguments of `e2e sinkhole`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Sinkhole {
-    /// Only these ways to fail; several with commas [default: all]
+    /// Only these faults, comma-separated [default: all]
     #[arg(long, value_delimiter = ',')]
     fault: Vec<Fault>,
     #[command(flatten)]
@@ -33,18 +33,18 @@ pub(crate) struct Sinkhole {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum Fault {
-    /// 503 at once to half of the requests
+    /// Answers half of the requests 503 at once
     #[value(name = "50")]
     Half,
-    /// 503 at once to 30 %
+    /// Answers 30 % of the requests 503 at once
     #[value(name = "30")]
     Third,
-    /// 503 at once to all
+    /// Answers all requests 503 at once
     #[value(name = "100")]
     All,
     /// The backend refuses connections; its agent answers for it
     Refused,
-    /// The whole replica refuses connections, its agent too
+    /// The whole replica refuses connections, including its agent
     Gone,
 }
 
@@ -59,7 +59,7 @@ impl Fault {
         }
     }
 
-    /// Its beginning and its end.
+    /// The beginning and the end of the fault.
     fn events(self) -> [Event; 2] {
         let failing = |share| Event::Backend(FAILING, Change::Failing(share));
         let refusing = |refuse| Event::Backend(FAILING, Change::Refusing(refuse));

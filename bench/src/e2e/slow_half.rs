@@ -1,4 +1,4 @@
-//! Two generations of machines in one fleet, with little room on each (seed 002's shape).
+//! Two generations of machines in one fleet, with few slots on each (the scenario of seed 002).
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::arm::Arm;
 use crate::backends::{Fleet, Replica};
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
-/// Of each kind.
+/// Replicas of each kind.
 const REPLICAS: u16 = 20;
 
 /// A run of [`FIRST`] and `seconds`.

@@ -1,6 +1,6 @@
-//! A replica stalls in mid-run, as in a long collection of garbage, and heals (seed 001's scenario).
+//! A replica stalls in the middle of a run, as in a long garbage collection, and heals (the scenario of seed 001).
 //!
-//! The whole run is judged, cold start and the first seconds of the stall included.
+//! The whole run is judged, including the cold start and the first seconds of the stall.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use crate::recovery::Watch;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
 const REPLICAS: usize = 11;
-/// The one that stalls.
+/// The replica that stalls.
 const STALLED: u16 = 10;
 const USUAL: Service = Service::Normal { mean_ms: 167.0, sd_ms: 5.0 };
 
-/// A run of `seconds`, the middle half of it with the stall.
+/// A run of `seconds`, with the stall in the middle half.
 pub(crate) fn scenario(seconds: Duration) -> Scenario {
     let change = |service| Event::Backend(STALLED, Change::Service(service));
     Scenario {

@@ -1,4 +1,4 @@
-//! The policies under test: the core's, and how the simulator numbers what they name.
+//! The policies under test: the core's, and how the simulator maps its numbers to their names.
 
 use prequal_core::client::store::Memory;
 use prequal_core::client::{Balancer as Core, Class, Reply, Witness};
@@ -28,7 +28,7 @@ pub(crate) enum Arm {
     Random,
     RoundRobin,
     WeightedRoundRobin,
-    /// Envoy's, by the reports on answers.
+    /// Envoy's policy, weighted by the reports on answers.
     Cswrr(Settings),
     LeastLoaded,
     LeastLoadedPo2c,
@@ -37,7 +37,7 @@ pub(crate) enum Arm {
     /// The replicas' configured maximum of requests in flight.
     Zuul(u32),
     Prequal(Prequal),
-    /// Knows every server's queue, capacity and speed now: no policy can.
+    /// A greedy rule that knows every server's current queue, capacity and speed, which no policy can.
     Floor,
 }
 
@@ -46,17 +46,17 @@ pub(crate) enum Arm {
 pub(crate) struct Prequal {
     pub(crate) pool: PoolSettings,
     pub(crate) probe: ProbeSettings,
-    /// C3 counts the scenario's clients.
+    /// The selection rule. C3 uses the scenario's number of clients.
     pub(crate) rule: Rule,
-    /// The synchronous mode.
+    /// Settings of the synchronous mode, if used.
     pub(crate) sync: Option<SyncSettings>,
-    /// Servers estimate by the paper's rules alone.
+    /// Servers estimate only by the paper's rules.
     pub(crate) paper_tracker: bool,
-    /// Members are learned from probes without an address, as in the filter; else known from the start.
+    /// Members are learned from unaddressed probes, as in the filter; otherwise they are known from the start.
     pub(crate) learn: bool,
 }
 
-/// How often a balancer polls, if it does.
+/// How often a balancer polls, if at all.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Polling {
     None,
@@ -73,8 +73,8 @@ impl Arm {
         }
     }
 
-    /// What the servers estimate with: the paper's rules for the paper's policies. C3 needs ours: without it an
-    /// overloaded server, whose only answers are those without work, looks the fastest.
+    /// The estimator of the servers: the paper's rules for the paper's policies. C3 needs the shipped estimator: with the
+    /// paper's, an overloaded server answers only requests without work, and so looks the fastest.
     pub(crate) fn tracker(&self) -> TrackerConfig {
         match self {
             Self::Prequal(Prequal { paper_tracker: true, .. }) => {
@@ -158,7 +158,7 @@ impl Prequal {
     }
 }
 
-/// What a client's Envoy says of a query that `server` has ended.
+/// What a client's Envoy reports about a query that `server` has ended.
 pub(crate) struct Proxy {
     pub(crate) now: Nanos,
     pub(crate) server: usize,
@@ -187,7 +187,7 @@ impl Witness for Proxy {
     }
 }
 
-/// A server's report under its own name.
+/// A server's report under its own address.
 pub(crate) fn named(server: usize, report: LoadReport) -> LoadReport {
     LoadReport { endpoint: Some(endpoint(server)), ..report }
 }

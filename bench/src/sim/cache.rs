@@ -1,15 +1,15 @@
-//! What one simulated server remembers, where it has a cache.
+//! The keys that a simulated server remembers, if it has a cache.
 
 use std::collections::VecDeque;
 
 use super::scenario::CacheSpec;
 
-/// Keys, the one that was asked for last at the end. Caches are small: looking through all is cheap enough.
+/// Keys, the most recently used at the end. Caches are small, so a linear search is cheap enough.
 #[derive(Debug, Default)]
 pub(crate) struct Cache(VecDeque<u32>);
 
 impl Cache {
-    /// A query asks for `key`, which is remembered from now on. Returns how many times the usual work that is.
+    /// A query for `key`, which is remembered from now on. Returns the query's work as a multiple of the usual.
     pub(crate) fn ask(&mut self, spec: &CacheSpec, key: u32) -> f64 {
         let place = self.0.iter().rposition(|known| *known == key);
         match place {
@@ -27,10 +27,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_key_that_was_not_asked_for_the_longest_makes_room() {
+    fn the_least_recently_used_key_is_evicted() {
         let (spec, mut cache) = (CacheSpec { entries: 2, miss: 10.0 }, Cache::default());
         let asked = [1, 2, 1, 3, 1, 2, 3].map(|key| cache.ask(&spec, key));
-        // 3 makes 2 forgotten, not 1, which was asked for in between.
+        // 3 evicts 2, not 1, which was used in between.
         assert_eq!(asked, [10.0, 10.0, 1.0, 10.0, 1.0, 10.0, 10.0]);
     }
 }

@@ -1,15 +1,16 @@
-//! Envoy 1.40's `client_side_weighted_round_robin`, which weights replicas by what they report on their answers: weights,
-//! when they hold, and the schedule made of them.
+//! Envoy 1.40's `client_side_weighted_round_robin`, which weights replicas by the reports on their answers: the weights,
+//! when they are valid, and the schedule made of them.
 //!
-//! - A report makes a weight: `rps_fractional / (application_utilization + penalty · eps / rps_fractional)`, a whole number. One
-//!   without requests or utilisation changes nothing.
-//! - Weights take effect each `weight_update_period`. One that has been reported for less than `blackout_period`, or not for
-//!   `weight_expiration_period`, does not hold; such a replica gets the median of the others.
-//! - Equal weights go by turns; else the earliest deadline is next, which then is 1 / weight later. Each change of a weight starts
-//!   the schedule anew, as if a number of picks, drawn once, had been made before.
+//! - A report gives a weight: `rps_fractional / (application_utilization + penalty · eps / rps_fractional)`, a whole
+//!   number. A report without requests or utilisation changes nothing.
+//! - Weights take effect every `weight_update_period`. A weight is not valid while reports have come for less than
+//!   `blackout_period`, or if none has come for `weight_expiration_period`; such a replica gets the median of the others.
+//! - With equal weights, replicas are picked in rotation. Otherwise the replica with the earliest deadline is next, and its
+//!   deadline then moves by 1 / weight. Each change of a weight restarts the schedule, as if a number of picks, drawn once,
+//!   had been made before.
 //!
-//! Left out: workers that share their weights (a client here is an Envoy with one worker), slow start, reports out of band, and
-//! `metric_names_for_computing_utilization`, which our agent needs not.
+//! Left out: workers that share their weights (a client here is an Envoy with one worker), slow start, out-of-band reports,
+//! and `metric_names_for_computing_utilization`, which the agent does not need.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -29,25 +30,25 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Envoy's defaults, but for the penalty: the documentation says 1, the code takes 0 where none is set.
+    /// Envoy's defaults, except the penalty: the documentation says 1, but the code uses 0 if none is set.
     pub(crate) const DEFAULT: Self =
         Self { blackout_ms: 10_000, expiration_ms: 180_000, update_ms: 1000, error_penalty: 1.0 };
-    /// The shortest update that Envoy accepts, no blackout but for the first reports, and weights that are soon forgotten.
+    /// The shortest update period that Envoy accepts, almost no blackout, and weights that expire soon.
     pub(crate) const FAST: Self =
         Self { blackout_ms: 1000, expiration_ms: 10_000, update_ms: 100, ..Self::DEFAULT };
 }
 
-/// What one replica has reported, and the weight that is in force.
+/// What one replica has reported, and the weight in effect.
 #[derive(Clone, Copy, Debug)]
 struct Host {
     reported: u32,
-    /// When reports began.
+    /// When the current series of reports began.
     since: Option<Micros>,
     last: Micros,
     weight: u32,
 }
 
-/// The policy over one client's requests.
+/// The policy for one client's requests.
 pub(crate) struct Cswrr {
     settings: Settings,
     hosts: Vec<Host>,
@@ -59,7 +60,7 @@ pub(crate) struct Cswrr {
 }
 
 impl Cswrr {
-    /// Over `replicas` replicas, at least one; clients start at different points of schedule and period.
+    /// A policy over `replicas` replicas (at least one); clients start at different points of schedule and period.
     pub(crate) fn new(replicas: usize, settings: Settings, now: Micros, rng: &mut SmallRng) -> Self {
         let host = Host { reported: 1, since: None, last: now, weight: 1 };
         Self {
@@ -67,13 +68,13 @@ impl Cswrr {
             hosts: vec![host; replicas.max(1)],
             next_update: now.plus(rng.random_range(0..settings.update_ms * 1000)),
             turn: rng.random_range(0..replicas.max(1)),
-            // Envoy bounds it likewise.
+            // Envoy has the same limit.
             picks: rng.random_range(0..u64::from(u32::MAX / 10)),
             schedule: None,
         }
     }
 
-    /// The timer's work, if it has gone off.
+    /// Does the timer's work, if it is due.
     fn catch_up(&mut self, now: Micros) {
         if now < self.next_update {
             return;
@@ -88,7 +89,7 @@ impl Cswrr {
         }
     }
 
-    /// Puts the weights that hold in force; whether any changed.
+    /// Applies the valid weights; returns whether any weight changed.
     fn update(&mut self, now: Micros) -> bool {
         let Settings { blackout_ms, expiration_ms, .. } = self.settings;
         let mut valid = Vec::with_capacity(self.hosts.len());
@@ -115,7 +116,7 @@ impl Cswrr {
     }
 }
 
-/// Of an even number the mean of the middle two; 1 of none.
+/// The median; for an even number of weights the mean of the middle two, and 1 if there are none.
 fn median(weights: &mut [u32]) -> u32 {
     weights.sort_unstable();
     let middle = weights.len() / 2;
@@ -126,7 +127,7 @@ fn median(weights: &mut [u32]) -> u32 {
     }
 }
 
-/// The weight that a report makes.
+/// The weight that a report gives.
 fn weight(report: &Utilisation, error_penalty: f64) -> Option<u32> {
     let used = report.cpu + error_penalty * report.eps / report.qps;
     // `as` saturates.
@@ -157,23 +158,24 @@ impl Policy for Cswrr {
     }
 }
 
-/// Earliest deadline first.
+/// The schedule: earliest deadline first.
 struct Schedule {
-    /// Deadline, order among equal ones, replica. Of positive numbers the bits are in the order of the values.
+    /// Deadline, order among equal deadlines, replica. For positive numbers the bits sort like the values.
     queue: BinaryHeap<Reverse<(u64, u64, usize)>>,
     order: u64,
     weights: Vec<f64>,
 }
 
 impl Schedule {
-    /// As it is after so many picks: those that everybody has for certain at once, the rest one by one.
+    /// The schedule after `picks` picks. The picks that every replica certainly has are computed at once, the rest one by
+    /// one.
     fn after(weights: &[u32], picks: u64) -> Self {
         let weights: Vec<f64> = weights.iter().map(|weight| f64::from(*weight)).collect();
         let sum: f64 = weights.iter().sum();
         let mut made = 0;
         let queue = weights.iter().enumerate().map(|(replica, weight)| {
             let certain = (weight * picks as f64 / sum).floor();
-            // Arithmetic may have rounded up to what is not yet due.
+            // Rounding may have included a pick that is not due yet.
             let certain =
                 if certain > 0.0 && certain / weight >= picks as f64 / sum { certain - 1.0 } else { certain };
             made += certain as u64;
@@ -238,7 +240,7 @@ mod tests {
             (report(100.0, 0.0, 0.5), 1.0, Some(200)),
             (report(100.0, 50.0, 0.5), 1.0, Some(100)),
             (report(100.0, 50.0, 0.5), 0.0, Some(200)),
-            // Errors alone are utilisation enough, and a weight may round to nothing.
+            // Errors alone are enough utilisation, and a weight may round to zero.
             (report(100.0, 100.0, 0.0), 1.0, Some(100)),
             (report(0.4, 0.0, 0.5), 1.0, Some(0)),
             (report(1.0, 0.0, 0.3), 1.0, Some(3)),
@@ -257,7 +259,7 @@ mod tests {
         for (replica, utilisation) in [(0, 0.5), (1, 0.25), (2, 0.5)] {
             policy.utilisation(replica, ms(1), &report(100.0, 0.0, utilisation));
         }
-        assert!(policy.schedule.is_none(), "equal weights go by turns");
+        assert!(policy.schedule.is_none(), "equal weights are picked in rotation");
         assert_eq!(shares(&mut policy, ms(1), 300), [100; 3]);
         assert_eq!(shares(&mut policy, ms(101), 400), [100, 200, 100]);
         // A weight of less than 1 counts as 1.
@@ -266,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_holds_from_blackout_to_expiry_and_after_it_the_blackout_begins_anew() {
+    fn a_weight_is_valid_from_blackout_to_expiry_and_then_the_blackout_starts_again() {
         let settings = Settings { blackout_ms: 1000, expiration_ms: 5000, ..AT_ONCE };
         let mut policy = policy(5, settings);
         let others = |policy: &mut Cswrr, at| {
@@ -276,7 +278,7 @@ mod tests {
         };
         others(&mut policy, ms(0));
         assert_eq!(weights(&mut policy, ms(900)), [1; 5]);
-        // A replica without reports gets the median, of an even number the mean of the middle two.
+        // A replica without reports gets the median: for an even number, the mean of the middle two.
         assert_eq!(weights(&mut policy, ms(1200)), [10, 20, 30, 50, 25]);
         policy.utilisation(4, ms(1300), &report(90.0, 0.0, 1.0));
         assert_eq!(weights(&mut policy, ms(2200)), [10, 20, 30, 50, 25]);
@@ -290,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_schedule_after_so_many_picks_is_where_picking_would_have_got_to() {
+    fn a_schedule_after_a_number_of_picks_equals_one_that_was_picked_from() {
         for weights in [&[1, 2, 3][..], &[25, 75], &[7, 7, 1, 1000], &[3], &[5, 11, 13, 17, 4_000_000]] {
             for picks in [0, 1, 5, 23, 1000, 4321] {
                 let mut picked = Schedule::after(weights, 0);

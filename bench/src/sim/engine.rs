@@ -1,7 +1,7 @@
-//! The discrete-event engine: one virtual clock, one queue of events, everything drawn from seeds.
+//! The discrete-event engine: one virtual clock, one queue of events, all randomness from seeds.
 //!
-//! Arrivals, work and antagonists have random streams of their own, so every policy meets the same trace. Events at the
-//! same nanosecond happen in the order in which they were scheduled: the same seed gives the same bytes.
+//! Arrivals, work and antagonists have their own random streams, so every policy meets the same trace. Events at the same
+//! nanosecond happen in the order in which they were scheduled, so the same seed gives the same bytes.
 
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -38,32 +38,32 @@ struct World<'a> {
     now: Nanos,
     queue: BinaryHeap<Timed>,
     sequence: u64,
-    /// In order, because every query has the same time: cheaper than the queue.
+    /// In order, because every query has the same deadline: cheaper than the queue.
     deadlines: VecDeque<(Nanos, u32, u64)>,
     servers: Vec<Server>,
     alive: Vec<usize>,
-    /// Queries sent to each server and not finished there; the floor's knowledge.
+    /// Queries sent to each server and not finished there; known only to the floor.
     assigned: Vec<u32>,
     balancers: Vec<Balancer>,
-    /// Where each client's probe cluster has got to.
+    /// Position of each client's probe cluster in its rotation.
     turns: Vec<usize>,
     polling: Polling,
     reads_answers: bool,
     reads_orca: bool,
-    /// Clients do not know from the start who there is.
+    /// Clients do not know the servers from the start.
     learns: bool,
     queries: Slab<Query>,
     probes: Slab<Probe>,
     arrivals: u64,
     trace: SmallRng,
-    /// Arrivals and sizes of others' queries, and whose turn it is.
+    /// Arrivals and sizes of the queries of others, and the position in their rotation.
     others: (SmallRng, usize),
     keys: Option<Zipf<f64>>,
     network: SmallRng,
     choice: SmallRng,
     from: Nanos,
     until: Nanos,
-    /// Until then the clients stand still.
+    /// The clients are paused until this time.
     paused_until: Nanos,
     run: Run,
 }
@@ -74,12 +74,12 @@ struct Query {
     server: u32,
     arrived: Nanos,
     at_server: Nanos,
-    /// Work over the server's usual.
+    /// Work, as a multiple of the server's usual.
     size: f64,
-    /// 0 where there are no caches.
+    /// 0 if there are no caches.
     key: u32,
     ticket: Option<Ticket>,
-    /// Its place in the samples, if it counts.
+    /// The index of its sample, if it counts.
     sample: Option<u32>,
     client_done: bool,
     server_done: bool,
@@ -87,16 +87,16 @@ struct Query {
     report: Option<LoadReport>,
     orca: Option<Utilisation>,
     waiting: Option<Waiting>,
-    /// Of the client's balancer.
+    /// The request in the client's balancer.
     request: Request,
 }
 
 struct Probe {
     client: u32,
-    /// Who is asked; `None` for discovery.
+    /// The replica that is probed; `None` for discovery.
     asked: Option<Target>,
     server: u32,
-    /// The waiting query of a synchronous probe.
+    /// The query that waits for this synchronous probe.
     query: Option<(u32, u64)>,
     report: Option<LoadReport>,
 }
@@ -104,16 +104,16 @@ struct Probe {
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Arrival,
-    /// A query of somebody else's round robin.
+    /// A query of another client, by round robin.
     Other,
-    /// The client of a query gets to it.
+    /// A client starts to handle a query.
     Pick(u32, u32),
     AtServer(u32),
     Wake {
         server: u32,
         version: u32,
     },
-    /// A query's delay is over.
+    /// A query's delay has passed.
     Served(u32),
     Answer(u32),
     ProbeAtServer(u32),
@@ -133,13 +133,13 @@ fn nanos(seconds: f64) -> Nanos {
     (seconds * 1e9) as Nanos
 }
 
-/// One way through the network: 0.25 ms and exponential jitter of 0.05 ms.
+/// One-way delay through the network: 0.25 ms plus exponential jitter of 0.05 ms.
 fn transit(rng: &mut SmallRng) -> Nanos {
     let jitter: f64 = Exp1.sample(rng);
     250_000 + (jitter * 50_000.0) as Nanos
 }
 
-/// An independent stream for `what` of this seed.
+/// An independent random stream for `what`, derived from the seed.
 fn stream(seed: u64, what: u64) -> SmallRng {
     SmallRng::seed_from_u64(
         seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ what.wrapping_mul(0xd1b5_4a32_d192_ed03),
@@ -240,7 +240,7 @@ impl<'a> World<'a> {
                 continue;
             }
             let Some(Timed { at, event, .. }) = self.queue.pop() else { break };
-            // Arrivals and clockwork have stopped; what remains is to let the last queries end.
+            // Arrivals and periodic events have stopped; only the last queries remain.
             self.now = at;
             self.run.events += 1;
             self.handle(event);
@@ -312,7 +312,7 @@ impl<'a> World<'a> {
         self.handle(Event::Pick(slot, client));
     }
 
-    /// A query that has come now.
+    /// Adds a query that has just arrived.
     fn query(&mut self, client: u32, size: f64, key: u32, sample: Option<u32>) -> u32 {
         self.arrivals += 1;
         self.queries.insert(Query {
@@ -342,7 +342,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// No client waits for the answer: the server alone notices the query.
+    /// Adds a query without a client that waits for the answer: only the server notices it.
     fn other(&mut self) {
         if self.now >= self.until {
             return;
@@ -361,7 +361,7 @@ impl<'a> World<'a> {
         let now = self.now;
         match &mut self.balancers[client] {
             Balancer::Simple(policy) => {
-                // Membership changes reach these at once: Envoy's own discovery.
+                // Envoy's own discovery reports membership changes to these policies at once.
                 let mut chosen = policy.pick(micros(now), &mut self.choice);
                 let mut tries = 0;
                 while !self.servers[chosen].alive && tries < 1000 {
@@ -390,8 +390,8 @@ impl<'a> World<'a> {
                 let cost = |server: usize| {
                     let (jobs, state) = (self.assigned[server] as usize + 1, &self.servers[server]);
                     let rate = match state.spec.service {
-                        // Where all slots are taken a newcomer waits, and makes others wait as well: twice the jobs,
-                        // twice the wait of twice as many.
+                        // If all slots are in use, a new query waits and also makes others wait: twice the jobs mean twice
+                        // the wait for twice as many.
                         Service::Delay => (state.spec.slots as f64 / jobs as f64).min(1.0).powi(2),
                         Service::Cpu { .. } => state.rate_among(jobs),
                     };
@@ -406,7 +406,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Sends a query where its client's balancer says, or anywhere.
+    /// Sends a query to the server that its client's balancer picks, or else to a random one.
     fn place(&mut self, slot: u32, client: usize, answers: &[Answer]) {
         let now = self.now;
         let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
@@ -430,7 +430,7 @@ impl<'a> World<'a> {
             query.request = request;
         }
         self.send(slot, server);
-        // The answers that a query has waited for have filled the pool.
+        // The pool has been filled by the replies that the query waited for.
         let addressed = if waited { 0 } else { pick.probes.addressed };
         self.send_probes(client, ProbesDue { addressed, ..pick.probes });
     }
@@ -466,7 +466,7 @@ impl<'a> World<'a> {
         self.start(slot);
     }
 
-    /// Begins the service of a query that has a slot.
+    /// Begins serving a query that has a slot.
     fn start(&mut self, slot: u32) {
         let now = self.now;
         let Some(query) = self.queries.get(slot) else { return };
@@ -518,7 +518,7 @@ impl<'a> World<'a> {
     fn served(&mut self, slot: u32) {
         let Some(index) = self.queries.get(slot).map(|query| query.server as usize) else { return };
         if self.servers[index].frozen {
-            // A pure delay ends when the server thaws.
+            // On a frozen server, a pure delay ends only when the server thaws.
             self.after(TICK, Event::Served(slot));
             return;
         }
@@ -531,7 +531,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The server is done with a query, well or not.
+    /// A server finishes a query, successfully or not.
     fn finish(&mut self, slot: u32) {
         let now = self.now;
         let Some(query) = self.queries.get(slot) else { return };
@@ -539,7 +539,7 @@ impl<'a> World<'a> {
         let index = query.server as usize;
         let server = &mut self.servers[index];
         self.assigned[index] -= 1;
-        // As in the agent: the head of the response carries the report, while the query still counts.
+        // As in the agent: the response headers carry the report, while the query still counts.
         if self.reads_answers && !query.client_done {
             query.report = Some(server.report(now, query.ticket.as_ref().map(Ticket::visit)));
         }
@@ -595,7 +595,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The deadline of a query: it failed, if it has not been answered.
+    /// The deadline of a query: the query has failed if it has not been answered.
     fn missed(&mut self, slot: u32, id: u64) {
         let now = self.now;
         let Some(query) = self.queries.get(slot).filter(|query| query.id == id) else { return };
@@ -603,7 +603,7 @@ impl<'a> World<'a> {
         let (client, server) = (query.client as usize, query.server as usize);
         let latency_us = (now - query.arrived) / 1000;
         let done = Done { latency_us, outcome: Outcome::Failure, rif: None, utilisation: None };
-        // The answer, if it is on its way, frees the slot when it comes.
+        // If the answer is on its way, its arrival frees the slot.
         let request = std::mem::take(&mut query.request);
         match &mut self.balancers[client] {
             Balancer::Simple(policy) => policy.done(server, micros(now), &done),
@@ -624,7 +624,7 @@ impl<'a> World<'a> {
         let now = micros(self.now);
         let Balancer::Prequal(balancer) = &mut self.balancers[client] else { return };
         for target in balancer.targets(due, now, &mut self.choice) {
-            // A client that knows all servers from the start discovers none.
+            // A client that knows all servers from the start sends no discovery probes.
             if target.is_some() || self.learns {
                 self.send_probe(client, target, None);
             }
@@ -635,7 +635,7 @@ impl<'a> World<'a> {
         if self.measuring() {
             *(if asked.is_some() { &mut self.run.probes } else { &mut self.run.discoveries }) += 1;
         }
-        // The probe cluster's policy, which goes in turn, answers for a host that is gone, and for nobody in particular.
+        // If the host is gone or none is addressed, the probe cluster's own policy picks the server, in rotation.
         let known = asked.map(|asked| server_of(asked.replica)).filter(|server| self.servers[*server].alive);
         let server = known.unwrap_or_else(|| {
             let turn = &mut self.turns[client];
@@ -660,7 +660,7 @@ impl<'a> World<'a> {
             self.servers[index].add(now, Job::Probe(slot), self.scenario.probe_cost_ms * 1e6);
             self.arm_wake(index);
         } else if self.servers[index].frozen {
-            // Unanswered; nothing waits for it.
+            // Unanswered, and no event is waiting for it.
             self.probes.remove(slot);
         } else {
             self.reply(slot);
@@ -739,7 +739,7 @@ impl<'a> World<'a> {
                 self.send_probes(client, due);
             }
         }
-        // Antagonists go on until the last query has ended.
+        // Antagonists continue until the last query has ended.
         if !over || self.queries.items.len() > self.queries.free.len() {
             self.after(TICK, Event::Tick);
         }
@@ -752,7 +752,7 @@ impl<'a> World<'a> {
             let cores = server.smooth(now, 1.0);
             let allocation = match server.spec.service {
                 Service::Cpu { cores, .. } => cores,
-                // A pool of threads is as busy as its slots; without a bound there is no such figure.
+                // A thread pool's utilisation is relative to its slots; without a limit there is no utilisation.
                 Service::Delay if server.spec.slots < usize::MAX => server.spec.slots as f64,
                 Service::Delay => continue,
             };

@@ -1,5 +1,5 @@
-//! Runs the cells of an experiment, point × policy × seed, on as many threads as the machine has, and reduces each run
-//! to its metrics at once: samples are large.
+//! Runs the cells of an experiment (point × policy × seed) on as many threads as the machine has, and reduces each run to
+//! its metrics immediately, because samples are large.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +16,7 @@ pub(crate) struct Metric {
     pub(crate) of: fn(&Scenario, &Run, &Latencies) -> f64,
 }
 
-/// What is varied along an experiment.
+/// One setting of the quantity that an experiment varies.
 #[derive(Clone)]
 pub(crate) struct Point {
     pub(crate) label: String,
@@ -66,7 +66,7 @@ pub(crate) fn in_parallel<T: Sync, R: Send>(tasks: &[T], run: impl Fn(&T) -> R +
     results.into_iter().map(|(_, result)| result).collect()
 }
 
-/// Every point under every of its arms with every seed. The order of the result does not depend on the threads.
+/// Runs every point under each of its arms with every seed. The order of the result does not depend on the threads.
 pub(crate) fn run(
     points: &[Point],
     metrics: &[Metric],
@@ -98,7 +98,7 @@ pub(crate) fn run(
     cells
 }
 
-/// Latency quantiles, failures, probes, RIF: what nearly every experiment looks at, in this order.
+/// Latency quantiles, failures, probes, RIF: the metrics of nearly every experiment, in this order.
 pub(crate) const STANDARD: [Metric; 8] = [
     Metric { name: "p50_ms", of: |_, _, latencies| latencies.ms(0.5) },
     Metric { name: "p90_ms", of: |_, _, latencies| latencies.ms(0.9) },
@@ -117,7 +117,7 @@ pub(crate) const FAILED: usize = 4;
 pub(crate) const PROBES: usize = 5;
 pub(crate) const RIF99: usize = 7;
 
-/// The standard metrics and more.
+/// The standard metrics, followed by `more`.
 pub(crate) fn standard_and(more: &[Metric]) -> Vec<Metric> {
     STANDARD.iter().chain(more).copied().collect()
 }
@@ -140,7 +140,7 @@ mod tests {
         assert!(results.iter().map(|(task, _)| *task).eq(tasks));
     }
 
-    /// Trap 10 of public implementations: what one arm leaves behind shows in the figures of the next.
+    /// Trap 10 of public implementations: state that one arm leaves behind affects the figures of the next.
     #[test]
     fn trap_10_the_figures_of_an_arm_do_not_depend_on_the_arms_before_it() {
         let mut scenario = Scenario::testbed(8, 1.2, Spare::None);

@@ -1,14 +1,14 @@
-//! What a run has seen, and its reduction to figures.
+//! The record of a run, and its reduction to figures.
 
-/// Stands for a query that failed or missed its deadline.
+/// Latency of a query that failed or missed its deadline.
 pub(crate) const FAILED: u32 = u32::MAX;
 
-/// One query of the measured time.
+/// One query in the measured time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Sample {
     /// Milliseconds from the end of the warm-up to its arrival.
     pub(crate) at_ms: u32,
-    /// From arrival to answer at the client, or [`FAILED`].
+    /// Time from arrival to the answer at the client, or [`FAILED`].
     pub(crate) latency_us: u32,
     pub(crate) server: u16,
 }
@@ -17,16 +17,16 @@ pub(crate) struct Sample {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Run {
     pub(crate) samples: Vec<Sample>,
-    /// Of the measured time: addressed probes, discovery probes, polls of one replica.
+    /// In the measured time: addressed probes, discovery probes, and polls of one replica.
     pub(crate) probes: u64,
     pub(crate) discoveries: u64,
     pub(crate) polls: u64,
-    /// Picks by branch: cold, hot, fallback; and those whose replica was gone.
+    /// Picks by branch (cold, hot, fallback), and picks whose replica was gone.
     pub(crate) branches: [u64; 3],
     pub(crate) diverted: u64,
-    /// Server RIFs, sampled at every tick of the filter (250 ms): how often each was seen.
+    /// How often each server RIF was seen, sampled at every tick of the filter (250 ms).
     pub(crate) rifs: Vec<u64>,
-    /// Cores over allocation, one value per server and second.
+    /// Cores used over cores allocated, one value per server and second.
     pub(crate) utilisation: Vec<f32>,
     /// Median age of the pool's entries at each pick, milliseconds.
     pub(crate) ages_ms: Vec<u32>,
@@ -42,7 +42,7 @@ impl Run {
         Latencies::new(self.samples.iter().map(|sample| sample.latency_us).collect())
     }
 
-    /// Share of queries that `server` says yes to.
+    /// Share of the queries whose server satisfies `server`.
     pub(crate) fn share(&self, server: impl Fn(usize) -> bool, window: impl Fn(f64) -> bool) -> f64 {
         let inside = self.samples.iter().filter(|s| window(f64::from(s.at_ms) / 1e3));
         let (mut all, mut hits) = (0u64, 0u64);
@@ -94,7 +94,7 @@ impl Latencies {
         Self(us)
     }
 
-    /// Nearest rank, milliseconds; infinite where failures reach down to it, NaN without samples.
+    /// Nearest rank, milliseconds; infinite if failures reach that quantile, NaN without samples.
     pub(crate) fn ms(&self, q: f64) -> f64 {
         let rank = (q * self.0.len() as f64 - 1e-6).ceil().max(1.0) as usize;
         match self.0.get(rank - 1) {

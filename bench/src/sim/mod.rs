@@ -1,5 +1,5 @@
-//! The simulator: policies against each other in virtual time, at a scale no machine here has, driving the very types
-//! of `prequal-core` that ship.
+//! The simulator: compares policies in virtual time, at a scale that no machine here has, using the same types of
+//! `prequal-core` that ship.
 
 mod balancer;
 mod cache;
@@ -27,31 +27,32 @@ use anyhow::{Context as _, Result, bail};
 use plans::{Cells, Length, NAMES, Plan, sources};
 use report::{Report, csv, spread};
 
-/// Runs experiments: a table and a verdict on standard output, CSV, SVG and a page of the report in `--out`.
+/// Runs experiments: prints a table and verdicts, and writes CSV, SVG and a page of the report to `--out`.
 #[derive(clap::Args)]
 pub(crate) struct Sim {
-    /// Experiments by name; `all` runs every one and then writes docs/evaluation.md (not with --quick), `report` writes
-    /// it from what earlier runs left in --out, `list` names them
+    /// Experiments by name. `all` runs every one and then writes docs/evaluation.md (not with --quick), `report` writes it
+    /// from the results of earlier runs in --out, `list` lists the names
     #[arg(required = true)]
     experiments: Vec<String>,
-    /// Shorter runs, fewer points, one seed: at most three minutes for `all`. Fails when a bar is missed
+    /// Shorter runs, fewer points, one seed: `all` takes up to three minutes. Fails if a goal is missed
     #[arg(long)]
     quick: bool,
     /// Seeds, comma-separated [default: 1,2,3; with --quick: 1]
     #[arg(long, value_delimiter = ',')]
     seeds: Vec<u64>,
-    /// Where the files go [default: target/sim; with --quick: target/sim/quick]
+    /// Output folder [default: target/sim; with --quick: target/sim/quick]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Only points whose label contains TEXT (`x` is read as `×`); may be repeated. Prints and writes no file
+    /// Only points whose label contains TEXT (`x` also matches `×`); may be repeated. Prints, but writes no files
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// Only policies of this name, or where there is none whose names contain it, comma-separated. Prints and writes no file
+    /// Only policies with this name, or if there is none, policies whose names contain it; comma-separated. Prints, but
+    /// writes no files
     #[arg(long, value_name = "TEXT", value_delimiter = ',')]
     arms: Vec<String>,
 }
 
-/// What of an experiment is run, for whoever works on a rule.
+/// The part of an experiment to run, for work on a single rule.
 struct Filter<'a> {
     points: &'a [String],
     arms: &'a [String],
@@ -95,13 +96,13 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
         match name.as_str() {
             "all" => {
                 names = NAMES.to_vec();
-                // `speed` goes first: the peak of memory that it reports is the process's.
+                // `speed` runs first: the peak memory that it reports is that of the whole process.
                 names.rotate_right(1);
             }
             "list" => println!("{}", NAMES.join("\n")),
             "report" => {}
             name if NAMES.contains(&name) => names.push(name),
-            other => bail!("no experiment \"{other}\"; there are: all, list, report, {}", NAMES.join(", ")),
+            other => bail!("no experiment \"{other}\"; choose from: all, list, report, {}", NAMES.join(", ")),
         }
     }
     let filter = Filter { points: &sim.only, arms: &sim.arms };
@@ -119,12 +120,12 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
         write_evaluation(&out)?;
     }
     if sim.quick && !missed.is_empty() {
-        bail!("bars missed:\n  {}", missed.join("\n  "));
+        bail!("goals missed:\n  {}", missed.join("\n  "));
     }
     Ok(())
 }
 
-/// `None` where the filter leaves nothing to run.
+/// Runs one experiment; `None` if the filter leaves nothing to run.
 fn experiment(name: &str, length: Length, seeds: &[u64], filter: &Filter<'_>) -> Result<Option<Report>> {
     match name {
         "plbsim" | "speed" if !filter.is_off() => return Ok(None),
@@ -150,13 +151,13 @@ fn experiment(name: &str, length: Length, seeds: &[u64], filter: &Filter<'_>) ->
     }
     let mut report = reduce(plan, Cells(cells), seeds);
     if !filter.is_off() {
-        // A bar says nothing without the figures that it compares.
+        // A verdict is meaningless without the figures that it compares.
         report.verdicts.retain(|verdict| !verdict.got.contains("NaN"));
     }
     Ok(Some(report))
 }
 
-/// Table, charts, verdicts and CSV of what was run.
+/// Table, charts, verdicts and CSV of the cells that were run.
 fn reduce(plan: Plan, cells: Cells, seeds: &[u64]) -> Report {
     let mut header = vec!["point".to_owned(), "policy".to_owned()];
     header.extend(plan.columns.iter().map(|(name, ..)| (*name).to_owned()));
@@ -193,7 +194,7 @@ fn chart(plan: &Plan, cells: &Cells, metric: usize, logarithmic: bool) -> plot::
             (cell.median(metric), low, high)
         })
     };
-    // What the figure says nothing of is not drawn.
+    // Points without a value for the figure are not drawn.
     let says = |point: &str| arms.iter().any(|arm| !value(point, arm).0.is_nan());
     let points: Vec<&str> =
         plan.points.iter().map(|point| &*point.label).filter(|point| says(point)).collect();
@@ -262,7 +263,7 @@ fn commit() -> String {
     format!("{}{}", String::from_utf8_lossy(&hash.stdout).trim(), if dirty { ", changed" } else { "" })
 }
 
-/// Puts the pages of earlier runs together as docs/evaluation.md, with their plots.
+/// Assembles docs/evaluation.md and its plots from the pages of earlier runs.
 fn write_evaluation(out: &Path) -> Result<()> {
     let plots = Path::new("docs/evaluation");
     fs::create_dir_all(plots)?;
@@ -286,7 +287,7 @@ fn write_evaluation(out: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// One experiment of each kind, cut to half a second: what is written beside the table.
+    /// One experiment of each kind, shortened to half a second: checks the files that are written.
     #[test]
     fn an_experiment_leaves_csv_plot_and_verdict() {
         let mut plan = plans::plan("ingress", Length { quick: true }).unwrap();
@@ -328,16 +329,16 @@ mod tests {
                 |point: &grid::Point| point.arms.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
             plan.points.iter().map(|point| format!("{}: {}", point.label, arms(point).join(", "))).collect()
         };
-        // `LL` is a policy, so it does not stand for LL-Po2C as well; `po2c` stands for all that contain it.
+        // `LL` is a policy's name, so it does not match LL-Po2C as well; `po2c` matches every name that contains it.
         assert_eq!(kept(&["12 x 4, Exactly"], &["LL", "rr"]), ["12 × 4, exactly 40, 90 %: RR, LL"]);
         assert_eq!(kept(&["12 × 4, exactly"], &["po2c"]), ["12 × 4, exactly 40, 90 %: LL-Po2C, YARP-Po2C"]);
         assert_eq!(kept(&[], &["no such policy"]), [""; 0]);
     }
 
     #[test]
-    fn a_point_without_the_figure_is_not_drawn_and_a_dash_in_the_table() {
+    fn a_point_without_the_figure_is_not_drawn_and_shows_a_dash_in_the_table() {
         let plan = plans::plan("smallfleet", Length { quick: true }).unwrap();
-        // Throughput is of the closed loops alone.
+        // Only closed loops have a throughput.
         let (metric, _) = *plan.charts.last().unwrap();
         let cells = plan.points.iter().map(|point| {
             let value = if point.label.starts_with("n = ") { f64::NAN } else { 100.0 };

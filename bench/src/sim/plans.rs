@@ -1,4 +1,4 @@
-//! The experiments: what is run, what the source says of it, and the bars.
+//! The experiments: what is run, what the sources say about it, and the goals.
 
 use std::ops::RangeInclusive;
 
@@ -31,7 +31,7 @@ pub(crate) struct Plan {
     pub(crate) metrics: Vec<Metric>,
     /// Header, metric and format of the table's columns.
     pub(crate) columns: Vec<Column>,
-    /// Metrics drawn, and whether on a logarithmic axis.
+    /// Metrics to draw, and whether the axis is logarithmic.
     pub(crate) charts: Vec<(usize, bool)>,
     pub(crate) judge: fn(&Cells) -> Vec<Verdict>,
 }
@@ -45,14 +45,14 @@ impl Cells {
         self.0.iter().find(|c| c.point == point && c.arm == arm).map_or(f64::NAN, |c| c.median(metric))
     }
 
-    /// The worst seed of an arm over all points.
+    /// The worst value of an arm over all seeds and points.
     fn worst(&self, arm: &str, metric: usize) -> f64 {
         let series = self.0.iter().filter(|c| c.arm == arm).flat_map(|c| c.series(metric));
         series.fold(f64::NEG_INFINITY, f64::max)
     }
 }
 
-/// Run lengths.
+/// Lengths of the runs.
 #[derive(Clone, Copy)]
 pub(crate) struct Length {
     pub(crate) quick: bool,
@@ -71,7 +71,7 @@ impl Length {
     }
 }
 
-/// Names in the order of the report.
+/// Names, in the order of the report.
 pub(crate) const NAMES: [&str; 21] = [
     "calibration",
     "fig6",
@@ -132,7 +132,7 @@ const FLOOR: &str = "floor";
 const CSWRR: &str = "CSWRR";
 const CSWRR_FAST: &str = "CSWRR (fast)";
 
-/// Prequal under the paper profile: Q = 2^(−1/4), 3 probes a query, probes only.
+/// Prequal under the paper's profile: Q = 2^(−1/4), 3 probes a query, probes only.
 pub(crate) fn paper() -> Prequal {
     Prequal {
         pool: Profile::Paper.pool_settings(),
@@ -150,7 +150,7 @@ fn paper_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
     Arm::Prequal(prequal)
 }
 
-/// What ships as the default profile; replicas known from the start, as in the paper's tests.
+/// The shipped default profile; replicas are known from the start, as in the paper's tests.
 pub(crate) fn ours() -> Prequal {
     Prequal {
         pool: Profile::Default.pool_settings(),
@@ -162,7 +162,7 @@ pub(crate) fn ours() -> Prequal {
     }
 }
 
-/// The profile for fleets of at most 16.
+/// The profile for fleets of up to 16.
 fn small() -> Prequal {
     Prequal { pool: Profile::Small.pool_settings(), ..ours() }
 }
@@ -173,7 +173,7 @@ fn ours_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
     Arm::Prequal(prequal)
 }
 
-/// Ours where nobody is known at first: replicas are learned from probes without an address, as the filter does.
+/// The shipped profile without initial knowledge: replicas are learned from unaddressed probes, as in the filter.
 fn learning(change: impl FnOnce(&mut PoolSettings)) -> Arm {
     let mut prequal = Prequal { learn: true, ..ours() };
     prequal.pool.verified_probes = true;
@@ -189,7 +189,7 @@ fn c3() -> Arm {
     Arm::Prequal(Prequal { rule: Rule::C3 { clients: 1 }, paper_tracker: false, ..paper() })
 }
 
-/// Every rule there is, at its best where it has settings: the paper's at Q = 0.75, as in its figure 7. The floor is last.
+/// Every rule, with its best settings if it has any: the paper's rule at Q = 0.75, as in its figure 7. The floor is last.
 fn rules() -> Vec<(String, Arm)> {
     arms([
         ("Random", Arm::Random),
@@ -219,7 +219,7 @@ fn sync() -> Arm {
     Arm::Prequal(Prequal { sync: Some(SyncSettings::default()), ..paper() })
 }
 
-// --- columns and bars
+// --- columns and goals
 
 /// Header, metric and format.
 pub(crate) type Column = (&'static str, usize, fn(f64) -> String);
@@ -245,7 +245,7 @@ fn whole(value: f64) -> String {
     format!("{value:.0}")
 }
 
-/// Milliseconds, with a digit more where they are few.
+/// Milliseconds, with one more digit if they are few.
 fn tenths(value: f64) -> String {
     if value < 99.95 { one(value) } else { ms(value) }
 }
@@ -260,7 +260,7 @@ fn columns(more: &[Column]) -> Vec<Column> {
 
 /// The first metric after the standard ones.
 const OWN: usize = STANDARD.len();
-/// Of fig6, and of fig8 and fig9.
+/// Metrics after the standard ones: CPU in fig6, θ in fig8 and fig9.
 const CPU: usize = OWN;
 const THETA: usize = OWN + 1;
 
@@ -272,7 +272,7 @@ fn at_least(what: &str, got: f64, bar: f64) -> Verdict {
     Verdict::new(format!("{what} at least {bar}"), got >= bar, format!("{got:.4}"))
 }
 
-/// Without the digits that a product leaves behind.
+/// Rounds off the digits that a multiplication leaves behind.
 fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
@@ -282,16 +282,16 @@ fn between(what: &str, got: f64, bar: RangeInclusive<f64>) -> Verdict {
     Verdict::new(range, bar.contains(&got), format!("{got:.4}"))
 }
 
-/// A time-out counts as the 5 s after which it was given up: ratios stay finite. NaN stays NaN.
+/// A timeout counts as 5 s, the time after which it was given up, so that ratios stay finite. NaN stays NaN.
 fn capped(ms: f64) -> f64 {
     if ms > 5000.0 { 5000.0 } else { ms }
 }
 
-/// How unequal the servers' CPU is; how many requests in flight make a replica hot.
+/// How unequal the servers' CPU use is; how many requests in flight make a replica hot.
 const CPU_VARIATION: Metric = Metric { name: "cpu_variation", of: |_, run, _| run.cpu_variation() };
 const MEDIAN_THETA: Metric = Metric { name: "theta_p50", of: |_, run, _| run.theta() };
 
-/// Of servers slower than the fastest; NaN where there are none.
+/// Share of the servers that are slower than the fastest; NaN if there are none.
 const SLOW_SHARE: Metric = Metric {
     name: "slow_share",
     of: |scenario, run, _| {

@@ -1,8 +1,8 @@
 //! `plbsim`: the network experiments of the PLB paper (seed 004, §5), driving the detector of `plb-netlink`.
 //!
-//! One stage of uplinks is the bottleneck: paths are drawn by weight from the flow label, queues are fluid, senders are
-//! DCTCP-like and send their window in chunks of one TSO frame spread over the round trip. Hosts' own links only
-//! bound a window. Times of figure 13 are scaled down, 1 s here to 2 min there.
+//! One stage of uplinks is the bottleneck. Paths are drawn by weight from the flow label, queues are fluid, and senders are
+//! DCTCP-like and send their window in chunks of one TSO frame, spread over the round trip. The hosts' own links only limit
+//! a window. Times of figure 13 are scaled down: 1 s here is 2 min there.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,24 +20,24 @@ use super::report::{Beside, Report, Verdict, spread};
 
 type Nanos = u64;
 
-/// Round trip without queueing through both hosts' stacks, nanoseconds: set on the paper's row with even weights (470
-/// repaths/s, 99.9 % of them from idle, 1 MB in 5.3 times what 16 kB take: 540, 99 % and 12 times here). The fabric's
-/// 20 us alone give 2000 repaths/s, 94 % and 20 times.
+/// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even weights
+/// (470 repaths/s, 99.9 % of them from idle, 1 MB takes 5.3 times as long as 16 kB; here: 540, 99 % and 12 times). With the
+/// fabric's 20 µs alone the result is 2000 repaths/s, 94 % and 20 times.
 const BASE: Nanos = 100_000;
-/// Packets of one TSO frame, and bytes of a packet.
+/// Packets in one TSO frame, and bytes in a packet.
 const TSO: u32 = 16;
 const PACKET: f64 = 1500.0;
-/// A queue marks above so many packets and drops above so many.
+/// A queue marks above the first number of packets and drops above the second.
 const MARKED: f64 = 100.0;
 const BUFFER: f64 = 2000.0;
 const MIN_RTO: Nanos = 10_000_000;
 const MAX_RTO: Nanos = 320_000_000;
 /// DCTCP's gain.
 const GAIN: f64 = 1.0 / 16.0;
-/// Packets of a 16 kB and a 1 MB request.
+/// Packets in a 16 kB and in a 1 MB request.
 const SMALL: u32 = 11;
 const LARGE: u32 = 699;
-/// Growth of a window in a round without marks, and its bound in packets: 15 Gbit/s, as a host's link has many users.
+/// Growth of a window in a round without marks, and its limit in packets: 15 Gbit/s, because a host's link has many users.
 const GROWTH: f64 = 1.5;
 const MAX_WINDOW: f64 = 128.0;
 
@@ -52,16 +52,16 @@ struct Network {
     /// Connections per host.
     small: usize,
     large: usize,
-    /// Mean turn-around of the application between requests, nanoseconds.
+    /// Mean time that the application takes between requests, nanoseconds.
     small_think: f64,
     large_think: f64,
-    /// Hosts that run PLB, from the first.
+    /// Number of hosts that run PLB, counted from the first.
     with_plb: usize,
     rto_pause: Duration,
-    /// Excluded, and measured.
+    /// Seconds excluded, and seconds measured.
     warm_up: f64,
     seconds: f64,
-    /// The first uplink drops everything in between, seconds.
+    /// Interval in which the first uplink drops every packet, seconds.
     failure: Option<(f64, f64)>,
 }
 
@@ -70,8 +70,8 @@ fn gigabits(rate: f64) -> f64 {
 }
 
 impl Network {
-    /// §5.1: two switches with 4 uplinks of 40 Gbit/s, 12 hosts each, 1440 small and 144 large connections. The
-    /// turn-around puts the uplinks at the 60 % that figure 13 shows.
+    /// §5.1: two switches with 4 uplinks of 40 Gbit/s, 12 hosts each, 1440 small and 144 large connections. The time
+    /// between requests is chosen so that the uplinks reach the 60 % that figure 13 shows.
     fn first(weights: [f64; 4], plb: bool, seconds: f64) -> Self {
         Self {
             weights: weights.to_vec(),
@@ -113,14 +113,14 @@ impl Network {
 struct Flow {
     large: bool,
     plb: Option<Detector>,
-    /// It belongs to a host that runs PLB, or would.
+    /// Whether it belongs to one of the hosts that run PLB, or would run it.
     first_hosts: bool,
     link: usize,
     window: f64,
     alpha: f64,
     remaining: u32,
     started: Nanos,
-    /// Of the round under way: packets still to send, delivered, marked, lost, and when the last is acknowledged.
+    /// The current round: packets still to send, delivered, marked, lost, and when the last is acknowledged.
     to_send: u32,
     spacing: Nanos,
     delivered: u32,
@@ -148,10 +148,10 @@ enum Event {
 /// Buckets of the utilisation series, nanoseconds.
 const BUCKET: Nanos = 100_000_000;
 
-/// What one run has seen.
+/// The record of one run.
 #[derive(Default)]
 struct Seen {
-    /// Request latencies in microseconds: small and large, of the first hosts and of the others.
+    /// Request latencies in microseconds, small and large, for the first hosts and for the others.
     latencies: [[Vec<f64>; 2]; 2],
     repaths: [u64; 3],
     /// Per link, share of its capacity in each bucket.
@@ -241,7 +241,7 @@ fn run(network: &Network, seed: u64) -> Seen {
             }
             Event::Round(_) => {
                 if flow.delivered == 0 {
-                    // Nothing came back: the timer runs out.
+                    // Nothing came back, so the timer expires.
                     flow.remaining += flow.lost;
                     let rto = (MIN_RTO << flow.timeouts.min(5)).min(MAX_RTO);
                     (now + rto, Event::Timeout(index))
@@ -289,7 +289,7 @@ fn run(network: &Network, seed: u64) -> Seen {
 impl Flow {
     fn begin_round(&mut self, network: &Network) {
         self.to_send = (self.window as u32).min(self.remaining);
-        // Spread over the round trip, but not faster than the host's own link.
+        // Spread over the round trip, but limited by the host's own link.
         let fastest = (f64::from(TSO) / network.host) as Nanos;
         self.spacing = (BASE * Nanos::from(TSO) / Nanos::from(self.to_send.max(TSO))).max(fastest);
         (self.delivered, self.marked, self.lost, self.round_end) = (0, 0, 0, 0);
@@ -324,7 +324,7 @@ impl Flow {
         } else if self.marked > 0 {
             self.window *= 1.0 - self.alpha / 2.0;
         } else {
-            // Fast, as the paper's BBRv2: additive growth alone takes longer than a request.
+            // Fast, like the paper's BBRv2: additive growth alone would take longer than a request.
             self.window *= GROWTH;
         }
         self.window = self.window.clamp(2.0, MAX_WINDOW);
@@ -335,7 +335,7 @@ impl Flow {
     }
 }
 
-/// A path by weight: what a new random flow label comes to.
+/// Draws a path by weight, as a new random flow label does.
 fn draw(weights: &[f64], rng: &mut SmallRng) -> usize {
     let mut at = rng.random::<f64>() * weights.iter().sum::<f64>();
     for (index, weight) in weights.iter().enumerate() {
@@ -379,14 +379,14 @@ fn figures(seen: &Seen, network: &Network, whose: &[usize]) -> [f64; 9] {
     ]
 }
 
-/// What is run: the row's name, what the paper has there, the network, and whose latencies count.
+/// A run: the row's name, the paper's values for it, the network, and the hosts whose latencies count.
 type Run = (&'static str, &'static str, Network, &'static [usize]);
 
 fn runs(seconds: f64) -> Vec<Run> {
     let first =
         |weights: [f64; 4], plb, warm_up| Network { warm_up, ..Network::first(weights, plb, seconds) };
     let (even, double, hundred) = ([1.0; 4], [2.0, 2.0, 1.0, 1.0], [100.0, 100.0, 1.0, 1.0]);
-    // One repath in a hundred finds a free link: it takes its time.
+    // One repath in a hundred finds a free link, so settling takes time.
     let settled = 5.0 * seconds;
     vec![
         (EVEN, "1 / 3.5 / 5.33 / 20, LI 1x, repaths 1x", first(even, true, 0.5), &[0, 1]),
@@ -487,17 +487,18 @@ pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
     }
 }
 
-const TEXT: &str = "Two switches of 4 × 40 Gbit/s uplinks, 1440 connections of 16 kB requests and 144 of 1 MB, K = \
-    0.5, M = 3, N = 12; latencies over the small median of the first row (of `nobody` for the 20 % rows, where 4 of \
-    18 hosts run PLB over 8 uplinks of 100 Gbit/s). The uplinks are the only bottleneck and production cross-traffic \
-    is left out, so absolute latencies differ from the paper's. The paper's LI column reads as highest over lowest \
-    utilisation in tables 1 and 2 and as their difference in table 3; both are shown. With weights of 1:100 only one \
-    repath in a hundred finds a free link, and a connection that has found one stays: `settling` is measured from 5 \
-    to 10 s after the start, `settled` from 25 to 30 (with --quick from 2 to 4 and from 10 to 12). The paper does \
-    not say how long it ran; its 14 times the repaths and LI of 3.5 belong together only while it settles. Figure 13 \
-    is scaled down in time: the link is out for 6 s, the pause after a timeout 0.5 to 1 s.";
+const TEXT: &str = "Two switches of 4 × 40 Gbit/s uplinks, 1440 connections with 16 kB requests and 144 with 1 MB \
+    requests, K = 0.5, M = 3, N = 12. Latencies are relative to the small median of the first row (for the 20 % rows, \
+    of `nobody`; there 4 of 18 hosts run PLB over 8 uplinks of 100 Gbit/s). The uplinks are the only bottleneck and \
+    production cross-traffic is left out, so absolute latencies differ from the paper's. The paper's LI column matches \
+    highest over lowest utilisation in tables 1 and 2 and their difference in table 3; both are shown. With weights of \
+    1:100 only one repath in a hundred finds a free link, and a connection that has found one stays there: `settling` \
+    is measured from 5 to 10 s after the start, `settled` from 25 to 30 (with --quick from 2 to 4 and from 10 to 12). \
+    The paper does not state its run length; its 14 times the repaths and its LI of 3.5 are consistent only while the \
+    network settles. Figure 13 is scaled down in time: the link is down for 6 s, and the pause after a timeout is 0.5 \
+    to 1 s.";
 
-/// What the paper states, beside what came out.
+/// The paper's statements beside the results here.
 fn beside(median: &dyn Fn(&str, usize) -> f64) -> Vec<Beside> {
     let ratio = |a: &str, b: &str, metric| median(a, metric) / median(b, metric);
     let times = |value: f64| format!("{value:.2}x");
@@ -562,7 +563,7 @@ fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]
     let balance = ratio("1:100 PLB off", SETTLED, 4);
     let partly = median(HOSTS, 5) / median(NOBODY, 5);
     let work = ratio(SETTLING, EVEN, 6);
-    // While link 1 is down, after the first second: what is sent into it, and what all carry.
+    // While link 1 is down, without the first second: traffic sent into it, and traffic that all links carry.
     let carried = |runs: &[Seen]| {
         let one =
             |seen: &Seen| seen.utilisation.iter().map(|link| link[40..90].iter().sum::<f64>()).sum::<f64>();
@@ -601,7 +602,7 @@ fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]
     ]
 }
 
-/// One figure of every row; the second argument is the row's unit of latency.
+/// One figure of every row; the second argument of `of` is the row's unit of latency.
 fn by_row(title: &str, rows: &[Row], of: fn(&[f64; 9], f64) -> f64, bases: [f64; 2]) -> Chart {
     let line = |row: &Row| {
         let base = bases[usize::from(row.name.starts_with("20"))];
@@ -621,7 +622,7 @@ fn by_row(title: &str, rows: &[Row], of: fn(&[f64; 9], f64) -> f64, bases: [f64;
 }
 
 fn series(title: &str, runs: &[Seen]) -> Chart {
-    // Which seed's links are drawn does not matter: each tells the same story, and a mean of several would hide it.
+    // Any seed's links will do: all seeds show the same, and a mean would hide it.
     let seen = &runs[0];
     let buckets = seen.utilisation[0].len();
     // Half-second means; labels every second.

@@ -1,4 +1,4 @@
-//! Line charts over an axis of points, and dot charts that compare lines by name; one panel each, logarithmic or not.
+//! Line charts over an axis of points, and dot charts that compare lines by name; one panel each, logarithmic or linear.
 //! SVG only, so that no font library is needed.
 
 use std::path::Path;
@@ -10,18 +10,18 @@ use plotters::prelude::*;
 
 /// One panel.
 pub(crate) struct Chart {
-    /// What the values are.
+    /// The quantity that is drawn.
     pub(crate) title: String,
-    /// What varies from point to point. Empty where the points are no axis: then each line is a row of dots, one per
-    /// point.
+    /// The quantity that varies from point to point. Empty if the points do not form an axis: then each line is a row of
+    /// dots, one per point.
     pub(crate) x_label: String,
     /// Labels of the points, evenly spaced.
     pub(crate) points: Vec<String>,
     pub(crate) lines: Vec<Line>,
     pub(crate) logarithmic: bool,
-    /// Values above are drawn here: the deadline.
+    /// Values above this, the deadline, are drawn at it.
     pub(crate) ceiling: Option<f64>,
-    /// A value as the axis shows it.
+    /// Formats a value for the axis.
     pub(crate) format: fn(f64) -> String,
 }
 
@@ -36,10 +36,10 @@ impl Chart {
         if self.logarithmic { value.max(1e-9).log10() } else { value }
     }
 
-    /// What the axis of values covers, scaled; `None` without any value.
+    /// The range of the value axis, scaled; `None` without any value.
     fn range(&self) -> Option<(f64, f64)> {
         let all = self.lines.iter().flat_map(|line| &line.values).flat_map(|(_, low, high)| [*low, *high]);
-        // Zero has no logarithm: it is drawn at the lower end.
+        // Zero has no logarithm, so it is drawn at the lower end.
         let shown = all.filter(|value| !self.logarithmic || *value > 0.0).map(|value| self.scale(value));
         let (low, high) = crate::stats::min_max(shown.filter(|value| value.is_finite()));
         let low = if self.logarithmic { low } else { low.min(0.0) };
@@ -57,7 +57,7 @@ impl Chart {
         let fine = decades().flat_map(|decade| [1.0, 2.0, 5.0].map(|times| (times * decade).log10()));
         let inside = |at: &f64| (low..=high).contains(at);
         match fine.filter(inside).collect::<Vec<_>>() {
-            // Less than an octave is nearly straight.
+            // Within less than an octave a logarithmic axis is nearly linear.
             few if few.len() < 3 => {
                 steps(10f64.powf(low), 10f64.powf(high)).into_iter().map(f64::log10).filter(inside).collect()
             }
@@ -67,13 +67,13 @@ impl Chart {
     }
 
     fn label(&self, scaled: f64) -> String {
-        // A tick has few digits; its logarithm and back has a few more.
+        // A tick has few digits, but converting its logarithm back adds a small error.
         let value = if self.logarithmic { 10f64.powf(scaled) * (1.0 + 1e-12) } else { scaled };
         (self.format)(value)
     }
 }
 
-/// One value per point of the chart: median, lowest and highest over the seeds; NaN is left out.
+/// One value per point of the chart: median, lowest and highest over the seeds; NaN values are omitted.
 pub(crate) struct Line {
     pub(crate) label: String,
     pub(crate) values: Vec<(f64, f64, f64)>,
@@ -81,7 +81,7 @@ pub(crate) struct Line {
 
 /// Multiples of 1, 2 or 5 times a power of ten: four to ten of them.
 fn steps(low: f64, high: f64) -> Vec<f64> {
-    // No range, no endless ticks.
+    // Without a range, avoid endless ticks.
     let rough = ((high - low) / 10.0).max(high.abs().max(1e-3) * 1e-6);
     let decade = 10f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0].map(|times| times * decade).into_iter().find(|step| *step >= rough);
@@ -90,7 +90,7 @@ fn steps(low: f64, high: f64) -> Vec<f64> {
     (first..).map(|index| index as f64 * step).take_while(|at| *at <= high).take(20).collect()
 }
 
-/// An axis from one value to another, either way round, with the ticks that it is given.
+/// An axis in either direction, with given ticks.
 struct Axis {
     from: f64,
     to: f64,
@@ -98,7 +98,7 @@ struct Axis {
 }
 
 impl Axis {
-    /// `count` names at 0, 1, 2 and so on.
+    /// An axis with `count` names at 0, 1, 2 and so on.
     fn of_names(from: f64, to: f64, count: usize) -> Self {
         Self { from, to, ticks: (0..count).map(|index| index as f64).collect() }
     }
@@ -121,7 +121,7 @@ impl Ranged for Axis {
     }
 }
 
-/// Distinguishable also with red-green blindness (Okabe and Ito).
+/// Colours that remain distinguishable with red-green blindness (Okabe and Ito).
 const COLOURS: [RGBColor; 8] = [
     RGBColor(213, 94, 0),
     RGBColor(0, 114, 178),
@@ -134,7 +134,7 @@ const COLOURS: [RGBColor; 8] = [
 ];
 const FONT: &str = "sans-serif";
 
-/// Draws the charts below each other and writes `path`.
+/// Draws the charts one below the other and writes them to `path`.
 pub(crate) fn write(path: &Path, title: &str, charts: &[Chart]) -> Result<()> {
     let height = 50 + charts.iter().map(Chart::height).sum::<u32>();
     let root = SVGBackend::new(path, (900, height)).into_drawing_area();
@@ -153,7 +153,7 @@ pub(crate) fn write(path: &Path, title: &str, charts: &[Chart]) -> Result<()> {
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Beside the plot, from its top: the library's own legend stays inside of it.
+/// Draws the legend beside the plot, from its top: the library's own legend would be inside the plot.
 fn legend<'a>(area: &Area<'_>, labels: impl Iterator<Item = &'a str>) -> Drawn {
     for (row, label) in labels.enumerate() {
         let y = 44 + 18 * row as i32;
@@ -216,7 +216,7 @@ fn draw_lines(area: &Area<'_>, chart: &Chart) -> Drawn {
     Ok(())
 }
 
-/// One row per line, from the top, one dot per point; a bar from the lowest to the highest seed.
+/// One row per line from the top, one dot per point, and a bar from the lowest to the highest seed.
 fn draw_dots(area: &Area<'_>, chart: &Chart) -> Drawn {
     let Some((low, high)) = chart.range() else { return Ok(()) };
     let scale = |value: f64| chart.scale(value).max(low);
@@ -245,7 +245,7 @@ fn draw_dots(area: &Area<'_>, chart: &Chart) -> Drawn {
     let points = chart.points.len();
     for index in 0..points {
         let colour = colour(index);
-        // Dots of one row stand a little below each other: equal values stay visible.
+        // Dots in one row are slightly offset vertically, so that equal values stay visible.
         let offset = (index as f64 - (points as f64 - 1.0) / 2.0) * (0.6 / points as f64);
         let values = || {
             chart.lines.iter().enumerate().filter_map(move |(row, line)| {
@@ -289,7 +289,7 @@ mod tests {
         };
         write(&path, "ramp", &[chart("load"), chart("")]).unwrap();
         let text = std::fs::read_to_string(path).unwrap();
-        // As lines, and as rows of dots.
+        // Once as lines, and once as rows of dots.
         for label in ["WRR", "Prequal", "0.75x", "0.93x", "p99"] {
             assert_eq!(text.matches(&format!("\n{label}\n")).count(), 2, "{label}");
         }

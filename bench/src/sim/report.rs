@@ -1,4 +1,4 @@
-//! What an experiment hands over, and the files made of it: CSV, SVG, a page of the report.
+//! The results of an experiment, and the files made from them: CSV, SVG, a page of the report.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -14,7 +14,7 @@ use crate::stats::min_max;
 pub(crate) struct Report {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// What was run and what the source says, for a reader who has not read it.
+    /// What was run and what the source says, for readers who do not know the source.
     pub(crate) text: String,
     pub(crate) header: Vec<String>,
     pub(crate) rows: Vec<Vec<String>>,
@@ -25,7 +25,7 @@ pub(crate) struct Report {
     pub(crate) csv: String,
 }
 
-/// A bar and whether it was reached.
+/// A goal and whether it was reached.
 #[derive(Clone, Debug)]
 pub(crate) struct Verdict {
     pub(crate) what: String,
@@ -43,13 +43,13 @@ impl Verdict {
     }
 }
 
-/// A figure that the source states, beside the one that came out here.
+/// A figure that the source states, beside the result here.
 #[derive(Clone, Debug)]
 pub(crate) struct Beside {
     what: String,
     source: String,
     here: String,
-    /// Whether it says the same.
+    /// Whether the result agrees.
     holds: bool,
 }
 
@@ -144,7 +144,7 @@ pub(crate) fn csv(name: &str, cells: &[Cell], metrics: &[Metric]) -> String {
     text
 }
 
-/// Milliseconds as a table shows them; `TO` is beyond the deadline.
+/// Milliseconds, as tables show them; `TO` means beyond the deadline.
 pub(crate) fn ms(value: f64) -> String {
     if value.is_infinite() {
         "TO".to_owned()
@@ -159,7 +159,7 @@ pub(crate) fn percent(value: f64) -> String {
     if value == 0.0 { "0".to_owned() } else { format!("{:.2} %", value * 100.0) }
 }
 
-/// The median, and the extremes of the seeds where they differ; a dash where there is no such figure.
+/// The median, and the extremes over the seeds if they differ; a dash if there is no value.
 pub(crate) fn spread(values: &[f64], format: impl Fn(f64) -> String) -> String {
     if values.iter().all(|value| value.is_nan()) {
         return "–".to_owned();

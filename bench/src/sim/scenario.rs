@@ -1,14 +1,14 @@
-//! What is simulated: servers, load, work, network, and what happens when. Times are seconds of virtual time.
+//! The definition of a simulation: servers, load, work, network, and events. Times are seconds of virtual time.
 
 use rand::Rng;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, Exp1, StandardNormal};
 
-/// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms it puts
-/// 0.75x at 5.5 k queries/s and 1.74x at 12.9 k, the paper's 5.6 k and 13 k.
+/// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms, 0.75x
+/// corresponds to 5.5 k queries/s and 1.74x to 12.9 k; the paper has 5.6 k and 13 k.
 pub(crate) const ALLOCATION: f64 = 6.4;
-/// Mean and standard deviation of the normal distribution of work, milliseconds of one core. Truncated at zero it
-/// gives p50/p90/p99/p99.9 of 80/182.5/266/327 ms without queueing; the paper's are 80/182/265/325.
+/// Mean and standard deviation of the normal distribution of work, milliseconds of one core. Truncated at zero, it gives
+/// p50/p90/p99/p99.9 of 80/182.5/266/327 ms without queueing; the paper's are 80/182/265/325.
 pub(crate) const WORK_MS: f64 = 80.0;
 
 /// One experiment point. Every policy is run on the same one.
@@ -20,38 +20,39 @@ pub(crate) struct Scenario {
     /// Clients, each with a balancer of its own.
     pub(crate) clients: usize,
     pub(crate) load: Load,
-    /// Queries per second of somebody else's round robin on the same servers, in no figure.
+    /// Queries per second of other clients with round robin on the same servers; not included in any figure.
     pub(crate) others: f64,
     pub(crate) sizes: Sizes,
-    /// What queries ask for, where servers have caches.
+    /// The keys of queries, if servers have caches.
     pub(crate) keys: Option<Keys>,
-    /// Excluded from every figure.
+    /// Seconds excluded from every figure.
     pub(crate) warm_up: f64,
     pub(crate) measured: f64,
-    /// A query fails when not answered by then; its server works on (only so WRR fails as in the paper).
+    /// A query fails if it is not answered by then; its server continues to work on it (otherwise WRR would not fail as in
+    /// the paper).
     pub(crate) deadline: Option<f64>,
     /// CPU that a server spends on one probe, milliseconds.
     pub(crate) probe_cost_ms: f64,
     pub(crate) changes: Vec<(f64, Change)>,
 }
 
-/// How queries come.
+/// How queries arrive.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Load {
     /// Independent arrivals, queries per second over all clients.
     Poisson(f64),
-    /// The same rate with even gaps.
+    /// The same rate at even intervals.
     Even(f64),
-    /// Each user asks again when it has been answered.
+    /// Each user sends the next query when the last one has been answered.
     Closed { users: usize },
 }
 
-/// How much work queries are, over what the server's [`ServerSpec::work_ms`] says.
+/// Work of the queries, as a multiple of the server's [`ServerSpec::work_ms`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Sizes {
-    /// Every query the same.
+    /// All queries are equal.
     Exact,
-    /// `work_ms` is the mean before the truncation at zero, `variation` the standard deviation over it.
+    /// `work_ms` is the mean before truncation at zero, `variation` the standard deviation relative to it.
     Normal { variation: f64 },
     /// `work_ms` is the mean.
     Exponential,
@@ -66,7 +67,7 @@ impl Sizes {
     pub(crate) fn draw(&self, rng: &mut SmallRng) -> f64 {
         match *self {
             Self::Exact => {
-                // The draw of a normal one: with and without variation queries arrive at the same instants.
+                // Draw anyway, so that queries arrive at the same instants with and without variation.
                 let _: f64 = StandardNormal.sample(rng);
                 1.0
             }
@@ -87,26 +88,26 @@ impl Sizes {
     }
 }
 
-/// Keys from 1 to `count`; the k-th is asked for in proportion to k^(−skew). Without skew all are equal.
+/// Keys from 1 to `count`; the probability of the k-th is proportional to k^(−skew). Without skew all are equal.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Keys {
     pub(crate) count: u32,
     pub(crate) skew: f64,
 }
 
-/// What a server remembers.
+/// A server's cache.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CacheSpec {
-    /// Keys; the one that was not asked for the longest makes room.
+    /// Number of keys; the least recently used is evicted.
     pub(crate) entries: usize,
-    /// Work of a query whose key is not remembered, over that of one whose key is.
+    /// Work of a query whose key is not remembered, relative to one whose key is.
     pub(crate) miss: f64,
 }
 
 /// One server.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ServerSpec {
-    /// Work of a query, milliseconds of one core, or of delay. [`Sizes`] says of what distribution.
+    /// Work of a query, milliseconds of one core, or its delay. [`Sizes`] defines the distribution.
     pub(crate) work_ms: f64,
     /// Added to every answer without using CPU, milliseconds.
     pub(crate) extra_ms: f64,
@@ -123,18 +124,18 @@ pub(crate) struct ServerSpec {
 /// How a server spends its time on a query.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Service {
-    /// Processor sharing: one core per query at most, within the allocation and what the machine has to spare.
+    /// Processor sharing: at most one core per query, within the allocation and what the machine can spare.
     Cpu { cores: f64, spare: Spare },
-    /// Each query takes its time, whatever else goes on.
+    /// Each query takes its own time, regardless of others.
     Delay,
 }
 
-/// What the machine of a server has beyond the allocation.
+/// Capacity of a server's machine beyond the allocation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Spare {
     None,
-    /// Antagonists come and go: max(0, N(mean, sd) + OU) allocations, the first drawn once per machine.
-    /// A replica above its allocation on a full machine keeps the share `hobbled` of its speed.
+    /// Antagonists come and go: the spare capacity is max(0, N(mean, sd) + OU) allocations, where the normal part is drawn
+    /// once per machine. A replica above its allocation on a full machine keeps the share `hobbled` of its speed.
     Antagonists {
         mean: f64,
         sd: f64,
@@ -151,12 +152,12 @@ pub(crate) enum Change {
     Work(usize, f64),
     /// Share of queries that fail at once.
     Failing(usize, f64),
-    /// Nothing proceeds on the server until thawed.
+    /// Nothing proceeds on the server until it thaws.
     Frozen(usize, bool),
-    /// Finishes what it has and gets nothing more.
+    /// Finishes its queries and gets no more.
     Leave(usize),
     Join(usize),
-    /// The clients' event loops stand still for so many milliseconds; what comes meanwhile waits, in order.
+    /// The clients' event loops pause for this many milliseconds; what arrives meanwhile waits, in order.
     Pause(f64),
 }
 
@@ -178,7 +179,7 @@ impl ServerSpec {
         }
     }
 
-    /// Serves so many queries at a time, each for as long as it takes; all others wait, in the order in which they came.
+    /// Serves `slots` queries at a time, each for its own time; all others wait in order of arrival.
     pub(crate) fn slots(slots: usize, work_ms: f64) -> Self {
         Self { slots, ..Self::new(work_ms, Service::Delay) }
     }
@@ -190,7 +191,7 @@ impl Scenario {
         Self::over(vec![ServerSpec::testbed(WORK_MS, spare); n], load)
     }
 
-    /// The testbed with the odd half slow: `fast_ms` and twice that. `load` is that of an even spread.
+    /// The testbed with every odd server slow: `fast_ms` and twice that. `load` is relative to an even spread.
     pub(crate) fn half_slow(n: usize, fast_ms: f64, load: f64, spare: Spare) -> Self {
         let work = |server: usize| fast_ms * (1 + server % 2) as f64;
         Self::over((0..n).map(|server| ServerSpec::testbed(work(server), spare)).collect(), load)
@@ -219,10 +220,10 @@ impl Scenario {
 
 /// Mean of max(0, N(1, 1)): Φ(1) + φ(1).
 pub(crate) const TRUNCATED_MEAN: f64 = 1.083_315_470_587_686;
-/// Antagonists of the load ramp. The lower tail of their spread (1 % of machines with nothing to spare) decides where
-/// WRR breaks, the mean where Prequal's tail lifts.
+/// Antagonists of the load ramp. The lower tail of the distribution (1 % of machines have nothing to spare) determines
+/// where WRR breaks, and the mean determines where Prequal's tail rises.
 pub(crate) const NORMAL: Spare = Spare::Antagonists { mean: 0.95, sd: 0.32, hobbled: 0.95 };
-/// The heavier ones of the selection-rule test: WRR broke at a lower load there (paper §5.2).
+/// Heavier antagonists, for the test of selection rules: WRR broke at a lower load there (paper §5.2).
 pub(crate) const HEAVY: Spare = Spare::Antagonists { mean: 0.45, sd: 0.45, hobbled: 0.9 };
 
 #[cfg(test)]
@@ -249,7 +250,7 @@ mod tests {
             (Sizes::Normal { variation: 1.0 }, [TRUNCATED_MEAN, 1.0, 1.0 + 2.3263]),
             (Sizes::Exponential, [1.0, 2f64.ln(), 100f64.ln()]),
             (Sizes::LogNormal { sigma: 1.0 }, [0.5f64.exp(), 1.0, 2.3263f64.exp()]),
-            // 0.9 of the queries are below 1.5, so the median is at 5/9 of their range and p99 at 9/10 of the others'.
+            // 0.9 of the queries are below 1.5, so the median is at 5/9 of their range and p99 at 9/10 of the other range.
             (mix, [0.9 + 0.1 * 20.0, 0.5 + 5.0 / 9.0, 10.0 + 0.9 * 20.0]),
             (certain, [0.95 + 0.05 * 80.0, 1.0, 80.0]),
         ] {

@@ -1,4 +1,4 @@
-//! One simulated server: processor sharing or plain delay, with what ships in the agent counting at its door.
+//! One simulated server: processor sharing or plain delay, with the agent's own types counting its requests.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -20,7 +20,7 @@ use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
 /// Nanoseconds of virtual time.
 pub(crate) type Nanos = u64;
 
-/// Who waits for a piece of CPU work.
+/// The owner of a piece of CPU work.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) enum Job {
     Query(u32),
@@ -28,7 +28,7 @@ pub(crate) enum Job {
     Probe(u32),
 }
 
-/// One thing that happened at a server's tracker.
+/// One event at a server's tracker.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Logged {
@@ -49,20 +49,20 @@ pub(crate) struct Server {
     pub(crate) spec: ServerSpec,
     replica: Replica,
     cache: Cache,
-    /// What the tracker was told and what it answered.
+    /// The tracker's inputs and outputs.
     #[cfg(test)]
     pub(crate) log: Vec<(Nanos, Logged)>,
     pub(crate) alive: bool,
     pub(crate) frozen: bool,
-    /// Told apart from wake-ups that were overtaken by later arrivals.
+    /// Distinguishes the current wake-up from those made obsolete by later arrivals.
     pub(crate) version: u32,
-    /// Jobs by the service (nanoseconds of one core) at which they end, counted on `served`.
+    /// Jobs, sorted by the value of `served` (nanoseconds of one core) at which they end.
     jobs: BinaryHeap<Reverse<(Nanos, u64, Job)>>,
     sequence: u64,
     /// Service that each running job has received since the beginning.
     served: f64,
     updated: Nanos,
-    /// The end that the pending wake-up is for.
+    /// The end time for which the pending wake-up is scheduled.
     scheduled: Option<Nanos>,
     pub(crate) waiting: VecDeque<u32>,
     pub(crate) running: usize,
@@ -72,13 +72,13 @@ pub(crate) struct Server {
     used_before: f64,
     answers: u64,
     errors: u64,
-    /// Smoothed for weighted round robin: answers/s, errors/s, cores.
+    /// Smoothed values for weighted round robin: answers/s, errors/s, cores.
     pub(crate) qps: f64,
     pub(crate) eps: f64,
     pub(crate) cpu: f64,
 }
 
-/// What is left on the machine.
+/// The capacity of the machine that the server can use.
 struct Machine {
     rng: SmallRng,
     base: f64,
@@ -96,7 +96,7 @@ impl Server {
             base = mean + sd * normal();
             fluctuation = FLUCTUATION.0 * normal();
         }
-        // It started long ago: `ORIGIN_US` lies between.
+        // The replica started long ago: `ORIGIN_US` has passed since.
         let mut replica = Replica::new(tracker, Some(Micros(0)));
         replica.count_rates(Micros(0), DEFAULT_WINDOW_US);
         let mut server = Self {
@@ -133,12 +133,12 @@ impl Server {
         self.replica.tracker.rif()
     }
 
-    /// It starts now, cold.
+    /// The server starts now, cold.
     pub(crate) fn starts(&mut self, now: Nanos) {
         self.replica.set_up(Some(micros(now)));
     }
 
-    /// How many times the usual work a query for `key` is, which the server remembers from now on.
+    /// Work of a query for `key` as a multiple of the usual; the server remembers the key from now on.
     pub(crate) fn times(&mut self, key: u32) -> f64 {
         self.spec.cache.as_ref().map_or(1.0, |spec| self.cache.ask(spec, key))
     }
@@ -157,16 +157,16 @@ impl Server {
         self.replica.finish(ticket, micros(now), outcome);
     }
 
-    /// The answer to a probe that arrives now, or the report on the response to a query that is `leaving`.
+    /// The reply to a probe that arrives now, or the report on the response to a query that is `leaving`.
     pub(crate) fn report(&mut self, now: Nanos, leaving: Option<Visit>) -> LoadReport {
-        // Who it is goes by the engine's numbers.
+        // The address is a placeholder: the engine identifies servers by number.
         let report = self.replica.report(micros(now), endpoint(0), None, leaving);
         #[cfg(test)]
         self.log.push((now, Logged::Reported { report, leaving, held: self.running + self.waiting.len() }));
         report
     }
 
-    /// The report in the format of ORCA on the response to a query that is `leaving`, as the agent makes it.
+    /// The ORCA report on the response to a query that is `leaving`, as the agent makes it.
     pub(crate) fn orca(&mut self, now: Nanos, leaving: Option<Visit>) -> Utilisation {
         let report = self.replica.report(micros(now), endpoint(0), None, leaving);
         let orca = self.replica.orca(micros(now), &report, leaving.is_some(), None);
@@ -178,12 +178,12 @@ impl Server {
         }
     }
 
-    /// Whether antagonists make the capacity change.
+    /// Whether antagonists vary the capacity.
     pub(crate) fn has_antagonists(&self) -> bool {
         matches!(self.spec.service, Service::Cpu { spare: Spare::Antagonists { .. }, .. })
     }
 
-    /// Lets the antagonists move on by `step` seconds.
+    /// Advances the antagonists by `step` seconds.
     pub(crate) fn fluctuate(&mut self, now: Nanos, step: f64) {
         self.advance(now);
         let (sd, tau) = FLUCTUATION;
@@ -217,7 +217,7 @@ impl Server {
         }
     }
 
-    /// Brings the account of service up to `now`.
+    /// Accounts for service up to `now`.
     pub(crate) fn advance(&mut self, now: Nanos) {
         let step = (now - self.updated) as f64 * self.rate();
         self.served += step;
@@ -235,10 +235,10 @@ impl Server {
         self.jobs.push(Reverse(((self.served + work) as Nanos, self.sequence, job)));
     }
 
-    /// The next job whose work is done.
+    /// Removes and returns the next job whose work is done.
     pub(crate) fn pop_done(&mut self) -> Option<Job> {
         let Reverse((end, _, job)) = *self.jobs.peek()?;
-        // A nanosecond of tolerance: a wake-up is rounded up to whole ones.
+        // With a tolerance of a nanosecond, because a wake-up is rounded up to a whole one.
         if end as f64 > self.served + 1.0 {
             return None;
         }
@@ -246,7 +246,7 @@ impl Server {
         Some(job)
     }
 
-    /// When to wake up next; `None` when the pending wake-up still holds or there is nothing to wait for.
+    /// When to wake up next; `None` if the pending wake-up is still right or there is nothing to wait for.
     pub(crate) fn wake_up(&mut self, now: Nanos) -> Option<Nanos> {
         let rate = self.rate();
         let next =
@@ -261,7 +261,7 @@ impl Server {
         next
     }
 
-    /// The pending wake-up has come.
+    /// The pending wake-up has occurred.
     pub(crate) fn woken(&mut self) {
         self.scheduled = None;
     }
@@ -271,7 +271,7 @@ impl Server {
         self.errors += u64::from(failed);
     }
 
-    /// Renews the smoothed statistics, `step` seconds after the last time. Returns the cores used since.
+    /// Updates the smoothed statistics, `step` seconds after the last update. Returns the cores used since.
     pub(crate) fn smooth(&mut self, now: Nanos, step: f64) -> f64 {
         const WEIGHT: f64 = 0.1;
         self.advance(now);
@@ -289,9 +289,9 @@ impl Server {
     }
 }
 
-/// The clock that the core's types are shown.
+/// Virtual time as the core's types see it.
 pub(crate) fn micros(now: Nanos) -> Micros {
-    // Away from zero, where a zeroed stamp in a fresh pool would look like the present.
+    // Offset from zero, because a zeroed stamp in a new pool would look current.
     Micros(now / 1000).plus(ORIGIN_US)
 }
 

@@ -1,4 +1,4 @@
-//! What the simulator itself costs, and how that grows: the one experiment whose figures are of this machine.
+//! The cost of the simulator itself and how it grows: the only experiment whose figures depend on the machine.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use super::report::{Report, Verdict, spread};
 use super::scenario::{NORMAL, Scenario};
 use crate::stats::{median, min_max};
 
-/// Ascending, because the peak of memory never falls.
+/// Ascending, because peak memory never falls.
 const SIZES: [usize; 6] = [4, 10, 32, 100, 316, 1000];
 
 pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
@@ -79,10 +79,10 @@ pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
     Report {
         name: "speed",
         title: "what the simulator costs",
-        text: "The paper profile at 1.74x (13 k queries/s at 100 × 100, 130 k at 1000 × 1000, three probes each), one \
-            core. Unlike all other figures these are of the machine that made the page, and of what else it did. Time \
-            grows faster than the events: choosing whom to probe looks at every member. Memory is one pool and one \
-            membership per client (so n² bytes times about 28) and one sample per query."
+        text: "The paper profile at 1.74x (13 k queries/s at 100 × 100, 130 k at 1000 × 1000, three probes each), on \
+            one core. Unlike all other figures, these depend on the machine that made the page, and on its other load. \
+            Time grows faster than the number of events, because choosing the servers to probe looks at every member. \
+            Memory is one pool and one membership per client (about n² times 28 bytes) and one sample per query."
             .to_owned(),
         header: header.map(str::to_owned).to_vec(),
         rows,

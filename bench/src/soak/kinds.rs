@@ -1,4 +1,4 @@
-//! The kinds of requests of a soak: how often each is sent, what the backend does, and how it must end.
+//! The kinds of requests in a soak: how often each is sent, what the backend does, and how it must end.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -7,13 +7,13 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use prequal_testbed::{Body, Client, Reply, Request, Response, WebSocket};
 
-/// Requests under this path are given up by Envoy after 50 ms.
+/// Envoy gives up requests under this path after 50 ms.
 pub(super) const TIMEOUT_PATH: &str = "/timeout";
-/// A client that aborts waits so long.
+/// How long a client waits before it aborts.
 const PATIENCE: Duration = Duration::from_millis(15);
 const UPLOAD: usize = 32 * 1024;
 const DOWNLOAD: usize = 64 * 1024;
-/// One request in so many is a WebSocket.
+/// One in this many requests is a WebSocket.
 const WEB_SOCKET_EVERY: u64 = 1000;
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -49,7 +49,7 @@ impl Kind {
     ];
     pub(super) const COUNT: usize = Self::ALL.len();
 
-    /// What request number `number` is. Of 1000, 35 fail or are given up.
+    /// The kind of request number `number`. Of 1000 requests, 35 fail or are given up.
     pub(super) fn of(number: u64) -> Self {
         if number % WEB_SOCKET_EVERY == WEB_SOCKET_EVERY - 1 {
             return Self::WebSocket;
@@ -102,7 +102,7 @@ impl Kind {
         }
     }
 
-    /// Sends one; whether it ended as its kind must.
+    /// Sends one request; returns whether it ended as its kind must.
     pub(super) async fn send(self, [http1, http2]: &[Client; 2], target: SocketAddr) -> bool {
         let path = self.path();
         match self {

@@ -4,7 +4,8 @@ use prequal_testbed::{Agent, Envoy};
 
 use crate::process::resident_kib;
 
-/// Growth of the fit over the second half that counts as none: allocators keep and return pages. KiB, and a part of the mean.
+/// Growth of the fit over the second half that counts as none, because allocators keep and return pages: KiB, and as a part
+/// of the mean.
 const ALLOWED_KIB: f64 = 1024.0;
 const ALLOWED_PART: f64 = 0.04;
 
@@ -21,7 +22,7 @@ impl Memory {
 
     pub(super) fn sample(&mut self) {
         for (_, pid, samples) in &mut self.0 {
-            // A process that has ended shows elsewhere.
+            // A process that has ended is detected elsewhere.
             if let Ok(kib) = resident_kib(*pid) {
                 samples.0.push(kib as f64);
             }
@@ -43,7 +44,7 @@ impl Samples {
         [at(0), at(self.0.len() / 2), at(self.0.len().saturating_sub(1))]
     }
 
-    /// By how much the least-squares line over the second half rises from its beginning to its end, KiB.
+    /// Rise of the least-squares line over the second half, from its beginning to its end, KiB.
     pub(super) fn growth(&self) -> f64 {
         let half = &self.0[self.0.len() / 2..];
         let count = half.len() as f64;
@@ -58,7 +59,7 @@ impl Samples {
         if square > 0.0 { along / square * (count - 1.0) } else { 0.0 }
     }
 
-    /// How much of that is none.
+    /// The growth that counts as none.
     pub(super) fn allowed(&self) -> f64 {
         let mean = self.0.iter().sum::<f64>() / (self.0.len() as f64).max(1.0);
         ALLOWED_KIB.max(mean * ALLOWED_PART)
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_leak_in_the_second_half_is_seen_and_a_start_is_not() {
+    fn a_leak_in_the_second_half_is_detected_and_growth_at_the_start_is_not() {
         let line =
             |slope: f64| Samples((0..101).map(|second| 50_000.0 + slope * f64::from(second)).collect());
         assert!((line(10.0).growth() - 500.0).abs() < 1e-6);

@@ -1,4 +1,4 @@
-//! The queue's order and the slots of what is under way.
+//! The order of the event queue, and the slots for queries and probes in progress.
 
 use std::cmp::Ordering;
 
@@ -12,7 +12,7 @@ pub(super) struct Timed {
 
 impl Ord for Timed {
     fn cmp(&self, other: &Self) -> Ordering {
-        // Reversed: the queue hands out the greatest.
+        // Reversed, because the heap returns the greatest element first.
         (other.at, other.sequence).cmp(&(self.at, self.sequence))
     }
 }

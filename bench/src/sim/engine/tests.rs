@@ -21,7 +21,7 @@ fn scenario() -> Scenario {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_run_and_another_seed_another() {
+fn the_same_seed_gives_the_same_run_and_a_different_seed_a_different_one() {
     let cswrr = Arm::Cswrr(cswrr::Settings::FAST);
     for arm in [Arm::Prequal(paper()), Arm::Prequal(ours()), Arm::WeightedRoundRobin, cswrr, Arm::Yarp] {
         let (once, again) = (run(&scenario(), &arm, 7), run(&scenario(), &arm, 7));
@@ -47,10 +47,10 @@ fn every_query_ends_once_and_nothing_is_left_behind() {
     assert!(world.run.samples.iter().any(|sample| sample.latency_us == FAILED), "the test must see failures");
 }
 
-/// What the simulated servers reported, the agent reports too when it sees the same requests.
+/// With the same requests, the agent reports what the simulated servers reported.
 #[test]
 fn the_agent_agrees_with_the_simulated_servers() {
-    // Both estimators: ours and the paper's.
+    // Both estimators: the shipped one and the paper's.
     for arm in [Arm::Prequal(ours()), Arm::Prequal(paper())] {
         agent_agrees(&arm);
     }
@@ -63,7 +63,7 @@ fn agent_agrees(arm: &Arm) {
     let endpoint = super::super::server::endpoint(0);
     let (mut reports, mut known) = (0, 0);
     for server in &world.servers {
-        // Up since long before the first query, as the simulated servers are.
+        // Started long before the first query, as the simulated servers are.
         let clock = Arc::new(AtomicU64::new(0));
         let shown = Arc::clone(&clock);
         let load =
@@ -77,9 +77,9 @@ fn agent_agrees(arm: &Arm) {
                     open.get_mut(arrived).unwrap().remove(0).finish(*outcome);
                 }
                 Logged::Reported { report, leaving, held } => {
-                    let told = load.report(endpoint, None, *leaving);
-                    assert_eq!(told, *report, "at {at} ns");
-                    assert_eq!(told.rif as usize, *held, "the model's own count at {at} ns");
+                    let agents_report = load.report(endpoint, None, *leaving);
+                    assert_eq!(agents_report, *report, "at {at} ns");
+                    assert_eq!(agents_report.rif as usize, *held, "the model's own count at {at} ns");
                     reports += 1;
                     known += usize::from(report.latency_us.is_some());
                 }
@@ -89,7 +89,7 @@ fn agent_agrees(arm: &Arm) {
     assert!(reports > 1000 && known > 1000, "{reports} reports, {known} with an estimate");
 }
 
-/// As in the agent, whose layer stamps the head of a response before the request has left.
+/// As in the agent, whose layer writes the response headers before the request has left.
 #[test]
 fn a_response_reports_while_its_query_still_counts() {
     let scenario = Scenario { deadline: None, ..scenario() };
@@ -108,7 +108,7 @@ fn a_response_reports_while_its_query_still_counts() {
 }
 
 /// Mean time that queries wait for one of `slots` slots of 40 ms, milliseconds. A random choice splits Poisson arrivals
-/// into Poisson arrivals: ten servers are ten trials.
+/// into independent Poisson arrivals, so ten servers count as ten trials.
 fn mean_wait(slots: usize, load: f64, sizes: Sizes) -> f64 {
     let mut scenario = Scenario::testbed(10, 1.0, Spare::None);
     scenario.servers = vec![ServerSpec::slots(slots, 40.0); 10];
@@ -117,13 +117,13 @@ fn mean_wait(slots: usize, load: f64, sizes: Sizes) -> f64 {
     (scenario.warm_up, scenario.measured) = (10.0, 400.0);
     let samples = run(&scenario, &Arm::Random, 1).samples;
     let mean = samples.iter().map(|sample| f64::from(sample.latency_us)).sum::<f64>() / samples.len() as f64;
-    // Both ways through the network take 0.3 ms in the mean.
+    // The two ways through the network take 0.6 ms on average.
     mean / 1e3 - 40.0 - 0.6
 }
 
 #[test]
 fn queries_wait_for_a_slot_as_long_as_queueing_theory_says() {
-    // M/M/4 at 70 %: the probability of waiting (Erlang's C) times the mean wait of those that do.
+    // M/M/4 at 70 %: the probability of waiting (Erlang's C) times the mean wait of those that wait.
     let (slots, offered) = (4, 2.8f64);
     let mut blocked = 1.0;
     for servers in 1..=slots {
@@ -134,15 +134,15 @@ fn queries_wait_for_a_slot_as_long_as_queueing_theory_says() {
     let known = waits * 40.0 / (f64::from(slots) * (1.0 - load));
     let got = mean_wait(4, load, Sizes::Exponential);
     assert!((got / known - 1.0).abs() < 0.04, "M/M/4: {got} ms, not {known}");
-    // M/D/1: half of the wait that exponential sizes would make.
+    // M/D/1: half of the wait with exponential sizes.
     let known = 0.7 * 40.0 / (2.0 * 0.3);
     let got = mean_wait(1, 0.7, Sizes::Exact);
     assert!((got / known - 1.0).abs() < 0.04, "M/D/1: {got} ms, not {known}");
 }
 
-/// Half of the servers are half as fast. Weights follow the knee over the latency, from the end of the blackout on.
+/// Half of the servers are half as fast. From the end of the blackout, weights follow knee over latency.
 #[test]
-fn cswrr_gives_servers_what_they_can_serve() {
+fn cswrr_weights_servers_by_their_capacity() {
     let mut scenario = Scenario::testbed(8, 1.0, Spare::None);
     scenario.servers =
         (0..8).map(|server| ServerSpec::slots(4, if server < 4 { 40.0 } else { 80.0 })).collect();
@@ -150,12 +150,12 @@ fn cswrr_gives_servers_what_they_can_serve() {
     (scenario.clients, scenario.warm_up, scenario.measured) = (1, 0.0, 60.0);
     let run = run(&scenario, &Arm::Cswrr(cswrr::Settings::DEFAULT), 1);
     let to_slow = |from: f64, to: f64| run.share(|server| server >= 4, |at| (from..to).contains(&at));
-    assert!((to_slow(0.0, 10.0) - 0.5).abs() < 0.01, "by turns at first: {}", to_slow(0.0, 10.0));
+    assert!((to_slow(0.0, 10.0) - 0.5).abs() < 0.01, "equal shares at first: {}", to_slow(0.0, 10.0));
     assert!((to_slow(20.0, 60.0) - 1.0 / 3.0).abs() < 0.03, "{}", to_slow(20.0, 60.0));
 }
 
 #[test]
-fn a_key_that_is_remembered_costs_less() {
+fn a_remembered_key_costs_less() {
     let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
     let cache = Some(CacheSpec { entries: 50, miss: 10.0 });
     scenario.servers = vec![ServerSpec { cache, ..ServerSpec::new(10.0, Service::Delay) }];

@@ -1,4 +1,4 @@
-//! What a fleet does to Prequal: failures, size, change, sharing, and the settings of ours.
+//! Effects of the fleet on Prequal: failures, size, change, sharing, and Prequal's own settings.
 
 use std::ops::Range;
 
@@ -30,9 +30,10 @@ pub(super) fn sinkhole() -> Plan {
     Plan {
         name: "sinkhole",
         title: "one server of 100 fails its queries at once, or freezes",
-        text: "0.75x load; one server fails all, half or 30 % of its queries immediately, or does nothing at all, for 30 s and \
-            then heals. Shares are over the fair one (1.0). Each of the 100 clients finds out by itself or from the server's \
-            reports, and tries again every 8 s at the latest: that alone is a share of 0.2.",
+        text: "0.75x load; one server fails all, half or 30 % of its queries immediately, or freezes, for 30 s and \
+            then heals. Shares are relative to the fair share (1.0). Each of the 100 clients detects the failure by \
+            itself or from the server's reports, and tries the server again every 8 s at the latest: those trials \
+            alone are a share of 0.2.",
         x_label: "",
         points: vec![
             point("fails all", Some(1.0)),
@@ -73,7 +74,7 @@ pub(super) fn sinkhole() -> Plan {
 
 pub(super) fn scale(length: Length) -> Plan {
     let even = [4, 10, 16, 24, 32, 100, 316, 1000].map(|n| (n, n));
-    // Fewer clients than servers, as gateways are, and more, as sidecars are.
+    // Fewer clients than servers, as with gateways, and more, as with sidecars.
     let sizes: Vec<(usize, usize)> = even.into_iter().chain([(4, 100), (1000, 100), (10, 1000)]).collect();
     let points = length.pick(&sizes, &[0, 2, 5, 8]).into_iter().map(|(clients, servers)| {
         let mut scenario = length.cut(Scenario::testbed(servers, 1.14, NORMAL));
@@ -95,8 +96,8 @@ pub(super) fn scale(length: Length) -> Plan {
     Plan {
         name: "scale",
         title: "from 4 to 1000 clients and servers",
-        text: "1.14x load. Small fleets cannot average the antagonists away: below 16 servers the load may simply not \
-            fit on the machines that the seed drew, whatever the policy (see the floor).",
+        text: "1.14x load. Small fleets cannot average out the antagonists: below 16 servers the load may not fit on \
+            the machines that the seed drew, whatever the policy (see the floor).",
         x_label: "clients × servers",
         points: points.collect(),
         metrics: standard_and(&[Metric { name: "events", of: |_, run, _| run.events as f64 }]),
@@ -144,9 +145,9 @@ pub(super) fn churn(length: Length) -> Plan {
     Plan {
         name: "churn",
         title: "endpoints come and go",
-        text: "20 clients over 50 servers at 0.75x; a server leaves as another joins. The first two policies are told \
-            at once, as Envoy's own are; ours learns its members from probes without an address, as the filter does, \
-            and a pick whose server is gone is diverted by Envoy. `fallback` is the share of picks that were left to \
+        text: "20 clients over 50 servers at 0.75x; a server leaves as another joins. The first two policies learn of \
+            each change at once, like Envoy's own. Ours learns its members from unaddressed probes, as the filter \
+            does, and Envoy diverts a pick whose server is gone. `fallback` is the share of picks that were left to \
             Envoy's own policy.",
         x_label: "rate of change",
         points: points.into(),
@@ -173,7 +174,7 @@ pub(super) fn churn(length: Length) -> Plan {
     }
 }
 
-/// Of the last of 21 servers, over the fair one.
+/// Share of the last of 21 servers, relative to a fair share.
 fn newcomers_share(run: &Run, when: Range<f64>) -> f64 {
     run.share(|server| server == 20, |at| when.contains(&at)) * 21.0
 }
@@ -184,7 +185,7 @@ const WARMING: usize = 20;
 pub(super) fn newcomer(length: Length) -> Plan {
     let points = length.pick(&[("warm at once", 1.0), ("5x the work", 5.0), ("20x", 20.0)], &[0, 2]);
     let points = points.into_iter().map(|(label, cold)| {
-        // No antagonists: who is slow is the newcomer alone.
+        // No antagonists, so that only the newcomer is slow.
         let mut scenario = Scenario::testbed(21, 0.75, Spare::None);
         (scenario.initially, scenario.measured) = (20, 40.0);
         let at = scenario.warm_up;
@@ -211,9 +212,10 @@ pub(super) fn newcomer(length: Length) -> Plan {
     Plan {
         name: "newcomer",
         title: "a replica joins, warm or cold",
-        text: "The 21st server joins 20 others at 0.75x; its queries are at first so many times the work, falling linearly to \
-            the usual over 20 s (caches, just-in-time compilation). Shares are over the fair one. `slow_start_ms` \
-            bounds what a young replica gets; probation and its own reports act in every arm of ours.",
+        text: "The 21st server joins 20 others at 0.75x. At first its queries take a multiple of the usual work, which \
+            falls linearly to the usual over 20 s (caches, just-in-time compilation). Shares are relative to the fair \
+            share. `slow_start_ms` limits the share of a young replica; probation and the replica's own reports apply \
+            in every arm of ours.",
         x_label: "the newcomer",
         points: points.collect(),
         metrics: standard_and(&[
@@ -230,7 +232,7 @@ pub(super) fn newcomer(length: Length) -> Plan {
         judge: |cells| {
             let slow_started = |label: &str, metric| cells.at(label, "slow start 10 s", metric);
             vec![
-                // One run of twenty loses a query or two to the cold newcomer.
+                // One run in twenty loses a query or two to the cold newcomer.
                 at_most("slow start 10 s, failures", cells.worst("slow start 10 s", FAILED), 0.0001),
                 at_most(
                     "20x: p99.9 with a slow start of 10 s over none",
@@ -247,7 +249,7 @@ pub(super) fn newcomer(length: Length) -> Plan {
     }
 }
 
-/// One client that stands still every `every` seconds for `pause_ms`, from `warm_up` on or from its first query.
+/// One client that pauses every `every` seconds for `pause_ms`, from `warm_up` or from its first query.
 fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -> Point {
     let spec = |ms| ServerSpec { queue: 8, ..ServerSpec::slots(4, ms) };
     let mut scenario = Scenario::testbed(40, 1.0, Spare::None);
@@ -275,11 +277,11 @@ pub(super) fn pauses(length: Length) -> Plan {
     Plan {
         name: "pauses",
         title: "a client that starts, and one that stands still",
-        text: "The slow half of the end-to-end benchmark: 20 servers at 50 ms and 20 at 250 ms, 4 slots and 8 waiting \
-            each, 800 queries/s, one client that knows nobody at first. As on a busy machine its event loop stands still: \
-            in the first three seconds (`start`) every 150 ms, later every second. What came meanwhile is placed at \
-            once, without a report in between. `burst_guard` bounds what the pool may give to one \
-            server then; the rest goes by Envoy's policy (random here).",
+        text: "The fleet of the end-to-end benchmark `slow-half`: 20 servers at 50 ms and 20 at 250 ms, 4 slots and 8 \
+            waiting each, 800 queries/s, one client that knows no server at first. As on a busy machine, its event \
+            loop pauses: in the first three seconds (`start`) every 150 ms, later every second. Queries that arrived \
+            during a pause are placed at once, without a report in between. `burst_guard` limits how many of them the \
+            pool may give to one server; the rest go to Envoy's policy (random here).",
         x_label: "",
         points: vec![
             paused("start, no pause", 0.0, 3.0, 0.15, 0.0),
@@ -324,7 +326,7 @@ pub(super) fn sharing(length: Length) -> Plan {
         name: "sharing",
         title: "100 clients share pools, which is what shared data buys",
         text: "The traffic of 100 clients through 100, 20 and 5 pools: the workers of one Envoy share a pool. At 1.5x \
-            load, and with half of the fleet slow at 0.75x.",
+            load, and at 0.75x with half of the fleet slow.",
         x_label: "scenario and pools",
         points,
         metrics: STANDARD.to_vec(),
@@ -343,7 +345,7 @@ pub(super) fn sharing(length: Length) -> Plan {
 pub(super) fn budget(length: Length) -> Plan {
     let rates = length.pick(&[1.0, 5.0, 20.0, 100.0, 500.0, 2000.0, 5000.0], &[0, 2, 4]);
     let points = rates.into_iter().map(|qps| {
-        // One Envoy among many: the servers are as busy as the testbed's, this client's share varies.
+        // One Envoy among many: the servers are as busy as the testbed's, and this client's share varies.
         let mut scenario = Scenario::testbed(100, 0.75, Spare::None);
         (scenario.clients, scenario.load) = (1, Load::Poisson(qps));
         scenario.measured = if qps < 100.0 { 300.0 } else { 30.0 };
@@ -352,9 +354,9 @@ pub(super) fn budget(length: Length) -> Plan {
     Plan {
         name: "budget",
         title: "age of the pool's information under the adaptive budget",
-        text: "One client, 100 servers, from 1 to 5000 queries/s. The age is what the budget's target means: the \
-            median age of the pool's entries, taken at every pick (no entry counts as infinitely old). The target is 500 \
-            ms, kept where queries come often enough: each brings 0.7 probes at most.",
+        text: "One client, 100 servers, from 1 to 5000 queries/s. The age is the quantity that the budget's target \
+            refers to: the median age of the pool's entries, taken at every pick (an empty pool counts as infinitely \
+            old). The target is 500 ms, which is met if queries are frequent enough: each brings at most 0.7 probes.",
         x_label: "queries per second",
         points: points.collect(),
         metrics: standard_and(&[
@@ -375,7 +377,7 @@ pub(super) fn budget(length: Length) -> Plan {
         ],
         charts: vec![(OWN + 1, true)],
         judge: |cells| {
-            // Rarer queries pay for fewer reports than a pool that is never empty takes.
+            // At lower rates the queries pay for fewer reports than it takes to keep the pool from being empty.
             let often = |cell: &&Cell| cell.point != "1/s" && cell.arm == OURS;
             let ages = cells.0.iter().filter(often).flat_map(|cell| cell.series(OWN));
             vec![at_most("age at p99 from 5/s on, all seeds, ms", ages.fold(0.0, f64::max), 2000.0)]
@@ -383,7 +385,7 @@ pub(super) fn budget(length: Length) -> Plan {
     }
 }
 
-/// The paper's rule on our probing.
+/// The paper's rule with Prequal's current probing.
 const HCL: &str = "hcl, Q 0.84";
 
 pub(super) fn variants(length: Length) -> Plan {
@@ -436,8 +438,8 @@ pub(super) fn variants(length: Length) -> Plan {
     Plan {
         name: "variants",
         title: "ours, one setting changed at a time",
-        text: "The default profile against its neighbours, in the four scenarios that its bars come from. `1.5x, 0.5 \
-            probes` is fig8's last step.",
+        text: "The default profile compared with its neighbours, in the four scenarios from which its goals are \
+            derived. `1.5x, 0.5 probes` is fig8's last step.",
         x_label: "",
         points: points.collect(),
         metrics: STANDARD.to_vec(),

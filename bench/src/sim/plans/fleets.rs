@@ -1,7 +1,7 @@
-//! Fleets of every kind that a rule must get along with: few slots or many, equal or not, any distribution of work.
+//! Fleets of every kind that a rule must handle: few slots or many, equal or unequal servers, any distribution of work.
 //!
-//! Unless the label says otherwise there is one client, as one gateway is, and a deadline that only a queue without end
-//! misses. Rates are those of `docs/evaluation.md`'s independent simulation where it has the same fleet.
+//! Unless the label says otherwise, there is one client, as with a single gateway, and a deadline that is only missed by an
+//! endless queue. If the independent simulation in `docs/evaluation.md` has the same fleet, the rates are the same.
 
 use super::super::plot::{Chart, Line};
 use super::*;
@@ -17,10 +17,10 @@ const RARE: Sizes = Sizes::Mix { rare: 0.05, long: (80.0, 80.0), usual: (1.0, 1.
 /// Each client sends five queries a second.
 const SIDECARS: &str = "sidecars, 32 × 1, exp 100";
 
-/// The paper's rule on our probing and reports.
+/// The paper's rule with Prequal's current probing and reports.
 const HCL: &str = "Prequal (hcl)";
 
-/// Kinds of servers as (how many, slots, milliseconds), and queries per second.
+/// A fleet with kinds of servers given as (count, slots, milliseconds), and queries per second.
 fn fleet(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, qps: f64) -> Point {
     let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
     let kind = |&(count, slots, ms): &(usize, usize, f64)| vec![ServerSpec::slots(slots, ms); count];
@@ -41,7 +41,7 @@ impl Point {
         self.with(|scenario| scenario.clients = clients)
     }
 
-    /// So many seconds after the warm-up the first `servers` become `times` slower, for `seconds`.
+    /// `after` seconds after the warm-up, the first `servers` become `times` slower, for `seconds`.
     fn slowed(self, servers: usize, times: f64, after: f64, seconds: f64) -> Self {
         self.with(|scenario| {
             let from = scenario.warm_up + after;
@@ -54,7 +54,7 @@ impl Point {
     }
 }
 
-/// Those of the independent simulation that no setting was chosen on are the second half.
+/// The second half are fleets of the independent simulation that were not used to choose any setting.
 fn all() -> Vec<Point> {
     use Sizes::{Exact, Exponential, LogNormal};
     let equal = |label: &str, load: f64| fleet(label, &[(16, 4, 40.0)], Exponential, load * 1600.0);
@@ -64,7 +64,7 @@ fn all() -> Vec<Point> {
     let shared =
         fleet("12 × 2 cores, lognormal σ 1.5", &[(12, NO_QUEUE, 20.0)], LogNormal { sigma: 1.5 }, 400.0);
     let flapping = fleet("10, no queues, one 12x now and then", &[(10, NO_QUEUE, 50.0)], Exact, 200.0);
-    // As many queries of others, by round robin: as beside an Envoy that has no Prequal yet.
+    // The same rate again of queries of others, by round robin: as beside an Envoy that does not have Prequal yet.
     let beside = |what: &str| {
         fleet(&format!("9, one {what}, healed, others"), &[(9, NO_QUEUE, 50.0)], Exact, 220.0)
             .clients(4)
@@ -143,8 +143,9 @@ fn all() -> Vec<Point> {
     ]
 }
 
-/// Seconds from the healing of the one server that was slow for a while, or from the start of the one that joins, to the
-/// first in which it gets half of its fair share; infinite when it never does, NaN where there is none.
+/// Seconds until the server gets half of its fair share within a second: counted from the healing of the one server that
+/// was slow for a while, or from the start of the one that joins. Infinite if it never does, NaN if there is no such
+/// server.
 fn seconds_to_share(scenario: &Scenario, run: &Run) -> f64 {
     let (since, server) = match scenario.changes[..] {
         [(_, Change::Work(slowed, _)), (healed_at, Change::Work(healed, _))] if slowed == healed => {
@@ -172,7 +173,7 @@ fn seconds(value: f64) -> String {
 
 pub(super) fn fleets(length: Length) -> Plan {
     let mut rules = rules();
-    // The rules that the paper and the facts compare with on such fleets, and ours for fleets of this size.
+    // The rules that the paper and the facts compare on such fleets, and Prequal's for fleets of this size.
     let floor = rules.pop();
     let hcl = Prequal { rule: Rule::Hcl, ..ours() };
     rules.extend(arms([
@@ -182,11 +183,11 @@ pub(super) fn fleets(length: Length) -> Plan {
         (HCL, Arm::Prequal(hcl)),
     ]));
     rules.extend(floor);
-    // Of short runs a few fleets are enough: one that is equal, and one for each way of not being so.
+    // For short runs a few fleets are enough: an equal one, and one for each way of being unequal.
     let mut points = length.pick(&all(), &[0, 3, 4, 11, 18]);
     for point in &mut points {
         point.arms.clone_from(&rules);
-        // What changes keeps its time, and so does what has few queries.
+        // Fleets that change, and those with few queries, keep their time.
         if length.quick && point.scenario.changes.is_empty() && point.scenario.measured <= 60.0 {
             (point.scenario.warm_up, point.scenario.measured) = (10.0, 15.0);
         }
@@ -194,17 +195,17 @@ pub(super) fn fleets(length: Length) -> Plan {
     Plan {
         name: "fleets",
         title: "fleets of every kind",
-        text: "Servers × slots, what a query takes in ms, and the load; further queries wait in order, without \
-            bound. `exp` is exponential, `mix` nine in ten of 5 to 15 ms and one in ten of 100 to 300; `no \
-            queues` serves everything at once. One client unless said. `learning` is ours as the filter runs it: \
-            nobody is known at first, and no probe has an address, so that a replica which no request goes to is \
-            rarely heard of. `CSWRR` is Envoy's client_side_weighted_round_robin on our agents' load reports, `fast` with its \
-            shortest periods. `24` has every \
-            number of slots with every speed, at 1400/s. `12 × 2 cores` is processor sharing with a median of 20 \
-            ms, 8 clients and 400/s. `with caches`: 3000 keys, of which each server remembers 300; a miss costs \
-            10 times a hit. `to its share` counts the seconds until a server gets half of its fair share: from the \
-            end of the 25 s in which it was slow, or from its start where one joins the others (`then 11`). `others`: \
-            as many queries again by somebody else's round robin. `TO` is beyond 30 s.",
+        text: "The labels give servers × slots, the service time of a query in ms, and the load; further queries wait \
+            in order, without limit. `exp` is exponential; `mix` is nine in ten queries of 5 to 15 ms and one in ten \
+            of 100 to 300; `no queues` serves everything at once. There is one client unless the label says otherwise. \
+            `learning` is ours as the filter runs it: no server is known at first, and no probe has an address, so \
+            that the pool rarely hears from a replica without requests. `CSWRR` is Envoy's \
+            client_side_weighted_round_robin on the agents' load reports, `fast` with its shortest periods. `24` has \
+            every number of slots with every speed, at 1400/s. `12 × 2 cores` is processor sharing with a median of 20 \
+            ms, 8 clients and 400/s. `with caches` has 3000 keys, of which each server remembers 300; a miss costs 10 \
+            times a hit. `to its share` is the number of seconds until a server gets half of its fair share: from the \
+            end of the 25 s in which it was slow, or from its start if it joins the others (`then 11`). `others` means \
+            the same number of queries again from another client's round robin. `TO` is beyond 30 s.",
         x_label: "",
         points,
         metrics: standard_and(&[
@@ -228,19 +229,19 @@ pub(super) fn fleets(length: Length) -> Plan {
 
 /// The quantiles that are judged.
 const JUDGED: [(&str, usize); 3] = [("p50", P50), ("p99", P99), ("p99.9", P999)];
-/// Of the best other.
+/// Goal, as a multiple of the best other rule.
 const WITHIN: f64 = 1.05;
 
 fn is_other(arm: &str) -> bool {
     ![SMALL, FLOOR].contains(&arm) && !arm.starts_with("Prequal (ours")
 }
 
-/// Beyond the deadline all are equally bad. NaN stays NaN.
+/// Caps a value at the deadline, beyond which all are equally bad. NaN stays NaN.
 fn given_up(ms: f64) -> f64 {
     if ms > 30_000.0 { 30_000.0 } else { ms }
 }
 
-/// The lowest value that a rule of others has at a point, and whose it is.
+/// The lowest value of the other rules at a point, and the name of the rule.
 fn best_other<'a>(cells: &'a Cells, point: &str, metric: usize) -> Option<(f64, &'a str)> {
     let others = cells.0.iter().filter(|cell| cell.point == point && is_other(&cell.arm));
     let values = others.map(|cell| (given_up(cell.median(metric)), &*cell.arm));
@@ -262,7 +263,7 @@ fn judge(cells: &Cells, within: f64) -> Vec<Verdict> {
         let judged = JUDGED.iter().filter_map(|(name, metric)| {
             let got = given_up(cells.at(point, OURS, *metric));
             let (best, whose) = best_other(cells, point, *metric).filter(|_| !got.is_nan())?;
-            // A millisecond of a median is below what anybody measures.
+            // A millisecond of a median is below the accuracy of any measurement.
             let near = *metric == P50 && got <= best + 1.0;
             let over = got / best;
             let line = format!("{name} {} ms, {whose} {} ms, {over:.2}x", tenths(got), tenths(best));
@@ -281,7 +282,7 @@ fn judge(cells: &Cells, within: f64) -> Vec<Verdict> {
     verdicts
 }
 
-/// Some rules over the best of all but ours, one row of dots per fleet.
+/// Values of some rules relative to the best rule other than Prequal's, with one row of dots per fleet.
 pub(super) fn charts(cells: &Cells) -> Vec<Chart> {
     const SHOWN: [&str; 9] = [OURS, LEARNING, PAPER, RIF_ONLY, "C3", "LL", "RR", CSWRR, "Peak EWMA"];
     let chart = |(name, metric): &(&str, usize)| {
@@ -321,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_quantile_is_named_with_whoever_is_best_at_it() {
+    fn the_worst_quantile_is_named_with_the_rule_that_is_best_at_it() {
         let others = || [cell("RR", [13.0, 120.0, f64::INFINITY]), cell("LL", [14.0, 110.0, 200.0])];
         let judged = |ours, floor| {
             let cells: Vec<Cell> =
@@ -330,7 +331,7 @@ mod tests {
             assert_eq!(verdicts.len(), 1);
             (verdicts[0].reached, verdicts[0].got.clone())
         };
-        // The floor is no rule, and a millisecond of the median is nothing.
+        // The floor does not count as a rule, and a millisecond of the median is negligible.
         assert!(judged([14.0, 115.0, 209.0], [1.0; 3]).0);
         let (reached, got) = judged([14.1, 100.0, 100.0], [1.0; 3]);
         assert!(!reached && got.contains("p50 14.1 ms, RR 13.0 ms"), "{got}");
@@ -340,9 +341,9 @@ mod tests {
     }
 
     #[test]
-    fn a_healed_server_is_back_when_it_has_half_of_its_share() {
+    fn a_healed_server_is_back_when_it_gets_half_of_its_share() {
         let point = all().into_iter().find(|point| point.label == "one 3x slower, then healed").unwrap();
-        // 100 queries a second over 16 servers; the slow one gets some again from second 30 on.
+        // 100 queries a second over 16 servers; the slow one gets some again from second 30.
         let server =
             |at_ms: u32, slow: bool| u16::from(!slow || at_ms < 30_000 || !at_ms.is_multiple_of(100));
         let run = |slow| {
@@ -356,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_tell_fleets_apart() {
+    fn labels_are_distinct() {
         let points = all();
         for (index, point) in points.iter().enumerate() {
             assert!(points[..index].iter().all(|other| other.label != point.label), "{}", point.label);

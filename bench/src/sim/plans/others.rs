@@ -1,4 +1,4 @@
-//! What others have tested and published: seeds 001, 002 and 003.
+//! Tests that others have published: seeds 001, 002 and 003.
 
 use super::*;
 
@@ -13,9 +13,9 @@ pub(super) fn finagle() -> Plan {
     Plan {
         name: "finagle",
         title: "one server of eleven answers in 2 s for half a minute (seed 001)",
-        text: "One client, 1000 queries/s, pure delays of N(167, 5) ms, one server at 2 s from second 15 to 45 of 60. Success is \
-            an answer within a second. The post: round robin 95 %, least loaded 99 %, peak EWMA 99.9 %. `healed` is the \
-            healed server's share of the last 5 s (fair: 9.09 %).",
+        text: "One client, 1000 queries/s, pure delays of N(167, 5) ms, one server at 2 s from second 15 to 45 of 60. \
+            A query succeeds if it is answered within a second. In the post, round robin has 95 %, least loaded 99 %, \
+            peak EWMA 99.9 %. `healed` is the healed server's share of the last 5 s (fair: 9.09 %).",
         x_label: "",
         points: vec![Point {
             label: "60 s".to_owned(),
@@ -102,11 +102,11 @@ pub(super) fn ingress(length: Length) -> Plan {
     Plan {
         name: "ingress",
         title: "16 servers, two of them sixteen times as slow (seed 003)",
-        text: "Pure delays of 50 ms, 800 on two servers, 500 queries/s. The post (p99 / p99.9): round robin 807 / 835 \
-            ms, least connections 802 / 809, Prequal 81 / 127, with a load generator that keeps even gaps. With \
-            hot and cold a burst of random gaps that puts two requests on each of the fourteen fast servers makes them \
-            all hot, and the slow pair is the only cold one left. By predicted latency what remains is one request in \
-            4000 that looks whether a slow server has recovered.",
+        text: "Pure delays of 50 ms, and 800 ms on two servers, 500 queries/s. In the post (p99 / p99.9), round robin \
+            has 807 / 835 ms, least connections 802 / 809, Prequal 81 / 127, with a load generator that keeps even \
+            gaps. Under the hot/cold rule, a burst of random gaps that puts two requests on each of the fourteen fast \
+            servers makes all of them hot, so that the slow pair is the only cold one left. With predicted latency, \
+            only one request in 4000 remains, which tests whether a slow server has recovered.",
         x_label: "",
         points: points.into(),
         metrics: standard_and(&[
@@ -162,9 +162,9 @@ pub(super) fn netflix(length: Length) -> Plan {
     Plan {
         name: "netflix",
         title: "half of the origin is slow (seed 002)",
-        text: "200 balancers, 4000 queries/s, 20 + 20 servers of 4 cores and 50 slots; beyond those a query is \
-            refused. The post says only that Zuul's choice of two sent about 15 % to the slow half; the work, the \
-            thresholds and Zuul's weights are unpublished, and this model's Zuul does not get there.",
+        text: "200 balancers, 4000 queries/s, 20 + 20 servers of 4 cores and 50 slots; queries beyond those are \
+            refused. The post says only that Zuul's choice of two sent about 15 % to the slow half. The work, the \
+            thresholds and Zuul's weights are unpublished, and this model's Zuul does not reach that share.",
         x_label: "",
         points: vec![point("4x CPU", 4.0, 0.0), point("2x CPU + 100 ms", 2.0, 100.0)],
         metrics: standard_and(&[SLOW_SHARE]),
@@ -178,7 +178,7 @@ pub(super) fn netflix(length: Length) -> Plan {
                     0.15,
                 ),
                 at_most("ours, share to the slow half (4x CPU)", cells.at("4x CPU", OURS, OWN), 0.001),
-                // Two or three of 180 000 in one seed of three.
+                // Two or three of 180 000, in one of three seeds.
                 at_most("ours, failures", cells.worst(OURS, FAILED), 0.0001),
             ]
         },
@@ -229,14 +229,14 @@ pub(super) fn smallfleet(length: Length) -> Plan {
     Plan {
         name: "smallfleet",
         title: "fleets of 1 to 16, and what probes cost four CPU-bound servers (seed 003)",
-        text: "First 1 to 16 servers of four cores and 10 ± 3 ms of work, the last of two or more four times as slow; four \
-            clients, Poisson arrivals at 60 % of what the fleet can do, 5 s deadline. An even share is more than the slow \
-            one can do. `fallback` is the share of Prequal's picks that were left to Envoy's own policy, here a random \
-            one. Then 4 servers of one core, one four times as slow, 30 users in a closed loop, 4 ms of work, against the \
-            CPU that a probe costs a server. Throughput is what counts in a closed loop. Seed 003 saw Prequal 22 % \
-            below round robin in such a test (4162 against 5366 queries/s), which it puts down to probes; its \
-            servers' probe cost and work are not published. Here round robin is bound by the slow server, so what is \
-            comparable is the loss to probes.",
+        text: "The first part has 1 to 16 servers of four cores and 10 ± 3 ms of work, the last of two or more four \
+            times as slow; four clients, Poisson arrivals at 60 % of the fleet's capacity, 5 s deadline. An even share \
+            is more than the slow server can serve. `fallback` is the share of Prequal's picks that were left to \
+            Envoy's own policy, here a random one. The second part has 4 servers of one core, one of them four times \
+            as slow, 30 users in a closed loop and 4 ms of work, and varies the CPU that a probe costs a server. In a \
+            closed loop the relevant figure is throughput. In such a test seed 003 saw Prequal 22 % below round robin \
+            (4162 against 5366 queries/s), which it attributes to probes; its servers' probe cost and work are not \
+            published. Here the slow server limits round robin, so only the loss to probes is comparable.",
         x_label: "servers, or CPU per probe",
         points: sizes.chain(costs).collect(),
         metrics: standard_and(&[

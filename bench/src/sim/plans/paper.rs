@@ -3,14 +3,14 @@
 use super::*;
 
 pub(super) fn calibration(length: Length) -> Plan {
-    // So much spare capacity that nothing queues: what is left is the work itself.
+    // So much spare capacity that nothing queues; only the work itself remains.
     let scenario =
         length.cut(Scenario::testbed(100, 0.75, Spare::Antagonists { mean: 5.0, sd: 0.0, hobbled: 1.0 }));
     Plan {
         name: "calibration",
         title: "the work of a query, without queueing",
-        text: "Work is max(0, N(80, 80)) ms of one core, as the paper draws it (normal, standard deviation equal to \
-            the mean, truncated at zero). The paper's four quantiles below allocation are 80, 182, 265 and 325 ms.",
+        text: "Work is max(0, N(80, 80)) ms of one core, as in the paper (normal, standard deviation equal to the \
+            mean, truncated at zero). The paper's four quantiles below the allocation are 80, 182, 265 and 325 ms.",
         x_label: "",
         points: vec![Point { label: "0.75x".to_owned(), scenario, arms: arms([("Random", Arm::Random)]) }],
         metrics: STANDARD.to_vec(),
@@ -47,10 +47,10 @@ pub(super) fn fig6(length: Length) -> Plan {
     Plan {
         name: "fig6",
         title: "load ramp (paper §5.1, figure 6)",
-        text: "100 clients, 100 servers, load from 0.75 to 1.74 times the allocation, 5 s deadline. The paper: WRR's \
-            p99.9 times out from 1.03x, p99 from 1.27x, p90 from 1.57x, more than 25 % errors at 1.74x; Prequal has \
-            no error at all, p99.9 about 325 ms up to 1.14x, 350 at 1.27x, about 700 at 1.74x. `floor` is a greedy \
-            rule that knows every server's queue, capacity and speed at this instant: no policy can.",
+        text: "100 clients, 100 servers, load from 0.75 to 1.74 times the allocation, 5 s deadline. In the paper, \
+            WRR's p99.9 times out from 1.03x, p99 from 1.27x and p90 from 1.57x, with more than 25 % errors at 1.74x. \
+            Prequal has no errors; its p99.9 is about 325 ms up to 1.14x, 350 at 1.27x and about 700 at 1.74x. `floor` \
+            is a greedy rule that knows every server's current queue, capacity and speed, which no policy can.",
         x_label: "load over allocation",
         points: points.collect(),
         metrics: standard_and(&[CPU_VARIATION]),
@@ -89,12 +89,12 @@ pub(super) fn fig7(length: Length) -> Plan {
     Plan {
         name: "fig7",
         title: "selection rules (paper §5.2, figure 7)",
-        text: "Nine rules of the paper, and CSWRR, Zuul, Peak EWMA, synchronous Prequal and ours, at 70 and 90 % of the \
-            allocation, on equal servers and with every other server twice as slow. Antagonists are heavier than in \
-            fig6: the paper's WRR also broke at a lower load here. The paper: Random, RR, WRR and LL bad at 90 %, \
-            LL-Po2C and YARP between, C3 and Prequal (Q = 0.75) best and 3 to 8 % apart, Linear much worse than \
-            either. The last does **not** reproduce in this model, nor did it in the independent simulation of the \
-            facts: RIF times 75 ms outweighs latency at λ = 0.5 already.",
+        text: "Nine rules of the paper, and CSWRR, Zuul, Peak EWMA, synchronous Prequal and ours, at 70 and 90 % of \
+            the allocation, on equal servers and with every other server twice as slow. Antagonists are heavier than \
+            in fig6: the paper's WRR also broke at a lower load here. In the paper, Random, RR, WRR and LL are bad at \
+            90 %, LL-Po2C and YARP are in between, C3 and Prequal (Q = 0.75) are best and 3 to 8 % apart, and Linear \
+            is much worse than either. The result for Linear does **not** reproduce in this model, nor did it in the \
+            independent simulation of the facts: at λ = 0.5, RIF times 75 ms already outweighs latency.",
         x_label: "",
         points,
         metrics: standard_and(&[SLOW_SHARE]),
@@ -131,7 +131,7 @@ pub(super) fn fig7(length: Length) -> Plan {
     }
 }
 
-/// 4 down to 1/2 probes per query in steps of √2.
+/// From 4 down to 1/2 probes per query, in steps of √2.
 fn probe_rates() -> [f64; 7] {
     [0, 1, 2, 3, 4, 5, 6].map(|step| 4.0 / 2f64.sqrt().powi(step))
 }
@@ -151,17 +151,17 @@ pub(super) fn fig8(length: Length) -> Plan {
     Plan {
         name: "fig8",
         title: "probing rate (paper §5.3, figure 8)",
-        text: "1.5x load, r_remove 0.25, from 4 probes a query down to one half. The paper: little change \
-            down to one probe a query, then latency and RIF jump; it gives no figures. Ours adds the reports that \
-            responses carry anyway. Every step down to one probe stays within 15 % of the p99.9 at 4 probes, but \
-            highest over lowest is 1.2, because 2.83 probes do better than 4 (b_reuse is 1 from there up: more probes \
-            only make the pool turn over faster). The rise towards one probe comes of choosing by latency: with Q = \
-            0.6 highest over lowest is 1.11 and with RIF alone 1.07, while the model's constants do not move it \
-            (spare capacity of 1.0 instead of 0.95: 1.19; load 1.45x: 1.18; twice the run length: 1.19), nor do the \
-            readings that the paper leaves open (hot if RIF > θ: 1.19; equation (1) with the configured instead of \
-            the measured rate: 1.18; samples of at most 2 s: 1.21). Medians over 16 samples at or near the RIF \
-            instead of 8 bring it to 1.14, but lift fig6's p99.9 at 1.27x from 374 to 384 ms, above its bar. All on \
-            three seeds.",
+        text: "1.5x load, r_remove 0.25, from 4 probes a query down to one half. In the paper, little changes down to \
+            one probe a query, then latency and RIF jump; it gives no figures. Ours also has the reports that \
+            responses carry anyway. Every step down to one probe stays within 15 % of the p99.9 at 4 probes, but the \
+            ratio of highest to lowest is 1.2, because 2.83 probes do better than 4 (from there up b_reuse is 1, so \
+            more probes only replace the pool's entries faster). The rise towards one probe is caused by choosing by \
+            latency: with Q = 0.6 highest over lowest is 1.11, and with RIF alone 1.07. The model's constants do not \
+            change it (spare capacity of 1.0 instead of 0.95: 1.19; load 1.45x: 1.18; twice the run length: 1.19). \
+            Neither do the readings that the paper leaves open (hot if RIF > θ: 1.19; equation (1) with the configured \
+            instead of the measured rate: 1.18; samples of at most 2 s: 1.21). Medians over 16 instead of 8 samples at \
+            or near the RIF reduce it to 1.14, but raise fig6's p99.9 at 1.27x from 374 to 384 ms, above its goal. All \
+            figures are from three seeds.",
         x_label: "probes per query",
         points: points.collect(),
         metrics: standard_and(&[CPU_VARIATION, MEDIAN_THETA]),
@@ -220,8 +220,8 @@ pub(super) fn fig9(length: Length) -> Plan {
         name: "fig9",
         title: "RIF quantile, half of the fleet twice as slow (paper §5.3, figure 9)",
         text: "0.75x load, work of 30 ms on the fast half and 60 on the slow one, Q from 0 (RIF only) to 1 (latency \
-            only). The paper: p99 from 162 to 142 ms, p90 from 93 to 75, p50 from 34.5 to 31 as Q goes from 0 to \
-            0.99, all sharply up at 1. Ours is run with the very settings that fig6 is run with.",
+            only). In the paper, p99 falls from 162 to 142 ms, p90 from 93 to 75 and p50 from 34.5 to 31 as Q goes \
+            from 0 to 0.99; all rise sharply at 1. Ours runs with the same settings as in fig6.",
         x_label: "Q_RIF",
         points,
         metrics: standard_and(&[SLOW_SHARE, MEDIAN_THETA]),
@@ -268,9 +268,9 @@ pub(super) fn fig10(length: Length) -> Plan {
     Plan {
         name: "fig10",
         title: "linear combinations of latency and RIF (paper, appendix A)",
-        text: "0.94x load, half of the fleet twice as slow, score (1−λ)·latency + λ·75 ms·RIF. The paper: every \
-            quantile improves monotonically up to λ = 1, and HCL beats all of them. Here λ = 0 is terrible and HCL \
-            wins; that the gain goes on from 0.5 to 1 does not reproduce (flat within the spread).",
+        text: "0.94x load, half of the fleet twice as slow, score (1−λ)·latency + λ·75 ms·RIF. In the paper, every \
+            quantile improves monotonically up to λ = 1, and HCL beats all of them. Here λ = 0 is by far the worst and \
+            HCL wins. The further improvement from 0.5 to 1 does not reproduce (flat within the spread).",
         x_label: "λ, and the hot/cold rule",
         points,
         metrics: STANDARD.to_vec(),

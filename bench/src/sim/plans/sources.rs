@@ -1,10 +1,10 @@
-//! What the sources state, beside what came out here: one line per figure that a source gives, by experiment.
+//! Compares the sources' statements with the results here: one line per figure that a source gives, by experiment.
 
 use super::super::plot::{Chart, Line};
 use super::super::report::Beside;
 use super::*;
 
-/// Empty where no source gives a figure.
+/// Empty if no source gives a figure.
 pub(crate) fn beside(name: &str, cells: &Cells) -> Vec<Beside> {
     let mut lines = match name {
         "calibration" => calibration(cells),
@@ -25,8 +25,8 @@ pub(crate) fn beside(name: &str, cells: &Cells) -> Vec<Beside> {
     lines
 }
 
-/// Charts of what is no metric of one run: the figures themselves, where the experiment has no policies to compare, and
-/// figures over those of other policies.
+/// Charts of values that are not a metric of one run: the stated figures, if the experiment has no policies to compare, and
+/// figures relative to those of other policies.
 pub(crate) fn charts(name: &str, cells: &Cells) -> Vec<Chart> {
     match name {
         "calibration" => vec![calibrated(cells)],
@@ -55,7 +55,7 @@ fn calibrated(cells: &Cells) -> Chart {
 const FLAT: [(&str, usize, f64); 4] =
     [("p50", P50, 80.0), ("p90", P90, 182.0), ("p99", P99, 265.0), ("p99.9", P999, 325.0)];
 
-/// Within `share` of what the source states; a time-out is 5 s.
+/// Whether `got` is within `share` of what the source states; a timeout counts as 5 s.
 fn near(got: f64, source: f64, share: f64) -> bool {
     (capped(got) / source - 1.0).abs() <= share
 }
@@ -116,7 +116,7 @@ fn fig6(cells: &Cells) -> Vec<Beside> {
     }
     let got = cells.at("1.74x", PAPER, P999);
     lines.push(in_ms(format!("{PAPER}, p99.9 at 1.74x, ms"), "about 700", got, got <= 700.0));
-    // 5 to 20 errors a second of 7.6 k queries.
+    // 5 to 20 errors a second, at 7.6 k queries a second.
     let got = cells.at("1.03x", WRR, FAILED);
     lines.push(in_percent("WRR, errors at 1.03x", "0.07 to 0.26 %", got, (0.0007..=0.0026).contains(&got)));
     let got = cells.at("1.74x", WRR, FAILED);
@@ -276,7 +276,7 @@ fn ingress(cells: &Cells) -> Vec<Beside> {
                 figures.iter().zip([("p95", OWN + 1), ("p99", P99), ("p99.9", P999)])
             {
                 let got = cells.at(point, arm, metric);
-                // The post's go through a proxy: ours may be lower.
+                // The post's requests pass through a proxy, so the latencies here may be lower.
                 let holds = (got > 400.0) == (*value > 400.0);
                 lines.push(in_ms(format!("{arm}, {name} with {point}, ms"), source, got, holds));
             }
@@ -304,8 +304,8 @@ fn netflix(cells: &Cells) -> Vec<Beside> {
 /// A fleet, a rule, and p50, p99 and p99.9 under round robin, least loaded, that rule and C3.
 type Independent = (&'static str, &'static str, [[f64; 3]; 4]);
 const COLLAPSE: [f64; 3] = [f64::INFINITY; 3];
-/// What an independent simulation of the same fleets gave, ms. Its rules on Prequal's pool had 0.7 probes per query and the
-/// reports on responses; the paper's have three probes here and nothing else.
+/// Results of an independent simulation of the same fleets, ms. There, rules on Prequal's pool had 0.7 probes per query and
+/// the reports on responses; the paper's rules have only three probes per query here.
 const INDEPENDENT: [Independent; 16] = [
     (
         "16 × 4, exp 40, 80 %",
@@ -381,14 +381,14 @@ const INDEPENDENT: [Independent; 16] = [
     ),
 ];
 
-/// Whether each is within a tenth. A collapse is as deep as the run is long.
+/// Whether each figure is within a tenth. The depth of a collapse depends on the length of the run.
 fn on_fleets(cells: &Cells) -> Vec<Beside> {
     let line = |point: &str, arm: &str, source: [f64; 3]| {
         let got = [P50, P99, P999].map(|metric| cells.at(point, arm, metric));
         let collapse = source == COLLAPSE;
         let said = if collapse { "collapse".to_owned() } else { source.map(ms).join(" / ") };
         let here = if got[0].is_nan() { "–".to_owned() } else { got.map(ms).join(" / ") };
-        // The median of a collapse is what the other replicas do.
+        // In a collapse the median is determined by the other replicas.
         let holds = if collapse {
             got[1] >= 1000.0
         } else {
