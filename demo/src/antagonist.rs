@@ -1,4 +1,4 @@
-//! The neighbour: burns CPU on the core that it shares with a replica, when told to.
+//! The antagonist: on request, burns CPU on the core that it shares with a replica.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,13 +10,13 @@ use http::{Method, StatusCode};
 use crate::service;
 use crate::web;
 
-/// Where burning is switched on.
+/// Port on which burning is switched on.
 pub(crate) const PORT: u16 = 8083;
 
-/// Burns CPU for a while after `POST /burn?seconds=20`; idle else.
+/// Burns CPU for a while after `POST /burn?seconds=20`; otherwise idle.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
-    /// Where orders come in
+    /// Address for orders
     #[arg(long, default_value_t = SocketAddr::from(([0, 0, 0, 0], PORT)))]
     listen: SocketAddr,
 }
@@ -24,7 +24,7 @@ pub(crate) struct Args {
 pub(crate) async fn run(args: Args) -> Result<()> {
     let until = Arc::new(Mutex::new(Instant::now()));
     let burning = until.clone();
-    // Orders are read on another thread than the one that burns.
+    // Orders are read on a different thread from the one that burns.
     std::thread::spawn(move || burn(&burning));
     web::serve(args.listen, move |call| {
         let reply = match (&call.method, call.path.as_str()) {

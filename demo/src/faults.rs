@@ -1,24 +1,24 @@
-//! The catalogue of faults: what the page offers, and `cargo xtask fault` lists.
+//! The list of faults, for the page and for `cargo xtask fault`.
 
 use serde_json::{Value, json};
 
-/// Who can act.
+/// What can carry out a fault.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum By {
-    /// The page, by asking the program concerned.
+    /// The page, by a request to the program concerned.
     Page,
-    /// Only the container engine, hence `cargo xtask` on the host: no container here holds its socket.
+    /// Only the container engine, hence `cargo xtask` on the host: no container here has its socket.
     Host,
 }
 
-/// What a fault is aimed at.
+/// The target of a fault.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Target {
-    /// One replica; which, if none is named.
+    /// One replica, by default this one.
     Replica(u16),
-    /// A replica with an antagonist beside it.
+    /// A replica with an antagonist beside it, by default this one.
     Neighboured(u16),
-    /// The whole of something there is one of.
+    /// A component of which there is only one.
     Only,
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct Fault {
     pub(crate) what: &'static str,
     pub(crate) by: By,
     pub(crate) target: Target,
-    /// How long, unless told otherwise. 0: over at once, the healing is Docker's restart.
+    /// Default duration. 0: over at once; Docker's restart repairs it.
     pub(crate) seconds: u64,
 }
 
@@ -61,7 +61,7 @@ pub(crate) const SLOW_FACTOR: u32 = 10;
 /// Share of a sinkhole's requests that fail at once.
 pub(crate) const SINKHOLE_SHARE: f64 = 0.5;
 
-/// In the order of the page.
+/// In the order in which the page shows them.
 pub(crate) const FAULTS: [Fault; 11] = [
     Fault {
         name: "slow",

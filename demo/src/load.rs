@@ -1,7 +1,7 @@
 //! The load generator: open loop, half of the requests through each Envoy.
 //!
-//! Requests are due at fixed instants whatever became of the ones before, and latency counts from then, so that a stall
-//! anywhere shows in every request that it delayed. It stops by itself.
+//! Requests are due at fixed instants, regardless of what happened to earlier ones. Latency is measured from the due time,
+//! so that a stall anywhere shows in every request that it delayed. The generator stops by itself.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,10 +17,10 @@ use crate::service::REPLICA_HEADER;
 use crate::web::{self, Client};
 use crate::windows::{Figures, Outcome, Windows};
 
-/// Where the figures are read.
+/// Port on which the figures are read.
 pub(crate) const PORT: u16 = 8090;
 
-/// A request that took longer has failed. Envoy gives up before.
+/// A request that takes longer counts as failed. Envoy gives up earlier.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The two sides, as the page calls them.
@@ -35,13 +35,13 @@ pub(crate) struct Args {
     /// The other Envoy
     #[arg(long)]
     baseline: String,
-    /// Requests a second through each of them
+    /// Requests a second through each Envoy
     #[arg(long, default_value_t = 220, env = "DEMO_RATE", value_parser = clap::value_parser!(u32).range(1..=5000))]
     rate: u32,
-    /// Stop sending after this long; a restart begins anew
+    /// Stop sending after this many seconds; a restart begins again
     #[arg(long, default_value_t = 3600, env = "DEMO_SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
-    /// Where the figures are read
+    /// Address on which the figures are read
     #[arg(long, default_value_t = SocketAddr::from(([0, 0, 0, 0], PORT)))]
     listen: SocketAddr,
 }
@@ -50,14 +50,17 @@ struct Load {
     args: Args,
     start: Instant,
     sides: [Mutex<Windows>; 2],
-    /// How late the generator itself was: on a quiet machine next to nothing.
+    /// Lateness of the generator itself: almost zero on a quiet machine.
     lag: Mutex<Windows>,
     ended: AtomicBool,
 }
 
 pub(crate) async fn run(args: Args) -> Result<()> {
     for url in [&args.prequal, &args.baseline] {
-        ensure!(url.parse::<http::Uri>().is_ok_and(|uri| uri.host().is_some()), "`{url}` is no http address");
+        ensure!(
+            url.parse::<http::Uri>().is_ok_and(|uri| uri.host().is_some()),
+            "`{url}` is not an http address"
+        );
     }
     wait_for(&[&args.prequal, &args.baseline]).await;
     let listen = args.listen;
@@ -80,7 +83,7 @@ pub(crate) async fn run(args: Args) -> Result<()> {
     .await
 }
 
-/// Returns when all of them have answered 200 once: the first requests must not be lost to the start of the fleet.
+/// Waits until all of them have answered 200 once, so that no request is lost while the fleet starts.
 async fn wait_for(urls: &[&String]) {
     let client = Client::new();
     for url in urls {
@@ -98,7 +101,7 @@ impl Load {
         let count = self.args.seconds * 2 * u64::from(self.args.rate);
         let load = self.clone();
         let start = self.start;
-        // Tokio's timers are a millisecond coarse; a thread of its own sleeps to within some 0.1 ms.
+        // Tokio's timers have a resolution of a millisecond; a separate thread sleeps to within about 0.1 ms.
         std::thread::spawn(move || {
             for number in 0..count {
                 let due = start + interval.mul_f64(number as f64);

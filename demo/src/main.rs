@@ -1,9 +1,9 @@
-//! The programs of the docker-compose demo, one binary so that one image serves them all.
+//! The programs of the docker-compose demo, in one binary so that one image serves all of them.
 //!
-//! A replica is three containers in one network namespace: `hold` owns the namespace, so that the other two may die and
-//! come back; `service` answers requests; the shipped `probe-agent` stands in front of it. `load` sends half of the
-//! requests through each Envoy, `antagonist` burns CPU beside a replica, `page` collects, draws and switches faults.
-//! None of this is shipped to users of the filter.
+//! A replica is three containers in one network namespace: `hold` owns the namespace, so that the other two can die and
+//! come back; `service` answers requests; the shipped `probe-agent` is in front of it. `load` sends half of the requests
+//! through each Envoy, `antagonist` burns CPU beside a replica, and `page` collects data, draws it and switches faults.
+//! Users of the filter get none of these programs.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -21,7 +21,7 @@ mod service;
 mod web;
 mod windows;
 
-/// The programs of the docker-compose demo. `docs/compose.md` tells how they fit together.
+/// The programs of the docker-compose demo. `docs/compose.md` describes how they work together.
 #[derive(Parser)]
 #[command(name = "prequal-demo", version)]
 struct Cli {
@@ -37,7 +37,7 @@ enum Command {
     Antagonist(antagonist::Args),
     Load(load::Args),
     Page(page::Args),
-    /// Ends well if a GET of this address answers 200, for health checks
+    /// Succeeds if a GET of this address answers 200, for health checks
     Health {
         /// `http://host:port/path`
         url: String,

@@ -1,8 +1,8 @@
-//! The live page: collects once a second, serves what it knows, and switches faults.
+//! The live page: collects data once a second, serves it, and switches faults.
 //!
-//! It asks programs, never the container engine. What only the engine can do waits here until `cargo xtask` on the host
-//! fetches it. A browser on another site cannot switch anything: an order needs a header that forms cannot send, and a
-//! `Host` of this machine.
+//! It sends requests to programs, but never to the container engine. Orders that only the engine can carry out wait here
+//! until `cargo xtask` on the host fetches them. A browser on another site cannot switch anything: an order needs a header
+//! that forms cannot send, and a `Host` that names this machine.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -30,24 +30,24 @@ mod state;
 /// Serves the live page, and writes the endpoints that both Envoys read.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
-    /// Where the page is served
+    /// Address on which the page is served
     #[arg(long, default_value_t = SocketAddr::from(([0, 0, 0, 0], load::PORT)))]
     listen: SocketAddr,
-    /// Replicas, in rotation and spare; the last one is the spare
+    /// Number of replicas, including a spare one, which is the last
     #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u16).range(3..=99))]
     replicas: u16,
-    /// Replicas that have an antagonist beside them
+    /// Numbers of the replicas that have an antagonist beside them
     #[arg(long, value_delimiter = ',', default_value = "7,8")]
     antagonists: Vec<u16>,
-    /// The file that both Envoys watch
+    /// The endpoints file that both Envoys watch
     #[arg(long, default_value = "/eds/replicas.json")]
     endpoints: PathBuf,
 }
 
-/// Needed on every order, with any value.
+/// Required on every order, with any value.
 const ORDER_HEADER: &str = "x-prequal-demo";
 
-/// The controller on the host counts as present this long after it asked last.
+/// The controller on the host counts as present for this long after its last request.
 const CONTROLLER: Duration = Duration::from_secs(5);
 
 const ASK: Duration = Duration::from_secs(2);
@@ -125,7 +125,7 @@ impl Page {
         }
     }
 
-    /// Somebody else's `/metrics`, for a Prometheus on the host that cannot reach the containers.
+    /// Passes on another program's `/metrics`, for a Prometheus on the host that cannot reach the containers.
     async fn passed_on(&self, path: &str) -> Response<Full<Bytes>> {
         let url = match path.split('/').skip(2).collect::<Vec<_>>().as_slice() {
             ["envoy", side] if load::SIDES.contains(side) => {
@@ -153,7 +153,7 @@ impl Page {
         };
         let caller_acts = call.query("by") == Some("host");
         if order.fault.by == By::Host && !caller_acts && !self.state().controlled(CONTROLLER) {
-            let why = "this one needs the container engine, which no container may use: keep \
+            let why = "this fault needs the container engine, which no container may use: keep \
                        `cargo xtask compose` running on the host, or type `cargo xtask fault` there\n";
             return web::text(StatusCode::SERVICE_UNAVAILABLE, why);
         }
@@ -164,7 +164,7 @@ impl Page {
         }
         let mut state = self.state();
         let id = state.begin(&order);
-        let told = json!({
+        let reply = json!({
             "id": id,
             "name": order.fault.name,
             "by": if order.fault.by == By::Host { "host" } else { "page" },
@@ -172,9 +172,9 @@ impl Page {
             "seconds": order.seconds,
         });
         if order.fault.by == By::Host && !caller_acts {
-            state.orders.push(told.clone());
+            state.orders.push(reply.clone());
         }
-        web::json(&told)
+        web::json(&reply)
     }
 
     fn checked(&self, call: &Call) -> Result<Active, String> {
@@ -216,7 +216,7 @@ impl Page {
         Ok(Active { id: 0, fault, replica, seconds, begun: Instant::now() })
     }
 
-    /// Asks the program concerned.
+    /// Sends the order to the program concerned.
     async fn act(&self, order: &Active) -> Result<()> {
         let (seconds, replica) = (order.seconds, order.replica.unwrap_or_default());
         let service = format!("http://replica-{replica}:{ADMIN_PORT}");
@@ -246,14 +246,15 @@ impl Page {
                 }
                 return state.endpoints.write();
             }
-            other => anyhow::bail!("`{other}` is not the page's to do"),
+            other => anyhow::bail!("`{other}` is not a fault that the page carries out"),
         };
         let answer = self.client.post(&url, ASK).await?;
         anyhow::ensure!(answer.status.is_success(), "{url} answered {}", answer.status);
         Ok(())
     }
 
-    /// `POST /api/baseline?policy=round_robin`: the other Envoy has both policies configured, a runtime key chooses.
+    /// `POST /api/baseline?policy=round_robin`: the other Envoy has both policies configured, and a runtime key selects
+    /// one.
     async fn choose_baseline(&self, call: &Call) -> Response<Full<Bytes>> {
         let policy = call.query("policy").unwrap_or_default();
         if !BASELINES.contains(&policy) {
@@ -277,7 +278,7 @@ impl Page {
         }
     }
 
-    /// `POST /api/failed?id=7` with the reason as the body: the host could not do what it fetched.
+    /// `POST /api/failed?id=7` with the reason as the body: the host could not carry out an order that it fetched.
     fn failed(&self, call: &Call) -> Response<Full<Bytes>> {
         let id = call.query("id").and_then(|text| text.parse().ok()).unwrap_or(0);
         let why = String::from_utf8_lossy(&call.body[..call.body.len().min(300)]).into_owned();
@@ -286,10 +287,10 @@ impl Page {
     }
 }
 
-/// What the other Envoy can be told to do.
+/// The policies that the other Envoy can use.
 const BASELINES: [&str; 2] = ["least_request", "round_robin"];
 
-/// Whether a `Host` names this machine's loopback or the page's container. Others are the work of DNS rebinding.
+/// Whether a `Host` names this machine's loopback or the page's container. Other names indicate DNS rebinding.
 fn of_this_machine(host: &str) -> bool {
     let name = match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,
@@ -323,7 +324,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_this_machine_and_only_on_purpose() {
+    async fn orders_come_only_from_this_machine_and_need_the_header() {
         let query = "name=loss&by=host";
         for (headers, status) in [
             (vec![("host", "localhost:8090")], 403),
@@ -337,11 +338,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_needs_the_engine_waits_for_the_host() {
+    async fn a_fault_that_needs_the_engine_waits_for_the_host() {
         let headers = [("host", "localhost"), (ORDER_HEADER, "1")];
         let page = page();
         let order = post("/api/fault", "name=agent-kill&replica=4&seconds=7", &headers);
-        assert_eq!(page.clone().answer(&order).await.status(), 503, "nobody there to do it");
+        assert_eq!(page.clone().answer(&order).await.status(), 503, "no host can carry it out");
         assert_eq!(page.clone().answer(&post("/api/orders", "", &headers)).await.status(), 200);
         assert_eq!(page.clone().answer(&order).await.status(), 200);
         let orders = std::mem::take(&mut page.state().orders);

@@ -1,7 +1,6 @@
 //! The sample service: some CPU, some waiting, and the faults that happen inside a program.
 //!
-//! Every fault carries its end with it: the service heals itself when the time is up, whatever became of whoever
-//! switched the fault on.
+//! Every fault has an end time: the service heals itself, even if the program that switched the fault on is gone.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,10 +16,10 @@ use rand_distr::{Distribution as _, Exp1};
 
 use crate::web::{self, Call};
 
-/// Carries the number of the replica that answered.
+/// Header with the number of the replica that answered.
 pub(crate) const REPLICA_HEADER: &str = "x-demo-replica";
 
-/// Where faults are switched on.
+/// Port on which faults are switched on.
 pub(crate) const ADMIN_PORT: u16 = 8082;
 
 /// Longest fault, seconds.
@@ -32,13 +31,13 @@ pub(crate) struct Args {
     /// Number of this replica, 1 to 99
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=99))]
     replica: u16,
-    /// Where requests come in
+    /// Address for requests
     #[arg(long, default_value = "127.0.0.1:8081")]
     listen: SocketAddr,
-    /// Where faults are switched on
+    /// Address for orders that switch faults on
     #[arg(long, default_value_t = SocketAddr::from(([0, 0, 0, 0], ADMIN_PORT)))]
     admin: SocketAddr,
-    /// Every request waits this long, ms, and then an exponential time with half of it as its mean
+    /// Minimum wait of every request, ms; an exponential time with half of it as its mean is added
     #[arg(long, default_value_t = 14, value_parser = clap::value_parser!(u64).range(0..=10_000))]
     wait_ms: u64,
     /// Steps of computation in every request; a step takes about a nanosecond on an idle core
@@ -46,7 +45,7 @@ pub(crate) struct Args {
     work: u32,
 }
 
-/// What is wrong at present. Each ends by itself.
+/// The faults that are active. Each ends by itself.
 #[derive(Debug, Default)]
 struct Faults {
     slow: Option<(f64, Instant)>,
@@ -111,7 +110,7 @@ impl Service {
             compute(self.args.work);
             web::text(StatusCode::OK, "ok\n")
         };
-        // Asked last: what is in flight when the hang begins hangs as well.
+        // Checked last: requests in flight when the hang begins hang as well.
         while let Some(end) = self.hanging() {
             tokio::time::sleep_until(end.into()).await;
         }
@@ -136,7 +135,7 @@ impl Service {
         let end = seconds(call).map(|seconds| Instant::now() + Duration::from_secs(seconds));
         match (call.path.as_str(), end) {
             ("/heal", _) => *faults = Faults::default(),
-            // As after a bug: no answer to anything in flight, no clean-up. Docker starts it again.
+            // As after a bug: requests in flight get no answer, and nothing is cleaned up. Docker restarts the service.
             ("/fault/crash", _) => std::process::exit(101),
             ("/fault/hang", Ok(end)) => faults.hang = Some(end),
             ("/fault/slow", Ok(end)) => match number(call, "factor", 1.0, 1000.0) {
@@ -156,7 +155,7 @@ impl Service {
     }
 }
 
-/// The length of a fault, from the query.
+/// The duration of a fault, from the query.
 pub(crate) fn seconds(call: &Call) -> Result<u64, String> {
     call.query("seconds")
         .and_then(|text| text.parse().ok())
@@ -171,7 +170,7 @@ fn number(call: &Call, key: &str, least: f64, most: f64) -> Result<f64, String> 
         .ok_or_else(|| format!("`{key}` must be {least} to {most}\n"))
 }
 
-/// A fixed amount of work, so that it takes longer when a neighbour takes the core away.
+/// A fixed amount of work, so that it takes longer if an antagonist uses the core.
 pub(crate) fn compute(steps: u32) {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     for _ in 0..steps {

@@ -1,4 +1,4 @@
-//! HTTP as the demo needs it: small replies, small requests, HTTP/1.1.
+//! As much HTTP as the demo needs: small replies, small requests, HTTP/1.1.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -16,7 +16,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::net::TcpListener;
 
-/// Longest body read, bytes, requests and replies alike: Envoy's statistics are the longest.
+/// Maximum body size of requests and replies, bytes: Envoy's statistics are the longest.
 const MAX_BODY: usize = 4 << 20;
 
 /// A request with its body read.
@@ -29,7 +29,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// The value of `key` in the query, as it stands there: nothing here needs escapes.
+    /// The raw value of `key` in the query: no value here needs escapes.
     pub(crate) fn query(&self, key: &str) -> Option<&str> {
         self.query.split('&').find_map(|pair| pair.split_once('=').filter(|(k, _)| *k == key).map(|(_, v)| v))
     }
@@ -64,7 +64,7 @@ where
                     Ok::<_, Infallible>(handler(call).await)
                 }
             });
-            // A connection that the peer broke off concerns nobody here.
+            // A connection that the peer breaks off needs no handling here.
             let _ = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .serve_connection(TokioIo::new(stream), service)

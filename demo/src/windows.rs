@@ -1,8 +1,8 @@
-//! Sliding windows over what the load generator saw: pure, so that the numbers on the page can be tested.
+//! Sliding windows over the load generator's results: pure, so that the numbers on the page can be tested.
 //!
-//! A request belongs to the second in which it *ended*, for only then is anything known of it. A window is the
-//! [`WINDOW`] whole seconds that end with its second. A failed request counts with at least [`FAILED_US`], so failing
-//! early never improves a tail.
+//! A request belongs to the second in which it *ended*, because its outcome is unknown before. A window is the [`WINDOW`]
+//! whole seconds that end with its second. A failed request counts as at least [`FAILED_US`], so failing early never
+//! improves a tail.
 
 use std::collections::VecDeque;
 
@@ -12,7 +12,7 @@ pub(crate) const WINDOW: usize = 5;
 /// Seconds kept.
 pub(crate) const KEPT: usize = 300;
 
-/// Latency of a failed request, microseconds: the time after which Envoy gives up in the demo's configuration.
+/// Latency of a failed request, microseconds: Envoy's timeout in the demo's configuration.
 pub(crate) const FAILED_US: u32 = 2_000_000;
 
 /// Numbers of replicas are below this.
@@ -21,23 +21,23 @@ pub(crate) const REPLICAS: usize = 100;
 /// One request that ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Outcome {
-    /// From the instant it was due to the end of its body, or to its failure.
+    /// From the instant at which it was due to the end of its body, or to its failure.
     pub(crate) latency_us: u32,
     pub(crate) ok: bool,
-    /// Who answered, if it said so.
+    /// The replica that answered, if the response named it.
     pub(crate) replica: Option<u16>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Second {
-    /// With [`FAILED_US`] for those that failed.
+    /// Contains [`FAILED_US`] for failed requests.
     latencies_us: Vec<u32>,
     failed: u32,
-    /// Who answered how many, by number.
+    /// Number of answers by replica.
     answered: Vec<(u16, u32)>,
 }
 
-/// What one side saw, second by second.
+/// The results of one side, second by second.
 #[derive(Clone, Debug)]
 pub(crate) struct Windows {
     seconds: VecDeque<Second>,
@@ -53,14 +53,14 @@ pub(crate) struct Figures {
     /// The last second of the window.
     pub(crate) second: u64,
     pub(crate) samples: usize,
-    /// Of the whole window.
+    /// Failures in the whole window.
     pub(crate) failed: u32,
-    /// Of its last second.
+    /// Failures in its last second.
     pub(crate) failed_now: u32,
     pub(crate) p50_ms: f64,
     pub(crate) p99_ms: f64,
     pub(crate) p999_ms: f64,
-    /// Answers by replica, those with none left out.
+    /// Answers by replica, without replicas that gave none.
     pub(crate) answered: Vec<(u16, u32)>,
 }
 
@@ -69,7 +69,7 @@ impl Windows {
         Self { seconds: VecDeque::new(), first: 0, ok: 0, failed: 0 }
     }
 
-    /// Notes a request that ended in `second`. One that ended before anything kept counts in the totals only.
+    /// Records a request that ended in `second`. If that second is no longer kept, the request counts only in the totals.
     pub(crate) fn record(&mut self, second: u64, outcome: Outcome) {
         if outcome.ok {
             self.ok += 1;
@@ -129,7 +129,7 @@ impl Windows {
         })
     }
 
-    /// Makes room up to `second`, forgetting what is older than [`KEPT`].
+    /// Extends the range up to `second`, dropping seconds older than [`KEPT`].
     fn reach(&mut self, second: u64) {
         let kept = KEPT as u64;
         if second >= self.first + self.seconds.len() as u64 + kept {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn old_seconds_are_forgotten_and_silence_is_an_empty_window() {
+    fn old_seconds_are_dropped_and_a_window_without_requests_is_empty() {
         let mut windows = Windows::new();
         windows.record(0, ok(1, 1));
         windows.record(10_000, ok(1, 1));

@@ -1,4 +1,4 @@
-//! The demo's Envoy with Prequal is the configuration that users copy, but for what a demo must have differently.
+//! The demo's Envoy with Prequal has the configuration that users copy, except for what a demo must change.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn the_demo_runs_what_users_copy() {
     let mut expected = configuration("static/envoy.yaml");
     expected["node"] = json!({"id": "prequal", "cluster": "demo"});
     expected["admin"]["address"]["socket_address"]["address"] = "0.0.0.0".into();
-    // For the container's 512 MB.
+    // Sized for the container's 512 MB.
     let monitors = &mut expected["overload_manager"]["resource_monitors"];
     monitors[0]["typed_config"]["max_heap_size_bytes"] = (320 << 20).into();
     monitors[1]["typed_config"]["max_active_downstream_connections"] = 5000.into();
@@ -54,7 +54,7 @@ fn the_demo_runs_what_users_copy() {
 }
 
 #[test]
-fn the_other_envoy_differs_in_the_balancing_only() {
+fn the_other_envoy_differs_only_in_the_balancing() {
     let mut prequal = configuration("compose/envoy-prequal.yaml");
     let mut baseline = configuration("compose/envoy-baseline.yaml");
     for part in ["timeout", "retry_policy"] {

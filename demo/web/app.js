@@ -1,6 +1,6 @@
 "use strict";
 
-// One reading a second; the last SPAN of them are drawn.
+// One reading a second; the last SPAN readings are drawn.
 const SPAN = 120;
 const SIDES = ["prequal", "baseline"];
 const CHARTS = [["p99", "p99_ms"], ["p999", "p999_ms"], ["p50", "p50_ms"], ["failed", "failed_now"]];
@@ -42,7 +42,7 @@ async function poll() {
     return;
   }
   if (state.second < newest) {
-    // The load generator began anew.
+    // The load generator has restarted.
     newest = 0;
     for (const side of SIDES) windows[side] = [];
     return;
@@ -58,11 +58,11 @@ async function poll() {
 
 function show() {
   const { sides, rate } = state;
-  const load = state.ended ? "the load has ended; `docker-compose restart load` begins anew"
+  const load = state.ended ? "the load has ended; `docker-compose restart load` starts it again"
     : `${rate} requests a second through each Envoy`;
   // The generator's own lateness is in every latency shown.
   const lag = windows.prequal.at(-1)?.lag_p99_ms ?? 0;
-  const busy = lag > 5 ? `; this machine is busy: the generator itself is ${ms(lag)} ms late at p99` : "";
+  const busy = lag > 5 ? `; this machine is busy: the load generator itself is ${ms(lag)} ms late at p99` : "";
   at("status").textContent = state.second ? load + busy : "waiting for the load generator";
   for (const [id, key] of CHARTS) {
     for (const side of SIDES) {
@@ -76,9 +76,9 @@ function show() {
   replicas();
   balancer();
   at("active").replaceChildren(...state.active.map(fault => {
-    const whom = fault.replica ? ` on ${fault.replica}` : "";
+    const target = fault.replica ? ` on ${fault.replica}` : "";
     const left = fault.seconds ? `${fault.left} s left` : "";
-    return element("li", {}, `${fault.name}${whom} `, element("small", {}, `${fault.what}. ${left}`));
+    return element("li", {}, `${fault.name}${target} `, element("small", {}, `${fault.what}. ${left}`));
   }));
   for (const button of at("faults").children) {
     const fault = catalogue.find(f => f.name === button.dataset.fault);
@@ -129,7 +129,7 @@ function replicas() {
 function balancer() {
   const b = state.balancer;
   const number = (value, digits = 0) => value == null ? "–" : value.toFixed(digits);
-  // The filter writes the greatest value of its type for a threshold that nothing reaches.
+  // For a threshold that nothing reaches, the filter writes the maximum of its type.
   const theta = b.theta_rif == null ? "–" : b.theta_rif >= 1e6 ? "∞" : number(b.theta_rif);
   const rows = [
     ["picks/s: cold", number(b.cold_per_s)],
@@ -201,7 +201,7 @@ function draw(canvas, key) {
   }
 }
 
-// The least of 1, 2, 5 times a power of ten that is not below.
+// The smallest of 1, 2, 5 times a power of ten that is not less than `value`.
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map(step => step * power).find(step => step >= value);

@@ -1,4 +1,4 @@
-//! Once a second: ask the load generator, every agent and the Envoy with Prequal, all at once.
+//! Once a second, queries the load generator, every agent and the Envoy with Prequal in parallel.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use crate::page::Page;
 use crate::page::endpoints::SERVICE_PORT;
 use crate::web::Answer;
 
-/// Where the agents' metrics are.
+/// Port of the agents' metrics.
 pub(crate) const AGENT_ADMIN: u16 = 9902;
 
-/// Where Envoy's are.
+/// Port of Envoy's admin interface.
 pub(crate) const ENVOY_ADMIN: u16 = 9901;
 
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Who has not answered by then has not answered: a hanging container must not hang the page.
+/// A program that has not answered by then counts as down: a hanging container must not make the page hang.
 const LIMIT: Duration = Duration::from_millis(800);
 
 pub(super) async fn for_ever(page: Arc<Page>) {
@@ -61,7 +61,7 @@ async fn get(page: &Page, url: &str) -> Option<Answer> {
     page.client.get(url, LIMIT).await.ok().filter(|answer| answer.status.is_success())
 }
 
-/// Containers get their addresses from the engine; discovery learns them by name.
+/// The engine assigns addresses to containers; this finds them by name.
 async fn look_up(page: &Page, number: u16) {
     let name = format!("replica-{number}:{SERVICE_PORT}");
     let Ok(Ok(mut found)) = tokio::time::timeout(LIMIT, tokio::net::lookup_host(name)).await else { return };
@@ -92,7 +92,7 @@ async fn agent(page: &Page, number: u16) {
 }
 
 async fn load(page: &Page) {
-    // One window back, so that a restarted generator is noticed by its clock.
+    // Also request one earlier window, so that a restarted generator is noticed by its clock.
     let since = page.state().newest();
     let Some(answer) = get(page, &format!("http://load:{}/stats?since={since}", load::PORT)).await else {
         return;
@@ -114,7 +114,7 @@ async fn balancer(page: &Page) {
     state.balancer.push(Instant::now(), values);
 }
 
-/// The name used here of a statistic of the filter.
+/// The short name of a statistic of the filter.
 fn short(sample: &Sample<'_>) -> Option<&'static str> {
     match (sample.metric, sample.kind) {
         ("picks_total", "cold") => Some("cold"),
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn prometheus_text_is_read() {
+    fn prometheus_text_is_parsed() {
         let text = "# TYPE a gauge\na 3\nb{class=\"x\"} 0.5\nnonsense\n";
         assert_eq!(samples(text).collect::<Vec<_>>(), [("a", 3.0), ("b{class=\"x\"}", 0.5)]);
     }

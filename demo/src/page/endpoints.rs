@@ -8,10 +8,10 @@ use std::time::Instant;
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
-/// Where the agents listen.
+/// Port on which the agents listen.
 pub(crate) const SERVICE_PORT: u16 = 8080;
 
-/// Which replicas there are, where, and which of them discovery names now.
+/// All replicas, their addresses, and which of them discovery lists now.
 #[derive(Debug)]
 pub(crate) struct Endpoints {
     pub(crate) replicas: u16,
@@ -24,7 +24,7 @@ pub(crate) struct Endpoints {
 }
 
 impl Endpoints {
-    /// `replicas` of them, the last one a spare.
+    /// `replicas` replicas, of which the last is a spare.
     pub(crate) fn new(replicas: u16, file: PathBuf) -> Self {
         Self {
             replicas,
@@ -45,7 +45,7 @@ impl Endpoints {
         self.spare_until = Some(until);
     }
 
-    /// Notes where a replica is. True if that is new.
+    /// Records the address of a replica. Returns true if it is new.
     pub(crate) fn found(&mut self, replica: u16, address: SocketAddr) -> bool {
         self.addresses.insert(replica, address.ip()) != Some(address.ip())
     }
@@ -54,7 +54,7 @@ impl Endpoints {
         self.addresses.get(&replica).copied()
     }
 
-    /// Replicas that discovery names at `now`.
+    /// Replicas that discovery lists at `now`.
     pub(crate) fn in_rotation(&self, now: Instant) -> Vec<u16> {
         self.addresses
             .keys()
@@ -64,12 +64,12 @@ impl Endpoints {
             .collect()
     }
 
-    /// Whether the file says something else than what holds at `now`.
+    /// Whether the file differs from what is valid at `now`.
     pub(crate) fn stale(&self, now: Instant) -> bool {
         self.in_rotation(now) != self.written
     }
 
-    /// Writes the file as Envoy wants it: complete, then moved into place.
+    /// Writes the complete file and then moves it into place, as Envoy requires.
     pub(crate) fn write(&mut self) -> Result<()> {
         let now = self.in_rotation(Instant::now());
         self.version += 1;
@@ -107,7 +107,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn the_spare_and_the_removed_come_and_go_by_themselves() {
+    fn spare_and_removed_replicas_come_and_go_by_themselves() {
         let mut endpoints = Endpoints::new(4, PathBuf::from("unused"));
         for number in 1..=4 {
             assert!(endpoints.found(number, SocketAddr::from(([10, 0, 0, number as u8], 80))));

@@ -1,4 +1,4 @@
-//! `/metrics` in Prometheus text: what the clients of both sides saw.
+//! `/metrics` in Prometheus' text format: what the clients of both sides observed.
 
 use std::fmt::Write as _;
 

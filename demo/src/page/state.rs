@@ -1,4 +1,4 @@
-//! What the page knows, and the JSON that the browser reads.
+//! The page's state, and the JSON that the browser reads.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ impl Active {
     }
 }
 
-/// Counters of some program, the last few readings, so that rates can be told.
+/// The last few readings of a program's counters, for computing rates.
 #[derive(Debug, Default)]
 pub(crate) struct Readings(VecDeque<(Instant, BTreeMap<String, f64>)>);
 
@@ -51,7 +51,7 @@ impl Readings {
         self.0.back()?.1.get(name).copied()
     }
 
-    /// Growth per second. A counter that went down began anew: what it says now is what it grew by.
+    /// Growth per second. A counter that decreased has restarted: its value is its growth.
     pub(crate) fn rate(&self, name: &str) -> f64 {
         let (Some((first, old)), Some((last, new))) = (self.0.front(), self.0.back()) else { return 0.0 };
         let elapsed = last.saturating_duration_since(*first).as_secs_f64();
@@ -63,10 +63,10 @@ impl Readings {
     }
 }
 
-/// One agent, as last seen.
+/// One agent at the last reading.
 #[derive(Debug, Default)]
 pub(crate) struct Agent {
-    /// Whether it answered the last time it was asked.
+    /// Whether it answered the last query.
     pub(crate) up: bool,
     pub(crate) readings: Readings,
 }
@@ -76,7 +76,7 @@ pub(crate) struct Agent {
 pub(crate) struct Side {
     pub(crate) ok: u64,
     pub(crate) failed: u64,
-    /// As the load generator told them, oldest first.
+    /// As reported by the load generator, oldest first.
     pub(crate) windows: VecDeque<Value>,
 }
 
@@ -99,14 +99,14 @@ impl Side {
     }
 }
 
-/// Everything the page knows.
+/// The whole state of the page.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) endpoints: Endpoints,
     pub(crate) baseline: String,
-    /// When the controller on the host asked last.
+    /// When the controller on the host last asked for orders.
     pub(crate) controller: Option<Instant>,
-    /// What it has not fetched yet.
+    /// Orders that it has not fetched yet.
     pub(crate) orders: Vec<Value>,
     /// The load generator's clock.
     pub(crate) second: u64,
@@ -141,30 +141,30 @@ impl State {
         }
     }
 
-    /// Whether somebody on the host fetches orders.
+    /// Whether a controller on the host fetches orders.
     pub(crate) fn controlled(&self, within: Duration) -> bool {
         self.controller.is_some_and(|last| last.elapsed() < within)
     }
 
-    /// Notes a fault as switched on; returns its number.
+    /// Records that a fault was switched on; returns its number.
     pub(crate) fn begin(&mut self, order: &Active) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
-        let whom = order.replica.map_or_else(String::new, |number| format!(" on {number}"));
-        self.event(format!("{}{whom}", order.fault.name));
+        let target = order.replica.map_or_else(String::new, |number| format!(" on {number}"));
+        self.event(format!("{}{target}", order.fault.name));
         self.active.push(Active { id, begun: Instant::now(), ..order.clone() });
         id
     }
 
-    /// Notes that a fault did not happen.
+    /// Records that a fault could not be carried out.
     pub(crate) fn failed(&mut self, id: u64, why: &str) {
         if let Some(index) = self.active.iter().position(|active| active.id == id) {
             let active = self.active.remove(index);
-            self.event(format!("{} not done: {why}", active.fault.name));
+            self.event(format!("{} not carried out: {why}", active.fault.name));
         }
     }
 
-    /// Takes over what the load generator said. It began anew if its clock went back.
+    /// Takes over the load generator's figures. If its clock went back, it was restarted.
     pub(crate) fn load(&mut self, stats: &Value) {
         let second = stats["second"].as_u64().unwrap_or(0);
         if second < self.second {
@@ -175,10 +175,10 @@ impl State {
         self.rate = stats["rate"].as_u64().unwrap_or(0);
         self.ended = stats["ended"].as_bool().unwrap_or(false);
         for (side, name) in self.sides.iter_mut().zip(SIDES) {
-            let told = &stats["sides"][name];
-            side.ok = told["ok"].as_u64().unwrap_or(0);
-            side.failed = told["failed"].as_u64().unwrap_or(0);
-            side.windows.extend(told["windows"].as_array().into_iter().flatten().cloned());
+            let reported = &stats["sides"][name];
+            side.ok = reported["ok"].as_u64().unwrap_or(0);
+            side.failed = reported["failed"].as_u64().unwrap_or(0);
+            side.windows.extend(reported["windows"].as_array().into_iter().flatten().cloned());
             while side.windows.len() > KEPT {
                 side.windows.pop_front();
             }
@@ -190,7 +190,7 @@ impl State {
         self.sides[0].windows.back().and_then(|window| window["second"].as_u64()).unwrap_or(0)
     }
 
-    /// Drops what has ended; notes it.
+    /// Removes faults that have ended, and records that.
     pub(crate) fn expire(&mut self, now: Instant) {
         let (over, active) = std::mem::take(&mut self.active).into_iter().partition(|a| now >= a.end());
         self.active = active;
@@ -208,7 +208,7 @@ impl State {
         }
     }
 
-    /// Everything, with the windows that end after `since`.
+    /// The whole state, with the windows that end after `since`.
     pub(crate) fn json(&self, since: u64) -> Value {
         let now = Instant::now();
         let rotation = self.endpoints.in_rotation(now);
@@ -327,19 +327,19 @@ mod tests {
     }
 
     #[test]
-    fn only_newer_windows_are_told_and_a_restart_forgets() {
+    fn only_newer_windows_are_sent_and_a_restart_clears_them() {
         let mut state = state();
         state.load(&stats(7, json!([])));
         state.load(&stats(8, json!([])));
-        let told =
+        let windows =
             |state: &State, since| state.json(since)["sides"]["prequal"]["windows"].as_array().map(Vec::len);
-        assert_eq!((told(&state, 0), told(&state, 6), told(&state, 7)), (Some(2), Some(1), Some(0)));
+        assert_eq!((windows(&state, 0), windows(&state, 6), windows(&state, 7)), (Some(2), Some(1), Some(0)));
         state.load(&stats(3, json!([])));
-        assert_eq!(told(&state, 0), Some(1));
+        assert_eq!(windows(&state, 0), Some(1));
     }
 
     #[test]
-    fn rates_survive_a_counter_that_begins_anew() {
+    fn rates_survive_a_counter_that_restarts() {
         let mut readings = Readings::default();
         let start = Instant::now();
         for (second, value) in [(0, 100.0), (1, 150.0), (2, 200.0)] {
