@@ -1,8 +1,8 @@
-//! The agent before a hostile backend: whatever it answers, the request ends, an honest one is answered afterwards, and
-//! none is still counted.
+//! The agent in front of a hostile backend: whatever the backend answers, the request ends, a well-formed request is
+//! answered afterwards, and no request is still counted.
 //!
-//! The first byte says which request is answered, over which HTTP version, and whether the rest is frames whose lengths are
-//! right.
+//! The first byte decides which request is answered, over which HTTP version, and whether the rest consists of frames with
+//! correct lengths.
 #![no_main]
 
 use prequal_fuzz::agent::{self, PREFACE, frame};

@@ -1,8 +1,8 @@
-//! The agent against a hostile client: whatever it sends, an honest request is answered afterwards, and none is still
-//! counted.
+//! The agent against a hostile client: whatever the client sends, a well-formed request is answered afterwards, and no
+//! request is still counted.
 //!
-//! The first byte says how the rest is sent: as it is, after the preface of HTTP/2, or as frames whose lengths are right;
-//! in how many pieces; and which HTTP version the backend speaks.
+//! The first byte decides how the rest is sent (as it is, after the preface of HTTP/2, or as frames with correct lengths),
+//! in how many pieces, and which HTTP version the backend speaks.
 #![no_main]
 
 use prequal_fuzz::agent::{self, PREFACE, frame};
@@ -42,7 +42,7 @@ fn seeds() -> Vec<Vec<u8>> {
     frame(&mut get, 1, 5, 1, GET);
     seeds.push([&[AFTER_PREFACE], &get[..]].concat());
     seeds.push([&[AFTER_PREFACE | 8], &get[..]].concat());
-    // Scripts of frames: SETTINGS, then a request, and what may go wrong with it.
+    // Scripts of frames: SETTINGS, then a request, and what can go wrong with it.
     let settings: &[u8] = &[4, 0, 0, 0];
     let head = |flags: u8, stream: u8, block: &[u8]| [&[1, flags, stream, block.len() as u8], block].concat();
     for frames in [

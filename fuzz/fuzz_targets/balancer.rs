@@ -1,4 +1,4 @@
-//! A worker's balancer over damaged shared data: it serves requests all the same, and whatever it writes is accepted again
+//! A worker's balancer over damaged shared data: it still serves requests, and everything that it writes is accepted again
 //! (`Host` checks every write).
 #![no_main]
 
@@ -26,7 +26,7 @@ fn config(rule: Rule, endpoints: u16) -> ClusterConfig {
     }
 }
 
-/// What the proxy says of a request.
+/// What the proxy reports about a request.
 struct Proxy {
     now: Micros,
     served: Option<Endpoint>,

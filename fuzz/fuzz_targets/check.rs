@@ -1,7 +1,7 @@
 //! `prequal check`: any file is refused or judged, in bounded time.
 #![no_main]
 
-/// The command's own files: it is a program, not a library, and its other half needs a terminal.
+/// The command's own files, because it is a program without a library, and its other half needs a terminal.
 #[path = "../../crates/prequal-cli/src"]
 #[allow(dead_code, unreachable_pub, unused_imports, reason = "only the part that reads files is run")]
 mod cli {
@@ -9,7 +9,7 @@ mod cli {
     pub(crate) mod read;
 }
 
-// The names that those files call each other by.
+// The names by which those files refer to each other.
 pub(crate) use cli::{check, read};
 
 fn seeds() -> Vec<Vec<u8>> {
@@ -24,7 +24,7 @@ fn seeds() -> Vec<Vec<u8>> {
     ]
     .map(|text| text.as_bytes().to_vec())
     .to_vec();
-    // The shipped file without one of its paragraphs each.
+    // The shipped file, each time without one of its paragraphs.
     let shipped = include_str!("../../envoy-configs/static/envoy.yaml");
     let lines: Vec<&str> = shipped.lines().filter(|line| !line.trim_start().starts_with('#')).collect();
     for cut in (0..lines.len().saturating_sub(12)).step_by(12) {

@@ -1,4 +1,4 @@
-//! The ejection table's blob: any bytes are refused, or take in what requests tell, and what is written is accepted again.
+//! The ejection table's blob: any bytes are refused, or accept updates from requests; what is written is accepted again.
 #![no_main]
 
 use prequal_core::blob::Blob as _;
@@ -41,7 +41,7 @@ fn seeds() -> Vec<Vec<u8>> {
             1, 1,
         ];
         seeds.push(Script::join(&script, &table.encode()));
-        // A replica that fails every request: its failures reach what is remembered.
+        // A replica that fails every request: its failures fill the memory.
         let failing: Vec<u8> = [0, 0, 3, 0, 0, 0, 9, 3].repeat(31);
         seeds.push(Script::join(&failing, &table.encode()));
     }

@@ -1,4 +1,4 @@
-//! The inbound role's log of ended requests: any bytes are refused, or workers read and append, and what is written is
+//! The inbound role's log of ended requests: any bytes are refused, or workers can read and append; what is written is
 //! accepted again.
 #![no_main]
 

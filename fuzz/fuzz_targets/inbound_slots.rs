@@ -1,4 +1,4 @@
-//! The inbound role's table of slots: any bytes are refused, or VMs come, go and die, and what is written is accepted again.
+//! The inbound role's table of slots: any bytes are refused, or VMs come, go and die; what is written is accepted again.
 #![no_main]
 
 use prequal_core::blob::Blob as _;

@@ -1,4 +1,4 @@
-//! The membership's blob: any bytes are refused, or take in what workers learn, and what is written is accepted again.
+//! The membership's blob: any bytes are refused, or accept what workers learn; what is written is accepted again.
 #![no_main]
 
 use prequal_core::blob::Blob as _;

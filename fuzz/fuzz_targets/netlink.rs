@@ -1,4 +1,4 @@
-//! Every parser of plb-netlink that reads what the kernel or an operator wrote. The first byte chooses which.
+//! Every parser of plb-netlink that reads data from the kernel or an operator. The first byte selects the parser.
 #![no_main]
 
 use plb_netlink::counters::Counters;
@@ -17,7 +17,7 @@ fn seeds() -> Vec<Vec<u8>> {
     {
         seeds.push([&[which], text.as_bytes()].concat());
     }
-    // Beside these the corpus has two captured datagrams, those of the parsers' own tests.
+    // In addition, the corpus has two captured datagrams, those of the parsers' own tests.
     seeds
 }
 

@@ -1,4 +1,4 @@
-//! The pool's blob: any bytes are refused, or serve picks, reports and probes, and what is written is accepted again.
+//! The pool's blob: any bytes are refused, or can serve picks, reports and probes; what is written is accepted again.
 #![no_main]
 
 use prequal_core::blob::Blob as _;
@@ -75,7 +75,7 @@ fn step(
 
 fn run(data: &[u8]) {
     let (mut script, blob) = Script::split(data);
-    // As it is, and with what a fuzzer would find by chance alone mended.
+    // Once as it is, and once with the fields fixed that a fuzzer would get right only by chance.
     if let Ok(pool) = PoolState::decode(blob) {
         survives(&pool);
     }

@@ -1,4 +1,4 @@
-//! Report headers: any bytes are refused or understood, and what is understood prints and parses back to itself.
+//! Report headers: any bytes are refused or parsed, and what is parsed prints and parses back to the same value.
 #![no_main]
 
 use prequal_core::report::LoadReport;
@@ -23,7 +23,7 @@ fn run(data: &[u8]) {
         let printed = report.to_string();
         assert_eq!(LoadReport::parse(&printed), Ok(report), "{printed}");
     }
-    // The pair of headers, one a line.
+    // The pair of headers, one per line.
     let mut lines = data.splitn(2, |byte| *byte == b'\n');
     let (rif, latency) = (lines.next().unwrap_or_default(), lines.next());
     if let Ok(report) = LoadReport::parse_pair(rif, latency) {

@@ -1,7 +1,8 @@
-//! A real agent in this process: sockets on loopback, one thread, and a backend that answers, or sends the input's bytes.
+//! A real agent in this process: sockets on loopback, one thread, and a backend that answers normally or sends the input's
+//! bytes.
 //!
-//! The agent takes sockets and nothing else, so the bytes go through the kernel. Clients connect from many addresses of
-//! loopback: with one, the ports in TIME_WAIT run out after some seconds.
+//! The agent accepts only sockets, so the bytes go through the kernel. Clients connect from many loopback addresses: with a
+//! single one, ports would run out after a few seconds because of TIME_WAIT.
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
@@ -25,9 +26,9 @@ use tokio::time::timeout;
 
 /// The preface of HTTP/2, without the SETTINGS that follow it.
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// A hostile connection may last so long. The agent closes it itself, as it has been closed for writing.
+/// Maximum duration of a hostile connection. The agent closes it by itself, because it has been closed for writing.
 const PATIENCE: Duration = Duration::from_millis(300);
-/// What an honest request may take on a busy machine.
+/// Time limit for a well-formed request on a busy machine.
 const LIMIT: Duration = Duration::from_secs(8);
 
 thread_local! {
@@ -45,7 +46,7 @@ struct Side {
 struct World {
     runtime: Runtime,
     tasks: LocalSet,
-    /// Behind HTTP/1.1 and HTTP/2.
+    /// For backends with HTTP/1.1 and with HTTP/2.
     sides: [Side; 2],
 }
 
@@ -87,7 +88,7 @@ async fn serve(backend: TcpListener, hostile: Rc<RefCell<Option<Vec<u8>>>>) {
                 let _ = connection.serve_connection(TokioIo::new(tcp), service_fn(answer)).await;
                 return;
             };
-            // The bytes answer a request: what comes before one may be taken for a connection that has broken.
+            // The bytes answer a request: bytes before one could be taken for a broken connection.
             let _ = timeout(PATIENCE, tcp.read(&mut [0; 4096])).await;
             let _ = tcp.write_all(&bytes).await;
             let _ = tcp.shutdown().await;
@@ -107,12 +108,12 @@ async fn drain(tcp: &mut TcpStream) -> Vec<u8> {
     all
 }
 
-/// Sends `bytes` in so many pieces, closes for writing, and reads whatever comes.
+/// Sends `bytes` in `pieces` pieces, closes for writing, and reads whatever comes.
 async fn exchange(to: SocketAddr, bytes: &[u8], pieces: usize, patience: Duration) -> Option<Vec<u8>> {
     let number = CLIENTS.with(|clients| clients.replace(clients.get().wrapping_add(1)));
     let [_, a, b, c] = (number % 0x00ff_0000).to_be_bytes();
     let socket = TcpSocket::new_v4().expect("a socket");
-    // 127.1.0.0 and up.
+    // Addresses from 127.1.0.0 up.
     socket.bind((Ipv4Addr::new(127, a.max(1), b, c), 0).into()).expect("an address of loopback");
     let mut tcp = timeout(patience, socket.connect(to)).await.ok()?.ok()?;
     let _ = tcp.set_nodelay(true);
@@ -126,7 +127,7 @@ async fn exchange(to: SocketAddr, bytes: &[u8], pieces: usize, patience: Duratio
     timeout(patience, drain(&mut tcp)).await.ok()
 }
 
-/// A request as users send them.
+/// Sends a request as users do; returns whether it was answered.
 async fn honest(side: &Side) -> bool {
     let request = b"GET /after HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
     let number = CLIENTS.with(|clients| clients.replace(clients.get().wrapping_add(1)));
@@ -142,7 +143,7 @@ async fn honest(side: &Side) -> bool {
     reply.starts_with(b"HTTP/1.1 200 ") && reply.ends_with(b"hello")
 }
 
-/// All that the hostile connection left behind is gone, and an honest request is answered.
+/// Checks that everything from the hostile connection is gone, and that a well-formed request is answered.
 async fn recovers(side: &Side, tries: u32) {
     let mut answered = false;
     for _ in 0..tries {
@@ -162,7 +163,7 @@ async fn recovers(side: &Side, tries: u32) {
     panic!("{} requests are still in flight after all connections have ended", side.load.rif());
 }
 
-/// A client of the agent sends `bytes`. `http2`: the agent speaks HTTP/2 to its backend.
+/// A client of the agent sends `bytes`. With `http2`, the agent speaks HTTP/2 to its backend.
 pub fn client(bytes: &[u8], pieces: usize, http2: bool) {
     WORLD.with(|world| {
         let side = &world.sides[usize::from(http2)];
@@ -181,7 +182,7 @@ pub fn backend(request: &[u8], bytes: &[u8], http2: bool) {
             side.hostile.replace(Some(bytes.to_vec()));
             exchange(side.agent, request, 1, PATIENCE).await;
             side.hostile.replace(None);
-            // Connections of before may be taken for whole once more.
+            // The agent may still use earlier connections that it believes to be intact.
             recovers(side, 20).await;
         }));
     });
@@ -196,7 +197,7 @@ pub fn frame(to: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8])
     to.extend_from_slice(payload);
 }
 
-/// Frames from a script: a byte each for kind, flags, stream and length, then the payload.
+/// Makes frames from a script: one byte each for kind, flags, stream and length, then the payload.
 pub fn frames(mut bytes: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     while let [kind, flags, stream, length, rest @ ..] = bytes {

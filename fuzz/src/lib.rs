@@ -1,6 +1,6 @@
-//! What the fuzz targets share: reading a script from raw bytes, blobs that nearly decode, and shared data in memory.
+//! Code shared by the fuzz targets: reading a script from raw bytes, blobs that nearly decode, and shared data in memory.
 //!
-//! Each target is a program in `fuzz_targets/`. This library decides nothing about what is right: the targets do.
+//! Each target is a program in `fuzz_targets/`. The targets decide what is correct; this library does not.
 
 pub mod agent;
 
@@ -18,7 +18,7 @@ use prequal_core::members::Members;
 use prequal_core::pool::PoolState;
 use prequal_core::time::Micros;
 
-/// Where a target writes its first corpus, instead of fuzzing.
+/// Folder into which a target writes its first corpus, instead of fuzzing.
 pub const SEEDS: &str = "PREQUAL_FUZZ_SEEDS";
 
 /// Writes `seeds` to the folder that [`SEEDS`] names and ends the process; does nothing if it names none.
@@ -40,11 +40,11 @@ macro_rules! target {
     };
 }
 
-/// Bytes as decisions. Past their end every decision is zero.
+/// Bytes interpreted as decisions. Past their end every decision is zero.
 pub struct Script<'a>(&'a [u8]);
 
 impl<'a> Script<'a> {
-    /// Splits off a script: the first byte says how many bytes it has. The rest is the payload.
+    /// Splits off a script: the first byte is its length. The rest is the payload.
     pub fn split(data: &'a [u8]) -> (Self, &'a [u8]) {
         let Some((length, rest)) = data.split_first() else { return (Self(&[]), &[]) };
         let (script, payload) = rest.split_at(rest.len().min(usize::from(*length)));
@@ -69,7 +69,7 @@ impl<'a> Script<'a> {
         *first
     }
 
-    /// The next bit of a byte of its own.
+    /// The lowest bit of the next byte.
     pub fn bit(&mut self) -> bool {
         self.byte() & 1 == 1
     }
@@ -97,17 +97,17 @@ impl<'a> Script<'a> {
     }
 }
 
-/// Replica number `n` of the fleet that scripts speak of.
+/// Replica number `n` of the fleet in scripts.
 pub fn replica(n: u16) -> Endpoint {
     let text = if n < 32 { format!("10.0.0.1:{}", 1000 + n) } else { format!("[2001:db8::1]:{}", 1000 + n) };
     text.parse().expect("an endpoint")
 }
 
-/// When scripts begin.
+/// Time at which scripts begin.
 pub const START: Micros = Micros::from_millis(1_000_000);
 
-/// Reads `bytes` as a blob after mending what would be refused before anything else is looked at: the tag, the size of a
-/// record and the length. A fuzzer would find those only by chance.
+/// Decodes `bytes` as a blob after fixing what would be refused first: the tag, the size of a record and the length. A
+/// fuzzer would get those right only by chance.
 pub fn nearly<B: Blob>(bytes: &[u8]) -> Option<B> {
     let empty = B::default().encode().into_owned();
     let mut bytes = bytes.to_vec();
@@ -130,7 +130,8 @@ pub fn nearly<B: Blob>(bytes: &[u8]) -> Option<B> {
     None
 }
 
-/// The same for a header of `header` bytes and records: it says the size of a record, and a count if `counted`.
+/// The same for a header of `header` bytes followed by records; the header contains the size of a record and, if `counted`,
+/// a count.
 pub fn nearly_records<B: Blob>(bytes: &[u8], record: usize, counted: bool) -> Option<B> {
     let empty = B::default().encode().into_owned();
     let mut bytes = bytes.to_vec();
@@ -144,7 +145,7 @@ pub fn nearly_records<B: Blob>(bytes: &[u8], record: usize, counted: bool) -> Op
     B::decode(&bytes).ok()
 }
 
-/// What was accepted, changed and written must be accepted again, and mean the same.
+/// Checks that a blob that was accepted, changed and written is accepted again and has the same meaning.
 pub fn survives<B: Blob>(blob: &B) {
     let written = blob.encode();
     match B::decode(&written) {
@@ -153,10 +154,10 @@ pub fn survives<B: Blob>(blob: &B) {
     }
 }
 
-/// Bytes by key and the numbers of their writes.
+/// Bytes by key, with the numbers of their writes.
 type Values = HashMap<String, (Vec<u8>, u32)>;
 
-/// Shared data of one host. Every write of a balancer is checked as [`survives`] does.
+/// Shared data of one host. Every write of a balancer is checked by [`survives`].
 #[derive(Clone, Default)]
 pub struct Host(Rc<RefCell<Values>>);
 
@@ -166,7 +167,7 @@ impl Host {
         Cas { data: self.clone(), prefix: "fuzz".into() }
     }
 
-    /// Puts bytes where the balancer has `name`, as damage would.
+    /// Stores bytes under the balancer's `name`, as damage would.
     pub fn damage(&self, name: &str, bytes: &[u8]) {
         let mut values = self.0.borrow_mut();
         let number = values.values().map(|(_, number)| *number).max().unwrap_or(0) + 1;
