@@ -1,11 +1,11 @@
-// Prints as JSON what Envoy Gateway makes of Kubernetes objects on standard input: its verdict on each object, and the
-// xDS resources that it would send.
+// Prints, as JSON, Envoy Gateway's translation of the Kubernetes objects on standard input: its verdict on each object, and
+// the xDS resources that it would send.
 //
 // `egctl x translate` does the same with two gaps: it has no module cache, so it refuses every EnvoyExtensionPolicy with
-// wasm, and it knows no endpoints. Here a stub stands in for the cache, and every Service has two pods. The translators,
+// wasm, and it knows no endpoints. Here a stub replaces the cache, and every Service has two pods. The translators,
 // the schemas and the defaults are Envoy Gateway's own.
 //
-// They are internal packages, so this file is compiled as one of the module's: `refresh_envoy_gateway.rs` does it.
+// They are internal packages, so `refresh_envoy_gateway.rs` compiles this file as part of that module.
 package main
 
 import (
@@ -32,10 +32,10 @@ import (
 	"github.com/envoyproxy/gateway/internal/xds/translator"
 )
 
-// Where Envoy Gateway runs.
+// The namespace in which Envoy Gateway runs.
 const namespace = "envoy-gateway-system"
 
-// modules stands for the cache that fetches wasm and serves it to Envoy.
+// modules is a stub for the cache that fetches wasm and serves it to Envoy.
 type modules struct{}
 
 func (modules) Get(url string, _ *wasm.GetOptions) (string, string, error) {
@@ -62,7 +62,7 @@ func run() error {
 	}
 	addEndpoints(objects)
 	addCertificate(objects, namespace)
-	// The loader takes every EnvoyProxy for that of the class. Ours belongs to the Gateway.
+	// The loader assumes that every EnvoyProxy belongs to the class. Here it belongs to the Gateway.
 	objects.EnvoyProxiesForGateways = append(objects.EnvoyProxiesForGateways, objects.EnvoyProxyForGatewayClass)
 	objects.EnvoyProxyForGatewayClass = nil
 
@@ -103,7 +103,7 @@ func run() error {
 				if err != nil {
 					return err
 				}
-				// Through a map, as protojson puts spaces at random.
+				// Through a map, because protojson inserts spaces at random.
 				var value any
 				if err := json.Unmarshal(text, &value); err != nil {
 					return err
@@ -113,7 +113,7 @@ func run() error {
 			result[kind] = list
 		}
 	}
-	// Last, as patches are judged when they are applied.
+	// Last, because patches are judged when they are applied.
 	result["conditions"] = conditions(translated)
 	encoder := json.NewEncoder(os.Stdout)
 	encoder.SetEscapeHTML(false)
@@ -121,7 +121,7 @@ func run() error {
 	return encoder.Encode(result)
 }
 
-// addCertificate stands for the one with which Envoy shows itself to Envoy Gateway. It is not printed.
+// addCertificate adds a stub for the certificate that Envoy presents to Envoy Gateway. It is not printed.
 func addCertificate(objects *resource.Resources, namespace string) {
 	objects.Secrets = append(objects.Secrets, &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "envoy"},

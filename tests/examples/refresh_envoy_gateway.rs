@@ -1,8 +1,9 @@
-//! Writes `tests/envoy-gateway/translated.json`: what Envoy Gateway makes of `envoy-configs/envoy-gateway/`. Needs Go 1.26 and,
-//! the first time, some minutes and 2 GB of Go's caches: `cargo run -p prequal-testbed --example refresh_envoy_gateway`.
+//! Writes `tests/envoy-gateway/translated.json`: Envoy Gateway's translation of `envoy-configs/envoy-gateway/`. Needs Go
+//! 1.26 and, the first time, several minutes and 2 GB of Go's caches: `cargo run -p prequal-testbed --example
+//! refresh_envoy_gateway`.
 //!
-//! The program that translates, `tests/envoy-gateway/translate.go`, uses Envoy Gateway's internal packages. So a copy of the
-//! module is made in `target/`, and it is built there as one of its commands.
+//! The translating program, `tests/envoy-gateway/translate.go`, uses Envoy Gateway's internal packages. Therefore a copy of
+//! the module is made in `target/`, and the program is built there as one of its commands.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

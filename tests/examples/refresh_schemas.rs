@@ -1,12 +1,12 @@
-//! Takes from Istio's `customresourcedefinitions.gen.yaml` what the tests need, see `tests/schemas/README.md`:
-//! `cargo run -p prequal-testbed --example refresh_schemas -- PATH`.
+//! Extracts the schemas that the tests need from Istio's `customresourcedefinitions.gen.yaml`, see
+//! `tests/schemas/README.md`: `cargo run -p prequal-testbed --example refresh_schemas -- PATH`.
 
 use anyhow::{Context as _, Result};
 use prequal_testbed::workspace_root;
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
-/// The kinds that `envoy-configs/` uses, with the versions it uses of them.
+/// The kinds that `envoy-configs/` uses, with their versions.
 const KINDS: [(&str, &str); 9] = [
     ("AuthorizationPolicy", "v1"),
     ("DestinationRule", "v1"),
@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Texts for readers are two thirds of the file. A property called `description` is an object and stays.
+/// Drops texts for readers, which are two thirds of the file. A property called `description` is an object and stays.
 fn drop_descriptions(schema: &mut Value) {
     match schema {
         Value::Object(fields) => {

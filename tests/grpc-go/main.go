@@ -1,7 +1,8 @@
 // A gRPC client with the policy weighted_round_robin, and the two servers that it calls: one is ten times slower.
 //
-// The test that runs it puts an agent before each server. It prints the servers' addresses, reads those of the agents from
-// standard input, and prints what each round of calls came to, with load reports out of band and without. It judges nothing.
+// The test that runs it puts an agent before each server. It prints the servers' addresses, reads the agents' addresses
+// from standard input, and prints the result of each round of calls, with load reports out of band and without. It judges
+// nothing.
 package main
 
 import (
@@ -109,7 +110,7 @@ func main() {
 			servers[1].served.Store(0)
 			failed := round(conn)
 			fmt.Println("round", outOfBand, servers[0].served.Load(), servers[1].served.Load(), failed)
-			// The test says whether it has seen enough.
+			// The test decides whether it has seen enough.
 			if !input.Scan() {
 				log.Fatal("no answer")
 			}

@@ -20,11 +20,11 @@ pub struct AgentOptions {
     pub listen: String,
     /// `--advertise`, if it differs from the bound address.
     pub advertise: Option<String>,
-    /// `--probe-listen`: a port of its own for probes.
+    /// `--probe-listen`: a separate port for probes.
     pub probe_listen: Option<String>,
     /// `--report`: `always` or `probe-only`.
     pub report: Option<&'static str>,
-    /// Further arguments, as they are.
+    /// Further arguments, passed unchanged.
     pub args: Vec<String>,
 }
 
@@ -96,7 +96,7 @@ impl Agent {
                 _ => {}
             }
         }
-        // Read on, so that the agent never blocks on a full pipe or dies of a closed one.
+        // Continue reading, so that the agent never blocks on a full pipe or dies of a closed one.
         std::thread::spawn(move || lines.for_each(drop));
         Ok(Self {
             service: service.context("the agent named no service address")?,
@@ -107,22 +107,22 @@ impl Agent {
         })
     }
 
-    /// Where requests go.
+    /// The address for requests.
     pub fn addr(&self) -> SocketAddr {
         self.service
     }
 
-    /// Where probes go: the port of their own if there is one, else the service port.
+    /// The address for probes: their separate port if there is one, else the service port.
     pub fn probe_addr(&self) -> SocketAddr {
         self.probe.unwrap_or(self.service)
     }
 
-    /// Where `/metrics` and `/healthz` are.
+    /// The address of `/metrics` and `/healthz`.
     pub fn admin(&self) -> SocketAddr {
         self.admin
     }
 
-    /// All samples of `/metrics`: name with labels, exactly as printed, to value.
+    /// All samples of `/metrics`: from name with labels, exactly as printed, to value.
     pub fn metrics(&self) -> Result<BTreeMap<String, f64>> {
         let text = http_get(self.admin, "/metrics")?;
         let samples = text.lines().filter(|line| !line.starts_with('#'));
@@ -134,11 +134,11 @@ impl Agent {
             .collect())
     }
 
-    /// Requests in flight, as the agent counts them.
+    /// Requests in flight by the agent's own count.
     pub fn rif(&self) -> Result<u32> {
         let metrics = self.metrics()?;
         let rif = metrics.get("prequal_agent_rif").context("no prequal_agent_rif in /metrics")?;
-        // A count; far below 2^32 unless something is very wrong, and then a saturated value shows it.
+        // A count, far below 2^32 unless something is very wrong; then a saturated value shows it.
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "saturates")]
         Ok(*rif as u32)
     }
@@ -153,12 +153,12 @@ impl Agent {
         self.process.pid()
     }
 
-    /// Kills it, as a crash would.
+    /// Kills the agent, as a crash would.
     pub fn kill(&mut self) {
         self.process.kill();
     }
 
-    /// Stops it as a stalled machine would: connections stay, nothing answers.
+    /// Stops the agent as a stalled machine would: connections stay open, nothing answers.
     pub fn freeze(&self) {
         self.process.signal(libc::SIGSTOP);
     }
@@ -168,7 +168,7 @@ impl Agent {
         self.process.signal(libc::SIGCONT);
     }
 
-    /// Sends SIGTERM and waits up to `limit`; `None` if it still runs then.
+    /// Sends SIGTERM and waits up to `limit`; returns `None` if the agent still runs then.
     pub fn terminate(&mut self, limit: Duration) -> Option<ExitStatus> {
         self.process.terminate(limit)
     }

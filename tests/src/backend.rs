@@ -1,7 +1,7 @@
-//! An HTTP server in this process that answers as a test tells it to, and counts.
+//! An HTTP server in this process that answers as a test specifies, and counts.
 //!
-//! It speaks HTTP/1.1 and cleartext HTTP/2 on one port. A handler maps each request to a [`Reply`], so a
-//! backend can also stand in for an agent that lies.
+//! It serves HTTP/1.1 and cleartext HTTP/2 on one port. A handler maps each request to a [`Reply`], so a backend can also
+//! act as an agent that lies.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -29,7 +29,7 @@ use crate::runtime::{block_on, handle};
 /// What a backend does with one request.
 #[derive(Clone, Debug)]
 pub struct Reply {
-    /// Service time: waits this long before it answers.
+    /// Service time: how long it waits before it answers.
     pub delay: Duration,
     /// Whether it reads the whole request first.
     pub reads_first: bool,
@@ -37,7 +37,7 @@ pub struct Reply {
     pub status: StatusCode,
     /// Headers added to the answer.
     pub headers: Vec<(String, String)>,
-    /// Body of the answer, or the way in which none comes.
+    /// Body of the answer, or how the answer fails.
     pub body: Body,
 }
 
@@ -52,14 +52,14 @@ pub enum Body {
         chunk: Bytes,
         /// How many chunks.
         count: usize,
-        /// Time between two.
+        /// Time between two chunks.
         gap: Duration,
     },
     /// Some bytes, then trailers.
     Trailers(Bytes, HeaderMap),
     /// One chunk, then the connection (HTTP/2: the stream) is broken off.
     Broken(Bytes),
-    /// What the client sends comes back.
+    /// Echoes the client's body.
     Echo,
     /// Accepts an `Upgrade` with 101 and echoes bytes until the other side closes.
     Upgrade,
@@ -87,28 +87,28 @@ impl Reply {
         Self::status(200).body(Body::Full(Bytes::from_static(b"ok")))
     }
 
-    /// The same after `delay`.
+    /// Sets the delay.
     #[must_use]
     pub fn delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
         self
     }
 
-    /// The same once the whole request has been read.
+    /// Answers only once the whole request has been read.
     #[must_use]
     pub fn reads_first(mut self) -> Self {
         self.reads_first = true;
         self
     }
 
-    /// The same with one header more.
+    /// Adds a header.
     #[must_use]
     pub fn header(mut self, name: &str, value: impl Into<String>) -> Self {
         self.headers.push((name.into(), value.into()));
         self
     }
 
-    /// The same with another body.
+    /// Sets the body.
     #[must_use]
     pub fn body(mut self, body: Body) -> Self {
         self.body = body;
@@ -152,11 +152,11 @@ struct Shared {
     active: AtomicI64,
     recorded: AtomicU64,
     seen: Mutex<Vec<Seen>>,
-    /// Set when connections are to end after their requests.
+    /// Set when connections should end after their requests.
     finish: watch::Sender<bool>,
 }
 
-/// Requests recorded until [`Backend::clear`]; later ones are only counted.
+/// Maximum number of requests recorded until [`Backend::clear`]; later ones are only counted.
 const RECORDED: u64 = 512;
 
 impl Backend {
@@ -165,13 +165,13 @@ impl Backend {
         Self::start_on("127.0.0.1:0", move |_| reply.clone())
     }
 
-    /// Starts a server on `addr` (for instance `[::1]:0`) that answers as `handler` says.
+    /// Starts a server on `addr` (for instance `[::1]:0`) that answers with `handler`.
     pub fn start_on(addr: &str, handler: impl Fn(&Seen) -> Reply + Send + Sync + 'static) -> Result<Self> {
         let listener = std::net::TcpListener::bind(addr).with_context(|| format!("cannot bind {addr}"))?;
         Self::on(listener, handler)
     }
 
-    /// Starts a server that answers what comes to `listener` as `handler` says.
+    /// Starts a server on an existing `listener` that answers with `handler`.
     pub fn on(
         listener: std::net::TcpListener,
         handler: impl Fn(&Seen) -> Reply + Send + Sync + 'static,
@@ -194,32 +194,32 @@ impl Backend {
         Ok(Self { addr, shared, acceptor: acceptor.abort_handle() })
     }
 
-    /// Where it listens.
+    /// The listening address.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// From now on answers every request with `reply`.
+    /// Answers every request with `reply` from now on.
     pub fn set(&self, reply: Reply) {
         self.set_handler(move |_| reply.clone());
     }
 
-    /// From now on answers as `handler` says.
+    /// Answers with `handler` from now on.
     pub fn set_handler(&self, handler: impl Fn(&Seen) -> Reply + Send + Sync + 'static) {
         *self.shared.handler.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(handler);
     }
 
-    /// Requests that arrived so far.
+    /// Number of requests that have arrived.
     pub fn served(&self) -> u64 {
         self.shared.served.load(Ordering::Relaxed)
     }
 
-    /// Requests that arrived and whose answer has not begun.
+    /// Number of requests that have arrived and whose answer has not begun.
     pub fn active(&self) -> i64 {
         self.shared.active.load(Ordering::Relaxed)
     }
 
-    /// The first requests since the start or the last [`Self::clear`] (512 at most).
+    /// The first requests since the start or the last [`Self::clear`] (up to 512).
     pub fn seen(&self) -> Vec<Seen> {
         self.shared.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -231,7 +231,7 @@ impl Backend {
         self.shared.served.store(0, Ordering::Relaxed);
     }
 
-    /// Takes no more connections, and waits until every request that has come is answered.
+    /// Accepts no more connections, and waits until every request that has arrived is answered.
     pub fn finish(self) {
         self.shared.finish.send_replace(true);
         let acceptor = self.acceptor.clone();
@@ -246,7 +246,7 @@ impl Backend {
 impl Drop for Backend {
     fn drop(&mut self) {
         self.acceptor.abort();
-        // The port is free only when the task is gone; who rebinds it must not race.
+        // The port is free only once the task has ended; a caller that binds it again must not race with it.
         let handle = self.acceptor.clone();
         if tokio::runtime::Handle::try_current().is_err() {
             block_on(async move {
@@ -281,7 +281,7 @@ async fn serve(stream: TcpStream, shared: Arc<Shared>) {
     let service = service_fn(move |request| respond(request, Arc::clone(&shared)));
     let builder = auto::Builder::new(TokioExecutor::new());
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
-    // An error here is a connection that the other side or a `Reset` broke off.
+    // An error means that the other side or a `Reset` broke the connection off.
     tokio::select! {
         _ = served.as_mut() => return,
         _ = finish.wait_for(|finish| *finish) => {}
@@ -290,7 +290,7 @@ async fn serve(stream: TcpStream, shared: Arc<Shared>) {
     let _ = served.await;
 }
 
-/// Counts a request as active until its answer begins or it is given up.
+/// Counts a request as active until its answer begins or it is aborted.
 struct Active<'a>(&'a AtomicI64);
 
 impl Drop for Active<'_> {
@@ -345,7 +345,7 @@ async fn respond(
             let (mut sender, body) = Channel::<Bytes, std::io::Error>::new(1);
             tokio::spawn(async move {
                 let _ = sender.send(Frame::data(bytes)).await;
-                // Lets the first part leave before the break.
+                // Let the first part leave before the break.
                 tokio::time::sleep(Duration::from_millis(20)).await;
                 sender.abort(broken());
             });

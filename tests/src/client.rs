@@ -1,4 +1,4 @@
-//! A blocking HTTP client, enough of a WebSocket to see bytes come back, and ways to give up a request.
+//! A blocking HTTP client, as much of a WebSocket as an echo needs, and ways to abort a request.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -16,7 +16,7 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 
 use crate::runtime::{block_on, handle};
 
-/// Gives up on any request after this long: a test must end.
+/// Limit for every request, so that a test ends.
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// What to send.
@@ -39,7 +39,7 @@ impl Request {
         Self { method: Method::POST, body: body.into(), ..Self::get(path) }
     }
 
-    /// The same with one header more.
+    /// Adds a header.
     #[must_use]
     pub fn header(mut self, name: &str, value: &str) -> Self {
         let name = HeaderName::from_bytes(name.as_bytes()).expect("a header name");
@@ -48,7 +48,7 @@ impl Request {
     }
 }
 
-/// What came back, whole.
+/// A complete response.
 #[derive(Clone, Debug)]
 pub struct Response {
     /// Status.
@@ -59,7 +59,7 @@ pub struct Response {
     pub body: Bytes,
     /// Trailers, empty if there were none.
     pub trailers: HeaderMap,
-    /// From sending to the end of the body.
+    /// Time from sending to the end of the body.
     pub elapsed: Duration,
 }
 
@@ -93,8 +93,8 @@ impl Client {
         Self::build(addr, true, false)
     }
 
-    /// A client that does what users' clients do: a request that could not leave because its connection was closing goes
-    /// over another.
+    /// A client that behaves like users' clients: a request that could not leave because its connection was closing is sent
+    /// on another one.
     pub fn reconnecting(addr: SocketAddr, http2: bool) -> Self {
         Self::build(addr, http2, true)
     }
@@ -110,18 +110,18 @@ impl Client {
         Self { addr, pool }
     }
 
-    /// GET `path`, whole.
+    /// Sends a GET for `path` and waits for the complete response.
     pub fn get(&self, path: &str) -> Result<Response> {
         self.send(Request::get(path))
     }
 
-    /// Sends `request` and waits for the whole answer.
+    /// Sends `request` and waits for the complete response.
     pub fn send(&self, request: Request) -> Result<Response> {
         let client = self.clone();
         block_on(async move { client.send_async(request).await })
     }
 
-    /// Sends `request`; resolves when the whole answer is there. Dropping the future gives the request up.
+    /// Sends `request` and resolves to the complete response. Dropping the future aborts the request.
     pub async fn send_async(&self, request: Request) -> Result<Response> {
         let start = Instant::now();
         let mut message = http::Request::builder()
@@ -145,14 +145,14 @@ impl Client {
         tokio::time::timeout(LIMIT, answer).await.context("no answer within 30 s")?
     }
 
-    /// Sends `request` and gives it up after `patience`. True if it was given up, not answered.
+    /// Sends `request` and aborts it after `patience`. Returns true if it was aborted before it was answered.
     pub fn abandon(&self, request: Request, patience: Duration) -> bool {
         let client = self.clone();
         block_on(async move { tokio::time::timeout(patience, client.send_async(request)).await.is_err() })
     }
 
-    /// Sends `request` and gives it up as soon as `when` holds, which is looked at every millisecond. True if it was given
-    /// up, not answered.
+    /// Sends `request` and aborts it as soon as `when` holds, which is checked every millisecond. Returns true if it was
+    /// aborted before it was answered.
     pub fn abandon_when(&self, request: Request, when: impl Fn() -> bool) -> bool {
         let client = self.clone();
         let sent = handle().spawn(async move { client.send_async(request).await });
@@ -163,8 +163,7 @@ impl Client {
         block_on(async move { sent.await.is_err() })
     }
 
-    /// Sends `total` requests, at most `at_once` at a time, the i-th made by `make(i)`; results in order of
-    /// completion.
+    /// Sends `total` requests, up to `at_once` in parallel, the i-th made by `make(i)`; results are in order of completion.
     pub fn burst(
         &self,
         total: usize,
@@ -194,12 +193,12 @@ impl Client {
     }
 }
 
-/// A connection after `Upgrade: websocket`, carrying raw bytes (no frames: no party on the way reads them).
+/// A connection after `Upgrade: websocket` that carries raw bytes (no frames: no party on the way reads them).
 #[derive(Debug)]
 pub struct WebSocket(TcpStream);
 
 impl WebSocket {
-    /// Asks `addr` for an upgrade and fails unless the answer is 101.
+    /// Requests an upgrade from `addr`; fails unless the answer is 101.
     pub fn connect(addr: SocketAddr, path: &str) -> Result<Self> {
         let mut stream = TcpStream::connect(addr)?;
         stream.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -219,7 +218,7 @@ impl WebSocket {
         Ok(Self(stream))
     }
 
-    /// Sends `bytes` and reads as many back.
+    /// Sends `bytes` and reads the same number back.
     pub fn round_trip(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
         self.0.write_all(bytes)?;
         let mut back = vec![0; bytes.len()];

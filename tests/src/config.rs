@@ -1,5 +1,5 @@
-//! The shipped static configuration, changed only as far as a test must: ports, endpoints, the path of the
-//! module, and whatever the test is about.
+//! The shipped static configuration, changed only as far as a test needs: ports, endpoints, the path of the module, and the
+//! subject of the test.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -9,16 +9,16 @@ use serde_json::{Value, json};
 
 /// Name of the wasm filter in the shipped configuration.
 pub const FILTER_NAME: &str = "prequal";
-/// Name of the filter that sends a request where the steering header says.
+/// Name of the filter that sends a request to the host in the steering header.
 pub const SHIM_NAME: &str = "prequal-shim";
 
 /// Name of the serving cluster in the shipped configuration.
 const SERVING: &str = "replicas";
-/// Name of the only cluster in the shipped configuration of the inbound role.
+/// Name of the only cluster in the shipped configuration for the inbound role.
 const REPLICA: &str = "replica";
 /// Name of the probe cluster in the shipped configuration.
 const PROBING: &str = "replicas-agent";
-/// Name of the front filter that removes our headers.
+/// Name of the front filter that removes Prequal's headers.
 const STRIP_NAME: &str = "prequal-strip";
 
 /// The root of the workspace.
@@ -26,7 +26,7 @@ pub fn workspace_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ has a parent").to_owned()
 }
 
-/// Where the built agent and module are: `$PREQUAL_DIST`, else `target/dist`.
+/// The folder of the built agent and module: `$PREQUAL_DIST`, else `target/dist`.
 pub fn dist_dir() -> PathBuf {
     std::env::var_os("PREQUAL_DIST").map_or_else(|| target_dir().join("dist"), PathBuf::from)
 }
@@ -36,17 +36,17 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
-/// Envoy's program: `$ENVOY`, else where `cargo xtask envoy` puts the pinned version.
+/// Envoy's program: `$ENVOY`, else the path at which `cargo xtask envoy` puts the pinned version.
 pub fn envoy_binary() -> PathBuf {
     std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
 }
 
-/// Where Cargo builds.
+/// The folder in which Cargo builds.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace_root().join("target"), PathBuf::from)
 }
 
-/// A load balancing policy of Envoy's own, for the serving cluster.
+/// One of Envoy's own load balancing policies, for the serving cluster.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Policy {
     /// Each host in turn.
@@ -57,11 +57,11 @@ pub enum Policy {
     LeastRequestFullScan,
     /// Any host.
     Random,
-    /// By weights made of the load reports on responses (ORCA). A report counts from the next second on.
+    /// By weights from the load reports on responses (ORCA). A report takes effect from the next second on.
     ClientSideWeighted,
 }
 
-/// A configuration for [`crate::Envoy`], begun from `envoy-configs/static/envoy.yaml`.
+/// A configuration for [`crate::Envoy`], based on `envoy-configs/static/envoy.yaml`.
 #[derive(Clone, Debug)]
 pub struct EnvoyConfig {
     root: Value,
@@ -77,8 +77,8 @@ impl EnvoyConfig {
         Self::of_file("envoy.yaml")
     }
 
-    /// The shipped configuration of an Envoy beside one replica (`envoy-configs/static/envoy-inbound.yaml`), likewise, before
-    /// `replica`.
+    /// The shipped configuration of an Envoy beside one replica (`envoy-configs/static/envoy-inbound.yaml`), with the same
+    /// changes, in front of `replica`.
     pub fn inbound(replica: SocketAddr) -> Result<Self> {
         Ok(Self::of_file("envoy-inbound.yaml")?.endpoints(REPLICA, &[replica]))
     }
@@ -96,12 +96,12 @@ impl EnvoyConfig {
             .module(&wasm_module()))
     }
 
-    /// [`Self::from_root`] of YAML.
+    /// [`Self::from_root`] for YAML.
     pub fn read(text: &str) -> Result<Self> {
         Ok(Self::from_root(yaml_serde::from_str(text)?))
     }
 
-    /// Any configuration, with one worker. Clients talk to its first listener.
+    /// Any configuration, with one worker. Clients connect to its first listener.
     pub fn from_root(root: Value) -> Self {
         Self { root, concurrency: 1, dynamic_listener: false, eds: Vec::new(), log_level: "warning".into() }
     }
@@ -111,20 +111,20 @@ impl EnvoyConfig {
         Ok(Self::shipped()?.endpoints(SERVING, addrs).endpoints(PROBING, addrs))
     }
 
-    /// Sets the endpoints of `cluster`, all at equal weight in one locality.
+    /// Sets the endpoints of `cluster`, all with equal weight in one locality.
     #[must_use]
     pub fn endpoints(self, cluster: &str, addrs: &[SocketAddr]) -> Self {
         self.localities(cluster, json!([{ "lb_endpoints": addrs.iter().map(endpoint).collect::<Vec<_>>() }]))
     }
 
-    /// Sets the endpoints of `cluster` as given: the list `endpoints` of a `ClusterLoadAssignment`.
+    /// Sets the endpoints of `cluster` to the given list `endpoints` of a `ClusterLoadAssignment`.
     #[must_use]
     pub fn localities(self, cluster: &str, endpoints: Value) -> Self {
         let cluster = cluster.to_owned();
         self.edit(|config| config.cluster_mut(&cluster)["load_assignment"]["endpoints"] = endpoints)
     }
 
-    /// Workers of Envoy (`--concurrency`).
+    /// Number of Envoy's workers (`--concurrency`).
     #[must_use]
     pub fn concurrency(mut self, workers: u32) -> Self {
         self.concurrency = workers;
@@ -148,7 +148,7 @@ impl EnvoyConfig {
                 ("least_request.v3.LeastRequest", json!({"selection_method": "FULL_SCAN"}))
             }
             Policy::Random => ("random.v3.Random", json!({})),
-            // The penalty is 1 by the documentation and 0 where it is not set.
+            // The penalty is 1 according to the documentation, but 0 if it is not set.
             Policy::ClientSideWeighted => (
                 "client_side_weighted_round_robin.v3.ClientSideWeightedRoundRobin",
                 json!({"blackout_period": "1s", "error_utilization_penalty": 1.0}),
@@ -165,8 +165,8 @@ impl EnvoyConfig {
         })
     }
 
-    /// Takes everything of Prequal out: filter, shim, strip, what the routes remove, the probe cluster. What is left is the
-    /// same Envoy with its own policy, the baseline of every comparison.
+    /// Removes everything that belongs to Prequal: filter, shim, strip, the headers that the routes remove, the probe
+    /// cluster. The result is the same Envoy with its own policy, the baseline of every comparison.
     #[must_use]
     pub fn without_prequal(self) -> Self {
         self.edit(|config| {
@@ -179,8 +179,8 @@ impl EnvoyConfig {
         })
     }
 
-    /// The other shim: Envoy's `override_host` policy in place of `stateful_session`. It reads the choice later, so that
-    /// an upstream filter has to remove it.
+    /// Uses the other shim: Envoy's `override_host` policy instead of `stateful_session`. It reads the choice later, so an
+    /// upstream filter has to remove it.
     #[must_use]
     pub fn override_host(self) -> Self {
         self.filter_settings(|settings| settings["shim"] = json!("override_host")).edit(|config| {
@@ -203,7 +203,7 @@ impl EnvoyConfig {
         })
     }
 
-    /// The module the filter runs.
+    /// Sets the module that the filter runs.
     #[must_use]
     pub fn module(self, path: &Path) -> Self {
         let path = path.to_string_lossy().into_owned();
@@ -216,7 +216,7 @@ impl EnvoyConfig {
 
     /// Changes the filter's own settings (the JSON in its configuration).
     ///
-    /// The shipped ones hold one entry in `clusters`; to set something for it:
+    /// The shipped settings have one entry in `clusters`; to set something for it:
     /// `settings["clusters"][0]["idle_probe_interval_ms"] = json!(0)`.
     #[must_use]
     pub fn filter_settings(self, change: impl FnOnce(&mut Value)) -> Self {
@@ -229,13 +229,13 @@ impl EnvoyConfig {
         })
     }
 
-    /// Replaces the filter's settings by any text.
+    /// Replaces the filter's settings with any text.
     #[must_use]
     pub fn filter_text(self, text: &str) -> Self {
         self.edit(|config| *config.filter_text_mut() = json!(text))
     }
 
-    /// Adds a listener `name` that is otherwise like the first one as it is now.
+    /// Adds a listener `name` that is otherwise a copy of the current first one.
     #[must_use]
     pub fn add_listener(self, name: &str) -> Self {
         self.edit(|config| {
@@ -246,14 +246,14 @@ impl EnvoyConfig {
         })
     }
 
-    /// Lets Envoy read its listener from a file, for [`crate::Envoy::update_listener`].
+    /// Makes Envoy read its listener from a file, for [`crate::Envoy::update_listener`].
     #[must_use]
     pub fn dynamic_listener(mut self) -> Self {
         self.dynamic_listener = true;
         self
     }
 
-    /// Lets Envoy read the endpoints of `clusters` from files (EDS), for
+    /// Makes Envoy read the endpoints of `clusters` from files (EDS), for
     /// [`crate::Envoy::set_endpoints`].
     #[must_use]
     pub fn eds(mut self, clusters: &[&str]) -> Self {
@@ -261,7 +261,7 @@ impl EnvoyConfig {
         self
     }
 
-    /// Any other change.
+    /// Makes any other change.
     #[must_use]
     pub fn edit(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -326,8 +326,8 @@ impl EnvoyConfig {
         clusters.iter_mut().find(|cluster| cluster["name"] == name).expect("such a cluster")
     }
 
-    /// Adds serving cluster `name` and its probe cluster `<name>-agent`, copies of the shipped ones, and
-    /// routes everything under `prefix` there. The filter's settings stay as they are.
+    /// Adds the serving cluster `name` and its probe cluster `<name>-agent`, copies of the shipped ones, and routes
+    /// everything under `prefix` there. The filter's settings stay as they are.
     #[must_use]
     pub fn add_cluster(self, name: &str, prefix: &str, addrs: &[SocketAddr]) -> Self {
         let (serving, probing) = (name.to_owned(), format!("{name}-agent"));

@@ -1,4 +1,4 @@
-//! A real Envoy as a child process, its statistics, and changes of its configuration while it runs.
+//! A real Envoy as a child process, its statistics, and changes to its configuration while it runs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,10 +17,10 @@ use crate::config::{EnvoyConfig, endpoint, envoy_binary};
 use crate::process::{Process, cpu_time};
 use crate::runtime::eventually;
 
-/// How long Envoy may take to start: it compiles the module once for the main thread and once per worker.
+/// Maximum start time of Envoy: it compiles the module once for the main thread and once per worker.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// Seconds that an Envoy has left when another takes over: [`Envoy::hot_restart`]. It drains for two.
+/// Seconds that an Envoy keeps running after another has taken over ([`Envoy::hot_restart`]). It drains for two.
 pub const PARENT_SHUTDOWN_S: u64 = 5;
 
 /// A running Envoy; it stops on drop.
@@ -36,12 +36,12 @@ pub struct Envoy {
     dir: TempDir,
 }
 
-/// What hot restart needs to know.
+/// The parameters of hot restart.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Life {
-    /// Nobody takes over.
+    /// No other process takes over.
     Single,
-    /// One process of a chain that shares `base_id`.
+    /// One of a chain of processes that share `base_id`.
     Chained { base_id: u64, epoch: u32 },
 }
 
@@ -58,7 +58,7 @@ pub struct Prequal {
     pub outcomes: BTreeMap<String, u64>,
     /// `prequal_sync_waits_total` by ending.
     pub waits: BTreeMap<String, u64>,
-    /// All other metrics of the cluster by name, a label's value behind a dot.
+    /// All other metrics of the cluster by name, with a label's value appended after a dot.
     pub other: BTreeMap<String, u64>,
 }
 
@@ -78,7 +78,7 @@ impl Prequal {
         self.probes.get(result).copied().unwrap_or(0)
     }
 
-    /// Probes whose fate is known: used, rejected for any reason, timed out, refused.
+    /// Probes whose outcome is known: used, rejected for any reason, timed out, refused.
     pub fn probes_settled(&self) -> u64 {
         let settled = |result: &str| {
             matches!(result, "used" | "timeout" | "refused") || result.starts_with("rejected_")
@@ -118,17 +118,17 @@ impl Envoy {
         Self::launch(config, Life::Single)
     }
 
-    /// The same, so that another may take over; see [`Self::hot_restart`].
+    /// Like [`Self::start`], but another process can take over; see [`Self::hot_restart`].
     pub fn start_restartable(config: EnvoyConfig) -> Result<Self> {
-        // Envoy's own way to draw one (`--use-dynamic-base-id`) leaves it in a file; a process id is as unique here.
+        // Envoy's own way to choose one (`--use-dynamic-base-id`) writes it to a file; a process id is equally unique here.
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let base_id = u64::from(std::process::id()) * 100 + NEXT.fetch_add(1, Ordering::Relaxed);
         Self::launch(config, Life::Chained { base_id, epoch: 0 })
     }
 
     /// Starts another process with `config`, which takes over the listener at the same address, and waits until it is
-    /// ready. This one takes no new connections from then on, and ends [`PARENT_SHUTDOWN_S`] later: see
-    /// [`Self::wait_for_end`]. The statistics of the new one are its own.
+    /// ready. From then on this process accepts no new connections, and it ends [`PARENT_SHUTDOWN_S`] later: see
+    /// [`Self::wait_for_end`]. The new process has its own statistics.
     pub fn hot_restart(&self, config: EnvoyConfig) -> Result<Self> {
         let Life::Chained { base_id, epoch } = self.life else { bail!("not started for a hot restart") };
         let port = self.addr.port();
@@ -166,14 +166,14 @@ impl Envoy {
         command.arg("-c").arg(&config_path).arg("--admin-address-path").arg(&admin_path);
         command.args(["--concurrency", &config.concurrency.to_string()]);
         match life {
-            // Several Envoys run at once; shared memory for hot restart would be in the way.
+            // Several Envoys run at once, and hot restart's shared memory would make them conflict.
             Life::Single => command.arg("--disable-hot-restart"),
             Life::Chained { base_id, epoch } => command
                 .args(["--base-id", &base_id.to_string(), "--restart-epoch", &epoch.to_string()])
                 .args(["--parent-shutdown-time-s", &PARENT_SHUTDOWN_S.to_string()])
                 .arg("--skip-hot-restart-parent-stats"),
         };
-        // An updated listener's connections close with their next answer, not in the middle of one.
+        // Connections of an updated listener close with their next answer, not in the middle of one.
         command.args(["--drain-time-s", "2", "--drain-strategy", "immediate"]);
         command.args(["--log-level", &config.log_level]);
         let mut process = Process::spawn("envoy", &mut command, log_path, None)?;
@@ -205,17 +205,17 @@ impl Envoy {
         Ok(Self { addr, admin, admin_client, listener, version: 0, life, process, dir })
     }
 
-    /// Where clients connect.
+    /// The address to which clients connect.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Where clients connect to the listener `name`; see [`EnvoyConfig::add_listener`].
+    /// The address of the listener `name`; see [`EnvoyConfig::add_listener`].
     pub fn listener(&self, name: &str) -> Option<SocketAddr> {
         listener_addr(&self.admin_client, &json!(name))
     }
 
-    /// The admin.
+    /// The address of the admin interface.
     pub fn admin(&self) -> SocketAddr {
         self.admin
     }
@@ -230,27 +230,27 @@ impl Envoy {
         self.process.pid()
     }
 
-    /// CPU time used so far, all threads.
+    /// CPU time used so far by all threads.
     pub fn cpu_time(&self) -> Result<Duration> {
         cpu_time(self.process.pid())
     }
 
-    /// GETs `path` from the admin.
+    /// Sends a GET for `path` to the admin interface.
     pub fn admin_get(&self, path: &str) -> Result<String> {
         http_get(self.admin, path)
     }
 
-    /// All counters and gauges by name, as in `/stats`. Text values and histograms are left out.
+    /// All counters and gauges by name, as in `/stats`. Text values and histograms are omitted.
     pub fn stats(&self) -> Result<BTreeMap<String, u64>> {
         self.stats_matching("")
     }
 
-    /// One counter or gauge, zero while Envoy does not know it.
+    /// One counter or gauge; zero while Envoy does not know it.
     pub fn stat(&self, name: &str) -> Result<u64> {
         Ok(self.stats_matching(name)?.get(name).copied().unwrap_or(0))
     }
 
-    /// The filter's metrics of `cluster`, with all that has been counted up to now: workers tell it four times a second.
+    /// The filter's metrics of `cluster`, including everything counted so far: workers report four times a second.
     pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
         std::thread::sleep(Duration::from_millis(300));
         let cluster = prequal_stats::label(cluster);
@@ -279,7 +279,7 @@ impl Envoy {
         Ok(found)
     }
 
-    /// What the inbound role counts for the replica at `endpoint`: `in_flight.<slot>`, `requests.<result>`, `probes`.
+    /// The inbound role's counts for the replica at `endpoint`: `in_flight.<slot>`, `requests.<result>`, `probes`.
     pub fn inbound(&self, endpoint: SocketAddr) -> Result<BTreeMap<String, u64>> {
         let label = endpoint.to_string().replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
         let mut found = BTreeMap::new();
@@ -296,7 +296,7 @@ impl Envoy {
         Ok(found)
     }
 
-    /// Writes new endpoints of an EDS cluster (see [`EnvoyConfig::eds`]) and waits until Envoy has them.
+    /// Writes new endpoints of an EDS cluster (see [`EnvoyConfig::eds`]) and waits until Envoy has read them.
     pub fn set_endpoints(&mut self, cluster: &str, addrs: &[SocketAddr]) -> Result<()> {
         let endpoints = addrs.iter().map(endpoint).collect::<Vec<_>>();
         self.set_localities(cluster, &json!([{ "lb_endpoints": endpoints }]))
@@ -315,8 +315,8 @@ impl Envoy {
         Ok(())
     }
 
-    /// Changes the listener (see [`EnvoyConfig::dynamic_listener`]) and waits until Envoy has taken or
-    /// refused it. True if it was taken.
+    /// Changes the listener (see [`EnvoyConfig::dynamic_listener`]) and waits until Envoy has accepted or refused it.
+    /// Returns true if it was accepted.
     pub fn update_listener(&mut self, config: EnvoyConfig) -> Result<bool> {
         let mut config = config;
         self.listener = config.listener_mut().clone();
@@ -330,7 +330,7 @@ impl Envoy {
         });
         let taken = now[0] > before[0];
         if taken {
-            // The new listener is in use once nothing warms any more.
+            // The new listener is in use once no listener is warming.
             eventually("the new listener is active", Duration::from_secs(10), || {
                 (self.stat("listener_manager.total_listeners_warming").ok()? == 0).then_some(())
             });
@@ -361,7 +361,7 @@ impl Envoy {
 impl Drop for Envoy {
     fn drop(&mut self) {
         if let Life::Chained { base_id, .. } = self.life {
-            // Envoy leaves it behind. Whoever has it mapped keeps it; a name is needed only to take over.
+            // Envoy leaves this file behind. Processes that have mapped it keep it; the name is only needed to take over.
             let _ = fs::remove_file(format!("/dev/shm/envoy_shared_memory_{base_id}0"));
         }
     }
@@ -410,7 +410,7 @@ fn file_source(path: &Path) -> Value {
     json!({"resource_api_version": "V3", "path_config_source": {"path": path}})
 }
 
-/// Envoy watches for a file moved into place, so that it never reads half of one.
+/// Moves a new file into place, because Envoy watches for that and so never reads half of a file.
 fn write_atomically(path: &Path, content: &Value) -> Result<()> {
     let next = path.with_extension("next");
     fs::write(&next, content.to_string())?;

@@ -1,4 +1,4 @@
-//! Replicas as they are deployed: a backend behind its agent.
+//! Replicas as they are deployed: each a backend behind its agent.
 
 use std::net::SocketAddr;
 
@@ -10,20 +10,20 @@ use crate::runtime::eventually;
 
 /// One backend and the agent in front of it.
 pub struct Replica {
-    /// The agent; Envoy talks to it.
+    /// The agent, to which Envoy connects.
     pub agent: Agent,
-    /// The backend; only the agent talks to it.
+    /// The backend, to which only the agent connects.
     pub backend: Backend,
 }
 
 impl Replica {
-    /// Starts a backend that answers with `reply`, and an agent with `options` before it.
+    /// Starts a backend that answers with `reply`, and an agent with `options` in front of it.
     pub fn start_with(reply: Reply, options: &AgentOptions) -> Result<Self> {
         let backend = Backend::start(reply)?;
         Ok(Self { agent: Agent::start_with(backend.addr(), options)?, backend })
     }
 
-    /// The address Envoy knows.
+    /// The address that Envoy uses.
     pub fn addr(&self) -> SocketAddr {
         self.agent.addr()
     }
@@ -48,17 +48,17 @@ impl Fleet {
         Self::start(std::iter::repeat_n(reply.clone(), count))
     }
 
-    /// The addresses Envoy knows, in order.
+    /// The addresses that Envoy uses, in order.
     pub fn addrs(&self) -> Vec<SocketAddr> {
         self.0.iter().map(Replica::addr).collect()
     }
 
-    /// Requests each backend got, in order.
+    /// Number of requests that each backend got, in order.
     pub fn served(&self) -> Vec<u64> {
         self.0.iter().map(|replica| replica.backend.served()).collect()
     }
 
-    /// Sets all counts of the backends to zero.
+    /// Resets all counts of the backends to zero.
     pub fn clear(&self) {
         self.0.iter().for_each(|replica| replica.backend.clear());
     }

@@ -1,4 +1,4 @@
-//! A backend that can be killed and come back at its address.
+//! A backend that can be killed and restarted at the same address.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
@@ -20,7 +20,7 @@ pub struct Killable {
     delay: Duration,
     process: Process,
     dir: TempDir,
-    /// Keeps the port while nobody listens: nobody else gets it, and connections are refused.
+    /// Reserves the port while no process listens, so that connections are refused and no other process takes it.
     _reserved: TcpSocket,
 }
 
@@ -36,24 +36,24 @@ impl Killable {
         Ok(Self { program: program.into(), addr, delay, process, dir, _reserved: reserved })
     }
 
-    /// Where it listens.
+    /// The listening address.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Kills it, as a crash would.
+    /// Kills the backend, as a crash would.
     pub fn kill(&mut self) {
         self.process.kill();
     }
 
-    /// Lets it finish what it is working on; fails unless it ends within `limit`.
+    /// Lets the backend finish its requests; fails unless it ends within `limit`.
     pub fn terminate(&mut self, limit: Duration) -> Result<()> {
         let status = self.process.terminate(limit).context("the backend still runs")?;
         ensure!(status.success(), "{status}");
         Ok(())
     }
 
-    /// Starts it anew after [`Self::kill`] or [`Self::terminate`], and waits until it listens.
+    /// Restarts the backend after [`Self::kill`] or [`Self::terminate`], and waits until it listens.
     pub fn restart(&mut self) -> Result<()> {
         self.process = spawn(&self.program, self.addr, self.delay, self.dir.path())?;
         Ok(())

@@ -1,7 +1,7 @@
 //! Fixtures for everything that runs against a real Envoy: the tests beside this file and the benchmarks in
 //! `bench/`.
 //!
-//! * [`Backend`]: an HTTP server in this process that answers as told ([`Reply`]) and counts.
+//! * [`Backend`]: an HTTP server in this process that answers as specified ([`Reply`]) and counts.
 //! * [`Killable`]: the same in a process of its own, which can be killed.
 //! * [`Agent`]: the real `probe-agent` as a child process.
 //! * [`Fleet`]: backends, each behind its agent.
@@ -10,11 +10,11 @@
 //! * [`Prometheus`]: a real Prometheus that scrapes them.
 //! * [`Client`]: HTTP/1.1 or HTTP/2 requests, blocking.
 //!
-//! All calls block the calling thread and may be made from any thread, also inside another tokio runtime
-//! (there they block a worker). The fixtures share one background runtime, see [`handle`].
-//! Ports are chosen by the operating system; readiness is polled ([`eventually`]), never slept for.
+//! All calls block the calling thread and may be made from any thread, even inside another tokio runtime (there they block
+//! a worker). The fixtures share one background runtime, see [`handle`]. The operating system chooses the ports. Readiness
+//! is polled ([`eventually`]); the fixtures never sleep for it.
 //!
-//! Nothing here decides whether a result is good: that is the business of the tests and of `bench/`.
+//! Nothing here decides whether a result is good: that is up to the tests and `bench/`.
 
 mod agent;
 mod backend;

@@ -17,7 +17,7 @@ pub fn documents(path: &str) -> Result<Vec<Value>> {
     parse(&text).with_context(|| file.display().to_string())
 }
 
-/// Every document of a YAML text; empty ones are left out.
+/// Every document of a YAML text, except empty ones.
 pub fn parse(text: &str) -> Result<Vec<Value>> {
     let documents = yaml_serde::Deserializer::from_str(text).map(Value::deserialize);
     let documents = documents.collect::<std::result::Result<Vec<_>, _>>().context("not YAML")?;
@@ -30,7 +30,7 @@ pub fn find(documents: &[Value], kind: &str, name: &str) -> Value {
     found.unwrap_or_else(|| panic!("no {kind} {name}")).clone()
 }
 
-/// The objects of `envoy-configs/envoy-gateway/` as docs/envoy-gateway.md has them applied: without the patches, or with them
+/// The objects of `envoy-configs/envoy-gateway/` as docs/envoy-gateway.md applies them: without the patches, or with them
 /// and the setting that relies on them.
 pub fn envoy_gateway(patched: bool) -> Result<Vec<Value>> {
     let mut objects = Vec::new();
@@ -46,8 +46,8 @@ pub fn envoy_gateway(patched: bool) -> Result<Vec<Value>> {
     Ok(objects)
 }
 
-/// What Envoy Gateway makes of [`envoy_gateway`], with the objects as `input`: `program` is
-/// `tests/envoy-gateway/translate.go`, built.
+/// Envoy Gateway's translation of [`envoy_gateway`], with the objects as `input`. `program` is the compiled
+/// `tests/envoy-gateway/translate.go`.
 pub fn translated(program: &Path, patched: bool) -> Result<Value> {
     let objects = envoy_gateway(patched)?;
     let mut child = Command::new(program)
@@ -55,7 +55,7 @@ pub fn translated(program: &Path, patched: bool) -> Result<Value> {
         .stdout(Stdio::piped())
         .spawn()
         .with_context(|| program.display().to_string())?;
-    // JSON is YAML. The program reads all of it before it writes.
+    // JSON is valid YAML. The program reads all of its input before it writes.
     let text: Vec<String> = objects.iter().map(Value::to_string).collect();
     child.stdin.take().context("its input")?.write_all(text.join("\n---\n").as_bytes())?;
     let output = child.wait_with_output()?;

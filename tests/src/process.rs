@@ -1,4 +1,4 @@
-//! Child processes: stop them for certain, show their log when a test fails, read their CPU time.
+//! Child processes: stops them reliably, shows their log if a test fails, and reads their CPU time.
 
 use std::fs;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 
-/// A child process that is killed on drop. While a panic unwinds, drop prints the end of its log first.
+/// A child process that is killed on drop. While a panic unwinds, dropping prints the end of its log first.
 #[derive(Debug)]
 pub(crate) struct Process {
     name: &'static str,
@@ -48,14 +48,14 @@ impl Process {
         self.child.id()
     }
 
-    /// Whether the process has ended, and how.
+    /// The exit status, if the process has ended.
     pub(crate) fn exited(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
     }
 
     pub(crate) fn signal(&self, signal: i32) {
         let pid = libc::pid_t::try_from(self.child.id()).expect("a process id fits pid_t");
-        // SAFETY: kill takes plain integers; the child is ours and not reaped before drop or `exited`.
+        // SAFETY: kill takes plain integers; this process owns the child and reaps it only in drop or `exited`.
         unsafe { libc::kill(pid, signal) };
     }
 
@@ -66,7 +66,7 @@ impl Process {
         self.stopped = true;
     }
 
-    /// Sends SIGTERM and waits up to `limit` for the end.
+    /// Sends SIGTERM and waits up to `limit` for the process to end.
     pub(crate) fn terminate(&mut self, limit: Duration) -> Option<ExitStatus> {
         self.signal(libc::SIGTERM);
         let start = Instant::now();
@@ -96,8 +96,8 @@ impl Drop for Process {
     }
 }
 
-/// CPU time that process `pid` has used so far, all its living threads together, at nanosecond resolution
-/// where the kernel keeps scheduler statistics, else in clock ticks.
+/// CPU time that process `pid` has used so far, all living threads together, with nanosecond resolution if the kernel keeps
+/// scheduler statistics, else in clock ticks.
 pub fn cpu_time(pid: u32) -> Result<Duration> {
     let mut total = Duration::ZERO;
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).context("the process has ended")?;
@@ -111,8 +111,8 @@ pub fn cpu_time(pid: u32) -> Result<Duration> {
         return Ok(total);
     }
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name of the program stands in parentheses and may hold blanks; user and system time are fields 14
-    // and 15, counted from 1.
+    // The program's name is in parentheses and may contain spaces; user and system time are fields 14 and 15, counted from
+    // 1.
     let fields = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
     let ticks: u64 =
         fields.split_ascii_whitespace().skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();

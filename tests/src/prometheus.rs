@@ -25,13 +25,13 @@ pub struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts Prometheus with `config` and the rule file `rules.yaml`, which `config` may name, and waits until it
-    /// is ready. It listens on a free port of 127.0.0.1.
+    /// Starts Prometheus with `config` and the rule file `rules.yaml`, which `config` may refer to, and waits until it is
+    /// ready. It listens on a free port of 127.0.0.1.
     pub fn start(config: &Value, rules: &str) -> Result<Self> {
         let dir = TempDir::new()?;
         let file = |name: &str| dir.path().join(name);
         fs::write(file("rules.yaml"), rules)?;
-        // JSON is YAML.
+        // JSON is valid YAML.
         fs::write(file("prometheus.yml"), config.to_string())?;
         let log = file("prometheus.log");
         let mut command = Command::new(prometheus_tool("prometheus"));
@@ -52,7 +52,7 @@ impl Prometheus {
         Ok(Self { addr, _process: process, _dir: dir })
     }
 
-    /// The samples that `query` yields now. The error says why it cannot be evaluated.
+    /// The samples that `query` yields now. An error says why it cannot be evaluated.
     pub fn query(&self, query: &str) -> Result<Vec<Value>> {
         let answer = self.api(&format!("query?query={}", encoded(query)))?;
         answer["result"].as_array().cloned().with_context(|| format!("no vector: {query}: {answer}"))
@@ -74,13 +74,13 @@ impl Prometheus {
     }
 }
 
-/// `prometheus` or `promtool`: where `cargo xtask test` unpacks Debian's package, else by name.
+/// Path of `prometheus` or `promtool`: where `cargo xtask test` unpacks Debian's package, else just the name.
 pub fn prometheus_tool(name: &str) -> PathBuf {
     let unpacked = target_dir().join("prometheus/usr/bin").join(name);
     if unpacked.is_file() { unpacked } else { name.into() }
 }
 
-/// Why there is no Prometheus here, if so.
+/// Why Prometheus is not available here, if so.
 pub fn missing_prometheus() -> Option<String> {
     let runs = |name| Command::new(prometheus_tool(name)).arg("--version").output().is_ok();
     (!runs("prometheus") || !runs("promtool"))

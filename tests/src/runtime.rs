@@ -1,5 +1,4 @@
-//! The background runtime, polling with a deadline, and the question whether the machine has what the tests
-//! need.
+//! The background runtime, polling with a deadline, and the check whether the machine has what the tests need.
 
 use std::future::Future;
 use std::path::PathBuf;
@@ -8,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::{Builder, Handle, Runtime};
 
-/// Handle of the runtime on which backends and clients run. It lives as long as the process.
+/// Handle of the runtime for backends and clients. It lives as long as the process.
 pub fn handle() -> &'static Handle {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     RUNTIME
@@ -25,7 +24,7 @@ pub fn handle() -> &'static Handle {
 
 /// Runs `future` on the background runtime and waits for its result.
 ///
-/// Unlike `Runtime::block_on` this may be called inside another runtime.
+/// Unlike `Runtime::block_on`, this may be called inside another runtime.
 pub fn block_on<T: Send + 'static>(future: impl Future<Output = T> + Send + 'static) -> T {
     let (send, receive) = std::sync::mpsc::sync_channel(1);
     handle().spawn(async move {
@@ -48,8 +47,8 @@ pub fn eventually<T>(what: &str, limit: Duration, mut probe: impl FnMut() -> Opt
     }
 }
 
-/// What is missing before anything can run on a real Envoy: Envoy itself, the agent, the filter and every
-/// path of `also`. `None` when all is there.
+/// What is missing to run tests on a real Envoy: Envoy itself, the agent, the filter, or any path of `also`. `None` if
+/// everything is there.
 pub fn missing(also: &[PathBuf]) -> Option<String> {
     let mut needed = vec![crate::envoy_binary(), crate::dist_dir().join("probe-agent"), crate::wasm_module()];
     needed.extend_from_slice(also);
@@ -59,8 +58,8 @@ pub fn missing(also: &[PathBuf]) -> Option<String> {
         .map(|path| format!("missing {}: run `cargo xtask test`", path.display()))
 }
 
-/// Whether an end-to-end test can run. If not, prints what is missing, and panics where `CI` is `true`: a
-/// pipeline must not pass by skipping.
+/// Whether an end-to-end test can run. If not, prints what is missing, and panics if `CI` is `true`: a pipeline must not
+/// pass by skipping.
 #[track_caller]
 pub fn ready(also: &[PathBuf]) -> bool {
     let Some(reason) = missing(also) else { return true };
@@ -69,7 +68,7 @@ pub fn ready(also: &[PathBuf]) -> bool {
     false
 }
 
-/// Returns from a test on a machine that misses something: see [`ready`], which is asked with the paths given.
+/// Returns from a test if [`ready`], called with the given paths, says that the machine lacks something.
 #[macro_export]
 macro_rules! bed {
     () => {

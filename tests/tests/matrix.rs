@@ -1,5 +1,5 @@
-//! The core facts on whichever Envoy `$ENVOY` names: steering, probes that balance, recovery from a crash.
-//! Small, so that it can run on each supported version; everything else is in `e2e`.
+//! Basic checks on whichever Envoy `$ENVOY` names: steering, probes that balance, recovery from a crash. Small, so that it
+//! can run on each supported version; everything else is in `e2e`.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The tables of docs/configuration.md are what the code generates: the filter's from `prequal_core::config::KEYS`, the
-//! agent's from its command line. `cargo xtask reference` writes them.
+//! Checks that the tables of docs/configuration.md equal what the code generates: the filter's from
+//! `prequal_core::config::KEYS`, the agent's from its command line. `cargo xtask reference` writes them.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ const WRITE: &str = "PREQUAL_WRITE_REFERENCE";
 const PROFILES: [&str; 4] = ["default", "paper", "small", "inference"];
 
 #[test]
-fn tables_are_what_the_code_generates() -> Result<()> {
+fn the_tables_match_what_the_code_generates() -> Result<()> {
     let path = workspace_root().join("docs/configuration.md");
     let before = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
     let mut after = before.clone();
@@ -46,7 +46,7 @@ fn with_table(text: &str, name: &str, table: &[Vec<String>]) -> Result<String> {
     let (_, after) = rest.split_once("<!-- end -->\n").context("no line where it ends")?;
     let mut lines: Vec<String> = table.iter().map(|row| format!("| {} |\n", row.join(" | "))).collect();
     lines.insert(1, format!("|{}\n", "---|".repeat(table[0].len())));
-    // Empty cells without two spaces.
+    // Write empty cells without two spaces.
     let lines = lines.concat().replace("|  |", "| |").replace("|  |", "| |");
     Ok(format!("{before}<!-- table: {name} -->\n{lines}<!-- end -->\n{after}"))
 }
@@ -55,7 +55,7 @@ fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(str::to_owned).to_vec()
 }
 
-/// The keys of the outbound role: those that operators may want, or the others.
+/// The keys of the outbound role: either those for everyday use, or the others.
 fn filter(everyday: bool) -> Vec<Vec<String>> {
     let mut table = vec![row(["key", "where", "unit", "range", "default", "meaning", "source"])];
     for key in KEYS.iter().filter(|key| key.place != Place::Inbound && key.everyday == everyday) {
@@ -78,7 +78,7 @@ fn filter(everyday: bool) -> Vec<Vec<String>> {
     table
 }
 
-/// The keys whose default is not the same under every profile.
+/// The keys whose default differs between profiles.
 fn profiles() -> Vec<Vec<String>> {
     let mut table = vec![row(["key", "`default`", "`paper`", "`small`", "`inference`"])];
     for key in KEYS.iter().filter(|key| key.place == Place::Both) {
@@ -101,7 +101,7 @@ fn inbound() -> Vec<Vec<String>> {
     table
 }
 
-/// The agent's flags. Ranges are in the meaning, as in `--help`; the agent's own tests hold them against the parser.
+/// The agent's flags. The meaning includes the range, as in `--help`; the agent's own tests compare ranges with the parser.
 fn agent() -> Vec<Vec<String>> {
     let mut table = vec![row(["flag", "value", "default", "meaning"])];
     for arg in probe_agent::cli::Cli::command().get_arguments() {
@@ -156,7 +156,7 @@ fn code(text: &str) -> String {
     format!("`{text}`")
 }
 
-/// At most three decimals, digits from five on in groups of three.
+/// At most three decimals; numbers of five or more digits are grouped in threes.
 fn grouped(number: f64) -> String {
     let text = format!("{}", (number * 1000.0).round() / 1000.0);
     let (whole, rest) = text.split_at(text.find('.').unwrap_or(text.len()));

@@ -1,7 +1,8 @@
-//! A backend in a process of its own: answers the whole mix, and misbehaves as its parent says in a line on standard
-//! input ([`Mode`]). It counts what it broke on purpose, so that those requests are the fault's own.
+//! A backend in a process of its own: answers every kind of request in the mix, and misbehaves as its parent orders in a
+//! line on standard input ([`Mode`]). It counts the requests that it broke on purpose, so that they are attributed to the
+//! fault.
 //!
-//! It ends with its parent: when standard input does.
+//! It ends when its standard input is closed, and so with its parent.
 
 use std::convert::Infallible;
 use std::io::BufRead as _;
@@ -29,19 +30,19 @@ use tokio::sync::{Notify, watch};
 
 use crate::mix::{self, PART, PART_GAP, PARTS};
 
-/// Service time of everything.
+/// Service time of every request.
 const SERVICE: Duration = Duration::from_millis(10);
-/// What a probe asks for.
+/// Path of a probe.
 const PROBE: &str = "/prequal/probe";
 /// How long a connection works before it is half-closed or gets GOAWAY.
 const CONNECTION_LIFE: Duration = Duration::from_millis(200);
 
-/// How a backend behaves. Its `Display` is the line that orders it.
+/// How a backend behaves. Its `Display` is the line that orders this behaviour.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Mode {
-    /// As it should.
+    /// Behaves correctly.
     Well,
-    /// Takes so many milliseconds longer.
+    /// Takes this many milliseconds longer.
     Slow(u64),
     /// Answers this percentage of requests with 503, at once.
     Fail(u64),
@@ -51,15 +52,15 @@ pub(crate) enum Mode {
     GoAway,
     /// Sends an empty DATA frame after each gRPC message, which HTTP/2 allows.
     EmptyFrames,
-    /// Closes its half of each connection soon after it was made, and reads on.
+    /// Closes its half of each connection soon after it was made, and continues to read.
     HalfClose,
-    /// Accepts connections and says nothing on them for so many milliseconds: no SETTINGS, no answer.
+    /// Accepts connections and sends nothing on them for this many milliseconds: no SETTINGS, no answer.
     Mute(u64),
-    /// Stands in for its agent, and lies: always idle and fast, which it is not.
+    /// Replaces its agent and lies: claims to be idle and fast, but is neither.
     LieIdle,
-    /// Stands in for its agent, and claims to be busier than any.
+    /// Replaces its agent and claims to be busier than any other replica.
     LieBusy,
-    /// Stands in for its agent, and reports what makes no sense.
+    /// Replaces its agent and sends reports that make no sense.
     LieGarbage,
 }
 
@@ -104,7 +105,7 @@ impl std::str::FromStr for Mode {
     }
 }
 
-/// The line that asks for the counts: answered with those in flight and those broken on purpose.
+/// The line that requests the counts; the answer is the number in flight and the number broken on purpose.
 pub(crate) const COUNTS: &str = "counts";
 
 struct Shared {
@@ -122,12 +123,12 @@ struct Connection {
     in_flight: AtomicU64,
     half_closed: AtomicBool,
     http1: AtomicBool,
-    /// It ends with its next response.
+    /// Whether its next response is its last.
     last: AtomicBool,
     reset: Notify,
 }
 
-/// A request in flight: until its response has left.
+/// A request in flight, until its response has been sent.
 struct InFlight(Arc<Connection>);
 
 impl InFlight {
@@ -139,13 +140,13 @@ impl InFlight {
 }
 
 impl Connection {
-    /// Whether its time is limited, and it has not been asked to end.
+    /// Whether the connection is to end and has not yet been asked to.
     fn ends(&self, mode: Mode) -> bool {
         matches!(mode, Mode::GoAway | Mode::HalfClose) && !self.last.load(Relaxed)
     }
 
-    /// Lets it end without a request lost: one over HTTP/1.1 must not be closed while it is idle, when a request may be on
-    /// its way.
+    /// Lets the connection end without losing a request. An idle HTTP/1.1 connection must not be closed, because a request
+    /// may be on its way.
     fn finish(&self, shut_down: impl FnOnce()) {
         self.last.store(true, Relaxed);
         if !self.http1.load(Relaxed) {
@@ -169,7 +170,7 @@ impl Shared {
 }
 
 impl Shared {
-    /// The report of a liar.
+    /// The report of a lying agent.
     fn lie(&self, mode: Mode) -> Option<String> {
         let addr = self.addr;
         Some(match mode {
@@ -232,7 +233,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
         let _ = stream.set_nodelay(true);
         let shared = Arc::clone(&shared);
         tokio::spawn(async move {
-            // An error is a connection that one of the sides broke off.
+            // An error means that one of the sides broke the connection off.
             let _ = converse(stream, shared).await;
         });
     }
@@ -277,7 +278,7 @@ async fn converse(stream: TcpStream, shared: Arc<Shared>) -> Result<()> {
             }
             changed = modes.changed() => {
                 changed?;
-                // So that new connections have to be made, which is what it is about.
+                // Force new connections, which this mode is about.
                 if matches!(*modes.borrow(), Mode::Mute(_)) {
                     connection.finish(|| served.as_mut().graceful_shutdown());
                 }
@@ -302,7 +303,7 @@ async fn respond(request: Request<Incoming>, connection: Arc<Connection>) -> Res
     let mut fails = false;
     match mode {
         _ if request.uri().path() == PROBE => delay = Duration::ZERO,
-        // Slower than it says.
+        // It is slower than it claims.
         Mode::LieIdle => delay *= 4,
         Mode::Slow(ms) => delay += Duration::from_millis(ms),
         Mode::Fail(percent) if shared.draws(percent) => fails = true,
@@ -348,7 +349,7 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
     let path = request.uri().path().to_owned();
     let is_grpc = request.headers().get(header::CONTENT_TYPE).is_some_and(|kind| kind == "application/grpc");
     if is_grpc {
-        // An agent that sends gRPC as HTTP/1.1 has made a mistake, which the user is to see.
+        // An agent that sends gRPC as HTTP/1.1 has made a mistake, which must reach the user.
         if request.version() != Version::HTTP_2 {
             return Ok((status(StatusCode::HTTP_VERSION_NOT_SUPPORTED), false));
         }
@@ -379,8 +380,8 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
     Ok((response, false))
 }
 
-/// What comes, as it comes. No frame is empty unless they are all followed by one: the end of a request is one, and has no
-/// place before trailers.
+/// The request's body as it arrives. Empty frames are dropped unless `empty_frames` adds one after each frame: the end of a
+/// request is an empty frame, which must not come before trailers.
 fn messages(mut from: Incoming, empty_frames: bool) -> Body {
     let (mut sender, body) = Channel::<Bytes, hyper::Error>::new(1);
     tokio::spawn(async move {
@@ -440,7 +441,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_mode_reads_as_it_is_written() {
+    fn every_mode_is_parsed_as_it_is_written() {
         for mode in [
             Mode::Well,
             Mode::Slow(5),

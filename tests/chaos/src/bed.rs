@@ -1,5 +1,5 @@
-//! What faults happen to: backends and agents as real processes, a real Envoy with the shipped configuration before them.
-//! Everything that ends a process notes what it was working on ([`Harm`]). When what happens is decided in `faults`.
+//! The system under test: backends and agents as real processes, behind a real Envoy with the shipped configuration.
+//! Everything that ends a process records which requests it was working on ([`Harm`]). `faults` decides what happens when.
 
 mod backend;
 mod edge;
@@ -28,14 +28,14 @@ pub(crate) struct Bed {
     pub(crate) pods: Vec<Pod>,
     edge: Arc<Mutex<Edge>>,
     pub(crate) harm: Harm,
-    /// Processes of faults that are no part of the service.
+    /// Processes started by faults that are not part of the service.
     pub(crate) hogs: Mutex<Vec<std::process::Child>>,
-    /// The file that sets the step of Envoy's clock, if it can be stepped.
+    /// The file that holds the offset of Envoy's clock, if the clock can be stepped.
     pub(crate) clock: Option<PathBuf>,
 }
 
 impl Bed {
-    /// Starts everything and sends requests until each replica serves and is known.
+    /// Starts everything and sends requests until each replica serves and is known to the filter.
     pub(crate) fn start(clock: Option<PathBuf>) -> Result<Self> {
         let pods = (0..REPLICAS).map(Pod::start).collect::<Result<Vec<_>>>()?;
         let addrs: Vec<SocketAddr> = pods.iter().map(Pod::addr).collect();
@@ -50,7 +50,7 @@ impl Bed {
         self.edge.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Another Envoy takes over; returns when the old one has ended.
+    /// Starts another Envoy that takes over; returns when the old one has ended.
     pub(crate) fn hot_restart(&self) -> Result<()> {
         let edge = Arc::clone(&self.edge);
         on_lasting_thread(move || edge.lock().unwrap_or_else(PoisonError::into_inner).hot_restart())?
@@ -61,7 +61,7 @@ impl Bed {
         replicas.iter().map(|replica| &self.pods[*replica])
     }
 
-    /// Ends what faults have left running besides the service.
+    /// Ends the processes that faults have left running besides the service.
     pub(crate) fn end_hogs(&self) {
         for mut hog in self.hogs.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             let _ = hog.kill();
@@ -69,8 +69,8 @@ impl Bed {
         }
     }
 
-    /// What does not balance although no request is in flight; polled until it does or `limit` has passed. That no replica
-    /// is `ejected` can be asked only once all have their traffic back.
+    /// What does not balance although no request is in flight; polled until everything balances or `limit` has passed. Set
+    /// `ejected` to also require that no replica is ejected, which only holds once all have their traffic back.
     pub(crate) fn unbalanced(&self, limit: Duration, ejected: bool) -> Result<Vec<String>> {
         let start = Instant::now();
         loop {
@@ -86,7 +86,7 @@ impl Bed {
         }
     }
 
-    /// What every process counts of failures since it started, for the explanation of a miss.
+    /// The failure counts of every process since its start, to explain a miss.
     pub(crate) fn evidence(&self) -> Vec<String> {
         let mut found = self.edge().evidence();
         found.extend(self.pods.iter().flat_map(Pod::evidence));
@@ -112,7 +112,7 @@ impl Drop for Bed {
     }
 }
 
-/// Runs `work` on a thread that lives as long as this process: an Envoy ends with the thread that started it.
+/// Runs `work` on a thread that lives as long as this process, because an Envoy ends with the thread that started it.
 fn on_lasting_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     static THREAD: OnceLock<Sender<Box<dyn FnOnce() + Send>>> = OnceLock::new();
     let thread = THREAD.get_or_init(|| {
@@ -126,7 +126,7 @@ fn on_lasting_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'stati
     result.recv().context("it panicked, see above")
 }
 
-/// The module that can crash and counts as another release.
+/// The module that can crash and whose blobs count as those of another release.
 pub(crate) fn crashing_module() -> PathBuf {
     std::env::var_os("PREQUAL_DIST_TEST")
         .map_or_else(|| target_dir().join("dist-test"), PathBuf::from)

@@ -1,4 +1,4 @@
-/* Loaded before libc: adds the seconds in the file $CHAOS_CLOCK, eight bytes, to the wall clock, and to no other. */
+/* Loaded before libc: adds the number of seconds in the file $CHAOS_CLOCK (eight bytes) to the wall clock only. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>

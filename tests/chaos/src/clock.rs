@@ -1,5 +1,5 @@
-//! Steps the wall clock of Envoy alone. Nothing moves the wall clock of one process (a time namespace has only the other
-//! clocks), so a library is loaded before libc, and what it adds to the time stands in a file that is mapped.
+//! Steps the wall clock of Envoy only. The kernel cannot change the wall clock of a single process (a time namespace only
+//! has the other clocks), so a library is loaded before libc and adds an offset, which it reads from a mapped file.
 
 use std::fs;
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use prequal_testbed::envoy_binary;
 
-/// What `clock_gettime` and `gettimeofday` become.
+/// The library that replaces `clock_gettime` and `gettimeofday`.
 const SOURCE: &str = include_str!("clock.c");
 
-/// An Envoy whose clock can be stepped, made in `dir`: its program, and the file for [`step`]. Needs a C compiler.
+/// Prepares, in `dir`, an Envoy whose clock can be stepped; returns its program and the file for [`step`]. Needs a C
+/// compiler.
 pub(crate) fn prepare(dir: &Path) -> Result<(PathBuf, PathBuf)> {
     let file = |name: &str| dir.join(name);
     let (source, library, offset, program) =
@@ -32,7 +33,7 @@ pub(crate) fn prepare(dir: &Path) -> Result<(PathBuf, PathBuf)> {
     Ok((program, offset))
 }
 
-/// Envoy's wall clock jumps by so many seconds.
+/// Steps Envoy's wall clock by `seconds`.
 pub(crate) fn step(offset: &Path, seconds: i64) -> Result<()> {
     let file = fs::File::options().read(true).write(true).open(offset)?;
     let mut now = [0; size_of::<i64>()];

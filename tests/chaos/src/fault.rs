@@ -1,4 +1,4 @@
-//! What a fault is: data, and two functions. [`crate::faults`] has all of them.
+//! The definition of a fault: data and two functions. [`crate::faults`] lists all faults.
 
 use std::time::Duration;
 
@@ -8,26 +8,27 @@ use crate::bed::Bed;
 
 /// One fault.
 pub(crate) struct Fault {
-    /// As on the command line.
+    /// Name on the command line.
     pub(crate) name: &'static str,
-    /// What happens, for the table.
+    /// Description for the table.
     pub(crate) what: &'static str,
     pub(crate) scope: Scope,
-    /// From the end of `begin` to the start of `end`.
+    /// Time from the end of `begin` to the start of `end`.
     pub(crate) hold: Duration,
     pub(crate) goal: Goal,
-    /// Makes it happen. One that is a series of events returns after the last.
+    /// Makes the fault happen. A series of events returns after the last one.
     pub(crate) begin: fn(&Site) -> Result<()>,
-    /// Undoes it; called in any case, also after a `begin` that failed.
+    /// Undoes it; always called, even if `begin` failed.
     pub(crate) end: fn(&Site) -> Result<()>,
-    /// What this machine lacks for it.
+    /// What this machine lacks for the fault, if anything.
     pub(crate) missing: fn(&Bed) -> Option<String>,
 }
 
-/// What a fault touches. Two that touch the same thing form no pair: it would be unclear which of them caused a result.
+/// What a fault affects. Faults that affect the same thing are not paired, because it would be unclear which of them caused
+/// a result.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Scope {
-    /// Some replicas; a pair of these gets different ones.
+    /// Some replicas; paired faults get different ones.
     Replicas,
     /// All replicas, one after the other.
     Fleet,
@@ -40,14 +41,15 @@ pub(crate) enum Scope {
 /// What a fault may cost.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Goal {
-    /// Users' errors besides the fault's own.
+    /// Maximum number of users' errors, apart from the fault's own.
     pub(crate) errors: usize,
-    /// From its end until no request fails or is late. Until each replica has its traffic back, all are given the same time.
+    /// Maximum time from the end of the fault until no request fails or is late. The limit until each replica has its
+    /// traffic back is the same for all faults.
     pub(crate) recovery: Duration,
 }
 
 impl Goal {
-    /// No error, and recovery within so many seconds.
+    /// No error, and recovery within `seconds`.
     pub(crate) const fn within(seconds: u64) -> Self {
         Self { errors: 0, recovery: Duration::from_secs(seconds) }
     }
@@ -56,12 +58,12 @@ impl Goal {
 /// Where a fault happens.
 pub(crate) struct Site<'a> {
     pub(crate) bed: &'a Bed,
-    /// Three replicas that are its own.
+    /// Three replicas reserved for this fault.
     pub(crate) replicas: [usize; 3],
 }
 
 impl Site<'_> {
-    /// The replica that it happens to, if it is one.
+    /// The affected replica, for a fault that affects only one.
     pub(crate) fn replica(&self) -> usize {
         self.replicas[0]
     }

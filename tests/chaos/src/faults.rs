@@ -1,4 +1,4 @@
-//! All faults, by what they happen to. A new one is one entry in one of the lists.
+//! All faults, grouped by what they affect. To add a fault, add an entry to one of the lists.
 
 mod agents;
 mod backends;
@@ -18,7 +18,7 @@ pub(crate) fn all() -> impl Iterator<Item = &'static Fault> {
         .flatten()
 }
 
-/// Those of the short form: one of each family, and of those with most to go wrong.
+/// The faults of the short form: one of each family, where most can go wrong.
 pub(crate) const SHORT: [&str; 5] =
     ["agent-killed", "backend-killed", "backend-goaway", "listener-update", "replicas-churn"];
 
@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_unique_and_those_of_the_short_form_exist() {
+    fn names_are_unique_and_the_short_form_names_exist() {
         let names: BTreeSet<_> = all().map(|fault| fault.name).collect();
         assert_eq!(names.len(), all().count());
         assert!(names.len() >= 20, "{}", names.len());

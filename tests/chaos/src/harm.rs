@@ -1,16 +1,16 @@
-//! Which errors are a fault's own: what a killed process was working on.
+//! Decides which errors are a fault's own: requests that a killed process was working on.
 //!
-//! A kill is an interval, from the order until the process is gone. A failed request is its own if it was in flight in
-//! that interval and did not end long after, and was not answered by a replica that lives.
+//! A kill is an interval, from the order until the process is gone. A failed request belongs to it if it was in flight in
+//! that interval, did not end long after, and was not answered by a replica that is alive.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::load::Sample;
 
-/// How long after the end of a process its peers may take to see it: a request sent meanwhile went into the void.
+/// Time after the end of a process within which its peers notice: a request sent meanwhile is lost.
 const UNSEEN: Duration = Duration::from_millis(20);
-/// How long after that an error may still reach the user: a stream, or an upload, sees it at its next part.
+/// Time after that within which an error may still reach the user: a stream or an upload notices at its next part.
 const SHOWN: Duration = Duration::from_secs(1);
 
 /// All kills of one run.
@@ -21,12 +21,12 @@ pub(crate) struct Harm(Mutex<Vec<Kill>>);
 struct Kill {
     from: Instant,
     until: Instant,
-    /// `None`: the proxy, on which all requests are.
+    /// `None` for the proxy, which carries all requests.
     replica: Option<usize>,
 }
 
 impl Harm {
-    /// Runs `kill`, which ends the process that serves `replica`, or all of them.
+    /// Runs `kill`, which ends the process that serves `replica`, or with `None` the proxy.
     pub(crate) fn note<T>(&self, replica: Option<usize>, kill: impl FnOnce() -> T) -> T {
         let from = Instant::now();
         let done = kill();
@@ -35,12 +35,12 @@ impl Harm {
         done
     }
 
-    /// Forgets all.
+    /// Forgets all kills.
     pub(crate) fn clear(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Whether the failed request `sample` is one of a killed process.
+    /// Whether a kill explains the failed request `sample`.
     pub(crate) fn explains(&self, sample: &Sample) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|kill| kill.explains(sample))
     }
@@ -66,7 +66,7 @@ mod tests {
     use crate::mix::Kind;
 
     #[test]
-    fn only_what_was_in_flight_there_is_a_kills_own() {
+    fn a_kill_explains_only_requests_that_were_in_flight_there() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let kill = Kill { from: at(1000), until: at(1010), replica: Some(3) };
@@ -82,6 +82,6 @@ mod tests {
         assert!(!kill.explains(&sample(500, 1400, Some(4))), "a stream elsewhere");
         assert!(!kill.explains(&sample(980, 995, None)), "it failed before");
         assert!(!kill.explains(&sample(1100, 1105, None)), "it was sent after");
-        assert!(!kill.explains(&sample(990, 9000, None)), "it was seen late");
+        assert!(!kill.explains(&sample(990, 9000, None)), "the error came too late");
     }
 }

@@ -1,5 +1,5 @@
-//! Requests at a steady rate, whatever became of those before: open loop. Each is recorded when it is sent and again when
-//! it has ended. What counts as an error is decided here; whose error it is, in `run`.
+//! Open-loop load: requests at a steady rate, regardless of what happened to earlier ones. Each is recorded when it is sent
+//! and again when it has ended. This module decides what counts as an error; `run` decides whose error it is.
 
 mod send;
 
@@ -16,7 +16,7 @@ use rand::{RngCore as _, SeedableRng as _};
 use crate::mix::Kind;
 use send::Clients;
 
-/// A request is an error after this long. The shipped route gives up after 15 s.
+/// A request that takes longer than this is an error. The shipped route gives up after 15 s.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// One request of a user.
@@ -26,20 +26,20 @@ pub(crate) struct Sample {
     pub(crate) begun: Instant,
     /// `None` while it is in flight.
     pub(crate) ended: Option<Instant>,
-    /// Which replica answered, if its response head came.
+    /// The replica that answered, if response headers arrived.
     pub(crate) replica: Option<usize>,
-    /// What was wrong.
+    /// What was wrong, if anything.
     pub(crate) error: Option<String>,
 }
 
-/// What became of one request.
+/// The outcome of one request.
 #[derive(Debug, Default)]
 struct Ending {
     replica: Option<usize>,
     error: Option<String>,
 }
 
-/// Load under way, until [`Self::stop`].
+/// Load in progress, until [`Self::stop`].
 pub(crate) struct Load {
     stop: Arc<AtomicBool>,
     samples: Arc<Mutex<Vec<Sample>>>,
@@ -60,7 +60,7 @@ impl Load {
             let mut due = Instant::now();
             while !stopped.load(Ordering::Relaxed) {
                 let now = Instant::now();
-                // A machine that stalls gets the requests it has missed within reason, not a flood.
+                // After a stall of the machine, only a limited number of missed requests is made up for, to avoid a flood.
                 due = (due + Duration::from_secs(1) / rate).max(now.checked_sub(CATCH_UP).unwrap_or(now));
                 std::thread::sleep(due.saturating_duration_since(now));
                 send_one(&clients, Kind::of(rng.next_u32()), &recorded, &counted);
@@ -74,7 +74,7 @@ impl Load {
         lock(&self.samples)
     }
 
-    /// Sends no more, waits for what is in flight, and returns all.
+    /// Stops sending, waits for requests in flight, and returns all samples.
     pub(crate) fn stop(mut self) -> Vec<Sample> {
         self.end_pace();
         let limit = Instant::now() + PATIENCE + Duration::from_secs(1);
@@ -86,7 +86,7 @@ impl Load {
 
     fn end_pace(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // A panic was printed by the panic hook.
+        // The panic hook has printed any panic.
         let _ = self.pace.take().map(JoinHandle::join);
     }
 }
@@ -110,7 +110,7 @@ fn send_one(clients: &Clients, kind: Kind, samples: &Arc<Mutex<Vec<Sample>>>, in
         if tokio::time::timeout(PATIENCE, send::send(kind, &clients, &mut ending)).await.is_err() {
             ending.error = Some(format!("no end within {} s", PATIENCE.as_secs()));
         }
-        // Gone if the load has been stopped without it.
+        // The sample is gone if the load was stopped without waiting for it.
         if let Some(sample) = lock(&samples).get_mut(index) {
             sample.ended = Some(Instant::now());
             sample.replica = ending.replica;
@@ -124,5 +124,5 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How much of the past is made up for.
+/// How far back missed requests are made up for.
 const CATCH_UP: Duration = Duration::from_millis(100);

@@ -1,10 +1,11 @@
 //! Faults under load: the shipped configuration, a real Envoy, eight agents with backends, 500 requests a second of every
-//! kind. Each fault has a goal; a missed one is the exit status. `cargo xtask chaos` builds what is needed and calls this.
+//! kind. Each fault has a goal; the exit status is nonzero if one is missed. `cargo xtask chaos` builds what is needed and
+//! runs this program.
 //!
-//! * `mix`, `load`: what users send, and what counts as an error.
-//! * `backend`, `bed`: what is under test.
-//! * `fault`, `faults`: what happens to it, as data.
-//! * `run`, `harm`, `verdict`, `report`: what it costs, whose fault that is, and whether it is too much.
+//! * `mix`, `load`: the users' requests, and which outcomes are errors.
+//! * `backend`, `bed`: the system under test.
+//! * `fault`, `faults`: the faults, as data.
+//! * `run`, `harm`, `verdict`, `report`: what a fault costs, which errors are its own, and whether the cost is too high.
 
 mod backend;
 mod bed;
@@ -43,34 +44,34 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Makes faults happen, and judges what they cost
+    /// Runs faults and judges their cost
     Run(Args),
     /// A backend (started by `run`)
     #[command(hide = true)]
     Backend { addr: SocketAddr, number: usize },
-    /// Computes (started by `run`)
+    /// Uses CPU (started by `run`)
     #[command(hide = true)]
     Hog,
 }
 
 #[derive(clap::Args)]
 struct Args {
-    /// Only these faults; `all` for each [default: all]
+    /// Run only these faults; `all` for each [default: all]
     faults: Vec<String>,
 
-    /// Print all faults and end
+    /// List all faults and exit
     #[arg(long)]
     list: bool,
 
-    /// Do not wait until replicas have their traffic back; without names only a handful of faults, as in CI
+    /// Do not wait until replicas have their traffic back; without names, run only a few faults, as in CI
     #[arg(long)]
     short: bool,
 
-    /// Afterwards this many random pairs of faults at once
+    /// Afterwards, run this many random pairs of faults
     #[arg(long, value_name = "N", default_value_t = 0)]
     pairs: u32,
 
-    /// Draws the pairs and the requests; printed, so that a run can be repeated [default: random]
+    /// Determines the pairs and the requests; printed, so that a run can be repeated [default: random]
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
 
@@ -78,7 +79,7 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(10..=10_000))]
     rate: u32,
 
-    /// Runs of a fault until one meets its goal. A machine that others use can miss one by chance
+    /// Maximum number of runs of a fault until it meets its goal. On a shared machine a run can miss by chance
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10))]
     tries: u32,
 
@@ -98,13 +99,13 @@ fn main() -> ExitCode {
         Command::Run(args) => run(&args),
     };
     done.unwrap_or_else(|error| {
-        // Without a backtrace: what failed is another program.
+        // Without a backtrace, because another program failed.
         eprintln!("error: {error:#}");
         ExitCode::FAILURE
     })
 }
 
-/// What happens in one run: a fault, or two.
+/// The faults of one run: one or two.
 type Plan = Vec<&'static Fault>;
 
 fn run(args: &Args) -> Result<ExitCode> {
@@ -129,7 +130,7 @@ fn run(args: &Args) -> Result<ExitCode> {
                 None => Bed::start(clock.clone())?,
             };
             if let Some(reason) = plan.iter().find_map(|fault| (fault.missing)(&bed_now)) {
-                println!("[{}/{}] {}: not possible here: {reason}", index + 1, plans.len(), name(plan));
+                println!("[{}/{}] {}: impossible here: {reason}", index + 1, plans.len(), name(plan));
                 impossible.push(format!("{}: {reason}", name(plan)));
                 bed = Some(bed_now);
                 break;
@@ -142,10 +143,10 @@ fn run(args: &Args) -> Result<ExitCode> {
             if row.misses.is_empty() {
                 bed = Some(bed_now);
             } else {
-                // What did not recover is nothing to begin the next run with.
+                // A system that did not recover is no starting point for the next run.
                 bed_now.evidence().iter().for_each(|line| println!("        {line}"));
                 if tries_left > 0 {
-                    println!("        once more");
+                    println!("        trying again");
                     continue;
                 }
             }
@@ -161,7 +162,7 @@ fn run(args: &Args) -> Result<ExitCode> {
     Ok(if rows.iter().all(|row| row.misses.is_empty()) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// One that is short enough to be typed.
+/// A random seed that is short enough to type.
 fn any_seed() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     u64::from(now.subsec_micros())
@@ -191,7 +192,7 @@ fn plans(args: &Args, rng: &mut SmallRng) -> Result<Vec<Plan>> {
     Ok(plans)
 }
 
-/// Whether faults of these scopes leave each other alone.
+/// Whether faults of these scopes do not interfere with each other.
 fn pair_up(first: Scope, second: Scope) -> bool {
     match (first, second) {
         (Scope::Replicas, Scope::Replicas) => true,
@@ -218,7 +219,7 @@ fn row(plan: &Plan, outcome: Result<Outcome>, waits_for_traffic: bool) -> Row {
     Row { name: name(plan), what, goal, outcome, misses }
 }
 
-/// Makes Envoy's clock one that can be stepped, if there is a compiler. Called while this process has one thread.
+/// Makes Envoy's clock steppable, if there is a compiler. Call it while this process has only one thread.
 fn clock(dir: &Path) -> Option<PathBuf> {
     if !network::has("cc", "--version") {
         return None;

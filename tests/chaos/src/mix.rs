@@ -1,34 +1,34 @@
-//! The mix of requests: which kinds there are, how often each is sent, and what load and backend have agreed on about
-//! them. How a request is sent is in `load`, how it is answered in `backend`.
+//! The mix of requests: the kinds, how often each is sent, and the conventions that load and backend share. `load` sends
+//! requests, `backend` answers them.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 
-/// Names the replica that answers.
+/// Header with the number of the replica that answers.
 pub(crate) const REPLICA: &str = "x-replica";
-/// Answered at once.
+/// Answers at once.
 pub(crate) const PLAIN: &str = "/plain";
-/// The length of what was sent.
+/// Answers with the length of what was sent.
 pub(crate) const UPLOAD: &str = "/upload";
-/// [`PARTS`] parts of [`PART`] bytes.
+/// Answers with [`PARTS`] parts of [`PART`] bytes.
 pub(crate) const DOWNLOAD: &str = "/download";
 /// Echoes bytes after an upgrade.
 pub(crate) const SOCKET: &str = "/socket";
 /// One message in, one out.
 pub(crate) const UNARY: &str = "/chaos.Echo/Unary";
-/// Every message comes back.
+/// Every message is echoed.
 pub(crate) const STREAMING: &str = "/chaos.Echo/Streaming";
 
-/// Of uploads and downloads.
+/// Number of parts of uploads and downloads.
 pub(crate) const PARTS: usize = 8;
 /// Bytes of a part.
 pub(crate) const PART: usize = 16 * 1024;
-/// Between two parts of an upload or download.
+/// Time between two parts of an upload or download.
 pub(crate) const PART_GAP: Duration = Duration::from_millis(10);
 /// Messages of a stream or WebSocket.
 pub(crate) const MESSAGES: usize = 10;
-/// Between two of them. A stream is over well before a listener that drains (2 s) is.
+/// Time between two messages. A stream ends well before the drain of a listener (2 s) does.
 pub(crate) const MESSAGE_GAP: Duration = Duration::from_millis(50);
 
 /// One kind of request.
@@ -44,7 +44,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// The kind of request number `drawn`, which is random, among all: its share is the second of the pair in [`SHARES`].
+    /// The kind for the random number `drawn`; the probability of each kind is given in [`SHARES`].
     pub(crate) fn of(drawn: u32) -> Self {
         let mut left = drawn % SHARES.iter().map(|(_, share)| share).sum::<u32>();
         for (kind, share) in SHARES {
@@ -56,7 +56,7 @@ impl Kind {
         Self::Http1
     }
 
-    /// For messages.
+    /// Name for messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Http1 => "HTTP/1.1",

@@ -1,14 +1,18 @@
-//! A network namespace of its own for everything: ports that no other process uses, and a loopback that may lose packets.
+//! A separate network namespace for everything: its ports are used by no other process, and its loopback may lose packets.
 
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Moves this process, and all that it starts, into a new network namespace. To be called before any thread runs.
+/// Moves this process, and all processes that it starts, into a new network namespace. Call it before any thread runs.
 pub(crate) fn enter() -> Result<()> {
     // SAFETY: unshare takes a plain integer and changes only this process, which has one thread yet.
     let done = unsafe { libc::unshare(libc::CLONE_NEWNET) };
-    ensure!(done == 0, "a network namespace of its own: {} (it needs root)", std::io::Error::last_os_error());
+    ensure!(
+        done == 0,
+        "cannot create a network namespace: {} (it needs root)",
+        std::io::Error::last_os_error()
+    );
     run("ip", &["link", "set", "lo", "up"])
 }
 

@@ -19,12 +19,12 @@ pub(crate) struct Row {
     pub(crate) misses: Vec<String>,
 }
 
-/// Where the table stands in the document.
+/// The document that contains the table.
 const DOCUMENT: &str = "docs/reliability.md";
 const BEGIN: &str = "<!-- cargo xtask chaos --write: begin -->\n";
 const END: &str = "<!-- cargo xtask chaos --write: end -->\n";
 
-/// One line for each run.
+/// The table as text, one line per run.
 pub(crate) fn text(rows: &[Row]) -> String {
     let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
     let mut text = format!(
@@ -49,17 +49,17 @@ pub(crate) fn text(rows: &[Row]) -> String {
     text
 }
 
-/// How many goals are met.
+/// The number of goals met.
 pub(crate) fn summary(rows: &[Row], impossible: &[String]) -> String {
     let met = rows.iter().filter(|row| row.misses.is_empty()).count();
     let mut text = format!("{met} of {} goals met\n", rows.len());
     for reason in impossible {
-        let _ = writeln!(text, "not possible here: {reason}");
+        let _ = writeln!(text, "impossible here: {reason}");
     }
     text
 }
 
-/// Replaces the table of the document.
+/// Replaces the table in the document.
 pub(crate) fn write(rows: &[Row], impossible: &[String], rate: u32) -> Result<()> {
     let path = workspace_root().join(DOCUMENT);
     let old = fs::read_to_string(&path).with_context(|| format!("reading {DOCUMENT}"))?;
@@ -100,7 +100,7 @@ fn markdown(rows: &[Row], impossible: &[String], rate: u32) -> String {
     text
 }
 
-/// `met`, or what is missed.
+/// `met`, or what was missed.
 pub(crate) fn verdict(row: &Row) -> String {
     if row.misses.is_empty() { "met".to_owned() } else { format!("MISSED: {}", row.misses.join("; ")) }
 }

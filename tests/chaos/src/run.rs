@@ -1,5 +1,5 @@
-//! One run: load, a time of quiet, one fault or a pair, the wait for recovery, and counters at rest. What came out is
-//! measured here and judged in `verdict`.
+//! One run: load, a quiet time, one fault or a pair, the wait for recovery, and counters at rest. This module measures the
+//! outcome; `verdict` judges it.
 
 use std::time::{Duration, Instant};
 
@@ -11,44 +11,45 @@ use crate::load::{Load, Sample};
 
 /// Load before the fault begins.
 const QUIET: Duration = Duration::from_secs(2);
-/// What a share is taken over, so that it is not chance.
+/// The time over which a share is taken, long enough to exclude chance.
 const WINDOW: Duration = Duration::from_secs(2);
-/// How finely the time of recovery is given.
+/// Resolution of the recovery time.
 const STEP: Duration = Duration::from_millis(500);
 /// The part of its fair share at which a replica has its traffic back.
 const PART: f64 = 0.25;
-/// When every replica has to have it back: what the docker-compose demo allows too.
+/// Time within which every replica must have its traffic back, as in the docker-compose demo.
 pub(crate) const BACK: Duration = Duration::from_secs(45);
-/// A request of any kind takes less on a service that is well.
+/// On a healthy service, a request of any kind takes less than this.
 const LATE: Duration = Duration::from_millis(1500);
-/// For how long a service that fails is looked at, if its traffic does not matter.
+/// How long a failing service is observed, if its traffic does not matter.
 const RECOVERY: Duration = Duration::from_secs(20);
-/// How long counters may take to balance without load.
+/// Maximum time that counters may take to balance without load.
 const REST: Duration = Duration::from_secs(10);
 
-/// What one run has shown.
+/// The outcome of one run.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) requests: usize,
     /// Errors that are the fault's own.
     pub(crate) own: usize,
-    /// All others: what was wrong, in order.
+    /// All other errors, in order.
     pub(crate) errors: Vec<String>,
     /// Requests that took longer than [`LATE`].
     pub(crate) late: usize,
-    /// From the end of the fault until no request fails or is late; `None`: not while it was waited for.
+    /// Time from the end of the fault until no request fails or is late; `None` if that did not happen in the observed
+    /// time.
     pub(crate) recovery: Option<Duration>,
-    /// From the end of the fault until every replica has its traffic back besides.
+    /// Time from the end of the fault until, in addition, every replica has its traffic back.
     pub(crate) back: Option<Duration>,
-    /// What had not recovered when the wait was over.
+    /// What had not recovered at the end of the wait.
     pub(crate) unwell: String,
     /// What does not balance at rest.
     pub(crate) unbalanced: Vec<String>,
-    /// A fault that could not be made, or undone.
+    /// Set if a fault could not be started or undone.
     pub(crate) broken: Option<String>,
 }
 
-/// Runs `faults`, all at once, under `rate` requests a second. Afterwards it waits for the service to recover, and, if
+/// Runs `faults` at the same time under `rate` requests a second. Afterwards it waits for the service to recover and, if
 /// `waits_for_traffic`, for each replica to have its traffic back.
 pub(crate) fn run(
     bed: &Bed,
@@ -81,7 +82,7 @@ pub(crate) fn run(
     let samples = load.stop();
     outcome.requests = samples.len();
     outcome.late = samples.iter().filter(|sample| late(sample, Instant::now())).count();
-    // What backends broke on purpose is theirs; some of it was sent again, and no error.
+    // Failures that backends caused on purpose are the fault's own; some were retried and so are no errors.
     let mut on_purpose = broken(bed).unwrap_or(broken_before).saturating_sub(broken_before);
     for sample in &samples {
         let Some(error) = &sample.error else { continue };
@@ -101,7 +102,7 @@ pub(crate) fn run(
     }
     match bed.unbalanced(REST, outcome.back.is_some()) {
         Ok(unbalanced) => outcome.unbalanced = unbalanced,
-        // The earlier error is the cause, and has been reported.
+        // The earlier error is the cause and has been reported.
         Err(error) => outcome.unbalanced.push(format!("{error:#}")),
     }
     Ok(outcome)
@@ -112,7 +113,7 @@ fn site(bed: &Bed, index: usize) -> Site<'_> {
     Site { bed, replicas: [first, first + 1, first + 2].map(|replica| replica % REPLICAS) }
 }
 
-/// From its beginning to its end.
+/// Runs a fault from beginning to end.
 fn make(fault: &Fault, site: &Site) -> Result<()> {
     let begun = (fault.begin)(site).with_context(|| format!("{} could not begin", fault.name));
     if begun.is_ok() {
@@ -122,7 +123,7 @@ fn make(fault: &Fault, site: &Site) -> Result<()> {
     begun.and(ended)
 }
 
-/// Waits until the service is as it should be before anything happens to it.
+/// Waits until the service is healthy before a fault begins.
 fn settle(load: &Load, waits_for_traffic: bool) -> Result<()> {
     std::thread::sleep(QUIET);
     let start = Instant::now();
@@ -135,12 +136,12 @@ fn settle(load: &Load, waits_for_traffic: bool) -> Result<()> {
         else {
             return Ok(());
         };
-        ensure!(start.elapsed() < Duration::from_secs(60), "not well before the fault: {unwell}");
+        ensure!(start.elapsed() < Duration::from_secs(60), "not healthy before the fault: {unwell}");
         std::thread::sleep(STEP);
     }
 }
 
-/// Waits until all is as before, and notes when it was.
+/// Waits until everything is as before, and records when that was the case.
 fn watch(load: &Load, ended: Instant, waits_for_traffic: bool, outcome: &mut Outcome) {
     let limit = if waits_for_traffic { BACK } else { RECOVERY } + WINDOW + STEP;
     while ended.elapsed() < limit {
@@ -167,7 +168,8 @@ fn late(sample: &Sample, now: Instant) -> bool {
     sample.ended.unwrap_or(now).saturating_duration_since(sample.begun) > LATE
 }
 
-/// When, after `ended`, everything was as it should be and stayed so until `now`, for [`WINDOW`] at least; else what is not.
+/// Time after `ended` from which everything was healthy and stayed so until `now`, for at least [`WINDOW`]; otherwise the
+/// problem.
 fn recovered(
     samples: &[Sample],
     ended: Instant,
@@ -192,7 +194,7 @@ fn recovered(
     since
 }
 
-/// Errors or lateness among these requests, all of one window.
+/// Errors or lateness among these requests of one window.
 fn in_time(samples: &[&Sample], now: Instant) -> Option<String> {
     if let Some(error) = samples.iter().find_map(|sample| sample.error.as_ref()) {
         return Some(format!("errors: {error}"));
@@ -204,7 +206,7 @@ fn in_time(samples: &[&Sample], now: Instant) -> Option<String> {
     None
 }
 
-/// A replica that gets too little of these requests, all of one window.
+/// A replica that gets too few of these requests of one window.
 fn starved(samples: &[&Sample]) -> Option<String> {
     let mut shares = [0_usize; REPLICAS];
     samples.iter().filter_map(|sample| sample.replica).for_each(|replica| shares[replica] += 1);
@@ -220,7 +222,7 @@ mod tests {
     use super::*;
     use crate::mix::Kind;
 
-    /// 400 requests a second for ten seconds, each replica in turn, but those that `wrong` changes.
+    /// 400 requests a second for ten seconds, to each replica in turn, changed by `wrong`.
     fn samples(start: Instant, wrong: impl Fn(f64, &mut Sample)) -> Vec<Sample> {
         let all = 0..4000_u32;
         let sample = |number: u32| {
@@ -246,12 +248,12 @@ mod tests {
     }
 
     #[test]
-    fn never_unwell_is_recovered_at_once() {
+    fn a_service_that_was_always_healthy_has_recovered_at_once() {
         assert_eq!(after(|_, _| {}), Ok(Duration::ZERO));
     }
 
     #[test]
-    fn recovered_after_the_last_error() {
+    fn recovery_is_after_the_last_error() {
         let error = |at, sample: &mut Sample| {
             if (3.1..3.2).contains(&at) {
                 sample.error = Some("503".to_owned());
@@ -271,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_still_in_flight_may_be_late() {
+    fn a_request_that_is_still_in_flight_may_be_late() {
         let hung = |at, sample: &mut Sample| {
             if at > 8.0 && sample.replica == Some(1) {
                 sample.ended = None;

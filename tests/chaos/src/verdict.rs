@@ -1,9 +1,9 @@
-//! Whether an outcome meets its goal, and what it misses.
+//! Decides whether an outcome meets its goal, and what it misses.
 
 use crate::fault::Goal;
 use crate::run::{BACK, Outcome};
 
-/// Every miss, in words; none: the goal is met.
+/// Every miss, in words; empty if the goal is met.
 pub(crate) fn misses(outcome: &Outcome, goal: Goal, waits_for_traffic: bool) -> Vec<String> {
     let mut misses = Vec::new();
     if let Some(broken) = &outcome.broken {
@@ -34,7 +34,7 @@ pub(crate) fn misses(outcome: &Outcome, goal: Goal, waits_for_traffic: bool) -> 
     misses
 }
 
-/// What two faults at once may cost: as much as both.
+/// The allowed cost of two faults at once is the sum of both.
 pub(crate) fn sum(goals: &[Goal]) -> Goal {
     Goal {
         errors: goals.iter().map(|goal| goal.errors).sum(),
@@ -42,7 +42,7 @@ pub(crate) fn sum(goals: &[Goal]) -> Goal {
     }
 }
 
-/// The first few.
+/// The first few errors.
 fn most(errors: &[String]) -> String {
     let shown: Vec<&str> = errors.iter().take(3).map(String::as_str).collect();
     shown.join("; ")

@@ -1,4 +1,4 @@
-//! What was really on the wire: every IPv6 packet that a namespace's devices sent.
+//! Captures what was on the wire: every IPv6 packet that a namespace's devices sent.
 
 use std::io::Read as _;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,13 +35,13 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// Starts recording what one namespace sends and receives.
+    /// Starts recording the packets that one namespace sends and receives.
     ///
     /// # Errors
     /// Without CAP_NET_RAW.
     pub fn start(fabric: &Fabric, node: Node) -> Result<Self> {
         let socket = fabric.within(node, || {
-            // SOCK_DGRAM: without the link header. All protocols, because only that shows what is sent.
+            // SOCK_DGRAM gives packets without the link header. All protocols, because only then are sent packets seen.
             let all = Protocol::from(i32::from(0x0003_u16.to_be()));
             let socket = Socket::new(Domain::PACKET, Type::DGRAM, Some(all)).map_err(|e| e.to_string())?;
             socket.set_read_timeout(Some(Duration::from_millis(50))).map_err(|e| e.to_string())?;
@@ -54,7 +54,7 @@ impl Capture {
         let thread = std::thread::spawn(move || {
             let mut buffer = [0; 128];
             while !ended.load(Ordering::Relaxed) {
-                // A timeout is a chance to look at `stop`.
+                // A timeout is an opportunity to check `stop`.
                 let Ok(length) = (&socket).read(&mut buffer) else { continue };
                 if let (Some(packet), Ok(mut packets)) = (parse(&buffer[..length]), record.lock()) {
                     packets.push(packet);
@@ -64,12 +64,12 @@ impl Capture {
         Ok(Self { packets, stop, thread: Some(thread) })
     }
 
-    /// Everything so far.
+    /// All packets so far.
     pub fn packets(&self) -> Vec<Packet> {
         self.packets.lock().map(|packets| packets.clone()).unwrap_or_default()
     }
 
-    /// Labels of the packets from `source_port`, in order, each run of equal ones once.
+    /// Labels of the packets from `source_port`, in order, with consecutive duplicates removed.
     pub fn labels(&self, source_port: u16) -> Vec<Label> {
         let mut labels: Vec<Label> =
             self.packets().iter().filter(|p| p.source_port == source_port).map(|p| p.label).collect();

@@ -7,9 +7,9 @@
 //!            └── p4 ──┘
 //! ```
 //!
-//! Both routers spread flows by 4-tuple and flow label. A path can be made to lose everything silently
-//! ([`Fabric::black_hole`]) or to mark everything as congested ([`Fabric::congest`]); what goes where shows in
-//! [`Fabric::path_bytes`] and [`Capture`]. Needs root; everything is gone when the fabric is dropped.
+//! Both routers spread flows by 4-tuple and flow label. A path can silently lose every packet ([`Fabric::black_hole`]) or
+//! mark every packet as congested ([`Fabric::congest`]); [`Fabric::path_bytes`] and [`Capture`] show which packets go
+//! where. Needs root. Dropping the fabric removes everything.
 
 mod capture;
 mod traffic;
@@ -29,7 +29,7 @@ use plb_netlink::{link, sysctl};
 pub use capture::{Capture, Packet};
 pub use traffic::{Flow, Sink, eventually, flow, sink};
 
-/// The result of everything here: tests only print the reason.
+/// The result of every function here. The error is a text, because tests only print it.
 pub type Result<T> = std::result::Result<T, String>;
 
 /// Parallel paths between the routers, numbered from 1.
@@ -53,14 +53,14 @@ pub const H1: Ipv6Addr = Ipv6Addr::new(0xfd00, 1, 0, 0, 0, 0, 0, 2);
 /// Address of `h2`.
 pub const H2: Ipv6Addr = Ipv6Addr::new(0xfd00, 2, 0, 0, 0, 0, 0, 2);
 
-/// The namespaces; dropping deletes them.
+/// The namespaces; dropping the value deletes them.
 #[derive(Debug)]
 pub struct Fabric {
     prefix: String,
 }
 
 impl Fabric {
-    /// Builds it, about a second.
+    /// Builds the fabric; takes about a second.
     ///
     /// # Errors
     /// Without root, `ip` or network namespaces.
@@ -87,7 +87,7 @@ impl Fabric {
             add(format!("-n {r1} addr add fd00:10:{path}::1/64 dev p{path} nodad"));
             add(format!("-n {r2} addr add fd00:10:{path}::2/64 dev p{path} nodad"));
         }
-        // A batch of `ip` cannot change the namespace by line, so one process a line it is.
+        // A batch of `ip` cannot change the namespace by line, so run one process per line.
         for line in batch.lines() {
             fabric.ip(line)?;
         }
@@ -116,7 +116,7 @@ impl Fabric {
         Ok(fabric)
     }
 
-    /// Waits until every path carries packets both ways: addresses and neighbours take a moment, and a SYN lost to that
+    /// Waits until every path carries packets both ways: addresses and neighbours take a moment, and a SYN lost meanwhile
     /// costs a second and changes its label.
     fn settle(&self) -> Result<()> {
         for (from, to, address) in [(Node::H1, Node::H2, H2), (Node::H2, Node::H1, H1)] {
@@ -130,10 +130,10 @@ impl Fabric {
             eventually("all paths carry packets", Duration::from_secs(10), || {
                 let arrived = || std::iter::from_fn(|| receiver.recv(&mut [0; 1]).ok()).count();
                 arrived();
-                // As many labels as make a path without any of them unlikely (4 * 0.75^64).
+                // With this many labels, a path without any of them is very unlikely (4 * 0.75^64).
                 for label in 1..=64 {
                     let Ok(label) = Label::new(label) else { return false };
-                    // Refused at once while a device is not ready.
+                    // Fails at once while a device is not ready.
                     let _ = flowlabel::send_to(&sender, b"x", target, label);
                 }
                 let mut count = 0;
@@ -147,7 +147,7 @@ impl Fabric {
         Ok(())
     }
 
-    /// The name of a namespace, as `ip netns` and `plb --netns` take it.
+    /// The name of a namespace, for `ip netns` and `plb --netns`.
     pub fn name(&self, node: Node) -> String {
         let node = match node {
             Node::H1 => "h1",
@@ -158,7 +158,7 @@ impl Fabric {
         format!("{}-{node}", self.prefix)
     }
 
-    /// Runs `work` inside a namespace, on a thread of its own.
+    /// Runs `work` inside a namespace, on a separate thread.
     ///
     /// # Errors
     /// What `work` returned.
@@ -167,7 +167,7 @@ impl Fabric {
         namespace.within(|| Ok(work())).map_err(|error| error.to_string())?
     }
 
-    /// Writes a kernel knob of a namespace.
+    /// Sets a kernel parameter of a namespace.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -175,18 +175,18 @@ impl Fabric {
         self.within(node, || sysctl::write(knob, value).map_err(|error| error.to_string()))
     }
 
-    /// Runs `ip` with these words; `{h1}` and so on stand for the namespaces.
+    /// Runs `ip` with these arguments; `{h1}` and so on are replaced by the names of the namespaces.
     ///
     /// # Errors
-    /// With what `ip` said.
+    /// With the output of `ip`.
     pub fn ip(&self, words: &str) -> Result<String> {
         self.tool("ip", words)
     }
 
-    /// Runs `tc` with these words; `{h1}` and so on stand for the namespaces.
+    /// Runs `tc` with these arguments; `{h1}` and so on are replaced by the names of the namespaces.
     ///
     /// # Errors
-    /// With what `tc` said.
+    /// With the output of `tc`.
     pub fn tc(&self, words: &str) -> Result<String> {
         self.tool("tc", words)
     }
@@ -205,10 +205,10 @@ impl Fabric {
         said(&format!("{program} {words}"), &output)
     }
 
-    /// From now on the path loses every packet from `h1`, without any sign: its next hop has a wrong address.
+    /// Makes a path silently lose every packet from `h1`, by giving its next hop a wrong address.
     ///
     /// # Errors
-    /// With what `ip` said.
+    /// With the output of `ip`.
     pub fn black_hole(&self, path: usize) -> Result<()> {
         self.ip(&format!(
             "-n {{r1}} neigh replace fd00:10:{path}::2 lladdr 02:00:00:00:00:99 dev p{path} nud permanent"
@@ -216,10 +216,10 @@ impl Fabric {
         Ok(())
     }
 
-    /// The path works again.
+    /// Makes the path work again.
     ///
     /// # Errors
-    /// With what `ip` said.
+    /// With the output of `ip`.
     pub fn heal(&self, path: usize) -> Result<()> {
         self.ip(&format!("-n {{r1}} neigh del fd00:10:{path}::2 dev p{path}"))?;
         Ok(())
@@ -268,7 +268,7 @@ impl Drop for Fabric {
     }
 }
 
-/// Standard output, or the error with what the command said.
+/// Standard output, or an error with the command's output.
 fn said(command: &str, output: &Output) -> Result<String> {
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
@@ -283,7 +283,7 @@ pub fn imbalance(bytes: &[u64; PATHS]) -> f64 {
     if total == 0 { 0.0 } else { max as f64 * PATHS as f64 / total as f64 - 1.0 }
 }
 
-/// Why a fabric cannot be had here, if so. Tried once.
+/// Why a fabric cannot be built here, if so. Tried once.
 pub fn missing() -> Option<String> {
     static MISSING: OnceLock<Option<String>> = OnceLock::new();
     let tried =
@@ -291,7 +291,7 @@ pub fn missing() -> Option<String> {
     MISSING.get_or_init(tried).clone()
 }
 
-/// Whether a test that needs a fabric can run. If not, says what is missing, in one line and in `PREQUAL_SKIP_LOG`;
+/// Whether a test that needs a fabric can run. If not, reports what is missing, in one line and in `PREQUAL_SKIP_LOG`;
 /// under `CI=true` that is a failure.
 ///
 /// # Panics
@@ -303,7 +303,7 @@ pub fn ready(test: &str) -> bool {
     false
 }
 
-/// Says that a test did not run and why; see [`ready`].
+/// Reports that a test did not run, and why; see [`ready`].
 ///
 /// # Panics
 /// Under `CI=true`.
@@ -325,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn imbalance_is_zero_when_even_and_three_on_one_of_four() {
+    fn imbalance_is_zero_if_even_and_three_if_all_is_on_one_of_four_paths() {
         assert_eq!(imbalance(&[5, 5, 5, 5]), 0.0);
         assert_eq!(imbalance(&[0, 20, 0, 0]), 3.0);
         assert_eq!(imbalance(&[10, 10, 0, 0]), 1.0);

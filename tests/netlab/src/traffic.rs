@@ -13,10 +13,10 @@ use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, Type};
 
 use crate::{Fabric, H2, Node, Result};
 
-/// Accepts and reads everything, until dropped.
+/// Accepts connections and reads everything, until dropped.
 #[derive(Debug)]
 pub struct Sink {
-    /// Where it listens.
+    /// The listening address.
     pub addr: SocketAddrV6,
     received: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -32,7 +32,7 @@ impl Sink {
 impl Drop for Sink {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // Wakes the acceptor only if we are in its namespace; else it ends with the process.
+        // This wakes the acceptor only from inside its namespace; otherwise it ends with the process.
     }
 }
 
@@ -84,7 +84,7 @@ pub struct Flow {
     sent: Arc<AtomicU64>,
 }
 
-/// Connects from `h1` to the sink and starts to send `chunk` bytes at a time, `pause` between two. `prepare` sees the
+/// Connects from `h1` to the sink and sends `chunk` bytes at a time, with `pause` in between. `prepare` can change the
 /// socket before it connects.
 ///
 /// # Errors
@@ -107,7 +107,7 @@ pub fn flow(
 }
 
 impl Flow {
-    /// Starts to send over a connection that exists.
+    /// Starts sending over an existing connection.
     ///
     /// # Errors
     /// When the descriptor cannot be duplicated.
@@ -135,20 +135,20 @@ impl Flow {
         Ok(Self { stream, stop, thread: Some(thread), sent })
     }
 
-    /// Its local port.
+    /// The local port.
     pub fn port(&self) -> u16 {
         self.stream.local_addr().map_or(0, |addr| addr.port())
     }
 
-    /// Bytes handed to the kernel.
+    /// Bytes passed to the kernel.
     pub fn sent(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }
 
-    /// Its congestion control.
+    /// The congestion control of the connection.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// If the kernel does not report it.
     pub fn congestion(&self) -> Result<String> {
         sock::congestion(&self.stream).map_err(|e| e.to_string())
     }
@@ -163,7 +163,7 @@ impl AsFd for Flow {
 impl Drop for Flow {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // Reset instead of a long goodbye over a broken path.
+        // Reset the connection, instead of a long close handshake over a broken path.
         let _ = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO));
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -171,10 +171,10 @@ impl Drop for Flow {
     }
 }
 
-/// Polls until it holds, at most so long.
+/// Polls until `holds` returns true; returns the time that it took.
 ///
 /// # Errors
-/// When it never did.
+/// If it does not within `limit`.
 pub fn eventually(what: &str, limit: Duration, mut holds: impl FnMut() -> bool) -> Result<Duration> {
     let started = Instant::now();
     while started.elapsed() < limit {

@@ -1,6 +1,6 @@
 //! A [`Backend`] in a process of its own, for [`prequal_testbed::Killable`]: `killable-backend IP:PORT DELAY_MS`.
 //!
-//! On SIGTERM it finishes what it is working on and ends, as a well-behaved server does.
+//! On SIGTERM it finishes its requests and ends, as a well-behaved server does.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let (addr, delay): (SocketAddr, u64) = (addr.parse()?, delay.parse()?);
     let listener = block_on(async move {
         let socket = TcpSocket::new_v4()?;
-        // The other one on this port is its parent's reservation.
+        // The other socket on this port is the parent's reservation.
         socket.set_reuseport(true)?;
         socket.set_reuseaddr(true)?;
         socket.bind(addr)?;

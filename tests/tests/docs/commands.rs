@@ -1,5 +1,6 @@
-//! Commands, in blocks and between backticks: each is run here, or by the test that [`ELSEWHERE`] names, or parsed by the
-//! program that it is for. What can be neither is in [`NOT_RUN`] with the reason. A command in none of these fails.
+//! Commands, in blocks and between backticks: each is run here or by the test that [`ELSEWHERE`] names, or is parsed by its
+//! own program. Commands for which neither is possible are listed in [`NOT_RUN`] with the reason. A command in none of
+//! these fails the test.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,7 +16,7 @@ use serde_json::Value;
 use crate::getting_started;
 use crate::{all_blocks, documents, read};
 
-/// What a reader types with programs of others, and who runs it.
+/// Commands for other projects' programs, and the test or step that runs each.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("cd envoy-configs/compose", "nothing to test"),
     ("docker-compose up --build --detach", "step `compose` of cargo xtask test"),
@@ -36,7 +37,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("promtool test rules prequal-alerts.test.yaml", "promtool_accepts_the_rules_and_their_tests_pass"),
     (
         "helm install prequal charts/prequal --namespace prequal --set registry=ghcr.io/you/prequal --set replicas.app.image=ghcr.io/you/shop:1.0.0",
-        "what_is_documented_renders, without a cluster",
+        "the_documented_install_command_renders, without a cluster",
     ),
     ("helm lint", "helm_lints_the_chart"),
     ("helm push target/release-dist/prequal-0.1.0.tgz oci://REGISTRY", "step `release`"),
@@ -54,14 +55,14 @@ const ELSEWHERE: &[(&str, &str)] = &[
         "skopeo copy --all oci:target/release-dist/probe-agent-0.1.0.oci:0.1.0 docker://REGISTRY/probe-agent:0.1.0",
         "step `release`",
     ),
-    ("envoy --mode validate", "yaml_that_is_shown_works"),
-    ("curl -s 'http://127.0.0.1:9901/config_dump?include_eds'", "what_asks_an_envoy_is_answered"),
-    ("curl -s localhost:9902/stats/prometheus", "what_asks_an_envoy_is_answered"),
-    ("grep -E 'prequal_(picks|probes|members|diverted)'", "what_asks_an_envoy_is_answered"),
+    ("envoy --mode validate", "documented_yaml_works"),
+    ("curl -s 'http://127.0.0.1:9901/config_dump?include_eds'", "an_envoy_answers_the_documented_queries"),
+    ("curl -s localhost:9902/stats/prometheus", "an_envoy_answers_the_documented_queries"),
+    ("grep -E 'prequal_(picks|probes|members|diverted)'", "an_envoy_answers_the_documented_queries"),
     ("head -n 1", "nothing to test"),
 ];
 
-/// What no test runs, and why.
+/// Commands that no test runs, and why.
 const NOT_RUN: &[(&str, &str)] = &[
     ("istioctl -n demo proxy-config listeners \"$P\" --port 8080 -o json", NO_ISTIOCTL),
     ("istioctl -n demo proxy-config clusters \"$P\" --port 8081 -o json", NO_ISTIOCTL),
@@ -79,13 +80,13 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("cargo publish -p prequal-policy -p plb-netlink -p probe-agent", "it publishes"),
     ("cargo semver-checks --baseline-version 0.1.0", "there is no earlier release"),
     ("skopeo inspect docker://docker.io/envoyproxy/envoy:v1.40.0", "it asks a public registry"),
-    ("go mod download -json istio.io/api@v1.31.1", "it fetches; for who refreshes the schemas"),
+    ("go mod download -json istio.io/api@v1.31.1", "it fetches; only needed to refresh the schemas"),
 ];
 
-/// Docs say so too (docs/istio.md).
+/// The docs say so too (docs/istio.md).
 const NO_ISTIOCTL: &str = "no package registry has istioctl";
 
-/// Programs whose commands are looked for between backticks.
+/// Programs whose commands are searched for between backticks.
 const PROGRAMS: &[&str] = &[
     "apt-get",
     "cargo",
@@ -112,7 +113,7 @@ struct Shown {
     place: String,
 }
 
-/// Every command of the pages for users and of the schemas' page, but for the one that is typed as a whole.
+/// Every command on the pages for users and on the schemas' page, except the one page that is typed as a whole.
 fn shown() -> Result<Vec<Shown>> {
     let is_for_us = |place: &str| {
         ["README.md", "docs/", "tests/schemas"].iter().any(|start| place.starts_with(start))
@@ -137,7 +138,7 @@ fn shown() -> Result<Vec<Shown>> {
     Ok(found)
 }
 
-/// The text with the lines of blocks emptied.
+/// The text with the lines of code blocks emptied.
 fn without_blocks(text: &str) -> String {
     let mut inside = false;
     let mut kept = String::new();
@@ -150,7 +151,8 @@ fn without_blocks(text: &str) -> String {
     kept
 }
 
-/// Commands of a block: without comments, continued lines joined, pipes, background marks and `NAME=$(...)` taken off.
+/// Commands of a block: without comments, with continued lines joined, and without pipes, background marks and
+/// `NAME=$(...)`.
 fn of_block(text: &str) -> Vec<String> {
     let joined = text.replace("\\\n", " ");
     let lines = joined.lines().map(|line| line.split(" #").next().unwrap_or_default().trim());
@@ -164,7 +166,7 @@ fn of_block(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// What a command of a program of ours begins with, and where the program is built.
+/// The commands with which this project's programs are called, and the paths at which the programs are built.
 fn ours() -> [(&'static str, PathBuf); 4] {
     [
         ("cargo xtask ", target_dir().join("debug/xtask")),
@@ -174,7 +176,7 @@ fn ours() -> [(&'static str, PathBuf); 4] {
     ]
 }
 
-/// Words as the shell takes them apart: what stands in double quotes is together.
+/// Splits words like a shell: text in double quotes stays together.
 fn words(command: &str) -> Vec<String> {
     let mut quoted = false;
     let apart = |c: char| {
@@ -185,14 +187,14 @@ fn words(command: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_command_is_run_or_parsed_or_named_with_the_reason() -> Result<()> {
+fn every_command_is_run_or_parsed_or_listed_with_a_reason() -> Result<()> {
     let ours = ours();
     bed!(&ours.clone().map(|(_, program)| program));
     let shown = shown()?;
     let mut listed = BTreeSet::new();
     for Shown { command, place } in &shown {
-        let told = ELSEWHERE.iter().chain(NOT_RUN).find(|(known, _)| known == command);
-        if let Some((known, _)) = told {
+        let entry = ELSEWHERE.iter().chain(NOT_RUN).find(|(known, _)| known == command);
+        if let Some((known, _)) = entry {
             listed.insert(*known);
         } else if let Some((start, program)) = ours.iter().find(|(start, _)| command.starts_with(start)) {
             accepts(program, &words(&command[start.len()..]))
@@ -200,18 +202,18 @@ fn every_command_is_run_or_parsed_or_named_with_the_reason() -> Result<()> {
         } else {
             assert!(
                 command.starts_with("kubectl "),
-                "{place}: `{command}`: who runs it? Run it in a test and say so in ELSEWHERE, or say why not in NOT_RUN"
+                "{place}: `{command}`: nothing runs it. Run it in a test and list it in ELSEWHERE, or give the reason in NOT_RUN"
             );
         }
     }
     assert!(shown.len() > 60, "{}", shown.len());
     let stale = ELSEWHERE.iter().chain(NOT_RUN).find(|(known, _)| !listed.contains(known));
-    assert_eq!(stale, None, "no document shows it any more");
+    assert_eq!(stale, None, "no document shows it");
     Ok(())
 }
 
-/// The program takes these flags and arguments. They are judged in order, so that help comes only if all before it are
-/// right; what stands for something (`NAME`, `<scenario>`, `[--quick]`) is left out, and so is where output goes.
+/// Checks that the program accepts these flags and arguments. They are parsed in order, so help is printed only if
+/// everything before it is valid. Placeholders (`NAME`, `<scenario>`, `[--quick]`) and redirections are left out.
 fn accepts(program: &Path, arguments: &[String]) -> Result<()> {
     let optional = arguments.iter().map(|word| word.trim_matches(['[', ']']));
     let said = optional
@@ -224,10 +226,10 @@ fn accepts(program: &Path, arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// There is no cluster, but kubectl itself judges every command, and makes what it would create.
+/// There is no cluster, but kubectl itself parses every command, and generates the objects that it would create.
 #[test]
-fn kubectl_takes_its_commands() -> Result<()> {
-    const NAME: &str = "kubectl_takes_its_commands";
+fn kubectl_accepts_the_documented_commands() -> Result<()> {
+    const NAME: &str = "kubectl_accepts_the_documented_commands";
     if Command::new("kubectl").args(["version", "--client"]).output().is_err() {
         netlab::skip(NAME, "no kubectl; on Debian: apt-get install kubernetes-client");
         return Ok(());
@@ -238,7 +240,7 @@ fn kubectl_takes_its_commands() -> Result<()> {
     let mut checked = 0;
     for Shown { command, place } in shown()?.iter().filter(|shown| shown.command.starts_with("kubectl ")) {
         let here = command.replace("target/dist", &dist_dir().display().to_string());
-        // After `--` it is another program's.
+        // Arguments after `--` belong to another program.
         let own = here.split(" -- ").next().unwrap_or_default();
         let ran = |more: &str| -> Result<String> {
             let output = Command::new("bash")
@@ -267,7 +269,7 @@ fn kubectl_takes_its_commands() -> Result<()> {
         maps.iter().map(|map| map["metadata"]["namespace"].as_str()).collect();
     assert_eq!(namespaces, [Some("demo"), Some("prequal")].into(), "Istio's and Kubernetes' page");
     for map in maps {
-        // As the manifests mount it; they are run by the tests of the mesh.
+        // With the name that the manifests mount; the tests of the mesh run them.
         assert_eq!(map["metadata"]["name"], "prequal-filter");
         let content = map["binaryData"]["prequal_filter.wasm"].as_str().context("the module")?;
         use base64::Engine as _;
@@ -279,9 +281,9 @@ fn kubectl_takes_its_commands() -> Result<()> {
     Ok(())
 }
 
-/// Lines that ask a running Envoy, as they stand but for its address.
+/// Lines that query a running Envoy, run as shown except for its address.
 #[test]
-fn what_asks_an_envoy_is_answered() -> Result<()> {
+fn an_envoy_answers_the_documented_queries() -> Result<()> {
     bed!(&[dist_dir().join("prequal")]);
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
@@ -299,7 +301,7 @@ fn what_asks_an_envoy_is_answered() -> Result<()> {
                 || line.starts_with("curl")
         };
         for line in block.text.lines().filter(asks) {
-            // Live it would go on for ever.
+            // The live form would run for ever.
             let once = if line.contains("prequal top http") {
                 line.replace("top http", "top --once http")
             } else {

@@ -1,4 +1,4 @@
-//! The getting-started page, typed as it stands.
+//! The getting-started page, typed exactly as shown.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::blocks;
 
 pub const PAGE: &str = "docs/getting-started.md";
 
-/// The first of ten ports of which the first four are free: `12340` for 12340 to 12349.
+/// The first of ten ports, of which the first four are free: `12340` for 12340 to 12349.
 fn ten_ports() -> u16 {
     let free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
     loop {
@@ -28,7 +28,7 @@ fn the_getting_started_page_works_line_by_line() -> Result<()> {
     bed!(&[dist_dir().join("prequal")]);
     let blocks = blocks(Path::new(PAGE))?;
     let typed: String = blocks.iter().filter(|b| b.language == "sh").map(|b| b.text.as_str()).collect();
-    // Built and fetched before; ports that nobody has; files that leave with the test.
+    // Replacements: programs that are already built and fetched, ports that are free, files that are removed with the test.
     let scratch = tempfile::TempDir::new()?;
     let (backends, agents, envoy) = (ten_ports(), ten_ports(), ten_ports());
     let mut script = typed;
@@ -43,10 +43,10 @@ fn the_getting_started_page_works_line_by_line() -> Result<()> {
         ("target/first.", format!("{}/first.", scratch.path().display())),
         ("\"$ENVOY\" -c", "\"$ENVOY\" --disable-hot-restart --concurrency 1 -c".to_owned()),
     ] {
-        assert!(script.contains(shown), "the page does not say `{shown}` any more");
+        assert!(script.contains(shown), "the page no longer says `{shown}`");
         script = script.replace(shown, &here);
     }
-    // Whatever happens, nothing stays behind.
+    // Make sure that nothing is left running, whatever happens.
     let script = format!(
         "set -euo pipefail\ntrap 'kill -CONT $(jobs -p) || true; kill $(jobs -p) || true' EXIT\n{script}"
     );

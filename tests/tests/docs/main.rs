@@ -1,5 +1,5 @@
-//! What the documents show: links lead somewhere, settings are accepted, commands are run or parsed by the programs that
-//! they name, and the getting-started page works when it is typed line by line.
+//! Checks the documents: links lead somewhere, settings are accepted, commands are run, or parsed by their programs, and
+//! the getting-started page works when it is typed line by line.
 
 mod commands;
 mod getting_started;
@@ -27,7 +27,7 @@ fn documents() -> Result<Vec<PathBuf>> {
     let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(workspace_root()).output()?;
     let names = String::from_utf8(listed.stdout)?;
     let documents: Vec<PathBuf> = names.lines().map(PathBuf::from).collect();
-    assert!(documents.len() > 10, "git knows {documents:?}");
+    assert!(documents.len() > 10, "git lists only {documents:?}");
     Ok(documents)
 }
 
@@ -66,7 +66,7 @@ fn all_blocks(language: &str) -> Result<Vec<Block>> {
     Ok(found)
 }
 
-/// The anchor that a heading gets: small letters, digits, `-` and `_`; spaces become `-`.
+/// The anchor of a heading: lower-case letters, digits, `-` and `_`; spaces become `-`.
 fn anchor(heading: &str) -> String {
     let kept = heading.trim().to_lowercase();
     let kept = kept.chars().filter(|c| c.is_alphanumeric() || "-_ ".contains(*c));
@@ -116,7 +116,7 @@ fn links_lead_to_files_and_headings_that_exist() -> Result<()> {
 }
 
 #[test]
-fn settings_shown_as_json_are_accepted() -> Result<()> {
+fn documented_json_settings_are_accepted() -> Result<()> {
     let mut checked = 0;
     for block in all_blocks("json")? {
         let value: Value =
@@ -131,7 +131,7 @@ fn settings_shown_as_json_are_accepted() -> Result<()> {
 }
 
 #[test]
-fn yaml_that_is_shown_works() -> Result<()> {
+fn documented_yaml_works() -> Result<()> {
     bed!(&[dist_dir().join("prequal")]);
     for block in all_blocks("yaml")? {
         let document = block.place.split(':').next().unwrap_or_default();
@@ -140,7 +140,7 @@ fn yaml_that_is_shown_works() -> Result<()> {
             "docs/kubernetes.md" => is_of_kubernetes(&yaml_serde::from_str(&block.text)?),
             "docs/orca.md" => is_policy(&yaml_serde::from_str(&block.text)?),
             "docs/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
-            _ => bail!("who tests it?"),
+            _ => bail!("no test for this kind of block"),
         }
         .with_context(|| block.place)?;
     }
@@ -156,7 +156,7 @@ fn renders(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Clusters, or what a chart has that depends on ours; the mesh's tests render it.
+/// Clusters, or the dependency of a chart on this project's chart; the mesh's tests render it.
 fn is_of_kubernetes(shown: &Value) -> Result<()> {
     if let Some(values) = shown.get("prequal") {
         let schema = fs::read_to_string(workspace_root().join("charts/prequal/values.schema.json"))?;
@@ -172,7 +172,7 @@ fn is_of_kubernetes(shown: &Value) -> Result<()> {
     replaces_static_clusters(shown)
 }
 
-/// Part of a cluster by EDS, in place of what the shipped one has: Envoy takes it.
+/// Part of a cluster with EDS, in place of the shipped cluster's: Envoy accepts it.
 fn replaces_static_clusters(shown: &Value) -> Result<()> {
     let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy.yaml"))?;
     let mut config: Value = yaml_serde::from_str(&shipped)?;
@@ -196,7 +196,7 @@ fn replaces_static_clusters(shown: &Value) -> Result<()> {
     validates(&config)
 }
 
-/// A policy of the serving cluster, in place of the shipped one: Envoy takes it.
+/// A policy of the serving cluster, in place of the shipped one: Envoy accepts it.
 fn is_policy(shown: &Value) -> Result<()> {
     let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy.yaml"))?;
     let mut config: Value = yaml_serde::from_str(&shipped)?;

@@ -1,4 +1,4 @@
-//! What replicas say of their capacity: true, false, or nothing.
+//! What replicas report about their capacity: the truth, a lie, or nothing.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use prequal_testbed::{Backend, Envoy, EnvoyConfig, Request};
 use crate::support::{SERVING, addrs, assert_all_ok, bed, counted, report, stand_in, warm, with_load};
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
-/// What a replica may truly say that answers in 5 ms.
+/// A report that is true for a replica that answers in 5 ms.
 const HONEST: &str = ";base=5000;knee=8";
 const TRIES: u32 = 5;
 
-/// An idle replica that answers in 5 ms and says so, and then what `claim` makes of the number of the report.
+/// An idle replica that answers in 5 ms and reports that; `claim` makes the rest of the report from the report's number.
 fn claims(claim: impl Fn(u64) -> String + Send + Sync + 'static) -> Result<Backend> {
     let number = Arc::new(AtomicU64::new(0));
     let load = Arc::new(move |addr: SocketAddr| {
@@ -30,14 +30,14 @@ fn honest(count: usize) -> Result<Vec<Backend>> {
     (0..count).map(|_| claims(|_| HONEST.into())).collect()
 }
 
-/// Whether none of `served` is further than by half from their mean.
+/// Whether no value of `served` differs from their mean by more than half of it.
 fn is_even(served: &[u64]) -> bool {
     let mean = served.iter().sum::<u64>() / served.len() as u64;
     served.iter().all(|n| n.abs_diff(mean) * 2 <= mean)
 }
 
-/// Asserts that `count` requests come to be shared as `judge` wants it, most of them steered. Not always at once: a busy
-/// machine lets honest replicas look slow.
+/// Asserts that `count` requests come to be shared as `judge` requires, most of them steered. This may take several
+/// attempts, because a busy machine makes honest replicas look slow.
 #[track_caller]
 fn assert_shares(
     envoy: &Envoy,
@@ -63,7 +63,7 @@ fn assert_shares(
 }
 
 #[test]
-fn a_capacity_that_cannot_be_is_counted_and_disturbs_nobody() -> Result<()> {
+fn an_impossible_capacity_is_counted_and_has_no_effect() -> Result<()> {
     bed!();
     let bad = [
         ";base=0;knee=4",
@@ -79,8 +79,8 @@ fn a_capacity_that_cannot_be_is_counted_and_disturbs_nobody() -> Result<()> {
     let mut fleet = honest(4)?;
     for claim in bad {
         let is_bad = Arc::clone(&is_bad);
-        let told = move |_| if is_bad.load(Ordering::Relaxed) { claim } else { HONEST }.to_owned();
-        fleet.push(claims(told)?);
+        let claimed = move |_| if is_bad.load(Ordering::Relaxed) { claim } else { HONEST }.to_owned();
+        fleet.push(claims(claimed)?);
     }
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
     warm(&envoy, 12);
@@ -90,14 +90,14 @@ fn a_capacity_that_cannot_be_is_counted_and_disturbs_nobody() -> Result<()> {
     counted(&envoy, "bad reports of all eight", |now| {
         now.reports("bad_capacity") >= 8 && now.probes("rejected_bad_capacity") > 0
     });
-    // What they said before is old after two seconds.
+    // Earlier reports are too old after two seconds.
     std::thread::sleep(MS(2100));
     assert_shares(&envoy, &fleet, 800, 6, |served| is_even(&served[..4]));
     Ok(())
 }
 
 #[test]
-fn a_capacity_that_changes_with_every_report_harms_only_who_tells_it() -> Result<()> {
+fn a_capacity_that_changes_with_every_report_harms_only_its_sender() -> Result<()> {
     bed!();
     let mut fleet = honest(4)?;
     fleet.push(claims(|number| match number % 4 {
@@ -116,10 +116,10 @@ fn a_capacity_that_changes_with_every_report_harms_only_who_tells_it() -> Result
 }
 
 #[test]
-fn who_claims_to_answer_at_once_gets_more_and_the_others_share_the_rest_evenly() -> Result<()> {
+fn a_replica_that_claims_to_answer_at_once_gets_more_and_the_others_share_the_rest_evenly() -> Result<()> {
     bed!();
     let mut fleet = honest(4)?;
-    // It is believed as long as few are in flight there: each beyond the first counts with its square.
+    // The claim is believed while few requests are in flight there: each beyond the first counts with its square.
     fleet.push(claims(|_| ";base=1;knee=1".into())?);
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
     warm(&envoy, 5);
@@ -130,7 +130,7 @@ fn who_claims_to_answer_at_once_gets_more_and_the_others_share_the_rest_evenly()
 }
 
 #[test]
-fn replicas_of_old_agents_and_of_new_ones_share() -> Result<()> {
+fn replicas_with_old_and_new_agents_share_the_load() -> Result<()> {
     bed!();
     let mut fleet = honest(2)?;
     for _ in 0..2 {

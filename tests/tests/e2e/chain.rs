@@ -1,5 +1,5 @@
-//! The native chain of the shipped configuration without the filter: what a hand-written steering header
-//! does, and what the strips and the 404 keep out. The filter's own behaviour is in the other files.
+//! The native chain of the shipped configuration without the filter: the effect of a hand-written steering header, and what
+//! the strips and the 404 keep out. The filter's own behaviour is covered in the other files.
 
 use anyhow::Result;
 use base64::Engine as _;
@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use prequal_testbed::{Backend, Envoy, EnvoyConfig, FILTER_NAME, Reply, Request, bed};
 use serde_json::json;
 
-/// Puts a native filter in the place of the wasm which steers every request to `value`.
+/// Replaces the wasm filter by a native one that steers every request to `value`.
 fn steer_to(config: EnvoyConfig, value: &str) -> EnvoyConfig {
     let steer = json!({
         "name": "steer",
@@ -26,7 +26,7 @@ fn steer_to(config: EnvoyConfig, value: &str) -> EnvoyConfig {
 }
 
 #[test]
-fn a_named_replica_gets_the_request_and_nobody_sees_the_header() -> Result<()> {
+fn a_named_replica_gets_the_request_and_the_header_is_removed() -> Result<()> {
     bed!();
     let backends = (0..3)
         .map(|_| Backend::start(Reply::ok().header("x-prequal-load", "1;2;3")))

@@ -1,4 +1,4 @@
-//! What clients can and cannot do: no steering, no reports, no reading of load, and giving up.
+//! What clients can and cannot do: they cannot steer, report or read load, and they may abort requests.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::support::{
 };
 
 #[test]
-fn headers_of_a_client_neither_steer_nor_report_and_ours_do_not_leak() -> Result<()> {
+fn client_headers_neither_steer_nor_report_and_prequal_headers_do_not_leak() -> Result<()> {
     bed!();
     let (fleet, envoy) = three_fast_and_one_slow()?;
     let slow = fleet.addrs()[3].to_string();
@@ -48,7 +48,7 @@ fn headers_of_a_client_neither_steer_nor_report_and_ours_do_not_leak() -> Result
 }
 
 #[test]
-fn the_probe_path_tells_a_client_nothing() -> Result<()> {
+fn the_probe_path_reveals_nothing_to_a_client() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
@@ -69,8 +69,8 @@ fn the_probe_path_tells_a_client_nothing() -> Result<()> {
         }
     }
     assert_eq!(envoy.stat("http.ingress.rq_direct_response")?, 8);
-    // What Envoy answers itself is no pick; with one cluster the filter learns from the first such request
-    // that it must look, so that one may count.
+    // Local replies from Envoy are not picks. With one cluster, the filter learns from the first such request that it has
+    // to check, so one may count.
     let after = envoy.prequal(SERVING)?;
     assert!(after.steered() + after.picks("fallback") <= before.steered() + before.picks("fallback") + 1);
     Ok(())
@@ -93,7 +93,7 @@ fn a_client_that_gives_up_leaves_no_request_in_flight() -> Result<()> {
             assert!(client.abandon_when(Request::get("/"), || served() > before));
         }
     }
-    // And once more in the middle of the answer.
+    // The same in the middle of the answer.
     let chunk = Bytes::from_static(b"x");
     for replica in fleet.iter() {
         let body = Body::Stream { chunk: chunk.clone(), count: 1000, gap: Duration::from_millis(20) };

@@ -1,5 +1,5 @@
-//! Clients that take what they can: slow heads and bodies, idle connections, answers that are never read. The limits of
-//! the shipped listener are reached, each, and well-behaved clients notice nothing.
+//! Clients that take what they can: slow headers and bodies, idle connections, answers that are never read. Each limit of
+//! the shipped listener is reached, and well-behaved clients notice nothing.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -28,7 +28,7 @@ use crate::support::{PROBE_PATH, assert_all_ok, bed, warm};
 const SECOND: Duration = Duration::from_secs(1);
 const BIG: usize = 4 << 20;
 
-/// Replicas with something for everybody, each by its path.
+/// Replicas that serve all the tests here, by path.
 fn fleet() -> Result<Fleet> {
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let big = Bytes::from(vec![b'b'; BIG]);
@@ -52,7 +52,7 @@ fn start(fleet: &Fleet, change: impl FnOnce(&mut EnvoyConfig)) -> Result<Envoy> 
     Ok(envoy)
 }
 
-/// A connection on which this was sent.
+/// A connection on which `bytes` have been sent.
 fn sent(addr: SocketAddr, bytes: &[u8]) -> Result<TcpStream> {
     let mut stream = TcpStream::connect(addr)?;
     stream.set_read_timeout(Some(30 * SECOND))?;
@@ -60,7 +60,7 @@ fn sent(addr: SocketAddr, bytes: &[u8]) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// All that comes until the connection is closed.
+/// Everything that arrives until the connection is closed.
 fn rest(mut stream: TcpStream) -> Result<String> {
     let mut bytes = Vec::new();
     match stream.read_to_end(&mut bytes) {
@@ -72,7 +72,7 @@ fn rest(mut stream: TcpStream) -> Result<String> {
 const HEAD: &[u8] = b"GET / HTTP/1.1\r\nhost: edge\r\nslow: a";
 const BODY: &[u8] = b"POST /read HTTP/1.1\r\nhost: edge\r\ncontent-length: 1000000\r\n\r\nabc";
 
-/// An HTTP/2 connection whose answers are read by whoever asks for them, and by nobody else.
+/// An HTTP/2 connection whose answers are only read by a caller that asks for them.
 async fn http2(addr: SocketAddr) -> Result<SendRequest<Bytes>> {
     let stream = tokio::net::TcpStream::connect(addr).await?;
     let (client, connection) = h2::client::handshake(stream).await?;
@@ -81,7 +81,7 @@ async fn http2(addr: SocketAddr) -> Result<SendRequest<Bytes>> {
 }
 
 #[test]
-fn a_slow_head_is_cut() -> Result<()> {
+fn slow_request_headers_are_cut_off() -> Result<()> {
     bed!();
     let fleet = fleet()?;
     let envoy = start(&fleet, |_| {})?;
@@ -93,8 +93,8 @@ fn a_slow_head_is_cut() -> Result<()> {
             std::thread::sleep(SECOND / 2);
         }
     });
-    let told = rest(slow)?;
-    assert!(told.is_empty() || told.starts_with("HTTP/1.1 408"), "{told}");
+    let received = rest(slow)?;
+    assert!(received.is_empty() || received.starts_with("HTTP/1.1 408"), "{received}");
     let limit = 9 * SECOND..20 * SECOND;
     assert!(limit.contains(&started.elapsed()), "{:?}", started.elapsed());
     assert_eq!(envoy.stat("http.ingress.downstream_rq_header_timeout")?, 1);
@@ -102,7 +102,7 @@ fn a_slow_head_is_cut() -> Result<()> {
 }
 
 #[test]
-fn an_http2_client_is_told_its_limits() -> Result<()> {
+fn an_http2_client_receives_its_limits() -> Result<()> {
     bed!();
     let fleet = fleet()?;
     let envoy = start(&fleet, |_| {})?;
@@ -129,15 +129,15 @@ fn an_http2_client_is_told_its_limits() -> Result<()> {
 }
 
 #[test]
-fn what_stalls_is_cut() -> Result<()> {
+fn stalled_requests_are_cut_off() -> Result<()> {
     bed!();
     let fleet = fleet()?;
     let envoy = start(&fleet, |config| {
         assert_eq!(config.http_mut()["stream_idle_timeout"], "300s");
         config.http_mut()["stream_idle_timeout"] = json!("1s");
     })?;
-    let told = rest(sent(envoy.addr(), BODY)?)?;
-    assert!(told.starts_with("HTTP/1.1 408"), "{told}");
+    let received = rest(sent(envoy.addr(), BODY)?)?;
+    assert!(received.starts_with("HTTP/1.1 408"), "{received}");
     let addr = envoy.addr();
     block_on(async move {
         let mut client = http2(addr).await?.ready().await?;
@@ -162,7 +162,7 @@ fn what_stalls_is_cut() -> Result<()> {
     Ok(())
 }
 
-/// The resource monitor that is configured with `field`.
+/// The resource monitor that has the setting `field`.
 fn monitor<'a>(config: &'a mut EnvoyConfig, field: &str) -> &'a mut Value {
     let monitors = config.root_mut()["overload_manager"]["resource_monitors"].as_array_mut();
     let mut fields = monitors.into_iter().flatten().map(|monitor| &mut monitor["typed_config"]);
@@ -178,14 +178,14 @@ fn connections_beyond_the_limit_are_refused() -> Result<()> {
         *monitor(config, "max_active_downstream_connections") = json!(20);
     })?;
     let active = || envoy.stat("http.ingress.downstream_cx_active");
-    // Those that warmed it up are gone first.
+    // First wait until the connections of the warm-up are gone.
     eventually("all are closed", 10 * SECOND, || (active().ok()? == 0).then_some(()));
     let silent = (0..20).map(|_| TcpStream::connect(envoy.addr())).collect::<std::io::Result<Vec<_>>>()?;
     eventually("the limit is reached", 10 * SECOND, || (active().ok()? == 20).then_some(()));
     for _ in 0..3 {
         assert!(envoy.client().get("/").is_err(), "one connection more");
     }
-    // The admin tells this: it does not count.
+    // The admin interface can answer this, because it does not count.
     let refused =
         |(name, count): (String, u64)| name.ends_with("downstream_global_cx_overflow").then_some(count);
     assert!(envoy.stats()?.into_iter().filter_map(refused).sum::<u64>() >= 3);
@@ -212,7 +212,7 @@ fn requests_beyond_the_heap_are_refused() -> Result<()> {
 }
 
 #[test]
-fn names_and_paths_with_two_meanings_go_no_further() -> Result<()> {
+fn ambiguous_header_names_and_paths_are_refused() -> Result<()> {
     bed!();
     let fleet = fleet()?;
     let envoy = start(&fleet, |_| {})?;
@@ -226,7 +226,7 @@ fn names_and_paths_with_two_meanings_go_no_further() -> Result<()> {
     Ok(())
 }
 
-/// Opens `count` connections and asks for the big answer, which stays where it is: little of it fits into the socket.
+/// Opens `count` connections and requests the big answer without reading it: little of it fits into the socket.
 async fn unread(addr: SocketAddr, count: usize) -> Result<Vec<tokio::net::TcpStream>> {
     let mut streams = Vec::new();
     for _ in 0..count {
@@ -256,7 +256,7 @@ async fn unread_http2(addr: SocketAddr, count: usize) -> Result<Vec<http::Respon
 }
 
 #[test]
-fn answers_that_nobody_reads_are_not_kept_in_memory() -> Result<()> {
+fn unread_answers_are_not_kept_in_memory() -> Result<()> {
     bed!();
     const COUNT: usize = 40;
     let fleet = fleet()?;
@@ -276,7 +276,7 @@ fn answers_that_nobody_reads_are_not_kept_in_memory() -> Result<()> {
     Ok(())
 }
 
-/// What well-behaved clients do over and over, until told to stop; then how often, or the first failure.
+/// Repeats what well-behaved clients do until stopped; then returns the number of rounds, or the first failure.
 struct WellBehaved {
     stop: Arc<AtomicBool>,
     tasks: Vec<(&'static str, JoinHandle<Result<u32>>)>,
@@ -343,7 +343,7 @@ async fn request(client: Client, request: Request, length: usize) -> Result<()> 
     Ok(())
 }
 
-/// One stream on which messages go to and fro.
+/// One stream on which messages are echoed.
 async fn grpc(addr: SocketAddr, stop: Arc<AtomicBool>) -> Result<u32> {
     let message = Bytes::from_static(b"\0\0\0\0\x03abc");
     let pool = Pool::builder(TokioExecutor::new()).http2_only(true).build_http();
@@ -370,7 +370,7 @@ async fn grpc(addr: SocketAddr, stop: Arc<AtomicBool>) -> Result<u32> {
 }
 
 #[test]
-fn slow_clients_cost_the_others_nothing() -> Result<()> {
+fn slow_clients_do_not_affect_other_clients() -> Result<()> {
     bed!();
     let fleet = fleet()?;
     let envoy = start(&fleet, |_| {})?;
@@ -383,11 +383,11 @@ fn slow_clients_cost_the_others_nothing() -> Result<()> {
     }
     let unread = block_on(unread(addr, 100))?;
     let unread_http2 = (0..5).map(|_| block_on(unread_http2(addr, 100))).collect::<Result<Vec<_>>>()?;
-    // Longer than a head may take.
+    // Longer than request headers may take.
     for _ in 0..24 {
         std::thread::sleep(SECOND / 2);
         for stream in &mut slow {
-            // Those that were cut refuse.
+            // Connections that were cut off refuse this.
             let _ = stream.write_all(b"a");
         }
     }

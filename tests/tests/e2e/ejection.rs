@@ -1,5 +1,4 @@
-//! Replicas that fail, hang or lie about it: how soon they are ejected, that they come back, and that the harm is
-//! bounded.
+//! Replicas that fail, hang, or lie about it: how soon they are ejected, that they come back, and that the harm is bounded.
 
 use std::io::Write as _;
 use std::net::{SocketAddr, TcpStream};
@@ -21,18 +20,18 @@ use crate::support::{
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
 
-/// The shipped configuration without retries: every failure is seen.
+/// The shipped configuration without retries, so that every failure is seen.
 fn without_retries(addrs: &[SocketAddr]) -> Result<EnvoyConfig> {
     Ok(EnvoyConfig::for_replicas(addrs)?.edit(|config| {
         config.route_mut().as_object_mut().expect("a route").remove("retry_policy");
     }))
 }
 
-/// Fails `share` per cent of its requests at once, in a fixed pattern; the others are answered after 20 ms.
+/// Fails `share` per cent of the requests at once, in a fixed pattern; the others are answered after 20 ms.
 fn fail(backend: &Backend, share: u64) {
     let count = Arc::new(AtomicU64::new(0));
     backend.set_handler(move |_| {
-        // 37 is prime to 100: the failures are spread.
+        // 37 is coprime to 100, which spreads the failures.
         if count.fetch_add(37, Ordering::Relaxed) % 100 < share {
             Reply::status(503)
         } else {
@@ -41,7 +40,7 @@ fn fail(backend: &Backend, share: u64) {
     });
 }
 
-/// Asserts that no replica was ejected at any time: the gauge alone reads 0 in panic too.
+/// Asserts that no replica was ever ejected: the gauge alone also reads 0 in panic.
 #[track_caller]
 fn assert_not_ejected(envoy: &Envoy) {
     let now = envoy.prequal(SERVING).expect("stats");
@@ -59,7 +58,7 @@ fn good(answers: &[Result<Response>]) -> usize {
     answers.iter().flatten().filter(|answer| answer.status == 200).count()
 }
 
-/// Requests until `done`; panics after `limit`. Returns how long it took.
+/// Sends requests until `done`; panics after `limit`. Returns the time that it took.
 #[track_caller]
 fn until(client: &Client, what: &str, limit: Duration, done: impl Fn() -> bool) -> Duration {
     let start = Instant::now();
@@ -71,7 +70,7 @@ fn until(client: &Client, what: &str, limit: Duration, done: impl Fn() -> bool) 
 }
 
 #[test]
-fn without_probes_all_replicas_are_met_and_one_that_failed_comes_back() -> Result<()> {
+fn without_probes_all_replicas_are_used_and_a_failed_one_comes_back() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(5)))?;
     let config = set(without_retries(&fleet.addrs())?, "budget", "fixed");
@@ -91,7 +90,7 @@ fn without_probes_all_replicas_are_met_and_one_that_failed_comes_back() -> Resul
 }
 
 #[test]
-fn a_replica_that_fails_a_part_of_its_requests_is_ejected_and_comes_back() -> Result<()> {
+fn a_replica_that_fails_some_of_its_requests_is_ejected_and_comes_back() -> Result<()> {
     bed!();
     for (share, workers) in [(30, 1), (30, 2), (50, 1), (100, 1)] {
         let fleet = Fleet::uniform(10, &Reply::ok().delay(MS(20)))?;
@@ -104,7 +103,7 @@ fn a_replica_that_fails_a_part_of_its_requests_is_ejected_and_comes_back() -> Re
         let answers = get(&client, 2000);
         let counts = envoy.prequal("replicas")?;
         assert!(good(&answers) >= 1980, "failing {share} %: {} of 2000 good: {counts:#?}", good(&answers));
-        // One that looked slow on a busy machine waits for its first request too.
+        // A replica that looked slow on a busy machine has to wait for its first request.
         until(&client, "it keeps a trickle", Duration::from_secs(30), || fleet.served()[0] > 0);
         fleet[0].backend.set(Reply::ok().delay(MS(20)));
         until(&client, "back in use", Duration::from_secs(30), || {
@@ -119,7 +118,7 @@ fn a_replica_that_fails_a_part_of_its_requests_is_ejected_and_comes_back() -> Re
 }
 
 #[test]
-fn grpc_errors_eject_in_trailers_and_without_a_body() -> Result<()> {
+fn grpc_errors_in_trailers_or_without_a_body_eject() -> Result<()> {
     bed!();
     for failing in [grpc_reply("14"), grpc_reply_alone("14")] {
         let fleet = Fleet::uniform(4, &grpc_reply("0").delay(MS(10)))?;
@@ -139,12 +138,12 @@ fn grpc_errors_eject_in_trailers_and_without_a_body() -> Result<()> {
     Ok(())
 }
 
-/// Four replicas whose agents say nothing of failures: what ejects them is what this Envoy sees.
+/// Four replicas whose agents do not report failures: they are ejected for what this Envoy sees.
 struct Unreported {
     backends: Vec<Backend>,
-    /// The first replica answers as it should but for every so many-th time; not yet set, it always does.
+    /// The first replica fails every n-th time; while this is not set, it never fails.
     every: Arc<AtomicU64>,
-    /// How often it did not.
+    /// Number of failures so far.
     failures: Arc<AtomicU64>,
 }
 
@@ -171,7 +170,8 @@ impl Unreported {
         Ok(Self { backends, every, failures })
     }
 
-    /// They answer calls after `delay`, known to an Envoy and a client of it; every `nth` of the first fails.
+    /// Starts replicas that answer calls after `delay`, an Envoy that knows them and a client; every `nth` answer of the
+    /// first fails.
     fn failing(bad: &Reply, delay: Duration, nth: u64) -> Result<(Self, Envoy, Client)> {
         let fleet = Self::start(&grpc_reply("0").delay(delay), bad)?;
         let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
@@ -193,19 +193,19 @@ impl Unreported {
         addrs(&self.backends)
     }
 
-    /// Fails all that the first replica gets, and asserts that it is ejected for what this Envoy sees: soon, and then
-    /// left alone but for trials.
+    /// Fails everything that the first replica gets, and asserts that it is ejected for what this Envoy sees: soon, and
+    /// then it gets only trials.
     #[track_caller]
     fn assert_ejected(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
         warm(envoy, 4);
         self.fail_every(1);
-        // It takes two failures. Where the first brings no report the replica waits for a probe, last in the pool.
+        // It takes two failures. If the first brings no report, the replica waits for a probe at the end of the pool.
         eventually(case, Duration::from_secs(30), || {
             client.burst(50, 8, request);
             (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())
         });
         client.burst(400, 8, request);
-        // A fair share is 100 requests: these are who was caught at once, and trials.
+        // A fair share is 100 requests: these are the ones caught at the start, and trials.
         assert!((2..=24).contains(&self.failures()), "{case}: {} failures", self.failures());
         let counts = envoy.prequal(SERVING).expect("stats");
         assert_eq!(counts.other("prequal_ejections_total.reported"), 0, "{counts:#?}");
@@ -213,13 +213,13 @@ impl Unreported {
     }
 }
 
-/// A body that ends too soon.
+/// A body that ends too early.
 fn broken(status: u16) -> Reply {
     Reply::status(status).body(Body::Broken(Bytes::from_static(b"half")))
 }
 
 #[test]
-fn one_failure_in_a_hundred_after_the_headers_ejects_nobody() -> Result<()> {
+fn one_failure_in_a_hundred_after_the_headers_does_not_eject() -> Result<()> {
     bed!();
     for bad in [grpc_reply("14"), broken(200), broken(503)] {
         let (fleet, envoy, client) = Unreported::failing(&bad, MS(2), 100)?;
@@ -249,7 +249,7 @@ fn errors_that_no_replica_reports_eject() -> Result<()> {
 }
 
 #[test]
-fn a_part_that_no_replica_reports_ejects() -> Result<()> {
+fn partial_failures_that_no_replica_reports_eject() -> Result<()> {
     bed!();
     for bad in [Reply::status(503), grpc_reply("14")] {
         let (fleet, envoy, client) = Unreported::failing(&bad, MS(10), 3)?;
@@ -273,7 +273,7 @@ fn timeouts_resets_and_broken_answers_eject() -> Result<()> {
         ("broken off", broken(200)),
     ] {
         let fleet = Unreported::start(&Reply::ok().delay(MS(10)), &bad)?;
-        // Without the limit on waiting, which would see who does not answer before the timeout does.
+        // Without the limit on waiting, which would detect the replica before the timeout does.
         let config = set(without_retries(&fleet.addrs())?, "ejection_wait_factor", 0)
             .edit(|config| config.route_mut()["timeout"] = json!("0.2s"));
         let envoy = Envoy::start(config)?;
@@ -283,9 +283,9 @@ fn timeouts_resets_and_broken_answers_eject() -> Result<()> {
 }
 
 #[test]
-fn an_unresponsive_replica_is_left_at_once_and_comes_back_when_it_answers() -> Result<()> {
+fn an_unresponsive_replica_is_ejected_at_once_and_comes_back_when_it_answers() -> Result<()> {
     bed!();
-    // Each worker finds out by itself; the verdict is for all.
+    // Each worker detects it by itself; the verdict applies to all.
     for workers in [1, 2] {
         unresponsive_and_back(workers)?;
     }
@@ -302,7 +302,7 @@ fn unresponsive_and_back(workers: u32) -> Result<()> {
     fleet.clear();
     let answers = get(&client, 1500);
     let late = answers.iter().flatten().filter(|answer| answer.elapsed > Duration::from_secs(1)).count();
-    // Eight callers: at most those who were caught at once, and a trial or two.
+    // Eight callers: at most the ones caught at the start, and a trial or two.
     assert!(late <= 12, "{late} late: {:#?}", envoy.prequal("replicas")?);
     counted(&envoy, "ejected as unresponsive", |now| now.other("prequal_ejections_total.unresponsive") > 0);
     fleet[0].backend.set(Reply::ok().delay(MS(20)));
@@ -338,7 +338,7 @@ fn refused_connections_eject_and_the_replica_is_back_when_it_listens_again() -> 
 }
 
 #[test]
-fn when_most_of_the_fleet_fails_nobody_is_ejected() -> Result<()> {
+fn if_most_of_the_fleet_fails_no_replica_is_ejected() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(5, &Reply::ok().delay(MS(5)))?;
     let envoy = Envoy::start(without_retries(&fleet.addrs())?)?;
@@ -348,15 +348,15 @@ fn when_most_of_the_fleet_fails_nobody_is_ejected() -> Result<()> {
     }
     let client = envoy.client();
     get(&client, 400);
-    // Those that failed first were ejected until the others did too.
+    // The replicas that failed first were ejected until the others failed too.
     let ejected = || envoy.prequal("replicas").map(|now| now.other("prequal_ejected"));
-    until(&client, "nobody is ejected", Duration::from_secs(5), || {
+    until(&client, "no replica is ejected", Duration::from_secs(5), || {
         ejected().is_ok_and(|ejected| ejected == 0)
     });
     fleet.clear();
     get(&client, 500);
     let served = fleet.served();
-    // Trials alone would be one a second and replica at most; equals need not share evenly (docs/limits.md).
+    // Trials alone would be at most one per second and replica; equal replicas need not share evenly (docs/limits.md).
     assert!(served.iter().take(4).sum::<u64>() > 100, "{served:?}");
     assert!(served[4] < 400, "the healthy one does not carry all: {served:?}");
     for replica in fleet.iter().take(4) {
@@ -370,10 +370,10 @@ fn when_most_of_the_fleet_fails_nobody_is_ejected() -> Result<()> {
 }
 
 #[test]
-fn client_aborts_eject_nobody() -> Result<()> {
+fn client_aborts_do_not_eject() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(3, &Reply::ok().delay(MS(30)))?;
-    // Without the limit on waiting: a client that gives up early would show nothing of it.
+    // Without the limit on waiting: a client that aborts early would not reach it.
     let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "ejection_wait_factor", 0);
     let envoy = Envoy::start(config)?;
     warm(&envoy, 3);
@@ -386,7 +386,7 @@ fn client_aborts_eject_nobody() -> Result<()> {
         assert!(given_up.count() >= 20, "too busy a machine: answers came first");
     }
     counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 40);
-    // What a request told is taken in with the next.
+    // What a request reports is applied with the next request.
     assert_eq!(good(&get(&envoy.client(), 1)), 1);
     assert_not_ejected(&envoy);
     assert_eq!(good(&get(&envoy.client(), 100)), 100);
@@ -394,7 +394,7 @@ fn client_aborts_eject_nobody() -> Result<()> {
 }
 
 #[test]
-fn what_envoy_refuses_by_itself_is_not_the_replicas() -> Result<()> {
+fn requests_that_envoy_refuses_are_not_counted_against_the_replica() -> Result<()> {
     bed!();
     let load = |addr| with_load(report(1, 5000, addr));
     let backends = stand_ins(3, load, move |addr| load(addr).delay(MS(20)))?;
@@ -433,7 +433,7 @@ fn what_envoy_refuses_by_itself_is_not_the_replicas() -> Result<()> {
 #[test]
 fn a_full_circuit_breaker_starts_no_cooldown() -> Result<()> {
     bed!();
-    // One that everybody wants, and enough others to choose from without it.
+    // One replica that is preferred, and enough others to choose from without it.
     let best = |addr| with_load(report(0, 5000, addr));
     let worse = |addr| with_load(report(3, 900_000, addr));
     let wanted = stand_in(best, move |addr| best(addr).delay(MS(20)))?;
@@ -446,7 +446,7 @@ fn a_full_circuit_breaker_starts_no_cooldown() -> Result<()> {
     warm(&envoy, 4);
     let (client, wanted) = (envoy.client(), &backends[0]);
     client.burst(20, 1, |_| Request::get("/"));
-    // The one that is refused may have been for another: hence three times.
+    // The refused request may have been for another replica, so try three times.
     for _ in 0..3 {
         wanted.clear();
         assert_eq!(good(&client.burst(2, 2, |_| Request::get("/"))), 1, "one was to be refused");
@@ -459,7 +459,7 @@ fn a_full_circuit_breaker_starts_no_cooldown() -> Result<()> {
 }
 
 #[test]
-fn a_stream_that_envoy_ends_is_the_replicas_only_while_all_wait_for_it() -> Result<()> {
+fn only_an_idle_stream_with_a_complete_request_counts_against_the_replica() -> Result<()> {
     bed!();
     let (part, whole) = ("123", "1234567890");
     for (case, limit, body, class) in [
@@ -499,7 +499,7 @@ fn a_stream_that_envoy_ends_is_the_replicas_only_while_all_wait_for_it() -> Resu
 }
 
 #[test]
-fn a_replica_that_reports_an_idle_zero_for_ever_while_it_fails_gets_a_trickle() -> Result<()> {
+fn a_failing_replica_that_always_reports_zero_load_gets_a_trickle() -> Result<()> {
     bed!();
     let honest =
         || stand_ins(4, |addr| with_load(report(1, 5000, addr)), |addr| with_load(report(1, 5000, addr)));
@@ -524,7 +524,7 @@ fn a_replica_that_reports_an_idle_zero_for_ever_while_it_fails_gets_a_trickle() 
 }
 
 #[test]
-fn a_replica_that_reports_huge_values_starves_nobody_but_itself() -> Result<()> {
+fn a_replica_that_reports_huge_values_starves_only_itself() -> Result<()> {
     bed!();
     let mut backends =
         stand_ins(3, |addr| with_load(report(1, 5000, addr)), |addr| with_load(report(1, 5000, addr)))?;

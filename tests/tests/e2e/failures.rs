@@ -1,4 +1,4 @@
-//! Replicas and agents that die, hang or fail: what the user's request sees.
+//! Replicas and agents that die, hang or fail, and the effect on users' requests.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -17,7 +17,7 @@ use crate::support::{SERVING, assert_all_ok, bed, report, set, stand_in, warm, w
 fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;
-    // The one that will die is the fastest: it is wanted.
+    // The replica that will die is the fastest, so it is preferred.
     let mut fleet = Fleet::start([1, 10, 10, 10].map(|delay| Reply::ok().delay(ms(delay))))?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
     warm(&envoy, 4);
@@ -27,13 +27,13 @@ fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
     assert_all_ok(&envoy.client().burst(400, 8, |_| Request::get("/")));
     assert_eq!(fleet.served()[0], 0);
     let retried = envoy.stat("cluster.replicas.upstream_rq_retry")? - retries;
-    assert!(retried > 0, "the dead one was never chosen: nothing was tested");
+    assert!(retried > 0, "the dead replica was never chosen: nothing was tested");
     assert_eq!(envoy.stat("cluster.replicas.upstream_rq_retry_limit_exceeded")?, 0);
     Ok(())
 }
 
 #[test]
-fn a_hung_agent_is_left_within_three_seconds() -> Result<()> {
+fn a_hung_agent_gets_no_requests_after_three_seconds() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;
     let fleet = Fleet::start([1, 10, 10, 10].map(|delay| Reply::ok().delay(ms(delay))))?;
@@ -41,7 +41,7 @@ fn a_hung_agent_is_left_within_three_seconds() -> Result<()> {
     warm(&envoy, 4);
     fleet[0].agent.freeze();
     let frozen = Instant::now();
-    // Requests go on; those caught inside are given up by their clients.
+    // Requests continue; those that hang are aborted by their clients.
     while frozen.elapsed() < Duration::from_secs(3) {
         envoy.client().abandon(Request::get("/"), ms(300));
     }
@@ -75,8 +75,8 @@ fn a_retry_goes_to_another_host() -> Result<()> {
     let retries = envoy.stat("cluster.replicas.upstream_rq_retry")?;
     assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
     let failed = fleet.served()[0];
-    assert!(failed > 0, "the failing one was never chosen: nothing was tested");
-    // One retry each, none of which met the failing replica again.
+    assert!(failed > 0, "the failing replica was never chosen: nothing was tested");
+    // One retry each, and no retry reached the failing replica.
     assert_eq!(envoy.stat("cluster.replicas.upstream_rq_retry")? - retries, failed);
     assert_eq!(fleet.served().iter().sum::<u64>(), 200 + failed);
     Ok(())
@@ -85,7 +85,7 @@ fn a_retry_goes_to_another_host() -> Result<()> {
 #[test]
 fn a_failure_that_a_retry_rescues_counts_before_the_response_ends() -> Result<()> {
     bed!();
-    // The replica that serves the retry tells of itself, or claims to be the one that failed.
+    // The replica that serves the retry reports about itself, or claims to be the one that failed.
     for lies in [false, true] {
         let fails = Arc::new(AtomicBool::new(false));
         let best = |addr| with_load(report(0, 5000, addr));
@@ -135,7 +135,7 @@ fn a_failure_that_a_retry_rescues_counts_before_the_response_ends() -> Result<()
 }
 
 #[test]
-fn all_agents_gone_and_back() -> Result<()> {
+fn all_agents_stop_and_come_back() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let addrs = fleet.addrs();

@@ -1,4 +1,4 @@
-//! Envoy's word about its hosts stays the last: discovery, health, draining, priorities, address forms.
+//! Envoy always has the final say about its hosts: discovery, health, draining, priorities, address forms.
 
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -43,7 +43,7 @@ fn endpoints_come_and_go_through_eds() -> Result<()> {
     let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
     assert_eq!(fleet.served()[0], 0, "removed, yet served");
-    // Choices of the removed one were overruled, and soon it is not chosen any more.
+    // Choices of the removed replica were overruled, and soon it is no longer chosen.
     let forgotten = eventually("the filter forgets the removed replica", Duration::from_secs(10), || {
         let before = envoy.prequal(SERVING).ok()?;
         assert_all_ok(&envoy.client().burst(100, 4, |_| Request::get("/")));
@@ -56,7 +56,7 @@ fn endpoints_come_and_go_through_eds() -> Result<()> {
     Ok(())
 }
 
-/// A newcomer has served one request at a time: that it can serve as many at once as the others has to be found out.
+/// A newcomer has served one request at a time; the filter must find out that it can serve as many at once as the others.
 #[test]
 fn a_newcomer_among_replicas_that_serve_many_at_once_gets_its_share() -> Result<()> {
     bed!();
@@ -78,8 +78,8 @@ fn a_newcomer_among_replicas_that_serve_many_at_once_gets_its_share() -> Result<
     Ok(())
 }
 
-/// Three replicas of which the last is the fastest, so that the filter wants it; whether `/health` succeeds
-/// there is for the test to say.
+/// Three replicas, of which the last is the fastest, so that the filter prefers it; the test decides whether `/health`
+/// succeeds there.
 fn fleet_with_a_fast_one() -> Result<Fleet> {
     let ms = Duration::from_millis;
     Fleet::start([20, 20, 1].map(|delay| Reply::ok().delay(ms(delay))))
@@ -114,22 +114,22 @@ fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
     eventually("Envoy sees the failure", Duration::from_secs(5), || {
         (envoy.stat("cluster.replicas.membership_healthy").ok()? == 2).then_some(())
     });
-    // The statistic is the main thread's; the worker hears of it in its own time.
+    // The statistic is the main thread's; a worker learns of it later.
     eventually("no request reaches it", Duration::from_secs(5), || {
         fleet.clear();
         assert_all_ok(&envoy.client().burst(150, 4, |_| Request::get("/")));
         (user_requests(&fleet, 2) == 0).then_some(())
     });
-    // The fast one was wanted at first, and Envoy refused.
+    // The fast replica was preferred at first, and Envoy refused it.
     assert!(envoy.prequal(SERVING)?.other("prequal_diverted_total") > 0);
-    // Within two seconds it is not even wanted.
+    // Within two seconds the filter no longer chooses it.
     eventually("the refused host is left alone", Duration::from_secs(5), || {
         let before = envoy.prequal(SERVING).ok()?.other("prequal_diverted_total");
         assert_all_ok(&envoy.client().burst(50, 2, |_| Request::get("/")));
         let after = envoy.prequal(SERVING).ok()?.other("prequal_diverted_total");
         (after - before <= 2).then_some(())
     });
-    // And back.
+    // And it comes back.
     fleet[2].backend.set(Reply::ok());
     eventually("the healthy host is served again", Duration::from_secs(10), || {
         assert_all_ok(&envoy.client().burst(30, 4, |_| Request::get("/")));
@@ -159,12 +159,12 @@ fn an_ejected_host_is_not_used_and_comes_back() -> Result<()> {
     let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(150, 4, |_| Request::get("/")));
     assert_eq!(fleet.served()[2], 0);
-    // The filter has seen the failures too: it does not go on naming the host.
+    // The filter has seen the failures too: it no longer chooses the host.
     let after = envoy.prequal(SERVING)?;
     let more = |name: &str| after.other(name) - before.other(name);
     assert!(after.steered() - before.steered() >= 135, "{after:#?}");
     assert!(more("prequal_diverted_total") <= 5, "{after:#?}");
-    // And back, though trials were refused while Envoy had it ejected.
+    // And it comes back, although trials were refused while Envoy had it ejected.
     fleet[2].backend.set(Reply::ok());
     eventually("the host that was ejected is served again", Duration::from_secs(30), || {
         assert_all_ok(&envoy.client().burst(30, 4, |_| Request::get("/")));
@@ -196,7 +196,7 @@ fn a_draining_host_is_not_used() -> Result<()> {
     Ok(())
 }
 
-/// Two fast replicas in the second priority, two slower ones in the first: who looks at load alone wants the second.
+/// Two fast replicas in the second priority and two slower ones in the first: by load alone, the second would be chosen.
 fn near_and_far() -> Result<Fleet> {
     let ms = Duration::from_millis;
     Fleet::start([10, 10, 1, 1].map(|delay| Reply::ok().delay(ms(delay))))
@@ -217,13 +217,13 @@ fn priorities(all: &[SocketAddr], first_status: &str) -> Value {
     ])
 }
 
-/// Both clusters have the same endpoints, as shipped: an unaddressed probe finds whom Envoy would use.
+/// Both clusters have the same endpoints, as shipped: an unaddressed probe finds the host that Envoy would use.
 fn placed(all: &[SocketAddr], localities: Value) -> Result<EnvoyConfig> {
     let config = EnvoyConfig::for_replicas(all)?;
     Ok(config.localities(BOTH[0], localities.clone()).localities(BOTH[1], localities))
 }
 
-/// Lets two seconds pass under load, then counts who serves 200 requests: near and far.
+/// Sends load for two seconds, then counts who serves 200 requests: near and far.
 #[track_caller]
 fn near_and_far_served(envoy: &Envoy, fleet: &Fleet) -> [usize; 2] {
     let start = Instant::now();
@@ -258,7 +258,7 @@ fn a_lower_priority_serves_only_while_the_higher_is_gone() -> Result<()> {
 }
 
 #[test]
-fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Result<()> {
+fn a_failover_by_health_checks_of_only_the_serving_cluster_is_followed() -> Result<()> {
     bed!();
     let fleet = near_and_far()?;
     let all = fleet.addrs();
@@ -267,7 +267,7 @@ fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Re
     let envoy = Envoy::start(config)?;
     assert_eq!(near_and_far_served(&envoy, &fleet), [200, 0]);
     let healthy = |count| {
-        eventually("the health checks tell", Duration::from_secs(5), || {
+        eventually("the health checks show it", Duration::from_secs(5), || {
             (envoy.stat("cluster.replicas.membership_healthy").ok()? == count).then_some(())
         });
     };
@@ -278,14 +278,14 @@ fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Re
         });
     }
     healthy(2);
-    // The probe cluster still finds the first priority; Envoy refuses it, steering pauses, and Envoy's own choices
-    // show the second.
+    // The probe cluster still finds the first priority. Envoy refuses it, steering pauses, and Envoy's own choices show the
+    // second.
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(3) {
         assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
     }
     fleet.clear();
-    // Equals need not share evenly (docs/limits.md), but none is left out.
+    // Equal replicas need not share evenly (docs/limits.md), but none is left out.
     eventually("both of the second serve", Duration::from_secs(20), || {
         assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
         [2, 3].iter().all(|&far| user_requests(&fleet, far) >= 40).then_some(())
@@ -300,7 +300,7 @@ fn a_fail_over_by_health_checks_of_the_serving_cluster_alone_is_followed() -> Re
 }
 
 #[test]
-fn ipv6_endpoints_are_steered_to() -> Result<()> {
+fn requests_are_steered_to_ipv6_endpoints() -> Result<()> {
     bed!();
     if std::net::TcpListener::bind("[::1]:0").is_err() {
         eprintln!("skipped: this machine has no IPv6 loopback");
@@ -335,8 +335,9 @@ fn two_localities_are_both_served() -> Result<()> {
     warm(&envoy, 4);
     fleet.clear();
     let before = envoy.prequal(SERVING)?;
-    // Equals need not share evenly (docs/limits.md), but none is left out. On a busy machine twelve callers are more than
-    // a fleet that is being learned may be given, so the first rounds are partly Envoy's.
+    // Equal replicas need not share evenly (docs/limits.md), but none is left out. On a busy machine, twelve callers are
+    // more than the filter may send to a fleet that it is still learning, so Envoy places some requests of the first
+    // rounds.
     let after = eventually("all four serve, named by the filter", Duration::from_secs(20), || {
         let begun = envoy.prequal(SERVING).ok()?;
         assert_all_ok(&envoy.client().burst(400, 12, |_| Request::get("/")));
@@ -348,8 +349,8 @@ fn two_localities_are_both_served() -> Result<()> {
     Ok(())
 }
 
-/// Asserts that two heavy and two light replicas come to serve, of twelve hundred steered requests of `callers` at a time,
-/// a ratio `within`. Where the choice does not look at weights the ratio is 1.9, as probes still follow them.
+/// Asserts that the ratio of requests at two heavy and two light replicas comes to be `within`, for twelve hundred steered
+/// requests, `callers` at a time. If the choice ignores weights the ratio is 1.9, because probes still follow them.
 #[track_caller]
 fn assert_heavy_to_light(
     config: EnvoyConfig,
@@ -376,7 +377,8 @@ fn assert_heavy_to_light(
 #[test]
 fn endpoint_weights_stay_in_force() -> Result<()> {
     bed!();
-    // One caller for each of four equals: with more, those whose knee was read lower serve less (docs/limits.md).
+    // One caller for each of four equal shares: with more, replicas with a low estimate of the knee serve less
+    // (docs/limits.md).
     for (heavy, callers, within) in [(3, 12, 2.1..=4.5), (1, 4, 0.6..=1.6)] {
         let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
         let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]).map(|(addr, weight)| {
@@ -420,7 +422,7 @@ fn locality_weights_stay_in_force() -> Result<()> {
 fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;
-    // To a probe it says that there is no such thing, or what it says to everything.
+    // It answers probes with 404, or with the same answer as for everything else.
     for probed in [404, 200] {
         let fleet = Fleet::uniform(3, &Reply::ok().delay(ms(5)))?;
         let bare = stand_in(move |_| Reply::status(probed), move |_| Reply::ok().delay(ms(5)))?;
@@ -428,7 +430,7 @@ fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result
         all.push(bare.addr());
         let envoy = Envoy::start(EnvoyConfig::for_replicas(&all)?)?;
         let to_bare = || bare.seen().iter().filter(|seen| !is_probe(seen)).count();
-        // Nobody is known yet: Envoy's policy places the first requests.
+        // No replica is known yet: Envoy's policy places the first requests.
         assert_all_ok(&envoy.client().burst(16, 16, |_| Request::get("/")));
         let before = warm(&envoy, 3);
         fleet.clear();
@@ -437,9 +439,9 @@ fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result
         let after = envoy.prequal(SERVING)?;
         let fallbacks = after.picks("fallback") - before.picks("fallback");
         assert!(fallbacks <= 40 && to_bare() as u64 <= fallbacks, "{fallbacks}, {}: {after:#?}", to_bare());
-        // How they share it is another matter: equals need not share evenly (docs/limits.md).
+        // How they share is not checked: equal replicas need not share evenly (docs/limits.md).
         assert!(fleet.served().iter().sum::<u64>() >= 360, "{:?}", fleet.served());
-        // More than the pool may give to the others goes by Envoy's policy again.
+        // Requests beyond what the pool may give to the others go to Envoy's policy again.
         eventually("overflow", Duration::from_secs(10), || {
             assert_all_ok(&envoy.client().burst(200, 100, |_| Request::get("/")));
             (to_bare() >= 5).then_some(())

@@ -1,4 +1,4 @@
-//! The inbound role: an Envoy beside each replica reports for it, and there is no agent.
+//! The inbound role: an Envoy beside each replica reports for it, without an agent.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::support::{PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, is_probe, warm};
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
-/// A dead VM's requests are gone from the RIF within this time, and some for the poll on a busy machine.
+/// A dead VM's requests leave the RIF within this time, including some time to poll on a busy machine.
 const HEALED: Duration = Duration::from_millis(3500);
 
 /// The shipped inbound configuration with two workers.
@@ -30,13 +30,13 @@ fn with(config: EnvoyConfig, settings: &Value) -> EnvoyConfig {
     config.filter_text(&settings.to_string())
 }
 
-/// A report as the inbound role tells it.
+/// A report of the inbound role.
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct Report {
     rif: u64,
     latency_us: Option<u64>,
     endpoint: String,
-    /// What comes after the endpoint.
+    /// The fields after the endpoint.
     rest: String,
 }
 
@@ -50,19 +50,19 @@ fn report(headers: &HeaderMap) -> Result<Report> {
     Ok(Report { rif, latency_us, endpoint: next().into(), rest: next().into() })
 }
 
-/// Asks over a connection of its own: any worker may answer.
+/// Probes over a new connection, so that any worker may answer.
 fn probe(addr: SocketAddr) -> Result<Report> {
     let reply = Client::new(addr).get(PROBE_PATH)?;
     anyhow::ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
     report(&reply.headers)
 }
 
-/// The same over several connections, so that both workers answer.
+/// Probes over several connections, so that both workers answer.
 fn probes(addr: SocketAddr) -> Vec<u64> {
     (0..12).map(|_| probe(addr).expect("a report").rif).collect()
 }
 
-/// Sends `count` requests at once, each over a connection of its own.
+/// Sends `count` requests at once, each over a new connection.
 fn hold(
     addr: SocketAddr,
     count: usize,
@@ -76,15 +76,15 @@ fn hold(
 fn wait_for_rif(addr: SocketAddr, rif: u64, limit: Duration) {
     let start = Instant::now();
     loop {
-        let told = probes(addr);
-        if told.iter().all(|told| *told == rif) {
+        let reported = probes(addr);
+        if reported.iter().all(|reported| *reported == rif) {
             return;
         }
-        assert!(start.elapsed() < limit, "not {rif} in flight within {limit:?}, but {told:?}");
+        assert!(start.elapsed() < limit, "not {rif} in flight within {limit:?}, but {reported:?}");
     }
 }
 
-/// Requests in flight by slot, as far as there are any.
+/// Requests in flight in each slot that has any.
 fn slots(envoy: &Envoy) -> Result<Vec<u64>> {
     let found = envoy.inbound(envoy.addr())?;
     Ok(found.iter().filter(|(name, n)| name.starts_with("in_flight.") && **n > 0).map(|(_, n)| *n).collect())
@@ -97,7 +97,7 @@ fn counted(envoy: &Envoy, result: &str, count: u64) {
     });
 }
 
-/// A port that was free a moment ago, for what must be known before Envoy starts.
+/// A port that was free a moment ago, for an address that must be known before Envoy starts.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
@@ -106,11 +106,11 @@ fn on_port(config: EnvoyConfig, port: u16) -> EnvoyConfig {
     config.edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(port))
 }
 
-/// Asserts that a client's Envoy before `servers` leaves the last replica, which is slow, alone.
+/// Asserts that a client's Envoy before `servers` avoids the last replica, which is slow.
 fn assert_steers(backends: &[Backend], client: &Envoy) -> Result<()> {
     warm(client, backends.len() as u64);
-    // On a busy machine six callers are more than a fleet that is being learned may be given, and one of the fast ones may
-    // look slow.
+    // On a busy machine, six callers are more than the filter may send to a fleet that it is still learning, and one of the
+    // fast replicas may look slow.
     let after = eventually("three are used, the slow one is left alone", Duration::from_secs(20), || {
         backends.iter().for_each(Backend::clear);
         let before = client.prequal(SERVING).ok()?;
@@ -153,7 +153,7 @@ fn steering_needs_no_agent() -> Result<()> {
 }
 
 #[test]
-fn probes_may_have_a_port_of_their_own() -> Result<()> {
+fn probes_may_have_a_separate_port() -> Result<()> {
     bed!();
     let backends = three_fast_and_one_slow()?;
     let server = |backend: &Backend| -> Result<Envoy> {
@@ -169,11 +169,11 @@ fn probes_may_have_a_port_of_their_own() -> Result<()> {
     let client = Envoy::start(client.concurrency(2))?;
     assert_steers(&backends, &client)?;
     for (serving, probing) in serving.iter().zip(&probing) {
-        let told = probe(*probing)?;
-        assert_eq!(told.endpoint, serving.to_string());
-        assert!(told.rest.starts_with(&format!("probe={probing}")), "{told:?}");
+        let reported = probe(*probing)?;
+        assert_eq!(reported.endpoint, serving.to_string());
+        assert!(reported.rest.starts_with(&format!("probe={probing}")), "{reported:?}");
     }
-    // What comes in there and is no probe goes through and is not counted.
+    // A request on that port that is not a probe passes through and is not counted.
     let before = servers[0].inbound(serving[0])?["requests.success"];
     assert_eq!(Client::new(probing[0]).get("/")?.status, 200);
     assert_eq!(servers[0].inbound(serving[0])?["requests.success"], before);
@@ -222,8 +222,8 @@ fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
             })
             .collect();
         while mixed.iter().any(|thread| !thread.is_finished()) {
-            let told = probe(addr)?.rif;
-            assert!((40..=45).contains(&told), "{told} with 40 to 45 in flight");
+            let reported = probe(addr)?.rif;
+            assert!((40..=45).contains(&reported), "{reported} with 40 to 45 in flight");
         }
         mixed.into_iter().for_each(|thread| thread.join().expect("it ran"));
         wait_for_rif(addr, 40, MS(1000));
@@ -232,7 +232,7 @@ fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
         }
         wait_for_rif(addr, 0, MS(1000));
         assert_eq!(slots(&envoy)?, [0; 0]);
-        // Errors, resets, breaks and timeouts are failures, what the client gave up is nothing.
+        // Errors, resets, broken responses and timeouts are failures; requests that the client aborted do not count.
         let since = |result: &str| before.get(&format!("requests.{result}")).copied().unwrap_or(0);
         for (result, count) in [("success", 45), ("failure", 20), ("aborted", 5)] {
             counted(&envoy, result, since(result) + count);
@@ -242,7 +242,7 @@ fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
 }
 
 #[test]
-fn a_crash_of_a_vm_is_forgotten_and_requests_go_on() -> Result<()> {
+fn requests_of_a_crashed_vm_are_removed_and_serving_continues() -> Result<()> {
     let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
     bed!(std::slice::from_ref(&module));
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
@@ -282,7 +282,7 @@ fn a_crash_of_a_vm_is_forgotten_and_requests_go_on() -> Result<()> {
 #[test]
 fn an_update_of_the_listener_keeps_counting() -> Result<()> {
     bed!();
-    // Shorter than the old generation may drain.
+    // Shorter than the drain of the old generation.
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
         "/slow" => Reply::ok().delay(MS(1500)),
         _ => Reply::ok(),
@@ -320,19 +320,19 @@ fn an_update_of_the_listener_keeps_counting() -> Result<()> {
 }
 
 #[test]
-fn failures_age_and_latency_are_told_on_every_worker() -> Result<()> {
+fn every_worker_reports_failures_age_and_latency() -> Result<()> {
     bed!();
     let backend = Backend::start(Reply::ok().delay(MS(30)))?;
     let envoy = Envoy::start(beside(&backend)?)?;
-    // All over one connection, so on one worker; a probe may meet the other.
+    // All over one connection, so on one worker; a probe may reach the other.
     let client = envoy.client();
     for _ in 0..8 {
         client.get("/")?;
     }
     for _ in 0..12 {
-        let told = probe(envoy.addr())?;
-        assert!(told.latency_us.is_some_and(|us| (30_000..60_000).contains(&us)), "{told:?}");
-        assert!(told.rest.starts_with("up="), "{told:?}");
+        let reported = probe(envoy.addr())?;
+        assert!(reported.latency_us.is_some_and(|us| (30_000..60_000).contains(&us)), "{reported:?}");
+        assert!(reported.rest.starts_with("up="), "{reported:?}");
     }
     let grpc = |status: &'static str| {
         let trailers = HeaderMap::from_iter([(
@@ -347,7 +347,7 @@ fn failures_age_and_latency_are_told_on_every_worker() -> Result<()> {
         .header("content-type", "application/grpc")
         .header("grpc-status", "14")
         .body(Body::Full(Bytes::new()));
-    // What a plain response says in such a header is nothing to us.
+    // In a response that is not gRPC, this header means nothing.
     let plain = Reply::ok().header("grpc-status", "14");
     let mut failures = 0;
     for (reply, fails) in
@@ -364,16 +364,16 @@ fn failures_age_and_latency_are_told_on_every_worker() -> Result<()> {
     }
     counted(&envoy, "success", 8 + 15);
     for _ in 0..12 {
-        let told = probe(envoy.addr())?;
+        let reported = probe(envoy.addr())?;
         let per_mille: u64 =
-            told.rest.split(';').find_map(|field| field.strip_prefix("fail=")?.parse().ok()).unwrap_or(0);
-        assert!((250..=600).contains(&per_mille), "15 of 38 failed: {told:?}");
+            reported.rest.split(';').find_map(|field| field.strip_prefix("fail=")?.parse().ok()).unwrap_or(0);
+        assert!((250..=600).contains(&per_mille), "15 of 38 failed: {reported:?}");
     }
     Ok(())
 }
 
 #[test]
-fn a_replica_that_is_not_there_is_no_age_old() -> Result<()> {
+fn the_age_of_a_replica_that_does_not_answer_is_zero() -> Result<()> {
     bed!();
     let backend = Backend::start(Reply::ok())?;
     let addr = backend.addr();
@@ -384,8 +384,8 @@ fn a_replica_that_is_not_there_is_no_age_old() -> Result<()> {
     });
     drop(backend);
     assert_eq!(Client::new(envoy.addr()).get("/")?.status, 503);
-    let told = probe(envoy.addr())?;
-    assert!(told.rest.starts_with("fail=") && told.rest.contains(";up=0"), "{told:?}");
+    let reported = probe(envoy.addr())?;
+    assert!(reported.rest.starts_with("fail=") && reported.rest.contains(";up=0"), "{reported:?}");
     std::thread::sleep(MS(1100));
     assert!(probe(envoy.addr())?.rest.contains(";up=0"), "it is still not there");
     let _back = Backend::start_on(&addr.to_string(), |_| Reply::ok())?;
@@ -397,7 +397,7 @@ fn a_replica_that_is_not_there_is_no_age_old() -> Result<()> {
 }
 
 #[test]
-fn streams_are_in_flight_and_no_latency() -> Result<()> {
+fn streams_count_in_rif_but_not_in_latency() -> Result<()> {
     bed!();
     let backend = Backend::start(Reply::ok())?;
     let envoy = Envoy::start(beside(&backend)?)?;
@@ -419,13 +419,13 @@ fn streams_are_in_flight_and_no_latency() -> Result<()> {
     drop(socket);
     wait_for_rif(envoy.addr(), 0, MS(1000));
     counted(&envoy, "streaming", 3);
-    let told = probe(envoy.addr())?;
-    assert!(told.latency_us.is_some_and(|us| us < 100_000), "{told:?}");
+    let reported = probe(envoy.addr())?;
+    assert!(reported.latency_us.is_some_and(|us| us < 100_000), "{reported:?}");
     Ok(())
 }
 
 #[test]
-fn nobody_else_speaks_for_the_replica() -> Result<()> {
+fn reports_from_clients_and_backends_are_replaced() -> Result<()> {
     bed!();
     let liar = ["x-prequal-load", "x-prequal-load", "x-prequal-rif", "x-prequal-latency-us"];
     let lies = liar.iter().fold(Reply::ok(), |reply, name| reply.header(name, "0;1;9.9.9.9:1"));
@@ -435,16 +435,16 @@ fn nobody_else_speaks_for_the_replica() -> Result<()> {
     let spoof =
         |request: Request| names.iter().fold(request, |request, name| request.header(name, "9;9;9.9.9.9:9"));
     let reply = envoy.client().send(spoof(Request::get("/")))?;
-    let told = report(&reply.headers)?;
-    assert_eq!((told.rif, told.endpoint), (0, envoy.addr().to_string()));
+    let reported = report(&reply.headers)?;
+    assert_eq!((reported.rif, reported.endpoint), (0, envoy.addr().to_string()));
     assert!(reply.header("x-prequal-rif").is_none() && reply.header("x-prequal-latency-us").is_none());
     let answer = envoy.client().send(spoof(Request::get(PROBE_PATH).header("accept", "application/json")))?;
-    let told = report(&answer.headers)?;
-    assert_eq!((told.rif, &told.endpoint), (0, &envoy.addr().to_string()));
+    let reported = report(&answer.headers)?;
+    assert_eq!((reported.rif, &reported.endpoint), (0, &envoy.addr().to_string()));
     let body: Value = serde_json::from_str(&answer.text())?;
-    assert_eq!((&body["rif"], &body["endpoint"]), (&json!(0), &json!(told.endpoint)));
+    assert_eq!((&body["rif"], &body["endpoint"]), (&json!(0), &json!(reported.endpoint)));
     assert_eq!(answer.header("cache-control"), Some("no-store"));
-    // A query does not hide a probe, and below our prefix nothing reaches the replica.
+    // A query string does not hide a probe, and nothing below /prequal reaches the replica.
     backend.clear();
     assert_eq!(envoy.client().get("/prequal/probe?x=1")?.status, 200);
     assert_eq!(envoy.client().send(Request::post(PROBE_PATH, "x"))?.status, 405);
@@ -458,21 +458,21 @@ fn nobody_else_speaks_for_the_replica() -> Result<()> {
 }
 
 #[test]
-fn the_endpoint_may_be_given() -> Result<()> {
+fn the_endpoint_can_be_configured() -> Result<()> {
     bed!();
     let backend = Backend::start(Reply::ok())?;
     let settings = json!({"role": "inbound", "endpoint": "[2001:db8::7]:8080"});
     let envoy = Envoy::start(with(beside(&backend)?, &settings))?;
-    let told = report(&envoy.client().get("/")?.headers)?;
-    assert_eq!(told.endpoint, "[2001:db8::7]:8080");
-    let told = probe(envoy.addr())?;
-    assert_eq!(told.endpoint, "[2001:db8::7]:8080");
-    assert!(!told.rest.contains("probe="), "another host's address cannot be told: {told:?}");
+    let reported = report(&envoy.client().get("/")?.headers)?;
+    assert_eq!(reported.endpoint, "[2001:db8::7]:8080");
+    let reported = probe(envoy.addr())?;
+    assert_eq!(reported.endpoint, "[2001:db8::7]:8080");
+    assert!(!reported.rest.contains("probe="), "another host's address must not be reported: {reported:?}");
     Ok(())
 }
 
 #[test]
-fn what_envoy_does_by_itself_is_not_the_replicas() -> Result<()> {
+fn what_envoy_does_by_itself_does_not_count_against_the_replica() -> Result<()> {
     bed!();
     let tries = AtomicU64::new(0);
     let backend = Backend::start_on("127.0.0.1:0", move |_| {
@@ -491,9 +491,9 @@ fn what_envoy_does_by_itself_is_not_the_replicas() -> Result<()> {
         }
     }
     counted(&envoy, "aborted", 20);
-    let told = probe(envoy.addr())?;
-    assert_eq!((told.rif, told.latency_us, &told.rest[..3]), (0, None, "up="), "{told:?}");
-    // Two retries, one request.
+    let reported = probe(envoy.addr())?;
+    assert_eq!((reported.rif, reported.latency_us, &reported.rest[..3]), (0, None, "up="), "{reported:?}");
+    // Two retries count as one request.
     for _ in 0..5 {
         assert_eq!(envoy.client().get("/")?.status, 200);
     }
@@ -504,33 +504,33 @@ fn what_envoy_does_by_itself_is_not_the_replicas() -> Result<()> {
     Ok(())
 }
 
-/// Base latency and knee as several connections are told them, so as both workers know them.
+/// Base latency and knee as reported on several connections, so by both workers.
 fn capacities(addr: SocketAddr) -> Vec<(u64, u64)> {
-    let field = |told: &Report, name: &str| {
-        let mut fields = told.rest.split(';').filter_map(|field| field.strip_prefix(name)?.parse().ok());
-        fields.next().unwrap_or_else(|| panic!("no {name} in {told:?}"))
+    let field = |reported: &Report, name: &str| {
+        let mut fields = reported.rest.split(';').filter_map(|field| field.strip_prefix(name)?.parse().ok());
+        fields.next().unwrap_or_else(|| panic!("no {name} in {reported:?}"))
     };
-    let told = (0..12).map(|_| probe(addr).expect("a report"));
-    told.map(|told| (field(&told, "base="), field(&told, "knee="))).collect()
+    let reported = (0..12).map(|_| probe(addr).expect("a report"));
+    reported.map(|reported| (field(&reported, "base="), field(&reported, "knee="))).collect()
 }
 
 /// Asserts that both workers report about `ms` as base latency and as latency.
 #[track_caller]
 fn assert_takes(addr: SocketAddr, ms: std::ops::RangeInclusive<u64>) {
     let us = ms.start() * 1000..=ms.end() * 1000;
-    let told = capacities(addr);
-    assert!(told.iter().all(|(base, _)| us.contains(base)), "not {ms:?} ms: {told:?}");
-    let told: Vec<_> = (0..12).map(|_| probe(addr).expect("a report").latency_us).collect();
-    assert!(told.iter().flatten().all(|latency| us.contains(latency)), "not {ms:?} ms: {told:?}");
+    let reported = capacities(addr);
+    assert!(reported.iter().all(|(base, _)| us.contains(base)), "not {ms:?} ms: {reported:?}");
+    let reported: Vec<_> = (0..12).map(|_| probe(addr).expect("a report").latency_us).collect();
+    assert!(reported.iter().flatten().all(|latency| us.contains(latency)), "not {ms:?} ms: {reported:?}");
 }
 
 #[test]
-fn base_latency_and_knee_are_told_over_two_workers() -> Result<()> {
+fn two_workers_report_the_same_base_latency_and_knee() -> Result<()> {
     bed!();
     let backend = Backend::start(Reply::ok().delay(MS(40)))?;
     let envoy = Envoy::start(beside(&backend)?)?;
     assert_eq!(probe(envoy.addr())?.rest, "up=0", "nothing has been served");
-    // With pauses, so that they do not come and go in step.
+    // With pauses, so that the requests do not run in step.
     let addr = envoy.addr();
     let clients = [7, 18, 29].map(|pause| {
         std::thread::spawn(move || {
@@ -540,15 +540,15 @@ fn base_latency_and_knee_are_told_over_two_workers() -> Result<()> {
     });
     clients.into_iter().for_each(|client| assert_all_ok(&client.join().expect("it ran")));
     assert_takes(envoy.addr(), 30..=60);
-    let told = capacities(envoy.addr());
-    assert!(told.iter().all(|(_, knee)| (1..=6).contains(knee)), "three at once: {told:?}");
+    let reported = capacities(envoy.addr());
+    assert!(reported.iter().all(|(_, knee)| (1..=6).contains(knee)), "three at once: {reported:?}");
     let answer = envoy.client().get("/")?;
-    let told = report(&answer.headers)?.rest;
-    assert!(told.contains(";base=") && told.contains(";knee="), "{told}");
+    let reported = report(&answer.headers)?.rest;
+    assert!(reported.contains(";base=") && reported.contains(";knee="), "{reported}");
     Ok(())
 }
 
-/// Sends what `first` is, waits for `pause`, sends the rest, and reads the answer to its end.
+/// Sends `first`, waits for `pause`, sends `rest`, and reads the answer to its end.
 fn slow_upload(addr: SocketAddr, first: &str, pause: Duration, rest: &str) -> Result<String> {
     let mut socket = TcpStream::connect(addr)?;
     socket.write_all(first.as_bytes())?;
@@ -560,7 +560,7 @@ fn slow_upload(addr: SocketAddr, first: &str, pause: Duration, rest: &str) -> Re
 }
 
 #[test]
-fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
+fn the_time_of_slow_clients_does_not_count_as_latency() -> Result<()> {
     bed!();
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
         "/large" => Reply::ok().delay(MS(20)).body(Body::Full(Bytes::from(vec![b'x'; 512 << 10]))),
@@ -584,7 +584,7 @@ fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
             assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         }
     }
-    // A worker that hears late of another's few requests may miss part of their time, never the clients' second.
+    // A worker that learns late of another's few requests may miss part of their time, but never the clients' second.
     counted(&envoy, "success", 8);
     assert_takes(addr, 5..=250);
     for _ in 0..4 {
@@ -601,7 +601,7 @@ fn what_a_slow_client_takes_is_not_the_replicas() -> Result<()> {
 }
 
 #[test]
-fn streams_and_aborts_leave_base_latency_and_knee_alone() -> Result<()> {
+fn streams_and_aborts_do_not_change_base_latency_and_knee() -> Result<()> {
     bed!();
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
         "/socket" => Reply::ok().body(Body::Upgrade),
@@ -617,15 +617,16 @@ fn streams_and_aborts_leave_base_latency_and_knee_alone() -> Result<()> {
         assert_eq!(socket.round_trip(b"to and fro")?, b"to and fro");
     }
     assert_takes(addr, 90..=130);
-    // One at once, and two that are in flight but need nothing.
-    let told = capacities(addr);
-    assert!(told.iter().all(|(_, knee)| (1..=3).contains(knee)), "{told:?}");
+    // One request at a time, and two streams that are in flight but need nothing.
+    let reported = capacities(addr);
+    assert!(reported.iter().all(|(_, knee)| (1..=3).contains(knee)), "{reported:?}");
     for _ in 0..30 {
         assert!(Client::new(addr).abandon(Request::get("/"), MS(20)));
     }
     counted(&envoy, "aborted", 30);
-    // The time at the server counts, but nobody was served in it: as departures the aborts would make it 32 ms.
-    let told = capacities(addr);
-    assert!(told.iter().all(|(base, _)| (90_000..=300_000).contains(base)), "{told:?}");
+    // The aborts' time at the server counts, but no request was served in it: counted as departures they would make it 32
+    // ms.
+    let reported = capacities(addr);
+    assert!(reported.iter().all(|(base, _)| (90_000..=300_000).contains(base)), "{reported:?}");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The filter's own life: bad configuration, an update, a crash of its VM.
+//! The filter's life cycle: bad configuration, an update, a crash of its VM.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::support::{SERVING, assert_all_ok, bed, set, warm};
 
-/// Texts that must be refused, each with a word that the message must hold.
+/// Settings that must be refused, each with a word that the message must contain.
 fn bad_settings() -> Vec<(String, &'static str)> {
     let one = |setting: &str| {
         format!(r#"{{"clusters":[{{"cluster":"replicas","probe_cluster":"replicas-agent",{setting}}}]}}"#)
@@ -83,7 +83,7 @@ fn an_update_keeps_the_pool_and_loses_no_reply() -> Result<()> {
     let config = set(config, "burst_guard", false);
     let mut envoy = Envoy::start(config.clone())?;
     let warmed = warm(&envoy, 3);
-    // Two generations serve at once while the first drains.
+    // Two generations serve at the same time while the first drains.
     let client = envoy.client();
     let load = std::thread::spawn(move || client.burst(2000, 4, |_| Request::get("/")));
     for delta in [1.5, 2.0, 1.0] {

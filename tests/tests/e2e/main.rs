@@ -1,7 +1,7 @@
-//! End to end: a real Envoy with the shipped configuration, the built filter, real agents. Each test asserts
-//! the effect and the counter that explains it.
+//! End-to-end tests: a real Envoy with the shipped configuration, the built filter, real agents. Each test asserts the
+//! effect and the counter that explains it.
 //!
-//! One program, so that it links once; one module for each theme.
+//! All are in one program, so that it is linked only once, with one module for each theme.
 
 mod capacity;
 mod chain;

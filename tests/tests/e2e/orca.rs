@@ -1,4 +1,5 @@
-//! Envoy's own `client_side_weighted_round_robin`, fed by our agents or by the inbound role: no filter before it, no probes.
+//! Envoy's own `client_side_weighted_round_robin`, fed by agents or by the inbound role: no filter in front of it, no
+//! probes.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::support::{assert_all_ok, bed};
 
-/// A cluster of a fast and a slow replica, how their agents tell their load, and whether Envoy asks out of band.
+/// Clusters of a fast and a slow replica: how their agents report load, and whether Envoy requests reports out of band.
 const CLUSTERS: [(&str, &[&str], bool); 5] = [
     (SILENT, &[], false),
     ("text", &["--orca", "text"], false),
@@ -20,13 +21,13 @@ const CLUSTERS: [(&str, &[&str], bool); 5] = [
     ("oob", &["--orca-streams", "10"], true),
 ];
 const POLICY: &str = "envoy.extensions.load_balancing_policies.client_side_weighted_round_robin";
-/// The same before Envoys in the inbound role, which report in different formats.
+/// The same for Envoys in the inbound role, which report in different formats.
 const INBOUND: &str = "inbound";
 /// Agents that report nothing: an equal share.
 const SILENT: &str = "silent";
 const HEADER: &str = "endpoint-load-metrics";
 const HEADER_BIN: &str = "endpoint-load-metrics-bin";
-/// Most of 100 requests that the slow replica may get.
+/// Maximum number of 100 requests that the slow replica may get.
 const SPARED: u64 = 25;
 const TRIES: usize = 10;
 
@@ -47,7 +48,7 @@ fn inbound(backend: &Backend, settings: &Value) -> Result<EnvoyConfig> {
 }
 
 #[test]
-fn weighted_round_robin_spares_the_replica_that_our_agents_report_as_slow() -> Result<()> {
+fn weighted_round_robin_spares_the_replica_that_agents_report_as_slow() -> Result<()> {
     bed!();
     let start = |(name, args, out_of_band): (&'static str, &[&str], bool)| {
         let load = ["--orca-window-ms", "1000", "--orca-limit", "64"];
@@ -88,7 +89,7 @@ fn weighted_round_robin_spares_the_replica_that_our_agents_report_as_slow() -> R
     }))?;
 
     let envoy = &envoy;
-    // Shares of the slow replica in percent. Reports take a while to count, and a busy machine makes both slow.
+    // Shares of the slow replica in percent. Reports take a while to take effect, and a busy machine makes both slow.
     let slow_share = |name: &str, backends: [&Backend; 2]| {
         let mut share = 100;
         let tries = if name == SILENT { 1 } else { TRIES };
@@ -115,14 +116,14 @@ fn weighted_round_robin_spares_the_replica_that_our_agents_report_as_slow() -> R
         }
     });
     let reply = envoy.client().get("/text/")?;
-    assert!(reply.header("endpoint-load-metrics").is_some(), "it is for the operator to remove");
+    assert!(reply.header("endpoint-load-metrics").is_some(), "removing it is left to the operator");
     let reports = envoy.stat("cluster.oob.lb_orca_oob.reports_received")?;
     let streams = fleets[4].2[0].agent.metrics()?["prequal_agent_orca_streams"];
     assert!(reports > 0 && streams == 1.0, "{reports} reports, {streams} streams");
     Ok(())
 }
 
-/// A metric of a report as text, and the first one.
+/// The value of the first metric `name` in a text report.
 fn metric(report: &str, name: &str) -> Result<f64> {
     let fields = report.strip_prefix("TEXT ").with_context(|| format!("no text: {report}"))?.split(',');
     let value = fields.filter_map(|field| field.split_once('=')).find(|(field, _)| *field == name);
@@ -140,11 +141,11 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
         let reply = Reply::status(status).header("content-type", kind).delay(Duration::from_millis(delay));
         reply.header(HEADER, "TEXT cpu_utilization=0.9").header(HEADER_BIN, "AAAA")
     })?;
-    // A request counts the same for the whole test, and rates are of 75 s: an eighth of the window.
+    // A request keeps its weight for the whole test, and rates are over 75 s: an eighth of the window.
     let settings = json!({"orca": "text", "orca_for": "http", "orca_limit": 64, "orca_window_ms": 600_000});
     let envoy = Envoy::start(inbound(&backend, &settings)?)?;
     let rates_of = 75.0;
-    // A worker counts from its first request on. Connections go to either.
+    // A worker counts from its first request on. Connections reach either worker.
     eventually("both workers serve", Duration::from_secs(20), || {
         assert_eq!(Client::new(envoy.addr()).get("/").expect("an answer").status, 200);
         let counts = envoy.inbound(envoy.addr()).ok()?;
@@ -155,7 +156,7 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
     let path = |number: usize| if number.is_multiple_of(3) { "/fails" } else { "/" };
     let answers = envoy.client().burst(300, 8, move |number| Request::get(path(number)));
     assert!(answers.iter().all(Result::is_ok), "an answer to each");
-    // Clients that give up: such requests have ended too.
+    // Requests that clients abort have ended too.
     for _ in 0..10 {
         let before = backend.seen().len();
         let arrived = || backend.seen().len() > before;
@@ -166,31 +167,32 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
         Some(counts.iter().filter(|(name, _)| name.starts_with("requests.")).map(|(_, n)| *n as f64).sum())
     };
     eventually("all have ended", Duration::from_secs(10), || (ended()? == warm + 310.0).then_some(()));
-    let told = eventually("the reports of either worker count all", Duration::from_secs(10), || {
-        let least = ended()? - warm;
-        let reports: Vec<String> = (0..8)
-            .filter_map(|_| {
-                let reply = Client::new(envoy.addr()).get("/").ok()?;
-                assert!(reply.header(HEADER_BIN).is_none(), "the replica's own report goes");
-                Some(reply.header(HEADER)?.to_owned())
-            })
-            .collect();
-        let most = ended()?;
-        let whole = reports.iter().all(|report| {
-            let ended = metric(report, "rps_fractional").expect("a rate") * rates_of;
-            let failed = metric(report, "eps").expect("a rate") * rates_of;
-            // What was a few seconds ago counts a little less than one.
-            (0.95 * least..=most + 0.5).contains(&ended) && (95.0..100.5).contains(&failed)
+    let reports_of_both =
+        eventually("the reports of either worker count all", Duration::from_secs(10), || {
+            let least = ended()? - warm;
+            let reports: Vec<String> = (0..8)
+                .filter_map(|_| {
+                    let reply = Client::new(envoy.addr()).get("/").ok()?;
+                    assert!(reply.header(HEADER_BIN).is_none(), "the replica's own report goes");
+                    Some(reply.header(HEADER)?.to_owned())
+                })
+                .collect();
+            let most = ended()?;
+            let whole = reports.iter().all(|report| {
+                let ended = metric(report, "rps_fractional").expect("a rate") * rates_of;
+                let failed = metric(report, "eps").expect("a rate") * rates_of;
+                // A request a few seconds ago counts slightly less than one.
+                (0.95 * least..=most + 0.5).contains(&ended) && (95.0..100.5).contains(&failed)
+            });
+            (whole && reports.len() == 8).then_some(reports)
         });
-        (whole && reports.len() == 8).then_some(reports)
-    });
-    for report in &told {
+    for report in &reports_of_both {
         assert!(metric(report, "application_utilization")? > 0.0, "{report}");
         assert!(metric(report, "named_metrics.prequal_base_latency_us")? >= 5000.0, "{report}");
     }
     let reply = envoy.client().get("/")?;
     assert_eq!(reply.headers.get_all(HEADER).iter().count(), 1, "{:?}", reply.headers);
-    assert!(reply.header("x-prequal-load").is_some(), "the usual report stands beside it");
+    assert!(reply.header("x-prequal-load").is_some(), "the usual report is there too");
     let other = envoy.client().get("/grpc")?;
     assert_eq!(other.header(HEADER), Some("TEXT cpu_utilization=0.9"), "of another class: as it came");
     assert_eq!(other.header(HEADER_BIN), Some("AAAA"));

@@ -1,4 +1,4 @@
-//! Probes: every one accounted for, whatever the agent does, and none at a user's expense.
+//! Probes: every probe is accounted for, whatever the agent does, and none affects a user's request.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::support::{
     stand_ins, verified, warm, with_load,
 };
 
-/// A fixed rate of probes and none while idle: then the counters can come to rest.
+/// A fixed rate of probes, and none while idle, so that the counters can come to rest.
 fn probing(config: EnvoyConfig, r_probe: f64) -> EnvoyConfig {
     let config = set(set(config, "budget", "fixed"), "r_probe", r_probe);
     set(config, "idle_probe_interval_ms", 0)
@@ -26,7 +26,7 @@ fn counters_balance_at_rest() -> Result<()> {
     let envoy = Envoy::start(probing(EnvoyConfig::for_replicas(&fleet.addrs())?, 2.0))?;
     assert_all_ok(&envoy.client().burst(500, 8, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
-    // Two for each request, and some to discover.
+    // Two for each request, and some for discovery.
     assert!((990..=1150).contains(&rest.probes("sent")), "{rest:#?}");
     assert!(rest.probes("used") > 0, "{rest:#?}");
     assert_eq!(rest.steered() + rest.picks("fallback"), 500);
@@ -57,8 +57,8 @@ fn no_reply_is_lost_when_requests_are_shorter_than_probes() -> Result<()> {
     Ok(())
 }
 
-/// What a bad probe endpoint does, and how the result begins under which its probes are counted. `SELF` in a
-/// header stands for the endpoint's own address.
+/// The behaviour of a bad probe endpoint, and the prefix of the result under which its probes are counted. `SELF` in a
+/// header is replaced by the endpoint's own address.
 fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
     let garbage = |value: &str| Reply::ok().header("x-prequal-load", value);
     let endless =
@@ -96,14 +96,14 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
         };
         let backends = stand_ins(2, answer, |_| Reply::ok())?;
         let config = verified(probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0), vouched);
-        // Targets are learned from reports; these agents give none, so they are listed.
+        // Targets are learned from reports; these agents send none, so the targets are listed.
         let known = addrs(&backends).iter().map(ToString::to_string).collect::<Vec<_>>();
         let envoy = Envoy::start(set(config, "endpoints", known))?;
         assert_all_ok(&envoy.client().burst(40, 2, |_| Request::get("/")));
         let rest = assert_probes_balance(&envoy);
         assert!(rest.probes("sent") >= 20, "{case}: {rest:#?}");
-        // When all agents agree on an invention and Envoy does not say who answered, whoever is asked for it confirms
-        // it; it stays a candidate.
+        // If all agents agree on an invented endpoint and Envoy does not verify who answered, any agent that is probed for
+        // it confirms it; it stays a candidate.
         let hearsay = case == "another replica" && !vouched;
         assert!(rest.probes("used") == 0 || hearsay, "{case}: {rest:#?}");
         let counted: u64 =
@@ -116,10 +116,10 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
 }
 
 #[test]
-fn a_probe_port_where_nobody_listens_costs_no_request() -> Result<()> {
+fn a_closed_probe_port_costs_no_request() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
-    // Bound and closed again: refuses connections.
+    // Bound and closed again, so that connections are refused.
     let closed = Backend::start(Reply::ok())?.addr();
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.endpoints("replicas-agent", &[closed]);
     let envoy = Envoy::start(probing(config, 1.0))?;
@@ -127,13 +127,13 @@ fn a_probe_port_where_nobody_listens_costs_no_request() -> Result<()> {
     let rest = assert_probes_balance(&envoy);
     assert!(rest.probes("refused") > 0, "{rest:#?}");
     assert_eq!(rest.probes("used"), 0, "{rest:#?}");
-    // The reports on the answers are enough to steer by.
+    // The reports on the answers are enough for steering.
     assert!(rest.reports("used") > 0 && rest.steered() > 0, "{rest:#?}");
     Ok(())
 }
 
 #[test]
-fn a_probe_port_of_its_own_works() -> Result<()> {
+fn a_separate_probe_port_works() -> Result<()> {
     bed!();
     let backend = Backend::start(Reply::ok())?;
     let options = AgentOptions {
@@ -154,19 +154,19 @@ fn a_probe_port_of_its_own_works() -> Result<()> {
     assert!(rest.probes("used") > rest.probes("sent") / 2, "{rest:#?}");
     assert_eq!(rest.reports("used"), 0, "probe-only: {rest:#?}");
     assert_eq!(rest.other("prequal_diverted_total"), 0);
-    // The service port does not answer probes: what it does with the path is the backend's business.
+    // The service port does not answer probes: the path is left to the backend.
     assert!(!backend.seen().iter().any(is_probe));
     Ok(())
 }
 
 #[test]
-fn an_idle_filter_probes_on_and_then_rests() -> Result<()> {
+fn an_idle_filter_continues_to_probe_and_then_stops() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(3, &Reply::ok())?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(2);
     let envoy = Envoy::start(set(config, "idle_probe_interval_ms", 200))?;
     warm(&envoy, 3);
-    // These need few probes, and pay for more.
+    // These requests need few probes, but pay for more.
     assert_all_ok(&envoy.client().burst(200, 2, |_| Request::get("/")));
     let before = envoy.prequal(SERVING)?;
     eventually("probes without requests", Duration::from_secs(5), || {
@@ -180,14 +180,14 @@ fn an_idle_filter_probes_on_and_then_rests() -> Result<()> {
     std::thread::sleep(Duration::from_secs(2));
     let after = envoy.prequal(SERVING)?;
     assert_eq!((after.probes("sent"), &after.picks), (rested.probes("sent"), &before.picks));
-    // The next request finds the fleet again at once.
+    // The next request finds the fleet again immediately.
     warm(&envoy, 3);
     assert!(envoy.prequal(SERVING)?.probes("sent") > rested.probes("sent"));
     Ok(())
 }
 
 #[test]
-fn where_nobody_answers_probes_become_rare() -> Result<()> {
+fn unanswered_probes_become_rare() -> Result<()> {
     bed!();
     let backends = stand_ins(3, |_| Reply::status(404), |_| Reply::ok())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&backends))?)?;
@@ -198,10 +198,10 @@ fn where_nobody_answers_probes_become_rare() -> Result<()> {
         requests += 10;
         std::thread::sleep(Duration::from_millis(20));
     }
-    // In the first second, after one, and after as long again each time.
+    // In the first second, then after one second, and after twice the time each time.
     let sent = envoy.prequal(SERVING)?.probes("sent");
     assert!(sent <= requests / 4, "{sent} with {requests} requests");
-    // The first report ends it.
+    // The first report ends the back-off.
     backends.iter().for_each(|backend| {
         let addr = backend.addr();
         backend.set_handler(move |_| with_load(report(1, 1000, addr)));
@@ -218,7 +218,7 @@ fn a_lying_agent_harms_only_its_own_share() -> Result<()> {
 
 fn one_agent_lies(vouched: bool) -> Result<()> {
     let ms = Duration::from_millis;
-    // The last replica is slow and honest; the first praises it in everything it says.
+    // The last replica is slow and honest; the first praises it in everything it reports.
     let backends = stand_ins(
         4,
         |addr| with_load(report(1, 5000, addr)),
@@ -229,7 +229,7 @@ fn one_agent_lies(vouched: bool) -> Result<()> {
         let load = with_load(report(3, 200_000, slow));
         if is_probe(seen) { load } else { load.delay(ms(200)) }
     });
-    // It claims Envoy's word as well.
+    // It also forges the header that Envoy sets.
     let praise = with_load(report(0, 1, slow)).header("x-prequal-host", slow.to_string());
     backends[0].set(praise.delay(ms(5)));
     let envoy = Envoy::start(verified(EnvoyConfig::for_replicas(&addrs(&backends))?, vouched))?;
@@ -239,7 +239,7 @@ fn one_agent_lies(vouched: bool) -> Result<()> {
     let to_slow = backends[3].seen().iter().filter(|seen| !is_probe(seen)).count();
     assert!(to_slow <= 20, "{to_slow} of 400");
     let after = envoy.prequal(SERVING)?;
-    // What the liar said with its own answers was dropped, every time; so it never became a member.
+    // All reports on the liar's own answers were dropped, so it never became a member.
     let by_liar = backends[0].seen().iter().filter(|seen| !is_probe(seen)).count() as u64;
     assert_eq!(after.reports("wrong_endpoint"), by_liar, "{after:#?}");
     assert_eq!(after.other("prequal_members"), 3, "{after:#?}");
@@ -247,7 +247,7 @@ fn one_agent_lies(vouched: bool) -> Result<()> {
 }
 
 #[test]
-fn ten_thousand_inventions_change_nothing() -> Result<()> {
+fn ten_thousand_invented_endpoints_have_no_effect() -> Result<()> {
     bed!();
     VERIFIED_OR_NOT.into_iter().try_for_each(one_agent_invents)
 }
@@ -267,7 +267,7 @@ fn one_agent_invents(vouched: bool) -> Result<()> {
     let rest = assert_probes_balance(&envoy);
     assert!(rest.steered() > 9_000, "{rest:#?}");
     assert!(rest.other("prequal_members") <= 200, "inventions are not members: {rest:#?}");
-    // The honest two carry the load; the liar keeps at most what the fallback policy gives it.
+    // The two honest replicas carry the load; the liar gets at most its share under the fallback policy.
     let liar = backends[0].seen().len();
     assert!(liar > 0);
     assert_eq!(envoy.stat("wasm.prequal.vm_reload_success")?, 0);
@@ -277,12 +277,12 @@ fn one_agent_invents(vouched: bool) -> Result<()> {
 #[test]
 fn the_separate_headers_of_other_implementations_count_too() -> Result<()> {
     bed!();
-    // They name no endpoint, so they count only where Envoy says who answered.
+    // These headers name no endpoint, so they count only if Envoy says who answered.
     let separate = |_| Reply::ok().header("x-prequal-rif", "1").header("x-prequal-latency-us", "900");
     for vouched in VERIFIED_OR_NOT {
         let backends = stand_ins(3, separate, separate)?;
         let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0);
-        // A busy machine is no reason for a probe to fail here.
+        // A busy machine must not make a probe fail here.
         let envoy = Envoy::start(verified(set(config, "probe_timeout_ms", 1000), vouched))?;
         assert_all_ok(&envoy.client().burst(100, 2, |_| Request::get("/")));
         let rest = assert_probes_balance(&envoy);
@@ -293,7 +293,7 @@ fn the_separate_headers_of_other_implementations_count_too() -> Result<()> {
 }
 
 #[test]
-fn a_probe_cluster_that_does_not_name_hosts_is_told_by_a_counter() -> Result<()> {
+fn a_counter_shows_a_probe_cluster_that_does_not_name_hosts() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
@@ -307,13 +307,13 @@ fn a_probe_cluster_that_does_not_name_hosts_is_told_by_a_counter() -> Result<()>
     let rest = assert_probes_balance(&envoy);
     assert!(rest.probes("sent") > 0, "{rest:#?}");
     assert_eq!(rest.probes("rejected_no_host"), rest.probes("sent"), "{rest:#?}");
-    // The reports on the answers are enough to steer by.
+    // The reports on the answers are enough for steering.
     assert!(rest.steered() > 0, "{rest:#?}");
     Ok(())
 }
 
 #[test]
-fn one_invention_told_again_and_again_diverts_no_share_from_the_honest() -> Result<()> {
+fn one_invented_endpoint_repeated_in_every_report_takes_no_share_from_honest_replicas() -> Result<()> {
     bed!();
     VERIFIED_OR_NOT.into_iter().try_for_each(one_invention)
 }
@@ -321,7 +321,7 @@ fn one_invention_told_again_and_again_diverts_no_share_from_the_honest() -> Resu
 fn one_invention(vouched: bool) -> Result<()> {
     let honest = |addr| with_load(report(1, 5000, addr)).delay(Duration::from_millis(5));
     let backends = stand_ins(4, honest, honest)?;
-    // Always the same address, which no cluster holds, and always idle.
+    // Always the same address, which no cluster contains, and always idle.
     backends[0].set(with_load("0;1;203.0.113.1:80").delay(Duration::from_millis(5)));
     let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 2.0);
     let envoy = Envoy::start(verified(config, vouched))?;
@@ -329,7 +329,7 @@ fn one_invention(vouched: bool) -> Result<()> {
     let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(600, 4, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
-    // A choice of the invention ends as Envoy's own choice; few may.
+    // A choice of the invented endpoint ends as Envoy's own choice; only a few may.
     let diverted = rest.other("prequal_diverted_total") - before.other("prequal_diverted_total");
     assert!(diverted <= 30, "{diverted} of 600: {rest:#?}");
     assert!(rest.steered() - before.steered() >= 500, "{rest:#?}");

@@ -46,7 +46,7 @@ fn grpc_errors_are_seen_as_failures() -> Result<()> {
     let grpc = only.clone().header("content-type", "application/grpc");
     let mut plain_trailers = grpc_reply("13");
     plain_trailers.headers.clear();
-    // What a plain response says in such a header is nothing to us.
+    // In a response that is not gRPC, this header means nothing.
     for (reply, fails) in [(grpc, 10), (grpc_reply("13"), 10), (only, 0), (plain_trailers, 0)] {
         for replica in fleet.iter() {
             replica.backend.set(reply.clone());
@@ -83,7 +83,7 @@ fn a_websocket_is_one_request_in_flight() -> Result<()> {
 }
 
 #[test]
-fn bodies_stream_both_ways_and_a_break_is_clean() -> Result<()> {
+fn bodies_stream_both_ways_and_a_broken_response_is_an_error() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;

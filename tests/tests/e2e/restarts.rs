@@ -1,4 +1,5 @@
-//! Backends that die, and come back, behind agents that live, and agents that leave: what the user's requests see.
+//! Backends that die and come back behind agents that keep running, and agents that shut down: the effect on users'
+//! requests.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -19,7 +20,7 @@ use crate::support::{assert_none_of_ours, warm};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Backends in processes of their own, each behind its agent.
+/// Backends in separate processes, each behind its agent.
 struct Pods(Vec<(Agent, Killable)>);
 
 impl Pods {
@@ -40,7 +41,7 @@ impl Pods {
     }
 }
 
-/// Requests at a steady rate until it is told to stop.
+/// Requests at a steady rate, until stopped.
 struct Load {
     stop: Arc<AtomicBool>,
     answers: tokio::task::JoinHandle<Vec<Result<Response>>>,
@@ -65,7 +66,7 @@ impl Load {
         Self { stop, answers }
     }
 
-    /// Those that were not answered with 200.
+    /// Requests that were not answered with 200.
     fn failures(self) -> Vec<String> {
         self.stop.store(true, Ordering::Relaxed);
         let answers = block_on(self.answers).expect("the load ran");
@@ -86,14 +87,14 @@ fn idempotent(config: EnvoyConfig) -> Result<EnvoyConfig> {
     Ok(config.edit(|config| config.route_mut()["retry_policy"] = shipped["retry_policy"].take()))
 }
 
-/// Requests that this agent could not send on.
+/// Requests that this agent could not forward.
 fn refused(agent: &Agent) -> Result<f64> {
     let name = "prequal_agent_upstream_errors_total{reason=\"connect\"}";
     agent.metrics()?.get(name).copied().context("no such metric")
 }
 
-/// Ends one backend after the other and brings each back once requests have met its agent without it. `PREQUAL_ROUNDS`
-/// (1) says how often.
+/// Ends one backend after the other, and brings each back once requests have reached its agent without it. `PREQUAL_ROUNDS`
+/// (default 1) sets the number of rounds.
 fn end_each(pods: &mut Pods, end: fn(&mut Killable) -> Result<()>) -> Result<()> {
     let rounds = std::env::var("PREQUAL_ROUNDS").map_or(Ok(1), |rounds| rounds.parse())?;
     for _ in 0..rounds {
@@ -115,26 +116,26 @@ fn kill(backend: &mut Killable) -> Result<()> {
     Ok(())
 }
 
-/// It finishes what it works on.
+/// Lets the backend finish its requests.
 fn stop(backend: &mut Killable) -> Result<()> {
     backend.terminate(10 * SECOND)
 }
 
 #[test]
-fn a_dead_backend_fails_only_what_it_was_working_on() -> Result<()> {
+fn a_dead_backend_fails_only_requests_in_flight_there() -> Result<()> {
     bed!();
     let mut pods = Pods::start(3, Duration::from_millis(5))?;
     let envoy = pods.envoy(Ok)?;
-    // A body that is still on its way is no obstacle, nor is one that is longer than Envoy's buffers.
+    // A body that is still on its way is no obstacle, and neither is one that exceeds Envoy's buffers.
     let load = Load::start(envoy.client(), 100, Request::post("/", vec![b'x'; 100_000]));
     end_each(&mut pods, kill)?;
-    // One that is stopped is at work on nothing in the end, but a request may meet the end of an idle connection.
+    // A backend that is stopped has no request left in the end, but a request may meet the end of an idle connection.
     end_each(&mut pods, stop)?;
     let failures = load.failures();
     let working = |failure: &&String| failure.contains("backend closed the connection before a response");
     assert_eq!(failures.iter().filter(working).count(), failures.len(), "{failures:#?}");
     assert!(envoy.stat("cluster.replicas.upstream_rq_retry_success")? >= 3, "nothing was retried");
-    // With nowhere to go, the agents' word stays behind.
+    // If there is no replica left, the agents' own message remains.
     pods.0.iter_mut().for_each(|(_, backend)| backend.kill());
     let answer = envoy.client().get("/")?;
     assert_eq!(answer.status, 502);
@@ -145,7 +146,7 @@ fn a_dead_backend_fails_only_what_it_was_working_on() -> Result<()> {
 #[test]
 fn a_dead_backend_fails_no_idempotent_request() -> Result<()> {
     bed!();
-    // Long enough for all of them to be at work on something when they die.
+    // Long enough for all of them to be serving requests when they die.
     let mut pods = Pods::start(3, Duration::from_millis(100))?;
     let envoy = pods.envoy(idempotent)?;
     let load = Load::start(envoy.client(), 100, Request::get("/"));
@@ -160,7 +161,7 @@ fn a_dead_backend_fails_no_idempotent_request() -> Result<()> {
 }
 
 #[test]
-fn neither_client_nor_backend_can_have_a_request_sent_again() -> Result<()> {
+fn neither_client_nor_backend_can_force_a_retry() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::status(503).header("x-prequal-failure", "unsent"))?;
     let envoy = Envoy::start(idempotent(EnvoyConfig::for_replicas(&fleet.addrs())?)?)?;
@@ -174,9 +175,9 @@ fn neither_client_nor_backend_can_have_a_request_sent_again() -> Result<()> {
     Ok(())
 }
 
-/// Replaces each agent in turn, as a rollout does, by one with `options`, while clients go on over both protocols; returns
-/// what failed. `discover` is told the addresses half a second after SIGTERM, while the agent still serves, and again when the
-/// new agent is there.
+/// Replaces each agent in turn, as a rollout does, by one with `options`, while clients continue over both protocols;
+/// returns the failures. `discover` gets the new addresses half a second after SIGTERM, while the agent still serves, and
+/// again once the new agent is there.
 fn roll_out(
     pods: &mut VecDeque<(Agent, Backend)>,
     clients: [Client; 2],
@@ -220,7 +221,7 @@ fn three_pods(options: &AgentOptions) -> Result<VecDeque<(Agent, Backend)>> {
 }
 
 #[test]
-fn agents_that_leave_lose_no_request() -> Result<()> {
+fn agents_that_shut_down_lose_no_request() -> Result<()> {
     bed!();
     // As shipped, with less time: discovery forgets the replica before the agent closes anything.
     let args = ["--drain-delay-ms=1500", "--drain-timeout-ms=10000"].map(str::to_owned).to_vec();
@@ -240,10 +241,10 @@ fn agents_that_leave_lose_no_request() -> Result<()> {
     Ok(())
 }
 
-/// Nothing tells Envoy that the agent leaves: it goes on sending on the connections that it has, and these end with their next
-/// response.
+/// Envoy is not notified that the agent shuts down: it continues to use its existing connections, and these end with their
+/// next response.
 #[test]
-fn agents_that_leave_unannounced_lose_no_request_either() -> Result<()> {
+fn agents_that_shut_down_without_notice_lose_no_request() -> Result<()> {
     bed!();
     let mut pods = three_pods(&AgentOptions::default())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&pods))?)?;

@@ -1,4 +1,4 @@
-//! Selection rules, retries, and fleets of one, two and three.
+//! Selection rules, retries, and fleets of one, two and three replicas.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,7 +22,7 @@ fn with(addrs: &[SocketAddr], settings: &Value) -> Result<EnvoyConfig> {
     Ok(settings.iter().fold(config, |config, (key, value)| set(config, key, value.clone())))
 }
 
-/// The shipped settings say something of probes that the rules without them refuse.
+/// Removes a probe setting of the shipped configuration that rules without probes refuse.
 fn without_probes(config: EnvoyConfig) -> EnvoyConfig {
     config.filter_settings(|settings| {
         settings["clusters"][0].as_object_mut().expect("an object").remove("verified_probes");
@@ -49,8 +49,8 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         warm(&envoy, 4);
         fleet.clear();
         let (before, mut sent) = (envoy.prequal(SERVING)?, 0);
-        // Latency alone herds: who is fastest by a hair gets everything. With the others equals need not share evenly
-        // (docs/limits.md), but none is left out.
+        // Latency alone causes herding: the replica that is slightly faster gets everything. With the other rules, equal
+        // replicas need not share evenly (docs/limits.md), but none is left out.
         let herds = settings["rule"] == "latency_only";
         eventually(&format!("{settings}: all fast replicas serve"), Duration::from_secs(20), || {
             assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
@@ -60,7 +60,8 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
         let chosen: u64 = branches.iter().map(|branch| after.picks(branch) - before.picks(branch)).sum();
         assert!(chosen >= sent * 3 / 4, "{settings}: {chosen} of {sent} by the rule: {after:#?}");
-        // A fair share is a quarter; RIF alone, which cannot tell slow from busy, leaves the slow one what it can do.
+        // A fair share is a quarter. RIF alone cannot distinguish slow from busy, and gives the slow replica as much as it
+        // can serve.
         assert!(served[3] <= sent / 8, "{settings}: {served:?}");
         assert_eq!(after.probes("sent") == 0, probe_free, "{settings}: {after:#?}");
         fleet.assert_idle();
@@ -71,7 +72,7 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
 #[test]
 fn zuul_avoids_a_replica_that_answers_with_errors() -> Result<()> {
     bed!();
-    // At once: by the requests in flight there is none better.
+    // At once, so that by requests in flight no replica is better.
     let mut fleet = vec![stand_in(|_| Reply::status(404), |_| Reply::status(503))?];
     fleet.extend(stand_ins(3, |_| Reply::status(404), |_| Reply::ok().delay(MS(5)))?);
     let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &json!({"rule": "zuul_choice_of_two"}))?))?;
@@ -84,13 +85,13 @@ fn zuul_avoids_a_replica_that_answers_with_errors() -> Result<()> {
 }
 
 #[test]
-fn errors_at_once_are_no_short_response_times_to_c3() -> Result<()> {
+fn c3_does_not_count_fast_errors_as_short_response_times() -> Result<()> {
     bed!();
-    // At first the one that fails looks best, whatever it answers; then a little worse than the others.
+    // At first the failing replica looks best, whatever it answers; later slightly worse than the others.
     let worse = Arc::new(AtomicBool::new(false));
-    let told = Arc::clone(&worse);
+    let looks_worse = Arc::clone(&worse);
     let load = move |addr| {
-        let (rif, latency_ms) = if told.load(Ordering::Relaxed) { (1, 55) } else { (0, 50) };
+        let (rif, latency_ms) = if looks_worse.load(Ordering::Relaxed) { (1, 55) } else { (0, 50) };
         with_load(report(rif, latency_ms * 1000, addr))
     };
     let failures = Arc::new(AtomicU64::new(0));
@@ -102,7 +103,7 @@ fn errors_at_once_are_no_short_response_times_to_c3() -> Result<()> {
     let mut fleet = vec![fails];
     let load = |addr| with_load(report(1, 50_000, addr));
     fleet.extend(stand_ins(3, load, move |addr| load(addr).delay(MS(50)))?);
-    // It is not ejected either: only the rule is to see it.
+    // Without ejection: only the rule should react.
     let settings = json!({"rule": "c3", "ejection_failure_share": 0, "ejection_wait_factor": 0});
     let envoy = Envoy::start(with(&addrs(&fleet), &settings)?)?;
     warm(&envoy, 4);
@@ -123,7 +124,7 @@ fn errors_at_once_are_no_short_response_times_to_c3() -> Result<()> {
 #[test]
 fn zuul_reads_the_utilisation_that_replicas_report() -> Result<()> {
     bed!();
-    // No agents: the header is all there is.
+    // Without agents, so the header is the only source.
     let reply = |share: &'static str| move |_| Reply::ok().header("x-netflix.server.utilization", share);
     let mut fleet = stand_ins(3, |_| Reply::status(404), reply("0.1"))?;
     fleet.push(stand_in(|_| Reply::status(404), reply("70%, target=90"))?);
@@ -156,7 +157,7 @@ fn replicas_without_agents_are_balanced_by_what_they_report_in_orca() -> Result<
         "TEXT cpu_utilization=0.7,named_metrics.kv=0.1",
     ];
     let fleet = fleet.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-    // Equally fast: which one is full is for the reports to say.
+    // Both are equally fast: only the reports show which one is full.
     for (metric, spared) in [("off", None), ("utilization", Some(2)), ("named_metrics.kv", Some(0))] {
         let rule = json!({"rule": "zuul_choice_of_two", "orca_utilization": metric});
         let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &rule)?))?;
@@ -208,7 +209,7 @@ fn a_rule_without_probes_follows_the_membership() -> Result<()> {
 /// Attempts of each request at each backend, by Envoy's request id.
 type Attempts = BTreeMap<String, Vec<usize>>;
 
-/// Adds the attempts since the last call. Backends record only so many requests.
+/// Adds the attempts since the last call. Backends record a limited number of requests.
 fn add_attempts(attempts: &mut Attempts, fleet: &[Backend]) {
     for (index, backend) in fleet.iter().enumerate() {
         for seen in backend.seen().iter().filter(|seen| !is_probe(seen)) {
@@ -229,8 +230,8 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
         ("override_host", "async"),
         ("override_host", "sync"),
     ] {
-        // The best by its own word fails everything; the second is far better than the others, whose answers to probes
-        // come last: a request that waits for three of four has the second's.
+        // The replica with the best reports fails everything. The second is far better than the others, whose replies to
+        // probes arrive last: a request that waits for three of four replies has the second's.
         let mut fleet = vec![
             stand_in(load(0, 1000), |_| Reply::ok().body(Body::Reset))?,
             stand_in(load(0, 5000), load(0, 5000))?,
@@ -238,7 +239,7 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
         let late = move |addr| load(3, 900_000)(addr).delay(MS(50));
         fleet.extend(stand_ins(2, late, load(3, 900_000))?);
         let all: Vec<String> = addrs(&fleet).iter().map(ToString::to_string).collect();
-        // Without ejection: a replica that is ejected begins no request.
+        // Without ejection: no request begins at an ejected replica.
         let settings = json!({"mode": mode, "endpoints": all, "ejection_failure_share": 0});
         let mut config = with(&addrs(&fleet), &settings)?.edit(|config| {
             config.route_mut()["retry_policy"]["retry_on"] = json!("reset,connect-failure");
@@ -267,7 +268,7 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
             );
         }
         if shim == "override_host" {
-            // The first requests, before the pool knew all, may have been placed by Envoy.
+            // Envoy may have placed the first requests, before the pool knew all replicas.
             let retried: Vec<_> = attempts.values().filter(|at| at.contains(&0)).collect();
             let to_runner_up = retried.iter().filter(|at| ***at == [0, 1]).count();
             assert!(to_runner_up >= retried.len() * 4 / 5, "{mode}: {to_runner_up} of {}", retried.len());
@@ -279,13 +280,13 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
 }
 
 #[test]
-fn a_replica_that_says_that_it_is_young_is_spared() -> Result<()> {
+fn a_replica_that_reports_a_young_age_is_spared() -> Result<()> {
     bed!();
     let load = |addr| with_load(report(1, 2000, addr));
     let mut fleet = stand_ins(3, load, move |addr| load(addr).delay(MS(2)))?;
     let young = |addr| with_load(report(1, 2000, addr) + ";up=0");
     fleet.push(stand_in(young, move |addr| young(addr).delay(MS(2)))?);
-    // Of 400, of which 100 are a fair share.
+    // Of 400 requests; a fair share is 100.
     let share_of_the_young = |slow_start_ms: u32| -> Result<_> {
         let envoy = Envoy::start(with(&addrs(&fleet), &json!({"slow_start_ms": slow_start_ms}))?)?;
         warm(&envoy, 4);
@@ -321,7 +322,7 @@ fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
             }
             fleet.clear();
             let mut sent = 0;
-            // Equals need not share evenly (docs/limits.md), but both are in use.
+            // Equal replicas need not share evenly (docs/limits.md), but both are in use.
             eventually(&format!("{mode}, n = {n}: the fast ones serve"), Duration::from_secs(20), || {
                 assert_all_ok(&envoy.client().burst(150, 3, |_| Request::get("/")));
                 sent += 150;
@@ -329,7 +330,7 @@ fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
             });
             let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
             assert_eq!(served.iter().sum::<u64>(), sent, "{mode}, n = {n}");
-            // With one there is nothing to choose: Envoy's own policy serves.
+            // With one replica there is no choice: Envoy's own policy serves.
             assert_eq!(after.steered() == 0, n == 1, "{mode}, n = {n}: {after:#?}");
             let fair = sent / n as u64;
             assert!(n == 1 || served[0] <= fair * 2 / 3, "{mode}, n = {n}: the slow one got {served:?}");
@@ -358,14 +359,14 @@ fn every_profile_steers() -> Result<()> {
         let (after, served) = (envoy.prequal(SERVING)?, fleet.served());
         let of_sync = after.picks("sync") - before.picks("sync");
         assert!(if mode == "sync" { of_sync >= 300 } else { of_sync == 0 }, "{profile}: {after:#?}");
-        // A fair share is 100. The paper's rule knows no trials of slow replicas, but follows θ on RIFs of one or two.
+        // A fair share is 100. The paper's rule has no trials of slow replicas, but follows θ at RIFs of one or two.
         assert!(served[3] <= 60, "{profile}: {served:?}");
     }
     Ok(())
 }
 
 #[test]
-fn contradictions_are_refused_with_field_and_cure() -> Result<()> {
+fn contradictory_settings_are_refused_with_field_and_remedy() -> Result<()> {
     bed!();
     let fleet = stand_ins(1, |_| Reply::ok(), |_| Reply::ok())?;
     for (key, value, cure) in [

@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::support::{SERVING, assert_all_ok, bed, set, three_fast_and_one_slow, warm, warm_cluster};
 
 #[test]
-fn membership_is_learned_from_nothing() -> Result<()> {
+fn membership_is_learned_without_initial_knowledge() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(5, &Reply::ok())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
@@ -17,8 +17,8 @@ fn membership_is_learned_from_nothing() -> Result<()> {
     assert_eq!(cold.steered(), 0, "{cold:#?}");
     let warmed = warm(&envoy, 5);
     assert_eq!(warmed.other("prequal_members"), 5);
-    assert!(warmed.picks("fallback") >= 1, "the first request had nothing to go by: {warmed:#?}");
-    // From now on nearly every request is steered, and each to the host that was named.
+    assert!(warmed.picks("fallback") >= 1, "the first request had no information: {warmed:#?}");
+    // From now on nearly every request is steered, and each goes to the chosen host.
     let after = eventually("steered, and no replica left out", Duration::from_secs(20), || {
         let before = envoy.prequal(SERVING).ok()?;
         assert_all_ok(&envoy.client().burst(200, 2, |_| Request::get("/")));
@@ -44,7 +44,7 @@ fn membership_is_learned_with_a_long_max_age() -> Result<()> {
 fn a_slow_replica_is_avoided() -> Result<()> {
     bed!();
     let (fleet, envoy) = three_fast_and_one_slow()?;
-    // A fair share would be 150; two choices by requests in flight, on the same machine:
+    // A fair share would be 150. For comparison, two choices by requests in flight on the same machine:
     let other = Envoy::start(
         EnvoyConfig::for_replicas(&fleet.addrs())?.without_prequal().policy(Policy::LeastRequest),
     )?;
@@ -93,7 +93,7 @@ fn two_clusters_are_isolated() -> Result<()> {
 }
 
 #[test]
-fn the_first_request_to_an_unconfigured_cluster_tells_nothing_of_the_configured_one() -> Result<()> {
+fn the_first_request_to_an_unconfigured_cluster_does_not_count_for_the_configured_one() -> Result<()> {
     bed!();
     let (first, second) = (Fleet::uniform(3, &Reply::ok())?, Fleet::uniform(2, &Reply::ok())?);
     let config = EnvoyConfig::for_replicas(&first.addrs())?.add_cluster("other", "/other", &second.addrs());
@@ -102,7 +102,7 @@ fn the_first_request_to_an_unconfigured_cluster_tells_nothing_of_the_configured_
     let client = envoy.client();
     assert_all_ok(&client.burst(5, 1, |_| Request::get("/other")));
     assert_all_ok(&client.burst(20, 1, |_| Request::get("/")));
-    // Gauges are set by the tick.
+    // The tick sets the gauges.
     std::thread::sleep(Duration::from_millis(600));
     let after = envoy.prequal(SERVING)?;
     assert_eq!(after.other("prequal_members"), 3, "{after:#?}");
@@ -129,7 +129,7 @@ fn two_workers_share_one_pool() -> Result<()> {
     }
     let before = envoy.prequal(SERVING)?;
     assert!(before.steered() > 0, "{before:#?}");
-    // Each request over a connection of its own, until the other worker has served too.
+    // Each request uses a new connection, until the other worker has served too.
     let mut sent = 0;
     while workers()?.iter().any(|&connections| connections < 3) {
         envoy.client().get("/")?;
@@ -140,14 +140,14 @@ fn two_workers_share_one_pool() -> Result<()> {
     assert_eq!(
         after.picks("fallback"),
         before.picks("fallback"),
-        "the other worker began with an empty pool"
+        "the other worker started with an empty pool"
     );
     assert_eq!(after.steered() - before.steered(), sent);
     Ok(())
 }
 
 #[test]
-fn the_other_shim_steers_as_well() -> Result<()> {
+fn the_override_host_shim_also_steers() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;
     let fleet = Fleet::start([5, 5, 100].map(|delay| Reply::ok().delay(ms(delay))))?;

@@ -1,4 +1,4 @@
-//! What several themes share: warming up, counters at rest, stand-ins for agents.
+//! Helpers shared by several themes: warming up, counters at rest, stand-ins for agents.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ pub fn set(config: EnvoyConfig, key: &str, value: impl Into<Value>) -> EnvoyConf
     config.filter_settings(|settings| settings["clusters"][0][key] = value)
 }
 
-/// Whether Envoy vouches for who answered a probe, as the shipped configuration has it, or the replicas' own word must do.
+/// Whether Envoy verifies who answered a probe, as in the shipped configuration, or the filter relies on the replicas' own
+/// reports.
 pub const VERIFIED_OR_NOT: [bool; 2] = [true, false];
 
 /// Sets `verified_probes`.
@@ -64,8 +65,8 @@ pub fn warm_cluster(envoy: &Envoy, cluster: &str, path: &str, members: u64) -> P
     }
 }
 
-/// Waits until every probe is accounted for, and asserts that the sum is exact. Needs quiet: no requests, and
-/// idle probing switched off.
+/// Waits until every probe is accounted for, and asserts that the sum is exact. Requires that no requests are running and
+/// that idle probing is off.
 #[track_caller]
 pub fn assert_probes_balance(envoy: &Envoy) -> Prequal {
     let mut last = Prequal::default();
@@ -80,7 +81,7 @@ pub fn assert_probes_balance(envoy: &Envoy) -> Prequal {
     panic!("sent {} != settled {}: {last:#?}", last.probes("sent"), last.probes_settled());
 }
 
-/// Asserts that no header of ours is among `headers`.
+/// Asserts that none of Prequal's headers is among `headers`.
 #[track_caller]
 pub fn assert_none_of_ours(headers: &HeaderMap) {
     let ours = headers.keys().find(|name| name.as_str().starts_with("x-prequal-"));
@@ -98,8 +99,8 @@ pub fn assert_all_ok(answers: &[Result<prequal_testbed::Response>]) {
     }
 }
 
-/// A server that stands in for replica and agent at once: `probe` answers probes, `request` all else. Both
-/// are given the server's own address, the truth to tell or to bend.
+/// A server that acts as replica and agent at once: `probe` answers probes, `request` everything else. Both get the
+/// server's own address, to report truthfully or to lie about.
 pub fn stand_in(
     probe: impl Fn(SocketAddr) -> Reply + Send + Sync + 'static,
     request: impl Fn(SocketAddr) -> Reply + Send + Sync + 'static,
@@ -110,7 +111,7 @@ pub fn stand_in(
     Ok(backend)
 }
 
-/// `count` stand-ins that answer alike.
+/// `count` identical stand-ins.
 pub fn stand_ins(
     count: usize,
     probe: impl Fn(SocketAddr) -> Reply + Send + Sync + 'static,
@@ -152,7 +153,7 @@ pub fn grpc_request() -> Request {
         .header("te", "trailers")
 }
 
-/// An answer to it: a message, and the status in trailers.
+/// A response to [`grpc_request`]: a message, and the status in trailers.
 pub fn grpc_reply(status: &'static str) -> Reply {
     let trailers =
         HeaderMap::from_iter([(HeaderName::from_static("grpc-status"), HeaderValue::from_static(status))]);
@@ -161,7 +162,7 @@ pub fn grpc_reply(status: &'static str) -> Reply {
         .body(Body::Trailers(Bytes::from_static(b"\0\0\0\0\0"), trailers))
 }
 
-/// The answer of a call that failed at once: headers alone.
+/// The response to a call that failed at once: headers only.
 pub fn grpc_reply_alone(status: &'static str) -> Reply {
     Reply::status(200).header("content-type", "application/grpc").header("grpc-status", status)
 }

@@ -1,4 +1,4 @@
-//! Synchronous mode: requests that wait for probes of their own, and what may happen meanwhile.
+//! Synchronous mode: requests that wait for their own probes, and what may happen meanwhile.
 
 use std::collections::BTreeSet;
 use std::io::{Read as _, Write as _};
@@ -27,9 +27,9 @@ fn sync_config(addrs: &[SocketAddr], settings: Value) -> Result<EnvoyConfig> {
     let config = EnvoyConfig::for_replicas(addrs)?.filter_settings(|all| {
         let cluster = &mut all["clusters"][0];
         cluster["mode"] = json!("sync");
-        // Long, so that a busy machine decides nothing; the tests of the deadline set their own.
+        // Long, so that a busy machine does not reach it; the tests of the deadline set their own.
         cluster["sync_deadline_ms"] = json!(1000);
-        // Named by hand, so that the first request already has somebody to ask.
+        // Listed explicitly, so that the first request already has replicas to probe.
         cluster["endpoints"] = json!(addrs.iter().map(ToString::to_string).collect::<Vec<_>>());
         for (key, value) in settings.as_object().expect("an object") {
             cluster[key] = value.clone();
@@ -61,12 +61,12 @@ fn assert_no_crash(envoy: &Envoy) {
 }
 
 #[test]
-fn a_request_goes_to_the_best_of_those_it_asked() -> Result<()> {
+fn a_request_goes_to_the_best_of_the_probed_replicas() -> Result<()> {
     bed!();
     let answering = |rif, latency| move |addr| with_load(report(rif, latency, addr));
     let good = stand_in(answering(1, 2000), |_| Reply::ok())?;
     let bad = stand_in(answering(9, 80_000), |_| Reply::ok())?;
-    // Only the probes tell load.
+    // Load is only reported by probes.
     let envoy = start(&[good.addr(), bad.addr()], json!({"piggyback": false}))?;
     for client in [envoy.client(), Client::http2(envoy.addr())] {
         assert_all_ok(&client.burst(100, 4, |_| Request::get("/")));
@@ -90,14 +90,17 @@ fn a_request_goes_to_the_best_of_those_it_asked() -> Result<()> {
 }
 
 #[test]
-fn one_hung_agent_of_three_holds_nobody_up() -> Result<()> {
+fn one_hung_agent_of_three_delays_no_request() -> Result<()> {
     bed!();
     let mut fleet = stand_ins(2, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
     fleet.push(stand_in(|_| hang(), |_| Reply::ok())?);
     let envoy = start(&addrs(&fleet), json!({}))?;
     let answers = envoy.client().burst(60, 3, |_| Request::get("/"));
     assert_all_ok(&answers);
-    assert!(answers.iter().flatten().all(|answer| answer.elapsed < MS(900)), "nobody waits for the deadline");
+    assert!(
+        answers.iter().flatten().all(|answer| answer.elapsed < MS(900)),
+        "no request waits for the deadline"
+    );
     let after = envoy.prequal(SERVING)?;
     assert_eq!((after.waits("enough"), after.waits("deadline")), (60, 0), "{after:#?}");
     assert_no_crash(&envoy);
@@ -125,11 +128,11 @@ fn hung_agents_cost_the_deadline_and_no_request() -> Result<()> {
 }
 
 #[test]
-fn late_answers_feed_the_pool() -> Result<()> {
+fn late_probe_replies_enter_the_pool() -> Result<()> {
     bed!();
     let late = |addr| with_load(report(1, 2000, addr)).delay(MS(60));
     let fleet = stand_ins(3, late, |_| Reply::ok())?;
-    // Nothing lowers the requests in flight that the pool counts itself: no bound on them, then.
+    // Nothing lowers the pool's own count of requests in flight, so do not limit them.
     let settings = json!({"sync_deadline_ms": 3, "piggyback": false, "probe_timeout_ms": 2000, "max_age_ms": 60_000, "idle_probe_interval_ms": 0, "burst_guard": false});
     let envoy = start(&addrs(&fleet), settings)?;
     let client = envoy.client();
@@ -139,7 +142,7 @@ fn late_answers_feed_the_pool() -> Result<()> {
     counted(&envoy, "the late answers", |now| now.probes("used") >= 3);
     assert_all_ok(&client.burst(10, 1, |_| Request::get("/")));
     let after = envoy.prequal(SERVING)?;
-    // An Envoy that stands still for 60 ms finds the answers before the deadline.
+    // An Envoy that stalls for 60 ms finds the replies before the deadline.
     assert_eq!(after.waits("deadline") + after.waits("enough"), 11, "{after:#?}");
     assert_eq!((after.picks("sync"), after.picks("fallback")), (after.waits("enough"), 1), "{after:#?}");
     let from_the_pool = after.picks("cold") + after.picks("hot");
@@ -148,10 +151,10 @@ fn late_answers_feed_the_pool() -> Result<()> {
 }
 
 #[test]
-fn dead_agents_let_requests_go_on_at_once() -> Result<()> {
+fn with_dead_agents_requests_continue_at_once() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |_| Reply::ok(), |_| Reply::ok())?;
-    // Ports on which nobody listens any more.
+    // Ports that are no longer open.
     let dead: Vec<SocketAddr> =
         stand_ins(3, |_| Reply::ok(), |_| Reply::ok())?.iter().map(Backend::addr).collect();
     let config = sync_config(&addrs(&fleet), json!({}))?;
@@ -161,7 +164,7 @@ fn dead_agents_let_requests_go_on_at_once() -> Result<()> {
     assert!(answers.iter().flatten().all(|answer| answer.elapsed < MS(900)));
     let after = envoy.prequal(SERVING)?;
     assert_eq!((after.waits("all_ended"), after.picks("sync")), (50, 0), "{after:#?}");
-    // And where not even one call can be sent.
+    // The same if not a single call can be sent.
     let missing = start(&addrs(&fleet), json!({"probe_cluster": "no-such-cluster"}))?;
     let answers = missing.client().burst(50, 2, |_| Request::get("/"));
     assert_all_ok(&answers);
@@ -194,7 +197,7 @@ fn failed_calls_are_ended_and_never_usable() -> Result<()> {
 }
 
 #[test]
-fn a_client_that_gives_up_while_it_waits_is_forgotten() -> Result<()> {
+fn a_request_aborted_during_its_wait_is_dropped() -> Result<()> {
     bed!();
     let slow = Arc::new(AtomicBool::new(true));
     let probe = {
@@ -211,14 +214,14 @@ fn a_client_that_gives_up_while_it_waits_is_forgotten() -> Result<()> {
             assert!(client.abandon(Request::post("/", vec![b'x'; 100_000]), MS(60)));
         }
     }
-    // On a busy machine a request may be given up before it is sent.
+    // On a busy machine a request may be aborted before it is sent.
     counted(&envoy, "the aborts", |now| {
         now.waits("aborted") >= 30 && now.outcomes("client_abort") == now.waits("aborted")
     });
-    // The replies come all the same, and are worth something.
+    // The replies arrive nevertheless, and are used.
     let after = counted(&envoy, "the late answers", |now| now.probes("used") >= 90);
     assert_eq!((after.steered(), envoy.stat("http.ingress.downstream_rq_active")?), (0, 0), "{after:#?}");
-    assert_eq!(fleet.iter().map(user_requests).sum::<usize>(), 0, "nobody was sent on");
+    assert_eq!(fleet.iter().map(user_requests).sum::<usize>(), 0, "no request was sent on");
     slow.store(false, Ordering::Relaxed);
     assert_all_ok(&envoy.client().burst(50, 3, |_| Request::get("/")));
     assert_eq!(envoy.prequal(SERVING)?.waits("enough"), 50);
@@ -245,15 +248,15 @@ fn bodies_wait_with_their_request() -> Result<()> {
 }
 
 #[test]
-fn an_answer_of_envoys_own_ends_the_wait() -> Result<()> {
+fn a_local_reply_from_envoy_ends_the_wait() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |_| hang(), |_| Reply::ok())?;
-    // Envoy gives up the stream before the deadline.
+    // Envoy ends the stream before the deadline.
     let config = sync_config(&addrs(&fleet), json!({}))?
         .edit(|config| config.http_mut()["request_timeout"] = json!("0.1s"));
     let envoy = Envoy::start(config)?;
     let mut socket = TcpStream::connect(envoy.addr())?;
-    // The body never comes whole, so the request's own timeout ends it.
+    // The body never arrives completely, so the request's own timeout ends it.
     socket.write_all(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n123")?;
     let mut answer = [0; 12];
     socket.read_exact(&mut answer)?;
@@ -265,10 +268,10 @@ fn an_answer_of_envoys_own_ends_the_wait() -> Result<()> {
 }
 
 #[test]
-fn what_envoy_answers_itself_on_resuming_does_no_harm() -> Result<()> {
+fn a_local_reply_on_resuming_does_no_harm() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
-    // The agents answer, but nobody serves: the resumed request is answered within the same event.
+    // The agents answer, but there is no replica to serve: the resumed request is answered within the same event.
     let config = sync_config(&addrs(&fleet), json!({}))?.endpoints(SERVING, &[]);
     let envoy = Envoy::start(config)?;
     for client in [envoy.client(), Client::http2(envoy.addr())] {
@@ -283,7 +286,7 @@ fn what_envoy_answers_itself_on_resuming_does_no_harm() -> Result<()> {
 }
 
 #[test]
-fn what_does_not_wait_is_steered_all_the_same() -> Result<()> {
+fn requests_that_do_not_wait_are_also_steered() -> Result<()> {
     bed!();
     let load = |addr| with_load(report(1, 2000, addr));
     let fleet = stand_ins(3, load, load)?;
@@ -297,9 +300,9 @@ fn what_does_not_wait_is_steered_all_the_same() -> Result<()> {
 }
 
 #[test]
-fn fleets_smaller_than_d_are_asked_whole() -> Result<()> {
+fn in_fleets_smaller_than_d_every_replica_is_probed() -> Result<()> {
     bed!();
-    // So many requests that chance leaves nobody out.
+    // With this many requests, chance leaves no replica out.
     for (n, asked, requests) in [(1, 0, 40), (2, 2, 40), (3, 3, 40), (9, 8, 200)] {
         let fleet = stand_ins(n, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
         let settings = json!({"sync_d": 8, "idle_probe_interval_ms": 0, "discovery_interval_ms": 60_000});
@@ -311,16 +314,16 @@ fn fleets_smaller_than_d_are_asked_whole() -> Result<()> {
         let all = requests as u64;
         let (waited, unasked) = if n == 1 { (0, all) } else { (all, 0) };
         assert_eq!((after.waits("enough"), after.waits("unasked")), (waited, unasked), "n = {n}: {after:#?}");
-        assert!(fleet.iter().all(|backend| user_requests(backend) > 0), "n = {n}: nobody is left out");
+        assert!(fleet.iter().all(|backend| user_requests(backend) > 0), "n = {n}: no replica is left out");
     }
     Ok(())
 }
 
 #[test]
-fn a_replica_that_is_out_is_not_asked() -> Result<()> {
+fn an_ejected_replica_is_not_probed() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(4, &Reply::ok().delay(MS(2)))?;
-    // One answer decides: of a replica that is out it would be none.
+    // One reply is enough to decide, and an ejected replica would not send it.
     let envoy = start(&fleet.addrs(), json!({"sync_d": 2, "sync_deadline_ms": 1000}))?;
     let client = envoy.client();
     fleet[0].backend.set(Reply::status(503));
@@ -338,7 +341,7 @@ fn a_replica_that_is_out_is_not_asked() -> Result<()> {
 }
 
 #[test]
-fn fleets_are_learned_in_synchronous_mode_too() -> Result<()> {
+fn synchronous_mode_also_learns_the_fleet() -> Result<()> {
     bed!();
     let fleet = Fleet::start([5, 5, 60].map(|delay| Reply::ok().delay(MS(delay))))?;
     let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?, "mode", "sync");
@@ -349,14 +352,14 @@ fn fleets_are_learned_in_synchronous_mode_too() -> Result<()> {
     assert_all_ok(&envoy.client().burst(300, 3, |_| Request::get("/")));
     let after = envoy.prequal(SERVING)?;
     assert!(after.picks("sync") - before.picks("sync") >= 250, "{after:#?}");
-    // Chosen only where the two that answered first were the slow one and a busy one.
+    // Chosen only if the two that replied first were the slow one and a busy one.
     assert!(fleet.served()[2] < 60, "{:?}", fleet.served());
     fleet.assert_idle();
     Ok(())
 }
 
 #[test]
-fn a_route_may_have_a_mode_of_its_own() -> Result<()> {
+fn a_route_can_have_its_own_mode() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
     let config = EnvoyConfig::for_replicas(&addrs(&fleet))?
@@ -385,7 +388,7 @@ fn a_route_may_have_a_mode_of_its_own() -> Result<()> {
 }
 
 #[test]
-fn a_new_listener_leaves_nobody_hanging() -> Result<()> {
+fn a_new_listener_leaves_no_request_hanging() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |_| hang(), |_| Reply::ok())?;
     let config = sync_config(&addrs(&fleet), json!({"sync_deadline_ms": 900}))?.dynamic_listener();
@@ -410,7 +413,7 @@ fn a_new_listener_leaves_nobody_hanging() -> Result<()> {
     Ok(())
 }
 
-/// What a raw request with these header bytes is answered.
+/// The answer to a raw request with these header bytes.
 fn raw(addr: SocketAddr, path: &str, headers: &[u8]) -> Result<String> {
     let mut socket = TcpStream::connect(addr)?;
     socket.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -426,13 +429,13 @@ fn raw(addr: SocketAddr, path: &str, headers: &[u8]) -> Result<String> {
 fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
-    // No probes but those of the requests, and of discovery.
+    // Only the probes of requests and of discovery.
     let hint = json!({"header": "x-session", "path_segment": 2});
     let settings = json!({"hint": hint, "budget": "fixed", "r_probe": 0, "idle_probe_interval_ms": 0});
     let config = sync_config(&addrs(&fleet), settings)?
         .edit(|config| config.http_mut()["max_request_headers_kb"] = json!(96));
     let envoy = Envoy::start(config)?;
-    // The hints of all probes, and of all requests, since the last call.
+    // The hints of all probes and of all requests since the last call.
     let hints = || {
         let seen: Vec<_> = fleet.iter().flat_map(Backend::seen).collect();
         fleet.iter().for_each(Backend::clear);
@@ -455,13 +458,13 @@ fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
         let answer = raw(envoy.addr(), path, headers)?;
         let shown = String::from_utf8_lossy(&headers[..headers.len().min(40)]);
         if !answer.starts_with("HTTP/1.1 200") {
-            // A control character is no header value, says Envoy.
+            // Envoy refuses control characters in header values.
             assert!(answer.starts_with("HTTP/1.1 400") && shown.contains('\u{1}'), "{answer}: {shown}");
             continue;
         }
         let (mut probes, requests) = hints();
         probes.remove(&None);
-        // A request does not wait for all its probes: one of the request before may arrive only now.
+        // A request does not wait for all its probes: one of the previous request may arrive only now.
         probes.retain(|hint| hint.as_ref().is_none_or(|hint| !all.contains(hint)));
         assert_eq!(probes, requests, "the replica learns what it was asked: {shown}");
         let [Some(hint)] = &*probes.into_iter().collect::<Vec<_>>() else { panic!("not one hint: {shown}") };
@@ -469,11 +472,11 @@ fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
         assert!(all.insert(hint.clone()), "{shown} has the hint of another");
     }
     assert_eq!(all.len(), 5);
-    // Absent, and the client's own idea of a hint.
+    // No hint, and a hint that the client forged.
     for headers in [&b""[..], b"x-prequal-hint: 0123456789abcdef\r\n"] {
         assert_eq!(raw(envoy.addr(), "/", headers)?, "HTTP/1.1 200 OK");
         let (mut probes, requests) = hints();
-        // A probe of a request before may come in late.
+        // A probe of a previous request may arrive late.
         probes.retain(|hint| hint.as_ref().is_none_or(|hint| !all.contains(hint)));
         assert_eq!((probes, requests), (BTreeSet::from([None]), BTreeSet::from([None])));
     }
@@ -482,18 +485,18 @@ fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
 }
 
 #[test]
-fn a_hint_leads_to_the_replica_that_has_served_it() -> Result<()> {
+fn a_hint_leads_to_the_replica_that_served_it_before() -> Result<()> {
     bed!();
     let options = AgentOptions { args: vec!["--hint-cache".into(), "100".into()], ..Default::default() };
     let replica = || Replica::start_with(Reply::ok().delay(MS(10)), &options);
     let fleet = [replica()?, replica()?];
-    // Of two both are asked, and both must answer.
+    // With two replicas both are probed, and both must answer.
     let envoy = start(&[fleet[0].addr(), fleet[1].addr()], json!({"hint": {"header": "x-session"}}))?;
     let client = envoy.client();
     let get = |session: &str| {
         assert_all_ok(&[client.send(Request::get("/").header("x-session", session))]);
     };
-    // A replica that knows nothing of its latency is tried, whatever the other says.
+    // A replica that has no latency estimate yet is tried, whatever the other reports.
     (0..20).for_each(|number| get(&format!("before {number}")));
     for session in (0..8).map(|number| format!("session {number}")) {
         (0..10).for_each(|_| get(&session));
@@ -501,7 +504,7 @@ fn a_hint_leads_to_the_replica_that_has_served_it() -> Result<()> {
             let seen = replica.backend.seen();
             seen.iter().filter(|seen| seen.header("x-session") == Some(&session)).count()
         });
-        // By chance alone it would be five and five.
+        // By chance alone it would be five each.
         assert!(served.iter().any(|served| *served >= 9), "{session}: {served:?}");
     }
     Ok(())
@@ -525,7 +528,8 @@ fn a_client_cannot_inject_a_hint() -> Result<()> {
 #[test]
 fn hinted_loads_do_not_enter_the_pool() -> Result<()> {
     bed!();
-    // Each replica claims to be idle for hinted probes; what it tells others is never asked. Discovery learns names alone.
+    // Each replica claims to be idle in reply to hinted probes; its other replies are never requested. Discovery only
+    // learns names.
     let fleet = stand_ins(3, |addr| with_load(report(0, 100, addr)), |_| Reply::ok())?;
     let settings = json!({"hint": {"header": "x-session"}, "piggyback": false, "idle_probe_interval_ms": 0,
         "budget": "fixed", "r_probe": 0, "verified_probes": false});

@@ -1,5 +1,5 @@
-//! Mixes of versions: other agents, a module whose blobs are of another version, hot restart and roll-back.
-//! `docs/upgrade.md` says what follows from them.
+//! Mixed versions: other agents, a module whose blobs have another version, hot restart and roll-back. `docs/upgrade.md`
+//! describes the consequences.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -31,9 +31,9 @@ fn fields_of_a_newer_agent_are_ignored() -> Result<()> {
     Ok(())
 }
 
-/// Agents of the first release, which tell three fields or the pair of headers, beside one of this release.
+/// Agents of the first release, which report three fields or the pair of headers, beside one of this release.
 #[test]
-fn agents_of_three_ages_share_a_fleet() -> Result<()> {
+fn agents_of_three_versions_share_a_fleet() -> Result<()> {
     bed!();
     let oldest = |addr| with_load(report(0, 5000, addr)).delay(5 * MS);
     let pair =
@@ -46,18 +46,18 @@ fn agents_of_three_ages_share_a_fleet() -> Result<()> {
     warm(&envoy, 3);
     assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
     let rest = assert_all_are_used(&envoy);
-    // Not how much each gets: the stand-ins' load never changes, whatever they serve.
+    // The shares are not checked: the stand-ins' load never changes, whatever they serve.
     assert_eq!((rest.other("prequal_members"), rest.other("prequal_pool_occupancy")), (3, 3), "{rest:#?}");
     assert!(behind.seen().iter().any(|seen| seen.path == "/") && rest.picks("fallback") < 100, "{rest:#?}");
     Ok(())
 }
 
-/// Quiet at rest, and no probe is late, however busy the machine.
+/// Sends nothing at rest, and lets no probe time out, however busy the machine.
 fn patient(config: EnvoyConfig) -> EnvoyConfig {
     set(set(config, "idle_probe_interval_ms", 0), "probe_timeout_ms", 5000)
 }
 
-/// Asserts that every probe was answered with a report that counts, and that the same goes for responses.
+/// Asserts that every probe was answered with a report that was used, and that every response's report was used too.
 #[track_caller]
 fn assert_all_are_used(envoy: &Envoy) -> Prequal {
     let rest = assert_probes_balance(envoy);
@@ -67,7 +67,7 @@ fn assert_all_are_used(envoy: &Envoy) -> Prequal {
     rest
 }
 
-/// What the filter of the first release reads is still there, in its place.
+/// Checks that the fields that the first release's filter reads are still there, in the same position.
 #[test]
 fn an_older_filter_reads_this_agent() -> Result<()> {
     bed!();
@@ -91,7 +91,7 @@ fn an_older_filter_reads_this_agent() -> Result<()> {
     Ok(())
 }
 
-/// A module whose blobs count as those of another release; it can crash on request too.
+/// A module whose blobs count as those of another release; it can also crash on request.
 fn other_release() -> PathBuf {
     workspace_root().join("target/dist-test/prequal_filter_crash.wasm")
 }
@@ -118,14 +118,14 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
         assert_eq!(after.picks("fallback"), alone.picks("fallback"), "{after:#?}");
         assert_eq!(after.other("prequal_blob_replaced_total"), 0, "each has blobs of its own: {after:#?}");
     }
-    // Each began with an empty pool, or one whose reports were old.
+    // Each began with an empty pool, or with one whose reports were old.
     assert!(by_policy[0] > 0 && by_policy.iter().all(|requests| *requests <= 40), "{by_policy:?}");
     load.stop();
     fleet.assert_idle();
     Ok(())
 }
 
-/// Waits until no old listener drains any more.
+/// Waits until no old listener is draining.
 fn wait_for_one_generation(envoy: &Envoy) -> Result<()> {
     let start = Instant::now();
     let draining = |what: &str| envoy.stat(&format!("listener_manager.total_{what}_draining"));
@@ -160,11 +160,11 @@ fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
         assert_eq!(new.addr(), addr, "the same listener");
 
         assert_eq!(long.join().expect("it ran")?.status, 200);
-        // Its admin takes no new connections either; this one is open since before.
+        // Its admin interface accepts no new connections either; this one has been open since before.
         let drained = old.prequal(SERVING)?;
         assert_eq!(drained.picks("fallback"), before.picks("fallback"), "it keeps its pool: {drained:#?}");
 
-        // Nothing is inherited: the first choices are Envoy's own, then the pool is there.
+        // Nothing is inherited: Envoy makes the first choices, then the pool is filled.
         let now =
             counted(&new, "the pool refills", |now| now.other("prequal_members") == 4 && now.steered() > 500);
         assert!(now.picks("fallback") > 0, "a pool of its own, empty at first: {now:#?}");
@@ -181,9 +181,9 @@ fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
     Ok(())
 }
 
-/// A request that outlives the old process is cut off, and its agent counts it down.
+/// A request that outlives the old process is cut off, and its agent decrements RIF.
 #[test]
-fn a_hot_restart_cuts_what_outlives_the_old_process() -> Result<()> {
+fn a_hot_restart_cuts_off_requests_that_outlive_the_old_process() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
@@ -197,10 +197,10 @@ fn a_hot_restart_cuts_what_outlives_the_old_process() -> Result<()> {
     }
     let long = send_long(&fleet, &old);
     let new = old.hot_restart(config)?;
-    // The new process's probes count what the old one's requests cost the replica.
+    // The new process's probes see the load that the old one's requests put on the replica.
     let probe = |addr| Ok(Client::new(addr).get(PROBE_PATH)?.header("x-prequal-rif").map(str::to_owned));
-    let told = fleet.addrs().into_iter().map(probe).collect::<Result<Vec<_>>>()?;
-    assert_eq!(told.iter().flatten().filter(|rif| *rif == "1").count(), 1, "{told:?}");
+    let rifs = fleet.addrs().into_iter().map(probe).collect::<Result<Vec<_>>>()?;
+    assert_eq!(rifs.iter().flatten().filter(|rif| *rif == "1").count(), 1, "{rifs:?}");
     old.wait_for_end(Duration::from_secs(PARENT_SHUTDOWN_S + 6))?;
     let cut = long.join().expect("it ran");
     assert!(!matches!(&cut, Ok(reply) if reply.status == 200), "{cut:?}");
@@ -209,7 +209,7 @@ fn a_hot_restart_cuts_what_outlives_the_old_process() -> Result<()> {
     Ok(())
 }
 
-/// Sends a request that takes as long as `/long` does, and waits until a backend has it.
+/// Sends a request to `/long`, and waits until a backend has received it.
 #[track_caller]
 fn send_long(fleet: &Fleet, envoy: &Envoy) -> JoinHandle<Result<Response>> {
     let client = envoy.client();

@@ -1,5 +1,5 @@
-//! What a library must do for gRPC: reports in headers and trailers, and how each call counts. The service is gRPC's own for health
-//! checks, which answers by the name that it is asked about.
+//! What a library must do for gRPC: reports in headers and trailers, and how each call counts. The service is gRPC's own
+//! health check, whose answer depends on the name that it is asked about.
 
 use std::net::SocketAddr;
 
@@ -43,7 +43,7 @@ fn text<'a>(fields: &'a HeaderMap, name: &str) -> Result<&'a str> {
     Ok(fields.get(name).with_context(|| format!("no {name}: {fields:?}"))?.to_str()?)
 }
 
-/// All of it, on `addr`, of a server that has served other requests.
+/// Checks everything at `addr`, on a server that has served other requests.
 pub(crate) fn check(subject: &Subject, addr: SocketAddr) -> Result<()> {
     let before = (subject.ended)()?;
     let (headers, trailers) = ask(addr, "Check", "")?;
@@ -62,7 +62,7 @@ pub(crate) fn check(subject: &Subject, addr: SocketAddr) -> Result<()> {
     ask(addr, "Check", "missing")?;
     subject.at_rest(before, [2, 1, 0, 0])?;
 
-    // Of streams those with one answer are calls like any other.
+    // Streams with a single response count as ordinary calls.
     ask(addr, "Watch", "one")?;
     subject.at_rest(before, [3, 1, 0, 0])?;
     ask(addr, "Watch", "two")?;

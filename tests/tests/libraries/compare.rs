@@ -1,7 +1,8 @@
-//! Whether a library says of a trace what the core says: the text of the headers.
+//! Compares a library's reports on a trace with the core's: the text of the headers.
 //!
-//! What comes of integers alone must be equal: RIF, latency, knee, age, the form of the text. Logarithms and exponentials of two
-//! languages may differ in their last digit, and what is rounded from them by one: base latency, failures, ORCA's means.
+//! Values that result from integer arithmetic alone must be equal: RIF, latency, knee, age, the form of the text.
+//! Logarithms and exponentials may differ in the last digit between languages, so values rounded from them may differ by
+//! one: base latency, failures, ORCA's means.
 
 use std::sync::LazyLock;
 
@@ -12,10 +13,10 @@ use crate::reference;
 use crate::subject::Subject;
 use crate::trace::Trace;
 
-/// Of all lines of a trace at least this share must be equal to the last digit.
+/// Minimum share of a trace's lines that must be equal to the last digit.
 const EQUAL: f64 = 0.9;
 
-/// Numbers that may differ, by how much.
+/// Numbers that may differ, and by how much.
 const ROUNDED: [(&str, f64); 6] = [
     ("base", 1.0),
     ("fail", 1.0),
@@ -25,25 +26,25 @@ const ROUNDED: [(&str, f64); 6] = [
     ("application_utilization", 0.000_001),
 ];
 
-/// A trace and the lines that are right.
+/// A trace and the correct lines.
 type Known = (Trace, Vec<String>);
 
-/// All traces, and what the core says of each: once for all libraries.
+/// All traces with the core's reports on each, computed once for all libraries.
 static EXPECTED: LazyLock<Result<Vec<Known>>> = LazyLock::new(|| {
     plan::traces().into_iter().map(|trace| reference::play(&trace).map(|lines| (trace, lines))).collect()
 });
 
-/// Plays all traces.
+/// Plays all traces and compares.
 pub(crate) fn traces(subject: &Subject) -> Result<()> {
     let all = EXPECTED.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
     for (trace, expected) in all {
-        let (name, told) = (trace.name, (subject.play)(trace)?);
-        let told: Vec<&str> = told.lines().collect();
-        ensure!(told.len() == expected.len(), "{name}: {} lines of {}", told.len(), expected.len());
+        let (name, actual) = (trace.name, (subject.play)(trace)?);
+        let actual: Vec<&str> = actual.lines().collect();
+        ensure!(actual.len() == expected.len(), "{name}: {} lines of {}", actual.len(), expected.len());
         let mut equal = 0;
-        for (number, (told, expected)) in told.iter().zip(expected).enumerate() {
-            ensure!(agree(told, expected), "{name}, line {number}:\n  {told}\ninstead of\n  {expected}");
-            equal += usize::from(told == expected);
+        for (number, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+            ensure!(agree(actual, expected), "{name}, line {number}:\n  {actual}\ninstead of\n  {expected}");
+            equal += usize::from(actual == expected);
         }
         eprintln!("{}, {name}: {equal} of {} lines equal to the last digit", subject.name, expected.len());
         ensure!(equal as f64 >= EQUAL * expected.len() as f64, "{name}: only {equal} lines are equal");
@@ -51,34 +52,34 @@ pub(crate) fn traces(subject: &Subject) -> Result<()> {
     Ok(())
 }
 
-fn agree(told: &str, expected: &str) -> bool {
-    // A fraction of nothing is not written, so that the number of digits and points says nothing of the form.
+fn agree(actual: &str, expected: &str) -> bool {
+    // Zero fractions are not written, so ignore the number of digits and points.
     let form = |text: &str| text.replace(|c: char| c.is_ascii_digit() || c == '.', "");
     let fields = |text: &str| text.split([';', ',', '\t', '{', '}']).map(str::to_owned).collect::<Vec<_>>();
-    let (told_fields, expected_fields) = (fields(told), fields(expected));
-    form(told) == form(expected)
-        && told_fields.len() == expected_fields.len()
-        && told_fields
+    let (actual_fields, expected_fields) = (fields(actual), fields(expected));
+    form(actual) == form(expected)
+        && actual_fields.len() == expected_fields.len()
+        && actual_fields
             .iter()
             .zip(&expected_fields)
-            .all(|(told, expected)| told == expected || near(told, expected))
+            .all(|(actual, expected)| actual == expected || near(actual, expected))
 }
 
-/// Two fields of one key that may differ.
-fn near(told: &str, expected: &str) -> bool {
+/// Whether two fields with the same key are close enough, if they may differ.
+fn near(actual: &str, expected: &str) -> bool {
     let pair = |field: &str| {
         let (key, value) = field.rsplit_once(['=', ':'])?;
         let key = key.rsplit(['.', ' ']).next()?.trim_matches('"').to_owned();
         Some((key, value.parse::<f64>().ok()?))
     };
-    let (Some((key, told)), Some((same, expected))) = (pair(told), pair(expected)) else { return false };
+    let (Some((key, actual)), Some((same, expected))) = (pair(actual), pair(expected)) else { return false };
     let within = ROUNDED.iter().find(|(name, _)| *name == key);
-    // Half a digit more, for the sum of two decimal fractions.
-    key == same && within.is_some_and(|(_, by)| (told - expected).abs() <= by * 1.5)
+    // Half a digit more, for the rounding of two decimal fractions.
+    key == same && within.is_some_and(|(_, by)| (actual - expected).abs() <= by * 1.5)
 }
 
 #[test]
-fn only_what_is_rounded_may_differ() {
+fn only_rounded_values_may_differ() {
     let line = "1;4000;10.0.0.7:80;fail=7;up=3;base=40;knee=2\tTEXT application_utilization=0.100000,rps_fractional=12.500,eps=0";
     assert!(agree(line, line));
     for (from, to, agrees) in [

@@ -1,4 +1,4 @@
-//! gRPC's own client for Go with its policy `weighted_round_robin`, fed out of band by our agents.
+//! gRPC's own client for Go with its policy `weighted_round_robin`, fed out of band by agents.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::SocketAddr;
@@ -12,10 +12,10 @@ use probe_agent::config::AgentConfig;
 
 use crate::tools::go_program;
 
-/// Most of 100 calls that the slow server may get; by chance it would be 50.
+/// Maximum number of 100 calls that the slow server may get; by chance it would be 50.
 const SPARED: u64 = 25;
 
-/// Ends the program when the test does.
+/// Ends the program when the test ends.
 struct Running(Child);
 
 impl Drop for Running {
@@ -25,7 +25,7 @@ impl Drop for Running {
     }
 }
 
-/// An agent before `server`, which answers streams of load reports.
+/// An agent in front of `server`, which answers streams of load reports.
 fn agent(server: &str) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
     let upstream: SocketAddr = server.parse()?;
     let mut config = AgentConfig::new(SocketAddr::from(([127, 0, 0, 1], 0)), upstream.into());
@@ -40,7 +40,7 @@ fn agent(server: &str) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
 }
 
 #[test]
-fn grpc_for_go_spares_the_server_that_our_agents_report_as_slow() -> Result<()> {
+fn grpc_for_go_spares_the_server_that_agents_report_as_slow() -> Result<()> {
     let Some(program) = go_program("tests/grpc-go", ".", "grpc-client")? else { return Ok(()) };
     let child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
     let mut child = Running(child);
@@ -51,7 +51,7 @@ fn grpc_for_go_spares_the_server_that_our_agents_report_as_slow() -> Result<()> 
     let addrs: Vec<String> = agents.iter().map(|(addr, _)| addr.to_string()).collect();
     writeln!(input, "{}", addrs.join(" "))?;
 
-    // Without reports its turns are equal, but for the first ones, which go to the connection that is ready first.
+    // Without reports the shares are equal, except in the first rounds, which go to the connection that is ready first.
     let (mut equal, mut least) = (Vec::new(), 100);
     for line in lines {
         let line = line?;

@@ -1,4 +1,4 @@
-//! HTTP/1.1 by hand, one request a connection: responses that stay half read, and clients that leave.
+//! HTTP/1.1 by hand, one request per connection: for responses that stay half read, and clients that leave.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use prequal_core::report::LoadReport;
 
-/// Longest wait for bytes.
+/// Maximum time to wait for bytes.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A response.
@@ -36,7 +36,7 @@ impl Answer {
     }
 }
 
-/// One request on a connection of its own.
+/// Sends one request on a new connection.
 pub(crate) fn exchange(
     addr: SocketAddr,
     method: &str,
@@ -50,7 +50,7 @@ pub(crate) fn exchange(
     parsed(&bytes)
 }
 
-/// A whole response, or as much of it as came.
+/// A whole response, or as much of it as arrived.
 pub(crate) fn parsed(bytes: &[u8]) -> Result<Answer> {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once("\r\n\r\n").context("no answer")?;
@@ -65,7 +65,7 @@ pub(crate) fn parsed(bytes: &[u8]) -> Result<Answer> {
     Ok(Answer { status, fields, body })
 }
 
-/// As far as it goes.
+/// Decodes chunks as far as they go.
 fn unchunked(mut body: &str) -> String {
     let mut whole = String::new();
     while let Some((length, rest)) = body.split_once("\r\n")
@@ -78,7 +78,7 @@ fn unchunked(mut body: &str) -> String {
     whole
 }
 
-/// Sends a request, and leaves its answer.
+/// Sends a request without reading its answer.
 pub(crate) fn send(
     addr: SocketAddr,
     method: &str,
@@ -98,7 +98,7 @@ pub(crate) fn send(
     Ok(tcp)
 }
 
-/// Reads the head of a response, and leaves its body.
+/// Reads the headers of a response and leaves its body.
 pub(crate) fn head_of(tcp: &mut TcpStream) -> Result<Answer> {
     let mut bytes = Vec::new();
     let mut byte = [0];

@@ -1,7 +1,7 @@
-//! What other languages bring, against ours: a real gRPC client beside our agents, and the libraries for servers, which all pass
-//! one conformance program. `docs/libraries.md` says what it asks of a library.
+//! Other languages' software with this project's: a real gRPC client beside agents, and the libraries for servers, which
+//! all pass one conformance program. `docs/libraries.md` describes its requirements.
 //!
-//! They need Go and Python. Where one is missing a line says so, and the test fails where `CI` is `true`.
+//! These tests need Go and Python. If one is missing, a line says so, and the test fails if `CI` is `true`.
 
 mod calls;
 mod compare;
@@ -20,7 +20,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result};
 use subject::Subject;
 
-/// The whole program, for one library.
+/// Runs the whole conformance program for one library.
 fn conforms(subject: &Subject) -> Result<()> {
     let begin = Instant::now();
     compare::traces(subject)?;

@@ -1,4 +1,4 @@
-//! The traces that are played: a server with slots and a queue, under loads that change. Seeds are fixed.
+//! Generates the traces: a server with slots and a queue, under changing load. Seeds are fixed.
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
@@ -12,11 +12,11 @@ struct Plan {
     name: &'static str,
     slots: usize,
     service_us: f64,
-    /// Whether every request takes exactly that long, instead of an exponential time.
+    /// Whether every request takes exactly the service time, instead of an exponential time.
     constant: bool,
-    /// Seconds, requests a second, factor of the service time, seconds that the clock steps by at the end.
+    /// Seconds, requests a second, factor of the service time, and seconds by which the clock steps at the end.
     phases: &'static [(f64, f64, f64, i64)],
-    /// Shares of requests.
+    /// Shares of requests that end in each way.
     fails: f64,
     aborts: f64,
     streams: f64,
@@ -43,7 +43,7 @@ const PLANS: [Plan; 9] = [
         phases: &[(5.0, 60.0, 1.0, 0), (6.0, 130.0, 1.0, 0), (8.0, 10.0, 1.0, 0)],
         ..PLAIN
     },
-    // A run of fast answers, by which the estimate starts anew.
+    // A run of fast answers, which restarts the estimate.
     Plan {
         name: "healed",
         phases: &[(5.0, 60.0, 1.0, 0), (8.0, 20.0, 10.0, 0), (6.0, 60.0, 1.0, 0)],
@@ -51,9 +51,9 @@ const PLANS: [Plan; 9] = [
     },
     Plan { name: "failures", fails: 0.3, phases: &[(8.0, 60.0, 1.0, 0), (10.0, 0.5, 1.0, 0)], ..PLAIN },
     Plan { name: "clients", aborts: 0.1, streams: 0.05, slow_clients: 0.2, ..PLAIN },
-    // More at once than levels are told apart.
+    // More requests at once than there are distinct levels.
     Plan { name: "flood", slots: 800, phases: &[(1.0, 1000.0, 40.0, 0), (2.0, 50.0, 1.0, 0)], ..PLAIN },
-    // Small steps back are late updates, large ones are steps; then all is old, and weights are scaled back.
+    // Small steps back are late updates, large ones are steps. Then everything is old, and weights are scaled back.
     Plan {
         name: "clock",
         fails: 0.1,
@@ -71,7 +71,7 @@ const PLANS: [Plan; 9] = [
     Plan { name: "trickle", fails: 0.2, phases: &[(60.0, 0.4, 1.0, 0)], ..PLAIN },
 ];
 
-/// All traces, each by its seed.
+/// All traces, each with its seed.
 pub(crate) fn traces() -> Vec<Trace> {
     let mut traces: Vec<Trace> = (0..).zip(&PLANS).map(|(seed, plan)| plan.trace(seed)).collect();
     traces.push(Trace {
@@ -83,7 +83,7 @@ pub(crate) fn traces() -> Vec<Trace> {
 }
 
 impl Trace {
-    /// The same server, and nothing happens.
+    /// The same server, without events.
     fn head(&self) -> Self {
         Self { events: Vec::new(), ..*self }
     }
@@ -118,7 +118,7 @@ impl Plan {
             at = phase_ends;
             push(&mut events, at, What::Probe);
         }
-        // Those of the same time stay in their order.
+        // A stable sort: events at the same time stay in order.
         events.sort_by_key(|event| event.at);
         let begin = 5_000_000_000;
         let mut steps = self.steps();
@@ -134,7 +134,7 @@ impl Plan {
         Trace { name: self.name, begin, json, limit, window_us, events }
     }
 
-    /// Until when, on the clock that does not step, the other is ahead by how much.
+    /// The offsets of the stepping clock: each with the time, on the steady clock, until which it applies.
     fn steps(&self) -> Vec<(u64, i64)> {
         let (mut until, mut shift) = (0, 0);
         let mut steps = Vec::new();
@@ -147,7 +147,7 @@ impl Plan {
         steps
     }
 
-    /// What happens to one that arrives at `at` and is answered at `end`.
+    /// Adds the events of a request that arrives at `at` and is answered at `end`.
     fn request(&self, rng: &mut SmallRng, events: &mut Vec<Event>, id: u32, at: f64, end: f64) {
         let mut drawn = rng.random::<f64>();
         let mut is = |share: f64| {

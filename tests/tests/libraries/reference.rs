@@ -1,4 +1,4 @@
-//! What the core's own tracker says of a trace.
+//! The core's own tracker as the reference for a trace.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
 
 use crate::trace::{ENDPOINT, Kind, Trace, What};
 
-/// Plays `trace`, and returns the lines that a library must write.
+/// Plays `trace`; returns the lines that a library must write.
 pub(crate) fn play(trace: &Trace) -> Result<Vec<String>> {
     let endpoint: Endpoint = ENDPOINT.parse()?;
     let mut replica = Replica::new(TrackerConfig::default(), Some(Micros(trace.begin)));
@@ -36,7 +36,7 @@ pub(crate) fn play(trace: &Trace) -> Result<Vec<String>> {
                         (*outcome, leaving) = (Outcome::Streaming, None);
                     }
                 }
-                lines.push(told(&mut replica, trace, now, endpoint, leaving)?);
+                lines.push(both_reports(&mut replica, trace, now, endpoint, leaving)?);
             }
             What::Wait(id) => replica.tracker.client_waits(visit(&requests, id)?, now),
             What::Back(id) => replica.tracker.client_is_back(visit(&requests, id)?, now),
@@ -58,7 +58,7 @@ fn visit(requests: &BTreeMap<u32, (Ticket, Outcome)>, id: u32) -> Result<Visit> 
 }
 
 /// Both reports on a response.
-fn told(
+fn both_reports(
     replica: &mut Replica,
     trace: &Trace,
     now: Micros,

@@ -1,8 +1,8 @@
 //! What a library must do for real requests over HTTP: the headers, probes, and how each request counts.
 //!
-//! The application answers by path: `/ok`, `/empty`, `/missing` (404), `/error` (500), `/panic` (no answer), `/break` (half of one),
-//! `/hang` (until the client leaves), `/events` (an event stream), `/large` (32 MiB of known length), `/lies` (headers of ours), and 418
-//! elsewhere; `?ms=` first waits that long.
+//! The application answers by path: `/ok`, `/empty`, `/missing` (404), `/error` (500), `/panic` (no answer), `/break` (half
+//! of one), `/hang` (until the client leaves), `/events` (an event stream), `/large` (32 MiB of known length), `/lies`
+//! (Prequal's headers), and 418 for all others; `?ms=` first waits for that time.
 
 use std::io::Read as _;
 use std::net::TcpStream;
@@ -16,10 +16,10 @@ use serde_json::Value;
 use crate::http::{exchange, head_of, parsed, send};
 use crate::subject::{PATIENCE, Subject};
 
-/// What requests without a wait may take on a busy machine, microseconds.
+/// Maximum time of requests without a wait on a busy machine, microseconds.
 const QUICK_US: u32 = 300_000;
 
-/// All of it, on a server that has just started.
+/// Checks everything on a server that has just started.
 pub(crate) fn check(subject: &Subject) -> Result<()> {
     probes_of_a_newcomer(subject).context("a newcomer")?;
     responses(subject).context("responses")?;
@@ -97,7 +97,7 @@ fn probes(subject: &Subject) -> Result<()> {
         ensure!(answer.status == 404 && answer.body == "not found\n", "{path}: {answer:?}");
     }
     for path in ["/prequal", "/prequalx/probe", "/%70requal/probe"] {
-        ensure!(subject.get(path)?.status == 418, "{path} is the application's");
+        ensure!(subject.get(path)?.status == 418, "{path} belongs to the application");
     }
     subject.at_rest(before, [3, 0, 0, 0])
 }
@@ -116,7 +116,7 @@ fn in_flight(subject: &Subject) -> Result<()> {
     subject.at_rest(before, [3, 0, 0, 0])
 }
 
-/// The time that a response waits for its client is none of the server's, and a large one is in the way of the next.
+/// The time that a response waits for its client does not count as the server's time.
 fn slow_clients(subject: &Subject) -> Result<()> {
     let before = (subject.ended)()?;
     let mut slow = send(subject.service, "GET", "/large", &[], b"")?;
@@ -127,7 +127,7 @@ fn slow_clients(subject: &Subject) -> Result<()> {
     ensure!(length == 32 << 20, "{length}");
     subject.at_rest(before, [1, 0, 0, 0])?;
     let after = subject.probe()?;
-    // Before it seven answers took nothing, one 20 ms, three 400 ms. With the wait it would be 250 ms more or less.
+    // Before it, seven answers took no time, one 20 ms and three 400 ms. Including the wait it would be about 250 ms.
     let base = after.capacity.context("a capacity")?.base_us;
     ensure!(base < QUICK_US, "{after}");
     Ok(())
@@ -149,7 +149,7 @@ fn ends(subject: &Subject) -> Result<()> {
     subject.at_rest(before, [0, 1, 1, 1])?;
     let once = subject.probe()?.failing;
     ensure!((1..=250).contains(&once), "{once}");
-    // A server may answer 500 for an application that does not.
+    // A server may answer 500 on behalf of an application that panics.
     let panics = subject.get("/panic");
     ensure!(panics.is_err() || panics.is_ok_and(|answer| answer.status == 500), "an answer");
     subject.at_rest(before, [0, 2, 1, 1])?;

@@ -1,4 +1,4 @@
-//! A library under test: where its application listens, and how it plays traces.
+//! A library under test: the address of its application, and how it plays traces.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
@@ -12,22 +12,22 @@ use prequal_testbed::eventually;
 use crate::http::{Answer, exchange};
 use crate::trace::Trace;
 
-/// What must come about, comes about within this.
+/// Maximum time to wait for anything that must happen.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 type Play = dyn Fn(&Trace) -> Result<String>;
 type Ended = dyn Fn() -> Result<[u64; 4]>;
 
-/// A server with the library in it; it ends on drop.
+/// A server that uses the library; it ends on drop.
 pub(crate) struct Subject {
     pub(crate) name: &'static str,
-    /// Where the application is.
+    /// The address of the application.
     pub(crate) service: SocketAddr,
-    /// Where its gRPC service is, if the library has that.
+    /// The address of its gRPC service, if the library supports gRPC.
     pub(crate) calls: Option<SocketAddr>,
-    /// Plays a trace: a line for each report.
+    /// Plays a trace; returns one line per report.
     pub(crate) play: Box<Play>,
-    /// Requests that ended so far: successes, failures, aborts, streams.
+    /// Number of requests that have ended: successes, failures, aborts, streams.
     pub(crate) ended: Box<Ended>,
     _process: Option<Process>,
 }
@@ -42,7 +42,7 @@ impl Drop for Process {
 }
 
 impl Subject {
-    /// One in this process.
+    /// A server in this process.
     pub(crate) fn own(
         name: &'static str,
         service: SocketAddr,
@@ -52,12 +52,12 @@ impl Subject {
         Self { name, service, calls: None, play: Box::new(play), ended: Box::new(ended), _process: None }
     }
 
-    /// Starts a conformance server, which prints where it listens.
+    /// Starts a conformance server, which prints its addresses.
     pub(crate) fn program(name: &'static str, mut command: Command) -> Result<Self> {
         let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("{command:?}"))?;
         let stdout = child.stdout.take().context("piped")?;
         let process = Process(child);
-        let line = BufReader::new(stdout).lines().next().context("it says nothing")??;
+        let line = BufReader::new(stdout).lines().next().context("it prints nothing")??;
         let at = |key: &str| -> Option<SocketAddr> {
             line.split(' ').find_map(|field| field.strip_prefix(key)?.strip_prefix('='))?.parse().ok()
         };
@@ -85,7 +85,7 @@ impl Subject {
         self.get("/prequal/probe")?.report()
     }
 
-    /// Waits until so many requests have ended more than `before`, and none is in flight.
+    /// Waits until the given numbers of requests have ended in addition to `before`, and none is in flight.
     pub(crate) fn at_rest(&self, before: [u64; 4], more: [u64; 4]) -> Result<()> {
         let expected: [u64; 4] = std::array::from_fn(|i| before[i] + more[i]);
         eventually(&format!("{}: {expected:?} ended", self.name), PATIENCE, || {

@@ -1,5 +1,5 @@
-//! Go's and Python's tools: whether they are there, and what they build into Cargo's folder. They fetch what they need the first
-//! time.
+//! Go's and Python's tools: whether they are installed, and what they build in Cargo's folder. They fetch what they need
+//! the first time.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 use prequal_testbed::{target_dir, workspace_root};
 
-/// Builds the program in `package` of the Go module in `folder`. `None`, after a line that says why, if there is no Go.
+/// Builds the program in `package` of the Go module in `folder`. If there is no Go, prints a line and returns `None`.
 pub(crate) fn go_program(folder: &str, package: &str, name: &str) -> Result<Option<PathBuf>> {
     if !is_there("go", &["version"]) {
         return Ok(None);
@@ -19,8 +19,8 @@ pub(crate) fn go_program(folder: &str, package: &str, name: &str) -> Result<Opti
     Ok(Some(program))
 }
 
-/// The conformance server in Python: an interpreter with the server that it needs, which is not ours. `None`, after a line that
-/// says why, if there is no Python.
+/// The conformance server in Python: an interpreter with the third-party server that it needs. If there is no Python,
+/// prints a line and returns `None`.
 pub(crate) fn python_server() -> Result<Option<Command>> {
     if !is_there("python3", &["-c", "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))"]) {
         return Ok(None);
@@ -28,7 +28,7 @@ pub(crate) fn python_server() -> Result<Option<Command>> {
     let folder = workspace_root().join("libraries/python/conformance");
     let environment = target_dir().join("libraries/python");
     let python = environment.join("bin/python");
-    // Written last: what it says is there.
+    // Written last, so that everything it lists is installed.
     let (wanted, installed) = (folder.join("requirements.txt"), environment.join("requirements.txt"));
     let wanted_text = std::fs::read_to_string(&wanted)?;
     if std::fs::read_to_string(&installed).ok().as_ref() != Some(&wanted_text) {
@@ -39,7 +39,7 @@ pub(crate) fn python_server() -> Result<Option<Command>> {
         std::fs::write(&installed, wanted_text)?;
     }
     let mut server = Command::new(python);
-    // No folders of bytecode among the sources.
+    // Do not write bytecode folders into the sources.
     server.arg("-B").arg(folder.join("server.py"));
     Ok(Some(server))
 }

@@ -1,4 +1,4 @@
-//! Our own layer for tower, under the same program as the libraries: in this process, with hyper before it.
+//! Prequal's own layer for tower, under the same program as the libraries: in this process, with hyper in front of it.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -33,7 +33,7 @@ use crate::trace::{ENDPOINT, Kind, Trace, What};
 
 type AppBody = UnsyncBoxBody<Bytes, std::io::Error>;
 
-/// The layer in a server of this process.
+/// The layer in a server in this process.
 pub(crate) fn subject() -> Result<Subject> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
     listener.set_nonblocking(true)?;
@@ -105,7 +105,7 @@ async fn answer(path: &str) -> std::io::Result<Response<AppBody>> {
             tokio::spawn(async move {
                 let _ = sender.send(Frame::data(Bytes::from_static(b"data: 1\n\n"))).await;
                 if breaks {
-                    // Lets the first part leave before the break.
+                    // Let the first part leave before the break.
                     tokio::time::sleep(Duration::from_millis(20)).await;
                     sender.abort(std::io::Error::other("broken off on purpose"));
                 } else {
@@ -126,7 +126,7 @@ async fn answer(path: &str) -> std::io::Result<Response<AppBody>> {
     })
 }
 
-/// So many bytes left, a few at once.
+/// A body with this many bytes left, sent in small pieces.
 struct Large(u64);
 
 impl Body for Large {
@@ -169,19 +169,19 @@ impl Service<Request<Empty<Bytes>>> for Scripted {
 
     fn call(&mut self, _: Request<Empty<Bytes>>) -> Self::Future {
         let next = self.0.lock().ok().and_then(|mut next| next.take());
-        // A trace puts it there before each call.
+        // A trace sets the receiver before each call.
         next.unwrap_or_else(|| oneshot::channel().1)
     }
 }
 
-/// A request of a trace, as far as it has come.
+/// The state of a request in a trace.
 struct InFlight {
     answer: Option<oneshot::Sender<Response<TraceBody>>>,
     call: Pin<Box<PrequalFuture<oneshot::Receiver<Response<TraceBody>>>>>,
     body: Option<Begun>,
 }
 
-/// Plays a trace by calls, and by polls of what they return.
+/// Plays a trace by calling the layer and polling the futures that it returns.
 fn play(trace: &Trace) -> Result<String> {
     let clock = Arc::new(AtomicU64::new(trace.begin));
     let reader = clock.clone();
@@ -197,7 +197,7 @@ fn play(trace: &Trace) -> Result<String> {
     let mut service = layer.layer(script.clone());
     let mut requests: BTreeMap<u32, InFlight> = BTreeMap::new();
     let mut cx = Context::from_waker(Waker::noop());
-    let mut told = String::new();
+    let mut lines = String::new();
     for event in &trace.events {
         clock.store(event.at, Ordering::Relaxed);
         match event.what {
@@ -207,10 +207,10 @@ fn play(trace: &Trace) -> Result<String> {
                 let call = Box::pin(service.call(Request::get("/").body(Empty::new())?));
                 requests.insert(id, InFlight { answer: Some(answer), call, body: None });
             }
-            What::Probe => told += &probe(&mut service, &mut cx)?,
+            What::Probe => lines += &probe(&mut service, &mut cx)?,
             What::Head(id, kind) => {
                 let request = requests.get_mut(&id).context("no such request")?;
-                told += &head(request, kind, &mut cx)?;
+                lines += &head(request, kind, &mut cx)?;
             }
             What::Wait(id) => {
                 let (sender, body) = body(&mut requests, id)?;
@@ -230,7 +230,7 @@ fn play(trace: &Trace) -> Result<String> {
             What::Abort(id) => drop(requests.remove(&id).context("no such request")?),
         }
     }
-    Ok(told)
+    Ok(lines)
 }
 
 fn body(requests: &mut BTreeMap<u32, InFlight>, id: u32) -> Result<&mut Begun> {

@@ -1,41 +1,41 @@
-//! A trace: what happens to one server, and when. Written as lines that every library's conformance server plays.
+//! A trace: the events of one server with their times, written as lines that every library's conformance server plays.
 
 use std::fmt;
 
-/// Identity of the server in all traces.
+/// Address of the server in all traces.
 pub(crate) const ENDPOINT: &str = "10.0.0.7:8080";
 
-/// How a server is set up, and what then happens.
+/// The setup of a server, and its events.
 pub(crate) struct Trace {
     pub(crate) name: &'static str,
     /// Microseconds.
     pub(crate) begin: u64,
     pub(crate) json: bool,
-    /// Requests that the server is meant to serve at once; 0 is not known.
+    /// Number of requests that the server should serve at once; 0 if unknown.
     pub(crate) limit: u32,
     pub(crate) window_us: u64,
     pub(crate) events: Vec<Event>,
 }
 
-/// One thing that happens, microseconds on the server's clock.
+/// One event, with its time in microseconds on the server's clock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Event {
     pub(crate) at: u64,
     pub(crate) what: What,
 }
 
-/// Requests have numbers.
+/// What happens. Requests are identified by numbers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum What {
-    /// It arrives.
+    /// A request arrives.
     Start(u32),
-    /// The head of its response goes out: a line of reports.
+    /// Its response headers are sent: a line of reports.
     Head(u32, Kind),
-    /// From now on it waits for its client.
+    /// It starts to wait for its client.
     Wait(u32),
-    /// No longer.
+    /// It stops waiting for its client.
     Back(u32),
-    /// Its response is over.
+    /// Its response is complete.
     Finish(u32),
     /// Its client is gone.
     Abort(u32),
@@ -43,11 +43,11 @@ pub(crate) enum What {
     Probe,
 }
 
-/// A response, by its head.
+/// The kind of a response, known from its headers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Ok,
-    /// Of status 500.
+    /// A response with status 500.
     Fail,
     /// An event stream.
     Stream,

@@ -1,7 +1,7 @@
-//! The chart `charts/prequal`: what Helm makes of it is what Kustomize makes of `envoy-configs/kubernetes/`, its Envoy gets
-//! the same test, and the agent goes into a chart of a user's as documented. `values.rs` has its values.
+//! The chart `charts/prequal`: Helm's output equals Kustomize's output for `envoy-configs/kubernetes/`, its Envoy passes
+//! the same test, and the agent is injected into a user's chart as documented. `values.rs` tests its values.
 //!
-//! Not seen here: a cluster that installs it.
+//! Not tested here: installing it in a cluster.
 
 use std::collections::BTreeMap;
 
@@ -16,8 +16,8 @@ use crate::helm::{Helm, NEEDED, agent, arguments, chart, filter_settings, text};
 use crate::kubernetes::{FOLDERS, kustomize};
 use crate::schemas::{check, differences};
 
-/// An object by kind and name, without what Helm adds: the release before names, labels, and a checksum where Kustomize
-/// puts a hash into the ConfigMap's name.
+/// An object by kind and name, without what Helm adds: the release name as a prefix, labels, and a checksum where Kustomize
+/// adds a hash to the ConfigMap's name.
 fn canonical(object: &Value) -> (String, Value) {
     let mut object = object.clone();
     let short = |name: &str| {
@@ -31,7 +31,7 @@ fn canonical(object: &Value) -> (String, Value) {
         annotations.as_object_mut().expect("annotations").remove("checksum/config");
     }
     if let Some(volumes) = object.pointer_mut("/spec/template/spec/volumes").and_then(Value::as_array_mut) {
-        // Patches of Kustomize put theirs first.
+        // Kustomize's patches put their volumes first.
         volumes.sort_by_key(|volume| volume["name"].to_string());
         if let Some(config) = volumes[0].pointer_mut("/configMap/name") {
             *config = json!(short(config.as_str().expect("a name")));
@@ -51,7 +51,7 @@ fn canonical(object: &Value) -> (String, Value) {
 
 const REPLICAS: &str = "replicas.prequal.svc.cluster.local.";
 
-/// `app` stands for the labels that charts have.
+/// Uses `app` instead of the labels that charts have.
 fn one_label(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -66,11 +66,11 @@ fn one_label(value: &mut Value) {
     }
 }
 
-/// One source of truth: an edit of the one that misses the other fails here.
+/// Chart and Kustomize files must agree: an edit to only one of them fails here.
 #[test]
 fn the_chart_makes_what_kustomize_makes() -> Result<()> {
     let Some(helm) = Helm::find("the_chart_makes_what_kustomize_makes")? else { return Ok(()) };
-    // The overlays take the module from an image of the user's.
+    // The overlays take the module from the user's own image.
     let overlays: [&[&str]; 3] = [
         &[],
         &["edge.module.from=initContainer"],
@@ -79,7 +79,7 @@ fn the_chart_makes_what_kustomize_makes() -> Result<()> {
     for (folder, values) in FOLDERS.into_iter().zip(overlays) {
         let Some(kustomized) = kustomize(folder)? else { return Ok(()) };
         let mut expected: BTreeMap<String, Value> = kustomized.iter().map(canonical).collect();
-        // Helm makes none (`--create-namespace`).
+        // Helm does not create it (`--create-namespace`).
         expected.remove("Namespace prequal").context("the namespace")?;
         let rendered = helm.objects(&chart(), &[&NEEDED, values].concat(), &[])?;
         let mut found: BTreeMap<String, Value> = rendered.iter().map(canonical).collect();
@@ -94,7 +94,7 @@ fn the_chart_makes_what_kustomize_makes() -> Result<()> {
         assert!(found.keys().eq(expected.keys()), "{folder}: {:?}, {:?}", found.keys(), expected.keys());
         for (name, object) in &expected {
             let (mut ours, mut theirs) = (found.remove(name).with_context(|| name.clone())?, object.clone());
-            // Kept as a text to the letter; only the last line's end may differ.
+            // Texts must be equal; only the end of the last line may differ.
             for object in [&mut ours, &mut theirs] {
                 if let Some(text) = object.pointer_mut("/data/envoy.yaml") {
                     *text = text.as_str().context("a text")?.trim_end().lines().collect();
@@ -125,7 +125,7 @@ fn helm_lints_the_chart() -> Result<()> {
     Ok(())
 }
 
-/// A chart is released with everything else, under the same version.
+/// A chart is released with everything else, with the same version.
 #[test]
 fn the_charts_version_is_the_releases() -> Result<()> {
     let read = |file: &str| -> Result<Value> {
@@ -141,11 +141,11 @@ fn the_charts_version_is_the_releases() -> Result<()> {
     Ok(())
 }
 
-/// The chart's Envoy, with other names, ports and settings than Kustomize's, before agents with the chart's flags.
+/// The chart's Envoy, with other names, ports and settings than Kustomize's, in front of agents with the chart's flags.
 #[test]
-fn the_charts_pods_are_found_steered_to_and_given_up() -> Result<()> {
+fn the_filter_follows_the_charts_pods() -> Result<()> {
     bed!();
-    let Some(helm) = Helm::find("the_charts_pods_are_found_steered_to_and_given_up")? else { return Ok(()) };
+    let Some(helm) = Helm::find("the_filter_follows_the_charts_pods")? else { return Ok(()) };
     let values = [
         "nameOverride=web",
         "clusterDomain=example.internal",
@@ -173,7 +173,7 @@ fn the_charts_pods_are_found_steered_to_and_given_up() -> Result<()> {
     }
     assert!(filter_settings(&root)?.contains("\"pool_size\":20"), "{}", filter_settings(&root)?);
     let replicas = find(&objects, "Deployment", "web-replicas");
-    // The bed has addresses of its own.
+    // The test bed has its own addresses.
     let own = ["--listen", "--advertise", "--admin", "--upstream"];
     let (container, _) = agent(&replicas["spec"]["template"]["spec"])?;
     let mut flags = arguments(container);
@@ -182,10 +182,12 @@ fn the_charts_pods_are_found_steered_to_and_given_up() -> Result<()> {
     headless::assert_followed(root, &name, &flags)
 }
 
-/// A native sidecar begins before the application and ends behind it; the rest of the pod is the same.
+/// A native sidecar starts before the application and ends after it; the rest of the pod is the same.
 #[test]
-fn a_native_sidecar_is_an_init_container_that_goes_on() -> Result<()> {
-    let Some(helm) = Helm::find("a_native_sidecar_is_an_init_container_that_goes_on")? else { return Ok(()) };
+fn a_native_sidecar_is_an_init_container_that_keeps_running() -> Result<()> {
+    let Some(helm) = Helm::find("a_native_sidecar_is_an_init_container_that_keeps_running")? else {
+        return Ok(());
+    };
     let pod = |values: &[&str]| -> Result<Value> {
         let objects = helm.objects(&chart(), &[&NEEDED, values].concat(), &[])?;
         Ok(find(&objects, "Deployment", "shop-replicas")["spec"]["template"]["spec"].clone())
@@ -197,7 +199,7 @@ fn a_native_sidecar_is_an_init_container_that_goes_on() -> Result<()> {
         sidecar.as_object_mut().context("a container")?.remove("restartPolicy"),
         Some(json!("Always"))
     );
-    // No request is left when it is asked to end.
+    // When it is asked to end, no request is left.
     let args = sidecar["args"].as_array_mut().context("flags")?;
     let delay = args.iter_mut().find(|flag| **flag == "--drain-delay-ms=0").context("no delay")?;
     *delay = json!("--drain-delay-ms=10000");
@@ -206,7 +208,7 @@ fn a_native_sidecar_is_an_init_container_that_goes_on() -> Result<()> {
     Ok(())
 }
 
-/// The blocks of docs/kubernetes.md as files of a chart, which has this one as a dependency.
+/// The blocks of docs/kubernetes.md as files of a chart that depends on this one.
 #[test]
 fn the_agent_is_injected_as_documented() -> Result<()> {
     let Some(helm) = Helm::find("the_agent_is_injected_as_documented")? else { return Ok(()) };
@@ -238,13 +240,13 @@ fn the_agent_is_injected_as_documented() -> Result<()> {
     assert_eq!(template["metadata"]["annotations"]["prequal.io/agent-admin"], "9102");
     assert_eq!(template["spec"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"], 45);
     assert_eq!(template["spec"]["terminationGracePeriodSeconds"], 60);
-    // The Service that Envoy resolves leads to these pods, and by the agent's port.
+    // The Service that Envoy resolves selects these pods and uses the agent's port.
     let service = find(&objects, "Service", "shop-replicas");
     assert_eq!(service["spec"]["selector"], template["metadata"]["labels"]);
     assert_eq!(service["spec"]["ports"][0]["targetPort"], container["ports"][0]["name"]);
     assert_eq!(service["spec"]["clusterIP"], "None");
 
-    // What cannot be injected is refused with the reason.
+    // Refuses, with the reason, what cannot be injected.
     for (values, expected) in [
         ("prequal.agent.container=shopp", "agent.container: the deployment has no container `shopp`"),
         ("prequal.agent.mod=native", "additional properties 'mod' not allowed"),
@@ -257,10 +259,10 @@ fn the_agent_is_injected_as_documented() -> Result<()> {
     Ok(())
 }
 
-/// The line that installs the chart, with `template` for `install`.
+/// The line that installs the chart, with `template` instead of `install`.
 #[test]
-fn what_is_documented_renders() -> Result<()> {
-    let Some(helm) = Helm::find("what_is_documented_renders")? else { return Ok(()) };
+fn the_documented_install_command_renders() -> Result<()> {
+    let Some(helm) = Helm::find("the_documented_install_command_renders")? else { return Ok(()) };
     let page = std::fs::read_to_string(workspace_root().join("docs/kubernetes.md"))?;
     let line = page.lines().find_map(|line| line.strip_prefix("helm install prequal charts/prequal "));
     let chart = chart();
@@ -271,13 +273,13 @@ fn what_is_documented_renders() -> Result<()> {
     let objects = parse(&String::from_utf8(output.stdout)?)?;
     objects.iter().try_for_each(check)?;
     let edge = find(&objects, "Deployment", "prequal-edge");
-    // The ConfigMap that the line before makes.
+    // The ConfigMap that the line before creates.
     let module = &edge["spec"]["template"]["spec"]["volumes"][1]["configMap"]["name"];
     assert!(module == "prequal-filter" && page.contains(" create configmap prequal-filter "), "{module}");
     Ok(())
 }
 
-/// The links lead where they should, also where a checkout has made files of them.
+/// The links point to the shipped files, even if a checkout has turned them into copies.
 #[test]
 fn the_charts_files_are_the_shipped_ones() -> Result<()> {
     for (file, shipped) in [

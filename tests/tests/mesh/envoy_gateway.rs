@@ -1,8 +1,8 @@
-//! The files of `envoy-configs/envoy-gateway/`: what Envoy Gateway makes of them, on a real Envoy, with traffic.
+//! The files of `envoy-configs/envoy-gateway/`: Envoy Gateway's translation of them, on a real Envoy, with traffic.
 //!
-//! What it makes of them is committed, as its translator takes minutes to build: `tests/envoy-gateway/translated.json`,
-//! written by `tests/examples/refresh_envoy_gateway.rs`. Replaced here: endpoints, ports, the place of the module, and where
-//! Envoy finds routes and endpoints. Not seen here: how Envoy Gateway fetches the module and serves it to Envoy.
+//! The translation is committed, because the translator takes minutes to build: `tests/envoy-gateway/translated.json`,
+//! written by `tests/examples/refresh_envoy_gateway.rs`. Replaced here: endpoints, ports, the path of the module, and the
+//! discovery of routes and endpoints. Not tested here: how Envoy Gateway fetches the module and serves it to Envoy.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -25,14 +25,14 @@ const PROBING: &str = "httproute/demo/replicas-probes/rule/0";
 const LISTENER: &str = "demo/edge/http";
 const FILTER: &str = "envoy.filters.http.wasm/envoyextensionpolicy/demo/prequal/wasm/0";
 
-/// `shipped`, or `patched` with `patches.yaml`.
+/// The translation of `shipped`, or of `patched` with `patches.yaml`.
 fn translated(variant: &str) -> Result<Value> {
     let file = workspace_root().join("tests/envoy-gateway/translated.json");
     let all: Value = serde_json::from_str(&std::fs::read_to_string(file)?)?;
     Ok(all[variant].clone())
 }
 
-/// The resources of one kind, by the last part of its type.
+/// The resources of one kind, selected by the last part of their type.
 fn resources(translated: &Value, kind: &str) -> Vec<Value> {
     let kinds = translated.as_object().expect("an object");
     let found = kinds.iter().find(|(name, _)| name.ends_with(&format!(".{kind}")));
@@ -50,7 +50,8 @@ fn manager(listener: &mut Value) -> &mut Value {
     &mut filter["typed_config"]
 }
 
-/// Starts an Envoy with what Envoy Gateway would send it, before `replicas`, with the module at `module`.
+/// Starts an Envoy with the configuration that Envoy Gateway would send, in front of `replicas`, with the module at
+/// `module`.
 fn start(variant: &str, replicas: &[SocketAddr], module: &Path) -> Result<Envoy> {
     let translated = translated(variant)?;
     let mut listener = by_name(resources(&translated, "Listener"), "name", LISTENER);
@@ -66,7 +67,7 @@ fn start(variant: &str, replicas: &[SocketAddr], module: &Path) -> Result<Envoy>
     wasm["typed_config"]["config"]["vm_config"]["code"] = json!({"local": {"filename": module}});
     listener.as_object_mut().context("an object")?.remove("access_log");
 
-    // Left out: the cluster that serves the module.
+    // Skip the cluster that serves the module.
     let mut clusters = Vec::new();
     for name in [SERVING, PROBING] {
         let mut cluster = by_name(resources(&translated, "Cluster"), "name", name);
@@ -95,7 +96,7 @@ fn pods() -> Result<Pods> {
     Pods::behind(&AgentOptions::default())
 }
 
-/// `count` requests made by `make`, one after the other, all answered with 200 and without a header of ours.
+/// Sends `count` requests made by `make`, one after the other; all must be answered with 200 and without Prequal's headers.
 #[track_caller]
 fn ask(envoy: &Envoy, count: usize, make: impl Fn() -> Request) {
     let client = envoy.client();
@@ -120,7 +121,7 @@ fn warm(envoy: &Envoy, members: u64) {
 }
 
 #[test]
-fn what_is_committed_is_of_the_shipped_files() -> Result<()> {
+fn the_committed_translation_is_of_the_shipped_files() -> Result<()> {
     for (variant, patched) in [("shipped", false), ("patched", true)] {
         assert_eq!(
             translated(variant)?["input"],
@@ -131,7 +132,7 @@ fn what_is_committed_is_of_the_shipped_files() -> Result<()> {
     Ok(())
 }
 
-/// Where Envoy Gateway's translator has been built, it says today what it said when its answer was committed.
+/// If Envoy Gateway's translator has been built, its translation must still equal the committed one.
 #[test]
 fn envoy_gateway_still_translates_as_committed() -> Result<()> {
     let program = target_dir().join("bin/envoy-gateway-translate");
@@ -154,7 +155,7 @@ fn envoy_gateway_accepts_every_object() -> Result<()> {
         let translated = translated(variant)?;
         for object in manifests::envoy_gateway(patched)? {
             let (kind, name) = (object["kind"].as_str().context("a kind")?, &object["metadata"]["name"]);
-            // Of these it says nothing; the classes's parameters and the filter of a route are seen in what it made.
+            // It reports nothing for these; the class's parameters and the filter of a route show in the translation.
             if matches!(kind, "GatewayClass" | "EnvoyProxy" | "HTTPRouteFilter") {
                 continue;
             }
@@ -175,7 +176,8 @@ fn envoy_gateway_accepts_every_object() -> Result<()> {
     Ok(())
 }
 
-/// Strip, then the module, then what carries its choice out; and no route that a client could take to the probe cluster.
+/// First the strip, then the module, then what carries out its choice; and no route by which a client could reach the probe
+/// cluster.
 #[test]
 fn filters_come_in_the_order_that_steering_needs() -> Result<()> {
     let translated = translated("shipped")?;
@@ -202,10 +204,10 @@ fn assert_steers(variant: &str) -> Result<(Envoy, Pods)> {
     let after = envoy.prequal(SERVING)?;
     assert_eq!(after.steered() - before.steered(), 20, "{after:#?}");
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
-    // The slow one may get a first request while its latency is not known.
+    // The slow replica may get a first request while its latency is unknown.
     assert!(pods.served()[3] <= 1, "{:?}", pods.served());
     pods.assert_saw_nothing_of_ours();
-    // Every reply to a probe was of the replica that had been asked.
+    // Every reply to a probe came from the replica that was probed.
     assert!(after.probes("used") > 0 && after.probes_rejected() == 0, "{after:#?}");
     assert!(envoy.stat(&format!("cluster.{PROBING}.upstream_cx_http2_total"))? > 0);
     Ok((envoy, pods))
@@ -216,10 +218,10 @@ fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
     bed!();
     let (mut envoy, pods) = assert_steers("shipped")?;
 
-    // How an operator sees it.
+    // As an operator sees it.
     assert!(envoy.admin_get("/stats/prometheus")?.contains("prequal_members"));
 
-    // Clients read no load, and the route that keeps the probe cluster is closed to them.
+    // Clients cannot read load, and the route that keeps the probe cluster is closed to them.
     let probes = envoy.stat(&format!("cluster.{PROBING}.upstream_rq_total"))?;
     pods.clear();
     let client = envoy.client();
@@ -232,7 +234,7 @@ fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
     let more = envoy.stat(&format!("cluster.{PROBING}.upstream_rq_total"))? - probes;
     assert!(more <= 20, "probes of the filter alone, not {more}");
 
-    // Envoy's own health is the floor: what it does not use is not steered to, however good its reports.
+    // Envoy's own health always applies: unhealthy hosts are not steered to, however good their reports.
     let [first, ..] = pods.serving()[..] else { panic!("replicas") };
     let endpoints: Vec<Value> = pods
         .serving()
@@ -252,10 +254,10 @@ fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
 fn the_patches_verify_probes_and_retry_what_was_not_sent() -> Result<()> {
     bed!();
     let (envoy, mut pods) = assert_steers("patched")?;
-    // The one that is liked best will be chosen again.
+    // The replica with the most requests will be chosen again.
     let served = pods.served();
     pods.stop_app((0..served.len()).max_by_key(|index| served[*index]).context("a replica")?);
-    eventually("the dead one is chosen", Duration::from_secs(20), || {
+    eventually("the dead replica is chosen", Duration::from_secs(20), || {
         ask(&envoy, 100, || Request::get("/"));
         let retried = envoy.stat(&format!("cluster.{SERVING}.upstream_rq_retry_success")).ok()?;
         (retried > 0).then_some(())
@@ -263,9 +265,9 @@ fn the_patches_verify_probes_and_retry_what_was_not_sent() -> Result<()> {
     Ok(())
 }
 
-/// What `failOpen` costs and brings: after a crash Envoy's own policy serves, and clients still choose nothing.
+/// The effect of `failOpen`: after a crash Envoy's own policy serves, and clients still cannot choose.
 #[test]
-fn after_a_crash_of_the_module_requests_go_on_unsteered() -> Result<()> {
+fn after_a_crash_of_the_module_requests_continue_unsteered() -> Result<()> {
     let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
     bed!(std::slice::from_ref(&module));
     let pods = pods()?;

@@ -1,6 +1,5 @@
-//! The Envoy of a headless Service, with a name server that answers as the cluster's does: pods are found, steered to, and
-//! given up when they leave. What the configuration was rendered by does not matter here, so Kustomize's and the chart's
-//! get the same test.
+//! The Envoy of a headless Service, with a name server that answers as the cluster's does: the filter finds pods, steers to
+//! them, and drops those that leave. The test applies to configurations from Kustomize and from the chart alike.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::{Arc, Mutex};
@@ -12,7 +11,7 @@ use prequal_testbed::{
 };
 use serde_json::{Value, json};
 
-/// Runs the configuration `root` before pods that `name` resolves to, whose agents have `agent` as further arguments.
+/// Runs the configuration `root` in front of pods that `name` resolves to, whose agents get the extra arguments `agent`.
 pub fn assert_followed(mut root: Value, name: &str, agent: &[String]) -> Result<()> {
     let (port, pods) = pods(4, agent)?;
     let ips: Vec<Ipv4Addr> = (1..=4).map(|pod| Ipv4Addr::new(127, 0, 10, pod)).collect();
@@ -52,7 +51,7 @@ pub fn assert_followed(mut root: Value, name: &str, agent: &[String]) -> Result<
     assert_eq!(after.steered() - before.steered(), 20, "{after:#?}");
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
     assert_eq!(after.probes_rejected(), 0, "{after:#?}");
-    // What the cluster and Prometheus may see of the admin.
+    // What the cluster and Prometheus may see of the admin interface.
     let status = envoy.listener("status").context("the listener of probes")?;
     let page = Client::new(status);
     assert_eq!(page.get("/ready")?.text(), "LIVE\n");
@@ -70,7 +69,7 @@ pub fn assert_followed(mut root: Value, name: &str, agent: &[String]) -> Result<
     Ok(())
 }
 
-/// A name server that knows one name: the addresses that it is told.
+/// A name server that knows one name, with the given addresses.
 struct Names {
     addr: SocketAddr,
     pods: Arc<Mutex<Vec<Ipv4Addr>>>,
@@ -81,13 +80,13 @@ impl Names {
         let socket = UdpSocket::bind("127.0.0.1:0")?;
         let names = Self { addr: socket.local_addr()?, pods: Arc::new(Mutex::new(pods)) };
         let pods = Arc::clone(&names.pods);
-        // As on the wire: each label behind its length.
+        // As on the wire: each label follows its length.
         let name: Vec<u8> = name
             .split('.')
             .flat_map(|label| [&[u8::try_from(label.len()).expect("a label")], label.as_bytes()].concat())
             .chain([0])
             .collect();
-        // It ends with the test program.
+        // The thread ends with the test program.
         std::thread::spawn(move || {
             let mut query = [0; 512];
             while let Ok((length, from)) = socket.recv_from(&mut query) {
@@ -105,19 +104,19 @@ impl Names {
     }
 }
 
-/// RFC 1035: the question again, and an A record for each pod. Questions for other names and types have no answers.
+/// RFC 1035: repeats the question and adds an A record for each pod. Questions for other names and types get no answers.
 fn answer(query: &[u8], name: &[u8], pods: &[Ipv4Addr]) -> Option<Vec<u8>> {
     let end = 12 + query.get(12..)?.iter().position(|byte| *byte == 0)? + 5;
     let question = query.get(12..end)?;
     let pods = if question == [name, &[0, 1, 0, 1]].concat() { pods } else { &[] };
     let count = u8::try_from(pods.len()).ok()?;
     let header = [query[0], query[1], 0x81, 0x80, 0, 1, 0, count, 0, 0, 0, 0];
-    // Name (of the question), type A, class IN, 30 s to live as cluster DNS has it, length 4.
+    // Name (of the question), type A, class IN, TTL 30 s as in cluster DNS, length 4.
     let record = |pod: &Ipv4Addr| [&[0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 30, 0, 4], &pod.octets()[..]].concat();
     Some([&header, question].concat().into_iter().chain(pods.iter().flat_map(record)).collect())
 }
 
-/// Pods have one port and an address each.
+/// Pods share one port and have an address each.
 fn pods(count: u8, agent: &[String]) -> Result<(u16, Vec<Replica>)> {
     let start = |port: u16| {
         (1..=count)
@@ -133,7 +132,7 @@ fn pods(count: u8, agent: &[String]) -> Result<(u16, Vec<Replica>)> {
             })
             .collect::<Result<Vec<_>>>()
     };
-    // A port that is free at one address may be taken at another.
+    // A port that is free at one address may be in use at another.
     let mut tries = (0..5).map(|_| free_port().and_then(|port| Ok((port, start(port)?))));
     tries.find(Result::is_ok).context("no port is free at every address")?
 }

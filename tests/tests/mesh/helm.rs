@@ -1,4 +1,4 @@
-//! Helm, and what tests read in the objects that it makes of the chart `charts/prequal`.
+//! Helm, and helpers that read the objects that it renders from the chart `charts/prequal`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -9,7 +9,7 @@ use prequal_testbed::{target_dir, workspace_root};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// What has no default, as Kustomize has it.
+/// Values without a default, set as in the Kustomize files.
 pub const NEEDED: [&str; 3] = [
     "registry=registry.example.com/prequal",
     "replicas.app.image=registry.example.com/replica:1.0.0",
@@ -20,14 +20,14 @@ pub fn chart() -> PathBuf {
     workspace_root().join("charts/prequal")
 }
 
-/// Helm with a home of its own: the one that xtask builds, or the machine's.
+/// Helm with its own home folder: the one that xtask builds, or the machine's.
 pub struct Helm {
     program: PathBuf,
     home: TempDir,
 }
 
 impl Helm {
-    /// `None`, and a line that says so, where there is none.
+    /// If there is no Helm, prints a line and returns `None`.
     pub fn find(test: &str) -> Result<Option<Self>> {
         let built = target_dir().join("bin/helm");
         let program = if built.is_file() { built } else { "helm".into() };
@@ -50,7 +50,7 @@ impl Helm {
             .with_context(|| self.program.display().to_string())
     }
 
-    /// The release `shop` in the namespace `prequal`, with these values and flags.
+    /// Renders the release `shop` in the namespace `prequal` with these values and flags.
     pub fn template(&self, chart: &Path, values: &[&str], flags: &[&str]) -> Result<Output> {
         let chart = chart.to_str().context("UTF-8")?;
         let mut arguments = vec!["template", "shop", chart, "--namespace", "prequal"];

@@ -19,7 +19,7 @@ const ISTIO: [&str; 3] =
     ["envoy.filters.http.grpc_stats", "envoy.filters.http.fault", "envoy.filters.http.cors"];
 const ROUTER: &str = "envoy.filters.http.router";
 
-/// Three replicas that answer in 2 ms and a last one in 100, and what stands before them in their pods.
+/// Three replicas that answer in 2 ms and a last one in 100, and what is in front of them in their pods.
 pub struct Pods {
     apps: Vec<Backend>,
     serving: Vec<SocketAddr>,
@@ -29,7 +29,7 @@ pub struct Pods {
 }
 
 impl Pods {
-    /// Behind agents that answer probes at a port of their own, as in server-agent.yaml.
+    /// Behind agents that answer probes at a separate port, as in server-agent.yaml.
     pub fn start() -> Result<Self> {
         Self::behind(&AgentOptions { probe_listen: Some("127.0.0.1:0".into()), ..AgentOptions::default() })
     }
@@ -44,8 +44,8 @@ impl Pods {
         Ok(Self { apps, serving, probing, _agents: agents, _sidecars: Vec::new() })
     }
 
-    /// Behind sidecars in the inbound role, as in server-inbound.yaml: one port of the pod for both of the Service. With
-    /// mTLS as Istio has it.
+    /// Behind sidecars in the inbound role, as in server-inbound.yaml: one port of the pod for both ports of the Service,
+    /// with Istio's mTLS.
     fn behind_sidecars(mesh: &Mesh) -> Result<Self> {
         let apps = Self::apps()?;
         let files = documents("istio/server-inbound.yaml")?;
@@ -80,7 +80,7 @@ impl Pods {
         self.apps.iter().map(Backend::served).collect()
     }
 
-    /// Stops an application; its agent goes on.
+    /// Stops an application; its agent keeps running.
     pub fn stop_app(&mut self, index: usize) {
         drop(self.apps.remove(index));
     }
@@ -89,7 +89,7 @@ impl Pods {
         self.apps.iter().for_each(Backend::clear);
     }
 
-    /// Asserts that no replica has seen a header of ours since [`Self::clear`].
+    /// Asserts that no replica has seen any of Prequal's headers since [`Self::clear`].
     #[track_caller]
     pub fn assert_saw_nothing_of_ours(&self) {
         for seen in self.apps.iter().flat_map(Backend::seen) {
@@ -112,7 +112,7 @@ pub fn get(host: &str) -> Request {
     Request::get("/").header("host", &format!("{host}:8080"))
 }
 
-/// `count` requests made by `make`, one after the other, all answered with 200.
+/// Sends `count` requests made by `make`, one after the other; all must be answered with 200.
 #[track_caller]
 pub fn ask(envoy: &Running, count: usize, make: impl Fn() -> Request) -> Vec<Response> {
     let client = envoy.client();
@@ -135,14 +135,14 @@ pub fn warm(envoy: &Running) {
     });
 }
 
-/// Asserts that no header of ours is among `headers`.
+/// Asserts that none of Prequal's headers is among `headers`.
 #[track_caller]
 pub fn assert_none_of_ours(headers: &HeaderMap) {
     let ours = headers.keys().find(|name| name.as_str().starts_with("x-prequal-"));
     assert!(ours.is_none(), "{ours:?} in {headers:?}");
 }
 
-/// Twenty of twenty requests go where the filter says, whatever their sender wants; nobody outside sees how.
+/// All of twenty requests go where the filter says, whatever their sender wants, and nothing of it is visible outside.
 #[track_caller]
 fn assert_steers(envoy: &Running, pods: &Pods) {
     warm(envoy);
@@ -154,14 +154,14 @@ fn assert_steers(envoy: &Running, pods: &Pods) {
     let after = envoy.prequal(SERVING).expect("stats");
     assert_eq!(after.steered() - before.steered(), 20, "{after:#?}");
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
-    // The slow one may get a first request while its latency is not known.
+    // The slow replica may get a first request while its latency is unknown.
     assert!(pods.served()[3] <= 1, "{:?}", pods.served());
     pods.assert_saw_nothing_of_ours();
-    // Every reply to a probe said which host gave it, and it was the one that had been asked.
+    // Every reply to a probe named its host, and that was the one that was probed.
     assert!(after.probes("used") > 0 && after.probes_rejected() == 0, "{after:#?}");
 }
 
-/// Asserts that a proxy before replicas with agents steers, once `patch` has made it what Istio would.
+/// Asserts that a proxy in front of replicas with agents steers, once `patch` has changed it as Istio would.
 #[track_caller]
 fn assert_patched_steers(
     proxy: impl Fn(&[SocketAddr], &[SocketAddr]) -> Result<Proxy>,
@@ -175,12 +175,12 @@ fn assert_patched_steers(
     Ok(())
 }
 
-/// What `names` should be, with the filters of Istio as one.
+/// The expected filter names, with Istio's own filters in between.
 fn chain<'a>(front: &[&'a str], back: &[&'a str]) -> Vec<&'a str> {
     [front, &ISTIO, back, &[ROUTER]].concat()
 }
 
-/// The module inserted by an EnvoyFilter names a file; this is where the test has it.
+/// An EnvoyFilter inserts the module as a file; this sets the path of the built one.
 pub fn use_built_module(proxy: &mut Proxy) {
     let module = proxy.module.clone();
     let filters = proxy.listener().http_filters();
@@ -193,7 +193,7 @@ fn a_sidecar_steers_with_the_wasm_plugin() -> Result<()> {
     assert_patched_steers(Proxy::sidecar, |proxy| {
         apply(proxy, &documents("istio/client-sidecar.yaml")?);
         assert_eq!(proxy.filter_names(), chain(&["prequal-strip", PLUGIN], &["prequal-shim"]));
-        // The listener of the probe port is nobody's business.
+        // The listener of the probe port is not changed.
         assert_eq!(proxy.listeners[1].http_filters().len(), 4);
         Ok(())
     })
@@ -212,9 +212,9 @@ fn a_sidecar_steers_with_the_traffic_extension() -> Result<()> {
     })
 }
 
-/// The two kinds differ in where the fields stand, and in nothing else.
+/// The two kinds differ only in the position of their fields.
 #[test]
-fn traffic_extensions_say_what_wasm_plugins_say() -> Result<()> {
+fn traffic_extensions_and_wasm_plugins_agree() -> Result<()> {
     for file in ["client-sidecar", "client-gateway", "server-inbound"] {
         let extensions = documents(&format!("istio/{file}-extension.yaml"))?;
         let [extension] = &extensions[..] else { panic!("{file}: {} documents", extensions.len()) };
@@ -234,7 +234,7 @@ fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
     assert_patched_steers(Proxy::sidecar, |proxy| {
         let mut files = documents("istio/client-sidecar.yaml")?;
         files.retain(|document| document["kind"] != "WasmPlugin");
-        // In this order the priorities must make up for it.
+        // In this order, only the priorities put the filters right.
         files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
         apply(proxy, &files);
         assert_eq!(proxy.filter_names(), chain(&["prequal-strip"], &["prequal", "prequal-shim"]));
@@ -243,14 +243,14 @@ fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
     })
 }
 
-/// No agent anywhere, mTLS between the proxies, and a server that takes connections under Istio's names only.
+/// No agents, mTLS between the proxies, and a server that accepts connections only under Istio's names.
 #[test]
 fn sidecars_steer_to_sidecars_in_the_inbound_role() -> Result<()> {
     bed!();
     let mesh = Mesh::new()?;
     let pods = Pods::behind_sidecars(&mesh)?;
     let mut proxy = pods.sidecar()?;
-    // The second port's name begins with `http-` there, so Istio offers no HTTP/2 by ALPN.
+    // The name of the second port begins with `http-` there, so Istio does not offer HTTP/2 by ALPN.
     mesh.originate(&mut proxy, &[(SERVING, 8080), (PROBING, 8081)]);
     apply(&mut proxy, &documents("istio/client-sidecar.yaml")?);
     let envoy = proxy.start()?;
@@ -273,12 +273,12 @@ fn a_gateway_steers() -> Result<()> {
 }
 
 #[test]
-fn a_gateway_sends_elsewhere_what_a_dead_application_did_not_get() -> Result<()> {
+fn a_gateway_retries_elsewhere_what_a_dead_application_did_not_receive() -> Result<()> {
     bed!();
     let mut pods = Pods::start()?;
     let files = documents("istio/client-gateway.yaml")?;
     let mut proxy = Proxy::gateway(&pods.serving, &pods.probing)?;
-    // What istiod makes of the VirtualService.
+    // The route that istiod makes of the VirtualService.
     let http = &find(&files, "VirtualService", "replicas")["spec"]["http"][0];
     let route = proxy.listener().routes().find(|route| route["name"] == http["name"]).expect("its route");
     route["route"]["retry_policy"]["retry_on"] = http["retries"]["retryOn"].clone();
@@ -286,7 +286,7 @@ fn a_gateway_sends_elsewhere_what_a_dead_application_did_not_get() -> Result<()>
     let envoy = proxy.start()?;
     warm(&envoy);
     pods.stop_app(0);
-    eventually("the dead one is chosen", Duration::from_secs(20), || {
+    eventually("the dead replica is chosen", Duration::from_secs(20), || {
         ask(&envoy, 100, || get(HOST));
         let retried = envoy.stat(&format!("cluster.{SERVING}.upstream_rq_retry_success")).ok()?;
         (retried > 0).then_some(())
@@ -305,7 +305,7 @@ fn a_sidecar_steers_with_istios_own_session_filter() -> Result<()> {
     })
 }
 
-/// The documents of way B, as client-persistent-session.yaml tells to take them.
+/// The documents of way B, selected as client-persistent-session.yaml describes.
 pub fn way_b() -> Result<Vec<Value>> {
     let mut files = documents("istio/client-sidecar.yaml")?;
     files.retain(|document| document["metadata"]["name"] != "prequal-filters");
@@ -321,7 +321,7 @@ fn without_the_module_the_native_chain_keeps_clients_from_choosing() -> Result<(
     let mut files = documents("istio/client-sidecar.yaml")?;
     files.retain(|document| document["kind"] != "WasmPlugin");
     apply(&mut proxy, &files);
-    // In turn, so that each gets its five.
+    // In rotation, so that each gets five requests.
     proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
     let envoy = proxy.start()?;
     for reply in ask(&envoy, 20, || pods.spoof(HOST)) {
@@ -332,9 +332,9 @@ fn without_the_module_the_native_chain_keeps_clients_from_choosing() -> Result<(
     Ok(())
 }
 
-/// Several Services share a listener of Istio, so this is not a mistake but every day.
+/// Several Services share a listener of Istio, so this is a normal case, not a mistake.
 #[test]
-fn other_services_on_the_same_port_are_left_alone() -> Result<()> {
+fn other_services_on_the_same_port_are_not_affected() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;
@@ -344,7 +344,7 @@ fn other_services_on_the_same_port_are_left_alone() -> Result<()> {
     proxy.cluster(OTHER)["lb_policy"] = json!("ROUND_ROBIN");
     let envoy = proxy.start()?;
     warm(&envoy);
-    // One request passes before the filter has noticed that its cluster is not alone on this listener.
+    // One request passes before the filter has noticed that this listener serves other clusters too.
     ask(&envoy, 1, || get(OTHER_HOST));
     others.iter().for_each(Backend::clear);
     let before = envoy.prequal(SERVING)?;
@@ -356,12 +356,12 @@ fn other_services_on_the_same_port_are_left_alone() -> Result<()> {
     others.iter().flat_map(Backend::seen).for_each(|seen| assert_none_of_ours(&seen.headers));
     assert_eq!(envoy.prequal(SERVING)?.picks, before.picks);
     assert_eq!(envoy.prequal(OTHER)?.picks.len(), 0, "nothing is counted for a cluster that is not named");
-    // And the one that is named is steered on.
+    // And requests to the configured cluster are still steered.
     assert_steers(&envoy, &pods);
     Ok(())
 }
 
-/// The pieces are those of the configuration that everything else here is tested with.
+/// The parts equal those of the static configuration, which all other tests use.
 #[test]
 fn the_pieces_are_those_of_the_static_configuration() -> Result<()> {
     let shipped = &documents("static/envoy.yaml")?[0]["static_resources"];
@@ -371,7 +371,7 @@ fn the_pieces_are_those_of_the_static_configuration() -> Result<()> {
         filters.iter().find(|filter| filter["name"] == name).expect("such a filter").clone()
     };
     let probing = &shipped["clusters"][1];
-    // The routes are Istio's, so the choice is removed where the other shim has it removed.
+    // The routes are Istio's, so the choice is removed where the other shim removes it.
     let router = EnvoyConfig::for_replicas(&[])?.override_host().router_mut()["typed_config"].clone();
     let value =
         |document: &Value, index: usize| document["spec"]["configPatches"][index]["patch"]["value"].clone();
@@ -404,7 +404,7 @@ fn the_pieces_are_those_of_the_static_configuration() -> Result<()> {
     Ok(())
 }
 
-/// Istio gives a port failover between localities only where it has outlier detection, and placement is learned from probes.
+/// Istio sets up failover between localities for a port only with outlier detection, and placement is learned from probes.
 #[test]
 fn both_ports_of_the_service_fail_over_alike() -> Result<()> {
     for file in ["istio/server-agent.yaml", "istio/server-inbound.yaml"] {
@@ -412,7 +412,7 @@ fn both_ports_of_the_service_fail_over_alike() -> Result<()> {
         assert!(policy["outlierDetection"].is_object(), "{file}");
         let probes = &policy["portLevelSettings"][0];
         assert_eq!(probes["port"]["number"], 8081, "{file}");
-        // Nobody is ejected for what probes meet.
+        // Probe failures must not eject a host.
         assert_eq!(
             probes["outlierDetection"],
             json!({"consecutive5xxErrors": 0, "consecutiveGatewayErrors": 0}),

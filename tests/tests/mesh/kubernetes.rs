@@ -1,4 +1,4 @@
-//! The files of `envoy-configs/kubernetes/`: built by Kustomize, checked, and their Envoy run as `headless.rs` does it.
+//! The files of `envoy-configs/kubernetes/`: built by Kustomize, checked, and their Envoy run by `headless.rs`.
 
 use std::io::Read as _;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -17,7 +17,7 @@ use prequal_testbed::manifests::{documents, find, parse};
 
 pub const FOLDERS: [&str; 3] = ["base", "overlays/init-container", "overlays/image-volume"];
 
-/// What Kustomize makes of a folder, if there is one on this machine.
+/// Kustomize's output for a folder, if this machine has Kustomize.
 pub fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
     let path = workspace_root().join("envoy-configs/kubernetes").join(folder);
     for (program, command) in [("kustomize", "build"), ("kubectl", "kustomize")] {
@@ -33,7 +33,7 @@ pub fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
 }
 
 #[test]
-fn every_kustomization_builds_objects_as_published() -> Result<()> {
+fn every_kustomization_builds_objects_that_match_the_schema() -> Result<()> {
     for folder in FOLDERS {
         let Some(objects) = kustomize(folder)? else { return Ok(()) };
         for object in &objects {
@@ -47,7 +47,7 @@ fn every_kustomization_builds_objects_as_published() -> Result<()> {
         let pod = &edge["spec"]["template"]["spec"];
         let volumes = pod["volumes"].as_array().context("volumes")?;
         let volume = |name: &str| volumes.iter().find(|it| it["name"] == name).expect("such a volume");
-        // What each overlay is about, and nothing left of what it replaces.
+        // The subject of each overlay, and nothing left of what it replaces.
         let source = match folder {
             "base" => json!({"name": "prequal", "configMap": {"name": "prequal-filter"}}),
             "overlays/init-container" => json!({"name": "prequal", "emptyDir": {"sizeLimit": "16Mi"}}),
@@ -67,7 +67,7 @@ fn every_kustomization_builds_objects_as_published() -> Result<()> {
     Ok(())
 }
 
-/// What the Pod Security Standard `restricted` asks for, which the namespace enforces, and requests for resources.
+/// The requirements of the Pod Security Standard `restricted`, which the namespace enforces, and resource requests.
 pub fn assert_restricted(pod: &Value) {
     assert_eq!(pod["securityContext"]["runAsNonRoot"], true);
     assert_eq!(pod["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
@@ -85,7 +85,7 @@ pub fn assert_restricted(pod: &Value) {
     }
 }
 
-/// Sleeps and drains follow on each other: see docs/kubernetes.md, "Leaving".
+/// Sleeps and drains follow one another: see docs/kubernetes.md, "Leaving".
 #[test]
 fn the_application_outlives_its_agent_and_the_pod_both() -> Result<()> {
     for file in ["kubernetes/base/replicas.yaml", "istio/server-agent.yaml", "envoy-gateway/replicas.yaml"] {
@@ -105,7 +105,7 @@ fn the_application_outlives_its_agent_and_the_pod_both() -> Result<()> {
     Ok(())
 }
 
-/// What kube-proxy makes of a Service: a connection goes where the Service leads when it begins, and stays there.
+/// A Service as kube-proxy implements it: a connection goes to the target at the time it begins, and stays there.
 struct Service {
     addr: SocketAddr,
     target: Arc<Mutex<SocketAddr>>,
@@ -137,9 +137,9 @@ fn forward(mut from: TcpStream, mut to: &TcpStream) {
     let _ = to.shutdown(Shutdown::Both);
 }
 
-/// A rollout: `preStop` of the manifest, then SIGTERM, while clients go on.
+/// A rollout: `preStop` of the manifest, then SIGTERM, while clients continue.
 #[test]
-fn an_envoy_that_leaves_loses_no_request() -> Result<()> {
+fn an_envoy_that_shuts_down_loses_no_request() -> Result<()> {
     bed!();
     let pod =
         find(&documents("kubernetes/base/edge.yaml")?, "Deployment", "edge")["spec"]["template"]["spec"]
@@ -156,7 +156,7 @@ fn an_envoy_that_leaves_loses_no_request() -> Result<()> {
         .filter_map(Value::as_str)
         .collect();
     let [shell, "-c", script] = command[..] else { panic!("{command:?}") };
-    // The test bed starts Envoy with a shorter drain, and the script sleeps for less here.
+    // The test bed starts Envoy with a shorter drain, and the script sleeps for less time here.
     assert_eq!(arg("--drain-strategy="), "immediate");
     let seconds = arg("--drain-time-s=");
     assert!(script.contains(&format!("sleep {seconds}\n")), "{script}");
@@ -188,12 +188,12 @@ fn an_envoy_that_leaves_loses_no_request() -> Result<()> {
         .replace(&format!("sleep {seconds}"), "sleep 2");
     let mut stop = Command::new(shell).args(["-c", &script]).stdout(Stdio::piped()).spawn()?;
     std::thread::sleep(Duration::from_millis(500));
-    // Only now discovery forgets the pod.
+    // Discovery forgets the pod only now.
     *service.target.lock().expect("no panic") = staying.addr();
     assert!(stop.wait()?.success());
-    let mut told = String::new();
-    stop.stdout.take().context("its output")?.read_to_string(&mut told)?;
-    assert!(told.starts_with("HTTP/1.1 200") && told.contains("\nOK"), "{told}");
+    let mut printed = String::new();
+    stop.stdout.take().context("its output")?.read_to_string(&mut printed)?;
+    assert!(printed.starts_with("HTTP/1.1 200") && printed.contains("\nOK"), "{printed}");
     eventually("all connections are closed", Duration::from_secs(10), || {
         (leaving.stat("http.ingress.downstream_cx_active").ok()? == 0).then_some(())
     });
@@ -219,14 +219,14 @@ fn edge_memory() -> Result<String> {
 }
 
 #[test]
-fn the_envoy_is_the_static_one_but_for_discovery() -> Result<()> {
+fn the_envoy_is_the_static_one_except_for_discovery() -> Result<()> {
     let mut expected = documents("static/envoy.yaml")?.remove(0);
     let mut found = documents("kubernetes/base/envoy.yaml")?.remove(0);
     let ours = &mut found["static_resources"];
-    // Beside the static one's: the two paths of the admin.
+    // In addition to the static configuration: the two paths of the admin interface.
     assert_eq!(ours["listeners"].as_array_mut().and_then(Vec::pop).context("a listener")?["name"], "status");
     assert_eq!(ours["clusters"].as_array_mut().and_then(Vec::pop).context("a cluster")?["name"], "admin");
-    // As much as the pod's memory holds.
+    // The limit of the heap matches the pod's memory.
     assert_eq!(edge_memory()?, "512Mi");
     let monitors = &mut expected["overload_manager"]["resource_monitors"];
     monitors[0]["typed_config"]["max_heap_size_bytes"] = json!(320 << 20);
@@ -251,7 +251,7 @@ fn the_envoy_is_the_static_one_but_for_discovery() -> Result<()> {
 }
 
 #[test]
-fn pods_of_a_headless_service_are_found_steered_to_and_given_up() -> Result<()> {
+fn the_filter_follows_the_pods_of_a_headless_service() -> Result<()> {
     bed!();
     let root = documents("kubernetes/base/envoy.yaml")?.remove(0);
     headless::assert_followed(root, "replicas.prequal.svc.cluster.local", &[])

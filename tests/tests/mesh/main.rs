@@ -1,7 +1,7 @@
-//! What users copy for Istio, Envoy Gateway and Kubernetes: checked against the published schemas, put together as the control plane
-//! would do it, and run on a real Envoy.
+//! What users copy for Istio, Envoy Gateway and Kubernetes: checked against the published schemas, combined as the control
+//! plane would do it, and run on a real Envoy.
 //!
-//! One program, so that it links once; one module for each theme.
+//! All tests are in one program, so that it is linked only once, with one module for each theme.
 
 mod chart;
 mod envoy_gateway;

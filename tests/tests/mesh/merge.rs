@@ -1,14 +1,14 @@
-//! What Istio makes of EnvoyFilters, WasmPlugins and TrafficExtensions: as much of it as the shipped ones use, and no more. Anything else
-//! panics, so that no file passes by being passed over.
+//! Applies EnvoyFilters, WasmPlugins and TrafficExtensions as Istio does, but only the features that the shipped ones use.
+//! Anything else panics, so that no file passes by being ignored.
 //!
 //! The rules, as in Istio 1.29 (`pilot/pkg/networking/core/envoyfilter`, `pkg/proto/merge`):
 //!
-//! * EnvoyFilters apply in the order of `priority`, then of creation, which is here that of the list.
-//! * On HTTP filters all insertions come first, then all merges.
-//! * A merge appends to lists, goes into messages, and replaces everything else. Entries of a protobuf map are replaced
-//!   as a whole, in a cluster those of `typed_extension_protocol_options`.
+//! * EnvoyFilters apply in the order of `priority`, then of creation, which here is the order of the list.
+//! * For HTTP filters all insertions come first, then all merges.
+//! * A merge appends to lists, recurses into messages, and replaces everything else. Entries of a protobuf map are replaced
+//! as a whole; in a cluster these are the entries of `typed_extension_protocol_options`.
 //! * WasmPlugins are in the chain before any EnvoyFilter, in front of Istio's own filters. From 1.30 on TrafficExtensions
-//!   are there in the same way, and a WasmPlugin is turned into one (`pilot/pkg/model/extensions.go`).
+//! are there in the same way, and a WasmPlugin is turned into one (`pilot/pkg/model/extensions.go`).
 
 use serde_json::{Value, json};
 
@@ -16,8 +16,8 @@ use crate::proxy::{Listener, Proxy};
 
 const MANAGER: &str = "envoy.filters.network.http_connection_manager";
 
-/// Applies every EnvoyFilter, WasmPlugin and TrafficExtension among `documents` that selects `proxy`; other kinds are not
-/// Envoy's.
+/// Applies every EnvoyFilter, WasmPlugin and TrafficExtension among `documents` that selects `proxy`; other kinds do not
+/// affect Envoy.
 pub fn apply(proxy: &mut Proxy, documents: &[Value]) {
     for document in documents {
         let wasm = match document["kind"].as_str() {
@@ -52,7 +52,7 @@ pub fn apply(proxy: &mut Proxy, documents: &[Value]) {
     }
 }
 
-/// Whether a resource is for this proxy: of its namespace, with labels that it has.
+/// Whether a resource applies to this proxy: same namespace, and labels that the proxy has.
 fn selects(proxy: &Proxy, document: &Value, labels: &Value) -> bool {
     let labels = labels.as_object().expect("a selector: without one it would be for every proxy");
     document["metadata"]["namespace"] == proxy.namespace
@@ -75,7 +75,7 @@ fn http_filter(proxy: &mut Proxy, patch: &Value) {
             (Some("INSERT_FIRST"), _) => filters.insert(0, value.clone()),
             (Some("INSERT_BEFORE"), Some(place)) => filters.insert(place, value.clone()),
             (Some("MERGE"), Some(place)) => merge(&mut filters[place], &value),
-            // Istio passes over a patch whose neighbour is not there.
+            // Istio ignores a patch whose neighbour is missing.
             (Some("INSERT_BEFORE" | "MERGE"), None) => {}
             (other, _) => panic!("operation {other:?} is not modelled"),
         }
@@ -109,7 +109,7 @@ fn cluster(proxy: &mut Proxy, patch: &Value) {
     }
 }
 
-/// A protobuf merge, seen as JSON.
+/// A protobuf merge, in terms of JSON.
 fn merge(into: &mut Value, from: &Value) {
     match (into, from) {
         (Value::Object(into), Value::Object(from)) => {
@@ -122,7 +122,7 @@ fn merge(into: &mut Value, from: &Value) {
     }
 }
 
-/// The module comes by extension discovery, under a name of Istio's; the listener only names it.
+/// The module comes by extension discovery, under a name that Istio chooses; the listener only refers to it.
 fn extension(proxy: &mut Proxy, document: &Value, wasm: &Value) {
     let (spec, metadata) = (&document["spec"], &document["metadata"]);
     let mode = if proxy.context == "SIDECAR_INBOUND" { "SERVER" } else { "CLIENT" };

@@ -1,5 +1,5 @@
-//! `envoy-configs/plb/`: the DaemonSet is as published, and has what `plb.service` has. That these rights are enough, and
-//! none is too many, is tested where they are used (crates/plb-netlink/tests/host/rights.rs).
+//! `envoy-configs/plb/`: the DaemonSet matches the schema and has the rights of `plb.service`. That these rights are
+//! sufficient, and none is superfluous, is tested where they are used (crates/plb-netlink/tests/host/rights.rs).
 
 use anyhow::{Context as _, Result};
 use prequal_testbed::manifests::{documents, find};
@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 use crate::schemas::check;
 
 #[test]
-fn the_daemonset_is_as_published_and_has_the_rights_of_the_unit() -> Result<()> {
+fn the_daemonset_matches_the_schema_and_has_the_rights_of_the_unit() -> Result<()> {
     let objects = documents("plb/daemonset.yaml")?;
     for object in &objects {
         check(object)?;
     }
-    // A misspelt field would be dropped in silence by a cluster that does not validate, and this one is what reads pins.
+    // A cluster that does not validate would silently drop a misspelt field, and this one makes the pins readable.
     let mut misspelt = find(&objects, "DaemonSet", "plb");
     misspelt["spec"]["template"]["spec"]["hostPid"] = json!(true);
     assert!(format!("{:#}", check(&misspelt).expect_err("an unknown field")).contains("hostPid"));
@@ -25,7 +25,7 @@ fn the_daemonset_is_as_published_and_has_the_rights_of_the_unit() -> Result<()> 
     assert_eq!(set["metadata"]["namespace"], "plb");
     assert_eq!(set["spec"]["selector"]["matchLabels"], set["spec"]["template"]["metadata"]["labels"]);
     let pod = &set["spec"]["template"]["spec"];
-    // Without these it watches itself alone, or moves nothing.
+    // Without these it sees only itself, or moves nothing.
     assert_eq!((&pod["hostNetwork"], &pod["hostPID"]), (&json!(true), &json!(true)));
     let container = &pod["containers"][0];
     let security = &container["securityContext"];

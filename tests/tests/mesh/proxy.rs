@@ -1,5 +1,5 @@
-//! The configuration of a sidecar or gateway as Istio generates it, as far as ours meets it: names, filters, retries,
-//! what the clusters are like before a patch. Only addresses differ: ports are the system's.
+//! The configuration of a sidecar or gateway as Istio generates it, as far as Prequal's files touch it: names, filters,
+//! retries, clusters before a patch. Only addresses differ: the system chooses the ports.
 
 use std::net::SocketAddr;
 
@@ -21,7 +21,7 @@ pub const OTHER: &str = "outbound|8080||other.demo.svc.cluster.local";
 
 /// One HTTP listener.
 pub struct Listener {
-    /// The port that Istio's matches mean.
+    /// The port number that Istio's matches refer to.
     pub port: u32,
     value: Value,
 }
@@ -43,7 +43,7 @@ impl Listener {
         hosts.iter_mut().flat_map(|host| host["routes"].as_array_mut().expect("routes"))
     }
 
-    /// Lets a client say in a PROXY header where its connection was meant for, which elsewhere iptables tell.
+    /// Lets a client state the original destination of its connection in a PROXY header; elsewhere iptables provide it.
     pub fn restore_destination(&mut self) {
         let kind = "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol";
         self.value["listener_filters"] = json!([{
@@ -55,17 +55,17 @@ impl Listener {
 
 /// A proxy before it starts.
 pub struct Proxy {
-    /// The context of EnvoyFilters that meets it.
+    /// The context in which EnvoyFilters match it.
     pub context: &'static str,
-    /// Its pod's namespace.
+    /// The namespace of its pod.
     pub namespace: &'static str,
-    /// Its pod's labels.
+    /// The labels of its pod.
     pub labels: Value,
     /// Its HTTP listeners.
     pub listeners: Vec<Listener>,
     /// Its clusters.
     pub clusters: Vec<Value>,
-    /// Where its WasmPlugins find the module.
+    /// The path at which its WasmPlugins find the module.
     pub module: String,
     /// Files of extension discovery.
     extensions: TempDir,
@@ -85,7 +85,7 @@ impl std::ops::Deref for Running {
     }
 }
 
-/// The mesh's certificate, which here is everybody's.
+/// The mesh's certificate; here all proxies share one.
 pub struct Mesh {
     certificate: String,
     key: String,
@@ -97,7 +97,7 @@ impl Mesh {
         Ok(Self { certificate: made.cert.pem(), key: made.signing_key.serialize_pem() })
     }
 
-    /// What both sides of a connection have in common.
+    /// The settings that both sides of a connection share.
     fn context(&self, alpn: &[&str]) -> Value {
         json!({
             "alpn_protocols": alpn,
@@ -109,7 +109,7 @@ impl Mesh {
         })
     }
 
-    /// Lets `clusters`, with the Service's ports, connect as Istio's do to endpoints that have a sidecar.
+    /// Makes `clusters`, given with the Service's ports, connect as Istio's do to endpoints that have a sidecar.
     pub fn originate(&self, proxy: &mut Proxy, clusters: &[(&str, u32)]) {
         for (name, port) in clusters {
             let cluster = proxy.cluster(name);
@@ -137,7 +137,7 @@ impl Mesh {
         }
     }
 
-    /// Lets `proxy` take connections of the mesh's clients under Istio's names alone, as with `STRICT`.
+    /// Makes `proxy` accept connections only from the mesh's clients under Istio's names, as with `STRICT`.
     pub fn terminate(&self, proxy: &mut Proxy) {
         let listener = &mut proxy.listener().value;
         let inspector = "envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector";
@@ -163,7 +163,7 @@ impl Proxy {
         Self::new("SIDECAR_OUTBOUND", "demo", json!({"app": "client"}), listeners.into(), serving, probing)
     }
 
-    /// The default gateway, whose pod listens on another port than its Gateway names.
+    /// The default gateway, whose pod listens on a different port from the one in its Gateway.
     pub fn gateway(serving: &[SocketAddr], probing: &[SocketAddr]) -> Result<Self> {
         let mut routes = route_config(8080);
         routes["name"] = json!("http.8080");
@@ -230,7 +230,7 @@ impl Proxy {
         self.cluster(cluster)["load_assignment"]["endpoints"] = json!([{"lb_endpoints": endpoints(addrs)}]);
     }
 
-    /// What the Service's label `istio.io/persistent-session-header` does where istiod has it on.
+    /// Does what the Service's label `istio.io/persistent-session-header` does if istiod has the feature enabled.
     pub fn persistent_session(&mut self, header: &str) {
         const NAME: &str = "envoy.filters.http.stateful_session";
         let kind = |name: &str| {
@@ -253,7 +253,7 @@ impl Proxy {
         }});
     }
 
-    /// Puts `config` where extension discovery finds it as `name`; the source that does.
+    /// Stores `config` under `name` for extension discovery; returns the config source that finds it.
     pub fn discover_extension(&self, name: &str, mut config: Value) -> Value {
         let path = self.extensions.path().join(format!("{}.json", name.replace('/', "_")));
         let resource = json!({
@@ -266,7 +266,7 @@ impl Proxy {
         json!({"resource_api_version": "V3", "path_config_source": {"path": path}})
     }
 
-    /// Starts it with endpoint discovery, as Istio's proxies have it.
+    /// Starts the proxy with endpoint discovery, as Istio's proxies have it.
     pub fn start(self) -> Result<Running> {
         let eds: Vec<String> =
             self.clusters.iter().filter(|it| it["type"] == "STATIC").map(name_of).collect();
@@ -358,7 +358,7 @@ fn endpoints(addrs: &[SocketAddr]) -> Vec<Value> {
     addrs.iter().map(endpoint).collect()
 }
 
-/// A cluster as it is without a DestinationRule, speaking `protocol`.
+/// A cluster without a DestinationRule that uses `protocol`.
 fn cluster(name: &str, addrs: &[SocketAddr], protocol: &Value) -> Value {
     let mut cluster = json!({
         "name": name,

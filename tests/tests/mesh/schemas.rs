@@ -1,8 +1,8 @@
-//! The manifests against the published schemas: Istio's from its CRDs, Kubernetes' from the types that `k8s-openapi`
-//! generates from its OpenAPI document. A field that they do not know is an error, as a misspelt one is dropped in silence
-//! by a cluster that does not validate.
+//! Checks the manifests against the published schemas: Istio's from its CRDs, Kubernetes' from the types that `k8s-openapi`
+//! generates from its OpenAPI document. An unknown field is an error, because a cluster that does not validate would
+//! silently drop a misspelt one.
 //!
-//! Not seen here: values inside `patch.value` (free-form in the CRD; the other tests load them into Envoy) and the rules
+//! Not checked here: values inside `patch.value` (free-form in the CRD; the other tests load them into Envoy) and the rules
 //! in CEL.
 
 use std::path::PathBuf;
@@ -40,7 +40,7 @@ pub fn check(object: &Value) -> Result<()> {
     checked.with_context(|| format!("{kind} {name}"))
 }
 
-/// An object is as published if nothing is lost or added when it goes through its type.
+/// An object matches its schema if nothing is lost or added when it passes through its type.
 fn typed<T: DeserializeOwned + Serialize>(object: &Value) -> Result<()> {
     let known: T = serde_json::from_value(object.clone())?;
     let known = serde_json::to_value(known)?;
@@ -50,7 +50,7 @@ fn typed<T: DeserializeOwned + Serialize>(object: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Where `written` is not `known`, by path.
+/// The paths at which `written` differs from `known`.
 pub fn differences(path: &str, written: &Value, known: &Value, wrong: &mut Vec<String>) {
     match (written, known) {
         (Value::Object(written), Value::Object(known)) => {
@@ -95,7 +95,7 @@ fn custom(object: &Value, version: &str, kind: &str) -> Result<()> {
         .map(|error| format!("spec{}: {error}", error.instance_path()))
         .collect();
     ensure!(wrong.is_empty(), "{}", wrong.join("; "));
-    // The rest of the object is Kubernetes' own.
+    // The rest of the object is checked by Kubernetes' own rules.
     let mut rest = object.clone();
     rest.as_object_mut().context("an object")?.remove("spec");
     rest["apiVersion"] = json!("v1");
@@ -110,7 +110,7 @@ fn strict(schema: &mut Value) {
             if fields.get("x-kubernetes-int-or-string") == Some(&json!(true)) {
                 fields.remove("type");
             }
-            // Alternatives under `oneOf` name some properties only to say which exclude each other.
+            // Alternatives under `oneOf` list some properties only to say which of them exclude each other.
             if fields.get("type") == Some(&json!("object"))
                 && fields.contains_key("properties")
                 && fields.get("x-kubernetes-preserve-unknown-fields") != Some(&json!(true))
@@ -124,7 +124,7 @@ fn strict(schema: &mut Value) {
     }
 }
 
-/// Every YAML file below `envoy-configs/<folder>` that holds objects of a cluster.
+/// Every YAML file below `envoy-configs/<folder>` that contains objects of a cluster.
 fn files(folder: &str) -> Result<Vec<String>> {
     let mut found = Vec::new();
     let mut folders: Vec<PathBuf> = vec![workspace_root().join("envoy-configs").join(folder)];
@@ -145,7 +145,7 @@ fn files(folder: &str) -> Result<Vec<String>> {
 }
 
 #[test]
-fn every_object_for_istio_is_as_published() -> Result<()> {
+fn every_object_for_istio_matches_the_schema() -> Result<()> {
     let files = files("istio")?;
     assert!(files.len() >= 6, "{files:?}");
     for file in files {
@@ -157,7 +157,7 @@ fn every_object_for_istio_is_as_published() -> Result<()> {
 }
 
 #[test]
-fn what_is_wrong_in_an_object_is_reported() -> Result<()> {
+fn mistakes_in_an_object_are_reported() -> Result<()> {
     let istio = documents("istio/client-sidecar.yaml")?;
     let server = documents("istio/server-agent.yaml")?;
     let plugin = find(&istio, "WasmPlugin", "prequal");

@@ -1,4 +1,5 @@
-//! Mistakes that operators make in a mesh: what they cost, and how they show. `docs/istio.md` lists each with its cure.
+//! Mistakes that operators make in a mesh: their effects, and how to recognise them. `docs/istio.md` lists each with its
+//! remedy.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -35,7 +36,7 @@ fn settings_that_name_another_cluster_leave_the_traffic_to_envoy() -> Result<()>
     apply(&mut proxy, &files);
     proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
     let envoy = proxy.start()?;
-    // Until it knows better the filter takes the only cluster of its settings for the one that is asked.
+    // At first the filter assumes that the only cluster of its settings is the one that is requested.
     ask(&envoy, 20, || get(HOST));
     pods.clear();
     let before = envoy.prequal(wrong)?;
@@ -61,9 +62,9 @@ fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Resul
     Ok(())
 }
 
-/// The filter tells clusters apart by which replicas answer, and here the same do.
+/// The filter distinguishes clusters by which replicas answer, and here the same replicas do.
 #[test]
-fn a_second_service_over_the_same_pods_is_taken_for_the_configured_one() -> Result<()> {
+fn a_second_service_with_the_same_pods_is_mistaken_for_the_configured_one() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
     let mut proxy = pods.sidecar()?;
@@ -78,14 +79,14 @@ fn a_second_service_over_the_same_pods_is_taken_for_the_configured_one() -> Resu
     Ok(())
 }
 
-/// What `simple: PASSTHROUGH` makes of a cluster.
+/// Changes a cluster as `simple: PASSTHROUGH` does.
 fn pass_through(cluster: &mut Value) {
     cluster["type"] = json!("ORIGINAL_DST");
     cluster["lb_policy"] = json!("CLUSTER_PROVIDED");
     cluster.as_object_mut().expect("an object").remove("load_assignment");
 }
 
-/// The status of one request whose connection was meant for `to`, as iptables would tell; its sender wants `wish`.
+/// The status of one request whose connection was meant for `to`, as iptables would report; its sender wants `wish`.
 fn request_to(envoy: &Running, to: SocketAddr, wish: SocketAddr) -> Result<String> {
     let mut stream = TcpStream::connect(envoy.addr())?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -113,10 +114,10 @@ fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_
         apply(&mut proxy, &client_files()?);
         Ok(proxy)
     };
-    // How it shows: the cluster's update is refused, which here is the whole configuration.
+    // How it shows: the cluster's update is refused, which here means the whole configuration.
     let error = passing()?.start().err().map(|error| format!("{error:#}")).unwrap_or_default();
     assert!(error.contains(PROBING) || error.contains("ORIGINAL_DST"), "{error}");
-    // With the update refused the cluster is not there.
+    // With the update refused, the cluster does not exist.
     let mut proxy = passing()?;
     proxy.clusters.retain(|cluster| cluster["name"] != PROBING);
     proxy.listener().restore_destination();
@@ -125,7 +126,7 @@ fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_
     for _ in 0..20 {
         assert_eq!(request_to(&envoy, first, slow)?, "HTTP/1.1 200 OK");
     }
-    assert_eq!(pods.served(), [20, 0, 0, 0], "each where its connection was meant for");
+    assert_eq!(pods.served(), [20, 0, 0, 0], "each request went to its connection's original destination");
     assert!(envoy.prequal(SERVING)?.probes("undispatched") > 0);
     Ok(())
 }
@@ -149,7 +150,7 @@ fn without_the_front_strip_only_the_module_keeps_clients_from_choosing() -> Resu
         "how it shows: load on every reply"
     );
     drop(envoy);
-    // Wherever the module is not (another port, a failed start with FAIL_OPEN), the client has its wish.
+    // Where the module is missing (another port, a failed start with FAIL_OPEN), the client's choice takes effect.
     files.retain(|document| document["kind"] != "WasmPlugin");
     let mut proxy = pods.sidecar()?;
     apply(&mut proxy, &files);
@@ -174,7 +175,7 @@ fn without_the_upstream_strip_the_agent_still_keeps_the_choice_from_the_applicat
     let before = envoy.prequal(SERVING)?;
     pods.clear();
     ask(&envoy, 20, || get(HOST));
-    assert_eq!(envoy.prequal(SERVING)?.steered() - before.steered(), 20, "it steers all the same");
+    assert_eq!(envoy.prequal(SERVING)?.steered() - before.steered(), 20, "it still steers");
     pods.assert_saw_nothing_of_ours();
     Ok(())
 }
@@ -184,7 +185,7 @@ fn crash(envoy: &Running) -> Result<http::StatusCode> {
 }
 
 #[test]
-fn fail_close_is_forever_and_fail_reload_a_second() -> Result<()> {
+fn fail_close_is_permanent_and_fail_reload_takes_a_second() -> Result<()> {
     let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
     bed!(std::slice::from_ref(&module));
     let pods = Pods::start()?;
@@ -200,7 +201,7 @@ fn fail_close_is_forever_and_fail_reload_a_second() -> Result<()> {
     let mut files = client_files()?;
     let envoy = start(&files)?;
     let steered = envoy.prequal(SERVING)?.steered();
-    // The back-off is Envoy's second, as a WasmPlugin cannot set it.
+    // The back-off is Envoy's default of one second, because a WasmPlugin cannot set it.
     eventually("the filter is back", Duration::from_secs(5), || {
         let answered = envoy.client().send(get(HOST)).is_ok_and(|reply| reply.status == 200);
         (answered && envoy.prequal(SERVING).ok()?.steered() > steered).then_some(())
@@ -234,7 +235,7 @@ fn every_shipped_module_restarts_after_a_crash() -> Result<()> {
 
 /// Asserts that `proxy`, whose shim comes before the module, serves every request and steers none.
 fn assert_chooses_in_vain(mut proxy: Proxy, pods: &Pods) -> Result<()> {
-    // In turn: what is not steered goes to each alike.
+    // In rotation, so that requests that are not steered are spread evenly.
     proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
     let envoy = proxy.start()?;
     let client = envoy.client();
@@ -254,13 +255,13 @@ fn assert_chooses_in_vain(mut proxy: Proxy, pods: &Pods) -> Result<()> {
 }
 
 #[test]
-fn a_module_behind_the_shim_chooses_in_vain() -> Result<()> {
+fn a_module_behind_the_shim_has_no_effect() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
     let mut files = client_files()?;
     files.retain(|document| document["kind"] != "WasmPlugin");
     files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
-    // Without priorities the creation decides.
+    // Without priorities the order of creation decides.
     for file in files.iter_mut().filter(|file| file["kind"] == "EnvoyFilter") {
         file["spec"].as_object_mut().expect("a spec").remove("priority");
     }
@@ -273,7 +274,7 @@ fn a_module_behind_the_shim_chooses_in_vain() -> Result<()> {
 }
 
 #[test]
-fn with_istios_own_shim_an_inserted_module_comes_too_late() -> Result<()> {
+fn with_istios_own_shim_an_inserted_module_runs_too_late() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
     let mut files = crate::istio::way_b()?;

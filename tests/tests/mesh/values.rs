@@ -1,5 +1,5 @@
-//! The values of the chart `charts/prequal`: whatever they are, its objects are as published and fit together; wrong and
-//! missing ones are named; docs/kubernetes.md has them all.
+//! The values of the chart `charts/prequal`: with any values its objects match the schema and fit together; wrong and
+//! missing values are named; docs/kubernetes.md lists all values.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -14,7 +14,7 @@ use crate::helm::{Helm, NEEDED, agent, arguments, chart, filter_settings, text};
 use crate::kubernetes::assert_restricted;
 use crate::schemas::check;
 
-/// Values with what has no default, and the client's idea of the cluster's version.
+/// Values (in addition to those without a default), and flags with the client's assumption about the cluster's version.
 const MATRIX: &[(&[&str], &[&str])] = &[
     (&[], &["--kube-version=1.28.0"]),
     (
@@ -91,8 +91,8 @@ const MATRIX: &[(&[&str], &[&str])] = &[
 ];
 
 #[test]
-fn every_object_is_as_published_whatever_the_values() -> Result<()> {
-    let Some(helm) = Helm::find("every_object_is_as_published_whatever_the_values")? else { return Ok(()) };
+fn with_any_values_every_object_matches_the_schema() -> Result<()> {
+    let Some(helm) = Helm::find("with_any_values_every_object_matches_the_schema")? else { return Ok(()) };
     for (values, flags) in MATRIX {
         let objects = helm.objects(&chart(), &[&NEEDED, *values].concat(), flags)?;
         (|| {
@@ -116,7 +116,7 @@ fn every_object_is_as_published_whatever_the_values() -> Result<()> {
     Ok(())
 }
 
-/// A Deployment's selector matches its pods, and that of everything else those of a Deployment, or the user's.
+/// A Deployment's selector matches its own pods; every other selector matches those of a Deployment or the user's.
 fn selectors_match(objects: &[Value]) -> Result<()> {
     let labels = |value: &Value| -> BTreeSet<(String, String)> {
         let labels = value.as_object().into_iter().flatten();
@@ -143,7 +143,7 @@ fn selectors_match(objects: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// The real agent takes its flags, and its ports and the pod's times fit together.
+/// The real agent accepts its flags, and its ports and the pod's times fit together.
 fn agent_accepts(objects: &[Value]) -> Result<()> {
     let replicas = objects.iter().find(|object| {
         object["kind"] == "Deployment" && text(object, "/metadata/name").ends_with("-replicas")
@@ -154,7 +154,7 @@ fn agent_accepts(objects: &[Value]) -> Result<()> {
     ensure!(native == (container["restartPolicy"] == "Always"), "{container:#}");
     let program = dist_dir().join("probe-agent");
     if program.is_file() {
-        // Flags are judged in order: help comes only if all before it are right.
+        // Flags are parsed in order: help is printed only if everything before it is valid.
         let output = Command::new(program).args(arguments(container)).arg("--help").output()?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
@@ -174,7 +174,7 @@ fn agent_accepts(objects: &[Value]) -> Result<()> {
     let milliseconds = |flag: &str| Ok::<u64, anyhow::Error>(value(flag)?.parse()?);
     let drain = milliseconds("--drain-delay-ms")? + milliseconds("--drain-timeout-ms")?;
     let stop = &pod["containers"][0]["lifecycle"]["preStop"];
-    // Before Kubernetes 1.30 by the program.
+    // Before Kubernetes 1.30 a program sleeps.
     let sleep = match stop["sleep"]["seconds"].as_u64() {
         Some(seconds) => seconds,
         None => stop["exec"]["command"][1].as_str().context("a sleep")?.parse()?,
@@ -184,9 +184,9 @@ fn agent_accepts(objects: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Each case: values beside the needed ones, flags, and what the message has to say.
+/// Each case: values in addition to the required ones, flags, and what the message must say.
 const WRONG: &[(&[&str], &[&str], &[&str])] = &[
-    // All that a schema finds, at once.
+    // All errors that a schema finds, at once.
     (
         &[
             "registry=https://x",
@@ -217,7 +217,7 @@ const WRONG: &[(&[&str], &[&str], &[&str])] = &[
             "/networkPolicy/monitoringNamespace",
         ],
     ),
-    // All that is missing, at once.
+    // All missing values, at once.
     (&["registry=", "replicas.app.image="], &[], &["registry is missing", "replicas.app.image is missing"]),
     (
         &[
@@ -295,7 +295,7 @@ fn wrong_and_missing_values_are_named() -> Result<()> {
     Ok(())
 }
 
-/// docs/kubernetes.md has a row for every value, and for no other.
+/// docs/kubernetes.md has a row for every value and no other rows.
 #[test]
 fn the_values_in_the_table_are_the_charts() -> Result<()> {
     let text = std::fs::read_to_string(chart().join("values.yaml"))?;

@@ -1,4 +1,4 @@
-//! A real fleet behind a real Envoy, scraped by a real Prometheus while one thing after another breaks.
+//! A real fleet behind a real Envoy, scraped by a real Prometheus while things break one by one.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -17,16 +17,16 @@ use crate::shipped::{self, Query, Rule};
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
 
-/// Replicas: few enough for two cores, enough that four sick ones are no panic.
+/// Number of replicas: few enough for two cores, and enough that four unhealthy ones do not cause panic.
 const REPLICAS: usize = 10;
 
-/// How long anything may take to show.
+/// Maximum time until anything shows.
 const LIMIT: Duration = Duration::from_secs(25);
 
-/// Queries of the dashboard that are rightly empty while all is well.
+/// Queries of the dashboard that are correctly empty while everything is healthy.
 const EMPTY_WHEN_WELL: [&str; 1] = ["Alerts A"];
 
-/// The alerts that must be raised while more and more is broken, one list a step. Every alert is in one of them.
+/// The alerts that must be raised as more and more breaks, one list per step. Every alert is in one of them.
 const SICK: &[&str] = &[
     "PrequalReplicaShareLow",
     "PrequalReplicaShareHigh",
@@ -76,7 +76,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
         .filter_settings(|settings| {
             let cluster = &mut settings["clusters"][0];
             cluster["route_modes"] = json!({"ask": "sync"});
-            // Two busy cores answer late at times, and that is not what this is about.
+            // Two busy cores are sometimes late to answer, which is not the subject of this test.
             cluster["probe_timeout_ms"] = json!(500);
             cluster["sync_deadline_ms"] = json!(100);
         })
@@ -95,14 +95,14 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
 
     bed.all_is_well()?;
     let mut exposed = exposed(&envoy, &fleet, &secure)?;
-    // The label of `build_info` is another in each release.
+    // The label of `build_info` differs in each release.
     exposed.remove("prequal_agent_build_info");
     assert_eq!(documented, exposed, "docs/operations.md, and what is exposed");
 
     fleet[0].backend.set(Reply::ok().delay(MS(300)));
     fleet[1].backend.set(Reply::ok().body(Body::Hang));
     certificate.renew(3)?;
-    // Of a client that knows nothing of load.
+    // Requests of a client that ignores load.
     let direct = Traffic::hang(&fleet[1].agent);
     fleet[2].backend.set(Reply::status(503));
     fleet[3].agent.kill();
@@ -121,7 +121,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     bed.shows(&bed.only(&EMPTY_WHEN_WELL)?)?;
     drop(direct);
 
-    // Without the one that everybody wants.
+    // Remove the replica that every request prefers.
     envoy.set_endpoints("replicas", &addrs[6..])?;
     bed.raises("Envoy serves from fewer than it probes", SERVED_BY_FEWER)?;
     envoy.set_endpoints("replicas", &addrs)?;
@@ -152,7 +152,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     bed.no_rule_failed()
 }
 
-/// Prometheus with the shipped configuration: its own targets and short intervals are all that differs.
+/// Prometheus with the shipped configuration, except for its targets and shorter intervals.
 fn scraping(envoy: &Envoy, fleet: &Fleet, secure: &Agent) -> Result<Prometheus> {
     let mut config = shipped::yaml("prometheus.yml")?;
     config["global"] = json!({
@@ -174,7 +174,7 @@ fn scraping(envoy: &Envoy, fleet: &Fleet, secure: &Agent) -> Result<Prometheus> 
     Prometheus::start(&config, &shipped::rules_text()?)
 }
 
-/// What Envoy and agents say of themselves, unfiltered.
+/// The metrics that Envoy and agents expose, unfiltered.
 fn exposed(envoy: &Envoy, fleet: &Fleet, secure: &Agent) -> Result<Metrics> {
     let mut pages = vec![envoy.admin_get("/stats/prometheus")?, http_get(secure.admin(), "/metrics")?];
     for replica in fleet.iter() {
@@ -187,7 +187,7 @@ fn exposed(envoy: &Envoy, fleet: &Fleet, secure: &Agent) -> Result<Metrics> {
     Ok(all)
 }
 
-/// The certificate and key of an agent that has a cluster to itself.
+/// The certificate and key of an agent that has its own cluster.
 struct Certificate {
     dir: tempfile::TempDir,
 }
@@ -199,7 +199,7 @@ impl Certificate {
         Ok(certificate)
     }
 
-    /// The agent reads the new files by itself.
+    /// Replaces the files; the agent reads the new ones by itself.
     fn renew(&self, days: u64) -> Result<()> {
         let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()])?;
         let until = SystemTime::now() + Duration::from_secs(days * 86_400);
@@ -251,7 +251,7 @@ impl Bed {
             if raised.is_empty() {
                 return Ok(());
             }
-            assert!(start.elapsed() < LIMIT, "raised although all is well: {raised:#?}");
+            assert!(start.elapsed() < LIMIT, "raised although everything is healthy: {raised:#?}");
             std::thread::sleep(MS(100));
         }
     }
@@ -315,7 +315,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Prometheus has evaluated every rule over and over, through all that happened: none may be in error.
+    /// Prometheus has evaluated every rule repeatedly during the whole test: none may be in error.
     fn no_rule_failed(&self) -> Result<()> {
         let groups = self.prometheus.api("rules")?;
         let groups = groups["groups"].as_array().context("no groups")?;
@@ -333,11 +333,11 @@ fn is_number(sample: &Value) -> bool {
     sample["value"][1].as_str().and_then(|text| text.parse::<f64>().ok()).is_some_and(f64::is_finite)
 }
 
-/// Requests that go on until this is dropped.
+/// Requests that continue until this is dropped.
 struct Traffic(Vec<AbortHandle>);
 
 impl Traffic {
-    /// Eight callers, some of whose requests ask before they go.
+    /// Eight callers, some of whose requests first wait for probes (synchronous mode).
     fn start(envoy: &Envoy) -> Self {
         let client = envoy.client();
         let caller = |first: usize| {
@@ -353,7 +353,7 @@ impl Traffic {
         Self((0..8).map(|first| handle().spawn(caller(first)).abort_handle()).collect())
     }
 
-    /// A dozen requests to one replica that nobody gives up.
+    /// A dozen requests to one replica that are never aborted.
     fn hang(agent: &Agent) -> Self {
         let client = Client::new(agent.addr());
         let request = || {

@@ -1,5 +1,5 @@
-//! Dashboard, rules, scrape configurations and docs/operations.md, as shipped: `promtool` accepts them, and on a live
-//! fleet every query answers and every alert can fire.
+//! Dashboard, rules, scrape configurations and docs/operations.md, as shipped: `promtool` accepts them, and on a live fleet
+//! every query returns data and every alert can fire.
 
 mod live;
 mod operations;
@@ -15,7 +15,7 @@ use prequal_testbed::manifests::{documents, find};
 use prequal_testbed::{Prometheus, eventually, missing_prometheus, prometheus_tool};
 use serde_json::{Value, json};
 
-/// Whether this machine has Prometheus; if not, `test` is noted as skipped.
+/// Whether this machine has Prometheus; if not, `test` is recorded as skipped.
 fn prometheus_is_here(test: &str) -> bool {
     let missing = missing_prometheus();
     if let Some(why) = &missing {
@@ -64,18 +64,18 @@ fn every_alert_says_what_it_means_and_is_tested() -> Result<()> {
     }
     let alerts: BTreeSet<_> = rules.iter().filter_map(|rule| rule.alert.clone()).collect();
     let stale = headings.iter().find(|heading| heading.starts_with("Prequal") && !alerts.contains(*heading));
-    assert_eq!(stale, None, "docs/operations.md has a heading for an alert that is not there");
+    assert_eq!(stale, None, "docs/operations.md has a heading for an alert that does not exist");
     Ok(())
 }
 
-/// Kubernetes' own discovery is not in Debian's Prometheus: what it finds is written down instead, and the shipped
-/// relabelling runs on it.
+/// Debian's Prometheus lacks Kubernetes discovery, so the test writes down what it would find and runs the shipped
+/// relabelling on that.
 #[test]
 fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
     if !prometheus_is_here("pods_become_the_targets_that_the_rules_expect") {
         return Ok(());
     }
-    // As Kubernetes' discovery names the annotations of the shipped pods.
+    // The labels that Kubernetes discovery makes of the shipped pods' annotations.
     let pod = |name: &str, phase: &str, file: &str, deployment: &str| -> Result<Value> {
         let mut labels = json!({
             "__meta_kubernetes_namespace": "shop",

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::{Context as _, Result, bail};
 use prequal_testbed::workspace_root;
 
-/// Metrics by name, each with the values of its labels as `key=value`.
+/// Metrics by name, each with its label values as `key=value`.
 pub type Metrics = BTreeMap<String, BTreeSet<String>>;
 
 const HEADER: &str = "| metric | label | meaning |";
 
-/// Labels that say where a metric comes from, and buckets.
+/// Labels that identify a metric's origin, and buckets.
 const NOT_LISTED: [&str; 2] = ["cluster", "le"];
 
 /// The metrics that the tables under [`HEADER`] name: rows `` | `name` | `key`: `value`, `value` | meaning | ``.
@@ -44,7 +44,7 @@ pub fn headings() -> Result<BTreeSet<String>> {
         .collect())
 }
 
-/// The metrics of ours on a page in Prometheus' text format.
+/// Prequal's metrics on a page in Prometheus' text format.
 pub fn exposed(page: &str) -> Metrics {
     let of_type = |line: &str| {
         let (name, kind) = line.strip_prefix("# TYPE ")?.split_once(' ')?;

@@ -1,11 +1,11 @@
-//! What docs/operations.md says of rolling out.
+//! The statements of docs/operations.md about rolling out.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request, SHIM_NAME, eventually, ready};
 
-/// Shadow: all is learned and nothing steered.
+/// Shadow mode: everything is learned and nothing is steered.
 #[test]
 fn without_the_shim_the_filter_learns_and_envoy_decides() -> Result<()> {
     if !ready(&[]) {

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use prequal_testbed::workspace_root;
 use serde_json::Value;
 
-/// The window of rates in the tests. Rules have `[5m]`, the dashboard Grafana's variables.
+/// The window of rates in the tests. The rules use `[5m]`, the dashboard uses Grafana's variables.
 pub const WINDOW: &str = "3s";
 
 /// A rule of prequal-alerts.yaml.
@@ -23,7 +23,7 @@ pub struct Rule {
 /// A query of the dashboard.
 #[derive(Clone, Debug)]
 pub struct Query {
-    /// Title of the panel, and which of its queries.
+    /// Title of the panel, and the name of the query in it.
     pub name: String,
     /// The expression, with every variable replaced.
     pub expr: String,
@@ -81,7 +81,7 @@ pub fn queries(dashboard: &Value) -> Result<Vec<Query>> {
     Ok(found)
 }
 
-/// `query` as Grafana would send it with every variable at "All".
+/// `query` as Grafana would send it with every variable set to "All".
 pub fn replaced(query: &str) -> Result<String> {
     let query = query
         .replace("$__rate_interval", WINDOW)

@@ -1,4 +1,4 @@
-//! A backend's process, seen from its parent: orders, counts, signals.
+//! A backend's process as its parent uses it: orders, counts, signals.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::SocketAddr;
@@ -33,7 +33,7 @@ impl Process {
         let lines = BufReader::new(child.stdout.take().context("stdout is piped")?).lines();
         let (answered, answers) = sync_channel(16);
         std::thread::spawn(move || {
-            // Until the backend ends, or this value.
+            // Runs until the backend ends or this value is dropped.
             for line in lines.map_while(Result::ok) {
                 if answered.send(line).is_err() {
                     return;
@@ -49,7 +49,7 @@ impl Process {
         self.answers.recv_timeout(PATIENCE).context("a backend does not answer")
     }
 
-    /// From now on it behaves so.
+    /// Orders a behaviour, effective immediately.
     pub(super) fn order(&mut self, mode: Mode) -> Result<()> {
         writeln!(self.orders, "{mode}")?;
         ensure!(self.answer()? == "ok", "the backend did not understand");
@@ -68,7 +68,7 @@ impl Process {
         self::signal(self.child.id(), signal);
     }
 
-    /// Sends SIGKILL and waits for the end.
+    /// Sends SIGKILL and waits for the process to end.
     pub(super) fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -1,6 +1,6 @@
-//! The Envoy before the replicas, with what it takes to change it while it runs: its listener, its endpoints, its process.
+//! The Envoy before the replicas, and changes to it while it runs: its listener, its endpoints, its process.
 //!
-//! The configuration is the shipped one but for where listener and endpoints come from: files, which can change.
+//! The configuration is the shipped one, except that listener and endpoints come from files, which can change.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -17,10 +17,10 @@ pub(crate) const PROBE_CLUSTER: &str = "replicas-agent";
 
 /// The port of the shipped listener.
 const PORT: u16 = 10_000;
-/// Workers: as many as the machine that the goals are for has cores.
+/// Number of workers: the number of cores of the machine for which the goals are set.
 const WORKERS: u32 = 2;
 
-/// Envoy, and those before it that drain.
+/// The current Envoy, and earlier ones that are draining.
 pub(crate) struct Edge {
     envoy: Envoy,
     config: EnvoyConfig,
@@ -39,7 +39,7 @@ impl Edge {
         Ok(Self { envoy, config, addrs: addrs.to_vec(), updates: 0 })
     }
 
-    /// Where users' requests go.
+    /// The address for users' requests.
     pub(crate) fn addr(&self) -> SocketAddr {
         self.envoy.addr()
     }
@@ -48,7 +48,7 @@ impl Edge {
         self.envoy.pid()
     }
 
-    /// Replicas that the filter knows.
+    /// Number of replicas that the filter knows.
     pub(super) fn members(&self) -> Result<u64> {
         Ok(self.envoy.prequal(CLUSTER)?.other("prequal_members"))
     }
@@ -65,7 +65,7 @@ impl Edge {
         self.envoy.set_endpoints(cluster, &kept)
     }
 
-    /// Replaces the listener by one that differs, with `module` as its filter.
+    /// Replaces the listener by a different one, with `module` as its filter.
     pub(crate) fn update_listener(&mut self, module: &Path) -> Result<()> {
         self.updates += 1;
         let number = self.updates;
@@ -77,14 +77,14 @@ impl Edge {
         Ok(())
     }
 
-    /// Another process takes over; returns when the old one has ended.
+    /// Starts another process that takes over; returns when the old one has ended.
     pub(super) fn hot_restart(&mut self) -> Result<()> {
         let new = self.envoy.hot_restart(self.config.clone())?;
         let mut old = std::mem::replace(&mut self.envoy, new);
         old.wait_for_end(Duration::from_secs(PARENT_SHUTDOWN_S + 10))
     }
 
-    /// What Envoy and the filter count of failures, for the explanation of a miss.
+    /// The failure counts of Envoy and the filter, to explain a miss.
     pub(super) fn evidence(&self) -> Vec<String> {
         const PARTS: [&str; 7] = ["reset", "retry", "fail", "timeout", "destroy", "_5xx", "overflow"];
         let telling = |name: &str| {
@@ -102,7 +102,7 @@ impl Edge {
         }
     }
 
-    /// Gauges that are not zero, and counters that do not agree.
+    /// Gauges that are not zero, and counters that disagree.
     pub(super) fn unbalanced(&self, ejected: bool) -> Result<Vec<String>> {
         let mut found = Vec::new();
         let stats = self.envoy.stats()?;

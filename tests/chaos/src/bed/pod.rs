@@ -1,5 +1,5 @@
-//! One replica: a backend and the agent before it, each of which can be killed, hung and started again at its address.
-//! What is so already stays so: faults that meet do not undo each other's order.
+//! One replica: a backend and the agent before it. Each can be killed, hung and restarted at its address. Orders are
+//! idempotent, so that overlapping faults do not undo each other.
 
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,7 +12,7 @@ use super::backend::{Process, signal};
 use crate::backend::Mode;
 use crate::harm::Harm;
 
-/// Below the range from which the system takes ports for connections, so that a port of the dead stays free.
+/// Below the range from which the system takes ports for connections, so that the port of a dead agent stays free.
 const AGENT_PORTS: u16 = 8101;
 const BACKEND_PORTS: u16 = 9101;
 
@@ -21,14 +21,14 @@ pub(crate) struct Pod {
     pub(crate) number: usize,
     agent: Mutex<Option<Agent>>,
     backend: Mutex<Backend>,
-    /// In the agent's place.
+    /// A process that replaces the agent and lies.
     liar: Mutex<Option<Process>>,
 }
 
 #[derive(Default)]
 struct Backend {
     process: Option<Process>,
-    /// Broken on purpose by processes that have ended.
+    /// Requests broken on purpose by backend processes that have ended.
     broken: u64,
 }
 
@@ -40,7 +40,7 @@ impl Pod {
         Ok(pod)
     }
 
-    /// Where Envoy finds the replica.
+    /// The address at which Envoy finds the replica.
     pub(crate) fn addr(&self) -> SocketAddr {
         ([127, 0, 0, 1], AGENT_PORTS + self.number as u16).into()
     }
@@ -53,7 +53,7 @@ impl Pod {
         lock(&self.agent)
     }
 
-    /// Starts the agent, with further arguments, if there is none.
+    /// Starts the agent with extra arguments, unless it is running.
     pub(crate) fn start_agent(&self, args: &[String]) -> Result<()> {
         let mut agent = self.agent();
         if agent.is_none() {
@@ -82,7 +82,7 @@ impl Pod {
         Ok(())
     }
 
-    /// Puts a liar in the place of the agent, which has ended.
+    /// Starts a lying process in place of the agent, which must have ended.
     pub(crate) fn start_liar(&self, mode: Mode) -> Result<()> {
         let mut process = Process::start(self.number, self.addr())?;
         process.order(mode)?;
@@ -90,26 +90,26 @@ impl Pod {
         Ok(())
     }
 
-    /// Kills the liar.
+    /// Kills the lying process.
     pub(crate) fn end_liar(&self, harm: &Harm) {
         if let Some(mut liar) = lock(&self.liar).take() {
             harm.note(Some(self.number), || liar.kill());
         }
     }
 
-    /// Its process, if there is one.
+    /// Process id of the agent, if it is running.
     pub(crate) fn agent_pid(&self) -> Option<u32> {
         self.agent().as_ref().map(Agent::pid)
     }
 
-    /// Sends the agent a signal, if there is one.
+    /// Sends the agent a signal, if it is running.
     pub(crate) fn signal_agent(&self, number: i32) {
         if let Some(pid) = self.agent_pid() {
             signal(pid, number);
         }
     }
 
-    /// Starts the backend if there is none.
+    /// Starts the backend, unless it is running.
     pub(crate) fn start_backend(&self) -> Result<()> {
         let mut backend = lock(&self.backend);
         if backend.process.is_none() {
@@ -126,20 +126,20 @@ impl Pod {
         }
     }
 
-    /// Sends the backend a signal, if there is one.
+    /// Sends the backend a signal, if it is running.
     pub(crate) fn signal_backend(&self, number: i32) {
         if let Some(process) = &lock(&self.backend).process {
             process.signal(number);
         }
     }
 
-    /// From now on the backend behaves so, if there is one.
+    /// Orders a behaviour of the backend, if it is running.
     pub(crate) fn order(&self, mode: Mode) -> Result<()> {
         let mut backend = lock(&self.backend);
         let backend = &mut *backend;
         let Some(process) = &mut backend.process else { return Ok(()) };
         if mode == Mode::Well {
-            // A kill later loses no count.
+            // Record the count now, so that a later kill does not lose it.
             backend.broken = backend.broken.max(process.counts()?.1);
         }
         process.order(mode)
@@ -155,7 +155,7 @@ impl Pod {
         Ok(backend.broken)
     }
 
-    /// What the agent counts of failures, for the explanation of a miss.
+    /// The agent's failure counts, to explain a miss.
     pub(super) fn evidence(&self) -> Vec<String> {
         let Some(Ok(metrics)) = self.agent().as_ref().map(Agent::metrics) else { return Vec::new() };
         let failures = metrics.into_iter().filter(|(name, value)| {
@@ -169,7 +169,7 @@ impl Pod {
     pub(super) fn unbalanced(&self) -> Result<Vec<String>> {
         let mut found = Vec::new();
         match &*self.agent() {
-            // One that is hung, or dead, for good is a fault that did not end.
+            // A process that stays hung or dead means that a fault did not end.
             None => found.push(format!("agent {} does not run", self.number)),
             Some(agent) => match agent.rif() {
                 Ok(0) => {}

@@ -90,7 +90,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
 ];
 
-/// More than what an agent is given to drain by default.
+/// Longer than the default drain of an agent.
 const DRAIN: Duration = Duration::from_secs(40);
 
 fn start_agents(site: &Site) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Backends that die, hang and misbehave behind agents that live.
+//! Backends that die, hang and misbehave behind agents that keep running.
 
 use std::time::Duration;
 
@@ -60,7 +60,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "backend-mute",
-        what: "a backend says nothing on new connections for 700 ms each: no SETTINGS, as a server that starts",
+        what: "a backend sends nothing on new connections for 700 ms: no SETTINGS, like a server that is starting",
         scope: Scope::Replicas,
         hold: HOLD,
         goal: Goal::within(5),
@@ -112,7 +112,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "backend-empty-frames",
         what: "a backend sends an empty DATA frame after each gRPC message for 15 s",
         scope: Scope::Replicas,
-        // Until a connection has carried a few hundred.
+        // Long enough for a connection to carry a few hundred of these frames.
         hold: Duration::from_secs(15),
         goal: Goal::within(5),
         begin: |site| order(site, Mode::EmptyFrames),

@@ -1,4 +1,4 @@
-//! What happens to Envoy: its process, its listener, its filter, its endpoints.
+//! Faults of Envoy: its process, its listener, its filter, its endpoints.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use prequal_testbed::{Client, Request, wasm_module};
 use crate::bed::{CLUSTER, PROBE_CLUSTER, crashing_module};
 use crate::fault::{Fault, Goal, Scope, Site, nothing_missing};
 
-/// An updated listener drains for two seconds here.
+/// In this test bed an updated listener drains for two seconds.
 const DRAINED: Duration = Duration::from_millis(2500);
 
 pub(super) const FAULTS: &[Fault] = &[
@@ -30,7 +30,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "vm-crash",
-        what: "the filter panics three times, a second apart (a module made for it, by listener updates before and after)",
+        what: "the filter panics three times, a second apart (a module built for it, swapped in and out by listener updates)",
         scope: Scope::Envoy,
         hold: Duration::ZERO,
         goal: Goal::within(5),
@@ -85,7 +85,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "replicas-churn",
-        what: "EDS takes other replicas out ten times, 400 ms apart, one to three of eight",
+        what: "EDS removes one to three of the eight replicas, different ones ten times, 400 ms apart",
         scope: Scope::Envoy,
         hold: Duration::ZERO,
         goal: Goal::within(10),
@@ -104,7 +104,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "clock-forth",
-        what: "Envoy's wall clock steps an hour forth",
+        what: "Envoy's wall clock steps an hour forward",
         scope: Scope::Envoy,
         hold: Duration::from_secs(5),
         goal: Goal::within(5),
@@ -132,13 +132,14 @@ fn all_endpoints(site: &Site) -> Result<()> {
     [CLUSTER, PROBE_CLUSTER].into_iter().try_for_each(|cluster| site.bed.edge().set_endpoints(cluster, &[]))
 }
 
-/// Makes the VM of one worker panic. What is in flight on that worker, and what comes until it has another VM, is lost.
+/// Makes the VM of one worker panic. Requests in flight on that worker are lost, and requests that arrive until it has a
+/// new VM.
 fn crash(site: &Site) -> Result<()> {
     let client = Client::new(site.bed.edge().addr());
     site.bed.harm.note(None, || {
         let crash = client.send(Request::get("/").header("x-prequal-crash-test", "1"))?;
         ensure!(crash.status == 503, "the filter did not crash: {}", crash.status);
-        // The same connection is the same worker. Envoy makes another VM after 0.1 s, with the next request.
+        // The same connection means the same worker. Envoy creates a new VM after 0.1 s, with the next request.
         let start = Instant::now();
         while client.get("/")?.status != 200 {
             if start.elapsed() > Duration::from_secs(5) {

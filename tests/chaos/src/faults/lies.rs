@@ -1,4 +1,4 @@
-//! Agents that lie: about their load, their name, or in no known language.
+//! Agents that lie about their load or their name, or send garbage.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use crate::bed::REPLICAS;
 use crate::fault::{Fault, Goal, Scope, Site, nothing_missing};
 
 const HOLD: Duration = Duration::from_secs(5);
-/// More than what an agent is given to drain by default.
+/// Longer than the default drain of an agent.
 const DRAIN: Duration = Duration::from_secs(40);
 
 pub(super) const FAULTS: &[Fault] = &[
     Fault {
         name: "agent-lies-idle",
-        what: "a replica that takes four times as long says that it is idle and fast",
+        what: "a replica that takes four times as long reports that it is idle and fast",
         scope: Scope::Replicas,
         hold: HOLD,
         goal: Goal::within(5),
@@ -25,7 +25,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "agent-lies-busy",
-        what: "a replica says that it is busier and slower than any",
+        what: "a replica reports that it is busier and slower than any other",
         scope: Scope::Replicas,
         hold: HOLD,
         goal: Goal::within(5),

@@ -1,4 +1,4 @@
-//! A machine that has too little: descriptors, processors, memory.
+//! A machine with too few resources: descriptors, processors.
 
 use std::process::{Command, Stdio};
 use std::sync::PoisonError;
@@ -13,7 +13,7 @@ const HOLD: Duration = Duration::from_secs(5);
 pub(super) const FAULTS: &[Fault] = &[
     Fault {
         name: "descriptors",
-        what: "an agent may open no descriptor more (RLIMIT_NOFILE) for 5 s",
+        what: "an agent may open no more descriptors (RLIMIT_NOFILE) for 5 s",
         scope: Scope::Replicas,
         hold: HOLD,
         goal: Goal::within(5),
@@ -50,7 +50,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
 ];
 
-/// Sets the soft limit of `pid`; `None`: to its hard limit.
+/// Sets the soft limit of `pid`, or with `None` resets it to its hard limit.
 fn limit_descriptors(pid: u32, limit: Option<u64>) -> Result<()> {
     let pid = libc::pid_t::try_from(pid)?;
     // SAFETY: both calls get valid pointers to a local rlimit, or none.
@@ -65,7 +65,7 @@ fn limit_descriptors(pid: u32, limit: Option<u64>) -> Result<()> {
     Ok(())
 }
 
-/// Computes until it is killed, or for a minute: what `busy-cores` starts.
+/// Computes until it is killed, for at most a minute; started by `busy-cores`.
 pub(crate) fn hog() -> Result<()> {
     let end = std::time::Instant::now().checked_add(Duration::from_secs(60)).context("a minute")?;
     let mut number = 1_u64;

@@ -1,4 +1,4 @@
-//! A network that loses packets, is narrow, or leads nowhere. All of it is the loopback of a namespace of our own.
+//! A network that loses packets, is narrow, or leads nowhere. All traffic uses the loopback of this program's namespace.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ const HOLD: Duration = Duration::from_secs(5);
 pub(super) const FAULTS: &[Fault] = &[
     Fault {
         name: "packet-loss",
-        what: "1 % of all packets is lost, on every way",
+        what: "1 % of all packets are lost, on every link",
         scope: Scope::Machine,
         hold: HOLD,
         goal: Goal::within(10),
@@ -55,7 +55,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "narrow-network",
-        what: "all ways together carry 150 Mbit/s, about what is sent: packets queue",
+        what: "all links together carry 150 Mbit/s, about the rate that is sent: packets queue",
         scope: Scope::Machine,
         hold: HOLD,
         goal: Goal::within(10),

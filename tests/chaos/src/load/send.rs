@@ -1,4 +1,4 @@
-//! One request of each kind, as a user's client sends it, and what is wrong with the answer.
+//! Sends one request of each kind, as a user's client would, and checks the answer.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::mix::{self, Kind, MESSAGE_GAP, MESSAGES, PART, PART_GAP, PARTS};
 type Body = UnsyncBoxBody<Bytes, std::convert::Infallible>;
 type Pool = Client<HttpConnector, Body>;
 
-/// HTTP/2 clients, of one connection each.
+/// Number of HTTP/2 clients, each with one connection.
 const HTTP2_CLIENTS: usize = 4;
 
 /// Users' clients, with their connections.
@@ -41,7 +41,7 @@ impl Clients {
             connector.set_nodelay(true);
             Client::builder(TokioExecutor::new())
                 .pool_timer(TokioTimer::new())
-                // What could not leave because its connection was closing goes over another, as with any client.
+                // Like any client, send a request that could not leave, because its connection was closing, on another one.
                 .retry_canceled_requests(true)
                 .http2_only(http2)
                 .build(connector)
@@ -50,7 +50,7 @@ impl Clients {
         Self { addr, http1: pool(false), http2, next: Arc::new(AtomicUsize::new(0)) }
     }
 
-    /// Half of uploads and downloads come over either version.
+    /// Half of the uploads and downloads use either version.
     fn pool(&self, kind: Kind) -> &Pool {
         let next = self.next.fetch_add(1, Ordering::Relaxed);
         match kind {
@@ -84,7 +84,7 @@ impl Clients {
     }
 }
 
-/// Sends one request and waits for its end; `ending` says what became of it.
+/// Sends one request and waits for its end; `ending` receives the outcome.
 pub(crate) async fn send(kind: Kind, clients: &Clients, ending: &mut Ending) {
     let done = match kind {
         Kind::Http1 | Kind::Http2 => plain(kind, clients, ending).await,
@@ -122,7 +122,7 @@ async fn streaming(clients: &Clients, ending: &mut Ending) -> Result<()> {
     let (mut sender, body) = Channel::<Bytes, std::convert::Infallible>::new(1);
     tokio::spawn(async move {
         for _ in 0..MESSAGES {
-            // An error is a call that has ended, which its other half tells.
+            // An error means that the call has ended; its receiving half reports why.
             if sender.send(Frame::data(mix::message())).await.is_err() {
                 return;
             }
@@ -206,7 +206,7 @@ fn replica(headers: &HeaderMap) -> Option<usize> {
     headers.get(mix::REPLICA)?.to_str().ok()?.parse().ok()
 }
 
-/// Headers may carry the status, if nothing else follows.
+/// The headers may carry the status if nothing else follows.
 fn ensure_grpc_ok(headers: &HeaderMap) -> Result<()> {
     match headers.get("grpc-status") {
         Some(status) if status != "0" => {
