@@ -1,11 +1,11 @@
-//! No circles of files: of two modules side by side, at most one needs the other to be understood.
+//! Finds circles of files: of two modules side by side, at most one may use the other.
 //!
 //! A module *uses* another when its code names an item that the other defines, by `use` or by path, through any number of
-//! re-exports. To declare a module is no use of it, nor is to re-export its items (`pub use`), and neither tests
-//! (`#[cfg(test)]`) nor method calls count. A module stands for everything inside it: `pool/choose.rs` using `sync` is `pool`
-//! using `sync`. What is inside a module may use what the module itself defines, as a part does its whole.
+//! re-exports. Declaring a module does not count as a use, nor does re-exporting its items (`pub use`). Tests
+//! (`#[cfg(test)]`) and method calls do not count either. A module includes everything inside it: if `pool/choose.rs` uses
+//! `sync`, then `pool` uses `sync`. Code inside a module may use what the module itself defines.
 //!
-//! A *circle* is a set of modules in the same module of which each reaches every other by uses.
+//! A *circle* is a set of modules inside one parent module in which each module reaches every other through uses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,7 +19,7 @@ use syn::visit::{self, Visit};
 
 use crate::{run, workspace};
 
-/// Fails with every circle at once; returns how many files were looked at.
+/// Reports every circle in one error; returns the number of files checked.
 pub(crate) fn check() -> Result<usize> {
     let metadata = run::output(run::cargo().args(["metadata", "--no-deps", "--format-version", "1"]))?;
     let metadata: Value = serde_json::from_str(&metadata)?;
@@ -54,23 +54,23 @@ struct Module {
     file: usize,
     parent: usize,
     children: BTreeMap<String, usize>,
-    /// Names of what is defined here.
+    /// Names of the items defined here.
     items: BTreeSet<String>,
-    /// What a name stands for.
+    /// The path that each imported name refers to.
     imports: BTreeMap<String, Names>,
     globs: Vec<Names>,
-    /// Every path in the code, but for `pub use`.
+    /// Every path in the code, except those in `pub use`.
     named: BTreeSet<Names>,
 }
 
 /// The segments of a path.
 type Names = Vec<String>;
 
-/// One name, in modules side by side.
+/// A use of one name, in terms of modules side by side.
 struct Use {
     from: usize,
     to: usize,
-    /// Where the name stands, and where it is defined.
+    /// The file that contains the name, and the file that defines it.
     files: (usize, usize),
     name: String,
 }
@@ -83,7 +83,7 @@ impl Sources {
         Ok(sources)
     }
 
-    /// Reads a file as a module, with its children, which lie in `folder`; returns its number.
+    /// Reads a file and its children (in `folder`) as a module; returns its number.
     fn read_file(&mut self, file: &Path, folder: &Path, parent: usize) -> Result<usize> {
         let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
         let parsed = syn::parse_file(&text).with_context(|| format!("parsing {}", file.display()))?;
@@ -129,10 +129,10 @@ impl Sources {
         Ok(number)
     }
 
-    /// The module in which `path`, as it stands in `module`, is defined, and the item's name. `None` where that is another
-    /// crate, or the path is no item's.
+    /// The module that defines `path` (as written in `module`), and the item's name. `None` if that is another crate, or if
+    /// the path does not name an item.
     fn resolve(&self, module: usize, path: &[String], steps: u8) -> Option<(usize, String)> {
-        // Re-exports may lead round.
+        // Re-exports can form a loop.
         let steps = steps.checked_sub(1)?;
         let (name, rest) = path.split_first()?;
         let here = &self.modules[module];
@@ -170,7 +170,7 @@ impl Sources {
                 let Some((definer, name)) = self.resolve(number, path, MAX_STEPS) else { continue };
                 let files = (module.file, self.modules[definer].file);
                 let mut side_by_side = self.lineage(number).into_iter().zip(self.lineage(definer));
-                // There is no such pair where one is inside the other.
+                // A module and its own parent form no such pair.
                 if let Some((from, to)) = side_by_side.find(|(from, to)| from != to) {
                     uses.push(Use { from, to, files, name });
                 }
@@ -179,7 +179,7 @@ impl Sources {
         uses
     }
 
-    /// Each circle as text: a line for each file that uses another.
+    /// Each circle as text, with one line for each file that uses another.
     fn circles(&self) -> Vec<String> {
         let uses = self.uses();
         let mut used_by: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
@@ -224,7 +224,7 @@ impl Sources {
     }
 }
 
-/// More than any path of ours takes.
+/// More steps than any path in this workspace needs.
 const MAX_STEPS: u8 = 16;
 
 impl Module {
@@ -254,7 +254,7 @@ impl Module {
         self.imports.insert(name, path);
     }
 
-    /// A macro's arguments are tokens to the parser.
+    /// The parser treats a macro's arguments as tokens.
     fn read_tokens(&mut self, tokens: TokenStream) {
         let mut path = Names::new();
         let mut between = String::new();
@@ -264,7 +264,7 @@ impl Module {
                     if between != "::" {
                         self.named.insert(mem::take(&mut path));
                     }
-                    // After a dot stands a field or a method.
+                    // A name after a dot is a field or a method.
                     if between != "." {
                         path.push(name.to_string());
                     }
@@ -321,7 +321,7 @@ fn attributes(item: &syn::Item) -> &[syn::Attribute] {
     }
 }
 
-/// The name of what is defined, other than a module.
+/// The name that an item defines, unless it is a module.
 fn defined(item: &syn::Item) -> Option<&syn::Ident> {
     Some(match item {
         syn::Item::Const(item) => &item.ident,
@@ -345,7 +345,7 @@ fn is_test(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(tests)
 }
 
-/// What `#[path = "..."]` says.
+/// The value of `#[path = "..."]`.
 fn elsewhere(attributes: &[syn::Attribute]) -> Option<String> {
     attributes.iter().filter(|attribute| attribute.path().is_ident("path")).find_map(|attribute| {
         let syn::Meta::NameValue(pair) = &attribute.meta else { return None };
@@ -358,7 +358,7 @@ fn elsewhere(attributes: &[syn::Attribute]) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// The circles of a crate of these files.
+    /// The circles of a crate made of these files.
     fn circles(files: &[(&str, &str)]) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
         for (name, text) in files {

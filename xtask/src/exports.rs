@@ -1,14 +1,14 @@
-//! Removes exports from a WebAssembly module: Envoy calls every callback that a module exports, also those that do nothing. The code
-//! behind them stays. Which exports go is decided in `toolchain.rs`.
+//! Removes exports from a WebAssembly module, because Envoy calls every callback that a module exports, even those that do
+//! nothing. The code behind them stays in the module. `toolchain.rs` decides which exports are removed.
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Of the module's sections, that of exports.
+/// Number of the section that lists the module's exports.
 const EXPORTS: u8 = 7;
-/// Magic number and version.
+/// Length of the magic number and version.
 const HEAD: usize = 8;
 
-/// The module without some of its exports. What they led to stays.
+/// The module without the named exports. The code that they refer to stays.
 pub(crate) fn without(module: &[u8], names: &[&str]) -> Result<Vec<u8>> {
     let (head, mut rest) = module.split_at_checked(HEAD).context("a module without a head")?;
     let mut kept = head.to_vec();
@@ -32,7 +32,7 @@ fn drop_from(mut section: &[u8], names: &[&str]) -> Result<Vec<u8>> {
         let begin = section;
         let size = number(&mut section)?;
         let name = take(&mut section, size)?;
-        // What kind it is, and its number.
+        // The kind of export, and its index.
         take(&mut section, 1)?;
         number(&mut section)?;
         if !names.iter().any(|dropped| dropped.as_bytes() == name) {
@@ -53,7 +53,7 @@ fn take<'a>(bytes: &mut &'a [u8], size: usize) -> Result<&'a [u8]> {
     Ok(taken)
 }
 
-/// LEB128.
+/// Reads an LEB128 number.
 fn number(bytes: &mut &[u8]) -> Result<usize> {
     let mut number = 0;
     for shift in (0..usize::BITS).step_by(7) {
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_named_is_dropped() {
+    fn only_the_named_exports_are_removed() {
         let whole = module(b"\x03\x02ab\x00\x05\x01a\x00\x80\x01\x03abc\x02\x00");
         assert_eq!(without(&whole, &["a"]).unwrap(), module(b"\x02\x02ab\x00\x05\x03abc\x02\x00"));
         assert!(without(&whole, &["b"]).is_err(), "there is no such export");

@@ -1,7 +1,7 @@
-//! Every command a contributor types, behind `cargo xtask`.
+//! `cargo xtask`: every command that a contributor types.
 //!
-//! This file only names the commands. Each one lives in its own file under `commands/`, and sets up what it
-//! needs on a fresh machine by itself. Nothing here is shipped.
+//! This file only names the commands. Each has its own file under `commands/`, and sets up what it needs on a fresh
+//! machine. Nothing here is shipped.
 
 use std::process::ExitCode;
 
@@ -18,7 +18,7 @@ mod workspace;
 
 /// Builds, tests, measures and shows this project.
 ///
-/// Everything made by these commands lives under target/; deleting that folder loses nothing but time.
+/// All output is under target/; deleting that folder loses nothing but time.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", version)]
 struct Cli {
@@ -44,7 +44,7 @@ enum Command {
     Helm(commands::helm::Args),
     PlbGuest(commands::plb_guest::Args),
     Reference(commands::reference::Args),
-    /// What CI's run of the tests starts for itself
+    /// Started by a test run in CI, to build ahead
     #[command(hide = true)]
     Ahead,
 }
@@ -72,7 +72,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Causes without a backtrace, whatever RUST_BACKTRACE says: what failed is another program.
+            // Print the causes without a backtrace, whatever RUST_BACKTRACE says: another program failed.
             eprintln!("error: {error}");
             error.chain().skip(1).for_each(|cause| eprintln!("  because: {cause}"));
             ExitCode::FAILURE

@@ -1,12 +1,12 @@
-//! What a dependency must satisfy, checked without any tool that is not cargo.
+//! The rules for dependencies, checked with no tool other than cargo.
 //!
-//! The licences that `deny.toml` allows, crates.io as the only source, no banned crate, and a line in
-//! `docs/dependencies.md` for everything named directly. `cargo deny` checks more (advisories, licence
-//! texts) and runs as well where it is installed.
+//! Each dependency must have a licence that `deny.toml` allows and come from crates.io; none may be banned; each direct
+//! dependency needs a line in `docs/dependencies.md`. `cargo deny` checks more (advisories, licence texts); if it is
+//! installed, it runs as well.
 //!
-//! CI does not install `cargo deny`. It is 168 crates more to compile, minutes on two cores and more than this whole step
-//! takes, and what it would add needs the advisory database, which is a Git repository outside the package registries that CI
-//! can reach. What is checked here are the rules that a change can break: they cost one `cargo metadata`.
+//! CI does not install `cargo deny`. It would have to compile 168 more crates, which takes minutes on two cores, more than
+//! this whole step. What it would add needs the advisory database, a Git repository outside the package registries that CI
+//! can reach. The rules checked here are those that a change can break, and they cost one `cargo metadata`.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::{run, workspace};
 
-/// Fails with every violation at once; returns how many dependencies were looked at.
+/// Reports every violation in one error; returns the number of dependencies checked.
 pub(crate) fn check() -> Result<usize> {
     let allowed = quoted_list(&fs::read_to_string(workspace::root().join("deny.toml"))?, "allow")
         .context("deny.toml has no `allow` list")?;
@@ -30,7 +30,7 @@ pub(crate) fn check() -> Result<usize> {
         let name = format!("{} {}", text(package, "name"), text(package, "version"));
         if package["source"].is_null() {
             if text(package, "license") != "Apache-2.0" {
-                wrong.push(format!("{name} is ours and is not under Apache-2.0"));
+                wrong.push(format!("{name} is part of this workspace and not under Apache-2.0"));
             }
             continue;
         }
@@ -76,7 +76,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or_default()
 }
 
-/// The strings of the first `key = [ ... ]`, one a line. No TOML parser: the file is our own.
+/// The strings of the first `key = [ ... ]`, one per line. Needs no TOML parser: the project controls the file.
 fn quoted_list(toml: &str, key: &str) -> Option<Vec<String>> {
     let start = format!("{key} = [");
     let lines: Vec<String> = toml
@@ -89,9 +89,9 @@ fn quoted_list(toml: &str, key: &str) -> Option<Vec<String>> {
     (!lines.is_empty()).then_some(lines)
 }
 
-/// Whether an SPDX expression can be satisfied with the allowed licences. Anything unreadable cannot.
+/// Whether an SPDX expression can be satisfied with the allowed licences. An unreadable expression cannot.
 fn permits(expression: &str, allowed: &[String]) -> bool {
-    // The deprecated `A/B` spelling of old crates means OR.
+    // Old crates use the deprecated spelling `A/B` for OR.
     let spaced = expression.replace('/', " OR ").replace('(', " ( ").replace(')', " ) ");
     let words: Vec<&str> = spaced.split_whitespace().collect();
     let mut rest = words.as_slice();

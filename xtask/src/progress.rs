@@ -1,11 +1,11 @@
-//! Progress lines, all on standard error, so that a command's standard output stays its answer.
+//! Progress lines. All go to standard error, so that standard output holds only a command's result.
 
 use std::fmt::Display;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often a silent piece of work says that it is still going.
+/// Interval at which a silent piece of work reports that it is still running.
 const HEARTBEAT: Duration = Duration::from_secs(5);
 
 /// Prints one progress line.
@@ -18,7 +18,7 @@ pub(crate) fn headline(line: impl Display) {
     eprintln!("==> {line}");
 }
 
-/// Runs `work`, which prints nothing itself, under a line that says what it is and a heartbeat.
+/// Runs `work`, which prints nothing itself, and prints its name, a heartbeat, and the time it took.
 pub(crate) fn silently<T>(what: &str, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     say(format_args!("{what} ..."));
     let started = Instant::now();
@@ -45,7 +45,7 @@ pub(crate) fn last_line(error: &anyhow::Error) -> String {
     text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default().trim().to_owned()
 }
 
-/// A duration as a person reads it: `0.4 s`, `75 s`.
+/// A duration for people to read: `0.4 s`, `75 s`.
 pub(crate) fn seconds(elapsed: Duration) -> String {
     let seconds = elapsed.as_secs_f64();
     if seconds < 10.0 { format!("{seconds:.1} s") } else { format!("{seconds:.0} s") }

@@ -1,4 +1,4 @@
-//! Child processes: start them, and turn every way they fail into one readable error.
+//! Starts child processes, and turns every way in which they fail into one readable error.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
@@ -13,7 +13,7 @@ use crate::workspace;
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(workspace::root());
-    // Set by the outer cargo for this program; a build script or test of the inner one must not see them.
+    // The outer cargo sets these for this program; build scripts and tests of the inner cargo must not see them.
     for (name, _) in std::env::vars_os() {
         if name.to_str().is_some_and(|n| n.starts_with("CARGO_PKG_") || n.starts_with("CARGO_MANIFEST_")) {
             command.env_remove(name);
@@ -38,7 +38,7 @@ pub(crate) fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs to the end, nothing shown; returns standard output. An error carries what the command said.
+/// Runs to the end without showing anything; returns standard output. An error includes the command's output.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("cannot start `{}`", shown(command)))?;
     if !output.status.success() {
@@ -48,12 +48,12 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("`{}` printed no UTF-8", shown(command)))
 }
 
-/// Whether the command could be started and ended well. Nothing is shown.
+/// Whether the command could be started and succeeded. Shows nothing.
 pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
-/// Runs to the end, handing each line of standard output to `line`; standard error is inherited.
+/// Runs to the end, passing each line of standard output to `line`; standard error is inherited.
 pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result<()> {
     let mut child = command
         .stdout(Stdio::piped())
@@ -62,7 +62,7 @@ pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result
     if let Some(stdout) = child.stdout.take() {
         let mut reader = BufReader::new(stdout);
         let mut bytes = Vec::new();
-        // By bytes: a test may print anything.
+        // Read as bytes: a test may print anything.
         while reader.read_until(b'\n', &mut bytes)? > 0 {
             line(String::from_utf8_lossy(&bytes).trim_end_matches(['\n', '\r']));
             bytes.clear();
@@ -78,12 +78,12 @@ pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result
 /// Builds a program of the workspace as users run it, and returns its file.
 pub(crate) fn built_program(name: &str) -> Result<PathBuf> {
     let files = built_programs(&[name])?;
-    files.into_iter().next().with_context(|| format!("cargo made no {name}"))
+    files.into_iter().next().with_context(|| format!("cargo built no {name}"))
 }
 
-/// Builds programs of the workspace as users run them, and returns their files. All of them have the features of the whole
-/// workspace: with those of one package, every dependency would be compiled once more for each. One command builds them
-/// all: while one is linked, another is compiled.
+/// Builds programs of the workspace as users run them; returns their files. All are built with the features of the whole
+/// workspace: with the features of one package, every dependency would be compiled once more for each. One command builds
+/// all of them, so that one is linked while another is compiled.
 pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
     let mut command = cargo();
     command.args(["build", "--release", "--workspace"]);
@@ -95,18 +95,18 @@ pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
     built_files(&mut command, &files.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// A program of tests.
+/// A program that contains tests.
 #[derive(Clone, Debug)]
 pub(crate) struct TestProgram {
-    /// That of the library, program or file of tests.
+    /// Name of the library, program or test file.
     pub(crate) name: String,
     pub(crate) file: PathBuf,
-    /// Where cargo would start it.
+    /// The working folder in which cargo would start it.
     pub(crate) folder: PathBuf,
 }
 
-/// Builds the tests of the whole workspace, in cargo's order. Asking cargo for single tests would compile their
-/// dependencies once more, with the features of these alone.
+/// Builds the tests of the whole workspace, in cargo's order. Building single tests would compile their dependencies once
+/// more, with only the features that these need.
 pub(crate) fn test_programs() -> Result<Vec<TestProgram>> {
     let mut found = Vec::new();
     let mut command = cargo();
@@ -124,13 +124,13 @@ pub(crate) fn test_programs() -> Result<Vec<TestProgram>> {
     Ok(found)
 }
 
-/// Runs a `cargo build ...` and returns the file called `name` that it made, wherever cargo put it.
+/// Runs a `cargo build ...` and returns the file called `name` that it built, wherever cargo put it.
 pub(crate) fn built_file(command: &mut Command, name: &str) -> Result<PathBuf> {
     let files = built_files(command, &[name])?;
-    files.into_iter().next().with_context(|| format!("`{}` made no {name}", shown(command)))
+    files.into_iter().next().with_context(|| format!("`{}` built no {name}", shown(command)))
 }
 
-/// The same for several files, in this order.
+/// Like [`built_file`], for several files, returned in the order of `names`.
 fn built_files(command: &mut Command, names: &[&str]) -> Result<Vec<PathBuf>> {
     let mut found = vec![None; names.len()];
     command.arg("--message-format=json-render-diagnostics");
@@ -144,12 +144,12 @@ fn built_files(command: &mut Command, names: &[&str]) -> Result<Vec<PathBuf>> {
         }
     })?;
     let made = |(file, name): (Option<PathBuf>, &&str)| {
-        file.with_context(|| format!("`{}` made no {name}", shown(command)))
+        file.with_context(|| format!("`{}` built no {name}", shown(command)))
     };
     found.into_iter().zip(names).map(made).collect()
 }
 
-/// Program and arguments, for messages.
+/// The program and its arguments, for messages.
 fn shown(command: &Command) -> String {
     let mut words = vec![command.get_program().to_string_lossy().into_owned()];
     if let Some(program) = PathBuf::from(command.get_program()).file_name() {

@@ -1,10 +1,9 @@
-//! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` where that
-//! standard library cannot be had. The same for Linux programs of another architecture.
+//! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` if that standard library
+//! is not available. The same for Linux programs of another architecture.
 //!
-//! `rustup target add` downloads from a place that some networks (CI among them) refuse. Debian ships a
-//! compiler with the library's source; unpacked into `target/toolchain/`, never installed, it builds
-//! `wasm32-unknown-unknown` with cargo's `-Zbuild-std`. Package versions are whatever the machine's Debian
-//! offers: none is written here.
+//! `rustup target add` downloads from a host that some networks (CI among them) block. Debian ships a compiler with the
+//! library's source. It is unpacked into `target/toolchain/`, never installed, and builds `wasm32-unknown-unknown` with
+//! cargo's `-Zbuild-std`. Package versions are whatever the machine's Debian offers; none is fixed here.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -37,7 +36,7 @@ pub(crate) enum Toolchain {
     Debian(Debian),
 }
 
-/// Where the Debian packages were unpacked, and which LLVM they came with.
+/// The folder of the unpacked Debian packages, and the LLVM that they came with.
 #[derive(Debug)]
 pub(crate) struct Debian {
     root: PathBuf,
@@ -45,7 +44,7 @@ pub(crate) struct Debian {
 }
 
 impl Toolchain {
-    /// Finds or fetches the compiler and prints one line that says which it is.
+    /// Finds or fetches the compiler and prints one line that says which one it is.
     pub(crate) fn prepare(choice: Choice) -> Result<Self> {
         let toolchain = match choice {
             Choice::Rustup => native(NATIVE_TARGET)
@@ -79,14 +78,14 @@ impl Toolchain {
         }
     }
 
-    /// A compiler for Linux programs on `target`, whatever machine this is.
+    /// A compiler for Linux programs on `target`, whatever this machine is.
     pub(crate) fn for_programs(target: &str) -> Result<Self> {
         let toolchain = Self::with_target(target)?;
         progress::say(format_args!("{target}: {}", toolchain.version()?));
         Ok(toolchain)
     }
 
-    /// What the compiler says it is.
+    /// The version that the compiler prints.
     pub(crate) fn version(&self) -> Result<String> {
         match self {
             Self::Native => {
@@ -102,7 +101,8 @@ impl Toolchain {
         self.build_filter_of(workspace::root(), &self.target_dir(), features)
     }
 
-    /// The same from the sources in `root`, into `target_dir`. With the native compiler its bytes depend on neither.
+    /// Like [`Self::build_filter`], from the sources in `root` into `target_dir`. With the native compiler the bytes depend
+    /// on neither folder.
     pub(crate) fn build_filter_of(&self, root: &Path, target_dir: &Path, features: &str) -> Result<PathBuf> {
         let mut command = run::cargo();
         command.current_dir(root);
@@ -126,8 +126,8 @@ impl Toolchain {
         Ok(module)
     }
 
-    /// Builds a program for Linux on `target` and returns it. It is linked with the C library itself: it runs on any
-    /// distribution, and in an image with nothing else. `linker`: unless the machine's own will do.
+    /// Builds a program for Linux on `target` and returns it. The C library is linked in, so it runs on any distribution,
+    /// and in an image that holds nothing else. Give a `linker` if the machine's own does not fit.
     pub(crate) fn build_program(
         &self,
         target: &str,
@@ -149,7 +149,7 @@ impl Toolchain {
         run::built_file(&mut command, program)
     }
 
-    /// Own folder for each compiler, both apart from the host's, so that none undoes another's work.
+    /// Each compiler has its own folder, separate from the host's, so that no build invalidates another's work.
     pub(crate) fn target_dir(&self) -> PathBuf {
         workspace::target().join("wasm").join(match self {
             Self::Native => "native",
@@ -170,7 +170,7 @@ impl Debian {
                      `rustup target add {NATIVE_TARGET}` is the other way"
                 );
             }
-            // Renamed at the end: an interrupted run leaves nothing that looks complete.
+            // Renamed at the end, so that an interrupted run leaves nothing that looks complete.
             let scratch = root.with_file_name(format!(".debian-{}", std::process::id()));
             fs::create_dir_all(&scratch)?;
             let unpacked = unpack(&scratch).and_then(|()| {
@@ -191,7 +191,7 @@ impl Debian {
         Ok(Self { root, llvm })
     }
 
-    /// What the compiler says it is.
+    /// The version that the compiler prints.
     fn version(&self) -> Result<String> {
         let said = run::output(
             run::tool(self.rustc()).arg("--version").env("LD_LIBRARY_PATH", self.library_path()?),
@@ -205,7 +205,7 @@ impl Debian {
             .arg(format!("-Zbuild-std=std,{panic}"))
             .env("LD_LIBRARY_PATH", self.library_path()?)
             .env("RUSTC", self.rustc())
-            // -Zbuild-std is nightly-only in cargo, and the compiler here is a stable one.
+            // -Zbuild-std is only allowed in nightly cargo, and this compiler is a stable one.
             .env("RUSTC_BOOTSTRAP", "1");
         Ok(())
     }
@@ -214,7 +214,7 @@ impl Debian {
         self.root.join("usr/bin/rustc")
     }
 
-    /// The unpacked libraries first, then whatever the outer cargo had set.
+    /// The unpacked libraries first, then the outer cargo's value.
     fn library_path(&self) -> Result<OsString> {
         let mut folders = vec![self.root.join("usr/lib").join(format!("llvm-{}", self.llvm)).join("lib")];
         for entry in fs::read_dir(self.root.join("usr/lib"))? {
@@ -240,7 +240,7 @@ fn native(target: &str) -> Result<Toolchain> {
     Ok(Toolchain::Native)
 }
 
-/// Asks the compiler rustup or not, so that a distribution's own packages count too.
+/// Asks the compiler itself instead of rustup, so that a distribution's packages count too.
 fn has_target(target: &str) -> bool {
     run::output(run::tool("rustc").args(["--print", "target-libdir", "--target", target]))
         .ok()
@@ -250,12 +250,12 @@ fn has_target(target: &str) -> bool {
         .any(|entry| entry.is_ok_and(|e| e.file_name().to_string_lossy().starts_with("libstd-")))
 }
 
-/// Callbacks in which the filter has nothing to do. The SDK exports them all, Envoy calls what is exported, and a call for every
-/// request costs (`docs/performance.md`).
+/// Callbacks in which the filter has nothing to do. The SDK exports all callbacks, Envoy calls those that are exported, and
+/// a call for every request has a cost (`docs/performance.md`).
 const IDLE_CALLBACKS: [&str; 2] = ["proxy_on_done", "proxy_on_log"];
 
-/// Sets target and flags so that no path of this machine gets into what is built: panics name their
-/// source file, and those of dependencies lie where this user's cargo keeps them.
+/// Sets target and flags so that the build contains no path of this machine: panics name their source file, and those of
+/// dependencies are in the user's cargo folder.
 fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<()> {
     let home = std::env::var_os("CARGO_HOME")
         .map(PathBuf::from)
@@ -267,14 +267,14 @@ fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<(
     }
     command.args(["--target", target, "--config"]);
     command.arg(format!("target.{target}.rustflags={}", serde_json::to_string(&flags)?));
-    // Either would be taken in place of these.
+    // Either variable would override these flags.
     command.env_remove("RUSTFLAGS").env_remove("CARGO_ENCODED_RUSTFLAGS");
     Ok(())
 }
 
 /// Downloads the packages and unpacks them into `root`.
 fn unpack(root: &Path) -> Result<()> {
-    // Only root may refresh the lists. Without that, lists that are too old show as a failed download below.
+    // Only root may refresh the lists. If they cannot be refreshed and are too old, a download below fails.
     if let Err(why) = progress::silently("apt-get update", || run::output(run::tool("apt-get").arg("update")))
     {
         progress::say(format_args!(
@@ -299,9 +299,9 @@ fn unpack(root: &Path) -> Result<()> {
     Ok(fs::write(root.join("packages.txt"), packages.join("\n") + "\n")?)
 }
 
-/// The packages to unpack: compiler, library source, linker, and what these need that is not installed.
+/// The packages to unpack: compiler, library source, linker, and their dependencies that are not installed.
 ///
-/// The compiler's own dependency on a C toolchain is not followed: cargo on this machine already has one.
+/// The compiler's dependency on a C toolchain is not followed: cargo on this machine already has one.
 fn resolve() -> Result<Vec<String>> {
     let mut wanted: BTreeSet<String> = ["rustc-web", "rust-web-src"].map(str::to_owned).into();
     follow("libstd-rust-web-dev", &mut wanted)?;
@@ -318,7 +318,7 @@ fn resolve() -> Result<Vec<String>> {
 fn follow(package: &str, wanted: &mut BTreeSet<String>) -> Result<()> {
     let mut pending = vec![package.to_owned()];
     while let Some(package) = pending.pop() {
-        // LLVM is taken even if installed: its version names the linker's package.
+        // LLVM is included even if installed: its version determines the name of the linker's package.
         let needed = package.starts_with("libllvm") || !is_installed(&package);
         if !needed || !wanted.insert(package.clone()) {
             continue;
@@ -332,7 +332,7 @@ fn follow(package: &str, wanted: &mut BTreeSet<String>) -> Result<()> {
     Ok(())
 }
 
-/// The packages that `apt-cache depends` lists as needed; virtual ones (`<name>`) are left out.
+/// The packages that `apt-cache depends` lists as required, without virtual ones (`<name>`).
 fn depends(listed: &str) -> Vec<String> {
     listed
         .lines()
@@ -347,10 +347,10 @@ fn is_installed(package: &str) -> bool {
         .is_ok_and(|status| status == "installed")
 }
 
-/// What rustup provides: WASI imports, which Envoy implements.
+/// Target that rustup provides: it has WASI imports, which Envoy implements.
 pub(crate) const NATIVE_TARGET: &str = "wasm32-wasip1";
 
-/// Imports nothing but the proxy-wasm ABI, and so needs no C library.
+/// Target that imports only the proxy-wasm ABI, and so needs no C library.
 const DEBIAN_TARGET: &str = "wasm32-unknown-unknown";
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Where things are: the workspace, and the folders under `target/` that the commands fill.
+//! Paths: the workspace, and the folders under `target/` that the commands fill.
 
 use std::path::{Path, PathBuf};
 
@@ -8,22 +8,22 @@ pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
 }
 
-/// Caches and outputs of these commands. Not moved by `CARGO_TARGET_DIR`: the documented paths stay true.
+/// Caches and outputs of these commands. `CARGO_TARGET_DIR` does not move it: the documented paths stay valid.
 pub(crate) fn target() -> PathBuf {
     root().join("target")
 }
 
-/// What `cargo xtask build` makes: `probe-agent` and `prequal_filter.wasm`.
+/// Output of `cargo xtask build`: `probe-agent` and `prequal_filter.wasm`.
 pub(crate) fn dist() -> PathBuf {
     target().join("dist")
 }
 
-/// Modules made for tests only. Kept apart so that nothing in [`dist`] can crash on request.
+/// Modules built only for tests. Kept apart so that nothing in [`dist`] can crash on request.
 pub(crate) fn dist_test() -> PathBuf {
     target().join("dist-test")
 }
 
-/// What `cargo xtask dist` makes.
+/// Output of `cargo xtask dist`.
 pub(crate) fn release_dist() -> PathBuf {
     target().join("release-dist")
 }

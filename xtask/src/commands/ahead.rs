@@ -1,7 +1,7 @@
-//! `cargo xtask ahead`, which CI's run of the tests starts for itself: it builds what later steps need while the tests wait
-//! for sockets and clocks, in whatever CPU time they leave.
+//! `cargo xtask ahead`, which a test run in CI starts by itself: it builds what later steps need while the tests wait for
+//! sockets and clocks, in whatever CPU time they leave.
 //!
-//! Errors count for nothing here. The step whose part failed builds it again, and reports.
+//! Errors are ignored here. The step that needs the failed part builds it again and reports the error.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -24,8 +24,8 @@ pub(crate) fn run() -> Result<()> {
     fuzz::build().map(drop)
 }
 
-/// Gives this build the usual priority once something waits for a lock that it holds, as cargo's are: on a busy machine
-/// the other would wait for hours.
+/// Gives this build the usual priority once another process waits for a lock that it holds, such as one of cargo's: on a
+/// busy machine that process would otherwise wait for hours.
 fn hurry_when_waited_for() {
     let own = group(std::process::id());
     loop {
@@ -49,7 +49,8 @@ fn hurry_when_waited_for() {
     }
 }
 
-/// The processes that hold a lock for which another waits: in the kernel's list, a line `7: -> FLOCK ...` below the holder's.
+/// The processes that hold a lock for which another waits. In the kernel's list, `7: -> FLOCK ...` follows the holder's
+/// line.
 fn waited_for(locks: &str) -> Vec<u32> {
     let mut holders = BTreeMap::new();
     let mut found = Vec::new();
@@ -67,16 +68,16 @@ fn waited_for(locks: &str) -> Vec<u32> {
 /// The process group of `pid`.
 fn group(pid: u32) -> Option<u32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // After the name, which may hold anything: state, parent, group.
+    // After the name, which may contain anything: state, parent, group.
     stat.rsplit_once(')')?.1.split_whitespace().nth(2)?.parse().ok()
 }
 
-/// A run of the command beside this process; it ends with this value.
+/// A run of this command beside this process. Dropping the value ends it.
 pub(crate) struct Ahead(Child);
 
 impl Ahead {
-    /// Starts it with the scheduler's idle policy: it gets only time that nothing else wants, until something waits for it.
-    /// `None` where that cannot be.
+    /// Starts the command under the scheduler's idle policy: it gets only time that no other process wants, until one waits
+    /// for it. `None` if that is impossible.
     pub(crate) fn start() -> Option<Self> {
         let log = File::create(workspace::target().join("ahead.log")).ok()?;
         Command::new("chrt")
@@ -96,7 +97,7 @@ impl Ahead {
 impl Drop for Ahead {
     fn drop(&mut self) {
         if !matches!(self.0.try_wait(), Ok(Some(_))) {
-            // The group: cargo and its compilers too.
+            // The whole process group: cargo and its compilers too.
             run::succeeds(run::tool("kill").args(["--", &format!("-{}", self.0.id())]));
             let _ = self.0.wait();
         }

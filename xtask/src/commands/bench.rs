@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: criterion for code speed, the harness of `bench/` for all that needs a real Envoy.
+//! `cargo xtask bench`: criterion for code speed, the harness of `bench/` for everything that needs a real Envoy.
 
 use std::ffi::OsString;
 
@@ -9,36 +9,36 @@ use crate::commands::envoy;
 use crate::toolchain::Choice;
 use crate::{progress, run, workspace};
 
-/// Measures: alone, the criterion benchmarks; `e2e` and `cost` through a real Envoy.
+/// Runs the criterion benchmarks, or with `e2e`, `cost` or `plb` benchmarks through a real Envoy.
 ///
-/// Numbers of one run compare with each other; those of two runs, or of two machines, do not.
+/// Compare only numbers from the same run: two runs, or two machines, are not comparable.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
     #[command(subcommand)]
     what: Option<What>,
 
-    /// Handed to criterion: a filter on benchmark names, or its options
+    /// Passed to criterion: a filter on benchmark names, or its options
     #[arg(last = true, value_name = "CRITERION ARGS")]
     criterion: Vec<OsString>,
 }
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// End to end: load through a real Envoy, against Envoy's own policies, with a verdict per goal.
+    /// Sends load end to end through a real Envoy, compares with Envoy's own policies, and judges each goal.
     ///
-    /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. The others are `stall`, `sinkhole`,
-    /// `slow-half`, `cpu-bound`, `affinity` and `rules`, and, without a fault, `equal`, `equal-90`, `mix`, `generations`,
-    /// `queue`, `constant`, `idle` and `fleet`; `--quick` shows that one works. Every argument is handed to the harness;
-    /// `cargo xtask bench e2e -- --help` prints its own help.
+    /// `cargo xtask bench e2e ingress` is the demo's scenario at full length. The other scenarios with a fault are `stall`,
+    /// `sinkhole`, `slow-half`, `cpu-bound`, `affinity` and `rules`; those without a fault are `equal`, `equal-90`, `mix`,
+    /// `generations`, `queue`, `constant`, `idle` and `fleet`. `--quick` only shows that a scenario works. Every argument
+    /// is passed to the harness; `cargo xtask bench e2e -- --help` prints its own help.
     E2e(HarnessArgs),
-    /// PLB beneath the service: a fabric of namespaces with paths that lose or mark everything, and who may repath.
+    /// Runs the service over a fabric of namespaces in which some paths lose or mark every packet, with and without PLB.
     ///
     /// Needs root. `cargo xtask bench plb -- --help` prints the harness's own help.
     Plb(HarnessArgs),
-    /// CPU per request, step by step: no filter, filter without probes, filter with probes, the agent.
+    /// Measures CPU per request, step by step: no filter, filter without probes, filter with probes, the agent.
     ///
-    /// Every argument is handed to the harness; `cargo xtask bench cost -- --help` prints its own help.
+    /// Every argument is passed to the harness; `cargo xtask bench cost -- --help` prints its own help.
     Cost(HarnessArgs),
 }
 
@@ -47,7 +47,7 @@ struct HarnessArgs {
     #[command(flatten)]
     wasm: WasmArgs,
 
-    /// Handed to the harness
+    /// Passed to the harness
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
     args: Vec<OsString>,
 }
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// Sets up everything that the harness needs, then runs it with `subcommand` and `args`.
 pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) -> Result<()> {
     let envoy = envoy::default_envoy()?;
-    // What only asks for help needs none of it, and finds others at work with it.
+    // `--help` needs none of the setup, and another command may be using the same files.
     if !args.iter().any(|arg| arg == "--help") {
         build::dist(toolchain)?;
     }

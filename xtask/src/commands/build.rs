@@ -1,4 +1,4 @@
-//! `cargo xtask build`: what a user deploys, into `target/dist/`.
+//! `cargo xtask build`: builds what a user deploys, into `target/dist/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,17 +11,17 @@ use crate::{progress, run, workspace};
 
 /// Builds the agent, the command `prequal` and the Envoy filter into target/dist/, and the docker-compose demo's program.
 ///
-/// target/dist/probe-agent and target/dist/prequal are release builds for this machine, target/dist/prequal_filter.wasm the
-/// module that Envoy loads, target/dist/prequal-demo what the demo's containers run. The module needs a WebAssembly standard library: through rustup (`rustup target add
-/// wasm32-wasip1`) where that works, else from Debian's packages, unpacked under target/toolchain/ and never
-/// installed.
+/// target/dist/probe-agent and target/dist/prequal are release builds for this machine. target/dist/prequal_filter.wasm is
+/// the module that Envoy loads. target/dist/prequal-demo is the program that the demo's containers run. The module needs a
+/// WebAssembly standard library: it comes through rustup (`rustup target add wasm32-wasip1`) where that works, else from
+/// Debian's packages, which are unpacked under target/toolchain/ and never installed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(crate) wasm: WasmArgs,
 }
 
-/// Shared by every command that builds the module.
+/// Options shared by every command that builds the module.
 #[derive(clap::Args, Clone, Copy)]
 pub(crate) struct WasmArgs {
     /// Which compiler builds the .wasm
@@ -47,8 +47,9 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
     Ok(toolchain)
 }
 
-/// Builds the module that crashes on request, for the test that a crashed VM keeps serving, and makes sure that
-/// the one in `target/dist/` cannot. Its blobs count as another version's, so that it stands in for another release too.
+/// Builds the module that crashes on request, for the test that requests are still served after a VM crash, and checks that
+/// the one in `target/dist/` cannot crash on request. The blobs of this module carry another version, so it also serves as
+/// a different release.
 pub(crate) fn dist_test(toolchain: &Toolchain) -> Result<()> {
     progress::headline("building target/dist-test/");
     let crashing = workspace::dist_test().join("prequal_filter_crash.wasm");
@@ -71,7 +72,7 @@ pub(crate) fn filter(toolchain: &Toolchain, features: &str) -> Result<PathBuf> {
     Ok(module)
 }
 
-/// Copies through a neighbouring name: what runs keeps the old file, and nothing sees half a new one.
+/// Copies through a neighbouring name: a running program keeps the old file, and no reader sees half of the new one.
 fn place(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("a file in a folder")?;
     fs::create_dir_all(folder)?;

@@ -1,4 +1,4 @@
-//! `cargo xtask chaos`: faults under load, each with a goal, by the program in `tests/chaos`.
+//! `cargo xtask chaos`: injects faults under load, each with a goal, using the program in `tests/chaos`.
 
 use std::ffi::OsString;
 use std::process::Command;
@@ -11,22 +11,23 @@ use crate::{progress, run, workspace};
 
 /// Breaks things under load: agents, backends, Envoy, the machine, the network, one at a time and in random pairs.
 ///
-/// The shipped configuration, a real Envoy, eight agents with backends, 500 requests/s of every kind. Each fault has a goal;
-/// a missed one is the exit status. `--list` names the faults, names run only those, `--pairs N --seed S` adds random pairs,
-/// `--short` is what CI runs, `--write` renews the table in docs/reliability.md. Every argument is handed to the program;
-/// `cargo xtask chaos -- --help` prints its own help. Needs root, for a network namespace of its own.
+/// Runs the shipped configuration in a real Envoy, with eight agents and their backends, at 500 requests/s of mixed kinds.
+/// Each fault has a goal; the exit status is nonzero if one is missed. `--list` names the faults; naming faults runs only
+/// those; `--pairs N --seed S` adds random pairs; `--short` is what CI runs; `--write` rewrites the table in
+/// docs/reliability.md. Every argument is passed to the program; `cargo xtask chaos -- --help` prints its own help. Needs
+/// root, to create its network namespace.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     wasm: WasmArgs,
 
-    /// Handed to the program
+    /// Passed to the program
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
     args: Vec<OsString>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    // What only asks needs nothing built for it.
+    // `--help` and `--list` need nothing built.
     if !args.args.iter().any(|arg| arg == "--help" || arg == "--list") {
         let toolchain = build::dist(args.wasm.toolchain)?;
         build::dist_test(&toolchain)?;
@@ -34,13 +35,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     start(&args.args)
 }
 
-/// What keeps it from running here.
+/// Why it cannot run here, if it cannot.
 pub(crate) fn missing() -> Option<String> {
     let allowed = run::succeeds(run::tool("unshare").args(["--net", "true"]));
-    (!allowed).then(|| "a network namespace of its own needs root".to_owned())
+    (!allowed).then(|| "it needs root, to create a network namespace".to_owned())
 }
 
-/// The short form, with what the step `build` has made. As for tests, a fault that misses its goal has a second try.
+/// Runs the short form with what the step `build` has made. As with tests, a fault that misses its goal gets a second try.
 pub(crate) fn short() -> Result<()> {
     start(&["--short", "--tries", "2"].map(Into::into))
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask compose`: the docker-compose demo, from nothing to a page that moves, also where no registry is.
+//! `cargo xtask compose`: brings up the docker-compose demo from nothing, even without access to a registry.
 
 use std::io::IsTerminal as _;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -20,20 +20,20 @@ pub(crate) mod page;
 
 /// Brings up the docker-compose demo: two Envoys, nine replicas with their agents, load, faults, a live page.
 ///
-/// Builds what the images copy, makes the base images locally where no registry answers (Debian, root), then brings up
-/// envoy-configs/compose/docker-compose.yml. Stays to carry out the faults that need the container engine; Enter ends
-/// it and removes everything, Ctrl-C leaves it running.
+/// Builds what the images copy, makes the base images locally if no registry answers (Debian, root), then brings up
+/// envoy-configs/compose/docker-compose.yml. Keeps running to carry out the faults that need the container engine; Enter
+/// stops the demo and removes everything, Ctrl-C leaves it running.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Run everything unattended: up, load, each fault in turn with its bars, down
+    /// Run everything unattended: up, load, each fault in turn with its goals, down
     #[arg(long, conflicts_with_all = ["down", "detach"])]
     check: bool,
 
-    /// Remove containers, network and volume, and end
+    /// Remove containers, network and volume, then exit
     #[arg(long)]
     down: bool,
 
-    /// End when everything is up
+    /// Exit when everything is up
     #[arg(long, conflicts_with = "down")]
     detach: bool,
 
@@ -41,7 +41,7 @@ pub(crate) struct Args {
     #[arg(long, value_delimiter = ',', requires = "check", value_name = "NAMES")]
     fault: Vec<String>,
 
-    /// With --check: keep a picture of the page during the first fault, PNG
+    /// With --check: save a PNG picture of the page during the first fault
     #[arg(long, requires = "check", value_name = "FILE")]
     picture: Option<std::path::PathBuf>,
 
@@ -49,10 +49,10 @@ pub(crate) struct Args {
     wasm: WasmArgs,
 }
 
-/// How often the page is asked for orders.
+/// How often the page is polled for orders: faults that this program must carry out.
 const ORDERS: Duration = Duration::from_millis(500);
 
-/// How long the fleet may take to be all there.
+/// Maximum time until the whole fleet is up.
 const START: Duration = Duration::from_secs(120);
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -79,17 +79,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     control(&project, &page)
 }
 
-/// What a check without Docker is told.
+/// Why the demo cannot run here, if it cannot.
 pub(crate) fn missing() -> Option<String> {
     Project::usual().err().map(|error| format!("{error:#}"))
 }
 
-/// The check as `cargo xtask test` runs it; returns what this machine was too busy to judge.
+/// The check as `cargo xtask test` runs it; returns the goals that it could not judge because this machine was too busy.
 pub(crate) fn check(toolchain: crate::toolchain::Choice) -> Result<Vec<String>> {
     check::run(toolchain, &check::Options::default())
 }
 
-/// Builds, makes images, brings up, waits until every replica answers.
+/// Builds the programs and images, starts the containers, and waits until every replica answers.
 fn up(project: &Project, wasm: WasmArgs) -> Result<Page> {
     build::dist(wasm.toolchain)?;
     images::prepare(project)?;
@@ -99,11 +99,11 @@ fn up(project: &Project, wasm: WasmArgs) -> Result<Page> {
     Ok(page)
 }
 
-/// Carries out what the page cannot, until Enter.
+/// Carries out the faults that the page cannot, until Enter is pressed.
 fn control(project: &Project, page: &Page) -> Result<()> {
     let (end, ended) = mpsc::channel::<()>();
     if std::io::stdin().is_terminal() {
-        progress::say("Enter removes everything and ends; Ctrl-C leaves it running");
+        progress::say("Enter removes everything and exits; Ctrl-C leaves the demo running");
         std::thread::spawn(move || {
             let mut line = String::new();
             let _ = std::io::stdin().read_line(&mut line);
@@ -124,13 +124,13 @@ fn control(project: &Project, page: &Page) -> Result<()> {
     bail!("the page has not answered for a minute");
 }
 
-/// Fetches and carries out; false if the page does not answer.
+/// Fetches orders and carries them out; returns false if the page does not answer.
 fn orders(project: &Project, page: &Page) -> bool {
     let Ok(orders) = page.orders() else { return false };
     for order in orders {
         progress::say(format_args!("{} on {}, {} s", order.name, order.replica, order.seconds));
         if let Err(error) = faults::act(project, &order) {
-            progress::say(format_args!("not done: {error:#}"));
+            progress::say(format_args!("not carried out: {error:#}"));
             let _ = page.failed(order.id, &error.to_string());
         }
     }

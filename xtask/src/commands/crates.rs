@@ -1,11 +1,11 @@
-//! `cargo xtask crates`: whether the packages for crates.io could be published. Nothing is uploaded.
+//! `cargo xtask crates`: checks that the packages for crates.io could be published. Uploads nothing.
 //!
-//! A package is published if its manifest says `publish = ["crates-io"]`. Cargo's own dry run packs it; this file checks what
-//! is in it, and compiles what was packed with the oldest Rust that it promises. The verification that is built into cargo is
-//! left out (`--no-verify`): it would compile 86 crates with today's Rust, which `lint` has just done from the same sources;
-//! the compilation here shows what `lint` cannot, that a package is complete and stands alone.
+//! A package is published if its manifest says `publish = ["crates-io"]`. Cargo's own dry run packs it. This file checks
+//! the content of each package, then compiles it with the oldest Rust that it promises. Cargo's built-in verification is
+//! disabled (`--no-verify`): it would compile 86 crates with today's Rust, which `lint` has just done from the same
+//! sources. The compilation here shows what `lint` cannot: that a package is complete and builds outside this workspace.
 //!
-//! Left out: whether the interface has changed since the last release (docs/releasing.md).
+//! Not checked: whether the interface has changed since the last release (docs/releasing.md).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,13 +17,13 @@ use serde_json::Value;
 
 use crate::{progress, run, workspace};
 
-/// Proves that the packages for crates.io could be published: cargo's dry run, their content, the oldest Rust.
+/// Checks that the packages for crates.io could be published: cargo's dry run, their content, the oldest Rust.
 ///
-/// Compiles the core and the tower layer from what was packed, with the Rust of `rust-version`; rustup fetches that
-/// compiler. Nothing is uploaded.
+/// Compiles the core and the tower layer from the packed files, with the Rust of `rust-version`; rustup fetches that
+/// compiler. Uploads nothing.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Compile the programs too, with all default features: a minute more
+    /// Compile the programs too, with all default features: takes a minute more
     #[arg(long)]
     all: bool,
 }
@@ -35,7 +35,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Fails with what is wrong; returns what could not be checked on this machine.
+/// Fails if a package could not be published; returns what could not be checked on this machine.
 pub(crate) fn check(all: bool) -> Result<Option<String>> {
     let metadata = run::output(run::cargo().args(["metadata", "--locked", "--format-version", "1"]))?;
     let metadata: Value = serde_json::from_str(&metadata)?;
@@ -69,7 +69,7 @@ pub(crate) fn check(all: bool) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Our packages that go to crates.io.
+/// The packages of this workspace that go to crates.io.
 fn published(metadata: &Value) -> Vec<&Value> {
     let packages = metadata["packages"].as_array().into_iter().flatten();
     packages.filter(|package| package["source"].is_null() && package["publish"][0] == "crates-io").collect()
@@ -101,7 +101,7 @@ fn too_new(metadata: &Value, roots: &[&Value], oldest: &str) -> Vec<String> {
     packages.iter().filter(newer).map(|p| format!("{} {}", text(p, "name"), text(p, "version"))).collect()
 }
 
-/// Major and minor number. Of nothing: 0.
+/// Major and minor number; 0 for a missing part.
 fn version(text: &str) -> (u32, u32) {
     let mut numbers = text.split('.').map(|number| number.parse().unwrap_or(0));
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
@@ -123,7 +123,7 @@ fn unpacked(packages: &[&Value]) -> Result<PathBuf> {
         let name = text(package, "name");
         let unpacked = format!("{name}-{}", text(package, "version"));
         let archive = workspace::target().join("package").join(format!("{unpacked}.crate"));
-        // `m`: the times in a package are always the same, and cargo goes by them.
+        // `m`: timestamps in a package are always the same, and cargo uses them to detect changes.
         run::output(run::tool("tar").arg("-xzmf").arg(&archive).arg("-C").arg(&folder))?;
         is_complete(&folder.join(&unpacked)).with_context(|| format!("package {name}"))?;
         patches.push_str(&format!("{name} = {{ path = \"{unpacked}\" }}\n"));
@@ -138,7 +138,7 @@ fn unpacked(packages: &[&Value]) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// What a reader of crates.io expects is there, and nothing that is of no use there.
+/// Checks that a package holds what a reader of crates.io expects, and nothing superfluous.
 fn is_complete(package: &Path) -> Result<()> {
     for file in ["Cargo.toml", "LICENSE", "README.md", "src/lib.rs"] {
         ensure!(package.join(file).is_file(), "{file} is missing");
@@ -150,7 +150,7 @@ fn is_complete(package: &Path) -> Result<()> {
     let (readme, library) =
         (fs::read_to_string(package.join("README.md"))?, fs::read_to_string(package.join("src/lib.rs"))?);
     ensure!(readme.contains("\n```rust\n"), "README.md shows no example");
-    // Then rustdoc shows it, and `cargo test` runs it.
+    // With the README in the library's documentation, rustdoc shows it and `cargo test` runs its example.
     ensure!(
         library.contains("#![doc = include_str!(\"../README.md\")]"),
         "the library's documentation leaves README.md out"
@@ -165,7 +165,7 @@ fn selected<'a>(command: &'a mut Command, packages: &[&Value]) -> &'a mut Comman
     command
 }
 
-/// Why there is no compiler of version `oldest`, if so.
+/// Why a compiler of version `oldest` is not available, if so.
 fn missing(oldest: &str) -> Option<String> {
     if run::succeeds(cargo_of(oldest).arg("--version")) {
         return None;
@@ -184,7 +184,7 @@ fn missing(oldest: &str) -> Option<String> {
 fn cargo_of(version: &str) -> Command {
     let mut command = run::tool("rustup");
     command.args(["run", &toolchain(version), "cargo"]);
-    // Of the cargo that runs this program.
+    // These belong to the cargo that runs this program.
     command.env_remove("CARGO").env_remove("RUSTC").env_remove("RUSTDOC");
     command
 }
@@ -197,11 +197,11 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or_default()
 }
 
-/// What users depend on from other crates: the core, and the agent's tower layer.
+/// Dependencies that users take from other crates: the core, and the agent's tower layer.
 const LIBRARIES: [&str; 6] =
     ["--package", "prequal-policy", "--package", "probe-agent", "--no-default-features", "--lib"];
 
-/// At the top of a package.
+/// What the top folder of a package may contain.
 const ALLOWED: [&str; 7] =
     [".cargo_vcs_info.json", "Cargo.lock", "Cargo.toml", "Cargo.toml.orig", "LICENSE", "README.md", "src"];
 

@@ -1,4 +1,4 @@
-//! Programs from Debian's packages that checks need.
+//! Programs that checks need, from Debian's packages.
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{progress, run, workspace};
 
-/// The folder under target/ with the files of `package`, fetched once. Unpacked and never installed: what is installed may
+/// The folder under target/ with the files of `package`, fetched once. It is only unpacked: an installed package might
 /// start a server on this machine.
 pub(crate) fn unpacked(package: &str) -> Result<PathBuf> {
     let root = workspace::target().join(package);
@@ -18,8 +18,8 @@ pub(crate) fn unpacked(package: &str) -> Result<PathBuf> {
     Ok(root)
 }
 
-/// Prometheus and promtool for the tests of dashboard and rules. Where they cannot be had it says why, and the tests that
-/// need them say that they were skipped.
+/// Fetches Prometheus and promtool for the tests of the dashboard and rules. If that is impossible, prints the reason; the
+/// tests that need them then report that they were skipped.
 pub(crate) fn prometheus() {
     let on_path = |program| run::succeeds(run::tool(program).arg("--version"));
     if on_path("prometheus") && on_path("promtool") {
@@ -30,7 +30,7 @@ pub(crate) fn prometheus() {
     }
 }
 
-/// Installs what is missing of `tools`, programs with their packages; only root can.
+/// Installs the missing ones of `tools` (program and package); only root can.
 pub(crate) fn install(tools: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> = tools
         .iter()
@@ -56,7 +56,7 @@ pub(crate) fn install(tools: &[(&str, &str)]) -> Result<()> {
 
 fn unpack(package: &str) -> Result<()> {
     let root = workspace::target().join(package);
-    // Renamed at the end: an interrupted run leaves nothing that looks complete.
+    // Renamed at the end, so that an interrupted run leaves nothing that looks complete.
     let scratch = root.with_file_name(format!(".{package}-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;
     let unpacked = (|| {
@@ -74,7 +74,7 @@ fn unpack(package: &str) -> Result<()> {
     unpacked
 }
 
-/// Only root may refresh the lists, and they may be fresh: so first without.
+/// Tries first without refreshing the package lists: only root may refresh them, and they may be fresh.
 fn with_fresh_lists<T>(work: impl Fn() -> Result<T>) -> Result<T> {
     work().or_else(|_| run::output(run::tool("apt-get").arg("update")).and_then(|_| work()))
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: the whole thing at work, set up from nothing.
+//! `cargo xtask demo`: sets up everything from nothing and shows it at work.
 
 use std::ffi::OsString;
 
@@ -7,19 +7,18 @@ use anyhow::Result;
 use crate::commands::bench;
 use crate::commands::build::WasmArgs;
 
-/// Shows Prequal beside Envoy's own policies, through a real Envoy.
+/// Compares Prequal with Envoy's own policies, through a real Envoy.
 ///
-/// Fetches Envoy, builds the filter and the agent, then sends a constant 500 requests a second to 16
-/// backends, two of which are slow, under round_robin, least_request and Prequal: first through one Envoy,
-/// then through four that share the backends. Prints a table and writes a plot. Takes at most 4 minutes after
-/// set-up, 1 with --quick.
+/// Fetches Envoy and builds the filter and the agent. Then sends a constant 500 requests a second to 16 backends, two of
+/// which are slow, under round_robin, least_request and Prequal: first through one Envoy, then through four that share the
+/// backends. Prints a table and writes a plot. Takes up to 4 minutes after setup, up to 1 minute with --quick.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// One Envoy only, and shorter: at most a minute after set-up
+    /// One Envoy only, and shorter: up to a minute after setup
     #[arg(long)]
     quick: bool,
 
-    /// Leave the Prequal arm running at the end and print the URLs to try; stop it with Ctrl-C
+    /// Keep the Prequal deployment running at the end and print URLs to try; Ctrl-C stops it
     #[arg(long)]
     keep: bool,
 

@@ -1,4 +1,4 @@
-//! `cargo xtask dist`: what a release consists of, into `target/release-dist/`.
+//! `cargo xtask dist`: builds everything that a release consists of, into `target/release-dist/`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,33 +23,33 @@ mod sbom;
 
 use oci::{Entry, Image};
 
-/// Makes the artefacts of a release, each named with the version, and SHA256SUMS over them.
+/// Builds the artefacts of a release, each named with the version, and writes SHA256SUMS over them.
 ///
-/// prequal_filter-VERSION.wasm; the same as an OCI image that Istio's WasmPlugin and Envoy Gateway fetch (a layout as a
-/// folder and as a tar); for each architecture a tar.gz of the programs, linked statically; an OCI image of the agent for
-/// all of them; the manifests of envoy-configs/ and the Helm chart with these images by digest; a CycloneDX bill of materials;
-/// the version's section of CHANGELOG.md; an in-toto statement of where all of it comes from. Needs no container engine. The
-/// other architecture than this machine's needs a cross linker (`apt-get install gcc-aarch64-linux-gnu`); where it is
-/// missing, one line says so.
+/// The release contains: prequal_filter-VERSION.wasm; the same module as an OCI image that Istio's WasmPlugin and Envoy
+/// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs; an
+/// OCI image of the agent for all architectures; the manifests of envoy-configs/ and the Helm chart, with these images by
+/// digest; a CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin
+/// of all these files. Needs no container engine. Building for an architecture other than this machine's needs a cross
+/// linker (`apt-get install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
 ///
-/// The same commit and compilers give the same bytes; times are the commit's, or SOURCE_DATE_EPOCH.
+/// The same commit and compilers give the same bytes. Timestamps are the commit's, or SOURCE_DATE_EPOCH.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where to; emptied first if it holds an earlier run
+    /// Output folder; emptied first if it holds an earlier run
     #[arg(long, value_name = "DIR", default_value_os_t = workspace::release_dist())]
     out: PathBuf,
 
-    /// Build the module again from nothing (with rustup's compiler from a copy of the sources in another folder), pack
+    /// Build the module again from nothing (with rustup's compiler, from a copy of the sources in another folder), pack
     /// everything again, and fail unless every byte is the same
     #[arg(long)]
     check: bool,
 
-    /// Sign the statement of where the release comes from with this private key (PEM, ECDSA on P-256). Refused for sources
-    /// that differ from the commit
+    /// Sign the statement about the release's origin with this private key (PEM, ECDSA on P-256). Refused if the sources
+    /// differ from the commit
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
 
-    /// Build nothing: verify the release in --out, which may lack files, against this public key (PEM). Needs no network
+    /// Build nothing: verify the release in --out against this public key (PEM). Files may be missing. Needs no network
     #[arg(long, value_name = "KEY", conflicts_with_all = ["check", "sign"])]
     verify: Option<PathBuf>,
 
@@ -79,13 +79,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         check(&toolchain, &mut parts, &args.out)?;
     }
     if let Some(key) = &args.sign {
-        ensure!(!parts.stamp.is_dirty(), "the sources differ from the commit: this is not signed");
+        ensure!(!parts.stamp.is_dirty(), "the sources differ from the commit: refusing to sign");
         progress::say(provenance::sign(&args.out, &parts.stamp.version, key)?);
     }
     Ok(())
 }
 
-/// Everything that a release is packed from.
+/// The inputs that a release is packed from.
 struct Parts {
     module: Vec<u8>,
     programs: Vec<(Platform, Vec<Entry>)>,
@@ -95,7 +95,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// Builds everything, of the platforms those that this machine can.
+    /// Builds everything, for those of `platforms` that this machine can build for.
     fn build(toolchain: &Toolchain, platforms: &[Platform]) -> Result<Self> {
         let stamp = Stamp::of_commit(toolchain)?;
         let module = fs::read(build::filter(toolchain, "")?)?;
@@ -116,17 +116,17 @@ impl Parts {
     }
 }
 
-/// What marks a release: the same in every run on one commit.
+/// What identifies a release: the same in every run on one commit.
 #[derive(Clone, Debug)]
 struct Stamp {
     version: String,
-    /// Hash of the commit; `-dirty` behind it if the sources differ.
+    /// Hash of the commit, with `-dirty` appended if the sources differ from it.
     commit: String,
-    /// Seconds since 1970 of the commit.
+    /// Time of the commit, in seconds since 1970.
     epoch: u64,
-    /// The same as RFC 3339.
+    /// The same time in RFC 3339 format.
     time: String,
-    /// What built the module.
+    /// The compiler that built the module.
     compiler: String,
 }
 
@@ -135,7 +135,9 @@ impl Stamp {
         let git = |args: &[&str]| run::output(run::tool("git").args(args));
         let mut commit = git(&["rev-parse", "HEAD"])?.trim().to_owned();
         if !git(&["status", "--porcelain"])?.is_empty() {
-            progress::say("the sources differ from the commit: this is no release, and its bill says so");
+            progress::say(
+                "the sources differ from the commit: this is not a release, and its bill of materials says so",
+            );
             commit.push_str(DIRTY);
         }
         let epoch = match std::env::var("SOURCE_DATE_EPOCH") {
@@ -174,12 +176,12 @@ impl Stamp {
 /// An architecture that programs are shipped for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Platform {
-    /// As `uname -m` names it.
+    /// Name as in `uname -m`.
     arch: &'static str,
-    /// As OCI names it.
+    /// Name in OCI images.
     oci: &'static str,
     triple: &'static str,
-    /// Links for it on other machines.
+    /// Linker for this architecture on other machines.
     linker: &'static str,
 }
 
@@ -188,7 +190,7 @@ impl Platform {
         (std::env::consts::ARCH != self.arch).then_some(self.linker)
     }
 
-    /// Why the programs cannot be built here.
+    /// Why the programs cannot be built here, if so.
     fn missing(&self) -> Result<Option<String>> {
         ensure!(cfg!(target_os = "linux"), "releases are built on Linux");
         Ok(self.cross_linker().filter(|linker| !run::succeeds(run::tool(linker).arg("--version"))).map(|linker| {
@@ -217,7 +219,7 @@ fn notes(stamp: &Stamp) -> Result<String> {
     Ok(format!("# {NAME} {}\n\n{section}\n\nCommit {}.\n", stamp.version, stamp.commit))
 }
 
-/// Version of the C library that programs are linked with.
+/// Version of the C library that the programs are linked with.
 fn libc_version() -> Result<String> {
     let said = run::output(run::tool("ldd").arg("--version"))?;
     said.lines()
@@ -274,7 +276,7 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     Ok(files.into_keys().chain([SUMS.to_owned()]).collect())
 }
 
-/// Empties what an earlier run made, and nothing else.
+/// Removes what an earlier run made, and nothing else.
 fn empty(out: &Path) -> Result<()> {
     if out.exists() && fs::read_dir(out)?.next().is_some() {
         ensure!(out.join(SUMS).is_file(), "{} is not empty and was not made by this command", out.display());
@@ -287,7 +289,7 @@ fn module_image(parts: &Parts) -> Image {
     let mut annotations = annotations("prequal_filter", "Prequal, filter for Envoy", &parts.stamp);
     annotations.insert("module.wasm.image/variant", "compat".to_owned());
     Image {
-        // A module has none. Container tools ask for their own, and this is what those that build such images write.
+        // A module has no architecture. Container tools ask for their own; other builders of such images write this one.
         architecture: "amd64",
         files: vec![Entry { path: PLUGIN.to_owned(), bytes: parts.module.clone(), executable: false }],
         runs: json!({}),
@@ -308,12 +310,12 @@ fn verify_module(layout: &Path, module: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// The programs, which are linked statically, and the authorities that `--upstream-tls` trusts unless told otherwise.
+/// The programs, linked statically, and the certificate authorities that `--upstream-tls` trusts by default.
 fn agent_image(platform: Platform, programs: &[Entry], stamp: &Stamp) -> Image {
     Image {
         architecture: platform.oci,
         files: programs.iter().cloned().chain([authorities()]).collect(),
-        // Nobody, by number: there is no /etc/passwd.
+        // An unprivileged user, by number: there is no /etc/passwd.
         runs: json!({"User": "65532:65532", "Entrypoint": ["/probe-agent"]}),
         annotations: annotations("probe-agent", "Prequal, agent beside a backend", stamp),
     }
@@ -326,11 +328,11 @@ fn verify_agent(layout: &Path, programs: &[(Platform, Vec<Entry>)]) -> Result<()
         let image = images
             .iter()
             .find(|image| image.architecture == platform.oci)
-            .context("an architecture is lost")?;
+            .context("an architecture is missing")?;
         for program in programs {
             ensure!(
                 image.files.get(&program.path) == Some(&program.bytes),
-                "{} in the image is another",
+                "{} in the image differs",
                 program.path
             );
         }
@@ -345,7 +347,7 @@ fn verify_agent(layout: &Path, programs: &[(Platform, Vec<Entry>)]) -> Result<()
     Ok(())
 }
 
-/// Mozilla's authorities as a bundle of PEM.
+/// Mozilla's certificate authorities as a PEM bundle.
 fn authorities() -> Entry {
     let mut text = String::new();
     for certificate in webpki_root_certs::TLS_SERVER_ROOT_CERTS {
@@ -378,9 +380,9 @@ fn licence() -> Result<Entry> {
     Ok(Entry { path: "LICENSE".to_owned(), bytes, executable: false })
 }
 
-/// Builds the module again from nothing, packs again, compares.
+/// Builds the module again from nothing, packs everything again, and compares.
 fn check(toolchain: &Toolchain, parts: &mut Parts, first: &Path) -> Result<()> {
-    progress::headline("the same again, from nothing");
+    progress::headline("building everything again, from nothing");
     let scratch = workspace::target().join(format!("dist-check-{}", std::process::id()));
     let compared = again(toolchain, parts, &scratch).and_then(|second| {
         Ok((fs::read_to_string(first.join(SUMS))?, fs::read_to_string(second.join(SUMS))?))
@@ -395,7 +397,7 @@ fn check(toolchain: &Toolchain, parts: &mut Parts, first: &Path) -> Result<()> {
         "not reproducible:\n{}",
         differ.join("\n")
     );
-    progress::say(format_args!("{} files, the same in every byte", first.lines().count()));
+    progress::say(format_args!("{} files, identical in every byte", first.lines().count()));
     Ok(())
 }
 
@@ -406,7 +408,7 @@ fn again(toolchain: &Toolchain, parts: &mut Parts, scratch: &Path) -> Result<Pat
             copy_sources(&sources)?;
             sources.as_path()
         }
-        // Its standard library lies below the workspace and is built with it; cargo names symbols by where it lies.
+        // Its standard library is below the workspace and is built with the module; symbol names depend on its path.
         Toolchain::Debian(_) => workspace::root(),
     };
     parts.module = fs::read(toolchain.build_filter_of(root, &scratch.join("build"), "")?)?;
@@ -414,13 +416,13 @@ fn again(toolchain: &Toolchain, parts: &mut Parts, scratch: &Path) -> Result<Pat
     Ok(out)
 }
 
-/// Copies everything that git knows or would know.
+/// Copies every file that git tracks, and new files that it does not ignore.
 fn copy_sources(to: &Path) -> Result<()> {
     let mut git = run::tool("git");
     let listed = run::output(git.args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"]))?;
     for file in listed.split('\0').filter(|file| !file.is_empty()) {
         let (from, to) = (workspace::root().join(file), to.join(file));
-        // A file that is deleted and not committed is listed too.
+        // A deleted file is listed until the deletion is committed.
         if from.is_file() {
             fs::create_dir_all(to.parent().context("a file in a folder")?)?;
             fs::copy(from, to)?;
@@ -434,7 +436,7 @@ fn packages() -> impl Iterator<Item = &'static str> {
     ["prequal-filter"].into_iter().chain(PROGRAMS.into_iter().map(|(package, _)| package))
 }
 
-/// The package whose data is in the agent's image.
+/// The package that provides the authorities in the agent's image.
 const AUTHORITIES_PACKAGE: &str = "webpki-root-certs";
 
 const NAME: &str = "prequal";
@@ -461,15 +463,15 @@ const PLATFORMS: [Platform; 2] = [
     },
 ];
 
-/// The module's name in an image, by the Wasm Image Specification.
+/// The module's file name in an image, as the Wasm Image Specification requires.
 const PLUGIN: &str = "plugin.wasm";
 
-/// Where OpenSSL has them on Debian, and `rustls-native-certs` finds them.
+/// Path of OpenSSL's bundle on Debian, which `rustls-native-certs` also finds.
 const AUTHORITIES: &str = "etc/ssl/certs/ca-certificates.crt";
 
 const SUMS: &str = "SHA256SUMS";
 
-/// Behind a commit from which the sources differ.
+/// Suffix of a commit that the sources differ from.
 const DIRTY: &str = "-dirty";
 
 #[cfg(test)]
@@ -495,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn two_runs_are_the_same_in_every_byte() {
+    fn two_runs_give_identical_bytes() {
         let (one, two) = (TempDir::new().expect("a folder"), TempDir::new().expect("a folder"));
         let files = pack(&parts(), one.path()).expect("packed");
         assert_eq!(files, pack(&parts(), two.path()).expect("packed"));
@@ -503,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sums_are_those_of_the_files() {
+    fn the_sums_match_the_files() {
         let dir = TempDir::new().expect("a folder");
         let files = pack(&parts(), dir.path()).expect("packed");
         let sums = fs::read_to_string(dir.path().join(SUMS)).expect("sums");
@@ -540,7 +542,7 @@ mod tests {
         let bundle = dir.path().join("bundle.pem");
         fs::write(&bundle, authorities().bytes).expect("written");
         let openssl = run::tool("openssl").args(["crl2pkcs7", "-nocrl", "-certfile"]).arg(&bundle).output();
-        // Another reader, where there is one.
+        // Check with a second reader, if there is one.
         if let Ok(openssl) = openssl {
             assert!(openssl.status.success(), "{openssl:?}");
         }
@@ -552,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_cross_linker_is_told_with_its_cure() {
+    fn a_missing_cross_linker_is_reported_with_the_command_that_installs_it() {
         let elsewhere = Platform { arch: "s390x", oci: "s390x", triple: "", linker: "no-such-linker" };
         let why = elsewhere.missing().expect("Linux").expect("a reason");
         assert!(why.contains("`no-such-linker` is missing: apt-get install"), "{why}");
@@ -560,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn only_its_own_folder_is_emptied() {
+    fn only_a_folder_of_an_earlier_run_is_emptied() {
         let dir = TempDir::new().expect("a folder");
         fs::write(dir.path().join("mine"), b"x").expect("written");
         let error = pack(&parts(), dir.path()).expect_err("a folder with other things").to_string();

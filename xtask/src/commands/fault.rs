@@ -1,4 +1,4 @@
-//! `cargo xtask fault`: one fault of the docker-compose demo, by name.
+//! `cargo xtask fault`: switches on one fault of the docker-compose demo, by name.
 
 use anyhow::Result;
 
@@ -7,19 +7,19 @@ use crate::commands::compose::faults::switch_on;
 use crate::commands::compose::page::Page;
 use crate::progress;
 
-/// Switches on a fault of the running docker-compose demo; without a name, lists them.
+/// Switches on a fault of the running docker-compose demo; without a name, lists the faults.
 ///
-/// Each ends by itself. The page shows it, and has a button for each as well.
+/// Each fault ends by itself. The page shows it, and also has a button for each.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Which; none: the list
+    /// Name of the fault; without it, the faults are listed
     name: Option<String>,
 
-    /// Number of the replica [default: one that the fault names]
+    /// Number of the replica [default: the fault's own]
     #[arg(long, value_name = "N")]
     replica: Option<u64>,
 
-    /// It ends after this long, 1 to 600 [default: as the list says]
+    /// Duration in seconds, 1 to 600 [default: as listed]
     #[arg(long, value_name = "S")]
     seconds: Option<u64>,
 }
@@ -36,10 +36,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         return Ok(());
     };
     let order = switch_on(&project, &page, name, args.replica, args.seconds)?;
-    let whom = if order.replica > 0 { format!(" on replica {}", order.replica) } else { String::new() };
+    let target = if order.replica > 0 { format!(" on replica {}", order.replica) } else { String::new() };
     match order.seconds {
-        0 => progress::say(format_args!("{name}{whom}")),
-        seconds => progress::say(format_args!("{name}{whom}, for {seconds} s")),
+        0 => progress::say(format_args!("{name}{target}")),
+        seconds => progress::say(format_args!("{name}{target}, for {seconds} s")),
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
-//! `cargo xtask fuzz`: libFuzzer over everything that reads bytes from outside, on the stable compiler (`fuzz/README.md`).
+//! `cargo xtask fuzz`: runs libFuzzer on everything that reads bytes from outside, with the stable compiler
+//! (`fuzz/README.md`).
 //!
-//! This file builds the targets, runs them and judges what they printed. What each target checks is in `fuzz/`.
+//! This file builds the targets, runs them and judges their output. What each target checks is in `fuzz/`.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -15,27 +16,28 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::{progress, run, workspace};
 
-/// Fuzzes everything that reads bytes from outside, guided by coverage: report headers, shared data, configurations, netlink
-/// replies, HTTP on both sides of the agent.
+/// Fuzzes everything that reads bytes from outside, guided by coverage: report headers, shared data, configurations,
+/// netlink replies, HTTP on both sides of the agent.
 ///
-/// Each target replays its corpus (`fuzz/corpus`) and then searches for the given time, as many targets at a time as there
-/// are cores. What it finds stays in target/fuzz/corpus and is used again. A crash fails the command and leaves the input
-/// in target/fuzz/artifacts.
+/// Each target replays its corpus (`fuzz/corpus`) and then searches for the given time. As many targets run in parallel as
+/// there are cores. New inputs stay in target/fuzz/corpus and are used again. A crash fails the command and leaves the
+/// input in target/fuzz/artifacts.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The targets [default: all]
+    /// Targets to run [default: all]
     #[arg(value_parser = clap::builder::PossibleValuesParser::new(TARGETS), value_name = "TARGET")]
     targets: Vec<String>,
 
-    /// How long each target searches, seconds; 0 replays the corpus alone
+    /// Search time per target, seconds; 0 only replays the corpus
     #[arg(long, default_value_t = 60, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=86_400))]
     seconds: u32,
 
-    /// Targets at a time [default: the number of cores]
+    /// Number of targets to run in parallel [default: the number of cores]
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
 
-    /// Afterwards, reduce what was found to what adds coverage, and put it into the corpora in the tree, up to 60 files each
+    /// Afterwards, reduce the new inputs to those that add coverage and store them in the corpora in the tree, up to 60
+    /// files each
     #[arg(long)]
     keep: bool,
 
@@ -44,7 +46,7 @@ pub(crate) struct Args {
     seeds: bool,
 }
 
-/// The programs of `fuzz/Cargo.toml`, those that take longest first.
+/// The programs of `fuzz/Cargo.toml`, slowest first.
 const TARGETS: [&str; 12] = [
     "agent-client",
     "agent-backend",
@@ -59,15 +61,15 @@ const TARGETS: [&str; 12] = [
     "netlink",
     "report",
 ];
-/// Files of a corpus in the tree at most.
+/// Maximum number of files in a corpus in the tree.
 const MOST_FILES: usize = 60;
-/// A single input may take this long, on a busy machine too.
+/// Time limit for a single input, chosen for a busy machine.
 const INPUT_LIMIT_S: u32 = 25;
 const MEMORY_LIMIT_MIB: u32 = 1024;
-/// How long each target searches in CI: with the build the step is to take two minutes at most.
+/// Search time per target in CI: with the build, the step should take two minutes at most.
 const CI_SECONDS: u32 = 5;
 
-/// What the instrumentation of cargo-fuzz does, by options that the stable compiler has as well.
+/// The instrumentation that cargo-fuzz applies, through options that the stable compiler also has.
 const RUSTFLAGS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares";
@@ -91,14 +93,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Every target for a short time: a step of `cargo xtask test`.
+/// Runs every target for a short time: a step of `cargo xtask test`.
 pub(crate) fn quick() -> Result<()> {
     let programs = build()?;
     let targets = TARGETS.map(|name| Target { name, programs: programs.clone() });
     fuzz(&targets, CI_SECONDS, cores())
 }
 
-/// What this machine lacks.
+/// What this machine lacks for fuzzing, if anything.
 pub(crate) fn missing() -> Option<String> {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     (!run::succeeds(run::tool(&compiler).arg("--version")))
@@ -113,7 +115,7 @@ fn folder() -> PathBuf {
     workspace::target().join("fuzz")
 }
 
-/// Formatting and clippy: the package is outside the workspace, so that the steps for the workspace miss it.
+/// Checks formatting and clippy: the package is outside the workspace, so the workspace's steps miss it.
 pub(crate) fn lint() -> Result<()> {
     run::check(cargo("fmt")?.args(["--", "--check"]))?;
     run::check(
@@ -124,10 +126,10 @@ pub(crate) fn lint() -> Result<()> {
     )
 }
 
-/// One of cargo's commands on the package of the targets.
+/// A cargo command on the package of the fuzz targets.
 fn cargo(command: &str) -> Result<Command> {
     let package = workspace::root().join("fuzz");
-    // The versions that are shipped are those that are fuzzed. What only the targets need is pinned in their manifest.
+    // Fuzz the versions that are shipped. Dependencies that only the targets need are pinned in their manifest.
     fs::copy(workspace::root().join("Cargo.lock"), package.join("Cargo.lock"))
         .context("copying Cargo.lock")?;
     let mut cargo = run::cargo();
@@ -140,7 +142,7 @@ pub(crate) fn build() -> Result<PathBuf> {
     progress::headline("building the fuzz targets");
     let host = run::output(run::tool("rustc").arg("-vV"))?;
     let host = host.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;
-    // With --target the flags are for the targets alone: build scripts and macros stay as they are.
+    // With --target the flags apply to the targets only: build scripts and macros stay as they are.
     let mut cargo = cargo("build")?;
     cargo
         .args(["--release", "--bins", "--target", host, "--target-dir"])
@@ -160,7 +162,7 @@ struct Target {
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Summary {
     executions: u64,
-    /// Edges that the corpus in the tree reaches, that were reached in the end, and that there are.
+    /// Edges that the corpus in the tree reaches, edges reached in the end, and all edges.
     edges: [u64; 3],
 }
 
@@ -183,7 +185,7 @@ impl Target {
         run::check(self.program().env("PREQUAL_FUZZ_SEEDS", self.corpus()))
     }
 
-    /// Replays the corpora, then searches. An error says where the input lies.
+    /// Replays the corpora, then searches. An error names the file with the failing input.
     fn search(&self, seconds: u32) -> Result<Summary> {
         let artifacts = folder().join("artifacts").join(self.name);
         for folder in [&artifacts, &self.found()] {
@@ -215,7 +217,7 @@ impl Target {
         Ok(Summary::read(&said))
     }
 
-    /// Replaces the corpus in the tree by what adds coverage.
+    /// Replaces the corpus in the tree with the inputs that add coverage.
     fn keep(&self) -> Result<()> {
         let merged = folder().join("merged").join(self.name);
         if merged.exists() {
@@ -231,7 +233,7 @@ impl Target {
             fs::copy(file, self.corpus().join(file.file_name().unwrap_or(OsStr::new("input"))))?;
         }
         progress::say(format_args!(
-            "{}: {} files, {} of them found",
+            "{}: {} files, {} of them found by fuzzing",
             self.name,
             made.len() + files.len(),
             files.len()
@@ -240,13 +242,13 @@ impl Target {
     }
 }
 
-/// Whether libFuzzer named the file: by a hash. Those that a person or a target named stay.
+/// Whether libFuzzer named the file, which it does by hash. Files named by a person or a target are kept.
 fn was_found(file: &Path) -> bool {
     let name = file.file_name().and_then(OsStr::to_str).unwrap_or_default();
     name.len() == 40 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// The files of a folder by size, the smallest first.
+/// The files of a folder by size, smallest first.
 fn sizes(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = fs::read_dir(folder)?
         .map(|file| {
@@ -258,7 +260,7 @@ fn sizes(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files.into_iter().map(|(_, path)| path).collect())
 }
 
-/// At most so many of `files`, evenly over the whole list: small inputs and large ones.
+/// Picks up to `most` of `files`, spread evenly over the list, so that small and large inputs remain.
 fn few<T>(files: Vec<T>, most: usize) -> Vec<T> {
     let count = files.len();
     let chosen = |index: usize| count <= most || index * most / count != (index + 1) * most / count;
@@ -266,7 +268,7 @@ fn few<T>(files: Vec<T>, most: usize) -> Vec<T> {
 }
 
 impl Summary {
-    /// Reads what libFuzzer prints.
+    /// Parses libFuzzer's output.
     fn read(said: &str) -> Self {
         let number_after = |line: &str, key: &str| -> Option<u64> {
             let (_, rest) = line.split_once(key)?;
@@ -286,9 +288,13 @@ impl Summary {
     }
 }
 
-/// Runs all of `targets`, `jobs` at a time, and prints what each did. Fails at the end with every target that failed.
+/// Runs all of `targets`, `jobs` in parallel, and prints a summary of each. Fails at the end, naming every target that
+/// failed.
 fn fuzz(targets: &[Target], seconds: u32, jobs: usize) -> Result<()> {
-    progress::headline(format_args!("fuzzing {} targets, {seconds} s each, {jobs} at a time", targets.len()));
+    progress::headline(format_args!(
+        "fuzzing {} targets, {seconds} s each, {jobs} in parallel",
+        targets.len()
+    ));
     let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     thread::scope(|scope| {
         for _ in 0..jobs.clamp(1, targets.len().max(1)) {
@@ -297,7 +303,7 @@ fn fuzz(targets: &[Target], seconds: u32, jobs: usize) -> Result<()> {
                     let started = Instant::now();
                     match target.search(seconds) {
                         Ok(Summary { executions, edges: [before, after, all] }) => progress::say(format_args!(
-                            "{}: {executions} executions in {}, {before} edges of the corpus, {after} now, of {all}",
+                            "{}: {executions} executions in {}, {before} edges from the corpus, {after} now, of {all}",
                             target.name,
                             progress::seconds(started.elapsed())
                         )),
@@ -325,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_libfuzzer_prints_is_read() {
+    fn libfuzzer_output_is_parsed() {
         let said = "INFO: Loaded 1 modules   (2212 inline 8-bit counters): 2212 [0x1, 0x2), \n\
             INFO: Loaded 1 PC tables (2212 PCs): 2212 [0x1,0x2), \n\
             #9\tINITED cov: 158 ft: 233 corp: 8/253b exec/s: 0 rss: 27Mb\n\
@@ -338,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn few_files_are_spread_over_all() {
+    fn the_files_that_are_kept_are_spread_over_the_whole_list() {
         assert_eq!(few(vec![1, 2, 3], 5), [1, 2, 3]);
         let spread = few((0..1000).collect(), 60);
         assert_eq!(spread.len(), 60);

@@ -1,7 +1,7 @@
-//! `cargo xtask helm`: the Helm that the chart is tested with, built once from its module.
+//! `cargo xtask helm`: builds the Helm that the chart is tested with, once, from its Go module.
 //!
-//! No package registry that this project uses has the program, and the module proxy has its source: a minute or a few of
-//! compiling. Go checks the module against its public log of checksums.
+//! No package registry that this project uses has the program, but the Go module proxy has its source. Compiling takes a
+//! few minutes at most. Go checks the module against the public checksum log.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,9 +10,9 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{progress, run, workspace};
 
-/// Prints the path of the pinned Helm, building it first if it is not there yet.
+/// Prints the path of the pinned Helm, building it first if needed.
 ///
-/// It is built with `go install` into target/bin/. Needs Go 1.26, or an earlier one that may fetch it (GOTOOLCHAIN=auto).
+/// It is built with `go install` into target/bin/. Needs Go 1.26, or an earlier Go that may fetch it (GOTOOLCHAIN=auto).
 #[derive(clap::Args)]
 pub(crate) struct Args {}
 
@@ -21,7 +21,7 @@ pub(crate) fn run(_: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Builds it for the tests of the chart. Where it cannot be built one line says why, and those tests say that they were
+/// Builds Helm for the tests of the chart. If that fails, one line gives the reason, and those tests report that they were
 /// skipped.
 pub(crate) fn prepare() {
     if let Err(why) = built() {
@@ -29,7 +29,7 @@ pub(crate) fn prepare() {
     }
 }
 
-/// Its path.
+/// The path of the pinned Helm, built if needed.
 pub(crate) fn built() -> Result<PathBuf> {
     let folder = workspace::target().join("bin");
     let program = folder.join("helm");
@@ -40,7 +40,7 @@ pub(crate) fn built() -> Result<PathBuf> {
     if !run::succeeds(run::tool("go").arg("version")) {
         bail!("Go is missing: https://go.dev/dl, or a `golang` package of 1.26 or later");
     }
-    // Own folder for each process, then one rename: two commands at once cannot hand out half a program.
+    // Each process has its own folder, then renames once: parallel commands never return half a program.
     let scratch = workspace::target().join(format!(".helm-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;
     fs::create_dir_all(&folder)?;

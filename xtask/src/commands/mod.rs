@@ -1,4 +1,4 @@
-//! One file a command; each has an `Args` and a `run`.
+//! The commands, one file each, with an `Args` and a `run`.
 
 pub(crate) mod ahead;
 pub(crate) mod bench;

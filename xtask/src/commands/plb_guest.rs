@@ -1,8 +1,8 @@
-//! `cargo xtask plb-guest`: the kernel's own PLB under a distribution kernel in QEMU, without KVM.
+//! `cargo xtask plb-guest`: tests the kernel's own PLB with a distribution kernel in QEMU, without KVM.
 //!
-//! The machine's kernel may have no DCTCP, and changing a machine's default congestion control is not for a test. A
-//! kernel package of Debian's backports is unpacked, never installed; apt works on folders of its own under
-//! `target/plb-guest/`, so that the machine's package lists stay as they are.
+//! The machine's kernel may lack DCTCP, and a test should not change a machine's default congestion control. A kernel
+//! package from Debian's backports is unpacked but never installed. apt works on its own folders under `target/plb-guest/`,
+//! so the machine's package lists stay as they are.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -17,11 +17,11 @@ use crate::{progress, run, workspace};
 
 /// Proves in a guest kernel that PLB repaths, by bytes per path and labels on the wire.
 ///
-/// Needs x86_64 Debian. Fetches a kernel (34 MB) into target/plb-guest/ once; QEMU, busybox and cpio come from apt when
-/// root, else the line to type is printed. Takes one to three minutes after that, without KVM.
+/// Needs x86_64 Debian. Fetches a kernel (34 MB) into target/plb-guest/ once. QEMU, busybox and cpio are installed with apt
+/// if run as root; otherwise the command to run is printed. Takes one to three minutes after that, without KVM.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Give up after this many seconds in the guest
+    /// Maximum time in the guest, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 170)]
     timeout: u64,
 }
@@ -30,10 +30,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     prove(Duration::from_secs(args.timeout))
 }
 
-/// How long `cargo xtask test` lets the guest run.
+/// Time limit for the guest in `cargo xtask test`.
 pub(crate) const LIMIT: Duration = Duration::from_secs(170);
 
-/// Builds everything and runs the guest. An error if a case does not hold.
+/// Builds everything and runs the guest. Fails if a case does not hold.
 pub(crate) fn prove(limit: Duration) -> Result<()> {
     debian::install(&TOOLS)?;
     let kernel = Kernel::fetch()?;
@@ -41,7 +41,7 @@ pub(crate) fn prove(limit: Duration) -> Result<()> {
     boot(&kernel, &initramfs, limit)
 }
 
-/// Why this machine cannot run the guest, before anything is fetched.
+/// Why this machine cannot run the guest, if so. Checked before anything is fetched.
 pub(crate) fn missing() -> Option<String> {
     if std::env::consts::ARCH != "x86_64" {
         return Some(format!("the guest kernel is for x86_64, this is {}", std::env::consts::ARCH));
@@ -73,7 +73,7 @@ impl Kernel {
             unpacked?;
         }
         let image = only_entry(&root.join("boot"), "vmlinuz-")?;
-        // Debian before trixie keeps modules in /lib, later in /usr/lib.
+        // Debian before trixie has modules in /lib, later in /usr/lib.
         let modules = [root.join("lib/modules"), root.join("usr/lib/modules")]
             .iter()
             .find(|path| path.is_dir())
@@ -83,13 +83,13 @@ impl Kernel {
     }
 }
 
-/// Downloads the cloud kernel of the backports of this Debian and unpacks it into `root`.
+/// Downloads the cloud kernel from this Debian's backports and unpacks it into `root`.
 fn unpack(root: &Path) -> Result<()> {
     let apt = folder().join("apt");
     for part in ["lists/partial", "cache/archives/partial"] {
         fs::create_dir_all(apt.join(part))?;
     }
-    // The same mirror and keys as the machine's own sources.
+    // Use the mirror and keys of the machine's own sources.
     let listed = run::output(run::tool("apt-get").args([
         "indextargets",
         "--format",
@@ -137,10 +137,10 @@ fn unpack(root: &Path) -> Result<()> {
     Ok(fs::remove_file(deb)?)
 }
 
-/// Everything that the guest needs, packed: busybox, dash, iproute2, modules, `plb`, the test.
+/// Packs everything that the guest needs: busybox, dash, iproute2, modules, `plb`, the test.
 fn initramfs(kernel: &Kernel) -> Result<PathBuf> {
     progress::headline("building the guest");
-    // With the features of the whole workspace, as the tests have just been built.
+    // Use the features of the whole workspace, which the tests were just built with.
     let plb = run::built_file(run::cargo().args(["build", "--workspace", "--bin", "plb"]), "plb")?;
     let test = built_test()?;
     let root = folder().join("root");
@@ -152,7 +152,7 @@ fn initramfs(kernel: &Kernel) -> Result<PathBuf> {
     }
     let busybox = which("busybox")?;
     copy(&busybox, &root.join("bin/busybox"))?;
-    // Debian's busybox shell prefers its own `ip` over the one in PATH: dash does not.
+    // Debian's busybox shell prefers its built-in `ip` over the one in PATH; dash does not.
     for (program, to) in [("dash", "bin/sh"), ("ip", "sbin/ip"), ("tc", "sbin/tc")] {
         let path = which(program)?;
         copy(&path, &root.join(to))?;
@@ -182,7 +182,7 @@ fn initramfs(kernel: &Kernel) -> Result<PathBuf> {
     Ok(packed)
 }
 
-/// The test binary, which `cargo test` names with a hash.
+/// The test binary, whose name contains a hash from `cargo test`.
 fn built_test() -> Result<PathBuf> {
     let mut found = None;
     let mut command = run::cargo();
@@ -196,15 +196,15 @@ fn built_test() -> Result<PathBuf> {
             found = Some(PathBuf::from(path));
         }
     })?;
-    found.context("cargo made no guest test")
+    found.context("cargo built no guest test")
 }
 
-/// Runs the guest to its end, showing what it says.
+/// Runs the guest to its end and shows its output.
 fn boot(kernel: &Kernel, initramfs: &Path, limit: Duration) -> Result<()> {
     progress::headline("booting the guest (QEMU without KVM)");
     let started = Instant::now();
     let mut child = Command::new("qemu-system-x86_64")
-        // Without -cx16 guests die in QEMU 7.2: its emulation of cmpxchg16b.
+        // Without -cx16, guests crash in QEMU 7.2 because of its emulation of cmpxchg16b.
         .args(["-accel", "tcg,thread=multi", "-cpu", "max,-cx16", "-smp", "2", "-m", "1024"])
         .args(["-nographic", "-no-reboot", "-nodefaults", "-serial", "stdio"])
         .arg("-kernel")
@@ -239,21 +239,18 @@ fn boot(kernel: &Kernel, initramfs: &Path, limit: Duration) -> Result<()> {
         }
         console.push(line);
     }
-    // Ended by itself, or too late.
+    // It has exited by itself, or it is too late.
     let _ = child.kill();
     child.wait()?;
     let tail = console[console.len().saturating_sub(15)..].join("\n");
     let took = progress::seconds(started.elapsed());
-    ensure!(ended.is_some(), "the guest said no result within {took}; the end of its console:\n{tail}");
-    ensure!(
-        ended == Some(0),
-        "a case does not hold in the guest (after {took}); the end of its console:\n{tail}"
-    );
+    ensure!(ended.is_some(), "the guest printed no result within {took}; the end of its console:\n{tail}");
+    ensure!(ended == Some(0), "a case failed in the guest (after {took}); the end of its console:\n{tail}");
     progress::say(format_args!("guest done in {took}"));
     Ok(())
 }
 
-/// The libraries that a program is linked against, to the same places in the guest.
+/// Copies the libraries that a program is linked against to the same paths in the guest.
 fn libraries(program: &Path, root: &Path) -> Result<()> {
     let listed = run::output(run::tool("ldd").arg(program))?;
     for word in listed.split_whitespace().filter(|word| word.starts_with('/')) {
@@ -286,7 +283,7 @@ fn which(program: &str) -> Result<PathBuf> {
     Ok(PathBuf::from(found.trim()))
 }
 
-/// The only entry of a folder whose name starts so.
+/// The only entry of a folder whose name starts with `prefix`.
 fn only_entry(folder: &Path, prefix: &str) -> Result<PathBuf> {
     fs::read_dir(folder)
         .with_context(|| format!("reading {}", folder.display()))?
@@ -299,7 +296,7 @@ fn folder() -> PathBuf {
     workspace::target().join("plb-guest")
 }
 
-/// Program and the Debian package that has it.
+/// Programs and the Debian packages that provide them.
 const TOOLS: [(&str, &str); 7] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("busybox", "busybox-static"),
@@ -310,11 +307,11 @@ const TOOLS: [(&str, &str); 7] = [
     ("strip", "binutils"),
 ];
 
-/// In the order in which they are loaded; none needs another one that is not before it.
+/// In loading order: each depends only on those before it.
 const MODULES: [&str; 8] =
     ["veth", "sch_htb", "sch_netem", "sch_codel", "sch_fq", "tcp_dctcp", "inet_diag", "tcp_diag"];
 
-/// The guest's first program.
+/// The guest's init script.
 const INIT: &str = "\
 #!/bin/sh
 export PATH=/bin:/sbin

@@ -1,12 +1,12 @@
-//! `cargo xtask reference`: the tables of docs/configuration.md, from the code.
+//! `cargo xtask reference`: writes the tables of docs/configuration.md from the code.
 
 use anyhow::Result;
 
 use crate::run;
 
-/// Writes the tables of docs/configuration.md: every setting and flag as the code has it.
+/// Writes the tables of docs/configuration.md: every setting and flag as defined in the code.
 ///
-/// The test that holds the document against the code writes them instead.
+/// Runs the test that compares the document with the code, in a mode in which it writes the tables instead.
 #[derive(clap::Args)]
 pub(crate) struct Args {}
 

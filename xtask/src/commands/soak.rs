@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: what is left after millions of requests.
+//! `cargo xtask soak`: checks what is left after millions of requests.
 
 use std::ffi::OsString;
 
@@ -7,22 +7,22 @@ use anyhow::Result;
 use crate::commands::bench;
 use crate::commands::build::WasmArgs;
 
-/// Sends millions of requests through Envoy, filter and agents, with errors, aborts and timeouts mixed in, and judges what is
-/// left.
+/// Sends millions of requests through Envoy, filter and agents, with errors, aborts and timeouts mixed in, then checks what
+/// is left.
 ///
-/// The memory of each process must be flat over the second half, every gauge and RIF must be back at zero, each request must
-/// have ended as its kind must, and no connection may be left (docs/soak.md). Exit code 1 if not. Every further argument is
-/// handed to the harness; `cargo xtask soak -- --help` prints its own help.
+/// The memory of each process must be flat over the second half, every gauge and RIF must be back at zero, each request
+/// must have ended as its kind requires, and no connection may be left (docs/soak.md). Otherwise the exit code is 1. Every
+/// further argument is passed to the harness; `cargo xtask soak -- --help` prints its own help.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// How many requests to send [default: 10 million]
+    /// Number of requests to send [default: 10 million]
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
 
     #[command(flatten)]
     wasm: WasmArgs,
 
-    /// Handed to the harness
+    /// Passed to the harness
     #[arg(last = true, value_name = "ARGS")]
     args: Vec<OsString>,
 }

@@ -1,6 +1,6 @@
-//! `cargo xtask test`: everything that must hold before a change lands, in the order that fails fastest.
+//! `cargo xtask test`: runs everything that must hold before a change lands, in the order that fails fastest.
 //!
-//! Whatever could not be checked here is listed at the end rather than passed over; on CI it is a failure.
+//! Anything that could not be checked here is listed at the end; in CI it is a failure.
 
 use std::time::Instant;
 
@@ -16,15 +16,16 @@ mod programs;
 
 /// Runs every check that CI runs: format, lints, documentation, dependencies, circles of files, all tests, simulator.
 ///
-/// Stops at the first failure; of tests, after a second try of each that failed, alone. Checks that could not be made here, and tests that were ignored, are listed at
-/// the end; with --no-skips, and always under CI=true, they are failures.
+/// Stops at the first failure. A test that fails is run a second time, alone, before it counts as failed. Checks that were
+/// impossible here and tests that were ignored are listed at the end; with --no-skips, and always under CI=true, they are
+/// failures.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Which Envoy versions the version matrix runs on [default: none; under CI=true: ends]
+    /// Envoy versions for the version matrix [default: none; under CI=true: ends]
     #[arg(long, value_enum, value_name = "WHICH")]
     matrix: Option<Matrix>,
 
-    /// Treat a check or test that was skipped as a failure
+    /// Treat skipped checks and tests as failures
     #[arg(long)]
     no_skips: bool,
 
@@ -38,7 +39,7 @@ pub(crate) struct Args {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
 enum Matrix {
-    /// No version but the default one
+    /// Only the default version
     None,
     /// The oldest and the newest
     Ends,
@@ -52,44 +53,44 @@ enum Step {
     Format,
     /// Licences, sources and bans of the dependencies
     Deps,
-    /// No files of a crate use each other
+    /// No circles among the files of a crate
     Circles,
     /// clippy over all targets, the benchmarks and fuzz targets included, on the host and for the module's target
     Lint,
     /// rustdoc without warnings
     Docs,
-    /// The packages for crates.io could be published, and compile alone with the oldest Rust
+    /// The packages for crates.io could be published, and compile outside the workspace with the oldest Rust
     Crates,
     /// target/dist/ and the test-only modules
     Build,
     /// Every unit, documentation and end-to-end test
     Test,
-    /// A handful of faults under load; under CI=true, or when named with --only
+    /// A few faults under load; under CI=true, or when named with --only
     Chaos,
-    /// A release for this machine alone: its files are right, and its images go through a registry
+    /// A release for this machine only: its files are checked, and its images pass through a registry
     Release,
-    /// The kernel's own PLB, in a guest kernel; under CI=true, or when named with --only
+    /// The kernel's own PLB, tested in a guest kernel; under CI=true, or when named with --only
     PlbGuest,
-    /// The smallest end-to-end tests again on other Envoy versions
+    /// The smallest end-to-end tests, repeated on other Envoy versions
     Matrix,
     /// The docker-compose demo with every fault; under CI=true, or when named with --only
     Compose,
     /// Every fuzz target replays its corpus and searches for five seconds; under CI=true, or when named with --only
     Fuzz,
-    /// Every experiment of the simulator, short
+    /// A short version of every experiment of the simulator
     Sim,
 }
 
-/// What later steps need from earlier ones, and what could not be checked.
+/// State that later steps need from earlier ones, and what could not be checked.
 struct Session<'a> {
     args: &'a Args,
     matrix: Matrix,
     ci: bool,
     toolchain: Option<Toolchain>,
     skipped: Vec<String>,
-    /// What not every CI can do: named, and no failure.
+    /// What some CI machines cannot do: listed, but not a failure.
     impossible: Vec<String>,
-    /// Tests that passed at their second try only: named, and no failure.
+    /// Tests that passed only at their second try: listed, but not a failure.
     flaky: Vec<String>,
 }
 
@@ -123,10 +124,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         progress::seconds(started.elapsed())
     ));
     for test in &session.flaky {
-        progress::say(format_args!("failed beside others and passed alone: {test}"));
+        progress::say(format_args!("failed beside other tests, passed alone: {test}"));
     }
     for absent in &session.impossible {
-        progress::say(format_args!("not possible here: {absent}"));
+        progress::say(format_args!("impossible here: {absent}"));
     }
     if session.skipped.is_empty() {
         if session.impossible.is_empty() {
@@ -172,7 +173,7 @@ impl Session<'_> {
             Step::Format => run::check(run::cargo().args(["fmt", "--all", "--", "--check"])),
             Step::Deps => dependencies(),
             Step::Circles => {
-                progress::say(format_args!("{} files looked at", circles::check()?));
+                progress::say(format_args!("{} files checked", circles::check()?));
                 Ok(())
             }
             Step::Lint => self.lint(),
@@ -212,7 +213,7 @@ impl Session<'_> {
                 .args(["clippy", "--package", "probe-agent", "--lib", "--no-default-features"])
                 .args(["--", "--deny", "warnings"]),
         )?;
-        // A workspace of its own: whatever changes the agent's interface must find it here, not at the end.
+        // The fuzz package is not in the workspace. Lint it here, so that a change to the agent's interface fails early.
         fuzz::lint()?;
         match self.toolchain()? {
             native @ Toolchain::Native => run::check(
@@ -315,7 +316,7 @@ impl Session<'_> {
         };
         let mut programs = run::test_programs()?;
         programs.retain(|program| ["matrix", "mesh"].contains(&program.name.as_str()));
-        ensure!(programs.len() == 2, "the tests `matrix` and `mesh` are lost");
+        ensure!(programs.len() == 2, "the test programs `matrix` and `mesh` are missing");
         for version in versions {
             let envoy = envoy::pinned(version)?;
             progress::say(format_args!("Envoy {version}"));
@@ -325,7 +326,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Notes what tests did, and what did not run.
+    /// Records what the tests did, and what did not run.
     fn note(&mut self, done: programs::Done) {
         progress::say(format_args!("{} tests passed", done.passed));
         self.flaky.extend(done.flaky);
@@ -340,7 +341,7 @@ impl Session<'_> {
     }
 }
 
-/// `cargo deny` if it is installed, else what this program can check by itself, named as such.
+/// Runs `cargo deny` if it is installed, else the checks of `policy.rs`, and says which.
 fn dependencies() -> Result<()> {
     let looked_at = policy::check()?;
     progress::say(format_args!(
@@ -351,10 +352,12 @@ fn dependencies() -> Result<()> {
         return Ok(());
     }
     run::check(run::cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))?;
-    // Only a database that could not be fetched is forgiven; an advisory that applies is not.
+    // Only a failure to fetch the database is forgiven; an advisory that applies is not.
     if let Err(why) = run::output(run::cargo().args(["deny", "--all-features", "fetch", "db"])) {
         let why = progress::last_line(&why);
-        progress::say(format_args!("advisories were not checked, their database is out of reach: {why}"));
+        progress::say(format_args!(
+            "advisories were not checked, because their database cannot be fetched: {why}"
+        ));
         return Ok(());
     }
     run::check(run::cargo().args(["deny", "--all-features", "check", "advisories"]))

@@ -1,6 +1,6 @@
-//! A real browser looking at the live page: headless Chromium, driven through its debugging pipe.
+//! Opens the live page in a real browser: headless Chromium, driven through its debugging pipe.
 //!
-//! The pipe takes no port and no WebSocket: messages are JSON, ended by a zero byte.
+//! The pipe needs no port and no WebSocket: each message is JSON followed by a zero byte.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::{run, workspace};
 
-/// A browser with the page open. It ends when this is dropped.
+/// A browser with the page open. Dropping the value ends the browser.
 pub(super) struct Browser {
     child: Child,
     orders: ChildStdin,
@@ -26,14 +26,14 @@ pub(super) struct Browser {
     profile: PathBuf,
 }
 
-/// What stands on the page about one replica.
+/// What the page shows about one replica.
 #[derive(Clone, Debug)]
 pub(super) struct Seen {
     /// Prequal's share of traffic to it, 0 to 1.
     pub(super) share: f64,
-    /// The text of its last column.
+    /// The text of the replica's last column.
     pub(super) state: String,
-    /// The faults listed.
+    /// The faults that the page lists as active.
     pub(super) active: String,
     /// The p99 chart, as an image.
     pub(super) chart: String,
@@ -51,7 +51,7 @@ impl Browser {
     pub(super) fn open(program: &str, url: &str) -> Result<Self> {
         let profile = workspace::target().join("compose").join(format!("browser-{}", std::process::id()));
         fs::create_dir_all(&profile)?;
-        // Chromium reads its orders from descriptor 3 and answers on 4.
+        // Chromium reads commands from descriptor 3 and answers on 4.
         let mut child = run::tool("sh")
             .args(["-c", "exec \"$@\" 3<&0 4>&1 </dev/null >/dev/null 2>&1", "sh", program])
             .args([
@@ -100,7 +100,7 @@ impl Browser {
         Ok(browser)
     }
 
-    /// What stands there now.
+    /// What the page shows now.
     pub(super) fn seen(&mut self, replica: u64) -> Result<Seen> {
         let value = self.evaluate(&format!(
             "(() => {{ const row = document.querySelector('tr[data-replica=\"{replica}\"]');
@@ -117,7 +117,7 @@ impl Browser {
         })
     }
 
-    /// Chooses a replica and a length, then clicks the fault's button as a person would.
+    /// Selects a replica and a duration, then clicks the fault's button as a person would.
     pub(super) fn switch_on(&mut self, fault: &str, replica: u64, seconds: u64) -> Result<()> {
         let place = self.evaluate(&format!(
             "(() => {{ document.getElementById('replica').value = '{replica}';
@@ -135,13 +135,13 @@ impl Browser {
         Ok(())
     }
 
-    /// What the page says of an order that it refused.
+    /// The page's message about an order that it refused.
     pub(super) fn refusal(&mut self) -> Result<String> {
         let said = self.evaluate("document.getElementById('said').textContent")?;
         Ok(said.as_str().unwrap_or_default().to_owned())
     }
 
-    /// A picture of the page, PNG.
+    /// Saves a PNG picture of the page.
     pub(super) fn picture(&mut self, file: &Path) -> Result<()> {
         let shot = self.call("Page.captureScreenshot", json!({"format": "png"}))?;
         let data = BASE64_STANDARD.decode(shot["data"].as_str().context("no picture")?)?;
@@ -182,12 +182,12 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Already gone is as good.
+        // An error means that it has already exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = fs::remove_dir_all(&self.profile);
     }
 }
 
-/// For an answer, and for the page to be drawn.
+/// Limit for an answer, and for the page to be drawn.
 const LIMIT: Duration = Duration::from_secs(30);

@@ -1,6 +1,7 @@
-//! `cargo xtask compose --check`: each fault in turn, with bars, and nothing left behind.
+//! `cargo xtask compose --check`: runs each fault in turn against its goals, and checks that nothing is left behind.
 //!
-//! The bars are of the side with Prequal. What the other side did stands beside them, and shows that the fault was one.
+//! The goals apply to the side with Prequal. The other side's numbers are printed beside them; they show that the fault
+//! took effect.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -18,38 +19,39 @@ use crate::commands::compose::page::Page;
 use crate::toolchain::Choice;
 use crate::{progress, run};
 
-/// What to do differently from usual.
+/// Options of one check.
 #[derive(Debug, Default)]
 pub(super) struct Options {
-    /// Only these; all if empty.
+    /// Run only these faults; all if empty.
     pub(super) faults: Vec<String>,
-    /// Where to keep a picture.
+    /// File for a picture of the page.
     pub(super) picture: Option<PathBuf>,
 }
 
 /// One fault and what it may cost.
 struct Case {
     fault: &'static str,
-    /// Whom it hits; 0: nobody in particular.
+    /// The replica that is hit; 0 if the fault targets no replica.
     replica: u64,
-    /// What must be lost: requests that one replica gets in this time at an equal share, and `in_flight` more.
+    /// Failures that cannot be avoided: the requests that one replica gets in this time at an equal share, plus
+    /// `in_flight`.
     seconds_lost: f64,
     in_flight: u64,
     shows: Shows,
 }
 
-/// How it is seen that the fault took place.
+/// Evidence that the fault took effect.
 #[derive(Clone, Copy)]
 enum Shows {
-    /// The replica reports at least this many times its latency.
+    /// The replica's reported latency rises by at least this factor.
     Latency(f64),
-    /// The other side, which cannot avoid it, loses requests.
+    /// The other side, which cannot avoid the replica, loses requests.
     BaselineFails,
-    /// The other side's p99.9 reaches this, ms.
+    /// The other side's p99.9 reaches this many milliseconds.
     BaselineTail(f64),
     /// The agent does not answer for a while.
     AgentDown,
-    /// The container of this service was started again.
+    /// The container of this service was restarted.
     Restarted(&'static str),
     /// Both sides send nothing to the replica.
     NoTraffic,
@@ -57,15 +59,15 @@ enum Shows {
     Traffic,
 }
 
-/// At about 27 requests a second for each replica, of which about half a one is in flight.
+/// Each replica gets about 27 requests a second, with about half a request in flight on average.
 const CASES: [Case; 11] = [
     Case { fault: "slow", replica: 3, seconds_lost: 0.0, in_flight: 0, shows: Shows::Latency(2.0) },
     Case { fault: "antagonist", replica: 8, seconds_lost: 0.0, in_flight: 0, shows: Shows::Latency(1.2) },
-    // Half of what comes fails; two seconds until that is certain.
+    // Half of the requests sent there fail, and detection takes two seconds.
     Case { fault: "sinkhole", replica: 4, seconds_lost: 1.0, in_flight: 0, shows: Shows::BaselineFails },
-    // In flight when it began, and what came before the first of them looked old.
+    // Requests in flight at the onset, plus those sent before the first of them looked overdue.
     Case { fault: "hang", replica: 5, seconds_lost: 0.25, in_flight: 4, shows: Shows::BaselineFails },
-    // Docker takes about a second; a replica that only fails is known at its first report.
+    // Docker takes about a second; a replica that only fails is recognised at its first report.
     Case {
         fault: "crash",
         replica: 6,
@@ -73,14 +75,14 @@ const CASES: [Case; 11] = [
         in_flight: 4,
         shows: Shows::Restarted("service-6"),
     },
-    // Connections refused are retried elsewhere; what was under way when it died is not repeated.
+    // Refused connections are retried elsewhere; requests in flight at the time of death are not repeated.
     Case { fault: "agent-kill", replica: 2, seconds_lost: 0.0, in_flight: 4, shows: Shows::AgentDown },
-    // Linux sends again after 200 ms at the earliest.
+    // Linux retransmits after 200 ms at the earliest.
     Case { fault: "loss", replica: 1, seconds_lost: 0.0, in_flight: 0, shows: Shows::BaselineTail(200.0) },
     Case { fault: "delay", replica: 1, seconds_lost: 0.0, in_flight: 0, shows: Shows::BaselineTail(100.0) },
     Case { fault: "endpoint-remove", replica: 2, seconds_lost: 0.0, in_flight: 0, shows: Shows::NoTraffic },
     Case { fault: "endpoint-add", replica: 9, seconds_lost: 0.0, in_flight: 0, shows: Shows::Traffic },
-    // All eight replicas' requests while it is away.
+    // The requests of all eight replicas while Envoy is away.
     Case {
         fault: "envoy-restart",
         replica: 0,
@@ -90,37 +92,37 @@ const CASES: [Case; 11] = [
     },
 ];
 
-/// Longest that a restarted Envoy may be away, seconds.
+/// Longest time that a restarted Envoy may be away, seconds.
 const AWAY: u64 = 4;
 
 /// Length of every fault that has one, seconds.
 const LASTS: u64 = 15;
 
-/// The tail must be back by then, seconds from the onset.
+/// The tail must have recovered this many seconds after the onset.
 const RECOVERED: u64 = 10;
 
-/// Against the calm p99.
+/// Goal for p99, as a multiple of the calm p99.
 const TAIL: f64 = 1.5;
 
-/// A window in which the load generator's own p99 lateness, ms, is above this says more of the machine than of us.
+/// If the load generator's own p99 lateness in a window exceeds this, ms, the window measures the machine, not the fleet.
 const BUSY_MS: f64 = 5.0;
 
-/// A machine that held up the load generator for this long, ms, holds up the services too, beyond Envoy's time limit.
+/// If the machine delays the load generator for this long, ms, it also delays the services beyond Envoy's timeout.
 const STALL_MS: f64 = 500.0;
 
-/// How often a calm quarter of a minute is looked for.
+/// Number of attempts to find fifteen calm seconds.
 const CALM_TRIES: u32 = 5;
 
-/// Fewest requests in a window whose p99 counts.
+/// Minimum number of requests for a window's p99 to count.
 const SAMPLES: u64 = 1000;
 
-/// A healed replica has half of an equal share again within this, seconds. At this rate trials are 9 s apart.
+/// A healed replica must have half of an equal share again within this, seconds. At this rate trials are 9 s apart.
 const BACK: u64 = 20;
 
 /// Replicas in rotation.
 const REPLICAS: f64 = 8.0;
 
-/// An error if a bar was missed; returns those that could not be judged.
+/// Returns an error if a goal was missed, else the goals that could not be judged.
 pub(super) fn run(toolchain: Choice, options: &Options) -> Result<Vec<String>> {
     for name in &options.faults {
         ensure!(CASES.iter().any(|case| case.fault == name), "`--fault`: there is no `{name}`");
@@ -144,7 +146,7 @@ pub(super) fn run(toolchain: Choice, options: &Options) -> Result<Vec<String>> {
     Ok(unjudged)
 }
 
-/// Returns the bars that were missed, and those that could not be judged; anything else that went wrong is an error.
+/// Returns the missed goals and those that could not be judged; any other failure is an error.
 fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, Vec<String>)> {
     project.up()?;
     confined(project)?;
@@ -153,7 +155,7 @@ fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, 
     let browser = match browser::installed() {
         Some(program) => Some(Browser::open(program, &format!("http://{}/", page.address))?),
         None => {
-            progress::say("no chromium here: the page was not looked at (apt-get install chromium)");
+            progress::say("chromium is not installed: the page was not checked (apt-get install chromium)");
             None
         }
     };
@@ -161,7 +163,7 @@ fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, 
         Check { project, page, browser, calm: Calm::default(), wrong: Vec::new(), unjudged: Vec::new() };
     check.calm = check.calm()?;
     println!(
-        "calm: p99 {:.1} ms with Prequal, {:.1} ms without; bar {:.1} ms",
+        "calm: p99 {:.1} ms with Prequal, {:.1} ms without; goal {:.1} ms",
         check.calm.prequal_p99,
         check.calm.baseline_p99,
         TAIL * check.calm.prequal_p99
@@ -178,12 +180,12 @@ fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, 
     Ok((check.wrong, check.unjudged))
 }
 
-/// No container is root, may write outside its volume, has a capability, or sees the engine's socket.
+/// Checks that no container runs as root, writes outside its volume, has a capability, or sees the engine's socket.
 fn confined(project: &Project) -> Result<()> {
     let ids = run::output(project.compose().args(["ps", "--quiet"]))?;
-    let told = run::output(run::tool("docker").arg("inspect").args(ids.split_whitespace()))?;
-    let told: Value = serde_json::from_str(&told)?;
-    let containers = told.as_array().context("`docker inspect` lists nothing")?;
+    let inspected = run::output(run::tool("docker").arg("inspect").args(ids.split_whitespace()))?;
+    let inspected: Value = serde_json::from_str(&inspected)?;
+    let containers = inspected.as_array().context("`docker inspect` lists nothing")?;
     for container in containers {
         let name = container["Name"].as_str().unwrap_or_default();
         let (config, host) = (&container["Config"], &container["HostConfig"]);
@@ -201,14 +203,14 @@ fn confined(project: &Project) -> Result<()> {
     Ok(())
 }
 
-/// What is compared with.
+/// The calm values that the faults are compared with.
 #[derive(Clone, Copy, Debug, Default)]
 struct Calm {
     prequal_p99: f64,
     baseline_p99: f64,
 }
 
-/// One second of a side: the window that ends with it.
+/// One second of one side: the window that ends with it.
 #[derive(Clone, Copy, Debug)]
 struct Window {
     second: u64,
@@ -217,12 +219,12 @@ struct Window {
     p99: f64,
     p999: f64,
     share: f64,
-    /// How late the load generator itself was, p99, ms.
+    /// Lateness of the load generator itself, p99, ms.
     lag: f64,
 }
 
 impl Window {
-    /// Whether its p99 says something of us: enough requests, on a machine that let the generator keep its times.
+    /// Whether its p99 is meaningful: enough requests, on a machine on which the generator was on time.
     fn judged(&self) -> bool {
         self.samples >= SAMPLES && self.lag <= BUSY_MS
     }
@@ -233,15 +235,15 @@ struct Check<'a> {
     page: Page,
     browser: Option<Browser>,
     calm: Calm,
-    /// Bars that were missed.
+    /// Goals that were missed.
     wrong: Vec<String>,
-    /// Bars of which this machine, busy with something else, let nothing be said.
+    /// Goals that could not be judged because this machine was busy with something else.
     unjudged: Vec<String>,
 }
 
 impl Check<'_> {
-    /// Medians over fifteen seconds, after some for the pool and the connections to settle. Several tries to find
-    /// fifteen in which the machine is mostly ours.
+    /// Medians over fifteen seconds, once pool and connections have settled. Tries several times to find fifteen seconds in
+    /// which the machine is mostly idle otherwise.
     fn calm(&self) -> Result<Calm> {
         let mut begin = second(&self.page.state(u64::MAX)?) + 10;
         for _ in 0..CALM_TRIES {
@@ -261,16 +263,16 @@ impl Check<'_> {
             }
             let lag = prequal.iter().map(|window| window.lag).fold(0.0, f64::max);
             progress::say(format_args!(
-                "not calm: the load itself was up to {lag:.0} ms late at p99, {} and {} requests failed",
+                "not calm: the load generator was up to {lag:.0} ms late at p99, {} and {} requests failed",
                 failed[0], failed[1]
             ));
             begin += 15;
         }
-        bail!("no calm quarter of a minute to compare with in {CALM_TRIES} tries")
+        bail!("no fifteen calm seconds to compare with in {CALM_TRIES} tries")
     }
 
-    /// Once more after a miss, or where the machine was too busy: on cores shared with others a single tail proves
-    /// little. Every try is printed.
+    /// Repeats the fault after a miss, or if the machine was too busy: on shared cores a single tail proves little. Every
+    /// try is printed.
     fn twice(&mut self, case: &Case, options: &Options) -> Result<()> {
         let kept = (self.wrong.len(), self.unjudged.len());
         self.case(case, options)?;
@@ -296,7 +298,7 @@ impl Check<'_> {
             return Err(error.context(format!("switching on `{}`", case.fault)));
         }
 
-        // Watch it from the onset to its end.
+        // Watch from the onset to the end of the fault.
         let (mut agent_down, mut latency) = (false, 0.0_f64);
         let end = begin + LASTS;
         let mut looked = !seen;
@@ -318,7 +320,7 @@ impl Check<'_> {
         let prequal = windows(&state, "prequal", case.replica);
         let baseline = windows(&state, "baseline", case.replica);
         let back = self.back(case, end)?;
-        // What hangs fails only when Envoy gives up, so failures are counted after the healing.
+        // A hanging request fails only when Envoy gives up, so failures are counted after the fault has healed.
         let after = self.page.state(u64::MAX)?;
         let lost: Vec<u64> = failed(&after).iter().zip(failed_before).map(|(now, then)| now - then).collect();
 
@@ -333,13 +335,13 @@ impl Check<'_> {
         if !judged.iter().any(|window| window.second >= begin + RECOVERED) {
             let lag = prequal.iter().map(|window| window.lag).fold(0.0, f64::max);
             self.unjudged
-                .push(format!("p99 under `{}`: the load itself was up to {lag:.0} ms late", case.fault));
+                .push(format!("p99 under `{}`: the load generator was up to {lag:.0} ms late", case.fault));
         }
         if recovered > RECOVERED {
             self.fail(
                 case,
                 format!(
-                    "p99 was {:.1} ms or more until {recovered} s after the onset (bar {RECOVERED} s)",
+                    "p99 was {:.1} ms or more until {recovered} s after the onset (goal {RECOVERED} s)",
                     bar
                 ),
             );
@@ -348,7 +350,7 @@ impl Check<'_> {
         let may_fail = (case.seconds_lost * rate / REPLICAS).ceil() as u64 + case.in_flight;
         if let Some(stalled) = prequal.iter().find(|window| window.lag > STALL_MS) {
             let what =
-                format!("failures under `{}`: the machine stood still for {:.0} ms", case.fault, stalled.lag);
+                format!("failures under `{}`: the machine stalled for {:.0} ms", case.fault, stalled.lag);
             self.unjudged.push(what);
         } else if lost[0] > may_fail {
             self.fail(case, format!("{} requests failed, the fault may cost {may_fail}", lost[0]));
@@ -359,7 +361,7 @@ impl Check<'_> {
             self.fail(case, format!("requests still failed {} s after the restart", late.second - begin));
         }
         if back.is_none() {
-            self.fail(case, format!("traffic is not as before within {BACK} s of the healing"));
+            self.fail(case, format!("traffic had not recovered {BACK} s after the fault healed"));
         }
         let tail = baseline.iter().map(|w| w.p999).fold(0.0, f64::max);
         let (shown, what) = match case.shows {
@@ -373,7 +375,7 @@ impl Check<'_> {
                 format!("the other side's p99.9 was {tail:.0} ms at most, {ms:.0} were expected"),
             ),
             Shows::AgentDown => (agent_down, "its agent always answered".to_owned()),
-            Shows::Restarted(_) => (self.restarts(case)? > restarts, "nothing was started again".to_owned()),
+            Shows::Restarted(_) => (self.restarts(case)? > restarts, "nothing was restarted".to_owned()),
             Shows::NoTraffic => (last.share == 0.0 && other.share == 0.0, "it still had traffic".to_owned()),
             Shows::Traffic => (last.share > 0.0 && other.share > 0.0, "it had no traffic".to_owned()),
         };
@@ -409,7 +411,7 @@ impl Check<'_> {
         faults::switch_on(self.project, &self.page, case.fault, replica, Some(LASTS)).map(drop)
     }
 
-    /// Switches the fault on by its button in the browser; false without a browser.
+    /// Switches the fault on with its button in the browser; false without a browser.
     fn click(&mut self, case: &Case) -> Result<bool> {
         let Some(browser) = &mut self.browser else { return Ok(false) };
         browser.switch_on(case.fault, case.replica, LASTS)?;
@@ -426,7 +428,7 @@ impl Check<'_> {
         Ok(true)
     }
 
-    /// Late in a fault that hurts one replica: the page shows it, and the picture moves.
+    /// Late in a fault that hurts one replica, checks that the page shows it and that the chart moves.
     fn look(&mut self, case: &Case, options: &Options) -> Result<()> {
         let Some(browser) = &mut self.browser else { return Ok(()) };
         let seen = browser.seen(case.replica)?;
@@ -451,7 +453,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Seconds from the healing until traffic was as before; `None` if that took longer than [`BACK`].
+    /// Seconds from the end of the fault until traffic was as before; `None` if that took longer than [`BACK`].
     fn back(&mut self, case: &Case, end: u64) -> Result<Option<u64>> {
         loop {
             let state = self.page.state(u64::MAX)?;
@@ -476,7 +478,7 @@ impl Check<'_> {
         }
     }
 
-    /// The next fault begins from a calm tail, if there is one within a quarter of a minute.
+    /// Waits up to fifteen seconds for a calm tail, so that the next fault begins from one if possible.
     fn settle(&self) -> Result<()> {
         let started = Instant::now();
         while started.elapsed() < Duration::from_secs(15) {
@@ -495,13 +497,13 @@ impl Check<'_> {
     fn wait_for_window(&self, wanted: u64) -> Result<()> {
         let started = Instant::now();
         while second(&self.page.state(u64::MAX)?) <= wanted {
-            ensure!(started.elapsed() < Duration::from_secs(60), "the load generator's clock stands still");
+            ensure!(started.elapsed() < Duration::from_secs(60), "the load generator's clock has stopped");
             std::thread::sleep(Duration::from_millis(500));
         }
         Ok(())
     }
 
-    /// How often the engine started the case's container again.
+    /// How often the engine has restarted the case's container.
     fn restarts(&self, case: &Case) -> Result<u64> {
         let Shows::Restarted(service) = case.shows else { return Ok(0) };
         let container = self.project.container(service)?;
@@ -525,28 +527,29 @@ fn replica(state: &Value, number: u64) -> &Value {
 
 /// A side's windows in `state`, with the share of one replica.
 fn windows(state: &Value, side: &str, replica: u64) -> Vec<Window> {
-    let told = state["sides"][side]["windows"].as_array().into_iter().flatten();
-    told.map(|window| {
-        let count = |key: &str| window[key].as_u64().unwrap_or(0);
-        let ms = |key: &str| window[key].as_f64().unwrap_or(f64::INFINITY);
-        let answered = || window["answered"].as_array().into_iter().flatten();
-        let sum = |wanted: Option<u64>| -> f64 {
-            answered()
-                .filter(|pair| wanted.is_none_or(|number| pair[0].as_u64() == Some(number)))
-                .filter_map(|pair| pair[1].as_f64())
-                .fold(0.0, |sum, count| sum + count)
-        };
-        Window {
-            second: count("second"),
-            samples: count("samples"),
-            failed_now: count("failed_now"),
-            p99: ms("p99_ms"),
-            p999: ms("p999_ms"),
-            lag: ms("lag_p99_ms"),
-            share: sum(Some(replica)) / sum(None).max(1.0),
-        }
-    })
-    .collect()
+    let windows = state["sides"][side]["windows"].as_array().into_iter().flatten();
+    windows
+        .map(|window| {
+            let count = |key: &str| window[key].as_u64().unwrap_or(0);
+            let ms = |key: &str| window[key].as_f64().unwrap_or(f64::INFINITY);
+            let answered = || window["answered"].as_array().into_iter().flatten();
+            let sum = |wanted: Option<u64>| -> f64 {
+                answered()
+                    .filter(|pair| wanted.is_none_or(|number| pair[0].as_u64() == Some(number)))
+                    .filter_map(|pair| pair[1].as_f64())
+                    .fold(0.0, |sum, count| sum + count)
+            };
+            Window {
+                second: count("second"),
+                samples: count("samples"),
+                failed_now: count("failed_now"),
+                p99: ms("p99_ms"),
+                p999: ms("p999_ms"),
+                lag: ms("lag_p99_ms"),
+                share: sum(Some(replica)) / sum(None).max(1.0),
+            }
+        })
+        .collect()
 }
 
 #[cfg(test)]

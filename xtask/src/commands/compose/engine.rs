@@ -1,4 +1,4 @@
-//! The container engine: which compose there is, and one project in it.
+//! The container engine: finds the installed compose, and manages one project in it.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -13,19 +13,19 @@ pub(crate) struct Project {
     /// `docker-compose`, or `docker compose`.
     compose: Vec<String>,
     name: String,
-    /// Take any free ports of this machine instead of the documented ones.
+    /// Use any free ports of this machine instead of the documented ones.
     free_ports: bool,
     v1: bool,
 }
 
 impl Project {
-    /// The demo as a person runs it; `COMPOSE_PROJECT_NAME` renames it as it does for compose itself.
+    /// The demo as a person runs it; `COMPOSE_PROJECT_NAME` renames it, as it does for compose itself.
     pub(crate) fn usual() -> Result<Self> {
         let name = std::env::var("COMPOSE_PROJECT_NAME").unwrap_or_else(|_| USUAL_NAME.to_owned());
         Self::named(name, false)
     }
 
-    /// A project of its own, on free ports.
+    /// A separate project on free ports.
     pub(crate) fn apart() -> Result<Self> {
         Self::named(format!("{USUAL_NAME}-check-{}", std::process::id()), true)
     }
@@ -52,11 +52,11 @@ impl Project {
         bail!("there is neither `docker compose` nor `docker-compose` here; on Debian, as root: {INSTALL}");
     }
 
-    /// `docker-compose` on our file, under our name.
+    /// `docker-compose` with the demo's file and this project's name.
     pub(crate) fn compose(&self) -> Command {
         let mut command = run::tool(&self.compose[0]);
         command.args(&self.compose[1..]).args(["--project-name", &self.name, "--file"]).arg(file());
-        // Compose 1.29 would hand a build to a command-line client that may want BuildKit and not have it.
+        // Compose 1.29 would pass a build to a command-line client that may require BuildKit and not have it.
         if self.v1 {
             command.env("COMPOSE_DOCKER_CLI_BUILD", "0");
         }
@@ -71,7 +71,7 @@ impl Project {
         command
     }
 
-    /// Starts every container; the images must be there.
+    /// Starts every container; the images must exist.
     pub(crate) fn up(&self) -> Result<()> {
         progress::silently("docker-compose up", || {
             run::output(self.compose().args(["up", "--detach", "--no-build", "--remove-orphans"]))
@@ -100,7 +100,7 @@ impl Project {
         Ok(())
     }
 
-    /// Where a port of a service is on this machine.
+    /// The address on this machine at which a service's port is published.
     pub(crate) fn port(&self, service: &str, port: u16) -> Result<String> {
         let said = run::output(self.compose().args(["port", service, &port.to_string()]))?;
         let address = said.trim().to_owned();
@@ -125,18 +125,18 @@ impl Project {
             .with_context(|| format!("there is no `{service}` here"))
     }
 
-    /// Label of containers that carry out a fault of this project.
+    /// Label of the containers that carry out a fault in this project.
     pub(crate) fn fault_label(&self) -> String {
         format!("{FAULT_LABEL}={}", self.name)
     }
 
-    /// The last lines of every container, for a report of what went wrong.
+    /// The last lines of every container's log, for a failure report.
     pub(crate) fn logs(&self) -> String {
         run::output(self.compose().args(["logs", "--no-color", "--tail", "5"])).unwrap_or_default()
     }
 }
 
-/// The file that a user brings up too.
+/// The same file that a user brings up.
 pub(crate) fn file() -> PathBuf {
     workspace::root().join("envoy-configs").join("compose").join("docker-compose.yml")
 }

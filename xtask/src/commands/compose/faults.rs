@@ -1,7 +1,7 @@
 //! The faults of the demo.
 //!
-//! Most are asked of the page, which asks the program concerned. Those that only the container engine can make are made
-//! here, and here alone: no container holds the engine's socket.
+//! Most faults are requested from the page, which passes the request to the right program. Faults that need the container
+//! engine are carried out only here: no container has the engine's socket.
 
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Stdio};
@@ -13,7 +13,7 @@ use crate::commands::compose::images::NETFAULT;
 use crate::commands::compose::page::{Order, Page};
 use crate::run;
 
-/// Switches it on, whoever has to do it.
+/// Switches a fault on, through the page or directly.
 pub(crate) fn switch_on(
     project: &Project,
     page: &Page,
@@ -31,7 +31,8 @@ pub(crate) fn switch_on(
     Ok(order)
 }
 
-/// Carries out what only the engine can. Its end is under way before this returns, and outlives this program.
+/// Carries out a fault that only the engine can. Its end is scheduled before this returns, and happens even if this program
+/// exits.
 pub(crate) fn act(project: &Project, order: &Order) -> Result<()> {
     let seconds = order.seconds;
     match order.name.as_str() {
@@ -48,11 +49,11 @@ pub(crate) fn act(project: &Project, order: &Order) -> Result<()> {
                 error
             }
         }),
-        other => bail!("`{other}` is not the host's to do"),
+        other => bail!("`{other}` is not a fault that the host carries out"),
     }
 }
 
-/// Enters the replica's network namespace, for which the container of this image has the one capability it takes.
+/// Runs a command in the replica's network namespace. The container of this image has the one capability that this needs.
 fn net_fault(project: &Project, order: &Order, begin: &str, end: &str, rule: &str) -> Result<()> {
     let replica = project.container(&format!("replica-{}", order.replica))?;
     let enter = || {
@@ -76,7 +77,7 @@ fn net_fault(project: &Project, order: &Order, begin: &str, end: &str, rule: &st
     Ok(())
 }
 
-/// Goes on when this program ends, however it ends.
+/// Starts a script that keeps running when this program ends, however it ends.
 fn detached(script: &str) -> Result<()> {
     Command::new("sh")
         .args(["-c", script])
@@ -89,7 +90,7 @@ fn detached(script: &str) -> Result<()> {
     Ok(())
 }
 
-/// Of what arrives from outside, loopback left out: the service and its agent stay connected.
+/// Applies to packets from outside; loopback is exempt, so the service and its agent stay connected.
 const LOSS: &str = "-i eth0 -m statistic --mode random --probability 0.03 -j DROP";
 
 const DELAY: &str = "dev eth0 root netem delay 50ms";

@@ -1,4 +1,4 @@
-//! The images: base images from their registry or, where none answers, made here under the same names.
+//! The images: base images from their registry or, if none answers, made here under the same names.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::commands::compose::engine::Project;
 use crate::commands::envoy;
 use crate::{progress, run, workspace};
 
-/// Makes sure of the base images, then builds the demo's own.
+/// Provides the base images, then builds the demo's own images.
 pub(super) fn prepare(project: &Project) -> Result<()> {
     progress::headline("images");
     base(DEBIAN, debian)?;
@@ -20,12 +20,12 @@ pub(super) fn prepare(project: &Project) -> Result<()> {
         })?;
     }
     build("netfault", NETFAULT)?;
-    // What the new ones replaced.
+    // Remove the images that the new ones replaced.
     run::output(run::tool("docker").args(["image", "prune", "--force", "--filter", "label=prequal.demo"]))?;
     Ok(())
 }
 
-/// Loses and delays packets; not a service of the file.
+/// Image that drops and delays packets; not a service in the compose file.
 pub(crate) const NETFAULT: &str = "prequal-demo/netfault";
 
 fn build(target: &str, image: &str) -> Result<()> {
@@ -41,10 +41,10 @@ fn build(target: &str, image: &str) -> Result<()> {
     Ok(())
 }
 
-/// The image that is here, or pulled, or made: in this order.
+/// Uses the local image, pulls it, or makes it, in this order.
 fn base(name: &str, make: fn(&str) -> Result<()>) -> Result<()> {
     if run::succeeds(run::tool("docker").args(["image", "inspect", name])) {
-        progress::say(format_args!("{name}: here already"));
+        progress::say(format_args!("{name}: already present"));
         return Ok(());
     }
     let pulled = progress::silently(&format!("{name}: pulling"), || {
@@ -52,7 +52,7 @@ fn base(name: &str, make: fn(&str) -> Result<()>) -> Result<()> {
     });
     let Err(why) = pulled else { return Ok(()) };
     progress::say(format_args!(
-        "{name}: no registry gives it ({}); making it here",
+        "{name}: no registry provides it ({}); making it locally",
         progress::last_line(&why)
     ));
     make(name).with_context(|| format!("making {name} here"))
@@ -76,7 +76,7 @@ fn debian(name: &str) -> Result<()> {
                 .args(["--variant=minbase", "--include=iproute2,iptables", SUITE])
                 .arg(&root),
         )?;
-        // What the public image leaves out as well.
+        // The public image also leaves these out.
         for folder in [
             "var/cache/apt/archives",
             "var/lib/apt/lists",
@@ -102,7 +102,7 @@ fn empty(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Debian with the pinned Envoy where the public image has it.
+/// Debian with the pinned Envoy at the path that the public image uses.
 fn envoy_base(name: &str) -> Result<()> {
     let scratch = workspace::target().join("compose").join(format!("envoy-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;
@@ -125,7 +125,7 @@ fn envoy_image() -> String {
     format!("envoyproxy/envoy:v{}", envoy::DEFAULT_VERSION)
 }
 
-/// Newer than what most build on: a program linked here must find its C library there.
+/// Newer than most build machines: a program that is linked here must find its C library in the image.
 const DEBIAN: &str = "debian:trixie-slim";
 
 const SUITE: &str = "trixie";

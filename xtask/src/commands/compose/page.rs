@@ -1,4 +1,4 @@
-//! The live page's API, as a client: no more of HTTP than it takes.
+//! A client for the live page's API, with only as much HTTP as it needs.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -21,10 +21,10 @@ pub(crate) struct Page {
 pub(crate) struct Order {
     pub(crate) id: u64,
     pub(crate) name: String,
-    /// 0: the fault concerns no replica.
+    /// 0 if the fault targets no replica.
     pub(crate) replica: u64,
     pub(crate) seconds: u64,
-    /// Whether it is the host's to do.
+    /// Whether the host carries it out.
     pub(crate) by_host: bool,
 }
 
@@ -52,17 +52,17 @@ impl Page {
         })
     }
 
-    /// All that the page knows, with the windows that end after the second `since`.
+    /// The page's whole state, with the windows that end after the second `since`.
     pub(crate) fn state(&self, since: u64) -> Result<Value> {
         self.call("GET", &format!("/api/state?since={since}"), "")
     }
 
-    /// The catalogue.
+    /// The list of faults.
     pub(crate) fn faults(&self) -> Result<Value> {
         self.call("GET", "/api/faults", "")
     }
 
-    /// Switches a fault on; what is the host's to do stays to be done by the caller.
+    /// Switches a fault on; if the host must carry it out, that is left to the caller.
     pub(crate) fn switch_on(&self, name: &str, replica: Option<u64>, seconds: Option<u64>) -> Result<Order> {
         let mut path = format!("/api/fault?by=host&name={name}");
         if let Some(replica) = replica {
@@ -74,13 +74,13 @@ impl Page {
         order(&self.call("POST", &path, "")?).context("the page did not name the fault")
     }
 
-    /// What the page was asked for and cannot do.
+    /// Orders given on the page that the page cannot carry out itself.
     pub(crate) fn orders(&self) -> Result<Vec<Order>> {
-        let told = self.call("POST", "/api/orders", "")?;
-        Ok(told.as_array().into_iter().flatten().filter_map(order).collect())
+        let orders = self.call("POST", "/api/orders", "")?;
+        Ok(orders.as_array().into_iter().flatten().filter_map(order).collect())
     }
 
-    /// Tells that an order could not be carried out.
+    /// Reports to the page that an order could not be carried out.
     pub(crate) fn failed(&self, id: u64, why: &str) -> Result<()> {
         self.call("POST", &format!("/api/failed?id={id}"), why).map(drop)
     }
@@ -97,9 +97,9 @@ impl Page {
             body.len()
         )?;
         let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).with_context(|| format!("{path}: no whole answer"))?;
-        let answer = String::from_utf8(answer).context("the page answered no text")?;
-        let (head, body) = answer.split_once("\r\n\r\n").context("the page answered no HTTP")?;
+        stream.read_to_end(&mut answer).with_context(|| format!("{path}: incomplete answer"))?;
+        let answer = String::from_utf8(answer).context("the page's answer is not text")?;
+        let (head, body) = answer.split_once("\r\n\r\n").context("the page's answer is not HTTP")?;
         if !head.starts_with("HTTP/1.1 200") {
             bail!("{}", if body.trim().is_empty() { head } else { body.trim() });
         }
@@ -126,13 +126,13 @@ fn not_ready(state: &Value) -> Option<String> {
     })
 }
 
-fn order(told: &Value) -> Option<Order> {
+fn order(order: &Value) -> Option<Order> {
     Some(Order {
-        id: told["id"].as_u64()?,
-        name: told["name"].as_str()?.to_owned(),
-        replica: told["replica"].as_u64().unwrap_or(0),
-        seconds: told["seconds"].as_u64()?,
-        by_host: told["by"] == "host",
+        id: order["id"].as_u64()?,
+        name: order["name"].as_str()?.to_owned(),
+        replica: order["replica"].as_u64().unwrap_or(0),
+        seconds: order["seconds"].as_u64()?,
+        by_host: order["by"] == "host",
     })
 }
 

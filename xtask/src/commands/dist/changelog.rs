@@ -13,7 +13,7 @@ pub(super) fn section<'a>(changelog: &'a str, version: &str) -> Result<(&'a str,
     Ok((&first[heading.len()..], body))
 }
 
-/// Whether the heading has a day, `2027-01-31`; until then the version is not released.
+/// Whether the heading has a date such as `2027-01-31`; without one the version is not released.
 pub(super) fn is_dated(date: &str) -> bool {
     let lengths: Vec<usize> = date.split('-').map(str::len).collect();
     lengths == [4, 2, 2] && date.bytes().all(|b| b.is_ascii_digit() || b == b'-')

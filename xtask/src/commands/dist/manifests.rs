@@ -1,8 +1,8 @@
-//! The manifests of `envoy-configs/` and the chart with this release's images by digest, so that what runs is what was released, whatever
-//! a registry's tags name later.
+//! Pins the images in the manifests of `envoy-configs/` and in the chart to this release's digests, so that the released
+//! images run, whatever a registry's tags name later.
 //!
-//! Left by tag: images that a release does not build, which are Envoy's, the user's own, and those that the overlays of
-//! `kubernetes/` take the module from.
+//! Still named by tag: images that a release does not build. These are Envoy's, the user's own, and those from which the
+//! overlays of `kubernetes/` take the module.
 
 use std::path::Path;
 
@@ -12,14 +12,14 @@ use super::oci::{Entry, entries_of};
 
 /// Digests of what a release's tags name: `sha256:` and 64 hexadecimal digits.
 pub(super) struct Digests<'a> {
-    /// Of the module's image. Istio compares this one with `sha256` where the url is that of an image; the sum of the module
-    /// is for a url of a file.
+    /// Digest of the module's image. Istio compares it with `sha256` if the URL names an image; the checksum of the module
+    /// itself is only for the URL of a file.
     pub(super) module: &'a str,
-    /// Of the agent's, for every architecture.
+    /// Digest of the agent's image, for every architecture.
     pub(super) agent: &'a str,
 }
 
-/// Every file of the folders with manifests below `configs`.
+/// Every file in the folders with manifests below `configs`.
 pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     let mut count = 0;
@@ -40,7 +40,7 @@ pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Re
     Ok(files)
 }
 
-/// The files of the chart in `folder`, as its archive has them, with the same images by digest.
+/// The files of the chart in `folder`, as its archive contains them, with the same images by digest.
 pub(super) fn chart(folder: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = entries_of(folder)?;
     let text = |file: &Entry| String::from_utf8(file.bytes.clone()).with_context(|| file.path.clone());
@@ -58,7 +58,7 @@ pub(super) fn chart(folder: &Path, version: &str, digests: &Digests<'_>) -> Resu
     Ok(files)
 }
 
-/// An image is known by the block that it opens: others are the user's.
+/// An image is recognised by the block that contains it: other images are the user's.
 fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     let image = format!("image: {{repository: \"\", tag: {version}, digest: \"\"}}");
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
@@ -71,7 +71,8 @@ fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     Ok(lines.join("\n"))
 }
 
-/// The text with the release's images by digest, and how many. Where there is a kustomization, containers name no registry.
+/// The text with the release's images by digest, and the number of replacements. In a kustomization, containers name no
+/// registry.
 fn with_digests(
     text: &str,
     kustomized: bool,
@@ -88,7 +89,7 @@ fn with_digests(
             named if named == format!("url: oci://{module}:{version}") => {
                 format!("{indent}url: oci://{module}@{}\n{indent}sha256: {hex}", digests.module)
             }
-            // Envoy Gateway names no scheme, and compares the digest too.
+            // Envoy Gateway's URL has no scheme; Envoy Gateway compares the digest too.
             named if named == format!("url: {module}:{version}") => {
                 format!("{indent}url: {module}@{}\n{indent}sha256: {hex}", digests.module)
             }
@@ -110,7 +111,7 @@ fn with_digests(
     Ok((lines.join("\n"), count))
 }
 
-/// Where the shipped manifests find images; users put their own here.
+/// The registry in the shipped manifests; users replace it with their own.
 const REGISTRY: &str = "registry.example.com/prequal";
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
-//! Container images as OCI image layouts: written without a container engine, and verified after writing.
+//! Container images as OCI image layouts, written without a container engine and verified after writing.
 //!
-//! Two kinds: an ordinary image of programs, one manifest for each architecture; and the module in the "compat" form of
-//! the Wasm Image Specification, which Istio's WasmPlugin and Envoy Gateway fetch: an image whose last layer is
-//! `application/vnd.oci.image.layer.v1.tar+gzip` and holds `plugin.wasm`.
+//! There are two kinds. One is an ordinary image of programs, with one manifest for each architecture. The other is the
+//! module in the "compat" form of the Wasm Image Specification, which Istio's WasmPlugin and Envoy Gateway fetch: the last
+//! layer of the image is `application/vnd.oci.image.layer.v1.tar+gzip` and holds `plugin.wasm`.
 //!
-//! The bytes depend on the content and on [`Stamp`] alone: files in the order given, owner 0, the time of the commit,
-//! no name or time in the gzip header.
+//! The bytes depend only on the content and on [`Stamp`]: files are in the order given, the owner is 0, times are the
+//! commit's, and the gzip header has no name or time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -24,26 +24,26 @@ use super::Stamp;
 /// One file of a layer or archive.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Entry {
-    /// Relative, without a leading slash.
+    /// Relative path, without a leading slash.
     pub(super) path: String,
     pub(super) bytes: Vec<u8>,
     pub(super) executable: bool,
 }
 
-/// One image of a layout: a single layer.
+/// One image of a layout, with a single layer.
 #[derive(Clone, Debug)]
 pub(super) struct Image {
-    /// As OCI names it: `amd64`, `arm64`.
+    /// Name in OCI images: `amd64`, `arm64`.
     pub(super) architecture: &'static str,
     pub(super) files: Vec<Entry>,
     /// The `config` object of the image configuration: user, entry point.
     pub(super) runs: Value,
-    /// Of the manifest.
+    /// Annotations of the manifest.
     pub(super) annotations: BTreeMap<&'static str, String>,
 }
 
-/// Writes `images` as a layout into the empty folder `dir`, tagged with the version. Several architectures go under one
-/// index, as registries have it. Returns the digest of what the tag names.
+/// Writes `images` as a layout into the empty folder `dir`, tagged with the version. Several architectures share one index,
+/// as in registries. Returns the digest that the tag names.
 pub(super) fn write(dir: &Path, images: &[Image], stamp: &Stamp) -> Result<String> {
     fs::create_dir_all(dir.join("blobs/sha256"))?;
     let mut manifests = Vec::new();
@@ -66,7 +66,7 @@ pub(super) fn write(dir: &Path, images: &[Image], stamp: &Stamp) -> Result<Strin
     Ok(digest)
 }
 
-/// Writes layer, configuration and manifest, and returns the manifest's descriptor.
+/// Writes layer, configuration and manifest; returns the manifest's descriptor.
 fn manifest(dir: &Path, image: &Image, stamp: &Stamp) -> Result<Value> {
     let tar = tar(&image.files, stamp)?;
     let layer = blob(dir, LAYER, &gzip(&tar)?)?;
@@ -98,8 +98,11 @@ fn blob(dir: &Path, media_type: &str, bytes: &[u8]) -> Result<Value> {
 }
 
 fn blob_path(dir: &Path, digest: &str) -> Result<std::path::PathBuf> {
-    let hex = digest.strip_prefix("sha256:").with_context(|| format!("`{digest}` is no sha256 digest"))?;
-    ensure!(hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()), "`{digest}` is no sha256 digest");
+    let hex = digest.strip_prefix("sha256:").with_context(|| format!("`{digest}` is not a sha256 digest"))?;
+    ensure!(
+        hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit()),
+        "`{digest}` is not a sha256 digest"
+    );
     Ok(dir.join("blobs/sha256").join(hex))
 }
 
@@ -107,16 +110,16 @@ fn blob_path(dir: &Path, digest: &str) -> Result<std::path::PathBuf> {
 #[derive(Debug)]
 pub(super) struct Verified {
     pub(super) architecture: String,
-    /// Of the manifest.
+    /// Annotations of the manifest.
     pub(super) annotations: Value,
-    /// The entry point and the like.
+    /// The `config` object: entry point and so on.
     pub(super) runs: Value,
-    /// The content of its layers by path; a later layer wins.
+    /// The content of its layers by path; a later layer overrides earlier ones.
     pub(super) files: BTreeMap<String, Vec<u8>>,
 }
 
-/// Reads a layout as a registry client would and fails on the first thing that is not as the specification has it:
-/// every digest and size, media types, the configuration's `diff_ids`, and no blob that nothing refers to.
+/// Reads a layout as a registry client would, and fails on the first violation of the specification. Checks every digest
+/// and size, the media types, the configuration's `diff_ids`, and that every blob is referenced.
 pub(super) fn verify(dir: &Path) -> Result<Vec<Verified>> {
     let layout = json_file(&dir.join("oci-layout"))?;
     ensure!(layout["imageLayoutVersion"] == "1.0.0", "oci-layout: not version 1.0.0");
@@ -127,7 +130,7 @@ pub(super) fn verify(dir: &Path) -> Result<Vec<Verified>> {
     let mut pending = list(&index, "manifests")?.clone();
     while let Some(descriptor) = pending.pop() {
         let bytes = referred(dir, &descriptor, &mut seen)?;
-        let document: Value = serde_json::from_slice(&bytes).context("a manifest is no JSON")?;
+        let document: Value = serde_json::from_slice(&bytes).context("a manifest is not JSON")?;
         let media_type = text(&descriptor, "mediaType")?;
         ensure!(document["mediaType"] == media_type, "a {media_type} calls itself {}", document["mediaType"]);
         ensure!(document["schemaVersion"] == 2, "a manifest's schemaVersion is not 2");
@@ -145,10 +148,12 @@ pub(super) fn verify(dir: &Path) -> Result<Vec<Verified>> {
     Ok(images)
 }
 
-/// Digest of what the layout's tag names.
+/// The digest that the layout's tag names.
 pub(super) fn tagged(dir: &Path) -> Result<String> {
     let index = json_file(&dir.join("index.json"))?;
-    let [tagged] = list(&index, "manifests")?.as_slice() else { bail!("index.json names not one image") };
+    let [tagged] = list(&index, "manifests")?.as_slice() else {
+        bail!("index.json does not name exactly one image")
+    };
     Ok(text(tagged, "digest")?.to_owned())
 }
 
@@ -158,7 +163,7 @@ fn image(dir: &Path, manifest: &Value, descriptor: &Value, seen: &mut BTreeSet<S
         "the configuration's media type is not {CONFIG}"
     );
     let config: Value = serde_json::from_slice(&referred(dir, &manifest["config"], seen)?)?;
-    // A descriptor may leave its platform out, as skopeo does for a single image.
+    // A descriptor may omit its platform, as skopeo does for a single image.
     let platform = &descriptor["platform"];
     for key in ["architecture", "os"] {
         ensure!(
@@ -201,7 +206,7 @@ fn referred(dir: &Path, descriptor: &Value, seen: &mut BTreeSet<String>) -> Resu
         bytes.len(),
         descriptor["size"]
     );
-    ensure!(digest(&bytes) == name, "the content of blob {name} is another");
+    ensure!(digest(&bytes) == name, "the content of blob {name} differs");
     seen.insert(name.to_owned());
     Ok(bytes)
 }
@@ -252,7 +257,7 @@ fn digest(bytes: &[u8]) -> String {
 
 fn json_file(path: &Path) -> Result<Value> {
     let bytes = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-    serde_json::from_slice(&bytes).with_context(|| format!("{} is no JSON", path.display()))
+    serde_json::from_slice(&bytes).with_context(|| format!("{} is not JSON", path.display()))
 }
 
 fn text<'a>(value: &'a Value, key: &str) -> Result<&'a str> {
@@ -297,7 +302,7 @@ mod tests {
         assert_eq!(found, [("amd64", &b"one"[..]), ("arm64", &b"two"[..])]);
     }
 
-    /// A second opinion: the types that Rust's container tools read images with.
+    /// Checks the layout with the types that Rust's container tools use.
     #[test]
     fn another_implementation_reads_it() {
         use oci_spec::image::{ImageConfiguration, ImageIndex, ImageManifest, MediaType, OciLayout};
@@ -341,7 +346,7 @@ mod tests {
             let (dir, _) = written(&[image("amd64", b"x")]);
             flip(&blobs(&dir)[damaged]);
             let error = verify(dir.path()).expect_err("a changed blob").to_string();
-            assert!(error.contains("is another"), "{error}");
+            assert!(error.contains("differs"), "{error}");
             fs::write(&blobs(&dir)[damaged], b"short").expect("written");
             let error = verify(dir.path()).expect_err("a short blob").to_string();
             assert!(error.contains("bytes, not"), "{error}");

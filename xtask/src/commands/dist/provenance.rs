@@ -1,9 +1,9 @@
-//! Where a release comes from, as an in-toto statement with SLSA's provenance, and a signature over it.
+//! The origin of a release as an in-toto statement with SLSA provenance, and a signature over it.
 //!
 //! The statement names every file of the release and both images by digest, with the commit, `Cargo.lock` and the compiler
-//! that they were made from. It is the same in every run. The signature is a DSSE envelope by ECDSA on P-256, which is what
-//! cosign writes and reads; `openssl` computes it, so that no key passes through code of this project. One envelope covers
-//! the module, the programs and the images.
+//! that they were made from. It is the same in every run. The signature is a DSSE envelope with ECDSA on P-256, the format
+//! that cosign writes and reads. `openssl` computes the signature, so that no key passes through this project's code. One
+//! envelope covers the module, the programs and the images.
 //!
 //! Left out: who may sign, transparency logs, and signatures beside the images in a registry (docs/releasing.md).
 
@@ -21,7 +21,7 @@ use sha2::{Digest as _, Sha256};
 use super::{DIRTY, NAME, SUMS, Stamp, oci};
 use crate::{run, workspace};
 
-/// The statement about `files` and `images`, which are name and digest.
+/// The statement about `files` and `images`, each given as name and digest.
 pub(super) fn statement(
     files: &BTreeMap<String, Vec<u8>>,
     images: &[(&str, &str)],
@@ -60,7 +60,7 @@ pub(super) fn statement(
     Ok(serde_json::to_vec_pretty(&statement)?)
 }
 
-/// Signs the release in `dir` with the private key in `key` (PEM), and returns the name of the file that it wrote.
+/// Signs the release in `dir` with the private key in `key` (PEM); returns the name of the file that it wrote.
 pub(super) fn sign(dir: &Path, version: &str, key: &Path) -> Result<String> {
     let payload = fs::read(dir.join(statement_name(version)))?;
     ensure!(is_p256(key, &[])?, "{}: no private key on the curve P-256 (prime256v1)", key.display());
@@ -81,11 +81,11 @@ pub(super) fn sign(dir: &Path, version: &str, key: &Path) -> Result<String> {
 }
 
 /// Verifies the release in `dir` with the public key in `key` (PEM), without a network; returns a line that says what was
-/// verified. Files that are not there are no error, those that the statement does not name are.
+/// verified. Missing files are allowed; files that the statement does not name are an error.
 pub(super) fn verify(dir: &Path, key: &Path) -> Result<String> {
     let (statement, payload) = signed_statement(dir, key)?;
-    ensure!(statement["_type"] == STATEMENT, "what is signed is no in-toto statement of version 1");
-    ensure!(statement["predicateType"] == PREDICATE, "what is signed is no SLSA provenance of version 1");
+    ensure!(statement["_type"] == STATEMENT, "what is signed is not an in-toto statement of version 1");
+    ensure!(statement["predicateType"] == PREDICATE, "what is signed is not SLSA provenance of version 1");
     let mut subjects = BTreeMap::new();
     for subject in statement["subject"].as_array().into_iter().flatten() {
         let name = subject["name"].as_str().context("a subject without a name")?;
@@ -106,7 +106,7 @@ pub(super) fn verify(dir: &Path, key: &Path) -> Result<String> {
             let expected = expected.with_context(|| format!("the image {image} is not signed"))?;
             oci::verify(&entry.path()).with_context(|| name.clone())?;
             let digest = oci::tagged(&entry.path())?;
-            ensure!(digest == format!("sha256:{expected}"), "{name} is another image than was signed");
+            ensure!(digest == format!("sha256:{expected}"), "{name} is not the image that was signed");
             images += 1;
             continue;
         }
@@ -117,7 +117,7 @@ pub(super) fn verify(dir: &Path, key: &Path) -> Result<String> {
             sums_agree(&String::from_utf8_lossy(&bytes), &subjects, version, &payload)?;
         } else if name != envelope_name(version) {
             let expected = *subjects.get(&*name).with_context(|| format!("{name} is not signed"))?;
-            ensure!(sha256(&bytes) == expected, "{name} is another file than was signed");
+            ensure!(sha256(&bytes) == expected, "{name} is not the file that was signed");
             files += 1;
         }
     }
@@ -127,7 +127,7 @@ pub(super) fn verify(dir: &Path, key: &Path) -> Result<String> {
     Ok(format!("{NAME} {version} of commit {commit}: {files} files and {images} images are what was signed"))
 }
 
-/// What the only envelope in `dir` holds, once its signature is right.
+/// The content of the only envelope in `dir`, if its signature is valid.
 fn signed_statement(dir: &Path, key: &Path) -> Result<(Value, Vec<u8>)> {
     let mut names = Vec::new();
     for entry in fs::read_dir(dir).with_context(|| dir.display().to_string())? {
@@ -136,10 +136,13 @@ fn signed_statement(dir: &Path, key: &Path) -> Result<(Value, Vec<u8>)> {
     }
     let [name] = names.as_slice() else { bail!("{} files end in {ENVELOPE}, not one", names.len()) };
     let text = fs::read_to_string(dir.join(name))?;
-    let envelope: Value = serde_json::from_str(&text).with_context(|| format!("{name} is no envelope"))?;
+    let envelope: Value =
+        serde_json::from_str(&text).with_context(|| format!("{name} is not an envelope"))?;
     ensure!(envelope["payloadType"] == PAYLOAD, "{name} holds no in-toto statement");
     let decoded = |value: &Value| -> Result<Vec<u8>> {
-        STANDARD.decode(value.as_str().unwrap_or_default()).with_context(|| format!("{name} is no envelope"))
+        STANDARD
+            .decode(value.as_str().unwrap_or_default())
+            .with_context(|| format!("{name} is not an envelope"))
     };
     let payload = decoded(&envelope["payload"])?;
     ensure!(is_p256(key, &["-pubin"])?, "{}: no public key on the curve P-256 (prime256v1)", key.display());
@@ -150,14 +153,14 @@ fn signed_statement(dir: &Path, key: &Path) -> Result<(Value, Vec<u8>)> {
         let mut openssl = run::tool("openssl");
         openssl.args(["dgst", "-sha256", "-verify"]).arg(key).arg("-signature");
         if run::succeeds(openssl.arg(scratch.file("signature")).arg(scratch.file("message"))) {
-            let statement = serde_json::from_slice(&payload).context("what is signed is no JSON")?;
+            let statement = serde_json::from_slice(&payload).context("what is signed is not JSON")?;
             return Ok((statement, payload));
         }
     }
     bail!("{name}: no signature is by the key in {}", key.display())
 }
 
-/// The sums are those of what was signed.
+/// Checks that SHA256SUMS agrees with the signed statement.
 fn sums_agree(sums: &str, subjects: &BTreeMap<&str, &str>, version: &str, payload: &[u8]) -> Result<()> {
     for line in sums.lines() {
         let (sum, name) = line.split_once("  ").with_context(|| format!("{SUMS}: `{line}`"))?;
@@ -170,14 +173,14 @@ fn sums_agree(sums: &str, subjects: &BTreeMap<&str, &str>, version: &str, payloa
     Ok(())
 }
 
-/// What DSSE signs.
+/// The bytes that DSSE signs.
 fn authenticated(kind: &str, payload: &[u8]) -> Vec<u8> {
     let mut message = format!("DSSEv1 {} {kind} {} ", kind.len(), payload.len()).into_bytes();
     message.extend_from_slice(payload);
     message
 }
 
-/// Whether the key is on the curve that cosign uses. An error that openssl is missing, or cannot read it.
+/// Whether the key is on the curve that cosign uses. Fails if openssl is missing or cannot read the key.
 fn is_p256(key: &Path, arguments: &[&str]) -> Result<bool> {
     ensure!(
         run::succeeds(run::tool("openssl").arg("version")),
@@ -185,7 +188,8 @@ fn is_p256(key: &Path, arguments: &[&str]) -> Result<bool> {
     );
     let mut openssl = run::tool("openssl");
     openssl.args(["pkey", "-noout", "-text_pub", "-in"]).arg(key).args(arguments);
-    let said = run::output(&mut openssl).with_context(|| format!("{} is no such key", key.display()))?;
+    let said = run::output(&mut openssl)
+        .with_context(|| format!("openssl cannot read {} as such a key", key.display()))?;
     Ok(said.contains("prime256v1"))
 }
 
@@ -205,7 +209,7 @@ fn sha256(bytes: &[u8]) -> String {
     format!("{:x}", Sha256::digest(bytes))
 }
 
-/// Files for openssl; they go on drop.
+/// Temporary files for openssl; removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -224,7 +228,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Nothing secret is in it.
+        // The folder contains no secrets.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
@@ -292,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_release_is_verified_also_if_files_of_it_are_missing() {
+    fn a_release_with_missing_files_is_verified() {
         let release = Release::signed();
         let said = release.verify().expect("verified");
         assert!(said.contains(&format!("of commit {}", Stamp::example().commit)), "{said}");
@@ -305,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_changed_added_or_signed_by_another_is_refused() {
+    fn changed_files_added_files_and_other_keys_are_refused() {
         let release = Release::signed();
         let changed = |name: &str, because: &str| {
             let before = fs::read(release.file(name)).expect(name);
@@ -313,7 +317,7 @@ mod tests {
             release.refused(because);
             fs::write(release.file(name), before).expect("written");
         };
-        changed(&format!("prequal_filter-{VERSION}.wasm"), "is another file than was signed");
+        changed(&format!("prequal_filter-{VERSION}.wasm"), "is not the file that was signed");
         changed(&statement_name(VERSION), "is not what was signed");
         let blobs = format!("probe-agent-{VERSION}.oci/blobs/sha256");
         let blob =
@@ -336,14 +340,14 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_is_right_and_another_is_refused() {
+    fn a_valid_image_other_than_the_signed_one_is_refused() {
         let release = Release::signed();
         let image = release.file(&format!("prequal_filter-{VERSION}.oci"));
         fs::remove_dir_all(&image).expect("removed");
         let mut made = parts();
         made.module.push(0);
         oci::write(&image, &[super::super::module_image(&made)], &made.stamp).expect("written");
-        release.refused("is another image than was signed");
+        release.refused("is not the image that was signed");
     }
 
     #[test]
@@ -377,9 +381,9 @@ mod tests {
         assert!(error.contains("no public key on the curve P-256"), "{error}");
     }
 
-    /// Another implementation than the one that signed, as other tools would have.
+    /// Verifies with another implementation than the one that signed, as other tools would.
     #[test]
-    fn ring_takes_the_signature_for_dsse() {
+    fn ring_accepts_the_signature_as_dsse() {
         let release = Release::signed();
         let text = fs::read_to_string(release.file(&envelope_name(VERSION))).expect("an envelope");
         assert_eq!(text.lines().count(), 1, "JSON lines");
@@ -387,12 +391,12 @@ mod tests {
         let decoded = |value: &Value| STANDARD.decode(value.as_str().expect("text")).expect("base64");
         let (payload, signature) =
             (decoded(&envelope["payload"]), decoded(&envelope["signatures"][0]["sig"]));
-        // Spelled out: DSSE's pre-authentication encoding.
+        // DSSE's pre-authentication encoding, spelled out.
         let mut message = format!("DSSEv1 28 application/vnd.in-toto+json {} ", payload.len()).into_bytes();
         message.extend(&payload);
         let pem = fs::read_to_string(release.public("a")).expect("a key");
         let der = STANDARD.decode(pem.lines().filter(|line| !line.starts_with('-')).collect::<String>());
-        // The point is what a key of this kind ends with.
+        // A key of this kind ends with the point.
         let der = der.expect("base64");
         let point = &der[der.len() - 65..];
         let key = ring::signature::UnparsedPublicKey::new(&ring::signature::ECDSA_P256_SHA256_ASN1, point);
@@ -401,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn the_statement_is_slsas_provenance() {
+    fn the_statement_is_slsa_provenance() {
         let release = Release::signed();
         let statement: Value =
             serde_json::from_slice(&fs::read(release.file(&statement_name(VERSION))).expect("a statement"))

@@ -1,5 +1,5 @@
-//! A release as far as a test needs it: for this machine's architecture alone, once. Its files are what they should be,
-//! and the commands of docs/releasing.md carry its images to a registry, from which they come back the same.
+//! Rehearses a release for tests: once, for this machine's architecture only. Checks its files, pushes its images to a
+//! registry with the commands of docs/releasing.md, and checks that the same images come back.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -15,18 +15,18 @@ use crate::commands::{debian, helm};
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
-/// Why it cannot be done here, if so. What only has to be installed is.
+/// Why a rehearsal is impossible here, if so. Programs that only have to be installed do not count.
 pub(crate) fn missing() -> Option<String> {
     let had = debian::install(&[("skopeo", "skopeo")]).and_then(|()| debian::unpacked("docker-registry"));
     had.err().map(|why| progress::last_line(&why))
 }
 
-/// Builds it below target/.
+/// Builds the release below target/.
 pub(crate) fn build(choice: Choice) -> Result<()> {
     parts(choice).map(drop)
 }
 
-/// Builds it and checks it.
+/// Builds the release and checks it.
 pub(crate) fn run(choice: Choice) -> Result<()> {
     let parts = parts(choice)?;
     let scratch = workspace::target().join(format!("release-{}", std::process::id()));
@@ -66,13 +66,13 @@ fn check(parts: &Parts, scratch: &Path) -> Result<()> {
             chart_installs(&helm, &out, scratch, registry.addr)?;
             "and the chart"
         }
-        Err(why) => &*format!("not the chart: {}", progress::last_line(&why)),
+        Err(why) => &*format!("the chart was not tested: {}", progress::last_line(&why)),
     };
     progress::say(format_args!("{} files; both images went through a registry, {chart}", files.len()));
     Ok(())
 }
 
-/// The chart comes back from the registry as it was pushed, and names the agent's image by what the registry has.
+/// Checks that the chart comes back from the registry as pushed, and names the agent's image by the registry's digest.
 fn chart_installs(helm: &Path, out: &Path, scratch: &Path, registry: SocketAddr) -> Result<()> {
     let chart = format!("{NAME}-{VERSION}.tgz");
     let page = fs::read_to_string(workspace::root().join("docs/releasing.md"))?;
@@ -104,7 +104,7 @@ fn chart_installs(helm: &Path, out: &Path, scratch: &Path, registry: SocketAddr)
     Ok(())
 }
 
-/// The manifests' digests are those under which the registry has the images.
+/// Checks that the digests in the manifests are those under which the registry has the images.
 fn manifests_name(out: &Path, registry: SocketAddr) -> Result<()> {
     let archive = format!("{NAME}-manifests-{VERSION}.tar.gz");
     run::output(run::tool("tar").args(["-xzf", &archive]).current_dir(out))?;
@@ -124,7 +124,7 @@ fn manifests_name(out: &Path, registry: SocketAddr) -> Result<()> {
     Ok(())
 }
 
-/// With a key of this run, the release is signed, verified without a network, and refused once a file of it is another.
+/// Signs the release with a new key, verifies it without a network, and checks that a changed file is refused.
 fn signed(parts: &Parts, out: &Path, scratch: &Path) -> Result<()> {
     let (private, public) = (scratch.join("release.key"), scratch.join("release.pub"));
     let mut openssl = run::tool("openssl");
@@ -141,7 +141,7 @@ fn signed(parts: &Parts, out: &Path, scratch: &Path) -> Result<()> {
     Ok(fs::remove_file(out.join(envelope))?)
 }
 
-/// The programs in the archive start without any library of this machine.
+/// Checks that the programs in the archive start without any library of this machine.
 fn programs_run(out: &Path) -> Result<()> {
     let archive = format!("{NAME}-{VERSION}-{}-linux.tar.gz", std::env::consts::ARCH);
     run::output(run::tool("tar").args(["-xzf", &archive]).current_dir(out))?;
@@ -154,7 +154,7 @@ fn programs_run(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Types what docs/releasing.md says, with this release and this registry; returns how many commands that were.
+/// Runs the commands of docs/releasing.md with this release and this registry; returns the number of commands.
 fn push(out: &Path, registry: SocketAddr) -> Result<usize> {
     let page = fs::read_to_string(workspace::root().join("docs/releasing.md"))?;
     let lines: Vec<&str> =
@@ -171,7 +171,7 @@ fn push(out: &Path, registry: SocketAddr) -> Result<usize> {
     Ok(lines.len())
 }
 
-/// Debian's registry, which everybody's is: it stops on drop.
+/// Debian's packaged container registry; stopped on drop.
 struct Registry {
     process: Child,
     addr: SocketAddr,
@@ -215,7 +215,7 @@ impl Registry {
 
 impl Drop for Registry {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // An error means that it has already exited.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

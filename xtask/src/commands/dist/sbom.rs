@@ -1,8 +1,8 @@
 //! The bill of materials: CycloneDX 1.5 of everything that the module and the programs are built from.
 //!
-//! From `cargo metadata` for the targets that are shipped and from the checksums in `Cargo.lock`. Tests' and builds' own
-//! dependencies are left out. Cargo resolves features for the whole workspace: the list may hold a crate more than one
-//! artefact has, never one less.
+//! It is derived from `cargo metadata` for the shipped targets and from the checksums in `Cargo.lock`. Dependencies of
+//! tests and builds only are left out. Cargo resolves features for the whole workspace, so the list may contain a crate
+//! that an artefact does not, but it never lacks one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::{AUTHORITIES_PACKAGE, Stamp, packages};
 use crate::{run, workspace};
 
-/// The document. `libc`: version of the C library that is linked into the programs.
+/// The document. `libc` is the version of the C library that is linked into the programs.
 pub(super) fn document(targets: &[&str], libc: &str, stamp: &Stamp) -> Result<Value> {
     let mut command = run::cargo();
     command.args(["metadata", "--locked", "--format-version", "1"]);
@@ -103,7 +103,7 @@ fn component(package: &Value, checksums: &BTreeMap<(String, String), String>) ->
         "name": name,
         "version": version,
         "purl": purl(package),
-        // The old way to write "or".
+        // `A/B` is the deprecated spelling of `A OR B`.
         "licenses": [{"expression": text(package, "license").replace('/', " OR ")}],
     });
     if let Some(checksum) = checksums.get(&(name.to_owned(), version.to_owned())) {
@@ -112,7 +112,7 @@ fn component(package: &Value, checksums: &BTreeMap<(String, String), String>) ->
     component
 }
 
-/// What is linked into a package: not what its build script or its tests need.
+/// What is linked into a package, without the needs of its build script and tests.
 fn linked(node: &Value) -> Vec<&str> {
     array(&node["deps"])
         .filter(|dependency| array(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null()))
@@ -124,7 +124,7 @@ fn purl(package: &Value) -> String {
     format!("pkg:cargo/{}@{}", text(package, "name"), text(package, "version").replace('+', "%2B"))
 }
 
-/// The checksums in a `Cargo.lock`, by name and version. No TOML parser: cargo writes one key a line.
+/// The checksums in a `Cargo.lock`, by name and version. Needs no TOML parser: cargo writes one key per line.
 fn checksums(lock: &str) -> BTreeMap<(String, String), String> {
     lock.split("[[package]]")
         .filter_map(|package| {
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn it_holds_what_is_shipped_and_nothing_else() {
+    fn it_lists_exactly_what_is_shipped() {
         let bill = shipped();
         let names: BTreeSet<&str> = array(&bill["components"]).map(|c| text(c, "name")).collect();
         for name in [
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn every_reference_leads_somewhere() {
+    fn every_reference_resolves() {
         let bill = shipped();
         let known: BTreeSet<&str> =
             array(&bill["components"]).map(|c| text(c, "bom-ref")).chain(["prequal"]).collect();

@@ -1,7 +1,7 @@
-//! The test programs: two at a time, because most of their tests wait for sockets and clocks, each printed whole when it
-//! has ended. Tests that failed run once more, alone.
+//! Runs the test programs, two in parallel because most of their tests wait for sockets and clocks. Prints the output of
+//! each in one piece when it ends. Tests that failed run once more, alone.
 //!
-//! What is built, and what a failure means for the run, is decided in `test.rs`.
+//! `test.rs` decides what is built, and what a failure means for the run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -16,32 +16,33 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::run::TestProgram;
 use crate::{progress, run, workspace};
 
-/// Real processes on a busy machine can miss a limit by chance. More failures than this are no chance.
+/// Maximum number of failed tests to retry. Real processes on a busy machine can miss a limit by chance; more failures than
+/// this are not chance.
 const MOST_RETRIED: usize = 4;
 
-/// Programs whose tests only wait, for sockets and clocks: more tests at a time than there are cores. Those that start Envoys
-/// use most of two cores with two tests.
+/// Programs whose tests only wait for sockets and clocks, and so run more tests in parallel than there are cores. Tests
+/// that start Envoys use most of two cores with two tests.
 const WAITING: [&str; 2] = ["agent", "host"];
 
-/// The programs that take longest begin first; the others follow in cargo's order. `docs` is not among the first: by its
-/// turn the build ahead has made what it runs.
+/// The slowest programs, which start first; the others follow in cargo's order. `docs` is not among them: by the time it
+/// starts, the build ahead has made the programs that it runs.
 const LONGEST: [&str; 5] = ["e2e", "host", "agent", "mesh", "observability"];
 
-/// Programs that take every core, so that others would miss their limits.
+/// Programs that use every core, so that others beside them would miss their limits.
 const ALONE: [&str; 1] = ["floods"];
 
 /// What the tests did.
 #[derive(Debug, Default)]
 pub(super) struct Done {
     pub(super) passed: u64,
-    /// Failed beside others and passed alone.
+    /// Tests that failed beside others and passed alone.
     pub(super) flaky: Vec<String>,
-    /// Ignored, or skipped for what this machine lacks.
+    /// Tests that were ignored, or skipped because this machine lacks something.
     pub(super) skipped: Vec<String>,
 }
 
-/// Runs all of `programs`, so many at a time, and with `documentation` the examples in it. An error names each test that
-/// failed.
+/// Runs all of `programs`, `at_a_time` in parallel, and with `documentation` the examples in it. An error names each test
+/// that failed.
 pub(super) fn run(
     mut programs: Vec<TestProgram>,
     at_a_time: usize,
@@ -91,7 +92,7 @@ struct Ran {
 }
 
 impl Session<'_> {
-    /// Runs them all, and what failed once more; returns the tests that passed only then.
+    /// Runs all programs, and failed tests once more; returns the tests that passed only then.
     fn all(&self, programs: &[TestProgram], at_a_time: usize, tally: &mut Tally) -> Result<Vec<String>> {
         let (alone, others): (Vec<&TestProgram>, Vec<&TestProgram>) =
             programs.iter().partition(|program| ALONE.contains(&program.name.as_str()));
@@ -101,7 +102,7 @@ impl Session<'_> {
         for (program, ran) in others.into_iter().chain(alone).zip(ran) {
             let ran = ran?;
             if !ran.success {
-                ensure!(!ran.tally.failed.is_empty(), "{} failed, and none of its tests", program.name);
+                ensure!(!ran.tally.failed.is_empty(), "{} failed, but none of its tests did", program.name);
                 failed.push((program, ran.tally.failed.clone()));
             }
             tally.add(ran.tally);
@@ -109,12 +110,12 @@ impl Session<'_> {
         self.again(&failed, tally)
     }
 
-    /// Runs so many at a time, and returns how each ended, in the order given.
+    /// Runs `at_a_time` programs in parallel; returns how each ended, in the order given.
     fn side_by_side(&self, programs: &[&TestProgram], at_a_time: usize) -> Vec<Result<Ran>> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let next = AtomicUsize::new(0);
         let done: Vec<Mutex<Option<Result<Ran>>>> = programs.iter().map(|_| Mutex::new(None)).collect();
-        // One program's lines stay together.
+        // Keeps the lines of one program together.
         let printing = Mutex::new(());
         thread::scope(|scope| {
             for _ in 0..at_a_time {
@@ -150,7 +151,7 @@ impl Session<'_> {
             .collect()
     }
 
-    /// Runs one to its end, with the environment that tests read. What it says is in target/tests as it comes.
+    /// Runs one program to its end, with the environment that tests read. Its output goes to target/tests as it is written.
     fn one(&self, name: &str, command: &mut Command) -> Result<Ran> {
         let log = self.folder.join(format!("{name}.log"));
         let file = File::create(&log).with_context(|| format!("writing {}", log.display()))?;
@@ -163,14 +164,14 @@ impl Session<'_> {
             .stderr(file)
             .status()
             .with_context(|| format!("cannot start {name}"))?;
-        // By bytes: a test may print anything.
+        // Read as bytes: a test may print anything.
         let said = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let mut tally = Tally::default();
         said.lines().for_each(|line| tally.read(line));
         Ok(Ran { success: status.success(), said, tally })
     }
 
-    /// Runs each test that failed once more, alone; returns those that passed then.
+    /// Runs each failed test once more, alone; returns those that passed then.
     fn again(&self, failed: &[(&TestProgram, Vec<String>)], tally: &mut Tally) -> Result<Vec<String>> {
         let names: Vec<&str> =
             failed.iter().flat_map(|(_, tests)| tests.iter().map(String::as_str)).collect();
@@ -178,13 +179,16 @@ impl Session<'_> {
             return Ok(vec![]);
         }
         ensure!(names.len() <= MOST_RETRIED, "{} tests failed: {}", names.len(), names.join(", "));
-        progress::say(format_args!("failed beside others; once more, each alone: {}", names.join(", ")));
+        progress::say(format_args!(
+            "failed beside other tests; running each again, alone: {}",
+            names.join(", ")
+        ));
         for (program, tests) in failed {
             let mut command = Command::new(&program.file);
             command.current_dir(&program.folder).args(["--exact", "--test-threads=1"]).args(tests);
             let ran = self.one(&format!("{}-again", log_name(program)), &mut command)?;
             print!("{}", ran.said);
-            ensure!(ran.success, "failed beside others and alone: {}", ran.tally.failed.join(", "));
+            ensure!(ran.success, "failed beside other tests and alone: {}", ran.tally.failed.join(", "));
             ensure!(ran.tally.passed >= tests.len() as u64, "not every test that failed ran again");
             tally.add(ran.tally);
         }
@@ -196,12 +200,12 @@ fn threads(program: &TestProgram, cores: usize) -> usize {
     if WAITING.contains(&program.name.as_str()) { 2 * cores } else { cores }
 }
 
-/// With cargo's hash: two packages may have tests of one name.
+/// The name contains cargo's hash: two packages may have tests of the same name.
 fn log_name(program: &TestProgram) -> String {
     program.file.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// `PREQUAL_SKIP_LOG`: a test appends a line to it for each thing that it could not check on this machine.
+/// `PREQUAL_SKIP_LOG`: a file to which a test appends a line for each thing that it could not check on this machine.
 struct SkipLog {
     path: PathBuf,
 }
@@ -220,7 +224,7 @@ impl SkipLog {
     }
 }
 
-/// What libtest's lines say.
+/// The results in libtest's output.
 #[derive(Debug, Default)]
 struct Tally {
     passed: u64,
@@ -256,7 +260,7 @@ mod tests {
 
     use super::*;
 
-    /// A program like those of libtest: the script says what it prints when it runs whole, and when one test runs alone.
+    /// A fake libtest program: a script with the output of a whole run (`whole`), and of a run of one test (`alone`).
     fn program(folder: &Path, name: &str, whole: &str, alone: &str) -> TestProgram {
         let file = folder.join(name);
         let script = format!("#!/bin/sh\nif [ \"$1\" = --exact ]; then {alone}; else {whole}; fi\n");
@@ -266,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_runs_again_alone_and_what_fails_twice_fails() {
+    fn a_failed_test_runs_again_alone_and_fails_the_run_if_it_fails_twice() {
         let dir = tempfile::tempdir().expect("a folder");
         let session = Session {
             envoy: Path::new("envoy"),
@@ -292,8 +296,8 @@ mod tests {
         assert_eq!(fs::read_to_string(dir.path().join("skips")).expect("a log"), "no envoy\n");
 
         for (name, whole, message) in [
-            ("broken", fails, "failed beside others and alone: b"),
-            ("crashes", "kill -9 $$", "crashes failed, and none of its tests"),
+            ("broken", fails, "failed beside other tests and alone: b"),
+            ("crashes", "kill -9 $$", "crashes failed, but none of its tests did"),
         ] {
             let broken = program(dir.path(), name, whole, whole);
             let why = session.all(&[passes.clone(), broken], 2, &mut Tally::default()).expect_err("it fails");
