@@ -10,13 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use clap::ValueEnum;
 use http::{HeaderMap, Request, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use rand::SeedableRng;
 use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng};
 use rand_distr::{Distribution, Exp1, Zipf};
 use tokio::sync::mpsc;
 
@@ -63,10 +64,31 @@ pub(crate) struct Keys {
     pub(crate) exponent: f64,
 }
 
+/// Which of several targets a request goes to.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Spread {
+    /// Each target in turn, as from a load balancer in front of them
+    InTurn,
+    /// A random target for each request, as from clients that do not know each other
+    Random,
+}
+
+impl Spread {
+    /// The targets of one request after another, as positions below `targets`.
+    fn positions(self, targets: usize, seed: u64) -> impl Iterator<Item = usize> {
+        let mut rng = SmallRng::seed_from_u64(seed ^ 2);
+        (0..).map(move |number: usize| match self {
+            Self::InTurn => number % targets,
+            Self::Random => rng.random_range(0..targets),
+        })
+    }
+}
+
 /// What to send.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) targets: Vec<SocketAddr>,
+    pub(crate) spread: Spread,
     pub(crate) arrivals: Arrivals,
     pub(crate) length: Duration,
     /// Body of every request, sent by POST; if empty, requests are GETs.
@@ -94,7 +116,8 @@ pub(crate) struct Run {
 
 /// A request that is due.
 struct Due {
-    number: usize,
+    /// Position of its target.
+    target: usize,
     at: Duration,
     key: Option<u32>,
 }
@@ -108,9 +131,10 @@ impl Run {
         let (pace, due) = mpsc::unbounded_channel();
         // Tokio's timers have a resolution of a millisecond; a separate thread sleeps to within about 0.1 ms.
         let (arrivals, keys, seed, length) = (plan.arrivals, plan.keys, plan.seed, plan.length);
+        let positions = plan.spread.positions(plan.targets.len(), seed);
         std::thread::spawn(move || {
             let mut draw = keys.map(|keys| drawer(keys, SmallRng::seed_from_u64(seed ^ 1)));
-            for (number, at) in arrivals.instants(SmallRng::seed_from_u64(seed)).enumerate() {
+            for (target, at) in positions.zip(arrivals.instants(SmallRng::seed_from_u64(seed))) {
                 if at >= length {
                     return;
                 }
@@ -118,7 +142,7 @@ impl Run {
                 if !wait.is_zero() {
                     std::thread::sleep(wait);
                 }
-                if pace.send(Due { number, at, key: draw.as_mut().map(|draw| draw()) }).is_err() {
+                if pace.send(Due { target, at, key: draw.as_mut().map(|draw| draw()) }).is_err() {
                     return;
                 }
             }
@@ -164,9 +188,9 @@ async fn send_all(
                 .unwrap_or_else(|error| unreachable!("a socket address is an authority: {error}"))
         })
         .collect();
-    while let Some(Due { number, at, key }) = due.recv().await {
+    while let Some(Due { target, at, key }) = due.recv().await {
         let (client, sink, progress) = (client.clone(), sink.clone(), progress.clone());
-        let (uri, body) = (uris[number % uris.len()].clone(), body.clone());
+        let (uri, body) = (uris[target].clone(), body.clone());
         tokio::spawn(async move {
             let late = start.elapsed().saturating_sub(at);
             let answer = tokio::time::timeout(TIMEOUT, one(&client, uri, body, key)).await;
@@ -247,6 +271,18 @@ mod tests {
         let mean = gaps.iter().sum::<f64>() / count;
         let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / count;
         assert!((variance.sqrt() / mean - 1.0).abs() < 0.1, "an exponential's deviation is its mean");
+    }
+
+    #[test]
+    fn requests_are_spread_in_turn_or_at_random() {
+        let positions = |spread: Spread| spread.positions(4, 1).take(8000).collect::<Vec<_>>();
+        assert_eq!(positions(Spread::InTurn)[..6], [0, 1, 2, 3, 0, 1]);
+        let random = positions(Spread::Random);
+        assert_eq!(random, positions(Spread::Random), "the seed fixes them");
+        for target in 0..4 {
+            let count = random.iter().filter(|position| **position == target).count() as f64;
+            assert!((count - 2000.0).abs() < 5.0 * 1500f64.sqrt(), "{target}: {count}");
+        }
     }
 
     #[test]

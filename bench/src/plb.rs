@@ -338,6 +338,7 @@ pub(crate) async fn client(args: &Client) -> Result<ExitCode> {
     let envoy = Envoy::start(config)?;
     let run = load::Run::start(Plan {
         targets: vec![envoy.addr()],
+        spread: load::Spread::InTurn,
         arrivals: Arrivals::Constant(PER_SECOND),
         length: Duration::from_secs(args.seconds),
         body: Bytes::from(vec![b'x'; args.body]),

@@ -15,7 +15,7 @@ use crate::arm::Arm;
 use crate::backends::Fleet;
 use crate::closed;
 use crate::deployment::{Counted, Deployment, Event};
-use crate::load::{Arrivals, Keys, Plan, Run};
+use crate::load::{Arrivals, Keys, Plan, Run, Spread};
 use crate::recovery::{self, Recovery, Watch};
 use crate::stats::{Sample, Summary};
 
@@ -49,7 +49,7 @@ pub(crate) struct Scenario {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Load {
     /// At instants fixed in advance, over all Envoys together.
-    Open { arrivals: Arrivals, keys: Option<Keys> },
+    Open { arrivals: Arrivals, keys: Option<Keys>, spread: Spread },
     /// Each of `connections` sends again as soon as it is answered, through one Envoy.
     Closed { connections: usize },
 }
@@ -57,12 +57,12 @@ pub(crate) enum Load {
 impl Load {
     /// `per_second` requests per second, evenly spaced.
     pub(crate) fn constant(per_second: u32) -> Self {
-        Self::Open { arrivals: Arrivals::Constant(per_second), keys: None }
+        Self::Open { arrivals: Arrivals::Constant(per_second), keys: None, spread: Spread::InTurn }
     }
 
     /// `per_second` requests per second, independent of each other.
     pub(crate) fn poisson(per_second: u32) -> Self {
-        Self::Open { arrivals: Arrivals::Poisson(per_second), keys: None }
+        Self::Open { arrivals: Arrivals::Poisson(per_second), keys: None, spread: Spread::InTurn }
     }
 }
 
@@ -236,11 +236,11 @@ impl Scenario {
     /// # Panics
     /// If the load is a closed loop.
     pub(crate) fn start_load(&self, deployment: &Deployment, length: Duration, seed: u64) -> Run {
-        let Load::Open { arrivals, keys } = self.load else {
+        let Load::Open { arrivals, keys, spread } = self.load else {
             panic!("a closed loop is not started like this")
         };
         let targets = deployment.targets();
-        Run::start(Plan { targets, arrivals, length, body: bytes::Bytes::new(), keys, seed })
+        Run::start(Plan { targets, spread, arrivals, length, body: bytes::Bytes::new(), keys, seed })
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::FIRST;
 use crate::arm::Arm;
 use crate::backends::{Fleet, Replica, Service};
-use crate::load::{Arrivals, Keys};
+use crate::load::{Arrivals, Keys, Spread};
 use crate::scenario::{Goal, Load, Scenario};
 
 const REPLICAS: usize = 8;
@@ -30,7 +30,11 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
             KEYS.count
         ),
         fleet: Fleet::of(REPLICAS, replica.with_slots(4, 1000)),
-        load: Load::Open { arrivals: Arrivals::Poisson(PER_SECOND), keys: Some(KEYS) },
+        load: Load::Open {
+            arrivals: Arrivals::Poisson(PER_SECOND),
+            keys: Some(KEYS),
+            spread: Spread::InTurn,
+        },
         workers: 1,
         arms: vec![Arm::LeastRequest, Arm::Cswrr, Arm::RingHash, Arm::Prequal, Arm::Hinted(3), ALL],
         judged: filling..filling + seconds,

@@ -19,7 +19,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use crate::comparison::Comparison;
 use crate::goals::Goals;
 use crate::plot::{self, Panel};
-use crate::scenario::Scenario;
+use crate::scenario::{Load, Scenario};
 
 pub(crate) use ingress::scenario as ingress;
 #[cfg(test)]
@@ -168,7 +168,10 @@ async fn never_worse(
     run: &never_worse::Run,
     seconds: u64,
 ) -> Result<ExitCode> {
-    let scenario = Scenario { workers: run.workers, ..scenario(run.length.seconds(seconds)) };
+    let mut scenario = Scenario { workers: run.workers, ..scenario(run.length.seconds(seconds)) };
+    if let Load::Open { spread, .. } = &mut scenario.load {
+        *spread = run.spread;
+    }
     let (name, topologies) = (scenario.name.clone(), run.envoys.list());
     let comparisons = measure(run.length.choose(vec![scenario])?, run.length.passes(3), topologies).await?;
     report(&name, &comparisons, topologies, &run.length.out)

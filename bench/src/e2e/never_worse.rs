@@ -13,7 +13,7 @@ use clap::Args;
 use super::{FIRST, Length, Topologies};
 use crate::arm::Arm;
 use crate::backends::{Fleet, Replica, Service, Times};
-use crate::load::Arrivals;
+use crate::load::Spread;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
 /// Each replica has an agent, which is a process.
@@ -30,6 +30,9 @@ pub(crate) struct Run {
     /// Workers of a single Envoy
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(super) workers: u32,
+    /// How requests are spread over several Envoys
+    #[arg(long, default_value = "in-turn")]
+    pub(super) spread: Spread,
 }
 
 /// Arguments of `e2e fleet`.
@@ -186,7 +189,7 @@ fn scenario(
             f64::from(per_second) / capacity * 100.0
         ),
         fleet,
-        load: Load::Open { arrivals: Arrivals::Poisson(per_second), keys: None },
+        load: Load::poisson(per_second),
         workers: 2,
         arms: Arm::STOCK.into_iter().chain([Arm::Prequal]).collect(),
         judged: FIRST..FIRST + seconds,
