@@ -5,7 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use prequal_testbed::{bed, eventually, workspace_root};
@@ -185,51 +185,63 @@ fn crash(envoy: &Running) -> Result<http::StatusCode> {
 }
 
 #[test]
-fn fail_close_is_permanent_and_fail_reload_takes_a_second() -> Result<()> {
+fn a_crash_ends_all_service_some_steering_or_a_second_by_fail_strategy() -> Result<()> {
     let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
     bed!(std::slice::from_ref(&module));
     let pods = Pods::start()?;
-    let start = |files: &[Value]| -> Result<Running> {
+    let start = |strategy: Option<&str>| -> Result<(Running, u64)> {
+        let mut files = client_files()?;
+        let spec = of(&mut files, "WasmPlugin", "prequal")["spec"].as_object_mut().expect("a spec");
+        spec.remove("failStrategy");
+        spec.extend(strategy.map(|strategy| ("failStrategy".to_owned(), json!(strategy))));
         let mut proxy = pods.sidecar()?;
         proxy.module = module.to_string_lossy().into_owned();
-        apply(&mut proxy, files);
+        apply(&mut proxy, &files);
         let envoy = proxy.start()?;
         warm(&envoy);
-        assert_eq!(crash(&envoy)?, 503);
-        Ok(envoy)
+        let steered = envoy.prequal(SERVING)?.steered();
+        let status = crash(&envoy)?;
+        assert!(status == 503 || strategy == Some("FAIL_OPEN"), "{strategy:?}: {status}");
+        Ok((envoy, steered))
     };
-    let mut files = client_files()?;
-    let envoy = start(&files)?;
-    let steered = envoy.prequal(SERVING)?.steered();
+    let (envoy, steered) = start(Some("FAIL_RELOAD"))?;
     // The back-off is Envoy's default of one second, because a WasmPlugin cannot set it.
     eventually("the filter is back", Duration::from_secs(5), || {
         let answered = envoy.client().send(get(HOST)).is_ok_and(|reply| reply.status == 200);
         (answered && envoy.prequal(SERVING).ok()?.steered() > steered).then_some(())
     });
     drop(envoy);
-    // Istio's default.
-    of(&mut files, "WasmPlugin", "prequal")["spec"].as_object_mut().expect("a spec").remove("failStrategy");
-    let envoy = start(&files)?;
-    let end = Instant::now() + Duration::from_secs(3);
-    while Instant::now() < end {
-        assert_eq!(envoy.client().send(get(HOST))?.status, 503, "how it shows");
-        std::thread::sleep(Duration::from_millis(100));
+    // As shipped, for an image, and Istio's default.
+    for (strategy, status) in [(Some("FAIL_OPEN"), 200), (None, 503)] {
+        let (envoy, _) = start(strategy)?;
+        let end = Instant::now() + Duration::from_secs(3);
+        while Instant::now() < end {
+            assert_eq!(envoy.client().send(get(HOST))?.status, status, "{strategy:?}: how it shows");
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
     Ok(())
 }
 
+/// Istio's agent answers 403 in the place of an image that it cannot fetch, unless the plugin fails open.
 #[test]
-fn every_shipped_module_restarts_after_a_crash() -> Result<()> {
+fn every_shipped_module_that_is_fetched_fails_open() -> Result<()> {
     let mut plugins = 0;
     for file in ["client-sidecar", "client-gateway", "server-inbound"] {
-        for document in documents(&format!("istio/{file}.yaml"))? {
-            if document["kind"] == "WasmPlugin" {
-                assert_eq!(document["spec"]["failStrategy"], "FAIL_RELOAD", "{file}");
+        for file in [format!("istio/{file}.yaml"), format!("istio/{file}-extension.yaml")] {
+            for document in documents(&file)? {
+                let wasm = match document["kind"].as_str() {
+                    Some("WasmPlugin") => &document["spec"],
+                    Some("TrafficExtension") => &document["spec"]["wasm"],
+                    _ => continue,
+                };
+                assert!(wasm["url"].as_str().context("a url")?.starts_with("oci://"), "{file}");
+                assert_eq!(wasm["failStrategy"], "FAIL_OPEN", "{file}");
                 plugins += 1;
             }
         }
     }
-    assert_eq!(plugins, 3);
+    assert_eq!(plugins, 6);
     Ok(())
 }
 
