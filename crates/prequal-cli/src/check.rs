@@ -8,6 +8,7 @@ mod clusters;
 mod codes;
 mod filters;
 mod headers;
+mod manifest;
 mod routes;
 mod shape;
 mod source;
@@ -18,7 +19,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 pub(crate) use at::At;
@@ -30,8 +31,8 @@ use crate::read;
 /// Find the mistakes in an Envoy configuration that break Prequal
 ///
 /// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised by itself; with ?include_eds endpoints are
-/// compared too), or a file of resources for LDS or CDS. Names each mistake by a code (docs/prequal.md), the place in
-/// the file, what it does to users, and the cure.
+/// compared too), a file of resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension). Names each
+/// mistake by a code (docs/prequal.md), the place in the file, what it does to users, and the cure.
 ///
 /// It does not replace `envoy --mode validate`, which tells whether Envoy takes the file at all.
 #[derive(clap::Args)]
@@ -41,6 +42,7 @@ Exit code: 0 no errors (warnings and hints may be there), 1 errors, 2 the file c
 Examples:
   prequal check envoy.yaml
   curl -s http://127.0.0.1:9901/config_dump?include_eds | prequal check -
+  kubectl get wasmplugins -A -o yaml | prequal check -
   prequal check --json envoy.yaml | jq -r '.findings[].code'")]
 pub(crate) struct Args {
     /// The file; `-` for standard input
@@ -77,8 +79,8 @@ impl Findings {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let root = read::file(&args.config)?;
-    let findings = check(&root, args.dump)?;
+    let findings = judge(&read::source(&args.config)?, args.dump)
+        .with_context(|| format!("cannot check {}", args.config.display()))?;
     let count = |level| findings.iter().filter(|finding| finding.code.level == level).count();
     let errors = count(Level::Error);
     let mut out = std::io::stdout().lock();
@@ -105,7 +107,23 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(errors > 0)))
 }
 
-/// Everything wrong with a configuration, the worst first.
+/// Everything wrong with a configuration of Envoy or with manifests of Istio, the worst first.
+///
+/// # Errors
+/// If the text is neither.
+pub(crate) fn judge(text: &str, must_be_dump: bool) -> Result<Vec<Finding>> {
+    let root = read::text(text)?;
+    if !manifest::is_manifest(&root) {
+        return check(&root, must_be_dump);
+    }
+    let documents = read::documents(text)?;
+    let mut findings = Findings::default();
+    manifest::check(&documents, must_be_dump, &mut findings)?;
+    findings.0.sort_by_key(|finding| finding.code.level);
+    Ok(findings.0)
+}
+
+/// Everything wrong with a configuration of Envoy, the worst first.
 ///
 /// # Errors
 /// If it is no configuration of Envoy at all.

@@ -23,8 +23,13 @@ const MAX_BYTES: u64 = 32 << 20;
 /// Most values in a YAML file with its aliases expanded: a few lines of aliases can stand for any number.
 const MAX_VALUES: usize = 4 << 20;
 
-/// The file `path`, or standard input for `-`.
+/// The configuration in the file `path`, or in standard input for `-`.
 pub(crate) fn file(path: &Path) -> Result<Value> {
+    text(&source(path)?).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// The text of the file `path`, or of standard input for `-`.
+pub(crate) fn source(path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
     let read = if path == Path::new("-") {
         std::io::stdin().take(MAX_BYTES + 1).read_to_end(&mut bytes)
@@ -33,8 +38,7 @@ pub(crate) fn file(path: &Path) -> Result<Value> {
     };
     read.with_context(|| format!("cannot read {}", path.display()))?;
     ensure!(bytes.len() as u64 <= MAX_BYTES, "{} has more than {} MiB", path.display(), MAX_BYTES >> 20);
-    let text = String::from_utf8(bytes).with_context(|| format!("{} is not text", path.display()))?;
-    self::text(&text).with_context(|| format!("cannot read {}", path.display()))
+    String::from_utf8(bytes).with_context(|| format!("{} is not text", path.display()))
 }
 
 /// A configuration in YAML or JSON.
@@ -48,6 +52,24 @@ pub(crate) fn text(text: &str) -> Result<Value> {
     let value = Tree(&room).deserialize(document).context("it is neither YAML nor JSON")?;
     ensure!(!value.is_null(), "it is empty");
     Ok(snake(value))
+}
+
+/// Every document of a file that Kubernetes reads, with fields spelt as they are there. Empty documents are left out.
+pub(crate) fn documents(text: &str) -> Result<Vec<Value>> {
+    if let Ok(value) = serde_json::from_str(text) {
+        return Ok(vec![value]);
+    }
+    refuse_deep_flow(text)?;
+    let room = Cell::new(MAX_VALUES);
+    let mut documents = Vec::new();
+    for (index, document) in yaml_serde::Deserializer::from_str(text).enumerate() {
+        let value = Tree(&room).deserialize(document);
+        let value = value.with_context(|| format!("document {} is neither YAML nor JSON", index + 1))?;
+        if !value.is_null() {
+            documents.push(value);
+        }
+    }
+    Ok(documents)
 }
 
 /// The YAML scanner's work grows with the square of the depth of open brackets, so depth is bounded before it.

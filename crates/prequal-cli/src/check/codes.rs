@@ -78,9 +78,10 @@ codes! {
         "Envoy refuses the configuration", "add `envoy.filters.http.upstream_codec` as the last one";
     FAIL_CLOSED Error "fail-closed": "`failure_policy` is unset or FAIL_CLOSED",
         "after one crash of the module every request on that worker is answered 503, until Envoy restarts",
-        "`failure_policy: FAIL_RELOAD`";
+        "`failure_policy: FAIL_RELOAD`; Istio's `failStrategy`: FAIL_RELOAD for a file, FAIL_OPEN for an image";
     FAIL_OPEN Warning "fail-open": "the module fails open",
-        "after one crash that worker goes without Prequal until Envoy restarts", "`failure_policy: FAIL_RELOAD`";
+        "after one crash that worker goes without Prequal until Envoy restarts",
+        "`failure_policy: FAIL_RELOAD`; Istio, with the module as a file: `failStrategy: FAIL_RELOAD`";
     RELOAD_SLOW Warning "reload-slow": "a crashed module is started again after 1 s or more",
         "until then requests on that worker are answered 503",
         "`reload_config: {backoff: {base_interval: 0.1s, max_interval: 5s}}`";
@@ -94,6 +95,12 @@ codes! {
     MODULE_DENIED Error "module-denied": "Istio's agent could not fetch a module and put a filter that denies everything in its place",
         "every request is answered 403",
         "an image that the proxy can fetch, or the module as a file: docs/istio.md";
+    MODULE_FETCHED Warning "module-fetched": "Istio's agent fetches the module, and the plugin does not fail open",
+        "while it cannot be fetched every request is answered 403, on running proxies too if `url` changes",
+        "`failStrategy: FAIL_OPEN`, or the module as a file; the order of a rollout: docs/istio.md";
+    MODULE_MOVES Warning "module-moves": "Istio's agent fetches the module by a name that may lead to another one",
+        "proxies that start later may run another module than the one tested, or none",
+        "an image by digest (`@sha256:…`), or `sha256` beside `url`; the order of a rollout: docs/istio.md";
     SETTINGS Error "settings": "the filter's own settings are invalid",
         "Envoy does not start; on an update the old configuration keeps serving",
         "docs/configuration.md of the filter";

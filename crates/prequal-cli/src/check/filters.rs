@@ -124,10 +124,15 @@ fn check_module(source: &Source<'_>, wasm: &At<'_>, findings: &mut Findings) {
         _ if wasm.flag("fail_open") => "FAIL_OPEN",
         _ => "unset",
     };
+    let fetched = source.dump && is_fetched_by_istio(wasm);
     match policy {
         "FAIL_RELOAD" => check_backoff(wasm, findings),
+        "FAIL_OPEN" if fetched => {}
         "FAIL_OPEN" => findings.push(FAIL_OPEN, &wasm.path, "FAIL_OPEN"),
         other => findings.push(FAIL_CLOSED, &wasm.path, other),
+    }
+    if fetched && policy != "FAIL_OPEN" {
+        findings.push(MODULE_FETCHED, &wasm.path, policy);
     }
     let Some(vm) = wasm.get("vm_config") else { return };
     if let Some(runtime) = vm.text("runtime").filter(|runtime| *runtime != "envoy.wasm.runtime.v8") {
@@ -140,6 +145,13 @@ fn check_module(source: &Source<'_>, wasm: &At<'_>, findings: &mut Findings) {
     if let Some(name) = local.text("filename").filter(|name| !source.dump && !Path::new(name).is_file()) {
         findings.push(MODULE_MISSING, &format!("{}.filename", local.path), name);
     }
+}
+
+/// Istio's agent keeps what it fetched in a folder of its own, and gives Envoy that path.
+fn is_fetched_by_istio(wasm: &At<'_>) -> bool {
+    let local = wasm.at(&["vm_config", "code", "local"]);
+    let file = local.as_ref().and_then(|local| local.text("filename"));
+    file.is_some_and(|file| file.starts_with("/var/lib/istio/data/"))
 }
 
 fn check_backoff(wasm: &At<'_>, findings: &mut Findings) {

@@ -58,7 +58,7 @@ impl<'a> Source<'a> {
         } else {
             bail!(
                 "it is neither a bootstrap of Envoy (`static_resources`, `dynamic_resources` or `admin` at the top), \
-                 nor a config_dump (`configs`), nor a file of resources (`resources`)"
+                 nor a config_dump (`configs`), nor a file of resources (`resources`), nor a manifest (`apiVersion`)"
             );
         }
         Ok(source)

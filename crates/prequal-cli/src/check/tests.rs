@@ -3,13 +3,24 @@
 use serde_json::{Value, json};
 
 use super::codes::{self, Level};
-use super::{Finding, check};
+use super::{Finding, check, judge};
 use crate::read;
 
 const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
 const INBOUND: &str = include_str!("../../../../envoy-configs/static/envoy-inbound.yaml");
 const COMPOSE: &str = include_str!("../../../../envoy-configs/compose/envoy-prequal.yaml");
 const DOCS: &str = include_str!("../../../../docs/prequal.md");
+
+/// The shipped manifests that load the module.
+const MANIFESTS: [&str; 6] = [
+    include_str!("../../../../envoy-configs/istio/client-sidecar.yaml"),
+    include_str!("../../../../envoy-configs/istio/client-gateway.yaml"),
+    include_str!("../../../../envoy-configs/istio/server-inbound.yaml"),
+    include_str!("../../../../envoy-configs/istio/client-sidecar-extension.yaml"),
+    include_str!("../../../../envoy-configs/istio/client-gateway-extension.yaml"),
+    include_str!("../../../../envoy-configs/istio/server-inbound-extension.yaml"),
+];
+const SERVER_AGENT: &str = include_str!("../../../../envoy-configs/istio/server-agent.yaml");
 
 const MANAGER: &str = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config";
 const WASM: &str = "/http_filters/1/typed_config/config";
@@ -337,6 +348,122 @@ fn each_mistake_is_found_alone() {
     }
 }
 
+/// A shipped manifest with the module by digest, as a release has it.
+fn pinned(text: &str) -> String {
+    let pinned = text.replace("prequal_filter:0.1.0", &format!("prequal_filter@sha256:{}", "a".repeat(64)));
+    assert_ne!(pinned, text);
+    pinned
+}
+
+/// The documents of a manifest as `kubectl get -o json` prints them, after a change of the module's fields.
+fn changed(text: &str, change: impl FnOnce(&mut Value)) -> String {
+    let mut items = read::documents(&pinned(text)).unwrap();
+    let loads = |item: &&mut Value| matches!(item["kind"].as_str(), Some("WasmPlugin" | "TrafficExtension"));
+    let plugin = items.iter_mut().find(loads).unwrap();
+    change(if plugin["kind"] == "WasmPlugin" { &mut plugin["spec"] } else { &mut plugin["spec"]["wasm"] });
+    json!({"apiVersion": "v1", "kind": "List", "items": items}).to_string()
+}
+
+/// One change of the module's fields in Istio's manifests.
+const MANIFEST_BREAKS: &[Break] = &[
+    ("module-fetched", |wasm| wasm["failStrategy"] = json!("FAIL_RELOAD")),
+    ("module-fetched", |wasm| {
+        wasm["url"] = json!("https://example.com/prequal.wasm");
+        wasm["sha256"] = json!("a".repeat(64));
+        wasm["failStrategy"] = json!("FAIL_RELOAD");
+    }),
+    // Without a scheme it is an image.
+    ("module-fetched", |wasm| {
+        wasm["url"] = json!(wasm["url"].as_str().unwrap().replace("oci://", ""));
+        wasm["failStrategy"] = json!("FAIL_RELOAD");
+    }),
+    ("module-moves", |wasm| wasm["url"] = json!("oci://example.com/prequal:1.0.0")),
+    ("module-moves", |wasm| wasm["url"] = json!("https://example.com/prequal.wasm")),
+    ("module-moves", |wasm| {
+        // Only an image has a digest in its name.
+        wasm["url"] = json!(format!("http://example.com/prequal.wasm@sha256:{}", "a".repeat(64)));
+        wasm["sha256"] = json!("");
+    }),
+    ("fail-closed", |wasm| {
+        wasm["url"] = json!("file:///var/lib/prequal/prequal_filter.wasm");
+        remove(wasm, "failStrategy");
+    }),
+    ("fail-open", |wasm| wasm["url"] = json!("file:///var/lib/prequal/prequal_filter.wasm")),
+    ("settings", |wasm| wasm["pluginConfig"]["nonsense"] = json!(1)),
+    ("settings", |wasm| remove(wasm, "pluginConfig")),
+    ("filter-missing", |wasm| {
+        *wasm = json!({"url": "oci://example.com/other:1", "pluginName": "other"});
+    }),
+];
+
+#[test]
+fn each_mistake_in_a_manifest_is_found_alone() {
+    for (code, break_it) in MANIFEST_BREAKS {
+        for text in MANIFESTS {
+            // By its name alone another module would still be taken for this one.
+            let text = if *code == "filter-missing" {
+                text.replace("name: prequal", "name: x")
+            } else {
+                text.into()
+            };
+            let findings = judge(&changed(&text, break_it), false).unwrap();
+            assert_eq!(codes_of(&findings), [*code], "{findings:#?}");
+        }
+    }
+    // What Istio makes of a missing `failStrategy` has two effects.
+    let text = changed(MANIFESTS[0], |wasm| remove(wasm, "failStrategy"));
+    let findings = judge(&text, false).unwrap();
+    assert_eq!(codes_of(&findings), ["fail-closed", "module-fetched"], "{findings:#?}");
+    assert_eq!(findings[1].path, "WasmPlugin demo/prequal: spec.failStrategy");
+    assert!(findings[1].code.cure.contains("docs/istio.md"), "{findings:#?}");
+}
+
+#[test]
+fn shipped_manifests_are_clean_once_they_are_pinned() {
+    for text in MANIFESTS {
+        assert_eq!(judge(&pinned(text), false).unwrap(), []);
+        assert_eq!(codes_of(&judge(text, false).unwrap()), ["module-moves"]);
+        assert_eq!(judge(&changed(text, |_| {}), false).unwrap(), []);
+        let file = changed(text, |wasm| {
+            wasm["url"] = json!("file:///var/lib/prequal/prequal_filter.wasm");
+            wasm["failStrategy"] = json!("FAIL_RELOAD");
+        });
+        assert_eq!(judge(&file, false).unwrap(), []);
+    }
+}
+
+#[test]
+fn manifests_without_the_module_say_so() {
+    let error = judge(SERVER_AGENT, false).unwrap_err().to_string();
+    assert!(error.contains("WasmPlugin"), "{error}");
+    let error = judge(MANIFESTS[0], true).unwrap_err().to_string();
+    assert!(error.contains("config_dump"), "{error}");
+    // A later document counts here, and not in a configuration of Envoy.
+    let error = judge(&format!("{}\n---\na: [", MANIFESTS[3]), false).unwrap_err();
+    assert!(format!("{error:#}").contains("document 2"), "{error:#}");
+    let mut findings = judge(&format!("{SHIPPED}\n---\na: ["), false).unwrap();
+    findings.retain(|finding| finding.code.name != "module-missing");
+    assert_eq!(findings, []);
+}
+
+#[test]
+fn wrong_types_in_a_manifest_do_not_panic() {
+    let mut reported = 0;
+    for text in [MANIFESTS[0], MANIFESTS[3]] {
+        let root: Value = serde_json::from_str(&changed(text, |_| {})).unwrap();
+        let mut all = Vec::new();
+        places(&root, String::new(), &mut all);
+        for path in &all {
+            for wrong in [json!(null), json!(-1), json!("\u{0}"), json!([null, [7]]), json!({"a": {}})] {
+                let mut broken = root.clone();
+                *broken.pointer_mut(path).unwrap() = wrong;
+                reported += judge(&broken.to_string(), false).map_or(1, |findings| findings.len());
+            }
+        }
+    }
+    assert!(reported > 50, "{reported}");
+}
+
 #[test]
 fn an_old_name_of_a_setting_is_answered_with_the_new_one() {
     for (old, new) in [
@@ -356,7 +483,8 @@ fn an_old_name_of_a_setting_is_answered_with_the_new_one() {
 #[test]
 fn every_code_has_a_test_and_a_line_in_the_docs() {
     for code in codes::ALL {
-        assert!(BREAKS.iter().any(|(name, _)| *name == code.name), "no test for {}", code.name);
+        let breaks = BREAKS.iter().chain(MANIFEST_BREAKS);
+        assert!(breaks.into_iter().any(|(name, _)| *name == code.name), "no test for {}", code.name);
         let cell = |text: &str| text.replace('|', "\\|");
         let row = format!(
             "| `{}` | {} | {} | {} | {} |",
@@ -487,6 +615,14 @@ fn a_dump_is_recognised_and_its_parts_are_put_together() {
         {"@type": admin("Ecds"), "ecds_filters": [{"ecds_filter": wasm}]},
     ]});
     assert_eq!(check(&dump, true).unwrap(), []);
+    // Istio's agent has fetched the module this time.
+    let mut fetched = dump.clone();
+    let plugin = &mut fetched["configs"][5]["ecds_filters"][0]["ecds_filter"]["typed_config"]["config"];
+    plugin["vm_config"]["code"]["local"]["filename"] = json!("/var/lib/istio/data/oci/sum.wasm");
+    assert_eq!(codes_of(&check(&fetched, false).unwrap()), ["module-fetched"]);
+    let plugin = &mut fetched["configs"][5]["ecds_filters"][0]["ecds_filter"]["typed_config"]["config"];
+    plugin["failure_policy"] = json!("FAIL_OPEN");
+    assert_eq!(check(&fetched, false).unwrap(), []);
     dump["configs"][4]["dynamic_endpoint_configs"][1]["endpoint_config"]["endpoints"][0]["priority"] =
         json!(1);
     assert_eq!(codes_of(&check(&dump, false).unwrap()), ["endpoints-differ"]);
@@ -502,22 +638,23 @@ fn what_is_no_configuration_is_refused() {
     assert!(check(&shipped(), true).is_err(), "a bootstrap is no dump");
 }
 
+/// Pointers to every value below `value`.
+fn places(value: &Value, path: String, all: &mut Vec<String>) {
+    match value {
+        Value::Array(items) => {
+            items.iter().enumerate().for_each(|(index, item)| places(item, format!("{path}/{index}"), all))
+        }
+        Value::Object(fields) => fields.iter().for_each(|(key, item)| {
+            places(item, format!("{path}/{}", key.replace('~', "~0").replace('/', "~1")), all);
+        }),
+        _ => {}
+    }
+    all.push(path);
+}
+
 /// Every value of the shipped configuration in turn becomes something else: whatever is found, nothing panics.
 #[test]
 fn wrong_types_anywhere_do_not_panic() {
-    fn places(value: &Value, path: String, all: &mut Vec<String>) {
-        match value {
-            Value::Array(items) => items
-                .iter()
-                .enumerate()
-                .for_each(|(index, item)| places(item, format!("{path}/{index}"), all)),
-            Value::Object(fields) => fields.iter().for_each(|(key, item)| {
-                places(item, format!("{path}/{}", key.replace('~', "~0").replace('/', "~1")), all);
-            }),
-            _ => {}
-        }
-        all.push(path);
-    }
     let root = shipped();
     let mut all = Vec::new();
     places(&root, String::new(), &mut all);

@@ -1,0 +1,102 @@
+//! Istio's manifests: where a WasmPlugin or a TrafficExtension takes the module from, and what happens if it cannot.
+//!
+//! `docs/istio.md` ("How safe the module's source is") has the reasons. What Envoy makes of the rest shows in a config_dump.
+
+use anyhow::{Result, bail, ensure};
+use prequal_core::config::Config;
+use serde_json::Value;
+
+use super::codes::{FAIL_CLOSED, FAIL_OPEN, FILTER_MISSING, MODULE_FETCHED, MODULE_MOVES, SETTINGS};
+use super::{At, Findings};
+
+/// Whether the first document of a file is an object of Kubernetes, and so no configuration of Envoy.
+pub(super) fn is_manifest(first: &Value) -> bool {
+    // Envoy's spelling of `apiVersion`, which is how the document has been read.
+    first["api_version"].is_string() && first["kind"].is_string()
+}
+
+/// Checks every object that loads the module.
+///
+/// # Errors
+/// If none of the objects can load a module: the wrong file was given.
+pub(super) fn check(documents: &[Value], must_be_dump: bool, findings: &mut Findings) -> Result<()> {
+    ensure!(!must_be_dump, "it is no config_dump: it has objects of Kubernetes");
+    // `kubectl get -o yaml` wraps what it prints in a list.
+    let objects = documents.iter().flat_map(|document| {
+        let items = document["items"].as_array().map_or(&[][..], Vec::as_slice);
+        std::iter::once(document).chain(items)
+    });
+    let (mut plugins, mut checked) = (0, 0);
+    for object in objects {
+        let Some(wasm) = module(object) else { continue };
+        plugins += 1;
+        if is_ours(object, wasm.value) {
+            checked += 1;
+            check_source(&wasm, findings);
+            check_settings(&wasm, findings);
+        }
+    }
+    if plugins == 0 {
+        bail!("none of its objects of Kubernetes is a WasmPlugin or a TrafficExtension with a module");
+    }
+    if checked == 0 {
+        findings.push(FILTER_MISSING, "", format!("WasmPlugins and TrafficExtensions: {plugins}"));
+    }
+    Ok(())
+}
+
+/// The fields of the module, which the two kinds have at different places.
+fn module(object: &Value) -> Option<At<'_>> {
+    let field = match object["kind"].as_str() {
+        Some("WasmPlugin") => "spec",
+        Some("TrafficExtension") => "spec.wasm",
+        _ => return None,
+    };
+    let value = field.split('.').try_fold(object, |place, key| place.get(key))?;
+    let text = |key: &str| object["metadata"][key].as_str().unwrap_or_default();
+    let kind = object["kind"].as_str().unwrap_or_default();
+    Some(At { path: format!("{kind} {}/{}: {field}", text("namespace"), text("name")), value })
+}
+
+/// Other modules in the file are not this command's business.
+fn is_ours(object: &Value, wasm: &Value) -> bool {
+    let named = [&object["metadata"]["name"], &wasm["pluginName"], &wasm["url"]];
+    named.iter().any(|name| name.as_str().is_some_and(|name| name.contains("prequal")))
+        || wasm["pluginConfig"].to_string().contains("\"probe_cluster\"")
+}
+
+fn check_source(wasm: &At<'_>, findings: &mut Findings) {
+    let strategy = wasm.text("failStrategy").unwrap_or("unset, which is FAIL_CLOSE");
+    let path = format!("{}.failStrategy", wasm.path);
+    let url = wasm.text("url").unwrap_or_default();
+    // Istio takes a URL without a scheme for an image.
+    let is_file = url.starts_with("file://");
+    if !matches!(strategy, "FAIL_OPEN" | "FAIL_RELOAD") {
+        findings.push(FAIL_CLOSED, &path, strategy);
+    }
+    if is_file {
+        if strategy == "FAIL_OPEN" {
+            findings.push(FAIL_OPEN, &path, strategy);
+        }
+        return;
+    }
+    if strategy != "FAIL_OPEN" {
+        findings.push(MODULE_FETCHED, &path, format!("`failStrategy` is {strategy}, `url` is {url}"));
+    }
+    let by_web = url.starts_with("http://") || url.starts_with("https://");
+    let digest = !by_web && url.contains("@sha256:");
+    if !digest && wasm.text("sha256").is_none_or(str::is_empty) {
+        findings.push(MODULE_MOVES, &format!("{}.url", wasm.path), url);
+    }
+}
+
+/// Istio hands `pluginConfig` over as JSON, without which the filter has no cluster to balance.
+fn check_settings(wasm: &At<'_>, findings: &mut Findings) {
+    let path = format!("{}.pluginConfig", wasm.path);
+    let Some(settings) = wasm.get("pluginConfig") else {
+        return findings.push(SETTINGS, &path, "`pluginConfig` is missing");
+    };
+    if let Err(errors) = Config::parse(&settings.value.to_string()) {
+        errors.0.iter().for_each(|error| findings.push(SETTINGS, &path, error.to_string()));
+    }
+}
