@@ -102,6 +102,9 @@ args:
 {{- if ne .agent.readyCheck "tcp" }}
 - --ready-check={{ .agent.readyCheck }}
 {{- end }}
+{{- range $flag, $value := include "prequal.agent.orca" .agent | fromYaml }}
+- {{ $flag }}={{ $value }}
+{{- end }}
 {{- with .agent.args }}
 {{ toYaml . }}
 {{- end }}
@@ -125,6 +128,24 @@ resources:
   {{- toYaml .agent.resources | nindent 2 }}
 securityContext:
   {{- include "prequal.restricted" . | nindent 2 }}
+{{- end -}}
+
+{{- /* The flags that agent.orca sets, with their values. */ -}}
+{{- define "prequal.agent.orca" -}}
+{{- with .orca -}}
+{{- with .format }}
+--orca: {{ . }}
+{{- end }}
+{{- if ne .for "all" }}
+--orca-for: {{ .for }}
+{{- end }}
+{{- with int .limit }}
+--orca-limit: {{ . | quote }}
+{{- end }}
+{{- with int .streams }}
+--orca-streams: {{ . | quote }}
+{{- end }}
+{{- end -}}
 {{- end -}}
 
 {{- /* A native sidecar gets its SIGTERM when the application has ended: nothing comes any more. */ -}}

@@ -26,6 +26,18 @@
 {{- if has (int .Values.agent.appPort) (list (int .Values.agent.port) (int .Values.agent.adminPort)) -}}
 {{- $wrong = append $wrong (printf "agent.appPort: %d is the agent's own port; the application listens elsewhere, on loopback" (int .Values.agent.appPort)) -}}
 {{- end -}}
+{{- with .Values.agent -}}
+  {{- if and (ne .orca.for "all") (not .orca.format) -}}
+  {{- $wrong = append $wrong (printf "agent.orca.format is missing: agent.orca.for (%s) says on which responses, not in which format" .orca.for) -}}
+  {{- end -}}
+  {{- $orca := include "prequal.agent.orca" . | fromYaml -}}
+  {{- range .args -}}
+    {{- $flag := first (splitList "=" .) -}}
+    {{- if hasKey $orca $flag -}}
+    {{- $wrong = append $wrong (printf "agent.args: %s is there already, by agent.orca" $flag) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
 {{- with .Values.edge -}}
   {{- if and .enabled (not $.Values.replicas.enabled) (not .upstream.host) (not .config) -}}
   {{- $wrong = append $wrong "edge.upstream.host is missing: a name that resolves to every replica, as replicas.enabled is false" -}}

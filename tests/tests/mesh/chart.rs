@@ -182,6 +182,35 @@ fn the_filter_follows_the_charts_pods() -> Result<()> {
     headless::assert_followed(root, &name, &flags)
 }
 
+/// Off by default; each value becomes the agent's flag, which `values.rs` has the agent accept.
+#[test]
+fn the_values_for_orca_are_the_agents_flags() -> Result<()> {
+    let Some(helm) = Helm::find("the_values_for_orca_are_the_agents_flags")? else { return Ok(()) };
+    let flags = |values: &[&str]| -> Result<Vec<String>> {
+        let objects = helm.objects(&chart(), &[&NEEDED, values].concat(), &[])?;
+        let replicas = find(&objects, "Deployment", "shop-replicas");
+        let (container, _) = agent(&replicas["spec"]["template"]["spec"])?;
+        let mut flags = arguments(container);
+        flags.retain(|flag| flag.starts_with("--orca"));
+        Ok(flags)
+    };
+    assert!(flags(&[])?.is_empty());
+    assert_eq!(flags(&["agent.orca.format=json"])?, ["--orca=json"]);
+    assert_eq!(flags(&["agent.orca.streams=100"])?, ["--orca-streams=100"]);
+    let all =
+        ["agent.orca.format=text", "agent.orca.for=http", "agent.orca.streams=1000000", "agent.orca.limit=8"];
+    assert!(flags(&all).is_err(), "more streams than the agent takes");
+    let all = [
+        "agent.orca.format=text",
+        "agent.orca.for=http",
+        "agent.orca.streams=100000",
+        "agent.orca.limit=1000000",
+    ];
+    let expected = ["--orca=text", "--orca-for=http", "--orca-limit=1000000", "--orca-streams=100000"];
+    assert_eq!(flags(&all)?, expected);
+    Ok(())
+}
+
 /// A native sidecar starts before the application and ends after it; the rest of the pod is the same.
 #[test]
 fn a_native_sidecar_is_an_init_container_that_keeps_running() -> Result<()> {

@@ -23,6 +23,16 @@ const MATRIX: &[(&[&str], &[&str])] = &[
     ),
     (
         &[
+            "agent.orca.format=binary",
+            "agent.orca.for=grpc",
+            "agent.orca.streams=100000",
+            "agent.orca.limit=8",
+        ],
+        &[],
+    ),
+    (&["agent.orca.streams=1", "agent.args={--orca=text,--orca-window-ms=1000}"], &[]),
+    (
+        &[
             "agent.mode=native",
             "replicas.pod.initContainers[0].name=migrate",
             "replicas.pod.initContainers[0].image=x:1",
@@ -197,6 +207,11 @@ const WRONG: &[(&[&str], &[&str], &[&str])] = &[
             "agent.readyCheck=https:/",
             "agent.drainDelayMs=-1",
             "agent.image.digest=sha256:1",
+            "agent.orca.format=xml",
+            "agent.orca.for=tcp",
+            "agent.orca.streams=100001",
+            "agent.orca.limit=some",
+            "agent.orca.window=1",
             "edge.module.from=oci",
             "edge.service.type=Magic",
             "networkPolicy.monitoringNamespace=",
@@ -212,6 +227,11 @@ const WRONG: &[(&[&str], &[&str], &[&str])] = &[
             "/agent/readyCheck",
             "/agent/drainDelayMs",
             "/agent/image/digest",
+            "/agent/orca/format",
+            "/agent/orca/for",
+            "/agent/orca/streams",
+            "/agent/orca/limit",
+            "'window'",
             "/edge/module/from",
             "/edge/service/type",
             "/networkPolicy/monitoringNamespace",
@@ -269,6 +289,14 @@ const WRONG: &[(&[&str], &[&str], &[&str])] = &[
     ),
     (&["agent.container=web"], &[], &["agent.container: the deployment has no container `web`"]),
     (&["agent.image.tag="], &[], &["agent.image.tag is missing"]),
+    (
+        &["agent.orca.for=http", "agent.orca.streams=2", "agent.args={--orca-streams=3}"],
+        &[],
+        &[
+            "agent.orca.format is missing: agent.orca.for (http)",
+            "agent.args: --orca-streams is there already, by agent.orca",
+        ],
+    ),
     (
         &["replicas.app.extra.ports[0].name=http", "replicas.app.extra.ports[0].containerPort=9000"],
         &[],
