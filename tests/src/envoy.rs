@@ -86,6 +86,16 @@ impl Prequal {
         self.probes.iter().filter(|(result, _)| settled(result)).map(|(_, count)| count).sum()
     }
 
+    /// Requests picked for whose end is not counted, negative if more ends are counted than picks.
+    pub fn requests_open(&self) -> i64 {
+        difference(self.picks.values().sum(), self.outcomes.values().sum())
+    }
+
+    /// Probes sent whose result is not known, negative if more results are known than probes were sent.
+    pub fn probes_open(&self) -> i64 {
+        difference(self.probes("sent"), self.probes_settled())
+    }
+
     /// Probes rejected for any reason.
     pub fn probes_rejected(&self) -> u64 {
         self.probes.iter().filter(|(result, _)| result.starts_with("rejected_")).map(|(_, count)| count).sum()
@@ -110,6 +120,13 @@ impl Prequal {
     pub fn other(&self, name: &str) -> u64 {
         self.other.get(name).copied().unwrap_or(0)
     }
+}
+
+/// Most idle probes of one cluster that are in flight at any time, with two workers: what a balance must allow for.
+pub const IDLE_PROBES: u64 = 4;
+
+fn difference(more: u64, less: u64) -> i64 {
+    more.wrapping_sub(less).cast_signed()
 }
 
 impl Envoy {

@@ -35,7 +35,7 @@ pub use config::{
     EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, dist_dir, envoy_binary, target_dir, wasm_module,
     workspace_root,
 };
-pub use envoy::{Envoy, PARENT_SHUTDOWN_S, Prequal};
+pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S, Prequal};
 pub use fleet::{Fleet, Replica};
 pub use killable::Killable;
 pub use process::cpu_time;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::{Client, target_dir};
 
-pub(crate) use edge::{CLUSTER, Edge, PROBE_CLUSTER};
+pub(crate) use edge::{CLUSTER, Edge, Open, PROBE_CLUSTER};
 pub(crate) use pod::Pod;
 
 use crate::harm::Harm;
@@ -40,7 +40,14 @@ impl Bed {
         let pods = (0..REPLICAS).map(Pod::start).collect::<Result<Vec<_>>>()?;
         let addrs: Vec<SocketAddr> = pods.iter().map(Pod::addr).collect();
         let edge = Arc::new(Mutex::new(Edge::start(&addrs)?));
-        let bed = Self { pods, edge, harm: Harm::default(), hogs: Mutex::default(), clock };
+        let bed = Self {
+            pods,
+            edge,
+            harm: Harm::default(),
+            hogs: Mutex::default(),
+           
+            clock,
+        };
         bed.warm()?;
         Ok(bed)
     }
@@ -69,16 +76,23 @@ impl Bed {
         }
     }
 
+    /// What the filter has begun and not ended; constant at rest, but for idle probes.
+    pub(crate) fn open(&self) -> Result<Open> {
+        self.edge().open()
+    }
+
     /// What does not balance although no request is in flight; polled until everything balances or `limit` has passed. Set
-    /// `ejected` to also require that no replica is ejected, which only holds once all have their traffic back.
-    pub(crate) fn unbalanced(&self, limit: Duration, ejected: bool) -> Result<Vec<String>> {
+    /// `ejected` to also require that no replica is ejected, which only holds once all have their traffic back. The filter's
+    /// counters are compared with those `before`, unless it crashed: what a crashed VM had counted is lost.
+    pub(crate) fn unbalanced(&self, limit: Duration, ejected: bool, before: Open) -> Result<Vec<String>> {
+        let before = (!self.harm.of_proxy()).then_some(before);
         let start = Instant::now();
         loop {
             let mut found = Vec::new();
             for pod in &self.pods {
                 found.extend(pod.unbalanced()?);
             }
-            found.extend(self.edge().unbalanced(ejected)?);
+            found.extend(self.edge().unbalanced(ejected, before)?);
             if found.is_empty() || start.elapsed() > limit {
                 return Ok(found);
             }

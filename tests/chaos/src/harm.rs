@@ -40,6 +40,11 @@ impl Harm {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
+    /// Whether the proxy or its filter was killed.
+    pub(crate) fn of_proxy(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|kill| kill.replica.is_none())
+    }
+
     /// Whether a kill explains the failed request `sample`.
     pub(crate) fn explains(&self, sample: &Sample) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|kill| kill.explains(sample))

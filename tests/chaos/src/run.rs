@@ -59,7 +59,7 @@ pub(crate) fn run(
     waits_for_traffic: bool,
 ) -> Result<Outcome> {
     bed.harm.clear();
-    let broken_before = broken(bed)?;
+    let (broken_before, open_before) = (broken(bed)?, bed.open()?);
     let load = Load::start(bed.edge().addr(), rate, seed);
     settle(&load, waits_for_traffic)?;
     let made = std::thread::scope(|scope| {
@@ -100,7 +100,7 @@ pub(crate) fn run(
             outcome.errors.push(format!("{kind}{replica} at {after:+.3} s, after {took} ms: {error}"));
         }
     }
-    match bed.unbalanced(REST, outcome.back.is_some()) {
+    match bed.unbalanced(REST, outcome.back.is_some(), open_before) {
         Ok(unbalanced) => outcome.unbalanced = unbalanced,
         // The earlier error is the cause and has been reported.
         Err(error) => outcome.unbalanced.push(format!("{error:#}")),

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use prequal_testbed::{Envoy, EnvoyConfig, PARENT_SHUTDOWN_S};
+use prequal_testbed::{Envoy, EnvoyConfig, IDLE_PROBES, PARENT_SHUTDOWN_S, Prequal};
 use serde_json::json;
 
 /// The serving cluster of the shipped configuration.
@@ -26,6 +26,31 @@ pub(crate) struct Edge {
     config: EnvoyConfig,
     addrs: Vec<SocketAddr>,
     updates: u32,
+}
+
+/// What one process of Envoy has begun and not ended by its filter's counters. It grows only when a count is lost.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Open {
+    pid: u32,
+    requests: i64,
+    probes: i64,
+}
+
+impl Open {
+    /// What has been opened since `before` and not closed. Idle probes are always under way.
+    fn since(self, before: Self) -> Vec<String> {
+        // The counters of a process that took over began at zero.
+        let before = if before.pid == self.pid { before } else { Self::default() };
+        let (requests, probes) = (self.requests - before.requests, self.probes - before.probes);
+        let mut found = Vec::new();
+        if requests != 0 {
+            found.push(format!("{requests} more picks than outcomes"));
+        }
+        if probes.unsigned_abs() > IDLE_PROBES {
+            found.push(format!("{probes} more probes than results"));
+        }
+        found
+    }
 }
 
 impl Edge {
@@ -102,8 +127,17 @@ impl Edge {
         }
     }
 
-    /// Gauges that are not zero, and counters that disagree.
-    pub(super) fn unbalanced(&self, ejected: bool) -> Result<Vec<String>> {
+    /// What the filter has begun and not ended.
+    pub(super) fn open(&self) -> Result<Open> {
+        Ok(self.open_in(&self.envoy.prequal(CLUSTER)?))
+    }
+
+    fn open_in(&self, prequal: &Prequal) -> Open {
+        Open { pid: self.pid(), requests: prequal.requests_open(), probes: prequal.probes_open() }
+    }
+
+    /// Gauges that are not zero, and counters that disagree, compared with those `before` unless counts may have been lost.
+    pub(super) fn unbalanced(&self, ejected: bool, before: Option<Open>) -> Result<Vec<String>> {
         let mut found = Vec::new();
         let stats = self.envoy.stats()?;
         for name in [
@@ -125,6 +159,29 @@ impl Edge {
                 count => found.push(format!("{name} {count}")),
             }
         }
+        if let Some(before) = before {
+            found.extend(self.open_in(&prequal).since(before));
+        }
         Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lost_count_shows() {
+        let before = Open { pid: 1, requests: 3, probes: 7 };
+        assert!(before.since(before).is_empty());
+        let idle = Open { probes: before.probes + IDLE_PROBES.cast_signed(), ..before };
+        assert!(idle.since(before).is_empty() && before.since(idle).is_empty());
+        let lost = Open { requests: 4, probes: idle.probes + 1, ..before };
+        assert_eq!(lost.since(before), ["1 more picks than outcomes", "5 more probes than results"]);
+        let twice = Open { requests: 2, ..before };
+        assert_eq!(twice.since(before), ["-1 more picks than outcomes"]);
+        // Another process began at zero.
+        let other = Open { pid: 2, requests: 0, probes: 0 };
+        assert!(other.since(before).is_empty());
     }
 }
