@@ -17,6 +17,7 @@ use prequal_testbed::{Client, target_dir};
 pub(crate) use edge::{CLUSTER, Edge, Open, PROBE_CLUSTER};
 pub(crate) use pod::Pod;
 
+use crate::cgroup::Tight;
 use crate::harm::Harm;
 use crate::mix;
 
@@ -30,6 +31,8 @@ pub(crate) struct Bed {
     pub(crate) harm: Harm,
     /// Processes started by faults that are not part of the service.
     pub(crate) hogs: Mutex<Vec<std::process::Child>>,
+    /// The control group in which a fault lets memory run out.
+    pub(crate) tight: Mutex<Option<Tight>>,
     /// The file that holds the offset of Envoy's clock, if the clock can be stepped.
     pub(crate) clock: Option<PathBuf>,
 }
@@ -45,7 +48,7 @@ impl Bed {
             edge,
             harm: Harm::default(),
             hogs: Mutex::default(),
-           
+            tight: Mutex::default(),
             clock,
         };
         bed.warm()?;

@@ -9,7 +9,7 @@ mod network;
 
 use crate::fault::Fault;
 
-pub(crate) use machine::hog;
+pub(crate) use machine::{hog, memory_hog};
 
 /// Every fault, in the order of the table.
 pub(crate) fn all() -> impl Iterator<Item = &'static Fault> {

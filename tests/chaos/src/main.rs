@@ -9,6 +9,7 @@
 
 mod backend;
 mod bed;
+mod cgroup;
 mod clock;
 mod fault;
 mod faults;
@@ -52,6 +53,9 @@ enum Command {
     /// Uses CPU (started by `run`)
     #[command(hide = true)]
     Hog,
+    /// Uses memory in a control group (started by `run`)
+    #[command(hide = true)]
+    MemoryHog { group: PathBuf },
 }
 
 #[derive(clap::Args)]
@@ -92,6 +96,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Backend { addr, number } => backend::serve(addr, number).map(|()| ExitCode::SUCCESS),
         Command::Hog => faults::hog().map(|()| ExitCode::SUCCESS),
+        Command::MemoryHog { group } => faults::memory_hog(&group).map(|()| ExitCode::SUCCESS),
         Command::Run(args) if args.list => {
             faults::all().for_each(|fault| println!("{:<24} {}", fault.name, fault.what));
             Ok(ExitCode::SUCCESS)

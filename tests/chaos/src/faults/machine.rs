@@ -1,11 +1,14 @@
-//! A machine with too few resources: descriptors, processors.
+//! A machine with too few resources: descriptors, memory, processors.
 
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::PoisonError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::cgroup::{self, LIMIT_MB, Tight};
 use crate::fault::{Fault, Goal, Scope, nothing_missing};
 
 const HOLD: Duration = Duration::from_secs(5);
@@ -27,6 +30,25 @@ pub(super) const FAULTS: &[Fault] = &[
             limit_descriptors(pid, None)
         },
         missing: nothing_missing,
+    },
+    Fault {
+        name: "memory",
+        what: "an agent's control group is at its memory limit for 5 s: a neighbour fills it, is killed, and fills it again",
+        scope: Scope::Replicas,
+        hold: Duration::ZERO,
+        goal: Goal::within(5),
+        begin: |site| {
+            let Some(pid) = site.bed.pods[site.replica()].agent_pid() else { return Ok(()) };
+            let tight = Tight::around(pid)?;
+            let group = tight.group().to_owned();
+            *site.bed.tight.lock().unwrap_or_else(PoisonError::into_inner) = Some(tight);
+            exhaust(&group, HOLD)
+        },
+        end: |site| {
+            site.bed.tight.lock().unwrap_or_else(PoisonError::into_inner).take();
+            Ok(())
+        },
+        missing: |_| cgroup::missing(),
     },
     Fault {
         name: "busy-cores",
@@ -67,12 +89,37 @@ fn limit_descriptors(pid: u32, limit: Option<u64>) -> Result<()> {
 
 /// Computes until it is killed, for at most a minute; started by `busy-cores`.
 pub(crate) fn hog() -> Result<()> {
-    let end = std::time::Instant::now().checked_add(Duration::from_secs(60)).context("a minute")?;
+    let end = Instant::now().checked_add(Duration::from_secs(60)).context("a minute")?;
     let mut number = 1_u64;
-    while std::time::Instant::now() < end {
+    while Instant::now() < end {
         for _ in 0..1_000_000 {
             number = std::hint::black_box(number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
         }
+    }
+    Ok(())
+}
+
+/// Lets one process after the other fill `group` until the kernel kills it.
+fn exhaust(group: &Path, time: Duration) -> Result<()> {
+    let start = Instant::now();
+    while start.elapsed() < time {
+        let mut hog = Command::new(std::env::current_exe()?);
+        let status = hog.arg("memory-hog").arg(group).stdin(Stdio::null()).status()?;
+        ensure!(status.signal() == Some(libc::SIGKILL), "the memory limit has no effect: {status}");
+    }
+    Ok(())
+}
+
+/// Fills `group` until it is killed for it; started by `memory`. Gives up at twice the limit.
+pub(crate) fn memory_hog(group: &Path) -> Result<()> {
+    // The kernel kills this process, not the agent.
+    std::fs::write("/proc/self/oom_score_adj", "1000").context("writing oom_score_adj")?;
+    cgroup::join(group, 0)?;
+    let mut taken: Vec<Vec<u8>> = Vec::new();
+    for _ in 0..2 * LIMIT_MB {
+        taken.push(std::hint::black_box(vec![1; 1 << 20]));
+        // A little at a time, so that the agent meets the limit too.
+        std::thread::sleep(Duration::from_millis(2));
     }
     Ok(())
 }
