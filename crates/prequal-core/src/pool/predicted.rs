@@ -34,6 +34,9 @@ const PROMISING: f64 = 0.8;
 /// Reports younger than this are equally fresh, milliseconds; older ones by powers of two of it. Within milliseconds it is
 /// only chance who reported last, and requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
+/// A base latency counts as no lower than this part of what half of the pool takes. No fleet needs more to be told apart, and
+/// a replica that reports next to nothing gets a few requests more than the others, not all of them.
+const FASTEST: u32 = 32;
 /// A whole turn outweighs this many requests in flight below the knee.
 const TURN: u32 = 5;
 /// More than the slowest replica under the highest RIF could cost.
@@ -49,6 +52,8 @@ pub(super) struct Predicted {
     weighted_knee: Option<u16>,
     /// What half of the replicas can serve at once.
     usual_knee: u16,
+    /// Lower base latencies count as this one.
+    least_us: u32,
     /// Entries.
     count: u32,
     /// Picks so far.
@@ -64,6 +69,7 @@ impl Predicted {
             lowest: f32::MAX,
             weighted_knee: None,
             usual_knee: usual_knee(entries),
+            least_us: least_base_us(entries),
             count,
             picks,
             now,
@@ -87,7 +93,9 @@ impl Predicted {
     /// knee is open may be as capable as most, and is given the chance to show it in steps: a newcomer that had one request at a
     /// time would otherwise never get two.
     fn capacity(&self, entry: &Entry) -> Capacity {
-        match (entry.capacity(), self.weighted_knee) {
+        let capacity = entry.capacity();
+        let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
+        match (capacity, self.weighted_knee) {
             (Some(known), Some(knee)) => Capacity { knee, ..known },
             (Some(known), None) if known.open => {
                 let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
@@ -233,6 +241,21 @@ fn usual_base_us(entries: &[Entry]) -> u32 {
     }
     let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
     middle(known, |count| (count - 1) / 2).unwrap_or(1)
+}
+
+/// A part of the upper median of the base latencies that are known, [`FASTEST`]; 1 while no two are that far apart, so that
+/// most picks need no median.
+fn least_base_us(entries: &[Entry]) -> u32 {
+    let known = || entries.iter().filter(|entry| entry.base_us != UNKNOWN).map(|entry| entry.base_us);
+    let (mut least, mut most) = (UNKNOWN, 0);
+    for base_us in known() {
+        least = least.min(base_us);
+        most = most.max(base_us);
+    }
+    if least >= most / FASTEST {
+        return 1;
+    }
+    middle(known(), |count| count / 2).map_or(1, |usual| usual / FASTEST).max(1)
 }
 
 /// The upper median of the knees that are known; 1 if none is. It is not needed where no knee is open.

@@ -997,3 +997,69 @@ fn a_busy_replica_is_not_tried_and_a_better_report_of_another_is_no_reason() {
         assert!(pick.branch == Branch::Cold && pick.replica.is_some_and(|r| r.port() < 1003), "{pick:?}");
     }
 }
+
+/// Ten replicas that take 20 ms a request; one reports a base latency of a microsecond, a knee of one, and its RIF. Envoy's
+/// own policy takes turns. Of requests at `every_us`: each replica's, and those that Envoy's policy placed.
+fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
+    const TAKES_US: u64 = 20_000;
+    const LIAR: usize = 0;
+    let mut scene = Scene::new(PoolSettings { burst_guard, ..Profile::Default.pool_settings() });
+    scene.pool.set_members(10, 0, ms(0));
+    let (mut served, mut by_envoy) = ([0; 10], 0);
+    let mut in_flight = [const { std::collections::VecDeque::<u64>::new() }; 10];
+    for request in 0..40_000u64 {
+        let now = 5_000_000 + request * every_us;
+        let mut hear = |n: usize, rif: usize| {
+            let base_us = if n == LIAR { 1 } else { 19_000 + 200 * n as u32 };
+            let capacity = Some(Capacity { base_us, knee: if n == LIAR { 1 } else { 4 }, open: false });
+            let load = Load { capacity, ..Load::at_face_value(rif as u32, Some(base_us)) };
+            let (at, placement) = (Micros(ms(0).0 + now), Placement::even(0));
+            scene.pool.record(&scene.settings, at, replica(n as u16), load, placement, &mut scene.rng);
+        };
+        for (n, requests) in in_flight.iter_mut().enumerate() {
+            while requests.front().is_some_and(|end| *end <= now) {
+                requests.pop_front();
+                hear(n, requests.len());
+            }
+        }
+        let probed = request as usize / 2 % 10;
+        if request % 2 == 0 {
+            hear(probed, in_flight[probed].len());
+        }
+        let pick = scene.pool.pick_predicted(&scene.settings, Micros(ms(0).0 + now), &mut scene.rng);
+        by_envoy += usize::from(pick.replica.is_none());
+        let n = pick.replica.map_or(by_envoy % 10, |replica| usize::from(replica.port() - 1000));
+        served[n] += 1;
+        in_flight[n].push_back(now + TAKES_US);
+    }
+    (served, by_envoy)
+}
+
+#[test]
+fn a_liar_moves_no_share_but_its_own() {
+    // `burst_guard` leaves requests to Envoy's policy where even the best has far more in flight than is usual. A liar would be
+    // that best; it has too few for that, and no guard is needed against it.
+    for (every_us, burst_guard) in [(4000, true), (1000, true), (500, true), (1000, false)] {
+        let (served, by_envoy) = with_a_liar(every_us, burst_guard);
+        assert!(
+            by_envoy <= 2,
+            "{every_us} us: {by_envoy} by Envoy's policy, of requests before there was a pool"
+        );
+        let [liar, others @ ..] = served;
+        let most = 5 * 40_000 * every_us as usize / 20_000;
+        assert!(liar <= most, "{every_us} us: more than five in flight: {served:?}");
+        let even = others.iter().sum::<usize>() / others.len();
+        let uneven = others.iter().any(|count| count.abs_diff(even) > even / 20 + 20);
+        assert!(!uneven, "{every_us} us: {served:?}");
+    }
+}
+
+#[test]
+fn a_replica_that_is_much_faster_than_most_is_used_as_it_reports() {
+    // The others take 31 times as long. It is the best until it has sqrt(31) times as many in flight as its knee.
+    let mut scene = Scene::new(plain());
+    (1..10).for_each(|n| scene.capable(0, n, 0, 31, 4));
+    scene.capable(0, 0, 0, 1, 4);
+    let picks = (0..30).take_while(|_| scene.pick_predicted(0).replica == Some(replica(0)));
+    assert_eq!(picks.count(), 19);
+}
