@@ -127,6 +127,45 @@ fn one_request_alone_is_its_own_latency_however_long_it_took() {
 }
 
 #[test]
+fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
+    const HOUR_MS: u64 = 3_600_000;
+    let settings = crate::config::Profile::Default.pool_settings();
+    let replica = |n: u16| format!("10.0.0.1:{}", 1000 + n).parse::<crate::endpoint::Endpoint>().unwrap();
+    let mut rng = SmallRng::seed_from_u64(1);
+    let mut pool = crate::pool::PoolState::new();
+    let mut tracker = tracker();
+    let (mut now, mut picked) = (0, 0);
+    // Six weeks, so that the sums are rescaled many times; services differ.
+    for hour in 0..1000 {
+        let took = [40, 30, 50, 15][hour % 4];
+        let ticket = tracker.start(ms(now));
+        tracker.finish(ticket, ms(now + took), Outcome::Success);
+        // Between the requests it is asked now and then.
+        for asked in [took, took + 500, HOUR_MS / 2, HOUR_MS - 1] {
+            let capacity = tracker.capacity(ms(now + asked)).expect("known from the first answer on");
+            assert_eq!(
+                (u64::from(capacity.base_us), capacity.knee),
+                (took * 1000, 1),
+                "hour {hour}, {asked} ms"
+            );
+        }
+        now += HOUR_MS;
+        // Its clients, which hear of nine busier ones as well, still send to it.
+        pool.set_members(10, 0, ms(now));
+        for n in 0..10 {
+            let theirs = Capacity { base_us: 40_000, knee: 4, open: false };
+            let capacity = if n == 0 { tracker.capacity(ms(now)) } else { Some(theirs) };
+            let load = crate::load::Load { capacity, ..crate::load::Load::at_face_value(0, None) };
+            let placement = crate::members::Placement::even(0);
+            pool.record(&settings, ms(now), replica(n), load, placement, &mut rng);
+        }
+        let picks = (0..10).filter_map(|_| pool.pick_predicted(&settings, ms(now), &mut rng).replica);
+        picked += picks.filter(|picked| *picked == replica(0)).count();
+    }
+    assert!(picked >= 1000, "{picked} of 10 000 requests, a tenth of them is fair");
+}
+
+#[test]
 fn errors_are_no_departures_and_aborts_no_ends() {
     // Every other request fails at its end: the replica answers half as many, and each answer costs twice the time.
     let (mut tracker, now) = serve(4, 60.0, 60.0, exponential(40.0), |number| {
