@@ -3,8 +3,8 @@
 //! [`PoolState`] *is* the blob that the workers of an Envoy share, but for vacant entries: fixed layout, fixed arrays, plain
 //! bytes. Picking and recording never allocate.
 //!
-//! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost, where those that are nearly as low count as equal and
-//!   the lowest RIF wins; now and then one that looks worse.
+//! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost, where those that are nearly as low count as equal:
+//!   below the knee they take turns, beyond it the lowest RIF wins. Now and then one that looks worse is tried.
 //! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
 //!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency
 //!   among the cold. None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
