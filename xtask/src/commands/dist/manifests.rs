@@ -23,7 +23,7 @@ pub(super) struct Digests<'a> {
 pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     let mut count = 0;
-    for folder in ["envoy-gateway", "istio", "kubernetes"] {
+    for folder in ["envoy-gateway", "istio", "kubernetes", "plb"] {
         for mut file in entries_of(&configs.join(folder))? {
             file.path = format!("{folder}/{}", file.path);
             let text = std::str::from_utf8(&file.bytes).with_context(|| file.path.clone())?;
@@ -142,7 +142,7 @@ mod tests {
             assert!(text(path).contains(&url), "{path}");
         }
         let by_digest = format!("{REGISTRY}/probe-agent@{agent}");
-        for path in ["istio/server-agent.yaml", "envoy-gateway/replicas.yaml"] {
+        for path in ["istio/server-agent.yaml", "envoy-gateway/replicas.yaml", "plb/daemonset.yaml"] {
             assert!(text(path).contains(&format!("        image: {by_digest}\n")), "{path}");
         }
         let images = text("kubernetes/base/kustomization.yaml");
