@@ -192,7 +192,8 @@ pub struct UpstreamTls {
 pub struct Limits {
     /// Connections on the service port at most; others wait in the system's backlog. Default none.
     pub max_connections: Option<NonZeroU32>,
-    /// A request head must be complete this long after its first byte, else the connection is closed. Default 10 s.
+    /// A request head must be complete this long after its first byte, else the connection is closed; and so long the message
+    /// that opens a stream of load reports may take. Default 10 s.
     pub header_timeout: Duration,
     /// A connection with nothing in flight is closed after about this long. Default 1 h, as Envoy's upstream side, so
     /// that the client closes first.

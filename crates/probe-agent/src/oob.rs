@@ -30,9 +30,8 @@ pub(crate) const MIN_INTERVAL: Duration = Duration::from_millis(100);
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(1);
 /// The longest.
 const MAX_INTERVAL: Duration = Duration::from_secs(3600);
-/// Longest request, and how long it may take to come.
+/// Longest request.
 const MAX_REQUEST: usize = 4096;
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// What precedes a message: a flag and its length.
 const PREFIX: usize = 5;
 
@@ -40,13 +39,15 @@ const PREFIX: usize = 5;
 pub(crate) struct Oob {
     room: Arc<Semaphore>,
     limit: Option<u32>,
+    /// How long the request may take to come.
+    patience: Duration,
 }
 
 impl Oob {
     /// `None` unless it was asked for.
-    pub(crate) fn new(orca: &Orca) -> Option<Self> {
+    pub(crate) fn new(orca: &Orca, patience: Duration) -> Option<Self> {
         let room = Arc::new(Semaphore::new(orca.streams as usize));
-        (orca.streams > 0).then(|| Self { room, limit: orca.limit() })
+        (orca.streams > 0).then(|| Self { room, limit: orca.limit(), patience })
     }
 
     /// Whether a request is for this service. gRPC exists over HTTP/2 only.
@@ -62,13 +63,24 @@ impl Oob {
         endpoint: Endpoint,
         life: Life,
     ) -> Response<Reports> {
-        let interval = match tokio::time::timeout(REQUEST_TIMEOUT, read(req.into_body())).await {
-            Ok(Ok(interval)) => interval,
-            Ok(Err(refusal)) => return refuse(load, refusal),
-            Err(_) => return refuse(load, Refusal("4", "the request did not come")),
-        };
+        // A call whose request has not come yet takes a place as well: else those would be without a limit.
         let Ok(room) = self.room.clone().try_acquire_owned() else {
             return refuse(load, Refusal("8", "too many streams of load reports"));
+        };
+        let asked = tokio::select! {
+            biased;
+            () = life.clone().until(Phase::Draining) => Err(DRAINS),
+            asked = tokio::time::timeout(self.patience, read(req.into_body())) => {
+                asked.unwrap_or(Err(Refusal("4", "the request did not come")))
+            }
+        };
+        let interval = match asked {
+            Ok(interval) => interval,
+            Err(refusal) => {
+                // The client may call again as soon as it has the answer.
+                drop(room);
+                return refuse(load, refusal);
+            }
         };
         let mut timer = tokio::time::interval(interval);
         timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -89,6 +101,8 @@ impl Oob {
 
 /// A gRPC status and its message.
 struct Refusal(&'static str, &'static str);
+
+const DRAINS: Refusal = Refusal("14", "the agent drains");
 
 /// An answer of trailers only, as gRPC calls it.
 fn refuse(load: &Load, refusal: Refusal) -> Response<Reports> {
@@ -191,7 +205,7 @@ impl Body for Reports {
         let Some(open) = &mut self.0 else { return Poll::Ready(None) };
         if open.draining.as_mut().poll(cx).is_ready() {
             self.0 = None;
-            let trailers = status(Refusal("14", "the agent drains"));
+            let trailers = status(DRAINS);
             return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
         }
         ready!(open.timer.poll_tick(cx));

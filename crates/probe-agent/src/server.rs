@@ -158,7 +158,7 @@ impl Agent {
                 utilization: config.utilization,
                 orca: config.orca,
             },
-            oob: Oob::new(&config.orca),
+            oob: Oob::new(&config.orca, config.limits.header_timeout),
             from_backend: config.orca_from_backend,
             pool,
             forward_hint: config.forward_hint,

@@ -12,10 +12,15 @@ use crate::common::{
 use base64::Engine as _;
 use bytes::{Buf, Bytes};
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, header};
+use http_body_util::channel::{Channel, Sender};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use probe_agent::orca::{Orca, OrcaClass, OrcaFormat};
 use prost::Message as _;
+use tokio::net::TcpStream;
+use tokio::task::{JoinHandle, JoinSet};
 
 const TEXT: &str = "endpoint-load-metrics";
 const BINARY: &str = "endpoint-load-metrics-bin";
@@ -125,13 +130,16 @@ fn asking(interval_ms: u32) -> Vec<u8> {
     [&[0], &length[..], &message].concat()
 }
 
-async fn call(addr: SocketAddr, body: Vec<u8>) -> Response<Incoming> {
-    let request = Request::post(format!("http://replica{METHOD}"))
+fn posted<B>(body: B) -> Request<B> {
+    Request::post(format!("http://replica{METHOD}"))
         .header("content-type", "application/grpc")
         .header("te", "trailers")
-        .body(Full::new(Bytes::from(body)))
-        .unwrap();
-    within(client2(addr).await.send_request(request)).await.unwrap()
+        .body(body)
+        .unwrap()
+}
+
+async fn call(addr: SocketAddr, body: Vec<u8>) -> Response<Incoming> {
+    within(client2(addr).await.send_request(posted(Full::new(Bytes::from(body))))).await.unwrap()
 }
 
 /// The next report of a stream.
@@ -220,6 +228,142 @@ async fn a_drain_ends_streams() {
     drop(stream);
     eventually("no stream is left", || agent.load.counters().orca_streams() == 0).await;
     assert!(begin.elapsed() < Duration::from_secs(4), "{:?}", begin.elapsed());
+}
+
+/// A call whose request does not come. It does while the sender lives.
+async fn silent(addr: SocketAddr) -> (Sender<Bytes>, JoinHandle<Response<Incoming>>) {
+    let (sender, body) = Channel::<Bytes, Infallible>::new(1);
+    let mut client = client2(addr).await;
+    (sender, tokio::spawn(async move { client.send_request(posted(body)).await.unwrap() }))
+}
+
+/// The status of a call that is refused in any case, and leaves nothing behind: for lack of room, or as no request.
+async fn refusal(addr: SocketAddr) -> HeaderValue {
+    call(addr, vec![]).await.headers()["grpc-status"].clone()
+}
+
+#[tokio::test]
+async fn a_call_whose_request_does_not_come_is_ended() {
+    let addr = backend(|_| async { text("hello") }).await;
+    let stalled = |limit| {
+        agent(addr, move |config| {
+            config.probe_listen = Some(any_port());
+            config.orca = Orca { format: None, ..orca(OrcaFormat::Text) };
+            config.limits.header_timeout = limit;
+        })
+    };
+    let agent = stalled(Duration::from_millis(200));
+    for port in [agent.addr, agent.probe.unwrap()] {
+        let (_sender, answer) = silent(port).await;
+        let answer = within(answer).await.unwrap();
+        assert_eq!(answer.headers()["grpc-status"], "4");
+        // A request that begins, and comes no further.
+        let (mut sender, answer) = silent(port).await;
+        sender.send_data(Bytes::from_static(&[0, 0, 0, 0, 9, 10])).await.unwrap();
+        assert_eq!(within(answer).await.unwrap().headers()["grpc-status"], "4");
+    }
+    assert_eq!(agent.load.counters().orca_refused(), 4);
+    next(&mut call(agent.addr, asking(100)).await).await;
+
+    // Until then it takes a place, for else there would be no limit to such calls. A drain does not wait for it.
+    let mut agent = stalled(Duration::from_secs(3600));
+    let (_sender, answer) = silent(agent.addr).await;
+    let begin = Instant::now();
+    while refusal(agent.addr).await != "8" {
+        assert!(begin.elapsed() < Duration::from_secs(10), "it takes no place");
+    }
+    assert_eq!(fetch(agent.addr, "/").await.1, "hello");
+    agent.begin_stop();
+    assert_eq!(within(answer).await.unwrap().headers()["grpc-status"], "14");
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_gets_what_fits_its_window() {
+    let addr = backend(|_| async { text("hello") }).await;
+    let agent = agent(addr, |config| {
+        config.orca = Orca { format: None, streams: 2, ..orca(OrcaFormat::Text) };
+        config.limits.drain_timeout = Duration::from_millis(200);
+    });
+    // Reports have metrics once a request has ended.
+    fetch(agent.addr, "/").await;
+    agent.at_rest([1, 0, 0, 0]).await;
+    let tcp = TcpStream::connect(agent.addr).await.unwrap();
+    let window = 200;
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    let handshake = builder.initial_stream_window_size(window).handshake(TokioIo::new(tcp));
+    let (mut client, conn) = handshake.await.unwrap();
+    tokio::spawn(conn);
+    let request = || posted(Full::new(Bytes::from(asking(100))));
+    let mut stalled = within(client.send_request(request())).await.unwrap();
+    let mut read = call(agent.addr, asking(100)).await;
+    for _ in 0..20 {
+        next(&mut read).await;
+    }
+    // A report has 40 bytes at least, and one may wait for room.
+    let sent = agent.load.counters().orca_reports()[1];
+    assert!((22..=21 + u64::from(window) / 40 + 1).contains(&sent), "{sent} reports, 20 of them read");
+    // On the same connection others are served, and the stream goes on once its client reads.
+    let mut refused = within(client.send_request(request())).await.unwrap();
+    assert_eq!(refused.headers()["grpc-status"], "8", "it holds its place");
+    assert!(within(refused.frame()).await.is_none());
+    let plain = Request::get("http://replica/").body(Full::new(Bytes::new())).unwrap();
+    let plain = within(client.send_request(plain)).await.unwrap();
+    assert_eq!(within(plain.into_body().collect()).await.unwrap().to_bytes(), "hello");
+    let mut bytes = 0;
+    while bytes < 2 * window as usize {
+        bytes += within(stalled.frame()).await.unwrap().unwrap().into_data().unwrap().len();
+    }
+    drop(read);
+    // Of a client that stops reading again, a drain waits for no more than its own limit.
+    assert_eq!(within(agent.stop()).await, 0, "a stream is no request");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_flood_of_calls_is_refused_and_counted_while_requests_succeed() {
+    const PLACES: u32 = 3;
+    const FLOOD: u64 = 400;
+    let addr = backend(|_| async { text("hello") }).await;
+    let agent = agent(addr, |config| {
+        config.orca = Orca { format: None, streams: PLACES, ..orca(OrcaFormat::Text) };
+    });
+    let mut held = Vec::new();
+    for _ in 0..PLACES {
+        held.push(call(agent.addr, asking(100)).await);
+    }
+    let mut calls = JoinSet::new();
+    for _ in 0..4 {
+        let client = client2(agent.addr).await;
+        for number in 0..FLOOD / 4 {
+            let mut client = client.clone();
+            // Every other one never sends its request.
+            let (mut sender, body) = Channel::<Bytes, Infallible>::new(1);
+            calls.spawn(async move {
+                if number % 2 == 0 {
+                    sender.send_data(Bytes::from(asking(100))).await.unwrap();
+                }
+                let answer = within(client.send_request(posted(body))).await.unwrap();
+                answer.headers()["grpc-status"].clone()
+            });
+        }
+    }
+    let client = client2(agent.addr).await;
+    for _ in 0..20 {
+        let plain = Request::get("http://replica/").body(Full::new(Bytes::new())).unwrap();
+        let plain = within(client.clone().send_request(plain)).await.unwrap();
+        assert_eq!(within(plain.into_body().collect()).await.unwrap().to_bytes(), "hello");
+    }
+    for status in calls.join_all().await {
+        assert_eq!(status, "8");
+    }
+    let counters = agent.load.counters();
+    assert_eq!((counters.orca_refused(), counters.orca_streams()), (FLOOD, u64::from(PLACES)));
+    for stream in &mut held {
+        next(stream).await;
+    }
+    drop(held);
+    eventually("all streams end", || agent.load.counters().orca_streams() == 0).await;
+    agent.at_rest([20, 0, 0, 0]).await;
+    next(&mut call(agent.addr, asking(100)).await).await;
 }
 
 #[tokio::test]
@@ -313,28 +457,103 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
     assert_eq!(head.headers["x-asked"], "no");
 }
 
-#[tokio::test]
-async fn a_report_in_trailers_counts_and_goes_on() {
-    let addr = backend(|_: Request<Incoming>| async move {
-        let report = Report { application_utilization: 0.125, ..Report::default() };
-        let value = base64::engine::general_purpose::STANDARD_NO_PAD.encode(report.encode_to_vec());
-        let trailers = HeaderMap::from_iter([
-            (HeaderName::from_static("grpc-status"), HeaderValue::from_static("0")),
-            (HeaderName::from_static(BINARY), value.parse().unwrap()),
-        ]);
-        let body = Full::new(Bytes::from_static(b"\0\0\0\0\0"))
-            .with_trailers(std::future::ready(Some(Ok(trailers))));
-        let body = body.map_err(|never: Infallible| match never {}).boxed();
-        Response::builder().header("content-type", "application/grpc").body(body).unwrap()
+/// A backend whose trailers are those of a gRPC call and `trailers`, on top of `headers`.
+async fn with_trailers(
+    headers: &'static [(&'static str, &'static str)],
+    trailers: Vec<(&'static str, HeaderValue)>,
+) -> SocketAddr {
+    backend(move |_: Request<Incoming>| {
+        let mut map =
+            HeaderMap::from_iter([(HeaderName::from_static("grpc-status"), HeaderValue::from_static("0"))]);
+        trailers.iter().for_each(|(name, value)| {
+            map.append(HeaderName::from_static(name), value.clone());
+        });
+        async move {
+            let body = Full::new(Bytes::from_static(b"\0\0\0\0\0"))
+                .with_trailers(std::future::ready(Some(Ok(map))))
+                .map_err(|never: Infallible| match never {});
+            let mut response = Response::builder().header("content-type", "application/grpc");
+            for (name, value) in headers {
+                response = response.header(*name, *value);
+            }
+            response.body(body.boxed()).unwrap()
+        }
     })
-    .await;
-    let agent = agent(addr, |config| config.orca_from_backend = Some("utilization".parse().unwrap()));
+    .await
+}
+
+/// The trailers of a gRPC call.
+async fn trailers_of_a_call(addr: SocketAddr) -> HeaderMap {
     let request = Request::post("http://replica/Say")
         .header("te", "trailers")
         .header("content-type", "application/grpc");
     let request = request.body(Full::new(Bytes::new())).unwrap();
-    let response = within(client2(agent.addr).await.send_request(request)).await.unwrap();
-    let whole = within(response.into_body().collect()).await.unwrap();
-    assert!(whole.trailers().unwrap().contains_key(BINARY), "for gRPC's own client");
+    let response = within(client2(addr).await.send_request(request)).await.unwrap();
+    within(response.into_body().collect()).await.unwrap().trailers().unwrap().clone()
+}
+
+fn in_base64(report: &Report) -> HeaderValue {
+    base64::engine::general_purpose::STANDARD_NO_PAD.encode(report.encode_to_vec()).parse().unwrap()
+}
+
+#[tokio::test]
+async fn a_report_in_trailers_counts_and_goes_on() {
+    let report = Report { application_utilization: 0.125, ..Report::default() };
+    let addr = with_trailers(&[], vec![(BINARY, in_base64(&report))]).await;
+    let agent = agent(addr, |config| config.orca_from_backend = Some("utilization".parse().unwrap()));
+    let trailers = trailers_of_a_call(agent.addr).await;
+    assert!(trailers.contains_key(BINARY), "for gRPC's own client");
     assert_eq!(agent.load.backend_utilization_micro(), Some(125_000));
+}
+
+#[tokio::test]
+async fn bad_reports_in_trailers_are_counted_and_go_on_as_they_came() {
+    let text = |value: &str| (TEXT, HeaderValue::from_str(value).unwrap());
+    let cpu = |cpu_utilization| (BINARY, in_base64(&Report { cpu_utilization, ..Report::default() }));
+    let huge = format!("TEXT cpu_utilization=0.{}", "1".repeat(8000));
+    for (trailers, result, utilization) in [
+        (vec![text(&huge)], "too_long", None),
+        (vec![(BINARY, "A".repeat(8000).parse().unwrap())], "too_long", None),
+        (vec![(TEXT, HeaderValue::from_bytes(b"TEXT a=\xff").unwrap())], "malformed", None),
+        (vec![(BINARY, HeaderValue::from_static("CQ"))], "malformed", None),
+        (vec![text("TEXT cpu_utilization=0.5"), text("TEXT cpu_utilization=0.5")], "contradictory", None),
+        (vec![text("TEXT cpu_utilization=0.5"), cpu(0.5)], "contradictory", None),
+        (vec![cpu(0.5), cpu(0.6)], "contradictory", None),
+        (vec![text("TEXT cpu_utilization=0.1,cpu_utilization=0.9")], "contradictory", None),
+        (vec![text("TEXT cpu_utilization=NaN")], "partial", None),
+        (vec![cpu(f64::NAN)], "partial", None),
+        (vec![text("TEXT cpu_utilization=-0.5")], "partial", None),
+        (vec![cpu(-0.5)], "partial", None),
+        (vec![cpu(f64::INFINITY)], "partial", None),
+        (vec![text("TEXT application_utilization=1e9")], "partial", Some(1_000_000_000)),
+        (vec![cpu(1.5)], "used", Some(1_500_000)),
+    ] {
+        let addr = with_trailers(&[], trailers.clone()).await;
+        let agent = agent(addr, |config| {
+            config.orca_from_backend = Some("utilization".parse().unwrap());
+            config.admin = Some(any_port());
+        });
+        let came = trailers_of_a_call(agent.addr).await;
+        for name in [TEXT, BINARY] {
+            let sent = trailers.iter().filter(|(of, _)| *of == name).map(|(_, value)| value);
+            assert!(came.get_all(name).iter().eq(sent), "{trailers:?} became {came:?}");
+        }
+        assert_eq!(agent.load.backend_utilization_micro(), utilization, "{trailers:?}");
+        let (_, page) = fetch(agent.admin.unwrap(), "/metrics").await;
+        let line = format!("prequal_agent_backend_reports_total{{result=\"{result}\"}} 1\n");
+        assert!(String::from_utf8_lossy(&page).contains(&line), "{trailers:?}: {line}");
+        agent.at_rest([1, 0, 0, 0]).await;
+    }
+}
+
+#[tokio::test]
+async fn trailers_that_contradict_the_headers_are_the_later_word() {
+    const HEADERS: &[(&str, &str)] = &[(TEXT, "TEXT cpu_utilization=0.25")];
+    for (trailer, utilization) in [("TEXT cpu_utilization=0.75", 750_000), ("TEXT cpu_utilization", 250_000)]
+    {
+        let addr = with_trailers(HEADERS, vec![(TEXT, HeaderValue::from_static(trailer))]).await;
+        let agent = agent(addr, |config| config.orca_from_backend = Some("utilization".parse().unwrap()));
+        trailers_of_a_call(agent.addr).await;
+        assert_eq!(agent.load.backend_utilization_micro(), Some(utilization), "{trailer}");
+    }
 }
