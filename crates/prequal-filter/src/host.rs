@@ -78,7 +78,7 @@ impl Headers {
 
     /// The values of a header. The ABI's form is the number of headers, the sizes of each name and value, and all of these, each
     /// with a zero after it.
-    fn all(&self, name: &str) -> impl Iterator<Item = &[u8]> {
+    pub(crate) fn all(&self, name: &str) -> impl Iterator<Item = &[u8]> {
         let (count, rest) = number(&self.0).unwrap_or_default();
         let (mut sizes, mut texts) = rest.split_at_checked(count.saturating_mul(8)).unwrap_or_default();
         std::iter::from_fn(move || {

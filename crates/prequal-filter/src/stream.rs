@@ -7,7 +7,7 @@
 use std::mem;
 use std::rc::Rc;
 
-use prequal_core::client::{Class, Request, Witness};
+use prequal_core::client::{Balancer, Class, Request, Witness};
 use prequal_core::config::Mode;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::orca;
@@ -19,9 +19,10 @@ use proxy_wasm::types::{Action, MapType};
 
 use crate::filter::{Ask, Cluster, Filter, Placed, Waiter};
 use crate::host::{self, Headers};
-use crate::metrics::WaitEnd;
+use crate::metrics::{Metrics, WaitEnd};
 use crate::outcome::{Progress, grpc_failed, is_grpc, report_in, server_error};
 use crate::steer::steer;
+use crate::store::Blobs;
 
 /// One request.
 pub(crate) struct Stream {
@@ -149,6 +150,11 @@ impl Witness for Told<'_> {
     }
 }
 
+/// What headers, or trailers, say of the utilisation in the format of ORCA.
+fn orca_utilisation(balancer: &Balancer<Blobs, Metrics>, headers: &Headers) -> Option<f64> {
+    balancer.orca_utilisation(headers.all(orca::HEADER), headers.all(orca::HEADER_BIN))
+}
+
 impl Context for Stream {}
 
 impl HttpContext for Stream {
@@ -206,10 +212,8 @@ impl HttpContext for Stream {
         let mut balancer = cluster.balancer.borrow_mut();
         if balancer.config().choice.rule.is_probe_free() {
             let utilisation = headers.get(HEADER_UTILISATION).and_then(|text| std::str::from_utf8(text).ok());
-            let utilisation = utilisation.and_then(parse_utilisation).or_else(|| {
-                balancer.config().choice.orca.as_ref()?;
-                balancer.orca_utilisation(headers.get(orca::HEADER)?)
-            });
+            let utilisation =
+                utilisation.and_then(parse_utilisation).or_else(|| orca_utilisation(&balancer, &headers));
             let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
             self.request.tell(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
@@ -228,6 +232,14 @@ impl HttpContext for Stream {
     fn on_http_response_trailers(&mut self, _count: usize) -> Action {
         self.progress.complete = true;
         self.failed |= self.grpc && grpc_failed(MapType::HttpResponseTrailers);
+        if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
+            let balancer = cluster.balancer.borrow();
+            // gRPC's servers report here. Trailers are not read unless that is asked for.
+            if balancer.config().choice.orca.is_some() {
+                self.request
+                    .tell_late(|| orca_utilisation(&balancer, &Headers::of(MapType::HttpResponseTrailers)));
+            }
+        }
         Action::Continue
     }
 }

@@ -348,3 +348,69 @@ fn a_bad_configuration_is_refused_with_its_reasons() {
     let said = log().concat();
     assert!(said.contains("probe_cluster") && said.contains("sync_d"), "{said}");
 }
+
+/// What a replica without an agent answers: headers, trailers.
+type Answer<'a> = (&'a [(&'a str, &'a str)], &'a [(&'a str, &'a str)]);
+
+#[test]
+fn reports_in_orca_are_read_in_every_format_and_in_trailers() {
+    const TEXT: &str = "endpoint-load-metrics";
+    const BIN: &str = "endpoint-load-metrics-bin";
+    const LESS: (&str, &str) = (TEXT, "TEXT cpu_utilization=0.125");
+    // cpu_utilization 0.25.
+    const QUARTER: &str = "CQAAAAAAANA/";
+    let status = (":status", "200");
+    let answers: [(Answer<'_>, [i64; 2]); 11] = [
+        ((&[status, (TEXT, "TEXT cpu_utilization=0.25")], &[]), [1, 0]),
+        ((&[status, (TEXT, "BIN CQAAAAAAANA/")], &[]), [1, 0]),
+        ((&[status, (BIN, QUARTER)], &[]), [1, 0]),
+        ((&[status], &[("grpc-status", "0"), (BIN, QUARTER)]), [1, 0]),
+        ((&[status], &[(TEXT, "TEXT cpu_utilization=0.25")]), [1, 0]),
+        ((&[status], &[("grpc-status", "0")]), [0, 0]),
+        ((&[status], &[(BIN, "CQ")]), [0, 1]),
+        ((&[status, LESS, (BIN, QUARTER)], &[]), [0, 1]),
+        ((&[status, (BIN, QUARTER)], &[LESS, LESS]), [1, 0]),
+        ((&[status], &[LESS, LESS]), [0, 1]),
+        ((&[status, (TEXT, "TEXT")], &[(BIN, QUARTER)]), [1, 1]),
+    ];
+    start_with(r#","rule":"zuul_choice_of_two","orca_utilization":"utilization""#);
+    let counted = || {
+        pass(250_000);
+        tick();
+        ["used", "bad_orca"]
+            .map(|result| metric(&format!("prequal_reports_total.cluster=service.result={result}")))
+    };
+    for (id, ((headers, trailers), [used, bad])) in (1..).zip(answers) {
+        let before = counted();
+        let stream = get(id);
+        stream.headers(headers, false);
+        stream.body(false);
+        stream.trailers(trailers);
+        stream.end();
+        let after = counted();
+        assert_eq!([after[0] - before[0], after[1] - before[1]], [used, bad], "{headers:?}, {trailers:?}");
+    }
+}
+
+/// How often the trailers of a response are looked at for a report in ORCA.
+fn looks_at_trailers(settings: &str) -> usize {
+    start_with(settings);
+    let stream = get(1);
+    stream.headers(&[(":status", "200")], false);
+    log();
+    stream.trailers(&[("endpoint-load-metrics", "TEXT cpu_utilization=0.5")]);
+    let looks = log().iter().filter(|entry| entry.starts_with("all ")).count();
+    stream.end();
+    looks
+}
+
+#[test]
+fn trailers_are_not_looked_at_by_default() {
+    assert_eq!(looks_at_trailers(r#","rule":"zuul_choice_of_two""#), 0);
+}
+
+#[test]
+fn trailers_are_looked_at_once_where_utilisation_may_be_there() {
+    let settings = r#","rule":"zuul_choice_of_two","orca_utilization":"utilization""#;
+    assert_eq!(looks_at_trailers(settings), 1);
+}

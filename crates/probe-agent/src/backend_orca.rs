@@ -4,15 +4,10 @@
 
 use std::str::FromStr;
 
-use base64::Engine as _;
-use base64::engine::DecodePaddingMode;
-use base64::engine::general_purpose::{GeneralPurpose, GeneralPurposeConfig};
 use http::{HeaderMap, HeaderName, HeaderValue};
-use prequal_core::orca::backend::{BackendError, BackendReport, MAX_REPORT, Metric, Utilization, binary};
-use prost::Message as _;
+use prequal_core::orca::backend::{BackendError, BackendReport, Metric};
 
 use crate::load::{BackendSaid, Load};
-use crate::orca::proto::OrcaLoadReport;
 use crate::orca::{LOAD_METRICS, LOAD_METRICS_BIN};
 
 /// How clients ask a server for such reports, which vLLM and Triton want.
@@ -67,51 +62,18 @@ impl FromBackend {
 
 /// The report in a set of headers, if there is any.
 fn read(headers: &HeaderMap) -> Option<Result<BackendReport, BackendError>> {
-    let mut text = headers.get_all(&LOAD_METRICS).iter();
-    let mut bin = headers.get_all(&LOAD_METRICS_BIN).iter();
-    match (text.next(), bin.next()) {
-        (None, None) => None,
-        (Some(_), Some(_)) => Some(Err(BackendError::Contradictory)),
-        _ if text.next().is_some() || bin.next().is_some() => Some(Err(BackendError::Contradictory)),
-        (Some(value), None) => Some(match binary(value.as_bytes()) {
-            Some(base64) => decode(base64),
-            None => BackendReport::parse(value.as_bytes()),
-        }),
-        (None, Some(value)) => Some(decode(value.as_bytes())),
-    }
-}
-
-/// gRPC writes binary headers without padding, others with.
-const BASE64: GeneralPurpose = GeneralPurpose::new(
-    &base64::alphabet::STANDARD,
-    GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
-);
-
-fn decode(base64: &[u8]) -> Result<BackendReport, BackendError> {
-    if base64.len() > MAX_REPORT {
-        return Err(BackendError::TooLong);
-    }
-    let bytes = BASE64.decode(base64).map_err(|_| BackendError::Malformed)?;
-    let message = OrcaLoadReport::decode(&bytes[..]).map_err(|_| BackendError::Malformed)?;
-    let mut report = BackendReport::default();
-    for (of, value) in [
-        (Utilization::Application, message.application_utilization),
-        (Utilization::Cpu, message.cpu_utilization),
-        (Utilization::Memory, message.mem_utilization),
-    ] {
-        // What is absent is 0.
-        if value != 0.0 {
-            report.put(of, value);
-        }
-    }
-    message.named_metrics.iter().for_each(|(name, value)| report.put_named(name, *value));
-    Ok(report)
+    let values = |name| headers.get_all(name).iter().map(HeaderValue::as_bytes);
+    BackendReport::read(values(&LOAD_METRICS), values(&LOAD_METRICS_BIN))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::orca::proto::OrcaLoadReport;
+    use base64::Engine as _;
+    use prequal_core::orca::backend::MAX_REPORT;
     use prequal_core::tracker::TrackerConfig;
+    use prost::Message as _;
 
     fn hears(lines: &[(&'static str, &str)]) -> (Load, FromBackend) {
         let (load, from) = (Load::new(TrackerConfig::default()), FromBackend(Metric::Utilization));

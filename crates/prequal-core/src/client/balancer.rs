@@ -123,10 +123,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// The utilisation that a replica without an agent reports in the format of ORCA, if the configuration asks for it: 1 is
-    /// full, and 10 is the most.
-    pub fn orca_utilisation(&self, header: &[u8]) -> Option<f64> {
+    /// full, and 10 is the most. `text` and `bin` are the values of its two headers.
+    pub fn orca_utilisation<'a>(
+        &self,
+        text: impl Iterator<Item = &'a [u8]>,
+        bin: impl Iterator<Item = &'a [u8]>,
+    ) -> Option<f64> {
         let metric = self.config.choice.orca.as_ref()?;
-        let mut report = BackendReport::parse(header).unwrap_or_default();
+        let mut report = BackendReport::read(text, bin)?.unwrap_or_default();
         report.go_by(metric);
         let micro = report.utilization_micro();
         let end = if micro.is_some() { ReportEnd::Used } else { ReportEnd::BadOrca };

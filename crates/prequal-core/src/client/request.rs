@@ -61,6 +61,11 @@ impl Request {
         self.told = (rif, utilisation);
     }
 
+    /// The same of its trailers, unless the headers told a utilisation: `read` reads them then.
+    pub fn tell_late(&mut self, read: impl FnOnce() -> Option<f64>) {
+        self.told.1 = self.told.1.or_else(read);
+    }
+
     pub(super) fn served_by(&mut self, proxy: &impl Witness) -> Option<Endpoint> {
         self.served_by = self.served_by.or_else(|| proxy.served_by());
         self.served_by

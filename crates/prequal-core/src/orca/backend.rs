@@ -3,11 +3,13 @@
 //!
 //! Kept are the utilisations and the metrics that the backend names itself. Its rates are not: who reports for it counts requests
 //! itself. A report that is broken or contradicts itself is dropped whole; of one that can be read, a metric that makes no sense is
-//! left out. Binary reports are decoded by the caller, who has a library for protobuf, and put in metric by metric.
+//! left out.
 
 use std::fmt;
 
 use serde_json::Value;
+
+mod binary;
 
 /// Longest header that is read, bytes.
 pub const MAX_REPORT: usize = 4096;
@@ -106,7 +108,7 @@ pub enum BackendError {
     #[error("the report is longer than {MAX_REPORT} bytes")]
     TooLong,
     /// No format that is known, or not in that format.
-    #[error("the report is none: it must be `TEXT name=value,...` or `JSON {{...}}`")]
+    #[error("the report is none: it must be `TEXT name=value,...`, `JSON {{...}}` or `BIN <base64>`")]
     Malformed,
     /// A metric or a report stands there twice.
     #[error("the report contradicts itself")]
@@ -114,7 +116,22 @@ pub enum BackendError {
 }
 
 impl BackendReport {
-    /// Reads the value of a header, as text or JSON.
+    /// Reads the report in a set of headers or trailers, if there is any: `text` are the values of [`super::HEADER`], `bin` those
+    /// of [`super::HEADER_BIN`]. More than one report contradicts itself.
+    pub fn read<'a>(
+        mut text: impl Iterator<Item = &'a [u8]>,
+        mut bin: impl Iterator<Item = &'a [u8]>,
+    ) -> Option<Result<Self, BackendError>> {
+        match (text.next(), bin.next()) {
+            (None, None) => None,
+            (Some(_), Some(_)) => Some(Err(BackendError::Contradictory)),
+            _ if text.next().is_some() || bin.next().is_some() => Some(Err(BackendError::Contradictory)),
+            (Some(header), None) => Some(Self::parse(header)),
+            (None, Some(base64)) => Some(Self::parse_binary(base64)),
+        }
+    }
+
+    /// Reads the value of [`super::HEADER`], as text, JSON or base64 of the binary message.
     ///
     /// # Errors
     /// [`BackendError`] for what is to be dropped whole.
@@ -126,8 +143,34 @@ impl BackendReport {
         match header.split_once(' ') {
             Some(("TEXT", text)) => Self::of_text(text),
             Some(("JSON", text)) => Self::of_json(text),
+            Some(("BIN", base64)) => Self::parse_binary(base64.as_bytes()),
             _ => Err(BackendError::Malformed),
         }
+    }
+
+    /// Reads the value of [`super::HEADER_BIN`].
+    ///
+    /// # Errors
+    /// [`BackendError`] for what is to be dropped whole.
+    pub fn parse_binary(base64: &[u8]) -> Result<Self, BackendError> {
+        if base64.len() > MAX_REPORT {
+            return Err(BackendError::TooLong);
+        }
+        let bytes = binary::base64(base64.trim_ascii()).ok_or(BackendError::Malformed)?;
+        let message = binary::Message::decode(&bytes).ok_or(BackendError::Malformed)?;
+        let mut report = Self::default();
+        for (of, value) in [
+            (Utilization::Application, message.application),
+            (Utilization::Cpu, message.cpu),
+            (Utilization::Memory, message.memory),
+        ] {
+            // What is absent is 0.
+            if value != 0.0 {
+                report.put(of, value);
+            }
+        }
+        message.named.iter().for_each(|(name, value)| report.put_named(name, *value));
+        Ok(report)
     }
 
     fn of_text(text: &str) -> Result<Self, BackendError> {
@@ -246,11 +289,6 @@ impl BackendReport {
 fn number(value: &Value) -> f64 {
     let text = || value.as_str().and_then(|text| text.parse().ok());
     value.as_f64().or_else(text).unwrap_or(f64::NAN)
-}
-
-/// The base64 of a header that has a binary report where others have text or JSON.
-pub fn binary(header: &[u8]) -> Option<&[u8]> {
-    header.trim_ascii().strip_prefix(b"BIN ").map(<[u8]>::trim_ascii)
 }
 
 #[cfg(test)]

@@ -135,11 +135,73 @@ fn which_metric_it_is_may_be_said() {
     }
 }
 
+/// `OrcaLoadReport` with cpu_utilization 0.25 as protobuf's own encoder writes it.
+const QUARTER: &str = "CQAAAAAAANA/";
+
 #[test]
-fn binary_reports_are_for_who_can_decode_them() {
-    assert_eq!(binary(b" BIN  CQ== "), Some(&b"CQ=="[..]));
-    assert_eq!(binary(b"TEXT a=1"), None);
-    assert_eq!(parse("BIN CQ=="), Err(BackendError::Malformed));
+fn binary_reports_are_read() {
+    let quarter = BackendReport { utilization: [None, Some(250_000), None], ..BackendReport::default() };
+    for text in [format!("BIN {QUARTER}"), format!(" BIN  {QUARTER} ")] {
+        assert_eq!(parse(&text), Ok(quarter.clone()), "{text}");
+    }
+    // rps_fractional, eps, rps and a request cost before it, which are skipped, and a metric that the backend names.
+    let mut bytes =
+        vec![0x18, 0x96, 0x01, 0x31, 0, 0, 0, 0, 0, 0, 0x24, 0x40, 0x22, 2, 0x0a, 0, 0x0d, 1, 2, 3, 4];
+    // The first four bytes of a float in field 1 are no double.
+    assert_eq!(binary::Message::decode(&bytes), None);
+    bytes.truncate(bytes.len() - 5);
+    bytes.extend_from_slice(&[0x49, 0, 0, 0, 0, 0, 0, 0xf8, 0x3f]);
+    bytes.extend_from_slice(&[0x42, 13, 0x0a, 2, b'k', b'v', 0x11, 0, 0, 0, 0, 0, 0, 0xe0, 0x3f]);
+    let message = binary::Message::decode(&bytes).unwrap();
+    assert_eq!((message.cpu, message.memory, message.application), (0.0, 0.0, 1.5));
+    assert_eq!(message.named.into_iter().collect::<Vec<_>>(), [("kv", 0.5)]);
+    // What is not whole is none.
+    let whole = [0, 3, 12, 16, 25];
+    for end in 0..bytes.len() {
+        assert_eq!(binary::Message::decode(&bytes[..end]).is_some(), whole.contains(&end), "{end} bytes");
+    }
+    for wrong in [&[0x01, 0, 0, 0, 0, 0, 0, 0, 0][..], &[0x0b], &[0x42, 1, 0x08], &[0x40, 1], &[0xff; 11]] {
+        assert_eq!(binary::Message::decode(wrong), None, "{wrong:?}");
+    }
+}
+
+#[test]
+fn base64_is_read_with_padding_and_without() {
+    for (text, bytes) in [
+        ("", Some("")),
+        ("Zg==", Some("f")),
+        ("Zg", Some("f")),
+        ("Zm8=", Some("fo")),
+        ("Zm8", Some("fo")),
+        ("Zm9vYmFy", Some("foobar")),
+        ("Z", None),
+        ("Zg=", None),
+        ("=", None),
+        ("Zm9v=", None),
+        ("Zh", None),
+        ("Zm-_", None),
+        ("Zm 9v", None),
+        ("Zg==Zg==", None),
+    ] {
+        assert_eq!(binary::base64(text.as_bytes()).as_deref(), bytes.map(str::as_bytes), "{text}");
+    }
+}
+
+#[test]
+fn one_report_in_one_header_is_all_that_may_be_there() {
+    let read = |text: &[&'static str], bin: &[&'static str]| {
+        let bytes = |lines: &[&'static str]| lines.iter().map(|line| line.as_bytes()).collect::<Vec<_>>();
+        let report = BackendReport::read(bytes(text).into_iter(), bytes(bin).into_iter())?;
+        Some(report.map(|report| report.utilization_micro()))
+    };
+    let text = "TEXT cpu_utilization=0.25";
+    assert_eq!(read(&[], &[]), None);
+    assert_eq!(read(&[text], &[]), Some(Ok(Some(250_000))));
+    assert_eq!(read(&[], &[QUARTER]), Some(Ok(Some(250_000))));
+    assert_eq!(read(&[], &[text]), Some(Err(BackendError::Malformed)));
+    for (text, bin) in [(&[text, text][..], &[][..]), (&[], &[QUARTER, QUARTER]), (&[text], &[QUARTER])] {
+        assert_eq!(read(text, bin), Some(Err(BackendError::Contradictory)));
+    }
 }
 
 proptest! {
@@ -157,6 +219,8 @@ proptest! {
         value: f64,
         name in "\\PC{0,70}",
     ) {
+        let _ = BackendReport::parse_binary(&header);
+        let _ = binary::Message::decode(&header);
         let mut report = BackendReport::parse(&header).unwrap_or_default();
         Utilization::ALL.into_iter().for_each(|of| report.put(of, utilization));
         report.put_named(&name, value);

@@ -1,0 +1,124 @@
+//! `xds.data.orca.v3.OrcaLoadReport` in base64: as much of both encodings as this one message takes, so that the module for Envoy
+//! needs no library for protobuf.
+
+use std::collections::BTreeMap;
+
+/// What is kept of the message. Absent fields are 0.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Message<'a> {
+    pub(super) cpu: f64,
+    pub(super) memory: f64,
+    pub(super) application: f64,
+    pub(super) named: BTreeMap<&'a str, f64>,
+}
+
+impl<'a> Message<'a> {
+    /// `None` if the bytes are no such message.
+    pub(super) fn decode(mut bytes: &'a [u8]) -> Option<Self> {
+        let mut message = Self::default();
+        while !bytes.is_empty() {
+            match field(&mut bytes)? {
+                (1, value) => message.cpu = value.double()?,
+                (2, value) => message.memory = value.double()?,
+                (9, value) => message.application = value.double()?,
+                (8, Value::Bytes(entry)) => {
+                    let (name, value) = named(entry)?;
+                    message.named.insert(name, value);
+                }
+                (8, _) => return None,
+                _ => {}
+            }
+        }
+        Some(message)
+    }
+}
+
+/// One entry of the map.
+fn named(mut entry: &[u8]) -> Option<(&str, f64)> {
+    let (mut name, mut amount) = ("", 0.0);
+    while !entry.is_empty() {
+        match field(&mut entry)? {
+            (1, Value::Bytes(text)) => name = std::str::from_utf8(text).ok()?,
+            (1, _) => return None,
+            (2, value) => amount = value.double()?,
+            _ => {}
+        }
+    }
+    Some((name, amount))
+}
+
+enum Value<'a> {
+    Fixed64([u8; 8]),
+    Bytes(&'a [u8]),
+    /// A varint or 32 bits: no field that is read has such a type.
+    Other,
+}
+
+impl Value<'_> {
+    fn double(self) -> Option<f64> {
+        if let Self::Fixed64(bytes) = self { Some(f64::from_le_bytes(bytes)) } else { None }
+    }
+}
+
+/// Takes the next field off: its number and value.
+fn field<'a>(bytes: &mut &'a [u8]) -> Option<(u64, Value<'a>)> {
+    let tag = varint(bytes)?;
+    let value = match tag & 7 {
+        0 => varint(bytes).map(|_| Value::Other)?,
+        1 => Value::Fixed64(take(bytes, 8)?.try_into().ok()?),
+        2 => {
+            let length = usize::try_from(varint(bytes)?).ok()?;
+            Value::Bytes(take(bytes, length)?)
+        }
+        5 => take(bytes, 4).map(|_| Value::Other)?,
+        // Groups are long out of use, and 6 and 7 are nothing.
+        _ => return None,
+    };
+    (tag >> 3 > 0).then_some((tag >> 3, value))
+}
+
+fn take<'a>(bytes: &mut &'a [u8], count: usize) -> Option<&'a [u8]> {
+    let (taken, rest) = bytes.split_at_checked(count)?;
+    *bytes = rest;
+    Some(taken)
+}
+
+fn varint(bytes: &mut &[u8]) -> Option<u64> {
+    let mut number = 0;
+    for shift in (0..u64::BITS).step_by(7) {
+        let [byte] = *take(bytes, 1)? else { return None };
+        number |= u64::from(byte & 0x7f) << shift;
+        if byte & 0x80 == 0 {
+            return Some(number);
+        }
+    }
+    None
+}
+
+/// Decodes base64. gRPC writes it without padding, others with.
+pub(super) fn base64(text: &[u8]) -> Option<Vec<u8>> {
+    let bare = text.strip_suffix(b"==").or_else(|| text.strip_suffix(b"=")).unwrap_or(text);
+    if bare.len() % 4 == 1 || (bare.len() < text.len() && !text.len().is_multiple_of(4)) {
+        return None;
+    }
+    let mut decoded = Vec::with_capacity(bare.len() / 4 * 3 + 2);
+    let (mut bits, mut count) = (0_u32, 0);
+    for digit in bare {
+        let value = match digit {
+            b'A'..=b'Z' => digit - b'A',
+            b'a'..=b'z' => digit - b'a' + 26,
+            b'0'..=b'9' => digit - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => return None,
+        };
+        bits = bits << 6 | u32::from(value);
+        count += 6;
+        if count >= 8 {
+            count -= 8;
+            decoded.push((bits >> count) as u8);
+            bits &= (1 << count) - 1;
+        }
+    }
+    (bits == 0).then_some(decoded)
+}
