@@ -5,7 +5,7 @@
 //! disabled (`--no-verify`): it would compile 86 crates with today's Rust, which `lint` has just done from the same
 //! sources. The compilation here shows what `lint` cannot: that a package is complete and builds outside this workspace.
 //!
-//! Not checked: whether the interface has changed since the last release (docs/releasing.md).
+//! `interface.rs` compares each public API with a committed listing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,28 +17,41 @@ use serde_json::Value;
 
 use crate::{progress, run, workspace};
 
-/// Checks that the packages for crates.io could be published: cargo's dry run, their content, the oldest Rust.
+mod interface;
+
+/// Checks that the packages for crates.io could be published: dry run, content, public API, the oldest Rust.
 ///
-/// Compiles the core and the tower layer from the packed files, with the Rust of `rust-version`; rustup fetches that
-/// compiler. Uploads nothing.
+/// Compiles the packages from the packed files, with the Rust of `rust-version`; rustup fetches that compiler. Uploads
+/// nothing.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Compile the programs too, with all default features: takes a minute more
+    /// Write the listings of the public APIs, public-api.txt, and check nothing else
     #[arg(long)]
-    all: bool,
+    bless: bool,
+}
+
+/// What could not be checked on this machine, and why.
+pub(crate) struct Unchecked {
+    /// A failure in CI.
+    pub(crate) skipped: Option<String>,
+    /// No failure: some CI machines cannot do it.
+    pub(crate) impossible: Option<String>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    if let Some(why) = check(args.all)? {
+    if args.bless {
+        return interface::bless(&interfaces(&published(&metadata()?))?);
+    }
+    let unchecked = check()?;
+    for why in unchecked.skipped.into_iter().chain(unchecked.impossible) {
         progress::say(format_args!("not checked: {why}"));
     }
     Ok(())
 }
 
 /// Fails if a package could not be published; returns what could not be checked on this machine.
-pub(crate) fn check(all: bool) -> Result<Option<String>> {
-    let metadata = run::output(run::cargo().args(["metadata", "--locked", "--format-version", "1"]))?;
-    let metadata: Value = serde_json::from_str(&metadata)?;
+pub(crate) fn check() -> Result<Unchecked> {
+    let metadata = metadata()?;
     let packages = published(&metadata);
     ensure!(!packages.is_empty(), "no package is to be published");
     let oldest = text(packages[0], "rust_version");
@@ -54,25 +67,50 @@ pub(crate) fn check(all: bool) -> Result<Option<String>> {
     run::check(selected(&mut publish, &packages))?;
     let folder = unpacked(&packages)?;
     progress::say(format_args!("{} packages could be published", packages.len()));
-    if let Some(why) = missing(oldest) {
-        return Ok(Some(why));
+    let skipped = interface::check(&interfaces(&packages)?)?;
+    let impossible = missing(oldest);
+    if impossible.is_none() {
+        // First what a user of the tower layer compiles: with the programs' features, a missing one would go unnoticed.
+        for selection in [LIBRARIES.as_slice(), &["--workspace"]] {
+            let mut oldest_cargo = cargo_of(oldest);
+            oldest_cargo.args(["check", "--quiet", "--manifest-path"]).arg(folder.join("Cargo.toml"));
+            oldest_cargo.arg("--target-dir").arg(workspace::target().join("oldest-rust"));
+            run::check(oldest_cargo.args(selection))?;
+        }
+        progress::say(format_args!(
+            "they compile alone with Rust {oldest}, with and without default features"
+        ));
     }
-    let mut oldest_cargo = cargo_of(oldest);
-    oldest_cargo.args(["check", "--quiet", "--manifest-path"]).arg(folder.join("Cargo.toml"));
-    oldest_cargo.arg("--target-dir").arg(workspace::target().join("oldest-rust"));
-    match all {
-        true => oldest_cargo.args(["--workspace"]),
-        false => oldest_cargo.args(LIBRARIES),
-    };
-    run::check(&mut oldest_cargo)?;
-    progress::say(format_args!("they compile alone with Rust {oldest}"));
-    Ok(None)
+    Ok(Unchecked { skipped, impossible })
+}
+
+fn metadata() -> Result<Value> {
+    let metadata = run::output(run::cargo().args(["metadata", "--locked", "--format-version", "1"]))?;
+    Ok(serde_json::from_str(&metadata)?)
 }
 
 /// The packages of this workspace that go to crates.io.
 fn published(metadata: &Value) -> Vec<&Value> {
     let packages = metadata["packages"].as_array().into_iter().flatten();
     packages.filter(|package| package["source"].is_null() && package["publish"][0] == "crates-io").collect()
+}
+
+/// The libraries of `packages`.
+fn interfaces(packages: &[&Value]) -> Result<Vec<interface::Package>> {
+    let package = |package: &&Value| -> Result<interface::Package> {
+        let name = text(package, "name");
+        let mut targets = package["targets"].as_array().into_iter().flatten();
+        let library = targets.find(|target| target["kind"][0] == "lib");
+        let library = library.with_context(|| format!("{name} has no library"))?;
+        let folder = Path::new(text(package, "manifest_path")).parent();
+        Ok(interface::Package {
+            name: name.to_owned(),
+            version: text(package, "version").to_owned(),
+            folder: folder.with_context(|| format!("{name} has no folder"))?.to_owned(),
+            library: text(library, "name").to_owned(),
+        })
+    };
+    packages.iter().map(package).collect()
 }
 
 /// Linked packages that need a newer Rust than `oldest`.

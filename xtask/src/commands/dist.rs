@@ -14,7 +14,7 @@ use crate::commands::build::{self, WasmArgs};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{progress, run, workspace};
 
-mod changelog;
+pub(super) mod changelog;
 mod manifests;
 mod oci;
 mod provenance;

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 
 /// The section of `version`: its heading's date, and its text.
-pub(super) fn section<'a>(changelog: &'a str, version: &str) -> Result<(&'a str, String)> {
+pub(crate) fn section<'a>(changelog: &'a str, version: &str) -> Result<(&'a str, String)> {
     let heading = format!("## [{version}] - ");
     let mut lines = changelog.lines().skip_while(|line| !line.starts_with(&heading));
     let first = lines.next().with_context(|| format!("CHANGELOG.md has no section `{heading}<date>`"))?;
@@ -14,7 +14,7 @@ pub(super) fn section<'a>(changelog: &'a str, version: &str) -> Result<(&'a str,
 }
 
 /// Whether the heading has a date such as `2027-01-31`; without one the version is not released.
-pub(super) fn is_dated(date: &str) -> bool {
+pub(crate) fn is_dated(date: &str) -> bool {
     let lengths: Vec<usize> = date.split('-').map(str::len).collect();
     lengths == [4, 2, 2] && date.bytes().all(|b| b.is_ascii_digit() || b == b'-')
 }
