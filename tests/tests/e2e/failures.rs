@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use bytes::Bytes;
-use prequal_testbed::{Body, Envoy, EnvoyConfig, Fleet, Reply, Request};
+use prequal_testbed::{AgentOptions, Body, Envoy, EnvoyConfig, Fleet, Replica, Reply, Request};
 use serde_json::json;
 
-use crate::support::{SERVING, assert_all_ok, bed, report, set, stand_in, warm, with_load};
+use crate::support::{
+    SERVING, assert_all_ok, assert_none_of_ours, bed, report, set, stand_in, warm, with_load,
+};
 
 #[test]
 fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
@@ -29,6 +31,42 @@ fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
     let retried = envoy.stat("cluster.replicas.upstream_rq_retry")? - retries;
     assert!(retried > 0, "the dead replica was never chosen: nothing was tested");
     assert_eq!(envoy.stat("cluster.replicas.upstream_rq_retry_limit_exceeded")?, 0);
+    Ok(())
+}
+
+/// An agent at its `--max-rif` refuses requests. Envoy sends them elsewhere, so that no user sees it, and the replica stays in
+/// rotation.
+#[test]
+fn what_an_agent_sheds_is_served_elsewhere() -> Result<()> {
+    bed!();
+    let ms = Duration::from_millis;
+    let replica = |args: &[&str], delay| {
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        Replica::start_with(Reply::ok().delay(delay), &AgentOptions { args, ..AgentOptions::default() })
+    };
+    // The replica that sheds is the fastest, so it is preferred.
+    let fleet = [replica(&["--max-rif=1"], ms(5))?, replica(&[], ms(20))?, replica(&[], ms(20))?];
+    let addrs: Vec<_> = fleet.iter().map(Replica::addr).collect();
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs)?)?;
+    warm(&envoy, 3);
+    let shed = || anyhow::Ok(fleet[0].agent.metrics()?["prequal_agent_shed_total"]);
+    let retries = || envoy.stat("cluster.replicas.upstream_rq_retry");
+    let (shed_before, retried_before) = (shed()?, retries()?);
+    fleet.iter().for_each(|replica| replica.backend.clear());
+    let answers = envoy.client().burst(400, 8, |_| Request::get("/"));
+    assert_all_ok(&answers);
+    answers.iter().flatten().for_each(|answer| assert_none_of_ours(&answer.headers));
+    let shed = shed()? - shed_before;
+    assert!(shed > 0.0, "nothing was shed: nothing was tested");
+    #[expect(clippy::cast_precision_loss, reason = "a small count")]
+    let retried = (retries()? - retried_before) as f64;
+    assert_eq!(retried, shed, "each refusal is retried, and nothing else");
+    // It served what it could, and nothing came to a backend twice.
+    let served: Vec<u64> = fleet.iter().map(|replica| replica.backend.served()).collect();
+    assert!(served[0] > 0, "{served:?}");
+    assert_eq!(served.iter().sum::<u64>(), 400, "{served:?}");
+    let ejections = envoy.stats()?.into_iter().filter(|(name, _)| name.contains("prequal_ejections_total"));
+    assert_eq!(ejections.map(|(_, count)| count).sum::<u64>(), 0, "the replica was taken out");
     Ok(())
 }
 
@@ -152,7 +190,7 @@ fn all_agents_stop_and_come_back() -> Result<()> {
         .iter()
         .zip(upstreams.iter())
         .map(|(addr, replica)| {
-            let options = prequal_testbed::AgentOptions { listen: addr.to_string(), ..Default::default() };
+            let options = AgentOptions { listen: addr.to_string(), ..Default::default() };
             prequal_testbed::Agent::start_with(replica.backend.addr(), &options)
         })
         .collect::<Result<Vec<_>>>()?;
