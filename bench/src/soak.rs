@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use prequal_testbed::{Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Reply};
+use prequal_testbed::{Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, IDLE_PROBES, Reply};
 use serde_json::json;
 
 use crate::deployment::CLUSTER;
@@ -78,7 +78,8 @@ pub(crate) async fn run(args: &Soak) -> Result<ExitCode> {
     reached &= tokio::task::block_in_place(|| judge_rest(&bed, sent, given_up))?;
     // The tasks that share the bed have ended with the load.
     let bed = Arc::into_inner(bed).context("the load still runs")?;
-    reached &= tokio::task::block_in_place(|| judge_connections(bed))?;
+    let at_once = args.at_once.into();
+    reached &= tokio::task::block_in_place(|| judge_connections(bed, at_once))?;
     println!("\n{}", if reached { "PASS" } else { "MISS" });
     Ok(if reached { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -222,8 +223,17 @@ fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
     for (number, (agent, backend)) in bed.agents.iter().zip(&bed.backends).enumerate() {
         expect(format!("RIF of agent {number}"), agent.rif()?.into(), 0);
         expect(format!("requests at backend {number}"), backend.active().unsigned_abs(), 0);
+        expect(format!("tunnels of agent {number}"), gauge(agent, TUNNELS)?, 0);
     }
     let stats = bed.envoy.stats()?;
+    // Envoy keeps idle connections: the agents must know of exactly these.
+    let kept = ["cluster.replicas.upstream_cx_active", "cluster.replicas-agent.upstream_cx_active"];
+    let kept = kept.iter().filter_map(|gauge| stats.get(*gauge)).sum();
+    let mut open = 0;
+    for agent in &bed.agents {
+        open += gauge(agent, CONNECTIONS)?;
+    }
+    expect("connections that the agents count".to_owned(), open, kept);
     for gauge in [
         "http.ingress.downstream_rq_active",
         "http.ingress.downstream_cx_active",
@@ -244,8 +254,8 @@ fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
         picks.clamp(sent.saturating_sub(given_up), sent),
     );
     expect("requests that the filter saw end".to_owned(), ended, picks);
-    let open = filter.probes("sent").abs_diff(filter.probes_settled());
-    if open > 4 {
+    let open = filter.probes_open().unsigned_abs();
+    if open > IDLE_PROBES {
         expect("probes without an end".to_owned(), open, 0);
     }
     expect("replicas ejected at rest".to_owned(), filter.other("prequal_ejected"), 0);
@@ -253,21 +263,48 @@ fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
     Ok(wrong)
 }
 
-/// Checks that no connection to an agent is left once Envoy is gone.
-fn judge_connections(bed: Bed) -> Result<bool> {
+const CONNECTIONS: &str = "prequal_agent_connections{port=\"service\"}";
+const TUNNELS: &str = "prequal_agent_tunnels";
+
+/// A gauge of an agent.
+fn gauge(agent: &Agent, name: &str) -> Result<u64> {
+    let value = *agent.metrics()?.get(name).with_context(|| format!("no {name} in /metrics"))?;
+    ensure!(value >= 0.0 && value.fract() == 0.0, "{name} is {value}");
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked above")]
+    Ok(value as u64)
+}
+
+/// HTTP/2 connections that an agent may open to its backend (`--max-upstream-connections`).
+const HTTP2_CONNECTIONS: usize = 16;
+
+/// Checks that no connection to an agent is left once Envoy is gone, by the system's count and by the agents' own. Agents
+/// keep idle connections to their backends, but no more than `at_once` requests needed over HTTP/1.1, and a few of HTTP/2.
+fn judge_connections(bed: Bed, at_once: usize) -> Result<bool> {
     let Bed { backends, agents, envoy } = bed;
     drop(envoy);
-    let ports: Vec<u16> = agents.iter().map(|agent| agent.addr().port()).collect();
+    ensure!(backends.len() == agents.len(), "a replica is gone");
+    let to_agents: Vec<u16> = agents.iter().map(|agent| agent.addr().port()).collect();
+    let to_backends: Vec<u16> = backends.iter().map(|backend| backend.addr().port()).collect();
     let started = Instant::now();
-    let open = loop {
-        let open = established(&ports)?;
-        if open == 0 || started.elapsed() > SETTLES {
-            break open;
+    let left = loop {
+        let mut counted = 0;
+        for agent in &agents {
+            counted += gauge(agent, CONNECTIONS)? + gauge(agent, TUNNELS)?;
+        }
+        let left = [established(&to_agents)? as u64, counted];
+        if left == [0; 2] || started.elapsed() > SETTLES {
+            break left;
         }
         std::thread::sleep(Duration::from_millis(100));
     };
-    ensure!(backends.len() == agents.len(), "a replica is gone");
-    Ok(judge(open == 0, &format!("{open} connections to the agents are left after Envoy has gone (0)")))
+    let [open, counted] = left;
+    let kept = established(&to_backends)?;
+    let most = backends.len() * (at_once + HTTP2_CONNECTIONS);
+    let mut reached =
+        judge(open == 0, &format!("{open} connections to the agents are left after Envoy has gone (0)"));
+    reached &= judge(counted == 0, &format!("the agents count {counted} open connections and tunnels (0)"));
+    reached &= judge(kept <= most, &format!("the agents keep {kept} connections to the backends (≤ {most})"));
+    Ok(reached)
 }
 
 /// Established or half-closed connections whose local port is one of `ports`.
