@@ -96,7 +96,7 @@ fn scenario(fault: Fault, seconds: Duration) -> Scenario {
         schedule: vec![(HEALTHY, begin), (HEALTHY + seconds, end)],
         good_within: Duration::from_secs(1),
         marked: Some(Marked { replicas: FAILING..FAILING + 1, label: "the failing one" }),
-        watch: Some(Watch { replica: FAILING, within: Duration::from_secs(30), part: 0.5 }),
+        watch: Some(Watch { replica: FAILING, within: Duration::from_secs(10), part: 0.5 }),
         goals: vec![Goal::Good(0.99), Goal::Back],
     }
 }
