@@ -69,12 +69,12 @@ const NEVER_WORSE: [Limit; 3] = [
     Limit { name: "p99.9", q: 0.999, times: 1.10, or_more_ms: None },
 ];
 
-/// Compares medians over the passes; the best policy is the one with the lowest.
-fn against_best(comparison: &Comparison, envoys: usize, limit: Limit) -> (bool, String) {
+/// Compares medians over the passes; the best policy of `policies` is the one with the lowest.
+fn against_best(comparison: &Comparison, envoys: usize, limit: Limit, policies: &[Arm]) -> (bool, String) {
     let Limit { name, q, times, or_more_ms } = limit;
     let middle = |arm| median(comparison.of(arm, envoys).map(|run| run.judged.quantile_ms(q)));
     let ours = middle(Arm::Prequal);
-    let others = Arm::STOCK.map(|arm| (middle(arm), arm)).into_iter().filter(|(value, _)| !value.is_nan());
+    let others = policies.iter().map(|arm| (middle(*arm), *arm)).filter(|(value, _)| !value.is_nan());
     let Some((best, arm)) = others.min_by(|one, other| one.0.total_cmp(&other.0)) else {
         return (false, format!("{name} {} ms, and no policy of Envoy's own beside it", ms(ours)));
     };
@@ -145,10 +145,16 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
             let line = format!("Envoy CPU per request {} times round robin's (at most {limit})", two(factor));
             vec![(factor <= limit, line)]
         }
-        Goal::NeverWorse => NEVER_WORSE.map(|limit| against_best(comparison, envoys, limit)).into(),
+        Goal::NeverWorse => {
+            NEVER_WORSE.map(|limit| against_best(comparison, envoys, limit, &Arm::STOCK)).into()
+        }
+        Goal::NoWorseThan(arm) => {
+            let [p50, p99, _] = NEVER_WORSE;
+            [p50, p99].map(|limit| against_best(comparison, envoys, limit, &[arm])).into()
+        }
         Goal::P99OfBest(times) => {
             let limit = Limit { name: "p99", q: 0.99, times, or_more_ms: None };
-            vec![against_best(comparison, envoys, limit)]
+            vec![against_best(comparison, envoys, limit, &Arm::STOCK)]
         }
         Goal::LeastPart(limit) => {
             let parts = of(&|run| run.judged.least_part(comparison.scenario.fleet.len()));
@@ -341,6 +347,34 @@ mod tests {
     }
 
     #[test]
+    fn one_policy_can_be_the_limit_of_p50_and_p99() {
+        let with = |p50, p99| {
+            judged(
+                Goal::NoWorseThan(Arm::LeastRequest),
+                vec![
+                    with_quantiles(Arm::LeastRequest, 40, 200, 500),
+                    // Better, and another policy.
+                    with_quantiles(Arm::RingHash, 1, 1, 1),
+                    with_quantiles(Arm::RoundRobin, 1, 1, 1),
+                    with_quantiles(Arm::Prequal, p50, p99, 900),
+                ],
+            )
+        };
+        let verdicts =
+            |lines: &[(bool, String)]| lines.iter().map(|(reached, _)| *reached).collect::<Vec<_>>();
+        assert_eq!(verdicts(&with(42, 210)), [true, true]);
+        assert_eq!(verdicts(&with(43, 210)), [false, true]);
+        assert_eq!(verdicts(&with(42, 211)), [true, false]);
+        let (_, line) = &with(43, 211)[1];
+        assert_eq!(
+            line,
+            "stall, one Envoy: p99 211.0 ms, 1.055 times least_request (2 choices)'s 200.0 (at most 1.05)"
+        );
+        let alone = with_quantiles(Arm::Prequal, 1, 1, 1);
+        assert!(!reached(Goal::NoWorseThan(Arm::LeastRequest), vec![alone]));
+    }
+
+    #[test]
     fn a_goal_can_require_a_p99_below_the_best() {
         let of = |arm, p99| with_quantiles(arm, 1, p99, p99);
         let with = |ours| vec![of(Arm::LeastRequest, 100), of(Arm::Random, 200), of(Arm::Prequal, ours)];
@@ -392,6 +426,7 @@ mod tests {
             Goal::P999BelowBaselines(0.1),
             Goal::CpuOfRoundRobin(10.0),
             Goal::NeverWorse,
+            Goal::NoWorseThan(Arm::LeastRequest),
             Goal::P99OfBest(10.0),
             Goal::LeastPart(0.1),
             Goal::BeatenByHint(Arm::Hinted(8)),

@@ -99,6 +99,8 @@ pub(crate) enum Goal {
     Throughput { of: Arm, part: f64 },
     /// No quantile above that of the best of Envoy's own policies, apart from chance and the hop through the filter.
     NeverWorse,
+    /// Median and 99th percentile not above this arm's, with the allowances of [`Goal::NeverWorse`].
+    NoWorseThan(Arm),
     /// Maximum 99th percentile relative to that of the best of Envoy's own policies.
     P99OfBest(f64),
     /// Minimum part of its fair share that the least used replica gets, in every pass.

@@ -42,6 +42,6 @@ pub(super) fn scenario(seconds: Duration) -> Scenario {
         good_within: Duration::from_millis(50),
         marked: None,
         watch: None,
-        goals: vec![Goal::BeatenByHint(ALL)],
+        goals: vec![Goal::NoWorseThan(Arm::LeastRequest), Goal::BeatenByHint(ALL)],
     }
 }
