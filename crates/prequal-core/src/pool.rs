@@ -384,7 +384,7 @@ impl PoolState {
             return;
         }
         let b_reuse = reuse_budget(
-            settings.pool_size as f64,
+            settings.capacity(self.members) as f64,
             f64::from(self.members),
             f64::from(self.reports_per_pick),
             self.removal_rate(settings),
@@ -429,7 +429,7 @@ impl PoolState {
         }
         self.new_since_pick = self.new_since_pick.saturating_add(1).min(MAX_RATE);
         self.expire(settings, stamp);
-        while usize::from(self.entry_count) >= settings.pool_size.min(MAX_POOL) {
+        while usize::from(self.entry_count) >= settings.capacity(self.members).min(MAX_POOL) {
             let Some(oldest) = self.oldest(stamp) else { break };
             self.remove(oldest);
         }
@@ -566,7 +566,7 @@ impl PoolState {
         self.remove_credit += self.removal_rate(settings) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
-            if settings.scale_removal && usize::from(self.entry_count) < settings.pool_size.min(MAX_POOL) {
+            if settings.scale_removal && usize::from(self.entry_count) < settings.capacity(self.members) {
                 continue;
             }
             let victim =
@@ -579,7 +579,8 @@ impl PoolState {
     }
 
     fn removal_rate(&self, settings: &PoolSettings) -> f64 {
-        if settings.scale_removal && (1..=settings.pool_size).contains(&(self.members as usize)) {
+        if settings.scale_removal && (1..=settings.capacity(self.members)).contains(&(self.members as usize))
+        {
             0.0
         } else if settings.scale_removal {
             settings.r_remove.min(f64::from(self.new_per_pick))
@@ -599,7 +600,7 @@ impl PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 9); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 10); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();

@@ -140,6 +140,8 @@ fn all() -> Vec<Point> {
             scenario.keys = Some(Keys { count: 3000, skew: 1.0 });
         }),
         fleet("30 × 2, mix, 75 %", &[(30, 2, 10.0)], MIX, 1552.0),
+        fleet("60 × 2, mix, 75 %", &[(60, 2, 10.0)], MIX, 3104.0),
+        fleet("60 × 2, exp 20, 75 %, 4 clients", &[(60, 2, 20.0)], Exponential, 4500.0).clients(4),
     ]
 }
 

@@ -178,7 +178,7 @@ pub const KEYS: &[Key] = &[
     ),
     seldom("pool_size", "entries", Whole(2, MAX_POOL as u32))
         .from("§4")
-        .means("most reports in the pool, one per replica"),
+        .means("maximum number of reports in the pool, one per replica, if the fleet is too large to be kept whole (`scale_removal`)"),
     seldom("q_rif", "quantile", Number(0.0, 1.0))
         .needs("rule", "hcl")
         .from("§4")
@@ -200,7 +200,7 @@ pub const KEYS: &[Key] = &[
         .from("§4")
         .means("reports that a request removes from the pool, the worst and the oldest by turns"),
     seldom("scale_removal", "", Bool).means(
-        "remove from a full pool alone, no more reports than arrive, and none while the fleet fits `pool_size`",
+        "keep a fleet of up to 64 replicas whole; in a larger one remove reports only from a full pool, and no more than arrive",
     ),
     seldom("reuse_cap", "uses", Whole(1, 10_000))
         .means("most uses of one report: equation (1) has no value for n ≤ m"),

@@ -2,8 +2,8 @@
 
 use crate::ejection::EjectionSettings;
 
-/// Most entries a pool can hold.
-pub const MAX_POOL: usize = 32;
+/// Maximum number of entries of a pool.
+pub const MAX_POOL: usize = 64;
 /// Most RIFs that θ looks back on.
 pub const MAX_HISTORY: usize = 128;
 
@@ -38,7 +38,7 @@ pub enum Budget {
 /// Checked settings of a pool; ranges are those of [`crate::config`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolSettings {
-    /// Entries, 2 to [`MAX_POOL`].
+    /// Maximum number of entries of a pool that cannot hold the whole fleet, 2 to [`MAX_POOL`].
     pub pool_size: usize,
     /// Age from receipt at which a report stops counting, milliseconds.
     pub max_age_ms: u32,
@@ -50,8 +50,8 @@ pub struct PoolSettings {
     pub delta: f64,
     /// Removals per pick.
     pub r_remove: f64,
-    /// Remove from a full pool alone, no more than new entries arrive, and nothing while the whole fleet fits the pool
-    /// (then there is no selection bias to undo). The paper has no such bounds.
+    /// Keep a fleet of up to [`MAX_POOL`] replicas whole: there is no selection bias to undo then. In a larger fleet, remove
+    /// only from a full pool, and no more entries than arrive. The paper has no such bounds.
     pub scale_removal: bool,
     /// Upper bound of equation (1).
     pub reuse_cap: u32,
@@ -84,7 +84,16 @@ impl PoolSettings {
     /// A value of `discovery_interval_ms`: no such probes, as the membership is known. No setting of a user's.
     pub const NO_DISCOVERY: u32 = 0;
 
-    /// Entries that a pool over `n` replicas can have; `n` = 0 means that nothing has been learned yet.
+    /// Maximum number of entries of a pool over `n` replicas; `n` = 0 means that none are known yet.
+    pub(super) fn capacity(&self, n: u32) -> usize {
+        match usize::try_from(n) {
+            Ok(n) if self.scale_removal && n <= MAX_POOL => self.pool_size.max(n),
+            _ => self.pool_size,
+        }
+    }
+
+    /// Entries that probes keep fresh in a pool over `n` replicas. Responses keep the others fresh: a fleet that is larger than
+    /// `pool_size` and has a request rate to match needs no more probes.
     pub(super) fn attainable(&self, n: u32) -> usize {
         if n == 0 { self.pool_size } else { self.pool_size.min(n as usize) }
     }

@@ -167,7 +167,22 @@ fn the_others_failures_are_the_median_of_their_reports() {
 
 #[test]
 fn the_blob_is_small() {
-    assert!(size_of::<PoolState>() <= 2816, "{}", size_of::<PoolState>());
+    assert!(size_of::<PoolState>() <= 4480, "{}", size_of::<PoolState>());
+}
+
+#[test]
+fn a_fleet_of_up_to_64_is_kept_whole() {
+    for (members, kept) in [(24, 24), (25, 25), (64, 64), (65, 24)] {
+        let mut scene = Scene::new(Profile::Default.pool_settings());
+        scene.pool.set_members(members, 0, ms(0));
+        (0..members as u16).for_each(|n| scene.report(0, n, 1, Some(40)));
+        assert_eq!(scene.pool.entries().len(), kept, "of {members}");
+        for pick in 1..=200 {
+            scene.report(pick, (pick % u64::from(members)) as u16, 1, Some(40));
+            scene.pick_predicted(pick);
+        }
+        assert!(scene.pool.entries().len() >= kept - 1, "of {members}: {}", scene.pool.entries().len());
+    }
 }
 
 #[test]
