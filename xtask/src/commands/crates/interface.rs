@@ -217,8 +217,9 @@ impl Listing {
 /// lacks a trait.
 fn is_promise(line: &str) -> bool {
     let subject = line.split(" for ").next().unwrap_or_default();
-    !line.contains(" !core::")
-        && !(line.starts_with("impl") && PRIVATE.iter().any(|name| subject.ends_with(name)))
+    let lacks_trait = line.contains(" !core::");
+    let private = line.starts_with("impl") && PRIVATE.iter().any(|name| subject.ends_with(name));
+    !lacks_trait && !private
 }
 
 /// Whether a new line is a variant, or a field of one, of a listed enum that users may match without a wildcard.
