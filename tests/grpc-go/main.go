@@ -1,8 +1,10 @@
 // A gRPC client with the policy weighted_round_robin, and the two servers that it calls: one is ten times slower.
 //
 // The test that runs it puts an agent before each server. It prints the servers' addresses, reads the agents' addresses
-// from standard input, and prints the result of each round of calls, with load reports out of band and without. It judges
-// nothing.
+// from standard input, and prints the result of each round of calls, with load reports out of band and without. With the
+// argument `reporting` the servers also report a utilisation of their own, high for the fast one, and all rounds are with
+// reports out of band. With `limits` the servers allow few streams a connection and close connections after a moment, and
+// far more calls are made at once. It judges nothing.
 package main
 
 import (
@@ -21,25 +23,31 @@ import (
 	_ "google.golang.org/grpc/balancer/weightedroundrobin"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/orca"
 	"google.golang.org/grpc/resolver"
 	"google.golang.org/grpc/resolver/manual"
 )
 
-const (
-	rounds      = 30
-	calls       = 100
-	concurrency = 8
-)
+const rounds = 30
 
-// server answers after a delay, and counts.
+// What a round does.
+var calls, concurrency = 100, 8
+
+// server answers after a delay, and counts. If it has a utilisation, it reports it in the trailers of each call.
 type server struct {
 	grpc_health_v1.UnimplementedHealthServer
-	delay  time.Duration
-	served atomic.Int64
+	delay       time.Duration
+	utilization float64
+	limits      bool
+	served      atomic.Int64
 }
 
-func (s *server) Check(context.Context, *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
+func (s *server) Check(ctx context.Context, _ *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
 	s.served.Add(1)
+	if s.utilization > 0 {
+		orca.CallMetricsRecorderFromContext(ctx).SetApplicationUtilization(s.utilization)
+	}
 	time.Sleep(s.delay)
 	return &grpc_health_v1.HealthCheckResponse{Status: grpc_health_v1.HealthCheckResponse_SERVING}, nil
 }
@@ -49,7 +57,15 @@ func (s *server) start() string {
 	if err != nil {
 		log.Fatal(err)
 	}
-	registered := grpc.NewServer()
+	var options []grpc.ServerOption
+	if s.utilization > 0 {
+		options = append(options, orca.CallMetricsServerOption(nil))
+	}
+	if s.limits {
+		age := keepalive.ServerParameters{MaxConnectionAge: 200 * time.Millisecond, MaxConnectionAgeGrace: 5 * time.Second}
+		options = append(options, grpc.MaxConcurrentStreams(10), grpc.KeepaliveParams(age))
+	}
+	registered := grpc.NewServer(options...)
 	grpc_health_v1.RegisterHealthServer(registered, s)
 	go func() { log.Fatal(registered.Serve(listener)) }()
 	return listener.Addr().String()
@@ -77,7 +93,7 @@ func client(agents []string, outOfBand bool) *grpc.ClientConn {
 func round(conn *grpc.ClientConn) int64 {
 	var failed atomic.Int64
 	var left atomic.Int64
-	left.Store(calls)
+	left.Store(int64(calls))
 	var workers sync.WaitGroup
 	for range concurrency {
 		workers.Go(func() {
@@ -97,13 +113,26 @@ func round(conn *grpc.ClientConn) int64 {
 
 func main() {
 	servers := []*server{{delay: 5 * time.Millisecond}, {delay: 50 * time.Millisecond}}
+	modes := []bool{false, true}
+	switch strings.Join(os.Args[1:], " ") {
+	case "":
+	case "reporting":
+		servers[0].utilization, servers[1].utilization = 0.9, 0.1
+		modes = []bool{true}
+	case "limits":
+		servers[0].limits, servers[1].limits = true, true
+		modes = []bool{false}
+		calls, concurrency = 2000, 100
+	default:
+		log.Fatal("the argument is `reporting`, `limits` or none")
+	}
 	fmt.Println("servers", servers[0].start(), servers[1].start())
 	input := bufio.NewScanner(os.Stdin)
 	if !input.Scan() {
 		log.Fatal("the addresses of the agents do not come")
 	}
 	agents := strings.Fields(input.Text())
-	for _, outOfBand := range []bool{false, true} {
+	for _, outOfBand := range modes {
 		conn := client(agents, outOfBand)
 		for range rounds {
 			servers[0].served.Store(0)

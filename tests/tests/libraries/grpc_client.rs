@@ -1,4 +1,5 @@
-//! gRPC's own client for Go with its policy `weighted_round_robin`, fed out of band by agents.
+//! gRPC's own client and servers for Go with agents between them. The client's policy `weighted_round_robin` is fed out of
+//! band by the agents: with what they measure, and with what the servers report of themselves.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::SocketAddr;
@@ -6,13 +7,15 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use prequal_core::orca::backend::Metric;
 use prequal_testbed::handle;
 use probe_agent::Agent;
+use probe_agent::backend_orca::FromBackend;
 use probe_agent::config::AgentConfig;
 
 use crate::tools::go_program;
 
-/// Maximum number of 100 calls that the slow server may get; by chance it would be 50.
+/// Maximum number of 100 calls that the server with the higher utilisation may get; by chance it would be 50.
 const SPARED: u64 = 25;
 
 /// Ends the program when the test ends.
@@ -26,12 +29,13 @@ impl Drop for Running {
 }
 
 /// An agent in front of `server`, which answers streams of load reports.
-fn agent(server: &str) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
+fn agent(server: &str, from_backend: Option<FromBackend>) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
     let upstream: SocketAddr = server.parse()?;
     let mut config = AgentConfig::new(SocketAddr::from(([127, 0, 0, 1], 0)), upstream.into());
     config.orca.streams = 10;
     config.orca.limit = 64.try_into().ok();
     config.orca.window = Duration::from_secs(1);
+    config.orca_from_backend = from_backend;
     let _entered = handle().enter();
     let agent = Agent::bind(config)?;
     let addr = agent.addrs().service.tcp().context("an address")?;
@@ -39,43 +43,86 @@ fn agent(server: &str) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
     Ok((addr, task.abort_handle()))
 }
 
-#[test]
-fn grpc_for_go_spares_the_server_that_agents_report_as_slow() -> Result<()> {
-    let Some(program) = go_program("tests/grpc-go", ".", "grpc-client")? else { return Ok(()) };
-    let child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+/// A round of calls: how many each server got.
+struct Round {
+    out_of_band: bool,
+    fast: u64,
+    slow: u64,
+}
+
+/// Runs the client with `args` on agents of both servers, round by round, until it ends. `enough` says whether to go on to
+/// the next mode. Without Go, no round is run, and the result is false.
+fn rounds(
+    args: &[&str],
+    from_backend: Option<FromBackend>,
+    mut enough: impl FnMut(Round) -> bool,
+) -> Result<bool> {
+    let Some(program) = go_program("tests/grpc-go", ".", "grpc-client")? else { return Ok(false) };
+    let child = Command::new(program).args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
     let mut child = Running(child);
     let mut input = child.0.stdin.take().context("piped")?;
     let mut lines = BufReader::new(child.0.stdout.take().context("piped")?).lines();
     let servers = lines.next().context("the addresses of the servers")??;
-    let agents = servers.split(' ').skip(1).map(agent).collect::<Result<Vec<_>>>()?;
+    let agents = servers.split(' ').skip(1).map(|server| agent(server, from_backend.clone()));
+    let agents = agents.collect::<Result<Vec<_>>>()?;
     let addrs: Vec<String> = agents.iter().map(|(addr, _)| addr.to_string()).collect();
     writeln!(input, "{}", addrs.join(" "))?;
-
-    // Without reports the shares are equal, except in the first rounds, which go to the connection that is ready first.
-    let (mut equal, mut least) = (Vec::new(), 100);
     for line in lines {
         let line = line?;
-        let round: Vec<&str> = line.split(' ').collect();
-        let ["round", out_of_band, fast, slow, failed] = round[..] else {
+        let words: Vec<&str> = line.split(' ').collect();
+        let ["round", out_of_band, fast, slow, failed] = words[..] else {
             anyhow::bail!("not understood: {line}")
         };
         eprintln!("out of band: {out_of_band}, fast {fast}, slow {slow}");
         ensure!(failed == "0", "{failed} calls failed");
-        let slow: u64 = slow.parse()?;
-        let enough = if out_of_band == "true" {
-            least = least.min(slow);
-            least <= SPARED
-        } else {
-            equal.push(slow);
-            equal.len() == 3
-        };
-        writeln!(input, "{}", if enough { "enough" } else { "go on" })?;
-        if enough && out_of_band == "true" {
-            break;
-        }
+        let round = Round { out_of_band: out_of_band == "true", fast: fast.parse()?, slow: slow.parse()? };
+        writeln!(input, "{}", if enough(round) { "enough" } else { "go on" })?;
     }
     agents.iter().for_each(|(_, task)| task.abort());
-    ensure!(equal[1..].iter().all(|slow| (40..=60).contains(slow)), "without reports: {equal:?}");
-    ensure!(least <= SPARED, "with reports the slow server got {least} of 100");
+    Ok(true)
+}
+
+#[test]
+fn grpc_for_go_spares_the_server_that_agents_report_as_slow() -> Result<()> {
+    // Without reports the shares are equal, except in the first rounds, which go to the connection that is ready first.
+    let (mut equal, mut least) = (Vec::new(), 100);
+    let ran = rounds(&[], None, |round| {
+        if round.out_of_band {
+            least = least.min(round.slow);
+            least <= SPARED
+        } else {
+            equal.push(round.slow);
+            equal.len() == 3
+        }
+    })?;
+    if ran {
+        ensure!(equal[1..].iter().all(|slow| (40..=60).contains(slow)), "without reports: {equal:?}");
+        ensure!(least <= SPARED, "with reports the slow server got {least} of 100");
+    }
+    Ok(())
+}
+
+#[test]
+fn grpc_for_go_follows_what_a_server_reports_of_itself() -> Result<()> {
+    // The fast server reports a high utilisation in the trailers of its calls, and the slow one a low one. By the agents' own
+    // measurements it would be the other way round.
+    let mut least = 100;
+    let ran = rounds(&["reporting"], Some(FromBackend(Metric::Utilization)), |round| {
+        least = least.min(round.fast);
+        least <= SPARED
+    })?;
+    ensure!(!ran || least <= SPARED, "the server that reports a high utilisation got {least} of 100");
+    Ok(())
+}
+
+#[test]
+fn grpc_servers_for_go_with_few_streams_and_short_connections_lose_no_call() -> Result<()> {
+    // Ten streams a connection for 50 calls at once, and a GOAWAY on each connection every 0.2 s: `rounds` fails if a call does.
+    let mut done = 0;
+    rounds(&["limits"], None, |round| {
+        assert_eq!(round.fast + round.slow, 2000);
+        done += 1;
+        done == 3
+    })?;
     Ok(())
 }
