@@ -10,8 +10,10 @@ use crate::comparison::Comparison;
 use crate::scenario::Scenario;
 use crate::table;
 
-/// First the rules that rank reported load, then those that use only the Envoy's own requests.
-const RULES: [Arm; 7] = [
+/// Envoy's own policy that uses reports, then the rules that rank reported load, then those that use only the Envoy's own
+/// requests.
+const ARMS: [Arm; 8] = [
+    Arm::Cswrr,
     Arm::Rule("hcl"),
     Arm::Rule("rif_only"),
     Arm::Rule("latency_only"),
@@ -28,7 +30,7 @@ const LEFT_OUT: [&str; 4] = ["p50 ms", "p95 ms", "probes/query", "samples"];
 pub(super) async fn run(length: &Length) -> Result<ExitCode> {
     let seconds = length.seconds(60);
     let shapes = [ingress::scenario(seconds), stall::scenario(seconds)];
-    let compared = |shape| Scenario { arms: RULES.to_vec(), goals: Vec::new(), ..shape };
+    let compared = |shape| Scenario { arms: ARMS.to_vec(), goals: Vec::new(), ..shape };
     let comparisons = measure(length.choose(shapes.map(compared).into())?, length.passes(3), &[1]).await?;
     let code = report("rules", &comparisons, &[1], &length.out)?;
     println!("Both shapes side by side:\n\n{}", side_by_side(&comparisons));
@@ -38,7 +40,7 @@ pub(super) async fn run(length: &Length) -> Result<ExitCode> {
 fn side_by_side(comparisons: &[Comparison]) -> String {
     let mut header = Vec::new();
     let mut rows = Vec::new();
-    for arm in RULES {
+    for arm in ARMS {
         let mut row = vec![arm.label().to_owned()];
         header = vec!["rule".to_owned()];
         for comparison in comparisons {
