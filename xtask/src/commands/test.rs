@@ -2,6 +2,7 @@
 //!
 //! Anything that could not be checked here is listed at the end; in CI it is a failure.
 
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -32,6 +33,10 @@ pub(crate) struct Args {
     /// Run only these steps, in the usual order, for example `--only lint,test`
     #[arg(long, value_enum, value_delimiter = ',', value_name = "STEPS")]
     only: Vec<Step>,
+
+    /// Run only what takes a minute or two after a change: format, circles, clippy and the unit tests, without Envoy
+    #[arg(long, conflicts_with_all = ["only", "matrix", "no_skips"])]
+    fast: bool,
 
     #[command(flatten)]
     wasm: WasmArgs,
@@ -96,6 +101,9 @@ struct Session<'a> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.fast {
+        return fast();
+    }
     let ci = std::env::var("CI").is_ok_and(|value| value == "true");
     let matrix = args.matrix.unwrap_or(if ci { Matrix::Ends } else { Matrix::None });
     let mut session =
@@ -144,6 +152,28 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         bail!("{} skipped; under CI=true or --no-skips that is a failure", session.skipped.len());
     }
     Ok(())
+}
+
+/// The loop of a contributor. It leaves out all that starts a process of the product.
+fn fast() -> Result<()> {
+    let started = Instant::now();
+    progress::headline("format, circles of files, clippy");
+    run::check(run::cargo().args(["fmt", "--all", "--", "--check"]))?;
+    circles::check()?;
+    run::check(&mut clippy())?;
+    progress::headline("unit tests");
+    run::check(run::cargo().args(["test", "--workspace", "--lib", "--bins", "--quiet"]))?;
+    progress::headline(format_args!(
+        "ok in {}; `cargo xtask test` also runs what needs an Envoy, and all other checks",
+        progress::seconds(started.elapsed())
+    ));
+    Ok(())
+}
+
+fn clippy() -> Command {
+    let mut command = run::cargo();
+    command.args(["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]);
+    command
 }
 
 impl Step {
@@ -202,14 +232,7 @@ impl Session<'_> {
     }
 
     fn lint(&mut self) -> Result<()> {
-        run::check(run::cargo().args([
-            "clippy",
-            "--workspace",
-            "--all-targets",
-            "--",
-            "--deny",
-            "warnings",
-        ]))?;
+        run::check(&mut clippy())?;
         // The workspace is built with every feature; the tower layer must also compile alone.
         run::check(
             run::cargo()
