@@ -1,7 +1,8 @@
-//! Cache affinity: what a replica makes of query hints (paper §4, "Sync mode").
+//! Cache affinity: how a replica uses query hints (paper §4, "Sync mode").
 //!
-//! A replica that holds what the query needs reports less load than it has, and so attracts it. Here: which hints
-//! are accepted, which were served lately, and how a report is scaled. Who may do so is the embedder's decision.
+//! A replica that has cached what a query needs reports less load than it has, and so attracts the query. This module
+//! decides which hints are accepted, which were served recently, and how a report is scaled. Whether a replica may
+//! scale its reports is the embedder's decision.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -9,26 +10,26 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::capacity::Capacity;
 use crate::report::LoadReport;
 
-/// Longest accepted hint, bytes.
+/// Maximum length of an accepted hint, bytes.
 pub const MAX_HINT: usize = 64;
 
-/// A hint that may be used: 1 to [`MAX_HINT`] bytes of visible ASCII. Opaque otherwise.
+/// An accepted hint: 1 to [`MAX_HINT`] bytes of visible ASCII, otherwise opaque.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Hint<'a>(&'a str);
 
 impl<'a> Hint<'a> {
-    /// Takes a header's value. `None` if it is empty, too long, or holds anything but visible ASCII.
+    /// Parses a header's value. Returns `None` if it is empty, too long, or contains anything but visible ASCII.
     pub fn parse(value: &'a [u8]) -> Option<Self> {
         let fits = (1..=MAX_HINT).contains(&value.len()) && value.iter().all(u8::is_ascii_graphic);
         std::str::from_utf8(value).ok().filter(|_| fits).map(Self)
     }
 
-    /// As it came.
+    /// Returns the hint as received.
     pub fn as_str(self) -> &'a str {
         self.0
     }
 
-    /// Two hints share a key once in 2^64: then one query goes where it need not.
+    /// Returns the key. Two hints share a key with probability 2^-64; a query may then go to a replica without its data.
     fn key(self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.0.hash(&mut hasher);
@@ -36,25 +37,25 @@ impl<'a> Hint<'a> {
     }
 }
 
-/// The hints served last, each once. The least recently served is forgotten first.
+/// The most recently served hints, each once. The least recently served hint is forgotten first.
 ///
-/// Keeps 64-bit keys instead of hints: about 50 bytes an entry. Every operation is O(log capacity).
+/// Stores 64-bit keys instead of hints, about 50 bytes per entry. Every operation is O(log capacity).
 #[derive(Clone, Debug)]
 pub struct RecentHints {
     capacity: usize,
-    /// When each key was served last, counted in requests.
+    /// Number of the request that last served each key.
     served: BTreeMap<u64, u64>,
     order: BTreeMap<u64, u64>,
     requests: u64,
 }
 
 impl RecentHints {
-    /// Remembers the last `capacity` hints; none with 0.
+    /// Creates a set that remembers the last `capacity` hints; none if 0.
     pub fn new(capacity: usize) -> Self {
         Self { capacity, served: BTreeMap::new(), order: BTreeMap::new(), requests: 0 }
     }
 
-    /// A query with this hint was served.
+    /// Records that a query with this hint was served.
     pub fn serve(&mut self, hint: Hint<'_>) {
         let key = hint.key();
         self.requests = self.requests.wrapping_add(1);
@@ -69,13 +70,13 @@ impl RecentHints {
         }
     }
 
-    /// Whether a query with this hint was served lately.
+    /// Whether a query with this hint was served recently.
     pub fn contains(&self, hint: Hint<'_>) -> bool {
         self.served.contains_key(&hint.key())
     }
 }
 
-/// `report` with RIF and latencies divided by `divisor`, 1 to 2^32 − 1; 0 counts as 1.
+/// Returns `report` with RIF and latencies divided by `divisor`, 1 to 2^32 − 1; 0 counts as 1.
 ///
 /// Rounds up: an idle replica stays idle, and a busy one never looks idle. An unknown latency stays unknown.
 #[must_use]

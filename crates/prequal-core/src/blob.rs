@@ -1,27 +1,27 @@
-//! Blobs: what the workers of an Envoy share, as the bytes that lie in its shared data.
+//! Blobs: state that the workers of an Envoy share, encoded as bytes in its shared data.
 //!
-//! A blob begins with a [`Tag`]. What does not decode is no state: the caller starts anew.
+//! A blob begins with a [`Tag`]. Bytes that do not decode are ignored, and the caller starts anew.
 
 use std::borrow::Cow;
 
 use bytemuck::{Pod, Zeroable};
 
-/// State that workers share. The default is what they start with.
+/// State that workers share. The default is the initial state.
 pub trait Blob: Default {
-    /// What its bytes begin with.
+    /// Tag at the beginning of the encoded bytes.
     const TAG: Tag;
 
-    /// Reads a blob.
+    /// Decodes a blob.
     ///
     /// # Errors
     /// [`BlobError`] for anything that [`Self::encode`] of this version did not write.
     fn decode(bytes: &[u8]) -> Result<Self, BlobError>;
 
-    /// The blob's bytes.
+    /// Encodes the blob.
     fn encode(&self) -> Cow<'_, [u8]>;
 }
 
-/// Which kind of blob, and which version of it.
+/// Kind of a blob, and its version.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct Tag([u8; 6]);
@@ -33,12 +33,12 @@ impl Tag {
         Self([a, b, c, d, e, f])
     }
 
-    /// That of the version after `version` in a build that stands in for another release.
+    /// Returns the tag of the version after `version` in a build that simulates another release.
     pub(crate) const fn of_release(magic: u32, version: u16) -> Self {
         Self::new(magic, if cfg!(feature = "next-blob") { version + 1 } else { version })
     }
 
-    /// The version: part of the key under which the blob lies.
+    /// Version number, which is part of the blob's key.
     pub const fn version(self) -> u16 {
         let [.., e, f] = self.0;
         u16::from_le_bytes([e, f])
@@ -49,10 +49,10 @@ impl Tag {
     }
 }
 
-/// Why a blob was not read.
+/// Reason why a blob was not read.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum BlobError {
-    /// Not the size of this version.
+    /// The size is not that of this version.
     #[error("blob has {got} bytes, this version has {want}")]
     Size {
         /// Bytes found.
@@ -60,15 +60,15 @@ pub enum BlobError {
         /// Bytes expected.
         want: usize,
     },
-    /// Another magic number or version.
+    /// The magic number or the version differs.
     #[error("blob was written by another version")]
     Version,
-    /// A count or rate out of range.
+    /// A count or rate is out of range.
     #[error("blob holds a value out of range")]
     Content,
 }
 
-/// Reads a blob that is the bytes of the value itself; its content is not checked.
+/// Reads a blob whose bytes are those of the value itself. Its content is not checked.
 pub(crate) fn read_plain<B: Blob + Pod>(bytes: &[u8]) -> Result<B, BlobError> {
     if bytes.len() != size_of::<B>() {
         return Err(BlobError::Size { got: bytes.len(), want: size_of::<B>() });

@@ -1,23 +1,24 @@
-//! How fast a replica is, and how much it can serve at once: counted from its requests in flight.
+//! Estimates how fast a replica is, and how much it can serve at once, from its requests in flight.
 //!
-//! While `r` requests are in flight, a replica of base latency **W** and knee **K** finishes them at the rate `min(r, K) / W`:
-//! beyond K more requests only wait. [`Levels`] keeps, for each level `r`, how long it lasted and how many good answers left
-//! it, and how many requests arrived as the `r`-th and what they took. All of it fades with a time constant of
-//! [`FADES_US`]. The fit takes W and K from two likelihoods:
+//! While `r` requests are in flight, a replica of base latency **W** and knee **K** finishes them at the rate
+//! `min(r, K) / W`: beyond K, further requests only wait. [`Levels`] records for each level `r` how long it lasted and
+//! how many good responses left it. It also records how many requests arrived as the `r`-th and how long they took. All
+//! of these fade with a time constant of [`FADES_US`]. The fit takes W and K from two likelihoods:
 //!
-//! - departures are a Poisson process of that rate: ℓ(k) = Σ D\[r\]·ln min(r, k) − N·ln E(k), with E(k) = Σ min(r, k)·T\[r\];
-//! - a request that arrives as the `r`-th takes an exponential time of mean W·max(1, r / K):
-//!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone the first finds knees that are not there where
-//!   service times are constant, because departures then come in lockstep.
+//! - Departures are a Poisson process of that rate: ℓ(k) = Σ D\[r\]·ln min(r, k) − N·ln E(k), with
+//!   E(k) = Σ min(r, k)·T\[r\].
+//! - A request that arrives as the `r`-th takes an exponential time of mean W·max(1, r / K):
+//!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone, the first likelihood finds knees
+//!   that do not exist where service times are constant, because departures then come in lockstep.
 //!
-//! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: that a replica can serve more must be shown. W is
-//! E(K) / N. `docs/adr/0008-predicted-latency.md` has the alternatives with their curves.
+//! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: a higher knee needs evidence. W is E(K) / N.
+//! `docs/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
-//! What the fit is slow to see, single answers show at once (`capacity/recent.rs`): that a replica has become faster, and that requests
-//! beyond its knee do not wait.
+//! Single responses show at once what the fit is slow to see (`capacity/recent.rs`): that a replica has become faster,
+//! and that requests beyond its knee do not wait.
 //!
-//! What is in flight but not at the server (a stream, a request that waits for its client) is no part of the level; the
-//! caller leaves it out ([`crate::tracker`]).
+//! Requests that are in flight but not at the server (a stream, a request that waits for its client) do not count in
+//! the level; the caller leaves them out ([`crate::tracker`]).
 
 use crate::time::{MAX_LATENCY_US, Micros};
 
@@ -25,54 +26,55 @@ mod recent;
 
 use recent::{Beyond, FastRun};
 
-/// Highest knee that is told apart; more in flight count as this many.
+/// Highest knee that is distinguished; more requests in flight count as this many.
 pub const MAX_KNEE: u16 = 512;
-/// Time constant of what is counted, microseconds. Half of it is noisier, twice as much finds a healed replica later.
+/// Time constant of the counts, microseconds. Half of it is noisier; twice as much detects a recovered replica later.
 pub const FADES_US: f64 = 6e6;
 /// Log-likelihood by which a higher knee must be better.
 const DOUBT: f64 = 0.5;
-/// Departures below which the last fit stands.
+/// Number of departures below which the last fit is kept.
 const LEAST: f64 = 0.5;
-/// The fit is renewed at most this often, microseconds.
+/// Minimum time between fits, microseconds.
 const FIT_EVERY_US: u64 = 10_000;
-/// A good answer renews a fit that is older than this, microseconds.
+/// Age beyond which a good response renews the fit, microseconds.
 const FIT_AT_LEAST_US: u64 = 3_000_000;
-/// Departures are a burst if no more than this part of what the later one took lies between them.
+/// Departures are a burst if the time between them is at most 1/`TOGETHER` of the later one's latency.
 const TOGETHER: u32 = 128;
-/// Longest stretch without an event that is credited, microseconds: a step of the clock is no service time.
+/// Maximum time without an event that is credited to a level, microseconds; a clock step is not service time.
 const LONGEST_US: u64 = 60_000_000;
-/// Weights are scaled back when the present weighs this much.
+/// Weight of the present at which the weights are scaled back.
 const HEAVY: f64 = 1e12;
-/// Stands in for the time of requests that took none.
+/// Replaces the time of requests that took none.
 const TINY: f64 = 1e-9;
-/// A step back of the clock by more than this is one, microseconds; less is an update that comes late.
+/// Backward jump of the clock beyond which it counts as a step, microseconds; a smaller one is a late update.
 const STEP_US: u64 = 1_000_000;
 
 /// Base latency and knee of a replica.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Capacity {
-    /// What a request takes while nothing waits, microseconds, 1 to [`MAX_LATENCY_US`].
+    /// Latency of a request while nothing waits, microseconds, 1 to [`MAX_LATENCY_US`].
     pub base_us: u32,
-    /// Requests in flight beyond which more only wait, at least 1.
+    /// Number of requests in flight beyond which more only wait, at least 1.
     pub knee: u16,
-    /// The replica has shown no saturation: its knee may be higher than that.
+    /// Whether the replica has shown no saturation, so that its knee may be higher.
     pub open: bool,
 }
 
 impl Capacity {
-    /// Of a replica that reports a latency alone: it holds for one request more than are in flight, and then grows.
+    /// Returns the capacity of a replica that reports only a latency. The latency holds up to one request more than are
+    /// in flight, and grows beyond.
     pub fn at_face_value(latency_us: u32, rif: u32) -> Self {
         let knee = u16::try_from(rif.saturating_add(1)).unwrap_or(u16::MAX);
         Self { base_us: latency_us.max(1), knee, open: false }
     }
 
-    /// What a request may expect that finds `rif` in flight, microseconds.
+    /// Returns the expected latency of a request that finds `rif` in flight, microseconds.
     pub fn latency_us(self, rif: u32) -> u32 {
         (f64::from(self.base_us) * self.crowding(rif)).min(f64::from(MAX_LATENCY_US)) as u32
     }
 
-    /// What such a request costs, itself and those that come after it. The square is the marginal cost: a newcomer delays
-    /// others as they delay it.
+    /// Returns the cost of such a request, for itself and for those that come after it. The square is the marginal
+    /// cost: a new request delays others as they delay it.
     pub fn cost(self, rif: u32) -> f32 {
         let crowding = self.crowding(rif);
         (f64::from(self.base_us) * crowding * crowding) as f32
@@ -80,40 +82,40 @@ impl Capacity {
 
     fn crowding(self, rif: u32) -> f64 {
         let crowding = (f64::from(rif) + 1.0) / f64::from(self.knee.max(1));
-        // `max` would be a call in wasm.
+        // `max` would be a function call in wasm.
         if crowding > 1.0 { crowding } else { 1.0 }
     }
 }
 
-/// One level: sums that fade.
+/// Fading sums for one level.
 #[derive(Clone, Copy, Debug, Default)]
 struct Row {
-    /// Time spent with so many in flight.
+    /// Time spent with this many requests in flight.
     time: f64,
-    /// Good answers that left while so many, themselves included, were in flight.
+    /// Good responses that left while this many requests were in flight, themselves included.
     left: f64,
-    /// Good answers to requests that arrived as this many-th, and what they took.
+    /// Good responses to requests that brought the level to this many on arrival, and the time they took.
     met: f64,
     took: f64,
 }
 
-/// What has been counted at each level, and the fit to it.
+/// Counts at each level, and the fit to them.
 #[derive(Debug)]
 pub struct Levels {
-    /// Level 1 first; as many as were ever reached.
+    /// One row per level, from level 1 upwards.
     rows: Vec<Row>,
     /// Natural logarithm of each level.
     logs: Vec<f64>,
-    /// Scores and E(k) of the last fit: kept so that fitting does not allocate.
+    /// Scores and E(k) of the last fit, kept so that fitting does not allocate.
     scores: Vec<(f64, f64)>,
-    /// When the last good answer left, and at which level the burst began that it belongs to.
+    /// When the last good response left, and at which level its burst began.
     burst: (Micros, u32),
-    /// How many are in flight, since when; `None` before the first update.
+    /// Number of requests in flight, and since when; `None` before the first update.
     level: u32,
     since: Option<Micros>,
-    /// When the weight was 1.
+    /// Time at which the weight was 1.
     origin: Micros,
-    /// The latest time heard of.
+    /// Latest time seen.
     latest: Micros,
     fitted_at: Option<Micros>,
     fit: Option<Capacity>,
@@ -128,7 +130,7 @@ impl Default for Levels {
 }
 
 impl Levels {
-    /// An idle replica of which nothing is known.
+    /// Creates the counts of an idle replica of which nothing is known.
     pub fn new() -> Self {
         Self {
             rows: Vec::new(),
@@ -146,20 +148,21 @@ impl Levels {
         }
     }
 
-    /// Requests in flight at the server, as far as is known.
+    /// Returns the number of requests in flight at the server, as far as is known.
     pub fn level(&self) -> u32 {
         self.level
     }
 
-    /// The level was `before` and is `after` from now on. The time since the last update is credited to the level of
-    /// then, or in equal parts to those between it and `before` where others have changed it unheard.
+    /// Changes the level from `before` to `after`. The time since the last update is credited to the level at that
+    /// update. If other workers have changed the level unnoticed, it is credited in equal parts to the levels from that
+    /// one to `before`.
     pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
         let weight = self.weight(now);
         let elapsed = self.elapsed(now) * weight;
         if elapsed > 0.0 {
             let (low, high) = (self.level.min(before), self.level.max(before));
             let share = elapsed / f64::from(high - low + 1);
-            // Levels beyond the highest that is told apart have one row.
+            // The levels from `MAX_KNEE` upwards share one row.
             let most = u32::from(MAX_KNEE);
             for level in low..=high.min(most) {
                 let times = if level == most { f64::from(high - most.max(low) + 1) } else { 1.0 };
@@ -172,16 +175,16 @@ impl Levels {
         (self.level, self.since) = (after, Some(now));
     }
 
-    /// Another worker's request arrived at `at`, or left then: [`Self::moved`], unless the update comes late. Then it
-    /// changes nothing: what was heard since knew of it.
+    /// Records that another worker's request arrived or left at `at`: as [`Self::moved`], unless the update is late. A
+    /// late update changes nothing, because later updates already include it.
     pub fn heard(&mut self, at: Micros, before: u32, after: u32) {
         if self.since.is_none_or(|since| at >= since) {
             self.moved(at, before, after);
         }
     }
 
-    /// A good answer left while `level` requests were in flight, itself included. It had arrived as the `arrived_as`-th and
-    /// took `latency_us`.
+    /// Counts a good response that left while `level` requests were in flight, itself included. It had arrived as the
+    /// `arrived_as`-th and took `latency_us`.
     pub fn served(&mut self, now: Micros, level: u32, arrived_as: u32, latency_us: u32) {
         if let Some(fit) = self.fit {
             self.beyond.answered(now, fit, arrived_as, latency_us);
@@ -197,13 +200,13 @@ impl Levels {
             row.met += weight;
             row.took += f64::from(latency_us) * weight;
         });
-        // Where answers are rare none would be recent enough when the next report is due.
+        // Where responses are rare, none would be recent enough when the next report is due.
         if self.fitted_at.is_none_or(|at| now.distance(at) > FIT_AT_LEAST_US) {
             self.capacity(now, false);
         }
     }
 
-    /// Forgets all but the run of fast answers, which count as if each had been alone.
+    /// Forgets everything except the run of fast responses, which count as if each request had been alone.
     fn start_anew(&mut self, now: Micros) {
         let (answers, took) = self.run.take();
         self.rows.clear();
@@ -213,8 +216,8 @@ impl Levels {
         self.fitted_at = None;
     }
 
-    /// The level at which a burst of departures began. Requests that came together leave together where service times are
-    /// equal: that the later of them leave at lower levels says nothing of those.
+    /// Returns the level at which a burst of departures began. Requests that arrive together leave together if their
+    /// service times are equal. That the later ones leave at lower levels says nothing about those levels.
     fn level_of_burst(&mut self, now: Micros, level: u32, together: u64) -> u32 {
         let (last, began_at) = self.burst;
         let level = if now.distance(last) <= together && level < began_at { began_at } else { level };
@@ -222,14 +225,14 @@ impl Levels {
         level
     }
 
-    /// Goes on at `now` without crediting what lies before: updates of it were lost.
+    /// Continues at `now` without crediting the time before, because updates of that time were lost.
     pub fn resume(&mut self, now: Micros) {
         self.since = self.since.max(Some(now));
     }
 
-    /// Base latency and knee, with the running stretch counted. `None` until a good answer has left. While too few have left
-    /// lately the last fit stands. `leaving`: one that is about to leave counts as if it had, lest its time count without its
-    /// end.
+    /// Returns base latency and knee, including the time since the last event; `None` until a good response has left.
+    /// While too few have left recently, the last fit is kept. With `leaving`, a request that is about to leave counts as
+    /// departed; otherwise its time would count without its end.
     pub fn capacity(&mut self, now: Micros, leaving: bool) -> Option<Capacity> {
         let fresh = self.fitted_at.is_some_and(|at| now.distance(at) < FIT_EVERY_US);
         if !fresh || (leaving && self.fit.is_none()) {
@@ -243,11 +246,11 @@ impl Levels {
         self.fit
     }
 
-    /// The fit where the present weighs `weight`, and `running` is to be added to the current level.
+    /// Fits with `weight` as the weight of the present, and with `running` added to the current level.
     fn fitted(&mut self, weight: f64, running: Row) -> Option<Capacity> {
         let current = (self.level as usize).min(self.rows.len());
         let mut all = Row::default();
-        // Of the levels not looked at yet: Σ n·ln r and Σ S / r.
+        // Σ n·ln r and Σ S / r over the levels not visited yet.
         let (mut log_met, mut took_each) = (0.0, 0.0);
         for (index, (row, log)) in self.rows.iter().zip(&self.logs).enumerate() {
             all.time += row.time;
@@ -270,16 +273,16 @@ impl Levels {
         self.scores.clear();
         for (index, (row, log)) in self.rows.iter().zip(&self.logs).enumerate() {
             let k = (index + 1) as f64;
-            // `time` and `left` are of this level and those above it, `met` of those above it.
+            // `time` and `left` cover this level and those above it, `met` only those above it.
             effort += time;
             gain += (log - last_log) * left;
             took += row.took;
             met -= row.met;
             log_met -= row.met * log;
             took_each -= row.took / k;
-            // Rounding may leave a little less than nothing above the highest level.
+            // Rounding may leave slightly negative sums above the highest level.
             let each = (took + k * took_each).max(TINY) / all.met.max(TINY);
-            // N·ln E and N·ln of the mean in one; those that are about to leave are not worth a second logarithm.
+            // One logarithm serves N·ln E and N·ln of the mean. A second one for requests about to leave is not worth it.
             let score = (gain + met * log - log_met - all.left * (effort * each).max(TINY).ln()) / weight;
             best = if score > best { score } else { best };
             self.scores.push((score, effort));
@@ -296,15 +299,15 @@ impl Levels {
         Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest) })
     }
 
-    /// How long the level has lasted, microseconds.
+    /// Time that the level has lasted, microseconds.
     fn elapsed(&self, now: Micros) -> f64 {
         self.since.map_or(0, |since| now.saturating_since(since).min(LONGEST_US)) as f64
     }
 
-    /// What an event now weighs; the past weighs less and less beside it.
+    /// Returns the weight of an event now; past events weigh less and less in comparison.
     fn weight(&mut self, now: Micros) -> f64 {
         if now < self.latest && now.distance(self.latest) > STEP_US {
-            // After a step back the past is as old as it was.
+            // After a step back, past events keep their age.
             let stepped = now.distance(self.latest);
             self.origin = Micros(self.origin.0.saturating_sub(stepped));
             self.since = self.since.map(|_| now);
@@ -321,7 +324,7 @@ impl Levels {
                 *sum /= weight;
             }
         }
-        // Levels of which nothing is left cost time at every fit.
+        // Drops empty levels at the top, which would cost time at every fit.
         let used = self.rows.iter().rposition(|row| row.time > 1.0 || row.left > 1e-6 || row.met > 1e-6);
         let used = used.map_or(0, |index| index + 1);
         self.rows.truncate(used);

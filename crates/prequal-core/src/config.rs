@@ -1,7 +1,7 @@
-//! Settings of the filter: JSON text in, values that cannot be invalid out, every problem reported at once.
+//! Settings of the filter: turns JSON text into values that are always valid, and reports every problem at once.
 //!
-//! The keys of a cluster may also stand at the top level, where they are defaults for all clusters. The other role has keys of
-//! its own.
+//! The keys of a cluster are also allowed at the top level, where they are defaults for all clusters. The inbound role
+//! has its own keys.
 
 use serde_json::{Map, Value};
 
@@ -26,16 +26,16 @@ pub use inbound::{InboundConfig, InboundOrca, Serving};
 pub use keys::{KEYS, Key, Place, Values};
 pub use profile::Profile;
 
-/// Longest accepted configuration, bytes.
+/// Maximum length of a configuration, bytes.
 pub const MAX_CONFIG: usize = 512 * 1024;
-/// Most clusters in one configuration.
+/// Maximum number of clusters in one configuration.
 pub const MAX_CLUSTERS: usize = 256;
-/// Longest name of a cluster, bytes.
+/// Maximum length of a cluster's name, bytes.
 const MAX_NAME: usize = 256;
-/// Most routes with a mode of their own.
+/// Maximum number of routes with their own mode.
 const MAX_ROUTES: usize = 256;
 
-/// The whole configuration of one filter, by its `role`.
+/// Configuration of one filter, by its `role`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Config {
     /// At the client's Envoy: picks replicas (default).
@@ -47,9 +47,9 @@ pub enum Config {
 /// Settings of the outbound role.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FilterConfig {
-    /// Which stock part of Envoy honours the choice.
+    /// Part of stock Envoy that honours the choice.
     pub shim: Shim,
-    /// One entry per upstream cluster, at least one, names distinct.
+    /// One entry per upstream cluster; at least one, with distinct names.
     pub clusters: Vec<ClusterConfig>,
 }
 
@@ -70,28 +70,28 @@ const HOT: &[(&str, HotRule)] = &[("gt", HotRule::Gt), ("ge", HotRule::Ge)];
 /// Settings of one upstream cluster.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ClusterConfig {
-    /// The serving cluster's name in Envoy.
+    /// Name of the serving cluster in Envoy.
     pub cluster: String,
-    /// The cluster over the same endpoints through which probes are sent.
+    /// Name of the cluster over the same endpoints through which probes are sent.
     pub probe_cluster: String,
-    /// The pool's settings.
+    /// Settings of the pool.
     pub pool: PoolSettings,
-    /// The probes' settings.
+    /// Settings of the probes.
     pub probe: ProbeSettings,
     /// How a request finds its replica.
     pub choice: ChoiceSettings,
-    /// Replicas named by hand, for static fleets and tests. Empty: learned.
+    /// Replicas listed by hand, for static fleets and tests. If empty, replicas are learned.
     pub endpoints: Vec<Endpoint>,
 }
 
 /// How probes are sent and which reports count.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProbeSettings {
-    /// A probe not answered by then has failed, milliseconds, 1 to 10 000. Envoy's timers are off by up to 4.
+    /// Time after which an unanswered probe has failed, milliseconds, 1 to 10 000. Envoy's timers add up to 4.
     pub timeout_ms: u64,
-    /// Without a request for this long one worker probes, milliseconds, 0 (off) to 3 600 000.
+    /// Time without a request after which one worker probes, milliseconds, 0 (off) to 3 600 000.
     pub idle_interval_ms: u32,
-    /// Whether reports on responses count. Then probes pass over replicas heard of lately, as the chosen ones are.
+    /// Whether reports on responses count. If so, probes skip replicas heard from recently, such as those just chosen.
     pub piggyback: bool,
 }
 
@@ -99,7 +99,7 @@ impl Config {
     /// Parses and checks the configuration.
     ///
     /// # Errors
-    /// Every problem found, each naming its field and range.
+    /// Every problem found, each with its field and range.
     pub fn parse(text: &str) -> Result<Self, ConfigErrors> {
         let mut errors = ConfigErrors(Vec::new());
         if text.len() > MAX_CONFIG {
@@ -135,7 +135,7 @@ impl FilterConfig {
         let shim = top.choice("shim", SHIMS).unwrap_or(Shim::StatefulSession);
         let defaults = top.settings(&profile.settings());
         let of_profile = |profile: Profile| {
-            // What is wrong here has been reported above.
+            // Problems here have been reported above.
             let mut ignored = ConfigErrors(Vec::new());
             Fields { object: root, path: String::new(), errors: &mut ignored }.settings(&profile.settings())
         };
@@ -171,10 +171,10 @@ impl FilterConfig {
     }
 }
 
-/// Keys that stand in a cluster or, as defaults, at the top level, beside [`POOL_KEYS`].
+/// Keys allowed in a cluster or, as defaults, at the top level, in addition to [`POOL_KEYS`].
 const SETTING_KEYS: &[&str] = &["q_rif", "hot", "discovery_interval_ms"];
 
-/// Those that only rules with a probe pool listen to.
+/// Keys allowed in the same places that have an effect only with rules that use a probe pool.
 const POOL_KEYS: &[&str] = &[
     "pool_size",
     "max_age_ms",
@@ -197,12 +197,12 @@ const POOL_KEYS: &[&str] = &[
     "piggyback",
 ];
 
-/// Keys of the outbound role at the top level, beside `role`.
+/// Keys of the outbound role at the top level, in addition to `role`.
 fn outbound_keys() -> Vec<&'static str> {
     [&["clusters", "shim", "profile"], SETTING_KEYS, POOL_KEYS, choice::KEYS].concat()
 }
 
-/// The settings that stand in a cluster or, as defaults, at the top level.
+/// Settings allowed in a cluster or, as defaults, at the top level.
 #[derive(Clone)]
 struct Settings {
     pool: PoolSettings,
@@ -280,7 +280,7 @@ impl Fields<'_> {
         self.sync_without_probes(&choice);
         choice.rule.apply(&mut pool);
         let endpoints = self.endpoints();
-        // Both are read before giving up, so that both are reported.
+        // Both are read before returning, so that problems of both are reported.
         let (cluster, probe_cluster) = (self.name("cluster"), self.name("probe_cluster"));
         Some(ClusterConfig {
             cluster: cluster?,
@@ -476,7 +476,7 @@ mod tests {
         }
         let rule = r#""profile":"inference","mode":"async","rule":"zuul_choice_of_two","max_in_flight":7"#;
         assert_eq!(only(&with(rule)).choice.rule, Rule::Zuul { max_in_flight: 7 });
-        // What the top level says outweighs the profile of a cluster.
+        // A setting at the top level overrides the profile of a cluster.
         let cluster = only(
             r#"{"max_age_ms":99,"clusters":[{"cluster":"a","probe_cluster":"b","profile":"inference"}]}"#,
         );
@@ -551,7 +551,7 @@ mod tests {
         assert!(errors(twice)[0].contains("twice"));
     }
 
-    /// Any JSON, of which what a key may take is a likely part.
+    /// Arbitrary JSON, with a bias toward values that a key accepts.
     fn json_value() -> impl Strategy<Value = Value> {
         let number = prop_oneof![
             (-2i64..100).prop_map(Value::from),
@@ -586,7 +586,7 @@ mod tests {
             let _ = Config::parse(&text);
         }
 
-        /// It is refused with a field's name, or read as something that can be written out and read again.
+        /// The configuration is refused with a field's name, or it can be written out and read again.
         #[test]
         fn no_value_of_a_key_panics(
             settings in proptest::collection::vec((proptest::sample::select(KEYS), any::<bool>(), json_value()), 1..4),

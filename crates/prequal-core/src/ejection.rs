@@ -1,34 +1,36 @@
-//! The ejection table: replicas that no pick may choose for a while, and what readmits them.
+//! The ejection table: replicas that no pick may choose for a while, and how they are readmitted.
 //!
-//! [`EjectionTable`] is a blob of its own beside the pool's, shared by the workers of an Envoy. It outlives pool
-//! entries. Its bytes are no more than what it holds, and with hundreds of replicas those are many: each worker keeps a copy,
-//! and reads it anew only once the pool follows another version ([`crate::pool::PoolState::follows`]), or where it has
-//! something to tell. What one worker sees of its own requests is in [`flights`].
+//! [`EjectionTable`] is a separate blob beside the pool's, shared by the workers of an Envoy. It outlives pool entries. It
+//! encodes only the records that it holds, but with hundreds of replicas those are many bytes. Each worker therefore keeps a
+//! copy, and rereads the blob only when the pool follows another version ([`crate::pool::PoolState::follows`]) or when the
+//! worker has an event to record. [`flights`] tracks one worker's own requests.
 //!
 //! A replica is **ejected** for one of these [`Reason`]s:
 //!
-//! - *failing*: of the requests that this Envoy sent there lately (the last [`MEMORY`], fading over 10 s) at least
-//!   [`EjectionSettings::failure_share`] more failed than at the others, and at least two. A share, not a run of
-//!   failures: a replica that fails every third request hardly ever fails five in a row. One failure in a thousand
-//!   never gets there.
-//! - *reported*: the replica says so itself, and the others do not. It hurts only itself if it lies.
-//! - *unresponsive*: a request has waited for longer than any should, and nothing sent after it has been answered.
+//! - *failing*: of the requests that this Envoy sent there recently (the last [`MEMORY`], fading over 10 s), the share that
+//!   failed exceeds that of the others by at least [`EjectionSettings::failure_share`], and at least two failed. The rule
+//!   uses a share, not a run of failures: a replica that fails every third request hardly ever fails five in a row. One
+//!   failure in a thousand never ejects a replica.
+//! - *reported*: the replica itself reports failures, and the others do not. A replica that lies about this hurts only
+//!   itself.
+//! - *unresponsive*: a request has waited longer than any should, and no request sent after it has been answered.
 //!
-//! **Trials** let it back: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard of (by
-//! a probe) since the last. One that came back only a little late starts that over, once; one that came back late from a
-//! replica that reports itself as slow as that goes on to 8 s at once. An unresponsive replica is back after
-//! one answer in time, of a trial or of a request from before; a failing one after [`STREAK`] trials in a row, which follow
-//! each other quickly (half-failing replicas pass a single trial every other time), and once it does not report failures
-//! either. A replica that is back after it was unresponsive is **vouched** for: for 15 s its latency is what this
-//! client sees if that is less than what it reports, which still includes that time.
+//! **Trials** readmit a replica: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard
+//! from (by a probe) since the last trial. A trial that was answered only a little late restarts this back-off, once. If a
+//! trial is answered late by a replica that reports such a latency, the back-off becomes 8 s at once. An unresponsive replica
+//! is readmitted after one answer in time, to a trial or to an earlier request. A failing replica is readmitted after
+//! [`STREAK`] successful trials in a row, once it also reports no failures. These trials follow each other quickly. A single
+//! one would not do: a replica that fails half of its requests passes every other trial. A readmitted replica is usually
+//! **vouched** for: for 15 s, the latency that this client sees replaces the reported one if it is lower, because the reported
+//! one still includes the time before.
 //!
-//! **The others** stand for what is no replica's own fault, such as a dependency that all of them share: the *median* of
-//! their shares of failures, so that up to half of the fleet can be bad without excusing each other. Only those of which
-//! there is evidence of the last 10 s count, and where they fail as well, more must have failed than chance would have.
-//! A replica that turns out to fail like the others is back at its next report.
+//! **The others** show which failures are not a replica's own fault, such as those of a dependency that all replicas share.
+//! The rule takes the *median* of their shares of failures, so that up to half of the fleet can be bad without excusing each
+//! other. Only replicas with evidence from the last 10 s count. If the others fail as well, a replica must have failed more
+//! requests than chance explains. A replica that turns out to fail like the others is readmitted at its next report.
 //!
-//! **Panic**: when more than half of the fleet would be ejected, nobody is. Then it is not the replicas, or there is
-//! nowhere else to go.
+//! **Panic**: when more than half of the fleet would be ejected, no replica is. The replicas are then not the cause, or there
+//! is nowhere else to go.
 
 use std::borrow::Cow;
 use std::mem;
@@ -45,36 +47,35 @@ use crate::time::{Micros, Stamp};
 
 pub mod flights;
 
-/// Most replicas in the table: all of a fleet of a thousand. What a larger fleet loses is counted
+/// Maximum number of replicas in the table: a whole fleet of a thousand. Records that a larger fleet loses are counted
 /// ([`EjectionTable::take_lost`]).
 pub const MAX_EJECTIONS: usize = 1024;
-/// Requests that the share of failures looks back on.
+/// Number of recent requests that the share of failures covers.
 pub const MEMORY: f32 = 32.0;
-/// Trials in a row that let a failing replica back in.
+/// Number of successful trials in a row that readmit a failing replica.
 pub const STREAK: u8 = 5;
 
 /// Checked settings; ranges are those of [`crate::config`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EjectionSettings {
-    /// Share of failed requests, beyond that of the others, from which on a replica is ejected, 0.02 to 1; 0: never.
+    /// Share of failed requests, beyond that of the others, at which a replica is ejected, 0.02 to 1; 0: never.
     pub failure_share: f64,
-    /// A request that has waited this many times as long as nine in ten do, and longer than 99 in 100, is a sign of an
-    /// unresponsive replica, 1 to 100; 0: never.
+    /// A request that has waited this many times the 90th percentile of response times, and longer than the 99th, is a sign
+    /// of an unresponsive replica, 1 to 100; 0: never.
     pub wait_factor: f64,
 }
 
 impl EjectionSettings {
-    /// Neither rule.
+    /// Both rules off.
     pub const OFF: Self = Self { failure_share: 0.0, wait_factor: 0.0 };
 
-    /// Whether a replica that reports this share of failures, per mille, is ejected for it while the others report
-    /// none.
+    /// Whether a replica that reports this share of failures, per mille, is ejected for it while the others report none.
     pub fn believes(&self, failing: u16) -> bool {
         let least = f64::from(MIN_REPORTED).max(self.failure_share * 1000.0);
         self.failure_share > 0.0 && f64::from(failing) >= least
     }
 
-    /// Whether it is ejected while the others report a share of `others`. That may be of few requests.
+    /// Whether the replica is ejected while the others report a share of `others`. The shares may cover few requests.
     fn believes_beside(&self, failing: u16, others: u16) -> bool {
         let [failed, expected] = [failing, others].map(|share| f32::from(share) / 1000.0 * REPORTED_TOTAL);
         self.believes(failing.saturating_sub(others)) && stands_out(failed, REPORTED_TOTAL, expected, 0.0)
@@ -86,94 +87,94 @@ impl EjectionSettings {
     }
 }
 
-/// Why a replica is ejected.
+/// Reason for an ejection.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Reason {
-    /// Too many of our requests fail there.
+    /// Too many of this Envoy's requests to it fail.
     Failing,
-    /// It reports that too many of its requests fail.
+    /// The replica reports that too many of its requests fail.
     Reported,
-    /// It does not answer.
+    /// The replica does not answer.
     Unresponsive,
 }
 
-/// What a request, or its absence of an answer, tells of a replica.
+/// Evidence about a replica from a request, or from its missing answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
-    /// A failure of the replica's making: 5xx, gRPC error, reset, refused, timed out. `requests` were sent there by this
-    /// worker since its last failure, faded as [`flights`] does.
+    /// A failure caused by the replica: 5xx, gRPC error, reset, refused, timed out. `requests` are those that this worker
+    /// sent there since its last failure, faded as in [`flights`].
     Failed {
-        /// Good requests since.
+        /// Number of successful requests since the last failure.
         requests: f32,
-        /// Other replicas that have answered this worker lately, without a failure.
+        /// Number of other replicas that have recently answered this worker, without a failure.
         well: u32,
-        /// The request was a trial.
+        /// Whether the request was a trial.
         trial: bool,
     },
-    /// A request is overdue, and nothing sent after it was answered.
+    /// A request is overdue, and no request sent after it was answered.
     Unresponsive {
-        /// The request was a trial.
+        /// Whether the request is a trial.
         trial: bool,
-        /// The replica had reported an ordinary latency until then.
+        /// Whether the replica had reported an ordinary latency until then.
         ordinary: bool,
     },
     /// An answer.
     Answered {
-        /// From request to answer, microseconds.
+        /// Time from request to answer, microseconds.
         latency_us: u32,
-        /// Within its limit.
+        /// Comparison of the latency with its limit.
         in_time: Timing,
-        /// The request was a trial.
+        /// Whether the request was a trial.
         trial: bool,
     },
 }
 
-/// How an answer compares with its limit.
+/// Comparison of an answer's latency with its limit.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Timing {
-    /// Within it.
+    /// Within the limit.
     InTime,
-    /// Within twice the limit: bad luck, perhaps.
+    /// Within twice the limit, perhaps by bad luck.
     Narrow,
-    /// Later.
+    /// Later than twice the limit.
     Late,
-    /// Later, and no surprise: the replica reports such a latency itself.
+    /// Later than twice the limit, but expected: the replica reports such a latency itself.
     Slow,
 }
 
-/// What became of an event, for metrics.
+/// Result of an event, for metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Change {
-    /// Nothing that others need to know: the blob need not be written.
+    /// Nothing that other workers need to know; the blob need not be written.
     None,
     /// Counts have changed.
     Noted,
     /// The replica is ejected from now on.
     Ejected(Reason),
-    /// The replica is back.
+    /// The replica is readmitted.
     Returned(Reason),
 }
 
-/// A request that shows whether a replica is well again.
+/// A request that tests whether an ejected replica has recovered.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Trial {
-    /// Whom it goes to.
+    /// The replica that gets the request.
     pub replica: Endpoint,
-    /// Its placement when it was last heard of.
+    /// Its placement when it was last heard from.
     pub placement: Placement,
 }
 
-/// The table of one upstream cluster.
+/// Ejection table of one upstream cluster.
 #[derive(Default)]
 pub struct EjectionTable {
-    /// Replicas known: decides when too many are ejected.
+    /// Number of replicas in use; decides when too many are ejected.
     members: u32,
-    /// Those that were well beside the one that failed last, to the worker that told.
+    /// Number of healthy replicas beside the one that failed last, as seen by the worker that recorded the failure.
     well: u32,
     version: u32,
-    /// In the order of their endpoints.
+    /// Sorted by endpoint.
     records: Vec<Record>,
-    /// No part of the blob.
+    /// Not part of the blob.
     lost: u32,
 }
 
@@ -195,28 +196,28 @@ struct Record {
     failed: f32,
     total: f32,
     updated: Stamp,
-    /// When it was ejected, or the last trial was sent or failed.
+    /// Time of the last ejection or readmission, or when the last trial was sent or ended.
     since: Stamp,
     backoff_ms: u32,
-    /// When it was vouched for, and the latency seen since.
+    /// Time since which the replica is vouched for, and the latency seen since, microseconds.
     vouched_at: Stamp,
     vouched_us: u32,
     heard_at: Stamp,
-    /// Of its [`Placement`].
+    /// From its [`Placement`].
     sampled: u32,
     weight: u16,
-    /// 0: in; else a [`Reason`].
+    /// 0: not ejected; otherwise a [`Reason`].
     reason: u8,
     streak: u8,
-    /// 1 once heard of since the last trial.
+    /// 1 once heard from since the last trial.
     heard: u8,
     /// 1 while vouched for.
     vouched: u8,
-    /// The share of failures that it reported last, beyond that of the others, per mille.
+    /// The share of failures that it last reported, beyond that of the others, per mille.
     reported: u16,
-    /// 1: vouch for it when it is back.
+    /// 1: vouch for the replica when it is readmitted.
     vouch: u8,
-    /// 1 until a trial has failed narrowly.
+    /// 1 while a narrowly late trial may still restart the back-off.
     chance: u8,
     padding: [u8; 2],
 }
@@ -247,7 +248,7 @@ impl Record {
         self.heard == 1 && now.distance_ms(self.heard_at) < HEARD_EVERY_MS
     }
 
-    /// Brings the counts up to `now`. Those of an ejected replica stand still but for its trials.
+    /// Fades the counts up to `now`. The counts of an ejected replica do not fade.
     fn fade(&mut self, now: Stamp) {
         let keep = fading(now.distance_ms(self.updated));
         self.failed *= keep;
@@ -265,7 +266,7 @@ impl Record {
     }
 
     fn eject(&mut self, reason: Reason, vouch: bool, now: Stamp) -> Change {
-        // Who fails again soon goes on with the back-off where it was. One that did not answer may have paused.
+        // A relapse resumes the previous back-off. An unresponsive replica may only have paused.
         let relapsed = reason != Reason::Unresponsive && now.distance_ms(self.since) < VOUCHED_MS;
         let backoff_ms = if relapsed { self.backoff_ms.saturating_mul(2) } else { 0 };
         self.backoff_ms = backoff_ms.clamp(MIN_BACKOFF_MS, MAX_BACKOFF_MS);
@@ -288,7 +289,7 @@ impl Record {
         (self.since, self.streak, self.heard) = (now, 0, 0);
     }
 
-    /// After failures: enough trials in a row went well, and the replica agrees.
+    /// Readmits a failing replica after enough successful trials in a row, if the replica agrees.
     fn readmit_if_well(&mut self, settings: &EjectionSettings, now: Stamp) -> Change {
         if self.streak >= STREAK && self.agrees(settings) { self.readmit(now) } else { Change::Noted }
     }
@@ -301,25 +302,26 @@ impl Record {
         Change::Returned(reason)
     }
 
-    /// Trials of a streak follow each other quickly, unless the replica itself says that it still fails.
+    /// Time between trials, milliseconds. Trials of a streak follow each other quickly, unless the replica reports that it
+    /// still fails.
     fn wait_ms(&self, settings: &EjectionSettings) -> u32 {
         if self.streak > 0 && self.agrees(settings) { STREAK_GAP_MS } else { self.backoff_ms }
     }
 
-    /// The replica does not report more failures than the others.
+    /// Whether the replica reports no more failures than the others.
     fn agrees(&self, settings: &EjectionSettings) -> bool {
         settings.forgives(self.reported)
     }
 
-    /// It fails more of its requests than the others do.
+    /// Whether the replica fails more of its requests than the others do.
     fn stands_out(&self, beside: Others, settings: &EjectionSettings) -> bool {
         let share = settings.failure_share as f32;
-        // Few others are a guess.
+        // The fewer the others, the less certain their median.
         let usual = beside.share * (1.0 + (beside.count.max(1) as f32).sqrt().recip());
         stands_out(self.failed, self.total, self.total * usual, share)
     }
 
-    /// Its share of failures while that is recent. Few requests make none of 1.
+    /// Returns the replica's share of failures while that is recent. Few requests never make a share of 1.
     fn recent_share(&self, now: Stamp) -> Option<f32> {
         let age = now.distance_ms(self.updated);
         let keep = fading(age);
@@ -327,19 +329,19 @@ impl Record {
     }
 }
 
-/// Whether `failed` of `total` requests are more than the `expected` ones, by `share` of them at least and by more than
-/// chance: a likelihood ratio.
+/// Whether `failed` of `total` requests exceed the `expected` failures by at least `share` of the requests, and by more than
+/// chance according to a likelihood ratio.
 fn stands_out(failed: f32, total: f32, expected: f32, share: f32) -> bool {
     let excess = failed - expected;
     excess >= share * total && failed * (failed / expected).ln() - excess >= EVIDENCE
 }
 
-/// What is known of the replicas beside one.
+/// Evidence about the replicas other than a given one.
 #[derive(Clone, Copy, Debug)]
 struct Others {
     /// The median of their shares of failures, rounded down.
     share: f32,
-    /// How many there is evidence of.
+    /// Number of replicas with evidence.
     count: u32,
 }
 
@@ -348,7 +350,7 @@ impl Clone for EjectionTable {
         Self { records: self.records.clone(), ..*self }
     }
 
-    /// Into the room that there is.
+    /// Reuses the existing allocation.
     fn clone_from(&mut self, other: &Self) {
         let Self { members, well, version, lost, ref records } = *other;
         (self.members, self.well, self.version, self.lost) = (members, well, version, lost);
@@ -357,12 +359,12 @@ impl Clone for EjectionTable {
 }
 
 impl EjectionTable {
-    /// An empty table.
+    /// Returns an empty table.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Tells how many replicas are in use.
+    /// Sets how many replicas are in use.
     pub fn set_members(&mut self, members: u32) {
         self.members = members;
     }
@@ -372,7 +374,7 @@ impl EjectionTable {
         self.members
     }
 
-    /// Version number, from 1. 0 marks a copy that was never written.
+    /// Returns the version number, from 1; 0 marks a copy that was never written.
     pub fn version(&self) -> u32 {
         self.version
     }
@@ -382,7 +384,7 @@ impl EjectionTable {
         self.version = self.version.wrapping_add(1).max(1);
     }
 
-    /// Marks this copy as one that was never written.
+    /// Marks this copy as never written.
     pub fn disown(&mut self) {
         self.version = 0;
     }
@@ -405,12 +407,12 @@ impl EjectionTable {
         self.get(replica).is_some()
     }
 
-    /// Whether an answer of `replica` may change its record.
+    /// Whether an answer from `replica` may change its record.
     pub fn watches(&self, replica: Endpoint, now: Micros) -> bool {
         self.get(replica).is_some_and(|record| record.is_active(now.stamp()))
     }
 
-    /// Whether a report without failures may change the record: `replica` is ejected and has not reported lately.
+    /// Whether a report without failures may change the record: `replica` is ejected and has not reported recently.
     pub fn listens_to(&self, replica: Endpoint, now: Micros) -> bool {
         self.get(replica).is_some_and(|record| record.reason != 0 && !record.was_heard(now.stamp()))
     }
@@ -423,7 +425,7 @@ impl EjectionTable {
         heard.map(left).min()
     }
 
-    /// Takes in what a request told of `replica`.
+    /// Applies the evidence of one request about `replica`.
     pub fn apply(
         &mut self,
         settings: &EjectionSettings,
@@ -483,7 +485,8 @@ impl EjectionTable {
                         (record.backoff_ms, record.since, record.chance) = (MIN_BACKOFF_MS, now, 0);
                         Change::Noted
                     }
-                    // Not stuck but slow, as it says and was before: that is the rule's business.
+                    // The replica is slow, not stuck: it reports this latency now and reported it before. The selection
+                    // rule handles that.
                     (Reason::Unresponsive, Timing::Slow) if record.vouch == 0 => record.readmit(now),
                     // Another trial soon would only be another slow request.
                     (Reason::Unresponsive, Timing::Slow) if trial => {
@@ -496,7 +499,7 @@ impl EjectionTable {
                         (record.since, record.heard) = (now, 1);
                         record.vouched_us = latency_us;
                         if !record.agrees(settings) {
-                            // Luck, by its own word.
+                            // The trial passed by luck, according to the replica's own report.
                             record.back_off();
                         }
                         record.readmit_if_well(settings, now)
@@ -507,9 +510,9 @@ impl EjectionTable {
         }
     }
 
-    /// A report of `replica` came in; `failing` is the share that it reports of itself, per mille, `others` the
-    /// [median of the others'](crate::pool::PoolState::failing_beside). Tell it of every report while [`Self::is_active`],
-    /// and else of those that [`EjectionSettings::believes`].
+    /// Records a report of `replica`. `failing` is the share of failures that it reports, per mille, and `others` is the
+    /// median of the others ([`crate::pool::PoolState::failing_beside`]). Call it for every report while [`Self::is_active`],
+    /// and otherwise for those that [`EjectionSettings::believes`] accepts.
     pub fn heard(
         &mut self,
         settings: &EjectionSettings,
@@ -525,7 +528,7 @@ impl EjectionTable {
             return Change::None;
         }
         let beside = self.others_than(replica, now);
-        // Ejected replicas are not asked, but their failures are known.
+        // Ejected replicas are not part of `others`, but their failures are known here.
         let others = others.max((beside.share * 1000.0) as u16);
         let more = failing.saturating_sub(others);
         let fails = settings.believes_beside(failing, others);
@@ -548,7 +551,7 @@ impl EjectionTable {
             Reason::Unresponsive => return Change::Noted,
         };
         if like_others {
-            // No answer has shown how fast it is. What it failed still excuses the others.
+            // No answer has shown how fast the replica is. Its failures still excuse the others.
             record.vouch = 0;
             let counts = (record.failed, record.total);
             let change = record.readmit(now);
@@ -558,8 +561,8 @@ impl EjectionTable {
         record.readmit_if_well(settings, now)
     }
 
-    /// The load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None` while
-    /// it is ejected.
+    /// Returns the load to record for a report of `replica`: as reported, or better while the replica is vouched for; `None`
+    /// while it is ejected.
     pub fn admit(&self, now: Micros, replica: Endpoint, load: Load) -> Option<Load> {
         let Some(record) = self.get(replica) else { return Some(load) };
         if record.reason != 0 {
@@ -574,8 +577,8 @@ impl EjectionTable {
         Some(load)
     }
 
-    /// A trial that is due, if chance will have it: at most one request in four is one, however many replicas are
-    /// ejected. `samples` and `members` are the membership's.
+    /// With a probability of 1/4, returns the due trial that has waited longest. However many replicas are ejected, at most
+    /// about one request in four is a trial. `samples` and `members` come from the membership.
     pub fn take_trial(
         &mut self,
         settings: &EjectionSettings,
@@ -603,34 +606,34 @@ impl EjectionTable {
         Some(Trial { replica: record.endpoint, placement: record.placement() })
     }
 
-    /// Whether `replica` is ejected now: never in panic.
+    /// Whether `replica` is ejected now; false in a panic.
     pub fn is_ejected(&self, replica: Endpoint) -> bool {
         self.get(replica).is_some_and(|record| record.reason != 0) && !self.panics()
     }
 
-    /// Replicas ejected now: none in panic.
+    /// Number of replicas ejected now; 0 in a panic.
     pub fn ejected(&self) -> usize {
         if self.panics() { 0 } else { self.flagged() }
     }
 
-    /// The replicas that it has records of, and why they are out if they are.
+    /// The replicas that have records, and the reasons for which they are ejected, if any.
     #[cfg(test)]
     pub(crate) fn reasons(&self) -> impl Iterator<Item = (Endpoint, Option<Reason>)> + '_ {
         self.records.iter().map(|record| (record.endpoint, record.reason()))
     }
 
-    /// Whether a pick, an answer or a report must look at the table.
+    /// Whether picks, answers and reports must consult the table.
     pub fn is_active(&self, now: Micros) -> bool {
         self.records.iter().any(|record| record.is_active(now.stamp()))
     }
 
-    /// Drops what no longer matters; returns whether anything was.
+    /// Removes records that no longer matter. Returns whether any was removed.
     pub fn expire(&mut self, now: Micros) -> bool {
         let now = now.stamp();
         let before = self.records.len();
         self.records.retain(|record| {
             if record.reason != 0 {
-                // Heard of no more: it has left, or will be new when it comes back.
+                // The replica is no longer heard from: it has left, or will count as new when it comes back.
                 now.distance_ms(record.since) < FORGOTTEN_MS
                     || now.distance_ms(record.heard_at) < FORGOTTEN_MS
             } else {
@@ -640,7 +643,7 @@ impl EjectionTable {
         self.records.len() != before
     }
 
-    /// Drops what is known of a replica that has left; returns whether anything was.
+    /// Removes the record of a replica that has left. Returns whether there was one.
     pub fn forget(&mut self, replica: Endpoint) -> bool {
         self.position(replica).map(|index| self.records.remove(index)).is_ok()
     }
@@ -655,7 +658,7 @@ impl EjectionTable {
                 *count += 1;
             }
         }
-        // One that is well here may fail elsewhere.
+        // A replica that is healthy for this worker may fail for another.
         let well = self.well.min(self.members.saturating_sub(failing + 1));
         let count = well + failing;
         let mut left = (count.saturating_sub(1) / 2).checked_sub(well);
@@ -670,15 +673,15 @@ impl EjectionTable {
         self.records.iter().filter(|record| record.reason != 0).count()
     }
 
-    /// More than half of the fleet would be ejected, so nobody is.
+    /// Whether more than half of the fleet would be ejected, so that no replica is.
     pub fn panics(&self) -> bool {
         self.flagged() * 2 > self.members as usize
     }
 
-    /// More than half of the fleet are ejected, or fail every second request lately. Those that fail alike are not
-    /// ejected, but there is nowhere better to go either.
+    /// Whether more than half of the fleet is ejected or has recently failed every second request. Replicas that fail alike
+    /// are not ejected, but then there is nowhere better to go either.
     pub fn most_fail(&self, now: Micros) -> bool {
-        // What a copy of the table still says of long ago is not counted.
+        // A copy of the table may be old: its old records do not count.
         let fails = |record: &&Record| {
             record
                 .recent_share(now.stamp())
@@ -687,13 +690,14 @@ impl EjectionTable {
         self.records.iter().filter(fails).count() * 2 > self.members as usize
     }
 
-    /// Records lost since the last look, for lack of room: replicas that should be ejected, or counts of failures.
+    /// Returns and resets the number of records lost for lack of room: replicas that should be ejected, or counts of
+    /// failures.
     pub fn take_lost(&mut self) -> u32 {
         mem::take(&mut self.lost)
     }
 
-    /// A full table gives up the record that was touched longest ago among those that are in; with all ejected it takes
-    /// no more.
+    /// Finds or adds a record. A full table drops the least recently updated record of a replica that is not ejected. If all
+    /// are ejected, it accepts no more.
     fn find_or_add(&mut self, replica: Endpoint, now: Stamp) -> Option<&mut Record> {
         if !self.knows(replica) {
             if self.records.len() >= MAX_EJECTIONS {
@@ -711,7 +715,7 @@ impl EjectionTable {
     }
 }
 
-/// What is left of a count after `ms`.
+/// Returns the fraction of a count that remains after `ms`.
 fn fading(ms: u32) -> f32 {
     (-(ms as f32) / FADES_MS).exp()
 }
@@ -758,27 +762,29 @@ impl Blob for EjectionTable {
     }
 }
 
-/// Time constant of the counts.
+/// Time constant of the counts, milliseconds.
 const FADES_MS: f32 = 10_000.0;
-/// Two failures a few seconds apart.
+/// Minimum faded count of failures: two failures a few seconds apart reach it.
 const MIN_FAILED: f32 = 1.5;
-/// Requests that a share of another replica is of at least.
+/// Minimum number of requests over which another replica's share of failures is taken.
 const MIN_TOTAL: f32 = 4.0;
-/// Logarithm of the likelihood ratio from which on more failures than the others' are no chance: 10 of 32 beside a tenth.
+/// Logarithm of the likelihood ratio above which it is not chance that a replica fails more than the others: 10 of 32
+/// requests, if the others fail a tenth.
 const EVIDENCE: f32 = 4.0;
-/// Shares that the median tells apart.
+/// Number of shares that the median distinguishes.
 const SHARES: usize = 65;
-/// Reported shares from which on a replica is believed, per mille: a lone failure reads 250 ([`crate::failures`]).
+/// Minimum reported share at which a replica is believed, per mille: a lone failure reads 250 ([`crate::failures`]).
 const MIN_REPORTED: u16 = 260;
-/// Requests that a reported share is taken to be of.
+/// Number of requests that a reported share is assumed to cover.
 const REPORTED_TOTAL: f32 = 8.0;
 const MIN_BACKOFF_MS: u32 = 1000;
 const MAX_BACKOFF_MS: u32 = 8000;
-/// Between the trials of a streak.
+/// Time between the trials of a streak, milliseconds.
 const STREAK_GAP_MS: u32 = 100;
-/// How long a replica is vouched for, as long as an agent remembers samples; and how soon a relapse is one.
+/// Time for which a readmitted replica is vouched for, milliseconds; agents remember samples for the same time. Also the
+/// time within which a new failure is a relapse.
 const VOUCHED_MS: u32 = 15_000;
-/// The placement of an ejected replica is renewed this often.
+/// Interval at which the placement of an ejected replica is renewed, milliseconds.
 const HEARD_EVERY_MS: u32 = 500;
 const FORGOTTEN_MS: u32 = 60_000;
 

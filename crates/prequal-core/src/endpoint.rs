@@ -1,28 +1,28 @@
-//! A replica's identity: its serving `ip:port`, in the canonical text form that Envoy's clusters use.
+//! Identity of a replica: its serving `ip:port`, in the canonical text form that Envoy's clusters use.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
 
-/// Bytes of the longest text form, `[v6]:port`.
+/// Length of the longest text form, `[v6]:port`, bytes.
 pub const MAX_TEXT: usize = 47;
 
-/// A serving `ip:port`. Plain data, so that blobs in shared data can hold it.
+/// A serving `ip:port`. It is plain data, so that blobs in shared data can hold it.
 ///
-/// The text form is canonical (`10.0.0.1:80`, `[2001:db8::1]:80`): Envoy ignores any other spelling. In order, the ports of
-/// one host stand together.
+/// The text form is canonical (`10.0.0.1:80`, `[2001:db8::1]:80`): Envoy ignores any other spelling. In sorted order the
+/// ports of one host are adjacent.
 #[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Endpoint {
-    /// IPv6 octets; an IPv4 address fills the first four, the rest is zero.
+    /// IPv6 octets; an IPv4 address fills the first four, and the others are zero.
     ip: [u8; 16],
     port: u16,
-    /// 4 or 6; 0 in a zeroed record, which is no endpoint.
+    /// 4 or 6; 0 in a zeroed record, which is not an endpoint.
     family: u16,
 }
 
 impl Endpoint {
-    /// As a socket address.
+    /// Returns the endpoint as a socket address.
     pub fn socket_addr(&self) -> SocketAddr {
         let ip = if self.family == 4 {
             let [a, b, c, d, ..] = self.ip;
@@ -38,24 +38,24 @@ impl Endpoint {
         self.port
     }
 
-    /// The same host at another port.
+    /// Returns the same host at another port.
     #[must_use]
     pub fn with_port(mut self, port: u16) -> Self {
         self.port = port;
         self
     }
 
-    /// Whether the two are ports of one host.
+    /// Whether both are ports of one host.
     pub fn same_host(&self, other: &Self) -> bool {
         self.family == other.family && self.ip == other.ip
     }
 
-    /// As [`Self::from_str`], from bytes; `None` for what is no endpoint.
+    /// Like [`Self::from_str`], from bytes; `None` if they are not an endpoint.
     pub(crate) fn parse(text: &[u8]) -> Option<Self> {
         Self::parse_plain_v4(text).or_else(|| Self::parse_any(text))
     }
 
-    /// Every spelling that the standard library knows.
+    /// Parses every spelling that the standard library knows.
     fn parse_any(text: &[u8]) -> Option<Self> {
         // Longer text cannot be an address; a bound here keeps hostile headers cheap.
         if text.len() > MAX_TEXT {
@@ -65,8 +65,8 @@ impl Endpoint {
         (address.port() != 0).then(|| address.into())
     }
 
-    /// The usual spelling of IPv4, in less code than the standard parser needs for all of them; `None` is for that to
-    /// decide.
+    /// Parses the usual spelling of IPv4, with less code than the standard parser needs for all spellings. `None` leaves the
+    /// decision to the standard parser.
     fn parse_plain_v4(text: &[u8]) -> Option<Self> {
         let mut ip = [0; 16];
         let mut rest = text;
@@ -81,7 +81,7 @@ impl Endpoint {
         }
     }
 
-    /// Appends the text form, without the machinery of [`fmt`] where it is IPv4's: every request has one.
+    /// Appends the text form. IPv4 avoids the overhead of [`fmt`], because every request has an endpoint.
     pub fn append_to(&self, text: &mut Vec<u8>) {
         if self.family != 4 {
             text.extend_from_slice(self.to_string().as_bytes());
@@ -95,13 +95,13 @@ impl Endpoint {
         append_number(text, self.port);
     }
 
-    /// Whether a record read from shared data holds an endpoint at all.
+    /// Whether a record read from shared data holds a valid endpoint.
     pub(crate) fn is_valid(&self) -> bool {
         self.port != 0 && (self.family == 6 || (self.family == 4 && self.ip.iter().skip(4).all(|b| *b == 0)))
     }
 }
 
-/// A number without leading zeros, and what follows it. Not inlined: five copies of it are more code than the calls.
+/// Returns a number without leading zeros, and the text after it. Not inlined: five copies would be more code than the calls.
 #[inline(never)]
 fn leading_number(text: &[u8]) -> Option<(u16, &[u8])> {
     let mut number = 0u16;
@@ -167,7 +167,7 @@ impl fmt::Debug for Endpoint {
     }
 }
 
-/// The text is no `ip:port` with a port of 1 to 65535 (`[ip]:port` for IPv6).
+/// The text is not an `ip:port` with a port of 1 to 65535 (`[ip]:port` for IPv6).
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("not an `ip:port` with a port of 1 to 65535 (IPv6 as `[ip]:port`)")]
 pub struct EndpointError;
@@ -207,7 +207,7 @@ mod tests {
     }
 
     proptest! {
-        /// The short ways say what the standard library says.
+        /// The fast paths agree with the standard library.
         #[test]
         fn short_ways_agree(
             text in prop_oneof!["[0-9a-f:.\\[\\]]{0,50}", "[0-9]{1,4}(\\.[0-9]{1,4}){3}:[0-9]{0,6}", ".{0,20}"],

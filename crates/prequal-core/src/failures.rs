@@ -1,38 +1,39 @@
-//! The share of a replica's recent requests that failed by its own making.
+//! Share of a replica's recent requests that failed through its own fault.
 //!
-//! A ratio of two counts that fade together: by time, and by newer requests. Consecutive-failure counters hardly ever
-//! see a replica that fails a third of its requests; a ratio does, and a latency or a RIF never shows it.
+//! The share is a ratio of two counts that fade together, with time and with newer requests. Consecutive-failure
+//! counters rarely detect a replica that fails a third of its requests. A ratio detects it, while latency and RIF never
+//! show it.
 //!
 //! | what | rule |
 //! |---|---|
 //! | old evidence | halves every [`HALF_LIFE_US`], and never weighs more than [`MAX_EVIDENCE`] requests |
-//! | little evidence | the share is taken of [`MIN_EVIDENCE`] requests at least: a lone failure reads 250 ‰ |
-//! | no traffic | after [`SILENCE_US`] without an answer, failures fade against answers too, and reach zero |
+//! | little evidence | the share is of at least [`MIN_EVIDENCE`] requests: a single failure reads 250 ‰ |
+//! | no traffic | after [`SILENCE_US`] without a response, failures also fade relative to responses, and reach zero |
 //!
-//! So at 50 requests/s a replica that begins to fail reads 80 % of its true share after 2 s, and one that is left alone
-//! reads a tenth of it after 18 s; the standard error of a share of 30 % is 4 points.
+//! So at 50 requests/s, a replica that begins to fail reads 80 % of its true share after 2 s. Without traffic, it reads
+//! a tenth of its share after 18 s. The standard error of a share of 30 % is 4 points.
 //!
-//! Client aborts say nothing of the replica and are not counted; what counts as a failure is the caller's verdict
+//! Client aborts say nothing about the replica and are not counted. The caller decides what counts as a failure
 //! ([`Outcome::Failure`]).
 
 use crate::report::MAX_FAILING;
 use crate::time::Micros;
 use crate::tracker::Outcome;
 
-/// Evidence halves in this time, microseconds.
+/// Half-life of evidence, microseconds.
 ///
-/// A compromise. With 2 s a replica that fails every one of its requests, one in 2 s, reads 250 ‰ on average; with 5 s
-/// 500, with 10 s 600. One that failed half of 50 requests/s and has healed reads less than 50 ‰ after 8, 18, 35 s
-/// without traffic, and after 15, 32, 55 s with one request a second.
+/// The value is a compromise. With half-lives of 2, 5 and 10 s, a replica that gets one request every 2 s and fails
+/// them all reads 250, 500 and 600 ‰ on average. A replica that failed half of 50 requests/s and has recovered reads
+/// less than 50 ‰ after 8, 18 and 35 s without traffic, and after 15, 32 and 55 s with one request per second.
 pub const HALF_LIFE_US: u64 = 5_000_000;
-/// A longer time without an answer is silence, microseconds.
+/// Time without a response beyond which silence begins, microseconds.
 pub const SILENCE_US: u64 = 1_000_000;
-/// Recent requests count as at most this many, so that a busy replica shows within its last hundred that it fails.
+/// Maximum weight of the recent requests, so that the failures of a busy replica show within its last hundred requests.
 pub const MAX_EVIDENCE: f64 = 64.0;
-/// Shares are of at least this many requests.
+/// Minimum number of requests that a share is taken of.
 pub const MIN_EVIDENCE: f64 = 4.0;
 
-/// Decayed counts of answers and failures. Starts without any.
+/// Decayed counts of responses and failures. Starts empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct FailureShare {
     ended: f64,
@@ -41,7 +42,7 @@ pub struct FailureShare {
 }
 
 impl FailureShare {
-    /// A request ended.
+    /// Counts a request that has ended.
     pub fn record(&mut self, now: Micros, outcome: Outcome) {
         let failed = match outcome {
             Outcome::Success | Outcome::Streaming => 0.0,
@@ -55,7 +56,7 @@ impl FailureShare {
         *self = next;
     }
 
-    /// The share of failures at `now`, per mille, 0 to [`MAX_FAILING`].
+    /// Returns the share of failures at `now`, per mille, 0 to [`MAX_FAILING`].
     pub fn per_mille(&self, now: Micros) -> u16 {
         if self.failed == 0.0 {
             return 0;
@@ -67,7 +68,8 @@ impl FailureShare {
     }
 
     fn faded(&self, now: Micros) -> Self {
-        // In either direction: after the clock has stepped back everything is old, not fresh for as long as it stepped.
+        // The gap counts in either direction: after a step back of the clock, evidence is old, rather than fresh for
+        // the length of the step.
         let gap = now.0.abs_diff(self.at.0);
         if gap == 0 {
             return *self;
@@ -79,9 +81,9 @@ impl FailureShare {
     }
 }
 
-/// Whether a gRPC status says that the server failed: UNKNOWN, RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE, DATA_LOSS. The
-/// others are answers. So is DEADLINE_EXCEEDED: the client chose the deadline, and a server that is late shows it by its
-/// latency.
+/// Whether a gRPC status means that the server failed: UNKNOWN, RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE, DATA_LOSS.
+/// All others are valid responses. So is DEADLINE_EXCEEDED: the client chose the deadline, and a slow server shows in
+/// its latency.
 pub fn grpc_blames_server(status: &[u8]) -> bool {
     matches!(status, b"2" | b"8" | b"13" | b"14" | b"15")
 }
@@ -93,7 +95,7 @@ mod tests {
     use rand::rngs::SmallRng;
     use rand::{Rng, SeedableRng};
 
-    /// Requests at `rate` a second from `from` to `to`, seconds, of which a share fails at random.
+    /// Records `rate` requests per second from second `from` to second `to`, of which a share fails at random.
     fn serve(share: &mut FailureShare, rng: &mut SmallRng, rate: u64, from: u64, to: u64, failing: f64) {
         for i in from * rate..to * rate {
             let outcome = if rng.random::<f64>() < failing { Outcome::Failure } else { Outcome::Success };
@@ -107,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_share_is_read_within_seconds_at_any_rate() {
-        // Means over many replicas; one alone is off by the noise of 64 requests.
+        // Means over many replicas; a single one is off by the noise of 64 requests.
         for (rate, within) in [(10, 15), (50, 5), (500, 1)] {
             for failing in [0.0, 0.3, 0.5, 1.0] {
                 let mut rng = SmallRng::seed_from_u64(1);

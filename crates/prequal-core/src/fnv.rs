@@ -1,18 +1,18 @@
-//! FNV-1a: a hash that is the same in every process and version. No defence against chosen collisions; what one costs is
-//! said where it is used.
+//! FNV-1a: a hash that is the same in every process and version. It does not protect against chosen collisions; the
+//! cost of a collision is documented where the hash is used.
 
 use std::hash::Hasher;
 
-/// Where a hash begins.
+/// Initial value of a hash.
 pub(crate) const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// `hash` continued over `bytes`. Not inlined: for keys of a fixed length that would be a step for each of their bytes.
+/// Continues `hash` over `bytes`. Not inlined: for keys of a fixed length, that would generate one step per byte.
 #[inline(never)]
 pub(crate) fn fnv(hash: u64, bytes: &[u8]) -> u64 {
     bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
-/// A hasher for maps whose keys are no client's choice, in far less code than the standard library's.
+/// A hasher for maps whose keys clients cannot choose. It takes far less code than the standard library's.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fnv(u64);
 

@@ -1,23 +1,23 @@
-//! Query hints (paper §4): what a synchronous probe tells of the query, so that a replica with a warm cache can say so.
+//! Query hints (paper §4): a synchronous probe describes the query, so that a replica with a warm cache can say so.
 //!
-//! Only a hash travels: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version,
-//! and no secret: two values with one hash share their cache affinity, nothing else.
+//! Only a hash is sent: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version.
+//! It is not a secret: two values with the same hash share their cache affinity and nothing else.
 
 use std::fmt;
 
 use crate::fnv::{FNV_OFFSET, fnv};
 
-/// Where the hint of a request comes from: at least one of the two; both are hashed together.
+/// Source of a request's hint: at least one of the two. If both are set, they are hashed together.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct HintSource {
-    /// A request header, in lower case.
+    /// Name of a request header, in lower case.
     pub header: Option<String>,
-    /// A segment of the path, from 1 (`/1/2/3?query`) to 64.
+    /// Number of a path segment, from 1 (`/1/2/3?query`) to 64.
     pub path_segment: Option<u32>,
 }
 
 impl HintSource {
-    /// The hint, from the header's value and the path; `None` where the request has neither.
+    /// Returns the hint for the header's value and the path; `None` if the request has neither.
     pub fn hint(&self, header: Option<&[u8]>, path: Option<&[u8]>) -> Option<Hint> {
         let header = header.filter(|value| self.header.is_some() && !value.is_empty());
         let segment = self.path_segment.and_then(|number| segment(path?, number));
@@ -25,13 +25,13 @@ impl HintSource {
             return None;
         }
         let hash = fnv(FNV_OFFSET, header.unwrap_or_default());
-        // The length keeps "ab" + "c" apart from "a" + "bc".
+        // The length distinguishes "ab" + "c" from "a" + "bc".
         let hash = fnv(hash, &(header.map_or(0, <[u8]>::len) as u64).to_le_bytes());
         Some(Hint(fnv(hash, segment.unwrap_or_default())))
     }
 }
 
-/// The hash of what a query will touch; its text is 16 hexadecimal digits.
+/// Hash of the data that a query will touch. Its text form is 16 hexadecimal digits.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Hint(u64);
 

@@ -1,7 +1,8 @@
-//! What is in flight, in order of age: a linked list in a slab, so that anything in it leaves in O(1). What is kept of each,
-//! and what its age means, is the business of [`crate::tracker`] and [`crate::ejection::flights`].
+//! Values in flight in order of age: a linked list in a slab, so that any value can be removed in O(1). [`crate::tracker`]
+//! and [`crate::ejection::flights`] define the values and the meaning of their age.
 
-/// Values by number, some of them in order. Allocates only while more are in flight than ever before.
+/// Numbered values, some of which are linked in order of age. It allocates only when more values are in flight than ever
+/// before.
 #[derive(Debug)]
 pub(crate) struct InFlight<T> {
     slots: Vec<Slot<T>>,
@@ -26,7 +27,7 @@ impl<T> Default for InFlight<T> {
 }
 
 impl<T: Copy> InFlight<T> {
-    /// Takes a value in, not in the order yet; its number is valid until [`Self::remove`].
+    /// Inserts a value without adding it to the order, and returns its number. The number is valid until [`Self::remove`].
     pub(crate) fn insert(&mut self, value: T) -> usize {
         let slot = Slot { value, prev: None, next: None, linked: false, taken: true };
         match self.free.pop() {
@@ -43,7 +44,7 @@ impl<T: Copy> InFlight<T> {
         }
     }
 
-    /// Puts a value into the order as the newest.
+    /// Appends a value to the order as the newest.
     pub(crate) fn link(&mut self, index: usize) {
         let newest = self.newest;
         let Some(slot) = self.slots.get_mut(index).filter(|slot| slot.taken && !slot.linked) else { return };
@@ -55,7 +56,7 @@ impl<T: Copy> InFlight<T> {
         self.newest = Some(index);
     }
 
-    /// Takes a value out of the order; it stays.
+    /// Takes a value out of the order; the value stays.
     pub(crate) fn unlink(&mut self, index: usize) {
         let Some(slot) = self.slots.get_mut(index).filter(|slot| slot.linked) else { return };
         slot.linked = false;
@@ -70,7 +71,7 @@ impl<T: Copy> InFlight<T> {
         }
     }
 
-    /// Takes a value out; `None` if it has left before.
+    /// Removes and returns a value; `None` if it was removed before.
     pub(crate) fn remove(&mut self, index: usize) -> Option<T> {
         self.unlink(index);
         let slot = self.slots.get_mut(index).filter(|slot| slot.taken)?;
@@ -79,25 +80,25 @@ impl<T: Copy> InFlight<T> {
         Some(slot.value)
     }
 
-    /// The value of a number that is taken.
+    /// Returns the value with this number, if the number is valid.
     pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut T> {
         self.slots.get_mut(index).filter(|slot| slot.taken).map(|slot| &mut slot.value)
     }
 
-    /// The oldest in the order.
+    /// Returns the oldest value in the order and its number.
     pub(crate) fn oldest(&self) -> Option<(usize, T)> {
         let index = self.oldest?;
         Some((index, self.slots.get(index)?.value))
     }
 
-    /// The oldest in the order that is not `spared`.
+    /// Returns the oldest value in the order other than `spared`.
     pub(crate) fn oldest_but(&self, spared: Option<usize>) -> Option<T> {
         let slot = self.slots.get(self.oldest?)?;
         let slot = if self.oldest == spared { self.slots.get(slot.next?)? } else { slot };
         Some(slot.value)
     }
 
-    /// How many there are, in the order or not.
+    /// Number of values, in the order or not.
     pub(crate) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }

@@ -1,8 +1,8 @@
-//! The workers of one Envoy that serve one replica: how they count together, and go on when one of their VMs dies.
+//! Counts the requests of one replica across the workers of one Envoy, even when one of their VMs dies.
 //!
-//! Each worker counts its own requests in a place of its own ([`slots`]), so that no count depends on a worker that is no
-//! more, and appends what its requests told to a log that all of them read ([`ended`]), so that the estimate is the same
-//! whichever worker a probe meets.
+//! Each worker counts its own requests in its own slot ([`slots`]), so no count depends on a worker that no longer
+//! exists. It appends the results of its requests to a log that all workers read ([`ended`]), so the estimate is the
+//! same on every worker that a probe can reach.
 
 pub mod ended;
 pub mod slots;

@@ -1,36 +1,36 @@
-//! A replica's load, as a report of it tells.
+//! A replica's load as taken from its report.
 
 use crate::capacity::Capacity;
 use crate::report::LoadReport;
 
-/// Where a report stood.
+/// The message that carried a report.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Source {
-    /// On the reply to a probe: any replica's.
+    /// The reply to a probe, which may come from any replica.
     Probe,
-    /// On a response: a chosen replica's, so its RIF is low for the fleet's.
+    /// A response. It comes from a chosen replica, so its RIF is low compared with the fleet's.
     Response,
 }
 
-/// What a replica reports.
+/// The load that a replica reports.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Load {
-    /// Requests in flight; counted up to 65 535.
+    /// Requests in flight, counted up to 65 535.
     pub rif: u32,
     /// Median latency at that RIF, microseconds, if known.
     pub latency_us: Option<u32>,
-    /// Base latency and knee; `None` when it knows nothing.
+    /// Base latency and knee; `None` if the replica does not know them.
     pub capacity: Option<Capacity>,
-    /// How long ago it started, seconds; `None`: long ago.
+    /// Time since the replica started, seconds; `None` if that is long ago.
     pub up_s: Option<u32>,
-    /// Share of recent requests that it failed, per mille.
+    /// Share of recent requests that failed, per mille.
     pub failing: u16,
-    /// Where it was reported.
+    /// The message that carried the report.
     pub source: Source,
 }
 
 impl Load {
-    /// Of a replica that reports no capacity, as agents did before.
+    /// Returns the load of a replica that reports no capacity, as earlier agents did.
     pub fn at_face_value(rif: u32, latency_us: Option<u32>) -> Self {
         let capacity = latency_us.map(|latency_us| Capacity::at_face_value(latency_us, rif));
         Self { rif, latency_us, capacity, up_s: None, failing: 0, source: Source::Probe }

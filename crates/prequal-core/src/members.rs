@@ -1,23 +1,24 @@
-//! The learned membership: which replicas exist, which of them Envoy's own policy uses now, in which proportion, and
-//! which to probe next.
+//! The learned membership: which replicas exist, which of them Envoy's own policy uses now and in which proportion, and which
+//! to probe next.
 //!
-//! Envoy's own discovery and placement (priorities, localities, endpoint weights) stay the source of truth. Some probes
-//! go out without an address, and the probe cluster's policy, which has the endpoints of the serving cluster, finds
-//! some host. Where Envoy vouches for the host that answered, each such probe is a *sample* of the policy:
+//! Envoy's own discovery and placement (priorities, localities, endpoint weights) stay the source of truth. Some probes go
+//! out without an address. The probe cluster's policy, which has the endpoints of the serving cluster, then chooses a host.
+//! Where Envoy vouches for the host that answered, each such probe is a *sample* of the policy:
 //!
-//! - a replica that [`CYCLES`] rounds of samples have not met is *out of use* (a lower priority, another locality), until
-//!   a sample meets it again;
-//! - the replicas' shares of the samples are their weights ([`Placement`]).
+//! - A replica that no sample has met for [`CYCLES`] rounds is *out of use* (a lower priority, another locality) until a
+//!   sample meets it again.
+//! - The replicas' shares of the samples are their weights ([`Placement`]).
 //!
-//! Time plays no part: without samples nothing is concluded. Where Envoy does not vouch, the reply's own word makes a
-//! *candidate* at most: it gets one request, and Envoy's word for who served that makes it a member. So a replica that
-//! invents endpoints fills a small bounded list, costs one unsteered request each, and nothing else.
+//! Time has no effect on this: without samples, placement stays as it is. Where Envoy does not vouch, a reply to a probe makes
+//! the replica that it names at most a *candidate*. The candidate gets one request, and becomes a member if Envoy confirms
+//! that it served the request. A replica that invents endpoints therefore fills a small bounded list and costs one unsteered
+//! request for each, but does no other harm.
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 //!
-//! Members are found by binary search, and what needs all of them is done once in so many samples: an event costs no more
-//! in a large fleet. Reading and writing the blob does, so each worker keeps a copy and shares what it has noted at its
-//! tick ([`View`]).
+//! Members are found by binary search, and work over all of them is done only after many samples, so an event costs no
+//! more in a large fleet. Reading and writing the blob does cost more, so each worker keeps a copy and shares its notes at
+//! its tick ([`View`]).
 
 use std::borrow::Cow;
 
@@ -32,25 +33,28 @@ mod view;
 
 pub use view::{Lost, Note, View};
 
-/// Most members kept. Who comes then is refused, and counted ([`View::take_lost`]), until another is forgotten.
+/// Maximum number of members. Further replicas are refused, and counted ([`View::take_lost`]), until a member is forgotten.
 pub const MAX_MEMBERS: usize = 10_000;
-/// Most candidates kept.
+/// Maximum number of candidates.
 pub const MAX_CANDIDATES: usize = 64;
-/// A member not heard from for this long is forgotten, milliseconds. Only a long stop: a probe addressed to a host
-/// that has left is answered by another, which tells at once.
+/// Time without news after which a member is forgotten, milliseconds. It is only a last resort: a probe addressed to a host
+/// that has left is answered by another host, which shows the departure at once.
 pub const MEMBER_TTL_MS: u32 = 600_000;
-/// When none was heard for this long, milliseconds, the cluster is idle, which says nothing of anyone: nobody ages.
+/// Time without news of any member after which the cluster counts as idle, milliseconds. Idleness says nothing about a
+/// replica, so no member ages.
 const QUIET_MS: u32 = 60_000;
-/// A candidate not confirmed for this long is forgotten, milliseconds.
+/// Time without confirmation after which a candidate is forgotten, milliseconds.
 pub const CANDIDATE_TTL_MS: u32 = 5_000;
-/// Rounds of samples (as many as there are replicas in use, more for light ones) without meeting a replica after which
-/// it is out of use. A policy that draws at random misses a replica that long once in e^10 rounds.
+/// Number of rounds of samples without meeting a replica after which it is out of use. A round is as many samples as there
+/// are replicas in use, and more for replicas of low weight. A policy that draws at random misses a replica for that long
+/// with probability e^-10.
 pub const CYCLES: u32 = 10;
-/// Stamps are renewed at most this often, so that the blob is not rewritten for every report.
+/// Minimum time between renewals of a stamp, milliseconds, so that the blob is not rewritten for every report.
 const RENEW_MS: u32 = 5_000;
-/// Mean samples per replica at which all counts are halved.
+/// Mean number of samples per replica above which all counts are halved.
 const MAX_MEAN_HITS: u32 = 96;
-/// How often in a round of samples it is looked who has gone out of use. In fleets no larger, at every sample.
+/// Number of searches per round of samples for replicas that have gone out of use. Fleets of at most this size are searched
+/// at every sample.
 const LOOKS_PER_ROUND: u32 = 32;
 
 /// How a replica became known.
@@ -58,13 +62,13 @@ const LOOKS_PER_ROUND: u32 = 32;
 pub enum Evidence {
     /// Envoy's own policy chose it.
     Placed,
-    /// Envoy says that it served a request sent there on purpose, or the configuration names it.
+    /// Envoy confirms that it served a request sent there on purpose, or the configuration names it.
     Served,
     /// A reply to a probe names it.
     Hearsay,
 }
 
-/// What Envoy's own policy thinks of a replica.
+/// Placement of a replica by Envoy's own policy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Placement {
     /// Number of the last sample that met the replica.
@@ -77,12 +81,12 @@ impl Placement {
     /// The weight of an average replica.
     pub(crate) const UNIT: u16 = 16;
 
-    /// Of a replica of average weight, as of sample number `sampled`.
+    /// Returns the placement of a replica of average weight, as of sample number `sampled`.
     pub const fn even(sampled: u32) -> Self {
         Self { sampled, weight: Self::UNIT }
     }
 
-    /// Whether `samples` samples in all, over `in_use` replicas, leave the replica in use. Counts wrap; one from the
+    /// Whether the replica is in use after `samples` samples in all, over `in_use` replicas. Counts wrap; a count in the
     /// future is as suspect as an old one.
     pub(crate) fn is_in_use(&self, samples: u32, in_use: u32) -> bool {
         let missed = u64::from((samples.wrapping_sub(self.sampled) as i32).unsigned_abs());
@@ -94,19 +98,19 @@ impl Placement {
 /// Replicas of one upstream cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Members {
-    /// In the order of their endpoints.
+    /// Sorted by endpoint.
     list: Vec<Member>,
-    /// Samples of the policy so far, modulo 2^32.
+    /// Number of samples of the policy so far, modulo 2^32.
     samples: u32,
     tally: Tally,
 }
 
-/// What would else be counted at every event.
+/// Counts that would otherwise be computed at every event.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 struct Tally {
     candidates: usize,
     in_use: u32,
-    /// Of those in use, together.
+    /// Sum over the members in use.
     hits: u32,
 }
 
@@ -116,12 +120,13 @@ struct Member {
     endpoint: Endpoint,
     seen: Stamp,
     sampled: u32,
-    /// Samples that met it, halved now and then; see [`MAX_MEAN_HITS`].
+    /// Number of samples that met it, halved occasionally; see [`MAX_MEAN_HITS`].
     hits: u16,
-    /// 0 where the serving port answers probes.
+    /// 0 if the serving port answers probes.
     probe_port: u16,
     rank: u16,
-    /// As of the last sample that met it: of one that is met no more it must not sink with every sample.
+    /// Weight at the last sample that met it, because the weight of a replica that is no longer met must not decrease with every
+    /// sample.
     weight: u16,
 }
 
@@ -142,19 +147,19 @@ struct Header {
 /// A replica to probe.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Target {
-    /// Who is asked: the serving endpoint that its reply must name.
+    /// The serving endpoint, which the reply must name.
     pub replica: Endpoint,
-    /// Where to ask.
+    /// The endpoint to send the probe to.
     pub probe: Endpoint,
 }
 
 impl Members {
-    /// Members in use.
+    /// Number of members in use.
     pub fn count(&self) -> u32 {
         self.tally.in_use
     }
 
-    /// Samples of the policy so far, modulo 2^32.
+    /// Number of samples of the policy so far, modulo 2^32.
     pub fn samples(&self) -> u32 {
         self.samples
     }
@@ -164,7 +169,7 @@ impl Members {
         self.get(endpoint).is_some_and(|member| member.rank != CANDIDATE)
     }
 
-    /// The member that answers probes at `probe`.
+    /// Returns the member that answers probes at `probe`.
     pub fn answering_at(&self, probe: Endpoint) -> Option<Endpoint> {
         let first = self.list.partition_point(|member| member.endpoint < probe.with_port(0));
         let host =
@@ -173,7 +178,7 @@ impl Members {
         members.find(|target| target.probe == probe).map(|target| target.replica)
     }
 
-    /// What Envoy's policy thinks of the replica.
+    /// Returns the replica's placement by Envoy's policy.
     pub fn placement(&self, endpoint: Endpoint) -> Placement {
         self.get(endpoint).map_or(Placement::even(self.samples), Member::placement)
     }
@@ -191,7 +196,7 @@ impl Members {
         self.list.get_mut(index)
     }
 
-    /// Takes note of a replica. Returns whether the blob must be written.
+    /// Records evidence of a replica. Returns whether the blob must be written.
     pub fn observe(
         &mut self,
         endpoint: Endpoint,
@@ -205,7 +210,7 @@ impl Members {
         let position = self.position(endpoint);
         let known = position.ok().and_then(|index| self.list.get_mut(index));
         match (known, evidence) {
-            // Hearsay neither renews nor changes what is known.
+            // Hearsay neither renews nor changes a known replica.
             (Some(_), Evidence::Hearsay) => false,
             (Some(known), _) => {
                 let placed = evidence == Evidence::Placed;
@@ -222,7 +227,7 @@ impl Members {
                 }
                 if joins {
                     self.tally.candidates -= usize::from(known.rank == CANDIDATE);
-                    // Until samples tell more it counts as average.
+                    // The replica counts as average until samples show its weight.
                     (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Placement::UNIT);
                     self.tally.add(known);
                 }
@@ -247,7 +252,7 @@ impl Members {
         }
     }
 
-    /// One sample: Envoy's policy, asked by a probe without an address, chose `endpoint`, and Envoy vouches for it.
+    /// Records one sample: Envoy's policy chose `endpoint` for a probe without an address, and Envoy vouches for it.
     pub fn sample_met(&mut self, endpoint: Endpoint, probe: Option<Endpoint>, now: Micros) {
         self.samples = self.samples.wrapping_add(1);
         self.observe(endpoint, probe, Evidence::Placed, now);
@@ -276,15 +281,15 @@ impl Members {
         self.tally = Tally::of(&self.list);
     }
 
-    /// Makes a member of a replica that served a request; where it answers probes is kept. Returns whether the blob must
-    /// be written.
+    /// Makes a replica that served a request a member, and keeps its known probe port. Returns whether the blob must be
+    /// written.
     pub fn confirm(&mut self, endpoint: Endpoint, evidence: Evidence, now: Micros) -> bool {
         let known = self.get(endpoint).map(Member::target);
         let probe = known.map(|target| target.probe).filter(|probe| *probe != endpoint);
         self.observe(endpoint, probe, evidence, now)
     }
 
-    /// Takes note that a member is alive. Returns whether the blob must be written.
+    /// Records that a member is alive. Returns whether the blob must be written.
     pub fn renew(&mut self, endpoint: Endpoint, now: Micros) -> bool {
         let stamp = now.stamp();
         match self.get_mut(endpoint).filter(|member| member.rank != CANDIDATE) {
@@ -310,8 +315,8 @@ impl Members {
         self.list.iter().any(|member| member.is_expired(stamp, sampled)) || self.is_quiet(stamp)
     }
 
-    /// Forgets whoever has not been heard of for too long while others were heard. Returns whether the blob must be
-    /// written.
+    /// Forgets replicas that have not been heard from for too long while others were heard from. Returns whether the blob
+    /// must be written.
     pub fn expire(&mut self, now: Micros) -> bool {
         let (excused, before) = (self.excuse(now), self.list.len());
         let (stamp, sampled) = (now.stamp(), self.samples > 0);
@@ -320,7 +325,8 @@ impl Members {
         excused || self.list.len() != before
     }
 
-    /// Where nobody was heard of late, lets all be as if heard now. Returns whether the blob must be written.
+    /// If no member has been heard from recently, treats all members as just heard from. Returns whether the blob must be
+    /// written.
     fn excuse(&mut self, now: Micros) -> bool {
         let quiet = self.is_quiet(now.stamp());
         if quiet {
@@ -329,21 +335,21 @@ impl Members {
         quiet
     }
 
-    /// Whether there are members and none was heard of late.
+    /// Whether there are members, and none has been heard from recently.
     fn is_quiet(&self, now: Stamp) -> bool {
         let mut members = self.list.iter().filter(|member| member.rank != CANDIDATE).peekable();
         members.peek().is_some() && members.all(|member| now.distance_ms(member.seen) >= QUIET_MS)
     }
 
-    /// Up to `count` distinct targets, uniformly, without those out of use and those that `skip` names. When that
-    /// leaves nobody, all are eligible.
+    /// Returns up to `count` distinct targets, drawn uniformly from the replicas that are not out of use and that `skip` does
+    /// not exclude. If none is left, all are eligible.
     pub fn sample(&self, count: usize, rng: &mut impl Rng, skip: impl Fn(Endpoint) -> bool) -> Vec<Target> {
         let wanted = self.draw(count, rng, |member| member.rank != OUT_OF_USE && !skip(member.endpoint));
         if wanted.is_empty() { self.draw(count, rng, |_| true) } else { wanted }
     }
 
-    /// Up to `count` distinct targets among the members in use but those to `skip`, uniformly: what a request that waits
-    /// needs.
+    /// Returns up to `count` distinct targets, drawn uniformly from the members in use that `skip` does not exclude, for a
+    /// request that waits.
     pub fn sample_in_use(
         &self,
         count: usize,
@@ -353,11 +359,12 @@ impl Members {
         self.draw(count, rng, |member| member.rank == IN_USE && !skip(member.endpoint))
     }
 
-    /// Up to `count` distinct targets, uniformly. Takes no longer in a large fleet, unless next to none is eligible.
+    /// Returns up to `count` distinct eligible targets, drawn uniformly. It takes no longer in a large fleet, unless almost
+    /// none is eligible.
     fn draw(&self, count: usize, rng: &mut impl Rng, eligible: impl Fn(&Member) -> bool) -> Vec<Target> {
         let mut drawn: Vec<Target> = Vec::with_capacity(count.min(self.list.len()));
         if self.list.len() > 4 * count {
-            // A draw that meets nobody new is rare here; rejecting it keeps the sample uniform.
+            // Here a draw rarely repeats a target; rejecting a repeated one keeps the sample uniform.
             for _ in 0..16 * count {
                 if drawn.len() == count {
                     return drawn;
@@ -398,7 +405,7 @@ impl Tally {
             CANDIDATE => self.candidates += 1,
             IN_USE => {
                 self.in_use += 1;
-                // No overflow: at most `MAX_MEMBERS` counts of 16 bits.
+                // This cannot overflow: the sum has at most `MAX_MEMBERS` counts of 16 bits.
                 self.hits += u32::from(member.hits);
             }
             _ => {}
@@ -406,21 +413,21 @@ impl Tally {
     }
 }
 
-/// The weight that `hits` samples tell where the mean is `mean`. A deviation that chance explains (two standard
-/// deviations of a policy that draws at random; one that goes in turn stays far below) counts as none.
+/// Weight of a replica that `hits` samples met, where the mean is `mean`. A deviation of up to two standard deviations of a
+/// policy that draws at random counts as chance and gives the average weight. A round-robin policy deviates far less.
 fn weight(hits: u16, mean: u32) -> u16 {
     let hits = u32::from(hits);
     let deviation = hits.abs_diff(mean);
     if deviation * deviation <= 4 * mean {
         return Placement::UNIT;
     }
-    // The deviation exceeds two roots of the mean, so the mean of a known replica is above zero unless it is alone.
+    // While there are few samples, the mean may be 0; the weight is then average.
     (hits * u32::from(Placement::UNIT)).checked_div(mean).map_or(Placement::UNIT, |w| w.clamp(1, 4096) as u16)
 }
 
 impl Member {
-    /// Whether it has not been heard of for too long. Where the policy is `sampled` that takes more than time: with
-    /// rare samples many a member is not heard of for long.
+    /// Whether the member has not been heard from for too long. Where the policy is `sampled`, time alone does not expire a
+    /// member in use: with rare samples many members are not heard from for long.
     fn is_expired(&self, now: Stamp, sampled: bool) -> bool {
         let ttl = if self.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
         !(sampled && self.rank == IN_USE) && now.distance_ms(self.seen) >= ttl
@@ -612,7 +619,7 @@ mod tests {
         assert_eq!(members.count(), 100);
     }
 
-    /// A fleet whose policy is asked: `samples` probes go to the replicas that `policy` draws.
+    /// Samples the policy: `samples` probes go to the replicas that `policy` draws.
     fn sampled(members: &mut Members, samples: u32, mut policy: impl FnMut(u32) -> u16) {
         for i in 0..samples {
             members.sample_met(replica(policy(i)), None, ms(u64::from(i)));
@@ -706,7 +713,7 @@ mod tests {
     }
 
     proptest! {
-        /// Counts that are kept are those that a walk finds, members stand in order, and their bytes are read back.
+        /// The stored counts equal those of a full walk, members are sorted, and their bytes decode again.
         #[test]
         fn what_is_kept_beside_the_list_agrees_with_it(
             events in proptest::collection::vec((0u8..7, 0u16..12, 0u64..4_000), 0..300),
@@ -720,7 +727,7 @@ mod tests {
                     1 => members.expire(ms(now)),
                     2 => members.observe(one, probe, Evidence::Hearsay, ms(now)),
                     3 => members.confirm(one, Evidence::Served, ms(now)),
-                    // Mostly few, so that the others go out of use.
+                    // Mostly a few replicas, so that the others go out of use.
                     _ => {
                         members.sample_met(replica(number % 4), None, ms(now));
                         true

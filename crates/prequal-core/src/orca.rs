@@ -1,14 +1,16 @@
-//! The load of a replica in the format of ORCA (Open Request Cost Aggregation), which Envoy's `client_side_weighted_round_robin`
-//! and gRPC's `weighted_round_robin` read: what is said, and how it is written as text.
+//! Load reports of a replica in the format of ORCA (Open Request Cost Aggregation), which Envoy's
+//! `client_side_weighted_round_robin` and gRPC's `weighted_round_robin` read. This module defines their content and
+//! their text form.
 //!
-//! Those policies give a replica the weight `rps_fractional / application_utilization`. The utilisation is therefore that of
-//! the same time as the rate: requests in flight on average, over what the replica serves at once. By Little's law the weight
-//! is then the knee over the mean latency: the rate that saturates the replica. What was in flight at one instant would
-//! be noise, and none in flight is a report that they drop.
+//! Those policies give a replica the weight `rps_fractional / application_utilization`. The utilisation therefore
+//! covers the same time as the rate: it is the mean number of requests in flight, divided by the number that the
+//! replica can serve at once. By Little's law, the weight is then the knee divided by the mean latency, which is the
+//! rate that saturates the replica. The number in flight at one instant would be noise, and those policies drop a
+//! report with none in flight.
 //!
-//! All numbers of ours are whole thousandths or millionths, so that none can be negative, infinite or no number. Those of a backend
-//! that reports itself are checked where they are read ([`backend`]).
-//! `docs/orca.md` says how the fields are used. Binary reports are written by whoever has a library for protobuf.
+//! All numbers that Prequal computes are whole thousandths or millionths, so none can be negative, infinite or NaN.
+//! Numbers of a backend that reports its own load are checked when they are read ([`backend`]). `docs/orca.md` explains
+//! how the fields are used. Binary reports are written by callers that have a protobuf library.
 
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
@@ -21,16 +23,16 @@ use crate::report::LoadReport;
 
 pub mod backend;
 
-/// The header of a report as text or JSON, which starts with its format.
+/// Header of a report as text or JSON, whose value starts with its format.
 pub const HEADER: &str = "endpoint-load-metrics";
-/// The header of a binary report in base64.
+/// Header of a binary report in base64.
 pub const HEADER_BIN: &str = "endpoint-load-metrics-bin";
-/// The method of out-of-band reports.
+/// Method of out-of-band reports.
 pub const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
 /// Names of the metrics that ORCA has no field for.
 pub const NAMED: [&str; 3] = ["prequal_rif", "prequal_base_latency_us", "prequal_knee"];
 
-/// How a report is written into a header as text.
+/// Format of a report in a text header.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Format {
     /// `TEXT name=value,name=value`.
@@ -39,20 +41,20 @@ pub enum Format {
     Json,
 }
 
-/// Which responses carry a report.
+/// Responses that carry a report.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Class {
-    /// All.
+    /// All responses.
     #[default]
     All,
-    /// Those of gRPC.
+    /// gRPC responses.
     Grpc,
-    /// All others.
+    /// All other responses.
     Http,
 }
 
 impl Class {
-    /// Whether a response is one of these.
+    /// Whether a response is in this class.
     pub fn has(self, grpc: bool) -> bool {
         match self {
             Self::All => true,
@@ -65,21 +67,22 @@ impl Class {
 /// One load report.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OrcaReport {
-    /// `application_utilization` in millionths. `None` if it is not known what the replica serves at once.
+    /// `application_utilization` in millionths; `None` if it is unknown how many requests the replica can serve at
+    /// once.
     pub utilization_micro: Option<u64>,
-    /// Requests that ended, those that failed, and how many were in flight on average.
+    /// Rates of ended and failed requests, and the mean number in flight.
     pub rates: Window,
-    /// Requests in flight now.
+    /// Number of requests in flight now.
     pub rif: u32,
     /// Base latency and knee, once known.
     pub capacity: Option<Capacity>,
-    /// What the backend says of itself. Its utilisation stands in for ours, and its own metrics go on beside ours.
+    /// The backend's own report. Its utilisation replaces Prequal's, and its named metrics are sent beside Prequal's.
     pub backend: Option<Arc<BackendReport>>,
 }
 
 impl OrcaReport {
-    /// What `report` and `rates` come to. `limit` says how many requests the replica is meant to serve at once: it stands in for
-    /// the knee while that is not known, or may be higher.
+    /// Creates a report from `report` and `rates`. `limit` is the number of requests that the replica is meant to serve
+    /// at once. It replaces an unknown knee, and raises a knee that may be higher ([`Capacity::open`]).
     pub fn new(report: &LoadReport, rates: Window, limit: Option<u32>) -> Self {
         let capacity = report.capacity;
         let limit = limit.filter(|limit| *limit > 0);
@@ -92,7 +95,8 @@ impl OrcaReport {
         Self { utilization_micro, rates, rif: report.rif, capacity, backend: None }
     }
 
-    /// The utilisations to send, in millionths. Of the backend's and ours only one is sent: they are not of the same thing.
+    /// Returns the utilisations to send, in millionths. Either the backend's or Prequal's are sent, never both,
+    /// because they do not measure the same thing.
     pub fn utilizations(&self) -> [(Utilization, Option<u64>); 3] {
         let backend = self.backend.as_deref();
         let own =
@@ -103,7 +107,7 @@ impl OrcaReport {
         })
     }
 
-    /// The metrics of the report in their order.
+    /// Passes each metric of the report to `put`, in the order of the report.
     fn each(&self, mut put: impl FnMut(Field<'_>, Amount) -> fmt::Result) -> fmt::Result {
         for (of, utilization) in self.utilizations() {
             if let Some(micro) = utilization {
@@ -115,7 +119,8 @@ impl OrcaReport {
         self.named(|name, value| put(Field::Named(name), Amount::Number(value)))
     }
 
-    /// The metrics that ORCA has no field for: ours, then the backend's. Their names stand for themselves in text and JSON.
+    /// Passes each metric that ORCA has no field for to `put`: Prequal's, then the backend's. Their names need no
+    /// escaping in text and JSON.
     pub fn named<E>(&self, mut put: impl FnMut(&str, f64) -> Result<(), E>) -> Result<(), E> {
         let [rif, base, knee] = NAMED;
         put(rif, self.rif.into())?;
@@ -129,10 +134,10 @@ impl OrcaReport {
         }
     }
 
-    /// The value of [`HEADER`].
+    /// Returns the value of [`HEADER`].
     pub fn header(&self, format: Format) -> String {
         let mut text = String::with_capacity(256);
-        // Errors cannot happen on a String.
+        // Writing to a String cannot fail.
         let _ = match format {
             Format::Text => self.write_text(&mut text),
             Format::Json => self.write_json(&mut text),
@@ -169,17 +174,17 @@ impl OrcaReport {
     }
 }
 
-/// Where a metric belongs.
+/// Place of a metric in the report.
 enum Field<'a> {
     Own(&'static str),
     Named(&'a str),
 }
 
-/// The amount of a metric.
+/// Value of a metric.
 enum Amount {
-    /// A number in parts of the second, which is a power of ten.
+    /// A count of parts, and the number of parts in one unit, a power of ten.
     Fixed(u64, u64),
-    /// One within the bounds of [`backend`].
+    /// A number within the bounds of [`backend`].
     Number(f64),
 }
 
@@ -252,13 +257,13 @@ mod tests {
                      named_metrics.prequal_base_latency_us=40000,named_metrics.prequal_knee=8";
         for (says, expected) in [
             ("application_utilization=0.25", format!("application_utilization=0.250000,{rates}")),
-            // Readers would take ours first.
+            // Readers would prefer Prequal's utilisation.
             ("cpu_utilization=0.25,eps=9", format!("cpu_utilization=0.250000,{rates}")),
             (
                 "application_utilization=0,cpu_utilization=2",
                 format!("application_utilization=0,cpu_utilization=2,{rates}"),
             ),
-            // Nothing to go by: ours.
+            // The backend reports no usable utilisation, so Prequal's is sent.
             (
                 "mem_utilization=0.5,named_metrics.kv=0.5,named_metrics.prequal_rif=0",
                 format!(

@@ -1,26 +1,29 @@
 //! The probe pool: recent load reports of replicas, and the rule that picks one (paper §4).
 //!
-//! [`PoolState`] *is* the blob that the workers of an Envoy share, but for vacant entries: fixed layout, fixed arrays, plain
-//! bytes. Picking and recording never allocate.
+//! [`PoolState`] *is* the blob that the workers of an Envoy share, except for vacant entries: fixed layout, fixed arrays,
+//! plain bytes. Picking and recording never allocate.
 //!
-//! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost, where those that are nearly as low count as equal:
-//!   below the knee they take turns, beyond it the lowest RIF wins. Now and then one that looks worse is tried.
+//! - **Select by predicted latency** (`pool/predicted.rs`): the lowest cost wins, and costs that are nearly as low count as
+//!   equal. Among equals, replicas below their knee take turns; beyond the knee the lowest RIF wins. Occasionally a replica
+//!   that looks worse is tried.
 //! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
-//!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of the RIFs reported lately. Any cold entry: the lowest latency
-//!   among the cold. None: the lowest RIF. Fewer than two entries: no choice, the caller's own policy serves.
-//! - **Unknown latency**: an idle replica that knows nothing ranks first, and picking it raises its RIF in the pool,
-//!   so it gets one request and then, as a *busy* unknown, ranks last until it has answered. This is what brings
-//!   traffic back to a healed replica (`docs/adr/0002-unknown-latency.md`).
-//! - **An entry leaves** when older than `max_age_ms`, used up ([`crate::reuse`]), replaced by a newer report of the
-//!   same replica, pushed out (oldest) by another's, or removed: `r_remove` a pick, the oldest and the worst in turn.
-//! - **Envoy's own placement** stays in force ([`crate::members`]): an entry leaves as well once the policy's samples do
-//!   not meet its replica any more. Where weights differ, RIF counts relative to the weight, and within the latency band
-//!   the choice goes by weighted RIF and chance, so that equal replicas share by weight at any load and a slow one is
-//!   still avoided. When Envoy refuses most choices (it knows of failures
-//!   that the probe cluster's policy does not), steering pauses: a request that Envoy places tells where to go on.
-//! - **Ejected replicas** ([`crate::ejection`]) are not in the pool: the caller lets no report of theirs in.
-//! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]; not while half of
-//!   the pool or more is young, for then the fleet is new as a whole.
+//!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the lowest latency
+//!   among the cold ones wins; otherwise the lowest RIF wins. With fewer than two entries the pool makes no choice, and the
+//!   caller's own policy serves the request.
+//! - **Unknown latency**: an idle replica that reports no latency ranks first. Picking it raises its RIF in the pool, so it
+//!   gets one request; then, as a *busy* unknown, it ranks last until it has answered. This brings traffic back to a healed
+//!   replica (`docs/adr/0002-unknown-latency.md`).
+//! - **An entry leaves the pool** when it is older than `max_age_ms`, is used up ([`crate::reuse`]), is replaced by a newer
+//!   report of the same replica, is the oldest when another replica's report needs room, or is removed: `r_remove` per pick,
+//!   the oldest and the worst alternately.
+//! - **Envoy's own placement** stays in force ([`crate::members`]): an entry also leaves once the policy's samples no longer
+//!   meet its replica. Where weights differ, RIF counts relative to the weight, and within the latency band the choice depends
+//!   on weighted RIF and chance. Equal replicas then share by weight at any load, and a slow replica is still avoided. When
+//!   Envoy refuses most choices, because it knows of failures that the probe cluster's policy does not know of, steering
+//!   pauses; the requests that Envoy places meanwhile show where steering can resume.
+//! - **Ejected replicas** ([`crate::ejection`]) are not in the pool: the caller does not record their reports.
+//! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]. This does not apply
+//!   while at least half of the pool is young, because then the whole fleet is new.
 //! - **Probes due** are decided in the same step ([`Budget`]).
 
 use std::borrow::Cow;
@@ -54,44 +57,44 @@ use rank::{Order, Scored, Theta, lowest_with_slow_start};
 pub use settings::{Budget, HotRule, MAX_HISTORY, MAX_POOL, PoolSettings};
 use settings::{CROWD, FULL_SHARE};
 
-/// Which rule chose.
+/// Rule that made the choice.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Branch {
-    /// The lowest latency among the cold. By predicted latency: the best is not saturated.
+    /// Hot and cold: the lowest latency among the cold replicas. Predicted latency: the best replica is not saturated.
     Cold,
-    /// All were hot: the lowest RIF. By predicted latency: even the best is beyond its knee.
+    /// Hot and cold: the lowest RIF, because all replicas were hot. Predicted latency: even the best is beyond its knee.
     Hot,
-    /// A replica that looks worse got the request, so that it can show that it is not.
+    /// A replica that looks worse got the request, so that it can show that it is not worse.
     Trial,
-    /// Fewer than two entries.
+    /// The pool made no choice, for example because it has fewer than two entries.
     Fallback,
-    /// The answers that the request waited for ([`crate::sync`]).
+    /// The best of the answers that the request waited for ([`crate::sync`]).
     Sync,
-    /// A score ([`PoolState::pick_scored`]), or a rule that needs no pool.
+    /// The lowest score ([`PoolState::pick_scored`]), or a rule that does not use the pool.
     Scored,
 }
 
-/// The answer to one request.
+/// The choice for one request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Pick {
     /// The replica, or `None` to fall back.
     pub replica: Option<Endpoint>,
-    /// Which rule chose it.
+    /// Rule that made the choice.
     pub branch: Branch,
-    /// What the replica reported, microseconds.
+    /// Latency expected from the replica's report, microseconds; `None` if unknown.
     pub latency_us: Option<u32>,
-    /// The request shows whether the replica is well again ([`crate::ejection`]).
+    /// Whether the request is a trial of an ejected replica ([`crate::ejection`]).
     pub trial: bool,
-    /// The replica is not a member yet: its first request shows whether Envoy knows it.
+    /// Whether the replica is not a member yet; its first request shows whether Envoy knows it.
     pub verify: bool,
-    /// What the pool knows of the replica's placement; its report on the response is recorded with it.
+    /// Placement of the replica as known to the pool; the report on the response is recorded with it.
     pub placement: Placement,
     /// Probes to send now.
     pub probes: ProbesDue,
 }
 
 impl Pick {
-    /// The choice is the caller's own policy's.
+    /// Leaves the choice to the caller's own policy.
     pub(crate) fn nobody(placement: Placement, probes: ProbesDue) -> Self {
         Self {
             replica: None,
@@ -111,12 +114,12 @@ impl Default for Pick {
     }
 }
 
-/// Probes to send.
+/// Number of probes to send.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct ProbesDue {
-    /// To distinct sampled replicas.
+    /// Probes addressed to distinct sampled replicas.
     pub addressed: u32,
-    /// To whomever the probe cluster's policy finds.
+    /// Probes without an address, which go to a replica that the probe cluster's policy chooses.
     pub discovery: u32,
 }
 
@@ -127,7 +130,7 @@ impl ProbesDue {
     }
 }
 
-/// Pool, RIF history, clock of the probes and rates of one upstream cluster; the bytes of the shared blob.
+/// Pool, RIF history, probe clock and rates of one upstream cluster; the bytes of the shared blob.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct PoolState {
@@ -135,9 +138,9 @@ pub struct PoolState {
     entry_count: u16,
     history_count: u16,
     history_next: u16,
-    /// 1 when the next removal takes the worst, 0 the oldest.
+    /// 1 when the next removal takes the worst entry, 0 for the oldest.
     remove_worst: u16,
-    /// Picks so far, wrapping.
+    /// Number of picks so far, wrapping.
     picks: u16,
     remove_credit: f32,
     trials: Trials,
@@ -147,44 +150,44 @@ pub struct PoolState {
     reports_since_pick: u32,
     new_since_pick: u32,
     members: u32,
-    /// Samples of the policy so far, see [`crate::members`].
+    /// Number of samples of the policy so far, see [`crate::members`].
     samples: u32,
-    /// Moving average: choices that Envoy refused, per pick.
+    /// Moving average of the choices that Envoy refused, per pick.
     refusals_per_pick: f32,
-    /// 1 while steering pauses, since `paused_at`.
+    /// 1 while steering pauses; the pause began at `paused_at`.
     paused: u32,
     paused_at: Stamp,
     last_pick: Stamp,
-    /// The first pick after a long idle time.
+    /// Time of the first pick after a long idle time.
     busy_since: Stamp,
     clock: Clock,
     members_changed: Stamp,
-    /// Members when they last stayed the same for a while.
+    /// Number of members before the latest period of growth.
     settled: u32,
     cooldown_count: u32,
-    /// 1 while the ejection table must be looked at.
+    /// 1 while the ejection table must be consulted.
     ejections: u16,
-    /// Replicas that it excludes.
+    /// Number of replicas that the ejection table excludes.
     ejected: u16,
     /// Version of the ejection table that the two fields above come from.
     ejections_version: u32,
     cooldowns: [Cooldown; MAX_COOLDOWNS],
     history_at: [Stamp; MAX_HISTORY],
     history_rif: [u16; MAX_HISTORY],
-    /// Last: the blob ends with the entries that there are.
+    /// Last field: the blob ends with the occupied entries.
     entries: [Entry; MAX_POOL],
 }
 
-/// How the pool looks, for metrics and tests.
+/// Summary of the pool, for metrics and tests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PoolView {
-    /// Entries now.
+    /// Number of entries.
     pub occupancy: usize,
     /// θ; `None` with an empty history or at `q_rif` 0 or 1.
     pub theta: Option<u16>,
-    /// Replicas known.
+    /// Number of replicas in use.
     pub members: u32,
-    /// Median age of the entries, milliseconds; `None` without any.
+    /// Median age of the entries, milliseconds; `None` without entries.
     pub median_age_ms: Option<u32>,
 }
 
@@ -195,19 +198,19 @@ impl Default for PoolState {
 }
 
 impl PoolState {
-    /// An empty pool.
+    /// Returns an empty pool.
     pub fn new() -> Self {
         Self { tag: Self::TAG, reports_per_pick: 1.0, clock: Clock::new(), ..Self::zeroed() }
     }
 
-    /// Chooses a replica for one request by hot and cold, and says how many probes to send.
+    /// Chooses a replica for one request by hot and cold, and returns how many probes to send.
     pub fn pick<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
         let rule = self.hot_and_cold(settings, now.stamp(), self.entries());
         self.pick_first(settings, now, rng, probes, &rule, None)
     }
 
-    /// [`Self::pick`] by predicted latency.
+    /// Like [`Self::pick`], by predicted latency.
     pub fn pick_predicted<G: Rng>(&mut self, settings: &PoolSettings, now: Micros, rng: &mut G) -> Pick {
         let probes = self.begin_pick(settings, now.stamp());
         let rule = Predicted::over(self.entries(), self.picks, now.stamp());
@@ -217,8 +220,8 @@ impl PoolState {
         self.pick_first(settings, now, rng, probes, &rule, tried)
     }
 
-    /// [`Self::pick`] under another ranking: the lowest `score` is chosen, the highest is the worst. Scores must not
-    /// be NaN. All of the pool's other rules stay as they are (paper §5.2: Linear and C3 on Prequal's probing).
+    /// Like [`Self::pick`], by a caller's ranking: the entry with the lowest `score` is chosen, the highest is the worst.
+    /// Scores must not be NaN. All other rules of the pool apply (paper §5.2: Linear and C3 on Prequal's probing).
     pub fn pick_scored<G: Rng>(
         &mut self,
         settings: &PoolSettings,
@@ -231,13 +234,13 @@ impl PoolState {
         self.pick_first(settings, now, rng, probes, &Scored(score, stamp), None)
     }
 
-    /// The choice for a request that is a trial of an ejected replica ([`crate::ejection`]).
+    /// Returns the choice for a request that is a trial of an ejected replica ([`crate::ejection`]).
     pub fn pick_trial(&mut self, settings: &PoolSettings, trial: Trial, now: Micros) -> Pick {
         let nobody = Pick::nobody(trial.placement, self.begin_pick(settings, now.stamp()));
         Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..nobody }
     }
 
-    /// Takes note of what the ejection table says; ejected replicas leave the pool.
+    /// Takes over the state of the ejection table and removes ejected replicas from the pool.
     pub fn exclude(&mut self, ejections: &EjectionTable, now: Micros) {
         self.ejections = ejections.is_active(now).into();
         self.ejected = u16::try_from(ejections.ejected()).unwrap_or(u16::MAX);
@@ -248,27 +251,27 @@ impl PoolState {
         }
     }
 
-    /// Whether the ejection table must be looked at.
+    /// Whether the ejection table must be consulted.
     pub fn has_ejections(&self) -> bool {
         self.ejections == 1
     }
 
-    /// Whether the pool last excluded replicas by this version of the ejection table.
+    /// Whether the pool last excluded replicas according to this version of the ejection table.
     pub fn follows(&self, ejections: &EjectionTable) -> bool {
         ejections.version() != 0 && self.ejections_version == ejections.version()
     }
 
-    /// Replicas that the ejection table excludes.
+    /// Number of replicas that the ejection table excludes.
     pub fn ejected(&self) -> u32 {
         self.ejected.into()
     }
 
-    /// Replicas in use and samples of the policy, as [`Self::set_members`] told.
+    /// Number of replicas in use and of samples of the policy, as given to [`Self::set_members`].
     pub fn membership(&self) -> (u32, u32) {
         (self.members, self.samples)
     }
 
-    /// The lower median of the shares of failures, per mille, that the pool's other replicas reported; 0 without any.
+    /// Lower median of the shares of failures that the pool's other replicas reported, per mille; 0 without any.
     pub fn failing_beside(&self, replica: Endpoint) -> u16 {
         let mut shares = [0; MAX_POOL];
         let mut count = 0;
@@ -282,7 +285,7 @@ impl PoolState {
         shares.get(count.saturating_sub(1) / 2).copied().unwrap_or(0)
     }
 
-    /// What every pick begins with.
+    /// Performs the first steps that are common to all picks.
     fn begin_pick(&mut self, settings: &PoolSettings, stamp: Stamp) -> ProbesDue {
         self.expire(settings, stamp);
         self.update_rates();
@@ -294,7 +297,7 @@ impl PoolState {
         probes
     }
 
-    /// The pick of the first in `order`, or of the entry that is `tried`.
+    /// Picks the entry at index `tried` if there is one, otherwise the first entry in `order`.
     fn pick_first<O: Order, G: Rng>(
         &mut self,
         settings: &PoolSettings,
@@ -309,7 +312,7 @@ impl PoolState {
         let learning = self.is_learning(settings, stamp);
         self.picks = self.picks.wrapping_add(1);
         let picks = self.picks;
-        // With all but one replica ejected that one is the choice.
+        // If all replicas but one are ejected, that one is the choice.
         let enough = self.members.saturating_sub(self.ejected.into()).clamp(1, 2);
         let enough = if self.ejected == 0 { 2 } else { enough as u16 };
         if self.entry_count >= enough
@@ -324,17 +327,17 @@ impl PoolState {
             pick.branch = branch;
             pick.verify = entry.unproven == 1;
             pick.placement = entry.placement();
-            // RIF compensation (§4): our own request is on its way there.
+            // RIF compensation (§4): this request is on its way to the replica.
             entry.rif = entry.rif.saturating_add(1);
             entry.chosen = picks;
             entry.uses_left = entry.uses_left.saturating_sub(1);
             let (chosen, used_up) = (entry.endpoint, entry.uses_left == 0);
             if let Some(young) = gave_way.and_then(|young| self.entries.get_mut(young)) {
-                // It has had its turn.
+                // This counts as the young replica's turn.
                 young.chosen = picks;
             }
             if pick.verify {
-                // One request until its answer tells, however often probes bring the name up again.
+                // The candidate gets no other request until the response decides, even if probes name it again.
                 self.cool_down(chosen, now, VERIFY_MS);
             } else if used_up {
                 self.remove(index);
@@ -358,8 +361,8 @@ impl PoolState {
         Some((first.index, branch, first.gave_way))
     }
 
-    /// Takes in a report of `endpoint`; the caller has established that it may speak for that replica. `placement` is
-    /// what the membership, or the pick that led to the report, said of its placement.
+    /// Records a report of `endpoint`. The caller has established that the report may speak for that replica. `placement` is
+    /// the replica's placement according to the membership, or to the pick that led to the report.
     pub fn record(
         &mut self,
         settings: &PoolSettings,
@@ -372,7 +375,7 @@ impl PoolState {
         let stamp = now.stamp();
         self.reports_since_pick = self.reports_since_pick.saturating_add(1).min(MAX_RATE);
         self.clock.answered();
-        // An answer to a request sent long ago must not make the replica's placement older than it is.
+        // A response to a request sent long ago must not replace a newer placement of the replica.
         let known = self.entries().iter().find(|entry| entry.endpoint == endpoint).map(Entry::placement);
         let placement = known.filter(|known| self.newer(known, &placement)).unwrap_or(placement);
         self.trials.reported(endpoint, load.capacity);
@@ -395,7 +398,7 @@ impl PoolState {
         self.insert(settings, stamp, Entry { uses_left, ..entry });
     }
 
-    /// Lets a candidate have one request: what it reports is not believed yet.
+    /// Adds a candidate, so that it gets one request. Its own report is not trusted yet.
     pub fn introduce(&mut self, settings: &PoolSettings, now: Micros, endpoint: Endpoint) {
         let stamp = now.stamp();
         self.clock.answered();
@@ -439,14 +442,14 @@ impl PoolState {
         }
     }
 
-    /// Drops what is known of a replica that has left.
+    /// Removes the entry of a replica that has left.
     pub fn forget(&mut self, endpoint: Endpoint) {
         if let Some(index) = self.entries().iter().position(|entry| entry.endpoint == endpoint) {
             self.remove(index);
         }
     }
 
-    /// Tells the pool how many replicas are in use and how many samples of the policy were taken.
+    /// Sets how many replicas are in use and how many samples of the policy were taken.
     pub fn set_members(&mut self, members: u32, samples: u32, now: Micros) {
         if members > self.members {
             if now.stamp().distance_ms(self.members_changed) >= GROWING_MS {
@@ -457,13 +460,13 @@ impl PoolState {
         (self.members, self.samples) = (members, samples);
     }
 
-    /// Whether the replica has a report younger than `age_ms`: probing it would tell little.
+    /// Whether the replica has a report younger than `age_ms`: probing it would add little.
     pub fn heard_within(&self, endpoint: Endpoint, now: Micros, age_ms: u32) -> bool {
         let stamp = now.stamp();
         self.entries().iter().any(|e| e.endpoint == endpoint && stamp.distance_ms(e.received) < age_ms)
     }
 
-    /// How the pool looks now.
+    /// Returns a summary of the pool.
     pub fn view(&self, settings: &PoolSettings, now: Micros) -> PoolView {
         let theta = match self.theta(settings, now.stamp()) {
             Theta::At(theta, _) => u16::try_from(theta).ok(),
@@ -479,18 +482,18 @@ impl PoolState {
         PoolView { occupancy: usize::from(self.entry_count), theta, members: self.members, median_age_ms }
     }
 
-    /// Replicas in the pool.
+    /// Endpoints of the replicas in the pool.
     pub fn replicas(&self) -> impl Iterator<Item = Endpoint> + '_ {
         self.entries().iter().map(|entry| entry.endpoint)
     }
 
-    /// The entries as they are.
+    /// The current entries.
     #[cfg(test)]
     pub(crate) fn candidates(&self, now: Micros) -> impl Iterator<Item = Candidate> + '_ {
         self.entries().iter().map(move |entry| entry.candidate(now.stamp()))
     }
 
-    /// Bytes of the blob.
+    /// Size of the blob, bytes.
     fn size(&self) -> usize {
         let vacant = MAX_POOL.saturating_sub(self.entry_count.into());
         size_of::<Self>() - vacant * size_of::<Entry>()
@@ -512,7 +515,7 @@ impl PoolState {
         }
     }
 
-    /// Drops what is too old, and who is out of use.
+    /// Removes entries that are too old, and entries of replicas that are out of use.
     pub(crate) fn expire(&mut self, settings: &PoolSettings, now: Stamp) {
         let mut index = 0;
         while let Some(entry) = self.entries().get(index) {
@@ -536,8 +539,8 @@ impl PoolState {
         age(one) < age(other)
     }
 
-    /// Even the best has far more in flight than is usual: requests were sent faster than reports come, and the pool is out
-    /// of date.
+    /// Whether even the best replica has far more in flight than usual: requests were sent faster than reports arrive, so the
+    /// pool is out of date.
     fn overflows(&self, settings: &PoolSettings, now: Stamp, index: usize) -> bool {
         let load = self.entries.get(index).map_or(0, Entry::load);
         match self.theta(settings, now) {
@@ -546,14 +549,13 @@ impl PoolState {
         }
     }
 
-    /// The fleet is new, or what was known of its latencies is forgotten: the few that are known must not carry all of the
-    /// load.
+    /// Whether the fleet is new, or its latencies have been forgotten: the few known replicas must not carry all of the load.
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
         let grown = self.members / 2 >= self.settled && now.distance_ms(self.members_changed) < GROWING_MS;
         settings.burst_guard && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
     }
 
-    /// The last in `order`.
+    /// Index of the last entry in `order`.
     fn worst<G: Rng>(&self, rng: &mut G, order: &impl Order) -> Option<usize> {
         self.entries()
             .iter()
@@ -635,11 +637,11 @@ impl Blob for PoolState {
     }
 }
 
-/// How long a candidate's first request may take before it gets another.
+/// Time that a candidate's first request may take before the candidate gets another, milliseconds.
 const VERIFY_MS: u32 = 5000;
-/// Without a pick for this long the fleet is as good as new: agents forget their samples after 15 s.
+/// Time without a pick after which the fleet counts as new, milliseconds: agents forget their samples after 15 s.
 const IDLE_MS: u32 = 10_000;
-/// Bounds the counters between two picks; an average over more is not believable.
+/// Upper bound of the counters between two picks; a higher average is not credible.
 const MAX_RATE: u32 = 10_000;
 
 #[cfg(test)]

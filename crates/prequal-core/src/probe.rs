@@ -1,28 +1,28 @@
-//! What a request to the replica's side means to us, and the body of the answer to a probe.
+//! The routing of requests that reach the replica's side, and the body of the answer to a probe.
 
 use std::fmt::Write as _;
 
 use crate::capacity::Capacity;
 use crate::report::{LoadReport, PROBE_PATH};
 
-/// Everything below this path is ours and never forwarded.
+/// Path prefix reserved for Prequal. Requests below it are never forwarded.
 const PREFIX: &str = "/prequal/";
 
-/// What to do with a request of some method and path.
+/// How to handle a request, by its method and path.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Route {
-    /// The application's.
+    /// A request for the application.
     Forward,
     /// A probe.
     Probe,
-    /// A probe asked for in a way that we do not answer.
+    /// A probe with a method that is not answered.
     MethodNotAllowed,
-    /// Below our prefix, but nothing is there.
+    /// A path below the reserved prefix that does not exist.
     NotFound,
 }
 
 impl Route {
-    /// The route of a path without its query. `method` is asked for only where it matters.
+    /// Returns the route of a path without its query. `method` is called only where it matters.
     pub fn of<'a>(path: &str, method: impl FnOnce() -> &'a str) -> Self {
         if !path.starts_with(PREFIX) {
             Self::Forward
@@ -36,10 +36,10 @@ impl Route {
     }
 }
 
-/// A report as JSON, for probes that accept it. `timestamp_ms` is the time since the epoch.
+/// Returns a report as JSON, for probes that accept it. `timestamp_ms` is the time since the epoch.
 pub fn json(report: &LoadReport, timestamp_ms: u128) -> String {
     let mut text = format!("{{\"rif\":{},\"latency_median_ms\":", report.rif);
-    // Written by hand: digits and addresses need no escaping. Errors cannot happen on a String.
+    // Written by hand, as digits and addresses need no escaping. Writing to a String cannot fail.
     let _ = match report.latency_us {
         Some(us) => write!(text, "{}.{:03},\"latency_us\":{us}", us / 1000, us % 1000),
         None => write!(text, "null,\"latency_us\":null"),

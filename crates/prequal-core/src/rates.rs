@@ -1,21 +1,23 @@
-//! How many requests end at a replica each second, how many of them fail, and how many are in flight on average.
+//! Measures how many requests end at a replica per second, how many of them fail, and how many are in flight on
+//! average.
 //!
-//! Load reports in the format of ORCA need these ([`crate::orca`]); nothing here decides what is reported. All three are means
-//! over the same time, which fades: what happened one time constant ago counts 1/e. A window that ends sharply would make
-//! traffic swing between equal replicas at 80 % load, because its oldest part leaves all at once.
+//! Load reports in the format of ORCA need these values ([`crate::orca`]); this module does not decide what is
+//! reported. All three are means over the same fading time: what happened one time constant ago counts 1/e. A window
+//! with a sharp end would make traffic swing between equal replicas at 80 % load, because its oldest part leaves all at
+//! once.
 
 use crate::time::Micros;
 use crate::tracker::Outcome;
 
-/// Default time constant, microseconds. Policies that renew their weights each second want a few of these in it.
+/// Default time constant, microseconds. Policies that renew their weights every second need it to span a few renewals.
 pub const DEFAULT_WINDOW_US: u64 = 5_000_000;
-/// Shortest time constant, microseconds.
+/// Minimum time constant, microseconds.
 pub const MIN_WINDOW_US: u64 = 100_000;
-/// A step back of the clock by more than this starts anew, microseconds; less is an update that comes late.
+/// Step back of the clock beyond which the means start anew, microseconds; a smaller one is a late update.
 const STEP_US: u64 = 1_000_000;
-/// No more end unseen between two looks, however wrong the count.
+/// Maximum number of missed requests that are counted between two reads, in case the given count is wrong.
 const MAX_MISSED: u64 = 100_000;
-/// The means are of at least this part of a time constant, so that the first request of all is no flood.
+/// Minimum time that the means cover, in time constants, so that the very first request does not look like a flood.
 const SHORTEST: f64 = 1.0 / 8.0;
 
 /// Counts requests as they come and go.
@@ -24,33 +26,34 @@ pub struct Rates {
     window_us: f64,
     rif: u32,
     latest: Micros,
-    /// Requests that ended and that failed, each worth less the older it is.
+    /// Requests that ended, and requests that failed; each weighs less the older it is.
     ended: f64,
     failed: f64,
-    /// Microseconds that requests spent in flight, and those that have passed, likewise.
+    /// Microseconds that requests spent in flight, and microseconds that have passed, weighted likewise.
     busy_us: f64,
     passed_us: f64,
 }
 
-/// What the last requests have shown.
+/// Means over the recent past.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Window {
-    /// Requests that ended, however they ended, in thousandths a second.
+    /// Requests that ended, whatever their outcome, in thousandths per second.
     pub ended_milli: u64,
-    /// Requests that failed by the replica's own making, in thousandths a second.
+    /// Requests that failed through the replica's own fault, in thousandths per second.
     pub failed_milli: u64,
-    /// Requests in flight on average, in millionths.
+    /// Mean number of requests in flight, in millionths.
     pub rif_micro: u64,
 }
 
 impl Rates {
-    /// An idle replica, and means that fade with a time constant of `window_us`, at least [`MIN_WINDOW_US`].
+    /// Creates the counts of an idle replica. The means fade with a time constant of `window_us`, at least
+    /// [`MIN_WINDOW_US`].
     pub fn new(now: Micros, window_us: u64) -> Self {
         let window_us = window_us.max(MIN_WINDOW_US) as f64;
         Self { window_us, rif: 0, latest: now, ended: 0.0, failed: 0.0, busy_us: 0.0, passed_us: 0.0 }
     }
 
-    /// A request ended; `rif` are left.
+    /// Counts a request that has ended; `rif` are left in flight.
     pub fn ended(&mut self, now: Micros, rif: u32, outcome: Outcome) {
         self.moved(now, rif);
         self.ended += 1.0;
@@ -59,12 +62,12 @@ impl Rates {
         }
     }
 
-    /// Fades with another time constant from now on. What was counted stays.
+    /// Changes the time constant from now on. The means so far stay.
     pub fn set_window(&mut self, now: Micros, window_us: u64) {
         let window_us = window_us.max(MIN_WINDOW_US) as f64;
         if window_us != self.window_us {
             self.pass(now);
-            // Sums over a shorter time are smaller, and their ratios the same.
+            // Sums over a shorter time are smaller; their ratios stay the same.
             let left = (window_us / self.window_us).min(1.0);
             for sum in [&mut self.ended, &mut self.failed, &mut self.busy_us, &mut self.passed_us] {
                 *sum *= left;
@@ -73,8 +76,8 @@ impl Rates {
         }
     }
 
-    /// A request had ended at `at`, on another worker, and time has passed until now ([`Self::pass`]). How many are in flight is
-    /// not learned from it.
+    /// Counts a request that ended at `at` on another worker. The caller has advanced the time to now ([`Self::pass`]).
+    /// The number in flight stays as it is.
     pub fn heard(&mut self, at: Micros, outcome: Outcome) {
         let left = (-(self.latest.saturating_since(at) as f64) / self.window_us).exp();
         self.ended += left;
@@ -83,7 +86,8 @@ impl Rates {
         }
     }
 
-    /// `count` more ended on other workers lately, and how they ended is lost: as many failed as of those before.
+    /// Counts `count` more requests that ended on other workers recently and whose outcomes are lost. The same share of
+    /// them counts as failed as before.
     pub fn missed(&mut self, count: u64) {
         let count = count.min(MAX_MISSED) as f64;
         if self.ended > 0.0 {
@@ -92,19 +96,19 @@ impl Rates {
         self.ended += count;
     }
 
-    /// `rif` are in flight from now on.
+    /// Sets the number of requests in flight to `rif` from now on.
     pub fn moved(&mut self, now: Micros, rif: u32) {
         self.pass(now);
         self.rif = rif;
     }
 
-    /// The means as they are now.
+    /// Returns the means as of now.
     pub fn over(&mut self, now: Micros) -> Window {
         self.means(now, 0.0)
     }
 
-    /// The same once the request has ended that is leaving now. Without it, a replica that serves one request in a long time
-    /// would report none.
+    /// As [`Self::over`], with the request that is leaving now counted as ended. Otherwise a replica that rarely serves
+    /// requests would report none.
     pub fn over_with_leaving(&mut self, now: Micros) -> Window {
         self.means(now, 1.0)
     }
@@ -112,7 +116,7 @@ impl Rates {
     fn means(&mut self, now: Micros, leaving: f64) -> Window {
         self.pass(now);
         let passed_us = self.passed_us.max(self.window_us * SHORTEST);
-        // `as` saturates, and none of these is negative.
+        // `as` saturates, and none of these values is negative.
         let per_us = |sum: f64, unit: f64| (sum / passed_us * unit).round() as u64;
         Window {
             ended_milli: per_us(self.ended + leaving, 1e9),
@@ -121,7 +125,7 @@ impl Rates {
         }
     }
 
-    /// Time passes, with as many in flight as before.
+    /// Advances the time, with the same number in flight as before.
     pub fn pass(&mut self, now: Micros) {
         if now < self.latest {
             if self.latest.saturating_since(now) > STEP_US {
@@ -131,7 +135,7 @@ impl Rates {
         }
         let passed = now.saturating_since(self.latest) as f64 / self.window_us;
         self.latest = now;
-        // What is left of the past, and what the time since then is worth.
+        // Remaining share of the past, and the weighted time since then.
         let (kept, new_us) = ((-passed).exp(), -(-passed).exp_m1() * self.window_us);
         self.ended *= kept;
         self.failed *= kept;
@@ -146,7 +150,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000;
 
-    /// Ten requests a second of 300 ms each, of which every fifth fails, from the 0th to the `end`th second.
+    /// Records ten requests per second of 300 ms each until second `end`; every fifth request fails.
     fn steady(rates: &mut Rates, end: u64) {
         let mut events: Vec<(u64, bool, u64)> = (0..end * 10)
             .flat_map(|n| [(n * SECOND / 10, true, n), (n * SECOND / 10 + 300_000, false, n)])
@@ -202,7 +206,7 @@ mod tests {
             rates.moved(Micros(100 * n * SECOND), 1);
             let leaves = Micros(100 * n * SECOND + SECOND / 10);
             let Window { ended_milli, rif_micro, .. } = rates.over_with_leaving(leaves);
-            // One request of 100 ms: the rate over the requests in flight is one in 100 ms.
+            // One request of 100 ms: the rate divided by the requests in flight is one per 100 ms.
             let latency = rif_micro as f64 / 1e6 / (ended_milli as f64 / 1e3);
             assert!((latency * second / 100_000.0 - 1.0).abs() < 0.06, "{latency} s");
             rates.ended(leaves, 0, Outcome::Success);
@@ -229,7 +233,7 @@ mod tests {
             let outcome = if n % 4 == 0 { Outcome::Failure } else { Outcome::Success };
             here.ended(Micros(n * SECOND / 10), 0, outcome);
             if n % 20 == 19 {
-                // It looks only every two seconds.
+                // This worker reads only every two seconds.
                 elsewhere.pass(Micros(n * SECOND / 10));
                 (n - 19..=n).for_each(|n| {
                     let outcome = if n % 4 == 0 { Outcome::Failure } else { Outcome::Success };

@@ -1,7 +1,8 @@
-//! What a replica knows of itself: load, failures, age; and the report made of them.
+//! The load, failures and age that a replica knows of itself, and the report made from them.
 //!
-//! Its embedder counts the requests: the agent all of them, a worker of an Envoy its own. Where there are several, each records
-//! what the others' requests showed ([`Replica::record`]) and is given how many are in flight in all ([`Replica::report_at`]).
+//! The embedder counts the requests: the agent counts all of them, a worker of an Envoy its own. If there are several workers,
+//! each records the results of the others' requests ([`Replica::record`]) and is given the number of all requests in flight
+//! ([`Replica::report_at`]).
 
 use std::sync::Arc;
 
@@ -14,34 +15,34 @@ use crate::report::LoadReport;
 use crate::time::Micros;
 use crate::tracker::{Ended, Outcome, Present, Ticket, Tracker, TrackerConfig, Visit};
 
-/// Reports hold the age of a replica below this, seconds; older ones stay short.
+/// Age below which a replica's reports contain its age, seconds. The reports of older replicas stay short.
 pub const YOUNG_S: u32 = 600;
 
-/// What a backend said of its load counts for this long, microseconds.
+/// Time for which a backend's own load report counts, microseconds.
 pub const BACKEND_FRESH_US: u64 = 10_000_000;
 
 /// Load, failures and age of one replica.
 #[derive(Debug)]
 pub struct Replica {
-    /// Requests in flight and what they took.
+    /// Requests in flight and their latencies.
     pub tracker: Tracker,
     failures: FailureShare,
-    /// If load is reported in the format of ORCA too.
+    /// Rates, if load is reported in the ORCA format too.
     rates: Option<Rates>,
-    /// What the backend said last of its load, if it does, and when.
+    /// Last load report of the backend itself, if it sends any, and when it came.
     backend: Option<(Micros, Arc<BackendReport>)>,
-    /// Since when it can serve; `None` while it cannot.
+    /// Time since which the replica can serve; `None` while it cannot.
     up: Option<Micros>,
 }
 
 impl Replica {
-    /// An idle replica that can serve since `up`.
+    /// Creates an idle replica that can serve since `up`.
     pub fn new(config: TrackerConfig, up: Option<Micros>) -> Self {
         let (tracker, failures) = (Tracker::new(config), FailureShare::default());
         Self { tracker, failures, rates: None, backend: None, up }
     }
 
-    /// Counts rates from now on, as means that fade with a time constant of `window_us`, for [`Self::orca`]. Where it does
+    /// Starts to count rates for [`Self::orca`], as means that fade with a time constant of `window_us`. If rates are counted
     /// already, only the time constant changes.
     pub fn count_rates(&mut self, now: Micros, window_us: u64) {
         match &mut self.rates {
@@ -50,60 +51,61 @@ impl Replica {
         }
     }
 
-    /// Whether it counts rates.
+    /// Whether rates are counted.
     pub fn counts_rates(&self) -> bool {
         self.rates.is_some()
     }
 
-    /// `rif` are in flight, here and elsewhere: what the mean in flight is made of, where others serve too.
+    /// Records that `rif` requests are in flight, here and elsewhere. Where other workers serve too, the mean number in flight
+    /// comes from these samples.
     pub fn sample(&mut self, now: Micros, rif: u32) {
         if let Some(rates) = &mut self.rates {
             rates.moved(now, rif);
         }
     }
 
-    /// The backend says of its load what [`Self::orca`] is to carry on.
+    /// Records the backend's own load report, which [`Self::orca`] passes on.
     pub fn backend_reports(&mut self, now: Micros, report: BackendReport) {
         self.backend = Some((now, Arc::new(report)));
     }
 
-    /// What the backend said of its load, unless that was too long ago.
+    /// Returns the backend's own load report, unless it is too old.
     pub fn backend(&self, now: Micros) -> Option<&Arc<BackendReport>> {
         let (at, report) = self.backend.as_ref()?;
         (now.saturating_since(*at) <= BACKEND_FRESH_US).then_some(report)
     }
 
-    /// Time passes: before [`Self::record`] of what ended until `now`.
+    /// Advances the time to `now`. Call it before [`Self::record`] of the requests that have ended until then.
     pub fn pass(&mut self, now: Micros) {
         if let Some(rates) = &mut self.rates {
             rates.pass(now);
         }
     }
 
-    /// `count` requests ended elsewhere, and what they showed is lost.
+    /// Records that `count` requests ended elsewhere and that their results are lost.
     pub fn missed(&mut self, count: u64) {
         if let Some(rates) = &mut self.rates {
             rates.missed(count);
         }
     }
 
-    /// A request arrives.
+    /// Records that a request arrives.
     pub fn start(&mut self, now: Micros) -> Ticket {
         self.start_behind(now, self.tracker.present())
     }
 
-    /// The same where `others` are in flight, here and elsewhere.
+    /// As [`Self::start`], with `others` in flight, here and elsewhere.
     pub fn start_behind(&mut self, now: Micros, others: Present) -> Ticket {
         self.sample(now, others.rif.saturating_add(1));
         self.tracker.start_behind(now, others)
     }
 
-    /// A request ends, however it ends. Returns what it showed, which is recorded.
+    /// Records that a request ends, with any outcome. Returns its result, already recorded.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
         self.finish_among(ticket, now, outcome, self.tracker.present())
     }
 
-    /// The same where `present` are in flight, here and elsewhere, itself included.
+    /// As [`Self::finish`], with `present` in flight, here and elsewhere, including the request itself.
     pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, present: Present) -> Ended {
         self.failures.record(now, outcome);
         if let Some(rates) = &mut self.rates {
@@ -112,7 +114,7 @@ impl Replica {
         self.tracker.finish_among(ticket, now, outcome, present)
     }
 
-    /// Takes in what a request showed that ended elsewhere.
+    /// Records the result of a request that ended elsewhere.
     pub fn record(&mut self, ended: Ended) {
         self.failures.record(ended.at, ended.outcome);
         if let Some(rates) = &mut self.rates {
@@ -121,30 +123,30 @@ impl Replica {
         self.tracker.record(ended);
     }
 
-    /// The share of requests that failed by the replica's own making, per mille, 0 to 1000.
+    /// Returns the share of requests that failed through the replica's own fault, per mille, 0 to 1000.
     pub fn failing(&self, now: Micros) -> u16 {
         self.failures.per_mille(now)
     }
 
-    /// Since when it can serve; `None`: it cannot.
+    /// Returns the time since which the replica can serve; `None` if it cannot.
     pub fn up(&self) -> Option<Micros> {
         self.up
     }
 
-    /// Sets since when it can serve; a replica that came back is as cold as a new one.
+    /// Sets the time since which the replica can serve. A replica that has returned is as cold as a new one.
     pub fn set_up(&mut self, up: Option<Micros>) {
         self.up = up;
     }
 
-    /// How long it can serve, seconds; 0 while it cannot.
+    /// Returns for how long the replica has been able to serve, seconds; 0 while it cannot.
     pub fn up_s(&self, now: Micros) -> u32 {
         self.up.map_or(0, |since| u32::try_from(now.saturating_since(since) / 1_000_000).unwrap_or(u32::MAX))
     }
 
-    /// The report of this replica as `endpoint`, with what is in flight here.
+    /// Returns this replica's report as `endpoint`, with the requests in flight here.
     ///
-    /// `leaving` is the request on whose response the report goes: the client reads it when that response is over, and it
-    /// must say what the *next* request would find.
+    /// `leaving` is the request whose response carries the report. The client reads the report when that response is over,
+    /// so it must describe the load that the *next* request would meet.
     pub fn report(
         &mut self,
         now: Micros,
@@ -155,7 +157,7 @@ impl Replica {
         self.report_at(now, self.tracker.present(), endpoint, probe_endpoint, leaving)
     }
 
-    /// The same where `present` are in flight, here and elsewhere.
+    /// As [`Self::report`], with `present` in flight, here and elsewhere.
     pub fn report_at(
         &mut self,
         now: Micros,
@@ -176,8 +178,8 @@ impl Replica {
         }
     }
 
-    /// `report`, which was made just now, in the format of ORCA; `None` without [`Self::count_rates`]. `leaves`: on the response
-    /// to a request that still counts.
+    /// Returns `report`, which was just made, in the ORCA format; `None` without [`Self::count_rates`]. `leaves` is set if it
+    /// goes on the response to a request that still counts.
     pub fn orca(
         &mut self,
         now: Micros,

@@ -1,8 +1,8 @@
-//! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`, of which `probe`,
-//! `fail`, `up`, `base`, `knee` and `open` are known.
+//! The wire form of a load report: one header, `x-prequal-load: <rif>;<latency_us or empty>;<ip:port>[;key=value]`. The known
+//! keys are `probe`, `fail`, `up`, `base`, `knee` and `open`.
 //!
-//! Parsing accepts anything a hostile replica may send and answers with a bounded report or a reason. It does
-//! not decide whether the report may be trusted: that needs to know who was asked (see the filter).
+//! The parser accepts any input that a hostile replica may send, and returns a bounded report or an error. It does not
+//! decide whether the report may be trusted: that depends on which replica was probed (see the filter).
 
 use std::fmt;
 
@@ -10,9 +10,9 @@ use crate::capacity::Capacity;
 use crate::endpoint::Endpoint;
 use crate::time::MAX_LATENCY_US;
 
-/// The steering header: names the chosen replica to the shim.
+/// The steering header, which names the chosen replica to the shim.
 pub const HEADER_DEST: &str = "x-prequal-dest";
-/// The combined report.
+/// The combined report header.
 pub const HEADER_LOAD: &str = "x-prequal-load";
 /// Requests in flight alone, for interoperation with other implementations.
 pub const HEADER_RIF: &str = "x-prequal-rif";
@@ -20,48 +20,48 @@ pub const HEADER_RIF: &str = "x-prequal-rif";
 pub const HEADER_LATENCY: &str = "x-prequal-latency-us";
 /// The query hint of a synchronous probe.
 pub const HEADER_HINT: &str = "x-prequal-hint";
-/// The host that answered a probe: Envoy's word, put on the reply by the probe cluster's own filter.
+/// The host that answered a probe, according to Envoy: the probe cluster's own filter adds it to the reply.
 pub const HEADER_HOST: &str = "x-prequal-host";
-/// Why the agent itself answers with an error: [`UNSENT`] or [`UNANSWERED`]. Envoy's retry policy goes by it.
+/// Reason for which the agent itself answers with an error: [`UNSENT`] or [`UNANSWERED`]. Envoy's retry policy uses it.
 pub const HEADER_FAILURE: &str = "x-prequal-failure";
-/// The backend got not a byte of the request: any request may be sent again.
+/// The backend received no byte of the request, so any request may be sent again.
 pub const UNSENT: &str = "unsent";
-/// The backend's connection ended before a response: only an idempotent request may be sent again.
+/// The backend's connection ended before a response, so only an idempotent request may be sent again.
 pub const UNANSWERED: &str = "unanswered";
-/// Where the agent answers probes.
+/// Path at which the agent answers probes.
 pub const PROBE_PATH: &str = "/prequal/probe";
-/// Longest accepted report header, bytes.
+/// Maximum length of an accepted report header, bytes.
 pub const MAX_REPORT: usize = 256;
-/// Largest accepted RIF. More in flight on one replica is not believable.
+/// Maximum accepted RIF. More requests in flight on one replica are not plausible.
 pub const MAX_RIF: u32 = 1_000_000;
-/// Most that can fail, per mille.
+/// Maximum share of failed requests, per mille.
 pub const MAX_FAILING: u16 = 1000;
 
-/// What a replica says of itself (paper §4, "Load signals").
+/// A replica's report about itself (paper §4, "Load signals").
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LoadReport {
     /// Requests in flight now, 0 to [`MAX_RIF`].
     pub rif: u32,
-    /// Median recent latency at or near that RIF, microseconds; `None` when the replica has no sample.
+    /// Median recent latency at or near that RIF, microseconds; `None` if the replica has no sample.
     pub latency_us: Option<u32>,
-    /// Base latency and knee ([`crate::capacity`]); `base=` (microseconds, 1 to [`MAX_LATENCY_US`]) and `knee=` (requests in
-    /// flight, 1 to 65 535) on the wire, together or not at all, with `open=1` where the knee may be higher. `None`: it has
-    /// served nothing yet, or does not say.
+    /// Base latency and knee ([`crate::capacity`]). On the wire: `base=` (microseconds, 1 to [`MAX_LATENCY_US`]) and `knee=`
+    /// (requests in flight, 1 to 65 535), both or neither, with `open=1` if the knee may be higher. `None` if the replica has
+    /// served nothing yet or does not report them.
     pub capacity: Option<Capacity>,
     /// The replica's serving endpoint.
     pub endpoint: Option<Endpoint>,
-    /// Where it answers probes, if elsewhere. Always a port of the same host as `endpoint`.
+    /// Endpoint that answers probes, if it is another one. Always a port of the same host as `endpoint`.
     pub probe_endpoint: Option<Endpoint>,
-    /// How many of its recent requests failed (5xx, gRPC errors of the server's making), per mille, 0 to
+    /// Share of its recent requests that failed (5xx, gRPC errors that are the server's fault), per mille, 0 to
     /// [`MAX_FAILING`]; `fail=` on the wire, absent for 0.
     pub failing: u16,
-    /// How long ago it started, seconds; `up=` on the wire. `None`: long ago, or it does not say.
+    /// Time since the replica started, seconds; `up=` on the wire. `None` if that is long ago or not reported.
     pub up_s: Option<u32>,
 }
 
 impl LoadReport {
-    /// Parses the combined header. From bytes, with little code: every response has one, and with cold caches it is the code
-    /// that costs (`docs/performance.md`).
+    /// Parses the combined header. It works on bytes and with little code: every response has such a header, and with cold
+    /// caches the size of the code determines the cost (`docs/performance.md`).
     ///
     /// # Errors
     /// One [`ReportError`] that names the first bad field.
@@ -105,7 +105,7 @@ impl LoadReport {
         Ok(report)
     }
 
-    /// Parses the pair of headers that other implementations send; it names no endpoint.
+    /// Parses the pair of headers that other implementations send. The pair names no endpoint.
     ///
     /// # Errors
     /// One [`ReportError`] that names the first bad field.
@@ -117,7 +117,7 @@ impl LoadReport {
         })
     }
 
-    /// Of an idle replica that says nothing else.
+    /// Returns the report of an idle replica that reports nothing else.
     fn idle() -> Self {
         Self {
             rif: 0,
@@ -160,7 +160,7 @@ impl fmt::Display for LoadReport {
     }
 }
 
-/// Digits alone, at least one. Not inlined: it is called for every field.
+/// Parses one or more digits and nothing else. Not inlined, as it is called for every field.
 #[inline(never)]
 fn parse_number(digits: &[u8]) -> Option<u32> {
     if digits.is_empty() {
@@ -189,7 +189,7 @@ fn parse_failing(digits: &[u8]) -> Result<u16, ReportError> {
     failing.filter(|failing| *failing <= MAX_FAILING).ok_or(ReportError::Failing)
 }
 
-/// Both or neither: half of the pair says nothing.
+/// Combines base latency and knee: both or neither must be present, as one alone says nothing.
 fn parse_capacity(base: Option<u32>, knee: Option<u32>, open: bool) -> Result<Option<Capacity>, ReportError> {
     let (base_us, knee) = match (base, knee) {
         (None, None) => return Ok(None),
@@ -203,34 +203,34 @@ fn parse_capacity(base: Option<u32>, knee: Option<u32>, open: bool) -> Result<Op
 /// Why a report was dropped. The label of each variant is the one used in metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum ReportError {
-    /// Longer than [`MAX_REPORT`].
+    /// The report is longer than [`MAX_REPORT`].
     #[error("report is longer than {MAX_REPORT} bytes")]
     TooLong,
-    /// RIF absent, not a number, or out of range.
+    /// RIF is absent, is not a number, or is out of range.
     #[error("RIF must be a whole number from 0 to {MAX_RIF}")]
     Rif,
-    /// Latency absent, not a number, or out of range.
+    /// Latency is absent, is not a number, or is out of range.
     #[error("latency must be empty or a whole number of microseconds up to {MAX_LATENCY_US}")]
     Latency,
-    /// No `ip:port` where the replica's own endpoint belongs.
+    /// The replica's own endpoint is absent or is not an `ip:port`.
     #[error("endpoint must be an `ip:port`")]
     Endpoint,
-    /// `probe=` is no `ip:port` of the same host.
+    /// `probe=` is not an `ip:port` of the same host.
     #[error("`probe` must be an `ip:port` of the endpoint's host")]
     ProbeEndpoint,
-    /// `fail=` not a number, or out of range.
+    /// `fail=` is not a number, or is out of range.
     #[error("`fail` must be a whole number per mille up to {MAX_FAILING}")]
     Failing,
-    /// `up=` not a number, or out of range.
+    /// `up=` is not a number, or is out of range.
     #[error("`up` must be a whole number of seconds below 2^32")]
     Up,
-    /// `base=` or `knee=` alone, not a number, or out of range.
+    /// `base=` or `knee=` is alone, is not a number, or is out of range.
     #[error("`base` must be 1 to {MAX_LATENCY_US} microseconds, `knee` 1 to 65535 requests, both together")]
     Capacity,
 }
 
 impl ReportError {
-    /// Short stable label for metrics.
+    /// Returns the short, stable label for metrics.
     pub fn label(self) -> &'static str {
         match self {
             Self::TooLong => "too_long",
@@ -269,7 +269,7 @@ mod tests {
     fn unknown_fields_are_ignored() {
         let report = LoadReport::parse("3;5;127.0.0.1:80;age=7;x").unwrap();
         assert_eq!((report.rif, report.latency_us), (3, Some(5)));
-        // `open` says something of a knee, and nothing but 1 says it.
+        // `open` qualifies a knee, and only the value 1 sets it.
         for text in ["3;5;127.0.0.1:80;open=1", "3;5;127.0.0.1:80;base=5;knee=2;open=yes"] {
             assert!(
                 !LoadReport::parse(text).unwrap().capacity.is_some_and(|capacity| capacity.open),
@@ -309,7 +309,7 @@ mod tests {
             ("1;5;127.0.0.1:80;base=3600000001;knee=5", ReportError::Capacity),
             ("1;5;127.0.0.1:80;base=NaN;knee=5", ReportError::Capacity),
             ("1;5;127.0.0.1:80;base=-5;knee=5", ReportError::Capacity),
-            // Two header lines joined by a comma are no endpoint: the report is dropped, not guessed.
+            // Two header lines joined by a comma are not an endpoint: the report is dropped rather than guessed.
             ("1;5;127.0.0.1:80, 1;5;127.0.0.1:80", ReportError::Endpoint),
         ] {
             assert_eq!(LoadReport::parse(text), Err(error), "{text}");

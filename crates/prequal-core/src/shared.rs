@@ -1,69 +1,69 @@
-//! Reading, changing and writing what workers share, when a host compares numbers and swaps.
+//! Reads, changes and writes values that workers share, on a host that compares version numbers and swaps.
 //!
-//! The host gives every write a number and takes a write only if the value still has the number that the writer names.
-//! [`Own`] saves the reading where a worker finds itself alone. What a value is, and when its bytes are one, is
-//! [`crate::blob`]'s; where it lies is the caller's ([`Place`]).
+//! The host gives every write a number, and accepts a write only if the value still has the number that the writer
+//! names. [`Own`] skips the read where a worker is the only writer. [`crate::blob`] defines what a value is and when
+//! its bytes are valid. The caller decides where the value is stored ([`Place`]).
 
-/// Tries before a write is given up; a conflict is a few per cent likely under load.
+/// Maximum number of tries of one write; under load, a conflict has a probability of a few per cent.
 const MAX_TRIES: u32 = 8;
 
-/// Where a shared value lies.
+/// Where a shared value is stored.
 pub trait Place<B> {
-    /// The value, `None` if it is damaged, and its number; `None` if there was none.
+    /// Returns the value, `None` if it is missing or damaged, and its number, `None` if it has none.
     fn read(&self) -> (Option<B>, Option<u32>);
 
-    /// Writes, unless the value has another number than this by now. True if written.
+    /// Writes only if the value still has this number. Returns true if written.
     fn write(&self, value: &B, number: Option<u32>) -> bool;
 }
 
 /// How an update ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum End {
-    /// The change is in the value.
+    /// The value contains the change.
     Written,
-    /// The change said that there was no update.
+    /// The change reported that there was no update.
     NoUpdate,
-    /// Others wrote too often meanwhile: the change is lost.
+    /// Other writes conflicted too often; the change is lost.
     GivenUp,
 }
 
-/// What came of an update.
+/// Result of an update.
 #[derive(Clone, Copy, Debug)]
 pub struct Updated<T> {
-    /// What the change returned, the last time it ran.
+    /// Return value of the last run of the change.
     pub result: T,
     /// How it ended.
     pub end: End,
-    /// How often it ran again because another had written meanwhile.
+    /// Number of times the change ran again because another worker had written in the meantime.
     pub conflicts: u32,
-    /// How often it began with a new value because the old one was damaged.
+    /// Number of times the update began with a new value because the old one was missing or damaged.
     pub replaced: u32,
 }
 
-/// Reads the value and changes it, and writes it if `change` says that there is an update; runs `change` again on a
-/// conflict.
+/// Reads the value, changes it, and writes it if `change` reports an update. Runs `change` again on a conflict.
 pub fn update<B: Default, T>(place: &impl Place<B>, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
     Own::default().update(place, true, change)
 }
 
-/// A worker's copy of a shared value as it has written it last.
+/// A worker's copy of a shared value, as the worker last wrote it.
 ///
-/// While nobody else writes, the worker changes its copy and writes that, without reading. It knows no number of its own
-/// write, but numbers rise by at least one: a write that named `n` has `n + 1` or more. If the value's number *is*
-/// `n + 1`, then it is that write's: an earlier one would have made the write fail, and a later one has a higher number.
-/// So the worker names `n + 1`, and the host refuses unless the copy is the value.
+/// While no other worker writes, the worker changes its copy and writes it without reading. It does not know the number
+/// of its own write, but numbers rise by at least one: a write that named `n` has the number `n + 1` or more. If the
+/// value's number *is* `n + 1`, it belongs to that write: an earlier write would have made that write fail, and a later
+/// one has a higher number. So the worker names `n + 1`, and the host refuses the write unless the copy is the current
+/// value.
 #[derive(Debug, Default)]
 pub struct Own<B> {
     value: B,
-    /// The lowest number that the worker's last write can have; `None` if there is none, or it did not name any.
+    /// Lowest number that the worker's last write can have; `None` if there was no write, or if it named no number.
     number: Option<u32>,
-    /// It was that write's number when the worker looked last. Where others write as well, guessing costs more than it
-    /// saves.
+    /// Whether the value still had that number when the worker last read it. Where others write as well, guessing costs
+    /// more than it saves.
     alone: bool,
 }
 
 impl<B: Default> Own<B> {
-    /// As [`update`]. Without `look`, for changes that always are updates, the reading is saved where that goes.
+    /// As [`update`]. With `look` false, for changes that are always updates, the read is skipped where possible.
     pub fn update<T>(
         &mut self,
         place: &impl Place<B>,
@@ -101,7 +101,7 @@ impl<B: Default> Own<B> {
     }
 }
 
-/// The lowest number of a write that names `number`. None after the last: the host goes on at the beginning.
+/// Lowest number of a write that names `number`; `None` if that is the last number, because the host then wraps around.
 fn after(number: u32) -> Option<u32> {
     number.checked_add(1)
 }
@@ -113,12 +113,12 @@ mod tests {
     use proptest::prelude::*;
     use std::cell::{Cell, RefCell};
 
-    /// Values in one host, which numbers the writes of all.
+    /// Values in one host, which numbers all writes in one sequence.
     struct Host {
         next: Cell<u32>,
         values: RefCell<Vec<(u64, u32)>>,
         reads: Cell<u32>,
-        /// Others who write value 0 between a reading and the writing.
+        /// Writes by others that are still to happen, each between a read and the write that follows.
         intruders: Cell<u32>,
     }
 
@@ -179,7 +179,8 @@ mod tests {
             assert_eq!(add(&mut own, &At(&host, 0)).result, count);
         }
         assert_eq!((host.value(0), host.reads.get()), (10, 2));
-        // Another writes: one wrong guess, one reading, and one more to see that nobody is there any more.
+        // Another worker writes: this costs one wrong guess, one read, and one more read to see that the worker is
+        // alone again.
         add(&mut Own::default(), &At(&host, 0));
         for count in 12..=20 {
             assert_eq!(add(&mut own, &At(&host, 0)).result, count);
@@ -192,7 +193,7 @@ mod tests {
         let host = Host::new(1, 1);
         let mut own = Own::default();
         (0..3).for_each(|_| _ = add(&mut own, &At(&host, 0)));
-        // Alone at first, so that the first change is to its own copy.
+        // The worker is alone at first, so the first change is to its own copy.
         for look in [false, true] {
             let updated = own.update(&At(&host, 0), look, |value| {
                 *value += 100;
@@ -214,7 +215,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever writes when, also past the last number, and with values of other names between.
+        /// For any order of writers, also past the last number, and with writes to other values in between.
         #[test]
         fn no_write_is_ever_lost(
             steps in vec((0..3usize, 0..2usize, any::<bool>()), 0..200),

@@ -1,9 +1,9 @@
-//! Synchronous mode (paper §4): a request asks `d` replicas, waits for `d − 1` usable answers, for the end of all calls
-//! or for the deadline, and the rule of [`crate::pool`] chooses among the answers that came
+//! Synchronous mode (paper §4): a request probes `d` replicas and waits for `d − 1` usable answers, for the end of all
+//! calls or for the deadline. The rule of [`crate::pool`] then chooses among the answers
 //! ([`crate::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
 //!
-//! The adapter sends the probes and keeps the request waiting. Where no answer is usable the pool chooses, which the
-//! answers of earlier requests, late ones too, have filled.
+//! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. The answers of
+//! earlier requests have filled it, late ones included.
 
 use bytemuck::Zeroable;
 
@@ -11,7 +11,7 @@ use crate::endpoint::Endpoint;
 use crate::load::Load;
 use crate::members::Placement;
 
-/// Most replicas that one request asks.
+/// Maximum number of replicas probed per request.
 pub const MAX_ASKED: usize = 8;
 /// Longest deadline, milliseconds.
 pub const MAX_DEADLINE_MS: u32 = 1000;
@@ -19,9 +19,9 @@ pub const MAX_DEADLINE_MS: u32 = 1000;
 /// Settings of the synchronous mode.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SyncSettings {
-    /// Probes per request, 2 to [`MAX_ASKED`]. Default 3 (the paper: 3 to 5).
+    /// Number of probes per request, 2 to [`MAX_ASKED`]. Default 3 (the paper: 3 to 5).
     pub d: usize,
-    /// A request waits no longer than this, milliseconds, 1 to [`MAX_DEADLINE_MS`]. Default 3.
+    /// Longest wait of a request, milliseconds, 1 to [`MAX_DEADLINE_MS`]. Default 3.
     pub deadline_ms: u32,
 }
 
@@ -31,14 +31,14 @@ impl Default for SyncSettings {
     }
 }
 
-/// A usable answer: the adapter has established that it speaks for that replica.
+/// A usable answer: the adapter has checked that it is valid for that replica.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Answer {
-    /// Who answered.
+    /// The replica that answered.
     pub replica: Endpoint,
-    /// What it reported.
+    /// The load that it reported.
     pub load: Load,
-    /// What the membership says of its placement.
+    /// Its placement according to the membership.
     pub placement: Placement,
 }
 
@@ -53,7 +53,7 @@ pub enum Ending {
     Deadline,
 }
 
-/// What one waiting request has heard.
+/// The answers that one waiting request has received.
 #[derive(Clone, Copy, Debug)]
 pub struct Waiting {
     needed: usize,
@@ -63,9 +63,9 @@ pub struct Waiting {
 }
 
 impl Waiting {
-    /// A request that has asked `asked` replicas, where the settings would ask `d`.
+    /// Creates the state of a request that has probed `asked` replicas out of the `d` that the settings ask for.
     ///
-    /// It needs `d − 1` answers. A fleet smaller than `d` may lack one too, but a comparison takes two.
+    /// It needs `d − 1` answers. In a fleet smaller than `d`, one answer may be missing too, but a comparison needs two.
     pub fn new(d: usize, asked: usize) -> Self {
         let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
         let nobody = Answer {
@@ -76,7 +76,7 @@ impl Waiting {
         Self { needed, open: asked, count: 0, answers: [nobody; MAX_ASKED] }
     }
 
-    /// A call has ended, with a usable answer or without. Says when the wait is over.
+    /// Records that a call has ended, with or without a usable answer. Returns why the wait is over, once it is.
     pub fn ended(&mut self, answer: Option<Answer>) -> Option<Ending> {
         self.open = self.open.saturating_sub(1);
         if let Some(answer) = answer {
@@ -91,13 +91,13 @@ impl Waiting {
         }
     }
 
-    /// The usable answers so far, one of each replica.
+    /// Returns the usable answers so far, one per replica.
     pub fn answers(&self) -> &[Answer] {
         self.answers.get(..self.count).unwrap_or_default()
     }
 
     fn take(&mut self, answer: Answer) {
-        // Two calls without an address may have met the same replica: one answer, the newer.
+        // Two calls without an address may have reached the same replica: the newer answer counts.
         let known = self.answers().iter().position(|known| known.replica == answer.replica);
         if let Some(slot) = self.answers.get_mut(known.unwrap_or(self.count)) {
             *slot = answer;
@@ -144,7 +144,7 @@ mod tests {
         PoolSettings { q_rif, ..Profile::Paper.pool_settings() }
     }
 
-    /// A pool that remembers the RIFs of `answers` and has no entry.
+    /// A pool that remembers the RIFs of `answers` but has no entries.
     fn pool(settings: &PoolSettings, answers: &[Answer]) -> PoolState {
         let mut pool = PoolState::new();
         pool.set_members(100, 0, Micros(0));

@@ -1,6 +1,6 @@
-//! Time as the caller tells it. Host clocks may be wall clocks and may step, so no operation here can fail.
+//! Time as given by the caller. Host clocks may be wall clocks and may step, so no operation here can fail.
 
-/// Longest latency that is told or believed: one hour, in microseconds.
+/// Longest latency that is reported or believed: one hour, in microseconds.
 pub const MAX_LATENCY_US: u32 = 3_600_000_000;
 
 /// Microseconds on the caller's clock, from an arbitrary origin.
@@ -8,34 +8,34 @@ pub const MAX_LATENCY_US: u32 = 3_600_000_000;
 pub struct Micros(pub u64);
 
 impl Micros {
-    /// From milliseconds; saturates.
+    /// Converts from milliseconds; saturates.
     pub const fn from_millis(ms: u64) -> Self {
         Self(ms.saturating_mul(1000))
     }
 
-    /// Microseconds elapsed since `earlier`, zero if the clock stepped back.
+    /// Microseconds elapsed since `earlier`; zero if the clock stepped back.
     pub const fn saturating_since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
 
-    /// Microseconds between two times, in either direction: one from the future is as suspect as an old one.
+    /// Microseconds between two times, in either direction: a time in the future is as suspect as an old one.
     pub const fn distance(self, other: Self) -> u64 {
         self.0.abs_diff(other.0)
     }
 
-    /// This time plus `us` microseconds; saturates.
+    /// Returns this time plus `us` microseconds; saturates.
     #[must_use]
     pub const fn plus(self, us: u64) -> Self {
         Self(self.0.saturating_add(us))
     }
 
-    /// The stamp kept in shared data.
+    /// Returns the stamp to keep in shared data.
     pub const fn stamp(self) -> Stamp {
         Stamp((self.0 / 1000) as u32)
     }
 }
 
-/// Milliseconds modulo 2^32 (49 days): what the blobs in shared data store.
+/// Milliseconds modulo 2^32 (49 days), as stored by the blobs in shared data.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub struct Stamp(pub u32);
@@ -43,8 +43,8 @@ pub struct Stamp(pub u32);
 impl Stamp {
     /// Distance in milliseconds between two stamps, in either direction.
     ///
-    /// A stamp from the future is as suspect as an old one: after the clock steps back by an hour everything
-    /// stored looks an hour old and expires, instead of living for an hour.
+    /// A stamp in the future is as suspect as an old one. After the clock steps back by an hour, everything stored looks an
+    /// hour old and expires, instead of living for another hour.
     pub const fn distance_ms(self, other: Self) -> u32 {
         (self.0.wrapping_sub(other.0) as i32).unsigned_abs()
     }

@@ -1,39 +1,39 @@
-//! The server side: requests in flight (RIF), and the latency a request arriving now may expect.
+//! The server side: counts requests in flight (RIF) and estimates the latency of a request that arrives now.
 //!
-//! Paper §4, "Load signals": a finished request is recorded under the RIF it found on arrival; an estimate is the
+//! Paper §4, "Load signals": a finished request is recorded under the RIF that it found on arrival. An estimate is the
 //! median of recent samples at or near the current RIF. Where the paper is silent:
 //!
-//! - no sample at this RIF: the nearest RIF that has one; no sample within [`TrackerConfig::max_age_us`]: *unknown*,
-//!   which makes clients send one request to find out (see [`crate::pool`]);
-//! - a request that has waited for more than [`TrackerConfig::stall_factor`] medians raises the estimate to its age, so that a
-//!   stall shows before anything finishes. Not if a later one has finished: then it is heavy, not stuck. Below that the age
-//!   says little: it is low wherever many have just arrived, so that counting it sends the herd where the herd already is
-//!   (1.74x load in the simulator: p99.9 997 ms, against 558);
-//! - the time that a request waits for its client (a slow upload or download) is none of the replica's;
-//! - failures and aborts never feed the samples. A replica that only fails would stay unknown and so be tried by
-//!   everybody: for `max_age_us` after a failure it reports [`TrackerConfig::failure_latency_us`] instead.
+//! - If there is no sample at this RIF, the nearest RIF with a sample counts. If no sample is younger than
+//!   [`TrackerConfig::max_age_us`], the latency is *unknown*, which makes clients send one request to find out (see
+//!   [`crate::pool`]).
+//! - A request that has waited for more than [`TrackerConfig::stall_factor`] medians raises the estimate to its age, so
+//!   that a stall shows before anything finishes. It does not if a later request has finished: then the request is
+//!   heavy, not stuck. Below this threshold, the age says little. It is low wherever many requests have just arrived, so
+//!   counting it would send even more requests there (1.74x load in the simulator: p99.9 997 ms, against 558).
+//! - The time that a request waits for its client (a slow upload or download) does not count.
+//! - Failures and aborts are never samples. A replica that only fails would stay unknown, so every client would try it.
+//!   Instead it reports [`TrackerConfig::failure_latency_us`] for `max_age_us` after a failure.
 //!
-//! Beside that estimate the tracker counts what [`crate::capacity`] needs: how many requests are at the server, and for how
-//! long.
+//! The tracker also counts what [`crate::capacity`] needs: how many requests are at the server, and for how long.
 //!
-//! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised). Where several serve
-//! one replica (the workers of an Envoy), each has a tracker, is told how many requests are in flight in all, and hands what
-//! its requests told ([`Ended`]) to the others.
+//! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised). Where several
+//! workers of an Envoy serve one replica, each has its own tracker, receives the total number of requests in flight,
+//! and passes the results of its requests ([`Ended`]) to the others.
 
 use crate::capacity::{Capacity, Levels};
 use crate::in_flight::InFlight;
 use crate::time::{MAX_LATENCY_US, Micros};
 
-/// Settings of a [`Tracker`]. All durations in microseconds.
+/// Settings of a [`Tracker`]. All durations are in microseconds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrackerConfig {
-    /// Samples older than this are forgotten. Default 15 s: a replica that nobody picks is tried again that often. Much
-    /// shorter, and the estimate at a RIF that is seldom reached comes from lower RIFs, too low just when it matters
-    /// (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
+    /// Age beyond which samples are forgotten. Default 15 s: a replica that no client picks is tried again that often.
+    /// With a much shorter age, the estimate at a RIF that is rarely reached comes from lower RIFs, and is too low just
+    /// when it matters (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
     pub max_age_us: u64,
-    /// A request that has waited for more than this many medians raises the estimate. Default 3; 0 is never (the paper).
+    /// Number of medians beyond which a waiting request raises the estimate. Default 3; 0 means never (the paper).
     pub stall_factor: u32,
-    /// Reported while there is no sample and a request failed within `max_age_us`. Default 1 s.
+    /// Latency reported while there is no sample and a request failed within `max_age_us`. Default 1 s.
     pub failure_latency_us: u32,
 }
 
@@ -46,34 +46,34 @@ impl Default for TrackerConfig {
 /// How a request ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Outcome {
-    /// A real answer: its latency is a sample.
+    /// A real response; its latency is a sample.
     Success,
-    /// An error of the replica (5xx, reset): no sample.
+    /// An error of the replica (5xx, reset); not a sample.
     Failure,
-    /// The client went away: says nothing of the replica.
+    /// The client went away, which says nothing about the replica.
     Aborted,
-    /// A WebSocket or long stream: its life is no latency.
+    /// A WebSocket or long stream; its duration is not a latency.
     Streaming,
 }
 
-/// What a request that has ended tells the estimate.
+/// Result of a request that has ended, as input to the estimate.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Ended {
     /// When it ended.
     pub at: Micros,
-    /// How many were in flight when it arrived.
+    /// Number of other requests in flight when it arrived.
     pub rif_at_arrival: u32,
-    /// As which one at the server it arrived, at least 1.
+    /// Number of requests at the server when it arrived, itself included, at least 1.
     pub arrived_as: u32,
-    /// How many were at the server when it ended, itself included; 0 if it was not.
+    /// Number of requests at the server when it ended, itself included; 0 if it was not at the server.
     pub level: u32,
-    /// From its arrival to its end, less what its client took, at most [`MAX_LATENCY_US`].
+    /// Time from its arrival to its end, less the time its client took, microseconds, at most [`MAX_LATENCY_US`].
     pub latency_us: u32,
     /// How it ended.
     pub outcome: Outcome,
 }
 
-/// A request in flight. Hand it back to [`Tracker::finish`]; it cannot be copied, so it is counted down once.
+/// A request in flight. Pass it to [`Tracker::finish`]. It cannot be copied, so it is counted down only once.
 #[derive(Debug)]
 #[must_use = "a ticket that is dropped leaves the RIF one too high"]
 pub struct Ticket {
@@ -83,47 +83,47 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// Names the request for [`Tracker::client_waits`]. Outlives the ticket.
+    /// Returns an identifier of the request for [`Tracker::client_waits`]. It outlives the ticket.
     pub fn visit(&self) -> Visit {
         self.visit
     }
 }
 
-/// What is in flight, here and elsewhere.
+/// Requests in flight, here and elsewhere.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Present {
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub rif: u32,
     /// Of those, streams and requests that wait for their client.
     pub away: u32,
 }
 
 impl Present {
-    /// Requests at the server.
+    /// Number of requests at the server.
     fn level(self) -> u32 {
         self.rif.saturating_sub(self.away)
     }
 }
 
-/// Names a request that is, or was, in flight.
+/// Identifies a request that is, or was, in flight.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Visit {
     slot: usize,
     number: u64,
 }
 
-/// What is kept of a request in flight.
+/// State of a request in flight.
 #[derive(Clone, Copy, Debug)]
 struct Open {
     number: u64,
     arrived: Micros,
-    /// Since when it is at the server; the order is by this.
+    /// When it last came to the server; the linked requests are in this order.
     since: Micros,
-    /// Since when it is in flight but not at the server.
+    /// When it last left the server while in flight; `None` while it is at the server.
     away: Option<Micros>,
-    /// It never comes back to the server.
+    /// Whether it never comes back to the server.
     stream: bool,
-    /// What its client took until `since`, microseconds.
+    /// Time its client took before `since`, microseconds.
     away_us: u64,
 }
 
@@ -134,18 +134,18 @@ pub struct Tracker {
     rif: u32,
     /// Of those, streams and requests that wait for their client.
     away: u32,
-    /// In order of age those that may be stuck: at the server, and not overtaken.
+    /// All requests in flight. Those that may be stuck (at the server and not overtaken) are linked in order of age.
     in_flight: InFlight<Open>,
     arrivals: u64,
     levels: Levels,
     buckets: Box<[Bucket]>,
-    /// Highest bucket ever used plus one: bounds the search for a neighbour.
+    /// Highest bucket ever used plus one; limits the search for a neighbour.
     used: usize,
     last_failure: Option<Micros>,
 }
 
 impl Tracker {
-    /// An idle replica with no history.
+    /// Creates the tracker of an idle replica without history.
     pub fn new(config: TrackerConfig) -> Self {
         Self {
             config,
@@ -160,12 +160,12 @@ impl Tracker {
         }
     }
 
-    /// A request arrives.
+    /// Counts a request that arrives.
     pub fn start(&mut self, now: Micros) -> Ticket {
         self.start_behind(now, self.present())
     }
 
-    /// A request arrives where `others` are in flight, here and elsewhere.
+    /// Counts a request that arrives where `others` are in flight, here and elsewhere.
     pub fn start_behind(&mut self, now: Micros, others: Present) -> Ticket {
         self.arrivals = self.arrivals.wrapping_add(1);
         let number = self.arrivals;
@@ -184,12 +184,12 @@ impl Tracker {
         Ticket { visit: Visit { slot, number }, rif_at_arrival: others.rif, arrived_as }
     }
 
-    /// A request ends, however it ends. Returns what it tells, which is recorded.
+    /// Ends a request, whatever its outcome. Records and returns its result.
     pub fn finish(&mut self, ticket: Ticket, now: Micros, outcome: Outcome) -> Ended {
         self.finish_among(ticket, now, outcome, self.present())
     }
 
-    /// The same where `present` are in flight, here and elsewhere, itself included.
+    /// As [`Self::finish`], where `present` are in flight here and elsewhere, including this request.
     pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, present: Present) -> Ended {
         let level = present.level();
         self.rif = self.rif.saturating_sub(1);
@@ -220,7 +220,7 @@ impl Tracker {
         ended
     }
 
-    /// Takes in what a request told that ended elsewhere.
+    /// Records the result of a request that ended elsewhere.
     pub fn record(&mut self, ended: Ended) {
         if ended.level > 0 {
             let arrived = Micros(ended.at.0.saturating_sub(ended.latency_us.into()));
@@ -233,7 +233,7 @@ impl Tracker {
         }
     }
 
-    /// What others told of requests that ended before `at` is lost: their time is not counted either.
+    /// Records that the results of others' requests that ended before `at` are lost. Their time is not counted either.
     pub fn missed_until(&mut self, at: Micros) {
         self.levels.resume(at);
     }
@@ -253,14 +253,15 @@ impl Tracker {
         }
     }
 
-    /// What has been at the server since before `since` has been overtaken: it is heavy, not stuck.
+    /// Marks the requests at the server since before `since` as overtaken: they are heavy, not stuck.
     fn overtake(&mut self, since: Micros) {
         while let Some((slot, _)) = self.in_flight.oldest().filter(|(_, open)| open.since < since) {
             self.in_flight.unlink(slot);
         }
     }
 
-    /// Turns a request into a stream: it still counts as one in flight, but says nothing of the server's speed any more.
+    /// Turns a request into a stream. It still counts as in flight, but no longer says anything about the server's
+    /// speed.
     pub fn streaming(&mut self, ticket: &Ticket, now: Micros) {
         self.client_waits(ticket.visit, now);
         if let Some(open) = self.open(ticket.visit) {
@@ -268,7 +269,7 @@ impl Tracker {
         }
     }
 
-    /// The request waits for its client from now on, which uploads or downloads slowly. It stays in flight.
+    /// Records that the request now waits for its client, which uploads or downloads slowly. It stays in flight.
     pub fn client_waits(&mut self, visit: Visit, now: Micros) {
         let Some(open) = self.open(visit).filter(|open| open.away.is_none()) else { return };
         open.away = Some(now);
@@ -278,7 +279,7 @@ impl Tracker {
         self.levels.moved(now, level, level.saturating_sub(1));
     }
 
-    /// The client has come back: the request is at the server again.
+    /// Records that the client is back: the request is at the server again.
     pub fn client_is_back(&mut self, visit: Visit, now: Micros) {
         let Some(open) = self.open(visit).filter(|open| !open.stream) else { return };
         let Some(away) = open.away.take() else { return };
@@ -294,35 +295,37 @@ impl Tracker {
         self.in_flight.get_mut(visit.slot).filter(|open| open.number == visit.number)
     }
 
-    /// Requests in flight now.
+    /// Returns the number of requests in flight now.
     pub fn rif(&self) -> u32 {
         self.rif
     }
 
-    /// Requests in flight here.
+    /// Returns the requests in flight here.
     pub fn present(&self) -> Present {
         Present { rif: self.rif, away: self.away }
     }
 
-    /// Base latency and knee, where the RIF counts those in flight here; `None` while nothing has been served.
+    /// Returns base latency and knee, where the RIF counts the requests in flight here; `None` until a request has been
+    /// served.
     pub fn capacity(&mut self, now: Micros) -> Option<Capacity> {
         self.capacity_after(now, self.away, None)
     }
 
-    /// The same where the RIF counts `away` that are not at the server, and once `leaving` will have left, with a good answer.
+    /// As [`Self::capacity`], where the RIF includes `away` requests that are not at the server, and after `leaving`
+    /// has left with a good response.
     pub fn capacity_after(&mut self, now: Micros, away: u32, leaving: Option<Visit>) -> Option<Capacity> {
         let capacity = self.levels.capacity(now, leaving.is_some())?;
         let away = u16::try_from(away).unwrap_or(u16::MAX);
         Some(Capacity { knee: capacity.knee.saturating_add(away), ..capacity })
     }
 
-    /// What a request arriving now may expect, microseconds; `None` when nothing is known.
+    /// Returns the expected latency of a request that arrives now, microseconds; `None` if nothing is known.
     pub fn latency(&self, now: Micros) -> Option<u32> {
         self.latency_at(now, self.rif, None)
     }
 
-    /// The same where `rif` are in flight, here and elsewhere, without `leaving`, which is about to leave. A stall shows where
-    /// the requests that wait are.
+    /// As [`Self::latency`], where `rif` requests are in flight here and elsewhere, not counting `leaving`, which is
+    /// about to leave. A stall shows only where the waiting requests are.
     pub fn latency_at(&self, now: Micros, rif: u32, leaving: Option<Visit>) -> Option<u32> {
         let centre = bucket_of(rif);
         match self.nearest_median(centre, now, self.config.max_age_us) {
@@ -338,7 +341,7 @@ impl Tracker {
         }
     }
 
-    /// How long the oldest request has waited that is at the server and that none has overtaken, microseconds.
+    /// Waiting time of the oldest request that is at the server and has not been overtaken, microseconds.
     fn waiting(&self, now: Micros, leaving: Option<Visit>) -> u32 {
         let oldest = self.in_flight.oldest_but(leaving.map(|visit| visit.slot));
         oldest
@@ -347,7 +350,7 @@ impl Tracker {
     }
 
     fn nearest_median(&self, centre: usize, now: Micros, max_age: u64) -> Option<u32> {
-        // At equal distance the higher RIF wins: it errs on the side of caution.
+        // At equal distance, the higher RIF wins, to err on the side of caution.
         (0..BUCKETS).take_while(|d| *d <= centre.max(self.used)).find_map(|distance| {
             let above = self.buckets.get(centre + distance).and_then(|b| b.median(now, max_age));
             above.or_else(|| self.buckets.get(centre.checked_sub(distance)?)?.median(now, max_age))
@@ -404,7 +407,7 @@ struct Sample {
     at: Micros,
 }
 
-/// Exact below 16, then four buckets an octave.
+/// Returns the bucket of a RIF: exact below 16, then four buckets per octave.
 fn bucket_of(rif: u32) -> usize {
     if rif < 16 {
         return rif as usize;
@@ -417,8 +420,8 @@ fn bucket_of(rif: u32) -> usize {
 /// `bucket_of(u32::MAX) + 1`.
 const BUCKETS: usize = 128;
 
-/// Samples kept per bucket: at a good rate the last few hundredths of a second (paper §4). More herd clients
-/// onto the same replica in simulation, fewer are noise.
+/// Number of samples kept per bucket: at a good rate, those of the last few hundredths of a second (paper §4). In
+/// simulation, more samples herd clients onto the same replica, and fewer are noise.
 const SAMPLES: usize = 8;
 
 #[cfg(test)]
@@ -495,7 +498,7 @@ mod tests {
         assert_eq!(tracker.latency(ms(900)), Some(10_000), "a later one has finished");
         let next = tracker.start(ms(900));
         assert_eq!(tracker.latency(ms(1700)), Some(800_000), "none that came after this one has");
-        // An error, an abort or one that came before tells nothing.
+        // An error, an abort or the end of an earlier request says nothing.
         for outcome in [Outcome::Failure, Outcome::Aborted, Outcome::Streaming] {
             let other = tracker.start(ms(1700));
             tracker.finish(other, ms(1710), outcome);

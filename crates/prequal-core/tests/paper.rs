@@ -1,5 +1,5 @@
-//! The paper's sentences as tests (Prequal, NSDI '24, §4 and §5.3): injected clock, seeded randomness, the paper's
-//! profile. Where the paper names a number, the test does.
+//! The paper's sentences as tests (Prequal, NSDI '24, §4 and §5.3), with an injected clock, seeded randomness and the
+//! paper's profile. Where the paper gives a number, the test uses it.
 
 use std::collections::HashMap;
 
@@ -21,12 +21,12 @@ fn ms(ms: u64) -> Micros {
     Micros::from_millis(1_000_000 + ms)
 }
 
-/// The paper's baseline without probes of its own: reports are what a test says they are.
+/// The paper's baseline without probes of its own; each test supplies the reports.
 fn paper() -> PoolSettings {
     PoolSettings { budget: Budget::Fixed { r_probe: 0.0 }, ..Profile::Paper.pool_settings() }
 }
 
-/// Nothing is removed and nothing used up: what is left is the selection rule.
+/// Settings under which no report is removed or used up, so that only the selection rule remains.
 fn selection(q_rif: f64) -> PoolSettings {
     PoolSettings { q_rif, r_remove: 0.0, delta: 1000.0, ..paper() }
 }
@@ -97,7 +97,7 @@ fn s4_if_any_probe_is_cold_the_cold_one_of_lowest_latency_is_chosen() {
     client.probe(0, 3, 2, 30);
     client.probe(0, 4, 9, 2);
     let pick = client.query(1);
-    // θ is the median of 1, 2, 9, 9; with ≥ only the first is cold.
+    // θ is the median of 1, 2, 9, 9. With ≥, only the replica with RIF 1 is cold.
     assert_eq!((pick.replica, pick.branch), (Some(replica(2)), Branch::Cold));
     let mut client = Client::new(PoolSettings { hot: HotRule::Gt, ..selection(0.5) });
     for (n, rif, latency) in [(1, 9, 1), (2, 1, 40), (3, 2, 30), (4, 9, 2)] {
@@ -174,7 +174,7 @@ fn s4_using_a_probe_raises_its_rif_by_one() {
     client.probe(0, 1, 3, 10);
     client.probe(0, 2, 5, 10);
     let picks: Vec<_> = (0..3).map(|_| client.query(1).replica).collect();
-    // 3, 4, then a tie at 5.
+    // RIF 3, then 4, then a tie at 5.
     assert_eq!(picks[..2], [Some(replica(1)); 2]);
     let mut next = Client::new(selection(0.0));
     next.probe(0, 1, 3, 10);
@@ -219,10 +219,10 @@ fn s4_the_reuse_limit_is_rounded_at_random_so_that_its_mean_is_kept_within_a_per
 
 #[test]
 fn s4_a_probe_is_removed_once_it_has_been_used_b_reuse_times() {
-    // 2 reports a query, n = 100, m = 16, r_remove = 0: b_reuse = (1 + δ) / 1.68 = 2 with δ = 2.36.
+    // 2 reports per query, n = 100, m = 16, r_remove = 0: b_reuse = (1 + δ) / 1.68 = 2 with δ = 2.36.
     let settings = PoolSettings { delta: 2.36, r_remove: 0.0, hot: HotRule::Gt, q_rif: 1.0, ..paper() };
     let mut client = Client::new(settings);
-    // The rate of reports is learned.
+    // The client learns the rate of reports.
     for at in 0..2000 {
         client.probe(at, (at % 90) as u16, 5, 50);
         client.probe(at, ((at + 45) % 90) as u16, 5, 50);
@@ -238,14 +238,15 @@ fn s4_a_probe_is_removed_once_it_has_been_used_b_reuse_times() {
 #[test]
 fn s4_a_probe_is_used_b_reuse_times_in_the_mean_within_a_per_cent() {
     for b_reuse in [1.316, 2.35, 4.9] {
-        // 2 reports a query, n = 100, m = 16, r_remove = 0: b_reuse = (1 + δ) / 1.68.
+        // 2 reports per query, n = 100, m = 16, r_remove = 0: b_reuse = (1 + δ) / 1.68.
         let delta = b_reuse * 1.68 - 1.0;
         let settings = PoolSettings { delta, r_remove: 0.0, q_rif: 1.0, ..paper() };
         let mut client = Client::new(settings);
         let (mut probes, mut uses, mut at) = (0u32, 0u32, 0);
         while probes < 20_000 {
             at += 1;
-            // The first thousand queries only show the rate. Then there is always a probe that no other can beat.
+            // The first thousand queries only teach the rate. After that, there is always a probe that no other can
+            // beat.
             let measured = at > 1000 && !client.has(95);
             if measured {
                 client.probe(at, 95, 0, 1);
@@ -256,7 +257,7 @@ fn s4_a_probe_is_used_b_reuse_times_in_the_mean_within_a_per_cent() {
             probes += u32::from(measured);
             uses += u32::from(client.query(at).replica == Some(replica(95)));
         }
-        // The last one is still in use.
+        // The last probe is still in use.
         let mean = f64::from(uses - 1) / f64::from(probes - 1);
         assert!((mean / b_reuse - 1.0).abs() < 0.01, "{mean} uses, {b_reuse} wanted");
     }
@@ -283,7 +284,7 @@ fn s4_fractional_removal_rates_are_kept_within_one_over_100_000_queries() {
         let mut client = Client::new(PoolSettings { r_remove, delta: 1000.0, ..paper() });
         let mut removed = 0i64;
         for query in 0..100_000u64 {
-            // Two more replicas than the pool loses, so that it never runs empty; a full pool is filled no further.
+            // The pool is refilled before each query, so that it never runs empty and each removal shows.
             while client.pool.replicas().count() < 16 {
                 let n = client.rng.random_range(0..100);
                 client.probe(query, n, 1, 10);
@@ -298,7 +299,7 @@ fn s4_fractional_removal_rates_are_kept_within_one_over_100_000_queries() {
 #[test]
 fn s4_removal_alternates_between_the_oldest_and_the_worst() {
     let mut client = Client::new(PoolSettings { q_rif: 0.5, delta: 1000.0, ..paper() });
-    // Oldest to newest; 6 is hot and of the highest RIF, 4 hot as well.
+    // Oldest to newest. Replica 6 is hot and has the highest RIF; replica 4 is hot as well.
     for (n, rif, latency) in [(1, 1, 30), (2, 1, 20), (3, 1, 90), (4, 7, 10), (5, 1, 25), (6, 9, 10)] {
         client.probe(u64::from(n), n, rif, latency);
     }
@@ -340,11 +341,11 @@ fn s4_probe_targets_are_uniform_without_replacement_by_chi_square() {
     }
     let expected = f64::from(rounds) * 3.0 / 50.0;
     let chi_square: f64 = hits.iter().map(|hits| (hits - expected).powi(2) / expected).sum();
-    // 49 degrees of freedom: above 85.4 once in a thousand.
+    // With 49 degrees of freedom, the value exceeds 85.4 once in a thousand.
     assert!(chi_square < 85.4, "{chi_square}");
 }
 
-/// Fewer probes than queries: without reuse the pool runs empty (depletion), with it it does not.
+/// With fewer probes than queries, the pool runs empty without reuse (depletion), and does not with it.
 #[test]
 fn s4_reuse_prevents_depletion() {
     let fallbacks = |reuse_cap| {
@@ -366,18 +367,18 @@ fn s4_reuse_prevents_depletion() {
 
 enum Removal {
     None,
-    /// As many as the paper removes, but never the worst.
+    /// Removes as many as the paper, but never the worst.
     OldestOnly,
     OldestAndWorst,
 }
 
-/// Good probes are used up, bad ones stay: without removal of the worst the loads in the pool are those of loaded
-/// replicas (degradation), even if as many are removed for their age.
+/// Good probes are used up and bad ones stay. Without removal of the worst, the pool comes to hold the loads of loaded
+/// replicas (degradation), even if as many probes are removed for their age.
 #[test]
 fn s4_removal_of_the_worst_prevents_degradation() {
     let mean_rif_in_pool = |removal: &Removal| {
         let r_remove = if matches!(removal, Removal::OldestAndWorst) { 1.0 } else { 0.0 };
-        // A long age limit and RIF-only control, so that ageing does not do the work of removal.
+        // A long age limit and RIF-only control, so that ageing does not replace removal.
         let settings = PoolSettings { r_remove, max_age_ms: 60_000, q_rif: 0.0, delta: 0.001, ..paper() };
         let mut client = Client::new(settings);
         // RIF and time of the latest report.

@@ -1,5 +1,6 @@
-//! The table of keys (`config::KEYS`), from which `docs/configuration.md` is generated, against the parser: every key is
-//! known and every known key is in it, the ranges are the ones that are enforced, and leaving a key out means what it says.
+//! Compares the table of keys (`config::KEYS`), from which `docs/configuration.md` is generated, with the parser: every
+//! key in the table is known and every known key is in the table, the parser enforces the ranges, and leaving a key out
+//! has the stated effect.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +9,7 @@ use serde_json::{Value, json};
 
 const PROFILES: [&str; 4] = ["default", "paper", "small", "inference"];
 
-/// A configuration in which `key` counts, with `value` for it.
+/// Parses a configuration in which `key` has an effect, with `value` for it.
 fn parse(key: &Key, profile: &str, value: Option<Value>) -> Result<Config, String> {
     let mut config = json!({"clusters": [{"cluster": "a", "probe_cluster": "b", "profile": profile}]});
     let object = match key.place {
@@ -28,7 +29,7 @@ fn parse(key: &Key, profile: &str, value: Option<Value>) -> Result<Config, Strin
     Config::parse(&config.to_string()).map_err(|errors| errors.to_string())
 }
 
-/// What a configuration has for `key`.
+/// Value of `key` in a configuration.
 fn in_force(key: &Key, config: &Config) -> Value {
     let written = config.written();
     match key.place {
@@ -76,7 +77,7 @@ fn every_number_can_be_set_under_every_profile_and_its_range_is_enforced_on_both
             _ => continue,
         };
         for profile in PROFILES {
-            // Rules without probes are for a profile with synchronous mode only where that is overridden too.
+            // Rules without probes are valid under a profile with synchronous mode only if the mode is overridden too.
             if (key.name, profile) == ("max_in_flight", "inference") {
                 continue;
             }
@@ -133,7 +134,7 @@ fn a_default_said_is_as_good_as_left_out() {
     let mut checked = 0;
     for key in KEYS.iter().filter(|key| key.absent.is_none()) {
         for profile in PROFILES {
-            // Rules without probes are not for a profile with synchronous mode.
+            // Rules without probes are invalid under a profile with synchronous mode.
             let Ok(without) = parse(key, profile, None) else {
                 assert_eq!((key.needs, profile), (Some(("rule", "zuul_choice_of_two")), "inference"));
                 continue;

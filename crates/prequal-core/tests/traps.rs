@@ -1,7 +1,7 @@
-//! One test per trap that public implementations of Prequal fell into, as far as the core can fall into it. The two that
-//! adapters share: requests dropped half-way (3) are tested again in the agent and in the filter's end-to-end suite, pools
-//! shared between routes (7) in the latter. Arms of a benchmark that share state (10) have their test in the simulator
-//! (`bench/src/sim/grid.rs`).
+//! One test for each trap that public implementations of Prequal fell into, as far as it concerns the core. Two traps
+//! also concern adapters: requests dropped half-way (3) are tested again in the agent and in the filter's end-to-end
+//! suite, and pools shared between routes (7) in the latter. Benchmark arms that share state (10) are tested in the
+//! simulator (`bench/src/sim/grid.rs`).
 
 use prequal_core::blob::Blob as _;
 use prequal_core::config::Profile;
@@ -24,7 +24,7 @@ fn ms(ms: u64) -> Micros {
     Micros::from_millis(1_000_000 + ms)
 }
 
-/// A pool with these reports, one a millisecond: RIF and latency in milliseconds.
+/// A pool with these reports, one per millisecond: RIF, and latency in milliseconds.
 fn pool(settings: &PoolSettings, reports: &[(u32, Option<u32>)]) -> (PoolState, SmallRng) {
     let mut rng = SmallRng::seed_from_u64(1);
     let mut pool = PoolState::new();
@@ -79,7 +79,7 @@ fn trap_3_however_a_request_ends_it_is_in_flight_no_more() {
         (Outcome::Success, false),
         (Outcome::Failure, false),
         (Outcome::Aborted, false),
-        // An upgraded connection, or a long stream; one that is reset is an abort.
+        // An upgraded connection or a long stream; one that is reset is an abort.
         (Outcome::Streaming, true),
         (Outcome::Aborted, true),
         (Outcome::Failure, true),
@@ -92,11 +92,11 @@ fn trap_3_however_a_request_ends_it_is_in_flight_no_more() {
             if upgraded {
                 tracker.streaming(&ticket, ms(4));
             }
-            // The clock may have stepped back since it began.
+            // The clock may have stepped back since the request began.
             tracker.finish(ticket, ms(u64::from(left)), outcome);
             assert_eq!(tracker.rif(), left, "{outcome:?}, upgraded: {upgraded}");
         }
-        // Nor does it go on waiting: that would be a stall for ever.
+        // The request does not go on waiting either, which would be a permanent stall.
         let served = tracker.start(ms(10));
         tracker.finish(served, ms(20), Outcome::Success);
         assert_eq!(tracker.latency(ms(9000)), Some(10_000), "{outcome:?}, upgraded: {upgraded}");
@@ -146,7 +146,7 @@ fn trap_7_what_one_cluster_learns_stays_in_it() {
         ejections.apply(&Profile::Default.pool_settings().ejection, ms(0), ejected, unresponsive);
         ejections
     };
-    // Two clusters over the same replicas, of which the other one has all kinds of trouble with both.
+    // Two clusters share the same replicas, and the other cluster has all kinds of trouble with both replicas.
     let after_a_while = |beside_another: bool| {
         let (mut cluster, mut rng) = pool(&settings, &[(1, Some(90)), (1, Some(10))]);
         let (mut other, mut others_rng) = pool(&settings, &[(7, Some(10)), (1, Some(90))]);
@@ -184,7 +184,7 @@ fn trap_8_failures_do_not_make_a_replica_look_fast() {
     assert!(tracker.latency(ms(2100)) >= honest, "{:?} after failures at once", tracker.latency(ms(2100)));
 }
 
-/// Consecutive-failure counters hardly ever trip on a replica that fails 30 % of its requests.
+/// Consecutive-failure counters rarely trip on a replica that fails 30 % of its requests.
 #[test]
 fn trap_8_a_replica_that_never_fails_twice_in_a_row_is_ejected() {
     let settings = Profile::Default.pool_settings().ejection;
@@ -210,7 +210,7 @@ fn trap_9_a_replica_that_knows_nothing_neither_attracts_all_nor_starves() {
 
 #[test]
 fn trap_11_age_counts_on_the_clock_of_the_client() {
-    // A report says nothing of the server's time: only receipt counts, and a client's clock that steps makes it old.
+    // A report carries no server time: only its receipt counts, and a step of the client's clock makes it old.
     let settings = settings();
     let (mut state, mut rng) = pool(&settings, &[(1, Some(10)), (1, Some(12))]);
     let stepped_back = Micros::from_millis(1000);

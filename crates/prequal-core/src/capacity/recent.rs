@@ -1,19 +1,20 @@
-//! What recent answers show, each by itself, that a fit over seconds is slow to see.
+//! Detects from single recent responses what a fit over seconds is slow to see.
 //!
-//! [`FastRun`] finds that a replica is faster than its fit says. [`Beyond`] finds that requests beyond the knee do not wait.
-//! Neither says how fast a replica is or where its knee lies: that is the fit's business.
+//! [`FastRun`] detects that a replica is faster than its fit says. [`Beyond`] detects that requests beyond the knee do
+//! not wait. Neither measures how fast a replica is or where its knee is; the fit does that.
 
 use super::Capacity;
 use crate::time::Micros;
 
-/// Finds out that a replica has become faster than its fit says: it has healed, or a stall is over.
+/// Detects that a replica has become faster than its fit says: it has recovered, or a stall is over.
 ///
-/// Answers are fast that take less than half of the base latency. Among requests that differ many are; a run of them is too
-/// long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive beyond the knee do not count: in a
-/// fleet without room, the estimate would start anew at each short respite and send the next burst there.
+/// A response is fast if it takes less than half of the base latency. Where requests differ, many are fast. A run of
+/// them is too long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive beyond the knee do
+/// not count. If they did, in a fleet without spare capacity, the estimate would start anew at each short respite and
+/// send the next burst there.
 #[derive(Debug)]
 pub(super) struct FastRun {
-    /// Moving average of the share of fast answers.
+    /// Moving average of the share of fast responses.
     usual: f64,
     /// When the first request of the run arrived.
     since: Micros,
@@ -28,7 +29,7 @@ impl Default for FastRun {
 }
 
 impl FastRun {
-    /// Takes in an answer; whether the run is too long for chance.
+    /// Records a response. Returns whether the run is too long for chance.
     pub(super) fn answered(&mut self, now: Micros, fit: Capacity, arrived_as: u32, latency_us: u32) -> bool {
         if arrived_as > fit.knee.into() {
             return false;
@@ -37,7 +38,7 @@ impl FastRun {
         let fast = latency_us < fit.base_us / 2;
         self.usual += (f64::from(u8::from(fast)) - self.usual) / REMEMBERED;
         if !fast {
-            // A request that is older than the run says nothing against it.
+            // A request that is older than the run does not contradict it.
             if arrived >= self.since {
                 self.answers = 0.0;
             }
@@ -48,28 +49,28 @@ impl FastRun {
         }
         self.answers += 1.0;
         self.took_us += f64::from(latency_us);
-        // Most runs are shorter, and need no logarithm.
+        // Most runs are shorter and need no logarithm.
         let usual = self.usual.clamp(FAST_SHARE.0, FAST_SHARE.1);
         self.answers >= SHORTEST && self.answers * -usual.ln() > CERTAIN
     }
 
-    /// The answers of the run, and the time they took; the next run begins.
+    /// Returns the number of responses in the run and the time they took, and begins the next run.
     pub(super) fn take(&mut self) -> (f64, f64) {
         (std::mem::take(&mut self.answers), self.took_us)
     }
 }
 
-/// Whether requests that arrive beyond the knee wait, as they would if it were one.
+/// Detects whether requests that arrive beyond the knee wait, as they would if the knee were real.
 ///
-/// The fit cannot tell where the level hardly changes: a client that sends as soon as there is room below the knee keeps it
-/// there. Each answer counts by itself, so that slow ones of before are soon outvoted.
+/// The fit cannot tell this where the level hardly changes: a client that sends as soon as there is room below the knee
+/// keeps the level there. Each response counts by itself, so earlier slow responses are soon outvoted.
 #[derive(Debug, Default)]
 pub(super) struct Beyond {
-    /// Moving average of what requests took that arrived up to the knee, microseconds; 0 before the first.
+    /// Moving average of the latency of requests that arrived up to the knee, microseconds; 0 before the first.
     unhindered_us: f64,
-    /// Moving average of the share of others that took more than half-way to what a queue would make them wait.
+    /// Moving average of the share of other requests that were delayed by at least half of what a queue would add.
     hindered: f64,
-    /// Of the last of them.
+    /// Time of the last of those responses.
     at: Micros,
 }
 
@@ -87,7 +88,8 @@ impl Beyond {
         (self.hindered, self.at) = (share + (hindered - share) / REMEMBERED, now);
     }
 
-    /// What is old is forgotten, so that a replica that is never sent so much is tried again.
+    /// Returns the share, which decreases with its age. Old evidence is forgotten, so that a replica that is never sent
+    /// requests beyond its knee is tried again.
     fn hindered_at(&self, now: Micros) -> f64 {
         let age = now.saturating_since(self.at) as f64 / FORGOTTEN_US;
         self.hindered * (1.0 - age).max(0.0)
@@ -98,16 +100,16 @@ impl Beyond {
     }
 }
 
-/// Natural logarithm of how improbable a run of fast answers has to be.
+/// Natural logarithm of how improbable a run of fast responses must be.
 const CERTAIN: f64 = 12.0;
-/// Answers below which no run is that improbable: −ln 0.3 each.
+/// Number of responses below which no run is that improbable: each adds at most −ln 0.3.
 const SHORTEST: f64 = 10.0;
-/// Bounds of the usual share of fast answers.
+/// Bounds of the usual share of fast responses.
 const FAST_SHARE: (f64, f64) = (0.3, 0.99);
-/// Answers over which [`FastRun`] and [`Beyond`] average.
+/// Number of responses over which [`FastRun`] and [`Beyond`] average.
 const REMEMBERED: f64 = 32.0;
-/// Share of requests beyond the knee that may be [`Beyond::hindered`] where there is room for more. With exponential service
-/// times it is 0.44 at least in a queue, and 0.29 at most without one.
+/// Share of requests beyond the knee that may be [`Beyond::hindered`] while there is room for more. With exponential
+/// service times, the share is at least 0.44 in a queue, and at most 0.29 without one.
 const SELDOM_HINDERED: f64 = 0.35;
-/// Age at which [`Beyond`] counts for nothing, microseconds.
+/// Age at which [`Beyond`] no longer counts, microseconds.
 const FORGOTTEN_US: f64 = 30e6;

@@ -15,7 +15,8 @@ fn tracker() -> Tracker {
     Tracker::new(TrackerConfig::default())
 }
 
-/// Serves `seconds` of Poisson arrivals at `per_s` with so many slots and a queue; tells what `end` makes of each request.
+/// Serves `seconds` of Poisson arrivals at `per_s` with `slots` slots and a queue. `end` gives the outcome of each
+/// request.
 fn serve(
     slots: usize,
     per_s: f64,
@@ -27,7 +28,7 @@ fn serve(
     let mut tracker = tracker();
     let us = |seconds: f64| 1_000_000_000 + (seconds * 1e6) as u64;
     let (mut arrival, mut number) = (0.0, 0);
-    // The ends of those that are served, and those that wait.
+    // End times of the requests that are served, and the requests that wait.
     let mut running: BinaryHeap<std::cmp::Reverse<(u64, u64)>> = BinaryHeap::new();
     let mut open: std::collections::HashMap<u64, (Ticket, f64)> = std::collections::HashMap::new();
     let mut waiting: VecDeque<u64> = VecDeque::new();
@@ -121,7 +122,7 @@ fn one_request_alone_is_its_own_latency_however_long_it_took() {
         tracker.finish(ticket, ms(took), Outcome::Success);
         let expected = Capacity { base_us: took as u32 * 1000, knee: 1, open: true };
         assert_eq!(tracker.capacity(ms(took + 100)), Some(expected));
-        // One answer an hour: what is known stands.
+        // With one response per hour, the last fit is kept.
         assert_eq!(tracker.capacity(ms(took + 3_600_000)), Some(expected));
     }
 }
@@ -135,12 +136,12 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
     let mut pool = crate::pool::PoolState::new();
     let mut tracker = tracker();
     let (mut now, mut picked) = (0, 0);
-    // Six weeks, so that the sums are rescaled many times; services differ.
+    // Six weeks, so that the sums are rescaled many times; service times differ.
     for hour in 0..1000 {
         let took = [40, 30, 50, 15][hour % 4];
         let ticket = tracker.start(ms(now));
         tracker.finish(ticket, ms(now + took), Outcome::Success);
-        // Between the requests it is asked now and then.
+        // Between requests, it is probed from time to time.
         for asked in [took, took + 500, HOUR_MS / 2, HOUR_MS - 1] {
             let capacity = tracker.capacity(ms(now + asked)).expect("known from the first answer on");
             assert_eq!(
@@ -150,7 +151,7 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
             );
         }
         now += HOUR_MS;
-        // Its clients, which hear of nine busier ones as well, still send to it.
+        // Its clients, which also hear of nine busier replicas, still send to it.
         pool.set_members(10, 0, ms(now));
         for n in 0..10 {
             let theirs = Capacity { base_us: 40_000, knee: 4, open: false };
@@ -167,7 +168,8 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
 
 #[test]
 fn errors_are_no_departures_and_aborts_no_ends() {
-    // Every other request fails at its end: the replica answers half as many, and each answer costs twice the time.
+    // Every other request fails at its end: the replica gives half as many good responses, and each costs twice the
+    // time.
     let (mut tracker, now) = serve(4, 60.0, 60.0, exponential(40.0), |number| {
         if number % 2 == 0 { Outcome::Failure } else { Outcome::Success }
     });
@@ -201,7 +203,7 @@ fn streams_and_slow_clients_hold_no_level() {
         capacity
     };
     assert_near(alone(0), 30.0, 0.02, 1..=1);
-    // On the wire the RIF counts streams, and so does the knee.
+    // On the wire, the RIF includes streams, and so does the knee.
     assert_near(alone(300), 30.0, 0.02, 301..=301);
 }
 
@@ -222,7 +224,8 @@ fn what_was_slow_is_forgotten_within_seconds() {
     assert!((19_000..25_000).contains(&healed), "after 0.4 s: {healed}");
 }
 
-/// A replica of `slots`, the rest waits; its client keeps `held` requests in flight, and one more now and then.
+/// A replica with `slots` slots and a queue. Its client keeps `held` requests in flight, and one more from time to
+/// time.
 fn held(slots: usize, held: usize, requests: usize) -> Capacity {
     let mut tracker = tracker();
     let mut rng = SmallRng::seed_from_u64(5);
@@ -252,7 +255,7 @@ fn held(slots: usize, held: usize, requests: usize) -> Capacity {
 
 #[test]
 fn a_replica_is_open_while_requests_beyond_its_knee_do_not_wait() {
-    // Its client never lets it show more than it is known for.
+    // The client never sends enough for the replica to show more than its known capacity.
     let free = held(64, 5, 1000);
     assert!(free.open && free.knee <= 6, "{free:?}");
     let full = held(1, 2, 1000);
@@ -312,7 +315,7 @@ fn a_stall_that_is_over_is_forgotten_at_once() {
 
 #[test]
 fn where_requests_differ_a_few_short_ones_are_no_healing() {
-    // Nine in ten take 10 ms, one in ten 200.
+    // Nine in ten requests take 10 ms, and one in ten takes 200 ms.
     let mut rng = SmallRng::seed_from_u64(9);
     let mut tracker = tracker();
     let (mut now, mut lowest) = (0, u32::MAX);
@@ -349,7 +352,7 @@ fn a_clock_that_steps_costs_at_most_a_minute_of_belief() {
 
 #[test]
 fn workers_that_hear_of_each_other_know_what_one_would_know() {
-    // Two workers share the requests of one queue; each hears of the other's ends.
+    // Two workers share the requests of one queue. Each learns when the other's requests end.
     let mut rng = SmallRng::seed_from_u64(3);
     let mut workers = [tracker(), tracker()];
     let mut one = tracker();

@@ -1,5 +1,5 @@
-//! What a balancer does when a request begins, is answered or ends, and at each tick. Probes are in `probing.rs`, the membership in
-//! `membership.rs`, the transaction on the shared state in `journal.rs`.
+//! How a balancer handles the beginning, the response and the end of a request, and each tick. Probes are in `probing.rs`, the
+//! membership in `membership.rs`, and the transaction on the shared state in `journal.rs`.
 
 use rand::Rng;
 
@@ -29,11 +29,11 @@ pub struct Balancer<S: Store, C> {
     shim: Shim,
     pub(super) counters: C,
     pub(super) journal: Journal<S>,
-    /// The membership that workers share.
+    /// The shared membership.
     pub(super) members: S::Value<Members>,
-    /// The write of it that was taken over last.
+    /// Number of the write that this worker last adopted the membership from.
     pub(super) seen: Option<u32>,
-    /// The membership as far as this worker knows.
+    /// This worker's copy of the membership.
     pub(super) membership: View,
     pub(super) rules: Rules,
     /// This worker's requests in flight.
@@ -43,21 +43,21 @@ pub struct Balancer<S: Store, C> {
     pub(super) resting: bool,
 }
 
-/// What a tick shows.
+/// The result of a tick.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tick {
-    /// The pool.
+    /// The state of the pool.
     pub view: PoolView,
-    /// Ejected replicas.
+    /// Number of ejected replicas.
     pub ejected: u32,
-    /// Nobody is ejected because it would be more than half of the fleet, or more than half fail alike.
+    /// Whether no replica is ejected because more than half of the fleet would be, or because more than half fail alike.
     pub panic: bool,
     /// Probes that are due for lack of requests.
     pub probes: ProbesDue,
 }
 
 impl<S: Store, C: Counters> Balancer<S, C> {
-    /// A balancer over the values in `store`, which other workers' balancers share.
+    /// Creates a balancer over the values in `store`, which it shares with other workers' balancers.
     pub fn new(mut config: ClusterConfig, shim: Shim, store: &S, counters: C, now: Micros) -> Self {
         let endpoints = std::mem::take(&mut config.endpoints);
         let mut balancer = Self {
@@ -80,23 +80,23 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         balancer
     }
 
-    /// The cluster's settings. The list of endpoints has been taken out.
+    /// Returns the cluster's settings, without the list of endpoints.
     pub fn config(&self) -> &ClusterConfig {
         &self.config
     }
 
-    /// Whether a tick would show and do what the last one did: this worker waits for nothing, and nobody uses the cluster.
+    /// Whether a tick would return and do the same as the last one: nothing is pending, and the cluster is not in use.
     pub fn is_resting(&self) -> bool {
         self.resting
     }
 
-    /// Where the counts go.
+    /// Returns the counters.
     pub fn counters(&self) -> &C {
         &self.counters
     }
 
-    /// Chooses for one request: among `answers` if it has waited for them, else from the pool. The client has sent a `whole`
-    /// request, or is still at it.
+    /// Chooses a replica for one request: among `answers` if the request has waited for them, else from the pool. `whole` is
+    /// false if the client is still sending the request.
     pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], whole: bool, rng: &mut G) -> Request {
         self.resting = false;
         let mut request = if self.config.choice.rule.is_probe_free() {
@@ -115,15 +115,15 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         request
     }
 
-    /// The client has sent all of the request: from now on it waits for the replica.
+    /// Records that the client has sent the whole request, which waits for the replica from now on.
     pub fn completed(&mut self, request: &Request, proxy: &impl Witness) {
         if let Some(flight) = &request.flight {
             self.flights.completed(flight, proxy.now());
         }
     }
 
-    /// The utilisation that a replica without an agent reports in the format of ORCA, if the configuration asks for it: 1 is
-    /// full, and 10 is the most. `text` and `bin` are the values of its two headers.
+    /// Returns the utilisation that a replica without an agent reports in the ORCA format, if the configuration asks for it: 1
+    /// is full, and the maximum is 10. `text` and `bin` are the values of its two headers.
     pub fn orca_utilisation<'a>(
         &self,
         text: impl Iterator<Item = &'a [u8]>,
@@ -138,7 +138,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         micro.map(|micro| (micro as f64 / 1e6).min(10.0))
     }
 
-    /// The headers of the response have come: with a report, perhaps, and `failed` if they carry an error.
+    /// Handles the response headers, which may include a report. `failed` is set if they carry an error.
     pub fn response(
         &mut self,
         now: Micros,
@@ -164,14 +164,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// The request has ended: `complete` if the response ended as a response should, `failed` if it carried an error, in
-    /// its trailers perhaps.
+    /// Handles the end of a request. `complete` is set if the response ended properly, `failed` if it carried an error, for
+    /// example in its trailers.
     pub fn ended(&mut self, mut request: Request, complete: bool, failed: bool, proxy: &impl Witness) {
         if failed && !request.failed && request.answered {
             self.land(proxy.now(), &mut request, true);
         }
         request.failed |= failed;
-        // A report and a proper end prove an answer.
+        // A report and a proper end prove that the replica answered.
         let answered = request.answered && complete;
         let class = if answered {
             Class::Answer
@@ -179,7 +179,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.judge_end(&mut request, proxy)
         } else {
             if let Some(chosen) = request.pick.replica {
-                // To a rule that counts what is in flight it looks like one that its client gave up.
+                // A rule that counts requests in flight sees it as aborted by the client.
                 let now = proxy.now();
                 let (latency_us, outcome) = (now.saturating_since(request.began), Outcome::Aborted);
                 self.rules.done(chosen, now, &Done { latency_us, outcome, rif: None, utilisation: None });
@@ -196,11 +196,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.counters.count(Count::Outcome(class));
     }
 
-    /// Takes in the waiting updates, and says how the pool looks and which probes are due for lack of requests.
+    /// Applies the waiting updates. Returns the state of the pool and the probes that are due for lack of requests.
     ///
-    /// Every worker ticks, some for ever without a request: the compare-and-swap lets one of them take the idle probes.
+    /// Every worker ticks, even one that never has a request. The compare-and-swap gives the idle probes to only one of them.
     pub fn tick<G: Rng>(&mut self, now: Micros, rng: &mut G) -> Tick {
-        // First, so that the pool hears of it now.
+        // This comes first, so that the pool learns of changes in this tick.
         self.share_members(now);
         let probe_free = self.config.choice.rule.is_probe_free();
         if !probe_free {
@@ -225,7 +225,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 let at_rest = !watched && pool.is_at_rest(interval);
                 ((tick, heard, at_rest), waiting || watched || !probes.is_empty())
             });
-        // Those heard on responses are alive, though nobody probes them.
+        // Replicas that report on responses are alive, even if they are not probed.
         for replica in heard {
             self.note(now, Note::Alive(replica));
         }
@@ -234,13 +234,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
-    /// How the pool looks now.
+    /// Returns the current state of the pool.
     pub fn view(&mut self, now: Micros) -> PoolView {
         let settings = &self.config.pool;
         self.journal.pool.update(|pool| (pool.view(settings, now), false)).result
     }
 
-    /// The choice by a rule that has a pool.
+    /// Chooses by a rule that uses the pool.
     fn choose<G: Rng>(&mut self, now: Micros, answers: &[Answer], rng: &mut G) -> Request {
         let Self { config, shim, counters, journal, rules, .. } = self;
         let settings = &config.pool;
@@ -271,14 +271,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             });
             let (mut request, written) = chosen;
             if !written {
-                // The next request finds them still due.
+                // The probes are still due at the next request.
                 request.pick.probes = ProbesDue::default();
             }
             request
         })
     }
 
-    /// Judges the report on a response (design §3, "Trust"). `None`: the request was none of this cluster's.
+    /// Judges the report on a response (design §3, "Trust"). Returns `None` if the request did not go to this cluster.
     fn judge_report(
         &mut self,
         now: Micros,
@@ -296,7 +296,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.count(request, named, now, report, request.pick.placement);
             return Some(ReportEnd::Used);
         }
-        // Not steered, the proxy used another host, or a report without a name: who answered is what the proxy says.
+        // The request was not steered, the proxy used another host, or the report names no endpoint: only the proxy knows which
+        // replica answered.
         if !self.is_ours(request, proxy) {
             return None;
         }
@@ -305,7 +306,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             return Some(ReportEnd::WrongEndpoint);
         }
         request.answered = chosen == Some(served);
-        // A retry went where it was told to, which shows nothing of the proxy's own policy.
+        // A retry to the runner-up was steered too, so it shows nothing about the proxy's own policy.
         let on_purpose = request.answered || request.runner_up == Some(served);
         let evidence = if on_purpose { Evidence::Served } else { Evidence::Placed };
         let placement = self.confirm(now, served, Some(report), evidence);
@@ -313,7 +314,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Some(ReportEnd::Used)
     }
 
-    /// Whether the request went to this cluster, by the proxy's word. If not, it says nothing of the replica.
+    /// Whether the request went to this cluster, according to the proxy. If not, the request says nothing about the replica.
     fn is_ours(&mut self, request: &mut Request, proxy: &impl Witness) -> bool {
         let ours = *request.ours.get_or_insert_with(|| proxy.is_ours());
         if !ours && let Some(flight) = request.flight.take() {
@@ -322,7 +323,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         ours
     }
 
-    /// A response that is not the chosen replica's: if the proxy tried more than once, that one has failed.
+    /// Handles a response from a replica other than the chosen one: if the proxy tried more than once, the chosen one failed.
     fn find_rescue(&mut self, now: Micros, request: &mut Request, proxy: &impl Witness) {
         let Some(chosen) = request.pick.replica else { return };
         if !self.is_ours(request, proxy) || request.served_by(proxy).is_none_or(|served| served == chosen) {
@@ -336,7 +337,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// What a failed response says of load is not recorded: a replica that fails at once is idle and looks fast.
+    /// Records the load reported on a response, unless the request failed: a replica that fails at once is idle and looks fast.
     fn count(
         &mut self,
         request: &Request,
@@ -350,7 +351,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// How a request ended whose chosen replica did not prove that it answered.
+    /// Judges the end of a request whose chosen replica did not prove that it answered.
     fn judge_end(&mut self, request: &mut Request, proxy: &impl Witness) -> Class {
         let class = proxy.class();
         if class == Class::ClientAbort {
@@ -359,7 +360,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let Some(chosen) = request.pick.replica else { return class };
         let (now, served_by) = (proxy.now(), request.served_by(proxy));
         if class == Class::Local && served_by.is_none() {
-            // It was sent to nobody.
+            // The proxy sent the request to no replica.
             return class;
         }
         let verify = request.pick.verify;
@@ -368,16 +369,16 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.counters.count(Count::Diverted);
         }
         if request.rescued {
-            // Told with the headers.
+            // The failure was recorded when the headers came.
         } else if class == Class::UpstreamFailure || (diverted && (verify || proxy.attempts() > 1)) {
-            // Refused, reset, timed out, perhaps retried elsewhere; or an invention.
+            // The replica refused, reset or timed out, possibly with a retry elsewhere; or it does not exist.
             self.push(Update::CoolDown(now, chosen));
             self.land(now, request, true);
         } else if diverted {
-            // Vetoed by the proxy's health state.
+            // The proxy's health state ruled the choice out.
             self.push(Update::Refused(now, chosen));
         } else if class == Class::Answer && served_by == Some(chosen) && request.flight.is_some() {
-            // It answered without a report.
+            // The replica answered without a report.
             self.land(now, request, request.failed);
         }
         if verify && served_by == Some(chosen) {
@@ -388,13 +389,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         class
     }
 
-    /// Lets a rule that keeps a state learn from a request that has ended.
+    /// Updates a rule that keeps state after a request has ended.
     fn learn(&mut self, request: &Request, class: Class, proxy: &impl Witness) {
         let now = proxy.now();
         let probe_free = self.config.choice.rule.is_probe_free();
         let served = if probe_free { proxy.served_by() } else { request.pick.replica };
         let Some(chosen) = request.pick.replica else {
-            // The proxy's own policy placed it: this is how members are found.
+            // The proxy's own policy placed the request. Members are found this way.
             if let (true, Some(served)) = (probe_free, served) {
                 self.confirm(now, served, None, Evidence::Placed);
             }
@@ -405,11 +406,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let outcome = match class {
             Class::Answer if !diverted => Outcome::Success,
             Class::ClientAbort | Class::Local => Outcome::Aborted,
-            // Not placed there at all is no failure either.
+            // A request that the proxy did not send to the chosen replica is not a failure of that replica either.
             _ if refused => Outcome::Aborted,
             _ => Outcome::Failure,
         };
-        // What another replica reported is not this one's.
+        // Another replica's report says nothing about the chosen one.
         let (rif, utilisation) = if diverted { (None, None) } else { request.told };
         let latency_us = now.saturating_since(request.began);
         self.rules.done(chosen, now, &Done { latency_us, outcome, rif, utilisation });
@@ -417,12 +418,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.note(now, Note::Alive(chosen));
         }
         if probe_free && refused {
-            // The proxy would not use it, or it has left. If it comes back, the proxy's own policy will meet it.
+            // The proxy refused the replica, or the replica has left. If it comes back, the proxy's own policy will find it.
             self.forget(now, chosen);
         }
     }
 
-    /// A request goes to the replica that was picked. `None` when nothing watches it.
+    /// Records that a request goes to the picked replica. Returns `None` if the request is not watched.
     fn sent(&mut self, now: Micros, pick: &Pick, whole: bool) -> Option<Flight> {
         if self.config.pool.ejection == EjectionSettings::OFF || self.config.choice.rule.is_probe_free() {
             return None;
@@ -430,10 +431,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Some(self.flights.sent(now, pick.replica?, pick.latency_us, pick.trial, whole))
     }
 
-    /// The chosen replica has answered or failed. An answer may fail later, but a request fails once.
+    /// Records that the chosen replica has answered or failed. An answer can still fail later, but a request fails only once.
     fn land(&mut self, now: Micros, request: &mut Request, failed: bool) {
         let settings = &self.config.pool.ejection;
-        // Failures that no replica is ejected for are none of the pool's business.
+        // If failures do not eject, the pool need not know of them.
         let ejects = settings.failure_share > 0.0;
         if let Some(flight) = request.flight.take() {
             let Some(landed) = self.flights.answered(settings, flight, now, failed) else { return };
@@ -453,14 +454,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         request.blamed |= failed;
     }
 
-    /// Takes note of replicas that have left this worker's requests waiting for too long.
+    /// Records replicas that have kept this worker's requests waiting for too long.
     fn find_unresponsive(&mut self, at: Micros) {
         while let Some(overdue) = self.flights.overdue(at) {
             self.push(Update::Health(at, overdue.replica, overdue.event()));
         }
     }
 
-    /// A report that may speak for `replica`, with its `placement`.
+    /// Records a report that is valid for `replica`, with its `placement`.
     pub(super) fn report(
         &mut self,
         at: Micros,

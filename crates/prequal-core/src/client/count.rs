@@ -1,16 +1,16 @@
-//! What a balancer counts. Names and labels of metrics are the host's business.
+//! The events that a balancer counts. The host decides on the names and labels of metrics.
 
 use crate::ejection::Change;
 use crate::pool::Branch;
 use crate::report::ReportError;
 use crate::shared::{End, Updated};
 
-/// Where the counts go.
+/// Receiver of the counts.
 pub trait Counters {
-    /// Something has happened.
+    /// Counts one event.
     fn count(&self, what: Count);
 
-    /// What came of a transaction on the shared state.
+    /// Counts the conflicts and damaged values of a transaction on the shared state.
     fn updated<T>(&self, updated: &Updated<T>) {
         let given_up = updated.end == End::GivenUp;
         if updated.conflicts > 0 || updated.replaced > 0 {
@@ -19,17 +19,17 @@ pub trait Counters {
     }
 }
 
-/// For hosts that count nothing.
+/// Counters of hosts that count nothing.
 impl Counters for () {
     fn count(&self, _: Count) {}
 }
 
-/// One thing to count.
+/// An event to count.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Count {
     /// A request was placed.
     Pick(Branch),
-    /// It is a trial.
+    /// A request was placed as a trial.
     Trial,
     /// A probe has ended.
     Probe(ProbeEnd),
@@ -37,73 +37,74 @@ pub enum Count {
     Report(ReportEnd),
     /// A request has ended.
     Outcome(Class),
-    /// It was served by another replica than the chosen one.
+    /// A request was served by a replica other than the chosen one.
     Diverted,
-    /// What became of a record in the ejection table.
+    /// How an update changed the ejection table, if at all.
     Ejection(Change),
-    /// The ejection table had no room for so many records.
+    /// Number of records that the ejection table had no room for.
     Overflow(u32),
-    /// Too many updates or notes waited: so many were dropped.
+    /// Number of updates or notes dropped because too many were waiting.
     Dropped(u32),
-    /// The membership had no room for a replica, so often.
+    /// Number of times that the membership had no room for a replica.
     Refused(u32),
-    /// A transaction on the shared state did not go smoothly.
+    /// A transaction on the shared state met conflicts or damaged values.
     Shared {
-        /// Others had written meanwhile, so often.
+        /// Number of times that other workers had written in the meantime.
         conflicts: u32,
-        /// And in the end the change was lost.
+        /// Whether the change was lost in the end.
         given_up: bool,
-        /// So many values did not decode, and were replaced.
+        /// Number of values that did not decode and were replaced.
         replaced: u32,
     },
 }
 
-/// How a probe ended. At rest: sent = sum of all others.
+/// How a probe ended. At rest, the number of probes sent equals the sum of all of these.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ProbeEnd {
     /// Its report counts.
     Used,
-    /// The cluster's policy sent it elsewhere: the host asked has left.
+    /// Another host answered, or the report names another replica. If the cluster does not know the host that was asked,
+    /// that host has left.
     WrongEndpoint,
-    /// A reply without a report.
+    /// The reply has no report.
     NoReport,
-    /// A report without an endpoint proves nothing.
+    /// The report names no endpoint, so it proves nothing.
     NoEndpoint,
-    /// `verified_probes` is set, yet the probe cluster does not say who answered.
+    /// `verified_probes` is set, but the probe cluster does not say which host answered.
     NoHost,
-    /// A status other than 200 with a report.
+    /// The reply has a report, but its status is not 200.
     Status,
-    /// Several reports in one reply.
+    /// The reply has several reports.
     Duplicate,
-    /// A report that does not parse.
+    /// The report does not parse.
     BadReport(ReportError),
-    /// No answer in time.
+    /// No answer came in time.
     Timeout,
-    /// No connection, or it broke.
+    /// There was no connection, or it broke.
     Refused,
 }
 
-/// What became of a report on a response.
+/// How a report on a response was judged.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ReportEnd {
     /// It counts.
     Used,
-    /// It names another replica than the one that served.
+    /// It names a replica other than the one that served.
     WrongEndpoint,
-    /// It names nobody, and nobody knows who served.
+    /// The proxy does not know which replica served.
     NoEndpoint,
     /// It does not parse.
     Bad(ReportError),
-    /// One in the format of ORCA that cannot be used: it does not parse, or does not say the utilisation.
+    /// It is in the ORCA format and unusable: it does not parse, or lacks the utilisation.
     BadOrca,
 }
 
-/// Who ended a request.
+/// The party that ended a request.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Class {
     /// The replica, with an answer.
     Answer,
-    /// The replica, by failing: refused, reset, too late, or an answer that is an error.
+    /// The replica, with a failure: refused, reset, too late, or an error as its answer.
     UpstreamFailure,
     /// The client went away.
     ClientAbort,

@@ -1,15 +1,16 @@
-//! When a balancer asks the proxy who served a request, although the response names the replica that was chosen.
+//! When a balancer asks the proxy which replica served a request, although the response names the chosen replica.
 //!
-//! Nearly always that replica served it, and asking costs as much as a tenth of a request. But a replica that the proxy sent the
-//! request to instead, after a failure or because it would not use the chosen one, can claim to be the chosen one: its failure
-//! would go unseen, and the load would be an invention. Both need a diversion, so after one the balancer asks each time; and
-//! one response in [`EVERY`] is asked about at any time, so that a liar cannot hide the diversions themselves.
+//! Nearly always the chosen replica served it, and asking costs as much as a tenth of a request. But the proxy may have sent the
+//! request to another replica, after a failure or because it would not use the chosen one, and that replica can claim to be the
+//! chosen one. The failure would then go unseen, and the reported load would be invented. Both need a diversion, so for
+//! a while after one the balancer asks about every response. Otherwise it asks about one response in [`EVERY`], so that a lying
+//! replica cannot hide the diversions themselves.
 
 use crate::time::Micros;
 
-/// How often a balancer asks without a reason to doubt.
+/// Without a reason for doubt, a balancer asks about one response in this many.
 const EVERY: u8 = 16;
-/// How long it doubts after a diversion, microseconds.
+/// Time after a diversion during which it asks about every response, microseconds.
 const DOUBT_US: u64 = 10_000_000;
 
 /// One worker's doubts about the responses of one upstream cluster.
@@ -20,13 +21,13 @@ pub(super) struct Doubt {
 }
 
 impl Doubt {
-    /// A response names the replica that was chosen: whether to ask who served the request.
+    /// Whether to ask which replica served a request whose response names the chosen one.
     pub(super) fn asks(&mut self, now: Micros) -> bool {
         self.unasked = (self.unasked + 1) % EVERY;
         self.unasked == 0 || self.diverted.is_some_and(|at| now.distance(at) < DOUBT_US)
     }
 
-    /// A request was served by another replica than the chosen one.
+    /// Records that a replica other than the chosen one served a request.
     pub(super) fn diverted(&mut self, now: Micros) {
         self.diverted = Some(now);
     }

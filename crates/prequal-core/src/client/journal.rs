@@ -1,4 +1,4 @@
-//! Updates that wait for the next transaction, and the transaction.
+//! The updates that wait for the next transaction, and the transaction itself.
 
 use rand::Rng;
 
@@ -12,42 +12,42 @@ use crate::pool::{PoolSettings, PoolState};
 use crate::shared::End;
 use crate::time::{Micros, Stamp};
 
-/// Updates that wait at most: under load the next pick takes them within a millisecond.
+/// Maximum number of waiting updates. Under load the next pick applies them within a millisecond.
 const MAX_PENDING: usize = 64;
-/// A replica that the proxy did not use when asked to, or that failed, is left alone this long.
+/// Time for which a replica is left alone after it failed or the proxy refused to use it, milliseconds.
 const COOLDOWN_MS: u32 = 1000;
 
-/// What changes the pool or the ejection table.
+/// A change to the pool or the ejection table.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Update {
     Report(Micros, Endpoint, Load, Placement),
-    /// What a request showed of the health of its replica.
+    /// A request showed something about the health of its replica.
     Health(Micros, Endpoint, Event),
     /// A reply names a candidate.
     Introduce(Micros, Endpoint),
     Forget(Endpoint),
     /// The replica failed.
     CoolDown(Micros, Endpoint),
-    /// The proxy would not use it.
+    /// The proxy refused to use the replica.
     Refused(Micros, Endpoint),
     EndCooldown(Endpoint),
-    /// Replicas in use, and samples of the policy.
+    /// The number of replicas in use and the number of samples of the policy.
     Members(Micros, u32, u32),
 }
 
-/// Pool and ejection table, and one worker's updates for them.
+/// The pool and the ejection table, and one worker's updates for them.
 pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
     ejections: S::Value<EjectionTable>,
-    /// The table as this worker last read it. It is up to date while the pool follows its version.
+    /// The ejection table as this worker last read it. It is up to date while the pool follows its version.
     pub(super) table: EjectionTable,
-    /// When it was read, and how many milliseconds later a trial may be due.
+    /// Time at which the table was read, and the number of milliseconds after which a trial may be due.
     next_trial: Option<(Stamp, u32)>,
     pending: Vec<Update>,
-    /// How many of the first of these the ejection table already has: a write of the pool that fails is repeated, one of the
-    /// table is not.
+    /// Number of updates at the front of `pending` that the ejection table already has. When a write of the pool fails, they are
+    /// applied to the pool again, but not to the table.
     in_table: usize,
-    /// The table had something to look at in the last transaction.
+    /// Whether the last transaction had to look at the table.
     pub(super) watched: bool,
 }
 
@@ -72,14 +72,14 @@ impl<S: Store> Journal<S> {
         }
     }
 
-    /// Whether anything waits.
+    /// Whether any updates wait.
     pub(super) fn waits(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// One transaction: the waiting updates, then `action`, then the write if `action` wants it. The second value says
-    /// whether it was written. The ejection table is handed to `action` while there is something in it, with the trial
-    /// that this request (if it is one) is to be.
+    /// Runs one transaction: applies the waiting updates, runs `action`, and writes if `action` asks for it. The second value
+    /// returned says whether it was written. While the ejection table holds anything, `action` receives it, and the trial if
+    /// this request is to be one.
     pub(super) fn transact<T, G: Rng>(
         &mut self,
         settings: &PoolSettings,
@@ -100,13 +100,13 @@ impl<S: Store> Journal<S> {
                 let known = active.then_some(&*table);
                 *in_table > 0 || pending.iter().any(|update| update.concerns_ejections(settings, known))
             };
-            // After a conflict over the pool, the table already has this worker's updates.
+            // After a conflict on the pool, the table already has this worker's updates.
             let look = stale || (!looked && (active && (!request || trial_due()) || concerns()));
             if look {
                 let given = update_ejections(
                     ejections, table, settings, counters, pending, in_table, pool, now, request, rng,
                 );
-                // After a conflict, the replica of the trial may have returned meanwhile.
+                // After a conflict, the replica of the trial may have returned in the meantime.
                 trial = given.or(trial).filter(|trial| table.is_ejected(trial.replica));
                 let wait_ms = table.next_trial_ms(&settings.ejection, now);
                 *next_trial = wait_ms.map(|wait_ms| (now.stamp(), wait_ms));
@@ -133,8 +133,8 @@ impl<S: Store> Journal<S> {
     }
 }
 
-/// Applies to the ejection table the updates that it does not have yet, and takes a trial if this is a request and one is
-/// due. `copy` becomes the table as it was written.
+/// Applies the updates that the ejection table does not have yet. If this is a request and a trial is due, takes and returns
+/// the trial. `copy` becomes the table as written.
 #[allow(clippy::too_many_arguments, reason = "the parts of one transaction")]
 fn update_ejections<G: Rng>(
     ejections: &mut impl Value<EjectionTable>,
@@ -165,7 +165,7 @@ fn update_ejections<G: Rng>(
             };
             changed |= *slot != Change::None;
         }
-        // The tick keeps the table small.
+        // The tick removes old records, to keep the table small.
         changed |= !request && table.expire(now);
         let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
         let lost = table.take_lost();
@@ -180,7 +180,7 @@ fn update_ejections<G: Rng>(
     let (trial, lost) = updated.result;
     if updated.end == End::GivenUp {
         copy.disown();
-        // For all that others know the trial is still due.
+        // For all other workers, the trial is still due.
         return None;
     }
     *in_table = updates.len();
@@ -192,7 +192,7 @@ fn update_ejections<G: Rng>(
 }
 
 impl Update {
-    /// Whether this update may change the ejection table. `table` is the worker's copy; `None` if no replica is ejected or
+    /// Whether this update may change the ejection table. `table` is the worker's copy, or `None` if no replica is ejected or
     /// watched.
     fn concerns_ejections(&self, settings: &PoolSettings, table: Option<&EjectionTable>) -> bool {
         match *self {
@@ -223,7 +223,7 @@ impl Update {
                     pool.record(settings, at, replica, load, placement, rng);
                 }
             }
-            // What made it attractive is no longer so; its next report may bring it back.
+            // The report that made it attractive is out of date; its next report may bring it back.
             Self::Health(_, replica, Event::Failed { .. }) => pool.forget(replica),
             Self::Health(..) => {}
             Self::Introduce(_, replica) if ejections.is_some_and(|table| table.is_ejected(replica)) => {}

@@ -1,4 +1,4 @@
-//! What a worker notes of the membership, and when workers share it. What the notes mean is decided in `members.rs`.
+//! How a worker takes notes on the membership, and when workers share them. `members.rs` decides what the notes mean.
 
 use super::balancer::Balancer;
 use super::count::{Count, Counters};
@@ -11,7 +11,8 @@ use crate::shared::End;
 use crate::time::Micros;
 
 impl<S: Store, C: Counters> Balancer<S, C> {
-    /// The proxy says that the replica served a request, with `report` on the response if there was one.
+    /// Records that, according to the proxy, the replica served a request, with `report` on the response if there was one.
+    /// Returns its placement.
     pub(super) fn confirm(
         &mut self,
         now: Micros,
@@ -29,7 +30,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.membership.members().placement(replica)
     }
 
-    /// The replica has left the cluster, or never was there.
+    /// Records that the replica has left the cluster, or never was in it.
     pub(super) fn forget(&mut self, now: Micros, replica: Endpoint) {
         self.note(now, Note::Left(replica));
         self.push(Update::Forget(replica));
@@ -45,7 +46,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         changed
     }
 
-    /// Shares what this worker has noted, or takes over what others have.
+    /// Shares this worker's notes, or else adopts the notes that others have shared.
     pub(super) fn share_members(&mut self, now: Micros) {
         let Self { membership: view, members, rules, counters, .. } = self;
         let lost = view.take_lost();
@@ -55,7 +56,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if view.has_updates(now) {
             let updated = members.update(|stored| ((), view.share(stored, now)));
             counters.updated(&updated);
-            // Where others wrote too often meanwhile the notes wait for the next time.
+            // If the write was given up, because others wrote too often, the notes wait for the next time.
             if updated.end != End::GivenUp {
                 view.shared();
             }

@@ -1,22 +1,22 @@
-//! The client's side as a whole: one [`Balancer`] decides for one upstream cluster on one worker.
+//! The client's side as a whole: one [`Balancer`] makes the decisions for one upstream cluster on one worker.
 //!
-//! A host (the Envoy filter, the simulator) drives it with events and does what it says:
+//! A host (the Envoy filter, the simulator) drives it with events and acts on its decisions:
 //!
-//! | event | what the host does |
+//! | event | action of the host |
 //! |---|---|
-//! | a request begins | [`Balancer::begin`], writes the choice on the request, sends the probes that are due |
-//! | it is to wait for probes of its own | [`Balancer::ask`], and [`Balancer::begin`] with the answers |
-//! | its client has sent all of it | [`Balancer::completed`], unless it began so |
-//! | its response's headers come | [`Balancer::response`] |
-//! | it has ended | [`Balancer::ended`] |
-//! | probes are due | [`Balancer::targets`], sends them |
-//! | a reply comes | [`Balancer::replied`] |
-//! | a quarter of a second has passed | [`Balancer::tick`] |
+//! | a request begins | calls [`Balancer::begin`], writes the choice on the request, sends the probes that are due |
+//! | a request is to wait for its own probes | calls [`Balancer::ask`], then [`Balancer::begin`] with the answers |
+//! | the client has sent the whole request | calls [`Balancer::completed`], unless it was whole at the beginning |
+//! | the response headers arrive | calls [`Balancer::response`] |
+//! | the request has ended | calls [`Balancer::ended`] |
+//! | probes are due | calls [`Balancer::targets`], sends the probes |
+//! | a reply to a probe arrives | calls [`Balancer::replied`] |
+//! | a quarter of a second has passed | calls [`Balancer::tick`] |
 //!
-//! What requests and probes tell waits in the worker and is applied in the same read-modify-write as the next
-//! pick, so a request costs one transaction on the shared state (`docs/adr/0001-root-owned-probes.md`). Where that state lies
-//! is the host's business ([`store`]), and what it counts ([`Counters`]). Nothing here locks: the threads of
-//! a host share a balancer behind a lock, or have one each over a store that locks.
+//! Updates from requests and probes wait in the worker and are applied in the same read-modify-write as the next pick, so
+//! a request costs one transaction on the shared state (`docs/adr/0001-root-owned-probes.md`). The host decides where that
+//! state is stored ([`store`]) and what is counted ([`Counters`]). Nothing here locks: the threads of a host either share
+//! a balancer behind a lock, or each have their own over a store that locks.
 
 mod balancer;
 mod count;

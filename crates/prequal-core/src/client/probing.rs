@@ -1,4 +1,4 @@
-//! Whom to probe, and what a reply may tell.
+//! Which replicas to probe, and how much of a reply to believe.
 
 use std::iter::repeat_n;
 
@@ -19,20 +19,21 @@ use crate::time::Micros;
 /// The reply to a probe.
 #[derive(Clone, Copy, Debug)]
 pub struct Reply {
-    /// What it says, if it can be read.
+    /// The report, or why it cannot be read.
     pub report: Result<LoadReport, ReportError>,
-    /// Who answered, by the proxy's word; asked for only with `verified_probes`.
+    /// The host that answered, according to the proxy; used only with `verified_probes`.
     pub host: Option<Endpoint>,
 }
 
 impl<S: Store, C: Counters> Balancer<S, C> {
-    /// Whom the probes that are due go to: distinct sampled replicas, and (`None`) whomever the probe cluster's policy finds.
+    /// Returns the targets of the probes that are due: distinct sampled replicas, and `None` for each probe whose replica the
+    /// probe cluster's policy chooses.
     pub fn targets<G: Rng>(&mut self, due: ProbesDue, now: Micros, rng: &mut G) -> Vec<Option<Target>> {
         let addressed = due.addressed as usize;
         let mut targets = Vec::new();
         if addressed > 0 {
             let Self { config, counters, journal, membership, .. } = self;
-            // With probes alone the sample is uniform (paper §4).
+            // If only probes are used, the sample is uniform (paper §4).
             let fresh_ms = if config.probe.piggyback { config.pool.max_age_ms / 10 } else { 0 };
             let read = journal.pool.update(|pool| {
                 let fresh = |replica| pool.heard_within(replica, now, fresh_ms);
@@ -41,23 +42,24 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             counters.updated(&read);
             targets = read.result;
         }
-        // With nobody to address, every probe is one of discovery.
+        // If there is no replica to address, every probe is a discovery probe.
         let unaddressed = due.discovery as usize + if targets.is_empty() { addressed } else { 0 };
         targets.into_iter().map(Some).chain(repeat_n(None, unaddressed)).collect()
     }
 
-    /// Whom a request asks that is to wait for probes of its own. With fewer than two there is nothing to compare.
+    /// Returns the replicas to probe for a request that is to wait for its own probes. With fewer than two there is nothing to
+    /// compare.
     pub fn ask<G: Rng>(&mut self, rng: &mut G) -> Vec<Target> {
         let Journal { watched, table, .. } = &self.journal;
-        // The answer of an ejected replica would count as one of `d` and then not be taken.
+        // The answer of an ejected replica would count as one of `d` but could not be used.
         let skip = |replica| *watched && table.is_ejected(replica);
         self.membership.members().sample_in_use(self.config.choice.sync.d, rng, skip)
     }
 
-    /// Judges the reply to a probe of `asked` (`None`: of nobody in particular) and takes from it what it may tell (design
-    /// §3, "Trust"): the membership learns, and the load of the replica that answered, if it may be believed, comes back. A
-    /// reply can have to be rejected and tell a load all the same: that of another host than was asked. What was told to a
-    /// `hinted` probe is scaled for one query, so it is no report of the replica's load.
+    /// Judges the reply to a probe of `asked` (`None` if no particular replica was asked) and uses what can be trusted (design
+    /// §3, "Trust"). The membership is updated. The load of the replica that answered is returned if it can be believed. Even a
+    /// rejected reply can provide a load: that of a host other than the one asked. The reply to a `hinted` probe is scaled for
+    /// one query, so it is not recorded as the replica's load.
     pub fn replied(
         &mut self,
         now: Micros,
@@ -93,12 +95,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
         let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
         let Some(asked) = asked else {
-            // Nobody was asked by name: a name, but no load.
+            // No particular replica was asked, so the name in the report is used but not the load.
             self.hear_of(now, replica, report);
             return Ok((None, ProbeEnd::Used));
         };
         if asked.replica != replica {
-            // The probe cluster does not know the host that was asked: it has left.
+            // The probe cluster does not know the host that was asked, so that host has left.
             self.forget(now, asked.replica);
             self.hear_of(now, replica, report);
             return Err(ProbeEnd::WrongEndpoint);
@@ -106,7 +108,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Ok((self.probed(now, replica, report), ProbeEnd::Used))
     }
 
-    /// The same where the proxy says which host answered.
+    /// As [`Self::take_unverified`], where the proxy says which host answered.
     fn take_verified(
         &mut self,
         now: Micros,
@@ -122,7 +124,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 }
                 return Ok((self.probed(now, asked.replica, report), ProbeEnd::Used));
             }
-            // The proxy does not know the host that was asked, so its policy chose: the probe has become a sample.
+            // The proxy does not know the host that was asked, so its policy chose another: the probe has become a sample.
             self.forget(now, asked.replica);
         }
         let end = if asked.is_some() { ProbeEnd::WrongEndpoint } else { ProbeEnd::Used };
@@ -134,7 +136,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 if report.probe_endpoint != Some(host) {
                     return Err(ProbeEnd::WrongEndpoint);
                 }
-                // A separate probe port: that it belongs to the named replica is for a request to show.
+                // The host is a separate probe port. A request has to show that it belongs to the named replica.
                 self.hear_of(now, named, report);
                 return Ok((None, end));
             }
@@ -143,21 +145,21 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Ok((Some(self.sample_met(now, replica, report)), end))
     }
 
-    /// A probe of `replica` was answered at its address. Load counts only of members.
+    /// Handles a probe of `replica` that was answered at its address. Load counts only for members.
     fn probed(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Answer> {
         let placement = self.hear_of(now, replica, report)?;
         Some(Answer { replica, load: Load::from(report), placement })
     }
 
-    /// The probe cluster's policy chose `replica`, by the proxy's word.
+    /// Records that the probe cluster's policy chose `replica`, according to the proxy.
     fn sample_met(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Answer {
         self.note(now, Note::Sampled { replica, probe: report.probe_endpoint });
         let placement = self.membership.members().placement(replica);
         Answer { replica, load: Load::from(report), placement }
     }
 
-    /// The same of a member whose report cannot be read. Else the policy would seem to pass it over, and the others to have
-    /// greater weights.
+    /// As [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to pass it over, and
+    /// the others would seem to have greater weights.
     fn sample_met_unread(&mut self, now: Micros, asked: Option<Target>, host: Option<Endpoint>) {
         let met = host.filter(|_| asked.is_none() && self.config.pool.verified_probes);
         if let Some((host, replica)) =
@@ -167,8 +169,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Takes note of a name that a reply told; a member's placement. If it is not a member's it may be an invention: it
-    /// gets one request, which shows whether the proxy knows it.
+    /// Notes a name from a reply. Returns the placement if the name is a member's. Another name may be invented: it gets one
+    /// request, which shows whether the proxy knows it.
     fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Placement> {
         let (probe, evidence) = (report.probe_endpoint, Evidence::Hearsay);
         self.note(now, Note::Observed { replica, probe, evidence });

@@ -1,5 +1,5 @@
-//! What one request carries from its beginning to its end, and what the proxy can be asked about it. `balancer.rs` decides
-//! what follows from it.
+//! The state of one request from its beginning to its end, and the questions that the proxy can answer about it. `balancer.rs`
+//! decides how to act on them.
 
 use crate::ejection::flights::Flight;
 use crate::endpoint::Endpoint;
@@ -8,60 +8,61 @@ use crate::time::Micros;
 
 use super::count::Class;
 
-/// What the proxy says of a request. Each answer may be dear, so it is asked only where it matters.
+/// What the proxy knows about a request. Each call may be expensive, so calls are made only where they matter.
 pub trait Witness {
-    /// The time.
+    /// Returns the time.
     fn now(&self) -> Micros;
 
-    /// Whether the request went to the balancer's cluster at all. Otherwise nothing of it counts.
+    /// Whether the request went to the balancer's cluster at all. If not, the request does not count.
     fn is_ours(&self) -> bool;
 
-    /// The replica that the proxy used last. It tries no other once a response has begun.
+    /// Returns the replica that the proxy used last. The proxy tries no other once a response has begun.
     fn served_by(&self) -> Option<Endpoint>;
 
-    /// Who ended the request.
+    /// Returns the party that ended the request.
     fn class(&self) -> Class;
 
-    /// How often the proxy sent the request.
+    /// Returns how many times the proxy sent the request.
     fn attempts(&self) -> u64;
 }
 
-/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default was not placed.
+/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default value was not placed.
 #[derive(Debug, Default)]
 pub struct Request {
-    /// The choice. Probes that are due with it are for the host to send.
+    /// The choice. The host sends the probes that are due with it.
     pub pick: Pick,
-    /// Where a retry goes, if hosts can be told so.
+    /// Target of a retry, if the proxy can be given one.
     pub runner_up: Option<Endpoint>,
     pub(super) began: Micros,
-    /// The request to the chosen replica until something is known of its end; `None` when nothing watches it.
+    /// The request to the chosen replica until its outcome is known; `None` if it is not watched.
     pub(super) flight: Option<Flight>,
-    /// It is a trial, and has been answered.
+    /// Whether the request is a trial that has been answered.
     pub(super) trial: bool,
-    /// The replica's failure of this request has been told.
+    /// Whether the replica's failure of this request has been recorded.
     pub(super) blamed: bool,
-    /// It was, as a retry elsewhere was answered.
+    /// Whether the failure was recorded because a retry elsewhere was answered.
     pub(super) rescued: bool,
-    /// The proxy's word on whether it went to this cluster, and on who serves, once asked.
+    /// Whether the request went to this cluster, according to the proxy; `None` until asked.
     pub(super) ours: Option<bool>,
+    /// The replica that serves, according to the proxy; `None` until known.
     pub(super) served_by: Option<Endpoint>,
-    /// The replica that was chosen reported on the response.
+    /// Whether the chosen replica reported on the response.
     pub(super) answered: bool,
-    /// The response carries an error.
+    /// Whether the response carries an error.
     pub(super) failed: bool,
-    /// The latency that the replica reported on the response, microseconds.
+    /// Latency that the replica reported on the response, microseconds.
     pub(super) reported_us: Option<u32>,
-    /// Requests in flight and utilisation that the response told, for the rules without probes.
+    /// Requests in flight and utilisation from the response, for the rules without probes.
     pub(super) told: (Option<u32>, Option<f64>),
 }
 
 impl Request {
-    /// What a response tells the rules without probes: requests in flight, and utilisation.
+    /// Stores the requests in flight and the utilisation from a response, for the rules without probes.
     pub fn tell(&mut self, rif: Option<u32>, utilisation: Option<f64>) {
         self.told = (rif, utilisation);
     }
 
-    /// The same of its trailers, unless the headers told a utilisation: `read` reads them then.
+    /// Stores the utilisation from the trailers, unless the headers had one. Only then is `read` called, to read the trailers.
     pub fn tell_late(&mut self, read: impl FnOnce() -> Option<f64>) {
         self.told.1 = self.told.1.or_else(read);
     }

@@ -1,8 +1,8 @@
-//! The selection rules that keep a state of their own, each worker for itself: what a worker learns from its own requests
-//! is not shared (`docs/configuration.md`). Hot and cold, and the linear rule, need nothing but the pool.
+//! The selection rules that keep their own state in each worker: what a worker learns from its own requests is not shared
+//! (`docs/configuration.md`). The hot/cold rule and the linear rule need only the pool.
 //!
-//! The rules without probes learn the membership from requests that the proxy's own policy places: now and then one goes out
-//! unsteered.
+//! The rules without probes learn the membership from requests that the proxy's own policy places: occasionally a request is
+//! not steered.
 
 use rand::Rng;
 
@@ -17,7 +17,7 @@ use crate::report::LoadReport;
 use crate::time::Micros;
 use crate::tracker::Outcome;
 
-/// What a worker knows of one cluster beyond the pool.
+/// A worker's knowledge of one cluster beyond the pool.
 pub(super) struct Rules {
     own: Own,
     explorer: Explorer,
@@ -40,7 +40,7 @@ impl Rules {
         Self { own, explorer: Explorer::default() }
     }
 
-    /// Runs `with` under the order that `rule` puts replicas in.
+    /// Calls `with` with the ranking that `rule` uses.
     pub(super) fn ranked<T>(&self, rule: Rule, with: impl FnOnce(Ranking<'_>) -> T) -> T {
         match (rule, &self.own) {
             (Rule::Linear(linear), _) => {
@@ -52,7 +52,7 @@ impl Rules {
         }
     }
 
-    /// Takes over the membership.
+    /// Adopts the membership.
     pub(super) fn set_members(&mut self, members: &Members, now: Micros) {
         match &mut self.own {
             Own::Fleet(fleet) => {
@@ -65,7 +65,7 @@ impl Rules {
         }
     }
 
-    /// Chooses without a pool. One request every `explore_ms` goes where the proxy's own policy sends it, to find newcomers.
+    /// Chooses without a pool. One request every `explore_ms` is left to the proxy's own policy, to find new replicas.
     pub(super) fn pick(&mut self, now: Micros, explore_ms: u32, rng: &mut impl Rng) -> Pick {
         let replica = match &mut self.own {
             Own::Fleet(fleet) if !self.explorer.is_due(now, u64::from(explore_ms) * 1000) => {
@@ -77,14 +77,14 @@ impl Rules {
         Pick { replica, branch, ..Pick::default() }
     }
 
-    /// A request leaves for the replica.
+    /// Records that a request is sent to the replica.
     pub(super) fn sent(&mut self, replica: Option<Endpoint>) {
         if let (Own::C3(c3), Some(replica)) = (&mut self.own, replica) {
             c3.sent(replica);
         }
     }
 
-    /// A report that may speak for the replica.
+    /// Records a report that is valid for the replica.
     pub(super) fn reported(&mut self, replica: Endpoint, report: &LoadReport) {
         if let Own::C3(c3) = &mut self.own {
             c3.reported(replica, report.rif, report.latency_us);

@@ -1,58 +1,58 @@
-//! Where the state lies that the workers of a host share.
+//! The store of the state that the workers of a host share.
 //!
 //! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. A host whose
-//! workers have no memory in common implements [`SharedData`], bytes by key with compare-and-swap, and gets the store
-//! from [`Cas`]. In one memory a value is changed where it lies: [`Memory`].
+//! workers share no memory implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from
+//! [`Cas`]. In a single memory, [`Memory`] changes values in place.
 
 use crate::blob::Blob;
 use crate::shared::{self, End, Own, Place, Updated};
 
-/// Where a balancer's values lie.
+/// Storage of a balancer's values.
 pub trait Store {
-    /// A value of this kind.
+    /// A value in this store.
     type Value<B: Blob + Clone>: Value<B>;
 
-    /// The value called `name`, made if there is none.
+    /// Returns the value called `name`, and creates it if it does not exist.
     fn open<B: Blob + Clone>(&self, name: &str) -> Self::Value<B>;
 }
 
 /// A value that workers share.
 pub trait Value<B> {
-    /// Reads the value and changes it, and writes it if `change` says that there is an update; runs `change` again if
-    /// another has written meanwhile. A change without an update must leave nothing behind that matters.
+    /// Reads the value, changes it, and writes it if `change` returns that there is an update. Runs `change` again if
+    /// another worker has written in the meantime. A change without an update must have no effect that matters.
     fn update<T>(&mut self, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T>;
 
-    /// The same. Without `look`, for changes that nearly always are updates, the reading may be saved while nobody else
-    /// writes.
+    /// As [`Self::update`]. Without `look`, for changes that nearly always are updates, the read may be skipped while no
+    /// other worker writes.
     fn transact<T>(&mut self, look: bool, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
         let _ = look;
         self.update(change)
     }
 
-    /// The value, unless nobody has written it since it was `seen`.
+    /// Returns the value if it has been written since the write number `seen`, and updates `seen`.
     fn newer(&mut self, seen: &mut Option<u32>) -> Option<Updated<B>>;
 }
 
-/// Bytes by key, which all workers of a host see.
+/// Bytes by key, visible to all workers of a host.
 pub trait SharedData {
-    /// The bytes, and the number of the write that they are from.
+    /// Returns the bytes and the number of the write that wrote them.
     fn get(&self, key: &str) -> (Option<Vec<u8>>, Option<u32>);
 
-    /// Writes the bytes, unless they have another number than this by now; `None` or 0: whatever they have. True if written.
+    /// Writes the bytes only if the stored number still equals `number`; always if that is `None` or 0. Returns true if written.
     fn set(&self, key: &str, bytes: &[u8], number: Option<u32>) -> bool;
 }
 
-/// A place in shared data. A blob of another version lies under another key; one that does not decode (damage) is replaced.
+/// A place in shared data. Blobs of other versions have other keys. A damaged blob, which does not decode, is replaced.
 #[derive(Debug)]
 pub struct At<'a, D> {
-    /// The host's.
+    /// The host's shared data.
     pub data: &'a D,
-    /// Under which the value lies.
+    /// Key of the value.
     pub key: &'a str,
 }
 
 impl<D: SharedData> At<'_, D> {
-    /// Makes sure that the blob exists: a host cannot create one exclusively afterwards (number 0 means "any").
+    /// Makes sure that the blob exists. It could not be created exclusively later, because number 0 means "any".
     pub fn seed<B: Blob>(&self) {
         if self.data.get(self.key).0.is_none() {
             self.data.set(self.key, &B::default().encode(), None);
@@ -74,9 +74,9 @@ impl<B: Blob, D: SharedData> Place<B> for At<'_, D> {
 /// Values in shared data.
 #[derive(Clone, Debug)]
 pub struct Cas<D> {
-    /// The host's.
+    /// The host's shared data.
     pub data: D,
-    /// What the keys begin with.
+    /// Prefix of the keys.
     pub prefix: String,
 }
 
@@ -85,7 +85,7 @@ pub struct Cas<D> {
 pub struct Blobbed<D, B> {
     data: D,
     key: String,
-    /// As this worker wrote it last, if it [transacts](Value::transact).
+    /// The value as this worker last wrote it, if it uses [`transact`](Value::transact).
     own: Own<B>,
 }
 
@@ -120,11 +120,11 @@ impl<D: SharedData, B: Blob> Value<B> for Blobbed<D, B> {
     }
 }
 
-/// The store of a host whose balancers share nothing, or lock what they share themselves.
+/// The store for a host whose balancers share nothing, or whose threads share one balancer behind the host's own lock.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Memory;
 
-/// A value of [`Memory`]; its number counts the changes.
+/// A value of [`Memory`]. Its number counts the changes.
 #[derive(Clone, Debug, Default)]
 pub struct InMemory<B> {
     value: B,

@@ -41,7 +41,7 @@ fn rng() -> SmallRng {
     SmallRng::seed_from_u64(1)
 }
 
-/// A fleet of `n` that is known from the start.
+/// A cluster with `n` replicas that are known from the start.
 fn config(profile: Profile, n: u16) -> ClusterConfig {
     ClusterConfig {
         cluster: "service".into(),
@@ -72,7 +72,7 @@ impl Counts {
     }
 }
 
-/// Bytes by key, and the numbers of their writes.
+/// Bytes by key, with the number of their last write.
 type Values = HashMap<String, (Vec<u8>, u32)>;
 
 /// Shared data of one host.
@@ -80,9 +80,9 @@ type Values = HashMap<String, (Vec<u8>, u32)>;
 struct Host {
     values: Rc<RefCell<Values>>,
     writes: Rc<Cell<u32>>,
-    /// How often the ejection table was read.
+    /// Number of reads of the ejection table.
     looks: Rc<Cell<u32>>,
-    /// Writes to keys that end so are refused, so often.
+    /// The end of the keys to which writes are refused, and how many more writes are refused.
     refused: Rc<RefCell<(&'static str, u32)>>,
 }
 
@@ -114,7 +114,7 @@ impl Host {
     }
 }
 
-/// What the proxy says.
+/// A proxy that gives these answers: time, replica that served, class and attempts.
 struct Proxy(u64, Option<Endpoint>, Class, u64);
 
 impl Witness for Proxy {
@@ -139,7 +139,7 @@ impl Witness for Proxy {
     }
 }
 
-/// Nothing may be asked.
+/// A proxy that may not be asked anything.
 struct Silence;
 
 impl Witness for Silence {
@@ -164,7 +164,7 @@ impl Witness for Silence {
     }
 }
 
-/// Everybody has answered a probe.
+/// Answers one probe for each of `n` replicas.
 fn probe_all<S: Store>(balancer: &mut Balancer<S, Counts>, n: u16, at: u64) {
     for n in 0..n {
         let reply = Reply { report: Ok(report(n, 0, 10 + u32::from(n))), host: Some(replica(n)) };
@@ -176,7 +176,7 @@ fn number(endpoint: Endpoint) -> u16 {
     endpoint.port() - 1000
 }
 
-/// A request whose replica answers with this status at once.
+/// Sends a request, which its replica answers or fails at once. Returns the number of the replica.
 fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) -> Option<u16> {
     let mut rng = SmallRng::seed_from_u64(at);
     let mut request = balancer.begin(ms(at), &[], true, &mut rng);
@@ -210,7 +210,7 @@ fn a_failure_whose_write_is_given_up_counts_once() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 4), &host.store());
     probe_all(&mut balancer, 4, 0);
-    // Somebody else is watched, so that every transaction looks at the table.
+    // The failed replica is watched from now on, so every transaction looks at the table.
     assert!(request(&mut balancer, 1, true).is_some());
     *host.refused.borrow_mut() = ("pool", 100);
     assert!(request(&mut balancer, 2, false).is_some(), "steered, though the write is lost");
@@ -249,7 +249,7 @@ fn what_is_given_up_sends_no_probes() {
     }
     *host.refused.borrow_mut() = ("", 0);
     assert!(!balancer.tick(ms(20_000), &mut rng()).probes.is_empty());
-    // An answer, or they would pause.
+    // Without answers, the probes would pause.
     probe_all(&mut balancer, 16, 20_001);
     assert!(!balancer.begin(ms(20_500), &[], true, &mut rng()).pick.probes.is_empty());
 }
@@ -284,7 +284,7 @@ fn a_trial_whose_write_is_given_up_is_none() {
     let mut rng = rng();
     let mut trials = |from: u64| {
         let mut tried = |at: &u64| {
-            // Something to write, trial or not.
+            // So that there is something to write even without a trial.
             balancer.push(failed(*at));
             balancer.begin(ms(*at), &[], true, &mut rng).pick.trial
         };
@@ -312,7 +312,7 @@ fn without_ejection_a_failure_leaves_the_pool_as_it_is() {
 fn probes_pass_over_those_heard_of_lately_but_not_in_the_papers_profile() {
     for (profile, spared) in [(Profile::Default, true), (Profile::Paper, false)] {
         let mut balancer = balancer(config(profile, 8), &Memory);
-        // Half of the fleet.
+        // Half of the fleet is probed.
         probe_all(&mut balancer, 4, 0);
         balancer.tick(ms(1), &mut rng());
         let due = ProbesDue { addressed: 4, discovery: 1 };
@@ -348,16 +348,16 @@ fn the_ejection_table_is_read_where_it_has_changed_or_is_told_something() {
             worker.response(ms(at), &mut request, false, Some(Ok(report(served, 1, 10))), &proxy);
             worker.ended(request, true, false, &proxy);
         }
-        // What an ejected replica reports is kept out of the pool as well.
+        // Reports of an ejected replica are kept out of the pool as well.
         probe_all(worker, 8, at);
         worker.begin(ms(at), &[], true, &mut rng);
         host.looks.get() - before
     };
-    // Who has failed once is in the table as well, but answers change nothing of that.
+    // Replicas that have failed once are in the table as well, but answers do not change their records.
     let failed = Event::Failed { requests: 9.0, well: 6, trial: false };
     [0, 3, 4].iter().for_each(|n| worker.push(Update::Health(ms(2), replica(*n), failed)));
     eject(&mut worker, 2, 1);
-    // To its first reports it listens, as they renew the placement.
+    // The table takes in the first reports of an ejected replica, as they renew its placement.
     assert_eq!((chosen(&mut worker, 3, &[1]), chosen(&mut worker, 4, &[1])), (1, 0));
     assert_eq!((chosen(&mut other, 5, &[1]), chosen(&mut other, 6, &[1])), (1, 0));
     eject(&mut other, 7, 2);
@@ -480,7 +480,7 @@ fn a_worker_rests_while_nobody_uses_the_cluster() {
     let mut config = config(Profile::Default, 3);
     config.pool.verified_probes = true;
     let mut worker = balancer(config, &Memory);
-    /// Ticks at which the worker did not rest, and their probes, which are answered.
+    /// Returns the number of ticks at which the worker did not rest, and the number of their probes, which are answered.
     fn ticks(worker: &mut Balancer<Memory, Counts>, times: std::ops::Range<u64>) -> (usize, u32) {
         let (mut awake, mut probes) = (0, 0);
         for at in times.step_by(250) {
@@ -499,7 +499,7 @@ fn a_worker_rests_while_nobody_uses_the_cluster() {
     let (awake, probes) = ticks(&mut worker, 0..60_000);
     assert!(awake <= 48 && probes == 24, "until the last report is too old: {awake} ticks, {probes} probes");
     assert_eq!(ticks(&mut worker, 60_000..3_600_000), (0, 0));
-    // A request that takes a minute is watched all the time.
+    // A request that takes a minute is watched throughout.
     let request = worker.begin(ms(3_600_000), &[], true, &mut rng());
     assert_eq!(request.pick.probes.discovery, 8);
     probe_all(&mut worker, 3, 3_600_001);
@@ -512,7 +512,7 @@ fn a_worker_rests_while_nobody_uses_the_cluster() {
     assert!(worker.is_resting(), "{awake}");
 }
 
-/// A host of one process: one balancer, whichever thread has the request.
+/// In a host with a single process, all threads use one balancer.
 #[test]
 fn threads_may_share_a_balancer_behind_a_lock() {
     for rule in [Rule::Predicted, Rule::PeakEwma] {
@@ -606,7 +606,7 @@ fn a_request_to_another_cluster_weighs_on_nobody() {
     }
 }
 
-/// Something that happens to one of two workers over one store.
+/// An event at one of two workers over one store.
 #[derive(Clone, Copy, Debug)]
 enum Happens {
     Begin(bool),
@@ -620,9 +620,9 @@ enum Happens {
     Step(i64),
     Refuse(u32),
     Damage,
-    /// A value of nothing, of half a value, or of another version.
+    /// Values become empty, are cut in half, or get another version.
     Foreign(u8),
-    /// A request that is not known, or any more.
+    /// Calls for a request that was never known, or is not known any more.
     Unknown,
 }
 
@@ -636,7 +636,7 @@ fn happenings() -> impl Strategy<Value = Vec<(usize, Happens)>> {
         1 => Just(Happens::Fail),
         2 => (0..20u32).prop_map(Happens::Probe),
         2 => Just(Happens::Tick),
-        // Ordinary, an hour, and more than a stamp holds.
+        // Steps in milliseconds: ordinary ones, about an hour, and more than a stamp can hold.
         4 => prop_oneof![0..50i64, -4_000_000..4_000_000i64, -10_000_000_000..10_000_000_000i64]
             .prop_map(Happens::Step),
         1 => prop_oneof![0..20u32, Just(u32::MAX)].prop_map(Happens::Refuse),
@@ -650,7 +650,7 @@ fn happenings() -> impl Strategy<Value = Vec<(usize, Happens)>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever comes in whatever order: no panic, every request ends once, and every count balances.
+    /// For any events in any order, nothing panics, every request ends once, and all counts balance.
     #[test]
     fn any_order_of_events_leaves_the_counts_right(
         events in happenings(),
@@ -731,7 +731,7 @@ proptest! {
                         match how {
                             0 => bytes.clear(),
                             1 => bytes.truncate(bytes.len() / 2),
-                            // The version is the tag's last part.
+                            // The version is the last part of the tag.
                             _ => bytes.iter_mut().skip(4).take(1).for_each(|version| *version ^= 1),
                         }
                     }

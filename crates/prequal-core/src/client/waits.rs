@@ -1,4 +1,4 @@
-//! Requests that wait for probes of their own (`docs/adr/0006-sync-mode.md`).
+//! Requests that wait for their own probes (`docs/adr/0006-sync-mode.md`).
 
 use std::collections::HashMap;
 
@@ -8,23 +8,23 @@ use crate::time::Micros;
 /// A request that waits.
 #[derive(Debug)]
 pub struct Wait<T> {
-    /// When it came.
+    /// Time at which the request arrived.
     pub began: Micros,
-    /// When it has waited enough.
+    /// Time at which the wait ends at the latest.
     pub deadline: Micros,
-    /// What it has heard.
+    /// The answers received.
     pub waiting: Waiting,
-    /// What the host needs to let it go on.
+    /// The host's data for resuming the request.
     pub host: T,
 }
 
-/// The waiting requests of one worker, by the host's numbers.
+/// The waiting requests of one worker, by the number that the host gave each.
 #[derive(Debug)]
 pub struct Waits<T> {
     open: HashMap<u32, Wait<T>>,
-    /// No deadline comes before this.
+    /// Time before which no deadline passes.
     earliest: Option<Micros>,
-    /// The latest look at the clock.
+    /// Time of the last check.
     looked: Micros,
 }
 
@@ -40,25 +40,26 @@ impl<T> Waits<T> {
         self.open.contains_key(&request)
     }
 
-    /// The request has ended, or something else answers it. True if it still waited.
+    /// Drops a request that has ended or no longer needs to wait. Returns true if it was still waiting.
     pub fn forget(&mut self, request: u32) -> bool {
         self.open.remove(&request).is_some()
     }
 
-    /// The request waits from now on.
+    /// Adds a request that waits from now on.
     pub fn begin(&mut self, request: u32, wait: Wait<T>) {
         let deadline = wait.deadline;
         self.open.insert(request, wait);
         self.earliest = Some(self.earliest.map_or(deadline, |earliest| earliest.min(deadline)));
     }
 
-    /// A call of the request has ended; the wait, if that was the end of it.
+    /// Records that a call of the request has ended. Returns the wait if that ends it.
     pub fn ended(&mut self, request: u32, answer: Option<Answer>) -> Option<(Wait<T>, Ending)> {
         let ending = self.open.get_mut(&request)?.waiting.ended(answer)?;
         Some((self.open.remove(&request)?, ending))
     }
 
-    /// Those whose deadline has passed. A clock that steps back ends all waits: none may outlive its deadline.
+    /// Removes and returns the requests whose deadline has passed. A clock that steps back ends all waits, as none may outlive
+    /// its deadline.
     pub fn expired(&mut self, now: Micros) -> Vec<(u32, Wait<T>)> {
         let stepped_back = now < std::mem::replace(&mut self.looked, now);
         if !stepped_back && self.earliest.is_none_or(|earliest| now < earliest) {
@@ -72,7 +73,7 @@ impl<T> Waits<T> {
         expired
     }
 
-    /// When somebody's deadline passes; none does before.
+    /// Returns a time before which no deadline passes; `None` if there is no deadline.
     pub fn earliest(&self) -> Option<Micros> {
         self.earliest
     }

@@ -1,4 +1,4 @@
-//! How a request finds its replica: rule, mode, hint. And the settings that contradict each other.
+//! How a request finds its replica: rule, mode and hint, and the settings that contradict each other.
 
 use serde_json::Value;
 
@@ -16,17 +16,18 @@ use crate::sync::SyncSettings;
 /// How the requests of a cluster find their replicas.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChoiceSettings {
-    /// Which replica is best.
+    /// Rule by which the best replica is chosen.
     pub rule: Rule,
-    /// Whether a request waits for probes of its own.
+    /// Whether a request waits for its own probes.
     pub mode: Mode,
-    /// The same for named routes of Envoy.
+    /// Modes for named routes of Envoy.
     pub route_modes: Vec<(String, Mode)>,
-    /// The synchronous mode's settings.
+    /// Settings of the synchronous mode.
     pub sync: SyncSettings,
-    /// What synchronous probes tell of the query.
+    /// Source of the query hints that synchronous probes carry.
     pub hint: Option<HintSource>,
-    /// That a rule without probes reads replicas' own reports in the format of ORCA, and what of them is the utilisation.
+    /// Metric that a rule without probes reads as utilisation from replicas' own reports in the format of ORCA; `None`:
+    /// such reports are not read.
     pub orca: Option<Metric>,
 }
 
@@ -35,16 +36,16 @@ pub struct ChoiceSettings {
 pub enum Mode {
     /// At once, from the pool (default).
     Async,
-    /// After probes of its own ([`crate::sync`]).
+    /// After its own probes ([`crate::sync`]).
     Sync,
 }
 
 pub(super) const MODES: &[(&str, Mode)] = &[("async", Mode::Async), ("sync", Mode::Sync)];
 
-/// Which replica is best.
+/// Rule by which the best replica is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rule {
-    /// The lowest predicted latency, from what replicas say of their capacity ([`crate::capacity`]; default).
+    /// The lowest predicted latency, from the capacity that replicas report ([`crate::capacity`]; default).
     Predicted,
     /// Hot and cold, lexicographic (paper §4).
     Hcl,
@@ -52,18 +53,18 @@ pub enum Rule {
     RifOnly,
     /// The lowest latency: [`Self::Hcl`] at Q = 1.
     LatencyOnly,
-    /// A weighted sum of both (paper, appendix A).
+    /// A weighted sum of RIF and latency (paper, appendix A).
     Linear(Linear),
-    /// C3's score, for so many clients.
+    /// C3's score, for a given number of clients.
     C3 {
-        /// Clients that share the replicas, 1 to 100 000.
+        /// Number of clients that share the replicas, 1 to 100 000.
         clients: u32,
     },
-    /// Finagle's Peak EWMA on what this worker's own requests took: no probes.
+    /// Finagle's Peak EWMA over the latencies of this worker's own requests; no probes.
     PeakEwma,
-    /// Zuul's choice of two by three factors: no probes.
+    /// Zuul's choice of two by three factors; no probes.
     Zuul {
-        /// Requests in flight at which a replica counts as fully used, 1 to 100 000.
+        /// Number of requests in flight at which a replica counts as fully used, 1 to 100 000.
         max_in_flight: u32,
     },
 }
@@ -83,22 +84,22 @@ pub(super) fn rules() -> [(&'static str, Rule); 8] {
 }
 
 impl Rule {
-    /// The same rule, whatever its settings.
+    /// Whether `other` is the same rule, whatever its settings.
     pub(super) fn is_like(self, other: Self) -> bool {
         std::mem::discriminant(&self) == std::mem::discriminant(&other)
     }
 
-    /// Whether the rule lives on a worker's own requests alone.
+    /// Whether the rule uses only the worker's own requests.
     pub fn is_probe_free(self) -> bool {
         matches!(self, Self::PeakEwma | Self::Zuul { .. })
     }
 
-    /// Whether the rule must hear how each request ended.
+    /// Whether the rule must learn how each request ended.
     pub fn keeps_state(self) -> bool {
         self.is_probe_free() || matches!(self, Self::C3 { .. })
     }
 
-    /// The ends of the paper's rule are settings of the pool.
+    /// Applies the extremes of the paper's rule, which are settings of the pool.
     pub(super) fn apply(self, pool: &mut PoolSettings) {
         let q_rif = match self {
             Self::RifOnly => 0.0,
@@ -123,7 +124,7 @@ impl Default for ChoiceSettings {
 }
 
 impl ChoiceSettings {
-    /// Whether any request may be placed synchronously.
+    /// Whether any request may wait for its own probes.
     pub fn uses_sync(&self) -> bool {
         self.mode == Mode::Sync || self.route_modes.iter().any(|(_, mode)| *mode == Mode::Sync)
     }
@@ -144,7 +145,7 @@ pub(super) const KEYS: &[&str] = &[
     "hint",
 ];
 
-/// Keys that only some settings listen to: which, and what to do about it.
+/// Keys that have an effect only with some settings, those settings, and how to resolve a contradiction.
 struct Listener {
     keys: &'static [&'static str],
     listens: fn(&ChoiceSettings) -> bool,
@@ -185,7 +186,7 @@ const LISTENERS: &[Listener] = &[
 ];
 
 impl Fields<'_> {
-    /// Reads how requests find replicas, over `base`.
+    /// Reads how requests find replicas, with `base` as the default.
     pub(super) fn choice_settings(&mut self, base: &ChoiceSettings) -> ChoiceSettings {
         let mut choice = base.clone();
         choice.rule = self.rule(base.rule);
@@ -205,7 +206,7 @@ impl Fields<'_> {
         let clients = self.whole(const { whole("c3_clients") });
         let most = self.whole(const { whole("max_in_flight") });
         let named = self.choice("rule", &rules());
-        // The same rule named again keeps what was said of it above.
+        // If the same rule is named again, it keeps its settings from `base`.
         let mut rule = named.filter(|named| !named.is_like(base)).unwrap_or(base);
         match &mut rule {
             Rule::Linear(linear) => {
@@ -219,7 +220,7 @@ impl Fields<'_> {
         rule
     }
 
-    /// `Some(None)`: off, said explicitly.
+    /// `Some(None)`: explicitly off.
     fn orca_utilization(&mut self) -> Option<Option<Metric>> {
         let value = self.object.get("orca_utilization")?;
         let metric = match value.as_str() {
@@ -267,7 +268,7 @@ impl Fields<'_> {
         Some(modes)
     }
 
-    /// `Some(None)`: none, said explicitly.
+    /// `Some(None)`: explicitly none.
     fn hint(&mut self) -> Option<Option<HintSource>> {
         const FORM: &str =
             "must be \"none\" or {\"header\": NAME, \"path_segment\": N} with one of the two or both";
@@ -298,7 +299,7 @@ impl Fields<'_> {
         Some(Some(HintSource { header, path_segment }))
     }
 
-    /// Reports every key of this object that none of `choices` listens to.
+    /// Reports every key of this object that has an effect on none of `choices`.
     pub(super) fn contradictions(&mut self, choices: &[&ChoiceSettings]) {
         if choices.is_empty() {
             return;
@@ -313,7 +314,7 @@ impl Fields<'_> {
         }
     }
 
-    /// A cluster cannot both wait for probes and need none, wherever the two were said.
+    /// Reports a cluster whose mode waits for probes but whose rule needs none, wherever mode and rule are set.
     pub(super) fn sync_without_probes(&mut self, choice: &ChoiceSettings) {
         if choice.uses_sync() && choice.rule.is_probe_free() {
             let key = if self.object.contains_key("route_modes") { "route_modes" } else { "mode" };
@@ -324,7 +325,7 @@ impl Fields<'_> {
     }
 }
 
-/// RFC 9110's token; pseudo-headers are not for hints, and our own headers are gone by then.
+/// Checks for RFC 9110's token. Pseudo-headers cannot carry hints, and Prequal's own headers have been removed by then.
 fn is_header_name(name: &str) -> bool {
     let token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     (1..=256).contains(&name.len())

@@ -1,8 +1,8 @@
-//! What is wrong with a configuration.
+//! Problems of a configuration.
 
 use std::fmt;
 
-/// One problem: which field, and what it must be.
+/// One problem: the field, and what it must be.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ConfigError {
     /// Path of the field, such as `clusters[0].q_rif`.

@@ -1,5 +1,5 @@
-//! Reading one JSON object: each value by its name and range, every problem noted. Which keys there are, and what they mean
-//! together, is not decided here.
+//! Reads one JSON object: each value by its name and range, noting every problem. Other modules define which keys exist
+//! and what they mean together.
 
 use std::ops::RangeInclusive;
 
@@ -22,12 +22,12 @@ impl Fields<'_> {
         self.errors.push(&field, problem);
     }
 
-    /// Refuses keys that are neither `known` nor `judged` elsewhere.
+    /// Refuses keys that are neither in `known` nor in `judged`. The keys in `judged` are checked elsewhere.
     pub(super) fn reject_unknown(&mut self, known: &[&str], judged: &[&str]) {
         let is_unknown = |key: &&String| ![known, judged].iter().any(|keys| keys.contains(&key.as_str()));
         let unknown: Vec<String> = self.object.keys().filter(is_unknown).cloned().collect();
         for key in unknown {
-            // A hostile or broken key may be long; its start tells enough.
+            // A hostile or broken key may be long; its start is enough.
             let shown: String = key.chars().take(64).collect();
             if let Some((_, instead)) = REMOVED.iter().find(|(removed, _)| *removed == key) {
                 self.fail(&shown, format!("was removed: {instead}"));
@@ -37,7 +37,7 @@ impl Fields<'_> {
         }
     }
 
-    /// What `read` makes of the value, if there is one; `wanted` says what it must be.
+    /// Converts the value of `key` with `read`, if there is one; `wanted` describes what it must be.
     fn read<T>(
         &mut self,
         key: &str,
@@ -57,7 +57,7 @@ impl Fields<'_> {
         self.read(key, read, || format!("a number from {} to {}", range.start(), range.end()))
     }
 
-    /// A number of the range, or 0 for off.
+    /// Reads a number in the range, or 0 for off.
     pub(super) fn number_or_off(&mut self, (key, range): (&str, RangeInclusive<f64>)) -> Option<f64> {
         let read = |value: &Value| value.as_f64().filter(|number| *number == 0.0 || range.contains(number));
         self.read(key, read, || format!("a number from {} to {}, or 0", range.start(), range.end()))

@@ -1,4 +1,4 @@
-//! The inbound role: which endpoint a replica's own Envoy reports as, and where.
+//! The inbound role: the endpoint that a replica's own Envoy reports as, and where it reports.
 
 use serde_json::Value;
 
@@ -12,22 +12,22 @@ use crate::rates::DEFAULT_WINDOW_US;
 /// Settings of the filter at the server's Envoy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct InboundConfig {
-    /// Which replica a request or probe is for.
+    /// Replica that a request or probe is for.
     pub serving: Serving,
-    /// Whether responses carry reports (default), or replies to probes alone.
+    /// Whether responses carry reports (default), or only replies to probes.
     pub report_on_responses: bool,
-    /// Reports in the format of ORCA on responses too, whatever `report_on_responses` says. `None` (default): none.
+    /// Reports in the format of ORCA on responses, regardless of `report_on_responses`. `None` (default): none.
     pub orca: Option<InboundOrca>,
 }
 
 /// Reports in the format of ORCA, on responses.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct InboundOrca {
-    /// How they are written.
+    /// Format of the reports.
     pub format: Format,
-    /// On which responses.
+    /// Responses that carry them.
     pub class: Class,
-    /// How many requests the replica is meant to serve at once; `None`: relative to the knee so far.
+    /// Number of requests that the replica is meant to serve at once; `None`: utilisation is relative to the knee known so far.
     pub limit: Option<u32>,
     /// Time constant of rates and utilisation, milliseconds.
     pub window_ms: u32,
@@ -38,24 +38,24 @@ pub struct InboundOrca {
 pub enum Serving {
     /// The address that the client connected to (default).
     Destination,
-    /// Its host, at this port. What comes in at another port is for probes alone and not counted.
+    /// The host of that address, at this port. Traffic at another port is for probes only and is not counted.
     Port(u16),
-    /// This one, whatever the client connected to.
+    /// This endpoint, whatever the client connected to.
     Fixed(Endpoint),
 }
 
-/// Keys of this role, beside `role`.
+/// Keys of this role, in addition to `role`.
 pub(super) const KEYS: &[&str] =
     &["endpoint", "serving_port", "report", "orca", "orca_for", "orca_limit", "orca_window_ms"];
 
-/// Whether responses carry reports, by what `report` says.
+/// Values of `report`, and whether responses carry reports.
 pub(super) const REPORTS: &[(&str, bool)] = &[("always", true), ("probe_only", false)];
 
-/// Formats by what `orca` says.
+/// Values of `orca`, and their formats.
 pub(super) const ORCA: &[(&str, Option<Format>)] =
     &[("off", None), ("text", Some(Format::Text)), ("json", Some(Format::Json))];
 
-/// Responses by what `orca_for` says.
+/// Values of `orca_for`, and their classes of responses.
 pub(super) const CLASSES: &[(&str, Class)] =
     &[("all", Class::All), ("grpc", Class::Grpc), ("http", Class::Http)];
 
@@ -91,7 +91,7 @@ impl Fields<'_> {
         let class = self.choice("orca_for", CLASSES);
         let limit = self.whole(const { whole("orca_limit") });
         let window_ms = self.whole(const { whole("orca_window_ms") });
-        // What `orca` says wrongly is wrong enough.
+        // An invalid `orca` is already reported, and that is enough.
         if format.is_none() && self.object.contains_key("orca") {
             return None;
         }
@@ -118,7 +118,7 @@ impl Fields<'_> {
     }
 }
 
-/// Keys that only the other role knows.
+/// Refuses keys that only the inbound role knows.
 pub(super) fn refuse_in_outbound(fields: &mut Fields<'_>) {
     for key in KEYS.iter().filter(|key| fields.object.contains_key(**key)) {
         fields.errors.push(key, "needs \"role\": \"inbound\"".into());

@@ -1,5 +1,5 @@
-//! Every key of the configuration: what is accepted, and what the reference says of it. The parser takes its ranges from
-//! here, at compile time, so that none of the texts gets into the module.
+//! Every key of the configuration: the values it accepts, and its text in the reference. The parser takes its ranges
+//! from here at compile time, so that none of the texts gets into the module.
 
 use std::ops::RangeInclusive;
 
@@ -11,27 +11,27 @@ use crate::sync::{MAX_ASKED, MAX_DEADLINE_MS};
 /// One key.
 #[derive(Clone, Copy, Debug)]
 pub struct Key {
-    /// As it is written.
+    /// Name, as written.
     pub name: &'static str,
-    /// Where it stands.
+    /// Where the key is allowed.
     pub place: Place,
-    /// Operators may want it: at most 20 are. The others are for other rules and for experiments.
+    /// Whether operators may want it, which applies to at most 20 keys. The others are for other rules and for experiments.
     pub everyday: bool,
-    /// Another key and the value of it without which this one is refused.
+    /// Another key, and the value that it must have; otherwise this key is refused.
     pub needs: Option<(&'static str, &'static str)>,
-    /// What a number counts; empty for what is no number.
+    /// Unit of the number or size; empty for other values.
     pub unit: &'static str,
-    /// What is accepted.
+    /// Accepted values.
     pub values: Values,
-    /// What leaving it out means, in words; `None`: the value that [`super::Config::written`] has then.
+    /// Meaning of leaving the key out, in words; `None`: the value that [`super::Config::written`] then has.
     pub absent: Option<&'static str>,
-    /// What it does, in a line.
+    /// Effect of the key, in one line.
     pub meaning: &'static str,
-    /// Section of the paper, or whose idea it is.
+    /// Section of the paper, or origin of the idea.
     pub source: &'static str,
 }
 
-/// Where a key stands.
+/// Where a key is allowed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Place {
     /// At the top level, in both roles.
@@ -46,22 +46,22 @@ pub enum Place {
     Inbound,
 }
 
-/// What a key accepts.
+/// Values that a key accepts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Values {
-    /// A whole number, lowest and highest.
+    /// A whole number, from the lowest to the highest.
     Whole(u32, u32),
-    /// A number, lowest and highest.
+    /// A number, from the lowest to the highest.
     Number(f64, f64),
-    /// The same, or 0 for off.
+    /// A number as above, or 0 for off.
     NumberOrOff(f64, f64),
     /// `true` or `false`.
     Bool,
-    /// One of these.
+    /// One of these texts.
     OneOf(&'static [&'static str]),
-    /// A list, an object or a text of so many.
+    /// A list, an object or a text, from the smallest to the largest size.
     Many(usize, usize),
-    /// What the words say.
+    /// A form described in words.
     Form(&'static str),
 }
 
@@ -91,7 +91,7 @@ const fn both(name: &'static str, unit: &'static str, values: Values) -> Key {
     Key::new(Place::Both, name, unit, values).from("ours")
 }
 
-/// For other rules and for experiments.
+/// A key for other rules and for experiments.
 const fn seldom(name: &'static str, unit: &'static str, values: Values) -> Key {
     Key { everyday: false, ..both(name, unit, values) }
 }
@@ -105,37 +105,37 @@ use Values::{Bool, Form, Many, Number, NumberOrOff, OneOf, Whole};
 /// All keys, in the order of the reference.
 pub const KEYS: &[Key] = &[
     Key::new(Place::Top, "role", "", OneOf(&["outbound", "inbound"]))
-        .means("where the filter stands: at the clients' Envoy, or [beside a replica](#inbound-role)"),
+        .means("where the filter runs: in the clients' Envoy, or [beside a replica](#inbound-role)"),
     Key::new(Place::Outbound, "clusters", "clusters", Many(1, MAX_CLUSTERS))
         .absent("required")
-        .means("clusters that Prequal balances; it leaves others alone"),
+        .means("clusters that Prequal balances; it ignores all others"),
     Key::new(Place::Outbound, "shim", "", OneOf(&["stateful_session", "override_host"]))
-        .means("stock part of Envoy that sends a request to the chosen replica"),
+        .means("built-in extension of Envoy that sends each request to the chosen replica"),
     both("profile", "", OneOf(&["default", "paper", "small", "inference"]))
         .absent("`default`")
-        .means("a set of defaults: [below](#profiles)"),
+        .means("set of defaults; see [below](#profiles)"),
     Key::new(Place::Cluster, "cluster", "bytes", Many(1, MAX_NAME))
         .absent("required")
         .means("name of the serving cluster in Envoy"),
     Key::new(Place::Cluster, "probe_cluster", "bytes", Many(1, MAX_NAME))
         .absent("required")
-        .means("name of the cluster with the same endpoints that probes are sent through"),
+        .means("name of the cluster in Envoy that probes are sent through; it has the same endpoints as `cluster`"),
     Key::new(Place::Cluster, "endpoints", "`ip:port`", Many(0, MAX_MEMBERS))
         .absent("learned")
-        .means("replicas named by hand, for static fleets and tests"),
+        .means("fixed list of replicas, for static fleets and tests"),
     both(
         "rule",
         "",
         OneOf(&["predicted", "hcl", "rif_only", "latency_only", "linear", "c3", "peak_ewma", "zuul_choice_of_two"]),
     )
     .from("ours, `docs/adr/0008-predicted-latency.md`")
-    .means("how the best replica is found: [below](#rules)"),
+    .means("rule that chooses the best replica; see [below](#rules)"),
     both("mode", "", OneOf(&["async", "sync"]))
         .from("§4")
-        .means("a request is placed at once from the pool, or waits for probes of its own"),
+        .means("`async`: a request is placed at once from the pool; `sync`: it waits for its own probes"),
     both("route_modes", "routes", Many(0, MAX_ROUTES))
         .absent("none")
-        .means("`{\"route name\": \"async\" or \"sync\"}`: the mode of single routes, by their names in Envoy"),
+        .means("`{\"route name\": \"async\" or \"sync\"}`: mode of individual routes, by their names in Envoy"),
     both("sync_d", "probes", Whole(2, MAX_ASKED as u32))
         .needs("mode", "sync")
         .from("§4: 3 to 5")
@@ -143,7 +143,7 @@ pub const KEYS: &[Key] = &[
     both("sync_deadline_ms", "ms", Whole(1, MAX_DEADLINE_MS))
         .needs("mode", "sync")
         .from("§4")
-        .means("longest wait of a request for its probes; Envoy's timers add up to 4 ms"),
+        .means("maximum time that a request waits for its probes; Envoy's timers add up to 4 ms"),
     both(
         "hint",
         "",
@@ -152,130 +152,136 @@ pub const KEYS: &[Key] = &[
     .needs("mode", "sync")
     .absent("none")
     .from("§4")
-    .means("part of the request whose hash its probes carry, so that a replica can say that it has it in its cache"),
+    .means("part of the request whose hash its probes carry, so that a replica can report that it has the data cached"),
     both("max_age_ms", "ms", Whole(10, 60_000)).from("§4: 1000").means("age at which a report is dropped"),
     both("target_age_ms", "ms", Whole(1, 60_000))
         .needs("budget", "adaptive")
-        .means("requests send probes while less than half of the reports are younger than this"),
+        .means("requests send probes while fewer than half of the reports are younger than this"),
     both("max_probes_per_query", "per request", Number(0.0, 16.0))
         .needs("budget", "adaptive")
         .means(
-            "most probes that a request sends, on average, discovery included; up to 32 that are not needed are saved for \
+            "maximum number of probes per request, on average, including discovery; up to 32 unused probes are saved for \
              pauses and new replicas",
         ),
     both("verified_probes", "", Bool).from("ours, `docs/adr/0004-placement.md`").means(
-        "the probe cluster writes who answered into `x-prequal-host`; true in the shipped configuration",
+        "the probe cluster writes the address that answered into `x-prequal-host`; `true` in the shipped configuration",
     ),
     both("ejection_failure_share", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-ejection.md`").means(
-        "a replica that fails this share of its recent requests, beyond the share that the others fail, gets only trials",
+        "a replica gets only trials if the share of its recent requests that failed exceeds that of the other replicas by \
+         at least this much",
     ),
-    both("ejection_wait_factor", "factor", NumberOrOff(1.0, 100.0)).from("ours, the same").means(
-        "a replica counts as unresponsive when a request has waited this many times the 90th percentile of latency, \
-         or its 99th if that is longer, and 50 ms",
+    both("ejection_wait_factor", "factor", NumberOrOff(1.0, 100.0)).from("ours, `docs/adr/0005-ejection.md`").means(
+        "a replica counts as unresponsive when a request has waited this many times the 90th percentile of latency (or the \
+         99th percentile, if that is longer) plus 50 ms",
     ),
-    both("slow_start_ms", "ms", Whole(0, 3_600_000)).from("ours, the same").means(
-        "age at which a new replica takes its full share; before, the share grows with its age; 0: at once",
+    both("slow_start_ms", "ms", Whole(0, 3_600_000)).from("ours, `docs/adr/0005-ejection.md`").means(
+        "age at which a new replica gets its full share of requests; until then, the share grows with its age; 0: at once",
     ),
     seldom("pool_size", "entries", Whole(2, MAX_POOL as u32))
         .from("§4")
-        .means("maximum number of reports in the pool, one per replica, if the fleet is too large to be kept whole (`scale_removal`)"),
+        .means(
+            "maximum number of reports in the pool, one per replica, if the fleet is too large to be kept whole \
+             (`scale_removal`)",
+        ),
     seldom("q_rif", "quantile", Number(0.0, 1.0))
         .needs("rule", "hcl")
         .from("§4")
         .means(
-            "θ is this quantile of the RIFs reported, with `profile: paper` of those on replies to probes alone; \
-             `paper`: 2^(−1/4)",
+            "θ is this quantile of the reported RIFs (`profile: paper`: only of those in probe replies); the value of `paper` \
+             is 2^(−1/4)",
         ),
     seldom("hot", "", OneOf(&["gt", "ge"]))
         .needs("rule", "hcl")
         .from("§4, §5.3")
-        .means("a replica is hot if RIF > θ (`gt`, which suits fleets of up to 24) or if RIF ≥ θ (`ge`)"),
+        .means("a replica is hot if RIF > θ (`gt`, suitable for fleets of up to 24) or if RIF ≥ θ (`ge`)"),
     seldom("rif_history", "samples", Whole(8, MAX_HISTORY as u32))
         .from("§4")
-        .means("number of reported RIFs that θ is taken from"),
+        .means("number of reported RIFs from which θ is computed"),
     seldom("delta", "", Number(0.001, 1000.0))
         .from("eq. (1)")
-        .means("δ: the higher, the more often a report is used"),
+        .means("δ: the higher it is, the more often a report is used"),
     seldom("r_remove", "per request", Number(0.0, 16.0))
         .from("§4")
-        .means("reports that a request removes from the pool, the worst and the oldest by turns"),
+        .means("number of reports removed from the pool per request; the worst and the oldest alternate"),
     seldom("scale_removal", "", Bool).means(
         "keep a fleet of up to 64 replicas whole; in a larger one remove reports only from a full pool, and no more than arrive",
     ),
     seldom("reuse_cap", "uses", Whole(1, 10_000))
-        .means("most uses of one report: equation (1) has no value for n ≤ m"),
+        .means("maximum number of uses of one report; equation (1) is undefined for n ≤ m"),
     seldom("budget", "", OneOf(&["adaptive", "fixed"]))
-        .means("number of probes: as many as the age of the reports asks for, or a fixed number per request"),
+        .means("number of probes: as many as the age of the reports requires, or a fixed number per request"),
     seldom("r_probe", "per request", Number(0.0, 16.0))
         .needs("budget", "fixed")
         .from("§4")
-        .means("probes that a request sends, on average; those of discovery are sent besides"),
+        .means("number of probes per request, on average; discovery probes are sent in addition"),
     seldom("discovery_interval_ms", "ms", Whole(10, 60_000)).means(
-        "time between two probes that Envoy's own policy places, which find replicas; shorter above 20 replicas and while \
-         replicas come into use, longer where requests are too few to pay for them",
+        "interval between discovery probes, which Envoy's own policy places and which find replicas; shorter above 20 \
+         replicas and while replicas come into use, longer where requests are too few to pay for them",
     ),
     seldom("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
         .from("§4")
         .means(
-            "time without requests after which one worker sends a pool's worth of probes; repeated until the saved probes, at \
-             most 24, are sent; 0: never",
+            "time without requests after which one worker sends a pool's worth of probes; repeated until the saved probes (at \
+             most 24) are used up; 0: never",
         ),
-    seldom("probe_timeout_ms", "ms", Whole(1, 10_000)).from("§3: 3 or 1").means("time after which a probe has failed"),
+    seldom("probe_timeout_ms", "ms", Whole(1, 10_000))
+        .from("§3: 3 or 1")
+        .means("time after which an unanswered probe counts as failed"),
     seldom("piggyback", "", Bool).means(
-        "reports on responses count, not only those of probes; probes then pass over replicas heard of in the last tenth \
-         of `max_age_ms`",
+        "use the reports on responses as well as those of probes; probes then skip replicas that reported within the last \
+         tenth of `max_age_ms`",
     ),
     seldom("burst_guard", "", Bool).from("ours, `docs/adr/0003-small-fleets-and-budget.md`").means(
-        "Envoy's own policy places what would pile up on few replicas: while the fleet is being learned, and while requests \
-         come faster than reports",
+        "Envoy's own policy places the requests that would pile up on a few replicas while the fleet is being discovered, \
+         or while requests arrive faster than reports",
     ),
     seldom("lambda", "", Number(0.0, 1.0))
         .needs("rule", "linear")
         .from("appendix A")
-        .means("weight of RIF: 0 is latency alone, 1 is RIF alone"),
+        .means("weight of RIF: 0 means latency alone, 1 means RIF alone"),
     seldom("alpha_ms", "ms per request in flight", Number(0.001, 60_000.0))
         .needs("rule", "linear")
         .from("appendix A")
-        .means("latency that one request in flight is worth: the paper's median latency at RIF 1; take yours"),
+        .means("latency equivalent of one request in flight; set it to your median latency at RIF 1 (default: the paper's)"),
     seldom("c3_clients", "clients", Whole(1, 100_000))
         .needs("rule", "c3")
         .from("C3")
-        .means("number of workers, of all Envoys that send to these replicas"),
+        .means("total number of workers of all Envoys that send to these replicas"),
     seldom("max_in_flight", "requests", Whole(1, 100_000))
         .needs("rule", "zuul_choice_of_two")
         .from("Zuul")
-        .means("requests in flight at which a replica counts as full"),
+        .means("number of requests in flight at which a replica counts as full"),
     seldom("orca_utilization", "", Form("`\"off\"`, `\"utilization\"`, `\"named_metrics.NAME\"`"))
         .needs("rule", "zuul_choice_of_two")
         .from("ours, [orca.md](orca.md)")
         .means(
-            "read what replicas say of their utilisation on responses in the format of ORCA: its `application_utilization`, else \
-             `cpu_utilization`, or the metric named so",
+            "which utilisation to read from ORCA reports on responses: `application_utilization`, else `cpu_utilization`; or \
+             the metric of the given name",
         ),
     inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535")).absent("the address that the client connected to").means(
-        "address that reports name: exactly what clients' clusters name. Saves a property read per request",
+        "address in reports, exactly as in the clients' clusters. Setting it saves a property read per request",
     ),
-    inbound("serving_port", "port", Whole(1, u16::MAX as u32)).absent("the same").means(
-        "reports name the client's address at this port. What comes in at another port is for probes: other requests there \
-         pass and are not counted. Not beside `endpoint`",
+    inbound("serving_port", "port", Whole(1, u16::MAX as u32)).absent("the port that the client connected to").means(
+        "reports name the address that the client connected to, with this port. Other ports are for probes; any other \
+         request there passes and is not counted. Not allowed together with `endpoint`",
     ),
     inbound("report", "", OneOf(&["always", "probe_only"]))
-        .means("reports stand on responses and on replies to probes, or on replies to probes alone"),
+        .means("where reports are sent: on responses and probe replies, or on probe replies alone"),
     inbound("orca", "", OneOf(&["off", "text", "json"]))
-        .means("responses carry load [in the format of ORCA](orca.md) too, whatever `report` says"),
+        .means("responses also report load [in ORCA format](orca.md), whatever the value of `report`"),
     inbound("orca_for", "", OneOf(&["all", "grpc", "http"]))
         .needs("orca", "text")
-        .means("on which responses: all, those of gRPC, or all others"),
+        .means("responses with an ORCA report: all, gRPC only, or all except gRPC"),
     inbound("orca_limit", "requests", Whole(1, 1_000_000)).needs("orca", "text").absent("the knee so far").means(
-        "how many requests the replica is meant to serve at once: ORCA's utilisation is relative to this while no knee is \
-         known, or while it may be higher",
+        "number of requests that the replica is meant to serve at once; ORCA's utilisation is relative to it while no knee \
+         is known, or while the knee may be higher",
     ),
     inbound("orca_window_ms", "ms", Whole(100, 600_000))
         .needs("orca", "text")
-        .means("time constant of ORCA's rates and utilisation, which are fading means"),
+        .means("time constant of the fading means of ORCA's rates and utilisation"),
 ];
 
-/// Keys that were removed or renamed, and what replaced each.
+/// Keys that were removed or renamed, each with its replacement.
 pub(super) const REMOVED: &[(&str, &str)] = &[
     ("latency_band", "rule \"predicted\" needs no band"),
     ("cold_limit", "rule \"predicted\" needs no limit"),
@@ -287,7 +293,7 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
     ("ramp_ms", "its new name is \"slow_start_ms\""),
 ];
 
-/// The key of this name. Only for constants: what is no key does not compile there.
+/// Returns the key of this name. Only for constants, where an unknown key fails to compile.
 #[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
 const fn find(keys: &[Key], name: &str) -> Key {
     match keys.split_first() {
@@ -305,7 +311,7 @@ const fn same(one: &[u8], other: &[u8]) -> bool {
     }
 }
 
-/// Name and range of a whole number; only for constants.
+/// Returns the name and range of a whole number. Only for constants.
 #[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
 pub(super) const fn whole(name: &str) -> (&'static str, RangeInclusive<u32>) {
     let key = find(KEYS, name);
@@ -315,7 +321,7 @@ pub(super) const fn whole(name: &str) -> (&'static str, RangeInclusive<u32>) {
     }
 }
 
-/// Name and range of a number, 0 for off apart; only for constants.
+/// Returns the name and range of a number, without 0 for off. Only for constants.
 #[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
 pub(super) const fn number(name: &str) -> (&'static str, RangeInclusive<f64>) {
     let key = find(KEYS, name);

@@ -1,4 +1,4 @@
-//! The profiles: named sets of defaults. Why they differ is in `docs/configuration.md`.
+//! The profiles: named sets of defaults. `docs/configuration.md` explains why they differ.
 
 use super::choice::{ChoiceSettings, Mode, Rule};
 use super::{ProbeSettings, Settings};
@@ -10,17 +10,17 @@ use crate::sync::SyncSettings;
 /// A named set of defaults.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Profile {
-    /// Ours: adaptive budget, reports on responses, small fleets.
+    /// Prequal's defaults: adaptive budget, reports on responses, small fleets.
     Default,
     /// The baseline of the paper's testbed (§5): fixed `r_probe` = 3, `r_remove` = 1, hot if RIF ≥ θ, probes only.
     Paper,
-    /// Fleets of at most 16 replicas: fewer probes.
+    /// For fleets of at most 16 replicas: fewer probes.
     Small,
-    /// Requests of seconds on replicas with a cache: synchronous with a hint, longer ages.
+    /// For requests that take seconds, on replicas with a cache: synchronous with a hint, longer ages.
     Inference,
 }
 
-/// The header that `profile: inference` takes its hint from.
+/// Header from which `profile: inference` takes its hint.
 const INFERENCE_HINT: &str = "x-session-id";
 
 impl Profile {
@@ -31,7 +31,7 @@ impl Profile {
         ("inference", Self::Inference),
     ];
 
-    /// The pool's settings under this profile.
+    /// Returns the pool's settings under this profile.
     pub fn pool_settings(self) -> PoolSettings {
         let ours = PoolSettings {
             pool_size: 24,
@@ -97,7 +97,7 @@ impl Profile {
         Settings { pool: self.pool_settings(), probe: self.probe_settings(), choice: self.choice_settings() }
     }
 
-    /// The probes' settings under this profile.
+    /// Returns the probes' settings under this profile.
     pub fn probe_settings(self) -> ProbeSettings {
         let ours = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
         match self {

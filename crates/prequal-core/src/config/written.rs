@@ -1,4 +1,4 @@
-//! A configuration written out: every setting that is in force, as one would say it.
+//! Writes out a configuration: every setting in force, as an operator would configure it.
 
 use serde_json::{Map, Value, json};
 
@@ -8,7 +8,7 @@ use super::{ClusterConfig, Config, HOT, InboundConfig, Key, Place, Rule, SHIMS, 
 use crate::pool::Budget;
 
 impl Config {
-    /// JSON that [`Config::parse`] reads as the same configuration, with nothing left to defaults.
+    /// Returns JSON that [`Config::parse`] reads as the same configuration, with nothing left to defaults.
     pub fn written(&self) -> Value {
         match self {
             Self::Outbound(config) => {
@@ -21,8 +21,8 @@ impl Config {
 }
 
 impl Key {
-    /// The value in force where the key is left out, under a profile and with what it needs; `None` where there is no
-    /// value, or the profile is against what it needs.
+    /// Returns the value in force where the key is left out, under a profile and with the setting that the key needs.
+    /// `None` if there is no value, or if the profile excludes that setting.
     pub fn default_under(&self, profile: &str) -> Option<Value> {
         if self.name == "profile" {
             return None;
@@ -57,7 +57,7 @@ fn cluster(config: &ClusterConfig) -> Value {
     say("probe_cluster", json!(config.probe_cluster));
     say("endpoints", json!(endpoints));
     if pool.theta_of_probes {
-        // No key of its own says it.
+        // `theta_of_probes` has no key of its own.
         say("profile", json!("paper"));
     }
 

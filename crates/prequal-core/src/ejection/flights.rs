@@ -1,15 +1,19 @@
-//! One worker's requests in flight: which have waited too long, and how many went well between two failures.
+//! One worker's requests in flight: which of them have waited too long, and how many succeeded between two failures.
 //!
-//! A request waits for its replica from its end on: how long the client takes to send it is none of the replica's doing.
-//! The limit of a request is [`EjectionSettings::wait_factor`] times what nine in ten of this worker's latest answers
-//! took, or what 99 in 100 took if that is more: where one request in twenty takes 80 times as long as the others, a
-//! replica whose slots all work on such requests does not answer for that long, and is well. On a replica that reports
-//! itself slower than the typical answer, in proportion more, and four times as much on one that does not know. A
-//! request beyond its limit is a sign of an unresponsive replica only if nothing sent to the replica after it has been
-//! answered: one slow query in a hundred is overtaken, the first query into a stall is not. It has to be so at two
-//! looks in a row: when the worker itself has stood still, everything looks overdue at first, and the answers are
-//! waiting. Every operation is O(1) on average, and allocates only while more requests are in flight, or more replicas
-//! in use, than ever before.
+//! A request waits for its replica once it has been sent completely: the time that the client takes to send it is not the
+//! replica's fault. The limit of a request is [`EjectionSettings::wait_factor`] times the 90th percentile of this worker's
+//! latest response times, or the 99th percentile if that is higher. The latter matters where, for example, one request in twenty
+//! takes 80 times as long as the others: a healthy replica whose slots are all busy with such requests does not answer for that
+//! long. The limit is higher in proportion for a replica that reports itself slower than the typical answer, and four times as
+//! high for one that does not know its latency.
+//!
+//! A request beyond its limit is a sign of an unresponsive replica only if no request sent to the replica after it has been
+//! answered. Where one query in a hundred is slow, later ones overtake it, but none overtakes the first query that meets a
+//! stall. This must hold at two looks in a row: after the worker itself was blocked, everything looks overdue at first, because
+//! the answers have not been read yet.
+//!
+//! Every operation is O(1) on average. It allocates only when more requests are in flight, or more replicas in use, than ever
+//! before.
 
 use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
@@ -21,30 +25,30 @@ use crate::fnv::Fnv;
 use crate::in_flight::InFlight;
 use crate::time::{Micros, Stamp};
 
-/// A request in flight. Hand it back to [`Flights::answered`] or [`Flights::gone`].
+/// A request in flight. Pass it back to [`Flights::answered`] or [`Flights::gone`].
 #[derive(Debug)]
 #[must_use = "a flight that is dropped looks overdue for ever"]
 pub struct Flight(usize);
 
-/// A request that has ended with an answer, or whose replica failed.
+/// A request that ended with an answer or a failure of its replica.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Landed {
-    /// Who was chosen.
+    /// The chosen replica.
     pub replica: Endpoint,
-    /// From the end of the request to now, microseconds; from its beginning if it was answered before its end.
+    /// Time since the request was sent completely, microseconds; since its beginning if it was answered before that.
     pub latency_us: u32,
-    /// Against its limit.
+    /// Comparison of the latency with its limit.
     pub timing: Timing,
-    /// The request was a trial.
+    /// Whether the request was a trial.
     pub trial: bool,
-    /// Requests to the replica that went well since the last that failed.
+    /// Number of successful requests to the replica since the last failure.
     pub requests: f32,
-    /// Other replicas that have answered lately, without a failure.
+    /// Number of other replicas that have recently answered, without a failure.
     pub well: u32,
 }
 
 impl Landed {
-    /// What it tells of the replica, which reported `reported_us` with the answer.
+    /// Returns this as an event of the replica, which reported a latency of `reported_us` with the answer.
     pub fn event(&self, failed: bool, reported_us: Option<u32>) -> Event {
         if failed {
             return Event::Failed { requests: self.requests, well: self.well, trial: self.trial };
@@ -58,16 +62,16 @@ impl Landed {
 /// A replica that is unresponsive.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Overdue {
-    /// Which.
+    /// The replica.
     pub replica: Endpoint,
-    /// The request that waits is a trial.
+    /// Whether the waiting request is a trial.
     pub trial: bool,
-    /// The replica had reported an ordinary latency when the request was sent.
+    /// Whether the replica had reported an ordinary latency when the request was sent.
     pub ordinary: bool,
 }
 
 impl Overdue {
-    /// What it tells of the replica.
+    /// Returns this as an event of the replica.
     pub fn event(&self) -> Event {
         Event::Unresponsive { trial: self.trial, ordinary: self.ordinary }
     }
@@ -76,7 +80,7 @@ impl Overdue {
 /// The requests in flight of one worker to one upstream cluster.
 #[derive(Debug)]
 pub struct Flights {
-    /// In order of the next look at each.
+    /// Ordered by the time of the next look.
     in_flight: InFlight<Request>,
     replicas: HashMap<Endpoint, Seen, BuildHasherDefault<Fnv>>,
     window: Box<[u32]>,
@@ -91,19 +95,19 @@ pub struct Flights {
 struct Request {
     replica: Endpoint,
     started: Micros,
-    /// When to look at it (again).
+    /// Time of the next look at the request.
     check_at: Micros,
     limit_us: u32,
     trial: bool,
     ordinary: bool,
-    /// The client has sent all of it.
+    /// Whether the client has sent the whole request.
     whole: bool,
 }
 
-/// What was seen of a replica.
+/// State of a replica as this worker sees it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
-    /// The latest start among the requests that were answered.
+    /// Latest start among the answered requests.
     answered: Micros,
     requests: f32,
     updated: Stamp,
@@ -111,13 +115,13 @@ struct Seen {
 }
 
 impl Seen {
-    /// It has answered lately, and failed nothing.
+    /// Whether it has recently answered and not failed.
     fn is_well(&self, now: Stamp) -> bool {
         let lately = |at| now.distance_ms(at) < FADES_MS as u32;
         self.requests > 0.0 && lately(self.updated) && !self.failed.is_some_and(lately)
     }
 
-    /// The good requests since the last failure, faded up to `now`; none are left.
+    /// Returns and resets the number of successful requests since the last failure, faded up to `now`.
     fn take_requests(&mut self, now: Micros) -> f32 {
         let faded = mem::take(&mut self.requests) * fading(now.stamp().distance_ms(self.updated));
         self.updated = now.stamp();
@@ -132,7 +136,7 @@ impl Default for Flights {
 }
 
 impl Flights {
-    /// No request in flight, nothing known.
+    /// Starts with no request in flight and no history.
     pub fn new() -> Self {
         Self {
             in_flight: InFlight::default(),
@@ -145,7 +149,7 @@ impl Flights {
         }
     }
 
-    /// A request goes to `replica`, which reported `latency_us`. Its time counts once it is `whole`, now or
+    /// Records a request to `replica`, which reported `latency_us`. Its waiting time starts once it is `whole`, now or
     /// [later](Self::completed).
     pub fn sent(
         &mut self,
@@ -170,7 +174,7 @@ impl Flights {
         Flight(index)
     }
 
-    /// The client has sent all of the request: from now on it waits for the replica.
+    /// Records that the client has sent the whole request: from now on the request waits for the replica.
     pub fn completed(&mut self, flight: &Flight, now: Micros) {
         let check_at = now.plus(u64::from(self.limit_us));
         if let Some(request) = self.in_flight.get_mut(flight.0).filter(|request| !request.whole) {
@@ -186,7 +190,7 @@ impl Flights {
         }
     }
 
-    /// The replica has answered, well or not.
+    /// Records that the replica has answered, successfully or not.
     pub fn answered(
         &mut self,
         settings: &EjectionSettings,
@@ -197,7 +201,7 @@ impl Flights {
         let request = self.in_flight.remove(flight.0)?;
         let latency_us = u32::try_from(now.saturating_since(request.started)).unwrap_or(u32::MAX);
         let requests = self.seen(request.replica, now, |seen| {
-            // After a step back of the clock nothing would ever be later.
+            // Otherwise, after the clock steps back, no start would be later for a long time.
             let known = if seen.answered > now { Micros(0) } else { seen.answered };
             seen.answered = known.max(request.started);
             let good = seen.take_requests(now);
@@ -222,8 +226,8 @@ impl Flights {
         Some(Landed { replica, latency_us, timing, trial, requests, well })
     }
 
-    /// The replica failed a request, a `trial` perhaps, that it had [answered](Self::answered) well: an error in trailers, a
-    /// body that was broken off. That it was good is taken back.
+    /// Records that the replica failed a request, perhaps a `trial`, that it seemed to have [answered](Self::answered)
+    /// successfully: an error in trailers, or a body that was broken off. The request no longer counts as successful.
     pub fn failed_late(&mut self, replica: Endpoint, now: Micros, trial: bool) -> Event {
         let requests = self.seen(replica, now, |seen| {
             seen.failed = Some(now.stamp());
@@ -232,18 +236,20 @@ impl Flights {
         Event::Failed { requests, well: self.well_beside(replica, now), trial }
     }
 
-    /// Other replicas that have answered lately, without a failure.
+    /// Number of other replicas that have recently answered, without a failure.
     fn well_beside(&self, replica: Endpoint, now: Micros) -> u32 {
         let is_well = |(other, seen): &(&Endpoint, &Seen)| **other != replica && seen.is_well(now.stamp());
         self.replicas.iter().filter(is_well).count() as u32
     }
 
-    /// The request has ended without a word on the replica: the client went away, or Envoy sent it elsewhere.
+    /// Records that the request ended without evidence about the replica: the client went away, or Envoy sent the request
+    /// elsewhere.
     pub fn gone(&mut self, flight: Flight) {
         self.in_flight.remove(flight.0);
     }
 
-    /// The next replica that is unresponsive. Call until `None`, and often; looks at a few requests at most.
+    /// Returns the next unresponsive replica. Call it often, and until it returns `None`; each call looks at only a few
+    /// requests.
     pub fn overdue(&mut self, now: Micros) -> Option<Overdue> {
         let before = self.looks.before(now);
         for _ in 0..LOOKS {
@@ -254,8 +260,8 @@ impl Flights {
             }
             self.in_flight.unlink(index);
             if stepped || before.saturating_since(request.started) < u64::from(request.limit_us) {
-                // A step back of the clock makes it start now. A slow replica has longer: so that the order of the list
-                // is that of the next looks, it is looked at again after another common limit.
+                // After a step back of the clock, the request starts now. A slow replica has a longer limit: its request is
+                // looked at again after another common limit, so that the list stays in the order of the next looks.
                 let again = now.plus(u64::from(self.limit_us.max(1)));
                 let place = self.in_flight.get_mut(index)?;
                 (place.started, place.check_at) = (request.started.min(now), again);
@@ -275,18 +281,18 @@ impl Flights {
         None
     }
 
-    /// Requests in flight.
+    /// Number of requests in flight.
     pub fn len(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// Whether there is none.
+    /// Whether no request is in flight.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// After how many microseconds a request to a replica that reports `latency_us` is overdue; 0: never. A trial shows
-    /// whether the replica is as good as the others.
+    /// Time after which a request to a replica that reports `latency_us` is overdue, microseconds; 0: never. A trial shows
+    /// whether the replica is as good as the others, so its limit is the common one.
     fn limit_for(&self, latency_us: Option<u32>, trial: bool) -> u32 {
         let slower = match latency_us {
             _ if trial => 1.0,
@@ -305,7 +311,7 @@ impl Flights {
         if let Some(place) = self.window.get_mut(self.answers % WINDOW) {
             *place = latency_us;
         }
-        // A wrap to zero would leave no answers to sort. `WINDOW` divides the range of the count, so the order stays.
+        // A wrap to zero would leave no answers to sort. `WINDOW` divides the range of the count, so the order is preserved.
         self.answers = self.answers.checked_add(1).unwrap_or(WINDOW);
         if !self.answers.is_multiple_of(LEARN_EVERY) {
             return;
@@ -325,14 +331,14 @@ impl Flights {
         self.limit_us = (longest + SLACK_US) as u32;
     }
 
-    /// Replicas remembered.
+    /// Number of replicas remembered.
     #[cfg(test)]
     pub(super) fn remembered(&self) -> usize {
         self.replicas.len()
     }
 
     fn seen<T>(&mut self, replica: Endpoint, now: Micros, look: impl FnOnce(&mut Seen) -> T) -> T {
-        // Those that left make room before the map grows.
+        // Replicas that have left make room before the map grows.
         if self.replicas.len() == self.replicas.capacity() && !self.replicas.contains_key(&replica) {
             self.replicas.retain(|_, seen| now.stamp().distance_ms(seen.updated) < FORGOTTEN_MS);
         }
@@ -340,7 +346,7 @@ impl Flights {
     }
 }
 
-/// When this worker last looked, and the time before.
+/// Times of this worker's last look and of the one before.
 #[derive(Clone, Copy, Debug, Default)]
 struct Looks {
     last: Micros,
@@ -348,7 +354,7 @@ struct Looks {
 }
 
 impl Looks {
-    /// The instant by which a request has to have been overdue: a look at least [`LOOK_US`] before this one.
+    /// Returns the time of the last look that was at least [`LOOK_US`] before this one: a request must have been overdue then.
     fn before(&mut self, now: Micros) -> Micros {
         if now < self.last {
             (self.last, self.before) = (now, now);
@@ -359,18 +365,18 @@ impl Looks {
     }
 }
 
-/// A replica that does not know its latency may be this much slower than others. The pool sends it one request at a
-/// time anyway.
+/// Factor by which a replica of unknown latency may be slower than the others. The pool sends it one request at a time
+/// anyway.
 const UNKNOWN_SLOWER: f64 = 4.0;
-/// Answers that the limit looks back on.
+/// Number of answers that the limit is computed from.
 const WINDOW: usize = 256;
-/// Answers between two computations of the limit; also the fewest that make one.
+/// Number of answers between two computations of the limit; also the minimum for the first one.
 const LEARN_EVERY: usize = 32;
-/// Requests looked at by one call of [`Flights::overdue`].
+/// Maximum number of requests that one call of [`Flights::overdue`] looks at.
 const LOOKS: usize = 8;
-/// Least time between two looks: enough for an event loop that had stood still to take in what came meanwhile.
+/// Minimum time between two looks, microseconds: enough for an event loop that was blocked to process what arrived meanwhile.
 const LOOK_US: u64 = 20_000;
-/// Added to every limit: a pause of the replica, of the machine or of this Envoy is no sign of anything.
+/// Added to every limit, microseconds: a pause of the replica, of the machine or of this Envoy is not a sign of a problem.
 const SLACK_US: f64 = 50_000.0;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The rules one by one on an injected clock, and what no input may do.
+//! Tests of the rules one by one on an injected clock, and of conditions that must hold for any input.
 
 use super::flights::{Flights, Landed};
 use super::*;
@@ -56,7 +56,7 @@ impl Scene {
         self.table.admit(ms(at), replica(n), load(3, 2000))
     }
 
-    /// One request of 20 ms to a replica that fails `share` of them.
+    /// Sends one request of 20 ms to a replica that fails `share` of its requests.
     fn request(&mut self, at: u64, n: u16, share: f64, trial: bool) -> Change {
         let failed = self.rng.random_bool(share);
         let flight = self.flights.sent(ms(at), replica(n), None, trial, true);
@@ -64,7 +64,7 @@ impl Scene {
         self.tell(at + 20, n, landed.event(failed, None))
     }
 
-    /// The same, but it fails only after it was answered.
+    /// Sends one request that fails, if at all, only after it was answered.
     fn late_request(&mut self, at: u64, n: u16, failed: bool) -> Change {
         let flight = self.flights.sent(ms(at), replica(n), None, false, true);
         let landed = self.flights.answered(&SETTINGS, flight, ms(at + 10), false).unwrap();
@@ -76,14 +76,14 @@ impl Scene {
         self.tell(at + 15, n, failed)
     }
 
-    /// The trial that is due at `at`; chance is asked until it agrees.
+    /// Returns the trial that is due at `at`; repeats the random draw until a trial comes.
     fn trial(&mut self, at: u64) -> Option<Endpoint> {
         (0..100)
             .find_map(|_| self.table.take_trial(&SETTINGS, ms(at), 0, 10, &mut self.rng))
             .map(|t| t.replica)
     }
 
-    /// Requests until the replica is ejected, at most 10 000, 20 ms apart; `None` if it never is.
+    /// Number of requests, 20 ms apart, until the replica is ejected; at most 10 000, `None` if it never is.
     fn ejected_after(&mut self, share: f64) -> Option<usize> {
         (0..10_000).find(|i| matches!(self.request(*i as u64 * 20, 1, share, false), Change::Ejected(_)))
     }
@@ -95,7 +95,7 @@ fn a_replica_that_fails_a_part_is_ejected_within_tens_of_requests() {
         for seed in 0..20 {
             let mut scene = Scene::new();
             scene.rng = SmallRng::seed_from_u64(seed);
-            // It has a long good past, which must not excuse it.
+            // A long good history must not excuse the replica.
             for i in 0..500 {
                 scene.request(i, 1, 0.0, false);
             }
@@ -116,7 +116,7 @@ fn one_failure_in_a_thousand_ejects_nobody() {
 
 #[test]
 fn failures_after_the_answer_are_a_share_too() {
-    // 1 ms apart, so that nothing fades between two failures.
+    // Requests are 1 ms apart, so that nothing fades between two failures.
     for (every, count, expected) in
         [(1000, 20_000, false), (100, 20_000, false), (3, 100, true), (1, 2, true)]
     {
@@ -132,7 +132,7 @@ fn failures_after_the_answer_are_a_share_too() {
 fn failures_are_forgiven_without_traffic() {
     let mut scene = Scene::new();
     assert_eq!(scene.tell(0, 1, bad(false)), Change::Noted);
-    // Half a minute later the first no longer counts.
+    // Half a minute later the first failure no longer counts.
     assert_eq!(scene.tell(30_000, 1, bad(false)), Change::Noted);
     assert_eq!(scene.tell(30_100, 1, bad(false)), Change::Ejected(Reason::Failing));
     assert!(scene.table.expire(ms(200_000)));
@@ -149,7 +149,7 @@ fn a_failing_replica_is_back_after_a_streak_of_trials() {
     assert_eq!(scene.trial(900), None, "too soon");
     assert_eq!(scene.trial(1001), Some(replica(1)));
     assert_eq!(scene.trial(5000), None, "one at a time");
-    // Answers of requests from before say nothing: a half-failing replica gives them too.
+    // Answers to earlier requests prove nothing: a half-failing replica gives them too.
     assert_eq!(scene.tell(1010, 1, good(false)), Change::None);
     for i in 1..STREAK {
         let at = 1000 + u64::from(i) * 150;
@@ -179,7 +179,7 @@ fn back_off_doubles_up_to_eight_seconds_and_trials_never_end() {
 fn a_replica_that_fails_half_its_requests_hardly_ever_passes() {
     let mut scene = Scene::new();
     let (mut requests, mut failures) = (0, 0);
-    // 50 requests/s as long as it is in, trials while it is ejected, for ten minutes.
+    // For ten minutes: 50 requests/s while it is not ejected, trials while it is.
     for at in (0..600_000).step_by(20) {
         scene.heard(at, 1, 0);
         let ejected = scene.table.is_ejected(replica(1));
@@ -200,7 +200,7 @@ fn what_a_replica_says_of_its_failures_ejects_it_and_a_lone_failure_does_not() {
     assert!(scene.heard(0, 1, 250).is_some());
     assert!(scene.heard(1, 1, 300).is_none());
     assert!(scene.table.is_ejected(replica(1)));
-    // Trials go well, but it goes on saying so: it keeps its trickle, and nothing else.
+    // Trials succeed, but the replica goes on reporting failures: it gets only its trials.
     let mut at = 1001;
     for _ in 0..20 {
         scene.heard(at, 1, 300);
@@ -213,8 +213,8 @@ fn what_a_replica_says_of_its_failures_ejects_it_and_a_lone_failure_does_not() {
     assert!(!scene.table.is_ejected(replica(1)), "it has come to agree");
 }
 
-/// A fleet whose replicas fail these shares of their requests, each `rate` times a second, for half a minute; for how long
-/// a client that judges them by its own requests and by their word has each ejected.
+/// Simulates half a minute of a fleet whose replicas fail these shares of their requests, with `rate` requests a second each.
+/// Returns the fraction of time for which a client ejects each replica, judging by its own requests and by their reports.
 fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
     let replicas = shares.len() as u64;
     let mut scene = Scene::new();
@@ -230,7 +230,7 @@ fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
     for i in 0..3 * warm {
         let (now, at) = (Micros(ms(0).0 + i * every_us), i * every_us / 1000);
         let mut changed = false;
-        // Each replica is heard of three times a second.
+        // Each replica reports three times a second.
         while heard * 333 < at * replicas {
             let (index, n) = ((heard % replicas) as usize, replica((heard % replicas) as u16));
             heard += 1;
@@ -255,7 +255,7 @@ fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
         if changed {
             pool.exclude(&scene.table, now);
             is_in.fill(true);
-            // Asking of each alone takes most of the test's time.
+            // Asking about each replica separately takes most of the test's time.
             let panics = scene.table.panics();
             let ejected = scene.table.reasons().filter(|(_, why)| why.is_some() && !panics);
             ejected.for_each(|(replica, _)| is_in[usize::from(replica.port()) - 1000] = false);
@@ -281,7 +281,7 @@ fn a_replica_that_fails_like_the_others_is_back_at_its_next_report() {
             (0..3).for_each(|at| _ = scene.tell(at, 1, bad(false)));
         }
         assert!(scene.table.is_ejected(replica(1)));
-        // Then it turns out that all fail, also those whose requests went well until now.
+        // Then all replicas turn out to fail, including those whose requests succeeded until now.
         for (at, n) in (10..82).zip((2..10).cycle()) {
             scene.tell(at, n, Event::Failed { requests: 0.0, well: 0, trial: false });
         }
@@ -335,17 +335,17 @@ fn half_of_the_fleet_can_be_ejected_but_not_more() {
     assert_eq!(scene.table.ejected(), 0, "panic: all are let in");
     assert!(scene.heard(1, 5, 0).is_some());
     assert_eq!(scene.trial(60_000), None);
-    // Ordinary answers let them back one by one, and the rest is ejected again.
+    // Ordinary answers readmit them one by one, and the rest is ejected again.
     for _ in 0..STREAK {
         scene.tell(10, 4, good(false));
     }
     assert_eq!(scene.table.ejected(), 5);
-    // A fleet of one is always in.
+    // A fleet of one is never ejected.
     scene.table.set_members(1);
     assert_eq!(scene.table.ejected(), 0);
 }
 
-/// A worker that has seen enough answers of 100 ms to have a limit of 200.
+/// A worker that has seen enough answers of 100 ms for a limit of 200 ms.
 fn warm() -> Scene {
     let mut scene = Scene::new();
     for i in 0..64 {
@@ -359,7 +359,7 @@ fn land(scene: &mut Scene, flight: flights::Flight, at: u64) -> Landed {
     scene.flights.answered(&SETTINGS, flight, ms(at), false).unwrap()
 }
 
-/// Who is overdue at `at`, as the next look shows.
+/// Returns the replica that is overdue at `at`, as the next look shows.
 fn late(flights: &mut Flights, at: Micros) -> Option<flights::Overdue> {
     flights.overdue(at).or_else(|| flights.overdue(at.plus(20_000)))
 }
@@ -400,7 +400,7 @@ fn a_request_that_its_client_is_still_sending_waits_for_nobody() {
     assert_eq!(late(&mut scene.flights, ms(5201)).map(|o| o.replica), Some(replica(1)), "now it does");
     let landed = land(&mut scene, upload, 5300);
     assert_eq!((landed.latency_us, landed.timing), (300_000, Timing::Narrow));
-    // One that is answered before its end is in time, and its duration teaches nothing.
+    // A request that is answered before its end is in time, and its duration does not affect the limit.
     for at in 0..300 {
         let upload = scene.flights.sent(ms(6000 + at), replica(1), Some(100_000), false, false);
         assert_eq!(land(&mut scene, upload, 9000 + at).timing, Timing::InTime);
@@ -447,7 +447,7 @@ fn a_replica_that_reports_itself_slower_has_longer() {
     scene.flights.gone(unknown);
     let overdue = late(&mut scene.flights, ms(1000 + 8 * 200 + 250)).unwrap();
     scene.flights.gone(slow);
-    // A slow replica is not vouched for: that a request was quick once is no proof.
+    // A slow replica is not vouched for: one quick request is not proof.
     scene.tell(3000, 1, overdue.event());
     assert_eq!(scene.tell(4000, 1, good(false)), Change::Returned(Reason::Unresponsive));
     assert_eq!(scene.heard(4001, 1, 0), Some(load(3, 2000)));
@@ -462,7 +462,7 @@ fn a_trial_that_failed_narrowly_is_repeated_soon() {
         assert!(scene.trial(at + 1000).is_some());
         scene.tell(at + 1200, 1, Event::Unresponsive { trial: true, ordinary: true });
     }
-    // The last failure put the next trial four seconds off; the answer came, a little late.
+    // The last failure put the next trial four seconds off; then the answer came, a little late.
     scene.tell(5250, 1, Event::Answered { latency_us: 200_000, in_time: Timing::Narrow, trial: true });
     scene.heard(5300, 1, 0);
     assert!(scene.trial(6250).is_some());
@@ -470,7 +470,7 @@ fn a_trial_that_failed_narrowly_is_repeated_soon() {
 
 #[test]
 fn a_trial_that_a_slow_replica_answered_late_is_not_repeated_soon() {
-    // From the ejection on: when the second trial may start after the first.
+    // Returns the time at which the second trial may start.
     let next = |reported_us| {
         let mut scene = warm();
         scene.tell(1000, 1, UNRESPONSIVE);
@@ -509,7 +509,7 @@ fn a_clock_that_steps_is_survived() {
     let mut scene = warm();
     let hour = 3_600_000;
     let flight = scene.flights.sent(ms(1000 + hour), replica(1), Some(100_000), false, true);
-    // Back: the request counts as just sent, and is found when it really is late.
+    // The clock steps back: the request counts as just sent, and is found once it really is late.
     assert_eq!(late(&mut scene.flights, ms(1000)), None);
     assert!(late(&mut scene.flights, ms(1250)).is_some());
     scene.flights.gone(flight);
@@ -518,7 +518,7 @@ fn a_clock_that_steps_is_survived() {
     scene.tell(1000 + hour, 2, UNRESPONSIVE);
     scene.flights.gone(flight);
     scene.heard(1001 + hour, 2, 0);
-    // And back again: the time of the trial has come, whichever way the clock went.
+    // The clock steps back again: the trial is due, in whichever direction the clock stepped.
     assert!(scene.trial(1000).is_some());
     scene.tell(1100, 2, good(true));
     assert!(!scene.table.is_ejected(replica(2)));
@@ -575,7 +575,7 @@ fn a_worker_remembers_each_of_a_thousand_replicas() {
         let landed = scene.flights.answered(&SETTINGS, flight, ms(101), true).unwrap();
         assert!(landed.requests > 15.0, "replica {n}: {} good requests", landed.requests);
     }
-    // Those that it no longer uses make room.
+    // Replicas that the worker no longer uses make room.
     for n in 1000..20_000 {
         let flight = scene.flights.sent(ms(u64::from(n) * 1000), replica(n), None, false, true);
         land(&mut scene, flight, u64::from(n) * 1000);
@@ -588,7 +588,7 @@ fn a_replica_without_placement_gets_no_trial() {
     let mut scene = Scene::new();
     scene.tell(0, 1, UNRESPONSIVE);
     scene.heard(1, 1, 0);
-    // The policy has been sampled a thousand times since and never met it.
+    // Since then the policy has been sampled a thousand times and has never met the replica.
     assert!(
         (0..100).all(|_| scene.table.take_trial(&SETTINGS, ms(2000), 1000, 10, &mut scene.rng).is_none())
     );
@@ -619,7 +619,7 @@ fn more_failures_than_requests_are_no_content() {
     assert!(matches!(EjectionTable::decode(&scene.table.encode()), Err(BlobError::Content)));
 }
 
-/// Bytes with more of the highest than chance would have, and counts within their bounds.
+/// Bytes in which the highest value is more frequent than by chance, and counts within their bounds.
 fn any_record() -> impl Strategy<Value = ([u8; size_of::<Record>()], (f32, f32))> {
     let byte = prop_oneof![3 => any::<u8>(), 1 => Just(u8::MAX)];
     let bytes = proptest::collection::vec(byte, size_of::<Record>());
@@ -627,7 +627,7 @@ fn any_record() -> impl Strategy<Value = ([u8; size_of::<Record>()], (f32, f32))
     (bytes.prop_map(|bytes| bytes.try_into().unwrap()), counts)
 }
 
-/// Everything that a worker does with a table that it has read; what it then writes is sound.
+/// Does everything that a worker does with a table that it has read; the table written afterwards must be sound.
 fn use_after(mut table: EjectionTable, now: Micros) {
     table.expire(now);
     for n in 0..8 {
@@ -647,7 +647,7 @@ proptest! {
         let _ = EjectionTable::decode(&bytes);
     }
 
-    /// Behind a valid tag and length any content is refused or harmless.
+    /// Any content behind a valid tag and length is refused or harmless.
     #[test]
     fn content_from_outside_never_panics(
         members in any::<u32>(),
@@ -661,12 +661,12 @@ proptest! {
         for (n, (bytes, (failed, total))) in (0u16..).zip(records) {
             let mut record: Record = bytemuck::pod_read_unaligned(&bytes);
             if sound {
-                // What has bounds keeps them, the rest is as it comes.
+                // Fields with bounds keep them; the others are arbitrary.
                 (record.endpoint, record.failed, record.total) = (replica(n), failed, total);
                 (record.reason, record.backoff_ms) = (record.reason % 4, record.backoff_ms % (MAX_BACKOFF_MS + 1));
             }
             if n % 2 == 0 {
-                // Or it would be forgotten at once.
+                // Otherwise the record would be forgotten at once.
                 (record.updated, record.since) = (now.stamp(), now.stamp());
             }
             table.records.push(record);
@@ -677,7 +677,7 @@ proptest! {
         }
     }
 
-    /// A blob with a bit flipped is refused or harmless.
+    /// A blob with one bit flipped is refused or harmless.
     #[test]
     fn a_damaged_blob_never_panics(at in 0usize..300, bit in 0u8..8, later in any::<u32>()) {
         let mut scene = Scene::new();
@@ -693,7 +693,7 @@ proptest! {
         }
     }
 
-    /// Whatever is told, the table decodes again and never excludes more than half.
+    /// After any events, the table decodes again and never excludes more than half of the fleet.
     #[test]
     fn random_events_keep_the_bounds(
         ops in proptest::collection::vec((0u16..80, 0u8..6, any::<u16>(), any::<bool>()), 0..300),

@@ -1,8 +1,9 @@
-//! The log of one replica: what its last requests told, whichever worker they ended on, and what else all workers must agree
-//! on: since when it is up, and where its probes come in.
+//! The log of one replica. It holds the results of the last requests, on whichever worker they ended, and what else all
+//! workers must agree on: since when the replica has been up, and where its probes come in.
 //!
-//! Each worker has a [`Replica`] of its own, appends what its requests tell, and takes in what others have appended. A worker
-//! that looks seldom misses what has left the log; the last [`EVENTS`] requests are what an estimate is made of anyway.
+//! Each worker has its own [`Replica`], appends the results of its own requests, and reads what others have appended. A
+//! worker that rarely reads misses entries that have left the log; an estimate uses only the last [`EVENTS`] requests
+//! anyway.
 
 use std::borrow::Cow;
 
@@ -14,7 +15,7 @@ use crate::replica::Replica;
 use crate::time::{MAX_LATENCY_US, Micros};
 use crate::tracker::{Ended, Outcome};
 
-/// Requests kept.
+/// Number of requests kept.
 pub const EVENTS: usize = 64;
 
 /// The log. Plain data: the blob in shared data.
@@ -22,11 +23,11 @@ pub const EVENTS: usize = 64;
 #[repr(C)]
 pub struct EndedLog {
     tag: Tag,
-    /// Port of the replica's host where probes come in, 0: the serving port.
+    /// Port of the replica's host where probes come in; 0 means the serving port.
     probe_port: u16,
-    /// Since when it can serve, 0: it cannot.
+    /// Time from which on the replica can serve, microseconds; 0 while it cannot.
     up: u64,
-    /// Requests so far.
+    /// Number of requests so far.
     written: u64,
     events: [Event; EVENTS],
 }
@@ -36,14 +37,15 @@ pub struct EndedLog {
 struct Event {
     at: u64,
     latency_us: u32,
-    /// From the low end: two bits of outcome, then the RIF at arrival and the level at the end, each up to [`MAX_RIF`].
+    /// From the low end: two bits of outcome, then the RIF at arrival, then the level at the end. Both are at most
+    /// [`MAX_RIF`].
     counts: u32,
-    /// As which one at the server it arrived.
+    /// Number of requests at the server when it arrived, itself included.
     arrived_as: u32,
     padding: u32,
 }
 
-/// How far a worker has read.
+/// Position up to which a worker has read the log.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Seen(u64);
 
@@ -54,7 +56,7 @@ impl Default for EndedLog {
 }
 
 impl EndedLog {
-    /// Makes a log that nobody has begun agree with `replica`. True if there was something to do.
+    /// Initialises an empty log from `replica`. Returns true if the log was empty.
     pub fn begin(&mut self, replica: &Replica, now: Micros) -> bool {
         let blank = self.written == 0 && self.up == 0;
         if blank {
@@ -63,9 +65,9 @@ impl EndedLog {
         blank
     }
 
-    /// Takes what others have appended since `seen` into `replica`.
+    /// Records in `replica` what others have appended since `seen`.
     pub fn read(&self, seen: &mut Seen, replica: &mut Replica) {
-        // A log that was begun anew holds less than was seen.
+        // A log that was started anew holds less than was seen.
         let from = if seen.0 > self.written { 0 } else { seen.0 };
         let kept = self.written.saturating_sub(EVENTS as u64);
         replica.missed(kept.saturating_sub(from));
@@ -81,7 +83,7 @@ impl EndedLog {
         replica.set_up((self.up != 0).then_some(Micros(self.up)));
     }
 
-    /// Appends what a request told. The caller has read everything before and knows it already.
+    /// Appends the result of a request. The caller has read the log before and has recorded this request itself.
     pub fn append(&mut self, seen: &mut Seen, ended: Ended) {
         if let Some(event) = self.events.get_mut(self.written as usize % EVENTS) {
             *event = Event::from(ended);
@@ -90,7 +92,7 @@ impl EndedLog {
         seen.0 = self.written;
     }
 
-    /// The replica can serve, or cannot. True if that is new.
+    /// Sets whether the replica can serve. Returns true if that is a change.
     pub fn set_up(&mut self, up: bool, now: Micros) -> bool {
         if up == (self.up != 0) {
             return false;
@@ -99,14 +101,14 @@ impl EndedLog {
         true
     }
 
-    /// Where probes come in, as far as it differs from `endpoint`.
+    /// Returns the endpoint where probes come in, if it differs from `endpoint`.
     pub fn probe_endpoint(&self, endpoint: Endpoint) -> Option<Endpoint> {
         (self.probe_port != 0 && self.probe_port != endpoint.port())
             .then(|| endpoint.with_port(self.probe_port))
     }
 
-    /// A probe for `endpoint` came in at `at`. Another host's address tells nothing that a report may say. True if that
-    /// is new.
+    /// Records that a probe for `endpoint` came in at `at`. An address on another host is ignored, because a report
+    /// cannot carry it. Returns true if the endpoint is new.
     pub fn probed_at(&mut self, endpoint: Endpoint, at: Endpoint) -> bool {
         let changed = at.same_host(&endpoint) && self.probe_endpoint(endpoint).unwrap_or(endpoint) != at;
         if changed {
@@ -151,9 +153,9 @@ impl Event {
     }
 }
 
-/// Bits of a count of requests.
+/// Number of bits of a request count.
 const RIF_BITS: u32 = 15;
-/// More in flight than that look like this many: the estimates tell no more apart.
+/// Maximum count; higher counts are stored as this. The estimates do not distinguish higher counts.
 const MAX_RIF: u32 = (1 << RIF_BITS) - 1;
 
 impl Blob for EndedLog {
@@ -177,7 +179,7 @@ mod tests {
     use crate::tracker::{Present, TrackerConfig};
     use proptest::prelude::*;
 
-    /// A worker, and the log that it shares.
+    /// A worker: its replica, and how far it has read the shared log.
     struct Worker(Replica, Seen);
 
     impl Worker {
@@ -222,7 +224,7 @@ mod tests {
         }
         assert_eq!(one.report(&log, 2030), other.report(&log, 2030));
         assert!(one.report(&log, 2030).contains(";fail="));
-        // Each request counted once: what one appends it does not read again.
+        // Each request counts once: a worker does not read back what it appended.
         let mut late = Worker::new();
         assert_eq!(late.report(&log, 2030), one.report(&log, 2030));
     }
@@ -246,7 +248,7 @@ mod tests {
         assert!(other.report(&log, 9000).ends_with(";up=0"));
         assert!(log.set_up(true, ms(10_000)));
         assert!(other.report(&log, 13_000).ends_with(";up=3"));
-        // A damaged log is replaced; a worker that knows how old the replica is says so.
+        // A damaged log is replaced. A worker that knows the replica's age restores it.
         let mut log = EndedLog::default();
         other.serve(&mut log, 13_000, 1, Outcome::Success);
         assert!(other.report(&log, 14_000).ends_with(";up=4"));

@@ -1,15 +1,15 @@
-//! Slots: a place for each VM's counts, and a heartbeat that shows whether the VM still lives.
+//! Slots: a place for each VM's counts, and a heartbeat that shows whether the VM is still alive.
 //!
-//! The table is a blob in shared data. What is counted stands elsewhere, one gauge per slot, and only the slot's owner writes
-//! it, as an absolute value. A VM that dies writes no more; once its heartbeat is [`DEAD_MS`] old any other VM frees the slot,
-//! and whoever reads sets the gauges of free slots to zero. A VM that only hung finds its slot gone, claims another, and its
-//! counts are right again: they never depended on the gauge.
+//! The table is a blob in shared data. The counts are kept elsewhere, in one gauge per slot, which only the slot's
+//! owner writes, as an absolute value. A dead VM stops writing. Once its heartbeat is older than [`DEAD_MS`], any other
+//! VM frees the slot, and every reader sets the gauges of free slots to zero. A VM that only hung finds that it has
+//! lost its slot and claims another. Its counts are then correct again, because they never depended on the gauge.
 //!
-//! The table also lists the replicas that are counted, so that every VM knows whose gauges there are: also one that has served
-//! nothing, such as that of Envoy's main thread, cleans up after the others.
+//! The table also lists the replicas that are counted, so that every VM knows which gauges exist. Even a VM that has
+//! served nothing, such as the one on Envoy's main thread, cleans up after the others.
 //!
-//! Time is the host's clock, which may step. Then all heartbeats look old at once, so a VM whose own last beat looks wrong
-//! frees nobody ([`can_judge`]).
+//! Time is the host's clock, which may step. After a step all heartbeats look old at once, so a VM frees no slot if its
+//! own last heartbeat looks wrong ([`can_judge`]).
 
 use std::borrow::Cow;
 
@@ -19,45 +19,45 @@ use crate::blob::{Blob, BlobError, Tag, read_plain};
 use crate::endpoint::Endpoint;
 use crate::time::{Micros, Stamp};
 
-/// Slots in a table. VMs beyond count for themselves until one is free.
+/// Number of slots in a table. Further VMs count only for themselves until a slot is free.
 pub const MAX_SLOTS: usize = 128;
-/// Replicas in a table. More are not counted.
+/// Maximum number of replicas in a table. Further replicas are not counted.
 pub const MAX_REPLICAS: usize = 64;
-/// A living VM renews its heartbeat this often, milliseconds.
+/// Interval at which a living VM renews its heartbeat, milliseconds.
 pub const HEARTBEAT_MS: u32 = 500;
-/// A heartbeat older than this is a dead VM's, milliseconds.
+/// Age of a heartbeat beyond which its VM counts as dead, milliseconds.
 pub const DEAD_MS: u32 = 2000;
-/// A free slot is not given away before every VM has seen that it is free, milliseconds.
+/// Time for which a freed slot is not given away, so that every VM sees that it is free, milliseconds.
 const REST_MS: u32 = 2 * HEARTBEAT_MS;
 
-/// Who counts where. Plain data: the blob in shared data.
+/// Assignment of VMs to slots. Plain data: the blob in shared data.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct Slots {
     tag: Tag,
-    /// Slots that have ever had an owner: the first so many.
+    /// Number of slots that have ever had an owner; they are the first ones.
     used: u16,
-    /// Claims so far, modulo 2^32.
+    /// Number of claims so far, modulo 2^32.
     claims: u32,
     count: u32,
     slots: [Slot; MAX_SLOTS],
-    /// The first `count` are in use.
+    /// The first `count` entries are in use.
     replicas: [Endpoint; MAX_REPLICAS],
 }
 
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Slot {
-    /// Number of the claim, 0 while free.
+    /// Number of the claim; 0 while the slot is free.
     owner: u32,
-    /// Last sign of life, or when it became free.
+    /// Last heartbeat, or the time when the slot became free.
     beat: Stamp,
 }
 
 /// A slot that a VM has claimed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Claim {
-    /// Which slot, below [`MAX_SLOTS`].
+    /// Index of the slot, below [`MAX_SLOTS`].
     pub index: usize,
     owner: u32,
 }
@@ -69,22 +69,22 @@ impl Default for Slots {
 }
 
 impl Slots {
-    /// Slots that have ever had an owner are the first so many.
+    /// Returns the number of slots that have ever had an owner; they are the first ones.
     pub fn used(&self) -> usize {
         usize::from(self.used)
     }
 
-    /// Whether nobody counts in this slot.
+    /// Whether no VM counts in this slot.
     pub fn is_free(&self, index: usize) -> bool {
         self.slots.get(index).is_none_or(|slot| slot.owner == 0)
     }
 
-    /// The replicas that are counted.
+    /// Returns the replicas that are counted.
     pub fn replicas(&self) -> &[Endpoint] {
         self.replicas.get(..self.count as usize).unwrap_or(&self.replicas)
     }
 
-    /// Lists a replica; `None` if there is no room, else whether it is new.
+    /// Lists a replica. Returns whether it is new, or `None` if there is no room.
     pub fn list(&mut self, replica: Endpoint) -> Option<bool> {
         if self.replicas().contains(&replica) {
             return Some(false);
@@ -94,13 +94,13 @@ impl Slots {
         Some(true)
     }
 
-    /// Gives a VM a slot; `None` if there is none to give now.
+    /// Gives a VM a slot; `None` if no slot is available now.
     pub fn claim(&mut self, now: Micros) -> Option<Claim> {
         let (stamp, used) = (now.stamp(), self.used());
         let rested = |slot: &Slot, index: usize| index >= used || stamp.distance_ms(slot.beat) >= REST_MS;
         let index =
             self.slots.iter().enumerate().position(|(index, slot)| slot.owner == 0 && rested(slot, index))?;
-        // 0 is nobody.
+        // 0 means that the slot is free.
         self.claims = self.claims.wrapping_add(1).max(1);
         let owner = self.claims;
         *self.slots.get_mut(index)? = Slot { owner, beat: stamp };
@@ -108,7 +108,7 @@ impl Slots {
         Some(Claim { index, owner })
     }
 
-    /// A sign of life of the slot's owner. False if the slot is no longer its.
+    /// Renews the heartbeat of the slot's owner. Returns false if the slot no longer belongs to it.
     pub fn renew(&mut self, claim: Claim, now: Micros) -> bool {
         match self.slots.get_mut(claim.index) {
             Some(slot) if slot.owner == claim.owner => {
@@ -119,7 +119,7 @@ impl Slots {
         }
     }
 
-    /// Frees the slots of VMs that have died; how many. Only for a VM that [`can_judge`].
+    /// Frees the slots of dead VMs and returns their number. Call it only on a VM that [`can_judge`].
     pub fn expire(&mut self, now: Micros) -> u32 {
         let stamp = now.stamp();
         let mut freed = 0;
@@ -133,8 +133,8 @@ impl Slots {
     }
 }
 
-/// Whether a VM that looked last at `last` may tell the living from the dead at `now`: not if the clock has stepped since, or
-/// the VM itself hung.
+/// Whether a VM that last looked at `last` can decide at `now` which VMs are dead. It cannot if the clock has stepped
+/// since, or if the VM itself hung.
 pub fn can_judge(last: Option<Micros>, now: Micros) -> bool {
     last.is_some_and(|last| {
         now >= last && now.saturating_since(last) <= u64::from(DEAD_MS - HEARTBEAT_MS) * 1000
@@ -219,7 +219,7 @@ mod tests {
             let mut table = Slots::default();
             let (one, two) = (table.claim(at(0)).unwrap(), table.claim(at(0)).unwrap());
             let _dead = table.claim(at(0)).unwrap();
-            // Both tick right after the step; neither may judge, both renew.
+            // Both VMs tick right after the step. Neither may judge, and both renew.
             for claim in [one, two] {
                 assert!(!can_judge(Some(at(0)), moved(400)));
                 assert!(table.renew(claim, moved(400)));
@@ -267,7 +267,7 @@ mod tests {
                     1 => { table.expire(now); }
                     _ => if let Some(claim) = claims.get(which) { table.renew(*claim, now); }
                 }
-                // Who still has a slot has it alone.
+                // Every VM that still has a slot is its only owner.
                 claims.retain(|claim| table.clone().renew(*claim, now));
                 let mut indices: Vec<usize> = claims.iter().map(|claim| claim.index).collect();
                 indices.sort_unstable();

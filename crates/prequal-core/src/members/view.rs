@@ -1,50 +1,50 @@
-//! One worker's copy of the shared membership, with the notes that it has not shared yet. When to share is the caller's
-//! business.
+//! One worker's copy of the shared membership, with the notes that it has not shared yet. The caller decides when to share.
 
 use super::{Evidence, Members};
 use crate::endpoint::Endpoint;
 use crate::time::Micros;
 
-/// Notes that wait at most: as many as there are samples in a tick at their highest rate.
+/// Maximum number of waiting notes: the number of samples in a tick at their highest rate.
 const MAX_NOTES: usize = 256;
-/// Notes are shared once they are this part of the members: whatever a sharing costs for each member, a note costs four times.
-/// So in a small fleet they are shared at once, and in none do samples unknown to others come near to a round.
+/// Notes are shared once there are as many as the number of members divided by this, so that each note costs four times
+/// what sharing costs per member. In a small fleet, notes are therefore shared at once. In any fleet, far less than a round
+/// of samples is unknown to other workers.
 const PART: usize = 4;
 
-/// What a worker learns of the membership.
+/// A worker's observation about the membership.
 #[derive(Clone, Copy, Debug)]
 pub enum Note {
-    /// As [`Members::sample_met`].
+    /// See [`Members::sample_met`].
     Sampled {
-        /// Who was met.
+        /// The replica that was met.
         replica: Endpoint,
-        /// Where it answers probes, if that is elsewhere.
+        /// Its probe endpoint, if that differs.
         probe: Option<Endpoint>,
     },
-    /// As [`Members::observe`].
+    /// See [`Members::observe`].
     Observed {
-        /// Who was told of.
+        /// The replica that was observed.
         replica: Endpoint,
-        /// Where it answers probes, if that is elsewhere.
+        /// Its probe endpoint, if that differs.
         probe: Option<Endpoint>,
-        /// By whom.
+        /// How it became known.
         evidence: Evidence,
     },
-    /// As [`Members::confirm`].
+    /// See [`Members::confirm`].
     Confirmed {
-        /// Who served.
+        /// The replica that served.
         replica: Endpoint,
-        /// By whose choice.
+        /// How it was chosen.
         evidence: Evidence,
     },
-    /// As [`Members::renew`].
+    /// See [`Members::renew`].
     Alive(Endpoint),
-    /// As [`Members::remove`].
+    /// See [`Members::remove`].
     Left(Endpoint),
 }
 
 impl Note {
-    /// Returns whether anything changed.
+    /// Applies the note. Returns whether anything changed.
     fn apply(self, members: &mut Members, at: Micros) -> bool {
         match self {
             Self::Sampled { replica, probe } => {
@@ -58,7 +58,7 @@ impl Note {
         }
     }
 
-    /// Whether there was no room for its replica.
+    /// Whether there was no room for the note's replica.
     fn is_refused(self, members: &Members) -> bool {
         match self {
             Self::Sampled { replica, .. }
@@ -69,33 +69,33 @@ impl Note {
     }
 }
 
-/// What did not fit.
+/// Counts of what did not fit.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Lost {
-    /// Times that a replica was told of and there was no room for it: [`super::MAX_MEMBERS`], [`super::MAX_CANDIDATES`].
+    /// Number of times that there was no room for a replica: [`super::MAX_MEMBERS`], [`super::MAX_CANDIDATES`].
     pub refused: u32,
-    /// Notes dropped because too many waited to be shared.
+    /// Number of notes dropped because too many were waiting to be shared.
     pub dropped: u32,
 }
 
-/// A worker's copy of the membership. What the worker notes is in the copy at once, and is shared when there is enough of it
-/// or at the next tick: reading and writing a large membership for every sample would be dear.
+/// A worker's copy of the membership. The copy includes the worker's notes at once. The notes are shared when there are
+/// enough of them or at the next tick: reading and writing a large membership for every sample would be expensive.
 #[derive(Debug, Default)]
 pub struct View {
     members: Members,
     notes: Vec<(Micros, Note)>,
     lost: Lost,
-    /// Notes that the last [`Self::share`] found no room for.
+    /// Number of notes that the last [`Self::share`] found no room for.
     refused: u32,
 }
 
 impl View {
-    /// The membership as far as this worker knows.
+    /// Returns the membership as this worker knows it.
     pub fn members(&self) -> &Members {
         &self.members
     }
 
-    /// Takes a note. Returns whether it changed anything. None is taken while 256 wait.
+    /// Takes a note. Returns whether it changed anything. No note is taken while 256 are waiting.
     pub fn note(&mut self, at: Micros, note: Note) -> bool {
         if self.notes.len() >= MAX_NOTES {
             self.lost.dropped += 1;
@@ -110,7 +110,7 @@ impl View {
         changed
     }
 
-    /// Whether the notes are to be shared at once.
+    /// Whether the notes must be shared at once.
     pub fn is_due(&self) -> bool {
         self.notes.len() >= (self.members.list.len() / PART).clamp(1, MAX_NOTES)
     }
@@ -120,10 +120,10 @@ impl View {
         !self.notes.is_empty() || self.members.is_expired(now)
     }
 
-    /// Enters the notes into the membership as it is `stored`, forgets there whoever has not been heard of for too
-    /// long, and takes over the result. Returns whether it must be written; once it is, [`Self::shared`] is due.
+    /// Applies the notes to the `stored` membership, forgets the replicas there that have not been heard from for too long,
+    /// and adopts the result. Returns whether it must be written; once it is written, call [`Self::shared`].
     pub fn share(&mut self, stored: &mut Members, now: Micros) -> bool {
-        // First, for who ends a long silence tells nothing of the others.
+        // This comes before the notes: a note that ends a long silence says nothing about the other replicas.
         let mut changed = stored.excuse(now);
         self.refused = 0;
         for (at, note) in &self.notes {
@@ -135,18 +135,18 @@ impl View {
         changed
     }
 
-    /// What was shared last has been written, or changed nothing.
+    /// Records that the last shared state has been written, or needed no write.
     pub fn shared(&mut self) {
         self.notes.clear();
         self.lost.refused += std::mem::take(&mut self.refused);
     }
 
-    /// Takes over what others have written. Only where there is nothing to share.
+    /// Adopts the state that others have written. Call it only if there is nothing to share.
     pub fn adopt(&mut self, members: Members) {
         self.members = members;
     }
 
-    /// What did not fit since the last call.
+    /// Returns and resets the counts of what did not fit.
     pub fn take_lost(&mut self) -> Lost {
         std::mem::take(&mut self.lost)
     }
@@ -185,13 +185,13 @@ mod tests {
         Note::Observed { replica: replica(n), probe: None, evidence: Evidence::Hearsay }
     }
 
-    /// The membership as bytes that are compared and swapped.
+    /// The membership as bytes, written by compare-and-swap.
     #[derive(Default)]
     struct Host {
         bytes: RefCell<Vec<u8>>,
         number: Cell<u32>,
         reads: Cell<u32>,
-        /// Writes to refuse.
+        /// Number of writes still to refuse.
         refuses: Cell<u32>,
     }
 
@@ -288,7 +288,7 @@ mod tests {
     fn where_the_policy_is_sampled_time_forgets_none_but_those_that_samples_do_not_meet() {
         let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
         (0..8).for_each(|n| _ = view.note(ms(0), met(n)));
-        // One request in 50 s is heard of, and only the first four are met.
+        // One request per 50 s is heard of, and only the first four replicas are met.
         for (at, n) in (0..4 * ttl).step_by(50_000).zip((0..4).cycle()) {
             view.note(ms(at), met(n));
             host.tick(&mut view, ms(at));
@@ -306,7 +306,7 @@ mod tests {
         let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
         (0..8).for_each(|n| _ = view.note(ms(0), served(n)));
         host.tick(&mut view, ms(0));
-        // Nobody ticks while the cluster is not used.
+        // No worker ticks while the cluster is not used.
         view.note(ms(2 * ttl), served(3));
         host.tick(&mut view, ms(2 * ttl));
         assert_eq!((view.members().count(), host.members().count()), (8, 8));
@@ -328,7 +328,7 @@ mod tests {
         host.tick(&mut view, ms(1));
         assert_eq!(view.take_lost(), Lost { refused: 1, dropped: 0 });
         assert_eq!((view.take_lost(), view.members().contains(replica(newcomer))), (Lost::default(), false));
-        // One of the old fleet remains.
+        // One replica of the old fleet remains.
         for at in (1..=u64::from(MEMBER_TTL_MS)).step_by(10_000) {
             view.note(ms(at), Note::Alive(replica(0)));
             host.tick(&mut view, ms(at));
@@ -348,7 +348,7 @@ mod tests {
                 host.tick(&mut view, ms(0));
             }
         }
-        // Long after the fleet was learned, at 500 requests a second, the policy's turn has just passed the newcomer's place.
+        // Long after the fleet was learned, at 500 requests a second. The policy's turn has just passed the newcomer's place.
         let (began, mut turn) = (60_000, 0);
         pool.set_members(view.members().count(), view.members().samples(), ms(0));
         let found = (began..began + 20_000).step_by(2).find(|at| {
@@ -381,7 +381,7 @@ mod tests {
             assert_eq!(view.note(ms(0), met(n)), n < room, "{n}");
         }
         assert_eq!(view.take_lost(), Lost { refused: 0, dropped: 5 });
-        // Others have taken the room meanwhile.
+        // Meanwhile another worker has taken the room.
         let (host, mut other) = (Host::default(), View::default());
         for n in 1000..1000 + MAX_CANDIDATES as u32 {
             other.note(ms(0), heard_of(n));

@@ -1,9 +1,9 @@
-//! What a backend says of itself in the format of ORCA: read, checked, and cut down to what a report of its sidecar may carry
-//! on.
+//! Reads and checks a backend's own load report in the format of ORCA, and reduces it to what the report of its sidecar
+//! may carry.
 //!
-//! Kept are the utilisations and the metrics that the backend names itself. Its rates are not: who reports for it counts requests
-//! itself. A report that is broken or contradicts itself is dropped whole; of one that can be read, a metric that makes no sense is
-//! left out.
+//! The utilisations and the metrics that the backend names itself are kept. Its rates are not, because the sidecar
+//! counts requests itself. A report that is malformed or contradicts itself is dropped whole. In a report that can be
+//! read, a metric that makes no sense is left out.
 
 use std::fmt;
 
@@ -11,34 +11,34 @@ use serde_json::Value;
 
 mod binary;
 
-/// Longest header that is read, bytes.
+/// Maximum length of a header that is read, bytes.
 pub const MAX_REPORT: usize = 4096;
-/// Most metrics that the backend names which are carried on.
+/// Maximum number of named metrics of the backend that are kept.
 pub const MAX_NAMED: usize = 16;
-/// Longest name of such a metric, bytes.
+/// Maximum length of such a metric's name, bytes.
 pub const MAX_NAME: usize = 64;
-/// Highest utilisation. More counts as this.
+/// Maximum utilisation. Higher values count as this.
 pub const MAX_UTILIZATION: f64 = 1000.0;
-/// Highest amount of a metric that the backend names. It is left out beyond.
+/// Maximum absolute value of a named metric. A metric beyond it is left out.
 pub const MAX_VALUE: f64 = 1e15;
-/// What a metric that the backend names is called in a report.
+/// Prefix of a named metric in a report.
 pub const NAMED_PREFIX: &str = "named_metrics.";
-/// Names of our own, which a backend cannot speak in.
+/// Prefix of Prequal's own names, which a backend cannot use.
 const OURS: &str = "prequal_";
 
-/// A report of a backend.
+/// Load report of a backend.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BackendReport {
-    /// By [`Utilization`], in millionths.
+    /// Indexed by [`Utilization`], in millionths.
     utilization: [Option<u64>; 3],
     named: Vec<(Box<str>, f64)>,
     partial: bool,
 }
 
-/// What a utilisation is of.
+/// Resource whose utilisation it is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Utilization {
-    /// Whatever the application is short of.
+    /// The resource that the application is short of.
     Application,
     /// The processors.
     Cpu,
@@ -47,10 +47,10 @@ pub enum Utilization {
 }
 
 impl Utilization {
-    /// All, in the order of reports.
+    /// All utilisations, in the order of reports.
     pub const ALL: [Self; 3] = [Self::Application, Self::Cpu, Self::Memory];
 
-    /// The field of a report.
+    /// Returns the name of the field in a report.
     pub fn name(self) -> &'static str {
         match self {
             Self::Application => "application_utilization",
@@ -59,7 +59,7 @@ impl Utilization {
         }
     }
 
-    /// The field as protobuf's JSON names it.
+    /// Returns the name of the field in protobuf's JSON.
     fn json_name(self) -> &'static str {
         match self {
             Self::Application => "applicationUtilization",
@@ -69,20 +69,20 @@ impl Utilization {
     }
 }
 
-/// What of a backend's reports is its utilisation.
+/// Metric of a backend's reports that is taken as its utilisation.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Metric {
     /// `application_utilization`, else `cpu_utilization`.
     Utilization,
-    /// The metric that the backend calls so, and those where it is absent.
+    /// The metric of this name; where it is absent, as [`Self::Utilization`].
     Named(Box<str>),
 }
 
 impl Metric {
-    /// What [`Self::parse`] reads.
+    /// Forms that [`Self::parse`] accepts.
     pub const FORM: &str = "\"utilization\", or \"named_metrics.NAME\" with a name of 1 to 64 bytes";
 
-    /// `utilization`, or `named_metrics.NAME`.
+    /// Parses `utilization` or `named_metrics.NAME`.
     pub fn parse(text: &str) -> Option<Self> {
         if text == "utilization" {
             return Some(Self::Utilization);
@@ -107,17 +107,17 @@ pub enum BackendError {
     /// Longer than [`MAX_REPORT`].
     #[error("the report is longer than {MAX_REPORT} bytes")]
     TooLong,
-    /// No format that is known, or not in that format.
+    /// The format is unknown, or the report does not follow it.
     #[error("the report is none: it must be `TEXT name=value,...`, `JSON {{...}}` or `BIN <base64>`")]
     Malformed,
-    /// A metric or a report stands there twice.
+    /// A metric or a report occurs twice.
     #[error("the report contradicts itself")]
     Contradictory,
 }
 
 impl BackendReport {
-    /// Reads the report in a set of headers or trailers, if there is any: `text` are the values of [`super::HEADER`], `bin` those
-    /// of [`super::HEADER_BIN`]. More than one report contradicts itself.
+    /// Reads the report in a set of headers or trailers, if there is one. `text` holds the values of [`super::HEADER`],
+    /// and `bin` those of [`super::HEADER_BIN`]. More than one report is a contradiction.
     pub fn read<'a>(
         mut text: impl Iterator<Item = &'a [u8]>,
         mut bin: impl Iterator<Item = &'a [u8]>,
@@ -134,7 +134,7 @@ impl BackendReport {
     /// Reads the value of [`super::HEADER`], as text, JSON or base64 of the binary message.
     ///
     /// # Errors
-    /// [`BackendError`] for what is to be dropped whole.
+    /// [`BackendError`] if the report is to be dropped whole.
     pub fn parse(header: &[u8]) -> Result<Self, BackendError> {
         if header.len() > MAX_REPORT {
             return Err(BackendError::TooLong);
@@ -151,7 +151,7 @@ impl BackendReport {
     /// Reads the value of [`super::HEADER_BIN`].
     ///
     /// # Errors
-    /// [`BackendError`] for what is to be dropped whole.
+    /// [`BackendError`] if the report is to be dropped whole.
     pub fn parse_binary(base64: &[u8]) -> Result<Self, BackendError> {
         if base64.len() > MAX_REPORT {
             return Err(BackendError::TooLong);
@@ -164,7 +164,7 @@ impl BackendReport {
             (Utilization::Cpu, message.cpu),
             (Utilization::Memory, message.memory),
         ] {
-            // What is absent is 0.
+            // An absent field is 0.
             if value != 0.0 {
                 report.put(of, value);
             }
@@ -216,7 +216,7 @@ impl BackendReport {
         Ok(report)
     }
 
-    /// Puts a utilisation in, unless it is negative or no number. Above [`MAX_UTILIZATION`] it counts as that.
+    /// Sets a utilisation, unless it is negative or not finite. A value above [`MAX_UTILIZATION`] counts as that.
     pub fn put(&mut self, of: Utilization, value: f64) {
         if !value.is_finite() || value < 0.0 {
             self.partial = true;
@@ -231,7 +231,8 @@ impl BackendReport {
         } = Some((value.min(MAX_UTILIZATION) * 1e6).round() as u64);
     }
 
-    /// Puts a metric in that the backend names, unless it or its name is out of bounds, or there are [`MAX_NAMED`] already.
+    /// Adds a metric named by the backend, unless its value or name is out of bounds, or there are [`MAX_NAMED`]
+    /// already.
     pub fn put_named(&mut self, name: &str, value: f64) {
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.:/".contains(&byte);
         let sound = (1..=MAX_NAME).contains(&name.len())
@@ -239,16 +240,16 @@ impl BackendReport {
             && !name.starts_with(OURS)
             && value.abs() <= MAX_VALUE;
         if sound && self.named.len() < MAX_NAMED {
-            // Written out, what is smaller would be long.
+            // Values below 1 would be long when written out.
             let value = if value.abs() < 1.0 { (value * 1e9).round() / 1e9 } else { value };
-            // No zero with a sign.
+            // Turns −0 into 0.
             self.named.push((name.into(), value + 0.0));
         } else {
             self.partial = true;
         }
     }
 
-    /// This is the utilisation, if it is there and not negative: the operator says so.
+    /// Uses the metric that the operator configured as the utilisation, if it is present and not negative.
     pub fn go_by(&mut self, metric: &Metric) {
         let Metric::Named(name) = metric else { return };
         let found = self.named.iter().find(|(named, value)| *named == *name && *value >= 0.0);
@@ -257,12 +258,12 @@ impl BackendReport {
         }
     }
 
-    /// Whether something was left out or cut down.
+    /// Whether a metric was left out or reduced.
     pub fn is_partial(&self) -> bool {
         self.partial
     }
 
-    /// A utilisation in millionths.
+    /// Returns a utilisation in millionths.
     pub fn of(&self, of: Utilization) -> Option<u64> {
         let [application, cpu, memory] = self.utilization;
         match of {
@@ -272,20 +273,20 @@ impl BackendReport {
         }
     }
 
-    /// The utilisation that those who balance by reports go by, in millionths: the application's, else the processors'. 0 is no
-    /// utilisation beside one that is more.
+    /// Returns the utilisation by which policies that read reports balance, in millionths: the application's, else the
+    /// CPU's. 0 does not count if the other is greater.
     pub fn utilization_micro(&self) -> Option<u64> {
         let known = [self.of(Utilization::Application), self.of(Utilization::Cpu)];
         known.into_iter().flatten().find(|micro| *micro > 0).or(known.into_iter().flatten().next())
     }
 
-    /// The metrics that the backend names.
+    /// Returns the metrics that the backend names.
     pub fn named(&self) -> impl Iterator<Item = (&str, f64)> {
         self.named.iter().map(|(name, value)| (&**name, *value))
     }
 }
 
-/// A number, or one in a text as protobuf's JSON has them.
+/// Reads a number, or a number in a string, as in protobuf's JSON.
 fn number(value: &Value) -> f64 {
     let text = || value.as_str().and_then(|text| text.parse().ok());
     value.as_f64().or_else(text).unwrap_or(f64::NAN)

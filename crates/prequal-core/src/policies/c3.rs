@@ -10,13 +10,13 @@ use crate::pool::Candidate;
 /// Weight of a new sample in every moving average (the public forks of Cassandra-C3).
 pub const SAMPLE_WEIGHT: f64 = 0.9;
 
-/// Clients that share the replicas where nobody says.
+/// Default number of clients that share the replicas.
 pub const DEFAULT_CLIENTS: u32 = 1;
 
-/// What one client knows of every replica.
+/// State that one client keeps of every replica.
 #[derive(Clone, Debug, Default)]
 pub struct C3 {
-    /// Clients that share the replicas, n.
+    /// Number of clients that share the replicas, n.
     clients: f64,
     replicas: HashMap<Endpoint, State>,
 }
@@ -37,17 +37,17 @@ fn blend(average: &mut Option<f64>, sample: f64) {
 }
 
 impl C3 {
-    /// For one of `clients` clients.
+    /// Creates the state of one of `clients` clients.
     pub fn new(clients: usize) -> Self {
         Self { clients: clients as f64, replicas: HashMap::new() }
     }
 
-    /// A request leaves for the replica.
+    /// Counts a request that is sent to the replica.
     pub fn sent(&mut self, replica: Endpoint) {
         self.replicas.entry(replica).or_default().outstanding += 1;
     }
 
-    /// A request has ended; `latency_us` of an answer.
+    /// Records that a request has ended; `latency_us` is its latency if it was answered.
     pub fn done(&mut self, replica: Endpoint, latency_us: Option<u64>) {
         let state = self.replicas.entry(replica).or_default();
         state.outstanding = state.outstanding.saturating_sub(1);
@@ -56,7 +56,7 @@ impl C3 {
         }
     }
 
-    /// A replica's report.
+    /// Records a replica's report.
     pub fn reported(&mut self, replica: Endpoint, rif: u32, latency_us: Option<u32>) {
         let state = self.replicas.entry(replica).or_default();
         blend(&mut state.queue, f64::from(rif));
@@ -65,12 +65,12 @@ impl C3 {
         }
     }
 
-    /// Forgets replicas that `is_member` does not know.
+    /// Forgets replicas for which `is_member` is false.
     pub fn retain(&mut self, is_member: impl Fn(Endpoint) -> bool) {
         self.replicas.retain(|replica, _| is_member(*replica));
     }
 
-    /// Ψ of a pool entry, microseconds.
+    /// Returns Ψ of a pool entry, microseconds.
     pub fn score(&self, candidate: &Candidate) -> f64 {
         let state = self.replicas.get(&candidate.endpoint).copied().unwrap_or_default();
         let service = state.service.unwrap_or(ALPHA_US);

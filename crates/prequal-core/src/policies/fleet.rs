@@ -1,5 +1,5 @@
-//! A policy over named replicas that come and go, and when a request looks for new ones: what the filter needs of the rules
-//! that use no probes. Who has come or gone is the membership's to say.
+//! A policy over named replicas that come and go, and the schedule for finding new ones: the filter needs both for rules
+//! without probes. The membership decides which replicas come and go.
 
 use std::collections::HashMap;
 
@@ -11,11 +11,11 @@ use super::{Done, Elastic};
 use crate::endpoint::Endpoint;
 use crate::time::Micros;
 
-/// How long after a change newcomers are looked for eagerly, microseconds, and how much more often.
+/// Time after a change during which newcomers are looked for more often, microseconds, and how many times as often.
 const GROWING_US: u64 = 2_000_000;
 const GROWING_FACTOR: u64 = 16;
 
-/// When a request goes where Envoy's own policy sends it, to find newcomers.
+/// Decides when a request goes where Envoy's own policy sends it, to find newcomers.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Explorer {
     changed: Micros,
@@ -23,12 +23,12 @@ pub struct Explorer {
 }
 
 impl Explorer {
-    /// The membership has changed.
+    /// Records that the membership has changed.
     pub fn changed(&mut self, now: Micros) {
         self.changed = now;
     }
 
-    /// Whether this request is one, where one is due every `every_us` microseconds.
+    /// Whether to leave this request to Envoy's own policy; one request is due every `every_us` microseconds.
     pub fn is_due(&mut self, now: Micros, every_us: u64) -> bool {
         let growing = now.distance(self.changed) < GROWING_US;
         let every_us = if growing { every_us / GROWING_FACTOR } else { every_us };
@@ -48,12 +48,12 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Peak EWMA of two choices, as in Finagle.
+    /// Creates a fleet under Peak EWMA of two choices, as in Finagle.
     pub fn peak_ewma() -> Self {
         Self::new(PeakEwma::nobody(Scan::TwoChoices))
     }
 
-    /// Zuul's choice of two; see [`Zuul::new`].
+    /// Creates a fleet under Zuul's choice of two; see [`Zuul::new`].
     pub fn zuul(max_in_flight: u32) -> Self {
         Self::new(Zuul::nobody(max_in_flight))
     }
@@ -62,7 +62,7 @@ impl Fleet {
         Self { policy: Box::new(policy), seats: Vec::new(), numbers: HashMap::new() }
     }
 
-    /// Takes over the membership; what is known of those who stay is kept. Returns whether anything changed.
+    /// Takes over the membership and keeps what is known of replicas that stay. Returns whether anything changed.
     pub fn set_members(&mut self, members: impl Iterator<Item = Endpoint>) -> bool {
         let mut gone = self.numbers.clone();
         let mut changed = false;
@@ -74,7 +74,7 @@ impl Fleet {
                 changed = true;
             }
         }
-        // In the order of the seats, so that the same events give the same numbers.
+        // Replicas leave in the order of their seats, so that the same events always result in the same numbers.
         let leaving: Vec<Endpoint> =
             self.seats.iter().filter(|seat| gone.contains_key(seat)).copied().collect();
         leaving.iter().for_each(|replica| self.leave(*replica));
@@ -90,7 +90,7 @@ impl Fleet {
         }
     }
 
-    /// Chooses a replica for a request that is sent at once; `None` below two members.
+    /// Chooses a replica for a request that is sent at once; `None` with fewer than two members.
     pub fn pick(&mut self, now: Micros, rng: &mut dyn RngCore) -> Option<Endpoint> {
         if self.seats.len() < 2 {
             return None;
@@ -99,7 +99,7 @@ impl Fleet {
         self.seats.get(number).copied()
     }
 
-    /// A request that [`Self::pick`] placed has ended. Of a replica that has left nothing is learned.
+    /// Records that a request that [`Self::pick`] placed has ended. A request to a replica that has left is ignored.
     pub fn done(&mut self, replica: Endpoint, now: Micros, done: &Done) {
         if let Some(number) = self.numbers.get(&replica) {
             self.policy.done(*number, now, done);
@@ -125,7 +125,8 @@ mod tests {
         Done { latency_us: ms * 1000, outcome: Outcome::Success, rif: Some(0), utilisation: None }
     }
 
-    /// How often each of five is chosen when every request ends before the next, the first being slow.
+    /// Counts how often each of five replicas is chosen when every request ends before the next. The first replica is
+    /// slow.
     fn shares(fleet: &mut Fleet, picks: u64) -> [u32; 5] {
         let mut rng = SmallRng::seed_from_u64(5);
         let mut counts = [0; 5];
@@ -151,7 +152,7 @@ mod tests {
         let growing = sent(&mut explorer, 7200);
         assert!((130..=160).contains(&growing), "{growing}");
         assert_eq!(sent(&mut explorer, 7202), 10);
-        // An hour back: the change is long ago, and not to come.
+        // An hour back: the change counts as long past, not as still to come.
         assert_eq!(sent(&mut explorer, 3600), 10);
         assert_eq!(sent(&mut explorer, 7300), 10);
     }
@@ -174,7 +175,7 @@ mod tests {
         let mut fleet = Fleet::peak_ewma();
         fleet.set_members(replicas(&[0, 1, 2, 3]));
         shares(&mut fleet, 100);
-        // The slow one moves to another number when the ones before it leave, and a newcomer is not mistaken for it.
+        // Numbers change when replicas leave, and a newcomer is not mistaken for the slow replica.
         fleet.set_members(replicas(&[3, 0, 4]));
         let counts = shares(&mut fleet, 300);
         assert!(counts[0] <= 3 && counts[1] + counts[2] == 0 && counts[4] >= 50, "{counts:?}");

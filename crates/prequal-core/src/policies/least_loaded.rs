@@ -1,4 +1,4 @@
-//! Least Loaded and its power-of-two-choices form (paper §5.2; NGINX, Envoy): the least client-local RIF.
+//! Least Loaded and its power-of-two-choices form (paper §5.2; NGINX, Envoy): chooses the lowest client-local RIF.
 
 use rand::RngCore;
 
@@ -49,7 +49,8 @@ impl InFlight {
     }
 }
 
-/// The least client-local RIF of all; ties go to the nearest after the last chosen one in cyclic order.
+/// Chooses the lowest client-local RIF of all replicas. Ties go to the next one after the last chosen replica, in
+/// cyclic order.
 #[derive(Clone, Debug)]
 pub struct LeastLoaded {
     in_flight: InFlight,
@@ -57,7 +58,7 @@ pub struct LeastLoaded {
 }
 
 impl LeastLoaded {
-    /// Over `replicas` replicas, at least one; `start` is where this client begins.
+    /// Creates the policy over `replicas` replicas, at least one; `start` is where this client begins.
     pub fn new(replicas: usize, start: usize) -> Self {
         Self { in_flight: InFlight::new(replicas), last: start }
     }
@@ -78,14 +79,14 @@ impl Policy for LeastLoaded {
     }
 }
 
-/// The less loaded of two random replicas.
+/// Chooses the less loaded of two random replicas.
 #[derive(Clone, Debug)]
 pub struct LeastLoadedPo2c {
     in_flight: InFlight,
 }
 
 impl LeastLoadedPo2c {
-    /// Over `replicas` replicas, at least one.
+    /// Creates the policy over `replicas` replicas, at least one.
     pub fn new(replicas: usize) -> Self {
         Self { in_flight: InFlight::new(replicas) }
     }

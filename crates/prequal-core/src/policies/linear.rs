@@ -10,12 +10,12 @@ pub const ALPHA_US: f64 = 75_000.0;
 pub struct Linear {
     /// λ, the weight of RIF, 0 (latency only) to 1 (RIF only). The paper's "Linear" rule is 0.5.
     pub lambda: f64,
-    /// α, what a request in flight is worth, microseconds of latency. The paper's is [`ALPHA_US`].
+    /// α, the latency equivalent of one request in flight, microseconds. The paper's is [`ALPHA_US`].
     pub alpha_us: f64,
 }
 
 impl Linear {
-    /// The score of a pool entry; an unknown latency counts as zero, so that it is tried.
+    /// Returns the score of a pool entry. An unknown latency counts as zero, so that the replica is tried.
     pub fn score(&self, candidate: &Candidate) -> f64 {
         let latency = f64::from(candidate.latency_us.unwrap_or(0));
         (1.0 - self.lambda) * latency + self.lambda * self.alpha_us * f64::from(candidate.rif)

@@ -1,4 +1,4 @@
-//! The policies that Prequal is compared with, each under its own name, source and constants.
+//! Policies that Prequal is compared with, each with its own name, source and constants.
 //!
 //! | module | policy | source |
 //! |---|---|---|
@@ -10,9 +10,9 @@
 //! | [`zuul`] | choice-of-2 of three factors | Netflix, "Rethinking Netflix's Edge Load Balancing" |
 //! | [`linear`], [`c3`] | scoring rules on Prequal's pool | paper §5.2 and appendix A; C3 (NSDI '15) |
 //!
-//! The first five groups implement [`Policy`] over replicas numbered from 0; [`fleet`] gives those that the filter offers
-//! replicas with names that come and go. Linear and C3 rank the entries of a
-//! [`crate::pool::PoolState`] instead, and synchronous Prequal has its own module, [`crate::sync`].
+//! All groups but the last implement [`Policy`] over replicas numbered from 0. For the policies that the filter offers,
+//! [`fleet`] names the replicas, which come and go. Linear and C3 rank the entries of a [`crate::pool::PoolState`]
+//! instead. Synchronous Prequal has its own module, [`crate::sync`].
 
 use rand::RngCore;
 
@@ -29,55 +29,55 @@ pub mod weighted;
 pub mod yarp;
 pub mod zuul;
 
-/// A policy of one client: events in, a replica's number out.
+/// A policy of one client: takes events, and returns the number of a replica.
 pub trait Policy {
     /// Chooses a replica for a request that is sent at once.
     fn pick(&mut self, now: Micros, rng: &mut dyn RngCore) -> usize;
 
-    /// A request of this client has ended, by answer, failure or deadline.
+    /// Records that a request of this client has ended by a response, a failure or a deadline.
     fn done(&mut self, _replica: usize, _now: Micros, _done: &Done) {}
 
-    /// A replica's own load, polled.
+    /// Records a replica's own load, as polled.
     fn polled(&mut self, _replica: usize, _now: Micros, _rif: u32) {}
 
-    /// A replica's own throughput and use of CPU, smoothed by it.
+    /// Records a replica's own throughput and CPU use, which the replica has smoothed.
     fn utilisation(&mut self, _replica: usize, _now: Micros, _report: &Utilisation) {}
 }
 
 /// A policy whose replicas come and go.
 pub trait Elastic: Policy {
-    /// A replica that nothing is known of joins under the next number.
+    /// Adds a replica of which nothing is known, under the next number.
     fn join(&mut self);
 
-    /// A replica leaves; the last one takes its number.
+    /// Removes a replica; the last one takes its number.
     fn leave(&mut self, replica: usize);
 }
 
 /// How a request ended, as its client saw it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Done {
-    /// From sending to the end, microseconds.
+    /// Time from sending to the end, microseconds.
     pub latency_us: u64,
     /// How it ended.
     pub outcome: Outcome,
-    /// Requests in flight that the replica put on its answer.
+    /// Number of requests in flight that the replica put on its response.
     pub rif: Option<u32>,
-    /// Its utilisation, likewise: 1 is full.
+    /// Utilisation that it put there; 1 is full.
     pub utilisation: Option<f64>,
 }
 
-/// What weighted round robin is told of a replica.
+/// Report of a replica to weighted round robin.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Utilisation {
-    /// Answers per second, errors included.
+    /// Responses per second, errors included.
     pub qps: f64,
     /// Errors per second.
     pub eps: f64,
-    /// CPU use over allocation, above 1 when it bursts.
+    /// CPU use divided by allocation; above 1 when the replica bursts.
     pub cpu: f64,
 }
 
-/// Two distinct numbers below `n`; the same twice when `n` is 1.
+/// Returns two distinct numbers below `n`, or the same number twice if `n` is 1.
 fn two_distinct(n: usize, rng: &mut dyn RngCore) -> (usize, usize) {
     use rand::Rng;
     let first = rng.random_range(0..n);
@@ -93,7 +93,7 @@ pub(crate) mod tests {
     use super::*;
     use rand::{SeedableRng, rngs::SmallRng};
 
-    /// How often each of `n` replicas is chosen in `picks` requests that never end.
+    /// Counts how often each of `n` replicas is chosen in `picks` requests that never end.
     pub(crate) fn shares(policy: &mut impl Policy, n: usize, picks: usize) -> Vec<usize> {
         let mut rng = SmallRng::seed_from_u64(5);
         let mut counts = vec![0; n];

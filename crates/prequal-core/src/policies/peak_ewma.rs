@@ -1,8 +1,8 @@
-//! Peak EWMA (Finagle): the moving average of a replica's round-trip time, which jumps up to every peak and decays
-//! slowly, times the requests in flight plus one.
+//! Peak EWMA (Finagle): the moving average of a replica's round-trip time, multiplied by the requests in flight plus
+//! one. The average jumps up to every peak and decays slowly.
 //!
-//! On a sample r after a gap t: w = e^(−t/τ); cost = r if r > cost, else cost·w + r·(1−w). Reading first observes
-//! r = 0. A replica with requests in flight and no sample costs [`PENALTY_NS`] plus their number.
+//! On a sample r after a gap t: w = e^(−t/τ); cost = r if r > cost, else cost·w + r·(1−w). A read first observes r = 0.
+//! A replica with requests in flight and no sample costs [`PENALTY_NS`] plus their number.
 
 use rand::RngCore;
 
@@ -15,12 +15,12 @@ pub const TAU_S: f64 = 10.0;
 /// Cost of an untried replica with requests in flight, nanoseconds: (2^63 − 1) >> 16.
 pub const PENALTY_NS: f64 = ((i64::MAX as u64) >> 16) as f64;
 
-/// Which replicas are compared.
+/// Replicas that are compared.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Scan {
-    /// Two random ones (Finagle).
+    /// Two random replicas (Finagle).
     TwoChoices,
-    /// All of them.
+    /// All replicas.
     Full,
 }
 
@@ -48,12 +48,12 @@ impl Cost {
 }
 
 impl PeakEwma {
-    /// Over `replicas` replicas, at least one.
+    /// Creates the policy over `replicas` replicas, at least one.
     pub fn new(replicas: usize, scan: Scan) -> Self {
         Self { scan, costs: vec![Cost::default(); replicas.max(1)], in_flight: InFlight::new(replicas) }
     }
 
-    /// Over nobody yet; [`Elastic::join`] before the first pick.
+    /// Creates the policy without replicas; call [`Elastic::join`] before the first pick.
     pub fn nobody(scan: Scan) -> Self {
         Self { scan, costs: Vec::new(), in_flight: InFlight::nobody() }
     }

@@ -5,15 +5,15 @@ use rand::{Rng, RngCore};
 use super::Policy;
 use crate::time::Micros;
 
-/// A uniformly random replica.
+/// Chooses a uniformly random replica.
 #[derive(Clone, Debug)]
 pub struct Random {
-    /// Replicas, at least 1.
+    /// Number of replicas, at least 1.
     replicas: usize,
 }
 
 impl Random {
-    /// Over `replicas` replicas, at least one.
+    /// Creates the policy over `replicas` replicas, at least one.
     pub fn new(replicas: usize) -> Self {
         Self { replicas: replicas.max(1) }
     }
@@ -25,7 +25,7 @@ impl Policy for Random {
     }
 }
 
-/// The next replica in cyclic order.
+/// Chooses the next replica in cyclic order.
 #[derive(Clone, Debug)]
 pub struct RoundRobin {
     replicas: usize,
@@ -33,7 +33,7 @@ pub struct RoundRobin {
 }
 
 impl RoundRobin {
-    /// Over `replicas` replicas, at least one; `start` is where this client begins.
+    /// Creates the policy over `replicas` replicas, at least one; `start` is where this client begins.
     pub fn new(replicas: usize, start: usize) -> Self {
         Self { replicas: replicas.max(1), last: start }
     }

@@ -1,23 +1,26 @@
-//! Weighted Round Robin as the paper's baseline: replica weight q/u (§2), q the recent queries per second and u the
-//! recent CPU utilisation. The error penalty is that of gRPC A58: weight = qps / (u + penalty · eps / qps).
+//! Weighted Round Robin as the paper's baseline: the weight of a replica is q/u (§2), where q is its recent queries per
+//! second and u its recent CPU utilisation. The error penalty is that of gRPC A58:
+//! weight = qps / (u + penalty · eps / qps).
 
 use rand::RngCore;
 
 use super::{Policy, Utilisation};
 use crate::time::Micros;
 
-/// Weights from reported utilisation; the order is that of earliest virtual deadlines, as in Envoy and gRPC.
+/// Round robin with weights from reported utilisation, in the order of earliest virtual deadlines, as in Envoy and
+/// gRPC.
 #[derive(Clone, Debug)]
 pub struct WeightedRoundRobin {
     error_penalty: f64,
-    /// `None` until a replica has a valid weight: it gets the median of the others (gRPC A58).
+    /// `None` until a replica has a valid weight. Until then it gets the median of the others (gRPC A58).
     weights: Vec<Option<f64>>,
     deadlines: Vec<f64>,
 }
 
 impl WeightedRoundRobin {
-    /// Over one replica per phase. `phases`, each in [0, 1), spread the clients: without them all would begin with the same replica.
-    /// `error_penalty` 0 ignores errors (the paper's baseline reproduces only so), 1 is gRPC's default.
+    /// Creates the policy over one replica per phase. `phases`, each in [0, 1), spread the clients; without them all
+    /// would begin with the same replica. `error_penalty` 0 ignores errors (only this reproduces the paper's baseline),
+    /// 1 is gRPC's default.
     pub fn new(phases: Vec<f64>, error_penalty: f64) -> Self {
         Self { error_penalty, weights: vec![None; phases.len()], deadlines: phases }
     }
@@ -50,7 +53,7 @@ impl Policy for WeightedRoundRobin {
         else {
             return;
         };
-        // What is left of a turn is rescaled, or a new weight would only count one turn later.
+        // The rest of a turn is rescaled; otherwise a new weight would only count one turn later.
         if let (Some(before), Some(after)) = (*slot, valid) {
             *deadline = now + (*deadline - now) * before / after;
         }

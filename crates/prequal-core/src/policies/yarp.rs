@@ -1,23 +1,23 @@
 //! YARP-Po2C (paper §5.2): all replicas are polled for their RIF, every 500 ms in the paper's test and every 15 s in
-//! YARP; of two random replicas the one with the lower polled RIF serves. YARP draws with replacement; ties go to
-//! the first.
+//! YARP. Of two random replicas, the one with the lower polled RIF serves. YARP draws with replacement; ties go to the
+//! first.
 
 use rand::{Rng, RngCore};
 
 use super::Policy;
 use crate::time::Micros;
 
-/// Polling interval of the paper's test, milliseconds: about as many reports a second as Prequal's probes bring.
+/// Polling interval of the paper's test, milliseconds: about as many reports per second as Prequal's probes bring.
 pub const PAPER_POLL_MS: u64 = 500;
 
-/// The lower polled RIF of two random replicas.
+/// Chooses the lower polled RIF of two random replicas.
 #[derive(Clone, Debug)]
 pub struct Yarp {
     polled: Vec<u32>,
 }
 
 impl Yarp {
-    /// Over `replicas` replicas, at least one, all taken for idle until polled.
+    /// Creates the policy over `replicas` replicas, at least one, all taken as idle until polled.
     pub fn new(replicas: usize) -> Self {
         Self { polled: vec![0; replicas.max(1)] }
     }

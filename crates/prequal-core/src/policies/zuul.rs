@@ -1,11 +1,12 @@
 //! Netflix Zuul's choice of two ("Rethinking Netflix's Edge Load Balancing"): client health, server utilisation and
-//! client utilisation, on statistics that decay linearly to zero over 30 s.
+//! client utilisation, from statistics that decay linearly to zero over 30 s.
 //!
-//! The post names the factors and not their weights. Here each is a share from 0 to 1 and they are added: error
-//! rate, the reported utilisation (else the reported RIF over the replica's maximum), local RIF over the same maximum. The thresholds of the filter are
-//! unpublished too: 50 % errors, 90 % utilisation, 5 attempts.
+//! The post names the factors but not their weights. Here each factor is a share from 0 to 1, and they are added: the
+//! error rate, the reported utilisation (else the reported RIF divided by the replica's maximum), and the local RIF
+//! divided by the same maximum. The thresholds of the filter are unpublished too; here they are 50 % errors, 90 %
+//! utilisation and 5 attempts.
 //!
-//! Left out: the warm-up of 90 s by a server's age. A newcomer is on probation until its first answer, no longer.
+//! Left out: the warm-up of 90 s by a server's age. A newcomer is on probation only until its first response.
 
 use rand::{Rng, RngCore};
 
@@ -14,12 +15,12 @@ use super::{Done, Elastic, Policy};
 use crate::time::Micros;
 use crate::tracker::Outcome;
 
-/// The header that carries a replica's own utilisation on its answers.
+/// Header in which responses carry a replica's own utilisation.
 pub const HEADER_UTILISATION: &str = "x-netflix.server.utilization";
 
-/// Statistics decay linearly to zero over this time, microseconds.
+/// Time over which statistics decay linearly to zero, microseconds.
 pub const DECAY_US: u64 = 30_000_000;
-/// Requests in flight at which a replica counts as fully used, where nobody says.
+/// Default number of requests in flight at which a replica counts as fully used.
 pub const DEFAULT_MAX_IN_FLIGHT: u32 = 100;
 const MAX_ERRORS: f64 = 0.5;
 const MAX_UTILISATION: f64 = 0.9;
@@ -30,7 +31,7 @@ const ERROR_WEIGHT: f64 = 0.1;
 /// Choice of two by three factors.
 #[derive(Clone, Debug)]
 pub struct Zuul {
-    /// Requests in flight at which a replica counts as fully used.
+    /// Number of requests in flight at which a replica counts as fully used.
     max_in_flight: f64,
     stats: Vec<Stats>,
     in_flight: InFlight,
@@ -50,7 +51,8 @@ fn decayed(value: f64, at: Micros, now: Micros) -> f64 {
 }
 
 impl Zuul {
-    /// Over `replicas` replicas, at least one, each configured for `max_in_flight` requests, at least one.
+    /// Creates the policy over `replicas` replicas, at least one, each configured for `max_in_flight` requests, at
+    /// least one.
     pub fn new(replicas: usize, max_in_flight: u32) -> Self {
         Self {
             max_in_flight: f64::from(max_in_flight.max(1)),
@@ -59,7 +61,7 @@ impl Zuul {
         }
     }
 
-    /// Over nobody yet; [`Elastic::join`] before the first pick.
+    /// Creates the policy without replicas; call [`Elastic::join`] before the first pick.
     pub fn nobody(max_in_flight: u32) -> Self {
         Self {
             max_in_flight: f64::from(max_in_flight.max(1)),
@@ -85,14 +87,14 @@ impl Zuul {
 
     fn viable(&self, replica: usize, now: Micros) -> bool {
         let (errors, utilisation, _) = self.factors(replica, now);
-        // Probation: one request in flight until the first answer.
+        // On probation, a replica gets one request in flight until its first response.
         let probation = self.stats.get(replica).is_none_or(|stats| !stats.answered);
         errors <= MAX_ERRORS
             && utilisation <= MAX_UTILISATION
             && !(probation && self.in_flight.of(replica) > 0)
     }
 
-    /// A random replica that passes the filter, or after [`ATTEMPTS`] any.
+    /// Draws a random replica that passes the filter, or any replica after [`ATTEMPTS`].
     fn draw(&self, now: Micros, other_than: Option<usize>, rng: &mut dyn RngCore) -> usize {
         let mut drawn = 0;
         for _ in 0..ATTEMPTS {
@@ -144,8 +146,9 @@ impl Elastic for Zuul {
     }
 }
 
-/// The value of [`HEADER_UTILISATION`], `<current>[, target=<target>]`: the current share of what the replica can take.
-/// A number above 1 or with a `%` is in per cent. `None` for anything else, and above ten times full.
+/// Parses the value of [`HEADER_UTILISATION`], `<current>[, target=<target>]`: the current share of the replica's
+/// capacity. A number above 1 or with a `%` is a percentage. Returns `None` for anything else, and for more than ten
+/// times full.
 pub fn parse_utilisation(text: &str) -> Option<f64> {
     let current = text.split(',').next()?.trim();
     let (number, per_cent) = match current.strip_suffix('%') {
@@ -195,7 +198,7 @@ mod tests {
         }
         let (errors, utilisation, _) = policy.factors(0, stepped);
         assert!(errors > 0.1 && utilisation == 0.8, "{errors}, {utilisation}");
-        // Back by an hour, or by less than they live.
+        // Steps back by an hour, and by exactly the decay time.
         for now in [Micros(0), Micros(stepped.0 - DECAY_US)] {
             assert_eq!(policy.factors(0, now), (0.0, 0.0, 0.0), "at {now:?}");
         }

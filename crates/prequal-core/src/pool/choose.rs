@@ -1,4 +1,4 @@
-//! Choices beside the ordinary pick: among the answers that a request waited for, and who comes next if a choice fails.
+//! Choices other than the ordinary pick: among the answers that a request waited for, and for a retry after a failure.
 
 use bytemuck::Zeroable;
 use rand::Rng;
@@ -10,7 +10,7 @@ use crate::endpoint::Endpoint;
 use crate::sync::{Answer, MAX_ASKED};
 use crate::time::{Micros, Stamp};
 
-/// Which order replicas are put in.
+/// Order in which replicas are ranked.
 #[derive(Clone, Copy)]
 pub enum Ranking<'a> {
     /// Predicted latency ([`crate::capacity`]).
@@ -22,7 +22,7 @@ pub enum Ranking<'a> {
 }
 
 impl PoolState {
-    /// [`Self::pick`] under either ranking.
+    /// Like [`Self::pick`], by the given ranking.
     pub fn pick_by<G: Rng>(
         &mut self,
         settings: &PoolSettings,
@@ -37,10 +37,10 @@ impl PoolState {
         }
     }
 
-    /// Chooses among `answers` by the pool's own rule (synchronous mode, see [`crate::sync`]). Answers of replicas that
-    /// cool down do not count; where none is left, or steering pauses, the pool itself chooses.
+    /// Chooses among `answers` by the pool's own rule (synchronous mode, see [`crate::sync`]). Answers of replicas that are
+    /// cooling down do not count. If no answer is left, or steering pauses, the pool itself chooses.
     ///
-    /// Whether the answers are also reports for the pool is the caller's business ([`Self::record`]).
+    /// The caller decides whether the answers are also recorded as reports in the pool ([`Self::record`]).
     pub fn pick_among<G: Rng>(
         &mut self,
         settings: &PoolSettings,
@@ -64,7 +64,7 @@ impl PoolState {
             }
         }
         let Chosen { entry: chosen, latency_us } = chosen;
-        // RIF compensation (§4), for the requests that the pool will have to place.
+        // RIF compensation (§4), for the requests that the pool will place later.
         if let Some(entry) = self.entries_mut().iter_mut().find(|entry| entry.endpoint == chosen.endpoint) {
             entry.rif = entry.rif.saturating_add(1);
         }
@@ -76,7 +76,8 @@ impl PoolState {
         }
     }
 
-    /// Where a retry goes: the first but `chosen`, among the answers if others came, else in the pool.
+    /// Chooses a replica for a retry: the best one other than `chosen`, among the answers if any others arrived, otherwise in
+    /// the pool.
     pub fn runner_up<G: Rng>(
         &self,
         settings: &PoolSettings,
@@ -141,7 +142,7 @@ impl PoolState {
     }
 }
 
-/// The first of some entries, and what a request may expect there.
+/// The best entry, and the latency that a request can expect there.
 struct Chosen {
     entry: Entry,
     latency_us: Option<u32>,

@@ -1,11 +1,11 @@
-//! The cooldown: a replica is left alone for a fixed while after one failure or refusal, and steering as a whole while
-//! Envoy refuses most choices. Who is ejected for what it did over time is decided in [`crate::ejection`].
+//! The cooldown: after one failure or refusal a replica gets no requests for a fixed time, and steering as a whole pauses
+//! while Envoy refuses most choices. [`crate::ejection`] decides which replicas are ejected for their behaviour over time.
 
 use super::PoolState;
 use crate::endpoint::Endpoint;
 use crate::time::{Micros, Stamp};
 
-/// Replicas that can cool down at once.
+/// Maximum number of replicas that cool down at once.
 pub(super) const MAX_COOLDOWNS: usize = 8;
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -17,7 +17,7 @@ pub(super) struct Cooldown {
 }
 
 impl PoolState {
-    /// Envoy would not use the replica when asked to: it cools down for `for_ms`. When most choices are refused,
+    /// Records that Envoy refused the chosen replica, which then cools down for `for_ms`. When most choices are refused,
     /// steering pauses.
     pub fn refused(&mut self, endpoint: Endpoint, now: Micros, for_ms: u32) {
         self.cool_down(endpoint, now, for_ms);
@@ -27,13 +27,13 @@ impl PoolState {
         }
     }
 
-    /// Forgets a replica and ignores its reports for `for_ms`: it failed.
+    /// Removes a replica that failed, and ignores its reports for `for_ms`.
     pub fn cool_down(&mut self, endpoint: Endpoint, now: Micros, for_ms: u32) {
         self.forget(endpoint);
         let stamp = now.stamp();
         let count = self.cooldown_count as usize;
         let known = self.cooldowns.iter().take(count).position(|cooldown| cooldown.endpoint == endpoint);
-        // A full table gives up its oldest cooldown: forgetting one costs one diverted request.
+        // A full table drops its oldest cooldown: forgetting one costs one diverted request.
         let index = known.unwrap_or_else(|| {
             if count < MAX_COOLDOWNS {
                 self.cooldown_count += 1;
@@ -51,7 +51,7 @@ impl PoolState {
         }
     }
 
-    /// Ends a cooldown: the replica has proved itself.
+    /// Ends a cooldown, because the replica has proved itself.
     pub fn end_cooldown(&mut self, endpoint: Endpoint) {
         let count = self.cooldown_count as usize;
         if let Some(index) =
@@ -77,7 +77,7 @@ impl PoolState {
     }
 }
 
-/// Weight of one pick in the share of refused choices: some eleven refusals in a row pause steering.
+/// Weight of one pick in the share of refused choices: about eleven refusals in a row pause steering.
 pub(super) const REFUSAL_WEIGHT: f32 = 1.0 / 16.0;
-/// How long steering pauses.
+/// Length of a pause in steering, milliseconds.
 const PAUSE_MS: u32 = 1000;

@@ -1,4 +1,4 @@
-//! One replica in the pool: what it reported, and what is left of that.
+//! One replica in the pool: its report, and how many uses of the report are left.
 
 use rand::Rng;
 
@@ -9,14 +9,14 @@ use crate::load::Load;
 use crate::members::Placement;
 use crate::time::Stamp;
 
-/// A replica to choose from, as it reported itself.
+/// A replica to choose from, according to its own report.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Candidate {
-    /// Which replica.
+    /// The replica's endpoint.
     pub endpoint: Endpoint,
-    /// Requests in flight: as reported, plus what was sent there since.
+    /// Requests in flight: as reported, plus those sent there since.
     pub rif: u32,
-    /// Its latency estimate, microseconds; `None` when it knows nothing.
+    /// Latency estimate, microseconds; `None` if the replica has none.
     pub latency_us: Option<u32>,
     /// Milliseconds since its report was received.
     pub age_ms: u32,
@@ -27,22 +27,22 @@ pub struct Candidate {
 pub(super) struct Entry {
     pub(super) endpoint: Endpoint,
     pub(super) latency_us: u32,
-    /// Of its [`Capacity`], or [`UNKNOWN`].
+    /// From its [`Capacity`], or [`UNKNOWN`].
     pub(super) base_us: u32,
     pub(super) knee: u16,
-    /// The pool's count of picks when this replica was chosen last.
+    /// Value of the pool's pick counter when this replica was last chosen.
     pub(super) chosen: u16,
     pub(super) received: Stamp,
-    /// Of its [`Placement`].
+    /// From its [`Placement`].
     pub(super) sampled: u32,
     pub(super) weight: u16,
     pub(super) rif: u16,
     pub(super) uses_left: u16,
     /// 1 for a candidate that no request has reached yet.
     pub(super) unproven: u8,
-    /// Per cent of what it would get if it were not young.
+    /// Traffic relative to that of a replica that is not young, per cent.
     pub(super) share: u8,
-    /// Share of recent requests that it failed, per mille.
+    /// Share of its recent requests that failed, per mille.
     pub(super) failing: u16,
     /// 1 if the knee may be higher.
     pub(super) open: u16,
@@ -75,7 +75,7 @@ impl Entry {
         }
     }
 
-    /// Whether a blob may hold this. Ages are divided by the knee.
+    /// Whether a blob may hold this entry. The knee must not be 0, because ages are divided by it.
     pub(super) fn is_sound(&self) -> bool {
         self.endpoint.is_valid() && self.knee > 0 && self.share <= FULL_SHARE
     }
@@ -84,14 +84,14 @@ impl Entry {
         Placement { sampled: self.sampled, weight: self.weight }
     }
 
-    /// RIF for a replica of average weight.
+    /// RIF scaled to a replica of average weight.
     pub(super) fn load(&self) -> u32 {
         // Rounded up: a busy replica never looks idle.
         (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
     }
 
-    /// RIF and chance relative to the weight: the exponential alone draws in proportion to the weights, RIF alone is
-    /// weighted least request.
+    /// Sum of RIF and a random exponential value, relative to the weight. The random value alone would choose in proportion to
+    /// the weights; RIF alone would be weighted least request.
     pub(super) fn draw(&self, rng: &mut impl Rng) -> u32 {
         let chance = -2.0 * (1.0 - rng.random::<f32>()).ln();
         ((f32::from(self.rif) + chance) * 256.0 / f32::from(self.weight.max(1))) as u32
@@ -116,5 +116,5 @@ impl Entry {
     }
 }
 
-/// In place of a latency.
+/// Placeholder for an unknown latency.
 pub(super) const UNKNOWN: u32 = u32::MAX;

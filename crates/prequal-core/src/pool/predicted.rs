@@ -1,6 +1,6 @@
-//! Predicted latency: the next request goes where it costs least, by what replicas say of their capacity
-//! ([`crate::capacity`]). What an entry costs, which entries count as equal, and when one that looks worse is tried.
-//! Which entries stand, and what becomes of the one chosen, is the pool's business.
+//! Predicted latency: the next request goes to the replica with the lowest cost, according to the capacities that replicas
+//! report ([`crate::capacity`]). This module defines the cost of an entry, which entries count as equal, and when a replica
+//! that looks worse is tried. The pool decides which entries exist, and what happens to the chosen one.
 
 use rand::Rng;
 
@@ -11,52 +11,53 @@ use crate::endpoint::Endpoint;
 use crate::members::Placement;
 use crate::time::Stamp;
 
-/// Entries within this factor of the lowest cost count as equal. Wider than the noise of the estimates: a narrow band never
-/// gives a healed replica its traffic back, because who looks slow is not sampled and so looks slow.
+/// Entries within this factor of the lowest cost count as equal. It is wider than the noise of the estimates: with a narrow
+/// band a healed replica never gets its traffic back, because a replica that looks slow is not sampled and so goes on looking
+/// slow.
 const BAND: f32 = 1.35;
-/// The same where weights differ: noise must not decide then, and RIF relative to the weight keeps queues level.
+/// The same factor where weights differ: noise must not decide then, and RIF relative to the weight keeps queues level.
 const WEIGHTED_BAND: f32 = 2.0;
-/// What every pick adds to the credit for trials, in lowest costs: at most one request in a thousand goes to a replica that
-/// looks twice as slow.
+/// Credit for trials added by every pick, in multiples of the lowest cost: at most one request in a thousand goes to a
+/// replica that looks twice as slow.
 const CREDIT: f32 = 0.001;
-/// Most that a trial is charged, in lowest costs: one request in 4000 for a replica that looks far slower. Also the most
-/// that is saved up.
+/// Maximum price of a trial, in multiples of the lowest cost: one request in 4000 for a replica that looks far slower. It is
+/// also the maximum credit.
 const DEAREST: f32 = 4.0;
-/// Replicas that cost more than this, in lowest costs, look far slower.
+/// Replicas that cost more than this, in multiples of the lowest cost, look far slower.
 const FAR: f32 = 2.0;
-/// The same limit once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in 4000
+/// Maximum price once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in 4000
 /// would be a trial every 40 s at 100 requests a second.
 const DEAREST_OVERDUE: f32 = 2.0;
-/// Milliseconds.
+/// Time after which a trial is overdue, milliseconds.
 const OVERDUE_MS: u32 = 8000;
-/// A replica that reports this part of what it did before its trial gets another.
+/// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
 const PROMISING: f64 = 0.8;
-/// Reports younger than this are equally fresh, milliseconds; older ones by powers of two of it. Within milliseconds it is
-/// only chance who reported last, and requests would follow each other to the same replica.
+/// Reports younger than this count as equally fresh, milliseconds; older ones are grouped by powers of two of it. Within
+/// milliseconds it is only chance which replica reported last, and requests would follow each other to the same replica.
 const FRESH_MS: u32 = 32;
-/// A base latency counts as no lower than this part of what half of the pool takes. No fleet needs more to be told apart, and
-/// a replica that reports next to nothing gets a few requests more than the others, not all of them.
+/// A base latency counts as at least the base latency of half of the pool, divided by this. No fleet needs finer
+/// distinctions, and a replica that reports almost no latency gets a few requests more than the others, not all of them.
 const FASTEST: u32 = 32;
-/// A whole turn outweighs this many requests in flight below the knee.
+/// Waiting for a whole round of turns outweighs this many requests in flight below the knee.
 const TURN: u32 = 5;
-/// More than the slowest replica under the highest RIF could cost.
+/// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
 
-/// The rule over one set of entries.
+/// The rule for one set of entries.
 pub(super) struct Predicted {
-    /// Stands in for what a replica has not reported.
+    /// Base latency assumed for a replica that has not reported one.
     unknown_us: u32,
     lowest: f32,
-    /// Where weights differ: the highest knee relative to its replica's weight, which stands in for every knee. A replica that
-    /// Envoy is told to send three times as much can show that it serves them only if it gets them.
+    /// Where weights differ: the highest knee relative to its replica's weight, which replaces every knee. A replica that is
+    /// configured in Envoy to get three times as many requests can show that it serves them only if it gets them.
     weighted_knee: Option<u16>,
-    /// What half of the replicas can serve at once.
+    /// Knee of a typical replica: the upper median of the known knees.
     usual_knee: u16,
     /// Lower base latencies count as this one.
     least_us: u32,
-    /// Entries.
+    /// Number of entries.
     count: u32,
-    /// Picks so far.
+    /// Number of picks so far.
     picks: u16,
     now: Stamp,
 }
@@ -89,9 +90,9 @@ impl Predicted {
         rule
     }
 
-    /// An unknown replica is as fast as most, and saturated by one request: until it has answered it gets no other. One whose
-    /// knee is open may be as capable as most, and is given the chance to show it in steps: a newcomer that had one request at a
-    /// time would otherwise never get two.
+    /// Capacity assumed for an entry. An unknown replica is as fast as most, and is saturated by one request: it gets no
+    /// other until it has answered. A replica whose knee is open may be as capable as most, and gets the chance to show it in
+    /// steps: a newcomer that had one request at a time would otherwise never get two.
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
@@ -114,7 +115,7 @@ impl Predicted {
         cost <= self.lowest * if self.weighted_knee.is_some() { WEIGHTED_BAND } else { BAND }
     }
 
-    /// The entry that a trial goes to, if one is due.
+    /// Returns the entry that gets a trial, if one is due.
     pub(super) fn trial(&self, entries: &[Entry], trials: &mut Trials, rng: &mut impl Rng) -> Option<usize> {
         if entries.is_empty() {
             return None;
@@ -125,7 +126,7 @@ impl Predicted {
             let saved = *credit + CREDIT * self.lowest;
             *credit = if saved < most { saved } else { most };
         }
-        // Of each kind one by chance.
+        // Chooses one candidate of each kind at random: slightly slower, far slower.
         let mut idle = [0; 2];
         let mut tried = [None; 2];
         for (index, entry) in entries.iter().enumerate() {
@@ -144,7 +145,7 @@ impl Predicted {
                 *tried = Some((index, entry, cost));
             }
         }
-        // The dear ones first: they have waited for longer.
+        // The far slower one comes first: it has waited longer.
         for (tried, credit) in tried.into_iter().zip(&mut trials.credits).rev() {
             let Some((index, entry, cost)) = tried else { continue };
             let price = (cost - self.lowest).min(most);
@@ -160,26 +161,26 @@ impl Predicted {
     }
 }
 
-/// What trials may cost, and what came of the last.
+/// Credit for trials, and the result of the last trial.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Trials {
-    /// Saved up, microseconds: for replicas that look slightly slower, and for those that look far slower. From one purse the
-    /// cheap trials would always be paid first.
+    /// Credit saved, microseconds: for replicas that look slightly slower, and for those that look far slower. With a single
+    /// credit the cheap trials would always be paid first.
     credits: [f32; 2],
-    /// What the replica that was tried reported before, and what it reported last.
+    /// Base latency that the tried replica reported before its trial, and the last one it reported.
     base_us: u32,
     last_us: u32,
     last: Endpoint,
-    /// 1 once it reports so much less that it is tried again at once.
+    /// 1 once the replica reports so much less that it is tried again at once.
     promising: u32,
-    /// When the last trial was.
+    /// Time of the last trial.
     at: Stamp,
 }
 
 impl Trials {
-    /// Takes in what `replica` reports. One that has healed is back within a few requests, while what it reports still
-    /// includes the slow ones of before: it is tried again for as long as its report falls.
+    /// Evaluates a report of `replica`. A healed replica gets its traffic back within a few requests, although its
+    /// report still includes older slow requests: it is tried again for as long as the reported latency falls.
     pub(super) fn reported(&mut self, replica: Endpoint, capacity: Option<Capacity>) {
         if replica != self.last {
             return;
@@ -191,15 +192,15 @@ impl Trials {
         self.last_us = base_us;
     }
 
-    /// Whether a blob may hold this.
+    /// Whether a blob may hold these values.
     pub(super) fn is_sound(&self) -> bool {
         self.credits.iter().all(|credit| (0.0..=MOST_CREDIT).contains(credit)) && self.promising <= 1
     }
 }
 
-/// Worse than the best by more than the band; requests in flight or, if worse, the cost; age of the report, and whose turn
-/// it is. Below its knee a replica serves at once, whatever its RIF: it counts as none there, and turns decide. Where
-/// requests take the same time even spacing keeps queues short, as round robin shows.
+/// Whether the cost exceeds the best by more than the band; then the cost if it does, otherwise the requests in flight; then
+/// the age of the report, and the turn. Below its knee a replica serves at once at any RIF, so its RIF counts as zero there
+/// and turns decide. Where all requests take the same time, even spacing keeps queues short, as round robin shows.
 type Rank = (bool, u32, u32);
 
 impl Order for Predicted {
@@ -208,7 +209,7 @@ impl Order for Predicted {
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
         let cost = self.cost(entry);
         if !self.is_equal(cost) {
-            // Costs are positive: their bits are in their order.
+            // Costs are positive, so their bits sort in the same order.
             return (true, cost.to_bits(), 0);
         }
         let knee = u32::from(self.capacity(entry).knee);
@@ -217,7 +218,7 @@ impl Order for Predicted {
             None if entry.load() < knee => 0,
             None => entry.rif.into(),
         };
-        // The further the knee, the less a report of some age can be wrong about it.
+        // The higher the knee, the less the age of a report matters.
         let age =
             (self.now.distance_ms(entry.received) / FRESH_MS).checked_ilog2().map_or(0, |log| log + 1) / knee;
         let waited = u32::from(self.picks.wrapping_sub(entry.chosen)).min(self.count);
@@ -234,7 +235,7 @@ impl Order for Predicted {
     }
 }
 
-/// The lower median base latency of those that are known; 1 if none is. It is not needed while all are known.
+/// Lower median of the known base latencies; 1 if none is known. It is not needed, and not computed, while all are known.
 fn usual_base_us(entries: &[Entry]) -> u32 {
     if entries.iter().all(|entry| entry.base_us != UNKNOWN) {
         return 1;
@@ -243,8 +244,8 @@ fn usual_base_us(entries: &[Entry]) -> u32 {
     middle(known, |count| (count - 1) / 2).unwrap_or(1)
 }
 
-/// A part of the upper median of the base latencies that are known, [`FASTEST`]; 1 while no two are that far apart, so that
-/// most picks need no median.
+/// Upper median of the known base latencies, divided by [`FASTEST`]; 1 if no two are that far apart, so that most picks need
+/// no median.
 fn least_base_us(entries: &[Entry]) -> u32 {
     let known = || entries.iter().filter(|entry| entry.base_us != UNKNOWN).map(|entry| entry.base_us);
     let (mut least, mut most) = (UNKNOWN, 0);
@@ -258,7 +259,7 @@ fn least_base_us(entries: &[Entry]) -> u32 {
     middle(known(), |count| count / 2).map_or(1, |usual| usual / FASTEST).max(1)
 }
 
-/// The upper median of the knees that are known; 1 if none is. It is not needed where no knee is open.
+/// Upper median of the known knees; 1 if none is known. It is not needed, and not computed, if no knee is open.
 fn usual_knee(entries: &[Entry]) -> u16 {
     if entries.iter().all(|entry| entry.open == 0) {
         return 1;
@@ -267,7 +268,7 @@ fn usual_knee(entries: &[Entry]) -> u16 {
     middle(known, |count| count / 2).unwrap_or(1)
 }
 
-/// The value at `place` in the order of values.
+/// Returns the value at position `place` of the sorted values.
 fn middle<T: Copy + Default + Ord>(
     values: impl Iterator<Item = T>,
     place: impl FnOnce(usize) -> usize,

@@ -1,13 +1,13 @@
-//! How many probes are due, with a request and without one. Whom they go to is decided by [`crate::members`], and who sends
-//! them by the adapter.
+//! Decides how many probes are due, with or without a request. [`crate::members`] chooses the replicas that are probed, and
+//! the adapter sends the probes.
 
 use super::{Budget, PoolSettings, PoolState, ProbesDue};
 use crate::time::{Micros, Stamp};
 
 impl PoolState {
-    /// Probes to send because no request came for `interval_ms`; none unless this caller took the lease.
+    /// Returns the probes to send if neither a request has come nor a probe has been sent for `interval_ms`.
     ///
-    /// The caller writes the state back with compare-and-swap, so that one of several workers acts per interval.
+    /// The caller writes the state back with compare-and-swap, so that only one of several workers sends probes per interval.
     pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> ProbesDue {
         let stamp = now.stamp();
         if stamp.distance_ms(self.last_pick) < interval_ms {
@@ -21,19 +21,19 @@ impl PoolState {
         }
     }
 
-    /// Whether nothing changes until the next request or report: there is no entry, and no idle probes are left.
+    /// Whether nothing changes until the next request or report: the pool is empty, and no idle probes are left.
     pub fn is_at_rest(&self, interval_ms: u32) -> bool {
         self.entry_count == 0 && (interval_ms == 0 || self.clock.idle_left() == 0)
     }
 
-    /// Replicas that the pool can hold; 0 while none are known.
+    /// Number of replicas that the pool may choose from; 0 while none are known.
     fn available(&self) -> u32 {
         self.members.saturating_sub(self.ejected.into()).max(self.members.min(1))
     }
 
     pub(super) fn probes_due(&mut self, settings: &PoolSettings, now: Stamp) -> ProbesDue {
         let (pays, wanted) = match settings.budget {
-            // As in the paper: discovery comes on top.
+            // As in the paper, discovery is added on top.
             Budget::Fixed { r_probe } => (SAVED.into(), r_probe),
             Budget::Adaptive { target_age_ms, max_probes_per_query } => {
                 let size = settings.attainable(self.available());
@@ -55,8 +55,8 @@ impl PoolState {
         self.clock.request(now, pays as f32, wanted as f32, samples)
     }
 
-    /// Replicas that get no requests are heard of in no other way. With reports on responses alone the first two that answer
-    /// would get everything, and an ejected replica no trial.
+    /// Number of discovery probes wanted. Replicas that get no requests are heard from only through these. With reports on
+    /// responses alone, the first two replicas to answer would get all requests, and an ejected replica would get no trial.
     fn samples_wanted(&self, settings: &PoolSettings, now: Stamp) -> f32 {
         if settings.discovery_interval_ms == PoolSettings::NO_DISCOVERY {
             return 0.0;
@@ -76,7 +76,7 @@ impl PoolState {
             let together = (rate / MOST_BURSTS).floor();
             return if wanted.min(self.clock.saved) < together { 0.0 } else { wanted };
         }
-        // These tell no load: where requests are rare most of what they pay for must.
+        // Here discovery probes report no load. Most of the probes that rare requests pay for must report one.
         match wanted {
             _ if !self.picks.is_multiple_of(4) => 0.0,
             2.0.. => 1.0,
@@ -85,21 +85,21 @@ impl PoolState {
     }
 }
 
-/// When probes of a cluster go out, of whichever kind. Requests pay for them: what they have paid for and not sent is saved, and
-/// part of that goes out when no request comes. So a cluster that nobody uses is soon left alone, and rare requests cause no
-/// more probes each than frequent ones.
+/// Timing of all probes of a cluster. Requests pay for probes. Probes that are paid for and not sent are saved, and some of
+/// them go out when no request comes. A cluster that gets no requests therefore soon gets no probes, and rare requests cause
+/// no more probes each than frequent ones.
 ///
-/// While nothing answers, a probe goes out each time that the silence has doubled.
+/// While no probe is answered, one goes out each time that the silence has doubled.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Clock {
     saved: f32,
-    /// A fraction of an addressed probe that the budget asks for.
+    /// Fraction of an addressed probe that is carried over to the next request.
     wanted: f32,
-    /// The last probes, and the last of discovery.
+    /// Time of the last probes, and of the last discovery probes.
     probed: Stamp,
     sampled: Stamp,
-    /// Probes since the last report, and when the first of them was sent.
+    /// Number of probes since the last report, and the time when the first of them was sent.
     unanswered: u32,
     asked: Stamp,
 }
@@ -110,12 +110,12 @@ impl Clock {
         Self { saved: SAVED, wanted: 0.0, probed: never, sampled: never, unanswered: 0, asked: never }
     }
 
-    /// Numbers that the code above could have written.
+    /// Whether the code above could have written these numbers.
     pub(super) fn is_sound(&self) -> bool {
         [self.saved, self.wanted].iter().all(|probes| (0.0..=SAVED).contains(probes))
     }
 
-    /// A request pays for so many probes, and so many are wanted.
+    /// Handles a request that pays for `pays` probes and wants `addressed` probes and `samples` discovery probes.
     fn request(&mut self, now: Stamp, pays: f32, addressed: f32, samples: f32) -> ProbesDue {
         self.saved = (self.saved + pays).min(SAVED);
         // Rounded deterministically (§4, footnote 7).
@@ -127,7 +127,7 @@ impl Clock {
         let discovery = samples.min(BURST).min(self.saved).floor();
         let addressed = wanted.min(self.saved - discovery).floor();
         if discovery > 0.0 {
-            // The fraction that is left counts for the next.
+            // The remaining fraction counts for the next probe.
             let left = if samples < BURST { 1.0 - discovery / samples } else { 0.0 };
             self.sampled = Stamp(now.0.wrapping_sub((self.since_sample(now) as f32 * left) as u32));
         }
@@ -135,7 +135,7 @@ impl Clock {
         ProbesDue { addressed: addressed as u32, discovery: discovery as u32 }
     }
 
-    /// No request comes: one pool's worth is wanted per interval.
+    /// Handles an interval without a request: one pool's worth of probes is wanted.
     fn idle(&mut self, now: Stamp, interval_ms: u32, pool: u32) -> u32 {
         if now.distance_ms(self.probed) < interval_ms || self.is_silent(now) {
             return 0;
@@ -145,12 +145,12 @@ impl Clock {
         due
     }
 
-    /// Some is kept for the request that ends the pause.
+    /// Number of probes available without a request; some are kept for the request that ends the pause.
     fn idle_left(&self) -> u32 {
         (self.saved - BURST) as u32
     }
 
-    /// Somebody has told of a load, or a name.
+    /// Records that a report has arrived, or the name of a candidate.
     pub(super) fn answered(&mut self) {
         self.unanswered = 0;
     }
@@ -170,13 +170,13 @@ impl Clock {
         if probes <= 0.0 {
             return;
         }
-        // Few requests are no silence.
+        // A long gap between rare requests is not silence.
         if self.unanswered == 0 || now.distance_ms(self.probed) > 2 * LONGEST_MS {
             (self.asked, self.unanswered) = (now, 0);
         }
         self.unanswered = self.unanswered.saturating_add(probes as u32);
         self.saved -= probes;
-        // A worker that was held up does not turn the clock back; a step of time does.
+        // A late worker must not set `probed` back; a step of the clock must.
         let late_ms = self.probed.0.wrapping_sub(now.0);
         if !(1..LATE_MS).contains(&late_ms) {
             self.probed = now;
@@ -184,23 +184,23 @@ impl Clock {
     }
 }
 
-/// The policy is sampled eagerly until no replica has come into use for this long.
+/// Time after a replica comes into use during which the policy is sampled at a high rate, milliseconds.
 pub(super) const GROWING_MS: u32 = 2000;
-/// Most probes of discovery a second in a settled fleet. At this rate a thousand replicas are sampled in 10 s.
+/// Maximum rate of discovery probes in a settled fleet, per second. At this rate a thousand replicas are sampled in 10 s.
 const MOST_SAMPLES: f32 = 105.0;
-/// Most times a second that a settled fleet is sampled; where more samples are due, several go out together. A probe right
-/// after another costs half as much, because the caches are warm.
+/// Maximum number of times per second that a settled fleet is sampled. Where more samples are due, several go out together: a
+/// probe right after another costs half as much, because the caches are warm.
 const MOST_BURSTS: f32 = 15.0;
-/// Most probes that are saved; the most of a pool but for a burst.
+/// Maximum number of saved probes; all but [`BURST`] of them may go out without a request.
 const SAVED: f32 = 32.0;
-/// Most probes of discovery with one request.
+/// Maximum number of discovery probes with one request.
 const BURST: f32 = 8.0;
-/// Probes, and milliseconds, without an answer that may still be chance.
+/// Number of unanswered probes below which silence may be chance, and the same as a time in milliseconds.
 const PATIENCE: u32 = 16;
 const PATIENCE_MS: u32 = 1000;
-/// A request that is taken for late, and not for one after a step of time, is no older, milliseconds.
+/// Maximum delay of a late worker, milliseconds; a longer one means that the clock has stepped.
 const LATE_MS: u32 = 10_000;
-/// Longest pause while nothing answers, milliseconds.
+/// Maximum pause while no probe is answered, milliseconds.
 const LONGEST_MS: u32 = 60_000;
 
 #[cfg(test)]
@@ -213,7 +213,8 @@ mod tests {
         due.addressed + due.discovery
     }
 
-    /// Requests at these times, with as much wanted as can be; `answers` tells whether any probe before is answered.
+    /// Sends requests at these times, each wanting as many probes as possible. `answers` returns whether any earlier probe is
+    /// answered.
     fn requests(
         clock: &mut Clock,
         times: impl Iterator<Item = u32>,
@@ -239,7 +240,7 @@ mod tests {
             let mut probes = 0;
             for n in 1..=1000 {
                 probes += total(&requests(&mut clock, std::iter::once(n * gap), |_| true));
-                // Each worker asks four times a second.
+                // Each worker checks four times a second.
                 probes += (0..gap)
                     .step_by(250)
                     .map(|after| clock.idle(Stamp(n * gap + after), 1000, 24))
@@ -296,10 +297,10 @@ mod tests {
     #[test]
     fn probes_lost_by_chance_and_rare_requests_are_no_silence() {
         let mut clock = Clock::new();
-        // One in ten is answered.
+        // One probe in ten is answered.
         let sent = requests(&mut clock, (0..100_000).step_by(10), |at| at % 100 == 0);
         assert!(total(&sent) >= 7000);
-        // One each three minutes, and none is answered.
+        // One request every three minutes, and no probe is answered.
         let sent = requests(&mut clock, (200_000..40_000_000).step_by(180_000), |_| false);
         assert!(total(&sent) >= 150, "{}", total(&sent));
     }

@@ -1,5 +1,5 @@
-//! Orders of the pool's entries, and hot and cold: θ from the history of reported RIFs, and where an entry ranks under it. Which entries stand, and what
-//! becomes of the one chosen, is the pool's business.
+//! Orders of the pool's entries, and the rule of hot and cold: θ from the history of reported RIFs, and the rank of an entry
+//! under it. The pool decides which entries exist, and what happens to the chosen one.
 
 use std::cmp::Ordering;
 use std::ops::RangeInclusive;
@@ -14,13 +14,13 @@ use crate::time::Stamp;
 pub(super) trait Order {
     type Rank: Ord;
 
-    /// Where an entry stands, lowest first.
+    /// Rank of an entry, lowest first.
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Self::Rank;
 
-    /// What to call the choice of an entry that stands there.
+    /// Branch to report when an entry of this rank is chosen.
     fn branch(&self, entry: &Entry, rank: &Self::Rank) -> Branch;
 
-    /// What a request may expect there, microseconds.
+    /// Latency that a request can expect at this entry's replica, microseconds.
     fn latency_us(&self, entry: &Entry) -> Option<u32> {
         entry.latency_us()
     }
@@ -41,11 +41,11 @@ impl Theta {
         }
     }
 
-    /// Where a replica stands, lowest first; see the module's head.
+    /// Rank of an entry, lowest first; see the documentation of the pool module.
     fn rank(&self, entry: &Entry) -> Rank {
         let (rif, latency_us) = (entry.load(), entry.latency_us);
         let unknown = latency_us == UNKNOWN;
-        // Under RIF-only control (`q_rif` = 0) latency, known or not, only breaks ties.
+        // Under RIF-only control (`q_rif` = 0), latency only breaks ties, known or not.
         if unknown && rif > 0 && !matches!(self, Self::AllHot) {
             return (Tier::Probation, rif, 0);
         }
@@ -54,12 +54,12 @@ impl Theta {
     }
 }
 
-/// The rule of hot and cold over one set of entries.
+/// The rule of hot and cold for one set of entries.
 pub(super) struct Hcl {
     theta: Theta,
-    /// Where weights differ: latencies of cold entries that count as equal to the lowest.
+    /// Where weights differ: the latencies of cold entries that count as equal to the lowest.
     alike: Option<RangeInclusive<u32>>,
-    /// The fleet is being learned, and half of the entries or more are of replicas that know nothing.
+    /// Whether the fleet is being learned, and at least half of the entries have an unknown latency.
     new: bool,
 }
 
@@ -95,18 +95,18 @@ impl Order for Hcl {
     }
 }
 
-/// Tier, first and second criterion.
+/// Tier, first criterion, second criterion.
 pub(super) type Rank = (Tier, u32, u32);
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Tier {
     Cold,
     Hot,
-    /// Busy and unknown.
+    /// Busy, with an unknown latency.
     Probation,
 }
 
-/// Any score of entries as they are at a time, the lowest first.
+/// Order by any score of the entries at a given time, lowest first.
 pub(super) struct Scored<F>(pub(super) F, pub(super) Stamp);
 
 impl<F: Fn(&Candidate) -> f64> Order for Scored<F> {
@@ -145,7 +145,7 @@ impl PartialEq for Score {
 
 impl Eq for Score {}
 
-/// Index and rank of the lowest of `items`; ties are broken at random.
+/// Returns the index and rank of the lowest of `items`; ties are broken at random.
 pub(super) fn lowest<T, R: Ord, G: Rng>(
     items: &[T],
     rank: impl Fn(&T, &mut G) -> R,
@@ -172,15 +172,15 @@ pub(super) fn lowest<T, R: Ord, G: Rng>(
     best
 }
 
-/// The first of some entries.
+/// The first entry in an order.
 pub(super) struct First<R> {
     pub(super) index: usize,
     pub(super) rank: R,
-    /// The young one that has given way to it.
+    /// Index of the young entry that gave way to it.
     pub(super) gave_way: Option<usize>,
 }
 
-/// The first in order, where a young replica gives way to the best of the others as often as its share says.
+/// Returns the first entry in order. A young replica gives way to the best of the others as often as its share requires.
 pub(super) fn lowest_with_slow_start<O: Order, G: Rng>(
     entries: &[Entry],
     order: &O,
@@ -193,7 +193,7 @@ pub(super) fn lowest_with_slow_start<O: Order, G: Rng>(
     if share >= FULL_SHARE {
         return Some(first);
     }
-    // Where half or more are young the fleet is new: seconds between their starts say nothing.
+    // If half or more are young, the fleet is new, and a few seconds between their starts do not matter.
     let grown = entries.iter().filter(|entry| entry.share >= FULL_SHARE).count();
     if grown * 2 <= entries.len() || rng.random_range(0..FULL_SHARE) < share {
         return Some(first);
@@ -218,7 +218,7 @@ impl PoolState {
         self.history_count = (usize::from(self.history_count) + 1).min(size) as u16;
     }
 
-    /// θ by nearest rank over the reports younger than `max_age_ms`.
+    /// Returns θ by nearest rank over the reports younger than `max_age_ms`.
     pub(super) fn theta(&self, settings: &PoolSettings, now: Stamp) -> Theta {
         let q_rif = settings.q_rif;
         if q_rif >= 1.0 {
@@ -227,7 +227,7 @@ impl PoolState {
         if q_rif <= 0.0 {
             return Theta::AllHot;
         }
-        // Counting beats sorting: RIFs are small numbers nearly always.
+        // Counting beats sorting: RIFs are nearly always small numbers.
         let mut counts = [0u8; SMALL_RIF];
         let mut large = [0u16; MAX_HISTORY];
         let (mut total, mut large_count) = (0usize, 0usize);
@@ -268,5 +268,5 @@ impl PoolState {
 }
 
 const SMALL_RIF: usize = 64;
-/// Factor within which latencies are alike where weights differ: it is weights that decide then, not noise.
+/// Where weights differ, latencies within this factor count as equal, so that weights decide and not noise.
 const ALIKE: f64 = 1.5;

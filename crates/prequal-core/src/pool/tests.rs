@@ -1,4 +1,4 @@
-//! The pool's rules one by one on an injected clock, and its invariants under random operations.
+//! Tests of the pool's rules one by one on an injected clock, and of its invariants under random operations.
 
 use super::*;
 use crate::capacity::Capacity;
@@ -15,7 +15,7 @@ fn ms(ms: u64) -> Micros {
     Micros::from_millis(100_000 + ms)
 }
 
-/// No probes, no removal, unlimited reuse: what is left is the selection rule.
+/// No probes, no removal, unlimited reuse: only the selection rule is left.
 fn plain() -> PoolSettings {
     PoolSettings {
         pool_size: 16,
@@ -56,7 +56,7 @@ impl Scene {
 }
 
 impl Scene {
-    /// Reports of ten replicas that started so many seconds ago; then how often each of 10 000 picks went to the first.
+    /// Reports ten replicas that started `up_s` seconds ago, and counts how many of 10 000 picks go to the first.
     fn share_of_the_first(&mut self, up_s: [Option<u32>; 10]) -> usize {
         (0..10_000u64)
             .filter(|at| {
@@ -96,7 +96,7 @@ fn a_young_replica_takes_a_share_that_grows_with_its_age() {
         up[0] = Some(up_s);
         Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() }).share_of_the_first(up)
     });
-    // Of the 1000 that a grown one gets: 50, for it must be seen to answer, 300, 600, 900, 1000.
+    // Out of 1000 requests for a grown replica: 50 (it must be seen to answer), 300, 600, 900, 1000.
     for (got, wanted) in shares.iter().zip([50, 300, 600, 900, 1000]) {
         assert!(got.abs_diff(wanted) <= wanted * 8 / 100 + 16, "{shares:?}");
     }
@@ -132,7 +132,7 @@ fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
     let trial = Trial { replica: replica(1), placement: Placement::even(0) };
     let pick = scene.pool.pick_trial(&scene.settings, trial, ms(2));
     assert_eq!((pick.replica, pick.trial), (Some(replica(1)), true));
-    // Without ejections a single entry is no choice.
+    // Without ejections a single entry is not a choice.
     scene.pool.exclude(&EjectionTable::new(), ms(3));
     assert!(!scene.pool.has_ejections());
     assert_eq!(scene.pick(3).branch, Branch::Fallback);
@@ -315,7 +315,7 @@ fn the_adaptive_budget_probes_a_cold_pool_and_rests_on_a_warm_one() {
     let cold: u32 = (0..50).map(|at| all(scene.pick(at).probes)).sum();
     assert!((80..=50 + 32).contains(&cold), "what the requests pay for, and what was saved: {cold}");
     let mut warm = 0;
-    // Names are no longer new.
+    // The names are no longer new.
     for at in 3000..4000 {
         scene.report(at, (at % 16) as u16, 0, Some(1));
         warm += scene.pick(at).probes.addressed;
@@ -429,7 +429,7 @@ fn while_the_fleet_fits_the_pool_nothing_is_removed() {
     assert_eq!(scene.pool.replicas().count(), 4);
 }
 
-/// What the membership says of a replica last met at sample `sampled` with `weight` times the mean share.
+/// Placement of a replica last met at sample `sampled`, with `weight` times the mean share.
 fn placement(sampled: u32, weight: f64) -> Placement {
     Placement { sampled, weight: (weight * f64::from(Placement::UNIT)) as u16 }
 }
@@ -444,7 +444,7 @@ fn a_replica_that_the_policy_does_not_meet_any_more_is_not_steered_to() {
     let mut scene = Scene::new(plain());
     scene.pool.set_members(4, 100, ms(0));
     for n in 0..4 {
-        // The first is the fastest.
+        // The first replica is the fastest.
         placed(&mut scene, 0, n, 0, 10 + u32::from(n), placement(100, 1.0));
     }
     scene.pool.set_members(4, 140, ms(1));
@@ -495,7 +495,7 @@ fn rif_counts_relative_to_the_weight() {
     placed(&mut scene, 0, 1, 3, 10, placement(0, 3.0));
     placed(&mut scene, 0, 2, 2, 10, placement(0, 3.0));
     placed(&mut scene, 0, 3, 1, 10, placement(0, 0.5));
-    // 1, 1 (of 2/3, rounded up) and 2: the light one waits until the others reach 2 (of 4/3) too.
+    // 1, 1 (2/3, rounded up) and 2: the light replica waits until the others also reach 2 (4/3, rounded up).
     for _ in 0..3 {
         assert_ne!(scene.pick(1).replica, Some(replica(3)));
     }
@@ -522,7 +522,7 @@ fn when_most_choices_are_refused_steering_pauses_for_a_second() {
     }
     assert_eq!(scene.pick(at + 500).branch, Branch::Fallback);
     assert_eq!(scene.pick(at + 1000).branch, Branch::Cold);
-    // One in four is no reason.
+    // One refusal in four is not a reason to pause.
     for round in 0..100u64 {
         for n in 0..16 {
             scene.report(at + 1000 + round, n, 0, Some(1));
@@ -543,7 +543,7 @@ fn where_envoy_vouches_exploration_needs_no_address() {
         for at in 3000..4000 {
             scene.report(at, (at % 16) as u16, 0, Some(1));
             let probes = scene.pick(at).probes;
-            // The first is due a burst.
+            // The first request is due a burst.
             if at < 3010 {
                 continue;
             }
@@ -573,7 +573,7 @@ fn a_foreign_blob_is_refused() {
     assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Content));
 }
 
-/// Found by fuzzing: a knee of 0 was divided by, and each new VM would have read the same blob and crashed again.
+/// Found by fuzzing: the code divided by a knee of 0, and each new VM would have read the same blob and crashed again.
 #[test]
 fn an_entry_that_no_report_makes_is_refused() {
     let settings = Profile::Default.pool_settings();
@@ -591,7 +591,7 @@ fn an_entry_that_no_report_makes_is_refused() {
     }
 }
 
-/// Found by fuzzing: counts that no worker writes became rates that the next worker refused, and the pool was lost then.
+/// Found by fuzzing: counts that no worker writes became rates that the next worker refused, and the pool was then lost.
 #[test]
 fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
     let settings = Profile::Default.pool_settings();
@@ -609,7 +609,7 @@ fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
             assert!(PoolState::decode(&pool.encode()).is_ok(), "damage {number}");
         }
     }
-    // A pick removes as often as the credit says.
+    // A pick removes as many entries as the credit allows.
     let mut pool = PoolState::new();
     pool.remove_credit = 1.0;
     assert_eq!(PoolState::decode(&pool.encode()).err(), Some(BlobError::Content));
@@ -687,7 +687,7 @@ proptest! {
     #[test]
     fn no_bytes_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..2100), splice in 0usize..2000, seed in any::<u64>()) {
         let _ = PoolState::decode(&bytes);
-        // Damage a valid blob; if it still decodes, it must work.
+        // Damages a valid blob; if it still decodes, it must work.
         let mut blob = PoolState::new().encode().to_vec();
         let at = splice % blob.len();
         bytes.truncate(blob.len() - at);
@@ -713,17 +713,17 @@ fn the_few_that_are_known_first_do_not_carry_a_fleet_that_is_being_learned() {
     scene.report(5000, 2, 0, Some(1));
     let steered = |scene: &mut Scene, at| (0..40).filter(|_| scene.pick(at).replica.is_some()).count();
     assert_eq!(steered(&mut scene, 5000), 8, "four each, then Envoy's own policy");
-    // As many as the pool holds are not all that there are.
+    // The pool holds two replicas, but these are not the whole fleet.
     scene.pool.set_members(30, 0, ms(5100));
     assert_eq!(steered(&mut scene, 5100), 0);
-    // No further replicas are known: these two are the fleet.
+    // No further replicas are known, so these two are the fleet.
     let renewed = |scene: &mut Scene, at| {
         scene.report(at, 1, 8, Some(1));
         scene.report(at, 2, 8, Some(1));
         steered(scene, at)
     };
     assert_eq!(renewed(&mut scene, 8000), 10, "a burst, up to θ and four more each");
-    // One more is no fleet to learn.
+    // One more replica is not a fleet to learn.
     scene.pool.set_members(31, 0, ms(8100));
     assert_eq!(renewed(&mut scene, 8100), 10);
 }
@@ -738,7 +738,7 @@ fn a_burst_that_no_report_follows_is_left_to_envoys_policy() {
         }
         (0..100).filter(|_| scene.pick(5000).replica.is_some()).count()
     };
-    // θ is 2: each of the four is sent to until it has 2 + 4 in flight, and once beyond.
+    // θ is 2: each of the four gets requests until it has 2 + 4 in flight, and one more beyond.
     assert_eq!(steered(true), 4 * 5);
     assert_eq!(steered(false), 100, "the paper's rule");
 }
@@ -766,7 +766,7 @@ impl Scene {
     fn pick_predicted(&mut self, at: u64) -> Pick {
         self.pool.pick_predicted(&self.settings, ms(at), &mut self.rng)
     }
-    /// A report of base latency and knee.
+    /// Records a report of base latency and knee.
     fn capable(&mut self, at: u64, n: u16, rif: u32, base_ms: u32, knee: u16) {
         self.reports(at, n, rif, Capacity { base_us: base_ms * 1000, knee, open: false });
     }
@@ -780,7 +780,7 @@ impl Scene {
     }
 }
 
-/// How often each of `count` replicas was picked in `rounds`, every one answering at once with what `reports` says of it.
+/// Counts how often each replica was picked in `rounds` rounds. Every replica answers at once and reports as `reports` says.
 fn shares<const N: usize>(
     scene: &mut Scene,
     rounds: u64,
@@ -809,7 +809,7 @@ fn among_answers_the_lowest_predicted_latency_wins() {
         let Scene { settings, mut pool, mut rng } = Scene::new(plain());
         pool.pick_among(&settings, ms(0), answers, Ranking::Predicted, &mut rng)
     };
-    // The fastest is saturated; of the other two the busier one has room for it and is the faster.
+    // The fastest replica is saturated. Of the other two, the busier one has room and is faster.
     let pick = among(&[answer(0, 7, 10, 2), answer(1, 3, 20, 4), answer(2, 0, 60, 1)]);
     assert_eq!((pick.replica, pick.branch, pick.latency_us), (Some(replica(1)), Branch::Sync, Some(20_000)));
     let pick = among(&[answer(0, 3, 10, 1), answer(1, 5, 20, 2), answer(2, 0, 60, 1)]);
@@ -821,7 +821,7 @@ fn among_answers_the_lowest_predicted_latency_wins() {
     assert_eq!(among(&[answer(0, 2, 20, 4), unknown]).replica, Some(replica(3)), "as fast as most, and idle");
     assert_eq!(among(&[answer(0, 2, 20, 4), busy]).replica, Some(replica(0)), "until it has answered");
 
-    // A trial here too, and as long as the one that is tried says.
+    // Trials happen here too, and the expected latency is that of the tried replica.
     let Scene { settings, mut pool, mut rng } = Scene::new(plain());
     let answers = [answer(0, 0, 20, 4), answer(1, 0, 320, 4)];
     let mut picks =
@@ -867,7 +867,7 @@ fn replicas_that_cost_the_same_are_chosen_by_turns() {
     let picks = |scene: &mut Scene, at: u64| {
         let mut turn: Vec<_> = (0..8)
             .map(|_| {
-                // All answer at once, so that nothing but the order of turns tells them apart.
+                // All answer at once, so that only the order of turns distinguishes them.
                 (0..8).for_each(|n| scene.capable(at, n, 0, 20, 4));
                 scene.pick_predicted(at).replica.unwrap()
             })
@@ -879,7 +879,7 @@ fn replicas_that_cost_the_same_are_chosen_by_turns() {
         order
     };
     let first = picks(&mut scene, 0);
-    // Also where the count of picks wraps.
+    // The order also holds where the count of picks wraps.
     for at in 1..9000 {
         assert_eq!(picks(&mut scene, at), first, "{at}");
     }
@@ -901,8 +901,8 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
         }
     }
     assert!((2..=MOST).contains(&tried.len()), "{tried:?}");
-    // The next trial finds it healed, which its reports show by and by: it is tried again after each, free of charge, for as
-    // long as they fall.
+    // The next trial finds the replica healed, which its reports show gradually. It is tried again after each report, free of
+    // charge, for as long as the reported latency falls.
     let mut at = 12_000;
     let mut round = |scene: &mut Scene, slow_ms| {
         at += 1;
@@ -913,7 +913,7 @@ fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it
     while !round(&mut scene, slow_ms) {}
     assert!(!round(&mut scene, slow_ms * 9 / 10), "too little to tell");
     slow_ms = slow_ms * 7 / 10;
-    // Below twice as slow there are paid trials, too.
+    // Below twice as slow there are also paid trials.
     while slow_ms > 45 {
         assert!(round(&mut scene, slow_ms), "{slow_ms} ms");
         assert!(!round(&mut scene, slow_ms), "once for each step");
@@ -943,8 +943,8 @@ fn trials_of_replicas_that_look_slightly_slower_leave_those_of_a_far_slower_one_
     assert!((35..=45).contains(&tried[2]) && (4..=6).contains(&tried[3]), "{tried:?}");
 }
 
-/// Requests in flight at a replica of an unknown number of slots, whose clients send whatever the pool says. Its report is of
-/// `capacity`; three others report a knee of eight and one free slot.
+/// Number of requests in flight at a replica of an unknown number of slots that gets every request the pool sends it. It
+/// reports `capacity`; three others report a knee of eight and one free slot.
 fn held(capacity: Capacity) -> u32 {
     let mut scene = Scene::new(plain());
     (0..3).for_each(|n| scene.capable(0, n, 7, capacity.base_us / 1000, 8));
@@ -1013,8 +1013,9 @@ fn a_busy_replica_is_not_tried_and_a_better_report_of_another_is_no_reason() {
     }
 }
 
-/// Ten replicas that take 20 ms a request; one reports a base latency of a microsecond, a knee of one, and its RIF. Envoy's
-/// own policy takes turns. Of requests at `every_us`: each replica's, and those that Envoy's policy placed.
+/// Runs ten replicas that take 20 ms per request. One of them reports a base latency of a microsecond, a knee of one, and its
+/// RIF. Envoy's own policy takes turns. Returns, for requests every `every_us`, the number that each replica served and the
+/// number that Envoy's policy placed.
 fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
     const TAKES_US: u64 = 20_000;
     const LIAR: usize = 0;
@@ -1052,8 +1053,8 @@ fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
 
 #[test]
 fn a_liar_moves_no_share_but_its_own() {
-    // `burst_guard` leaves requests to Envoy's policy where even the best has far more in flight than is usual. A liar would be
-    // that best; it has too few for that, and no guard is needed against it.
+    // `burst_guard` leaves requests to Envoy's policy where even the best replica has far more in flight than usual. A liar
+    // would be that best replica, but it has too few in flight for that, so no guard against it is needed.
     for (every_us, burst_guard) in [(4000, true), (1000, true), (500, true), (1000, false)] {
         let (served, by_envoy) = with_a_liar(every_us, burst_guard);
         assert!(
@@ -1071,7 +1072,7 @@ fn a_liar_moves_no_share_but_its_own() {
 
 #[test]
 fn a_replica_that_is_much_faster_than_most_is_used_as_it_reports() {
-    // The others take 31 times as long. It is the best until it has sqrt(31) times as many in flight as its knee.
+    // The others take 31 times as long. The fast one is the best until it has sqrt(31) times as many in flight as its knee.
     let mut scene = Scene::new(plain());
     (1..10).for_each(|n| scene.capable(0, n, 0, 31, 4));
     scene.capable(0, 0, 0, 1, 4);

@@ -1,8 +1,8 @@
-//! Several workers, each a thread with a balancer of its own, race over one store.
+//! Several workers race over one store. Each is a thread with its own balancer.
 //!
 //! Only one thread runs at a time. Before each read and each write of the store, the seed decides whether another thread gets
-//! its turn, so a run repeats exactly. After every event the test compares the stored state with what the workers did. How
-//! often writes conflict in practice is measured by the benchmark `conflicts`.
+//! its turn, so a run repeats exactly. After every event the test compares the stored state with the actions of the workers.
+//! The benchmark `conflicts` measures how often writes conflict in practice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,8 @@ use crate::pool::{Budget, Candidate, PoolState};
 use crate::sync::Answer;
 
 const FLEET: u16 = 16;
-/// The first of them fail, hang, are refused by the proxy, and fail and leave, until half of the race is over.
+/// The first four replicas misbehave until half of the race is over: they fail, hang, are refused by the proxy, or fail and
+/// leave.
 const FAILS: u16 = 0;
 const HANGS: u16 = 1;
 const REFUSED: u16 = 2;
@@ -24,7 +25,7 @@ const LEFT: u16 = 3;
 const GOOD: std::ops::Range<u16> = 4..FLEET;
 const R_PROBE: f64 = 0.75;
 
-/// The store, and whose turn it is.
+/// The store, and the wake-ups by which threads take turns.
 struct Race {
     state: Mutex<State>,
     turns: Vec<Condvar>,
@@ -32,45 +33,46 @@ struct Race {
 
 struct State {
     rng: SmallRng,
-    /// How likely another gets its turn.
+    /// Probability that another thread gets its turn.
     switching: f64,
     turn: usize,
     running: Vec<usize>,
-    /// Milliseconds.
+    /// Time, milliseconds.
     now: u64,
     values: BTreeMap<String, (Vec<u8>, u32)>,
     writes: u32,
-    /// Who has read what during its present event.
+    /// Keys that each worker has read during its current event.
     read: BTreeSet<(usize, String)>,
     truth: Truth,
 }
 
-/// What really happened.
+/// The true course of the race, to compare with the stored state.
 #[derive(Default)]
 struct Truth {
     reports: Vec<Told>,
-    /// Of which report each pool entry was when the pool was written last.
+    /// Number of the report behind each pool entry when the pool was last written.
     entries: BTreeMap<Endpoint, usize>,
-    /// Entries of the pool that were compared while requests had been sent since their reports.
+    /// Comparisons of pool entries after requests had been sent since their reports.
     compensated: u32,
     /// Writes of the pool, by worker.
     written: Vec<u32>,
-    /// Requests that are in the pool, and the addressed probes that came with all requests.
+    /// Requests whose pick was written to the pool.
     picks: u32,
+    /// Addressed probes that came with all requests.
     addressed: u32,
-    /// When a tick was given probes last.
+    /// Time at which a tick last returned probes, milliseconds.
     idle: Option<u64>,
-    /// Writes that another's write after the reading refused.
+    /// Writes refused because another worker had written since the read.
     refused: u32,
-    /// Replicas whose records were dropped while they were out.
+    /// Replicas whose records were dropped while they were ejected.
     vanished: usize,
 }
 
-/// A report, recognised by its latency: as many microseconds as were told before it, and one.
+/// A report. Its latency identifies it: the number of earlier reports plus one, in microseconds.
 #[derive(Default)]
 struct Told {
     rif: u32,
-    /// Requests sent on its account.
+    /// Requests sent because of it.
     sent: u32,
     recorded: bool,
 }
@@ -84,11 +86,11 @@ struct Seat<'a> {
 
 impl<'a> Seat<'a> {
     fn state(self) -> MutexGuard<'a, State> {
-        // Where another has panicked, that is what the test shows.
+        // If another thread has panicked, the test shows that panic.
         self.race.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives its turn away, perhaps, and waits for the next.
+    /// May give the turn away, then waits for the next one.
     fn step(self) -> MutexGuard<'a, State> {
         let mut state = self.state();
         let State { rng, switching, .. } = &mut *state;
@@ -116,7 +118,7 @@ impl State {
         B::decode(&self.values[&format!("race/{name}")].0).unwrap()
     }
 
-    /// The pool's entries, each with the number of its report.
+    /// Returns the pool's entries, each with the number of its report.
     fn entries(&self, now: u64) -> Vec<(usize, Candidate)> {
         let pool: PoolState = self.blob("pool");
         let numbered =
@@ -124,7 +126,7 @@ impl State {
         numbered.collect()
     }
 
-    /// The pool adds to a report what was sent since, no more and no less.
+    /// Checks that the pool adds to a report's RIF exactly the requests sent since.
     fn compare(&mut self) {
         for (number, entry) in self.entries(self.now) {
             let told = &self.truth.reports[number];
@@ -133,7 +135,7 @@ impl State {
         }
     }
 
-    /// The pool has been written.
+    /// Checks the pool after a write: no report may be recorded twice.
     fn pool_written(&mut self) {
         let mut entries = BTreeMap::new();
         for (number, entry) in self.entries(self.now) {
@@ -158,7 +160,7 @@ impl SharedData for Seat<'_> {
         let mut state = self.step();
         if number.is_some_and(|number| state.values.get(key).is_some_and(|(_, now)| *now != number)) {
             let read = state.read.contains(&(self.id, key.into()));
-            // A guess costs a look, and is no conflict.
+            // A wrong guess costs a read but is not a conflict.
             state.truth.refused += u32::from(read);
             return false;
         }
@@ -181,7 +183,7 @@ impl SharedData for Seat<'_> {
     }
 }
 
-/// Gives the turn away for good, also when the worker panics.
+/// Gives the turn away for good, even if the worker panics.
 struct Leave<'a>(Seat<'a>);
 
 impl Drop for Leave<'_> {
@@ -206,8 +208,9 @@ struct Worker<'a> {
     begun: usize,
     ended: usize,
     replies: usize,
-    /// One has left, and the bad are well again.
+    /// Whether one replica has left.
     left: bool,
+    /// Whether the bad replicas have recovered.
     healed: bool,
 }
 
@@ -229,7 +232,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Until then everything happens, one event after the other.
+    /// Runs `events` random events one after another, then ends all requests and ticks.
     fn run(&mut self, events: u32) {
         for event in 0..events {
             (self.left, self.healed) = (event > events / 4, event > events / 2);
@@ -244,7 +247,7 @@ impl<'a> Worker<'a> {
         while !self.open.is_empty() {
             self.end();
         }
-        // Nobody has a request any more: probes are due by time.
+        // This worker has no requests any more. Without requests, probes are due by time.
         (0..events / 4).for_each(|_| self.tick());
         for _ in 0..100 {
             self.tick();
@@ -252,7 +255,7 @@ impl<'a> Worker<'a> {
         assert!(self.waiting.is_empty(), "reports never arrive");
     }
 
-    /// An event begins: the time, the worker's writes of the pool, and its counts so far.
+    /// Begins an event. Returns the time, and how many pool writes and counts the worker has so far.
     fn event(&mut self) -> (u64, u32, usize) {
         let mut state = self.seat.step();
         state.compare();
@@ -265,7 +268,7 @@ impl<'a> Worker<'a> {
         self.balancer.counters().0.borrow()[since..].iter().any(what)
     }
 
-    /// Whom the choice was, if it is one that behaves badly.
+    /// Whether the chosen replica is `bad` and still misbehaves.
     fn is(&self, bad: u16, chosen: Option<Endpoint>) -> bool {
         !self.healed && chosen == Some(replica(bad))
     }
@@ -286,14 +289,15 @@ impl<'a> Worker<'a> {
         (reports.len() - 1, told)
     }
 
-    /// The balancer has believed a report.
+    /// Records that the balancer has accepted a report.
     fn believed(&mut self, since: usize, number: usize, endpoint: Endpoint) {
         if !self.counted(since, |count| matches!(count, Count::Dropped(1..))) {
             self.waiting.push((number, endpoint));
         }
     }
 
-    /// The transaction of an event is over: all that waited is recorded. What was `chosen` may be used up.
+    /// Checks after an event's transaction that every waiting report is recorded. The report of `chosen` may be used up.
+    /// Returns whether the worker wrote the pool.
     fn transacted(&mut self, before: u32, chosen: Option<Endpoint>) -> bool {
         let state = self.seat.state();
         if state.truth.written[self.seat.id] == before {
@@ -358,7 +362,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// A request ends, perhaps before its response.
+    /// Ends a request, perhaps before its response.
     fn end(&mut self) {
         let (now, ..) = self.event();
         if self.open.is_empty() {
@@ -372,7 +376,7 @@ impl<'a> Worker<'a> {
         self.ended += 1;
     }
 
-    /// Any of the probes is answered, or none will be.
+    /// Answers a random open probe, if there is one.
     fn reply(&mut self) {
         if self.probes.is_empty() {
             return;
@@ -385,7 +389,8 @@ impl<'a> Worker<'a> {
         let named = asked.map(|target| target.replica);
         let leaves = self.left && self.is(LEFT, named);
         if leaves {
-            // Forgotten in a transaction of its own: the table does not show who goes out and is forgotten in one.
+            // It is forgotten in a transaction of its own: the table would not show a replica that one transaction both ejects
+            // and forgets.
             self.tick();
         }
         let (now, _, since) = self.event();
@@ -417,7 +422,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// What is counted is what happened.
+    /// Checks that the counts match the events.
     fn balance(&self) {
         let counts = self.balancer.counters().0.borrow();
         let count = |what: fn(&Count) -> bool| counts.iter().filter(|count| what(count)).count();
@@ -429,7 +434,7 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// What came of a race.
+/// The outcome of a race.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct End {
     vanished: usize,
@@ -443,7 +448,7 @@ struct End {
 fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> End {
     let (seed, mut config) = (2, config(Profile::Default, FLEET));
     config.choice.rule = rule;
-    // What waits for long is not too old when it arrives.
+    // Reports that wait for long must not be too old when they arrive.
     config.pool.max_age_ms = 3_600_000;
     config.pool.budget = Budget::Fixed { r_probe: R_PROBE };
     let state = State {
@@ -459,7 +464,7 @@ fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> End {
     };
     let turns = (0..workers).map(|_| Condvar::new()).collect();
     let race = Race { state: Mutex::new(state), turns };
-    // Two that make the store at once may each make a new one.
+    // Two workers that create the store at once may each create a new one.
     drop(Worker::new(Seat { race: &race, id: 0 }, config.clone(), seed));
     race.state.lock().unwrap().switching = switching;
     let counts: Vec<Vec<Count>> = std::thread::scope(|scope| {

@@ -1,9 +1,9 @@
-//! `xds.data.orca.v3.OrcaLoadReport` in base64: as much of both encodings as this one message takes, so that the module for Envoy
-//! needs no library for protobuf.
+//! Decodes `xds.data.orca.v3.OrcaLoadReport` in base64. It implements only as much of both encodings as this message
+//! needs, so that the module for Envoy needs no protobuf library.
 
 use std::collections::BTreeMap;
 
-/// What is kept of the message. Absent fields are 0.
+/// Fields of the message that are kept. Absent fields are 0.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Message<'a> {
     pub(super) cpu: f64,
@@ -13,7 +13,7 @@ pub(super) struct Message<'a> {
 }
 
 impl<'a> Message<'a> {
-    /// `None` if the bytes are no such message.
+    /// Returns `None` if the bytes are not such a message.
     pub(super) fn decode(mut bytes: &'a [u8]) -> Option<Self> {
         let mut message = Self::default();
         while !bytes.is_empty() {
@@ -33,7 +33,7 @@ impl<'a> Message<'a> {
     }
 }
 
-/// One entry of the map.
+/// Decodes one entry of the map.
 fn named(mut entry: &[u8]) -> Option<(&str, f64)> {
     let (mut name, mut amount) = ("", 0.0);
     while !entry.is_empty() {
@@ -50,7 +50,7 @@ fn named(mut entry: &[u8]) -> Option<(&str, f64)> {
 enum Value<'a> {
     Fixed64([u8; 8]),
     Bytes(&'a [u8]),
-    /// A varint or 32 bits: no field that is read has such a type.
+    /// A varint or 32 bits; no field that is read has such a type.
     Other,
 }
 
@@ -60,7 +60,7 @@ impl Value<'_> {
     }
 }
 
-/// Takes the next field off: its number and value.
+/// Takes the next field off `bytes` and returns its number and value.
 fn field<'a>(bytes: &mut &'a [u8]) -> Option<(u64, Value<'a>)> {
     let tag = varint(bytes)?;
     let value = match tag & 7 {
@@ -71,7 +71,7 @@ fn field<'a>(bytes: &mut &'a [u8]) -> Option<(u64, Value<'a>)> {
             Value::Bytes(take(bytes, length)?)
         }
         5 => take(bytes, 4).map(|_| Value::Other)?,
-        // Groups are long out of use, and 6 and 7 are nothing.
+        // Groups are long obsolete, and wire types 6 and 7 do not exist.
         _ => return None,
     };
     (tag >> 3 > 0).then_some((tag >> 3, value))
@@ -95,7 +95,7 @@ fn varint(bytes: &mut &[u8]) -> Option<u64> {
     None
 }
 
-/// Decodes base64. gRPC writes it without padding, others with.
+/// Decodes base64. gRPC writes it without padding, others write it with padding.
 pub(super) fn base64(text: &[u8]) -> Option<Vec<u8>> {
     let bare = text.strip_suffix(b"==").or_else(|| text.strip_suffix(b"=")).unwrap_or(text);
     if bare.len() % 4 == 1 || (bare.len() < text.len() && !text.len().is_multiple_of(4)) {

@@ -144,10 +144,10 @@ fn binary_reports_are_read() {
     for text in [format!("BIN {QUARTER}"), format!(" BIN  {QUARTER} ")] {
         assert_eq!(parse(&text), Ok(quarter.clone()), "{text}");
     }
-    // rps_fractional, eps, rps and a request cost before it, which are skipped, and a metric that the backend names.
+    // rps, rps_fractional and a request cost come before it and are skipped; a metric that the backend names follows.
     let mut bytes =
         vec![0x18, 0x96, 0x01, 0x31, 0, 0, 0, 0, 0, 0, 0x24, 0x40, 0x22, 2, 0x0a, 0, 0x0d, 1, 2, 3, 4];
-    // The first four bytes of a float in field 1 are no double.
+    // A 32-bit float in field 1 is not a double.
     assert_eq!(binary::Message::decode(&bytes), None);
     bytes.truncate(bytes.len() - 5);
     bytes.extend_from_slice(&[0x49, 0, 0, 0, 0, 0, 0, 0xf8, 0x3f]);
@@ -155,7 +155,7 @@ fn binary_reports_are_read() {
     let message = binary::Message::decode(&bytes).unwrap();
     assert_eq!((message.cpu, message.memory, message.application), (0.0, 0.0, 1.5));
     assert_eq!(message.named.into_iter().collect::<Vec<_>>(), [("kv", 0.5)]);
-    // What is not whole is none.
+    // A message that ends within a field is not accepted.
     let whole = [0, 3, 12, 16, 25];
     for end in 0..bytes.len() {
         assert_eq!(binary::Message::decode(&bytes[..end]).is_some(), whole.contains(&end), "{end} bytes");
