@@ -1,4 +1,4 @@
-//! What the root and the streams of one worker share: a balancer per upstream cluster, and the requests that wait.
+//! State shared by the root and the streams of one worker: a balancer per upstream cluster, and the waiting requests.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -16,15 +16,16 @@ use crate::host;
 use crate::metrics::Metrics;
 use crate::store::{Blobs, blobs_of};
 
-/// One generation of the filter on one worker. A configuration update makes a new one beside it.
+/// One generation of the filter on one worker. A configuration update creates a new generation beside it.
 pub(crate) struct Filter {
     pub(crate) root_id: u32,
     pub(crate) shim: Shim,
     pub(crate) clusters: Vec<Cluster>,
-    /// Set once a request went to a cluster that is not configured: from then on the cluster is looked up first.
+    /// Whether each request's cluster is looked up: from the start if several clusters are configured, otherwise once a
+    /// request has gone to a cluster that is not configured.
     pub(crate) look_up_cluster: Cell<bool>,
     pub(crate) rng: RefCell<SmallRng>,
-    /// From the stream that wakes the root, to the root.
+    /// The request that wants to wait, left here for the root by the stream that wakes it.
     pub(crate) ask: Cell<Option<Ask>>,
     pub(crate) waits: RefCell<Waits<Waiter>>,
 }
@@ -34,11 +35,11 @@ pub(crate) struct Cluster {
     name: String,
     pub(crate) balancer: RefCell<Balancer<Blobs, Metrics>>,
     pub(crate) metrics: Metrics,
-    /// Probes that picks have asked for and the root has not sent yet.
+    /// Probes that picks have asked for and the root has not yet sent.
     pub(crate) probes_due: Cell<ProbesDue>,
 }
 
-/// The choice for a request that waits; the stream looks here once it goes on.
+/// The choice for a waiting request. The stream reads it once the request resumes.
 pub(crate) type Placed = Rc<Cell<Option<Request>>>;
 
 /// A request that wants to wait.
@@ -48,11 +49,11 @@ pub(crate) struct Ask {
     pub(crate) waiter: Waiter,
 }
 
-/// What the root needs to know of a request that waits.
+/// Data that the root needs about a waiting request.
 pub(crate) struct Waiter {
     pub(crate) cluster: usize,
     pub(crate) hint: Option<Hint>,
-    /// The client has sent all of it.
+    /// Whether the client has sent the whole request.
     pub(crate) whole: bool,
     pub(crate) placed: Placed,
 }
@@ -63,7 +64,8 @@ impl Filter {
         let clusters = config.clusters.into_iter();
         let clusters: Vec<Cluster> =
             clusters.map(|cluster| Cluster::new(root_name, cluster, shim, now)).collect();
-        // Workers start within milliseconds of each other: time alone would give them one sequence.
+        // Workers start within milliseconds of each other, so seeds from the time alone could give them the same
+        // sequence.
         let seed = now.0 ^ (u64::from(root_id) << 48) ^ ((&raw const clusters as u64) << 20);
         Self {
             root_id,
@@ -76,19 +78,19 @@ impl Filter {
         }
     }
 
-    /// The index of the cluster that the route of the current request names.
+    /// Returns the index of the cluster that the route of the current request names.
     pub(crate) fn routed_cluster(&self) -> Option<usize> {
         let name = host::text_property(&["xds", "cluster_name"])?;
         self.clusters.iter().position(|cluster| cluster.name == name)
     }
 
-    /// Chooses for one request of a cluster: among `answers` if it has waited for them, else from the pool. The client has
-    /// sent a `whole` request, or is still at it.
+    /// Chooses for one request of a cluster: among `answers` if the request has waited for them, otherwise from the
+    /// pool. `whole` is true if the client has already sent the whole request.
     pub(crate) fn begin(&self, cluster: &Cluster, now: Micros, answers: &[Answer], whole: bool) -> Request {
         cluster.balancer.borrow_mut().begin(now, answers, whole, &mut *self.rng.borrow_mut())
     }
 
-    /// Takes the waiting updates into the pool, refreshes the gauges, and says which probes are due for lack of requests.
+    /// Applies the pending updates to the pool, refreshes the gauges, and returns the idle probes that are due.
     pub(crate) fn tick(&self, cluster: &Cluster, now: Micros) -> ProbesDue {
         let tick = cluster.balancer.borrow_mut().tick(now, &mut *self.rng.borrow_mut());
         cluster.metrics.show(&tick);
@@ -105,11 +107,11 @@ impl Cluster {
         Self { name, balancer: RefCell::new(balancer), metrics, probes_due: Cell::default() }
     }
 
-    /// Whether the request that is the effective context waits for probes of its own.
+    /// Returns the mode of the request that is the effective context: whether it waits for probes of its own.
     pub(crate) fn mode(&self) -> Mode {
         let balancer = self.balancer.borrow();
         let choice = &balancer.config().choice;
-        // The property is read only where a route can differ.
+        // The property is read only where routes can differ in mode.
         let of_route = (!choice.route_modes.is_empty()).then(|| host::text_property(&["xds", "route_name"]));
         let of_route = of_route.flatten();
         let of_route = of_route.and_then(|route| choice.route_modes.iter().find(|(name, _)| *name == route));

@@ -1,4 +1,4 @@
-//! Host calls in the form this filter needs: bounded, and with every failure as data.
+//! Host calls in the form that this filter needs: bounded, and with every failure as data.
 //!
 //! Only the SDK's byte forms are used: its string forms panic on header values that are not UTF-8.
 
@@ -9,27 +9,28 @@ use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::{LogLevel, MapType, Status};
 
-/// A queue id that Envoy never gives out.
+/// Queue id that Envoy never assigns.
 pub(crate) const WAKE: u32 = u32::MAX;
 
 unsafe extern "C" {
     /// Exported by the SDK as part of the ABI.
     safe fn proxy_on_queue_ready(root_id: u32, queue_id: u32);
 
-    /// The SDK makes a date of it, in arithmetic that wasm does not have.
+    /// Declared here because the SDK converts the time to a date, with arithmetic that wasm does not have.
     fn proxy_get_current_time_nanoseconds(time: *mut u64) -> Status;
 
-    /// The SDK has it too, and makes two strings of every header.
+    /// Declared here because the SDK's own call makes two strings of every header.
     fn proxy_get_header_map_pairs(map: MapType, data: *mut *mut u8, size: *mut usize) -> Status;
 }
 
-/// Lets the root do what a stream left for it, now and as its own. Only from a stream's callback, as the last thing it does
-/// (the root is the active context afterwards), and with nothing that the root needs borrowed.
+/// Wakes the root, which handles the work that a stream has left for it, at once and in its own context. Call this only
+/// from a stream's callback, as the last step (the root is the active context afterwards), and while nothing that the
+/// root needs is borrowed.
 pub(crate) fn wake(root_id: u32) {
     proxy_on_queue_ready(root_id, WAKE);
 }
 
-/// The host's clock, microseconds since the epoch.
+/// Returns the host's clock, microseconds since the epoch.
 pub(crate) fn now() -> Micros {
     let mut nanoseconds = 0;
     // SAFETY: the host writes to this place, or leaves it alone.
@@ -37,25 +38,26 @@ pub(crate) fn now() -> Micros {
     Micros(nanoseconds / 1000)
 }
 
-/// A header's value; `None` when absent.
+/// Returns a header's value; `None` when absent.
 pub(crate) fn header_bytes(map: MapType, name: &str) -> Option<Vec<u8>> {
     hostcalls::get_map_value_bytes(map, name).ok()?
 }
 
-/// A header's value; `None` when absent or not UTF-8.
+/// Returns a header's value; `None` when absent or not UTF-8.
 pub(crate) fn header(map: MapType, name: &str) -> Option<String> {
     String::from_utf8(header_bytes(map, name)?).ok()
 }
 
-/// All headers of a map, read at once: each call of the host is dear, and so is the memory that it asks for an answer.
+/// All headers of a map, read at once: each host call is expensive, and so is the memory that the host requests for
+/// its answer.
 pub(crate) struct Headers(Vec<u8>);
 
 impl Headers {
-    /// Those in the map; none if there is no such map.
+    /// Reads the headers of the map; none if there is no such map.
     pub(crate) fn of(map: MapType) -> Self {
         let (mut data, mut size) = (ptr::null_mut(), 0);
-        // SAFETY: the host writes to the two places, or leaves them alone. What it points to has been allocated by the SDK, as
-        // a vector of this capacity.
+        // SAFETY: the host writes to the two places, or leaves them alone. The SDK allocated the memory that the host
+        // points to, as a vector of this capacity.
         let bytes = unsafe {
             match proxy_get_header_map_pairs(map, &raw mut data, &raw mut size) {
                 Status::Ok if !data.is_null() => Vec::from_raw_parts(data, size, size),
@@ -65,19 +67,19 @@ impl Headers {
         Self(bytes)
     }
 
-    /// The first header of this name.
+    /// Returns the value of the first header of this name.
     #[inline(never)]
     pub(crate) fn get(&self, name: &str) -> Option<&[u8]> {
         self.all(name).next()
     }
 
-    /// Whether one of these headers stands more than once.
+    /// Returns whether one of these headers occurs more than once.
     pub(crate) fn any_twice(&self, names: &[&str]) -> bool {
         names.iter().any(|name| self.all(name).nth(1).is_some())
     }
 
-    /// The values of a header. The ABI's form is the number of headers, the sizes of each name and value, and all of these, each
-    /// with a zero after it.
+    /// Returns the values of a header. The ABI's format is the number of headers, then the sizes of each name and
+    /// value, then the names and values, each followed by a zero byte.
     pub(crate) fn all(&self, name: &str) -> impl Iterator<Item = &[u8]> {
         let (count, rest) = number(&self.0).unwrap_or_default();
         let (mut sizes, mut texts) = rest.split_at_checked(count.saturating_mul(8)).unwrap_or_default();
@@ -97,42 +99,42 @@ impl Headers {
     }
 }
 
-/// The number that begins here, and what follows it.
+/// Reads the number at the start, and returns it with the bytes that follow it.
 fn number(bytes: &[u8]) -> Option<(usize, &[u8])> {
     let (number, rest) = bytes.split_first_chunk()?;
     Some((u32::from_le_bytes(*number) as usize, rest))
 }
 
-/// Sets a header, or removes it.
+/// Sets a header, or removes it if `value` is `None`.
 pub(crate) fn set_header(map: MapType, name: &str, value: Option<&[u8]>) {
-    // Envoy refuses only where there is no such map, and then there is nothing to be written.
+    // Envoy refuses only if there is no such map, and then there is nothing to write.
     let _ = hostcalls::set_map_value_bytes(map, name, value);
 }
 
-/// A text property; `None` when absent.
+/// Returns a text property; `None` when absent.
 pub(crate) fn text_property(path: &[&str]) -> Option<String> {
     let bytes = hostcalls::get_property(path.to_vec()).ok()??;
     String::from_utf8(bytes).ok()
 }
 
-/// A property that is a number; `None` when absent.
+/// Returns a numeric property; `None` when absent.
 pub(crate) fn number_property(path: &[&str]) -> Option<u64> {
     let bytes = hostcalls::get_property(path.to_vec()).ok()??;
     Some(u64::from_le_bytes(bytes.try_into().ok()?))
 }
 
-/// The host that Envoy used last.
+/// Returns the address of the host that Envoy used last.
 pub(crate) fn upstream_address() -> Option<Endpoint> {
     text_property(&["upstream", "address"])?.parse().ok()
 }
 
 /// Writes to Envoy's log.
 pub(crate) fn log(level: LogLevel, message: &str) {
-    // A log line that cannot be written has nowhere to be reported.
+    // If a log line cannot be written, there is nowhere to report that.
     let _ = hostcalls::log(level, message);
 }
 
-/// Panics on a request that asks for it.
+/// Panics if the request asks for it.
 #[cfg(feature = "crash-test")]
 #[allow(clippy::panic, reason = "the crash test needs a crash")]
 pub(crate) fn crash_on_demand() {

@@ -1,5 +1,5 @@
-//! The inbound role: at the server's Envoy, this filter counts what is in flight at the replica behind it, answers probes, and puts
-//! reports on responses (`docs/adr/0007-inbound-role.md`).
+//! The inbound role: at the server's Envoy, this filter counts the requests in flight at the replica behind it,
+//! answers probes, and puts reports on responses (`docs/adr/0007-inbound-role.md`).
 //!
 //! - [`stream`]: one request;
 //! - [`served`]: one replica, as this worker knows it;
@@ -40,7 +40,7 @@ impl Inbound {
         self.vm.tick(now);
     }
 
-    /// The replica that a request is for; `None` if it is not to be counted.
+    /// Returns the replica that a request is for; `None` if the request is not to be counted.
     fn replica_of_request(&self, now: Micros) -> Option<Rc<Served>> {
         let endpoint = match self.config.serving {
             Serving::Fixed(endpoint) => endpoint,
@@ -79,13 +79,13 @@ impl Inbound {
     }
 }
 
-/// Where the client connected to.
+/// Returns the address that the client connected to.
 fn destination() -> Option<Endpoint> {
     host::text_property(&["destination", "address"])?.parse().ok()
 }
 
 /// Answers the request that is the effective context.
 fn reply(status: u32, headers: &[(&str, &str)], body: &[u8]) {
-    // Before a response has begun Envoy takes it; the SDK knows no other outcome.
+    // Envoy accepts the reply if no response has begun; the SDK expects no other outcome.
     let _ = hostcalls::send_http_response(status, headers.to_vec(), Some(body));
 }

@@ -1,22 +1,23 @@
 //! Prequal as a proxy-wasm HTTP filter: steers each request to the replica that `prequal-core` picks.
 //!
-//! This crate is an adapter. Every rule of the algorithm lives in `prequal-core`, where [`prequal_core::client`] is driven from
-//! here; here are only the calls to Envoy:
+//! This crate is an adapter: it contains only the calls to Envoy. Every rule of the algorithm lives in
+//! `prequal-core`; this crate drives [`prequal_core::client`].
 //!
-//! The outbound role, at the client's Envoy, picks replicas; the [`inbound`] role, at the server's, reports for one.
+//! The outbound role, at the client's Envoy, picks replicas. The [`inbound`] role, at the server's Envoy, reports for
+//! one replica.
 //!
 //! - [`root`]: configuration, ticks, replies;
 //! - [`stream`]: one request: the pick, the report on the response, the outcome;
 //! - [`sync`]: requests that wait for probes of their own;
 //! - [`probes`]: every probe (owned by the root, so that no reply is lost);
 //! - [`steer`]: the steering header;
-//! - [`filter`]: what root and streams share on one worker;
+//! - [`filter`]: the state that the root and the streams of one worker share;
 //! - [`store`]: the blobs in shared data, which all workers share;
-//! - [`outcome`]: what Envoy says of a request;
+//! - [`outcome`]: how Envoy describes a request;
 //! - [`metrics`]: counters and gauges;
-//! - [`host`]: host calls, every failure returned as data.
+//! - [`host`]: host calls, with every failure returned as data.
 //!
-//! A panic costs every request in flight on its worker, so nothing here may panic on anything from outside.
+//! A panic fails every request in flight on its worker, so nothing here may panic on input from outside.
 #![cfg_attr(
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)

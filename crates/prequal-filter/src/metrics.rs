@@ -1,5 +1,5 @@
-//! Counters and gauges in Envoy's stats. Values of labels stand in the name; the shipped configuration turns them
-//! into Prometheus labels by `stats_tags`.
+//! Counters and gauges in Envoy's stats. Label values are part of the name; the shipped configuration turns them into
+//! Prometheus labels with `stats_tags`.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -10,7 +10,7 @@ use prequal_core::sync::Ending;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MetricType;
 
-/// A metric that could not be defined is not counted; balancing goes on.
+/// A counter. If the metric could not be defined, nothing is counted and balancing continues.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Counter(Option<u32>);
 
@@ -31,7 +31,7 @@ impl Counter {
     }
 }
 
-/// A counter of what every request adds to. Envoy is told at the tick.
+/// A counter that collects counts and passes them to Envoy at the tick.
 #[derive(Debug)]
 struct Tally {
     counter: Counter,
@@ -52,14 +52,15 @@ impl Tally {
     }
 }
 
-/// When the configuration is replaced, or Envoy ends.
+/// Flushes the count when the configuration is replaced or Envoy exits.
 impl Drop for Tally {
     fn drop(&mut self) {
         self.tell();
     }
 }
 
-/// What requests count. Telling Envoy of each at once costs 1 to 3 % of a request (`docs/performance.md`).
+/// Counters that every request adds to. Passing each count to Envoy at once would cost 1 to 3 % more per request
+/// (`docs/performance.md`).
 #[derive(Debug)]
 struct Requests {
     picks: [Tally; 6],
@@ -67,7 +68,7 @@ struct Requests {
     outcomes: [Tally; 4],
 }
 
-/// The last value written by any worker.
+/// A gauge, which holds the last value written by any worker.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Gauge(Option<u32>);
 
@@ -83,18 +84,18 @@ impl Gauge {
         }
     }
 
-    /// The value as of now; zero where the gauge could not be defined.
+    /// Returns the current value; zero if the gauge could not be defined.
     pub(crate) fn get(self) -> u64 {
         self.0.and_then(|id| hostcalls::get_metric(id).ok()).unwrap_or(0)
     }
 
-    /// Adds to what other workers may be adding to.
+    /// Adds to the value, which other workers may also be adding to.
     pub(crate) fn add(self, count: u32) {
         Counter(self.0).add(count);
     }
 }
 
-/// A distribution.
+/// A histogram.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Histogram(Option<u32>);
 
@@ -110,13 +111,13 @@ impl Histogram {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum WaitEnd {
     Decided(Ending),
-    /// Fewer than two replicas are known, or no probe could be sent: it did not wait.
+    /// No wait: fewer than two replicas are known, or no probe could be sent.
     Unasked,
     /// The request ended first.
     Aborted,
 }
 
-/// What became of transactions on shared data.
+/// Results of transactions on shared data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlobCounters {
     conflicts: Counter,
@@ -126,7 +127,7 @@ pub(crate) struct BlobCounters {
 }
 
 impl BlobCounters {
-    /// `prefix` and `suffix` of the names: a role's, and labels.
+    /// Defines the counters. `prefix` is the role's prefix of their names; `suffix` holds the labels.
     pub(crate) fn define(prefix: &str, suffix: &str) -> Self {
         let counter = |name: &str| Counter::define(&format!("{prefix}{name}_total{suffix}"));
         Self {
@@ -152,19 +153,19 @@ impl Counters for BlobCounters {
 pub(crate) struct Metrics {
     requests: Rc<Requests>,
     pub(crate) sent: Counter,
-    /// Envoy refused to send: breaker full, no host, or no such cluster.
+    /// Probes that Envoy refused to send: the circuit breaker was full, or there was no host or no such cluster.
     pub(crate) undispatched: Counter,
     probes: [Counter; 17],
     waits: [Counter; 5],
-    /// Usable answers at the decisions.
+    /// Usable answers that were available at decisions.
     pub(crate) sync_answers: Counter,
-    /// Microseconds from the request to its decision.
+    /// Time from the request to its decision, microseconds.
     pub(crate) sync_wait: Histogram,
     diverted: Counter,
     ejections: [Counter; 3],
     returned: [Counter; 3],
     trials: Counter,
-    /// What the ejection table had no room for.
+    /// Records that the ejection table had no room for.
     overflow: Counter,
     blobs: BlobCounters,
     dropped_events: Counter,
@@ -175,12 +176,12 @@ pub(crate) struct Metrics {
     members: Gauge,
     /// Ejected replicas.
     ejected: Gauge,
-    /// 1 while nobody is ejected because it would be more than half of the fleet.
+    /// 1 while no replica is ejected because more than half of the fleet would have to be.
     panic: Gauge,
 }
 
 impl Metrics {
-    /// Defines (or finds) the metrics of a cluster; the same names in every VM are one metric.
+    /// Defines or finds the metrics of a cluster; the same names in every VM are one metric.
     pub(crate) fn define(cluster: &str) -> Self {
         let cluster = label(cluster);
         let counter = |name: &str, label: &str| {
@@ -223,7 +224,7 @@ impl Metrics {
         }
     }
 
-    /// Tells Envoy what requests have counted since the last call.
+    /// Passes the counts since the last call to Envoy.
     pub(crate) fn tell(&self) {
         let Requests { picks, reports, outcomes } = &*self.requests;
         picks.iter().chain(reports).chain(outcomes).for_each(Tally::tell);
@@ -249,7 +250,7 @@ impl Metrics {
 }
 
 impl Counters for Metrics {
-    // What is counted is known at nearly every place that counts.
+    // Inlined because nearly every caller passes a known variant.
     #[inline(always)]
     fn count(&self, what: Count) {
         match what {
@@ -307,7 +308,7 @@ fn report_index(end: ReportEnd) -> usize {
     }
 }
 
-/// A label's value: a dot would end it.
+/// Converts text to a label's value. A dot would end the value.
 pub(crate) fn label(value: &str) -> String {
     value.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect()
 }
@@ -316,8 +317,8 @@ fn define(kind: MetricType, name: &str) -> Option<u32> {
     hostcalls::define_metric(kind, name).ok()
 }
 
-// Labels stand in the order of the variants that they name.
-/// Why replicas are ejected.
+// The labels below are in the order of the variants that they name.
+/// Reasons for which replicas are ejected.
 const REASONS: [&str; 3] = ["failing", "reported", "unresponsive"];
 const PROBE_LABELS: [&str; 17] = [
     "used",

@@ -1,4 +1,4 @@
-//! What Envoy says of a request, as both roles read it.
+//! How Envoy describes a request; both roles read it here.
 
 use prequal_core::client::Class;
 use prequal_core::failures::grpc_blames_server;
@@ -10,31 +10,32 @@ use crate::host::{self, Headers};
 /// How far a request had come when it ended. Envoy's own replies look like responses here.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Progress {
-    /// The client had sent all of it.
+    /// Whether the client had sent the whole request.
     pub(crate) request_whole: bool,
-    /// A response had begun.
+    /// Whether a response had begun.
     pub(crate) begun: bool,
-    /// It had ended as a response should.
+    /// Whether the response had ended properly.
     pub(crate) complete: bool,
 }
 
 impl Progress {
-    /// Whether the host, if there was one, had the whole request and may not have begun to answer.
+    /// Returns whether the request may have been waiting for the host: the client had sent all of it, and there was no
+    /// response, or a complete one, which may be Envoy's own.
     fn waits_for_host(self) -> bool {
         self.request_whole && (self.complete || !self.begun)
     }
 
-    /// Who ended the request that is the effective context.
+    /// Returns who ended the request that is the effective context.
     pub(crate) fn class(self) -> Class {
         let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
         let reached = || host::upstream_address().is_some();
-        // Of a complete response only a host's has taken time; the others are Envoy's own.
+        // Among complete responses, only a host's response has a backend latency; the others are Envoy's own.
         let answered = || host::number_property(&["response", "backend_latency"]).is_some();
         class_of(&details, || self.waits_for_host() && reached() && !answered())
     }
 }
 
-/// The report in the headers, if there is one.
+/// Returns the report in the headers, if there is one.
 pub(crate) fn report_in(headers: &Headers) -> Option<Result<LoadReport, ReportError>> {
     Some(match headers.get(HEADER_LOAD) {
         Some(load) => LoadReport::parse(load),
@@ -42,26 +43,28 @@ pub(crate) fn report_in(headers: &Headers) -> Option<Result<LoadReport, ReportEr
     })
 }
 
-/// Whether the response's status is a 5xx.
+/// Returns whether the response's status is a 5xx.
 pub(crate) fn server_error(headers: &Headers) -> bool {
     headers.get(":status").is_some_and(|status| status.starts_with(b"5"))
 }
 
-/// Whether the gRPC status in the map says that the replica failed. Means nothing unless [`is_grpc`].
+/// Returns whether the gRPC status in the map means that the replica failed. Valid only if [`is_grpc`] holds.
 pub(crate) fn grpc_failed(map: MapType) -> bool {
     host::header(map, "grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
 }
 
-/// Whether a response of this content type is gRPC's.
+/// Returns whether a response of this content type is gRPC.
 pub(crate) fn is_grpc(content_type: &[u8]) -> bool {
     content_type.starts_with(b"application/grpc")
 }
 
-/// Who ended a request, from Envoy's code details (the flags leave out HTTP/2 resets and protocol errors).
+/// Returns who ended a request, from Envoy's code details. (Its response flags do not show HTTP/2 resets and protocol
+/// errors.)
 ///
-/// A circuit breaker that is full looks like a reset of the host it was for, which has not heard of the request. How long a
-/// stream may be is nobody's failure. That nothing moves on it is the host's only while it has everything and says nothing:
-/// before, it may wait for the client to send, and after, for the client to take.
+/// The details of a full circuit breaker look like a reset by the chosen host, although that host has not received the
+/// request. A stream that reaches the limit on its duration has not failed. An idle timeout is the host's failure only
+/// while the host has the whole request and has not answered. Before that, the stream may be waiting for the client to
+/// send; after that, for the client to receive.
 fn class_of(details: &str, waits_for_host: impl FnOnce() -> bool) -> Class {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| details.starts_with(prefix));
     if details == "via_upstream" {
@@ -112,7 +115,7 @@ mod tests {
         }
         for (request_whole, begun, complete, waits) in [
             (true, false, false, true),
-            // Perhaps Envoy's own reply.
+            // This may be Envoy's own reply.
             (true, true, true, true),
             (true, true, false, false),
             (false, false, false, false),

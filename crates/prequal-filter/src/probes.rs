@@ -1,6 +1,6 @@
-//! Probes: what is sent, and the replies that have not come.
+//! Probes: sending them, and tracking the replies that have not arrived.
 //!
-//! They are the root's and not the stream's that triggers them: the SDK drops replies whose stream has ended
+//! Probes belong to the root and not to the stream that triggers them: the SDK drops replies whose stream has ended
 //! (`docs/adr/0001-root-owned-probes.md`).
 
 use std::collections::HashMap;
@@ -22,14 +22,15 @@ use crate::filter::{Cluster, Filter};
 use crate::host::Headers;
 use crate::outcome::report_in;
 
-/// Most probes in flight per worker. Beyond, the probe cluster is not answering and more would not help.
+/// Maximum number of probes in flight per worker. Beyond this, the probe cluster is not answering and more probes
+/// would not help.
 const MAX_IN_FLIGHT: usize = 1024;
 
 /// The probes of one root.
 #[derive(Default)]
 pub(crate) struct Probes(HashMap<u32, Probe>);
 
-/// A probe whose reply has not come.
+/// A probe whose reply has not arrived.
 struct Probe {
     cluster: usize,
     call: Call,
@@ -38,16 +39,16 @@ struct Probe {
 /// A probe to send.
 #[derive(Clone, Copy)]
 pub(crate) struct Call {
-    /// Who is asked; `None` where the cluster's policy chooses.
+    /// Target of the probe; `None` if the probe cluster's policy chooses.
     pub(crate) target: Option<Target>,
-    /// The stream that waits for it.
+    /// The stream that waits for the reply.
     pub(crate) waiter: Option<u32>,
     pub(crate) hint: Option<Hint>,
     pub(crate) timeout_ms: u64,
 }
 
 impl Probes {
-    /// Sends what is due.
+    /// Sends the probes that are due.
     pub(crate) fn send(&mut self, filter: &Filter, index: usize, due: ProbesDue, now: Micros) {
         let Some(cluster) = filter.clusters.get(index).filter(|_| !due.is_empty()) else { return };
         let targets = cluster.balancer.borrow_mut().targets(due, now, &mut *filter.rng.borrow_mut());
@@ -57,7 +58,7 @@ impl Probes {
         }
     }
 
-    /// True if the probe is on its way.
+    /// Sends one probe. Returns true if it is on its way.
     pub(crate) fn dispatch(&mut self, index: usize, cluster: &Cluster, call: Call) -> bool {
         let token = (self.0.len() < MAX_IN_FLIGHT).then(|| {
             let address = call.target.map(|target| target.probe.to_string());
@@ -79,7 +80,8 @@ impl Probes {
         true
     }
 
-    /// The reply with `headers` headers to a probe comes in; for the stream that waits for it, the answer.
+    /// Handles the reply to a probe, which has `headers` headers. If a stream waits for the probe, returns that
+    /// stream and the answer.
     pub(crate) fn replied(
         &mut self,
         filter: &Filter,
@@ -89,7 +91,7 @@ impl Probes {
     ) -> Option<(u32, Option<Answer>)> {
         let Probe { cluster, call } = self.0.remove(&token)?;
         let mut balancer = filter.clusters.get(cluster)?.balancer.borrow_mut();
-        // Without headers the reply broke off in its body.
+        // A reply without headers was cut off in its body.
         let verified = balancer.config().pool.verified_probes;
         let reply = if headers == 0 { Err(ProbeEnd::Refused) } else { reply(verified) };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
@@ -103,7 +105,7 @@ fn reply(verified: bool) -> Result<Reply, ProbeEnd> {
     let report = report_in(&headers);
     match headers.get(":status").unwrap_or_default() {
         b"200" => {}
-        // Envoy's own words for a call that failed; an agent would have added a report.
+        // Envoy's own statuses for a call that failed; an agent would have added a report.
         b"504" if report.is_none() => return Err(ProbeEnd::Timeout),
         b"503" if report.is_none() => return Err(ProbeEnd::Refused),
         _ => return Err(ProbeEnd::Status),

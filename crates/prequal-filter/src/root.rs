@@ -1,6 +1,6 @@
-//! The root context: configuration, the slow tick, the calls that carry probes.
+//! The root context: configuration, the slow tick, and the calls that carry probes.
 //!
-//! A stream wakes the root by re-entering the module, see [`host::wake`].
+//! A stream wakes the root by re-entering the module; see [`host::wake`].
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -19,8 +19,9 @@ use crate::probes::Probes;
 use crate::stream::Stream;
 use crate::sync;
 
-/// Ticks cost 33 µs each in every VM, so nothing urgent waits for them: updates of a quiet worker, metrics, idle probing.
-/// Only the deadlines of requests that wait hasten them.
+/// Period of the slow tick, which does work that is not urgent: pending updates of an idle worker, metrics, idle
+/// probes. The period is long because a tick costs 33 µs in every VM. Only deadlines of waiting requests cause earlier
+/// ticks.
 const TICK: Duration = Duration::from_millis(250);
 const SLOW_TICK_US: u64 = TICK.as_micros() as u64 * 9 / 10;
 
@@ -28,10 +29,10 @@ const SLOW_TICK_US: u64 = TICK.as_micros() as u64 * 9 / 10;
 pub(crate) struct Root {
     id: u32,
     filter: Option<Rc<Filter>>,
-    /// In the other role, instead of `filter`.
+    /// State of the inbound role, which replaces `filter`.
     inbound: Option<Rc<Inbound>>,
     probes: Probes,
-    /// When the next tick is due, unless it comes at the pace of [`TICK`].
+    /// Time of the tick that [`Self::arm`] scheduled last; `None` before the first one.
     ticks_at: Option<Micros>,
     slow_ticked: Option<Micros>,
 }
@@ -41,13 +42,13 @@ impl Root {
         Self { id, filter: None, inbound: None, probes: Probes::default(), ticks_at: None, slow_ticked: None }
     }
 
-    /// Sets the tick to the next deadline, or back to its slow pace.
+    /// Schedules the next tick: at the earliest deadline, or after [`TICK`].
     fn arm(&mut self, filter: &Filter, now: Micros) {
         let tick = TICK.as_micros() as u64;
         let deadline = filter.waits.borrow().earliest();
         let in_us = deadline.map_or(tick, |at| at.saturating_since(now).clamp(1, tick));
         let at = now.plus(in_us);
-        // A tick that comes a little sooner serves as well. After it the period has to be set again.
+        // A tick that is due earlier is good enough, because every tick schedules the next one.
         let in_time = self.ticks_at.is_some_and(|ticks_at| ticks_at <= at && ticks_at.plus(tick) > now);
         if !in_time {
             let period = Duration::from_millis(in_us.div_ceil(1000));
@@ -56,7 +57,7 @@ impl Root {
         }
     }
 
-    /// Whether a slow tick is due at this one.
+    /// Returns whether this tick is also a slow tick.
     fn slow_tick(&mut self, now: Micros) -> bool {
         // Envoy's timers may come a few milliseconds early.
         let due = self.slow_ticked.is_none_or(|at| now.saturating_since(at) >= SLOW_TICK_US || now < at);

@@ -1,4 +1,4 @@
-//! The steering header, as the shim reads it.
+//! The steering header, in the form that the shim reads.
 
 use prequal_core::client::Request;
 use prequal_core::config::Shim;
@@ -8,7 +8,7 @@ use proxy_wasm::types::MapType;
 
 use crate::host;
 
-/// Writes the choice on the request that is the effective context.
+/// Writes the choice to the request that is the effective context.
 pub(crate) fn steer(shim: Shim, request: &Request) {
     let value = request.pick.replica.map(|replica| {
         let mut value = Vec::with_capacity(2 * MAX_TEXT + 1);
@@ -23,11 +23,12 @@ pub(crate) fn steer(shim: Shim, request: &Request) {
         }
         value
     });
-    // Without a choice the header is removed: a client's own must never steer.
+    // Without a choice the header is removed: a header that a client sent must never steer.
     host::set_header(MapType::HttpRequestHeaders, HEADER_DEST, value.as_deref());
 }
 
-/// RFC 4648, in less code than a library needs for all of its variants: every request has one.
+/// Encodes in base64 (RFC 4648). It runs for every request, and a library has more code, for variants that are not
+/// needed.
 fn base64(bytes: &[u8]) -> Vec<u8> {
     let mut text = Vec::with_capacity(bytes.len().div_ceil(3) * 4);
     for group in bytes.chunks(3) {

@@ -1,5 +1,5 @@
-//! Envoy's shared data, where the blobs lie that all workers share: three per upstream cluster; in the inbound role one of
-//! slots, and one per replica. A blob of another version lies under another key.
+//! Envoy's shared data, which holds the blobs that all workers share: three per upstream cluster in the outbound role;
+//! in the inbound role, one for the slots and one per replica. A blob of another version has another key.
 
 use prequal_core::blob::{Blob, Tag};
 use prequal_core::client::Counters;
@@ -26,23 +26,24 @@ impl SharedData for Envoy {
     }
 }
 
-/// Where the values of one cluster lie.
+/// Access to the blobs of one cluster.
 pub(crate) type Blobs = Cas<Envoy>;
 
-/// Keys carry the versions of all three: a module with others has three of its own, which agree with each other. And the root
-/// id: in Istio all plugins share one namespace. Names are quoted: they may hold slashes themselves.
+/// Returns the access to the blobs of one cluster. Keys carry the versions of all three blobs: a module with other
+/// versions uses its own set of three, which agree with each other. Keys also carry the root id, because in Istio all
+/// plugins share one namespace. Names are quoted, because they may contain slashes.
 pub(crate) fn blobs_of(root_id: &str, cluster: &str) -> Blobs {
     let [pool, members, ejections] = [PoolState::TAG, Members::TAG, EjectionTable::TAG].map(Tag::version);
     Cas { data: Envoy, prefix: format!("prequal/{pool}.{members}.{ejections}/{root_id:?}/{cluster:?}") }
 }
 
-/// Makes sure that the blob exists.
+/// Creates the blob if it does not exist.
 pub(crate) fn seed<B: Blob>(key: &str) {
     At { data: &Envoy, key }.seed::<B>();
 }
 
-/// Reads and changes a blob; see [`shared::update`]. The second value says whether it was written; if not the change is lost,
-/// never the request.
+/// Reads and changes a blob; see [`shared::update`]. The second value tells whether the blob was written. If it was
+/// not, the change is lost, but the request continues.
 pub(crate) fn update<B: Blob, T>(
     key: &str,
     counters: &BlobCounters,

@@ -1,8 +1,9 @@
 //! One request: the pick, the report on its response, the outcome.
 //!
-//! The common path makes one shared-data transaction, one header read and hardly ever a property read: a report from the
-//! chosen replica shows that it answered, unless the balancer has reason to doubt. Properties are read only where no such
-//! report came. Such a response shows at its headers whether a retry had to rescue it, as soon as Envoy tells.
+//! The common path makes one shared-data transaction and one header read, and hardly ever reads a property: a report
+//! from the chosen replica shows that it answered, unless the balancer has reason to doubt it. Properties are read only
+//! if no such report came. In that case, the filter checks at the response headers whether a retry rescued the request:
+//! Envoy does not know this any earlier.
 
 use std::mem;
 use std::rc::Rc;
@@ -28,17 +29,17 @@ use crate::store::Blobs;
 pub(crate) struct Stream {
     id: u32,
     filter: Rc<Filter>,
-    /// Index of the upstream cluster, once the request is known to be for one of ours.
+    /// Index of the upstream cluster, once the request is known to be for a configured cluster.
     cluster: Option<usize>,
-    /// It is known because it was looked up.
+    /// Whether the cluster is known from a lookup.
     looked_up: bool,
     request: Request,
-    /// Where the root leaves the choice for a request that waits.
+    /// Cell in which the root leaves the choice for a waiting request.
     placed: Option<Placed>,
     progress: Progress,
-    /// The response carries an error: a 5xx, or what gRPC says in `grpc-status`.
+    /// Whether the response carries an error: a 5xx, or an error in gRPC's `grpc-status`.
     failed: bool,
-    /// It is gRPC's, whose trailers may carry one as well.
+    /// Whether the response is gRPC, whose trailers may also carry an error.
     grpc: bool,
 }
 
@@ -57,7 +58,7 @@ impl Stream {
         }
     }
 
-    /// Lets the request wait for probes of its own. False if there is nothing to wait for.
+    /// Makes the request wait for probes of its own. Returns false if there is nothing to wait for.
     fn wait(&mut self, filter: &Filter, index: usize, cluster: &Cluster, now: Micros) -> bool {
         let hint = {
             let balancer = cluster.balancer.borrow();
@@ -67,7 +68,8 @@ impl Stream {
                 let header = source.header.as_deref().and_then(read);
                 let path = source.path_segment.and_then(|_| read(":path"));
                 let hint = source.hint(header.as_deref(), path.as_deref());
-                // The replica that serves it learns what it has served.
+                // The hint is passed on to the replica that serves the request, so that the replica learns which hints
+                // it has served.
                 let text = hint.map(|hint| hint.to_string());
                 host::set_header(
                     MapType::HttpRequestHeaders,
@@ -86,7 +88,7 @@ impl Stream {
         filter.waits.borrow().contains(self.id)
     }
 
-    /// Takes over what the root chose meanwhile, if it has.
+    /// Takes over the root's choice, if the root has made one.
     fn take_placed(&mut self) {
         if let Some(request) = self.placed.as_ref().and_then(|placed| placed.take()) {
             self.placed = None;
@@ -94,7 +96,7 @@ impl Stream {
         }
     }
 
-    /// A request that is answered or ends while it waits is not resumed.
+    /// Ends the wait: a request that is answered or ends while it waits is not resumed.
     fn stop_waiting(&mut self) {
         self.take_placed();
         if self.placed.take().is_some()
@@ -105,10 +107,10 @@ impl Stream {
         }
     }
 
-    /// The client has sent all of its request: from now on it waits for the replica.
+    /// Handles the end of the client's request. From now on the request waits for the replica.
     fn request_ended(&mut self) {
         self.progress.request_whole = true;
-        // A request that has waited for probes goes on with its body.
+        // A request that has waited for probes resumes with its body.
         self.take_placed();
         if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
             let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
@@ -117,7 +119,7 @@ impl Stream {
     }
 }
 
-/// What Envoy says of the request that is the effective context.
+/// Envoy's account of the request that is the effective context.
 struct Told<'a> {
     filter: &'a Filter,
     looked_up: bool,
@@ -129,7 +131,7 @@ impl Witness for Told<'_> {
         host::now()
     }
 
-    /// The first request that is not turns the look-up on.
+    /// The first request that is not for a configured cluster turns the lookup on.
     fn is_ours(&self) -> bool {
         self.looked_up || self.filter.routed_cluster().is_some() || {
             self.filter.look_up_cluster.set(true);
@@ -150,7 +152,7 @@ impl Witness for Told<'_> {
     }
 }
 
-/// What headers, or trailers, say of the utilisation in the format of ORCA.
+/// Returns the utilisation from an ORCA report in headers or trailers.
 fn orca_utilisation(balancer: &Balancer<Blobs, Metrics>, headers: &Headers) -> Option<f64> {
     balancer.orca_utilisation(headers.all(orca::HEADER), headers.all(orca::HEADER_BIN))
 }
@@ -162,7 +164,8 @@ impl HttpContext for Stream {
         #[cfg(feature = "crash-test")]
         host::crash_on_demand();
         let filter = Rc::clone(&self.filter);
-        // With a single configured cluster the property (2 µs) is not read until a request turns out to have gone elsewhere.
+        // With a single configured cluster, the property, which takes 2 µs to read, is not read until a request turns
+        // out to have gone elsewhere.
         self.looked_up = filter.look_up_cluster.get();
         self.cluster = if self.looked_up { filter.routed_cluster() } else { Some(0) };
         let found = self.cluster.and_then(|index| Some((index, filter.clusters.get(index)?)));
@@ -203,7 +206,7 @@ impl HttpContext for Stream {
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else {
             return Action::Continue;
         };
-        // A gRPC error without a message is a response of headers alone.
+        // A gRPC error without a message is a response that consists of headers alone.
         self.progress.complete = end_of_stream;
         let headers = Headers::of(MapType::HttpResponseHeaders);
         self.grpc = headers.get("content-type").is_some_and(is_grpc);
@@ -234,7 +237,7 @@ impl HttpContext for Stream {
         self.failed |= self.grpc && grpc_failed(MapType::HttpResponseTrailers);
         if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
             let balancer = cluster.balancer.borrow();
-            // gRPC's servers report here. Trailers are not read unless that is asked for.
+            // gRPC servers send ORCA reports in trailers. The trailers are read only if the configuration asks for it.
             if balancer.config().choice.orca.is_some() {
                 self.request
                     .tell_late(|| orca_utilisation(&balancer, &Headers::of(MapType::HttpResponseTrailers)));
@@ -244,8 +247,9 @@ impl HttpContext for Stream {
     }
 }
 
-/// Envoy is done with the request: it knows all of it. `on_log`, just before, would be one call more. The SDK holds its table of
-/// streams meanwhile: nothing here may call back into the module, as [`host::wake`] does.
+/// Envoy drops the stream when it is done with the request and knows its outcome. `on_log`, which Envoy calls just
+/// before, would cost one more call per request. The SDK holds its table of streams during the drop, so nothing here
+/// may call back into the module, as [`host::wake`] does.
 impl Drop for Stream {
     fn drop(&mut self) {
         self.stop_waiting();

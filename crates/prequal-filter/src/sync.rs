@@ -1,9 +1,9 @@
 //! Synchronous mode: requests that wait for probes of their own (`docs/adr/0006-sync-mode.md`).
 //!
-//! A stream puts itself down as the one that asks, wakes the root, and pauses if the root then holds a wait for it. The
-//! root owns the calls and the waits. It places a request when its wait is over and resumes it. A stream that ends first
-//! takes its wait away, so a dead stream is never resumed; a wait whose calls cannot be sent never begins, so no request
-//! is left hanging.
+//! A stream leaves an [`Ask`], wakes the root, and pauses if the root has then begun a wait for it. The root owns the
+//! calls and the waits. When a wait is over, the root places the request and resumes it. A stream that ends first
+//! removes its wait, so a dead stream is never resumed. If the calls of a request cannot be sent, no wait begins, so no
+//! request is left hanging.
 
 use prequal_core::client::Wait;
 use prequal_core::sync::{Answer, Ending, Waiting};
@@ -15,11 +15,11 @@ use crate::metrics::WaitEnd;
 use crate::probes::{Call, Probes};
 use crate::steer::steer;
 
-/// Envoy's timers are off by up to 4 ms either way: a call must not time out before the deadline.
+/// Margin for Envoy's timers, which are off by up to 4 ms either way: a call must not time out before the deadline.
 const TIMER_SLACK_MS: u64 = 10;
 
-/// Sends the probes of a request that wants to wait. No wait begins where there is nothing to compare, or nothing could be
-/// sent: the stream then goes on at once. True if it waits.
+/// Sends the probes of a request that wants to wait. Returns true if the request waits. No wait begins if fewer than
+/// two replicas are known or no probe could be sent; the stream then continues at once.
 pub(crate) fn ask(probes: &mut Probes, filter: &Filter, ask: Ask) -> bool {
     let Some(cluster) = filter.clusters.get(ask.waiter.cluster) else { return false };
     let targets = cluster.balancer.borrow_mut().ask(&mut *filter.rng.borrow_mut());
@@ -49,7 +49,7 @@ pub(crate) fn ask(probes: &mut Probes, filter: &Filter, ask: Ask) -> bool {
     true
 }
 
-/// A probe of a waiting request has ended.
+/// Handles the end of a probe of a waiting request.
 pub(crate) fn heard(probes: &mut Probes, filter: &Filter, stream: u32, answer: Option<Answer>, now: Micros) {
     let ended = filter.waits.borrow_mut().ended(stream, answer);
     if let Some((wait, ending)) = ended {
@@ -65,11 +65,12 @@ pub(crate) fn expire(probes: &mut Probes, filter: &Filter, now: Micros) {
     }
 }
 
-/// Chooses for a request that has waited, and lets it go on.
+/// Chooses for a request that has waited, and resumes it.
 fn place(probes: &mut Probes, filter: &Filter, stream: u32, wait: Wait<Waiter>, ending: Ending, now: Micros) {
     let Waiter { cluster: index, hint, whole, placed } = wait.host;
     let Some(cluster) = filter.clusters.get(index) else { return };
-    // The stream took its wait away when it ended; should the host know better, there is nobody to resume.
+    // A stream that ends removes its wait. If the host nevertheless does not know the stream, there is nothing to
+    // resume.
     if hostcalls::set_effective_context(stream).is_err() {
         return;
     }
@@ -84,7 +85,7 @@ fn place(probes: &mut Probes, filter: &Filter, stream: u32, wait: Wait<Waiter>, 
     let _ = hostcalls::resume_http_request();
     let _ = hostcalls::set_effective_context(filter.root_id);
     if hint.is_none() {
-        // The answers have filled the pool.
+        // The answers have filled the pool, so no addressed probes are needed.
         due.addressed = 0;
     }
     probes.send(filter, index, due, now);

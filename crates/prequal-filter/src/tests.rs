@@ -1,4 +1,4 @@
-//! The module in a host that the test plays.
+//! Tests of the module in a fake host.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -9,7 +9,7 @@ use fake::*;
 
 mod fake;
 
-/// A worker that knows three replicas, with more settings.
+/// Starts a worker that knows three replicas, with additional settings.
 fn start_with(settings: &str) {
     let endpoints = r#"["10.0.0.1:80","10.0.0.2:80","10.0.0.3:80"]"#;
     let cluster =
@@ -25,7 +25,7 @@ fn probes(result: &str) -> i64 {
     metric(&format!("prequal_probes_total.cluster=service.result={result}"))
 }
 
-/// A request to the cluster.
+/// Sends a request to the cluster.
 fn get(id: u32) -> Stream {
     set_property(id, "xds.cluster_name", "service");
     let (stream, action) = Stream::begin(id, &[(":path", "/")]);
@@ -33,17 +33,17 @@ fn get(id: u32) -> Stream {
     stream
 }
 
-/// Where the request is steered.
+/// Returns the replica that the request is steered to.
 fn dest(stream: &Stream) -> Option<String> {
     let value = stream.request_header(HEADER_DEST)?;
     Some(String::from_utf8(STANDARD.decode(value).unwrap()).unwrap())
 }
 
-/// Requests go out until replicas have told their load.
+/// Sends requests until replicas have reported their load.
 fn warm() {
     for id in 1000..1020 {
         get(id).end();
-        // Longer than the fleet counts as new.
+        // The rounds together outlast the period for which the fleet counts as new.
         pass(200_000);
         for call in calls() {
             if call.header(HEADER_DEST).is_some() {
@@ -58,7 +58,7 @@ fn warm() {
     log();
 }
 
-/// The chosen replica answers a request well.
+/// Makes the chosen replica answer a request successfully.
 fn answer(stream: &Stream) {
     let replica = dest(stream).unwrap();
     stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{replica}"))], false);
@@ -70,7 +70,7 @@ fn a_request_costs_one_write_one_look_at_headers_and_no_property() {
     start_with("");
     warm();
     for id in [1, 2] {
-        // The first transaction after a tick looks whether anybody else writes.
+        // The first transaction after a tick checks whether another worker has written.
         let stream = get(id);
         answer(&stream);
         stream.end();
@@ -84,7 +84,7 @@ fn a_request_costs_one_write_one_look_at_headers_and_no_property() {
     stream.end();
     assert_eq!(log(), [""; 0]);
     assert_eq!(outcome("answer"), 3, "told at the tick");
-    // Another worker writes: the guess is refused, and the value read.
+    // Another worker writes: the guessed version is refused, and the value is read.
     touch("pool");
     log();
     get(4).end();
@@ -110,7 +110,7 @@ fn a_cluster_that_nobody_uses_costs_no_probe_and_no_look_at_shared_data() {
     assert!((12..=24).contains(&sent), "{sent}");
     assert_eq!(ticks(100), Vec::<String>::new());
     assert_eq!((probes("sent"), metric("prequal_pool_occupancy")), (sent, 0));
-    // One request, and it is as it was.
+    // One request makes the cluster active again.
     get(1).end();
     assert!(!ticks(10).is_empty() && probes("sent") > sent);
 }
@@ -145,7 +145,7 @@ fn probes_are_the_roots_and_their_replies_outlive_the_request() {
 fn no_reply_is_taken_at_its_word() {
     start_with("");
     let replies: &[(&[(&str, &str)], &str)] = &[
-        // Without headers it broke off: then the SDK panics if it is asked for one.
+        // A reply without headers was cut off. The SDK panics if it is asked for a header of such a reply.
         (&[], "refused"),
         (&[(":status", "503")], "refused"),
         (&[(":status", "200")], "rejected_no_report"),
@@ -171,7 +171,7 @@ fn no_reply_is_taken_at_its_word() {
     assert_eq!(probes("used"), 0);
 }
 
-/// Envoy sent the request to the other replica, whose name is returned.
+/// Makes Envoy send the request to the other replica, and returns that replica's name.
 fn served_by_other(stream: &Stream, chosen: &str) -> &'static str {
     let other = if chosen == "10.0.0.1:80" { "10.0.0.2:80" } else { "10.0.0.1:80" };
     stream.property("upstream.address", other);
@@ -190,7 +190,7 @@ fn who_served_is_asked_only_where_the_chosen_replica_did_not_prove_it() {
     stream.end();
     assert_eq!(metric("prequal_diverted_total"), 1);
     assert_eq!((outcome("answer"), metric("prequal_reports_total.cluster=service.result=used")), (1, 1));
-    // Envoy would not use it: it is left alone for a second.
+    // Envoy did not use the chosen replica, so the filter does not choose it again for one second.
     for id in 2..20 {
         let stream = get(id);
         assert_ne!(dest(&stream), Some(chosen.clone()));
@@ -349,7 +349,7 @@ fn a_bad_configuration_is_refused_with_its_reasons() {
     assert!(said.contains("probe_cluster") && said.contains("sync_d"), "{said}");
 }
 
-/// What a replica without an agent answers: headers, trailers.
+/// Answer of a replica without an agent: its headers and its trailers.
 type Answer<'a> = (&'a [(&'a str, &'a str)], &'a [(&'a str, &'a str)]);
 
 #[test]
@@ -392,7 +392,7 @@ fn reports_in_orca_are_read_in_every_format_and_in_trailers() {
     }
 }
 
-/// How often the trailers of a response are looked at for a report in ORCA.
+/// Returns how many times the trailers of a response are searched for an ORCA report.
 fn looks_at_trailers(settings: &str) -> usize {
     start_with(settings);
     let stream = get(1);

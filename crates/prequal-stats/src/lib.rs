@@ -1,10 +1,11 @@
 //! The filter's statistics, read back from the text of Envoy's `/stats`.
 //!
-//! The filter (`crates/prequal-filter/src/metrics.rs`) puts labels into names, because that is all a wasm module can do:
-//! `wasmcustom.prequal_picks_total.cluster=replicas.branch=cold: 3`. The demo's page, `prequal top` and the tests read
-//! them here. Pure text: who fetches it, and how often, is theirs.
+//! The filter (`crates/prequal-filter/src/metrics.rs`) puts labels into names, because a wasm module cannot do
+//! anything else: `wasmcustom.prequal_picks_total.cluster=replicas.branch=cold: 3`. The demo's page, `prequal top`
+//! and the tests read them here. This crate only parses text; its users decide how the text is fetched, and how
+//! often.
 
-/// What to ask the admin for: counters and gauges of the filter, nothing else.
+/// Path to request from the admin: counters and gauges of the filter, nothing else.
 pub const PATH: &str = "/stats?filter=prequal_";
 
 /// One counter or gauge of the filter.
@@ -12,15 +13,16 @@ pub const PATH: &str = "/stats?filter=prequal_";
 pub struct Sample<'a> {
     /// Name without the prefix `prequal_`, such as `picks_total`.
     pub metric: &'a str,
-    /// The serving cluster as the filter writes it: see [`label`].
+    /// Serving cluster, spelled as in the filter's statistics: see [`label`].
     pub cluster: &'a str,
-    /// The value of the second label (branch, result, class, end or reason); empty if there is none.
+    /// Value of the second label (branch, result, class, end or reason); empty if there is none.
     pub kind: &'a str,
-    /// The value.
+    /// Value of the counter or gauge.
     pub value: u64,
 }
 
-/// The samples of a text as `/stats` has it. Lines that are not the filter's, histograms among them, are left out.
+/// Returns the samples in a text in the format of `/stats`. Lines that are not the filter's counters or gauges are
+/// skipped, including histograms.
 pub fn samples(text: &str) -> impl Iterator<Item = Sample<'_>> {
     text.lines().filter_map(sample)
 }
@@ -36,7 +38,7 @@ fn sample(line: &str) -> Option<Sample<'_>> {
     Some(Sample { metric, cluster, kind, value: value.trim().parse().ok()? })
 }
 
-/// How the filter writes the name of a cluster into a label: a dot would end the label's value.
+/// Returns the name of a cluster as the filter writes it into a label. A dot would end the label's value.
 pub fn label(cluster: &str) -> String {
     cluster.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect()
 }

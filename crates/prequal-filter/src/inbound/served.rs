@@ -1,4 +1,5 @@
-//! One replica, as one worker knows it: its own requests in flight, everybody's RIF, and the estimate that all workers share.
+//! One replica, as one worker knows it: its own requests in flight, the RIF of all workers, and the estimate that all
+//! workers share.
 
 use std::cell::{Cell, RefCell};
 
@@ -15,15 +16,15 @@ use prequal_core::tracker::{Outcome, Present, Ticket, TrackerConfig, Visit};
 use crate::metrics::{BlobCounters, Counter, Gauge, label};
 use crate::store::{seed, update};
 
-/// What others' requests told is read at least this often before it is reported, microseconds.
+/// Maximum age of the data on other workers' requests when a report is made, microseconds.
 const STALE_US: u64 = 100_000;
 
-/// The slots that counts stand in.
+/// The slots that VMs count in.
 pub(super) trait Seats {
     /// The slot that this VM counts in.
     fn slot(&self) -> Option<usize>;
 
-    /// Slots that anybody may count in: the first so many.
+    /// Number of slots that any VM may count in, from slot 0.
     fn used(&self) -> usize;
 }
 
@@ -35,11 +36,11 @@ pub(crate) struct Served {
     seen: Cell<Seen>,
     read: Cell<Micros>,
     probe_endpoint: Cell<Option<Endpoint>>,
-    /// Name of the gauges up to the number of the slot, and after it.
+    /// Parts of the gauges' names before and after the slot number.
     gauge_name: (String, String),
     /// Requests in flight by slot.
     gauges: RefCell<Vec<Gauge>>,
-    /// Of those, what is not at the replica: streams, and what waits for its client.
+    /// Requests by slot that are in flight but not at the replica: streams, and requests that wait for their client.
     away: RefCell<Vec<Gauge>>,
     away_name: (String, String),
     ended: [Counter; 4],
@@ -73,9 +74,10 @@ impl Served {
         served
     }
 
-    /// A request arrives.
+    /// Handles the arrival of a request.
     pub(super) fn start(&self, vm: &impl Seats, now: Micros) -> Ticket {
-        // What ended elsewhere since, before this begins: the estimate takes events in their order.
+        // Requests that have ended on other workers are read before this one begins, because the estimate needs events
+        // in order.
         self.look(now);
         let others = self.present(vm);
         let ticket = self.replica.borrow_mut().start_behind(now, others);
@@ -83,13 +85,13 @@ impl Served {
         ticket
     }
 
-    /// The request is a stream: it stays in flight, but its age says nothing of the replica's speed.
+    /// Marks the request as a stream: it stays in flight, but its age says nothing about the replica's speed.
     pub(super) fn streaming(&self, vm: &impl Seats, ticket: &Ticket, now: Micros) {
         self.replica.borrow_mut().tracker.streaming(ticket, now);
         self.publish_away(vm);
     }
 
-    /// The request waits for its client, or no longer.
+    /// Sets whether the request waits for its client.
     pub(super) fn set_client_waits(&self, vm: &impl Seats, ticket: &Ticket, now: Micros, waits: bool) {
         {
             let tracker = &mut self.replica.borrow_mut().tracker;
@@ -102,7 +104,7 @@ impl Served {
         self.publish_away(vm);
     }
 
-    /// A request ends. `up` says what is known of the replica being there.
+    /// Handles the end of a request. `up` tells whether the replica is up, if that is known.
     pub(super) fn finish(
         &self,
         vm: &impl Seats,
@@ -125,7 +127,7 @@ impl Served {
             Outcome::Streaming => streaming,
         }
         .one();
-        // It shows nothing of the replica, but is one that ended.
+        // An aborted request shows nothing about the replica, but the rates count it as ended.
         if outcome == Outcome::Aborted && !self.counts_rates() {
             return;
         }
@@ -138,7 +140,8 @@ impl Served {
         });
     }
 
-    /// The report for a response. `leaving`: its request, if that is about to end and not in the way of the next one.
+    /// Returns the report for a response. `leaving` is the request that it answers, which the report leaves out; `None`
+    /// if the request may stay in flight, as a stream does.
     pub(super) fn report(&self, vm: &impl Seats, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let read = self.read.get();
         if now < read || now.saturating_since(read) > STALE_US {
@@ -152,8 +155,8 @@ impl Served {
         self.replica.borrow_mut().count_rates(now, u64::from(window_ms) * 1000);
     }
 
-    /// `report`, which was made just now, in the format of ORCA; `None` before [`Self::count_rates`]. `leaves`: on the response
-    /// to a request that still counts.
+    /// Converts `report`, which was made just now, to ORCA format; `None` before [`Self::count_rates`]. `leaves` is
+    /// true if the report goes on the response to a request that is about to end but still counts as in flight.
     pub(super) fn orca(
         &self,
         now: Micros,
@@ -164,7 +167,7 @@ impl Served {
         self.replica.borrow_mut().orca(now, report, leaves, limit)
     }
 
-    /// Keeps the rates right on a worker that serves little itself.
+    /// Keeps the rates accurate on a worker that serves few requests itself.
     pub(super) fn sample(&self, vm: &impl Seats, now: Micros) {
         if self.counts_rates() {
             self.look(now);
@@ -177,7 +180,7 @@ impl Served {
         self.replica.borrow().counts_rates()
     }
 
-    /// The report for a probe that came in `at` an address of this Envoy.
+    /// Returns the report for a probe that arrived at the address `at` of this Envoy.
     pub(super) fn answer(&self, vm: &impl Seats, now: Micros, at: Option<Endpoint>) -> LoadReport {
         self.probes.one();
         self.look(now);
@@ -194,7 +197,8 @@ impl Served {
         self.replica.borrow_mut().report_at(now, present, self.endpoint, self.probe_endpoint.get(), leaving)
     }
 
-    /// Shows the others how many requests are in flight here. An absolute value: whatever went wrong before is right again.
+    /// Publishes the number of requests in flight here to the other workers. The value is absolute, so it corrects
+    /// any earlier error.
     pub(super) fn publish(&self, vm: &impl Seats) {
         if let Some(slot) = vm.slot() {
             let rif = self.replica.borrow().tracker.rif();
@@ -202,7 +206,7 @@ impl Served {
         }
     }
 
-    /// Takes away what VMs that are no more have counted.
+    /// Clears the counts of VMs that no longer exist.
     pub(super) fn sweep(&self, table: &Slots, used: usize) {
         for slot in (0..used).filter(|slot| table.is_free(*slot)) {
             for gauge in [self.gauge(slot), gauge(&self.away, &self.away_name, slot)] {
@@ -223,13 +227,13 @@ impl Served {
         self.replica.borrow().tracker.present().away
     }
 
-    /// Requests in flight on all workers.
+    /// Returns the requests in flight on all workers.
     fn present(&self, vm: &impl Seats) -> Present {
         let own = vm.slot();
         let mut sum = self.replica.borrow().tracker.present();
         for slot in (0..vm.used()).filter(|slot| Some(*slot) != own) {
             let rif = self.gauge(slot).get();
-            // Who has nothing in flight has nothing away.
+            // A VM with nothing in flight has nothing away.
             let away = if rif > 0 { gauge(&self.away, &self.away_name, slot).get() } else { 0 };
             sum.rif = add(sum.rif, rif);
             sum.away = add(sum.away, away);
@@ -241,7 +245,7 @@ impl Served {
         gauge(&self.gauges, &self.gauge_name, slot)
     }
 
-    /// Reads what others' requests told.
+    /// Reads the results of other workers' requests.
     fn look(&self, now: Micros) {
         update::<EndedLog, _>(&self.log_key, &self.blobs, |log| (self.read_log(log, now), false));
     }
@@ -258,7 +262,7 @@ impl Served {
         self.probe_endpoint.set(log.probe_endpoint(self.endpoint));
     }
 
-    /// Reads the log, and writes it if `change` says that there is an update.
+    /// Reads the log, and writes it if it was initialised here or `change` returns true.
     fn transact(&self, now: Micros, mut change: impl FnMut(&mut EndedLog, &mut Seen) -> bool) {
         let (seen, written) = update::<EndedLog, _>(&self.log_key, &self.blobs, |log| {
             let begun = log.begin(&self.replica.borrow(), now);
@@ -267,7 +271,7 @@ impl Served {
             let changed = change(log, &mut seen);
             (seen, begun || changed)
         });
-        // What was appended is not to be read again; what was lost in conflicts was not appended.
+        // An event that was appended must not be read again. An event that was lost in conflicts was not appended.
         if written {
             self.seen.set(seen);
         }
@@ -278,7 +282,7 @@ fn add(sum: u32, more: u64) -> u32 {
     u32::try_from(u64::from(sum).saturating_add(more)).unwrap_or(MAX_RIF).min(MAX_RIF)
 }
 
-/// The gauge of a slot; `name` is its name up to the slot's number, and after it.
+/// Returns the gauge of a slot. `name` has the parts of the gauge's name before and after the slot number.
 fn gauge(gauges: &RefCell<Vec<Gauge>>, name: &(String, String), slot: usize) -> Gauge {
     let mut gauges = gauges.borrow_mut();
     let (before, after) = name;

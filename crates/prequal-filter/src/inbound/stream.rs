@@ -1,8 +1,9 @@
-//! One request on its way to the replica behind this Envoy: counted until the replica has answered it, judged then. How
-//! fast its client sends and takes is none of the replica's doing.
+//! One request on its way to the replica behind this Envoy. It counts as in flight until the replica has answered it;
+//! then its outcome is classified. The speed at which its client sends and receives is not held against the replica.
 //!
-//! What counts as what is the agent's table (`crates/probe-agent/src/body.rs`), with Envoy's word for who ended the request. A
-//! request that Envoy itself answered was in flight, and tells nothing of the replica unless it was refused, reset or late.
+//! Requests are classified as in the agent's table (`crates/probe-agent/src/body.rs`), except that here Envoy reports
+//! who ended the request. A request that Envoy itself answered counted as in flight, but shows nothing about the
+//! replica unless the replica refused it, reset it, or was late.
 
 use std::rc::Rc;
 
@@ -21,23 +22,23 @@ use super::{Inbound, reply};
 use crate::host;
 use crate::outcome::{Progress, grpc_failed, is_grpc};
 
-/// A gRPC call open for longer than this after its first response message is a stream, microseconds.
+/// Time after the first response message beyond which an open gRPC call counts as a stream, microseconds.
 const GRPC_UNARY_TAIL_US: u64 = 1_000_000;
-/// Before each gRPC message: a flag, and its length in four bytes.
+/// Length of the prefix of each gRPC message: a flag, and the message's length in four bytes.
 const GRPC_PREFIX: usize = 5;
 
 /// One request.
 pub(crate) struct InboundStream {
     inbound: Rc<Inbound>,
     flight: Option<Flight>,
-    /// Answered here; the response is not the replica's.
+    /// Whether the filter answered the request itself; the response is then not the replica's.
     own: bool,
     progress: Progress,
     failed: bool,
-    /// The client has not sent all of its request.
+    /// Whether the client has not yet sent all of its request.
     uploading: bool,
     streaming: bool,
-    /// A WebSocket, or the like.
+    /// Whether the connection was upgraded, for example to a WebSocket.
     upgraded: bool,
     grpc: Option<Grpc>,
 }
@@ -48,11 +49,11 @@ struct Flight {
     ticket: Ticket,
 }
 
-/// What tells a gRPC stream from a unary call.
+/// State that distinguishes a gRPC stream from a unary call.
 #[derive(Default)]
 struct Grpc {
     first: Option<Micros>,
-    /// Bytes of the first message with its prefix, once known.
+    /// Size of the first message with its prefix, bytes; `None` until known.
     unary: Option<usize>,
     received: usize,
 }
@@ -72,7 +73,7 @@ impl InboundStream {
         }
     }
 
-    /// Answers what is below our prefix. True if it did.
+    /// Answers requests for paths below Prequal's prefix. Returns true if it did.
     fn answered_here(&self) -> bool {
         let header = |name| host::header(MapType::HttpRequestHeaders, name).unwrap_or_default();
         let path = header(":path");
@@ -98,7 +99,7 @@ impl InboundStream {
         self.streaming = true;
     }
 
-    /// What the head of the response tells.
+    /// Reads the headers of the response.
     fn read_head(&mut self, end_of_stream: bool) {
         let header = |name| host::header_bytes(MapType::HttpResponseHeaders, name).unwrap_or_default();
         let status = header(":status");
@@ -129,18 +130,18 @@ impl InboundStream {
             .then(|| flight.served.report(&*self.inbound.vm, now, leaving));
         if let (Some(orca), Some(report)) = (orca, &report) {
             let load = flight.served.orca(now, report, leaving.is_some(), orca.limit);
-            // What the replica says of itself would contradict it.
+            // The replica's own ORCA report would contradict this one.
             set(orca::HEADER_BIN, None);
             set(orca::HEADER, load.map(|load| load.header(orca.format)).as_deref());
         }
         let report = report.filter(|_| config.report_on_responses).map(|report| report.to_string());
-        // What the replica itself says of its load does not count beside what is counted here.
+        // The report made here replaces the replica's own report of its load.
         set(HEADER_LOAD, report.as_deref());
         set(HEADER_RIF, None);
         set(HEADER_LATENCY, None);
     }
 
-    /// Nothing more comes of the replica: what is left is the client's pace.
+    /// Stops counting the request: the replica sends nothing more, and the rest depends on the client's speed.
     fn end(&mut self) {
         if let Some(Flight { served, ticket }) = self.flight.take() {
             let (outcome, up) = self.judge();
@@ -148,7 +149,7 @@ impl InboundStream {
         }
     }
 
-    /// The replica waits for the client's upload, or no longer.
+    /// Sets whether the replica waits for the client's upload.
     fn set_client_waits(&self, waits: bool) {
         if let Some(flight) = &self.flight {
             flight.served.set_client_waits(&*self.inbound.vm, &flight.ticket, host::now(), waits);
@@ -161,7 +162,7 @@ impl InboundStream {
         }
     }
 
-    /// How the request ended, and what that says of the replica being there.
+    /// Returns how the request ended and, if that shows it, whether the replica is up.
     fn judge(&self) -> (Outcome, Option<bool>) {
         match self.progress.class() {
             _ if self.upgraded => (Outcome::Streaming, None),
@@ -171,7 +172,7 @@ impl InboundStream {
             Class::Answer if self.failed => (Outcome::Failure, Some(true)),
             Class::Answer if self.progress.complete => (Outcome::Success, Some(true)),
             Class::Answer | Class::ClientAbort | Class::Local => (Outcome::Aborted, None),
-            // Nobody listens. Other failures are of a replica that may be as warm as ever.
+            // The replica's port has no listener. After other failures the replica may still be warm.
             Class::UpstreamFailure if refused() => (Outcome::Failure, Some(false)),
             Class::UpstreamFailure => (Outcome::Failure, None),
         }
@@ -223,7 +224,7 @@ impl HttpContext for InboundStream {
         if self.own {
             return Action::Continue;
         }
-        // A replica may answer before it has read everything.
+        // A replica may answer before it has read the whole request.
         self.uploaded();
         self.progress.begun = true;
         self.read_head(end_of_stream);
@@ -268,7 +269,8 @@ impl Drop for InboundStream {
 }
 
 impl Grpc {
-    /// Takes in the next bytes of the body, which are the current buffer; whether they show a stream.
+    /// Processes the next bytes of the body, which are in the current buffer. Returns whether they show that the call
+    /// is a stream.
     fn data(&mut self, size: usize) -> bool {
         let now = host::now();
         if self.received == 0 {
@@ -287,7 +289,7 @@ impl Grpc {
     }
 }
 
-/// Whether the replica's port took no connection.
+/// Returns whether the replica's port refused the connection.
 fn refused() -> bool {
     let details = host::text_property(&["response", "code_details"]).unwrap_or_default();
     details.contains("remote_connection_failure")

@@ -1,7 +1,7 @@
-//! This VM among those of one Envoy: its slot, its heartbeat, the replicas that it counts for.
+//! This VM among the VMs of one Envoy: its slot, its heartbeat, and the replicas that it counts for.
 //!
-//! All of this is the VM's and not a root's: an update of the listener makes a second root in the same VM, whose requests and
-//! the first one's count together.
+//! All of this belongs to the VM and not to a root. An update of the listener creates a second root in the same VM,
+//! and the requests of both roots count together.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -16,11 +16,11 @@ use crate::host;
 use crate::metrics::{BlobCounters, Counter, Gauge, label};
 use crate::store::{seed, update};
 
-/// How often a root of this role ticks.
+/// Period at which a root of this role ticks.
 pub(crate) const TICK: Duration = Duration::from_millis(HEARTBEAT_MS as u64);
 
-/// Where the table lives. In Istio all plugins share one namespace. There has been one version: another needs other names of
-/// gauges as well as another key, for each table gives out the slots from 0.
+/// Key of the slot table. In Istio all plugins share one namespace. The table has had one version so far; another
+/// version needs other gauge names as well as another key, because each table assigns slots from 0.
 const TABLE: &str = "prequal/1/inbound/slots";
 
 thread_local! {
@@ -29,14 +29,14 @@ thread_local! {
 
 /// The state of this VM.
 pub(crate) struct Vm {
-    /// Of other namespaces the gauges are others': part of their names.
+    /// Part of the gauges' names, because each namespace has its own gauges.
     pub(super) namespace: String,
     claim: Cell<Option<Claim>>,
-    /// It counts, and has no slot: it tries again at every tick.
+    /// Whether this VM counts but has no slot. It then tries again at every tick.
     slotless: Cell<bool>,
     ticked: Cell<Option<Micros>>,
     replicas: RefCell<Vec<Rc<Served>>>,
-    /// Slots in use by all VMs, never less.
+    /// Upper bound on the number of slots in use by all VMs.
     used: Gauge,
     claimed: Counter,
     freed: Counter,
@@ -58,7 +58,7 @@ impl Seats for Vm {
 }
 
 impl Vm {
-    /// Only from a callback of a root or a stream.
+    /// Returns this VM's state. Call it only from a callback of a root or a stream.
     pub(crate) fn this() -> Rc<Self> {
         VM.with(Rc::clone)
     }
@@ -84,7 +84,7 @@ impl Vm {
         }
     }
 
-    /// The replica `endpoint`; `None` if too many are counted.
+    /// Returns the replica `endpoint`; `None` if too many replicas are counted.
     pub(super) fn served(&self, endpoint: Endpoint, now: Micros) -> Option<Rc<Served>> {
         if let Some(served) = self.find(endpoint) {
             return Some(served);
@@ -105,8 +105,8 @@ impl Vm {
         self.replicas.borrow().iter().find(|served| served.endpoint == endpoint).cloned()
     }
 
-    /// Makes sure that this VM has a slot, unless there is none. A VM claims at its first request: those of the main thread are
-    /// configured too and serve none.
+    /// Makes sure that this VM has a slot, if one is available. A VM claims a slot at its first request, because the
+    /// VMs of the main thread are also configured but serve no requests.
     pub(super) fn ensure_slot(&self, now: Micros) {
         if self.claim.get().is_none() && !self.slotless.get() {
             self.take_slot(now);
@@ -123,7 +123,7 @@ impl Vm {
         self.claim.set(claim);
         self.slotless.set(claim.is_none());
         match claim {
-            // Added, not set: two VMs may claim at once.
+            // The gauge is incremented, not set, because two VMs may claim slots at the same time.
             Some(_) => {
                 self.used.add(u32::from(more));
                 self.claimed.one();
@@ -133,9 +133,9 @@ impl Vm {
         }
     }
 
-    /// Shows that this VM lives, takes the counts of dead ones away, and sets its own right.
+    /// Shows that this VM is alive, clears the counts of dead VMs, and publishes its own counts again.
     pub(super) fn tick(&self, now: Micros) {
-        // Every root of the VM ticks; once is enough.
+        // Every root of the VM ticks, but one tick per period is enough.
         let half = u64::from(HEARTBEAT_MS) * 500;
         if self.ticked.get().is_some_and(|at| now >= at && now.saturating_since(at) < half) {
             return;
@@ -151,7 +151,7 @@ impl Vm {
             self.freed.add(freed);
         }
         if claim.is_some() && !kept {
-            // It hung, and was taken for dead.
+            // This VM hung and was presumed dead.
             self.lost.one();
             self.claim.set(None);
             self.slotless.set(true);
@@ -167,7 +167,7 @@ impl Vm {
         self.publish();
     }
 
-    /// Gets to know the replicas that the table lists.
+    /// Adds the replicas that the table lists and this VM does not yet know.
     fn meet(&self, table: &Slots, now: Micros) {
         for endpoint in table.replicas() {
             if self.find(*endpoint).is_none() {

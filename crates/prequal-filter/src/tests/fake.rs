@@ -1,6 +1,6 @@
-//! An Envoy that the module can be tested in natively: the ABI's functions, which the SDK calls, over a state of the test's
-//! thread. What they are asked stands in a log, in order. The SDK itself is the real one, with its dispatch, its borrows and its
-//! panics.
+//! A fake Envoy for testing the module natively. It implements the ABI functions that the SDK calls, with separate
+//! state for each test's thread, and logs the calls in order. The SDK is the real one, with its dispatch, its borrows
+//! and its panics.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ pub(super) const ROOT: u32 = 1;
 
 type Headers = Vec<(String, String)>;
 
-/// A call that was sent and not yet answered.
+/// An HTTP call that was sent and has not been answered.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
     pub(super) token: u32,
@@ -26,7 +26,7 @@ pub(super) struct Call {
 #[derive(Default)]
 struct State {
     now_us: u64,
-    /// Whose maps and properties are meant.
+    /// The context whose maps and properties are in effect.
     context: u32,
     config: Bytes,
     maps: HashMap<(u32, u32), Headers>,
@@ -36,7 +36,7 @@ struct State {
     metrics: Vec<(String, i64)>,
     calls: Vec<Call>,
     tokens: u32,
-    /// Calls are refused.
+    /// Whether HTTP calls are refused.
     unreachable: bool,
     log: Vec<String>,
 }
@@ -69,11 +69,11 @@ unsafe extern "C" {
     safe fn proxy_on_delete(context: u32);
 }
 
-/// Starts a worker with this configuration; whether it is accepted.
+/// Starts a worker with this configuration. Returns whether it is accepted.
 pub(super) fn start(config: &str) -> bool {
     with(|state| (state.now_us, state.config) = (1_000_000_000, config.into()));
     {
-        // The SDK sets its logger once for all threads, and looks at no lock.
+        // The SDK sets its logger once for all threads, without taking a lock.
         let _alone = INITIALIZE.lock();
         _initialize();
     }
@@ -90,7 +90,7 @@ pub(super) fn tick() {
     proxy_on_tick(ROOT);
 }
 
-/// Calls of the host since the last look.
+/// Returns the host calls since the last call of this function.
 pub(super) fn log() -> Vec<String> {
     with(|state| std::mem::take(&mut state.log))
 }
@@ -107,7 +107,7 @@ pub(super) fn set_number(context: u32, path: &str, value: u64) {
     with(|state| state.properties.insert((context, path.into()), value.to_le_bytes().into()));
 }
 
-/// The value of a metric whose name begins with this, once the worker has told.
+/// Returns the sum of the metrics whose names begin with `name`, after the worker has passed its counts on.
 pub(super) fn metric(name: &str) -> i64 {
     tick();
     with(|state| {
@@ -115,12 +115,12 @@ pub(super) fn metric(name: &str) -> i64 {
     })
 }
 
-/// Takes the calls that have been sent.
+/// Returns the HTTP calls that have been sent, and clears the list.
 pub(super) fn calls() -> Vec<Call> {
     with(|state| std::mem::take(&mut state.calls))
 }
 
-/// Another worker of the same Envoy has written what stands under keys that end so.
+/// Simulates a write by another worker of the same Envoy to every key with this ending.
 pub(super) fn touch(key: &str) {
     with(|state| {
         for (known, (_, number)) in &mut state.shared {
@@ -137,13 +137,13 @@ impl Call {
         self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| &**value)
     }
 
-    /// The reply comes; without headers it broke off.
+    /// Delivers the reply; without headers, it is a reply that was cut off.
     pub(super) fn reply(&self, headers: &[(&str, &str)]) {
         set_map(ROOT, MapType::HttpCallResponseHeaders, headers);
         proxy_on_http_call_response(ROOT, self.token, headers.len(), 0, 0);
     }
 
-    /// The replica that was asked answers with this load.
+    /// Delivers an answer of the probed replica with this load.
     pub(super) fn answer(&self, rif: u32, latency_us: u32) {
         let replica = self.header("x-prequal-dest").expect("an address");
         self.reply(&[(":status", "200"), (HEADER_LOAD, &format!("{rif};{latency_us};{replica}"))]);
@@ -154,19 +154,19 @@ impl Call {
 pub(super) struct Stream(pub(super) u32);
 
 impl Stream {
-    /// A request comes in; what the filter makes of it.
+    /// Begins a request. Returns it with the filter's action.
     pub(super) fn begin(id: u32, headers: &[(&str, &str)]) -> (Self, Action) {
         Self::upload(id, headers, true)
     }
 
-    /// The same, with a body to come unless this is the `end`.
+    /// Begins a request whose body is still to come unless `end` is true.
     pub(super) fn upload(id: u32, headers: &[(&str, &str)], end: bool) -> (Self, Action) {
         proxy_on_context_create(id, ROOT);
         set_map(id, MapType::HttpRequestHeaders, headers);
         (Self(id), proxy_on_request_headers(id, headers.len(), end))
     }
 
-    /// The client has sent the rest of its request.
+    /// Delivers the rest of the client's request.
     pub(super) fn uploaded(&self) {
         with(|state| state.context = self.0);
         assert!(proxy_on_request_body(self.0, 1, true) == Action::Continue);
@@ -195,7 +195,7 @@ impl Stream {
         assert!(proxy_on_response_trailers(self.0, trailers.len()) == Action::Continue);
     }
 
-    /// The request has ended, however.
+    /// Ends the request, whatever its outcome.
     pub(super) fn end(self) {
         with(|state| state.context = self.0);
         proxy_on_delete(self.0);
@@ -224,7 +224,7 @@ fn map_name(map: MapType) -> &'static str {
     }
 }
 
-/// The text that the module passes.
+/// Returns the text that the module passes.
 fn text(data: *const u8, size: usize) -> String {
     String::from_utf8(bytes(data, size)).expect("text")
 }
@@ -233,14 +233,14 @@ fn bytes(data: *const u8, size: usize) -> Bytes {
     if size == 0 {
         return Bytes::new();
     }
-    // SAFETY: the SDK passes slices by place and size.
+    // SAFETY: the SDK passes slices by address and size.
     unsafe { slice::from_raw_parts(data, size) }.into()
 }
 
-/// Hands bytes to the SDK, which makes them a `Vec` of exactly that capacity.
+/// Hands bytes to the SDK, which turns them into a `Vec` of exactly that capacity.
 fn give(value: Bytes, data: *mut *mut u8, size: *mut usize) -> Status {
     let value = value.into_boxed_slice();
-    // SAFETY: the SDK passes two places to write to.
+    // SAFETY: the SDK passes two addresses to write to.
     unsafe {
         *size = value.len();
         *data = Box::into_raw(value).cast();
@@ -249,12 +249,12 @@ fn give(value: Bytes, data: *mut *mut u8, size: *mut usize) -> Status {
 }
 
 fn set<T>(place: *mut T, value: T) -> Status {
-    // SAFETY: the SDK passes a place to write to.
+    // SAFETY: the SDK passes an address to write to.
     unsafe { place.write(value) };
     Status::Ok
 }
 
-/// A map as the ABI writes it.
+/// Parses a map as the ABI writes it.
 fn parse_map(bytes: &[u8]) -> Headers {
     let number = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes")) as usize;
     let count = if bytes.is_empty() { 0 } else { number(0) };
@@ -281,7 +281,7 @@ fn write_map(headers: &Headers) -> Bytes {
 #[unsafe(no_mangle)]
 extern "C" fn proxy_log(_: LogLevel, data: *const u8, size: usize) -> Status {
     let said = text(data, size);
-    // The SDK takes the panic hook: what a failing assertion says comes here.
+    // The SDK replaces the panic hook, so the message of a failed assertion arrives here.
     eprintln!("{said}");
     note(format!("log {said}"));
     Status::Ok
@@ -488,7 +488,7 @@ extern "C" fn proxy_increment_metric(id: u32, by: i64) -> Status {
     Status::Ok
 }
 
-/// What the SDK can call and the module does not.
+/// Functions that the SDK could call, but this module never does.
 macro_rules! never {
     ($($name:ident)*) => {$(
         #[unsafe(no_mangle)]
