@@ -1,7 +1,7 @@
-//! `prequal check`: the mistakes in a configuration that break Prequal, each with its cure.
+//! `prequal check`: finds mistakes in a configuration that break Prequal, and gives the cure for each.
 //!
-//! It knows what `docs/limits.md` and the comments of the shipped configuration say. Whether Envoy would take the file at
-//! all is Envoy's to tell (`envoy --mode validate`).
+//! The checks follow `docs/limits.md` and the comments of the shipped configuration. Only Envoy can say whether it
+//! accepts the file at all (`envoy --mode validate`).
 
 mod at;
 mod clusters;
@@ -30,11 +30,11 @@ use crate::read;
 
 /// Find the mistakes in an Envoy configuration that break Prequal
 ///
-/// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised by itself; with ?include_eds endpoints are
-/// compared too), a file of resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension). Names each
-/// mistake by a code (docs/prequal.md), the place in the file, what it does to users, and the cure.
+/// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised automatically; with ?include_eds endpoints
+/// are compared too), a file of resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension).
+/// Reports each mistake with a code (docs/prequal.md), its place in the file, its effect on users, and the cure.
 ///
-/// It does not replace `envoy --mode validate`, which tells whether Envoy takes the file at all.
+/// It does not replace `envoy --mode validate`, which shows whether Envoy accepts the file at all.
 #[derive(clap::Args)]
 #[command(after_help = "\
 Exit code: 0 no errors (warnings and hints may be there), 1 errors, 2 the file cannot be read.
@@ -45,9 +45,9 @@ Examples:
   kubectl get wasmplugins -A -o yaml | prequal check -
   prequal check --json envoy.yaml | jq -r '.findings[].code'")]
 pub(crate) struct Args {
-    /// The file; `-` for standard input
+    /// File to check; `-` for standard input
     config: PathBuf,
-    /// Insist that it is a config_dump
+    /// Require the file to be a config_dump
     #[arg(long)]
     dump: bool,
     /// Print JSON: {"errors": N, "findings": [{code, level, path, found, what, effect, cure}]}
@@ -61,11 +61,11 @@ pub(crate) struct Finding {
     pub(crate) code: &'static Code,
     /// Path in the file.
     pub(crate) path: String,
-    /// What was found there.
+    /// Details of what was found there.
     found: String,
 }
 
-/// Everything found so far, each once.
+/// All findings so far, without duplicates.
 #[derive(Debug, Default)]
 pub(crate) struct Findings(Vec<Finding>);
 
@@ -107,7 +107,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(errors > 0)))
 }
 
-/// Everything wrong with a configuration of Envoy or with manifests of Istio, the worst first.
+/// Returns everything wrong with a configuration of Envoy or with manifests of Istio, the worst first.
 ///
 /// # Errors
 /// If the text is neither.
@@ -123,14 +123,14 @@ pub(crate) fn judge(text: &str, must_be_dump: bool) -> Result<Vec<Finding>> {
     Ok(findings.0)
 }
 
-/// Everything wrong with a configuration of Envoy, the worst first.
+/// Returns everything wrong with a configuration of Envoy, the worst first.
 ///
 /// # Errors
-/// If it is no configuration of Envoy at all.
+/// If it is not a configuration of Envoy at all.
 pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
     let mut findings = Findings::default();
     shape::check(&At::root(root), &mut findings);
-    // What Envoy itself would refuse hides all else.
+    // Mistakes for which Envoy refuses the file hide all others.
     if findings.0.is_empty() {
         let source = Source::of(root, must_be_dump)?;
         filters::check(&source, &mut findings);

@@ -1,6 +1,6 @@
-//! `prequal config`: a complete Envoy configuration from a few flags or a short YAML.
+//! `prequal config`: renders a complete Envoy configuration from a few flags or a short YAML file.
 //!
-//! What it prints is the shipped configuration with addresses, clusters and settings replaced: there is no second
+//! The output is the shipped configuration with addresses, clusters and settings replaced. That file is the only
 //! description of what an Envoy with Prequal needs.
 
 mod render;
@@ -19,7 +19,7 @@ use spec::Spec;
 /// Render a complete Envoy configuration with Prequal
 ///
 /// Prints the shipped configuration (envoy-configs/static/envoy.yaml) with addresses, clusters and settings replaced.
-/// All mistakes are named at once; nothing is printed then.
+/// If there are mistakes, reports all of them at once and renders nothing.
 #[derive(clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -40,30 +40,31 @@ The same from a file (prequal config spec.yaml), which may say more; flags outwe
     probe_port: 9000
     settings: {mode: sync, hint: {header: x-session-id}}")]
 pub(crate) struct Args {
-    /// YAML or JSON with what the flags say, and more; `-` for standard input
+    /// YAML or JSON file with the same content as the flags, and more; `-` for standard input
     spec: Option<PathBuf>,
-    /// A cluster and the addresses of its agents: `ip:port` each, or `name:port`, which DNS resolves to all replicas
+    /// Name of a cluster and addresses of its agents: `ip:port` each, or `name:port`, which DNS resolves to all
+    /// replicas
     #[arg(long = "cluster", value_name = "NAME=HOST:PORT[,...]")]
     clusters: Vec<String>,
-    /// Paths that go to a cluster [default: all to the first]
+    /// Path prefix that is routed to a cluster [default: all paths go to the first cluster]
     #[arg(long = "route", value_name = "PREFIX=CLUSTER")]
     routes: Vec<String>,
-    /// Where clients connect [default: 127.0.0.1:10000]
+    /// Address that clients connect to [default: 127.0.0.1:10000]
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<String>,
-    /// Envoy's admin, which can stop it: keep it on loopback [default: 127.0.0.1:9901]
+    /// Address of Envoy's admin, which can stop Envoy: keep it on loopback [default: 127.0.0.1:9901]
     #[arg(long, value_name = "IP:PORT")]
     admin: Option<String>,
-    /// The filter's module, as Envoy will find it [default: target/dist/prequal_filter.wasm]
+    /// Path of the filter's module, as Envoy will find it [default: target/dist/prequal_filter.wasm]
     #[arg(long, value_name = "FILE")]
     wasm: Option<String>,
-    /// Which part of Envoy carries the choice out: `stateful_session` or `override_host` [default: stateful_session]
+    /// Part of Envoy that carries out the choice: `stateful_session` or `override_host` [default: stateful_session]
     #[arg(long)]
     shim: Option<String>,
-    /// `default`, `paper`, `small` or `inference`
+    /// Settings profile: `default`, `paper`, `small` or `inference`
     #[arg(long)]
     profile: Option<String>,
-    /// `async` or `sync`
+    /// Probing mode: `async` or `sync`
     #[arg(long)]
     mode: Option<String>,
     /// Where synchronous requests carry a hint: `header:NAME` or `path_segment:N`
@@ -72,15 +73,15 @@ pub(crate) struct Args {
     /// Port on which agents answer probes [default: the same as for requests]
     #[arg(long, value_name = "PORT")]
     probe_port: Option<u64>,
-    /// Listen with TLS: certificate chain, PEM
+    /// Certificate chain for TLS on the listener, PEM
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<String>,
-    /// Listen with TLS: private key, PEM
+    /// Private key for TLS on the listener, PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<String>,
 }
 
-/// Every mistake found, never none.
+/// All mistakes found; there is at least one.
 #[derive(Debug)]
 struct Mistakes(Vec<String>);
 

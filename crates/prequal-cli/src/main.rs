@@ -1,7 +1,7 @@
-//! `prequal`: renders an Envoy configuration with Prequal, finds what breaks one, and watches one at work.
+//! `prequal`: renders an Envoy configuration with Prequal, finds mistakes that break one, and watches one at work.
 //!
-//! One module a subcommand. None of them knows a rule of Prequal: settings are judged by `prequal-core`, statistics read
-//! by `prequal-stats`, and what is rendered is the configuration that ships.
+//! Each subcommand has one module. None of them contains a rule of Prequal: `prequal-core` validates settings,
+//! `prequal-stats` reads statistics, and rendering starts from the shipped configuration.
 
 mod check;
 mod config;
@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         Command::Top(args) => top::run(&args),
     };
     done.unwrap_or_else(|error| {
-        // Whoever reads the output may have gone away (`| head`): nobody is left to be told.
+        // The reader of the output may have exited (`| head`); then there is no one to report the error to.
         if !is_broken_pipe(&error) {
             eprintln!("prequal: {error:#}");
         }

@@ -1,8 +1,8 @@
 //! Configuration files, read as Envoy reads them.
 //!
-//! Tried on Envoy 1.40: anchors are expanded, merge keys (`<<`) are not; a key tagged `!ignore` is dropped with its value;
-//! of a key that stands twice the last counts; only the first document of a file is read; fields may be written in
-//! camelCase.
+//! Verified on Envoy 1.40: anchors are expanded, but merge keys (`<<`) are not. A key tagged `!ignore` is dropped
+//! with its value. If a key occurs twice, the last one counts. Only the first document of a file is read. Fields may
+//! be written in camelCase.
 
 use std::cell::Cell;
 use std::fmt;
@@ -17,18 +17,18 @@ use serde::de::{
 };
 use serde_json::{Map, Value};
 
-/// Longest file that is read, bytes. A dump of a large mesh has some ten million.
+/// Maximum size of a file, bytes. A dump of a large mesh has about ten million bytes.
 const MAX_BYTES: u64 = 32 << 20;
 
-/// Most values in a YAML file with its aliases expanded: a few lines of aliases can stand for any number.
+/// Maximum number of values in a YAML file with its aliases expanded: a few lines of aliases can expand to any number.
 const MAX_VALUES: usize = 4 << 20;
 
-/// The configuration in the file `path`, or in standard input for `-`.
+/// Reads the configuration in the file `path`, or from standard input for `-`.
 pub(crate) fn file(path: &Path) -> Result<Value> {
     text(&source(path)?).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// The text of the file `path`, or of standard input for `-`.
+/// Reads the text of the file `path`, or of standard input for `-`.
 pub(crate) fn source(path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
     let read = if path == Path::new("-") {
@@ -41,7 +41,7 @@ pub(crate) fn source(path: &Path) -> Result<String> {
     String::from_utf8(bytes).with_context(|| format!("{} is not text", path.display()))
 }
 
-/// A configuration in YAML or JSON.
+/// Parses a configuration in YAML or JSON.
 pub(crate) fn text(text: &str) -> Result<Value> {
     if let Ok(value) = serde_json::from_str(text) {
         return Ok(snake(value));
@@ -54,7 +54,7 @@ pub(crate) fn text(text: &str) -> Result<Value> {
     Ok(snake(value))
 }
 
-/// Every document of a file that Kubernetes reads, with fields spelt as they are there. Empty documents are left out.
+/// Parses every document of a Kubernetes file, with the spelling of fields unchanged. Empty documents are left out.
 pub(crate) fn documents(text: &str) -> Result<Vec<Value>> {
     if let Ok(value) = serde_json::from_str(text) {
         return Ok(vec![value]);
@@ -72,10 +72,9 @@ pub(crate) fn documents(text: &str) -> Result<Vec<Value>> {
     Ok(documents)
 }
 
-/// The YAML scanner's work grows with the square of the depth of open brackets, so depth is bounded before it.
+/// Limits the depth of open brackets before the YAML scanner runs, whose work grows with the square of the depth.
 ///
-/// Brackets inside quotes are counted as well, but close again there in anything that makes sense; what does not may be
-/// refused here.
+/// Brackets inside quotes are counted too. They usually balance; a file in which they do not may be refused.
 fn refuse_deep_flow(text: &str) -> Result<()> {
     const MOST: usize = 1000;
     let (mut depth, mut line) = (0_usize, 1_usize);
@@ -91,7 +90,7 @@ fn refuse_deep_flow(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Any YAML as JSON; holds how many more values there may be.
+/// Converts any YAML to JSON; holds the number of further values allowed.
 #[derive(Clone, Copy)]
 struct Tree<'a>(&'a Cell<usize>);
 
@@ -118,7 +117,7 @@ impl<'de> Visitor<'de> for Tree<'_> {
         Ok(Value::Null)
     }
 
-    /// A file of comments alone.
+    /// Accepts a file that contains only comments.
     fn visit_none<E>(self) -> Result<Value, E> {
         Ok(Value::Null)
     }
@@ -162,14 +161,14 @@ impl<'de> Visitor<'de> for Tree<'_> {
         Ok(Value::Object(object))
     }
 
-    /// A tag on a value means nothing to Envoy.
+    /// Ignores the tag of a value, as Envoy does.
     fn visit_enum<A: EnumAccess<'de>>(self, tagged: A) -> Result<Value, A::Error> {
         let (_, content) = tagged.variant::<String>()?;
         content.newtype_variant_seed(self)
     }
 }
 
-/// The key of an entry; none if the entry is to be dropped.
+/// Key of an entry; `None` if the entry is to be dropped.
 struct Key(Option<String>);
 
 impl<'de> Deserialize<'de> for Key {
@@ -222,14 +221,14 @@ impl<'de> Deserialize<'de> for Key {
     }
 }
 
-/// camelCase field names as the snake_case ones that everything here looks for.
+/// Converts camelCase field names to snake_case, the form that the checks look for.
 ///
-/// Both parsers stop at 128 levels, and so does this.
+/// The recursion is bounded: both parsers stop at 128 levels.
 fn snake(value: Value) -> Value {
     match value {
         Value::Array(list) => list.into_iter().map(snake).collect(),
         Value::Object(object) => {
-            // What is free-form holds the user's own names.
+            // The names in a free-form value are the user's own, so they are kept.
             let free = object
                 .get("@type")
                 .and_then(Value::as_str)
@@ -294,7 +293,7 @@ mod tests {
         let bomb = (0..30).fold("a0: &a0 [x, x]\n".to_owned(), |text, i| {
             format!("{text}a{}: &a{} [*a{i}, *a{i}, *a{i}]\n", i + 1, i + 1)
         });
-        // Few enough repetitions for the parser, too many values all the same.
+        // Few enough repetitions for the parser, but too many values.
         let wide = format!("a: &a [{}]\nb: [{}]\n", "x, ".repeat(60_000), "*a, ".repeat(90));
         let deep_blocks: String = (0..300).map(|i| format!("{}a:\n", " ".repeat(i))).collect();
         for text in [

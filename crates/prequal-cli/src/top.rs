@@ -1,4 +1,4 @@
-//! `prequal top`: what Prequal does right now, from the admins of running Envoys and agents.
+//! `prequal top`: shows what Prequal does right now, read from the admin ports of running Envoys and agents.
 
 mod agents;
 mod scrape;
@@ -16,9 +16,9 @@ use view::View;
 
 /// Show what Prequal does right now, from the admins of Envoys and agents
 ///
-/// Choices by branch, probes, the pool, ejected replicas, and each replica's share, per second over the last
-/// interval. Reads /stats and /clusters of the admin, and changes nothing. With --agent also what replicas report: requests
-/// in flight, base latency, and how many requests at once saturate them.
+/// Shows choices by branch, probes, the pool, ejected replicas, and each replica's share, per second over the last
+/// interval. Reads /stats and /clusters of the admin, and changes nothing. With --agent, also shows the replicas'
+/// reports: requests in flight, base latency, and the number of concurrent requests that saturates them.
 #[derive(clap::Args)]
 #[command(after_help = "\
 Keys: q quits; up, down, tab choose the cluster; s sorts replicas by address, share, requests in flight, errors.
@@ -34,10 +34,10 @@ pub(crate) struct Args {
     /// Admins of Envoys: `http://HOST:PORT` or `HOST:PORT`
     #[arg(required_unless_present = "agents", value_name = "ADMIN_URL")]
     urls: Vec<String>,
-    /// Admin of an agent (its --admin); may stand several times
+    /// Admin of an agent (its --admin); may be repeated
     #[arg(long = "agent", value_name = "URL")]
     agents: Vec<String>,
-    /// Print one table as plain text, of one interval, and end
+    /// Print one table as plain text for one interval, and exit
     #[arg(long)]
     once: bool,
     /// Seconds between two readings, 0.1 to 3600
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Two readings of every Envoy and what happened between them, and one of every agent.
+/// Prints the change between two readings of every Envoy, and one reading of every agent.
 fn once(envoys: &[Admin], agents: &[Admin], interval: Duration) -> Result<ExitCode> {
     let first: Vec<Result<Scrape>> = envoys.iter().map(Admin::scrape).collect();
     if first.iter().any(Result::is_ok) {

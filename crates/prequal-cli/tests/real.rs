@@ -1,5 +1,5 @@
-//! The command against a real Envoy: what it renders runs and steers, what it shows is what happens, what it says of
-//! Envoy's reading is so.
+//! Tests of the command against a real Envoy: the rendered configuration runs and steers, `prequal top` shows what
+//! happens, and `prequal check` reads files as Envoy does.
 
 use std::fs;
 use std::path::Path;
@@ -25,7 +25,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What it printed; fails unless it ended well.
+/// Returns the output of `prequal`; fails unless it succeeded.
 #[track_caller]
 fn printed(args: &[&str]) -> String {
     let output = prequal(args);
@@ -33,7 +33,7 @@ fn printed(args: &[&str]) -> String {
     text(&output.stdout)
 }
 
-/// A rendered configuration with ports chosen by the system.
+/// Returns a rendered configuration with ports chosen by the system.
 fn rendered(args: &[&str]) -> String {
     let module = wasm_module();
     let module = module.to_str().expect("a plain path");
@@ -80,7 +80,7 @@ fn what_is_rendered_runs_steers_and_is_clean_as_a_dump() -> Result {
         for answer in envoy.client().burst(400, 6, |_| Request::get("/")) {
             assert_eq!(answer?.status, 200);
         }
-        // A fair share would be 100.
+        // An equal share would be 100.
         let served = fleet.served();
         assert!(served.iter().sum::<u64>() == 400 && served[3] <= 12, "{shim}: {served:?}");
         assert_eq!(envoy.client().get("/prequal/probe")?.status, 404);
@@ -105,7 +105,7 @@ fn probes_on_a_port_of_their_own_work_as_rendered() -> Result {
         };
         Agent::start_with(backend.addr(), &options)
     };
-    // The port that the system gave on one address need not be free on the other.
+    // A port that the system assigned on one address need not be free on the other.
     let (first, second) = eventually("the same port on two addresses", Duration::from_secs(20), || {
         let first = start("127.0.0.2", 0).ok()?;
         let second = start("127.0.0.3", first.probe_addr().port()).ok()?;
@@ -220,7 +220,7 @@ impl Drop for Traffic {
 fn top_shows_what_happens() -> Result {
     bed!();
     let (first, second) = (Fleet::uniform(3, &Reply::ok())?, Fleet::uniform(2, &Reply::ok())?);
-    // Dots in the name of a cluster become underscores in the filter's statistics, and stay in /clusters.
+    // Dots in the name of a cluster become underscores in the filter's statistics, but remain in /clusters.
     let config = EnvoyConfig::for_replicas(&first.addrs())?
         .add_cluster("my.other", "/other", &second.addrs())
         .filter_settings(|settings| {
@@ -243,7 +243,7 @@ fn top_shows_what_happens() -> Result {
     let of_agent: Vec<&str> = agents.lines().last().unwrap_or_default().split_whitespace().collect();
     let [url, _rif, base_ms, knee, failing] = of_agent[..] else { panic!("{shown}") };
     assert_eq!((url, failing), (&*format!("http://{agent}"), "0.0%"), "{shown}");
-    // A plus says that the knee may be higher.
+    // A plus means that the knee may be higher.
     for number in [base_ms, knee.trim_end_matches('+')] {
         assert!(number.parse::<f64>().is_ok_and(|number| number > 0.0), "{shown}");
     }
@@ -266,7 +266,7 @@ fn top_shows_what_happens() -> Result {
     assert!((branches - picks).abs() < 0.5, "{shown}");
     assert!(number(busy, "probes/s", "used") > 0.0, "{shown}");
     assert_eq!((number(busy, "now", "members"), number(other, "now", "members")), (3.0, 2.0), "{shown}");
-    // Each replica with its share; what the replicas served is what the filter placed.
+    // Each replica has its share, and the requests served by replicas match those that the filter placed.
     for (block, fleet) in [(busy, &first), (other, &second)] {
         for addr in fleet.addrs() {
             assert!(block.contains(&format!("  {addr} ")), "{addr} is not in {shown}");

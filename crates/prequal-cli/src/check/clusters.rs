@@ -1,4 +1,4 @@
-//! Serving and probe clusters: what they are, whether they go together, whether probes can be addressed and verified.
+//! Serving and probe clusters: their kinds, whether they match, and whether probes can be addressed and verified.
 
 use prequal_core::config::{ClusterConfig, FilterConfig, Shim};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use super::headers::DEST;
 use super::source::Source;
 use super::{At, Findings};
 
-/// Checks every pair of clusters that the settings name; `wasm` is where they stand.
+/// Checks every pair of clusters that the settings name; `wasm` is the place of the settings.
 pub(super) fn check(source: &Source<'_>, settings: &FilterConfig, wasm: &At<'_>, findings: &mut Findings) {
     for entry in &settings.clusters {
         let serving = find(source, &entry.cluster, CLUSTER_ABSENT, wasm, findings);
@@ -80,7 +80,7 @@ fn check_breakers(cluster: &At<'_>, findings: &mut Findings) {
     }
 }
 
-/// Whether probes find who they are meant for, and prove who answered.
+/// Checks that probes reach the replicas they are addressed to, and that replies show which host answered.
 fn check_probing(entry: &ClusterConfig, probing: &At<'_>, findings: &mut Findings) {
     let policy = override_host(probing);
     let same = entry.cluster == entry.probe_cluster;
@@ -110,7 +110,7 @@ fn check_probing(entry: &ClusterConfig, probing: &At<'_>, findings: &mut Finding
     }
 }
 
-/// The `override_host` policy, if the cluster has one that goes by our header.
+/// Returns the cluster's `override_host` policy, if it reads Prequal's header.
 fn override_host<'a>(cluster: &At<'a>) -> Option<At<'a>> {
     let policies = cluster.get("load_balancing_policy")?.list("policies");
     let policy =
@@ -121,20 +121,21 @@ fn override_host<'a>(cluster: &At<'a>) -> Option<At<'a>> {
     sources.iter().any(by_header).then_some(policy)
 }
 
-/// The cluster's own upstream HTTP filters.
+/// Returns the cluster's own upstream HTTP filters.
 pub(super) fn http_filters<'a>(cluster: &At<'a>) -> Vec<At<'a>> {
     let options = cluster.at(&["typed_extension_protocol_options", HTTP_OPTIONS]);
     options.map(|options| options.list("http_filters")).unwrap_or_default()
 }
 
-/// Upstream filters end with the codec.
+/// Checks that upstream filters end with the codec.
 pub(super) fn check_codec(filters: &[At<'_>], findings: &mut Findings) {
     if let Some(last) = filters.last().filter(|last| last.typed("UpstreamCodec").is_none()) {
         findings.push(UPSTREAM_CODEC, &last.path, last.text("name").unwrap_or_default());
     }
 }
 
-/// Whether replies carry Envoy's word on who answered, and whether nothing of the replica's is left beside it.
+/// Returns whether Envoy adds the address of the answering host to replies, and whether that overwrites a value from
+/// the replica.
 fn host_mutation(cluster: &At<'_>) -> (bool, bool) {
     let mut found = (false, false);
     for filter in http_filters(cluster) {
@@ -153,7 +154,7 @@ fn host_mutation(cluster: &At<'_>) -> (bool, bool) {
     found
 }
 
-/// One endpoint and what Envoy's placement rules say of it.
+/// One endpoint, with the values that determine its placement in Envoy.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Placed {
     priority: u64,
@@ -164,7 +165,8 @@ struct Placed {
     port: u64,
 }
 
-/// The same endpoints with the same placement, or at least the same source of them.
+/// Checks that both clusters have the same endpoints with the same placement, or at least the same source of
+/// endpoints.
 fn compare(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &mut Findings) {
     let found = match (eds(serving), eds(probing)) {
         (Some(one), Some(other)) if one == other => return,
@@ -191,7 +193,7 @@ fn compare(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &m
     }
 }
 
-/// What else decides where the serving cluster sends requests, the probe cluster must know too.
+/// Checks that the probe cluster shares the other settings that determine where the serving cluster sends requests.
 fn check_placement(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &mut Findings) {
     let several_priorities = || {
         let found = match eds(serving) {
@@ -209,7 +211,8 @@ fn check_placement(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, find
     }
 }
 
-/// Whether localities have a say: in the old form or in a policy, which may be the fallback of another.
+/// Returns whether the cluster balances by locality: by the old settings, or by a policy, which may be the fallback of
+/// another policy.
 fn by_locality(cluster: &At<'_>) -> bool {
     let common = cluster.get("common_lb_config");
     let old = ["locality_weighted_lb_config", "zone_aware_lb_config"]
@@ -221,13 +224,13 @@ fn by_locality(cluster: &At<'_>) -> bool {
     old || outer.iter().chain(&inner).any(|policy| policy.get("locality_lb_config").is_some())
 }
 
-/// The messages in a list of policies.
+/// Returns the messages in a list of policies.
 fn policy_configs<'a>(policy: Option<At<'a>>) -> Vec<At<'a>> {
     let policies = policy.map(|policy| policy.list("policies")).unwrap_or_default();
     policies.iter().filter_map(|policy| policy.at(&["typed_extension_config", "typed_config"])).collect()
 }
 
-/// Service name and source of a cluster with EDS.
+/// Returns the service name and the source of a cluster with EDS.
 fn eds(cluster: &At<'_>) -> Option<(String, Option<Value>)> {
     (cluster.text("type") == Some("EDS")).then(|| {
         let config = cluster.get("eds_cluster_config");
@@ -268,7 +271,7 @@ fn places(assignment: &At<'_>) -> Vec<Placed> {
     all
 }
 
-/// How two lists differ. Agents may answer probes on a port of their own: then every port differs.
+/// Describes how two lists differ. Agents may answer probes on a separate port; then every port differs.
 fn difference(serving: Vec<Placed>, probing: Vec<Placed>) -> Option<String> {
     if serving == probing {
         return None;
@@ -295,5 +298,5 @@ fn difference(serving: Vec<Placed>, probing: Vec<Placed>) -> Option<String> {
     })
 }
 
-/// The key under which a cluster has its HTTP options.
+/// Key of a cluster's HTTP options.
 const HTTP_OPTIONS: &str = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions";

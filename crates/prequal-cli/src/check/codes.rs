@@ -1,11 +1,12 @@
-//! What can be wrong: each with a stable code, what it does to users, and the cure. `docs/prequal.md` holds the same table.
+//! The possible mistakes, each with a stable code, its effect on users, and the cure. `docs/prequal.md` has the same
+//! table.
 
-/// How bad it is.
+/// Severity of a mistake.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(crate) enum Level {
-    /// Requests fail, go unbalanced, or can be steered by strangers.
+    /// Requests fail, are not balanced, or can be steered by clients.
     Error,
-    /// Something does less than it should.
+    /// A feature does less than it should.
     Warning,
     /// Worth knowing.
     Hint,
@@ -24,12 +25,12 @@ impl Level {
 /// One kind of mistake.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Code {
-    /// Stable, for scripts.
+    /// Stable name, for scripts.
     pub(crate) name: &'static str,
     pub(crate) level: Level,
-    /// What is wrong.
+    /// Description of the mistake.
     pub(crate) what: &'static str,
-    /// What users notice.
+    /// Effect that users notice.
     pub(crate) effect: &'static str,
     pub(crate) cure: &'static str,
 }
@@ -39,125 +40,127 @@ macro_rules! codes {
         $(pub(crate) const $id: &Code =
             &Code { name: $name, level: Level::$level, what: $what, effect: $effect, cure: $cure };)*
 
-        /// All of them, in the order in which a configuration is read.
+        /// All codes, in the order in which a configuration is read.
         #[cfg(test)]
         pub(crate) const ALL: &[&Code] = &[$($id),*];
     };
 }
 
 codes! {
-    WRONG_TYPE Error "wrong-type": "a field has another type than Envoy expects",
+    WRONG_TYPE Error "wrong-type": "a field does not have the type that Envoy expects",
         "Envoy refuses the file; nothing else was checked", "see the field's reference";
     MERGE_KEY Error "merge-key": "a YAML merge key (`<<`)",
         "Envoy does not know merge keys and refuses the file; nothing else was checked",
         "write the fields out, or share whole values by anchor and alias";
     FILTER_MISSING Error "filter-missing": "no HTTP connection manager has the filter",
-        "Prequal does nothing", "put the wasm filter into `http_filters`";
-    STRIP_MISSING Error "strip-missing": "no `header_mutation` before the wasm filter removes our headers",
-        "clients can steer while the module restarts, and read load and addresses of replicas",
+        "Prequal does nothing", "add the wasm filter to `http_filters`";
+    STRIP_MISSING Error "strip-missing": "no `header_mutation` before the wasm filter removes Prequal's headers",
+        "clients can steer requests while the module restarts, and can read the load and addresses of replicas",
         "put `prequal-strip` of the shipped configuration first";
-    STRIP_INCOMPLETE Error "strip-incomplete": "the strip before the wasm filter leaves some of our headers",
-        "a client may steer or claim a hint, or learns load or addresses of replicas",
-        "remove the headers named, on requests and on responses";
-    STRIP_ORDER Error "strip-order": "a strip stands between the wasm filter and those that need its headers",
-        "the choice, or the replicas' reports, are deleted before anybody reads them", "move it before the wasm filter";
+    STRIP_INCOMPLETE Error "strip-incomplete": "the strip before the wasm filter leaves some of Prequal's headers",
+        "clients may steer requests, claim a hint, or read the load or addresses of replicas",
+        "remove the listed headers, on requests and on responses";
+    STRIP_ORDER Error "strip-order": "a strip after the wasm filter removes headers that are still needed",
+        "the choice or the replicas' reports are deleted before they are read", "move it before the wasm filter";
     SHIM_MISSING Error "shim-missing": "nothing carries out the filter's choice",
-        "every request goes by Envoy's own policy",
-        "`stateful_session` with header x-prequal-dest after the wasm filter; with `shim: override_host` that policy on the serving cluster";
-    SHIM_ORDER Error "shim-order": "the shim stands before the wasm filter",
-        "it never sees a choice: every request goes by Envoy's own policy",
-        "order: strip, wasm, shim, router";
+        "Envoy's own policy places every request",
+        "add `stateful_session` with header x-prequal-dest after the wasm filter; with `shim: override_host`, set that policy on the serving cluster";
+    SHIM_ORDER Error "shim-order": "the shim is before the wasm filter",
+        "it never sees a choice: Envoy's own policy places every request",
+        "use the order strip, wasm, shim, router";
     SHIM_STRICT Error "shim-strict": "`stateful_session` is strict",
-        "requests whose replica is unhealthy or gone fail with 503 instead of going elsewhere", "leave out `strict`";
+        "requests fail with 503 if their replica is unhealthy or gone, instead of going elsewhere", "remove `strict`";
     ROUTER_ORDER Error "router-order": "the last HTTP filter is not the router",
         "Envoy refuses the listener", "move the router to the end";
     UPSTREAM_STRIP Warning "upstream-strip": "nothing removes x-prequal-dest after the host is chosen",
         "replicas see the steering header",
-        "`request_headers_to_remove` of the routes; with `shim: override_host` instead `upstream_http_filters` of the router: a `header_mutation` that removes it, then `upstream_codec`";
-    UPSTREAM_CODEC Error "upstream-codec": "upstream filters do not end with `upstream_codec`",
-        "Envoy refuses the configuration", "add `envoy.filters.http.upstream_codec` as the last one";
+        "remove it with `request_headers_to_remove` of the routes; with `shim: override_host`, with `upstream_http_filters` of the router: a `header_mutation` that removes it, then `upstream_codec`";
+    UPSTREAM_CODEC Error "upstream-codec": "the upstream filters do not end with `upstream_codec`",
+        "Envoy refuses the configuration", "add `envoy.filters.http.upstream_codec` as the last upstream filter";
     FAIL_CLOSED Error "fail-closed": "`failure_policy` is unset or FAIL_CLOSED",
-        "after one crash of the module every request on that worker is answered 503, until Envoy restarts",
-        "`failure_policy: FAIL_RELOAD`; Istio's `failStrategy`: FAIL_RELOAD for a file, FAIL_OPEN for an image";
+        "after one crash of the module, every request on that worker is answered with 503 until Envoy restarts",
+        "set `failure_policy: FAIL_RELOAD`; in Istio, set `failStrategy` to FAIL_RELOAD for a file, or to FAIL_OPEN for an image";
     FAIL_OPEN Warning "fail-open": "the module fails open",
-        "after one crash that worker goes without Prequal until Envoy restarts",
-        "`failure_policy: FAIL_RELOAD`; Istio, with the module as a file: `failStrategy: FAIL_RELOAD`";
-    RELOAD_SLOW Warning "reload-slow": "a crashed module is started again after 1 s or more",
-        "until then requests on that worker are answered 503",
-        "`reload_config: {backoff: {base_interval: 0.1s, max_interval: 5s}}`";
-    RUNTIME Error "runtime": "another runtime than V8",
-        "released Envoys have no other: the filter does not load", "`runtime: envoy.wasm.runtime.v8`";
-    MODULE_INLINE Error "module-inline": "the module stands in the configuration as text",
-        "a binary cannot: the filter does not load", "`code: {local: {filename: ...}}`";
+        "after one crash, that worker runs without Prequal until Envoy restarts",
+        "set `failure_policy: FAIL_RELOAD`; in Istio, with the module as a file, set `failStrategy: FAIL_RELOAD`";
+    RELOAD_SLOW Warning "reload-slow": "a crashed module is reloaded only after 1 s or more",
+        "until then, requests on that worker are answered with 503",
+        "set `reload_config: {backoff: {base_interval: 0.1s, max_interval: 5s}}`";
+    RUNTIME Error "runtime": "the runtime is not V8",
+        "released Envoys have no other runtime: the filter does not load", "set `runtime: envoy.wasm.runtime.v8`";
+    MODULE_INLINE Error "module-inline": "the module is in the configuration as text",
+        "text cannot hold a binary module: the filter does not load", "use `code: {local: {filename: ...}}`";
     MODULE_MISSING Warning "module-missing": "the module's file is not on this machine",
-        "without it Envoy does not start; relative names count from where Envoy is started",
-        "`cargo xtask build`, or the right path";
-    MODULE_DENIED Error "module-denied": "Istio's agent could not fetch a module and put a filter that denies everything in its place",
-        "every request is answered 403",
-        "an image that the proxy can fetch, or the module as a file: docs/istio.md";
+        "Envoy does not start without it; relative paths start at the directory in which Envoy is started",
+        "run `cargo xtask build`, or correct the path";
+    MODULE_DENIED Error "module-denied": "Istio's agent could not fetch a module and replaced it with a filter that denies everything",
+        "every request is answered with 403",
+        "use an image that the proxy can fetch, or the module as a file: docs/istio.md";
     MODULE_FETCHED Warning "module-fetched": "Istio's agent fetches the module, and the plugin does not fail open",
-        "while it cannot be fetched every request is answered 403, on running proxies too if `url` changes",
-        "`failStrategy: FAIL_OPEN`, or the module as a file; the order of a rollout: docs/istio.md";
-    MODULE_MOVES Warning "module-moves": "Istio's agent fetches the module by a name that may lead to another one",
-        "proxies that start later may run another module than the one tested, or none",
-        "an image by digest (`@sha256:…`), or `sha256` beside `url`; the order of a rollout: docs/istio.md";
+        "while the module cannot be fetched, every request is answered with 403, also on running proxies if `url` changes",
+        "set `failStrategy: FAIL_OPEN`, or use the module as a file; for the order of a rollout see docs/istio.md";
+    MODULE_MOVES Warning "module-moves": "Istio's agent fetches the module by a name that may later refer to another module",
+        "proxies that start later may run a module other than the one tested, or none",
+        "use an image by digest (`@sha256:…`), or set `sha256` beside `url`; for the order of a rollout see docs/istio.md";
     SETTINGS Error "settings": "the filter's own settings are invalid",
         "Envoy does not start; on an update the old configuration keeps serving",
-        "docs/configuration.md of the filter";
+        "see docs/configuration.md";
     CLUSTER_ABSENT Error "cluster-absent": "the settings name a serving cluster that does not exist",
-        "its requests are not balanced", "name the cluster as the route does";
+        "its requests are not balanced", "use the cluster name that the route uses";
     PROBE_CLUSTER_ABSENT Error "probe-cluster-absent": "the settings name a probe cluster that does not exist",
-        "no probe is sent (`result=undispatched`); replicas are not found",
-        "add a cluster over the same endpoints, as shipped";
+        "no probes are sent (`result=undispatched`), and replicas are not discovered",
+        "add a cluster with the same endpoints, as shipped";
     ROUTES_ELSEWHERE Error "routes-elsewhere": "no route leads to a cluster that the settings name",
         "Prequal does nothing", "name the routes' cluster in the settings";
     ROUTE_UNNAMED Warning "route-unnamed": "a route leads to a cluster that the settings do not name",
-        "its requests go by Envoy's own policy", "add the cluster to the settings, or ignore this";
-    ROUTE_REMOVES_DEST Error "route-removes-dest": "`request_headers_to_remove` has x-prequal-dest, and the shim is `override_host`",
-        "it takes effect before that policy chooses the host: steering is off",
-        "remove it there; `upstream_http_filters` of the router keep the header from replicas";
-    ROUTE_REMOVES_LOAD Warning "route-removes-load": "`response_headers_to_remove` has x-prequal-load",
-        "reports on responses are lost: only probes tell load", "remove it there; the front strip keeps it from clients";
-    PROBE_OPEN Error "probe-open": "clients reach /prequal/probe",
-        "anybody can read the replicas' load",
-        "before other routes: `match: {path_separated_prefix: /prequal}, direct_response: {status: 404}`";
+        "Envoy's own policy places its requests", "add the cluster to the settings, or ignore this warning";
+    ROUTE_REMOVES_DEST Error "route-removes-dest": "`request_headers_to_remove` contains x-prequal-dest, and the shim is `override_host`",
+        "the header is removed before that policy chooses the host: steering is off",
+        "delete it from that list; `upstream_http_filters` of the router keep the header from replicas";
+    ROUTE_REMOVES_LOAD Warning "route-removes-load": "`response_headers_to_remove` contains x-prequal-load",
+        "reports on responses are lost: only probes report load",
+        "delete it from that list; the strip at the front keeps the header from clients";
+    PROBE_OPEN Error "probe-open": "clients can reach /prequal/probe",
+        "anyone can read the replicas' load",
+        "add before the other routes: `match: {path_separated_prefix: /prequal}, direct_response: {status: 404}`";
     PATH_SPELLING Warning "path-spelling": "paths are not normalised",
-        "another spelling of /prequal/probe may pass the route that closes it",
-        "`normalize_path: true` and `merge_slashes: true`";
+        "another spelling of /prequal/probe may bypass the route that closes it",
+        "set `normalize_path: true` and `merge_slashes: true`";
     RETRY_SAME_HOST Warning "retry-same-host": "retries without `previous_hosts`",
-        "a retry may go to the host that just failed", "`retry_host_predicate` as shipped";
-    ORIGINAL_DST Error "original-dst": "an ORIGINAL_DST (passthrough) cluster",
-        "it has no members to choose from, and may let a header reach any address",
-        "STATIC, STRICT_DNS or EDS";
-    LOGICAL_DNS Error "logical-dns": "a LOGICAL_DNS cluster",
-        "it has one host: there is nothing to balance", "STRICT_DNS";
+        "a retry may go to the host that has just failed", "set `retry_host_predicate` as shipped";
+    ORIGINAL_DST Error "original-dst": "the type of the cluster is ORIGINAL_DST (passthrough)",
+        "it has no members to choose from, and a request header may direct requests to any address",
+        "use STATIC, STRICT_DNS or EDS";
+    LOGICAL_DNS Error "logical-dns": "the type of the cluster is LOGICAL_DNS",
+        "it has only one host: there is nothing to balance", "use STRICT_DNS";
     PROBE_CLUSTER_SAME Error "probe-cluster-same": "`probe_cluster` is the serving cluster, without `override_host`",
-        "probes cannot be addressed: replies come from hosts that were not asked",
-        "a second cluster over the same endpoints, as shipped";
+        "probes cannot be addressed: replies come from hosts that were not probed",
+        "add a second cluster with the same endpoints, as shipped";
     BREAKERS_SHARED Warning "breakers-shared": "probes share the serving cluster and its circuit breakers",
-        "probes take the room of requests, and are not sent when it is full, just when they are needed",
-        "a second cluster over the same endpoints, as shipped";
-    PROBE_POLICY Error "probe-policy": "the probe cluster does not send probes where x-prequal-dest says",
-        "probes cannot be addressed: replies come from hosts that were not asked",
-        "`override_host` with `override_host_sources: [{header: x-prequal-dest}]`";
-    PROBE_FALLBACK Hint "probe-fallback": "unaddressed probes do not go in turn",
-        "weights are not followed, and replicas are found later", "`round_robin` as `fallback_policy`";
-    ENDPOINTS_DIFFER Error "endpoints-differ": "serving and probe cluster differ in endpoints, priorities, localities or weights",
-        "some replicas are never probed, others probed in vain; placement is learned wrongly",
-        "the same endpoints in both (an anchor, or one EDS service name)";
-    HEALTH_DIFFERS Warning "health-differs": "several priorities, and only the serving cluster checks health",
-        "after a fail-over Envoy refuses most choices: balancing is partly its own", "the same `health_checks` in both clusters";
+        "probes take room from requests, and are not sent when a breaker is full, which is when they are needed",
+        "add a second cluster with the same endpoints, as shipped";
+    PROBE_POLICY Error "probe-policy": "the probe cluster does not send probes to the host named in x-prequal-dest",
+        "probes cannot be addressed: replies come from hosts that were not probed",
+        "use `override_host` with `override_host_sources: [{header: x-prequal-dest}]`";
+    PROBE_FALLBACK Hint "probe-fallback": "unaddressed probes are not sent round robin",
+        "weights are not followed, and replicas are discovered later", "set `round_robin` as `fallback_policy`";
+    ENDPOINTS_DIFFER Error "endpoints-differ": "the serving and the probe cluster differ in endpoints, priorities, localities or weights",
+        "some replicas are never probed, others are probed in vain, and the learned placement is wrong",
+        "use the same endpoints in both (an anchor, or one EDS service name)";
+    HEALTH_DIFFERS Warning "health-differs": "there are several priorities, and only the serving cluster checks health",
+        "after a failover Envoy refuses most choices: its own policy does part of the balancing",
+        "set the same `health_checks` in both clusters";
     LOCALITY_DIFFERS Warning "locality-differs": "only the serving cluster sets `locality_lb_config`",
-        "the weights of localities are not learned", "the same on the probe cluster, for its `fallback_policy`";
+        "the weights of localities are not learned", "set the same on the probe cluster, for its `fallback_policy`";
     HOST_UNVERIFIED Error "host-unverified": "`verified_probes` is set, but the probe cluster does not overwrite x-prequal-host",
-        "all probes are rejected (`result=rejected_no_host`), or a replica can answer for another",
-        "`response_mutations` of the probe cluster as shipped, with OVERWRITE_IF_EXISTS_OR_ADD";
+        "all probes are rejected (`result=rejected_no_host`), or a replica can pose as another",
+        "set `response_mutations` of the probe cluster as shipped, with OVERWRITE_IF_EXISTS_OR_ADD";
     HOST_UNUSED Warning "host-unused": "the probe cluster writes x-prequal-host, but `verified_probes` is not set",
-        "priorities, localities and weights are not followed", "`\"verified_probes\": true`";
+        "priorities, localities and weights are not followed", "set `\"verified_probes\": true`";
     BREAKERS_NARROW Hint "breakers-narrow": "the serving cluster's circuit breakers are below Envoy's defaults",
-        "a steered request over a limit waits for its host instead of going elsewhere", "1024 and more";
+        "a steered request that exceeds a limit waits for its host instead of going elsewhere", "set the limits to 1024 or more";
     STATS_TAGS Hint "stats-tags": "`stats_tags` for the filter's labels are missing",
-        "metrics keep their labels in their names", "`stats_config` as shipped";
-    UNSEEN Hint "unseen": "part of the configuration comes by discovery and is not here",
-        "it was not checked", "check the admin's /config_dump?include_eds";
+        "labels remain part of the names of metrics", "use `stats_config` as shipped";
+    UNSEEN Hint "unseen": "part of the configuration comes by discovery and is not in this file",
+        "that part was not checked", "check the output of the admin's /config_dump?include_eds";
 }

@@ -1,4 +1,4 @@
-//! The HTTP filters: the wasm filter's settings, and the order and content of what stands around it.
+//! The HTTP filters: the wasm filter's settings, and the order and content of the filters around it.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::headers::{DEST, LOAD, OURS, removed};
 use super::source::Source;
 use super::{At, Findings, clusters, routes};
 
-/// Checks every HTTP connection manager that has the filter, and what it leads to.
+/// Checks every HTTP connection manager that has the filter, and the clusters and routes that belong to it.
 pub(super) fn check(source: &Source<'_>, findings: &mut Findings) {
     let mut settled = false;
     for manager in source.listeners.iter().flat_map(managers) {
@@ -41,14 +41,15 @@ fn managers<'a>(listener: &At<'a>) -> Vec<At<'a>> {
     filters.filter_map(|filter| filter.typed("HttpConnectionManager")).collect()
 }
 
-/// What Istio's agent puts where a module should be that it could not fetch; the name stays the module's.
+/// Returns whether this is the filter that Istio's agent puts in place of a module that it could not fetch. The name
+/// stays the module's.
 fn denies_in_place_of_a_module(filter: &At<'_>) -> bool {
     let of_istio = filter.text("name").is_some_and(|name| name.starts_with("extensions.istio.io/"));
     let rules = filter.typed("RBAC").and_then(|denial| denial.get("rules"));
     of_istio && rules.is_some_and(|rules| rules.text("action") == Some("DENY"))
 }
 
-/// The plugin's `config`, if this is a wasm filter and ours.
+/// Returns the plugin's `config`, if this is a wasm filter and Prequal's.
 fn ours<'a>(filter: &At<'a>) -> Option<At<'a>> {
     let config = filter.typed("Wasm")?.get("config")?;
     let named = |text: Option<&str>| text.is_some_and(|text| text.contains("prequal"));
@@ -61,7 +62,8 @@ fn ours<'a>(filter: &At<'a>) -> Option<At<'a>> {
     (by_name || by_settings()).then_some(config)
 }
 
-/// The filter's settings as Envoy hands them over: a text, or an object as JSON.
+/// Returns the path and the text of the filter's settings, as Envoy passes them to the module: a string, or an object
+/// as JSON.
 fn settings_text(config: &At<'_>) -> Option<(String, String)> {
     let configuration = config.get("configuration")?;
     if let Some(text) = configuration.typed("StringValue") {
@@ -83,7 +85,7 @@ fn check_manager(
     let settings = match settings_text(wasm) {
         Some((path, text)) => match Config::parse(&text) {
             Ok(Config::Outbound(settings)) => Some(settings),
-            // It chooses nothing and asks nobody: nothing of what follows is about it.
+            // The inbound role chooses nothing and sends no probes, so none of the following checks applies to it.
             Ok(Config::Inbound(_)) => return,
             Err(errors) => {
                 errors.0.iter().for_each(|error| findings.push(SETTINGS, &path, error.to_string()));
@@ -109,14 +111,14 @@ fn check_manager(
             findings.push(PATH_SPELLING, &manager.path, format!("`{key}` is not true"));
         }
     }
-    // Names of clusters are in the settings; without those nothing can be said of what follows.
+    // The settings name the clusters, so without settings the following checks are impossible.
     if let Some(settings) = &settings {
         routes::check(source, manager, settings, findings);
         clusters::check(source, settings, wasm, findings);
     }
 }
 
-/// The module: what happens after a crash, and where it is.
+/// Checks the module: its behaviour after a crash, and its location.
 fn check_module(source: &Source<'_>, wasm: &At<'_>, findings: &mut Findings) {
     let policy = match wasm.value.get("failure_policy") {
         Some(Value::String(name)) => name.as_str(),
@@ -147,7 +149,8 @@ fn check_module(source: &Source<'_>, wasm: &At<'_>, findings: &mut Findings) {
     }
 }
 
-/// Istio's agent keeps what it fetched in a folder of its own, and gives Envoy that path.
+/// Returns whether Istio fetched the module: its agent keeps fetched modules in its own folder, and gives Envoy that
+/// path.
 fn is_fetched_by_istio(wasm: &At<'_>) -> bool {
     let local = wasm.at(&["vm_config", "code", "local"]);
     let file = local.as_ref().and_then(|local| local.text("filename"));
@@ -164,7 +167,7 @@ fn check_backoff(wasm: &At<'_>, findings: &mut Findings) {
     }
 }
 
-/// strip, wasm, shim, router.
+/// Checks the order: strip, wasm, shim, router.
 fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings: &mut Findings) {
     let (before, after) = (&filters[..wasm], &filters[wasm + 1..]);
 
@@ -196,7 +199,7 @@ fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings
 
     let mut misplaced = false;
     for (offset, filter) in after.iter().enumerate() {
-        // Behind `stateful_session` the choice has been read, and nothing else needs the header there.
+        // After `stateful_session` the choice has been read, and no later filter needs the header.
         let needed = !uses_session || shim_at.is_none_or(|shim| wasm + 1 + offset < shim);
         let on_requests = needed && removed(filter, "request_mutations").contains(DEST);
         if on_requests || removed(filter, "response_mutations").contains(LOAD) {
@@ -222,7 +225,7 @@ fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings
     }
 }
 
-/// The header by which a `stateful_session` filter goes.
+/// Returns the header that a `stateful_session` filter reads.
 fn session_header<'a>(filter: &At<'a>) -> Option<&'a str> {
     filter.typed("StatefulSession")?.get("session_state")?.typed("HeaderBasedSessionState")?.text("name")
 }
@@ -231,7 +234,7 @@ fn is_shim(filter: &At<'_>) -> bool {
     session_header(filter).is_some_and(|name| name.eq_ignore_ascii_case(DEST))
 }
 
-/// The router is last, and the replicas do not see the choice.
+/// Checks that the router is last, and that replicas do not see the choice.
 fn check_router(
     source: &Source<'_>,
     manager: &At<'_>,
@@ -254,18 +257,18 @@ fn check_router(
     if upstream.iter().any(|filter| removed(filter, "request_mutations").contains(DEST)) {
         return;
     }
-    // Which shim reads the header, and when, is in the settings.
+    // The settings determine which shim reads the header, and when.
     let Some(settings) = settings else { return };
     if settings.shim == Shim::StatefulSession {
         let mut behind = filters.iter().skip_while(|filter| !is_shim(filter));
-        // Of routes that are not here the check says so itself.
+        // If routes are not in this configuration, another check reports that.
         if behind.any(|filter| removed(filter, "request_mutations").contains(DEST))
             || routes::of(source, manager).is_none_or(|routes| routes::remove_dest(&routes, settings))
         {
             return;
         }
     }
-    // A cluster may have upstream filters of its own, which then stand instead of the router's.
+    // A cluster may have its own upstream filters, which then replace the router's.
     let clean = |name: &str| {
         let filters =
             source.cluster(name).map(|cluster| clusters::http_filters(&cluster)).unwrap_or_default();

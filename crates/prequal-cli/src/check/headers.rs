@@ -1,10 +1,10 @@
-//! The headers of ours, and the filters that remove them.
+//! Prequal's headers, and the filters that remove them.
 
 use std::collections::BTreeSet;
 
 use super::At;
 
-/// The headers of ours that nobody outside may send or see.
+/// Prequal's headers, which clients must neither send nor see.
 pub(super) const OURS: [&str; 7] = [
     DEST,
     LOAD,
@@ -17,7 +17,7 @@ pub(super) const OURS: [&str; 7] = [
 pub(super) const DEST: &str = "x-prequal-dest";
 pub(super) const LOAD: &str = "x-prequal-load";
 
-/// Those of our headers that a `header_mutation` filter removes on one side.
+/// Returns Prequal's headers that a `header_mutation` filter removes on one side.
 pub(super) fn removed(filter: &At<'_>, side: &str) -> BTreeSet<&'static str> {
     let mutations = filter.typed("HeaderMutation").and_then(|filter| filter.get("mutations"));
     let list = mutations.map(|mutations| mutations.list(side)).unwrap_or_default();

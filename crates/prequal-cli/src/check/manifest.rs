@@ -1,6 +1,7 @@
-//! Istio's manifests: where a WasmPlugin or a TrafficExtension takes the module from, and what happens if it cannot.
+//! Istio's manifests: the source of the module of a WasmPlugin or a TrafficExtension, and the effect if it cannot be
+//! fetched.
 //!
-//! `docs/istio.md` ("How safe the module's source is") has the reasons. What Envoy makes of the rest shows in a config_dump.
+//! `docs/istio.md` ("How safe the module's source is") gives the reasons. Everything else is checked on a config_dump.
 
 use anyhow::{Result, bail, ensure};
 use prequal_core::config::Config;
@@ -9,19 +10,19 @@ use serde_json::Value;
 use super::codes::{FAIL_CLOSED, FAIL_OPEN, FILTER_MISSING, MODULE_FETCHED, MODULE_MOVES, SETTINGS};
 use super::{At, Findings};
 
-/// Whether the first document of a file is an object of Kubernetes, and so no configuration of Envoy.
+/// Returns whether the first document of a file is a Kubernetes object, and therefore not a configuration of Envoy.
 pub(super) fn is_manifest(first: &Value) -> bool {
-    // Envoy's spelling of `apiVersion`, which is how the document has been read.
+    // The reader has converted `apiVersion` to snake_case, as for Envoy.
     first["api_version"].is_string() && first["kind"].is_string()
 }
 
 /// Checks every object that loads the module.
 ///
 /// # Errors
-/// If none of the objects can load a module: the wrong file was given.
+/// If none of the objects loads a module, which suggests that the wrong file was given.
 pub(super) fn check(documents: &[Value], must_be_dump: bool, findings: &mut Findings) -> Result<()> {
     ensure!(!must_be_dump, "it is no config_dump: it has objects of Kubernetes");
-    // `kubectl get -o yaml` wraps what it prints in a list.
+    // `kubectl get -o yaml` wraps its output in a list.
     let objects = documents.iter().flat_map(|document| {
         let items = document["items"].as_array().map_or(&[][..], Vec::as_slice);
         std::iter::once(document).chain(items)
@@ -45,7 +46,7 @@ pub(super) fn check(documents: &[Value], must_be_dump: bool, findings: &mut Find
     Ok(())
 }
 
-/// The fields of the module, which the two kinds have at different places.
+/// Returns the module's fields, whose place depends on the kind of object.
 fn module(object: &Value) -> Option<At<'_>> {
     let field = match object["kind"].as_str() {
         Some("WasmPlugin") => "spec",
@@ -58,7 +59,7 @@ fn module(object: &Value) -> Option<At<'_>> {
     Some(At { path: format!("{kind} {}/{}: {field}", text("namespace"), text("name")), value })
 }
 
-/// Other modules in the file are not this command's business.
+/// Returns whether the module is Prequal's. Other modules in the file are ignored.
 fn is_ours(object: &Value, wasm: &Value) -> bool {
     let named = [&object["metadata"]["name"], &wasm["pluginName"], &wasm["url"]];
     named.iter().any(|name| name.as_str().is_some_and(|name| name.contains("prequal")))
@@ -69,7 +70,7 @@ fn check_source(wasm: &At<'_>, findings: &mut Findings) {
     let strategy = wasm.text("failStrategy").unwrap_or("unset, which is FAIL_CLOSE");
     let path = format!("{}.failStrategy", wasm.path);
     let url = wasm.text("url").unwrap_or_default();
-    // Istio takes a URL without a scheme for an image.
+    // Istio treats a URL without a scheme as an image.
     let is_file = url.starts_with("file://");
     if !matches!(strategy, "FAIL_OPEN" | "FAIL_RELOAD") {
         findings.push(FAIL_CLOSED, &path, strategy);
@@ -90,7 +91,7 @@ fn check_source(wasm: &At<'_>, findings: &mut Findings) {
     }
 }
 
-/// Istio hands `pluginConfig` over as JSON, without which the filter has no cluster to balance.
+/// Checks `pluginConfig`, which Istio passes on as JSON. Without it the filter has no cluster to balance.
 fn check_settings(wasm: &At<'_>, findings: &mut Findings) {
     let path = format!("{}.pluginConfig", wasm.path);
     let Some(settings) = wasm.get("pluginConfig") else {

@@ -1,4 +1,5 @@
-//! The routes: where they lead, which headers they remove, whether they keep clients from the probe.
+//! The routes: which clusters they lead to, which headers they remove, and whether they keep clients from the probe
+//! path.
 
 use prequal_core::config::{FilterConfig, Shim};
 use regex::Regex;
@@ -8,10 +9,10 @@ use super::headers::{DEST, LOAD};
 use super::source::Source;
 use super::{At, Findings};
 
-/// Where agents answer probes.
+/// Path at which agents answer probes.
 const PROBE: &str = "/prequal/probe";
 
-/// The routes of one connection manager, unless they come by discovery and are not here.
+/// Returns the routes of one connection manager, unless they come by discovery and are not in this configuration.
 pub(super) fn of<'a>(source: &Source<'a>, manager: &At<'a>) -> Option<At<'a>> {
     manager.get("route_config").or_else(|| {
         let rds = manager.get("rds")?;
@@ -67,7 +68,7 @@ pub(super) fn check(source: &Source<'_>, manager: &At<'_>, settings: &FilterConf
     }
 }
 
-/// The clusters that a route may lead to, with the place that names each.
+/// Returns the clusters that a route may lead to, with the place that names each.
 fn targets<'a>(route: &At<'a>) -> Vec<(&'a str, At<'a>)> {
     let Some(action) = route.get("route") else { return Vec::new() };
     let weighted =
@@ -79,7 +80,7 @@ fn targets<'a>(route: &At<'a>) -> Vec<(&'a str, At<'a>)> {
         .collect()
 }
 
-/// Whether the request itself decides about the cluster.
+/// Returns whether the request itself determines the cluster.
 fn is_dynamic(route: &At<'_>) -> bool {
     let action = route.get("route");
     action.is_some_and(|action| {
@@ -93,7 +94,7 @@ fn is_named(settings: &FilterConfig, cluster: &str) -> bool {
     settings.clusters.iter().any(|entry| entry.cluster == cluster)
 }
 
-/// Where the routes remove what is needed later. `stateful_session` has read the choice before its request is routed.
+/// Reports routes that remove headers needed later. `stateful_session` reads the choice before the request is routed.
 fn removals(place: &At<'_>, shim: Shim, findings: &mut Findings) {
     let dest = removed(place, "request_headers_to_remove", DEST).map(|item| (item, DEST, ROUTE_REMOVES_DEST));
     let load =
@@ -103,13 +104,13 @@ fn removals(place: &At<'_>, shim: Shim, findings: &mut Findings) {
     }
 }
 
-/// The item of the list `key` that removes the header.
+/// Returns the item of the list `key` that removes the header.
 fn removed<'a>(place: &At<'a>, key: &str, header: &str) -> Option<At<'a>> {
     let removes = |item: &At<'a>| item.value.as_str().is_some_and(|name| name.eq_ignore_ascii_case(header));
     place.list(key).into_iter().find(removes)
 }
 
-/// Whether requests to the clusters that the settings name lose the steering header by their routes.
+/// Returns whether the routes remove the steering header from requests to the clusters that the settings name.
 pub(super) fn remove_dest(config: &At<'_>, settings: &FilterConfig) -> bool {
     let removes = |place: &At<'_>| removed(place, "request_headers_to_remove", DEST).is_some();
     let route_removes = |route: &At<'_>| {
@@ -138,7 +139,7 @@ fn check_retries(route: &At<'_>, host: &At<'_>, findings: &mut Findings) {
     }
 }
 
-/// Before a route leads to replicas, one must have answered the probe's path.
+/// Checks that a route answers the probe's path before any route leads to replicas.
 fn check_closed(routes: &[At<'_>], replicas: &dyn Fn(&str) -> bool, findings: &mut Findings) {
     for route in routes {
         let Some(matched) = route.get("match").filter(matches_probe) else { continue };
@@ -168,7 +169,8 @@ fn matches_probe(matched: &At<'_>) -> bool {
     }
     let pattern = matched.get("safe_regex");
     pattern.and_then(|pattern| pattern.text("regex")).is_some_and(|regex| {
-        // A bound on size keeps a hostile expression from costing memory; what cannot be read matches nothing.
+        // A limit on size keeps a hostile expression from using much memory. An expression that cannot be parsed
+        // matches nothing.
         let whole = regex::RegexBuilder::new(&format!("^(?:{regex})$")).size_limit(1 << 20).build();
         whole.is_ok_and(|whole: Regex| whole.is_match(PROBE))
     })

@@ -1,4 +1,4 @@
-//! What must hold before a configuration can be looked at: fields have the types that Envoy expects.
+//! Precondition of all other checks: fields have the types that Envoy expects.
 
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ pub(super) fn check(place: &At<'_>, findings: &mut Findings) {
             }
         }
         Value::Object(fields) => {
-            // Here users put what they like.
+            // The content of a `Struct` is free-form.
             let free = |kind: &str| kind.ends_with("google.protobuf.Struct");
             if place.text("@type").is_some_and(free) {
                 return;
@@ -70,10 +70,10 @@ fn problem(kind: Kind, value: &Value) -> Option<String> {
     (!fits).then(|| format!("must be {wanted}, is {got}"))
 }
 
-/// Fields whose content is the user's.
+/// Fields whose content is free-form.
 const FREE: &[&str] = &["metadata", "filter_metadata", "layers", "entries"];
 
-/// The fields that the checks read, by name: each has the same type wherever Envoy's API has it.
+/// Fields that the checks read, by name: each has the same type wherever it occurs in Envoy's API.
 const FIELDS: &[(&str, Kind)] = &[
     ("@type", Kind::Text),
     ("admin", Kind::Object),

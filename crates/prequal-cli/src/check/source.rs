@@ -1,4 +1,4 @@
-//! Where listeners, clusters, routes and endpoints stand: in a bootstrap, a config_dump, or a file of resources.
+//! Location of listeners, clusters, routes and endpoints in a bootstrap, a config_dump, or a file of resources.
 
 use anyhow::{Result, bail};
 use serde_json::Value;
@@ -6,21 +6,21 @@ use serde_json::Value;
 use super::codes::{STATS_TAGS, UNSEEN};
 use super::{At, Findings};
 
-/// The parts of a configuration, wherever it came from.
+/// Parts of a configuration, from any of these forms.
 #[derive(Debug, Default)]
 pub(super) struct Source<'a> {
-    /// It is a dump of another process, perhaps of another machine.
+    /// Whether the configuration is a dump of a running process, perhaps on another machine.
     pub(super) dump: bool,
     pub(super) listeners: Vec<At<'a>>,
     pub(super) clusters: Vec<At<'a>>,
-    /// Route configurations that stand outside of listeners.
+    /// Route configurations outside listeners.
     pub(super) routes: Vec<At<'a>>,
-    /// Endpoints that stand outside of clusters.
+    /// Endpoints outside clusters.
     assignments: Vec<At<'a>>,
-    /// HTTP filters that listeners only name.
+    /// HTTP filters that listeners refer to only by name.
     extensions: Vec<At<'a>>,
     bootstrap: Option<At<'a>>,
-    /// Whether clusters may exist that are not here.
+    /// Whether clusters may exist that are not in this configuration.
     pub(super) more_clusters: bool,
     more_listeners: bool,
 }
@@ -92,24 +92,24 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The cluster `name`.
+    /// Returns the cluster `name`.
     pub(super) fn cluster(&self, name: &str) -> Option<At<'a>> {
         self.clusters.iter().find(|cluster| cluster.text("name") == Some(name)).cloned()
     }
 
-    /// The endpoints of the EDS service `name`.
+    /// Returns the endpoints of the EDS service `name`.
     pub(super) fn assignment(&self, name: &str) -> Option<At<'a>> {
         self.assignments.iter().find(|assignment| assignment.text("cluster_name") == Some(name)).cloned()
     }
 
-    /// The filter itself, where a listener only names it.
+    /// Returns the filter's own configuration if the listener refers to it only by name, otherwise `filter`.
     pub(super) fn resolved(&self, filter: At<'a>) -> At<'a> {
         let named = |found: &&At<'a>| found.text("name") == filter.text("name");
         let found = filter.get("config_discovery").and_then(|_| self.extensions.iter().find(named));
         found.cloned().unwrap_or(filter)
     }
 
-    /// Whether listeners may exist that are not here; says so.
+    /// Returns whether listeners may exist that are not in this configuration, and reports it.
     pub(super) fn report_unseen_listeners(&self, findings: &mut Findings) -> bool {
         if self.more_listeners {
             findings.push(UNSEEN, "dynamic_resources", "listeners");
@@ -117,7 +117,7 @@ impl<'a> Source<'a> {
         self.more_listeners
     }
 
-    /// Without them the filter's metrics keep their labels in their names.
+    /// Reports missing `stats_tags`. Without them the filter's metrics keep their labels in their names.
     pub(super) fn check_stats_tags(&self, findings: &mut Findings) {
         let Some(bootstrap) = &self.bootstrap else { return };
         let tags = bootstrap.get("stats_config").map(|config| config.list("stats_tags")).unwrap_or_default();

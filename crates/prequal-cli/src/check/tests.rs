@@ -1,4 +1,5 @@
-//! The shipped configuration is clean; broken in one way, it yields exactly the finding that names it.
+//! The shipped configuration has no findings. Each single change that breaks it yields exactly one finding, which names
+//! the mistake.
 
 use serde_json::{Value, json};
 
@@ -29,18 +30,18 @@ const HTTP_OPTIONS: &str = "envoy.extensions.upstreams.http.v3.HttpProtocolOptio
 
 fn shipped() -> Value {
     let mut root = read::text(SHIPPED).unwrap();
-    // Whether the module has been built is not the matter here; this file is there for certain.
+    // Whether the module has been built does not matter here; this file certainly exists.
     manager(&mut root, &format!("{WASM}/vm_config/code/local"))["filename"] =
         json!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
     root
 }
 
-/// The value at `path` below the HTTP connection manager.
+/// Returns the value at `path` below the HTTP connection manager.
 fn manager<'a>(root: &'a mut Value, path: &str) -> &'a mut Value {
     root.pointer_mut(&format!("{MANAGER}{path}")).unwrap()
 }
 
-/// The serving (0) or the probe cluster (1).
+/// Returns the serving (0) or the probe cluster (1).
 fn cluster(root: &mut Value, index: usize) -> &mut Value {
     &mut root["static_resources"]["clusters"][index]
 }
@@ -64,7 +65,7 @@ fn codes_of(findings: &[Finding]) -> Vec<&'static str> {
     findings.iter().map(|finding| finding.code.name).collect()
 }
 
-/// The shipped configuration with the other shim. It reads the choice after the routes' removals.
+/// Switches to the other shim, which reads the choice after routes have removed headers.
 fn override_host(root: &mut Value) {
     settings(root, |settings| settings["shim"] = json!("override_host"));
     let policy = cluster(root, 1)["load_balancing_policy"].clone();
@@ -90,7 +91,7 @@ fn upstream_filters(root: &mut Value) -> &mut Vec<Value> {
     list(&mut router["typed_config"]["upstream_http_filters"])
 }
 
-/// One change of the shipped configuration, by the code that must be found, or by what it is.
+/// One change of the shipped configuration, with the code that it must cause, or with a description.
 type Break = (&'static str, fn(&mut Value));
 
 const BREAKS: &[Break] = &[
@@ -125,7 +126,7 @@ const BREAKS: &[Break] = &[
     ("router-order", |root| list(manager(root, "/http_filters")).swap(2, 3)),
     ("router-order", |root| drop(list(manager(root, "/http_filters")).pop())),
     ("upstream-strip", |root| remove(manager(root, "/route_config"), "request_headers_to_remove")),
-    // One route of two removes it.
+    // One of two routes removes it.
     ("upstream-strip", |root| {
         remove(manager(root, "/route_config"), "request_headers_to_remove");
         let mut other = manager(root, ROUTES)[1].clone();
@@ -152,7 +153,7 @@ const BREAKS: &[Break] = &[
         manager(root, WASM)["fail_open"] = json!(true);
     }),
     ("module-denied", |root| {
-        // As a proxy of Istio shows it.
+        // In the form in which an Istio proxy shows it.
         const NAME: &str = "extensions.istio.io/trafficextension/demo.prequal";
         *manager(root, "/http_filters/1") = json!({"name": NAME, "config_discovery": {}});
         let denial = json!({
@@ -179,7 +180,7 @@ const BREAKS: &[Break] = &[
     ("settings", |root| settings(root, |settings| settings["latency_band"] = json!(1.5))),
     ("settings", |root| remove(manager(root, WASM), "configuration")),
     ("settings", |root| *manager(root, &format!("{WASM}/configuration/value")) = json!("{")),
-    // Routes are left as they are: the cluster of the second entry has none.
+    // The routes are unchanged, so none leads to the cluster of the second entry.
     ("cluster-absent", |root| {
         settings(root, |settings| {
             let mut copy = settings["clusters"][0].clone();
@@ -348,14 +349,14 @@ fn each_mistake_is_found_alone() {
     }
 }
 
-/// A shipped manifest with the module by digest, as a release has it.
+/// Returns a shipped manifest with the module pinned by digest, as in a release.
 fn pinned(text: &str) -> String {
     let pinned = text.replace("prequal_filter:0.1.0", &format!("prequal_filter@sha256:{}", "a".repeat(64)));
     assert_ne!(pinned, text);
     pinned
 }
 
-/// The documents of a manifest as `kubectl get -o json` prints them, after a change of the module's fields.
+/// Returns the documents of a manifest as `kubectl get -o json` prints them, after a change of the module's fields.
 fn changed(text: &str, change: impl FnOnce(&mut Value)) -> String {
     let mut items = read::documents(&pinned(text)).unwrap();
     let loads = |item: &&mut Value| matches!(item["kind"].as_str(), Some("WasmPlugin" | "TrafficExtension"));
@@ -372,7 +373,7 @@ const MANIFEST_BREAKS: &[Break] = &[
         wasm["sha256"] = json!("a".repeat(64));
         wasm["failStrategy"] = json!("FAIL_RELOAD");
     }),
-    // Without a scheme it is an image.
+    // Without a scheme, the URL names an image.
     ("module-fetched", |wasm| {
         wasm["url"] = json!(wasm["url"].as_str().unwrap().replace("oci://", ""));
         wasm["failStrategy"] = json!("FAIL_RELOAD");
@@ -400,7 +401,7 @@ const MANIFEST_BREAKS: &[Break] = &[
 fn each_mistake_in_a_manifest_is_found_alone() {
     for (code, break_it) in MANIFEST_BREAKS {
         for text in MANIFESTS {
-            // By its name alone another module would still be taken for this one.
+            // The name alone would still identify another module as Prequal's.
             let text = if *code == "filter-missing" {
                 text.replace("name: prequal", "name: x")
             } else {
@@ -410,7 +411,7 @@ fn each_mistake_in_a_manifest_is_found_alone() {
             assert_eq!(codes_of(&findings), [*code], "{findings:#?}");
         }
     }
-    // What Istio makes of a missing `failStrategy` has two effects.
+    // A missing `failStrategy` has two effects in Istio.
     let text = changed(MANIFESTS[0], |wasm| remove(wasm, "failStrategy"));
     let findings = judge(&text, false).unwrap();
     assert_eq!(codes_of(&findings), ["fail-closed", "module-fetched"], "{findings:#?}");
@@ -438,7 +439,7 @@ fn manifests_without_the_module_say_so() {
     assert!(error.contains("WasmPlugin"), "{error}");
     let error = judge(MANIFESTS[0], true).unwrap_err().to_string();
     assert!(error.contains("config_dump"), "{error}");
-    // A later document counts here, and not in a configuration of Envoy.
+    // A later document counts here, but not in a configuration of Envoy.
     let error = judge(&format!("{}\n---\na: [", MANIFESTS[3]), false).unwrap_err();
     assert!(format!("{error:#}").contains("document 2"), "{error:#}");
     let mut findings = judge(&format!("{SHIPPED}\n---\na: ["), false).unwrap();
@@ -506,7 +507,7 @@ fn every_code_has_a_test_and_a_line_in_the_docs() {
 fn shipped_configurations_are_clean() {
     for text in [SHIPPED, INBOUND, COMPOSE] {
         let mut findings = check(&read::text(text).unwrap(), false).unwrap();
-        // Where the module is depends on the machine.
+        // The location of the module depends on the machine.
         findings.retain(|finding| finding.code.name != "module-missing");
         assert_eq!(findings, []);
     }
@@ -615,7 +616,7 @@ fn a_dump_is_recognised_and_its_parts_are_put_together() {
         {"@type": admin("Ecds"), "ecds_filters": [{"ecds_filter": wasm}]},
     ]});
     assert_eq!(check(&dump, true).unwrap(), []);
-    // Istio's agent has fetched the module this time.
+    // Now Istio's agent has fetched the module.
     let mut fetched = dump.clone();
     let plugin = &mut fetched["configs"][5]["ecds_filters"][0]["ecds_filter"]["typed_config"]["config"];
     plugin["vm_config"]["code"]["local"]["filename"] = json!("/var/lib/istio/data/oci/sum.wasm");
@@ -638,7 +639,7 @@ fn what_is_no_configuration_is_refused() {
     assert!(check(&shipped(), true).is_err(), "a bootstrap is no dump");
 }
 
-/// Pointers to every value below `value`.
+/// Collects pointers to every value below `value`.
 fn places(value: &Value, path: String, all: &mut Vec<String>) {
     match value {
         Value::Array(items) => {
@@ -652,7 +653,7 @@ fn places(value: &Value, path: String, all: &mut Vec<String>) {
     all.push(path);
 }
 
-/// Every value of the shipped configuration in turn becomes something else: whatever is found, nothing panics.
+/// Replaces every value of the shipped configuration in turn. The findings do not matter, but nothing may panic.
 #[test]
 fn wrong_types_anywhere_do_not_panic() {
     let root = shipped();

@@ -1,4 +1,4 @@
-//! The shipped configuration as a tree, with the plan's values put in.
+//! Renders the plan: the shipped configuration as a tree, with the plan's values put in.
 
 use prequal_core::config::Shim;
 use serde_json::json;
@@ -6,10 +6,10 @@ use yaml_serde::Value;
 
 use super::spec::{Host, Plan, PlannedCluster, Probe};
 
-/// What ships, and what everything printed is made from.
+/// The shipped configuration, on which all output is based.
 pub(super) const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
 
-/// The whole file.
+/// Renders the whole file.
 pub(super) fn render(plan: &Plan) -> String {
     let mut root: Value =
         yaml_serde::from_str(SHIPPED).expect("the shipped configuration is YAML: a test reads it");
@@ -57,7 +57,7 @@ fn head(plan: &Plan, wasm: &str, admin: &str) -> String {
     )
 }
 
-/// Nothing that would end a comment.
+/// Replaces control characters, which could end a comment.
 fn one_line(text: &str) -> String {
     text.replace(char::is_control, " ")
 }
@@ -86,7 +86,7 @@ fn set_listener(listener: &mut Value, plan: &Plan) {
     let routes = &mut manager["route_config"]["virtual_hosts"][0]["routes"];
     let (closed, open) = (routes[0].clone(), routes[1].clone());
     let mut clusters: Vec<&PlannedCluster> = plan.clusters.iter().collect();
-    // The first route that fits is taken.
+    // Envoy takes the first route that matches, so longer prefixes come first.
     clusters.sort_by_key(|cluster| std::cmp::Reverse(cluster.prefix.len()));
     let leading = clusters.into_iter().map(|cluster| {
         let mut route = open.clone();
@@ -115,7 +115,8 @@ fn set_listener(listener: &mut Value, plan: &Plan) {
     }
 }
 
-/// Removes the steering header once `override_host` has read it, which is after the routes' removals.
+/// Returns the filters that remove the steering header after `override_host` has read it. Routes cannot remove it,
+/// because their removals come before that.
 fn upstream_strip() -> serde_json::Value {
     json!([
         {
@@ -134,14 +135,14 @@ fn upstream_strip() -> serde_json::Value {
     ])
 }
 
-/// The name of the module's file.
+/// Returns the file name of the module.
 fn module(root: &mut Value) -> &mut Value {
     let manager =
         &mut root["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
     &mut manager["http_filters"][1]["typed_config"]["config"]["vm_config"]["code"]["local"]["filename"]
 }
 
-/// One of the two shipped clusters under another name and over other endpoints.
+/// Returns one of the two shipped clusters with another name and other endpoints.
 fn filled(shipped: &Value, name: &str, cluster: &PlannedCluster, port: Option<u16>) -> Value {
     let mut own = shipped.clone();
     own["name"] = name.into();
@@ -158,7 +159,7 @@ fn filled(shipped: &Value, name: &str, cluster: &PlannedCluster, port: Option<u1
     own
 }
 
-/// The probe cluster's policy on a serving cluster; what it falls back to is the serving cluster's own policy.
+/// Sets the probe cluster's policy on a serving cluster, with the serving cluster's own policy as the fallback.
 fn set_override_host(serving: &mut Value, probing: &Value) {
     if let Some(serving) = serving.as_mapping_mut() {
         serving.remove("lb_policy");

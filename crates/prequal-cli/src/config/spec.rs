@@ -1,4 +1,4 @@
-//! What the user asks for, and the plan that comes of it once everything in it holds.
+//! The user's request, and the plan that results if all of it is valid.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::Args;
 
-/// A short YAML, or the flags.
+/// Content of the short YAML file, or of the flags.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Spec {
@@ -19,13 +19,13 @@ pub(super) struct Spec {
     wasm: Option<String>,
     shim: Option<String>,
     tls: Option<Tls>,
-    /// The filter's settings for all clusters.
+    /// Settings of the filter for all clusters.
     settings: Map<String, Value>,
     probe_port: Option<u64>,
     clusters: Vec<ClusterSpec>,
 }
 
-/// TLS of the listener: PEM files.
+/// TLS of the listener, as PEM files.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Tls {
@@ -44,7 +44,7 @@ struct ClusterSpec {
     settings: Map<String, Value>,
 }
 
-/// Checked: what `render` puts in place of the shipped values. None: the shipped value stays.
+/// Validated values that `render` puts in place of the shipped values. `None` keeps the shipped value.
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) listen: Option<SocketAddr>,
@@ -52,9 +52,9 @@ pub(super) struct Plan {
     pub(super) wasm: Option<String>,
     pub(super) shim: Shim,
     pub(super) tls: Option<Tls>,
-    /// The filter's settings, accepted by it.
+    /// Settings of the filter, accepted by the filter's own parser.
     pub(super) settings: Value,
-    /// At least one.
+    /// The clusters; there is at least one.
     pub(super) clusters: Vec<PlannedCluster>,
 }
 
@@ -63,16 +63,16 @@ pub(super) struct PlannedCluster {
     pub(super) name: String,
     pub(super) prefix: String,
     pub(super) hosts: Vec<Host>,
-    /// Whether DNS finds the replicas.
+    /// Whether DNS resolves the replicas.
     pub(super) dns: bool,
-    /// None if the rule sends no probes.
+    /// Cluster for probes; `None` if the rule sends no probes.
     pub(super) probe: Option<Probe>,
 }
 
 #[derive(Debug)]
 pub(super) struct Probe {
     pub(super) cluster: String,
-    /// None: the same port as for requests.
+    /// Port of the probes; `None` if it is the same as for requests.
     pub(super) port: Option<u16>,
 }
 
@@ -87,12 +87,12 @@ impl Spec {
     /// Reads a file.
     ///
     /// # Errors
-    /// The first field of a wrong type or of an unknown name.
+    /// If a field has a wrong type or an unknown name; only the first such field is reported.
     pub(super) fn read(root: Value) -> Result<Self> {
         Ok(serde_json::from_value(root)?)
     }
 
-    /// Flags outweigh the file.
+    /// Applies the flags, which override the file.
     pub(super) fn take_flags(&mut self, args: &Args, mistakes: &mut Vec<String>) {
         for (mine, flag) in [
             (&mut self.listen, &args.listen),
@@ -146,7 +146,7 @@ impl Spec {
         }
     }
 
-    /// What to render; without mistakes it is always there.
+    /// Returns the plan to render. Without mistakes, there is always a plan.
     pub(super) fn plan(self, mistakes: &mut Vec<String>) -> Option<Plan> {
         let listen = self.listen.as_deref().and_then(|text| socket("listen", text, mistakes));
         let admin = self.admin.as_deref().and_then(|text| socket("admin", text, mistakes));
@@ -208,7 +208,8 @@ impl Spec {
     }
 }
 
-/// Has the filter itself judge its settings, and completes them: where probes are sent, Envoy vouches for who answers.
+/// Validates the settings with the filter's own parser, and sets `verified_probes` for every cluster that is probed, so
+/// that Envoy verifies who answers.
 fn accept(
     settings: &mut Map<String, Value>,
     clusters: &mut [PlannedCluster],
@@ -246,7 +247,7 @@ fn socket(key: &str, text: &str, mistakes: &mut Vec<String>) -> Option<SocketAdd
     address
 }
 
-/// The setting `hint` that a flag stands for.
+/// Returns the value of the setting `hint` that the flag specifies.
 fn hint(text: &str) -> Option<Value> {
     match text.split_once(':')? {
         ("header", name) => Some(json!({ "header": name })),
@@ -290,7 +291,7 @@ fn host(text: &str) -> Option<Host> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     let is_name = (1..=253).contains(&name.len())
         && name.chars().all(plain)
-        // All digits and dots is an address with a slip in it.
+        // A name of digits and dots alone is a mistyped IP address.
         && name.chars().any(|c| c.is_ascii_alphabetic());
     is_name.then(|| Host { address: name.to_owned(), port })
 }

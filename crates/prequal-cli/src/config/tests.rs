@@ -1,4 +1,4 @@
-//! What is rendered is the shipped configuration, and every variant of it passes the checks.
+//! Tests that rendering yields the shipped configuration, and that every variant of it passes the checks.
 
 use clap::Parser as _;
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ fn render(spec: &str, line: &str) -> Result<String, String> {
     rendered(spec, &args(line)).map_err(|mistakes| mistakes.to_string())
 }
 
-/// A configuration as a tree, with the filter's settings as a tree too.
+/// Returns a configuration as a tree, in which the filter's settings are also a tree.
 fn tree(text: &str) -> Value {
     let mut root = read::text(text).unwrap();
     let value = root.pointer_mut(SETTINGS).unwrap();

@@ -1,5 +1,5 @@
-//! The replicas of an agent: one reading of its `/metrics`. An agent that serves several (`--replica`) tells them apart by the
-//! label `replica`.
+//! The replicas of an agent: one reading of its `/metrics`. An agent that serves several replicas (`--replica`)
+//! distinguishes them by the label `replica`.
 
 use std::fmt::Write as _;
 
@@ -12,23 +12,24 @@ use super::scrape::Admin;
 pub(super) struct Agent {
     /// Requests in flight.
     pub(super) rif: f64,
-    /// What a request takes while none waits, milliseconds; `None` until one was served.
+    /// Latency of a request when none waits, milliseconds; `None` until one was served.
     pub(super) base_ms: Option<f64>,
-    /// Requests in flight beyond which more only wait; `None` until one was served.
+    /// Number of requests in flight beyond which further ones only wait; `None` until one was served.
     pub(super) knee: Option<f64>,
-    /// It has shown no saturation: the knee may be higher.
+    /// Whether the replica has shown no saturation: the knee may be higher.
     pub(super) open: bool,
-    /// Share of recent requests that it failed, 0 to 1.
+    /// Share of recent requests that the replica failed, 0 to 1.
     pub(super) failing: f64,
 }
 
 /// The replicas of one agent, by name.
 pub(super) type Replicas = Vec<(String, Agent)>;
 
-/// What the columns of [`Agent::cells`] are.
+/// Headings of the columns of [`Agent::cells`].
 pub(super) const HEAD: [&str; 4] = ["   rif", "  base ms", "saturates at", "failing"];
 
-/// The replicas of one agent, each with its name: the address of the admin port, and behind it the replica's label, if any.
+/// Returns the replicas of one agent, each with its name: the address of the admin port, followed by the replica's
+/// label, if any.
 ///
 /// # Errors
 /// If the admin port does not answer, or is not an agent's.
@@ -44,7 +45,7 @@ pub(super) fn scrape(admin: &Admin) -> Result<Replicas> {
 }
 
 impl Agent {
-    /// Every replica of a page, with its label; of an agent with a single one it is empty.
+    /// Reads every replica of a page, with its label. The label is empty for an agent with a single replica.
     fn read(page: &str) -> Vec<(&str, Self)> {
         let all = |name| page.lines().filter_map(move |line| sample(line, name));
         let replicas = all("prequal_agent_rif").map(|(replica, rif)| {
@@ -61,7 +62,7 @@ impl Agent {
         replicas.collect()
     }
 
-    /// As wide as [`HEAD`].
+    /// Returns the cells, as wide as [`HEAD`].
     pub(super) fn cells(&self) -> [String; 4] {
         let known = |value: Option<f64>, digits: usize| {
             value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
@@ -75,7 +76,7 @@ impl Agent {
     }
 }
 
-/// The label `replica` and the value of a sample that has no other label.
+/// Returns the label `replica` and the value of a sample that has no other label.
 fn sample<'a>(line: &'a str, name: &str) -> Option<(&'a str, f64)> {
     let rest = line.strip_prefix(name)?;
     let (replica, value) = match rest.strip_prefix("{replica=\"") {
@@ -85,7 +86,7 @@ fn sample<'a>(line: &'a str, name: &str) -> Option<(&'a str, f64)> {
     Some((replica, value.parse().ok()?))
 }
 
-/// All of them as plain text.
+/// Returns all agents as plain text.
 pub(super) fn text(agents: &[(String, Agent)]) -> String {
     let width = agents.iter().map(|(url, _)| url.len()).max().unwrap_or(0).max(5);
     let mut text = format!("{:width$}  {}\n", "agent", HEAD.join("  "));

@@ -1,4 +1,4 @@
-//! One reading of one admin.
+//! One reading of one admin port.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
-/// Longest answer that is read, bytes: `/clusters` has about 1.3 KB a host, and two clusters per host.
+/// Maximum size of an answer, bytes: `/clusters` has about 1.3 KB per host, and each host is in two clusters.
 const MAX_BODY: u64 = 64 << 20;
 
-/// An admin that does not answer within this time has not answered.
+/// Time within which an admin port must answer.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// The filter's statistics, and how often Envoy has started a module anew.
+/// Path of the filter's statistics and of the number of module restarts.
 const STATS: &str = "/stats?filter=prequal_%7Cvm_reload_success";
 
 /// Name, cluster and kind of a statistic of the filter: [`prequal_stats::Sample`].
@@ -20,17 +20,17 @@ pub(super) type Key = (String, String, String);
 
 #[derive(Debug)]
 pub(super) struct Admin {
-    /// As shown: without a trailing slash.
+    /// URL as shown, without a trailing slash.
     pub(super) url: String,
     agent: ureq::Agent,
 }
 
-/// What an admin said.
+/// Content of one reading of an admin port.
 #[derive(Clone, Debug)]
 pub(super) struct Scrape {
     pub(super) at: Instant,
     pub(super) samples: BTreeMap<Key, u64>,
-    /// Modules started anew after a crash, all wasm filters of this Envoy together.
+    /// Number of module restarts after a crash, for all wasm filters of this Envoy together.
     pub(super) reloads: u64,
     pub(super) hosts: Vec<Host>,
 }
@@ -43,13 +43,15 @@ pub(super) struct Host {
     pub(super) active: u64,
     pub(super) success: u64,
     pub(super) errors: u64,
-    /// What keeps Envoy from using it; empty if nothing does.
+    /// Reasons why Envoy does not use the host; empty if there are none.
     pub(super) trouble: String,
 }
 
 impl Admin {
+    /// Creates the client of the admin port at `url`.
+    ///
     /// # Errors
-    /// If it cannot be the URL of an admin.
+    /// If `url` cannot be the URL of an admin port.
     pub(super) fn new(url: &str) -> Result<Self> {
         ensure!(!url.starts_with("https://"), "`{url}`: an admin speaks plain HTTP");
         let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
@@ -60,15 +62,17 @@ impl Admin {
             .timeout_global(Some(LIMIT))
             .http_status_as_error(false)
             .max_redirects(0)
-            // A proxy of the environment is for the way out, not for a neighbour's admin.
+            // A proxy from the environment is meant for outside addresses, not for a nearby admin port.
             .proxy(None)
             .build()
             .into();
         Ok(Self { url: format!("http://{host}"), agent })
     }
 
+    /// Reads the admin port once.
+    ///
     /// # Errors
-    /// If nobody answers, the answer is not that of an Envoy, or its filter is not loaded.
+    /// If there is no answer, the answer is not Envoy's, or its filter is not loaded.
     pub(super) fn scrape(&self) -> Result<Scrape> {
         let stats = self.get(STATS, "Envoy's admin")?;
         let at = Instant::now();
@@ -97,7 +101,7 @@ impl Admin {
         Ok(Scrape { at, samples, reloads: reloads.sum(), hosts: hosts(&clusters) })
     }
 
-    /// What stands at `path`; `whose` it would be, for the error.
+    /// Returns the body at `path`. `whose` names the expected owner, for the error message.
     pub(super) fn get(&self, path: &str, whose: &str) -> Result<String> {
         let url = &self.url;
         let mut response = self
@@ -115,7 +119,7 @@ impl Admin {
     }
 }
 
-/// The hosts in `/clusters?format=json`. What is absent reads as zero: Envoy leaves zeros out.
+/// Returns the hosts in `/clusters?format=json`. An absent value reads as zero, because Envoy leaves zeros out.
 fn hosts(clusters: &Value) -> Vec<Host> {
     let list = |value: &Value, key: &str| value[key].as_array().cloned().unwrap_or_default();
     let mut hosts = Vec::new();
@@ -149,7 +153,7 @@ fn address(address: &Value) -> String {
     }
 }
 
-/// What a host's health says against it.
+/// Returns the health flags that count against a host.
 fn trouble(health: &Value) -> String {
     let flags = health.as_object().into_iter().flatten();
     let mut words: Vec<String> = flags

@@ -1,4 +1,5 @@
-//! The terminal: clusters above, the chosen one in detail below. One thread an admin reads, this one draws.
+//! The terminal: all clusters at the top, the selected one in detail below. One thread per admin port reads; this
+//! thread draws.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
@@ -15,16 +16,16 @@ use super::agents::{self, Replicas};
 use super::scrape::{Admin, Scrape};
 use super::view::{Replica, View};
 
-/// How long a key may wait for its effect, at most.
+/// Maximum time until a key takes effect.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// A reading: which admin, and what it said.
+/// A reading: the index of the admin port, and its content.
 enum Reading {
     Envoy(usize, Result<Scrape, String>),
     Agent(usize, Result<Replicas, String>),
 }
 
-/// Draws until somebody quits.
+/// Draws until the user quits.
 pub(super) fn run(envoys: Vec<Admin>, agents: Vec<Admin>, interval: Duration) -> Result<()> {
     let urls = |admins: &[Admin]| admins.iter().map(|admin| admin.url.clone()).collect();
     let mut state = State::new(urls(&envoys), urls(&agents));
@@ -38,7 +39,7 @@ pub(super) fn run(envoys: Vec<Admin>, agents: Vec<Admin>, interval: Duration) ->
             move || Reading::Agent(index, agents::scrape(&admin).map_err(|error| format!("{error:#}")));
         read_for_ever(read, interval, send.clone());
     }
-    // Puts the terminal back on a panic too.
+    // Also restores the terminal on a panic.
     let mut terminal = ratatui::try_init()?;
     let done = draw_until_quit(&mut state, &receive, &mut terminal);
     ratatui::restore();
@@ -47,7 +48,7 @@ pub(super) fn run(envoys: Vec<Admin>, agents: Vec<Admin>, interval: Duration) ->
 
 fn read_for_ever(read: impl Fn() -> Reading + Send + 'static, interval: Duration, send: Sender<Reading>) {
     std::thread::spawn(move || {
-        // A failed send means that nobody looks any more.
+        // A failed send means that the screen is closed.
         while send.send(read()).is_ok() {
             std::thread::sleep(interval);
         }
@@ -76,7 +77,7 @@ fn draw_until_quit(
     }
 }
 
-/// By what replicas are sorted.
+/// Criterion by which replicas are sorted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Sort {
     Address,
@@ -117,20 +118,20 @@ impl Sort {
 #[derive(Debug)]
 struct State {
     envoys: Vec<Reader>,
-    /// Each agent's address and its last reading: its replicas, by name.
+    /// Address of each agent and its last reading: its replicas, by name.
     agents: Vec<(String, Option<Result<Replicas, String>>)>,
-    /// Which of all clusters is shown in detail; the last one if there are fewer.
+    /// Index of the cluster that is shown in detail; if there are fewer clusters, the last one is shown.
     chosen: usize,
     sort: Sort,
 }
 
-/// What is known of one Envoy.
+/// State of one Envoy.
 #[derive(Debug)]
 struct Reader {
     url: String,
     last: Option<Scrape>,
     views: Vec<View>,
-    /// Why there is nothing newer.
+    /// Reason why there is no newer reading.
     trouble: Option<String>,
 }
 
@@ -155,7 +156,7 @@ impl State {
         let Some(envoy) = self.envoys.get_mut(index) else { return };
         match reading {
             Ok(scrape) => {
-                // The first reading has nothing to compare with: rates are zero.
+                // The first reading has nothing to compare with, so its rates are zero.
                 let before = envoy.last.as_ref().unwrap_or(&scrape);
                 envoy.views = View::between(&envoy.url, before, &scrape);
                 envoy.last = Some(scrape);
@@ -173,7 +174,7 @@ impl State {
         self.envoys.iter().flat_map(|envoy| &envoy.views)
     }
 
-    /// True if the key quits.
+    /// Handles a key. Returns true if the key quits.
     fn press(&mut self, key: KeyEvent) -> bool {
         if key.kind == KeyEventKind::Release {
             return false;
@@ -204,7 +205,7 @@ impl State {
             .map(|trouble| Line::styled(trouble, Modifier::BOLD))
             .chain(waiting.map(|envoy| Line::from(format!("{}: reading", envoy.url))))
             .collect();
-        // More clusters than fit leave room for the detail.
+        // The list is limited so that many clusters leave room for the detail.
         let listed = u16::try_from(views.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
         let own = self.agent_rows();
         let agents = u16::try_from(own.len()).unwrap_or(u16::MAX).min(frame.area().height / 3);
@@ -219,7 +220,7 @@ impl State {
         ];
         let [top, list, detail, replicas, below, keys] = Layout::vertical(rows).areas(frame.area());
         frame.render_widget(Paragraph::new(messages), top);
-        // The chosen one stays in sight.
+        // The selected cluster stays visible.
         let first = (chosen + 1).saturating_sub(usize::from(listed));
         frame.render_widget(clusters(&views[first.min(views.len())..], chosen - first.min(chosen)), list);
         if let Some(view) = views.get(chosen) {
@@ -267,7 +268,7 @@ impl State {
 }
 
 impl State {
-    /// A row for each replica of each agent, or for an agent that could not be read.
+    /// Returns one row per replica of each agent, and one per agent that has not been read.
     fn agent_rows(&self) -> Vec<Row<'static>> {
         let row = |name: &str, cells: [String; 4], trouble: &str| {
             Row::new([name.to_owned()].into_iter().chain(cells).chain([trouble.to_owned()]))
@@ -355,7 +356,7 @@ mod tests {
         {
             assert!(text.contains(part), "{part} is not in\n{text}");
         }
-        // It may be any size.
+        // The screen may have any size.
         for (width, height) in [(1, 1), (20, 3), (300, 100)] {
             shown(&state, width, height);
         }

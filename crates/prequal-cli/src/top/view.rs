@@ -1,4 +1,4 @@
-//! What happened between two readings, and how it is written down.
+//! The change between two readings, and its text.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use super::scrape::{Host, Scrape};
 #[derive(Clone, Debug)]
 pub(super) struct View {
     pub(super) envoy: String,
-    /// As the filter writes it into its statistics: anything but letters, digits and dashes is `_`.
+    /// Name as the filter writes it into its statistics: every character except letters, digits and dashes is `_`.
     pub(super) cluster: String,
     /// Choices per second by branch, in the order of [`BRANCHES`].
     pub(super) picks: [f64; 6],
@@ -16,14 +16,14 @@ pub(super) struct View {
     used: f64,
     failed: f64,
     undispatched: f64,
-    /// Gauges, now: entries in the pool, θ, known replicas, ejected ones.
+    /// Current values of gauges: entries in the pool, θ, known replicas, ejected ones.
     pub(super) pool: u64,
     theta: u64,
     pub(super) members: u64,
     pub(super) ejected: u64,
-    /// Nobody is ejected, because it would be more than half of the fleet.
+    /// Whether no replica is ejected because more than half of the fleet would have to be.
     pub(super) panic: bool,
-    /// Since Envoy started, and in the interval: in the order of [`OF_REPLICAS`].
+    /// Totals since Envoy started, and changes in the interval, in the order of [`OF_REPLICAS`].
     of_replicas: [(u64, u64); 4],
     /// The same, in the order of [`OF_ITSELF`].
     of_itself: [(u64, u64); 2],
@@ -35,23 +35,23 @@ pub(super) struct View {
 #[derive(Clone, Debug)]
 pub(super) struct Replica {
     pub(super) address: String,
-    /// Requests of this Envoy in flight now.
+    /// Number of this Envoy's requests in flight now.
     pub(super) active: u64,
     pub(super) success: f64,
     pub(super) errors: f64,
-    /// Of the requests that ended in the interval, 0 to 1.
+    /// Share of the requests that ended in the interval, 0 to 1.
     pub(super) share: f64,
-    /// Empty if Envoy would use it.
+    /// Reasons why Envoy does not use the replica; empty if there are none.
     pub(super) trouble: String,
 }
 
-/// `prequal_picks_total` by `branch`.
+/// Values of `branch` in `prequal_picks_total`.
 pub(super) const BRANCHES: [&str; 6] = ["cold", "hot", "sync", "scored", "trial", "fallback"];
 
-/// Rare events: what they are called, and their counter.
+/// A rare event: its displayed name, and its counter.
 type Event = (&'static str, &'static str);
 
-/// What happens to replicas.
+/// Events that affect replicas.
 const OF_REPLICAS: [Event; 4] = [
     ("diverted", "diverted_total"),
     ("ejections", "ejections_total"),
@@ -59,12 +59,12 @@ const OF_REPLICAS: [Event; 4] = [
     ("returned", "returned_total"),
 ];
 
-/// What happens to the filter itself.
+/// Events that affect the filter itself.
 const OF_ITSELF: [Event; 2] =
     [("lost writes", "cas_giveups_total"), ("blobs replaced", "blob_replaced_total")];
 
 impl View {
-    /// All clusters that the filter balances, by name.
+    /// Returns all clusters that the filter balances, by name.
     pub(super) fn between(envoy: &str, before: &Scrape, now: &Scrape) -> Vec<Self> {
         let seconds = now.at.saturating_duration_since(before.at).as_secs_f64().max(1e-3);
         let mut clusters: Vec<&String> = now.samples.keys().map(|(_, cluster, _)| cluster).collect();
@@ -110,23 +110,23 @@ impl View {
         }
     }
 
-    /// Choices per second.
+    /// Returns the choices per second.
     pub(super) fn queries(&self) -> f64 {
         self.picks.iter().sum()
     }
 
-    /// Part of the choices that went by Envoy's own policy, 0 to 1.
+    /// Returns the share of the choices that fell back to Envoy's own policy, 0 to 1.
     pub(super) fn fallback(&self) -> f64 {
         let picks = BRANCHES.iter().zip(self.picks).find(|(branch, _)| **branch == "fallback");
         part(picks.map_or(0.0, |(_, rate)| rate), self.queries())
     }
 
-    /// Probes per choice.
+    /// Returns the probes per choice.
     pub(super) fn probes_per_query(&self) -> f64 {
         part(self.sent, self.queries())
     }
 
-    /// Everything but the replicas, one topic a line.
+    /// Returns everything except the replicas, one topic per line.
     pub(super) fn lines(&self) -> Vec<String> {
         let branches: Vec<String> =
             BRANCHES.iter().zip(self.picks).map(|(branch, rate)| format!("{branch} {rate:.1}")).collect();
@@ -162,7 +162,7 @@ impl View {
         ]
     }
 
-    /// The whole as plain text.
+    /// Returns the whole view as plain text.
     pub(super) fn text(&self) -> String {
         let mut text = format!("{} {}\n", self.envoy, self.cluster);
         for line in self.lines() {
@@ -209,7 +209,7 @@ fn replicas(cluster: &str, before: &Scrape, now: &Scrape, seconds: f64) -> Vec<R
     list
 }
 
-/// How much a counter grew; if it is smaller than before, Envoy has been started anew and began with 0.
+/// Returns the growth of a counter. If the counter is smaller than before, Envoy was restarted and began with 0.
 fn grown(before: u64, now: u64) -> u64 {
     now.checked_sub(before).unwrap_or(now)
 }
@@ -223,7 +223,7 @@ pub(super) mod tests {
     use super::*;
     use std::time::{Duration, Instant};
 
-    /// A reading of an Envoy with two replicas, after `requests`, `seconds` after `start`.
+    /// Returns a reading of an Envoy with two replicas after `requests` requests, `seconds` seconds after `start`.
     pub(in crate::top) fn scrape(start: Instant, seconds: u64, requests: u64) -> Scrape {
         let samples = [
             ("picks_total", "cold", requests),
