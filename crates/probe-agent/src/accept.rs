@@ -1,4 +1,4 @@
-//! Accepts connections until it is stopped. The caller decides what is done with each.
+//! Accepts connections until it is stopped. The caller decides what to do with each.
 
 use std::future::{self, Future};
 use std::io;
@@ -12,23 +12,23 @@ use crate::log::Log;
 use crate::socket::{BACKLOG, Listener, Socket};
 use crate::traffic::{Connected, Event, Port, Traffic};
 
-/// Counts the connections of a port, and knows how many there may be.
+/// Counts the connections of a port and limits their number.
 pub(crate) struct Door {
     pub(crate) port: Port,
     pub(crate) traffic: Arc<Traffic>,
     pub(crate) log: Log,
-    /// `None`: as many as come.
+    /// `None`: no limit.
     pub(crate) room: Option<Arc<Semaphore>>,
 }
 
-/// A connection that has been accepted, until it is over.
+/// Connection that has been accepted. Held until the connection is over.
 pub(crate) struct Admitted {
     _connected: Connected,
     _room: Option<OwnedSemaphorePermit>,
 }
 
 impl Door {
-    /// Room for one more. A client that connects while there is none waits in the system's backlog.
+    /// Waits for room for one more connection. Without room, a client that connects waits in the system's backlog.
     async fn room(&self) -> Option<OwnedSemaphorePermit> {
         let room = self.room.as_ref()?;
         if let Ok(permit) = room.clone().try_acquire_owned() {
@@ -36,7 +36,7 @@ impl Door {
         }
         self.traffic.count(Event::Full);
         self.log.failure("accept", || "--max-connections are open: any further one waits");
-        // It is never closed.
+        // The semaphore is never closed.
         room.clone().acquire_owned().await.ok()
     }
 
@@ -50,8 +50,9 @@ impl Door {
     }
 }
 
-/// Accepts until `stop`. Connections that the system had taken by then are served too, because closing the listener would reset
-/// them; but no more than its backlog holds, or clients that never stop connecting would keep the agent from draining.
+/// Accepts until `stop`. Connections that the system had accepted by then are served too, because closing the listener would
+/// reset them. Serves no more of them than the backlog holds: otherwise, clients that never stop connecting would keep the agent
+/// from draining.
 pub(crate) async fn accept(
     listener: Listener,
     door: Door,
@@ -60,7 +61,7 @@ pub(crate) async fn accept(
 ) {
     let mut stop = pin!(stop);
     let mut pause = FIRST_PAUSE;
-    // Connections that may still be accepted, once it has to stop.
+    // Number of connections that may still be accepted; `None` before `stop`.
     let mut left = None::<u32>;
     while left != Some(0) {
         let accepted = tokio::select! {
@@ -86,8 +87,8 @@ pub(crate) async fn accept(
                 if left.is_some() {
                     return;
                 }
-                // Out of file descriptors, or of memory: trying again at once would fail again. A client that left is no
-                // reason to let the others wait.
+                // Without file descriptors or memory, trying again at once would fail again. A client that left is not a reason
+                // to make the others wait.
                 if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset)
                 {
                     tokio::select! {
@@ -116,7 +117,7 @@ mod tests {
         let (traffic, log) = (Arc::<Traffic>::default(), Log::default());
         let door = Door { port: Port::Service, traffic, log, room: None };
         let first = TcpStream::connect(addr).unwrap();
-        // Until the runtime has seen the connection.
+        // Wait until the runtime has seen the connection.
         tokio::time::sleep(Duration::from_millis(20)).await;
         let mut accepted = 0;
         accept(listener, door, async {}, |_, _| {

@@ -1,7 +1,7 @@
-//! The access log: a line on standard output for each request on the service port, once it is over. Off by default.
+//! The access log: a line on standard output for each request on the service port, once the request is over. Off by default.
 //!
-//! A thread of its own writes the lines: a slow reader of standard output must not hold requests. What it does not take in
-//! time is lost, and counted. An agent that ends waits a moment for the lines that are left.
+//! A separate thread writes the lines, so that a slow reader of standard output does not hold up requests. Lines that the reader
+//! does not take in time are lost, and counted. A terminating agent waits briefly for the remaining lines.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use crate::lines::Lines;
 use crate::log::{LogFormat, stamped};
 use crate::traffic::{Event, Traffic};
 
-/// Where lines go.
+/// Writer of the access log.
 pub(crate) struct AccessLog {
     format: LogFormat,
-    /// The replica that the lines name, where a process has several.
+    /// Replica named in the lines, if the process has several.
     replica: Option<Arc<str>>,
     lines: Lines,
     traffic: Arc<Traffic>,
@@ -39,13 +39,13 @@ impl AccessLog {
         Ok(Self { format, replica, lines, traffic })
     }
 
-    /// Waits a moment until the lines so far are written.
+    /// Waits briefly until the lines so far are written.
     pub(crate) async fn flush(&self) {
         self.lines.flush().await;
     }
 }
 
-/// A request. Writes its line when it is dropped.
+/// One request. Writes its line when it is dropped.
 pub(crate) struct Entry {
     log: Arc<AccessLog>,
     began: Instant,
@@ -81,13 +81,13 @@ impl Entry {
         self.sent += bytes;
     }
 
-    /// Everything has been handed over.
+    /// Records that everything has been handed over.
     pub(crate) fn complete(&mut self) {
         self.complete = true;
     }
 
     fn line(&self) -> String {
-        // Without the query, which may hold what is secret.
+        // The query is left out: it may hold secrets.
         let path = self.target.path();
         let status = self.status.map_or(0, |status| status.as_u16());
         let ms = self.began.elapsed().as_micros() as f64 / 1e3;

@@ -16,9 +16,9 @@ use crate::process;
 use crate::ready::Checker;
 use crate::traffic::Traffic;
 
-/// What the admin port shows.
+/// State that the admin port shows.
 pub(crate) struct Page {
-    /// The agent's own first.
+    /// Replicas on the page. The agent's own is first.
     pub(crate) replicas: Vec<Replica>,
     pub(crate) draining: AtomicBool,
 }
@@ -26,7 +26,7 @@ pub(crate) struct Page {
 /// One replica on the page.
 #[derive(Clone)]
 pub(crate) struct Replica {
-    /// Where it listens.
+    /// Address that the replica listens on.
     pub(crate) name: String,
     pub(crate) checker: Arc<Checker>,
     pub(crate) traffic: Arc<Traffic>,
@@ -55,7 +55,7 @@ impl Page {
         }
     }
 
-    /// All replicas must be ready.
+    /// Checks all replicas: each must be ready.
     async fn readyz(&self) -> Response<Bytes> {
         for replica in &self.replicas {
             if let Err(reason) = replica.checker.check().await {
@@ -92,47 +92,47 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
             out,
             "prequal_agent_latency_median_seconds",
             "gauge",
-            "The latency that probes report; absent if unknown.",
+            "Median latency at the current load, as probe replies report it; absent while unknown.",
         )?;
         writeln!(out, "prequal_agent_latency_median_seconds {}", seconds(u64::from(us)))?;
     }
     if let Some(Capacity { base_us, knee, open }) = load.capacity() {
         let name = "prequal_agent_base_latency_seconds";
-        head(out, name, "gauge", "What a request takes while none waits; absent until one was served.")?;
+        head(out, name, "gauge", "How long a request takes while none waits; absent until one was served.")?;
         writeln!(out, "{name} {}", seconds(base_us.into()))?;
         head(
             out,
             "prequal_agent_knee",
             "gauge",
-            "Requests in flight beyond which more only wait; absent until one was served.",
+            "Requests in flight beyond which further requests only wait; absent until one was served.",
         )?;
         writeln!(out, "prequal_agent_knee {knee}")?;
         let name = "prequal_agent_knee_open";
-        head(out, name, "gauge", "1 while the replica has shown no saturation: its knee may be higher.")?;
+        head(out, name, "gauge", "1 while requests beyond the knee do not wait: the knee may be higher.")?;
         writeln!(out, "{name} {}", u8::from(open))?;
     }
     head(
         out,
         "prequal_agent_failing_ratio",
         "gauge",
-        "Recent requests that the replica failed, as probes report it, 0 to 1.",
+        "Share of recent requests that the replica failed, as probe replies report it, 0 to 1.",
     )?;
     writeln!(out, "prequal_agent_failing_ratio {}", f64::from(load.failing()) / 1e3)?;
     head(
         out,
         "prequal_agent_up_seconds",
         "gauge",
-        "Since the backend was first reached, or reached again after it refused; 0 while it is not there.",
+        "Seconds since the backend became reachable, or became so again; 0 while it is not.",
     )?;
     writeln!(out, "prequal_agent_up_seconds {}", load.up_s())?;
     head(
         out,
         "prequal_agent_backend_ready",
         "gauge",
-        "1, or 0 while the backend refuses connections or fails the check.",
+        "1 if the backend is ready; 0 while it refuses connections or fails the check.",
     )?;
     writeln!(out, "prequal_agent_backend_ready {}", u8::from(load.is_ready()))?;
-    head(out, "prequal_agent_requests_total", "counter", "Requests that ended, by how.")?;
+    head(out, "prequal_agent_requests_total", "counter", "Requests that ended, by how they ended.")?;
     for (class, outcome) in [
         ("success", Outcome::Success),
         ("failure", Outcome::Failure),
@@ -147,28 +147,28 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     let [on_service, on_probe] = counters.probes();
     writeln!(out, "prequal_agent_probes_total{{port=\"service\"}} {on_service}")?;
     writeln!(out, "prequal_agent_probes_total{{port=\"probe\"}} {on_probe}")?;
-    head(out, "prequal_agent_hints_total", "counter", "Query hints, by what became of them.")?;
+    head(out, "prequal_agent_hints_total", "counter", "Query hints, by result.")?;
     for (result, seen) in HINTS {
         writeln!(out, "prequal_agent_hints_total{{result=\"{result}\"}} {}", counters.hints(seen))?;
     }
     let name = "prequal_agent_orca_reports_total";
-    head(out, name, "counter", "Load reports in the format of ORCA, by how they went out.")?;
+    head(out, name, "counter", "Load reports in ORCA format, by the way they were sent.")?;
     let [on_responses, out_of_band] = counters.orca_reports();
     writeln!(out, "{name}{{way=\"response\"}} {on_responses}")?;
     writeln!(out, "{name}{{way=\"stream\"}} {out_of_band}")?;
-    head(out, "prequal_agent_orca_streams", "gauge", "Streams of such reports that are open.")?;
+    head(out, "prequal_agent_orca_streams", "gauge", "Open streams of ORCA load reports.")?;
     writeln!(out, "prequal_agent_orca_streams {}", counters.orca_streams())?;
     let name = "prequal_agent_orca_refused_total";
-    head(out, name, "counter", "Streams of such reports that were refused.")?;
+    head(out, name, "counter", "Refused streams of ORCA load reports.")?;
     writeln!(out, "{name} {}", counters.orca_refused())?;
     let name = "prequal_agent_backend_reports_total";
-    head(out, name, "counter", "Load reports of the backend in the format of ORCA, by what became of them.")?;
+    head(out, name, "counter", "Load reports in ORCA format from the backend, by result.")?;
     for (result, said) in BACKEND_SAYS {
         writeln!(out, "{name}{{result=\"{result}\"}} {}", counters.backend_reports(said))?;
     }
     if let Some(micro) = load.backend_utilization_micro() {
         let name = "prequal_agent_backend_utilization_ratio";
-        head(out, name, "gauge", "The backend's own utilisation, of its last report.")?;
+        head(out, name, "gauge", "The backend's utilisation in its last report.")?;
         writeln!(out, "{name} {}", micro as f64 / 1e6)?;
     }
     head(
@@ -186,16 +186,11 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         out,
         "prequal_agent_upstream_refused_total",
         "counter",
-        "Times that a request over HTTP/2 came back unprocessed; it is sent again up to four times.",
+        "Times that the backend returned an HTTP/2 request unprocessed; it is sent again up to four times.",
     )?;
     writeln!(out, "prequal_agent_upstream_refused_total {}", counters.refused())?;
 
-    head(
-        out,
-        "prequal_agent_tls_reloads_total",
-        "counter",
-        "Changes of certificate files, by whether they are used.",
-    )?;
+    head(out, "prequal_agent_tls_reloads_total", "counter", "Changes of certificate files, by result.")?;
     let [failed, used] = counters.tls_reloads();
     writeln!(out, "prequal_agent_tls_reloads_total{{result=\"ok\"}} {used}")?;
     writeln!(out, "prequal_agent_tls_reloads_total{{result=\"failed\"}} {failed}")?;
@@ -205,13 +200,13 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
             out,
             name,
             "gauge",
-            "When the first certificate of the chain to do so expires; absent without TLS.",
+            "Earliest expiry of a certificate in the chain, seconds since the epoch; absent without TLS.",
         )?;
         writeln!(out, "{name} {at}")?;
     }
 
     let name = "prequal_agent_request_duration_seconds";
-    head(out, name, "histogram", "Arrival to end of successful requests.")?;
+    head(out, name, "histogram", "Time from the arrival to the end of successful requests.")?;
     let buckets = counters.latency_buckets();
     let mut below = 0;
     for (bound, count) in LATENCY_BOUNDS_US.iter().zip(buckets) {
@@ -224,7 +219,7 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     writeln!(out, "{name}_count {count}")?;
 
     let name = "prequal_agent_latency_quantile_seconds";
-    head(out, name, "gauge", "Quantiles since start, from the histogram (upper bound of the bucket).")?;
+    head(out, name, "gauge", "Latency quantiles since start: upper bounds of the histogram's buckets.")?;
     for (label, per_mille) in [("0.5", 500), ("0.9", 900), ("0.99", 990), ("0.999", 999)] {
         if let Some(us) = quantile_us(&buckets, count, per_mille) {
             writeln!(out, "{name}{{quantile=\"{label}\"}} {}", seconds(us))?;
@@ -241,7 +236,7 @@ fn seconds(us: u64) -> f64 {
     us as f64 / 1e6
 }
 
-/// `None` without samples, or past the last bound.
+/// Returns `None` without samples, or if the quantile is past the last bound.
 fn quantile_us(buckets: &[u64], count: u64, per_mille: u64) -> Option<u64> {
     if count == 0 {
         return None;

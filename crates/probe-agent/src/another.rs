@@ -1,4 +1,4 @@
-//! `--replica`: one more listen address and backend in the same process. Its other settings are those of the first.
+//! `--replica`: one more listen address and backend in the same process. Its other settings are those of the first replica.
 
 use std::net::SocketAddr;
 use std::str::FromStr;
@@ -7,16 +7,16 @@ use prequal_core::endpoint::Endpoint;
 
 use crate::config::{Listen, ListenError, Upstream, UpstreamError};
 
-/// What it has of its own.
+/// Settings of an additional replica.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Another {
-    /// Its service port.
+    /// Service port.
     pub(crate) listen: Listen,
-    /// Its backend.
+    /// Backend.
     pub(crate) upstream: Upstream,
-    /// The endpoint that its reports name.
+    /// Endpoint named in its reports.
     pub(crate) advertise: Option<Endpoint>,
-    /// Its port for probes.
+    /// Probe port.
     pub(crate) probe_listen: Option<SocketAddr>,
 }
 
@@ -54,21 +54,21 @@ impl FromStr for Another {
     }
 }
 
-/// The text names no replica.
+/// Error for a text that does not describe a replica.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum AnotherError {
-    /// A part is no `key=value` with a known key.
+    /// A part is not `key=value` with a known key.
     #[error("`{0}` is none of `listen=`, `upstream=`, `advertise=` and `probe-listen=`")]
     Key(String),
     /// A value is not usable.
     #[error("`{key}` {reason}")]
     Value {
-        /// Whose.
+        /// Key of the value.
         key: String,
-        /// Why.
+        /// Reason.
         reason: String,
     },
-    /// One of the two that are needed.
+    /// `listen=` or `upstream=` is missing.
     #[error("`listen=` and `upstream=` are needed")]
     Missing,
 }

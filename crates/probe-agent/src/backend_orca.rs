@@ -1,6 +1,6 @@
-//! A backend that reports load in the format of ORCA itself: the agent asks for it, reads it off responses and trailers, and hands
-//! it to the replica's load. What is kept of a report is [`prequal_core::orca::backend`]'s matter, and what is reported on
-//! [`prequal_core::orca`]'s.
+//! Reads the load that a backend itself reports in ORCA format. The agent asks for the reports, reads them from responses and
+//! trailers, and hands them to the replica's load. [`prequal_core::orca::backend`] decides which values of a report are kept, and
+//! [`prequal_core::orca`] decides which are passed on.
 
 use std::str::FromStr;
 
@@ -10,11 +10,11 @@ use prequal_core::orca::backend::{BackendError, BackendReport, Metric};
 use crate::load::{BackendSaid, Load};
 use crate::orca::{LOAD_METRICS, LOAD_METRICS_BIN};
 
-/// How clients ask a server for such reports, which vLLM and Triton want.
+/// Header by which clients ask a server for such reports. vLLM and Triton require it.
 const ASKS: HeaderName = HeaderName::from_static("endpoint-load-metrics-format");
 const AS_TEXT: HeaderValue = HeaderValue::from_static("text");
 
-/// That the backend is asked for reports, and what of them is its utilisation.
+/// Setting that asks the backend for reports. Holds the metric that is its utilisation.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct FromBackend(pub Metric);
 
@@ -27,7 +27,7 @@ impl FromStr for FromBackend {
 }
 
 impl FromBackend {
-    /// Asks for a report with a request, unless its client does. Whether it did.
+    /// Asks for a report with a request, unless its client already does. Returns whether the agent asked.
     pub(crate) fn ask(&self, request: &mut HeaderMap) -> bool {
         let asks = !request.contains_key(&ASKS);
         if asks {
@@ -36,7 +36,7 @@ impl FromBackend {
         asks
     }
 
-    /// Takes in what a response, or its trailers, say of the backend's load.
+    /// Records the backend's load from the head or trailers of a response.
     pub(crate) fn hear(&self, headers: &HeaderMap, load: &Load) {
         let said = match read(headers) {
             None => return,
@@ -53,14 +53,14 @@ impl FromBackend {
         load.counters().count_backend_report(said);
     }
 
-    /// Takes what the agent asked for off a response.
+    /// Removes from a response the reports that only the agent asked for.
     pub(crate) fn consume(response: &mut HeaderMap) {
         response.remove(&LOAD_METRICS);
         response.remove(&LOAD_METRICS_BIN);
     }
 }
 
-/// The report in a set of headers, if there is any.
+/// Returns the report in a set of headers, if there is one.
 fn read(headers: &HeaderMap) -> Option<Result<BackendReport, BackendError>> {
     let values = |name| headers.get_all(name).iter().map(HeaderValue::as_bytes);
     BackendReport::read(values(&LOAD_METRICS), values(&LOAD_METRICS_BIN))

@@ -1,15 +1,15 @@
-//! The response body that ends a request: when it does, and as what.
+//! Response body that ends a request and decides its outcome.
 //!
-//! | what happened | outcome |
+//! | event | outcome |
 //! |---|---|
 //! | last frame handed over, status below 500 | success |
 //! | status 500 and up; a gRPC status that blames the server; the backend dies in the middle | failure |
 //! | dropped before the end (client gone, stream reset) | aborted |
 //! | `text/event-stream`; a gRPC call that turns out to be a stream | streaming |
 //!
-//! A gRPC call is a stream if its response carries more than one message, or stays open for longer than
-//! [`GRPC_UNARY_TAIL`] after its first. Everything else is a unary call, however long it took. Streams of
-//! requests with a single answer look unary, and their length is their latency.
+//! A gRPC call is a stream if its response carries more than one message, or stays open for longer than [`GRPC_UNARY_TAIL`] after
+//! the first. Every other call is unary, however long it took. A call that streams its request and gets a single response message
+//! looks unary, and its duration is its latency.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -24,14 +24,14 @@ use prequal_core::tracker::{Outcome, Visit};
 
 use crate::load::InFlight;
 
-/// A gRPC call open for longer than this after its first response message is a stream.
+/// Time after the first response message beyond which an open gRPC call is a stream.
 pub const GRPC_UNARY_TAIL: Duration = Duration::from_secs(1);
 
-/// A body of known length above this, bytes, counts as a large download.
+/// Length above which a body of known length counts as a large download, bytes.
 const LARGE_BODY: u64 = 1 << 20;
 
 pin_project! {
-    /// A response body that counts its request down when it ends or is dropped.
+    /// Response body that ends its request when it ends or is dropped.
     pub struct TrackedBody<B> {
         #[pin]
         inner: B,
@@ -44,7 +44,7 @@ pin_project! {
 }
 
 impl<B: Body> TrackedBody<B> {
-    /// Ends `guard` with `body`, judged by the head of the response.
+    /// Ties `guard` to `body`. The head of the response decides the initial outcome.
     pub fn new(body: B, mut guard: InFlight, status: StatusCode, headers: &HeaderMap) -> Self {
         let mut verdict = if status.is_server_error() { Outcome::Failure } else { Outcome::Success };
         let mut grpc = None;
@@ -66,25 +66,25 @@ impl<B: Body> TrackedBody<B> {
         let remaining = body.size_hint().exact();
         let mut this =
             Self { inner: body, guard: Some(guard), verdict, remaining, client_waits: false, grpc };
-        // The server never polls such a body.
+        // The HTTP server never polls an empty body.
         if this.inner.is_end_stream() {
             end(&mut this.guard, this.verdict);
         }
         this
     }
 
-    /// Whether the head, or what has come of the body, already blames the server.
+    /// Returns whether the head, or the body so far, blames the server.
     pub(crate) fn failed(&self) -> bool {
         self.verdict == Outcome::Failure
     }
 
-    /// Whether it may stay open for as long as its ends like: an event stream, or any gRPC call.
+    /// Returns whether the response may stay open indefinitely: an event stream, or any gRPC call.
     pub(crate) fn may_stream(&self) -> bool {
         self.verdict == Outcome::Streaming || self.grpc.is_some()
     }
 
-    /// The request, if it is still in flight and about to leave: neither a stream nor a large download. Such a request is
-    /// not in the way of the next one, and reports leave it out.
+    /// Returns the request if it is in flight and about to leave: neither a stream nor a large download. Such a request does not
+    /// delay the next one, so reports leave it out.
     pub fn leaving(&self) -> Option<Visit> {
         let leaves_soon = self.verdict != Outcome::Streaming
             && self.grpc.is_none()
@@ -128,7 +128,7 @@ impl<B: Body<Data = Bytes>> Body for TrackedBody<B> {
             }
             if let Some(remaining) = this.remaining {
                 *remaining = remaining.saturating_sub(data.remaining() as u64);
-                // The server may drop a body of known length without asking for its end.
+                // The HTTP server may drop a body of known length without polling for its end.
                 if *remaining == 0
                     && let Some(guard) = this.guard
                 {
@@ -153,7 +153,7 @@ impl<B: Body<Data = Bytes>> Body for TrackedBody<B> {
         if frame.is_trailers() || this.inner.is_end_stream() {
             end(this.guard, *this.verdict);
         } else if let Some(guard) = this.guard {
-            // Until it asks for more.
+            // The replica waits for the client until it asks for more.
             *this.client_waits = true;
             guard.set_client_waits(true);
         }
@@ -181,7 +181,7 @@ enum Kind {
     Grpc,
 }
 
-/// Whether a response is a gRPC call's.
+/// Returns whether a response belongs to a gRPC call.
 pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
     matches!(kind(headers), Kind::Grpc)
 }
@@ -190,7 +190,7 @@ fn kind(headers: &HeaderMap) -> Kind {
     let Some(content_type) = headers.get(header::CONTENT_TYPE) else { return Kind::Plain };
     let content_type = content_type.as_bytes();
     if content_type.starts_with(b"application/grpc-web-text") {
-        // In base64: a call like any other.
+        // The messages are in base64, so they are not counted, and the call is an ordinary one.
         Kind::Plain
     } else if content_type.starts_with(b"application/grpc") {
         Kind::Grpc
@@ -201,12 +201,12 @@ fn kind(headers: &HeaderMap) -> Kind {
     }
 }
 
-/// Whether the gRPC status in `headers` (of a trailers-only answer, or trailers) blames the server.
+/// Returns whether the gRPC status in `headers` (of a trailers-only answer, or trailers) blames the server.
 fn grpc_failure(headers: &HeaderMap) -> bool {
     headers.get("grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
 }
 
-/// In the flags of what looks like a message: grpc-web's trailers, which HTTP/1.1 clients find in the body.
+/// Flag that marks grpc-web's trailers, which look like a message. HTTP/1.1 clients find them in the body.
 const GRPC_WEB_TRAILERS: u8 = 0x80;
 
 /// Follows the length prefixes of gRPC messages across data frames.
@@ -271,7 +271,7 @@ mod tests {
         }
     }
 
-    /// Runs a whole response and tells [success, failure, aborted, streaming].
+    /// Runs a whole response and returns [success, failure, aborted, streaming].
     async fn run(
         status: u16,
         content_type: &'static str,

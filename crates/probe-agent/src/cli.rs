@@ -1,4 +1,4 @@
-//! The command line and the environment. `docs/configuration.md` lists the flags from here.
+//! The command line and the environment. `docs/configuration.md` lists these flags.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
@@ -19,125 +19,125 @@ use crate::log::{Log, LogFormat};
 use crate::orca::{Orca, OrcaClass, OrcaFormat};
 use crate::utilization::Utilization;
 
-/// Stands in front of one backend, counts its requests in flight and their latency, and reports both to clients: in
+/// Runs in front of one backend, counts its requests in flight, measures their latency, and reports both to clients: in
 /// `x-prequal-load` on every response, and at `GET /prequal/probe`.
 ///
-/// Every option can also be given in the environment, named in brackets below.
+/// Each option can also be set through the environment variable in brackets below it.
 #[derive(Debug, Parser)]
 #[command(name = "probe-agent", version, next_line_help = true)]
 pub struct Cli {
-    /// Service address, `ip:port` (port 0 lets the system choose), or `unix:/path`, which needs --advertise
+    /// Listen on this service address: `ip:port` (with port 0, the system chooses), or `unix:/path`, which needs --advertise
     #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_LISTEN")]
     listen: Listen,
 
-    /// The backend, `ip:port`, `name:port` (resolved at every connect) or `unix:/path`
+    /// Forward requests to this backend: `ip:port`, `name:port` (resolved at every connect) or `unix:/path`
     #[arg(long, value_name = "ADDR", env = "PROBE_AGENT_UPSTREAM")]
     upstream: Upstream,
 
-    /// One more replica in this process, `listen=ADDR,upstream=ADDR` and, as needed, `,advertise=IP:PORT` and
-    /// `,probe-listen=IP:PORT`; it counts, reports and answers probes for itself, and has the other settings of the first. May be
-    /// given again; in the environment, separate them with `;`
+    /// Serve one more replica in this process: `listen=ADDR,upstream=ADDR`, optionally with `,advertise=IP:PORT` and
+    /// `,probe-listen=IP:PORT`. It counts, reports and answers probes separately, and has the other settings of the first
+    /// replica. Repeat the flag for more replicas; in the environment, separate them with `;`
     #[arg(long, value_name = "REPLICA", env = "PROBE_AGENT_REPLICA", value_delimiter = ';')]
     replica: Vec<Another>,
 
-    /// Endpoint to report, exactly as clients' clusters name this replica; default: the local address of the
-    /// connection, with the service port
+    /// Report this endpoint, exactly as clients' clusters name this replica; default: the local address of the connection, with
+    /// the service port
     #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_ADVERTISE")]
     advertise: Option<Endpoint>,
 
-    /// Answer probes on a port of their own too; reports then name it
+    /// Also answer probes on this separate port; reports then name it
     #[arg(long, value_name = "IP:PORT", env = "PROBE_AGENT_PROBE_LISTEN", value_parser = socket_addr)]
     probe_listen: Option<SocketAddr>,
 
-    /// Serve /metrics, /healthz and /readyz here; a bare port listens on loopback only
+    /// Serve /metrics, /healthz and /readyz on this address; a bare port listens on loopback only
     #[arg(long, value_name = "[IP:]PORT", env = "PROBE_AGENT_ADMIN", value_parser = admin_addr)]
     admin: Option<SocketAddr>,
 
-    /// How /readyz asks the backend whether it can serve: `tcp` (it accepts a connection), `http:/path` (it answers 2xx or
-    /// 3xx), `grpc` or `grpc:service` (grpc.health.v1 says SERVING)
+    /// Choose how /readyz checks the backend: `tcp` (it accepts a connection), `http:/path` (it answers 2xx or 3xx), `grpc` or
+    /// `grpc:service` (grpc.health.v1 says SERVING)
     #[arg(long, value_name = "CHECK", default_value = "tcp", env = "PROBE_AGENT_READY_CHECK")]
     ready_check: ReadyCheck,
 
-    /// Where load is reported
+    /// Choose where load is reported
     #[arg(long, value_enum, default_value = "always", env = "PROBE_AGENT_REPORT")]
     report: Report,
 
-    /// Report a tenth of the load to probes for queries that were served here lately: remember this many query hints
-    /// (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000
+    /// Remember this many query hints (`x-prequal-hint`, about 50 bytes each), 0 (off) to 1000000; probes for queries that were
+    /// served here recently get a tenth of the load (see --hint-divisor)
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_HINT_CACHE",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     hint_cache: u32,
 
-    /// Divisor of the load that is reported to those probes, 1 to 1000
+    /// Divide the load reported to those probes by this number, 1 to 1000
     #[arg(long, value_name = "N", default_value_t = 10, env = "PROBE_AGENT_HINT_DIVISOR", requires = "hint_cache",
           value_parser = clap::value_parser!(u32).range(1..=1000))]
     hint_divisor: u32,
 
-    /// Leave x-prequal-hint on the requests that go to the backend
+    /// Keep x-prequal-hint on requests to the backend
     #[arg(long, env = "PROBE_AGENT_FORWARD_HINT")]
     forward_hint: bool,
 
-    /// Put X-Netflix.server.utilization on responses: requests in flight as a percentage of this many, 1 to 1000000
+    /// Put X-Netflix.server.utilization on responses: requests in flight as a percentage of this number, 1 to 1000000
     #[arg(long, value_name = "MAX", env = "PROBE_AGENT_NETFLIX_UTILIZATION",
           value_parser = requests)]
     netflix_utilization: Option<NonZeroU32>,
 
-    /// The percentage that this replica is meant to run at, `target=` in that header, 1 to 100
+    /// Send this target utilisation as `target=` in that header, in percent, 1 to 100
     #[arg(long, value_name = "PERCENT", env = "PROBE_AGENT_NETFLIX_TARGET", requires = "netflix_utilization",
           value_parser = clap::value_parser!(u32).range(1..=100))]
     netflix_target: Option<u32>,
 
-    /// Put load on responses in the format of ORCA, which Envoy's client_side_weighted_round_robin and gRPC read (docs/orca.md)
+    /// Put load on responses in ORCA format, which Envoy's client_side_weighted_round_robin and gRPC read (docs/orca.md)
     #[arg(long, value_enum, value_name = "FORMAT", env = "PROBE_AGENT_ORCA")]
     orca: Option<OrcaFormat>,
 
-    /// On which responses: all, those of gRPC, or all others
+    /// Choose the responses that carry ORCA load: all, those of gRPC, or all others
     #[arg(long, value_enum, default_value = "all", env = "PROBE_AGENT_ORCA_FOR", requires = "orca")]
     orca_for: OrcaClass,
 
     /// Answer xds.service.orca.v3.OpenRcaService over HTTP/2, on the service port and the probe port, with at most this many
-    /// streams, 0 (off: those calls are the backend's) to 100000
+    /// streams, 0 (off: the backend gets those calls) to 100000
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_ORCA_STREAMS",
           value_parser = clap::value_parser!(u32).range(0..=100_000))]
     orca_streams: u32,
 
-    /// How many requests the backend is meant to serve at once, 1 to 1000000: ORCA's utilisation is relative to this while no
-    /// knee is known, or while it may be higher; default: relative to the knee so far
+    /// Number of requests that the backend is meant to serve at once, 1 to 1000000; ORCA utilisation is relative to it while the
+    /// knee is unknown or may be higher; default: relative to the knee so far
     #[arg(long, value_name = "N", env = "PROBE_AGENT_ORCA_LIMIT", value_parser = requests)]
     orca_limit: Option<NonZeroU32>,
 
-    /// Time constant of ORCA's rates and utilisation, which are fading means, 100 to 600000
+    /// Time constant of the decaying means behind ORCA rates and utilisation, 100 to 600000
     #[arg(long, value_name = "MS", default_value_t = 5_000, env = "PROBE_AGENT_ORCA_WINDOW_MS",
           value_parser = clap::value_parser!(u64).range(100..=600_000))]
     orca_window_ms: u64,
 
-    /// Ask the backend for its load in the format of ORCA, and report its utilisation in place of the agent's own: METRIC is
+    /// Ask the backend for its load in ORCA format, and report its utilisation instead of the agent's own; METRIC is
     /// `utilization` (application_utilization, else cpu_utilization) or a `named_metrics.NAME`
     #[arg(long, value_name = "METRIC", env = "PROBE_AGENT_ORCA_FROM_BACKEND")]
     orca_from_backend: Option<FromBackend>,
 
-    /// HTTP version towards the backend
+    /// Choose the HTTP version towards the backend
     #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
     upstream_http2: UpstreamHttp2,
 
-    /// Threads, 1 to 1024; default: one per core, or as many as the CPU limit of the cgroup has whole cores
+    /// Use this many threads, 1 to 1024; default: one per core, or one per whole core in the CPU limit of the cgroup
     #[arg(long, value_name = "N", env = "PROBE_AGENT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
 
-    /// Listen with TLS, on the service port and the probe port: certificate chain, PEM. New files are used for new
-    /// connections within a few seconds; while they cannot be used, the old ones stay
+    /// Listen with TLS on the service port and the probe port, with this certificate chain, PEM. New connections use new files
+    /// within a few seconds; while new files cannot be used, the old ones stay in use
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CERT", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
 
-    /// Listen with TLS: private key, PEM
+    /// Listen with TLS, with this private key, PEM
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_KEY", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
 
-    /// Verify clients: accept certificates of these authorities, PEM
+    /// Verify client certificates against these authorities, PEM
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_TLS_CLIENT_CA", requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
 
-    /// Whether a client without a certificate is refused or served
+    /// Choose whether a client without a certificate is refused or served
     #[arg(
         long,
         value_enum,
@@ -147,7 +147,7 @@ pub struct Cli {
     )]
     tls_client_verify: ClientVerify,
 
-    /// Speak TLS to the backend
+    /// Use TLS towards the backend
     #[arg(long, env = "PROBE_AGENT_UPSTREAM_TLS")]
     upstream_tls: bool,
 
@@ -155,45 +155,45 @@ pub struct Cli {
     #[arg(long, value_name = "FILE", env = "PROBE_AGENT_UPSTREAM_CA", requires = "upstream_tls")]
     upstream_ca: Option<PathBuf>,
 
-    /// Name to verify in the backend's certificate; default: the host of --upstream
+    /// Verify this name in the backend's certificate; default: the host of --upstream
     #[arg(long, value_name = "NAME", env = "PROBE_AGENT_UPSTREAM_SERVER_NAME", requires = "upstream_tls")]
     upstream_server_name: Option<String>,
 
-    /// Let the network move connections off congested and broken paths (PLB): DCTCP with ECN, SO_TXREHASH and automatic
-    /// flow labels on the service and upstream sockets; what this host does not allow is logged
+    /// Allow the network to move connections off congested and broken paths (PLB): DCTCP with ECN, SO_TXREHASH and automatic flow
+    /// labels on the service and upstream sockets; the log names what this host does not allow
     #[arg(long, env = "PROBE_AGENT_PLB")]
     plb: bool,
 
-    /// Format of the log on standard error, which has at most one line a second for each class of failure
+    /// Choose the format of the log on standard error, which has at most one line a second for each class of failure
     #[arg(long, value_enum, default_value = "text", env = "PROBE_AGENT_LOG_FORMAT")]
     log_format: LogFormat,
 
-    /// Write a line in that format to standard output for each request on the service port, without queries of its path
+    /// Write a line in that format to standard output for each request on the service port, without the query of its path
     #[arg(long, env = "PROBE_AGENT_ACCESS_LOG")]
     access_log: bool,
 
-    /// Connections on the service port, 0 (no limit) to 1000000; others wait in the system's backlog until there is room
+    /// Accept at most this many connections on the service port, 0 (no limit) to 1000000; others wait in the system's backlog
+    /// until there is room
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_MAX_CONNECTIONS",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     max_connections: u32,
 
-    /// A request head must be complete this long after its first byte, 1 to 600000
+    /// Close a connection whose request head is incomplete this long after its first byte, 1 to 600000
     #[arg(long, value_name = "MS", default_value_t = 10_000, env = "PROBE_AGENT_HEADER_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     header_timeout_ms: u64,
 
-    /// Connections with nothing in flight are closed after about this long, 1000 to 86400000
+    /// Close connections that have nothing in flight for about this long, 1000 to 86400000
     #[arg(long, value_name = "MS", default_value_t = 3_600_000, env = "PROBE_AGENT_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
     idle_timeout_ms: u64,
 
-    /// Connections on which nothing was ever sent are closed after this long, 1000 to 86400000
+    /// Close a connection after this long if nothing was ever sent on it, 1000 to 86400000
     #[arg(long, value_name = "MS", default_value_t = 60_000, env = "PROBE_AGENT_SILENT_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1_000..=86_400_000))]
     silent_timeout_ms: u64,
 
-    /// Cut a request when nothing has moved for this long on its request body, response body or tunnel, 0 (never) to
-    /// 86400000
+    /// Cut a request when nothing has moved for this long on its request body, response body or tunnel, 0 (never) to 86400000
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_BODY_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     body_idle_timeout_ms: u64,
@@ -203,97 +203,95 @@ pub struct Cli {
           value_parser = clap::value_parser!(u64).range(0..=604_800_000))]
     max_stream_age_ms: u64,
 
-    /// Requests in flight, 0 (no limit) to 1000000; more are answered with a 503 that the shipped retry policies send to
-    /// another replica
+    /// Serve at most this many requests at once, 0 (no limit) to 1000000; answer others with a 503 that the shipped retry
+    /// policies retry on another replica
     #[arg(long, value_name = "N", default_value_t = 0, env = "PROBE_AGENT_MAX_RIF",
           value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     max_rif: u32,
 
-    /// Longest request head, 1024 to 1048576; longer is answered with 431
+    /// Accept request heads up to this length, 1024 to 1048576; answer longer ones with 431
     #[arg(long, value_name = "BYTES", default_value_t = 65_536, env = "PROBE_AGENT_MAX_HEADER_BYTES",
           value_parser = clap::value_parser!(u64).range(1_024..=1_048_576))]
     max_header_bytes: u64,
 
-    /// Most headers in an HTTP/1 request, 8 to 4096; more are answered with 431
+    /// Accept at most this many headers in an HTTP/1 request, 8 to 4096; answer more with 431
     #[arg(long, value_name = "N", default_value_t = 100, env = "PROBE_AGENT_MAX_HEADERS",
           value_parser = clap::value_parser!(u64).range(8..=4096))]
     max_headers: u64,
 
-    /// Streams at once on one HTTP/2 connection, 1 to 1000000
+    /// Allow this many concurrent streams on one HTTP/2 connection, 1 to 1000000
     #[arg(long, value_name = "N", default_value_t = 1024, env = "PROBE_AGENT_MAX_STREAMS",
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     max_streams: u32,
 
-    /// The backend must accept a connection within this, 1 to 600000; else 504
+    /// Allow the backend this long to accept a connection, 1 to 600000; then answer 504
     #[arg(long, value_name = "MS", default_value_t = 1_000, env = "PROBE_AGENT_CONNECT_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     connect_timeout_ms: u64,
 
-    /// A check of the backend must succeed within this, 1 to 600000
+    /// Allow a check of the backend this long to succeed, 1 to 600000
     #[arg(long, value_name = "MS", default_value_t = 1_000, env = "PROBE_AGENT_READY_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     ready_timeout_ms: u64,
 
-    /// The backend must send its response head within this, 0 (no limit) to 86400000; else 504
+    /// Allow the backend this long to send its response head, 0 (no limit) to 86400000; then answer 504
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_RESPONSE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     response_timeout_ms: u64,
 
-    /// Idle connections to the backend are not used after this long, 1 to 86400000; keep it below the backend's own
-    /// keep-alive time
+    /// Stop using an idle connection to the backend after this long, 1 to 86400000; keep it below the backend's own keep-alive
+    /// time
     #[arg(long, value_name = "MS", default_value_t = 4_000, env = "PROBE_AGENT_UPSTREAM_IDLE_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
     upstream_idle_timeout_ms: u64,
 
-    /// HTTP/2 connections to the backend, 1 to 1000; another is opened when the backend allows no more streams on those
-    /// there
+    /// Open at most this many HTTP/2 connections to the backend, 1 to 1000; another is opened when the backend allows no more
+    /// streams on the existing ones
     #[arg(long, value_name = "N", default_value_t = 16, env = "PROBE_AGENT_MAX_UPSTREAM_CONNECTIONS",
           value_parser = clap::value_parser!(u64).range(1..=1_000))]
     max_upstream_connections: u64,
 
-    /// Requests that wait for an HTTP/2 stream to the backend, 0 to 1000000; more, or one for longer than
-    /// --connect-timeout-ms, are answered with 503
+    /// Queue at most this many requests for an HTTP/2 stream to the backend, 0 to 1000000; answer others, and those that wait
+    /// longer than --connect-timeout-ms, with 503
     #[arg(long, value_name = "N", default_value_t = 1024, env = "PROBE_AGENT_MAX_UPSTREAM_WAITING",
           value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     max_upstream_waiting: u64,
 
-    /// PING clients over HTTP/2 that have been silent for this long, 0 (never) to 86400000; without an answer in the same
-    /// time, 20 s at most, the connection ends
+    /// PING clients over HTTP/2 that have been silent for this long, 0 (never) to 86400000; end the connection if no answer comes
+    /// within the same time, 20 s at most
     #[arg(long, value_name = "MS", default_value_t = 60_000, env = "PROBE_AGENT_PING_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     ping_ms: u64,
 
-    /// The same towards the backend while requests are in flight, 0 (never) to 86400000; by default gRPC servers close
-    /// connections that PING more often than every 5 minutes
+    /// PING the backend after this much silence while requests are in flight, 0 (never) to 86400000; by default, gRPC servers
+    /// close connections that PING more often than every 5 minutes
     #[arg(long, value_name = "MS", default_value_t = 330_000, env = "PROBE_AGENT_UPSTREAM_PING_MS",
           value_parser = clap::value_parser!(u64).range(0..=86_400_000))]
     upstream_ping_ms: u64,
 
-    /// On SIGTERM: fail /healthz and /readyz but take new connections for this long, 0 to 600000
+    /// On SIGTERM, fail /healthz and /readyz but accept new connections for this long, 0 to 600000
     #[arg(long, value_name = "MS", default_value_t = 0, env = "PROBE_AGENT_DRAIN_DELAY_MS",
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_delay_ms: u64,
 
-    /// On SIGTERM: connections of HTTP/1.1 without a request may bring one more for this long before they are closed, 0 to
-    /// 600000
+    /// On SIGTERM, allow idle HTTP/1.1 connections one more request for this long, then close them, 0 to 600000
     #[arg(long, value_name = "MS", default_value_t = 5_000, env = "PROBE_AGENT_DRAIN_IDLE_MS",
           value_parser = clap::value_parser!(u64).range(0..=600_000))]
     drain_idle_ms: u64,
 
-    /// On SIGTERM: requests in flight may take this long to finish, 0 to 3600000; what is left then is cut, and the exit
-    /// status is 3
+    /// On SIGTERM, allow requests in flight this long to finish, 0 to 3600000; then cut the rest and exit with status 3
     #[arg(long, value_name = "MS", default_value_t = 30_000, env = "PROBE_AGENT_DRAIN_TIMEOUT_MS",
           value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     drain_timeout_ms: u64,
 }
 
 impl Cli {
-    /// Where messages of the process as a whole go.
+    /// Returns the log for messages about the process as a whole.
     pub fn log(&self) -> Log {
         Log::new(self.log_format)
     }
 
-    /// Every replica that was asked for. The first has the admin port.
+    /// Returns the configuration of every replica. The first has the admin port.
     pub fn configs(self) -> Vec<AgentConfig> {
         let hints = (self.hint_cache, self.hint_divisor);
         let others = self.replica.clone();
@@ -306,7 +304,7 @@ impl Cli {
                 advertise,
                 probe_listen,
                 admin: None,
-                // What one replica has served, another has not.
+                // Each replica remembers only the hints that it has served.
                 hints: hook(hints),
                 ..first.clone()
             })
@@ -419,7 +417,8 @@ mod tests {
         }
     }
 
-    /// Lowest and highest, from `1 to 1000` or `0 (off) to 1000` in a flag's help, which is its line in the reference.
+    /// Parses the lowest and highest value from `1 to 1000` or `0 (off) to 1000` in a flag's help, which is its line in the
+    /// reference.
     fn range(help: &str) -> Option<(u64, u64)> {
         let mut places = help.match_indices(" to ").map(|(at, to)| (&help[..at], &help[at + to.len()..]));
         let (before, after) = places.find(|(before, _)| before.ends_with(is_bound))?;
@@ -501,7 +500,7 @@ mod tests {
             ("--upstream-ca", "a.pem", "--upstream-tls"),
         ] {
             let error = parse(&[flag, value]).unwrap_err();
-            // Of a flag that lacks its companion, the companion is named.
+            // If a flag lacks its companion, the error names the companion.
             assert!(error.contains(flag) || says.starts_with("--"), "{error}");
             assert!(error.contains(says), "{flag} {value}: {error}");
         }

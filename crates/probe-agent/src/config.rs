@@ -1,5 +1,5 @@
-//! The agent's settings, checked. Nothing here reads the command line or the environment; `main.rs` does, and takes the
-//! names of choices from here.
+//! The agent's settings and their checks. This module does not read the command line or the environment: `cli.rs` does, and takes
+//! the names of choices from here.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -18,60 +18,60 @@ use crate::orca::Orca;
 pub use crate::reporter::Report;
 use crate::utilization::Utilization;
 
-/// Everything that an agent needs to run. Fields are public so that an embedder or a test can start from
-/// [`AgentConfig::new`] and change what it cares about.
+/// All settings of an agent. Fields are public so that an embedder or a test can start from [`AgentConfig::new`] and change only
+/// some of them.
 #[derive(Clone, Debug)]
 pub struct AgentConfig {
-    /// The service port. Port 0 lets the system choose. A Unix socket needs `advertise`.
+    /// Service port. With port 0, the system chooses. A Unix socket needs `advertise`.
     pub listen: Listen,
-    /// The one backend.
+    /// The single backend.
     pub upstream: Upstream,
-    /// The endpoint that reports name. `None`: the local address of the connection, with the service port.
+    /// Endpoint named in reports. `None`: the local address of the connection, with the service port.
     pub advertise: Option<Endpoint>,
-    /// A port that answers probes only.
+    /// Separate port for probes.
     pub probe_listen: Option<SocketAddr>,
-    /// `/metrics`, `/healthz` and `/readyz`.
+    /// Port of `/metrics`, `/healthz` and `/readyz`.
     pub admin: Option<SocketAddr>,
-    /// How `/readyz` asks the backend whether it can serve.
+    /// How `/readyz` checks the backend.
     pub ready_check: ReadyCheck,
     /// Where load is reported.
     pub report: Report,
-    /// How probes with a query hint are answered. `None`: as all others.
+    /// How probes with a query hint are answered. `None`: like all other probes.
     pub hints: Option<Hook>,
-    /// Leave `x-prequal-hint` on requests. Default off: the backend does not see it.
+    /// Whether requests keep `x-prequal-hint` on their way to the backend. Default off.
     pub forward_hint: bool,
-    /// Tell utilisation on responses, whatever `report` says. `None`: do not.
+    /// Utilisation on responses, regardless of `report`. `None`: not reported.
     pub utilization: Option<Utilization>,
-    /// Tell load in the format of ORCA, whatever `report` says. Default: do not.
+    /// Load in ORCA format, regardless of `report`. Default: not reported.
     pub orca: Orca,
-    /// Ask the backend for its load in the format of ORCA, and report its utilisation in place of the agent's own. Default: do
-    /// not.
+    /// Asks the backend for its load in ORCA format, and reports its utilisation instead of the agent's own. Default: off.
     pub orca_from_backend: Option<FromBackend>,
     /// HTTP version towards the backend.
     pub upstream_http2: UpstreamHttp2,
-    /// Certificate chain and key to listen with, PEM: on the service port and on the probe port.
+    /// Certificate chain and key for the service port and the probe port, PEM.
     pub tls: Option<(PathBuf, PathBuf)>,
-    /// Which certificates of clients are accepted there. `None`: none is asked for. Needs `tls`.
+    /// Verification of client certificates on those ports. `None`: clients are not asked for one. Needs `tls`.
     pub tls_clients: Option<TlsClients>,
     /// TLS towards the backend.
     pub upstream_tls: Option<UpstreamTls>,
-    /// Make the service and upstream sockets repathable (PLB), as far as the host allows; what it does not allow is
-    /// logged. Default off.
+    /// Whether the network may move the service and upstream sockets to other paths (PLB), as far as the host allows. The log
+    /// names what it does not allow. Default off.
     pub plb: bool,
-    /// What the agent says of failures. Default [`Log::default`]: nothing.
+    /// Log of failures. Default [`Log::default`]: writes nothing.
     pub log: Log,
-    /// The lines of both logs name the replica by the address that it listens on. Default off: a process has one.
+    /// Whether the lines of both logs name the replica by its listen address. Default off, for a process with one replica.
     pub named: bool,
-    /// Write a line to standard output for each request on the service port. Default none.
+    /// Format of the access log, which writes a line to standard output for each request on the service port. Default: no access
+    /// log.
     pub access_log: Option<LogFormat>,
     /// Time and size limits.
     pub limits: Limits,
-    /// The estimator.
+    /// Settings of the estimator.
     pub tracker: TrackerConfig,
 }
 
 impl AgentConfig {
-    /// Defaults for everything but the two addresses.
+    /// Returns the defaults for everything except the two addresses.
     pub fn new(listen: impl Into<Listen>, upstream: Upstream) -> Self {
         Self {
             listen: listen.into(),
@@ -100,20 +100,20 @@ impl AgentConfig {
     }
 }
 
-/// How a backend shows that it can serve.
+/// Check of whether a backend can serve.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub enum ReadyCheck {
-    /// It accepts a connection.
+    /// The backend accepts a connection.
     #[default]
     Tcp,
-    /// It answers a GET with 2xx or 3xx.
+    /// The backend answers a GET with 2xx or 3xx.
     Http {
         /// Path and query.
         path: String,
     },
-    /// It answers `grpc.health.v1.Health/Check` with SERVING.
+    /// The backend answers `grpc.health.v1.Health/Check` with SERVING.
     Grpc {
-        /// Empty: the server as a whole.
+        /// Name of the service. Empty: the server as a whole.
         service: String,
     },
 }
@@ -137,118 +137,119 @@ impl FromStr for ReadyCheck {
     }
 }
 
-/// The text names no check.
+/// Error for a text that does not name a check.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("must be `tcp`, `http:/path`, `grpc` or `grpc:service`")]
 pub struct ReadyCheckError;
 
-/// Longest name of a service: its length is a single byte on the wire.
+/// Maximum length of a service name, bytes, so that its length is a single byte on the wire.
 const MAX_SERVICE: usize = 120;
 
 /// HTTP version towards the backend.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum UpstreamHttp2 {
-    /// As the request came, but HTTP/1.1 to a backend that answers in something else than HTTP/2 (asked once a minute).
-    /// gRPC always goes over HTTP/2.
+    /// Use the version of the request, but HTTP/1.1 if the backend answers in anything other than HTTP/2 (checked once a minute).
+    /// gRPC always uses HTTP/2.
     #[default]
     Auto,
-    /// HTTP/1.1 always.
+    /// Always use HTTP/1.1.
     Never,
-    /// HTTP/2 always (cleartext with prior knowledge, or by ALPN). Upgrades of HTTP/1.1 are refused then; WebSockets over
-    /// HTTP/2 (RFC 8441) pass if the backend takes them.
+    /// Always use HTTP/2 (cleartext with prior knowledge, or by ALPN). HTTP/1.1 upgrades are then ignored; WebSockets over HTTP/2
+    /// (RFC 8441) pass if the backend supports them.
     Always,
 }
 
-/// Verification of clients by their certificates.
+/// Verification of client certificates.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct TlsClients {
     /// Authorities to trust, PEM.
     pub ca: PathBuf,
-    /// What becomes of a client that shows none.
+    /// Treatment of clients without a certificate.
     pub verify: ClientVerify,
 }
 
-/// What becomes of a client without a certificate. One with a certificate that cannot be verified is always refused.
+/// Treatment of a client without a certificate. A client whose certificate cannot be verified is always refused.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum ClientVerify {
-    /// It is refused.
+    /// Refuse the client.
     #[default]
     Required,
-    /// It is served.
+    /// Serve the client.
     Optional,
 }
 
 /// TLS towards the backend.
 #[derive(Clone, Debug, Default)]
 pub struct UpstreamTls {
-    /// Authorities to trust, PEM; `None`: the system's.
+    /// Authorities to trust, PEM. `None`: those of the system.
     pub ca: Option<PathBuf>,
-    /// Name to verify and send as SNI; `None`: the host of the backend's address.
+    /// Name to verify and to send as SNI. `None`: the host of the backend's address.
     pub server_name: Option<String>,
 }
 
-/// Limits. See each field for what happens past it.
+/// Limits. Each field says what happens when it is exceeded.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Connections on the service port at most; others wait in the system's backlog. Default none.
+    /// Maximum number of connections on the service port. Others wait in the system's backlog. Default: no limit.
     pub max_connections: Option<NonZeroU32>,
-    /// A request head must be complete this long after its first byte, else the connection is closed; and so long the message
-    /// that opens a stream of load reports may take. Default 10 s.
+    /// Time from the first byte of a request head to its end, after which the connection is closed. Also limits the message that
+    /// opens a stream of load reports. Default 10 s.
     pub header_timeout: Duration,
-    /// A connection with nothing in flight is closed after about this long. Default 1 h, as Envoy's upstream side, so
+    /// Approximate time after which a connection with nothing in flight is closed. Default 1 h, like Envoy's upstream side, so
     /// that the client closes first.
     pub idle_timeout: Duration,
-    /// A connection on which nothing was ever sent is closed after this long. Default 60 s.
+    /// Time after which a connection on which nothing was ever sent is closed. Default 60 s.
     pub silent_timeout: Duration,
-    /// A request is cut when nothing has moved for this long on a body of it, up or down, or on the tunnel that it has become;
-    /// the wait for a response's head does not count. Default none.
+    /// Time without movement after which a request is cut: on its bodies, up or down, or on the tunnel that it has become. The
+    /// wait for a response head does not count. Default: no limit.
     pub body_idle_timeout: Option<Duration>,
-    /// gRPC calls, event streams and tunnels are cut at this age. Default none.
+    /// Age at which gRPC calls, event streams and tunnels are cut. Default: no limit.
     pub max_stream_age: Option<Duration>,
-    /// Requests in flight at most; more are a 503 that clients retry elsewhere. Default none.
+    /// Maximum number of requests in flight. Others get a 503, which clients retry elsewhere. Default: no limit.
     pub max_rif: Option<NonZeroU32>,
-    /// Longest request head, bytes; longer is answered with 431. Default 64 KiB.
+    /// Maximum length of a request head, bytes. A longer one gets a 431. Default 64 KiB.
     pub max_header_bytes: usize,
-    /// Most request headers; more are answered with 431. Default 100. HTTP/2 is bounded by bytes alone.
+    /// Maximum number of request headers. More get a 431. Default 100. HTTP/2 is limited by bytes only.
     pub max_headers: usize,
-    /// Streams at once on one HTTP/2 connection. Default 1024.
+    /// Maximum number of concurrent streams on one HTTP/2 connection. Default 1024.
     pub max_streams: u32,
-    /// The backend must accept a connection (and finish TLS) within this, else 504. Default 1 s.
+    /// Time for the backend to accept a connection (and finish TLS), after which the answer is 504. Default 1 s.
     pub connect_timeout: Duration,
-    /// A check of the backend must succeed within this. Default 1 s.
+    /// Time within which a check of the backend must succeed. Default 1 s.
     pub ready_timeout: Duration,
-    /// The backend must send its response head within this, else 504. Default none.
+    /// Time for the backend to send its response head, after which the answer is 504. Default: no limit.
     pub response_timeout: Option<Duration>,
-    /// An idle connection to the backend is not used after this long. Default 4 s: below the 5 s after which common
-    /// servers close it, which would cost a request.
+    /// Idle time after which a connection to the backend is not used again. Default 4 s: below the 5 s after which common servers
+    /// close it, which would cost a request.
     pub upstream_idle_timeout: Duration,
-    /// Idle connections to the backend kept at most. Default 1024.
+    /// Maximum number of idle connections to the backend that are kept. Default 1024.
     pub max_upstream_idle: usize,
-    /// HTTP/2 connections to the backend at most. One more is opened when those there have as many streams as the backend
-    /// allows. Default 16.
+    /// Maximum number of HTTP/2 connections to the backend. Another is opened when the existing ones have as many streams as the
+    /// backend allows. Default 16.
     pub max_upstream_connections: usize,
-    /// Requests that wait for a stream of these at most, each for up to `connect_timeout`; more, or longer, is a 503.
-    /// Default 1024.
+    /// Maximum number of requests that wait for an HTTP/2 stream to the backend, each for up to `connect_timeout`. More requests,
+    /// or a longer wait, get a 503. Default 1024.
     pub max_upstream_waiting: usize,
-    /// A PING goes to clients over HTTP/2 that have been silent for this long, also while nothing is in flight; without an
-    /// answer in the same time, 20 s at most, the connection ends. Default 60 s.
+    /// Silence after which an HTTP/2 client gets a PING, even with nothing in flight. If no answer comes within the same time (at
+    /// most 20 s), the connection ends. Default 60 s.
     pub ping_interval: Option<Duration>,
-    /// The same towards the backend, while requests are in flight. Default 330 s: gRPC servers take more than one in 5 min
-    /// for abuse.
+    /// Silence after which the backend gets a PING, while requests are in flight. Default 330 s: gRPC servers treat more than one
+    /// PING in 5 min as abuse.
     pub upstream_ping_interval: Option<Duration>,
-    /// On SIGTERM, `/healthz` and `/readyz` fail but new connections are still taken for this long. Default 0.
+    /// Time after SIGTERM during which `/healthz` and `/readyz` fail but new connections are still accepted. Default 0.
     pub drain_delay: Duration,
-    /// After that, connections of HTTP/1.1 without a request may bring one more for this long, and are then closed. Default
-    /// 5 s: longer than clients take to learn that a replica leaves.
+    /// Time during which an HTTP/1.1 connection without a request may bring one more before it is closed. Starts at the end of
+    /// `drain_delay`. Default 5 s: longer than clients take to learn that a replica is leaving.
     pub drain_idle: Duration,
-    /// Requests in flight may take this long to finish; what is left then is cut. Counts like `drain_idle` from the end of
+    /// Time for requests in flight to finish, after which the rest are cut. Starts, like `drain_idle`, at the end of
     /// `drain_delay`. Default 30 s.
     pub drain_timeout: Duration,
-    /// Files of certificates and keys are looked at this often, and used once they have not changed for as long. Default 1 s.
+    /// Interval between two checks of the certificate and key files for changes. New content is used once the files have not
+    /// changed for one interval. Default 1 s.
     pub tls_reload_interval: Duration,
 }
 
-/// How long a PING may be without an answer.
+/// Returns how long a PING may stay unanswered.
 pub(crate) fn ping_timeout(interval: Duration) -> Duration {
     interval.min(Duration::from_secs(20))
 }
@@ -288,12 +289,12 @@ impl Default for Limits {
 pub enum Listen {
     /// A TCP port.
     Tcp(SocketAddr),
-    /// A Unix socket. Its file is removed when the agent drains; one that an earlier process left behind is replaced.
+    /// A Unix socket. Its file is removed when the agent drains; a file left behind by an earlier process is replaced.
     Unix(PathBuf),
 }
 
 impl Listen {
-    /// The address, unless it is a Unix socket.
+    /// Returns the address, unless it is a Unix socket.
     pub fn tcp(&self) -> Option<SocketAddr> {
         match self {
             Self::Tcp(addr) => Some(*addr),
@@ -328,23 +329,23 @@ impl FromStr for Listen {
     }
 }
 
-/// The text is no address to listen on.
+/// Error for a text that is not an address to listen on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "must be `ip:port` with a port of 0 to 65535 (IPv6 as `[ip]:port`), or `unix:/path` of 1 to 107 bytes"
 )]
 pub struct ListenError;
 
-/// The path of `unix:/path`, if it is one and usable.
+/// Returns the path of `unix:/path`: `None` if the text has another form, and `Some(None)` if the path is not usable.
 fn unix_path(text: &str) -> Option<Option<PathBuf>> {
     let path = text.strip_prefix("unix:")?;
     Some((path.starts_with('/') && path.len() <= MAX_PATH && !path.contains('\0')).then(|| path.into()))
 }
 
-/// Longest path of a Unix socket, bytes.
+/// Maximum length of a Unix socket's path, bytes.
 const MAX_PATH: usize = 107;
 
-/// The backend's address, `ip:port`, `name:port` or `unix:/path`. A name is resolved at every connect.
+/// Address of the backend: `ip:port`, `name:port` or `unix:/path`. A name is resolved at every connect.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Upstream {
     host: String,
@@ -354,17 +355,17 @@ pub struct Upstream {
 }
 
 impl Upstream {
-    /// The host without brackets; `localhost` for a Unix socket.
+    /// Returns the host without brackets, or `localhost` for a Unix socket.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// The port, 1 to 65535; 0 for a Unix socket.
+    /// Returns the port, 1 to 65535, or 0 for a Unix socket.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Host and port as in a URI.
+    /// Returns the host and port as in a URI.
     pub(crate) fn authority(&self) -> String {
         let Self { host, port, .. } = self;
         if self.path.is_some() {
@@ -373,12 +374,12 @@ impl Upstream {
         if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
     }
 
-    /// The path of a Unix socket.
+    /// Returns the path of a Unix socket.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// The address, unless a name has to be resolved first.
+    /// Returns the address, unless a name must be resolved first.
     pub fn addr(&self) -> Option<SocketAddr> {
         self.addr
     }
@@ -411,7 +412,7 @@ impl FromStr for Upstream {
     }
 }
 
-/// The text is no backend address.
+/// Error for a text that is not a backend address.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
     "must be `ip:port` or `name:port` with a port of 1 to 65535 (IPv6 as `[ip]:port`), or `unix:/path` of 1 to 107 bytes"

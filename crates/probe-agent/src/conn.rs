@@ -1,8 +1,8 @@
-//! One accepted connection, below HTTP: which version it speaks, whether a request head is being dribbled in, and
-//! whether that head carries both framings.
+//! One accepted connection, below HTTP: which version it speaks, whether a request head comes in too slowly, and whether that
+//! head carries both framings.
 //!
-//! hyper's own header timeout also runs while a kept-alive connection idles, and its parser silently resolves
-//! `Content-Length` beside `Transfer-Encoding`; both are decided here instead, from the bytes as they pass.
+//! hyper's own header timeout also runs while a kept-alive connection is idle, and its parser silently resolves `Content-Length`
+//! beside `Transfer-Encoding`. This module decides both instead, from the bytes as they pass.
 
 use std::io;
 use std::pin::Pin;
@@ -26,7 +26,8 @@ pub(crate) enum Stream {
     Tls(Box<tls::Accepted>),
 }
 
-/// Reads as far as needed to tell HTTP/2 with prior knowledge from HTTP/1, and returns what was read.
+/// Reads as much as needed to distinguish HTTP/2 with prior knowledge from HTTP/1. Returns whether it is HTTP/2, and the bytes
+/// read.
 pub(crate) async fn detect(
     stream: &mut Stream,
     silent: Duration,
@@ -54,13 +55,13 @@ pub(crate) async fn detect(
     Ok((seen == PREFACE, seen))
 }
 
-/// Why a connection came to no request.
+/// Reason why a connection brought no request.
 pub(crate) enum Undetected {
     /// The client never sent anything.
     Silent,
-    /// It began to send, and did not go on.
+    /// The client began to send, but did not continue.
     Slow,
-    /// It closed.
+    /// The client closed the connection.
     Gone,
 }
 
@@ -70,7 +71,7 @@ impl From<io::Error> for Undetected {
     }
 }
 
-/// Never reads past the preface.
+/// Reads some bytes, but never past the preface.
 async fn read_some(stream: &mut Stream, seen: &mut Vec<u8>) -> io::Result<usize> {
     let mut chunk = [0; PREFACE.len()];
     let room = chunk.len() - seen.len();
@@ -81,18 +82,18 @@ async fn read_some(stream: &mut Stream, seen: &mut Vec<u8>) -> io::Result<usize>
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// What the byte stream of a connection and its requests share.
+/// State shared by the byte stream of a connection and its requests.
 pub(crate) struct Watch {
     http2: bool,
-    /// Watching for heads: HTTP/1, not upgraded.
+    /// Whether heads are watched: HTTP/1, not upgraded.
     heads: AtomicBool,
     in_flight: AtomicU32,
     served: AtomicU64,
-    /// Writes that the client's side took.
+    /// Number of writes that the client's side took.
     wrote: AtomicU64,
-    /// A head took too long.
+    /// Whether a head took too long.
     slow: AtomicBool,
-    /// Of the last request, over HTTP/1.
+    /// Leash of the last request, over HTTP/1.
     leash: Mutex<Option<Arc<Leash>>>,
     /// Bytes of the head that is coming in; empty between heads.
     head: Mutex<Vec<u8>>,
@@ -116,12 +117,12 @@ impl Watch {
         self.http2
     }
 
-    /// Whether the connection ended because a head took too long.
+    /// Returns whether the connection ended because a head took too long.
     pub(crate) fn is_slow(&self) -> bool {
         self.slow.load(Ordering::Relaxed)
     }
 
-    /// A head was parsed. Refuses it if it says `Transfer-Encoding` (`chunked`) and `Content-Length` as well.
+    /// Records that a head was parsed. Refuses a head with both `Transfer-Encoding` (`chunked`) and `Content-Length`.
     pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> (Busy, Result<(), &'static str>) {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         self.served.fetch_add(1, Ordering::Relaxed);
@@ -138,12 +139,12 @@ impl Watch {
         (busy, verdict)
     }
 
-    /// A request begins with this leash.
+    /// Records the leash of a request that begins.
     pub(crate) fn follow(&self, leash: Arc<Leash>) {
         *self.leash.lock().unwrap_or_else(PoisonError::into_inner) = Some(leash);
     }
 
-    /// The leash of the last request, and a number that changes when the client takes something.
+    /// Returns the leash of the last request, and a number that changes when the client takes something.
     pub(crate) fn leash(&self) -> (Option<Arc<Leash>>, u64) {
         let leash = self.leash.lock().unwrap_or_else(PoisonError::into_inner).clone();
         (leash, self.wrote.load(Ordering::Relaxed))
@@ -156,17 +157,17 @@ impl Watch {
         wrote
     }
 
-    /// The connection stops being HTTP.
+    /// Records that the connection stops being HTTP.
     pub(crate) fn upgraded(&self) {
         self.heads.store(false, Ordering::Relaxed);
     }
 
-    /// Requests begun so far, and whether any is in flight.
+    /// Returns the number of requests begun so far, and whether any is in flight.
     pub(crate) fn activity(&self) -> (u64, bool) {
         (self.served.load(Ordering::Relaxed), self.in_flight.load(Ordering::Relaxed) > 0)
     }
 
-    /// Whether bytes that arrive now belong to a head.
+    /// Returns whether bytes that arrive now belong to a head.
     fn expects_head(&self) -> bool {
         self.heads.load(Ordering::Relaxed) && self.in_flight.load(Ordering::Relaxed) == 0
     }
@@ -176,10 +177,10 @@ impl Watch {
     }
 }
 
-/// A request of this connection is in flight until this is dropped.
+/// Keeps a request of this connection in flight until it is dropped.
 pub(crate) struct Busy {
     watch: Arc<Watch>,
-    /// Its line of the access log.
+    /// Line of the request in the access log.
     entry: Option<Box<Entry>>,
 }
 
@@ -199,11 +200,11 @@ impl Drop for Busy {
     }
 }
 
-/// How long a connection that is closed may go on sending.
+/// Time for which the client may continue to send once its connection is closed.
 const LINGER: Duration = Duration::from_secs(2);
-/// The buffer for heads keeps up to this capacity, so that an ordinary connection allocates once.
+/// Capacity up to which the buffer for heads is kept, bytes, so that an ordinary connection allocates once.
 const KEEP_CAPACITY: usize = 4096;
-/// More of a head than this is not kept: hyper refuses it long before.
+/// Length up to which a head is kept, bytes. hyper refuses a head long before that.
 const MAX_CAPTURE: usize = 1 << 20;
 
 fn check_framing(head: &[u8]) -> Result<(), &'static str> {
@@ -218,18 +219,19 @@ fn check_framing(head: &[u8]) -> Result<(), &'static str> {
         }
         chunked |= name.eq_ignore_ascii_case(b"transfer-encoding");
     }
-    // A chunked request that was pipelined behind another's body was not seen here. No common client sends one.
+    // The head of a chunked request that was pipelined behind another request's body was not captured. No common client sends
+    // one.
     if chunked { Ok(()) } else { Err("chunked request pipelined") }
 }
 
-/// The connection as hyper reads and writes it.
+/// Connection as hyper reads and writes it.
 pub(crate) struct ServerIo {
     stream: Stream,
     replay: Vec<u8>,
     watch: Arc<Watch>,
     head_timeout: Duration,
     deadline: Option<Pin<Box<Sleep>>>,
-    /// Until when what the client still sends is read once the connection is closed; `None` if it sends nothing.
+    /// Time until which the client's data is read once the connection is closed; `None` if the client sends nothing.
     linger: Option<Pin<Box<Sleep>>>,
 }
 
@@ -259,7 +261,7 @@ impl AsyncRead for ServerIo {
         let before = buf.filled().len();
         let read = this.poll_bytes(cx, buf);
         if !this.watch.expects_head() {
-            // A head has come whole: its deadline must not meet the next one on this connection.
+            // A head is complete: its deadline must not affect the next head on this connection.
             this.deadline = None;
             return read;
         }
@@ -300,8 +302,8 @@ impl AsyncWrite for ServerIo {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    /// A client that is still sending must not lose the answer to the reset that closing at once would cause
-    /// (RFC 9112 §9.6).
+    /// Reads on for a while if the client is still sending. Closing at once would cause a reset, and the client would lose the
+    /// answer (RFC 9112 §9.6).
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         if this.linger.is_none() {

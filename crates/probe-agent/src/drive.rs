@@ -15,11 +15,11 @@ use crate::log::Log;
 use crate::phase::{Life, Phase};
 use crate::traffic::{Event, Traffic};
 
-/// Runs a connection to its end, and asks it to end when the agent drains or nothing has happened for long.
+/// Runs a connection to its end. Asks it to end when the agent drains, or when nothing has happened for a long time.
 ///
-/// HTTP/2 can be asked at once: after GOAWAY the streams that the client was just opening are still served. HTTP/1.1 has no
-/// such message, and a request may be on its way when the connection is closed. Until the agent closes those too, they end with
-/// a response that says so.
+/// HTTP/2 can be asked at once: after GOAWAY, the streams that the client was just opening are still served. HTTP/1.1 has no such
+/// message, and a request may be on its way when the connection is closed. Until the agent closes those connections too, they end
+/// with a response that says so.
 pub(crate) async fn drive<C>(
     mut served: Pin<&mut C>,
     graceful: impl Fn(Pin<&mut C>),
@@ -31,7 +31,7 @@ pub(crate) async fn drive<C>(
 ) where
     C: Future<Output = Result<(), hyper::Error>>,
 {
-    // Over HTTP/2 each request has a task of its own that looks after it.
+    // Over HTTP/2, each request has its own task that watches it.
     let rules = Rules::of(limits).filter(|_| !watch.is_http2());
     let half = limits.idle_timeout / 2;
     let mut look = tokio::time::interval(rules.map_or(half, |rules| rules.period().min(half)));
@@ -54,8 +54,8 @@ pub(crate) async fn drive<C>(
                 }
                 () = &mut asked => break,
                 _ = look.tick() => {
-                    // Two looks without a request between them, and none in flight: idle for between half and all of the
-                    // limit.
+                    // With no request between two checks and none in flight, the connection has been idle for between half the
+                    // limit and all of it.
                     let now = watch.activity();
                     if now != last || now.1 {
                         (last, since) = (now, Instant::now());
@@ -79,7 +79,7 @@ pub(crate) async fn drive<C>(
     }
 }
 
-/// A connection broke. Counted and logged if the client violated the protocol; a client that leaves is no failure.
+/// Handles a broken connection. Counts and logs it if the client violated the protocol; a client that leaves is not a failure.
 fn failed(error: &hyper::Error, watch: &Watch, traffic: &Traffic, log: &Log) {
     let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     if watch.is_slow() {
@@ -94,7 +94,7 @@ fn failed(error: &hyper::Error, watch: &Watch, traffic: &Traffic, log: &Log) {
     }
 }
 
-/// Looks at the last request of a connection of HTTP/1.
+/// Checks the last request of an HTTP/1 connection.
 fn look_after(patrol: &mut Option<Patrol>, watch: &Watch, rules: Rules) -> Option<Event> {
     let (leash, wrote) = watch.leash();
     let leash = leash?;
@@ -132,11 +132,11 @@ pub(crate) fn http2_builder(limits: &Limits, tasks: Tasks) -> http2::Builder<Tas
     builder
 }
 
-/// hyper refuses a smaller read buffer.
+/// Smallest read buffer that hyper accepts, bytes.
 pub(crate) const MIN_BUFFER: usize = 8192;
 /// hyper's own limit, which costs nothing to keep.
 const HYPER_MAX_HEADERS: usize = 100;
-/// HTTP/2 flow-control window of a stream: what is buffered at most for a backend that reads slowly.
+/// HTTP/2 flow-control window of a stream: maximum buffered for a backend that reads slowly, bytes.
 const WINDOW: u32 = 256 * 1024;
-/// What is buffered at most per HTTP/2 stream towards a client that reads slowly.
+/// Maximum buffered per HTTP/2 stream for a client that reads slowly, bytes.
 const SEND_BUFFER: usize = 256 * 1024;

@@ -1,7 +1,7 @@
-//! One metrics page for several replicas: each has written a page of its own, and here they become one, with a label that
-//! tells them apart. The text format wants all samples of a metric together.
+//! Joins the metrics pages of several replicas into one, with a label that distinguishes them. The text format requires all
+//! samples of a metric to be together.
 
-/// Joins `pages`, each with the value of its label `replica`. A single page stays as it is.
+/// Joins `pages`, each with the value of its label `replica`. A single page stays unchanged.
 pub(crate) fn join(pages: Vec<(String, String)>) -> String {
     if let [(_, page)] = &pages[..] {
         return page.clone();
@@ -31,15 +31,15 @@ pub(crate) fn join(pages: Vec<(String, String)>) -> String {
     families.into_iter().map(|(_, text)| text).collect()
 }
 
-/// Whether no more than the first line of the family has been written.
+/// Returns whether only the first line of the family has been written.
 fn only_help(families: &[(String, String)], name: &str) -> bool {
     families.iter().any(|(known, text)| known == name && text.lines().count() == 1)
 }
 
-/// `name 1` and `name{a="b"} 1` with one more label.
+/// Adds a label to a sample such as `name 1` or `name{a="b"} 1`.
 fn labelled(sample: &str, replica: &str) -> String {
     let Some((series, value)) = sample.rsplit_once(' ') else { return sample.to_owned() };
-    // The path of a Unix socket may hold anything.
+    // The path of a Unix socket may contain any character.
     let replica = replica.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     match series.split_once('{') {
         Some((name, labels)) => format!("{name}{{replica=\"{replica}\",{labels} {value}"),

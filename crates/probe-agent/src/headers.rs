@@ -1,22 +1,23 @@
-//! Headers between two hops: what is refused, what stays on one hop, and the names that belong to Prequal.
+//! Headers of forwarded messages: which requests are refused, which headers are not forwarded because they apply to one hop, and
+//! which names belong to Prequal.
 //!
-//! `Host`, `x-forwarded-*`, `Via` and everything else end to end pass as they came: the agent stands in the same pod
-//! as its backend and should not show as a hop.
+//! `Host`, `x-forwarded-*`, `Via` and all other end-to-end headers pass unchanged: the agent runs in the same pod as its backend
+//! and should not show as a hop.
 
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue, Method, Request, Version};
 use hyper::ext::Protocol;
 use prequal_core::report::HEADER_FAILURE;
 
-/// Whether a request that failed here may be sent again.
+/// Header that says whether a request that failed here may be sent again.
 pub(crate) const FAILURE: HeaderName = HeaderName::from_static(HEADER_FAILURE);
 
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 const PREFIX: &str = "x-prequal-";
 
-/// Why a request is refused with 400 before it is forwarded. hyper refuses the rest itself: malformed heads, differing
-/// `Content-Length`s, a `Transfer-Encoding` that does not end in `chunked`.
+/// Fails with the reason if a request must be refused with 400 before it is forwarded. hyper refuses the other cases itself:
+/// malformed heads, differing `Content-Length`s, a `Transfer-Encoding` that does not end in `chunked`.
 pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     let headers = req.headers();
     let http2 = req.version() == Version::HTTP_2;
@@ -32,7 +33,7 @@ pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     match (hosts.next(), hosts.next()) {
         (_, Some(_)) => Err("more than one host header"),
         (None, _) if req.version() == Version::HTTP_11 => Err("no host header"),
-        // RFC 9113 §8.3.1. A check of one must not be bypassed by way of the other.
+        // RFC 9113 §8.3.1. A check of one of the two must not be bypassed through the other.
         (Some(host), _)
             if authority.is_some_and(|authority| {
                 !host.as_bytes().eq_ignore_ascii_case(authority.as_str().as_bytes())
@@ -44,22 +45,22 @@ pub(crate) fn check_request<B>(req: &Request<B>) -> Result<(), &'static str> {
     }
 }
 
-/// Makes `protocol`, which a request over HTTP/2 asks to switch to (RFC 8441), one that HTTP/1.1 can ask for.
+/// Converts an HTTP/2 request to switch to `protocol` (RFC 8441) into one for HTTP/1.1.
 pub(crate) fn upgrade_of_tunnel<B>(req: &mut Request<B>, protocol: &Protocol) -> Option<HeaderValue> {
-    // Another might be a version of HTTP, and a tunnel past every check here.
+    // Another protocol might be a version of HTTP, and so a tunnel past every check here.
     if !protocol.as_str().eq_ignore_ascii_case("websocket") {
         return None;
     }
     *req.method_mut() = Method::GET;
     req.extensions_mut().remove::<Protocol>();
-    // HTTP/2 does without. It proves that a server knows WebSocket, and takes any value.
+    // HTTP/2 has no such key. In HTTP/1.1, the key proves that a server supports WebSockets, and any value will do.
     req.headers_mut()
         .entry(header::SEC_WEBSOCKET_KEY)
         .or_insert(HeaderValue::from_static("AQIDBAUGBwgJCgsMDQ4PEA=="));
     Some(HeaderValue::from_static("websocket"))
 }
 
-/// The protocol that a request asks to switch to, if it does so properly.
+/// Returns the protocol that a request asks to switch to, if the request is a valid upgrade.
 pub(crate) fn upgrade_of<B>(req: &Request<B>) -> Option<HeaderValue> {
     if req.version() != Version::HTTP_11 || req.method() == Method::CONNECT {
         return None;
@@ -79,7 +80,7 @@ fn connection_lists(headers: &HeaderMap, token: &str) -> bool {
         .any(|item| item.trim().eq_ignore_ascii_case(token))
 }
 
-/// Whether a message is gRPC proper, which exists over HTTP/2 only, and not grpc-web.
+/// Returns whether a message is gRPC proper, which exists only over HTTP/2, and not grpc-web.
 pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
     let Some(value) = headers.get(header::CONTENT_TYPE) else { return false };
     let value = value.as_bytes();
@@ -89,9 +90,10 @@ pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
 
 const GRPC: &[u8] = b"application/grpc";
 
-/// Removes what RFC 9110 §7.6.1 keeps on one hop, and every `x-prequal-*`, so that neither side can speak for the agent.
+/// Removes the headers that RFC 9110 §7.6.1 limits to one hop, and every `x-prequal-*`, so that neither side can speak for the
+/// agent.
 pub(crate) fn strip(headers: &mut HeaderMap, request: bool) {
-    // One pass over the names decides; most messages then need no removal at all.
+    // One pass over the names finds what to remove; most messages then need no removal.
     let mut found = Found::default();
     for name in headers.keys() {
         match *name {
@@ -128,7 +130,7 @@ pub(crate) fn strip(headers: &mut HeaderMap, request: bool) {
         headers.remove(header::UPGRADE);
     }
     if found.expect && request {
-        // hyper has already promised 100-continue to the client when it reads the body.
+        // hyper itself sends 100-continue to the client when the agent reads the body.
         headers.remove(header::EXPECT);
     }
     if found.te {
@@ -176,7 +178,7 @@ fn strip_connection(headers: &mut HeaderMap) {
         .filter_map(|item| HeaderName::try_from(item.trim()).ok())
         .collect();
     for name in nominated {
-        // A client must not be able to have these removed (RFC 9110 §7.6.1: no end-to-end fields may be nominated).
+        // A client must not be able to remove these (RFC 9110 §7.6.1: end-to-end fields must not be nominated).
         let kept = [header::HOST, header::CONTENT_LENGTH, header::AUTHORIZATION, header::COOKIE];
         if !kept.contains(&name) && !name.as_str().starts_with("x-forwarded-") {
             headers.remove(name);

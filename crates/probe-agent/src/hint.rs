@@ -1,8 +1,8 @@
-//! Query hints on the server's side: a replica that is ready for a query tells the probe that asks for it of less load,
-//! and so attracts the query (paper §4, "Sync mode").
+//! Query hints on the server side: a replica that is ready for a query reports less load to the probe for that query, and so
+//! attracts the query (paper §4, "Sync mode").
 //!
-//! Only the reply to a probe that carries a hint is scaled. Reports on responses and replies to other probes are read
-//! for any query, and stay honest; a scaled reply says so (`;scaled=10`), for clients that keep reports.
+//! Only the reply to a probe that carries a hint is scaled. Reports on responses and replies to other probes apply to any query,
+//! so they are never scaled. A scaled reply says so (`;scaled=10`), for clients that keep reports.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,15 +13,14 @@ use prequal_core::affinity::{Hint, RecentHints};
 use crate::load::{Counters, HintSeen};
 use crate::names::HINT;
 
-/// Decides how a replica answers a probe that carries a hint. Called on the thread that serves the probe: it must not
-/// block.
+/// Decides how a replica answers a probe that carries a hint. Runs on the thread that serves the probe, so it must not block.
 ///
-/// A closure `Fn(Hint<'_>) -> u32` is a hook that does not care what was served.
+/// A closure `Fn(Hint<'_>) -> u32` is a hook that ignores which hints were served.
 pub trait HintHook: Send + Sync {
-    /// Divisor of the load in the reply to the probe: 1 (or 0) leaves it as it is.
+    /// Returns the divisor of the load in the reply to the probe. 1 (or 0) leaves the load as it is.
     fn divisor(&self, hint: Hint<'_>) -> u32;
 
-    /// A request with this hint is being answered, with a status below 400 and no gRPC failure in its head.
+    /// Called when a request with this hint is being answered, with a status below 400 and no gRPC failure in its head.
     fn served(&self, hint: Hint<'_>) {
         let _ = hint;
     }
@@ -33,17 +32,17 @@ impl<F: Fn(Hint<'_>) -> u32 + Send + Sync> HintHook for F {
     }
 }
 
-/// A shared [`HintHook`]. Cloning shares.
+/// Shared [`HintHook`]. Clones share it.
 #[derive(Clone)]
 pub struct Hook(Arc<dyn HintHook>);
 
 impl Hook {
-    /// The application's own.
+    /// Wraps a hook of the application.
     pub fn new(hook: impl HintHook + 'static) -> Self {
         Self(Arc::new(hook))
     }
 
-    /// The built-in one: divides by `divisor` if the hint is among the last `capacity` that were served here.
+    /// Creates the built-in hook, which divides by `divisor` if the hint is among the last `capacity` hints served here.
     pub fn recent(capacity: usize, divisor: u32) -> Self {
         Self::new(Recent { hints: Mutex::new(RecentHints::new(capacity)), divisor })
     }
@@ -81,7 +80,7 @@ impl HintHook for Recent {
     }
 }
 
-/// The one usable hint among `headers`. A bad one is ignored and counted; so are two, since neither can be preferred.
+/// Returns the only usable hint among `headers`. A bad hint is ignored and counted; so are two hints, since neither is preferred.
 pub(crate) fn of<'a>(headers: &'a HeaderMap, counters: &Counters) -> Option<&'a HeaderValue> {
     let mut all = headers.get_all(HINT).iter();
     let first = all.next()?;

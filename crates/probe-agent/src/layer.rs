@@ -1,7 +1,7 @@
-//! A tower layer for an application that wants to report its own load, without an agent beside it.
+//! Tower layer for an application that reports its own load, without an agent beside it.
 //!
-//! It answers probes, counts every other request, and puts the report on responses. The application must know its
-//! own endpoint: a layer does not see the connection.
+//! The layer answers probes, counts every other request, and puts the report on responses. The application must supply its own
+//! endpoint, because a layer does not see the connection.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -12,7 +12,7 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use pin_project_lite::pin_project;
-// What an application passes in: it need not depend on the core for that.
+// Types that an application passes in. With these re-exports, it need not depend on the core.
 pub use prequal_core::affinity::Hint;
 pub use prequal_core::endpoint::Endpoint;
 use prequal_core::probe::Route;
@@ -30,7 +30,7 @@ pub use crate::reporter::Report;
 use crate::reporter::Reporter;
 use crate::utilization::Utilization;
 
-/// Wraps a service so that it reports its load. Clone it freely: all copies count on one [`Load`].
+/// Wraps a service so that it reports its load. Clone it freely: all clones count on one [`Load`].
 ///
 /// ```
 /// use probe_agent::layer::{PrequalLayer, TrackerConfig};
@@ -46,22 +46,22 @@ pub struct PrequalLayer {
 }
 
 impl PrequalLayer {
-    /// Reports `load` as the replica that clients know as `endpoint`, on probes and on every response.
+    /// Creates a layer that reports `load` on probes and on every response, as the replica that clients know as `endpoint`.
     pub fn new(load: Load, endpoint: Endpoint) -> Self {
         let reporter =
             Reporter { load, report: Report::Always, hints: None, utilization: None, orca: Orca::default() };
         Self { reporter, endpoint }
     }
 
-    /// Chooses where load is reported. Default [`Report::Always`].
+    /// Sets where load is reported. Default [`Report::Always`].
     #[must_use]
     pub fn report(mut self, report: Report) -> Self {
         self.reporter.report = report;
         self
     }
 
-    /// Lets `hook` decide the load that probes with a query hint are given. Default none: the same as all probes. Requests reach the
-    /// application with their hint on them.
+    /// Sets the hook that decides the load in replies to probes with a query hint. Default: none, so all probes get the same
+    /// load. Requests keep their hint on their way to the application.
     ///
     /// ```
     /// # use probe_agent::{hint::Hook, layer::{Hint, PrequalLayer, TrackerConfig}, load::Load};
@@ -76,14 +76,14 @@ impl PrequalLayer {
         self
     }
 
-    /// Tells utilisation on responses too. Default off.
+    /// Also reports utilisation on responses. Default off.
     #[must_use]
     pub fn utilization(mut self, utilization: Utilization) -> Self {
         self.reporter.utilization = Some(utilization);
         self
     }
 
-    /// Tells load in the format of ORCA too, on responses. Default off. There are no streams of reports out of band here.
+    /// Also reports load in ORCA format on responses. Default off. The layer has no out-of-band streams of reports.
     #[must_use]
     pub fn orca(mut self, orca: Orca) -> Self {
         self.reporter.load.count_rates(orca.window);
@@ -100,7 +100,7 @@ impl<S> Layer<S> for PrequalLayer {
     }
 }
 
-/// The service made by [`PrequalLayer`].
+/// Service made by [`PrequalLayer`].
 #[derive(Clone)]
 pub struct Prequal<S> {
     inner: S,
@@ -140,7 +140,7 @@ where
 }
 
 pin_project! {
-    /// The future of [`Prequal`]. Dropping it ends its request as aborted.
+    /// Future of [`Prequal`]. Dropping it ends its request as aborted.
     pub struct PrequalFuture<F> {
         #[pin]
         state: State<F>,
@@ -191,7 +191,7 @@ fn finish<B: Body<Data = Bytes>>(
 ) -> Response<PrequalBody<B>> {
     let (mut head, body) = response.into_parts();
     if head.status == StatusCode::SWITCHING_PROTOCOLS {
-        // The upgraded connection is out of our sight; the request ends here and is no sample.
+        // The layer does not see the upgraded connection, so the request ends here and is not a sample.
         guard.mark_streaming();
     }
     let body = TrackedBody::new(body, guard, head.status, &head.headers);
@@ -201,7 +201,7 @@ fn finish<B: Body<Data = Bytes>>(
 }
 
 pin_project! {
-    /// The response body of [`Prequal`].
+    /// Response body of [`Prequal`].
     pub struct PrequalBody<B> {
         #[pin]
         kind: BodyKind<B>,
@@ -307,7 +307,7 @@ mod tests {
         assert_eq!(load.counters().ended(Outcome::Success), 1);
     }
 
-    /// An application that knows best what it has in its cache.
+    /// An application that knows the contents of its cache.
     #[derive(Default)]
     struct Cache {
         served: Mutex<Vec<String>>,

@@ -1,6 +1,6 @@
-//! Cuts requests that would go on for ever: a body on which nothing moves, a stream that is too old.
+//! Cuts requests that might never end: those with a body on which nothing moves, and streams that are too old.
 //!
-//! Off by default, and then requests have no leash. The wait for a response's head does not count: no body moves then, and
+//! Off by default, and then requests have no leash. The wait for a response head does not count: no body moves in that time, and
 //! `response_timeout` limits it.
 
 use std::cell::Cell;
@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::config::Limits;
 use crate::traffic::{Event, Traffic};
 
-/// When a request is cut.
+/// Rules for cutting requests.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules {
     idle: Option<Duration>,
@@ -26,24 +26,24 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    /// `None` if no request is ever cut.
+    /// Returns `None` if no request is ever cut.
     pub(crate) fn of(limits: &Limits) -> Option<Self> {
         let rules = Self { idle: limits.body_idle_timeout, age: limits.max_stream_age };
         (rules.idle.is_some() || rules.age.is_some()).then_some(rules)
     }
 
-    /// How often to look. A request outlives its limit by no more than this.
+    /// Returns the time between two checks. A request outlives its limit by no more than this.
     pub(crate) fn period(self) -> Duration {
         let shortest = self.idle.into_iter().chain(self.age).min().unwrap_or(Duration::MAX);
         (shortest / 4).clamp(Duration::from_millis(1), Duration::from_secs(60))
     }
 }
 
-/// What is known of one request.
+/// State of one request.
 pub(crate) struct Leash {
     began: Instant,
     moved: AtomicU64,
-    /// Bodies, or tunnels, that are not at their end.
+    /// Number of bodies or tunnels that have not ended.
     open: AtomicU32,
     stream: AtomicBool,
     cut: AtomicBool,
@@ -62,7 +62,7 @@ impl Leash {
         })
     }
 
-    /// The request turns out to be a stream, or a tunnel: its age is limited.
+    /// Marks the request as a stream or a tunnel, whose age is limited.
     pub(crate) fn mark_stream(&self) {
         self.stream.store(true, Ordering::Relaxed);
     }
@@ -79,7 +79,7 @@ impl Leash {
     }
 }
 
-/// A body, or a tunnel, until its end.
+/// Body or tunnel that has not ended.
 pub(crate) struct Open(Arc<Leash>);
 
 impl Open {
@@ -88,12 +88,12 @@ impl Open {
         Self(leash)
     }
 
-    /// Something has moved.
+    /// Records that something has moved.
     pub(crate) fn moved(&self) {
         self.0.moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether the request was cut. `cx` is woken if it is later: for the upload, which ends elsewhere than the request.
+    /// Returns whether the request was cut. A later cut wakes `cx`, because a different task polls the upload.
     pub(crate) fn is_cut(&self, cx: &mut Context<'_>) -> bool {
         let mut waker = self.0.upload();
         if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
@@ -109,7 +109,7 @@ impl Drop for Open {
     }
 }
 
-/// Looks after one request.
+/// Watches one request.
 pub(crate) struct Patrol {
     leash: Arc<Leash>,
     rules: Rules,
@@ -126,7 +126,7 @@ impl Patrol {
         Arc::ptr_eq(&self.leash, leash)
     }
 
-    /// Why the request is to be cut now, if it is. `elsewhere` is what has moved below its bodies.
+    /// Cuts the request if it is over a limit, and returns the reason. `elsewhere` counts the movement below its bodies.
     pub(crate) fn look(&mut self, elsewhere: u64) -> Option<Event> {
         let now = Instant::now();
         let moved = self.leash.moved.load(Ordering::Relaxed).wrapping_add(elsewhere);
@@ -170,18 +170,18 @@ impl Patrol {
 }
 
 thread_local! {
-    /// The request whose task is about to be started on this thread.
+    /// Leash of the request whose task is about to start on this thread.
     static BEGUN: Cell<Option<Arc<Leash>>> = const { Cell::new(None) };
 }
 
-/// Starts hyper's tasks: over HTTP/2 each request has one. A stream whose client takes nothing is not asked for more, so that
-/// only the end of its task ends it.
+/// Starts hyper's tasks: over HTTP/2, each request has one. hyper does not poll a stream whose client takes nothing, so only
+/// ending its task ends such a stream.
 #[derive(Clone)]
 pub(crate) struct Tasks(pub(crate) Option<(Rules, Arc<Traffic>)>);
 
 impl Tasks {
-    /// The next task to be started on this thread is that of the request with this leash: hyper calls the service, and at
-    /// once starts the task with what it returned.
+    /// Announces that the next task to start on this thread belongs to the request with this leash. hyper starts that task
+    /// immediately after it has called the service.
     pub(crate) fn announce(leash: Arc<Leash>) {
         BEGUN.set(Some(leash));
     }
@@ -208,7 +208,7 @@ where
     }
 }
 
-/// One side of a tunnel, which notes when something moves.
+/// One side of a tunnel. Records when data moves.
 pub(crate) struct Watched<T> {
     io: T,
     open: Option<Open>,

@@ -1,12 +1,12 @@
-//! The server side of Prequal: counts requests in flight beside any backend, and answers probes.
+//! The server side of Prequal: counts requests in flight for any backend, and answers probes.
 //!
-//! Two ways to use it:
-//! - as a process, `probe-agent`: a reverse proxy in front of one backend (`Agent`; the Cargo feature `proxy`, with `tls` and
-//!   `plb` for what their names say; all three are defaults);
+//! Use it in one of two ways:
+//! - as a process, `probe-agent`: a reverse proxy in front of one backend (`Agent`; Cargo features `proxy`, `tls` and `plb`, all
+//!   on by default);
 //! - inside an application built on tower: [`layer::PrequalLayer`], which needs none of these features.
 //!
-//! Both count on a [`load::Load`] and end requests by [`body::TrackedBody`]; the estimator itself is
-//! [`prequal_core::tracker`]. Nothing here chooses a replica: that is the client's side.
+//! Both count requests on a [`load::Load`] and end them with [`body::TrackedBody`]. The estimator is [`prequal_core::tracker`].
+//! This crate does not choose replicas: clients do.
 //!
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]

@@ -1,5 +1,5 @@
-//! Lines that a thread of its own writes, so that a slow reader does not hold requests. Which lines, and what a lost one
-//! means, is not decided here.
+//! Writes lines from a separate thread, so that a slow reader does not hold up requests. The caller decides which lines are
+//! written, and what a lost line means.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 
-/// Where lines go. Dropping it ends the thread once all lines are written.
+/// Queue of lines. Dropping it ends the thread once all lines are written.
 #[derive(Debug)]
 pub(crate) struct Lines(SyncSender<Line>);
 
 #[derive(Debug)]
 enum Line {
     Of(String),
-    /// All lines before it are to be written out.
+    /// Asks for all lines before it to be written out.
     Flush(oneshot::Sender<()>),
 }
 
@@ -30,7 +30,7 @@ impl Lines {
         Ok(Self(lines))
     }
 
-    /// Whether there was room for the line.
+    /// Queues a line. Returns whether there was room for it.
     pub(crate) fn put(&self, line: String) -> bool {
         self.0.try_send(Line::Of(line)).is_ok()
     }
@@ -70,7 +70,7 @@ fn write<W: Write>(lines: &Receiver<Line>, out: impl Fn() -> W, lost: impl Fn())
     }
 }
 
-/// Lines that may wait.
+/// Maximum number of queued lines.
 const CAPACITY: usize = 4096;
-/// How long an agent that ends waits for a slow reader.
+/// Time for which a terminating agent waits for a slow reader.
 const PATIENCE: Duration = Duration::from_secs(1);

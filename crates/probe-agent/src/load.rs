@@ -1,7 +1,7 @@
-//! What the agent knows of its replica: load, failures and age behind a lock, the counters for `/metrics`, and the
-//! guard that brings RIF down exactly once.
+//! State of the agent's replica: load, failures and age behind a lock, the counters for `/metrics`, and the guard that lowers RIF
+//! exactly once.
 //!
-//! It decides nothing about what counts as a success: the caller says so, see [`crate::body`].
+//! This module does not decide what counts as a success: the caller does, see [`crate::body`].
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
 use tokio::sync::watch;
 
-/// The load of one replica, shared by everything that serves its requests. Cloning shares.
+/// Load of one replica, shared by everything that serves its requests. Clones share it.
 #[derive(Clone)]
 pub struct Load(Arc<Inner>);
 
@@ -29,18 +29,18 @@ struct Inner {
     backend: watch::Sender<Backend>,
 }
 
-/// Whether the backend can serve, by what was seen last.
+/// Whether the backend can serve, according to the last connection or check.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Backend {
     Ready,
-    /// It refused a connection.
+    /// The backend refused a connection.
     Refuses,
     /// A check failed.
     Unready,
 }
 
 impl Load {
-    /// An idle replica that has just started. Its clock starts now.
+    /// Creates the load of an idle replica that has just started. Its clock starts now.
     pub fn new(config: TrackerConfig) -> Self {
         let origin = Instant::now();
         Self::with_clock(config, move || {
@@ -48,7 +48,7 @@ impl Load {
         })
     }
 
-    /// An idle replica whose time is what `clock` says: for tests and simulation.
+    /// Creates the load of an idle replica that takes the time from `clock`, for tests and simulation.
     pub fn with_clock(config: TrackerConfig, clock: impl Fn() -> Micros + Send + Sync + 'static) -> Self {
         let up = Some(clock());
         Self(Arc::new(Inner {
@@ -59,14 +59,14 @@ impl Load {
         }))
     }
 
-    /// A request arrives: RIF goes up until the guard is finished or dropped.
+    /// Counts a request that arrives: RIF rises until the guard is finished or dropped.
     pub fn start(&self) -> InFlight {
         let now = self.now();
         let ticket = self.replica().start(now);
         self.in_flight(ticket, now)
     }
 
-    /// The same, unless `limit` requests are in flight already.
+    /// Counts a request that arrives, unless `limit` requests are already in flight.
     pub fn start_below(&self, limit: u32) -> Option<InFlight> {
         let now = self.now();
         let mut replica = self.replica();
@@ -79,60 +79,60 @@ impl Load {
         InFlight { load: self.clone(), ticket: Some(ticket), started: now, on_drop: Outcome::Aborted }
     }
 
-    /// Requests in flight now.
+    /// Returns the number of requests in flight.
     pub fn rif(&self) -> u32 {
         self.replica().tracker.rif()
     }
 
-    /// What a request arriving now may expect, microseconds; `None` when nothing is known.
+    /// Returns the latency that a request arriving now may expect, microseconds; `None` if it is unknown.
     pub fn latency_us(&self) -> Option<u32> {
         let now = self.now();
         self.replica().tracker.latency(now)
     }
 
-    /// How fast the replica is and how much it serves at once; `None` while it has served nothing.
+    /// Returns the replica's base latency and knee; `None` until it has served a request.
     pub fn capacity(&self) -> Option<Capacity> {
         let now = self.now();
         self.replica().tracker.capacity(now)
     }
 
-    /// The decayed share of requests that failed by the replica's own making, per mille, 0 to 1000. All would, while the
-    /// backend cannot serve.
+    /// Returns the decayed share of requests that failed through the replica's fault, per mille, 0 to 1000. While the backend
+    /// cannot serve, the share is 1000.
     pub fn failing(&self) -> u16 {
         let now = self.now();
         if self.is_ready() { self.replica().failing(now) } else { MAX_FAILING }
     }
 
-    /// Whether the backend can serve, by the last connection or check.
+    /// Returns whether the backend can serve, according to the last connection or check.
     pub fn is_ready(&self) -> bool {
         *self.0.backend.borrow() == Backend::Ready
     }
 
-    /// How long the replica can serve, seconds; 0 while it cannot.
+    /// Returns for how long the replica has been able to serve, seconds; 0 while it cannot.
     pub fn up_s(&self) -> u32 {
         let now = self.now();
         self.replica().up_s(now)
     }
 
-    /// The backend has not been reached yet: reports say `up=0` until [`Load::mark_up`].
+    /// Marks the backend as not reached yet: reports say `up=0` until [`Load::mark_up`].
     pub(crate) fn mark_unseen(&self) {
         self.replica().set_up(None);
     }
 
-    /// The backend is not there: reports say `up=0`, and that everything fails, until [`Load::mark_up`].
+    /// Marks the backend as down: reports say `up=0`, and that everything fails, until [`Load::mark_up`].
     pub fn mark_down(&self) {
         self.replica().set_up(None);
         self.change(|backend| if backend == Backend::Ready { Backend::Refuses } else { backend });
     }
 
-    /// The backend is there. If it was not before, it starts now: a replica that came back is as cold as a new one.
+    /// Marks the backend as up. If it was down, its age starts now: a replica that came back is as cold as a new one.
     pub fn mark_up(&self) {
         self.start_up();
-        // That it accepts a connection does not refute a check.
+        // An accepted connection does not refute a failed check.
         self.change(|backend| if backend == Backend::Refuses { Backend::Ready } else { backend });
     }
 
-    /// What a check of the backend has shown.
+    /// Records the result of a check of the backend.
     pub(crate) fn mark_ready(&self, ready: bool) {
         if ready {
             self.start_up();
@@ -140,10 +140,10 @@ impl Load {
         self.change(|_| if ready { Backend::Ready } else { Backend::Unready });
     }
 
-    /// Waits while the backend can serve.
+    /// Waits until the backend cannot serve.
     pub(crate) async fn until_not_ready(&self) {
         let mut backend = self.0.backend.subscribe();
-        // Its sender lives as long as `self`.
+        // The sender lives as long as `self`.
         let _ = backend.wait_for(|backend| *backend != Backend::Ready).await;
     }
 
@@ -162,10 +162,10 @@ impl Load {
         }
     }
 
-    /// The report of this replica as `endpoint`.
+    /// Returns the report of this replica as `endpoint`.
     ///
-    /// `leaving` is the request on whose response the report goes, if it is about to leave: the client reads it when that
-    /// response is over, and it must say what the *next* request would find.
+    /// `leaving` is the request whose response carries the report, if that request is about to end. The client reads the report
+    /// when the response is over, so the report must say what the *next* request would find.
     pub fn report(
         &self,
         endpoint: Endpoint,
@@ -177,7 +177,7 @@ impl Load {
         LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }
     }
 
-    /// The same, and what it comes to in the format of ORCA with `limit`: `None` before [`Load::count_rates`].
+    /// Returns the report, and its ORCA form with this `limit`. The ORCA form is `None` before [`Load::count_rates`].
     pub(crate) fn report_with_orca(
         &self,
         endpoint: Endpoint,
@@ -193,14 +193,14 @@ impl Load {
         (LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }, orca)
     }
 
-    /// The backend says of its load what reports in the format of ORCA are to carry on.
+    /// Records the load that the backend reported, for ORCA reports to pass on.
     #[cfg(feature = "proxy")]
     pub(crate) fn backend_reports(&self, report: BackendReport) {
         let now = self.now();
         self.replica().backend_reports(now, report);
     }
 
-    /// The utilisation that the backend reported, in millionths, unless that was too long ago.
+    /// Returns the utilisation that the backend last reported, in millionths, unless that report is too old.
     pub fn backend_utilization_micro(&self) -> Option<u64> {
         let now = self.now();
         self.replica().backend(now)?.utilization_micro()
@@ -212,7 +212,7 @@ impl Load {
         self.replica().count_rates(now, u64::try_from(window.as_micros()).unwrap_or(u64::MAX));
     }
 
-    /// The counters behind `/metrics`.
+    /// Returns the counters behind `/metrics`.
     pub fn counters(&self) -> &Counters {
         &self.0.counters
     }
@@ -232,13 +232,13 @@ impl Load {
     }
 
     fn replica(&self) -> MutexGuard<'_, Replica> {
-        // No code that can panic runs under the lock, and a stale count beats none.
+        // No code that can panic runs under the lock, and a stale count is better than none.
         self.0.replica.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One request in flight. RIF goes down once: at [`InFlight::finish`], or when the guard is dropped because the
-/// request died with whatever held it (client gone, stream reset, task cancelled).
+/// One request in flight. RIF falls once: at [`InFlight::finish`], or when the guard is dropped because its owner died (client
+/// gone, stream reset, task cancelled).
 #[must_use = "dropping the guard ends the request"]
 pub struct InFlight {
     load: Load,
@@ -248,18 +248,18 @@ pub struct InFlight {
 }
 
 impl InFlight {
-    /// The request ends with this outcome. Only [`Outcome::Success`] feeds the latency estimate.
+    /// Ends the request with this outcome. Only [`Outcome::Success`] feeds the latency estimate.
     pub fn finish(mut self, outcome: Outcome) {
         self.on_drop = outcome;
     }
 
-    /// What a drop counts as from now on. Starts as [`Outcome::Aborted`].
+    /// Sets the outcome of a later drop. Initially [`Outcome::Aborted`].
     pub fn set_on_drop(&mut self, outcome: Outcome) {
         self.on_drop = outcome;
     }
 
-    /// The request turns out to be a stream (WebSocket, long gRPC): it stays one in flight, but its age says nothing
-    /// of the replica's speed.
+    /// Marks the request as a stream (WebSocket, long gRPC). It stays in flight, but its age says nothing about the replica's
+    /// speed.
     pub fn mark_streaming(&mut self) {
         if let Some(ticket) = &self.ticket {
             let now = self.load.now();
@@ -268,22 +268,22 @@ impl InFlight {
         self.on_drop = Outcome::Streaming;
     }
 
-    /// The load this request counts on.
+    /// Returns the load on which this request counts.
     pub fn load(&self) -> &Load {
         &self.load
     }
 
-    /// Names the request, for [`Load::report`].
+    /// Returns the identifier of the request, for [`Load::report`].
     pub fn visit(&self) -> Option<Visit> {
         self.ticket.as_ref().map(Ticket::visit)
     }
 
-    /// The client of the request, as far as its pace matters.
+    /// Returns a handle to the client of the request, which records when the client keeps the replica waiting.
     pub(crate) fn client(&self) -> Client {
         Client { load: self.load.clone(), visit: self.visit() }
     }
 
-    /// The response waits for its client to take more of it, or no longer.
+    /// Records whether the response waits for its client to take more.
     pub(crate) fn set_client_waits(&self, waits: bool) {
         if let Some(visit) = self.visit() {
             self.load.client_waits(visit, waits);
@@ -291,14 +291,14 @@ impl InFlight {
     }
 }
 
-/// The client of a request, which may keep the replica waiting. May outlive the request.
+/// Client of a request, which may keep the replica waiting. Can outlive the request.
 pub(crate) struct Client {
     load: Load,
     visit: Option<Visit>,
 }
 
 impl Client {
-    /// It has more to send and does not, or goes on.
+    /// Records whether the replica waits for the client to send more.
     pub(crate) fn set_waits(&self, waits: bool) {
         if let Some(visit) = self.visit {
             self.load.client_waits(visit, waits);
@@ -317,7 +317,7 @@ impl Drop for InFlight {
     }
 }
 
-/// Counters of one agent, all monotonic. Reading them is racy between one another, exact each.
+/// Counters of one agent, all monotonic. Each value is exact, but two values may be read at different moments.
 #[derive(Debug, Default)]
 pub struct Counters {
     success: AtomicU64,
@@ -358,7 +358,7 @@ impl Counters {
         }
     }
 
-    /// Requests ended so far with this outcome.
+    /// Returns the number of requests that ended with this outcome.
     pub fn ended(&self, outcome: Outcome) -> u64 {
         match outcome {
             Outcome::Success => &self.success,
@@ -369,33 +369,33 @@ impl Counters {
         .load(Ordering::Relaxed)
     }
 
-    /// Successful requests per latency bound (see [`LATENCY_BOUNDS_US`]), not cumulative; the slower ones are
-    /// [`Counters::ended`] less their sum.
+    /// Returns the number of successful requests per latency bound (see [`LATENCY_BOUNDS_US`]), not cumulative. The number of
+    /// slower ones is [`Counters::ended`] minus their sum.
     pub fn latency_buckets(&self) -> [u64; LATENCY_BOUNDS_US.len()] {
         std::array::from_fn(|i| self.latency_buckets.get(i).map_or(0, |b| b.load(Ordering::Relaxed)))
     }
 
-    /// Sum of the latencies of successful requests, microseconds.
+    /// Returns the sum of the latencies of successful requests, microseconds.
     pub fn latency_sum_us(&self) -> u64 {
         self.latency_sum_us.load(Ordering::Relaxed)
     }
 
-    /// A probe was answered, on the service port or on the probe port.
+    /// Counts a probe that was answered on the service port or on the probe port.
     pub fn count_probe(&self, on_probe_port: bool) {
         bump(&self.probes[usize::from(on_probe_port)]);
     }
 
-    /// Probes answered on the service port and on the probe port.
+    /// Returns the number of probes answered on the service port and on the probe port.
     pub fn probes(&self) -> [u64; 2] {
         [self.probes[0].load(Ordering::Relaxed), self.probes[1].load(Ordering::Relaxed)]
     }
 
-    /// A request was refused as malformed before it counted as in flight.
+    /// Counts a request that was refused as malformed before it counted as in flight.
     pub fn count_rejected(&self) {
         bump(&self.rejected);
     }
 
-    /// Requests refused as malformed by the agent's checks (hyper's own refusals are not seen here).
+    /// Returns the number of requests that the agent's checks refused as malformed. hyper's own refusals are not included.
     pub fn rejected(&self) -> u64 {
         self.rejected.load(Ordering::Relaxed)
     }
@@ -404,7 +404,7 @@ impl Counters {
         bump(&self.hints[seen as usize]);
     }
 
-    /// Hints seen, by what became of them. Those of requests are only counted if they are ignored.
+    /// Returns the number of hints with this result. Hints on requests are counted only if they are ignored.
     pub fn hints(&self, seen: HintSeen) -> u64 {
         self.hints[seen as usize].load(Ordering::Relaxed)
     }
@@ -415,7 +415,7 @@ impl Counters {
         }
     }
 
-    /// Upstream errors by label.
+    /// Returns the upstream errors by label.
     pub fn upstream_errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
         UPSTREAM_ERRORS
             .iter()
@@ -431,7 +431,7 @@ impl Counters {
         bump(&self.refused);
     }
 
-    /// Times that a request over HTTP/2 came back unprocessed, from the backend or from a connection on its way out.
+    /// Returns how often an HTTP/2 request came back unprocessed, from the backend or from a connection that was closing.
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
@@ -441,7 +441,7 @@ impl Counters {
         bump(&self.tls_reloads[usize::from(usable)]);
     }
 
-    /// Times that files of certificates changed and could not be used, and could.
+    /// Returns how often changed certificate files could not be used, and how often they could.
     pub fn tls_reloads(&self) -> [u64; 2] {
         [self.tls_reloads[0].load(Ordering::Relaxed), self.tls_reloads[1].load(Ordering::Relaxed)]
     }
@@ -451,17 +451,17 @@ impl Counters {
         self.certificate_expiry.store(seconds.unwrap_or(0), Ordering::Relaxed);
     }
 
-    /// When the certificate that the agent listens with expires, or the first of its chain to do so: seconds since 1970.
+    /// Returns when the first certificate in the chain that the agent listens with expires, seconds since 1970.
     pub fn certificate_expiry(&self) -> Option<u64> {
         Some(self.certificate_expiry.load(Ordering::Relaxed)).filter(|seconds| *seconds > 0)
     }
 
-    /// A report in the format of ORCA went out, on a response or out of band.
+    /// Counts an ORCA report that went out on a response or out of band.
     pub(crate) fn count_orca(&self, out_of_band: bool) {
         bump(&self.orca[usize::from(out_of_band)]);
     }
 
-    /// Reports in the format of ORCA on responses and out of band.
+    /// Returns the number of ORCA reports on responses and out of band.
     pub fn orca_reports(&self) -> [u64; 2] {
         [self.orca[0].load(Ordering::Relaxed), self.orca[1].load(Ordering::Relaxed)]
     }
@@ -470,7 +470,7 @@ impl Counters {
         bump(if opened { &self.orca_opened } else { &self.orca_closed });
     }
 
-    /// Streams of reports that are open.
+    /// Returns the number of open streams of reports.
     pub fn orca_streams(&self) -> u64 {
         let closed = self.orca_closed.load(Ordering::Relaxed);
         self.orca_opened.load(Ordering::Relaxed).saturating_sub(closed)
@@ -480,7 +480,7 @@ impl Counters {
         bump(&self.orca_refused);
     }
 
-    /// Streams of reports refused: one too many, or a request that is not understood.
+    /// Returns the number of refused streams of reports: too many streams, a bad or missing request, or a draining agent.
     pub fn orca_refused(&self) -> u64 {
         self.orca_refused.load(Ordering::Relaxed)
     }
@@ -490,12 +490,12 @@ impl Counters {
         bump(&self.backend_reports[said as usize]);
     }
 
-    /// Load reports of the backend, by what became of them.
+    /// Returns the number of load reports from the backend with this result.
     pub fn backend_reports(&self, said: BackendSaid) -> u64 {
         self.backend_reports[said as usize].load(Ordering::Relaxed)
     }
 
-    /// Connections opened to the backend so far.
+    /// Returns the number of connections opened to the backend.
     pub fn upstream_connections(&self) -> u64 {
         self.upstream_connections.load(Ordering::Relaxed)
     }
@@ -511,14 +511,14 @@ pub const LATENCY_BOUNDS_US: [u64; 19] = [
     2_000_000, 5_000_000, 10_000_000, 20_000_000, 30_000_000, 60_000_000,
 ];
 
-/// What became of a query hint.
+/// Result of a query hint.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum HintSeen {
-    /// On a probe: its reply had a reduced load.
+    /// On a probe: the reply had a reduced load.
     Scaled,
-    /// On a probe: its reply had the full load.
+    /// On a probe: the reply had the full load.
     Unscaled,
-    /// On a probe or request: longer than 64 bytes, empty, not visible ASCII, or not alone.
+    /// On a probe or request: longer than 64 bytes, empty, not visible ASCII, or not the only hint.
     Ignored,
 }
 
@@ -526,18 +526,18 @@ pub enum HintSeen {
 pub(crate) const HINTS: [(&str, HintSeen); 3] =
     [("scaled", HintSeen::Scaled), ("unscaled", HintSeen::Unscaled), ("ignored", HintSeen::Ignored)];
 
-/// What became of a load report of the backend.
+/// Result of a load report from the backend.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum BackendSaid {
-    /// It counts.
+    /// The report was used.
     Used,
-    /// It counts without what made no sense, or with less of what was too much.
+    /// The report was used without its invalid values, or with some values left out or reduced because they exceed a limit.
     Partial,
-    /// It is none.
+    /// The text is not a report.
     Malformed,
-    /// It is longer than 4096 bytes.
+    /// The report is longer than 4096 bytes.
     TooLong,
-    /// A metric stands there twice, or there are two reports.
+    /// A metric appears twice, or there are two reports.
     Contradictory,
 }
 
@@ -587,7 +587,7 @@ mod tests {
         assert_eq!(load.counters().latency_buckets().iter().sum::<u64>(), 1);
     }
 
-    /// A load, and the seconds on its clock.
+    /// Returns a load, and the seconds on its clock.
     fn with_clock() -> (Load, Arc<AtomicU64>) {
         let seconds = Arc::new(AtomicU64::new(1_000_000));
         let clock = seconds.clone();

@@ -1,7 +1,8 @@
-//! The agent's log: a line for a failure, and for further ones of its class at most one a second, with the number of
-//! those left out. `/metrics` has the exact counts.
+//! The agent's log. A class of failures gets at most one line a second, which gives the number of failures that were left out.
+//! `/metrics` has the exact counts.
 //!
-//! While the process serves, a thread of its own writes the lines, so that a slow reader of standard error holds nothing up.
+//! While the process serves, a separate thread writes the lines, so that a slow reader of standard error does not hold anything
+//! up.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -13,25 +14,25 @@ use serde_json::{Map, Value};
 
 use crate::lines::Lines;
 
-/// How lines are written.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     #[default]
     Text,
-    /// A JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Writes lines to standard error. Cloning shares.
+/// Writes lines to standard error. Clones share the log.
 #[derive(Clone, Debug, Default)]
 pub struct Log {
     /// `None`: nothing is written.
     format: Option<LogFormat>,
-    /// The replica that the lines name, where a process has several.
+    /// Replica named in the lines, if the process has several.
     replica: Option<Arc<str>>,
     classes: Arc<Mutex<BTreeMap<&'static str, Class>>>,
-    /// `None` in it: there is no thread.
+    /// Inner `None`: the thread could not be started.
     lines: Arc<OnceLock<Option<Lines>>>,
 }
 
@@ -42,12 +43,12 @@ struct Class {
 }
 
 impl Log {
-    /// A log of this format.
+    /// Creates a log of this format.
     pub fn new(format: LogFormat) -> Self {
         Self { format: Some(format), ..Self::default() }
     }
 
-    /// The same log, with lines that name `replica`, and failures counted apart.
+    /// Returns the same log, but its lines name `replica` and its failures are counted separately.
     pub(crate) fn of(self, replica: Option<Arc<str>>) -> Self {
         match replica {
             Some(_) => Self { replica, classes: Arc::default(), ..self },
@@ -55,26 +56,26 @@ impl Log {
         }
     }
 
-    /// Logs what happens once, when the process starts or ends: the line is written on return.
+    /// Logs an event that happens once, when the process starts or ends. The line is written on return.
     pub fn say(&self, message: &str) {
         if let Some(format) = self.format {
             write_now(&line(format, None, "agent", message, 0));
         }
     }
 
-    /// Logs what happens now and then.
+    /// Logs an event that happens now and then.
     pub(crate) fn note(&self, message: &str) {
         self.write("agent", message, 0);
     }
 
-    /// Waits a moment until the lines so far are written.
+    /// Waits briefly until the lines so far are written.
     pub(crate) async fn flush(&self) {
         if let Some(Some(lines)) = self.lines.get() {
             lines.flush().await;
         }
     }
 
-    /// Logs why something failed, unless another failure of its class has just been logged.
+    /// Logs the reason of a failure, unless another failure of its class was just logged.
     pub(crate) fn failure<T: Display>(&self, class: &'static str, message: impl FnOnce() -> T) {
         if self.format.is_none() {
             return;
@@ -101,7 +102,7 @@ impl Log {
         let Some(format) = self.format else { return };
         let line = line(format, self.replica.as_deref(), class, message, left_out);
         match self.lines.get_or_init(|| Lines::start("log", std::io::stderr, || ()).ok()) {
-            // What finds no room is lost: the counts are on the metrics page.
+            // If there is no room, the line is lost. The counts are on the metrics page.
             Some(lines) => drop(lines.put(line)),
             None => write_now(&line),
         }
@@ -109,7 +110,7 @@ impl Log {
 }
 
 fn write_now(line: &str) {
-    // `eprintln!` would panic once standard error has no reader.
+    // `eprintln!` would panic if standard error has no reader.
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
@@ -133,7 +134,7 @@ fn line(format: LogFormat, replica: Option<&str>, class: &str, message: &str, le
     }
 }
 
-/// `ts`: seconds since the epoch; and the replica, if any.
+/// Returns `ts`, in seconds since the epoch, and the replica, if any.
 pub(crate) fn stamped(replica: Option<&str>) -> Map<String, Value> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
@@ -142,7 +143,7 @@ pub(crate) fn stamped(replica: Option<&str>) -> Map<String, Value> {
     [ts].into_iter().chain(replica).collect()
 }
 
-/// Between two lines of a class.
+/// Minimum time between two lines of a class.
 const PAUSE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

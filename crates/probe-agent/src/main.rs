@@ -1,4 +1,4 @@
-//! `probe-agent`: starts the agent, and stops it on a signal.
+//! `probe-agent`: starts the agent and stops it on a signal.
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns how many requests the drain cut.
+/// Returns the number of requests that the drain cut.
 fn run(cli: Cli, log: &Log) -> anyhow::Result<u32> {
     let runtime = runtime(cli.threads)?;
     let cut = runtime.block_on(async {
@@ -75,7 +75,7 @@ fn run(cli: Cli, log: &Log) -> anyhow::Result<u32> {
         }
         Ok(cut)
     });
-    // A name that is being resolved must not hold the process.
+    // A name lookup in progress must not keep the process alive.
     runtime.shutdown_background();
     cut
 }
@@ -95,7 +95,7 @@ fn runtime(threads: Option<u16>) -> anyhow::Result<Runtime> {
     builder.enable_all().build().context("cannot start threads")
 }
 
-/// Tells a harness that asked for port 0 what it got.
+/// Prints the addresses, so that a harness that asked for port 0 learns the ports.
 fn announce(agents: &[Agent]) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
     for (n, agent) in agents.iter().enumerate() {
@@ -113,5 +113,5 @@ fn announce(agents: &[Agent]) -> std::io::Result<()> {
     out.flush()
 }
 
-/// The exit status of a drain that did not end by itself.
+/// Exit status if the drain had to cut requests.
 const CUT: u8 = 3;

@@ -3,13 +3,13 @@
 use http::header::HeaderName;
 use prequal_core::report::{HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 
-/// The combined report.
+/// Combined report.
 pub(crate) const LOAD: HeaderName = HeaderName::from_static(HEADER_LOAD);
 /// RIF alone.
 pub(crate) const RIF: HeaderName = HeaderName::from_static(HEADER_RIF);
 /// Latency estimate alone.
 pub(crate) const LATENCY: HeaderName = HeaderName::from_static(HEADER_LATENCY);
-/// The hint of a query, on probes and requests.
+/// Hint of a query, on probes and requests.
 pub(crate) const HINT: HeaderName = HeaderName::from_static(HEADER_HINT);
-/// Zuul's.
+/// Zuul's utilisation header.
 pub(crate) const UTILIZATION: HeaderName = HeaderName::from_static("x-netflix.server.utilization");

@@ -1,4 +1,4 @@
-//! Stands in for `plb.rs` in a build without the feature: nothing is ever prepared, as `Agent::bind` refuses the setting.
+//! Replaces `plb.rs` in a build without the feature. It never prepares a socket, because `Agent::bind` refuses the setting.
 
 use std::os::fd::AsFd;
 

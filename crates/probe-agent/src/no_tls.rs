@@ -1,5 +1,5 @@
-//! Stands in for `tls.rs` in a build without the feature: the same names, of which no value exists. Settings that ask for TLS
-//! are refused.
+//! Replaces `tls.rs` in a build without the feature: the types have the same names but no values. Settings that ask for TLS are
+//! refused.
 
 use std::future::Pending;
 use std::io;
@@ -15,11 +15,11 @@ use crate::load::Load;
 use crate::log::Log;
 use crate::socket::Socket;
 
-/// Why TLS could not be set up.
+/// Reason why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// The library was built without it.
+    /// The library was built without TLS.
     #[error("this program was built without the Cargo feature `tls`")]
     Missing,
 }

@@ -1,8 +1,8 @@
-//! Load reports out of band: the gRPC service `xds.service.orca.v3.OpenRcaService`, whose one method sends a report at the interval
-//! that its client asks for, until the client leaves or the agent drains.
+//! Out-of-band load reports: the gRPC service `xds.service.orca.v3.OpenRcaService`. Its only method sends a report at the
+//! interval that the client asks for, until the client leaves or the agent drains.
 //!
-//! It is there only if the operator asks for it; else these calls are the backend's. They are no requests: they do not
-//! count as in flight. A client that does not read gets no more reports than fit its window.
+//! The service exists only if the operator asks for it; otherwise the backend gets these calls. The calls do not count as
+//! requests in flight. A client that does not read gets no more reports than fit its window.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -24,38 +24,38 @@ use crate::orca::Orca;
 use crate::orca::proto::{OrcaLoadReport, OrcaLoadReportRequest};
 use crate::phase::{Life, Phase};
 
-/// Shortest interval between the reports of a stream; who asks for less gets this.
+/// Shortest interval between the reports of a stream. A client that asks for less gets this.
 pub(crate) const MIN_INTERVAL: Duration = Duration::from_millis(100);
-/// The interval of who asks for none.
+/// Interval if the client asks for none.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(1);
-/// The longest.
+/// Longest interval.
 const MAX_INTERVAL: Duration = Duration::from_secs(3600);
-/// Longest request.
+/// Maximum length of the request message, bytes.
 const MAX_REQUEST: usize = 4096;
-/// What precedes a message: a flag and its length.
+/// Length of the prefix of a message, bytes: a flag and the length of the message.
 const PREFIX: usize = 5;
 
-/// The service of one replica.
+/// Report service of one replica.
 pub(crate) struct Oob {
     room: Arc<Semaphore>,
     limit: Option<u32>,
-    /// How long the request may take to come.
+    /// Time within which the request must arrive.
     patience: Duration,
 }
 
 impl Oob {
-    /// `None` unless it was asked for.
+    /// Returns `None` unless the service was asked for.
     pub(crate) fn new(orca: &Orca, patience: Duration) -> Option<Self> {
         let room = Arc::new(Semaphore::new(orca.streams as usize));
         (orca.streams > 0).then(|| Self { room, limit: orca.limit(), patience })
     }
 
-    /// Whether a request is for this service. gRPC exists over HTTP/2 only.
+    /// Returns whether a request is for this service. gRPC exists only over HTTP/2.
     pub(crate) fn is_for<B>(&self, req: &Request<B>) -> bool {
         req.uri().path() == METHOD && req.version() == Version::HTTP_2
     }
 
-    /// Begins a stream of reports of `load` as `endpoint`, or says why not.
+    /// Starts a stream of reports of `load` as `endpoint`, or refuses with a reason.
     pub(crate) async fn serve<B: Body<Data = Bytes> + Unpin>(
         &self,
         req: Request<B>,
@@ -63,7 +63,7 @@ impl Oob {
         endpoint: Endpoint,
         life: Life,
     ) -> Response<Reports> {
-        // A call whose request has not come yet takes a place as well: else those would be without a limit.
+        // A call whose request has not arrived yet also takes a place. Otherwise such calls would be unlimited.
         let Ok(room) = self.room.clone().try_acquire_owned() else {
             return refuse(load, Refusal("8", "too many streams of load reports"));
         };
@@ -104,7 +104,7 @@ struct Refusal(&'static str, &'static str);
 
 const DRAINS: Refusal = Refusal("14", "the agent drains");
 
-/// An answer of trailers only, as gRPC calls it.
+/// Returns a "trailers-only" response, as gRPC calls it.
 fn refuse(load: &Load, refusal: Refusal) -> Response<Reports> {
     load.counters().count_orca_refused();
     let mut response = Response::new(Reports(None));
@@ -122,7 +122,7 @@ fn status(Refusal(code, message): Refusal) -> HeaderMap {
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
-/// Reads the one message of the request, and tells the interval that it asks for.
+/// Reads the single message of the request and returns the interval that it asks for.
 async fn read<B: Body<Data = Bytes> + Unpin>(mut body: B) -> Result<Duration, Refusal> {
     let mut bytes = BytesMut::new();
     loop {
@@ -140,7 +140,7 @@ async fn read<B: Body<Data = Bytes> + Unpin>(mut body: B) -> Result<Duration, Re
             }
         }
         match body.frame().await {
-            // Frames are as short as the connection's own limit, and the last one passes ours at most once.
+            // The connection limits the length of frames, so the buffer exceeds its limit by at most one frame.
             Some(Ok(frame)) => bytes.extend_from_slice(&frame.into_data().unwrap_or_default()),
             Some(Err(_)) | None => return Err(Refusal("3", "the request ends before its message does")),
         }
@@ -160,7 +160,7 @@ fn interval(message: &[u8]) -> Result<Duration, Refusal> {
     }
 }
 
-/// The body of an answer: reports until its end.
+/// Response body that sends reports until the stream ends.
 pub(crate) struct Reports(Option<Open>);
 
 struct Open {
@@ -173,7 +173,7 @@ struct Open {
 }
 
 impl Open {
-    /// A report as a gRPC message.
+    /// Returns a report as a gRPC message.
     fn message(&self) -> Bytes {
         let (_, orca) = self.load.report_with_orca(self.endpoint, None, None, self.limit);
         let report = orca.as_ref().map(OrcaLoadReport::from).unwrap_or_default();
@@ -181,7 +181,7 @@ impl Open {
         let mut bytes = BytesMut::with_capacity(PREFIX + length);
         bytes.put_u8(0);
         bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
-        // A buffer that grows has room.
+        // Encoding cannot fail: the buffer grows.
         let _ = report.encode(&mut bytes);
         self.load.counters().count_orca(true);
         bytes.freeze()

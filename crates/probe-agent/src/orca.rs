@@ -1,5 +1,5 @@
-//! Which responses carry a load report in the format of ORCA, and the header it is in. What the report says is
-//! [`prequal_core::orca`]; reports out of band are `oob.rs`.
+//! Decides which responses carry a load report in ORCA format, and in which header. [`prequal_core::orca`] defines the contents
+//! of the report; `oob.rs` sends reports out of band.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -11,19 +11,19 @@ use prequal_core::rates::DEFAULT_WINDOW_US;
 
 use crate::body;
 
-/// How load is reported in the format of ORCA. Default: not at all.
+/// Settings of load reports in ORCA format. Default: no reports.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Orca {
-    /// Put it on responses, in this format. `None`: do not.
+    /// Format of the report on responses. `None`: no report.
     pub format: Option<OrcaFormat>,
-    /// On which of them. Default all.
+    /// Responses that carry the report. Default all.
     pub class: OrcaClass,
-    /// How many requests the replica is meant to serve at once: `application_utilization` is relative to this while the knee is
-    /// not known or may be higher. `None`: to the knee that it has shown so far.
+    /// Number of requests that the replica is meant to serve at once. `application_utilization` is relative to it while the knee
+    /// is unknown or may be higher. `None`: relative to the knee seen so far.
     pub limit: Option<NonZeroU32>,
-    /// Rates and the utilisation are means that fade with this time constant, at least 100 ms. Default 5 s.
+    /// Time constant of the decaying means of rates and utilisation, at least 100 ms. Default 5 s.
     pub window: Duration,
-    /// Streams of reports out of band at most. Default 0: that service is the backend's.
+    /// Maximum number of out-of-band streams of reports. Default 0: the backend gets the calls to that service.
     pub streams: u32,
 }
 
@@ -34,7 +34,7 @@ impl Default for Orca {
     }
 }
 
-/// How a report is written on a response.
+/// Format of a report on a response.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[cfg_attr(feature = "proxy", derive(clap::ValueEnum))]
 pub enum OrcaFormat {
@@ -47,21 +47,21 @@ pub enum OrcaFormat {
     Binary,
 }
 
-/// Which responses carry a report.
+/// Responses that carry a report.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[cfg_attr(feature = "proxy", derive(clap::ValueEnum))]
 pub enum OrcaClass {
-    /// All.
+    /// All responses.
     #[default]
     All,
-    /// Those of gRPC.
+    /// Responses of gRPC.
     Grpc,
-    /// All others.
+    /// All other responses.
     Http,
 }
 
 impl Orca {
-    /// Whether anything asks for reports.
+    /// Returns whether any report was asked for.
     pub(crate) fn is_on(&self) -> bool {
         self.format.is_some() || self.streams > 0
     }
@@ -70,7 +70,7 @@ impl Orca {
         self.limit.map(NonZeroU32::get)
     }
 
-    /// The format that a response with these headers carries a report in.
+    /// Returns the format of the report that a response with these headers carries.
     pub(crate) fn format_for(&self, response: &HeaderMap) -> Option<OrcaFormat> {
         let format = self.format?;
         let wanted = match self.class {
@@ -82,7 +82,7 @@ impl Orca {
     }
 }
 
-/// Puts `report` on a response. What the backend says of itself there is replaced: two reports would contradict each other.
+/// Puts `report` on a response. Replaces the backend's own report, because two reports would contradict each other.
 pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaFormat) {
     response.remove(&LOAD_METRICS);
     response.remove(&LOAD_METRICS_BIN);
@@ -100,7 +100,7 @@ pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaF
 pub(crate) const LOAD_METRICS: HeaderName = HeaderName::from_static(HEADER);
 pub(crate) const LOAD_METRICS_BIN: HeaderName = HeaderName::from_static(HEADER_BIN);
 
-/// The messages of `xds/data/orca/v3/orca_load_report.proto` and `xds/service/orca/v3/orca.proto`, as far as they are used.
+/// The messages of `xds/data/orca/v3/orca_load_report.proto` and `xds/service/orca/v3/orca.proto`, reduced to the fields in use.
 #[cfg(feature = "proxy")]
 pub(crate) mod proto {
     use std::collections::BTreeMap;
@@ -128,7 +128,7 @@ pub(crate) mod proto {
         pub(crate) application_utilization: f64,
     }
 
-    /// `xds.service.orca.v3.OrcaLoadReportRequest`. There are no request costs to choose from.
+    /// `xds.service.orca.v3.OrcaLoadReportRequest`. The agent has no request costs to choose from.
     #[derive(Clone, PartialEq, Message)]
     pub(crate) struct OrcaLoadReportRequest {
         #[prost(message, optional, tag = "1")]
@@ -151,7 +151,7 @@ pub(crate) mod proto {
                 named_metrics.insert(name.to_owned(), value);
                 Ok::<_, Infallible>(())
             });
-            // What is absent is 0.
+            // Absent values are 0.
             let [application_utilization, cpu_utilization, mem_utilization] =
                 report.utilizations().map(|(_, micro)| micro.unwrap_or(0) as f64 / 1e6);
             Self {

@@ -1,13 +1,13 @@
-//! The phases of an agent's life, which every connection follows. What each connection does in a phase is its own
-//! decision: `server.rs`.
+//! The phases of an agent's life, which every connection follows. Each connection decides what to do in a phase: see `server.rs`
+//! and `drive.rs`.
 
 use tokio::sync::watch;
 
-/// Where an agent is in its life. Phases follow one another in this order.
+/// Phase in an agent's life. Phases follow one another in this order.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, PartialOrd)]
 pub(crate) enum Phase {
     Serving,
-    /// Nothing new is accepted. Connections of HTTP/2 say GOAWAY, those of HTTP/1.1 close with their next response.
+    /// The agent accepts nothing new. HTTP/2 connections send GOAWAY, HTTP/1.1 connections close with their next response.
     Draining,
     /// Connections without a request are closed too.
     Closing,
@@ -20,18 +20,18 @@ pub(crate) enum Phase {
 pub(crate) struct Life(watch::Receiver<Phase>);
 
 impl Life {
-    /// A life that begins, and what moves it on.
+    /// Starts a life, and returns it with the sender that advances its phase.
     pub(crate) fn begin() -> (watch::Sender<Phase>, Self) {
         let (sender, receiver) = watch::channel(Phase::Serving);
         (sender, Self(receiver))
     }
 
-    /// Waits for `phase` or a later one. An agent that is dropped ends every phase.
+    /// Waits for `phase` or a later one. If the agent is dropped, every phase counts as reached.
     pub(crate) async fn reaches(&mut self, phase: Phase) {
         let _ = self.0.wait_for(|now| *now >= phase).await;
     }
 
-    /// The same, for what follows no further.
+    /// Waits like [`Life::reaches`], for a follower that needs no further phase.
     pub(crate) async fn until(mut self, phase: Phase) {
         self.reaches(phase).await;
     }

@@ -8,7 +8,7 @@ use plb_netlink::prepare::prepare;
 
 use crate::log::Log;
 
-/// Prepares sockets, and logs what does not work, each thing once.
+/// Prepares sockets, and logs each obstacle once.
 #[derive(Debug)]
 pub(crate) struct Plb {
     log: Log,
@@ -20,7 +20,7 @@ impl Plb {
         Self { log, said: Mutex::default() }
     }
 
-    /// To be called before `connect` or `listen`. `which` is for messages.
+    /// Prepares a socket. Must be called before `connect` or `listen`. `which` is for messages.
     pub(crate) fn prepare(&self, which: &str, socket: &impl AsFd, ipv6: bool) {
         for obstacle in prepare(socket, ipv6) {
             let line = format!("--plb: {which}: {obstacle}");

@@ -1,4 +1,4 @@
-//! The replies of our own: probes, refusals, upstream errors.
+//! Replies that this crate writes itself: to probes, for refusals, and for upstream errors.
 
 use std::fmt::Write as _;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -14,7 +14,8 @@ pub(crate) fn route(method: &Method, path: &str) -> Route {
     Route::of(path, || method.as_str())
 }
 
-/// The reply to a probe: `report`, which has been divided by `divisor`. The body is empty unless the probe accepts JSON.
+/// Returns the reply to a probe. The load in `report` has already been divided by `divisor`. The body is empty unless the probe
+/// accepts JSON.
 pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> Response<Bytes> {
     let wants_json = request
         .get_all(header::ACCEPT)
@@ -39,8 +40,7 @@ pub(crate) fn reply(report: &LoadReport, divisor: u32, request: &HeaderMap) -> R
     response
 }
 
-/// The report as a header value, saying by what it has been divided. `None` cannot happen: the text is digits and
-/// punctuation.
+/// Returns the report as a header value that includes its divisor. `None` cannot happen: the text is digits and punctuation.
 pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderValue> {
     let mut text = String::with_capacity(64);
     write!(text, "{report}").ok()?;
@@ -50,14 +50,14 @@ pub(crate) fn header_value(report: &LoadReport, divisor: u32) -> Option<HeaderVa
     HeaderValue::from_maybe_shared(Bytes::from(text)).ok()
 }
 
-/// To a probe by another method than GET or HEAD.
+/// Returns the reply to a probe with a method other than GET or HEAD.
 pub(crate) fn method_not_allowed() -> Response<Bytes> {
     let mut response = plain(StatusCode::METHOD_NOT_ALLOWED, "probes are GET\n");
     response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
     response
 }
 
-/// A short plain-text reply.
+/// Returns a short plain-text reply.
 pub(crate) fn plain(status: StatusCode, reason: &'static str) -> Response<Bytes> {
     let mut response = Response::new(Bytes::from_static(reason.as_bytes()));
     *response.status_mut() = status;

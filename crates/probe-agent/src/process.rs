@@ -1,13 +1,13 @@
-//! What the agent's process takes of its host, under the names that every Prometheus client uses. Read from `/proc` at
-//! each request; what cannot be read there is left out.
+//! Host resources that the agent's process uses, under the names that every Prometheus client uses. Read from `/proc` at each
+//! request; values that cannot be read there are left out.
 
 use std::fmt::Write as _;
 use std::fs;
 
-/// The build, then the process.
+/// Writes the metrics of the build, then those of the process.
 pub(crate) fn write(out: &mut String) -> std::fmt::Result {
     let name = "prequal_agent_build_info";
-    writeln!(out, "# HELP {name} 1, with the version.\n# TYPE {name} gauge")?;
+    writeln!(out, "# HELP {name} Always 1; the label is the version.\n# TYPE {name} gauge")?;
     writeln!(out, "{name}{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"))?;
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let boot = fs::read_to_string("/proc/stat").unwrap_or_default();
@@ -24,17 +24,17 @@ pub(crate) fn write(out: &mut String) -> std::fmt::Result {
         (
             "process_start_time_seconds",
             "gauge",
-            "Start of the process, since the epoch.",
+            "Start time of the process, seconds since the epoch.",
             field(&stat, START).zip(named(&boot, "btime")).map(|(start, boot)| boot + start / TICKS),
         ),
-        ("process_resident_memory_bytes", "gauge", "Memory in RAM.", named(&status, "VmRSS:").map(kib)),
-        ("process_virtual_memory_bytes", "gauge", "Address space.", named(&status, "VmSize:").map(kib)),
-        // One is that of the directory itself.
+        ("process_resident_memory_bytes", "gauge", "Resident memory.", named(&status, "VmRSS:").map(kib)),
+        ("process_virtual_memory_bytes", "gauge", "Virtual memory.", named(&status, "VmSize:").map(kib)),
+        // One descriptor is that of the directory itself.
         ("process_open_fds", "gauge", "Open file descriptors.", open),
         (
             "process_max_fds",
             "gauge",
-            "Most file descriptors that may be open; absent without a limit.",
+            "Maximum number of open file descriptors; absent without a limit.",
             named(&limits, "Max open files"),
         ),
     ] {
@@ -45,12 +45,12 @@ pub(crate) fn write(out: &mut String) -> std::fmt::Result {
     Ok(())
 }
 
-/// Field `number` of `/proc/self/stat`. The second is a name in brackets and may hold anything.
+/// Returns field `number` of `/proc/self/stat`. The second field is a name in brackets and may contain anything.
 fn field(stat: &str, number: usize) -> Option<f64> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number - 3)?.parse().ok()
 }
 
-/// The first number on the line that starts with `name`.
+/// Returns the first number on the line that starts with `name`.
 fn named(text: &str, name: &str) -> Option<f64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
     rest.split_ascii_whitespace().next()?.parse().ok()
@@ -63,7 +63,7 @@ fn kib(kib: f64) -> f64 {
 const UTIME: usize = 14;
 const STIME: usize = 15;
 const START: usize = 22;
-/// `USER_HZ`, in which Linux counts for programs whatever its own clock.
+/// `USER_HZ`, the unit in which Linux reports times to programs, regardless of its own clock.
 const TICKS: f64 = 100.0;
 
 #[cfg(test)]

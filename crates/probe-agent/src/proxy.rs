@@ -1,4 +1,4 @@
-//! One request: ours or the backend's, refused or forwarded, and the report on its response.
+//! Handles one request: answers, refuses or forwards it, and puts the report on its response.
 
 use std::convert::Infallible;
 use std::error::Error as _;
@@ -46,12 +46,12 @@ use crate::traffic::{Event, Traffic};
 use crate::upload::Upload;
 use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
 
-/// What all connections share.
+/// State shared by all connections.
 pub(crate) struct Shared {
     pub(crate) reporter: Reporter,
-    /// If it answers calls for load reports.
+    /// Set if the agent answers calls for load reports.
     pub(crate) oob: Option<Oob>,
-    /// If the backend reports its load itself.
+    /// Set if the backend reports its load itself.
     pub(crate) from_backend: Option<FromBackend>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) forward_hint: bool,
@@ -62,12 +62,12 @@ pub(crate) struct Shared {
     pub(crate) traffic: Arc<Traffic>,
     pub(crate) log: Log,
     pub(crate) access_log: Option<Arc<AccessLog>>,
-    /// The agent drains.
+    /// Whether the agent is draining.
     pub(crate) leaving: AtomicBool,
 }
 
 impl Shared {
-    /// While the agent drains, a connection of HTTP/1.1 ends with its next response.
+    /// Marks a response as the last one of its HTTP/1.1 connection, if the agent is draining.
     pub(crate) fn part(&self, http1: bool, headers: &mut HeaderMap) {
         if http1 && self.leaving.load(Ordering::Relaxed) {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -81,11 +81,11 @@ pub(crate) struct Connection {
     pub(crate) watch: Arc<Watch>,
     pub(crate) endpoint: Endpoint,
     pub(crate) probe_endpoint: Option<Endpoint>,
-    /// For the access log, if there is one.
+    /// Address of the client for the access log, if there is one.
     pub(crate) client: Option<SocketAddr>,
-    /// Held so that this connection, and what it was upgraded to, counts as open.
+    /// Held so that this connection, and the tunnel that it was upgraded to, counts as open.
     pub(crate) _admitted: Admitted,
-    /// Held so that a drain waits for this connection, and for what it was upgraded to.
+    /// Held so that a drain waits for this connection, and for the tunnel that it was upgraded to.
     pub(crate) life: Life,
 }
 
@@ -124,7 +124,7 @@ async fn answer(
     if let Err(reason) = framing.and_then(|()| headers::check_request(&req)) {
         load.counters().count_rejected();
         let mut response = probe::plain(StatusCode::BAD_REQUEST, reason);
-        // Where the next request begins is unknown.
+        // The start of the next request is unknown.
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         return Ok(own(response, busy));
     }
@@ -157,7 +157,8 @@ async fn answer(
     Ok(forward(conn, req, leash, guard, busy).await)
 }
 
-/// A replica that sheds requests does not fail them: they do not count as failures, and it stays in rotation.
+/// Refuses a request beyond the limit. A replica that sheds requests does not fail them: they do not count as failures, and the
+/// replica stays in rotation.
 fn shed(conn: &Connection, busy: Busy) -> Response<AgentBody> {
     conn.shared.traffic.count(Event::Shed);
     let reason = "probe-agent: too many requests in flight\n";
@@ -302,7 +303,7 @@ fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy)
     response
 }
 
-/// Joins the two connections, or streams; they count as one request until both directions are closed.
+/// Joins the two connections or streams. They count as one request until both directions are closed.
 fn switch(
     conn: Arc<Connection>,
     mut response: Response<UpstreamBody>,
@@ -374,7 +375,7 @@ fn to_http1(req: &mut Request<Incoming>, pool: &Pool) {
     } else if !req.headers().contains_key(header::HOST)
         && let Ok(host) = HeaderValue::try_from(pool.authority())
     {
-        // HTTP/1.0 can do without, HTTP/1.1 cannot.
+        // HTTP/1.0 can do without this header; HTTP/1.1 cannot.
         req.headers_mut().insert(header::HOST, host);
     }
     if from_http2 && req.headers().get_all(header::COOKIE).iter().nth(1).is_some() {
@@ -382,12 +383,12 @@ fn to_http1(req: &mut Request<Incoming>, pool: &Pool) {
     }
 }
 
-/// The authority without user information.
+/// Returns the authority without user information.
 fn host_of(authority: &Authority) -> &str {
     authority.as_str().rsplit('@').next().unwrap_or_default()
 }
 
-/// HTTP/2 may split cookies over several fields, HTTP/1.1 may not (RFC 9113 §8.2.3).
+/// Joins cookies. HTTP/2 may split them over several fields; HTTP/1.1 may not (RFC 9113 §8.2.3).
 fn join_cookies(headers: &mut HeaderMap) {
     let all: Vec<&[u8]> = headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect();
     if let Ok(joined) = HeaderValue::from_bytes(&all.join(&b"; "[..])) {
@@ -398,7 +399,7 @@ fn join_cookies(headers: &mut HeaderMap) {
 fn to_http2(req: &mut Request<Incoming>, pool: &Pool) {
     let from_http2 = req.version() == Version::HTTP_2;
     *req.version_mut() = Version::HTTP_2;
-    // The authority stands for it (RFC 9113 §8.3.1).
+    // The authority replaces this header (RFC 9113 §8.3.1).
     let host = req.headers_mut().remove(header::HOST);
     if from_http2 && req.uri().authority().is_some() && req.uri().scheme().is_some() {
         return;
@@ -423,33 +424,33 @@ pub(crate) fn own(response: Response<Bytes>, busy: Busy) -> Response<AgentBody> 
     response.map(|body| AgentBody::Own { body: Full::new(body), busy })
 }
 
-/// A response body on the service port.
+/// Response body on the service port.
 pub(crate) enum AgentBody {
     /// Written by the agent.
     Own {
-        /// The text.
+        /// Text of the body.
         body: Full<Bytes>,
         busy: Busy,
     },
     /// Streamed from the backend.
     Proxied {
-        /// Ends the request.
+        /// Body that ends the request.
         body: TrackedBody<UpstreamBody>,
-        /// If it may be cut.
+        /// Set if the request may be cut.
         open: Option<Open>,
-        /// If its trailers may say what the backend's load is.
+        /// Set if the trailers may report the backend's load.
         hears: Option<Arc<Shared>>,
         busy: Busy,
     },
-    /// Load reports out of band.
+    /// Out-of-band load reports.
     Reports {
-        /// Until the client or the agent ends.
+        /// Reports until the client or the agent ends them.
         body: Reports,
         busy: Busy,
     },
 }
 
-/// For the access log.
+/// Records a frame for the access log.
 fn note(busy: &mut Busy, frame: &Poll<Option<Result<Frame<Bytes>, hyper::Error>>>, ends: bool) {
     let Some(entry) = busy.entry() else { return };
     match frame {

@@ -1,6 +1,7 @@
-//! Whether the backend can serve: checked at each request for `/readyz`, and repeatedly while it cannot.
+//! Checks whether the backend can serve: at each request for `/readyz`, and repeatedly while it cannot.
 //!
-//! While it can, it is not checked: requests show it, and a backend need not cope with connections without requests.
+//! There are no repeated checks while the backend can serve: requests show that it can, and a backend is not required to cope
+//! with connections that carry no request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,21 +24,21 @@ pub(crate) struct Checker {
     pub(crate) check: ReadyCheck,
     pub(crate) target: Upstream,
     pub(crate) tls: Option<Connector>,
-    /// An HTTP check goes over HTTP/2.
+    /// Whether an HTTP check goes over HTTP/2.
     pub(crate) http2: bool,
     pub(crate) timeout: Duration,
     pub(crate) load: Load,
 }
 
 impl Checker {
-    /// Checks once, and marks the load with the result: reports of a replica that is not ready say that it fails.
+    /// Checks once, and records the result in the load: reports of a replica that is not ready say that it fails.
     pub(crate) async fn check(&self) -> Result<(), NotReady> {
         let checked = tokio::time::timeout(self.timeout, self.ask()).await.unwrap_or(Err(NotReady::Timeout));
         self.load.mark_ready(checked.is_ok());
         checked
     }
 
-    /// Whenever the backend cannot serve, checks until it can again. Never ends.
+    /// Checks repeatedly whenever the backend cannot serve, until it can again. Never ends.
     pub(crate) async fn watch(self: Arc<Self>) {
         loop {
             self.load.until_not_ready().await;
@@ -61,7 +62,7 @@ impl Checker {
         }
     }
 
-    /// `grpc.health.v1.Health/Check`, whose two messages are too small for a library.
+    /// Calls `grpc.health.v1.Health/Check`. Its two messages are too small to need a library.
     async fn ask_grpc(&self, socket: Socket, service: &str) -> Result<(), NotReady> {
         let mut message = Vec::new();
         if let (false, Ok(length)) = (service.is_empty(), u8::try_from(service.len())) {
@@ -88,7 +89,7 @@ impl Checker {
         if body.to_bytes().get(5..7) == Some(&[0x08, 1]) { Ok(()) } else { Err(NotReady::NotServing) }
     }
 
-    /// HTTP/2 names the authority in the target.
+    /// Returns the target of a request. HTTP/2 names the authority in it.
     fn uri(&self, path: &str, http2: bool) -> String {
         if !http2 {
             return path.to_owned();
@@ -127,7 +128,7 @@ trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
-/// Why the backend does not count as ready.
+/// Reason why the backend does not count as ready.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NotReady {
     #[error("not reachable: {0}")]
@@ -146,7 +147,7 @@ pub(crate) enum NotReady {
     Timeout,
 }
 
-/// Between two checks of a backend that cannot serve.
+/// Time between two checks of a backend that cannot serve.
 const RECHECK: Duration = Duration::from_millis(250);
-/// A health answer is a few bytes.
+/// Maximum length of a health answer, bytes. A normal answer has a few bytes.
 const MAX_ANSWER: usize = 4096;

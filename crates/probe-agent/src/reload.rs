@@ -1,9 +1,9 @@
-//! Files that are read again when they change. What was made of them stays in use until something usable can be made of
-//! the new ones.
+//! Reads files again when they change. The value made from the old files stays in use until a usable one can be made from the new
+//! files.
 //!
-//! A change is another file behind the path (symbolic links followed: Kubernetes swaps `..data`), another size or another
-//! time. It counts once nothing has changed for one interval, because a certificate and its key are two files. What is
-//! in the files, and where an attempt is reported, is the caller's.
+//! A change is a different file behind the path (symbolic links are followed: Kubernetes swaps `..data`), a different size or a
+//! different time. It counts once nothing has changed for one interval, because a certificate and its key are two files. The
+//! caller decides what the files contain and where an attempt is reported.
 
 use std::fs;
 use std::io;
@@ -12,15 +12,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-/// Makes a `T` of the files.
+/// Makes a `T` from the files.
 type Make<T, E> = Box<dyn Fn() -> Result<T, E> + Send + Sync>;
 
-/// What was last made of some files.
+/// Value that was last made from some files.
 pub(crate) struct Reloaded<T, E> {
     files: Vec<PathBuf>,
     make: Make<T, E>,
     current: RwLock<T>,
-    /// The files as they were just before `current` was made.
+    /// State of the files just before `current` was first made.
     origin: Vec<Stamp>,
 }
 
@@ -29,7 +29,7 @@ where
     T: Clone + Send + Sync + 'static,
     E: From<io::Error> + Send + 'static,
 {
-    /// Makes it for the first time.
+    /// Makes the value for the first time.
     pub(crate) fn new(files: Vec<PathBuf>, make: Make<T, E>) -> Result<Self, E> {
         let origin = stamps(&files);
         let current = RwLock::new(make()?);
@@ -40,15 +40,15 @@ where
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Looks at the files every `interval`, and calls `attempted` with the result of each attempt to use new ones. Files that
-    /// could not be used are tried again after [`RETRY`] looks, for the reason may be elsewhere. Never ends.
+    /// Checks the files every `interval`, and calls `attempted` with the result of each attempt to use new ones. Files that could
+    /// not be used are tried again after [`RETRY`] checks, because the cause may not be in the files. Never ends.
     pub(crate) async fn watch(self: Arc<Self>, interval: Duration, attempted: impl Fn(Result<T, E>)) {
         if self.files.is_empty() {
             return std::future::pending().await;
         }
         let mut used = self.origin.clone();
         let mut seen = used.clone();
-        // Looks since the last attempt, if that failed.
+        // Number of checks since the last attempt, if that failed.
         let mut failed = None::<u32>;
         loop {
             tokio::time::sleep(interval).await;
@@ -72,21 +72,22 @@ where
     }
 }
 
-/// Without a descriptor, or without the right to read a file yet, valid files fail too.
+/// Number of checks between two attempts. Valid files can also fail: no descriptor may be left, or a file may not be readable
+/// yet.
 const RETRY: u32 = 60;
 
 fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
     files.iter().map(|file| Stamp::of(file)).collect()
 }
 
-/// Which file a path leads to, and its state; nothing if it leads nowhere.
+/// File behind a path, and its state; `None` if the path leads nowhere.
 #[derive(Clone, Eq, PartialEq)]
 struct Stamp(Option<[i64; 5]>);
 
 impl Stamp {
     fn of(path: &Path) -> Self {
         Self(fs::metadata(path).ok().map(|meta| {
-            // The last change of the inode also shows a file that was renamed over the old one with its times kept.
+            // The change time of the inode also reveals a file that was renamed over the old one and kept its other times.
             [
                 meta.dev().cast_signed(),
                 meta.ino().cast_signed(),
@@ -103,7 +104,7 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    /// Numbers in files, and the results that `watch` reported.
+    /// Watches files that hold numbers. Returns their sum, and the results that `watch` reported.
     async fn watched(files: Vec<PathBuf>) -> (Arc<Reloaded<u32, io::Error>>, Arc<Mutex<Vec<Option<u32>>>>) {
         let paths = files.clone();
         let make = move || {
@@ -121,7 +122,7 @@ mod tests {
         (reloaded, results)
     }
 
-    /// Waits until the last attempt ended like this. Others may have been made between two writes.
+    /// Waits until the last attempt has this result. Others may have been made between two writes.
     async fn eventually(results: &Mutex<Vec<Option<u32>>>, last: Option<u32>) {
         for _ in 0..1000 {
             if results.lock().unwrap().last() == Some(&last) {
@@ -155,7 +156,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_swapped_symbolic_link_is_a_change() {
-        // What the kubelet does with a Secret: a.pem -> ..data/a.pem, ..data -> ..v1, and ..data is replaced by a rename.
+        // How the kubelet updates a Secret: a.pem -> ..data/a.pem, ..data -> ..v1, and a rename replaces ..data.
         let dir = tempfile::tempdir().unwrap();
         for (version, content) in [("..v1", "1"), ("..v2", "2")] {
             fs::create_dir(dir.path().join(version)).unwrap();

@@ -1,4 +1,4 @@
-//! Which reports of a replica's load go to which peers: the part that the agent and the layer share.
+//! Decides which reports of a replica's load go to which peers. The agent and the layer share this part.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
@@ -24,7 +24,7 @@ pub enum Report {
     ProbeOnly,
 }
 
-/// The load, and how it is reported.
+/// Load of a replica, and the settings of its reports.
 #[derive(Clone)]
 pub(crate) struct Reporter {
     pub(crate) load: Load,
@@ -35,7 +35,7 @@ pub(crate) struct Reporter {
 }
 
 impl Reporter {
-    /// The reply to a probe with these headers.
+    /// Returns the reply to a probe with these headers.
     pub(crate) fn answer(
         &self,
         endpoint: Endpoint,
@@ -58,7 +58,7 @@ impl Reporter {
         divisor
     }
 
-    /// Puts the report on a response, the utilisation, and the report of ORCA, as far as they were asked for.
+    /// Puts the report, the utilisation and the ORCA report on a response, as far as they were asked for.
     pub(crate) fn stamp(
         &self,
         response: &mut HeaderMap,
@@ -94,13 +94,13 @@ impl Reporter {
         }
     }
 
-    /// The hint of a request, if hints are in use.
+    /// Returns the hint of a request, if hints are in use.
     pub(crate) fn hint_of(&self, request: &HeaderMap) -> Option<HeaderValue> {
         self.hints.as_ref()?;
         hint::of(request, self.load.counters()).cloned()
     }
 
-    /// A request with this hint is being answered.
+    /// Records that a request with this hint is being answered.
     pub(crate) fn served(&self, hint: Option<&HeaderValue>, status: StatusCode, failed: bool) {
         if let (Some(hook), Some(hint)) = (&self.hints, hint)
             && !failed

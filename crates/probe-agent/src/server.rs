@@ -1,4 +1,4 @@
-//! Listening, accepting, draining.
+//! Binds the ports, accepts connections, and drains.
 
 use std::convert::Infallible;
 use std::future::{self, Future};
@@ -41,35 +41,35 @@ use crate::tls::{Acceptor, Connector, TlsError};
 use crate::traffic::{Event, Port, Traffic};
 use crate::upstream::Pool;
 
-/// Why an agent could not start.
+/// Reason why an agent could not start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AgentError {
-    /// The address is taken, not ours, or not permitted.
+    /// The address is taken, not local, or not permitted.
     #[error("cannot listen on {addr} ({port})")]
     Listen {
-        /// Which of the three ports.
+        /// Name of the port, one of three.
         port: &'static str,
-        /// The address asked for.
+        /// Address that was asked for.
         addr: Listen,
-        /// The system's reason.
+        /// Reason given by the system.
         source: io::Error,
     },
-    /// Reports must name an endpoint, and a Unix socket has none.
+    /// Reports must name an endpoint, but a Unix socket has none.
     #[error("--listen on a Unix socket needs --advertise: reports name an ip:port")]
     NoEndpoint,
     /// The system has no thread left.
     #[error("cannot start the access log")]
     AccessLog(#[from] io::Error),
-    /// Certificates or keys are not usable.
+    /// A certificate or key is not usable.
     #[error("TLS")]
     Tls(#[from] TlsError),
-    /// PLB was asked for.
+    /// PLB was asked for in a build without it.
     #[error("--plb: this program was built without the Cargo feature `plb`")]
     NoPlb,
 }
 
-/// An agent that listens and does not accept yet.
+/// Agent that listens but does not accept connections yet.
 pub struct Agent {
     service: Listener,
     probe: Option<Listener>,
@@ -82,7 +82,7 @@ pub struct Agent {
     addrs: Addrs,
 }
 
-/// The addresses an agent listens on.
+/// Addresses that an agent listens on.
 #[derive(Clone, Debug)]
 pub struct Addrs {
     /// The service port.
@@ -97,7 +97,7 @@ impl Agent {
     /// Binds every port and reads every certificate. Must be called inside a tokio runtime.
     ///
     /// # Errors
-    /// The first port that cannot be bound, or the first file that cannot be used.
+    /// Returns an error for the first port that cannot be bound, or the first file that cannot be used.
     pub fn bind(config: AgentConfig) -> Result<Self, AgentError> {
         let tls = Acceptor::new(&config)?;
         let upstream_tls = match &config.upstream_tls {
@@ -133,7 +133,7 @@ impl Agent {
         if config.orca.is_on() {
             load.count_rates(config.orca.window);
         }
-        // Whether the backend is there shows with the first connection to it.
+        // The first connection to the backend shows whether it is up.
         load.mark_unseen();
         let traffic = Arc::<Traffic>::default();
         let name: Option<Arc<str>> = config.named.then(|| addrs.service.to_string().into());
@@ -177,18 +177,18 @@ impl Agent {
         Ok(Self { service, probe, admin, tls, shared, page, limits, advertise: config.advertise, addrs })
     }
 
-    /// Shows another agent's replica on this one's admin port too. Metrics then have the label `replica`, the address that
-    /// each listens on, and `/readyz` asks for all.
+    /// Also shows another agent's replica on this agent's admin port. Metrics then have the label `replica`, which is the
+    /// replica's listen address, and `/readyz` checks all replicas.
     pub fn show(&mut self, other: &Self) {
         self.page.replicas.extend(other.page.replicas.iter().cloned());
     }
 
-    /// Where it listens.
+    /// Returns the addresses that the agent listens on.
     pub fn addrs(&self) -> Addrs {
         self.addrs.clone()
     }
 
-    /// The load it will count on.
+    /// Returns the load on which the agent counts requests.
     pub fn load(&self) -> Load {
         self.shared.reporter.load.clone()
     }
@@ -198,11 +198,11 @@ impl Agent {
         Door { port, traffic: traffic.clone(), log: log.clone(), room }
     }
 
-    /// Serves until `shutdown`, then drains. Health fails. After `drain_delay` nothing new is accepted, and each connection
-    /// ends with its next response. After `drain_idle` those that bring no request are closed, and after `drain_timeout`
-    /// whatever is left is cut.
+    /// Serves until `shutdown`, then drains: health checks fail. After `drain_delay` the agent accepts nothing new, and each
+    /// connection ends with its next response. After `drain_idle` connections without a request are closed, and after
+    /// `drain_timeout` everything that is left is cut.
     ///
-    /// Returns how many requests, streams and tunnels were cut: 0 if all ended by themselves.
+    /// Returns the number of requests, streams and tunnels that were cut: 0 if all ended by themselves.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> u32 {
         let (phase, life) = Life::begin();
         let room = self.limits.max_connections.map(|max| Arc::new(Semaphore::new(max.get() as usize)));
@@ -270,7 +270,7 @@ impl Agent {
         let began = Instant::now();
         let _ = phase.send(Phase::Draining);
         for task in accepting {
-            // With it the listener is gone.
+            // The listener ends with its task.
             let _ = task.await;
         }
         let mut cut = 0;
@@ -298,18 +298,18 @@ impl Agent {
 async fn abort(tasks: Vec<JoinHandle<()>>) {
     for task in tasks {
         task.abort();
-        // Wait until the task, and with it the listener, is gone.
+        // Wait until the task and its listener are gone.
         let _ = task.await;
     }
 }
 
-/// What the accept loops hand to each connection.
+/// State that the accept loops hand to each connection.
 struct Ports {
     shared: Arc<Shared>,
     limits: Arc<Limits>,
     tls: Option<Acceptor>,
     advertise: Option<Endpoint>,
-    /// Of a Unix socket none.
+    /// `None` for a Unix socket.
     service_port: Option<u16>,
     probe_port: Option<u16>,
 }
@@ -346,7 +346,7 @@ impl ProbeConnection {
 }
 
 impl Ports {
-    /// Serves one connection. An error ends it, and the client has seen it by then.
+    /// Serves one connection. An error ends it, and the client has already seen that error.
     async fn serve(self: Arc<Self>, socket: Socket, admitted: Admitted, mut life: Life) {
         let Some(endpoint) = self.endpoint(&socket) else { return };
         let client = self.shared.access_log.as_ref().and_then(|_| socket.tcp()?.peer_addr().ok());
@@ -404,7 +404,7 @@ impl Ports {
         }
     }
 
-    /// Runs a connection to its end, see [`drive`].
+    /// Runs a connection to its end. See [`drive`].
     async fn drive<C>(&self, served: Pin<&mut C>, graceful: impl Fn(Pin<&mut C>), watch: &Watch, life: Life)
     where
         C: Future<Output = Result<(), hyper::Error>>,
@@ -413,8 +413,8 @@ impl Ports {
         drive(served, graceful, watch, life, &self.limits, traffic, log).await;
     }
 
-    /// The connection below HTTP: within TLS if the agent listens with it, and detected as HTTP/1 or HTTP/2. `None` if it
-    /// has failed, or the agent drains first.
+    /// Sets up the connection below HTTP: performs the TLS handshake if the agent listens with TLS, and detects HTTP/1 or HTTP/2.
+    /// Returns `None` if this fails, or if the agent drains first.
     async fn open(&self, socket: Socket, life: &mut Life) -> Option<(TokioIo<ServerIo>, Arc<Watch>)> {
         let limits = &self.limits;
         let open = async {
@@ -422,7 +422,7 @@ impl Ports {
                 None => Stream::Plain(socket),
                 Some(tls) => {
                     let accept = async {
-                        // A health check that only connects is no failed handshake.
+                        // A health check that only connects is not a failed handshake.
                         if socket.is_abandoned().await { None } else { Some(tls.accept(socket).await) }
                     };
                     let tls = tokio::time::timeout(limits.header_timeout, accept).await;
@@ -446,7 +446,7 @@ impl Ports {
         self.shared.log.failure("tls", || error.to_string());
     }
 
-    /// The version that a connection speaks, and what was read to tell. `None` if it is over.
+    /// Detects whether a connection speaks HTTP/2. Also returns the bytes read to detect it, or `None` if the connection is over.
     async fn detect(&self, stream: &mut Stream) -> Option<(bool, Vec<u8>)> {
         let Limits { silent_timeout, idle_timeout, header_timeout, .. } = *self.limits;
         let silent = silent_timeout.min(idle_timeout);
@@ -459,13 +459,13 @@ impl Ports {
         detected.ok()
     }
 
-    /// The endpoint that this connection's client knows us by.
+    /// Returns the endpoint by which this connection's client knows this replica.
     fn endpoint(&self, socket: &Socket) -> Option<Endpoint> {
         if self.advertise.is_some() {
             return self.advertise;
         }
         let local = socket.tcp()?.local_addr().ok()?;
-        // An IPv4 client of a dual-stack listener must find the IPv4 spelling.
+        // An IPv4 client of a dual-stack listener must see the IPv4 spelling.
         Some(SocketAddr::new(local.ip().to_canonical(), self.service_port?).into())
     }
 }
@@ -483,7 +483,7 @@ async fn serve_admin(socket: Socket, _admitted: Admitted, page: Arc<Page>) {
         .await;
 }
 
-/// Long enough for a connection to end once it has been asked to.
+/// Time that is long enough for a connection to end once it has been asked to.
 const CLOSES: Duration = Duration::from_millis(100);
-/// A scraper's connection is closed when it has been idle for this long.
+/// Idle time after which a scraper's connection is closed.
 const ADMIN_IDLE: Duration = Duration::from_secs(120);

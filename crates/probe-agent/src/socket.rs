@@ -1,4 +1,4 @@
-//! Sockets of either kind, TCP and Unix: listening, accepting, connecting.
+//! TCP and Unix sockets: listening, accepting, connecting.
 
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;
@@ -34,7 +34,8 @@ impl Socket {
         }
     }
 
-    /// Waits for the first byte: whether the other side has closed instead of sending it. Of a Unix socket that is not known.
+    /// Waits for the first byte, and returns whether the other side closed instead of sending it. For a Unix socket this is not
+    /// known.
     pub(crate) async fn is_abandoned(&self) -> bool {
         match self {
             Self::Tcp(tcp) => !matches!(tcp.peek(&mut [0]).await, Ok(1)),
@@ -50,7 +51,7 @@ impl Socket {
     }
 }
 
-/// Listens until it is dropped, which takes a Unix socket's file away.
+/// Listens until it is dropped, which removes a Unix socket's file.
 pub(crate) enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener, PathBuf),
@@ -100,7 +101,7 @@ impl Drop for Listener {
     }
 }
 
-/// Removes the socket file that a killed process left behind. No process listens on it, but it would make `bind` fail.
+/// Removes a socket file that a killed process left behind. No process listens on it, but it would make `bind` fail.
 fn remove_abandoned(path: &Path) -> io::Result<()> {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
     let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
@@ -131,7 +132,7 @@ impl AsyncWrite for Socket {
         }
     }
 
-    /// Neither kind has a buffer of its own.
+    /// Neither kind has its own buffer.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
@@ -159,5 +160,5 @@ impl AsyncWrite for Socket {
     }
 }
 
-/// Connections that the system accepts ahead of the agent.
+/// Number of connections that the system accepts ahead of the agent.
 pub(crate) const BACKLOG: u32 = 4096;

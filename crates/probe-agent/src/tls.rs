@@ -1,7 +1,7 @@
-//! TLS on either side, for use outside a mesh: rustls with ring, certificates from PEM files that are read again when they
+//! TLS on either side, for use outside a mesh: rustls with ring, and certificates from PEM files that are read again when they
 //! change.
 //!
-//! Connections that are open keep the certificates that they began with. No client certificate is sent to the backend.
+//! Open connections keep the certificates with which they began. The backend gets no client certificate.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,74 +23,74 @@ use crate::log::Log;
 use crate::reload::Reloaded;
 use crate::socket::Socket;
 
-/// TLS with a client.
+/// TLS stream from a client.
 pub(crate) type Accepted = tokio_rustls::server::TlsStream<Socket>;
-/// TLS with the backend.
+/// TLS stream to the backend.
 pub(crate) type Connected = tokio_rustls::client::TlsStream<Socket>;
 
-/// Why TLS could not be set up. Always a file or a name that the operator gave.
+/// Reason why TLS could not be set up. In most cases, the cause is a file or a name that the operator gave.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
     /// The file is missing, unreadable or holds no PEM of that kind.
     #[error("{what} in {}", path.display())]
     Pem {
-        /// What was looked for.
+        /// Description of the missing content.
         what: &'static str,
-        /// Where.
+        /// Path of the file.
         path: PathBuf,
-        /// The parser's reason.
+        /// Reason from the parser.
         source: rustls::pki_types::pem::Error,
     },
-    /// Certificate and key do not fit, or are of an unsupported kind.
+    /// The certificate and key do not match, or are of an unsupported kind.
     #[error("certificate or key not usable")]
     Rustls(#[from] rustls::Error),
-    /// The file holds no certificate that an authority could have.
+    /// The file holds no usable CA certificate.
     #[error("no usable CA certificate in {}", path.display())]
     NoRoots {
-        /// Where they were looked for.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The system has no bundle of authorities, or none that can be read.
+    /// The system has no bundle of authorities that can be read.
     #[error(
         "no CA certificates on this system (SSL_CERT_FILE, SSL_CERT_DIR, or where OpenSSL has them{}): give --upstream-ca",
         reasons.iter().map(|reason| format!("; {reason}")).collect::<String>()
     )]
     NoSystemRoots {
-        /// What could not be read.
+        /// Reasons why bundles could not be read.
         reasons: Vec<String>,
     },
-    /// The authorities of clients cannot be used to verify them.
+    /// The CA certificates of clients cannot be used to verify them.
     #[error("CA certificates of clients in {}", path.display())]
     Clients {
-        /// Where they were read.
+        /// Path of the file.
         path: PathBuf,
-        /// The verifier's reason.
+        /// Reason from the verifier.
         source: rustls::server::VerifierBuilderError,
     },
-    /// Clients shall be verified, but there is no certificate to listen with.
+    /// Clients must be verified, but there is no certificate to listen with.
     #[error("clients can only be verified over TLS: also give a certificate and key to listen with")]
     NoCertificate,
     /// The name to verify is neither a DNS name nor an address.
     #[error("`{0}` is no DNS name or IP address")]
     Name(String),
-    /// The system failed while files were read.
+    /// The system failed while reading files.
     #[error("reading")]
     Io(#[from] io::Error),
 }
 
-/// Accepts TLS with the certificate that the files hold now.
+/// Accepts TLS with the certificate that is in use now.
 pub(crate) struct Acceptor(Arc<Reloaded<Listening, TlsError>>);
 
 #[derive(Clone)]
 struct Listening {
     acceptor: TlsAcceptor,
-    /// When the first certificate of the chain to do so expires, seconds since 1970.
+    /// Earliest expiry of a certificate in the chain, seconds since 1970.
     expiry: Option<u64>,
 }
 
 impl Acceptor {
-    /// `None` if the agent listens without TLS.
+    /// Returns `None` if the agent listens without TLS.
     pub(crate) fn new(config: &AgentConfig) -> Result<Option<Self>, TlsError> {
         let Some((cert, key)) = config.tls.clone() else {
             return if config.tls_clients.is_some() { Err(TlsError::NoCertificate) } else { Ok(None) };
@@ -107,7 +107,7 @@ impl Acceptor {
         self.0.current().acceptor.accept(socket).await
     }
 
-    /// Uses new files as they come. Never ends.
+    /// Uses new files as they appear. Never ends.
     pub(crate) fn watch(
         &self,
         interval: Duration,
@@ -124,7 +124,7 @@ impl Acceptor {
     }
 }
 
-/// TLS to the backend.
+/// Opens TLS connections to the backend.
 #[derive(Clone)]
 pub(crate) struct Connector {
     with: Arc<Reloaded<Connecting, TlsError>>,
@@ -138,7 +138,7 @@ struct Connecting {
 }
 
 impl Connector {
-    /// Verifies the backend as `name` against `ca`, or against the system's authorities.
+    /// Creates a connector that verifies the backend as `name` against `ca`, or against the system's authorities.
     pub(crate) fn new(ca: Option<PathBuf>, name: &str) -> Result<Self, TlsError> {
         let name = ServerName::try_from(name.to_owned()).map_err(|_| TlsError::Name(name.to_owned()))?;
         let files = ca.iter().cloned().collect();
@@ -153,7 +153,7 @@ impl Connector {
         connector.connect(self.name.clone(), socket).await
     }
 
-    /// Uses new files as they come. Never ends.
+    /// Uses new files as they appear. Never ends.
     pub(crate) fn watch(
         &self,
         interval: Duration,
@@ -164,12 +164,12 @@ impl Connector {
     }
 }
 
-/// Whether the client asked for HTTP/2; `None` if it left that open.
+/// Returns whether the client asked for HTTP/2; `None` if it left that open.
 pub(crate) fn accepted_http2(stream: &Accepted) -> Option<bool> {
     stream.get_ref().1.alpn_protocol().map(|protocol| protocol == b"h2")
 }
 
-/// Whether the backend agreed to HTTP/2.
+/// Returns whether the backend agreed to HTTP/2.
 pub(crate) fn connected_http2(stream: &Connected) -> bool {
     stream.get_ref().1.alpn_protocol() == Some(b"h2")
 }
@@ -189,7 +189,7 @@ fn note<T>(side: &str, made: &Result<T, TlsError>, load: &Load, log: &Log) {
     }
 }
 
-/// This certificate chain and key, offering HTTP/2 and HTTP/1.1.
+/// Reads this certificate chain and key, to listen with HTTP/2 and HTTP/1.1.
 fn listening(cert: &Path, key: &Path, clients: Option<&TlsClients>) -> Result<Listening, TlsError> {
     let chain = certificates(cert)?;
     let expiry = chain.iter().filter_map(expiry).min();
@@ -260,7 +260,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     if found.is_empty() { Err(error(rustls::pki_types::pem::Error::NoItemsFound)) } else { Ok(found) }
 }
 
-/// Seconds since 1970. `None` for a certificate that this parser does not understand; rustls may all the same.
+/// Returns the expiry of a certificate, seconds since 1970. `None` if this parser does not understand it, although rustls may.
 fn expiry(certificate: &CertificateDer<'_>) -> Option<u64> {
     let certificate = Certificate::from_der(certificate).ok()?;
     Some(certificate.tbs_certificate().validity().not_after.to_unix_duration().as_secs())

@@ -1,30 +1,30 @@
-//! Counters of what happens on an agent's ports below and beside its requests. Those of requests are in [`crate::load`].
+//! Counters of events on an agent's ports. [`crate::load`] counts the requests themselves.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What can happen.
+/// Event that is counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Event {
     /// A connection could not be accepted: no file descriptor was left.
     AcceptDescriptors,
-    /// No memory was left.
+    /// A connection could not be accepted: no memory was left.
     AcceptMemory,
-    /// Anything else.
+    /// A connection could not be accepted for another reason.
     AcceptOther,
-    /// There was no room for one more.
+    /// There was no room for one more connection.
     Full,
     TlsHandshake,
-    /// A request was answered 503 because of `max_rif`.
+    /// A request got a 503 because of `max_rif`.
     Shed,
-    /// A connection was closed: nothing was ever sent on it.
+    /// A connection was closed because nothing was ever sent on it.
     Silent,
-    /// A head took too long.
+    /// A connection was closed because a head took too long.
     SlowHead,
-    /// It had nothing in flight for long.
+    /// A connection was closed because it had nothing in flight for long.
     Idle,
-    /// It was not HTTP.
+    /// A connection was closed because the client violated the protocol.
     Protocol,
     /// A request was cut because nothing moved.
     BodyIdle,
@@ -34,13 +34,13 @@ pub(crate) enum Event {
     AccessLost,
 }
 
-/// A metric of events: its name, its help, its label, and the events with their values of it.
+/// Metric of events: its name, its help, its label, and the events with their label values.
 struct Family(&'static str, &'static str, &'static str, &'static [(Event, &'static str)]);
 
 const FAMILIES: [Family; 7] = [
     Family(
         "prequal_agent_accept_errors_total",
-        "Failures to accept a connection, by what was lacking.",
+        "Failures to accept a connection, by reason.",
         "reason",
         &[
             (Event::AcceptDescriptors, "descriptors"),
@@ -50,19 +50,19 @@ const FAMILIES: [Family; 7] = [
     ),
     Family(
         "prequal_agent_max_connections_total",
-        "Times that --max-connections were open, so that any further one waits.",
+        "Times that the limit of --max-connections was reached, so that further connections wait.",
         "",
         &[(Event::Full, "")],
     ),
     Family(
         "prequal_agent_tls_handshake_errors_total",
-        "TLS handshakes of clients that failed.",
+        "Failed TLS handshakes of clients.",
         "",
         &[(Event::TlsHandshake, "")],
     ),
     Family(
         "prequal_agent_shed_total",
-        "Requests answered 503 because --max-rif others were in flight.",
+        "Requests answered with 503 because --max-rif others were in flight.",
         "",
         &[(Event::Shed, "")],
     ),
@@ -85,7 +85,7 @@ const FAMILIES: [Family; 7] = [
     ),
     Family(
         "prequal_agent_access_log_lost_total",
-        "Lines of the access log that standard output did not take, or not in time.",
+        "Lines of the access log that standard output did not accept, or not in time.",
         "",
         &[(Event::AccessLost, "")],
     ),
@@ -93,7 +93,7 @@ const FAMILIES: [Family; 7] = [
 
 const EVENTS: usize = Event::AccessLost as usize + 1;
 
-/// A port that is listened on.
+/// Port that the agent listens on.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Port {
     Service,
@@ -103,7 +103,7 @@ pub(crate) enum Port {
 
 const PORTS: [(Port, &str); 3] = [(Port::Service, "service"), (Port::Probe, "probe"), (Port::Admin, "admin")];
 
-/// The counters of one replica.
+/// Counters of one replica.
 #[derive(Debug, Default)]
 pub(crate) struct Traffic {
     events: [AtomicU64; EVENTS],
@@ -117,13 +117,13 @@ impl Traffic {
         self.events[event as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A connection counts as open until this is dropped.
+    /// Counts a connection as open until the result is dropped.
     pub(crate) fn connect(this: &Arc<Self>, port: Port) -> Connected {
         this.accepted[port as usize].fetch_add(1, Ordering::Relaxed);
         Connected(this.clone(), port)
     }
 
-    /// A tunnel counts as open until this is dropped.
+    /// Counts a tunnel as open until the result is dropped.
     pub(crate) fn tunnel(&self) -> Tunnel<'_> {
         self.tunnels.fetch_add(1, Ordering::Relaxed);
         Tunnel(self)
@@ -134,18 +134,18 @@ impl Traffic {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         writeln!(out, "# HELP {name} Open connections of clients, by port.\n# TYPE {name} gauge")?;
         for (port, label) in PORTS {
-            // In this order no connection is counted as closed only.
+            // Closed connections are read first, so that none counts as closed but not as accepted.
             let closed = load(&self.closed[port as usize]);
             let open = load(&self.accepted[port as usize]).saturating_sub(closed);
             writeln!(out, "{name}{{port=\"{label}\"}} {open}")?;
         }
         let name = "prequal_agent_connections_total";
-        writeln!(out, "# HELP {name} Connections of clients accepted, by port.\n# TYPE {name} counter")?;
+        writeln!(out, "# HELP {name} Accepted connections of clients, by port.\n# TYPE {name} counter")?;
         for (port, label) in PORTS {
             writeln!(out, "{name}{{port=\"{label}\"}} {}", load(&self.accepted[port as usize]))?;
         }
         let name = "prequal_agent_tunnels";
-        writeln!(out, "# HELP {name} Open tunnels, WebSockets among them.\n# TYPE {name} gauge")?;
+        writeln!(out, "# HELP {name} Open tunnels, including WebSockets.\n# TYPE {name} gauge")?;
         writeln!(out, "{name} {}", load(&self.tunnels))?;
         for Family(name, help, label, values) in FAMILIES {
             writeln!(out, "# HELP {name} {help}\n# TYPE {name} counter")?;

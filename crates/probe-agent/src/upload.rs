@@ -1,5 +1,5 @@
-//! The body of a request on its way to the backend. While it waits for its client to send more, the time does not count
-//! against the replica. Its start is kept for as long as the backend may refuse the request unprocessed.
+//! Body of a request on its way to the backend. The time that it waits for its client to send more does not count against the
+//! replica. The start of the body is kept as long as the backend may refuse the request unprocessed.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -14,26 +14,26 @@ use tokio::sync::oneshot;
 use crate::leash::{Leash, Open};
 use crate::load::Client;
 
-/// A request body that marks when its client keeps the backend waiting.
+/// Request body that records when its client keeps the backend waiting.
 pub(crate) struct Upload {
-    /// `None` once it has been given back.
+    /// `None` once the source has been given back.
     source: Option<Source>,
     waits: bool,
     lent: Option<Lent>,
-    /// Held while the body is.
+    /// Held as long as the body.
     stream: Option<Arc<dyn Send + Sync>>,
 }
 
-/// What a body is read from.
+/// Source of a body.
 pub(crate) struct Source {
-    /// Was read before, and is read again.
+    /// Data that was already read, and is read again.
     again: VecDeque<Bytes>,
     inner: Incoming,
     client: Client,
     open: Option<Open>,
 }
 
-/// What was read of a body that may have to come back.
+/// Data read from a body that may have to be given back.
 struct Lent {
     read: VecDeque<Bytes>,
     len: usize,
@@ -46,7 +46,7 @@ impl Upload {
         Source { again: VecDeque::new(), inner, client, open }.into()
     }
 
-    /// Sends the body out on `stream`. Once it is dropped it comes back whole, unless too much of it was read.
+    /// Sends the body on `stream`. When the body is dropped it is given back whole, unless too much of it was read.
     pub(crate) fn lend(mut self, stream: Arc<dyn Send + Sync>) -> (Self, oneshot::Receiver<Source>) {
         let (back, returned) = oneshot::channel();
         self.lent = Some(Lent { read: VecDeque::new(), len: 0, back });
@@ -75,7 +75,7 @@ impl Upload {
     }
 }
 
-/// Why a body broke off. The backend is never the cause.
+/// Reason why a body broke off. The backend is never the cause.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UploadError {
     #[error("the client broke off")]
@@ -113,7 +113,7 @@ impl Body for Upload {
             && frame.is_ready()
         {
             open.moved();
-            // What is left may be kept for long, in case that the backend refuses the request.
+            // The body has ended, but its source may be kept for a long time, in case the backend refuses the request.
             if source.inner.is_end_stream() || matches!(frame, Poll::Ready(None)) {
                 source.open = None;
             }
@@ -145,7 +145,7 @@ impl Body for Upload {
 }
 
 impl Drop for Upload {
-    /// A backend may answer without having read everything.
+    /// Gives the body back: a backend may answer without having read everything.
     fn drop(&mut self) {
         self.set_waits(false);
         if let (Some(Lent { mut read, back, .. }), Some(mut source)) = (self.lent.take(), self.source.take())
@@ -158,5 +158,5 @@ impl Drop for Upload {
     }
 }
 
-/// A body is kept up to this length, bytes.
+/// Length up to which a body is kept, bytes.
 const KEPT: usize = 64 * 1024;

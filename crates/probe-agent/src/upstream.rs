@@ -1,9 +1,9 @@
-//! Connections to the one backend: an idle pool for HTTP/1.1, shared ones for HTTP/2.
+//! Connections to the single backend: a pool of idle ones for HTTP/1.1, shared ones for HTTP/2.
 //!
-//! A separate pool instead of hyper-util's client: there is one authority, so no key is hashed, and a connection
-//! goes back to the pool with the last frame of the body, without a task of its own. A request is sent again only
-//! if not a byte of it was written (the pooled connection had been closed meanwhile), or if the backend says in HTTP/2
-//! that it has not processed it.
+//! This is a separate pool instead of hyper-util's client: there is only one authority, so no key is hashed, and a connection
+//! returns to the pool with the last frame of the body, without its own task. A request is sent again only if not a byte of it
+//! was written (the pooled connection had been closed meanwhile), or if the backend says over HTTP/2 that it has not processed
+//! the request.
 
 mod answer;
 mod http2;
@@ -38,7 +38,7 @@ use http2::{Http2, Permit};
 
 pub(crate) use http2::Slot;
 
-/// The way to the backend.
+/// Connections to the backend, and how to open more.
 pub(crate) struct Pool {
     target: Upstream,
     tls: Option<Connector>,
@@ -50,13 +50,13 @@ pub(crate) struct Pool {
     max_response_head: usize,
     idle: Mutex<VecDeque<Idle>>,
     http2: Mutex<Http2>,
-    /// Of HTTP/2: connections, and requests that wait for a stream.
+    /// Limits of HTTP/2: connections, and requests that wait for a stream.
     max_connections: usize,
     max_waiting: usize,
     ping_interval: Option<Duration>,
 }
 
-/// A connection of HTTP/1.1.
+/// HTTP/1.1 connection.
 struct Http1 {
     sender: http1::SendRequest<Upload>,
     task: AbortHandle,
@@ -96,7 +96,7 @@ impl Pool {
         self.tls.is_some()
     }
 
-    /// The authority of the backend, for an HTTP/2 request that came without any.
+    /// Returns the authority of the backend, for a request that came without one.
     pub(crate) fn authority(&self) -> String {
         self.target.authority()
     }
@@ -125,7 +125,8 @@ impl Pool {
         }
     }
 
-    /// Sends over HTTP/2 and returns with the head of the response. What the backend certainly did not process is sent again.
+    /// Sends over HTTP/2 and returns with the head of the response. A request that the backend certainly did not process is sent
+    /// again.
     pub(crate) async fn send_http2(
         self: &Arc<Self>,
         req: Request<Upload>,
@@ -137,7 +138,7 @@ impl Pool {
             match slot.sender.try_send_request(Request::from_parts(head.clone(), upload)).await {
                 Ok(mut response) => {
                     if head.method == Method::CONNECT {
-                        // A tunnel has no body that would hold it.
+                        // A tunnel has no body that could hold the permit.
                         response.extensions_mut().insert(slot.permit.clone());
                     }
                     let lease = Lease::Stream(slot.permit);
@@ -152,7 +153,7 @@ impl Pool {
                 }
             }
             self.load.counters().count_refused();
-            // Its stream is given back before it waits for another.
+            // The stream is given back before the request waits for another.
             drop(slot);
             body = match returned.await {
                 Ok(source) if refused < MAX_REFUSED => source.into(),
@@ -165,7 +166,7 @@ impl Pool {
 
     fn take_idle(&self) -> Option<Http1> {
         let mut idle = self.idle();
-        // The last one in is the likeliest to be alive, and lets the others age out.
+        // The most recent connection is the likeliest to be alive, and the others can age out.
         while let Some(Idle { conn, since }) = idle.pop_back() {
             if since.elapsed() >= self.idle_timeout {
                 idle.clear();
@@ -218,7 +219,7 @@ impl Pool {
             .handshake(TokioIo::new(Patient::new(io)))
             .await
             .map_err(|error| connect_error(io::Error::other(error)))?;
-        // Its errors also come out of the request or body that they hit.
+        // Its errors also surface in the request or body that they affect.
         let task = tokio::spawn(conn.with_upgrades()).abort_handle();
         Ok(Http1 { sender, task })
     }
@@ -230,7 +231,7 @@ impl Pool {
             _ => Socket::connect(&self.target).await,
         }
         .inspect_err(|error| {
-            // No process listens. Other errors are the network's or the agent's, and the backend may be as warm as before.
+            // No process listens. Other errors come from the network or the agent, and the backend may be as warm as before.
             let kind = error.kind();
             if kind == io::ErrorKind::ConnectionRefused || unix && kind == io::ErrorKind::NotFound {
                 self.load.mark_down();
@@ -243,7 +244,7 @@ impl Pool {
         Ok(socket)
     }
 
-    /// As `TcpStream::connect`, with the options of PLB set before the SYN.
+    /// Connects like `TcpStream::connect`, but sets the options of PLB before the SYN.
     async fn repathable(&self, plb: &Plb) -> io::Result<TcpStream> {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for addr in tokio::net::lookup_host((self.target.host(), self.target.port())).await? {
@@ -258,8 +259,8 @@ impl Pool {
     }
 }
 
-/// Whether nothing was processed: the backend says `REFUSED_STREAM`, or `GOAWAY` with an earlier stream as the last
-/// (RFC 9113 §8.7; h2 gives no other request that error), or the connection went away before it allowed the stream.
+/// Returns whether nothing was processed: the backend sent `REFUSED_STREAM`, or a `GOAWAY` that names an earlier stream as the
+/// last (RFC 9113 §8.7; h2 returns that error for no other requests), or the connection closed before it allowed the stream.
 fn is_refusal(error: &hyper::Error) -> bool {
     let h2 = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     h2.is_some_and(|error| {
@@ -267,12 +268,12 @@ fn is_refusal(error: &hyper::Error) -> bool {
     }) || error.is_user() && !is_of_body(error)
 }
 
-/// Whether the body failed, and not the sending.
+/// Returns whether the request body failed, rather than the sending.
 fn is_of_body(error: &hyper::Error) -> bool {
     error.is_user() && error.source().is_some_and(|source| source.is::<UploadError>())
 }
 
-/// The response body of the backend. Gives its connection or stream back with the last frame.
+/// Response body of the backend. Gives its connection or stream back with the last frame.
 pub(crate) struct UpstreamBody {
     inner: Incoming,
     lease: Option<Lease>,
@@ -335,8 +336,8 @@ impl Lease {
             pool.put_idle(conn);
             return;
         }
-        // The response is over before its connection is: the request body is still being sent, or hyper's task
-        // has not run yet.
+        // The response is over before its connection is free: the request body is still being sent, or hyper's task has not run
+        // yet.
         tokio::spawn(async move {
             match tokio::time::timeout(UPLOAD_GRACE, conn.sender.ready()).await {
                 Ok(Ok(())) => pool.put_idle(conn),
@@ -347,11 +348,11 @@ impl Lease {
     }
 }
 
-/// A connection of HTTP/1.1 to a backend that may answer and close before it has read everything: what it said is read
-/// before the failed write counts.
+/// HTTP/1.1 connection to a backend that may answer and close before it has read the whole request. After a failed write, the
+/// answer is still read before the write is reported as failed.
 struct Patient<T> {
     io: T,
-    /// The peer takes no more data. The reader notices, and wakes the writer in the same task.
+    /// Whether the peer accepts no more data. The writer then waits for the reader, which runs in the same task and wakes it.
     broken: bool,
     read_all: bool,
 }
@@ -422,7 +423,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Patient<T> {
     }
 }
 
-/// Why no response came, and what the client gets instead.
+/// Reason why no response came, and the answer that the client gets instead.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UpstreamError {
     #[error("connect failed")]
@@ -435,7 +436,7 @@ pub(crate) enum UpstreamError {
     Silent,
     #[error("no free HTTP/2 stream")]
     NoStream,
-    /// Nothing was processed, as the backend itself says.
+    /// Nothing was processed, according to the backend.
     #[error("refused by the backend")]
     Refused,
     #[error("closed before a response")]
@@ -494,8 +495,8 @@ impl UpstreamError {
         }
     }
 
-    /// What the client may do about it, for `x-prequal-failure`. Not sent when a response did not come in time: the
-    /// backend may still work on it, and a second request would add to its load.
+    /// Returns the value of `x-prequal-failure`, which says whether the client may retry. Not sent when a response did not come
+    /// in time: the backend may still work on it, and a second request would add to its load.
     pub(crate) fn failure(&self) -> Option<&'static str> {
         match self {
             Self::Connect(_)
@@ -511,7 +512,7 @@ impl UpstreamError {
         }
     }
 
-    /// For the log.
+    /// Returns the class for the log.
     pub(crate) fn class(&self) -> &'static str {
         match self {
             Self::Connect(_) | Self::ConnectTimeout | Self::NoHttp2 | Self::Silent => "backend connect",
@@ -523,7 +524,7 @@ impl UpstreamError {
         }
     }
 
-    /// For metrics; `None` for what is not the backend's doing.
+    /// Returns the label for metrics; `None` if the backend is not the cause.
     pub(crate) fn label(&self) -> Option<&'static str> {
         match self {
             Self::Connect(_) | Self::NoHttp2 | Self::Silent => Some("connect"),
@@ -542,16 +543,17 @@ fn connect_error(error: io::Error) -> UpstreamError {
     UpstreamError::Connect(error)
 }
 
-/// Once a backend of HTTP/1.1 has answered in full, its client may go on sending for this long.
+/// Time for which a client may go on sending once an HTTP/1.1 backend has answered in full.
 const UPLOAD_GRACE: Duration = Duration::from_secs(1);
-/// HTTP/2 flow-control window of a stream: what is buffered at most for a client that reads slowly.
+/// HTTP/2 flow-control window of a stream: maximum buffered for a client that reads slowly, bytes.
 const WINDOW: u32 = 64 * 1024;
-/// And of a connection: as many streams whose clients do not read at all leave the others of the connection alone. It is
-/// more than the streams that common servers allow.
+/// HTTP/2 flow-control window of a connection, bytes. Clients that never read block its other streams only if they hold as many
+/// streams as fit into this window, which is more than common servers allow.
 const CONNECTION_WINDOW: u32 = 256 * WINDOW;
-/// Longest response head, bytes, and most headers of one over HTTP/1.1, whatever the limits of requests.
+/// Limits of a response: the length of its head, bytes (more if requests may have longer heads), and over HTTP/1.1 the number of
+/// its headers.
 const RESPONSE_HEAD: usize = 64 * 1024;
 const RESPONSE_HEADERS: usize = 512;
-/// Tries of a request that the backend refuses, or that a connection on its way out did not take. Servers that say GOAWAY
-/// after so many requests (nginx) may refuse one several times in a row.
+/// Maximum number of attempts to send a request that the backend refuses, or that a closing connection did not take. Servers that
+/// send GOAWAY after a number of requests (nginx) may refuse one several times in a row.
 const MAX_REFUSED: u32 = 5;

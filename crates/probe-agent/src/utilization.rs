@@ -1,22 +1,23 @@
-//! `X-Netflix.server.utilization`: requests in flight as a percentage of what the replica is meant to hold, for Zuul
-//! and its like.
+//! `X-Netflix.server.utilization`: requests in flight as a percentage of what the replica is meant to hold, for Zuul and similar
+//! clients.
 
 use std::fmt::Write as _;
 use std::num::NonZeroU32;
 
 use http::HeaderValue;
 
-/// How utilisation is reported.
+/// Settings of the utilisation header.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Utilization {
-    /// Requests in flight that count as 100 %.
+    /// Number of requests in flight that counts as 100 %.
     pub max: NonZeroU32,
-    /// The percentage that the replica is meant to run at, sent as `target=`. `None`: not sent.
+    /// Percentage that the replica is meant to run at, sent as `target=`. `None`: not sent.
     pub target: Option<u32>,
 }
 
 impl Utilization {
-    /// `37.5, target=60`: to a tenth of a percent, and above 100 when there are more requests than `max`.
+    /// Returns a value such as `37.5, target=60`: rounded to a tenth of a percent, and above 100 if there are more requests than
+    /// `max`.
     pub(crate) fn header_value(&self, rif: u32) -> Option<HeaderValue> {
         let max = u64::from(self.max.get());
         let tenths = (u64::from(rif) * 1000 + max / 2) / max;

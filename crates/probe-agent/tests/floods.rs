@@ -1,12 +1,12 @@
-//! Hostile peers on the service port of the real program: floods of frames, stalled windows, silent and slow connections,
-//! pipelines without end. Meanwhile requests of well-behaved clients must all be answered, the program's memory stays
-//! bounded, and afterwards nothing is left in flight.
+//! Hostile peers on the service port of the real program: floods of frames, stalled windows, silent and slow connections, endless
+//! pipelines. Meanwhile, all requests of well-behaved clients must be answered and the program's memory must stay bounded.
+//! Afterwards, nothing may be left in flight.
 //!
-//! The floods write frames by hand and give way to nothing but the socket. Clients and backend have a thread of their own,
-//! so that what is late is late in the agent. Left out: requests that are reset once the backend has them, which a backend
-//! may answer by ending the shared connection (docs/security.md). `PREQUAL_SILENT_CONNECTIONS` sets how many connections stay
-//! silent; docs/security.md has the command for 100 000 of them and 200 well-behaved requests a second, which takes a release
-//! build and many descriptors.
+//! The floods write frames by hand, and only the socket slows them down. Clients and backend have their own thread, so that any
+//! delay is caused by the agent. One flood is left out: requests that are reset once the backend has them, which a backend may
+//! answer by ending the shared connection (docs/security.md). `PREQUAL_SILENT_CONNECTIONS` sets the number of connections that
+//! stay silent. docs/security.md has the command for 100 000 of them and 200 well-behaved requests a second, which takes a
+//! release build and many descriptors.
 
 mod common;
 
@@ -29,20 +29,20 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
 
-/// Well-behaved requests a second.
+/// Number of well-behaved requests a second.
 const RATE: u32 = if cfg!(debug_assertions) { 60 } else { 200 };
-/// How long each flood lasts, and all of them together at the end.
+/// Duration of each flood, and of all of them together at the end.
 const FLOOD: Duration = Duration::from_millis(1200);
 const ALL: Duration = Duration::from_millis(2500);
-/// No well-behaved request may take longer. Far more than it should: the machine may be busy.
+/// Maximum time for a well-behaved request. This is far more than it should take, because the machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(8);
-/// Memory that a flood may cost, and all together twice that.
+/// Memory that a flood may take. All together may take twice as much.
 const MEMORY_KB: u64 = 96 * 1024;
-/// And each silent connection.
+/// Memory that each silent connection may take.
 const SILENT_KB: u64 = 8;
-/// Silent connections come from this many addresses: one address has too few ports for 100 000.
+/// Number of addresses from which silent connections come: a single address has too few ports for 100 000.
 const SOURCES: u64 = 16;
-/// The part of the rate that must be served. Less than all, because the last requests are still under way at the end.
+/// Share of the rate that must be served. Less than all, because the last requests are still under way at the end.
 const SERVED: f64 = 0.95;
 
 #[test]
@@ -78,7 +78,7 @@ fn floods_harm_nobody_else() {
             before < idle + SILENT_KB * silent + 4096,
             "{before} KB after {idle} with {silent} silent connections"
         );
-        // Windows stay shut to the end: what they hold up forever shows.
+        // These windows stay closed until the end of the test, which shows whether they block anything forever.
         let service = agent.service;
         let stalled =
             tokio::spawn(async move { Flood::ZeroWindow.run(service, Duration::from_secs(600)).await });
@@ -118,7 +118,7 @@ fn floods_harm_nobody_else() {
     rest.block_on(agent.at_rest());
 }
 
-/// Where silent connection `number` comes from.
+/// Returns the address from which silent connection `number` comes.
 fn source(number: u64) -> Ipv4Addr {
     Ipv4Addr::new(127, 0, 0, 2 + u8::try_from(number % SOURCES).unwrap())
 }
@@ -129,7 +129,7 @@ async fn connect_from(source: Ipv4Addr, addr: SocketAddr) -> std::io::Result<Tcp
     socket.connect(addr).await
 }
 
-/// What a hostile peer does.
+/// Behaviour of a hostile peer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Flood {
     RapidReset,
@@ -161,7 +161,8 @@ impl Flood {
         format!("{self:?}")
     }
 
-    /// Goes on for `time` over several connections, each made again when the agent ends it, and says what was done.
+    /// Floods for `time` over several connections, and opens a new one whenever the agent ends one. Returns a description of what
+    /// was done.
     async fn run(self, addr: SocketAddr, time: Duration) -> String {
         let connections = match self {
             Self::SlowHead | Self::SlowBody => 200,
@@ -176,7 +177,7 @@ impl Flood {
                 while Instant::now() < end {
                     opened += 1;
                     let left = end.saturating_duration_since(Instant::now());
-                    // The agent may refuse, reset or stop reading: all are fine.
+                    // The agent may refuse, reset or stop reading: all are allowed.
                     let _ = tokio::time::timeout(left, self.flood(addr, &mut written)).await;
                 }
                 (opened, written)
@@ -190,7 +191,7 @@ impl Flood {
         format!("{opened} connections, {written} units")
     }
 
-    /// One connection, until the agent ends it.
+    /// Floods one connection until the agent ends it.
     async fn flood(self, addr: SocketAddr, written: &mut u64) -> std::io::Result<()> {
         let mut tcp = TcpStream::connect(addr).await?;
         match self {
@@ -223,7 +224,7 @@ impl Flood {
                 let (bytes, units) = self.bytes(round);
                 to.write_all(&bytes).await?;
                 *written += units;
-                // A little way for the others on this machine.
+                // Leave some time for the others on this machine.
                 tokio::time::sleep(Duration::from_millis(1)).await;
                 if self == Self::ZeroWindow {
                     std::future::pending().await
@@ -237,7 +238,7 @@ impl Flood {
         }
     }
 
-    /// What goes out in one write, and how many frames or requests that is.
+    /// Returns the bytes of one write, and the number of frames or requests in them.
     fn bytes(self, round: u32) -> (Vec<u8>, u64) {
         match self {
             Self::RapidReset => {
@@ -277,7 +278,7 @@ impl Flood {
         }
     }
 
-    /// A head or a body, byte by byte.
+    /// Sends a head or a body byte by byte.
     async fn dribble(self, mut tcp: TcpStream, written: &mut u64) -> std::io::Result<()> {
         let start: &[u8] = if self == Self::SlowHead {
             b"GET / HTTP/1.1\r\nx: "
@@ -301,7 +302,7 @@ const CONTINUATION: u8 = 9;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 
-/// `GET` of a short path, in HPACK: names from the static table, nothing indexed.
+/// Returns a `GET` of a short path in HPACK, with names from the static table and nothing indexed.
 fn get(path: &str) -> Vec<u8> {
     let length = u8::try_from(path.len()).unwrap();
     [&[0x82, 0x86, 0x01, 1, b'a', 0x04, length], path.as_bytes()].concat()
@@ -317,7 +318,7 @@ impl Single for Runtime {
     }
 }
 
-/// `/wait` takes a while, `/large` is more than any window.
+/// Starts a backend: `/wait` takes a while, `/large` is larger than any window.
 async fn slow_and_large() -> SocketAddr {
     common::backend(|req| async move {
         match req.uri().path() {
@@ -335,7 +336,7 @@ async fn slow_and_large() -> SocketAddr {
     .await
 }
 
-/// Clients that behave, and how they fare.
+/// Well-behaved clients and their results.
 #[derive(Default)]
 struct Clients {
     served: AtomicU64,
@@ -361,7 +362,8 @@ impl Clients {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner).push(why);
     }
 
-    /// Until `stop`: a third each over one connection of HTTP/1.1, one of HTTP/2, and new ones.
+    /// Sends requests until `stop`: a third each over one HTTP/1.1 connection, over one HTTP/2 connection, and over new
+    /// connections.
     async fn run(self: Arc<Self>, addr: SocketAddr) {
         let mut ticks = tokio::time::interval(Duration::from_secs(1) / RATE);
         let mut kept = None;
@@ -455,7 +457,7 @@ async fn is_hello(response: http::Response<hyper::body::Incoming>) -> anyhow::Re
     Ok(())
 }
 
-/// The program itself. Dropping it kills it.
+/// The program itself. Dropping this kills it.
 struct Agent {
     child: Child,
     service: SocketAddr,
@@ -479,7 +481,7 @@ impl Agent {
         Self { child, service: port("listening service="), admin: port("listening admin=") }
     }
 
-    /// Resident memory.
+    /// Returns the resident memory.
     fn memory_kb(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("the agent runs");
@@ -511,8 +513,8 @@ impl Drop for Agent {
     }
 }
 
-/// Raises this process' limit, which the agent inherits, and returns how many silent connections it allows. Raising
-/// the hard limit takes CAP_SYS_RESOURCE.
+/// Raises this process' limit, which the agent inherits, and returns the number of silent connections that it allows. Raising the
+/// hard limit requires CAP_SYS_RESOURCE.
 fn allow_descriptors(wanted: u64) -> u64 {
     let pid = std::process::id().to_string();
     let limit = |which: &str| {
@@ -538,5 +540,5 @@ fn allow_descriptors(wanted: u64) -> u64 {
     allowed
 }
 
-/// Descriptors for everything else.
+/// Number of descriptors for everything else.
 const SPARE: u64 = 3000;

@@ -1,7 +1,7 @@
-//! What the backend says first on a connection opened as HTTP/2, and how many streams it allows.
+//! Reads the backend's first answer on a connection opened as HTTP/2, and how many streams the backend allows.
 //!
-//! hyper tells neither a late answer from a wrong one, nor when the first `SETTINGS` frame has come. Both are read here from
-//! the bytes as they pass.
+//! hyper does not distinguish a late answer from a wrong one, and does not say when the first `SETTINGS` frame has arrived. Both
+//! are read here from the bytes as they pass.
 
 use std::io;
 use std::pin::Pin;
@@ -12,7 +12,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::oneshot;
 
-/// What the backend has said of a connection as a whole.
+/// Terms that the backend sets for a connection as a whole.
 pub(super) struct Terms {
     max_streams: AtomicU32,
     extended_connect: AtomicBool,
@@ -31,17 +31,17 @@ impl Default for Terms {
 }
 
 impl Terms {
-    /// Streams at once.
+    /// Returns the maximum number of concurrent streams.
     pub(super) fn max_streams(&self) -> u32 {
         self.max_streams.load(Ordering::Relaxed)
     }
 
-    /// Whether requests may switch to another protocol (RFC 8441).
+    /// Returns whether requests may switch to another protocol (RFC 8441).
     pub(super) fn extended_connect(&self) -> bool {
         self.extended_connect.load(Ordering::Relaxed)
     }
 
-    /// Whether new streams are refused.
+    /// Returns whether new streams are refused.
     pub(super) fn leaving(&self) -> bool {
         self.leaving.load(Ordering::Relaxed)
     }
@@ -55,10 +55,10 @@ impl Terms {
     }
 }
 
-/// Whether the backend answered in HTTP/2. Fails if the connection ended without an answer.
+/// Resolves to whether the backend answered in HTTP/2. Fails if the connection ended without an answer.
 pub(super) type Answer = oneshot::Receiver<bool>;
 
-/// A connection that is read for its answer and its terms.
+/// Connection whose incoming frames are followed, to find the backend's first answer and its terms.
 pub(super) struct Listened<T> {
     io: T,
     frames: Frames,
@@ -77,18 +77,18 @@ impl<T> Listened<T> {
     }
 }
 
-/// Follows the frames across any split.
+/// Follows the frames, wherever reads split them.
 struct Frames {
     /// Taken with the first frame.
     answer: Option<oneshot::Sender<bool>>,
     terms: Arc<Terms>,
     part: Part,
-    /// Bytes of the frame that are still to come, and its type.
+    /// Number of bytes of the frame that are still to come, and its type.
     left: usize,
     kind: u8,
 }
 
-/// The start of a frame head, or of a setting.
+/// Start of a frame head, or of a setting.
 #[derive(Default)]
 struct Part {
     bytes: [u8; HEAD],
@@ -96,7 +96,7 @@ struct Part {
 }
 
 impl Part {
-    /// Takes from `data` until it has `want` bytes, and says whether it has.
+    /// Takes bytes from `data` until there are `want` bytes. Returns whether there are.
     fn fill(&mut self, data: &mut &[u8], want: usize) -> bool {
         let n = (want - self.have).min(data.len());
         self.bytes[self.have..self.have + n].copy_from_slice(&data[..n]);
@@ -148,7 +148,7 @@ impl Frames {
         self.settle();
     }
 
-    /// The first frame is whole once nothing of it is left.
+    /// Reports the answer once the first frame is complete.
     fn settle(&mut self) {
         if self.left == 0 {
             self.answered(true);
@@ -162,7 +162,7 @@ impl Frames {
     }
 }
 
-/// Whether `head` can be the start of a connection's first frame: `SETTINGS`, no flags, stream 0.
+/// Returns whether `head` can be the start of a connection's first frame: `SETTINGS`, no flags, stream 0.
 fn is_first(head: &[u8]) -> bool {
     head.iter()
         .zip([Some(0), None, None, Some(SETTINGS), Some(0), Some(0), Some(0), Some(0), Some(0)])
@@ -223,7 +223,7 @@ mod tests {
         [&length[1..], &[kind, 0, 0, 0, 0, 0], payload].concat()
     }
 
-    /// Reads `bytes` in pieces and tells the answer, if there is one.
+    /// Reads `bytes` in pieces and returns the answer, if there is one, and the terms.
     fn read(bytes: &[u8], piece: usize) -> (Option<bool>, Arc<Terms>) {
         let terms = Arc::new(Terms::default());
         let (mut listened, mut answer) = Listened::new((), terms.clone());

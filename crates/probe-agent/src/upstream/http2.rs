@@ -1,8 +1,8 @@
-//! HTTP/2 connections to the backend: opened when requests wait for a stream, as many as the limits allow.
+//! HTTP/2 connections to the backend. They are opened when requests wait for a stream, as far as the limits allow.
 //!
-//! hyper-util's pools keep one connection and do not count its streams; hyper then queues what the backend does not allow,
-//! without a limit. Here no connection is given more than it allows, and a waiting request takes a stream of any connection,
-//! so that no request depends on another's attempt to connect.
+//! hyper-util's pools keep one connection and do not count its streams; hyper then queues the streams that the backend does not
+//! allow, without a limit. Here, no connection gets more streams than it allows, and a waiting request takes a stream of any
+//! connection, so that no request depends on another's attempt to connect.
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,15 +22,15 @@ use crate::config::ping_timeout;
 use crate::tls;
 use crate::upload::Upload;
 
-/// The connections, and the requests that wait for a stream.
+/// Connections, and requests that wait for a stream.
 #[derive(Default)]
 pub(super) struct Http2 {
     conns: Vec<Conn>,
     waiting: VecDeque<oneshot::Sender<Result<Slot, Failure>>>,
-    /// Attempts under way, and when the last one began.
+    /// Number of attempts under way, and start of the last one.
     dialing: usize,
     dialed: Option<Instant>,
-    /// When the backend last answered in something else than HTTP/2.
+    /// Time at which the backend last answered in something other than HTTP/2.
     http1_only: Option<Instant>,
 }
 
@@ -51,7 +51,7 @@ impl Conn {
     }
 }
 
-/// A stream that one request may open.
+/// Stream that one request may open.
 pub(crate) struct Slot {
     pub(super) sender: http2::SendRequest<Upload>,
     pub(super) permit: Arc<Permit>,
@@ -59,7 +59,7 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    /// Whether the request may switch to another protocol.
+    /// Returns whether the request may switch to another protocol.
     pub(crate) fn extended_connect(&self) -> bool {
         self.extended_connect
     }
@@ -78,7 +78,7 @@ impl Drop for Permit {
     }
 }
 
-/// Why an attempt to open a connection failed. Every request that waits for a stream gets it.
+/// Reason why an attempt to open a connection failed. Every request that waits for a stream gets it.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Failure {
     Connect(io::ErrorKind),
@@ -108,7 +108,8 @@ impl From<UpstreamError> for Failure {
 }
 
 impl Pool {
-    /// A stream for a request; `None` if it has to go over HTTP/1.1 instead, which it can unless it `needs_http2`.
+    /// Returns a stream for a request, or `None` if the request must go over HTTP/1.1 instead, which it can unless it
+    /// `needs_http2`.
     ///
     /// A backend is remembered as one without HTTP/2 only if it answered in something else.
     pub(crate) async fn stream(self: &Arc<Self>, needs_http2: bool) -> Result<Option<Slot>, UpstreamError> {
@@ -116,13 +117,14 @@ impl Pool {
             return Ok(None);
         }
         match self.wait_for_stream().await {
-            // Servers of HTTP/1 may also close without an answer, as one that restarts does. This says nothing of the next.
+            // HTTP/1 servers may also close without an answer, for example during a restart. This says nothing about the next
+            // connection.
             Err(UpstreamError::NoHttp2 | UpstreamError::Silent) if !needs_http2 => Ok(None),
             slot => slot.map(Some),
         }
     }
 
-    /// Looks again behind the back of requests once the answer is old.
+    /// Returns whether the backend speaks only HTTP/1. Once that answer is old, asks again without making requests wait.
     fn http1_only(self: &Arc<Self>) -> bool {
         let mut http2 = self.http2();
         let Some(since) = http2.http1_only else { return false };
@@ -133,7 +135,7 @@ impl Pool {
         true
     }
 
-    /// A stream of any connection, within the time to connect.
+    /// Waits for a stream of any connection, for at most `connect_timeout`.
     pub(super) async fn wait_for_stream(self: &Arc<Self>) -> Result<Slot, UpstreamError> {
         let mut turn = {
             let mut http2 = self.http2();
@@ -165,7 +167,7 @@ impl Pool {
         Err(if connected { UpstreamError::NoStream } else { UpstreamError::ConnectTimeout })
     }
 
-    /// A stream of the first connection that has room, so that the others fall idle when there is little to do.
+    /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do.
     fn take(self: &Arc<Self>, http2: &mut Http2) -> Option<Slot> {
         let mut first = true;
         http2.conns.retain(|conn| {
@@ -199,12 +201,12 @@ impl Pool {
             }
         }
         for (waiter, slot) in served {
-            // Dropped if its request has gone, which serves the next.
+            // If the request is gone, the slot is dropped, which serves the next one.
             let _ = waiter.send(Ok(slot));
         }
     }
 
-    /// Opens another connection, unless there are enough or an attempt is under way that will do.
+    /// Opens another connection, unless there are enough connections or an attempt under way suffices.
     fn dial_another(self: &Arc<Self>, http2: &mut Http2) {
         let stalled = http2.dialed.is_none_or(|at| at.elapsed() >= HEDGE);
         let crowded = http2.waiting.len() > http2.dialing * EXPECTED_STREAMS;
@@ -217,7 +219,7 @@ impl Pool {
         }
     }
 
-    /// Not part of any request: one that goes away leaves the attempt to the others.
+    /// Opens a connection. The attempt does not belong to any single request: if one goes away, the others still use it.
     async fn dial(self: Arc<Self>) {
         // A backend that restarts may close what its predecessor accepted.
         let opened = match self.open_http2().await {
@@ -239,7 +241,7 @@ impl Pool {
                 Err(Failure::NoHttp2) => http2.http1_only = Some(Instant::now()),
                 Err(_) => {}
             }
-            // Requests with time left go on waiting for an answer, or for a stream of another connection.
+            // Requests with time left continue to wait for an answer, or for a stream of another connection.
             if failure.is_some_and(|failure| failure != Failure::Timeout) && http2.conns.is_empty() {
                 failed = mem::take(&mut http2.waiting);
             }
@@ -269,8 +271,8 @@ impl Pool {
         self.greet(stream).await
     }
 
-    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first: before them, neither the number of
-    /// streams nor whether the backend is alive is known.
+    /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first. Before them, neither the number of streams
+    /// nor whether the backend is alive is known.
     async fn greet<T>(&self, io: T) -> Result<Conn, Failure>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -302,14 +304,14 @@ impl Pool {
     }
 }
 
-/// A backend that refused HTTP/2 is asked again after this long: it may have been replaced.
+/// Time after which a backend that refused HTTP/2 is asked again, because it may have been replaced.
 const HTTP1_ONLY_MEMORY: Duration = Duration::from_secs(60);
-/// An attempt may wait for its answer for longer than any request does: the backend may be starting, and later
-/// requests find the connection open.
+/// Minimum time that an attempt may wait for its answer, even if its requests have given up: the backend may be starting, and
+/// later requests find the connection open.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
-/// While an attempt is without an answer for this long, another is made.
+/// Time without an answer after which another attempt is made.
 const HEDGE: Duration = Duration::from_millis(100);
-/// How many waiting requests one more connection is expected to serve: common servers allow at least that many streams.
+/// Number of waiting requests that one more connection is expected to serve. Common servers allow at least that many streams.
 const EXPECTED_STREAMS: usize = 100;
-/// All connections but the first are closed when they have been idle for this long.
+/// Idle time after which all connections but the first are closed.
 const SPARE_IDLE: Duration = Duration::from_secs(60);

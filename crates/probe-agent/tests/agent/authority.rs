@@ -1,4 +1,4 @@
-//! Names as Istio writes them: in SNI and authority its clusters are `outbound_.PORT_._.HOST` or `outbound|PORT||HOST`.
+//! Names in Istio's form: in SNI and authority, its clusters are `outbound_.PORT_._.HOST` or `outbound|PORT||HOST`.
 
 use crate::common::{agent, backend, frame, raw, read_frame, text, within};
 use http_body_util::BodyExt;
@@ -29,7 +29,7 @@ async fn over_http1_they_are_answered() {
     }
 }
 
-/// Written by hand: a client's library would refuse to send some of these.
+/// The frames are written by hand, because a client library would refuse to send some of these names.
 #[tokio::test]
 async fn over_http2_no_name_ends_a_connection_and_those_without_a_bar_are_answered() {
     const HEADERS: u8 = 1;
@@ -50,7 +50,7 @@ async fn over_http2_no_name_ends_a_connection_and_those_without_a_bar_are_answer
     }
 }
 
-/// The head of a probe in HPACK, every field a literal.
+/// Returns the head of a probe in HPACK, with every field as a literal.
 fn probe(authority: &str) -> Vec<u8> {
     let fields =
         [(":method", "GET"), (":scheme", "http"), (":path", "/prequal/probe"), (":authority", authority)];
@@ -58,7 +58,7 @@ fn probe(authority: &str) -> Vec<u8> {
     fields.iter().flat_map(|(name, value)| [vec![0], text(name), text(value)].concat()).collect()
 }
 
-/// The first frame that says what became of `stream`.
+/// Returns the first frame that shows the result of `stream`.
 async fn reply(tcp: &mut TcpStream, stream: u32) -> (u8, Vec<u8>) {
     loop {
         let frame = read_frame(tcp).await.expect("the connection goes on");

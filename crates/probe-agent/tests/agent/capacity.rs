@@ -1,4 +1,4 @@
-//! Base latency and knee, as the agent finds and tells them, and what does not count as the replica's doing.
+//! Base latency and knee as the agent measures and reports them, and what does not count against the replica.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 
 const SERVICE: Duration = Duration::from_millis(40);
 
-/// Reads the whole request, and answers 40 ms later: `/large` with 16 MiB.
+/// Starts a backend that reads the whole request and answers 40 ms later. `/large` gets 16 MiB.
 async fn sleeping() -> SocketAddr {
     backend(|req| async {
         let large = req.uri().path() == "/large";
@@ -38,7 +38,7 @@ async fn reports(agent: &Running) -> [LoadReport; 2] {
     [of_service, parse(fetch(agent.probe.unwrap(), "/prequal/probe").await.0)]
 }
 
-/// Asserts that probes tell about `ms` as latency and as base latency.
+/// Asserts that probes report about `ms` as latency and as base latency.
 #[track_caller]
 fn assert_takes(reports: &[LoadReport], ms: std::ops::RangeInclusive<u32>) {
     let us = ms.start() * 1000..=ms.end() * 1000;
@@ -50,7 +50,7 @@ fn assert_takes(reports: &[LoadReport], ms: std::ops::RangeInclusive<u32>) {
     }
 }
 
-/// Up to three at once, with pauses so that they do not come and go in step.
+/// Sends up to three requests at once, with pauses so that they do not start and end in step.
 async fn out_of_step(agent: &Running) {
     let one = |pause_ms| {
         let addr = agent.addr;
@@ -129,7 +129,7 @@ async fn a_slow_download_is_not_the_replicas() {
     };
     tokio::join!(download(), download(), download());
     agent.at_rest([3, 0, 0, 0]).await;
-    // Passing on 16 MiB takes its time. Of three that overlap, each may have taken a third of theirs as far as is known.
+    // Forwarding 16 MiB takes time. If three downloads overlap, each may appear to have taken a third of the time.
     assert_takes(&reports(&agent).await, 10..=350);
 }
 
@@ -149,7 +149,7 @@ async fn an_abort_is_no_departure_and_no_latency() {
     agent.at_rest([10, 0, 40, 0]).await;
     let after = reports(&agent).await;
     assert_eq!(after[0].latency_us, before[0].latency_us);
-    // The time counts, but no request was served in it: as departures the aborts would make it 16 ms.
+    // The time counts, but no request was served in it. If the aborts counted as departures, the base latency would be 16 ms.
     let base_us = after[0].capacity.unwrap().base_us;
     assert!((35_000..=200_000).contains(&base_us), "{after:?}");
 }

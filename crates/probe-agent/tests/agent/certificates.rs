@@ -1,4 +1,4 @@
-//! Certificates that change while the agent runs, clients that have to show one, and the system's authorities.
+//! Certificates that change while the agent runs, clients that must have one, and the system's authorities.
 
 use std::fs;
 use std::io;
@@ -50,7 +50,7 @@ impl Authority {
         self.dir.path().join(name)
     }
 
-    /// For `localhost`, until the first of January of `year`.
+    /// Issues a pair for `localhost`, valid until the first of January of `year`.
     fn issue(&self, year: i32) -> Pair {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(["localhost".to_owned()]).unwrap();
@@ -58,7 +58,7 @@ impl Authority {
         (params.signed_by(&key, &self.issuer).unwrap().pem(), key.serialize_pem())
     }
 
-    /// Puts a pair where the agent looks.
+    /// Writes a pair to the files that the agent reads.
     fn install(&self, pair: &Pair) -> (PathBuf, PathBuf) {
         let files = (self.path("cert.pem"), self.path("key.pem"));
         fs::write(&files.0, &pair.0).unwrap();
@@ -66,7 +66,7 @@ impl Authority {
         files
     }
 
-    /// Connects as a client that trusts this authority, and may have a certificate.
+    /// Connects as a client that trusts this authority and may have a certificate.
     async fn connect(&self, addr: SocketAddr, client: Option<&Pair>) -> io::Result<TlsStream<TcpStream>> {
         let mut roots = RootCertStore::empty();
         roots.add(self.issuer.der().clone()).unwrap();
@@ -88,7 +88,7 @@ impl Authority {
         TlsConnector::from(Arc::new(config)).connect(name, tcp).await
     }
 
-    /// The reply to one GET, and the certificate that the agent showed.
+    /// Sends one GET. Returns the reply, and the certificate that the agent showed.
     async fn ask(&self, addr: SocketAddr, path: &str, client: Option<&Pair>) -> io::Result<(String, String)> {
         let mut tls = self.connect(addr, client).await?;
         let reply = get(&mut tls, path, "close").await?;
@@ -116,7 +116,7 @@ async fn hello() -> SocketAddr {
     backend(|_| async { text("hello") }).await
 }
 
-/// Looks at its files often, so that tests are quick.
+/// Starts an agent that looks at its files often, so that tests are quick.
 fn tls_agent(upstream: SocketAddr, change: impl FnOnce(&mut AgentConfig)) -> Running {
     agent(upstream, |config| {
         config.limits.tls_reload_interval = Duration::from_millis(50);
@@ -158,7 +158,7 @@ async fn a_new_certificate_is_used_and_open_connections_stay() {
     let [failed, used] = agent.load.counters().tls_reloads();
     assert!(used >= 1);
 
-    // A key that belongs to another certificate, as after half a copy.
+    // The key belongs to another certificate, as if only one of the two files had been copied so far.
     fs::write(&files.1, &first.1).unwrap();
     let failures = |n: u64| {
         let line = format!("prequal_agent_tls_reloads_total{{result=\"failed\"}} {n}");
@@ -176,8 +176,8 @@ async fn a_new_certificate_is_used_and_open_connections_stay() {
     assert!(get(&mut open, "/", "close").await.unwrap().starts_with("HTTP/1.1 200"), "never cut");
 }
 
-/// What the kubelet does with a Secret: `tls.crt` leads to `..data/tls.crt`, `..data` to a folder, and the link `..data` is
-/// replaced by a rename.
+/// The kubelet updates a Secret like this: `tls.crt` leads to `..data/tls.crt`, `..data` to a folder, and a rename replaces the
+/// link `..data`.
 #[tokio::test]
 async fn a_secret_that_kubernetes_swaps_is_read_again() {
     let ca = Authority::new();

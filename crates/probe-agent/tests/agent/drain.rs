@@ -1,4 +1,4 @@
-//! How an agent ends: what of the work it has begun is finished, what is cut, and how it says so.
+//! How an agent ends: which requests it finishes, which it cuts, and how it reports this.
 
 use std::io::Write as _;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ async fn a_request_on_its_way_down_an_idle_connection_is_served_after_sigterm() 
     assert!(!head.to_ascii_lowercase().contains("connection: close"), "{head}");
     within(used.read_exact(&mut [0; 5])).await.unwrap();
     let mut fresh = TcpStream::connect(process.service).await.unwrap();
-    // The agent takes connections in their order: it has the one before.
+    // The agent accepts connections in order, so it has accepted the previous one.
     fetch(process.service, "/").await;
     process.terminate().await;
     eventually("nothing new is taken", || std::net::TcpStream::connect(process.service).is_err()).await;
@@ -137,13 +137,13 @@ async fn an_agent_in_a_library_is_gone_when_its_drain_is_over() {
     assert!(within(over1).await.unwrap().is_err() && within(over2).await.unwrap().is_err());
 }
 
-/// On one thread nothing is accepted before the test waits for something.
+/// On a single thread, nothing is accepted before the test waits for something.
 #[tokio::test]
 async fn connections_in_the_backlog_are_served() {
     let addr = backend(|_| async { text("hello") }).await;
     let mut agent = agent(addr, |_| {});
     fetch(agent.addr, "/").await;
-    // More than a task takes at a time.
+    // More connections than a task accepts at a time.
     let mut waiting: Vec<_> = (0..200)
         .map(|_| {
             let mut tcp = std::net::TcpStream::connect(agent.addr).unwrap();
@@ -171,7 +171,7 @@ async fn clients_that_never_stop_lose_no_request_to_a_sigterm() {
             let served = served.clone();
             tokio::spawn(async move {
                 let mut client = client1(service).await;
-                // As Envoy: a connection is used until a response says that it ends.
+                // Like Envoy, use a connection until a response says that it ends.
                 for sent in 0..100_000 {
                     let response = client.send_request(get("/")).await.unwrap();
                     assert_eq!(response.status(), StatusCode::OK);
@@ -183,7 +183,7 @@ async fn clients_that_never_stop_lose_no_request_to_a_sigterm() {
                     if sent == 20 {
                         served.notify_one();
                     }
-                    // Some are often idle, some never.
+                    // Some clients are often idle, some never.
                     tokio::time::sleep(Duration::from_millis(n % 4)).await;
                 }
                 panic!("never asked to leave");

@@ -1,4 +1,4 @@
-//! Corners of the protocols: what the standards demand of a proxy, and what real peers do.
+//! Corner cases of the protocols: what the standards require of a proxy, and what real peers do.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use probe_agent::config::UpstreamHttp2;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// A backend that tells which names it was asked by.
+/// Starts a backend that returns the names by which it was addressed.
 async fn hosts() -> SocketAddr {
     backend(|req| async move {
         let mut hosts: Vec<String> = req.uri().authority().map(ToString::to_string).into_iter().collect();
@@ -89,7 +89,7 @@ async fn limits_of_requests_are_none_of_responses() {
     }
 }
 
-/// Answers before the upload has come, and then does not read on, or closes.
+/// Starts a backend that answers before the upload has arrived. It then stops reading, or closes.
 async fn early(closes: bool) -> SocketAddr {
     raw_backend(move |mut tcp| async move {
         read_head(&mut tcp).await;
@@ -106,7 +106,7 @@ async fn a_complete_response_does_not_wait_for_the_upload() {
     for closes in [false, true] {
         let agent = agent(early(closes).await, |_| {});
         for n in 0..10 {
-            // One client waits for the answer in the middle of its upload, the other only sends.
+            // One client waits for the answer in the middle of its upload; the other only sends.
             for waits in [true, false] {
                 let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
                 tcp.write_all(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n")
@@ -167,13 +167,13 @@ async fn a_tunnel_ends_when_its_backend_goes_away() {
     let request = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n";
     tcp.write_all(request).await.unwrap();
     read_head(&mut tcp).await;
-    // It goes on sending: unread data must not hold the tunnel.
+    // The client goes on sending: unread data must not hold the tunnel.
     let sends = tokio::spawn(async move { while tcp.write_all(b"ping").await.is_ok() {} });
     agent.at_rest([0, 0, 0, 1]).await;
     within(sends).await.unwrap();
 }
 
-/// A WebSocket server of HTTP/1.1 that echoes, and refuses at `/403` and `/200`.
+/// Starts an HTTP/1.1 WebSocket server that echoes, and refuses at `/403` and `/200`.
 async fn websocket() -> SocketAddr {
     raw_backend(|mut tcp| async move {
         let head = read_head(&mut tcp).await.to_ascii_lowercase();
@@ -204,14 +204,14 @@ async fn websocket() -> SocketAddr {
     .await
 }
 
-/// Asks to switch to `protocol` as RFC 8441 has it.
+/// Asks to switch to `protocol` as in RFC 8441.
 async fn extended_connect(
     addr: SocketAddr,
     path: &str,
     protocol: Option<&'static str>,
 ) -> Response<Incoming> {
     let mut client = client2(addr).await;
-    // Only the server's SETTINGS allow it.
+    // A client may send this CONNECT only after the server's SETTINGS allow it. A reply to a probe shows that they have arrived.
     let request = Request::get(format!("http://{addr}/prequal/probe")).body(Empty::<Bytes>::new()).unwrap();
     client.send_request(request).await.unwrap();
     let mut request = Request::connect(format!("http://app.example{path}"))
@@ -245,7 +245,7 @@ async fn a_websocket_over_http2_reaches_a_backend_of_either_version() {
     let inner = agent(websocket().await, |_| {});
     echoes(extended_connect(inner.addr, "/chat", Some("websocket")).await).await;
     inner.at_rest([0, 0, 0, 1]).await;
-    // An agent is a backend that takes it over HTTP/2.
+    // The inner agent is a backend that supports WebSockets over HTTP/2.
     for upstream in [UpstreamHttp2::Auto, UpstreamHttp2::Always, UpstreamHttp2::Never] {
         let outer = agent(inner.addr, |config| config.upstream_http2 = upstream);
         let response = extended_connect(outer.addr, "/chat", Some("websocket")).await;

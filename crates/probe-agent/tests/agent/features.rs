@@ -1,9 +1,9 @@
-//! What a build without the defaults depends on. A service that only uses the tower layer must not pay for the proxy.
+//! Dependencies of a build without the default features. A service that only uses the tower layer must not pay for the proxy.
 
 use std::collections::BTreeSet;
 use std::process::Command;
 
-/// Names of all crates that are linked with these features, as cargo resolves them.
+/// Returns the names of all crates that are linked with these features, as cargo resolves them.
 fn linked(features: &[&str]) -> BTreeSet<String> {
     let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
@@ -32,7 +32,7 @@ fn any_of<'a>(linked: &'a BTreeSet<String>, prefixes: &[&str]) -> Vec<&'a str> {
 fn the_layer_alone_stays_light() {
     let linked = linked(&[]);
     let linked: Vec<&str> = linked.iter().map(String::as_str).collect();
-    // What is not in this list is added on purpose or not at all.
+    // A crate that is not in this list must be added deliberately.
     assert_eq!(linked, LAYER);
 }
 
@@ -48,7 +48,7 @@ fn each_feature_pulls_in_only_its_own_crates() {
     let with_plb = linked(&["plb"]);
     assert!(with_plb.contains("netlink-packet-route"), "{with_plb:?}");
     assert_eq!(any_of(&with_plb, &tls), [""; 0]);
-    // Of hyper-util only what joins hyper and tokio.
+    // hyper-util is only used to join hyper and tokio.
     let all = linked(&["proxy", "tls", "plb"]);
     assert_eq!(any_of(&all, &["ipnet", "percent-encoding", "system-configuration"]), [""; 0]);
 }

@@ -1,4 +1,5 @@
-//! What a hostile or broken client sends: refused with a clear status, the connection in a sane state, RIF at zero.
+//! Input from a hostile or broken client: it is refused with a clear status, the connection stays in a sane state, and RIF is
+//! zero.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +11,7 @@ use probe_agent::config::AgentConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// An agent and a count of the requests that got through to its backend.
+/// Starts an agent, and counts the requests that reach its backend.
 async fn counted(change: impl FnOnce(&mut AgentConfig)) -> (Running, Arc<AtomicUsize>) {
     let hits = Arc::new(AtomicUsize::new(0));
     let counter = hits.clone();
@@ -84,7 +85,7 @@ async fn honest_framings_pass() {
         let reply = raw(agent.addr, request).await;
         assert!(reply.contains(" 200 OK\r\n"), "{request}: {reply}");
     }
-    // A chunked request after another on the same connection, and one that is pipelined.
+    // A chunked request that follows another on the same connection, and one that is pipelined.
     let two = "POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\naGET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
     assert_eq!(raw(agent.addr, two).await.matches(" 200 OK\r\n").count(), 2);
     assert_eq!(hits.load(Ordering::Relaxed), 8);
@@ -137,13 +138,13 @@ async fn slow_heads_are_cut_and_idle_connections_are_not() {
             tcp.write_all(first.as_bytes()).await.unwrap();
             within(crate::common::read_head(&mut tcp)).await;
             within(tcp.read_exact(&mut [0; 5])).await.unwrap();
-            // Idle for longer than a head may take: allowed.
+            // The connection is idle for longer than a head may take, which is allowed.
             tokio::time::sleep(Duration::from_millis(250)).await;
         }
         tcp.write_all(dribble.as_bytes()).await.unwrap();
         let dribbling = async {
             loop {
-                // One more letter would make it no preface, and answered.
+                // With one more letter it would not be a preface, and would be answered.
                 if !dribble.starts_with("PRI") {
                     let _ = tcp.write_all(b"y").await;
                 }
@@ -165,7 +166,7 @@ async fn slow_heads_are_cut_and_idle_connections_are_not() {
 async fn a_kept_alive_connection_outlives_the_time_for_one_head() {
     let (agent, hits) = counted(|config| config.limits.header_timeout = Duration::from_millis(100)).await;
     let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
-    // Each head comes in two parts, so that each arms the deadline; together they take far longer than it.
+    // Each head comes in two parts, so that each arms the deadline. Together they take far longer than the deadline.
     for served in 1..=8 {
         let (start, rest) = GET.split_at(10);
         tcp.write_all(start.as_bytes()).await.unwrap();

@@ -1,4 +1,4 @@
-//! HTTP/2 towards the backend: when the agent speaks it, over how many connections, and what it sends again.
+//! HTTP/2 towards the backend: when the agent uses it, over how many connections, and what it sends again.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -36,15 +36,15 @@ async fn send(addr: SocketAddr, request: Request<Empty<Bytes>>) -> Response<Inco
     within(client2(addr).await.send_request(request)).await.unwrap()
 }
 
-/// Tells the version that the backend saw.
+/// Returns the version that the backend saw.
 async fn version(response: Response<Incoming>) -> String {
     assert_eq!(response.status(), StatusCode::OK);
     let body = within(response.into_body().collect()).await.unwrap().to_bytes();
     String::from_utf8(body.to_vec()).unwrap()
 }
 
-/// A backend of both versions that tells which it was asked in. `greet` runs before each connection, with its number,
-/// and says whether the connection goes on.
+/// Starts a backend of both versions that returns the version of the request. `greet` runs before each connection, with its
+/// number, and returns whether the connection goes on.
 async fn backend_after<F, R>(greet: F) -> SocketAddr
 where
     F: Fn(usize) -> R + Send + Sync + 'static,
@@ -107,7 +107,7 @@ async fn a_connection_that_is_closed_without_an_answer_is_no_refusal() {
     }
 }
 
-/// Answers HTTP/1.1 requests with 200, and everything else with `refusal`.
+/// Starts a backend that answers HTTP/1.1 requests with 200, and everything else with `refusal`.
 async fn http1_only(refusal: &'static [u8]) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
     let heads = Arc::new(Mutex::new(Vec::new()));
     let seen = heads.clone();
@@ -161,7 +161,8 @@ async fn a_silent_connection_holds_no_request() {
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
 }
 
-/// A backend that allows `streams` on a connection, and the requests that it has in hand. None ends before `go`.
+/// Starts a backend that allows `streams` on a connection, and counts the requests that it is handling. No request ends before
+/// `go`.
 async fn limited(streams: u32) -> (SocketAddr, Arc<AtomicUsize>, Arc<Semaphore>) {
     let (in_hand, go) = (Arc::new(AtomicUsize::new(0)), Arc::new(Semaphore::new(0)));
     let (counter, gate) = (in_hand.clone(), go.clone());
@@ -260,17 +261,17 @@ async fn clients_that_leave_while_waiting_hold_no_stream() {
     agent.at_rest([2, 0, 20, 0]).await;
 }
 
-/// What a raw backend does with a request.
+/// Reaction of a raw backend to a request.
 #[derive(Clone, Copy)]
 enum Act {
-    /// Resets its stream with this code.
+    /// Reset the stream with this code.
     Reset(u32),
-    /// Goes away and names stream 0 as the last.
+    /// Go away and name stream 0 as the last.
     GoAway,
 }
 
-/// A backend that does to its first requests what `acts` say, as soon as it has `after` bytes of the body, and echoes all
-/// others. Tells how many it saw.
+/// Starts a backend that reacts to its first requests with `acts`, as soon as it has `after` bytes of the body, and echoes all
+/// others. Also returns the number of requests seen.
 async fn refusing(acts: &'static [Act], after: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let requests = Arc::new(AtomicUsize::new(0));
     let seen = requests.clone();
@@ -337,7 +338,7 @@ const INITIAL_WINDOW_SIZE: u16 = 4;
 const CANCEL: u32 = 8;
 const REFUSED_STREAM: u32 = 7;
 
-/// Sends a body of `len` bytes, the last of them only after `delay`, and tells status and length of the answer.
+/// Sends a body of `len` bytes, the last of them only after `delay`. Returns the head and length of the answer.
 async fn upload(addr: SocketAddr, len: usize, delay: Duration) -> (response::Parts, usize) {
     let (mut tx, body) = Channel::<Bytes, io::Error>::new(1);
     let request = Request::post("http://app.example/").body(body).unwrap();
@@ -358,7 +359,7 @@ async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
         &[Act::Reset(REFUSED_STREAM), Act::GoAway],
         &[Act::GoAway, Act::GoAway],
     ] {
-        // Refused while the body is on its way, and before.
+        // The request is refused while its body is on the way, or before.
         for (len, after) in [(1, 0), (1000, 0), (1000, 999), (1000, 1000), (60_000, 59_999)] {
             let (addr, requests) = refusing(acts, after).await;
             let agent = agent(addr, |config| config.limits.max_upstream_connections = 1);
@@ -396,7 +397,7 @@ async fn a_request_is_sent_again_only_if_it_is_kept_and_was_not_processed() {
     }
 }
 
-/// Reads until there is a PING, and then answers none.
+/// Reads until a PING arrives, and answers neither it nor anything after it.
 async fn ping(tcp: &mut TcpStream) {
     while within(read_frame(tcp)).await.unwrap().kind != PING {}
     while let Ok(Ok(_)) = tokio::time::timeout(Duration::from_secs(5), read_frame(tcp)).await {}

@@ -1,4 +1,4 @@
-//! Limits on requests and connections: each ends what it should, counts it, and leaves the rest alone.
+//! Limits on requests and connections: each ends the right ones, counts them, and does not affect the rest.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -94,7 +94,7 @@ async fn a_silent_connection_is_closed() {
     }
 }
 
-/// Which versions the two sides speak: client, backend.
+/// Whether the two sides use HTTP/2: client, backend.
 const VERSIONS: [(bool, bool); 4] = [(false, false), (false, true), (true, false), (true, true)];
 const IDLE: Duration = Duration::from_millis(400);
 
@@ -123,7 +123,7 @@ fn no_body() -> Body {
     Channel::new(1).1
 }
 
-/// Sends `pieces` pieces, and then nothing for as long as the connection is open.
+/// Sends `pieces` pieces, and then nothing as long as the connection is open.
 async fn drip(mut tx: Sender<Bytes, Infallible>, pieces: usize, hold: bool) {
     for _ in 0..pieces {
         if tx.send_data(Bytes::from_static(b"drip")).await.is_err() {
@@ -138,7 +138,7 @@ async fn drip(mut tx: Sender<Bytes, Infallible>, pieces: usize, hold: bool) {
 
 #[tokio::test]
 async fn a_body_on_which_nothing_moves_ends_its_request() {
-    // Answers with a body: one piece and then nothing, or many with pauses.
+    // Answers with a body: one piece and then nothing, or many pieces with pauses.
     let addr = backend(|req| async move {
         if req.headers().contains_key("x-discard") {
             let _ = req.into_body().collect().await;
@@ -188,7 +188,7 @@ async fn a_stalled_upload_ends_and_the_backend_sees_it() {
             if answers {
                 assert!(within(answer.unwrap().into_body().collect()).await.is_err(), "{down} {up}");
             } else {
-                // Either may be first: the agent gives its own answer if the backend has broken off.
+                // The order is not defined. If the backend has broken off first, the agent answers itself.
                 assert!(!answer.is_ok_and(|answer| answer.status().is_success()), "{down} {up}");
             }
             assert_eq!(within(ends.recv()).await, Some(true), "{answers} {down} {up}: a whole body");

@@ -1,4 +1,4 @@
-//! What an operator sees of an agent: connections counted and limited, failures said and counted, requests logged.
+//! How operators observe an agent: connections are counted and limited, failures are logged and counted, requests are logged.
 
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tokio::net::unix::pipe;
 use tokio::process::Command;
 
-/// The value of a sample, as it is printed.
+/// Returns the value of a sample, as printed.
 fn sample<'a>(metrics: &'a str, name: &str) -> &'a str {
     let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     value.unwrap_or_else(|| panic!("{name} not in\n{metrics}"))
@@ -56,7 +56,7 @@ async fn connections_beyond_the_limit_wait_for_room() {
     assert_eq!((status, said.contains("--max-connections are open")), (Some(0), true), "{said}");
 }
 
-/// CPU time of a process so far, in hundredths of a second.
+/// Returns the CPU time of a process so far, in hundredths of a second.
 fn ticks(pid: u32) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
@@ -158,7 +158,7 @@ async fn requests_are_answered_while_standard_error_is_not_read() {
     let path = format!("/proc/{}/fd/{}", std::process::id(), stderr.as_raw_fd());
     let full = pipe::OpenOptions::new().open_sender(&path).unwrap();
     full.writable().await.unwrap();
-    // Whole pages leave no room.
+    // Writes of whole pages fill the pipe completely.
     while full.try_write(&[b'x'; 4096]).is_ok() {}
     let dead = dead_backend().await.to_string();
     let mut command = Command::new("sh");
@@ -180,7 +180,7 @@ async fn a_failed_tls_handshake_is_counted() {
     let addr = backend(|_| async { text("hello") }).await;
     let flags = ["--tls-cert", cert.to_str().unwrap(), "--tls-key", key.to_str().unwrap()];
     let process = Process::start(addr, &flags).await;
-    // A health check that connects and goes is none.
+    // A health check that connects and leaves is not a failed handshake.
     drop(TcpStream::connect(process.service).await.unwrap());
     becomes(&process, "prequal_agent_connections_total{port=\"service\"}", "1").await;
     becomes(&process, "prequal_agent_connections{port=\"service\"}", "0").await;
@@ -256,7 +256,7 @@ async fn the_access_log_is_written_to_its_end_before_the_process_exits() {
     let addr = backend(|_| async { text("hello") }).await;
     let mut process = Process::start(addr, &["--access-log", "--drain-idle-ms", "0"]).await;
     let mut client = client1(process.service).await;
-    // More than a pipe holds.
+    // The path is long, so that all lines together exceed what a pipe holds.
     let path = format!("/{}", "x".repeat(4000));
     for _ in 0..REQUESTS {
         client.send_request(get(&path)).await.unwrap().into_body().collect().await.unwrap();

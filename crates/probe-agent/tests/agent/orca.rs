@@ -1,4 +1,4 @@
-//! Load in the format of ORCA: on responses, and out of band as gRPC clients ask for it.
+//! Load in ORCA format: on responses, and out of band as gRPC clients ask for it.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -26,7 +26,7 @@ const TEXT: &str = "endpoint-load-metrics";
 const BINARY: &str = "endpoint-load-metrics-bin";
 const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
 
-/// `xds.data.orca.v3.OrcaLoadReport`, all that the protobuf definition has and the agent does not send included.
+/// `xds.data.orca.v3.OrcaLoadReport`, including the fields of the protobuf definition that the agent does not send.
 #[derive(Clone, PartialEq, prost::Message)]
 struct Report {
     #[prost(double, tag = "1")]
@@ -50,7 +50,7 @@ fn orca(format: OrcaFormat) -> Orca {
     Orca { format: Some(format), limit, window: Duration::from_millis(400), streams: 1, ..Orca::default() }
 }
 
-/// What a response says of the load.
+/// Returns the load reports on a response.
 fn told(headers: &HeaderMap) -> Vec<(&str, &str)> {
     let ours = headers.iter().filter(|(name, _)| name.as_str().starts_with("endpoint-load-metrics"));
     ours.map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect()
@@ -142,7 +142,7 @@ async fn call(addr: SocketAddr, body: Vec<u8>) -> Response<Incoming> {
     within(client2(addr).await.send_request(posted(Full::new(Bytes::from(body))))).await.unwrap()
 }
 
-/// The next report of a stream.
+/// Returns the next report of a stream.
 async fn next(response: &mut Response<Incoming>) -> Report {
     let mut data = within(response.frame()).await.expect("a report").unwrap().into_data().expect("data");
     assert_eq!(data.get_u8(), 0);
@@ -230,14 +230,14 @@ async fn a_drain_ends_streams() {
     assert!(begin.elapsed() < Duration::from_secs(4), "{:?}", begin.elapsed());
 }
 
-/// A call whose request does not come. It does while the sender lives.
+/// Makes a call whose request does not arrive as long as the sender lives.
 async fn silent(addr: SocketAddr) -> (Sender<Bytes>, JoinHandle<Response<Incoming>>) {
     let (sender, body) = Channel::<Bytes, Infallible>::new(1);
     let mut client = client2(addr).await;
     (sender, tokio::spawn(async move { client.send_request(posted(body)).await.unwrap() }))
 }
 
-/// The status of a call that is refused in any case, and leaves nothing behind: for lack of room, or as no request.
+/// Returns the status of a call that is always refused and leaves nothing behind: there is no room, or the request is not valid.
 async fn refusal(addr: SocketAddr) -> HeaderValue {
     call(addr, vec![]).await.headers()["grpc-status"].clone()
 }
@@ -257,7 +257,7 @@ async fn a_call_whose_request_does_not_come_is_ended() {
         let (_sender, answer) = silent(port).await;
         let answer = within(answer).await.unwrap();
         assert_eq!(answer.headers()["grpc-status"], "4");
-        // A request that begins, and comes no further.
+        // The request begins, but does not continue.
         let (mut sender, answer) = silent(port).await;
         sender.send_data(Bytes::from_static(&[0, 0, 0, 0, 9, 10])).await.unwrap();
         assert_eq!(within(answer).await.unwrap().headers()["grpc-status"], "4");
@@ -265,7 +265,7 @@ async fn a_call_whose_request_does_not_come_is_ended() {
     assert_eq!(agent.load.counters().orca_refused(), 4);
     next(&mut call(agent.addr, asking(100)).await).await;
 
-    // Until then it takes a place, for else there would be no limit to such calls. A drain does not wait for it.
+    // Until then the call takes a place; otherwise such calls would be unlimited. A drain does not wait for the call.
     let mut agent = stalled(Duration::from_secs(3600));
     let (_sender, answer) = silent(agent.addr).await;
     let begin = Instant::now();
@@ -299,10 +299,10 @@ async fn a_client_that_does_not_read_gets_what_fits_its_window() {
     for _ in 0..20 {
         next(&mut read).await;
     }
-    // A report has 40 bytes at least, and one may wait for room.
+    // A report has at least 40 bytes, and one more may be waiting for room in the window.
     let sent = agent.load.counters().orca_reports()[1];
     assert!((22..=21 + u64::from(window) / 40 + 1).contains(&sent), "{sent} reports, 20 of them read");
-    // On the same connection others are served, and the stream goes on once its client reads.
+    // The same connection serves other requests, and the stream goes on once its client reads.
     let mut refused = within(client.send_request(request())).await.unwrap();
     assert_eq!(refused.headers()["grpc-status"], "8", "it holds its place");
     assert!(within(refused.frame()).await.is_none());
@@ -314,7 +314,7 @@ async fn a_client_that_does_not_read_gets_what_fits_its_window() {
         bytes += within(stalled.frame()).await.unwrap().unwrap().into_data().unwrap().len();
     }
     drop(read);
-    // Of a client that stops reading again, a drain waits for no more than its own limit.
+    // If a client stops reading again, a drain waits only until its own limit.
     assert_eq!(within(agent.stop()).await, 0, "a stream is no request");
 }
 
@@ -335,7 +335,7 @@ async fn a_flood_of_calls_is_refused_and_counted_while_requests_succeed() {
         let client = client2(agent.addr).await;
         for number in 0..FLOOD / 4 {
             let mut client = client.clone();
-            // Every other one never sends its request.
+            // Every other call never sends its request.
             let (mut sender, body) = Channel::<Bytes, Infallible>::new(1);
             calls.spawn(async move {
                 if number % 2 == 0 {
@@ -409,7 +409,7 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
         value.contains(",named_metrics.prequal_rif=0,") && value.ends_with(",named_metrics.kv=0.25"),
         "{value}"
     );
-    // And on responses that say nothing, out of band, and as a metric.
+    // The backend's load is also passed on with responses that carry no report of the backend, out of band, and as a metric.
     let (head, _) = fetch(on.addr, "/").await;
     assert!(told(&head.headers)[0].1.contains("cpu_utilization=0.625000"));
     let mut stream = call(on.addr, asking(100)).await;
@@ -440,8 +440,8 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
         assert!(String::from_utf8_lossy(&page).contains(line), "{line}");
     }
 
-    // Another metric of the backend is the utilisation. The agent asked for the report: it ends here. A client that asks
-    // itself gets it.
+    // Here, another metric of the backend is used as its utilisation. The agent asked for the report, so the client does not get
+    // it. A client that asks for it itself does.
     let named = reads("named_metrics.kv", None);
     let (head, _) = fetch(named.addr, "/says").await;
     assert_eq!((told(&head.headers).len(), named.load.backend_utilization_micro()), (0, Some(250_000)));
@@ -457,7 +457,7 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
     assert_eq!(head.headers["x-asked"], "no");
 }
 
-/// A backend whose trailers are those of a gRPC call and `trailers`, on top of `headers`.
+/// Starts a backend that sends `headers`, and in its trailers those of a gRPC call and `trailers`.
 async fn with_trailers(
     headers: &'static [(&'static str, &'static str)],
     trailers: Vec<(&'static str, HeaderValue)>,
@@ -482,7 +482,7 @@ async fn with_trailers(
     .await
 }
 
-/// The trailers of a gRPC call.
+/// Returns the trailers of a gRPC call.
 async fn trailers_of_a_call(addr: SocketAddr) -> HeaderMap {
     let request = Request::post("http://replica/Say")
         .header("te", "trailers")

@@ -1,4 +1,4 @@
-//! Several replicas in one process, and how many threads it takes.
+//! Several replicas in one process, and the number of its threads.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -15,7 +15,7 @@ async fn each_pair_is_a_replica_of_its_own_on_one_page() {
     let dead = dead_backend().await;
     let dir = tempfile::tempdir().unwrap();
     let unix = dir.path().join("three.sock");
-    // Any free port would do, but its number must be known.
+    // Any free port would do, but the test must know its number.
     let port = dead_backend().await.port();
     let second = format!("listen=127.0.0.1:{port},upstream={two},probe-listen=127.0.0.1:0");
     let third = format!("listen=unix:{},upstream={dead},advertise=10.1.2.3:80", unix.display());
@@ -44,7 +44,7 @@ async fn each_pair_is_a_replica_of_its_own_on_one_page() {
     assert_eq!(head.status, StatusCode::SERVICE_UNAVAILABLE);
     assert!(String::from_utf8_lossy(&body).contains("three.sock"), "{body:?}");
     assert_eq!(fetch(second, "/").await.0.status, StatusCode::OK);
-    // The third has no backend, and says so under its own name.
+    // The third replica has no backend, and reports this under its own name.
     let mut tcp = tokio::net::UnixStream::connect(&unix).await.unwrap();
     tcp.write_all(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await.unwrap();
     within(tcp.read_to_string(&mut String::new())).await.unwrap();
@@ -64,7 +64,7 @@ async fn each_pair_is_a_replica_of_its_own_on_one_page() {
 
 #[tokio::test]
 async fn threads_are_as_many_as_the_cgroup_allows() {
-    // Of version 2 the hierarchy is there too if version 1 has the CPU, but without it.
+    // The hierarchy of cgroup v2 also exists if v1 controls the CPU, but then it has no CPU controller.
     let (root, v2) = (Path::new("/sys/fs/cgroup"), Path::new("/sys/fs/cgroup/cgroup.controllers").exists());
     let hierarchy = if v2 { root.to_owned() } else { root.join("cpu") };
     let group = hierarchy.join(format!("probe-agent-{}", std::process::id()));
@@ -100,7 +100,7 @@ async fn threads_are_as_many_as_the_cgroup_allows() {
     tokio::time::sleep(Duration::from_millis(50)).await;
     eventually("the cgroup is empty", || std::fs::remove_dir(&group).is_ok()).await;
     for (limit, threads) in counted {
-        // A runtime of several has the main thread besides.
+        // A runtime with several threads also has the main thread.
         let expected = if limit == 1 { 1 } else { limit + 1 };
         assert_eq!(threads, expected, "a limit of {limit} of {cores} cores");
     }

@@ -1,4 +1,4 @@
-//! `--plb` on the real sockets of a running agent, in a namespace whose defaults are the opposite.
+//! `--plb` on the real sockets of a running agent, in a namespace with the opposite defaults.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Ipv6Addr, TcpListener, TcpStream};
@@ -25,7 +25,7 @@ fn service_and_upstream_sockets_are_repathable_and_obstacles_are_logged() {
             let mut buffer = [0; 1024];
             let _ = stream.read(&mut buffer);
             let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok");
-            // Stays open, so that the agent keeps the connection.
+            // The stream stays open, so that the agent keeps the connection.
             std::mem::forget(stream);
         }
     });

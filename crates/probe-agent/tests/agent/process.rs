@@ -1,4 +1,4 @@
-//! The binary as an operator sees it: what it prints, and what it says of bad flags.
+//! The binary as operators see it: its output, and its messages about bad flags.
 
 use crate::common::{Process, any_port, backend, client1, fetch, get, held_backend, text, within};
 use http::StatusCode;

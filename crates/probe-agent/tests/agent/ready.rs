@@ -1,4 +1,4 @@
-//! `/readyz`, and what a replica whose backend cannot serve tells of itself.
+//! `/readyz`, and the reports of a replica whose backend cannot serve.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use prequal_core::report::LoadReport;
 use probe_agent::config::UpstreamHttp2;
 use tokio::net::TcpListener;
 
-/// An agent whose `/readyz` makes this check.
+/// Starts an agent whose `/readyz` makes this check.
 fn checking(backend: SocketAddr, check: &str) -> Running {
     agent(backend, |config| {
         config.admin = Some(any_port());
@@ -33,7 +33,7 @@ fn assert_not_ready((status, body): (StatusCode, String), says: &str) {
     assert!(body.contains(says), "{body}");
 }
 
-/// Share of failures in the reply to a probe.
+/// Returns the share of failures in the reply to a probe.
 async fn failing(agent: &Running) -> u16 {
     let (head, _) = fetch(agent.addr, "/prequal/probe").await;
     LoadReport::parse(head.headers["x-prequal-load"].to_str().unwrap()).unwrap().failing
@@ -48,7 +48,7 @@ async fn a_backend_that_listens_is_ready() {
     assert_eq!(readyz(&agent).await, (StatusCode::OK, "ok\n".to_owned()));
 }
 
-/// Answers `/health?deep` with the status in `health`, or not at all if that is 0; counts what it is asked.
+/// Starts a backend that answers `/health?deep` with the status in `health`, or not at all if that is 0. Counts the requests.
 async fn with_health(health: Arc<AtomicU16>, asked: Arc<AtomicUsize>) -> SocketAddr {
     backend(move |req| {
         asked.fetch_add(1, Ordering::Relaxed);
@@ -88,7 +88,7 @@ async fn an_http_check_goes_by_the_status() {
     }
 }
 
-/// A gRPC answer: of headers alone, or with a message and trailers.
+/// Returns a gRPC answer: headers alone, or with a message and trailers.
 fn grpc(status: &'static str, message: &'static [u8]) -> Reply {
     let trailers = HeaderMap::from_iter([("grpc-status".parse().unwrap(), HeaderValue::from_static(status))]);
     let mut reply = if message.is_empty() {

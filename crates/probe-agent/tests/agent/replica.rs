@@ -1,4 +1,5 @@
-//! What reports say of a replica besides its load: how much of it fails, since when it is up, what it is ready for.
+//! Contents of reports besides the load: how much of the replica fails, how long it has been up, and for which queries it is
+//! ready.
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
@@ -71,7 +72,7 @@ async fn what_the_replica_did_counts_and_what_the_client_did_does_not() {
     async fn fail_of(addr: SocketAddr) -> u16 {
         let agent = agent(addr, |config| config.limits.response_timeout = Some(Duration::from_millis(200)));
         for ended in 1..=4 {
-            // HTTP/2, or else gRPC's trailers stay behind.
+            // Without HTTP/2, gRPC's trailers would not arrive.
             let request =
                 Request::get(format!("http://{}/", agent.addr)).body(Empty::<Bytes>::new()).unwrap();
             let response = client2(agent.addr).await.send_request(request).await.unwrap();
@@ -80,7 +81,7 @@ async fn what_the_replica_did_counts_and_what_the_client_did_does_not() {
         }
         probe(&agent).await.failing
     }
-    // Four of four, but for the time that the test takes.
+    // Four of four requests failed, minus the decay during the test.
     let all = |failing: u16, what: &str| assert!(failing > 700, "{what}: {failing}");
     all(fail_of(backend(|_| async { status(500) }).await).await, "500");
     all(fail_of(backend(|_| async { grpc("14") }).await).await, "gRPC unavailable in trailers");
@@ -96,7 +97,7 @@ async fn what_the_replica_did_counts_and_what_the_client_did_does_not() {
     assert_eq!(fail_of(backend(|_| async { grpc("5") }).await).await, 0, "gRPC not found");
 }
 
-/// Answers one request a connection, so that nothing of it outlives its task.
+/// Serves one request per connection, so that no connection outlives the task.
 fn serve(listener: TcpListener) -> JoinHandle<()> {
     tokio::spawn(async move {
         while let Ok((mut tcp, _)) = listener.accept().await {
@@ -129,7 +130,7 @@ async fn a_replica_is_up_since_its_backend_was_reached_and_again_since_it_came_b
     eventually("it grows old again", || agent.load.up_s() >= 1).await;
 }
 
-/// One GET with these hints on it. Returns the headers of the answer.
+/// Sends one GET with these hints. Returns the headers of the answer.
 async fn get_with(addr: SocketAddr, path: &str, hints: &[&str]) -> HeaderMap {
     let mut request = get(path);
     for hint in hints {
@@ -144,7 +145,7 @@ fn load_of(headers: &HeaderMap) -> &str {
     headers["x-prequal-load"].to_str().unwrap()
 }
 
-/// A backend that notes the hints it sees, and answers `/fail` with 500.
+/// Starts a backend that notes the hints it sees, and answers `/fail` with 500.
 async fn noting_backend() -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let notes = seen.clone();

@@ -1,5 +1,5 @@
-//! Every way a request can go through the agent, over real sockets: what arrives, what counts, and that RIF always
-//! returns to zero.
+//! Every way that a request can take through the agent, over real sockets: what arrives, what counts, and that RIF always returns
+//! to zero.
 
 use std::io;
 use std::sync::Arc;
@@ -292,7 +292,7 @@ async fn bodies_stream_both_ways_with_back_pressure() {
     .await;
     let agent = agent(addr, |_| {});
     let mut response = client1(agent.addr).await.send_request(get("/")).await.unwrap();
-    // The client reads nothing: production must stop long before memory does.
+    // The client reads nothing: production must stop long before memory runs out.
     let settled = settle(&produced).await;
     assert!(settled < 16 << 20, "{settled} bytes were produced for a client that does not read");
     let mut read = 0;
@@ -474,7 +474,7 @@ async fn a_refused_upgrade_is_an_ordinary_answer() {
 #[tokio::test]
 async fn a_pooled_connection_that_the_backend_closed_costs_no_request() {
     let addr = raw_backend(|mut tcp| async move {
-        // Keep-alive is promised, then not kept.
+        // The backend promises keep-alive, but closes the connection.
         read_head(&mut tcp).await;
         let _ = tcp.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
     })
@@ -483,7 +483,7 @@ async fn a_pooled_connection_that_the_backend_closed_costs_no_request() {
     for i in 1..=20 {
         assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::OK);
         agent.at_rest([i, 0, 0, 0]).await;
-        // Give the close time to arrive; a request that races it may rightly be lost.
+        // Give the close time to arrive: a request that races it may be lost.
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
@@ -506,7 +506,7 @@ async fn many_clients_of_all_kinds_leave_nothing_behind() {
         }
     })
     .await;
-    // A hundred connections at once take their time on a busy machine.
+    // A hundred concurrent connections take time on a busy machine.
     let agent = agent(addr, |config| config.limits.connect_timeout = Duration::from_secs(20));
     let mut tasks = Vec::new();
     for i in 0..200 {
@@ -521,7 +521,7 @@ async fn many_clients_of_all_kinds_leave_nothing_behind() {
                 };
                 let _ = response.unwrap().into_body().collect().await;
             };
-            // Some give up at a random point.
+            // Some clients give up at a random point.
             let patience = Duration::from_millis(if i % 4 == 3 { 20 } else { 5000 });
             let _ = tokio::time::timeout(patience, run).await;
         }));
@@ -538,7 +538,7 @@ fn get2(addr: std::net::SocketAddr, path: &str) -> Request<Empty<Bytes>> {
     Request::get(format!("http://{addr}{path}")).body(Empty::new()).unwrap()
 }
 
-/// Of unknown length, so that HTTP/1.1 sends it in chunks.
+/// Returns a body of unknown length, so that HTTP/1.1 sends it in chunks.
 fn with_trailer(data: &'static str, trailer: HeaderValue) -> Channel<Bytes, io::Error> {
     let (mut tx, body) = Channel::new(2);
     tokio::spawn(async move {

@@ -1,4 +1,4 @@
-//! TLS on both sides, and what happens when the certificate is not the backend's.
+//! TLS on both sides, and what happens if the certificate is not the backend's.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-/// A self-signed certificate for `localhost`, on disk as an operator would have it.
+/// A self-signed certificate for `localhost`, on disk as operators have it.
 struct Files {
     _dir: tempfile::TempDir,
     cert: PathBuf,
@@ -59,7 +59,7 @@ impl Files {
 #[tokio::test]
 async fn tls_to_tls_in_both_versions() {
     let files = Files::new();
-    // The backend with TLS is an agent too, in front of one without.
+    // The backend with TLS is another agent, in front of a backend without TLS.
     let plain = backend(|req| async move {
         let mut reply = text("hello");
         reply.headers_mut().insert("x-version", format!("{:?}", req.version()).parse().unwrap());

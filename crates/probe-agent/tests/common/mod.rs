@@ -1,4 +1,4 @@
-//! Real sockets for the agent's tests: scripted backends, raw clients, and waiting without sleeping blindly.
+//! Real sockets for the agent's tests: scripted backends, raw clients, and waiting without blind sleeps.
 
 #![allow(dead_code, reason = "each test program uses its part")]
 
@@ -29,7 +29,7 @@ use tokio::task::JoinHandle;
 
 pub type Reply = Response<BoxBody<Bytes, std::io::Error>>;
 
-/// A running agent. Dropping it stops it hard.
+/// A running agent. Dropping it stops it immediately.
 pub struct Running {
     pub addr: SocketAddr,
     pub probe: Option<SocketAddr>,
@@ -40,7 +40,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Stops it, and tells how many requests were cut.
+    /// Stops the agent, and returns the number of requests that were cut.
     pub async fn stop(mut self) -> u32 {
         let _ = self.stop.take().unwrap().send(());
         (&mut self.task).await.unwrap()
@@ -50,7 +50,7 @@ impl Running {
         let _ = self.stop.take().unwrap().send(());
     }
 
-    /// [success, failure, aborted, streaming]
+    /// Returns [success, failure, aborted, streaming].
     pub fn ended(&self) -> [u64; 4] {
         [Outcome::Success, Outcome::Failure, Outcome::Aborted, Outcome::Streaming]
             .map(|outcome| self.load.counters().ended(outcome))
@@ -68,7 +68,7 @@ impl Drop for Running {
     }
 }
 
-/// An agent in front of `backend`, with whatever `change` changes.
+/// Starts an agent in front of `backend`, with the settings that `change` makes.
 pub fn agent(backend: SocketAddr, change: impl FnOnce(&mut AgentConfig)) -> Running {
     let mut config = AgentConfig::new(any_port(), backend.into());
     change(&mut config);
@@ -76,7 +76,7 @@ pub fn agent(backend: SocketAddr, change: impl FnOnce(&mut AgentConfig)) -> Runn
     let (addrs, load) = (agent.addrs(), agent.load());
     let (stop, stopped) = oneshot::channel::<()>();
     let task = tokio::spawn(agent.run(async move {
-        // A test that drops the handle aborts the task; only a message means shutdown.
+        // A test that drops the handle aborts the task. Only a message means shutdown.
         if stopped.await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -95,7 +95,7 @@ pub fn any_port() -> SocketAddr {
     "127.0.0.1:0".parse().unwrap()
 }
 
-/// A backend that speaks both versions.
+/// Starts a backend that speaks both versions.
 pub async fn backend<F, R>(answer: F) -> SocketAddr
 where
     F: Fn(Request<Incoming>) -> R + Clone + Send + Sync + 'static,
@@ -111,7 +111,7 @@ where
     addr
 }
 
-/// One connection of a backend that speaks both versions.
+/// Serves one connection of a backend that speaks both versions.
 pub async fn serve<T, F, R>(tcp: T, answer: F)
 where
     T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -127,7 +127,7 @@ where
         .await;
 }
 
-/// A backend below HTTP: `talk` gets every connection.
+/// Starts a backend below HTTP: `talk` gets every connection.
 pub async fn raw_backend<F, R>(talk: F) -> SocketAddr
 where
     F: Fn(TcpStream) -> R + Send + 'static,
@@ -143,7 +143,7 @@ where
     addr
 }
 
-/// A backend that says when a request has arrived, and answers when it may go on.
+/// Starts a backend that signals the arrival of a request, and answers when it may go on.
 pub async fn held_backend() -> (SocketAddr, Arc<Notify>, Arc<Notify>) {
     let (arrived, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (on_arrival, wait) = (arrived.clone(), go.clone());
@@ -159,9 +159,9 @@ pub async fn held_backend() -> (SocketAddr, Arc<Notify>, Arc<Notify>) {
     (addr, arrived, go)
 }
 
-/// The binary, run as an operator does.
+/// The binary, run as operators do.
 pub struct Process {
-    /// What it prints after `ready`.
+    /// Standard output after `ready`.
     pub stdout: Option<ChildStdout>,
     pub child: Child,
     pub service: SocketAddr,
@@ -177,7 +177,7 @@ impl Process {
         Self::spawn(command).await
     }
 
-    /// `command` must run an agent with an admin port.
+    /// Starts `command`, which must run an agent with an admin port.
     pub async fn spawn(mut command: Command) -> Self {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().unwrap();
@@ -186,7 +186,7 @@ impl Process {
         let (mut service, mut admin) = (None, None);
         while let Some(line) = within(lines.next_line()).await.unwrap() {
             if let Some(addr) = line.strip_prefix("listening service=") {
-                // Of a Unix socket there is no address.
+                // A Unix socket has no such address.
                 service = Some(addr.parse().unwrap_or_else(|_| any_port()));
             } else if let Some(addr) = line.strip_prefix("listening admin=") {
                 admin = Some(addr.parse().unwrap());
@@ -198,7 +198,7 @@ impl Process {
         Self { stdout, child, service: service.unwrap(), admin: admin.unwrap() }
     }
 
-    /// Waits for its end: the exit status, and what it said on standard error.
+    /// Waits for the end of the process. Returns its exit status and its standard error.
     pub async fn end(mut self) -> (Option<i32>, String) {
         let mut said = String::new();
         within(self.child.stderr.take().unwrap().read_to_string(&mut said)).await.unwrap();
@@ -216,8 +216,8 @@ impl Process {
     }
 }
 
-/// Refuses every connection until a test listens there. The system gives the port to no other test, because a socket stays bound
-/// to it; `SO_REUSEADDR` on both allows to bind it by its number.
+/// Returns an address that refuses every connection until a test listens there. The system gives the port to no other test,
+/// because a socket stays bound to it; `SO_REUSEADDR` on both sockets makes it possible to bind the port by its number.
 pub async fn dead_backend() -> SocketAddr {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_reuseaddr(true).unwrap();
@@ -242,7 +242,7 @@ pub async fn read_head(tcp: &mut TcpStream) -> String {
     String::from_utf8(head).unwrap()
 }
 
-/// Sends bytes, and reads until the agent closes.
+/// Sends bytes, and reads until the agent closes the connection.
 pub async fn raw(addr: SocketAddr, bytes: &str) -> String {
     let mut tcp = TcpStream::connect(addr).await.unwrap();
     tcp.write_all(bytes.as_bytes()).await.unwrap();
@@ -251,7 +251,7 @@ pub async fn raw(addr: SocketAddr, bytes: &str) -> String {
     String::from_utf8_lossy(&reply).into_owned()
 }
 
-/// One frame of HTTP/2, written by hand.
+/// One HTTP/2 frame, written by hand.
 pub struct Frame {
     pub kind: u8,
     pub flags: u8,
@@ -299,7 +299,7 @@ pub fn get(path: &str) -> Request<Empty<Bytes>> {
     Request::get(path).header("host", "app.example").body(Empty::new()).unwrap()
 }
 
-/// One GET on a connection of its own.
+/// Sends one GET on a new connection.
 pub async fn fetch(addr: SocketAddr, path: &str) -> (http::response::Parts, Bytes) {
     let response = client1(addr).await.send_request(get(path)).await.unwrap();
     let (head, body) = response.into_parts();
