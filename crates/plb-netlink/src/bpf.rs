@@ -1,13 +1,14 @@
-//! Just enough BPF to rewrite a header field: an assembler for a dozen instructions, loading, tcx egress attachment.
+//! A minimal BPF toolkit to rewrite a header field: an assembler for a dozen instructions, loading, tcx egress
+//! attachment.
 //!
-//! No compiler and no library at run time. Needs CAP_BPF and CAP_NET_ADMIN, and Linux 6.6 for tcx.
+//! It needs no compiler and no library at run time. It needs CAP_BPF and CAP_NET_ADMIN, and Linux 6.6 for tcx.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use crate::{Error, Result, sys};
 
-/// One instruction: opcode, registers, offset, immediate.
+/// Encodes one instruction: opcode, registers, offset, immediate.
 fn instruction(opcode: u8, destination: u8, source: u8, offset: i16, immediate: i32) -> u64 {
     let registers =
         if cfg!(target_endian = "little") { destination | source << 4 } else { destination << 4 | source };
@@ -16,11 +17,11 @@ fn instruction(opcode: u8, destination: u8, source: u8, offset: i16, immediate: 
     u64::from_ne_bytes([opcode, registers, o0, o1, i0, i1, i2, i3])
 }
 
-/// A program under construction. Registers: 0 result, 1 to 5 arguments, 6 to 9 kept over calls, 10 frame.
+/// A program under construction. Registers: 0 result, 1 to 5 arguments, 6 to 9 preserved across calls, 10 frame.
 #[derive(Debug, Default)]
 pub struct Assembler {
     instructions: Vec<u64>,
-    /// Jumps to the end, patched when it is known.
+    /// Jumps to the end of the program, patched once its position is known.
     exits: Vec<(usize, u8, u8, i32)>,
 }
 
@@ -81,7 +82,7 @@ impl Assembler {
         self.push(0x18, to, PSEUDO_MAP_FD, 0, map).push(0, 0, 0, 0, 0)
     }
 
-    /// Calls a helper of the kernel by number.
+    /// Calls a kernel helper by number.
     pub fn call(&mut self, helper: i32) -> &mut Self {
         self.push(0x85, 0, 0, 0, helper)
     }
@@ -101,7 +102,7 @@ impl Assembler {
         self.push(0, 0, 0, 0, 0)
     }
 
-    /// The finished program. Its end hands every packet on to the next program (TCX_NEXT).
+    /// Returns the finished program. At its end it passes every packet on to the next program (TCX_NEXT).
     pub fn finish(&mut self) -> Result<Vec<u64>> {
         let end = self.instructions.len();
         for &(at, opcode, register, value) in &self.exits {
@@ -114,17 +115,17 @@ impl Assembler {
     }
 }
 
-/// A program attached to the egress of a device. It is detached when this is dropped, and by the kernel however the
-/// process ends: nothing is pinned.
+/// A program attached to the egress of a device. It is detached when this is dropped. The kernel also detaches it
+/// however the process ends, because nothing is pinned.
 #[derive(Debug)]
 pub struct Attached {
     _link: OwnedFd,
 }
 
-/// Loads a program and attaches it to the egress of the device with that index in the calling thread's namespace.
+/// Loads a program and attaches it to the egress of the device with this index in the calling thread's namespace.
 ///
 /// # Errors
-/// Missing rights, a kernel before 6.6, a program that the verifier refuses (with its words).
+/// Missing rights, a kernel before 6.6, or a program that the verifier refuses (the error includes its message).
 pub fn attach_egress(program: &[u64], device: u32) -> Result<Attached> {
     let program = load(program)?;
     let link =
@@ -144,7 +145,7 @@ fn load(program: &[u64]) -> Result<OwnedFd> {
         Err(source) => source,
     };
     match refused.raw_os_error() {
-        // EINVAL without a word from the verifier: the attach type is unknown.
+        // EINVAL without a message from the verifier means that the attach type is unknown.
         Some(libc::EACCES | libc::EINVAL) => {
             let mut log = vec![0; 1 << 16];
             let outcome = sys::bpf_load_tc(program, &mut log);
@@ -180,7 +181,7 @@ pub struct CookieMap {
 }
 
 impl CookieMap {
-    /// An empty one for `capacity` sockets.
+    /// Creates an empty map for `capacity` sockets.
     ///
     /// # Errors
     /// Missing rights or memory.
@@ -190,10 +191,10 @@ impl CookieMap {
             .map_err(|source| Error::kernel("creating a BPF map", RIGHTS, source))
     }
 
-    /// Sets a socket's value.
+    /// Sets the value of a socket.
     ///
     /// # Errors
-    /// When the map is full.
+    /// If the map is full.
     pub fn set(&self, cookie: u64, mut value: [u8; 16]) -> Result<()> {
         self.element(sys::MapOperation::Update, cookie, &mut value).map_err(|source| {
             match source.raw_os_error() {
@@ -206,20 +207,20 @@ impl CookieMap {
         })
     }
 
-    /// A socket's value.
+    /// Returns the value of a socket.
     ///
     /// # Errors
-    /// Only for reasons other than its absence.
+    /// If the lookup fails for a reason other than the absence of the socket.
     pub fn get(&self, cookie: u64) -> Result<Option<[u8; 16]>> {
         let mut value = [0; 16];
         absent_is_fine(self.element(sys::MapOperation::Lookup, cookie, &mut value), "reading a BPF map")
             .map(|present| present.then_some(value))
     }
 
-    /// Forgets a socket; says whether it was known.
+    /// Removes a socket; returns whether it was present.
     ///
     /// # Errors
-    /// Only for reasons other than its absence.
+    /// If the removal fails for a reason other than the absence of the socket.
     pub fn remove(&self, cookie: u64) -> Result<bool> {
         absent_is_fine(
             self.element(sys::MapOperation::Delete, cookie, &mut [0; 16]),
@@ -263,7 +264,7 @@ mod tests {
             bytes,
             [
                 [0x61, 0x12, 16, 0, 0, 0, 0, 0],
-                [0x15, 0x02, 1, 0, 7, 0, 0, 0], // over the next one to the end
+                [0x15, 0x02, 1, 0, 7, 0, 0, 0], // skips the next one, to the end
                 [0xb7, 0x03, 0, 0, 1, 0, 0, 0],
                 [0xb7, 0x00, 0, 0, 0xff, 0xff, 0xff, 0xff], // r0 = TCX_NEXT
                 [0x95, 0, 0, 0, 0, 0, 0, 0],                // exit

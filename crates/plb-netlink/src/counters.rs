@@ -1,18 +1,19 @@
-//! Counters of the calling thread's namespace, of `/proc/net/netstat`.
+//! Counters of the calling thread's namespace, from `/proc/net/netstat`.
 
 use std::fs;
 
 use crate::{Error, Result};
 
-/// The counters that tell about repathing. `None`: this kernel does not count it.
+/// The counters that are relevant to repathing. `None`: this kernel does not have the counter.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Counters {
-    /// `TCPPLBRehash`: PLB wanted another label. It counts also where the label cannot change (`SO_TXREHASH` off, an
-    /// explicit label): no proof that anything moved.
+    /// `TCPPLBRehash`: number of times PLB wanted another label. It also rises if the label cannot change
+    /// (`SO_TXREHASH` off, an explicit label), so it does not prove that a connection moved.
     pub plb_rehash: Option<u64>,
-    /// `TcpTimeoutRehash`: a timeout wanted another label. The same caveat.
+    /// `TcpTimeoutRehash`: number of times a timeout wanted another label. The same caveat applies.
     pub timeout_rehash: Option<u64>,
-    /// `TcpDuplicateDataRehash`: a receiver saw the same data again and changed the label of its ACKs.
+    /// `TcpDuplicateDataRehash`: number of times a receiver saw the same data again and changed the label of its
+    /// ACKs.
     pub duplicate_data_rehash: Option<u64>,
     /// `TCPDeliveredCE`: packets delivered with CE echoed.
     pub delivered_ce: Option<u64>,
@@ -23,20 +24,21 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Reads them.
+    /// Reads the counters.
     ///
     /// # Errors
-    /// When the file is not there or not of its kind.
+    /// If the file is missing or malformed.
     pub fn read() -> Result<Self> {
         let text = fs::read_to_string("/proc/thread-self/net/netstat")
             .map_err(|source| Error::kernel("reading /proc/net/netstat", "mount /proc", source))?;
         Self::parse(&text)
     }
 
-    /// Parses `/proc/net/netstat`: pairs of lines, names then values, each with the group's name in front.
+    /// Parses `/proc/net/netstat`: pairs of lines, first names, then values, each starting with the name of the
+    /// group.
     ///
     /// # Errors
-    /// Names and values that do not pair up.
+    /// If names and values do not pair up.
     pub fn parse(text: &str) -> Result<Self> {
         let bad = |why: &str| Error::malformed("/proc/net/netstat", why);
         let mut lines = text.lines();
@@ -68,7 +70,7 @@ impl Counters {
         counters.ok_or_else(|| bad("no TcpExt"))
     }
 
-    /// Name and value of each, as the kernel names them.
+    /// Returns name and value of each counter, with the kernel's names.
     pub fn values(&self) -> [(&'static str, Option<u64>); 6] {
         [
             ("TCPPLBRehash", self.plb_rehash),
@@ -85,7 +87,7 @@ impl Counters {
 mod tests {
     use super::*;
 
-    /// Shortened from Linux 6.18; a kernel before 6.2 has no `TCPPLBRehash`.
+    /// Shortened output of Linux 6.18; a kernel before 6.2 has no `TCPPLBRehash`.
     const NETSTAT: &str = "\
 TcpExt: SyncookiesSent TCPTimeouts TCPDelivered TCPDeliveredCE TcpTimeoutRehash TcpDuplicateDataRehash TCPPLBRehash
 TcpExt: 0 5 70000 159 3 1 18446744073709551615
@@ -118,7 +120,7 @@ IpExt: 0 0
         }
         let values_end = NETSTAT.find("IpExt").unwrap() - 1;
         let values_start = NETSTAT.find("\nTcpExt").unwrap();
-        // A cut in the middle of the last number cannot be told from a smaller number.
+        // A cut inside the last number is indistinguishable from a smaller number.
         for length in 0..values_end - "18446744073709551615".len() {
             assert!(Counters::parse(&NETSTAT[..length]).is_err(), "{length} of {values_start}");
         }

@@ -1,5 +1,5 @@
-//! User-space PLB: watches the sockets of a namespace, feeds each one's `tcp_info` to the detector of the paper, and
-//! moves it when that says so. For sockets whose congestion control has no PLB hooks.
+//! User-space PLB: watches the sockets of a namespace, passes the `tcp_info` of each to the paper's detector, and
+//! moves a socket when the detector decides to. It serves sockets whose congestion control has no PLB hooks.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
@@ -17,65 +17,66 @@ use crate::sysctl::{self, PlbParams};
 use crate::tracker::Tracker;
 use crate::{Error, Result, sock, sys};
 
-/// How a socket is moved. Either way its owner has to be known and traceable, because its pins are read there; otherwise it
-/// is not moved.
+/// How a socket is moved. In both cases the owner of the socket must be known and traceable, because its pins are
+/// read there; otherwise the socket is not moved.
 #[derive(Debug)]
 pub enum Way {
-    /// Any label, by a BPF program on the egress device.
+    /// A BPF program on the egress device can set any label.
     Bpf(Relabeller),
-    /// Switches automatic labels of the socket off or on through its owner's descriptor: two labels, so two paths at
-    /// most. Needs no BPF. Without a guardian what is switched off stays so if this process is killed.
+    /// Switches the automatic label of the socket off or on through its owner's descriptor. This gives two labels, so
+    /// two paths at most. It does not need BPF. Without a guardian, labels stay switched off if this process is
+    /// killed.
     SocketOptions(Option<Guardian>),
 }
 
-/// What happened to one socket.
+/// A report about one socket.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// Local address.
     pub local: SocketAddr,
-    /// The peer.
+    /// Peer address.
     pub remote: SocketAddr,
     /// `SO_COOKIE`.
     pub cookie: u64,
     /// Congestion control.
     pub congestion: String,
-    /// Why.
+    /// Why the socket should move.
     pub cause: Cause,
-    /// What was done.
+    /// The action taken.
     pub outcome: Outcome,
 }
 
-/// What was done about a socket that should move.
+/// Action taken for a socket that should move.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// Its packets carry this label from now on.
+    /// The packets of the socket carry this label from now on.
     Relabelled(Label),
-    /// Its automatic label was switched on (`true`) or off.
+    /// The automatic label of the socket was switched on (`true`) or off.
     Toggled(bool),
-    /// After a timeout the kernel changes its label by itself.
+    /// The kernel changes the label itself after a timeout.
     LeftToKernel,
-    /// It was pinned, and stays. Reported once, until it moves again.
+    /// The socket is pinned and stays on its path. Reported once, until the socket moves again.
     Pinned(Pin),
-    /// Whether it is pinned cannot be read, so it stays. Reported once, until it moves again.
+    /// The socket stays on its path because its pins cannot be read. Reported once, until the socket moves again.
     Unreadable(String),
-    /// It could not be moved.
+    /// The socket could not be moved.
     Failed(String),
 }
 
-/// One socket as [`Daemon::watched`] shows it.
+/// A socket as returned by [`Daemon::watched`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Watched {
     /// The last reading.
     pub entry: Entry,
-    /// Consecutive congested rounds.
+    /// Number of consecutive congested rounds.
     pub congested_rounds: u8,
-    /// Times it was moved.
+    /// Number of times the socket was moved.
     pub moves: u32,
-    /// The label it was given and the packets that carried it.
+    /// The label given to the socket and the number of packets that carried it.
     pub label: Option<(Label, u64)>,
 }
 
-/// Watches until dropped; dropping detaches.
+/// User-space PLB for one namespace. Dropping it detaches.
 #[derive(Debug)]
 pub struct Daemon {
     config: Config,
@@ -91,24 +92,24 @@ struct State {
     tracker: Tracker,
     entry: Entry,
     moves: u32,
-    /// The label that it was given.
+    /// The label given to the socket.
     label: Option<Label>,
-    /// Its automatic label was switched: how it was, and where.
+    /// Set if the automatic label was switched: its original state, and the holder of the socket.
     switched: Option<Note>,
-    /// It should move, and its holder is not known yet.
+    /// Set if the socket should move but its holder is not known yet.
     waiting: Option<Cause>,
-    /// Its holder was looked for in vain: not again before that, and the wait after that.
+    /// Set if a search for the holder failed: the earliest time of the next search, and the current wait.
     hidden: Option<(Duration, Duration)>,
-    /// The last outcome that kept it where it is.
+    /// The last outcome that kept the socket on its path.
     said: Option<Outcome>,
 }
 
-/// What of the namespace's knobs matters.
+/// State of the namespace's knobs that the daemon needs.
 #[derive(Clone, Copy, Debug)]
 struct Host {
     kernel_plb: bool,
-    /// A socket that was not touched goes out with an automatic label, which the kernel changes after timeouts, unless
-    /// its owner wanted it otherwise.
+    /// Whether a socket, unless changed by its owner or by the daemon, sends an automatic label that the kernel changes
+    /// after timeouts.
     moves_on_timeout: bool,
 }
 
@@ -124,17 +125,17 @@ impl Host {
 }
 
 impl Daemon {
-    /// Watches the connected IPv6 sockets that match `filter`, in the calling thread's namespace.
+    /// Creates a daemon for the connected IPv6 sockets that match `filter`, in the calling thread's namespace.
     pub fn new(config: Config, filter: Filter, way: Way) -> Self {
         Self { config, filter, way, sockets: HashMap::new(), holders: Holders::default(), host: None }
     }
 
-    /// Reads every socket once and moves those that should. `now` runs from any origin. Call it a few times per round
-    /// trip, at least every 10 ms or so.
+    /// Reads every socket once and moves those that should move. `now` may be measured from any origin. Call this a
+    /// few times per round trip, at least every 10 ms or so.
     ///
     /// # Errors
-    /// When sockets cannot be listed; nothing is lost then, and the next step may succeed. What fails for one socket is
-    /// its [`Outcome::Failed`].
+    /// If the sockets cannot be listed. Nothing is lost then, and the next step may succeed. A failure for one socket
+    /// is reported as [`Outcome::Failed`].
     pub fn step(&mut self, now: Duration) -> Result<Vec<Event>> {
         let entries = diag::dump(&self.filter)?;
         let bits = random()?;
@@ -177,12 +178,12 @@ impl Daemon {
         }
     }
 
-    /// Sockets that ended, or that are no longer to be watched.
+    /// Releases sockets that were closed or that no longer match.
     fn let_go(&mut self, gone: HashMap<u64, State>) {
         match &mut self.way {
             Way::Bpf(relabeller) => {
                 for (cookie, state) in gone.into_iter().filter(|(_, state)| state.label.is_some()) {
-                    // Once more at the next step.
+                    // Try again at the next step.
                     if relabeller.remove(cookie).is_err() {
                         self.sockets.insert(cookie, state);
                     }
@@ -190,7 +191,7 @@ impl Daemon {
             }
             Way::SocketOptions(guardian) => {
                 for note in gone.into_values().filter_map(|state| state.switched) {
-                    // A socket that can still be reached may send for a while yet.
+                    // A socket that can still be reached may keep sending for a while.
                     if let Ok(Some((_, socket))) = self.holders.open(note.inode, note.cookie) {
                         let _ = sock::set_auto_label(&socket, note.was);
                     }
@@ -202,8 +203,8 @@ impl Daemon {
         }
     }
 
-    /// Moves what should move, as far as it is known who holds it; for the rest there is one walk, or they wait until
-    /// the next one may be.
+    /// Moves the waiting sockets whose holders are known. For the others, walks the processes once, or leaves them
+    /// waiting until the next walk is allowed.
     fn serve(&mut self, now: Duration, waiting: Vec<u64>, events: &mut Vec<Event>) {
         let unknown: Vec<u64> = waiting.into_iter().filter(|cookie| !self.attempt(*cookie, events)).collect();
         if unknown.is_empty() || !self.holders.may_walk() {
@@ -225,7 +226,7 @@ impl Daemon {
         }
     }
 
-    /// Whether it is settled what becomes of the socket; not, if its holder is not known.
+    /// Tries to move the socket. Returns whether the outcome is settled; it is not if the holder is unknown.
     fn attempt(&mut self, cookie: u64, events: &mut Vec<Event>) -> bool {
         let Some(state) = self.sockets.get_mut(&cookie) else { return true };
         let Some(cause) = state.waiting else { return true };
@@ -250,13 +251,13 @@ impl Daemon {
         true
     }
 
-    /// Walks over all processes so far, to find who holds the sockets that moved.
+    /// Returns the number of walks over all processes so far, made to find the holders of sockets to be moved.
     pub fn walks(&self) -> u64 {
         self.holders.walks()
     }
 
-    /// Gives every socket back the label of its own that it had; the program of [`Way::Bpf`] is taken off when this is
-    /// dropped. Returns how many sockets could not be reached.
+    /// Restores the original label of every socket. The program of [`Way::Bpf`] is detached when this is dropped.
+    /// Returns the number of sockets that could not be switched back.
     pub fn detach(&mut self) -> usize {
         let notes: Vec<Note> = self.sockets.drain().filter_map(|(_, state)| state.switched).collect();
         let failed = guardian::switch_back(&mut self.holders, notes.iter().copied());
@@ -270,10 +271,10 @@ impl Daemon {
         failed
     }
 
-    /// The sockets under watch, by local address.
+    /// Returns the sockets under watch, sorted by local address.
     ///
     /// # Errors
-    /// When the kernel refuses to tell how many packets were relabelled.
+    /// If the kernel does not report how many packets were relabelled.
     pub fn watched(&self) -> Result<Vec<Watched>> {
         let mut watched = Vec::new();
         for (cookie, state) in &self.sockets {
@@ -312,7 +313,7 @@ impl State {
         })
     }
 
-    /// Its label is its own affair, as it was at first.
+    /// Returns whether the daemon has not yet changed the socket's label.
     fn is_untouched(&self) -> bool {
         self.label.is_none() && self.switched.is_none()
     }
@@ -342,7 +343,7 @@ impl State {
         }
     }
 
-    /// It waits no more. What keeps it where it is is reported once.
+    /// Ends the wait of the socket. An outcome that keeps the socket on its path is reported once.
     fn settle(&mut self, outcome: Outcome, events: &mut Vec<Event>) {
         let Some(cause) = self.waiting.take() else { return };
         match outcome {
@@ -373,7 +374,8 @@ fn event(entry: &Entry, cause: Cause, outcome: Outcome) -> Event {
     }
 }
 
-/// IPv6 that leaves the host and that the kernel does not repath for congestion by itself.
+/// Returns whether the connection uses IPv6, leaves the host, and is not already repathed for congestion by the
+/// kernel.
 fn is_ours(entry: &Entry, kernel_plb: bool) -> bool {
     let hooks = entry.congestion.as_deref().is_some_and(|name| sock::WITH_PLB_HOOKS.contains(&name));
     entry.is_ipv6()
@@ -383,10 +385,10 @@ fn is_ours(entry: &Entry, kernel_plb: bool) -> bool {
         && !(kernel_plb && hooks)
 }
 
-/// Bits of its own for each socket, from those of the step.
+/// Derives separate random bits for each socket from the bits of the step.
 fn mixed(bits: u32, cookie: u64) -> u32 {
     let mixed = (cookie ^ u64::from(bits) << 32 ^ u64::from(bits)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    // The upper half of a product is the well mixed one.
+    // The upper half of the product is the well-mixed one.
     (mixed >> 32) as u32
 }
 
@@ -396,6 +398,6 @@ fn random() -> Result<u32> {
 
 /// How often the namespace's knobs are read.
 const KNOBS_EVERY: Duration = Duration::from_secs(1);
-/// How long a socket whose holder was not found is left alone; doubles each time.
+/// How long to wait before searching again for a holder that was not found; doubles each time.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 const LOOK_AGAIN_AT_MOST: Duration = Duration::from_secs(60);

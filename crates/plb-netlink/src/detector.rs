@@ -1,24 +1,25 @@
-//! When to repath: Algorithms 1 and 2 of the PLB paper as a pure state machine.
+//! Decides when to repath: Algorithms 1 and 2 of the PLB paper as a pure state machine.
 //!
-//! Algorithm 1 counts consecutive congested round trips of one connection; Algorithm 2 says when that count, or a
-//! retransmission timeout, moves the connection to another path. What a congested packet is (an echoed CE mark for TCP,
-//! a round trip over the target for Swift) and how a path is changed are the caller's.
+//! Algorithm 1 counts consecutive congested round trips of one connection. Algorithm 2 decides when that count, or a
+//! retransmission timeout, moves the connection to another path. The caller defines a congested packet (an echoed CE
+//! mark for TCP, a round trip over the target for Swift) and changes the path.
 //!
-//! This module reads no clock and draws no randomness: callers pass `now`, measured from any origin, and random bits.
+//! This module reads no clock and draws no random numbers: callers pass `now`, measured from any origin, and random
+//! bits.
 //!
-//! Source: Qureshi et al., "PLB: Congestion Signals are Simple and Effective for Network Load Balancing", SIGCOMM '22,
-//! §3.2 to §3.4. Where the pseudocode is silent:
-//! - a round in which nothing was delivered says nothing: it neither counts nor resets (the pseudocode's `0 >= K * 0`
-//!   would count it; Linux skips it too);
-//! - the count stops at N, as in Linux;
-//! - M = 0 switches the idle rule off, as in Linux;
-//! - a pause discards the rounds that end in it ("pausing the PLBDetection() module"), so N fresh rounds are needed
-//!   afterwards. Linux counts on during the pause and only withholds the repath.
+//! Source: Qureshi et al., "PLB: Congestion Signals are Simple and Effective for Network Load Balancing", SIGCOMM
+//! '22, §3.2 to §3.4. This module settles what the pseudocode leaves open:
+//! - A round in which nothing was delivered neither counts nor resets. The pseudocode's `0 >= K * 0` would count it;
+//!   Linux skips it too.
+//! - The count stops at N, as in Linux.
+//! - M = 0 switches the idle rule off, as in Linux.
+//! - A pause discards the rounds that end during it ("pausing the PLBDetection() module"), so N fresh rounds are
+//!   needed afterwards. Linux keeps counting during the pause and only withholds the repath.
 
 use std::fmt;
 use std::time::Duration;
 
-/// The parameters of one detector. Obtained checked, so a detector cannot be misconfigured.
+/// Parameters of a detector. They are checked on construction, so a detector cannot be misconfigured.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Config {
     k: Threshold,
@@ -28,16 +29,17 @@ pub struct Config {
 }
 
 impl Config {
-    /// Checks and keeps the four parameters.
+    /// Checks and stores the four parameters.
     ///
-    /// * `k`: share of a round's packets from which on the round counts as congested.
-    /// * `m`: consecutive congested rounds after which an idle connection is repathed, 0 to `n`; 0 switches that off.
-    /// * `n`: consecutive congested rounds after which a busy one is, 1 to 255.
-    /// * `rto_pause`: the expected time to repair a link. After a retransmission timeout, detection pauses for one to
-    ///   two times this; zero means no pause.
+    /// * `k`: minimum share of congested packets that makes a round congested.
+    /// * `m`: consecutive congested rounds after which an idle connection is repathed, 0 to `n`; 0 switches the idle
+    ///   rule off.
+    /// * `n`: consecutive congested rounds after which a busy connection is repathed, 1 to 255.
+    /// * `rto_pause`: expected time to repair a link. After a retransmission timeout, detection pauses for one to two
+    ///   times this; zero means no pause.
     ///
     /// # Errors
-    /// `n` of 0, or `m` above `n` (the idle rule could never act before the forced one).
+    /// If `n` is 0, or if `m` is above `n` (the idle rule could then never act before the forced one).
     pub fn new(k: Threshold, m: u8, n: u8, rto_pause: Duration) -> Result<Self, ConfigError> {
         if n == 0 {
             return Err(ConfigError::ZeroN);
@@ -48,69 +50,70 @@ impl Config {
         Ok(Self { k, m, n, rto_pause })
     }
 
-    /// K.
+    /// Returns K.
     pub fn k(&self) -> Threshold {
         self.k
     }
 
-    /// M, rounds.
+    /// Returns M, in rounds.
     pub fn m(&self) -> u8 {
         self.m
     }
 
-    /// N, rounds.
+    /// Returns N, in rounds.
     pub fn n(&self) -> u8 {
         self.n
     }
 
-    /// The shortest pause after a retransmission timeout; the longest is twice this.
+    /// Returns the shortest pause after a retransmission timeout; the longest is twice this.
     pub fn rto_pause(&self) -> Duration {
         self.rto_pause
     }
 }
 
 impl Default for Config {
-    /// The paper's K = 0.5, M = 3, N = 12, and the pause of one to two minutes that it and Linux use.
+    /// Returns the paper's K = 0.5, M = 3 and N = 12, and the pause of one to two minutes that the paper and Linux
+    /// use.
     fn default() -> Self {
         Self { k: Threshold::HALF, m: 3, n: 12, rto_pause: Duration::from_secs(60) }
     }
 }
 
-/// K: a share of packets in units of 1/256, 0 to 256. The kernel's own unit, so that both judge alike.
+/// K: a share of packets in units of 1/256, 0 to 256. The kernel uses the same unit, so both make the same decisions.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Threshold(u16);
 
 impl Threshold {
-    /// K = 0.5, the paper's and the kernel's default.
+    /// K = 0.5, the default of the paper and the kernel.
     pub const HALF: Self = Self(128);
 
-    /// From 1/256ths.
+    /// Creates a threshold from 1/256ths.
     ///
     /// # Errors
-    /// Above 256.
+    /// If the value is above 256.
     pub fn from_256ths(value: u16) -> Result<Self, ConfigError> {
         if value > 256 { Err(ConfigError::K { got: f64::from(value) / 256.0 }) } else { Ok(Self(value)) }
     }
 
-    /// From a share of 0 to 1, rounded to the nearest 1/256.
+    /// Creates a threshold from a share of 0 to 1, rounded to the nearest 1/256.
     ///
     /// # Errors
-    /// Outside 0 to 1, NaN included.
+    /// If the share is outside 0 to 1, or NaN.
     pub fn from_share(share: f64) -> Result<Self, ConfigError> {
         if !(0.0..=1.0).contains(&share) {
             return Err(ConfigError::K { got: share });
         }
-        // In range by the check above.
+        // The value is in range because of the check above.
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         Ok(Self((share * 256.0).round() as u16))
     }
 
-    /// In 1/256ths, 0 to 256.
+    /// Returns the threshold in 1/256ths, 0 to 256.
     pub fn in_256ths(self) -> u16 {
         self.0
     }
 
-    /// As a share, 0 to 1.
+    /// Returns the threshold as a share, 0 to 1.
     pub fn share(self) -> f64 {
         f64::from(self.0) / 256.0
     }
@@ -120,12 +123,12 @@ impl Threshold {
     }
 }
 
-/// Why a [`Config`] was refused.
+/// Reason why a [`Config`] was refused.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ConfigError {
-    /// K is no share.
+    /// K is not a share.
     K {
-        /// The share asked for.
+        /// The requested share.
         got: f64,
     },
     /// N is 0.
@@ -155,22 +158,22 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// Why a connection is repathed.
+/// Reason why a connection is repathed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Cause {
-    /// M congested rounds and nothing in flight: no packet can be reordered.
+    /// M congested rounds, and nothing is in flight: no packet can be reordered.
     Idle,
-    /// N congested rounds: repathed although packets are in flight.
+    /// N congested rounds: the connection is repathed although packets are in flight.
     Forced,
     /// A retransmission timeout.
     Timeout,
 }
 
-/// The state of one connection.
+/// State of one connection.
 ///
-/// Feed [`on_ack`](Self::on_ack) with every acknowledgement, [`on_round`](Self::on_round) once a round trip,
-/// [`on_timeout`](Self::on_timeout) with every retransmission timeout, and ask [`before_send`](Self::before_send)
-/// before each data packet (TSO frame).
+/// Call [`on_ack`](Self::on_ack) for every acknowledgement, [`on_round`](Self::on_round) once a round trip,
+/// [`on_timeout`](Self::on_timeout) for every retransmission timeout, and [`before_send`](Self::before_send) before
+/// each data packet (TSO frame).
 #[derive(Clone, Debug)]
 pub struct Detector {
     config: Config,
@@ -181,20 +184,20 @@ pub struct Detector {
 }
 
 impl Detector {
-    /// A connection that has seen nothing yet.
+    /// Creates the state of a new connection.
     pub fn new(config: Config) -> Self {
         Self { config, delivered: 0, congested: 0, congested_rounds: 0, paused_until: None }
     }
 
-    /// An acknowledgement of `delivered` packets, `congested` of them marked (Algorithm 1, lines 10 to 13).
+    /// Records an acknowledgement of `delivered` packets, `congested` of them marked (Algorithm 1, lines 10 to 13).
     ///
-    /// More congested than delivered counts as all of them.
+    /// If `congested` exceeds `delivered`, all delivered packets count as congested.
     pub fn on_ack(&mut self, delivered: u64, congested: u64) {
         self.delivered = self.delivered.saturating_add(delivered);
         self.congested = self.congested.saturating_add(congested.min(delivered));
     }
 
-    /// A round trip ended (Algorithm 1, lines 14 to 22).
+    /// Records the end of a round trip (Algorithm 1, lines 14 to 22).
     pub fn on_round(&mut self, now: Duration) {
         let delivered = std::mem::take(&mut self.delivered);
         let congested = std::mem::take(&mut self.congested);
@@ -209,8 +212,8 @@ impl Detector {
         };
     }
 
-    /// A data packet is about to be sent while `in_flight` others are (Algorithm 2). `Some`: give it a new random flow
-    /// label first; the count starts over.
+    /// Decides whether to repath before a data packet is sent while `in_flight` others are in flight (Algorithm 2).
+    /// Returns `Some` if the connection must first get a new random flow label; the count then starts over.
     pub fn before_send(&mut self, in_flight: u64) -> Option<Cause> {
         let Config { m, n, .. } = self.config;
         let cause = if m > 0 && self.congested_rounds >= m && in_flight == 0 {
@@ -224,8 +227,8 @@ impl Detector {
         Some(cause)
     }
 
-    /// A retransmission timeout: always repaths, paused or not, and starts a pause of one to two times
-    /// [`Config::rto_pause`] (§3.4), chosen by `random`, 32 uniformly random bits.
+    /// Records a retransmission timeout. It always repaths, even during a pause. It starts a pause of one to two
+    /// times [`Config::rto_pause`] (§3.4); `random`, 32 uniformly random bits, selects the length.
     pub fn on_timeout(&mut self, now: Duration, random: u32) -> Cause {
         self.delivered = 0;
         self.congested = 0;
@@ -236,12 +239,12 @@ impl Detector {
         Cause::Timeout
     }
 
-    /// Consecutive congested rounds so far, 0 to N.
+    /// Returns the number of consecutive congested rounds so far, 0 to N.
     pub fn congested_rounds(&self) -> u8 {
         self.congested_rounds
     }
 
-    /// Whether a timeout's pause is still on.
+    /// Returns whether the pause after a timeout is still in effect.
     pub fn is_paused(&self, now: Duration) -> bool {
         self.paused_until.is_some_and(|until| now < until)
     }
@@ -260,15 +263,15 @@ mod tests {
     /// One step of a scenario.
     #[derive(Clone, Copy, Debug)]
     enum Step {
-        /// A round of ten packets, so many of them marked.
+        /// A round of ten packets, with this many of them marked.
         Round(u64),
         /// A round in which nothing was delivered.
         Silent,
-        /// A packet is sent with so many in flight.
+        /// A packet is sent while this many are in flight.
         Send(u64),
         /// A retransmission timeout with the shortest pause.
         Timeout,
-        /// Time passes.
+        /// This many seconds pass.
         Wait(u64),
     }
 

@@ -1,6 +1,6 @@
-//! A list of TCP sockets with their `tcp_info`, by `NETLINK_SOCK_DIAG`.
+//! Lists TCP sockets with their `tcp_info`, by `NETLINK_SOCK_DIAG`.
 //!
-//! The list carries no flow label, no `SO_TXREHASH`: [`crate::repath`] asks the socket itself.
+//! The list contains neither flow labels nor `SO_TXREHASH`: [`crate::repath`] reads them from the socket itself.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -13,18 +13,18 @@ use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use crate::tcpinfo::TcpInfo;
 use crate::{Result, netlink};
 
-/// Which sockets.
+/// Criteria by which sockets are selected.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Filter {
-    /// Also IPv4; without, IPv6 only.
+    /// Whether to include IPv4; otherwise IPv6 only.
     pub ipv4: bool,
-    /// In which states.
+    /// States of the sockets.
     pub states: States,
     /// Local port.
     pub local_port: Option<u16>,
-    /// The peer's port.
+    /// Peer port.
     pub remote_port: Option<u16>,
-    /// The peer's address.
+    /// Peer address.
     pub remote: Option<IpAddr>,
     /// Congestion control.
     pub congestion: Option<String>,
@@ -33,7 +33,7 @@ pub struct Filter {
 /// States of a TCP socket.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum States {
-    /// ESTABLISHED and CLOSE_WAIT: those that can send.
+    /// ESTABLISHED and CLOSE_WAIT: the states in which a socket can send.
     #[default]
     Connected,
     /// LISTEN.
@@ -47,33 +47,33 @@ pub enum States {
 pub struct Entry {
     /// Local address.
     pub local: SocketAddr,
-    /// The peer; unspecified for a listener.
+    /// Peer address; unspecified for a listener.
     pub remote: SocketAddr,
-    /// LISTEN.
+    /// Whether the state is LISTEN.
     pub listening: bool,
-    /// `SO_COOKIE`: names the socket for the life of the machine; BPF programs see the same.
+    /// `SO_COOKIE`: identifies the socket until the machine restarts; BPF programs see the same value.
     pub cookie: u64,
-    /// As in `/proc/PID/fd`.
+    /// Inode, as in `/proc/PID/fd`.
     pub inode: u32,
-    /// Owner's user.
+    /// User id of the owner.
     pub uid: u32,
     /// Congestion control.
     pub congestion: Option<String>,
-    /// What the kernel tells about the connection.
+    /// State of the connection as reported by the kernel.
     pub info: Option<TcpInfo>,
 }
 
 impl Entry {
-    /// IPv6 on the wire: not IPv4, and not IPv4 in an IPv6 socket.
+    /// Returns whether the connection uses IPv6 on the wire: neither IPv4 nor IPv4 in an IPv6 socket.
     pub fn is_ipv6(&self) -> bool {
         matches!(self.remote.ip(), IpAddr::V6(address) if address.to_ipv4_mapped().is_none())
     }
 }
 
-/// The sockets of the calling thread's namespace that match. Needs no rights.
+/// Returns the sockets of the calling thread's namespace that match. Needs no special rights.
 ///
 /// # Errors
-/// A kernel without `inet_diag`; a reply that is cut short.
+/// If the kernel has no `inet_diag`, or a reply is cut short.
 pub fn dump(filter: &Filter) -> Result<Vec<Entry>> {
     let mut entries = Vec::new();
     for ipv6 in [true, false] {
@@ -118,7 +118,7 @@ fn request(filter: &Filter, ipv6: bool) -> InetRequest {
     }
 }
 
-/// Ports are the kernel's work, but not those of a request for 0.
+/// Returns whether the entry matches. The kernel filters by port already, except for port 0.
 fn matches(filter: &Filter, entry: &Entry) -> bool {
     filter.local_port.is_none_or(|port| port == entry.local.port())
         && filter.remote_port.is_none_or(|port| port == entry.remote.port())
@@ -133,7 +133,7 @@ fn entry(response: &InetResponse) -> Result<Entry> {
         local: SocketAddr::new(id.source_address, id.source_port),
         remote: SocketAddr::new(id.destination_address, id.destination_port),
         listening: header.state == TCP_LISTEN,
-        // Two native 32-bit halves, the lower first.
+        // The cookie consists of two native 32-bit halves, the lower one first.
         cookie: cookie(id.cookie),
         inode: header.inode,
         uid: header.uid,
@@ -156,10 +156,10 @@ fn cookie([a, b, c, d, e, f, g, h]: [u8; 8]) -> u64 {
     u64::from(upper) << 32 | u64::from(lower)
 }
 
-/// Parses a datagram as the kernel sends it. Public for fuzzing; [`dump`] is what programs want.
+/// Parses a datagram as the kernel sends it. Public for fuzzing; programs should use [`dump`].
 ///
 /// # Errors
-/// Anything that is not a sequence of whole, well-formed answers.
+/// If the datagram is not a sequence of whole, well-formed answers.
 pub fn parse_datagram(datagram: &[u8]) -> Result<Vec<Entry>> {
     let batch = netlink::parse::<SockDiagMessage>(datagram, "parsing", "", &mut false)?;
     batch

@@ -1,8 +1,10 @@
-//! `socket_options` for an unmodified Envoy, so that its sockets can be repathed.
+//! Generates `socket_options` for an unmodified Envoy, so that its sockets can be repathed.
 //!
-//! What is known to work and what not (Envoy 1.40): upstream options need `STATE_PREBIND`, `STATE_BOUND` is silently
-//! ignored; an option that fails makes the upstream connection fail; a listener's options are inherited by accepted
-//! connections, which matters because servers send the bulk; a chosen flow label cannot be sent, whatever is leased.
+//! Known behaviour of Envoy 1.40:
+//! - Upstream options need `STATE_PREBIND`; `STATE_BOUND` is silently ignored.
+//! - An option that fails makes the upstream connection fail.
+//! - Accepted connections inherit a listener's options, which matters because servers send most of the data.
+//! - Envoy cannot send a chosen flow label, even if the label is leased.
 
 use std::fmt::Write as _;
 
@@ -12,7 +14,7 @@ use base64::engine::general_purpose::STANDARD;
 use crate::sock;
 use crate::{Result, sysctl};
 
-/// Where the options go.
+/// Place for the options in Envoy's configuration.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Side {
     /// Under a cluster: connections that Envoy opens.
@@ -21,10 +23,10 @@ pub enum Side {
     Listener,
 }
 
-/// Checks that the calling thread's namespace has this congestion control; returns what to mind.
+/// Checks that the calling thread's namespace has this congestion control; returns warnings.
 ///
 /// # Errors
-/// If it has not: Envoy's connections would fail.
+/// If the namespace does not have it; Envoy's connections would fail.
 pub fn check(congestion: &str) -> Result<Vec<String>> {
     sock::check_congestion_name(congestion)?;
     if !sysctl::congestion_controls()?.iter().any(|name| name == congestion) {
@@ -49,7 +51,7 @@ pub fn check(congestion: &str) -> Result<Vec<String>> {
     Ok(mind)
 }
 
-/// The YAML, with the key that it goes under. Without a congestion control the sockets keep the host's default.
+/// Returns the YAML, including its key. Without a congestion control the sockets keep the host's default.
 pub fn socket_options(side: Side, congestion: Option<&str>) -> String {
     let (key, indent) = match side {
         Side::Cluster => ("upstream_bind_config:\n  socket_options:", "  "),

@@ -1,40 +1,40 @@
-//! One error type; its variant says what the caller can do about it.
+//! The error type; each variant tells the caller how to respond.
 
 use std::io;
 
-/// The result of everything in this crate that asks the kernel.
+/// Result of the functions of this crate that call the kernel.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, by what helps.
+/// Errors, grouped by remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is out of range or contradicts another. Nothing was done.
+    /// An argument is out of range or contradicts another. Nothing was changed.
     #[error("{0}")]
     Invalid(String),
-    /// The kernel wants more rights.
+    /// The kernel requires more rights.
     #[error("{doing}: not permitted; {cure}")]
     NotPermitted {
-        /// What was tried.
+        /// The attempted action.
         doing: String,
-        /// Which right is missing and how to get it.
+        /// The missing right and how to get it.
         cure: String,
     },
-    /// This kernel or host lacks something.
+    /// This kernel or host lacks a feature.
     #[error("{what}; {cure}")]
     Unsupported {
-        /// What is missing.
+        /// The missing feature.
         what: String,
         /// How to get it.
         cure: String,
     },
-    /// A process, socket, namespace, device or route is not there, or not any more.
+    /// A process, socket, namespace, device or route does not exist, or no longer exists.
     #[error("{0}")]
     Gone(String),
-    /// The kernel answered with something that cannot be what it meant.
+    /// The kernel's answer makes no sense.
     #[error("{what}: malformed: {why}")]
     Malformed {
-        /// Which message or file.
+        /// The message or file.
         what: &'static str,
         /// What is wrong with it.
         why: String,
@@ -42,25 +42,25 @@ pub enum Error {
     /// The kernel refused for another reason.
     #[error("{doing}: {reason}")]
     Kernel {
-        /// What was tried.
+        /// The attempted action.
         doing: String,
-        /// What the kernel said.
+        /// The error from the kernel.
         reason: io::Error,
     },
-    /// A change failed after part of it was made, and that part could not be taken back.
+    /// A change failed half-way, and the part already made could not be undone.
     #[error("{doing}: failed half-way; still changed: {left}")]
     HalfApplied {
-        /// What was tried.
+        /// The attempted action.
         doing: String,
-        /// What is no longer as it was.
+        /// The part that is still changed.
         left: String,
-        /// Why it failed.
+        /// Why the change failed.
         source: Box<Error>,
     },
 }
 
 impl Error {
-    /// Sorts what the kernel said about `doing`; `cure` is what helps against a missing right.
+    /// Maps the kernel's error for `doing` to a variant; `cure` says how to get a missing right.
     pub(crate) fn kernel(doing: impl Into<String>, cure: &str, source: io::Error) -> Self {
         let doing = doing.into();
         match source.raw_os_error() {
@@ -77,7 +77,7 @@ impl Error {
         Self::Malformed { what, why: why.to_string() }
     }
 
-    /// The error number, where the kernel gave one that no variant stands for.
+    /// Returns the error number, if the kernel gave one that has no variant of its own.
     pub fn errno(&self) -> Option<i32> {
         match self {
             Self::Kernel { reason, .. } => reason.raw_os_error(),
@@ -86,5 +86,5 @@ impl Error {
     }
 }
 
-/// The cure for most missing rights here.
+/// The remedy for most missing rights in this crate.
 pub(crate) const NET_ADMIN: &str = "run as root or with CAP_NET_ADMIN in this network namespace";

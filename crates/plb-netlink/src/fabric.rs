@@ -1,21 +1,23 @@
-//! Whether a router's multipath hash sees the flow label. Without that, repathing changes labels and no path.
+//! Checks whether a router's multipath hash includes the flow label. If it does not, repathing changes labels but not
+//! paths.
 
 use crate::{Result, sysctl};
 
 /// `net.ipv6.fib_multipath_hash_policy` and `_fields` of one namespace.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Hash {
-    /// 0 addresses and label, 1 addresses and ports, 2 like 0 but of the inner packet of a tunnel, 3 as `fields` says.
+    /// Policy: 0 hashes addresses and label; 1 addresses and ports; 2 like 0, but for the inner packet of a tunnel; 3
+    /// the fields in `fields`.
     pub policy: u32,
     /// For policy 3: 1 source, 2 destination, 4 protocol, 8 flow label, 16 source port, 32 destination port.
     pub fields: u32,
 }
 
 impl Hash {
-    /// Of the calling thread's namespace.
+    /// Reads the hash of the calling thread's namespace.
     ///
     /// # Errors
-    /// Without IPv6.
+    /// If there is no IPv6.
     pub fn read() -> Result<Self> {
         let Some(policy) = sysctl::read_number("net.ipv6.fib_multipath_hash_policy")? else {
             return Err(crate::flowlabel::no_ipv6());
@@ -24,7 +26,7 @@ impl Hash {
         Ok(Self { policy, fields })
     }
 
-    /// A packet's path depends on its label.
+    /// Returns whether a packet's path depends on its label.
     pub fn sees_label(self) -> bool {
         match self.policy {
             0 | 2 => true,
@@ -33,8 +35,8 @@ impl Hash {
         }
     }
 
-    /// A packet's path depends on its ports, as PLB's hash of 4-tuple and label does. Without, the connections of two
-    /// hosts that carry the same label share a path.
+    /// Returns whether a packet's path depends on its ports, as with PLB's hash of 4-tuple and label. Otherwise
+    /// connections between two hosts that carry the same label share a path.
     pub fn sees_ports(self) -> bool {
         match self.policy {
             1 => true,
@@ -44,7 +46,7 @@ impl Hash {
     }
 }
 
-/// What PLB's paper asks of a router: the 4-tuple and the label.
+/// The hash that PLB's paper requires of a router: the 4-tuple and the label.
 pub const PLB_HASH: Hash = Hash { policy: 3, fields: 63 };
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
-//! IPv6 flow labels: lease, put, renew, list; connect with one; send datagrams with one.
+//! IPv6 flow labels: lease, put, renew and list them; connect with one; send datagrams with one.
 //!
-//! For TCP an explicit label *pins* a connection: neither PLB nor a retransmission timeout changes it any more.
+//! For TCP, an explicit label *pins* a connection: neither PLB nor a retransmission timeout changes the label any
+//! more.
 //!
-//! A label can be used without a lease until a socket in the namespace takes an exclusive, process or user lease; from
-//! then on unleased labels are refused with EINVAL, even after that lease ended. Leases here are therefore shared with
-//! every socket ([`Share::Any`]) by default.
+//! A label can be used without a lease until a socket in the namespace takes an exclusive, process or user lease.
+//! From then on the kernel refuses unleased labels with EINVAL, even after that lease has ended. Leases in this crate
+//! are therefore shared with every socket ([`Share::Any`]) by default.
 
 use std::fmt;
 use std::fs;
@@ -21,11 +22,13 @@ use crate::{Error, Result, sys};
 pub struct Label(u32);
 
 impl Label {
-    /// The largest.
+    /// The largest label.
     pub const MAX: u32 = 0xf_ffff;
 
+    /// Creates a label.
+    ///
     /// # Errors
-    /// Over 20 bits.
+    /// If the value exceeds 20 bits.
     pub fn new(label: u32) -> Result<Self> {
         if label > Self::MAX {
             return Err(Error::Invalid(format!(
@@ -36,28 +39,29 @@ impl Label {
         Ok(Self(label))
     }
 
-    /// A label of 1 to 2^20 - 1 made of random bits, never `not`.
+    /// Makes a label from 1 to 2^20-1 out of random bits; the result is never `not`.
     pub fn random(bits: u32, not: Option<Self>) -> Self {
         let label = Self(bits % Self::MAX + 1);
         if Some(label) == not { Self(label.0 % Self::MAX + 1) } else { label }
     }
 
-    /// The number.
+    /// Returns the label as a number.
     pub fn get(self) -> u32 {
         self.0
     }
 
-    /// As in the last 20 of the first 32 bits of an IPv6 header.
+    /// Encodes the label as the last 20 of the first 32 bits of an IPv6 header.
     pub fn to_wire(self) -> [u8; 4] {
         self.0.to_be_bytes()
     }
 
-    /// From the first four bytes of an IPv6 header, or from `flr_label` or `sin6_flowinfo`.
+    /// Decodes a label from the first four bytes of an IPv6 header, or from `flr_label` or `sin6_flowinfo`.
     pub fn from_wire(bytes: [u8; 4]) -> Self {
         Self(u32::from_be_bytes(bytes) & Self::MAX)
     }
 
-    /// As std and socket2 want it: they hand `flowinfo` to the kernel as it is, which reads it in network byte order.
+    /// Returns the label as std and socket2 expect it: they pass `flowinfo` to the kernel unchanged, and the kernel
+    /// reads it in network byte order.
     fn flowinfo(self) -> u32 {
         self.0.to_be()
     }
@@ -83,16 +87,16 @@ impl std::str::FromStr for Label {
     }
 }
 
-/// Who may use a leased label.
+/// Sockets that may use a leased label.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Share {
-    /// This socket alone. Taking one switches unleased labels off for the whole namespace.
+    /// This socket only. Taking such a lease switches unleased labels off for the whole namespace.
     Exclusive,
-    /// Sockets of this process. The same side effect.
+    /// Sockets of this process. Has the same side effect.
     Process,
-    /// Sockets of this user. The same side effect.
+    /// Sockets of this user. Has the same side effect.
     User,
-    /// Everybody.
+    /// Every socket.
     #[default]
     Any,
 }
@@ -123,48 +127,48 @@ impl fmt::Display for Share {
     }
 }
 
-/// What to lease.
+/// Terms of a lease.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Terms {
-    /// Which label; `None`: the kernel chooses.
+    /// The label; `None`: the kernel chooses one.
     pub label: Option<Label>,
-    /// The one destination it is for; the kernel leases no label for all.
+    /// The single destination of the label; the kernel does not lease a label for all destinations.
     pub destination: Ipv6Addr,
-    /// Who may use it.
+    /// Sockets that may use the label.
     pub share: Share,
-    /// Fail if it is leased already instead of joining.
+    /// Whether to fail if the label is already leased, instead of joining that lease.
     pub fresh: bool,
-    /// Seconds after its last use in which no other socket gets it. More than some 60 need CAP_NET_ADMIN.
+    /// Seconds after the last use during which no other socket gets the label. More than about 60 need CAP_NET_ADMIN.
     pub linger_s: u16,
-    /// Seconds for which it stays after it was leased. More than some 60 need CAP_NET_ADMIN.
+    /// Minimum lifetime of the lease, in seconds. More than about 60 need CAP_NET_ADMIN.
     pub expires_s: u16,
 }
 
 impl Terms {
-    /// A label for a destination, shared with everybody, with the kernel's own times.
+    /// Creates terms for a destination: a label shared with every socket, with the kernel's default times.
     pub fn new(label: Option<Label>, destination: Ipv6Addr) -> Self {
         Self { label, destination, share: Share::Any, fresh: false, linger_s: 0, expires_s: 0 }
     }
 }
 
-/// A lease as the kernel tells it.
+/// A lease as reported by the kernel.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Lease {
     /// The label.
     pub label: Label,
-    /// Who may use it; `None` for a code this crate does not know.
+    /// Sockets that may use the label; `None` for a code that this crate does not know.
     pub share: Option<Share>,
-    /// Seconds.
+    /// Linger time, in seconds.
     pub linger_s: u16,
-    /// Seconds left.
+    /// Remaining lifetime, in seconds.
     pub expires_s: u16,
 }
 
-/// Leases a label for this socket until it is closed or [`put`]; returns the label.
+/// Leases a label for this socket until the socket is closed or the label is [`put`]; returns the label.
 ///
 /// # Errors
-/// Leased by another socket, more than 32 leases without rights, times that need rights, a label that
-/// `flowlabel_state_ranges` keeps for automatic ones.
+/// If another socket has leased the label; if this socket exceeds 32 leases, or asks for long times, without the
+/// rights; or if `flowlabel_state_ranges` reserves the label for automatic ones.
 pub fn lease(socket: &impl AsFd, terms: &Terms) -> Result<Label> {
     if terms.destination.is_unspecified() || terms.destination.is_multicast() {
         return Err(Error::Invalid("a lease is for one destination, a unicast IPv6 address".to_owned()));
@@ -203,11 +207,11 @@ pub fn lease(socket: &impl AsFd, terms: &Terms) -> Result<Label> {
     decode(&request).map(|lease| lease.label)
 }
 
-/// Gives back this socket's lease of `label`. A connection that was using it falls back to its automatic label: a
-/// one-shot unpin.
+/// Gives back this socket's lease of `label`. A connection that used the label falls back to its automatic label and is
+/// no longer pinned.
 ///
 /// # Errors
-/// If the socket does not hold it.
+/// If the socket does not hold the lease.
 pub fn put(socket: &impl AsFd, label: Label) -> Result<()> {
     let mut request = encode(Action::Put, &Terms::new(Some(label), Ipv6Addr::UNSPECIFIED));
     set(socket, &mut request).map_err(|source| match source.raw_os_error() {
@@ -219,7 +223,7 @@ pub fn put(socket: &impl AsFd, label: Label) -> Result<()> {
 /// Extends a lease.
 ///
 /// # Errors
-/// If the socket does not hold it, or the times need rights.
+/// If the socket does not hold the lease, or the times need rights that are missing.
 pub fn renew(socket: &impl AsFd, label: Label, linger_s: u16, expires_s: u16) -> Result<()> {
     let terms = Terms { linger_s, expires_s, ..Terms::new(Some(label), Ipv6Addr::UNSPECIFIED) };
     let mut request = encode(Action::Renew, &terms);
@@ -233,28 +237,28 @@ pub fn renew(socket: &impl AsFd, label: Label, linger_s: u16, expires_s: u16) ->
     })
 }
 
-/// What a socket puts into the label field, as far as the kernel tells.
+/// Flow label that a socket sends, as far as the kernel reports it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Current {
-    /// The hash of the connection, which repathing changes. Its value shows on the wire only.
+    /// The hash of the connection, which repathing changes. Its value is visible only on the wire.
     Automatic,
-    /// None: automatic labels are off and no other is set.
+    /// No label: automatic labels are off and no other label is set.
     Zero,
-    /// One that was set explicitly; repathing leaves it alone.
+    /// A label that was set explicitly; repathing does not change it.
     Explicit(Label, Option<Lease>),
 }
 
-/// The current label of a connected socket.
+/// Returns the current label of a connected socket.
 ///
 /// # Errors
-/// If it is no IPv6 socket.
+/// If the socket is not an IPv6 socket.
 pub fn current(socket: &impl AsFd) -> Result<Current> {
     let fd = sys::raw(socket);
     let mut request = [0; REQUEST_LENGTH];
     match sys::get_option(fd, libc::IPPROTO_IPV6, IPV6_FLOWLABEL_MGR, &mut request) {
         Ok(length) => {
             let lease = decode(request.get(..length).unwrap_or_default())?;
-            // A label of 0 means that no label is held.
+            // A label of 0 means that the socket holds no label.
             if lease.label.get() != 0 {
                 return Ok(Current::Explicit(lease.label, Some(lease)));
             }
@@ -262,8 +266,9 @@ pub fn current(socket: &impl AsFd) -> Result<Current> {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL)) => {}
         Err(source) => return Err(explain("reading the flow label of a socket".to_owned(), source)),
     }
-    // An unleased label shows as part of the peer's address, if the socket shows labels at all. One that no longer does
-    // is made to for a moment: without a label its owner would see the same address then.
+    // An unleased label appears in the peer's address, but only if the socket shows labels at all. If it does not,
+    // labels are shown briefly. Meanwhile its owner sees the same address as before, unless the connection has a
+    // label.
     let shown = crate::sock::show_labels(socket, true)?;
     let peer = SockRef::from(&fd).peer_addr().ok().and_then(|peer| peer.as_socket_ipv6());
     if !shown {
@@ -281,21 +286,21 @@ pub fn current(socket: &impl AsFd) -> Result<Current> {
 pub struct Listed {
     /// The label.
     pub label: Label,
-    /// Who may use it.
+    /// Sockets that may use the label.
     pub share: Option<Share>,
-    /// Process or user, for those shares; else 0.
+    /// Process or user that owns the lease, for those two shares; otherwise 0.
     pub owner: u32,
-    /// Sockets that use it.
+    /// Number of sockets that use the label.
     pub users: u32,
-    /// Seconds.
+    /// Linger time, in seconds.
     pub linger_s: u32,
-    /// Seconds left; negative once expired.
+    /// Remaining lifetime, in seconds; negative once expired.
     pub expires_s: i64,
-    /// The destination.
+    /// Destination of the label.
     pub destination: Ipv6Addr,
 }
 
-/// Every lease of the calling thread's namespace.
+/// Returns every lease of the calling thread's namespace.
 ///
 /// # Errors
 /// [`Error::Unsupported`] without IPv6.
@@ -313,7 +318,7 @@ pub fn list() -> Result<Vec<Listed>> {
 /// Parses `/proc/net/ip6_flowlabel`.
 ///
 /// # Errors
-/// A line that is none of its.
+/// If a line is malformed.
 pub fn parse_list(text: &str) -> Result<Vec<Listed>> {
     text.lines().skip(1).filter(|line| !line.trim().is_empty()).map(parse_line).collect()
 }
@@ -341,12 +346,12 @@ fn parse_line(line: &str) -> Result<Listed> {
     })
 }
 
-/// Connects with exactly that label on every packet, the SYN included. `local`: where to bind first.
+/// Connects with exactly this label on every packet, including the SYN. `local`: the address to bind to first.
 ///
-/// `bind` alone cannot carry a label: the kernel ignores the field there.
+/// `bind` alone cannot set a label: the kernel ignores that field there.
 ///
 /// # Errors
-/// As `connect`; EINVAL is explained (see the module).
+/// Same as `connect`; the module documentation explains EINVAL.
 pub fn connect(to: SocketAddrV6, label: Label, local: Option<SocketAddrV6>) -> Result<TcpStream> {
     let doing = || format!("connecting to {to} with flow label {label}");
     let socket = labelled(Type::STREAM, Protocol::TCP, local)?;
@@ -354,25 +359,25 @@ pub fn connect(to: SocketAddrV6, label: Label, local: Option<SocketAddrV6>) -> R
     Ok(socket.into())
 }
 
-/// A UDP socket whose datagrams can each carry a label of their own: see [`send_to`].
+/// Opens a UDP socket whose datagrams can each carry a different label: see [`send_to`].
 ///
 /// # Errors
-/// As `socket` and `bind`.
+/// Same as `socket` and `bind`.
 pub fn udp(local: Option<SocketAddrV6>) -> Result<UdpSocket> {
     Ok(labelled(Type::DGRAM, Protocol::UDP, local)?.into())
 }
 
-/// Sends one datagram with one label over a socket made by [`udp`].
+/// Sends one datagram with the given label over a socket opened by [`udp`].
 ///
 /// # Errors
-/// As `sendto`; EINVAL is explained (see the module).
+/// Same as `sendto`; the module documentation explains EINVAL.
 pub fn send_to(socket: &UdpSocket, data: &[u8], to: SocketAddrV6, label: Label) -> Result<usize> {
     SockRef::from(socket)
         .send_to(data, &address(to, label))
         .map_err(|source| explain(format!("sending to {to} with flow label {label}"), source))
 }
 
-/// Whether unleased labels still work in this namespace; see the module. Sends nothing.
+/// Returns whether unleased labels still work in this namespace; see the module. Sends nothing.
 ///
 /// # Errors
 /// [`Error::Unsupported`] without IPv6.
@@ -430,7 +435,7 @@ enum Action {
     Renew = 2,
 }
 
-/// `struct in6_flowlabel_req`.
+/// Encodes a `struct in6_flowlabel_req`.
 fn encode(action: Action, terms: &Terms) -> [u8; REQUEST_LENGTH] {
     const CREATE: u16 = 1;
     const EXCLUSIVE: u16 = 2;
@@ -450,7 +455,7 @@ fn encode(action: Action, terms: &Terms) -> [u8; REQUEST_LENGTH] {
     request
 }
 
-/// What the kernel wrote back.
+/// Decodes the kernel's answer.
 fn decode(request: &[u8]) -> Result<Lease> {
     let Ok(request) = <&[u8; REQUEST_LENGTH]>::try_from(request) else {
         return Err(Error::malformed(
@@ -478,7 +483,7 @@ const IPV6_FLOWLABEL_MGR: i32 = 32;
 mod tests {
     use super::*;
 
-    /// Laid out by hand from `include/uapi/linux/in6.h`; little-endian machine.
+    /// Laid out by hand from `include/uapi/linux/in6.h` for a little-endian machine.
     #[rustfmt::skip]
     #[cfg(target_endian = "little")]
     const REQUEST: [u8; 32] = [
@@ -549,7 +554,7 @@ mod tests {
         }
     }
 
-    /// `cat /proc/net/ip6_flowlabel` with one lease of each share, Linux 6.18.
+    /// Output of `cat /proc/net/ip6_flowlabel` with one lease of each share, on Linux 6.18.
     const LISTING: &str = "\
 Label S Owner  Users  Linger Expires  Dst                              Opt
 00abc 1   0      1      6      5        fd000002000000000000000000000002 0
@@ -580,7 +585,7 @@ Label S Owner  Users  Linger Expires  Dst                              Opt
     #[test]
     fn a_truncated_line_is_an_error() {
         let line = LISTING.lines().nth(1).unwrap();
-        // The last column alone can be cut without a trace: it is one digit.
+        // Only a cut in the last column goes unnoticed, because that column is one digit.
         for length in 1..line.len() {
             assert!(parse_line(&line[..length]).is_err(), "{length}");
         }

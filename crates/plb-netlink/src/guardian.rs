@@ -1,8 +1,9 @@
-//! Switches automatic labels back on behalf of a process that ended without doing so itself: killed, out of memory,
-//! crashed.
+//! Restores the automatic labels that a process has switched, if the process ends without restoring them itself:
+//! killed, out of memory, or crashed.
 //!
-//! The kernel undoes what a BPF program did when its process ends, but an option of a foreign socket stays as it was set. So
-//! a second process receives a note of each socket over a pipe before it is touched, and acts when that pipe closes.
+//! When a process ends, the kernel undoes the effects of its BPF programs, but an option set on another process's
+//! socket stays set. So a second process receives a note about each socket over a pipe before the socket is touched,
+//! and acts when that pipe closes.
 
 use std::collections::HashMap;
 use std::io::{BufRead, Write as _};
@@ -12,20 +13,20 @@ use std::str::FromStr;
 use crate::holders::{Holder, Holders};
 use crate::{Error, Result, sock};
 
-/// A socket whose automatic label is, or is about to be, switched.
+/// A socket whose automatic label has been switched, or is about to be.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Note {
-    /// Where it was reached.
+    /// Holder through which the socket was reached.
     pub holder: Holder,
-    /// Its inode, by which it is found if it is somewhere else by now.
+    /// Inode of the socket, used to find it if its descriptor has changed.
     pub inode: u64,
-    /// Its cookie.
+    /// Cookie of the socket.
     pub cookie: u64,
-    /// How its owner had it.
+    /// Whether its owner had automatic labels on.
     pub was: bool,
 }
 
-/// The second process, from its parent's side. Dropping it closes the pipe and waits.
+/// Handle of the second process, for its parent. Dropping it closes the pipe and waits.
 #[derive(Debug)]
 pub struct Guardian {
     child: Child,
@@ -33,10 +34,10 @@ pub struct Guardian {
 }
 
 impl Guardian {
-    /// Starts it: `command` has to give its standard input to [`attend`].
+    /// Starts the second process: `command` must pass its standard input to [`attend`].
     ///
     /// # Errors
-    /// When no process can be started.
+    /// If the process cannot be started.
     pub fn start(command: &mut Command) -> Result<Self> {
         let mut child = command
             .stdin(Stdio::piped())
@@ -46,19 +47,19 @@ impl Guardian {
         Ok(Self { notes: child.stdin.take(), child })
     }
 
-    /// Call this before the socket is touched, and leave the socket alone if it fails.
+    /// Announces a change. Call this before the socket is touched; if it fails, leave the socket alone.
     ///
     /// # Errors
-    /// When the guardian is gone.
+    /// If the guardian is gone.
     pub fn note(&mut self, note: &Note) -> Result<()> {
         let Note { holder: Holder { pid, fd }, inode, cookie, was } = note;
         self.line(&format!("{pid} {fd} {inode} {cookie} {was}\n"))
     }
 
-    /// The socket is as it was, or closed.
+    /// Withdraws a note: the socket is in its original state again, or closed.
     ///
     /// # Errors
-    /// When the guardian is gone.
+    /// If the guardian is gone.
     pub fn forget(&mut self, cookie: u64) -> Result<()> {
         self.line(&format!("{cookie}\n"))
     }
@@ -76,13 +77,13 @@ impl Drop for Guardian {
     }
 }
 
-/// What the second process does: reads until the first one is gone, then switches back. Returns how many sockets it
-/// could not switch back.
+/// Runs the second process: reads notes until the first process is gone, then switches the sockets back. Returns the
+/// number of sockets that it could not switch back.
 pub fn attend(notes: impl BufRead) -> usize {
     let mut pending: HashMap<u64, Note> = HashMap::new();
     for line in notes.lines().map_while(std::result::Result::ok) {
         match line.parse::<Note>() {
-            // The first word is the one from before it was ever touched.
+            // The first note wins: it holds the state from before the socket was touched.
             Ok(note) => drop(pending.entry(note.cookie).or_insert(note)),
             Err(()) => drop(line.parse().ok().and_then(|cookie: u64| pending.remove(&cookie))),
         }
@@ -94,8 +95,8 @@ pub fn attend(notes: impl BufRead) -> usize {
     switch_back(&mut holders, pending.into_values())
 }
 
-/// Gives sockets the automatic labels that they had. One that is closed by now counts as done. Returns how many could not
-/// be reached or refused.
+/// Restores the automatic labels of sockets. A socket that has closed counts as done. Returns the number of sockets
+/// that could not be reached or that refused.
 pub fn switch_back(holders: &mut Holders, notes: impl Iterator<Item = Note>) -> usize {
     let mut failed = 0;
     let mut attempt = |holders: &mut Holders, note: &Note| match holders.open(note.inode, note.cookie) {

@@ -1,11 +1,11 @@
-//! Reaches the sockets of other processes, many times over and many at once.
+//! Finds and opens sockets of other processes, repeatedly and in large numbers.
 //!
-//! Which descriptor of which process a socket is stands in `/proc/*/fd` only, and reading that costs milliseconds on a busy
-//! host. So one walk over the processes serves every socket that waits for one, what it finds is remembered, and walks
-//! take a tenth of the time at most. What is remembered may be stale: a descriptor counts as the socket only if its
-//! cookie says so.
+//! Only `/proc/*/fd` shows which descriptor of which process refers to a socket, and reading it takes milliseconds on
+//! a busy host. Therefore one walk over the processes serves all sockets that are waiting, its results are
+//! remembered, and walks take at most a tenth of the time. Remembered results may be stale: a descriptor is accepted
+//! as the socket only if its cookie matches.
 //!
-//! Left out: how a socket is duplicated ([`crate::pidfd`]), and what is done with it.
+//! This module does not cover how a socket is duplicated ([`crate::pidfd`]) or what is done with it.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::os::fd::OwnedFd;
@@ -13,23 +13,23 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Result, pidfd, sock};
 
-/// One descriptor that is, or was, a certain socket.
+/// A descriptor that refers, or once referred, to a certain socket.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Holder {
-    /// Process.
+    /// Process id.
     pub pid: u32,
-    /// Its descriptor.
+    /// Descriptor in that process.
     pub fd: i32,
 }
 
 impl Holder {
-    /// A duplicate of the socket with that cookie.
+    /// Returns a duplicate of the socket with this cookie.
     ///
     /// # Errors
-    /// [`Error::Gone`] if the descriptor is closed or is another socket by now.
+    /// [`Error::Gone`] if the descriptor is closed or refers to another socket by now.
     pub fn open(self, cookie: u64) -> Result<OwnedFd> {
         let socket = pidfd::duplicate(self.pid, self.fd)?;
-        // What is no socket any more has no cookie.
+        // A descriptor that is no longer a socket has no cookie.
         if sock::cookie(&socket).ok() == Some(cookie) {
             return Ok(socket);
         }
@@ -40,7 +40,7 @@ impl Holder {
     }
 }
 
-/// What is known of who holds which socket.
+/// Known holders of sockets.
 #[derive(Debug, Default)]
 pub struct Holders {
     by_inode: HashMap<u64, Holder>,
@@ -49,10 +49,11 @@ pub struct Holders {
 }
 
 impl Holders {
-    /// A duplicate of a socket whose holder is known. `None`: it is not known, or not any more.
+    /// Returns a duplicate of a socket whose holder is known. Returns `None` if no holder is known, or the known one no
+    /// longer holds the socket.
     ///
     /// # Errors
-    /// Without the right to trace the holder.
+    /// If the right to trace the holder is missing.
     pub fn open(&mut self, inode: u64, cookie: u64) -> Result<Option<(Holder, OwnedFd)>> {
         let Some(holder) = self.by_inode.get(&inode).copied() else { return Ok(None) };
         match holder.open(cookie) {
@@ -65,18 +66,19 @@ impl Holders {
         }
     }
 
-    /// Remembers what is known from elsewhere.
+    /// Adds a holder that is known from elsewhere.
     pub fn learn(&mut self, inode: u64, holder: Holder) {
         self.by_inode.insert(inode, holder);
     }
 
-    /// Whether the last walk is long enough ago.
+    /// Returns whether enough time has passed since the last walk.
     pub fn may_walk(&self) -> bool {
         self.next_walk.is_none_or(|at| Instant::now() >= at)
     }
 
-    /// Walks over the processes until the holders of all of `missing` are found, those first that hold others. On the
-    /// way it learns of all in `watched`, and it forgets all that are not.
+    /// Walks over the processes until the holders of all of `missing` are found, starting with processes that are known
+    /// to hold other sockets. Along the way it records the holders of all sockets in `watched`, and it forgets all
+    /// other sockets.
     pub fn walk(&mut self, watched: &HashSet<u64>, mut missing: HashSet<u64>) {
         let began = Instant::now();
         self.walks += 1;
@@ -97,11 +99,11 @@ impl Holders {
         self.next_walk = Some(Instant::now() + began.elapsed().max(LEAST) * 9);
     }
 
-    /// Walks so far.
+    /// Returns the number of walks so far.
     pub fn walks(&self) -> u64 {
         self.walks
     }
 }
 
-/// A walk counts as at least so long, so that a host without processes is not walked all the time either.
+/// Minimum duration assumed for a walk, so that walks stay rare even on a host with few processes.
 const LEAST: Duration = Duration::from_millis(1);

@@ -1,16 +1,16 @@
 //! The host side of PLB (Protective Load Balancing) on Linux: flow labels, the kernel's PLB knobs, repathing.
 //!
-//! Hosts change the path of a connection by changing its IPv6 flow label, which a fabric's ECMP hash includes. Linux
-//! does that by itself after a retransmission timeout, and from 6.2 on for congestion (DCTCP). This crate reads and
-//! sets everything that decides whether it can ([`sysctl`], [`sock`], [`flowlabel`], [`route`], [`fabric`]), shows
-//! what happened ([`diag`], [`tcpinfo`], [`counters`], [`repath`]), and does the same from user space where the
+//! A host changes the path of a connection by changing its IPv6 flow label, which a fabric's ECMP hash includes.
+//! Linux does this after a retransmission timeout and, from 6.2 on, for congestion (DCTCP). This crate reads and sets
+//! everything that decides whether Linux can do so ([`sysctl`], [`sock`], [`flowlabel`], [`route`], [`fabric`]). It
+//! shows what happened ([`diag`], [`tcpinfo`], [`counters`], [`repath`]). It also repaths from user space where the
 //! kernel's congestion control has no PLB hooks ([`detector`], [`tracker`], [`relabel`], [`daemon`]).
 //!
-//! **The thing people get backwards:** for TCP an *explicit* flow label switches repathing off. Leave automatic labels
-//! on; set explicit ones only to pin a connection.
+//! **A common mistake:** for TCP, an *explicit* flow label switches repathing off. Leave automatic labels on; set
+//! explicit ones only to pin a connection.
 //!
-//! Everything works on the network namespace of the calling thread; [`netns`] enters another one. Blocking calls, no
-//! async runtime. The only `unsafe` is in `sys`. Depends on none of the other crates of this project.
+//! All functions act on the network namespace of the calling thread; [`netns`] enters another one. Calls block; there
+//! is no async runtime. The only `unsafe` is in `sys`. The crate does not depend on the other crates of this project.
 //!
 #![doc = include_str!("../README.md")]
 

@@ -10,22 +10,22 @@ use crate::{Error, Result, netlink, sys};
 /// One device.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Device {
-    /// Name.
+    /// Name of the device.
     pub name: String,
     /// Index in its namespace.
     pub index: u32,
-    /// Switched on.
+    /// Whether the device is up.
     pub up: bool,
-    /// `lo`.
+    /// Whether the device is `lo`.
     pub loopback: bool,
     /// Bytes before the IPv6 header: 14 on Ethernet and loopback, 0 on tunnels.
     pub header_length: u8,
 }
 
-/// All devices.
+/// Returns all devices.
 ///
 /// # Errors
-/// A reply that is cut short.
+/// If a reply is cut short.
 pub fn list() -> Result<Vec<Device>> {
     let mut request = NetlinkMessage::from(RouteNetlinkMessage::GetLink(LinkMessage::default()));
     request.header.flags = NLM_F_REQUEST | NLM_F_DUMP;
@@ -39,10 +39,10 @@ pub fn list() -> Result<Vec<Device>> {
         .collect())
 }
 
-/// One device by name.
+/// Returns one device by name.
 ///
 /// # Errors
-/// [`Error::Gone`] with the names that exist.
+/// [`Error::Gone`], listing the existing names.
 pub fn named(name: &str) -> Result<Device> {
     let devices = list()?;
     // The kernel also finds alternative names.

@@ -1,6 +1,6 @@
-//! Every trap between a host and working repathing, each with its cure.
+//! All known traps that can prevent repathing on a host, each with its fix.
 //!
-//! [`Host::read`] looks; [`lint`] judges what it saw and asks the kernel nothing.
+//! [`Host::read`] collects the state of the host; [`lint`] judges that state without asking the kernel.
 
 use crate::Result;
 use crate::counters::Counters;
@@ -11,14 +11,14 @@ use crate::route::{self, Route};
 use crate::sock::WITH_PLB_HOOKS;
 use crate::sysctl::{self, PlbParams};
 
-/// What [`lint`] looks at: one namespace at one moment.
+/// Input of [`lint`]: the state of one namespace at one moment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Host {
     /// `uname -r`.
     pub kernel: String,
     /// PLB's knobs; `None` before Linux 6.2.
     pub plb: Option<PlbParams>,
-    /// The kernel has IPv6.
+    /// Whether the kernel has IPv6.
     pub ipv6: bool,
     /// `net.ipv6.auto_flowlabels`.
     pub auto_flowlabels: u32,
@@ -32,21 +32,21 @@ pub struct Host {
     pub tcp_ecn: u32,
     /// `net.ipv4.tcp_congestion_control`.
     pub congestion: String,
-    /// Congestion controls that are there.
+    /// Available congestion controls.
     pub available: Vec<String>,
-    /// Those that need no right.
+    /// Congestion controls that need no special rights.
     pub unrestricted: Vec<String>,
-    /// `net.ipv6.conf.all.forwarding`: this namespace routes.
+    /// `net.ipv6.conf.all.forwarding`: whether this namespace routes.
     pub forwards: bool,
-    /// Its multipath hash; `None` without IPv6.
+    /// Multipath hash of the namespace; `None` without IPv6.
     pub hash: Option<Hash>,
     /// Leased labels.
     pub leases: Vec<Listed>,
-    /// Unleased labels are still accepted.
+    /// Whether unleased labels are still accepted.
     pub unleased_labels_work: bool,
     /// Connected and listening TCP sockets, IPv4 included.
     pub sockets: Vec<Entry>,
-    /// Connected sockets with an explicit label, as far as their owners could be looked into.
+    /// Number of connected sockets with an explicit label, among those whose owners could be inspected.
     pub explicit_labels: usize,
     /// IPv6 routes.
     pub routes: Vec<Route>,
@@ -55,10 +55,10 @@ pub struct Host {
 }
 
 impl Host {
-    /// Looks at the calling thread's namespace.
+    /// Reads the state of the calling thread's namespace.
     ///
     /// # Errors
-    /// When something that exists cannot be read.
+    /// If something that exists cannot be read.
     pub fn read() -> Result<Self> {
         let ipv6 = sysctl::read("net.ipv6.auto_flowlabels")?.is_some();
         let number = |name: &str| Ok(sysctl::read_number(name)?.unwrap_or_default());
@@ -98,29 +98,29 @@ fn explicit_labels(sockets: &[Entry]) -> usize {
         .count()
 }
 
-/// How bad.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Severity {
-    /// Works, but not as well or not as one would think.
+    /// Repathing works, but less well than expected, or in another way.
     Note,
     /// Something does not work.
     Problem,
 }
 
-/// One trap.
+/// One trap that was found.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Finding {
-    /// Short and stable, for scripts.
+    /// Identifier for scripts: short and stable.
     pub id: &'static str,
-    /// How bad.
+    /// Severity.
     pub severity: Severity,
-    /// What is so.
+    /// What was found.
     pub what: String,
-    /// What to do.
+    /// How to fix it.
     pub cure: String,
 }
 
-/// All traps that this host is in, problems first. Empty: none.
+/// Returns all traps found on this host, problems first. An empty list means that there are none.
 pub fn lint(host: &Host) -> Vec<Finding> {
     let mut found = Vec::new();
     let mut add = |id, severity, what: String, cure: &str| {

@@ -1,6 +1,6 @@
-//! `plb`: shows, sets and proves what decides about repathing on this host.
+//! `plb`: shows, sets and checks the settings that determine whether this host repaths connections.
 //!
-//! One file a topic under `cli/`; each command gathers data, then prints it as a table or as JSON.
+//! Each topic has one file under `cli/`. Each command gathers data, then prints it as a table or as JSON.
 
 #[path = "cli/mod.rs"]
 mod cli;

@@ -1,4 +1,4 @@
-//! Every parser against seeded mutations of real input: an error is fine, a panic is not.
+//! Runs every parser on seeded mutations of real input: an error is fine, a panic is not.
 
 use std::panic::catch_unwind;
 
@@ -7,7 +7,7 @@ use crate::flowlabel::{self, Label};
 use crate::tcpinfo::TcpInfo;
 use crate::{diag, route};
 
-/// Small, seeded, and good enough to choose bytes (xorshift64*).
+/// A small, seeded generator, good enough to choose bytes (xorshift64*).
 struct Random(u64);
 
 impl Random {
@@ -19,7 +19,7 @@ impl Random {
     }
 }
 
-/// One to four changes: a bit, a byte, an interesting 16-bit length, a cut, a repeated piece.
+/// Makes one to four changes: a flipped bit, a new byte, an interesting 16-bit length, a cut, a repeated piece.
 fn mutate(original: &[u8], random: &mut Random) -> Vec<u8> {
     let mut bytes = original.to_vec();
     for _ in 0..=random.below(4) {
@@ -43,7 +43,7 @@ fn mutate(original: &[u8], random: &mut Random) -> Vec<u8> {
             }
         }
     }
-    // The outer length right again in half of the cases, so that the inner parsers are reached.
+    // In half of the cases the outer length is corrected, so that the inner parsers are reached.
     if random.below(2) == 0 && bytes.len() >= 4 && original.len() >= 4 {
         let length = u32::try_from(bytes.len()).unwrap();
         bytes[..4].copy_from_slice(&length.to_ne_bytes());

@@ -1,5 +1,5 @@
-//! One netlink exchange: a request, and all of its answer. What fails only for the moment is tried again, over a socket
-//! of its own: an answer that was given up half-way keeps the old one busy.
+//! One netlink exchange: a request and its complete answer. A temporary failure is retried over a new socket, because
+//! an answer that was not read to its end keeps the old socket busy.
 
 use std::fmt::Debug;
 use std::io;
@@ -13,19 +13,19 @@ use netlink_sys::{Socket, SocketAddr};
 
 use crate::{Error, Result};
 
-/// What one datagram held.
+/// Content of one datagram.
 #[derive(Debug)]
 pub(crate) struct Batch<T> {
     pub(crate) messages: Vec<T>,
-    /// The kernel said that this was all.
+    /// Whether the kernel marked the end of the answer.
     pub(crate) finished: bool,
 }
 
-/// Sends `request` and collects the answer until the kernel says that it is complete.
+/// Sends `request` and collects the answer until the kernel marks it complete.
 ///
-/// `doing` and `cure` are for messages. A dump that changed under the kernel's hands, and every error that
-/// [`passes`], is asked for again, [`ATTEMPTS`] times in all. A request may therefore arrive twice: send none whose
-/// second arrival does something else.
+/// `doing` and `cure` are used in error messages. The request is repeated, up to [`ATTEMPTS`] times in all, if the dump
+/// changed while the kernel produced it or if the error [`passes`]. A request may therefore arrive twice: send only
+/// idempotent requests.
 pub(crate) fn exchange<T>(
     protocol: isize,
     request: NetlinkMessage<T>,
@@ -43,7 +43,7 @@ where
     exchange_over(open, request, doing, cure)
 }
 
-/// Carries datagrams to the kernel and back: a netlink socket, or what a test puts in its place.
+/// Carries datagrams to the kernel and back: a netlink socket, or a test double.
 trait Wire {
     fn send(&mut self, datagram: &[u8]) -> io::Result<()>;
     fn receive(&mut self) -> io::Result<Vec<u8>>;
@@ -101,7 +101,7 @@ where
     let mut interrupted = false;
     loop {
         let datagram = match wire.receive() {
-            // A signal: what waits for it finds out afterwards.
+            // A signal arrived; the code that waits for it checks afterwards.
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             outcome => outcome.map_err(kernel)?,
         };
@@ -117,13 +117,13 @@ where
     Ok(answer)
 }
 
-/// Whether the same request is likely to succeed a moment later: the list changed while it was read, the kernel had no
-/// memory or no room in the socket, or was busy.
+/// Returns whether the same request is likely to succeed a moment later: the list changed while it was read, the kernel
+/// was busy or out of memory, or the socket's buffer was full.
 pub(crate) fn passes(error: &Error) -> bool {
     matches!(error.errno(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOBUFS | libc::ENOMEM))
 }
 
-/// Parses one datagram. An error message inside becomes that error.
+/// Parses one datagram. An error message inside is returned as that error.
 pub(crate) fn parse<T>(datagram: &[u8], doing: &str, cure: &str, interrupted: &mut bool) -> Result<Batch<T>>
 where
     T: NetlinkDeserializable + Debug,
@@ -135,7 +135,7 @@ where
         return Err(malformed(&"empty"));
     }
     while !rest.is_empty() {
-        // The library slices by the length in the header: it must be right first.
+        // The library slices by the length in the header, so that length must be checked first.
         let length = rest
             .first_chunk::<4>()
             .map(|bytes| u32::from_ne_bytes(*bytes) as usize)
@@ -151,7 +151,7 @@ where
             }
             NetlinkPayload::Error(error) if error.code.is_none() => batch.finished = true,
             NetlinkPayload::Error(error) => return Err(Error::kernel(doing, cure, errno(error.raw_code()))),
-            // The kernel lost part of it.
+            // The kernel lost part of the answer.
             NetlinkPayload::Overrun(_) => return Err(Error::kernel(doing, cure, errno(-libc::ENOBUFS))),
             _ => {}
         }
@@ -167,9 +167,9 @@ fn errno(code: i32) -> io::Error {
 /// `struct nlmsghdr`.
 const HEADER: usize = 16;
 
-/// How often a request is sent before its failure counts.
+/// Number of times a request is sent before it fails.
 const ATTEMPTS: u32 = 6;
-/// Doubles with each attempt: 62 ms in all.
+/// Pause before the first retry; doubles with each attempt, 62 ms in all.
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 
 #[cfg(test)]

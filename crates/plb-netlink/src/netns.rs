@@ -1,4 +1,4 @@
-//! Network namespaces. Everything in this crate acts on the namespace of the calling thread.
+//! Network namespaces. All functions of this crate act on the namespace of the calling thread.
 
 use std::fs::{self, File};
 use std::io;
@@ -8,7 +8,7 @@ use std::thread;
 
 use crate::{Error, Result, sys};
 
-/// An open network namespace; it lives at least as long as this.
+/// An open network namespace; it exists at least as long as this value.
 #[derive(Debug)]
 pub struct Namespace {
     file: File,
@@ -16,10 +16,10 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// One made by `ip netns add`.
+    /// Opens a namespace created by `ip netns add`.
     ///
     /// # Errors
-    /// [`Error::Gone`] with the names that exist.
+    /// [`Error::Gone`], listing the existing names.
     pub fn named(name: &str) -> Result<Self> {
         if name.is_empty() || name.contains('/') || name == "." || name == ".." {
             return Err(Error::Invalid(format!("`{name}` is no namespace name: it is a file in {FOLDER}")));
@@ -35,7 +35,7 @@ impl Namespace {
         Ok(Self { file, name: name.to_owned() })
     }
 
-    /// The one a process is in.
+    /// Opens the namespace of a process.
     ///
     /// # Errors
     /// [`Error::Gone`] if there is no such process.
@@ -51,13 +51,13 @@ impl Namespace {
         Ok(Self { file, name: format!("of process {pid}") })
     }
 
-    /// Moves the calling thread, and threads it starts later, into this namespace for good.
+    /// Moves the calling thread, and threads that it starts later, into this namespace permanently.
     ///
     /// # Errors
-    /// Without CAP_SYS_ADMIN.
+    /// If CAP_SYS_ADMIN is missing.
     pub fn enter(&self) -> Result<()> {
         sys::enter_network_namespace(self.file.as_fd()).map_err(|source| match source.raw_os_error() {
-            // The name outlives a namespace whose mount was lost: the file is then an ordinary one.
+            // The name outlives a namespace whose mount was lost; the file is then a regular file.
             Some(libc::EINVAL) => {
                 Error::Gone(format!("network namespace `{}` is gone; only its name is left", self.name))
             }
@@ -69,10 +69,10 @@ impl Namespace {
         })
     }
 
-    /// Runs `work` inside, on a thread of its own; the calling thread stays where it is.
+    /// Runs `work` inside the namespace, on a separate thread; the calling thread stays in its own namespace.
     ///
     /// # Errors
-    /// As [`enter`](Self::enter), or what `work` returned.
+    /// Same as [`enter`](Self::enter), or the error of `work`.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         thread::scope(|scope| {
             let inside = scope.spawn(|| {
@@ -87,7 +87,7 @@ impl Namespace {
     }
 }
 
-/// What `ip netns` lists, sorted.
+/// Returns the names that `ip netns` lists, sorted.
 pub fn names() -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(FOLDER)
         .into_iter()

@@ -1,4 +1,4 @@
-//! Sockets of other processes: duplicated through a pidfd, so that options can be read and set without the owner's
+//! Duplicates sockets of other processes through a pidfd, so that options can be read and set without the owner's
 //! help. Needs the right to trace the owner: the same user, or CAP_SYS_PTRACE.
 
 use std::collections::HashMap;
@@ -7,10 +7,11 @@ use std::os::fd::{AsFd as _, OwnedFd};
 
 use crate::{Error, Result, sys};
 
-/// A duplicate of `fd` of process `pid`: the same socket, so options set on it act on the owner's.
+/// Duplicates descriptor `fd` of process `pid`. The duplicate is the same socket, so options set on it affect the
+/// owner's.
 ///
 /// # Errors
-/// [`Error::Gone`] for a process or descriptor that is not there.
+/// [`Error::Gone`] for a process or descriptor that does not exist.
 pub fn duplicate(pid: u32, fd: i32) -> Result<OwnedFd> {
     let doing = || format!("reaching descriptor {fd} of process {pid}");
     let sort = |source: std::io::Error| match source.raw_os_error() {
@@ -23,18 +24,19 @@ pub fn duplicate(pid: u32, fd: i32) -> Result<OwnedFd> {
     sys::pidfd_getfd(process.as_fd(), fd).map_err(sort)
 }
 
-/// Who holds a socket.
+/// Process that holds a socket.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Owner {
-    /// Process.
+    /// Process id.
     pub pid: u32,
     /// One of its descriptors.
     pub fd: i32,
-    /// Its name, `comm`.
+    /// Name of the process, `comm`.
     pub command: String,
 }
 
-/// The owner of every socket that the caller may look at, by inode. Of several owners the lowest pid counts.
+/// Returns the owners of all sockets that the caller may inspect, by inode. If a socket has several owners, the one
+/// with the lowest pid is returned.
 pub fn owners() -> HashMap<u64, Owner> {
     let mut owners = HashMap::new();
     for pid in processes() {
@@ -50,7 +52,7 @@ pub fn owners() -> HashMap<u64, Owner> {
     owners
 }
 
-/// Every process of this PID namespace, as `/proc` shows it, sorted.
+/// Returns the ids of all processes of this PID namespace, as `/proc` shows them, sorted.
 pub fn processes() -> Vec<u32> {
     let mut pids: Vec<u32> = fs::read_dir("/proc")
         .into_iter()
@@ -61,10 +63,10 @@ pub fn processes() -> Vec<u32> {
     pids
 }
 
-/// Descriptor and inode of every socket of a process, sorted.
+/// Returns descriptor and inode of every socket of a process, sorted.
 ///
 /// # Errors
-/// [`Error::Gone`] for a process that is not there.
+/// [`Error::Gone`] for a process that does not exist.
 pub fn sockets(pid: u32) -> Result<Vec<(i32, u64)>> {
     let folder = fs::read_dir(format!("/proc/{pid}/fd")).map_err(|source| match source.kind() {
         std::io::ErrorKind::NotFound => Error::Gone(format!("no process {pid} (any more)")),
@@ -78,7 +80,7 @@ pub fn sockets(pid: u32) -> Result<Vec<(i32, u64)>> {
         .filter_map(|entry| {
             let entry = entry.ok()?;
             let fd = entry.file_name().to_str()?.parse().ok()?;
-            // Descriptors come and go while we look.
+            // Descriptors may open and close during the listing.
             let target = fs::read_link(entry.path()).ok()?;
             let inode = target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()?;
             Some((fd, inode))

@@ -1,7 +1,8 @@
-//! Whether a connection may be moved now, and whether by the kernel or by `plb`.
+//! Decides whether a connection may be moved now, and whether the kernel or `plb` does it.
 //!
-//! Two things pin a connection: an explicit label, and `SO_TXREHASH` off. A label of 0 is no pin: it is what a host with
-//! automatic labels off sends, and what [`crate::daemon::Way::SocketOptions`] leaves behind on its way.
+//! Two things pin a connection: an explicit label, and `SO_TXREHASH` off. A label of 0 is not a pin. A host with
+//! automatic labels off sends it, and so does a socket after [`crate::daemon::Way::SocketOptions`] has switched its
+//! label off.
 
 use std::fmt;
 use std::os::fd::AsFd;
@@ -10,10 +11,10 @@ use crate::detector::Cause;
 use crate::flowlabel::{self, Current, Label};
 use crate::{Result, sock};
 
-/// What keeps a connection where it is.
+/// Reason why a connection stays on its path.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Pin {
-    /// It holds an explicit label.
+    /// The connection has an explicit label.
     Label(Label),
     /// `SO_TXREHASH` is off, for this socket or as the namespace's default.
     RehashOff,
@@ -28,37 +29,38 @@ impl fmt::Display for Pin {
     }
 }
 
-/// What a socket says of itself.
+/// State of a socket that determines whether it is pinned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Facts {
-    /// Its label.
+    /// Label of the socket.
     pub label: Current,
-    /// Whether the kernel may change an automatic one.
+    /// Whether the kernel may change an automatic label.
     pub may_rehash: bool,
 }
 
 impl Facts {
-    /// Reads them from a duplicate of the socket.
+    /// Reads the facts from a duplicate of the socket.
     ///
     /// # Errors
-    /// On anything but TCP over IPv6.
+    /// On a socket that is not TCP over IPv6.
     pub fn read(socket: &impl AsFd) -> Result<Self> {
         Ok(Self { label: flowlabel::current(socket)?, may_rehash: sock::may_rehash(socket)? })
     }
 }
 
-/// What should happen to a connection that has a reason to move.
+/// Decision about a connection that has a reason to move.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Verdict {
-    /// Nothing.
+    /// Leave it on its path.
     Stay(Pin),
-    /// The kernel has moved it at this timeout by itself.
+    /// Leave it alone: the kernel has already moved it at this timeout.
     LeftToKernel,
     /// Give it another label.
     Move,
 }
 
-/// The rule. `relabelled`: something rewrites its label on the way out, so that the kernel's choice does not show.
+/// Decides whether to move a connection. `relabelled` is true if its label is rewritten at the egress, which hides the
+/// kernel's choice.
 pub fn judge(facts: Facts, cause: Cause, relabelled: bool) -> Verdict {
     match facts {
         Facts { label: Current::Explicit(label, _), .. } => Verdict::Stay(Pin::Label(label)),
@@ -85,7 +87,7 @@ mod tests {
             (auto, true, Forced, true, Verdict::Move),
             (auto, true, Timeout, false, Verdict::LeftToKernel),
             (auto, true, Timeout, true, Verdict::Move),
-            // The kernel changes its hash at a timeout, but the label is 0 all the same.
+            // The kernel changes its hash at a timeout, but the label stays 0.
             (zero, true, Timeout, false, Verdict::Move),
             (zero, true, Idle, false, Verdict::Move),
             (auto, false, Timeout, false, Verdict::Stay(Pin::RehashOff)),

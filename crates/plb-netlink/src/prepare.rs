@@ -1,15 +1,15 @@
-//! Makes one's own socket repathable before it connects or listens, as far as this host allows.
+//! Makes the caller's own socket repathable before it connects or listens, as far as this host allows.
 
 use std::os::fd::AsFd;
 
 use crate::sock::{self, TxRehash};
 use crate::sysctl::{self, PlbParams};
 
-/// Sets congestion control (DCTCP, which brings ECN with it), `SO_TXREHASH` and automatic labels. Accepted connections
-/// inherit them from their listener. `ipv6`: the family on the wire.
+/// Sets congestion control (DCTCP, which also enables ECN), `SO_TXREHASH` and automatic labels. Accepted connections
+/// inherit them from their listener. `ipv6`: whether the connection uses IPv6 on the wire.
 ///
-/// Returns what could not be done and what stands in the way besides, one sentence each; empty: PLB will act. The
-/// socket is usable in any case.
+/// Returns the settings that failed and any other obstacles, one sentence each. If the list is empty, PLB will work.
+/// The socket is usable in any case.
 pub fn prepare(socket: &impl AsFd, ipv6: bool) -> Vec<String> {
     if !ipv6 {
         return vec!["IPv4 has no flow label: this socket cannot be repathed".to_owned()];
@@ -18,7 +18,8 @@ pub fn prepare(socket: &impl AsFd, ipv6: bool) -> Vec<String> {
     let wanted = sock::WITH_PLB_HOOKS[0];
     if let Err(error) = sock::set_congestion(socket, wanted) {
         obstacles.push(error.to_string());
-        // DCTCP asks for ECN by itself; others only if configured to, and no socket option does that.
+        // DCTCP requests ECN by itself. Other congestion controls do so only if the host is configured to, and no
+        // socket option changes that.
         match sysctl::read_number("net.ipv4.tcp_ecn") {
             Ok(Some(1)) => {}
             Ok(value) => obstacles.push(format!(

@@ -1,15 +1,16 @@
-//! Gives chosen sockets another flow label on the wire, from outside, whatever their congestion control: a BPF program
-//! on the egress of a device looks the socket up by its cookie and rewrites the 20 bits. The TCP checksum does not cover
-//! them.
+//! Gives selected sockets another flow label on the wire, from outside and with any congestion control. A BPF program
+//! on the egress of a device looks the socket up by its cookie and rewrites the 20 bits. The TCP checksum does not
+//! cover them.
 //!
-//! It runs after the host chose its own route: with several uplinks the label decides in the fabric, not on the host.
+//! The program runs after the host has chosen its own route. On a host with several uplinks, the new label therefore
+//! affects the path in the fabric, not the choice of the uplink.
 
 use crate::bpf::{self, Assembler, Attached, CookieMap};
 use crate::flowlabel::Label;
 use crate::link::Device;
 use crate::{Error, Result};
 
-/// The program on one or more devices. Everything is undone when this is dropped or the process ends.
+/// The program on one or more devices. All changes are undone when this is dropped or the process ends.
 #[derive(Debug)]
 pub struct Relabeller {
     map: CookieMap,
@@ -17,10 +18,10 @@ pub struct Relabeller {
 }
 
 impl Relabeller {
-    /// Attaches to the egress of these devices. No packet changes until [`set`](Self::set).
+    /// Attaches the program to the egress of these devices. No packet changes until [`set`](Self::set) is called.
     ///
     /// # Errors
-    /// Missing rights, a kernel before 6.6.
+    /// Missing rights, or a kernel before 6.6.
     pub fn attach(devices: &[Device]) -> Result<Self> {
         if devices.is_empty() {
             return Err(Error::Invalid("no device to attach to".to_owned()));
@@ -33,36 +34,38 @@ impl Relabeller {
         Ok(Self { map, _attached: attached })
     }
 
-    /// From the next packet on, this socket's packets carry `label`. The count of rewritten packets starts over.
+    /// Makes this socket's packets carry `label`, starting with the next one. The count of rewritten packets starts
+    /// over.
     ///
     /// # Errors
-    /// When the table is full.
+    /// If the table is full.
     pub fn set(&self, cookie: u64, label: Label) -> Result<()> {
         let mut value = [0; 16];
         value[..4].copy_from_slice(&label.to_wire());
         self.map.set(cookie, value)
     }
 
-    /// The label a socket was given, and how many packets went out with it.
+    /// Returns the label given to a socket, and the number of packets sent with it.
     ///
     /// # Errors
-    /// When the kernel refuses to look.
+    /// If the kernel refuses the lookup.
     pub fn get(&self, cookie: u64) -> Result<Option<(Label, u64)>> {
         Ok(self.map.get(cookie)?.map(|[a, b, c, d, _, _, _, _, count @ ..]| {
             (Label::from_wire([a, b, c, d]), u64::from_ne_bytes(count))
         }))
     }
 
-    /// The socket's own label counts again.
+    /// Stops rewriting: the socket's own label is sent again. Returns whether the socket was relabelled.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// If the kernel refuses the removal.
     pub fn remove(&self, cookie: u64) -> Result<bool> {
         self.map.remove(cookie)
     }
 }
 
-/// Value of the map: label as on the wire, 4 bytes of padding, packets rewritten.
+/// Assembles the program. A value of the map consists of the label as on the wire, 4 bytes of padding, and the number
+/// of packets rewritten.
 fn program(map: &CookieMap, header_length: u8) -> Result<Vec<u64>> {
     const GET_SOCKET_COOKIE: i32 = 46;
     const MAP_LOOKUP: i32 = 1;
@@ -78,7 +81,7 @@ fn program(map: &CookieMap, header_length: u8) -> Result<Vec<u64>> {
 
     let mut p = Assembler::default();
     p.copy(6, 1).load32(1, 6, PROTOCOL).end_unless_equal(1, ipv6);
-    // r7 = what the map has for this packet's socket
+    // r7 = the map's value for this packet's socket
     p.copy(1, 6).call(GET_SOCKET_COOKIE).store64(10, -8, 0);
     map.load_into(1, &mut p).copy(2, 10).add(2, KEY).call(MAP_LOOKUP).end_if_equal(0, 0).copy(7, 0);
     // the first word of the IPv6 header
@@ -89,5 +92,5 @@ fn program(map: &CookieMap, header_length: u8) -> Result<Vec<u64>> {
     p.finish()
 }
 
-/// Sockets relabelled at once.
+/// Maximum number of relabelled sockets at a time.
 const CAPACITY: u32 = 65_536;

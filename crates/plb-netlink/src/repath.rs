@@ -1,6 +1,6 @@
-//! Can this socket be repathed, and if not, why.
+//! Decides whether a socket can be repathed and, if not, why.
 //!
-//! The kernel's counters do not answer that: they rise for sockets whose label cannot change.
+//! The kernel's counters do not show this: they rise even for sockets whose label cannot change.
 
 use std::fmt;
 use std::os::fd::AsFd;
@@ -13,7 +13,7 @@ use crate::sock;
 use crate::sysctl::PlbParams;
 use crate::tcpinfo::TcpInfo;
 
-/// What stands in the way of repathing.
+/// Obstacle to repathing.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Reason {
@@ -21,29 +21,29 @@ pub enum Reason {
     Ipv4,
     /// The connection does not leave the host.
     Local,
-    /// An explicit label: repathing leaves it alone.
+    /// The label is explicit; repathing does not change it.
     ExplicitLabel(Label),
     /// Automatic labels are off: every packet carries label 0.
     NoAutomaticLabel,
     /// `SO_TXREHASH` is off: the label stays.
     TxRehashOff,
-    /// PLB: this congestion control does not call it.
+    /// No repathing for congestion: this congestion control does not call PLB.
     NoHooks(String),
-    /// PLB: ECN was not negotiated, so there is nothing to detect congestion by.
+    /// No repathing for congestion: ECN was not negotiated, so congestion cannot be detected.
     NoEcn,
-    /// PLB: `net.ipv4.tcp_plb_enabled` is off.
+    /// No repathing for congestion: `net.ipv4.tcp_plb_enabled` is off.
     PlbOff,
-    /// PLB: this kernel has none.
+    /// No repathing for congestion: this kernel does not have PLB.
     NoPlb,
 }
 
 impl Reason {
-    /// It also stops repathing after timeouts, not only for congestion.
+    /// Returns whether this obstacle also stops repathing after timeouts, not only repathing for congestion.
     pub fn stops_timeouts_too(&self) -> bool {
         !matches!(self, Self::NoHooks(_) | Self::NoEcn | Self::PlbOff | Self::NoPlb)
     }
 
-    /// What to do about it.
+    /// Returns how to fix it.
     pub fn cure(&self) -> &'static str {
         match self {
             Self::Ipv4 => "use IPv6 between these hosts",
@@ -75,12 +75,12 @@ impl fmt::Display for Reason {
     }
 }
 
-/// What is known about a socket.
+/// Facts about a socket.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Facts {
-    /// IPv6 on the wire.
+    /// Whether the connection uses IPv6 on the wire.
     pub ipv6: bool,
-    /// Both ends on this host.
+    /// Whether both ends are on this host.
     pub local: bool,
     /// Its label; `None` for IPv4.
     pub label: Option<Current>,
@@ -88,37 +88,37 @@ pub struct Facts {
     pub txrehash: bool,
     /// Congestion control.
     pub congestion: String,
-    /// ECN negotiated.
+    /// Whether ECN was negotiated.
     pub ecn: bool,
-    /// `tcp_plb_enabled`; `None`: this kernel has no PLB.
+    /// Whether `tcp_plb_enabled` is on; `None`: this kernel has no PLB.
     pub plb: Option<bool>,
 }
 
-/// The answer. No reason at all: everything works.
+/// Result of the check. If there are no reasons, all repathing works.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Verdict {
-    /// What the answer rests on.
+    /// Facts on which the result is based.
     pub facts: Facts,
-    /// Everything in the way.
+    /// All obstacles.
     pub reasons: Vec<Reason>,
 }
 
 impl Verdict {
-    /// A retransmission timeout moves the connection, and so does `plb run`.
+    /// Returns whether a retransmission timeout moves the connection; if so, `plb run` can move it too.
     pub fn on_timeout(&self) -> bool {
         !self.reasons.iter().any(Reason::stops_timeouts_too)
     }
 
-    /// The kernel's PLB moves it for congestion too.
+    /// Returns whether the kernel's PLB also moves the connection for congestion.
     pub fn on_congestion(&self) -> bool {
         self.reasons.is_empty()
     }
 }
 
-/// Judges a connected TCP socket, one's own or a duplicate of another process's ([`crate::pidfd`]).
+/// Judges a connected TCP socket: the caller's own or a duplicate of another process's ([`crate::pidfd`]).
 ///
 /// # Errors
-/// On anything but TCP.
+/// On a socket that is not TCP.
 pub fn repathable(socket: &impl AsFd) -> Result<Verdict> {
     let reference = SockRef::from(socket);
     let peer = reference.peer_addr().ok();
@@ -143,7 +143,7 @@ pub fn repathable(socket: &impl AsFd) -> Result<Verdict> {
     }))
 }
 
-/// The rule itself.
+/// Judges a socket by its facts.
 pub fn judge(facts: Facts) -> Verdict {
     let mut reasons = Vec::new();
     if !facts.ipv6 {

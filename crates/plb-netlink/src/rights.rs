@@ -1,14 +1,15 @@
-//! What stands in the way of moving the connections of other processes, before the first is tried.
+//! Lists the obstacles to moving the connections of other processes, before any move is attempted.
 //!
-//! A connection moves only if its pins can be read, so each of these leaves connections where they are, in silence but for
-//! this. The rights for BPF are not here: without them the program cannot be attached, and that is an error.
+//! A connection moves only if its pins can be read. Each of these obstacles therefore leaves connections where they
+//! are, and this list is the only warning. The rights for BPF are not included: without them the program cannot be
+//! attached, and that is an error.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
 use crate::sysctl;
 
-/// One sentence each; empty: every connection of the host can be looked into.
+/// Returns one sentence per obstacle; if there are none, every connection of the host can be inspected.
 pub fn obstacles() -> Vec<String> {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = capabilities(&status);
@@ -33,7 +34,7 @@ pub fn obstacles() -> Vec<String> {
     obstacles
 }
 
-/// The effective set of `/proc/PID/status`; none, if it cannot be read.
+/// Returns the effective set from `/proc/PID/status`; empty if it cannot be read.
 fn capabilities(status: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     line.and_then(|set| u64::from_str_radix(set.trim(), 16).ok()).unwrap_or(0)
@@ -42,7 +43,7 @@ fn capabilities(status: &str) -> u64 {
 const DAC_OVERRIDE: u64 = 1 << 1;
 const DAC_READ_SEARCH: u64 = 1 << 2;
 const SYS_PTRACE: u64 = 1 << 19;
-/// `PROC_PID_INIT_INO`: the same on every kernel.
+/// `PROC_PID_INIT_INO`, the same on every kernel.
 const FIRST_PID_NAMESPACE: u64 = 0xefff_fffc;
 
 #[cfg(test)]

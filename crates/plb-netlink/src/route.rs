@@ -1,8 +1,8 @@
-//! Congestion control and ECN for one IPv6 route, by rtnetlink: the narrowest way to use DCTCP towards a fabric and
-//! nothing else towards the rest of the world.
+//! Congestion control and ECN of one IPv6 route, by rtnetlink. This is the narrowest way to use DCTCP: towards a fabric
+//! only, with no change for other destinations.
 //!
-//! A route's congestion control is the default of sockets that connect through it, applied at `connect`. Locked, it
-//! also refuses any other that a socket asks for.
+//! The congestion control of a route is the default of sockets that connect through it, applied at `connect`. If it
+//! is locked, the route also refuses any other one that a socket requests.
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -22,9 +22,9 @@ use crate::{Error, Result, link, netlink, sock, sysctl};
 /// An IPv6 prefix; `::/0` is the default route.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Prefix {
-    /// Its address, host bits zero.
+    /// Address, with host bits zero.
     pub address: Ipv6Addr,
-    /// 0 to 128 bits.
+    /// Length in bits, 0 to 128.
     pub length: u8,
 }
 
@@ -33,7 +33,7 @@ impl Prefix {
         address.to_bits() & self.mask() == self.address.to_bits() & self.mask()
     }
 
-    /// The address without its host bits.
+    /// Returns the address without its host bits.
     fn network(&self) -> Ipv6Addr {
         Ipv6Addr::from_bits(self.address.to_bits() & self.mask())
     }
@@ -46,7 +46,7 @@ impl Prefix {
 impl std::str::FromStr for Prefix {
     type Err = Error;
 
-    /// `default`, `ADDRESS/LENGTH` or `ADDRESS` (128 bits).
+    /// Parses `default`, `ADDRESS/LENGTH` or `ADDRESS` (128 bits).
     fn from_str(text: &str) -> Result<Self> {
         let bad =
             || Error::Invalid(format!("`{text}` is no IPv6 prefix: `default`, ADDRESS or ADDRESS/0 to 128"));
@@ -74,40 +74,40 @@ impl fmt::Display for Prefix {
 /// One unicast route.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
-    /// Destinations.
+    /// Destination prefix.
     pub destination: Prefix,
-    /// Routing table; 254 is the main one.
+    /// Routing table; 254 is the main table.
     pub table: u32,
     /// Preference among routes to the same destinations; lower wins.
     pub priority: u32,
     /// Device names, one for each next hop.
     pub devices: Vec<String>,
-    /// Gateways, as many as next hops have one.
+    /// Gateways, one for each next hop that has one.
     pub gateways: Vec<Ipv6Addr>,
     /// The route's congestion control.
     pub congestion: Option<String>,
-    /// Sockets may not choose another.
+    /// Whether sockets are forbidden to choose another congestion control.
     pub locked: bool,
-    /// `features ecn`: negotiate ECN whatever `net.ipv4.tcp_ecn` says.
+    /// `features ecn`: whether to negotiate ECN regardless of `net.ipv4.tcp_ecn`.
     pub ecn: bool,
     message: RouteMessage,
 }
 
-/// What to change; `None` leaves it.
+/// Changes to a route; `None` keeps a value.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Change {
     /// The congestion control; an empty name removes it.
     pub congestion: Option<String>,
-    /// Whether sockets may choose another.
+    /// Whether sockets are forbidden to choose another congestion control.
     pub locked: Option<bool>,
     /// `features ecn`.
     pub ecn: Option<bool>,
 }
 
-/// Every IPv6 unicast route of the main table. Needs no rights.
+/// Returns every IPv6 unicast route of the main table. Needs no special rights.
 ///
 /// # Errors
-/// A reply that is cut short.
+/// If a reply is cut short.
 pub fn list() -> Result<Vec<Route>> {
     let devices = link::list()?;
     let name = |index: u32| {
@@ -128,11 +128,11 @@ pub fn list() -> Result<Vec<Route>> {
         .collect())
 }
 
-/// The route with exactly this destination, or, for a single address, the one that its packets take. Of several the
-/// one with the lowest priority.
+/// Returns the route with exactly this destination or, for a single address, the route that its packets take. If
+/// several match, the one with the lowest priority wins.
 ///
 /// # Errors
-/// [`Error::Gone`] if there is none.
+/// [`Error::Gone`] if there is no such route.
 pub fn find(wanted: Prefix) -> Result<Route> {
     let mut routes = list()?;
     routes.retain(|route| {
@@ -144,10 +144,10 @@ pub fn find(wanted: Prefix) -> Result<Route> {
     })
 }
 
-/// Replaces the route by itself with these metrics, and reads it back.
+/// Replaces the route by itself with the changed metrics, and reads it back.
 ///
 /// # Errors
-/// Unknown congestion control, missing rights. On any of them the route is as it was.
+/// If the congestion control is unknown or rights are missing; in both cases the route is unchanged.
 pub fn set(route: &Route, change: &Change) -> Result<Route> {
     let wanted_name = change.congestion.as_deref().or(route.congestion.as_deref()).filter(|n| !n.is_empty());
     if change.locked == Some(true) && wanted_name.is_none() {
@@ -231,7 +231,7 @@ fn gateway(hop: &RouteNextHop) -> Option<Ipv6Addr> {
     })
 }
 
-/// The same route with other metrics; all that is not asked for stays.
+/// Returns the same route with changed metrics; metrics that are not in `change` keep their values.
 fn changed(message: &RouteMessage, change: &Change) -> RouteMessage {
     let mut message = message.clone();
     let mut metrics = Vec::new();
@@ -240,7 +240,7 @@ fn changed(message: &RouteMessage, change: &Change) -> RouteMessage {
             metrics.extend(old.iter().cloned());
             false
         }
-        // Told by the kernel only.
+        // Only the kernel sets this attribute.
         RouteAttribute::CacheInfo(_) => false,
         _ => true,
     });
@@ -281,10 +281,10 @@ fn changed(message: &RouteMessage, change: &Change) -> RouteMessage {
     message
 }
 
-/// Parses a datagram as the kernel sends it. Public for fuzzing; [`list`] is what programs want.
+/// Parses a datagram as the kernel sends it. Public for fuzzing; programs should use [`list`].
 ///
 /// # Errors
-/// Anything that is not a sequence of whole, well-formed messages.
+/// If the datagram is not a sequence of whole, well-formed messages.
 pub fn parse_datagram(datagram: &[u8]) -> Result<Vec<Route>> {
     let batch = netlink::parse::<RouteNetlinkMessage>(datagram, "parsing", "", &mut false)?;
     Ok(batch

@@ -1,5 +1,5 @@
-//! Per-socket options that decide about repathing. They work on any descriptor, also one of another process
-//! ([`crate::pidfd`]).
+//! Per-socket options that determine whether a connection can be repathed. They work on any descriptor, including a
+//! duplicate of another process's ([`crate::pidfd`]).
 
 use std::os::fd::AsFd;
 
@@ -8,38 +8,38 @@ use socket2::SockRef;
 use crate::error::NET_ADMIN;
 use crate::{Error, Result, sys, sysctl};
 
-/// `SO_TXREHASH`: what happens to the automatic label when the kernel wants to repath.
+/// `SO_TXREHASH`: whether the automatic label changes when the kernel wants to repath.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum TxRehash {
-    /// It stays: the connection is pinned to the path it has.
+    /// The label stays: the connection is pinned to its current path.
     Off,
-    /// It changes.
+    /// The label changes.
     On,
-    /// As `net.core.txrehash` says. Only seen before a socket is connected or listening.
+    /// The value of `net.core.txrehash` applies. Occurs only before a socket is connected or listening.
     Default,
 }
 
 /// Reads `SO_TXREHASH`.
 ///
 /// # Errors
-/// Before Linux 6.0; on anything but TCP.
+/// Before Linux 6.0; on a socket that is not TCP.
 pub fn txrehash(socket: &impl AsFd) -> Result<TxRehash> {
     let value = sys::get_int(sys::raw(socket), libc::SOL_SOCKET, SO_TXREHASH)
         .map_err(|source| no_txrehash("reading SO_TXREHASH", source))?;
     match value {
         0 => Ok(TxRehash::Off),
         1 => Ok(TxRehash::On),
-        // -1 as it is set, 255 as the kernel stores it.
+        // The value is set as -1; the kernel stores it as 255.
         -1 | 255 => Ok(TxRehash::Default),
         other => Err(Error::malformed("SO_TXREHASH", other)),
     }
 }
 
-/// Whether the kernel may change the automatic label: `SO_TXREHASH` with the namespace's default applied. Before Linux
-/// 6.0 nothing forbids it.
+/// Returns whether the kernel may change the automatic label: `SO_TXREHASH` with the namespace's default applied.
+/// Before Linux 6.0 nothing forbids it.
 ///
 /// # Errors
-/// On anything but TCP.
+/// On a socket that is not TCP.
 pub fn may_rehash(socket: &impl AsFd) -> Result<bool> {
     match txrehash(socket) {
         Ok(TxRehash::On) | Err(Error::Unsupported { .. }) => Ok(true),
@@ -49,10 +49,10 @@ pub fn may_rehash(socket: &impl AsFd) -> Result<bool> {
     }
 }
 
-/// Sets `SO_TXREHASH`, before or after connecting. Needs no rights.
+/// Sets `SO_TXREHASH`, before or after connecting. Needs no special rights.
 ///
 /// # Errors
-/// As [`txrehash`].
+/// Same as [`txrehash`].
 pub fn set_txrehash(socket: &impl AsFd, value: TxRehash) -> Result<()> {
     let value = match value {
         TxRehash::Off => 0,
@@ -74,20 +74,20 @@ fn no_txrehash(doing: &str, source: std::io::Error) -> Error {
     }
 }
 
-/// Whether automatic labels are in effect: the socket's own wish under `net.ipv6.auto_flowlabels`.
+/// Returns whether automatic labels are in effect: the socket's own setting, subject to `net.ipv6.auto_flowlabels`.
 ///
 /// # Errors
-/// On anything but IPv6.
+/// On a socket that is not IPv6.
 pub fn auto_label(socket: &impl AsFd) -> Result<bool> {
     sys::get_int(sys::raw(socket), libc::IPPROTO_IPV6, IPV6_AUTOFLOWLABEL)
         .map(|value| value != 0)
         .map_err(|source| no_label("reading IPV6_AUTOFLOWLABEL", source))
 }
 
-/// Switches automatic labels on or off; off means label 0. Acts at once. Needs no rights.
+/// Switches automatic labels on or off; off means label 0. Takes effect at once. Needs no special rights.
 ///
 /// # Errors
-/// As [`auto_label`]; also if `net.ipv6.auto_flowlabels` (0 and 3) overrides the wish.
+/// Same as [`auto_label`]; also if `net.ipv6.auto_flowlabels` (0 and 3) overrides the setting.
 pub fn set_auto_label(socket: &impl AsFd, on: bool) -> Result<()> {
     sys::set_int(sys::raw(socket), libc::IPPROTO_IPV6, IPV6_AUTOFLOWLABEL, on.into())
         .map_err(|source| no_label("setting IPV6_AUTOFLOWLABEL", source))?;
@@ -101,11 +101,11 @@ pub fn set_auto_label(socket: &impl AsFd, on: bool) -> Result<()> {
     )))
 }
 
-/// Whether the socket shows and takes flow labels in addresses (`IPV6_FLOWINFO_SEND`); returns what was before. A
-/// connection keeps the label that it has.
+/// Sets whether the socket shows and accepts flow labels in addresses (`IPV6_FLOWINFO_SEND`); returns the previous
+/// value. A connection keeps its label.
 ///
 /// # Errors
-/// On anything but IPv6.
+/// On a socket that is not IPv6.
 pub fn show_labels(socket: &impl AsFd, on: bool) -> Result<bool> {
     let fd = sys::raw(socket);
     let before = sys::get_int(fd, libc::IPPROTO_IPV6, IPV6_FLOWINFO_SEND)
@@ -127,10 +127,10 @@ fn no_label(doing: &str, source: std::io::Error) -> Error {
     }
 }
 
-/// The congestion control of a TCP socket.
+/// Returns the congestion control of a TCP socket.
 ///
 /// # Errors
-/// On anything but TCP.
+/// On a socket that is not TCP.
 pub fn congestion(socket: &impl AsFd) -> Result<String> {
     let name = SockRef::from(socket)
         .tcp_congestion()
@@ -142,7 +142,8 @@ pub fn congestion(socket: &impl AsFd) -> Result<String> {
 /// Sets the congestion control of a TCP socket, before or after connecting.
 ///
 /// # Errors
-/// Unknown name (with those that are known), a restricted one without CAP_NET_ADMIN, a route that locks another.
+/// If the name is unknown (the error lists the known ones), if the congestion control is restricted and CAP_NET_ADMIN
+/// is missing, or if the route locks another one.
 pub fn set_congestion(socket: &impl AsFd, name: &str) -> Result<()> {
     check_congestion_name(name)?;
     SockRef::from(socket).set_tcp_congestion(name.as_bytes()).map_err(|source| {
@@ -162,10 +163,10 @@ pub fn set_congestion(socket: &impl AsFd, name: &str) -> Result<()> {
     })
 }
 
-/// `SO_COOKIE`: names the socket for the life of the machine, as [`crate::diag::Entry::cookie`] does.
+/// Returns `SO_COOKIE`, which identifies the socket until the machine restarts, like [`crate::diag::Entry::cookie`].
 ///
 /// # Errors
-/// On anything but a socket.
+/// On a descriptor that is not a socket.
 pub fn cookie(socket: &impl AsFd) -> Result<u64> {
     let mut bytes = [0; 8];
     sys::get_option(sys::raw(socket), libc::SOL_SOCKET, libc::SO_COOKIE, &mut bytes)
@@ -173,8 +174,10 @@ pub fn cookie(socket: &impl AsFd) -> Result<u64> {
     Ok(u64::from_ne_bytes(bytes))
 }
 
+/// Checks the name of a congestion control.
+///
 /// # Errors
-/// A name that the kernel could not even store.
+/// If the name is malformed or too long for the kernel to store.
 pub(crate) fn check_congestion_name(name: &str) -> Result<()> {
     let plausible = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
     if name.is_empty() || name.len() > 15 || !name.bytes().all(plausible) {
@@ -185,7 +188,7 @@ pub(crate) fn check_congestion_name(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// With what helps: the list of those that are there, and the module's name.
+/// Builds an error that says how to fix it: the available congestion controls, and the name of the module.
 pub(crate) fn unknown_congestion(name: &str) -> Error {
     Error::Unsupported {
         what: format!("no congestion control `{name}` here"),

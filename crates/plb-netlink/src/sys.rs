@@ -1,25 +1,25 @@
-//! Every system call that neither std nor socket2 wraps, and all `unsafe` of this crate.
+//! All system calls that neither std nor socket2 wraps, and all `unsafe` code of this crate.
 //!
-//! Each function takes and returns plain data; pointers never leave it.
+//! Each function takes and returns plain data; no pointer leaves a function.
 
 use std::ffi::{CString, c_int, c_long, c_void};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Turns a system call's -1 into the error it left.
+/// Turns a system call's -1 into the error that it set.
 fn checked(result: c_long) -> io::Result<c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Wraps a descriptor that a system call has just made.
+/// Wraps a descriptor that a system call has just created.
 fn owned(result: c_long) -> io::Result<OwnedFd> {
     let fd = c_int::try_from(checked(result)?).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
-    // SAFETY: the call succeeded and made a new descriptor, which nothing else owns.
+    // SAFETY: the call succeeded and created a new descriptor, which nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// `setsockopt` with any bytes. The kernel writes back into some options, hence `&mut`.
+/// Calls `setsockopt` with arbitrary bytes. The kernel writes back into some options, hence `&mut`.
 pub(crate) fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: &mut [u8]) -> io::Result<()> {
     let length = libc::socklen_t::try_from(value.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: pointer and length describe `value`, which is writable and outlives the call.
@@ -28,12 +28,12 @@ pub(crate) fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: &
     checked(result.into()).map(drop)
 }
 
-/// `setsockopt` with an int.
+/// Calls `setsockopt` with an int.
 pub(crate) fn set_int(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) -> io::Result<()> {
     set_option(fd, level, name, &mut value.to_ne_bytes())
 }
 
-/// `getsockopt`: fills `value`, which also is what the kernel reads first, and returns how much it wrote.
+/// Calls `getsockopt`, which first reads `value` and then fills it; returns how many bytes it wrote.
 pub(crate) fn get_option(
     fd: BorrowedFd<'_>,
     level: c_int,
@@ -49,20 +49,20 @@ pub(crate) fn get_option(
     Ok(value.len().min(length as usize))
 }
 
-/// `getsockopt` of an int.
+/// Calls `getsockopt` for an int.
 pub(crate) fn get_int(fd: BorrowedFd<'_>, level: c_int, name: c_int) -> io::Result<c_int> {
     let mut bytes = [0; 4];
     get_option(fd, level, name, &mut bytes)?;
     Ok(c_int::from_ne_bytes(bytes))
 }
 
-/// `pidfd_open(2)`.
+/// Calls `pidfd_open(2)`.
 pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: takes two integers.
     owned(unsafe { libc::syscall(libc::SYS_pidfd_open, c_long::from(pid), 0_i64) })
 }
 
-/// `pidfd_getfd(2)`: a duplicate of another process's descriptor.
+/// Calls `pidfd_getfd(2)`: duplicates a descriptor of another process.
 pub(crate) fn pidfd_getfd(pidfd: BorrowedFd<'_>, fd: i32) -> io::Result<OwnedFd> {
     // SAFETY: takes three integers.
     owned(unsafe {
@@ -76,40 +76,40 @@ pub(crate) fn enter_network_namespace(namespace: BorrowedFd<'_>) -> io::Result<(
     checked(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) }.into()).map(drop)
 }
 
-/// The index of a device in the calling thread's network namespace; sysfs would answer for another one.
+/// Returns the index of a device in the calling thread's network namespace; sysfs could show another namespace.
 pub(crate) fn device_index(name: &str) -> io::Result<u32> {
     let name = CString::new(name)?;
-    // SAFETY: a valid NUL-terminated string that outlives the call.
+    // SAFETY: the string is valid, NUL-terminated, and outlives the call.
     match unsafe { libc::if_nametoindex(name.as_ptr()) } {
         0 => Err(io::Error::last_os_error()),
         index => Ok(index),
     }
 }
 
-/// 32 random bits from the kernel.
+/// Returns 32 random bits from the kernel.
 ///
 /// # Errors
 /// Never on a kernel that has `getrandom(2)` and has booted.
 pub fn random_u32() -> io::Result<u32> {
     let mut bytes = [0_u8; 4];
-    // SAFETY: pointer and length describe `bytes`; up to 256 bytes are never cut short.
+    // SAFETY: pointer and length describe `bytes`; requests of up to 256 bytes are never cut short.
     checked(unsafe { libc::getrandom(bytes.as_mut_ptr().cast::<c_void>(), bytes.len(), 0) } as c_long)?;
     Ok(u32::from_ne_bytes(bytes))
 }
 
-/// `bpf(2)`. `attributes` is the union of that command, up to the last field in use.
+/// Calls `bpf(2)`. `attributes` is the union for that command, up to the last field in use.
 ///
 /// # Safety
-/// Every pointer inside `attributes` must describe memory of the size that the command reads or writes, alive for the
-/// call.
+/// Every pointer inside `attributes` must describe memory of the size that the command reads or writes, and that
+/// memory must live until the call returns.
 unsafe fn bpf(command: c_int, attributes: &mut [u8]) -> io::Result<c_long> {
-    // SAFETY: pointer and length describe `attributes`; what it points to is the caller's promise.
+    // SAFETY: pointer and length describe `attributes`; the caller guarantees the pointers inside it.
     checked(unsafe {
         libc::syscall(libc::SYS_bpf, c_long::from(command), attributes.as_mut_ptr(), attributes.len())
     })
 }
 
-/// `BPF_MAP_CREATE` of a hash map.
+/// Calls `BPF_MAP_CREATE` for a hash map.
 pub(crate) fn bpf_hash_map(key_size: u32, value_size: u32, capacity: u32) -> io::Result<OwnedFd> {
     const MAP_CREATE: c_int = 0;
     const TYPE_HASH: u32 = 1;
@@ -117,22 +117,22 @@ pub(crate) fn bpf_hash_map(key_size: u32, value_size: u32, capacity: u32) -> io:
     for (index, value) in [TYPE_HASH, key_size, value_size, capacity, 0].into_iter().enumerate() {
         attributes[index * 4..index * 4 + 4].copy_from_slice(&value.to_ne_bytes());
     }
-    // SAFETY: the attributes hold no pointer.
+    // SAFETY: the attributes contain no pointer.
     owned(unsafe { bpf(MAP_CREATE, &mut attributes) }?)
 }
 
-/// What to do with one element of a map.
+/// Operation on one element of a map.
 #[derive(Clone, Copy, Eq, PartialEq)]
 pub(crate) enum MapOperation {
     /// Reads into the value.
     Lookup = 1,
     /// Writes the value.
     Update = 2,
-    /// Removes the key; the value is not used.
+    /// Removes the key; the value is ignored.
     Delete = 3,
 }
 
-/// Looks up, updates or deletes one element. Key and value sizes are those the map was made with.
+/// Looks up, updates or deletes one element. Key and value sizes are those with which the map was created.
 pub(crate) fn bpf_map_element<const K: usize, const V: usize>(
     map: BorrowedFd<'_>,
     operation: MapOperation,
@@ -142,16 +142,17 @@ pub(crate) fn bpf_map_element<const K: usize, const V: usize>(
     let mut attributes = [0_u8; 32];
     attributes[0..4].copy_from_slice(&map.as_raw_fd().to_ne_bytes());
     attributes[8..16].copy_from_slice(&(key.as_ptr() as u64).to_ne_bytes());
-    // Deleting with a value is EINVAL: fields that a command does not read must be zero.
+    // A delete that passes a value fails with EINVAL: fields that a command does not read must be zero.
     if operation != MapOperation::Delete {
         attributes[16..24].copy_from_slice(&(value.as_mut_ptr() as u64).to_ne_bytes());
     }
-    // SAFETY: both pointers describe arrays alive for the call; the callers in `bpf::LabelMap` fix K and V to the
-    // sizes given to `bpf_hash_map`.
+    // SAFETY: both pointers describe arrays that live until the call returns; the callers in `bpf::CookieMap` fix K
+    // and V to the sizes given to `bpf_hash_map`.
     unsafe { bpf(operation as c_int, &mut attributes) }.map(drop)
 }
 
-/// `BPF_PROG_LOAD` of a traffic-control program for tcx egress. `log` receives the verifier's words on failure.
+/// Calls `BPF_PROG_LOAD` for a traffic-control program for tcx egress. `log` receives the verifier's messages on
+/// failure.
 pub(crate) fn bpf_load_tc(instructions: &[u64], log: &mut [u8]) -> io::Result<OwnedFd> {
     const PROG_LOAD: c_int = 5;
     const TYPE_SCHED_CLS: u32 = 3;
@@ -170,18 +171,18 @@ pub(crate) fn bpf_load_tc(instructions: &[u64], log: &mut [u8]) -> io::Result<Ow
         put(32, &(log.as_mut_ptr() as u64).to_ne_bytes());
     }
     put(68, &ATTACH_TCX_EGRESS.to_ne_bytes());
-    // SAFETY: instructions, licence and log outlive the call, with the lengths given beside them.
+    // SAFETY: instructions, licence and log outlive the call, and their lengths are given next to them.
     owned(unsafe { bpf(PROG_LOAD, &mut attributes) }?)
 }
 
-/// `BPF_LINK_CREATE`: attaches a program to the egress of a device. Closing the link detaches it.
+/// Calls `BPF_LINK_CREATE`: attaches a program to the egress of a device. Closing the link detaches the program.
 pub(crate) fn bpf_attach_egress(program: BorrowedFd<'_>, device: u32) -> io::Result<OwnedFd> {
     const LINK_CREATE: c_int = 28;
     let mut attributes = [0_u8; 32];
     attributes[0..4].copy_from_slice(&program.as_raw_fd().to_ne_bytes());
     attributes[4..8].copy_from_slice(&device.to_ne_bytes());
     attributes[8..12].copy_from_slice(&ATTACH_TCX_EGRESS.to_ne_bytes());
-    // SAFETY: the attributes hold no pointer.
+    // SAFETY: the attributes contain no pointer.
     owned(unsafe { bpf(LINK_CREATE, &mut attributes) }?)
 }
 
@@ -193,10 +194,11 @@ extern "C" fn note_interrupt(_signal: c_int) {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// Signals that ask a program to end: from the terminal, from an operator, because the terminal is gone.
+/// Signals that ask a program to end: from the terminal, from an operator, or because the terminal is gone.
 const ENDINGS: [c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
-/// From now on SIGINT, SIGTERM and SIGHUP only make [`interrupted`] true, once; a second one kills as usual.
+/// Makes SIGINT, SIGTERM and SIGHUP only set [`interrupted`] to true, once each; a second signal of the same kind
+/// kills the process as usual.
 ///
 /// # Errors
 /// Never for these signals.
@@ -204,7 +206,7 @@ pub fn watch_interrupts() -> io::Result<()> {
     on_endings(note_interrupt as extern "C" fn(c_int) as usize)
 }
 
-/// From now on SIGINT, SIGTERM and SIGHUP do nothing.
+/// Ignores SIGINT, SIGTERM and SIGHUP from now on.
 ///
 /// # Errors
 /// Never for these signals.
@@ -214,8 +216,8 @@ pub fn ignore_interrupts() -> io::Result<()> {
 
 fn on_endings(handler: libc::sighandler_t) -> io::Result<()> {
     for signal in ENDINGS {
-        // SAFETY: an all-zero sigaction is valid; the handler is SIG_IGN or only stores to an atomic, which is
-        // async-signal-safe.
+        // SAFETY: an all-zero sigaction is valid; the handler is SIG_IGN or a function that only stores to an atomic,
+        // which is async-signal-safe.
         let result = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler;
@@ -227,12 +229,12 @@ fn on_endings(handler: libc::sighandler_t) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether one of these signals came since [`watch_interrupts`].
+/// Returns whether one of these signals has arrived since [`watch_interrupts`].
 pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
-/// Borrows from anything that has a descriptor.
+/// Borrows the descriptor of anything that has one.
 pub(crate) fn raw<F: AsFd + ?Sized>(fd: &F) -> BorrowedFd<'_> {
     fd.as_fd()
 }

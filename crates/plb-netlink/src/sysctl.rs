@@ -1,7 +1,7 @@
-//! The kernel's knobs, of the calling thread's network namespace.
+//! The kernel's knobs in the calling thread's network namespace.
 //!
-//! PLB's five exist since Linux 6.2. A value out of range is refused by the kernel with EINVAL, which a buffered
-//! writer can swallow; everything written here is read back.
+//! PLB's five knobs are available from Linux 6.2 on. The kernel refuses an out-of-range value with EINVAL, which a
+//! buffered writer can swallow, so every value is read back after it is written.
 
 use std::fmt;
 use std::fs;
@@ -17,11 +17,13 @@ use crate::{Error, Result};
 pub struct Rounds(u8);
 
 impl Rounds {
-    /// The kernel's highest.
+    /// The kernel's maximum.
     pub const MAX: u8 = 31;
 
+    /// Creates a number of rounds.
+    ///
     /// # Errors
-    /// Above 31.
+    /// If the number is above 31.
     pub fn new(rounds: u8) -> Result<Self> {
         if rounds > Self::MAX {
             return Err(Error::Invalid(format!("rounds must lie in 0 to {}, got {rounds}", Self::MAX)));
@@ -29,36 +31,38 @@ impl Rounds {
         Ok(Self(rounds))
     }
 
-    /// The number.
+    /// Returns the number of rounds.
     pub fn get(self) -> u8 {
         self.0
     }
 }
 
-/// PLB's five knobs, `net.ipv4.tcp_plb_*`. They are read at every acknowledgement: a change acts on live connections.
+/// PLB's five knobs, `net.ipv4.tcp_plb_*`. The kernel reads them at every acknowledgement, so a change acts on live
+/// connections.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PlbParams {
-    /// `tcp_plb_enabled`. Acts only for a congestion control with PLB hooks (upstream: dctcp). Kernel default: off.
+    /// `tcp_plb_enabled`. Works only with a congestion control that has PLB hooks (upstream: dctcp). Kernel default:
+    /// off.
     pub enabled: bool,
     /// `tcp_plb_cong_thresh`, the paper's K, in 1/256. Kernel default: 128.
     pub k: Threshold,
-    /// `tcp_plb_idle_rehash_rounds`, the paper's M; 0 = idle repathing off. Kernel default: 3.
+    /// `tcp_plb_idle_rehash_rounds`, the paper's M; 0 switches idle repathing off. Kernel default: 3.
     pub m: Rounds,
     /// `tcp_plb_rehash_rounds`, the paper's N. 0 would repath at every check. Kernel default: 12.
     pub n: Rounds,
-    /// `tcp_plb_suspend_rto_sec`, seconds: after a timeout PLB pauses for one to two times this. Set it to the time a
-    /// link takes to be repaired. Kernel default: 60.
+    /// `tcp_plb_suspend_rto_sec`, seconds: after a timeout PLB pauses for one to two times this. Set it to the time
+    /// it takes to repair a link. Kernel default: 60.
     pub suspend_s: u8,
 }
 
 impl Default for PlbParams {
-    /// The kernel's defaults, which are the paper's, switched off.
+    /// Returns the kernel's defaults: the paper's parameters, with PLB switched off.
     fn default() -> Self {
         Self { enabled: false, k: Threshold::HALF, m: Rounds(3), n: Rounds(12), suspend_s: 60 }
     }
 }
 
-/// The five names in the order of [`PlbParams`]' fields.
+/// Names of the five knobs, in the order of [`PlbParams`]' fields.
 pub const PLB_KNOBS: [&str; 5] = [
     "net.ipv4.tcp_plb_enabled",
     "net.ipv4.tcp_plb_cong_thresh",
@@ -68,7 +72,7 @@ pub const PLB_KNOBS: [&str; 5] = [
 ];
 
 impl PlbParams {
-    /// Reads them.
+    /// Reads the knobs.
     ///
     /// # Errors
     /// [`Error::Unsupported`] before Linux 6.2.
@@ -76,24 +80,25 @@ impl PlbParams {
         Self::read_from(&Proc)
     }
 
-    /// Checks, writes what differs, and reads everything back. On any failure the old values are put back.
+    /// Checks the parameters, writes those that differ, and reads all knobs back. On any failure the old values are
+    /// restored.
     ///
     /// # Errors
-    /// N of 0, M above N, missing rights, an old kernel; [`Error::HalfApplied`] if putting back failed too.
+    /// N of 0, M above N, missing rights, an old kernel; [`Error::HalfApplied`] if restoring failed too.
     pub fn write(&self) -> Result<()> {
         self.write_to(&Proc)
     }
 
-    /// These parameters for the user-space detector.
+    /// Returns these parameters for the user-space detector.
     ///
     /// # Errors
-    /// N of 0, M above N: the kernel accepts both, neither does what it seems to.
+    /// If N is 0 or M is above N: the kernel accepts both, but neither does what it seems to do.
     pub fn detector(&self) -> Result<Config> {
         Config::new(self.k, self.m.0, self.n.0, Duration::from_secs(self.suspend_s.into()))
             .map_err(|error| Error::Invalid(error.to_string()))
     }
 
-    /// Name and value of each, in the kernel's units.
+    /// Returns name and value of each knob, in the kernel's units.
     pub fn values(&self) -> [(&'static str, u16); 5] {
         let values = [
             self.enabled.into(),
@@ -144,7 +149,7 @@ impl PlbParams {
             })
         });
         let Err(why) = outcome else { return Ok(()) };
-        // Whether this worked is judged by what is read below.
+        // The reading below decides whether this worked.
         let _ = Self::read_from(store).and_then(|now| now.change(&before, store));
         match Self::read_from(store) {
             Ok(now) if now == before => Err(why),
@@ -186,10 +191,10 @@ impl fmt::Display for PlbParams {
     }
 }
 
-/// One knob's value, for instance `net.ipv4.tcp_ecn`. `None`: this kernel has no such knob.
+/// Reads the value of one knob, for instance `net.ipv4.tcp_ecn`. `None`: this kernel has no such knob.
 ///
 /// # Errors
-/// When it exists and cannot be read.
+/// If the knob exists but cannot be read.
 pub fn read(name: &str) -> Result<Option<String>> {
     match Proc.read(name) {
         Ok(text) => Ok(Some(text.trim().to_owned())),
@@ -198,10 +203,10 @@ pub fn read(name: &str) -> Result<Option<String>> {
     }
 }
 
-/// One numeric knob's value; see [`read`].
+/// Reads the value of one numeric knob; see [`read`].
 ///
 /// # Errors
-/// Also if it is no number.
+/// Same as [`read`]; also if the value is not a number.
 pub fn read_number(name: &str) -> Result<Option<u32>> {
     read(name)?.map(|text| text.parse().map_err(|_| malformed(&text))).transpose()
 }
@@ -233,25 +238,25 @@ pub fn write(name: &str, value: &str) -> Result<()> {
     }
 }
 
-/// Congestion controls that may be chosen here, of `net.ipv4.tcp_available_congestion_control`.
+/// Returns the available congestion controls, from `net.ipv4.tcp_available_congestion_control`.
 ///
-/// A module that is not loaded is not listed; naming it loads it if the caller may.
+/// A module that is not loaded is not listed; naming it loads it if the caller has the right to.
 ///
 /// # Errors
-/// When the list cannot be read.
+/// If the list cannot be read.
 pub fn congestion_controls() -> Result<Vec<String>> {
     Ok(words(&read("net.ipv4.tcp_available_congestion_control")?.unwrap_or_default()))
 }
 
-/// Those that need no right to be chosen, of `net.ipv4.tcp_allowed_congestion_control`.
+/// Returns the congestion controls that need no special rights, from `net.ipv4.tcp_allowed_congestion_control`.
 ///
 /// # Errors
-/// When the list cannot be read.
+/// If the list cannot be read.
 pub fn unrestricted_congestion_controls() -> Result<Vec<String>> {
     Ok(words(&read("net.ipv4.tcp_allowed_congestion_control")?.unwrap_or_default()))
 }
 
-/// `uname -r`.
+/// Returns the kernel release, as `uname -r` prints it.
 pub fn kernel_release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
@@ -264,7 +269,7 @@ fn malformed(value: impl fmt::Display) -> Error {
     Error::malformed("a kernel knob", format_args!("`{value}`").to_string().trim())
 }
 
-/// Where knobs live; tests have their own.
+/// Storage of the knobs; tests use a substitute.
 trait Store {
     fn read(&self, name: &str) -> io::Result<String>;
     fn write(&self, name: &str, value: &str) -> io::Result<()>;
@@ -284,7 +289,7 @@ impl Store for Proc {
     }
 
     fn write(&self, name: &str, value: &str) -> io::Result<()> {
-        // Not `fs::write`: that would create, and report EACCES for a knob that does not exist.
+        // Not `fs::write`: it would try to create the file, and report EACCES for a knob that does not exist.
         use std::io::Write as _;
         fs::OpenOptions::new().write(true).open(Self::path(name))?.write_all(value.as_bytes())
     }
@@ -296,11 +301,11 @@ mod tests {
     use std::cell::{Cell, RefCell};
     use std::collections::BTreeMap;
 
-    /// Knobs in memory; writing one can be made to fail.
+    /// Knobs in memory; writes can be made to fail.
     struct Fake {
         knobs: RefCell<BTreeMap<String, String>>,
         refuses: Option<(&'static str, i32)>,
-        /// Writes that still succeed before `refuses` counts for everything.
+        /// Number of writes that succeed; after that, every write fails.
         patience: Cell<u32>,
     }
 

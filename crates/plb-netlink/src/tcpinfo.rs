@@ -1,47 +1,49 @@
-//! `struct tcp_info`, read by its length: kernels append fields, so a field that an older kernel does not have is
-//! `None`, and one that this crate does not know is skipped.
+//! `struct tcp_info`, parsed according to its length. Kernels append fields: a field that an older kernel lacks is
+//! `None`, and a field that this crate does not know is skipped.
 
 use std::os::fd::AsFd;
 
 use crate::error::NET_ADMIN;
 use crate::{Error, Result, sys};
 
-/// The fields that repathing is about.
+/// The fields that are relevant to repathing.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct TcpInfo {
-    /// ECN was negotiated.
+    /// Whether ECN was negotiated.
     pub ecn: bool,
-    /// The peer's packets carried ECT at least once.
+    /// Whether the peer's packets carried ECT at least once.
     pub ecn_seen: bool,
-    /// Packets sent and not acknowledged.
+    /// Number of packets sent and not yet acknowledged.
     pub unacked: u32,
-    /// Smoothed round trip, µs.
+    /// Smoothed round-trip time, µs.
     pub rtt_us: u32,
-    /// Congestion window, packets.
+    /// Congestion window, in packets.
     pub cwnd: u32,
-    /// Retransmitted packets in total.
+    /// Total number of retransmitted packets.
     pub total_retrans: u32,
     /// Bytes acknowledged by the peer (Linux 4.1).
     pub bytes_acked: Option<u64>,
-    /// Smallest round trip, µs (Linux 4.6).
+    /// Smallest round-trip time, µs (Linux 4.6).
     pub min_rtt_us: Option<u32>,
-    /// Goodput, bytes per second (Linux 4.9).
+    /// Goodput, in bytes per second (Linux 4.9).
     pub delivery_rate: Option<u64>,
-    /// Packets delivered (Linux 4.18).
+    /// Number of packets delivered (Linux 4.18).
     pub delivered: Option<u32>,
-    /// Of these with CE echoed (Linux 4.18). With classic ECN all packets from a mark to the answer count.
+    /// Number of delivered packets with CE echoed (Linux 4.18). With classic ECN, all packets from a mark to the
+    /// response to it count.
     pub delivered_ce: Option<u32>,
-    /// Times the label was to change, for PLB *and* timeouts (Linux 6.2). No proof that it did.
+    /// Number of times PLB *or* a timeout wanted to change the label (Linux 6.2). It does not prove that the label
+    /// changed.
     pub rehash: Option<u32>,
-    /// Retransmission timeouts (Linux 6.7).
+    /// Number of retransmission timeouts (Linux 6.7).
     pub total_rto: Option<u16>,
 }
 
 impl TcpInfo {
-    /// Reads what `getsockopt(TCP_INFO)` or `INET_DIAG_INFO` gave.
+    /// Parses the output of `getsockopt(TCP_INFO)` or `INET_DIAG_INFO`.
     ///
     /// # Errors
-    /// Shorter than the oldest `tcp_info` in use (104 bytes, Linux 2.6), or cut inside a field.
+    /// If it is shorter than the oldest `tcp_info` in use (104 bytes, Linux 2.6), or cut inside a field.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         if bytes.len() < OLDEST || !bytes.len().is_multiple_of(4) {
             return Err(Error::malformed(
@@ -67,10 +69,10 @@ impl TcpInfo {
         })
     }
 
-    /// Reads it from a socket.
+    /// Reads the fields from a socket.
     ///
     /// # Errors
-    /// On anything but TCP.
+    /// On a socket that is not TCP.
     pub fn of(socket: &impl AsFd) -> Result<Self> {
         let mut bytes = [0; 512];
         let length = sys::get_option(sys::raw(socket), libc::IPPROTO_TCP, libc::TCP_INFO, &mut bytes)
@@ -95,21 +97,21 @@ fn u64_at(bytes: &[u8], offset: usize) -> Option<u64> {
     array_at(bytes, offset).map(u64::from_ne_bytes)
 }
 
-/// Through `tcpi_total_retrans`.
+/// Length up to and including `tcpi_total_retrans`.
 const OLDEST: usize = 104;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Byte number `offset` holds something derived from its place, so that every field differs.
+    /// Returns bytes whose values are derived from their offsets, so that every field differs.
     fn patterned(length: usize) -> Vec<u8> {
         (0..length).map(|offset| u8::try_from(offset % 251).unwrap()).collect()
     }
 
     #[test]
     fn fields_are_where_the_kernel_has_them() {
-        // Against libc's own struct, compiled from the same uapi header that offsets were taken from.
+        // Compared with libc's own struct, compiled from the same uapi header from which the offsets were taken.
         use std::mem::offset_of;
         type Kernel = libc::tcp_info;
         for (ours, theirs) in [
@@ -137,16 +139,16 @@ mod tests {
 
     #[test]
     fn what_an_older_kernel_lacks_is_none() {
-        // Length of the struct, then which of the optional fields it has.
+        // Length of the struct, then which of the optional fields it contains.
         for (length, acked, delivered, rehash, rto) in [
             (104, false, false, false, false), // Linux 2.6 to 3.14
             (192, true, false, false, false),  // 4.10
             (200, true, true, false, false),   // 4.18
-            (232, true, true, false, false),   // 5.4: what Debian 12's header has
+            (232, true, true, false, false),   // 5.4: the version of Debian 12's header
             (240, true, true, true, false),    // 6.2
             (248, true, true, true, true),     // 6.7
             (280, true, true, true, true),     // 6.18
-            (400, true, true, true, true),     // a future one
+            (400, true, true, true, true),     // a future version
         ] {
             let info = TcpInfo::parse(&patterned(length)).unwrap();
             assert_eq!(info.bytes_acked.is_some(), acked, "{length}");

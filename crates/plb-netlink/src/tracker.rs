@@ -1,7 +1,8 @@
 //! Turns a series of `tcp_info` readings of one connection into the events that [`Detector`] takes.
 //!
-//! User space sees neither ACKs nor sends, only totals: what lies between two readings at least one round trip apart
-//! is a round, and "before the next packet" is now. Pure; the caller reads the sockets.
+//! User space sees neither ACKs nor sends, only totals. The interval between two readings at least one round trip apart
+//! counts as a round, and every reading counts as the moment before the next packet is sent. The module is pure; the
+//! caller reads the sockets.
 
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ pub struct Tracker {
 }
 
 impl Tracker {
-    /// Starts with a first reading. `None`: this kernel does not count deliveries (before Linux 4.18).
+    /// Starts with the first reading. Returns `None` if this kernel does not count deliveries (before Linux 4.18).
     pub fn new(config: Config, now: Duration, info: &TcpInfo) -> Option<Self> {
         Some(Self {
             detector: Detector::new(config),
@@ -30,10 +31,11 @@ impl Tracker {
         })
     }
 
-    /// Takes the next reading. `Some`: give the connection another label now. `random`: 32 random bits.
+    /// Processes the next reading. Returns `Some` if the connection must get another label now. `random` is 32 random
+    /// bits.
     pub fn observe(&mut self, now: Duration, info: &TcpInfo, random: u32) -> Option<Cause> {
         let (Some(delivered), Some(delivered_ce)) = (info.delivered, info.delivered_ce) else { return None };
-        // Totals of the kernel; they wrap.
+        // These are the kernel's totals; they wrap.
         let new = delivered.wrapping_sub(std::mem::replace(&mut self.delivered, delivered));
         let new_ce = delivered_ce.wrapping_sub(std::mem::replace(&mut self.delivered_ce, delivered_ce));
         self.detector.on_ack(new.into(), new_ce.into());
@@ -52,13 +54,14 @@ impl Tracker {
         self.detector.before_send(info.unacked.into())
     }
 
-    /// For display.
+    /// Returns the number of consecutive congested rounds, for display.
     pub fn congested_rounds(&self) -> u8 {
         self.detector.congested_rounds()
     }
 }
 
-/// Timeouts so far. Before Linux 6.7 `tcpi_rehash` stands in: without PLB hooks only timeouts count there.
+/// Returns the number of timeouts so far. Before Linux 6.7 `tcpi_rehash` is used instead: without PLB hooks it counts
+/// only timeouts.
 fn timeouts(info: &TcpInfo) -> Option<u32> {
     info.total_rto.map(u32::from).or(info.rehash)
 }
@@ -106,7 +109,7 @@ mod tests {
     #[test]
     fn totals_wrap() {
         let mut tracker = tracker(&reading(u32::MAX - 4, u32::MAX - 1, 1));
-        // 10 delivered, 6 marked: congested. A naive difference would overflow.
+        // 10 delivered, 6 marked: congested. A plain subtraction would overflow.
         assert_eq!(tracker.observe(10 * MS, &reading(5, 4, 1), 0), None);
         assert_eq!(tracker.congested_rounds(), 1);
     }

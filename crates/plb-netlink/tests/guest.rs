@@ -1,7 +1,8 @@
-//! The kernel's own PLB, seen to act: runs as root in the guest of `cargo xtask plb-guest`, where DCTCP is.
+//! Tests of the kernel's own PLB. They run as root in the guest of `cargo xtask plb-guest`, which has DCTCP.
 //!
-//! Every path is a queue of 6 Mbit/s that marks packets after 8 ms in it. Eight long flows are placed on three of the
-//! four paths, as ECMP does by chance in four of ten cases, so that there is something to gain.
+//! Every path is a queue of 6 Mbit/s that marks packets once they have queued for 8 ms. Eight long flows are placed
+//! on three of the four paths, so that moving them can improve the balance. ECMP does this by chance in four of ten
+//! cases.
 
 use std::process::{Command, ExitCode};
 use std::time::Duration;
@@ -33,7 +34,7 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     println!("guest: Linux {}", sysctl::kernel_release());
-    // In the initial namespace: namespaces made later inherit it, and may not choose it themselves.
+    // Set in the initial namespace: namespaces created later inherit it, and cannot choose it themselves.
     sysctl::write("net.ipv4.tcp_congestion_control", "dctcp").map_err(text)?;
     let fabric = congestible_fabric()?;
     println!(
@@ -45,7 +46,7 @@ fn run() -> Result<()> {
     listener_trap(&fabric)
 }
 
-/// The fabric with marking queues, MTU-sized packets and a base round trip of 4 ms.
+/// Builds the fabric with marking queues, MTU-sized packets and a base round trip of 4 ms.
 fn congestible_fabric() -> Result<Fabric> {
     let fabric = Fabric::build()?;
     for path in 1..=PATHS {
@@ -58,7 +59,7 @@ fn congestible_fabric() -> Result<Fabric> {
              ce_threshold 8ms"
         ))?;
     }
-    // Else 64 kB at once fill a queue of 6 Mbit/s.
+    // Otherwise a burst of 64 kB fills a queue of 6 Mbit/s.
     fabric.ip("-n {h1} link set u0 gso_max_segs 1")?;
     fabric.ip("-n {r1} link set hx gso_max_segs 1")?;
     fabric.tc("-n {h2} qdisc add dev u0 root netem delay 4ms limit 5000")?;
@@ -68,7 +69,7 @@ fn congestible_fabric() -> Result<Fabric> {
     Ok(fabric)
 }
 
-/// What happened in a while.
+/// Measurements over an interval.
 struct Measured {
     bytes: [u64; PATHS],
     plb_rehash: u64,
@@ -110,7 +111,7 @@ fn measure(fabric: &Fabric, duration: Duration) -> Result<Measured> {
     })
 }
 
-/// Switches PLB in the sender's namespace, as an operator would.
+/// Switches PLB on or off in the sender's namespace, as an operator would.
 fn plb(fabric: &Fabric, on: bool) -> Result<()> {
     command(fabric, Node::H1, &["set", "--enabled", if on { "on" } else { "off" }]).map(drop)
 }
@@ -126,7 +127,7 @@ fn command(fabric: &Fabric, node: Node, args: &[&str]) -> Result<String> {
     if output.status.success() { Ok(said) } else { Err(format!("plb {args:?}: {said}")) }
 }
 
-/// Connections that happen to share three paths; each is opened anew until it does.
+/// Opens connections that use only three of the paths: a connection that starts on the fourth is replaced by a new one.
 fn flows_on_three_paths(
     fabric: &Fabric,
     sink: &Sink,
@@ -151,7 +152,7 @@ fn flows_on_three_paths(
     Err("no connection landed on the first three paths".to_owned())
 }
 
-/// A plain connection from `h1`.
+/// Opens a plain connection from `h1`.
 fn plain(
     fabric: &Fabric,
     sink: &Sink,
@@ -187,7 +188,7 @@ fn off_against_on(fabric: &Fabric) -> Result<()> {
             flows.iter().all(|flow| capture.labels(flow.port()).len() == 1),
             "without PLB no label changes",
         )?;
-        // The same connections go on: the knobs act on live ones.
+        // The same connections continue: the knobs act on live connections.
         plb(fabric, true)?;
         let with = measure(fabric, LONG)?;
         with.print(&format!("PLB on, pair {pair}"));
@@ -198,7 +199,7 @@ fn off_against_on(fabric: &Fabric) -> Result<()> {
             "with PLB labels change on the wire",
         )?;
         if pair == 1 {
-            // What `plb check` says must agree with what was just seen.
+            // The result of `plb check` must agree with the measurement.
             command(fabric, Node::H1, &["check", "--remote-port", &sink.addr.port().to_string()])?;
         }
         off.push((without.imbalance(), without.total()));
@@ -218,7 +219,7 @@ fn off_against_on(fabric: &Fabric) -> Result<()> {
     ensure(on_bytes > off_bytes, "PLB carries more bytes")
 }
 
-/// PLB on, and labels that cannot change: the counter rises, nothing moves.
+/// PLB is on but labels cannot change: the counter rises and no connection moves.
 fn counter_without_move(fabric: &Fabric) -> Result<()> {
     plb(fabric, true)?;
     let explicit = |sink: &Sink| {
@@ -245,7 +246,8 @@ fn counter_without_move(fabric: &Fabric) -> Result<()> {
     Ok(())
 }
 
-/// A listener with another congestion control refuses ECN to a DCTCP sender; its route back cures that.
+/// A listener with another congestion control refuses ECN to a DCTCP sender; setting DCTCP on its route back fixes
+/// that.
 fn listener_trap(fabric: &Fabric) -> Result<()> {
     plb(fabric, true)?;
     fabric.set(Node::H2, "net.ipv4.tcp_congestion_control", "reno")?;

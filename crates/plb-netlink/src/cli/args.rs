@@ -1,4 +1,4 @@
-//! Arguments and help.
+//! Command-line arguments and help.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -7,27 +7,27 @@ use plb_netlink::diag::{Filter, States};
 use plb_netlink::flowlabel::{Label, Share};
 use plb_netlink::route::Prefix;
 
-/// Repathing by IPv6 flow labels (PLB): what this host does, what it could do, and what stands in the way.
+/// Repathing by IPv6 flow labels (PLB): what this host does, what it could do, and what prevents it
 ///
-/// The network spreads connections over its paths by a hash of each packet that includes the IPv6 flow label. A host
-/// moves a connection to another path by changing its label. Linux does that by itself after a retransmission timeout,
-/// and from 6.2 on for congestion too, with DCTCP and ECN: that is PLB (Protective Load Balancing, SIGCOMM '22).
+/// The network spreads connections over its paths by a hash of each packet, which includes the IPv6 flow label. A
+/// host moves a connection to another path by changing its label. Linux does this after a retransmission timeout and,
+/// from 6.2 on, also for congestion with DCTCP and ECN. The latter is PLB (Protective Load Balancing, SIGCOMM '22).
 ///
-/// Note that an *explicit* label on a TCP connection switches all of that off for it.
+/// Note that an *explicit* label on a TCP connection switches all of this off for that connection.
 ///
-/// Without `--netns`, everything is about the network namespace that this command runs in.
+/// Without `--netns`, commands act on the network namespace in which they run.
 #[derive(Debug, Parser)]
 #[command(name = "plb", version, after_long_help = AFTER_HELP, propagate_version = true, max_term_width = 100)]
 pub(crate) struct Cli {
-    /// Act in this network namespace (of `ip netns`)
+    /// Network namespace to act in (as listed by `ip netns`)
     #[arg(long, global = true, value_name = "NAME")]
     pub(crate) netns: Option<String>,
 
-    /// Print JSON instead of tables; lines of JSON where it goes on and on
+    /// Print JSON instead of tables; commands that run until interrupted print one JSON object per line
     #[arg(long, global = true)]
     pub(crate) json: bool,
 
-    /// Say what would be changed, change nothing; all arguments are still checked
+    /// Print the changes without making them; all arguments are still checked
     #[arg(long, global = true)]
     pub(crate) dry_run: bool,
 
@@ -63,54 +63,54 @@ FIRST STEPS
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Show the kernel's PLB knobs, what they depend on, and the counters
+    /// Show the kernel's PLB knobs, the settings they depend on, and the counters
     Show,
-    /// Set the kernel's PLB knobs; what is not named stays
+    /// Set the kernel's PLB knobs; knobs that are not given keep their values
     ///
-    /// All values are checked first, written, and read back. If one is refused, the old ones are put back. A change acts
-    /// on live connections at once.
+    /// All values are checked first, then written and read back. If the kernel refuses one, the old values are
+    /// restored. A change acts on live connections at once.
     Set(SetArgs),
-    /// Judge every connection: can it be repathed, and why not. Exit code 1 if one cannot
+    /// Check whether each connection can be repathed, and why not. Exit code 1 if one cannot
     ///
     /// A timeout moves a connection that has an automatic label and SO_TXREHASH on. PLB moves it for congestion if it
-    /// also uses DCTCP with ECN and PLB is on. The kernel's counters are no proof of either: they rise for connections
+    /// also uses DCTCP with ECN and PLB is on. The kernel's counters prove neither: they also rise for connections
     /// whose label cannot change.
     Check(CheckArgs),
-    /// List TCP connections with congestion control, ECN, marks, repaths, owner
+    /// List TCP connections with congestion control, ECN, marks, repaths and owner
     Sockets(SelectArgs),
     /// Lease, give back, renew and list flow labels
     Label(LabelArgs),
-    /// Keep a connection on its path: its label stays as it is (SO_TXREHASH off)
+    /// Keep a connection on its path: its label does not change (SO_TXREHASH off)
     Pin(SocketArgs),
-    /// Let a connection be repathed: SO_TXREHASH on, automatic label on, explicit label put back
+    /// Allow a connection to be repathed: SO_TXREHASH on, automatic label on, explicit label given back
     Unpin(SocketArgs),
     /// Move one connection to another label now
     ///
-    /// Without --dev through its socket options: an explicit label is dropped; else the automatic label is switched off
-    /// or on, so there are two labels only. With --dev by a BPF program on that device's egress: any label, held until
-    /// this command ends.
+    /// Without --dev, this uses the socket's options: an explicit label is dropped; otherwise the automatic label is
+    /// switched off or on, which gives only two labels. With --dev, a BPF program on that device's egress sets any
+    /// label, until this command ends.
     Repath(RepathArgs),
-    /// User-space PLB: watch connections, move those that stay congested
+    /// User-space PLB: watch connections and move those that stay congested
     ///
-    /// For connections whose congestion control has no PLB hooks (anything but DCTCP). Needs ECN and a fabric that marks.
-    /// Reads every connection's tcp_info, runs the paper's algorithms, and changes the label on the wire by a BPF program
-    /// on the egress devices. Connections with an explicit label or with SO_TXREHASH off are left alone, and so are those
-    /// of which that cannot be read. When this command ends, however it ends, the program is gone and the connections
-    /// have their own labels again.
+    /// For connections whose congestion control has no PLB hooks (anything but DCTCP). Requires ECN and a fabric that
+    /// marks packets. Reads every connection's tcp_info, runs the paper's algorithms, and changes the label on the
+    /// wire with a BPF program on the egress devices. Connections with an explicit label or with SO_TXREHASH off are
+    /// left alone, as are connections for which these cannot be read. However this command ends, the program is
+    /// removed and the connections have their own labels again.
     Run(RunArgs),
-    /// Beside `run --way sockopt`: switches back what that leaves behind
+    /// Companion of `run --way sockopt`: switches back the labels that it leaves switched
     #[command(hide = true)]
     Restore,
-    /// Live table: repaths, timeouts and marks of this namespace and of each connection
+    /// Show a live table of repaths, timeouts and marks, for this namespace and for each connection
     Watch(WatchArgs),
-    /// Congestion control and ECN per IPv6 route
+    /// List and change congestion control and ECN per IPv6 route
     Route(RouteArgs),
-    /// Look for every known trap, each with its cure. Exit code 1 if there is a problem
+    /// Check for every known trap and print how to fix each one found. Exit code 1 if there is a problem
     Lint,
-    /// Print the socket_options YAML for an unmodified Envoy, after checking that this host has what it names
+    /// Print the socket_options YAML for an unmodified Envoy, after checking that this host supports them
     ///
-    /// Put the first part under each cluster, the second under each listener. Flow labels themselves are not among the
-    /// options: Envoy cannot send a chosen one, and should not.
+    /// Put the first part under each cluster, the second under each listener. The options do not include a flow
+    /// label: Envoy cannot send a chosen one, and should not.
     Envoy(EnvoyArgs),
 }
 
@@ -120,7 +120,7 @@ pub(crate) struct SetArgs {
     #[arg(long, value_name = "ON|OFF")]
     pub(crate) enabled: Option<OnOff>,
 
-    /// Share of a round's packets with CE marks from which on it counts as congested: 0 to 1, or 0/256 to 256/256
+    /// Minimum share of a round's packets with CE marks that makes the round congested: 0 to 1, or 0/256 to 256/256
     /// [kernel default: 0.5]
     #[arg(long, value_name = "SHARE")]
     pub(crate) k: Option<String>,
@@ -129,13 +129,13 @@ pub(crate) struct SetArgs {
     #[arg(long, value_name = "ROUNDS")]
     pub(crate) m: Option<u8>,
 
-    /// Congested rounds after which a busy connection moves, 1 to 31; small values cost retransmissions [kernel
+    /// Congested rounds after which a busy connection moves, 1 to 31; small values cause retransmissions [kernel
     /// default: 12]
     #[arg(long, value_name = "ROUNDS")]
     pub(crate) n: Option<u8>,
 
-    /// Pause after a retransmission timeout, 0 to 255 s, really 1 to 2 times this: the time a link takes to be
-    /// repaired [kernel default: 60]
+    /// Pause after a retransmission timeout, 0 to 255 s; the actual pause is 1 to 2 times this. Set it to the time it
+    /// takes to repair a link [kernel default: 60]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) suspend: Option<u8>,
 }
@@ -148,23 +148,23 @@ pub(crate) enum OnOff {
 
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct SelectArgs {
-    /// Only this local port
+    /// Only connections with this local port
     #[arg(long, value_name = "PORT")]
     pub(crate) local_port: Option<u16>,
 
-    /// Only this port of the peer
+    /// Only connections with this peer port
     #[arg(long, value_name = "PORT")]
     pub(crate) remote_port: Option<u16>,
 
-    /// Only this peer
+    /// Only connections to this peer address
     #[arg(long, value_name = "IP")]
     pub(crate) remote: Option<IpAddr>,
 
-    /// Only this congestion control
+    /// Only connections with this congestion control
     #[arg(long, value_name = "NAME")]
     pub(crate) congestion: Option<String>,
 
-    /// Also IPv4, which cannot be repathed
+    /// Include IPv4 connections, which cannot be repathed
     #[arg(long, short = '4')]
     pub(crate) ipv4: bool,
 }
@@ -191,19 +191,19 @@ pub(crate) struct CheckArgs {
     #[arg(long, value_name = "PID")]
     pub(crate) pid: Option<u32>,
 
-    /// Be content with repathing after timeouts: do not ask for DCTCP, ECN and PLB
+    /// Accept repathing after timeouts only: do not require DCTCP, ECN and PLB
     #[arg(long)]
     pub(crate) timeouts_only: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct SocketArgs {
-    /// The socket: PID:FD, or `cookie:N` as `plb sockets` shows it
+    /// The socket: PID:FD, or `cookie:N` as shown by `plb sockets`
     #[arg(value_name = "SOCKET")]
     pub(crate) socket: SocketName,
 }
 
-/// How a socket is named on the command line.
+/// Name of a socket on the command line.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum SocketName {
     Descriptor { pid: u32, fd: i32 },
@@ -233,17 +233,17 @@ pub(crate) struct LabelArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum LabelCommand {
-    /// List every leased label of the namespace
+    /// List all leased labels of the namespace
     List,
     /// Show the label of a socket
     Show(SocketArgs),
     /// Lease a label and hold it until interrupted
     ///
-    /// A lease belongs to a socket and ends with it, so this command stays. With --share any (the default) other
-    /// sockets can then use the label; with any other share, labels without a lease are refused in this namespace
-    /// from then on, for as long as the namespace lives.
+    /// A lease belongs to a socket and ends with it, so this command keeps running. With --share any (the default),
+    /// other sockets can then use the label. With any other share, labels without a lease are refused in this
+    /// namespace from then on, for as long as the namespace exists.
     Lease(LeaseArgs),
-    /// Give a socket's lease back; a connection that used the label falls back to its automatic one
+    /// Give back a socket's lease; a connection that used the label falls back to its automatic one
     Put(PutArgs),
     /// Extend a socket's lease
     Renew(RenewArgs),
@@ -251,27 +251,27 @@ pub(crate) enum LabelCommand {
 
 #[derive(Debug, Args)]
 pub(crate) struct LeaseArgs {
-    /// 20 bits, decimal or 0x...; without it the kernel chooses
+    /// Label, 20 bits, decimal or 0x...; if omitted, the kernel chooses one
     #[arg(value_name = "LABEL")]
     pub(crate) label: Option<Label>,
 
-    /// The destination it is for: the kernel leases no label for all
+    /// Destination of the label; the kernel does not lease a label for all destinations
     #[arg(long, value_name = "IPV6")]
     pub(crate) destination: Ipv6Addr,
 
-    /// Who else may use it
+    /// Sockets that may also use the label
     #[arg(long, value_enum, default_value = "any")]
     pub(crate) share: ShareArg,
 
-    /// Fail if the label is already leased, instead of joining
+    /// Fail if the label is already leased, instead of joining that lease
     #[arg(long)]
     pub(crate) fresh: bool,
 
-    /// Seconds after its last use in which no other socket gets it; long ones need CAP_NET_ADMIN
+    /// Seconds after the last use during which no other socket gets the label; long times need CAP_NET_ADMIN
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     pub(crate) linger: u16,
 
-    /// Seconds for which it stays at least; long ones need CAP_NET_ADMIN
+    /// Minimum lifetime of the lease in seconds; long times need CAP_NET_ADMIN
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     pub(crate) expires: u16,
 }
@@ -300,7 +300,7 @@ pub(crate) struct PutArgs {
     #[command(flatten)]
     pub(crate) socket: SocketArgs,
 
-    /// Which of its labels; without it the current one
+    /// The label to give back; if omitted, the current one
     #[arg(value_name = "LABEL")]
     pub(crate) label: Option<Label>,
 }
@@ -310,7 +310,7 @@ pub(crate) struct RenewArgs {
     #[command(flatten)]
     pub(crate) socket: SocketArgs,
 
-    /// Which of its labels
+    /// The label to renew
     #[arg(value_name = "LABEL")]
     pub(crate) label: Label,
 
@@ -328,46 +328,47 @@ pub(crate) struct RepathArgs {
     #[command(flatten)]
     pub(crate) socket: SocketArgs,
 
-    /// Rewrite the label on this device's egress, until interrupted; may be given several times
+    /// Rewrite the label on the egress of this device, until interrupted; may be repeated
     #[arg(long, value_name = "DEVICE")]
     pub(crate) dev: Vec<String>,
 
-    /// This label instead of a random one
+    /// Use this label instead of a random one
     #[arg(long, value_name = "LABEL", requires = "dev")]
     pub(crate) label: Option<Label>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// Devices on whose egress labels are rewritten; without it every device that is up, except lo
+    /// Devices on whose egress labels are rewritten; if omitted, every device that is up, except lo
     #[arg(long, value_name = "DEVICE")]
     pub(crate) dev: Vec<String>,
 
-    /// How connections are moved
+    /// Method of moving connections
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) way: WayArg,
 
-    /// Congested share of a round, as for `set` [default: as the kernel's knobs are set, else 0.5]
+    /// Minimum congested share of a round, as for `set` [default: the kernel's knob, else 0.5]
     #[arg(long, value_name = "SHARE")]
     pub(crate) k: Option<String>,
 
-    /// Rounds before an idle connection moves [default: as the kernel's knobs are set, else 3]
+    /// Congested rounds before an idle connection moves [default: the kernel's knob, else 3]
     #[arg(long, value_name = "ROUNDS")]
     pub(crate) m: Option<u8>,
 
-    /// Rounds before a busy connection moves [default: as the kernel's knobs are set, else 12]
+    /// Congested rounds before a busy connection moves [default: the kernel's knob, else 12]
     #[arg(long, value_name = "ROUNDS")]
     pub(crate) n: Option<u8>,
 
-    /// Pause after a timeout, seconds [default: as the kernel's knobs are set, else 60]
+    /// Pause after a timeout, in seconds [default: the kernel's knob, else 60]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) suspend: Option<u8>,
 
-    /// Time between two looks at the connections, 1 to 1000: a round is one round trip, but at least this
+    /// Interval between two readings of the connections, 1 to 1000 ms; a round is one round trip, but at least this
+    /// long
     #[arg(long, value_name = "MS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=1000))]
     pub(crate) interval_ms: u64,
 
-    /// End after this many seconds
+    /// Stop after this many seconds
     #[arg(long, value_name = "SECONDS")]
     pub(crate) duration: Option<u64>,
 
@@ -377,21 +378,21 @@ pub(crate) struct RunArgs {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum WayArg {
-    /// bpf where it is allowed, else sockopt
+    /// bpf where it is permitted, otherwise sockopt
     Auto,
-    /// A program on the egress device: any label. CAP_BPF, CAP_NET_ADMIN, Linux 6.6
+    /// BPF program on the egress device: any label. Needs CAP_BPF, CAP_NET_ADMIN, Linux 6.6
     Bpf,
-    /// Automatic label off and on through the owner's descriptor: two labels
+    /// Automatic label switched off and on through the owner's descriptor: two labels
     Sockopt,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct WatchArgs {
-    /// Time between two lines, 50 to 60000
+    /// Interval between two updates, 50 to 60000 ms
     #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(50..=60_000))]
     pub(crate) interval_ms: u64,
 
-    /// End after so many
+    /// Stop after this many updates
     #[arg(long, value_name = "N")]
     pub(crate) count: Option<u64>,
 
@@ -407,45 +408,45 @@ pub(crate) struct RouteArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum RouteCommand {
-    /// List the IPv6 routes of the main table (also without any subcommand)
+    /// List the IPv6 routes of the main table (the default without a subcommand)
     List,
-    /// Change the metrics of one route; what is not named stays
+    /// Change the metrics of one route; metrics that are not given keep their values
     ///
-    /// A route's congestion control is the default of sockets that connect through it. For DCTCP give it to the routes
-    /// of both sides: a listener with another one refuses ECN.
+    /// The congestion control of a route is the default of sockets that connect through it. For DCTCP, set it on the
+    /// routes of both sides: a listener with another congestion control refuses ECN.
     Set(RouteSetArgs),
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RouteSetArgs {
-    /// `default`, PREFIX/LENGTH as `plb route` lists it, or an address: the route its packets take
+    /// Route: `default`, PREFIX/LENGTH as listed by `plb route`, or an address (the route that its packets take)
     #[arg(value_name = "PREFIX")]
     pub(crate) prefix: Prefix,
 
-    /// Congestion control; `none` removes it
+    /// Congestion control of the route; `none` removes it
     #[arg(long, value_name = "NAME")]
     pub(crate) congestion: Option<String>,
 
-    /// Refuse any other congestion control on sockets of this route
+    /// Refuse any other congestion control on sockets that use this route
     #[arg(long, value_name = "ON|OFF")]
     pub(crate) lock: Option<OnOff>,
 
-    /// Ask for ECN whatever net.ipv4.tcp_ecn says
+    /// Request ECN regardless of net.ipv4.tcp_ecn
     #[arg(long, value_name = "ON|OFF")]
     pub(crate) ecn: Option<OnOff>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct EnvoyArgs {
-    /// Congestion control for Envoy's sockets; without it dctcp if this host has it, else the host's default
+    /// Congestion control for Envoy's sockets; if omitted, dctcp if this host has it, otherwise the host's default
     #[arg(long, value_name = "NAME")]
     pub(crate) congestion: Option<String>,
 
-    /// Only the part for clusters
+    /// Print only the part for clusters
     #[arg(long, conflicts_with = "listener")]
     pub(crate) cluster: bool,
 
-    /// Only the part for listeners
+    /// Print only the part for listeners
     #[arg(long)]
     pub(crate) listener: bool,
 }

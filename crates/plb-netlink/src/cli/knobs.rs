@@ -1,4 +1,4 @@
-//! `show` and `set`.
+//! The commands `show` and `set`.
 
 use plb_netlink::counters::Counters;
 use plb_netlink::detector::Threshold;
@@ -103,7 +103,7 @@ pub(crate) fn set(output: Output, args: &SetArgs) -> Result<Answer> {
     Ok(Answer::Good)
 }
 
-/// A share of 0 to 1, or `x/256` in the kernel's unit.
+/// Parses a share of 0 to 1, or `x/256` in the kernel's unit.
 pub(crate) fn threshold(text: &str) -> Result<Threshold> {
     let bad = || Error::Invalid(format!("--k: `{text}` is no share: 0 to 1, or 0/256 to 256/256"));
     match text.split_once('/') {

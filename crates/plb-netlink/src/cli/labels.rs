@@ -1,4 +1,4 @@
-//! `label ...`.
+//! The `label ...` commands.
 
 use std::net::UdpSocket;
 use std::time::Duration;

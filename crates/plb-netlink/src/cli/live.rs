@@ -1,4 +1,4 @@
-//! What goes on until interrupted: `repath --dev`, `run`, `watch`.
+//! The commands that run until interrupted: `repath --dev`, `run`, `watch`.
 
 use std::collections::HashMap;
 use std::io::IsTerminal as _;
@@ -138,10 +138,10 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
             }
             Err(error) => survive(output, error, &mut failing)?,
         }
-        // With very many connections a step takes long: never more than half a core.
+        // With very many connections a step takes long; this pause limits the daemon to half a core.
         pause(Duration::from_millis(args.interval_ms).max(began.elapsed()));
     }
-    // Without knowing how many packets it was one can end all the same.
+    // If the number of relabelled packets cannot be read, the run still ends cleanly.
     let watched = daemon.watched().unwrap_or_default();
     let left = daemon.detach();
     let walks = daemon.walks();
@@ -150,21 +150,22 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
     Ok(Answer::Good)
 }
 
-/// With a process beside this one that switches back what this one leaves behind.
+/// Moves connections by socket options, with a companion process that restores the labels that this process leaves
+/// switched.
 fn by_options() -> Result<Way> {
-    // Not the path of the program, which may be another by now.
+    // The path of the program may name another program by now, so it is not used.
     let mut command = Command::new("/proc/self/exe");
     Guardian::start(command.arg("restore")).map(|guardian| Way::SocketOptions(Some(guardian)))
 }
 
-/// That other process.
+/// Runs the companion process.
 pub(crate) fn restore() -> Result<Answer> {
     ignore_interrupts().map_err(|reason| Error::Kernel { doing: "ignoring signals".to_owned(), reason })?;
     let left = guardian::attend(std::io::stdin().lock());
     Ok(if left == 0 { Answer::Good } else { Answer::Bad })
 }
 
-/// A list that cannot be had is asked for again at the next step, for half a minute.
+/// Tolerates a failed listing for half a minute: it is repeated at the next step.
 fn survive(output: Output, error: Error, failing: &mut Option<Instant>) -> Result<()> {
     if matches!(error, Error::NotPermitted { .. } | Error::Unsupported { .. } | Error::Invalid(_)) {
         return Err(error);
@@ -182,7 +183,7 @@ fn survive(output: Output, error: Error, failing: &mut Option<Instant>) -> Resul
     Ok(())
 }
 
-/// What is not given is as the kernel's knobs are, so that both behave alike.
+/// Builds the configuration. Parameters that are not given come from the kernel's knobs, so that both behave alike.
 fn config(args: &RunArgs) -> Result<Config> {
     let kernel = PlbParams::read().unwrap_or_default();
     PlbParams {
@@ -313,7 +314,7 @@ pub(crate) fn watch_table(output: Output, args: &WatchArgs) -> Result<Answer> {
     Ok(Answer::Good)
 }
 
-/// One connection between two readings.
+/// Changes of one connection between two readings.
 struct Row {
     local: String,
     remote: String,
@@ -354,12 +355,12 @@ fn by_cookie(entries: Vec<Entry>) -> HashMap<u64, Entry> {
     entries.into_iter().map(|entry| (entry.cookie, entry)).collect()
 }
 
-/// One line of JSON, or a human one.
+/// Prints one line of JSON or of text.
 fn emit(output: Output, value: &serde_json::Value, human: impl FnOnce() -> String) {
     if output.json { line(&value.to_string()) } else { line(&human()) }
 }
 
-/// Sleeps, but no longer than until a signal.
+/// Sleeps, but wakes up on a signal.
 fn pause(duration: Duration) {
     let end = Instant::now() + duration;
     while !interrupted() && Instant::now() < end {
@@ -375,5 +376,5 @@ fn random() -> Result<u32> {
     random_u32().map_err(|reason| Error::Kernel { doing: "asking for random bits".to_owned(), reason })
 }
 
-/// How long lists may fail.
+/// Maximum time for which listings may keep failing.
 const PATIENCE: Duration = Duration::from_secs(30);

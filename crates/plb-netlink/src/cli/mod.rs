@@ -1,4 +1,4 @@
-//! The command line: arguments, the namespace, exit codes.
+//! The command line: arguments, the network namespace, exit codes.
 
 mod args;
 mod knobs;
@@ -18,12 +18,12 @@ use plb_netlink::{Error, Result};
 use args::{Cli, Command};
 use output::Output;
 
-/// What a command that answers a question found.
+/// Result of a command that answers a question.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Answer {
-    /// Done, or nothing wrong.
+    /// The command is done, or it found nothing wrong.
     Good,
-    /// Something is wrong: exit code 1.
+    /// The command found something wrong: exit code 1.
     Bad,
 }
 
@@ -44,7 +44,7 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-/// See `EXIT CODES` in the help.
+/// Returns the exit code; see `EXIT CODES` in the help.
 fn exit_code(error: &Error) -> u8 {
     match error {
         Error::Invalid(_) => 2,

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-/// How to print, and whether to act.
+/// How to print, and whether to make changes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Output {
     pub(crate) json: bool,
@@ -10,7 +10,7 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Prints the JSON if that was asked for, else what `human` makes.
+    /// Prints the JSON if `--json` was given, otherwise the result of `human`.
     pub(crate) fn print(self, value: &Value, human: impl FnOnce() -> String) {
         if self.json {
             line(&format!("{value:#}"));
@@ -19,14 +19,14 @@ impl Output {
         }
     }
 
-    /// A change that was made, or would be with `--dry-run`.
+    /// Prints a change that was made, or that would be made without `--dry-run`.
     pub(crate) fn changed(self, what: &str, details: Value) {
         let value = json!({"changed": !self.dry_run, "what": what, "details": details});
         self.print(&value, || if self.dry_run { format!("would: {what}") } else { what.to_owned() });
     }
 }
 
-/// Prints a line; a reader that went away ends the command quietly.
+/// Prints a line; if the reader has gone away, the command ends quietly.
 pub(crate) fn line(text: &str) {
     use std::io::Write as _;
     let mut out = std::io::stdout().lock();
@@ -35,7 +35,7 @@ pub(crate) fn line(text: &str) {
     }
 }
 
-/// Columns as wide as their widest cell, two spaces between.
+/// Formats a table: each column is as wide as its widest cell, with two spaces between columns.
 pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     let mut widths = header.map(str::len);
     for row in rows {
@@ -55,7 +55,7 @@ pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> 
     lines.join("\n")
 }
 
-/// `-` for what is not known.
+/// Formats a value; `-` if it is unknown.
 pub(crate) fn or_dash(value: Option<impl ToString>) -> String {
     value.map_or_else(|| "-".to_owned(), |value| value.to_string())
 }

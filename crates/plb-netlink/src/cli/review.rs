@@ -1,4 +1,4 @@
-//! `lint` and `envoy`.
+//! The commands `lint` and `envoy`.
 
 use plb_netlink::envoy::{self, Side};
 use plb_netlink::lint::{self, Host, Severity};

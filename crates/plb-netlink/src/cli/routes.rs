@@ -1,4 +1,4 @@
-//! `route ...`.
+//! The `route ...` commands.
 
 use plb_netlink::Result;
 use plb_netlink::route::{self, Change, Route};

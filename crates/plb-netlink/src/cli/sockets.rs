@@ -1,4 +1,4 @@
-//! `sockets`, `check`, `pin`, `unpin`, and finding one socket by name.
+//! The commands `sockets`, `check`, `pin` and `unpin`, and the lookup of one socket by name.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -56,7 +56,7 @@ pub(crate) fn check(output: Output, args: &CheckArgs) -> Result<Answer> {
         if args.pid.is_some() && owner.map(|owner| owner.pid) != args.pid {
             continue;
         }
-        // Sockets come and go: one that is gone by now is no finding.
+        // A socket may have closed in the meantime; that is not a finding.
         let verdict = match owner {
             None => Err("owner not found; run as root".to_owned()),
             Some(owner) => match judge(owner, entry.cookie) {
@@ -176,7 +176,7 @@ pub(crate) fn unpin(output: Output, args: &SocketArgs) -> Result<Answer> {
     Ok(Answer::Good)
 }
 
-/// Lets a socket be repathed again.
+/// Allows a socket to be repathed again.
 pub(crate) fn unpin_socket(socket: &OwnedFd, label: Current) -> Result<()> {
     if let Current::Explicit(label, Some(_)) = label {
         flowlabel::put(socket, label)?;
@@ -185,7 +185,7 @@ pub(crate) fn unpin_socket(socket: &OwnedFd, label: Current) -> Result<()> {
     sock::set_txrehash(socket, TxRehash::On)
 }
 
-/// A duplicate of the named socket.
+/// Returns a duplicate of the named socket.
 pub(crate) fn open(socket: SocketName) -> Result<OwnedFd> {
     match socket {
         SocketName::Descriptor { pid, fd } => pidfd::duplicate(pid, fd),
@@ -199,7 +199,7 @@ pub(crate) fn open(socket: SocketName) -> Result<OwnedFd> {
     }
 }
 
-/// The socket with that cookie in this namespace.
+/// Returns the socket with this cookie in this namespace.
 pub(crate) fn find(cookie: u64) -> Result<Entry> {
     let all = Filter { ipv4: true, states: States::Both, ..Filter::default() };
     diag::dump(&all)?.into_iter().find(|entry| entry.cookie == cookie).ok_or_else(|| {
@@ -209,7 +209,7 @@ pub(crate) fn find(cookie: u64) -> Result<Entry> {
     })
 }
 
-/// The cookie of the named socket.
+/// Returns the cookie of the named socket.
 pub(crate) fn cookie(socket: SocketName) -> Result<u64> {
     match socket {
         SocketName::Cookie(cookie) => find(cookie).map(|entry| entry.cookie),

@@ -1,4 +1,4 @@
-//! Against one captured reply, both directions, and every way to cut it.
+//! Tests with one captured reply: parsing, writing, and every possible truncation.
 
 use super::*;
 use netlink_packet_core::NetlinkPayload;
@@ -19,7 +19,7 @@ pub(crate) const REPLY: &[u8] = &[
     0xfd, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2,
     0xfd, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2,
     0, 0, 0, 0,             // interface
-    0x01, 0x10, 0, 0, 0x02, 0, 0, 0, // cookie, two halves (changed: the captured one was 1)
+    0x01, 0x10, 0, 0, 0x02, 0, 0, 0, // cookie, two halves (changed; the captured one was 1)
     0, 0, 0, 0,             // expires
     0, 0, 0, 0, 0, 0, 0, 0, // queues
     0, 0, 0, 0,             // uid
@@ -49,7 +49,7 @@ pub(crate) const REPLY: &[u8] = &[
     0xe8, 0x03, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
     0, 0, 1, 0, 0, 0, 1, 0,                      // snd_wnd, rcv_wnd
     0, 0, 0, 0,                                  // rehash
-    0, 0, 0, 0, 0, 0, 0, 0,                      // total_rto and its kin
+    0, 0, 0, 0, 0, 0, 0, 0,                      // total_rto and related fields
     0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
     10, 0, 4, 0, 0x63, 0x75, 0x62, 0x69, 0x63, 0, 0, 0, // INET_DIAG_CONG "cubic"
 ];
@@ -84,8 +84,8 @@ fn every_truncation_is_an_error() {
     for length in 0..REPLY.len() {
         assert!(parse_datagram(&REPLY[..length]).is_err(), "{length}");
     }
-    // Also when the message claims to be as short as it is: only at the borders of attributes, which are optional,
-    // may it pass, and never with half a value.
+    // Also try truncated messages whose header gives the shortened length. Such a message may be accepted only at the
+    // boundary of an attribute, because attributes are optional, and never with half a value.
     for length in (16..REPLY.len()).step_by(4) {
         let mut cut = REPLY[..length].to_vec();
         cut[..4].copy_from_slice(&u32::try_from(length).unwrap().to_ne_bytes());
@@ -98,7 +98,7 @@ fn every_truncation_is_an_error() {
 
 #[test]
 fn what_the_kernel_refuses_is_an_error() {
-    // nlmsgerr with ENOENT (no inet_diag), answering a request header.
+    // nlmsgerr with ENOENT (no inet_diag), in answer to a request header.
     let mut refusal = vec![36, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
     refusal.extend((-libc::ENOENT).to_ne_bytes());
     refusal.extend([16, 0, 0, 0, 20, 0, 1, 3, 1, 0, 0, 0, 0, 0, 0, 0]);

@@ -1,10 +1,10 @@
-//! A host without a trap, and then one trap at a time.
+//! Tests a host without traps, and then one trap at a time.
 
 use super::*;
 use crate::detector::Threshold;
 use crate::sysctl::Rounds;
 
-/// Everything as the documentation recommends.
+/// Returns a host that is configured as the documentation recommends.
 fn good() -> Host {
     Host {
         kernel: "6.12.0".to_owned(),
@@ -115,7 +115,7 @@ fn a_counter_that_rises_without_effect_is_named() {
 
 #[test]
 fn what_does_not_matter_is_no_finding() {
-    // A host that only forwards nothing needs no particular hash; loopback listeners meet no fabric.
+    // A host that does not forward needs no particular hash; loopback listeners do not use a fabric.
     let host = Host {
         forwards: false,
         hash: Some(Hash { policy: 1, fields: 7 }),

@@ -1,4 +1,4 @@
-//! Failures for the moment are tried again, others are not; one of them is the real kernel's.
+//! Temporary failures are retried, others are not; one of the failures comes from the real kernel.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -14,7 +14,7 @@ use super::*;
 /// A datagram, or an errno.
 type Read = std::result::Result<Vec<u8>, i32>;
 
-/// What one attempt finds.
+/// The events of one attempt.
 struct Script(VecDeque<Read>);
 
 impl Wire for Script {
@@ -60,7 +60,7 @@ fn request() -> NetlinkMessage<SockDiagMessage> {
 #[test]
 fn what_passes_is_tried_again_and_the_rest_is_not() {
     let good = || Ok(done(0));
-    /// Name, what each attempt finds, the errno that is left, attempts.
+    /// Name, events of each attempt, remaining errno, attempts.
     type Case = (&'static str, Vec<Vec<Read>>, Option<i32>, usize);
     let cases: [Case; 9] = [
         ("a signal", vec![vec![Err(libc::EINTR), good()]], None, 1),
@@ -96,14 +96,14 @@ fn a_socket_cannot_be_opened_for_a_moment() {
     assert!(exchange_over(open, request(), "testing", "").unwrap().is_empty());
 }
 
-/// A dump that is not read to its end keeps its socket busy: the kernel itself says EBUSY to a second one.
+/// A dump that is not read to its end keeps its socket busy: the kernel answers a second one with EBUSY.
 #[test]
 fn a_busy_kernel_is_asked_again() {
     let Ok(listener) = TcpListener::bind("[::1]:0") else {
         return eprintln!("a_busy_kernel_is_asked_again: skipped: no IPv6 on loopback");
     };
     let connect = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    // More than fits into a few datagrams, so that the kernel has to come back.
+    // More than fits into a few datagrams, so that the dump is not complete at once.
     let streams: Vec<_> = (0..200).map(|_| (connect(), listener.accept().unwrap())).collect();
     let mut bytes = {
         let mut request = request();
@@ -112,7 +112,7 @@ fn a_busy_kernel_is_asked_again() {
         request.serialize(&mut bytes);
         bytes
     };
-    // Another sequence number, so that its answer could not pass for ours.
+    // A different sequence number, so that its answer is not mistaken for that of the request under test.
     bytes[8] = 7;
     let mut opened = 0;
     let open = || {

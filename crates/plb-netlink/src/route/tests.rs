@@ -1,4 +1,4 @@
-//! Against one captured route, both directions, and every way to cut it.
+//! Tests with one captured route: parsing, writing, and every possible truncation.
 
 use super::*;
 
@@ -56,7 +56,7 @@ fn every_truncation_is_an_error() {
     }
 }
 
-/// The metrics of a changed route, in the order they are sent.
+/// Returns the metrics of a changed route, in the order in which they are sent.
 fn metrics(change: &Change) -> Vec<RouteMetric> {
     changed(&route().message, change)
         .attributes
@@ -97,7 +97,7 @@ fn prefixes() {
         ("fd00:2::/64", Some("fd00:2::/64")),
         ("fd00:2::1", Some("fd00:2::1/128")),
         ("fd00:2::/129", None),
-        // Found by fuzzing: no route has such a prefix, so it matched none.
+        // Found by fuzzing: no route has such a prefix, so it matched no route.
         ("fd00:2::1/64", None),
         ("::6/0", None),
         ("fd00:2::/", None),

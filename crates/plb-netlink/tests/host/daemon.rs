@@ -1,4 +1,4 @@
-//! User-space PLB: connections leave paths that mark, and nothing is left behind.
+//! User-space PLB: connections leave paths that mark packets, and all changes are undone at the end.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use plb_netlink::tcpinfo::TcpInfo;
 
 use crate::support::{Run, congested_fabric, plb_json, signal, traffic};
 
-/// Share of packets marked since the last call, by flow.
+/// Returns the share of packets marked since the last call, for each flow.
 fn marked(flows: &[Flow], before: &mut Vec<TcpInfo>) -> Vec<f64> {
     let now: Vec<TcpInfo> = flows.iter().map(|flow| TcpInfo::of(flow).unwrap()).collect();
     let share = |(now, before): (&TcpInfo, &TcpInfo)| {
@@ -39,7 +39,7 @@ fn connections_leave_marked_paths_and_get_their_labels_back() {
         .filter(|(_, share)| **share > 0.5)
         .map(|(i, _)| i)
         .collect();
-    // Eight flows all on the one clean path: once in 65536 runs.
+    // The chance that all eight flows are on the one clean path is one in 65536.
     assert!(!victims.is_empty(), "no flow started on a marked path");
     let own: Vec<Label> = flows.iter().map(|flow| capture.labels(flow.port())[0]).collect();
 
@@ -51,7 +51,7 @@ fn connections_leave_marked_paths_and_get_their_labels_back() {
         marked(&flows, &mut readings).iter().all(|share| *share < 0.5)
     })
     .unwrap();
-    // Seen where it counts: on the wire, and by path.
+    // Check the effect on the wire and on the paths.
     for victim in &victims {
         assert!(capture.labels(flows[*victim].port()).len() >= 2);
     }
@@ -141,7 +141,7 @@ fn one_connection_can_be_given_a_label_by_hand() {
     .unwrap();
     signal(&repath, "INT");
     assert!(repath.wait().unwrap().success());
-    // The other connection was never touched, and the socket itself knows nothing of it.
+    // The other connection was never touched, and the socket itself does not see the change.
     assert_eq!(capture.labels(flows[1].port()).len(), 1);
     assert_eq!(flowlabel::current(&flows[0]).unwrap(), Current::Automatic);
 }

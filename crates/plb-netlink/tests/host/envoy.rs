@@ -1,4 +1,4 @@
-//! The YAML that `plb envoy` prints, in a real Envoy: its sockets have what it asks for.
+//! The YAML printed by `plb envoy`, in a real Envoy: its sockets have the requested options.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv6Addr, SocketAddrV6, TcpListener, TcpStream};
@@ -11,7 +11,7 @@ use plb_netlink::{diag, pidfd};
 
 use crate::support::{plb, within};
 
-/// Ends with the test.
+/// Envoy, stopped at the end of the test.
 struct Envoy(Child);
 
 impl Drop for Envoy {
@@ -21,7 +21,7 @@ impl Drop for Envoy {
     }
 }
 
-/// Lines of YAML moved to the right.
+/// Indents lines of YAML.
 fn indented(yaml: &str, by: usize) -> String {
     yaml.lines().map(|line| format!("{:by$}{line}\n", "")).collect()
 }
@@ -36,7 +36,7 @@ fn envoys_sockets_have_what_the_emitted_yaml_asks_for() {
         return skip(name, "no Envoy: set ENVOY=/path/to/envoy, or run `cargo xtask test`");
     };
     let fabric = Fabric::build().unwrap();
-    // The opposite of what the YAML asks for, so that it cannot be there by default.
+    // The opposite of what the YAML requests, so that the defaults cannot satisfy the test.
     fabric.set(Node::H1, "net.core.txrehash", "0").unwrap();
     fabric.set(Node::H1, "net.ipv6.auto_flowlabels", "2").unwrap();
     let backend = fabric
@@ -113,7 +113,7 @@ fn envoys_sockets_have_what_the_emitted_yaml_asks_for() {
     client.read_exact(&mut echoed).unwrap_or_else(|error| panic!("{error}:\n{}", said()));
     assert_eq!(&echoed, b"ping");
 
-    // `ip netns exec` became Envoy: the same process.
+    // `ip netns exec` became Envoy, so the process id is the same.
     let inodes: Vec<(i32, u64)> = pidfd::sockets(envoy.0.id()).unwrap();
     let sockets = |filter: diag::Filter| within(&fabric, Node::H1, || diag::dump(&filter)).unwrap();
     let upstream = sockets(diag::Filter { remote_port: Some(backend_port), ..diag::Filter::default() });
@@ -126,14 +126,14 @@ fn envoys_sockets_have_what_the_emitted_yaml_asks_for() {
         assert_eq!(sock::txrehash(&socket).unwrap(), TxRehash::On, "{side}");
         assert!(sock::auto_label(&socket).unwrap(), "{side}");
     }
-    // And its packets have a label, where the namespace's default gives none.
+    // Its packets also have a label, although the namespace's default gives them none.
     let labels = capture.labels(upstream[0].local.port());
     assert!(labels.iter().all(|label| label.get() != 0) && !labels.is_empty(), "{labels:?}");
     assert!(!said().contains("on socket failed"), "{}", said());
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Echoes.
+/// Echoes the data of a connection.
 fn answer(mut stream: TcpStream) {
     let mut buffer = [0; 1024];
     while let Ok(length) = stream.read(&mut buffer) {

@@ -1,4 +1,4 @@
-//! Knobs, routes, namespaces, and what bad input and missing rights say.
+//! Knobs, routes, namespaces, and the messages for bad input and missing rights.
 
 use netlab::{Fabric, Node, ready};
 use plb_netlink::detector::Threshold;
@@ -34,7 +34,7 @@ fn the_kernels_ranges_are_ours() {
         return;
     }
     let fabric = Fabric::build().unwrap();
-    // The largest value of each knob is taken, one more is refused and leaves the old value.
+    // The kernel accepts the largest value of each knob; it refuses the next larger value and keeps the old one.
     for (knob, largest) in sysctl::PLB_KNOBS.into_iter().zip([1, 256, 31, 31, 255]) {
         within(&fabric, Node::H1, || sysctl::write(knob, &largest.to_string())).unwrap();
         let error =
@@ -109,7 +109,7 @@ fn what_is_not_there_is_named() {
     drop(fabric);
     let error = Namespace::named(&name).unwrap_err();
     assert!(matches!(&error, Error::Gone(why) if why.contains(&name)), "{error}");
-    // Only the name is left, as after a mount that was lost.
+    // Only the name is left, as after a lost mount.
     let file = std::path::Path::new("/run/netns").join(&name);
     std::fs::write(&file, "").unwrap();
     let error = Namespace::named(&name).unwrap().within(|| Ok(())).unwrap_err();
@@ -122,7 +122,7 @@ fn missing_rights_are_named() {
     if !ready("missing_rights_are_named") {
         return;
     }
-    // As another user, in this namespace: everything that writes must say which right it misses.
+    // When another user runs a command that writes in this namespace, the command must name the missing right.
     let before = PlbParams::read().unwrap();
     for (args, says) in [
         (vec!["set", "--n", "11"], "CAP_NET_ADMIN"),
@@ -132,12 +132,12 @@ fn missing_rights_are_named() {
         (vec!["--netns", "nope", "show"], "no network namespace"),
     ] {
         use std::os::unix::process::CommandExt as _;
-        // A copy that the other user may reach.
+        // A copy that the other user can reach.
         let copy = std::env::temp_dir().join(format!("plb-as-nobody-{}", std::process::id()));
         std::fs::copy(env!("CARGO_BIN_EXE_plb"), &copy).unwrap();
         let run = || std::process::Command::new(&copy).args(&args).uid(65534).gid(65534).output();
         let mut output = run();
-        // A child that another test is forking holds the copy open for writing until it executes.
+        // While another test forks, its child holds the copy open for writing until it executes a program.
         while output.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::ExecutableFileBusy) {
             std::thread::yield_now();
             output = run();
@@ -145,7 +145,7 @@ fn missing_rights_are_named() {
         std::fs::remove_file(&copy).unwrap();
         let (code, said) = failure(&output.unwrap());
         let expected = if args.contains(&"--netns") { 5 } else { 3 };
-        // A machine without IPv6 default route has nothing to refuse.
+        // On a machine without an IPv6 default route there is nothing to refuse.
         if said.contains("no IPv6 route") {
             continue;
         }
@@ -178,7 +178,7 @@ fn route_metrics_decide_congestion_control_and_ecn() {
         &["route", "set", "default", "--congestion", "reno", "--lock", "on", "--ecn", "on"],
     );
     assert_eq!(connect(), ("reno".to_owned(), true));
-    // Locked: a socket cannot choose another.
+    // With a locked route, a socket cannot choose another congestion control.
     let refused = netlab::flow(&fabric, sink.addr, 1, std::time::Duration::ZERO, |_| Ok(())).unwrap();
     let error = plb_netlink::sock::set_congestion(&refused, &default.0).unwrap_err();
     assert!(matches!(&error, Error::NotPermitted { cure, .. } if cure.contains("route locks")), "{error}");

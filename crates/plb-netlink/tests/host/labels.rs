@@ -1,4 +1,4 @@
-//! Labels as they are on the wire, leases, and what else people get backwards.
+//! Labels on the wire, leases, and other common mistakes.
 
 use std::net::SocketAddrV6;
 use std::time::Duration;
@@ -61,7 +61,8 @@ fn automatic_labels_are_constant_and_can_be_switched() {
     let own = changes(1)[0];
     assert_ne!(own.get(), 0);
     assert_eq!(flowlabel::current(&flow).unwrap(), Current::Automatic);
-    // Through the command and another process's eyes: off means 0, on means the same label again.
+    // The same with the command, through another process's descriptor: off means label 0, and on restores the same
+    // label.
     let socket = format!(
         "{}:{}",
         std::process::id(),
@@ -103,14 +104,14 @@ fn leases() {
         let (first, second) = (flowlabel::udp(None)?, flowlabel::udp(None)?);
         let terms = |number| Terms::new(Some(label(number)), H2);
 
-        // Shared with everybody: a second socket joins, and unleased labels stay usable.
+        // A second socket can join a shared lease, and unleased labels remain usable.
         assert_eq!(flowlabel::lease(&first, &terms(0x111))?, label(0x111));
         assert_eq!(flowlabel::lease(&second, &terms(0x111))?, label(0x111));
         let fresh = flowlabel::lease(&second, &Terms { fresh: true, ..terms(0x111) }).unwrap_err();
         assert!(matches!(&fresh, Error::Invalid(why) if why.contains("already leased")), "{fresh}");
         assert!(flowlabel::unleased_labels_work()?);
 
-        // The kernel's choice.
+        // The kernel chooses the label.
         let chosen = flowlabel::lease(&first, &Terms::new(None, H2))?;
         assert_ne!(chosen.get(), 0);
 
@@ -124,7 +125,8 @@ fn leases() {
         let gone = flowlabel::put(&first, label(0x111)).unwrap_err();
         assert!(matches!(&gone, Error::Gone(why) if why.contains("holds no lease")), "{gone}");
 
-        // Exclusive: others are refused, and so are unleased labels from now on, even after it ended.
+        // With an exclusive lease, other sockets are refused. From now on so are unleased labels, even after the lease
+        // has ended.
         let exclusive = Terms { share: Share::Exclusive, ..terms(0x222) };
         flowlabel::lease(&first, &exclusive)?;
         let refused = flowlabel::lease(&second, &terms(0x222)).unwrap_err();
@@ -163,7 +165,7 @@ fn a_lease_held_by_the_command_ends_with_it() {
     eventually("the lease", SOON, leased).unwrap();
     holder.kill().unwrap();
     holder.wait().unwrap();
-    // The kernel keeps it for its linger time.
+    // The kernel keeps the lease for its linger time.
     eventually("the end of the lease", Duration::from_secs(20), || {
         within(&fabric, Node::H1, flowlabel::list)
             .unwrap()
@@ -203,7 +205,7 @@ fn the_list_of_sockets_agrees_with_the_sockets() {
     let owners = pidfd::owners();
     for flow in &flows {
         let entry = entries.iter().find(|entry| entry.local.port() == flow.port()).unwrap();
-        // SO_COOKIE is the cookie of the dump, so it is what BPF sees.
+        // SO_COOKIE equals the cookie of the dump, so it is also the one that BPF sees.
         assert_eq!(sock::cookie(flow).unwrap(), entry.cookie);
         assert_eq!(entry.congestion, Some(flow.congestion().unwrap()));
         assert!(entry.info.unwrap().delivered.is_some());
@@ -241,7 +243,7 @@ fn check_tells_why_not() {
     let rest = reasons(plain.port());
     assert!(rest.iter().all(|reason| !reason.contains("label") && !reason.contains("TXREHASH")), "{rest:?}");
     assert!(rest.iter().any(|reason| reason.contains("no PLB hooks")), "{rest:?}");
-    // The plain one alone is fine as far as timeouts go.
+    // The plain connection alone can be repathed after timeouts.
     let port = plain.port().to_string();
     let output = plb(&fabric, Node::H1, &["check", "--timeouts-only", "--local-port", &port]);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stdout));

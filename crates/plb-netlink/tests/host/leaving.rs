@@ -1,4 +1,4 @@
-//! What `plb run --way sockopt` has switched off is not left so: not in a black hole, not after its end.
+//! Labels that `plb run --way sockopt` has switched off do not stay off, neither in a black hole nor after it ends.
 
 use std::time::Duration;
 
@@ -7,18 +7,18 @@ use plb_netlink::sock;
 
 use crate::support::{Run, signal, traffic};
 
-/// Kernels back off: 0.2, 0.4, 0.8, 1.6, 3.2, 6.4 s.
+/// Long enough for the kernel's back-off: 0.2, 0.4, 0.8, 1.6, 3.2, 6.4 s.
 const LONG: Duration = Duration::from_secs(25);
 
-/// Starts to watch one flow and waits until it goes without a label, with nothing that would move it again.
+/// Starts to watch one flow. Waits until the flow has no label and there is no further reason to move it.
 fn switched_off(fabric: &Fabric, flow: &Flow) -> Run {
     let mut congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
-    // Slowly, so that there is time to end the congestion between two moves.
+    // A long interval leaves time to end the congestion between two moves.
     let run = Run::start(fabric, &["--way", "sockopt", "--interval-ms", "300"]);
     for _ in 0..10 {
         while run.done() != "automatic label off" {}
         drop(congested);
-        // On a busy machine it may have moved once more by then.
+        // On a busy machine the flow may have moved once more by then.
         std::thread::sleep(Duration::from_millis(1000));
         while run.lines.try_recv().is_ok() {}
         if !sock::auto_label(flow).unwrap() {
@@ -51,7 +51,7 @@ fn a_timeout_moves_a_connection_whose_label_was_switched_off() {
     );
     let received = sink.received();
     eventually("delivery", LONG, || sink.received() > received + 50_000).unwrap();
-    // Any: on a busy machine it may have been switched off again by now.
+    // `any`: on a busy machine the label may have been switched off again by now.
     assert!(capture.labels(flows[0].port()).iter().any(|label| label.get() != 0));
 }
 
@@ -68,7 +68,7 @@ fn labels_that_were_switched_off_are_restored_however_it_ends() {
         run.child.wait().unwrap();
         eventually(way, Duration::from_secs(5), || sock::auto_label(&flows[0]).unwrap()).unwrap();
     }
-    // A reader that has gone away ends it too, at a move of its own.
+    // A reader that has gone away also ends the run, at its next move.
     let mut run = switched_off(&fabric, &flows[0]);
     run.hang_up();
     let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();

@@ -1,5 +1,5 @@
-//! Against the real kernel of this machine, in network namespaces of their own. Needs root; without it each test says
-//! so in one line.
+//! Tests against the real kernel of this machine, in separate network namespaces. They need root; without it each
+//! test is skipped with a one-line message.
 
 mod daemon;
 mod envoy;

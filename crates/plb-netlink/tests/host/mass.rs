@@ -1,5 +1,5 @@
-//! Ten thousand connections at once: congested together, then timing out together. One look at the processes has to serve
-//! them all.
+//! Ten thousand connections at once: all congested together, then all timing out together. One walk over the
+//! processes must serve all of them.
 
 use std::collections::HashSet;
 use std::io::Write as _;
@@ -14,10 +14,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::Run;
 
 const CONNECTIONS: usize = 10_000;
-/// It took 3 to 14 s beside much other work; a walk for each connection would take many minutes.
+/// Measured: 3 to 14 s under much other load. A walk for each connection would take many minutes.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Whether this process may have that many descriptors; raises its limit if need be.
+/// Returns whether this process may have enough descriptors; raises its limit if necessary.
 fn enough_descriptors() -> bool {
     let wanted = CONNECTIONS + 500;
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
@@ -31,8 +31,8 @@ fn enough_descriptors() -> bool {
     Command::new("prlimit").args(["--pid", &pid, &limit]).status().is_ok_and(|status| status.success())
 }
 
-/// Connections from `h1` to a listener in `h2` that accepts none: the kernel completes and acknowledges them all the same,
-/// and they cost no descriptors there.
+/// Opens connections from `h1` to a listener in `h2` that never accepts. The kernel still completes and acknowledges
+/// them, and they cost no descriptors there.
 fn connections(fabric: &Fabric) -> (Vec<TcpStream>, Socket) {
     for node in [Node::H1, Node::H2] {
         fabric.set(node, "net.ipv4.tcp_ecn", "1").unwrap();
@@ -57,7 +57,7 @@ fn connections(fabric: &Fabric) -> (Vec<TcpStream>, Socket) {
     (streams.unwrap(), listener)
 }
 
-/// User and system time of a process.
+/// Returns the user and system time of a process.
 fn cpu(pid: u32) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let fields: Vec<u64> = stat
@@ -69,12 +69,12 @@ fn cpu(pid: u32) -> Duration {
         .take(2)
         .map(|f| f.parse().unwrap())
         .collect();
-    // USER_HZ is 100 on every Linux that this runs on.
+    // USER_HZ is 100 on every Linux on which this test runs.
     Duration::from_millis(10 * (fields[0] + fields[1]))
 }
 
-/// Sends a little on every connection and waits until each was moved for that cause. Returns how long that took after the
-/// first was.
+/// Sends a little data on every connection and waits until each has moved for one of these causes. Returns how long
+/// this took, counted from the first move.
 fn all_move(run: &Run, clients: &mut [TcpStream], causes: &[&str]) -> Duration {
     let before = cpu(run.child.id());
     let began = Instant::now();
@@ -117,7 +117,7 @@ fn ten_thousand_connections_move_at_once() {
     let (mut clients, _listener) = connections(&fabric);
     let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
     let run = Run::start(&fabric, &["--way", "bpf"]);
-    // They are known before anything happens.
+    // Wait until all connections are known before anything happens.
     std::thread::sleep(Duration::from_secs(2));
     let idle = cpu(run.child.id());
     std::thread::sleep(Duration::from_secs(2));
@@ -136,6 +136,6 @@ fn ten_thousand_connections_move_at_once() {
     assert!(took < LIMIT, "{took:?}");
     let ended = run.stop();
     println!("{ended}");
-    // Where each move had one of its own it was ten thousand.
+    // A separate walk for each move would make ten thousand walks.
     assert!(ended["process_walks"].as_u64().unwrap() <= 5, "{ended}");
 }

@@ -1,4 +1,4 @@
-//! Pinned connections stay where they are, and options are set on the intended socket or none.
+//! Pinned connections stay on their paths, and options are set on the intended socket or on none.
 
 use std::io::Write as _;
 use std::net::TcpStream;
@@ -14,7 +14,7 @@ use plb_netlink::sock::{self, TxRehash};
 
 use crate::support::{Run, SLOWLY, congested_fabric, plb_json, traffic, within};
 
-/// Long enough for some moves of a connection that is not pinned.
+/// Long enough for several moves of a connection that is not pinned.
 const A_WHILE: Duration = Duration::from_millis(700);
 
 #[test]
@@ -64,7 +64,7 @@ fn an_explicit_label_is_a_pin_whether_its_socket_shows_it_or_not() {
         let label = Label::new(0xabc).unwrap();
         let stream = within(&fabric, Node::H1, || flowlabel::connect(sink.addr, label, None)).unwrap();
         if !shown {
-            // From here on getpeername() says 0.
+            // From here on getpeername() reports a label of 0.
             sock::show_labels(&stream, false).unwrap();
             assert_eq!(flowlabel::current(&stream).unwrap(), Current::Explicit(label, None));
         }
@@ -103,10 +103,10 @@ fn a_descriptor_that_means_another_socket_by_now_is_not_touched() {
             std::thread::sleep(SLOWLY);
         };
         assert_eq!(next(&watched), Outcome::Toggled(false));
-        // The application moves the socket to another descriptor and uses the old one for something else.
+        // The application moves the socket to another descriptor and reuses the old descriptor for another socket.
         let elsewhere = watched.try_clone().unwrap();
         let old = watched.into_raw_fd();
-        // SAFETY: takes two integers; `old` belongs to nothing any more.
+        // SAFETY: takes two integers; nothing owns `old` any more.
         assert_eq!(unsafe { libc::dup2(other.as_raw_fd(), old) }, old);
         assert_eq!(next(&elsewhere), Outcome::Toggled(true));
         assert!(sock::auto_label(&elsewhere).unwrap() && sock::auto_label(&other).unwrap());

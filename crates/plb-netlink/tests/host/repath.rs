@@ -1,4 +1,4 @@
-//! Repathing by the kernel after timeouts: on a path that loses everything, with and without.
+//! Repathing by the kernel after timeouts, tested on a path that loses all packets, with repathing on and off.
 
 use std::time::Duration;
 
@@ -11,12 +11,13 @@ use plb_netlink::tcpinfo::TcpInfo;
 use crate::support::{plb_json, within};
 
 const SLOWLY: Duration = Duration::from_millis(10);
-/// Kernels back off: 0.2, 0.4, 0.8, 1.6, 3.2 s. Each timeout leaves three chances of four to escape.
+/// Long enough for the kernel's back-off: 0.2, 0.4, 0.8, 1.6, 3.2 s. Each timeout has a three-in-four chance of leaving
+/// the path.
 const LONG: Duration = Duration::from_secs(15);
-/// Some five timeouts, so that a socket that could escape would have with probability 0.999.
+/// About five timeouts, after which a socket that can leave the path has done so with probability 0.999.
 const HOPELESS: Duration = Duration::from_secs(7);
 
-/// The path that carries a flow now.
+/// Returns the path that currently carries a flow.
 fn path_of(fabric: &Fabric, flow: &Flow) -> usize {
     let before = fabric.path_bytes().unwrap();
     let sent = flow.sent();
@@ -26,7 +27,7 @@ fn path_of(fabric: &Fabric, flow: &Flow) -> usize {
 }
 
 fn delivers(sink: &Sink, limit: Duration) -> Result<Duration, String> {
-    // What was in flight may still arrive; what counts is that it goes on.
+    // Data in flight may still arrive, so the test checks that delivery continues.
     let before = sink.received();
     eventually("delivery", limit, || sink.received() > before + 50_000)
 }
@@ -96,8 +97,8 @@ fn without_txrehash_a_black_hole_holds_and_unpin_helps() {
     let info = TcpInfo::of(&flow).unwrap();
     assert!(info.total_rto.unwrap() >= 3, "{info:?}");
     assert_eq!(capture.labels(flow.port()).len(), 1);
-    // Unpinned, one of the next timeouts moves it. The timer may be some seconds away by now, and where the new label leads
-    // into the black hole too, the next is twice as far.
+    // After the unpin, one of the next timeouts moves the connection. The timer may be several seconds away by now.
+    // If the new label also leads into the black hole, the next timeout is twice as far away.
     plb_json(&fabric, Node::H1, &["unpin", &socket]);
     delivers(&sink, Duration::from_secs(150)).unwrap();
     assert!(capture.labels(flow.port()).len() >= 2);
@@ -128,8 +129,9 @@ fn a_fabric_that_does_not_hash_the_label_does_not_repath() {
         return;
     }
     let fabric = Fabric::build().unwrap();
-    // All fields but the label. Not policy 1: within one kernel that takes the sender's own hash from the packet's
-    // metadata, which a timeout changes, so a namespace fabric repaths where a real router would not.
+    // All fields except the label. Policy 1 is not used: within one kernel it takes the sender's own hash from the
+    // packet's metadata. A timeout changes that hash, so a namespace fabric would repath where a real router would
+    // not.
     fabric.set(Node::R1, "net.ipv6.fib_multipath_hash_fields", "55").unwrap();
     let sink = netlab::sink(&fabric).unwrap();
     let flow = netlab::flow(&fabric, sink.addr, 5000, SLOWLY, |_| Ok(())).unwrap();

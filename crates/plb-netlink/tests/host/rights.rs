@@ -1,4 +1,4 @@
-//! The rights that `plb.service` gives are enough and none is too many; the unit is one that systemd accepts.
+//! The rights granted by `plb.service` are sufficient and all necessary; systemd accepts the unit.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -11,7 +11,7 @@ use plb_netlink::sock::{self, TxRehash};
 
 use crate::support::{Run, SLOWLY, congested_fabric, traffic};
 
-/// The command where any user may run it, for the life of a test.
+/// A copy of the command that any user may run; it exists for the duration of a test.
 struct Copy(PathBuf);
 
 impl Copy {
@@ -39,13 +39,13 @@ fn unit() -> String {
     fs::read_to_string(path).unwrap()
 }
 
-/// What the unit says of one setting.
+/// Returns the value of one setting of the unit.
 fn setting(unit: &str, name: &str) -> String {
     let line = unit.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
     line.unwrap_or_else(|| panic!("no {name}=")).to_owned()
 }
 
-/// The unit's capabilities, as `setpriv` calls them.
+/// Returns the unit's capabilities, by their `setpriv` names.
 fn capabilities() -> Vec<String> {
     let unit = unit();
     let granted = setting(&unit, "AmbientCapabilities");
@@ -53,7 +53,7 @@ fn capabilities() -> Vec<String> {
     granted.split_whitespace().map(|name| name.strip_prefix("CAP_").unwrap().to_lowercase()).collect()
 }
 
-/// Words that run another program as a user of its own with these capabilities, as the unit does.
+/// Returns the command prefix that runs another program as a separate user with these capabilities, as the unit does.
 fn as_user(capabilities: &[String]) -> Vec<String> {
     let added: String = capabilities.iter().map(|name| format!(",+{name}")).collect();
     let sets = ["bounding-set", "inh-caps", "ambient-caps"].map(|set| format!("--{set}=-all{added}"));
@@ -61,7 +61,7 @@ fn as_user(capabilities: &[String]) -> Vec<String> {
     user.map(str::to_owned).into_iter().chain(sets).collect()
 }
 
-/// The same as root, as the DaemonSet does: root has what the bounding set leaves.
+/// Does the same as root, as in the DaemonSet: root has the capabilities that the bounding set leaves.
 fn as_root(capabilities: &[String]) -> Vec<String> {
     let added: String = capabilities.iter().map(|name| format!(",+{name}")).collect();
     let sets = ["bounding-set", "inh-caps"].map(|set| format!("--{set}=-all{added}"));
@@ -164,12 +164,13 @@ fn systemd_accepts_the_unit() {
     };
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.is_empty(), "{said}");
-    // What is wrong in it would be said; a capability that does not exist would not, but the tests above run with them.
+    // Mistakes in the unit would be reported, except a capability that does not exist; the tests above run with the
+    // unit's capabilities.
     for (good, bad) in [("/plb run", "/plp run"), ("NoNewPrivileges", "NoNewPrivilege"), ("=exec", "=exek")] {
         let output = verify(&unit.replacen(good, bad, 1)).unwrap();
         assert!(!output.stderr.is_empty(), "{bad}");
     }
-    // And the command line is one that `plb` takes.
+    // `plb` accepts the command line.
     let command = setting(&unit, "ExecStart");
     let mut words = command.split_whitespace();
     let output = Command::new(words.next().unwrap()).args(words).args(["--dry-run", "--dev", "lo"]).output();

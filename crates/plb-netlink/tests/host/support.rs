@@ -1,4 +1,4 @@
-//! The command under test, and short forms.
+//! The command under test, and shortcuts.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Output, Stdio};
@@ -10,7 +10,7 @@ use plb_netlink::Result;
 use plb_netlink::bpf::Attached;
 use serde_json::Value;
 
-/// Runs `plb --netns NODE args...` to its end.
+/// Runs `plb --netns NODE args...` to completion.
 pub(crate) fn plb(fabric: &Fabric, node: Node, args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_plb"))
         .args(["--netns", &fabric.name(node)])
@@ -19,19 +19,19 @@ pub(crate) fn plb(fabric: &Fabric, node: Node, args: &[&str]) -> Output {
         .expect("starting plb")
 }
 
-/// Its standard output as JSON; it must have ended well.
+/// Runs `plb` and returns its standard output as JSON; the command must succeed.
 pub(crate) fn plb_json(fabric: &Fabric, node: Node, args: &[&str]) -> Value {
     let output = plb(fabric, node, &[args, &["--json"]].concat());
     assert!(output.status.success(), "plb {args:?}: {}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// Exit code and what it said on standard error.
+/// Returns the exit code and the standard error.
 pub(crate) fn failure(output: &Output) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// Runs inside a namespace.
+/// Runs `work` inside a namespace.
 pub(crate) fn within<T: Send>(
     fabric: &Fabric,
     node: Node,
@@ -40,11 +40,11 @@ pub(crate) fn within<T: Send>(
     plb_netlink::netns::Namespace::named(&fabric.name(node))?.within(work)
 }
 
-/// `plb run` in `h1`; its lines of JSON. Killed if a test ends before it does.
+/// A `plb run` in `h1` and its lines of JSON. It is killed if the test ends first.
 pub(crate) struct Run {
     pub(crate) child: Child,
     pub(crate) lines: Receiver<Value>,
-    /// What it said at first that stands in its way.
+    /// Obstacles that it reported at the start.
     pub(crate) warnings: Vec<String>,
 }
 
@@ -55,7 +55,7 @@ impl Run {
         Self::spawn(command, args)
     }
 
-    /// The same by another program that ends up as `plb`: `words` stand before it.
+    /// Starts the same through another program, which then executes `plb`; `words` precede `plb` on the command line.
     pub(crate) fn under(fabric: &Fabric, words: &[&str], plb: &str, args: &[&str]) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &fabric.name(Node::H1)]).args(words).arg(plb);
@@ -73,7 +73,7 @@ impl Run {
         let (send, lines) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(std::result::Result::ok) {
-                // Without a receiver the pipe is closed.
+                // Once the receiver is gone, this thread closes the pipe.
                 if send.send(serde_json::from_str(&line).unwrap()).is_err() {
                     break;
                 }
@@ -91,28 +91,28 @@ impl Run {
         self.lines.recv_timeout(Duration::from_secs(20)).expect("a line of plb run")
     }
 
-    /// What was done, of the next event.
+    /// Returns the action of the next event.
     pub(crate) fn done(&self) -> String {
         let value = self.next();
         value["done"].as_str().unwrap_or_else(|| panic!("no event: {value}")).to_owned()
     }
 
-    /// Nothing is reported for a time in which a connection that is not pinned moves several times.
+    /// Checks that nothing is reported for a period in which a connection that is not pinned moves several times.
     pub(crate) fn quiet(&self) {
         let event = self.lines.recv_timeout(Duration::from_millis(700));
         assert!(event.is_err(), "{event:?}");
     }
 
-    /// From its next lines on no one reads what it says.
+    /// Stops reading: the next lines have no reader.
     pub(crate) fn hang_up(&mut self) {
         self.lines = std::sync::mpsc::channel().1;
     }
 
-    /// Ends it as an operator would, and returns its last line.
+    /// Stops the run as an operator would, and returns its last line.
     pub(crate) fn stop(mut self) -> Value {
         signal(&self.child, "TERM");
         assert!(self.child.wait().unwrap().success());
-        // Open until the reader has seen the end.
+        // The channel stays open until the reader has seen the end.
         std::iter::from_fn(|| self.lines.recv().ok()).last().unwrap()
     }
 }
@@ -131,14 +131,14 @@ pub(crate) fn signal(child: &Child, name: &str) {
 
 pub(crate) const SLOWLY: Duration = Duration::from_millis(2);
 
-/// A fabric whose four paths all mark, until what comes with it is dropped.
+/// Builds a fabric whose four paths all mark packets, until the returned programs are dropped.
 pub(crate) fn congested_fabric() -> (Fabric, Vec<Attached>) {
     let fabric = Fabric::build().unwrap();
     let congested = fabric.congest(&[1, 2, 3, 4]).unwrap();
     (fabric, congested)
 }
 
-/// ECN on both sides, a sink, and so many flows.
+/// Sets up ECN on both sides, a sink, and this many flows.
 pub(crate) fn traffic(fabric: &Fabric, flows: usize) -> (Sink, Vec<Flow>) {
     for node in [Node::H1, Node::H2] {
         fabric.set(node, "net.ipv4.tcp_ecn", "1").unwrap();
