@@ -2,8 +2,9 @@ package prequal
 
 import "math"
 
-// How fast the server is, and how much it can serve at once: crates/prequal-core/src/capacity.rs. The sums are in that file's
-// order, so that rounding is the same but for the last digits of logarithms and exponentials.
+// The estimate of how fast the server is, and how much it can serve at once. Follows crates/prequal-core/src/capacity.rs. The
+// sums are taken in the order of that file, so that rounding is the same, except in the last digits of logarithms and
+// exponentials.
 
 const (
 	maxKnee      = 512
@@ -19,7 +20,7 @@ const (
 	stepUs       = 1_000_000
 )
 
-// capacity is base latency and knee, which may be higher if it is open.
+// capacity is the base latency and knee of the server. If open is set, the knee may be higher.
 type capacity struct {
 	baseUs, knee uint32
 	open         bool
@@ -29,11 +30,11 @@ func (c capacity) crowding(rif uint32) float64 {
 	return max((float64(rif)+1)/float64(max(c.knee, 1)), 1)
 }
 
-// row is one level: sums that fade.
+// row holds the fading sums for one level.
 type row struct {
-	// Time spent at this level, and good answers that left at it.
+	// Time spent at this level, and number of good responses that left at it.
 	time, left float64
-	// Good answers to requests that arrived as this many-th, and what they took.
+	// Number of good responses to requests that brought the level to this one on arrival, and the time they took.
 	met, took float64
 }
 
@@ -43,13 +44,13 @@ type levels struct {
 	rows   []row
 	logs   []float64
 	scores []score
-	// When the last good answer left, and at which level the burst began that it belongs to.
+	// When the last good response left, and at which level its burst began.
 	burstAt    uint64
 	burstLevel uint32
 	level      uint32
 	since      uint64
 	begun      bool
-	// When the weight was 1, and the latest time heard of.
+	// When the weight was 1, and the latest time seen.
 	origin, latest uint64
 	fittedAt       uint64
 	isFitted       bool
@@ -59,7 +60,7 @@ type levels struct {
 	beyond         beyond
 }
 
-// moved credits the time since the last update to the level, which is after from now on.
+// moved credits the time since the last update to the current level, and then changes the level to after.
 func (l *levels) moved(now uint64, after uint32) {
 	weight := l.weight(now)
 	if elapsed := l.elapsed(now) * weight; elapsed > 0 {
@@ -70,7 +71,7 @@ func (l *levels) moved(now uint64, after uint32) {
 	l.level, l.since, l.begun = after, now, true
 }
 
-// served takes in a good answer that left while level requests were in flight, itself included.
+// served records a good response that left while level requests were at the server, itself included.
 func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 	if l.known {
 		l.beyond.answered(now, l.fit, arrivedAs, latencyUs)
@@ -90,7 +91,7 @@ func (l *levels) served(now uint64, level, arrivedAs, latencyUs uint32) {
 	}
 }
 
-// startAnew forgets all but the run of fast answers, which count as if each had been alone.
+// startAnew forgets everything except the run of fast responses, which count as if each had been alone at the server.
 func (l *levels) startAnew(now uint64) {
 	answers, took := l.run.take()
 	l.rows, l.logs = l.rows[:0], l.logs[:0]
@@ -99,7 +100,7 @@ func (l *levels) startAnew(now uint64) {
 	l.isFitted = false
 }
 
-// levelOfBurst is the level at which a burst of departures began: requests that came together leave together.
+// levelOfBurst returns the level at which a burst of departures began, because requests that arrive together leave together.
 func (l *levels) levelOfBurst(now uint64, level uint32, together uint64) uint32 {
 	if distance(now, l.burstAt) <= together && level < l.burstLevel {
 		level = l.burstLevel
@@ -125,7 +126,8 @@ func (l *levels) capacity(now uint64, leaving bool) (capacity, bool) {
 	return l.fit, l.known
 }
 
-// fitted maximises the two likelihoods where the present weighs weight, and running is to be added to the current level.
+// fitted maximises the sum of the two likelihoods. weight is the weight of the present. running is added to the row of the
+// current level.
 func (l *levels) fitted(weight float64, running row) (capacity, bool) {
 	current := min(int(l.level), len(l.rows))
 	var all row
@@ -186,10 +188,10 @@ func (l *levels) elapsed(now uint64) float64 {
 	return float64(min(since(now, l.since), longestUs))
 }
 
-// weight is what an event now weighs; the past weighs less and less beside it.
+// weight returns the weight of an event at now. It grows with time, so that the past counts less and less.
 func (l *levels) weight(now uint64) float64 {
 	if now < l.latest && distance(now, l.latest) > stepUs {
-		// After a step back the past is as old as it was.
+		// After a step back of the clock, the past keeps its age.
 		l.origin = since(l.origin, distance(now, l.latest))
 		if l.begun {
 			l.since = now
@@ -217,7 +219,7 @@ func (l *levels) weight(now uint64) float64 {
 	return 1
 }
 
-// row of a level from 1; those above the highest that is told apart share one.
+// row returns the row of a level, or nil for level 0. All levels above maxKnee share one row.
 func (l *levels) row(level uint32) *row {
 	index := int(min(level, maxKnee))
 	if index == 0 {

@@ -13,7 +13,7 @@ import (
 const (
 	prefix    = "/prequal/"
 	probePath = "/prequal/probe"
-	// A body of known length above this, bytes, is a large download.
+	// Known length of a body above which it is a large download, bytes.
 	largeBody = 1 << 20
 
 	headerLoad    = "X-Prequal-Load"
@@ -21,11 +21,11 @@ const (
 	headerORCABin = "Endpoint-Load-Metrics-Bin"
 )
 
-// Handler answers probes, counts every other request to next, and puts the load on its responses.
+// Handler returns a handler that answers probes, counts all other requests to next, and puts the load on their responses.
 //
-// gRPC calls belong to the interceptors of prequalgrpc, which see how they end. A status of 500 and up and a panic are failures
-// of the server. A client that leaves before next returns says nothing of it. What next answers with text/event-stream, or takes
-// the connection for, is a stream.
+// For gRPC calls, use the interceptors of prequalgrpc, which see how calls end. A status of 500 or above and a panic are failures
+// of the server. A client that leaves before next returns says nothing about the server. A request counts as a stream if next
+// answers it with text/event-stream or takes over its connection.
 func (l *Load) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch path := r.URL.EscapedPath(); {
@@ -42,7 +42,7 @@ func (l *Load) Handler(next http.Handler) http.Handler {
 	})
 }
 
-// answer is the reply to a probe.
+// answer replies to a probe.
 func (l *Load) answer(w http.ResponseWriter, r *http.Request) {
 	report, header := l.report(nil, false), w.Header()
 	header.Set(headerLoad, report.String())
@@ -53,7 +53,7 @@ func (l *Load) answer(w http.ResponseWriter, r *http.Request) {
 	header.Set("Cache-Control", "no-store")
 	if strings.Contains(strings.Join(r.Header.Values("Accept"), ","), "application/json") {
 		header.Set("Content-Type", "application/json")
-		// A client that is gone needs no answer.
+		// If the client is gone, nothing needs to be done.
 		_, _ = w.Write([]byte(report.json(time.Now().UnixMilli())))
 	}
 }
@@ -66,11 +66,11 @@ func (l *Load) serve(w http.ResponseWriter, r *http.Request, next http.Handler) 
 	}()
 	next.ServeHTTP(tracked, r)
 	returned = true
-	// net/http sends the head of an answer without a body when this returns.
+	// net/http sends the head of a response without a body when this function returns.
 	tracked.head(http.StatusOK)
 }
 
-// writer puts the report on the head of a response, and notices when it waits for its client.
+// writer puts the report on the head of a response, and notes when the response waits for its client.
 type writer struct {
 	http.ResponseWriter
 	request        *Request
@@ -78,7 +78,7 @@ type writer struct {
 	failed, stream bool
 }
 
-// Unwrap is for http.ResponseController.
+// Unwrap returns the underlying writer, for http.ResponseController.
 func (w *writer) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 func (w *writer) WriteHeader(status int) {
@@ -95,16 +95,16 @@ func (w *writer) Write(data []byte) (int, error) {
 	return w.ResponseWriter.Write(data)
 }
 
-// Flush is http.Flusher.
+// Flush implements http.Flusher.
 func (w *writer) Flush() {
 	w.head(http.StatusOK)
 	w.request.ClientWaits()
 	defer w.request.ClientIsBack()
-	// Where the server cannot flush there is nothing to do.
+	// If the server cannot flush, nothing needs to be done.
 	_ = http.NewResponseController(w.ResponseWriter).Flush()
 }
 
-// Hijack is http.Hijacker: the request is a stream from here on.
+// Hijack implements http.Hijacker. The request is a stream from then on.
 func (w *writer) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffer, err := http.NewResponseController(w.ResponseWriter).Hijack()
 	if err == nil {
@@ -114,7 +114,7 @@ func (w *writer) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return conn, buffer, err
 }
 
-// head judges the answer by its head, and puts the report there.
+// head classifies the response by its head, and puts the report there.
 func (w *writer) head(status int) {
 	if w.hasHead {
 		return

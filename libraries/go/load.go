@@ -1,7 +1,8 @@
-// Package prequal lets a server report its own load to Prequal's clients, and to all that read ORCA, without an agent beside it.
+// Package prequal lets a server report its own load, without an agent beside it, to Prequal's clients and to any client that
+// reads ORCA.
 //
-// Handler does so for net/http; the package prequalgrpc has interceptors for gRPC. What they report and when a request counts
-// as what is that of Prequal's agent (docs/libraries.md).
+// Handler does so for net/http. The package prequalgrpc has interceptors for gRPC. Both report the same values as Prequal's
+// agent, and classify requests in the same way (docs/libraries.md).
 package prequal
 
 import (
@@ -13,7 +14,7 @@ import (
 	"time"
 )
 
-// ORCAFormat says how the header endpoint-load-metrics is written.
+// ORCAFormat is the format of the header endpoint-load-metrics.
 type ORCAFormat int
 
 const (
@@ -25,25 +26,25 @@ const (
 	ORCAJSON
 )
 
-// Config says how a server reports its load.
+// Config defines how a server reports its load.
 type Config struct {
 	// Endpoint is the ip:port by which clients know this server. Required.
 	Endpoint string
-	// ProbeEndpoint is the ip:port where it answers probes, if that is another port.
+	// ProbeEndpoint is the ip:port on which the server answers probes, if it uses another port for them.
 	ProbeEndpoint string
-	// ProbeOnly leaves x-prequal-load out of responses; replies to probes have it.
+	// ProbeOnly omits x-prequal-load from responses. Replies to probes still carry it.
 	ProbeOnly bool
-	// ORCA asks for the header endpoint-load-metrics on responses.
+	// ORCA is the format of the header endpoint-load-metrics on responses.
 	ORCA ORCAFormat
-	// ORCALimit is how many requests the server is meant to serve at once. 0 is not known.
+	// ORCALimit is the number of requests that the server is meant to serve at once. 0 means unknown.
 	ORCALimit uint32
-	// ORCAWindow is the time constant of ORCA's means, at least 100 ms. 0 is 5 s.
+	// ORCAWindow is the time constant of the means in ORCA reports, at least 100 ms. 0 means 5 s.
 	ORCAWindow time.Duration
-	// Clock is the time since a fixed origin, for tests. nil is the system's monotonic clock.
+	// Clock returns the time since a fixed origin, for tests. nil means the system's monotonic clock.
 	Clock func() time.Duration
 }
 
-// Load counts the requests of one server. Its methods may be called at the same time.
+// Load counts the requests of one server. Its methods may be called concurrently.
 type Load struct {
 	config  Config
 	ended   [4]atomic.Uint64
@@ -54,7 +55,7 @@ type Load struct {
 	up      uint64
 }
 
-// New is an idle server that has just started.
+// New returns the Load of an idle server that has just started.
 func New(config Config) (*Load, error) {
 	endpoint, err := canonical(config.Endpoint)
 	if err != nil {
@@ -101,14 +102,14 @@ func (l *Load) now() uint64 {
 	return uint64(max(l.config.Clock().Microseconds(), 0))
 }
 
-// Request is one in flight, from Start to Finish.
+// Request is a request in flight, from Start to Finish.
 type Request struct {
 	load  *Load
 	visit *visit
 	done  bool
 }
 
-// Start counts a request that arrives. Call Finish once, whatever becomes of it.
+// Start counts a request that arrives. Call Finish once, whatever its outcome.
 func (l *Load) Start() *Request {
 	now := l.now()
 	l.mutex.Lock()
@@ -129,17 +130,17 @@ func (r *Request) Finish(outcome Outcome) {
 	})
 }
 
-// Stream says that the request is a stream: it stays in flight, and its age says nothing of the server's speed.
+// Stream marks the request as a stream. It stays in flight, but its age says nothing about the server's speed.
 func (r *Request) Stream() {
 	r.do(func(l *Load, now uint64) { l.tracker.streaming(r.visit, now) })
 }
 
-// ClientWaits says that the request waits for its client until ClientIsBack. That time is none of the server's.
+// ClientWaits notes that the request waits for its client until ClientIsBack. That time does not count against the server.
 func (r *Request) ClientWaits() {
 	r.do(func(l *Load, now uint64) { l.tracker.clientWaits(r.visit, now) })
 }
 
-// ClientIsBack ends ClientWaits.
+// ClientIsBack notes that the request no longer waits for its client.
 func (r *Request) ClientIsBack() {
 	r.do(func(l *Load, now uint64) { l.tracker.clientIsBack(r.visit, now) })
 }
@@ -153,13 +154,14 @@ func (r *Request) do(change func(l *Load, now uint64)) {
 	}
 }
 
-// Report is the load now. leaving is the request on whose response the report goes, if it is about to leave: its client reads
-// the report when it has left. It is nil for probes, streams and long downloads.
+// Report returns the current load. leaving is the request whose response carries the report, if that request is about to end:
+// the client reads the report after its end. leaving is nil for probes, streams and long downloads.
 func (l *Load) Report(leaving *Request) *Report {
 	return l.report(leaving, true)
 }
 
-// report has what only ORCA's readers need if they are to be asked: probes do not move the means.
+// report returns the current load. If means is set, it includes the means, which only ORCA needs. Probes leave means unset, so
+// they do not update them.
 func (l *Load) report(leaving *Request, means bool) *Report {
 	now := l.now()
 	l.mutex.Lock()
@@ -198,13 +200,14 @@ func (l *Load) report(leaving *Request, means bool) *Report {
 	return r
 }
 
-// Ended says how many requests have ended so.
+// Ended returns the number of requests that have ended with this outcome.
 func (l *Load) Ended(outcome Outcome) uint64 {
 	return l.ended[outcome].Load()
 }
 
-// ReportsOnResponses is for interceptors: whether responses carry x-prequal-load.
+// ReportsOnResponses returns whether responses carry x-prequal-load. It is for interceptors.
 func (l *Load) ReportsOnResponses() bool { return !l.config.ProbeOnly }
 
-// ReportsORCA is for interceptors: whether responses carry load in the format of ORCA. On gRPC's it is binary.
+// ReportsORCA returns whether responses carry load in ORCA format. On gRPC responses, the format is binary. It is for
+// interceptors.
 func (l *Load) ReportsORCA() bool { return l.config.ORCA != ORCANone }

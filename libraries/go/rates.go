@@ -2,7 +2,7 @@ package prequal
 
 import "math"
 
-// The share of failures and the rates of ORCA: crates/prequal-core/src/failures.rs, rates.rs.
+// The share of failures, and the rates in ORCA reports. Follows crates/prequal-core/src/failures.rs and rates.rs.
 
 const (
 	halfLifeUs     = 5_000_000
@@ -14,7 +14,7 @@ const (
 	shortestWindow = 1.0 / 8
 )
 
-// failures counts answers and failures; both fade.
+// failures counts responses and failures. Both counts fade.
 type failures struct {
 	ended, failed float64
 	at            uint64
@@ -52,7 +52,7 @@ func (f *failures) faded(now uint64) failures {
 	return failures{f.ended * byTime, f.failed * byTime * bySilence, now}
 }
 
-// rates counts requests as they come and go, as means that fade.
+// rates counts requests as they come and go. The counts fade.
 type rates struct {
 	windowUs       float64
 	rif            uint32
@@ -61,8 +61,8 @@ type rates struct {
 	busyUs, passed float64
 }
 
-// window is what the last requests have shown: requests that ended and failed, in thousandths a second, and requests in flight
-// on average, in millionths.
+// window holds means over the recent past: requests per second that ended and that failed, in thousandths, and requests in
+// flight, in millionths.
 type window struct{ endedMilli, failedMilli, rifMicro uint64 }
 
 func (r *rates) finished(now uint64, rif uint32, outcome Outcome) {
@@ -78,7 +78,7 @@ func (r *rates) moved(now uint64, rif uint32) {
 	r.rif = rif
 }
 
-// over is what they are now; leaving, whether the request counts as ended on whose response they go.
+// over returns the means as of now. If leaving is set, the request whose response carries them counts as ended.
 func (r *rates) over(now uint64, leaving bool) window {
 	r.advance(now)
 	passed := max(r.passed, r.windowUs*shortestWindow)

@@ -2,7 +2,7 @@ package prequal
 
 import "math"
 
-// What single answers show sooner than the fit: crates/prequal-core/src/capacity/recent.rs.
+// Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/capacity/recent.rs.
 
 const (
 	certain        = 12
@@ -14,16 +14,16 @@ const (
 	forgottenUs    = 30e6
 )
 
-// fastRun finds that the server has become faster than its fit says.
+// fastRun detects that the server has become faster than its fit says.
 type fastRun struct {
-	// Moving average of the share of fast answers.
+	// Moving average of the share of fast responses.
 	usual float64
 	// When the first request of the run arrived.
 	since         uint64
 	answers, took float64
 }
 
-// answered says whether the run is too long for chance.
+// answered records a response, and returns whether the run is too long for chance.
 func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32) bool {
 	if arrivedAs > fit.knee {
 		return false
@@ -32,7 +32,7 @@ func (f *fastRun) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32
 	fast := latencyUs < fit.baseUs/2
 	f.usual += (share(fast) - f.usual) / remembered
 	if !fast {
-		// A request that is older than the run says nothing against it.
+		// A request that is older than the run does not contradict it.
 		if arrived >= f.since {
 			f.answers = 0
 		}
@@ -53,11 +53,11 @@ func (f *fastRun) take() (answers, took float64) {
 	return answers, took
 }
 
-// beyond finds whether requests that arrive beyond the knee wait, as they would if it were one.
+// beyond detects whether requests that arrive beyond the knee wait, as they would if the knee were real.
 type beyond struct {
-	// Moving average of what requests took that arrived up to the knee; 0 before the first.
+	// Moving average of the latency of requests that arrived up to the knee, microseconds; 0 before the first.
 	unhinderedUs float64
-	// Moving average of the share of others that took more than half-way to what a queue would make them wait.
+	// Moving average of the share of other requests that were delayed by at least half of what a queue would add.
 	hindered float64
 	at       uint64
 }
@@ -81,7 +81,8 @@ func (b *beyond) answered(now uint64, fit capacity, arrivedAs, latencyUs uint32)
 	b.at = now
 }
 
-// hinderedAt forgets what is old, so that a server that is never sent so much is tried again.
+// hinderedAt returns the share, reduced according to its age. Old evidence is forgotten, so that a server that is never sent that
+// many requests is tried again.
 func (b *beyond) hinderedAt(now uint64) float64 {
 	return b.hindered * max(1-float64(since(now, b.at))/forgottenUs, 0)
 }

@@ -5,38 +5,38 @@ import (
 	"strings"
 )
 
-// Report is what a server says of itself: crates/prequal-core/src/report.rs, orca.rs and probe.rs.
+// Report is the load report of a server. It follows crates/prequal-core/src/report.rs, orca.rs and probe.rs.
 type Report struct {
-	// RIF is how many requests are in flight now.
+	// RIF is the number of requests in flight now.
 	RIF uint32
-	// LatencyUs is the median recent latency near that RIF; nil while there is no sample.
+	// LatencyUs is the median recent latency near that RIF, in microseconds; nil while it is unknown.
 	LatencyUs *uint32
-	// Capacity is nil until a request has been answered.
+	// Capacity is the base latency and knee; nil until a request has been served.
 	Capacity *Capacity
 	// Failing is the share of recent requests that failed, per mille.
 	Failing uint32
-	// UpS says how long ago the server started, in seconds, below 600.
+	// UpS is the time since the server started, in seconds, below 600; nil after that.
 	UpS *uint32
-	// Utilization is the mean number of requests in flight over what the server serves at once, in millionths; nil while that is
-	// not known.
+	// Utilization is the mean number of requests in flight, divided by the number that the server can serve at once, in
+	// millionths; nil while the latter is unknown.
 	Utilization *uint64
-	// EndedMilli and FailedMilli are requests a second in thousandths: those that ended, and of these those that failed.
+	// EndedMilli and FailedMilli are the requests per second that ended, and those of them that failed, in thousandths.
 	EndedMilli, FailedMilli uint64
 
 	endpoint, probeEndpoint string
 }
 
-// Capacity says how fast a server is and how much it serves at once.
+// Capacity is the base latency and knee of a server.
 type Capacity struct {
-	// BaseUs is what a request takes while none waits, in microseconds.
+	// BaseUs is the latency of a request while none waits, in microseconds.
 	BaseUs uint32
-	// Knee is how many requests at once saturate the server.
+	// Knee is the number of requests in flight beyond which further ones only wait.
 	Knee uint32
-	// Open means that the knee may be higher.
+	// Open is true if the knee may be higher.
 	Open bool
 }
 
-// String is the value of the header x-prequal-load.
+// String returns the value of the header x-prequal-load.
 func (r *Report) String() string {
 	var text strings.Builder
 	fmt.Fprintf(&text, "%d;", r.RIF)
@@ -62,7 +62,7 @@ func (r *Report) String() string {
 	return text.String()
 }
 
-// json is the body of the reply to a probe that accepts it.
+// json returns the body of the reply to a probe that accepts JSON.
 func (r *Report) json(timestampMs int64) string {
 	var text strings.Builder
 	fmt.Fprintf(&text, `{"rif":%d,"latency_median_ms":`, r.RIF)
@@ -89,7 +89,7 @@ func (r *Report) json(timestampMs int64) string {
 	return text.String() + "}"
 }
 
-// ORCA is the value of the header endpoint-load-metrics as text or JSON.
+// ORCA returns the value of the header endpoint-load-metrics, as text or JSON.
 func (r *Report) ORCA(format ORCAFormat) string {
 	var own, named []string
 	pair := "%s=%s"
@@ -112,7 +112,7 @@ func (r *Report) ORCA(format ORCAFormat) string {
 	return "TEXT " + strings.Join(append(own, named...), ",")
 }
 
-// Named calls put with each metric that ORCA has no field for.
+// Named calls put for each metric that has no ORCA field of its own.
 func (r *Report) Named(put func(name string, value uint32)) {
 	put("prequal_rif", r.RIF)
 	if c := r.Capacity; c != nil {
@@ -121,7 +121,7 @@ func (r *Report) Named(put func(name string, value uint32)) {
 	}
 }
 
-// fixed is a number in parts of the second, which is 1000 or 1000000.
+// fixed formats parts/unit as a decimal number. unit must be 1000 or 1000000.
 func fixed(parts, unit uint64) string {
 	switch {
 	case parts%unit == 0:

@@ -2,19 +2,19 @@ package prequal
 
 import "slices"
 
-// The estimate of what a request may expect: crates/prequal-core/src/tracker.rs, for one process.
+// The estimate of the latency of a request that arrives now. Follows crates/prequal-core/src/tracker.rs, for one process.
 
-// Outcome says how a request ended.
+// Outcome describes how a request ended.
 type Outcome int
 
 const (
-	// Success is a real answer: its latency is a sample.
+	// Success is a real response; its latency is a sample.
 	Success Outcome = iota
-	// Failure is an error of the server's making: a status of 500 and up, a gRPC status that blames it, a panic.
+	// Failure is an error that the server caused: a status of 500 or above, a gRPC status that blames the server, or a panic.
 	Failure
-	// Aborted means that the client went away, which says nothing of the server.
+	// Aborted means that the client went away, which says nothing about the server.
 	Aborted
-	// Streaming is an event stream, a WebSocket or a gRPC stream: its life is no latency.
+	// Streaming is an event stream, a WebSocket or a gRPC stream; its duration is not a latency.
 	Streaming
 )
 
@@ -30,15 +30,15 @@ const (
 // visit is a request in flight.
 type visit struct {
 	arrived uint64
-	// Since when it is at the server; the order is by this.
+	// When it last came to the server. Linked visits are in this order.
 	since uint64
-	// Since when it is in flight but not at the server, if it is away.
+	// When it last left the server while in flight, if it is away.
 	awaySince    uint64
 	away, stream bool
-	// What its client took until since.
+	// Time that its client took before since, microseconds.
 	awayUs                  uint64
 	rifAtArrival, arrivedAs uint32
-	// Those that may be stuck are in order of age.
+	// Neighbours in the list of requests that may be stuck, in order of age.
 	prev, next *visit
 	linked     bool
 }
@@ -48,7 +48,7 @@ type sample struct {
 	at      uint64
 }
 
-// bucket holds recent samples of one RIF, or a narrow range of them.
+// bucket holds the recent samples for one RIF, or for a narrow range of RIFs.
 type bucket struct {
 	samples   [samples]sample
 	len, next int
@@ -94,7 +94,7 @@ func (t *tracker) finish(v *visit, now uint64, outcome Outcome) {
 		t.buckets[index].push(sample{latency, now})
 		t.used = max(t.used, index+1)
 		t.levels.served(now, level, v.arrivedAs, latency)
-		// What is older has been overtaken: it is heavy, not stuck.
+		// Older requests have been overtaken: they are heavy, not stuck.
 		for t.oldest != nil && t.oldest.since < v.since {
 			t.unlink(t.oldest)
 		}
@@ -130,14 +130,14 @@ func (t *tracker) clientIsBack(v *visit, now uint64) {
 	t.levels.moved(now, t.levels.level+1)
 }
 
-// capacity once leaving will have left, with a good answer.
+// capacity returns base latency and knee. If leaving is set, a request that is about to end counts as a good response.
 func (t *tracker) capacity(now uint64, leaving bool) (capacity, bool) {
 	c, known := t.levels.capacity(now, leaving)
 	c.knee = uint32(min(uint64(c.knee)+uint64(min(t.away, 65535)), 65535))
 	return c, known
 }
 
-// latency where rif are in flight without leaving, which is about to leave.
+// latency returns the expected latency with rif requests in flight, not counting leaving, which is about to end.
 func (t *tracker) latency(now uint64, rif uint32, leaving *visit) (uint32, bool) {
 	if median, known := t.nearestMedian(bucketOf(rif), now); known {
 		if waiting := t.waiting(now, leaving); waiting/stallFactor > median {
@@ -162,7 +162,8 @@ func (t *tracker) waiting(now uint64, leaving *visit) uint32 {
 	return uint32(min(since(now, oldest.since), maxLatencyUs))
 }
 
-// nearestMedian is that of the nearest RIF with a sample; at equal distance the higher one, which errs on the side of caution.
+// nearestMedian returns the median of the nearest RIF with a sample. At equal distance, the higher RIF wins, to err on the side
+// of caution.
 func (t *tracker) nearestMedian(centre int, now uint64) (uint32, bool) {
 	for d := 0; d < buckets && d <= max(centre, t.used); d++ {
 		if above := centre + d; above < buckets {
@@ -229,7 +230,7 @@ func (b *bucket) median(now uint64) (uint32, bool) {
 	return young[count/2], true
 }
 
-// bucketOf is exact below 16; then there are four buckets an octave.
+// bucketOf returns the bucket of a RIF: exact below 16, then four buckets per octave.
 func bucketOf(rif uint32) int {
 	if rif < 16 {
 		return int(rif)
@@ -241,7 +242,7 @@ func bucketOf(rif uint32) int {
 	return (octave-4)*4 + int(rif>>(octave-2)&3) + 16
 }
 
-// since is now less earlier, 0 if the clock stepped back.
+// since returns now minus earlier, or 0 if the clock stepped back.
 func since(now, earlier uint64) uint64 {
 	if now < earlier {
 		return 0

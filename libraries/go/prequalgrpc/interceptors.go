@@ -1,8 +1,8 @@
-// Package prequalgrpc has interceptors that count the calls of a gRPC server on a prequal.Load, and tell the load of ORCA's
-// readers.
+// Package prequalgrpc has interceptors that count the calls of a gRPC server on a prequal.Load, and report the load to clients.
 //
-// Unary calls carry x-prequal-load in their headers and endpoint-load-metrics-bin in their trailers, where gRPC's clients read
-// load reports in band. Probes are HTTP: serve Load.Handler on another port, and name it in Config.ProbeEndpoint.
+// Responses to unary calls carry x-prequal-load in their headers, and endpoint-load-metrics-bin in their trailers, where gRPC
+// clients read in-band load reports. Probes are plain HTTP: serve Load.Handler on another port, and name that port in
+// Config.ProbeEndpoint.
 package prequalgrpc
 
 import (
@@ -19,10 +19,10 @@ import (
 	prequal "prequal.invalid/go"
 )
 
-// A call that is open for longer than this after its first answer is a stream.
+// unaryTail is the time after the first message of the response beyond which an open call counts as a stream.
 const unaryTail = time.Second
 
-// ServerOptions counts all calls of a server.
+// ServerOptions returns the options that make a server count all its calls on load.
 func ServerOptions(load *prequal.Load) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ChainUnaryInterceptor(UnaryServerInterceptor(load)),
@@ -30,11 +30,11 @@ func ServerOptions(load *prequal.Load) []grpc.ServerOption {
 	}
 }
 
-// UnaryServerInterceptor counts unary calls, and puts the report on their answers.
+// UnaryServerInterceptor returns an interceptor that counts unary calls and puts the report on their responses.
 func UnaryServerInterceptor(load *prequal.Load) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, in any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 		request := load.Start()
-		// Of a handler that panics.
+		// Stays if the handler panics.
 		outcome := prequal.Failure
 		defer func() { request.Finish(outcome) }()
 		out, err := handler(ctx, in)
@@ -42,7 +42,7 @@ func UnaryServerInterceptor(load *prequal.Load) grpc.UnaryServerInterceptor {
 		report := load.Report(request)
 		if load.ReportsOnResponses() {
 			own := metadata.Pairs("x-prequal-load", report.String())
-			// A handler that has sent its headers leaves the trailers.
+			// If the handler has already sent the headers, only the trailers are left.
 			if grpc.SetHeader(ctx, own) != nil {
 				_ = grpc.SetTrailer(ctx, own)
 			}
@@ -54,7 +54,8 @@ func UnaryServerInterceptor(load *prequal.Load) grpc.UnaryServerInterceptor {
 	}
 }
 
-// StreamServerInterceptor counts streams. One with a single answer, within a second of its end, is a call like any other.
+// StreamServerInterceptor returns an interceptor that counts streams. A stream with a single response message, sent less than
+// a second before its end, counts like a unary call.
 func StreamServerInterceptor(load *prequal.Load) grpc.StreamServerInterceptor {
 	return func(server any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
 		tracked := &tracked{ServerStream: stream, request: load.Start()}
@@ -66,7 +67,7 @@ func StreamServerInterceptor(load *prequal.Load) grpc.StreamServerInterceptor {
 	}
 }
 
-// tracked finds out whether a call is a stream.
+// tracked wraps the stream of a call, and determines whether the call counts as a stream.
 type tracked struct {
 	grpc.ServerStream
 	request  *prequal.Request
@@ -111,8 +112,8 @@ func (t *tracked) finish(outcome prequal.Outcome) {
 	t.request.Finish(outcome)
 }
 
-// judge says what a call's end tells of the server. DEADLINE_EXCEEDED is an answer: the client chose the deadline, and a server
-// that is late shows it by its latency.
+// judge returns the outcome of a call that has ended. DEADLINE_EXCEEDED is a valid response: the client chose the deadline, and
+// a slow server shows in its latency.
 func judge(ctx context.Context, err error) prequal.Outcome {
 	if ctx.Err() == context.Canceled {
 		return prequal.Aborted

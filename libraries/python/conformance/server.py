@@ -1,5 +1,5 @@
-"""The server that the conformance program (tests/tests/libraries) drives: an application behind the middleware, and a port for
-traces of arrivals and departures, which are played on a clock of their own. docs/libraries.md says what it must answer.
+"""The server that the conformance program (tests/tests/libraries) drives: an application behind the middleware, and a control
+port. The control port replays traces of arrivals and departures on a virtual clock. docs/libraries.md defines its replies.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def application(scope, receive, send):
 
 
 def play(trace: str) -> str:
-    """Runs a trace: a line for each report that it asks for."""
+    """Replays a trace. Returns a line for each report that the trace asks for."""
     now = 0
     load: Load
     requests: dict[str, tuple[Request, Outcome]] = {}
@@ -119,7 +119,7 @@ def play(trace: str) -> str:
 
 
 def probe(load: Load) -> str:
-    """What the middleware answers; it waits for nothing."""
+    """Returns the report in the middleware's reply to a probe. The middleware answers without waiting for anything."""
     sent = []
 
     async def send(message):

@@ -1,4 +1,4 @@
-"""The load of a server, reported to Prequal's clients and to all that read ORCA: ASGI middleware without dependencies."""
+"""ASGI middleware without dependencies that reports a server's load to Prequal's clients and to any client that reads ORCA."""
 
 from .asgi import Middleware
 from .load import Load, Request

@@ -17,7 +17,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PREFIX = b"/prequal/"
 PROBE_PATH = b"/prequal/probe"
-#: A body of known length above this, bytes, is a large download.
+#: Known length of a body above which it is a large download, bytes.
 LARGE_BODY = 1 << 20
 OURS = (b"x-prequal-load",)
 ORCA = (b"endpoint-load-metrics", b"endpoint-load-metrics-bin")
@@ -83,16 +83,16 @@ class Call:
         self._receive_from = receive
         self._send_to = send
         self._request: Request = load.start()
-        #: What the head of the response says.
+        #: Outcome according to the head of the response; None before the head.
         self._verdict: Outcome | None = None
         self._gone = False
 
     async def run(self, app: App, scope: Scope) -> None:
-        # Of a task that is cancelled.
+        # Stays if the task is cancelled.
         outcome = Outcome.ABORTED
         try:
             await app(scope, self._receive, self._send)
-            # Without the end of its response it has failed, unless its client has left.
+            # If the response has not ended by now, the request has failed, unless its client has left.
             outcome = Outcome.FAILURE
         except Exception:
             outcome = Outcome.FAILURE

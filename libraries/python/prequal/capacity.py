@@ -1,6 +1,6 @@
-"""How fast the server is, and how much it can serve at once: crates/prequal-core/src/capacity.rs.
+"""Estimates how fast the server is, and how much it can serve at once. Follows crates/prequal-core/src/capacity.rs.
 
-The sums are in that file's order, so that rounding is the same.
+The sums are taken in the order of that file, so that rounding is the same.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ STEP_US = 1_000_000
 
 
 class Capacity(NamedTuple):
-    """How fast a server is and how much it serves at once."""
+    """Base latency and knee of a server."""
 
-    #: What a request takes while none waits, microseconds.
+    #: Latency of a request while none waits, microseconds.
     base_us: int
-    #: How many requests at once saturate the server.
+    #: Number of requests in flight beyond which further ones only wait.
     knee: int
-    #: The knee may be higher.
+    #: Whether the knee may be higher.
     open: bool
 
 
 class Row:
-    """One level: sums that fade."""
+    """Fading sums for one level."""
 
     __slots__ = ("time", "left", "met", "took")
 
     def __init__(self, time: float = 0.0, left: float = 0.0, met: float = 0.0, took: float = 0.0) -> None:
-        #: Time spent at this level, and good answers that left at it.
+        #: Time spent at this level, and number of good responses that left at it.
         self.time, self.left = time, left
-        #: Good answers to requests that arrived as this many-th, and what they took.
+        #: Number of good responses to requests that brought the level to this one on arrival, and the time they took.
         self.met, self.took = met, took
 
 
 class Levels:
-    """What has been counted at each level, and the fit to it."""
+    """Counts at each level, and the fit to them."""
 
     def __init__(self) -> None:
         self.level = 0
         self._rows: list[Row] = []
         self._logs: list[float] = []
-        #: When the last good answer left, and at which level the burst began that it belongs to.
+        #: When the last good response left, and at which level its burst began.
         self._burst = (0, 0)
         self._since: int | None = None
-        #: When the weight was 1, and the latest time heard of.
+        #: When the weight was 1, and the latest time seen.
         self._origin = 0
         self._latest = 0
         self._fitted_at: int | None = None
@@ -66,7 +66,7 @@ class Levels:
         self._beyond = Beyond()
 
     def moved(self, now: int, after: int) -> None:
-        """Credits the time since the last update to the level, which is `after` from now on."""
+        """Credits the time since the last update to the current level, and then changes the level to `after`."""
         weight = self._weight(now)
         elapsed = self._elapsed(now) * weight
         if elapsed > 0.0 and self.level > 0:
@@ -74,7 +74,7 @@ class Levels:
         self.level, self._since = after, now
 
     def served(self, now: int, level: int, arrived_as: int, latency_us: int) -> None:
-        """A good answer left while `level` requests were in flight, itself included."""
+        """Records a good response that left while `level` requests were at the server, itself included."""
         if self._fit is not None:
             self._beyond.answered(now, self._fit, arrived_as, latency_us)
             if self._run.answered(now, self._fit, arrived_as, latency_us):
@@ -90,14 +90,14 @@ class Levels:
             self.capacity(now, False)
 
     def _start_anew(self, now: int) -> None:
-        """Forgets all but the run of fast answers, which count as if each had been alone."""
+        """Forgets everything except the run of fast responses, which count as if each had been alone at the server."""
         answers, took = self._run.take()
         self._rows, self._logs = [Row(took, answers, answers, took)], [0.0]
         self._origin, self._latest, self._since = now, now, now
         self._fitted_at = None
 
     def _level_of_burst(self, now: int, level: int, together: int) -> int:
-        """Requests that came together leave together: their level is that at which the burst began."""
+        """Returns the level at which a burst of departures began, because requests that arrive together leave together."""
         last, began_at = self._burst
         if abs(now - last) <= together and level < began_at:
             level = began_at
@@ -117,7 +117,10 @@ class Levels:
         return self._fit
 
     def _fitted(self, weight: float, running: float, leaves: float) -> Capacity | None:
-        """Maximises the two likelihoods where the present weighs `weight`, with what is to be added to the current level."""
+        """Maximises the sum of the two likelihoods.
+
+        `weight` is the weight of the present. `running` and `leaves` are added to `time` and `left` of the current level.
+        """
         current = min(self.level, len(self._rows))
         time = left = met = took_all = log_met = took_each = 0.0
         for k, (row, log) in enumerate(zip(self._rows, self._logs), 1):
@@ -161,13 +164,13 @@ class Levels:
         return None
 
     def _elapsed(self, now: int) -> float:
-        """How long the level has lasted."""
+        """Returns the time spent at the current level since the last update, microseconds."""
         return 0.0 if self._since is None else float(min(max(now - self._since, 0), LONGEST_US))
 
     def _weight(self, now: int) -> float:
-        """What an event now weighs; the past weighs less and less beside it."""
+        """Returns the weight of an event at `now`. It grows with time, so that the past counts less and less."""
         if self._latest - now > STEP_US:
-            # After a step back the past is as old as it was.
+            # After a step back of the clock, the past keeps its age.
             self._origin = max(self._origin - (self._latest - now), 0)
             if self._since is not None:
                 self._since = now
@@ -189,7 +192,7 @@ class Levels:
         return 1.0
 
     def _row(self, level: int) -> Row:
-        """Of a level from 1; those above the highest that is told apart share one."""
+        """Returns the row of a level, which is at least 1. All levels above `MAX_KNEE` share one row."""
         index = min(level, MAX_KNEE)
         while len(self._rows) < index:
             self._rows.append(Row())

@@ -1,4 +1,4 @@
-"""The requests of one server, counted."""
+"""Counts the requests of one server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ YOUNG_S = 600
 class Load:
     """Counts the requests of one server, which has just started. Its methods may be called from several threads.
 
-    `endpoint` is the ip:port by which clients know the server. `orca` asks for load in the format of ORCA on responses:
-    None, "text" or "json"; `orca_limit` says how many requests the server is meant to serve at once, and `orca_window`
-    is the time constant of its means in seconds, at least 0.1. With `probe_only` responses have no x-prequal-load.
-    `clock` tells microseconds, for tests.
+    `endpoint` is the ip:port by which clients know the server. `orca` is the format of ORCA reports on responses: "text",
+    "json", or None for no reports. `orca_limit` is the number of requests that the server is meant to serve at once; 0
+    means unknown. `orca_window` is the time constant of the means in ORCA reports, in seconds, at least 0.1. With
+    `probe_only`, responses do not carry x-prequal-load. `clock` returns the time in microseconds, for tests.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Load:
         self._ended = [0, 0, 0, 0]
 
     def start(self) -> Request:
-        """A request arrives. Call its `finish` once, whatever becomes of it."""
+        """Counts a request that arrives. Call its `finish` once, whatever its outcome."""
         now = self._clock()
         with self._lock:
             visit = self._tracker.start(now)
@@ -60,11 +60,17 @@ class Load:
         return Request(self, visit)
 
     def report(self, leaving: Request | None = None) -> Report:
-        """The load now. `leaving` is the request on whose response it goes, if that is about to leave."""
+        """Returns the current load.
+
+        `leaving` is the request whose response carries the report, if that request is about to end.
+        """
         return self._report(leaving, True)
 
     def _report(self, leaving: Request | None, means: bool) -> Report:
-        """With what only ORCA's readers need, if they are to be asked: probes do not move the means."""
+        """Returns the current load. If `means` is set, it includes the means, which only ORCA needs.
+
+        Probes leave `means` unset, so they do not update them.
+        """
         now = self._clock()
         with self._lock:
             visit = leaving.visit if leaving is not None and not leaving.done else None
@@ -88,12 +94,12 @@ class Load:
             )
 
     def ended(self, outcome: Outcome) -> int:
-        """How many requests have ended so."""
+        """Returns the number of requests that have ended with this outcome."""
         return self._ended[outcome]
 
 
 class Request:
-    """One in flight, from `Load.start` to `finish`."""
+    """A request in flight, from `Load.start` to `finish`."""
 
     def __init__(self, load: Load, visit) -> None:
         self.visit = visit
@@ -101,7 +107,7 @@ class Request:
         self._load = load
 
     def finish(self, outcome: Outcome) -> None:
-        """The request ends. Only the first call counts."""
+        """Ends the request. Only the first call counts."""
         load = self._load
         now = load._clock()
         with load._lock:
@@ -114,15 +120,15 @@ class Request:
             load._ended[outcome] += 1
 
     def stream(self) -> None:
-        """It is a stream: it stays in flight, and its age says nothing of the server's speed."""
+        """Marks the request as a stream. It stays in flight, but its age says nothing about the server's speed."""
         self._do(self._load._tracker.streaming)
 
     def client_waits(self) -> None:
-        """It waits for its client until `client_is_back`. That time is none of the server's."""
+        """Notes that the request waits for its client until `client_is_back`. That time does not count against the server."""
         self._do(self._load._tracker.client_waits)
 
     def client_is_back(self) -> None:
-        """Ends `client_waits`."""
+        """Notes that the request no longer waits for its client."""
         self._do(self._load._tracker.client_is_back)
 
     def _do(self, change) -> None:
@@ -133,7 +139,7 @@ class Request:
 
 
 def canonical(endpoint: str) -> str:
-    """As Prequal's clients write it; an error where it is no ip:port."""
+    """Returns the endpoint as Prequal's clients write it. Raises ValueError if it is not an ip:port."""
     host, _, port = endpoint.rpartition(":")
     try:
         is_v6 = host.startswith("[") and host.endswith("]")

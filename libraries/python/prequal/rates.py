@@ -1,4 +1,4 @@
-"""The share of failures and the rates of ORCA: crates/prequal-core/src/failures.rs, rates.rs."""
+"""The share of failures, and the rates in ORCA reports. Follows crates/prequal-core/src/failures.rs and rates.rs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORTEST = 1.0 / 8.0
 
 
 class Failures:
-    """Counts of answers and failures that fade."""
+    """Counts of responses and failures. Both fade."""
 
     def __init__(self) -> None:
         self._ended = 0.0
@@ -49,17 +49,17 @@ class Failures:
 
 
 class Window(NamedTuple):
-    """What the last requests have shown."""
+    """Means over the recent past."""
 
-    #: Requests that ended, and of these those that failed, in thousandths a second.
+    #: Requests per second that ended, and those of them that failed, in thousandths.
     ended_milli: int
     failed_milli: int
-    #: Requests in flight on average, in millionths.
+    #: Mean number of requests in flight, in millionths.
     rif_micro: int
 
 
 class Rates:
-    """Counts requests as they come and go, as means that fade."""
+    """Counts requests as they come and go. The counts fade."""
 
     def __init__(self, now: int, window_us: int) -> None:
         self._window_us = float(max(window_us, MIN_WINDOW_US))
@@ -81,7 +81,7 @@ class Rates:
         self._rif = rif
 
     def over(self, now: int, leaving: bool) -> Window:
-        """As they are now; a request that is `leaving` counts as ended."""
+        """Returns the means as of now. With `leaving`, the request whose response carries them counts as ended."""
         self._advance(now)
         passed = max(self._passed_us, self._window_us * SHORTEST)
         return Window(
@@ -109,6 +109,6 @@ def halved(us: int) -> float:
 
 
 def rounded(value: float) -> int:
-    """Half away from zero; `round` would take it to the even number."""
+    """Rounds to the nearest integer, and a half up. `round` would take a half to the even number."""
     whole = math.floor(value)
     return whole + 1 if value - whole >= 0.5 else whole

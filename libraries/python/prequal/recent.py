@@ -1,4 +1,4 @@
-"""What single answers show sooner than the fit: crates/prequal-core/src/capacity/recent.rs."""
+"""Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/capacity/recent.rs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORGOTTEN_US = 30e6
 
 
 class Fit(Protocol):
-    """What is read of a capacity."""
+    """The part of a capacity that is used here."""
 
     @property
     def base_us(self) -> int: ...
@@ -24,10 +24,10 @@ class Fit(Protocol):
 
 
 class FastRun:
-    """Finds that the server has become faster than its fit says."""
+    """Detects that the server has become faster than its fit says."""
 
     def __init__(self) -> None:
-        #: Moving average of the share of fast answers.
+        #: Moving average of the share of fast responses.
         self._usual = FAST_SHARE[0]
         #: When the first request of the run arrived.
         self._since = 0
@@ -35,14 +35,14 @@ class FastRun:
         self._took = 0.0
 
     def answered(self, now: int, fit: Fit, arrived_as: int, latency_us: int) -> bool:
-        """Takes in an answer; whether the run is too long for chance."""
+        """Records a response. Returns whether the run is too long for chance."""
         if arrived_as > fit.knee:
             return False
         arrived = max(now - latency_us, 0)
         fast = latency_us < fit.base_us // 2
         self._usual += (float(fast) - self._usual) / REMEMBERED
         if not fast:
-            # A request that is older than the run says nothing against it.
+            # A request that is older than the run does not contradict it.
             if arrived >= self._since:
                 self._answers = 0.0
             return False
@@ -54,18 +54,18 @@ class FastRun:
         return self._answers >= SHORTEST and self._answers * -math.log(usual) > CERTAIN
 
     def take(self) -> tuple[float, float]:
-        """The answers of the run, and the time they took; the next run begins."""
+        """Returns the number of responses in the run and the time they took, and begins the next run."""
         answers, self._answers = self._answers, 0.0
         return answers, self._took
 
 
 class Beyond:
-    """Whether requests that arrive beyond the knee wait, as they would if it were one."""
+    """Detects whether requests that arrive beyond the knee wait, as they would if the knee were real."""
 
     def __init__(self) -> None:
-        #: Moving average of what requests took that arrived up to the knee; 0 before the first.
+        #: Moving average of the latency of requests that arrived up to the knee, microseconds; 0 before the first.
         self._unhindered_us = 0.0
-        #: Moving average of the share of others that took more than half-way to what a queue would make them wait.
+        #: Moving average of the share of other requests that were delayed by at least half of what a queue would add.
         self._hindered = 0.0
         self._at = 0
 
@@ -81,7 +81,10 @@ class Beyond:
         self._hindered, self._at = share + (hindered - share) / REMEMBERED, now
 
     def _hindered_at(self, now: int) -> float:
-        """What is old is forgotten, so that a server that is never sent so much is tried again."""
+        """Returns the share, reduced according to its age.
+
+        Old evidence is forgotten, so that a server that is never sent that many requests is tried again.
+        """
         return self._hindered * max(1.0 - max(now - self._at, 0) / FORGOTTEN_US, 0.0)
 
     def is_open(self, now: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a server says of itself: crates/prequal-core/src/report.rs, orca.rs and probe.rs."""
+"""The load report of a server. Follows crates/prequal-core/src/report.rs, orca.rs and probe.rs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from .rates import Window
 class Report(NamedTuple):
     """The load of a server."""
 
-    #: Requests in flight now.
+    #: Number of requests in flight now.
     rif: int
-    #: Median recent latency near that RIF, microseconds; None while there is no sample.
+    #: Median recent latency near that RIF, microseconds; None while it is unknown.
     latency_us: int | None
-    #: None until a request has been answered.
+    #: Base latency and knee; None until a request has been served.
     capacity: Capacity | None
     endpoint: str
     #: Share of recent requests that failed, per mille.
     failing: int
-    #: How long ago the server started, seconds, below 600.
+    #: Time since the server started, seconds, below 600; None after that.
     up_s: int | None
-    #: Rates, and requests in flight on average.
+    #: Rates, and mean number of requests in flight.
     rates: Window
-    #: Mean requests in flight over what the server serves at once, in millionths; None while that is not known.
+    #: Mean number of requests in flight, divided by the number that the server can serve at once, in millionths; None
+    #: while the latter is unknown.
     utilization_micro: int | None
 
     def header(self) -> str:
-        """The value of x-prequal-load."""
+        """Returns the value of the header x-prequal-load."""
         text = f"{self.rif};{'' if self.latency_us is None else self.latency_us};{self.endpoint}"
         if self.failing > 0:
             text += f";fail={self.failing}"
@@ -41,7 +42,7 @@ class Report(NamedTuple):
         return text
 
     def json(self, timestamp_ms: int) -> str:
-        """The body of the reply to a probe that accepts it."""
+        """Returns the body of the reply to a probe that accepts JSON."""
         us, capacity = self.latency_us, self.capacity
         median = "null" if us is None else f"{us // 1000}.{us % 1000:03}"
         text = f'{{"rif":{self.rif},"latency_median_ms":{median},"latency_us":{"null" if us is None else us}'
@@ -53,7 +54,7 @@ class Report(NamedTuple):
         return text + f',"timestamp_ms":{timestamp_ms},"endpoint":"{self.endpoint}"}}'
 
     def orca(self, form: str) -> str:
-        """The value of endpoint-load-metrics as `text` or `json`."""
+        """Returns the value of the header endpoint-load-metrics. `form` is "text" or "json"."""
         own: list[tuple[str, str]] = []
         if self.utilization_micro is not None:
             own.append(("application_utilization", fixed(self.utilization_micro, 6)))
@@ -74,6 +75,6 @@ class Report(NamedTuple):
 
 
 def fixed(parts: int, digits: int) -> str:
-    """A number in parts of the second, which is a power of ten."""
+    """Formats parts / 10**digits as a decimal number."""
     whole, rest = divmod(parts, 10**digits)
     return f"{whole}.{rest:0{digits}}" if rest else str(whole)

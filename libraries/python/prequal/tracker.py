@@ -1,6 +1,6 @@
-"""The estimate of what a request may expect: crates/prequal-core/src/tracker.rs, for one process.
+"""Estimates the latency of a request that arrives now. Follows crates/prequal-core/src/tracker.rs, for one process.
 
-Times are microseconds, whole and not negative.
+Times are non-negative integers, in microseconds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SAMPLES = 8
 class Outcome(enum.IntEnum):
     """How a request ended."""
 
-    #: A real answer: its latency is a sample.
+    #: A real response; its latency is a sample.
     SUCCESS = 0
-    #: An error of the server's making: a status of 500 and up, an exception.
+    #: An error that the server caused: a status of 500 or above, or an exception.
     FAILURE = 1
-    #: The client went away, which says nothing of the server.
+    #: The client went away, which says nothing about the server.
     ABORTED = 2
-    #: An event stream or a WebSocket: its life is no latency.
+    #: An event stream or a WebSocket; its duration is not a latency.
     STREAMING = 3
 
 
@@ -37,12 +37,12 @@ class Visit:
 
     def __init__(self, now: int, rif: int, arrived_as: int) -> None:
         self.arrived = now
-        #: Since when it is at the server.
+        #: When it last came to the server.
         self.since = now
-        #: Since when it is in flight but not at the server.
+        #: When it last left the server while in flight; None while it is at the server.
         self.away_since: int | None = None
         self.stream = False
-        #: What its client took until `since`.
+        #: Time that its client took before `since`.
         self.away_us = 0
         self.rif_at_arrival = rif
         self.arrived_as = arrived_as
@@ -54,10 +54,10 @@ class Tracker:
     def __init__(self) -> None:
         self.rif = 0
         self.away = 0
-        #: Those that may be stuck, in order of age: at the server, and not overtaken.
+        #: Requests that may be stuck (at the server and not overtaken), in order of age.
         self._waiting: dict[Visit, None] = {}
         self._levels = Levels()
-        #: By bucket the last samples: latency and time.
+        #: Last samples of each bucket, as pairs of latency and time.
         self._buckets: list[list[tuple[int, int]]] = [[] for _ in range(BUCKETS)]
         self._used = 0
         self._last_failure: int | None = None
@@ -94,7 +94,7 @@ class Tracker:
             self._last_failure = now
 
     def _overtake(self, since: int) -> None:
-        """What is older has been overtaken: it is heavy, not stuck."""
+        """Marks requests at the server since before `since` as overtaken: they are heavy, not stuck."""
         while self._waiting:
             oldest = next(iter(self._waiting))
             if oldest.since >= since:
@@ -124,12 +124,12 @@ class Tracker:
         self._levels.moved(now, self._levels.level + 1)
 
     def capacity(self, now: int, leaving: bool) -> Capacity | None:
-        """Once `leaving` will have left, with a good answer."""
+        """Returns base latency and knee. With `leaving`, a request that is about to end counts as a good response."""
         fit = self._levels.capacity(now, leaving)
         return fit and fit._replace(knee=min(fit.knee + self.away, 65535))
 
     def latency(self, now: int, rif: int, leaving: Visit | None) -> int | None:
-        """Where `rif` are in flight without `leaving`, which is about to leave."""
+        """Returns the expected latency with `rif` requests in flight, not counting `leaving`, which is about to end."""
         median = self._nearest_median(bucket_of(rif), now)
         if median is not None:
             waited = self._waited(now, leaving)
@@ -145,7 +145,10 @@ class Tracker:
         return 0
 
     def _nearest_median(self, centre: int, now: int) -> int | None:
-        """That of the nearest RIF with a sample; at equal distance the higher one, which errs on the side of caution."""
+        """Returns the median of the nearest RIF with a sample.
+
+        At equal distance, the higher RIF wins, to err on the side of caution.
+        """
         for distance in range(min(BUCKETS, max(centre, self._used) + 1)):
             for index in (centre + distance, centre - distance):
                 if 0 <= index < BUCKETS and self._buckets[index]:
@@ -156,7 +159,7 @@ class Tracker:
 
 
 def bucket_of(rif: int) -> int:
-    """Exact below 16, then four buckets an octave."""
+    """Returns the bucket of a RIF: exact below 16, then four buckets per octave."""
     if rif < 16:
         return rif
     octave = rif.bit_length() - 1

@@ -1,5 +1,5 @@
-// The server that the conformance program (tests/tests/libraries) drives: an application behind this library, and a port for
-// traces of arrivals and departures, which are played on a clock of their own. docs/libraries.md says what it must answer.
+// The server that the conformance program (tests/tests/libraries) drives: an application behind this library, and a control
+// port. The control port replays traces of arrivals and departures on a virtual clock. docs/libraries.md defines its replies.
 package main
 
 import (
@@ -105,7 +105,7 @@ func application(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// health answers by the name of the service that it is asked about.
+// health answers according to the name of the service in the request.
 type health struct {
 	grpc_health_v1.UnimplementedHealthServer
 }
@@ -139,7 +139,7 @@ func (health) Watch(in *grpc_health_v1.HealthCheckRequest, stream grpc.ServerStr
 	return nil
 }
 
-// play runs a trace, and writes a line for each report that it asks for.
+// play replays a trace, and writes a line for each report that the trace asks for.
 func play(w http.ResponseWriter, trace io.Reader) {
 	var load *prequal.Load
 	var now time.Duration
@@ -187,13 +187,13 @@ func play(w http.ResponseWriter, trace io.Reader) {
 	}
 }
 
-// request is one of a trace.
+// request is a request of a trace.
 type request struct {
 	*prequal.Request
 	outcome prequal.Outcome
 }
 
-// head judges a response by its head, and returns the reports on it.
+// head classifies a response by its head, and returns the reports that it carries.
 func (r *request) head(load *prequal.Load, kind string, format prequal.ORCAFormat) string {
 	leaving := r.Request
 	switch kind {
