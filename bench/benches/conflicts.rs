@@ -28,9 +28,9 @@ const WORKERS: [usize; 4] = [1, 4, 16, 64];
 const RATES: [f64; 2] = [1000.0, 5000.0];
 const TRANSACTIONS_US: [u64; 3] = [5, 10, 20];
 const FLEET: u16 = 16;
-/// Microseconds.
+/// Interval between two ticks of a worker.
 const TICK_US: u64 = 250_000;
-/// All workers start one after the other, and then serve about this many requests.
+/// The workers start one after the other within this time. Then they serve about this many requests together.
 const START_US: u64 = 100_000;
 const REQUESTS: f64 = 20_000.0;
 const ANSWER_US: u64 = 10_000;
@@ -88,7 +88,7 @@ struct Seat<'a> {
 }
 
 impl Seat<'_> {
-    /// Waits until all other workers are past this worker's time.
+    /// Waits until all other workers are past this worker's time, then runs `act`.
     fn turn<T>(&self, act: impl FnOnce(&mut Values) -> T) -> T {
         let first = |due: &[u64]| (0..due.len()).min_by_key(|id| due[*id]).unwrap_or(0);
         let mut state = self.turns.state.lock().unwrap();
@@ -126,7 +126,7 @@ impl Counters for Conflicts {
     }
 }
 
-/// The chosen replica has answered.
+/// The proxy's statement that the chosen replica has answered.
 struct Served(Micros, Option<Endpoint>);
 
 impl Witness for Served {
@@ -183,7 +183,7 @@ impl<S: Store> Worker<S> {
         LoadReport::parse(text).expect("well-formed")
     }
 
-    /// The events that follow, and their delays.
+    /// Handles `event`; returns the events that follow, with their delays.
     fn happen(&mut self, now: u64, event: Event) -> Vec<(u64, Event)> {
         let at = micros(now);
         match event {
@@ -232,7 +232,7 @@ fn micros(us: u64) -> Micros {
     Micros::from_millis(1_700_000_000_000).plus(us)
 }
 
-/// Runs `work` in `workers` threads.
+/// Runs `work` in `workers` threads; returns the sum of their totals.
 fn all(workers: usize, work: impl Fn(usize) -> Totals + Sync) -> Totals {
     thread::scope(|scope| {
         let work = &work;
@@ -297,7 +297,7 @@ fn shares([requests, again, given_up]: Totals) -> String {
 }
 
 fn main() {
-    // The other benchmarks are criterion's: a filter on their names, or a test run, does not apply to this one.
+    // This benchmark does not use criterion, so it skips test runs and filters for other benchmarks by itself.
     let args: Vec<String> = std::env::args().skip(1).collect();
     let fits = |arg: &String| arg == "--bench" || "conflicts".contains(arg.as_str());
     if !args.iter().any(|arg| arg == "--bench") || !args.iter().all(fits) {

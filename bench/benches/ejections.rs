@@ -20,14 +20,14 @@ use prequal_core::time::Micros;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-/// More than twice as many as are ejected.
+/// More than twice the number of ejected replicas.
 const FLEET: u16 = 2100;
 const STEP_US: u64 = 100;
 
 /// Bytes by key, with the number of their last write.
 type Values = Rc<RefCell<HashMap<String, (Vec<u8>, u32)>>>;
 
-/// Copies what is read and what is written, as a host does.
+/// Copies the bytes on every read and write, as a host does.
 #[derive(Clone, Default)]
 struct Shared(Values);
 
@@ -48,7 +48,7 @@ impl SharedData for Shared {
     }
 }
 
-/// The chosen replica has answered.
+/// The proxy's statement that the chosen replica has answered.
 struct Served(Micros, Endpoint);
 
 impl Witness for Served {

@@ -1,5 +1,6 @@
 //! Measures the cost of the membership by fleet size. Goals with 1000 replicas: 1 µs for a request that Envoy placed and
-//! for a sample of the policy, sharing included; 100 µs for a tick, of which a worker has four a second.
+//! for a sample of the policy, including the sharing between workers; 100 µs for a tick, which a worker has four times a
+//! second.
 
 use std::cell::{Cell, RefCell};
 use std::hint::black_box;

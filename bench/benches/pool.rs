@@ -1,4 +1,4 @@
-//! Measures the cost of one request in the rules alone, with a pool of 16. Goals: 400 ns for a pick and a record, 1 µs for
+//! Measures the cost of the rules alone for one request, with a pool of 16. Goals: 400 ns for a pick and a record, 1 µs for
 //! decoding and encoding the blob.
 //!
 //! Time advances as at 10 000 requests a second, so that entries age, and reports arrive as often as picks, so that the
@@ -26,7 +26,7 @@ fn replica(number: u16) -> Endpoint {
     SocketAddr::from((Ipv4Addr::new(10, 0, high, low), 8080)).into()
 }
 
-/// A pool in the state in which a busy fleet leaves it, and its settings.
+/// A pool as in a busy fleet, and its settings.
 struct Case {
     settings: PoolSettings,
     pool: PoolState,
@@ -47,7 +47,7 @@ impl Case {
             rng: SmallRng::seed_from_u64(1),
         };
         case.pool.set_members(u32::from(fleet), 0, case.now);
-        // Longer than any history in the pool.
+        // More requests than any history in the pool covers.
         for _ in 0..20_000 {
             case.request();
         }

@@ -1,9 +1,9 @@
 //! Measures the cost of the agent's bookkeeping per request. Goal: 200 ns for a start and a finish.
 //!
-//! 12 requests are in flight and the oldest ends first, as in a steady flow of 5000 requests a second.
+//! 12 requests are in flight, and the oldest ends first, as in a steady flow of 5000 requests a second.
 //!
-//! Also measures the bookkeeping for base latency and knee. Goal: 1 µs for the fit over 32 levels, which is due every 10
-//! ms.
+//! Also measures the bookkeeping for base latency and knee. Goal: 1 µs for the fit over 32 levels, which is due every
+//! 10 ms.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -59,7 +59,7 @@ fn tracker(c: &mut Criterion) {
     });
 }
 
-/// Levels in a state in which `levels` of them are in use, and the time.
+/// Returns a table of levels of which `levels` are in use, and the current time.
 fn seen(levels: u32) -> (Levels, Micros) {
     let mut seen = Levels::new();
     let mut now = Micros::from_millis(1_700_000_000_000);

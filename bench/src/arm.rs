@@ -12,21 +12,21 @@ pub(crate) enum Arm {
     Cswrr,
     /// Envoy's consistent hashing on the request's key.
     RingHash,
-    /// Prequal's filter chain with a module that does nothing: Envoy's part of the filter's cost.
+    /// Prequal's filter chain with a module that does nothing. It measures Envoy's part of the filter's cost.
     EmptyModule,
     /// The filter as shipped.
     Prequal,
-    /// Synchronous probes of this many replicas, with a hint made of the request's key.
+    /// The filter in synchronous mode: probes this many replicas per request, with a hint derived from the request's key.
     Hinted(u8),
     /// The filter with another selection rule, given by its name in the configuration.
     Rule(&'static str),
 }
 
 impl Arm {
-    /// Envoy's own policies that need nothing from the request.
+    /// Envoy's own policies that do not use the request's key.
     pub(crate) const STOCK: [Self; 5] =
         [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Random, Self::Cswrr];
-    /// Those of [`STOCK`](Self::STOCK) that use information or rotate: all but the random one.
+    /// All of [`STOCK`](Self::STOCK) but [`Random`](Self::Random), which neither rotates nor uses any information.
     pub(crate) const BASELINES: [Self; 4] =
         [Self::RoundRobin, Self::LeastRequest, Self::FullScan, Self::Cswrr];
     /// The usual comparison, in the order of a pass.

@@ -19,11 +19,11 @@ use serde::{Deserialize, Serialize};
 pub(crate) use replica::serve;
 pub(crate) use times::Times;
 
-/// Carries the number of the replica that answered, even if it rejected the request.
+/// Response header with the number of the replica that answered, even if it rejected the request.
 pub(crate) const REPLICA_HEADER: &str = "x-bench-replica";
-/// Carries the key of a request; replicas with a cache look it up.
+/// Request header with the request's key; replicas with a cache look it up.
 pub(crate) const KEY_HEADER: &str = "x-bench-key";
-/// From a replica with a cache: whether it had the key, `hit` or `miss`.
+/// Response header of a replica with a cache: `hit` if it had the key, else `miss`.
 pub(crate) const CACHE_HEADER: &str = "x-bench-cache";
 
 /// How a replica spends its time on a request.
@@ -33,7 +33,7 @@ pub(crate) enum Service {
     Sleep { ms: u64 },
     /// Sleeps for a normally distributed time, never below zero.
     Normal { mean_ms: f64, sd_ms: f64 },
-    /// Uses this much CPU time on a thread of its own, one request after the other.
+    /// Uses this much CPU time on its own thread, one request after the other.
     Cpu { us: u64 },
     /// Sleeps `hit_ms` if the request's key is among the `entries` keys used last, else `miss_ms`.
     Cache { entries: usize, hit_ms: u64, miss_ms: u64 },
@@ -45,7 +45,7 @@ pub(crate) enum Service {
     Trivial,
 }
 
-/// Number of requests that a replica serves at a time, and number that may wait; any more are answered 503 at once.
+/// Number of requests that a replica serves at a time, and number that may wait. Further requests get a 503 at once.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) struct Slots {
     pub(crate) serving: usize,
@@ -96,13 +96,13 @@ impl Fleet {
     }
 }
 
-/// What can be changed at run time, effective from the next request.
+/// A change at run time, effective from the next request.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub(crate) enum Change {
     Service(Service),
-    /// Answers this share of the requests 503 at once.
+    /// Answers this share of the requests with a 503 at once.
     Failing(f64),
-    /// Refuses connections and breaks off existing ones; `false` undoes it.
+    /// `true` refuses connections and breaks off existing ones; `false` accepts connections again.
     Refusing(bool),
 }
 

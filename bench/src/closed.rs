@@ -1,4 +1,4 @@
-//! The closed-loop generator: each connection sends its next request as soon as it has its answer.
+//! The closed-loop generator: each connection sends its next request as soon as the previous one is answered.
 //!
 //! It saturates its target, which is how throughput and CPU time per request are measured. Its latencies hide queueing and
 //! say nothing about tails; for those see `load`. To leave the CPU to what is measured, it parses only the status and
@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 
 use crate::stats::Sample;
 
-/// Left out at the start of every round, while connections are made.
+/// Time excluded at the start of every round, while connections are made.
 const WARM_UP: Duration = Duration::from_millis(200);
 
 /// One round's result.
@@ -29,7 +29,7 @@ pub(crate) struct Round {
     pub(crate) median_us: f64,
 }
 
-/// Runs one round of GETs of `path` against `target`; `cpu` reads the CPU time that is divided by the requests.
+/// Runs one round of GETs of `path` against `target`. `cpu` returns the CPU time so far of the processes under measurement.
 ///
 /// # Errors
 /// If any answer is not a 200 with a length: a number that includes errors would be meaningless.
@@ -65,7 +65,7 @@ pub(crate) async fn round(
     })
 }
 
-/// Sends requests over `connections` for `length`; returns them as samples, due when they were sent.
+/// Sends requests over `connections` connections for `length`; returns samples whose due time is the time of sending.
 ///
 /// # Errors
 /// As for [`round`].

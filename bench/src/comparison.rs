@@ -1,4 +1,4 @@
-//! Many runs side by side: their order, the tables, the curves.
+//! Compares many runs: their order, the tables and the curves.
 
 use anyhow::{Context, Result};
 
@@ -198,7 +198,7 @@ impl Comparison {
         table::render(&header, &rows)
     }
 
-    /// What may distort the figures: a generator that could not keep up.
+    /// The generator's lateness and CPU use: if it could not keep up, the other figures are distorted.
     fn generator(&self, envoys: usize) -> String {
         let runs = || self.runs.iter().filter(|run| run.envoys == envoys);
         let cpu = runs().map(|run| run.generator_cpu).fold(0.0, f64::max);

@@ -1,10 +1,10 @@
 //! `cost`: CPU time per request of the filter, step by step in both roles; of unused clusters; and of the agent compared
 //! with other proxies.
 //!
-//! Everything measured has one worker, bound to the first core; the generator and the replicas have the other cores.
-//! Replicas answer at once, so that nothing hides the cost, and report their own load, so that no agent is needed behind
-//! Envoy. Variants run side by side in short interleaved rounds. Compare only medians and ratios of the same call: the
-//! machine's speed drifts.
+//! Every process under measurement has one worker, bound to the first core; the generator and the replicas use the other
+//! cores. Replicas answer at once, so that nothing hides the cost, and report their own load, so that no agent is needed
+//! behind Envoy. Variants run in short interleaved rounds. Compare only medians and ratios of the same call: the machine's
+//! speed drifts.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -42,7 +42,7 @@ const NO_FILTER: &str = "no filter";
 const NATIVE_CHAIN: &str = "native chain";
 const EMPTY_MODULE: &str = "+ empty module";
 const ADAPTIVE: &str = "+ filter, adaptive (default)";
-/// Growth of the agent's memory that still counts as none.
+/// Maximum growth of the agent's memory that still counts as none, KiB.
 const FLAT_KIB: u64 = 1024;
 
 /// Arguments of `cost`.
@@ -88,7 +88,7 @@ enum Part {
     Deadline,
 }
 
-/// Measures, prints, judges.
+/// Runs the parts, prints the figures and judges them; the exit code says whether every goal was reached.
 pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     let wanted = |part| cost.only.is_none_or(|only| only == part);
     let mut reached = true;
@@ -123,12 +123,12 @@ fn fleet_size(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|size| (17..=20_000).contains(size)).ok_or_else(|| "17 to 20000".to_owned())
 }
 
-/// Replicas that cost nothing and report their load themselves.
+/// Replicas that use almost no CPU time and report their load themselves.
 fn trivial(count: usize) -> Fleet {
     Fleet::of(count, Replica::new(Service::Trivial))
 }
 
-/// Binds what is measured to the first core and everything else to the other cores, if there are any.
+/// Binds the `measured` processes to the first core and the `rest` to the other cores, if there are any.
 fn place(measured: &[u32], rest: &[u32]) -> Result<()> {
     let cores = std::thread::available_parallelism()?.get();
     if cores < 2 {
@@ -240,7 +240,7 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
     ])
 }
 
-/// Sends requests that are not counted, while caches, connections and pools fill.
+/// Sends requests that are not counted, to fill caches, connections and pools.
 async fn warm_up(cost: &Cost, variants: &[Variant]) -> Result<()> {
     for variant in variants {
         variant.round(CONNECTIONS, Duration::from_millis(cost.round_ms.min(300))).await?;

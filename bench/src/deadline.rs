@@ -1,7 +1,7 @@
-//! How long a synchronous request waits if no agent answers: Envoy's timers are coarse.
+//! Measures how long a synchronous request waits if no agent answers: Envoy's timers are coarse.
 //!
-//! Replicas serve at once but let every probe hang. The overshoot is judged by the filter's own histogram, at the point of
-//! decision. What the client sees beyond the deadline also includes the way through Envoy, the replica and the generator.
+//! Replicas serve at once but let every probe hang. The overshoot is judged by the filter's own histogram of waits, which
+//! end when the filter decides. The client's excess over the deadline also includes Envoy, the replica and the generator.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,11 +14,11 @@ use serde_json::json;
 use crate::deployment::CLUSTER;
 use crate::table::{self, two};
 
-/// Beyond the deadline at the 99th percentile, milliseconds.
+/// Goal for the 99th percentile of the time beyond the deadline, milliseconds.
 const OVERSHOOT_MS: f64 = 5.0;
 const REPLICAS: usize = 4;
 
-/// Measures, prints, judges. Blocks.
+/// Measures, prints and judges; returns whether the goal was reached. Blocks.
 pub(crate) fn run(requests: usize) -> Result<bool> {
     println!("Synchronous requests whose probes all hang: {requests} each, time beyond the deadline");
     let backends = (0..REPLICAS).map(|_| Backend::start(Reply::ok())).collect::<Result<Vec<_>>>()?;

@@ -15,7 +15,7 @@ use crate::plot::Panel;
 use crate::scenario::topology_label;
 use crate::table::ms;
 
-/// Two tails this close count as equal: timers and schedulers account for the difference.
+/// Tails that differ by no more than this count as equal: timers and schedulers account for the difference.
 const SAME_MS: f64 = 1.0;
 
 /// Arguments of `demo`.
@@ -100,7 +100,7 @@ fn losses(comparison: &Comparison, topologies: &[usize]) -> Vec<String> {
     losses
 }
 
-/// Runs a new Prequal deployment under the demo's load until Ctrl-C.
+/// Runs a fresh Prequal deployment under the demo's load until Ctrl-C.
 async fn keep() -> Result<()> {
     // Samples are kept until a run ends, so each run is bounded.
     let scenario = e2e::ingress(Duration::from_secs(60));

@@ -1,7 +1,7 @@
 //! The processes of one run: replicas, an agent before each, and the Envoys that share them.
 //!
-//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its retries; a baseline
-//! only lacks Prequal's filters and probe cluster. Dropping a [`Deployment`] ends all its processes.
+//! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its retries. A baseline
+//! lacks only Prequal's filters and probe cluster. Dropping a [`Deployment`] ends all its processes.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -42,7 +42,7 @@ pub(crate) struct Counted {
     pub(crate) ejections: u64,
 }
 
-/// What happens to one replica.
+/// An event that affects one replica.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
     Backend(u16, Change),
@@ -52,10 +52,10 @@ pub(crate) enum Event {
     AgentBack(u16),
 }
 
-/// What occupies a replica's port.
+/// The holder of the port on which a replica gets its requests.
 enum Front {
     Agent(Agent),
-    /// Nothing listens; the socket keeps the port from other processes.
+    /// No agent listens; the socket keeps other processes from taking the port.
     Kept {
         address: SocketAddr,
         _socket: TcpSocket,
@@ -63,7 +63,7 @@ enum Front {
 }
 
 impl Deployment {
-    /// Starts everything cold and waits until it serves; each Envoy has `workers` workers.
+    /// Starts new processes and waits until they serve; each Envoy has `workers` workers.
     pub(crate) async fn start(arm: Arm, envoys: usize, workers: u32, fleet: &Fleet) -> Result<Self> {
         let fleet = fleet.clone();
         tokio::task::spawn_blocking(move || {
@@ -86,7 +86,7 @@ impl Deployment {
         let _ = tokio::task::spawn_blocking(move || drop(self)).await;
     }
 
-    /// Carries out `event`; it has happened on return. Blocks.
+    /// Carries out `event` and returns once it is in effect. Blocks.
     pub(crate) fn apply(&self, event: Event) -> Result<()> {
         let (replica, gone) = match event {
             Event::Backend(replica, change) => return self.backends.change(replica, change),
@@ -125,7 +125,7 @@ impl Deployment {
         self.envoys.iter().map(Envoy::addr).collect()
     }
 
-    /// The admin of one Envoy.
+    /// Admin address of one Envoy.
     pub(crate) fn admin(&self, envoy: usize) -> SocketAddr {
         self.envoys[envoy].admin()
     }
@@ -168,7 +168,7 @@ fn agent_args(arm: Arm, fleet: &Fleet) -> Vec<String> {
         _ => None,
     });
     match (arm, entries) {
-        // As many hints as the replica's cache has entries.
+        // The agent remembers as many hints as the replica's cache has entries.
         (Arm::Hinted(_), Some(entries)) => vec!["--hint-cache".to_owned(), entries.to_string()],
         (Arm::Rule(rule), _) if rule.starts_with("zuul") => {
             vec!["--netflix-utilization".to_owned(), ZUUL_MAX_IN_FLIGHT.to_string()]

@@ -12,7 +12,7 @@ use crate::scenario::{Goal, Measured, topology_label};
 use crate::stats::median;
 use crate::table::{ms, one, percent, spread, two};
 
-/// If the generator's p99 lateness exceeds this, the figures measure the generator.
+/// If the generator's p99 lateness exceeds this, the figures reflect the generator instead of the policy.
 const LATE: Duration = Duration::from_millis(5);
 
 /// Verdicts, in the order in which they were reached.
@@ -58,7 +58,7 @@ struct Limit {
     name: &'static str,
     q: f64,
     times: f64,
-    /// An excess of up to this much is also accepted: for short times, noise of the machine exceeds the relative limit.
+    /// An absolute excess of up to this is also accepted: for short times, the machine's noise exceeds the relative limit.
     or_more_ms: Option<f64>,
 }
 
@@ -78,13 +78,13 @@ fn against_best(comparison: &Comparison, envoys: usize, limit: Limit, policies: 
     let Some((best, arm)) = others.min_by(|one, other| one.0.total_cmp(&other.0)) else {
         return (false, format!("{name} {} ms, and no policy of Envoy's own beside it", ms(ours)));
     };
-    // With one digit more than the goals have.
+    // One more digit than the goals have.
     let ratio = format!("{:.3}", ours / best);
     let mut line = format!("{name} {} ms, {ratio} times {}'s {}", ms(ours), arm.label(), ms(best));
     line += &format!(" (at most {}", two(times));
     line += &or_more_ms.map_or_else(String::new, |more| format!(" or {more} ms more"));
     let allowed = or_more_ms.map_or(f64::NEG_INFINITY, |more| best + more).max(best * times);
-    // If both fail, the goal is missed.
+    // If this quantile is a failure under both, the goal is missed.
     (ours.is_finite() && ours <= allowed, line + ")")
 }
 
@@ -290,7 +290,7 @@ mod tests {
     #[test]
     fn throughput_compares_runs_of_the_same_pass() {
         let goal = Goal::Throughput { of: Arm::LeastRequest, part: 0.98 };
-        // The machine slows down from pass to pass: 99 %, 97.5 % and 98 % of the other arm.
+        // The machine slows down from pass to pass; Prequal has 99 %, 97.5 % and 98 % of the other arm's rate.
         let rates = [(495.0, 500.0), (390.0, 400.0), (294.0, 300.0)];
         let runs = |rates: &[(f64, f64)]| {
             let pair = |(ours, theirs): &(f64, f64)| {
@@ -330,7 +330,7 @@ mod tests {
             runs.extend(ours.map(|(p50, p99, p999)| of(Arm::Prequal, p50, p99, p999)));
             judged(Goal::NeverWorse, runs).into_iter().collect::<Vec<_>>()
         };
-        // One pass of three is bad: the median counts. A p50 of 11 is above 1.05 times 10, and 1 ms more.
+        // One pass of three is bad, but the median counts. A p50 of 11 ms exceeds 1.05 times 10 ms, but only by 1 ms.
         let lines = with([(11, 210, 550), (11, 210, 550), (90, 990, 990)]);
         assert!(lines.iter().all(|(reached, _)| *reached), "{lines:?}");
         let lines = with([(12, 211, 551), (12, 211, 551), (1, 1, 1)]);
@@ -353,7 +353,7 @@ mod tests {
                 Goal::NoWorseThan(Arm::LeastRequest),
                 vec![
                     with_quantiles(Arm::LeastRequest, 40, 200, 500),
-                    // Better, and another policy.
+                    // These policies are better, but do not count.
                     with_quantiles(Arm::RingHash, 1, 1, 1),
                     with_quantiles(Arm::RoundRobin, 1, 1, 1),
                     with_quantiles(Arm::Prequal, p50, p99, 900),
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn the_least_used_replica_counts_in_every_pass() {
-        // Two of the eleven replicas of `stall` got everything.
+        // Only two of the eleven replicas of `stall` got requests.
         let runs = || vec![with_quantiles(Arm::Prequal, 1, 1, 1)];
         assert!(!reached(Goal::LeastPart(0.01), runs()));
         let scenario = Scenario {

@@ -1,8 +1,9 @@
 //! The open-loop generator: requests are due at instants fixed in advance, regardless of what happened to earlier ones.
 //!
 //! Latency is measured from the instant at which a request was *due*, so a stall of the generator, of Envoy or of a replica
-//! shows in every request that it delayed; the generator's own lateness is recorded with each sample. Requests go to the
-//! targets in rotation, over as many keep-alive HTTP/1.1 connections as are needed. `stats` decides what the samples mean.
+//! shows in every request that it delayed. The generator's own lateness is recorded with each sample. Requests go to the
+//! targets in rotation or at random ([`Spread`]), over as many keep-alive HTTP/1.1 connections as are needed. `stats`
+//! turns the samples into figures.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use crate::stats::Sample;
 /// A request that takes longer counts as failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// When requests are due, per second over all targets together.
+/// How requests are spaced, and their rate per second over all targets together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arrivals {
     Constant(u32),
@@ -41,7 +42,7 @@ impl Arrivals {
         }
     }
 
-    /// The instants from the start of the run, in order, without end.
+    /// Returns an endless sequence of due times, ascending, from the start of the run.
     fn instants(self, mut rng: SmallRng) -> impl Iterator<Item = Duration> {
         let mean = 1.0 / f64::from(self.per_second());
         let mut last = 0.0;
@@ -57,14 +58,14 @@ impl Arrivals {
     }
 }
 
-/// The keys of requests by Zipf's law: the k-th has a probability proportional to k^-exponent.
+/// Keys of requests, distributed by Zipf's law: the k-th has a probability proportional to k^-exponent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Keys {
     pub(crate) count: u32,
     pub(crate) exponent: f64,
 }
 
-/// Which of several targets a request goes to.
+/// How requests are spread over several targets.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Spread {
     /// Each target in turn, as from a load balancer in front of them
@@ -74,7 +75,7 @@ pub(crate) enum Spread {
 }
 
 impl Spread {
-    /// The targets of one request after another, as positions below `targets`.
+    /// Returns the target of one request after another, as an index below `targets`.
     fn positions(self, targets: usize, seed: u64) -> impl Iterator<Item = usize> {
         let mut rng = SmallRng::seed_from_u64(seed ^ 2);
         (0..).map(move |number: usize| match self {
@@ -84,7 +85,7 @@ impl Spread {
     }
 }
 
-/// What to send.
+/// The requests of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) targets: Vec<SocketAddr>,
@@ -93,7 +94,7 @@ pub(crate) struct Plan {
     pub(crate) length: Duration,
     /// Body of every request, sent by POST; if empty, requests are GETs.
     pub(crate) body: Bytes,
-    /// Sent in [`KEY_HEADER`].
+    /// Keys of the requests, sent in [`KEY_HEADER`].
     pub(crate) keys: Option<Keys>,
     /// Two runs with the same seed send the same keys at the same instants.
     pub(crate) seed: u64,
@@ -116,7 +117,7 @@ pub(crate) struct Run {
 
 /// A request that is due.
 struct Due {
-    /// Position of its target.
+    /// Index of its target.
     target: usize,
     at: Duration,
     key: Option<u32>,

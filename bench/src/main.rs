@@ -1,7 +1,7 @@
 //! Benchmarks through a real Envoy: the demo, the end-to-end scenarios and the cost of the filter.
 //!
-//! `cargo xtask demo` and `cargo xtask bench` set up what is needed and run this program. The cost of the rules without
-//! Envoy is measured by `benches/`.
+//! `cargo xtask demo` and `cargo xtask bench` set up its environment and run it. `benches/` measures the cost of the rules
+//! without Envoy.
 
 mod arm;
 mod backends;

@@ -1,8 +1,8 @@
 //! Network and service together: the demo's Envoy and agents over a fabric of four paths, two of which go bad.
 //!
-//! Client and Envoy are in namespace `h1`, agents and backends in `h2`, each group in a process of its own ([`Servers`],
-//! [`Client`]). There are two kinds of trouble: two paths silently lose every packet, or two paths are slow and mark
-//! packets. The arms of each differ only in what may repath; [`Arm`] describes them.
+//! Load and Envoy are in namespace `h1` ([`Client`]), agents and backends in `h2` ([`Servers`]), each group in its own
+//! process. There are two kinds of trouble: two paths silently lose every packet, or two paths are slow and mark packets.
+//! The arms of each differ only in the mechanisms that may repath; [`Arm`] describes them.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
@@ -58,17 +58,16 @@ pub(crate) struct Client {
     plb: bool,
 }
 
-/// What may repath.
+/// Mechanisms that may move a connection to another path.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Arm {
     /// The kernel's defaults: a timeout changes a connection's label.
     Defaults,
     /// `net.core.txrehash=0` on both hosts: nothing ever changes a label.
     Off,
-    /// The same hosts as [`Off`](Self::Off), with what `plb` sets up: the socket options of `plb envoy`, and agents with
-    /// `--plb`.
+    /// As [`Off`](Self::Off), but with the socket options of `plb envoy` and with agents that run with `--plb`.
     SetUp,
-    /// The fabric's hash ignores the label, so that changing it changes no path.
+    /// The fabric's hash ignores the label, so a new label does not change the path.
     BlindFabric,
     /// The kernel's defaults, with `plb run` on the sender's host.
     Run,
@@ -86,7 +85,7 @@ impl Arm {
     }
 }
 
-/// What goes wrong on paths 1 and 2.
+/// The fault on paths 1 and 2.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Trouble {
     BlackHole,
@@ -127,7 +126,7 @@ pub(crate) fn run(args: &Plb) -> Result<ExitCode> {
     Ok(if goals.iter().all(|(_, met)| *met) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The results of one kind of trouble.
+/// The results for one kind of trouble.
 struct Table {
     text: String,
     arms: Vec<(Arm, Summary)>,
@@ -145,7 +144,7 @@ fn table_of(args: &Plb, trouble: Trouble, arms: &[Arm], body: usize) -> Result<T
     for arm in arms {
         eprintln!("    {trouble:?}: {} ({} s)", arm.label(), args.seconds);
         let (samples, moves) = one(args.seconds, trouble, *arm, body)?;
-        // Counted from the onset of the trouble.
+        // Only requests that were due after the trouble began.
         let begin = Duration::from_secs(args.seconds) / 4;
         let after: Vec<&Sample> = samples.iter().filter(|sample| sample.due >= begin).collect();
         let summary = Summary::of(after.iter().copied(), |_| false);
@@ -230,7 +229,7 @@ fn make_trouble(fabric: &Fabric, trouble: Trouble) -> Result<Vec<plb_netlink::bp
     }
 }
 
-/// Does what `plb run` does, in `h1`, until `stop` is set; returns how often it moved a connection.
+/// Runs the work of `plb run` in `h1` until `stop` is set; returns how often it moved a connection.
 fn watch(fabric: &Fabric, stop: &AtomicBool) -> Result<u64> {
     let moves = fabric.within(Node::H1, || {
         let work = || -> plb_netlink::Result<u64> {
@@ -274,7 +273,7 @@ impl Part {
         Ok(Self { child, lines: BufReader::new(stdout).lines(), _stdin: stdin })
     }
 
-    /// The lines before `ready`.
+    /// Waits for the line `ready`; returns the lines before it.
     fn until_ready(&mut self) -> Result<Vec<String>> {
         let mut before = Vec::new();
         for line in &mut self.lines {
@@ -287,7 +286,7 @@ impl Part {
         bail!("a part of the benchmark ended before it was ready")
     }
 
-    /// The client's result: due time in µs, and latency in µs or `-`.
+    /// Reads the client's samples, one per line: due time in µs, then latency in µs, or `-` if the request failed.
     fn samples(&mut self) -> Result<Vec<Sample>> {
         let mut samples = Vec::new();
         for line in &mut self.lines {

@@ -125,7 +125,7 @@ fn draw(area: &DrawingArea<SVGBackend<'_>, Shift>, panel: &Panel) -> Result<(), 
         .draw()?;
     for (index, curve) in panel.curves.iter().enumerate() {
         let colour = COLOURS[index % COLOURS.len()];
-        // Where curves coincide, the earlier one is visible on both sides of the later.
+        // Earlier curves are wider, so that they stay visible on both sides of later ones where curves coincide.
         let style = colour.stroke_width(6u32.saturating_sub(2 * index as u32).max(3));
         let line = curve.points.iter().map(|(q, ms)| (depth(*q), ms.log10()));
         chart

@@ -35,7 +35,7 @@ pub(crate) fn raise_file_limit() {
         let mut limit: libc::rlimit = std::mem::zeroed();
         if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max {
             limit.rlim_cur = limit.rlim_max;
-            // If that is refused, the old limit stays, which is enough for the demo.
+            // If this fails, the old limit stays, which is enough for the demo.
             let _ = libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
         }
     }

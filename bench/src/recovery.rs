@@ -1,10 +1,10 @@
-//! Decides whether a replica that has healed gets its traffic back, and when.
+//! Decides whether and when a healed replica gets its traffic back.
 
 use std::time::Duration;
 
 use crate::stats::Sample;
 
-/// The time over which a share is taken, long enough to exclude chance.
+/// Period over which a share is measured, long enough to exclude chance.
 const WINDOW: Duration = Duration::from_secs(2);
 /// Resolution of the result.
 const STEP: Duration = Duration::from_millis(500);
@@ -15,18 +15,18 @@ const STEPS: usize = (WINDOW.as_millis() / STEP.as_millis()) as usize;
 pub(crate) struct Watch {
     pub(crate) replica: u16,
     pub(crate) within: Duration,
-    /// The part of its fair share at which it counts as back.
+    /// Minimum part of its fair share for the replica to count as back.
     pub(crate) part: f64,
 }
 
 impl Watch {
-    /// How long the replica is observed after it has healed.
+    /// Time during which the replica is observed after it has healed.
     pub(crate) fn length(&self) -> Duration {
         self.within + WINDOW
     }
 }
 
-/// How the traffic came back.
+/// The return of the traffic.
 #[derive(Clone, Debug)]
 pub(crate) struct Recovery {
     /// Time since healing; `None` if it exceeds the limit.
@@ -37,8 +37,8 @@ pub(crate) struct Recovery {
 
 /// Evaluates the requests that were due after `healed`.
 ///
-/// The replica is back at the first instant from which it has the required part over the next [`WINDOW`], over all the
-/// rest, and still over the last [`WINDOW`]: a replica whose traffic comes and goes is not back.
+/// The replica is back at the first instant from which it gets the required part over the next [`WINDOW`], over all the
+/// remaining time, and over the last [`WINDOW`]. So a replica whose traffic comes and goes is not back.
 pub(crate) fn of(samples: &[Sample], watch: &Watch, replicas: usize, healed: Duration) -> Recovery {
     let steps = (watch.length().as_millis() / STEP.as_millis()) as usize;
     let mut counts = vec![(0u32, 0u32); steps];
@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn a_replica_is_back_from_the_instant_at_which_its_share_is() {
         let recovery = recovered(|number| number >= 1250 && number % 2 == 0);
-        // At 12.5 s; in the two seconds from 11.5 s on it gets half of its fair share.
+        // Its traffic returns at 12.5 s, so the two seconds from 11.5 s on are the first in which it gets half of its fair share.
         assert_eq!(recovery.after, Some(Duration::from_millis(1500)));
         assert_eq!(recovery.series, [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]);
     }

@@ -19,7 +19,7 @@ use crate::load::{Arrivals, Keys, Plan, Run, Spread};
 use crate::recovery::{self, Recovery, Watch};
 use crate::stats::{Sample, Summary};
 
-/// One comparison: the fleet, the load, the faults and their times, the goals.
+/// One comparison: the fleet, the load, the faults with their times, and the goals.
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     /// Printed before every verdict.
@@ -36,7 +36,7 @@ pub(crate) struct Scenario {
     pub(crate) judged: Range<Duration>,
     /// Faults and their ends, in order.
     pub(crate) schedule: Vec<(Duration, Event)>,
-    /// A request is good if it is answered 200 within this.
+    /// A request is good if it gets a 200 within this time.
     pub(crate) good_within: Duration,
     /// Replicas whose share is shown.
     pub(crate) marked: Option<Marked>,
@@ -50,7 +50,7 @@ pub(crate) struct Scenario {
 pub(crate) enum Load {
     /// At instants fixed in advance, over all Envoys together.
     Open { arrivals: Arrivals, keys: Option<Keys>, spread: Spread },
-    /// Each of `connections` sends again as soon as it is answered, through one Envoy.
+    /// Each of `connections` connections sends its next request as soon as the previous one is answered, through one Envoy.
     Closed { connections: usize },
 }
 
@@ -70,7 +70,7 @@ impl Load {
 #[derive(Clone, Debug)]
 pub(crate) struct Marked {
     pub(crate) replicas: Range<u16>,
-    /// Label, as it reads after "to".
+    /// Label, phrased to follow "to".
     pub(crate) label: &'static str,
 }
 
@@ -95,7 +95,7 @@ pub(crate) enum Goal {
     P999BelowBaselines(f64),
     /// Maximum of Envoy's CPU time per request relative to round robin's, comparing medians of the passes.
     CpuOfRoundRobin(f64),
-    /// Minimum throughput, as a part of an arm's answers per second.
+    /// Minimum throughput, as a part of the answers per second of the arm `of`.
     Throughput { of: Arm, part: f64 },
     /// No quantile above that of the best of Envoy's own policies, apart from chance and the hop through the filter.
     NeverWorse,
@@ -114,7 +114,7 @@ pub(crate) fn topology_label(envoys: usize) -> &'static str {
     if envoys == 1 { "one Envoy" } else { "four Envoys" }
 }
 
-/// What one run measured.
+/// Measurements of one run.
 #[derive(Clone, Debug)]
 pub(crate) struct Measured {
     pub(crate) arm: Arm,
@@ -152,17 +152,17 @@ impl Measured {
 }
 
 impl Scenario {
-    /// Workers of each of `envoys` Envoys.
+    /// Number of workers of each Envoy if there are `envoys`.
     pub(crate) fn workers(&self, envoys: usize) -> u32 {
         if envoys == 1 { self.workers } else { 1 }
     }
 
-    /// When the watched replica is healthy again.
+    /// Time at which the watched replica is healthy again.
     fn healed(&self) -> Duration {
         self.schedule.last().map_or(Duration::ZERO, |(at, _)| *at)
     }
 
-    /// How long requests are sent.
+    /// Time during which requests are sent.
     pub(crate) fn length(&self, arm: Arm) -> Duration {
         let watched = self.watch.as_ref().filter(|_| arm.is_ours());
         self.judged.end.max(watched.map_or(Duration::ZERO, |watch| self.healed() + watch.length()))
@@ -283,7 +283,7 @@ async fn account(deployment: &Deployment, begin: Instant, judged: &Range<Duratio
     })
 }
 
-/// Carries out the schedule; returns when the last event was in effect, from the start of the run.
+/// Carries out the schedule; returns the time from the start of the run at which the last event was in effect.
 async fn carry_out(
     deployment: &Deployment,
     begin: Instant,

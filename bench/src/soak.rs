@@ -1,8 +1,8 @@
-//! Sends millions of requests through the shipped configuration, with failures of every kind mixed in, and checks what is
-//! left.
+//! Sends millions of requests through the shipped configuration, with failures of every kind mixed in, and checks memory,
+//! counters and connections afterwards.
 //!
-//! This file sends the requests and judges the result. It measures no latency; `cargo xtask bench e2e` does. The kinds of
-//! requests and their expected outcomes are in `soak/kinds.rs`, memory over time in `soak/memory.rs`.
+//! This file sends the requests and judges the result. It does not measure latency; `cargo xtask bench e2e` does. The kinds
+//! of requests and their expected outcomes are in `soak/kinds.rs`, memory over time in `soak/memory.rs`.
 
 mod kinds;
 mod memory;
@@ -42,22 +42,22 @@ pub(crate) struct Soak {
 
 const REPLICAS: usize = 4;
 const WORKERS: u32 = 2;
-/// Memory is sampled this often.
+/// Interval between two samples of the memory.
 const SAMPLED: Duration = Duration::from_secs(1);
-/// Everything in flight must have ended by then.
+/// Maximum time until everything in flight has ended.
 const SETTLES: Duration = Duration::from_secs(30);
 
 /// Requests between two checks while a replica is ejected.
 const TRIALS: u64 = 50;
 
-/// What is under test.
+/// The processes under test.
 struct Bed {
     backends: Vec<Backend>,
     agents: Vec<Agent>,
     envoy: Envoy,
 }
 
-/// For each kind of request, how many ended as they must and how many did not.
+/// For each kind of request, the number that ended as expected and the number that did not.
 #[derive(Debug, Default)]
 struct Tally([[AtomicU64; 2]; Kind::COUNT]);
 
@@ -76,7 +76,7 @@ pub(crate) async fn run(args: &Soak) -> Result<ExitCode> {
     reached &= judge_memory(&samples);
     let given_up = tally.0[Kind::Abort as usize].iter().map(|count| count.load(Ordering::Relaxed)).sum();
     reached &= tokio::task::block_in_place(|| judge_rest(&bed, sent, given_up))?;
-    // The tasks that share the bed have ended with the load.
+    // The tasks that shared the bed ended with the load.
     let bed = Arc::into_inner(bed).context("the load still runs")?;
     let at_once = args.at_once.into();
     reached &= tokio::task::block_in_place(|| judge_connections(bed, at_once))?;
@@ -110,7 +110,7 @@ fn start() -> Result<Bed> {
     Ok(Bed { backends, agents, envoy })
 }
 
-/// Sends everything and samples the memory meanwhile. All clients are gone on return.
+/// Sends all requests and samples the memory meanwhile. All clients have been dropped on return.
 async fn send(args: &Soak, bed: &Arc<Bed>, tally: &Arc<Tally>) -> Vec<(String, Samples)> {
     let next = Arc::new(AtomicU64::new(0));
     let stop = args.seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
@@ -148,7 +148,7 @@ fn judge(reached: bool, what: &str) -> bool {
     reached
 }
 
-/// Checks that each kind of request ended as it must.
+/// Checks that the requests of each kind ended as expected.
 fn judge_requests(tally: &Tally) -> bool {
     let count = |kind: Kind, bad: usize| tally.0[kind as usize][bad].load(Ordering::Relaxed);
     let rows: Vec<Vec<String>> = Kind::ALL
@@ -177,8 +177,8 @@ fn judge_memory(samples: &[(String, Samples)]) -> bool {
     judged.fold(true, |reached, flat| reached & flat)
 }
 
-/// Checks that every count of what is in flight is zero and that all counters balance. Polls, because the last requests end
-/// by themselves, and replicas that hung return once requests have shown that they answer.
+/// Checks that nothing is in flight and that all counters balance. Polls, because the last requests still have to end, and
+/// because replicas that hung stay ejected until requests to them have been answered.
 fn judge_rest(bed: &Bed, mut sent: u64, given_up: u64) -> Result<bool> {
     let started = Instant::now();
     let wrong = loop {
@@ -212,7 +212,7 @@ fn judge_rest(bed: &Bed, mut sent: u64, given_up: u64) -> Result<bool> {
     Ok(judge(wrong.is_empty(), &text))
 }
 
-/// What has not settled. A request that its client aborts may not have reached the filter.
+/// Lists the counts that have not settled. A request that its client aborts may not have reached the filter.
 fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
     let mut wrong = Vec::new();
     let mut expect = |what: String, found: u64, expected: u64| {
@@ -226,7 +226,7 @@ fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
         expect(format!("tunnels of agent {number}"), gauge(agent, TUNNELS)?, 0);
     }
     let stats = bed.envoy.stats()?;
-    // Envoy keeps idle connections: the agents must know of exactly these.
+    // Envoy keeps idle connections; the agents must count exactly these.
     let kept = ["cluster.replicas.upstream_cx_active", "cluster.replicas-agent.upstream_cx_active"];
     let kept = kept.iter().filter_map(|gauge| stats.get(*gauge)).sum();
     let mut open = 0;
@@ -244,7 +244,7 @@ fn unsettled(bed: &Bed, sent: u64, given_up: u64) -> Result<Vec<String>> {
         let found = stats.get(gauge).copied().with_context(|| format!("Envoy has no {gauge}"))?;
         expect(gauge.to_owned(), found, 0);
     }
-    // Idle probes continue, so probes in flight are checked in total.
+    // Idle probes continue, so a few probes may be in flight.
     let filter = bed.envoy.prequal(CLUSTER)?;
     let picks: u64 = filter.picks.values().sum();
     let ended: u64 = filter.outcomes.values().sum();
@@ -278,7 +278,7 @@ fn gauge(agent: &Agent, name: &str) -> Result<u64> {
 const HTTP2_CONNECTIONS: usize = 16;
 
 /// Checks that no connection to an agent is left once Envoy is gone, by the system's count and by the agents' own. Agents
-/// keep idle connections to their backends, but no more than `at_once` requests needed over HTTP/1.1, and a few of HTTP/2.
+/// keep idle connections to their backends: over HTTP/1.1 at most as many as `at_once` requests needed, and a few of HTTP/2.
 fn judge_connections(bed: Bed, at_once: usize) -> Result<bool> {
     let Bed { backends, agents, envoy } = bed;
     drop(envoy);

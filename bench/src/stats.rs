@@ -10,13 +10,13 @@ use std::time::Duration;
 /// One request of a generator.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sample {
-    /// When it was due to be sent, from the start of the run.
+    /// Time at which it was due, from the start of the run.
     pub(crate) due: Duration,
     /// How late the generator sent it.
     pub(crate) late: Duration,
     /// From the due time until the end of the body, or `None` if it failed (anything but a complete 200).
     pub(crate) latency: Option<Duration>,
-    /// Number of the backend that answered, as it named itself.
+    /// Number of the backend that answered, from its response header.
     pub(crate) replica: Option<u16>,
     /// `None` if no complete answer arrived.
     pub(crate) status: Option<u16>,
@@ -31,7 +31,7 @@ pub(crate) struct Summary {
     latencies_ms: Vec<f64>,
     pub(crate) samples: usize,
     pub(crate) failed: usize,
-    /// Failed requests that a backend itself answered 503.
+    /// Failed requests that a backend itself answered with a 503.
     pub(crate) rejected: usize,
     /// Requests that reached a marked backend, answered or not.
     pub(crate) marked: usize,
@@ -71,7 +71,7 @@ impl Summary {
         if self.samples == 0 {
             return f64::NAN;
         }
-        // The small term keeps 0.999 × 10 000 at rank 9990 although the product is inexact.
+        // The small term keeps 0.999 × 10 000 at rank 9990, although the product is inexact.
         let rank = (q * self.samples as f64 - 1e-6).ceil().max(1.0) as usize;
         self.latencies_ms.get(rank - 1).copied().unwrap_or(f64::INFINITY)
     }
@@ -87,7 +87,7 @@ impl Summary {
         self.marked as f64 / self.samples as f64
     }
 
-    /// Requests of the least used of `replicas` replicas, relative to its fair share.
+    /// Number of requests of the least used of `replicas` replicas, relative to its fair share.
     pub(crate) fn least_part(&self, replicas: usize) -> f64 {
         let fair = self.samples as f64 / replicas as f64;
         let least =
@@ -113,7 +113,7 @@ impl Summary {
     }
 }
 
-/// Smallest and largest of a series that holds no NaN.
+/// Smallest and largest value of a series without NaN.
 pub(crate) fn min_max(values: impl IntoIterator<Item = f64>) -> (f64, f64) {
     values.into_iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| (low.min(v), high.max(v)))
 }

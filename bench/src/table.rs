@@ -47,7 +47,7 @@ pub(crate) fn spread(values: &[f64], format: impl Fn(f64) -> String) -> String {
     if range == middle || values.is_empty() { range } else { format!("{middle} ({range})") }
 }
 
-/// Milliseconds; a quantile that failures reach has no value.
+/// Milliseconds; `failed` for an infinite value, a quantile that failures reach.
 pub(crate) fn ms(value: f64) -> String {
     if value.is_infinite() {
         "failed".to_owned()

@@ -1,4 +1,4 @@
-//! The pick path allocates nothing: decode, apply reports, pick, encode, as the filter does per request.
+//! Checks that the pick path does not allocate: decode, apply reports, pick, encode, as the filter does per request.
 //!
 //! This test is not in the core, because a counting allocator needs `unsafe`, which the core forbids. Allocations are
 //! counted per thread: the test harness allocates in its own threads.
@@ -106,7 +106,7 @@ fn the_pick_path_does_not_allocate() {
         for round in 0..20_000usize {
             now = now.plus(100);
             let mut pool = PoolState::decode(&blob).unwrap();
-            // Periodically, reports stop for more than a second, so that the pool runs empty.
+            // Periodically stop the reports for more than a second, so that the pool runs empty.
             if round % 1000 < 900 {
                 for number in 0..reports_per_pick {
                     let text = &reports[(round * reports_per_pick + number) % reports.len()];
@@ -203,7 +203,7 @@ fn the_pick_path_does_not_allocate() {
     assert_eq!(allocations(), before, "allocations of the balancer");
     assert!(steered > 8000, "{steered} steered");
 
-    // The counter itself works.
+    // Check that the counter itself works.
     let before = allocations();
     let endpoint: Endpoint = SocketAddr::from((Ipv4Addr::LOCALHOST, 80)).into();
     black_box(endpoint.to_string());

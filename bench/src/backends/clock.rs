@@ -37,7 +37,7 @@ impl Clock {
         }
         // SAFETY: the descriptor is open, and this is its only owner.
         let timer = unsafe { OwnedFd::from_raw_fd(timer) };
-        // SAFETY: the descriptor is open, and it is neither replaced nor closed while the value has it.
+        // SAFETY: the descriptor is open, and it is neither replaced nor closed while the `AsyncFd` owns it.
         let timer = unsafe { AsyncFd::register_with_interest(timer, Interest::READABLE) }?;
         let clock = Arc::new(Self { timer, sleepers: Mutex::default() });
         tokio::spawn(clock.clone().run());
@@ -101,7 +101,7 @@ mod tests {
         let clock = Clock::start().unwrap();
         let begin = Instant::now();
         let (woken, mut order) = tokio::sync::mpsc::unbounded_channel();
-        // The earliest is neither first nor last; 0 has passed at once.
+        // The earliest instant is neither first nor last, apart from 0, which has already passed.
         for us in [20_300, 5_100, 9_700, 5_100, 0] {
             let (clock, woken) = (clock.clone(), woken.clone());
             tokio::spawn(async move {

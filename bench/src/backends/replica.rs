@@ -1,4 +1,4 @@
-//! The child process: how a replica handles a connection, a request, a change.
+//! The child process: how a replica handles connections, requests and changes.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -174,26 +174,26 @@ struct State {
     clock: Arc<Clock>,
 }
 
-/// The state that decides the fate of a request.
+/// The state that decides how a request is handled.
 struct Dice {
     service: Service,
     failing: f64,
     rng: SmallRng,
-    /// The keys served last, the latest at the back.
+    /// Cached keys, the most recently used at the back.
     keys: VecDeque<String>,
     queue: Queue,
 }
 
 /// The instants at which the slots become free.
 ///
-/// Service times are drawn on arrival, so the end of every queued request is known in advance. A slot is free when its
-/// request should have been answered, not when this busy machine actually answered it: otherwise lateness would add up to
-/// more load than the scenario states.
+/// Service times are drawn on arrival, so the end of every queued request is known in advance. A slot becomes free when its
+/// request should have been answered, not when this busy machine actually answered it. Otherwise lateness would accumulate
+/// and raise the load above the scenario's.
 #[derive(Default)]
 struct Queue(BinaryHeap<Reverse<Instant>>);
 
 impl Queue {
-    /// The end of a request that arrives `now` and takes `time`.
+    /// Queues a request that arrives `now` and takes `time`; returns when it ends.
     fn done(&mut self, slots: usize, now: Instant, time: Duration) -> Instant {
         let mut start = now;
         while self.0.len() >= slots.max(1) {
@@ -209,16 +209,16 @@ impl Queue {
 /// The cost of a request on this replica.
 #[derive(Debug, PartialEq)]
 enum Cost {
-    /// The time, and whether the cache had the key.
+    /// Time to sleep, and whether the cache had the key; `None` if there is no cache.
     Sleep(Duration, Option<bool>),
     Cpu(Duration),
-    /// The end of the request's wait and service.
+    /// Instant at which the request has waited and been served.
     Until(Instant),
 }
 
 impl Dice {
     fn new(number: u16, service: Service) -> Self {
-        // The replica's number is the seed: replicas differ, runs do not.
+        // With its number as the seed, each replica has its own sequence, and every run repeats it.
         let rng = SmallRng::seed_from_u64(u64::from(number));
         Self { service, failing: 0.0, rng, keys: VecDeque::new(), queue: Queue::default() }
     }
@@ -248,7 +248,7 @@ impl Dice {
         }
     }
 
-    /// Makes `key` the latest; returns whether it was there before.
+    /// Makes `key` the most recently used; returns whether it was cached.
     fn remember(&mut self, key: &str, entries: usize) -> bool {
         let found = self.keys.iter().position(|known| known == key);
         let known = found.and_then(|index| self.keys.remove(index));
@@ -318,7 +318,7 @@ impl State {
         true
     }
 
-    /// Waits for a slot; returns `None` if too many requests wait already.
+    /// Waits for a slot; returns `None` if too many requests are already waiting.
     async fn slot<'a>(
         &self,
         semaphore: &'a Semaphore,
@@ -545,7 +545,7 @@ mod tests {
         let cache = Service::Cache { entries: 2, hit_ms: 0, miss_ms: 1 };
         let replica = Running::start(Replica::new(cache)).await;
         let mut hits = Vec::new();
-        // `c` evicts `b`, because `a` was used since.
+        // `c` evicts `b`, because `a` was used more recently.
         for key in ["a", "b", "a", "c", "a", "b"] {
             hits.push(replica.get(key).await.unwrap().1.unwrap());
         }

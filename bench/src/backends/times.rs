@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// The accepted forms of service times.
 const FORMS: &str =
     "exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE (the second one's)";
-/// Longest allowed mean: the generator gives up after 10 s, so that a longer one could only fail.
+/// Longest allowed mean: the generator gives up on a request after 10 s.
 const LONGEST_MS: f64 = 10_000.0;
 
 /// A distribution of service times.

@@ -1,8 +1,8 @@
-//! The cost of the filter's steps if nothing is cached any more when a request arrives.
+//! The cost of the filter's steps with cold CPU caches.
 //!
-//! The Envoys share one core, and each gets one request in turn: meanwhile the others have used the caches, as other
-//! programs on a shared machine do. Rounds are compared one by one, so that the machine's drift cancels out. Nothing is
-//! judged here. The part `filter` measures the same steps in an Envoy under full load.
+//! The Envoys share one core, and each gets one request in turn. Between two requests to an Envoy the others use the
+//! caches, as other programs on a shared machine do. Rounds are compared one by one, so that the machine's drift cancels
+//! out. Nothing is judged here. The part `filter` measures the same steps in an Envoy under full load.
 
 use std::time::{Duration, Instant};
 
@@ -98,7 +98,7 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
     Ok(())
 }
 
-/// Sends requests to each Envoy in turn for `length`; returns how many each got.
+/// Sends requests to each Envoy in turn for `length`; returns the number of requests per Envoy.
 async fn round(turns: &mut [Turn], length: Duration) -> Result<u32> {
     let cpu = |turns: &[Turn]| turns.iter().map(|turn| turn.envoy.cpu_time()).collect::<Result<Vec<_>>>();
     let before = cpu(turns)?;

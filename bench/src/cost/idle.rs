@@ -1,5 +1,5 @@
-//! The cost of configured clusters that get no requests: probes per second and Envoy's CPU time, without the seconds after
-//! the start. The cost of a cluster that was used and then abandoned is covered by the unit tests of `prequal-core`'s
+//! The cost of configured clusters that get no requests: probes per second and Envoy's CPU time, excluding the seconds
+//! after the start. Clusters that were used and then abandoned are covered by the unit tests of `prequal-core`'s
 //! `pool/probes.rs`.
 
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::deployment::{CLUSTER, start_envoys};
 
 const CLUSTERS: usize = 100;
 const WORKERS: u32 = 4;
-/// The probes that are sent at the start, without any request, have been sent by then.
+/// Wait after the start, long enough for the probes that are sent then without any request.
 const SETTLES: Duration = Duration::from_secs(20);
 const MEASURED: Duration = Duration::from_secs(60);
 /// Goal for all clusters together.
@@ -22,7 +22,7 @@ const PROBES_PER_SECOND: f64 = 1.0;
 /// Goal, as a share of one core.
 const CPU_SHARE: f64 = 0.005;
 
-/// Measures and judges.
+/// Measures, prints and judges; returns whether both goals were reached.
 pub(super) async fn run() -> Result<bool> {
     println!(
         "Envoy with {CLUSTERS} clusters that get no requests, {WORKERS} workers, over {} s",

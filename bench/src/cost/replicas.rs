@@ -1,9 +1,9 @@
 //! The cost of a large fleet: the filter with few replicas and with many, each compared with an Envoy that uses round
 //! robin.
 //!
-//! Three questions: Does a request cost more in the large fleet, net of round robin, which opens as many connections? What
-//! does the membership cost per second, at a fixed and low request rate? How soon is a new replica known? Request latency
-//! is not measured here.
+//! Three questions: Does a request cost more in the large fleet, net of round robin, which opens as many connections? How
+//! much does the membership cost per second, at a fixed and low request rate? How soon is a new replica known? Request
+//! latency is not measured here.
 
 use std::time::{Duration, Instant};
 
@@ -27,16 +27,16 @@ const NEWCOMERS: usize = 3;
 /// No replicas join larger fleets: with a limit of 20 000 open files Envoy can no longer read its endpoints.
 const MOST_JOINED: usize = 5000;
 const FOUND_WITHIN: Duration = Duration::from_secs(10);
-/// Interval between requests when there should be few. They pay for the probes that find a newcomer.
+/// Interval between requests at the low rate. These requests bring the probes that find a newcomer.
 const PACE: Duration = Duration::from_millis(5);
-/// How long to wait before giving up.
+/// Time to wait for a newcomer before giving up.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The probe cluster of the shipped configuration.
 const PROBING: &str = "replicas-agent";
 /// Replicas in one process: each has several open files.
 const HOSTED: usize = 2500;
 
-/// Measures, prints, judges.
+/// Measures, prints and judges; returns whether every goal was reached.
 pub(super) async fn run(cost: &Cost) -> Result<bool> {
     let many = cost.replicas;
     println!("Envoy CPU per request before {FEW} and {many} replicas that answer at once, one worker");
@@ -151,7 +151,7 @@ async fn at_fixed_rate(cost: &Cost, envoys: &[Envoy]) -> Result<Vec<f64>> {
     Ok(rounds.into_iter().map(median).collect())
 }
 
-/// Lets replicas join one after the other, while few requests come; returns how long the last one to be known took.
+/// Adds replicas one after the other at a low request rate; returns the longest time until one was known.
 async fn newcomers(envoy: &mut Envoy, all: &[std::net::SocketAddr], many: usize) -> Result<Duration> {
     let mut connection = Connection::open(envoy.addr(), "/").await?;
     let requests: JoinHandle<Result<()>> = tokio::spawn(async move {

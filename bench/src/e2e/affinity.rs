@@ -1,5 +1,5 @@
-//! Replicas with a cache each that is too small for all keys: sending a key to a replica that knows it saves nine tenths of
-//! the work.
+//! Each replica has a cache that is too small for all keys: sending a request to a replica that has its key cached saves
+//! nine tenths of the work.
 
 use std::time::Duration;
 
@@ -12,14 +12,14 @@ use crate::scenario::{Goal, Load, Scenario};
 const REPLICAS: usize = 8;
 /// The fleet can serve this rate even without any cache hit: 8 × 4 / 0.1 s = 320.
 const PER_SECOND: u32 = 300;
-/// Asks every replica whether it knows the key.
+/// Probes every replica, with a hint that shows whether it knows the key.
 const ALL: Arm = Arm::Hinted(8);
-/// Number of keys that a replica remembers, the most recently used.
+/// Number of keys that a replica caches: the most recently used.
 const ENTRIES: usize = 200;
 /// Six times the size of one cache, and less than all caches together.
 const KEYS: Keys = Keys { count: 1200, exponent: 1.0 };
 
-/// A run of `seconds`, after a third of that in which the caches fill.
+/// A run of `seconds`, preceded by a third of that time in which the caches fill.
 pub(super) fn scenario(seconds: Duration) -> Scenario {
     let replica = Replica::new(Service::Cache { entries: ENTRIES, hit_ms: 10, miss_ms: 100 });
     let filling = FIRST.max(seconds / 3);

@@ -54,7 +54,7 @@ pub(crate) struct Ingress {
     out: PathBuf,
 }
 
-/// A run of [`FIRST`] and `seconds`, without goals.
+/// A run of `seconds` after [`FIRST`], without goals.
 pub(crate) fn scenario(seconds: Duration) -> Scenario {
     let sleeping = Replica::sleeping;
     Scenario {
@@ -87,7 +87,8 @@ fn healing() -> Scenario {
         name: "ingress, slow replica made fast".to_owned(),
         arms: vec![Arm::Prequal],
         schedule: vec![(healed, Event::Backend(FAST, fast))],
-        // The same bar as for a fault that ends. Trials decide: one in 2000 requests, shared with the other slow replica.
+        // The same goal as for a fault that ends. The healed replica is noticed by trials: one request in 2000, shared with
+        // the other slow replica.
         watch: Some(Watch { replica: FAST, within: Duration::from_secs(10), part: 0.5 }),
         goals: vec![Goal::Back, Goal::NoneFailed],
         ..scenario(seconds)

@@ -1,5 +1,5 @@
-//! Fleets without a fault, on which Prequal must not be worse than the best of Envoy's own policies: of one or two kinds of
-//! replicas, with constant or varying service times, and a load that makes requests wait.
+//! Fleets without a fault, on which Prequal must not be worse than the best of Envoy's own policies. They have one or two
+//! kinds of replicas, constant or varying service times, and a load that makes requests wait.
 //!
 //! A replica serves a limited number of requests at a time, and any number may wait. Requests arrive open loop (Poisson),
 //! through one Envoy with two workers or spread over four with one worker each.
@@ -16,7 +16,7 @@ use crate::backends::{Fleet, Replica, Service, Times};
 use crate::load::Spread;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
-/// Each replica has an agent, which is a process.
+/// Limited because each replica has an agent, which is a process.
 const MOST_REPLICAS: u16 = 100;
 
 /// Duration and topologies of one of these scenarios.
@@ -66,7 +66,7 @@ struct Group {
 }
 
 impl Group {
-    /// Requests that they can serve in a second.
+    /// Requests per second that the group can serve.
     fn capacity(self) -> f64 {
         f64::from(self.replicas) * f64::from(self.slots) * 1e3 / self.times.mean_ms()
     }
@@ -109,12 +109,12 @@ fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> Group {
     Group { replicas, slots, times: Times::Exponential { mean_ms } }
 }
 
-/// Identical replicas, busy.
+/// Identical, busy replicas.
 pub(super) fn equal(seconds: Duration) -> Scenario {
     scenario("equal", &[exponential(16, 4, 40.0)], 1280, None, seconds)
 }
 
-/// Identical replicas, so busy that a request sent to the wrong one waits.
+/// Identical replicas, so busy that a request sent to the wrong replica waits.
 pub(super) fn equal_90(seconds: Duration) -> Scenario {
     let mut scenario = scenario("equal-90", &[exponential(10, 3, 20.0)], 1350, None, seconds);
     scenario.goals.push(Goal::P99OfBest(0.8));
@@ -145,7 +145,7 @@ pub(super) fn constant(seconds: Duration) -> Scenario {
     scenario("constant", &[group], 1080, None, seconds)
 }
 
-/// Identical replicas, rarely busy: none may go without requests. The whole run is judged.
+/// Identical replicas, rarely busy: each must get some requests. The whole run is judged.
 pub(super) fn idle(seconds: Duration) -> Scenario {
     let group = Group { replicas: 4, slots: 4, times: Times::Exactly { ms: 10.0 } };
     Scenario {
@@ -167,7 +167,7 @@ pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
     scenario("fleet", &groups, per_second, marked, seconds)
 }
 
-/// A run of [`FIRST`] and `seconds`; with a label, all replicas but those of the first group are marked.
+/// A run of `seconds` after [`FIRST`]. With a label, all replicas but those of the first group are marked.
 fn scenario(
     name: &str,
     groups: &[Group],

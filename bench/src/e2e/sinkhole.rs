@@ -1,6 +1,6 @@
-//! A replica fails fast and may attract traffic: requests that fail at once keep it idle.
+//! A replica that fails fast may attract traffic: requests that fail at once keep it idle.
 //!
-//! The whole duration of the fault is judged, from its first instant; then the replica heals.
+//! The whole duration of the fault is judged, including its first instant; then the replica heals.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::scenario::{Goal, Load, Marked, Scenario};
 const REPLICAS: usize = 10;
 /// The failing replica.
 const FAILING: u16 = 9;
-/// Healthy time at the start, so that every policy knows the fleet.
+/// Time before the fault, in which every policy gets to know the fleet.
 const HEALTHY: Duration = Duration::from_secs(5);
 
 /// Arguments of `e2e sinkhole`.
@@ -33,13 +33,13 @@ pub(crate) struct Sinkhole {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum Fault {
-    /// Answers half of the requests 503 at once
+    /// Answers half of the requests with a 503 at once
     #[value(name = "50")]
     Half,
-    /// Answers 30 % of the requests 503 at once
+    /// Answers 30 % of the requests with a 503 at once
     #[value(name = "30")]
     Third,
-    /// Answers all requests 503 at once
+    /// Answers all requests with a 503 at once
     #[value(name = "100")]
     All,
     /// The backend refuses connections; its agent answers for it
@@ -59,7 +59,7 @@ impl Fault {
         }
     }
 
-    /// The beginning and the end of the fault.
+    /// The events that begin and end the fault.
     fn events(self) -> [Event; 2] {
         let failing = |share| Event::Backend(FAILING, Change::Failing(share));
         let refusing = |refuse| Event::Backend(FAILING, Change::Refusing(refuse));

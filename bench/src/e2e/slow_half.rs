@@ -10,7 +10,7 @@ use crate::scenario::{Goal, Load, Marked, Scenario};
 /// Replicas of each kind.
 const REPLICAS: u16 = 20;
 
-/// A run of [`FIRST`] and `seconds`.
+/// A run of `seconds` after [`FIRST`].
 pub(super) fn scenario(seconds: Duration) -> Scenario {
     let kind = |ms| Replica::sleeping(ms).with_slots(4, 8);
     let count = usize::from(REPLICAS);

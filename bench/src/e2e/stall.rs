@@ -14,8 +14,8 @@ const REPLICAS: usize = 11;
 const PER_SECOND: u32 = 1000;
 /// The replica that stalls.
 const STALLED: u16 = 10;
-/// Late requests allowed in a minute, 0.04 %. Most of them are in flight at the replica when it stalls, and nothing can help
-/// those: their number does not depend on the length of the run.
+/// Maximum number of late requests in a minute, 0.04 %. Most of them are in flight at the replica when it stalls, and no
+/// policy can save them. Their number does not depend on the length of the run.
 const LATE: u32 = 24;
 const USUAL: Service = Service::Normal { mean_ms: 167.0, sd_ms: 5.0 };
 
@@ -41,8 +41,8 @@ pub(crate) fn scenario(seconds: Duration) -> Scenario {
     }
 }
 
-/// The share of good requests that a run of `seconds` must have: 99.96 % from a minute on, and in a shorter run what is left if
-/// as many are late as in a minute.
+/// Minimum share of good requests in a run of `seconds`: 99.96 % for a minute or more. A shorter run may have as many late
+/// requests as a minute.
 fn good(seconds: Duration) -> f64 {
     let requests = seconds.as_secs_f64().min(60.0) * f64::from(PER_SECOND);
     (requests - f64::from(LATE)) / requests

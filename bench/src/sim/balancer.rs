@@ -1,4 +1,4 @@
-//! The policies under test: the core's, and how the simulator maps its numbers to their names.
+//! The policies under test, and the mapping between the simulator's server numbers and the core's endpoints.
 
 use prequal_core::client::store::Memory;
 use prequal_core::client::{Balancer as Core, Class, Reply, Witness};
@@ -28,16 +28,16 @@ pub(crate) enum Arm {
     Random,
     RoundRobin,
     WeightedRoundRobin,
-    /// Envoy's policy, weighted by the reports on answers.
+    /// Envoy's `client_side_weighted_round_robin`, weighted by the reports on responses.
     Cswrr(Settings),
     LeastLoaded,
     LeastLoadedPo2c,
     Yarp,
     PeakEwma(Scan),
-    /// The replicas' configured maximum of requests in flight.
+    /// The value is the replicas' configured maximum of requests in flight.
     Zuul(u32),
     Prequal(Prequal),
-    /// A greedy rule that knows every server's current queue, capacity and speed, which no policy can.
+    /// A greedy rule that knows every server's current queue, capacity and speed, as no real policy can.
     Floor,
 }
 
@@ -50,9 +50,9 @@ pub(crate) struct Prequal {
     pub(crate) rule: Rule,
     /// Settings of the synchronous mode, if used.
     pub(crate) sync: Option<SyncSettings>,
-    /// Servers estimate only by the paper's rules.
+    /// Whether servers estimate latency by the paper's rules only.
     pub(crate) paper_tracker: bool,
-    /// Members are learned from unaddressed probes, as in the filter; otherwise they are known from the start.
+    /// Whether members are learned from unaddressed probes, as in the filter, instead of being known from the start.
     pub(crate) learn: bool,
 }
 
@@ -73,8 +73,8 @@ impl Arm {
         }
     }
 
-    /// The estimator of the servers: the paper's rules for the paper's policies. C3 needs the shipped estimator: with the
-    /// paper's, an overloaded server answers only requests without work, and so looks the fastest.
+    /// The servers' latency estimator: the paper's for the paper's policies. C3 needs the shipped one: with the paper's, an
+    /// overloaded server answers only requests without work, and so looks the fastest.
     pub(crate) fn tracker(&self) -> TrackerConfig {
         match self {
             Self::Prequal(Prequal { paper_tracker: true, .. }) => {
@@ -158,7 +158,7 @@ impl Prequal {
     }
 }
 
-/// What a client's Envoy reports about a query that `server` has ended.
+/// The statement of a client's Envoy about a query that has ended at `server`.
 pub(crate) struct Proxy {
     pub(crate) now: Nanos,
     pub(crate) server: usize,
@@ -187,12 +187,12 @@ impl Witness for Proxy {
     }
 }
 
-/// A server's report under its own address.
+/// Puts a server's own address into its report.
 pub(crate) fn named(server: usize, report: LoadReport) -> LoadReport {
     LoadReport { endpoint: Some(endpoint(server)), ..report }
 }
 
-/// A server's reply to a probe.
+/// Makes a server's report the reply to a probe.
 pub(crate) fn reply(server: usize, report: LoadReport) -> Reply {
     Reply { report: Ok(named(server, report)), host: Some(endpoint(server)) }
 }

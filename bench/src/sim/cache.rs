@@ -9,7 +9,7 @@ use super::scenario::CacheSpec;
 pub(crate) struct Cache(VecDeque<u32>);
 
 impl Cache {
-    /// A query for `key`, which is remembered from now on. Returns the query's work as a multiple of the usual.
+    /// Looks up `key` and remembers it. Returns the query's work as a multiple of the usual.
     pub(crate) fn ask(&mut self, spec: &CacheSpec, key: u32) -> f64 {
         let place = self.0.iter().rposition(|known| *known == key);
         match place {

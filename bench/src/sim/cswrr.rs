@@ -1,13 +1,13 @@
-//! Envoy 1.40's `client_side_weighted_round_robin`, which weights replicas by the reports on their answers: the weights,
-//! when they are valid, and the schedule made of them.
+//! Envoy 1.40's `client_side_weighted_round_robin`, which weights replicas by the reports on their responses: the weights,
+//! their validity, and the schedule derived from them.
 //!
-//! - A report gives a weight: `rps_fractional / (application_utilization + penalty · eps / rps_fractional)`, a whole
-//!   number. A report without requests or utilisation changes nothing.
-//! - Weights take effect every `weight_update_period`. A weight is not valid while reports have come for less than
-//!   `blackout_period`, or if none has come for `weight_expiration_period`; such a replica gets the median of the others.
+//! - A report sets the replica's weight to `rps_fractional / (application_utilization + penalty · eps / rps_fractional)`,
+//!   truncated to a whole number. A report without requests or utilisation changes nothing.
+//! - Weights take effect every `weight_update_period`. A weight is invalid until reports have arrived for
+//!   `blackout_period`, and after `weight_expiration_period` without one. Such a replica gets the median of the others.
 //! - With equal weights, replicas are picked in rotation. Otherwise the replica with the earliest deadline is next, and its
-//!   deadline then moves by 1 / weight. Each change of a weight restarts the schedule, as if a number of picks, drawn once,
-//!   had been made before.
+//!   deadline then moves by 1 / weight. Each change of a weight restarts the schedule as it would be after a number of
+//!   picks that is drawn once.
 //!
 //! Left out: workers that share their weights (a client here is an Envoy with one worker), slow start, out-of-band reports,
 //! and `metric_names_for_computing_utilization`, which the agent does not need.
@@ -38,11 +38,11 @@ impl Settings {
         Self { blackout_ms: 1000, expiration_ms: 10_000, update_ms: 100, ..Self::DEFAULT };
 }
 
-/// What one replica has reported, and the weight in effect.
+/// The weight that one replica has reported, and the one in effect.
 #[derive(Clone, Copy, Debug)]
 struct Host {
     reported: u32,
-    /// When the current series of reports began.
+    /// Time at which the current series of reports began.
     since: Option<Micros>,
     last: Micros,
     weight: u32,
@@ -60,7 +60,7 @@ pub(crate) struct Cswrr {
 }
 
 impl Cswrr {
-    /// A policy over `replicas` replicas (at least one); clients start at different points of schedule and period.
+    /// A policy over `replicas` replicas (at least one). Clients start at random points of the schedule and the period.
     pub(crate) fn new(replicas: usize, settings: Settings, now: Micros, rng: &mut SmallRng) -> Self {
         let host = Host { reported: 1, since: None, last: now, weight: 1 };
         Self {
@@ -74,7 +74,7 @@ impl Cswrr {
         }
     }
 
-    /// Does the timer's work, if it is due.
+    /// Updates weights and schedule if the timer is due.
     fn catch_up(&mut self, now: Micros) {
         if now < self.next_update {
             return;
@@ -167,8 +167,8 @@ struct Schedule {
 }
 
 impl Schedule {
-    /// The schedule after `picks` picks. The picks that every replica certainly has are computed at once, the rest one by
-    /// one.
+    /// The schedule after `picks` picks. The picks that each replica has certainly got are computed at once, the rest are
+    /// made one by one.
     fn after(weights: &[u32], picks: u64) -> Self {
         let weights: Vec<f64> = weights.iter().map(|weight| f64::from(*weight)).collect();
         let sum: f64 = weights.iter().sum();
@@ -219,7 +219,7 @@ mod tests {
         Cswrr::new(replicas, settings, ms(0), &mut SmallRng::seed_from_u64(3))
     }
 
-    /// How often each replica is chosen in `picks` picks at `now`.
+    /// Counts how often each replica is chosen in `picks` picks at `now`.
     fn shares(policy: &mut Cswrr, now: Micros, picks: usize) -> Vec<usize> {
         let mut rng = SmallRng::seed_from_u64(5);
         let mut counts = vec![0; policy.hosts.len()];
@@ -240,7 +240,7 @@ mod tests {
             (report(100.0, 0.0, 0.5), 1.0, Some(200)),
             (report(100.0, 50.0, 0.5), 1.0, Some(100)),
             (report(100.0, 50.0, 0.5), 0.0, Some(200)),
-            // Errors alone are enough utilisation, and a weight may round to zero.
+            // Errors alone count as utilisation, and a weight may be truncated to zero.
             (report(100.0, 100.0, 0.0), 1.0, Some(100)),
             (report(0.4, 0.0, 0.5), 1.0, Some(0)),
             (report(1.0, 0.0, 0.3), 1.0, Some(3)),

@@ -1,7 +1,7 @@
 //! The discrete-event engine: one virtual clock, one queue of events, all randomness from seeds.
 //!
-//! Arrivals, work and antagonists have their own random streams, so every policy meets the same trace. Events at the same
-//! nanosecond happen in the order in which they were scheduled, so the same seed gives the same bytes.
+//! Arrivals, work and antagonists have their own random streams, so every policy gets the same trace. Events at the same
+//! nanosecond happen in the order in which they were scheduled, so the same seed gives the same output, byte for byte.
 
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -38,11 +38,11 @@ struct World<'a> {
     now: Nanos,
     queue: BinaryHeap<Timed>,
     sequence: u64,
-    /// In order, because every query has the same deadline: cheaper than the queue.
+    /// Deadlines in ascending order, because every query has the same time limit. This is cheaper than the queue.
     deadlines: VecDeque<(Nanos, u32, u64)>,
     servers: Vec<Server>,
     alive: Vec<usize>,
-    /// Queries sent to each server and not finished there; known only to the floor.
+    /// Queries sent to each server and not finished there. Only the floor uses them.
     assigned: Vec<u32>,
     balancers: Vec<Balancer>,
     /// Position of each client's probe cluster in its rotation.
@@ -50,13 +50,13 @@ struct World<'a> {
     polling: Polling,
     reads_answers: bool,
     reads_orca: bool,
-    /// Clients do not know the servers from the start.
+    /// Whether clients have to learn the servers.
     learns: bool,
     queries: Slab<Query>,
     probes: Slab<Probe>,
     arrivals: u64,
     trace: SmallRng,
-    /// Arrivals and sizes of the queries of others, and the position in their rotation.
+    /// Random stream for the queries of other clients (arrivals and sizes), and the position in their rotation.
     others: (SmallRng, usize),
     keys: Option<Zipf<f64>>,
     network: SmallRng,
@@ -74,12 +74,12 @@ struct Query {
     server: u32,
     arrived: Nanos,
     at_server: Nanos,
-    /// Work, as a multiple of the server's usual.
+    /// Work, as a multiple of the server's usual work.
     size: f64,
     /// 0 if there are no caches.
     key: u32,
     ticket: Option<Ticket>,
-    /// The index of its sample, if it counts.
+    /// Index of its sample, if it is measured.
     sample: Option<u32>,
     client_done: bool,
     server_done: bool,
@@ -87,7 +87,7 @@ struct Query {
     report: Option<LoadReport>,
     orca: Option<Utilisation>,
     waiting: Option<Waiting>,
-    /// The request in the client's balancer.
+    /// The client's balancer's own record of the request.
     request: Request,
 }
 
@@ -113,7 +113,7 @@ enum Event {
         server: u32,
         version: u32,
     },
-    /// A query's delay has passed.
+    /// The delay of a query with [`Service::Delay`] has passed.
     Served(u32),
     Answer(u32),
     ProbeAtServer(u32),
@@ -342,7 +342,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Adds a query without a client that waits for the answer: only the server notices it.
+    /// Sends a query of another client. No simulated client waits for its answer, so only the server notices it.
     fn other(&mut self) {
         if self.now >= self.until {
             return;
@@ -390,8 +390,8 @@ impl<'a> World<'a> {
                 let cost = |server: usize| {
                     let (jobs, state) = (self.assigned[server] as usize + 1, &self.servers[server]);
                     let rate = match state.spec.service {
-                        // If all slots are in use, a new query waits and also makes others wait: twice the jobs mean twice
-                        // the wait for twice as many.
+                        // If all slots are in use, a new query waits and also makes others wait. With twice the jobs, twice
+                        // as many wait twice as long, hence the square.
                         Service::Delay => (state.spec.slots as f64 / jobs as f64).min(1.0).powi(2),
                         Service::Cpu { .. } => state.rate_among(jobs),
                     };
@@ -430,7 +430,7 @@ impl<'a> World<'a> {
             query.request = request;
         }
         self.send(slot, server);
-        // The pool has been filled by the replies that the query waited for.
+        // If the query waited for replies to its own probes, these have filled the pool.
         let addressed = if waited { 0 } else { pick.probes.addressed };
         self.send_probes(client, ProbesDue { addressed, ..pick.probes });
     }
@@ -518,7 +518,7 @@ impl<'a> World<'a> {
     fn served(&mut self, slot: u32) {
         let Some(index) = self.queries.get(slot).map(|query| query.server as usize) else { return };
         if self.servers[index].frozen {
-            // On a frozen server, a pure delay ends only when the server thaws.
+            // On a frozen server, the query ends only once the server has thawed.
             self.after(TICK, Event::Served(slot));
             return;
         }
@@ -595,7 +595,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The deadline of a query: the query has failed if it has not been answered.
+    /// Handles the deadline of a query, which has failed if it is still unanswered.
     fn missed(&mut self, slot: u32, id: u64) {
         let now = self.now;
         let Some(query) = self.queries.get(slot).filter(|query| query.id == id) else { return };
@@ -603,7 +603,7 @@ impl<'a> World<'a> {
         let (client, server) = (query.client as usize, query.server as usize);
         let latency_us = (now - query.arrived) / 1000;
         let done = Done { latency_us, outcome: Outcome::Failure, rif: None, utilisation: None };
-        // If the answer is on its way, its arrival frees the slot.
+        // The query's slot is freed later, when the server has finished or the answer arrives.
         let request = std::mem::take(&mut query.request);
         match &mut self.balancers[client] {
             Balancer::Simple(policy) => policy.done(server, micros(now), &done),
@@ -635,7 +635,7 @@ impl<'a> World<'a> {
         if self.measuring() {
             *(if asked.is_some() { &mut self.run.probes } else { &mut self.run.discoveries }) += 1;
         }
-        // If the host is gone or none is addressed, the probe cluster's own policy picks the server, in rotation.
+        // If the addressed host is gone, or none is addressed, the probe cluster's own policy picks the server in rotation.
         let known = asked.map(|asked| server_of(asked.replica)).filter(|server| self.servers[*server].alive);
         let server = known.unwrap_or_else(|| {
             let turn = &mut self.turns[client];
@@ -660,7 +660,7 @@ impl<'a> World<'a> {
             self.servers[index].add(now, Job::Probe(slot), self.scenario.probe_cost_ms * 1e6);
             self.arm_wake(index);
         } else if self.servers[index].frozen {
-            // Unanswered, and no event is waiting for it.
+            // A frozen server does not answer, and no event refers to this probe.
             self.probes.remove(slot);
         } else {
             self.reply(slot);
@@ -698,7 +698,7 @@ impl<'a> World<'a> {
         self.place(slot, client, waiting.answers());
     }
 
-    // --- clockwork
+    // --- periodic events
 
     fn poll(&mut self, client: u32) {
         let Polling::Rif { every_ms } = self.polling else { return };

@@ -1,5 +1,5 @@
-//! Runs the cells of an experiment (point × policy × seed) on as many threads as the machine has, and reduces each run to
-//! its metrics immediately, because samples are large.
+//! Runs the cells of an experiment (point × policy × seed) on as many threads as the machine has cores. Each run is reduced
+//! to its metrics immediately, because samples are large.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +16,7 @@ pub(crate) struct Metric {
     pub(crate) of: fn(&Scenario, &Run, &Latencies) -> f64,
 }
 
-/// One setting of the quantity that an experiment varies.
+/// One value of the quantity that an experiment varies.
 #[derive(Clone)]
 pub(crate) struct Point {
     pub(crate) label: String,
@@ -44,7 +44,7 @@ impl Cell {
     }
 }
 
-/// Runs every task on as many threads as the machine has; the results are in the order of the tasks.
+/// Runs the tasks on as many threads as the machine has cores; the results are in the order of the tasks.
 pub(crate) fn in_parallel<T: Sync, R: Send>(tasks: &[T], run: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::with_capacity(tasks.len()));

@@ -21,12 +21,12 @@ pub(crate) struct Run {
     pub(crate) probes: u64,
     pub(crate) discoveries: u64,
     pub(crate) polls: u64,
-    /// Picks by branch (cold, hot, fallback), and picks whose replica was gone.
+    /// Number of picks by branch (cold, hot, fallback), and number of picks whose replica was gone.
     pub(crate) branches: [u64; 3],
     pub(crate) diverted: u64,
-    /// How often each server RIF was seen, sampled at every tick of the filter (250 ms).
+    /// Number of samples by server RIF, taken at every tick of the filter (250 ms).
     pub(crate) rifs: Vec<u64>,
-    /// Cores used over cores allocated, one value per server and second.
+    /// Cores used relative to cores allocated, one value per server and second.
     pub(crate) utilisation: Vec<f32>,
     /// Median age of the pool's entries at each pick, milliseconds.
     pub(crate) ages_ms: Vec<u32>,
@@ -42,7 +42,7 @@ impl Run {
         Latencies::new(self.samples.iter().map(|sample| sample.latency_us).collect())
     }
 
-    /// Share of the queries whose server satisfies `server`.
+    /// Share of the queries that arrive in `window` (seconds) whose server satisfies `server`.
     pub(crate) fn share(&self, server: impl Fn(usize) -> bool, window: impl Fn(f64) -> bool) -> f64 {
         let inside = self.samples.iter().filter(|s| window(f64::from(s.at_ms) / 1e3));
         let (mut all, mut hits) = (0u64, 0u64);
@@ -64,7 +64,7 @@ impl Run {
         at.map_or(f64::NAN, |rif| rif as f64)
     }
 
-    /// Standard deviation of the servers' utilisation, taken each second, over its mean.
+    /// Standard deviation of the servers' utilisation per second, relative to its mean.
     pub(crate) fn cpu_variation(&self) -> f64 {
         let n = self.utilisation.len() as f64;
         let mean = self.utilisation.iter().map(|u| f64::from(*u)).sum::<f64>() / n;

@@ -1,5 +1,5 @@
-//! The simulator: compares policies in virtual time, at a scale that no machine here has, using the same types of
-//! `prequal-core` that ship.
+//! The simulator: compares policies in virtual time, at a scale beyond any machine here, using the shipped types of
+//! `prequal-core`.
 
 mod balancer;
 mod cache;
@@ -96,7 +96,7 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
         match name.as_str() {
             "all" => {
                 names = NAMES.to_vec();
-                // `speed` runs first: the peak memory that it reports is that of the whole process.
+                // `speed` runs first, because the peak memory that it reports is that of the whole process.
                 names.rotate_right(1);
             }
             "list" => println!("{}", NAMES.join("\n")),
@@ -194,7 +194,7 @@ fn chart(plan: &Plan, cells: &Cells, metric: usize, logarithmic: bool) -> plot::
             (cell.median(metric), low, high)
         })
     };
-    // Points without a value for the figure are not drawn.
+    // Points without a value for the metric are not drawn.
     let says = |point: &str| arms.iter().any(|arm| !value(point, arm).0.is_nan());
     let points: Vec<&str> =
         plan.points.iter().map(|point| &*point.label).filter(|point| says(point)).collect();

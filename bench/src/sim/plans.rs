@@ -1,4 +1,4 @@
-//! The experiments: what is run, what the sources say about it, and the goals.
+//! The experiments: their runs, the sources' statements about them, and the goals.
 
 use std::ops::RangeInclusive;
 
@@ -36,7 +36,7 @@ pub(crate) struct Plan {
     pub(crate) judge: fn(&Cells) -> Vec<Verdict>,
 }
 
-/// The cells of an experiment by name.
+/// The cells of an experiment, found by the names of point and policy.
 pub(crate) struct Cells(pub(crate) Vec<Cell>);
 
 impl Cells {
@@ -189,7 +189,8 @@ fn c3() -> Arm {
     Arm::Prequal(Prequal { rule: Rule::C3 { clients: 1 }, paper_tracker: false, ..paper() })
 }
 
-/// Every rule, with its best settings if it has any: the paper's rule at Q = 0.75, as in its figure 7. The floor is last.
+/// Every rule, with its best settings if it has settings. The paper's rule has Q = 0.75, as in the paper's figure 7. The
+/// floor is last.
 fn rules() -> Vec<(String, Arm)> {
     arms([
         ("Random", Arm::Random),
@@ -245,7 +246,7 @@ fn whole(value: f64) -> String {
     format!("{value:.0}")
 }
 
-/// Milliseconds, with one more digit if they are few.
+/// Milliseconds, with one decimal below 100.
 fn tenths(value: f64) -> String {
     if value < 99.95 { one(value) } else { ms(value) }
 }
@@ -260,7 +261,7 @@ fn columns(more: &[Column]) -> Vec<Column> {
 
 /// The first metric after the standard ones.
 const OWN: usize = STANDARD.len();
-/// Metrics after the standard ones: CPU in fig6, θ in fig8 and fig9.
+/// Some metrics after the standard ones: CPU in fig6, θ in fig8 and fig9.
 const CPU: usize = OWN;
 const THETA: usize = OWN + 1;
 
@@ -272,7 +273,7 @@ fn at_least(what: &str, got: f64, bar: f64) -> Verdict {
     Verdict::new(format!("{what} at least {bar}"), got >= bar, format!("{got:.4}"))
 }
 
-/// Rounds off the digits that a multiplication leaves behind.
+/// Rounds off the spurious digits that a multiplication adds.
 fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
@@ -282,12 +283,12 @@ fn between(what: &str, got: f64, bar: RangeInclusive<f64>) -> Verdict {
     Verdict::new(range, bar.contains(&got), format!("{got:.4}"))
 }
 
-/// A timeout counts as 5 s, the time after which it was given up, so that ratios stay finite. NaN stays NaN.
+/// Counts a timeout as 5 s, the time after which the query was given up, so that ratios stay finite. NaN stays NaN.
 fn capped(ms: f64) -> f64 {
     if ms > 5000.0 { 5000.0 } else { ms }
 }
 
-/// How unequal the servers' CPU use is; how many requests in flight make a replica hot.
+/// Variation of CPU use between servers, and the median of θ, the RIF that separates cold replicas from hot ones.
 const CPU_VARIATION: Metric = Metric { name: "cpu_variation", of: |_, run, _| run.cpu_variation() };
 const MEDIAN_THETA: Metric = Metric { name: "theta_p50", of: |_, run, _| run.theta() };
 

@@ -1,8 +1,8 @@
 //! `plbsim`: the network experiments of the PLB paper (seed 004, §5), driving the detector of `plb-netlink`.
 //!
-//! One stage of uplinks is the bottleneck. Paths are drawn by weight from the flow label, queues are fluid, and senders are
-//! DCTCP-like and send their window in chunks of one TSO frame, spread over the round trip. The hosts' own links only limit
-//! a window. Times of figure 13 are scaled down: 1 s here is 2 min there.
+//! One stage of uplinks is the bottleneck. A flow label selects a path at random, by weight. Queues are fluid. Senders are
+//! DCTCP-like and send their window in chunks of one TSO frame, spread over the round trip. A host's own link only limits
+//! the rate of a sender. Times of figure 13 are scaled down: 1 s here is 2 min there.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,14 +20,14 @@ use super::report::{Beside, Report, Verdict, spread};
 
 type Nanos = u64;
 
-/// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even weights
-/// (470 repaths/s, 99.9 % of them from idle, 1 MB takes 5.3 times as long as 16 kB; here: 540, 99 % and 12 times). With the
-/// fabric's 20 µs alone the result is 2000 repaths/s, 94 % and 20 times.
+/// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even weights:
+/// 470 repaths/s, 99.9 % of them from idle, and 5.3 times as long for 1 MB as for 16 kB (here: 540, 99 % and 12 times).
+/// With the fabric's 20 µs alone, the results are 2000 repaths/s, 94 % and 20 times.
 const BASE: Nanos = 100_000;
 /// Packets in one TSO frame, and bytes in a packet.
 const TSO: u32 = 16;
 const PACKET: f64 = 1500.0;
-/// A queue marks above the first number of packets and drops above the second.
+/// A queue marks packets above the first length and drops them above the second, both in packets.
 const MARKED: f64 = 100.0;
 const BUFFER: f64 = 2000.0;
 const MIN_RTO: Nanos = 10_000_000;
@@ -37,7 +37,8 @@ const GAIN: f64 = 1.0 / 16.0;
 /// Packets in a 16 kB and in a 1 MB request.
 const SMALL: u32 = 11;
 const LARGE: u32 = 699;
-/// Growth of a window in a round without marks, and its limit in packets: 15 Gbit/s, because a host's link has many users.
+/// Growth factor of a window in a round without marks, and maximum window in packets. The maximum corresponds to 15 Gbit/s,
+/// because many connections share a host's link.
 const GROWTH: f64 = 1.5;
 const MAX_WINDOW: f64 = 128.0;
 
@@ -113,14 +114,14 @@ impl Network {
 struct Flow {
     large: bool,
     plb: Option<Detector>,
-    /// Whether it belongs to one of the hosts that run PLB, or would run it.
+    /// Whether it belongs to one of the first four hosts, which are those that run PLB if only some do.
     first_hosts: bool,
     link: usize,
     window: f64,
     alpha: f64,
     remaining: u32,
     started: Nanos,
-    /// The current round: packets still to send, delivered, marked, lost, and when the last is acknowledged.
+    /// The current round: packets still to send, delivered, marked and lost, and the time of the last acknowledgement.
     to_send: u32,
     spacing: Nanos,
     delivered: u32,
@@ -145,7 +146,7 @@ enum Event {
     Timeout(u32),
 }
 
-/// Buckets of the utilisation series, nanoseconds.
+/// Width of a bucket of the utilisation series, nanoseconds.
 const BUCKET: Nanos = 100_000_000;
 
 /// The record of one run.
@@ -241,7 +242,7 @@ fn run(network: &Network, seed: u64) -> Seen {
             }
             Event::Round(_) => {
                 if flow.delivered == 0 {
-                    // Nothing came back, so the timer expires.
+                    // No acknowledgement arrived, so the retransmission timer expires.
                     flow.remaining += flow.lost;
                     let rto = (MIN_RTO << flow.timeouts.min(5)).min(MAX_RTO);
                     (now + rto, Event::Timeout(index))
@@ -289,7 +290,7 @@ fn run(network: &Network, seed: u64) -> Seen {
 impl Flow {
     fn begin_round(&mut self, network: &Network) {
         self.to_send = (self.window as u32).min(self.remaining);
-        // Spread over the round trip, but limited by the host's own link.
+        // Chunks are spread over the round trip, but no faster than the host's own link allows.
         let fastest = (f64::from(TSO) / network.host) as Nanos;
         self.spacing = (BASE * Nanos::from(TSO) / Nanos::from(self.to_send.max(TSO))).max(fastest);
         (self.delivered, self.marked, self.lost, self.round_end) = (0, 0, 0, 0);
@@ -324,7 +325,7 @@ impl Flow {
         } else if self.marked > 0 {
             self.window *= 1.0 - self.alpha / 2.0;
         } else {
-            // Fast, like the paper's BBRv2: additive growth alone would take longer than a request.
+            // Multiplicative growth, fast as in the paper's BBRv2: additive growth alone would take longer than a request.
             self.window *= GROWTH;
         }
         self.window = self.window.clamp(2.0, MAX_WINDOW);
@@ -351,8 +352,8 @@ fn draw(weights: &[f64], rng: &mut SmallRng) -> usize {
 struct Row {
     name: &'static str,
     paper: &'static str,
-    /// p50 and p99 of small and of large requests, microseconds; utilisation highest over lowest, highest minus
-    /// lowest; repaths per second; share of them from idle; packets per second.
+    /// p50 and p99 of small and of large requests, microseconds; highest utilisation of a link divided by the lowest, and
+    /// minus the lowest; repaths per second; share of them from idle; packets per second.
     values: Vec<[f64; 9]>,
 }
 
@@ -563,7 +564,7 @@ fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]
     let balance = ratio("1:100 PLB off", SETTLED, 4);
     let partly = median(HOSTS, 5) / median(NOBODY, 5);
     let work = ratio(SETTLING, EVEN, 6);
-    // While link 1 is down, without the first second: traffic sent into it, and traffic that all links carry.
+    // Traffic carried by all links while link 1 is down, excluding the first second.
     let carried = |runs: &[Seen]| {
         let one =
             |seen: &Seen| seen.utilisation.iter().map(|link| link[40..90].iter().sum::<f64>()).sum::<f64>();
@@ -602,7 +603,7 @@ fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]
     ]
 }
 
-/// One figure of every row; the second argument of `of` is the row's unit of latency.
+/// Charts one figure of every row; the second argument of `of` is the row's unit of latency.
 fn by_row(title: &str, rows: &[Row], of: fn(&[f64; 9], f64) -> f64, bases: [f64; 2]) -> Chart {
     let line = |row: &Row| {
         let base = bases[usize::from(row.name.starts_with("20"))];
@@ -622,10 +623,10 @@ fn by_row(title: &str, rows: &[Row], of: fn(&[f64; 9], f64) -> f64, bases: [f64;
 }
 
 fn series(title: &str, runs: &[Seen]) -> Chart {
-    // Any seed's links will do: all seeds show the same, and a mean would hide it.
+    // Show one seed: all seeds look alike, and a mean over them would hide the course.
     let seen = &runs[0];
     let buckets = seen.utilisation[0].len();
-    // Half-second means; labels every second.
+    // Half-second means, with a label every second.
     let line = |(index, link): (usize, &Vec<f64>)| Line {
         label: format!("link {}", index + 1),
         values: link

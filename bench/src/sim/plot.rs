@@ -1,5 +1,5 @@
-//! Line charts over an axis of points, and dot charts that compare lines by name; one panel each, logarithmic or linear.
-//! SVG only, so that no font library is needed.
+//! Line charts over an axis of points, and dot charts that compare lines by name. Each chart is one panel, logarithmic or
+//! linear. SVG only, so that no font library is needed.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ pub(crate) struct Chart {
     pub(crate) points: Vec<String>,
     pub(crate) lines: Vec<Line>,
     pub(crate) logarithmic: bool,
-    /// Values above this, the deadline, are drawn at it.
+    /// The deadline: values above it are drawn at it.
     pub(crate) ceiling: Option<f64>,
     /// Formats a value for the axis.
     pub(crate) format: fn(f64) -> String,
@@ -81,7 +81,7 @@ pub(crate) struct Line {
 
 /// Multiples of 1, 2 or 5 times a power of ten: four to ten of them.
 fn steps(low: f64, high: f64) -> Vec<f64> {
-    // Without a range, avoid endless ticks.
+    // If the range is empty, avoid endless ticks.
     let rough = ((high - low) / 10.0).max(high.abs().max(1e-3) * 1e-6);
     let decade = 10f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0].map(|times| times * decade).into_iter().find(|step| *step >= rough);
@@ -98,7 +98,7 @@ struct Axis {
 }
 
 impl Axis {
-    /// An axis with `count` names at 0, 1, 2 and so on.
+    /// An axis with ticks for `count` names at 0, 1, 2 and so on.
     fn of_names(from: f64, to: f64, count: usize) -> Self {
         Self { from, to, ticks: (0..count).map(|index| index as f64).collect() }
     }
@@ -153,7 +153,7 @@ pub(crate) fn write(path: &Path, title: &str, charts: &[Chart]) -> Result<()> {
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the legend beside the plot, from its top: the library's own legend would be inside the plot.
+/// Draws the legend beside the plot, starting at its top: the library's own legend would be inside the plot.
 fn legend<'a>(area: &Area<'_>, labels: impl Iterator<Item = &'a str>) -> Drawn {
     for (row, label) in labels.enumerate() {
         let y = 44 + 18 * row as i32;
@@ -289,7 +289,7 @@ mod tests {
         };
         write(&path, "ramp", &[chart("load"), chart("")]).unwrap();
         let text = std::fs::read_to_string(path).unwrap();
-        // Once as lines, and once as rows of dots.
+        // Each label appears once in the line chart and once in the dot chart.
         for label in ["WRR", "Prequal", "0.75x", "0.93x", "p99"] {
             assert_eq!(text.matches(&format!("\n{label}\n")).count(), 2, "{label}");
         }

@@ -14,7 +14,7 @@ use crate::stats::min_max;
 pub(crate) struct Report {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// What was run and what the source says, for readers who do not know the source.
+    /// Describes the runs and the source's statements, for readers who do not know the source.
     pub(crate) text: String,
     pub(crate) header: Vec<String>,
     pub(crate) rows: Vec<Vec<String>>,
@@ -144,7 +144,7 @@ pub(crate) fn csv(name: &str, cells: &[Cell], metrics: &[Metric]) -> String {
     text
 }
 
-/// Milliseconds, as tables show them; `TO` means beyond the deadline.
+/// Formats milliseconds for tables; `TO` means beyond the deadline.
 pub(crate) fn ms(value: f64) -> String {
     if value.is_infinite() {
         "TO".to_owned()

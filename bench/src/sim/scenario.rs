@@ -11,7 +11,7 @@ pub(crate) const ALLOCATION: f64 = 6.4;
 /// p50/p90/p99/p99.9 of 80/182.5/266/327 ms without queueing; the paper's are 80/182/265/325.
 pub(crate) const WORK_MS: f64 = 80.0;
 
-/// One experiment point. Every policy is run on the same one.
+/// One point of an experiment. Every policy is run on the same one.
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
     pub(crate) servers: Vec<ServerSpec>,
@@ -20,7 +20,7 @@ pub(crate) struct Scenario {
     /// Clients, each with a balancer of its own.
     pub(crate) clients: usize,
     pub(crate) load: Load,
-    /// Queries per second of other clients with round robin on the same servers; not included in any figure.
+    /// Queries per second that other clients send to the same servers by round robin. They are not included in any figure.
     pub(crate) others: f64,
     pub(crate) sizes: Sizes,
     /// The keys of queries, if servers have caches.
@@ -28,7 +28,7 @@ pub(crate) struct Scenario {
     /// Seconds excluded from every figure.
     pub(crate) warm_up: f64,
     pub(crate) measured: f64,
-    /// A query fails if it is not answered by then; its server continues to work on it (otherwise WRR would not fail as in
+    /// Seconds after which an unanswered query fails. Its server continues to work on it (otherwise WRR would not fail as in
     /// the paper).
     pub(crate) deadline: Option<f64>,
     /// CPU that a server spends on one probe, milliseconds.
@@ -43,7 +43,7 @@ pub(crate) enum Load {
     Poisson(f64),
     /// The same rate at even intervals.
     Even(f64),
-    /// Each user sends the next query when the last one has been answered.
+    /// Each user sends its next query once the previous one has been answered.
     Closed { users: usize },
 }
 
@@ -67,7 +67,7 @@ impl Sizes {
     pub(crate) fn draw(&self, rng: &mut SmallRng) -> f64 {
         match *self {
             Self::Exact => {
-                // Draw anyway, so that queries arrive at the same instants with and without variation.
+                // Draw all the same, so that queries arrive at the same instants with and without variation.
                 let _: f64 = StandardNormal.sample(rng);
                 1.0
             }
@@ -88,7 +88,7 @@ impl Sizes {
     }
 }
 
-/// Keys from 1 to `count`; the probability of the k-th is proportional to k^(−skew). Without skew all are equal.
+/// Keys from 1 to `count`; the probability of the k-th is proportional to k^(−skew). Without skew, all are equally likely.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Keys {
     pub(crate) count: u32,
@@ -109,7 +109,7 @@ pub(crate) struct CacheSpec {
 pub(crate) struct ServerSpec {
     /// Work of a query, milliseconds of one core, or its delay. [`Sizes`] defines the distribution.
     pub(crate) work_ms: f64,
-    /// Added to every answer without using CPU, milliseconds.
+    /// Time added to every answer without using CPU, milliseconds.
     pub(crate) extra_ms: f64,
     pub(crate) service: Service,
     /// Queries served at a time; more wait.
@@ -124,9 +124,9 @@ pub(crate) struct ServerSpec {
 /// How a server spends its time on a query.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Service {
-    /// Processor sharing: at most one core per query, within the allocation and what the machine can spare.
+    /// Processor sharing: at most one core per query, within the allocation and the machine's spare capacity.
     Cpu { cores: f64, spare: Spare },
-    /// Each query takes its own time, regardless of others.
+    /// Each query takes a fixed time, regardless of other queries being served.
     Delay,
 }
 
@@ -148,16 +148,16 @@ pub(crate) const FLUCTUATION: (f64, f64) = (0.15, 5.0);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Change {
-    /// Mean work of a server from now on, milliseconds.
+    /// New mean work of a server, milliseconds.
     Work(usize, f64),
-    /// Share of queries that fail at once.
+    /// New share of queries that fail at once.
     Failing(usize, f64),
-    /// Nothing proceeds on the server until it thaws.
+    /// `true` stops all progress on the server, `false` resumes it.
     Frozen(usize, bool),
-    /// Finishes its queries and gets no more.
+    /// The server finishes its queries and gets no new ones.
     Leave(usize),
     Join(usize),
-    /// The clients' event loops pause for this many milliseconds; what arrives meanwhile waits, in order.
+    /// The clients' event loops pause for this many milliseconds; events that arrive meanwhile wait, in order.
     Pause(f64),
 }
 
@@ -223,7 +223,7 @@ pub(crate) const TRUNCATED_MEAN: f64 = 1.083_315_470_587_686;
 /// Antagonists of the load ramp. The lower tail of the distribution (1 % of machines have nothing to spare) determines
 /// where WRR breaks, and the mean determines where Prequal's tail rises.
 pub(crate) const NORMAL: Spare = Spare::Antagonists { mean: 0.95, sd: 0.32, hobbled: 0.95 };
-/// Heavier antagonists, for the test of selection rules: WRR broke at a lower load there (paper §5.2).
+/// Heavier antagonists, for the comparison of selection rules, in which WRR broke at a lower load (paper §5.2).
 pub(crate) const HEAVY: Spare = Spare::Antagonists { mean: 0.45, sd: 0.45, hobbled: 0.9 };
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! One simulated server: processor sharing or plain delay, with the agent's own types counting its requests.
+//! One simulated server: processor sharing or plain delay. The agent's own types count its requests.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -37,7 +37,7 @@ pub(crate) enum Logged {
         arrived: Nanos,
         outcome: Outcome,
     },
-    /// `held` is the model's own count of queries, without those that are leaving.
+    /// `held` is the simulator's own count of queries, without those that are leaving.
     Reported {
         report: LoadReport,
         leaving: Option<Visit>,
@@ -56,18 +56,18 @@ pub(crate) struct Server {
     pub(crate) frozen: bool,
     /// Distinguishes the current wake-up from those made obsolete by later arrivals.
     pub(crate) version: u32,
-    /// Jobs, sorted by the value of `served` (nanoseconds of one core) at which they end.
+    /// Jobs, ordered by the value of `served` (nanoseconds of one core) at which they end.
     jobs: BinaryHeap<Reverse<(Nanos, u64, Job)>>,
     sequence: u64,
     /// Service that each running job has received since the beginning.
     served: f64,
     updated: Nanos,
-    /// The end time for which the pending wake-up is scheduled.
+    /// Time for which the pending wake-up is scheduled.
     scheduled: Option<Nanos>,
     pub(crate) waiting: VecDeque<u32>,
     pub(crate) running: usize,
     machine: Machine,
-    /// Core-nanoseconds used, or slot-nanoseconds.
+    /// Core-nanoseconds or slot-nanoseconds used.
     used: f64,
     used_before: f64,
     answers: u64,
@@ -78,7 +78,7 @@ pub(crate) struct Server {
     pub(crate) cpu: f64,
 }
 
-/// The capacity of the machine that the server can use.
+/// The part of the machine's capacity that the server can use.
 struct Machine {
     rng: SmallRng,
     base: f64,
@@ -133,31 +133,31 @@ impl Server {
         self.replica.tracker.rif()
     }
 
-    /// The server starts now, cold.
+    /// Starts the server now, cold.
     pub(crate) fn starts(&mut self, now: Nanos) {
         self.replica.set_up(Some(micros(now)));
     }
 
-    /// Work of a query for `key` as a multiple of the usual; the server remembers the key from now on.
+    /// Looks up `key`, which the server remembers from now on. Returns the query's work as a multiple of the usual.
     pub(crate) fn times(&mut self, key: u32) -> f64 {
         self.spec.cache.as_ref().map_or(1.0, |spec| self.cache.ask(spec, key))
     }
 
-    /// A query arrives.
+    /// Counts the arrival of a query.
     pub(crate) fn arrive(&mut self, now: Nanos) -> Ticket {
         #[cfg(test)]
         self.log.push((now, Logged::Arrived));
         self.replica.start(micros(now))
     }
 
-    /// A query that arrived at `arrived` leaves.
+    /// Counts the end of a query that arrived at `arrived`.
     pub(crate) fn leave(&mut self, ticket: Ticket, now: Nanos, outcome: Outcome, _arrived: Nanos) {
         #[cfg(test)]
         self.log.push((now, Logged::Left { arrived: _arrived, outcome }));
         self.replica.finish(ticket, micros(now), outcome);
     }
 
-    /// The reply to a probe that arrives now, or the report on the response to a query that is `leaving`.
+    /// Returns the report for a probe that arrives now, or for the response to a query that is `leaving`.
     pub(crate) fn report(&mut self, now: Nanos, leaving: Option<Visit>) -> LoadReport {
         // The address is a placeholder: the engine identifies servers by number.
         let report = self.replica.report(micros(now), endpoint(0), None, leaving);
@@ -238,7 +238,7 @@ impl Server {
     /// Removes and returns the next job whose work is done.
     pub(crate) fn pop_done(&mut self) -> Option<Job> {
         let Reverse((end, _, job)) = *self.jobs.peek()?;
-        // With a tolerance of a nanosecond, because a wake-up is rounded up to a whole one.
+        // The tolerance is a nanosecond, because wake-ups are rounded up to whole nanoseconds.
         if end as f64 > self.served + 1.0 {
             return None;
         }
@@ -246,7 +246,7 @@ impl Server {
         Some(job)
     }
 
-    /// When to wake up next; `None` if the pending wake-up is still right or there is nothing to wait for.
+    /// Returns the time of the next wake-up; `None` if the pending one is still right or there is nothing to wait for.
     pub(crate) fn wake_up(&mut self, now: Nanos) -> Option<Nanos> {
         let rate = self.rate();
         let next =
@@ -261,7 +261,7 @@ impl Server {
         next
     }
 
-    /// The pending wake-up has occurred.
+    /// Notes that the pending wake-up has occurred.
     pub(crate) fn woken(&mut self) {
         self.scheduled = None;
     }
@@ -289,7 +289,7 @@ impl Server {
     }
 }
 
-/// Virtual time as the core's types see it.
+/// Converts virtual time to the time type of the core.
 pub(crate) fn micros(now: Nanos) -> Micros {
     // Offset from zero, because a zeroed stamp in a new pool would look current.
     Micros(now / 1000).plus(ORIGIN_US)

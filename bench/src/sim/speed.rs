@@ -1,4 +1,4 @@
-//! The cost of the simulator itself and how it grows: the only experiment whose figures depend on the machine.
+//! The cost of the simulator itself by size: the only experiment whose figures depend on the machine.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! The kinds of requests in a soak: how often each is sent, what the backend does, and how it must end.
+//! The kinds of requests in a soak: how often each is sent, how the backend answers, and how the request must end.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -7,9 +7,9 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use prequal_testbed::{Body, Client, Reply, Request, Response, WebSocket};
 
-/// Envoy gives up requests under this path after 50 ms.
+/// Path on which Envoy times out requests after 50 ms.
 pub(super) const TIMEOUT_PATH: &str = "/timeout";
-/// How long a client waits before it aborts.
+/// Time that a client waits before it aborts its request.
 const PATIENCE: Duration = Duration::from_millis(15);
 const UPLOAD: usize = 32 * 1024;
 const DOWNLOAD: usize = 64 * 1024;
@@ -49,7 +49,7 @@ impl Kind {
     ];
     pub(super) const COUNT: usize = Self::ALL.len();
 
-    /// The kind of request number `number`. Of 1000 requests, 35 fail or are given up.
+    /// Returns the kind of request number `number`. Of 1000 requests, 35 fail or are given up.
     pub(super) fn of(number: u64) -> Self {
         if number % WEB_SOCKET_EVERY == WEB_SOCKET_EVERY - 1 {
             return Self::WebSocket;
@@ -102,7 +102,7 @@ impl Kind {
         }
     }
 
-    /// Sends one request; returns whether it ended as its kind must.
+    /// Sends one request; returns whether it ended as expected of its kind.
     pub(super) async fn send(self, [http1, http2]: &[Client; 2], target: SocketAddr) -> bool {
         let path = self.path();
         match self {
@@ -156,7 +156,7 @@ fn socket(target: SocketAddr, path: &str) -> bool {
     round_trip().is_ok_and(|back| back == b"hello")
 }
 
-/// What the backend does with a request.
+/// The backend's reply to a request.
 pub(super) fn reply(path: &str) -> Reply {
     let grpc = |status: &'static str| {
         let trailers = HeaderMap::from_iter([(

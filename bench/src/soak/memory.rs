@@ -4,8 +4,8 @@ use prequal_testbed::{Agent, Envoy};
 
 use crate::process::resident_kib;
 
-/// Growth of the fit over the second half that counts as none, because allocators keep and return pages: KiB, and as a part
-/// of the mean.
+/// Maximum growth over the second half that counts as none, in KiB and as a part of the mean: allocators keep and return
+/// pages.
 const ALLOWED_KIB: f64 = 1024.0;
 const ALLOWED_PART: f64 = 0.04;
 
@@ -59,7 +59,7 @@ impl Samples {
         if square > 0.0 { along / square * (count - 1.0) } else { 0.0 }
     }
 
-    /// The growth that counts as none.
+    /// Maximum growth that counts as none, KiB.
     pub(super) fn allowed(&self) -> f64 {
         let mean = self.0.iter().sum::<f64>() / (self.0.len() as f64).max(1.0);
         ALLOWED_KIB.max(mean * ALLOWED_PART)

@@ -89,7 +89,7 @@ fn agent_agrees(arm: &Arm) {
     assert!(reports > 1000 && known > 1000, "{reports} reports, {known} with an estimate");
 }
 
-/// As in the agent, whose layer writes the response headers before the request has left.
+/// The agent does the same: its layer writes the response headers before the request has left.
 #[test]
 fn a_response_reports_while_its_query_still_counts() {
     let scenario = Scenario { deadline: None, ..scenario() };

@@ -121,7 +121,7 @@ pub(super) fn scale(length: Length) -> Plan {
 pub(super) fn churn(length: Length) -> Plan {
     let points = [("calm", 0.0), ("one in 4 s", 4.0), ("one a second", 1.0)].map(|(label, every)| {
         let mut scenario = Scenario::testbed(50, 0.75, NORMAL);
-        // 50 of 100 addresses are in use; the oldest leaves as a new one joins.
+        // 50 of 100 addresses are in use; the oldest server leaves as a new one joins.
         scenario.servers = vec![ServerSpec::testbed(WORK_MS, NORMAL); 100];
         scenario.clients = 20;
         scenario = length.cut(scenario);
@@ -174,7 +174,7 @@ pub(super) fn churn(length: Length) -> Plan {
     }
 }
 
-/// Share of the last of 21 servers, relative to a fair share.
+/// Share of the last of 21 servers in the period `when`, relative to its fair share.
 fn newcomers_share(run: &Run, when: Range<f64>) -> f64 {
     run.share(|server| server == 20, |at| when.contains(&at)) * 21.0
 }
@@ -232,7 +232,7 @@ pub(super) fn newcomer(length: Length) -> Plan {
         judge: |cells| {
             let slow_started = |label: &str, metric| cells.at(label, "slow start 10 s", metric);
             vec![
-                // One run in twenty loses a query or two to the cold newcomer.
+                // In one run in twenty, a query or two fail at the cold newcomer.
                 at_most("slow start 10 s, failures", cells.worst("slow start 10 s", FAILED), 0.0001),
                 at_most(
                     "20x: p99.9 with a slow start of 10 s over none",
@@ -249,7 +249,7 @@ pub(super) fn newcomer(length: Length) -> Plan {
     }
 }
 
-/// One client that pauses every `every` seconds for `pause_ms`, from `warm_up` or from its first query.
+/// One client that pauses for `pause_ms` every `every` seconds. With a `warm_up` of 0, its first queries are measured too.
 fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -> Point {
     let spec = |ms| ServerSpec { queue: 8, ..ServerSpec::slots(4, ms) };
     let mut scenario = Scenario::testbed(40, 1.0, Spare::None);
@@ -345,7 +345,7 @@ pub(super) fn sharing(length: Length) -> Plan {
 pub(super) fn budget(length: Length) -> Plan {
     let rates = length.pick(&[1.0, 5.0, 20.0, 100.0, 500.0, 2000.0, 5000.0], &[0, 2, 4]);
     let points = rates.into_iter().map(|qps| {
-        // One Envoy among many: the servers are as busy as the testbed's, and this client's share varies.
+        // One Envoy of many: the servers are as busy as the testbed's, and this client's rate varies.
         let mut scenario = Scenario::testbed(100, 0.75, Spare::None);
         (scenario.clients, scenario.load) = (1, Load::Poisson(qps));
         scenario.measured = if qps < 100.0 { 300.0 } else { 30.0 };
@@ -377,7 +377,7 @@ pub(super) fn budget(length: Length) -> Plan {
         ],
         charts: vec![(OWN + 1, true)],
         judge: |cells| {
-            // At lower rates the queries pay for fewer reports than it takes to keep the pool from being empty.
+            // At 1/s, the queries bring too few probes to keep the pool from running empty.
             let often = |cell: &&Cell| cell.point != "1/s" && cell.arm == OURS;
             let ages = cells.0.iter().filter(often).flat_map(|cell| cell.series(OWN));
             vec![at_most("age at p99 from 5/s on, all seeds, ms", ages.fold(0.0, f64::max), 2000.0)]

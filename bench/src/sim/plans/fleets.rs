@@ -1,7 +1,8 @@
 //! Fleets of every kind that a rule must handle: few slots or many, equal or unequal servers, any distribution of work.
 //!
-//! Unless the label says otherwise, there is one client, as with a single gateway, and a deadline that is only missed by an
-//! endless queue. If the independent simulation in `docs/evaluation.md` has the same fleet, the rates are the same.
+//! Unless the label says otherwise, there is one client, as with a single gateway, and queries miss the deadline only if a
+//! queue grows without end. If the independent simulation in `docs/evaluation.md` has the same fleet, the rates are the
+//! same.
 
 use super::super::plot::{Chart, Line};
 use super::*;
@@ -20,7 +21,7 @@ const SIDECARS: &str = "sidecars, 32 × 1, exp 100";
 /// The paper's rule with Prequal's current probing and reports.
 const HCL: &str = "Prequal (hcl)";
 
-/// A fleet with kinds of servers given as (count, slots, milliseconds), and queries per second.
+/// A fleet of several kinds of servers, each given as (count, slots, milliseconds), and its queries per second.
 fn fleet(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, qps: f64) -> Point {
     let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
     let kind = |&(count, slots, ms): &(usize, usize, f64)| vec![ServerSpec::slots(slots, ms); count];
@@ -41,7 +42,7 @@ impl Point {
         self.with(|scenario| scenario.clients = clients)
     }
 
-    /// `after` seconds after the warm-up, the first `servers` become `times` slower, for `seconds`.
+    /// Makes the first `servers` servers `times` slower for `seconds`, from `after` seconds after the warm-up.
     fn slowed(self, servers: usize, times: f64, after: f64, seconds: f64) -> Self {
         self.with(|scenario| {
             let from = scenario.warm_up + after;
@@ -54,7 +55,7 @@ impl Point {
     }
 }
 
-/// The second half are fleets of the independent simulation that were not used to choose any setting.
+/// The fleets in the second half are from the independent simulation and were not used to choose any setting.
 fn all() -> Vec<Point> {
     use Sizes::{Exact, Exponential, LogNormal};
     let equal = |label: &str, load: f64| fleet(label, &[(16, 4, 40.0)], Exponential, load * 1600.0);
@@ -64,7 +65,7 @@ fn all() -> Vec<Point> {
     let shared =
         fleet("12 × 2 cores, lognormal σ 1.5", &[(12, NO_QUEUE, 20.0)], LogNormal { sigma: 1.5 }, 400.0);
     let flapping = fleet("10, no queues, one 12x now and then", &[(10, NO_QUEUE, 50.0)], Exact, 200.0);
-    // The same rate again of queries of others, by round robin: as beside an Envoy that does not have Prequal yet.
+    // Other clients send the same rate again by round robin, like an Envoy that does not have Prequal yet.
     let beside = |what: &str| {
         fleet(&format!("9, one {what}, healed, others"), &[(9, NO_QUEUE, 50.0)], Exact, 220.0)
             .clients(4)
@@ -145,9 +146,8 @@ fn all() -> Vec<Point> {
     ]
 }
 
-/// Seconds until the server gets half of its fair share within a second: counted from the healing of the one server that
-/// was slow for a while, or from the start of the one that joins. Infinite if it never does, NaN if there is no such
-/// server.
+/// Seconds until the server that healed or joined gets half of its fair share within a second, counted from that change.
+/// Infinite if it never does, NaN if the scenario does not have exactly one such server.
 fn seconds_to_share(scenario: &Scenario, run: &Run) -> f64 {
     let (since, server) = match scenario.changes[..] {
         [(_, Change::Work(slowed, _)), (healed_at, Change::Work(healed, _))] if slowed == healed => {
@@ -175,7 +175,7 @@ fn seconds(value: f64) -> String {
 
 pub(super) fn fleets(length: Length) -> Plan {
     let mut rules = rules();
-    // The rules that the paper and the facts compare on such fleets, and Prequal's for fleets of this size.
+    // Adds the rules that the paper and the independent simulation compare on such fleets, and Prequal's for this size.
     let floor = rules.pop();
     let hcl = Prequal { rule: Rule::Hcl, ..ours() };
     rules.extend(arms([
@@ -185,11 +185,11 @@ pub(super) fn fleets(length: Length) -> Plan {
         (HCL, Arm::Prequal(hcl)),
     ]));
     rules.extend(floor);
-    // For short runs a few fleets are enough: an equal one, and one for each way of being unequal.
+    // With --quick, a few fleets are enough: an equal one, and one for each kind of inequality.
     let mut points = length.pick(&all(), &[0, 3, 4, 11, 18]);
     for point in &mut points {
         point.arms.clone_from(&rules);
-        // Fleets that change, and those with few queries, keep their time.
+        // Fleets that change, and those with long runs because of few queries, keep their duration.
         if length.quick && point.scenario.changes.is_empty() && point.scenario.measured <= 60.0 {
             (point.scenario.warm_up, point.scenario.measured) = (10.0, 15.0);
         }
@@ -238,7 +238,7 @@ fn is_other(arm: &str) -> bool {
     ![SMALL, FLOOR].contains(&arm) && !arm.starts_with("Prequal (ours")
 }
 
-/// Caps a value at the deadline, beyond which all are equally bad. NaN stays NaN.
+/// Caps a value at the deadline, beyond which all values are equally bad. NaN stays NaN.
 fn given_up(ms: f64) -> f64 {
     if ms > 30_000.0 { 30_000.0 } else { ms }
 }
@@ -265,7 +265,7 @@ fn judge(cells: &Cells, within: f64) -> Vec<Verdict> {
         let judged = JUDGED.iter().filter_map(|(name, metric)| {
             let got = given_up(cells.at(point, OURS, *metric));
             let (best, whose) = best_other(cells, point, *metric).filter(|_| !got.is_nan())?;
-            // A millisecond of a median is below the accuracy of any measurement.
+            // A difference of 1 ms in a median is below the accuracy of any measurement.
             let near = *metric == P50 && got <= best + 1.0;
             let over = got / best;
             let line = format!("{name} {} ms, {whose} {} ms, {over:.2}x", tenths(got), tenths(best));
@@ -333,7 +333,7 @@ mod tests {
             assert_eq!(verdicts.len(), 1);
             (verdicts[0].reached, verdicts[0].got.clone())
         };
-        // The floor does not count as a rule, and a millisecond of the median is negligible.
+        // The floor does not count as another rule, and 1 ms of the median is negligible.
         assert!(judged([14.0, 115.0, 209.0], [1.0; 3]).0);
         let (reached, got) = judged([14.1, 100.0, 100.0], [1.0; 3]);
         assert!(!reached && got.contains("p50 14.1 ms, RR 13.0 ms"), "{got}");
@@ -345,7 +345,7 @@ mod tests {
     #[test]
     fn a_healed_server_is_back_when_it_gets_half_of_its_share() {
         let point = all().into_iter().find(|point| point.label == "one 3x slower, then healed").unwrap();
-        // 100 queries a second over 16 servers; the slow one gets some again from second 30.
+        // 100 queries a second over 16 servers. With `slow`, the slow server gets one in ten from second 30 on, else none.
         let server =
             |at_ms: u32, slow: bool| u16::from(!slow || at_ms < 30_000 || !at_ms.is_multiple_of(100));
         let run = |slow| {

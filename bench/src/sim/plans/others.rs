@@ -1,4 +1,4 @@
-//! Tests that others have published: seeds 001, 002 and 003.
+//! Tests published by others: seeds 001, 002 and 003.
 
 use super::*;
 
@@ -178,7 +178,7 @@ pub(super) fn netflix(length: Length) -> Plan {
                     0.15,
                 ),
                 at_most("ours, share to the slow half (4x CPU)", cells.at("4x CPU", OURS, OWN), 0.001),
-                // Two or three of 180 000, in one of three seeds.
+                // Two or three of 180 000 queries fail, with one of three seeds.
                 at_most("ours, failures", cells.worst(OURS, FAILED), 0.0001),
             ]
         },

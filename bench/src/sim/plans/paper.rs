@@ -3,7 +3,7 @@
 use super::*;
 
 pub(super) fn calibration(length: Length) -> Plan {
-    // So much spare capacity that nothing queues; only the work itself remains.
+    // There is so much spare capacity that no query waits, so the latency is the work alone.
     let scenario =
         length.cut(Scenario::testbed(100, 0.75, Spare::Antagonists { mean: 5.0, sd: 0.0, hobbled: 1.0 }));
     Plan {

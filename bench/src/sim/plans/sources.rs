@@ -1,4 +1,4 @@
-//! Compares the sources' statements with the results here: one line per figure that a source gives, by experiment.
+//! Compares the sources' figures with the results here, by experiment: one line per figure that a source gives.
 
 use super::super::plot::{Chart, Line};
 use super::super::report::Beside;
@@ -20,13 +20,13 @@ pub(crate) fn beside(name: &str, cells: &Cells) -> Vec<Beside> {
         "fleets" => on_fleets(cells),
         _ => Vec::new(),
     };
-    // With --quick not every point is run.
+    // With --quick, not every point is run.
     lines.retain(|line| !line.here_is("–"));
     lines
 }
 
-/// Charts of values that are not a metric of one run: the stated figures, if the experiment has no policies to compare, and
-/// figures relative to those of other policies.
+/// Charts of values that are not a metric of one run: the sources' figures, if the experiment has no policies to compare,
+/// and figures relative to those of other policies.
 pub(crate) fn charts(name: &str, cells: &Cells) -> Vec<Chart> {
     match name {
         "calibration" => vec![calibrated(cells)],
@@ -305,7 +305,7 @@ fn netflix(cells: &Cells) -> Vec<Beside> {
 type Independent = (&'static str, &'static str, [[f64; 3]; 4]);
 const COLLAPSE: [f64; 3] = [f64::INFINITY; 3];
 /// Results of an independent simulation of the same fleets, ms. There, rules on Prequal's pool had 0.7 probes per query and
-/// the reports on responses; the paper's rules have only three probes per query here.
+/// the reports on responses. Here, the paper's rules have only their three probes per query.
 const INDEPENDENT: [Independent; 16] = [
     (
         "16 × 4, exp 40, 80 %",
@@ -381,7 +381,8 @@ const INDEPENDENT: [Independent; 16] = [
     ),
 ];
 
-/// Whether each figure is within a tenth. The depth of a collapse depends on the length of the run.
+/// Compares the figures, which must agree within a tenth. Of a collapse only the fact is compared, because its depth depends
+/// on the length of the run.
 fn on_fleets(cells: &Cells) -> Vec<Beside> {
     let line = |point: &str, arm: &str, source: [f64; 3]| {
         let got = [P50, P99, P999].map(|metric| cells.at(point, arm, metric));
