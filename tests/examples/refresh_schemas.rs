@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Drops texts for readers, which are two thirds of the file. A property called `description` is an object and stays.
+/// Drops descriptions, which are two thirds of the file. A property called `description` is an object and stays.
 fn drop_descriptions(schema: &mut Value) {
     match schema {
         Value::Object(fields) => {

@@ -96,7 +96,7 @@ impl Agent {
                 _ => {}
             }
         }
-        // Continue reading, so that the agent never blocks on a full pipe or dies of a closed one.
+        // Continue reading, so that the agent neither blocks on a full pipe nor ends because of a closed one.
         std::thread::spawn(move || lines.for_each(drop));
         Ok(Self {
             service: service.context("the agent named no service address")?,
@@ -138,7 +138,7 @@ impl Agent {
     pub fn rif(&self) -> Result<u32> {
         let metrics = self.metrics()?;
         let rif = metrics.get("prequal_agent_rif").context("no prequal_agent_rif in /metrics")?;
-        // A count, far below 2^32 unless something is very wrong; then a saturated value shows it.
+        // The count is far below 2^32. If something goes very wrong, a saturated value shows it.
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "saturates")]
         Ok(*rif as u32)
     }

@@ -1,4 +1,4 @@
-//! An HTTP server in this process that answers as a test specifies, and counts.
+//! An HTTP server in this process that answers as a test specifies, and counts requests.
 //!
 //! It serves HTTP/1.1 and cleartext HTTP/2 on one port. A handler maps each request to a [`Reply`], so a backend can also
 //! act as an agent that lies.
@@ -26,51 +26,51 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use crate::runtime::{block_on, handle};
 
-/// What a backend does with one request.
+/// How a backend answers one request.
 #[derive(Clone, Debug)]
 pub struct Reply {
     /// Service time: how long it waits before it answers.
     pub delay: Duration,
     /// Whether it reads the whole request first.
     pub reads_first: bool,
-    /// Status of the answer.
+    /// Status of the response.
     pub status: StatusCode,
-    /// Headers added to the answer.
+    /// Headers added to the response.
     pub headers: Vec<(String, String)>,
-    /// Body of the answer, or how the answer fails.
+    /// Body of the response, or how the response fails.
     pub body: Body,
 }
 
 /// The body of a [`Reply`].
 #[derive(Clone, Debug)]
 pub enum Body {
-    /// These bytes, with their length.
+    /// These bytes, with a content length.
     Full(Bytes),
-    /// `count` chunks of `chunk`, `gap` apart, without a length.
+    /// `count` copies of `chunk`, `gap` apart, without a content length.
     Stream {
         /// One chunk.
         chunk: Bytes,
-        /// How many chunks.
+        /// Number of chunks.
         count: usize,
         /// Time between two chunks.
         gap: Duration,
     },
     /// Some bytes, then trailers.
     Trailers(Bytes, HeaderMap),
-    /// One chunk, then the connection (HTTP/2: the stream) is broken off.
+    /// One chunk, then the connection (HTTP/2: the stream) is aborted.
     Broken(Bytes),
     /// Echoes the client's body.
     Echo,
     /// Accepts an `Upgrade` with 101 and echoes bytes until the other side closes.
     Upgrade,
-    /// No answer at all; the connection stays open.
+    /// No response; the connection stays open.
     Hang,
-    /// No answer; the connection (HTTP/2: the stream) is closed.
+    /// No response; the connection (HTTP/2: the stream) is closed.
     Reset,
 }
 
 impl Reply {
-    /// An empty answer with `status`, at once.
+    /// An empty response with `status`, sent at once.
     pub fn status(status: u16) -> Self {
         let status = StatusCode::from_u16(status).expect("a status between 100 and 999");
         Self {
@@ -82,7 +82,7 @@ impl Reply {
         }
     }
 
-    /// 200 with the body `ok`, at once.
+    /// 200 with the body `ok`, sent at once.
     pub fn ok() -> Self {
         Self::status(200).body(Body::Full(Bytes::from_static(b"ok")))
     }
@@ -214,7 +214,7 @@ impl Backend {
         self.shared.served.load(Ordering::Relaxed)
     }
 
-    /// Number of requests that have arrived and whose answer has not begun.
+    /// Number of requests that have arrived and whose response has not begun.
     pub fn active(&self) -> i64 {
         self.shared.active.load(Ordering::Relaxed)
     }
@@ -231,7 +231,7 @@ impl Backend {
         self.shared.served.store(0, Ordering::Relaxed);
     }
 
-    /// Accepts no more connections, and waits until every request that has arrived is answered.
+    /// Stops accepting connections, and waits until every request that has arrived is answered.
     pub fn finish(self) {
         self.shared.finish.send_replace(true);
         let acceptor = self.acceptor.clone();
@@ -281,7 +281,7 @@ async fn serve(stream: TcpStream, shared: Arc<Shared>) {
     let service = service_fn(move |request| respond(request, Arc::clone(&shared)));
     let builder = auto::Builder::new(TokioExecutor::new());
     let mut served = pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
-    // An error means that the other side or a `Reset` broke the connection off.
+    // An error means that the peer closed the connection, or that a `Reset` did.
     tokio::select! {
         _ = served.as_mut() => return,
         _ = finish.wait_for(|finish| *finish) => {}
@@ -290,7 +290,7 @@ async fn serve(stream: TcpStream, shared: Arc<Shared>) {
     let _ = served.await;
 }
 
-/// Counts a request as active until its answer begins or it is aborted.
+/// Counts a request as active until its response begins or it is aborted.
 struct Active<'a>(&'a AtomicI64);
 
 impl Drop for Active<'_> {
@@ -345,7 +345,7 @@ async fn respond(
             let (mut sender, body) = Channel::<Bytes, std::io::Error>::new(1);
             tokio::spawn(async move {
                 let _ = sender.send(Frame::data(bytes)).await;
-                // Let the first part leave before the break.
+                // Let the first chunk leave before the abort.
                 tokio::time::sleep(Duration::from_millis(20)).await;
                 sender.abort(broken());
             });

@@ -1,4 +1,4 @@
-//! A blocking HTTP client, as much of a WebSocket as an echo needs, and ways to abort a request.
+//! A blocking HTTP client, a minimal WebSocket client for echoes, and ways to abort a request.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -16,10 +16,10 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 
 use crate::runtime::{block_on, handle};
 
-/// Limit for every request, so that a test ends.
+/// Timeout of every request, so that no test runs for ever.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// What to send.
+/// A request to send.
 #[derive(Clone, Debug)]
 pub struct Request {
     method: Method,
@@ -93,8 +93,8 @@ impl Client {
         Self::build(addr, true, false)
     }
 
-    /// A client that behaves like users' clients: a request that could not leave because its connection was closing is sent
-    /// on another one.
+    /// A client that behaves like users' clients: a request that could not be sent because its connection was closing is
+    /// sent on another one.
     pub fn reconnecting(addr: SocketAddr, http2: bool) -> Self {
         Self::build(addr, http2, true)
     }
@@ -163,7 +163,8 @@ impl Client {
         block_on(async move { sent.await.is_err() })
     }
 
-    /// Sends `total` requests, up to `at_once` in parallel, the i-th made by `make(i)`; results are in order of completion.
+    /// Sends `total` requests, up to `at_once` in parallel, the i-th made by `make(i)`. The results are in order of
+    /// completion.
     pub fn burst(
         &self,
         total: usize,
@@ -193,12 +194,13 @@ impl Client {
     }
 }
 
-/// A connection after `Upgrade: websocket` that carries raw bytes (no frames: no party on the way reads them).
+/// A connection after `Upgrade: websocket` that carries raw bytes. They are not framed, because nothing on the path
+/// parses frames.
 #[derive(Debug)]
 pub struct WebSocket(TcpStream);
 
 impl WebSocket {
-    /// Requests an upgrade from `addr`; fails unless the answer is 101.
+    /// Requests an upgrade from `addr`; fails unless the response is 101.
     pub fn connect(addr: SocketAddr, path: &str) -> Result<Self> {
         let mut stream = TcpStream::connect(addr)?;
         stream.set_read_timeout(Some(Duration::from_secs(10)))?;

@@ -1,5 +1,5 @@
-//! The shipped static configuration, changed only as far as a test needs: ports, endpoints, the path of the module, and the
-//! subject of the test.
+//! The shipped static configuration, with only the changes that a test needs: ports, endpoints, the path of the module,
+//! and the feature under test.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ const SERVING: &str = "replicas";
 const REPLICA: &str = "replica";
 /// Name of the probe cluster in the shipped configuration.
 const PROBING: &str = "replicas-agent";
-/// Name of the front filter that removes Prequal's headers.
+/// Name of the filter that removes Prequal's headers from clients' requests.
 const STRIP_NAME: &str = "prequal-strip";
 
 /// The root of the workspace.
@@ -36,7 +36,7 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
-/// Envoy's program: `$ENVOY`, else the path at which `cargo xtask envoy` puts the pinned version.
+/// Path of Envoy: `$ENVOY`, else the path of the pinned version, which `cargo xtask envoy` fetches.
 pub fn envoy_binary() -> PathBuf {
     std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
 }
@@ -229,7 +229,7 @@ impl EnvoyConfig {
         })
     }
 
-    /// Replaces the filter's settings with any text.
+    /// Replaces the filter's settings with arbitrary text.
     #[must_use]
     pub fn filter_text(self, text: &str) -> Self {
         self.edit(|config| *config.filter_text_mut() = json!(text))

@@ -86,12 +86,12 @@ impl Prequal {
         self.probes.iter().filter(|(result, _)| settled(result)).map(|(_, count)| count).sum()
     }
 
-    /// Requests picked for whose end is not counted, negative if more ends are counted than picks.
+    /// Counted picks minus counted ends of requests; negative if more ends were counted.
     pub fn requests_open(&self) -> i64 {
         difference(self.picks.values().sum(), self.outcomes.values().sum())
     }
 
-    /// Probes sent whose result is not known, negative if more results are known than probes were sent.
+    /// Probes sent minus probes whose result is known; negative if more results are known.
     pub fn probes_open(&self) -> i64 {
         difference(self.probes("sent"), self.probes_settled())
     }
@@ -122,7 +122,8 @@ impl Prequal {
     }
 }
 
-/// Most idle probes of one cluster that are in flight at any time, with two workers: what a balance must allow for.
+/// Maximum number of idle probes of one cluster in flight at a time, with two workers. Checks that counters balance must
+/// allow for this many.
 pub const IDLE_PROBES: u64 = 4;
 
 fn difference(more: u64, less: u64) -> i64 {
@@ -137,7 +138,8 @@ impl Envoy {
 
     /// Like [`Self::start`], but another process can take over; see [`Self::hot_restart`].
     pub fn start_restartable(config: EnvoyConfig) -> Result<Self> {
-        // Envoy's own way to choose one (`--use-dynamic-base-id`) writes it to a file; a process id is equally unique here.
+        // Envoy can choose a base id itself (`--use-dynamic-base-id`), but writes it to a file. An id derived from the
+        // process id is equally unique here.
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let base_id = u64::from(std::process::id()) * 100 + NEXT.fetch_add(1, Ordering::Relaxed);
         Self::launch(config, Life::Chained { base_id, epoch: 0 })
@@ -190,7 +192,7 @@ impl Envoy {
                 .args(["--parent-shutdown-time-s", &PARENT_SHUTDOWN_S.to_string()])
                 .arg("--skip-hot-restart-parent-stats"),
         };
-        // Connections of an updated listener close with their next answer, not in the middle of one.
+        // Connections of an updated listener close with their next response, not in the middle of one.
         command.args(["--drain-time-s", "2", "--drain-strategy", "immediate"]);
         command.args(["--log-level", &config.log_level]);
         let mut process = Process::spawn("envoy", &mut command, log_path, None)?;
@@ -267,7 +269,8 @@ impl Envoy {
         Ok(self.stats_matching(name)?.get(name).copied().unwrap_or(0))
     }
 
-    /// The filter's metrics of `cluster`, including everything counted so far: workers report four times a second.
+    /// The filter's metrics of `cluster`. Waits first, because workers report four times a second, so that the metrics
+    /// include everything counted so far.
     pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
         std::thread::sleep(Duration::from_millis(300));
         let cluster = prequal_stats::label(cluster);
@@ -427,7 +430,7 @@ fn file_source(path: &Path) -> Value {
     json!({"resource_api_version": "V3", "path_config_source": {"path": path}})
 }
 
-/// Moves a new file into place, because Envoy watches for that and so never reads half of a file.
+/// Writes a new file and moves it into place. Envoy watches for such moves, so it never reads half of a file.
 fn write_atomically(path: &Path, content: &Value) -> Result<()> {
     let next = path.with_extension("next");
     fs::write(&next, content.to_string())?;

@@ -38,7 +38,7 @@ impl Fleet {
         Self::start_with(replies, &AgentOptions::default())
     }
 
-    /// The same with these options of every agent.
+    /// The same, with `options` for every agent.
     pub fn start_with(replies: impl IntoIterator<Item = Reply>, options: &AgentOptions) -> Result<Self> {
         replies.into_iter().map(|reply| Replica::start_with(reply, options)).collect::<Result<_>>().map(Self)
     }

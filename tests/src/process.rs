@@ -96,8 +96,8 @@ impl Drop for Process {
     }
 }
 
-/// CPU time that process `pid` has used so far, all living threads together, with nanosecond resolution if the kernel keeps
-/// scheduler statistics, else in clock ticks.
+/// CPU time that process `pid` has used so far, summed over its living threads, with nanosecond resolution if the kernel
+/// keeps scheduler statistics, else in clock ticks.
 pub fn cpu_time(pid: u32) -> Result<Duration> {
     let mut total = Duration::ZERO;
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).context("the process has ended")?;

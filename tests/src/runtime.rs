@@ -1,4 +1,4 @@
-//! The background runtime, polling with a deadline, and the check whether the machine has what the tests need.
+//! The background runtime, polling with a deadline, and checks whether the machine has what the tests need.
 
 use std::future::Future;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Basic checks on whichever Envoy `$ENVOY` names: steering, probes that balance, recovery from a crash. Small, so that it
+//! Basic checks on the Envoy that `$ENVOY` names: steering, probes that balance, recovery from a crash. Small, so that it
 //! can run on each supported version; everything else is in `e2e`.
 
 use std::time::Duration;

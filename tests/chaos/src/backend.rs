@@ -145,7 +145,7 @@ impl Connection {
         matches!(mode, Mode::GoAway | Mode::HalfClose) && !self.last.load(Relaxed)
     }
 
-    /// Lets the connection end without losing a request. An idle HTTP/1.1 connection must not be closed, because a request
+    /// Ends the connection without losing a request. An idle HTTP/1.1 connection must not be closed, because a request
     /// may be on its way.
     fn finish(&self, shut_down: impl FnOnce()) {
         self.last.store(true, Relaxed);
@@ -278,7 +278,7 @@ async fn converse(stream: TcpStream, shared: Arc<Shared>) -> Result<()> {
             }
             changed = modes.changed() => {
                 changed?;
-                // Force new connections, which this mode is about.
+                // Force new connections, because this mode affects only those.
                 if matches!(*modes.borrow(), Mode::Mute(_)) {
                     connection.finish(|| served.as_mut().graceful_shutdown());
                 }
@@ -349,7 +349,7 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
     let path = request.uri().path().to_owned();
     let is_grpc = request.headers().get(header::CONTENT_TYPE).is_some_and(|kind| kind == "application/grpc");
     if is_grpc {
-        // An agent that sends gRPC as HTTP/1.1 has made a mistake, which must reach the user.
+        // It is an error if an agent sends gRPC as HTTP/1.1, and the user must see it.
         if request.version() != Version::HTTP_2 {
             return Ok((status(StatusCode::HTTP_VERSION_NOT_SUPPORTED), false));
         }

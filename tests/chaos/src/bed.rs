@@ -21,10 +21,10 @@ use crate::cgroup::Tight;
 use crate::harm::Harm;
 use crate::mix;
 
-/// Replicas of the service.
+/// Number of replicas of the service.
 pub(crate) const REPLICAS: usize = 8;
 
-/// Everything under test, and what the faults have left in it.
+/// Everything under test, and what the faults have left behind.
 pub(crate) struct Bed {
     pub(crate) pods: Vec<Pod>,
     edge: Arc<Mutex<Edge>>,
@@ -79,14 +79,14 @@ impl Bed {
         }
     }
 
-    /// What the filter has begun and not ended; constant at rest, but for idle probes.
+    /// The requests and probes that the filter has begun and not ended; constant at rest, except for idle probes.
     pub(crate) fn open(&self) -> Result<Open> {
         self.edge().open()
     }
 
-    /// What does not balance although no request is in flight; polled until everything balances or `limit` has passed. Set
-    /// `ejected` to also require that no replica is ejected, which only holds once all have their traffic back. The filter's
-    /// counters are compared with those `before`, unless it crashed: what a crashed VM had counted is lost.
+    /// The counters that do not balance although no request is in flight, polled until all balance or `limit` has passed.
+    /// Set `ejected` to also require that no replica is ejected, which only holds once all have their traffic back. The
+    /// filter's counters are compared with those `before`, unless it crashed: what a crashed VM had counted is lost.
     pub(crate) fn unbalanced(&self, limit: Duration, ejected: bool, before: Open) -> Result<Vec<String>> {
         let before = (!self.harm.of_proxy()).then_some(before);
         let start = Instant::now();

@@ -1,5 +1,5 @@
-//! A control group with little memory, for a process and a neighbour that fills it. Both versions of control groups will do;
-//! making a group takes root.
+//! A control group with little memory, for a process and a neighbour that fills it. Works with versions 1 and 2 of
+//! control groups; needs root.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-/// What the group may hold.
+/// Maximum memory of the group.
 pub(crate) const LIMIT_MB: usize = 64;
 
-/// Where the memory controller is, and how its files are called.
+/// The path of the memory controller, and the names of its files.
 struct Controller {
     root: &'static str,
     limit: &'static str,
     /// The limit that includes swap; absent where the kernel does not count swap.
     swap: &'static str,
-    /// What `swap` is set to.
+    /// The value to write to `swap`.
     swap_limit: usize,
 }
 
@@ -56,7 +56,7 @@ impl Controller {
     }
 }
 
-/// The group, and where the process that it holds came from.
+/// The group, the process in it, and the group that the process came from.
 pub(crate) struct Tight {
     group: PathBuf,
     home: PathBuf,
@@ -64,7 +64,8 @@ pub(crate) struct Tight {
 }
 
 impl Tight {
-    /// Moves `pid` into a new group. What the process already uses is not counted, what it takes from now on is.
+    /// Moves `pid` into a new group. Memory that the process already uses is not counted; memory that it allocates from
+    /// now on is.
     pub(crate) fn around(pid: u32) -> Result<Self> {
         let controller = Controller::find()?;
         let home = controller.group_of(pid)?;
@@ -86,7 +87,7 @@ impl Drop for Tight {
     }
 }
 
-/// Why no such group can be made, if it cannot.
+/// Why no such group can be made here, if so.
 pub(crate) fn missing() -> Option<String> {
     let made = Controller::find().and_then(|controller| make(&controller));
     match made {
@@ -124,7 +125,7 @@ fn make(controller: &Controller) -> Result<PathBuf> {
     Ok(group)
 }
 
-/// A process that was killed is in its group until it is gone.
+/// Removes the group. Tries for two seconds, because a killed process stays in its group until it has ended.
 fn remove(group: &Path) {
     let start = Instant::now();
     while fs::remove_dir(group).is_err_and(|error| error.kind() != ErrorKind::NotFound) {

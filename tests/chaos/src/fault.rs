@@ -16,7 +16,7 @@ pub(crate) struct Fault {
     /// Time from the end of `begin` to the start of `end`.
     pub(crate) hold: Duration,
     pub(crate) goal: Goal,
-    /// Makes the fault happen. A series of events returns after the last one.
+    /// Makes the fault happen. For a series of events, returns after the last one.
     pub(crate) begin: fn(&Site) -> Result<()>,
     /// Undoes it; always called, even if `begin` failed.
     pub(crate) end: fn(&Site) -> Result<()>,
@@ -38,7 +38,7 @@ pub(crate) enum Scope {
     Machine,
 }
 
-/// What a fault may cost.
+/// The allowed cost of a fault.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Goal {
     /// Maximum number of users' errors, apart from the fault's own.

@@ -1,6 +1,6 @@
-//! Decides which errors are a fault's own: requests that a killed process was working on.
+//! Decides which errors are a fault's own: those of requests that a killed process was working on.
 //!
-//! A kill is an interval, from the order until the process is gone. A failed request belongs to it if it was in flight in
+//! A kill is the interval from the order until the process is gone. A failed request belongs to it if it was in flight in
 //! that interval, did not end long after, and was not answered by a replica that is alive.
 
 use std::sync::{Mutex, PoisonError};
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::load::Sample;
 
-/// Time after the end of a process within which its peers notice: a request sent meanwhile is lost.
+/// Time after the end of a process until its peers notice. Requests sent to it meanwhile are lost.
 const UNSEEN: Duration = Duration::from_millis(20);
-/// Time after that within which an error may still reach the user: a stream or an upload notices at its next part.
+/// Further time in which an error may still reach the user: a stream or an upload notices only at its next part.
 const SHOWN: Duration = Duration::from_secs(1);
 
 /// All kills of one run.

@@ -148,7 +148,7 @@ fn run(args: &Args) -> Result<ExitCode> {
             if row.misses.is_empty() {
                 bed = Some(bed_now);
             } else {
-                // A system that did not recover is no starting point for the next run.
+                // A system that did not recover cannot be the starting point of the next run.
                 bed_now.evidence().iter().for_each(|line| println!("        {line}"));
                 if tries_left > 0 {
                     println!("        trying again");

@@ -7,17 +7,17 @@ use bytes::Bytes;
 
 /// Header with the number of the replica that answers.
 pub(crate) const REPLICA: &str = "x-replica";
-/// Answers at once.
+/// Path that is answered at once.
 pub(crate) const PLAIN: &str = "/plain";
-/// Answers with the length of what was sent.
+/// Path that is answered with the length of what was sent.
 pub(crate) const UPLOAD: &str = "/upload";
-/// Answers with [`PARTS`] parts of [`PART`] bytes.
+/// Path that is answered with [`PARTS`] parts of [`PART`] bytes.
 pub(crate) const DOWNLOAD: &str = "/download";
-/// Echoes bytes after an upgrade.
+/// Path that echoes bytes after an upgrade.
 pub(crate) const SOCKET: &str = "/socket";
-/// One message in, one out.
+/// gRPC method with one message in each direction.
 pub(crate) const UNARY: &str = "/chaos.Echo/Unary";
-/// Every message is echoed.
+/// gRPC method that echoes every message.
 pub(crate) const STREAMING: &str = "/chaos.Echo/Streaming";
 
 /// Number of parts of uploads and downloads.
@@ -56,7 +56,7 @@ impl Kind {
         Self::Http1
     }
 
-    /// Name for messages.
+    /// Name in error messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Http1 => "HTTP/1.1",

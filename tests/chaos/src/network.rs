@@ -4,9 +4,10 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Moves this process, and all processes that it starts, into a new network namespace. Call it before any thread runs.
+/// Moves this process, and all processes that it starts, into a new network namespace. Call it before any other thread is
+/// started.
 pub(crate) fn enter() -> Result<()> {
-    // SAFETY: unshare takes a plain integer and changes only this process, which has one thread yet.
+    // SAFETY: unshare takes a plain integer and changes only this process, which still has one thread.
     let done = unsafe { libc::unshare(libc::CLONE_NEWNET) };
     ensure!(
         done == 0,
@@ -16,7 +17,7 @@ pub(crate) fn enter() -> Result<()> {
     run("ip", &["link", "set", "lo", "up"])
 }
 
-/// Runs a tool to its end.
+/// Runs a tool and waits for it; fails if the tool does.
 pub(crate) fn run(program: &str, args: &[&str]) -> Result<()> {
     let output = Command::new(program)
         .args(args)

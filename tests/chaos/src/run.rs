@@ -11,17 +11,17 @@ use crate::load::{Load, Sample};
 
 /// Load before the fault begins.
 const QUIET: Duration = Duration::from_secs(2);
-/// The time over which a share is taken, long enough to exclude chance.
+/// Time over which a replica's share is measured, long enough to rule out chance.
 const WINDOW: Duration = Duration::from_secs(2);
 /// Resolution of the recovery time.
 const STEP: Duration = Duration::from_millis(500);
-/// The part of its fair share at which a replica has its traffic back.
+/// A replica has its traffic back once it gets this part of its fair share.
 const PART: f64 = 0.25;
 /// Time within which every replica must have its traffic back, as in the docker-compose demo.
 pub(crate) const BACK: Duration = Duration::from_secs(45);
 /// On a healthy service, a request of any kind takes less than this.
 const LATE: Duration = Duration::from_millis(1500);
-/// How long a failing service is observed, if its traffic does not matter.
+/// Maximum time to wait for recovery if replicas need not have their traffic back.
 const RECOVERY: Duration = Duration::from_secs(20);
 /// Maximum time that counters may take to balance without load.
 const REST: Duration = Duration::from_secs(10);
@@ -41,9 +41,9 @@ pub(crate) struct Outcome {
     pub(crate) recovery: Option<Duration>,
     /// Time from the end of the fault until, in addition, every replica has its traffic back.
     pub(crate) back: Option<Duration>,
-    /// What had not recovered at the end of the wait.
+    /// A description of what had not recovered at the end of the wait.
     pub(crate) unwell: String,
-    /// What does not balance at rest.
+    /// Counters that do not balance at rest.
     pub(crate) unbalanced: Vec<String>,
     /// Set if a fault could not be started or undone.
     pub(crate) broken: Option<String>,
@@ -82,7 +82,7 @@ pub(crate) fn run(
     let samples = load.stop();
     outcome.requests = samples.len();
     outcome.late = samples.iter().filter(|sample| late(sample, Instant::now())).count();
-    // Failures that backends caused on purpose are the fault's own; some were retried and so are no errors.
+    // Failures that backends caused on purpose are the fault's own; some were retried and so are not errors.
     let mut on_purpose = broken(bed).unwrap_or(broken_before).saturating_sub(broken_before);
     for sample in &samples {
         let Some(error) = &sample.error else { continue };
@@ -141,7 +141,7 @@ fn settle(load: &Load, waits_for_traffic: bool) -> Result<()> {
     }
 }
 
-/// Waits until everything is as before, and records when that was the case.
+/// Waits until the service has recovered, and records when it had.
 fn watch(load: &Load, ended: Instant, waits_for_traffic: bool, outcome: &mut Outcome) {
     let limit = if waits_for_traffic { BACK } else { RECOVERY } + WINDOW + STEP;
     while ended.elapsed() < limit {

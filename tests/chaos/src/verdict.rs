@@ -1,9 +1,9 @@
-//! Decides whether an outcome meets its goal, and what it misses.
+//! Decides whether an outcome meets its goal, and lists what it misses.
 
 use crate::fault::Goal;
 use crate::run::{BACK, Outcome};
 
-/// Every miss, in words; empty if the goal is met.
+/// A text for each part of the goal that was missed; empty if the goal is met.
 pub(crate) fn misses(outcome: &Outcome, goal: Goal, waits_for_traffic: bool) -> Vec<String> {
     let mut misses = Vec::new();
     if let Some(broken) = &outcome.broken {

@@ -1,4 +1,4 @@
-//! Captures what was on the wire: every IPv6 packet that a namespace's devices sent.
+//! Captures packets on the wire: the IPv6 packets with ports that a namespace sends and receives.
 
 use std::io::Read as _;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ pub struct Packet {
     pub syn: bool,
 }
 
-/// Records until dropped.
+/// A capture in progress; records until dropped.
 #[derive(Debug)]
 pub struct Capture {
     packets: Arc<Mutex<Vec<Packet>>>,

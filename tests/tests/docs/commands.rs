@@ -1,6 +1,6 @@
-//! Commands, in blocks and between backticks: each is run here or by the test that [`ELSEWHERE`] names, or is parsed by its
-//! own program. Commands for which neither is possible are listed in [`NOT_RUN`] with the reason. A command in none of
-//! these fails the test.
+//! Commands, in blocks and between backticks: each is run here or by the test that [`ELSEWHERE`] names, or is parsed by
+//! its own program. Commands for which neither is possible are listed in [`NOT_RUN`] with the reason. Any other command
+//! fails the test.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -83,7 +83,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("go mod download -json istio.io/api@v1.31.1", "it fetches; only needed to refresh the schemas"),
 ];
 
-/// The docs say so too (docs/istio.md).
+/// docs/istio.md says so too.
 const NO_ISTIOCTL: &str = "no package registry has istioctl";
 
 /// Programs whose commands are searched for between backticks.

@@ -147,7 +147,7 @@ fn documented_yaml_works() -> Result<()> {
     Ok(())
 }
 
-/// A specification of `prequal config`.
+/// Checks that `prequal config` accepts this specification.
 fn renders(text: &str) -> Result<()> {
     let mut program = Command::new(dist_dir().join("prequal"));
     let mut program = program.args(["config", "-"]).stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?;
@@ -156,7 +156,7 @@ fn renders(text: &str) -> Result<()> {
     Ok(())
 }
 
-/// Clusters, or the dependency of a chart on this project's chart; the mesh's tests render it.
+/// Checks clusters, or a chart's dependency on this project's chart, or values for it. The mesh's tests render them.
 fn is_of_kubernetes(shown: &Value) -> Result<()> {
     if let Some(values) = shown.get("prequal") {
         let schema = fs::read_to_string(workspace_root().join("charts/prequal/values.schema.json"))?;
@@ -172,7 +172,7 @@ fn is_of_kubernetes(shown: &Value) -> Result<()> {
     replaces_static_clusters(shown)
 }
 
-/// Part of a cluster with EDS, in place of the shipped cluster's: Envoy accepts it.
+/// Checks that Envoy accepts this part of a cluster with EDS in place of the shipped cluster's.
 fn replaces_static_clusters(shown: &Value) -> Result<()> {
     let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy.yaml"))?;
     let mut config: Value = yaml_serde::from_str(&shipped)?;
@@ -196,7 +196,7 @@ fn replaces_static_clusters(shown: &Value) -> Result<()> {
     validates(&config)
 }
 
-/// A policy of the serving cluster, in place of the shipped one: Envoy accepts it.
+/// Checks that Envoy accepts this policy of the serving cluster in place of the shipped one.
 fn is_policy(shown: &Value) -> Result<()> {
     let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy.yaml"))?;
     let mut config: Value = yaml_serde::from_str(&shipped)?;
@@ -217,7 +217,7 @@ fn validates(config: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Annotations whose values are lists of a pod's volumes and mounts.
+/// Checks annotations whose values are lists of a pod's volumes and mounts.
 fn are_volumes(shown: &Value) -> Result<()> {
     fn only<T: serde::de::DeserializeOwned + serde::Serialize>(text: &Value) -> Result<()> {
         let written: Value = serde_json::from_str(text.as_str().context("a text")?)?;

@@ -1,4 +1,4 @@
-//! What replicas report about their capacity: the truth, a lie, or nothing.
+//! Replicas that report their capacity truthfully, falsely or not at all.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ fn is_even(served: &[u64]) -> bool {
     served.iter().all(|n| n.abs_diff(mean) * 2 <= mean)
 }
 
-/// Asserts that `count` requests come to be shared as `judge` requires, most of them steered. This may take several
+/// Asserts that `count` requests are eventually shared as `judge` requires, most of them steered. This may take several
 /// attempts, because a busy machine makes honest replicas look slow.
 #[track_caller]
 fn assert_shares(
@@ -119,7 +119,8 @@ fn a_capacity_that_changes_with_every_report_harms_only_its_sender() -> Result<(
 fn a_replica_that_claims_to_answer_at_once_gets_more_and_the_others_share_the_rest_evenly() -> Result<()> {
     bed!();
     let mut fleet = honest(4)?;
-    // The claim is believed while few requests are in flight there: each beyond the first counts with its square.
+    // The claim is believed while few requests are in flight there. Beyond the knee, the cost of a request grows with the
+    // square of their number.
     fleet.push(claims(|_| ";base=1;knee=1".into())?);
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&addrs(&fleet))?)?;
     warm(&envoy, 5);

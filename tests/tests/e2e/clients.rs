@@ -20,7 +20,7 @@ fn client_headers_neither_steer_nor_report_and_prequal_headers_do_not_leak() -> 
     let encoded = STANDARD.encode(&slow);
     let before = envoy.prequal(SERVING)?;
     let answers = envoy.client().burst(300, 4, move |index| {
-        // Both encodings of the steering header, and a report that praises the slow replica.
+        // Both encodings of the steering header, and a report that makes the slow replica look good.
         Request::get("/")
             .header("x-prequal-dest", if index % 2 == 0 { &encoded } else { &slow })
             .header("x-prequal-load", &format!("0;1;{slow}"))
@@ -93,7 +93,7 @@ fn a_client_that_gives_up_leaves_no_request_in_flight() -> Result<()> {
             assert!(client.abandon_when(Request::get("/"), || served() > before));
         }
     }
-    // The same in the middle of the answer.
+    // The same in the middle of the response.
     let chunk = Bytes::from_static(b"x");
     for replica in fleet.iter() {
         let body = Body::Stream { chunk: chunk.clone(), count: 1000, gap: Duration::from_millis(20) };

@@ -1,5 +1,5 @@
-//! Clients that take what they can: slow headers and bodies, idle connections, answers that are never read. Each limit of
-//! the shipped listener is reached, and well-behaved clients notice nothing.
+//! Clients that take as much as they can: slow headers and bodies, idle connections, responses that are never read. Each
+//! limit of the shipped listener is reached, and well-behaved clients are not affected.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -72,7 +72,7 @@ fn rest(mut stream: TcpStream) -> Result<String> {
 const HEAD: &[u8] = b"GET / HTTP/1.1\r\nhost: edge\r\nslow: a";
 const BODY: &[u8] = b"POST /read HTTP/1.1\r\nhost: edge\r\ncontent-length: 1000000\r\n\r\nabc";
 
-/// An HTTP/2 connection whose answers are only read by a caller that asks for them.
+/// An HTTP/2 connection whose responses are read only if the caller reads them.
 async fn http2(addr: SocketAddr) -> Result<SendRequest<Bytes>> {
     let stream = tokio::net::TcpStream::connect(addr).await?;
     let (client, connection) = h2::client::handshake(stream).await?;
@@ -185,7 +185,7 @@ fn connections_beyond_the_limit_are_refused() -> Result<()> {
     for _ in 0..3 {
         assert!(envoy.client().get("/").is_err(), "one connection more");
     }
-    // The admin interface can answer this, because it does not count.
+    // The admin interface still answers, because its connections do not count towards the limit.
     let refused =
         |(name, count): (String, u64)| name.ends_with("downstream_global_cx_overflow").then_some(count);
     assert!(envoy.stats()?.into_iter().filter_map(refused).sum::<u64>() >= 3);
@@ -226,7 +226,7 @@ fn ambiguous_header_names_and_paths_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Opens `count` connections and requests the big answer without reading it: little of it fits into the socket.
+/// Opens `count` connections and requests the big response without reading it: little of it fits into the socket.
 async fn unread(addr: SocketAddr, count: usize) -> Result<Vec<tokio::net::TcpStream>> {
     let mut streams = Vec::new();
     for _ in 0..count {
@@ -239,7 +239,7 @@ async fn unread(addr: SocketAddr, count: usize) -> Result<Vec<tokio::net::TcpStr
     Ok(streams)
 }
 
-/// The same over one connection; the answers are kept, so that its streams stay open.
+/// The same over one connection; the responses are kept, so that its streams stay open.
 async fn unread_http2(addr: SocketAddr, count: usize) -> Result<Vec<http::Response<h2::RecvStream>>> {
     let mut client = http2(addr).await?;
     let mut answers = Vec::new();
@@ -383,11 +383,11 @@ fn slow_clients_do_not_affect_other_clients() -> Result<()> {
     }
     let unread = block_on(unread(addr, 100))?;
     let unread_http2 = (0..5).map(|_| block_on(unread_http2(addr, 100))).collect::<Result<Vec<_>>>()?;
-    // Longer than request headers may take.
+    // Continue for longer than request headers may take.
     for _ in 0..24 {
         std::thread::sleep(SECOND / 2);
         for stream in &mut slow {
-            // Connections that were cut off refuse this.
+            // This fails on connections that Envoy has closed.
             let _ = stream.write_all(b"a");
         }
     }

@@ -1,4 +1,4 @@
-//! Replicas that fail, hang, or lie about it: how soon they are ejected, that they come back, and that the harm is bounded.
+//! Replicas that fail, hang, or lie about it: they are ejected soon and come back, and the harm is bounded.
 
 use std::io::Write as _;
 use std::net::{SocketAddr, TcpStream};
@@ -138,7 +138,7 @@ fn grpc_errors_in_trailers_or_without_a_body_eject() -> Result<()> {
     Ok(())
 }
 
-/// Four replicas whose agents do not report failures: they are ejected for what this Envoy sees.
+/// Four replicas whose agents do not report failures, so that they are ejected only for failures that this Envoy sees.
 struct Unreported {
     backends: Vec<Backend>,
     /// The first replica fails every n-th time; while this is not set, it never fails.
@@ -193,19 +193,20 @@ impl Unreported {
         addrs(&self.backends)
     }
 
-    /// Fails everything that the first replica gets, and asserts that it is ejected for what this Envoy sees: soon, and
-    /// then it gets only trials.
+    /// Makes the first replica fail every request, and asserts that it is soon ejected for failures that this Envoy sees,
+    /// and then gets only trials.
     #[track_caller]
     fn assert_ejected(&self, case: &str, envoy: &Envoy, client: &Client, request: fn(usize) -> Request) {
         warm(envoy, 4);
         self.fail_every(1);
-        // It takes two failures. If the first brings no report, the replica waits for a probe at the end of the pool.
+        // Ejection takes two failures. If the first brings no report, the replica waits for a probe at the end of the
+        // pool.
         eventually(case, Duration::from_secs(30), || {
             client.burst(50, 8, request);
             (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())
         });
         client.burst(400, 8, request);
-        // A fair share is 100 requests: these are the ones caught at the start, and trials.
+        // A fair share is 100 requests. Only requests from before the ejection and trials may fail.
         assert!((2..=24).contains(&self.failures()), "{case}: {} failures", self.failures());
         let counts = envoy.prequal(SERVING).expect("stats");
         assert_eq!(counts.other("prequal_ejections_total.reported"), 0, "{counts:#?}");
@@ -257,7 +258,7 @@ fn partial_failures_that_no_replica_reports_eject() -> Result<()> {
             client.burst(100, 8, |_| grpc_request());
             (envoy.prequal(SERVING).ok()?.other("prequal_ejections_total.failing") > 0).then_some(())
         });
-        // Within tens of requests.
+        // It takes only tens of requests.
         assert!(fleet.failures() <= 40, "{} failures", fleet.failures());
         assert_eq!(envoy.prequal(SERVING)?.other("prequal_ejections_total.reported"), 0);
     }
@@ -273,7 +274,7 @@ fn timeouts_resets_and_broken_answers_eject() -> Result<()> {
         ("broken off", broken(200)),
     ] {
         let fleet = Unreported::start(&Reply::ok().delay(MS(10)), &bad)?;
-        // Without the limit on waiting, which would detect the replica before the timeout does.
+        // Without the limit on waiting, which would detect the replica before the timeout expires.
         let config = set(without_retries(&fleet.addrs())?, "ejection_wait_factor", 0)
             .edit(|config| config.route_mut()["timeout"] = json!("0.2s"));
         let envoy = Envoy::start(config)?;
@@ -302,7 +303,7 @@ fn unresponsive_and_back(workers: u32) -> Result<()> {
     fleet.clear();
     let answers = get(&client, 1500);
     let late = answers.iter().flatten().filter(|answer| answer.elapsed > Duration::from_secs(1)).count();
-    // Eight callers: at most the ones caught at the start, and a trial or two.
+    // Eight callers: at most the requests that they had in flight there, and a trial or two.
     assert!(late <= 12, "{late} late: {:#?}", envoy.prequal("replicas")?);
     counted(&envoy, "ejected as unresponsive", |now| now.other("prequal_ejections_total.unresponsive") > 0);
     fleet[0].backend.set(Reply::ok().delay(MS(20)));
@@ -386,7 +387,7 @@ fn client_aborts_do_not_eject() -> Result<()> {
         assert!(given_up.count() >= 20, "too busy a machine: answers came first");
     }
     counted(&envoy, "aborts", |now| now.outcomes("client_abort") >= 40);
-    // What a request reports is applied with the next request.
+    // The updates of a request are applied with the next request.
     assert_eq!(good(&get(&envoy.client(), 1)), 1);
     assert_not_ejected(&envoy);
     assert_eq!(good(&get(&envoy.client(), 100)), 100);

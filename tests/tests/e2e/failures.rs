@@ -61,7 +61,7 @@ fn what_an_agent_sheds_is_served_elsewhere() -> Result<()> {
     #[expect(clippy::cast_precision_loss, reason = "a small count")]
     let retried = (retries()? - retried_before) as f64;
     assert_eq!(retried, shed, "each refusal is retried, and nothing else");
-    // It served what it could, and nothing came to a backend twice.
+    // The replica served some requests, and no request reached a backend twice.
     let served: Vec<u64> = fleet.iter().map(|replica| replica.backend.served()).collect();
     assert!(served[0] > 0, "{served:?}");
     assert_eq!(served.iter().sum::<u64>(), 400, "{served:?}");

@@ -104,7 +104,8 @@ fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.edit(|config| {
         config.cluster_mut(SERVING)["health_checks"] = health_checks();
     });
-    // Its agent counts failed checks as failures, and would have it ejected before Envoy can refuse it.
+    // Without ejection by failures: the agent counts failed checks, and the filter would eject the replica before Envoy
+    // can refuse it.
     let envoy = Envoy::start(set(config, "ejection_failure_share", 0))?;
     warm(&envoy, 3);
     fleet[2].backend.set_handler(|seen| match seen.path.as_str() {
@@ -114,7 +115,7 @@ fn a_host_that_fails_its_health_check_is_not_used() -> Result<()> {
     eventually("Envoy sees the failure", Duration::from_secs(5), || {
         (envoy.stat("cluster.replicas.membership_healthy").ok()? == 2).then_some(())
     });
-    // The statistic is the main thread's; a worker learns of it later.
+    // The main thread sets the statistic; workers learn of the failure later.
     eventually("no request reaches it", Duration::from_secs(5), || {
         fleet.clear();
         assert_all_ok(&envoy.client().burst(150, 4, |_| Request::get("/")));
@@ -349,8 +350,9 @@ fn two_localities_are_both_served() -> Result<()> {
     Ok(())
 }
 
-/// Asserts that the ratio of requests at two heavy and two light replicas comes to be `within`, for twelve hundred steered
-/// requests, `callers` at a time. If the choice ignores weights the ratio is 1.9, because probes still follow them.
+/// Asserts that the ratio of requests at two heavy and two light replicas is eventually `within` this range over 1200
+/// steered requests, `callers` at a time. If the choice ignores weights the ratio is 1.9, because probes still follow
+/// them.
 #[track_caller]
 fn assert_heavy_to_light(
     config: EnvoyConfig,
@@ -422,7 +424,7 @@ fn locality_weights_stay_in_force() -> Result<()> {
 fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result<()> {
     bed!();
     let ms = Duration::from_millis;
-    // It answers probes with 404, or with the same answer as for everything else.
+    // The replica without an agent answers probes with 404, or as it answers everything else.
     for probed in [404, 200] {
         let fleet = Fleet::uniform(3, &Reply::ok().delay(ms(5)))?;
         let bare = stand_in(move |_| Reply::status(probed), move |_| Reply::ok().delay(ms(5)))?;

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::support::{PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, is_probe, warm};
 
 const MS: fn(u64) -> Duration = Duration::from_millis;
-/// A dead VM's requests leave the RIF within this time, including some time to poll on a busy machine.
+/// Time within which a dead VM's requests must leave the RIF, including some time to poll on a busy machine.
 const HEALED: Duration = Duration::from_millis(3500);
 
 /// The shipped inbound configuration with two workers.
@@ -106,7 +106,7 @@ fn on_port(config: EnvoyConfig, port: u16) -> EnvoyConfig {
     config.edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(port))
 }
 
-/// Asserts that a client's Envoy before `servers` avoids the last replica, which is slow.
+/// Asserts that a client's Envoy avoids the last of `backends`, which is slow.
 fn assert_steers(backends: &[Backend], client: &Envoy) -> Result<()> {
     warm(client, backends.len() as u64);
     // On a busy machine, six callers are more than the filter may send to a fleet that it is still learning, and one of the
@@ -263,7 +263,7 @@ fn requests_of_a_crashed_vm_are_removed_and_serving_continues() -> Result<()> {
     });
     assert!(before.contains(&left), "{before:?}, then {left}");
     wait_for_rif(addr, left, HEALED.saturating_sub(crashed.elapsed()));
-    // The worker has a new VM, which counts.
+    // The worker has a new VM, which counts requests.
     assert_all_ok(&(0..50).map(|_| Client::new(addr).get("/")).collect::<Vec<_>>());
     let more = hold(addr, 20, false, "/slow");
     wait_for_rif(addr, left + 20, MS(2000));
@@ -548,7 +548,7 @@ fn two_workers_report_the_same_base_latency_and_knee() -> Result<()> {
     Ok(())
 }
 
-/// Sends `first`, waits for `pause`, sends `rest`, and reads the answer to its end.
+/// Sends `first`, waits for `pause`, sends `rest`, and reads the whole response.
 fn slow_upload(addr: SocketAddr, first: &str, pause: Duration, rest: &str) -> Result<String> {
     let mut socket = TcpStream::connect(addr)?;
     socket.write_all(first.as_bytes())?;
@@ -584,7 +584,8 @@ fn the_time_of_slow_clients_does_not_count_as_latency() -> Result<()> {
             assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         }
     }
-    // A worker that learns late of another's few requests may miss part of their time, but never the clients' second.
+    // A worker that learns late of another worker's few requests may miss part of their time, but never counts the
+    // clients' second.
     counted(&envoy, "success", 8);
     assert_takes(addr, 5..=250);
     for _ in 0..4 {
@@ -617,15 +618,15 @@ fn streams_and_aborts_do_not_change_base_latency_and_knee() -> Result<()> {
         assert_eq!(socket.round_trip(b"to and fro")?, b"to and fro");
     }
     assert_takes(addr, 90..=130);
-    // One request at a time, and two streams that are in flight but need nothing.
+    // One request at a time, and two streams that are in flight but use no capacity.
     let reported = capacities(addr);
     assert!(reported.iter().all(|(_, knee)| (1..=3).contains(knee)), "{reported:?}");
     for _ in 0..30 {
         assert!(Client::new(addr).abandon(Request::get("/"), MS(20)));
     }
     counted(&envoy, "aborted", 30);
-    // The aborts' time at the server counts, but no request was served in it: counted as departures they would make it 32
-    // ms.
+    // The time that aborted requests spent at the server counts, but none of them was served. If they counted as
+    // departures, the base latency would be 32 ms.
     let reported = capacities(addr);
     assert!(reported.iter().all(|(base, _)| (90_000..=300_000).contains(base)), "{reported:?}");
     Ok(())

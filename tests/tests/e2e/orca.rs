@@ -23,11 +23,11 @@ const CLUSTERS: [(&str, &[&str], bool); 5] = [
 const POLICY: &str = "envoy.extensions.load_balancing_policies.client_side_weighted_round_robin";
 /// The same for Envoys in the inbound role, which report in different formats.
 const INBOUND: &str = "inbound";
-/// Agents that report nothing: an equal share.
+/// A cluster whose agents report nothing: its replicas get equal shares.
 const SILENT: &str = "silent";
 const HEADER: &str = "endpoint-load-metrics";
 const HEADER_BIN: &str = "endpoint-load-metrics-bin";
-/// Maximum number of 100 requests that the slow replica may get.
+/// Maximum number of requests, out of 100, that the slow replica may get.
 const SPARED: u64 = 25;
 const TRIES: usize = 10;
 
@@ -141,7 +141,8 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
         let reply = Reply::status(status).header("content-type", kind).delay(Duration::from_millis(delay));
         reply.header(HEADER, "TEXT cpu_utilization=0.9").header(HEADER_BIN, "AAAA")
     })?;
-    // A request keeps its weight for the whole test, and rates are over 75 s: an eighth of the window.
+    // The window is so long that a request keeps its weight for the whole test. Rates are over 75 s, an eighth of the
+    // window.
     let settings = json!({"orca": "text", "orca_for": "http", "orca_limit": 64, "orca_window_ms": 600_000});
     let envoy = Envoy::start(inbound(&backend, &settings)?)?;
     let rates_of = 75.0;
@@ -181,7 +182,7 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
             let whole = reports.iter().all(|report| {
                 let ended = metric(report, "rps_fractional").expect("a rate") * rates_of;
                 let failed = metric(report, "eps").expect("a rate") * rates_of;
-                // A request a few seconds ago counts slightly less than one.
+                // A request from a few seconds ago counts as slightly less than one.
                 (0.95 * least..=most + 0.5).contains(&ended) && (95.0..100.5).contains(&failed)
             });
             (whole && reports.len() == 8).then_some(reports)

@@ -26,7 +26,7 @@ fn counters_balance_at_rest() -> Result<()> {
     let envoy = Envoy::start(probing(EnvoyConfig::for_replicas(&fleet.addrs())?, 2.0))?;
     assert_all_ok(&envoy.client().burst(500, 8, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
-    // Two for each request, and some for discovery.
+    // Two probes for each request, and some for discovery.
     assert!((990..=1150).contains(&rest.probes("sent")), "{rest:#?}");
     assert!(rest.probes("used") > 0, "{rest:#?}");
     assert_eq!(rest.steered() + rest.picks("fallback"), 500);
@@ -57,7 +57,7 @@ fn no_reply_is_lost_when_requests_are_shorter_than_probes() -> Result<()> {
     Ok(())
 }
 
-/// The behaviour of a bad probe endpoint, and the prefix of the result under which its probes are counted. `SELF` in a
+/// Behaviours of bad probe endpoints, each with the prefix of the result under which its probes are counted. `SELF` in a
 /// header is replaced by the endpoint's own address.
 fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
     let garbage = |value: &str| Reply::ok().header("x-prequal-load", value);
@@ -166,7 +166,7 @@ fn an_idle_filter_continues_to_probe_and_then_stops() -> Result<()> {
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(2);
     let envoy = Envoy::start(set(config, "idle_probe_interval_ms", 200))?;
     warm(&envoy, 3);
-    // These requests need few probes, but pay for more.
+    // These requests need few probes, but entitle the filter to more.
     assert_all_ok(&envoy.client().burst(200, 2, |_| Request::get("/")));
     let before = envoy.prequal(SERVING)?;
     eventually("probes without requests", Duration::from_secs(5), || {
@@ -198,7 +198,7 @@ fn unanswered_probes_become_rare() -> Result<()> {
         requests += 10;
         std::thread::sleep(Duration::from_millis(20));
     }
-    // In the first second, then after one second, and after twice the time each time.
+    // Probes are sent in the first second, then after one second, and then after pauses that double each time.
     let sent = envoy.prequal(SERVING)?.probes("sent");
     assert!(sent <= requests / 4, "{sent} with {requests} requests");
     // The first report ends the back-off.
@@ -218,7 +218,7 @@ fn a_lying_agent_harms_only_its_own_share() -> Result<()> {
 
 fn one_agent_lies(vouched: bool) -> Result<()> {
     let ms = Duration::from_millis;
-    // The last replica is slow and honest; the first praises it in everything it reports.
+    // The last replica is slow and honest; every report of the first says that the last is idle and fast.
     let backends = stand_ins(
         4,
         |addr| with_load(report(1, 5000, addr)),

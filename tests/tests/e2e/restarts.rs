@@ -53,7 +53,7 @@ impl Load {
         let stopped = Arc::clone(&stop);
         let answers = handle().spawn(async move {
             let mut ticks = tokio::time::interval(SECOND / per_second);
-            // A slow machine gets fewer requests, never many at once.
+            // On a slow machine, send fewer requests instead of many at once.
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             let mut sent = JoinSet::new();
             while !stopped.load(Ordering::Relaxed) {
@@ -126,16 +126,16 @@ fn a_dead_backend_fails_only_requests_in_flight_there() -> Result<()> {
     bed!();
     let mut pods = Pods::start(3, Duration::from_millis(5))?;
     let envoy = pods.envoy(Ok)?;
-    // A body that is still on its way is no obstacle, and neither is one that exceeds Envoy's buffers.
+    // Requests are retried even if their body is still arriving, or exceeds Envoy's buffers.
     let load = Load::start(envoy.client(), 100, Request::post("/", vec![b'x'; 100_000]));
     end_each(&mut pods, kill)?;
-    // A backend that is stopped has no request left in the end, but a request may meet the end of an idle connection.
+    // A backend that is stopped finishes its requests, but a new request may arrive on an idle connection as that closes.
     end_each(&mut pods, stop)?;
     let failures = load.failures();
     let working = |failure: &&String| failure.contains("backend closed the connection before a response");
     assert_eq!(failures.iter().filter(working).count(), failures.len(), "{failures:#?}");
     assert!(envoy.stat("cluster.replicas.upstream_rq_retry_success")? >= 3, "nothing was retried");
-    // If there is no replica left, the agents' own message remains.
+    // If no replica is left, clients get the agents' own message.
     pods.0.iter_mut().for_each(|(_, backend)| backend.kill());
     let answer = envoy.client().get("/")?;
     assert_eq!(answer.status, 502);
@@ -146,7 +146,7 @@ fn a_dead_backend_fails_only_requests_in_flight_there() -> Result<()> {
 #[test]
 fn a_dead_backend_fails_no_idempotent_request() -> Result<()> {
     bed!();
-    // Long enough for all of them to be serving requests when they die.
+    // The delay is long enough for all backends to be serving requests when they die.
     let mut pods = Pods::start(3, Duration::from_millis(100))?;
     let envoy = pods.envoy(idempotent)?;
     let load = Load::start(envoy.client(), 100, Request::get("/"));

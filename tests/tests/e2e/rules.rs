@@ -72,7 +72,7 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
 #[test]
 fn zuul_avoids_a_replica_that_answers_with_errors() -> Result<()> {
     bed!();
-    // At once, so that by requests in flight no replica is better.
+    // This replica fails at once, so that by requests in flight no other is better.
     let mut fleet = vec![stand_in(|_| Reply::status(404), |_| Reply::status(503))?];
     fleet.extend(stand_ins(3, |_| Reply::status(404), |_| Reply::ok().delay(MS(5)))?);
     let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &json!({"rule": "zuul_choice_of_two"}))?))?;
@@ -87,7 +87,7 @@ fn zuul_avoids_a_replica_that_answers_with_errors() -> Result<()> {
 #[test]
 fn c3_does_not_count_fast_errors_as_short_response_times() -> Result<()> {
     bed!();
-    // At first the failing replica looks best, whatever it answers; later slightly worse than the others.
+    // By its reports, the failing replica looks best at first, and later slightly worse than the others.
     let worse = Arc::new(AtomicBool::new(false));
     let looks_worse = Arc::clone(&worse);
     let load = move |addr| {

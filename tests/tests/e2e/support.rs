@@ -88,7 +88,7 @@ pub fn assert_none_of_ours(headers: &HeaderMap) {
     assert!(ours.is_none(), "{ours:?} in {headers:?}");
 }
 
-/// Asserts that every answer came and has status 200.
+/// Asserts that every request was answered with status 200.
 #[track_caller]
 pub fn assert_all_ok(answers: &[Result<prequal_testbed::Response>]) {
     for answer in answers {

@@ -1,4 +1,4 @@
-//! Synchronous mode: requests that wait for their own probes, and what may happen meanwhile.
+//! Synchronous mode: requests that wait for their own probes, and events that may happen while they wait.
 
 use std::collections::BTreeSet;
 use std::io::{Read as _, Write as _};
@@ -132,7 +132,7 @@ fn late_probe_replies_enter_the_pool() -> Result<()> {
     bed!();
     let late = |addr| with_load(report(1, 2000, addr)).delay(MS(60));
     let fleet = stand_ins(3, late, |_| Reply::ok())?;
-    // Nothing lowers the pool's own count of requests in flight, so do not limit them.
+    // The pool's own count of requests in flight never decreases here, so switch its limit off (`burst_guard`).
     let settings = json!({"sync_deadline_ms": 3, "piggyback": false, "probe_timeout_ms": 2000, "max_age_ms": 60_000, "idle_probe_interval_ms": 0, "burst_guard": false});
     let envoy = start(&addrs(&fleet), settings)?;
     let client = envoy.client();
@@ -164,7 +164,7 @@ fn with_dead_agents_requests_continue_at_once() -> Result<()> {
     assert!(answers.iter().flatten().all(|answer| answer.elapsed < MS(900)));
     let after = envoy.prequal(SERVING)?;
     assert_eq!((after.waits("all_ended"), after.picks("sync")), (50, 0), "{after:#?}");
-    // The same if not a single call can be sent.
+    // The same if no call can be sent at all.
     let missing = start(&addrs(&fleet), json!({"probe_cluster": "no-such-cluster"}))?;
     let answers = missing.client().burst(50, 2, |_| Request::get("/"));
     assert_all_ok(&answers);
@@ -352,7 +352,7 @@ fn synchronous_mode_also_learns_the_fleet() -> Result<()> {
     assert_all_ok(&envoy.client().burst(300, 3, |_| Request::get("/")));
     let after = envoy.prequal(SERVING)?;
     assert!(after.picks("sync") - before.picks("sync") >= 250, "{after:#?}");
-    // Chosen only if the two that replied first were the slow one and a busy one.
+    // The slow replica is chosen only if the two that replied first were the slow one and a busy one.
     assert!(fleet.served()[2] < 60, "{:?}", fleet.served());
     fleet.assert_idle();
     Ok(())

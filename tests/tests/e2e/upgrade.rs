@@ -52,7 +52,7 @@ fn agents_of_three_versions_share_a_fleet() -> Result<()> {
     Ok(())
 }
 
-/// Sends nothing at rest, and lets no probe time out, however busy the machine.
+/// Sends no probes at rest, and lets none time out, however busy the machine.
 fn patient(config: EnvoyConfig) -> EnvoyConfig {
     set(set(config, "idle_probe_interval_ms", 0), "probe_timeout_ms", 5000)
 }
@@ -100,7 +100,7 @@ fn other_release() -> PathBuf {
 fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
     bed!(&[other_release()]);
     let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
-    // Only requests fill a pool.
+    // Without idle probes, only requests fill a pool.
     let config =
         set(EnvoyConfig::for_replicas(&fleet.addrs())?.dynamic_listener(), "idle_probe_interval_ms", 0);
     let mut envoy = Envoy::start(config.clone())?;
@@ -118,7 +118,7 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
         assert_eq!(after.picks("fallback"), alone.picks("fallback"), "{after:#?}");
         assert_eq!(after.other("prequal_blob_replaced_total"), 0, "each has blobs of its own: {after:#?}");
     }
-    // Each began with an empty pool, or with one whose reports were old.
+    // Each generation began with an empty pool, or with one whose reports were old.
     assert!(by_policy[0] > 0 && by_policy.iter().all(|requests| *requests <= 40), "{by_policy:?}");
     load.stop();
     fleet.assert_idle();
@@ -147,7 +147,7 @@ fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
     for module in [other_release(), wasm_module()] {
         let old = envoys.last().expect("one runs");
         let before = old.prequal(SERVING)?;
-        // In flight at the take-over: the old process answers it.
+        // One request is in flight at the take-over. The old process answers it.
         let addr = old.addr();
         fleet.iter().for_each(|replica| {
             replica.backend.set_handler(|seen| {
@@ -160,7 +160,7 @@ fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
         assert_eq!(new.addr(), addr, "the same listener");
 
         assert_eq!(long.join().expect("it ran")?.status, 200);
-        // Its admin interface accepts no new connections either; this one has been open since before.
+        // The old process accepts no new connections on its admin interface either; this connection was opened earlier.
         let drained = old.prequal(SERVING)?;
         assert_eq!(drained.picks("fallback"), before.picks("fallback"), "it keeps its pool: {drained:#?}");
 

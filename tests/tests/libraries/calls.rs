@@ -1,5 +1,5 @@
-//! What a library must do for gRPC: reports in headers and trailers, and how each call counts. The service is gRPC's own
-//! health check, whose answer depends on the name that it is asked about.
+//! The requirements of a library for gRPC: reports in headers and trailers, and how each call counts. The service is
+//! gRPC's own health check, whose answer depends on the name that it is asked about.
 
 use std::net::SocketAddr;
 
@@ -16,7 +16,7 @@ use prequal_testbed::{block_on, eventually, handle};
 
 use crate::subject::{PATIENCE, Subject};
 
-/// The headers and trailers of an answer.
+/// The headers and trailers of a response.
 type Answer = (HeaderMap, HeaderMap);
 
 async fn call(addr: SocketAddr, method: &'static str, about: &'static str) -> Result<Answer> {

@@ -53,7 +53,7 @@ pub(crate) fn traces(subject: &Subject) -> Result<()> {
 }
 
 fn agree(actual: &str, expected: &str) -> bool {
-    // Zero fractions are not written, so ignore the number of digits and points.
+    // Fractions of zero are not written, so ignore the number of digits and points.
     let form = |text: &str| text.replace(|c: char| c.is_ascii_digit() || c == '.', "");
     let fields = |text: &str| text.split([';', ',', '\t', '{', '}']).map(str::to_owned).collect::<Vec<_>>();
     let (actual_fields, expected_fields) = (fields(actual), fields(expected));
@@ -74,7 +74,7 @@ fn near(actual: &str, expected: &str) -> bool {
     };
     let (Some((key, actual)), Some((same, expected))) = (pair(actual), pair(expected)) else { return false };
     let within = ROUNDED.iter().find(|(name, _)| *name == key);
-    // Half a digit more, for the rounding of two decimal fractions.
+    // Allow half a digit more, because both decimal fractions are rounded.
     key == same && within.is_some_and(|(_, by)| (actual - expected).abs() <= by * 1.5)
 }
 

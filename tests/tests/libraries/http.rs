@@ -1,4 +1,5 @@
-//! HTTP/1.1 by hand, one request per connection: for responses that stay half read, and clients that leave.
+//! A hand-written HTTP/1.1 client with one request per connection, for responses that are read only in part and for
+//! clients that disconnect.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -50,7 +51,7 @@ pub(crate) fn exchange(
     parsed(&bytes)
 }
 
-/// A whole response, or as much of it as arrived.
+/// A whole response, or the part of it that arrived.
 pub(crate) fn parsed(bytes: &[u8]) -> Result<Answer> {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once("\r\n\r\n").context("no answer")?;
@@ -65,7 +66,7 @@ pub(crate) fn parsed(bytes: &[u8]) -> Result<Answer> {
     Ok(Answer { status, fields, body })
 }
 
-/// Decodes chunks as far as they go.
+/// Decodes chunks as far as they arrived.
 fn unchunked(mut body: &str) -> String {
     let mut whole = String::new();
     while let Some((length, rest)) = body.split_once("\r\n")
@@ -78,7 +79,7 @@ fn unchunked(mut body: &str) -> String {
     whole
 }
 
-/// Sends a request without reading its answer.
+/// Sends a request without reading its response.
 pub(crate) fn send(
     addr: SocketAddr,
     method: &str,

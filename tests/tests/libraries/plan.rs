@@ -14,7 +14,8 @@ struct Plan {
     service_us: f64,
     /// Whether every request takes exactly the service time, instead of an exponential time.
     constant: bool,
-    /// Seconds, requests a second, factor of the service time, and seconds by which the clock steps at the end.
+    /// For each phase: seconds, requests a second, factor of the service time, and seconds by which the clock steps at
+    /// the end.
     phases: &'static [(f64, f64, f64, i64)],
     /// Shares of requests that end in each way.
     fails: f64,
@@ -43,7 +44,7 @@ const PLANS: [Plan; 9] = [
         phases: &[(5.0, 60.0, 1.0, 0), (6.0, 130.0, 1.0, 0), (8.0, 10.0, 1.0, 0)],
         ..PLAIN
     },
-    // A run of fast answers, which restarts the estimate.
+    // A run of fast responses, which restarts the estimate.
     Plan {
         name: "healed",
         phases: &[(5.0, 60.0, 1.0, 0), (8.0, 20.0, 10.0, 0), (6.0, 60.0, 1.0, 0)],
@@ -51,9 +52,10 @@ const PLANS: [Plan; 9] = [
     },
     Plan { name: "failures", fails: 0.3, phases: &[(8.0, 60.0, 1.0, 0), (10.0, 0.5, 1.0, 0)], ..PLAIN },
     Plan { name: "clients", aborts: 0.1, streams: 0.05, slow_clients: 0.2, ..PLAIN },
-    // More requests at once than there are distinct levels.
+    // More requests in flight than there are distinct levels.
     Plan { name: "flood", slots: 800, phases: &[(1.0, 1000.0, 40.0, 0), (2.0, 50.0, 1.0, 0)], ..PLAIN },
-    // Small steps back are late updates, large ones are steps. Then everything is old, and weights are scaled back.
+    // Small steps back count as late updates, large ones as steps of the clock. Later everything is old, and weights are
+    // scaled back.
     Plan {
         name: "clock",
         fails: 0.1,

@@ -1,4 +1,5 @@
-//! Prequal's own layer for tower, under the same program as the libraries: in this process, with hyper in front of it.
+//! Prequal's own layer for tower as a subject of the program that tests the libraries: in this process, with hyper in
+//! front of it.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -105,7 +106,7 @@ async fn answer(path: &str) -> std::io::Result<Response<AppBody>> {
             tokio::spawn(async move {
                 let _ = sender.send(Frame::data(Bytes::from_static(b"data: 1\n\n"))).await;
                 if breaks {
-                    // Let the first part leave before the break.
+                    // Let the first chunk leave before the abort.
                     tokio::time::sleep(Duration::from_millis(20)).await;
                     sender.abort(std::io::Error::other("broken off on purpose"));
                 } else {
@@ -150,7 +151,7 @@ impl Body for Large {
     }
 }
 
-/// An application whose answers come when a trace says so.
+/// An application that answers when a trace says so.
 #[derive(Clone)]
 struct Scripted(Arc<std::sync::Mutex<Option<oneshot::Receiver<Response<TraceBody>>>>>);
 

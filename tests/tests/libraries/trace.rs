@@ -29,7 +29,7 @@ pub(crate) struct Event {
 pub(crate) enum What {
     /// A request arrives.
     Start(u32),
-    /// Its response headers are sent: a line of reports.
+    /// Its response headers are sent, with a line of reports.
     Head(u32, Kind),
     /// It starts to wait for its client.
     Wait(u32),
@@ -39,7 +39,7 @@ pub(crate) enum What {
     Finish(u32),
     /// Its client is gone.
     Abort(u32),
-    /// The server is probed: a line with its report.
+    /// The server is probed, which gives a line with its report.
     Probe,
 }
 

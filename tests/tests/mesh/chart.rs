@@ -182,7 +182,7 @@ fn the_filter_follows_the_charts_pods() -> Result<()> {
     headless::assert_followed(root, &name, &flags)
 }
 
-/// Off by default; each value becomes the agent's flag, which `values.rs` has the agent accept.
+/// ORCA is off by default. Each value becomes a flag of the agent; `values.rs` checks that the agent accepts it.
 #[test]
 fn the_values_for_orca_are_the_agents_flags() -> Result<()> {
     let Some(helm) = Helm::find("the_values_for_orca_are_the_agents_flags")? else { return Ok(()) };
@@ -228,7 +228,7 @@ fn a_native_sidecar_is_an_init_container_that_keeps_running() -> Result<()> {
         sidecar.as_object_mut().context("a container")?.remove("restartPolicy"),
         Some(json!("Always"))
     );
-    // When it is asked to end, no request is left.
+    // When a native sidecar is asked to end, no request is left, so it needs no delay.
     let args = sidecar["args"].as_array_mut().context("flags")?;
     let delay = args.iter_mut().find(|flag| **flag == "--drain-delay-ms=0").context("no delay")?;
     *delay = json!("--drain-delay-ms=10000");
@@ -275,7 +275,7 @@ fn the_agent_is_injected_as_documented() -> Result<()> {
     assert_eq!(service["spec"]["ports"][0]["targetPort"], container["ports"][0]["name"]);
     assert_eq!(service["spec"]["clusterIP"], "None");
 
-    // Refuses, with the reason, what cannot be injected.
+    // Values with which the agent cannot be injected are refused with the reason.
     for (values, expected) in [
         ("prequal.agent.container=shopp", "agent.container: the deployment has no container `shopp`"),
         ("prequal.agent.mod=native", "additional properties 'mod' not allowed"),

@@ -155,7 +155,8 @@ fn envoy_gateway_accepts_every_object() -> Result<()> {
         let translated = translated(variant)?;
         for object in manifests::envoy_gateway(patched)? {
             let (kind, name) = (object["kind"].as_str().context("a kind")?, &object["metadata"]["name"]);
-            // It reports nothing for these; the class's parameters and the filter of a route show in the translation.
+            // Envoy Gateway reports no conditions for these. The class's parameters and the filter of a route are visible
+            // in the translation.
             if matches!(kind, "GatewayClass" | "EnvoyProxy" | "HTTPRouteFilter") {
                 continue;
             }
@@ -176,8 +177,8 @@ fn envoy_gateway_accepts_every_object() -> Result<()> {
     Ok(())
 }
 
-/// First the strip, then the module, then what carries out its choice; and no route by which a client could reach the probe
-/// cluster.
+/// The strip comes first, then the module, then the filter that carries out its choice. No route lets a client reach the
+/// probe cluster.
 #[test]
 fn filters_come_in_the_order_that_steering_needs() -> Result<()> {
     let translated = translated("shipped")?;
@@ -218,10 +219,10 @@ fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
     bed!();
     let (mut envoy, pods) = assert_steers("shipped")?;
 
-    // As an operator sees it.
+    // The filter's metrics, as an operator reads them.
     assert!(envoy.admin_get("/stats/prometheus")?.contains("prequal_members"));
 
-    // Clients cannot read load, and the route that keeps the probe cluster is closed to them.
+    // Clients cannot read load, nor use the route that exists only for the probe cluster.
     let probes = envoy.stat(&format!("cluster.{PROBING}.upstream_rq_total"))?;
     pods.clear();
     let client = envoy.client();

@@ -1,5 +1,5 @@
-//! The Envoy of a headless Service, with a name server that answers as the cluster's does: the filter finds pods, steers to
-//! them, and drops those that leave. The test applies to configurations from Kustomize and from the chart alike.
+//! Runs the Envoy of a headless Service with a name server that answers as the cluster's does. The filter finds pods,
+//! steers to them, and drops those that leave. Configurations from Kustomize and from the chart pass the same test.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::{Arc, Mutex};
@@ -51,7 +51,7 @@ pub fn assert_followed(mut root: Value, name: &str, agent: &[String]) -> Result<
     assert_eq!(after.steered() - before.steered(), 20, "{after:#?}");
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
     assert_eq!(after.probes_rejected(), 0, "{after:#?}");
-    // What the cluster and Prometheus may see of the admin interface.
+    // The cluster and Prometheus may see only these two paths of the admin interface.
     let status = envoy.listener("status").context("the listener of probes")?;
     let page = Client::new(status);
     assert_eq!(page.get("/ready")?.text(), "LIVE\n");
@@ -80,7 +80,7 @@ impl Names {
         let socket = UdpSocket::bind("127.0.0.1:0")?;
         let names = Self { addr: socket.local_addr()?, pods: Arc::new(Mutex::new(pods)) };
         let pods = Arc::clone(&names.pods);
-        // As on the wire: each label follows its length.
+        // In wire format, each label follows its length.
         let name: Vec<u8> = name
             .split('.')
             .flat_map(|label| [&[u8::try_from(label.len()).expect("a label")], label.as_bytes()].concat())
@@ -116,7 +116,7 @@ fn answer(query: &[u8], name: &[u8], pods: &[Ipv4Addr]) -> Option<Vec<u8>> {
     Some([&header, question].concat().into_iter().chain(pods.iter().flat_map(record)).collect())
 }
 
-/// Pods share one port and have an address each.
+/// Starts pods that share one port, each at its own address.
 fn pods(count: u8, agent: &[String]) -> Result<(u16, Vec<Replica>)> {
     let start = |port: u16| {
         (1..=count)

@@ -97,7 +97,7 @@ impl Pods {
         }
     }
 
-    /// A request whose sender wants the slow replica and claims that the others are busy.
+    /// A request whose sender asks for the slow replica and claims that the others are busy.
     pub fn spoof(&self, host: &str) -> Request {
         let [first, .., slow] = self.serving()[..] else { panic!("replicas") };
         get(host)
@@ -142,7 +142,8 @@ pub fn assert_none_of_ours(headers: &HeaderMap) {
     assert!(ours.is_none(), "{ours:?} in {headers:?}");
 }
 
-/// All of twenty requests go where the filter says, whatever their sender wants, and nothing of it is visible outside.
+/// Asserts that twenty requests all go to the replicas that the filter chose, whichever replica their sender asks for,
+/// and that none of Prequal's headers is visible outside.
 #[track_caller]
 fn assert_steers(envoy: &Running, pods: &Pods) {
     warm(envoy);
@@ -157,7 +158,7 @@ fn assert_steers(envoy: &Running, pods: &Pods) {
     // The slow replica may get a first request while its latency is unknown.
     assert!(pods.served()[3] <= 1, "{:?}", pods.served());
     pods.assert_saw_nothing_of_ours();
-    // Every reply to a probe named its host, and that was the one that was probed.
+    // Every reply to a probe named its host, which was the host that was probed.
     assert!(after.probes("used") > 0 && after.probes_rejected() == 0, "{after:#?}");
 }
 
@@ -234,7 +235,7 @@ fn a_sidecar_steers_with_the_module_by_envoy_filter() -> Result<()> {
     assert_patched_steers(Proxy::sidecar, |proxy| {
         let mut files = documents("istio/client-sidecar.yaml")?;
         files.retain(|document| document["kind"] != "WasmPlugin");
-        // In this order, only the priorities put the filters right.
+        // Listed like this, only the priorities put the filters in the right order.
         files.extend(documents("istio/client-sidecar-envoyfilter.yaml")?);
         apply(proxy, &files);
         assert_eq!(proxy.filter_names(), chain(&["prequal-strip"], &["prequal", "prequal-shim"]));
@@ -321,7 +322,7 @@ fn without_the_module_the_native_chain_keeps_clients_from_choosing() -> Result<(
     let mut files = documents("istio/client-sidecar.yaml")?;
     files.retain(|document| document["kind"] != "WasmPlugin");
     apply(&mut proxy, &files);
-    // In rotation, so that each gets five requests.
+    // In rotation, so that each replica gets five requests.
     proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
     let envoy = proxy.start()?;
     for reply in ask(&envoy, 20, || pods.spoof(HOST)) {

@@ -47,7 +47,7 @@ fn every_kustomization_builds_objects_that_match_the_schema() -> Result<()> {
         let pod = &edge["spec"]["template"]["spec"];
         let volumes = pod["volumes"].as_array().context("volumes")?;
         let volume = |name: &str| volumes.iter().find(|it| it["name"] == name).expect("such a volume");
-        // The subject of each overlay, and nothing left of what it replaces.
+        // Each overlay has its own source of the module, and nothing of the one that it replaces.
         let source = match folder {
             "base" => json!({"name": "prequal", "configMap": {"name": "prequal-filter"}}),
             "overlays/init-container" => json!({"name": "prequal", "emptyDir": {"sizeLimit": "16Mi"}}),
@@ -105,7 +105,7 @@ fn the_application_outlives_its_agent_and_the_pod_both() -> Result<()> {
     Ok(())
 }
 
-/// A Service as kube-proxy implements it: a connection goes to the target at the time it begins, and stays there.
+/// A Service as kube-proxy implements it: a connection goes to the current target when it begins, and stays there.
 struct Service {
     addr: SocketAddr,
     target: Arc<Mutex<SocketAddr>>,
@@ -223,7 +223,7 @@ fn the_envoy_is_the_static_one_except_for_discovery() -> Result<()> {
     let mut expected = documents("static/envoy.yaml")?.remove(0);
     let mut found = documents("kubernetes/base/envoy.yaml")?.remove(0);
     let ours = &mut found["static_resources"];
-    // In addition to the static configuration: the two paths of the admin interface.
+    // The static configuration lacks these two, which expose two paths of the admin interface.
     assert_eq!(ours["listeners"].as_array_mut().and_then(Vec::pop).context("a listener")?["name"], "status");
     assert_eq!(ours["clusters"].as_array_mut().and_then(Vec::pop).context("a cluster")?["name"], "admin");
     // The limit of the heap matches the pod's memory.

@@ -122,7 +122,7 @@ fn merge(into: &mut Value, from: &Value) {
     }
 }
 
-/// The module comes by extension discovery, under a name that Istio chooses; the listener only refers to it.
+/// The module is delivered by extension discovery, under a name that Istio chooses; the listener only refers to it.
 fn extension(proxy: &mut Proxy, document: &Value, wasm: &Value) {
     let (spec, metadata) = (&document["spec"], &document["metadata"]);
     let mode = if proxy.context == "SIDECAR_INBOUND" { "SERVER" } else { "CLIENT" };

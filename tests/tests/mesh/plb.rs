@@ -14,7 +14,8 @@ fn the_daemonset_matches_the_schema_and_has_the_rights_of_the_unit() -> Result<(
     for object in &objects {
         check(object)?;
     }
-    // A cluster that does not validate would silently drop a misspelt field, and this one makes the pins readable.
+    // A cluster that does not validate would silently drop a misspelt field. Without this one the daemon cannot read the
+    // pins.
     let mut misspelt = find(&objects, "DaemonSet", "plb");
     misspelt["spec"]["template"]["spec"]["hostPid"] = json!(true);
     assert!(format!("{:#}", check(&misspelt).expect_err("an unknown field")).contains("hostPid"));
@@ -25,7 +26,7 @@ fn the_daemonset_matches_the_schema_and_has_the_rights_of_the_unit() -> Result<(
     assert_eq!(set["metadata"]["namespace"], "plb");
     assert_eq!(set["spec"]["selector"]["matchLabels"], set["spec"]["template"]["metadata"]["labels"]);
     let pod = &set["spec"]["template"]["spec"];
-    // Without these it sees only itself, or moves nothing.
+    // Without these the daemon sees only itself, or moves no connection.
     assert_eq!((&pod["hostNetwork"], &pod["hostPID"]), (&json!(true), &json!(true)));
     let container = &pod["containers"][0];
     let security = &container["securityContext"];

@@ -1,5 +1,5 @@
-//! The configuration of a sidecar or gateway as Istio generates it, as far as Prequal's files touch it: names, filters,
-//! retries, clusters before a patch. Only addresses differ: the system chooses the ports.
+//! The configuration of a sidecar or gateway as Istio generates it, limited to the parts that Prequal's files touch:
+//! names, filters, retries, clusters before a patch. Only addresses differ: the system chooses the ports.
 
 use std::net::SocketAddr;
 
@@ -43,7 +43,7 @@ impl Listener {
         hosts.iter_mut().flat_map(|host| host["routes"].as_array_mut().expect("routes"))
     }
 
-    /// Lets a client state the original destination of its connection in a PROXY header; elsewhere iptables provide it.
+    /// Lets a client state the original destination of its connection in a PROXY header. In a mesh, iptables provides it.
     pub fn restore_destination(&mut self) {
         let kind = "envoy.extensions.filters.listener.proxy_protocol.v3.ProxyProtocol";
         self.value["listener_filters"] = json!([{
@@ -172,7 +172,7 @@ impl Proxy {
         Self::new("GATEWAY", "istio-system", json!({"istio": "ingressgateway"}), listeners, serving, probing)
     }
 
-    /// The sidecar of a replica, `app: replicas` in `demo`, before `app`.
+    /// The sidecar of a replica, `app: replicas` in `demo`, in front of `app`.
     pub fn server(app: SocketAddr) -> Result<Self> {
         let mut routes = route_config(8080);
         let host = &mut routes["virtual_hosts"][0];
@@ -230,7 +230,7 @@ impl Proxy {
         self.cluster(cluster)["load_assignment"]["endpoints"] = json!([{"lb_endpoints": endpoints(addrs)}]);
     }
 
-    /// Does what the Service's label `istio.io/persistent-session-header` does if istiod has the feature enabled.
+    /// Has the effect of the Service's label `istio.io/persistent-session-header` in an istiod with that feature enabled.
     pub fn persistent_session(&mut self, header: &str) {
         const NAME: &str = "envoy.filters.http.stateful_session";
         let kind = |name: &str| {

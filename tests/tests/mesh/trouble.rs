@@ -62,7 +62,7 @@ fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Resul
     Ok(())
 }
 
-/// The filter distinguishes clusters by which replicas answer, and here the same replicas do.
+/// The filter distinguishes clusters by the replicas that answer, and here both clusters have the same replicas.
 #[test]
 fn a_second_service_with_the_same_pods_is_mistaken_for_the_configured_one() -> Result<()> {
     bed!();
@@ -86,7 +86,8 @@ fn pass_through(cluster: &mut Value) {
     cluster.as_object_mut().expect("an object").remove("load_assignment");
 }
 
-/// The status of one request whose connection was meant for `to`, as iptables would report; its sender wants `wish`.
+/// The status of one request on a connection with the original destination `to`, as iptables would report it. Its sender
+/// asks for the replica `wish`.
 fn request_to(envoy: &Running, to: SocketAddr, wish: SocketAddr) -> Result<String> {
     let mut stream = TcpStream::connect(envoy.addr())?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -114,7 +115,7 @@ fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_
         apply(&mut proxy, &client_files()?);
         Ok(proxy)
     };
-    // How it shows: the cluster's update is refused, which here means the whole configuration.
+    // The symptom: the cluster's update is refused, which here means the whole configuration.
     let error = passing()?.start().err().map(|error| format!("{error:#}")).unwrap_or_default();
     assert!(error.contains(PROBING) || error.contains("ORIGINAL_DST"), "{error}");
     // With the update refused, the cluster does not exist.
@@ -211,7 +212,7 @@ fn a_crash_ends_all_service_some_steering_or_a_second_by_fail_strategy() -> Resu
         (answered && envoy.prequal(SERVING).ok()?.steered() > steered).then_some(())
     });
     drop(envoy);
-    // As shipped, for an image, and Istio's default.
+    // First the strategy that is shipped for images, then Istio's default.
     for (strategy, status) in [(Some("FAIL_OPEN"), 200), (None, 503)] {
         let (envoy, _) = start(strategy)?;
         let end = Instant::now() + Duration::from_secs(3);
@@ -223,7 +224,7 @@ fn a_crash_ends_all_service_some_steering_or_a_second_by_fail_strategy() -> Resu
     Ok(())
 }
 
-/// Istio's agent answers 403 in the place of an image that it cannot fetch, unless the plugin fails open.
+/// If Istio's agent cannot fetch an image, it answers 403 in its place, unless the plugin fails open.
 #[test]
 fn every_shipped_module_that_is_fetched_fails_open() -> Result<()> {
     let mut plugins = 0;

@@ -1,5 +1,5 @@
-//! The values of the chart `charts/prequal`: with any values its objects match the schema and fit together; wrong and
-//! missing values are named; docs/kubernetes.md lists all values.
+//! The values of the chart `charts/prequal`: with any values its objects match the schema and are consistent; errors name
+//! wrong and missing values; docs/kubernetes.md lists all values.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -14,7 +14,7 @@ use crate::helm::{Helm, NEEDED, agent, arguments, chart, filter_settings, text};
 use crate::kubernetes::assert_restricted;
 use crate::schemas::check;
 
-/// Values (in addition to those without a default), and flags with the client's assumption about the cluster's version.
+/// Values (in addition to those without a default), and flags that set the version of Kubernetes to assume.
 const MATRIX: &[(&[&str], &[&str])] = &[
     (&[], &["--kube-version=1.28.0"]),
     (
@@ -126,7 +126,8 @@ fn with_any_values_every_object_matches_the_schema() -> Result<()> {
     Ok(())
 }
 
-/// A Deployment's selector matches its own pods; every other selector matches those of a Deployment or the user's.
+/// Checks that a Deployment's selector matches its own pods, and every other selector those of a Deployment or the
+/// user's.
 fn selectors_match(objects: &[Value]) -> Result<()> {
     let labels = |value: &Value| -> BTreeSet<(String, String)> {
         let labels = value.as_object().into_iter().flatten();
@@ -153,7 +154,7 @@ fn selectors_match(objects: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// The real agent accepts its flags, and its ports and the pod's times fit together.
+/// Checks that the real agent accepts its flags, and that its ports and the pod's times are consistent.
 fn agent_accepts(objects: &[Value]) -> Result<()> {
     let replicas = objects.iter().find(|object| {
         object["kind"] == "Deployment" && text(object, "/metadata/name").ends_with("-replicas")
@@ -184,7 +185,7 @@ fn agent_accepts(objects: &[Value]) -> Result<()> {
     let milliseconds = |flag: &str| Ok::<u64, anyhow::Error>(value(flag)?.parse()?);
     let drain = milliseconds("--drain-delay-ms")? + milliseconds("--drain-timeout-ms")?;
     let stop = &pod["containers"][0]["lifecycle"]["preStop"];
-    // Before Kubernetes 1.30 a program sleeps.
+    // Before Kubernetes 1.30, `preStop` runs a program that sleeps.
     let sleep = match stop["sleep"]["seconds"].as_u64() {
         Some(seconds) => seconds,
         None => stop["exec"]["command"][1].as_str().context("a sleep")?.parse()?,

@@ -20,13 +20,13 @@ const MS: fn(u64) -> Duration = Duration::from_millis;
 /// Number of replicas: few enough for two cores, and enough that four unhealthy ones do not cause panic.
 const REPLICAS: usize = 10;
 
-/// Maximum time until anything shows.
+/// Maximum time until an effect shows.
 const LIMIT: Duration = Duration::from_secs(25);
 
 /// Queries of the dashboard that are correctly empty while everything is healthy.
 const EMPTY_WHEN_WELL: [&str; 1] = ["Alerts A"];
 
-/// The alerts that must be raised as more and more breaks, one list per step. Every alert is in one of them.
+/// The alerts that must be raised as more and more things break, one list per step. Every alert is in one of them.
 const SICK: &[&str] = &[
     "PrequalReplicaShareLow",
     "PrequalReplicaShareHigh",
@@ -76,7 +76,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
         .filter_settings(|settings| {
             let cluster = &mut settings["clusters"][0];
             cluster["route_modes"] = json!({"ask": "sync"});
-            // Two busy cores are sometimes late to answer, which is not the subject of this test.
+            // On two busy cores, answers are sometimes late, which this test does not check.
             cluster["probe_timeout_ms"] = json!(500);
             cluster["sync_deadline_ms"] = json!(100);
         })
@@ -113,7 +113,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     };
     fleet[4].agent.kill();
     fleet[4].agent = Agent::start_with(fleet[4].backend.addr(), &elsewhere)?;
-    // Fast, because it does nothing.
+    // This replica is fast, because it does nothing.
     fleet[5].backend.set(Reply::status(404));
     let crash = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
     assert_eq!(crash.status, 503);

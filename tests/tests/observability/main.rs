@@ -68,8 +68,8 @@ fn every_alert_says_what_it_means_and_is_tested() -> Result<()> {
     Ok(())
 }
 
-/// Debian's Prometheus lacks Kubernetes discovery, so the test writes down what it would find and runs the shipped
-/// relabelling on that.
+/// Debian's Prometheus lacks Kubernetes discovery, so the test lists the targets that it would find and runs the shipped
+/// relabelling on them.
 #[test]
 fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
     if !prometheus_is_here("pods_become_the_targets_that_the_rules_expect") {

@@ -35,7 +35,7 @@ pub fn documented() -> Result<Metrics> {
     Ok(found)
 }
 
-/// Headings without their marks.
+/// Headings without their leading `#`.
 pub fn headings() -> Result<BTreeSet<String>> {
     Ok(text()?
         .lines()

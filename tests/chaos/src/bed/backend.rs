@@ -13,7 +13,7 @@ use crate::backend::{COUNTS, Mode};
 /// How long a backend may take to answer its parent.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Killed on drop.
+/// The backend's process; killed on drop.
 pub(super) struct Process {
     child: Child,
     orders: ChildStdin,

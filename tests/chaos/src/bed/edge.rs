@@ -1,4 +1,4 @@
-//! The Envoy before the replicas, and changes to it while it runs: its listener, its endpoints, its process.
+//! The Envoy in front of the replicas, and changes to it while it runs: its listener, its endpoints, its process.
 //!
 //! The configuration is the shipped one, except that listener and endpoints come from files, which can change.
 
@@ -28,7 +28,8 @@ pub(crate) struct Edge {
     updates: u32,
 }
 
-/// What one process of Envoy has begun and not ended by its filter's counters. It grows only when a count is lost.
+/// Requests and probes that one process of Envoy has begun and not ended, according to its filter's counters. At rest
+/// they grow only if a count is lost.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Open {
     pid: u32,
@@ -37,7 +38,7 @@ pub(crate) struct Open {
 }
 
 impl Open {
-    /// What has been opened since `before` and not closed. Idle probes are always under way.
+    /// Requests and probes begun since `before` and not ended. Idle probes may always be in flight, so a few are allowed.
     fn since(self, before: Self) -> Vec<String> {
         // The counters of a process that took over began at zero.
         let before = if before.pid == self.pid { before } else { Self::default() };
@@ -127,7 +128,7 @@ impl Edge {
         }
     }
 
-    /// What the filter has begun and not ended.
+    /// The requests and probes that the filter has begun and not ended.
     pub(super) fn open(&self) -> Result<Open> {
         Ok(self.open_in(&self.envoy.prequal(CLUSTER)?))
     }

@@ -1,4 +1,4 @@
-//! One replica: a backend and the agent before it. Each can be killed, hung and restarted at its address. Orders are
+//! One replica: a backend and the agent in front of it. Each can be killed, hung and restarted at its address. Orders are
 //! idempotent, so that overlapping faults do not undo each other.
 
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use super::backend::{Process, signal};
 use crate::backend::Mode;
 use crate::harm::Harm;
 
-/// Below the range from which the system takes ports for connections, so that the port of a dead agent stays free.
+/// First port of the agents. It is below the ephemeral range, so that no connection takes the port of a dead agent.
 const AGENT_PORTS: u16 = 8101;
 const BACKEND_PORTS: u16 = 9101;
 

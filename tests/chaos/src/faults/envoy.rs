@@ -8,7 +8,7 @@ use prequal_testbed::{Client, Request, wasm_module};
 use crate::bed::{CLUSTER, PROBE_CLUSTER, crashing_module};
 use crate::fault::{Fault, Goal, Scope, Site, nothing_missing};
 
-/// In this test bed an updated listener drains for two seconds.
+/// Time after which an updated listener has drained. In this test bed it drains for two seconds.
 const DRAINED: Duration = Duration::from_millis(2500);
 
 pub(super) const FAULTS: &[Fault] = &[
@@ -132,8 +132,8 @@ fn all_endpoints(site: &Site) -> Result<()> {
     [CLUSTER, PROBE_CLUSTER].into_iter().try_for_each(|cluster| site.bed.edge().set_endpoints(cluster, &[]))
 }
 
-/// Makes the VM of one worker panic. Requests in flight on that worker are lost, and requests that arrive until it has a
-/// new VM.
+/// Makes the VM of one worker panic. Requests in flight on that worker are lost, and so are requests that arrive before
+/// it has a new VM.
 fn crash(site: &Site) -> Result<()> {
     let client = Client::new(site.bed.edge().addr());
     site.bed.harm.note(None, || {

@@ -99,7 +99,7 @@ pub(crate) fn hog() -> Result<()> {
     Ok(())
 }
 
-/// Lets one process after the other fill `group` until the kernel kills it.
+/// Starts one process after another, each of which fills `group` until the kernel kills it.
 fn exhaust(group: &Path, time: Duration) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < time {
@@ -110,7 +110,7 @@ fn exhaust(group: &Path, time: Duration) -> Result<()> {
     Ok(())
 }
 
-/// Fills `group` until it is killed for it; started by `memory`. Gives up at twice the limit.
+/// Fills the memory of `group` until the kernel kills this process; started by `memory`. Gives up at twice the limit.
 pub(crate) fn memory_hog(group: &Path) -> Result<()> {
     // The kernel kills this process, not the agent.
     std::fs::write("/proc/self/oom_score_adj", "1000").context("writing oom_score_adj")?;

@@ -41,7 +41,8 @@ impl Clients {
             connector.set_nodelay(true);
             Client::builder(TokioExecutor::new())
                 .pool_timer(TokioTimer::new())
-                // Like any client, send a request that could not leave, because its connection was closing, on another one.
+                // As other clients do, resend a request on another connection if its connection was closing and it was
+                // not sent.
                 .retry_canceled_requests(true)
                 .http2_only(http2)
                 .build(connector)
@@ -50,7 +51,7 @@ impl Clients {
         Self { addr, http1: pool(false), http2, next: Arc::new(AtomicUsize::new(0)) }
     }
 
-    /// Half of the uploads and downloads use either version.
+    /// The clients of the kind's HTTP version. Uploads and downloads alternate between HTTP/1.1 and HTTP/2.
     fn pool(&self, kind: Kind) -> &Pool {
         let next = self.next.fetch_add(1, Ordering::Relaxed);
         match kind {
@@ -206,7 +207,7 @@ fn replica(headers: &HeaderMap) -> Option<usize> {
     headers.get(mix::REPLICA)?.to_str().ok()?.parse().ok()
 }
 
-/// The headers may carry the status if nothing else follows.
+/// Fails if `headers` carry a `grpc-status` other than 0. Response headers carry one if nothing follows them.
 fn ensure_grpc_ok(headers: &HeaderMap) -> Result<()> {
     match headers.get("grpc-status") {
         Some(status) if status != "0" => {
