@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-/// What can carry out a fault.
+/// The program that can carry out a fault.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum By {
     /// The page, by a request to the program concerned.
@@ -29,7 +29,7 @@ pub(crate) struct Fault {
     pub(crate) what: &'static str,
     pub(crate) by: By,
     pub(crate) target: Target,
-    /// Default duration. 0: over at once; Docker's restart repairs it.
+    /// Default duration. 0 for a fault that is over at once and that a restart by Docker repairs.
     pub(crate) seconds: u64,
 }
 

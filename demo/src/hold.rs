@@ -1,6 +1,6 @@
 //! The container that owns a replica's network namespace, as the pause container of a pod does.
 //!
-//! If a container joined the namespace of another and the other is restarted, it stays in the old namespace. Therefore
+//! A container that joined the namespace of another one stays in the old namespace when the other is restarted. Therefore
 //! neither the service nor the agent, which are both killed in this demo, may own it.
 
 use anyhow::Result;

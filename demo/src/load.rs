@@ -50,7 +50,7 @@ struct Load {
     args: Args,
     start: Instant,
     sides: [Mutex<Windows>; 2],
-    /// Lateness of the generator itself: almost zero on a quiet machine.
+    /// Lateness of the generator itself, almost zero on a quiet machine.
     lag: Mutex<Windows>,
     ended: AtomicBool,
 }
@@ -83,7 +83,7 @@ pub(crate) async fn run(args: Args) -> Result<()> {
     .await
 }
 
-/// Waits until all of them have answered 200 once, so that no request is lost while the fleet starts.
+/// Waits until each of `urls` has answered 200 once, so that no request is lost while the fleet starts.
 async fn wait_for(urls: &[&String]) {
     let client = Client::new();
     for url in urls {

@@ -229,7 +229,7 @@ impl Page {
             }
             "crash" => {
                 self.client.get(&format!("{service}/healthz"), ASK).await?;
-                // It dies without an answer.
+                // The service exits without answering.
                 let _ = self.client.post(&format!("{service}/fault/crash"), ASK).await;
                 return Ok(());
             }

@@ -1,4 +1,4 @@
-//! As much HTTP as the demo needs: small replies, small requests, HTTP/1.1.
+//! A minimal HTTP/1.1 server and client for the demo, with small requests and replies.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -64,7 +64,7 @@ where
                     Ok::<_, Infallible>(handler(call).await)
                 }
             });
-            // A connection that the peer breaks off needs no handling here.
+            // Nothing needs to be done if the peer breaks the connection.
             let _ = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .serve_connection(TokioIo::new(stream), service)
@@ -83,7 +83,7 @@ pub(crate) fn json(value: &serde_json::Value) -> Response<Full<Bytes>> {
     typed(StatusCode::OK, "application/json", value.to_string())
 }
 
-/// A reply of any type, never cached.
+/// A reply of the content type `kind`, never cached.
 pub(crate) fn typed(status: StatusCode, kind: &'static str, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
@@ -92,7 +92,7 @@ pub(crate) fn typed(status: StatusCode, kind: &'static str, body: impl Into<Byte
     response
 }
 
-/// What a server answered.
+/// The response of a server.
 pub(crate) struct Answer {
     pub(crate) status: StatusCode,
     pub(crate) headers: HeaderMap,
@@ -115,12 +115,12 @@ impl Client {
         )
     }
 
-    /// The whole answer to a GET within `limit`, whatever its status.
+    /// The whole response to a GET within `limit`, whatever its status.
     pub(crate) async fn get(&self, url: &str, limit: Duration) -> Result<Answer> {
         self.send(Method::GET, url, limit).await
     }
 
-    /// The whole answer to a POST without a body.
+    /// The whole response to a POST without a body.
     pub(crate) async fn post(&self, url: &str, limit: Duration) -> Result<Answer> {
         self.send(Method::POST, url, limit).await
     }

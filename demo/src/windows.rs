@@ -15,7 +15,7 @@ pub(crate) const KEPT: usize = 300;
 /// Latency of a failed request, microseconds: Envoy's timeout in the demo's configuration.
 pub(crate) const FAILED_US: u32 = 2_000_000;
 
-/// Numbers of replicas are below this.
+/// Limit of replica numbers, which are all smaller.
 pub(crate) const REPLICAS: usize = 100;
 
 /// One request that ended.
@@ -30,7 +30,7 @@ pub(crate) struct Outcome {
 
 #[derive(Clone, Debug, Default)]
 struct Second {
-    /// Contains [`FAILED_US`] for failed requests.
+    /// One latency per request; failed requests count as at least [`FAILED_US`].
     latencies_us: Vec<u32>,
     failed: u32,
     /// Number of answers by replica.

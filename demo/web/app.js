@@ -60,7 +60,7 @@ function show() {
   const { sides, rate } = state;
   const load = state.ended ? "the load has ended; `docker-compose restart load` starts it again"
     : `${rate} requests a second through each Envoy`;
-  // The generator's own lateness is in every latency shown.
+  // The generator's own lateness is included in every latency shown.
   const lag = windows.prequal.at(-1)?.lag_p99_ms ?? 0;
   const busy = lag > 5 ? `; this machine is busy: the load generator itself is ${ms(lag)} ms late at p99` : "";
   at("status").textContent = state.second ? load + busy : "waiting for the load generator";

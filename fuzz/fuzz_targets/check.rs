@@ -1,4 +1,4 @@
-//! `prequal check`: any file is refused or judged, in bounded time.
+//! `prequal check`: any file is refused or checked, in bounded time.
 #![no_main]
 
 /// The command's own files, because it is a program without a library, and its other half needs a terminal.
@@ -24,7 +24,7 @@ fn seeds() -> Vec<Vec<u8>> {
     ]
     .map(|text| text.as_bytes().to_vec())
     .to_vec();
-    // The shipped file, each time without one of its paragraphs.
+    // The shipped file several times, each time without twelve of its lines.
     let shipped = include_str!("../../envoy-configs/static/envoy.yaml");
     let lines: Vec<&str> = shipped.lines().filter(|line| !line.trim_start().starts_with('#')).collect();
     for cut in (0..lines.len().saturating_sub(12)).step_by(12) {

@@ -17,7 +17,7 @@ fn seeds() -> Vec<Vec<u8>> {
     {
         seeds.push([&[which], text.as_bytes()].concat());
     }
-    // In addition, the corpus has two captured datagrams, those of the parsers' own tests.
+    // The corpus also has two captured datagrams, which the parsers' own tests use too.
     seeds
 }
 

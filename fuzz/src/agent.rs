@@ -88,7 +88,7 @@ async fn serve(backend: TcpListener, hostile: Rc<RefCell<Option<Vec<u8>>>>) {
                 let _ = connection.serve_connection(TokioIo::new(tcp), service_fn(answer)).await;
                 return;
             };
-            // The bytes answer a request: bytes before one could be taken for a broken connection.
+            // The bytes answer a request: bytes sent before a request could be taken for a broken connection.
             let _ = timeout(PATIENCE, tcp.read(&mut [0; 4096])).await;
             let _ = tcp.write_all(&bytes).await;
             let _ = tcp.shutdown().await;
@@ -108,7 +108,7 @@ async fn drain(tcp: &mut TcpStream) -> Vec<u8> {
     all
 }
 
-/// Sends `bytes` in `pieces` pieces, closes for writing, and reads whatever comes.
+/// Sends `bytes` in `pieces` pieces, closes for writing, and reads until the connection ends or `patience` is over.
 async fn exchange(to: SocketAddr, bytes: &[u8], pieces: usize, patience: Duration) -> Option<Vec<u8>> {
     let number = CLIENTS.with(|clients| clients.replace(clients.get().wrapping_add(1)));
     let [_, a, b, c] = (number % 0x00ff_0000).to_be_bytes();

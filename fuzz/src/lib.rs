@@ -79,7 +79,7 @@ impl<'a> Script<'a> {
         u32::from_le_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
     }
 
-    /// One of a small fleet, so that the same replicas meet again.
+    /// A replica of a small fleet, so that the same replicas occur repeatedly.
     pub fn replica(&mut self) -> Endpoint {
         replica(u16::from(self.byte() % 40))
     }
@@ -154,7 +154,7 @@ pub fn survives<B: Blob>(blob: &B) {
     }
 }
 
-/// Bytes by key, with the numbers of their writes.
+/// Bytes by key, each with the number of its last write, for compare-and-swap.
 type Values = HashMap<String, (Vec<u8>, u32)>;
 
 /// Shared data of one host. Every write of a balancer is checked by [`survives`].

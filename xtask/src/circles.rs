@@ -170,7 +170,7 @@ impl Sources {
                 let Some((definer, name)) = self.resolve(number, path, MAX_STEPS) else { continue };
                 let files = (module.file, self.modules[definer].file);
                 let mut side_by_side = self.lineage(number).into_iter().zip(self.lineage(definer));
-                // A module and its own parent form no such pair.
+                // A module and its own parent are not side by side.
                 if let Some((from, to)) = side_by_side.find(|(from, to)| from != to) {
                     uses.push(Use { from, to, files, name });
                 }
@@ -224,7 +224,7 @@ impl Sources {
     }
 }
 
-/// More steps than any path in this workspace needs.
+/// Maximum number of steps to resolve a path; more than any path in this workspace needs.
 const MAX_STEPS: u8 = 16;
 
 impl Module {

@@ -4,9 +4,9 @@
 //! dependency needs a line in `docs/dependencies.md`. `cargo deny` checks more (advisories, licence texts); if it is
 //! installed, it runs as well.
 //!
-//! CI does not install `cargo deny`. It would have to compile 168 more crates, which takes minutes on two cores, more than
-//! this whole step. What it would add needs the advisory database, a Git repository outside the package registries that CI
-//! can reach. The rules checked here are those that a change can break, and they cost one `cargo metadata`.
+//! CI does not install `cargo deny`. It would have to compile 168 more crates, which takes minutes on two cores, more
+//! than this whole step. Its further checks need the advisory database, a Git repository outside the package registries
+//! that CI can reach. The rules checked here are those that a change can break, and they cost one `cargo metadata`.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Starts child processes, and turns every way in which they fail into one readable error.
+//! Starts child processes, and reports every kind of failure as one readable error.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
@@ -29,7 +29,8 @@ pub(crate) fn tool(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Runs to the end with the terminal inherited; anything but success is an error that shows the command.
+/// Runs the command with the terminal inherited and waits for it; anything but success is an error that shows the
+/// command.
 pub(crate) fn check(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot start `{}`", shown(command)))?;
     if !status.success() {
@@ -38,7 +39,7 @@ pub(crate) fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs to the end without showing anything; returns standard output. An error includes the command's output.
+/// Runs the command without showing its output; returns standard output. An error includes the command's output.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("cannot start `{}`", shown(command)))?;
     if !output.status.success() {
@@ -48,12 +49,12 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("`{}` printed no UTF-8", shown(command)))
 }
 
-/// Whether the command could be started and succeeded. Shows nothing.
+/// Whether the command could be started and succeeded. Shows no output.
 pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
-/// Runs to the end, passing each line of standard output to `line`; standard error is inherited.
+/// Runs the command, passing each line of standard output to `line`; standard error is inherited.
 pub(crate) fn lines(command: &mut Command, mut line: impl FnMut(&str)) -> Result<()> {
     let mut child = command
         .stdout(Stdio::piped())

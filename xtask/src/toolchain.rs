@@ -1,5 +1,5 @@
 //! The compiler for the `.wasm`: the machine's own with `wasm32-wasip1`, or Debian's `rustc-web` if that standard library
-//! is not available. The same for Linux programs of another architecture.
+//! is not available. Also the compiler for Linux programs of another architecture, chosen in the same way.
 //!
 //! `rustup target add` downloads from a host that some networks (CI among them) block. Debian ships a compiler with the
 //! library's source. It is unpacked into `target/toolchain/`, never installed, and builds `wasm32-unknown-unknown` with
@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::{exports, progress, run, workspace};
 
-/// Which compiler the caller wants.
+/// The compiler to use.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
 pub(crate) enum Choice {
     /// rustup's if it has the target or can fetch it, else Debian's
@@ -78,7 +78,7 @@ impl Toolchain {
         }
     }
 
-    /// A compiler for Linux programs on `target`, whatever this machine is.
+    /// A compiler for Linux programs on `target`, regardless of this machine's architecture.
     pub(crate) fn for_programs(target: &str) -> Result<Self> {
         let toolchain = Self::with_target(target)?;
         progress::say(format_args!("{target}: {}", toolchain.version()?));

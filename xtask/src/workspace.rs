@@ -8,7 +8,8 @@ pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
 }
 
-/// Caches and outputs of these commands. `CARGO_TARGET_DIR` does not move it: the documented paths stay valid.
+/// Folder for caches and outputs of these commands. `CARGO_TARGET_DIR` does not move it, so that the documented paths
+/// stay valid.
 pub(crate) fn target() -> PathBuf {
     root().join("target")
 }

@@ -1,4 +1,4 @@
-//! `/metrics` in Prometheus' text format: what the clients of both sides observed.
+//! `/metrics` in Prometheus' text format: measurements by the clients of both sides.
 
 use std::fmt::Write as _;
 

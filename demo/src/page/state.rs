@@ -164,7 +164,7 @@ impl State {
         }
     }
 
-    /// Takes over the load generator's figures. If its clock went back, it was restarted.
+    /// Stores the load generator's figures. If its clock went back, it was restarted.
     pub(crate) fn load(&mut self, stats: &Value) {
         let second = stats["second"].as_u64().unwrap_or(0);
         if second < self.second {

@@ -76,8 +76,8 @@ fn group(pid: u32) -> Option<u32> {
 pub(crate) struct Ahead(Child);
 
 impl Ahead {
-    /// Starts the command under the scheduler's idle policy: it gets only time that no other process wants, until one waits
-    /// for it. `None` if that is impossible.
+    /// Starts the command under the scheduler's idle policy: it gets only CPU time that no other process wants, until a
+    /// process waits for it. `None` if that is impossible.
     pub(crate) fn start() -> Option<Self> {
         let log = File::create(workspace::target().join("ahead.log")).ok()?;
         Command::new("chrt")

@@ -34,7 +34,7 @@ pub(crate) struct Args {
 pub(crate) struct Unchecked {
     /// A failure in CI.
     pub(crate) skipped: Option<String>,
-    /// No failure: some CI machines cannot do it.
+    /// Not a failure: some CI machines cannot check it.
     pub(crate) impossible: Option<String>,
 }
 
@@ -70,7 +70,8 @@ pub(crate) fn check() -> Result<Unchecked> {
     let skipped = interface::check(&interfaces(&packages)?)?;
     let impossible = missing(oldest);
     if impossible.is_none() {
-        // First what a user of the tower layer compiles: with the programs' features, a missing one would go unnoticed.
+        // First compile only what a user of the tower layer does. With the programs' features enabled, a missing feature
+        // would go unnoticed.
         for selection in [LIBRARIES.as_slice(), &["--workspace"]] {
             let mut oldest_cargo = cargo_of(oldest);
             oldest_cargo.args(["check", "--quiet", "--manifest-path"]).arg(folder.join("Cargo.toml"));
@@ -239,7 +240,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
 const LIBRARIES: [&str; 6] =
     ["--package", "prequal-policy", "--package", "probe-agent", "--no-default-features", "--lib"];
 
-/// What the top folder of a package may contain.
+/// Names allowed in the top folder of a package.
 const ALLOWED: [&str; 7] =
     [".cargo_vcs_info.json", "Cargo.lock", "Cargo.toml", "Cargo.toml.orig", "LICENSE", "README.md", "src"];
 

@@ -30,7 +30,7 @@ pub(crate) fn prometheus() {
     }
 }
 
-/// Installs the missing ones of `tools` (program and package); only root can.
+/// Installs those of `tools` (program and package) that are missing; needs root.
 pub(crate) fn install(tools: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<&str> = tools
         .iter()

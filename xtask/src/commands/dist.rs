@@ -116,7 +116,7 @@ impl Parts {
     }
 }
 
-/// What identifies a release: the same in every run on one commit.
+/// The identity of a release, the same in every run on one commit.
 #[derive(Clone, Debug)]
 struct Stamp {
     version: String,
@@ -276,7 +276,7 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     Ok(files.into_keys().chain([SUMS.to_owned()]).collect())
 }
 
-/// Removes what an earlier run made, and nothing else.
+/// Empties or creates the folder `out`; fails if it holds anything but an earlier run.
 fn empty(out: &Path) -> Result<()> {
     if out.exists() && fs::read_dir(out)?.next().is_some() {
         ensure!(out.join(SUMS).is_file(), "{} is not empty and was not made by this command", out.display());

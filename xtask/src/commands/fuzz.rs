@@ -158,7 +158,7 @@ struct Target {
     programs: PathBuf,
 }
 
-/// What a run did.
+/// The result of a run.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Summary {
     executions: u64,

@@ -199,7 +199,7 @@ fn built_test() -> Result<PathBuf> {
     found.context("cargo built no guest test")
 }
 
-/// Runs the guest to its end and shows its output.
+/// Runs the guest until it ends and shows its output.
 fn boot(kernel: &Kernel, initramfs: &Path, limit: Duration) -> Result<()> {
     progress::headline("booting the guest (QEMU without KVM)");
     let started = Instant::now();
@@ -239,7 +239,7 @@ fn boot(kernel: &Kernel, initramfs: &Path, limit: Duration) -> Result<()> {
         }
         console.push(line);
     }
-    // It has exited by itself, or it is too late.
+    // Either QEMU has exited by itself, or its time is up.
     let _ = child.kill();
     child.wait()?;
     let tail = console[console.len().saturating_sub(15)..].join("\n");

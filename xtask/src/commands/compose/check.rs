@@ -28,7 +28,7 @@ pub(super) struct Options {
     pub(super) picture: Option<PathBuf>,
 }
 
-/// One fault and what it may cost.
+/// One fault and its allowed cost.
 struct Case {
     fault: &'static str,
     /// The replica that is hit; 0 if the fault targets no replica.
@@ -82,7 +82,7 @@ const CASES: [Case; 11] = [
     Case { fault: "delay", replica: 1, seconds_lost: 0.0, in_flight: 0, shows: Shows::BaselineTail(100.0) },
     Case { fault: "endpoint-remove", replica: 2, seconds_lost: 0.0, in_flight: 0, shows: Shows::NoTraffic },
     Case { fault: "endpoint-add", replica: 9, seconds_lost: 0.0, in_flight: 0, shows: Shows::Traffic },
-    // The requests of all eight replicas while Envoy is away.
+    // Requests to all eight replicas fail while Envoy is away.
     Case {
         fault: "envoy-restart",
         replica: 0,
@@ -271,8 +271,8 @@ impl Check<'_> {
         bail!("no fifteen calm seconds to compare with in {CALM_TRIES} tries")
     }
 
-    /// Repeats the fault after a miss, or if the machine was too busy: on shared cores a single tail proves little. Every
-    /// try is printed.
+    /// Repeats the fault after a miss, or if the machine was too busy: on shared cores a single tail latency proves
+    /// little. Every try is printed.
     fn twice(&mut self, case: &Case, options: &Options) -> Result<()> {
         let kept = (self.wrong.len(), self.unjudged.len());
         self.case(case, options)?;

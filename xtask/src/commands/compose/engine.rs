@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::{progress, run, workspace};
 
-/// The demo under one project name: several can run side by side.
+/// The demo under one project name. Several projects can run side by side.
 #[derive(Clone, Debug)]
 pub(crate) struct Project {
     /// `docker-compose`, or `docker compose`.

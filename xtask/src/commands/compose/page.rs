@@ -1,4 +1,4 @@
-//! A client for the live page's API, with only as much HTTP as it needs.
+//! A client for the live page's API, with only the HTTP that it needs.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};

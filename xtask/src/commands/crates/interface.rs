@@ -1,9 +1,9 @@
 //! The public API of each published crate, compared with the listing in its folder's `public-api.txt`.
 //!
-//! In place of `cargo semver-checks`, which compiles for minutes. rustdoc describes a library as JSON, and the crate
-//! `public-api` turns that into one line for each public item. A listing holds the lines and the version that made the
-//! last break. A line that is removed or changed needs a version that cargo takes for incompatible, once the version of
-//! the listing is released (CHANGELOG.md has its date).
+//! This comparison replaces `cargo semver-checks`, which takes minutes to compile. rustdoc describes a library as JSON,
+//! and the crate `public-api` turns that into one line for each public item. A listing holds these lines and the version
+//! that made the last breaking change. Once that version is released (CHANGELOG.md has its date), removing or changing a
+//! line requires a version that cargo treats as incompatible.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -21,11 +21,12 @@ pub(super) struct Package {
     pub(super) name: String,
     pub(super) version: String,
     pub(super) folder: PathBuf,
-    /// What `use` calls it.
+    /// Name of the library in `use`.
     pub(super) library: String,
 }
 
-/// Fails if a listing is not up to date, or a change breaks users; returns why nothing could be compared.
+/// Fails if a listing is not up to date, or if a change breaks users' code; returns the reason if nothing could be
+/// compared.
 pub(super) fn check(packages: &[Package]) -> Result<Option<String>> {
     if let Some(why) = describe(packages)? {
         return Ok(Some(why));
@@ -42,7 +43,7 @@ pub(super) fn check(packages: &[Package]) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Writes the listings that are out of date. Refuses a break without a new version.
+/// Writes the listings that are out of date. Refuses a breaking change without a new version.
 pub(super) fn bless(packages: &[Package]) -> Result<()> {
     if let Some(why) = describe(packages)? {
         bail!("{why}");
@@ -65,7 +66,7 @@ pub(super) fn bless(packages: &[Package]) -> Result<()> {
     Ok(())
 }
 
-/// Makes rustdoc describe the libraries; returns why they cannot be read, if so.
+/// Runs rustdoc on the libraries; returns the reason if its output cannot be read.
 fn describe(packages: &[Package]) -> Result<Option<String>> {
     let libraries: Vec<&str> = packages.iter().map(|package| package.library.as_str()).collect();
     let mut doc = run::cargo();
@@ -73,8 +74,8 @@ fn describe(packages: &[Package]) -> Result<Option<String>> {
     packages.iter().for_each(|package| {
         doc.args(["--package", &package.name]);
     });
-    // A stable rustdoc writes JSON only if it is allowed to be unstable, here for these crates alone. That setting, and
-    // these flags, would have cargo build things anew in its usual folder.
+    // A stable rustdoc writes JSON only if unstable features are allowed, here for these crates alone. In its usual
+    // folder, cargo would rebuild because of this setting and these flags.
     doc.env("RUSTC_BOOTSTRAP", libraries.join(","));
     doc.env("RUSTDOCFLAGS", "-Zunstable-options --output-format=json");
     run::check(&mut doc)?;
@@ -91,7 +92,7 @@ fn folder() -> PathBuf {
     workspace::target().join("public-api")
 }
 
-/// Why `public-api` cannot read what rustdoc wrote, if so. The format changes with every few releases of Rust.
+/// Why `public-api` cannot read rustdoc's output, if so. The format changes every few releases of Rust.
 fn unreadable(described: &Value) -> Option<String> {
     let format = &described["format_version"];
     (*format != FORMAT).then(|| {
@@ -111,7 +112,7 @@ impl Package {
         folder().join("doc").join(&self.library).with_extension("json")
     }
 
-    /// Today's lines.
+    /// The lines of the current public API.
     fn public_api(&self) -> Result<Vec<String>> {
         let path = self.described();
         let api = public_api::Builder::from_rustdoc_json(&path).omit_blanket_impls(true).build();
@@ -153,9 +154,9 @@ struct Listing {
 #[derive(Debug)]
 enum Verdict {
     Same,
-    /// The listing has to be written anew.
+    /// The listing must be rewritten.
     Outdated(String),
-    /// Code that compiles with the listed version may not compile any more, and the version says that it does.
+    /// Code that compiles with the listed version may no longer compile, although the new version promises that it does.
     Breaks(String),
 }
 
@@ -173,7 +174,8 @@ impl Listing {
         format!("{first}\n{}\n", self.lines.join("\n"))
     }
 
-    /// Compares with `now`, the lines of today. `released`: someone may depend on the version of this listing.
+    /// Compares the listing with `now`, the current lines. If `released`, users may depend on the version of this
+    /// listing.
     fn verdict(&self, package: &Package, now: &[String], released: bool) -> Verdict {
         let Package { name, version, .. } = package;
         let Self { since, .. } = self;
@@ -213,7 +215,7 @@ impl Listing {
     }
 }
 
-/// Whether a line of `public-api` promises something. The other lines are the compiler's own affair, or say that a type
+/// Whether a line of `public-api` is a promise to users. The other lines are internal to the compiler, or say that a type
 /// lacks a trait.
 fn is_promise(line: &str) -> bool {
     let subject = line.split(" for ").next().unwrap_or_default();
@@ -231,12 +233,12 @@ fn extends_an_enum(line: &str, listed: &BTreeSet<&str>) -> bool {
     })
 }
 
-/// Whether cargo takes `to` for incompatible with `from`, and newer.
+/// Whether `to` is newer than `from`, and incompatible with it according to cargo.
 fn is_raised(from: &str, to: &str) -> bool {
     leading(to) > leading(from)
 }
 
-/// The numbers of a version that say what it is compatible with: up to the first that is not 0.
+/// The leading numbers of a version, which determine compatibility: up to and including the first that is not 0.
 fn leading(version: &str) -> Vec<u64> {
     let release = version.split(['-', '+']).next().unwrap_or_default();
     let numbers: Vec<u64> = release.split('.').map(|number| number.parse().unwrap_or(0)).collect();
@@ -254,13 +256,13 @@ fn next(version: &str) -> String {
     numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(".")
 }
 
-/// The format of rustdoc's JSON that this version of `public-api` reads, and a Rust that writes it.
+/// The format of rustdoc's JSON that this version of `public-api` reads, and a version of Rust that writes it.
 const FORMAT: u64 = 57;
 const RUST: &str = "1.95";
 
 const BLESS: &str = "run `cargo xtask crates --bless` and commit what it writes";
 
-/// Traits that the compiler implements by itself, and that no user can name on stable Rust, or hardly does.
+/// Traits that the compiler implements automatically, and that users cannot name on stable Rust, or hardly ever do.
 const PRIVATE: [&str; 5] = [
     "core::marker::Freeze",
     "core::marker::StructuralPartialEq",
@@ -285,7 +287,7 @@ mod tests {
         Listing { since: "0.1.0".to_owned(), lines: OLD.map(str::to_owned).to_vec() }
     }
 
-    /// The verdict on version `version` with `OLD` less `less` and with `more`.
+    /// The verdict on `version` if `less` is removed from the lines of `OLD` and `more` is added.
     fn verdict(version: &str, less: &[&str], more: &[&str], released: bool) -> Verdict {
         let lines = OLD.iter().filter(|line| !less.contains(line)).chain(more);
         let now: Vec<String> = lines.map(|line| (*line).to_owned()).collect();

@@ -58,7 +58,7 @@ pub(super) fn chart(folder: &Path, version: &str, digests: &Digests<'_>) -> Resu
     Ok(files)
 }
 
-/// An image is recognised by the block that contains it: other images are the user's.
+/// Recognises an image by the block that contains it. Other images are the user's.
 fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     let image = format!("image: {{repository: \"\", tag: {version}, digest: \"\"}}");
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();

@@ -5,7 +5,7 @@
 //! that cosign writes and reads. `openssl` computes the signature, so that no key passes through this project's code. One
 //! envelope covers the module, the programs and the images.
 //!
-//! Left out: who may sign, transparency logs, and signatures beside the images in a registry (docs/releasing.md).
+//! Not covered here: who may sign, transparency logs, and signatures beside the images in a registry (docs/releasing.md).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -381,7 +381,7 @@ mod tests {
         assert!(error.contains("no public key on the curve P-256"), "{error}");
     }
 
-    /// Verifies with another implementation than the one that signed, as other tools would.
+    /// Verifies with an implementation other than the one that signed, as other tools would.
     #[test]
     fn ring_accepts_the_signature_as_dsse() {
         let release = Release::signed();

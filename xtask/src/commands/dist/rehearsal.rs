@@ -15,7 +15,7 @@ use crate::commands::{debian, helm};
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
-/// Why a rehearsal is impossible here, if so. Programs that only have to be installed do not count.
+/// Why a rehearsal is impossible here, if so. A program that only has to be installed does not make it impossible.
 pub(crate) fn missing() -> Option<String> {
     let had = debian::install(&[("skopeo", "skopeo")]).and_then(|()| debian::unpacked("docker-registry"));
     had.err().map(|why| progress::last_line(&why))

@@ -31,7 +31,7 @@ const LONGEST: [&str; 5] = ["e2e", "host", "agent", "mesh", "observability"];
 /// Programs that use every core, so that others beside them would miss their limits.
 const ALONE: [&str; 1] = ["floods"];
 
-/// What the tests did.
+/// The results of the tests.
 #[derive(Debug, Default)]
 pub(super) struct Done {
     pub(super) passed: u64,
@@ -77,7 +77,7 @@ pub(super) fn run(
     Ok(Done { passed: tally.passed, flaky, skipped })
 }
 
-/// What every program of a run shares.
+/// State shared by all programs of a run.
 struct Session<'a> {
     envoy: &'a Path,
     folder: PathBuf,
@@ -151,7 +151,8 @@ impl Session<'_> {
             .collect()
     }
 
-    /// Runs one program to its end, with the environment that tests read. Its output goes to target/tests as it is written.
+    /// Runs one program and waits for it, with the environment that tests read. Its output goes to target/tests as it is
+    /// written.
     fn one(&self, name: &str, command: &mut Command) -> Result<Ran> {
         let log = self.folder.join(format!("{name}.log"));
         let file = File::create(&log).with_context(|| format!("writing {}", log.display()))?;
