@@ -138,7 +138,10 @@ fn documented_yaml_works() -> Result<()> {
         match document {
             "docs/prequal.md" => renders(&block.text),
             "docs/kubernetes.md" => is_of_kubernetes(&yaml_serde::from_str(&block.text)?),
-            "docs/orca.md" => is_policy(&yaml_serde::from_str(&block.text)?),
+            "docs/orca.md" => {
+                let shown: Value = yaml_serde::from_str(&block.text)?;
+                if shown.get("kind").is_some() { is_backend_policy(&shown) } else { is_policy(&shown) }
+            }
             "docs/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
             _ => bail!("no test for this kind of block"),
         }
@@ -158,7 +161,8 @@ fn renders(text: &str) -> Result<()> {
 
 /// Checks clusters, or a chart's dependency on this project's chart, or values for it. The mesh's tests render them.
 fn is_of_kubernetes(shown: &Value) -> Result<()> {
-    if let Some(values) = shown.get("prequal") {
+    // The chart's values as a user writes them, or below the chart's name in a chart that depends on it.
+    if let Some(values) = shown.get("prequal").or_else(|| shown.get("agent").map(|_| shown)) {
         let schema = fs::read_to_string(workspace_root().join("charts/prequal/values.schema.json"))?;
         let validator = jsonschema::draft7::new(&serde_json::from_str(&schema)?)?;
         let wrong: Vec<String> = validator.iter_errors(values).map(|error| error.to_string()).collect();
@@ -204,6 +208,24 @@ fn is_policy(shown: &Value) -> Result<()> {
     cluster.remove("lb_policy");
     cluster.extend(shown.as_object().context("a policy")?.clone());
     validates(&config)
+}
+
+/// Checks an Envoy Gateway policy as far as is possible without its CRDs: the kind, and the names of the fields, which were read in
+/// the source of version 1.9.1.
+fn is_backend_policy(shown: &Value) -> Result<()> {
+    let is = |pointer: &str, value: &str| {
+        ensure!(shown.pointer(pointer) == Some(&json!(value)), "{pointer} is not {value}: {shown}");
+        Ok(())
+    };
+    is("/apiVersion", "gateway.envoyproxy.io/v1alpha1")?;
+    is("/kind", "BackendTrafficPolicy")?;
+    is("/spec/loadBalancer/type", "BackendUtilization")?;
+    let known = ["weightUpdatePeriod", "errorUtilizationPenaltyPercent", "outOfBand"];
+    let fields = shown.pointer("/spec/loadBalancer/backendUtilization").and_then(Value::as_object);
+    for field in fields.context("backendUtilization")?.keys() {
+        ensure!(known.contains(&field.as_str()), "{field} is not known");
+    }
+    Ok(())
 }
 
 fn validates(config: &Value) -> Result<()> {

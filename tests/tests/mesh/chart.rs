@@ -242,7 +242,7 @@ fn a_native_sidecar_is_an_init_container_that_keeps_running() -> Result<()> {
 fn the_agent_is_injected_as_documented() -> Result<()> {
     let Some(helm) = Helm::find("the_agent_is_injected_as_documented")? else { return Ok(()) };
     let page = std::fs::read_to_string(workspace_root().join("docs/kubernetes.md"))?;
-    let section = page.split("### The agent in a chart of yours").nth(1).context("the section")?;
+    let section = page.split("### The agent in your own chart").nth(1).context("the section")?;
     let block = |language: &str, index: usize| -> Result<&str> {
         let fence = format!("```{language}\n");
         let block = section.split(fence.as_str()).nth(index + 1).context("a block")?;
