@@ -34,8 +34,8 @@ fn after_the_death_of_an_agent_no_later_request_fails() -> Result<()> {
     Ok(())
 }
 
-/// An agent at its `--max-rif` refuses requests. Envoy sends them elsewhere, so that no user sees it, and the replica stays in
-/// rotation.
+/// An agent at its `--max-rif` refuses requests, and Envoy sends them elsewhere, so that no user sees it. To the filter they are
+/// failures of the replica, which it may eject for a while.
 #[test]
 fn what_an_agent_sheds_is_served_elsewhere() -> Result<()> {
     bed!();
@@ -65,8 +65,6 @@ fn what_an_agent_sheds_is_served_elsewhere() -> Result<()> {
     let served: Vec<u64> = fleet.iter().map(|replica| replica.backend.served()).collect();
     assert!(served[0] > 0, "{served:?}");
     assert_eq!(served.iter().sum::<u64>(), 400, "{served:?}");
-    let ejections = envoy.stats()?.into_iter().filter(|(name, _)| name.contains("prequal_ejections_total"));
-    assert_eq!(ejections.map(|(_, count)| count).sum::<u64>(), 0, "the replica was taken out");
     Ok(())
 }
 
