@@ -23,9 +23,11 @@ pub(super) struct Digests<'a> {
 pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     let mut count = 0;
-    for folder in ["envoy-gateway", "istio", "kubernetes", "plb"] {
+    // The archive of programs has a file `plb`, so that folder has another name, in case both are unpacked in one place.
+    let folders = ["envoy-gateway", "istio", "kubernetes"].map(|folder| (folder, folder));
+    for (folder, name) in folders.into_iter().chain([("plb", "plb-daemon")]) {
         for mut file in entries_of(&configs.join(folder))? {
-            file.path = format!("{folder}/{}", file.path);
+            file.path = format!("{name}/{}", file.path);
             let text = std::str::from_utf8(&file.bytes).with_context(|| file.path.clone())?;
             let (text, replaced) = with_digests(text, folder == "kubernetes", version, digests)?;
             let modules = ["kind: WasmPlugin", "kind: TrafficExtension", "kind: EnvoyExtensionPolicy"];
@@ -142,7 +144,7 @@ mod tests {
             assert!(text(path).contains(&url), "{path}");
         }
         let by_digest = format!("{REGISTRY}/probe-agent@{agent}");
-        for path in ["istio/server-agent.yaml", "envoy-gateway/replicas.yaml", "plb/daemonset.yaml"] {
+        for path in ["istio/server-agent.yaml", "envoy-gateway/replicas.yaml", "plb-daemon/daemonset.yaml"] {
             assert!(text(path).contains(&format!("        image: {by_digest}\n")), "{path}");
         }
         let images = text("kubernetes/base/kustomization.yaml");
