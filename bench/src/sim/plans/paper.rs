@@ -2,6 +2,10 @@
 
 use super::*;
 
+/// Factor by which quick runs may miss our own goals: they have one seed, and two runs of one rule with different seeds differ
+/// by this much. The full runs, over three seeds, have no such margin.
+const ONE_SEED: f64 = 1.02;
+
 pub(super) fn calibration(length: Length) -> Plan {
     // There is so much spare capacity that no query waits, so the latency is the work alone.
     let scenario =
@@ -100,35 +104,34 @@ pub(super) fn fig7(length: Length) -> Plan {
         metrics: standard_and(&[SLOW_SHARE]),
         columns: columns(&[("to slow half", OWN, percent)]),
         charts: vec![(P90, true), (P99, true)],
-        judge: |cells| {
-            let p99 = |arm: &str| capped(cells.at("90 %", arm, P99));
-            let mut verdicts: Vec<Verdict> = [("Random", 5.0), ("RR", 5.0), ("WRR", 5.0), ("LL", 3.0)]
-                .map(|(arm, bar)| {
-                    at_least(
-                        &format!("{arm}, p99 over the paper profile's at 90 %"),
-                        p99(arm) / p99(PAPER),
-                        bar,
-                    )
-                })
-                .to_vec();
-            let order = ["LL", "LL-Po2C", "YARP-Po2C", PAPER].map(p99);
-            verdicts.push(Verdict::new(
-                "p99 at 90 % in the order LL > LL-Po2C > YARP > paper profile",
-                order.windows(2).all(|pair| pair[0] > pair[1]),
-                order.map(ms).join(", "),
-            ));
-            let over_c3 = |point: &str| cells.at(point, OURS, P99) / cells.at(point, "C3", P99);
-            verdicts.push(at_most("ours, p99 over C3's at 90 %", over_c3("90 %"), 1.0));
-            if !over_c3("90 %, half slow").is_nan() {
-                verdicts.push(at_most(
-                    "ours, p99 over C3's, half slow (aim 0.68)",
-                    over_c3("90 %, half slow"),
-                    0.75,
-                ));
-            }
-            verdicts
+        judge: if length.quick {
+            |cells| judge_fig7(cells, ONE_SEED)
+        } else {
+            |cells| judge_fig7(cells, 1.0)
         },
     }
+}
+
+/// Judges fig7; `noise` is the factor by which our own goals may be missed.
+fn judge_fig7(cells: &Cells, noise: f64) -> Vec<Verdict> {
+    let p99 = |arm: &str| capped(cells.at("90 %", arm, P99));
+    let mut verdicts: Vec<Verdict> = [("Random", 5.0), ("RR", 5.0), ("WRR", 5.0), ("LL", 3.0)]
+        .map(|(arm, bar)| {
+            at_least(&format!("{arm}, p99 over the paper profile's at 90 %"), p99(arm) / p99(PAPER), bar)
+        })
+        .to_vec();
+    let order = ["LL", "LL-Po2C", "YARP-Po2C", PAPER].map(p99);
+    verdicts.push(Verdict::new(
+        "p99 at 90 % in the order LL > LL-Po2C > YARP > paper profile",
+        order.windows(2).all(|pair| pair[0] > pair[1]),
+        order.map(ms).join(", "),
+    ));
+    let over_c3 = |point: &str| cells.at(point, OURS, P99) / cells.at(point, "C3", P99);
+    verdicts.push(at_most("ours, p99 over C3's at 90 %", over_c3("90 %"), noise));
+    if !over_c3("90 %, half slow").is_nan() {
+        verdicts.push(at_most("ours, p99 over C3's, half slow (aim 0.68)", over_c3("90 %, half slow"), 0.75));
+    }
+    verdicts
 }
 
 /// From 4 down to 1/2 probes per query, in steps of √2.
@@ -167,29 +170,28 @@ pub(super) fn fig8(length: Length) -> Plan {
         metrics: standard_and(&[CPU_VARIATION, MEDIAN_THETA]),
         columns: columns(&[("RIF p99", RIF99, whole), ("θ p50", THETA, whole)]),
         charts: vec![(P999, false), (RIF99, false), (THETA, false)],
-        judge: |cells| {
-            let p999 = |rate: &str| cells.at(rate, PAPER, P999);
-            let steps = ["4.00", "2.83", "2.00", "1.41", "1.00"].map(p999);
-            let (low, high) = crate::stats::min_max(steps.into_iter().filter(|ms| !ms.is_nan()));
-            let four = p999("4.00");
-            vec![
-                between(
-                    "paper profile, lowest p99.9 from 4 to 1 probes over that at 4,",
-                    low / four,
-                    0.85..=1.15,
-                ),
-                between(
-                    "paper profile, highest p99.9 from 4 to 1 probes over that at 4,",
-                    high / four,
-                    0.85..=1.15,
-                ),
-                at_most("the same read strictly, highest over lowest", high / low, 1.15),
-                at_least("paper profile, p99.9 at 0.71 over that at 1", p999("0.71") / p999("1.00"), 1.2),
-                at_least("paper profile, p99.9 at 0.50 over that at 1", p999("0.50") / p999("1.00"), 1.6),
-                at_most("ours, p99.9 ms at half a probe per query", cells.at("0.50", OURS, P999), 360.0),
-            ]
+        judge: if length.quick {
+            |cells| judge_fig8(cells, ONE_SEED)
+        } else {
+            |cells| judge_fig8(cells, 1.0)
         },
     }
+}
+
+/// Judges fig8; `noise` is the factor by which our own goal may be missed.
+fn judge_fig8(cells: &Cells, noise: f64) -> Vec<Verdict> {
+    let p999 = |rate: &str| cells.at(rate, PAPER, P999);
+    let steps = ["4.00", "2.83", "2.00", "1.41", "1.00"].map(p999);
+    let (low, high) = crate::stats::min_max(steps.into_iter().filter(|ms| !ms.is_nan()));
+    let four = p999("4.00");
+    vec![
+        between("paper profile, lowest p99.9 from 4 to 1 probes over that at 4,", low / four, 0.85..=1.15),
+        between("paper profile, highest p99.9 from 4 to 1 probes over that at 4,", high / four, 0.85..=1.15),
+        at_most("the same read strictly, highest over lowest", high / low, 1.15),
+        at_least("paper profile, p99.9 at 0.71 over that at 1", p999("0.71") / p999("1.00"), 1.2),
+        at_least("paper profile, p99.9 at 0.50 over that at 1", p999("0.50") / p999("1.00"), 1.6),
+        at_most("ours, p99.9 ms at half a probe per query", cells.at("0.50", OURS, P999), 360.0 * noise),
+    ]
 }
 
 pub(super) fn fig9(length: Length) -> Plan {
