@@ -154,7 +154,8 @@ mod tests {
         );
         assert!(text("kubernetes/base/replicas.yaml").contains("        image: probe-agent\n"));
         for file in &files {
-            let shipped = std::fs::read(configs.join(&file.path)).expect("the shipped file");
+            let path = file.path.replacen("plb-daemon/", "plb/", 1);
+            let shipped = std::fs::read(configs.join(path)).expect("the shipped file");
             let text = String::from_utf8_lossy(&file.bytes).into_owned();
             let built =
                 |line: &&str| line.contains("prequal_filter:") || line.contains("probe-agent, newTag");
