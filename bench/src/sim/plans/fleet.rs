@@ -215,7 +215,7 @@ pub(super) fn newcomer(length: Length) -> Plan {
         text: "The 21st server joins 20 others at 0.75x. At first its queries take a multiple of the usual work, which \
             falls linearly to the usual over 20 s (caches, just-in-time compilation). Shares are relative to the fair \
             share. `slow_start_ms` limits the share of a young replica; probation and the replica's own reports apply \
-            in every arm of ours.",
+            in every Prequal arm.",
         x_label: "the newcomer",
         points: points.collect(),
         metrics: standard_and(&[
