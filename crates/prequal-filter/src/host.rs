@@ -4,6 +4,7 @@
 
 use std::ptr;
 
+use prequal_core::client::headers;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
@@ -66,21 +67,17 @@ impl Headers {
         };
         Self(bytes)
     }
+}
 
-    /// Returns the value of the first header of this name.
+impl headers::Headers for Headers {
     #[inline(never)]
-    pub(crate) fn get(&self, name: &str) -> Option<&[u8]> {
+    fn get(&self, name: &str) -> Option<&[u8]> {
         self.all(name).next()
     }
 
-    /// Returns whether one of these headers occurs more than once.
-    pub(crate) fn any_twice(&self, names: &[&str]) -> bool {
-        names.iter().any(|name| self.all(name).nth(1).is_some())
-    }
-
-    /// Returns the values of a header. The ABI's format is the number of headers, then the sizes of each name and
-    /// value, then the names and values, each followed by a zero byte.
-    pub(crate) fn all(&self, name: &str) -> impl Iterator<Item = &[u8]> {
+    /// The ABI's format is the number of headers, then the sizes of each name and value, then the names and values, each
+    /// followed by a zero byte.
+    fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a [u8]> {
         let (count, rest) = number(&self.0).unwrap_or_default();
         let (mut sizes, mut texts) = rest.split_at_checked(count.saturating_mul(8)).unwrap_or_default();
         std::iter::from_fn(move || {

@@ -4,7 +4,7 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use prequal_core::client::{Count, Counters, ProbeEnd, ReportEnd, Tick};
+use prequal_core::client::{Count, Counters, Tick, labels};
 use prequal_core::ejection::Change;
 use prequal_core::sync::Ending;
 use proxy_wasm::hostcalls;
@@ -183,7 +183,7 @@ pub(crate) struct Metrics {
 impl Metrics {
     /// Defines or finds the metrics of a cluster; the same names in every VM are one metric.
     pub(crate) fn define(cluster: &str) -> Self {
-        let cluster = label(cluster);
+        let cluster = labels::value(cluster);
         let counter = |name: &str, label: &str| {
             Counter::define(&format!("prequal_{name}_total.cluster={cluster}{label}"))
         };
@@ -192,15 +192,13 @@ impl Metrics {
         let tally = |name: &str, key: &str, value: &str| Tally::new(labelled(name, key, value));
         Self {
             requests: Rc::new(Requests {
-                picks: ["cold", "hot", "trial", "fallback", "sync", "scored"]
-                    .map(|branch| tally("picks", "branch", branch)),
-                reports: REPORT_LABELS.map(|result| tally("reports", "result", result)),
-                outcomes: ["answer", "upstream_failure", "client_abort", "local"]
-                    .map(|class| tally("outcomes", "class", class)),
+                picks: labels::PICKS.map(|branch| tally("picks", "branch", branch)),
+                reports: labels::REPORTS.map(|result| tally("reports", "result", result)),
+                outcomes: labels::OUTCOMES.map(|class| tally("outcomes", "class", class)),
             }),
             sent: labelled("probes", "result", "sent"),
             undispatched: labelled("probes", "result", "undispatched"),
-            probes: PROBE_LABELS.map(|result| labelled("probes", "result", result)),
+            probes: labels::PROBES.map(|result| labelled("probes", "result", result)),
             waits: ["enough", "all_ended", "deadline", "unasked", "aborted"]
                 .map(|end| labelled("sync_waits", "end", end)),
             sync_answers: counter("sync_answers", ""),
@@ -209,8 +207,8 @@ impl Metrics {
                 &format!("prequal_sync_wait_us.cluster={cluster}"),
             )),
             diverted: counter("diverted", ""),
-            ejections: REASONS.map(|reason| labelled("ejections", "reason", reason)),
-            returned: REASONS.map(|reason| labelled("returned", "reason", reason)),
+            ejections: labels::REASONS.map(|reason| labelled("ejections", "reason", reason)),
+            returned: labels::REASONS.map(|reason| labelled("returned", "reason", reason)),
             trials: counter("trials", ""),
             overflow: counter("ejections_overflow", ""),
             blobs: BlobCounters::define("prequal_", &format!(".cluster={cluster}")),
@@ -256,8 +254,8 @@ impl Counters for Metrics {
         match what {
             Count::Pick(branch) => tally(&self.requests.picks, branch as usize),
             Count::Trial => self.trials.one(),
-            Count::Probe(end) => one_of(&self.probes, probe_index(end)),
-            Count::Report(end) => tally(&self.requests.reports, report_index(end)),
+            Count::Probe(end) => one_of(&self.probes, labels::probe(end)),
+            Count::Report(end) => tally(&self.requests.reports, labels::report(end)),
             Count::Outcome(class) => tally(&self.requests.outcomes, class as usize),
             Count::Diverted => self.diverted.one(),
             Count::Ejection(Change::Ejected(reason)) => one_of(&self.ejections, reason as usize),
@@ -283,74 +281,6 @@ fn one_of(counters: &[Counter], index: usize) {
     }
 }
 
-fn probe_index(end: ProbeEnd) -> usize {
-    match end {
-        ProbeEnd::Used => 0,
-        ProbeEnd::Timeout => 1,
-        ProbeEnd::Refused => 2,
-        ProbeEnd::WrongEndpoint => 3,
-        ProbeEnd::NoReport => 4,
-        ProbeEnd::NoEndpoint => 5,
-        ProbeEnd::NoHost => 6,
-        ProbeEnd::Status => 7,
-        ProbeEnd::Duplicate => 8,
-        ProbeEnd::BadReport(error) => 9 + error as usize,
-    }
-}
-
-fn report_index(end: ReportEnd) -> usize {
-    match end {
-        ReportEnd::Used => 0,
-        ReportEnd::WrongEndpoint => 1,
-        ReportEnd::NoEndpoint => 2,
-        ReportEnd::Bad(error) => 3 + error as usize,
-        ReportEnd::BadOrca => REPORT_LABELS.len() - 1,
-    }
-}
-
-/// Converts text to a label's value. A dot would end the value.
-pub(crate) fn label(value: &str) -> String {
-    value.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect()
-}
-
 fn define(kind: MetricType, name: &str) -> Option<u32> {
     hostcalls::define_metric(kind, name).ok()
 }
-
-// The labels below are in the order of the variants that they name.
-/// Reasons for which replicas are ejected.
-const REASONS: [&str; 3] = ["failing", "reported", "unresponsive"];
-const PROBE_LABELS: [&str; 17] = [
-    "used",
-    "timeout",
-    "refused",
-    "rejected_wrong_endpoint",
-    "rejected_no_report",
-    "rejected_no_endpoint",
-    "rejected_no_host",
-    "rejected_status",
-    "rejected_duplicate",
-    "rejected_too_long",
-    "rejected_bad_rif",
-    "rejected_bad_latency",
-    "rejected_bad_endpoint",
-    "rejected_bad_probe_endpoint",
-    "rejected_bad_fail",
-    "rejected_bad_up",
-    "rejected_bad_capacity",
-];
-
-const REPORT_LABELS: [&str; 12] = [
-    "used",
-    "wrong_endpoint",
-    "no_endpoint",
-    "too_long",
-    "bad_rif",
-    "bad_latency",
-    "bad_endpoint",
-    "bad_probe_endpoint",
-    "bad_fail",
-    "bad_up",
-    "bad_capacity",
-    "bad_orca",
-];

@@ -2,10 +2,9 @@
 
 use prequal_core::client::Class;
 use prequal_core::failures::grpc_blames_server;
-use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, ReportError};
 use proxy_wasm::types::MapType;
 
-use crate::host::{self, Headers};
+use crate::host;
 
 /// How far a request had come when it ended. Envoy's own replies look like responses here.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -35,27 +34,9 @@ impl Progress {
     }
 }
 
-/// Returns the report in the headers, if there is one.
-pub(crate) fn report_in(headers: &Headers) -> Option<Result<LoadReport, ReportError>> {
-    Some(match headers.get(HEADER_LOAD) {
-        Some(load) => LoadReport::parse(load),
-        None => LoadReport::parse_pair(headers.get(HEADER_RIF)?, headers.get(HEADER_LATENCY)),
-    })
-}
-
-/// Returns whether the response's status is a 5xx.
-pub(crate) fn server_error(headers: &Headers) -> bool {
-    headers.get(":status").is_some_and(|status| status.starts_with(b"5"))
-}
-
-/// Returns whether the gRPC status in the map means that the replica failed. Valid only if [`is_grpc`] holds.
+/// Returns whether the gRPC status in the map means that the replica failed. Valid only if [`is_grpc`](prequal_core::client::headers::is_grpc) holds.
 pub(crate) fn grpc_failed(map: MapType) -> bool {
     host::header(map, "grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
-}
-
-/// Returns whether a response of this content type is gRPC.
-pub(crate) fn is_grpc(content_type: &[u8]) -> bool {
-    content_type.starts_with(b"application/grpc")
 }
 
 /// Returns who ended a request, from Envoy's code details. (Its response flags do not show HTTP/2 resets and protocol

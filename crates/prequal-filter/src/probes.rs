@@ -6,13 +6,11 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use prequal_core::client::{ProbeEnd, Reply};
+use prequal_core::client::{ProbeEnd, headers};
 use prequal_core::hint::Hint;
 use prequal_core::members::Target;
 use prequal_core::pool::ProbesDue;
-use prequal_core::report::{
-    HEADER_DEST, HEADER_HINT, HEADER_HOST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, PROBE_PATH,
-};
+use prequal_core::report::{HEADER_DEST, HEADER_HINT, PROBE_PATH};
 use prequal_core::sync::Answer;
 use prequal_core::time::Micros;
 use proxy_wasm::hostcalls;
@@ -20,7 +18,6 @@ use proxy_wasm::types::MapType;
 
 use crate::filter::{Cluster, Filter};
 use crate::host::Headers;
-use crate::outcome::report_in;
 
 /// Maximum number of probes in flight per worker. Beyond this, the probe cluster is not answering and more probes
 /// would not help.
@@ -80,40 +77,25 @@ impl Probes {
         true
     }
 
-    /// Handles the reply to a probe, which has `headers` headers. If a stream waits for the probe, returns that
+    /// Handles the reply to a probe, which has `header_count` headers. If a stream waits for the probe, returns that
     /// stream and the answer.
     pub(crate) fn replied(
         &mut self,
         filter: &Filter,
         token: u32,
-        headers: usize,
+        header_count: usize,
         now: Micros,
     ) -> Option<(u32, Option<Answer>)> {
         let Probe { cluster, call } = self.0.remove(&token)?;
         let mut balancer = filter.clusters.get(cluster)?.balancer.borrow_mut();
         // A reply without headers was cut off in its body.
         let verified = balancer.config().pool.verified_probes;
-        let reply = if headers == 0 { Err(ProbeEnd::Refused) } else { reply(verified) };
+        let reply = if header_count == 0 {
+            Err(ProbeEnd::Refused)
+        } else {
+            headers::reply(&Headers::of(MapType::HttpCallResponseHeaders), verified)
+        };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
         Some((call.waiter?, answer))
     }
-}
-
-/// Reads the reply that is being delivered.
-fn reply(verified: bool) -> Result<Reply, ProbeEnd> {
-    let headers = Headers::of(MapType::HttpCallResponseHeaders);
-    let report = report_in(&headers);
-    match headers.get(":status").unwrap_or_default() {
-        b"200" => {}
-        // Envoy's own statuses for a call that failed; an agent would have added a report.
-        b"504" if report.is_none() => return Err(ProbeEnd::Timeout),
-        b"503" if report.is_none() => return Err(ProbeEnd::Refused),
-        _ => return Err(ProbeEnd::Status),
-    }
-    if headers.any_twice(&[HEADER_LOAD, HEADER_RIF, HEADER_LATENCY]) {
-        return Err(ProbeEnd::Duplicate);
-    }
-    let report = report.ok_or(ProbeEnd::NoReport)?;
-    let host = verified.then(|| std::str::from_utf8(headers.get(HEADER_HOST)?).ok()?.parse().ok());
-    Ok(Reply { report, host: host.flatten() })
 }

@@ -8,6 +8,7 @@
 use std::mem;
 use std::rc::Rc;
 
+use prequal_core::client::headers::{self, Headers as _, is_grpc, is_server_error};
 use prequal_core::client::{Balancer, Class, Request, Witness};
 use prequal_core::config::Mode;
 use prequal_core::endpoint::Endpoint;
@@ -21,7 +22,7 @@ use proxy_wasm::types::{Action, MapType};
 use crate::filter::{Ask, Cluster, Filter, Placed, Waiter};
 use crate::host::{self, Headers};
 use crate::metrics::{Metrics, WaitEnd};
-use crate::outcome::{Progress, grpc_failed, is_grpc, report_in, server_error};
+use crate::outcome::{Progress, grpc_failed};
 use crate::steer::steer;
 use crate::store::Blobs;
 
@@ -210,7 +211,7 @@ impl HttpContext for Stream {
         self.progress.complete = end_of_stream;
         let headers = Headers::of(MapType::HttpResponseHeaders);
         self.grpc = headers.get("content-type").is_some_and(is_grpc);
-        self.failed = server_error(&headers)
+        self.failed = is_server_error(&headers)
             || (end_of_stream && self.grpc && grpc_failed(MapType::HttpResponseHeaders));
         let mut balancer = cluster.balancer.borrow_mut();
         if balancer.config().choice.rule.is_probe_free() {
@@ -220,7 +221,7 @@ impl HttpContext for Stream {
             let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
             self.request.tell(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
-            let report = report_in(&headers);
+            let report = headers::report(&headers);
             let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
             balancer.response(host::now(), &mut self.request, self.failed, report, &told);
         }

@@ -21,7 +21,9 @@
 mod balancer;
 mod count;
 mod doubt;
+pub mod headers;
 mod journal;
+pub mod labels;
 mod membership;
 mod probing;
 mod request;

@@ -4,6 +4,7 @@
 use std::cell::{Cell, RefCell};
 
 use prequal_core::blob::Blob;
+use prequal_core::client::labels;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::inbound::ended::{EndedLog, Seen};
 use prequal_core::inbound::slots::Slots;
@@ -13,7 +14,7 @@ use prequal_core::report::{LoadReport, MAX_RIF};
 use prequal_core::time::Micros;
 use prequal_core::tracker::{Outcome, Present, Ticket, TrackerConfig, Visit};
 
-use crate::metrics::{BlobCounters, Counter, Gauge, label};
+use crate::metrics::{BlobCounters, Counter, Gauge};
 use crate::store::{seed, update};
 
 /// Maximum age of the data on other workers' requests when a report is made, microseconds.
@@ -50,7 +51,7 @@ pub(crate) struct Served {
 
 impl Served {
     pub(super) fn new(endpoint: Endpoint, namespace: &str, now: Micros) -> Self {
-        let name = label(&endpoint.to_string());
+        let name = labels::value(&endpoint.to_string());
         let log_key = format!("prequal/{}/inbound/{endpoint}/ended", EndedLog::TAG.version());
         seed::<EndedLog>(&log_key);
         let served = Self {

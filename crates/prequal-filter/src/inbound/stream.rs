@@ -7,7 +7,7 @@
 
 use std::rc::Rc;
 
-use prequal_core::client::Class;
+use prequal_core::client::{Class, headers::is_grpc};
 use prequal_core::orca;
 use prequal_core::probe::Route;
 use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
@@ -20,7 +20,7 @@ use proxy_wasm::types::{Action, BufferType, MapType};
 use super::served::Served;
 use super::{Inbound, reply};
 use crate::host;
-use crate::outcome::{Progress, grpc_failed, is_grpc};
+use crate::outcome::{Progress, grpc_failed};
 
 /// Time after the first response message beyond which an open gRPC call counts as a stream, microseconds.
 const GRPC_UNARY_TAIL_US: u64 = 1_000_000;

@@ -7,13 +7,14 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
+use prequal_core::client::labels;
 use prequal_core::endpoint::Endpoint;
 use prequal_core::inbound::slots::{Claim, HEARTBEAT_MS, MAX_SLOTS, Slots, can_judge};
 use prequal_core::time::Micros;
 
 use super::served::{Seats, Served};
 use crate::host;
-use crate::metrics::{BlobCounters, Counter, Gauge, label};
+use crate::metrics::{BlobCounters, Counter, Gauge};
 use crate::store::{seed, update};
 
 /// Period at which a root of this role ticks.
@@ -66,7 +67,8 @@ impl Vm {
     fn new() -> Self {
         seed::<Slots>(TABLE);
         let vm_id = host::text_property(&["plugin_vm_id"]).unwrap_or_default();
-        let namespace = if vm_id.is_empty() { String::new() } else { format!(".vm={}", label(&vm_id)) };
+        let namespace =
+            if vm_id.is_empty() { String::new() } else { format!(".vm={}", labels::value(&vm_id)) };
         let slots = |what| Counter::define(&format!("prequal_inbound_slots_total.result={what}"));
         Self {
             used: Gauge::define(&format!("prequal_inbound_slots{namespace}")),
