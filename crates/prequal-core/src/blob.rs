@@ -6,8 +6,8 @@ use std::borrow::Cow;
 
 use bytemuck::{Pod, Zeroable};
 
-/// State that workers share. The default is the initial state.
-pub trait Blob: Default {
+/// State that workers share, as bytes or in one memory. The default is the initial state.
+pub trait Blob: Default + Send + Sync + 'static {
     /// Tag at the beginning of the encoded bytes.
     const TAG: Tag;
 

@@ -289,6 +289,37 @@ impl Members {
         self.observe(endpoint, probe, evidence, now)
     }
 
+    /// Makes `fleet` the members in use, each with its weight in units of 1/16 of the mean, and forgets all others. For a proxy
+    /// that provides its host set; no samples are needed. `fleet` must be sorted by endpoint, without duplicates. Returns whether
+    /// the blob must be written.
+    pub fn assign(&mut self, fleet: &[(Endpoint, u16)], now: Micros) -> bool {
+        let stamp = now.stamp();
+        let stale = |member: &Member| stamp.distance_ms(member.seen) >= MEMBER_TTL_MS / 2;
+        let same = self.list.len() == fleet.len().min(MAX_MEMBERS)
+            && self.list.iter().zip(fleet).all(|(member, (endpoint, weight))| {
+                (member.endpoint, member.weight, member.rank) == (*endpoint, *weight, IN_USE)
+                    && !stale(member)
+            });
+        if same {
+            return false;
+        }
+        let old = std::mem::take(self);
+        let known = |endpoint| old.get(endpoint).copied();
+        let member = |&(endpoint, weight): &(Endpoint, u16)| Member {
+            endpoint,
+            seen: stamp,
+            sampled: old.samples,
+            hits: 0,
+            probe_port: known(endpoint).map_or(0, |member| member.probe_port),
+            rank: IN_USE,
+            weight: weight.max(1),
+        };
+        self.list = fleet.iter().take(MAX_MEMBERS).map(member).collect();
+        self.samples = old.samples;
+        self.tally = Tally::of(&self.list);
+        true
+    }
+
     /// Records that a member is alive. Returns whether the blob must be written.
     pub fn renew(&mut self, endpoint: Endpoint, now: Micros) -> bool {
         let stamp = now.stamp();
@@ -509,6 +540,31 @@ mod tests {
             assert!(members.observe(replica(i), None, Evidence::Served, ms(0)));
         }
         members
+    }
+
+    #[test]
+    fn an_assigned_fleet_replaces_what_was_learned_and_keeps_probe_ports() {
+        let mut members = fleet(3);
+        members.observe(replica(1), Some(replica(1).with_port(9)), Evidence::Served, ms(0));
+        members.observe(replica(8), None, Evidence::Hearsay, ms(0));
+        let wanted = [(replica(1), 16), (replica(2), 48), (replica(5), 0)];
+        assert!(members.assign(&wanted, ms(10)));
+        assert_eq!((members.count(), members.contains(replica(0))), (3, false));
+        assert_eq!(members.answering_at(replica(1).with_port(9)), Some(replica(1)));
+        let weights = [1, 2, 5].map(|n| members.placement(replica(n)).weight);
+        assert_eq!(weights, [16, 48, 1], "a weight is at least 1");
+        assert!([1, 2, 5].iter().all(|n| members.placement(replica(*n)).is_in_use(members.samples(), 3)));
+        // The same fleet needs no write, until its stamps are about to expire.
+        let wanted = [(replica(1), 16), (replica(2), 48), (replica(5), 1)];
+        assert!(!members.assign(&wanted, ms(20)));
+        assert!(members.assign(&wanted, ms(10 + u64::from(MEMBER_TTL_MS) / 2)));
+        members.expire(ms(u64::from(MEMBER_TTL_MS)));
+        assert_eq!(members.count(), 3);
+        assert!(members.assign(&[], ms(30)) && members.count() == 0);
+        let too_many: Vec<_> = (0..=MAX_MEMBERS as u16).map(|n| (replica(n), 16)).collect();
+        assert!(members.assign(&too_many, ms(40)));
+        assert_eq!(members.count() as usize, MAX_MEMBERS);
+        assert!(!members.assign(&too_many, ms(50)), "what has no room is not tried again and again");
     }
 
     #[test]

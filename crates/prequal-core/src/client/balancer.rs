@@ -234,6 +234,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
+    /// Applies the waiting updates now, for a thread that receives replies to probes but places no requests.
+    pub fn apply<G: Rng>(&mut self, now: Micros, rng: &mut G) {
+        if self.journal.waits() {
+            let settings = &self.config.pool;
+            self.journal.transact(settings, &self.counters, now, false, rng, |_, _, _| ((), true));
+        }
+    }
+
     /// Returns the current state of the pool.
     pub fn view(&mut self, now: Micros) -> PoolView {
         let settings = &self.config.pool;

@@ -1,5 +1,7 @@
 //! How a worker takes notes on the membership, and when workers share them. `members.rs` decides what the notes mean.
 
+use rand::Rng;
+
 use super::balancer::Balancer;
 use super::count::{Count, Counters};
 use super::journal::Update;
@@ -11,6 +13,34 @@ use crate::shared::End;
 use crate::time::Micros;
 
 impl<S: Store, C: Counters> Balancer<S, C> {
+    /// Makes `fleet` the membership, for a proxy that provides its host set: each replica with its weight in units of 1/16 of
+    /// the mean. The order does not matter. Only one worker's balancer may do so, because the sets that workers see differ for
+    /// a moment; the others adopt the result at their ticks.
+    pub fn set_fleet<G: Rng>(&mut self, now: Micros, fleet: &mut Vec<(Endpoint, u16)>, rng: &mut G) {
+        fleet.sort_unstable();
+        fleet.dedup_by_key(|(replica, _)| *replica);
+        let updated = self.members.update(|stored| {
+            let before = stored.clone();
+            let changed = stored.assign(fleet, now);
+            ((before, stored.clone()), changed)
+        });
+        self.counters.updated(&updated);
+        if updated.end != End::Written {
+            return;
+        }
+        let (before, members) = updated.result;
+        let (count, samples) = (members.count(), members.samples());
+        self.counters.count(Count::Refused(fleet.len().saturating_sub(count as usize) as u32));
+        self.push(Update::Members(now, count, samples));
+        for left in before.endpoints_in_use().filter(|replica| !members.contains(*replica)) {
+            self.push(Update::Forget(left));
+            self.apply(now, rng);
+        }
+        self.membership.adopt(members);
+        self.rules.set_members(self.membership.members(), now);
+        self.apply(now, rng);
+    }
+
     /// Records that, according to the proxy, the replica served a request, with `report` on the response if there was one.
     /// Returns its placement.
     pub(super) fn confirm(

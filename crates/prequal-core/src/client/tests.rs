@@ -189,6 +189,40 @@ fn request<S: Store>(balancer: &mut Balancer<S, Counts>, at: u64, failed: bool) 
     chosen
 }
 
+/// A proxy that knows its hosts sets them: those that left are forgotten at once, however many they are, and other workers
+/// follow at their tick.
+#[test]
+fn a_proxy_can_provide_the_membership() {
+    let host = Host::default();
+    let (mut main, mut other) = (
+        balancer(config(Profile::Default, 0), &host.store()),
+        balancer(config(Profile::Default, 0), &host.store()),
+    );
+    let mut rng = rng();
+    let mut fleet: Vec<_> = (0..200).rev().map(|n| (replica(n), 16)).collect();
+    main.set_fleet(ms(0), &mut fleet, &mut rng);
+    for n in 0..100 {
+        let asked = Some(target(n));
+        let reply = Reply { report: Ok(report(n, 0, 5)), host: None };
+        assert!(main.replied(ms(1), asked, false, Ok(reply)).is_some(), "replica {n} is a member");
+        main.apply(ms(1), &mut rng);
+    }
+    other.tick(ms(2), &mut rng);
+    assert_eq!(other.view(ms(2)).members, 200);
+    let picked = other.begin(ms(3), &[], true, &mut rng).pick.replica.unwrap();
+    assert!(fleet.iter().any(|(replica, _)| *replica == picked));
+
+    let mut rest = vec![(replica(198), 16), (replica(199), 16), (replica(199), 16)];
+    main.set_fleet(ms(10), &mut rest, &mut rng);
+    assert_eq!(rest.len(), 2, "duplicates are dropped");
+    let view = main.view(ms(10));
+    assert_eq!((view.members, view.occupancy), (2, 0), "no entry of a replica that left remains");
+    other.tick(ms(11), &mut rng);
+    let pick = other.begin(ms(12), &[], true, &mut rng).pick;
+    assert_eq!(pick.replica, None, "nothing is known yet of those that stayed: {pick:?}");
+    assert_eq!(main.counters().of(Count::Dropped(1)), 0);
+}
+
 #[test]
 fn a_report_and_a_proper_end_ask_nothing_of_the_proxy_and_cost_one_transaction() {
     let host = Host::default();
