@@ -127,6 +127,30 @@ impl Config {
 }
 
 impl FilterConfig {
+    /// Parses and checks the settings of the native module: those of the outbound role, without what a load-balancing policy
+    /// cannot do. A policy chooses without waiting.
+    ///
+    /// # Errors
+    /// Every problem found, each with its field and range.
+    pub fn parse_native(text: &str) -> Result<Self, ConfigErrors> {
+        let mut errors = ConfigErrors(Vec::new());
+        let config = match Config::parse(text)? {
+            Config::Outbound(config) => config,
+            Config::Inbound(_) => {
+                errors.push("role", "must be \"outbound\" in a load-balancing policy".into());
+                return Err(errors);
+            }
+        };
+        for (index, ClusterConfig { choice, .. }) in config.clusters.iter().enumerate() {
+            let sync = |mode: Mode| mode == Mode::Sync;
+            if sync(choice.mode) || choice.route_modes.iter().any(|(_, mode)| sync(*mode)) {
+                let problem = "\"sync\" needs the WebAssembly filter; the native module has \"async\" alone";
+                errors.push(&format!("clusters[{index}].mode"), problem.into());
+            }
+        }
+        if errors.0.is_empty() { Ok(config) } else { Err(errors) }
+    }
+
     fn read(root: &Map<String, Value>, mut errors: ConfigErrors) -> Result<Self, ConfigErrors> {
         let mut top = Fields { object: root, path: String::new(), errors: &mut errors };
         inbound::refuse_in_outbound(&mut top);
