@@ -69,12 +69,24 @@ pub struct EnvoyConfig {
     pub(crate) dynamic_listener: bool,
     pub(crate) eds: Vec<String>,
     pub(crate) log_level: String,
+    /// Folder of dynamic modules.
+    pub(crate) modules: PathBuf,
 }
 
 impl EnvoyConfig {
     /// The shipped configuration with ports chosen by the system, the built module, and one worker.
     pub fn shipped() -> Result<Self> {
         Self::of_file("envoy.yaml")
+    }
+
+    /// The shipped configuration with the native module (`envoy-configs/static/envoy-native.yaml`), with the same changes.
+    pub fn native() -> Result<Self> {
+        Self::of_file("envoy-native.yaml")
+    }
+
+    /// `native` with the given replicas, which are both served and probed.
+    pub fn native_for_replicas(addrs: &[SocketAddr]) -> Result<Self> {
+        Ok(Self::native()?.endpoints(SERVING, addrs).endpoints(PROBING, addrs))
     }
 
     /// The shipped configuration of an Envoy beside one replica (`envoy-configs/static/envoy-inbound.yaml`), with the same
@@ -103,7 +115,14 @@ impl EnvoyConfig {
 
     /// Any configuration, with one worker. Clients connect to its first listener.
     pub fn from_root(root: Value) -> Self {
-        Self { root, concurrency: 1, dynamic_listener: false, eds: Vec::new(), log_level: "warning".into() }
+        Self {
+            root,
+            concurrency: 1,
+            dynamic_listener: false,
+            eds: Vec::new(),
+            log_level: "warning".into(),
+            modules: dist_dir(),
+        }
     }
 
     /// `shipped` with the given replicas, which are both served and probed.
@@ -212,6 +231,16 @@ impl EnvoyConfig {
                 filter["typed_config"]["config"]["vm_config"]["code"]["local"]["filename"] = json!(path);
             }
         })
+    }
+
+    /// Sets the file of the native module, `lib<name>.so`.
+    #[must_use]
+    pub fn native_module(mut self, path: &Path) -> Self {
+        let name =
+            path.file_stem().and_then(|name| name.to_str()?.strip_prefix("lib")).expect("lib<name>.so");
+        rename_modules(&mut self.root, name);
+        self.modules = path.parent().expect("a file in a folder").to_owned();
+        self
     }
 
     /// Changes the filter's own settings (the JSON in its configuration).
@@ -349,8 +378,28 @@ impl EnvoyConfig {
     }
 
     fn filter_text_mut(&mut self) -> &mut Value {
-        let filter = self.filter_mut(FILTER_NAME).expect("the filter was taken out");
-        &mut filter["typed_config"]["config"]["configuration"]["value"]
+        let settings = if self.filter_mut(FILTER_NAME).is_some() {
+            let filter = self.filter_mut(FILTER_NAME).expect("found above");
+            &mut filter["typed_config"]["config"]["configuration"]
+        } else {
+            // The native module's are the policy's.
+            let policy = &mut self.cluster_mut(SERVING)["load_balancing_policy"]["policies"][0];
+            &mut policy["typed_extension_config"]["typed_config"]["lb_policy_config"]
+        };
+        &mut settings["value"]
+    }
+}
+
+fn rename_modules(value: &mut Value, name: &str) {
+    match value {
+        Value::Object(object) => {
+            if let Some(module) = object.get_mut("dynamic_module_config") {
+                module["name"] = json!(name);
+            }
+            object.values_mut().for_each(|value| rename_modules(value, name));
+        }
+        Value::Array(list) => list.iter_mut().for_each(|value| rename_modules(value, name)),
+        _ => {}
     }
 }
 

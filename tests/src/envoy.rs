@@ -182,6 +182,7 @@ impl Envoy {
         }
         fs::write(&config_path, config.root_mut().to_string())?;
         let mut command = Command::new(envoy_binary());
+        command.env("ENVOY_DYNAMIC_MODULES_SEARCH_PATH", &config.modules);
         command.arg("-c").arg(&config_path).arg("--admin-address-path").arg(&admin_path);
         command.args(["--concurrency", &config.concurrency.to_string()]);
         match life {

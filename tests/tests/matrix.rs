@@ -1,10 +1,13 @@
 //! Basic checks on the Envoy that `$ENVOY` names: steering, probes that balance, recovery from a crash. Small, so that it
 //! can run on each supported version; everything else is in `e2e`.
 
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::Result;
-use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Reply, Request, eventually, ready, workspace_root};
+use anyhow::{Context as _, Result};
+use prequal_testbed::{
+    Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, envoy_binary, eventually, ready, workspace_root,
+};
 use serde_json::json;
 
 #[test]
@@ -55,5 +58,54 @@ fn the_core_facts_hold_on_this_envoy() -> Result<()> {
         (reply.status == 200 && envoy.prequal("replicas").ok()?.steered() > before.steered()).then_some(())
     });
     assert_eq!(envoy.prequal("replicas")?.picks("fallback"), before.picks("fallback"));
+    Ok(())
+}
+
+/// The native module needs Envoy 1.38. Where Envoy has dynamic modules, all its symbols resolve, it steers, and the end of each
+/// attempt is blamed on the right party, in either order in which Envoy logs attempts and destroys filters.
+#[test]
+fn the_native_module_works_on_this_envoy_or_is_refused() -> Result<()> {
+    if !ready(&[]) {
+        return Ok(());
+    }
+    let version = Command::new(envoy_binary()).arg("--version").output()?;
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let minor = version.split("/1.").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+    let ms = Duration::from_millis;
+    let mut fleet = Fleet::start([5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let config = EnvoyConfig::native_for_replicas(&fleet.addrs())?.concurrency(2);
+    if minor.with_context(|| format!("which version is {version}?"))? < 38 {
+        assert!(Envoy::start(config).is_err(), "an Envoy without the extension has accepted it");
+        return Ok(());
+    }
+    let envoy = Envoy::start(config)?;
+    let client = envoy.client();
+    let settled = |open: &dyn Fn(&Prequal) -> bool| {
+        eventually("every request and probe is accounted for", Duration::from_secs(5), || {
+            let now = envoy.prequal("replicas").ok()?;
+            (now.requests_open() == 0 && now.probes_open() == 0 && open(&now)).then_some(now)
+        })
+    };
+    client.burst(60, 4, |_| Request::get("/"));
+    fleet.clear();
+    for answer in client.burst(300, 4, |_| Request::get("/")) {
+        assert_eq!(answer?.status, 200);
+    }
+    assert!(fleet.served()[2] <= 12, "{:?}", fleet.served());
+    let rest = settled(&|_| true);
+    assert!(rest.probes("used") > 0 && rest.other("prequal_members") == 3, "{rest:#?}");
+    assert_eq!(rest.outcomes("answer"), 360, "{rest:#?}");
+    // Failed attempts are retried, and are the replica's; what a client aborts is not.
+    fleet[0].agent.kill();
+    for answer in client.burst(100, 4, |_| Request::get("/")) {
+        assert_eq!(answer?.status, 200);
+    }
+    let retried = envoy.stat("cluster.replicas.upstream_rq_retry")?;
+    assert!(retried > 0, "nothing was tested");
+    let failed = settled(&|now| now.outcomes("answer") == 460);
+    assert_eq!(failed.outcomes("upstream_failure"), retried, "{failed:#?}");
+    fleet.iter().for_each(|replica| replica.backend.set(Reply::ok().delay(ms(2000))));
+    (0..3).for_each(|_| _ = client.abandon(Request::get("/"), ms(50)));
+    settled(&|now| now.outcomes("client_abort") == 3);
     Ok(())
 }

@@ -96,6 +96,13 @@ pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
     built_files(&mut command, &files.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
+/// Builds the native module with these cargo features and returns its file.
+pub(crate) fn native_module(features: &str) -> Result<PathBuf> {
+    let mut command = cargo();
+    command.args(["build", "--profile", "native", "--package", "prequal-native", "--features", features]);
+    built_file(&mut command, "libprequal_native.so")
+}
+
 /// A program that contains tests.
 #[derive(Clone, Debug)]
 pub(crate) struct TestProgram {

@@ -8,6 +8,9 @@
 /// Path to request from the admin: counters and gauges of the filter, nothing else.
 pub const PATH: &str = "/stats?filter=prequal_";
 
+/// What Envoy puts before the names of a WebAssembly module's statistics, and of a dynamic module's.
+const PREFIXES: [&str; 2] = ["wasmcustom.", "dynamicmodulescustom."];
+
 /// One counter or gauge of the filter.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Sample<'a> {
@@ -29,7 +32,7 @@ pub fn samples(text: &str) -> impl Iterator<Item = Sample<'_>> {
 
 fn sample(line: &str) -> Option<Sample<'_>> {
     let (name, value) = line.rsplit_once(": ")?;
-    let name = name.strip_prefix("wasmcustom.").unwrap_or(name);
+    let name = PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name);
     let (metric, labels) = name.strip_prefix("prequal_")?.split_once(".cluster=")?;
     let (cluster, kind) = match labels.split_once('.') {
         Some((cluster, second)) => (cluster, second.split_once('=')?.1),
@@ -53,7 +56,7 @@ mod tests {
             cluster.replicas.upstream_rq_total: 7\n\
             wasmcustom.prequal_picks_total.cluster=replicas.branch=cold: 3\n\
             wasmcustom.prequal_theta_rif.cluster=a_b: 18446744073709551615\n\
-            prequal_probes_total.cluster=x.result=used: 1\n\
+            dynamicmodulescustom.prequal_probes_total.cluster=x.result=used: 1\n\
             wasmcustom.prequal_sync_wait_us.cluster=replicas: P0(nan,0) P25(nan,0)\n\
             wasmcustom.prequal_picks_total.cluster=x.broken: 1\n\
             prequal_members.cluster=x: -1\nprequal_: \n: \n";

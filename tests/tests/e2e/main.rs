@@ -12,6 +12,7 @@ mod failures;
 mod hosts;
 mod inbound;
 mod lifecycle;
+mod native;
 mod orca;
 mod probing;
 mod protocols;

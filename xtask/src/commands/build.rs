@@ -12,7 +12,7 @@ use crate::{progress, run, workspace};
 /// Builds the agent, the command `prequal` and the Envoy filter into target/dist/, and the docker-compose demo's program.
 ///
 /// target/dist/probe-agent and target/dist/prequal are release builds for this machine. target/dist/prequal_filter.wasm is
-/// the module that Envoy loads. target/dist/prequal-demo is the program that the demo's containers run. The module needs a
+/// the module that Envoy loads, and target/dist/libprequal_native.so the native one. target/dist/prequal-demo is the program that the demo's containers run. The module needs a
 /// WebAssembly standard library: it comes through rustup (`rustup target add wasm32-wasip1`) where that works, else from
 /// Debian's packages, which are unpacked under target/toolchain/ and never installed.
 #[derive(clap::Args)]
@@ -43,20 +43,25 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
         place(&program, &workspace::dist().join(name))?;
     }
     place(&filter(&toolchain, "")?, &workspace::dist().join("prequal_filter.wasm"))?;
+    place(&run::native_module("")?, &workspace::dist().join("libprequal_native.so"))?;
     progress::say(format_args!("built in {}", progress::seconds(started.elapsed())));
     Ok(toolchain)
 }
 
-/// Builds the module that crashes on request, for the test that requests are still served after a VM crash, and checks that
-/// the one in `target/dist/` cannot crash on request. The blobs of this module carry another version, so it also serves as
+/// Builds the modules that crash on request, for the tests that requests are still served after a crash, and checks that
+/// those in `target/dist/` cannot crash on request. The blobs of this module carry another version, so it also serves as
 /// a different release.
 pub(crate) fn dist_test(toolchain: &Toolchain) -> Result<()> {
     progress::headline("building target/dist-test/");
     let crashing = workspace::dist_test().join("prequal_filter_crash.wasm");
     place(&filter(toolchain, "crash-test,next-blob")?, &crashing)?;
-    let shipped = workspace::dist().join("prequal_filter.wasm");
-    ensure!(names_crash(&crashing)?, "{} does not know `{CRASH_HEADER}`", crashing.display());
-    ensure!(!names_crash(&shipped)?, "{} knows `{CRASH_HEADER}`", shipped.display());
+    let native = workspace::dist_test().join("libprequal_native_crash.so");
+    place(&run::native_module("crash-test")?, &native)?;
+    for (crashing, shipped) in [(crashing, "prequal_filter.wasm"), (native, "libprequal_native.so")] {
+        let shipped = workspace::dist().join(shipped);
+        ensure!(names_crash(&crashing)?, "{} does not know `{CRASH_HEADER}`", crashing.display());
+        ensure!(!names_crash(&shipped)?, "{} knows `{CRASH_HEADER}`", shipped.display());
+    }
     Ok(())
 }
 

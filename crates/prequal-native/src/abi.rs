@@ -1,0 +1,205 @@
+//! Envoy's ABI for dynamic modules, as far as this module uses it: the functions that Envoy provides, and the values that they
+//! take. [`crate::envoy`] wraps them.
+//!
+//! Names and signatures are those of Envoy 1.38 to 1.40 (`source/extensions/dynamic_modules/abi/abi.h`). A missing function
+//! makes Envoy refuse the module when it loads it; a function whose signature differs is undefined behaviour, so tests load
+//! the module into every supported Envoy.
+
+use std::ffi::c_void;
+use std::ptr;
+
+/// An object of Envoy's, or of this module's. Neither side looks into the other's.
+pub(crate) type Ptr = *mut c_void;
+
+/// Bytes of the side that passes them, valid during the call unless noted.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Buffer {
+    pub(crate) data: *const u8,
+    pub(crate) length: usize,
+}
+
+impl Buffer {
+    pub(crate) const EMPTY: Self = Self { data: ptr::null(), length: 0 };
+
+    pub(crate) const fn of(bytes: &[u8]) -> Self {
+        Self { data: bytes.as_ptr(), length: bytes.len() }
+    }
+}
+
+/// One header of a message.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Header {
+    pub(crate) name: *const u8,
+    pub(crate) name_length: usize,
+    pub(crate) value: *const u8,
+    pub(crate) value_length: usize,
+}
+
+/// The version of the ABI that this module is built for, which Envoy 1.40 expects. Envoy only warns about another.
+pub(crate) const VERSION: &std::ffi::CStr = c"v0.2.0";
+
+/// `envoy_dynamic_module_type_log_level`.
+pub(crate) const LOG_WARN: u32 = 3;
+pub(crate) const LOG_ERROR: u32 = 4;
+/// `envoy_dynamic_module_type_http_header_type`.
+pub(crate) const RESPONSE_HEADER: u32 = 2;
+pub(crate) const RESPONSE_TRAILER: u32 = 3;
+/// `envoy_dynamic_module_type_host_stat`: requests in flight.
+pub(crate) const STAT_RQ_ACTIVE: u32 = 7;
+/// `envoy_dynamic_module_type_access_log_type`: an attempt has ended.
+pub(crate) const LOG_UPSTREAM_END: u32 = 9;
+/// The result of callouts, metrics and filter hooks that means success, or "continue".
+pub(crate) const OK: u32 = 0;
+
+unsafe extern "C" {
+    /// Writes to Envoy's log.
+    pub(crate) fn envoy_dynamic_module_callback_log(level: u32, message: Buffer);
+
+    /// The cluster's name; it lives as long as `lb`.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_cluster_name(lb: Ptr, name: *mut Buffer);
+    /// Number of priorities.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_priority_set_size(lb: Ptr) -> usize;
+    /// Number of hosts of a priority.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_hosts_count(lb: Ptr, priority: u32) -> usize;
+    /// Number of healthy hosts of a priority.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_healthy_hosts_count(lb: Ptr, priority: u32) -> usize;
+    /// Address of a host, by its index among all; it lives until the host set changes.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_host_address(
+        lb: Ptr,
+        priority: u32,
+        index: usize,
+        address: *mut Buffer,
+    ) -> bool;
+    /// Address of a healthy host, by its index among those; it lives until the host set changes.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_healthy_host_address(
+        lb: Ptr,
+        priority: u32,
+        index: usize,
+        address: *mut Buffer,
+    ) -> bool;
+    /// Weight of a healthy host.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_healthy_host_weight(
+        lb: Ptr,
+        priority: u32,
+        index: usize,
+    ) -> u32;
+    /// One of Envoy's statistics of a host, by its index among all.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_host_stat(
+        lb: Ptr,
+        priority: u32,
+        index: usize,
+        stat: u32,
+    ) -> u64;
+    /// Maximum number of times to choose again if a retry refuses the host.
+    pub(crate) fn envoy_dynamic_module_callback_lb_context_get_host_selection_retry_count(
+        context: Ptr,
+    ) -> u32;
+    /// Whether a retry refuses the host, by its index among all.
+    pub(crate) fn envoy_dynamic_module_callback_lb_context_should_select_another_host(
+        lb: Ptr,
+        context: Ptr,
+        priority: u32,
+        index: usize,
+    ) -> bool;
+    /// A header of the request for which a host is chosen, by its index among those of the name.
+    #[cfg(feature = "crash-test")]
+    pub(crate) fn envoy_dynamic_module_callback_lb_context_get_downstream_header(
+        context: Ptr,
+        name: Buffer,
+        value: *mut Buffer,
+        index: usize,
+        count: *mut usize,
+    ) -> bool;
+    /// Defines or finds a counter, while the configuration is read.
+    pub(crate) fn envoy_dynamic_module_callback_lb_config_define_counter(
+        config: Ptr,
+        name: Buffer,
+        labels: *mut Buffer,
+        label_count: usize,
+        id: *mut usize,
+    ) -> u32;
+    /// Adds to a counter, from any thread.
+    pub(crate) fn envoy_dynamic_module_callback_lb_config_increment_counter(
+        config: Ptr,
+        id: usize,
+        labels: *mut Buffer,
+        label_count: usize,
+        value: u64,
+    ) -> u32;
+    /// Defines or finds a gauge, while the configuration is read.
+    pub(crate) fn envoy_dynamic_module_callback_lb_config_define_gauge(
+        config: Ptr,
+        name: Buffer,
+        labels: *mut Buffer,
+        label_count: usize,
+        id: *mut usize,
+    ) -> u32;
+    /// Sets a gauge, from any thread.
+    pub(crate) fn envoy_dynamic_module_callback_lb_config_set_gauge(
+        config: Ptr,
+        id: usize,
+        labels: *mut Buffer,
+        label_count: usize,
+        value: u64,
+    ) -> u32;
+
+    /// Lets Envoy open its listeners.
+    pub(crate) fn envoy_dynamic_module_callback_bootstrap_extension_config_signal_init_complete(config: Ptr);
+    /// Creates a scheduler of events for the main thread.
+    pub(crate) fn envoy_dynamic_module_callback_bootstrap_extension_config_scheduler_new(config: Ptr) -> Ptr;
+    /// Schedules an event, from any thread.
+    pub(crate) fn envoy_dynamic_module_callback_bootstrap_extension_config_scheduler_commit(
+        scheduler: Ptr,
+        event: u64,
+    );
+    /// Creates a timer on the main thread.
+    pub(crate) fn envoy_dynamic_module_callback_bootstrap_extension_timer_new(config: Ptr) -> Ptr;
+    /// Makes the timer fire once.
+    pub(crate) fn envoy_dynamic_module_callback_bootstrap_extension_timer_enable(
+        timer: Ptr,
+        milliseconds: u64,
+    );
+    /// Sends a request, from the main thread. If Envoy refuses it, the hook for its end may run during this call.
+    pub(crate) fn envoy_dynamic_module_callback_bootstrap_extension_http_callout(
+        config: Ptr,
+        id: *mut u64,
+        cluster: Buffer,
+        headers: *mut Header,
+        header_count: usize,
+        body: Buffer,
+        timeout_ms: u64,
+    ) -> u32;
+
+    /// A header's value by its index among those of the name; `count` gets their number. The value lives during the hook.
+    pub(crate) fn envoy_dynamic_module_callback_http_get_header(
+        filter: Ptr,
+        kind: u32,
+        name: Buffer,
+        value: *mut Buffer,
+        index: usize,
+        count: *mut usize,
+    ) -> bool;
+    /// Sets a header, or removes it if the value has no address.
+    pub(crate) fn envoy_dynamic_module_callback_http_set_header(
+        filter: Ptr,
+        kind: u32,
+        name: Buffer,
+        value: Buffer,
+    ) -> bool;
+    /// Name of the cluster that the request is routed to; it lives during the hook.
+    pub(crate) fn envoy_dynamic_module_callback_http_get_cluster_name(filter: Ptr, name: *mut Buffer)
+    -> bool;
+
+    /// Name of the cluster of the request that this hook logs; it lives during the hook.
+    pub(crate) fn envoy_dynamic_module_callback_access_logger_get_upstream_cluster(
+        log: Ptr,
+        name: *mut Buffer,
+    ) -> bool;
+    /// Envoy's response flags of the request that this hook logs, one bit each.
+    pub(crate) fn envoy_dynamic_module_callback_access_logger_get_response_flags(log: Ptr) -> u64;
+}
+
+/// The function that [`shutdown`](crate::envoy) must call.
+pub(crate) type Completion = unsafe extern "C" fn(Ptr);

@@ -1,0 +1,270 @@
+//! One attempt to serve a request: from the choice of its host to its end.
+//!
+//! Envoy chooses a host and then, on the same call stack, creates the upstream filters of the attempt. So the choice waits in
+//! this thread's memory until the filter is created, which takes it over.
+//!
+//! A filter does not learn why an attempt ended without a whole response. An access logger in the router's `upstream_log` does:
+//! Envoy logs each attempt once, in the order in which it destroys the filters. Envoy 1.40 logs an attempt before it calls the
+//! filter's last hook, earlier versions just after. So for each cluster on each thread, the entries without a filter wait in a
+//! queue ([`Endings`]), or the filters without an entry do.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+
+use prequal_core::client::headers::{self, Headers, is_grpc, is_server_error};
+use prequal_core::client::{Class, Request, Witness};
+use prequal_core::endpoint::Endpoint;
+use prequal_core::failures::grpc_blames_server;
+use prequal_core::orca;
+use prequal_core::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
+use prequal_core::report::{HEADER_LOAD, LoadReport};
+use prequal_core::time::Micros;
+
+use crate::clock;
+use crate::worker::WorkerRef;
+
+thread_local! {
+    /// The choice that no filter has taken over yet.
+    static CHOSEN: RefCell<Option<Attempt>> = const { RefCell::new(None) };
+    /// By cluster. They outlive configurations, because an attempt may end after an update.
+    static ENDINGS: RefCell<Vec<(String, Rc<RefCell<Endings>>)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Returns what is shared by the attempts of the cluster on this thread.
+pub(crate) fn endings_of(cluster: &str) -> Rc<RefCell<Endings>> {
+    ENDINGS.with_borrow_mut(|all| {
+        if let Some((_, endings)) = all.iter().find(|(name, _)| name == cluster) {
+            return Rc::clone(endings);
+        }
+        let new = Rc::default();
+        all.push((cluster.to_owned(), Rc::clone(&new)));
+        new
+    })
+}
+
+/// One attempt.
+pub(crate) struct Attempt {
+    worker: WorkerRef,
+    request: Request,
+    /// The host that Envoy sends the request to; `None` if it has no IP address, or if there is no host.
+    served_by: Option<Endpoint>,
+    /// Whether the response has ended properly.
+    complete: bool,
+    /// Whether the response carries an error.
+    failed: bool,
+    /// Whether the response is gRPC, whose trailers may also carry an error.
+    grpc: bool,
+}
+
+/// Records that a host was chosen for an attempt. Without a host, the attempt has ended.
+pub(crate) fn chosen(worker: &WorkerRef, request: Request, served_by: Option<Endpoint>, placed: bool) {
+    let attempt = Attempt::new(Rc::clone(worker), request, served_by);
+    let (waits, ended) = if placed { (Some(attempt), None) } else { (None, Some(attempt)) };
+    // An attempt that no filter took over was never sent, or the cluster has no filter of this module.
+    let before = CHOSEN.replace(waits);
+    for attempt in [before, ended].into_iter().flatten() {
+        attempt.ended_by(Class::Local);
+    }
+}
+
+/// Takes over the attempt to `cluster` whose host was chosen last on this thread. `None` if the policy was not asked: another
+/// extension names the host, or the cluster has another policy.
+pub(crate) fn take(cluster: &[u8]) -> Option<Attempt> {
+    let attempt = CHOSEN.take()?;
+    if attempt.worker.borrow().cluster().as_bytes() == cluster {
+        return Some(attempt);
+    }
+    attempt.ended_by(Class::Local);
+    None
+}
+
+/// Drops a choice that waits for a filter, when its policy ends.
+pub(crate) fn forget(worker: &WorkerRef) {
+    let of_worker = |attempt: &mut Attempt| Rc::ptr_eq(&attempt.worker, worker);
+    if let Some(attempt) = CHOSEN.with_borrow_mut(|chosen| chosen.take_if(of_worker)) {
+        attempt.ended_by(Class::Local);
+    }
+}
+
+impl Attempt {
+    fn new(worker: WorkerRef, request: Request, served_by: Option<Endpoint>) -> Self {
+        Self { worker, request, served_by, complete: false, failed: false, grpc: false }
+    }
+
+    /// Handles the end of the client's request. From now on the request waits for the replica.
+    pub(crate) fn request_ended(&mut self) {
+        let told = Told { class: Class::Local, served_by: self.served_by };
+        self.worker.borrow_mut().balancer.completed(&self.request, &told);
+    }
+
+    /// Handles the response headers.
+    pub(crate) fn response(&mut self, headers: &impl Headers, end_of_stream: bool) {
+        self.complete = end_of_stream;
+        self.grpc = headers.get("content-type").is_some_and(is_grpc);
+        self.failed = is_server_error(headers) || (end_of_stream && self.grpc_failed(headers));
+        let mut worker = self.worker.borrow_mut();
+        let balancer = &mut worker.balancer;
+        if balancer.config().choice.rule.is_probe_free() {
+            let utilisation = headers.get(HEADER_UTILISATION).and_then(|text| std::str::from_utf8(text).ok());
+            let utilisation = utilisation.and_then(parse_utilisation).or_else(|| {
+                balancer.orca_utilisation(headers.all(orca::HEADER), headers.all(orca::HEADER_BIN))
+            });
+            let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
+            self.request.tell(report.map(|report| report.rif), utilisation);
+        } else if balancer.config().probe.piggyback {
+            let told = Told { class: Class::Answer, served_by: self.served_by };
+            let report = headers::report(headers);
+            let now = clock::now();
+            balancer.response(now, &mut self.request, self.failed, report, &told);
+            worker.settle(now);
+        }
+    }
+
+    /// Handles a part of the response's body.
+    pub(crate) fn response_body(&mut self, end_of_stream: bool) {
+        self.complete |= end_of_stream;
+    }
+
+    /// Handles the response's trailers.
+    pub(crate) fn response_trailers(&mut self, trailers: &impl Headers) {
+        self.complete = true;
+        self.failed |= self.grpc_failed(trailers);
+        let worker = self.worker.borrow();
+        let balancer = &worker.balancer;
+        if balancer.config().choice.orca.is_some() {
+            self.request.tell_late(|| {
+                balancer.orca_utilisation(trailers.all(orca::HEADER), trailers.all(orca::HEADER_BIN))
+            });
+        }
+    }
+
+    fn grpc_failed(&self, headers: &impl Headers) -> bool {
+        self.grpc && headers.get("grpc-status").is_some_and(grpc_blames_server)
+    }
+
+    /// Handles the destruction of the filter: pairs the attempt with its entry in the log.
+    pub(crate) fn destroyed(self) {
+        let endings = Rc::clone(&self.worker.borrow().endings);
+        let (before, flags) = {
+            let mut endings = endings.borrow_mut();
+            (endings.waiting.take(), endings.logged.pop_front())
+        };
+        if let Some(Waiting::Attempt(before)) = before {
+            // No entry came: no logger is configured.
+            before.ended(0);
+        }
+        match flags {
+            Some(flags) => self.ended(flags),
+            None => endings.borrow_mut().waiting = Some(Waiting::Attempt(self)),
+        }
+    }
+
+    /// Handles the end of the attempt, with Envoy's response flags of it.
+    fn ended(self, flags: u64) {
+        let class = match self.complete {
+            true => Class::Answer,
+            false => class_of(flags),
+        };
+        self.ended_by(class);
+    }
+
+    fn ended_by(self, class: Class) {
+        let told = Told { class, served_by: self.served_by };
+        self.worker.borrow_mut().balancer.ended(self.request, self.complete, self.failed, &told);
+    }
+}
+
+/// Handles the destruction of a filter whose attempt had another extension's host: its entry in the log is nobody else's.
+pub(crate) fn destroyed_without_a_choice(cluster: &str) {
+    let endings = endings_of(cluster);
+    let mut endings = endings.borrow_mut();
+    if endings.logged.pop_front().is_none() {
+        endings.waiting = Some(Waiting::Other);
+    }
+}
+
+/// Attempts of one cluster that have ended on one thread, and for which only one of the two accounts has come.
+#[derive(Default)]
+pub(crate) struct Endings {
+    /// Response flags of attempts whose filters Envoy has not destroyed yet.
+    logged: VecDeque<u64>,
+    /// The filter that has been destroyed, and whose entry has not come.
+    waiting: Option<Waiting>,
+}
+
+enum Waiting {
+    Attempt(Attempt),
+    /// An attempt that the policy was not asked for.
+    Other,
+}
+
+/// Maximum number of entries without a filter. There are more only if the cluster's attempts have no filter of this module.
+const MAX_LOGGED: usize = 1024;
+
+/// Handles an entry of the log: the response flags of an attempt to `cluster`.
+pub(crate) fn logged(cluster: &[u8], flags: u64) {
+    let known = |(name, _): &&(String, _)| name.as_bytes() == cluster;
+    let Some(endings) = ENDINGS.with_borrow(|all| all.iter().find(known).map(|(_, found)| Rc::clone(found)))
+    else {
+        return;
+    };
+    let waiting = {
+        let mut endings = endings.borrow_mut();
+        let waiting = endings.waiting.take();
+        if waiting.is_none() && endings.logged.len() < MAX_LOGGED {
+            endings.logged.push_back(flags);
+        }
+        waiting
+    };
+    if let Some(Waiting::Attempt(attempt)) = waiting {
+        attempt.ended(flags);
+    }
+}
+
+/// Envoy's response flags that mean that the host failed: the request timed out, was reset by the host, could not connect, lost
+/// its connection, or broke the protocol.
+const HOST_FAILED: u64 = 1 << 2 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23;
+/// Envoy's response flags that mean that Envoy ended the attempt for reasons of its own: its reset, a full circuit breaker, a
+/// limit on a stream's idle time or duration.
+const ENVOY_ENDED: u64 = 1 << 3 | 1 << 7 | 1 << 16 | 1 << 19 | 1 << 22;
+
+/// Returns who ended an attempt without a whole response. Without a flag it is the client, or the timeout of the whole request,
+/// which sets no flag: a host that makes requests wait that long is found unresponsive long before.
+fn class_of(flags: u64) -> Class {
+    if flags & HOST_FAILED != 0 {
+        Class::UpstreamFailure
+    } else if flags & ENVOY_ENDED != 0 {
+        Class::Local
+    } else {
+        Class::ClientAbort
+    }
+}
+
+/// What is known about an attempt. There is one host for each.
+struct Told {
+    class: Class,
+    served_by: Option<Endpoint>,
+}
+
+impl Witness for Told {
+    fn now(&self) -> Micros {
+        clock::now()
+    }
+
+    fn is_ours(&self) -> bool {
+        true
+    }
+
+    fn served_by(&self) -> Option<Endpoint> {
+        self.served_by
+    }
+
+    fn class(&self) -> Class {
+        self.class
+    }
+
+    fn attempts(&self) -> u64 {
+        1
+    }
+}

@@ -1,0 +1,48 @@
+//! Prequal as a dynamic module: native code that a stock Envoy loads.
+//!
+//! The balancer is the one of the WebAssembly filter ([`prequal_core::client`]); this crate is an adapter. It has four roles,
+//! each an extension of Envoy:
+//!
+//! - [`policy`]: the load-balancing policy of a cluster, which chooses a host for each attempt;
+//! - [`attempt`]: an HTTP filter in the cluster's upstream chain, which reads the report on each response, and an access logger
+//!   of the router's attempts, which shows why an attempt ended without a response;
+//! - [`prober`]: a bootstrap extension, which sends the probes from the main thread.
+//!
+//! All unsafe code is in two files: [`abi`] has the declarations, [`envoy`] the wrappers and the hooks. The other modules:
+//!
+//! - [`worker`]: one cluster on one thread; what threads share;
+//! - [`store`]: the balancer's state in this process's memory, without locks;
+//! - [`hosts`]: Envoy's host sets: priorities, weights, health;
+//! - [`metrics`]: counters and gauges, under the filter's names;
+//! - [`clock`]: the time.
+//!
+//! A panic must not cross the ABI, because it would end Envoy; see [`envoy`].
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
+)]
+#![deny(unsafe_code)]
+#![allow(missing_docs, reason = "the only public items are the ABI's entry points")]
+
+mod hosts;
+mod store;
+
+// Everything that calls Envoy: unit tests have no Envoy to link with. The tests of `tests/` load the module into a real one.
+#[cfg(not(test))]
+#[allow(unsafe_code, reason = "the declarations of the ABI")]
+mod abi;
+#[cfg(not(test))]
+mod attempt;
+#[cfg(not(test))]
+mod clock;
+#[cfg(not(test))]
+#[allow(unsafe_code, reason = "the wrappers of the ABI, each with its invariant")]
+mod envoy;
+#[cfg(not(test))]
+mod metrics;
+#[cfg(not(test))]
+mod policy;
+#[cfg(not(test))]
+mod prober;
+#[cfg(not(test))]
+mod worker;

@@ -1,0 +1,125 @@
+//! The load-balancing policy: one object per configuration, and one per thread that chooses hosts.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::thread::{self, ThreadId};
+
+use prequal_core::config::{ClusterConfig, FilterConfig};
+use prequal_core::endpoint::Endpoint;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use crate::attempt;
+use crate::clock;
+use crate::envoy::{self, Lb, LbConfig, Retry};
+use crate::hosts::{Hosts, Place};
+use crate::metrics::Metrics;
+use crate::prober;
+use crate::worker::{Worker, WorkerRef};
+
+/// One configuration of the policy.
+pub(crate) struct PolicyConfig {
+    clusters: Vec<(ClusterConfig, Arc<Metrics>)>,
+    /// Envoy reads configurations on its main thread, whose policy objects serve no requests.
+    main: ThreadId,
+}
+
+impl PolicyConfig {
+    /// Reads the configuration, which has the format of the WebAssembly filter's.
+    ///
+    /// # Errors
+    /// Every problem, each with its field.
+    pub(crate) fn read(host: LbConfig, text: &[u8]) -> Result<Self, String> {
+        let text = std::str::from_utf8(text).map_err(|_| "the configuration is not UTF-8".to_owned())?;
+        let clusters = FilterConfig::parse_native(text).map_err(|errors| errors.to_string())?.clusters;
+        let define = |cluster: ClusterConfig| {
+            let metrics = Arc::new(Metrics::define(host, &cluster.cluster));
+            (cluster, metrics)
+        };
+        let clusters = clusters.into_iter().map(define).collect();
+        Ok(Self { clusters, main: thread::current().id() })
+    }
+
+    /// Creates the policy of one thread for the cluster.
+    pub(crate) fn policy(&self, cluster: &str) -> Policy {
+        let found = self.clusters.iter().find(|(config, _)| config.cluster == cluster);
+        let main = thread::current().id() == self.main;
+        let worker = found.map(|(config, metrics)| {
+            let worker = Rc::new(RefCell::new(Worker::new(config.clone(), clock::now())));
+            if main {
+                prober::add(&worker, metrics);
+            }
+            worker
+        });
+        if main && worker.is_none() {
+            envoy::warn(&format!(
+                "prequal: `clusters` does not list \"{cluster}\", so its requests are balanced without load reports"
+            ));
+        }
+        if main && !prober::is_running() {
+            envoy::warn("prequal: no bootstrap extension of Prequal is configured, so no probes are sent");
+        }
+        Policy { worker, main, hosts: Hosts::default(), rng: SmallRng::from_os_rng() }
+    }
+}
+
+/// The policy of one cluster on one thread.
+pub(crate) struct Policy {
+    /// `None` if the configuration does not list the cluster.
+    worker: Option<WorkerRef>,
+    main: bool,
+    hosts: Hosts,
+    rng: SmallRng,
+}
+
+impl Policy {
+    /// Handles a change of the host set: hosts, health, weights or priorities.
+    pub(crate) fn hosts_changed(&mut self, lb: Lb<'_>) {
+        self.hosts = Hosts::new(&lb.levels());
+        // Envoy updates the main thread first. The workers adopt what it writes.
+        if let (Some(worker), true) = (&self.worker, self.main) {
+            worker.borrow_mut().set_fleet(self.hosts.fleet(), clock::now());
+        }
+    }
+
+    /// Chooses a host for one attempt; `None` if there is none.
+    pub(crate) fn choose(&mut self, lb: Lb<'_>, retry: Retry<'_>) -> Option<Place> {
+        let Some(worker) = self.worker.clone() else { return Some(self.fall_back(lb, retry)?.0) };
+        let (request, wake) = worker.borrow_mut().begin(clock::now());
+        #[cfg(feature = "crash-test")]
+        retry.crash_on_demand();
+        let chosen =
+            request.pick.replica.and_then(|replica| Some((self.hosts.place(replica)?, Some(replica))));
+        let usable = chosen.filter(|(place, _)| !retry.refuses(*place));
+        let placed = usable.or_else(|| self.fall_back(lb, retry));
+        attempt::chosen(&worker, request, placed.and_then(|(_, endpoint)| endpoint), placed.is_some());
+        if wake {
+            prober::wake();
+        }
+        Some(placed?.0)
+    }
+
+    /// Chooses by requests in flight alone, as Envoy's least_request does, and as often as Envoy's policies do if a retry must
+    /// not use the host.
+    fn fall_back(&mut self, lb: Lb<'_>, retry: Retry<'_>) -> Option<(Place, Option<Endpoint>)> {
+        let Self { hosts, rng, .. } = self;
+        let mut draw = || hosts.fall_back(rng, |place| lb.in_flight(place));
+        let mut placed = draw()?;
+        for _ in 0..retry.tries() {
+            if !retry.refuses(placed.0) {
+                break;
+            }
+            placed = draw()?;
+        }
+        Some(placed)
+    }
+}
+
+impl Drop for Policy {
+    fn drop(&mut self) {
+        if let Some(worker) = &self.worker {
+            attempt::forget(worker);
+        }
+    }
+}

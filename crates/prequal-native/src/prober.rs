@@ -1,0 +1,149 @@
+//! The bootstrap extension: sends the probes of all clusters from Envoy's main thread, and ticks there.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::{Rc, Weak};
+use std::sync::{Arc, OnceLock};
+
+use prequal_core::client::headers::{self, Headers};
+use prequal_core::client::{ProbeEnd, Reply};
+use prequal_core::members::Target;
+use prequal_core::pool::ProbesDue;
+use prequal_core::report::{HEADER_DEST, PROBE_PATH};
+
+use crate::clock;
+use crate::envoy::{Bootstrap, Scheduler};
+use crate::metrics::{Metrics, SENT, UNDISPATCHED};
+use crate::worker::{TICK_US, Worker, WorkerRef};
+
+/// Maximum number of probes in flight. Beyond this, the probe clusters are not answering and more probes would not help.
+const MAX_IN_FLIGHT: usize = 1024;
+/// Period of the main thread's timer, milliseconds.
+pub(crate) const TICK_MS: u64 = TICK_US / 1000;
+
+/// Wakes the prober from any thread. It stays for the life of the process, as a bootstrap extension does.
+static SCHEDULER: OnceLock<Scheduler> = OnceLock::new();
+
+/// One cluster to probe for, with its metrics.
+struct Probed {
+    cluster: String,
+    worker: Weak<RefCell<Worker>>,
+    metrics: Arc<Metrics>,
+}
+
+thread_local! {
+    /// The clusters to probe for, on the main thread.
+    static CLUSTERS: RefCell<Vec<Probed>> = const { RefCell::new(Vec::new()) };
+    /// The probes whose replies have not arrived, by Envoy's number of the call.
+    static PROBES: RefCell<HashMap<u64, Probe>> = RefCell::new(HashMap::new());
+}
+
+/// A probe whose reply has not arrived.
+struct Probe {
+    worker: Weak<RefCell<Worker>>,
+    target: Target,
+}
+
+/// Registers the prober of this process.
+///
+/// # Errors
+/// There is one already.
+pub(crate) fn start(scheduler: Scheduler) -> Result<(), String> {
+    SCHEDULER.set(scheduler).map_err(|_| "there is already a bootstrap extension of Prequal".to_owned())
+}
+
+/// Whether this process has a prober.
+pub(crate) fn is_running() -> bool {
+    SCHEDULER.get().is_some()
+}
+
+/// Wakes the prober, from any thread.
+pub(crate) fn wake() {
+    if let Some(scheduler) = SCHEDULER.get() {
+        scheduler.commit();
+    }
+}
+
+/// Adds a cluster to probe for, on the main thread. It replaces that of the cluster's previous configuration, and leaves with its
+/// policy.
+pub(crate) fn add(worker: &WorkerRef, metrics: &Arc<Metrics>) {
+    let cluster = worker.borrow().cluster().to_owned();
+    CLUSTERS.with_borrow_mut(|all| {
+        all.retain(|probed| probed.cluster != cluster && probed.worker.strong_count() > 0);
+        all.push(Probed { cluster, worker: Rc::downgrade(worker), metrics: Arc::clone(metrics) });
+    });
+}
+
+/// Returns the clusters to probe for. Calls of Envoy may change the list, so it is not borrowed meanwhile.
+fn clusters() -> Vec<(WorkerRef, Arc<Metrics>)> {
+    let live = |probed: &Probed| Some((probed.worker.upgrade()?, Arc::clone(&probed.metrics)));
+    CLUSTERS.with_borrow(|all| all.iter().filter_map(live).collect())
+}
+
+/// Sends the probes that picks have asked for.
+pub(crate) fn send_due(bootstrap: Bootstrap<'_>) {
+    for (worker, _) in clusters() {
+        let due = worker.borrow().common.take();
+        send(bootstrap, &worker, due);
+    }
+}
+
+/// Does the periodic work of every cluster.
+pub(crate) fn tick(bootstrap: Bootstrap<'_>) {
+    for (worker, metrics) in clusters() {
+        let due = worker.borrow_mut().tick_main(&metrics, clock::now());
+        send(bootstrap, &worker, due);
+    }
+}
+
+fn send(bootstrap: Bootstrap<'_>, worker: &WorkerRef, due: ProbesDue) {
+    if due.is_empty() {
+        return;
+    }
+    // Envoy provides the membership, so the probes that would discover it go to replicas of which nothing was heard lately.
+    let due = ProbesDue { addressed: due.addressed + due.discovery, discovery: 0 };
+    let (targets, cluster, timeout_ms) = {
+        let mut guard = worker.borrow_mut();
+        let Worker { balancer, rng, .. } = &mut *guard;
+        let targets = balancer.targets(due, clock::now(), rng);
+        (targets, balancer.config().probe_cluster.clone(), balancer.config().probe.timeout_ms)
+    };
+    for target in targets.into_iter().flatten() {
+        let address = target.probe.to_string();
+        let headers = [
+            (":method", "GET"),
+            (":path", PROBE_PATH),
+            (":authority", "prequal"),
+            (HEADER_DEST, address.as_str()),
+        ];
+        let full = PROBES.with_borrow(HashMap::len) >= MAX_IN_FLIGHT;
+        // A reply that comes during the call has a number that is not known yet; Envoy then also refuses the call. So nothing
+        // may be borrowed here.
+        let number = (!full).then(|| bootstrap.call(&cluster, &headers, timeout_ms)).flatten();
+        let worker_now = worker.borrow();
+        let counters = worker_now.balancer.counters();
+        match number {
+            Some(number) => {
+                counters.one(SENT);
+                let probe = Probe { worker: Rc::downgrade(worker), target };
+                PROBES.with_borrow_mut(|probes| probes.insert(number, probe));
+            }
+            None => counters.one(UNDISPATCHED),
+        }
+    }
+}
+
+/// Handles the reply to a call; `headers` is `None` if there was none.
+pub(crate) fn replied(number: u64, headers: Option<&impl Headers>) {
+    let Some(probe) = PROBES.with_borrow_mut(|probes| probes.remove(&number)) else { return };
+    let Some(worker) = probe.worker.upgrade() else { return };
+    let mut guard = worker.borrow_mut();
+    let Worker { balancer, rng, .. } = &mut *guard;
+    let now = clock::now();
+    let verified = balancer.config().pool.verified_probes;
+    let reply: Result<Reply, ProbeEnd> =
+        headers.map_or(Err(ProbeEnd::Refused), |headers| headers::reply(headers, verified));
+    balancer.replied(now, Some(probe.target), false, reply);
+    // The main thread places no requests with which the load could be applied.
+    balancer.apply(now, rng);
+}

@@ -1,0 +1,153 @@
+//! One upstream cluster on one thread of Envoy, and what its threads share.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use prequal_core::client::{Balancer, Request, Tick};
+use prequal_core::config::{ClusterConfig, Shim};
+use prequal_core::endpoint::Endpoint;
+use prequal_core::pool::ProbesDue;
+use prequal_core::time::Micros;
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+
+use crate::attempt::{self, Endings};
+use crate::metrics::{Metrics, Tally};
+use crate::store::Shared;
+
+/// Period of the work that is not urgent, microseconds. Envoy has no timers for policies, so a worker does it at the next pick
+/// after the period; the main thread has a timer.
+pub(crate) const TICK_US: u64 = 250_000;
+
+/// Time since the last pick after which a worker does not wait for the next one to apply what it has learned, microseconds.
+const SOON_US: u64 = 10_000;
+
+/// What the threads share about one upstream cluster. It outlives configurations: an update goes on with the same pool.
+#[derive(Default)]
+pub(crate) struct Common {
+    /// Pool, membership, ejections.
+    pub(crate) values: Shared,
+    /// Probes that picks have asked for and the prober has not yet sent.
+    due: AtomicU32,
+    /// Whether the prober has been woken and has not yet taken what is due.
+    woken: AtomicBool,
+    /// The counts of every thread, in all configurations that still have requests in flight.
+    tallies: Mutex<Vec<Tally>>,
+}
+
+impl Common {
+    /// Returns what is shared about the cluster of this name.
+    pub(crate) fn of(cluster: &str) -> Arc<Self> {
+        static ALL: Mutex<Option<HashMap<String, Arc<Common>>>> = Mutex::new(None);
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(all.get_or_insert_default().entry(cluster.to_owned()).or_default())
+    }
+
+    /// Adds probes that are due. Returns true if the prober must be woken.
+    pub(crate) fn ask(&self, probes: ProbesDue) -> bool {
+        let count = probes.addressed + probes.discovery;
+        self.due.fetch_add(count, Ordering::Relaxed);
+        count > 0 && !self.woken.swap(true, Ordering::AcqRel)
+    }
+
+    /// Passes the counts of all threads to Envoy.
+    fn tell(&self, metrics: &Metrics) {
+        let mut tallies = self.tallies.lock().unwrap_or_else(PoisonError::into_inner);
+        tallies.retain(|tally| {
+            let in_use = !tally.is_abandoned();
+            metrics.tell(tally);
+            in_use
+        });
+    }
+
+    /// Takes the probes that are due.
+    pub(crate) fn take(&self) -> ProbesDue {
+        self.woken.store(false, Ordering::Release);
+        ProbesDue { addressed: self.due.swap(0, Ordering::AcqRel), discovery: 0 }
+    }
+}
+
+/// One upstream cluster on one thread. The policy and the requests in flight share it.
+pub(crate) struct Worker {
+    pub(crate) balancer: Balancer<Shared, Tally>,
+    pub(crate) rng: SmallRng,
+    pub(crate) common: Arc<Common>,
+    /// Shared with the workers of other configurations of this cluster on this thread.
+    pub(crate) endings: Rc<RefCell<Endings>>,
+    /// The fleet according to Envoy; only the main thread's worker knows it.
+    fleet: Vec<(Endpoint, u16)>,
+    ticked: Option<Micros>,
+    /// Time of the last transaction.
+    applied: Micros,
+}
+
+pub(crate) type WorkerRef = Rc<RefCell<Worker>>;
+
+impl Worker {
+    pub(crate) fn new(config: ClusterConfig, now: Micros) -> Self {
+        let common = Common::of(&config.cluster);
+        let (tally, endings) = (Tally::new(), attempt::endings_of(&config.cluster));
+        common.tallies.lock().unwrap_or_else(PoisonError::into_inner).push(tally.clone());
+        // The shim is another way to carry out the choice; here the choice needs none.
+        let balancer = Balancer::new(config, Shim::StatefulSession, &common.values, tally, now);
+        Self {
+            balancer,
+            rng: SmallRng::from_os_rng(),
+            common,
+            endings,
+            fleet: Vec::new(),
+            ticked: None,
+            applied: now,
+        }
+    }
+
+    /// Name of the cluster.
+    pub(crate) fn cluster(&self) -> &str {
+        &self.balancer.config().cluster
+    }
+
+    /// Chooses for one request; a worker whose tick is due does that first. The second value says whether to wake the prober.
+    pub(crate) fn begin(&mut self, now: Micros) -> (Request, bool) {
+        let mut wake = false;
+        if self.ticked.is_none_or(|at| now.saturating_since(at) >= TICK_US) {
+            let probes = self.tick(now).probes;
+            wake = self.common.ask(probes);
+        }
+        self.applied = now;
+        let request = self.balancer.begin(now, &[], false, &mut self.rng);
+        wake |= self.common.ask(request.pick.probes);
+        (request, wake)
+    }
+
+    fn tick(&mut self, now: Micros) -> Tick {
+        (self.ticked, self.applied) = (Some(now), now);
+        self.balancer.tick(now, &mut self.rng)
+    }
+
+    /// Does the main thread's periodic work: shows the metrics. Returns the probes that are due for lack of requests.
+    pub(crate) fn tick_main(&mut self, metrics: &Metrics, now: Micros) -> ProbesDue {
+        // What threads learn from responses and replies must not outlast what Envoy says.
+        self.balancer.set_fleet(now, &mut self.fleet, &mut self.rng);
+        let tick = self.tick(now);
+        metrics.show(&tick);
+        self.common.tell(metrics);
+        tick.probes
+    }
+
+    /// Applies what a response has shown, unless a pick will do so soon.
+    pub(crate) fn settle(&mut self, now: Micros) {
+        if now.saturating_since(self.applied) >= SOON_US {
+            self.applied = now;
+            self.balancer.apply(now, &mut self.rng);
+        }
+    }
+
+    /// Makes `fleet` the membership.
+    pub(crate) fn set_fleet(&mut self, fleet: Vec<(Endpoint, u16)>, now: Micros) {
+        self.fleet = fleet;
+        self.balancer.set_fleet(now, &mut self.fleet, &mut self.rng);
+    }
+}
