@@ -9,7 +9,9 @@ mod codes;
 mod filters;
 mod headers;
 mod manifest;
+mod native;
 mod routes;
+mod settings;
 mod shape;
 mod source;
 #[cfg(test)]
@@ -23,7 +25,7 @@ use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 pub(crate) use at::At;
-use codes::{Code, Level};
+use codes::{Code, FILTER_MISSING, Level};
 use source::Source;
 
 use crate::read;
@@ -32,7 +34,8 @@ use crate::read;
 ///
 /// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised automatically; with ?include_eds endpoints
 /// are compared too), a file of resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension).
-/// Reports each mistake with a code (docs/prequal.md), its place in the file, its effect on users, and the cure.
+/// The configuration may use the filter or the native module (docs/native.md). Reports each mistake with a code
+/// (docs/prequal.md), its place in the file, its effect on users, and the cure.
 ///
 /// It does not replace `envoy --mode validate`, which shows whether Envoy accepts the file at all.
 #[derive(clap::Args)]
@@ -133,7 +136,11 @@ pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
     // Mistakes for which Envoy refuses the file hide all others.
     if findings.0.is_empty() {
         let source = Source::of(root, must_be_dump)?;
-        filters::check(&source, &mut findings);
+        let filter = filters::check(&source, &mut findings);
+        let native = native::check(&source, &mut findings);
+        if !filter && !native && !source.report_unseen_listeners(&mut findings) {
+            findings.push(FILTER_MISSING, "", format!("{} listeners", source.listeners.len()));
+        }
     }
     findings.0.sort_by_key(|finding| finding.code.level);
     Ok(findings.0)

@@ -1,7 +1,7 @@
 //! `prequal config`: renders a complete Envoy configuration from a few flags or a short YAML file.
 //!
-//! The output is the shipped configuration with addresses, clusters and settings replaced. That file is the only
-//! description of what an Envoy with Prequal needs.
+//! The output is a shipped configuration with addresses, clusters and settings replaced. Those files (one for the filter,
+//! one for the native module) are the only description of what an Envoy with Prequal needs.
 
 mod render;
 mod spec;
@@ -18,7 +18,8 @@ use spec::Spec;
 
 /// Render a complete Envoy configuration with Prequal
 ///
-/// Prints the shipped configuration (envoy-configs/static/envoy.yaml) with addresses, clusters and settings replaced.
+/// Prints the shipped configuration (envoy-configs/static/envoy.yaml, or envoy-native.yaml with --native) with addresses,
+/// clusters and settings replaced.
 /// If there are mistakes, reports all of them at once and renders nothing.
 #[derive(clap::Args)]
 #[command(after_long_help = "\
@@ -26,11 +27,12 @@ Examples:
   prequal config --cluster api=10.0.0.1:8080,10.0.0.2:8080 > envoy.yaml
   prequal config --cluster api=api.internal:8080 --probe-port 9000 --listen 0.0.0.0:80
   prequal config --cluster chat=10.0.0.1:8080,10.0.0.2:8080 --profile inference --hint header:x-session-id
+  prequal config --native --cluster api=10.0.0.1:8080,10.0.0.2:8080 > envoy.yaml
   prequal config --cluster web=10.0.0.1:80,10.0.0.2:80 --cluster api=10.0.1.1:80,10.0.1.2:80 --route /api=api
 
 The same from a file (prequal config spec.yaml), which may say more; flags outweigh it:
   listen: 0.0.0.0:80
-  settings: {profile: small}          # of the filter, for all clusters (docs/configuration.md)
+  settings: {profile: small}          # of Prequal, for all clusters (docs/configuration.md)
   tls: {certificate: cert.pem, key: key.pem}
   clusters:
   - {name: web, hosts: ['10.0.0.1:80', '10.0.0.2:80']}
@@ -55,6 +57,9 @@ pub(crate) struct Args {
     /// Address of Envoy's admin, which can stop Envoy: keep it on loopback [default: 127.0.0.1:9901]
     #[arg(long, value_name = "IP:PORT")]
     admin: Option<String>,
+    /// Use the native module instead of the WebAssembly filter (docs/native.md)
+    #[arg(long, conflicts_with_all = ["wasm", "shim"])]
+    native: bool,
     /// Path of the filter's module, as Envoy will find it [default: target/dist/prequal_filter.wasm]
     #[arg(long, value_name = "FILE")]
     wasm: Option<String>,

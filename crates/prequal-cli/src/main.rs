@@ -1,7 +1,7 @@
 //! `prequal`: renders an Envoy configuration with Prequal, finds mistakes that break one, and watches one at work.
 //!
 //! Each subcommand has one module. None of them contains a rule of Prequal: `prequal-core` validates settings,
-//! `prequal-stats` reads statistics, and rendering starts from the shipped configuration.
+//! `prequal-stats` reads statistics, and rendering starts from a shipped configuration.
 
 mod check;
 mod config;

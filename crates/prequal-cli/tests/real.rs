@@ -2,15 +2,15 @@
 //! happens, and `prequal check` reads files as Envoy does.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use prequal_testbed::{
-    Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, bed, envoy_binary,
-    eventually, wasm_module,
+    Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, bed, dist_dir,
+    envoy_binary, eventually, wasm_module,
 };
 use serde_json::{Value, json};
 
@@ -37,9 +37,15 @@ fn printed(args: &[&str]) -> String {
 fn rendered(args: &[&str]) -> String {
     let module = wasm_module();
     let module = module.to_str().expect("a plain path");
-    printed(
-        &[&["config", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--wasm", module], args].concat(),
-    )
+    on_free_ports(&[&["--wasm", module], args].concat())
+}
+
+fn on_free_ports(args: &[&str]) -> String {
+    printed(&[&["config", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"], args].concat())
+}
+
+fn native_module() -> PathBuf {
+    dist_dir().join("libprequal_native.so")
 }
 
 /// Sends requests until Envoy's filter knows `members` replicas of `cluster` and steers.
@@ -62,6 +68,7 @@ fn in_scratch(dir: &Path, name: &str, text: &str) -> String {
 fn envoy_accepts(path: &str) -> (bool, String) {
     let output = Command::new(envoy_binary())
         .args(["--mode", "validate", "--disable-hot-restart", "--log-level", "error", "-c", path])
+        .env("ENVOY_DYNAMIC_MODULES_SEARCH_PATH", dist_dir())
         .output()
         .expect("Envoy starts");
     (output.status.success(), text(&output.stderr) + &text(&output.stdout))
@@ -69,11 +76,15 @@ fn envoy_accepts(path: &str) -> (bool, String) {
 
 #[test]
 fn what_is_rendered_runs_steers_and_is_clean_as_a_dump() -> Result {
-    bed!();
+    bed!(&[native_module()]);
     let fleet = Fleet::start([5, 5, 5, 150].map(|ms| Reply::ok().delay(Duration::from_millis(ms))))?;
     let hosts: Vec<String> = fleet.addrs().iter().map(ToString::to_string).collect();
-    for shim in ["stateful_session", "override_host"] {
-        let config = rendered(&["--cluster", &format!("svc={}", hosts.join(",")), "--shim", shim]);
+    let cluster = format!("svc={}", hosts.join(","));
+    for (kind, config) in [
+        ("stateful_session", rendered(&["--cluster", &cluster])),
+        ("override_host", rendered(&["--cluster", &cluster, "--shim", "override_host"])),
+        ("native", on_free_ports(&["--cluster", &cluster, "--native"])),
+    ] {
         let envoy = Envoy::start(EnvoyConfig::read(&config)?)?;
         warm(&envoy, "svc", "/", 4);
         fleet.clear();
@@ -82,13 +93,13 @@ fn what_is_rendered_runs_steers_and_is_clean_as_a_dump() -> Result {
         }
         // An equal share would be 100.
         let served = fleet.served();
-        assert!(served.iter().sum::<u64>() == 400 && served[3] <= 12, "{shim}: {served:?}");
+        assert!(served.iter().sum::<u64>() == 400 && served[3] <= 12, "{kind}: {served:?}");
         assert_eq!(envoy.client().get("/prequal/probe")?.status, 404);
 
         let dir = tempfile::tempdir()?;
         let dump = in_scratch(dir.path(), "dump.json", &envoy.admin_get("/config_dump?include_eds")?);
         let found: Value = serde_json::from_str(&printed(&["check", "--dump", "--json", &dump]))?;
-        assert_eq!(found, json!({"errors": 0, "findings": []}), "{shim}");
+        assert_eq!(found, json!({"errors": 0, "findings": []}), "{kind}");
     }
     Ok(())
 }
@@ -122,7 +133,7 @@ fn probes_on_a_port_of_their_own_work_as_rendered() -> Result {
 
 #[test]
 fn envoy_accepts_every_variant() -> Result {
-    bed!();
+    bed!(&[native_module()]);
     let dir = tempfile::tempdir()?;
     let pair = rcgen::generate_simple_self_signed(vec!["localhost".into()])?;
     let cert = in_scratch(dir.path(), "cert.pem", &pair.cert.pem());
@@ -145,11 +156,46 @@ fn envoy_accepts_every_variant() -> Result {
         &["--cluster", hosts, "--tls-cert", &cert, "--tls-key", &key],
         &[&spec],
     ];
-    for args in variants {
-        let path = in_scratch(dir.path(), "envoy.yaml", &rendered(args));
+    let native: [&[&str]; 2] = [
+        &["--native", "--cluster", hosts, "--profile", "small"],
+        &[
+            "--native",
+            "--cluster",
+            "a=localhost:80",
+            "--probe-port",
+            "90",
+            "--tls-cert",
+            &cert,
+            "--tls-key",
+            &key,
+        ],
+    ];
+    let filters = variants.map(|args| (args, rendered(args)));
+    for (args, text) in filters.into_iter().chain(native.map(|args| (args, on_free_ports(args)))) {
+        let path = in_scratch(dir.path(), "envoy.yaml", &text);
         let (accepted, why) = envoy_accepts(&path);
         assert!(accepted, "{args:?}: {why}");
         printed(&["check", &path]);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_native_module_refuses_the_settings_that_the_check_reports() -> Result {
+    bed!(&[native_module()]);
+    let dir = tempfile::tempdir()?;
+    let text = on_free_ports(&["--native", "--cluster", "a=10.0.0.1:80"]);
+    let verified = "\"verified_probes\": true";
+    assert_eq!(text.matches(verified).count(), 1, "{text}");
+    for setting in ["\"mode\": \"sync\"", "\"route_modes\": {\"slow\": \"sync\"}", "\"max_age_ms\": 7"] {
+        let path = in_scratch(dir.path(), "envoy.yaml", &text.replace(verified, setting));
+        let (accepted, why) = envoy_accepts(&path);
+        assert!(!accepted && why.contains("prequal: configuration refused"), "{setting}: {why}");
+        let output = prequal(&["check", "--json", &path]);
+        let found: Value = serde_json::from_slice(&output.stdout)?;
+        let codes: Vec<&Value> =
+            found["findings"].as_array().ok_or("a list")?.iter().map(|f| &f["code"]).collect();
+        assert!(codes.contains(&&json!("settings")), "{setting}: {found}");
     }
     Ok(())
 }

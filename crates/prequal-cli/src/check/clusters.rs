@@ -8,48 +8,75 @@ use super::headers::DEST;
 use super::source::Source;
 use super::{At, Findings};
 
-/// Checks every pair of clusters that the settings name; `wasm` is the place of the settings.
-pub(super) fn check(source: &Source<'_>, settings: &FilterConfig, wasm: &At<'_>, findings: &mut Findings) {
+/// Checks every pair of clusters that the filter's settings name; `path` is the place of the settings.
+pub(super) fn check(source: &Source<'_>, settings: &FilterConfig, path: &str, findings: &mut Findings) {
     for entry in &settings.clusters {
-        let serving = find(source, &entry.cluster, CLUSTER_ABSENT, wasm, findings);
-        if let Some(serving) = &serving {
-            check_kind(serving, findings);
-            check_breakers(serving, findings);
-            check_codec(&http_filters(serving), findings);
-            if settings.shim == Shim::OverrideHost && override_host(serving).is_none() {
-                findings.push(
-                    SHIM_MISSING,
-                    &serving.path,
-                    "`shim: override_host`, but the cluster has another policy",
-                );
-            }
+        let serving = find(source, &entry.cluster, CLUSTER_ABSENT, path, findings);
+        if let Some(serving) = &serving
+            && settings.shim == Shim::OverrideHost
+            && override_host(serving).is_none()
+        {
+            findings.push(
+                SHIM_MISSING,
+                &serving.path,
+                "`shim: override_host`, but the cluster has another policy",
+            );
         }
-        if entry.choice.rule.is_probe_free() {
-            continue;
-        }
-        let probing = find(source, &entry.probe_cluster, PROBE_CLUSTER_ABSENT, wasm, findings);
-        let Some(probing) = probing else { continue };
-        check_probing(entry, &probing, findings);
-        if let Some(serving) = serving.filter(|_| entry.cluster != entry.probe_cluster) {
-            check_kind(&probing, findings);
-            check_codec(&http_filters(&probing), findings);
-            check_placement(source, &serving, &probing, findings);
-            compare(source, &serving, &probing, findings);
-        }
+        check_pair(source, entry, serving.as_ref(), Placement::Learned, path, findings);
     }
 }
 
-fn find<'a>(
+/// How Prequal learns the placement of replicas: priorities, localities, weights, health.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Placement {
+    /// From the probes that the probe cluster places.
+    Learned,
+    /// From Envoy's host sets.
+    Known,
+}
+
+/// Checks a serving cluster, if it exists, and its probe cluster. Returns the probe cluster, unless no probes are sent.
+pub(super) fn check_pair<'a>(
+    source: &Source<'a>,
+    entry: &ClusterConfig,
+    serving: Option<&At<'_>>,
+    placement: Placement,
+    path: &str,
+    findings: &mut Findings,
+) -> Option<At<'a>> {
+    if let Some(serving) = serving {
+        check_kind(serving, findings);
+        check_breakers(serving, findings);
+        check_codec(&http_filters(serving), findings);
+    }
+    if entry.choice.rule.is_probe_free() {
+        return None;
+    }
+    let probing = find(source, &entry.probe_cluster, PROBE_CLUSTER_ABSENT, path, findings)?;
+    check_probing(entry, &probing, placement, findings);
+    if let Some(serving) = serving.filter(|_| entry.cluster != entry.probe_cluster) {
+        check_kind(&probing, findings);
+        check_codec(&http_filters(&probing), findings);
+        if placement == Placement::Learned {
+            check_placement(source, serving, &probing, findings);
+        }
+        compare(source, serving, &probing, placement, findings);
+    }
+    Some(probing)
+}
+
+/// Returns the cluster `name`, and reports its absence.
+pub(super) fn find<'a>(
     source: &Source<'a>,
     name: &str,
     code: &'static Code,
-    wasm: &At<'_>,
+    path: &str,
     findings: &mut Findings,
 ) -> Option<At<'a>> {
     let found = source.cluster(name);
     if found.is_none() {
         let code = if source.more_clusters { UNSEEN } else { code };
-        findings.push(code, &format!("{}.configuration", wasm.path), format!("cluster `{name}`"));
+        findings.push(code, path, format!("cluster `{name}`"));
     }
     found
 }
@@ -81,7 +108,8 @@ fn check_breakers(cluster: &At<'_>, findings: &mut Findings) {
 }
 
 /// Checks that probes reach the replicas they are addressed to, and that replies show which host answered.
-fn check_probing(entry: &ClusterConfig, probing: &At<'_>, findings: &mut Findings) {
+fn check_probing(entry: &ClusterConfig, probing: &At<'_>, placement: Placement, findings: &mut Findings) {
+    let learned = placement == Placement::Learned;
     let policy = override_host(probing);
     let same = entry.cluster == entry.probe_cluster;
     match (&policy, same) {
@@ -90,7 +118,7 @@ fn check_probing(entry: &ClusterConfig, probing: &At<'_>, findings: &mut Finding
         (Some(_), true) => findings.push(BREAKERS_SHARED, &probing.path, &*entry.cluster),
         (Some(_), false) => {}
     }
-    if let Some(policy) = policy.filter(|_| !same) {
+    if let Some(policy) = policy.filter(|_| learned && !same) {
         let fallbacks =
             policy.get("fallback_policy").map(|fallback| fallback.list("policies")).unwrap_or_default();
         let in_turn = |policy: &At<'_>| {
@@ -105,20 +133,24 @@ fn check_probing(entry: &ClusterConfig, probing: &At<'_>, findings: &mut Finding
         let found =
             if written { "it is written, but not over what a replica sent" } else { "it is not written" };
         findings.push(HOST_UNVERIFIED, &probing.path, found);
-    } else if written && !entry.pool.verified_probes {
+    } else if learned && written && !entry.pool.verified_probes {
         findings.push(HOST_UNUSED, &probing.path, &*entry.cluster);
     }
 }
 
 /// Returns the cluster's `override_host` policy, if it reads Prequal's header.
 fn override_host<'a>(cluster: &At<'a>) -> Option<At<'a>> {
-    let policies = cluster.get("load_balancing_policy")?.list("policies");
-    let policy =
-        policies.iter().find_map(|policy| policy.get("typed_extension_config")?.typed("OverrideHost"))?;
+    let policy = policy(cluster, "OverrideHost")?;
     let sources = policy.list("override_host_sources");
     let by_header =
         |source: &At<'_>| source.text("header").is_some_and(|name| name.eq_ignore_ascii_case(DEST));
     sources.iter().any(by_header).then_some(policy)
+}
+
+/// Returns the cluster's policy of type `kind`.
+pub(super) fn policy<'a>(cluster: &At<'a>, kind: &str) -> Option<At<'a>> {
+    let policies = cluster.get("load_balancing_policy")?.list("policies");
+    policies.iter().find_map(|policy| policy.get("typed_extension_config")?.typed(kind))
 }
 
 /// Returns the cluster's own upstream HTTP filters.
@@ -165,9 +197,19 @@ struct Placed {
     port: u64,
 }
 
-/// Checks that both clusters have the same endpoints with the same placement, or at least the same source of
-/// endpoints.
-fn compare(source: &Source<'_>, serving: &At<'_>, probing: &At<'_>, findings: &mut Findings) {
+/// Checks that both clusters have the same endpoints (if the placement is learned, with the same placement), or at least
+/// the same source of endpoints.
+fn compare(
+    source: &Source<'_>,
+    serving: &At<'_>,
+    probing: &At<'_>,
+    placement: Placement,
+    findings: &mut Findings,
+) {
+    let places = |assignment: &At<'_>| {
+        let all = places(assignment);
+        if placement == Placement::Learned { all } else { addresses(all) }
+    };
     let found = match (eds(serving), eds(probing)) {
         (Some(one), Some(other)) if one == other => return,
         (Some((one, _)), Some((other, _))) => {
@@ -267,6 +309,21 @@ fn places(assignment: &At<'_>) -> Vec<Placed> {
             });
         }
     }
+    all.sort();
+    all
+}
+
+/// Returns the endpoints as if all had the same placement.
+fn addresses(places: Vec<Placed>) -> Vec<Placed> {
+    let anywhere = |Placed { address, port, .. }| Placed {
+        priority: 0,
+        locality: String::new(),
+        locality_weight: 0,
+        weight: 1,
+        address,
+        port,
+    };
+    let mut all: Vec<Placed> = places.into_iter().map(anywhere).collect();
     all.sort();
     all
 }

@@ -52,16 +52,16 @@ codes! {
     MERGE_KEY Error "merge-key": "a YAML merge key (`<<`)",
         "Envoy does not know merge keys and refuses the file; nothing else was checked",
         "write the fields out, or share whole values by anchor and alias";
-    FILTER_MISSING Error "filter-missing": "no HTTP connection manager has the filter",
-        "Prequal does nothing", "add the wasm filter to `http_filters`";
-    STRIP_MISSING Error "strip-missing": "no `header_mutation` before the wasm filter removes Prequal's headers",
+    FILTER_MISSING Error "filter-missing": "no HTTP connection manager has the filter, and no cluster has the native module's policy",
+        "Prequal does nothing", "add the wasm filter to `http_filters`, or the native module: docs/native.md";
+    STRIP_MISSING Error "strip-missing": "no `header_mutation` before Prequal's filter removes Prequal's headers",
         "clients can steer requests while the module restarts, and can read the load and addresses of replicas",
         "put `prequal-strip` of the shipped configuration first";
-    STRIP_INCOMPLETE Error "strip-incomplete": "the strip before the wasm filter leaves some of Prequal's headers",
+    STRIP_INCOMPLETE Error "strip-incomplete": "the strip before Prequal's filter leaves some of Prequal's headers",
         "clients may steer requests, claim a hint, or read the load or addresses of replicas",
         "remove the listed headers, on requests and on responses";
-    STRIP_ORDER Error "strip-order": "a strip after the wasm filter removes headers that are still needed",
-        "the choice or the replicas' reports are deleted before they are read", "move it before the wasm filter";
+    STRIP_ORDER Error "strip-order": "a strip after Prequal's filter removes headers that are still needed",
+        "the choice or the replicas' reports are deleted before they are read", "move it before Prequal's filter";
     SHIM_MISSING Error "shim-missing": "nothing carries out the filter's choice",
         "Envoy's own policy places every request",
         "add `stateful_session` with header x-prequal-dest after the wasm filter; with `shim: override_host`, set that policy on the serving cluster";
@@ -113,7 +113,7 @@ codes! {
     ROUTES_ELSEWHERE Error "routes-elsewhere": "no route leads to a cluster that the settings name",
         "Prequal does nothing", "name the routes' cluster in the settings";
     ROUTE_UNNAMED Warning "route-unnamed": "a route leads to a cluster that the settings do not name",
-        "Envoy's own policy places its requests", "add the cluster to the settings, or ignore this warning";
+        "Envoy's own policy places its requests, or the native module does so without load reports", "add the cluster to the settings, or ignore this warning";
     ROUTE_REMOVES_DEST Error "route-removes-dest": "`request_headers_to_remove` contains x-prequal-dest, and the shim is `override_host`",
         "the header is removed before that policy chooses the host: steering is off",
         "delete it from that list; `upstream_http_filters` of the router keep the header from replicas";
@@ -128,6 +128,18 @@ codes! {
         "set `normalize_path: true` and `merge_slashes: true`";
     RETRY_SAME_HOST Warning "retry-same-host": "retries without `previous_hosts`",
         "a retry may go to the host that has just failed", "set `retry_host_predicate` as shipped";
+    NATIVE_PROBER_MISSING Warning "native-prober-missing": "no bootstrap extension loads the native module",
+        "no probes are sent, so only responses report load; most of the module's metrics stay at zero",
+        "add `bootstrap_extensions` as in envoy-native.yaml, with the policy's `dynamic_module_config`";
+    NATIVE_LOG_MISSING Error "native-log-missing": "the router has no `upstream_log` by the native module",
+        "failed connections do not count against a replica, so it is not ejected",
+        "set the router's `upstream_log` as in envoy-native.yaml, with the policy's `dynamic_module_config`";
+    NATIVE_FILTER_MISSING Error "native-filter-missing": "the serving cluster has no upstream filter of the native module",
+        "reports on responses are not read, and no outcome is attributed to a replica",
+        "set the cluster's `http_filters` as in envoy-native.yaml, with the policy's `dynamic_module_config`";
+    NATIVE_FILTER_PROBES Warning "native-filter-probes": "the probe cluster has the native module's upstream filter",
+        "probes start on Envoy's main thread, where Envoy cannot create the filter: it logs an error for each",
+        "remove the filter from the probe cluster";
     ORIGINAL_DST Error "original-dst": "the type of the cluster is ORIGINAL_DST (passthrough)",
         "it has no members to choose from, and a request header may direct requests to any address",
         "use STATIC, STRICT_DNS or EDS";

@@ -9,14 +9,16 @@ use serde_json::Value;
 use super::codes::*;
 use super::headers::{DEST, LOAD, OURS, removed};
 use super::source::Source;
-use super::{At, Findings, clusters, routes};
+use super::{At, Findings, clusters, routes, settings};
 
-/// Checks every HTTP connection manager that has the filter, and the clusters and routes that belong to it.
-pub(super) fn check(source: &Source<'_>, findings: &mut Findings) {
+/// Field of the plugin that holds the settings.
+const SETTINGS_KEY: &str = "configuration";
+
+/// Checks every HTTP connection manager that has the filter, and the clusters and routes that belong to it. Returns
+/// whether there is such a manager, or may be.
+pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     let mut settled = false;
-    for manager in source.listeners.iter().flat_map(managers) {
-        let filters: Vec<At<'_>> =
-            manager.list("http_filters").into_iter().map(|filter| source.resolved(filter)).collect();
+    for (manager, filters) in managers(source) {
         let wasm = filters.iter().enumerate().find_map(|(index, filter)| Some((index, ours(filter)?)));
         if let Some(denial) = filters.iter().find(|filter| denies_in_place_of_a_module(filter)) {
             settled = true;
@@ -30,15 +32,22 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) {
             findings.push(UNSEEN, &filter.path, "a filter");
         }
     }
-    if !settled && !source.report_unseen_listeners(findings) {
-        findings.push(FILTER_MISSING, "", format!("{} listeners", source.listeners.len()));
-    }
+    settled
 }
 
-fn managers<'a>(listener: &At<'a>) -> Vec<At<'a>> {
-    let chains = listener.list("filter_chains").into_iter().chain(listener.get("default_filter_chain"));
+/// Returns every HTTP connection manager with its HTTP filters.
+pub(super) fn managers<'a>(source: &Source<'a>) -> Vec<(At<'a>, Vec<At<'a>>)> {
+    let chains = source.listeners.iter().flat_map(|listener| {
+        listener.list("filter_chains").into_iter().chain(listener.get("default_filter_chain"))
+    });
     let filters = chains.flat_map(|chain| chain.list("filters"));
-    filters.filter_map(|filter| filter.typed("HttpConnectionManager")).collect()
+    let managers = filters.filter_map(|filter| filter.typed("HttpConnectionManager"));
+    let with_filters = |manager: At<'a>| {
+        let filters = manager.list("http_filters").into_iter().map(|filter| source.resolved(filter));
+        let filters = filters.collect();
+        (manager, filters)
+    };
+    managers.map(with_filters).collect()
 }
 
 /// Returns whether this is the filter that Istio's agent puts in place of a module that it could not fetch. The name
@@ -58,19 +67,7 @@ fn ours<'a>(filter: &At<'a>) -> Option<At<'a>> {
         || named(config.text("name"))
         || named(config.text("root_id"))
         || named(module.and_then(|local| local.text("filename")));
-    let by_settings = || settings_text(&config).is_some_and(|(_, text)| text.contains("\"probe_cluster\""));
-    (by_name || by_settings()).then_some(config)
-}
-
-/// Returns the path and the text of the filter's settings, as Envoy passes them to the module: a string, or an object
-/// as JSON.
-fn settings_text(config: &At<'_>) -> Option<(String, String)> {
-    let configuration = config.get("configuration")?;
-    if let Some(text) = configuration.typed("StringValue") {
-        return Some((format!("{}.value", text.path), text.text("value")?.to_owned()));
-    }
-    let object = configuration.typed("Struct")?.get("value")?;
-    Some((object.path, object.value.to_string()))
+    (by_name || settings::are_ours(&config, SETTINGS_KEY)).then_some(config)
 }
 
 fn check_manager(
@@ -82,39 +79,28 @@ fn check_manager(
     findings: &mut Findings,
 ) {
     check_module(source, wasm, findings);
-    let settings = match settings_text(wasm) {
-        Some((path, text)) => match Config::parse(&text) {
-            Ok(Config::Outbound(settings)) => Some(settings),
-            // The inbound role chooses nothing and sends no probes, so none of the following checks applies to it.
-            Ok(Config::Inbound(_)) => return,
-            Err(errors) => {
-                errors.0.iter().for_each(|error| findings.push(SETTINGS, &path, error.to_string()));
-                None
-            }
-        },
-        None => {
-            findings.push(
-                SETTINGS,
-                &wasm.path,
-                "`configuration` is missing, or is neither StringValue nor Struct",
-            );
-            None
-        }
+    let parse = |text: &str| Config::parse(text).map_err(|errors| errors.0);
+    let settings = match settings::read(wasm, SETTINGS_KEY, parse, findings) {
+        Some((path, Config::Outbound(settings))) => Some((path, settings)),
+        // The inbound role chooses nothing and sends no probes, so none of the following checks applies to it.
+        Some((_, Config::Inbound(_))) => return,
+        None => None,
     };
     source.check_stats_tags(findings);
-    let shim = settings.as_ref().map_or(Shim::StatefulSession, |settings| settings.shim);
+    let shim = settings.as_ref().map_or(Shim::StatefulSession, |(_, settings)| settings.shim);
     let list = format!("{}.http_filters", manager.path);
-    check_order(filters, &list, wasm_index, shim, findings);
-    check_router(source, manager, filters, settings.as_ref(), findings);
-    for key in ["normalize_path", "merge_slashes"] {
-        if !manager.flag(key) {
-            findings.push(PATH_SPELLING, &manager.path, format!("`{key}` is not true"));
-        }
-    }
+    check_shim(filters, &list, wasm_index, shim, findings);
+    let misplaced = check_later_strips(filters, wasm_index, shim, findings);
+    check_strip(&filters[..wasm_index], &list, misplaced, findings);
+    let router = router(filters, findings);
+    check_paths(manager, findings);
     // The settings name the clusters, so without settings the following checks are impossible.
-    if let Some(settings) = &settings {
+    if let Some((path, settings)) = &settings {
+        if let Some(router) = &router {
+            check_upstream_strip(source, manager, filters, router, settings, findings);
+        }
         routes::check(source, manager, settings, findings);
-        clusters::check(source, settings, wasm, findings);
+        clusters::check(source, settings, path, findings);
     }
 }
 
@@ -167,10 +153,8 @@ fn check_backoff(wasm: &At<'_>, findings: &mut Findings) {
     }
 }
 
-/// Checks the order: strip, wasm, shim, router.
-fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings: &mut Findings) {
-    let (before, after) = (&filters[..wasm], &filters[wasm + 1..]);
-
+/// Checks that the shim is there, after the wasm filter, and not strict.
+fn check_shim(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings: &mut Findings) {
     let shim_at = filters.iter().position(is_shim);
     let uses_session = shim == Shim::StatefulSession;
     match shim_at {
@@ -196,17 +180,26 @@ fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings
     {
         findings.push(SHIM_STRICT, &session.path, "`strict: true`");
     }
+}
 
+/// Checks that no filter after the wasm filter removes headers that are still needed. Returns whether one does.
+fn check_later_strips(filters: &[At<'_>], wasm: usize, shim: Shim, findings: &mut Findings) -> bool {
+    let shim_at = filters.iter().position(is_shim);
     let mut misplaced = false;
-    for (offset, filter) in after.iter().enumerate() {
+    for (index, filter) in filters.iter().enumerate().skip(wasm + 1) {
         // After `stateful_session` the choice has been read, and no later filter needs the header.
-        let needed = !uses_session || shim_at.is_none_or(|shim| wasm + 1 + offset < shim);
+        let needed = shim == Shim::OverrideHost || shim_at.is_none_or(|shim| index < shim);
         let on_requests = needed && removed(filter, "request_mutations").contains(DEST);
         if on_requests || removed(filter, "response_mutations").contains(LOAD) {
             misplaced = true;
             findings.push(STRIP_ORDER, &filter.path, format!("the wasm filter is {}", filters[wasm].path));
         }
     }
+    misplaced
+}
+
+/// Checks that the filters `before` Prequal's filter remove Prequal's headers; `misplaced` if a later one does.
+pub(super) fn check_strip(before: &[At<'_>], list: &str, misplaced: bool, findings: &mut Findings) {
     let left = |key: &str| -> Vec<&str> {
         let gone: BTreeSet<&str> = before.iter().flat_map(|filter| removed(filter, key)).collect();
         OURS.into_iter().filter(|name| !gone.contains(name)).collect()
@@ -216,11 +209,20 @@ fn check_order(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings
         if !misplaced {
             findings.push(STRIP_MISSING, list, "");
         }
-    } else {
-        for (side, names) in [("requests", requests), ("responses", responses)] {
-            if !names.is_empty() {
-                findings.push(STRIP_INCOMPLETE, list, format!("{side} keep {}", names.join(", ")));
-            }
+        return;
+    }
+    for (side, names) in [("requests", requests), ("responses", responses)] {
+        if !names.is_empty() {
+            findings.push(STRIP_INCOMPLETE, list, format!("{side} keep {}", names.join(", ")));
+        }
+    }
+}
+
+/// Checks that no spelling of a path bypasses the route that closes the probe's path.
+pub(super) fn check_paths(manager: &At<'_>, findings: &mut Findings) {
+    for key in ["normalize_path", "merge_slashes"] {
+        if !manager.flag(key) {
+            findings.push(PATH_SPELLING, &manager.path, format!("`{key}` is not true"));
         }
     }
 }
@@ -234,35 +236,40 @@ fn is_shim(filter: &At<'_>) -> bool {
     session_header(filter).is_some_and(|name| name.eq_ignore_ascii_case(DEST))
 }
 
-/// Checks that the router is last, and that replicas do not see the choice.
-fn check_router(
-    source: &Source<'_>,
-    manager: &At<'_>,
-    filters: &[At<'_>],
-    settings: Option<&FilterConfig>,
-    findings: &mut Findings,
-) {
+/// Returns the router's configuration, and checks that the router is last.
+pub(super) fn router<'a>(filters: &[At<'a>], findings: &mut Findings) -> Option<At<'a>> {
     let router = filters.iter().find(|filter| {
         filter.typed("Router").is_some() || filter.text("name") == Some("envoy.filters.http.router")
     });
-    let Some(last) = filters.last() else { return };
+    let last = filters.last()?;
     let Some(router) = router.filter(|router| router.path == last.path) else {
         let found = router.map_or("no router".to_owned(), |router| format!("the router is {}", router.path));
         findings.push(ROUTER_ORDER, &last.path, found);
-        return;
+        return None;
     };
     let config = router.typed("Router").unwrap_or_else(|| router.clone());
-    let upstream = config.list("upstream_http_filters");
-    clusters::check_codec(&upstream, findings);
-    if upstream.iter().any(|filter| removed(filter, "request_mutations").contains(DEST)) {
+    clusters::check_codec(&config.list("upstream_http_filters"), findings);
+    Some(config)
+}
+
+/// Checks that replicas do not see the choice.
+fn check_upstream_strip(
+    source: &Source<'_>,
+    manager: &At<'_>,
+    filters: &[At<'_>],
+    router: &At<'_>,
+    settings: &FilterConfig,
+    findings: &mut Findings,
+) {
+    let removes_dest = |filter: &At<'_>| removed(filter, "request_mutations").contains(DEST);
+    if router.list("upstream_http_filters").iter().any(removes_dest) {
         return;
     }
     // The settings determine which shim reads the header, and when.
-    let Some(settings) = settings else { return };
     if settings.shim == Shim::StatefulSession {
         let mut behind = filters.iter().skip_while(|filter| !is_shim(filter));
         // If routes are not in this configuration, another check reports that.
-        if behind.any(|filter| removed(filter, "request_mutations").contains(DEST))
+        if behind.any(removes_dest)
             || routes::of(source, manager).is_none_or(|routes| routes::remove_dest(&routes, settings))
         {
             return;
@@ -272,9 +279,9 @@ fn check_router(
     let clean = |name: &str| {
         let filters =
             source.cluster(name).map(|cluster| clusters::http_filters(&cluster)).unwrap_or_default();
-        filters.iter().any(|filter| removed(filter, "request_mutations").contains(DEST))
+        filters.iter().any(removes_dest)
     };
     if !settings.clusters.iter().all(|entry| clean(&entry.cluster)) {
-        findings.push(UPSTREAM_STRIP, &config.path, "");
+        findings.push(UPSTREAM_STRIP, &router.path, "");
     }
 }

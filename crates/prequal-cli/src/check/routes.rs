@@ -21,50 +21,86 @@ pub(super) fn of<'a>(source: &Source<'a>, manager: &At<'a>) -> Option<At<'a>> {
     })
 }
 
-/// Checks the routes of one connection manager.
+/// Names of the clusters that Prequal uses.
+pub(super) struct Named<'a> {
+    pub(super) serving: Vec<&'a str>,
+    pub(super) probing: Vec<&'a str>,
+}
+
+impl<'a> Named<'a> {
+    fn of(settings: &'a FilterConfig) -> Self {
+        let entries = &settings.clusters;
+        Self {
+            serving: entries.iter().map(|entry| entry.cluster.as_str()).collect(),
+            probing: entries.iter().map(|entry| entry.probe_cluster.as_str()).collect(),
+        }
+    }
+
+    /// Returns whether one of the routes may lead to one of the serving clusters.
+    pub(super) fn are_led_to(&self, config: &At<'_>) -> bool {
+        config
+            .list("virtual_hosts")
+            .iter()
+            .any(|host| host.list("routes").iter().any(|route| self.serve(route)))
+    }
+
+    /// Returns whether the route may lead to one of the serving clusters.
+    fn serve(&self, route: &At<'_>) -> bool {
+        is_dynamic(route) || targets(route).iter().any(|(cluster, _)| self.serving.contains(cluster))
+    }
+
+    /// Returns whether the route may lead to replicas, by any of the clusters.
+    fn reach(&self, route: &At<'_>) -> bool {
+        self.serve(route) || targets(route).iter().any(|(cluster, _)| self.probing.contains(cluster))
+    }
+}
+
+/// Checks the routes of one connection manager with the filter.
 pub(super) fn check(source: &Source<'_>, manager: &At<'_>, settings: &FilterConfig, findings: &mut Findings) {
     let Some(config) = of(source, manager) else {
         findings.push(UNSEEN, &manager.path, "routes");
         return;
     };
-    let named = |cluster: &str| is_named(settings, cluster);
+    let named = Named::of(settings);
+    let leads = named.are_led_to(&config);
+    if !leads {
+        findings.push(
+            ROUTES_ELSEWHERE,
+            &config.path,
+            format!("the settings name {}", named.serving.join(", ")),
+        );
+    }
     let removals = |place: &At<'_>, findings: &mut Findings| removals(place, settings.shim, findings);
-    let replicas = |cluster: &str| {
-        settings.clusters.iter().any(|entry| entry.cluster == cluster || entry.probe_cluster == cluster)
-    };
-    let mut unnamed = Vec::new();
-    let mut leads = false;
     removals(&config, findings);
     for host in config.list("virtual_hosts") {
         let routes = host.list("routes");
-        let to_named =
-            |route: &At<'_>| targets(route).iter().any(|(cluster, _)| named(cluster)) || is_dynamic(route);
-        if routes.iter().any(to_named) {
-            leads = true;
+        if routes.iter().any(|route| named.serve(route)) {
             removals(&host, findings);
         }
         for route in &routes {
             let targets = targets(route);
-            for (cluster, place) in &targets {
-                if !named(cluster) {
-                    unnamed.push((place.path.clone(), (*cluster).to_owned()));
-                }
-            }
-            if to_named(route) {
+            if named.serve(route) {
                 removals(route, findings);
                 targets.iter().for_each(|(_, place)| removals(place, findings));
-                check_retries(route, &host, findings);
+            }
+            for (cluster, place) in targets.iter().filter(|(cluster, _)| !named.serving.contains(cluster)) {
+                if leads {
+                    findings.push(ROUTE_UNNAMED, &place.path, *cluster);
+                }
             }
         }
-        check_closed(&routes, &replicas, findings);
     }
-    if leads {
-        for (path, cluster) in unnamed {
-            findings.push(ROUTE_UNNAMED, &path, cluster);
+    check_requests(&config, &named, findings);
+}
+
+/// Checks what the routes do with requests to replicas: retries, and requests for the probe's path.
+pub(super) fn check_requests(config: &At<'_>, named: &Named<'_>, findings: &mut Findings) {
+    for host in config.list("virtual_hosts") {
+        let routes = host.list("routes");
+        for route in routes.iter().filter(|route| named.serve(route)) {
+            check_retries(route, &host, findings);
         }
-    } else {
-        let names: Vec<&str> = settings.clusters.iter().map(|entry| entry.cluster.as_str()).collect();
-        findings.push(ROUTES_ELSEWHERE, &config.path, format!("the settings name {}", names.join(", ")));
+        check_closed(&routes, named, findings);
     }
 }
 
@@ -90,10 +126,6 @@ fn is_dynamic(route: &At<'_>) -> bool {
     })
 }
 
-fn is_named(settings: &FilterConfig, cluster: &str) -> bool {
-    settings.clusters.iter().any(|entry| entry.cluster == cluster)
-}
-
 /// Reports routes that remove headers needed later. `stateful_session` reads the choice before the request is routed.
 fn removals(place: &At<'_>, shim: Shim, findings: &mut Findings) {
     let dest = removed(place, "request_headers_to_remove", DEST).map(|item| (item, DEST, ROUTE_REMOVES_DEST));
@@ -113,10 +145,10 @@ fn removed<'a>(place: &At<'a>, key: &str, header: &str) -> Option<At<'a>> {
 /// Returns whether the routes remove the steering header from requests to the clusters that the settings name.
 pub(super) fn remove_dest(config: &At<'_>, settings: &FilterConfig) -> bool {
     let removes = |place: &At<'_>| removed(place, "request_headers_to_remove", DEST).is_some();
+    let named = Named::of(settings);
     let route_removes = |route: &At<'_>| {
         let targets = targets(route);
-        let concerned = is_dynamic(route) || targets.iter().any(|(cluster, _)| is_named(settings, cluster));
-        !concerned
+        !named.serve(route)
             || removes(route)
             || (!targets.is_empty() && targets.iter().all(|(_, place)| removes(place)))
     };
@@ -140,10 +172,10 @@ fn check_retries(route: &At<'_>, host: &At<'_>, findings: &mut Findings) {
 }
 
 /// Checks that a route answers the probe's path before any route leads to replicas.
-fn check_closed(routes: &[At<'_>], replicas: &dyn Fn(&str) -> bool, findings: &mut Findings) {
+fn check_closed(routes: &[At<'_>], named: &Named<'_>, findings: &mut Findings) {
     for route in routes {
         let Some(matched) = route.get("match").filter(matches_probe) else { continue };
-        if targets(route).iter().any(|(cluster, _)| replicas(cluster)) || is_dynamic(route) {
+        if named.reach(route) {
             findings.push(PROBE_OPEN, &route.path, format!("this route takes {PROBE}"));
             return;
         }

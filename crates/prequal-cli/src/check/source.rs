@@ -117,6 +117,11 @@ impl<'a> Source<'a> {
         self.more_listeners
     }
 
+    /// Returns the bootstrap extensions; `None` if the bootstrap is not in this configuration.
+    pub(super) fn bootstrap_extensions(&self) -> Option<Vec<At<'a>>> {
+        Some(self.bootstrap.as_ref()?.list("bootstrap_extensions"))
+    }
+
     /// Reports missing `stats_tags`. Without them the filter's metrics keep their labels in their names.
     pub(super) fn check_stats_tags(&self, findings: &mut Findings) {
         let Some(bootstrap) = &self.bootstrap else { return };

@@ -1,6 +1,8 @@
 //! The shipped configuration has no findings. Each single change that breaks it yields exactly one finding, which names
 //! the mistake.
 
+mod native;
+
 use serde_json::{Value, json};
 
 use super::codes::{self, Level};
@@ -484,7 +486,7 @@ fn an_old_name_of_a_setting_is_answered_with_the_new_one() {
 #[test]
 fn every_code_has_a_test_and_a_line_in_the_docs() {
     for code in codes::ALL {
-        let breaks = BREAKS.iter().chain(MANIFEST_BREAKS);
+        let breaks = BREAKS.iter().chain(MANIFEST_BREAKS).chain(native::BREAKS);
         assert!(breaks.into_iter().any(|(name, _)| *name == code.name), "no test for {}", code.name);
         let cell = |text: &str| text.replace('|', "\\|");
         let row = format!(
@@ -653,12 +655,15 @@ fn places(value: &Value, path: String, all: &mut Vec<String>) {
     all.push(path);
 }
 
-/// Replaces every value of the shipped configuration in turn. The findings do not matter, but nothing may panic.
 #[test]
 fn wrong_types_anywhere_do_not_panic() {
-    let root = shipped();
+    replace_every_value(&shipped());
+}
+
+/// Replaces every value of a shipped configuration in turn. The findings do not matter, but nothing may panic.
+fn replace_every_value(root: &Value) {
     let mut all = Vec::new();
-    places(&root, String::new(), &mut all);
+    places(root, String::new(), &mut all);
     assert!(all.len() > 200, "{}", all.len());
     let mut reported = 0;
     for path in &all {

@@ -1,4 +1,4 @@
-//! Renders the plan: the shipped configuration as a tree, with the plan's values put in.
+//! Renders the plan: a shipped configuration as a tree, with the plan's values put in.
 
 use prequal_core::config::Shim;
 use serde_json::json;
@@ -6,13 +6,15 @@ use yaml_serde::Value;
 
 use super::spec::{Host, Plan, PlannedCluster, Probe};
 
-/// The shipped configuration, on which all output is based.
+/// The shipped configurations, on which all output is based.
 pub(super) const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
+pub(super) const NATIVE: &str = include_str!("../../../../envoy-configs/static/envoy-native.yaml");
 
 /// Renders the whole file.
 pub(super) fn render(plan: &Plan) -> String {
+    let shipped = if plan.native { NATIVE } else { SHIPPED };
     let mut root: Value =
-        yaml_serde::from_str(SHIPPED).expect("the shipped configuration is YAML: a test reads it");
+        yaml_serde::from_str(shipped).expect("the shipped configurations are YAML: tests read them");
     if let Some(admin) = plan.admin {
         root["admin"]["address"] = address(&admin.ip().to_string(), admin.port());
     }
@@ -22,7 +24,9 @@ pub(super) fn render(plan: &Plan) -> String {
     let mut clusters = Vec::new();
     for cluster in &plan.clusters {
         let mut own = filled(&serving, &cluster.name, cluster, None);
-        if plan.shim == Shim::OverrideHost {
+        if plan.native {
+            set_policy(&mut own, plan, &cluster.name);
+        } else if plan.shim == Shim::OverrideHost {
             set_override_host(&mut own, &probing);
         }
         clusters.push(own);
@@ -31,29 +35,34 @@ pub(super) fn render(plan: &Plan) -> String {
         }
     }
     resources["clusters"] = Value::Sequence(clusters);
-    let wasm = text_at(module(&mut root)).to_owned();
+    let module = if plan.native {
+        "libprequal_native.so in the folder that ENVOY_DYNAMIC_MODULES_SEARCH_PATH names".to_owned()
+    } else {
+        let wasm = one_line(text_at(module(&mut root)));
+        format!("{wasm} (a relative name counts from where Envoy is started)")
+    };
     let admin = &root["admin"]["address"]["socket_address"];
     let (ip, port) = (text_at(&admin["address"]), admin["port_value"].as_u64().unwrap_or_default());
     let admin = if ip.contains(':') { format!("[{ip}]:{port}") } else { format!("{ip}:{port}") };
     let body = yaml_serde::to_string(&root).expect("a tree of plain values can be written");
-    format!("{}{body}", head(plan, &wasm, &admin))
+    format!("{}{body}", head(plan, &module, &admin))
 }
 
-fn head(plan: &Plan, wasm: &str, admin: &str) -> String {
+fn head(plan: &Plan, module: &str, admin: &str) -> String {
+    let file = if plan.native { "envoy-native.yaml" } else { "envoy.yaml" };
     let names: Vec<&str> = plan.clusters.iter().map(|cluster| cluster.name.as_str()).collect();
     let port = plan.clusters.iter().find_map(|cluster| cluster.probe.as_ref()?.port);
     let probe = port.map(|port| format!(" --probe-listen <its ip>:{port}")).unwrap_or_default();
     format!(
         "# Envoy with Prequal in front of: {}.\n\
-         # Made by `prequal config` from the shipped envoy-configs/static/envoy.yaml, which explains every part.\n\
+         # Made by `prequal config` from the shipped envoy-configs/static/{file}, which explains every part.\n\
          #\n\
          # Beside each replica: probe-agent --listen <its address below>{probe} --upstream <the service>\n\
-         # The filter's module: {} (a relative name counts from where Envoy is started)\n\
+         # The module:          {module}\n\
          # Look it over:        prequal check <this file> && envoy --mode validate -c <this file>\n\
          # Start:               envoy -c <this file>\n\
          # Watch:               prequal top http://{admin}\n",
         one_line(&names.join(", ")),
-        one_line(wasm)
     )
 }
 
@@ -95,13 +104,19 @@ fn set_listener(listener: &mut Value, plan: &Plan) {
         route
     });
     *routes = Value::Sequence(std::iter::once(closed).chain(leading).collect());
+    if !plan.native {
+        set_filter(manager, plan);
+    }
+}
+
+/// Sets the filter's module and settings, and the shim.
+fn set_filter(manager: &mut Value, plan: &Plan) {
     let filters = &mut manager["http_filters"];
     let config = &mut filters[1]["typed_config"]["config"];
     if let Some(wasm) = &plan.wasm {
         config["vm_config"]["code"]["local"]["filename"] = wasm.as_str().into();
     }
-    let settings = serde_json::to_string_pretty(&plan.settings).expect("JSON can be written");
-    config["configuration"]["value"] = format!("{settings}\n").into();
+    config["configuration"]["value"] = lines(&plan.settings);
     if plan.shim == Shim::OverrideHost
         && let Some(filters) = filters.as_sequence_mut()
     {
@@ -176,6 +191,22 @@ fn set_override_host(serving: &mut Value, probing: &Value) {
         }),
     );
     serving["load_balancing_policy"] = policy;
+}
+
+/// Sets the settings of the native module's policy, with the entry about this cluster alone.
+fn set_policy(serving: &mut Value, plan: &Plan, name: &str) {
+    let mut settings = plan.settings.clone();
+    if let Some(entries) = settings["clusters"].as_array_mut() {
+        entries.retain(|entry| entry["cluster"] == name);
+    }
+    let policy = &mut serving["load_balancing_policy"]["policies"][0]["typed_extension_config"];
+    policy["typed_config"]["lb_policy_config"]["value"] = lines(&settings);
+}
+
+/// Returns settings as a text of several lines.
+fn lines(settings: &serde_json::Value) -> Value {
+    let text = serde_json::to_string_pretty(settings).expect("JSON can be written");
+    format!("{text}\n").into()
 }
 
 fn address(host: &str, port: u16) -> Value {

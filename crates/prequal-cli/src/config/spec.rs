@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Result;
-use prequal_core::config::{Config, Shim};
+use prequal_core::config::{Config, FilterConfig, Shim};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -16,10 +16,11 @@ use super::Args;
 pub(super) struct Spec {
     listen: Option<String>,
     admin: Option<String>,
+    native: bool,
     wasm: Option<String>,
     shim: Option<String>,
     tls: Option<Tls>,
-    /// Settings of the filter for all clusters.
+    /// Settings of Prequal for all clusters.
     settings: Map<String, Value>,
     probe_port: Option<u64>,
     clusters: Vec<ClusterSpec>,
@@ -49,10 +50,12 @@ struct ClusterSpec {
 pub(super) struct Plan {
     pub(super) listen: Option<SocketAddr>,
     pub(super) admin: Option<SocketAddr>,
+    /// Whether the native module balances, not the filter.
+    pub(super) native: bool,
     pub(super) wasm: Option<String>,
     pub(super) shim: Shim,
     pub(super) tls: Option<Tls>,
-    /// Settings of the filter, accepted by the filter's own parser.
+    /// Settings of Prequal, accepted by its own parser.
     pub(super) settings: Value,
     /// The clusters; there is at least one.
     pub(super) clusters: Vec<PlannedCluster>,
@@ -104,6 +107,7 @@ impl Spec {
                 mine.clone_from(flag);
             }
         }
+        self.native |= args.native;
         self.probe_port = args.probe_port.or(self.probe_port);
         if let (Some(certificate), Some(key)) = (args.tls_cert.clone(), args.tls_key.clone()) {
             self.tls = Some(Tls { certificate, key });
@@ -156,6 +160,11 @@ impl Spec {
         if self.wasm.as_deref() == Some("") {
             mistakes.push("`wasm` must name a file".into());
         }
+        for (key, value) in [("wasm", &self.wasm), ("shim", &self.shim)] {
+            if self.native && value.is_some() {
+                mistakes.push(format!("`{key}` belongs to the filter, and has no meaning with `native`"));
+            }
+        }
         if self.clusters.is_empty() {
             mistakes.push("no cluster: `--cluster NAME=HOST:PORT[,...]`, or `clusters` in the file".into());
         }
@@ -198,33 +207,39 @@ impl Spec {
             clusters.push(PlannedCluster { name: spec.name, prefix, hosts, dns, probe });
         }
         let mut settings = self.settings;
-        settings.insert("shim".into(), json!(self.shim.as_deref().unwrap_or("stateful_session")));
+        if !self.native {
+            settings.insert("shim".into(), json!(self.shim.as_deref().unwrap_or("stateful_session")));
+        }
         if settings.insert("clusters".into(), json!(entries)).is_some() {
             mistakes.push("`settings.clusters` is made from `clusters`".into());
         }
-        let shim = if entries.is_empty() { None } else { accept(&mut settings, &mut clusters, mistakes) };
-        let settings = Value::Object(settings);
-        Some(Plan { listen, admin, wasm: self.wasm, shim: shim?, tls: self.tls, settings, clusters })
+        if entries.is_empty() {
+            return None;
+        }
+        let shim = accept(self.native, &mut settings, &mut clusters, mistakes)?;
+        let Self { native, wasm, tls, .. } = self;
+        Some(Plan { listen, admin, native, wasm, shim, tls, settings: Value::Object(settings), clusters })
     }
 }
 
-/// Validates the settings with the filter's own parser, and sets `verified_probes` for every cluster that is probed, so
+/// Validates the settings with Prequal's own parser, and sets `verified_probes` for every cluster that is probed, so
 /// that Envoy verifies who answers.
 fn accept(
+    native: bool,
     settings: &mut Map<String, Value>,
     clusters: &mut [PlannedCluster],
     mistakes: &mut Vec<String>,
 ) -> Option<Shim> {
-    let parsed = match Config::parse(&Value::Object(settings.clone()).to_string()) {
-        Ok(Config::Outbound(parsed)) => parsed,
-        Ok(Config::Inbound(_)) => {
-            mistakes.push(
-                "settings: `role`: for the inbound role copy envoy-configs/static/envoy-inbound.yaml".into(),
-            );
-            return None;
-        }
+    let text = Value::Object(settings.clone()).to_string();
+    let parsed = if native {
+        FilterConfig::parse_native(&text).map_err(|errors| errors.0.iter().map(ToString::to_string).collect())
+    } else {
+        filter_settings(&text)
+    };
+    let parsed = match parsed {
+        Ok(parsed) => parsed,
         Err(errors) => {
-            mistakes.extend(errors.0.iter().map(|error| format!("settings: {error}")));
+            mistakes.extend(errors.iter().map(|error| format!("settings: {error}")));
             return None;
         }
     };
@@ -237,6 +252,16 @@ fn accept(
         }
     }
     Some(parsed.shim)
+}
+
+fn filter_settings(text: &str) -> Result<FilterConfig, Vec<String>> {
+    match Config::parse(text) {
+        Ok(Config::Outbound(parsed)) => Ok(parsed),
+        Ok(Config::Inbound(_)) => {
+            Err(vec!["`role`: for the inbound role copy envoy-configs/static/envoy-inbound.yaml".into()])
+        }
+        Err(errors) => Err(errors.0.iter().map(ToString::to_string).collect()),
+    }
 }
 
 fn socket(key: &str, text: &str, mistakes: &mut Vec<String>) -> Option<SocketAddr> {

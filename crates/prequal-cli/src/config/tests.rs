@@ -3,7 +3,7 @@
 use clap::Parser as _;
 use serde_json::{Value, json};
 
-use super::render::SHIPPED;
+use super::render::{NATIVE, SHIPPED};
 use super::spec::Spec;
 use super::{Args, rendered};
 use crate::{check, read};
@@ -105,6 +105,72 @@ fn values_go_where_they_belong() {
 }
 
 #[test]
+fn with_the_shipped_values_it_is_the_shipped_file_of_the_native_module() {
+    let tree = |text: &str| {
+        let mut root = read::text(text).unwrap();
+        let settings = native_settings(&root, 0);
+        *root.pointer_mut(&native_path(0)).unwrap() = settings;
+        root
+    };
+    let text = render("", "--native --cluster replicas=127.0.0.1:8081,127.0.0.1:8082").unwrap();
+    assert_eq!(tree(&text), tree(NATIVE));
+    assert!(
+        text.contains("ENVOY_DYNAMIC_MODULES_SEARCH_PATH") && text.contains("envoy-native.yaml"),
+        "{text}"
+    );
+}
+
+/// Returns the pointer to the settings of a cluster's policy.
+fn native_path(cluster: usize) -> String {
+    format!(
+        "/static_resources/clusters/{cluster}/load_balancing_policy/policies/0/typed_extension_config/typed_config/\
+         lb_policy_config/value"
+    )
+}
+
+fn native_settings(root: &Value, cluster: usize) -> Value {
+    serde_json::from_str(root.pointer(&native_path(cluster)).unwrap().as_str().unwrap()).unwrap()
+}
+
+#[test]
+fn each_native_policy_has_the_entry_about_its_cluster() {
+    let spec = "
+        native: true
+        settings: {profile: small}
+        clusters:
+        - {name: web, hosts: ['10.0.0.1:80'], settings: {rule: peak_ewma}}
+        - {name: api, hosts: ['api.internal:8080'], prefix: /api, settings: {max_age_ms: 900}}";
+    let text = render(spec, "").unwrap();
+    let root = read::text(&text).unwrap();
+    assert_eq!(
+        native_settings(&root, 0),
+        json!({"profile": "small", "clusters": [
+            {"cluster": "web", "probe_cluster": "web-agent", "rule": "peak_ewma"}]})
+    );
+    assert_eq!(
+        native_settings(&root, 1),
+        json!({"profile": "small", "clusters": [
+            {"cluster": "api", "probe_cluster": "api-agent", "verified_probes": true, "max_age_ms": 900}]})
+    );
+    assert_eq!(check::check(&root, false).unwrap(), []);
+}
+
+#[test]
+fn the_native_module_refuses_what_belongs_to_the_filter() {
+    for (spec, line, part) in [
+        ("", "--mode sync", "settings: `clusters[0].mode` \"sync\" needs the WebAssembly filter"),
+        ("", "--profile inference", "needs the WebAssembly filter"),
+        ("{wasm: a}", "", "`wasm` belongs to the filter"),
+        ("{shim: override_host}", "", "`shim` belongs to the filter"),
+    ] {
+        let error = render(spec, &format!("--native --cluster a=10.0.0.1:80 {line}")).unwrap_err();
+        assert!(error.contains(part), "{part} is not in: {error}");
+    }
+    let line = ["config", "--native", "--wasm", "a", "--cluster", "a=1.1.1.1:1"];
+    assert!(Line::try_parse_from(line).is_err());
+}
+
+#[test]
 fn flags_outweigh_the_file() {
     let spec =
         "{listen: '1.1.1.1:1', settings: {profile: small}, clusters: [{name: a, hosts: ['1.1.1.1:2']}]}";
@@ -133,6 +199,9 @@ fn every_variant_passes_the_checks() {
         "--profile paper --shim override_host",
         "--mode sync --hint path_segment:1",
         "--cluster b=b.internal:80,c.internal:80 --route /b=b",
+        "--native",
+        "--native --probe-port 9000 --profile small",
+        "--native --cluster b=b.internal:80,c.internal:80 --route /b=b --tls-cert a --tls-key b",
         "--tls-cert a --tls-key b",
     ] {
         let text = render("", &format!("--cluster a=10.0.0.1:80,10.0.0.2:80 {line}")).unwrap();

@@ -1,0 +1,206 @@
+//! The native module (`docs/native.md`): its policy on a cluster, and the three other roles that belong to it.
+
+use std::collections::BTreeSet;
+
+use prequal_core::config::{ClusterConfig, FilterConfig};
+use serde_json::Value;
+
+use super::clusters::Placement;
+use super::codes::*;
+use super::headers::{LOAD, removed};
+use super::routes::Named;
+use super::source::Source;
+use super::{At, Findings, clusters, filters, routes, settings};
+
+/// Field of the policy that holds the settings.
+const SETTINGS_KEY: &str = "lb_policy_config";
+
+/// Type of the bootstrap extension.
+const PROBER: &str = "DynamicModuleBootstrapExtension";
+
+/// A cluster with the module's policy.
+struct Balanced<'a> {
+    cluster: At<'a>,
+    name: &'a str,
+    module: &'a Value,
+    /// Path of the settings, and the entry about this cluster; `None` if there is no valid one.
+    entry: Option<(String, ClusterConfig)>,
+}
+
+/// Checks every cluster with the module's policy, and what belongs to it. Returns whether there is such a cluster, or may
+/// be.
+pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
+    let all: Vec<Balanced<'_>> =
+        source.clusters.iter().filter_map(|cluster| balanced(source, cluster, findings)).collect();
+    let extensions = source.bootstrap_extensions();
+    if all.is_empty() {
+        let probes =
+            |extension: &At<'_>| extension.typed(PROBER).as_ref().and_then(module).is_some_and(is_ours);
+        let used = extensions.is_some_and(|extensions| extensions.iter().any(probes));
+        if used && source.more_clusters {
+            findings.push(UNSEEN, "dynamic_resources", "clusters");
+        }
+        return used && source.more_clusters;
+    }
+    source.check_stats_tags(findings);
+    for one in &all {
+        if extensions.as_ref().is_some_and(|extensions| !one.is_loaded_by(extensions, PROBER)) {
+            findings.push(NATIVE_PROBER_MISSING, "bootstrap_extensions", one.found());
+        }
+    }
+    check_listeners(source, &all, findings);
+    for one in &all {
+        let Some((path, entry)) = &one.entry else { continue };
+        let probing =
+            clusters::check_pair(source, entry, Some(&one.cluster), Placement::Known, path, findings);
+        let Some(probing) = probing.filter(|_| entry.probe_cluster != entry.cluster) else { continue };
+        if let Some(filter) = one.filter_in(&clusters::http_filters(&probing)) {
+            findings.push(NATIVE_FILTER_PROBES, &filter.path, &*entry.probe_cluster);
+        }
+    }
+    true
+}
+
+/// Returns the cluster if it has the module's policy. Checks the policy's settings.
+fn balanced<'a>(source: &Source<'_>, cluster: &At<'a>, findings: &mut Findings) -> Option<Balanced<'a>> {
+    let policy = clusters::policy(cluster, "DynamicModulesLoadBalancerConfig")?;
+    let module = module(&policy)?;
+    let named = policy.text("lb_policy_name").is_some_and(|name| name.contains("prequal")) || is_ours(module);
+    if !named && !settings::are_ours(&policy, SETTINGS_KEY) {
+        return None;
+    }
+    let name = cluster.text("name")?;
+    let parse = |text: &str| FilterConfig::parse_native(text).map_err(|errors| errors.0);
+    let read = settings::read(&policy, SETTINGS_KEY, parse, findings);
+    let entry = read.and_then(|(path, settings)| {
+        let entry = own_entry(source, name, settings, &path, findings)?;
+        Some((path, entry))
+    });
+    Some(Balanced { cluster: cluster.clone(), name, module, entry })
+}
+
+/// Returns the settings' entry about the cluster that has them.
+fn own_entry(
+    source: &Source<'_>,
+    name: &str,
+    settings: FilterConfig,
+    path: &str,
+    findings: &mut Findings,
+) -> Option<ClusterConfig> {
+    let mut all_exist = true;
+    for entry in &settings.clusters {
+        all_exist &= clusters::find(source, &entry.cluster, CLUSTER_ABSENT, path, findings).is_some();
+    }
+    let own = settings.clusters.into_iter().find(|entry| entry.cluster == name);
+    // A name that does not exist is probably this cluster's, misspelled.
+    if own.is_none() && all_exist {
+        findings.push(ROUTE_UNNAMED, path, name);
+    }
+    own
+}
+
+/// Returns what names the module that this configuration of an extension loads: a name, or the source of a file.
+fn module<'a>(extension: &At<'a>) -> Option<&'a Value> {
+    let module = extension.get("dynamic_module_config")?;
+    Some(module.get("module").or_else(|| module.get("name"))?.value)
+}
+
+fn is_ours(module: &Value) -> bool {
+    module.to_string().contains("prequal")
+}
+
+impl Balanced<'_> {
+    /// Returns the extension of this kind that loads the policy's module. Another module does not know of the policy.
+    fn loaded_by<'a>(&self, extensions: &[At<'a>], kind: &str) -> Option<At<'a>> {
+        let loads = |extension: &&At<'a>| {
+            extension.typed(kind).is_some_and(|config| module(&config) == Some(self.module))
+        };
+        extensions.iter().find(loads).cloned()
+    }
+
+    fn is_loaded_by(&self, extensions: &[At<'_>], kind: &str) -> bool {
+        self.loaded_by(extensions, kind).is_some()
+    }
+
+    fn filter_in<'a>(&self, filters: &[At<'a>]) -> Option<At<'a>> {
+        self.loaded_by(filters, "DynamicModuleFilter")
+    }
+
+    /// Describes what was not found.
+    fn found(&self) -> String {
+        format!("none loads {}, as the policy of cluster `{}` does", self.module, self.name)
+    }
+}
+
+/// Checks every HTTP connection manager whose routes lead to a cluster with the policy.
+fn check_listeners(source: &Source<'_>, all: &[Balanced<'_>], findings: &mut Findings) {
+    let mut reached = BTreeSet::new();
+    let mut unseen = false;
+    for (manager, filters) in filters::managers(source) {
+        let Some(config) = routes::of(source, &manager) else {
+            findings.push(UNSEEN, &manager.path, "routes");
+            unseen = true;
+            continue;
+        };
+        let leads =
+            |one: &&Balanced<'_>| Named { serving: vec![one.name], probing: Vec::new() }.are_led_to(&config);
+        let leading: Vec<&Balanced<'_>> = all.iter().filter(leads).collect();
+        if !leading.is_empty() {
+            check_manager(&manager, &filters, &config, &leading, findings);
+        }
+        reached.extend(leading.iter().map(|one| one.name));
+    }
+    if reached.is_empty() && !unseen && !source.report_unseen_listeners(findings) {
+        for one in all {
+            findings.push(ROUTES_ELSEWHERE, &one.cluster.path, one.name);
+        }
+    }
+    // Other users of a cluster, for example filters that send requests of their own, have no router to check.
+    for one in all.iter().filter(|one| !reached.contains(one.name)) {
+        check_filter(one, None, findings);
+    }
+}
+
+fn check_manager(
+    manager: &At<'_>,
+    filters: &[At<'_>],
+    config: &At<'_>,
+    leading: &[&Balanced<'_>],
+    findings: &mut Findings,
+) {
+    // The module reads and removes reports behind all of these filters, so any of them may be the strip.
+    filters::check_strip(filters, &format!("{}.http_filters", manager.path), false, findings);
+    filters::check_paths(manager, findings);
+    let named = Named {
+        serving: leading.iter().map(|one| one.name).collect(),
+        probing: leading.iter().filter_map(|one| Some(&*one.entry.as_ref()?.1.probe_cluster)).collect(),
+    };
+    routes::check_requests(config, &named, findings);
+    let router = filters::router(filters, findings);
+    for one in leading {
+        check_filter(one, router.as_ref(), findings);
+        if let Some(router) = &router
+            && !one.is_loaded_by(&router.list("upstream_log"), "DynamicModuleAccessLog")
+        {
+            findings.push(NATIVE_LOG_MISSING, &router.path, one.found());
+        }
+    }
+}
+
+/// Checks the upstream filters of a cluster, which may be the router's.
+fn check_filter(one: &Balanced<'_>, router: Option<&At<'_>>, findings: &mut Findings) {
+    let own = clusters::http_filters(&one.cluster);
+    let filters = match router {
+        Some(router) if own.is_empty() => router.list("upstream_http_filters"),
+        _ => own,
+    };
+    let Some(ours) = one.filter_in(&filters) else {
+        return findings.push(NATIVE_FILTER_MISSING, &one.cluster.path, one.found());
+    };
+    // Responses pass the filters from the last to the first.
+    for filter in filters.iter().skip_while(|filter| filter.path != ours.path) {
+        if removed(filter, "response_mutations").contains(LOAD) {
+            findings.push(STRIP_ORDER, &filter.path, format!("the module's filter is {}", ours.path));
+        }
+    }
+}
