@@ -42,6 +42,13 @@ const NO_FILTER: &str = "no filter";
 const NATIVE_CHAIN: &str = "native chain";
 const EMPTY_MODULE: &str = "+ empty module";
 const ADAPTIVE: &str = "+ filter, adaptive (default)";
+/// The native module.
+const NATIVE_POLICY: &str = "native, policy alone";
+const NATIVE_OFF: &str = "native, probes off";
+const NATIVE: &str = "native, adaptive (default)";
+/// Goals for the native module, relative to no filter.
+const NATIVE_POLICY_FACTOR: f64 = 1.02;
+const NATIVE_FACTOR: f64 = 1.05;
 /// Maximum growth of the agent's memory that still counts as none, KiB.
 const FLAT_KIB: u64 = 1024;
 
@@ -193,6 +200,16 @@ impl Variant {
 
 fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
     let shipped = || EnvoyConfig::for_replicas(replicas);
+    let native = || EnvoyConfig::native_for_replicas(replicas);
+    // The native policy alone: no upstream filter and no logger, so no reports.
+    let without_reports = |config: &mut EnvoyConfig| {
+        let protocol =
+            "/typed_extension_protocol_options/envoy.extensions.upstreams.http.v3.HttpProtocolOptions";
+        let options = config.cluster_mut(CLUSTER).pointer_mut(protocol).and_then(Value::as_object_mut);
+        options.map(|options| options.remove("http_filters"));
+        let router = config.router_mut()["typed_config"].as_object_mut();
+        router.map(|router| router.remove("upstream_log"));
+    };
     let fixed = |r_probe: u32| {
         move |settings: &mut Value| {
             settings["clusters"][0]["budget"] = json!("fixed");
@@ -237,6 +254,9 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
         ("+ filter, r_probe = 3", shipped()?.filter_settings(fixed(3))),
         ("+ filter, synchronous, d = 3", shipped()?.filter_settings(synchronous)),
         ("+ filter, no probes (peak_ewma)", shipped()?.filter_settings(probe_free)),
+        (NATIVE_POLICY, native()?.filter_settings(off).edit(without_reports)),
+        (NATIVE_OFF, native()?.filter_settings(off)),
+        (NATIVE, native()?),
     ])
 }
 
@@ -305,17 +325,16 @@ async fn filter(cost: &Cost) -> Result<bool> {
     println!("\n{}", table::render(&header, &rows));
     println!("step: compared with the line above; added and ×: compared with no filter.\n");
     let goals = [
-        (PROBES_OFF, "one cluster", ONE_CLUSTER_FACTOR),
-        (THREE_CLUSTERS, "three clusters", SEVERAL_CLUSTERS_FACTOR),
+        (PROBES_OFF, "filter without probes, one cluster", ONE_CLUSTER_FACTOR),
+        (THREE_CLUSTERS, "filter without probes, three clusters", SEVERAL_CLUSTERS_FACTOR),
+        (NATIVE_POLICY, "native policy alone", NATIVE_POLICY_FACTOR),
+        (NATIVE_OFF, "native policy and reports", NATIVE_FACTOR),
     ];
     let mut reached = true;
     for (name, what, limit) in goals {
         let variant = variants.iter().find(|variant| variant.name == name).context("a goal of a variant")?;
         let factor = variant.cpu() / none;
-        reached &= judge(
-            factor <= limit,
-            &format!("filter without probes, {what}: {factor:.2} times no filter (at most {limit})"),
-        );
+        reached &= judge(factor <= limit, &format!("{what}: {factor:.2} times no filter (at most {limit})"));
     }
     println!();
     Ok(reached)

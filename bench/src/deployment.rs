@@ -6,6 +6,7 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -24,6 +25,9 @@ pub(crate) const CLUSTER: &str = "replicas";
 const PROBE_FREE: [&str; 2] = ["peak_ewma", "zuul_choice_of_two"];
 /// Requests in flight at which Zuul's rule considers a replica fully used, in the filter and in the agents' reports.
 const ZUUL_MAX_IN_FLIGHT: u32 = 100;
+
+/// Whether Prequal's arms run as a native dynamic module instead of the WebAssembly filter.
+pub(crate) static NATIVE: AtomicBool = AtomicBool::new(false);
 
 /// A running deployment, ready for requests.
 pub(crate) struct Deployment {
@@ -196,7 +200,9 @@ pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
 }
 
 fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
-    let plain = EnvoyConfig::for_replicas(replicas)?.edit(|config| {
+    let native = arm.is_ours() && NATIVE.load(Ordering::Relaxed);
+    let shipped = if native { EnvoyConfig::native_for_replicas } else { EnvoyConfig::for_replicas };
+    let plain = shipped(replicas)?.edit(|config| {
         if let Some(route) = config.route_mut().as_object_mut() {
             route.remove("retry_policy");
         }

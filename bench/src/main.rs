@@ -31,6 +31,10 @@ use clap::{Parser, Subcommand};
 #[derive(Parser)]
 #[command(name = "prequal-bench", about = "Benchmarks through a real Envoy")]
 struct Cli {
+    /// In `demo` and `e2e`: run Prequal as a native dynamic module, instead of as a WebAssembly filter
+    #[arg(long, global = true)]
+    native: bool,
+
     #[command(subcommand)]
     command: Command,
 }
@@ -63,7 +67,11 @@ enum Command {
 
 fn main() -> anyhow::Result<ExitCode> {
     process::raise_file_limit();
-    let command = Cli::parse().command;
+    let Cli { native, command } = Cli::parse();
+    if native {
+        println!("Prequal runs as a native dynamic module.");
+        deployment::NATIVE.store(true, std::sync::atomic::Ordering::Relaxed);
+    }
     if let Command::Backends = &command {
         return backends::serve().map(|()| ExitCode::SUCCESS);
     }
