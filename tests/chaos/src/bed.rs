@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::{Client, target_dir};
 
-pub(crate) use edge::{CLUSTER, Edge, Open, PROBE_CLUSTER};
+pub(crate) use edge::{CLUSTER, Edge, Module, Open, PROBE_CLUSTER};
 pub(crate) use pod::Pod;
 
 use crate::cgroup::Tight;
@@ -35,14 +35,15 @@ pub(crate) struct Bed {
     pub(crate) tight: Mutex<Option<Tight>>,
     /// The file that holds the offset of Envoy's clock, if the clock can be stepped.
     pub(crate) clock: Option<PathBuf>,
+    pub(crate) module: Module,
 }
 
 impl Bed {
     /// Starts everything and sends requests until each replica serves and is known to the filter.
-    pub(crate) fn start(clock: Option<PathBuf>) -> Result<Self> {
+    pub(crate) fn start(clock: Option<PathBuf>, module: Module) -> Result<Self> {
         let pods = (0..REPLICAS).map(Pod::start).collect::<Result<Vec<_>>>()?;
         let addrs: Vec<SocketAddr> = pods.iter().map(Pod::addr).collect();
-        let edge = Arc::new(Mutex::new(Edge::start(&addrs)?));
+        let edge = Arc::new(Mutex::new(Edge::start(&addrs, module)?));
         let bed = Self {
             pods,
             edge,
@@ -50,6 +51,7 @@ impl Bed {
             hogs: Mutex::default(),
             tight: Mutex::default(),
             clock,
+            module,
         };
         bed.warm()?;
         Ok(bed)

@@ -31,7 +31,7 @@ use clap::{Parser, Subcommand};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 
-use crate::bed::Bed;
+use crate::bed::{Bed, Module};
 use crate::fault::{Fault, Goal, Scope};
 use crate::report::Row;
 use crate::run::Outcome;
@@ -90,6 +90,10 @@ struct Args {
     /// Write the table into docs/reliability.md
     #[arg(long)]
     write: bool,
+
+    /// The form in which Envoy runs Prequal
+    #[arg(long, value_enum, default_value_t = Module::Wasm, conflicts_with = "write")]
+    module: Module,
 }
 
 fn main() -> ExitCode {
@@ -127,12 +131,12 @@ fn run(args: &Args) -> Result<ExitCode> {
     println!("seed {seed}, {} requests/s, {} runs", args.rate, plans.len());
 
     let (mut rows, mut impossible) = (Vec::new(), Vec::new());
-    let mut bed = Some(Bed::start(clock.clone())?);
+    let mut bed = Some(Bed::start(clock.clone(), args.module)?);
     for (index, plan) in plans.iter().enumerate() {
         for tries_left in (0..args.tries).rev() {
             let bed_now = match bed.take() {
                 Some(bed) => bed,
-                None => Bed::start(clock.clone())?,
+                None => Bed::start(clock.clone(), args.module)?,
             };
             if let Some(reason) = plan.iter().find_map(|fault| (fault.missing)(&bed_now)) {
                 println!("[{}/{}] {}: impossible here: {reason}", index + 1, plans.len(), name(plan));

@@ -20,6 +20,15 @@ const PORT: u16 = 10_000;
 /// Number of workers: the number of cores of the machine for which the goals are set.
 const WORKERS: u32 = 2;
 
+/// The form in which Envoy runs Prequal.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+pub(crate) enum Module {
+    /// The WebAssembly filter
+    Wasm,
+    /// The native module
+    Native,
+}
+
 /// The current Envoy, and earlier ones that are draining.
 pub(crate) struct Edge {
     envoy: Envoy,
@@ -55,12 +64,15 @@ impl Open {
 }
 
 impl Edge {
-    pub(super) fn start(addrs: &[SocketAddr]) -> Result<Self> {
-        let config = EnvoyConfig::for_replicas(addrs)?
-            .concurrency(WORKERS)
-            .dynamic_listener()
-            .eds(&[CLUSTER, PROBE_CLUSTER])
-            .edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(PORT));
+    pub(super) fn start(addrs: &[SocketAddr], module: Module) -> Result<Self> {
+        let shipped = match module {
+            Module::Wasm => EnvoyConfig::for_replicas(addrs)?,
+            Module::Native => EnvoyConfig::native_for_replicas(addrs)?,
+        };
+        let config =
+            shipped.concurrency(WORKERS).dynamic_listener().eds(&[CLUSTER, PROBE_CLUSTER]).edit(|config| {
+                config.listener_mut()["address"]["socket_address"]["port_value"] = json!(PORT)
+            });
         let envoy = Envoy::start_restartable(config.clone())?;
         Ok(Self { envoy, config, addrs: addrs.to_vec(), updates: 0 })
     }

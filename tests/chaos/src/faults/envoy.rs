@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use prequal_testbed::{Client, Request, wasm_module};
 
-use crate::bed::{CLUSTER, PROBE_CLUSTER, crashing_module};
+use crate::bed::{CLUSTER, Module, PROBE_CLUSTER, crashing_module};
 use crate::fault::{Fault, Goal, Scope, Site, nothing_missing};
 
 /// Time after which an updated listener has drained. In this test bed it drains for two seconds.
@@ -48,7 +48,10 @@ pub(super) const FAULTS: &[Fault] = &[
             std::thread::sleep(DRAINED);
             Ok(())
         },
-        missing: |_| {
+        missing: |bed| {
+            if bed.module == Module::Native {
+                return Some("the native module runs in no VM".to_owned());
+            }
             let module = crashing_module();
             (!module.exists()).then(|| format!("missing {}", module.display()))
         },
