@@ -141,7 +141,13 @@ impl FilterConfig {
                 return Err(errors);
             }
         };
-        for (index, ClusterConfig { choice, .. }) in config.clusters.iter().enumerate() {
+        for (index, ClusterConfig { choice, cluster, probe_cluster, .. }) in
+            config.clusters.iter().enumerate()
+        {
+            if cluster == probe_cluster {
+                let problem = "must be another cluster: the native policy does not address probes";
+                errors.push(&format!("clusters[{index}].probe_cluster"), problem.into());
+            }
             let sync = |mode: Mode| mode == Mode::Sync;
             if sync(choice.mode) || choice.route_modes.iter().any(|(_, mode)| sync(*mode)) {
                 let problem = "\"sync\" needs the WebAssembly filter; the native module has \"async\" alone";

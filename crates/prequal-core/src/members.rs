@@ -290,9 +290,9 @@ impl Members {
     }
 
     /// Makes `fleet` the members in use, each with its weight in units of 1/16 of the mean, and forgets all others. For a proxy
-    /// that provides its host set; no samples are needed. `fleet` must be sorted by endpoint, without duplicates. Returns whether
-    /// the blob must be written.
-    pub fn assign(&mut self, fleet: &[(Endpoint, u16)], now: Micros) -> bool {
+    /// that provides its host set; no samples are needed. `fleet` must be sorted by endpoint, without duplicates. Returns the
+    /// membership before, unless nothing changes and the blob need not be written.
+    pub fn assign(&mut self, fleet: &[(Endpoint, u16)], now: Micros) -> Option<Self> {
         let stamp = now.stamp();
         let stale = |member: &Member| stamp.distance_ms(member.seen) >= MEMBER_TTL_MS / 2;
         let same = self.list.len() == fleet.len().min(MAX_MEMBERS)
@@ -301,7 +301,7 @@ impl Members {
                     && !stale(member)
             });
         if same {
-            return false;
+            return None;
         }
         let old = std::mem::take(self);
         let known = |endpoint| old.get(endpoint).copied();
@@ -317,7 +317,7 @@ impl Members {
         self.list = fleet.iter().take(MAX_MEMBERS).map(member).collect();
         self.samples = old.samples;
         self.tally = Tally::of(&self.list);
-        true
+        Some(old)
     }
 
     /// Records that a member is alive. Returns whether the blob must be written.
@@ -548,7 +548,7 @@ mod tests {
         members.observe(replica(1), Some(replica(1).with_port(9)), Evidence::Served, ms(0));
         members.observe(replica(8), None, Evidence::Hearsay, ms(0));
         let wanted = [(replica(1), 16), (replica(2), 48), (replica(5), 0)];
-        assert!(members.assign(&wanted, ms(10)));
+        assert!(members.assign(&wanted, ms(10)).is_some_and(|before| before.contains(replica(0))));
         assert_eq!((members.count(), members.contains(replica(0))), (3, false));
         assert_eq!(members.answering_at(replica(1).with_port(9)), Some(replica(1)));
         let weights = [1, 2, 5].map(|n| members.placement(replica(n)).weight);
@@ -556,15 +556,15 @@ mod tests {
         assert!([1, 2, 5].iter().all(|n| members.placement(replica(*n)).is_in_use(members.samples(), 3)));
         // The same fleet needs no write, until its stamps are about to expire.
         let wanted = [(replica(1), 16), (replica(2), 48), (replica(5), 1)];
-        assert!(!members.assign(&wanted, ms(20)));
-        assert!(members.assign(&wanted, ms(10 + u64::from(MEMBER_TTL_MS) / 2)));
+        assert!(members.assign(&wanted, ms(20)).is_none());
+        assert!(members.assign(&wanted, ms(10 + u64::from(MEMBER_TTL_MS) / 2)).is_some());
         members.expire(ms(u64::from(MEMBER_TTL_MS)));
         assert_eq!(members.count(), 3);
-        assert!(members.assign(&[], ms(30)) && members.count() == 0);
+        assert!(members.assign(&[], ms(30)).is_some() && members.count() == 0);
         let too_many: Vec<_> = (0..=MAX_MEMBERS as u16).map(|n| (replica(n), 16)).collect();
-        assert!(members.assign(&too_many, ms(40)));
+        assert!(members.assign(&too_many, ms(40)).is_some());
         assert_eq!(members.count() as usize, MAX_MEMBERS);
-        assert!(!members.assign(&too_many, ms(50)), "what has no room is not tried again and again");
+        assert!(members.assign(&too_many, ms(50)).is_none(), "what has no room is not tried again and again");
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! makes Envoy refuse the module when it loads it; a function whose signature differs is undefined behaviour, so tests load
 //! the module into every supported Envoy.
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::ptr;
 
 /// An object of Envoy's, or of this module's. Neither side looks into the other's.
@@ -54,6 +54,9 @@ pub(crate) const LOG_UPSTREAM_END: u32 = 9;
 pub(crate) const OK: u32 = 0;
 
 unsafe extern "C" {
+    /// Finds a function by name, null if there is none (POSIX).
+    pub(crate) fn dlsym(handle: Ptr, name: *const c_char) -> Ptr;
+
     /// Writes to Envoy's log.
     pub(crate) fn envoy_dynamic_module_callback_log(level: u32, message: Buffer);
 

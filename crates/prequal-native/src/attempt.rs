@@ -4,9 +4,9 @@
 //! this thread's memory until the filter is created, which takes it over.
 //!
 //! A filter does not learn why an attempt ended without a whole response. An access logger in the router's `upstream_log` does:
-//! Envoy logs each attempt once, in the order in which it destroys the filters. Envoy 1.40 logs an attempt before it calls the
-//! filter's last hook, earlier versions just after. So for each cluster on each thread, the entries without a filter wait in a
-//! queue ([`Endings`]), or the filters without an entry do.
+//! Envoy logs each attempt once, beside the destruction of its filter. Envoy 1.40 logs first and calls the filter's last hook a
+//! little later, so entries wait in a queue, in the order of the filters. Earlier versions call the hook first and log at once,
+//! so one attempt waits for its entry. An attempt without an entry, for lack of a logger, counts as ended by the client.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -21,8 +21,8 @@ use prequal_core::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
 use prequal_core::report::{HEADER_LOAD, LoadReport};
 use prequal_core::time::Micros;
 
-use crate::clock;
 use crate::worker::WorkerRef;
+use crate::{clock, envoy};
 
 thread_local! {
     /// The choice that no filter has taken over yet.
@@ -146,17 +146,11 @@ impl Attempt {
     /// Handles the destruction of the filter: pairs the attempt with its entry in the log.
     pub(crate) fn destroyed(self) {
         let endings = Rc::clone(&self.worker.borrow().endings);
-        let (before, flags) = {
-            let mut endings = endings.borrow_mut();
-            (endings.waiting.take(), endings.logged.pop_front())
-        };
-        if let Some(Waiting::Attempt(before)) = before {
-            // No entry came: no logger is configured.
-            before.ended(0);
-        }
-        match flags {
-            Some(flags) => self.ended(flags),
-            None => endings.borrow_mut().waiting = Some(Waiting::Attempt(self)),
+        let flags = destroyed(&endings);
+        if self.complete || flags.is_some() || envoy::logs_first() {
+            self.ended(flags.unwrap_or(0));
+        } else {
+            endings.borrow_mut().waiting = Some(self);
         }
     }
 
@@ -171,36 +165,48 @@ impl Attempt {
 
     fn ended_by(self, class: Class) {
         let told = Told { class, served_by: self.served_by };
-        self.worker.borrow_mut().balancer.ended(self.request, self.complete, self.failed, &told);
+        let mut worker = self.worker.borrow_mut();
+        worker.balancer.ended(self.request, self.complete, self.failed, &told);
+        worker.settle(clock::now());
     }
 }
 
-/// Handles the destruction of a filter whose attempt had another extension's host: its entry in the log is nobody else's.
+/// Handles the destruction of a filter whose attempt had another extension's host.
 pub(crate) fn destroyed_without_a_choice(cluster: &str) {
-    let endings = endings_of(cluster);
-    let mut endings = endings.borrow_mut();
-    if endings.logged.pop_front().is_none() {
-        endings.waiting = Some(Waiting::Other);
+    destroyed(&endings_of(cluster));
+}
+
+/// Returns the response flags of the attempt whose filter is being destroyed, if its entry has come.
+fn destroyed(endings: &RefCell<Endings>) -> Option<u64> {
+    let (before, flags) = {
+        let Endings { logged, waiting } = &mut *endings.borrow_mut();
+        let now = clock::now();
+        // Entries of attempts without a filter of this module.
+        while logged.front().is_some_and(|(at, _)| now.saturating_since(*at) > STALE_US) {
+            logged.pop_front();
+        }
+        (waiting.take(), logged.pop_front().map(|(_, flags)| flags))
+    };
+    if let Some(before) = before {
+        // Its entry would have come before this filter's end: no logger is configured for it.
+        before.ended(0);
     }
+    flags
 }
 
 /// Attempts of one cluster that have ended on one thread, and for which only one of the two accounts has come.
 #[derive(Default)]
 pub(crate) struct Endings {
-    /// Response flags of attempts whose filters Envoy has not destroyed yet.
-    logged: VecDeque<u64>,
-    /// The filter that has been destroyed, and whose entry has not come.
-    waiting: Option<Waiting>,
-}
-
-enum Waiting {
-    Attempt(Attempt),
-    /// An attempt that the policy was not asked for.
-    Other,
+    /// Response flags of attempts whose filters Envoy has not destroyed yet, with the time of the entry.
+    logged: VecDeque<(Micros, u64)>,
+    /// The attempt whose filter has been destroyed, and whose entry has not come.
+    waiting: Option<Attempt>,
 }
 
 /// Maximum number of entries without a filter. There are more only if the cluster's attempts have no filter of this module.
 const MAX_LOGGED: usize = 1024;
+/// Age at which an entry belongs to no filter, microseconds: Envoy destroys a filter in the same round of its event loop.
+const STALE_US: u64 = 1_000_000;
 
 /// Handles an entry of the log: the response flags of an attempt to `cluster`.
 pub(crate) fn logged(cluster: &[u8], flags: u64) {
@@ -210,14 +216,13 @@ pub(crate) fn logged(cluster: &[u8], flags: u64) {
         return;
     };
     let waiting = {
-        let mut endings = endings.borrow_mut();
-        let waiting = endings.waiting.take();
-        if waiting.is_none() && endings.logged.len() < MAX_LOGGED {
-            endings.logged.push_back(flags);
+        let Endings { logged, waiting } = &mut *endings.borrow_mut();
+        if envoy::logs_first() && logged.len() < MAX_LOGGED {
+            logged.push_back((clock::now(), flags));
         }
-        waiting
+        waiting.take()
     };
-    if let Some(Waiting::Attempt(attempt)) = waiting {
+    if let Some(attempt) = waiting {
         attempt.ended(flags);
     }
 }

@@ -16,6 +16,7 @@ use std::ffi::c_char;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
+use std::sync::OnceLock;
 
 use prequal_core::client::headers::Headers;
 use prequal_core::endpoint::Endpoint;
@@ -45,6 +46,16 @@ pub(crate) fn warn(message: &str) {
 fn log(level: u32, message: &str) {
     // SAFETY: Envoy reads the message during the call.
     unsafe { envoy_dynamic_module_callback_log(level, Buffer::of(message.as_bytes())) }
+}
+
+/// Returns whether this Envoy logs an attempt before it calls the last hook of the attempt's filter, as versions from 1.40 on
+/// do. Those also have this function, which is not used otherwise.
+pub(crate) fn logs_first() -> bool {
+    static FIRST: OnceLock<bool> = OnceLock::new();
+    *FIRST.get_or_init(|| {
+        // SAFETY: the name is a C string; a null handle means all that is loaded.
+        unsafe { !dlsym(ptr::null_mut(), c"envoy_dynamic_module_callback_log_v2".as_ptr()).is_null() }
+    })
 }
 
 /// Returns the bytes of a buffer that Envoy has filled in.
@@ -458,9 +469,8 @@ extern "C" fn envoy_dynamic_module_on_lb_new(config: Ptr, lb: Ptr) -> Ptr {
         let config = unsafe { config.cast::<PolicyConfig>().as_ref() };
         let lb = Lb(lb, PhantomData);
         config.map_or(ptr::null_mut(), |config| {
-            let mut policy = config.policy(&lb.cluster());
-            policy.hosts_changed(lb);
-            give(policy)
+            // The host set is empty here; Envoy announces it next.
+            give(config.policy(&lb.cluster()))
         })
     })
 }
@@ -782,7 +792,7 @@ extern "C" fn envoy_dynamic_module_on_bootstrap_extension_config_scheduled(
     _extension: Ptr,
     _event: u64,
 ) {
-    guarded((), || prober::send_due(Bootstrap(config, PhantomData)));
+    guarded((), || prober::serve(Bootstrap(config, PhantomData)));
 }
 
 #[unsafe(no_mangle)]

@@ -116,7 +116,12 @@ impl Hosts {
 fn loads(levels: &[Level]) -> Vec<usize> {
     let available: Vec<usize> = levels
         .iter()
-        .map(|level| (OVERPROVISIONING * level.healthy.len()).checked_div(level.total).unwrap_or(0).min(100))
+        .map(|level| {
+            let healthy = level.healthy.len();
+            let available = (OVERPROVISIONING * healthy).checked_div(level.total).unwrap_or(0);
+            // Rounding must not make a healthy host unavailable.
+            available.min(100).max(healthy.min(1))
+        })
         .collect();
     let total = available.iter().sum::<usize>().min(100);
     let mut left = 100;
@@ -172,6 +177,7 @@ mod tests {
             assert_eq!(loads(&levels), shares, "{one} and {other} % healthy");
         }
         assert_eq!(loads(&[level(1, 4, 0, &[1])]), [0]);
+        assert_eq!(loads(&[level(1, 1000, 1, &[1])]), [100], "the only healthy host of many");
         assert_eq!(loads(&[]), [0; 0]);
     }
 

@@ -79,7 +79,8 @@ impl Policy {
         self.hosts = Hosts::new(&lb.levels());
         // Envoy updates the main thread first. The workers adopt what it writes.
         if let (Some(worker), true) = (&self.worker, self.main) {
-            worker.borrow_mut().set_fleet(self.hosts.fleet(), clock::now());
+            worker.borrow_mut().set_fleet(self.hosts.fleet());
+            prober::wake();
         }
     }
 
@@ -120,6 +121,7 @@ impl Drop for Policy {
     fn drop(&mut self) {
         if let Some(worker) = &self.worker {
             attempt::forget(worker);
+            prober::remove(worker);
         }
     }
 }

@@ -74,15 +74,22 @@ pub(crate) fn add(worker: &WorkerRef, metrics: &Arc<Metrics>) {
     });
 }
 
+/// Removes a cluster when its policy ends: then Envoy's side of the metrics may end as well.
+pub(crate) fn remove(worker: &WorkerRef) {
+    let of_worker = |probed: &Probed| std::ptr::eq(probed.worker.as_ptr(), Rc::as_ptr(worker));
+    CLUSTERS.with_borrow_mut(|all| all.retain(|probed| !of_worker(probed)));
+}
+
 /// Returns the clusters to probe for. Calls of Envoy may change the list, so it is not borrowed meanwhile.
 fn clusters() -> Vec<(WorkerRef, Arc<Metrics>)> {
     let live = |probed: &Probed| Some((probed.worker.upgrade()?, Arc::clone(&probed.metrics)));
     CLUSTERS.with_borrow(|all| all.iter().filter_map(live).collect())
 }
 
-/// Sends the probes that picks have asked for.
-pub(crate) fn send_due(bootstrap: Bootstrap<'_>) {
+/// Does what threads have asked for: adopts changes of host sets, and sends the probes that are due.
+pub(crate) fn serve(bootstrap: Bootstrap<'_>) {
     for (worker, _) in clusters() {
+        worker.borrow_mut().apply_fleet(clock::now());
         let due = worker.borrow().common.take();
         send(bootstrap, &worker, due);
     }

@@ -65,7 +65,7 @@ impl Common {
 
     /// Takes the probes that are due.
     pub(crate) fn take(&self) -> ProbesDue {
-        self.woken.store(false, Ordering::Release);
+        self.woken.swap(false, Ordering::AcqRel);
         ProbesDue { addressed: self.due.swap(0, Ordering::AcqRel), discovery: 0 }
     }
 }
@@ -77,11 +77,13 @@ pub(crate) struct Worker {
     pub(crate) common: Arc<Common>,
     /// Shared with the workers of other configurations of this cluster on this thread.
     pub(crate) endings: Rc<RefCell<Endings>>,
-    /// The fleet according to Envoy; only the main thread's worker knows it.
-    fleet: Vec<(Endpoint, u16)>,
+    /// The fleet according to Envoy; only the main thread's worker knows it, after the first change of the host set.
+    fleet: Option<Vec<(Endpoint, u16)>>,
     ticked: Option<Micros>,
     /// Time of the last transaction.
     applied: Micros,
+    /// Whether the last choice came soon after the one before.
+    busy: bool,
 }
 
 pub(crate) type WorkerRef = Rc<RefCell<Worker>>;
@@ -92,15 +94,17 @@ impl Worker {
         let (tally, endings) = (Tally::new(), attempt::endings_of(&config.cluster));
         common.tallies.lock().unwrap_or_else(PoisonError::into_inner).push(tally.clone());
         // The shim is another way to carry out the choice; here the choice needs none.
-        let balancer = Balancer::new(config, Shim::StatefulSession, &common.values, tally, now);
+        let balancer =
+            Balancer::new(config, Shim::StatefulSession, &common.values, tally, now).with_known_fleet();
         Self {
             balancer,
             rng: SmallRng::from_os_rng(),
             common,
             endings,
-            fleet: Vec::new(),
+            fleet: None,
             ticked: None,
             applied: now,
+            busy: false,
         }
     }
 
@@ -116,6 +120,7 @@ impl Worker {
             let probes = self.tick(now).probes;
             wake = self.common.ask(probes);
         }
+        self.busy = now.saturating_since(self.applied) < SOON_US;
         self.applied = now;
         let request = self.balancer.begin(now, &[], false, &mut self.rng);
         wake |= self.common.ask(request.pick.probes);
@@ -129,25 +134,30 @@ impl Worker {
 
     /// Does the main thread's periodic work: shows the metrics. Returns the probes that are due for lack of requests.
     pub(crate) fn tick_main(&mut self, metrics: &Metrics, now: Micros) -> ProbesDue {
-        // What threads learn from responses and replies must not outlast what Envoy says.
-        self.balancer.set_fleet(now, &mut self.fleet, &mut self.rng);
+        self.apply_fleet(now);
         let tick = self.tick(now);
         metrics.show(&tick);
         self.common.tell(metrics);
         tick.probes
     }
 
-    /// Applies what a response has shown, unless a pick will do so soon.
+    /// Applies what a response has shown, unless a choice is likely to do so soon.
     pub(crate) fn settle(&mut self, now: Micros) {
-        if now.saturating_since(self.applied) >= SOON_US {
+        if !self.busy || now.saturating_since(self.applied) >= SOON_US {
             self.applied = now;
             self.balancer.apply(now, &mut self.rng);
         }
     }
 
-    /// Makes `fleet` the membership.
-    pub(crate) fn set_fleet(&mut self, fleet: Vec<(Endpoint, u16)>, now: Micros) {
-        self.fleet = fleet;
-        self.balancer.set_fleet(now, &mut self.fleet, &mut self.rng);
+    /// Notes the fleet according to Envoy. It is applied once the current change is over: Envoy may announce it by parts.
+    pub(crate) fn set_fleet(&mut self, fleet: Vec<(Endpoint, u16)>) {
+        self.fleet = Some(fleet);
+    }
+
+    /// Makes the fleet according to Envoy the membership: what threads learn from responses and replies must not outlast it.
+    pub(crate) fn apply_fleet(&mut self, now: Micros) {
+        if let Some(fleet) = &mut self.fleet {
+            self.balancer.set_fleet(now, fleet, &mut self.rng);
+        }
     }
 }

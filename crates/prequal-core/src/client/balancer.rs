@@ -39,6 +39,8 @@ pub struct Balancer<S: Store, C> {
     /// This worker's requests in flight.
     pub(super) flights: Flights,
     doubt: Doubt,
+    /// See [`Self::with_known_fleet`].
+    known_fleet: bool,
     /// See [`Self::is_resting`].
     pub(super) resting: bool,
 }
@@ -68,6 +70,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             rules: Rules::new(config.choice.rule),
             flights: Flights::new(),
             doubt: Doubt::default(),
+            known_fleet: false,
             resting: false,
             config,
             shim,
@@ -78,6 +81,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
         balancer.share_members(now);
         balancer
+    }
+
+    /// For a proxy that provides the fleet ([`Self::set_fleet`]): a replica's placement is what the proxy says now, and not what
+    /// it was when the request was placed.
+    #[must_use]
+    pub fn with_known_fleet(self) -> Self {
+        Self { known_fleet: true, ..self }
     }
 
     /// Returns the cluster's settings, without the list of endpoints.
@@ -301,7 +311,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 return Some(ReportEnd::WrongEndpoint);
             }
             request.answered = true;
-            self.count(request, named, now, report, request.pick.placement);
+            let placement = match self.known_fleet {
+                true => self.membership.members().placement(named),
+                false => request.pick.placement,
+            };
+            self.count(request, named, now, report, placement);
             return Some(ReportEnd::Used);
         }
         // The request was not steered, the proxy used another host, or the report names no endpoint: only the proxy knows which

@@ -20,15 +20,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         fleet.sort_unstable();
         fleet.dedup_by_key(|(replica, _)| *replica);
         let updated = self.members.update(|stored| {
-            let before = stored.clone();
-            let changed = stored.assign(fleet, now);
-            ((before, stored.clone()), changed)
+            let before = stored.assign(fleet, now);
+            let changed = before.is_some();
+            (before.map(|before| (before, stored.clone())), changed)
         });
         self.counters.updated(&updated);
-        if updated.end != End::Written {
-            return;
-        }
-        let (before, members) = updated.result;
+        let (End::Written, Some((before, members))) = (updated.end, updated.result) else { return };
         let (count, samples) = (members.count(), members.samples());
         self.counters.count(Count::Refused(fleet.len().saturating_sub(count as usize) as u32));
         self.push(Update::Members(now, count, samples));
