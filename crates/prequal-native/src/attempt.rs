@@ -28,11 +28,13 @@ thread_local! {
     /// The choice that no filter has taken over yet.
     static CHOSEN: RefCell<Option<Attempt>> = const { RefCell::new(None) };
     /// By cluster. They outlive configurations, because an attempt may end after an update.
-    static ENDINGS: RefCell<Vec<(String, Rc<RefCell<Endings>>)>> = const { RefCell::new(Vec::new()) };
+    static ENDINGS: RefCell<Vec<(String, EndingsRef)>> = const { RefCell::new(Vec::new()) };
 }
 
+pub(crate) type EndingsRef = Rc<RefCell<Endings>>;
+
 /// Returns what is shared by the attempts of the cluster on this thread.
-pub(crate) fn endings_of(cluster: &str) -> Rc<RefCell<Endings>> {
+pub(crate) fn endings_of(cluster: &str) -> EndingsRef {
     ENDINGS.with_borrow_mut(|all| {
         if let Some((_, endings)) = all.iter().find(|(name, _)| name == cluster) {
             return Rc::clone(endings);
@@ -46,6 +48,7 @@ pub(crate) fn endings_of(cluster: &str) -> Rc<RefCell<Endings>> {
 /// One attempt.
 pub(crate) struct Attempt {
     worker: WorkerRef,
+    endings: EndingsRef,
     request: Request,
     /// The host that Envoy sends the request to; `None` if it has no IP address, or if there is no host.
     served_by: Option<Endpoint>,
@@ -58,8 +61,16 @@ pub(crate) struct Attempt {
 }
 
 /// Records that a host was chosen for an attempt. Without a host, the attempt has ended.
-pub(crate) fn chosen(worker: &WorkerRef, request: Request, served_by: Option<Endpoint>, placed: bool) {
-    let attempt = Attempt::new(Rc::clone(worker), request, served_by);
+pub(crate) fn chosen(
+    worker: &WorkerRef,
+    endings: &EndingsRef,
+    request: Request,
+    served_by: Option<Endpoint>,
+    placed: bool,
+) {
+    let (worker, endings) = (Rc::clone(worker), Rc::clone(endings));
+    let attempt =
+        Attempt { worker, endings, request, served_by, complete: false, failed: false, grpc: false };
     let (waits, ended) = if placed { (Some(attempt), None) } else { (None, Some(attempt)) };
     // An attempt that no filter took over was never sent, or the cluster has no filter of this module.
     let before = CHOSEN.replace(waits);
@@ -88,10 +99,6 @@ pub(crate) fn forget(worker: &WorkerRef) {
 }
 
 impl Attempt {
-    fn new(worker: WorkerRef, request: Request, served_by: Option<Endpoint>) -> Self {
-        Self { worker, request, served_by, complete: false, failed: false, grpc: false }
-    }
-
     /// Handles the end of the client's request. From now on the request waits for the replica.
     pub(crate) fn request_ended(&mut self) {
         let told = Told { class: Class::Local, served_by: self.served_by };
@@ -145,7 +152,7 @@ impl Attempt {
 
     /// Handles the destruction of the filter: pairs the attempt with its entry in the log.
     pub(crate) fn destroyed(self) {
-        let endings = Rc::clone(&self.worker.borrow().endings);
+        let endings = Rc::clone(&self.endings);
         let flags = destroyed(&endings);
         if self.complete || flags.is_some() || envoy::logs_first() {
             self.ended(flags.unwrap_or(0));

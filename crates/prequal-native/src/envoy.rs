@@ -1,4 +1,4 @@
-//! Safe wrappers of Envoy's ABI, and the hooks that Envoy calls.
+//! Safe wrappers of what Envoy provides. [`crate::hooks`] has what Envoy calls.
 //!
 //! The invariants that the unsafe blocks rely on, all guaranteed by Envoy:
 //!
@@ -8,42 +8,23 @@
 //! 3. A load balancer and a filter are used by one thread alone. A policy's configuration is shared by all threads; what it
 //!    holds here can be.
 //! 4. Buffers are valid UTF-8 or not, but readable during the hook in which Envoy filled them in.
-//!
-//! A panic in a hook would end Envoy. [`guarded`] catches it and returns what does least harm: no host, an attempt without
-//! report, no probe.
 
-use std::ffi::c_char;
 use std::marker::PhantomData;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::OnceLock;
 
 use prequal_core::client::headers::Headers;
 use prequal_core::endpoint::Endpoint;
-use prequal_core::report::HEADER_LOAD;
 
 use crate::abi::*;
-use crate::attempt::{self, Attempt};
 use crate::hosts::{Host, Level, Place};
-use crate::policy::{Policy, PolicyConfig};
-use crate::prober;
-
-/// Runs a hook. If it panics, the panic is logged and `otherwise` is the result.
-fn guarded<T>(otherwise: T, hook: impl FnOnce() -> T) -> T {
-    catch_unwind(AssertUnwindSafe(hook)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<String>().map(String::as_str);
-        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("unknown");
-        log(LOG_ERROR, &format!("prequal: a panic was caught; please report it: {text}"));
-        otherwise
-    })
-}
 
 /// Writes a warning to Envoy's log.
 pub(crate) fn warn(message: &str) {
     log(LOG_WARN, message);
 }
 
-fn log(level: u32, message: &str) {
+pub(crate) fn log(level: u32, message: &str) {
     // SAFETY: Envoy reads the message during the call.
     unsafe { envoy_dynamic_module_callback_log(level, Buffer::of(message.as_bytes())) }
 }
@@ -62,42 +43,13 @@ pub(crate) fn logs_first() -> bool {
 ///
 /// # Safety
 /// The buffer must be empty or readable for `'a` (invariant 4).
-unsafe fn bytes<'a>(buffer: Buffer) -> &'a [u8] {
+pub(crate) unsafe fn bytes<'a>(buffer: Buffer) -> &'a [u8] {
     if buffer.data.is_null() || buffer.length == 0 {
         return &[];
     }
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts(buffer.data, buffer.length) }
 }
-
-/// Returns what is behind a pointer that a `new` hook of this module returned.
-///
-/// # Safety
-/// `pointer` must come from [`give`] with the same type, and nobody else may use it during `'a` (invariants 1 to 3).
-unsafe fn borrow<'a, T>(pointer: Ptr) -> Option<&'a mut T> {
-    // SAFETY: as above.
-    unsafe { pointer.cast::<T>().as_mut() }
-}
-
-/// Gives Envoy an object, which it returns to [`take_back`].
-fn give<T>(object: T) -> Ptr {
-    Box::into_raw(Box::new(object)).cast()
-}
-
-/// Takes back an object that Envoy is done with.
-///
-/// # Safety
-/// `pointer` must come from [`give`] with the same type, and not be used again (invariant 2).
-unsafe fn take_back<T>(pointer: Ptr) -> Option<T> {
-    // SAFETY: as above.
-    (!pointer.is_null()).then(|| *unsafe { Box::from_raw(pointer.cast::<T>()) })
-}
-
-/// All threads read a policy's configuration (invariant 3).
-const _: fn() = || {
-    fn shared<T: Send + Sync>() {}
-    shared::<PolicyConfig>();
-};
 
 /// A counter; `None` if Envoy did not define it. Nothing is counted then, and balancing continues.
 #[derive(Clone, Copy, Debug)]
@@ -110,7 +62,7 @@ pub(crate) struct Gauge(Option<usize>);
 /// Envoy's side of a policy's configuration, which keeps its metrics. Only the main thread uses it after the configuration has
 /// been read, and only while its own policy exists, which keeps Envoy's side alive.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LbConfig(Ptr);
+pub(crate) struct LbConfig(pub(crate) Ptr);
 
 // SAFETY: Envoy's configuration object takes metrics from any thread, and lives as long as the module's (invariant 3).
 unsafe impl Send for LbConfig {}
@@ -181,10 +133,10 @@ impl LbConfig {
 
 /// Envoy's side of one thread's policy, during a hook.
 #[derive(Clone, Copy)]
-pub(crate) struct Lb<'a>(Ptr, PhantomData<&'a ()>);
+pub(crate) struct Lb<'a>(pub(crate) Ptr, pub(crate) PhantomData<&'a ()>);
 
 impl Lb<'_> {
-    fn cluster(self) -> String {
+    pub(crate) fn cluster(self) -> String {
         let mut name = Buffer::EMPTY;
         // SAFETY: invariant 1; Envoy fills in the buffer, which lives as long as the load balancer.
         let name = unsafe {
@@ -267,9 +219,9 @@ fn endpoint(address: &[u8]) -> Option<Endpoint> {
 /// What Envoy says about retries of the request for which a host is being chosen.
 #[derive(Clone, Copy)]
 pub(crate) struct Retry<'a> {
-    lb: Lb<'a>,
+    pub(crate) lb: Lb<'a>,
     /// Null if the choice is for no request.
-    context: Ptr,
+    pub(crate) context: Ptr,
 }
 
 impl Retry<'_> {
@@ -319,7 +271,7 @@ impl Retry<'_> {
 
 /// Wakes the prober on the main thread.
 #[derive(Debug)]
-pub(crate) struct Scheduler(Ptr);
+pub(crate) struct Scheduler(pub(crate) Ptr);
 
 // SAFETY: Envoy's scheduler takes events from any thread. It is never deleted, and ignores events once its extension is gone.
 unsafe impl Send for Scheduler {}
@@ -336,7 +288,7 @@ impl Scheduler {
 
 /// Envoy's side of the bootstrap extension, during a hook on the main thread.
 #[derive(Clone, Copy)]
-pub(crate) struct Bootstrap<'a>(Ptr, PhantomData<&'a ()>);
+pub(crate) struct Bootstrap<'a>(pub(crate) Ptr, pub(crate) PhantomData<&'a ()>);
 
 impl Bootstrap<'_> {
     /// Sends a request. Returns its number, or `None` if Envoy refused it.
@@ -366,10 +318,10 @@ impl Bootstrap<'_> {
 }
 
 /// The response headers or trailers of an attempt, during a hook.
-struct Response<'a> {
-    filter: Ptr,
-    kind: u32,
-    during: PhantomData<&'a ()>,
+pub(crate) struct Response<'a> {
+    pub(crate) filter: Ptr,
+    pub(crate) kind: u32,
+    pub(crate) during: PhantomData<&'a ()>,
 }
 
 impl Response<'_> {
@@ -389,7 +341,8 @@ impl Response<'_> {
         }
     }
 
-    fn remove(&self, name: &str) {
+    /// Removes a header.
+    pub(crate) fn remove(&self, name: &str) {
         // SAFETY: the filter is valid during the hook.
         unsafe {
             envoy_dynamic_module_callback_http_set_header(
@@ -414,7 +367,7 @@ impl Headers for Response<'_> {
 }
 
 /// The headers of a reply to a call, during the hook.
-struct Reply<'a>(&'a [Header]);
+pub(crate) struct Reply<'a>(pub(crate) &'a [Header]);
 
 impl Headers for Reply<'_> {
     fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a [u8]> {
@@ -428,423 +381,4 @@ impl Headers for Reply<'_> {
         };
         self.0.iter().map(pair).filter(move |(found, _)| *found == name.as_bytes()).map(|(_, value)| value)
     }
-}
-
-// ---- hooks: the module ----
-
-/// Envoy has loaded the module.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_program_init() -> *const c_char {
-    VERSION.as_ptr()
-}
-
-// ---- hooks: the load-balancing policy ----
-
-/// Reads a configuration. Null refuses it.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_lb_config_new(config: Ptr, _name: Buffer, text: Buffer) -> Ptr {
-    guarded(ptr::null_mut(), || {
-        // SAFETY: invariant 4.
-        match PolicyConfig::read(LbConfig(config), unsafe { bytes(text) }) {
-            Ok(read) => give(read),
-            Err(errors) => {
-                log(LOG_ERROR, &format!("prequal: configuration refused: {errors}"));
-                ptr::null_mut()
-            }
-        }
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_lb_config_destroy(config: Ptr) {
-    // SAFETY: invariant 2.
-    guarded((), || drop(unsafe { take_back::<PolicyConfig>(config) }));
-}
-
-/// Creates one thread's policy.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_lb_new(config: Ptr, lb: Ptr) -> Ptr {
-    guarded(ptr::null_mut(), || {
-        // SAFETY: invariants 1 to 3; the configuration is only read.
-        let config = unsafe { config.cast::<PolicyConfig>().as_ref() };
-        let lb = Lb(lb, PhantomData);
-        config.map_or(ptr::null_mut(), |config| {
-            // The host set is empty here; Envoy announces it next.
-            give(config.policy(&lb.cluster()))
-        })
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_lb_destroy(policy: Ptr) {
-    // SAFETY: invariant 2.
-    guarded((), || drop(unsafe { take_back::<Policy>(policy) }));
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_lb_on_host_membership_update(
-    lb: Ptr,
-    policy: Ptr,
-    _added: usize,
-    _removed: usize,
-) {
-    guarded((), || {
-        // SAFETY: invariants 1 to 3.
-        if let Some(policy) = unsafe { borrow::<Policy>(policy) } {
-            policy.hosts_changed(Lb(lb, PhantomData));
-        }
-    });
-}
-
-/// Chooses a host. False if there is none.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_lb_choose_host(
-    lb: Ptr,
-    policy: Ptr,
-    context: Ptr,
-    priority: *mut u32,
-    healthy: *mut u32,
-) -> bool {
-    guarded(false, || {
-        let lb = Lb(lb, PhantomData);
-        // SAFETY: invariants 1 to 3.
-        let policy = unsafe { borrow::<Policy>(policy) };
-        let Some(place) = policy.and_then(|policy| policy.choose(lb, Retry { lb, context })) else {
-            return false;
-        };
-        // SAFETY: Envoy passes two places to write to.
-        unsafe {
-            priority.write(place.priority);
-            healthy.write(place.healthy);
-        }
-        true
-    })
-}
-
-// ---- hooks: the upstream HTTP filter ----
-
-/// The filter has no settings.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_config_new(
-    _config: Ptr,
-    _name: Buffer,
-    _text: Buffer,
-) -> Ptr {
-    give(())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_config_destroy(config: Ptr) {
-    // SAFETY: invariant 2.
-    let _ = unsafe { take_back::<()>(config) };
-}
-
-/// A filter.
-enum Filter {
-    Attempt(Attempt),
-    /// The policy was not asked for the host of this attempt to the cluster.
-    Other(String),
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_new(_config: Ptr, filter: Ptr) -> Ptr {
-    guarded(ptr::null_mut(), || {
-        let mut name = Buffer::EMPTY;
-        // SAFETY: the filter and the name are valid during the hook.
-        let cluster = unsafe {
-            envoy_dynamic_module_callback_http_get_cluster_name(filter, &raw mut name);
-            bytes(name)
-        };
-        let other = || Filter::Other(String::from_utf8_lossy(cluster).into_owned());
-        give(attempt::take(cluster).map_or_else(other, Filter::Attempt))
-    })
-}
-
-/// Runs `with` on the filter's attempt, and lets Envoy continue.
-fn attempt(filter: Ptr, with: impl FnOnce(&mut Attempt)) -> u32 {
-    guarded((), || {
-        // SAFETY: invariants 1 to 3.
-        if let Some(Filter::Attempt(attempt)) = unsafe { borrow::<Filter>(filter) } {
-            with(attempt);
-        }
-    });
-    OK
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_request_headers(
-    _envoy: Ptr,
-    filter: Ptr,
-    end_of_stream: bool,
-) -> u32 {
-    attempt(filter, |attempt| {
-        if end_of_stream {
-            attempt.request_ended();
-        }
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_request_body(
-    _envoy: Ptr,
-    filter: Ptr,
-    end_of_stream: bool,
-) -> u32 {
-    attempt(filter, |attempt| {
-        if end_of_stream {
-            attempt.request_ended();
-        }
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_request_trailers(_envoy: Ptr, filter: Ptr) -> u32 {
-    attempt(filter, Attempt::request_ended)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_response_headers(
-    envoy: Ptr,
-    filter: Ptr,
-    end_of_stream: bool,
-) -> u32 {
-    attempt(filter, |attempt| {
-        let response = Response { filter: envoy, kind: RESPONSE_HEADER, during: PhantomData };
-        attempt.response(&response, end_of_stream);
-        // Clients must not read load. The header of the other form of a report is left to the listener's strip, as is
-        // `x-prequal-failure`, which the retry policy reads after this filter.
-        response.remove(HEADER_LOAD);
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_response_body(
-    _envoy: Ptr,
-    filter: Ptr,
-    end_of_stream: bool,
-) -> u32 {
-    attempt(filter, |attempt| attempt.response_body(end_of_stream))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_response_trailers(envoy: Ptr, filter: Ptr) -> u32 {
-    attempt(filter, |attempt| {
-        attempt.response_trailers(&Response { filter: envoy, kind: RESPONSE_TRAILER, during: PhantomData });
-    })
-}
-
-/// The last hook of a filter. Envoy 1.40 calls it a little later than the attempt's end, when nothing can be read any more.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_destroy(filter: Ptr) {
-    guarded((), || {
-        // SAFETY: invariant 2.
-        match unsafe { take_back::<Filter>(filter) } {
-            Some(Filter::Attempt(attempt)) => attempt.destroyed(),
-            Some(Filter::Other(cluster)) => attempt::destroyed_without_a_choice(&cluster),
-            None => {}
-        }
-    });
-}
-
-/// Hooks that Envoy requires of a filter, for functions that this one does not use.
-macro_rules! unused {
-    ($($name:ident($($argument:ty),*);)*) => {
-        $(#[unsafe(no_mangle)] extern "C" fn $name($(_: $argument),*) {})*
-    };
-}
-
-unused! {
-    envoy_dynamic_module_on_http_filter_stream_complete(Ptr, Ptr);
-    envoy_dynamic_module_on_http_filter_http_callout_done(Ptr, Ptr, u64, u32, *mut Header, usize, *mut Buffer, usize);
-    envoy_dynamic_module_on_http_filter_scheduled(Ptr, Ptr, u64);
-    envoy_dynamic_module_on_http_filter_downstream_above_write_buffer_high_watermark(Ptr, Ptr);
-    envoy_dynamic_module_on_http_filter_downstream_below_write_buffer_low_watermark(Ptr, Ptr);
-    envoy_dynamic_module_on_http_filter_http_stream_headers(Ptr, Ptr, u64, *mut Header, usize, bool);
-    envoy_dynamic_module_on_http_filter_http_stream_data(Ptr, Ptr, u64, *const Buffer, usize, bool);
-    envoy_dynamic_module_on_http_filter_http_stream_trailers(Ptr, Ptr, u64, *mut Header, usize);
-    envoy_dynamic_module_on_http_filter_http_stream_complete(Ptr, Ptr, u64);
-    envoy_dynamic_module_on_http_filter_http_stream_reset(Ptr, Ptr, u64, u32);
-}
-
-// ---- hooks: the upstream access logger ----
-
-/// The logger has no settings.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_access_logger_config_new(
-    _config: Ptr,
-    _name: Buffer,
-    _text: Buffer,
-) -> Ptr {
-    give(())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_access_logger_config_destroy(config: Ptr) {
-    // SAFETY: invariant 2.
-    let _ = unsafe { take_back::<()>(config) };
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_access_logger_new(_config: Ptr, _logger: Ptr) -> Ptr {
-    give(())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_access_logger_destroy(logger: Ptr) {
-    // SAFETY: invariant 2.
-    let _ = unsafe { take_back::<()>(logger) };
-}
-
-/// Envoy logs an attempt: only here do its own response flags show.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_access_logger_log(log: Ptr, _logger: Ptr, kind: u32) {
-    if kind != LOG_UPSTREAM_END {
-        return;
-    }
-    guarded((), || {
-        let mut cluster = Buffer::EMPTY;
-        // SAFETY: the log entry and the name are valid during the hook.
-        unsafe {
-            if envoy_dynamic_module_callback_access_logger_get_upstream_cluster(log, &raw mut cluster) {
-                let flags = envoy_dynamic_module_callback_access_logger_get_response_flags(log);
-                attempt::logged(bytes(cluster), flags);
-            }
-        }
-    });
-}
-
-// ---- hooks: the bootstrap extension ----
-
-/// Envoy's side of the extension, kept for the hooks that do not name it.
-struct Extension {
-    timer: Ptr,
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_config_new(
-    config: Ptr,
-    _name: Buffer,
-    _text: Buffer,
-) -> Ptr {
-    guarded(ptr::null_mut(), || {
-        // SAFETY: invariant 1. Without the signal, Envoy would wait for ever before it opens a listener.
-        let (scheduler, timer) = unsafe {
-            envoy_dynamic_module_callback_bootstrap_extension_config_signal_init_complete(config);
-            (
-                envoy_dynamic_module_callback_bootstrap_extension_config_scheduler_new(config),
-                envoy_dynamic_module_callback_bootstrap_extension_timer_new(config),
-            )
-        };
-        match prober::start(Scheduler(scheduler)) {
-            Ok(()) => give(Extension { timer }),
-            Err(error) => {
-                log(LOG_ERROR, &format!("prequal: {error}"));
-                ptr::null_mut()
-            }
-        }
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_config_destroy(config: Ptr) {
-    // SAFETY: invariant 2. The timer belongs to Envoy's side, which ends as well.
-    let _ = unsafe { take_back::<Extension>(config) };
-}
-
-/// The configuration is the extension; this pointer only passes it on.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_new(config: Ptr, _extension: Ptr) -> Ptr {
-    config
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_server_initialized(_envoy: Ptr, extension: Ptr) {
-    arm(extension);
-}
-
-fn arm(extension: Ptr) {
-    guarded((), || {
-        // SAFETY: invariants 1 to 3; the timer is Envoy's, created with the extension.
-        unsafe {
-            if let Some(extension) = borrow::<Extension>(extension) {
-                envoy_dynamic_module_callback_bootstrap_extension_timer_enable(
-                    extension.timer,
-                    prober::TICK_MS,
-                );
-            }
-        }
-    });
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_timer_fired(
-    config: Ptr,
-    extension: Ptr,
-    _timer: Ptr,
-) {
-    guarded((), || prober::tick(Bootstrap(config, PhantomData)));
-    arm(extension);
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_config_scheduled(
-    config: Ptr,
-    _extension: Ptr,
-    _event: u64,
-) {
-    guarded((), || prober::serve(Bootstrap(config, PhantomData)));
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_http_callout_done(
-    _config: Ptr,
-    _extension: Ptr,
-    number: u64,
-    result: u32,
-    headers: *mut Header,
-    header_count: usize,
-    _body: *mut Buffer,
-    _body_count: usize,
-) {
-    guarded((), || {
-        // SAFETY: Envoy passes that many headers, valid during the hook.
-        let headers = (result == OK && !headers.is_null())
-            .then(|| Reply(unsafe { std::slice::from_raw_parts(headers, header_count) }));
-        prober::replied(number, headers.as_ref());
-    });
-}
-
-/// Envoy waits for the completion before it ends.
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_shutdown(
-    _envoy: Ptr,
-    _extension: Ptr,
-    completion: Completion,
-    context: Ptr,
-) {
-    // SAFETY: Envoy passes the function and its argument, to be called once.
-    unsafe { completion(context) }
-}
-
-/// A request to the admin port, for handlers that this module does not register. Zero is the status "not handled".
-#[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_bootstrap_extension_admin_request(
-    _envoy: Ptr,
-    _extension: Ptr,
-    _method: Buffer,
-    _path: Buffer,
-    _body: Buffer,
-) -> u32 {
-    404
-}
-
-unused! {
-    envoy_dynamic_module_on_bootstrap_extension_destroy(Ptr);
-    envoy_dynamic_module_on_bootstrap_extension_worker_thread_initialized(Ptr, Ptr);
-    envoy_dynamic_module_on_bootstrap_extension_drain_started(Ptr, Ptr);
-    envoy_dynamic_module_on_bootstrap_extension_file_changed(Ptr, Ptr, Buffer, u32);
-    envoy_dynamic_module_on_bootstrap_extension_cluster_add_or_update(Ptr, Ptr, Buffer);
-    envoy_dynamic_module_on_bootstrap_extension_cluster_removal(Ptr, Ptr, Buffer);
-    envoy_dynamic_module_on_bootstrap_extension_listener_add_or_update(Ptr, Ptr, Buffer);
-    envoy_dynamic_module_on_bootstrap_extension_listener_removal(Ptr, Ptr, Buffer);
 }

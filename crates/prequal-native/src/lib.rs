@@ -8,7 +8,8 @@
 //!   of the router's attempts, which shows why an attempt ended without a response;
 //! - [`prober`]: a bootstrap extension, which sends the probes from the main thread.
 //!
-//! All unsafe code is in two files: [`abi`] has the declarations, [`envoy`] the wrappers and the hooks. The other modules:
+//! All unsafe code is in three files: [`abi`] has the declarations, [`envoy`] the wrappers of what Envoy provides, [`hooks`] what
+//! Envoy calls. The other modules:
 //!
 //! - [`worker`]: one cluster on one thread; what threads share;
 //! - [`store`]: the balancer's state in this process's memory, without locks;
@@ -16,7 +17,7 @@
 //! - [`metrics`]: counters and gauges, under the filter's names;
 //! - [`clock`]: the time.
 //!
-//! A panic must not cross the ABI, because it would end Envoy; see [`envoy`].
+//! A panic must not cross the ABI, because it would end Envoy; see [`hooks`].
 #![cfg_attr(
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
@@ -38,6 +39,9 @@ mod clock;
 #[cfg(not(test))]
 #[allow(unsafe_code, reason = "the wrappers of the ABI, each with its invariant")]
 mod envoy;
+#[cfg(not(test))]
+#[allow(unsafe_code, reason = "the hooks of the ABI, each with its invariant")]
+mod hooks;
 #[cfg(not(test))]
 mod metrics;
 #[cfg(not(test))]

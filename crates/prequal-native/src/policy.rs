@@ -10,7 +10,7 @@ use prequal_core::endpoint::Endpoint;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use crate::attempt;
+use crate::attempt::{self, EndingsRef};
 use crate::clock;
 use crate::envoy::{self, Lb, LbConfig, Retry};
 use crate::hosts::{Hosts, Place};
@@ -60,7 +60,8 @@ impl PolicyConfig {
         if main && !prober::is_running() {
             envoy::warn("prequal: no bootstrap extension of Prequal is configured, so no probes are sent");
         }
-        Policy { worker, main, hosts: Hosts::default(), rng: SmallRng::from_os_rng() }
+        let (hosts, endings) = (Hosts::default(), attempt::endings_of(cluster));
+        Policy { worker, main, hosts, endings, rng: SmallRng::from_os_rng() }
     }
 }
 
@@ -70,6 +71,7 @@ pub(crate) struct Policy {
     worker: Option<WorkerRef>,
     main: bool,
     hosts: Hosts,
+    endings: EndingsRef,
     rng: SmallRng,
 }
 
@@ -94,7 +96,8 @@ impl Policy {
             request.pick.replica.and_then(|replica| Some((self.hosts.place(replica)?, Some(replica))));
         let usable = chosen.filter(|(place, _)| !retry.refuses(*place));
         let placed = usable.or_else(|| self.fall_back(lb, retry));
-        attempt::chosen(&worker, request, placed.and_then(|(_, endpoint)| endpoint), placed.is_some());
+        let served_by = placed.and_then(|(_, endpoint)| endpoint);
+        attempt::chosen(&worker, &self.endings, request, served_by, placed.is_some());
         if wake {
             prober::wake();
         }

@@ -14,7 +14,6 @@ use prequal_core::time::Micros;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use crate::attempt::{self, Endings};
 use crate::metrics::{Metrics, Tally};
 use crate::store::Shared;
 
@@ -75,8 +74,6 @@ pub(crate) struct Worker {
     pub(crate) balancer: Balancer<Shared, Tally>,
     pub(crate) rng: SmallRng,
     pub(crate) common: Arc<Common>,
-    /// Shared with the workers of other configurations of this cluster on this thread.
-    pub(crate) endings: Rc<RefCell<Endings>>,
     /// The fleet according to Envoy; only the main thread's worker knows it, after the first change of the host set.
     fleet: Option<Vec<(Endpoint, u16)>>,
     ticked: Option<Micros>,
@@ -91,7 +88,7 @@ pub(crate) type WorkerRef = Rc<RefCell<Worker>>;
 impl Worker {
     pub(crate) fn new(config: ClusterConfig, now: Micros) -> Self {
         let common = Common::of(&config.cluster);
-        let (tally, endings) = (Tally::new(), attempt::endings_of(&config.cluster));
+        let tally = Tally::new();
         common.tallies.lock().unwrap_or_else(PoisonError::into_inner).push(tally.clone());
         // The shim is another way to carry out the choice; here the choice needs none.
         let balancer =
@@ -100,7 +97,6 @@ impl Worker {
             balancer,
             rng: SmallRng::from_os_rng(),
             common,
-            endings,
             fleet: None,
             ticked: None,
             applied: now,
