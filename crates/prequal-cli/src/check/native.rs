@@ -53,8 +53,9 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
         let Some((path, entry)) = &one.entry else { continue };
         let probing =
             clusters::check_pair(source, entry, Some(&one.cluster), Placement::Known, path, findings);
-        let Some(probing) = probing.filter(|_| entry.probe_cluster != entry.cluster) else { continue };
-        if let Some(filter) = one.filter_in(&clusters::http_filters(&probing)) {
+        if let Some(probing) = probing
+            && let Some(filter) = one.filter_in(&clusters::http_filters(&probing))
+        {
             findings.push(NATIVE_FILTER_PROBES, &filter.path, &*entry.probe_cluster);
         }
     }

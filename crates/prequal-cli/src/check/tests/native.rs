@@ -116,16 +116,16 @@ pub(super) const BREAKS: &[Break] = &[
         settings(root, |settings| settings["clusters"][0]["cluster"] = json!("absent"))
     }),
     ("route-unnamed", |root| {
-        settings(root, |settings| settings["clusters"][0]["cluster"] = json!("replicas-agent"));
+        settings(root, |settings| {
+            settings["clusters"][0]["cluster"] = json!("replicas-agent");
+            settings["clusters"][0]["probe_cluster"] = json!("replicas");
+        });
     }),
     ("probe-cluster-absent", |root| {
         settings(root, |settings| settings["clusters"][0]["probe_cluster"] = json!("absent"));
     }),
-    ("probe-cluster-same", |root| {
-        settings(root, |settings| {
-            settings["clusters"][0]["probe_cluster"] = json!("replicas");
-            remove(&mut settings["clusters"][0], "verified_probes");
-        });
+    ("settings", |root| {
+        settings(root, |settings| settings["clusters"][0]["probe_cluster"] = json!("replicas"))
     }),
     ("probe-policy", |root| remove(cluster(root, 1), "load_balancing_policy")),
     ("probe-policy", |root| {
