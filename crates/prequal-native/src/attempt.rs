@@ -101,8 +101,8 @@ pub(crate) fn forget(worker: &WorkerRef) {
 impl Attempt {
     /// Handles the end of the client's request. From now on the request waits for the replica.
     pub(crate) fn request_ended(&mut self) {
-        let told = Told { class: Class::Local, served_by: self.served_by };
-        self.worker.borrow_mut().balancer.completed(&self.request, &told);
+        let facts = Facts { class: Class::Local, served_by: self.served_by };
+        self.worker.borrow_mut().balancer.completed(&self.request, &facts);
     }
 
     /// Handles the response headers.
@@ -120,10 +120,10 @@ impl Attempt {
             let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
             self.request.tell(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
-            let told = Told { class: Class::Answer, served_by: self.served_by };
+            let facts = Facts { class: Class::Answer, served_by: self.served_by };
             let report = headers::report(headers);
             let now = clock::now();
-            balancer.response(now, &mut self.request, self.failed, report, &told);
+            balancer.response(now, &mut self.request, self.failed, report, &facts);
             worker.settle(now);
         }
     }
@@ -171,9 +171,9 @@ impl Attempt {
     }
 
     fn ended_by(self, class: Class) {
-        let told = Told { class, served_by: self.served_by };
+        let facts = Facts { class, served_by: self.served_by };
         let mut worker = self.worker.borrow_mut();
-        worker.balancer.ended(self.request, self.complete, self.failed, &told);
+        worker.balancer.ended(self.request, self.complete, self.failed, &facts);
         worker.settle(clock::now());
     }
 }
@@ -254,12 +254,12 @@ fn class_of(flags: u64) -> Class {
 }
 
 /// What is known about an attempt. There is one host for each.
-struct Told {
+struct Facts {
     class: Class,
     served_by: Option<Endpoint>,
 }
 
-impl Witness for Told {
+impl Witness for Facts {
     fn now(&self) -> Micros {
         clock::now()
     }

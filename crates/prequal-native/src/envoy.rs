@@ -24,6 +24,7 @@ pub(crate) fn warn(message: &str) {
     log(LOG_WARN, message);
 }
 
+/// Writes to Envoy's log.
 pub(crate) fn log(level: u32, message: &str) {
     // SAFETY: Envoy reads the message during the call.
     unsafe { envoy_dynamic_module_callback_log(level, Buffer::of(message.as_bytes())) }
@@ -51,6 +52,9 @@ pub(crate) unsafe fn bytes<'a>(buffer: Buffer) -> &'a [u8] {
     unsafe { std::slice::from_raw_parts(buffer.data, buffer.length) }
 }
 
+/// A function that defines a metric: configuration, name, labels and their number, place for the metric's number.
+type Define = unsafe extern "C" fn(Ptr, Buffer, *mut Buffer, usize, *mut usize) -> u32;
+
 /// A counter; `None` if Envoy did not define it. Nothing is counted then, and balancing continues.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Counter(Option<usize>);
@@ -72,36 +76,20 @@ unsafe impl Sync for LbConfig {}
 impl LbConfig {
     /// Defines or finds a counter, while the configuration is read.
     pub(crate) fn counter(self, name: &str) -> Counter {
-        let mut id = 0;
-        let name = Buffer::of(name.as_bytes());
-        // SAFETY: Envoy copies the name and writes the id during the call.
-        let result = unsafe {
-            envoy_dynamic_module_callback_lb_config_define_counter(
-                self.0,
-                name,
-                ptr::null_mut(),
-                0,
-                &raw mut id,
-            )
-        };
-        Counter((result == OK).then_some(id))
+        Counter(self.define(name, envoy_dynamic_module_callback_lb_config_define_counter))
     }
 
     /// Defines or finds a gauge, while the configuration is read.
     pub(crate) fn gauge(self, name: &str) -> Gauge {
+        Gauge(self.define(name, envoy_dynamic_module_callback_lb_config_define_gauge))
+    }
+
+    /// Returns the number that Envoy gives the metric.
+    fn define(self, name: &str, define: Define) -> Option<usize> {
         let mut id = 0;
-        let name = Buffer::of(name.as_bytes());
         // SAFETY: Envoy copies the name and writes the id during the call.
-        let result = unsafe {
-            envoy_dynamic_module_callback_lb_config_define_gauge(
-                self.0,
-                name,
-                ptr::null_mut(),
-                0,
-                &raw mut id,
-            )
-        };
-        Gauge((result == OK).then_some(id))
+        let result = unsafe { define(self.0, Buffer::of(name.as_bytes()), ptr::null_mut(), 0, &raw mut id) };
+        (result == OK).then_some(id)
     }
 
     /// Adds to a counter.
@@ -136,6 +124,7 @@ impl LbConfig {
 pub(crate) struct Lb<'a>(pub(crate) Ptr, pub(crate) PhantomData<&'a ()>);
 
 impl Lb<'_> {
+    /// Returns the name of the cluster.
     pub(crate) fn cluster(self) -> String {
         let mut name = Buffer::EMPTY;
         // SAFETY: invariant 1; Envoy fills in the buffer, which lives as long as the load balancer.

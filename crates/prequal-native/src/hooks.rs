@@ -196,17 +196,18 @@ fn attempt(filter: Ptr, with: impl FnOnce(&mut Attempt)) -> u32 {
     OK
 }
 
+/// Handles the headers of the request, or a part of its body.
+fn request_part(filter: Ptr, end_of_stream: bool) -> u32 {
+    if end_of_stream { attempt(filter, Attempt::request_ended) } else { OK }
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_http_filter_request_headers(
     _envoy: Ptr,
     filter: Ptr,
     end_of_stream: bool,
 ) -> u32 {
-    attempt(filter, |attempt| {
-        if end_of_stream {
-            attempt.request_ended();
-        }
-    })
+    request_part(filter, end_of_stream)
 }
 
 #[unsafe(no_mangle)]
@@ -215,11 +216,7 @@ extern "C" fn envoy_dynamic_module_on_http_filter_request_body(
     filter: Ptr,
     end_of_stream: bool,
 ) -> u32 {
-    attempt(filter, |attempt| {
-        if end_of_stream {
-            attempt.request_ended();
-        }
-    })
+    request_part(filter, end_of_stream)
 }
 
 #[unsafe(no_mangle)]
@@ -451,7 +448,7 @@ extern "C" fn envoy_dynamic_module_on_bootstrap_extension_shutdown(
     unsafe { completion(context) }
 }
 
-/// A request to the admin port, for handlers that this module does not register. Zero is the status "not handled".
+/// A request to the admin port, for handlers that this module does not register. Returns an HTTP status.
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_bootstrap_extension_admin_request(
     _envoy: Ptr,

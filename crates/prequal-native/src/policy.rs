@@ -82,7 +82,11 @@ impl Policy {
         // Envoy updates the main thread first. The workers adopt what it writes.
         if let (Some(worker), true) = (&self.worker, self.main) {
             worker.borrow_mut().set_fleet(self.hosts.fleet());
-            prober::wake();
+            if prober::is_running() {
+                prober::wake();
+            } else {
+                worker.borrow_mut().follow_fleet(clock::now());
+            }
         }
     }
 

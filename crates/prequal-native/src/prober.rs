@@ -89,7 +89,7 @@ fn clusters() -> Vec<(WorkerRef, Arc<Metrics>)> {
 /// Does what threads have asked for: adopts changes of host sets, and sends the probes that are due.
 pub(crate) fn serve(bootstrap: Bootstrap<'_>) {
     for (worker, _) in clusters() {
-        worker.borrow_mut().apply_fleet(clock::now());
+        worker.borrow_mut().follow_fleet(clock::now());
         let due = worker.borrow().common.take();
         send(bootstrap, &worker, due);
     }

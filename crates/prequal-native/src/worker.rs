@@ -48,8 +48,12 @@ impl Common {
     /// Adds probes that are due. Returns true if the prober must be woken.
     pub(crate) fn ask(&self, probes: ProbesDue) -> bool {
         let count = probes.addressed + probes.discovery;
+        if count == 0 {
+            // Most picks: they must not write to what all threads share.
+            return false;
+        }
         self.due.fetch_add(count, Ordering::Relaxed);
-        count > 0 && !self.woken.swap(true, Ordering::AcqRel)
+        !self.woken.swap(true, Ordering::AcqRel)
     }
 
     /// Passes the counts of all threads to Envoy.
@@ -76,6 +80,8 @@ pub(crate) struct Worker {
     pub(crate) common: Arc<Common>,
     /// The fleet according to Envoy; only the main thread's worker knows it, after the first change of the host set.
     fleet: Option<Vec<(Endpoint, u16)>>,
+    /// Whether the fleet has changed since it was last applied.
+    fleet_changed: bool,
     ticked: Option<Micros>,
     /// Time of the last transaction.
     applied: Micros,
@@ -98,6 +104,7 @@ impl Worker {
             rng: SmallRng::from_os_rng(),
             common,
             fleet: None,
+            fleet_changed: false,
             ticked: None,
             applied: now,
             busy: false,
@@ -147,11 +154,19 @@ impl Worker {
 
     /// Notes the fleet according to Envoy. It is applied once the current change is over: Envoy may announce it by parts.
     pub(crate) fn set_fleet(&mut self, fleet: Vec<(Endpoint, u16)>) {
-        self.fleet = Some(fleet);
+        (self.fleet, self.fleet_changed) = (Some(fleet), true);
+    }
+
+    /// Applies the fleet if it has changed.
+    pub(crate) fn follow_fleet(&mut self, now: Micros) {
+        if self.fleet_changed {
+            self.apply_fleet(now);
+        }
     }
 
     /// Makes the fleet according to Envoy the membership: what threads learn from responses and replies must not outlast it.
-    pub(crate) fn apply_fleet(&mut self, now: Micros) {
+    fn apply_fleet(&mut self, now: Micros) {
+        self.fleet_changed = false;
         if let Some(fleet) = &mut self.fleet {
             self.balancer.set_fleet(now, fleet, &mut self.rng);
         }

@@ -65,6 +65,26 @@ fn requests_go_where_capacity_is_and_every_count_adds_up() -> Result<()> {
     Ok(())
 }
 
+/// Without the prober there are no probes and no metrics, but the reports on responses suffice to balance, and the module says so.
+#[test]
+fn without_a_prober_responses_alone_report_load() -> Result<()> {
+    bed!();
+    let fleet = Fleet::start([5, 5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
+    let config = EnvoyConfig::native_for_replicas(&fleet.addrs())?.edit(|config| {
+        _ = config.root_mut().as_object_mut().expect("an object").remove("bootstrap_extensions")
+    });
+    let envoy = Envoy::start(config)?;
+    eventually("the slow replica is left alone", Duration::from_secs(10), || {
+        fleet.clear();
+        assert_all_ok(&envoy.client().burst(400, 4, |_| Request::get("/")));
+        // Requests in flight alone, the fallback, send it one in 16 or more: two draws of four.
+        (fleet.served()[3] <= 4).then_some(())
+    });
+    assert_eq!(envoy.prequal(SERVING)?.probes("sent"), 0);
+    assert!(envoy.log().contains("no bootstrap extension of Prequal"), "{}", envoy.log());
+    Ok(())
+}
+
 /// Each attempt is chosen for itself, and its failure counts.
 #[test]
 fn a_dead_agent_costs_retries_and_no_request() -> Result<()> {
