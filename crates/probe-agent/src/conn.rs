@@ -123,7 +123,7 @@ impl Watch {
     }
 
     /// Records that a head was parsed. Refuses a head with both `Transfer-Encoding` (`chunked`) and `Content-Length`.
-    pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> (Busy, Result<(), &'static str>) {
+    pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> Begun {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         self.served.fetch_add(1, Ordering::Relaxed);
         let busy = Busy { watch: self.clone(), entry: None };
@@ -176,6 +176,9 @@ impl Watch {
         self.head.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// A request that began, and whether its head is acceptable; if not, why.
+pub(crate) type Begun = (Busy, Result<(), &'static str>);
 
 /// Keeps a request of this connection in flight until it is dropped.
 pub(crate) struct Busy {

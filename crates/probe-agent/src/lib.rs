@@ -10,6 +10,7 @@
 //!
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
+#![warn(clippy::large_futures)]
 #![cfg_attr(not(feature = "proxy"), allow(dead_code, reason = "the layer shares modules with the proxy"))]
 
 #[cfg(feature = "proxy")]

@@ -5,7 +5,7 @@ use std::error::Error as _;
 use std::mem;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
@@ -31,7 +31,7 @@ use crate::access::{AccessLog, Entry};
 use crate::backend_orca::FromBackend;
 use crate::body::TrackedBody;
 use crate::config::UpstreamHttp2;
-use crate::conn::{Busy, Watch};
+use crate::conn::{Begun, Busy, Watch};
 use crate::headers;
 use crate::hint;
 use crate::leash::{Leash, Open, Patrol, Rules, Watched};
@@ -89,14 +89,27 @@ pub(crate) struct Connection {
     pub(crate) life: Life,
 }
 
-/// Answers one request on the service port.
-pub(crate) async fn serve(
+/// Answers one request on the service port. The request has begun when this returns, not when the future first runs: hyper reads
+/// the connection in between, and must not find a head there that seems to be incomplete.
+pub(crate) fn serve(
     conn: Arc<Connection>,
     req: Request<Incoming>,
     leash: Option<Arc<Leash>>,
+) -> impl Future<Output = Result<Response<AgentBody>, Infallible>> {
+    let chunked = req.version() != Version::HTTP_2 && req.headers().contains_key(header::TRANSFER_ENCODING);
+    let begun = conn.watch.begin(chunked);
+    logged(conn, req, leash, begun)
+}
+
+/// Answers, and writes the request to the access log.
+async fn logged(
+    conn: Arc<Connection>,
+    req: Request<Incoming>,
+    leash: Option<Arc<Leash>>,
+    begun: Begun,
 ) -> Result<Response<AgentBody>, Infallible> {
     let entry = conn.shared.access_log.as_ref().map(|log| Entry::new(log.clone(), conn.client, &req));
-    let mut response = answer(conn, req, leash).await?;
+    let mut response = answer(conn, req, leash, begun).await?;
     if let Some(mut entry) = entry {
         entry.answered(response.status());
         if response.body().is_end_stream() {
@@ -117,10 +130,9 @@ async fn answer(
     conn: Arc<Connection>,
     req: Request<Incoming>,
     leash: Option<Arc<Leash>>,
+    (busy, framing): Begun,
 ) -> Result<Response<AgentBody>, Infallible> {
     let load = &conn.shared.reporter.load;
-    let chunked = req.version() != Version::HTTP_2 && req.headers().contains_key(header::TRANSFER_ENCODING);
-    let (busy, framing) = conn.watch.begin(chunked);
     if let Err(reason) = framing.and_then(|()| headers::check_request(&req)) {
         load.counters().count_rejected();
         let mut response = probe::plain(StatusCode::BAD_REQUEST, reason);
@@ -144,7 +156,7 @@ async fn answer(
         return Ok(own(probe::plain(StatusCode::METHOD_NOT_ALLOWED, "no tunnels\n"), busy));
     }
     if let Some(oob) = conn.shared.oob.as_ref().filter(|oob| oob.is_for(&req)) {
-        let response = oob.serve(req, load, conn.endpoint, conn.life.clone()).await;
+        let response = Box::pin(oob.serve(req, load, conn.endpoint, conn.life.clone())).await;
         return Ok(response.map(|body| AgentBody::Reports { body, busy }));
     }
     let guard = match conn.shared.max_rif {
@@ -225,11 +237,15 @@ async fn forward(
     }
 
     let req = req.map(|body| Upload::new(body, guard.client(), leash.as_ref()));
-    let sent = match shared.response_timeout {
-        None => send(&shared.pool, req, slot).await,
-        Some(limit) => tokio::time::timeout(limit, send(&shared.pool, req, slot))
-            .await
-            .unwrap_or(Err(UpstreamError::ResponseTimeout)),
+    let sent = {
+        // Pinned here, so that it is stored once for both arms.
+        let sending = pin!(send(&shared.pool, req, slot));
+        match shared.response_timeout {
+            None => sending.await,
+            Some(limit) => {
+                tokio::time::timeout(limit, sending).await.unwrap_or(Err(UpstreamError::ResponseTimeout))
+            }
+        }
     };
     match sent {
         Err(error) => failed(&conn, &error, guard, busy),
@@ -277,7 +293,7 @@ async fn send(
     slot: Option<Slot>,
 ) -> Result<Response<UpstreamBody>, UpstreamError> {
     match slot {
-        Some(slot) => pool.send_http2(req, slot).await,
+        Some(slot) => Box::pin(pool.send_http2(req, slot)).await,
         None => pool.send_http1(req).await,
     }
 }

@@ -25,7 +25,7 @@ use crate::accept::{Admitted, Door, accept};
 use crate::access::AccessLog;
 use crate::admin::{Page, Replica};
 use crate::config::{AgentConfig, Limits, Listen, UpstreamHttp2};
-use crate::conn::{self, ServerIo, Stream, Undetected, Watch};
+use crate::conn::{self, Busy, ServerIo, Stream, Undetected, Watch};
 use crate::drive::{MIN_BUFFER, drive, http1_builder, http2_builder};
 use crate::leash::{Leash, Rules, Tasks};
 use crate::load::Load;
@@ -324,11 +324,14 @@ struct ProbeConnection {
 }
 
 impl ProbeConnection {
-    async fn answer(self: Arc<Self>, req: Request<Incoming>) -> Result<Response<AgentBody>, Infallible> {
+    async fn answer(
+        self: Arc<Self>,
+        req: Request<Incoming>,
+        busy: Busy,
+    ) -> Result<Response<AgentBody>, Infallible> {
         let Shared { reporter, oob, .. } = &*self.shared;
-        let (busy, _) = self.watch.begin(false);
         if let Some(oob) = oob.as_ref().filter(|oob| oob.is_for(&req)) {
-            let response = oob.serve(req, &reporter.load, self.endpoint, self.life.clone()).await;
+            let response = Box::pin(oob.serve(req, &reporter.load, self.endpoint, self.life.clone())).await;
             return Ok(response.map(|body| AgentBody::Reports { body, busy }));
         }
         let response = match probe::route(req.method(), req.uri().path()) {
@@ -394,7 +397,10 @@ impl Ports {
             probe_endpoint,
             life: life.clone(),
         });
-        let service = service_fn(move |req| conn.clone().answer(req));
+        let service = service_fn(move |req| {
+            let (busy, _) = conn.watch.begin(false);
+            conn.clone().answer(req, busy)
+        });
         if http2 {
             let served = http2_builder(limits, Tasks(None)).serve_connection(io, service);
             self.drive(pin!(served), http2::Connection::graceful_shutdown, &watch, life).await;

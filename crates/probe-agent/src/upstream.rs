@@ -109,7 +109,7 @@ impl Pool {
         loop {
             let (mut conn, reused) = match self.take_idle() {
                 Some(conn) => (conn, true),
-                None => (self.connect_http1().await?, false),
+                None => (Box::pin(self.connect_http1()).await?, false),
             };
             match conn.sender.try_send_request(req).await {
                 Ok(response) => {
@@ -553,7 +553,7 @@ const CONNECTION_WINDOW: u32 = 256 * WINDOW;
 /// Limits of a response: the length of its head, bytes (more if requests may have longer heads), and over HTTP/1.1 the number of
 /// its headers.
 const RESPONSE_HEAD: usize = 64 * 1024;
-const RESPONSE_HEADERS: usize = 512;
+const RESPONSE_HEADERS: usize = 256;
 /// Maximum number of attempts to send a request that the backend refuses, or that a closing connection did not take. Servers that
 /// send GOAWAY after a number of requests (nginx) may refuse one several times in a row.
 const MAX_REFUSED: u32 = 5;

@@ -135,9 +135,9 @@ impl Pool {
         true
     }
 
-    /// Waits for a stream of any connection, for at most `connect_timeout`.
+    /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`.
     pub(super) async fn wait_for_stream(self: &Arc<Self>) -> Result<Slot, UpstreamError> {
-        let mut turn = {
+        let turn = {
             let mut http2 = self.http2();
             http2.waiting.retain(|waiter| !waiter.is_closed());
             if http2.waiting.is_empty()
@@ -153,6 +153,13 @@ impl Pool {
             self.dial_another(&mut http2);
             turn
         };
+        Box::pin(self.wait_for_turn(turn)).await
+    }
+
+    async fn wait_for_turn(
+        self: &Arc<Self>,
+        mut turn: oneshot::Receiver<Result<Slot, Failure>>,
+    ) -> Result<Slot, UpstreamError> {
         // The backend may have raised its limit.
         self.serve_waiting();
         let hedge = HEDGE.min(self.connect_timeout);
@@ -222,8 +229,8 @@ impl Pool {
     /// Opens a connection. The attempt does not belong to any single request: if one goes away, the others still use it.
     async fn dial(self: Arc<Self>) {
         // A backend that restarts may close what its predecessor accepted.
-        let opened = match self.open_http2().await {
-            Err(Failure::Silent) => self.open_http2().await,
+        let opened = match Box::pin(self.open_http2()).await {
+            Err(Failure::Silent) => Box::pin(self.open_http2()).await,
             opened => opened,
         };
         let mut failed = VecDeque::new();
@@ -268,7 +275,7 @@ impl Pool {
         if !tls::connected_http2(&stream) {
             return Err(Failure::NoHttp2);
         }
-        self.greet(stream).await
+        Box::pin(self.greet(stream)).await
     }
 
     /// Opens HTTP/2 and waits for the `SETTINGS` that every HTTP/2 server sends first. Before them, neither the number of streams
