@@ -18,7 +18,7 @@ use crate::tracker::{Ended, Outcome, Present, Ticket, Tracker, TrackerConfig, Vi
 /// Age below which a replica's reports contain its age, seconds. The reports of older replicas stay short.
 pub const YOUNG_S: u32 = 600;
 
-/// Time for which a backend's own load report counts, microseconds.
+/// Time for which a backend's own load report counts, microseconds, unless the report says how long it counts.
 pub const BACKEND_FRESH_US: u64 = 10_000_000;
 
 /// Load, failures and age of one replica.
@@ -29,7 +29,7 @@ pub struct Replica {
     failures: FailureShare,
     /// Rates, if load is reported in the ORCA format too.
     rates: Option<Rates>,
-    /// Last load report of the backend itself, if it sends any, and when it came.
+    /// Last load report of the backend itself, if it sends any, and until when it counts.
     backend: Option<(Micros, Arc<BackendReport>)>,
     /// Time since which the replica can serve; `None` while it cannot.
     up: Option<Micros>,
@@ -66,13 +66,28 @@ impl Replica {
 
     /// Records the backend's own load report, which [`Self::orca`] passes on.
     pub fn backend_reports(&mut self, now: Micros, report: BackendReport) {
-        self.backend = Some((now, Arc::new(report)));
+        self.backend_reports_for(now, report, BACKEND_FRESH_US);
+    }
+
+    /// As [`Self::backend_reports`], with a report that counts for `fresh_us`. It replaces the report before it, but does not
+    /// shorten the time for which that one would have counted: a report on a response comes between two of a stream.
+    pub fn backend_reports_for(&mut self, now: Micros, report: BackendReport, fresh_us: u64) {
+        let until = Micros(now.0.saturating_add(fresh_us));
+        let until = self.backend.as_ref().map_or(until, |(before, _)| until.max(*before));
+        self.backend = Some((until, Arc::new(report)));
+    }
+
+    /// Records that the backend's stream of reports has ended. The last report counts for [`BACKEND_FRESH_US`] at most.
+    pub fn backend_stream_ended(&mut self, now: Micros) {
+        if let Some((until, _)) = &mut self.backend {
+            *until = (*until).min(Micros(now.0.saturating_add(BACKEND_FRESH_US)));
+        }
     }
 
     /// Returns the backend's own load report, unless it is too old.
     pub fn backend(&self, now: Micros) -> Option<&Arc<BackendReport>> {
-        let (at, report) = self.backend.as_ref()?;
-        (now.saturating_since(*at) <= BACKEND_FRESH_US).then_some(report)
+        let (until, report) = self.backend.as_ref()?;
+        (now <= *until).then_some(report)
     }
 
     /// Advances the time to `now`. Call it before [`Self::record`] of the requests that have ended until then.

@@ -10,7 +10,7 @@ use prequal_core::capacity::Capacity;
 use prequal_core::tracker::Outcome;
 
 use crate::exposition;
-use crate::load::{BACKEND_SAYS, HINTS, LATENCY_BOUNDS_US, Load};
+use crate::load::{BACKEND_SAYS, BACKEND_STREAM_ENDS, HINTS, LATENCY_BOUNDS_US, Load};
 use crate::probe::plain;
 use crate::process;
 use crate::ready::Checker;
@@ -165,6 +165,11 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     head(out, name, "counter", "Load reports in ORCA format from the backend, by result.")?;
     for (result, said) in BACKEND_SAYS {
         writeln!(out, "{name}{{result=\"{result}\"}} {}", counters.backend_reports(said))?;
+    }
+    let name = "prequal_agent_backend_streams_total";
+    head(out, name, "counter", "Streams of load reports from the backend that ended, by how they ended.")?;
+    for (how, end) in BACKEND_STREAM_ENDS {
+        writeln!(out, "{name}{{end=\"{how}\"}} {}", counters.backend_streams(end))?;
     }
     if let Some(micro) = load.backend_utilization_micro() {
         let name = "prequal_agent_backend_utilization_ratio";

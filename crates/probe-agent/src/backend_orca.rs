@@ -1,11 +1,13 @@
 //! Reads the load that a backend itself reports in ORCA format. The agent asks for the reports, reads them from responses and
-//! trailers, and hands them to the replica's load. [`prequal_core::orca::backend`] decides which values of a report are kept, and
+//! trailers, and hands them to the replica's load. `backend_stream.rs` reads them out of band. [`prequal_core::orca::backend`] decides which values of a report are kept, and
 //! [`prequal_core::orca`] decides which are passed on.
 
 use std::str::FromStr;
+use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use prequal_core::orca::backend::{BackendError, BackendReport, Metric};
+use prequal_core::replica::BACKEND_FRESH_US;
 
 use crate::load::{BackendSaid, Load};
 use crate::orca::{LOAD_METRICS, LOAD_METRICS_BIN};
@@ -38,15 +40,21 @@ impl FromBackend {
 
     /// Records the backend's load from the head or trailers of a response.
     pub(crate) fn hear(&self, headers: &HeaderMap, load: &Load) {
-        let said = match read(headers) {
-            None => return,
-            Some(Err(BackendError::TooLong)) => BackendSaid::TooLong,
-            Some(Err(BackendError::Malformed)) => BackendSaid::Malformed,
-            Some(Err(BackendError::Contradictory)) => BackendSaid::Contradictory,
-            Some(Ok(mut report)) => {
+        if let Some(report) = read(headers) {
+            self.record(report, load, Duration::from_micros(BACKEND_FRESH_US));
+        }
+    }
+
+    /// Records a report that counts for the time `fresh`, or counts it as dropped.
+    pub(crate) fn record(&self, read: Result<BackendReport, BackendError>, load: &Load, fresh: Duration) {
+        let said = match read {
+            Err(BackendError::TooLong) => BackendSaid::TooLong,
+            Err(BackendError::Malformed) => BackendSaid::Malformed,
+            Err(BackendError::Contradictory) => BackendSaid::Contradictory,
+            Ok(mut report) => {
                 report.go_by(&self.0);
                 let said = if report.is_partial() { BackendSaid::Partial } else { BackendSaid::Used };
-                load.backend_reports(report);
+                load.backend_reports(report, fresh);
                 said
             }
         };

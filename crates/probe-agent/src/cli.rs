@@ -116,6 +116,12 @@ pub struct Cli {
     #[arg(long, value_name = "METRIC", env = "PROBE_AGENT_ORCA_FROM_BACKEND")]
     orca_from_backend: Option<FromBackend>,
 
+    /// Also call the OpenRcaService of a gRPC backend for a stream of such reports with this interval, 100 to 3600000; default:
+    /// no stream
+    #[arg(long, value_name = "MS", env = "PROBE_AGENT_ORCA_BACKEND_STREAM_MS", requires = "orca_from_backend",
+          value_parser = clap::value_parser!(u64).range(100..=3_600_000))]
+    orca_backend_stream_ms: Option<u64>,
+
     /// Choose the HTTP version towards the backend
     #[arg(long, value_enum, default_value = "auto", env = "PROBE_AGENT_UPSTREAM_HTTP2")]
     upstream_http2: UpstreamHttp2,
@@ -339,6 +345,7 @@ impl From<Cli> for AgentConfig {
                 streams: cli.orca_streams,
             },
             orca_from_backend: cli.orca_from_backend,
+            orca_backend_stream: cli.orca_backend_stream_ms.map(ms),
             upstream_http2: cli.upstream_http2,
             plb: cli.plb,
             log: Log::new(cli.log_format),
@@ -447,6 +454,7 @@ mod tests {
             let companion: &[&str] = match flag.as_str() {
                 "--netflix-target" => &["--netflix-utilization", "5"],
                 "--hint-divisor" => &["--hint-cache", "5"],
+                "--orca-backend-stream-ms" => &["--orca-from-backend", "utilization"],
                 _ => &[],
             };
             let accepted = |value: u64| {
@@ -493,6 +501,8 @@ mod tests {
             ("--orca-streams", "100001", "0..=100000"),
             ("--orca-window-ms", "99", "100..=600000"),
             ("--orca-from-backend", "cpu", "named_metrics.NAME"),
+            ("--orca-backend-stream-ms", "99", "100..=3600000"),
+            ("--orca-backend-stream-ms", "100", "--orca-from-backend"),
             ("--tls-cert", "a.pem", "--tls-key"),
             ("--tls-client-ca", "a.pem", "--tls-cert"),
             ("--tls-client-verify", "optional", "--tls-client-ca"),

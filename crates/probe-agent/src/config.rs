@@ -46,6 +46,9 @@ pub struct AgentConfig {
     pub orca: Orca,
     /// Asks the backend for its load in ORCA format, and reports its utilisation instead of the agent's own. Default: off.
     pub orca_from_backend: Option<FromBackend>,
+    /// Interval of the reports that a gRPC backend is asked to send as a stream, at least 100 ms. Needs `orca_from_backend`.
+    /// `None`: no stream.
+    pub orca_backend_stream: Option<Duration>,
     /// HTTP version towards the backend.
     pub upstream_http2: UpstreamHttp2,
     /// Certificate chain and key for the service port and the probe port, PEM.
@@ -86,6 +89,7 @@ impl AgentConfig {
             utilization: None,
             orca: Orca::default(),
             orca_from_backend: None,
+            orca_backend_stream: None,
             upstream_http2: UpstreamHttp2::Auto,
             tls: None,
             tls_clients: None,
@@ -244,6 +248,9 @@ pub struct Limits {
     /// Time for requests in flight to finish, after which the rest are cut. Starts, like `drain_idle`, at the end of
     /// `drain_delay`. Default 30 s.
     pub drain_timeout: Duration,
+    /// Time without a report after which a stream of the backend's load reports is opened again, until its own interval is
+    /// known. Default 90 s: three times the interval of gRPC's servers.
+    pub backend_stream_silence: Duration,
     /// Interval between two checks of the certificate and key files for changes. New content is used once the files have not
     /// changed for one interval. Default 1 s.
     pub tls_reload_interval: Duration,
@@ -279,6 +286,7 @@ impl Default for Limits {
             drain_delay: Duration::ZERO,
             drain_idle: Duration::from_secs(5),
             drain_timeout: Duration::from_secs(30),
+            backend_stream_silence: Duration::from_secs(90),
             tls_reload_interval: Duration::from_secs(1),
         }
     }

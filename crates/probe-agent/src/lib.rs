@@ -23,6 +23,8 @@ mod admin;
 mod another;
 #[cfg(feature = "proxy")]
 pub mod backend_orca;
+#[cfg(feature = "proxy")]
+mod backend_stream;
 pub mod body;
 #[cfg(feature = "proxy")]
 pub mod cli;

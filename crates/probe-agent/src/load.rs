@@ -193,11 +193,20 @@ impl Load {
         (LoadReport { failing: if self.is_ready() { report.failing } else { MAX_FAILING }, ..report }, orca)
     }
 
-    /// Records the load that the backend reported, for ORCA reports to pass on.
+    /// Records the load that the backend reported, for ORCA reports to pass on. The report counts for the time `fresh`.
     #[cfg(feature = "proxy")]
-    pub(crate) fn backend_reports(&self, report: BackendReport) {
+    pub(crate) fn backend_reports(&self, report: BackendReport, fresh: Duration) {
         let now = self.now();
-        self.replica().backend_reports(now, report);
+        let fresh = u64::try_from(fresh.as_micros()).unwrap_or(u64::MAX);
+        self.replica().backend_reports_for(now, report, fresh);
+    }
+
+    /// Records that the backend's stream of reports has ended.
+    #[cfg(feature = "proxy")]
+    pub(crate) fn backend_stream_ended(&self, end: BackendStreamEnd) {
+        let now = self.now();
+        self.replica().backend_stream_ended(now);
+        bump(&self.counters().backend_streams[end as usize]);
     }
 
     /// Returns the utilisation that the backend last reported, in millionths, unless that report is too old.
@@ -339,6 +348,7 @@ pub struct Counters {
     orca_closed: AtomicU64,
     orca_refused: AtomicU64,
     backend_reports: [AtomicU64; BACKEND_SAYS.len()],
+    backend_streams: [AtomicU64; BACKEND_STREAM_ENDS.len()],
 }
 
 impl Counters {
@@ -495,6 +505,11 @@ impl Counters {
         self.backend_reports[said as usize].load(Ordering::Relaxed)
     }
 
+    /// Returns the number of streams of load reports from the backend that ended like this.
+    pub fn backend_streams(&self, end: BackendStreamEnd) -> u64 {
+        self.backend_streams[end as usize].load(Ordering::Relaxed)
+    }
+
     /// Returns the number of connections opened to the backend.
     pub fn upstream_connections(&self) -> u64 {
         self.upstream_connections.load(Ordering::Relaxed)
@@ -548,6 +563,33 @@ pub(crate) const BACKEND_SAYS: [(&str, BackendSaid); 5] = [
     ("malformed", BackendSaid::Malformed),
     ("too_long", BackendSaid::TooLong),
     ("contradictory", BackendSaid::Contradictory),
+];
+
+/// How a stream of load reports from the backend ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum BackendStreamEnd {
+    /// The agent could not open it: no connection, no HTTP/2, or no answer.
+    Unopened,
+    /// The backend does not offer the service.
+    Unimplemented,
+    /// The backend ended it, or is closing its connection.
+    Closed,
+    /// No report came for too long.
+    Stalled,
+    /// Far more came than was asked for.
+    Flooded,
+    /// It is not a stream of gRPC messages of at most 4096 bytes.
+    Malformed,
+}
+
+/// Labels of [`Counters::backend_streams`].
+pub(crate) const BACKEND_STREAM_ENDS: [(&str, BackendStreamEnd); 6] = [
+    ("unopened", BackendStreamEnd::Unopened),
+    ("unimplemented", BackendStreamEnd::Unimplemented),
+    ("closed", BackendStreamEnd::Closed),
+    ("stalled", BackendStreamEnd::Stalled),
+    ("flooded", BackendStreamEnd::Flooded),
+    ("malformed", BackendStreamEnd::Malformed),
 ];
 
 /// Labels of [`Counters::upstream_errors`].

@@ -33,7 +33,7 @@ const MAX_INTERVAL: Duration = Duration::from_secs(3600);
 /// Maximum length of the request message, bytes.
 const MAX_REQUEST: usize = 4096;
 /// Length of the prefix of a message, bytes: a flag and the length of the message.
-const PREFIX: usize = 5;
+pub(crate) const PREFIX: usize = 5;
 
 /// Report service of one replica.
 pub(crate) struct Oob {
@@ -120,7 +120,8 @@ fn status(Refusal(code, message): Refusal) -> HeaderMap {
     ])
 }
 
-const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
+/// Content type of a call.
+pub(crate) const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
 /// Reads the single message of the request and returns the interval that it asks for.
 async fn read<B: Body<Data = Bytes> + Unpin>(mut body: B) -> Result<Duration, Refusal> {

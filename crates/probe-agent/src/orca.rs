@@ -82,7 +82,7 @@ impl Orca {
     }
 }
 
-/// Puts `report` on a response. Replaces the backend's own report, because two reports would contradict each other.
+/// Puts `report` on a response, or in its trailers. Replaces the backend's own report there, because two reports would contradict each other.
 pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaFormat) {
     response.remove(&LOAD_METRICS);
     response.remove(&LOAD_METRICS_BIN);

@@ -39,6 +39,7 @@ use crate::load::InFlight;
 use crate::log::Log;
 use crate::names;
 use crate::oob::{Oob, Reports};
+use crate::orca::OrcaFormat;
 use crate::phase::{Life, Phase};
 use crate::probe;
 use crate::reporter::Reporter;
@@ -281,8 +282,10 @@ async fn forward(
                 }
                 Open::new(leash)
             });
-            let hears = shared.from_backend.is_some().then(|| conn.shared.clone());
-            Response::from_parts(head, AgentBody::Proxied { body, open, hears, busy })
+            let format = shared.reporter.format_in_trailers(&head.headers);
+            let trailers = (shared.from_backend.is_some() || format.is_some())
+                .then(|| Box::new(Trailers { shared: conn.shared.clone(), endpoint: conn.endpoint, format }));
+            Response::from_parts(head, AgentBody::Proxied { body, open, trailers, busy })
         }
     }
 }
@@ -454,8 +457,8 @@ pub(crate) enum AgentBody {
         body: TrackedBody<UpstreamBody>,
         /// Set if the request may be cut.
         open: Option<Open>,
-        /// Set if the trailers may report the backend's load.
-        hears: Option<Arc<Shared>>,
+        /// Set if trailers carry load.
+        trailers: Option<Box<Trailers>>,
         busy: Busy,
     },
     /// Out-of-band load reports.
@@ -464,6 +467,27 @@ pub(crate) enum AgentBody {
         body: Reports,
         busy: Busy,
     },
+}
+
+/// Load in the trailers of a proxied response.
+pub(crate) struct Trailers {
+    shared: Arc<Shared>,
+    endpoint: Endpoint,
+    /// Format of the agent's own report. `None`: the trailers carry none.
+    format: Option<OrcaFormat>,
+}
+
+impl Trailers {
+    /// Reads the backend's load, and puts in the agent's report.
+    fn exchange(&self, trailers: &mut HeaderMap) {
+        let Shared { reporter, from_backend, .. } = &*self.shared;
+        if let Some(backend) = from_backend {
+            backend.hear(trailers, &reporter.load);
+        }
+        if let Some(format) = self.format {
+            reporter.stamp_trailers(trailers, self.endpoint, format);
+        }
+    }
 }
 
 /// Records a frame for the access log.
@@ -495,14 +519,13 @@ impl Body for AgentBody {
                 note(busy, &frame, body.is_end_stream());
                 frame
             }
-            Self::Proxied { body, open, hears, busy } => {
-                let frame = Pin::new(&mut *body).poll_frame(cx);
-                if let Some(shared) = hears
-                    && let Some(backend) = &shared.from_backend
-                    && let Poll::Ready(Some(Ok(frame))) = &frame
-                    && let Some(trailers) = frame.trailers_ref()
+            Self::Proxied { body, open, trailers, busy } => {
+                let mut frame = Pin::new(&mut *body).poll_frame(cx);
+                if let Some(load) = trailers
+                    && let Poll::Ready(Some(Ok(frame))) = &mut frame
+                    && let Some(trailers) = frame.trailers_mut()
                 {
-                    backend.hear(trailers, &shared.reporter.load);
+                    load.exchange(trailers);
                 }
                 note(busy, &frame, body.is_end_stream());
                 if let Some(open) = open

@@ -6,9 +6,13 @@ use prequal_core::affinity::{self, Hint};
 use prequal_core::endpoint::Endpoint;
 use prequal_core::tracker::Visit;
 
+#[cfg(feature = "proxy")]
+use crate::body;
 use crate::hint::{self, Hook};
 use crate::load::{HintSeen, Load};
 use crate::names;
+#[cfg(feature = "proxy")]
+use crate::orca::OrcaFormat;
 use crate::orca::{self, Orca};
 use crate::probe;
 use crate::utilization::Utilization;
@@ -91,6 +95,22 @@ impl Reporter {
             && let Some(value) = utilization.header_value(report.rif)
         {
             response.insert(names::UTILIZATION, value);
+        }
+    }
+
+    /// Returns the format of the ORCA report that the trailers of a response with these headers carry. gRPC's clients read
+    /// reports from trailers only.
+    #[cfg(feature = "proxy")]
+    pub(crate) fn format_in_trailers(&self, response: &HeaderMap) -> Option<OrcaFormat> {
+        self.orca.format_for(response).filter(|_| body::is_grpc(response))
+    }
+
+    /// Puts the ORCA report in trailers. The request has ended.
+    #[cfg(feature = "proxy")]
+    pub(crate) fn stamp_trailers(&self, trailers: &mut HeaderMap, endpoint: Endpoint, format: OrcaFormat) {
+        let (_, orca) = self.load.report_with_orca(endpoint, None, None, self.orca.limit());
+        if let Some(orca) = orca {
+            orca::stamp(trailers, &orca, format);
         }
     }
 

@@ -24,6 +24,7 @@ use tokio::time::Instant;
 use crate::accept::{Admitted, Door, accept};
 use crate::access::AccessLog;
 use crate::admin::{Page, Replica};
+use crate::backend_stream::BackendStream;
 use crate::config::{AgentConfig, Limits, Listen, UpstreamHttp2};
 use crate::conn::{self, Busy, ServerIo, Stream, Undetected, Watch};
 use crate::drive::{MIN_BUFFER, drive, http1_builder, http2_builder};
@@ -75,6 +76,7 @@ pub struct Agent {
     probe: Option<Listener>,
     admin: Option<Listener>,
     tls: Option<Acceptor>,
+    backend_stream: Option<BackendStream>,
     shared: Arc<Shared>,
     page: Page,
     limits: Arc<Limits>,
@@ -150,6 +152,18 @@ impl Agent {
             load: load.clone(),
         });
         let pool = Arc::new(Pool::new(config.upstream, upstream_tls, plb, &config.limits, load.clone()));
+        let log = config.log.of(name);
+        let backend_stream =
+            config.orca_from_backend.clone().zip(config.orca_backend_stream).map(|(from, interval)| {
+                BackendStream {
+                    pool: pool.clone(),
+                    load: load.clone(),
+                    log: log.clone(),
+                    from,
+                    interval,
+                    silence: config.limits.backend_stream_silence,
+                }
+            });
         let shared = Arc::new(Shared {
             reporter: Reporter {
                 load,
@@ -168,13 +182,24 @@ impl Agent {
             rules: Rules::of(&config.limits),
             access_log: access_log.map(Arc::new),
             traffic: traffic.clone(),
-            log: config.log.of(name),
+            log,
             leaving: AtomicBool::new(false),
         });
         let limits = Arc::new(config.limits);
         let replicas = vec![Replica { name: addrs.service.to_string(), checker, traffic }];
         let page = Page { replicas, draining: AtomicBool::new(false) };
-        Ok(Self { service, probe, admin, tls, shared, page, limits, advertise: config.advertise, addrs })
+        Ok(Self {
+            service,
+            probe,
+            admin,
+            tls,
+            backend_stream,
+            shared,
+            page,
+            limits,
+            advertise: config.advertise,
+            addrs,
+        })
     }
 
     /// Also shows another agent's replica on this agent's admin port. Metrics then have the label `replica`, which is the
@@ -210,6 +235,7 @@ impl Agent {
         let [probe_door, admin_door] = [Port::Probe, Port::Admin].map(|port| self.door(port, None));
         let page = Arc::new(self.page);
         let mut tasks = Vec::new();
+        tasks.extend(self.backend_stream.map(|stream| tokio::spawn(stream.keep_open())));
         if let Some(own) = page.replicas.first() {
             let (checker, load) = (&own.checker, &own.checker.load);
             let interval = self.limits.tls_reload_interval;

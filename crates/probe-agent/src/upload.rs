@@ -28,9 +28,16 @@ pub(crate) struct Upload {
 pub(crate) struct Source {
     /// Data that was already read, and is read again.
     again: VecDeque<Bytes>,
-    inner: Incoming,
-    client: Client,
+    /// Client that sends the rest. `None`: the agent's own request, which is whole.
+    inner: Option<(Incoming, Client)>,
     open: Option<Open>,
+}
+
+impl Source {
+    /// Returns whether nothing is left to read after `again`.
+    fn has_ended(&self) -> bool {
+        self.inner.as_ref().is_none_or(|(inner, _)| inner.is_end_stream())
+    }
 }
 
 /// Data read from a body that may have to be given back.
@@ -43,7 +50,12 @@ struct Lent {
 impl Upload {
     pub(crate) fn new(inner: Incoming, client: Client, leash: Option<&Arc<Leash>>) -> Self {
         let open = leash.filter(|_| !inner.is_end_stream()).cloned().map(Open::new);
-        Source { again: VecDeque::new(), inner, client, open }.into()
+        Source { again: VecDeque::new(), inner: Some((inner, client)), open }.into()
+    }
+
+    /// Creates the body of a request that the agent itself makes.
+    pub(crate) fn own(message: Bytes) -> Self {
+        Source { again: VecDeque::from([message]), inner: None, open: None }.into()
     }
 
     /// Sends the body on `stream`. When the body is dropped it is given back whole, unless too much of it was read.
@@ -56,10 +68,10 @@ impl Upload {
 
     fn set_waits(&mut self, waits: bool) {
         if waits != self.waits
-            && let Some(source) = &self.source
+            && let Some(Source { inner: Some((_, client)), .. }) = &self.source
         {
             self.waits = waits;
-            source.client.set_waits(waits);
+            client.set_waits(waits);
         }
     }
 
@@ -105,16 +117,17 @@ impl Body for Upload {
             self.lent = None;
             return Poll::Ready(Some(Err(UploadError::Cut)));
         }
-        let frame = match source.again.pop_front() {
-            Some(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
-            None => Pin::new(&mut source.inner).poll_frame(cx).map_err(UploadError::Client),
+        let frame = match (source.again.pop_front(), &mut source.inner) {
+            (Some(data), _) => Poll::Ready(Some(Ok(Frame::data(data)))),
+            (None, Some((inner, _))) => Pin::new(inner).poll_frame(cx).map_err(UploadError::Client),
+            (None, None) => Poll::Ready(None),
         };
         if let Some(open) = &source.open
             && frame.is_ready()
         {
             open.moved();
             // The body has ended, but its source may be kept for a long time, in case the backend refuses the request.
-            if source.inner.is_end_stream() || matches!(frame, Poll::Ready(None)) {
+            if matches!(frame, Poll::Ready(None)) || source.has_ended() {
                 source.open = None;
             }
         }
@@ -128,13 +141,13 @@ impl Body for Upload {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.source.as_ref().is_none_or(|source| source.again.is_empty() && source.inner.is_end_stream())
+        self.source.as_ref().is_none_or(|source| source.again.is_empty() && source.has_ended())
     }
 
     fn size_hint(&self) -> SizeHint {
         let Some(source) = &self.source else { return SizeHint::with_exact(0) };
         let again: u64 = source.again.iter().map(|data| data.len() as u64).sum();
-        let rest = source.inner.size_hint();
+        let rest = source.inner.as_ref().map_or(SizeHint::with_exact(0), |(inner, _)| inner.size_hint());
         let mut hint = SizeHint::new();
         hint.set_lower(rest.lower() + again);
         if let Some(upper) = rest.upper() {

@@ -288,6 +288,11 @@ impl UpstreamBody {
         this
     }
 
+    /// Returns whether the backend is closing the connection. It waits for the streams that are open.
+    pub(crate) fn leaving(&self) -> bool {
+        matches!(&self.lease, Some(Lease::Stream(permit)) if permit.leaving())
+    }
+
     fn release(&mut self) {
         if let Some(lease) = self.lease.take() {
             lease.release();
@@ -323,7 +328,7 @@ impl Body for UpstreamBody {
 
 enum Lease {
     Connection { conn: Http1, pool: Arc<Pool> },
-    Stream(#[expect(dead_code, reason = "only dropped")] Arc<Permit>),
+    Stream(Arc<Permit>),
 }
 
 impl Lease {

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 mod binary;
 
-/// Maximum length of a header that is read, bytes.
+/// Maximum length of a header or message that is read, bytes.
 pub const MAX_REPORT: usize = 4096;
 /// Maximum number of named metrics of the backend that are kept.
 pub const MAX_NAMED: usize = 16;
@@ -157,7 +157,18 @@ impl BackendReport {
             return Err(BackendError::TooLong);
         }
         let bytes = binary::base64(base64.trim_ascii()).ok_or(BackendError::Malformed)?;
-        let message = binary::Message::decode(&bytes).ok_or(BackendError::Malformed)?;
+        Self::decode(&bytes)
+    }
+
+    /// Reads the binary message itself, as a stream of reports carries it.
+    ///
+    /// # Errors
+    /// [`BackendError`] if the report is to be dropped whole.
+    pub fn decode(message: &[u8]) -> Result<Self, BackendError> {
+        if message.len() > MAX_REPORT {
+            return Err(BackendError::TooLong);
+        }
+        let message = binary::Message::decode(message).ok_or(BackendError::Malformed)?;
         let mut report = Self::default();
         for (of, value) in [
             (Utilization::Application, message.application),

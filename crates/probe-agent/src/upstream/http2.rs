@@ -69,6 +69,14 @@ impl Slot {
 pub(super) struct Permit {
     pool: Arc<Pool>,
     streams: Arc<AtomicU32>,
+    terms: Arc<Terms>,
+}
+
+impl Permit {
+    /// Returns whether the backend is closing the connection of this stream.
+    pub(super) fn leaving(&self) -> bool {
+        self.terms.leaving()
+    }
 }
 
 impl Drop for Permit {
@@ -184,7 +192,7 @@ impl Pool {
         let conn = http2.conns.iter_mut().find(|conn| conn.has_room())?;
         conn.used = Instant::now();
         conn.streams.fetch_add(1, Ordering::Relaxed);
-        let permit = Permit { pool: self.clone(), streams: conn.streams.clone() };
+        let permit = Permit { pool: self.clone(), streams: conn.streams.clone(), terms: conn.terms.clone() };
         Some(Slot {
             sender: conn.sender.clone(),
             permit: Arc::new(permit),

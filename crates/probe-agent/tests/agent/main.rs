@@ -7,6 +7,7 @@
 mod common;
 
 mod authority;
+mod backend_stream;
 mod capacity;
 mod certificates;
 mod drain;

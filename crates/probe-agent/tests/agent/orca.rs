@@ -24,25 +24,25 @@ use tokio::task::{JoinHandle, JoinSet};
 
 const TEXT: &str = "endpoint-load-metrics";
 const BINARY: &str = "endpoint-load-metrics-bin";
-const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
+pub const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
 
 /// `xds.data.orca.v3.OrcaLoadReport`, including the fields of the protobuf definition that the agent does not send.
 #[derive(Clone, PartialEq, prost::Message)]
-struct Report {
+pub struct Report {
     #[prost(double, tag = "1")]
-    cpu_utilization: f64,
+    pub cpu_utilization: f64,
     #[prost(double, tag = "2")]
-    mem_utilization: f64,
+    pub mem_utilization: f64,
     #[prost(uint64, tag = "3")]
-    rps: u64,
+    pub rps: u64,
     #[prost(double, tag = "6")]
-    rps_fractional: f64,
+    pub rps_fractional: f64,
     #[prost(double, tag = "7")]
-    eps: f64,
+    pub eps: f64,
     #[prost(btree_map = "string, double", tag = "8")]
-    named_metrics: BTreeMap<String, f64>,
+    pub named_metrics: BTreeMap<String, f64>,
     #[prost(double, tag = "9")]
-    application_utilization: f64,
+    pub application_utilization: f64,
 }
 
 fn orca(format: OrcaFormat) -> Orca {
@@ -110,8 +110,8 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
     }
 }
 
-/// `OrcaLoadReportRequest` with an interval in milliseconds, below 2 s.
-fn asking(interval_ms: u32) -> Vec<u8> {
+/// `OrcaLoadReportRequest` with an interval in milliseconds, below 2 s, as a gRPC message.
+pub fn asking(interval_ms: u32) -> Vec<u8> {
     #[derive(Clone, Copy, PartialEq, prost::Message)]
     struct Interval {
         #[prost(int64, tag = "1")]
@@ -544,6 +544,32 @@ async fn bad_reports_in_trailers_are_counted_and_go_on_as_they_came() {
         assert!(String::from_utf8_lossy(&page).contains(&line), "{trailers:?}: {line}");
         agent.at_rest([1, 0, 0, 0]).await;
     }
+}
+
+#[tokio::test]
+async fn grpc_trailers_carry_the_agents_report_once_the_call_has_ended() {
+    let cpu = |cpu_utilization| (BINARY, in_base64(&Report { cpu_utilization, ..Report::default() }));
+    for (from_backend, cpu_utilization) in [(None, 0.0), (Some("utilization".parse().unwrap()), 0.25)] {
+        let addr = with_trailers(&[(TEXT, "TEXT cpu_utilization=0.9")], vec![cpu(0.25)]).await;
+        let agent = agent(addr, |config| {
+            config.orca = orca(OrcaFormat::Binary);
+            config.orca_from_backend = from_backend;
+        });
+        trailers_of_a_call(agent.addr).await;
+        let trailers = trailers_of_a_call(agent.addr).await;
+        assert_eq!((trailers["grpc-status"].clone(), told(&trailers).len()), ("0".parse().unwrap(), 1));
+        let bytes = base64::engine::general_purpose::STANDARD.decode(told(&trailers)[0].1).unwrap();
+        let report = Report::decode(&bytes[..]).unwrap();
+        assert_eq!(report.cpu_utilization, cpu_utilization, "the backend's only if it is read");
+        assert!(report.rps_fractional > 0.0, "{report:?}");
+        assert_eq!(report.named_metrics["prequal_rif"], 0.0, "the call has ended");
+    }
+    // Trailers of other responses stay as they came.
+    let addr = with_trailers(&[], vec![cpu(0.25)]).await;
+    let http = agent(addr, |config| {
+        config.orca = Orca { class: OrcaClass::Http, ..orca(OrcaFormat::Binary) };
+    });
+    assert_eq!(trailers_of_a_call(http.addr).await[BINARY], cpu(0.25).1);
 }
 
 #[tokio::test]

@@ -1,0 +1,292 @@
+//! Reads the load that a gRPC backend reports out of band: the agent keeps one stream of
+//! `xds.service.orca.v3.OpenRcaService` open.
+//!
+//! The stream takes one stream of the connections that requests use. It does not count as a request in flight. A stream that
+//! stalls, floods or ends is opened again after a pause. Requests never wait for it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+use http::uri::{Authority, Scheme};
+use http::{HeaderMap, Method, Request, Response, StatusCode, Uri, Version, header};
+use http_body_util::BodyExt as _;
+use prequal_core::orca::METHOD;
+use prequal_core::orca::backend::{BackendError, BackendReport, MAX_REPORT};
+use prost::Message as _;
+use tokio::time::Instant;
+
+use crate::backend_orca::FromBackend;
+use crate::load::{BackendStreamEnd, Load};
+use crate::log::Log;
+use crate::oob::{GRPC, MIN_INTERVAL, PREFIX};
+use crate::orca::proto::{self, OrcaLoadReportRequest};
+use crate::upload::Upload;
+use crate::upstream::{Pool, UpstreamBody, UpstreamError};
+
+/// Reader of a backend's stream of load reports.
+pub(crate) struct BackendStream {
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) load: Load,
+    pub(crate) log: Log,
+    pub(crate) from: FromBackend,
+    /// Interval to ask for.
+    pub(crate) interval: Duration,
+    /// Patience until the backend's own interval is known.
+    pub(crate) silence: Duration,
+}
+
+/// How a stream ended, for metrics, and why, for the log.
+struct End(BackendStreamEnd, String);
+
+impl End {
+    fn new(end: BackendStreamEnd, why: impl fmt::Display) -> Self {
+        Self(end, why.to_string())
+    }
+}
+
+impl From<UpstreamError> for End {
+    fn from(error: UpstreamError) -> Self {
+        Self::new(BackendStreamEnd::Unopened, error)
+    }
+}
+
+impl BackendStream {
+    /// Reads streams, one after the other. Never ends.
+    pub(crate) async fn keep_open(self) {
+        let mut pause = Duration::ZERO;
+        loop {
+            let opened = Instant::now();
+            let Err(End(end, why)) = self.read_one().await;
+            self.load.backend_stream_ended(end);
+            self.log.failure("backend load reports", || why);
+            // Only this agent calls its backend, so the pauses need no jitter.
+            pause = next_pause(pause, opened.elapsed(), end);
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Opens a stream and reads its reports until it ends.
+    async fn read_one(&self) -> Result<std::convert::Infallible, End> {
+        let slot = self.pool.stream(true).await?.ok_or(UpstreamError::NoHttp2)?;
+        let request = self.request().map_err(|error| End::new(BackendStreamEnd::Unopened, error))?;
+        let sent = tokio::time::timeout(self.patience(None), self.pool.send_http2(request, slot)).await;
+        let response = sent.map_err(|_| End::new(BackendStreamEnd::Unopened, "no answer"))??;
+        self.read(response).await
+    }
+
+    fn request(&self) -> Result<Request<Upload>, http::Error> {
+        let authority = Authority::try_from(self.pool.authority())?;
+        let scheme = if self.pool.is_tls() { Scheme::HTTPS } else { Scheme::HTTP };
+        Request::builder()
+            .method(Method::POST)
+            .uri(Uri::builder().scheme(scheme).authority(authority).path_and_query(METHOD).build()?)
+            .version(Version::HTTP_2)
+            .header(header::CONTENT_TYPE, GRPC)
+            .header(header::TE, "trailers")
+            .body(Upload::own(asking(self.interval)))
+    }
+
+    async fn read(&self, response: Response<UpstreamBody>) -> Result<std::convert::Infallible, End> {
+        let (head, mut body) = response.into_parts();
+        if head.status != StatusCode::OK {
+            let why = format!("the stream is answered with {}", head.status);
+            return Err(End::new(BackendStreamEnd::Unopened, why));
+        }
+        let (mut messages, mut rate) = (Messages::default(), Rate::new(Instant::now()));
+        let mut last = None::<Instant>;
+        let mut deadline = Instant::now() + self.patience(None);
+        loop {
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(End::new(BackendStreamEnd::Stalled, "the stream sends no reports"));
+            }
+            // The backend may wait for its streams to end.
+            if body.leaving() {
+                return Err(End::new(BackendStreamEnd::Closed, "the backend closes the connection"));
+            }
+            let frame = match tokio::time::timeout_at(deadline.min(now + LOOK), body.frame()).await {
+                Err(_) => continue,
+                Ok(None) => return Err(ended(&head.headers)),
+                Ok(Some(Err(error))) => return Err(End::new(BackendStreamEnd::Closed, error)),
+                Ok(Some(Ok(frame))) => frame,
+            };
+            let now = Instant::now();
+            rate.count(now)?;
+            let data = match frame.into_data() {
+                Ok(data) => data,
+                Err(frame) => return Err(ended(frame.trailers_ref().unwrap_or(&head.headers))),
+            };
+            messages.push(&data);
+            while let Some(message) = messages.next() {
+                if let Err(Broken(why, report)) = &message {
+                    if let Some(error) = report {
+                        self.from.record(Err(*error), &self.load, Duration::ZERO);
+                    }
+                    return Err(End::new(BackendStreamEnd::Malformed, why));
+                }
+                rate.count(now)?;
+                let gap = last.replace(now).map(|last| now.saturating_duration_since(last));
+                let patience = self.patience(gap);
+                deadline = now + patience;
+                let report = message.map_err(|_| BackendError::Malformed);
+                let report = report.and_then(|message| BackendReport::decode(&message));
+                self.from.record(report, &self.load, patience);
+            }
+        }
+    }
+
+    /// Returns for how long a report counts, and how long the next one may take to arrive, after two reports with this gap
+    /// between them. Servers may send less often than they are asked to.
+    fn patience(&self, gap: Option<Duration>) -> Duration {
+        let most = self.silence.max(self.interval * MISSED);
+        match gap {
+            None => most,
+            Some(gap) => (gap.max(self.interval) * MISSED).max(MIN_PATIENCE).min(most),
+        }
+    }
+}
+
+/// Returns the request message with its prefix.
+fn asking(interval: Duration) -> Bytes {
+    let interval = interval.max(MIN_INTERVAL);
+    let report_interval = Some(proto::Duration {
+        seconds: i64::try_from(interval.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(interval.subsec_nanos()).unwrap_or_default(),
+    });
+    let message = OrcaLoadReportRequest { report_interval }.encode_to_vec();
+    let mut bytes = BytesMut::with_capacity(PREFIX + message.len());
+    bytes.put_u8(0);
+    bytes.put_u32(u32::try_from(message.len()).unwrap_or(u32::MAX));
+    bytes.extend_from_slice(&message);
+    bytes.freeze()
+}
+
+/// Returns why a stream with these trailers ended.
+fn ended(trailers: &HeaderMap) -> End {
+    let status = trailers.get("grpc-status").map_or("none", |status| status.to_str().unwrap_or("unreadable"));
+    let end =
+        if status == UNIMPLEMENTED { BackendStreamEnd::Unimplemented } else { BackendStreamEnd::Closed };
+    End(end, format!("the stream ended with gRPC status {status}"))
+}
+
+/// Returns the pause before the next stream. It doubles with each stream that soon ends.
+fn next_pause(last: Duration, lasted: Duration, end: BackendStreamEnd) -> Duration {
+    if end == BackendStreamEnd::Unimplemented {
+        MAX_PAUSE
+    } else if lasted >= MAX_PAUSE {
+        MIN_PAUSE
+    } else {
+        (last * 2).clamp(MIN_PAUSE, MAX_PAUSE)
+    }
+}
+
+/// Messages of a stream, wherever frames split them.
+#[derive(Default)]
+struct Messages(BytesMut);
+
+/// Why a stream cannot be read any further, and the fault of its report, if it is one.
+struct Broken(&'static str, Option<BackendError>);
+
+impl Messages {
+    /// Adds data. The HTTP/2 connection limits its length.
+    fn push(&mut self, data: &Bytes) {
+        self.0.extend_from_slice(data);
+    }
+
+    /// Returns the next message that is complete.
+    fn next(&mut self) -> Option<Result<Bytes, Broken>> {
+        let [flag, length @ ..] = *self.0.first_chunk::<PREFIX>()?;
+        let length = u32::from_be_bytes(length) as usize;
+        if flag != 0 {
+            return Some(Err(Broken("a report is compressed", Some(BackendError::Malformed))));
+        }
+        if length > MAX_REPORT {
+            return Some(Err(Broken("a report is longer than 4096 bytes", Some(BackendError::TooLong))));
+        }
+        (self.0.len() >= PREFIX + length).then(|| {
+            self.0.advance(PREFIX);
+            Ok(self.0.split_to(length).freeze())
+        })
+    }
+}
+
+/// Number of frames and reports in the current second.
+struct Rate {
+    since: Instant,
+    count: u32,
+}
+
+impl Rate {
+    fn new(now: Instant) -> Self {
+        Self { since: now, count: 0 }
+    }
+
+    /// Counts a frame or a report. Fails if the backend floods the agent with them.
+    fn count(&mut self, now: Instant) -> Result<(), End> {
+        if now.saturating_duration_since(self.since) >= Duration::from_secs(1) {
+            *self = Self::new(now);
+        }
+        self.count += 1;
+        if self.count <= MAX_PER_SECOND {
+            return Ok(());
+        }
+        Err(End::new(BackendStreamEnd::Flooded, "the stream sends too many reports"))
+    }
+}
+
+const UNIMPLEMENTED: &str = "12";
+/// Number of intervals after which a stream counts as stalled.
+const MISSED: u32 = 3;
+/// Shortest time after which a stream counts as stalled. Reports on responses count for as long.
+const MIN_PATIENCE: Duration = Duration::from_secs(10);
+/// Interval of the checks whether the backend is closing the connection.
+const LOOK: Duration = Duration::from_secs(1);
+/// Pauses between two streams.
+const MIN_PAUSE: Duration = Duration::from_secs(1);
+const MAX_PAUSE: Duration = Duration::from_secs(60);
+/// Maximum number of frames and reports a second: ten times as many as the shortest interval needs.
+const MAX_PER_SECOND: u32 = 200;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_until_a_stream_has_lasted() {
+        let (closed, second) = (BackendStreamEnd::Closed, Duration::from_secs);
+        let mut pause = Duration::ZERO;
+        let pauses: Vec<u64> = (0..8)
+            .map(|_| {
+                pause = next_pause(pause, second(5), closed);
+                pause.as_secs()
+            })
+            .collect();
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+        assert_eq!(next_pause(pause, second(60), closed), MIN_PAUSE);
+        assert_eq!(next_pause(second(1), second(0), BackendStreamEnd::Unimplemented), MAX_PAUSE);
+    }
+
+    #[test]
+    fn messages_are_read_across_any_split() {
+        let bytes = b"\0\0\0\0\x02ab\0\0\0\0\0\0\0\0\0\x01c";
+        for piece in 1..=bytes.len() {
+            let (mut messages, mut read) = (Messages::default(), Vec::new());
+            for piece in bytes.chunks(piece) {
+                messages.push(&Bytes::copy_from_slice(piece));
+                while let Some(message) = messages.next() {
+                    read.push(message.unwrap_or_else(|Broken(why, _)| panic!("{why}")));
+                }
+            }
+            assert_eq!(read, [&b"ab"[..], b"", b"c"], "{piece}");
+        }
+        for (bytes, fault) in
+            [(b"\x01\0\0\0\0", BackendError::Malformed), (b"\0\0\0\x10\x01", BackendError::TooLong)]
+        {
+            let mut messages = Messages::default();
+            messages.push(&Bytes::from_static(bytes));
+            assert!(matches!(messages.next(), Some(Err(Broken(_, Some(found)))) if found == fault));
+        }
+    }
+}
