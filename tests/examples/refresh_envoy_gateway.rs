@@ -1,6 +1,6 @@
-//! Writes `tests/envoy-gateway/translated.json`: Envoy Gateway's translation of `envoy-configs/envoy-gateway/`. Needs Go
-//! 1.26 and, the first time, several minutes and 2 GB of Go's caches: `cargo run -p prequal-testbed --example
-//! refresh_envoy_gateway`.
+//! Writes `tests/envoy-gateway/translated.json`: Envoy Gateway's translation of `envoy-configs/envoy-gateway/`. With `--check`
+//! it writes nothing and fails if the translation differs. `cargo xtask gateway` runs it. Needs Go 1.26 and, the first time,
+//! several minutes and 3 GB of Go's caches.
 //!
 //! The translating program, `tests/envoy-gateway/translate.go`, uses Envoy Gateway's internal packages. Therefore a copy of
 //! the module is made in `target/`, and the program is built there as one of its commands.
@@ -8,38 +8,45 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
-use prequal_testbed::{manifests, target_dir, workspace_root};
-use serde_json::{Map, Value, json};
-
-/// The release whose translation is committed.
-const MODULE: &str = "github.com/envoyproxy/gateway@v1.9.1";
+use anyhow::{Context as _, Result, bail, ensure};
+use prequal_testbed::manifests::{ENVOY_GATEWAY, TRANSLATE, translated};
+use prequal_testbed::{target_dir, workspace_root};
+use serde_json::Value;
 
 fn main() -> Result<()> {
-    let translate = build()?;
-    let mut written = Map::from_iter([("module".to_owned(), json!(MODULE))]);
-    for (name, patched) in [("shipped", false), ("patched", true)] {
-        written.insert(name.to_owned(), manifests::translated(&translate, patched)?);
-    }
+    let check = match &std::env::args().skip(1).collect::<Vec<_>>()[..] {
+        [] => false,
+        [flag] if flag == "--check" => true,
+        _ => bail!("the only argument is `--check`"),
+    };
+    let text = format!("{:#}\n", translated(&build()?)?);
     let file = workspace_root().join("tests/envoy-gateway/translated.json");
-    std::fs::write(file, format!("{:#}\n", Value::Object(written)))?;
-    Ok(())
+    if check {
+        ensure!(
+            std::fs::read_to_string(&file)? == text,
+            "{} differs from the translation: run `cargo xtask gateway`",
+            file.display()
+        );
+        return Ok(());
+    }
+    Ok(std::fs::write(file, text)?)
 }
 
 fn build() -> Result<PathBuf> {
-    let folder = target_dir().join("envoy-gateway");
+    // Another release is built in another folder.
+    let version = ENVOY_GATEWAY.rsplit('@').next().unwrap_or_default();
+    let folder = target_dir().join(format!("envoy-gateway-{version}"));
     let program = target_dir().join("bin/envoy-gateway-translate");
     let command = folder.join("cmd/prequal-translate");
     if !command.is_dir() {
         let output =
-            Command::new("go").args(["mod", "download", "-json", MODULE]).output().context("no Go")?;
+            Command::new("go").args(["mod", "download", "-json", ENVOY_GATEWAY]).output().context("no Go")?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
         let found: Value = serde_json::from_slice(&output.stdout)?;
         copy(Path::new(found["Dir"].as_str().context("a folder")?), &folder)?;
         std::fs::create_dir(&command)?;
     }
-    let source = workspace_root().join("tests/envoy-gateway/translate.go");
-    std::fs::copy(source, command.join("main.go"))?;
+    std::fs::copy(workspace_root().join(TRANSLATE), command.join("main.go"))?;
     let status = Command::new("go")
         .args(["build", "-o"])
         .arg(&program)

@@ -6,7 +6,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, ensure};
 use serde::Deserialize as _;
-use serde_json::Value;
+use serde_json::{Map, Value};
+use sha2::{Digest as _, Sha256};
 
 use crate::workspace_root;
 
@@ -30,26 +31,86 @@ pub fn find(documents: &[Value], kind: &str, name: &str) -> Value {
     found.unwrap_or_else(|| panic!("no {kind} {name}")).clone()
 }
 
-/// The objects of `envoy-configs/envoy-gateway/` as docs/envoy-gateway.md applies them: without the patches, or with them
-/// and the setting that relies on them.
-pub fn envoy_gateway(patched: bool) -> Result<Vec<Value>> {
-    let mut objects = Vec::new();
-    for file in ["gateway", "replicas", "prequal"] {
-        objects.extend(documents(&format!("envoy-gateway/{file}.yaml"))?);
-    }
-    if patched {
-        objects.extend(documents("envoy-gateway/patches.yaml")?);
-        let policy = objects.iter_mut().find(|it| it["kind"] == "EnvoyExtensionPolicy");
-        policy.context("the filter")?["spec"]["wasm"][0]["config"]["clusters"][0]["verified_probes"] =
-            true.into();
-    }
-    Ok(objects)
+/// A way in which docs/envoy-gateway.md applies the files of `envoy-configs/envoy-gateway/`.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum EnvoyGateway {
+    /// With the filter.
+    Shipped,
+    /// With the filter, the patches, and the setting that relies on them.
+    Patched,
+    /// Without the filter: by load reports out of band, or on responses.
+    Utilization {
+        /// Whether Envoy asks the agents for streams of reports.
+        out_of_band: bool,
+    },
 }
 
-/// Envoy Gateway's translation of [`envoy_gateway`], with the objects as `input`. `program` is the compiled
-/// `tests/envoy-gateway/translate.go`.
-pub fn translated(program: &Path, patched: bool) -> Result<Value> {
-    let objects = envoy_gateway(patched)?;
+impl EnvoyGateway {
+    /// Every way, with its name in the committed translation.
+    pub const ALL: [(&str, Self); 4] = [
+        ("shipped", Self::Shipped),
+        ("patched", Self::Patched),
+        ("utilization", Self::Utilization { out_of_band: true }),
+        ("utilization_in_band", Self::Utilization { out_of_band: false }),
+    ];
+
+    /// The objects.
+    pub fn objects(self) -> Result<Vec<Value>> {
+        let mut objects = Vec::new();
+        let last = if matches!(self, Self::Utilization { .. }) { "utilization" } else { "prequal" };
+        for file in ["gateway", "replicas", last] {
+            objects.extend(documents(&format!("envoy-gateway/{file}.yaml"))?);
+        }
+        match self {
+            Self::Patched => {
+                objects.extend(documents("envoy-gateway/patches.yaml")?);
+                let policy = objects.iter_mut().find(|it| it["kind"] == "EnvoyExtensionPolicy");
+                policy.context("the filter")?["spec"]["wasm"][0]["config"]["clusters"][0]["verified_probes"] =
+                    true.into();
+            }
+            Self::Utilization { out_of_band: false } => {
+                let policy = objects.iter_mut().find(|it| it["kind"] == "BackendTrafficPolicy");
+                let settings =
+                    &mut policy.context("the policy")?["spec"]["loadBalancer"]["backendUtilization"];
+                settings
+                    .as_object_mut()
+                    .context("its settings")?
+                    .remove("outOfBand")
+                    .context("out of band")?;
+            }
+            Self::Shipped | Self::Utilization { out_of_band: true } => {}
+        }
+        Ok(objects)
+    }
+}
+
+/// Release of Envoy Gateway that translates.
+pub const ENVOY_GATEWAY: &str = "github.com/envoyproxy/gateway@v1.9.1";
+
+/// The program that runs its translators.
+pub const TRANSLATE: &str = "tests/envoy-gateway/translate.go";
+
+/// Envoy Gateway's translation of each way to apply the files, with the objects as `input`, and what made it. `program` is
+/// the compiled [`TRANSLATE`].
+pub fn translated(program: &Path) -> Result<Value> {
+    let mut all = translator()?;
+    for (name, way) in EnvoyGateway::ALL {
+        all.insert(name.to_owned(), translation(program, way.objects()?).context(name)?);
+    }
+    Ok(all.into())
+}
+
+/// What makes the translation: the release of Envoy Gateway, and the hash of [`TRANSLATE`].
+pub fn translator() -> Result<Map<String, Value>> {
+    let source = std::fs::read(workspace_root().join(TRANSLATE)).context(TRANSLATE)?;
+    let hash = format!("{:x}", Sha256::digest(source));
+    Ok([("module", ENVOY_GATEWAY.to_owned()), ("translate.go", hash)]
+        .map(|(name, value)| (name.to_owned(), value.into()))
+        .into_iter()
+        .collect())
+}
+
+fn translation(program: &Path, objects: Vec<Value>) -> Result<Value> {
     let mut child = Command::new(program)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -30,10 +30,6 @@ const ELSEWHERE: &[(&str, &str)] = &[
         "cargo run -p prequal-testbed --example refresh_schemas -- \"$DIR/kubernetes/customresourcedefinitions.gen.yaml\"",
         "it changes files: lint compiles it",
     ),
-    (
-        "cargo run -p prequal-testbed --example refresh_envoy_gateway",
-        "it changes files, for minutes: lint compiles it",
-    ),
     ("promtool test rules prequal-alerts.test.yaml", "promtool_accepts_the_rules_and_their_tests_pass"),
     (
         "helm install prequal charts/prequal --namespace prequal --set registry=ghcr.io/you/prequal --set replicas.app.image=ghcr.io/you/shop:1.0.0",

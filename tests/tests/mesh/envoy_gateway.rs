@@ -1,7 +1,7 @@
 //! The files of `envoy-configs/envoy-gateway/`: Envoy Gateway's translation of them, on a real Envoy, with traffic.
 //!
 //! The translation is committed, because the translator takes minutes to build: `tests/envoy-gateway/translated.json`,
-//! written by `tests/examples/refresh_envoy_gateway.rs`. Replaced here: endpoints, ports, the path of the module, and the
+//! written by `cargo xtask gateway`. Replaced here: endpoints, ports, the path of the module, and the
 //! discovery of routes and endpoints. Not tested here: how Envoy Gateway fetches the module and serves it to Envoy.
 
 use std::net::SocketAddr;
@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use prequal_testbed::manifests::EnvoyGateway;
 use prequal_testbed::{
     AgentOptions, Envoy, EnvoyConfig, Request, Response, bed, eventually, manifests, target_dir, wasm_module,
     workspace_root,
@@ -25,11 +26,15 @@ const PROBING: &str = "httproute/demo/replicas-probes/rule/0";
 const LISTENER: &str = "demo/edge/http";
 const FILTER: &str = "envoy.filters.http.wasm/envoyextensionpolicy/demo/prequal/wasm/0";
 
-/// The translation of `shipped`, or of `patched` with `patches.yaml`.
-fn translated(variant: &str) -> Result<Value> {
+/// All that is committed.
+fn committed() -> Result<Value> {
     let file = workspace_root().join("tests/envoy-gateway/translated.json");
-    let all: Value = serde_json::from_str(&std::fs::read_to_string(file)?)?;
-    Ok(all[variant].clone())
+    Ok(serde_json::from_str(&std::fs::read_to_string(file)?)?)
+}
+
+/// The translation of one of [`EnvoyGateway::ALL`].
+fn translated(variant: &str) -> Result<Value> {
+    Ok(committed()?[variant].clone())
 }
 
 /// The resources of one kind, selected by the last part of their type.
@@ -51,8 +56,8 @@ fn manager(listener: &mut Value) -> &mut Value {
 }
 
 /// Starts an Envoy with the configuration that Envoy Gateway would send, in front of `replicas`, with the module at
-/// `module`.
-fn start(variant: &str, replicas: &[SocketAddr], module: &Path) -> Result<Envoy> {
+/// `module` if the variant has the filter.
+fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Result<Envoy> {
     let translated = translated(variant)?;
     let mut listener = by_name(resources(&translated, "Listener"), "name", LISTENER);
     listener["address"] = json!({"socket_address": {"address": "127.0.0.1", "port_value": 0}});
@@ -63,13 +68,17 @@ fn start(variant: &str, replicas: &[SocketAddr], module: &Path) -> Result<Envoy>
     object.remove("access_log");
     manager["route_config"] = by_name(resources(&translated, "RouteConfiguration"), "name", &routes);
     let filters = manager["http_filters"].as_array_mut().context("filters")?;
-    let wasm = filters.iter_mut().find(|filter| filter["name"] == FILTER).context("the module")?;
-    wasm["typed_config"]["config"]["vm_config"]["code"] = json!({"local": {"filename": module}});
+    let wasm = filters.iter_mut().find(|filter| filter["name"] == FILTER);
+    assert_eq!(wasm.is_some(), module.is_some());
+    if let Some(wasm) = wasm {
+        wasm["typed_config"]["config"]["vm_config"]["code"] = json!({"local": {"filename": module}});
+    }
     listener.as_object_mut().context("an object")?.remove("access_log");
 
     // Skip the cluster that serves the module.
+    let names = if module.is_some() { &[SERVING, PROBING][..] } else { &[SERVING] };
     let mut clusters = Vec::new();
-    for name in [SERVING, PROBING] {
+    for name in names {
         let mut cluster = by_name(resources(&translated, "Cluster"), "name", name);
         let mut endpoints = by_name(resources(&translated, "ClusterLoadAssignment"), "cluster_name", name);
         endpoints["endpoints"][0]["lb_endpoints"] =
@@ -84,7 +93,7 @@ fn start(variant: &str, replicas: &[SocketAddr], module: &Path) -> Result<Envoy>
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}},
         "static_resources": {"listeners": [listener], "clusters": clusters},
     });
-    Envoy::start(EnvoyConfig::from_root(root).eds(&[SERVING, PROBING]))
+    Envoy::start(EnvoyConfig::from_root(root).eds(names))
 }
 
 fn endpoint(addr: SocketAddr, health: &str) -> Value {
@@ -122,11 +131,14 @@ fn warm(envoy: &Envoy, members: u64) {
 
 #[test]
 fn the_committed_translation_is_of_the_shipped_files() -> Result<()> {
-    for (variant, patched) in [("shipped", false), ("patched", true)] {
+    for (what, value) in manifests::translator()? {
+        assert_eq!(committed()?[&what], value, "{what}: run `cargo xtask gateway`");
+    }
+    for (variant, way) in EnvoyGateway::ALL {
         assert_eq!(
             translated(variant)?["input"],
-            json!(manifests::envoy_gateway(patched)?),
-            "{variant}: run `cargo run -p prequal-testbed --example refresh_envoy_gateway`"
+            json!(way.objects()?),
+            "{variant}: run `cargo xtask gateway`"
         );
     }
     Ok(())
@@ -137,23 +149,18 @@ fn the_committed_translation_is_of_the_shipped_files() -> Result<()> {
 fn envoy_gateway_still_translates_as_committed() -> Result<()> {
     let program = target_dir().join("bin/envoy-gateway-translate");
     if !program.exists() {
-        eprintln!(
-            "not compared: no {}; `cargo run -p prequal-testbed --example refresh_envoy_gateway` builds it",
-            program.display()
-        );
+        eprintln!("not compared: no {}; `cargo xtask gateway` builds it", program.display());
         return Ok(());
     }
-    for (variant, patched) in [("shipped", false), ("patched", true)] {
-        assert_eq!(manifests::translated(&program, patched)?, translated(variant)?, "{variant}");
-    }
+    assert_eq!(manifests::translated(&program)?, committed()?);
     Ok(())
 }
 
 #[test]
 fn envoy_gateway_accepts_every_object() -> Result<()> {
-    for (variant, patched) in [("shipped", false), ("patched", true)] {
+    for (variant, way) in EnvoyGateway::ALL {
         let translated = translated(variant)?;
-        for object in manifests::envoy_gateway(patched)? {
+        for object in way.objects()? {
             let (kind, name) = (object["kind"].as_str().context("a kind")?, &object["metadata"]["name"]);
             // Envoy Gateway reports no conditions for these. The class's parameters and the filter of a route are visible
             // in the translation.
@@ -197,7 +204,7 @@ fn filters_come_in_the_order_that_steering_needs() -> Result<()> {
 
 fn assert_steers(variant: &str) -> Result<(Envoy, Pods)> {
     let pods = pods()?;
-    let envoy = start(variant, &pods.serving(), &wasm_module())?;
+    let envoy = start(variant, &pods.serving(), Some(&wasm_module()))?;
     warm(&envoy, 4);
     pods.clear();
     let before = envoy.prequal(SERVING)?;
@@ -272,7 +279,7 @@ fn after_a_crash_of_the_module_requests_continue_unsteered() -> Result<()> {
     let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
     bed!(std::slice::from_ref(&module));
     let pods = pods()?;
-    let envoy = start("shipped", &pods.serving(), &module)?;
+    let envoy = start("shipped", &pods.serving(), Some(&module))?;
     warm(&envoy, 4);
     envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
     let [.., slow] = pods.serving()[..] else { panic!("replicas") };
@@ -287,5 +294,50 @@ fn after_a_crash_of_the_module_requests_continue_unsteered() -> Result<()> {
     assert!(pods.served()[3] < 40, "{:?}", pods.served());
     pods.assert_saw_nothing_of_ours();
     assert_eq!(envoy.prequal(SERVING)?.steered(), picks, "nothing is steered");
+    Ok(())
+}
+
+/// Envoy Gateway's `BackendUtilization`, without the filter, fed by agents: out of band as shipped, and in band.
+#[test]
+fn backend_utilization_spares_the_replica_that_agents_report_as_slow() -> Result<()> {
+    bed!();
+    let args = ["--orca=binary", "--orca-streams=100", "--orca-limit=64"].map(str::to_owned).to_vec();
+    let options = AgentOptions { args, ..AgentOptions::default() };
+    let runs = ["utilization", "utilization_in_band"].map(|variant| {
+        let pods = Pods::behind(&options)?;
+        let envoy = start(variant, &pods.serving(), None)?;
+        Ok((variant, pods, envoy))
+    });
+    let runs = runs.into_iter().collect::<Result<Vec<_>>>()?;
+    // A quarter would be the slow replica's fair share. Weights count ten seconds after the first report.
+    std::thread::scope(|scope| {
+        for (variant, pods, envoy) in &runs {
+            scope.spawn(move || {
+                eventually(
+                    &format!("{variant}: the slow replica is spared"),
+                    Duration::from_secs(40),
+                    || {
+                        pods.clear();
+                        for reply in envoy.client().burst(100, 8, |_| Request::get("/")) {
+                            let reply = reply.expect("an answer");
+                            assert_eq!(reply.status, 200, "{}", reply.text());
+                            let names = reply
+                                .headers
+                                .keys()
+                                .filter(|name| name.as_str().starts_with("endpoint-load"));
+                            assert_eq!(names.count(), 0, "removed by default: {:?}", reply.headers);
+                            assert_none_of_ours(&reply.headers);
+                        }
+                        let slow = pods.served()[3];
+                        (slow <= 8).then_some(())
+                    },
+                );
+            });
+        }
+    });
+    let [(.., out_of_band), (.., in_band)] = &runs[..] else { panic!("two") };
+    let reports = format!("cluster.{SERVING}.lb_orca_oob.reports_received");
+    assert!(out_of_band.stat(&reports)? > 0, "reports came out of band");
+    assert_eq!(in_band.stat(&reports)?, 0, "none asked for");
     Ok(())
 }

@@ -28,7 +28,7 @@ use oci::{Entry, Image};
 /// The release contains: prequal_filter-VERSION.wasm; the same module as an OCI image that Istio's WasmPlugin and Envoy
 /// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs; an
 /// OCI image of the agent for all architectures; the manifests of envoy-configs/ and the Helm chart, with these images by
-/// digest; a CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin
+/// digest (Envoy's image too with --envoy-digest); a CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin
 /// of all these files. Needs no container engine. Building for an architecture other than this machine's needs a cross
 /// linker (`apt-get install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
 ///
@@ -49,8 +49,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
 
+    /// Digest of Envoy's image, `sha256:` and 64 hexadecimal digits, for the manifests and the chart; without it they name
+    /// that image by tag. No registry is asked
+    #[arg(long, value_name = "DIGEST", value_parser = manifests::digest)]
+    envoy_digest: Option<String>,
+
     /// Build nothing: verify the release in --out against this public key (PEM). Files may be missing. Needs no network
-    #[arg(long, value_name = "KEY", conflicts_with_all = ["check", "sign"])]
+    #[arg(long, value_name = "KEY", conflicts_with_all = ["check", "sign", "envoy_digest"])]
     verify: Option<PathBuf>,
 
     #[command(flatten)]
@@ -66,6 +71,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let started = Instant::now();
     let toolchain = Toolchain::prepare(args.wasm.toolchain)?;
     let mut parts = Parts::build(&toolchain, &PLATFORMS)?;
+    parts.envoy.clone_from(&args.envoy_digest);
+    if parts.envoy.is_none() {
+        progress::say("the manifests name envoyproxy/envoy by tag: --envoy-digest pins it");
+    }
     let files = pack(&parts, &args.out)?;
     for file in &files {
         progress::say(format_args!(
@@ -91,6 +100,8 @@ struct Parts {
     programs: Vec<(Platform, Vec<Entry>)>,
     bill: serde_json::Value,
     notes: String,
+    /// Digest of Envoy's image, if the manifests name it.
+    envoy: Option<String>,
     stamp: Stamp,
 }
 
@@ -112,7 +123,7 @@ impl Parts {
         }
         ensure!(!programs.is_empty(), "no program could be built on this machine");
         let bill = sbom::document(&targets, &libc_version()?, &stamp)?;
-        Ok(Self { module, programs, bill, notes: notes(&stamp)?, stamp })
+        Ok(Self { module, programs, bill, notes: notes(&stamp)?, envoy: None, stamp })
     }
 }
 
@@ -254,7 +265,8 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
         parts.programs.iter().map(|(platform, programs)| agent_image(*platform, programs, stamp)).collect();
     let agent_digest = oci::write(&out.join(&agent), &images, stamp)?;
     verify_agent(&out.join(&agent), &parts.programs)?;
-    let digests = manifests::Digests { module: &module_digest, agent: &agent_digest };
+    let digests =
+        manifests::Digests { module: &module_digest, agent: &agent_digest, envoy: parts.envoy.as_deref() };
     let manifests = manifests::pinned(&workspace::root().join("envoy-configs"), version, &digests)?;
     files.insert(format!("{NAME}-manifests-{version}.tar.gz"), oci::gzip(&oci::tar(&manifests, stamp)?)?);
     let chart = manifests::chart(&workspace::root().join("charts/prequal"), version, &digests)?;
@@ -264,7 +276,7 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     }
 
     let images = [("prequal_filter", &*module_digest), ("probe-agent", &*agent_digest)];
-    let statement = provenance::statement(&files, &images, stamp)?;
+    let statement = provenance::statement(&files, &images, parts.envoy.as_deref(), stamp)?;
     files.insert(provenance::statement_name(version), statement);
 
     let mut sums = String::new();
@@ -492,6 +504,7 @@ mod tests {
                 .into(),
             bill: json!({"bomFormat": "CycloneDX"}),
             notes: "notes".to_owned(),
+            envoy: None,
             stamp: Stamp::example(),
         }
     }

@@ -12,6 +12,7 @@ pub(crate) mod dist;
 pub(crate) mod envoy;
 pub(crate) mod fault;
 pub(crate) mod fuzz;
+pub(crate) mod gateway;
 pub(crate) mod helm;
 pub(crate) mod plb_guest;
 pub(crate) mod reference;

@@ -1,7 +1,7 @@
 //! Pins the images in the manifests of `envoy-configs/` and in the chart to this release's digests, so that the released
 //! images run, whatever a registry's tags name later.
 //!
-//! Still named by tag: images that a release does not build. These are Envoy's, the user's own, and those from which the
+//! Envoy's image is pinned too if its digest is given. Still named by tag: the user's own images, and those from which the
 //! overlays of `kubernetes/` take the module.
 
 use std::path::Path;
@@ -17,6 +17,15 @@ pub(super) struct Digests<'a> {
     pub(super) module: &'a str,
     /// Digest of the agent's image, for every architecture.
     pub(super) agent: &'a str,
+    /// Digest of Envoy's image, which a release does not build. `None`: it stays named by tag.
+    pub(super) envoy: Option<&'a str>,
+}
+
+/// Parses a digest by SHA-256.
+pub(super) fn digest(text: &str) -> Result<String, String> {
+    let hex = text.strip_prefix("sha256:").unwrap_or_default();
+    let sound = hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    sound.then(|| text.to_owned()).ok_or_else(|| "must be `sha256:` and 64 hexadecimal digits".to_owned())
 }
 
 /// Every file in the folders with manifests below `configs`.
@@ -38,6 +47,8 @@ pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Re
             files.push(file);
         }
     }
+    let by_tag = files.iter().any(|file| String::from_utf8_lossy(&file.bytes).contains(ENVOY_BY_TAG));
+    ensure!(!by_tag || digests.envoy.is_none(), "an image of Envoy is still named by tag");
     ensure!(count >= 5, "only {count} images by digest: envoy-configs/ no longer names them as it did");
     Ok(files)
 }
@@ -64,10 +75,17 @@ pub(super) fn chart(folder: &Path, version: &str, digests: &Digests<'_>) -> Resu
 fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     let image = format!("image: {{repository: \"\", tag: {version}, digest: \"\"}}");
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+    let pinned = |line: &str, digest| line.replace("digest: \"\"", &format!("digest: \"{digest}\""));
     for (block, digest) in [("agent:", digests.agent), ("    imageVolume:", digests.module)] {
         let place = lines.windows(2).position(|pair| pair[0] == block && pair[1].trim() == image);
         let place = place.with_context(|| format!("values.yaml: `{block}` does not begin with `{image}`"))?;
-        lines[place + 1] = lines[place + 1].replace("digest: \"\"", &format!("digest: \"{digest}\""));
+        lines[place + 1] = pinned(&lines[place + 1], digest);
+    }
+    if let Some(digest) = digests.envoy {
+        let begins = format!("  image: {{repository: {ENVOY}, tag: ");
+        let line = lines.iter_mut().find(|line| line.starts_with(&begins));
+        let line = line.with_context(|| format!("values.yaml: no line begins with `{begins}`"))?;
+        *line = pinned(line, digest);
     }
     lines.push(String::new());
     Ok(lines.join("\n"))
@@ -98,6 +116,9 @@ fn with_digests(
             named if named == format!("- {{name: probe-agent, newName: {agent}, newTag: {version}}}") => {
                 format!("{indent}- {{name: probe-agent, newName: {agent}, digest: \"{}\"}}", digests.agent)
             }
+            named if named.starts_with(ENVOY_BY_TAG) && digests.envoy.is_some() => {
+                format!("{indent}- {{name: {ENVOY}, digest: \"{}\"}}", digests.envoy.unwrap_or_default())
+            }
             "image: probe-agent" if !kustomized => {
                 format!("{indent}image: {agent}@{}", digests.agent)
             }
@@ -113,6 +134,10 @@ fn with_digests(
     Ok((lines.join("\n"), count))
 }
 
+/// Envoy's image, and how a kustomization begins to name it by tag.
+const ENVOY: &str = "envoyproxy/envoy";
+const ENVOY_BY_TAG: &str = "- {name: envoyproxy/envoy, newTag: ";
+
 /// The registry in the shipped manifests; users replace it with their own.
 const REGISTRY: &str = "registry.example.com/prequal";
 
@@ -124,7 +149,7 @@ mod tests {
     #[test]
     fn the_shipped_manifests_name_what_was_built() {
         let (module, agent) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "b".repeat(64)));
-        let digests = Digests { module: &module, agent: &agent };
+        let digests = Digests { module: &module, agent: &agent, envoy: None };
         let configs = workspace::root().join("envoy-configs");
         let files = pinned(&configs, super::super::VERSION, &digests).expect("pinned");
         let text = |path: &str| {
@@ -171,7 +196,7 @@ mod tests {
     #[test]
     fn the_chart_names_what_was_built() {
         let (module, agent) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "b".repeat(64)));
-        let digests = Digests { module: &module, agent: &agent };
+        let digests = Digests { module: &module, agent: &agent, envoy: None };
         let folder = workspace::root().join("charts/prequal");
         let files = chart(&folder, super::super::VERSION, &digests).expect("pinned");
         let text = |path: &str| {
@@ -197,9 +222,33 @@ mod tests {
     }
 
     #[test]
+    fn envoys_image_is_pinned_if_its_digest_is_given() {
+        let (digest, envoy) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "e".repeat(64)));
+        let digests = Digests { module: &digest, agent: &digest, envoy: Some(&envoy) };
+        let (root, version) = (workspace::root(), super::super::VERSION);
+        let lines = |files: Vec<Entry>| -> Vec<String> {
+            let text = |file: Entry| String::from_utf8(file.bytes).expect("text");
+            let lines =
+                files.into_iter().flat_map(|file| text(file).lines().map(str::to_owned).collect::<Vec<_>>());
+            lines.filter(|line| line.contains(&envoy)).collect()
+        };
+        assert_eq!(
+            lines(pinned(&root.join("envoy-configs"), version, &digests).expect("pinned")),
+            [format!("- {{name: envoyproxy/envoy, digest: \"{envoy}\"}}")]
+        );
+        let values = lines(chart(&root.join("charts/prequal"), version, &digests).expect("pinned"));
+        let [line] = &values[..] else { panic!("{values:?}") };
+        assert!(line.starts_with("  image: {repository: envoyproxy/envoy, tag: v"), "{line}");
+        assert!(super::digest(&envoy).is_ok());
+        for text in ["", "sha256:", "v1.40.0", &envoy[1..], &envoy.to_uppercase(), &format!("{envoy}e")] {
+            assert!(super::digest(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
     fn another_version_is_refused() {
         let digest = format!("sha256:{}", "a".repeat(64));
-        let digests = Digests { module: &digest, agent: &digest };
+        let digests = Digests { module: &digest, agent: &digest, envoy: None };
         let error =
             pinned(&workspace::root().join("envoy-configs"), "9.9.9", &digests).expect_err("an error");
         assert!(error.to_string().contains("does not name version 9.9.9"), "{error}");

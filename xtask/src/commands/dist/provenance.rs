@@ -21,10 +21,12 @@ use sha2::{Digest as _, Sha256};
 use super::{DIRTY, NAME, SUMS, Stamp, oci};
 use crate::{run, workspace};
 
-/// The statement about `files` and `images`, each given as name and digest.
+/// The statement about `files` and `images`, each given as name and digest. `envoy` is the digest of Envoy's image that the
+/// manifests name.
 pub(super) fn statement(
     files: &BTreeMap<String, Vec<u8>>,
     images: &[(&str, &str)],
+    envoy: Option<&str>,
     stamp: &Stamp,
 ) -> Result<Vec<u8>> {
     let mut subjects = Vec::new();
@@ -43,7 +45,7 @@ pub(super) fn statement(
         "predicate": {
             "buildDefinition": {
                 "buildType": "urn:prequal:cargo-xtask-dist:1",
-                "externalParameters": {"version": stamp.version},
+                "externalParameters": {"version": stamp.version, "envoyDigest": envoy},
                 "internalParameters": {"compilerOfTheModule": stamp.compiler},
                 "resolvedDependencies": [
                     {
@@ -431,7 +433,7 @@ mod tests {
             assert!(names.contains(&&*name), "{names:?}");
         }
         let dirty = Stamp { commit: format!("0123{DIRTY}"), ..Stamp::example() };
-        let statement = super::statement(&BTreeMap::new(), &[], &dirty).expect("a statement");
+        let statement = super::statement(&BTreeMap::new(), &[], None, &dirty).expect("a statement");
         let statement: Value = serde_json::from_slice(&statement).expect("JSON");
         let source = &statement["predicate"]["buildDefinition"]["resolvedDependencies"][0];
         assert_eq!(source["digest"]["gitCommit"], "0123");
