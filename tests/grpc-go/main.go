@@ -2,8 +2,9 @@
 //
 // The test that runs it puts an agent before each server. It prints the servers' addresses, reads the agents' addresses
 // from standard input, and prints the result of each round of calls, with load reports out of band and without. With the
-// argument `reporting` the servers also report a utilisation of their own, high for the fast one, and all rounds are with
-// reports out of band. With `limits` the servers allow few streams a connection and close connections after a moment, and
+// argument `reporting` the servers also report a utilisation of their own in trailers, high for the fast one, and all rounds
+// are with reports out of band. With `streaming` they report it out of band instead. With `in-band` no round is with reports
+// out of band, and the agents' trailers are all that there is. With `limits` the servers allow few streams a connection and close connections after a moment, and
 // far more calls are made at once. It judges nothing.
 package main
 
@@ -34,18 +35,20 @@ const rounds = 30
 // What a round does.
 var calls, concurrency = 100, 8
 
-// server answers after a delay, and counts. If it has a utilisation, it reports it in the trailers of each call.
+// server answers after a delay, and counts. If it has a utilisation, it reports it in the trailers of each call, or if it
+// streams, out of band.
 type server struct {
 	grpc_health_v1.UnimplementedHealthServer
 	delay       time.Duration
 	utilization float64
+	streams     bool
 	limits      bool
 	served      atomic.Int64
 }
 
 func (s *server) Check(ctx context.Context, _ *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
 	s.served.Add(1)
-	if s.utilization > 0 {
+	if s.utilization > 0 && !s.streams {
 		orca.CallMetricsRecorderFromContext(ctx).SetApplicationUtilization(s.utilization)
 	}
 	time.Sleep(s.delay)
@@ -58,7 +61,7 @@ func (s *server) start() string {
 		log.Fatal(err)
 	}
 	var options []grpc.ServerOption
-	if s.utilization > 0 {
+	if s.utilization > 0 && !s.streams {
 		options = append(options, orca.CallMetricsServerOption(nil))
 	}
 	if s.limits {
@@ -67,6 +70,14 @@ func (s *server) start() string {
 	}
 	registered := grpc.NewServer(options...)
 	grpc_health_v1.RegisterHealthServer(registered, s)
+	if s.streams {
+		recorder := orca.NewServerMetricsRecorder()
+		recorder.SetApplicationUtilization(s.utilization)
+		// It reports at once and then every 30 s, which is the least interval that gRPC allows.
+		if err := orca.Register(registered, orca.ServiceOptions{ServerMetricsProvider: recorder}); err != nil {
+			log.Fatal(err)
+		}
+	}
 	go func() { log.Fatal(registered.Serve(listener)) }()
 	return listener.Addr().String()
 }
@@ -119,12 +130,18 @@ func main() {
 	case "reporting":
 		servers[0].utilization, servers[1].utilization = 0.9, 0.1
 		modes = []bool{true}
+	case "streaming":
+		servers[0].utilization, servers[1].utilization = 0.9, 0.1
+		servers[0].streams, servers[1].streams = true, true
+		modes = []bool{true}
+	case "in-band":
+		modes = []bool{false}
 	case "limits":
 		servers[0].limits, servers[1].limits = true, true
 		modes = []bool{false}
 		calls, concurrency = 2000, 100
 	default:
-		log.Fatal("the argument is `reporting`, `limits` or none")
+		log.Fatal("the argument is `reporting`, `streaming`, `in-band`, `limits` or none")
 	}
 	fmt.Println("servers", servers[0].start(), servers[1].start())
 	input := bufio.NewScanner(os.Stdin)

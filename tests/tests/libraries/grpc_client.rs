@@ -1,5 +1,5 @@
-//! gRPC's own client and servers for Go with agents between them. The client's policy `weighted_round_robin` is fed out of
-//! band by the agents: with what they measure, and with what the servers report of themselves.
+//! gRPC's own client and servers for Go with agents between them. The client's policy `weighted_round_robin` is fed by the
+//! agents, out of band and in trailers: with what they measure, and with what the servers report of themselves.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::SocketAddr;
@@ -12,6 +12,7 @@ use prequal_testbed::handle;
 use probe_agent::Agent;
 use probe_agent::backend_orca::FromBackend;
 use probe_agent::config::AgentConfig;
+use probe_agent::orca::OrcaFormat;
 
 use crate::tools::go_program;
 
@@ -28,14 +29,14 @@ impl Drop for Running {
     }
 }
 
-/// An agent in front of `server`, which answers streams of load reports.
-fn agent(server: &str, from_backend: Option<FromBackend>) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
+/// An agent in front of `server`, which answers streams of load reports, with the settings that `change` makes.
+fn agent(server: &str, change: impl Fn(&mut AgentConfig)) -> Result<(SocketAddr, tokio::task::AbortHandle)> {
     let upstream: SocketAddr = server.parse()?;
     let mut config = AgentConfig::new(SocketAddr::from(([127, 0, 0, 1], 0)), upstream.into());
     config.orca.streams = 10;
     config.orca.limit = 64.try_into().ok();
     config.orca.window = Duration::from_secs(1);
-    config.orca_from_backend = from_backend;
+    change(&mut config);
     let _entered = handle().enter();
     let agent = Agent::bind(config)?;
     let addr = agent.addrs().service.tcp().context("an address")?;
@@ -54,7 +55,7 @@ struct Round {
 /// the next mode. Without Go, no round is run, and the result is false.
 fn rounds(
     args: &[&str],
-    from_backend: Option<FromBackend>,
+    change: impl Fn(&mut AgentConfig),
     mut enough: impl FnMut(Round) -> bool,
 ) -> Result<bool> {
     let Some(program) = go_program("tests/grpc-go", ".", "grpc-client")? else { return Ok(false) };
@@ -63,7 +64,7 @@ fn rounds(
     let mut input = child.0.stdin.take().context("piped")?;
     let mut lines = BufReader::new(child.0.stdout.take().context("piped")?).lines();
     let servers = lines.next().context("the addresses of the servers")??;
-    let agents = servers.split(' ').skip(1).map(|server| agent(server, from_backend.clone()));
+    let agents = servers.split(' ').skip(1).map(|server| agent(server, &change));
     let agents = agents.collect::<Result<Vec<_>>>()?;
     let addrs: Vec<String> = agents.iter().map(|(addr, _)| addr.to_string()).collect();
     writeln!(input, "{}", addrs.join(" "))?;
@@ -86,15 +87,19 @@ fn rounds(
 fn grpc_for_go_spares_the_server_that_agents_report_as_slow() -> Result<()> {
     // Without reports the shares are equal, except in the first rounds, which go to the connection that is ready first.
     let (mut equal, mut least) = (Vec::new(), 100);
-    let ran = rounds(&[], None, |round| {
-        if round.out_of_band {
-            least = least.min(round.slow);
-            least <= SPARED
-        } else {
-            equal.push(round.slow);
-            equal.len() == 3
-        }
-    })?;
+    let ran = rounds(
+        &[],
+        |_| {},
+        |round| {
+            if round.out_of_band {
+                least = least.min(round.slow);
+                least <= SPARED
+            } else {
+                equal.push(round.slow);
+                equal.len() == 3
+            }
+        },
+    )?;
     if ran {
         ensure!(equal[1..].iter().all(|slow| (40..=60).contains(slow)), "without reports: {equal:?}");
         ensure!(least <= SPARED, "with reports the slow server got {least} of 100");
@@ -107,7 +112,8 @@ fn grpc_for_go_follows_what_a_server_reports_of_itself() -> Result<()> {
     // The fast server reports a high utilisation in the trailers of its calls, and the slow one a low one. By the agents' own
     // measurements it would be the other way round.
     let mut least = 100;
-    let ran = rounds(&["reporting"], Some(FromBackend(Metric::Utilization)), |round| {
+    let reads = |config: &mut AgentConfig| config.orca_from_backend = Some(FromBackend(Metric::Utilization));
+    let ran = rounds(&["reporting"], reads, |round| {
         least = least.min(round.fast);
         least <= SPARED
     })?;
@@ -116,13 +122,47 @@ fn grpc_for_go_follows_what_a_server_reports_of_itself() -> Result<()> {
 }
 
 #[test]
+fn grpc_for_go_follows_what_a_server_reports_of_itself_out_of_band() -> Result<()> {
+    let mut least = 100;
+    let reads = |config: &mut AgentConfig| {
+        config.orca_from_backend = Some(FromBackend(Metric::Utilization));
+        config.orca_backend_stream = Some(Duration::from_secs(1));
+    };
+    let ran = rounds(&["streaming"], reads, |round| {
+        least = least.min(round.fast);
+        least <= SPARED
+    })?;
+    ensure!(!ran || least <= SPARED, "the server that reports a high utilisation got {least} of 100");
+    Ok(())
+}
+
+#[test]
+fn grpc_for_go_reads_the_agents_reports_in_trailers() -> Result<()> {
+    let mut least = 100;
+    let in_band = |config: &mut AgentConfig| {
+        config.orca.format = Some(OrcaFormat::Binary);
+        config.orca.streams = 0;
+    };
+    let ran = rounds(&["in-band"], in_band, |round| {
+        least = least.min(round.slow);
+        least <= SPARED
+    })?;
+    ensure!(!ran || least <= SPARED, "the slow server got {least} of 100");
+    Ok(())
+}
+
+#[test]
 fn grpc_servers_for_go_with_few_streams_and_short_connections_lose_no_call() -> Result<()> {
     // Ten streams a connection for 50 calls at once, and a GOAWAY on each connection every 0.2 s: `rounds` fails if a call does.
     let mut done = 0;
-    rounds(&["limits"], None, |round| {
-        assert_eq!(round.fast + round.slow, 2000);
-        done += 1;
-        done == 3
-    })?;
+    rounds(
+        &["limits"],
+        |_| {},
+        |round| {
+            assert_eq!(round.fast + round.slow, 2000);
+            done += 1;
+            done == 3
+        },
+    )?;
     Ok(())
 }

@@ -328,8 +328,7 @@ fn backend_utilization_spares_the_replica_that_agents_report_as_slow() -> Result
                             assert_eq!(names.count(), 0, "removed by default: {:?}", reply.headers);
                             assert_none_of_ours(&reply.headers);
                         }
-                        let slow = pods.served()[3];
-                        (slow <= 8).then_some(())
+                        (pods.served()[3] <= 8).then_some(())
                     },
                 );
             });
