@@ -38,6 +38,11 @@ impl Goals {
         }
     }
 
+    /// Adds a verdict on anything else.
+    pub(crate) fn add(&mut self, reached: bool, line: String) {
+        self.lines.push((reached, line));
+    }
+
     /// Prints all verdicts; the exit code says whether every goal was reached.
     pub(crate) fn print(&self) -> ExitCode {
         if self.lines.is_empty() {
@@ -54,16 +59,30 @@ impl Goals {
 
 /// How far a quantile of Prequal may exceed the best of Envoy's own policies.
 #[derive(Clone, Copy)]
-struct Limit {
-    name: &'static str,
-    q: f64,
-    times: f64,
+pub(crate) struct Limit {
+    pub(crate) name: &'static str,
+    pub(crate) q: f64,
+    pub(crate) times: f64,
     /// An absolute excess of up to this is also accepted: for short times, the machine's noise exceeds the relative limit.
-    or_more_ms: Option<f64>,
+    pub(crate) or_more_ms: Option<f64>,
+}
+
+impl Limit {
+    /// Whether `value` is not too far above `base`. A failure at this quantile always is.
+    pub(crate) fn allows(self, value: f64, base: f64) -> bool {
+        let allowed = self.or_more_ms.map_or(f64::NEG_INFINITY, |more| base + more).max(base * self.times);
+        value.is_finite() && value <= allowed
+    }
+
+    /// The limit in words, to follow "at most".
+    pub(crate) fn text(self) -> String {
+        let more = self.or_more_ms.map_or_else(String::new, |more| format!(" or {more} ms more"));
+        two(self.times) + &more
+    }
 }
 
 /// Further into the tail the limits are wider, because fewer requests determine the quantile.
-const NEVER_WORSE: [Limit; 3] = [
+pub(crate) const NEVER_WORSE: [Limit; 3] = [
     Limit { name: "p50", q: 0.5, times: 1.05, or_more_ms: Some(1.0) },
     Limit { name: "p99", q: 0.99, times: 1.05, or_more_ms: None },
     Limit { name: "p99.9", q: 0.999, times: 1.10, or_more_ms: None },
@@ -71,7 +90,7 @@ const NEVER_WORSE: [Limit; 3] = [
 
 /// Compares medians over the passes; the best policy of `policies` is the one with the lowest.
 fn against_best(comparison: &Comparison, envoys: usize, limit: Limit, policies: &[Arm]) -> (bool, String) {
-    let Limit { name, q, times, or_more_ms } = limit;
+    let Limit { name, q, .. } = limit;
     let middle = |arm| median(comparison.of(arm, envoys).map(|run| run.judged.quantile_ms(q)));
     let ours = middle(Arm::Prequal);
     let others = policies.iter().map(|arm| (middle(*arm), *arm)).filter(|(value, _)| !value.is_nan());
@@ -80,12 +99,8 @@ fn against_best(comparison: &Comparison, envoys: usize, limit: Limit, policies: 
     };
     // One more digit than the goals have.
     let ratio = format!("{:.3}", ours / best);
-    let mut line = format!("{name} {} ms, {ratio} times {}'s {}", ms(ours), arm.label(), ms(best));
-    line += &format!(" (at most {}", two(times));
-    line += &or_more_ms.map_or_else(String::new, |more| format!(" or {more} ms more"));
-    let allowed = or_more_ms.map_or(f64::NEG_INFINITY, |more| best + more).max(best * times);
-    // If this quantile is a failure under both, the goal is missed.
-    (ours.is_finite() && ours <= allowed, line + ")")
+    let line = format!("{name} {} ms, {ratio} times {}'s {}", ms(ours), arm.label(), ms(best));
+    (limit.allows(ours, best), format!("{line} (at most {})", limit.text()))
 }
 
 fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, String)> {

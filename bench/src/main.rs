@@ -12,6 +12,7 @@ mod deadline;
 mod demo;
 mod deployment;
 mod e2e;
+mod generators;
 mod goals;
 mod load;
 mod plb;
@@ -48,6 +49,8 @@ enum Command {
     E2e(e2e::EndToEnd),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
+    /// Other load generators as judges: vegeta, fortio, h2load and oha against ours
+    Generators(generators::Generators),
     /// PLB beneath the service, on a fabric of namespaces: the effect of repathing
     Plb(plb::Plb),
     /// Agents and backends of `plb` (started by it)
@@ -93,6 +96,7 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::Demo(demo) => demo::run(demo).await,
             Command::E2e(what) => e2e::run(what).await,
             Command::Cost(cost) => cost::run(cost).await,
+            Command::Generators(args) => generators::run(args).await,
             Command::PlbClient(args) => plb::client(args).await,
             Command::Soak(args) => soak::run(args).await,
             Command::Plb(_) | Command::PlbServers(_) | Command::Backends | Command::Sim(_) => {

@@ -22,6 +22,7 @@ use crate::plot::{self, Panel};
 use crate::scenario::{Load, Scenario};
 
 pub(crate) use ingress::scenario as ingress;
+pub(crate) use never_worse::equal;
 #[cfg(test)]
 pub(crate) use stall::scenario as stall;
 
@@ -149,7 +150,7 @@ pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
             compare("affinity", vec![scenario], length, 3).await
         }
         EndToEnd::Rules(length) => rules::run(length).await,
-        EndToEnd::Equal(run) => never_worse(never_worse::equal, run, 60).await,
+        EndToEnd::Equal(run) => never_worse(equal, run, 60).await,
         EndToEnd::Equal90(run) => never_worse(never_worse::equal_90, run, 60).await,
         EndToEnd::Mix(run) => never_worse(never_worse::mix, run, 60).await,
         EndToEnd::Generations(run) => never_worse(never_worse::generations, run, 60).await,

@@ -110,7 +110,7 @@ fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> Group {
 }
 
 /// Identical, busy replicas.
-pub(super) fn equal(seconds: Duration) -> Scenario {
+pub(crate) fn equal(seconds: Duration) -> Scenario {
     scenario("equal", &[exponential(16, 4, 40.0)], 1280, None, seconds)
 }
 
