@@ -5,11 +5,11 @@ use std::ffi::OsString;
 use anyhow::Result;
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::envoy;
+use crate::commands::{envoy, generators, go};
 use crate::toolchain::Choice;
 use crate::{progress, run, workspace};
 
-/// Runs the criterion benchmarks, or with `e2e`, `cost` or `plb` benchmarks through a real Envoy.
+/// Runs the criterion benchmarks, or with `e2e`, `cost`, `generators` or `plb` benchmarks through a real Envoy.
 ///
 /// Compare only numbers from the same run: two runs, or two machines, are not comparable.
 #[derive(clap::Args)]
@@ -40,6 +40,12 @@ enum What {
     ///
     /// Every argument is passed to the harness; `cargo xtask bench cost -- --help` prints its own help.
     Cost(HarnessArgs),
+    /// Lets vegeta, fortio, h2load and oha send the demo's load, and compares their figures with our generator's.
+    ///
+    /// vegeta and fortio are built from their Go modules and oha from crates.io, into target/bin/, once: a few minutes. h2load
+    /// is installed with apt if run as root; otherwise the command to run is printed. A generator that is missing is skipped.
+    /// Every argument is passed to the harness; `cargo xtask bench generators -- --help` prints its own help.
+    Generators(HarnessArgs),
 }
 
 #[derive(clap::Args)]
@@ -62,6 +68,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Some(What::E2e(rest)) => harness("e2e", &rest.args, rest.wasm.toolchain),
         Some(What::Plb(rest)) => harness("plb", &rest.args, rest.wasm.toolchain),
         Some(What::Cost(rest)) => harness("cost", &rest.args, rest.wasm.toolchain),
+        Some(What::Generators(rest)) => {
+            if !wants_help(&rest.args) {
+                progress::headline("preparing the generators");
+                generators::prepare(&rest.args);
+            }
+            harness("generators", &rest.args, rest.wasm.toolchain)
+        }
     }
 }
 
@@ -69,7 +82,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) -> Result<()> {
     let envoy = envoy::default_envoy()?;
     // `--help` needs none of the setup, and another command may be using the same files.
-    if !args.iter().any(|arg| arg == "--help") {
+    if !wants_help(args) {
         build::dist(toolchain)?;
     }
     progress::headline("building the harness");
@@ -80,8 +93,19 @@ pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) ->
             .current_dir(workspace::root())
             .arg(subcommand)
             .args(args)
+            .env("PATH", path()?)
             .env("ENVOY", envoy)
             .env("PREQUAL_DIST", workspace::dist())
             .env("PREQUAL_DIST_TEST", workspace::dist_test()),
     )
+}
+
+fn wants_help(args: &[OsString]) -> bool {
+    args.iter().any(|arg| arg == "--help")
+}
+
+/// The `PATH`, with the programs that are built here first.
+fn path() -> Result<OsString> {
+    let given = std::env::var_os("PATH").unwrap_or_default();
+    Ok(std::env::join_paths(std::iter::once(go::bin()).chain(std::env::split_paths(&given)))?)
 }

@@ -13,6 +13,7 @@ pub(crate) mod envoy;
 pub(crate) mod fault;
 pub(crate) mod fuzz;
 pub(crate) mod gateway;
+pub(crate) mod generators;
 pub(crate) mod go;
 pub(crate) mod helm;
 pub(crate) mod plb_guest;
