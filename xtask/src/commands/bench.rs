@@ -5,11 +5,11 @@ use std::ffi::OsString;
 use anyhow::Result;
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{envoy, generators, go};
+use crate::commands::{envoy, generators, go, peers};
 use crate::toolchain::Choice;
 use crate::{progress, run, workspace};
 
-/// Runs the criterion benchmarks, or with `e2e`, `cost`, `generators` or `plb` benchmarks through a real Envoy.
+/// Runs the criterion benchmarks, or with `e2e`, `peers`, `generators`, `cost` or `plb` benchmarks through a real Envoy.
 ///
 /// Compare only numbers from the same run: two runs, or two machines, are not comparable.
 #[derive(clap::Args)]
@@ -32,6 +32,13 @@ enum What {
     /// `generations`, `queue`, `constant`, `idle` and `fleet`. `--quick` only shows that a scenario works. Every argument
     /// is passed to the harness; `cargo xtask bench e2e -- --help` prints its own help.
     E2e(HarnessArgs),
+    /// Compares with other load balancers in the same run: HAProxy, nginx, Caddy, linkerd's policy and Envoy's own.
+    ///
+    /// `cargo xtask bench peers equal` runs one fleet of `e2e`. HAProxy and nginx are those of this machine, else Debian's
+    /// packages, which are unpacked under target/ and never installed; Caddy is built from its Go module into target/bin/. A
+    /// program that cannot be had is skipped, with the reason. Every argument is passed to the harness;
+    /// `cargo xtask bench peers -- --help` prints its own help.
+    Peers(HarnessArgs),
     /// Runs the service over a fabric of namespaces in which some paths lose or mark every packet, with and without PLB.
     ///
     /// Needs root. `cargo xtask bench plb -- --help` prints the harness's own help.
@@ -66,6 +73,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 .args(&args.criterion),
         ),
         Some(What::E2e(rest)) => harness("e2e", &rest.args, rest.wasm.toolchain),
+        Some(What::Peers(rest)) => {
+            let setup = if wants_help(&rest.args) { Vec::new() } else { peers::prepare()? };
+            harness_with("peers", &rest.args, rest.wasm.toolchain, setup)
+        }
         Some(What::Plb(rest)) => harness("plb", &rest.args, rest.wasm.toolchain),
         Some(What::Cost(rest)) => harness("cost", &rest.args, rest.wasm.toolchain),
         Some(What::Generators(rest)) => {
@@ -80,6 +91,16 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Sets up everything that the harness needs, then runs it with `subcommand` and `args`.
 pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) -> Result<()> {
+    harness_with(subcommand, args, toolchain, Vec::new())
+}
+
+/// [`harness`] with further environment variables.
+fn harness_with(
+    subcommand: &str,
+    args: &[OsString],
+    toolchain: Choice,
+    variables: Vec<(&str, OsString)>,
+) -> Result<()> {
     let envoy = envoy::default_envoy()?;
     // `--help` needs none of the setup, and another command may be using the same files.
     if !wants_help(args) {
@@ -94,6 +115,7 @@ pub(crate) fn harness(subcommand: &str, args: &[OsString], toolchain: Choice) ->
             .arg(subcommand)
             .args(args)
             .env("PATH", path()?)
+            .envs(variables)
             .env("ENVOY", envoy)
             .env("PREQUAL_DIST", workspace::dist())
             .env("PREQUAL_DIST_TEST", workspace::dist_test()),

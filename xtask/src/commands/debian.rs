@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail, ensure};
 
 use crate::{progress, run, workspace};
 
@@ -13,7 +13,17 @@ pub(crate) fn unpacked(package: &str) -> Result<PathBuf> {
     let root = workspace::target().join(package);
     if !root.is_dir() {
         let what = format!("fetching Debian's package {package} into target/{package}");
-        progress::silently(&what, || unpack(package))?;
+        progress::silently(&what, || unpack(package, || Ok(vec![package.to_owned()])))?;
+    }
+    Ok(root)
+}
+
+/// Like [`unpacked`], together with the packages that `package` depends on and that are not installed.
+pub(crate) fn unpacked_whole(package: &str) -> Result<PathBuf> {
+    let root = workspace::target().join(package);
+    if !root.is_dir() {
+        let what = format!("fetching Debian's package {package} and its libraries into target/{package}");
+        progress::silently(&what, || unpack(package, || not_installed(package)))?;
     }
     Ok(root)
 }
@@ -54,18 +64,34 @@ pub(crate) fn install(tools: &[(&str, &str)]) -> Result<()> {
     Ok(())
 }
 
-fn unpack(package: &str) -> Result<()> {
+/// The packages that an installation of `package` would add, from the lines `Inst NAME (VERSION ...)` of a simulation.
+fn not_installed(package: &str) -> Result<Vec<String>> {
+    let simulated = run::output(run::tool("apt-get").args([
+        "install",
+        "--simulate",
+        "--no-install-recommends",
+        package,
+    ]))?;
+    let added = simulated.lines().filter_map(|line| line.strip_prefix("Inst ")?.split(' ').next());
+    Ok(added.map(str::to_owned).collect())
+}
+
+/// Unpacks the packages that `names` yields into the folder of `package`.
+fn unpack(package: &str, names: impl Fn() -> Result<Vec<String>>) -> Result<()> {
     let root = workspace::target().join(package);
     // Renamed at the end, so that an interrupted run leaves nothing that looks complete.
     let scratch = root.with_file_name(format!(".{package}-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;
     let unpacked = (|| {
         with_fresh_lists(|| {
-            run::output(run::tool("apt-get").args(["download", package]).current_dir(&scratch))
+            run::output(run::tool("apt-get").arg("download").args(names()?).current_dir(&scratch))
         })?;
-        let archive = fs::read_dir(&scratch)?.next().context("apt-get downloaded nothing")??.path();
-        run::output(run::tool("dpkg").arg("-x").arg(&archive).arg(&scratch))?;
-        fs::remove_file(archive)?;
+        let archives = fs::read_dir(&scratch)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+        ensure!(!archives.is_empty(), "apt-get downloaded nothing");
+        for archive in archives {
+            run::output(run::tool("dpkg").arg("-x").arg(&archive).arg(&scratch))?;
+            fs::remove_file(archive)?;
+        }
         Ok(fs::rename(&scratch, &root)?)
     })();
     if unpacked.is_err() {

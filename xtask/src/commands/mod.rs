@@ -16,6 +16,7 @@ pub(crate) mod gateway;
 pub(crate) mod generators;
 pub(crate) mod go;
 pub(crate) mod helm;
+pub(crate) mod peers;
 pub(crate) mod plb_guest;
 pub(crate) mod reference;
 pub(crate) mod sim;
