@@ -1,4 +1,6 @@
-//! The alternatives that a scenario compares: Envoy's own policies, and Prequal.
+//! The alternatives that a scenario compares: Envoy's own policies, other load balancers, and Prequal.
+
+use crate::peer::Peer;
 
 /// The policy that chooses the replica.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -10,12 +12,18 @@ pub(crate) enum Arm {
     Random,
     /// Envoy's client_side_weighted_round_robin, weighted by the load that the agents report.
     Cswrr,
+    /// The same with load reports out of band, on a stream from each agent.
+    CswrrOutOfBand,
     /// Envoy's consistent hashing on the request's key.
     RingHash,
     /// Prequal's filter chain with a module that does nothing. It measures Envoy's part of the filter's cost.
     EmptyModule,
+    /// Another load balancer in Envoy's place.
+    Peer(Peer),
     /// The filter as shipped.
     Prequal,
+    /// The native module as shipped.
+    Native,
     /// The filter in synchronous mode: probes this many replicas per request, with a hint derived from the request's key.
     Hinted(u8),
     /// The filter with another selection rule, given by its name in the configuration.
@@ -40,17 +48,20 @@ impl Arm {
             Self::FullScan => "least_request (full scan)",
             Self::Random => "random",
             Self::Cswrr => "cswrr",
+            Self::CswrrOutOfBand => "cswrr, out of band",
             Self::RingHash => "ring_hash",
             Self::EmptyModule => "empty module",
+            Self::Peer(peer) => peer.label(),
             Self::Prequal => "prequal",
+            Self::Native => "prequal, native module",
             Self::Hinted(3) => "prequal, sync + hint, d = 3",
             Self::Hinted(_) => "prequal, sync + hint",
             Self::Rule(name) => name,
         }
     }
 
-    /// Whether the filter chooses.
+    /// Whether the filter or the native module chooses.
     pub(crate) fn is_ours(self) -> bool {
-        matches!(self, Self::Prequal | Self::Hinted(_) | Self::Rule(_))
+        matches!(self, Self::Prequal | Self::Native | Self::Hinted(_) | Self::Rule(_))
     }
 }

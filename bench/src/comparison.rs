@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use crate::arm::Arm;
 use crate::plot::{Curve, Panel};
-use crate::scenario::{Goal, Load, Measured, Scenario, topology_label};
+use crate::scenario::{Goal, Load, Measured, Scenario};
 use crate::table::{self, count, ms, one, percent, spread, two};
 
 /// The runs of a comparison, all passes together.
@@ -66,7 +66,8 @@ impl Comparison {
                     let seed = pass as u64;
                     let run = comparison.scenario.run_cold(arm, *envoys, seed, &step).await;
                     let run = run.with_context(|| {
-                        format!("{}, {}, pass {pass}", arm.label(), topology_label(*envoys))
+                        let place = comparison.scenario.topology(*envoys);
+                        format!("{}, {place}, pass {pass}", arm.label())
                     })?;
                     comparison.print_run(&run);
                     comparison.runs.push(run);
@@ -142,7 +143,7 @@ impl Comparison {
         columns.push(Column::spread("probes/query", |run| run.probes_per_query.unwrap_or(f64::NAN), two));
         let ejections = |run: &Measured| run.ejections.map_or(f64::NAN, |times| times as f64);
         columns.push(Column::spread("ejections", ejections, count));
-        columns.push(Column::spread("Envoy µs/req", |run| run.envoy_us, one));
+        columns.push(Column::spread(format!("{} µs/req", scenario.proxy()), |run| run.envoy_us, one));
         columns.push(Column::sum("failed", |run| run.judged.failed));
         if scenario.fleet.0.iter().any(|replica| replica.slots.is_some()) {
             columns.push(Column::sum("rejected", |run| run.judged.rejected));
@@ -174,7 +175,7 @@ impl Comparison {
             1 => String::new(),
             workers => format!(" with {workers} workers"),
         };
-        let mut text = format!("{title}, {}{workers}\n\n{table}", topology_label(envoys));
+        let mut text = format!("{title}, {}{workers}\n\n{table}", self.scenario.topology(envoys));
         let before = self.scenario.judged.start.as_secs();
         if before > 0 {
             let table = self.table(envoys, &self.columns_before());
@@ -214,9 +215,14 @@ impl Comparison {
 
     /// The curves of the first pass in one topology.
     pub(crate) fn panel(&self, envoys: usize) -> Panel {
-        let runs = self.scenario.arms.iter().filter_map(|arm| self.of(*arm, envoys).next());
+        self.panel_of(envoys, &self.scenario.arms)
+    }
+
+    /// The curves of some arms, of the first pass in one topology.
+    pub(crate) fn panel_of(&self, envoys: usize, arms: &[Arm]) -> Panel {
+        let runs = arms.iter().filter_map(|arm| self.of(*arm, envoys).next());
         Panel {
-            title: format!("{}, {}", self.scenario.title, topology_label(envoys)),
+            title: format!("{}, {}", self.scenario.title, self.scenario.topology(envoys)),
             curves: runs
                 .map(|run| Curve { label: run.arm.label().to_owned(), points: run.judged.tail() })
                 .collect(),

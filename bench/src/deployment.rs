@@ -1,4 +1,5 @@
-//! The processes of one run: replicas, an agent before each, and the Envoys that share them.
+//! The processes of one run: replicas, an agent before each, and the Envoys that share them, or other load balancers in
+//! their place.
 //!
 //! Every arm has the agents in the path and the same Envoy configuration, the shipped one without its retries. A baseline
 //! lacks only Prequal's filters and probe cluster. Dropping a [`Deployment`] ends all its processes.
@@ -17,6 +18,7 @@ use tokio::net::TcpSocket;
 
 use crate::arm::Arm;
 use crate::backends::{Backends, Change, Fleet, KEY_HEADER, Service};
+use crate::peer;
 
 /// The serving cluster of the shipped configuration.
 pub(crate) const CLUSTER: &str = "replicas";
@@ -35,6 +37,8 @@ pub(crate) struct Deployment {
     agent_args: Vec<String>,
     agents: Vec<Mutex<Front>>,
     envoys: Vec<Envoy>,
+    /// In place of Envoys.
+    peers: Vec<peer::Running>,
 }
 
 /// Counters of the filter.
@@ -67,7 +71,7 @@ enum Front {
 }
 
 impl Deployment {
-    /// Starts new processes and waits until they serve; each Envoy has `workers` workers.
+    /// Starts new processes and waits until they serve; each Envoy, or peer in its place, has `workers` workers.
     pub(crate) async fn start(arm: Arm, envoys: usize, workers: u32, fleet: &Fleet) -> Result<Self> {
         let fleet = fleet.clone();
         tokio::task::spawn_blocking(move || {
@@ -75,11 +79,16 @@ impl Deployment {
             let agent_args = agent_args(arm, &fleet);
             let agents = start_agents(&backends.addresses, &agent_args)?;
             let addresses: Vec<SocketAddr> = agents.iter().map(Agent::addr).collect();
-            let configs = (0..envoys)
-                .map(|_| Ok(config(arm, &addresses)?.concurrency(workers)))
-                .collect::<Result<Vec<_>>>()?;
             let agents = agents.into_iter().map(|agent| Mutex::new(Front::Agent(agent))).collect();
-            Ok(Self { backends, agent_args, agents, envoys: start_envoys(configs)? })
+            let mut deployment = Self { backends, agent_args, agents, envoys: Vec::new(), peers: Vec::new() };
+            if let Arm::Peer(peer) = arm {
+                let start = |_| peer::Running::start(peer, &addresses, workers);
+                deployment.peers = (0..envoys).map(start).collect::<Result<_>>()?;
+            } else {
+                let config = |_| Ok(config(arm, &addresses)?.concurrency(workers));
+                deployment.envoys = start_envoys((0..envoys).map(config).collect::<Result<_>>()?)?;
+            }
+            Ok(deployment)
         })
         .await?
     }
@@ -119,14 +128,15 @@ impl Deployment {
         Ok(())
     }
 
-    /// Number of Envoys.
+    /// Number of Envoys, or of peers in their place.
     pub(crate) fn envoys(&self) -> usize {
-        self.envoys.len()
+        self.envoys.len() + self.peers.len()
     }
 
-    /// The addresses for requests, one per Envoy.
+    /// The addresses for requests, one per Envoy or peer.
     pub(crate) fn targets(&self) -> Vec<SocketAddr> {
-        self.envoys.iter().map(Envoy::addr).collect()
+        let peers = self.peers.iter().map(peer::Running::address);
+        self.envoys.iter().map(Envoy::addr).chain(peers).collect()
     }
 
     /// Admin address of one Envoy.
@@ -134,9 +144,10 @@ impl Deployment {
         self.envoys[envoy].admin()
     }
 
-    /// CPU time of all Envoys together so far.
-    pub(crate) fn envoy_cpu(&self) -> Result<Duration> {
-        self.envoys.iter().map(Envoy::cpu_time).sum()
+    /// CPU time of all Envoys or peers together so far.
+    pub(crate) fn proxy_cpu(&self) -> Result<Duration> {
+        let peers = self.peers.iter().map(peer::Running::cpu_time);
+        self.envoys.iter().map(Envoy::cpu_time).chain(peers).sum()
     }
 
     /// The counters of all filters together so far; zero in a baseline.
@@ -179,6 +190,7 @@ fn agent_args(arm: Arm, fleet: &Fleet) -> Vec<String> {
         }
         // The source of the policy's weights.
         (Arm::Cswrr, _) => ["--orca", "text"].map(str::to_owned).into(),
+        (Arm::CswrrOutOfBand, _) => ["--orca-streams", "100"].map(str::to_owned).into(),
         _ => Vec::new(),
     }
 }
@@ -200,7 +212,7 @@ pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
 }
 
 fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
-    let native = arm.is_ours() && NATIVE.load(Ordering::Relaxed);
+    let native = arm == Arm::Native || arm.is_ours() && NATIVE.load(Ordering::Relaxed);
     let shipped = if native { EnvoyConfig::native_for_replicas } else { EnvoyConfig::for_replicas };
     let plain = shipped(replicas)?.edit(|config| {
         if let Some(route) = config.route_mut().as_object_mut() {
@@ -209,7 +221,7 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
     });
     Ok(match arm {
         Arm::EmptyModule => plain.module(&empty_module()?),
-        Arm::Prequal => plain,
+        Arm::Prequal | Arm::Native => plain,
         Arm::Hinted(d) => plain.filter_settings(|settings| {
             let cluster = &mut settings["clusters"][0];
             cluster["mode"] = json!("sync");
@@ -234,6 +246,13 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
         Arm::FullScan => plain.without_prequal().policy(Policy::LeastRequestFullScan),
         Arm::Random => plain.without_prequal().policy(Policy::Random),
         Arm::Cswrr => plain.without_prequal().policy(Policy::ClientSideWeighted),
+        Arm::CswrrOutOfBand => plain.without_prequal().policy(Policy::ClientSideWeighted).edit(|config| {
+            let policy = &mut config.cluster_mut(CLUSTER)["load_balancing_policy"]["policies"][0];
+            let settings = &mut policy["typed_extension_config"]["typed_config"];
+            settings["enable_oob_load_report"] = json!(true);
+            settings["oob_reporting_period"] = json!("1s");
+        }),
+        Arm::Peer(peer) => bail!("{} is not an Envoy", peer.label()),
         Arm::RingHash => plain.without_prequal().edit(|config| {
             config.route_mut()["hash_policy"] = json!([{"header": {"header_name": KEY_HEADER}}]);
             config.cluster_mut(CLUSTER)["lb_policy"] = json!("RING_HASH");

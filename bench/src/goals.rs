@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::arm::Arm;
 use crate::comparison::Comparison;
-use crate::scenario::{Goal, Measured, topology_label};
+use crate::scenario::{Goal, Measured};
 use crate::stats::median;
 use crate::table::{ms, one, percent, spread, two};
 
@@ -24,7 +24,7 @@ pub(crate) struct Goals {
 impl Goals {
     /// Adds the verdicts on one topology of a comparison.
     pub(crate) fn judge(&mut self, comparison: &Comparison, envoys: usize) {
-        let place = format!("{}, {}", comparison.scenario.name, topology_label(envoys));
+        let place = format!("{}, {}", comparison.scenario.name, comparison.scenario.topology(envoys));
         for goal in &comparison.scenario.goals {
             for (reached, line) in verdicts(*goal, comparison, envoys) {
                 self.lines.push((reached, format!("{place}: {line}")));
@@ -57,7 +57,7 @@ impl Goals {
     }
 }
 
-/// How far a quantile of Prequal may exceed the best of Envoy's own policies.
+/// How far a quantile of Prequal may exceed the best of other policies.
 #[derive(Clone, Copy)]
 pub(crate) struct Limit {
     pub(crate) name: &'static str,
@@ -88,14 +88,20 @@ pub(crate) const NEVER_WORSE: [Limit; 3] = [
     Limit { name: "p99.9", q: 0.999, times: 1.10, or_more_ms: None },
 ];
 
-/// Compares medians over the passes; the best policy of `policies` is the one with the lowest.
-fn against_best(comparison: &Comparison, envoys: usize, limit: Limit, policies: &[Arm]) -> (bool, String) {
+/// Compares the medians over the passes of `who` with those of `policies`, of which the best has the lowest.
+fn against_best(
+    comparison: &Comparison,
+    envoys: usize,
+    limit: Limit,
+    who: Arm,
+    policies: &[Arm],
+) -> (bool, String) {
     let Limit { name, q, .. } = limit;
     let middle = |arm| median(comparison.of(arm, envoys).map(|run| run.judged.quantile_ms(q)));
-    let ours = middle(Arm::Prequal);
+    let ours = middle(who);
     let others = policies.iter().map(|arm| (middle(*arm), *arm)).filter(|(value, _)| !value.is_nan());
     let Some((best, arm)) = others.min_by(|one, other| one.0.total_cmp(&other.0)) else {
-        return (false, format!("{name} {} ms, and no policy of Envoy's own beside it", ms(ours)));
+        return (false, format!("{name} {} ms, and no other policy beside it", ms(ours)));
     };
     // One more digit than the goals have.
     let ratio = format!("{:.3}", ours / best);
@@ -161,15 +167,25 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
             vec![(factor <= limit, line)]
         }
         Goal::NeverWorse => {
-            NEVER_WORSE.map(|limit| against_best(comparison, envoys, limit, &Arm::STOCK)).into()
+            let against = |limit| against_best(comparison, envoys, limit, Arm::Prequal, &Arm::STOCK);
+            NEVER_WORSE.map(against).into()
+        }
+        Goal::NoWorseThanPeers(who) => {
+            let peers = comparison.scenario.arms.iter().copied().filter(|arm| !arm.is_ours());
+            let peers: Vec<Arm> = peers.collect();
+            let against = |limit| {
+                let (reached, line) = against_best(comparison, envoys, limit, who, &peers);
+                (reached, format!("{}: {line}", who.label()))
+            };
+            NEVER_WORSE.map(against).into()
         }
         Goal::NoWorseThan(arm) => {
             let [p50, p99, _] = NEVER_WORSE;
-            [p50, p99].map(|limit| against_best(comparison, envoys, limit, &[arm])).into()
+            [p50, p99].map(|limit| against_best(comparison, envoys, limit, Arm::Prequal, &[arm])).into()
         }
         Goal::P99OfBest(times) => {
             let limit = Limit { name: "p99", q: 0.99, times, or_more_ms: None };
-            vec![against_best(comparison, envoys, limit, &Arm::STOCK)]
+            vec![against_best(comparison, envoys, limit, Arm::Prequal, &Arm::STOCK)]
         }
         Goal::LeastPart(limit) => {
             let parts = of(&|run| run.judged.least_part(comparison.scenario.fleet.len()));
@@ -246,6 +262,7 @@ pub(crate) fn worst(values: impl IntoIterator<Item = f64>) -> f64 {
 mod tests {
     use super::*;
     use crate::backends::{Fleet, Replica};
+    use crate::peer::Peer;
     use crate::recovery::Recovery;
     use crate::scenario::Scenario;
     use crate::stats::{Sample, Summary};
@@ -390,13 +407,42 @@ mod tests {
     }
 
     #[test]
+    fn peers_are_all_arms_but_prequals_own() {
+        let peer = Arm::Peer(Peer::HaproxyLeastconn);
+        let lines = |ours: u64| {
+            let scenario = Scenario {
+                arms: vec![Arm::RoundRobin, peer, Arm::Prequal, Arm::Native],
+                goals: vec![Goal::NoWorseThanPeers(Arm::Native)],
+                ..crate::e2e::stall(Duration::from_secs(60))
+            };
+            let runs = vec![
+                with_quantiles(Arm::RoundRobin, 40, 400, 400),
+                with_quantiles(peer, 50, 200, 500),
+                // Prequal's other form is no peer.
+                with_quantiles(Arm::Prequal, 1, 1, 1),
+                with_quantiles(Arm::Native, 40, ours, 440),
+            ];
+            let mut goals = Goals::default();
+            goals.judge(&Comparison { scenario, runs }, 1);
+            goals.lines
+        };
+        assert!(lines(210).iter().all(|(reached, _)| *reached), "{:?}", lines(210));
+        let (reached, line) = &lines(211)[1];
+        assert!(!reached);
+        assert_eq!(
+            line,
+            "stall, one proxy: prequal, native module: p99 211.0 ms, 1.055 times haproxy leastconn's 200.0 (at most 1.05)"
+        );
+    }
+
+    #[test]
     fn a_goal_can_require_a_p99_below_the_best() {
         let of = |arm, p99| with_quantiles(arm, 1, p99, p99);
         let with = |ours| vec![of(Arm::LeastRequest, 100), of(Arm::Random, 200), of(Arm::Prequal, ours)];
         assert!(reached(Goal::P99OfBest(0.8), with(80)));
         assert!(!reached(Goal::P99OfBest(0.8), with(81)));
         let alone = judged(Goal::P99OfBest(0.8), vec![of(Arm::Prequal, 1)]);
-        assert!(!alone[0].0 && alone[0].1.contains("no policy of Envoy's own"), "{alone:?}");
+        assert!(!alone[0].0 && alone[0].1.contains("no other policy"), "{alone:?}");
         let all_fail = vec![run(Arm::Random, 0, 1.0), run(Arm::Prequal, 0, 1.0)];
         assert!(!reached(Goal::P99OfBest(2.0), all_fail));
     }
@@ -442,6 +488,7 @@ mod tests {
             Goal::CpuOfRoundRobin(10.0),
             Goal::NeverWorse,
             Goal::NoWorseThan(Arm::LeastRequest),
+            Goal::NoWorseThanPeers(Arm::Prequal),
             Goal::P99OfBest(10.0),
             Goal::LeastPart(0.1),
             Goal::BeatenByHint(Arm::Hinted(8)),

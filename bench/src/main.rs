@@ -15,6 +15,7 @@ mod e2e;
 mod generators;
 mod goals;
 mod load;
+mod peer;
 mod plb;
 mod plot;
 mod process;
@@ -47,6 +48,8 @@ enum Command {
     /// Scenarios that are judged against the project's goals
     #[command(subcommand)]
     E2e(e2e::EndToEnd),
+    /// Prequal against other load balancers in the same run: HAProxy, nginx, Caddy, linkerd's policy, Envoy's own
+    Peers(e2e::Peers),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
     /// Other load generators as judges: vegeta, fortio, h2load and oha against ours
@@ -63,6 +66,9 @@ enum Command {
     Soak(soak::Soak),
     /// The simulator: policies in virtual time, without Envoy
     Sim(sim::Sim),
+    /// The proxy with linkerd's policy (started by `peers`)
+    #[command(hide = true)]
+    P2c(peer::p2c::Args),
     /// The replicas of a benchmark (started by the other commands)
     #[command(hide = true)]
     Backends,
@@ -77,6 +83,9 @@ fn main() -> anyhow::Result<ExitCode> {
     }
     if let Command::Backends = &command {
         return backends::serve().map(|()| ExitCode::SUCCESS);
+    }
+    if let Command::P2c(args) = &command {
+        return peer::p2c::serve(args).map(|()| ExitCode::SUCCESS);
     }
     if let Command::Sim(sim) = &command {
         return sim::run(sim).map(|()| ExitCode::SUCCESS);
@@ -95,11 +104,16 @@ fn main() -> anyhow::Result<ExitCode> {
         match &command {
             Command::Demo(demo) => demo::run(demo).await,
             Command::E2e(what) => e2e::run(what).await,
+            Command::Peers(args) => e2e::peers(args).await,
             Command::Cost(cost) => cost::run(cost).await,
             Command::Generators(args) => generators::run(args).await,
             Command::PlbClient(args) => plb::client(args).await,
             Command::Soak(args) => soak::run(args).await,
-            Command::Plb(_) | Command::PlbServers(_) | Command::Backends | Command::Sim(_) => {
+            Command::Plb(_)
+            | Command::PlbServers(_)
+            | Command::P2c(_)
+            | Command::Backends
+            | Command::Sim(_) => {
                 unreachable!("handled above")
             }
         }

@@ -12,6 +12,23 @@ pub(crate) fn resident_kib(pid: u32) -> Result<u64> {
     line.split_whitespace().nth(1).context("VmRSS without a value")?.parse().context("VmRSS")
 }
 
+/// `root` and all its descendants.
+pub(crate) fn tree(root: u32) -> Result<Vec<u32>> {
+    let mut pids = vec![root];
+    let mut next = 0;
+    while let Some(pid) = pids.get(next).copied() {
+        for thread in threads(pid)? {
+            // A thread may end between the listing and the reading.
+            let Ok(text) = fs::read_to_string(format!("/proc/{pid}/task/{thread}/children")) else {
+                continue;
+            };
+            pids.extend(text.split_whitespace().filter_map(|child| child.parse::<u32>().ok()));
+        }
+        next += 1;
+    }
+    Ok(pids)
+}
+
 /// Binds every thread of `pid` to `cores`; threads that it starts later inherit the binding.
 pub(crate) fn pin(pid: u32, cores: Range<usize>) -> Result<()> {
     for thread in threads(pid)? {
@@ -56,5 +73,28 @@ mod tests {
     #[test]
     fn the_memory_of_this_process_is_read() {
         assert!(resident_kib(std::process::id()).unwrap() > 0);
+    }
+
+    #[test]
+    fn a_tree_includes_grandchildren() {
+        // The `:` keeps the shell from replacing itself with its last command.
+        let nested = "sleep 5 & echo $!; wait; :";
+        let mut shell = std::process::Command::new("sh")
+            .args(["-c", &format!("sh -c '{nested}'; :")])
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(shell.stdout.as_mut().unwrap()), &mut line)
+            .unwrap();
+        let sleeping: u32 = line.trim().parse().unwrap();
+        let pids = tree(shell.id()).unwrap();
+        for pid in &pids {
+            // SAFETY: kill takes plain integers; these processes were started above.
+            unsafe { libc::kill(*pid as libc::pid_t, libc::SIGKILL) };
+        }
+        shell.wait().unwrap();
+        assert_eq!(pids.len(), 3, "{pids:?}");
+        assert!(pids.contains(&sleeping), "{pids:?}, {sleeping}");
     }
 }

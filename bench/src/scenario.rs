@@ -99,6 +99,9 @@ pub(crate) enum Goal {
     Throughput { of: Arm, part: f64 },
     /// No quantile above that of the best of Envoy's own policies, apart from chance and the hop through the filter.
     NeverWorse,
+    /// No quantile of this arm above that of the best of all arms that are not Prequal's, with the same allowances as
+    /// [`Goal::NeverWorse`].
+    NoWorseThanPeers(Arm),
     /// Median and 99th percentile not above this arm's, with the allowances of [`Goal::NeverWorse`].
     NoWorseThan(Arm),
     /// Maximum 99th percentile relative to that of the best of Envoy's own policies.
@@ -130,7 +133,7 @@ pub(crate) struct Measured {
     pub(crate) probes_per_query: Option<f64>,
     /// Number of ejections in the judged part; `None` if the filter does not choose.
     pub(crate) ejections: Option<u64>,
-    /// CPU time of all Envoys per request of the judged part.
+    /// CPU time of all Envoys, or of the peers in their place, per request of the judged part.
     pub(crate) envoy_us: f64,
     /// CPU time of this process, the generator, as a share of the judged part's duration.
     pub(crate) generator_cpu: f64,
@@ -152,6 +155,20 @@ impl Measured {
 }
 
 impl Scenario {
+    /// What requests go through, for headings: `Envoy`, or `proxy` if there are peers among the arms.
+    pub(crate) fn proxy(&self) -> &'static str {
+        if self.arms.iter().any(|arm| matches!(arm, Arm::Peer(_))) { "proxy" } else { "Envoy" }
+    }
+
+    /// [`topology_label`], or the same with proxies if there are peers among the arms.
+    pub(crate) fn topology(&self, envoys: usize) -> &'static str {
+        match (self.proxy(), envoys) {
+            ("proxy", 1) => "one proxy",
+            ("proxy", _) => "four proxies",
+            _ => topology_label(envoys),
+        }
+    }
+
     /// Number of workers of each Envoy if there are `envoys`.
     pub(crate) fn workers(&self, envoys: usize) -> u32 {
         if envoys == 1 { self.workers } else { 1 }
@@ -175,7 +192,7 @@ impl Scenario {
         println!(
             "{step} {}, {}: started in {:.1} s",
             arm.label(),
-            topology_label(envoys),
+            self.topology(envoys),
             started.elapsed().as_secs_f64()
         );
         let measured = self.run_on(&deployment, arm, seed, step).await;
@@ -268,7 +285,7 @@ struct Used {
 }
 
 async fn account(deployment: &Deployment, begin: Instant, judged: &Range<Duration>) -> Result<Used> {
-    let read = || anyhow::Ok((deployment.counted()?, deployment.envoy_cpu()?, cpu_time(std::process::id())?));
+    let read = || anyhow::Ok((deployment.counted()?, deployment.proxy_cpu()?, cpu_time(std::process::id())?));
     tokio::time::sleep_until((begin + judged.start).into()).await;
     let before = read()?;
     tokio::time::sleep_until((begin + judged.end).into()).await;

@@ -4,6 +4,7 @@ mod affinity;
 mod cpu_bound;
 mod ingress;
 mod never_worse;
+mod peers;
 mod rules;
 mod sinkhole;
 mod slow_half;
@@ -23,6 +24,7 @@ use crate::scenario::{Load, Scenario};
 
 pub(crate) use ingress::scenario as ingress;
 pub(crate) use never_worse::equal;
+pub(crate) use peers::{Peers, run as peers};
 #[cfg(test)]
 pub(crate) use stall::scenario as stall;
 
