@@ -26,7 +26,7 @@ use crate::stats::median;
 use crate::table::{self, one, range, two};
 
 mod cold;
-mod idle;
+pub(crate) mod idle;
 mod inbound;
 mod replicas;
 

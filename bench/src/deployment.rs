@@ -19,6 +19,7 @@ use tokio::net::TcpSocket;
 use crate::arm::Arm;
 use crate::backends::{Backends, Change, Fleet, KEY_HEADER, Service};
 use crate::peer;
+use crate::process::resident_kib;
 
 /// The serving cluster of the shipped configuration.
 pub(crate) const CLUSTER: &str = "replicas";
@@ -48,6 +49,27 @@ pub(crate) struct Counted {
     pub(crate) probes: u64,
     /// Number of ejections, for any reason.
     pub(crate) ejections: u64,
+}
+
+/// What agents have done since they started.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct AgentsWork {
+    /// Probes answered.
+    pub(crate) probes: f64,
+    /// Requests that ended.
+    pub(crate) requests: f64,
+    pub(crate) cpu: Duration,
+}
+
+impl AgentsWork {
+    /// The work since an earlier reading.
+    pub(crate) fn since(self, before: Self) -> Self {
+        Self {
+            probes: self.probes - before.probes,
+            requests: self.requests - before.requests,
+            cpu: self.cpu.saturating_sub(before.cpu),
+        }
+    }
 }
 
 /// An event that affects one replica.
@@ -150,12 +172,43 @@ impl Deployment {
         self.envoys.iter().map(Envoy::cpu_time).chain(peers).sum()
     }
 
+    /// Mean resident memory of an Envoy, KiB.
+    pub(crate) fn envoy_resident_kib(&self) -> Result<f64> {
+        let total: u64 = self.envoys.iter().map(|envoy| resident_kib(envoy.pid())).sum::<Result<_>>()?;
+        Ok(total as f64 / self.envoys.len() as f64)
+    }
+
+    /// The work of all running agents together so far. Blocks for a moment.
+    pub(crate) fn agents_work(&self) -> Result<AgentsWork> {
+        let mut work = AgentsWork::default();
+        for front in &self.agents {
+            let front = front.lock().unwrap_or_else(PoisonError::into_inner);
+            let Front::Agent(agent) = &*front else { continue };
+            for (name, value) in agent.metrics()? {
+                if name.starts_with("prequal_agent_probes_total{") {
+                    work.probes += value;
+                } else if name.starts_with("prequal_agent_requests_total{") {
+                    work.requests += value;
+                }
+            }
+            work.cpu += agent.cpu_time()?;
+        }
+        Ok(work)
+    }
+
     /// The counters of all filters together so far; zero in a baseline.
     pub(crate) fn counted(&self) -> Result<Counted> {
         tokio::task::block_in_place(|| {
+            // In parallel, because each reading waits for the workers' next report.
+            let readings: Vec<_> = std::thread::scope(|scope| {
+                let read = |envoy| scope.spawn(move || Envoy::prequal(envoy, CLUSTER));
+                let threads: Vec<_> = self.envoys.iter().map(read).collect();
+                threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect()
+            });
             let mut counted = Counted::default();
-            for envoy in &self.envoys {
-                let counters = envoy.prequal(CLUSTER)?;
+            for reading in readings {
+                let Ok(counters) = reading else { bail!("reading an Envoy's counters panicked, see above") };
+                let counters = counters?;
                 counted.probes += counters.probes("sent");
                 counted.ejections += ["failing", "reported", "unresponsive"]
                     .map(|reason| counters.other(&format!("prequal_ejections_total.{reason}")))
@@ -200,15 +253,24 @@ pub(crate) fn start_agents(upstreams: &[SocketAddr], args: &[String]) -> Result<
     upstreams.iter().map(|upstream| Agent::start_with(*upstream, &agent_options(args))).collect()
 }
 
-/// Starts several Envoys in parallel: compiling the module takes most of the time.
+/// Starts several Envoys, a few at a time: compiling the module takes most of the time, and an Envoy that gets too little
+/// of the CPU would exceed its time to start.
 pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
-    let threads: Vec<_> =
-        configs.into_iter().map(|config| std::thread::spawn(move || Envoy::start(config))).collect();
-    let started = threads.into_iter().map(|thread| match thread.join() {
-        Ok(envoy) => envoy.context("starting Envoy"),
-        Err(_) => bail!("starting Envoy panicked, see above"),
-    });
-    started.collect()
+    let at_a_time = 2 * std::thread::available_parallelism()?.get();
+    let mut envoys = Vec::with_capacity(configs.len());
+    let mut configs = configs.into_iter().peekable();
+    while configs.peek().is_some() {
+        let threads: Vec<_> = configs
+            .by_ref()
+            .take(at_a_time)
+            .map(|config| std::thread::spawn(move || Envoy::start(config)))
+            .collect();
+        for thread in threads {
+            let Ok(envoy) = thread.join() else { bail!("starting Envoy panicked, see above") };
+            envoys.push(envoy.context("starting Envoy")?);
+        }
+    }
+    Ok(envoys)
 }
 
 fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {

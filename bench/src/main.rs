@@ -21,6 +21,7 @@ mod plot;
 mod process;
 mod recovery;
 mod scenario;
+mod sidecars;
 mod sim;
 mod soak;
 mod stats;
@@ -54,6 +55,8 @@ enum Command {
     Cost(cost::Cost),
     /// Other load generators as judges: vegeta, fortio, h2load and oha against ours
     Generators(generators::Generators),
+    /// Many Envoys with few requests each, against one: latency, messages, and the cost at rest
+    Sidecars(sidecars::Sidecars),
     /// PLB beneath the service, on a fabric of namespaces: the effect of repathing
     Plb(plb::Plb),
     /// Agents and backends of `plb` (started by it)
@@ -107,6 +110,7 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::Peers(args) => e2e::peers(args).await,
             Command::Cost(cost) => cost::run(cost).await,
             Command::Generators(args) => generators::run(args).await,
+            Command::Sidecars(sidecars) => sidecars::run(sidecars).await,
             Command::PlbClient(args) => plb::client(args).await,
             Command::Soak(args) => soak::run(args).await,
             Command::Plb(_)

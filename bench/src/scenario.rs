@@ -113,8 +113,12 @@ pub(crate) enum Goal {
 }
 
 /// Name of a topology: the number of Envoys that share fleet and load.
-pub(crate) fn topology_label(envoys: usize) -> &'static str {
-    if envoys == 1 { "one Envoy" } else { "four Envoys" }
+pub(crate) fn topology_label(envoys: usize) -> String {
+    match envoys {
+        1 => "one Envoy".to_owned(),
+        4 => "four Envoys".to_owned(),
+        many => format!("{many} Envoys"),
+    }
 }
 
 /// Measurements of one run.
@@ -201,7 +205,13 @@ impl Scenario {
     }
 
     /// Runs the load and the schedule on a deployment that has seen no load yet.
-    async fn run_on(&self, deployment: &Deployment, arm: Arm, seed: u64, step: &str) -> Result<Measured> {
+    pub(crate) async fn run_on(
+        &self,
+        deployment: &Deployment,
+        arm: Arm,
+        seed: u64,
+        step: &str,
+    ) -> Result<Measured> {
         let length = self.length(arm);
         let (begin, progress, samples) = match self.load {
             Load::Open { .. } => {

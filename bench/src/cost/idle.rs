@@ -12,10 +12,10 @@ use super::{judge, place, trivial};
 use crate::backends::Backends;
 use crate::deployment::{CLUSTER, start_envoys};
 
-const CLUSTERS: usize = 100;
+pub(crate) const CLUSTERS: usize = 100;
 const WORKERS: u32 = 4;
 /// Wait after the start, long enough for the probes that are sent then without any request.
-const SETTLES: Duration = Duration::from_secs(20);
+pub(crate) const SETTLES: Duration = Duration::from_secs(20);
 const MEASURED: Duration = Duration::from_secs(60);
 /// Goal for all clusters together.
 const PROBES_PER_SECOND: f64 = 1.0;
@@ -24,9 +24,17 @@ const CPU_SHARE: f64 = 0.005;
 
 /// Measures, prints and judges; returns whether both goals were reached.
 pub(super) async fn run() -> Result<bool> {
+    let verdicts = verdicts(MEASURED).await?;
+    let reached = verdicts.into_iter().fold(true, |all, (reached, line)| judge(reached, &line) && all);
+    println!();
+    Ok(reached)
+}
+
+/// Measures over `measured`; returns the verdict on each goal.
+pub(crate) async fn verdicts(measured: Duration) -> Result<Vec<(bool, String)>> {
     println!(
         "Envoy with {CLUSTERS} clusters that get no requests, {WORKERS} workers, over {} s",
-        MEASURED.as_secs()
+        measured.as_secs()
     );
     let backends = Backends::start(&trivial(10))?;
     let name = |index: usize| if index == 0 { CLUSTER.to_owned() } else { format!("unused-{index}") };
@@ -50,23 +58,16 @@ pub(super) async fn run() -> Result<bool> {
     tokio::time::sleep(SETTLES).await;
     let learned = tokio::task::block_in_place(|| probes(&envoys[1]))?;
     let (began, before) = (Instant::now(), cpu(&envoys)?);
-    tokio::time::sleep(MEASURED).await;
+    tokio::time::sleep(measured).await;
     let (seconds, after) = (began.elapsed().as_secs_f64(), cpu(&envoys)?);
     let sent = tokio::task::block_in_place(|| probes(&envoys[1]))? - learned;
     let shares: Vec<f64> =
         before.iter().zip(&after).map(|(before, after)| (*after - *before).as_secs_f64() / seconds).collect();
     println!("  {learned} probes at the start; without the filter {:.2} % of a core", shares[0] * 100.0);
     let rate = sent as f64 / seconds;
-    let few = judge(
-        rate < PROBES_PER_SECOND,
-        &format!("{rate:.2} probes a second in all (less than {PROBES_PER_SECOND})"),
-    );
-    let cheap = judge(
-        shares[1] < CPU_SHARE,
-        &format!("{:.2} % of a core (less than {} %)", shares[1] * 100.0, CPU_SHARE * 100.0),
-    );
-    println!();
-    Ok(few && cheap)
+    let few = format!("{rate:.2} probes a second in all (less than {PROBES_PER_SECOND})");
+    let cheap = format!("{:.2} % of a core (less than {} %)", shares[1] * 100.0, CPU_SHARE * 100.0);
+    Ok(vec![(rate < PROBES_PER_SECOND, few), (shares[1] < CPU_SHARE, cheap)])
 }
 
 fn cpu(envoys: &[Envoy]) -> Result<Vec<Duration>> {

@@ -1,0 +1,302 @@
+//! `sidecars`: many Envoys that each send few requests, compared with one Envoy that sends them all, and what the many cost
+//! while nobody sends any.
+//!
+//! Each of many Envoys hears from a replica rarely, so its reports are old, or probes must replace them. The goals limit
+//! both: the tail that old reports cost, and the messages that fresh ones take.
+
+mod fleet;
+mod rest;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::Args;
+
+use crate::arm::Arm;
+use crate::comparison::Comparison;
+use crate::deployment::Deployment;
+use crate::e2e;
+use crate::goals::Goals;
+use crate::scenario::{Measured, Scenario, topology_label};
+use crate::stats::median;
+use crate::table::{self, one, percent, spread, two};
+
+use fleet::Shape;
+
+/// Goal for the 99th percentile of Prequal through many Envoys, relative to its own through one.
+const TAIL: f64 = 1.2;
+/// Goal for the messages that Prequal adds to a request.
+const MESSAGES: f64 = 0.35;
+
+/// Arguments of `sidecars`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Sidecars {
+    /// Number of Envoys, each with one worker
+    #[arg(long, default_value_t = 32, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(2..=100))]
+    envoys: u16,
+    /// Number of replicas, each with one slot and an agent
+    #[arg(long, default_value_t = 32, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(4..=100))]
+    replicas: u16,
+    /// Requests per second of each Envoy; service times are chosen for a load of 70 %
+    #[arg(long, default_value_t = 5.0, value_name = "RATE")]
+    per_envoy: f64,
+    /// Judged seconds per run [default: 60]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
+    seconds: Option<u64>,
+    /// Measured seconds at rest [default: 60]; 0 leaves this part out
+    #[arg(long)]
+    rest_seconds: Option<u64>,
+    /// Passes over all policies [default: 3]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    passes: Option<u64>,
+    /// Only policies whose names begin with one of these, comma-separated
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    arms: Vec<String>,
+    /// One short pass, to check that everything works: its figures are not meaningful
+    #[arg(long)]
+    quick: bool,
+    /// Folder for the plot
+    #[arg(long, default_value = "target/bench", value_name = "DIR")]
+    out: PathBuf,
+}
+
+impl Sidecars {
+    /// An option's value, else its usual one, which is shorter with `--quick`.
+    fn or(&self, value: Option<u64>, usual: u64, quick: u64) -> u64 {
+        value.unwrap_or(if self.quick { quick } else { usual })
+    }
+
+    fn scenarios(&self) -> Result<Vec<Scenario>> {
+        let shape = Shape { envoys: self.envoys, replicas: self.replicas, per_envoy: self.per_envoy };
+        let seconds = Duration::from_secs(self.or(self.seconds, 60, 10));
+        let mut scenarios = vec![fleet::equal(shape, seconds)?, fleet::quarter_slow(shape, seconds)?];
+        for scenario in scenarios.iter_mut().filter(|_| !self.arms.is_empty()) {
+            scenario.arms.retain(|arm| self.arms.iter().any(|name| arm.label().starts_with(name)));
+        }
+        Ok(scenarios)
+    }
+}
+
+/// What a run used beside what every run records.
+struct Used {
+    arm: Arm,
+    envoys: usize,
+    /// Probes among the messages that the agents got.
+    probe_share: f64,
+    /// The agents' CPU time per message.
+    agent_us: f64,
+    /// Resident memory of an Envoy.
+    resident_mib: f64,
+}
+
+/// Runs every part; the exit code says whether every goal was reached.
+pub(crate) async fn run(sidecars: &Sidecars) -> Result<ExitCode> {
+    let scenarios = sidecars.scenarios()?;
+    let many = usize::from(sidecars.envoys);
+    let passes = sidecars.or(sidecars.passes, 3, 1);
+    let (mut goals, mut panels) = (Goals::default(), Vec::new());
+    for scenario in &scenarios {
+        let (comparison, used) = compare(scenario.clone(), many, passes).await?;
+        println!();
+        for envoys in [many, 1] {
+            println!("{}", comparison.tables(envoys));
+            panels.push(comparison.panel(envoys));
+        }
+        println!("{}", summary(&comparison, &used, many));
+        judge(&comparison, many, &mut goals);
+    }
+    e2e::draw(&sidecars.out.join("sidecars.svg"), "Many Envoys against one", &panels)?;
+    let seconds = sidecars.or(sidecars.rest_seconds, 60, 10);
+    if seconds > 0 {
+        rest::run(&scenarios[0], many, Duration::from_secs(seconds), &mut goals).await?;
+    }
+    Ok(goals.print())
+}
+
+/// Runs every arm once per pass through many Envoys and through one.
+async fn compare(scenario: Scenario, many: usize, passes: u64) -> Result<(Comparison, Vec<Used>)> {
+    println!("{}", scenario.title);
+    let arms = scenario.arms.clone();
+    let total = passes as usize * 2 * arms.len();
+    let mut comparison = Comparison { scenario, runs: Vec::new() };
+    let mut used = Vec::new();
+    for pass in 1..=passes {
+        for envoys in [many, 1] {
+            for arm in &arms {
+                let step = format!("[{}/{total}]", comparison.runs.len() + 1);
+                // All arms of a pass get the same requests, and so do both topologies.
+                let run = run_cold(&comparison.scenario, *arm, envoys, pass, &step).await;
+                let (run, resources) =
+                    run.with_context(|| format!("{}, {}, pass {pass}", arm.label(), topology_label(envoys)))?;
+                println!(
+                    "  p50 {:.1} ms, p99 {:.1}, {} failed, {:.0} MiB per Envoy",
+                    run.judged.quantile_ms(0.5),
+                    run.judged.quantile_ms(0.99),
+                    run.failed(),
+                    resources.resident_mib,
+                );
+                comparison.runs.push(run);
+                used.push(resources);
+            }
+        }
+    }
+    Ok((comparison, used))
+}
+
+/// Starts a deployment cold, runs the load on it, and takes it down.
+async fn run_cold(
+    scenario: &Scenario,
+    arm: Arm,
+    envoys: usize,
+    seed: u64,
+    step: &str,
+) -> Result<(Measured, Used)> {
+    let started = Instant::now();
+    let deployment = Deployment::start(arm, envoys, scenario.workers(envoys), &scenario.fleet).await?;
+    println!(
+        "{step} {}, {}: started in {:.1} s",
+        arm.label(),
+        topology_label(envoys),
+        started.elapsed().as_secs_f64()
+    );
+    let outcome = measure(scenario, &deployment, arm, seed, step).await;
+    deployment.stop().await;
+    outcome
+}
+
+async fn measure(
+    scenario: &Scenario,
+    deployment: &Deployment,
+    arm: Arm,
+    seed: u64,
+    step: &str,
+) -> Result<(Measured, Used)> {
+    let work = || tokio::task::block_in_place(|| deployment.agents_work());
+    let before = work()?;
+    let measured = scenario.run_on(deployment, arm, seed, step).await?;
+    let agents = work()?.since(before);
+    let messages = agents.probes + agents.requests;
+    let used = Used {
+        arm,
+        envoys: deployment.envoys(),
+        probe_share: agents.probes / messages,
+        agent_us: agents.cpu.as_secs_f64() * 1e6 / messages,
+        resident_mib: deployment.envoy_resident_kib()? / 1024.0,
+    };
+    Ok((measured, used))
+}
+
+/// Median over the passes of a quantile of one arm.
+fn quantile_ms(comparison: &Comparison, arm: Arm, envoys: usize, q: f64) -> f64 {
+    median(comparison.of(arm, envoys).map(|run| run.judged.quantile_ms(q)))
+}
+
+/// How many times an arm's quantile through many Envoys is its own through one.
+fn of_one(comparison: &Comparison, arm: Arm, many: usize, q: f64) -> f64 {
+    quantile_ms(comparison, arm, many, q) / quantile_ms(comparison, arm, 1, q)
+}
+
+/// The table that compares both topologies.
+fn summary(comparison: &Comparison, used: &[Used], many: usize) -> String {
+    let mut rows = Vec::new();
+    for envoys in [many, 1] {
+        for arm in &comparison.scenario.arms {
+            let of = |value: fn(&Used) -> f64| -> Vec<f64> {
+                used.iter().filter(|used| used.arm == *arm && used.envoys == envoys).map(value).collect()
+            };
+            let cpu: Vec<f64> = comparison.of(*arm, envoys).map(|run| run.envoy_us).collect();
+            let extra: Vec<f64> =
+                comparison.of(*arm, envoys).map(|run| run.probes_per_query.unwrap_or(0.0)).collect();
+            let times = |q| if envoys == 1 { f64::NAN } else { of_one(comparison, *arm, many, q) };
+            rows.push(vec![
+                format!("{}, {}", arm.label(), topology_label(envoys)),
+                two(times(0.5)),
+                two(times(0.99)),
+                two(times(0.999)),
+                spread(&extra, two),
+                spread(&of(|used| used.probe_share), percent),
+                spread(&of(|used| used.agent_us), one),
+                spread(&cpu, one),
+                spread(&of(|used| used.resident_mib), one),
+            ]);
+        }
+    }
+    let header = [
+        "policy",
+        "p50 × one",
+        "p99 × one",
+        "p99.9 × one",
+        "extra messages/req",
+        "probes, of agents' messages",
+        "agent µs/message",
+        "Envoy µs/req",
+        "Envoy MiB",
+    ];
+    table::render(&header, &rows) + "\n× one: relative to the same policy through one Envoy.\n"
+}
+
+/// Adds the verdicts on one fleet.
+fn judge(comparison: &Comparison, many: usize, goals: &mut Goals) {
+    if comparison.scenario.arms.contains(&Arm::Prequal) {
+        let name = &comparison.scenario.name;
+        let times = of_one(comparison, Arm::Prequal, many, 0.99);
+        goals.add(
+            times <= TAIL,
+            format!(
+                "{name}: p99 through {} {} times that through one (at most {TAIL})",
+                topology_label(many),
+                two(times)
+            ),
+        );
+        let messages =
+            median(comparison.of(Arm::Prequal, many).map(|run| run.probes_per_query.unwrap_or(f64::NAN)));
+        goals.add(
+            messages <= MESSAGES,
+            format!("{name}: {} extra messages a request (at most {MESSAGES})", two(messages)),
+        );
+    }
+    for envoys in [many, 1] {
+        goals.judge(comparison, envoys);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        sidecars: Sidecars,
+    }
+
+    fn parsed(line: &str) -> Result<Sidecars, String> {
+        let line = Line::try_parse_from(std::iter::once("sidecars").chain(line.split_whitespace()));
+        line.map(|line| line.sidecars).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn quick_shortens_only_what_is_not_given() {
+        let sidecars = parsed("--quick --seconds 30").unwrap();
+        let judged = sidecars.scenarios().unwrap()[0].judged.clone();
+        assert_eq!(judged.end - judged.start, Duration::from_secs(30));
+        assert_eq!(sidecars.or(sidecars.passes, 3, 1), 1);
+        assert_eq!(parsed("").unwrap().or(None, 3, 1), 3);
+    }
+
+    #[test]
+    fn arms_are_chosen_by_the_beginning_of_their_names() {
+        let scenarios = parsed("--arms least,preq").unwrap().scenarios().unwrap();
+        assert_eq!(scenarios[1].arms, [Arm::LeastRequest, Arm::FullScan, Arm::Prequal]);
+    }
+
+    #[test]
+    fn numbers_out_of_range_are_refused() {
+        assert!(parsed("--envoys 1").unwrap_err().contains("2..=100"));
+        assert!(parsed("--replicas 2").unwrap_err().contains("4..=100"));
+    }
+}
