@@ -29,21 +29,21 @@ pub(crate) struct Round {
     pub(crate) median_us: f64,
 }
 
-/// Runs one round of GETs of `path` against `target`. `cpu` returns the CPU time so far of the processes under measurement.
+/// Runs one round of GETs against `target`; each connection repeats one of `paths`, in turn. `cpu` returns the CPU time so far of the processes under measurement.
 ///
 /// # Errors
 /// If any answer is not a 200 with a length: a number that includes errors would be meaningless.
 pub(crate) async fn round(
     target: SocketAddr,
-    path: &'static str,
+    paths: &[String],
     connections: usize,
     length: Duration,
     cpu: impl Fn() -> Result<Duration>,
 ) -> Result<Round> {
-    let shared = Arc::new(Shared { path, ..Shared::new() });
+    let shared = Arc::new(Shared::new());
     let mut tasks = JoinSet::new();
-    for _ in 0..connections {
-        tasks.spawn(one_connection(target, shared.clone()));
+    for path in paths.iter().cycle().take(connections) {
+        tasks.spawn(one_connection(target, path.clone(), shared.clone()));
     }
     tokio::time::sleep(WARM_UP).await;
     let (cpu_before, count_before, begin) = (cpu()?, shared.count.load(Ordering::Relaxed), Instant::now());
@@ -73,7 +73,7 @@ pub(crate) async fn run(target: SocketAddr, connections: usize, length: Duration
     let shared = Arc::new(Shared { record: AtomicBool::new(true), ..Shared::new() });
     let mut tasks = JoinSet::new();
     for _ in 0..connections {
-        tasks.spawn(one_connection(target, shared.clone()));
+        tasks.spawn(one_connection(target, "/".to_owned(), shared.clone()));
     }
     tokio::time::sleep(length).await;
     shared.stop.store(true, Ordering::Relaxed);
@@ -94,7 +94,7 @@ pub(crate) async fn send(target: SocketAddr, connections: usize, requests: u64) 
     let shared = Arc::new(Shared { limit: Some(requests), ..Shared::new() });
     let mut tasks = JoinSet::new();
     for _ in 0..connections {
-        tasks.spawn(one_connection(target, shared.clone()));
+        tasks.spawn(one_connection(target, "/".to_owned(), shared.clone()));
     }
     for outcome in tasks.join_all().await {
         outcome?;
@@ -103,7 +103,6 @@ pub(crate) async fn send(target: SocketAddr, connections: usize, requests: u64) 
 }
 
 struct Shared {
-    path: &'static str,
     origin: Instant,
     count: AtomicU64,
     record: AtomicBool,
@@ -114,7 +113,6 @@ struct Shared {
 impl Shared {
     fn new() -> Self {
         Self {
-            path: "/",
             origin: Instant::now(),
             count: AtomicU64::new(0),
             record: AtomicBool::new(false),
@@ -165,8 +163,12 @@ impl Connection {
 }
 
 /// Returns for each recorded request the time at which it was sent, from the origin, and its latency.
-async fn one_connection(target: SocketAddr, shared: Arc<Shared>) -> Result<Vec<(Duration, Duration)>> {
-    let mut connection = Connection::open(target, shared.path).await?;
+async fn one_connection(
+    target: SocketAddr,
+    path: String,
+    shared: Arc<Shared>,
+) -> Result<Vec<(Duration, Duration)>> {
+    let mut connection = Connection::open(target, &path).await?;
     let mut latencies = Vec::new();
     while shared.go_on() {
         let sent = Instant::now();

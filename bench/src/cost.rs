@@ -26,9 +26,13 @@ use crate::stats::median;
 use crate::table::{self, one, range, two};
 
 mod cold;
+pub(crate) mod growth;
+mod held;
 pub(crate) mod idle;
 mod inbound;
+mod kind;
 mod replicas;
+pub(crate) mod resident;
 
 const CONNECTIONS: usize = 16;
 /// Goal for the filter without probes, relative to no filter: with one cluster configured, and with several.
@@ -52,15 +56,28 @@ const NATIVE_FACTOR: f64 = 1.05;
 /// Maximum growth of the agent's memory that still counts as none, KiB.
 const FLAT_KIB: u64 = 1024;
 
+/// The rounds of every variant.
+#[derive(Args, Clone, Copy, Debug)]
+struct Rounds {
+    /// Rounds per variant
+    #[arg(long = "rounds", default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    count: u32,
+    /// Milliseconds per round
+    #[arg(long = "round-ms", default_value_t = 1500, value_parser = clap::value_parser!(u64).range(100..))]
+    ms: u64,
+}
+
+impl Rounds {
+    fn length(self) -> Duration {
+        Duration::from_millis(self.ms)
+    }
+}
+
 /// Arguments of `cost`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Cost {
-    /// Rounds per variant
-    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
-    rounds: u32,
-    /// Milliseconds per round
-    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u64).range(100..))]
-    round_ms: u64,
+    #[command(flatten)]
+    rounds: Rounds,
     /// Requests through one agent while its memory is watched; 0 skips this part
     #[arg(long, default_value_t = 1_000_000)]
     memory_requests: u64,
@@ -159,7 +176,8 @@ fn judge(reached: bool, line: &str) -> bool {
 struct Variant {
     name: &'static str,
     target: SocketAddr,
-    path: &'static str,
+    /// Each connection repeats one of these.
+    paths: Vec<String>,
     pids: Vec<u32>,
     saturated: Vec<Round>,
     /// Rounds with one connection, so that nothing queues.
@@ -168,17 +186,17 @@ struct Variant {
 
 impl Variant {
     fn new(name: &'static str, target: SocketAddr, pids: Vec<u32>) -> Self {
-        Self { name, target, path: "/", pids, saturated: Vec::new(), serial: Vec::new() }
+        Self { name, target, paths: vec!["/".to_owned()], pids, saturated: Vec::new(), serial: Vec::new() }
     }
 
-    fn path(mut self, path: &'static str) -> Self {
-        self.path = path;
+    fn paths(mut self, paths: Vec<String>) -> Self {
+        self.paths = paths;
         self
     }
 
     async fn round(&self, connections: usize, length: Duration) -> Result<Round> {
         let cpu = || self.pids.iter().map(|pid| cpu_time(*pid)).sum();
-        closed::round(self.target, self.path, connections, length, cpu).await.context(self.name)
+        closed::round(self.target, &self.paths, connections, length, cpu).await.context(self.name)
     }
 
     fn cpu(&self) -> f64 {
@@ -261,21 +279,21 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
 }
 
 /// Sends requests that are not counted, to fill caches, connections and pools.
-async fn warm_up(cost: &Cost, variants: &[Variant]) -> Result<()> {
+async fn warm_up(rounds: Rounds, variants: &[Variant]) -> Result<()> {
     for variant in variants {
-        variant.round(CONNECTIONS, Duration::from_millis(cost.round_ms.min(300))).await?;
+        variant.round(CONNECTIONS, rounds.length().min(Duration::from_millis(300))).await?;
     }
     Ok(())
 }
 
-async fn saturate(cost: &Cost, variants: &mut [Variant]) -> Result<()> {
+async fn saturate(rounds: Rounds, variants: &mut [Variant]) -> Result<()> {
     let begin = Instant::now();
-    for number in 1..=cost.rounds {
+    for number in 1..=rounds.count {
         for variant in &mut *variants {
-            let round = variant.round(CONNECTIONS, Duration::from_millis(cost.round_ms)).await?;
+            let round = variant.round(CONNECTIONS, rounds.length()).await?;
             variant.saturated.push(round);
         }
-        println!("  round {number} of {}, {:.0} s", cost.rounds, begin.elapsed().as_secs_f64());
+        println!("  round {number} of {}, {:.0} s", rounds.count, begin.elapsed().as_secs_f64());
     }
     Ok(())
 }
@@ -292,9 +310,9 @@ async fn filter(cost: &Cost) -> Result<bool> {
         .zip(&envoys)
         .map(|(name, envoy)| Variant::new(name, envoy.addr(), vec![envoy.pid()]))
         .collect();
-    warm_up(cost, &variants).await?;
+    warm_up(cost.rounds, &variants).await?;
     let before = counters(&envoys)?;
-    saturate(cost, &mut variants).await?;
+    saturate(cost.rounds, &mut variants).await?;
     let after = counters(&envoys)?;
 
     let none = variants[0].cpu();
@@ -381,15 +399,15 @@ async fn proxies(cost: &Cost) -> Result<bool> {
     }
     let measured: Vec<u32> = variants.iter().flat_map(|variant| variant.pids.iter().copied()).collect();
     place(&measured, &[backends.pid()])?;
-    let length = Duration::from_millis(cost.round_ms);
-    for number in 1..=cost.rounds {
+    let length = cost.rounds.length();
+    for number in 1..=cost.rounds.count {
         for variant in &mut variants {
             let saturated = variant.round(CONNECTIONS, length).await?;
             let serial = variant.round(1, length / 2).await?;
             variant.saturated.push(saturated);
             variant.serial.push(serial);
         }
-        println!("  round {number} of {}, {:.0} s", cost.rounds, begin.elapsed().as_secs_f64());
+        println!("  round {number} of {}, {:.0} s", cost.rounds.count, begin.elapsed().as_secs_f64());
     }
 
     let direct = variants[0].serial_median();

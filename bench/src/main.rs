@@ -55,6 +55,10 @@ enum Command {
     Cost(cost::Cost),
     /// Other load generators as judges: vegeta, fortio, h2load and oha against ours
     Generators(generators::Generators),
+    /// CPU time per request as replicas, clusters, workers or requests in flight grow
+    Growth(cost::growth::Growth),
+    /// Resident memory of Envoy by workers, clusters and replicas, and of an agent
+    Memory(cost::resident::Memory),
     /// Many Envoys with few requests each, against one: latency, messages, and the cost at rest
     Sidecars(sidecars::Sidecars),
     /// PLB beneath the service, on a fabric of namespaces: the effect of repathing
@@ -110,6 +114,8 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::Peers(args) => e2e::peers(args).await,
             Command::Cost(cost) => cost::run(cost).await,
             Command::Generators(args) => generators::run(args).await,
+            Command::Growth(growth) => cost::growth::run(growth).await,
+            Command::Memory(memory) => cost::resident::run(memory).await,
             Command::Sidecars(sidecars) => sidecars::run(sidecars).await,
             Command::PlbClient(args) => plb::client(args).await,
             Command::Soak(args) => soak::run(args).await,

@@ -62,16 +62,16 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
         turns.push(Turn { name, envoy, connection, cpu_us: Vec::new() });
     }
 
-    let length = Duration::from_millis(cost.round_ms);
+    let length = cost.rounds.length();
     // The first round is not counted: connections and pools fill.
     round(&mut turns, length).await?;
     turns.iter_mut().for_each(|turn| turn.cpu_us.clear());
     let begin = Instant::now();
-    for number in 1..=cost.rounds {
+    for number in 1..=cost.rounds.count {
         let requests = round(&mut turns, length).await?;
         println!(
             "  round {number} of {}, {requests} requests each, {:.0} s",
-            cost.rounds,
+            cost.rounds.count,
             begin.elapsed().as_secs_f64()
         );
     }

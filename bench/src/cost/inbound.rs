@@ -36,22 +36,23 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
     let pids: Vec<u32> = envoys.iter().map(Envoy::pid).collect();
     place(&pids, &[backends.pid()])?;
     let of = |name, envoy: usize| Variant::new(name, envoys[envoy].addr(), vec![envoys[envoy].pid()]);
+    let probe = || vec![PROBE_PATH.to_owned()];
     let mut variants = vec![
         of("no filter", 0),
         of("+ inbound, reports on probes only, endpoint given", 1),
         of("+ inbound, endpoint given", 2),
         of("+ inbound (default)", 3),
-        of("a probe: direct_response", 4).path(PROBE_PATH),
-        of("a probe: inbound (default)", 3).path(PROBE_PATH),
+        of("a probe: direct_response", 4).paths(probe()),
+        of("a probe: inbound (default)", 3).paths(probe()),
     ];
-    warm_up(cost, &variants).await?;
-    saturate(cost, &mut variants).await?;
+    warm_up(cost.rounds, &variants).await?;
+    saturate(cost.rounds, &mut variants).await?;
     let none = variants[0].cpu();
     let rows: Vec<Vec<String>> = variants
         .iter()
         .map(|variant| {
             let cpu = variant.cpu();
-            let is_probe = variant.path == PROBE_PATH;
+            let is_probe = variant.paths == probe();
             let if_request = |text: String| if is_probe { "–".to_owned() } else { text };
             vec![
                 variant.name.to_owned(),

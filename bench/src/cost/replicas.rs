@@ -40,10 +40,7 @@ const HOSTED: usize = 2500;
 pub(super) async fn run(cost: &Cost) -> Result<bool> {
     let many = cost.replicas;
     println!("Envoy CPU per request before {FEW} and {many} replicas that answer at once, one worker");
-    let backends = (0..many + NEWCOMERS)
-        .step_by(HOSTED)
-        .map(|first| Backends::start(&trivial(HOSTED.min(many + NEWCOMERS - first))))
-        .collect::<Result<Vec<_>>>()?;
+    let backends = host(many + NEWCOMERS)?;
     let all: Vec<_> = backends.iter().flat_map(|backends| backends.addresses.iter().copied()).collect();
     let mut configs = Vec::new();
     for size in [FEW, many] {
@@ -69,7 +66,7 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
     }
     println!("  {} of {many} known after {:.0} s", members(&envoys[3])?, learned.elapsed().as_secs_f64());
     let before = counters(&envoys)?;
-    saturate(cost, &mut variants).await?;
+    saturate(cost.rounds, &mut variants).await?;
     let after = counters(&envoys)?;
     let at_rate = at_fixed_rate(cost, &envoys).await?;
 
@@ -122,7 +119,13 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
     Ok(per_request && membership && discovery)
 }
 
-fn members(envoy: &Envoy) -> Result<u64> {
+/// Starts `count` replicas in as few processes as can hold them.
+pub(super) fn host(count: usize) -> Result<Vec<Backends>> {
+    (0..count).step_by(HOSTED).map(|first| Backends::start(&trivial(HOSTED.min(count - first)))).collect()
+}
+
+/// Number of replicas that the filter knows.
+pub(super) fn members(envoy: &Envoy) -> Result<u64> {
     tokio::task::block_in_place(|| Ok(envoy.prequal(CLUSTER)?.other("prequal_members")))
 }
 
@@ -133,11 +136,11 @@ async fn at_fixed_rate(cost: &Cost, envoys: &[Envoy]) -> Result<Vec<f64>> {
         connections.push(Connection::open(envoy.addr(), "/").await?);
     }
     let mut rounds = vec![Vec::new(); envoys.len()];
-    for _ in 0..cost.rounds {
+    for _ in 0..cost.rounds.count {
         let before = envoys.iter().map(Envoy::cpu_time).collect::<Result<Vec<_>>>()?;
         let begin = Instant::now();
         let mut pace = tokio::time::interval(PACE);
-        while begin.elapsed() < Duration::from_millis(cost.round_ms) {
+        while begin.elapsed() < cost.rounds.length() {
             pace.tick().await;
             for connection in &mut connections {
                 connection.get().await?;

@@ -9,7 +9,7 @@ use crate::commands::{envoy, generators, go, peers};
 use crate::toolchain::Choice;
 use crate::{progress, run, workspace};
 
-/// Runs the criterion benchmarks, or with `e2e`, `peers`, `generators`, `cost` or `plb` benchmarks through a real Envoy.
+/// Runs the criterion benchmarks, or with a subcommand benchmarks through a real Envoy.
 ///
 /// Compare only numbers from the same run: two runs, or two machines, are not comparable.
 #[derive(clap::Args)]
@@ -53,6 +53,18 @@ enum What {
     /// is installed with apt if run as root; otherwise the command to run is printed. A generator that is missing is skipped.
     /// Every argument is passed to the harness; `cargo xtask bench generators -- --help` prints its own help.
     Generators(HarnessArgs),
+    /// Measures whether the CPU time of a request grows with replicas, clusters, workers or requests in flight.
+    ///
+    /// Every argument is passed to the harness; `cargo xtask bench growth -- --help` prints its own help.
+    Growth(HarnessArgs),
+    /// Measures the resident memory of Envoy per worker, cluster and replica, and of an agent per connection and stream.
+    ///
+    /// Every argument is passed to the harness; `cargo xtask bench memory -- --help` prints its own help.
+    Memory(HarnessArgs),
+    /// Compares many Envoys that each send few requests with one that sends them all, and measures them at rest.
+    ///
+    /// Every argument is passed to the harness; `cargo xtask bench sidecars -- --help` prints its own help.
+    Sidecars(HarnessArgs),
 }
 
 #[derive(clap::Args)]
@@ -78,6 +90,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             harness_with("peers", &rest.args, rest.wasm.toolchain, setup)
         }
         Some(What::Plb(rest)) => harness("plb", &rest.args, rest.wasm.toolchain),
+        Some(What::Growth(rest)) => harness("growth", &rest.args, rest.wasm.toolchain),
+        Some(What::Memory(rest)) => harness("memory", &rest.args, rest.wasm.toolchain),
+        Some(What::Sidecars(rest)) => harness("sidecars", &rest.args, rest.wasm.toolchain),
         Some(What::Cost(rest)) => harness("cost", &rest.args, rest.wasm.toolchain),
         Some(What::Generators(rest)) => {
             if !wants_help(&rest.args) {

@@ -22,7 +22,7 @@ const SIDECARS: &str = "sidecars, 32 × 1, exp 100";
 const HCL: &str = "Prequal (hcl)";
 
 /// A fleet of several kinds of servers, each given as (count, slots, milliseconds), and its queries per second.
-fn fleet(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, qps: f64) -> Point {
+pub(super) fn fleet(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, qps: f64) -> Point {
     let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
     let kind = |&(count, slots, ms): &(usize, usize, f64)| vec![ServerSpec::slots(slots, ms); count];
     scenario.servers = kinds.iter().flat_map(kind).collect();
@@ -38,7 +38,7 @@ impl Point {
         self
     }
 
-    fn clients(self, clients: usize) -> Self {
+    pub(super) fn clients(self, clients: usize) -> Self {
         self.with(|scenario| scenario.clients = clients)
     }
 
