@@ -21,7 +21,7 @@ use crate::backends::{Backends, Fleet, Replica, Service};
 use crate::closed::{self, Round};
 use crate::deadline;
 use crate::deployment::{CLUSTER, empty_module, start_agents, start_envoys};
-use crate::process::{pin, resident_kib};
+use crate::process::{cores, pin, resident_kib};
 use crate::stats::median;
 use crate::table::{self, one, range, two};
 
@@ -154,7 +154,7 @@ fn trivial(count: usize) -> Fleet {
 
 /// Binds the `measured` processes to the first core and the `rest` to the other cores, if there are any.
 fn place(measured: &[u32], rest: &[u32]) -> Result<()> {
-    let cores = std::thread::available_parallelism()?.get();
+    let cores = cores();
     if cores < 2 {
         return Ok(());
     }

@@ -19,7 +19,7 @@ use tokio::net::TcpSocket;
 use crate::arm::Arm;
 use crate::backends::{Backends, Change, Fleet, KEY_HEADER, Service};
 use crate::peer;
-use crate::process::resident_kib;
+use crate::process::{cores, resident_kib};
 
 /// The serving cluster of the shipped configuration.
 pub(crate) const CLUSTER: &str = "replicas";
@@ -256,7 +256,7 @@ pub(crate) fn start_agents(upstreams: &[SocketAddr], args: &[String]) -> Result<
 /// Starts several Envoys, a few at a time: compiling the module takes most of the time, and an Envoy that gets too little
 /// of the CPU would exceed its time to start.
 pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
-    let at_a_time = 2 * std::thread::available_parallelism()?.get();
+    let at_a_time = 2 * cores();
     let mut envoys = Vec::with_capacity(configs.len());
     let mut configs = configs.into_iter().peekable();
     while configs.peek().is_some() {

@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
-use clap::Args;
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
 
 use crate::arm::Arm;
 use crate::comparison::Comparison;
@@ -45,12 +45,15 @@ pub(crate) struct Sidecars {
     /// Judged seconds per run [default: 60]
     #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
     seconds: Option<u64>,
-    /// Measured seconds at rest [default: 60]; 0 leaves this part out
-    #[arg(long)]
+    /// Measured seconds at rest [default: 60]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
     rest_seconds: Option<u64>,
     /// Passes over all policies [default: 3]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     passes: Option<u64>,
+    /// Only this part
+    #[arg(long)]
+    only: Option<Part>,
     /// Only policies whose names begin with one of these, comma-separated
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     arms: Vec<String>,
@@ -62,17 +65,46 @@ pub(crate) struct Sidecars {
     out: PathBuf,
 }
 
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum Part {
+    /// Load on replicas that are alike
+    Equal,
+    /// Load on a fleet in which a quarter of the replicas take four times as long
+    QuarterSlow,
+    /// No load
+    Rest,
+}
+
 impl Sidecars {
     /// An option's value, else its usual one, which is shorter with `--quick`.
     fn or(&self, value: Option<u64>, usual: u64, quick: u64) -> u64 {
         value.unwrap_or(if self.quick { quick } else { usual })
     }
 
+    fn wanted(&self, part: Part) -> bool {
+        self.only.is_none_or(|only| only == part)
+    }
+
+    fn shape(&self) -> Shape {
+        Shape { envoys: self.envoys, replicas: self.replicas, per_envoy: self.per_envoy }
+    }
+
+    /// The fleets under load.
     fn scenarios(&self) -> Result<Vec<Scenario>> {
-        let shape = Shape { envoys: self.envoys, replicas: self.replicas, per_envoy: self.per_envoy };
+        let shape = self.shape();
         let seconds = Duration::from_secs(self.or(self.seconds, 60, 10));
-        let mut scenarios = vec![fleet::equal(shape, seconds)?, fleet::quarter_slow(shape, seconds)?];
+        let mut scenarios = Vec::new();
+        if self.wanted(Part::Equal) {
+            scenarios.push(fleet::equal(shape, seconds)?);
+        }
+        if self.wanted(Part::QuarterSlow) {
+            scenarios.push(fleet::quarter_slow(shape, seconds)?);
+        }
         for scenario in scenarios.iter_mut().filter(|_| !self.arms.is_empty()) {
+            let labels: Vec<&str> = scenario.arms.iter().map(|arm| arm.label()).collect();
+            if let Some(name) = self.arms.iter().find(|name| !labels.iter().any(|l| l.starts_with(*name))) {
+                bail!("--arms {name}: there are {}", labels.join(", "));
+            }
             scenario.arms.retain(|arm| self.arms.iter().any(|name| arm.label().starts_with(name)));
         }
         Ok(scenarios)
@@ -107,10 +139,12 @@ pub(crate) async fn run(sidecars: &Sidecars) -> Result<ExitCode> {
         println!("{}", summary(&comparison, &used, many));
         judge(&comparison, many, &mut goals);
     }
-    e2e::draw(&sidecars.out.join("sidecars.svg"), "Many Envoys against one", &panels)?;
-    let seconds = sidecars.or(sidecars.rest_seconds, 60, 10);
-    if seconds > 0 {
-        rest::run(&scenarios[0], many, Duration::from_secs(seconds), &mut goals).await?;
+    if !panels.is_empty() {
+        e2e::draw(&sidecars.out.join("sidecars.svg"), "Many Envoys against one", &panels)?;
+    }
+    if sidecars.wanted(Part::Rest) {
+        let seconds = Duration::from_secs(sidecars.or(sidecars.rest_seconds, 60, 10));
+        rest::run(&fleet::equal(sidecars.shape(), seconds)?, many, seconds, &mut goals).await?;
     }
     Ok(goals.print())
 }
@@ -298,5 +332,7 @@ mod tests {
     fn numbers_out_of_range_are_refused() {
         assert!(parsed("--envoys 1").unwrap_err().contains("2..=100"));
         assert!(parsed("--replicas 2").unwrap_err().contains("4..=100"));
+        let error = parsed("--arms lest").unwrap().scenarios().unwrap_err().to_string();
+        assert!(error.contains("--arms lest") && error.contains("least_request"), "{error}");
     }
 }

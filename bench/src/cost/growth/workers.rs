@@ -8,14 +8,14 @@ use crate::backends::Backends;
 use crate::cost::kind::Kind;
 use crate::cost::{Rounds, Variant, saturate, trivial, warm_up};
 use crate::deployment::start_envoys;
-use crate::process::pin;
+use crate::process::{cores, pin};
 
 pub(super) const SIZES: [usize; 5] = [1, 2, 4, 8, 16];
 const REPLICAS: usize = 10;
 
 pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     println!("Envoy CPU per request with {sizes:?} workers before {REPLICAS} replicas that answer at once");
-    let cores = std::thread::available_parallelism()?.get();
+    let cores = cores();
     let backends = Backends::start(&trivial(REPLICAS))?;
     let mut configs = Vec::new();
     for size in &sizes {
