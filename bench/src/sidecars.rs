@@ -301,6 +301,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::stats::{Sample, Summary};
 
     #[derive(Parser)]
     struct Line {
@@ -326,6 +327,43 @@ mod tests {
     fn arms_are_chosen_by_the_beginning_of_their_names() {
         let scenarios = parsed("--arms least,preq").unwrap().scenarios().unwrap();
         assert_eq!(scenarios[1].arms, [Arm::LeastRequest, Arm::FullScan, Arm::Prequal]);
+    }
+
+    /// A run of Prequal in which every request took `ms`.
+    fn run(envoys: usize, ms: u64, probes: f64) -> Measured {
+        let sample = Sample { latency: Some(Duration::from_millis(ms)), ..Sample::default() };
+        Measured {
+            arm: Arm::Prequal,
+            envoys,
+            before: Summary::default(),
+            judged: Summary::of(&[sample; 100], |_| false),
+            after: Summary::default(),
+            per_second: 100.0,
+            probes_per_query: Some(probes),
+            ejections: Some(0),
+            envoy_us: 300.0,
+            generator_cpu: 0.1,
+            late: (Duration::ZERO, Duration::ZERO),
+            recovery: None,
+        }
+    }
+
+    #[test]
+    fn many_envoys_are_compared_with_one() {
+        let scenario = parsed("--arms prequal --only equal").unwrap().scenarios().unwrap().remove(0);
+        let comparison = Comparison { scenario, runs: vec![run(32, 130, 0.7), run(1, 100, 0.1)] };
+        assert!((of_one(&comparison, Arm::Prequal, 32, 0.99) - 1.3).abs() < 1e-9);
+        let used = |envoys| Used {
+            arm: Arm::Prequal,
+            envoys,
+            probe_share: 0.4,
+            agent_us: 100.0,
+            resident_mib: 110.0,
+        };
+        let table = summary(&comparison, &[used(32), used(1)], 32);
+        let lines: Vec<&str> = table.lines().collect();
+        assert!(lines[2].starts_with("prequal, 32 Envoys") && lines[2].contains("1.30"), "{table}");
+        assert!(lines[3].starts_with("prequal, one Envoy") && lines[3].contains('–'), "{table}");
     }
 
     #[test]
