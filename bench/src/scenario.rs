@@ -114,10 +114,14 @@ pub(crate) enum Goal {
 
 /// Name of a topology: the number of Envoys that share fleet and load.
 pub(crate) fn topology_label(envoys: usize) -> String {
-    match envoys {
-        1 => "one Envoy".to_owned(),
-        4 => "four Envoys".to_owned(),
-        many => format!("{many} Envoys"),
+    numbered(envoys, "Envoy", "Envoys")
+}
+
+fn numbered(number: usize, one: &str, several: &str) -> String {
+    match number {
+        1 => format!("one {one}"),
+        4 => format!("four {several}"),
+        many => format!("{many} {several}"),
     }
 }
 
@@ -165,10 +169,9 @@ impl Scenario {
     }
 
     /// [`topology_label`], or the same with proxies if there are peers among the arms.
-    pub(crate) fn topology(&self, envoys: usize) -> &'static str {
-        match (self.proxy(), envoys) {
-            ("proxy", 1) => "one proxy",
-            ("proxy", _) => "four proxies",
+    pub(crate) fn topology(&self, envoys: usize) -> String {
+        match self.proxy() {
+            "proxy" => numbered(envoys, "proxy", "proxies"),
             _ => topology_label(envoys),
         }
     }

@@ -77,7 +77,7 @@ async fn measure(scenario: &Scenario, deployment: &Deployment, seconds: Duration
     scenario.start_load(deployment, LEARNS, 1).finish().await;
     tokio::time::sleep(idle::SETTLES).await;
     let read =
-        || tokio::task::block_in_place(|| anyhow::Ok((deployment.envoy_cpu()?, deployment.agents_work()?)));
+        || tokio::task::block_in_place(|| anyhow::Ok((deployment.proxy_cpu()?, deployment.agents_work()?)));
     let (began, before) = (Instant::now(), read()?);
     tokio::time::sleep(seconds).await;
     let (elapsed, after) = (began.elapsed().as_secs_f64(), read()?);
