@@ -26,6 +26,10 @@ pub(crate) enum Arm {
     Native,
     /// The filter in synchronous mode: probes this many replicas per request, with a hint derived from the request's key.
     Hinted(u8),
+    /// The filter with `profile: inference`. Requests lack the header of its hint, so there is no hint.
+    Inference,
+    /// The filter with `profile: inference` and a hint derived from the request's key; probes this many replicas per request.
+    InferenceHinted(u8),
     /// The filter with another selection rule, given by its name in the configuration.
     Rule(&'static str),
 }
@@ -56,12 +60,16 @@ impl Arm {
             Self::Native => "prequal, native module",
             Self::Hinted(3) => "prequal, sync + hint, d = 3",
             Self::Hinted(_) => "prequal, sync + hint",
+            Self::Inference => "inference profile",
+            Self::InferenceHinted(8) => "inference profile + hint (8 probes)",
+            Self::InferenceHinted(_) => "inference profile + hint",
             Self::Rule(name) => name,
         }
     }
 
     /// Whether the filter or the native module chooses.
     pub(crate) fn is_ours(self) -> bool {
-        matches!(self, Self::Prequal | Self::Native | Self::Hinted(_) | Self::Rule(_))
+        let hinted = matches!(self, Self::Hinted(_) | Self::InferenceHinted(_));
+        hinted || matches!(self, Self::Prequal | Self::Native | Self::Inference | Self::Rule(_))
     }
 }

@@ -5,6 +5,8 @@
 //! then one [`Change`] at a time. The child ends when its standard input is closed, hence also when the parent is killed.
 
 mod clock;
+mod engine;
+mod inference;
 mod replica;
 mod times;
 
@@ -14,8 +16,10 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use engine::EngineSpec;
 pub(crate) use replica::serve;
 pub(crate) use times::Times;
 
@@ -25,6 +29,33 @@ pub(crate) const REPLICA_HEADER: &str = "x-bench-replica";
 pub(crate) const KEY_HEADER: &str = "x-bench-key";
 /// Response header of a replica with a cache: `hit` if it had the key, else `miss`.
 pub(crate) const CACHE_HEADER: &str = "x-bench-cache";
+
+/// Request header with the number of tokens in the request's context; read by replicas with an inference engine.
+pub(crate) const CONTEXT_HEADER: &str = "x-bench-context-tokens";
+/// Request header with the number of tokens to generate; read by replicas with an inference engine.
+pub(crate) const GENERATED_HEADER: &str = "x-bench-generated-tokens";
+
+/// The size of a request to an inference service, tokens.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Tokens {
+    pub(crate) context: u32,
+    pub(crate) generated: u32,
+}
+
+impl Tokens {
+    pub(crate) fn total(self) -> u32 {
+        self.context.saturating_add(self.generated)
+    }
+}
+
+/// How an inference service streams its tokens.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize, ValueEnum)]
+pub(crate) enum Answers {
+    /// Server-sent events, as vLLM and other servers with OpenAI's interface do
+    EventStream,
+    /// The same chunks as plain text
+    Plain,
+}
 
 /// How a replica spends its time on a request.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
@@ -40,6 +71,8 @@ pub(crate) enum Service {
     /// Serves `slots` requests at a time, each for a time drawn from a seeded generator. Any number of requests can wait,
     /// and they are served in order of arrival. Accurate to about 0.1 ms; a late reply does not delay other requests.
     Queue { slots: usize, times: Times },
+    /// Serves requests by continuous batching and streams the answers. Cannot be changed at run time.
+    Inference { engine: EngineSpec, answers: Answers },
     /// Answers at once with almost no CPU time and a made-up load report: the cheapest upstream that the filter accepts.
     /// Cannot be changed at run time.
     Trivial,

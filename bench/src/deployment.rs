@@ -107,7 +107,7 @@ impl Deployment {
                 let start = |_| peer::Running::start(peer, &addresses, workers);
                 deployment.peers = (0..envoys).map(start).collect::<Result<_>>()?;
             } else {
-                let config = |_| Ok(config(arm, &addresses)?.concurrency(workers));
+                let config = |_| Ok(config(arm, &addresses, &fleet)?.concurrency(workers));
                 deployment.envoys = start_envoys((0..envoys).map(config).collect::<Result<_>>()?)?;
             }
             Ok(deployment)
@@ -233,11 +233,14 @@ fn agent_options(args: &[String]) -> AgentOptions {
 fn agent_args(arm: Arm, fleet: &Fleet) -> Vec<String> {
     let entries = fleet.0.iter().find_map(|replica| match replica.service {
         Service::Cache { entries, .. } => Some(entries),
+        Service::Inference { engine, .. } => Some(engine.contexts()),
         _ => None,
     });
     match (arm, entries) {
         // The agent remembers as many hints as the replica's cache has entries.
-        (Arm::Hinted(_), Some(entries)) => vec!["--hint-cache".to_owned(), entries.to_string()],
+        (Arm::Hinted(_) | Arm::InferenceHinted(_), Some(entries)) => {
+            vec!["--hint-cache".to_owned(), entries.to_string()]
+        }
         (Arm::Rule(rule), _) if rule.starts_with("zuul") => {
             vec!["--netflix-utilization".to_owned(), ZUUL_MAX_IN_FLIGHT.to_string()]
         }
@@ -273,12 +276,16 @@ pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
     Ok(envoys)
 }
 
-fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
+fn config(arm: Arm, replicas: &[SocketAddr], fleet: &Fleet) -> Result<EnvoyConfig> {
     let native = arm == Arm::Native || arm.is_ours() && NATIVE.load(Ordering::Relaxed);
     let shipped = if native { EnvoyConfig::native_for_replicas } else { EnvoyConfig::for_replicas };
     let plain = shipped(replicas)?.edit(|config| {
         if let Some(route) = config.route_mut().as_object_mut() {
             route.remove("retry_policy");
+            // A long answer takes longer than the shipped configuration allows.
+            if fleet.0.iter().any(|replica| matches!(replica.service, Service::Inference { .. })) {
+                route.insert("timeout".to_owned(), json!("0s"));
+            }
         }
     });
     Ok(match arm {
@@ -287,6 +294,15 @@ fn config(arm: Arm, replicas: &[SocketAddr]) -> Result<EnvoyConfig> {
         Arm::Hinted(d) => plain.filter_settings(|settings| {
             let cluster = &mut settings["clusters"][0];
             cluster["mode"] = json!("sync");
+            cluster["sync_d"] = json!(d);
+            cluster["hint"] = json!({"header": KEY_HEADER});
+        }),
+        Arm::Inference => plain.filter_settings(|settings| {
+            settings["clusters"][0]["profile"] = json!("inference");
+        }),
+        Arm::InferenceHinted(d) => plain.filter_settings(|settings| {
+            let cluster = &mut settings["clusters"][0];
+            cluster["profile"] = json!("inference");
             cluster["sync_d"] = json!(d);
             cluster["hint"] = json!({"header": KEY_HEADER});
         }),

@@ -13,7 +13,7 @@ use crate::stats::median;
 use crate::table::{ms, one, percent, spread, two};
 
 /// If the generator's p99 lateness exceeds this, the figures reflect the generator instead of the policy.
-const LATE: Duration = Duration::from_millis(5);
+pub(crate) const LATE: Duration = Duration::from_millis(5);
 
 /// Verdicts, in the order in which they were reached.
 #[derive(Default)]

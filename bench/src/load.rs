@@ -22,11 +22,13 @@ use rand::{Rng as _, SeedableRng};
 use rand_distr::{Distribution, Exp1, Zipf};
 use tokio::sync::mpsc;
 
-use crate::backends::{CACHE_HEADER, KEY_HEADER, REPLICA_HEADER};
+use crate::backends::{CACHE_HEADER, CONTEXT_HEADER, GENERATED_HEADER, KEY_HEADER, REPLICA_HEADER, Tokens};
 use crate::stats::Sample;
 
 /// A request that takes longer counts as failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// The same for a request of known size, which may generate thousands of tokens.
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How requests are spaced, and their rate per second over all targets together.
 #[derive(Clone, Copy, Debug)]
@@ -116,39 +118,58 @@ pub(crate) struct Run {
 }
 
 /// A request that is due.
-struct Due {
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Due {
     /// Index of its target.
-    target: usize,
-    at: Duration,
-    key: Option<u32>,
+    pub(crate) target: usize,
+    /// From the start of the run.
+    pub(crate) at: Duration,
+    pub(crate) key: Option<u32>,
+    /// Its size, for replicas with an inference engine.
+    pub(crate) tokens: Option<Tokens>,
 }
 
 impl Run {
     /// Starts sending at once. Must be called within a tokio runtime.
     pub(crate) fn start(plan: Plan) -> Self {
+        let (length, seed) = (plan.length, plan.seed);
+        let positions = plan.spread.positions(plan.targets.len(), seed);
+        let instants = plan.arrivals.instants(SmallRng::seed_from_u64(seed));
+        let mut draw = plan.keys.map(|keys| drawer(keys, SmallRng::seed_from_u64(seed ^ 1)));
+        let due = positions.zip(instants).map(move |(target, at)| {
+            let key = draw.as_mut().map(|draw| draw());
+            Due { target, at, key, tokens: None }
+        });
+        Self::send(plan.targets, plan.body, due.take_while(move |due| due.at < length))
+    }
+
+    /// Starts sending these requests, in order of their due times. Must be called within a tokio runtime.
+    pub(crate) fn replay(targets: Vec<SocketAddr>, requests: Vec<Due>) -> Self {
+        Self::send(targets, Bytes::new(), requests.into_iter())
+    }
+
+    fn send(
+        targets: Vec<SocketAddr>,
+        body: Bytes,
+        requests: impl Iterator<Item = Due> + Send + 'static,
+    ) -> Self {
         let start = Instant::now() + Duration::from_millis(20);
         let progress = Arc::new(Progress::default());
         let (sink, samples) = mpsc::unbounded_channel();
         let (pace, due) = mpsc::unbounded_channel();
         // Tokio's timers have a resolution of a millisecond; a separate thread sleeps to within about 0.1 ms.
-        let (arrivals, keys, seed, length) = (plan.arrivals, plan.keys, plan.seed, plan.length);
-        let positions = plan.spread.positions(plan.targets.len(), seed);
         std::thread::spawn(move || {
-            let mut draw = keys.map(|keys| drawer(keys, SmallRng::seed_from_u64(seed ^ 1)));
-            for (target, at) in positions.zip(arrivals.instants(SmallRng::seed_from_u64(seed))) {
-                if at >= length {
-                    return;
-                }
-                let wait = (start + at).saturating_duration_since(Instant::now());
+            for request in requests {
+                let wait = (start + request.at).saturating_duration_since(Instant::now());
                 if !wait.is_zero() {
                     std::thread::sleep(wait);
                 }
-                if pace.send(Due { target, at, key: draw.as_mut().map(|draw| draw()) }).is_err() {
+                if pace.send(request).is_err() {
                     return;
                 }
             }
         });
-        tokio::spawn(send_all(plan.targets, plan.body, start, due, sink, progress.clone()));
+        tokio::spawn(send_all(targets, body, start, due, sink, progress.clone()));
         Self { start, progress, samples }
     }
 
@@ -162,7 +183,8 @@ impl Run {
     }
 }
 
-fn drawer(keys: Keys, mut rng: SmallRng) -> impl FnMut() -> u32 {
+/// Returns a function that draws one key after another, from 1 to their number.
+pub(crate) fn drawer(keys: Keys, mut rng: SmallRng) -> impl FnMut() -> u32 {
     let zipf = Zipf::new(f64::from(keys.count), keys.exponent);
     move || zipf.as_ref().map_or(0, |zipf| zipf.sample(&mut rng) as u32)
 }
@@ -189,17 +211,22 @@ async fn send_all(
                 .unwrap_or_else(|error| unreachable!("a socket address is an authority: {error}"))
         })
         .collect();
-    while let Some(Due { target, at, key }) = due.recv().await {
+    while let Some(request) = due.recv().await {
         let (client, sink, progress) = (client.clone(), sink.clone(), progress.clone());
-        let (uri, body) = (uris[target].clone(), body.clone());
+        let (uri, body) = (uris[request.target].clone(), body.clone());
         tokio::spawn(async move {
-            let late = start.elapsed().saturating_sub(at);
-            let answer = tokio::time::timeout(TIMEOUT, one(&client, uri, body, key)).await;
-            let latency = start.elapsed().saturating_sub(at);
-            let mut sample = Sample { due: at, late, ..Sample::default() };
-            if let Ok(Some((status, headers))) = answer {
+            let late = start.elapsed().saturating_sub(request.at);
+            let timeout = if request.tokens.is_some() { LONG_TIMEOUT } else { TIMEOUT };
+            let answer = tokio::time::timeout(timeout, one(&client, uri, body, &request)).await;
+            let latency = start.elapsed().saturating_sub(request.at);
+            let generated = request.tokens.map_or(0, |tokens| tokens.generated);
+            let mut sample = Sample { due: request.at, late, generated, ..Sample::default() };
+            if let Ok(Some((status, headers, begun))) = answer {
                 sample.read(status, &headers);
-                sample.latency = (status == StatusCode::OK).then_some(latency);
+                if status == StatusCode::OK {
+                    sample.latency = Some(latency);
+                    sample.first_byte = Some(begun.saturating_duration_since(start + request.at));
+                }
             }
             let answered = sample.latency.is_some();
             let counter = if answered { &progress.answered } else { &progress.failed };
@@ -229,21 +256,25 @@ fn client() -> HttpClient {
         .build(connector)
 }
 
-/// Sends one request; returns `None` unless a complete answer arrived.
+/// Sends one request; returns status, headers and the instant at which these arrived, or `None` unless a complete answer did.
 async fn one(
     client: &HttpClient,
     uri: http::Uri,
     body: Bytes,
-    key: Option<u32>,
-) -> Option<(StatusCode, HeaderMap)> {
+    due: &Due,
+) -> Option<(StatusCode, HeaderMap, Instant)> {
     let mut request = if body.is_empty() { Request::get(uri) } else { Request::post(uri) };
-    if let Some(key) = key {
+    if let Some(key) = due.key {
         request = request.header(KEY_HEADER, key);
     }
+    if let Some(Tokens { context, generated }) = due.tokens {
+        request = request.header(CONTEXT_HEADER, context).header(GENERATED_HEADER, generated);
+    }
     let response = client.request(request.body(Full::new(body)).ok()?).await.ok()?;
+    let begun = Instant::now();
     let (parts, body) = response.into_parts();
     body.collect().await.ok()?;
-    Some((parts.status, parts.headers))
+    Some((parts.status, parts.headers, begun))
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@ mod sim;
 mod soak;
 mod stats;
 mod table;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -71,6 +72,8 @@ enum Command {
     PlbClient(plb::Client),
     /// Millions of requests with failures mixed in: memory, counters and connections afterwards
     Soak(soak::Soak),
+    /// Arrivals and sizes of a real inference service, replayed against engines with continuous batching
+    Trace(trace::Replay),
     /// The simulator: policies in virtual time, without Envoy
     Sim(sim::Sim),
     /// The proxy with linkerd's policy (started by `peers`)
@@ -119,6 +122,7 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::Sidecars(sidecars) => sidecars::run(sidecars).await,
             Command::PlbClient(args) => plb::client(args).await,
             Command::Soak(args) => soak::run(args).await,
+            Command::Trace(args) => trace::run(args).await,
             Command::Plb(_)
             | Command::PlbServers(_)
             | Command::P2c(_)

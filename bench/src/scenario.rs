@@ -328,7 +328,8 @@ async fn carry_out(
     Ok(last)
 }
 
-fn lateness(samples: &[Sample]) -> (Duration, Duration) {
+/// Lateness of the generator: 99th percentile and maximum.
+pub(crate) fn lateness(samples: &[Sample]) -> (Duration, Duration) {
     let mut late: Vec<Duration> = samples.iter().map(|sample| sample.late).collect();
     late.sort_unstable();
     let at = |index: usize| late.get(index).copied().unwrap_or_default();
@@ -336,7 +337,7 @@ fn lateness(samples: &[Sample]) -> (Duration, Duration) {
 }
 
 /// Prints a progress line every few seconds until it is aborted.
-async fn report_progress(
+pub(crate) async fn report_progress(
     progress: std::sync::Arc<crate::load::Progress>,
     begin: Instant,
     length: Duration,

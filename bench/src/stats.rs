@@ -16,6 +16,10 @@ pub(crate) struct Sample {
     pub(crate) late: Duration,
     /// From the due time until the end of the body, or `None` if it failed (anything but a complete 200).
     pub(crate) latency: Option<Duration>,
+    /// From the due time until the head of the answer, which a streaming backend sends with the first token.
+    pub(crate) first_byte: Option<Duration>,
+    /// Number of tokens that the answer has; 0 if the backend is no inference engine.
+    pub(crate) generated: u32,
     /// Number of the backend that answered, from its response header.
     pub(crate) replica: Option<u16>,
     /// `None` if no complete answer arrived.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Either, Full};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -26,6 +26,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::clock::Clock;
+use super::inference::{Inference, TokenStream};
 use super::{CACHE_HEADER, Change, DONE, Fleet, KEY_HEADER, Order, REPLICA_HEADER, Replica, Service, Slots};
 
 /// The child process: serves until standard input ends.
@@ -171,8 +172,12 @@ struct State {
     slots: Option<(Semaphore, Slots)>,
     waiting: AtomicUsize,
     dice: Mutex<Dice>,
+    inference: Option<Arc<Inference>>,
     clock: Arc<Clock>,
 }
+
+/// A response that is complete, or one that is streamed.
+type Answer = Response<Either<Full<Bytes>, TokenStream>>;
 
 /// The state that decides how a request is handled.
 struct Dice {
@@ -244,7 +249,7 @@ impl Dice {
                 let time = times.sample(&mut self.rng);
                 Cost::Until(self.queue.done(slots, Instant::now(), time))
             }
-            Service::Trivial => Cost::Sleep(Duration::ZERO, None),
+            Service::Inference { .. } | Service::Trivial => Cost::Sleep(Duration::ZERO, None),
         }
     }
 
@@ -263,11 +268,16 @@ impl Dice {
 
 impl State {
     fn new(number: u16, replica: Replica, clock: Arc<Clock>) -> Self {
+        let inference = match replica.service {
+            Service::Inference { engine, answers } => Some(Inference::start(engine, answers, clock.clone())),
+            _ => None,
+        };
         Self {
             number,
             slots: replica.slots.map(|slots| (Semaphore::new(slots.serving), slots)),
             waiting: AtomicUsize::new(0),
             dice: Mutex::new(Dice::new(number, replica.service)),
+            inference,
             clock,
         }
     }
@@ -276,7 +286,10 @@ impl State {
         self.dice.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn answer(&self, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    async fn answer(&self, request: Request<Incoming>) -> Result<Answer, Infallible> {
+        if let Some(inference) = &self.inference {
+            return Ok(self.infer(inference, &request).await);
+        }
         let mut response = Response::new(Full::new(Bytes::new()));
         response.headers_mut().insert(REPLICA_HEADER, self.number.into());
         let served = self.work(&request, &mut response).await;
@@ -287,7 +300,21 @@ impl State {
         } else {
             *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
         }
-        Ok(response)
+        Ok(response.map(Either::Left))
+    }
+
+    async fn infer(&self, inference: &Inference, request: &Request<Incoming>) -> Answer {
+        let answer = if self.dice().fails() { None } else { inference.answer(request.headers()).await };
+        let mut response = answer.map_or_else(
+            || {
+                let mut unavailable = Response::new(Either::Left(Full::new(Bytes::new())));
+                *unavailable.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+                unavailable
+            },
+            |answer| answer.map(Either::Right),
+        );
+        response.headers_mut().insert(REPLICA_HEADER, self.number.into());
+        response
     }
 
     /// Returns false if the request fails or there is no room for it.
@@ -420,7 +447,7 @@ mod tests {
     use http_body_util::Empty;
     use hyper_util::client::legacy::Client;
 
-    use super::super::Times;
+    use super::super::{Answers, EngineSpec, Times};
     use super::*;
 
     /// A replica on this thread's runtime, as the child process runs it.
@@ -575,6 +602,19 @@ mod tests {
         // Ten rounds; lateness of the machine in the first ones does not delay the later ones.
         let took = begin.elapsed();
         assert!(took >= Duration::from_millis(105), "{took:?}");
+    }
+
+    #[tokio::test]
+    async fn an_engine_answers_tells_of_its_cache_and_can_fail() {
+        let service = Service::Inference {
+            engine: EngineSpec::LLAMA2_70B.faster(100.0),
+            answers: Answers::EventStream,
+        };
+        let replica = Running::start(Replica::new(service)).await;
+        assert_eq!(replica.get("a").await.unwrap(), (200, Some(false)));
+        assert_eq!(replica.get("a").await.unwrap(), (200, Some(true)));
+        replica.change(Change::Failing(1.0)).await;
+        assert_eq!(replica.get("a").await.unwrap(), (503, None));
     }
 
     #[test]

@@ -65,6 +65,10 @@ enum What {
     ///
     /// Every argument is passed to the harness; `cargo xtask bench sidecars -- --help` prints its own help.
     Sidecars(HarnessArgs),
+    /// Replays the arrivals and sizes of a real inference service against replicas with continuous batching.
+    ///
+    /// `cargo xtask bench trace -- --help` prints the harness's own help.
+    Trace(HarnessArgs),
 }
 
 #[derive(clap::Args)]
@@ -101,6 +105,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             }
             harness("generators", &rest.args, rest.wasm.toolchain)
         }
+        Some(What::Trace(rest)) => harness("trace", &rest.args, rest.wasm.toolchain),
     }
 }
 

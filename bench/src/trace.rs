@@ -1,0 +1,206 @@
+//! Replays a trace of a real inference service against replicas with continuous batching, under Envoy's policies and ours.
+//!
+//! Arrivals and sizes are real (`trace/dataset.rs`); sessions are drawn, and service times come from a model of an engine
+//! (`backends/engine.rs`). To measure enough requests, everything in the trace and in the engine runs [`FAST_FORWARD`] times
+//! as fast as in reality. Envoy, the agents, probes and this machine's network do not, so their times count that much more.
+//! A *speed-up* in addition shortens the gaps between the arrivals, and so multiplies the load.
+//!
+//! All policies of a pass get the same requests. Each pass replays the next part of the trace, and quantiles are taken over
+//! the requests of all passes. This file has the runs; `trace/policy.rs` compares them.
+
+mod dataset;
+mod figures;
+mod policy;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use crate::arm::Arm;
+use crate::backends::{Answers, EngineSpec, Fleet, Replica, Service};
+use crate::deployment::Deployment;
+use crate::e2e::draw;
+use crate::goals::Goals;
+use crate::load::{Due, Run};
+use crate::scenario::{lateness, report_progress};
+use crate::table::{ms, percent};
+use dataset::{SESSIONS, Trace};
+use figures::{Figures, Slo};
+use policy::{Measured, Policy, judge, panel, table};
+
+const REPLICAS: usize = 12;
+/// How many times as fast as in reality the trace is replayed and the engines work.
+const FAST_FORWARD: f64 = 4.0;
+/// 2 s and 200 ms in reality, our choice: an idle engine needs 0.24 s for the trace's median context and 1.2 s for its longest.
+const SLO: Slo = Slo { first_token: Duration::from_millis(500), per_token: Duration::from_millis(50) };
+/// Where the first pass begins: the trace's first three minutes are nearly idle.
+const BEGIN: Duration = Duration::from_secs(180);
+/// Excluded at the start of every run: caches fill, and Prequal finds its replicas.
+const FIRST: Duration = Duration::from_secs(10);
+/// Length of the part whose load is shown as the busiest.
+const BUSIEST: Duration = Duration::from_secs(2);
+
+const ARMS: [Arm; 8] = [
+    Arm::RoundRobin,
+    Arm::LeastRequest,
+    Arm::FullScan,
+    Arm::RingHash,
+    Arm::Prequal,
+    Arm::Inference,
+    // As the profile has it: 3 probes per request, of 12 replicas.
+    Arm::InferenceHinted(3),
+    Arm::InferenceHinted(8),
+];
+
+/// A trace of a real inference service against engines with continuous batching: time to first token, time per token.
+#[derive(Args)]
+pub(crate) struct Replay {
+    /// Load relative to the trace's, comma-separated [default: 1,2,4; with --quick 2]
+    #[arg(long, value_delimiter = ',', value_name = "TIMES")]
+    speedup: Vec<f64>,
+    /// Judged seconds per run; each covers four times the speed-up seconds of the trace [default: 60; with --quick 12]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(4..=3600))]
+    seconds: Option<u64>,
+    /// Passes over all policies, each with the next part of the trace [default: 3; with --quick 1]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+    passes: Option<u32>,
+    /// Only policies whose names begin with one of these, comma-separated [default: all]
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    arms: Vec<String>,
+    /// How the replicas stream their answers
+    #[arg(long, value_enum, default_value_t = Answers::EventStream)]
+    answers: Answers,
+    /// One short pass, to check that the replay works: its figures are not meaningful
+    #[arg(long)]
+    quick: bool,
+    /// Folder for the plot
+    #[arg(long, default_value = "target/bench", value_name = "DIR")]
+    out: PathBuf,
+}
+
+impl Replay {
+    fn speedups(&self) -> Result<Vec<f64>> {
+        let speedups = match (self.speedup.as_slice(), self.quick) {
+            ([], false) => vec![1.0, 2.0, 4.0],
+            ([], true) => vec![2.0],
+            (chosen, _) => chosen.to_vec(),
+        };
+        if let Some(times) = speedups.iter().find(|times| !(0.1..=20.0).contains(*times)) {
+            bail!("--speedup: from 0.1 to 20, not {times}");
+        }
+        Ok(speedups)
+    }
+
+    fn judged(&self) -> Duration {
+        Duration::from_secs(self.seconds.unwrap_or(if self.quick { 12 } else { 60 }))
+    }
+}
+
+/// Replays, prints and judges; the exit code says whether every goal was reached.
+pub(crate) async fn run(args: &Replay) -> Result<ExitCode> {
+    let arms = chosen(&args.arms)?;
+    let speedups = args.speedups()?;
+    let length = FIRST + args.judged();
+    let passes = args.passes.unwrap_or(if args.quick { 1 } else { 3 });
+
+    let trace = Trace::read()?;
+    let engine = EngineSpec::LLAMA2_70B.faster(FAST_FORWARD);
+    let fleet = Fleet::of(REPLICAS, Replica::new(Service::Inference { engine, answers: args.answers }));
+    println!("{}", describe());
+    let (mut goals, mut panels) = (Goals::default(), Vec::new());
+    for times in speedups {
+        let mut runs = Vec::new();
+        for pass in 0..passes {
+            let covered = length.mul_f64(times * FAST_FORWARD);
+            let window = BEGIN + covered * pass..BEGIN + covered * (pass + 1);
+            let requests = trace.part(&window, times * FAST_FORWARD);
+            let (mean, busiest) = dataset::load(&requests, engine, REPLICAS, length, BUSIEST);
+            println!(
+                "Speed-up {times}, pass {} of {passes}: {} requests, minutes {:.1} to {:.1} of the trace, load {:.0} % (busiest {} s {:.0} %)",
+                pass + 1,
+                requests.len(),
+                window.start.as_secs_f64() / 60.0,
+                window.end.as_secs_f64() / 60.0,
+                mean * 100.0,
+                BUSIEST.as_secs(),
+                busiest * 100.0,
+            );
+            for arm in &arms {
+                let run = replay(*arm, &fleet, requests.clone(), length).await;
+                runs.push(run.with_context(|| format!("speed-up {times}, {}", arm.label()))?);
+            }
+        }
+        let policies: Vec<Policy> = arms.iter().map(|arm| Policy::of(*arm, &runs, SLO)).collect();
+        println!("\nSpeed-up {times}, all passes, judged part:\n\n{}", table(&policies));
+        judge(&policies, &format!("speed-up {times}"), &mut goals);
+        panels.push(panel(&policies, format!("time to first token, speed-up {times}, {REPLICAS} replicas")));
+    }
+    draw(&args.out.join("trace.svg"), "time to first token", &panels)?;
+    Ok(goals.print())
+}
+
+/// Returns the policies that `--arms` names.
+fn chosen(names: &[String]) -> Result<Vec<Arm>> {
+    let labels = ARMS.map(Arm::label);
+    if let Some(name) = names.iter().find(|name| !labels.iter().any(|label| label.starts_with(*name))) {
+        bail!("--arms {name}: the policies are {}", labels.join(", "));
+    }
+    let wanted = |arm: &Arm| names.is_empty() || names.iter().any(|name| arm.label().starts_with(name));
+    Ok(ARMS.into_iter().filter(wanted).collect())
+}
+
+/// Fleet and limits in words.
+fn describe() -> String {
+    let real = EngineSpec::LLAMA2_70B;
+    format!(
+        "{REPLICAS} replicas, everything {FAST_FORWARD} times as fast as: iteration {:.0} ms + {:.2} ms per sequence, prefill {:.2} ms \
+         per token, KV cache {} tokens, {:.0} % of a cached context shared.\n\
+         {} sessions drawn by Zipf's law (exponent {}): the trace has none. Good: first token within {} ms, {} ms per token.\n",
+        real.step_us / 1e3,
+        real.sequence_us / 1e3,
+        real.prefill_us / 1e3,
+        real.kv_tokens,
+        real.shared * 100.0,
+        SESSIONS.count,
+        SESSIONS.exponent,
+        SLO.first_token.as_millis(),
+        SLO.per_token.as_millis(),
+    )
+}
+
+/// Starts a deployment cold, replays `requests` on it, and takes it down.
+async fn replay(arm: Arm, fleet: &Fleet, requests: Vec<Due>, length: Duration) -> Result<Measured> {
+    let deployment = Deployment::start(arm, 1, 1, fleet).await?;
+    let run = Run::replay(deployment.targets(), requests);
+    let progress = report_progress(run.progress.clone(), run.start, length, format!("  {}", arm.label()));
+    let progress = tokio::spawn(progress);
+    let mut samples = run.finish().await;
+    progress.abort();
+    let counted = deployment.counted();
+    deployment.stop().await;
+    let counted = counted?;
+    let probes = counted.probes as f64 / samples.len() as f64;
+    let late = lateness(&samples).0;
+    samples.retain(|sample| sample.due >= FIRST);
+    let ours = arm.is_ours();
+    let run = Measured {
+        arm,
+        samples,
+        probes_per_query: ours.then_some(probes),
+        ejections: ours.then_some(counted.ejections),
+        late,
+    };
+    let figures = Figures::of(run.samples.iter(), SLO);
+    println!(
+        "  {}: first token p50 {} ms, p99 {} ms, good {}, {} failed",
+        arm.label(),
+        ms(figures.first_token.quantile_ms(0.5)),
+        ms(figures.first_token.quantile_ms(0.99)),
+        percent(figures.good),
+        figures.whole.failed,
+    );
+    Ok(run)
+}
