@@ -12,6 +12,7 @@ mod dataset;
 mod figures;
 mod policy;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -26,6 +27,7 @@ use crate::e2e::draw;
 use crate::goals::Goals;
 use crate::load::{Due, Run};
 use crate::scenario::{lateness, report_progress};
+use crate::stats::Sample;
 use crate::table::{ms, percent};
 use dataset::{SESSIONS, Trace};
 use figures::{Figures, Slo};
@@ -195,12 +197,26 @@ async fn replay(arm: Arm, fleet: &Fleet, requests: Vec<Due>, length: Duration) -
     };
     let figures = Figures::of(run.samples.iter(), SLO);
     println!(
-        "  {}: first token p50 {} ms, p99 {} ms, good {}, {} failed",
+        "  {}: first token p50 {} ms, p99 {} ms, good {}, {} failed{}",
         arm.label(),
         ms(figures.first_token.quantile_ms(0.5)),
         ms(figures.first_token.quantile_ms(0.99)),
         percent(figures.good),
         figures.whole.failed,
+        failures(&run.samples),
     );
     Ok(run)
+}
+
+/// The failed requests by status, in parentheses; empty if there are none.
+fn failures(samples: &[Sample]) -> String {
+    let mut by_status: BTreeMap<String, usize> = BTreeMap::new();
+    for sample in samples.iter().filter(|sample| sample.latency.is_none()) {
+        let status =
+            sample.status.map_or_else(|| "no complete answer".to_owned(), |status| status.to_string());
+        let whose = if sample.replica.is_some() { " of a replica" } else { "" };
+        *by_status.entry(status + whose).or_default() += 1;
+    }
+    let shown: Vec<String> = by_status.iter().map(|(status, number)| format!("{number} {status}")).collect();
+    if shown.is_empty() { String::new() } else { format!(" ({})", shown.join(", ")) }
 }

@@ -14,6 +14,9 @@ const BASELINES: [Arm; 3] = [Arm::RoundRobin, Arm::LeastRequest, Arm::FullScan];
 /// Goal: `profile: inference` has at most this many times the best baseline's p99 of the time to first token.
 const OF_BEST: f64 = 1.05;
 
+/// A policy is not compared if more than this share of its requests failed: the model's engines refuse nothing.
+const BROKEN: f64 = 0.01;
+
 /// The measurements of one run.
 pub(super) struct Measured {
     pub(super) arm: Arm,
@@ -50,6 +53,12 @@ impl Policy {
             ejections: sum(|run| run.ejections.map(|number| number as f64)),
             late: own().map(|run| run.late).max().unwrap_or_default(),
         }
+    }
+
+    /// Whether so many requests failed that something other than the policy went wrong: a comparison would mean nothing.
+    fn broke(&self) -> bool {
+        let whole = &self.figures.whole;
+        whole.failed as f64 > whole.samples as f64 * BROKEN
     }
 
     fn first_token_p99(&self) -> f64 {
@@ -99,7 +108,13 @@ pub(super) fn table(policies: &[Policy]) -> String {
 
 /// Adds the verdicts on one speed-up.
 pub(super) fn judge(policies: &[Policy], place: &str, goals: &mut Goals) {
-    let of = |arm: Arm| policies.iter().find(|policy| policy.arm == arm);
+    for policy in policies.iter().filter(|policy| policy.broke()) {
+        let (failed, samples) = (policy.figures.whole.failed, policy.figures.whole.samples);
+        let line =
+            format!("{place}: {} failed {failed} of {samples}, so it is not compared", policy.arm.label());
+        goals.add(false, line);
+    }
+    let of = |arm: Arm| policies.iter().find(|policy| policy.arm == arm && !policy.broke());
     let baselines = BASELINES.into_iter().filter_map(of);
     let best = baselines.min_by(|one, other| one.first_token_p99().total_cmp(&other.first_token_p99()));
     if let Some((ours, best)) = of(Arm::Inference).zip(best) {
@@ -114,7 +129,8 @@ pub(super) fn judge(policies: &[Policy], place: &str, goals: &mut Goals) {
         );
         goals.add(p99.is_finite() && p99 <= bound * OF_BEST, line);
     }
-    let hinted = policies.iter().filter(|policy| matches!(policy.arm, Arm::InferenceHinted(_)));
+    let hinted =
+        policies.iter().filter(|policy| matches!(policy.arm, Arm::InferenceHinted(_)) && !policy.broke());
     for (ours, ring) in hinted.filter_map(|ours| Some(ours).zip(of(Arm::RingHash))) {
         let (good, bound) = (ours.figures.good, ring.figures.good);
         let line = format!(
