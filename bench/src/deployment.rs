@@ -276,7 +276,8 @@ pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
     Ok(envoys)
 }
 
-fn config(arm: Arm, replicas: &[SocketAddr], fleet: &Fleet) -> Result<EnvoyConfig> {
+/// Envoy's configuration for an arm.
+pub(crate) fn config(arm: Arm, replicas: &[SocketAddr], fleet: &Fleet) -> Result<EnvoyConfig> {
     let native = arm == Arm::Native || arm.is_ours() && NATIVE.load(Ordering::Relaxed);
     let shipped = if native { EnvoyConfig::native_for_replicas } else { EnvoyConfig::for_replicas };
     let plain = shipped(replicas)?.edit(|config| {

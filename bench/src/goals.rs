@@ -18,7 +18,7 @@ pub(crate) const LATE: Duration = Duration::from_millis(5);
 /// Verdicts, in the order in which they were reached.
 #[derive(Default)]
 pub(crate) struct Goals {
-    lines: Vec<(bool, String)>,
+    pub(crate) lines: Vec<(bool, String)>,
 }
 
 impl Goals {

@@ -7,6 +7,7 @@ mod arm;
 mod backends;
 mod closed;
 mod comparison;
+mod contention;
 mod cost;
 mod deadline;
 mod demo;
@@ -54,6 +55,11 @@ enum Command {
     Peers(e2e::Peers),
     /// CPU time per request: the filter step by step, and the agent against other proxies
     Cost(cost::Cost),
+    /// The paper's load ramp: replicas that burn CPU in cgroups, beside antagonists; needs root
+    Contention(contention::Contention),
+    /// Replicas and antagonists of `contention` (started by it)
+    #[command(hide = true)]
+    ContentionPart,
     /// Other load generators as judges: vegeta, fortio, h2load and oha against ours
     Generators(generators::Generators),
     /// CPU time per request as replicas, clusters, workers or requests in flight grow
@@ -97,10 +103,14 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Command::P2c(args) = &command {
         return peer::p2c::serve(args).map(|()| ExitCode::SUCCESS);
     }
+    if let Command::ContentionPart = &command {
+        return contention::part().map(|()| ExitCode::SUCCESS);
+    }
     if let Command::Sim(sim) = &command {
         return sim::run(sim).map(|()| ExitCode::SUCCESS);
     }
-    if let Some(missing) = prequal_testbed::missing(&[]) {
+    let needs_envoy = !matches!(&command, Command::Contention(args) if args.simulated);
+    if let Some(missing) = prequal_testbed::missing(&[]).filter(|_| needs_envoy) {
         eprintln!("{missing}");
         return Ok(ExitCode::from(2));
     }
@@ -116,6 +126,7 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::E2e(what) => e2e::run(what).await,
             Command::Peers(args) => e2e::peers(args).await,
             Command::Cost(cost) => cost::run(cost).await,
+            Command::Contention(args) => contention::run(args).await,
             Command::Generators(args) => generators::run(args).await,
             Command::Growth(growth) => cost::growth::run(growth).await,
             Command::Memory(memory) => cost::resident::run(memory).await,
@@ -123,7 +134,8 @@ fn main() -> anyhow::Result<ExitCode> {
             Command::PlbClient(args) => plb::client(args).await,
             Command::Soak(args) => soak::run(args).await,
             Command::Trace(args) => trace::run(args).await,
-            Command::Plb(_)
+            Command::ContentionPart
+            | Command::Plb(_)
             | Command::PlbServers(_)
             | Command::P2c(_)
             | Command::Backends

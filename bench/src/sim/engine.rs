@@ -787,6 +787,10 @@ impl<'a> World<'a> {
                 self.servers[server].frozen = frozen;
                 self.arm_wake(server);
             }
+            Change::Spare(server, spare) => {
+                self.servers[server].set_spare(now, spare);
+                self.arm_wake(server);
+            }
             Change::Leave(server) => {
                 self.servers[server].alive = false;
                 self.alive.retain(|alive| *alive != server);

@@ -1,17 +1,17 @@
 //! The simulator: compares policies in virtual time, at a scale beyond any machine here, using the shipped types of
 //! `prequal-core`.
 
-mod balancer;
+pub(crate) mod balancer;
 mod cache;
-mod cswrr;
-mod engine;
+pub(crate) mod cswrr;
+pub(crate) mod engine;
 mod grid;
 mod measure;
-mod plans;
+pub(crate) mod plans;
 mod plb;
 pub(crate) mod plot;
 mod report;
-mod scenario;
+pub(crate) mod scenario;
 mod server;
 mod speed;
 

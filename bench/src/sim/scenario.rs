@@ -154,6 +154,8 @@ pub(crate) enum Change {
     Failing(usize, f64),
     /// `true` stops all progress on the server, `false` resumes it.
     Frozen(usize, bool),
+    /// New spare capacity of a server's machine, in allocations.
+    Spare(usize, f64),
     /// The server finishes its queries and gets no new ones.
     Leave(usize),
     Join(usize),

@@ -193,6 +193,13 @@ impl Server {
         self.set_capacity();
     }
 
+    /// Sets the capacity beyond the allocation, in allocations.
+    pub(crate) fn set_spare(&mut self, now: Nanos, spare: f64) {
+        self.advance(now);
+        self.machine.base = spare;
+        self.set_capacity();
+    }
+
     fn set_capacity(&mut self) {
         if let Service::Cpu { cores, .. } = self.spec.service {
             self.machine.capacity = cores * (1.0 + (self.machine.base + self.machine.fluctuation).max(0.0));

@@ -39,6 +39,10 @@ enum What {
     /// program that cannot be had is skipped, with the reason. Every argument is passed to the harness;
     /// `cargo xtask bench peers -- --help` prints its own help.
     Peers(HarnessArgs),
+    /// Runs the paper's load ramp on replicas that burn CPU time in cgroups, beside antagonists, and in the simulator.
+    ///
+    /// Needs root. `cargo xtask bench contention -- --help` prints the harness's own help.
+    Contention(HarnessArgs),
     /// Runs the service over a fabric of namespaces in which some paths lose or mark every packet, with and without PLB.
     ///
     /// Needs root. `cargo xtask bench plb -- --help` prints the harness's own help.
@@ -93,6 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             let setup = if wants_help(&rest.args) { Vec::new() } else { peers::prepare()? };
             harness_with("peers", &rest.args, rest.wasm.toolchain, setup)
         }
+        Some(What::Contention(rest)) => harness("contention", &rest.args, rest.wasm.toolchain),
         Some(What::Plb(rest)) => harness("plb", &rest.args, rest.wasm.toolchain),
         Some(What::Growth(rest)) => harness("growth", &rest.args, rest.wasm.toolchain),
         Some(What::Memory(rest)) => harness("memory", &rest.args, rest.wasm.toolchain),
