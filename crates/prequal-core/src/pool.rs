@@ -387,10 +387,10 @@ impl PoolState {
             return;
         }
         let b_reuse = reuse_budget(
-            settings.capacity(self.members) as f64,
+            self.capacity(settings, stamp) as f64,
             f64::from(self.members),
             f64::from(self.reports_per_pick),
-            self.removal_rate(settings),
+            self.removal_rate(settings, stamp),
             settings.delta,
             f64::from(settings.reuse_cap),
         );
@@ -432,7 +432,7 @@ impl PoolState {
         }
         self.new_since_pick = self.new_since_pick.saturating_add(1).min(MAX_RATE);
         self.expire(settings, stamp);
-        while usize::from(self.entry_count) >= settings.capacity(self.members).min(MAX_POOL) {
+        while usize::from(self.entry_count) >= self.capacity(settings, stamp) {
             let Some(oldest) = self.oldest(stamp) else { break };
             self.remove(oldest);
         }
@@ -565,14 +565,14 @@ impl PoolState {
     }
 
     fn remove_some<G: Rng>(&mut self, settings: &PoolSettings, rng: &mut G, order: &impl Order) {
-        self.remove_credit += self.removal_rate(settings) as f32;
+        let now = self.last_pick;
+        self.remove_credit += self.removal_rate(settings, now) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
-            if settings.scale_removal && usize::from(self.entry_count) < settings.capacity(self.members) {
+            if settings.scale_removal && usize::from(self.entry_count) < self.capacity(settings, now) {
                 continue;
             }
-            let victim =
-                if self.remove_worst == 1 { self.worst(rng, order) } else { self.oldest(self.last_pick) };
+            let victim = if self.remove_worst == 1 { self.worst(rng, order) } else { self.oldest(now) };
             self.remove_worst ^= 1;
             if let Some(victim) = victim {
                 self.remove(victim);
@@ -580,9 +580,14 @@ impl PoolState {
         }
     }
 
-    fn removal_rate(&self, settings: &PoolSettings) -> f64 {
-        if settings.scale_removal && (1..=settings.capacity(self.members)).contains(&(self.members as usize))
-        {
+    /// Maximum number of entries now.
+    fn capacity(&self, settings: &PoolSettings, now: Stamp) -> usize {
+        let oldest = self.entries().iter().map(|entry| now.distance_ms(entry.received)).max();
+        settings.capacity(self.members, oldest)
+    }
+
+    fn removal_rate(&self, settings: &PoolSettings, now: Stamp) -> f64 {
+        if settings.scale_removal && (1..=self.capacity(settings, now)).contains(&(self.members as usize)) {
             0.0
         } else if settings.scale_removal {
             settings.r_remove.min(f64::from(self.new_per_pick))
@@ -602,7 +607,7 @@ impl PoolState {
 }
 
 impl Blob for PoolState {
-    const TAG: Tag = Tag::of_release(0x7072_6571, 10); // "preq"
+    const TAG: Tag = Tag::of_release(0x7072_6571, 11); // "preq"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let mut state = Self::zeroed();

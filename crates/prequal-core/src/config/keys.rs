@@ -181,7 +181,7 @@ pub const KEYS: &[Key] = &[
         .from("§4")
         .means(
             "maximum number of reports in the pool, one per replica, if the fleet is too large to be kept whole \
-             (`scale_removal`)",
+             (`scale_removal`) and requests are too rare to keep more reports fresh",
         ),
     seldom("q_rif", "quantile", Number(0.0, 1.0))
         .needs("rule", "hcl")
@@ -204,7 +204,8 @@ pub const KEYS: &[Key] = &[
         .from("§4")
         .means("number of reports removed from the pool per request; the worst and the oldest alternate"),
     seldom("scale_removal", "", Bool).means(
-        "keep a fleet of up to 64 replicas whole; in a larger one remove reports only from a full pool, and no more than arrive",
+        "keep a fleet of up to 64 replicas whole, and up to 128 reports of a larger one while all are younger than twice \
+         `target_age_ms`; remove reports only from a full pool, and no more than arrive",
     ),
     seldom("reuse_cap", "uses", Whole(1, 10_000))
         .means("maximum number of uses of one report; equation (1) is undefined for n ≤ m"),

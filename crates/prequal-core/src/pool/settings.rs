@@ -3,7 +3,9 @@
 use crate::ejection::EjectionSettings;
 
 /// Maximum number of entries of a pool.
-pub const MAX_POOL: usize = 64;
+pub const MAX_POOL: usize = 128;
+/// Size of the largest fleet that is kept whole however rare its requests are.
+const MAX_WHOLE: usize = 64;
 /// Maximum number of RIFs in the history that θ is computed from.
 pub const MAX_HISTORY: usize = 128;
 
@@ -38,7 +40,8 @@ pub enum Budget {
 /// Checked settings of a pool; ranges are those of [`crate::config`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolSettings {
-    /// Maximum number of entries of a pool that cannot hold the whole fleet, 2 to [`MAX_POOL`].
+    /// Maximum number of entries of a pool that cannot hold the whole fleet, 2 to [`MAX_POOL`]. With `scale_removal` and an
+    /// adaptive budget the pool may be larger as long as all of its reports are fresh.
     pub pool_size: usize,
     /// Age at which a report stops counting, from its receipt, milliseconds.
     pub max_age_ms: u32,
@@ -50,8 +53,9 @@ pub struct PoolSettings {
     pub delta: f64,
     /// Removals per pick.
     pub r_remove: f64,
-    /// Keeps all replicas of a fleet of up to [`MAX_POOL`] in the pool: there is no selection bias to undo then. In a larger
-    /// fleet, removes only from a full pool, and no more entries than arrive. The paper has no such bounds.
+    /// Keeps all replicas of a fleet of up to 64 in the pool: there is no selection bias to undo then. In a larger fleet, up to
+    /// [`MAX_POOL`] while all reports are fresh; removes only from a full pool, and no more entries than arrive. The paper has
+    /// no such bounds.
     pub scale_removal: bool,
     /// Upper bound of equation (1).
     pub reuse_cap: u32,
@@ -85,10 +89,19 @@ impl PoolSettings {
     /// Value of `discovery_interval_ms` that turns these probes off, because the membership is known. Users cannot set it.
     pub const NO_DISCOVERY: u32 = 0;
 
-    /// Maximum number of entries of a pool over `n` replicas; `n` = 0 means that none are known yet.
-    pub(super) fn capacity(&self, n: u32) -> usize {
-        match usize::try_from(n) {
-            Ok(n) if self.scale_removal && n <= MAX_POOL => self.pool_size.max(n),
+    /// Maximum number of entries of a pool over `n` replicas whose oldest report has this age, milliseconds; `n` = 0 means that
+    /// none are known yet, no age that there is no report.
+    ///
+    /// A pool that cannot hold the whole fleet grows as long as even its oldest report is fresh: requests are so frequent that
+    /// their responses keep more entries up to date than `pool_size`. With a fixed number of probes it does not grow.
+    pub(super) fn capacity(&self, n: u32, oldest_ms: Option<u32>) -> usize {
+        let is_fresh = match self.budget {
+            Budget::Adaptive { target_age_ms, .. } => oldest_ms.is_none_or(|age| age < 2 * target_age_ms),
+            Budget::Fixed { .. } => false,
+        };
+        match n as usize {
+            _ if self.scale_removal && is_fresh => MAX_POOL,
+            n if self.scale_removal && n <= MAX_WHOLE => self.pool_size.max(n),
             _ => self.pool_size,
         }
     }
