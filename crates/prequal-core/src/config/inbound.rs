@@ -52,8 +52,12 @@ pub(super) const KEYS: &[&str] =
 pub(super) const REPORTS: &[(&str, bool)] = &[("always", true), ("probe_only", false)];
 
 /// Values of `orca`, and their formats.
-pub(super) const ORCA: &[(&str, Option<Format>)] =
-    &[("off", None), ("text", Some(Format::Text)), ("json", Some(Format::Json))];
+pub(super) const ORCA: &[(&str, Option<Format>)] = &[
+    ("off", None),
+    ("text", Some(Format::Text)),
+    ("json", Some(Format::Json)),
+    ("binary", Some(Format::Binary)),
+];
 
 /// Values of `orca_for`, and their classes of responses.
 pub(super) const CLASSES: &[(&str, Class)] =
@@ -98,7 +102,7 @@ impl Fields<'_> {
         let Some(format) = format.flatten() else {
             for key in ["orca_for", "orca_limit", "orca_window_ms"] {
                 if self.object.contains_key(key) {
-                    self.fail(key, "has no effect without \"orca\": \"text\" or \"json\"".into());
+                    self.fail(key, "has no effect without \"orca\": \"text\", \"json\" or \"binary\"".into());
                 }
             }
             return None;
@@ -168,6 +172,7 @@ mod tests {
             ("", None),
             (r#","orca":"off""#, None),
             (r#","orca":"text""#, Some(plain)),
+            (r#","orca":"binary""#, Some(InboundOrca { format: Format::Binary, ..plain })),
             (r#","orca":"text","orca_for":"http""#, Some(InboundOrca { class: Class::Http, ..plain })),
             (r#","orca":"json","orca_for":"grpc","orca_limit":7,"orca_window_ms":100"#, Some(all)),
         ] {
@@ -187,7 +192,7 @@ mod tests {
             (r#""serving_port":"80""#, "serving_port", "from 1 to 65535"),
             (r#""serving_port":80,"endpoint":"10.0.0.1:80""#, "serving_port", "no effect beside"),
             (r#""report":"never""#, "report", "\"probe_only\""),
-            (r#""orca":"binary""#, "orca", "\"json\""),
+            (r#""orca":"proto""#, "orca", "\"binary\""),
             (r#""orca":"text","orca_limit":0"#, "orca_limit", "from 1 to 1000000"),
             (r#""orca":"text","orca_for":"tcp""#, "orca_for", "\"grpc\""),
             (r#""orca":"text","orca_window_ms":99"#, "orca_window_ms", "from 100 to 600000"),

@@ -268,7 +268,7 @@ pub const KEYS: &[Key] = &[
     ),
     inbound("report", "", OneOf(&["always", "probe_only"]))
         .means("where reports are sent: on responses and probe replies, or on probe replies alone"),
-    inbound("orca", "", OneOf(&["off", "text", "json"]))
+    inbound("orca", "", OneOf(&["off", "text", "json", "binary"]))
         .means("responses also report load [in ORCA format](orca.md), whatever the value of `report`"),
     inbound("orca_for", "", OneOf(&["all", "grpc", "http"]))
         .needs("orca", "text")

@@ -9,7 +9,7 @@ use std::fmt;
 
 use serde_json::Value;
 
-mod binary;
+pub(super) mod binary;
 
 /// Maximum length of a header or message that is read, bytes.
 pub const MAX_REPORT: usize = 4096;
@@ -56,6 +56,15 @@ impl Utilization {
             Self::Application => "application_utilization",
             Self::Cpu => "cpu_utilization",
             Self::Memory => "mem_utilization",
+        }
+    }
+
+    /// Returns the number of the field in the protobuf message.
+    pub(super) fn number(self) -> u8 {
+        match self {
+            Self::Application => 9,
+            Self::Cpu => 1,
+            Self::Memory => 2,
         }
     }
 

@@ -131,8 +131,9 @@ impl InboundStream {
         if let (Some(orca), Some(report)) = (orca, &report) {
             let load = flight.served.orca(now, report, leaving.is_some(), orca.limit);
             // The replica's own ORCA report would contradict this one.
+            set(orca::HEADER, None);
             set(orca::HEADER_BIN, None);
-            set(orca::HEADER, load.map(|load| load.header(orca.format)).as_deref());
+            set(orca.format.header(), load.map(|load| load.header(orca.format)).as_deref());
         }
         let report = report.filter(|_| config.report_on_responses).map(|report| report.to_string());
         // The report made here replaces the replica's own report of its load.

@@ -1,5 +1,5 @@
-//! Decodes `xds.data.orca.v3.OrcaLoadReport` in base64. It implements only as much of both encodings as this message
-//! needs, so that the module for Envoy needs no protobuf library.
+//! Decodes and encodes `xds.data.orca.v3.OrcaLoadReport` in base64. It implements only as much of both encodings as this
+//! message needs, so that the module for Envoy needs no protobuf library.
 
 use std::collections::BTreeMap;
 
@@ -121,4 +121,50 @@ pub(super) fn base64(text: &[u8]) -> Option<Vec<u8>> {
         }
     }
     (bits == 0).then_some(decoded)
+}
+
+/// A message that is being encoded.
+#[derive(Default)]
+pub(in crate::orca) struct Encoded(Vec<u8>);
+
+impl Encoded {
+    /// Appends a field of type `double`.
+    pub(in crate::orca) fn double(&mut self, number: u8, value: f64) {
+        self.0.push(number << 3 | 1);
+        self.0.extend_from_slice(&value.to_le_bytes());
+    }
+
+    /// Appends an entry of the map of named metrics.
+    pub(in crate::orca) fn named(&mut self, name: &str, value: f64) {
+        let mut entry = Self(vec![1 << 3 | 2]);
+        entry.length(name.len());
+        entry.0.extend_from_slice(name.as_bytes());
+        entry.double(2, value);
+        self.0.push(8 << 3 | 2);
+        self.length(entry.0.len());
+        self.0.append(&mut entry.0);
+    }
+
+    fn length(&mut self, mut length: usize) {
+        while length >= 0x80 {
+            self.0.push(length as u8 | 0x80);
+            length >>= 7;
+        }
+        self.0.push(length as u8);
+    }
+
+    /// Returns the message in base64, with padding.
+    pub(in crate::orca) fn base64(&self) -> String {
+        const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        let mut text = String::with_capacity(self.0.len().div_ceil(3) * 4);
+        for part in self.0.chunks(3) {
+            let bits =
+                part.iter().fold(0, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - part.len()));
+            for digit in 0..4 {
+                let value = bits >> (18 - 6 * digit) & 0x3f;
+                text.push(if digit <= part.len() { DIGITS[value as usize].into() } else { '=' });
+            }
+        }
+        text
+    }
 }
