@@ -386,11 +386,13 @@ impl PoolState {
         if self.is_cooling_down(endpoint, stamp) || !placement.is_in_use(self.samples, self.members) {
             return;
         }
+        self.expire(settings, stamp);
+        let capacity = self.capacity(settings, stamp);
         let b_reuse = reuse_budget(
-            self.capacity(settings, stamp) as f64,
+            capacity as f64,
             f64::from(self.members),
             f64::from(self.reports_per_pick),
-            self.removal_rate(settings, stamp),
+            self.removal_rate(settings, capacity),
             settings.delta,
             f64::from(settings.reuse_cap),
         );
@@ -566,7 +568,7 @@ impl PoolState {
 
     fn remove_some<G: Rng>(&mut self, settings: &PoolSettings, rng: &mut G, order: &impl Order) {
         let now = self.last_pick;
-        self.remove_credit += self.removal_rate(settings, now) as f32;
+        self.remove_credit += self.removal_rate(settings, self.capacity(settings, now)) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
             if settings.scale_removal && usize::from(self.entry_count) < self.capacity(settings, now) {
@@ -586,8 +588,8 @@ impl PoolState {
         settings.capacity(self.members, oldest)
     }
 
-    fn removal_rate(&self, settings: &PoolSettings, now: Stamp) -> f64 {
-        if settings.scale_removal && (1..=self.capacity(settings, now)).contains(&(self.members as usize)) {
+    fn removal_rate(&self, settings: &PoolSettings, capacity: usize) -> f64 {
+        if settings.scale_removal && (1..=capacity).contains(&(self.members as usize)) {
             0.0
         } else if settings.scale_removal {
             settings.r_remove.min(f64::from(self.new_per_pick))

@@ -127,8 +127,10 @@ impl Load {
 
     /// Marks the backend as up. If it was down, its age starts now: a replica that came back is as cold as a new one.
     pub fn mark_up(&self) {
-        self.start_up();
         // An accepted connection does not refute a failed check.
+        if *self.0.backend.borrow() != Backend::Unready {
+            self.start_up();
+        }
         self.change(|backend| if backend == Backend::Refuses { Backend::Ready } else { backend });
     }
 

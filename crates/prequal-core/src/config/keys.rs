@@ -205,7 +205,7 @@ pub const KEYS: &[Key] = &[
         .means("number of reports removed from the pool per request; the worst and the oldest alternate"),
     seldom("scale_removal", "", Bool).means(
         "keep a fleet of up to 64 replicas whole, and up to 128 reports of a larger one while all are younger than twice \
-         `target_age_ms`; remove reports only from a full pool, and no more than arrive",
+         `target_age_ms` and half of `max_age_ms`; remove reports only from a full pool, and no more than arrive",
     ),
     seldom("reuse_cap", "uses", Whole(1, 10_000))
         .means("maximum number of uses of one report; equation (1) is undefined for n ≤ m"),

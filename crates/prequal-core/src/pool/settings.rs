@@ -96,7 +96,10 @@ impl PoolSettings {
     /// their responses keep more entries up to date than `pool_size`. With a fixed number of probes it does not grow.
     pub(super) fn capacity(&self, n: u32, oldest_ms: Option<u32>) -> usize {
         let is_fresh = match self.budget {
-            Budget::Adaptive { target_age_ms, .. } => oldest_ms.is_none_or(|age| age < 2 * target_age_ms),
+            Budget::Adaptive { target_age_ms, .. } => {
+                let fresh_ms = target_age_ms.saturating_mul(2).min(self.max_age_ms / 2);
+                oldest_ms.is_none_or(|age| age < fresh_ms)
+            }
             Budget::Fixed { .. } => false,
         };
         match n as usize {
