@@ -46,6 +46,7 @@ impl Goals {
     /// Prints all verdicts; the exit code says whether every goal was reached.
     pub(crate) fn print(&self) -> ExitCode {
         if self.lines.is_empty() {
+            println!("No goal applies to the policies that ran.");
             return ExitCode::SUCCESS;
         }
         for (reached, line) in &self.lines {

@@ -165,8 +165,9 @@ pub(super) fn judge(ramp: &Ramp, runs: &[Runs]) -> Goals {
         of.filter(|runs| !runs.is_saturated(step)).map(|runs| (runs, step))
     };
     let alike = Policy::ALL.iter().filter_map(|policy| at(*policy, 0.75));
-    let (low, high) = min_max(alike.map(|(runs, step)| runs.p99(step)));
-    if low <= high {
+    let alike: Vec<f64> = alike.map(|(runs, step)| runs.p99(step)).collect();
+    if alike.len() > 1 {
+        let (low, high) = min_max(alike);
         let range = format!("{} to {} ms", whole_ms(low), whole_ms(high));
         goals.add(high <= low * 1.25, format!("at 0.75x all p99 are alike: {range} (at most 1.25 times)"));
     }
@@ -204,7 +205,12 @@ pub(super) fn judge(ramp: &Ramp, runs: &[Runs]) -> Goals {
 /// Number of medians of p99 that the simulator meets, and number of all that count.
 fn agreement(ramp: &Ramp, runs: &[Runs]) -> (usize, usize) {
     let cells = runs.iter().flat_map(|runs| (0..ramp.loads.len()).map(move |step| (runs, step)));
-    let counting: Vec<(&Runs, usize)> = cells.filter(|(runs, step)| !runs.is_saturated(*step)).collect();
+    // Both sides are capped at the deadline, so cells beyond it on both sides would always agree.
+    let counts = |(runs, step): &(&Runs, usize)| {
+        let answered = runs.p99(*step).min(median(runs.simulated(*step, p99))) <= deadline_ms();
+        !runs.is_saturated(*step) && answered
+    };
+    let counting: Vec<(&Runs, usize)> = cells.filter(counts).collect();
     let agrees = |(runs, step): &&(&Runs, usize)| {
         let ratio = capped(median(runs.simulated(*step, p99))) / runs.p99(*step);
         (1.0 / AGREES..=AGREES).contains(&ratio)

@@ -112,7 +112,10 @@ impl Grown {
     }
 
     fn judge(&self, goals: &mut Goals) {
-        let Some(last) = (0..self.sizes.len()).rev().find(|size| !self.is_beyond(*size)) else { return };
+        let Some(last) = (1..self.sizes.len()).rev().find(|size| !self.is_beyond(*size)) else {
+            println!("{}: not judged, only the smallest size fits this machine", self.quantity);
+            return;
+        };
         let beside: Vec<String> = (0..self.shown)
             .map(|kind| format!("; {}: {} times", self.kinds[kind], two(self.factor(last, kind))))
             .collect();

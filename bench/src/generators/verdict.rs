@@ -117,7 +117,11 @@ fn by_chance(one: &Summary, other: &Summary, q: f64) -> bool {
         let requests = one.samples.min(other.samples) as f64;
         let ranks = DEVIATIONS * (2.0 * q * (1.0 - q) / requests).sqrt();
         let figure = one.quantile_ms(q);
-        other.quantile_ms(q - ranks) <= figure && figure <= other.quantile_ms((q + ranks).min(1.0))
+        // With too few requests, or failures at this quantile, chance could explain anything.
+        if q + ranks >= 1.0 || figure.is_infinite() {
+            return false;
+        }
+        other.quantile_ms(q - ranks) <= figure && figure <= other.quantile_ms(q + ranks)
     };
     within(one, other) && within(other, one)
 }

@@ -162,7 +162,8 @@ impl Encoded {
                 part.iter().fold(0, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - part.len()));
             for digit in 0..4 {
                 let value = bits >> (18 - 6 * digit) & 0x3f;
-                text.push(if digit <= part.len() { DIGITS[value as usize].into() } else { '=' });
+                let written = DIGITS.get(value as usize).filter(|_| digit <= part.len());
+                text.push(written.map_or('=', |digit| char::from(*digit)));
             }
         }
         text
