@@ -153,14 +153,12 @@ impl OrcaReport {
 
     /// Returns the value of [`Format::header`].
     pub fn header(&self, format: Format) -> String {
-        if format == Format::Binary {
-            return self.encode().base64();
-        }
         let mut text = String::with_capacity(256);
         // Writing to a String cannot fail.
         let _ = match format {
+            Format::Text => self.write_text(&mut text),
             Format::Json => self.write_json(&mut text),
-            Format::Text | Format::Binary => self.write_text(&mut text),
+            Format::Binary => return self.encode().base64(),
         };
         text
     }
