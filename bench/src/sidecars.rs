@@ -1,5 +1,5 @@
-//! `sidecars`: many Envoys that each send few requests, compared with one Envoy that sends them all, and what the many cost
-//! while nobody sends any.
+//! `sidecars`: compares many Envoys that each send few requests with one Envoy that sends them all, and measures what the many
+//! cost when idle.
 //!
 //! Each of many Envoys hears from a replica rarely, so its reports are old, or probes must replace them. The goals limit
 //! both: the tail that old reports cost, and the messages that fresh ones take.

@@ -1,7 +1,7 @@
 //! Prequal against other load balancers in the same run: the same replicas, agents, arrivals and fleets for all.
 //!
 //! A pass has Envoy's own policies, the peers that this machine has, and Prequal as filter and as native module. Every proxy
-//! has the same number of workers, and no policy has retries or health checks. Goals are set for Prequal against the best of
+//! has the same number of workers, and no policy has retries or active health checks. Prequal can still eject a replica that fails. Goals are set for Prequal against the best of
 //! all others, quantile by quantile; a missed goal is a finding.
 
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! `generators`: other load generators as judges of ours, and of the claims that were measured with it.
+//! `generators`: checks our load generator, and the claims measured with it, against other load generators.
 //!
 //! Every generator sends the same load to its own deployment, started cold: a constant rate over HTTP/1.1, through one Envoy
 //! with one worker. Each one's record of its requests is reduced to quantiles by the same code as our own samples, because

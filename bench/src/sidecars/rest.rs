@@ -1,4 +1,4 @@
-//! The sidecars at rest: what an Envoy costs while nobody sends requests, and which messages the replicas get.
+//! The sidecars at rest: what an Envoy costs without requests, and which messages the replicas still get.
 
 use std::time::{Duration, Instant};
 

@@ -194,13 +194,13 @@ mod tests {
             let value = &response[if binary { LOAD_METRICS_BIN } else { LOAD_METRICS }];
             if binary {
                 let bytes = base64::engine::general_purpose::STANDARD.decode(value).unwrap();
-                let told = proto::OrcaLoadReport::decode(&bytes[..]).unwrap();
+                let sent = proto::OrcaLoadReport::decode(&bytes[..]).unwrap();
                 assert_eq!(
-                    (told.application_utilization, told.rps_fractional, told.eps),
+                    (sent.application_utilization, sent.rps_fractional, sent.eps),
                     (0.375, 12.5, 0.04)
                 );
                 let named: Vec<_> =
-                    told.named_metrics.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+                    sent.named_metrics.iter().map(|(name, value)| (name.as_str(), *value)).collect();
                 assert_eq!(
                     named,
                     [("prequal_base_latency_us", 40000.0), ("prequal_knee", 8.0), ("prequal_rif", 3.0)]

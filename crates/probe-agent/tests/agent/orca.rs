@@ -51,7 +51,7 @@ fn orca(format: OrcaFormat) -> Orca {
 }
 
 /// Returns the load reports on a response.
-fn told(headers: &HeaderMap) -> Vec<(&str, &str)> {
+fn load_headers(headers: &HeaderMap) -> Vec<(&str, &str)> {
     let ours = headers.iter().filter(|(name, _)| name.as_str().starts_with("endpoint-load-metrics"));
     ours.map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect()
 }
@@ -70,13 +70,17 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
     .await;
     let off = agent(addr, |_| {});
     let (head, _) = fetch(off.addr, "/").await;
-    assert_eq!(told(&head.headers), [("endpoint-load-metrics", "TEXT cpu_utilization=0.9")], "as it came");
+    assert_eq!(
+        load_headers(&head.headers),
+        [("endpoint-load-metrics", "TEXT cpu_utilization=0.9")],
+        "as it came"
+    );
 
     for format in [OrcaFormat::Text, OrcaFormat::Json, OrcaFormat::Binary] {
         let agent = agent(addr, |config| config.orca = orca(format));
         let first = fetch(agent.addr, "/").await.0.headers;
         let (head, _) = fetch(agent.addr, "/").await;
-        let said = told(&head.headers);
+        let said = load_headers(&head.headers);
         assert_eq!(said.len(), 1, "one report, and not the backend's: {said:?}");
         let (name, value) = said[0];
         if format == OrcaFormat::Binary {
@@ -91,7 +95,7 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
             let begins =
                 if format == OrcaFormat::Text { "TEXT application_utilization=0." } else { "JSON {\"appl" };
             assert!(value.starts_with(begins) && value.contains("rps_fractional"), "{value}");
-            let first = told(&first)[0].1;
+            let first = load_headers(&first)[0].1;
             assert!(first.contains("rps_fractional"), "the first too, although none has ended: {first}");
         }
         assert!(head.headers.contains_key("x-prequal-load"), "beside the usual report");
@@ -105,7 +109,7 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
         let mut request = get("/");
         request.headers_mut().insert("x-kind", kind.parse().unwrap());
         let response = within(client1(grpc_alone.addr).await.send_request(request)).await.unwrap();
-        let said = told(response.headers())[0].1;
+        let said = load_headers(response.headers())[0].1;
         assert_eq!(said != "TEXT cpu_utilization=0.9", replaced, "{kind}: {said}");
     }
 }
@@ -397,11 +401,14 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
     };
     let on = reads("utilization", Some(OrcaFormat::Text));
     let (head, _) = fetch(on.addr, "/").await;
-    assert!(told(&head.headers)[0].1.starts_with("TEXT application_utilization=0."), "its own until then");
+    assert!(
+        load_headers(&head.headers)[0].1.starts_with("TEXT application_utilization=0."),
+        "its own until then"
+    );
     assert_eq!(head.headers["x-asked"], "text");
 
     let (head, _) = fetch(on.addr, "/says").await;
-    let said = told(&head.headers);
+    let said = load_headers(&head.headers);
     assert_eq!(said.len(), 1, "{said:?}");
     let value = said[0].1;
     assert!(value.starts_with("TEXT cpu_utilization=0.625000,rps_fractional="), "{value}");
@@ -411,7 +418,7 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
     );
     // The backend's load is also passed on with responses that carry no report of the backend, out of band, and as a metric.
     let (head, _) = fetch(on.addr, "/").await;
-    assert!(told(&head.headers)[0].1.contains("cpu_utilization=0.625000"));
+    assert!(load_headers(&head.headers)[0].1.contains("cpu_utilization=0.625000"));
     let mut stream = call(on.addr, asking(100)).await;
     let report = next(&mut stream).await;
     assert_eq!((report.cpu_utilization, report.application_utilization), (0.625, 0.0));
@@ -422,12 +429,12 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
     for path in ["/broken", "/twice"] {
         let (head, _) = fetch(on.addr, path).await;
         assert!(
-            told(&head.headers)[0].1.contains("cpu_utilization=0.625000"),
+            load_headers(&head.headers)[0].1.contains("cpu_utilization=0.625000"),
             "{path}: what was known counts on"
         );
     }
     let (head, _) = fetch(on.addr, "/high").await;
-    let value = told(&head.headers)[0].1;
+    let value = load_headers(&head.headers)[0].1;
     assert!(value.starts_with("TEXT application_utilization=1000,rps") && !value.contains("kv"), "{value}");
     let (_, page) = fetch(on.admin.unwrap(), "/metrics").await;
     for line in [
@@ -444,16 +451,19 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
     // it. A client that asks for it itself does.
     let named = reads("named_metrics.kv", None);
     let (head, _) = fetch(named.addr, "/says").await;
-    assert_eq!((told(&head.headers).len(), named.load.backend_utilization_micro()), (0, Some(250_000)));
+    assert_eq!(
+        (load_headers(&head.headers).len(), named.load.backend_utilization_micro()),
+        (0, Some(250_000))
+    );
     let mut request = get("/says");
     request.headers_mut().insert("endpoint-load-metrics-format", HeaderValue::from_static("json"));
     let response = within(client1(named.addr).await.send_request(request)).await.unwrap();
     assert_eq!(response.headers()["x-asked"], "json");
-    assert_eq!(told(response.headers()).len(), 1);
+    assert_eq!(load_headers(response.headers()).len(), 1);
 
     let off = agent(addr, |_| {});
     let (head, _) = fetch(off.addr, "/says").await;
-    assert_eq!((told(&head.headers).len(), off.load.backend_utilization_micro()), (1, None));
+    assert_eq!((load_headers(&head.headers).len(), off.load.backend_utilization_micro()), (1, None));
     assert_eq!(head.headers["x-asked"], "no");
 }
 
@@ -557,8 +567,11 @@ async fn grpc_trailers_carry_the_agents_report_once_the_call_has_ended() {
         });
         trailers_of_a_call(agent.addr).await;
         let trailers = trailers_of_a_call(agent.addr).await;
-        assert_eq!((trailers["grpc-status"].clone(), told(&trailers).len()), ("0".parse().unwrap(), 1));
-        let bytes = base64::engine::general_purpose::STANDARD.decode(told(&trailers)[0].1).unwrap();
+        assert_eq!(
+            (trailers["grpc-status"].clone(), load_headers(&trailers).len()),
+            ("0".parse().unwrap(), 1)
+        );
+        let bytes = base64::engine::general_purpose::STANDARD.decode(load_headers(&trailers)[0].1).unwrap();
         let report = Report::decode(&bytes[..]).unwrap();
         assert_eq!(report.cpu_utilization, cpu_utilization, "the backend's only if it is read");
         assert!(report.rps_fractional > 0.0, "{report:?}");
