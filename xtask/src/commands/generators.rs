@@ -15,8 +15,8 @@ type Install = fn() -> Result<()>;
 /// the reason; the harness then skips it.
 pub(crate) fn prepare(args: &[OsString]) {
     let all: [(&str, Install); 4] = [
-        ("vegeta", || VEGETA.prepare()),
-        ("fortio", || FORTIO.prepare()),
+        ("vegeta", || VEGETA.prepare("")),
+        ("fortio", || FORTIO.prepare("")),
         // Says which package it installs.
         ("h2load", || debian::install(&[("h2load", "nghttp2-client")])),
         ("oha", oha),

@@ -51,12 +51,12 @@ impl Program {
         made.map(|()| self.path())
     }
 
-    /// Builds it unless target/bin/ has this very version.
-    pub(crate) fn prepare(&self) -> Result<()> {
+    /// Builds it unless target/bin/ has this very version. `linked` is passed to the linker.
+    pub(crate) fn prepare(&self, linked: &str) -> Result<()> {
         let pinned = format!("\tmod\t{}\t{}\t", self.module, self.version);
         let said = run::output(run::tool("go").args(["version", "-m"]).arg(self.path()));
         if !said.is_ok_and(|said| said.contains(&pinned)) {
-            self.build("")?;
+            self.build(linked)?;
         }
         Ok(())
     }

@@ -37,7 +37,8 @@ pub(crate) fn prepare() -> Result<Vec<(&'static str, OsString)>> {
             Err(why) => progress::say(format_args!("no {package}: {}", progress::last_line(&why))),
         }
     }
-    if let Err(why) = CADDY.prepare() {
+    // Built outside its repository, it does not know its version.
+    if let Err(why) = CADDY.prepare(&format!("-X {}.CustomVersion={}", CADDY.module, CADDY.version)) {
         progress::say(format_args!("no caddy: {}", progress::last_line(&why)));
     }
     Ok(vec![("PATH", with(programs, "PATH")?), ("LD_LIBRARY_PATH", with(libraries, "LD_LIBRARY_PATH")?)])
