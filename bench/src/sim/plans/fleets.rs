@@ -143,6 +143,20 @@ fn all() -> Vec<Point> {
         fleet("30 × 2, mix, 75 %", &[(30, 2, 10.0)], MIX, 1552.0),
         fleet("60 × 2, mix, 75 %", &[(60, 2, 10.0)], MIX, 3104.0),
         fleet("60 × 2, exp 20, 75 %, 4 clients", &[(60, 2, 20.0)], Exponential, 4500.0).clients(4),
+        // Fleets that fit a pool of 128 reports, but not one of 24: few clients share them, or one has them alone.
+        fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
+        fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),
+        fleet("90 × 1, exp 140, 70 %, 4 clients", &[(90, 1, 140.0)], Exponential, 450.0).clients(4),
+        fleet("128 × 1, exp 140, 70 %, 8 clients", &[(128, 1, 140.0)], Exponential, 640.0).clients(8),
+        fleet("100 × 2, exp 20, 75 %, 4 clients", &[(100, 2, 20.0)], Exponential, 7500.0).clients(4),
+        fleet("100 × 2, mix, 75 %, 8 clients", &[(100, 2, 10.0)], MIX, 5173.0).clients(8),
+        fleet(
+            "100 × 4, a quarter 3x slower, 2 clients",
+            &[(75, 4, 40.0), (25, 4, 120.0)],
+            Exponential,
+            5800.0,
+        )
+        .clients(2),
     ]
 }
 
