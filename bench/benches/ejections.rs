@@ -8,15 +8,16 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::rc::Rc;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use prequal_core::blob::Blob;
+use prequal_core::client::ejection::{EjectionTable, Event};
+use prequal_core::client::pool::PoolState;
+use prequal_core::client::settings::{ChoiceSettings, ClusterConfig, Shim};
 use prequal_core::client::store::{Cas, SharedData};
 use prequal_core::client::{Balancer, Class, Witness};
-use prequal_core::config::{ChoiceSettings, ClusterConfig, Profile, Shim};
-use prequal_core::ejection::{EjectionTable, Event};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::pool::PoolState;
-use prequal_core::report::LoadReport;
-use prequal_core::time::Micros;
+use prequal_core::config::Profile;
+use prequal_core::shared::blob::Blob;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::report::LoadReport;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 

@@ -7,11 +7,11 @@ use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use prequal_core::blob::Blob;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::members::{Evidence, Members, Note, View};
-use prequal_core::shared::{self, Place};
-use prequal_core::time::Micros;
+use prequal_core::client::members::{Evidence, Members, Note, View};
+use prequal_core::shared::blob::Blob;
+use prequal_core::shared::cas::{self, Place};
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -74,7 +74,7 @@ impl Worker {
     }
 
     fn share(&mut self) {
-        shared::update(&self.host, |stored| ((), self.view.share(stored, self.now)));
+        cas::update(&self.host, |stored| ((), self.view.share(stored, self.now)));
         self.view.shared();
     }
 }

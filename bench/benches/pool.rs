@@ -8,14 +8,14 @@ use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use prequal_core::blob::Blob;
+use prequal_core::client::members::Placement;
+use prequal_core::client::pool::{PoolSettings, PoolState};
 use prequal_core::config::Profile;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::load::Load;
-use prequal_core::members::Placement;
-use prequal_core::pool::{PoolSettings, PoolState};
-use prequal_core::report::LoadReport;
-use prequal_core::time::Micros;
+use prequal_core::shared::blob::Blob;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::load::Load;
+use prequal_core::wire::report::LoadReport;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 

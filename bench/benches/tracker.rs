@@ -9,9 +9,10 @@ use std::collections::VecDeque;
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use prequal_core::capacity::Levels;
-use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, Tracker, TrackerConfig};
+use prequal_core::server::capacity::Levels;
+use prequal_core::server::tracker::{Ticket, Tracker, TrackerConfig};
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::time::Micros;
 
 const IN_FLIGHT: usize = 12;
 const STEP_US: u64 = 200;

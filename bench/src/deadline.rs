@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use prequal_core::report::PROBE_PATH;
+use prequal_core::wire::report::PROBE_PATH;
 use prequal_testbed::{Backend, Body, Envoy, EnvoyConfig, Reply, Request, eventually};
 use serde_json::json;
 

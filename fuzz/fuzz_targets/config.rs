@@ -2,12 +2,14 @@
 #![no_main]
 
 use prequal_core::client::store::Memory;
-use prequal_core::client::{Balancer, Class, Reply, Witness};
-use prequal_core::config::{ClusterConfig, Config, Shim};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::members::Target;
-use prequal_core::report::LoadReport;
-use prequal_core::time::Micros;
+use prequal_core::client::{Balancer, Class, Witness};
+use prequal_core::client::reply::Reply;
+use prequal_core::client::settings::{ClusterConfig, Shim};
+use prequal_core::config::Config;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::client::members::Target;
+use prequal_core::wire::report::LoadReport;
+use prequal_core::shared::time::Micros;
 use prequal_fuzz::{START, replica};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;

@@ -1,7 +1,7 @@
 //! Report headers: any bytes are refused or parsed, and what is parsed prints and parses back to the same value.
 #![no_main]
 
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 
 fn seeds() -> Vec<Vec<u8>> {
     [

@@ -2,7 +2,7 @@ package prequal
 
 import "math"
 
-// The share of failures, and the rates in ORCA reports. Follows crates/prequal-core/src/failures.rs and rates.rs.
+// The share of failures, and the rates in ORCA reports. Follows crates/prequal-core/src/server/failures.rs and rates.rs.
 
 const (
 	halfLifeUs     = 5_000_000

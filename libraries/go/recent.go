@@ -2,7 +2,7 @@ package prequal
 
 import "math"
 
-// Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/capacity/recent.rs.
+// Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/server/capacity/recent.rs.
 
 const (
 	certain        = 12

@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// Report is the load report of a server. It follows crates/prequal-core/src/report.rs, orca.rs and probe.rs.
+// Report is the load report of a server. It follows crates/prequal-core/src/wire/report.rs, orca.rs and probe.rs.
 type Report struct {
 	// RIF is the number of requests in flight now.
 	RIF uint32

@@ -2,7 +2,7 @@ package prequal
 
 import "slices"
 
-// The estimate of the latency of a request that arrives now. Follows crates/prequal-core/src/tracker.rs, for one process.
+// The estimate of the latency of a request that arrives now. Follows crates/prequal-core/src/server/tracker.rs, for one process.
 
 // Outcome describes how a request ended.
 type Outcome int

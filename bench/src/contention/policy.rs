@@ -3,9 +3,9 @@
 use std::net::SocketAddr;
 
 use anyhow::Result;
-use prequal_core::config::Rule;
-use prequal_core::policies::linear::{ALPHA_US, Linear};
-use prequal_core::policies::peak_ewma::Scan;
+use prequal_core::client::policies::linear::{ALPHA_US, Linear};
+use prequal_core::client::policies::peak_ewma::Scan;
+use prequal_core::client::settings::Rule;
 use prequal_testbed::EnvoyConfig;
 use serde_json::json;
 
@@ -14,8 +14,8 @@ use crate::arm::Arm;
 use crate::backends::Fleet;
 use crate::deployment::{self, CLUSTER};
 use crate::sim::balancer::{self as simulated, Prequal};
-use crate::sim::cswrr::Settings;
 use crate::sim::plans::{ours, paper};
+use crate::sim::policies::cswrr::Settings;
 
 /// A policy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

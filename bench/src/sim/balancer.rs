@@ -1,25 +1,26 @@
 //! The policies under test, and the mapping between the simulator's server numbers and the core's endpoints.
 
+use prequal_core::client::policies::peak_ewma::{PeakEwma, Scan};
+use prequal_core::client::policies::zuul::Zuul;
+use prequal_core::client::pool::PoolSettings;
+use prequal_core::client::reply::Reply;
+use prequal_core::client::settings::{ChoiceSettings, ClusterConfig, Mode, ProbeSettings, Rule, Shim};
 use prequal_core::client::store::Memory;
-use prequal_core::client::{Balancer as Core, Class, Reply, Witness};
-use prequal_core::config::{ChoiceSettings, ClusterConfig, Mode, ProbeSettings, Rule, Shim};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::policies::Policy;
-use prequal_core::policies::least_loaded::{LeastLoaded, LeastLoadedPo2c};
-use prequal_core::policies::peak_ewma::{PeakEwma, Scan};
-use prequal_core::policies::uniform::{Random, RoundRobin};
-use prequal_core::policies::weighted::WeightedRoundRobin;
-use prequal_core::policies::yarp::{PAPER_POLL_MS, Yarp};
-use prequal_core::policies::zuul::Zuul;
-use prequal_core::pool::PoolSettings;
-use prequal_core::report::LoadReport;
-use prequal_core::sync::SyncSettings;
-use prequal_core::time::Micros;
-use prequal_core::tracker::TrackerConfig;
+use prequal_core::client::sync_mode::SyncSettings;
+use prequal_core::client::{Balancer as Core, Class, Witness};
+use prequal_core::server::tracker::TrackerConfig;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::report::LoadReport;
 use rand::Rng;
 use rand::rngs::SmallRng;
 
-use super::cswrr::{Cswrr, Settings};
+use super::policies::SimPolicy;
+use super::policies::cswrr::{Cswrr, Settings};
+use super::policies::least_loaded::{LeastLoaded, LeastLoadedPo2c};
+use super::policies::uniform::{Random, RoundRobin};
+use super::policies::weighted::WeightedRoundRobin;
+use super::policies::yarp::{PAPER_POLL_MS, Yarp};
 use super::server::{Nanos, endpoint, micros};
 
 /// A policy with its settings.
@@ -100,7 +101,7 @@ impl Arm {
 }
 
 pub(crate) enum Balancer {
-    Simple(Box<dyn Policy>),
+    Simple(Box<dyn SimPolicy>),
     Prequal(Box<Core<Memory, ()>>),
     Floor,
 }
@@ -108,7 +109,7 @@ pub(crate) enum Balancer {
 impl Balancer {
     /// The balancer of one of `clients` clients over `servers` servers, of which the first `known` exist.
     pub(crate) fn new(arm: &Arm, clients: usize, servers: usize, known: usize, rng: &mut SmallRng) -> Self {
-        let simple = |policy: Box<dyn Policy>| Self::Simple(policy);
+        let simple = |policy: Box<dyn SimPolicy>| Self::Simple(policy);
         match arm {
             Arm::Random => simple(Box::new(Random::new(servers))),
             Arm::RoundRobin => simple(Box::new(RoundRobin::new(servers, rng.random_range(0..servers)))),

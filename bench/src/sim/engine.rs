@@ -5,20 +5,22 @@
 
 use std::collections::{BinaryHeap, VecDeque};
 
+use prequal_core::client::members::Target;
+use prequal_core::client::policies::Done;
+use prequal_core::client::pool::{Branch, ProbesDue};
+use prequal_core::client::settings::Mode;
+use prequal_core::client::sync_mode::{Answer, Waiting};
 use prequal_core::client::{Class, Request};
-use prequal_core::config::Mode;
-use prequal_core::members::Target;
-use prequal_core::policies::{Done, Utilisation};
-use prequal_core::pool::{Branch, ProbesDue};
-use prequal_core::report::LoadReport;
-use prequal_core::sync::{Answer, Waiting};
-use prequal_core::tracker::{Outcome, Ticket};
+use prequal_core::server::tracker::Ticket;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::wire::report::LoadReport;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, Exp1, Zipf};
 
 use super::balancer::{Arm, Balancer, Polling, Prequal, Proxy, named, reply};
 use super::measure::{FAILED, Run, Sample};
+use super::policies::Utilisation;
 use super::scenario::{Change, Load, Scenario, Service};
 use super::server::{Job, Nanos, Server, micros, server_of};
 

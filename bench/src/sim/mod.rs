@@ -3,13 +3,13 @@
 
 pub(crate) mod balancer;
 mod cache;
-pub(crate) mod cswrr;
 pub(crate) mod engine;
 mod grid;
 mod measure;
 pub(crate) mod plans;
 mod plb;
 pub(crate) mod plot;
+pub(crate) mod policies;
 mod report;
 pub(crate) mod scenario;
 mod server;

@@ -2,16 +2,17 @@
 
 use std::ops::RangeInclusive;
 
-use prequal_core::config::{ProbeSettings, Profile, Rule};
-use prequal_core::policies::linear::{ALPHA_US, Linear};
-use prequal_core::policies::peak_ewma::Scan;
-use prequal_core::pool::{Budget, HotRule, PoolSettings};
-use prequal_core::sync::SyncSettings;
+use prequal_core::client::policies::linear::{ALPHA_US, Linear};
+use prequal_core::client::policies::peak_ewma::Scan;
+use prequal_core::client::pool::{Budget, HotRule, PoolSettings};
+use prequal_core::client::settings::{ProbeSettings, Rule};
+use prequal_core::client::sync_mode::SyncSettings;
+use prequal_core::config::Profile;
 
 use super::balancer::{Arm, Prequal};
-use super::cswrr;
 use super::grid::{Cell, FAILED, Metric, P50, P90, P99, P999, PROBES, Point, RIF99, STANDARD, standard_and};
 use super::measure::quantile;
+use super::policies::cswrr;
 use super::report::{Verdict, ms, percent};
 use super::scenario::*;
 

@@ -3,18 +3,19 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-use prequal_core::endpoint::Endpoint;
-use prequal_core::policies::Utilisation;
-use prequal_core::rates::DEFAULT_WINDOW_US;
-use prequal_core::replica::Replica;
-use prequal_core::report::LoadReport;
-use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
+use prequal_core::server::rates::DEFAULT_WINDOW_US;
+use prequal_core::server::replica::Replica;
+use prequal_core::server::tracker::{Ticket, TrackerConfig, Visit};
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::report::LoadReport;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution, StandardNormal};
 
 use super::cache::Cache;
+use super::policies::Utilisation;
 use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
 
 /// Nanoseconds of virtual time.

@@ -3,13 +3,13 @@
 
 use std::collections::HashMap;
 
+use prequal_core::client::members::{Evidence, Members, Placement};
+use prequal_core::client::pool::reuse::{reuse_budget, round_randomly};
+use prequal_core::client::pool::{Branch, Budget, HotRule, Pick, PoolSettings, PoolState};
 use prequal_core::config::Profile;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::load::Load;
-use prequal_core::members::{Evidence, Members, Placement};
-use prequal_core::pool::{Branch, Budget, HotRule, Pick, PoolSettings, PoolState};
-use prequal_core::reuse::{reuse_budget, round_randomly};
-use prequal_core::time::Micros;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::load::Load;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 

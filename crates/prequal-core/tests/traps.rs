@@ -3,16 +3,17 @@
 //! suite, and pools shared between routes (7) in the latter. Benchmark arms that share state (10) are tested in the
 //! simulator (`bench/src/sim/grid.rs`).
 
-use prequal_core::blob::Blob as _;
+use prequal_core::client::ejection::{Change, EjectionTable, Event};
+use prequal_core::client::members::{Evidence, Members, Placement};
+use prequal_core::client::pool::reuse::reuse_budget;
+use prequal_core::client::pool::{Branch, Budget, PoolSettings, PoolState};
 use prequal_core::config::Profile;
-use prequal_core::ejection::{Change, EjectionTable, Event};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::load::Load;
-use prequal_core::members::{Evidence, Members, Placement};
-use prequal_core::pool::{Branch, Budget, PoolSettings, PoolState};
-use prequal_core::reuse::reuse_budget;
-use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Tracker, TrackerConfig};
+use prequal_core::server::tracker::{Tracker, TrackerConfig};
+use prequal_core::shared::blob::Blob as _;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::load::Load;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 

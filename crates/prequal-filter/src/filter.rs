@@ -3,12 +3,14 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use prequal_core::client::{Balancer, Request, Waits};
-use prequal_core::config::{ClusterConfig, FilterConfig, Mode, Shim};
-use prequal_core::hint::Hint;
-use prequal_core::pool::ProbesDue;
-use prequal_core::sync::Answer;
-use prequal_core::time::Micros;
+use prequal_core::client::pool::ProbesDue;
+use prequal_core::client::settings::{ClusterConfig, Mode, Shim};
+use prequal_core::client::sync_mode::Answer;
+use prequal_core::client::sync_mode::Waits;
+use prequal_core::client::{Balancer, Request};
+use prequal_core::config::FilterConfig;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::hint::Hint;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 

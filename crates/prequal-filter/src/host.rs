@@ -4,9 +4,9 @@
 
 use std::ptr;
 
-use prequal_core::client::headers;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::time::Micros;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::headers;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::{LogLevel, MapType, Status};
 

@@ -8,10 +8,10 @@
 use std::rc::Rc;
 
 use prequal_core::config::{InboundConfig, Serving};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::probe::json;
-use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
-use prequal_core::time::Micros;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::probe::json;
+use prequal_core::wire::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MapType;
 

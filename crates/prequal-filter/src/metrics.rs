@@ -4,9 +4,9 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
+use prequal_core::client::ejection::Change;
+use prequal_core::client::sync_mode::Ending;
 use prequal_core::client::{Count, Counters, Tick, labels};
-use prequal_core::ejection::Change;
-use prequal_core::sync::Ending;
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MetricType;
 

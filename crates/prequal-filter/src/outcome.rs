@@ -1,7 +1,7 @@
 //! How Envoy describes a request; both roles read it here.
 
 use prequal_core::client::Class;
-use prequal_core::failures::grpc_blames_server;
+use prequal_core::shared::outcome::grpc_blames_server;
 use proxy_wasm::types::MapType;
 
 use crate::host;
@@ -34,7 +34,8 @@ impl Progress {
     }
 }
 
-/// Returns whether the gRPC status in the map means that the replica failed. Valid only if [`is_grpc`](prequal_core::client::headers::is_grpc) holds.
+/// Returns whether the gRPC status in the map means that the replica failed. Valid only if
+/// [`is_grpc`](prequal_core::wire::headers::is_grpc) holds.
 pub(crate) fn grpc_failed(map: MapType) -> bool {
     host::header(map, "grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
 }

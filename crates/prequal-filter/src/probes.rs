@@ -6,13 +6,14 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use prequal_core::client::{ProbeEnd, headers};
-use prequal_core::hint::Hint;
-use prequal_core::members::Target;
-use prequal_core::pool::ProbesDue;
-use prequal_core::report::{HEADER_DEST, HEADER_HINT, PROBE_PATH};
-use prequal_core::sync::Answer;
-use prequal_core::time::Micros;
+use prequal_core::client::ProbeEnd;
+use prequal_core::client::members::Target;
+use prequal_core::client::pool::ProbesDue;
+use prequal_core::client::reply::Reply;
+use prequal_core::client::sync_mode::Answer;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::hint::Hint;
+use prequal_core::wire::report::{HEADER_DEST, HEADER_HINT, PROBE_PATH};
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MapType;
 
@@ -93,7 +94,7 @@ impl Probes {
         let reply = if header_count == 0 {
             Err(ProbeEnd::Refused)
         } else {
-            headers::reply(&Headers::of(MapType::HttpCallResponseHeaders), verified)
+            Reply::read(&Headers::of(MapType::HttpCallResponseHeaders), verified)
         };
         let answer = balancer.replied(now, call.target, call.hint.is_some(), reply);
         Some((call.waiter?, answer))

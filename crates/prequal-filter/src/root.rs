@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use prequal_core::config::Config;
-use prequal_core::time::Micros;
+use prequal_core::shared::time::Micros;
 use proxy_wasm::hostcalls;
 use proxy_wasm::traits::{Context, HttpContext, RootContext};
 use proxy_wasm::types::{ContextType, LogLevel};

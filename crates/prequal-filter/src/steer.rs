@@ -1,9 +1,9 @@
 //! The steering header, in the form that the shim reads.
 
 use prequal_core::client::Request;
-use prequal_core::config::Shim;
-use prequal_core::endpoint::MAX_TEXT;
-use prequal_core::report::HEADER_DEST;
+use prequal_core::client::settings::Shim;
+use prequal_core::shared::endpoint::MAX_TEXT;
+use prequal_core::wire::report::HEADER_DEST;
 use proxy_wasm::types::MapType;
 
 use crate::host;

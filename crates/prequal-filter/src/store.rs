@@ -1,13 +1,13 @@
 //! Envoy's shared data, which holds the blobs that all workers share: three per upstream cluster in the outbound role;
 //! in the inbound role, one for the slots and one per replica. A blob of another version has another key.
 
-use prequal_core::blob::{Blob, Tag};
 use prequal_core::client::Counters;
+use prequal_core::client::ejection::EjectionTable;
+use prequal_core::client::members::Members;
+use prequal_core::client::pool::PoolState;
 use prequal_core::client::store::{At, Cas, SharedData};
-use prequal_core::ejection::EjectionTable;
-use prequal_core::members::Members;
-use prequal_core::pool::PoolState;
-use prequal_core::shared::{self, End};
+use prequal_core::shared::blob::{Blob, Tag};
+use prequal_core::shared::cas::{self, End};
 use proxy_wasm::hostcalls;
 
 use crate::metrics::BlobCounters;
@@ -49,7 +49,7 @@ pub(crate) fn update<B: Blob, T>(
     counters: &BlobCounters,
     change: impl FnMut(&mut B) -> (T, bool),
 ) -> (T, bool) {
-    let updated = shared::update(&At { data: &Envoy, key }, change);
+    let updated = cas::update(&At { data: &Envoy, key }, change);
     counters.updated(&updated);
     (updated.result, updated.end == End::Written)
 }

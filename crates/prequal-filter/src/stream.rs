@@ -8,14 +8,14 @@
 use std::mem;
 use std::rc::Rc;
 
-use prequal_core::client::headers::{self, Headers as _, is_grpc, is_server_error};
+use prequal_core::client::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
+use prequal_core::client::settings::Mode;
 use prequal_core::client::{Balancer, Class, Request, Witness};
-use prequal_core::config::Mode;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::orca;
-use prequal_core::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
-use prequal_core::report::{HEADER_HINT, HEADER_LOAD, LoadReport};
-use prequal_core::time::Micros;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::headers::{self, Headers as _, is_grpc, is_server_error};
+use prequal_core::wire::orca;
+use prequal_core::wire::report::{HEADER_HINT, HEADER_LOAD, LoadReport};
 use proxy_wasm::traits::{Context, HttpContext};
 use proxy_wasm::types::{Action, MapType};
 

@@ -5,9 +5,9 @@
 //! removes its wait, so a dead stream is never resumed. If the calls of a request cannot be sent, no wait begins, so no
 //! request is left hanging.
 
-use prequal_core::client::Wait;
-use prequal_core::sync::{Answer, Ending, Waiting};
-use prequal_core::time::Micros;
+use prequal_core::client::sync_mode::Wait;
+use prequal_core::client::sync_mode::{Answer, Ending, Waiting};
+use prequal_core::shared::time::Micros;
 use proxy_wasm::hostcalls;
 
 use crate::filter::{Ask, Filter, Waiter};

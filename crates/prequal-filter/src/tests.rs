@@ -2,7 +2,7 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use prequal_core::report::{HEADER_DEST, HEADER_LOAD};
+use prequal_core::wire::report::{HEADER_DEST, HEADER_LOAD};
 use proxy_wasm::types::Action;
 
 use fake::*;

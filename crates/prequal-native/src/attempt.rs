@@ -12,14 +12,14 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use prequal_core::client::headers::{self, Headers, is_grpc, is_server_error};
+use prequal_core::client::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
 use prequal_core::client::{Class, Request, Witness};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::failures::grpc_blames_server;
-use prequal_core::orca;
-use prequal_core::policies::zuul::{HEADER_UTILISATION, parse_utilisation};
-use prequal_core::report::{HEADER_LOAD, LoadReport};
-use prequal_core::time::Micros;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::grpc_blames_server;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::headers::{self, Headers, is_grpc, is_server_error};
+use prequal_core::wire::orca;
+use prequal_core::wire::report::{HEADER_LOAD, LoadReport};
 
 use crate::worker::WorkerRef;
 use crate::{clock, envoy};

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use prequal_core::time::Micros;
+use prequal_core::shared::time::Micros;
 
 /// The balancer's times must be well above zero, because some are computed backwards.
 const START: Duration = Duration::from_secs(3600);

@@ -13,8 +13,8 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::OnceLock;
 
-use prequal_core::client::headers::Headers;
-use prequal_core::endpoint::Endpoint;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::wire::headers::Headers;
 
 use crate::abi::*;
 use crate::hosts::{Host, Level, Place};

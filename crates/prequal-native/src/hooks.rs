@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
-use prequal_core::report::HEADER_LOAD;
+use prequal_core::wire::report::HEADER_LOAD;
 
 use crate::abi::*;
 use crate::attempt::{self, Attempt};

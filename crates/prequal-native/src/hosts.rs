@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use prequal_core::endpoint::Endpoint;
+use prequal_core::shared::endpoint::Endpoint;
 use rand::Rng;
 
 /// Envoy's overprovisioning factor, per cent: a priority with fewer healthy hosts than 100/1.4 % passes on some requests.

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use prequal_core::client::ejection::Change;
 use prequal_core::client::{Count, Counters, Tick, labels};
-use prequal_core::ejection::Change;
 
 use crate::envoy::{Counter, Gauge, LbConfig};
 

@@ -5,8 +5,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
-use prequal_core::config::{ClusterConfig, FilterConfig};
-use prequal_core::endpoint::Endpoint;
+use prequal_core::client::settings::ClusterConfig;
+use prequal_core::config::FilterConfig;
+use prequal_core::shared::endpoint::Endpoint;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 

@@ -5,11 +5,12 @@ use std::collections::HashMap;
 use std::rc::{Rc, Weak};
 use std::sync::{Arc, OnceLock};
 
-use prequal_core::client::headers::{self, Headers};
-use prequal_core::client::{ProbeEnd, Reply};
-use prequal_core::members::Target;
-use prequal_core::pool::ProbesDue;
-use prequal_core::report::{HEADER_DEST, PROBE_PATH};
+use prequal_core::client::ProbeEnd;
+use prequal_core::client::members::Target;
+use prequal_core::client::pool::ProbesDue;
+use prequal_core::client::reply::Reply;
+use prequal_core::wire::headers::Headers;
+use prequal_core::wire::report::{HEADER_DEST, PROBE_PATH};
 
 use crate::clock;
 use crate::envoy::{Bootstrap, Scheduler};
@@ -64,8 +65,8 @@ pub(crate) fn wake() {
     }
 }
 
-/// Adds a cluster to probe for, on the main thread. It replaces that of the cluster's previous configuration, and leaves with its
-/// policy.
+/// Adds a cluster to probe for, on the main thread. It replaces that of the cluster's previous configuration, and leaves
+/// with its policy.
 pub(crate) fn add(worker: &WorkerRef, metrics: &Arc<Metrics>) {
     let cluster = worker.borrow().cluster().to_owned();
     CLUSTERS.with_borrow_mut(|all| {
@@ -149,7 +150,7 @@ pub(crate) fn replied(number: u64, headers: Option<&impl Headers>) {
     let now = clock::now();
     let verified = balancer.config().pool.verified_probes;
     let reply: Result<Reply, ProbeEnd> =
-        headers.map_or(Err(ProbeEnd::Refused), |headers| headers::reply(headers, verified));
+        headers.map_or(Err(ProbeEnd::Refused), |headers| Reply::read(headers, verified));
     balancer.replied(now, Some(probe.target), false, reply);
     // The main thread places no requests with which the load could be applied.
     balancer.apply(now, rng);

@@ -7,9 +7,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
-use prequal_core::blob::Blob;
 use prequal_core::client::store::{Store, Value};
-use prequal_core::shared::{self, End, Own, Place, Updated};
+use prequal_core::shared::blob::Blob;
+use prequal_core::shared::cas::{self, End, Own, Place, Updated};
 
 /// The values of one upstream cluster, by name.
 #[derive(Clone, Default)]
@@ -62,7 +62,7 @@ impl<B: Blob + Clone> Place<B> for Cell<B> {
 
 impl<B: Blob + Clone> Value<B> for Slot<B> {
     fn update<T>(&mut self, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
-        shared::update(&self.cell, change)
+        cas::update(&self.cell, change)
     }
 
     fn transact<T>(&mut self, look: bool, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
@@ -82,8 +82,8 @@ impl<B: Blob + Clone> Value<B> for Slot<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use prequal_core::blob::{BlobError, Tag};
-    use prequal_core::pool::PoolState;
+    use prequal_core::client::pool::PoolState;
+    use prequal_core::shared::blob::{BlobError, Tag};
     use std::borrow::Cow;
 
     /// A number of which threads count up.

@@ -6,11 +6,11 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use prequal_core::client::pool::ProbesDue;
+use prequal_core::client::settings::{ClusterConfig, Shim};
 use prequal_core::client::{Balancer, Request, Tick};
-use prequal_core::config::{ClusterConfig, Shim};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::pool::ProbesDue;
-use prequal_core::time::Micros;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
-use prequal_core::capacity::Capacity;
-use prequal_core::tracker::Outcome;
+use prequal_core::shared::capacity::Capacity;
+use prequal_core::shared::outcome::Outcome;
 
 use crate::exposition;
 use crate::load::{BACKEND_SAYS, BACKEND_STREAM_ENDS, HINTS, LATENCY_BOUNDS_US, Load};
@@ -257,8 +257,8 @@ fn quantile_us(buckets: &[u64], count: u64, per_mille: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use prequal_core::time::Micros;
-    use prequal_core::tracker::TrackerConfig;
+    use prequal_core::server::tracker::TrackerConfig;
+    use prequal_core::shared::time::Micros;
     use std::net::SocketAddr;
     use std::time::Duration;
 

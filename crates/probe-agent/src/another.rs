@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::str::FromStr;
 
-use prequal_core::endpoint::Endpoint;
+use prequal_core::shared::endpoint::Endpoint;
 
 use crate::config::{Listen, ListenError, Upstream, UpstreamError};
 

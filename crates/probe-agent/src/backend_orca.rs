@@ -1,13 +1,14 @@
-//! Reads the load that a backend itself reports in ORCA format. The agent asks for the reports, reads them from responses and
-//! trailers, and hands them to the replica's load. `backend_stream.rs` reads them out of band. [`prequal_core::orca::backend`] decides which values of a report are kept, and
-//! [`prequal_core::orca`] decides which are passed on.
+//! Reads the load that a backend itself reports in ORCA format. The agent asks for the reports, reads them from responses
+//! and trailers, and hands them to the replica's load. `backend_stream.rs` reads them out of band.
+//! [`prequal_core::wire::orca::backend`] decides which values of a report are kept, and [`prequal_core::wire::orca`] decides
+//! which are passed on.
 
 use std::str::FromStr;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
-use prequal_core::orca::backend::{BackendError, BackendReport, Metric};
-use prequal_core::replica::BACKEND_FRESH_US;
+use prequal_core::server::replica::BACKEND_FRESH_US;
+use prequal_core::wire::orca::backend::{BackendError, BackendReport, Metric};
 
 use crate::load::{BackendSaid, Load};
 use crate::orca::{LOAD_METRICS, LOAD_METRICS_BIN};
@@ -79,8 +80,8 @@ mod tests {
     use super::*;
     use crate::orca::proto::OrcaLoadReport;
     use base64::Engine as _;
-    use prequal_core::orca::backend::MAX_REPORT;
-    use prequal_core::tracker::TrackerConfig;
+    use prequal_core::server::tracker::TrackerConfig;
+    use prequal_core::wire::orca::backend::MAX_REPORT;
     use prost::Message as _;
 
     fn hears(lines: &[(&'static str, &str)]) -> (Load, FromBackend) {

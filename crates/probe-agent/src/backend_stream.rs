@@ -12,8 +12,8 @@ use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use http::uri::{Authority, Scheme};
 use http::{HeaderMap, Method, Request, Response, StatusCode, Uri, Version, header};
 use http_body_util::BodyExt as _;
-use prequal_core::orca::METHOD;
-use prequal_core::orca::backend::{BackendError, BackendReport, MAX_REPORT};
+use prequal_core::wire::orca::METHOD;
+use prequal_core::wire::orca::backend::{BackendError, BackendReport, MAX_REPORT};
 use prost::Message as _;
 use tokio::time::Instant;
 

@@ -19,8 +19,9 @@ use bytes::{Buf, Bytes};
 use http::{HeaderMap, StatusCode, header};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
-use prequal_core::failures::grpc_blames_server;
-use prequal_core::tracker::{Outcome, Visit};
+use prequal_core::server::tracker::Visit;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::outcome::grpc_blames_server;
 
 use crate::load::InFlight;
 
@@ -255,7 +256,7 @@ mod tests {
     use super::*;
     use crate::load::Load;
     use http_body_util::{BodyExt, Empty, Full};
-    use prequal_core::tracker::TrackerConfig;
+    use prequal_core::server::tracker::TrackerConfig;
     use std::collections::VecDeque;
 
     struct Frames(VecDeque<Result<Frame<Bytes>, &'static str>>);

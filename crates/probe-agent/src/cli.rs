@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
-use prequal_core::endpoint::Endpoint;
+use prequal_core::shared::endpoint::Endpoint;
 
 use crate::another::Another;
 use crate::backend_orca::FromBackend;

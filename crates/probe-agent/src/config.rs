@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use prequal_core::endpoint::Endpoint;
-use prequal_core::tracker::TrackerConfig;
+use prequal_core::server::tracker::TrackerConfig;
+use prequal_core::shared::endpoint::Endpoint;
 
 use crate::backend_orca::FromBackend;
 use crate::hint::Hook;

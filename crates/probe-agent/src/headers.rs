@@ -7,7 +7,7 @@
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue, Method, Request, Version};
 use hyper::ext::Protocol;
-use prequal_core::report::HEADER_FAILURE;
+use prequal_core::wire::report::HEADER_FAILURE;
 
 /// Header that says whether a request that failed here may be sent again.
 pub(crate) const FAILURE: HeaderName = HeaderName::from_static(HEADER_FAILURE);

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use http::{HeaderMap, HeaderValue};
-use prequal_core::affinity::{Hint, RecentHints};
+use prequal_core::server::affinity::{Hint, RecentHints};
 
 use crate::load::{Counters, HintSeen};
 use crate::names::HINT;

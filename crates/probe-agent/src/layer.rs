@@ -13,11 +13,11 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 use pin_project_lite::pin_project;
 // Types that an application passes in. With these re-exports, it need not depend on the core.
-pub use prequal_core::affinity::Hint;
-pub use prequal_core::endpoint::Endpoint;
-use prequal_core::probe::Route;
-use prequal_core::tracker::Outcome;
-pub use prequal_core::tracker::TrackerConfig;
+pub use prequal_core::server::affinity::Hint;
+pub use prequal_core::server::tracker::TrackerConfig;
+pub use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::wire::probe::Route;
 use tower_layer::Layer;
 use tower_service::Service;
 
@@ -261,7 +261,7 @@ mod tests {
     use crate::hint::HintHook;
     use crate::load::HintSeen;
     use http_body_util::{BodyExt, Empty};
-    use prequal_core::tracker::TrackerConfig;
+    use prequal_core::server::tracker::TrackerConfig;
     use std::convert::Infallible;
     use std::num::NonZeroU32;
     use std::sync::{Arc, Mutex};

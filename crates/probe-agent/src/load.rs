@@ -7,15 +7,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use prequal_core::capacity::Capacity;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::orca::OrcaReport;
+use prequal_core::server::replica::Replica;
+use prequal_core::server::tracker::{Ticket, TrackerConfig, Visit};
+use prequal_core::shared::capacity::Capacity;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::orca::OrcaReport;
 #[cfg(feature = "proxy")]
-use prequal_core::orca::backend::BackendReport;
-use prequal_core::replica::Replica;
-use prequal_core::report::{LoadReport, MAX_FAILING};
-use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
+use prequal_core::wire::orca::backend::BackendReport;
+use prequal_core::wire::report::{LoadReport, MAX_FAILING};
 use tokio::sync::watch;
 
 /// Load of one replica, shared by everything that serves its requests. Clones share it.

@@ -1,7 +1,7 @@
 //! Headers that the agent and the layer read and write.
 
 use http::header::HeaderName;
-use prequal_core::report::{HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
+use prequal_core::wire::report::{HEADER_HINT, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 
 /// Combined report.
 pub(crate) const LOAD: HeaderName = HeaderName::from_static(HEADER_LOAD);

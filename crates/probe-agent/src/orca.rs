@@ -1,4 +1,4 @@
-//! Decides which responses carry a load report in ORCA format, and in which header. [`prequal_core::orca`] defines the contents
+//! Decides which responses carry a load report in ORCA format, and in which header. [`prequal_core::wire::orca`] defines the contents
 //! of the report; `oob.rs` sends reports out of band.
 
 use std::num::NonZeroU32;
@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
-use prequal_core::orca::{Format, HEADER, HEADER_BIN, OrcaReport};
-use prequal_core::rates::DEFAULT_WINDOW_US;
+use prequal_core::server::rates::DEFAULT_WINDOW_US;
+use prequal_core::wire::orca::{Format, HEADER, HEADER_BIN, OrcaReport};
 
 use crate::body;
 
@@ -104,7 +104,7 @@ pub(crate) mod proto {
     use std::collections::BTreeMap;
     use std::convert::Infallible;
 
-    use prequal_core::orca::OrcaReport;
+    use prequal_core::wire::orca::OrcaReport;
     use prost::Message;
 
     /// `xds.data.orca.v3.OrcaLoadReport`.
@@ -167,8 +167,8 @@ mod tests {
     use super::*;
     use base64::Engine as _;
     use http::header;
-    use prequal_core::capacity::Capacity;
-    use prequal_core::rates::Window;
+    use prequal_core::shared::capacity::Capacity;
+    use prequal_core::wire::orca::Window;
     use prost::Message as _;
 
     fn report() -> OrcaReport {

@@ -5,8 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, header};
-use prequal_core::probe::{Route, json};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::probe::{Route, json};
+use prequal_core::wire::report::LoadReport;
 
 use crate::names;
 

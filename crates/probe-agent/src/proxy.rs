@@ -21,10 +21,11 @@ use hyper::body::Incoming;
 use hyper::ext::Protocol;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::probe::Route;
-use prequal_core::report::UNSENT;
-use prequal_core::tracker::{Outcome, Visit};
+use prequal_core::server::tracker::Visit;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::wire::probe::Route;
+use prequal_core::wire::report::UNSENT;
 
 use crate::accept::Admitted;
 use crate::access::{AccessLog, Entry};

@@ -2,9 +2,9 @@
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
-use prequal_core::affinity::{self, Hint};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::tracker::Visit;
+use prequal_core::server::affinity::{self, Hint};
+use prequal_core::server::tracker::Visit;
+use prequal_core::shared::endpoint::Endpoint;
 
 #[cfg(feature = "proxy")]
 use crate::body;

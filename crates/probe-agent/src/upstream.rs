@@ -22,7 +22,7 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
-use prequal_core::report::{UNANSWERED, UNSENT};
+use prequal_core::wire::report::{UNANSWERED, UNSENT};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::AbortHandle;

@@ -1,4 +1,4 @@
-"""Estimates how fast the server is, and how much it can serve at once. Follows crates/prequal-core/src/capacity.rs.
+"""Estimates how fast the server is, and how much it can serve at once. Follows crates/prequal-core/src/server/capacity.rs.
 
 The sums are taken in the order of that file, so that rounding is the same.
 """

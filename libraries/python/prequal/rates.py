@@ -1,4 +1,4 @@
-"""The share of failures, and the rates in ORCA reports. Follows crates/prequal-core/src/failures.rs and rates.rs."""
+"""The share of failures, and the rates in ORCA reports. Follows crates/prequal-core/src/server/failures.rs and rates.rs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/capacity/recent.rs."""
+"""Single responses show some changes sooner than the fit. Follows crates/prequal-core/src/server/capacity/recent.rs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load report of a server. Follows crates/prequal-core/src/report.rs, orca.rs and probe.rs."""
+"""The load report of a server. Follows crates/prequal-core/src/wire/report.rs, orca.rs and probe.rs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates the latency of a request that arrives now. Follows crates/prequal-core/src/tracker.rs, for one process.
+"""Estimates the latency of a request that arrives now. Follows crates/prequal-core/src/server/tracker.rs, for one process.
 
 Times are non-negative integers, in microseconds.
 """

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 use prequal_testbed::{block_on, eventually, handle};
 
 use crate::subject::{PATIENCE, Subject};

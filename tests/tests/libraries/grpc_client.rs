@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use prequal_core::orca::backend::Metric;
+use prequal_core::wire::orca::backend::Metric;
 use prequal_testbed::handle;
 use probe_agent::Agent;
 use probe_agent::backend_orca::FromBackend;

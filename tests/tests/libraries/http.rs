@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 
 /// Maximum time to wait for bytes.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::orca::Format;
-use prequal_core::replica::Replica;
-use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket, TrackerConfig, Visit};
+use prequal_core::server::replica::Replica;
+use prequal_core::server::tracker::{Ticket, TrackerConfig, Visit};
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::orca::Format;
 
 use crate::trace::{ENDPOINT, Kind, Trace, What};
 

@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 use prequal_testbed::eventually;
 use serde_json::Value;
 

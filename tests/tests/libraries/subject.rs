@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 use prequal_testbed::eventually;
 
 use crate::http::{Answer, exchange};

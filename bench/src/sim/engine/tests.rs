@@ -3,10 +3,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::*;
-use prequal_core::time::Micros;
+use prequal_core::shared::time::Micros;
 
-use crate::sim::cswrr;
 use crate::sim::plans::{ours, paper};
+use crate::sim::policies::cswrr;
 use crate::sim::scenario::{CacheSpec, Keys, NORMAL, ServerSpec, Sizes, Spare};
 use crate::sim::server::Logged;
 

@@ -1,6 +1,7 @@
 //! Serving and probe clusters: their kinds, whether they match, and whether probes can be addressed and verified.
 
-use prequal_core::config::{ClusterConfig, FilterConfig, Shim};
+use prequal_core::client::settings::{ClusterConfig, Shim};
+use prequal_core::config::FilterConfig;
 use serde_json::Value;
 
 use super::codes::*;

@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use prequal_core::config::{Config, FilterConfig, Shim};
+use prequal_core::client::settings::Shim;
+use prequal_core::config::{Config, FilterConfig};
 use serde_json::Value;
 
 use super::codes::*;

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use prequal_core::config::{ClusterConfig, FilterConfig};
+use prequal_core::client::settings::ClusterConfig;
+use prequal_core::config::FilterConfig;
 use serde_json::Value;
 
 use super::clusters::Placement;

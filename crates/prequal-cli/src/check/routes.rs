@@ -1,7 +1,8 @@
 //! The routes: which clusters they lead to, which headers they remove, and whether they keep clients from the probe
 //! path.
 
-use prequal_core::config::{FilterConfig, Shim};
+use prequal_core::client::settings::Shim;
+use prequal_core::config::FilterConfig;
 use regex::Regex;
 
 use super::codes::*;

@@ -1,6 +1,6 @@
 //! Renders the plan: a shipped configuration as a tree, with the plan's values put in.
 
-use prequal_core::config::Shim;
+use prequal_core::client::settings::Shim;
 use serde_json::json;
 use yaml_serde::Value;
 

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::Result;
-use prequal_core::config::{Config, FilterConfig, Shim};
+use prequal_core::client::settings::Shim;
+use prequal_core::config::{Config, FilterConfig};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 

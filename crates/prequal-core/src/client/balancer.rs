@@ -1,48 +1,57 @@
 //! How a balancer handles the beginning, the response and the end of a request, and each tick. Probes are in `probing.rs`, the
-//! membership in `membership.rs`, and the transaction on the shared state in `journal.rs`.
+//! membership in `notes.rs`, and the transaction on the shared state in `journal.rs`.
 
 use rand::Rng;
 
+mod doubt;
+mod journal;
+mod notes;
+mod probing;
+mod request;
+#[cfg(test)]
+mod tests;
+
+pub use request::{Request, Witness};
+
 use super::count::{Class, Count, Counters, ReportEnd};
-use super::doubt::Doubt;
-use super::journal::{Journal, Update};
-use super::request::{Request, Witness};
 use super::rules::Rules;
 use super::store::{Store, Value};
-use crate::config::{ClusterConfig, Shim};
-use crate::ejection::EjectionSettings;
-use crate::ejection::flights::{Flight, Flights};
-use crate::endpoint::Endpoint;
-use crate::load::{Load, Source};
-use crate::members::{Evidence, Members, Note, Placement, View};
-use crate::orca::backend::BackendReport;
-use crate::policies::Done;
-use crate::pool::{Pick, PoolView, ProbesDue};
-use crate::report::{LoadReport, ReportError};
-use crate::sync::Answer;
-use crate::time::Micros;
-use crate::tracker::Outcome;
+use crate::client::ejection::EjectionSettings;
+use crate::client::ejection::flights::{Flight, Flights};
+use crate::client::members::{Evidence, Members, Note, Placement, View};
+use crate::client::policies::Done;
+use crate::client::pool::{Pick, PoolView, ProbesDue};
+use crate::client::settings::{ClusterConfig, Shim};
+use crate::client::sync_mode::Answer;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::outcome::Outcome;
+use crate::shared::time::Micros;
+use crate::wire::load::{Load, Source};
+use crate::wire::orca::backend::BackendReport;
+use crate::wire::report::{LoadReport, ReportError};
+use doubt::Doubt;
+use journal::{Journal, Update};
 
 /// Balances the requests of one worker to one upstream cluster.
 pub struct Balancer<S: Store, C> {
-    pub(super) config: ClusterConfig,
+    config: ClusterConfig,
     shim: Shim,
-    pub(super) counters: C,
-    pub(super) journal: Journal<S>,
+    counters: C,
+    journal: Journal<S>,
     /// The shared membership.
-    pub(super) members: S::Value<Members>,
+    members: S::Value<Members>,
     /// Number of the write that this worker last adopted the membership from.
-    pub(super) seen: Option<u32>,
+    seen: Option<u32>,
     /// This worker's copy of the membership.
-    pub(super) membership: View,
-    pub(super) rules: Rules,
+    membership: View,
+    rules: Rules,
     /// This worker's requests in flight.
-    pub(super) flights: Flights,
+    flights: Flights,
     doubt: Doubt,
     /// See [`Self::with_known_fleet`].
     known_fleet: bool,
     /// See [`Self::is_resting`].
-    pub(super) resting: bool,
+    resting: bool,
 }
 
 /// The result of a tick.
@@ -83,8 +92,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         balancer
     }
 
-    /// For a proxy that provides the fleet ([`Self::set_fleet`]): a replica's placement is what the proxy says now, and not what
-    /// it was when the request was placed.
+    /// For a proxy that provides the fleet ([`Self::set_fleet`]): a replica's placement is what the proxy says now, and not
+    /// what it was when the request was placed.
     #[must_use]
     pub fn with_known_fleet(self) -> Self {
         Self { known_fleet: true, ..self }
@@ -484,7 +493,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     }
 
     /// Records a report that is valid for `replica`, with its `placement`.
-    pub(super) fn report(
+    fn report(
         &mut self,
         at: Micros,
         replica: Endpoint,
@@ -497,7 +506,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.push(Update::Report(at, replica, load, placement));
     }
 
-    pub(super) fn push(&mut self, update: Update) {
+    fn push(&mut self, update: Update) {
         self.resting = false;
         self.journal.push(&self.counters, update);
     }

@@ -1,9 +1,9 @@
 //! The events that a balancer counts. The host decides on the names and labels of metrics.
 
-use crate::ejection::Change;
-use crate::pool::Branch;
-use crate::report::ReportError;
-use crate::shared::{End, Updated};
+use crate::client::ejection::Change;
+use crate::client::pool::Branch;
+use crate::shared::cas::{End, Updated};
+use crate::wire::report::ReportError;
 
 /// Receiver of the counts.
 pub trait Counters {

@@ -17,25 +17,33 @@
 //! a request costs one transaction on the shared state (`docs/adr/0001-root-owned-probes.md`). The host decides where that
 //! state is stored ([`store`]) and what is counted ([`Counters`]). Nothing here locks: the threads of a host either share
 //! a balancer behind a lock, or each have their own over a store that locks.
+//!
+//! | module | decides |
+//! |---|---|
+//! | [`Balancer`] | how one worker reacts to each event |
+//! | [`pool`] | which replica serves a request, and when a report leaves the pool (§4) |
+//! | [`pool::reuse`] | how often one report is used: equation (1) |
+//! | [`sync_mode`] | when a request that probes first has waited long enough (§4) |
+//! | [`ejection`] | which replicas are ejected, and when they return |
+//! | [`members`] | which replicas exist and which are probed |
+//! | [`policies`] | how the rules of other load balancers choose a replica |
+//! | [`settings`] | the settings of one upstream cluster |
+//! | [`store`] | what a host's storage of shared state must provide |
+//! | [`reply`] | which replies to probes have a usable report |
+//! | [`labels`] | the label values of the metrics |
 
 mod balancer;
 mod count;
-mod doubt;
-pub mod headers;
-mod journal;
+pub mod ejection;
 pub mod labels;
-mod membership;
-mod probing;
-mod request;
+pub mod members;
+pub mod policies;
+pub mod pool;
+pub mod reply;
 mod rules;
+pub mod settings;
 pub mod store;
-mod waits;
+pub mod sync_mode;
 
-pub use balancer::{Balancer, Tick};
+pub use balancer::{Balancer, Request, Tick, Witness};
 pub use count::{Class, Count, Counters, ProbeEnd, ReportEnd};
-pub use probing::Reply;
-pub use request::{Request, Witness};
-pub use waits::{Wait, Waits};
-
-#[cfg(test)]
-mod tests;

@@ -6,16 +6,16 @@
 
 use rand::Rng;
 
-use crate::config::Rule;
-use crate::endpoint::Endpoint;
-use crate::members::Members;
-use crate::policies::Done;
-use crate::policies::c3::C3;
-use crate::policies::fleet::{Explorer, Fleet};
-use crate::pool::{Branch, Candidate, Pick, Ranking};
-use crate::report::LoadReport;
-use crate::time::Micros;
-use crate::tracker::Outcome;
+use crate::client::members::Members;
+use crate::client::policies::Done;
+use crate::client::policies::c3::C3;
+use crate::client::policies::fleet::{Explorer, Fleet};
+use crate::client::pool::{Branch, Candidate, Pick, Ranking};
+use crate::client::settings::Rule;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::outcome::Outcome;
+use crate::shared::time::Micros;
+use crate::wire::report::LoadReport;
 
 /// A worker's knowledge of one cluster beyond the pool.
 pub(super) struct Rules {

@@ -4,8 +4,8 @@
 //! workers share no memory implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from
 //! [`Cas`]. In a single memory, [`Memory`] changes values in place.
 
-use crate::blob::Blob;
-use crate::shared::{self, End, Own, Place, Updated};
+use crate::shared::blob::Blob;
+use crate::shared::cas::{self, End, Own, Place, Updated};
 
 /// Storage of a balancer's values.
 pub trait Store {
@@ -38,7 +38,8 @@ pub trait SharedData {
     /// Returns the bytes and the number of the write that wrote them.
     fn get(&self, key: &str) -> (Option<Vec<u8>>, Option<u32>);
 
-    /// Writes the bytes only if the stored number still equals `number`; always if that is `None` or 0. Returns true if written.
+    /// Writes the bytes only if the stored number still equals `number`; always if that is `None` or 0. Returns true if
+    /// written.
     fn set(&self, key: &str, bytes: &[u8], number: Option<u32>) -> bool;
 }
 
@@ -101,7 +102,7 @@ impl<D: SharedData + Clone> Store for Cas<D> {
 
 impl<D: SharedData, B: Blob> Value<B> for Blobbed<D, B> {
     fn update<T>(&mut self, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
-        shared::update(&At { data: &self.data, key: &self.key }, change)
+        cas::update(&At { data: &self.data, key: &self.key }, change)
     }
 
     fn transact<T>(&mut self, look: bool, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {

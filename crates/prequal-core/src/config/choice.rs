@@ -5,69 +5,14 @@ use serde_json::Value;
 use super::fields::{Fields, kind, set, shorten};
 use super::keys::{number, whole};
 use super::{MAX_ROUTES, POOL_KEYS};
-use crate::hint::HintSource;
-use crate::orca::backend::Metric;
-use crate::policies::c3;
-use crate::policies::linear::{ALPHA_US, Linear};
-use crate::policies::zuul;
-use crate::pool::PoolSettings;
-use crate::sync::SyncSettings;
-
-/// How the requests of a cluster find their replicas.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ChoiceSettings {
-    /// Rule by which the best replica is chosen.
-    pub rule: Rule,
-    /// Whether a request waits for its own probes.
-    pub mode: Mode,
-    /// Modes for named routes of Envoy.
-    pub route_modes: Vec<(String, Mode)>,
-    /// Settings of the synchronous mode.
-    pub sync: SyncSettings,
-    /// Source of the query hints that synchronous probes carry.
-    pub hint: Option<HintSource>,
-    /// Metric that a rule without probes reads as utilisation from replicas' own reports in the format of ORCA; `None`:
-    /// such reports are not read.
-    pub orca: Option<Metric>,
-}
-
-/// When a request is placed.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Mode {
-    /// At once, from the pool (default).
-    Async,
-    /// After its own probes ([`crate::sync`]).
-    Sync,
-}
+use crate::client::policies::c3;
+use crate::client::policies::linear::{ALPHA_US, Linear};
+use crate::client::policies::zuul;
+use crate::client::settings::{ChoiceSettings, Mode, Rule};
+use crate::wire::hint::HintSource;
+use crate::wire::orca::backend::Metric;
 
 pub(super) const MODES: &[(&str, Mode)] = &[("async", Mode::Async), ("sync", Mode::Sync)];
-
-/// Rule by which the best replica is chosen.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Rule {
-    /// The lowest predicted latency, from the capacity that replicas report ([`crate::capacity`]; default).
-    Predicted,
-    /// Hot and cold, lexicographic (paper §4).
-    Hcl,
-    /// The lowest RIF: [`Self::Hcl`] at Q = 0.
-    RifOnly,
-    /// The lowest latency: [`Self::Hcl`] at Q = 1.
-    LatencyOnly,
-    /// A weighted sum of RIF and latency (paper, appendix A).
-    Linear(Linear),
-    /// C3's score, for a given number of clients.
-    C3 {
-        /// Number of clients that share the replicas, 1 to 100 000.
-        clients: u32,
-    },
-    /// Finagle's Peak EWMA over the latencies of this worker's own requests; no probes.
-    PeakEwma,
-    /// Zuul's choice of two by three factors; no probes.
-    Zuul {
-        /// Number of requests in flight at which a replica counts as fully used, 1 to 100 000.
-        max_in_flight: u32,
-    },
-}
 
 /// Every rule with its defaults.
 pub(super) fn rules() -> [(&'static str, Rule); 8] {
@@ -81,53 +26,6 @@ pub(super) fn rules() -> [(&'static str, Rule); 8] {
         ("peak_ewma", Rule::PeakEwma),
         ("zuul_choice_of_two", Rule::Zuul { max_in_flight: zuul::DEFAULT_MAX_IN_FLIGHT }),
     ]
-}
-
-impl Rule {
-    /// Whether `other` is the same rule, whatever its settings.
-    pub(super) fn is_like(self, other: Self) -> bool {
-        std::mem::discriminant(&self) == std::mem::discriminant(&other)
-    }
-
-    /// Whether the rule uses only the worker's own requests.
-    pub fn is_probe_free(self) -> bool {
-        matches!(self, Self::PeakEwma | Self::Zuul { .. })
-    }
-
-    /// Whether the rule must learn how each request ended.
-    pub fn keeps_state(self) -> bool {
-        self.is_probe_free() || matches!(self, Self::C3 { .. })
-    }
-
-    /// Applies the extremes of the paper's rule, which are settings of the pool.
-    pub(super) fn apply(self, pool: &mut PoolSettings) {
-        let q_rif = match self {
-            Self::RifOnly => 0.0,
-            Self::LatencyOnly => 1.0,
-            _ => return,
-        };
-        pool.q_rif = q_rif;
-    }
-}
-
-impl Default for ChoiceSettings {
-    fn default() -> Self {
-        Self {
-            rule: Rule::Predicted,
-            mode: Mode::Async,
-            route_modes: Vec::new(),
-            sync: SyncSettings::default(),
-            hint: None,
-            orca: None,
-        }
-    }
-}
-
-impl ChoiceSettings {
-    /// Whether any request may wait for its own probes.
-    pub fn uses_sync(&self) -> bool {
-        self.mode == Mode::Sync || self.route_modes.iter().any(|(_, mode)| *mode == Mode::Sync)
-    }
 }
 
 /// Keys of this module.

@@ -5,9 +5,9 @@ use serde_json::Value;
 use super::ConfigErrors;
 use super::fields::{Fields, shorten};
 use super::keys::whole;
-use crate::endpoint::Endpoint;
-use crate::orca::{Class, Format};
-use crate::rates::DEFAULT_WINDOW_US;
+use crate::server::rates::DEFAULT_WINDOW_US;
+use crate::shared::endpoint::Endpoint;
+use crate::wire::orca::{Class, Format};
 
 /// Settings of the filter at the server's Envoy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -4,9 +4,9 @@
 use std::ops::RangeInclusive;
 
 use super::{MAX_CLUSTERS, MAX_NAME, MAX_ROUTES};
-use crate::members::MAX_MEMBERS;
-use crate::pool::{MAX_HISTORY, MAX_POOL};
-use crate::sync::{MAX_ASKED, MAX_DEADLINE_MS};
+use crate::client::members::MAX_MEMBERS;
+use crate::client::pool::{MAX_HISTORY, MAX_POOL};
+use crate::client::sync_mode::{MAX_ASKED, MAX_DEADLINE_MS};
 
 /// One key.
 #[derive(Clone, Copy, Debug)]

@@ -1,11 +1,11 @@
 //! The profiles: named sets of defaults. `docs/configuration.md` explains why they differ.
 
-use super::choice::{ChoiceSettings, Mode, Rule};
-use super::{ProbeSettings, Settings};
-use crate::ejection::EjectionSettings;
-use crate::hint::HintSource;
-use crate::pool::{Budget, HotRule, MAX_HISTORY, PoolSettings};
-use crate::sync::SyncSettings;
+use super::Settings;
+use crate::client::ejection::EjectionSettings;
+use crate::client::pool::{Budget, HotRule, MAX_HISTORY, PoolSettings};
+use crate::client::settings::{ChoiceSettings, Mode, ProbeSettings, Rule};
+use crate::client::sync_mode::SyncSettings;
+use crate::wire::hint::HintSource;
 
 /// A named set of defaults.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

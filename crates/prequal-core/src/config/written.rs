@@ -4,8 +4,9 @@ use serde_json::{Map, Value, json};
 
 use super::choice::{MODES, rules};
 use super::inbound::{CLASSES, ORCA, REPORTS};
-use super::{ClusterConfig, Config, HOT, InboundConfig, Key, Place, Rule, SHIMS, Serving};
-use crate::pool::Budget;
+use super::{Config, HOT, InboundConfig, Key, Place, SHIMS, Serving};
+use crate::client::pool::Budget;
+use crate::client::settings::{ClusterConfig, Rule};
 
 impl Config {
     /// Returns JSON that [`Config::parse`] reads as the same configuration, with nothing left to defaults.

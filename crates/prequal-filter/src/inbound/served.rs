@@ -3,16 +3,17 @@
 
 use std::cell::{Cell, RefCell};
 
-use prequal_core::blob::Blob;
 use prequal_core::client::labels;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::inbound::ended::{EndedLog, Seen};
-use prequal_core::inbound::slots::Slots;
-use prequal_core::orca::OrcaReport;
-use prequal_core::replica::Replica;
-use prequal_core::report::{LoadReport, MAX_RIF};
-use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Present, Ticket, TrackerConfig, Visit};
+use prequal_core::server::inbound::ended::{EndedLog, Seen};
+use prequal_core::server::inbound::slots::Slots;
+use prequal_core::server::replica::Replica;
+use prequal_core::server::tracker::{Present, Ticket, TrackerConfig, Visit};
+use prequal_core::shared::blob::Blob;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::orca::OrcaReport;
+use prequal_core::wire::report::{LoadReport, MAX_RIF};
 
 use crate::metrics::{BlobCounters, Counter, Gauge};
 use crate::store::{seed, update};

@@ -7,12 +7,14 @@
 
 use std::rc::Rc;
 
-use prequal_core::client::{Class, headers::is_grpc};
-use prequal_core::orca;
-use prequal_core::probe::Route;
-use prequal_core::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
-use prequal_core::time::Micros;
-use prequal_core::tracker::{Outcome, Ticket};
+use prequal_core::client::Class;
+use prequal_core::server::tracker::Ticket;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::shared::time::Micros;
+use prequal_core::wire::headers::is_grpc;
+use prequal_core::wire::orca;
+use prequal_core::wire::probe::Route;
+use prequal_core::wire::report::{HEADER_LATENCY, HEADER_LOAD, HEADER_RIF};
 use proxy_wasm::hostcalls;
 use proxy_wasm::traits::{Context, HttpContext};
 use proxy_wasm::types::{Action, BufferType, MapType};

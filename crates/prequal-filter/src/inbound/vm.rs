@@ -8,9 +8,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use prequal_core::client::labels;
-use prequal_core::endpoint::Endpoint;
-use prequal_core::inbound::slots::{Claim, HEARTBEAT_MS, MAX_SLOTS, Slots, can_judge};
-use prequal_core::time::Micros;
+use prequal_core::server::inbound::slots::{Claim, HEARTBEAT_MS, MAX_SLOTS, Slots, can_judge};
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
 
 use super::served::{Seats, Served};
 use crate::host;

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::slice;
 use std::sync::Mutex;
 
-use prequal_core::report::HEADER_LOAD;
+use prequal_core::wire::report::HEADER_LOAD;
 use proxy_wasm::types::{Action, Bytes, LogLevel, MapType, MetricType, Status};
 
 /// The root context of every test.

@@ -9,7 +9,7 @@ use crate::common::{
 use bytes::Bytes;
 use http::Response;
 use http_body_util::{BodyExt, Full};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

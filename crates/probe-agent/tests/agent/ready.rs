@@ -9,7 +9,7 @@ use crate::common::{Reply, Running, agent, any_port, backend, dead_backend, even
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 use probe_agent::config::UpstreamHttp2;
 use tokio::net::TcpListener;
 

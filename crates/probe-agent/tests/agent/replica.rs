@@ -16,7 +16,7 @@ use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Empty};
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 use probe_agent::config::Report;
 use probe_agent::hint::Hook;
 use probe_agent::load::HintSeen;

@@ -16,7 +16,7 @@ use http_body::Frame;
 use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::TokioIo;
-use prequal_core::report::LoadReport;
+use prequal_core::wire::report::LoadReport;
 use probe_agent::config::{Report, UpstreamHttp2};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

@@ -17,7 +17,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use prequal_core::tracker::Outcome;
+use prequal_core::shared::outcome::Outcome;
 use probe_agent::Agent;
 use probe_agent::config::AgentConfig;
 use probe_agent::load::Load;

@@ -1,0 +1,55 @@
+//! When a balancer asks the proxy which replica served a request, although the response names the chosen replica.
+//!
+//! Nearly always the chosen replica served it, and asking costs as much as a tenth of a request. But the proxy may have sent
+//! the request to another replica, after a failure or because it would not use the chosen one, and that replica can claim to
+//! be the chosen one. The failure would then go unseen, and the reported load would be invented. Both need a diversion, so
+//! for a while after one the balancer asks about every response. Otherwise it asks about one response in [`EVERY`], so that
+//! a lying replica cannot hide the diversions themselves.
+
+use crate::shared::time::Micros;
+
+/// Without a reason for doubt, a balancer asks about one response in this many.
+const EVERY: u8 = 16;
+/// Time after a diversion during which it asks about every response, microseconds.
+const DOUBT_US: u64 = 10_000_000;
+
+/// One worker's doubts about the responses of one upstream cluster.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Doubt {
+    unasked: u8,
+    diverted: Option<Micros>,
+}
+
+impl Doubt {
+    /// Whether to ask which replica served a request whose response names the chosen one.
+    pub(super) fn asks(&mut self, now: Micros) -> bool {
+        self.unasked = (self.unasked + 1) % EVERY;
+        self.unasked == 0 || self.diverted.is_some_and(|at| now.distance(at) < DOUBT_US)
+    }
+
+    /// Records that a replica other than the chosen one served a request.
+    pub(super) fn diverted(&mut self, now: Micros) {
+        self.diverted = Some(now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_response_in_sixteen_is_asked_about_and_all_after_a_diversion() {
+        let mut doubt = Doubt::default();
+        let asked = |doubt: &mut Doubt, at| (0..160).filter(|_| doubt.asks(Micros(at))).count();
+        assert_eq!(asked(&mut doubt, 1), 10);
+        doubt.diverted(Micros(20_000_000));
+        assert_eq!(asked(&mut doubt, 29_999_999), 160);
+        assert_eq!(
+            asked(&mut doubt, 10_000_001),
+            160,
+            "a clock that steps back doubts no longer than it stepped"
+        );
+        assert_eq!(asked(&mut doubt, 30_000_000), 10);
+        assert_eq!(asked(&mut doubt, 1), 10);
+    }
+}

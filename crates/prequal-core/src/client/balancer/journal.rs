@@ -1,0 +1,238 @@
+//! The updates that wait for the next transaction, and the transaction itself.
+
+use rand::Rng;
+
+use crate::client::count::{Count, Counters};
+use crate::client::ejection::{Change, EjectionTable, Event, Trial};
+use crate::client::members::Placement;
+use crate::client::pool::{PoolSettings, PoolState};
+use crate::client::store::{Store, Value};
+use crate::shared::cas::End;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::time::{Micros, Stamp};
+use crate::wire::load::Load;
+
+/// Maximum number of waiting updates. Under load the next pick applies them within a millisecond.
+const MAX_PENDING: usize = 64;
+/// Time for which a replica is left alone after it failed or the proxy refused to use it, milliseconds.
+const COOLDOWN_MS: u32 = 1000;
+
+/// A change to the pool or the ejection table.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Update {
+    Report(Micros, Endpoint, Load, Placement),
+    /// A request showed something about the health of its replica.
+    Health(Micros, Endpoint, Event),
+    /// A reply names a candidate.
+    Introduce(Micros, Endpoint),
+    Forget(Endpoint),
+    /// The replica failed.
+    CoolDown(Micros, Endpoint),
+    /// The proxy refused to use the replica.
+    Refused(Micros, Endpoint),
+    EndCooldown(Endpoint),
+    /// The number of replicas in use and the number of samples of the policy.
+    Members(Micros, u32, u32),
+}
+
+/// The pool and the ejection table, and one worker's updates for them.
+pub(super) struct Journal<S: Store> {
+    pub(super) pool: S::Value<PoolState>,
+    ejections: S::Value<EjectionTable>,
+    /// The ejection table as this worker last read it. It is up to date while the pool follows its version.
+    pub(super) table: EjectionTable,
+    /// Time at which the table was read, and the number of milliseconds after which a trial may be due.
+    next_trial: Option<(Stamp, u32)>,
+    pending: Vec<Update>,
+    /// Number of updates at the front of `pending` that the ejection table already has. When a write of the pool fails, they
+    /// are applied to the pool again, but not to the table.
+    in_table: usize,
+    /// Whether the last transaction had to look at the table.
+    pub(super) watched: bool,
+}
+
+impl<S: Store> Journal<S> {
+    pub(super) fn new(store: &S) -> Self {
+        Self {
+            pool: store.open("pool"),
+            ejections: store.open("ejections"),
+            table: EjectionTable::new(),
+            next_trial: None,
+            pending: Vec::new(),
+            in_table: 0,
+            watched: false,
+        }
+    }
+
+    pub(super) fn push(&mut self, counters: &impl Counters, update: Update) {
+        if self.pending.len() < MAX_PENDING {
+            self.pending.push(update);
+        } else {
+            counters.count(Count::Dropped(1));
+        }
+    }
+
+    /// Whether any updates wait.
+    pub(super) fn waits(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    /// Runs one transaction: applies the waiting updates, runs `action`, and writes if `action` asks for it. The second value
+    /// returned says whether it was written. While the ejection table holds anything, `action` receives it, and the trial if
+    /// this request is to be one.
+    pub(super) fn transact<T, G: Rng>(
+        &mut self,
+        settings: &PoolSettings,
+        counters: &impl Counters,
+        now: Micros,
+        request: bool,
+        rng: &mut G,
+        mut action: impl FnMut(&mut PoolState, Option<(&EjectionTable, Option<Trial>)>, &mut G) -> (T, bool),
+    ) -> (T, bool) {
+        let Self { pool, ejections, table, next_trial, pending, in_table, watched } = self;
+        let (mut looked, mut trial) = (false, None);
+        let updated = pool.transact(!request, |pool| {
+            let active = pool.has_ejections();
+            let stale = active && !pool.follows(table);
+            let trial_due =
+                || next_trial.is_some_and(|(read, wait_ms)| now.stamp().distance_ms(read) >= wait_ms);
+            let concerns = || {
+                let known = active.then_some(&*table);
+                *in_table > 0 || pending.iter().any(|update| update.concerns_ejections(settings, known))
+            };
+            // After a conflict on the pool, the table already has this worker's updates.
+            let look = stale || (!looked && (active && (!request || trial_due()) || concerns()));
+            if look {
+                let given = update_ejections(
+                    ejections, table, settings, counters, pending, in_table, pool, now, request, rng,
+                );
+                // After a conflict, the replica of the trial may have returned in the meantime.
+                trial = given.or(trial).filter(|trial| table.is_ejected(trial.replica));
+                let wait_ms = table.next_trial_ms(&settings.ejection, now);
+                *next_trial = wait_ms.map(|wait_ms| (now.stamp(), wait_ms));
+                looked = true;
+            }
+            *watched = active || looked;
+            for update in pending.iter() {
+                update.apply(settings, pool, watched.then_some(&*table), rng);
+            }
+            let (members, _) = pool.membership();
+            if looked || (*watched && members != table.members()) {
+                table.set_members(members);
+                pool.exclude(table, now);
+            }
+            action(pool, watched.then_some((&*table, trial)), rng)
+        });
+        counters.updated(&updated);
+        let written = updated.end == End::Written;
+        if written {
+            pending.clear();
+            *in_table = 0;
+        }
+        (updated.result, written)
+    }
+}
+
+/// Applies the updates that the ejection table does not have yet. If this is a request and a trial is due, takes and returns
+/// the trial. `copy` becomes the table as written.
+#[allow(clippy::too_many_arguments, reason = "the parts of one transaction")]
+fn update_ejections<G: Rng>(
+    ejections: &mut impl Value<EjectionTable>,
+    copy: &mut EjectionTable,
+    settings: &PoolSettings,
+    counters: &impl Counters,
+    updates: &[Update],
+    in_table: &mut usize,
+    pool: &PoolState,
+    now: Micros,
+    request: bool,
+    rng: &mut G,
+) -> Option<Trial> {
+    let settings = &settings.ejection;
+    let (members, samples) = pool.membership();
+    let mut changes = [Change::None; MAX_PENDING];
+    let updated = ejections.update(|table| {
+        table.set_members(members);
+        let mut changed = false;
+        for (update, slot) in updates.iter().skip(*in_table).zip(&mut changes) {
+            *slot = match *update {
+                Update::Health(at, replica, event) => table.apply(settings, at, replica, event),
+                Update::Report(at, replica, Load { failing, .. }, placement) => {
+                    table.heard(settings, at, replica, failing, pool.failing_beside(replica), placement)
+                }
+                Update::Forget(replica) if table.forget(replica) => Change::Noted,
+                _ => Change::None,
+            };
+            changed |= *slot != Change::None;
+        }
+        // The tick removes old records, to keep the table small.
+        changed |= !request && table.expire(now);
+        let trial = if request { table.take_trial(settings, now, samples, members, rng) } else { None };
+        let lost = table.take_lost();
+        changed |= trial.is_some();
+        if changed {
+            table.changed();
+        }
+        copy.clone_from(table);
+        ((trial, lost), changed)
+    });
+    counters.updated(&updated);
+    let (trial, lost) = updated.result;
+    if updated.end == End::GivenUp {
+        copy.disown();
+        // For all other workers, the trial is still due.
+        return None;
+    }
+    *in_table = updates.len();
+    for change in changes {
+        counters.count(Count::Ejection(change));
+    }
+    counters.count(Count::Overflow(lost));
+    trial
+}
+
+impl Update {
+    /// Whether this update may change the ejection table. `table` is the worker's copy, or `None` if no replica is ejected or
+    /// watched.
+    fn concerns_ejections(&self, settings: &PoolSettings, table: Option<&EjectionTable>) -> bool {
+        match *self {
+            Self::Health(at, replica, Event::Answered { .. }) => {
+                table.is_none_or(|table| table.watches(replica, at))
+            }
+            Self::Health(..) => true,
+            Self::Report(at, replica, load, _) => {
+                settings.ejection.believes(load.failing)
+                    || table.is_some_and(|table| table.listens_to(replica, at))
+            }
+            Self::Forget(replica) => table.is_some_and(|table| table.knows(replica)),
+            _ => false,
+        }
+    }
+
+    fn apply(
+        self,
+        settings: &PoolSettings,
+        pool: &mut PoolState,
+        ejections: Option<&EjectionTable>,
+        rng: &mut impl Rng,
+    ) {
+        match self {
+            Self::Report(at, replica, load, placement) => {
+                let load = ejections.map_or(Some(load), |table| table.admit(at, replica, load));
+                if let Some(load) = load {
+                    pool.record(settings, at, replica, load, placement, rng);
+                }
+            }
+            // The report that made it attractive is out of date; its next report may bring it back.
+            Self::Health(_, replica, Event::Failed { .. }) => pool.forget(replica),
+            Self::Health(..) => {}
+            Self::Introduce(_, replica) if ejections.is_some_and(|table| table.is_ejected(replica)) => {}
+            Self::Introduce(at, replica) => pool.introduce(settings, at, replica),
+            Self::Forget(replica) => pool.forget(replica),
+            Self::CoolDown(at, replica) => pool.cool_down(replica, at, COOLDOWN_MS),
+            Self::Refused(at, replica) => pool.refused(replica, at, COOLDOWN_MS),
+            Self::EndCooldown(replica) => pool.end_cooldown(replica),
+            Self::Members(at, count, samples) => pool.set_members(count, samples, at),
+        }
+    }
+}

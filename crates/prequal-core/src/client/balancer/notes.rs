@@ -1,0 +1,104 @@
+//! How a worker takes notes on the membership, and when workers share them. `members.rs` decides what the notes mean.
+
+use rand::Rng;
+
+use super::Balancer;
+use super::journal::Update;
+use crate::client::count::{Count, Counters};
+use crate::client::members::{Evidence, Note, Placement};
+use crate::client::store::{Store, Value};
+use crate::shared::cas::End;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::time::Micros;
+use crate::wire::report::LoadReport;
+
+impl<S: Store, C: Counters> Balancer<S, C> {
+    /// Makes `fleet` the membership, for a proxy that provides its host set: each replica with its weight in units of 1/16 of
+    /// the mean. The order does not matter. Only one worker's balancer may do so, because the sets that workers see differ for
+    /// a moment; the others adopt the result at their ticks.
+    pub fn set_fleet<G: Rng>(&mut self, now: Micros, fleet: &mut Vec<(Endpoint, u16)>, rng: &mut G) {
+        fleet.sort_unstable();
+        fleet.dedup_by_key(|(replica, _)| *replica);
+        let updated = self.members.update(|stored| {
+            let before = stored.assign(fleet, now);
+            let changed = before.is_some();
+            (before.map(|before| (before, stored.clone())), changed)
+        });
+        self.counters.updated(&updated);
+        let (End::Written, Some((before, members))) = (updated.end, updated.result) else { return };
+        let (count, samples) = (members.count(), members.samples());
+        self.counters.count(Count::Refused(fleet.len().saturating_sub(count as usize) as u32));
+        self.push(Update::Members(now, count, samples));
+        for left in before.endpoints_in_use().filter(|replica| !members.contains(*replica)) {
+            self.push(Update::Forget(left));
+            self.apply(now, rng);
+        }
+        self.membership.adopt(members);
+        self.rules.set_members(self.membership.members(), now);
+        self.apply(now, rng);
+    }
+
+    /// Records that, according to the proxy, the replica served a request, with `report` on the response if there was one.
+    /// Returns its placement.
+    pub(super) fn confirm(
+        &mut self,
+        now: Micros,
+        replica: Endpoint,
+        report: Option<&LoadReport>,
+        evidence: Evidence,
+    ) -> Placement {
+        let note = match report {
+            Some(report) => Note::Observed { replica, probe: report.probe_endpoint, evidence },
+            None => Note::Confirmed { replica, evidence },
+        };
+        if self.note(now, note) {
+            self.push(Update::EndCooldown(replica));
+        }
+        self.membership.members().placement(replica)
+    }
+
+    /// Records that the replica has left the cluster, or never was in it.
+    pub(super) fn forget(&mut self, now: Micros, replica: Endpoint) {
+        self.note(now, Note::Left(replica));
+        self.push(Update::Forget(replica));
+    }
+
+    /// Takes a note. Returns whether it changed anything.
+    pub(super) fn note(&mut self, at: Micros, note: Note) -> bool {
+        let changed = self.membership.note(at, note);
+        self.resting &= !changed;
+        if changed && self.membership.is_due() {
+            self.share_members(at);
+        }
+        changed
+    }
+
+    /// Shares this worker's notes, or else adopts the notes that others have shared.
+    pub(super) fn share_members(&mut self, now: Micros) {
+        let Self { membership: view, members, rules, counters, .. } = self;
+        let lost = view.take_lost();
+        counters.count(Count::Refused(lost.refused));
+        counters.count(Count::Dropped(lost.dropped));
+        let mut shared = None;
+        if view.has_updates(now) {
+            let updated = members.update(|stored| ((), view.share(stored, now)));
+            counters.updated(&updated);
+            // If the write was given up, because others wrote too often, the notes wait for the next time.
+            if updated.end != End::GivenUp {
+                view.shared();
+            }
+            let members = view.members();
+            shared = (updated.end == End::Written)
+                .then(|| Update::Members(now, members.count(), members.samples()));
+        } else if let Some(newer) = members.newer(&mut self.seen) {
+            counters.updated(&newer);
+            view.adopt(newer.result);
+        } else {
+            return;
+        }
+        rules.set_members(view.members(), now);
+        if let Some(update) = shared {
+            self.push(update);
+        }
+    }
+}

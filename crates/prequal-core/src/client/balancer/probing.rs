@@ -1,0 +1,176 @@
+//! Which replicas to probe, and how much of a reply to believe.
+
+use std::iter::repeat_n;
+
+use rand::Rng;
+
+use super::Balancer;
+use super::journal::{Journal, Update};
+use crate::client::count::{Count, Counters, ProbeEnd};
+use crate::client::members::{Evidence, Note, Placement, Target};
+use crate::client::pool::ProbesDue;
+use crate::client::reply::Reply;
+use crate::client::store::{Store, Value};
+use crate::client::sync_mode::Answer;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::time::Micros;
+use crate::wire::load::{Load, Source};
+use crate::wire::report::LoadReport;
+
+impl<S: Store, C: Counters> Balancer<S, C> {
+    /// Returns the targets of the probes that are due: distinct sampled replicas, and `None` for each probe whose replica the
+    /// probe cluster's policy chooses.
+    pub fn targets<G: Rng>(&mut self, due: ProbesDue, now: Micros, rng: &mut G) -> Vec<Option<Target>> {
+        let addressed = due.addressed as usize;
+        let mut targets = Vec::new();
+        if addressed > 0 {
+            let Self { config, counters, journal, membership, .. } = self;
+            // If only probes are used, the sample is uniform (paper §4).
+            let fresh_ms = if config.probe.piggyback { config.pool.max_age_ms / 10 } else { 0 };
+            let read = journal.pool.update(|pool| {
+                let fresh = |replica| pool.heard_within(replica, now, fresh_ms);
+                (membership.members().sample(addressed, &mut *rng, fresh), false)
+            });
+            counters.updated(&read);
+            targets = read.result;
+        }
+        // If there is no replica to address, every probe is a discovery probe.
+        let unaddressed = due.discovery as usize + if targets.is_empty() { addressed } else { 0 };
+        targets.into_iter().map(Some).chain(repeat_n(None, unaddressed)).collect()
+    }
+
+    /// Returns the replicas to probe for a request that is to wait for its own probes. With fewer than two there is nothing to
+    /// compare.
+    pub fn ask<G: Rng>(&mut self, rng: &mut G) -> Vec<Target> {
+        let Journal { watched, table, .. } = &self.journal;
+        // The answer of an ejected replica would count as one of `d` but could not be used.
+        let skip = |replica| *watched && table.is_ejected(replica);
+        self.membership.members().sample_in_use(self.config.choice.sync.d, rng, skip)
+    }
+
+    /// Judges the reply to a probe of `asked` (`None` if no particular replica was asked) and uses what can be trusted (design
+    /// §3, "Trust"). The membership is updated. The load of the replica that answered is returned if it can be believed. Even a
+    /// rejected reply can provide a load: that of a host other than the one asked. The reply to a `hinted` probe is scaled for
+    /// one query, so it is not recorded as the replica's load.
+    pub fn replied(
+        &mut self,
+        now: Micros,
+        asked: Option<Target>,
+        hinted: bool,
+        reply: Result<Reply, ProbeEnd>,
+    ) -> Option<Answer> {
+        let (report, host) = match reply {
+            Ok(Reply { report: Ok(report), host }) => (Ok(report), host),
+            Ok(Reply { report: Err(bad), host }) => {
+                self.sample_met_unread(now, asked, host);
+                (Err(ProbeEnd::BadReport(bad)), host)
+            }
+            Err(end) => (Err(end), None),
+        };
+        let taken = report.and_then(|report| match self.config.pool.verified_probes {
+            true => self.take_verified(now, asked, &report, host),
+            false => self.take_unverified(now, asked, &report),
+        });
+        let (answer, end) = taken.unwrap_or_else(|end| (None, end));
+        if let (Some(answer), Ok(report), false) = (answer, &report, hinted) {
+            self.report(now, answer.replica, report, answer.placement, Source::Probe);
+        }
+        self.counters.count(Count::Probe(end));
+        answer
+    }
+
+    fn take_unverified(
+        &mut self,
+        now: Micros,
+        asked: Option<Target>,
+        report: &LoadReport,
+    ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
+        let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
+        let Some(asked) = asked else {
+            // No particular replica was asked, so the name in the report is used but not the load.
+            self.hear_of(now, replica, report);
+            return Ok((None, ProbeEnd::Used));
+        };
+        if asked.replica != replica {
+            // The probe cluster does not know the host that was asked, so that host has left.
+            self.forget(now, asked.replica);
+            self.hear_of(now, replica, report);
+            return Err(ProbeEnd::WrongEndpoint);
+        }
+        Ok((self.probed(now, replica, report), ProbeEnd::Used))
+    }
+
+    /// As [`Self::take_unverified`], where the proxy says which host answered.
+    fn take_verified(
+        &mut self,
+        now: Micros,
+        asked: Option<Target>,
+        report: &LoadReport,
+        host: Option<Endpoint>,
+    ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
+        let host = host.ok_or(ProbeEnd::NoHost)?;
+        if let Some(asked) = asked {
+            if asked.probe == host {
+                if report.endpoint.is_some_and(|named| named != asked.replica) {
+                    return Err(ProbeEnd::WrongEndpoint);
+                }
+                return Ok((self.probed(now, asked.replica, report), ProbeEnd::Used));
+            }
+            // The proxy does not know the host that was asked, so its policy chose another: the probe has become a sample.
+            self.forget(now, asked.replica);
+        }
+        let end = if asked.is_some() { ProbeEnd::WrongEndpoint } else { ProbeEnd::Used };
+        let answering = self.membership.members().answering_at(host);
+        let replica = match (answering, report.endpoint) {
+            (Some(replica), Some(named)) if replica != named => return Err(ProbeEnd::WrongEndpoint),
+            (Some(replica), _) => replica,
+            (None, Some(named)) if named != host => {
+                if report.probe_endpoint != Some(host) {
+                    return Err(ProbeEnd::WrongEndpoint);
+                }
+                // The host is a separate probe port. A request has to show that it belongs to the named replica.
+                self.hear_of(now, named, report);
+                return Ok((None, end));
+            }
+            (None, _) => host,
+        };
+        Ok((Some(self.sample_met(now, replica, report)), end))
+    }
+
+    /// Handles a probe of `replica` that was answered at its address. Load counts only for members.
+    fn probed(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Answer> {
+        let placement = self.hear_of(now, replica, report)?;
+        Some(Answer { replica, load: Load::from(report), placement })
+    }
+
+    /// Records that the probe cluster's policy chose `replica`, according to the proxy.
+    fn sample_met(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Answer {
+        self.note(now, Note::Sampled { replica, probe: report.probe_endpoint });
+        let placement = self.membership.members().placement(replica);
+        Answer { replica, load: Load::from(report), placement }
+    }
+
+    /// As [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to pass it over, and
+    /// the others would seem to have greater weights.
+    fn sample_met_unread(&mut self, now: Micros, asked: Option<Target>, host: Option<Endpoint>) {
+        let met = host.filter(|_| asked.is_none() && self.config.pool.verified_probes);
+        if let Some((host, replica)) =
+            met.and_then(|host| Some((host, self.membership.members().answering_at(host)?)))
+        {
+            self.note(now, Note::Sampled { replica, probe: (host != replica).then_some(host) });
+        }
+    }
+
+    /// Notes a name from a reply. Returns the placement if the name is a member's. Another name may be invented: it gets one
+    /// request, which shows whether the proxy knows it.
+    fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Placement> {
+        let (probe, evidence) = (report.probe_endpoint, Evidence::Hearsay);
+        self.note(now, Note::Observed { replica, probe, evidence });
+        let members = self.membership.members();
+        let placement = members.contains(replica).then(|| members.placement(replica));
+        if placement.is_none() {
+            self.push(Update::Introduce(now, replica));
+        }
+        placement
+    }
+}

@@ -1,0 +1,74 @@
+//! The state of one request from its beginning to its end, and the questions that the proxy can answer about it. `balancer.rs`
+//! decides how to act on them.
+
+use crate::client::ejection::flights::Flight;
+use crate::client::pool::Pick;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::time::Micros;
+
+use crate::client::count::Class;
+
+/// What the proxy knows about a request. Each call may be expensive, so calls are made only where they matter.
+pub trait Witness {
+    /// Returns the time.
+    fn now(&self) -> Micros;
+
+    /// Whether the request went to the balancer's cluster at all. If not, the request does not count.
+    fn is_ours(&self) -> bool;
+
+    /// Returns the replica that the proxy used last. The proxy tries no other once a response has begun.
+    fn served_by(&self) -> Option<Endpoint>;
+
+    /// Returns the party that ended the request.
+    fn class(&self) -> Class;
+
+    /// Returns how many times the proxy sent the request.
+    fn attempts(&self) -> u64;
+}
+
+/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default value was not placed.
+#[derive(Debug, Default)]
+pub struct Request {
+    /// The choice. The host sends the probes that are due with it.
+    pub pick: Pick,
+    /// Target of a retry, if the proxy can be given one.
+    pub runner_up: Option<Endpoint>,
+    pub(super) began: Micros,
+    /// The request to the chosen replica until its outcome is known; `None` if it is not watched.
+    pub(super) flight: Option<Flight>,
+    /// Whether the request is a trial that has been answered.
+    pub(super) trial: bool,
+    /// Whether the replica's failure of this request has been recorded.
+    pub(super) blamed: bool,
+    /// Whether the failure was recorded because a retry elsewhere was answered.
+    pub(super) rescued: bool,
+    /// Whether the request went to this cluster, according to the proxy; `None` until asked.
+    pub(super) ours: Option<bool>,
+    /// The replica that serves, according to the proxy; `None` until known.
+    pub(super) served_by: Option<Endpoint>,
+    /// Whether the chosen replica reported on the response.
+    pub(super) answered: bool,
+    /// Whether the response carries an error.
+    pub(super) failed: bool,
+    /// Latency that the replica reported on the response, microseconds.
+    pub(super) reported_us: Option<u32>,
+    /// Requests in flight and utilisation from the response, for the rules without probes.
+    pub(super) told: (Option<u32>, Option<f64>),
+}
+
+impl Request {
+    /// Stores the requests in flight and the utilisation from a response, for the rules without probes.
+    pub fn tell(&mut self, rif: Option<u32>, utilisation: Option<f64>) {
+        self.told = (rif, utilisation);
+    }
+
+    /// Stores the utilisation from the trailers, unless the headers had one. Only then is `read` called, to read the trailers.
+    pub fn tell_late(&mut self, read: impl FnOnce() -> Option<f64>) {
+        self.told.1 = self.told.1.or_else(read);
+    }
+
+    pub(super) fn served_by(&mut self, proxy: &impl Witness) -> Option<Endpoint> {
+        self.served_by = self.served_by.or_else(|| proxy.served_by());
+        self.served_by
+    }
+}

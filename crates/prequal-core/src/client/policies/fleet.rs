@@ -1,0 +1,194 @@
+//! A policy over named replicas that come and go, and the schedule for finding new ones: the filter needs both for rules
+//! without probes. The membership decides which replicas come and go.
+
+use std::collections::HashMap;
+
+use rand::RngCore;
+
+use super::peak_ewma::{PeakEwma, Scan};
+use super::zuul::Zuul;
+use super::{Done, Elastic};
+use crate::shared::endpoint::Endpoint;
+use crate::shared::time::Micros;
+
+/// Time after a change during which newcomers are looked for more often, microseconds, and how many times as often.
+const GROWING_US: u64 = 2_000_000;
+const GROWING_FACTOR: u64 = 16;
+
+/// Decides when a request goes where Envoy's own policy sends it, to find newcomers.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Explorer {
+    changed: Micros,
+    sent: Micros,
+}
+
+impl Explorer {
+    /// Records that the membership has changed.
+    pub fn changed(&mut self, now: Micros) {
+        self.changed = now;
+    }
+
+    /// Whether to leave this request to Envoy's own policy; one request is due every `every_us` microseconds.
+    pub fn is_due(&mut self, now: Micros, every_us: u64) -> bool {
+        let growing = now.distance(self.changed) < GROWING_US;
+        let every_us = if growing { every_us / GROWING_FACTOR } else { every_us };
+        let due = now.distance(self.sent) >= every_us;
+        if due {
+            self.sent = now;
+        }
+        due
+    }
+}
+
+/// One client's view of its replicas under such a policy.
+pub struct Fleet {
+    policy: Box<dyn Elastic + Send>,
+    seats: Vec<Endpoint>,
+    numbers: HashMap<Endpoint, usize>,
+}
+
+impl Fleet {
+    /// Creates a fleet under Peak EWMA of two choices, as in Finagle.
+    pub fn peak_ewma() -> Self {
+        Self::new(PeakEwma::nobody(Scan::TwoChoices))
+    }
+
+    /// Creates a fleet under Zuul's choice of two; see [`Zuul::new`].
+    pub fn zuul(max_in_flight: u32) -> Self {
+        Self::new(Zuul::nobody(max_in_flight))
+    }
+
+    fn new(policy: impl Elastic + Send + 'static) -> Self {
+        Self { policy: Box::new(policy), seats: Vec::new(), numbers: HashMap::new() }
+    }
+
+    /// Takes over the membership and keeps what is known of replicas that stay. Returns whether anything changed.
+    pub fn set_members(&mut self, members: impl Iterator<Item = Endpoint>) -> bool {
+        let mut gone = self.numbers.clone();
+        let mut changed = false;
+        for member in members {
+            if gone.remove(&member).is_none() && !self.numbers.contains_key(&member) {
+                self.numbers.insert(member, self.seats.len());
+                self.seats.push(member);
+                self.policy.join();
+                changed = true;
+            }
+        }
+        // Replicas leave in the order of their seats, so that the same events always result in the same numbers.
+        let leaving: Vec<Endpoint> =
+            self.seats.iter().filter(|seat| gone.contains_key(seat)).copied().collect();
+        leaving.iter().for_each(|replica| self.leave(*replica));
+        changed || !leaving.is_empty()
+    }
+
+    fn leave(&mut self, replica: Endpoint) {
+        let Some(number) = self.numbers.remove(&replica) else { return };
+        self.policy.leave(number);
+        self.seats.swap_remove(number);
+        if let Some(moved) = self.seats.get(number) {
+            self.numbers.insert(*moved, number);
+        }
+    }
+
+    /// Chooses a replica for a request that is sent at once; `None` with fewer than two members.
+    pub fn pick(&mut self, now: Micros, rng: &mut dyn RngCore) -> Option<Endpoint> {
+        if self.seats.len() < 2 {
+            return None;
+        }
+        let number = self.policy.pick(now, rng);
+        self.seats.get(number).copied()
+    }
+
+    /// Records that a request that [`Self::pick`] placed has ended. A request to a replica that has left is ignored.
+    pub fn done(&mut self, replica: Endpoint, now: Micros, done: &Done) {
+        if let Some(number) = self.numbers.get(&replica) {
+            self.policy.done(*number, now, done);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shared::outcome::Outcome;
+    use rand::{SeedableRng, rngs::SmallRng};
+
+    fn replica(n: u16) -> Endpoint {
+        format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+    }
+
+    fn replicas(numbers: &[u16]) -> impl Iterator<Item = Endpoint> + '_ {
+        numbers.iter().map(|n| replica(*n))
+    }
+
+    fn took(ms: u64) -> Done {
+        Done { latency_us: ms * 1000, outcome: Outcome::Success, rif: Some(0), utilisation: None }
+    }
+
+    /// Counts how often each of five replicas is chosen when every request ends before the next. The first replica is
+    /// slow.
+    fn shares(fleet: &mut Fleet, picks: u64) -> [u32; 5] {
+        let mut rng = SmallRng::seed_from_u64(5);
+        let mut counts = [0; 5];
+        for pick in 0..picks {
+            let now = Micros::from_millis(1000 + pick);
+            let chosen = fleet.pick(now, &mut rng).unwrap();
+            let number = usize::from(chosen.port() - 1000);
+            counts[number] += 1;
+            fleet.done(chosen, now, &took(if number == 0 { 500 } else { 5 }));
+        }
+        counts
+    }
+
+    #[test]
+    fn an_explorer_goes_often_after_a_change_and_also_when_the_clock_has_stepped() {
+        const SECOND: u64 = 1_000_000;
+        let sent = |explorer: &mut Explorer, from_s: u64| -> usize {
+            let times = (0..1000).map(|ms| Micros(from_s * SECOND + ms * 1000));
+            times.filter(|now| explorer.is_due(*now, SECOND / 10)).count()
+        };
+        let mut explorer = Explorer::default();
+        explorer.changed(Micros(7200 * SECOND));
+        let growing = sent(&mut explorer, 7200);
+        assert!((130..=160).contains(&growing), "{growing}");
+        assert_eq!(sent(&mut explorer, 7202), 10);
+        // An hour back: the change counts as long past, not as still to come.
+        assert_eq!(sent(&mut explorer, 3600), 10);
+        assert_eq!(sent(&mut explorer, 7300), 10);
+    }
+
+    #[test]
+    fn below_two_members_nobody_is_chosen() {
+        let mut rng = SmallRng::seed_from_u64(1);
+        for mut fleet in [Fleet::peak_ewma(), Fleet::zuul(10)] {
+            assert_eq!(fleet.pick(Micros(0), &mut rng), None);
+            assert!(fleet.set_members(replicas(&[1])));
+            assert_eq!(fleet.pick(Micros(0), &mut rng), None);
+            assert!(fleet.set_members(replicas(&[1, 2])) && !fleet.set_members(replicas(&[2, 1])));
+            assert!(fleet.pick(Micros(0), &mut rng).is_some());
+            fleet.done(replica(9), Micros(0), &took(1));
+        }
+    }
+
+    #[test]
+    fn what_is_known_stays_with_its_replica() {
+        let mut fleet = Fleet::peak_ewma();
+        fleet.set_members(replicas(&[0, 1, 2, 3]));
+        shares(&mut fleet, 100);
+        // Numbers change when replicas leave, and a newcomer is not mistaken for the slow replica.
+        fleet.set_members(replicas(&[3, 0, 4]));
+        let counts = shares(&mut fleet, 300);
+        assert!(counts[0] <= 3 && counts[1] + counts[2] == 0 && counts[4] >= 50, "{counts:?}");
+    }
+
+    #[test]
+    fn zuul_sees_what_replicas_report() {
+        let mut fleet = Fleet::zuul(10);
+        fleet.set_members(replicas(&[0, 1]));
+        for (n, utilisation) in [(0, 0.8), (1, 0.1)] {
+            fleet.done(replica(n), Micros(0), &Done { utilisation: Some(utilisation), ..took(1) });
+        }
+        let mut rng = SmallRng::seed_from_u64(2);
+        assert_eq!(fleet.pick(Micros(1), &mut rng), Some(replica(1)));
+    }
+}

@@ -1,0 +1,120 @@
+//! One replica in the pool: its report, and how many uses of the report are left.
+
+use rand::Rng;
+
+use super::{FULL_SHARE, PoolSettings};
+use crate::client::members::Placement;
+use crate::shared::capacity::Capacity;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::time::Stamp;
+use crate::wire::load::Load;
+
+/// A replica to choose from, according to its own report.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Candidate {
+    /// The replica's endpoint.
+    pub endpoint: Endpoint,
+    /// Requests in flight: as reported, plus those sent there since.
+    pub rif: u32,
+    /// Latency estimate, microseconds; `None` if the replica has none.
+    pub latency_us: Option<u32>,
+    /// Milliseconds since its report was received.
+    pub age_ms: u32,
+}
+
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct Entry {
+    pub(super) endpoint: Endpoint,
+    pub(super) latency_us: u32,
+    /// From its [`Capacity`], or [`UNKNOWN`].
+    pub(super) base_us: u32,
+    pub(super) knee: u16,
+    /// Value of the pool's pick counter when this replica was last chosen.
+    pub(super) chosen: u16,
+    pub(super) received: Stamp,
+    /// From its [`Placement`].
+    pub(super) sampled: u32,
+    pub(super) weight: u16,
+    pub(super) rif: u16,
+    pub(super) uses_left: u16,
+    /// 1 for a candidate that no request has reached yet.
+    pub(super) unproven: u8,
+    /// Traffic relative to that of a replica that is not young, per cent.
+    pub(super) share: u8,
+    /// Share of its recent requests that failed, per mille.
+    pub(super) failing: u16,
+    /// 1 if the knee may be higher.
+    pub(super) open: u16,
+}
+
+impl Entry {
+    pub(super) fn new(
+        settings: &PoolSettings,
+        endpoint: Endpoint,
+        load: Load,
+        placement: Placement,
+        received: Stamp,
+    ) -> Self {
+        let capacity = load.capacity.unwrap_or(Capacity { base_us: UNKNOWN, knee: 1, open: false });
+        Self {
+            base_us: capacity.base_us,
+            knee: capacity.knee,
+            chosen: 0,
+            share: settings.share_at(load.up_s),
+            endpoint,
+            latency_us: load.latency_us.map_or(UNKNOWN, |latency| latency.min(UNKNOWN - 1)),
+            received,
+            sampled: placement.sampled,
+            weight: placement.weight,
+            rif: u16::try_from(load.rif).unwrap_or(u16::MAX),
+            uses_left: 1,
+            unproven: 0,
+            failing: load.failing,
+            open: capacity.open.into(),
+        }
+    }
+
+    /// Whether a blob may hold this entry. The knee must not be 0, because ages are divided by it.
+    pub(super) fn is_sound(&self) -> bool {
+        self.endpoint.is_valid() && self.knee > 0 && self.share <= FULL_SHARE
+    }
+
+    pub(super) fn placement(&self) -> Placement {
+        Placement { sampled: self.sampled, weight: self.weight }
+    }
+
+    /// RIF scaled to a replica of average weight.
+    pub(super) fn load(&self) -> u32 {
+        // Rounded up: a busy replica never looks idle.
+        (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
+    }
+
+    /// Sum of RIF and a random exponential value, relative to the weight. The random value alone would choose in proportion to
+    /// the weights; RIF alone would be weighted least request.
+    pub(super) fn draw(&self, rng: &mut impl Rng) -> u32 {
+        let chance = -2.0 * (1.0 - rng.random::<f32>()).ln();
+        ((f32::from(self.rif) + chance) * 256.0 / f32::from(self.weight.max(1))) as u32
+    }
+
+    pub(super) fn latency_us(&self) -> Option<u32> {
+        (self.latency_us != UNKNOWN).then_some(self.latency_us)
+    }
+
+    pub(super) fn capacity(&self) -> Option<Capacity> {
+        let Self { base_us, knee, .. } = *self;
+        (base_us != UNKNOWN).then_some(Capacity { base_us, knee, open: self.open == 1 })
+    }
+
+    pub(super) fn candidate(&self, now: Stamp) -> Candidate {
+        Candidate {
+            endpoint: self.endpoint,
+            rif: u32::from(self.rif),
+            latency_us: self.latency_us(),
+            age_ms: now.distance_ms(self.received),
+        }
+    }
+}
+
+/// Placeholder for an unknown latency.
+pub(super) const UNKNOWN: u32 = u32::MAX;

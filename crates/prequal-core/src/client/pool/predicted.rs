@@ -1,0 +1,284 @@
+//! Predicted latency: the next request goes to the replica with the lowest cost, according to the capacities that replicas
+//! report ([`crate::server::capacity`]). This module defines the cost of an entry, which entries count as equal, and when a
+//! replica that looks worse is tried. The pool decides which entries exist, and what happens to the chosen one.
+
+use rand::Rng;
+
+use super::rank::Order;
+use super::{Branch, Entry, MAX_POOL, UNKNOWN};
+use crate::client::members::Placement;
+use crate::shared::capacity::Capacity;
+use crate::shared::endpoint::Endpoint;
+use crate::shared::time::Stamp;
+
+/// Entries within this factor of the lowest cost count as equal. It is wider than the noise of the estimates: with a narrow
+/// band a healed replica never gets its traffic back, because a replica that looks slow is not sampled and so goes on looking
+/// slow.
+const BAND: f32 = 1.35;
+/// The same factor where weights differ: noise must not decide then, and RIF relative to the weight keeps queues level.
+const WEIGHTED_BAND: f32 = 2.0;
+/// Credit for trials added by every pick, in multiples of the lowest cost: at most one request in a thousand goes to a
+/// replica that looks twice as slow.
+const CREDIT: f32 = 0.001;
+/// Maximum price of a trial, in multiples of the lowest cost: one request in 4000 for a replica that looks far slower. It is
+/// also the maximum credit.
+const DEAREST: f32 = 4.0;
+/// Replicas that cost more than this, in multiples of the lowest cost, look far slower.
+const FAR: f32 = 2.0;
+/// Maximum price once the last trial is [`OVERDUE_MS`] ago, which happens below 500 requests a second. One request in 4000
+/// would be a trial every 40 s at 100 requests a second.
+const DEAREST_OVERDUE: f32 = 2.0;
+/// Time after which a trial is overdue, milliseconds.
+const OVERDUE_MS: u32 = 8000;
+/// After a trial, a replica that reports at most this fraction of its earlier base latency gets another trial.
+const PROMISING: f64 = 0.8;
+/// Reports younger than this count as equally fresh, milliseconds; older ones are grouped by powers of two of it. Within
+/// milliseconds it is only chance which replica reported last, and requests would follow each other to the same replica.
+const FRESH_MS: u32 = 32;
+/// A base latency counts as at least the base latency of half of the pool, divided by this. No fleet needs finer
+/// distinctions, and a replica that reports almost no latency gets a few requests more than the others, not all of them.
+const FASTEST: u32 = 32;
+/// Waiting for a whole round of turns outweighs this many requests in flight below the knee.
+const TURN: u32 = 5;
+/// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
+const MOST_CREDIT: f32 = 1e30;
+
+/// The rule for one set of entries.
+pub(super) struct Predicted {
+    /// Base latency assumed for a replica that has not reported one.
+    unknown_us: u32,
+    lowest: f32,
+    /// Where weights differ: the highest knee relative to its replica's weight, which replaces every knee. A replica that is
+    /// configured in Envoy to get three times as many requests can show that it serves them only if it gets them.
+    weighted_knee: Option<u16>,
+    /// Knee of a typical replica: the upper median of the known knees.
+    usual_knee: u16,
+    /// Lower base latencies count as this one.
+    least_us: u32,
+    /// Number of entries.
+    count: u32,
+    /// Number of picks so far.
+    picks: u16,
+    now: Stamp,
+}
+
+impl Predicted {
+    pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
+        let (unknown_us, count) = (usual_base_us(entries), entries.len() as u32);
+        let mut rule = Self {
+            unknown_us,
+            lowest: f32::MAX,
+            weighted_knee: None,
+            usual_knee: usual_knee(entries),
+            least_us: least_base_us(entries),
+            count,
+            picks,
+            now,
+        };
+        let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
+        if entries.iter().any(|entry| entry.weight != weight) {
+            let relative = |entry: &Entry| {
+                let knee = u32::from(entry.knee) * u32::from(Placement::UNIT);
+                u16::try_from(knee / u32::from(entry.weight.max(1))).unwrap_or(u16::MAX).max(1)
+            };
+            rule.weighted_knee = entries.iter().map(relative).max();
+        }
+        for entry in entries {
+            let cost = rule.cost(entry);
+            rule.lowest = if cost < rule.lowest { cost } else { rule.lowest };
+        }
+        rule
+    }
+
+    /// Capacity assumed for an entry. An unknown replica is as fast as most, and is saturated by one request: it gets no
+    /// other until it has answered. A replica whose knee is open may be as capable as most, and gets the chance to show it in
+    /// steps: a newcomer that had one request at a time would otherwise never get two.
+    fn capacity(&self, entry: &Entry) -> Capacity {
+        let capacity = entry.capacity();
+        let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
+        match (capacity, self.weighted_knee) {
+            (Some(known), Some(knee)) => Capacity { knee, ..known },
+            (Some(known), None) if known.open => {
+                let knee = known.knee.saturating_mul(2).min(self.usual_knee).max(known.knee);
+                Capacity { knee, ..known }
+            }
+            (Some(known), None) => known,
+            (None, _) => Capacity { base_us: self.unknown_us, knee: 1, open: false },
+        }
+    }
+
+    fn cost(&self, entry: &Entry) -> f32 {
+        self.capacity(entry).cost(entry.load())
+    }
+
+    fn is_equal(&self, cost: f32) -> bool {
+        cost <= self.lowest * if self.weighted_knee.is_some() { WEIGHTED_BAND } else { BAND }
+    }
+
+    /// Returns the entry that gets a trial, if one is due.
+    pub(super) fn trial(&self, entries: &[Entry], trials: &mut Trials, rng: &mut impl Rng) -> Option<usize> {
+        if entries.is_empty() {
+            return None;
+        }
+        let overdue = self.now.distance_ms(trials.at) >= OVERDUE_MS;
+        let most = if overdue { DEAREST_OVERDUE } else { DEAREST } * self.lowest;
+        for credit in &mut trials.credits {
+            let saved = *credit + CREDIT * self.lowest;
+            *credit = if saved < most { saved } else { most };
+        }
+        // Chooses one candidate of each kind at random: slightly slower, far slower.
+        let mut idle = [0; 2];
+        let mut tried = [None; 2];
+        for (index, entry) in entries.iter().enumerate() {
+            let cost = self.cost(entry);
+            if entry.rif > 0 || entry.unproven == 1 || self.is_equal(cost) {
+                continue;
+            }
+            if trials.promising == 1 && entry.endpoint == trials.last {
+                trials.promising = 0;
+                return Some(index);
+            }
+            let kind = usize::from(cost > self.lowest * FAR);
+            let (Some(idle), Some(tried)) = (idle.get_mut(kind), tried.get_mut(kind)) else { continue };
+            *idle += 1;
+            if *idle == 1 || rng.random_range(0..*idle) == 0 {
+                *tried = Some((index, entry, cost));
+            }
+        }
+        // The far slower one comes first: it has waited longer.
+        for (tried, credit) in tried.into_iter().zip(&mut trials.credits).rev() {
+            let Some((index, entry, cost)) = tried else { continue };
+            let price = (cost - self.lowest).min(most);
+            if *credit >= price {
+                *credit -= price;
+                (trials.last, trials.base_us, trials.last_us) =
+                    (entry.endpoint, entry.base_us, entry.base_us);
+                (trials.promising, trials.at) = (0, self.now);
+                return Some(index);
+            }
+        }
+        None
+    }
+}
+
+/// Credit for trials, and the result of the last trial.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct Trials {
+    /// Credit saved, microseconds: for replicas that look slightly slower, and for those that look far slower. With a single
+    /// credit the cheap trials would always be paid first.
+    credits: [f32; 2],
+    /// Base latency that the tried replica reported before its trial, and the last one it reported.
+    base_us: u32,
+    last_us: u32,
+    last: Endpoint,
+    /// 1 once the replica reports so much less that it is tried again at once.
+    promising: u32,
+    /// Time of the last trial.
+    at: Stamp,
+}
+
+impl Trials {
+    /// Evaluates a report of `replica`. A healed replica gets its traffic back within a few requests, although its
+    /// report still includes older slow requests: it is tried again for as long as the reported latency falls.
+    pub(super) fn reported(&mut self, replica: Endpoint, capacity: Option<Capacity>) {
+        if replica != self.last {
+            return;
+        }
+        let base_us = capacity.map_or(UNKNOWN, |capacity| capacity.base_us);
+        if base_us < self.last_us && f64::from(base_us) <= f64::from(self.base_us) * PROMISING {
+            self.promising = 1;
+        }
+        self.last_us = base_us;
+    }
+
+    /// Whether a blob may hold these values.
+    pub(super) fn is_sound(&self) -> bool {
+        self.credits.iter().all(|credit| (0.0..=MOST_CREDIT).contains(credit)) && self.promising <= 1
+    }
+}
+
+/// Whether the cost exceeds the best by more than the band; then the cost if it does, otherwise the requests in flight; then
+/// the age of the report, and the turn. Below its knee a replica serves at once at any RIF, so its RIF counts as zero there
+/// and turns decide. Where all requests take the same time, even spacing keeps queues short, as round robin shows.
+type Rank = (bool, u32, u32);
+
+impl Order for Predicted {
+    type Rank = Rank;
+
+    fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
+        let cost = self.cost(entry);
+        if !self.is_equal(cost) {
+            // Costs are positive, so their bits sort in the same order.
+            return (true, cost.to_bits(), 0);
+        }
+        let knee = u32::from(self.capacity(entry).knee);
+        let load = match self.weighted_knee {
+            Some(_) => entry.draw(rng),
+            None if entry.load() < knee => 0,
+            None => entry.rif.into(),
+        };
+        // The higher the knee, the less the age of a report matters.
+        let age =
+            (self.now.distance_ms(entry.received) / FRESH_MS).checked_ilog2().map_or(0, |log| log + 1) / knee;
+        let waited = u32::from(self.picks.wrapping_sub(entry.chosen)).min(self.count);
+        let turn = u32::from(entry.rif) * self.count + TURN * (self.count - waited);
+        (false, load, age << 24 | turn.min((1 << 24) - 1))
+    }
+
+    fn branch(&self, entry: &Entry, _: &Rank) -> Branch {
+        if entry.load() < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
+    }
+
+    fn latency_us(&self, entry: &Entry) -> Option<u32> {
+        Some(entry.capacity()?.latency_us(entry.rif.into()))
+    }
+}
+
+/// Lower median of the known base latencies; 1 if none is known. It is not needed, and not computed, while all are known.
+fn usual_base_us(entries: &[Entry]) -> u32 {
+    if entries.iter().all(|entry| entry.base_us != UNKNOWN) {
+        return 1;
+    }
+    let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
+    middle(known, |count| (count - 1) / 2).unwrap_or(1)
+}
+
+/// Upper median of the known base latencies, divided by [`FASTEST`]; 1 if no two are that far apart, so that most picks need
+/// no median.
+fn least_base_us(entries: &[Entry]) -> u32 {
+    let known = || entries.iter().filter(|entry| entry.base_us != UNKNOWN).map(|entry| entry.base_us);
+    let (mut least, mut most) = (UNKNOWN, 0);
+    for base_us in known() {
+        least = least.min(base_us);
+        most = most.max(base_us);
+    }
+    if least >= most / FASTEST {
+        return 1;
+    }
+    middle(known(), |count| count / 2).map_or(1, |usual| usual / FASTEST).max(1)
+}
+
+/// Upper median of the known knees; 1 if none is known. It is not needed, and not computed, if no knee is open.
+fn usual_knee(entries: &[Entry]) -> u16 {
+    if entries.iter().all(|entry| entry.open == 0) {
+        return 1;
+    }
+    let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.knee));
+    middle(known, |count| count / 2).unwrap_or(1)
+}
+
+/// Returns the value at position `place` of the sorted values.
+fn middle<T: Copy + Default + Ord>(
+    values: impl Iterator<Item = T>,
+    place: impl FnOnce(usize) -> usize,
+) -> Option<T> {
+    let mut known = [T::default(); MAX_POOL];
+    let mut count = 0;
+    for (slot, value) in known.iter_mut().zip(values) {
+        *slot = value;
+        count += 1;
+    }
+    let known = known.get_mut(..count).filter(|known| !known.is_empty())?;
+    Some(*known.select_nth_unstable(place(count)).1)
+}

@@ -1,0 +1,1101 @@
+//! Tests of the pool's rules one by one on an injected clock, and of its invariants under random operations.
+
+use super::*;
+use crate::config::Profile;
+use crate::shared::capacity::Capacity;
+use crate::wire::report::LoadReport;
+use proptest::prelude::*;
+use rand::{Rng, SeedableRng, rngs::SmallRng};
+
+fn replica(n: u16) -> Endpoint {
+    format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+}
+
+fn ms(ms: u64) -> Micros {
+    Micros::from_millis(100_000 + ms)
+}
+
+/// No probes, no removal, unlimited reuse: only the selection rule is left.
+fn plain() -> PoolSettings {
+    PoolSettings {
+        pool_size: 16,
+        r_remove: 0.0,
+        delta: 1000.0,
+        hot: HotRule::Gt,
+        burst_guard: false,
+        budget: Budget::Fixed { r_probe: 0.0 },
+        ..Profile::Default.pool_settings()
+    }
+}
+
+struct Scene {
+    settings: PoolSettings,
+    pool: PoolState,
+    rng: SmallRng,
+}
+
+impl Scene {
+    fn new(settings: PoolSettings) -> Self {
+        let mut pool = PoolState::new();
+        pool.set_members(100, 0, ms(0));
+        Self { settings, pool, rng: SmallRng::seed_from_u64(7) }
+    }
+    fn report(&mut self, at: u64, n: u16, rif: u32, latency_ms: Option<u32>) {
+        self.pool.record(
+            &self.settings,
+            ms(at),
+            replica(n),
+            Load::at_face_value(rif, latency_ms.map(|l| l * 1000)),
+            Placement::even(0),
+            &mut self.rng,
+        );
+    }
+    fn pick(&mut self, at: u64) -> Pick {
+        self.pool.pick(&self.settings, ms(at), &mut self.rng)
+    }
+}
+
+impl Scene {
+    /// Reports ten replicas that started `up_s` seconds ago, and counts how many of 10 000 picks go to the first.
+    fn share_of_the_first(&mut self, up_s: [Option<u32>; 10]) -> usize {
+        (0..10_000u64)
+            .filter(|at| {
+                for (n, up_s) in (0..).zip(up_s) {
+                    let load = Load { up_s, ..Load::at_face_value(0, Some(1000)) };
+                    self.pool.record(
+                        &self.settings,
+                        ms(*at),
+                        replica(n),
+                        load,
+                        Placement::even(0),
+                        &mut self.rng,
+                    );
+                }
+                self.pick(*at).replica == Some(replica(0))
+            })
+            .count()
+    }
+}
+
+#[test]
+fn a_report_tells_load_and_age() {
+    for (text, latency_us, up_s) in
+        [("3;2000;10.0.0.1:80;up=7", Some(2000), Some(7)), ("3;;10.0.0.1:80", None, None)]
+    {
+        let report = LoadReport::parse(text).unwrap();
+        assert_eq!(Load::from(&report), Load { up_s, ..Load::at_face_value(3, latency_us) }, "{text}");
+    }
+    let report = LoadReport::parse("3;;10.0.0.1:80;fail=9").unwrap();
+    assert_eq!(Load::from(&report).failing, 9);
+}
+
+#[test]
+fn a_young_replica_takes_a_share_that_grows_with_its_age() {
+    let shares = [0, 3, 6, 9, 12].map(|up_s| {
+        let mut up = [None; 10];
+        up[0] = Some(up_s);
+        Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() }).share_of_the_first(up)
+    });
+    // Out of 1000 requests for a grown replica: 50 (it must be seen to answer), 300, 600, 900, 1000.
+    for (got, wanted) in shares.iter().zip([50, 300, 600, 900, 1000]) {
+        assert!(got.abs_diff(wanted) <= wanted * 8 / 100 + 16, "{shares:?}");
+    }
+}
+
+#[test]
+fn a_fleet_that_is_new_as_a_whole_is_not_held_back() {
+    let mut scene = Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() });
+    let even = scene.share_of_the_first([Some(1); 10]);
+    assert!((920..=1080).contains(&even), "{even}");
+    let most_are_new = [&[Some(1); 6][..], &[None; 4][..]].concat().try_into().unwrap();
+    let mut scene = Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() });
+    let even = scene.share_of_the_first(most_are_new);
+    assert!((920..=1080).contains(&even), "the old four must not carry everything: {even}");
+    let mut scene = Scene::new(PoolSettings { slow_start_ms: 0, ..plain() });
+    let off = scene.share_of_the_first([&[Some(0)][..], &[None; 9][..]].concat().try_into().unwrap());
+    assert!((920..=1080).contains(&off), "{off}");
+}
+
+#[test]
+fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
+    let mut scene = Scene::new(plain());
+    scene.pool.set_members(2, 0, ms(0));
+    scene.report(0, 1, 0, Some(1));
+    scene.report(0, 2, 5, Some(90));
+    let mut ejections = EjectionTable::new();
+    ejections.set_members(2);
+    let unresponsive = crate::client::ejection::Event::Unresponsive { trial: false, ordinary: true };
+    ejections.apply(&scene.settings.ejection, ms(0), replica(1), unresponsive);
+    scene.pool.exclude(&ejections, ms(1));
+    let pick = scene.pool.pick(&scene.settings, ms(1), &mut scene.rng);
+    assert_eq!((pick.replica, pick.trial), (Some(replica(2)), false));
+    let trial = Trial { replica: replica(1), placement: Placement::even(0) };
+    let pick = scene.pool.pick_trial(&scene.settings, trial, ms(2));
+    assert_eq!((pick.replica, pick.trial), (Some(replica(1)), true));
+    // Without ejections a single entry is not a choice.
+    scene.pool.exclude(&EjectionTable::new(), ms(3));
+    assert!(!scene.pool.has_ejections());
+    assert_eq!(scene.pick(3).branch, Branch::Fallback);
+}
+
+#[test]
+fn the_papers_theta_is_of_replies_to_probes_whoever_else_reports() {
+    for (profile, theta) in [(Profile::Paper, 8), (Profile::Default, 1)] {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..profile.pool_settings() });
+        for (rif, source) in [(8, Source::Probe), (1, Source::Response), (1, Source::Response)] {
+            let load = Load { source, ..Load::at_face_value(rif, Some(20_000)) };
+            scene.pool.record(&scene.settings, ms(0), replica(1), load, Placement::even(0), &mut scene.rng);
+        }
+        assert_eq!(scene.pool.view(&scene.settings, ms(1)).theta, Some(theta), "{profile:?}");
+    }
+}
+
+#[test]
+fn the_others_failures_are_the_median_of_their_reports() {
+    let mut scene = Scene::new(plain());
+    assert_eq!(scene.pool.failing_beside(replica(1)), 0);
+    let failing_beside = |scene: &mut Scene, n: u16, failing: u16| {
+        let load = Load { failing, ..Load::at_face_value(1, Some(20_000)) };
+        scene.pool.record(&scene.settings, ms(0), replica(n), load, Placement::even(0), &mut scene.rng);
+        scene.pool.failing_beside(replica(1))
+    };
+    assert_eq!(failing_beside(&mut scene, 1, 900), 0, "its own word is not the others'");
+    assert_eq!(failing_beside(&mut scene, 2, 500), 500);
+    assert_eq!(failing_beside(&mut scene, 3, 30), 30, "half of them may be bad");
+    assert_eq!(failing_beside(&mut scene, 4, 100), 100);
+}
+
+#[test]
+fn the_blob_is_small() {
+    assert!(size_of::<PoolState>() <= 7808, "{}", size_of::<PoolState>());
+    assert!(PoolState::new().encode().len() <= 1152, "{}", PoolState::new().encode().len());
+}
+
+#[test]
+fn a_fleet_of_up_to_64_is_kept_whole() {
+    // One report in 20 ms. Of the larger fleet, only those of a second are kept.
+    for (members, kept) in [(24, 24), (25, 25), (64, 64), (65, 50)] {
+        let mut scene = Scene::new(Profile::Default.pool_settings());
+        scene.pool.set_members(members, 0, ms(0));
+        (0..members as u16).for_each(|n| scene.report(20 * u64::from(n), n, 1, Some(40)));
+        assert_eq!(scene.pool.entries().len(), kept, "of {members}");
+        for pick in u64::from(members)..u64::from(members) + 200 {
+            scene.report(20 * pick, (pick % u64::from(members)) as u16, 1, Some(40));
+            scene.pick_predicted(20 * pick);
+        }
+        assert!(scene.pool.entries().len() >= kept - 1, "of {members}: {}", scene.pool.entries().len());
+    }
+}
+
+#[test]
+fn a_hot_replica_is_avoided_even_when_it_is_fastest() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..plain() });
+    scene.report(0, 1, 2, Some(40));
+    scene.report(0, 2, 90, Some(5));
+    scene.report(0, 3, 3, Some(60));
+    let pick = scene.pick(10);
+    assert_eq!((pick.replica, pick.branch), (Some(replica(1)), Branch::Cold));
+}
+
+#[test]
+fn when_all_are_hot_the_lowest_rif_wins() {
+    // Many low RIFs in the history, then only loaded replicas in the pool.
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.5, pool_size: 2, ..plain() });
+    for n in 0..10 {
+        scene.report(0, n, 1, Some(10));
+    }
+    scene.report(1, 20, 9, Some(5));
+    scene.report(1, 21, 8, Some(500));
+    let pick = scene.pick(2);
+    assert_eq!((pick.replica, pick.branch), (Some(replica(21)), Branch::Hot));
+}
+
+#[test]
+fn the_two_readings_of_hot_differ_at_a_tie() {
+    for (hot, expected) in
+        [(HotRule::Gt, (replica(2), Branch::Cold)), (HotRule::Ge, (replica(1), Branch::Cold))]
+    {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.99, hot, ..plain() });
+        scene.report(0, 1, 1, Some(50));
+        scene.report(0, 2, 5, Some(10)); // ties with θ = 5
+        let pick = scene.pick(1);
+        assert_eq!((pick.replica.unwrap(), pick.branch), expected, "{hot:?}");
+    }
+}
+
+#[test]
+fn the_ends_of_q_are_rif_only_and_latency_only() {
+    for (q_rif, expected) in [(0.0, replica(1)), (1.0, replica(2))] {
+        let mut scene = Scene::new(PoolSettings { q_rif, ..plain() });
+        scene.report(0, 1, 1, Some(50));
+        scene.report(0, 2, 500, Some(10));
+        assert_eq!(scene.pick(1).replica, Some(expected), "Q = {q_rif}");
+    }
+}
+
+#[test]
+fn theta_comes_from_a_history_not_from_the_pool() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.75, pool_size: 2, ..plain() });
+    for (n, rif) in [1, 2, 3, 100, 200, 300, 400, 500].into_iter().enumerate() {
+        scene.report(0, n as u16, rif, Some(1));
+    }
+    assert_eq!(
+        scene.pool.view(&scene.settings, ms(0)).theta,
+        Some(300),
+        "nearest rank, above the small counts"
+    );
+    assert_eq!(scene.pool.view(&scene.settings, ms(2000)).theta, None, "the history is bounded in time");
+}
+
+#[test]
+fn fewer_than_two_entries_fall_back() {
+    let mut scene = Scene::new(plain());
+    assert_eq!(scene.pick(0).branch, Branch::Fallback);
+    scene.report(0, 1, 0, Some(1));
+    assert_eq!(scene.pick(0).replica, None);
+    scene.report(0, 2, 0, Some(1));
+    assert!(scene.pick(0).replica.is_some());
+}
+
+#[test]
+fn reports_expire_by_receipt_age() {
+    let mut scene = Scene::new(plain());
+    scene.report(0, 1, 0, Some(1));
+    scene.report(500, 2, 0, Some(1));
+    assert_eq!(scene.pick(1999).branch, Branch::Cold);
+    assert_eq!(scene.pick(2000).branch, Branch::Fallback);
+}
+
+#[test]
+fn picking_compensates_rif() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
+    scene.report(0, 1, 3, Some(1));
+    scene.report(0, 2, 5, Some(1));
+    let picks: Vec<_> = (0..4).map(|_| scene.pick(1).replica.unwrap()).collect();
+    assert_eq!(&picks[..2], &[replica(1), replica(1)]);
+    assert!(picks[2..].contains(&replica(2)), "{picks:?}: at RIF 5 both tie");
+}
+
+#[test]
+fn the_newest_report_of_a_replica_wins_and_a_full_pool_drops_the_oldest() {
+    let mut scene = Scene::new(PoolSettings { pool_size: 3, ..plain() });
+    for (at, n) in [(0, 1), (1, 2), (2, 3), (3, 1), (4, 4)] {
+        scene.report(at, n, 0, Some(1));
+    }
+    let mut left: Vec<_> = scene.pool.replicas().collect();
+    left.sort_by_key(Endpoint::port);
+    assert_eq!(left, [replica(1), replica(3), replica(4)]);
+}
+
+#[test]
+fn a_pool_of_a_large_fleet_grows_as_long_as_all_reports_are_fresh() {
+    let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.0 };
+    let size_after = |budget, every_ms| {
+        let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+        scene.pool.set_members(200, 0, ms(0));
+        for n in 0..150u64 {
+            scene.report(n * every_ms, n as u16, 0, Some(1));
+        }
+        scene.pool.replicas().count()
+    };
+    assert_eq!(size_after(budget, 1), MAX_POOL, "150 reports in 150 ms");
+    assert_eq!(size_after(budget, 10), 100, "as many as arrive in a second");
+    assert_eq!(size_after(budget, 100), 16, "too rare: `pool_size`");
+    assert_eq!(size_after(Budget::Fixed { r_probe: 0.0 }, 1), 16, "the paper's probes");
+}
+
+#[test]
+fn removal_alternates_oldest_and_worst() {
+    let mut scene = Scene::new(PoolSettings { r_remove: 1.0, scale_removal: false, q_rif: 1.0, ..plain() });
+    for (n, latency) in [(1, 30), (2, 10), (3, 90), (4, 20), (5, 25)] {
+        scene.report(u64::from(n), n, 0, Some(latency));
+    }
+    scene.pick(10); // the oldest: 1
+    assert!(!scene.pool.replicas().any(|r| r == replica(1)));
+    scene.pick(10); // the slowest: 3
+    assert!(!scene.pool.replicas().any(|r| r == replica(3)));
+    assert_eq!(scene.pool.replicas().count(), 3);
+}
+
+#[test]
+fn fractional_rates_are_kept_in_the_mean() {
+    for r_probe in [0.25, 0.7, 1.0, 2.5] {
+        let mut scene = Scene::new(PoolSettings { budget: Budget::Fixed { r_probe }, ..plain() });
+        let sent: u32 = (0..1000).map(|at| scene.pick(at).probes.addressed).sum();
+        assert!((f64::from(sent) - 1000.0 * r_probe).abs() <= 1.0, "{r_probe}: {sent}");
+    }
+}
+
+#[test]
+fn the_adaptive_budget_probes_a_cold_pool_and_rests_on_a_warm_one() {
+    let budget = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 1.0 };
+    let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+    let all = |probes: ProbesDue| probes.addressed + probes.discovery;
+    let cold: u32 = (0..50).map(|at| all(scene.pick(at).probes)).sum();
+    assert!((80..=50 + 32).contains(&cold), "what the requests pay for, and what was saved: {cold}");
+    let mut warm = 0;
+    // The names are no longer new.
+    for at in 3000..4000 {
+        scene.report(at, (at % 16) as u16, 0, Some(1));
+        warm += scene.pick(at).probes.addressed;
+    }
+    assert!((8..=20).contains(&warm), "one pool's worth of exploration in two seconds, got {warm}");
+}
+
+#[test]
+fn an_idle_unknown_gets_one_request_and_then_waits_for_its_answer() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.9, ..plain() });
+    scene.report(0, 1, 3, Some(50));
+    scene.report(0, 2, 3, Some(60));
+    scene.report(0, 3, 0, None);
+    assert_eq!(scene.pick(1).replica, Some(replica(3)));
+    for _ in 0..5 {
+        assert_ne!(scene.pick(1).replica, Some(replica(3)));
+    }
+    scene.report(5, 3, 1, None);
+    assert_ne!(scene.pick(6).replica, Some(replica(3)), "a probe still says busy and unknown");
+}
+
+#[test]
+fn a_replica_stays_out_for_its_cooldown_and_comes_back() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 1.0, ..plain() });
+    for n in 1..=3 {
+        scene.report(0, n, 0, Some(u32::from(n)));
+    }
+    scene.pool.cool_down(replica(1), ms(0), 500);
+    assert_eq!(scene.pick(1).replica, Some(replica(2)));
+    scene.report(100, 1, 0, Some(1));
+    assert_eq!(scene.pick(101).replica, Some(replica(2)));
+    scene.report(500, 1, 0, Some(1));
+    assert_eq!(scene.pick(501).replica, Some(replica(1)));
+}
+
+#[test]
+fn one_worker_takes_the_idle_lease() {
+    let mut scene = Scene::new(plain());
+    scene.pick(0);
+    assert!(scene.pool.idle_probes(&scene.settings, ms(500), 1000).is_empty(), "a request came lately");
+    let due = scene.pool.idle_probes(&scene.settings, ms(1000), 1000);
+    assert_eq!((due.addressed, due.discovery), (15, 1));
+    assert!(scene.pool.idle_probes(&scene.settings, ms(1001), 1000).is_empty(), "taken");
+}
+
+#[test]
+fn a_candidate_gets_one_request_to_be_verified_and_no_more() {
+    let mut scene = Scene::new(plain());
+    scene.report(0, 1, 1, Some(10));
+    scene.report(0, 2, 1, Some(10));
+    scene.pool.introduce(&scene.settings, ms(0), replica(3));
+    let first = scene.pick(1);
+    assert_eq!((first.replica, first.verify), (Some(replica(3)), true));
+    for _ in 0..4 {
+        let next = scene.pick(1);
+        assert!(next.replica != Some(replica(3)) && !next.verify);
+    }
+    scene.pool.introduce(&scene.settings, ms(1), replica(3));
+    assert_ne!(scene.pick(1).replica, Some(replica(3)), "its first request has not come back");
+    scene.pool.end_cooldown(replica(3));
+    scene.report(2, 3, 0, Some(1));
+    let known = scene.pick(3);
+    assert_eq!((known.replica, known.verify), (Some(replica(3)), false));
+}
+
+#[test]
+fn discovery_goes_on_without_other_probes_and_hurries_while_names_are_new() {
+    let adaptive = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 0.1 };
+    for budget in [adaptive, Budget::Fixed { r_probe: 0.0 }] {
+        let mut scene = Scene::new(PoolSettings { budget, ..plain() });
+        scene.pool.set_members(8, 0, ms(0));
+        scene.pool.set_members(9, 0, ms(0));
+        let count = |scene: &mut Scene, range: std::ops::Range<u64>| -> u32 {
+            let mut one = |at| {
+                scene.report(at, (at % 9) as u16, 0, Some(1));
+                scene.pick(at).probes.discovery
+            };
+            range.map(&mut one).sum()
+        };
+        let growing = count(&mut scene, 0..1000);
+        count(&mut scene, 2500..3000);
+        let settled = count(&mut scene, 3000..4000);
+        assert!((75..=90).contains(&growing) && (4..=5).contains(&settled), "{growing} then {settled}");
+    }
+}
+
+#[test]
+fn in_a_large_fleet_probes_of_discovery_go_out_several_at_once_and_none_is_lost() {
+    let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 0.7 };
+    let mut scene = Scene::new(PoolSettings { budget, verified_probes: true, ..plain() });
+    scene.pool.set_members(1000, 0, ms(0));
+    let mut one = |at| {
+        scene.report(at, (at % 16) as u16, 0, Some(1));
+        scene.pick(at).probes.discovery
+    };
+    let sent: Vec<u32> = (3000..13_000).step_by(5).map(&mut one).filter(|due| *due > 0).collect();
+    assert!(sent.iter().sum::<u32>() >= 1000, "a turn in 10 s: {sent:?}");
+    assert!(sent.len() <= 150, "{sent:?}");
+}
+
+#[test]
+fn while_the_fleet_fits_the_pool_nothing_is_removed() {
+    let mut scene = Scene::new(PoolSettings { r_remove: 1.0, ..plain() });
+    scene.pool.set_members(4, 0, ms(0));
+    for n in 0..4 {
+        scene.report(0, n, 0, Some(10));
+    }
+    for at in 0..50 {
+        scene.pick(at);
+    }
+    assert_eq!(scene.pool.replicas().count(), 4);
+}
+
+/// Placement of a replica last met at sample `sampled`, with `weight` times the mean share.
+fn placement(sampled: u32, weight: f64) -> Placement {
+    Placement { sampled, weight: (weight * f64::from(Placement::UNIT)) as u16 }
+}
+
+fn placed(scene: &mut Scene, at: u64, n: u16, rif: u32, latency_ms: u32, placement: Placement) {
+    let load = Load::at_face_value(rif, Some(latency_ms * 1000));
+    scene.pool.record(&scene.settings, ms(at), replica(n), load, placement, &mut scene.rng);
+}
+
+#[test]
+fn a_replica_that_the_policy_does_not_meet_any_more_is_not_steered_to() {
+    let mut scene = Scene::new(plain());
+    scene.pool.set_members(4, 100, ms(0));
+    for n in 0..4 {
+        // The first replica is the fastest.
+        placed(&mut scene, 0, n, 0, 10 + u32::from(n), placement(100, 1.0));
+    }
+    scene.pool.set_members(4, 140, ms(1));
+    assert_eq!(scene.pick(1).replica, Some(replica(0)));
+    // A report on a response renews the load, not the placement.
+    let kept = scene.pick(1).placement;
+    placed(&mut scene, 1, 0, 0, 1, kept);
+    for n in 1..4 {
+        placed(&mut scene, 1, n, 0, 10 + u32::from(n), placement(141, 1.0));
+    }
+    scene.pool.set_members(4, 141, ms(2));
+    assert_eq!(scene.pick(2).replica, Some(replica(1)));
+    placed(&mut scene, 3, 0, 0, 1, kept);
+    assert_ne!(scene.pick(3).replica, Some(replica(0)));
+    placed(&mut scene, 3, 0, 0, 1, placement(141, 1.0));
+    assert_eq!(scene.pick(3).replica, Some(replica(0)), "met again");
+}
+
+#[test]
+fn equal_replicas_share_by_weight_and_a_slow_heavy_one_is_avoided() {
+    let mut scene = Scene::new(plain());
+    let mut picks = [0u32; 8];
+    for round in 0..4000 {
+        scene.pool = PoolState::new();
+        scene.pool.set_members(8, 0, ms(round));
+        for n in 0..8 {
+            let latency = scene.rng.random_range(20..30);
+            placed(&mut scene, round, n, 0, latency, placement(0, if n < 4 { 1.5 } else { 0.5 }));
+        }
+        picks[usize::from(scene.pick(round).replica.unwrap().port() - 1000)] += 1;
+    }
+    let share = |picks: &[u32]| f64::from(picks.iter().sum::<u32>());
+    let ratio = share(&picks[..4]) / share(&picks[4..]);
+    assert!((2.6..=3.8).contains(&ratio), "{ratio:.2}, not 3: {picks:?}");
+
+    for _ in 0..1000 {
+        for n in 0..8 {
+            let latency = if n == 0 { 800 } else { 10 };
+            placed(&mut scene, 4001, n, 0, latency, placement(0, if n < 4 { 1.5 } else { 0.5 }));
+        }
+        assert_ne!(scene.pick(4001).replica, Some(replica(0)));
+    }
+}
+
+#[test]
+fn rif_counts_relative_to_the_weight() {
+    let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
+    placed(&mut scene, 0, 1, 3, 10, placement(0, 3.0));
+    placed(&mut scene, 0, 2, 2, 10, placement(0, 3.0));
+    placed(&mut scene, 0, 3, 1, 10, placement(0, 0.5));
+    // 1, 1 (2/3, rounded up) and 2: the light replica waits until the others also reach 2 (4/3, rounded up).
+    for _ in 0..3 {
+        assert_ne!(scene.pick(1).replica, Some(replica(3)));
+    }
+}
+
+#[test]
+fn when_most_choices_are_refused_steering_pauses_for_a_second() {
+    let mut scene = Scene::new(plain());
+    let mut refused = 0;
+    let mut at = 0;
+    while scene.pool.paused == 0 {
+        for n in 0..16 {
+            scene.report(at, n, 0, Some(1));
+        }
+        let chosen = scene.pick(at).replica.expect("not paused");
+        scene.pool.refused(chosen, ms(at), 10);
+        refused += 1;
+        at += 20;
+        assert!(refused < 20);
+    }
+    assert!(refused > 8, "{refused}: a few may be refused without harm");
+    for n in 0..16 {
+        scene.report(at + 500, n, 0, Some(1));
+    }
+    assert_eq!(scene.pick(at + 500).branch, Branch::Fallback);
+    assert_eq!(scene.pick(at + 1000).branch, Branch::Cold);
+    // One refusal in four is not a reason to pause.
+    for round in 0..100u64 {
+        for n in 0..16 {
+            scene.report(at + 1000 + round, n, 0, Some(1));
+        }
+        let chosen = scene.pick(at + 1000 + round).replica.expect("not paused");
+        if round % 4 == 0 {
+            scene.pool.refused(chosen, ms(at + 1000 + round), 10);
+        }
+    }
+}
+
+#[test]
+fn where_envoy_vouches_exploration_needs_no_address() {
+    for (verified_probes, addressed) in [(true, 0), (false, 15)] {
+        let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 };
+        let mut scene = Scene::new(PoolSettings { budget, verified_probes, ..plain() });
+        let mut due = ProbesDue::default();
+        for at in 3000..4000 {
+            scene.report(at, (at % 16) as u16, 0, Some(1));
+            let probes = scene.pick(at).probes;
+            // The first request is due a burst.
+            if at < 3010 {
+                continue;
+            }
+            due.addressed += probes.addressed;
+            due.discovery += probes.discovery;
+        }
+        assert!(due.addressed.abs_diff(addressed) <= 10, "{due:?}");
+        assert!((20..=27).contains(&due.discovery), "a quarter of the fleet a second: {due:?}");
+        let idle = scene.pool.idle_probes(&scene.settings, ms(20_000), 1000);
+        assert_eq!((idle.addressed == 0, idle.discovery >= 16), (verified_probes, verified_probes));
+    }
+}
+
+#[test]
+fn a_foreign_blob_is_refused() {
+    let good = PoolState::new();
+    assert!(PoolState::decode(&good.encode()).is_ok());
+    assert!(matches!(PoolState::decode(&[]), Err(BlobError::Size { .. })));
+    let mut other = good;
+    other.tag = Tag::new(0x7072_6571, 8);
+    assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Version));
+    let mut other = good;
+    other.remove_credit = f32::NAN;
+    assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Content));
+    let mut other = good;
+    other.entry_count = 1; // its endpoint is all zero
+    assert_eq!(PoolState::decode(&other.encode()).err(), Some(BlobError::Content));
+}
+
+/// Found by fuzzing: the code divided by a knee of 0, and each new VM would have read the same blob and crashed again.
+#[test]
+fn an_entry_that_no_report_makes_is_refused() {
+    let settings = Profile::Default.pool_settings();
+    let mut rng = SmallRng::seed_from_u64(1);
+    let damages: [fn(&mut Entry); 2] = [|entry| entry.knee = 0, |entry| entry.share = u8::MAX];
+    for (number, damage) in damages.iter().enumerate() {
+        let mut pool = PoolState::new();
+        for n in 0..3 {
+            let load = Load::at_face_value(0, Some(1000));
+            pool.record(&settings, ms(1), replica(n), load, Placement::even(0), &mut rng);
+        }
+        assert!(PoolState::decode(&pool.encode()).is_ok());
+        damage(&mut pool.entries[1]);
+        assert_eq!(PoolState::decode(&pool.encode()).err(), Some(BlobError::Content), "damage {number}");
+    }
+}
+
+/// Found by fuzzing: counts that no worker writes became rates that the next worker refused, and the pool was then lost.
+#[test]
+fn a_blob_that_is_accepted_is_accepted_again_after_a_pick() {
+    let settings = Profile::Default.pool_settings();
+    let damages: [fn(&mut PoolState); 4] = [
+        |pool| pool.reports_since_pick = u32::MAX,
+        |pool| pool.new_since_pick = u32::MAX,
+        |pool| pool.remove_credit = 1e6,
+        |pool| pool.refusals_per_pick = 1e6,
+    ];
+    for (number, damage) in damages.iter().enumerate() {
+        let mut pool = PoolState::new();
+        damage(&mut pool);
+        if let Ok(mut pool) = PoolState::decode(&pool.encode()) {
+            pool.pick(&settings, ms(1), &mut SmallRng::seed_from_u64(1));
+            assert!(PoolState::decode(&pool.encode()).is_ok(), "damage {number}");
+        }
+    }
+    // A pick removes as many entries as the credit allows.
+    let mut pool = PoolState::new();
+    pool.remove_credit = 1.0;
+    assert_eq!(PoolState::decode(&pool.encode()).err(), Some(BlobError::Content));
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Report(u16, u32, Option<u32>),
+    Pick,
+    Wait(u64),
+    CoolDown(u16),
+    Refused(u16),
+    Forget(u16),
+    Introduce(u16),
+    Members(u32),
+    Idle,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        (0u16..40, 0u32..200_000, proptest::option::of(0u32..u32::MAX))
+            .prop_map(|(n, r, l)| Op::Report(n, r, l)),
+        Just(Op::Pick),
+        (0u64..700).prop_map(Op::Wait),
+        (0u16..40).prop_map(Op::CoolDown),
+        (0u16..40).prop_map(Op::Refused),
+        (0u16..40).prop_map(Op::Forget),
+        (0u32..200).prop_map(Op::Members),
+        (0u16..40).prop_map(Op::Introduce),
+        Just(Op::Idle),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn whatever_happens_the_pool_keeps_its_invariants(
+        ops in proptest::collection::vec(op(), 0..300),
+        paper in any::<bool>(), q_rif in 0.0f64..=1.0, seed in any::<u64>(),
+    ) {
+        let profile = if paper { Profile::Paper } else { Profile::Default };
+        let settings = PoolSettings { q_rif, ..profile.pool_settings() };
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let mut pool = PoolState::new();
+        let mut now = ms(0);
+        for op in ops {
+            match op {
+                Op::Report(n, rif, latency_us) => {
+                    let load = Load::at_face_value(rif, latency_us);
+                    pool.record(&settings, now, replica(n), load, Placement::even(0), &mut rng);
+                }
+                Op::Pick => {
+                    let before: Vec<_> = pool.replicas().collect();
+                    let pick = pool.pick(&settings, now, &mut rng);
+                    if let Some(chosen) = pick.replica {
+                        prop_assert!(before.contains(&chosen));
+                    }
+                    prop_assert!(pick.probes.addressed <= 32 && pick.probes.discovery <= 8);
+                }
+                Op::Wait(step) => now = now.plus(step * 1000),
+                Op::CoolDown(n) => pool.cool_down(replica(n), now, 500),
+                Op::Refused(n) => pool.refused(replica(n), now, 500),
+                Op::Forget(n) => pool.forget(replica(n)),
+                Op::Introduce(n) => pool.introduce(&settings, now, replica(n)),
+                Op::Members(n) => pool.set_members(n, 0, now),
+                Op::Idle => { pool.idle_probes(&settings, now, 1000); }
+            }
+            let replicas: Vec<_> = pool.replicas().collect();
+            prop_assert!(replicas.len() <= settings.pool_size);
+            let distinct: std::collections::HashSet<_> = replicas.iter().collect();
+            prop_assert_eq!(distinct.len(), replicas.len(), "one entry per replica");
+            prop_assert!(PoolState::decode(&pool.encode()).is_ok());
+        }
+    }
+
+    #[test]
+    fn no_bytes_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..2100), splice in 0usize..2000, seed in any::<u64>()) {
+        let _ = PoolState::decode(&bytes);
+        // Damages a valid blob; if it still decodes, it must work.
+        let mut blob = PoolState::new().encode().to_vec();
+        let at = splice % blob.len();
+        bytes.truncate(blob.len() - at);
+        blob[at..at + bytes.len()].copy_from_slice(&bytes);
+        if let Ok(mut pool) = PoolState::decode(&blob) {
+            let settings = Profile::Default.pool_settings();
+            let mut rng = SmallRng::seed_from_u64(seed);
+            for n in 0..40 {
+                let load = Load::at_face_value(3, Some(1));
+                pool.record(&settings, ms(1), replica(n), load, Placement::even(0), &mut rng);
+                pool.pick(&settings, ms(2), &mut rng);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_few_that_are_known_first_do_not_carry_a_fleet_that_is_being_learned() {
+    let settings = PoolSettings { burst_guard: true, ..plain() };
+    let mut scene = Scene { pool: PoolState::new(), ..Scene::new(settings) };
+    scene.pool.set_members(2, 0, ms(5000));
+    scene.report(5000, 1, 0, Some(1));
+    scene.report(5000, 2, 0, Some(1));
+    let steered = |scene: &mut Scene, at| (0..40).filter(|_| scene.pick(at).replica.is_some()).count();
+    assert_eq!(steered(&mut scene, 5000), 8, "four each, then Envoy's own policy");
+    // The pool holds two replicas, but these are not the whole fleet.
+    scene.pool.set_members(30, 0, ms(5100));
+    assert_eq!(steered(&mut scene, 5100), 0);
+    // No further replicas are known, so these two are the fleet.
+    let renewed = |scene: &mut Scene, at| {
+        scene.report(at, 1, 8, Some(1));
+        scene.report(at, 2, 8, Some(1));
+        steered(scene, at)
+    };
+    assert_eq!(renewed(&mut scene, 8000), 10, "a burst, up to θ and four more each");
+    // One more replica is not a fleet to learn.
+    scene.pool.set_members(31, 0, ms(8100));
+    assert_eq!(renewed(&mut scene, 8100), 10);
+}
+
+#[test]
+fn a_burst_that_no_report_follows_is_left_to_envoys_policy() {
+    let steered = |burst_guard| {
+        let mut scene = Scene::new(PoolSettings { burst_guard, q_rif: 0.9, ..plain() });
+        scene.pick(0);
+        for n in 0..4 {
+            scene.report(5000, n, 2, Some(50));
+        }
+        (0..100).filter(|_| scene.pick(5000).replica.is_some()).count()
+    };
+    // θ is 2: each of the four gets requests until it has 2 + 4 in flight, and one more beyond.
+    assert_eq!(steered(true), 4 * 5);
+    assert_eq!(steered(false), 100, "the paper's rule");
+}
+
+#[test]
+fn while_most_know_nothing_the_busy_among_them_count_like_the_hot() {
+    let picked = |unknown: u16| {
+        let mut scene = Scene::new(PoolSettings { q_rif: 0.5, burst_guard: true, ..plain() });
+        for n in 0..8 {
+            scene.report(0, 100 + n, 1, Some(50));
+        }
+        for n in 0..8 {
+            scene.report(1, 100 + n, 9, Some(50));
+        }
+        for n in 0..unknown {
+            scene.report(1, n, 3, None);
+        }
+        scene.pick(2).replica.is_some_and(|replica| replica.port() - 1000 < unknown)
+    };
+    assert!(picked(8), "a fleet that is new has no others");
+    assert!(!picked(7), "one of few waits for its first answer");
+}
+
+impl Scene {
+    fn pick_predicted(&mut self, at: u64) -> Pick {
+        self.pool.pick_predicted(&self.settings, ms(at), &mut self.rng)
+    }
+    /// Records a report of base latency and knee.
+    fn capable(&mut self, at: u64, n: u16, rif: u32, base_ms: u32, knee: u16) {
+        self.reports(at, n, rif, Capacity { base_us: base_ms * 1000, knee, open: false });
+    }
+
+    fn reports(&mut self, at: u64, n: u16, rif: u32, capacity: Capacity) {
+        let base_us = capacity.base_us;
+        let capacity = Some(capacity);
+        let load = Load { capacity, ..Load::at_face_value(rif, Some(base_us)) };
+        let (now, placement) = (ms(at), Placement::even(0));
+        self.pool.record(&self.settings, now, replica(n), load, placement, &mut self.rng);
+    }
+}
+
+/// Counts how often each replica was picked in `rounds` rounds. Every replica answers at once and reports as `reports` says.
+fn shares<const N: usize>(
+    scene: &mut Scene,
+    rounds: u64,
+    reports: impl Fn(u16) -> (Load, Placement),
+) -> [usize; N] {
+    let mut picks = [0; N];
+    for at in 0..rounds {
+        for n in 0..N as u16 {
+            let (load, placement) = reports(n);
+            scene.pool.record(&scene.settings, ms(at), replica(n), load, placement, &mut scene.rng);
+        }
+        let picked = scene.pick_predicted(at).replica.expect("a full pool");
+        picks[usize::from(picked.port() - 1000)] += 1;
+    }
+    picks
+}
+
+#[test]
+fn among_answers_the_lowest_predicted_latency_wins() {
+    let answer = |n, rif, base_ms: u32, knee| {
+        let capacity = Some(Capacity { base_us: base_ms * 1000, knee, open: false });
+        let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
+        crate::client::sync_mode::Answer { replica: replica(n), load, placement: Placement::even(0) }
+    };
+    let among = |answers: &[crate::client::sync_mode::Answer]| {
+        let Scene { settings, mut pool, mut rng } = Scene::new(plain());
+        pool.pick_among(&settings, ms(0), answers, Ranking::Predicted, &mut rng)
+    };
+    // The fastest replica is saturated. Of the other two, the busier one has room and is faster.
+    let pick = among(&[answer(0, 7, 10, 2), answer(1, 3, 20, 4), answer(2, 0, 60, 1)]);
+    assert_eq!((pick.replica, pick.branch, pick.latency_us), (Some(replica(1)), Branch::Sync, Some(20_000)));
+    let pick = among(&[answer(0, 3, 10, 1), answer(1, 5, 20, 2), answer(2, 0, 60, 1)]);
+    assert_eq!(pick.replica, Some(replica(2)), "4 * 4 * 10 and 3 * 3 * 20 are more than 60");
+    let pick = among(&[answer(0, 3, 20, 8), answer(1, 1, 25, 8), answer(2, 0, 60, 8)]);
+    assert_eq!(pick.replica, Some(replica(1)), "alike: the lower RIF");
+    let unknown =
+        crate::client::sync_mode::Answer { load: Load::at_face_value(0, None), ..answer(3, 0, 1, 1) };
+    let busy = crate::client::sync_mode::Answer { load: Load::at_face_value(5, None), ..answer(3, 0, 1, 1) };
+    assert_eq!(among(&[answer(0, 2, 20, 4), unknown]).replica, Some(replica(3)), "as fast as most, and idle");
+    assert_eq!(among(&[answer(0, 2, 20, 4), busy]).replica, Some(replica(0)), "until it has answered");
+
+    // Trials happen here too, and the expected latency is that of the tried replica.
+    let Scene { settings, mut pool, mut rng } = Scene::new(plain());
+    let answers = [answer(0, 0, 20, 4), answer(1, 0, 320, 4)];
+    let mut picks =
+        (0..12_000).map(|_| pool.pick_among(&settings, ms(0), &answers, Ranking::Predicted, &mut rng));
+    let tried: Vec<_> = picks.by_ref().filter(|pick| pick.replica == Some(replica(1))).collect();
+    assert!((2..=4).contains(&tried.len()), "{tried:?}");
+    assert!(tried.iter().all(|pick| pick.latency_us == Some(320_000)), "{tried:?}");
+}
+
+#[test]
+fn by_predicted_latency_equals_share_by_weight_and_a_slow_heavy_one_is_avoided() {
+    let slow_first = |slow_ms: u32| {
+        shares::<4>(&mut Scene::new(plain()), 8000, |n| {
+            let base_us = if n == 0 { slow_ms * 1000 } else { 20_000 };
+            let capacity = Some(Capacity { base_us, knee: 8, open: false });
+            let load = Load { capacity, ..Load::at_face_value(0, Some(base_us)) };
+            (load, placement(0, if n % 2 == 0 { 1.5 } else { 0.5 }))
+        })
+    };
+    let even = slow_first(20);
+    let ratio = (even[0] + even[2]) as f64 / (even[1] + even[3]) as f64;
+    assert!((2.7..=3.3).contains(&ratio), "{ratio:.2}, not 3: {even:?}");
+    let slow = slow_first(800);
+    assert!(slow[0] <= 3, "a trial in 4000: {slow:?}");
+    assert!(slow[2] > slow[1] * 2 && slow[2] > slow[3] * 2, "{slow:?}");
+}
+
+#[test]
+fn by_predicted_latency_a_young_replica_takes_a_share_that_grows_with_its_age() {
+    let settings = PoolSettings { slow_start_ms: 10_000, ..plain() };
+    for (up_s, wanted) in [(0, 50), (3, 300), (6, 600), (9, 900), (12, 1000)] {
+        let picks = shares::<10>(&mut Scene::new(settings.clone()), 10_000, |n| {
+            let up_s = (n == 0).then_some(up_s);
+            (Load { up_s, ..Load::at_face_value(0, Some(1_000_000)) }, Placement::even(0))
+        });
+        assert!(picks[0].abs_diff(wanted) <= wanted * 8 / 100 + 16, "{up_s} s: {picks:?}");
+    }
+}
+
+#[test]
+fn replicas_that_cost_the_same_are_chosen_by_turns() {
+    let mut scene = Scene::new(plain());
+    let picks = |scene: &mut Scene, at: u64| {
+        let mut turn: Vec<_> = (0..8)
+            .map(|_| {
+                // All answer at once, so that only the order of turns distinguishes them.
+                (0..8).for_each(|n| scene.capable(at, n, 0, 20, 4));
+                scene.pick_predicted(at).replica.unwrap()
+            })
+            .collect();
+        let order = turn.clone();
+        turn.sort_by_key(|replica| replica.port());
+        turn.dedup();
+        assert_eq!(turn.len(), 8, "{order:?}");
+        order
+    };
+    let first = picks(&mut scene, 0);
+    // The order also holds where the count of picks wraps.
+    for at in 1..9000 {
+        assert_eq!(picks(&mut scene, at), first, "{at}");
+    }
+}
+
+#[test]
+fn a_replica_that_looks_far_slower_gets_a_request_in_4000_and_more_as_soon_as_it_heals() {
+    const MOST: usize = 3 + 1;
+    let mut scene = Scene::new(plain());
+    let mut tried = Vec::new();
+    let mut slow_ms = 320;
+    for at in 0..12_000 {
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 0, slow_ms, 4);
+        let pick = scene.pick_predicted(at);
+        assert_eq!(pick.replica == Some(replica(3)), pick.branch == Branch::Trial);
+        if pick.branch == Branch::Trial {
+            tried.push(at);
+        }
+    }
+    assert!((2..=MOST).contains(&tried.len()), "{tried:?}");
+    // The next trial finds the replica healed, which its reports show gradually. It is tried again after each report, free of
+    // charge, for as long as the reported latency falls.
+    let mut at = 12_000;
+    let mut round = |scene: &mut Scene, slow_ms| {
+        at += 1;
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 0, slow_ms, 4);
+        scene.pick_predicted(at).branch == Branch::Trial
+    };
+    while !round(&mut scene, slow_ms) {}
+    assert!(!round(&mut scene, slow_ms * 9 / 10), "too little to tell");
+    slow_ms = slow_ms * 7 / 10;
+    // Below twice as slow there are also paid trials.
+    while slow_ms > 45 {
+        assert!(round(&mut scene, slow_ms), "{slow_ms} ms");
+        assert!(!round(&mut scene, slow_ms), "once for each step");
+        assert!(!round(&mut scene, slow_ms + 1), "slower again");
+        slow_ms = slow_ms * 95 / 100;
+    }
+    let healed = (0..400).filter(|_| {
+        (0..4).for_each(|n| scene.capable(30_000, n, 0, 20, 4));
+        scene.pick_predicted(30_000).replica == Some(replica(3))
+    });
+    assert_eq!(healed.count(), 100, "by turns");
+}
+
+#[test]
+fn trials_of_replicas_that_look_slightly_slower_leave_those_of_a_far_slower_one_their_time() {
+    let mut scene = Scene::new(plain());
+    let mut tried = [0; 4];
+    for at in 0..20_000 {
+        (0..2).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 2, 0, 30, 4);
+        scene.capable(at, 3, 0, 320, 4);
+        let pick = scene.pick_predicted(at);
+        if pick.branch == Branch::Trial {
+            tried[usize::from(pick.replica.unwrap().port() - 1000)] += 1;
+        }
+    }
+    assert!((35..=45).contains(&tried[2]) && (4..=6).contains(&tried[3]), "{tried:?}");
+}
+
+/// Number of requests in flight at a replica of an unknown number of slots that gets every request the pool sends it. It
+/// reports `capacity`; three others report a knee of eight and one free slot.
+fn held(capacity: Capacity) -> u32 {
+    let mut scene = Scene::new(plain());
+    (0..3).for_each(|n| scene.capable(0, n, 7, capacity.base_us / 1000, 8));
+    scene.reports(0, 3, 0, capacity);
+    let picks = (0..8).map(|_| {
+        (0..3).for_each(|n| scene.capable(0, n, 7, capacity.base_us / 1000, 8));
+        scene.pick_predicted(0).replica
+    });
+    picks.filter(|picked| *picked == Some(replica(3))).count() as u32
+}
+
+#[test]
+fn a_newcomer_may_show_in_steps_that_it_serves_as_many_at_once_as_others() {
+    let of = |knee, open| held(Capacity { base_us: 20_000, knee, open });
+    assert_eq!([of(1, false), of(1, true)], [1, 2]);
+    assert_eq!([of(2, false), of(2, true)], [2, 4]);
+    // Not more than the others, but no less than it has shown.
+    assert_eq!(of(6, true), of(8, false));
+}
+
+#[test]
+fn a_liar_among_them_does_not_say_how_much_a_newcomer_may_be_sent() {
+    let mut scene = Scene::new(plain());
+    let newcomer = Capacity { base_us: 20_000, knee: 1, open: true };
+    let picks = (0..200u64).filter(|at| {
+        (0..3).for_each(|n| scene.capable(*at, n, 0, 20, 1));
+        scene.capable(*at, 4, 500, 20, u16::MAX);
+        if *at == 0 {
+            scene.reports(*at, 3, 0, newcomer);
+        }
+        scene.pick_predicted(*at).replica == Some(replica(3))
+    });
+    assert_eq!(picks.count(), 1, "it has one, as the others");
+}
+
+#[test]
+fn where_requests_are_rare_a_replica_that_looks_far_slower_gets_one_in_2000() {
+    let mut scene = Scene::new(plain());
+    let tried = (0..20_000).filter(|n| {
+        let at = n * 10;
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 0, 320, 4);
+        scene.pick_predicted(at).branch == Branch::Trial
+    });
+    let tried: Vec<_> = tried.collect();
+    assert!(tried.is_sorted_by(|one, next| (1990..=2010).contains(&(next - one))), "{tried:?}");
+    assert!((9..=11).contains(&tried.len()), "{tried:?}");
+}
+
+#[test]
+fn a_pick_from_an_empty_pool_saves_nothing_for_trials() {
+    let mut scene = Scene::new(plain());
+    assert_eq!(scene.pick_predicted(0).branch, Branch::Fallback);
+    assert!(PoolState::decode(&scene.pool.encode()).is_ok(), "the next pick finds it sound");
+}
+
+#[test]
+fn a_busy_replica_is_not_tried_and_a_better_report_of_another_is_no_reason() {
+    let mut scene = Scene::new(plain());
+    for at in 0..30_000 {
+        (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
+        scene.capable(at, 3, 1, 320, 4);
+        scene.capable(at, 4, 2, if at % 2 == 0 { 320 } else { 80 }, 4);
+        let pick = scene.pick_predicted(at);
+        assert!(pick.branch == Branch::Cold && pick.replica.is_some_and(|r| r.port() < 1003), "{pick:?}");
+    }
+}
+
+/// Runs ten replicas that take 20 ms per request. One of them reports a base latency of a microsecond, a knee of one, and its
+/// RIF. Envoy's own policy takes turns. Returns, for requests every `every_us`, the number that each replica served and the
+/// number that Envoy's policy placed.
+fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
+    const TAKES_US: u64 = 20_000;
+    const LIAR: usize = 0;
+    let mut scene = Scene::new(PoolSettings { burst_guard, ..Profile::Default.pool_settings() });
+    scene.pool.set_members(10, 0, ms(0));
+    let (mut served, mut by_envoy) = ([0; 10], 0);
+    let mut in_flight = [const { std::collections::VecDeque::<u64>::new() }; 10];
+    for request in 0..40_000u64 {
+        let now = 5_000_000 + request * every_us;
+        let mut hear = |n: usize, rif: usize| {
+            let base_us = if n == LIAR { 1 } else { 19_000 + 200 * n as u32 };
+            let capacity = Some(Capacity { base_us, knee: if n == LIAR { 1 } else { 4 }, open: false });
+            let load = Load { capacity, ..Load::at_face_value(rif as u32, Some(base_us)) };
+            let (at, placement) = (Micros(ms(0).0 + now), Placement::even(0));
+            scene.pool.record(&scene.settings, at, replica(n as u16), load, placement, &mut scene.rng);
+        };
+        for (n, requests) in in_flight.iter_mut().enumerate() {
+            while requests.front().is_some_and(|end| *end <= now) {
+                requests.pop_front();
+                hear(n, requests.len());
+            }
+        }
+        let probed = request as usize / 2 % 10;
+        if request % 2 == 0 {
+            hear(probed, in_flight[probed].len());
+        }
+        let pick = scene.pool.pick_predicted(&scene.settings, Micros(ms(0).0 + now), &mut scene.rng);
+        by_envoy += usize::from(pick.replica.is_none());
+        let n = pick.replica.map_or(by_envoy % 10, |replica| usize::from(replica.port() - 1000));
+        served[n] += 1;
+        in_flight[n].push_back(now + TAKES_US);
+    }
+    (served, by_envoy)
+}
+
+#[test]
+fn a_liar_moves_no_share_but_its_own() {
+    // `burst_guard` leaves requests to Envoy's policy where even the best replica has far more in flight than usual. A liar
+    // would be that best replica, but it has too few in flight for that, so no guard against it is needed.
+    for (every_us, burst_guard) in [(4000, true), (1000, true), (500, true), (1000, false)] {
+        let (served, by_envoy) = with_a_liar(every_us, burst_guard);
+        assert!(
+            by_envoy <= 2,
+            "{every_us} us: {by_envoy} by Envoy's policy, of requests before there was a pool"
+        );
+        let [liar, others @ ..] = served;
+        let most = 5 * 40_000 * every_us as usize / 20_000;
+        assert!(liar <= most, "{every_us} us: more than five in flight: {served:?}");
+        let even = others.iter().sum::<usize>() / others.len();
+        let uneven = others.iter().any(|count| count.abs_diff(even) > even / 20 + 20);
+        assert!(!uneven, "{every_us} us: {served:?}");
+    }
+}
+
+#[test]
+fn a_replica_that_is_much_faster_than_most_is_used_as_it_reports() {
+    // The others take 31 times as long. The fast one is the best until it has sqrt(31) times as many in flight as its knee.
+    let mut scene = Scene::new(plain());
+    (1..10).for_each(|n| scene.capable(0, n, 0, 31, 4));
+    scene.capable(0, 0, 0, 1, 4);
+    let picks = (0..30).take_while(|_| scene.pick_predicted(0).replica == Some(replica(0)));
+    assert_eq!(picks.count(), 19);
+}

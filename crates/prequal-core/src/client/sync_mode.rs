@@ -1,0 +1,248 @@
+//! Synchronous mode (paper §4): a request probes `d` replicas and waits for `d − 1` usable answers, for the end of all
+//! calls or for the deadline. The rule of [`crate::client::pool`] then chooses among the answers
+//! ([`crate::client::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
+//!
+//! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. The answers of
+//! earlier requests have filled it, late ones included.
+
+use bytemuck::Zeroable;
+
+mod waits;
+
+pub use waits::{Wait, Waits};
+
+use crate::client::members::Placement;
+use crate::shared::endpoint::Endpoint;
+use crate::wire::load::Load;
+
+/// Maximum number of replicas probed per request.
+pub const MAX_ASKED: usize = 8;
+/// Longest deadline, milliseconds.
+pub const MAX_DEADLINE_MS: u32 = 1000;
+
+/// Settings of the synchronous mode.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct SyncSettings {
+    /// Number of probes per request, 2 to [`MAX_ASKED`]. Default 3 (the paper: 3 to 5).
+    pub d: usize,
+    /// Longest wait of a request, milliseconds, 1 to [`MAX_DEADLINE_MS`]. Default 3.
+    pub deadline_ms: u32,
+}
+
+impl Default for SyncSettings {
+    fn default() -> Self {
+        Self { d: 3, deadline_ms: 3 }
+    }
+}
+
+/// A usable answer: the adapter has checked that it is valid for that replica.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Answer {
+    /// The replica that answered.
+    pub replica: Endpoint,
+    /// The load that it reported.
+    pub load: Load,
+    /// Its placement according to the membership.
+    pub placement: Placement,
+}
+
+/// Why a request stopped waiting.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Ending {
+    /// Enough usable answers came.
+    Enough,
+    /// Every call has ended, some without a usable answer.
+    AllEnded,
+    /// The deadline passed.
+    Deadline,
+}
+
+/// The answers that one waiting request has received.
+#[derive(Clone, Copy, Debug)]
+pub struct Waiting {
+    needed: usize,
+    open: usize,
+    count: usize,
+    answers: [Answer; MAX_ASKED],
+}
+
+impl Waiting {
+    /// Creates the state of a request that has probed `asked` replicas out of the `d` that the settings ask for.
+    ///
+    /// It needs `d − 1` answers. In a fleet smaller than `d`, one answer may be missing too, but a comparison needs two.
+    pub fn new(d: usize, asked: usize) -> Self {
+        let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
+        let nobody = Answer {
+            replica: Endpoint::zeroed(),
+            load: Load::at_face_value(0, None),
+            placement: Placement::even(0),
+        };
+        Self { needed, open: asked, count: 0, answers: [nobody; MAX_ASKED] }
+    }
+
+    /// Records that a call has ended, with or without a usable answer. Returns why the wait is over, once it is.
+    pub fn ended(&mut self, answer: Option<Answer>) -> Option<Ending> {
+        self.open = self.open.saturating_sub(1);
+        if let Some(answer) = answer {
+            self.take(answer);
+        }
+        if self.count >= self.needed {
+            Some(Ending::Enough)
+        } else if self.open == 0 {
+            Some(Ending::AllEnded)
+        } else {
+            None
+        }
+    }
+
+    /// Returns the usable answers so far, one per replica.
+    pub fn answers(&self) -> &[Answer] {
+        self.answers.get(..self.count).unwrap_or_default()
+    }
+
+    fn take(&mut self, answer: Answer) {
+        // Two calls without an address may have reached the same replica: the newer answer counts.
+        let known = self.answers().iter().position(|known| known.replica == answer.replica);
+        if let Some(slot) = self.answers.get_mut(known.unwrap_or(self.count)) {
+            *slot = answer;
+            self.count += usize::from(known.is_none());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::pool::{Branch, PoolSettings, PoolState, Ranking};
+    use crate::config::Profile;
+    use crate::shared::time::Micros;
+    use rand::{SeedableRng, rngs::SmallRng};
+
+    const NOW: Micros = Micros::from_millis(5);
+
+    fn replica(n: u16) -> Endpoint {
+        format!("10.0.0.1:{}", 1000 + n).parse().unwrap()
+    }
+
+    fn answer(n: u16, rif: u32, latency_us: Option<u32>) -> Option<Answer> {
+        Some(Answer {
+            replica: replica(n),
+            load: Load::at_face_value(rif, latency_us),
+            placement: Placement::even(0),
+        })
+    }
+
+    fn three() -> Waiting {
+        let mut waiting = Waiting::new(4, 4);
+        for (n, rif, latency) in [(1, 9, 5_000), (2, 2, 40_000), (3, 3, 30_000)] {
+            waiting.ended(answer(n, rif, Some(latency)));
+        }
+        waiting
+    }
+
+    fn rng() -> SmallRng {
+        SmallRng::seed_from_u64(1)
+    }
+
+    fn settings(q_rif: f64) -> PoolSettings {
+        PoolSettings { q_rif, ..Profile::Paper.pool_settings() }
+    }
+
+    /// A pool that remembers the RIFs of `answers` but has no entries.
+    fn pool(settings: &PoolSettings, answers: &[Answer]) -> PoolState {
+        let mut pool = PoolState::new();
+        pool.set_members(100, 0, Micros(0));
+        for answer in answers {
+            pool.record(settings, NOW, answer.replica, answer.load, answer.placement, &mut rng());
+            pool.forget(answer.replica);
+        }
+        pool
+    }
+
+    fn decide(waiting: &Waiting, q_rif: f64) -> (Option<Endpoint>, Branch) {
+        let settings = settings(q_rif);
+        let mut pool = pool(&settings, waiting.answers());
+        let pick = pool.pick_among(&settings, NOW, waiting.answers(), Ranking::HotCold, &mut rng());
+        (pick.replica, pick.branch)
+    }
+
+    #[test]
+    fn all_but_one_usable_answer_are_enough() {
+        let mut waiting = Waiting::new(3, 3);
+        assert_eq!(waiting.ended(answer(1, 0, None)), None);
+        assert_eq!(waiting.ended(answer(2, 0, None)), Some(Ending::Enough));
+        assert_eq!(Waiting::new(2, 2).ended(answer(1, 0, None)), Some(Ending::Enough));
+    }
+
+    #[test]
+    fn failed_calls_are_ended_and_never_usable() {
+        let mut waiting = Waiting::new(3, 3);
+        assert_eq!(waiting.ended(None), None);
+        assert_eq!(waiting.ended(answer(1, 0, None)), None);
+        assert_eq!(waiting.ended(None), Some(Ending::AllEnded));
+        assert_eq!(waiting.answers().len(), 1);
+    }
+
+    #[test]
+    fn a_fleet_smaller_than_d_is_compared_as_far_as_it_goes() {
+        for (d, asked, needed) in
+            [(3, 1, 1), (3, 2, 2), (2, 2, 1), (3, 3, 2), (8, 3, 2), (8, 8, 7), (5, 4, 3), (8, 0, 1)]
+        {
+            assert_eq!(Waiting::new(d, asked).needed, needed, "d = {d}, {asked} asked");
+        }
+    }
+
+    #[test]
+    fn one_replica_counts_once() {
+        let mut waiting = Waiting::new(3, 3);
+        assert_eq!(waiting.ended(answer(1, 5, None)), None);
+        assert_eq!(waiting.ended(answer(1, 7, None)), None);
+        assert_eq!(waiting.answers(), [answer(1, 7, None).unwrap()]);
+        let mut many = Waiting::new(8, 8);
+        for n in 0..20 {
+            many.ended(answer(n, 0, None));
+        }
+        assert_eq!(many.answers().len(), MAX_ASKED, "more than were asked are not believed");
+    }
+
+    #[test]
+    fn the_rule_is_that_of_the_pool() {
+        let waiting = three();
+        assert_eq!(decide(&waiting, 0.9), (Some(replica(3)), Branch::Sync), "the hot one is passed over");
+        assert_eq!(decide(&waiting, 0.0), (Some(replica(2)), Branch::Sync), "RIF only");
+        assert_eq!(decide(&waiting, 1.0), (Some(replica(1)), Branch::Sync), "latency only");
+        assert_eq!(decide(&Waiting::new(3, 3), 0.5), (None, Branch::Fallback));
+    }
+
+    #[test]
+    fn without_a_usable_answer_the_pool_chooses() {
+        let settings = settings(1.0);
+        let mut pool = pool(&settings, &[]);
+        for n in [7, 8] {
+            let load = Load::at_face_value(0, Some(u32::from(n)));
+            pool.record(&settings, NOW, replica(n), load, Placement::even(0), &mut rng());
+        }
+        pool.cool_down(replica(1), NOW, 1000);
+        let cooling_down = [answer(1, 0, Some(1)).unwrap()];
+        let pick = pool.pick_among(&settings, NOW, &cooling_down, Ranking::HotCold, &mut rng());
+        assert_eq!((pick.replica, pick.branch), (Some(replica(7)), Branch::Cold));
+    }
+
+    #[test]
+    fn the_runner_up_is_the_next_answer_then_the_pool_and_never_the_chosen() {
+        let settings = settings(1.0);
+        let waiting = three();
+        let mut pool = pool(&settings, waiting.answers());
+        let next = |pool: &PoolState, answers: &[Answer]| {
+            pool.runner_up(&settings, NOW, replica(1), answers, Ranking::HotCold, &mut rng())
+        };
+        assert_eq!(next(&pool, waiting.answers()), Some(replica(3)));
+        assert_eq!(next(&pool, &waiting.answers()[..1]), None);
+        for n in [1, 9] {
+            let load = Load::at_face_value(0, Some(u32::from(n)));
+            pool.record(&settings, NOW, replica(n), load, Placement::even(0), &mut rng());
+        }
+        assert_eq!(next(&pool, &waiting.answers()[..1]), Some(replica(9)));
+        assert_eq!(next(&pool, &[]), Some(replica(9)));
+    }
+}

@@ -1,0 +1,312 @@
+//! Estimates how fast a replica is, and how much it can serve at once, from its requests in flight.
+//!
+//! While `r` requests are in flight, a replica of base latency **W** and knee **K** finishes them at the rate
+//! `min(r, K) / W`: beyond K, further requests only wait. [`Levels`] records for each level `r` how long it lasted and
+//! how many good responses left it. It also records how many requests arrived as the `r`-th and how long they took. All
+//! of these fade with a time constant of [`FADES_US`]. The fit takes W and K from two likelihoods:
+//!
+//! - Departures are a Poisson process of that rate: ℓ(k) = Σ D\[r\]·ln min(r, k) − N·ln E(k), with
+//!   E(k) = Σ min(r, k)·T\[r\].
+//! - A request that arrives as the `r`-th takes an exponential time of mean W·max(1, r / K):
+//!   ℓ₂(k) = −Σ n\[r\]·ln max(1, r/k) − N·ln(Σ S\[r\] / max(1, r/k) / N). Alone, the first likelihood finds knees
+//!   that do not exist where service times are constant, because departures then come in lockstep.
+//!
+//! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: a higher knee needs evidence. W is E(K) / N.
+//! `docs/adr/0008-predicted-latency.md` has the alternatives with their curves.
+//!
+//! Single responses show at once what the fit is slow to see (`capacity/recent.rs`): that a replica has become faster,
+//! and that requests beyond its knee do not wait.
+//!
+//! Requests that are in flight but not at the server (a stream, a request that waits for its client) do not count in
+//! the level; the caller leaves them out ([`crate::server::tracker`]).
+
+use crate::shared::capacity::Capacity;
+use crate::shared::time::{MAX_LATENCY_US, Micros};
+
+mod recent;
+
+use recent::{Beyond, FastRun};
+
+/// Highest knee that is distinguished; more requests in flight count as this many.
+pub const MAX_KNEE: u16 = 512;
+/// Time constant of the counts, microseconds. Half of it is noisier; twice as much detects a recovered replica later.
+pub const FADES_US: f64 = 6e6;
+/// Log-likelihood by which a higher knee must be better.
+const DOUBT: f64 = 0.5;
+/// Number of departures below which the last fit is kept.
+const LEAST: f64 = 0.5;
+/// Minimum time between fits, microseconds.
+const FIT_EVERY_US: u64 = 10_000;
+/// Age beyond which a good response renews the fit, microseconds.
+const FIT_AT_LEAST_US: u64 = 3_000_000;
+/// Departures are a burst if the time between them is at most 1/`TOGETHER` of the later one's latency.
+const TOGETHER: u32 = 128;
+/// Maximum time without an event that is credited to a level, microseconds; a clock step is not service time.
+const LONGEST_US: u64 = 60_000_000;
+/// Weight of the present at which the weights are scaled back.
+const HEAVY: f64 = 1e12;
+/// Replaces the time of requests that took none.
+const TINY: f64 = 1e-9;
+/// Backward jump of the clock beyond which it counts as a step, microseconds; a smaller one is a late update.
+const STEP_US: u64 = 1_000_000;
+
+/// Fading sums for one level.
+#[derive(Clone, Copy, Debug, Default)]
+struct Row {
+    /// Time spent with this many requests in flight.
+    time: f64,
+    /// Good responses that left while this many requests were in flight, themselves included.
+    left: f64,
+    /// Good responses to requests that brought the level to this many on arrival, and the time they took.
+    met: f64,
+    took: f64,
+}
+
+/// Counts at each level, and the fit to them.
+#[derive(Debug)]
+pub struct Levels {
+    /// One row per level, from level 1 upwards.
+    rows: Vec<Row>,
+    /// Natural logarithm of each level.
+    logs: Vec<f64>,
+    /// Scores and E(k) of the last fit, kept so that fitting does not allocate.
+    scores: Vec<(f64, f64)>,
+    /// When the last good response left, and at which level its burst began.
+    burst: (Micros, u32),
+    /// Number of requests in flight, and since when; `None` before the first update.
+    level: u32,
+    since: Option<Micros>,
+    /// Time at which the weight was 1.
+    origin: Micros,
+    /// Latest time seen.
+    latest: Micros,
+    fitted_at: Option<Micros>,
+    fit: Option<Capacity>,
+    run: FastRun,
+    beyond: Beyond,
+}
+
+impl Default for Levels {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Levels {
+    /// Creates the counts of an idle replica of which nothing is known.
+    pub fn new() -> Self {
+        Self {
+            rows: Vec::new(),
+            logs: Vec::new(),
+            scores: Vec::new(),
+            burst: (Micros(0), 0),
+            level: 0,
+            since: None,
+            origin: Micros(0),
+            latest: Micros(0),
+            fitted_at: None,
+            fit: None,
+            run: FastRun::default(),
+            beyond: Beyond::default(),
+        }
+    }
+
+    /// Returns the number of requests in flight at the server, as far as is known.
+    pub fn level(&self) -> u32 {
+        self.level
+    }
+
+    /// Changes the level from `before` to `after`. The time since the last update is credited to the level at that
+    /// update. If other workers have changed the level unnoticed, it is credited in equal parts to the levels from that
+    /// one to `before`.
+    pub fn moved(&mut self, now: Micros, before: u32, after: u32) {
+        let weight = self.weight(now);
+        let elapsed = self.elapsed(now) * weight;
+        if elapsed > 0.0 {
+            let (low, high) = (self.level.min(before), self.level.max(before));
+            let share = elapsed / f64::from(high - low + 1);
+            // The levels from `MAX_KNEE` upwards share one row.
+            let most = u32::from(MAX_KNEE);
+            for level in low..=high.min(most) {
+                let times = if level == most { f64::from(high - most.max(low) + 1) } else { 1.0 };
+                self.row(level, |row| row.time += share * times);
+            }
+            if low > most {
+                self.row(most, |row| row.time += elapsed);
+            }
+        }
+        (self.level, self.since) = (after, Some(now));
+    }
+
+    /// Records that another worker's request arrived or left at `at`: as [`Self::moved`], unless the update is late. A
+    /// late update changes nothing, because later updates already include it.
+    pub fn heard(&mut self, at: Micros, before: u32, after: u32) {
+        if self.since.is_none_or(|since| at >= since) {
+            self.moved(at, before, after);
+        }
+    }
+
+    /// Counts a good response that left while `level` requests were in flight, itself included. It had arrived as the
+    /// `arrived_as`-th and took `latency_us`.
+    pub fn served(&mut self, now: Micros, level: u32, arrived_as: u32, latency_us: u32) {
+        if let Some(fit) = self.fit {
+            self.beyond.answered(now, fit, arrived_as, latency_us);
+            if self.run.answered(now, fit, arrived_as, latency_us) {
+                self.start_anew(now);
+                return;
+            }
+        }
+        let weight = self.weight(now);
+        let level = self.level_of_burst(now, level.max(1), u64::from(latency_us / TOGETHER));
+        self.row(level, |row| row.left += weight);
+        self.row(arrived_as.max(1), |row| {
+            row.met += weight;
+            row.took += f64::from(latency_us) * weight;
+        });
+        // Where responses are rare, none would be recent enough when the next report is due.
+        if self.fitted_at.is_none_or(|at| now.distance(at) > FIT_AT_LEAST_US) {
+            self.capacity(now, false);
+        }
+    }
+
+    /// Forgets everything except the run of fast responses, which count as if each request had been alone.
+    fn start_anew(&mut self, now: Micros) {
+        let (answers, took) = self.run.take();
+        self.rows.clear();
+        self.logs.clear();
+        (self.origin, self.latest, self.since) = (now, now, Some(now));
+        self.row(1, |row| *row = Row { time: took, left: answers, met: answers, took });
+        self.fitted_at = None;
+    }
+
+    /// Returns the level at which a burst of departures began. Requests that arrive together leave together if their
+    /// service times are equal. That the later ones leave at lower levels says nothing about those levels.
+    fn level_of_burst(&mut self, now: Micros, level: u32, together: u64) -> u32 {
+        let (last, began_at) = self.burst;
+        let level = if now.distance(last) <= together && level < began_at { began_at } else { level };
+        self.burst = (now, level);
+        level
+    }
+
+    /// Continues at `now` without crediting the time before, because updates of that time were lost.
+    pub fn resume(&mut self, now: Micros) {
+        self.since = self.since.max(Some(now));
+    }
+
+    /// Returns base latency and knee, including the time since the last event; `None` until a good response has left.
+    /// While too few have left recently, the last fit is kept. With `leaving`, a request that is about to leave counts as
+    /// departed; otherwise its time would count without its end.
+    pub fn capacity(&mut self, now: Micros, leaving: bool) -> Option<Capacity> {
+        let fresh = self.fitted_at.is_some_and(|at| now.distance(at) < FIT_EVERY_US);
+        if !fresh || (leaving && self.fit.is_none()) {
+            let weight = self.weight(now);
+            self.row(self.level, |_| ());
+            let running = self.elapsed(now) * weight;
+            self.fitted_at = Some(now);
+            let left = if leaving && self.level > 0 { weight } else { 0.0 };
+            self.fit = self.fitted(weight, Row { time: running, left, ..Row::default() }).or(self.fit);
+        }
+        self.fit
+    }
+
+    /// Fits with `weight` as the weight of the present, and with `running` added to the current level.
+    fn fitted(&mut self, weight: f64, running: Row) -> Option<Capacity> {
+        let current = (self.level as usize).min(self.rows.len());
+        let mut all = Row::default();
+        // Σ n·ln r and Σ S / r over the levels not visited yet.
+        let (mut log_met, mut took_each) = (0.0, 0.0);
+        for (index, (row, log)) in self.rows.iter().zip(&self.logs).enumerate() {
+            all.time += row.time;
+            all.left += row.left;
+            all.met += row.met;
+            all.took += row.took;
+            log_met += row.met * log;
+            took_each += row.took / (index + 1) as f64;
+        }
+        if current > 0 {
+            all.time += running.time;
+            all.left += running.left;
+        }
+        if all.left < LEAST * weight {
+            return None;
+        }
+        let (mut time, mut left, mut met) = (all.time, all.left, all.met);
+        let (mut effort, mut took, mut gain, mut last_log) = (0.0, 0.0, 0.0, 0.0);
+        let mut best = f64::NEG_INFINITY;
+        self.scores.clear();
+        for (index, (row, log)) in self.rows.iter().zip(&self.logs).enumerate() {
+            let k = (index + 1) as f64;
+            // `time` and `left` cover this level and those above it, `met` only those above it.
+            effort += time;
+            gain += (log - last_log) * left;
+            took += row.took;
+            met -= row.met;
+            log_met -= row.met * log;
+            took_each -= row.took / k;
+            // Rounding may leave slightly negative sums above the highest level.
+            let each = (took + k * took_each).max(TINY) / all.met.max(TINY);
+            // One logarithm serves N·ln E and N·ln of the mean. A second one for requests about to leave is not worth it.
+            let score = (gain + met * log - log_met - all.left * (effort * each).max(TINY).ln()) / weight;
+            best = if score > best { score } else { best };
+            self.scores.push((score, effort));
+            let (running_time, running_left) =
+                if index + 1 == current { (running.time, running.left) } else { (0.0, 0.0) };
+            time -= row.time + running_time;
+            left -= row.left + running_left;
+            last_log = *log;
+        }
+        let knee = self.scores.iter().position(|(score, _)| *score >= best - DOUBT)?;
+        let (_, effort) = self.scores.get(knee)?;
+        let base = (effort / all.left).clamp(1.0, f64::from(MAX_LATENCY_US));
+        let knee = u16::try_from(knee + 1).unwrap_or(MAX_KNEE);
+        Some(Capacity { base_us: base as u32, knee, open: self.beyond.is_open(self.latest) })
+    }
+
+    /// Time that the level has lasted, microseconds.
+    fn elapsed(&self, now: Micros) -> f64 {
+        self.since.map_or(0, |since| now.saturating_since(since).min(LONGEST_US)) as f64
+    }
+
+    /// Returns the weight of an event now; past events weigh less and less in comparison.
+    fn weight(&mut self, now: Micros) -> f64 {
+        if now < self.latest && now.distance(self.latest) > STEP_US {
+            // After a step back, past events keep their age.
+            let stepped = now.distance(self.latest);
+            self.origin = Micros(self.origin.0.saturating_sub(stepped));
+            self.since = self.since.map(|_| now);
+            self.latest = now;
+        }
+        self.latest = self.latest.max(now);
+        let exponent = now.saturating_since(self.origin) as f64 / FADES_US;
+        let weight = exponent.min(700.0).exp();
+        if weight < HEAVY {
+            return weight;
+        }
+        for row in &mut self.rows {
+            for sum in [&mut row.time, &mut row.left, &mut row.met, &mut row.took] {
+                *sum /= weight;
+            }
+        }
+        // Drops empty levels at the top, which would cost time at every fit.
+        let used = self.rows.iter().rposition(|row| row.time > 1.0 || row.left > 1e-6 || row.met > 1e-6);
+        let used = used.map_or(0, |index| index + 1);
+        self.rows.truncate(used);
+        self.logs.truncate(used);
+        self.origin = now;
+        1.0
+    }
+
+    fn row(&mut self, level: u32, change: impl FnOnce(&mut Row)) {
+        let Some(index) = (level.min(u32::from(MAX_KNEE)) as usize).checked_sub(1) else { return };
+        while self.rows.len() <= index {
+            self.rows.push(Row::default());
+            self.logs.push((self.rows.len() as f64).ln());
+        }
+        if let Some(row) = self.rows.get_mut(index) {
+            change(row);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,447 @@
+use std::collections::{BinaryHeap, VecDeque};
+
+use proptest::prelude::*;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+use super::*;
+use crate::server::tracker::{Present, Ticket, Tracker, TrackerConfig};
+use crate::shared::outcome::Outcome;
+
+fn ms(ms: u64) -> Micros {
+    Micros::from_millis(1_000_000 + ms)
+}
+
+fn tracker() -> Tracker {
+    Tracker::new(TrackerConfig::default())
+}
+
+/// Serves `seconds` of Poisson arrivals at `per_s` with `slots` slots and a queue. `end` gives the outcome of each
+/// request.
+fn serve(
+    slots: usize,
+    per_s: f64,
+    seconds: f64,
+    mut service_ms: impl FnMut(&mut SmallRng) -> f64,
+    end: impl Fn(u64) -> Outcome,
+) -> (Tracker, Micros) {
+    let mut rng = SmallRng::seed_from_u64(7);
+    let mut tracker = tracker();
+    let us = |seconds: f64| 1_000_000_000 + (seconds * 1e6) as u64;
+    let (mut arrival, mut number) = (0.0, 0);
+    // End times of the requests that are served, and the requests that wait.
+    let mut running: BinaryHeap<std::cmp::Reverse<(u64, u64)>> = BinaryHeap::new();
+    let mut open: std::collections::HashMap<u64, (Ticket, f64)> = std::collections::HashMap::new();
+    let mut waiting: VecDeque<u64> = VecDeque::new();
+    loop {
+        while let Some(std::cmp::Reverse((at, done))) = running.peek().copied()
+            && at <= us(arrival)
+        {
+            running.pop();
+            let (ticket, _) = open.remove(&done).unwrap();
+            tracker.finish(ticket, Micros(at), end(done));
+            if let Some(next) = waiting.pop_front() {
+                running.push(std::cmp::Reverse((at + (open[&next].1 * 1e3) as u64, next)));
+            }
+        }
+        if arrival > seconds {
+            return (tracker, Micros(us(arrival)));
+        }
+        number += 1;
+        let took = service_ms(&mut rng);
+        open.insert(number, (tracker.start(Micros(us(arrival))), took));
+        if running.len() < slots {
+            running.push(std::cmp::Reverse((us(arrival) + (took * 1e3) as u64, number)));
+        } else {
+            waiting.push_back(number);
+        }
+        arrival += -(1.0 - rng.random::<f64>()).ln() / per_s;
+    }
+}
+
+fn exponential(mean_ms: f64) -> impl FnMut(&mut SmallRng) -> f64 {
+    move |rng| -(1.0 - rng.random::<f64>()).ln() * mean_ms
+}
+
+fn always(_: u64) -> Outcome {
+    Outcome::Success
+}
+
+#[track_caller]
+fn assert_near(capacity: Capacity, base_ms: f64, within: f64, knees: std::ops::RangeInclusive<u16>) {
+    let base = f64::from(capacity.base_us) / 1000.0;
+    assert!((base / base_ms - 1.0).abs() < within && knees.contains(&capacity.knee), "{capacity:?}");
+}
+
+#[test]
+fn a_queue_behind_four_slots_has_its_knee_at_four() {
+    for load in [0.7, 0.9] {
+        let (mut tracker, now) = serve(4, load * 100.0, 60.0, exponential(40.0), always);
+        assert_near(tracker.capacity(now).unwrap(), 40.0, 0.2, 3..=5);
+    }
+}
+
+#[test]
+fn constant_service_times_show_no_knee_that_is_not_there() {
+    let (mut tracker, now) = serve(4, 90.0, 60.0, |_| 40.0, always);
+    assert_near(tracker.capacity(now).unwrap(), 40.0, 0.25, 3..=5);
+}
+
+#[test]
+fn requests_that_come_and_go_together_show_no_knee_that_is_not_there() {
+    let mut tracker = tracker();
+    for batch in 0..200 {
+        let at = 1_000_000_000 + batch * 50_000;
+        let tickets: Vec<_> = (0..4).map(|n| tracker.start(Micros(at + n * 100))).collect();
+        for (n, ticket) in (0..).zip(tickets) {
+            tracker.finish(ticket, Micros(at + 40_000 + n * 100), Outcome::Success);
+        }
+    }
+    assert_near(tracker.capacity(ms(10_000)).unwrap(), 40.0, 0.1, 4..=4);
+}
+
+#[test]
+fn a_replica_that_never_saturates_shows_its_highest_level_and_its_latency() {
+    let (mut tracker, now) = serve(usize::MAX, 200.0, 30.0, exponential(50.0), always);
+    let capacity = tracker.capacity(now).unwrap();
+    assert_near(capacity, 50.0, 0.2, 8..=30);
+}
+
+#[test]
+fn a_replica_that_always_saturates_has_a_knee_of_one() {
+    let (mut tracker, now) = serve(1, 30.0, 20.0, exponential(50.0), always);
+    assert_near(tracker.capacity(now).unwrap(), 50.0, 0.2, 1..=2);
+}
+
+#[test]
+fn one_request_alone_is_its_own_latency_however_long_it_took() {
+    for took in [1, 800, 30_000] {
+        let mut tracker = tracker();
+        assert_eq!(tracker.capacity(ms(0)), None);
+        let ticket = tracker.start(ms(0));
+        assert_eq!(tracker.capacity(ms(took)), None, "never a departure");
+        tracker.finish(ticket, ms(took), Outcome::Success);
+        let expected = Capacity { base_us: took as u32 * 1000, knee: 1, open: true };
+        assert_eq!(tracker.capacity(ms(took + 100)), Some(expected));
+        // With one response per hour, the last fit is kept.
+        assert_eq!(tracker.capacity(ms(took + 3_600_000)), Some(expected));
+    }
+}
+
+#[test]
+fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
+    const HOUR_MS: u64 = 3_600_000;
+    let settings = crate::config::Profile::Default.pool_settings();
+    let replica =
+        |n: u16| format!("10.0.0.1:{}", 1000 + n).parse::<crate::shared::endpoint::Endpoint>().unwrap();
+    let mut rng = SmallRng::seed_from_u64(1);
+    let mut pool = crate::client::pool::PoolState::new();
+    let mut tracker = tracker();
+    let (mut now, mut picked) = (0, 0);
+    // Six weeks, so that the sums are rescaled many times; service times differ.
+    for hour in 0..1000 {
+        let took = [40, 30, 50, 15][hour % 4];
+        let ticket = tracker.start(ms(now));
+        tracker.finish(ticket, ms(now + took), Outcome::Success);
+        // Between requests, it is probed from time to time.
+        for asked in [took, took + 500, HOUR_MS / 2, HOUR_MS - 1] {
+            let capacity = tracker.capacity(ms(now + asked)).expect("known from the first answer on");
+            assert_eq!(
+                (u64::from(capacity.base_us), capacity.knee),
+                (took * 1000, 1),
+                "hour {hour}, {asked} ms"
+            );
+        }
+        now += HOUR_MS;
+        // Its clients, which also hear of nine busier replicas, still send to it.
+        pool.set_members(10, 0, ms(now));
+        for n in 0..10 {
+            let theirs = Capacity { base_us: 40_000, knee: 4, open: false };
+            let capacity = if n == 0 { tracker.capacity(ms(now)) } else { Some(theirs) };
+            let load =
+                crate::wire::load::Load { capacity, ..crate::wire::load::Load::at_face_value(0, None) };
+            let placement = crate::client::members::Placement::even(0);
+            pool.record(&settings, ms(now), replica(n), load, placement, &mut rng);
+        }
+        let picks = (0..10).filter_map(|_| pool.pick_predicted(&settings, ms(now), &mut rng).replica);
+        picked += picks.filter(|picked| *picked == replica(0)).count();
+    }
+    assert!(picked >= 1000, "{picked} of 10 000 requests, a tenth of them is fair");
+}
+
+#[test]
+fn errors_are_no_departures_and_aborts_no_ends() {
+    // Every other request fails at its end: the replica gives half as many good responses, and each costs twice the
+    // time.
+    let (mut tracker, now) = serve(4, 60.0, 60.0, exponential(40.0), |number| {
+        if number % 2 == 0 { Outcome::Failure } else { Outcome::Success }
+    });
+    assert_near(tracker.capacity(now).unwrap(), 80.0, 0.25, 2..=5);
+    let mut only_fails = self::tracker();
+    for at in 0..100 {
+        let ticket = only_fails.start(ms(at * 10));
+        only_fails.finish(ticket, ms(at * 10), Outcome::Failure);
+    }
+    assert_eq!(only_fails.capacity(ms(2000)), None, "a replica that fails at once is not fast");
+}
+
+#[test]
+fn streams_and_slow_clients_hold_no_level() {
+    let alone = |held: usize| {
+        let mut tracker = tracker();
+        let streams: Vec<_> = (0..held).map(|_| tracker.start(ms(0))).collect();
+        streams.iter().for_each(|ticket| tracker.streaming(ticket, ms(0)));
+        for at in 1..200 {
+            let ticket = tracker.start(ms(at * 100));
+            let visit = ticket.visit();
+            tracker.client_waits(visit, ms(at * 100 + 20));
+            tracker.client_is_back(visit, ms(at * 100 + 70));
+            tracker.finish(ticket, ms(at * 100 + 80), Outcome::Success);
+        }
+        let capacity = tracker.capacity(ms(20_000)).unwrap();
+        for ticket in streams {
+            tracker.finish(ticket, ms(20_000), Outcome::Streaming);
+        }
+        assert_eq!((tracker.rif(), tracker.latency(ms(20_000))), (0, Some(30_000)), "50 ms are the client's");
+        capacity
+    };
+    assert_near(alone(0), 30.0, 0.02, 1..=1);
+    // On the wire, the RIF includes streams, and so does the knee.
+    assert_near(alone(300), 30.0, 0.02, 301..=301);
+}
+
+#[test]
+fn what_was_slow_is_forgotten_within_seconds() {
+    let mut tracker = tracker();
+    let mut now = 0;
+    let mut run = |tracker: &mut Tracker, requests: u64, took: u64| {
+        for _ in 0..requests {
+            let ticket = tracker.start(ms(now));
+            now += took;
+            tracker.finish(ticket, ms(now), Outcome::Success);
+        }
+        tracker.capacity(ms(now)).unwrap().base_us
+    };
+    assert_eq!(run(&mut tracker, 60, 400), 400_000);
+    let healed = run(&mut tracker, 20, 20);
+    assert!((19_000..25_000).contains(&healed), "after 0.4 s: {healed}");
+}
+
+/// A replica with `slots` slots and a queue. Its client keeps `held` requests in flight, and one more from time to
+/// time.
+fn held(slots: usize, held: usize, requests: usize) -> Capacity {
+    let mut tracker = tracker();
+    let mut rng = SmallRng::seed_from_u64(5);
+    let mut ends: Vec<u64> = vec![1_000_000_000; slots];
+    let mut open: Vec<(u64, Ticket)> = Vec::new();
+    let mut now = 1_000_000_000;
+    for request in 0..requests {
+        let wanted = held + usize::from(request % 20 == 0);
+        while open.len() >= wanted {
+            open.sort_by_key(|(end, _)| *end);
+            let (end, ticket) = open.remove(0);
+            now = end;
+            tracker.finish(ticket, Micros(end), Outcome::Success);
+        }
+        now += rng.random_range(0..500);
+        let slot = ends.iter_mut().min().unwrap();
+        *slot = (*slot).max(now) + 40_000;
+        open.push((*slot, tracker.start(Micros(now))));
+        tracker.capacity(Micros(now));
+    }
+    let capacity = tracker.capacity(Micros(now)).unwrap();
+    for (at, ticket) in open {
+        tracker.finish(ticket, Micros(at), Outcome::Aborted);
+    }
+    capacity
+}
+
+#[test]
+fn a_replica_is_open_while_requests_beyond_its_knee_do_not_wait() {
+    // The client never sends enough for the replica to show more than its known capacity.
+    let free = held(64, 5, 1000);
+    assert!(free.open && free.knee <= 6, "{free:?}");
+    let full = held(1, 2, 1000);
+    assert!(!full.open, "{full:?}");
+    let (mut queue, now) = serve(4, 90.0, 60.0, exponential(40.0), always);
+    assert!(!queue.capacity(now).unwrap().open);
+    let (mut none, now) = serve(usize::MAX, 200.0, 60.0, exponential(50.0), always);
+    assert!(none.capacity(now).unwrap().open);
+}
+
+#[test]
+fn a_replica_that_was_full_may_show_more_after_a_while() {
+    let mut tracker = tracker();
+    let mut now = 0;
+    let mut pairs = |tracker: &mut Tracker, pairs: u64, second_took: u64| {
+        for _ in 0..pairs {
+            let (one, other) = (tracker.start(ms(now)), tracker.start(ms(now)));
+            tracker.finish(one, ms(now + 40), Outcome::Success);
+            tracker.finish(other, ms(now + second_took), Outcome::Success);
+            now += second_took + 10;
+        }
+        tracker.capacity(ms(now)).unwrap()
+    };
+    let full = pairs(&mut tracker, 100, 80);
+    assert!(full.knee == 1 && !full.open, "{full:?}");
+    let mut alone = |seconds: u64| {
+        for _ in 0..seconds * 20 {
+            let ticket = tracker.start(ms(now));
+            now += 40;
+            tracker.finish(ticket, ms(now), Outcome::Success);
+            now += 10;
+        }
+        tracker.capacity(ms(now)).unwrap().open
+    };
+    assert_eq!([alone(2), alone(30)], [false, true]);
+}
+
+#[test]
+fn a_stall_that_is_over_is_forgotten_at_once() {
+    let mut tracker = tracker();
+    let run = |tracker: &mut Tracker, from: u64, answers: u64| {
+        for at in (from..).step_by(30).take(answers as usize) {
+            let ticket = tracker.start(ms(at));
+            tracker.finish(ticket, ms(at + 20), Outcome::Success);
+            tracker.capacity(ms(at + 20));
+        }
+        tracker.capacity(ms(from + 30 * answers)).unwrap().base_us
+    };
+    assert_eq!(run(&mut tracker, 0, 300), 20_000);
+    let stuck: Vec<_> = (0..8).map(|_| tracker.start(ms(9000))).collect();
+    for ticket in stuck {
+        tracker.finish(ticket, ms(19_000), Outcome::Success);
+    }
+    assert!(run(&mut tracker, 19_000, 1) > 100_000, "it counts until more has been answered");
+    assert!(run(&mut tracker, 19_030, 20) < 25_000);
+}
+
+#[test]
+fn where_requests_differ_a_few_short_ones_are_no_healing() {
+    // Nine in ten requests take 10 ms, and one in ten takes 200 ms.
+    let mut rng = SmallRng::seed_from_u64(9);
+    let mut tracker = tracker();
+    let (mut now, mut lowest) = (0, u32::MAX);
+    for request in 0..30_000 {
+        let ticket = tracker.start(ms(now));
+        now += if rng.random::<f64>() < 0.1 { 200 } else { 10 };
+        tracker.finish(ticket, ms(now), Outcome::Success);
+        let base_us = tracker.capacity(ms(now)).unwrap().base_us;
+        if request > 500 {
+            lowest = lowest.min(base_us);
+        }
+    }
+    assert!(lowest > 13_000, "29 ms in the mean, {lowest} us at the least");
+}
+
+#[test]
+fn a_clock_that_steps_costs_at_most_a_minute_of_belief() {
+    for step in [-3_600_000i64, 3_600_000] {
+        let mut tracker = tracker();
+        let mut now = 10_000_000u64;
+        for request in 0..2000u64 {
+            let ticket = tracker.start(ms(now));
+            if request == 1000 {
+                now = now.checked_add_signed(step).unwrap();
+            }
+            now += 40;
+            tracker.finish(ticket, ms(now), Outcome::Success);
+            let base = tracker.capacity(ms(now)).unwrap().base_us;
+            assert!(base <= 60_100_000, "{step}: {base}");
+        }
+        assert_near(tracker.capacity(ms(now)).unwrap(), 40.0, 0.15, 1..=1);
+    }
+}
+
+#[test]
+fn workers_that_hear_of_each_other_know_what_one_would_know() {
+    // Two workers share the requests of one queue. Each learns when the other's requests end.
+    let mut rng = SmallRng::seed_from_u64(3);
+    let mut workers = [tracker(), tracker()];
+    let mut one = tracker();
+    let mut slots: Vec<(u64, usize, Ticket, Ticket)> = Vec::new();
+    let mut ends: Vec<u64> = vec![0; 4];
+    let mut at = 0.0;
+    while at < 60_000_000.0 {
+        at += -(1.0 - rng.random::<f64>()).ln() * 12_500.0;
+        let now = at as u64 + 1_000_000_000;
+        slots.sort_by_key(|(end, ..)| *end);
+        while slots.first().is_some_and(|(end, ..)| *end <= now) {
+            let (end, worker, ticket, alone) = slots.remove(0);
+            let rif = slots.len() as u32 + 1;
+            let ended =
+                workers[worker].finish_among(ticket, Micros(end), Outcome::Success, Present { rif, away: 0 });
+            workers[1 - worker].record(ended);
+            one.finish(alone, Micros(end), Outcome::Success);
+        }
+        let worker = rng.random_range(0..2);
+        let took = (-(1.0 - rng.random::<f64>()).ln() * 40_000.0) as u64;
+        let slot = (0..4).min_by_key(|slot| ends[*slot]).unwrap();
+        ends[slot] = ends[slot].max(now) + took;
+        let others = slots.len() as u32;
+        let ticket = workers[worker].start_behind(Micros(now), Present { rif: others, away: 0 });
+        slots.push((ends[slot], worker, ticket, one.start(Micros(now))));
+    }
+    let now = Micros(at as u64 + 1_000_000_000);
+    let exact = one.capacity(now).unwrap();
+    for worker in &mut workers {
+        assert_near(
+            worker.capacity(now).unwrap(),
+            f64::from(exact.base_us) / 1e3,
+            0.1,
+            exact.knee - 1..=exact.knee + 1,
+        );
+    }
+}
+
+#[test]
+fn a_worker_without_requests_learns_from_another_at_any_rate() {
+    for gap in [50, 1000, 20_000] {
+        let (mut busy, mut idle) = (tracker(), tracker());
+        for request in 0..50 {
+            let at = request * gap;
+            let ticket = busy.start(ms(at));
+            idle.record(busy.finish(ticket, ms(at + 40), Outcome::Success));
+        }
+        for worker in [&mut busy, &mut idle] {
+            assert_near(worker.capacity(ms(50 * gap)).unwrap(), 40.0, 0.01, 1..=1);
+        }
+    }
+}
+
+#[test]
+fn cost_is_flat_up_to_the_knee_and_square_beyond() {
+    let capacity = Capacity { base_us: 1000, knee: 4, open: false };
+    assert_eq!([0, 3, 7].map(|rif| capacity.cost(rif)), [1000.0, 1000.0, 4000.0]);
+    assert_eq!([0, 3, 7].map(|rif| capacity.latency_us(rif)), [1000, 1000, 2000]);
+    let liar = Capacity { base_us: MAX_LATENCY_US, knee: 1, open: false };
+    assert!(liar.cost(u32::MAX).is_finite() && liar.latency_us(u32::MAX) == MAX_LATENCY_US);
+    let old_agent = Capacity::at_face_value(5000, 3);
+    assert_eq!([0, 3, 4].map(|rif| old_agent.latency_us(rif)), [5000, 5000, 6250]);
+}
+
+proptest! {
+    #[test]
+    fn no_sequence_of_events_breaks_the_fit(
+        events in proptest::collection::vec((0u8..6, 0u64..100_000_000, 0u32..2000, any::<bool>()), 1..300)
+    ) {
+        let mut levels = Levels::new();
+        let mut now = 1_000_000_000_000u64;
+        for (kind, step, level, back) in events {
+            now = if back { now.saturating_sub(step) } else { now + step };
+            match kind {
+                0 => levels.moved(Micros(now), level, level.saturating_add(1)),
+                1 => levels.moved(Micros(now), level, level.saturating_sub(1)),
+                2 => levels.heard(Micros(now), level, level),
+                3 => levels.served(Micros(now), level, level, step as u32),
+                4 => levels.resume(Micros(now)),
+                _ => {
+                    if let Some(capacity) = levels.capacity(Micros(now), back) {
+                        prop_assert!((1..=MAX_LATENCY_US).contains(&capacity.base_us));
+                        prop_assert!((1..=MAX_KNEE).contains(&capacity.knee));
+                    }
+                }
+            }
+        }
+    }
+}

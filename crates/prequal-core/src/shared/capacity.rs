@@ -1,0 +1,41 @@
+//! Base latency and knee of a replica, and the latency that they predict.
+
+use super::time::MAX_LATENCY_US;
+
+/// Base latency and knee of a replica.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Capacity {
+    /// Latency of a request while nothing waits, microseconds, 1 to [`MAX_LATENCY_US`].
+    pub base_us: u32,
+    /// Number of requests in flight beyond which more only wait, at least 1.
+    pub knee: u16,
+    /// Whether the replica has shown no saturation, so that its knee may be higher.
+    pub open: bool,
+}
+
+impl Capacity {
+    /// Returns the capacity of a replica that reports only a latency. The latency holds up to one request more than are
+    /// in flight, and grows beyond.
+    pub fn at_face_value(latency_us: u32, rif: u32) -> Self {
+        let knee = u16::try_from(rif.saturating_add(1)).unwrap_or(u16::MAX);
+        Self { base_us: latency_us.max(1), knee, open: false }
+    }
+
+    /// Returns the expected latency of a request that finds `rif` in flight, microseconds.
+    pub fn latency_us(self, rif: u32) -> u32 {
+        (f64::from(self.base_us) * self.crowding(rif)).min(f64::from(MAX_LATENCY_US)) as u32
+    }
+
+    /// Returns the cost of such a request, for itself and for those that come after it. The square is the marginal
+    /// cost: a new request delays others as they delay it.
+    pub fn cost(self, rif: u32) -> f32 {
+        let crowding = self.crowding(rif);
+        (f64::from(self.base_us) * crowding * crowding) as f32
+    }
+
+    pub(crate) fn crowding(self, rif: u32) -> f64 {
+        let crowding = (f64::from(rif) + 1.0) / f64::from(self.knee.max(1));
+        // `max` would be a function call in wasm.
+        if crowding > 1.0 { crowding } else { 1.0 }
+    }
+}
