@@ -3,7 +3,7 @@
 #![no_main]
 
 use prequal_core::shared::blob::Blob as _;
-use prequal_core::server::inbound::ended::{EndedLog, Seen};
+use prequal_core::server::inbound::ended::{EndedLog, ReadPosition};
 use prequal_core::server::replica::Replica;
 use prequal_core::wire::report::LoadReport;
 use prequal_core::shared::outcome::Outcome;
@@ -15,7 +15,7 @@ const OUTCOMES: [Outcome; 4] = [Outcome::Success, Outcome::Failure, Outcome::Abo
 fn seeds() -> Vec<Vec<u8>> {
     [0_u16, 1, 10, 200]
         .map(|requests| {
-            let (mut log, mut seen) = (EndedLog::default(), Seen::default());
+            let (mut log, mut seen) = (EndedLog::default(), ReadPosition::default());
             let mut replica = Replica::new(TrackerConfig::default(), Some(START));
             for n in 0..requests {
                 let now = START.plus(u64::from(n) * 3_000);
@@ -36,7 +36,7 @@ fn run(data: &[u8]) {
     let Some(mut log) = nearly::<EndedLog>(blob) else { return };
     survives(&log);
     let mut now = START;
-    let worker = || (Replica::new(TrackerConfig::default(), None), Seen::default(), Vec::new());
+    let worker = || (Replica::new(TrackerConfig::default(), None), ReadPosition::default(), Vec::new());
     let mut workers = [worker(), worker()];
     let endpoint = replica(1);
     while !script.is_over() {

@@ -5,7 +5,7 @@ use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
 use clap::CommandFactory as _;
-use prequal_core::config::{KEYS, Key, Place, Values};
+use prequal_core::config::{KEYS, Key, Scope, Values};
 use prequal_testbed::workspace_root;
 use serde_json::Value;
 
@@ -58,11 +58,11 @@ fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
 /// The keys of the outbound role: either those for everyday use, or the others.
 fn filter(everyday: bool) -> Vec<Vec<String>> {
     let mut table = vec![row(["key", "where", "unit", "range", "default", "meaning", "source"])];
-    for key in KEYS.iter().filter(|key| key.place != Place::Inbound && key.everyday == everyday) {
-        let place = match key.place {
-            Place::Cluster => "cluster",
-            Place::Both => "both",
-            Place::Top | Place::Outbound | Place::Inbound => "top",
+    for key in KEYS.iter().filter(|key| key.scope != Scope::Inbound && key.everyday == everyday) {
+        let place = match key.scope {
+            Scope::Cluster => "cluster",
+            Scope::Both => "both",
+            Scope::Top | Scope::Outbound | Scope::Inbound => "top",
         };
         let needs = key.needs.map(|(key, value)| format!(", `{key}: {value}`")).unwrap_or_default();
         table.push(row([
@@ -81,7 +81,7 @@ fn filter(everyday: bool) -> Vec<Vec<String>> {
 /// The keys whose default differs between profiles.
 fn profiles() -> Vec<Vec<String>> {
     let mut table = vec![row(["key", "`default`", "`paper`", "`small`", "`inference`"])];
-    for key in KEYS.iter().filter(|key| key.place == Place::Both) {
+    for key in KEYS.iter().filter(|key| key.scope == Scope::Both) {
         let values = PROFILES.map(|profile| key.default_under(profile));
         let differs = values.iter().any(|value| value.is_some() && *value != values[0]);
         if differs {
@@ -94,7 +94,7 @@ fn profiles() -> Vec<Vec<String>> {
 
 fn inbound() -> Vec<Vec<String>> {
     let mut table = vec![row(["key", "unit", "range", "default", "meaning"])];
-    for key in KEYS.iter().filter(|key| key.place == Place::Inbound) {
+    for key in KEYS.iter().filter(|key| key.scope == Scope::Inbound) {
         let (range, default) = (range(key.values), default(key, "default"));
         table.push(row([&code(key.name), key.unit, &range, &default, key.meaning]));
     }

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use prequal_core::config::{Config, KEYS, Key, Place, Values};
+use prequal_core::config::{Config, KEYS, Key, Scope, Values};
 use serde_json::{Value, json};
 
 const PROFILES: [&str; 4] = ["default", "paper", "small", "inference"];
@@ -12,10 +12,10 @@ const PROFILES: [&str; 4] = ["default", "paper", "small", "inference"];
 /// Parses a configuration in which `key` has an effect, with `value` for it.
 fn parse(key: &Key, profile: &str, value: Option<Value>) -> Result<Config, String> {
     let mut config = json!({"clusters": [{"cluster": "a", "probe_cluster": "b", "profile": profile}]});
-    let object = match key.place {
-        Place::Top | Place::Outbound => &mut config,
-        Place::Cluster | Place::Both => &mut config["clusters"][0],
-        Place::Inbound => {
+    let object = match key.scope {
+        Scope::Top | Scope::Outbound => &mut config,
+        Scope::Cluster | Scope::Both => &mut config["clusters"][0],
+        Scope::Inbound => {
             config = json!({"role": "inbound"});
             &mut config
         }
@@ -32,9 +32,9 @@ fn parse(key: &Key, profile: &str, value: Option<Value>) -> Result<Config, Strin
 /// Value of `key` in a configuration.
 fn in_force(key: &Key, config: &Config) -> Value {
     let written = config.written();
-    match key.place {
-        Place::Cluster | Place::Both => written["clusters"][0][key.name].clone(),
-        Place::Top | Place::Outbound | Place::Inbound => written[key.name].clone(),
+    match key.scope {
+        Scope::Cluster | Scope::Both => written["clusters"][0][key.name].clone(),
+        Scope::Top | Scope::Outbound | Scope::Inbound => written[key.name].clone(),
     }
 }
 
@@ -49,19 +49,19 @@ fn every_key_is_known_and_every_known_key_is_listed() {
         let list = errors.split("known: ").nth(1).unwrap();
         list.split(", ").map(|key| key.trim().to_owned()).collect()
     };
-    let listed = |places: &[Place]| -> BTreeSet<String> {
-        let keys = KEYS.iter().filter(|key| places.contains(&key.place));
+    let listed = |scopes: &[Scope]| -> BTreeSet<String> {
+        let keys = KEYS.iter().filter(|key| scopes.contains(&key.scope));
         keys.map(|key| key.name.to_owned()).collect()
     };
     assert_eq!(
         known(r#"{"zzz": 1, "clusters": [{"cluster": "a", "probe_cluster": "b"}]}"#),
-        listed(&[Place::Top, Place::Outbound, Place::Both])
+        listed(&[Scope::Top, Scope::Outbound, Scope::Both])
     );
     assert_eq!(
         known(r#"{"clusters": [{"cluster": "a", "probe_cluster": "b", "zzz": 1}]}"#),
-        listed(&[Place::Cluster, Place::Both])
+        listed(&[Scope::Cluster, Scope::Both])
     );
-    assert_eq!(known(r#"{"role": "inbound", "zzz": 1}"#), listed(&[Place::Top, Place::Inbound]));
+    assert_eq!(known(r#"{"role": "inbound", "zzz": 1}"#), listed(&[Scope::Top, Scope::Inbound]));
     let names: BTreeSet<&str> = KEYS.iter().map(|key| key.name).collect();
     assert_eq!(names.len(), KEYS.len(), "a key stands twice");
     assert!(KEYS.iter().all(|key| !key.meaning.is_empty()));

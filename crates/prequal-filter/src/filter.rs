@@ -10,7 +10,7 @@ use prequal_core::client::sync_mode::Waits;
 use prequal_core::client::{Balancer, Request};
 use prequal_core::config::FilterConfig;
 use prequal_core::shared::time::Micros;
-use prequal_core::wire::hint::Hint;
+use prequal_core::wire::hint::HintHash;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
@@ -54,7 +54,7 @@ pub(crate) struct Ask {
 /// Data that the root needs about a waiting request.
 pub(crate) struct Waiter {
     pub(crate) cluster: usize,
-    pub(crate) hint: Option<Hint>,
+    pub(crate) hint: Option<HintHash>,
     /// Whether the client has sent the whole request.
     pub(crate) whole: bool,
     pub(crate) placed: Placed,

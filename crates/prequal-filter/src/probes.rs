@@ -12,7 +12,7 @@ use prequal_core::client::pool::ProbesDue;
 use prequal_core::client::reply::Reply;
 use prequal_core::client::sync_mode::Answer;
 use prequal_core::shared::time::Micros;
-use prequal_core::wire::hint::Hint;
+use prequal_core::wire::hint::HintHash;
 use prequal_core::wire::report::{HEADER_DEST, HEADER_HINT, PROBE_PATH};
 use proxy_wasm::hostcalls;
 use proxy_wasm::types::MapType;
@@ -41,7 +41,7 @@ pub(crate) struct Call {
     pub(crate) target: Option<Target>,
     /// The stream that waits for the reply.
     pub(crate) waiter: Option<u32>,
-    pub(crate) hint: Option<Hint>,
+    pub(crate) hint: Option<HintHash>,
     pub(crate) timeout_ms: u64,
 }
 

@@ -7,7 +7,7 @@ use prequal_core::client::members::Members;
 use prequal_core::client::pool::PoolState;
 use prequal_core::client::store::{At, Cas, SharedData};
 use prequal_core::shared::blob::{Blob, Tag};
-use prequal_core::shared::cas::{self, End};
+use prequal_core::shared::cas::{self, UpdateEnd};
 use proxy_wasm::hostcalls;
 
 use crate::metrics::BlobCounters;
@@ -51,5 +51,5 @@ pub(crate) fn update<B: Blob, T>(
 ) -> (T, bool) {
     let updated = cas::update(&At { data: &Envoy, key }, change);
     counters.updated(&updated);
-    (updated.result, updated.end == End::Written)
+    (updated.result, updated.end == UpdateEnd::Written)
 }

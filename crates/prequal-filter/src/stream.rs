@@ -219,7 +219,7 @@ impl HttpContext for Stream {
             let utilisation =
                 utilisation.and_then(parse_utilisation).or_else(|| orca_utilisation(&balancer, &headers));
             let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
-            self.request.tell(report.map(|report| report.rif), utilisation);
+            self.request.set_response_load(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
             let report = headers::report(&headers);
             let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
@@ -240,8 +240,9 @@ impl HttpContext for Stream {
             let balancer = cluster.balancer.borrow();
             // gRPC servers send ORCA reports in trailers. The trailers are read only if the configuration asks for it.
             if balancer.config().choice.orca.is_some() {
-                self.request
-                    .tell_late(|| orca_utilisation(&balancer, &Headers::of(MapType::HttpResponseTrailers)));
+                self.request.set_late_utilisation(|| {
+                    orca_utilisation(&balancer, &Headers::of(MapType::HttpResponseTrailers))
+                });
             }
         }
         Action::Continue

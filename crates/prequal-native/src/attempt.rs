@@ -118,7 +118,7 @@ impl Attempt {
                 balancer.orca_utilisation(headers.all(orca::HEADER), headers.all(orca::HEADER_BIN))
             });
             let report = headers.get(HEADER_LOAD).and_then(|text| LoadReport::parse(text).ok());
-            self.request.tell(report.map(|report| report.rif), utilisation);
+            self.request.set_response_load(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
             let facts = Facts { class: Class::Answer, served_by: self.served_by };
             let report = headers::report(headers);
@@ -140,7 +140,7 @@ impl Attempt {
         let worker = self.worker.borrow();
         let balancer = &worker.balancer;
         if balancer.config().choice.orca.is_some() {
-            self.request.tell_late(|| {
+            self.request.set_late_utilisation(|| {
                 balancer.orca_utilisation(trailers.all(orca::HEADER), trailers.all(orca::HEADER_BIN))
             });
         }

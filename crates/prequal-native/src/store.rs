@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use arc_swap::ArcSwap;
 use prequal_core::client::store::{Store, Value};
 use prequal_core::shared::blob::Blob;
-use prequal_core::shared::cas::{self, End, Own, Place, Updated};
+use prequal_core::shared::cas::{self, OwnCopy, Place, UpdateEnd, Updated};
 
 /// The values of one upstream cluster, by name.
 #[derive(Clone, Default)]
@@ -25,7 +25,7 @@ struct Numbered<B> {
 pub(crate) struct Slot<B> {
     cell: Cell<B>,
     /// The value as this thread last wrote it.
-    own: Own<B>,
+    own: OwnCopy<B>,
 }
 
 struct Cell<B>(Arc<ArcSwap<Numbered<B>>>);
@@ -39,7 +39,7 @@ impl Store for Shared {
         let value = values.entry(name.to_owned()).or_insert_with(|| new());
         // A name always has the same type.
         let cell = Arc::clone(value).downcast().unwrap_or_else(|_| new());
-        Slot { cell: Cell(cell), own: Own::default() }
+        Slot { cell: Cell(cell), own: OwnCopy::default() }
     }
 }
 
@@ -75,7 +75,7 @@ impl<B: Blob + Clone> Value<B> for Slot<B> {
             return None;
         }
         *seen = Some(current.number);
-        Some(Updated { result: current.value.clone(), end: End::NoUpdate, conflicts: 0, replaced: 0 })
+        Some(Updated { result: current.value.clone(), end: UpdateEnd::NoUpdate, conflicts: 0, replaced: 0 })
     }
 }
 
@@ -115,7 +115,7 @@ mod tests {
                             count.0 += 1;
                             ((), true)
                         });
-                        written += u64::from(updated.end == End::Written);
+                        written += u64::from(updated.end == UpdateEnd::Written);
                     }
                     written
                 })

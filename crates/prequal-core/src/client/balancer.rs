@@ -176,7 +176,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 self.counters.count(Count::Report(end));
             }
         }
-        if request.answered {
+        if request.reported {
             self.land(now, request, failed);
         } else {
             self.find_rescue(now, request, proxy);
@@ -186,13 +186,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// Handles the end of a request. `complete` is set if the response ended properly, `failed` if it carried an error, for
     /// example in its trailers.
     pub fn ended(&mut self, mut request: Request, complete: bool, failed: bool, proxy: &impl Witness) {
-        if failed && !request.failed && request.answered {
+        if failed && !request.failed && request.reported {
             self.land(proxy.now(), &mut request, true);
         }
         request.failed |= failed;
         // A report and a proper end prove that the replica answered.
-        let answered = request.answered && complete;
-        let class = if answered {
+        let class = if request.reported && complete {
             Class::Answer
         } else if self.is_ours(&mut request, proxy) {
             self.judge_end(&mut request, proxy)
@@ -319,7 +318,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             if self.doubt.asks(now) && request.served_by(proxy) != chosen {
                 return Some(ReportEnd::WrongEndpoint);
             }
-            request.answered = true;
+            request.reported = true;
             let placement = match self.known_fleet {
                 true => self.membership.members().placement(named),
                 false => request.pick.placement,
@@ -336,9 +335,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if report.endpoint.is_some_and(|named| named != served) {
             return Some(ReportEnd::WrongEndpoint);
         }
-        request.answered = chosen == Some(served);
+        request.reported = chosen == Some(served);
         // A retry to the runner-up was steered too, so it shows nothing about the proxy's own policy.
-        let on_purpose = request.answered || request.runner_up == Some(served);
+        let on_purpose = request.reported || request.runner_up == Some(served);
         let evidence = if on_purpose { Evidence::Served } else { Evidence::Placed };
         let placement = self.confirm(now, served, Some(report), evidence);
         self.count(request, served, now, report, placement);
@@ -442,7 +441,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             _ => Outcome::Failure,
         };
         // Another replica's report says nothing about the chosen one.
-        let (rif, utilisation) = if diverted { (None, None) } else { request.told };
+        let (rif, utilisation) = if diverted { (None, None) } else { request.response_load };
         let latency_us = now.saturating_since(request.began);
         self.rules.done(chosen, now, &Done { latency_us, outcome, rif, utilisation });
         if probe_free && outcome == Outcome::Success {

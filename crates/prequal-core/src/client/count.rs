@@ -2,7 +2,7 @@
 
 use crate::client::ejection::Change;
 use crate::client::pool::Branch;
-use crate::shared::cas::{End, Updated};
+use crate::shared::cas::{UpdateEnd, Updated};
 use crate::wire::report::ReportError;
 
 /// Receiver of the counts.
@@ -12,7 +12,7 @@ pub trait Counters {
 
     /// Counts the conflicts and damaged values of a transaction on the shared state.
     fn updated<T>(&self, updated: &Updated<T>) {
-        let given_up = updated.end == End::GivenUp;
+        let given_up = updated.end == UpdateEnd::GivenUp;
         if updated.conflicts > 0 || updated.replaced > 0 {
             self.count(Count::Shared { conflicts: updated.conflicts, given_up, replaced: updated.replaced });
         }

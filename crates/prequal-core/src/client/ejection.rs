@@ -180,7 +180,7 @@ pub struct EjectionTable {
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-struct Header {
+struct TableHeader {
     tag: Tag,
     record: u16,
     members: u32,
@@ -724,9 +724,9 @@ impl Blob for EjectionTable {
     const TAG: Tag = Tag::of_release(0x7072_656a, 3); // "prej"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
-        let wrong_size = BlobError::Size { got: bytes.len(), want: size_of::<Header>() };
-        let (header, records) = bytes.split_at_checked(size_of::<Header>()).ok_or(wrong_size)?;
-        let header: Header = bytemuck::pod_read_unaligned(header);
+        let wrong_size = BlobError::Size { got: bytes.len(), want: size_of::<TableHeader>() };
+        let (header, records) = bytes.split_at_checked(size_of::<TableHeader>()).ok_or(wrong_size)?;
+        let header: TableHeader = bytemuck::pod_read_unaligned(header);
         Self::TAG.check(bytes)?;
         if usize::from(header.record) != size_of::<Record>() {
             return Err(BlobError::Version);
@@ -748,14 +748,14 @@ impl Blob for EjectionTable {
         if !ordered || !records.iter().all(sound) {
             return Err(BlobError::Content);
         }
-        let Header { members, well, version, .. } = header;
+        let TableHeader { members, well, version, .. } = header;
         Ok(Self { members, well, version, records, lost: 0 })
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {
         let record = size_of::<Record>() as u16;
         let Self { members, well, version, .. } = *self;
-        let header = Header { tag: Self::TAG, record, members, well, version };
+        let header = TableHeader { tag: Self::TAG, record, members, well, version };
         let mut bytes = bytemuck::bytes_of(&header).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&self.records));
         bytes.into()

@@ -137,7 +137,7 @@ const IN_USE: u16 = 2;
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-struct Header {
+struct MembersHeader {
     tag: Tag,
     record: u16,
     count: u32,
@@ -482,9 +482,9 @@ impl Blob for Members {
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let (header, records) = bytes
-            .split_at_checked(size_of::<Header>())
-            .ok_or(BlobError::Size { got: bytes.len(), want: size_of::<Header>() })?;
-        let header: Header = bytemuck::pod_read_unaligned(header);
+            .split_at_checked(size_of::<MembersHeader>())
+            .ok_or(BlobError::Size { got: bytes.len(), want: size_of::<MembersHeader>() })?;
+        let header: MembersHeader = bytemuck::pod_read_unaligned(header);
         Self::TAG.check(bytes)?;
         if usize::from(header.record) != size_of::<Member>() {
             return Err(BlobError::Version);
@@ -508,7 +508,7 @@ impl Blob for Members {
     }
 
     fn encode(&self) -> Cow<'_, [u8]> {
-        let header = Header {
+        let header = MembersHeader {
             tag: Self::TAG,
             record: size_of::<Member>() as u16,
             count: self.list.len() as u32,

@@ -96,7 +96,7 @@ pub struct Pick {
 
 impl Pick {
     /// Leaves the choice to the caller's own policy.
-    pub(crate) fn nobody(placement: Placement, probes: ProbesDue) -> Self {
+    pub(crate) fn fallback(placement: Placement, probes: ProbesDue) -> Self {
         Self {
             replica: None,
             branch: Branch::Fallback,
@@ -111,7 +111,7 @@ impl Pick {
 
 impl Default for Pick {
     fn default() -> Self {
-        Self::nobody(Placement::even(0), ProbesDue::default())
+        Self::fallback(Placement::even(0), ProbesDue::default())
     }
 }
 
@@ -237,8 +237,8 @@ impl PoolState {
 
     /// Returns the choice for a request that is a trial of an ejected replica ([`crate::client::ejection`]).
     pub fn pick_trial(&mut self, settings: &PoolSettings, trial: Trial, now: Micros) -> Pick {
-        let nobody = Pick::nobody(trial.placement, self.begin_pick(settings, now.stamp()));
-        Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..nobody }
+        let fallback = Pick::fallback(trial.placement, self.begin_pick(settings, now.stamp()));
+        Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..fallback }
     }
 
     /// Takes over the state of the ejection table and removes ejected replicas from the pool.
@@ -309,7 +309,7 @@ impl PoolState {
         tried: Option<usize>,
     ) -> Pick {
         let stamp = now.stamp();
-        let mut pick = Pick::nobody(Placement::even(self.samples), probes);
+        let mut pick = Pick::fallback(Placement::even(self.samples), probes);
         let learning = self.is_learning(settings, stamp);
         self.picks = self.picks.wrapping_add(1);
         let picks = self.picks;

@@ -5,7 +5,7 @@
 //! [`Cas`]. In a single memory, [`Memory`] changes values in place.
 
 use crate::shared::blob::Blob;
-use crate::shared::cas::{self, End, Own, Place, Updated};
+use crate::shared::cas::{self, OwnCopy, Place, UpdateEnd, Updated};
 
 /// Storage of a balancer's values.
 pub trait Store {
@@ -87,7 +87,7 @@ pub struct Blobbed<D, B> {
     data: D,
     key: String,
     /// The value as this worker last wrote it, if it uses [`transact`](Value::transact).
-    own: Own<B>,
+    own: OwnCopy<B>,
 }
 
 impl<D: SharedData + Clone> Store for Cas<D> {
@@ -96,7 +96,7 @@ impl<D: SharedData + Clone> Store for Cas<D> {
     fn open<B: Blob + Clone>(&self, name: &str) -> Blobbed<D, B> {
         let key = format!("{}/{name}", self.prefix);
         At { data: &self.data, key: &key }.seed::<B>();
-        Blobbed { data: self.data.clone(), key, own: Own::default() }
+        Blobbed { data: self.data.clone(), key, own: OwnCopy::default() }
     }
 }
 
@@ -117,7 +117,7 @@ impl<D: SharedData, B: Blob> Value<B> for Blobbed<D, B> {
         *seen = number;
         let value = bytes.and_then(|bytes| B::decode(&bytes).ok());
         let replaced = u32::from(value.is_none());
-        Some(Updated { result: value.unwrap_or_default(), end: End::NoUpdate, conflicts: 0, replaced })
+        Some(Updated { result: value.unwrap_or_default(), end: UpdateEnd::NoUpdate, conflicts: 0, replaced })
     }
 }
 
@@ -144,7 +144,12 @@ impl<B: Clone> Value<B> for InMemory<B> {
     fn update<T>(&mut self, mut change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
         let (result, changed) = change(&mut self.value);
         self.number = self.number.wrapping_add(changed.into());
-        Updated { result, end: if changed { End::Written } else { End::NoUpdate }, conflicts: 0, replaced: 0 }
+        Updated {
+            result,
+            end: if changed { UpdateEnd::Written } else { UpdateEnd::NoUpdate },
+            conflicts: 0,
+            replaced: 0,
+        }
     }
 
     fn newer(&mut self, seen: &mut Option<u32>) -> Option<Updated<B>> {

@@ -72,12 +72,12 @@ impl Waiting {
     /// It needs `d − 1` answers. In a fleet smaller than `d`, one answer may be missing too, but a comparison needs two.
     pub fn new(d: usize, asked: usize) -> Self {
         let needed = asked.saturating_sub(1).max(2).min(d.saturating_sub(1)).min(asked).max(1);
-        let nobody = Answer {
+        let vacant = Answer {
             replica: Endpoint::zeroed(),
             load: Load::at_face_value(0, None),
             placement: Placement::even(0),
         };
-        Self { needed, open: asked, count: 0, answers: [nobody; MAX_ASKED] }
+        Self { needed, open: asked, count: 0, answers: [vacant; MAX_ASKED] }
     }
 
     /// Records that a call has ended, with or without a usable answer. Returns why the wait is over, once it is.

@@ -7,7 +7,7 @@ use super::fields::{Fields, shorten};
 use super::keys::whole;
 use crate::server::rates::DEFAULT_WINDOW_US;
 use crate::shared::endpoint::Endpoint;
-use crate::wire::orca::{Class, Format};
+use crate::wire::orca::{Format, ResponseKind};
 
 /// Settings of the filter at the server's Envoy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -26,7 +26,7 @@ pub struct InboundOrca {
     /// Format of the reports.
     pub format: Format,
     /// Responses that carry them.
-    pub class: Class,
+    pub responses: ResponseKind,
     /// Number of requests that the replica is meant to serve at once; `None`: utilisation is relative to the knee known so far.
     pub limit: Option<u32>,
     /// Time constant of rates and utilisation, milliseconds.
@@ -60,8 +60,8 @@ pub(super) const ORCA: &[(&str, Option<Format>)] = &[
 ];
 
 /// Values of `orca_for`, and their classes of responses.
-pub(super) const CLASSES: &[(&str, Class)] =
-    &[("all", Class::All), ("grpc", Class::Grpc), ("http", Class::Http)];
+pub(super) const CLASSES: &[(&str, ResponseKind)] =
+    &[("all", ResponseKind::All), ("grpc", ResponseKind::Grpc), ("http", ResponseKind::Http)];
 
 impl InboundConfig {
     pub(super) fn read(object: &serde_json::Map<String, Value>) -> Result<Self, ConfigErrors> {
@@ -108,7 +108,7 @@ impl Fields<'_> {
             return None;
         };
         let window_ms = window_ms.unwrap_or((DEFAULT_WINDOW_US / 1000) as u32);
-        Some(InboundOrca { format, class: class.unwrap_or_default(), limit, window_ms })
+        Some(InboundOrca { format, responses: class.unwrap_or_default(), limit, window_ms })
     }
 
     fn endpoint(&mut self) -> Option<Endpoint> {
@@ -166,14 +166,23 @@ mod tests {
 
     #[test]
     fn orca_is_off_unless_asked_for() {
-        let plain = InboundOrca { format: Format::Text, class: Class::All, limit: None, window_ms: 5000 };
-        let all = InboundOrca { format: Format::Json, class: Class::Grpc, limit: Some(7), window_ms: 100 };
+        let plain =
+            InboundOrca { format: Format::Text, responses: ResponseKind::All, limit: None, window_ms: 5000 };
+        let all = InboundOrca {
+            format: Format::Json,
+            responses: ResponseKind::Grpc,
+            limit: Some(7),
+            window_ms: 100,
+        };
         for (settings, orca) in [
             ("", None),
             (r#","orca":"off""#, None),
             (r#","orca":"text""#, Some(plain)),
             (r#","orca":"binary""#, Some(InboundOrca { format: Format::Binary, ..plain })),
-            (r#","orca":"text","orca_for":"http""#, Some(InboundOrca { class: Class::Http, ..plain })),
+            (
+                r#","orca":"text","orca_for":"http""#,
+                Some(InboundOrca { responses: ResponseKind::Http, ..plain }),
+            ),
             (r#","orca":"json","orca_for":"grpc","orca_limit":7,"orca_window_ms":100"#, Some(all)),
         ] {
             let config = parse(&format!(r#"{{"role":"inbound"{settings}}}"#)).unwrap();

@@ -14,7 +14,7 @@ pub struct Key {
     /// Name, as written.
     pub name: &'static str,
     /// Where the key is allowed.
-    pub place: Place,
+    pub scope: Scope,
     /// Whether operators may want it, which applies to at most 20 keys. The others are for other rules and for experiments.
     pub everyday: bool,
     /// Another key, and the value that it must have; otherwise this key is refused.
@@ -33,7 +33,7 @@ pub struct Key {
 
 /// Where a key is allowed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Place {
+pub enum Scope {
     /// At the top level, in both roles.
     Top,
     /// At the top level of the outbound role.
@@ -66,8 +66,8 @@ pub enum Values {
 }
 
 impl Key {
-    const fn new(place: Place, name: &'static str, unit: &'static str, values: Values) -> Self {
-        Self { name, place, everyday: true, needs: None, unit, values, absent: None, meaning: "", source: "" }
+    const fn new(scope: Scope, name: &'static str, unit: &'static str, values: Values) -> Self {
+        Self { name, scope, everyday: true, needs: None, unit, values, absent: None, meaning: "", source: "" }
     }
 
     const fn needs(self, key: &'static str, value: &'static str) -> Self {
@@ -88,7 +88,7 @@ impl Key {
 }
 
 const fn both(name: &'static str, unit: &'static str, values: Values) -> Key {
-    Key::new(Place::Both, name, unit, values).from("ours")
+    Key::new(Scope::Both, name, unit, values).from("ours")
 }
 
 /// A key for other rules and for experiments.
@@ -97,30 +97,30 @@ const fn seldom(name: &'static str, unit: &'static str, values: Values) -> Key {
 }
 
 const fn inbound(name: &'static str, unit: &'static str, values: Values) -> Key {
-    Key::new(Place::Inbound, name, unit, values)
+    Key::new(Scope::Inbound, name, unit, values)
 }
 
 use Values::{Bool, Form, Many, Number, NumberOrOff, OneOf, Whole};
 
 /// All keys, in the order of the reference.
 pub const KEYS: &[Key] = &[
-    Key::new(Place::Top, "role", "", OneOf(&["outbound", "inbound"]))
+    Key::new(Scope::Top, "role", "", OneOf(&["outbound", "inbound"]))
         .means("where the filter runs: in the clients' Envoy, or [beside a replica](#inbound-role)"),
-    Key::new(Place::Outbound, "clusters", "clusters", Many(1, MAX_CLUSTERS))
+    Key::new(Scope::Outbound, "clusters", "clusters", Many(1, MAX_CLUSTERS))
         .absent("required")
         .means("clusters that Prequal balances; it ignores all others"),
-    Key::new(Place::Outbound, "shim", "", OneOf(&["stateful_session", "override_host"]))
+    Key::new(Scope::Outbound, "shim", "", OneOf(&["stateful_session", "override_host"]))
         .means("built-in extension of Envoy that sends each request to the chosen replica"),
     both("profile", "", OneOf(&["default", "paper", "small", "inference"]))
         .absent("`default`")
         .means("set of defaults; see [below](#profiles)"),
-    Key::new(Place::Cluster, "cluster", "bytes", Many(1, MAX_NAME))
+    Key::new(Scope::Cluster, "cluster", "bytes", Many(1, MAX_NAME))
         .absent("required")
         .means("name of the serving cluster in Envoy"),
-    Key::new(Place::Cluster, "probe_cluster", "bytes", Many(1, MAX_NAME))
+    Key::new(Scope::Cluster, "probe_cluster", "bytes", Many(1, MAX_NAME))
         .absent("required")
         .means("name of the cluster in Envoy that probes are sent through; it has the same endpoints as `cluster`"),
-    Key::new(Place::Cluster, "endpoints", "`ip:port`", Many(0, MAX_MEMBERS))
+    Key::new(Scope::Cluster, "endpoints", "`ip:port`", Many(0, MAX_MEMBERS))
         .absent("learned")
         .means("fixed list of replicas, for static fleets and tests"),
     both(

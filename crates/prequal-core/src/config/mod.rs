@@ -23,7 +23,7 @@ use keys::{number, whole};
 
 pub use errors::{ConfigError, ConfigErrors};
 pub use inbound::{InboundConfig, InboundOrca, Serving};
-pub use keys::{KEYS, Key, Place, Values};
+pub use keys::{KEYS, Key, Scope, Values};
 pub use profile::Profile;
 
 /// Maximum length of a configuration, bytes.
@@ -504,7 +504,7 @@ mod tests {
 
     #[test]
     fn few_keys_are_for_every_day() {
-        let everyday = KEYS.iter().filter(|key| key.everyday && key.place != Place::Inbound);
+        let everyday = KEYS.iter().filter(|key| key.everyday && key.scope != Scope::Inbound);
         assert!(everyday.count() <= 20);
     }
 

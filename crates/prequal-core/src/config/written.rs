@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::choice::{MODES, rules};
 use super::inbound::{CLASSES, ORCA, REPORTS};
-use super::{Config, HOT, InboundConfig, Key, Place, SHIMS, Serving};
+use super::{Config, HOT, InboundConfig, Key, SHIMS, Scope, Serving};
 use crate::client::pool::Budget;
 use crate::client::settings::{ClusterConfig, Rule};
 
@@ -29,21 +29,21 @@ impl Key {
             return None;
         }
         let mut settings = Map::new();
-        let begins: &[_] = match self.place {
-            Place::Inbound => &[("role", "inbound")],
+        let begins: &[_] = match self.scope {
+            Scope::Inbound => &[("role", "inbound")],
             _ => &[("cluster", "a"), ("probe_cluster", "b"), ("profile", profile)],
         };
         for (key, value) in begins.iter().copied().chain(self.needs) {
             settings.insert(key.to_owned(), json!(value));
         }
-        let config = match self.place {
-            Place::Inbound => Value::Object(settings),
+        let config = match self.scope {
+            Scope::Inbound => Value::Object(settings),
             _ => json!({"clusters": [settings]}),
         };
         let written = Config::parse(&config.to_string()).ok()?.written();
-        let holder = match self.place {
-            Place::Cluster | Place::Both => written.get("clusters")?.get(0)?,
-            Place::Top | Place::Outbound | Place::Inbound => &written,
+        let holder = match self.scope {
+            Scope::Cluster | Scope::Both => written.get("clusters")?.get(0)?,
+            Scope::Top | Scope::Outbound | Scope::Inbound => &written,
         };
         holder.get(self.name).cloned()
     }
@@ -141,7 +141,7 @@ fn inbound(config: &InboundConfig) -> Value {
     say("report", json!(name(config.report_on_responses, REPORTS)));
     say("orca", json!(name(config.orca.map(|orca| orca.format), ORCA)));
     if let Some(orca) = config.orca {
-        say("orca_for", json!(name(orca.class, CLASSES)));
+        say("orca_for", json!(name(orca.responses, CLASSES)));
         say("orca_window_ms", json!(orca.window_ms));
         if let Some(limit) = orca.limit {
             say("orca_limit", json!(limit));
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn everything_that_may_be_said_is_written() {
-        use crate::config::{KEYS, Place};
+        use crate::config::{KEYS, Scope};
         let all = [
             r#"{"role":"inbound","serving_port":80,"orca":"text","orca_limit":9}"#,
             r#"{"role":"inbound","endpoint":"10.0.0.1:80"}"#,
@@ -201,9 +201,9 @@ mod tests {
         ]
         .map(|text| Config::parse(text).unwrap().written());
         for key in KEYS.iter().filter(|key| key.name != "profile") {
-            let said = |written: &Value| match key.place {
-                Place::Top | Place::Outbound | Place::Inbound => !written[key.name].is_null(),
-                Place::Cluster | Place::Both => !written["clusters"][0][key.name].is_null(),
+            let said = |written: &Value| match key.scope {
+                Scope::Top | Scope::Outbound | Scope::Inbound => !written[key.name].is_null(),
+                Scope::Cluster | Scope::Both => !written["clusters"][0][key.name].is_null(),
             };
             assert!(all.iter().any(said), "{}", key.name);
         }

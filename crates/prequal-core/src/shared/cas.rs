@@ -1,7 +1,7 @@
 //! Reads, changes and writes values that workers share, on a host that compares version numbers and swaps.
 //!
 //! The host gives every write a number, and accepts a write only if the value still has the number that the writer
-//! names. [`Own`] skips the read where a worker is the only writer. [`crate::shared::blob`] defines what a value is and when
+//! names. [`OwnCopy`] skips the read where a worker is the only writer. [`crate::shared::blob`] defines what a value is and when
 //! its bytes are valid. The caller decides where the value is stored ([`Place`]).
 
 /// Maximum number of tries of one write; under load, a conflict has a probability of a few per cent.
@@ -18,7 +18,7 @@ pub trait Place<B> {
 
 /// How an update ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum End {
+pub enum UpdateEnd {
     /// The value contains the change.
     Written,
     /// The change reported that there was no update.
@@ -33,7 +33,7 @@ pub struct Updated<T> {
     /// Return value of the last run of the change.
     pub result: T,
     /// How it ended.
-    pub end: End,
+    pub end: UpdateEnd,
     /// Number of times the change ran again because another worker had written in the meantime.
     pub conflicts: u32,
     /// Number of times the update began with a new value because the old one was missing or damaged.
@@ -42,7 +42,7 @@ pub struct Updated<T> {
 
 /// Reads the value, changes it, and writes it if `change` reports an update. Runs `change` again on a conflict.
 pub fn update<B: Default, T>(place: &impl Place<B>, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
-    Own::default().update(place, true, change)
+    OwnCopy::default().update(place, true, change)
 }
 
 /// A worker's copy of a shared value, as the worker last wrote it.
@@ -53,7 +53,7 @@ pub fn update<B: Default, T>(place: &impl Place<B>, change: impl FnMut(&mut B) -
 /// one has a higher number. So the worker names `n + 1`, and the host refuses the write unless the copy is the current
 /// value.
 #[derive(Debug, Default)]
-pub struct Own<B> {
+pub struct OwnCopy<B> {
     value: B,
     /// Lowest number that the worker's last write can have; `None` if there was no write, or if it named no number.
     number: Option<u32>,
@@ -62,7 +62,7 @@ pub struct Own<B> {
     alone: bool,
 }
 
-impl<B: Default> Own<B> {
+impl<B: Default> OwnCopy<B> {
     /// As [`update`]. With `look` false, for changes that are always updates, the read is skipped where possible.
     pub fn update<T>(
         &mut self,
@@ -75,7 +75,7 @@ impl<B: Default> Own<B> {
             let (result, changed) = change(&mut self.value);
             if changed && place.write(&self.value, guess) {
                 self.number = after(number);
-                return Updated { result, end: End::Written, conflicts: 0, replaced: 0 };
+                return Updated { result, end: UpdateEnd::Written, conflicts: 0, replaced: 0 };
             }
         }
         let (mut conflicts, mut replaced) = (0, 0);
@@ -86,12 +86,12 @@ impl<B: Default> Own<B> {
             self.alone = guess.is_some() && guess == number;
             let (result, changed) = change(&mut self.value);
             let end = if !changed {
-                End::NoUpdate
+                UpdateEnd::NoUpdate
             } else if place.write(&self.value, number) {
                 self.number = number.and_then(after);
-                End::Written
+                UpdateEnd::Written
             } else if conflicts + 1 == MAX_TRIES {
-                End::GivenUp
+                UpdateEnd::GivenUp
             } else {
                 conflicts += 1;
                 continue;
@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    fn add(own: &mut Own<u64>, place: &At<'_>) -> Updated<u64> {
+    fn add(own: &mut OwnCopy<u64>, place: &At<'_>) -> Updated<u64> {
         own.update(place, false, |value| {
             *value += 1;
             (*value, true)
@@ -174,14 +174,14 @@ mod tests {
     #[test]
     fn alone_a_worker_reads_twice_and_never_again() {
         let host = Host::new(1, 7);
-        let mut own = Own::default();
+        let mut own = OwnCopy::default();
         for count in 1..=10 {
             assert_eq!(add(&mut own, &At(&host, 0)).result, count);
         }
         assert_eq!((host.value(0), host.reads.get()), (10, 2));
         // Another worker writes: this costs one wrong guess, one read, and one more read to see that the worker is
         // alone again.
-        add(&mut Own::default(), &At(&host, 0));
+        add(&mut OwnCopy::default(), &At(&host, 0));
         for count in 12..=20 {
             assert_eq!(add(&mut own, &At(&host, 0)).result, count);
         }
@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn a_change_without_an_update_writes_nothing_and_leaves_no_trace() {
         let host = Host::new(1, 1);
-        let mut own = Own::default();
+        let mut own = OwnCopy::default();
         (0..3).for_each(|_| _ = add(&mut own, &At(&host, 0)));
         // The worker is alone at first, so the first change is to its own copy.
         for look in [false, true] {
@@ -199,7 +199,7 @@ mod tests {
                 *value += 100;
                 (*value, false)
             });
-            assert_eq!((updated.result, updated.end, host.value(0)), (103, End::NoUpdate, 3));
+            assert_eq!((updated.result, updated.end, host.value(0)), (103, UpdateEnd::NoUpdate, 3));
         }
         assert_eq!(add(&mut own, &At(&host, 0)).result, 4);
     }
@@ -207,9 +207,11 @@ mod tests {
     #[test]
     fn conflicts_are_counted_and_end() {
         let host = Host::new(1, 1);
-        for (intruders, conflicts, end) in [(3, 3, End::Written), (100, MAX_TRIES - 1, End::GivenUp)] {
+        for (intruders, conflicts, end) in
+            [(3, 3, UpdateEnd::Written), (100, MAX_TRIES - 1, UpdateEnd::GivenUp)]
+        {
             host.intruders.set(intruders);
-            let updated = add(&mut Own::default(), &At(&host, 0));
+            let updated = add(&mut OwnCopy::default(), &At(&host, 0));
             assert_eq!((updated.conflicts, updated.end), (conflicts, end));
         }
     }
@@ -222,7 +224,7 @@ mod tests {
             next in prop_oneof![1u32..100, u32::MAX - 100..],
         ) {
             let host = Host::new(2, next);
-            let mut owns: Vec<[Own<u64>; 2]> = (0..3).map(|_| Default::default()).collect();
+            let mut owns: Vec<[OwnCopy<u64>; 2]> = (0..3).map(|_| Default::default()).collect();
             let mut expected = [0, 0];
             for (worker, value, look) in steps {
                 let updated = owns[worker][value].update(&At(&host, value), look, |value| {

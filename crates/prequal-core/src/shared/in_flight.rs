@@ -5,14 +5,14 @@
 /// before.
 #[derive(Debug)]
 pub(crate) struct InFlight<T> {
-    slots: Vec<Slot<T>>,
+    slots: Vec<Node<T>>,
     free: Vec<usize>,
     oldest: Option<usize>,
     newest: Option<usize>,
 }
 
 #[derive(Debug)]
-struct Slot<T> {
+struct Node<T> {
     value: T,
     prev: Option<usize>,
     next: Option<usize>,
@@ -29,7 +29,7 @@ impl<T> Default for InFlight<T> {
 impl<T: Copy> InFlight<T> {
     /// Inserts a value without adding it to the order, and returns its number. The number is valid until [`Self::remove`].
     pub(crate) fn insert(&mut self, value: T) -> usize {
-        let slot = Slot { value, prev: None, next: None, linked: false, taken: true };
+        let slot = Node { value, prev: None, next: None, linked: false, taken: true };
         match self.free.pop() {
             Some(index) => {
                 if let Some(place) = self.slots.get_mut(index) {

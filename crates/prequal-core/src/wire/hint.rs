@@ -18,7 +18,7 @@ pub struct HintSource {
 
 impl HintSource {
     /// Returns the hint for the header's value and the path; `None` if the request has neither.
-    pub fn hint(&self, header: Option<&[u8]>, path: Option<&[u8]>) -> Option<Hint> {
+    pub fn hint(&self, header: Option<&[u8]>, path: Option<&[u8]>) -> Option<HintHash> {
         let header = header.filter(|value| self.header.is_some() && !value.is_empty());
         let segment = self.path_segment.and_then(|number| segment(path?, number));
         if header.is_none() && segment.is_none() {
@@ -27,15 +27,15 @@ impl HintSource {
         let hash = fnv(FNV_OFFSET, header.unwrap_or_default());
         // The length distinguishes "ab" + "c" from "a" + "bc".
         let hash = fnv(hash, &(header.map_or(0, <[u8]>::len) as u64).to_le_bytes());
-        Some(Hint(fnv(hash, segment.unwrap_or_default())))
+        Some(HintHash(fnv(hash, segment.unwrap_or_default())))
     }
 }
 
 /// Hash of the data that a query will touch. Its text form is 16 hexadecimal digits.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub struct Hint(u64);
+pub struct HintHash(u64);
 
-impl fmt::Display for Hint {
+impl fmt::Display for HintHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
     }

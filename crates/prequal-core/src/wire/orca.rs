@@ -59,7 +59,7 @@ impl Format {
 
 /// Responses that carry a report.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Class {
+pub enum ResponseKind {
     /// All responses.
     #[default]
     All,
@@ -69,9 +69,9 @@ pub enum Class {
     Http,
 }
 
-impl Class {
+impl ResponseKind {
     /// Whether a response is in this class.
-    pub fn has(self, grpc: bool) -> bool {
+    pub fn includes(self, grpc: bool) -> bool {
         match self {
             Self::All => true,
             Self::Grpc => grpc,

@@ -4,7 +4,7 @@
 use std::cell::{Cell, RefCell};
 
 use prequal_core::client::labels;
-use prequal_core::server::inbound::ended::{EndedLog, Seen};
+use prequal_core::server::inbound::ended::{EndedLog, ReadPosition};
 use prequal_core::server::inbound::slots::Slots;
 use prequal_core::server::replica::Replica;
 use prequal_core::server::tracker::{Present, Ticket, TrackerConfig, Visit};
@@ -35,7 +35,7 @@ pub(crate) struct Served {
     pub(super) endpoint: Endpoint,
     replica: RefCell<Replica>,
     log_key: String,
-    seen: Cell<Seen>,
+    seen: Cell<ReadPosition>,
     read: Cell<Micros>,
     probe_endpoint: Cell<Option<Endpoint>>,
     /// Parts of the gauges' names before and after the slot number.
@@ -265,7 +265,7 @@ impl Served {
     }
 
     /// Reads the log, and writes it if it was initialised here or `change` returns true.
-    fn transact(&self, now: Micros, mut change: impl FnMut(&mut EndedLog, &mut Seen) -> bool) {
+    fn transact(&self, now: Micros, mut change: impl FnMut(&mut EndedLog, &mut ReadPosition) -> bool) {
         let (seen, written) = update::<EndedLog, _>(&self.log_key, &self.blobs, |log| {
             let begun = log.begin(&self.replica.borrow(), now);
             self.read_log(log, now);

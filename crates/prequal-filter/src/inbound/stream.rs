@@ -127,7 +127,7 @@ impl InboundStream {
         };
         let leaving = (!self.streaming && self.grpc.is_none()).then(|| flight.ticket.visit());
         let (config, now) = (&self.inbound.config, host::now());
-        let orca = config.orca.filter(|orca| orca.class.has(self.grpc.is_some()));
+        let orca = config.orca.filter(|orca| orca.responses.includes(self.grpc.is_some()));
         let report = (config.report_on_responses || orca.is_some())
             .then(|| flight.served.report(&*self.inbound.vm, now, leaving));
         if let (Some(orca), Some(report)) = (orca, &report) {

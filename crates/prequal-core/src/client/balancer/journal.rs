@@ -7,7 +7,7 @@ use crate::client::ejection::{Change, EjectionTable, Event, Trial};
 use crate::client::members::Placement;
 use crate::client::pool::{PoolSettings, PoolState};
 use crate::client::store::{Store, Value};
-use crate::shared::cas::End;
+use crate::shared::cas::UpdateEnd;
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::{Micros, Stamp};
 use crate::wire::load::Load;
@@ -124,7 +124,7 @@ impl<S: Store> Journal<S> {
             action(pool, watched.then_some((&*table, trial)), rng)
         });
         counters.updated(&updated);
-        let written = updated.end == End::Written;
+        let written = updated.end == UpdateEnd::Written;
         if written {
             pending.clear();
             *in_table = 0;
@@ -178,7 +178,7 @@ fn update_ejections<G: Rng>(
     });
     counters.updated(&updated);
     let (trial, lost) = updated.result;
-    if updated.end == End::GivenUp {
+    if updated.end == UpdateEnd::GivenUp {
         copy.disown();
         // For all other workers, the trial is still due.
         return None;

@@ -7,7 +7,7 @@ use super::journal::Update;
 use crate::client::count::{Count, Counters};
 use crate::client::members::{Evidence, Note, Placement};
 use crate::client::store::{Store, Value};
-use crate::shared::cas::End;
+use crate::shared::cas::UpdateEnd;
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 use crate::wire::report::LoadReport;
@@ -25,7 +25,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             (before.map(|before| (before, stored.clone())), changed)
         });
         self.counters.updated(&updated);
-        let (End::Written, Some((before, members))) = (updated.end, updated.result) else { return };
+        let (UpdateEnd::Written, Some((before, members))) = (updated.end, updated.result) else { return };
         let (count, samples) = (members.count(), members.samples());
         self.counters.count(Count::Refused(fleet.len().saturating_sub(count as usize) as u32));
         self.push(Update::Members(now, count, samples));
@@ -84,11 +84,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             let updated = members.update(|stored| ((), view.share(stored, now)));
             counters.updated(&updated);
             // If the write was given up, because others wrote too often, the notes wait for the next time.
-            if updated.end != End::GivenUp {
+            if updated.end != UpdateEnd::GivenUp {
                 view.shared();
             }
             let members = view.members();
-            shared = (updated.end == End::Written)
+            shared = (updated.end == UpdateEnd::Written)
                 .then(|| Update::Members(now, members.count(), members.samples()));
         } else if let Some(newer) = members.newer(&mut self.seen) {
             counters.updated(&newer);

@@ -47,24 +47,24 @@ pub struct Request {
     /// The replica that serves, according to the proxy; `None` until known.
     pub(super) served_by: Option<Endpoint>,
     /// Whether the chosen replica reported on the response.
-    pub(super) answered: bool,
+    pub(super) reported: bool,
     /// Whether the response carries an error.
     pub(super) failed: bool,
     /// Latency that the replica reported on the response, microseconds.
     pub(super) reported_us: Option<u32>,
     /// Requests in flight and utilisation from the response, for the rules without probes.
-    pub(super) told: (Option<u32>, Option<f64>),
+    pub(super) response_load: (Option<u32>, Option<f64>),
 }
 
 impl Request {
     /// Stores the requests in flight and the utilisation from a response, for the rules without probes.
-    pub fn tell(&mut self, rif: Option<u32>, utilisation: Option<f64>) {
-        self.told = (rif, utilisation);
+    pub fn set_response_load(&mut self, rif: Option<u32>, utilisation: Option<f64>) {
+        self.response_load = (rif, utilisation);
     }
 
     /// Stores the utilisation from the trailers, unless the headers had one. Only then is `read` called, to read the trailers.
-    pub fn tell_late(&mut self, read: impl FnOnce() -> Option<f64>) {
-        self.told.1 = self.told.1.or_else(read);
+    pub fn set_late_utilisation(&mut self, read: impl FnOnce() -> Option<f64>) {
+        self.response_load.1 = self.response_load.1.or_else(read);
     }
 
     pub(super) fn served_by(&mut self, proxy: &impl Witness) -> Option<Endpoint> {

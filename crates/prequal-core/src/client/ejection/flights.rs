@@ -81,8 +81,8 @@ impl Overdue {
 #[derive(Debug)]
 pub struct Flights {
     /// Ordered by the time of the next look.
-    in_flight: InFlight<Request>,
-    replicas: HashMap<Endpoint, Seen, BuildHasherDefault<Fnv>>,
+    in_flight: InFlight<WatchedRequest>,
+    replicas: HashMap<Endpoint, ReplicaState, BuildHasherDefault<Fnv>>,
     window: Box<[u32]>,
     answers: usize,
     /// Microseconds; both 0 until enough answers have come.
@@ -92,7 +92,7 @@ pub struct Flights {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Request {
+struct WatchedRequest {
     replica: Endpoint,
     started: Micros,
     /// Time of the next look at the request.
@@ -106,7 +106,7 @@ struct Request {
 
 /// State of a replica as this worker sees it.
 #[derive(Clone, Copy, Debug, Default)]
-struct Seen {
+struct ReplicaState {
     /// Latest start among the answered requests.
     answered: Micros,
     requests: f32,
@@ -114,7 +114,7 @@ struct Seen {
     failed: Option<Stamp>,
 }
 
-impl Seen {
+impl ReplicaState {
     /// Whether it has recently answered and not failed.
     fn is_well(&self, now: Stamp) -> bool {
         let lately = |at| now.distance_ms(at) < FADES_MS as u32;
@@ -159,7 +159,7 @@ impl Flights {
         trial: bool,
         whole: bool,
     ) -> Flight {
-        let index = self.in_flight.insert(Request {
+        let index = self.in_flight.insert(WatchedRequest {
             replica,
             started: now,
             check_at: now.plus(u64::from(self.limit_us)),
@@ -221,7 +221,7 @@ impl Flights {
             limit if u64::from(latency_us) <= limit * 2 => Timing::Narrow,
             _ => Timing::Late,
         };
-        let Request { replica, trial, .. } = request;
+        let WatchedRequest { replica, trial, .. } = request;
         let well = if failed { self.well_beside(replica, now) } else { 0 };
         Some(Landed { replica, latency_us, timing, trial, requests, well })
     }
@@ -238,7 +238,8 @@ impl Flights {
 
     /// Number of other replicas that have recently answered, without a failure.
     fn well_beside(&self, replica: Endpoint, now: Micros) -> u32 {
-        let is_well = |(other, seen): &(&Endpoint, &Seen)| **other != replica && seen.is_well(now.stamp());
+        let is_well =
+            |(other, seen): &(&Endpoint, &ReplicaState)| **other != replica && seen.is_well(now.stamp());
         self.replicas.iter().filter(is_well).count() as u32
     }
 
@@ -268,7 +269,7 @@ impl Flights {
                 self.in_flight.link(index);
                 continue;
             }
-            let overtaken = |seen: &Seen| seen.answered > request.started && seen.answered <= now;
+            let overtaken = |seen: &ReplicaState| seen.answered > request.started && seen.answered <= now;
             if self.replicas.get(&request.replica).is_some_and(overtaken) {
                 continue;
             }
@@ -337,7 +338,7 @@ impl Flights {
         self.replicas.len()
     }
 
-    fn seen<T>(&mut self, replica: Endpoint, now: Micros, look: impl FnOnce(&mut Seen) -> T) -> T {
+    fn seen<T>(&mut self, replica: Endpoint, now: Micros, look: impl FnOnce(&mut ReplicaState) -> T) -> T {
         // Replicas that have left make room before the map grows.
         if self.replicas.len() == self.replicas.capacity() && !self.replicas.contains_key(&replica) {
             self.replicas.retain(|_, seen| now.stamp().distance_ms(seen.updated) < FORGOTTEN_MS);

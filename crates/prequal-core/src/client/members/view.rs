@@ -159,7 +159,7 @@ mod tests {
     use crate::client::pool::PoolState;
     use crate::config::Profile;
     use crate::shared::blob::Blob;
-    use crate::shared::cas::{self, End, Place};
+    use crate::shared::cas::{self, Place, UpdateEnd};
     use crate::wire::load::Load;
     use rand::{Rng, SeedableRng, rngs::SmallRng};
     use std::cell::{Cell, RefCell};
@@ -223,7 +223,7 @@ mod tests {
         fn tick(&self, view: &mut View, now: Micros) {
             if view.has_updates(now) {
                 let updated = cas::update(self, |stored| ((), view.share(stored, now)));
-                if updated.end != End::GivenUp {
+                if updated.end != UpdateEnd::GivenUp {
                     view.shared();
                 }
             } else {

@@ -13,16 +13,16 @@ pub const SAMPLE_WEIGHT: f64 = 0.9;
 /// Default number of clients that share the replicas.
 pub const DEFAULT_CLIENTS: u32 = 1;
 
-/// State that one client keeps of every replica.
+/// ReplicaStats that one client keeps of every replica.
 #[derive(Clone, Debug, Default)]
 pub struct C3 {
     /// Number of clients that share the replicas, n.
     clients: f64,
-    replicas: HashMap<Endpoint, State>,
+    replicas: HashMap<Endpoint, ReplicaStats>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct State {
+struct ReplicaStats {
     outstanding: u32,
     /// Client-side response time, microseconds.
     response: Option<f64>,

@@ -6,7 +6,7 @@
 //! | [`zuul`] | choice of two by three factors | Netflix, "Rethinking Netflix's Edge Load Balancing" |
 //! | [`linear`], [`c3`] | scores of the entries in Prequal's pool | paper §5.2 and appendix A; C3 (NSDI '15) |
 //!
-//! The first two need no probes. They implement [`Policy`] over replicas numbered from 0, and [`fleet`] maps the cluster's
+//! The first two need no probes. They implement [`Policy`] over replicas numbered from 0, and [`probe_free`] maps the cluster's
 //! replicas, which come and go, to those numbers. The simulator has further policies, for comparison only.
 
 use rand::RngCore;
@@ -15,10 +15,10 @@ use crate::shared::outcome::Outcome;
 use crate::shared::time::Micros;
 
 pub mod c3;
-pub mod fleet;
 pub mod linear;
 pub mod local_rif;
 pub mod peak_ewma;
+pub mod probe_free;
 pub mod zuul;
 
 /// A policy of one client: takes events, and returns the number of a replica.

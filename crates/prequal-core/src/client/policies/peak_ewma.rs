@@ -54,7 +54,7 @@ impl PeakEwma {
     }
 
     /// Creates the policy without replicas; call [`Elastic::join`] before the first pick.
-    pub fn nobody(scan: Scan) -> Self {
+    pub fn empty(scan: Scan) -> Self {
         Self { scan, costs: Vec::new(), in_flight: LocalRif::empty() }
     }
 

@@ -62,7 +62,7 @@ impl Zuul {
     }
 
     /// Creates the policy without replicas; call [`Elastic::join`] before the first pick.
-    pub fn nobody(max_in_flight: u32) -> Self {
+    pub fn empty(max_in_flight: u32) -> Self {
         Self {
             max_in_flight: f64::from(max_in_flight.max(1)),
             stats: Vec::new(),

@@ -72,7 +72,7 @@ impl PoolState {
             replica: Some(chosen.endpoint),
             branch: Branch::Sync,
             latency_us,
-            ..Pick::nobody(chosen.placement(), probes)
+            ..Pick::fallback(chosen.placement(), probes)
         }
     }
 

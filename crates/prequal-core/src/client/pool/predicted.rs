@@ -201,12 +201,12 @@ impl Trials {
 /// Whether the cost exceeds the best by more than the band; then the cost if it does, otherwise the requests in flight; then
 /// the age of the report, and the turn. Below its knee a replica serves at once at any RIF, so its RIF counts as zero there
 /// and turns decide. Where all requests take the same time, even spacing keeps queues short, as round robin shows.
-type Rank = (bool, u32, u32);
+type PredictedRank = (bool, u32, u32);
 
 impl Order for Predicted {
-    type Rank = Rank;
+    type Rank = PredictedRank;
 
-    fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
+    fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> PredictedRank {
         let cost = self.cost(entry);
         if !self.is_equal(cost) {
             // Costs are positive, so their bits sort in the same order.
@@ -226,7 +226,7 @@ impl Order for Predicted {
         (false, load, age << 24 | turn.min((1 << 24) - 1))
     }
 
-    fn branch(&self, entry: &Entry, _: &Rank) -> Branch {
+    fn branch(&self, entry: &Entry, _: &Self::Rank) -> Branch {
         if entry.load() < self.capacity(entry).knee.into() { Branch::Cold } else { Branch::Hot }
     }
 

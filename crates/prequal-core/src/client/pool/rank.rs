@@ -42,7 +42,7 @@ impl Theta {
     }
 
     /// Rank of an entry, lowest first; see the documentation of the pool module.
-    fn rank(&self, entry: &Entry) -> Rank {
+    fn rank(&self, entry: &Entry) -> HclRank {
         let (rif, latency_us) = (entry.load(), entry.latency_us);
         let unknown = latency_us == UNKNOWN;
         // Under RIF-only control (`q_rif` = 0), latency only breaks ties, known or not.
@@ -77,9 +77,9 @@ impl Hcl {
 }
 
 impl Order for Hcl {
-    type Rank = Rank;
+    type Rank = HclRank;
 
-    fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> Rank {
+    fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> HclRank {
         match (self.theta.rank(entry), &self.alike) {
             ((Tier::Probation, load, _), _) if self.new => (Tier::Hot, load, UNKNOWN),
             ((Tier::Cold, latency, _), Some(alike)) if alike.contains(&latency) => {
@@ -90,13 +90,13 @@ impl Order for Hcl {
         }
     }
 
-    fn branch(&self, _: &Entry, (tier, ..): &Rank) -> Branch {
+    fn branch(&self, _: &Entry, (tier, ..): &Self::Rank) -> Branch {
         if *tier == Tier::Cold { Branch::Cold } else { Branch::Hot }
     }
 }
 
 /// Tier, first criterion, second criterion.
-pub(super) type Rank = (Tier, u32, u32);
+pub(super) type HclRank = (Tier, u32, u32);
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Tier {

@@ -2,7 +2,7 @@
 //! workers must agree on: since when the replica has been up, and where its probes come in.
 //!
 //! Each worker has its own [`Replica`], appends the results of its own requests, and reads what others have appended. A
-//! worker that rarely reads misses entries that have left the log; an estimate uses only the last [`EVENTS`] requests
+//! worker that rarely reads misses entries that have left the log; an estimate uses only the last [`LOG_ENTRIES`] requests
 //! anyway.
 
 use std::borrow::Cow;
@@ -17,7 +17,7 @@ use crate::shared::outcome::Outcome;
 use crate::shared::time::{MAX_LATENCY_US, Micros};
 
 /// Number of requests kept.
-pub const EVENTS: usize = 64;
+pub const LOG_ENTRIES: usize = 64;
 
 /// The log. Plain data: the blob in shared data.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
@@ -30,12 +30,12 @@ pub struct EndedLog {
     up: u64,
     /// Number of requests so far.
     written: u64,
-    events: [Event; EVENTS],
+    events: [LogEntry; LOG_ENTRIES],
 }
 
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
-struct Event {
+struct LogEntry {
     at: u64,
     latency_us: u32,
     /// From the low end: two bits of outcome, then the RIF at arrival, then the level at the end. Both are at most
@@ -48,7 +48,7 @@ struct Event {
 
 /// Position up to which a worker has read the log.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Seen(u64);
+pub struct ReadPosition(u64);
 
 impl Default for EndedLog {
     fn default() -> Self {
@@ -67,13 +67,13 @@ impl EndedLog {
     }
 
     /// Records in `replica` what others have appended since `seen`.
-    pub fn read(&self, seen: &mut Seen, replica: &mut Replica) {
+    pub fn read(&self, seen: &mut ReadPosition, replica: &mut Replica) {
         // A log that was started anew holds less than was seen.
         let from = if seen.0 > self.written { 0 } else { seen.0 };
-        let kept = self.written.saturating_sub(EVENTS as u64);
+        let kept = self.written.saturating_sub(LOG_ENTRIES as u64);
         replica.missed(kept.saturating_sub(from));
         for number in from.max(kept)..self.written {
-            if let Some(event) = self.events.get(number as usize % EVENTS) {
+            if let Some(event) = self.events.get(number as usize % LOG_ENTRIES) {
                 if from < kept && number == kept {
                     replica.tracker.missed_until(Micros(event.at));
                 }
@@ -85,9 +85,9 @@ impl EndedLog {
     }
 
     /// Appends the result of a request. The caller has read the log before and has recorded this request itself.
-    pub fn append(&mut self, seen: &mut Seen, ended: Ended) {
-        if let Some(event) = self.events.get_mut(self.written as usize % EVENTS) {
-            *event = Event::from(ended);
+    pub fn append(&mut self, seen: &mut ReadPosition, ended: Ended) {
+        if let Some(event) = self.events.get_mut(self.written as usize % LOG_ENTRIES) {
+            *event = LogEntry::from(ended);
         }
         self.written = self.written.wrapping_add(1);
         seen.0 = self.written;
@@ -119,7 +119,7 @@ impl EndedLog {
     }
 }
 
-impl From<Ended> for Event {
+impl From<Ended> for LogEntry {
     fn from(ended: Ended) -> Self {
         let outcome = match ended.outcome {
             Outcome::Success => 0,
@@ -140,7 +140,7 @@ impl From<Ended> for Event {
     }
 }
 
-impl Event {
+impl LogEntry {
     fn ended(self) -> Ended {
         let outcome = match self.counts & 3 {
             0 => Outcome::Success,
@@ -181,11 +181,11 @@ mod tests {
     use proptest::prelude::*;
 
     /// A worker: its replica, and how far it has read the shared log.
-    struct Worker(Replica, Seen);
+    struct Worker(Replica, ReadPosition);
 
     impl Worker {
         fn new() -> Self {
-            Self(Replica::new(TrackerConfig::default(), None), Seen::default())
+            Self(Replica::new(TrackerConfig::default(), None), ReadPosition::default())
         }
 
         fn serve(&mut self, log: &mut EndedLog, at: u64, took_ms: u64, outcome: Outcome) {
@@ -291,7 +291,7 @@ mod tests {
             log.events.iter_mut().for_each(|event| event.latency_us %= MAX_LATENCY_US);
             let mut log = EndedLog::decode(&log.encode()).unwrap();
             let mut replica = Replica::new(TrackerConfig::default(), None);
-            let mut seen = Seen(seen);
+            let mut seen = ReadPosition(seen);
             log.read(&mut seen, &mut replica);
             let ticket = replica.tracker.start(Micros(now));
             let ended = replica.finish(ticket, Micros(now), Outcome::Success);

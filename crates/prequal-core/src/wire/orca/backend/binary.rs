@@ -21,7 +21,7 @@ impl<'a> Message<'a> {
                 (1, value) => message.cpu = value.double()?,
                 (2, value) => message.memory = value.double()?,
                 (9, value) => message.application = value.double()?,
-                (8, Value::Bytes(entry)) => {
+                (8, FieldValue::Bytes(entry)) => {
                     let (name, value) = named(entry)?;
                     message.named.insert(name, value);
                 }
@@ -38,7 +38,7 @@ fn named(mut entry: &[u8]) -> Option<(&str, f64)> {
     let (mut name, mut amount) = ("", 0.0);
     while !entry.is_empty() {
         match field(&mut entry)? {
-            (1, Value::Bytes(text)) => name = std::str::from_utf8(text).ok()?,
+            (1, FieldValue::Bytes(text)) => name = std::str::from_utf8(text).ok()?,
             (1, _) => return None,
             (2, value) => amount = value.double()?,
             _ => {}
@@ -47,30 +47,30 @@ fn named(mut entry: &[u8]) -> Option<(&str, f64)> {
     Some((name, amount))
 }
 
-enum Value<'a> {
+enum FieldValue<'a> {
     Fixed64([u8; 8]),
     Bytes(&'a [u8]),
     /// A varint or 32 bits; no field that is read has such a type.
     Other,
 }
 
-impl Value<'_> {
+impl FieldValue<'_> {
     fn double(self) -> Option<f64> {
         if let Self::Fixed64(bytes) = self { Some(f64::from_le_bytes(bytes)) } else { None }
     }
 }
 
 /// Takes the next field off `bytes` and returns its number and value.
-fn field<'a>(bytes: &mut &'a [u8]) -> Option<(u64, Value<'a>)> {
+fn field<'a>(bytes: &mut &'a [u8]) -> Option<(u64, FieldValue<'a>)> {
     let tag = varint(bytes)?;
     let value = match tag & 7 {
-        0 => varint(bytes).map(|_| Value::Other)?,
-        1 => Value::Fixed64(take(bytes, 8)?.try_into().ok()?),
+        0 => varint(bytes).map(|_| FieldValue::Other)?,
+        1 => FieldValue::Fixed64(take(bytes, 8)?.try_into().ok()?),
         2 => {
             let length = usize::try_from(varint(bytes)?).ok()?;
-            Value::Bytes(take(bytes, length)?)
+            FieldValue::Bytes(take(bytes, length)?)
         }
-        5 => take(bytes, 4).map(|_| Value::Other)?,
+        5 => take(bytes, 4).map(|_| FieldValue::Other)?,
         // Groups are long obsolete, and wire types 6 and 7 do not exist.
         _ => return None,
     };

@@ -41,21 +41,21 @@ impl Explorer {
 }
 
 /// One client's view of its replicas under such a policy.
-pub struct Fleet {
+pub struct ProbeFree {
     policy: Box<dyn Elastic + Send>,
     seats: Vec<Endpoint>,
     numbers: HashMap<Endpoint, usize>,
 }
 
-impl Fleet {
+impl ProbeFree {
     /// Creates a fleet under Peak EWMA of two choices, as in Finagle.
     pub fn peak_ewma() -> Self {
-        Self::new(PeakEwma::nobody(Scan::TwoChoices))
+        Self::new(PeakEwma::empty(Scan::TwoChoices))
     }
 
     /// Creates a fleet under Zuul's choice of two; see [`Zuul::new`].
     pub fn zuul(max_in_flight: u32) -> Self {
-        Self::new(Zuul::nobody(max_in_flight))
+        Self::new(Zuul::empty(max_in_flight))
     }
 
     fn new(policy: impl Elastic + Send + 'static) -> Self {
@@ -127,15 +127,15 @@ mod tests {
 
     /// Counts how often each of five replicas is chosen when every request ends before the next. The first replica is
     /// slow.
-    fn shares(fleet: &mut Fleet, picks: u64) -> [u32; 5] {
+    fn shares(policy: &mut ProbeFree, picks: u64) -> [u32; 5] {
         let mut rng = SmallRng::seed_from_u64(5);
         let mut counts = [0; 5];
         for pick in 0..picks {
             let now = Micros::from_millis(1000 + pick);
-            let chosen = fleet.pick(now, &mut rng).unwrap();
+            let chosen = policy.pick(now, &mut rng).unwrap();
             let number = usize::from(chosen.port() - 1000);
             counts[number] += 1;
-            fleet.done(chosen, now, &took(if number == 0 { 500 } else { 5 }));
+            policy.done(chosen, now, &took(if number == 0 { 500 } else { 5 }));
         }
         counts
     }
@@ -160,35 +160,35 @@ mod tests {
     #[test]
     fn below_two_members_nobody_is_chosen() {
         let mut rng = SmallRng::seed_from_u64(1);
-        for mut fleet in [Fleet::peak_ewma(), Fleet::zuul(10)] {
-            assert_eq!(fleet.pick(Micros(0), &mut rng), None);
-            assert!(fleet.set_members(replicas(&[1])));
-            assert_eq!(fleet.pick(Micros(0), &mut rng), None);
-            assert!(fleet.set_members(replicas(&[1, 2])) && !fleet.set_members(replicas(&[2, 1])));
-            assert!(fleet.pick(Micros(0), &mut rng).is_some());
-            fleet.done(replica(9), Micros(0), &took(1));
+        for mut policy in [ProbeFree::peak_ewma(), ProbeFree::zuul(10)] {
+            assert_eq!(policy.pick(Micros(0), &mut rng), None);
+            assert!(policy.set_members(replicas(&[1])));
+            assert_eq!(policy.pick(Micros(0), &mut rng), None);
+            assert!(policy.set_members(replicas(&[1, 2])) && !policy.set_members(replicas(&[2, 1])));
+            assert!(policy.pick(Micros(0), &mut rng).is_some());
+            policy.done(replica(9), Micros(0), &took(1));
         }
     }
 
     #[test]
     fn what_is_known_stays_with_its_replica() {
-        let mut fleet = Fleet::peak_ewma();
-        fleet.set_members(replicas(&[0, 1, 2, 3]));
-        shares(&mut fleet, 100);
+        let mut policy = ProbeFree::peak_ewma();
+        policy.set_members(replicas(&[0, 1, 2, 3]));
+        shares(&mut policy, 100);
         // Numbers change when replicas leave, and a newcomer is not mistaken for the slow replica.
-        fleet.set_members(replicas(&[3, 0, 4]));
-        let counts = shares(&mut fleet, 300);
+        policy.set_members(replicas(&[3, 0, 4]));
+        let counts = shares(&mut policy, 300);
         assert!(counts[0] <= 3 && counts[1] + counts[2] == 0 && counts[4] >= 50, "{counts:?}");
     }
 
     #[test]
     fn zuul_sees_what_replicas_report() {
-        let mut fleet = Fleet::zuul(10);
-        fleet.set_members(replicas(&[0, 1]));
+        let mut policy = ProbeFree::zuul(10);
+        policy.set_members(replicas(&[0, 1]));
         for (n, utilisation) in [(0, 0.8), (1, 0.1)] {
-            fleet.done(replica(n), Micros(0), &Done { utilisation: Some(utilisation), ..took(1) });
+            policy.done(replica(n), Micros(0), &Done { utilisation: Some(utilisation), ..took(1) });
         }
         let mut rng = SmallRng::seed_from_u64(2);
-        assert_eq!(fleet.pick(Micros(1), &mut rng), Some(replica(1)));
+        assert_eq!(policy.pick(Micros(1), &mut rng), Some(replica(1)));
     }
 }
