@@ -388,12 +388,12 @@ impl PoolState {
             return;
         }
         self.expire(settings, stamp);
-        let capacity = self.capacity(settings, stamp);
+        let room = self.room(settings, stamp);
         let b_reuse = reuse_budget(
-            capacity as f64,
+            room as f64,
             f64::from(self.members),
             f64::from(self.reports_per_pick),
-            self.removal_rate(settings, capacity),
+            self.removal_rate(settings, room),
             settings.delta,
             f64::from(settings.reuse_cap),
         );
@@ -569,7 +569,7 @@ impl PoolState {
 
     fn remove_some<G: Rng>(&mut self, settings: &PoolSettings, rng: &mut G, order: &impl Order) {
         let now = self.last_pick;
-        self.remove_credit += self.removal_rate(settings, self.capacity(settings, now)) as f32;
+        self.remove_credit += self.removal_rate(settings, self.room(settings, now)) as f32;
         while self.remove_credit >= 1.0 {
             self.remove_credit -= 1.0;
             if settings.scale_removal && usize::from(self.entry_count) < self.capacity(settings, now) {
@@ -589,8 +589,14 @@ impl PoolState {
         settings.capacity(self.members, oldest)
     }
 
-    fn removal_rate(&self, settings: &PoolSettings, capacity: usize) -> f64 {
-        if settings.scale_removal && (1..=capacity).contains(&(self.members as usize)) {
+    /// Pool size from which the rates of reuse and removal follow: as [`Self::capacity`]. If the whole fleet fits at any age of the
+    /// reports, a larger pool would give the same rates, and the search for the oldest report is saved.
+    fn room(&self, settings: &PoolSettings, now: Stamp) -> usize {
+        if settings.holds_whole(self.members) { self.members as usize } else { self.capacity(settings, now) }
+    }
+
+    fn removal_rate(&self, settings: &PoolSettings, room: usize) -> f64 {
+        if settings.scale_removal && (1..=room).contains(&(self.members as usize)) {
             0.0
         } else if settings.scale_removal {
             settings.r_remove.min(f64::from(self.new_per_pick))

@@ -109,6 +109,11 @@ impl PoolSettings {
         }
     }
 
+    /// Whether the pool holds a whole fleet of `n` replicas, whatever the age of its reports.
+    pub(super) fn holds_whole(&self, n: u32) -> bool {
+        self.scale_removal && (1..=MAX_WHOLE).contains(&(n as usize))
+    }
+
     /// Number of entries that probes keep fresh in a pool over `n` replicas. Responses keep the others fresh: a fleet that is
     /// larger than `pool_size` and has a matching request rate needs no more probes.
     pub(super) fn attainable(&self, n: u32) -> usize {

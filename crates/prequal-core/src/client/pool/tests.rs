@@ -188,6 +188,30 @@ fn a_fleet_of_up_to_64_is_kept_whole() {
 }
 
 #[test]
+fn without_the_search_for_the_oldest_report_the_rates_are_the_same() {
+    let mut scene = Scene::new(PoolSettings { r_remove: 1.0, ..Profile::Default.pool_settings() });
+    for members in [0, 1, 24, 63, 64, 65, 128, 129] {
+        scene.pool = PoolState::new();
+        scene.pool.set_members(members, 0, ms(0));
+        scene.report(0, 1, 1, Some(40));
+        scene.pool.new_per_pick = 1.0;
+        // The only report is fresh at first and old later, so the pool's capacity changes.
+        for now in [ms(1).stamp(), ms(1900).stamp()] {
+            let Scene { pool, settings, .. } = &scene;
+            let rates = |size: usize| {
+                let removal = pool.removal_rate(settings, size);
+                (removal, reuse_budget(size as f64, members.into(), 1.0, removal, 1.0, 64.0))
+            };
+            assert_eq!(
+                rates(pool.room(settings, now)),
+                rates(pool.capacity(settings, now)),
+                "{members} at {now:?}"
+            );
+        }
+    }
+}
+
+#[test]
 fn a_hot_replica_is_avoided_even_when_it_is_fastest() {
     let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..plain() });
     scene.report(0, 1, 2, Some(40));
