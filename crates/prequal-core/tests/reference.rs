@@ -120,9 +120,10 @@ fn a_key_that_needs_another_is_refused_without_it() {
             _ if key.name == "orca_utilization" => json!("utilization"),
             _ => json!({"header": "a"}),
         };
-        let alone = match key.needs {
-            Some(("budget", "adaptive")) => Key { needs: Some(("budget", "fixed")), ..*key },
-            _ => Key { needs: None, ..*key },
+        let mut alone = *key;
+        alone.needs = match key.needs {
+            Some(("budget", "adaptive")) => Some(("budget", "fixed")),
+            _ => None,
         };
         assert!(parse(key, "default", Some(value.clone())).is_ok(), "{}", key.name);
         assert!(parse(&alone, "default", Some(value)).is_err(), "{}", key.name);

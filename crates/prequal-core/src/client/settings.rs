@@ -99,6 +99,20 @@ pub enum Rule {
 }
 
 impl Rule {
+    /// Returns the rule's name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Predicted => "predicted",
+            Self::Hcl => "hcl",
+            Self::RifOnly => "rif_only",
+            Self::LatencyOnly => "latency_only",
+            Self::Linear(_) => "linear",
+            Self::C3 { .. } => "c3",
+            Self::PeakEwma => "peak_ewma",
+            Self::Zuul { .. } => "zuul_choice_of_two",
+        }
+    }
+
     /// Whether `other` is the same rule, whatever its settings.
     pub(crate) fn is_like(self, other: Self) -> bool {
         std::mem::discriminant(&self) == std::mem::discriminant(&other)

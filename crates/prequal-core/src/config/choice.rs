@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
+use super::MAX_ROUTES;
 use super::fields::{Fields, kind, set, shorten};
-use super::keys::{number, whole};
-use super::{MAX_ROUTES, POOL_KEYS};
+use super::keys::SETTINGS;
 use crate::client::policies::c3;
 use crate::client::policies::linear::{ALPHA_US, Linear};
 use crate::client::policies::zuul;
@@ -15,107 +15,30 @@ use crate::wire::orca::backend::Metric;
 pub(super) const MODES: &[(&str, Mode)] = &[("async", Mode::Async), ("sync", Mode::Sync)];
 
 /// Every rule with its defaults.
-pub(super) fn rules() -> [(&'static str, Rule); 8] {
+fn rules() -> [(&'static str, Rule); 8] {
     [
-        ("predicted", Rule::Predicted),
-        ("hcl", Rule::Hcl),
-        ("rif_only", Rule::RifOnly),
-        ("latency_only", Rule::LatencyOnly),
-        ("linear", Rule::Linear(Linear { lambda: 0.5, alpha_us: ALPHA_US })),
-        ("c3", Rule::C3 { clients: c3::DEFAULT_CLIENTS }),
-        ("peak_ewma", Rule::PeakEwma),
-        ("zuul_choice_of_two", Rule::Zuul { max_in_flight: zuul::DEFAULT_MAX_IN_FLIGHT }),
+        Rule::Predicted,
+        Rule::Hcl,
+        Rule::RifOnly,
+        Rule::LatencyOnly,
+        Rule::Linear(Linear { lambda: 0.5, alpha_us: ALPHA_US }),
+        Rule::C3 { clients: c3::DEFAULT_CLIENTS },
+        Rule::PeakEwma,
+        Rule::Zuul { max_in_flight: zuul::DEFAULT_MAX_IN_FLIGHT },
     ]
+    .map(|rule| (rule.name(), rule))
 }
-
-/// Keys of this module.
-pub(super) const KEYS: &[&str] = &[
-    "rule",
-    "lambda",
-    "alpha_ms",
-    "c3_clients",
-    "max_in_flight",
-    "orca_utilization",
-    "mode",
-    "route_modes",
-    "sync_d",
-    "sync_deadline_ms",
-    "hint",
-];
-
-/// Keys that have an effect only with some settings, those settings, and how to resolve a contradiction.
-struct Listener {
-    keys: &'static [&'static str],
-    listens: fn(&ChoiceSettings) -> bool,
-    cure: &'static str,
-}
-
-const LISTENERS: &[Listener] = &[
-    Listener {
-        keys: &["lambda", "alpha_ms"],
-        listens: |choice| matches!(choice.rule, Rule::Linear(_)),
-        cure: "needs \"rule\": \"linear\"",
-    },
-    Listener {
-        keys: &["c3_clients"],
-        listens: |choice| matches!(choice.rule, Rule::C3 { .. }),
-        cure: "needs \"rule\": \"c3\"",
-    },
-    Listener {
-        keys: &["max_in_flight", "orca_utilization"],
-        listens: |choice| matches!(choice.rule, Rule::Zuul { .. }),
-        cure: "needs \"rule\": \"zuul_choice_of_two\"",
-    },
-    Listener {
-        keys: &["sync_d", "sync_deadline_ms", "hint"],
-        listens: ChoiceSettings::uses_sync,
-        cure: "needs \"mode\": \"sync\", or a route with \"sync\" in \"route_modes\"",
-    },
-    Listener {
-        keys: &["q_rif", "hot"],
-        listens: |choice| choice.rule == Rule::Hcl,
-        cure: "has an effect only with \"rule\": \"hcl\"",
-    },
-    Listener {
-        keys: POOL_KEYS,
-        listens: |choice| !choice.rule.is_probe_free(),
-        cure: "has no effect with a rule that needs no probes (\"peak_ewma\", \"zuul_choice_of_two\"): leave it out",
-    },
-];
 
 impl Fields<'_> {
-    /// Reads how requests find replicas, with `base` as the default.
-    pub(super) fn choice_settings(&mut self, base: &ChoiceSettings) -> ChoiceSettings {
-        let mut choice = base.clone();
-        choice.rule = self.rule(base.rule);
+    /// Reads how requests find replicas, except for the parameters of rule and mode.
+    pub(super) fn choice_settings(&mut self, choice: &mut ChoiceSettings) {
+        // If the same rule is named again, it keeps its parameters.
+        let named = self.choice("rule", &rules()).filter(|named| !named.is_like(choice.rule));
+        set(&mut choice.rule, named);
         set(&mut choice.mode, self.choice("mode", MODES));
         set(&mut choice.route_modes, self.route_modes());
-        set(&mut choice.sync.d, self.whole(const { whole("sync_d") }).map(|d| d as usize));
-        set(&mut choice.sync.deadline_ms, self.whole(const { whole("sync_deadline_ms") }));
         set(&mut choice.hint, self.hint());
         set(&mut choice.orca, self.orca_utilization());
-        choice
-    }
-
-    fn rule(&mut self, base: Rule) -> Rule {
-        // Keys of a rule that the key `rule` does not name are reported by `contradictions`.
-        let lambda = self.number(const { number("lambda") });
-        let alpha_us = self.number(const { number("alpha_ms") }).map(|ms| ms * 1000.0);
-        let clients = self.whole(const { whole("c3_clients") });
-        let most = self.whole(const { whole("max_in_flight") });
-        let named = self.choice("rule", &rules());
-        // If the same rule is named again, it keeps its settings from `base`.
-        let mut rule = named.filter(|named| !named.is_like(base)).unwrap_or(base);
-        match &mut rule {
-            Rule::Linear(linear) => {
-                set(&mut linear.lambda, lambda);
-                set(&mut linear.alpha_us, alpha_us);
-            }
-            Rule::C3 { clients: of } => set(of, clients),
-            Rule::Zuul { max_in_flight } => set(max_in_flight, most),
-            Rule::Predicted | Rule::Hcl | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
-        }
-        rule
     }
 
     /// `Some(None)`: explicitly off.
@@ -202,12 +125,9 @@ impl Fields<'_> {
         if choices.is_empty() {
             return;
         }
-        for listener in LISTENERS {
-            for key in listener.keys {
-                if self.object.contains_key(*key) && !choices.iter().any(|choice| (listener.listens)(choice))
-                {
-                    self.fail(key, listener.cure.to_owned());
-                }
+        for setting in SETTINGS.iter().filter(|setting| self.object.contains_key(setting.name)) {
+            if !choices.iter().any(|choice| setting.has_effect(choice)) {
+                self.fail(setting.name, setting.cure());
             }
         }
     }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::MAX_NAME;
 use super::errors::ConfigErrors;
-use super::keys::REMOVED;
+use super::removed::REMOVED;
 
 /// One JSON object being read.
 pub(super) struct Fields<'a> {
@@ -70,6 +70,7 @@ impl Fields<'_> {
         };
         self.read(key, read, || format!("a whole number from {} to {}", range.start(), range.end()))
     }
+
     pub(super) fn boolean(&mut self, key: &str) -> Option<bool> {
         self.read(key, Value::as_bool, || "true or false".to_owned())
     }
@@ -96,6 +97,11 @@ impl Fields<'_> {
         }
         None
     }
+}
+
+/// Returns the name of a value.
+pub(super) fn name_of<T: Copy + PartialEq>(value: T, names: &[(&'static str, T)]) -> &'static str {
+    names.iter().find(|(_, named)| *named == value).map_or("", |(name, _)| name)
 }
 
 pub(super) fn set<T>(place: &mut T, value: Option<T>) {

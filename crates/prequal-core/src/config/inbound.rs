@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::ConfigErrors;
 use super::fields::{Fields, shorten};
-use super::keys::whole;
+use super::keys::{INBOUND, whole};
 use crate::server::rates::DEFAULT_WINDOW_US;
 use crate::shared::endpoint::Endpoint;
 use crate::wire::orca::{Format, ResponseKind};
@@ -44,10 +44,6 @@ pub enum Serving {
     Fixed(Endpoint),
 }
 
-/// Keys of this role, in addition to `role`.
-pub(super) const KEYS: &[&str] =
-    &["endpoint", "serving_port", "report", "orca", "orca_for", "orca_limit", "orca_window_ms"];
-
 /// Values of `report`, and whether responses carry reports.
 pub(super) const REPORTS: &[(&str, bool)] = &[("always", true), ("probe_only", false)];
 
@@ -71,7 +67,7 @@ impl InboundConfig {
         for key in others.iter().filter(|key| object.contains_key(**key)) {
             fields.fail(key, "has no effect with \"role\": \"inbound\"; leave it out".into());
         }
-        fields.reject_unknown(&[&["role"], KEYS].concat(), &others);
+        fields.reject_unknown(&[&["role"], &INBOUND[..]].concat(), &others);
         let fixed = fields.endpoint();
         let port = fields.whole(const { whole("serving_port") });
         if object.contains_key("endpoint") && object.contains_key("serving_port") {
@@ -124,7 +120,7 @@ impl Fields<'_> {
 
 /// Refuses keys that only the inbound role knows.
 pub(super) fn refuse_in_outbound(fields: &mut Fields<'_>) {
-    for key in KEYS.iter().filter(|key| fields.object.contains_key(**key)) {
+    for key in INBOUND.iter().filter(|key| fields.object.contains_key(**key)) {
         fields.errors.push(key, "needs \"role\": \"inbound\"".into());
     }
 }

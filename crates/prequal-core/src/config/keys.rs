@@ -1,11 +1,16 @@
-//! Every key of the configuration: the values it accepts, and its text in the reference. The parser takes its ranges
-//! from here at compile time, so that none of the texts gets into the module.
+//! Every key of the configuration, declared once: where it is allowed, what it needs, the values that it accepts, where its
+//! value is stored, and its text in the reference. Parser and writer use tables that the compiler derives from this one, so
+//! that none of the texts gets into the module for Envoy. Defaults depend on the profile (`profile.rs`).
 
 use std::ops::RangeInclusive;
 
-use super::{MAX_CLUSTERS, MAX_NAME, MAX_ROUTES};
+use super::setting::{Field, Setting, Values};
+use super::{MAX_CLUSTERS, MAX_NAME, MAX_ROUTES, Settings};
 use crate::client::members::MAX_MEMBERS;
+use crate::client::policies::linear::Linear;
+use crate::client::pool::Budget;
 use crate::client::pool::{MAX_HISTORY, MAX_POOL};
+use crate::client::settings::Rule;
 use crate::client::sync_mode::{MAX_ASKED, MAX_DEADLINE_MS};
 
 /// One key.
@@ -29,6 +34,10 @@ pub struct Key {
     pub meaning: &'static str,
     /// Section of the paper, or origin of the idea.
     pub source: &'static str,
+    /// Whether the key has an effect only with rules that use probes.
+    pub(super) with_probes: bool,
+    /// Where the value is stored.
+    pub(super) field: Field,
 }
 
 /// Where a key is allowed.
@@ -46,28 +55,21 @@ pub enum Scope {
     Inbound,
 }
 
-/// Values that a key accepts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Values {
-    /// A whole number, from the lowest to the highest.
-    Whole(u32, u32),
-    /// A number, from the lowest to the highest.
-    Number(f64, f64),
-    /// A number as above, or 0 for off.
-    NumberOrOff(f64, f64),
-    /// `true` or `false`.
-    Bool,
-    /// One of these texts.
-    OneOf(&'static [&'static str]),
-    /// A list, an object or a text, from the smallest to the largest size.
-    Many(usize, usize),
-    /// A form described in words.
-    Form(&'static str),
-}
-
 impl Key {
     const fn new(scope: Scope, name: &'static str, unit: &'static str, values: Values) -> Self {
-        Self { name, scope, everyday: true, needs: None, unit, values, absent: None, meaning: "", source: "" }
+        Self {
+            name,
+            scope,
+            everyday: true,
+            needs: None,
+            unit,
+            values,
+            absent: None,
+            meaning: "",
+            source: "",
+            with_probes: false,
+            field: Field::Special,
+        }
     }
 
     const fn needs(self, key: &'static str, value: &'static str) -> Self {
@@ -85,14 +87,22 @@ impl Key {
     const fn from(self, source: &'static str) -> Self {
         Self { source, ..self }
     }
+
+    const fn with_probes(self) -> Self {
+        Self { with_probes: true, ..self }
+    }
+
+    const fn at(self, field: Field) -> Self {
+        Self { field, ..self }
+    }
 }
 
 const fn both(name: &'static str, unit: &'static str, values: Values) -> Key {
-    Key::new(Scope::Both, name, unit, values).from("ours")
+    Key::new(Scope::Both, name, unit, values).from("this project")
 }
 
 /// A key for other rules and for experiments.
-const fn seldom(name: &'static str, unit: &'static str, values: Values) -> Key {
+const fn advanced(name: &'static str, unit: &'static str, values: Values) -> Key {
     Key { everyday: false, ..both(name, unit, values) }
 }
 
@@ -100,6 +110,7 @@ const fn inbound(name: &'static str, unit: &'static str, values: Values) -> Key 
     Key::new(Scope::Inbound, name, unit, values)
 }
 
+use Field::{F64, Flag, Hot, MsAsUs, U32, U64, Usize};
 use Values::{Bool, Form, Many, Number, NumberOrOff, OneOf, Whole};
 
 /// All keys, in the order of the reference.
@@ -128,7 +139,7 @@ pub const KEYS: &[Key] = &[
         "",
         OneOf(&["predicted", "hcl", "rif_only", "latency_only", "linear", "c3", "peak_ewma", "zuul_choice_of_two"]),
     )
-    .from("ours, `docs/adr/0008-predicted-latency.md`")
+    .from("this project, `docs/adr/0008-predicted-latency.md`")
     .means("rule that chooses the best replica; see [below](#rules)"),
     both("mode", "", OneOf(&["async", "sync"]))
         .from("§4")
@@ -137,10 +148,12 @@ pub const KEYS: &[Key] = &[
         .absent("none")
         .means("`{\"route name\": \"async\" or \"sync\"}`: mode of individual routes, by their names in Envoy"),
     both("sync_d", "probes", Whole(2, MAX_ASKED as u32))
+        .at(Usize(|s| Some(&mut s.choice.sync.d)))
         .needs("mode", "sync")
         .from("§4: 3 to 5")
         .means("number of replicas probed per request"),
     both("sync_deadline_ms", "ms", Whole(1, MAX_DEADLINE_MS))
+        .at(U32(|s| Some(&mut s.choice.sync.deadline_ms)))
         .needs("mode", "sync")
         .from("§4")
         .means("maximum time that a request waits for its probes; Envoy's timers add up to 4 ms"),
@@ -153,119 +166,182 @@ pub const KEYS: &[Key] = &[
     .absent("none")
     .from("§4")
     .means("part of the request whose hash its probes carry, so that a replica can report that it has the data cached"),
-    both("max_age_ms", "ms", Whole(10, 60_000)).from("§4: 1000").means("age at which a report is dropped"),
+    both("max_age_ms", "ms", Whole(10, 60_000))
+        .at(U32(|s| Some(&mut s.pool.max_age_ms)))
+        .with_probes()
+        .from("§4: 1000")
+        .means("age at which a report is dropped"),
     both("target_age_ms", "ms", Whole(1, 60_000))
+        .at(U32(target_age_ms))
+        .with_probes()
         .needs("budget", "adaptive")
-        .means("requests send probes while fewer than half of the reports are younger than this"),
+        .means("target for the median age of the reports; requests send probes while the reports are older"),
     both("max_probes_per_query", "per request", Number(0.0, 16.0))
+        .at(F64(max_probes_per_query))
+        .with_probes()
         .needs("budget", "adaptive")
         .means(
             "maximum number of probes per request, on average, including discovery; up to 32 unused probes are saved for \
              pauses and new replicas",
         ),
-    both("verified_probes", "", Bool).from("ours, `docs/adr/0004-placement.md`").means(
-        "the probe cluster writes the address that answered into `x-prequal-host`; `true` in the shipped configuration",
-    ),
-    both("ejection_failure_share", "share", NumberOrOff(0.02, 1.0)).from("ours, `docs/adr/0005-ejection.md`").means(
-        "a replica gets only trials if the share of its recent requests that failed exceeds that of the other replicas by \
-         at least this much",
-    ),
-    both("ejection_wait_factor", "factor", NumberOrOff(1.0, 100.0)).from("ours, `docs/adr/0005-ejection.md`").means(
-        "a replica counts as unresponsive when a request has waited this many times the 90th percentile of latency (or the \
-         99th percentile, if that is longer) plus 50 ms",
-    ),
-    both("slow_start_ms", "ms", Whole(0, 3_600_000)).from("ours, `docs/adr/0005-ejection.md`").means(
-        "age at which a new replica gets its full share of requests; until then, the share grows with its age; 0: at once",
-    ),
-    seldom("pool_size", "entries", Whole(2, MAX_POOL as u32))
+    both("verified_probes", "", Bool)
+        .at(Flag(|s| Some(&mut s.pool.verified_probes)))
+        .with_probes()
+        .from("this project, `docs/adr/0004-placement.md`")
+        .means(
+            "the probe cluster writes the address that answered into `x-prequal-host`; `true` in the shipped configuration",
+        ),
+    both("ejection_failure_share", "share", NumberOrOff(0.02, 1.0))
+        .at(F64(|s| Some(&mut s.pool.ejection.failure_share)))
+        .with_probes()
+        .from("this project, `docs/adr/0005-ejection.md`")
+        .means(
+            "a replica is ejected, and gets only trials, if the share of its recent requests that failed exceeds that of the \
+             other replicas by at least this much",
+        ),
+    both("ejection_wait_factor", "factor", NumberOrOff(1.0, 100.0))
+        .at(F64(|s| Some(&mut s.pool.ejection.wait_factor)))
+        .with_probes()
+        .from("this project, `docs/adr/0005-ejection.md`")
+        .means(
+            "a replica counts as unresponsive when a request has waited this many times the 90th percentile of latency (or the \
+             99th percentile, if that is longer) plus 50 ms",
+        ),
+    both("slow_start_ms", "ms", Whole(0, 3_600_000))
+        .at(U32(|s| Some(&mut s.pool.slow_start_ms)))
+        .with_probes()
+        .from("this project, `docs/adr/0005-ejection.md`")
+        .means(
+            "age at which a new replica gets its full share of requests; until then, the share grows with its age; 0: at once",
+        ),
+    advanced("pool_size", "entries", Whole(2, MAX_POOL as u32))
+        .at(Usize(|s| Some(&mut s.pool.pool_size)))
+        .with_probes()
         .from("§4")
         .means(
             "maximum number of reports in the pool, one per replica, if the fleet is too large to be kept whole \
              (`scale_removal`) and requests are too rare to keep more reports fresh",
         ),
-    seldom("q_rif", "quantile", Number(0.0, 1.0))
+    advanced("q_rif", "quantile", Number(0.0, 1.0))
+        .at(F64(|s| Some(&mut s.pool.q_rif)))
         .needs("rule", "hcl")
         .from("§4")
         .means(
             "θ is this quantile of the reported RIFs (`profile: paper`: only of those in probe replies); the value of `paper` \
              is 2^(−1/4)",
         ),
-    seldom("hot", "", OneOf(&["gt", "ge"]))
+    advanced("hot", "", OneOf(&["gt", "ge"]))
+        .at(Hot(|s| Some(&mut s.pool.hot)))
         .needs("rule", "hcl")
         .from("§4, §5.3")
         .means("a replica is hot if RIF > θ (`gt`, suitable for fleets of up to 24) or if RIF ≥ θ (`ge`)"),
-    seldom("rif_history", "samples", Whole(8, MAX_HISTORY as u32))
+    advanced("rif_history", "samples", Whole(8, MAX_HISTORY as u32))
+        .at(Usize(|s| Some(&mut s.pool.rif_history)))
+        .with_probes()
         .from("§4")
         .means("number of reported RIFs from which θ is computed"),
-    seldom("delta", "", Number(0.001, 1000.0))
+    advanced("delta", "", Number(0.001, 1000.0))
+        .at(F64(|s| Some(&mut s.pool.delta)))
+        .with_probes()
         .from("eq. (1)")
         .means("δ: the higher it is, the more often a report is used"),
-    seldom("r_remove", "per request", Number(0.0, 16.0))
+    advanced("r_remove", "per request", Number(0.0, 16.0))
+        .at(F64(|s| Some(&mut s.pool.r_remove)))
+        .with_probes()
         .from("§4")
         .means("number of reports removed from the pool per request; the worst and the oldest alternate"),
-    seldom("scale_removal", "", Bool).means(
-        "keep a fleet of up to 64 replicas whole, and up to 128 reports of a larger one while all are younger than twice \
-         `target_age_ms` and half of `max_age_ms`; remove reports only from a full pool, and no more than arrive",
-    ),
-    seldom("reuse_cap", "uses", Whole(1, 10_000))
+    advanced("scale_removal", "", Bool)
+        .at(Flag(|s| Some(&mut s.pool.scale_removal)))
+        .with_probes()
+        .means(
+            "keep a fleet of up to 64 replicas whole, and up to 128 reports of a larger one while all are younger than twice \
+             `target_age_ms` and half of `max_age_ms`; remove reports only from a full pool, and no more than arrive",
+        ),
+    advanced("reuse_cap", "uses", Whole(1, 10_000))
+        .at(U32(|s| Some(&mut s.pool.reuse_cap)))
+        .with_probes()
         .means("maximum number of uses of one report; equation (1) is undefined for n ≤ m"),
-    seldom("budget", "", OneOf(&["adaptive", "fixed"]))
+    advanced("budget", "", OneOf(&["adaptive", "fixed"]))
+        .with_probes()
         .means("number of probes: as many as the age of the reports requires, or a fixed number per request"),
-    seldom("r_probe", "per request", Number(0.0, 16.0))
+    advanced("r_probe", "per request", Number(0.0, 16.0))
+        .at(F64(r_probe))
+        .with_probes()
         .needs("budget", "fixed")
         .from("§4")
         .means("number of probes per request, on average; discovery probes are sent in addition"),
-    seldom("discovery_interval_ms", "ms", Whole(10, 60_000)).means(
-        "interval between discovery probes, which Envoy's own policy places and which find replicas; shorter above 20 \
-         replicas and while replicas come into use, longer where requests are too few to pay for them",
-    ),
-    seldom("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
+    advanced("discovery_interval_ms", "ms", Whole(10, 60_000))
+        .at(U32(|s| Some(&mut s.pool.discovery_interval_ms)))
+        .means(
+            "interval between discovery probes, which Envoy's own policy places and which find replicas; shorter above 20 \
+             replicas and while replicas come into use, longer where requests are too few to pay for them",
+        ),
+    advanced("idle_probe_interval_ms", "ms", Whole(0, 3_600_000))
+        .at(U32(|s| Some(&mut s.probe.idle_interval_ms)))
+        .with_probes()
         .from("§4")
         .means(
             "time without requests after which one worker sends a pool's worth of probes; repeated until the saved probes (at \
              most 24) are used up; 0: never",
         ),
-    seldom("probe_timeout_ms", "ms", Whole(1, 10_000))
+    advanced("probe_timeout_ms", "ms", Whole(1, 10_000))
+        .at(U64(|s| Some(&mut s.probe.timeout_ms)))
+        .with_probes()
         .from("§3: 3 or 1")
         .means("time after which an unanswered probe counts as failed"),
-    seldom("piggyback", "", Bool).means(
-        "use the reports on responses as well as those of probes; probes then skip replicas that reported within the last \
-         tenth of `max_age_ms`",
-    ),
-    seldom("burst_guard", "", Bool).from("ours, `docs/adr/0003-small-fleets-and-budget.md`").means(
-        "Envoy's own policy places the requests that would pile up on a few replicas while the fleet is being discovered, \
-         or while requests arrive faster than reports",
-    ),
-    seldom("lambda", "", Number(0.0, 1.0))
+    advanced("piggyback", "", Bool)
+        .at(Flag(|s| Some(&mut s.probe.piggyback)))
+        .with_probes()
+        .means(
+            "use the reports on responses as well as those of probes; probes then skip replicas that reported within the last \
+             tenth of `max_age_ms`",
+        ),
+    advanced("burst_guard", "", Bool)
+        .at(Flag(|s| Some(&mut s.pool.burst_guard)))
+        .with_probes()
+        .from("this project, `docs/adr/0003-small-fleets-and-budget.md`")
+        .means(
+            "Envoy's own policy places the requests that would pile up on a few replicas while the fleet is being discovered, \
+             or while requests arrive faster than reports",
+        ),
+    advanced("lambda", "", Number(0.0, 1.0))
+        .at(F64(|s| linear(s).map(|linear| &mut linear.lambda)))
         .needs("rule", "linear")
         .from("appendix A")
         .means("weight of RIF: 0 means latency alone, 1 means RIF alone"),
-    seldom("alpha_ms", "ms per request in flight", Number(0.001, 60_000.0))
+    advanced("alpha_ms", "ms per request in flight", Number(0.001, 60_000.0))
+        .at(MsAsUs(|s| linear(s).map(|linear| &mut linear.alpha_us)))
         .needs("rule", "linear")
         .from("appendix A")
         .means("latency equivalent of one request in flight; set it to your median latency at RIF 1 (default: the paper's)"),
-    seldom("c3_clients", "clients", Whole(1, 100_000))
+    advanced("c3_clients", "clients", Whole(1, 100_000))
+        .at(U32(c3_clients))
         .needs("rule", "c3")
         .from("C3")
         .means("total number of workers of all Envoys that send to these replicas"),
-    seldom("max_in_flight", "requests", Whole(1, 100_000))
+    advanced("max_in_flight", "requests", Whole(1, 100_000))
+        .at(U32(max_in_flight))
         .needs("rule", "zuul_choice_of_two")
         .from("Zuul")
         .means("number of requests in flight at which a replica counts as full"),
-    seldom("orca_utilization", "", Form("`\"off\"`, `\"utilization\"`, `\"named_metrics.NAME\"`"))
+    advanced("orca_utilization", "", Form("`\"off\"`, `\"utilization\"`, `\"named_metrics.NAME\"`"))
         .needs("rule", "zuul_choice_of_two")
-        .from("ours, [orca.md](orca.md)")
+        .from("this project, [orca.md](orca.md)")
         .means(
             "which utilisation to read from ORCA reports on responses: `application_utilization`, else `cpu_utilization`; or \
              the metric of the given name",
         ),
-    inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535")).absent("the address that the client connected to").means(
-        "address in reports, exactly as in the clients' clusters. Setting it saves a property read per request",
-    ),
-    inbound("serving_port", "port", Whole(1, u16::MAX as u32)).absent("the port that the client connected to").means(
-        "reports name the address that the client connected to, with this port. Other ports are for probes; any other \
-         request there passes and is not counted. Not allowed together with `endpoint`",
-    ),
+    inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535"))
+        .absent("the address that the client connected to")
+        .means(
+            "address in reports, exactly as in the clients' clusters. Setting it saves a property read per request",
+        ),
+    inbound("serving_port", "port", Whole(1, u16::MAX as u32))
+        .absent("the port that the client connected to")
+        .means(
+            "reports name the address that the client connected to, with this port. Other ports are for probes; any other \
+             request there passes and is not counted. Not allowed together with `endpoint`",
+        ),
     inbound("report", "", OneOf(&["always", "probe_only"]))
         .means("where reports are sent: on responses and probe replies, or on probe replies alone"),
     inbound("orca", "", OneOf(&["off", "text", "json", "binary"]))
@@ -273,26 +349,103 @@ pub const KEYS: &[Key] = &[
     inbound("orca_for", "", OneOf(&["all", "grpc", "http"]))
         .needs("orca", "text")
         .means("responses with an ORCA report: all, gRPC only, or all except gRPC"),
-    inbound("orca_limit", "requests", Whole(1, 1_000_000)).needs("orca", "text").absent("the knee so far").means(
-        "number of requests that the replica is meant to serve at once; ORCA's utilisation is relative to it while no knee \
-         is known, or while the knee may be higher",
-    ),
+    inbound("orca_limit", "requests", Whole(1, 1_000_000))
+        .needs("orca", "text")
+        .absent("the knee so far")
+        .means(
+            "number of requests that the replica is meant to serve at once; ORCA's utilisation is relative to it while no knee \
+             is known, or while the knee may be higher",
+        ),
     inbound("orca_window_ms", "ms", Whole(100, 600_000))
         .needs("orca", "text")
         .means("time constant of the fading means of ORCA's rates and utilisation"),
 ];
 
-/// Keys that were removed or renamed, each with its replacement.
-pub(super) const REMOVED: &[(&str, &str)] = &[
-    ("latency_band", "rule \"predicted\" needs no band"),
-    ("cold_limit", "rule \"predicted\" needs no limit"),
-    ("q_rif_small", "rule \"predicted\" needs no quantile; with \"rule\": \"hcl\" set \"q_rif\""),
-    ("learning_rif", "set \"burst_guard\" to true or false"),
-    ("overflow_rif", "set \"burst_guard\" to true or false"),
-    ("error_aversion", "its new name is \"ejection_failure_share\""),
-    ("breaker", "its new name is \"ejection_wait_factor\""),
-    ("ramp_ms", "its new name is \"slow_start_ms\""),
-];
+fn target_age_ms(settings: &mut Settings) -> Option<&mut u32> {
+    match &mut settings.pool.budget {
+        Budget::Adaptive { target_age_ms, .. } => Some(target_age_ms),
+        Budget::Fixed { .. } => None,
+    }
+}
+
+fn max_probes_per_query(settings: &mut Settings) -> Option<&mut f64> {
+    match &mut settings.pool.budget {
+        Budget::Adaptive { max_probes_per_query, .. } => Some(max_probes_per_query),
+        Budget::Fixed { .. } => None,
+    }
+}
+
+fn r_probe(settings: &mut Settings) -> Option<&mut f64> {
+    match &mut settings.pool.budget {
+        Budget::Fixed { r_probe } => Some(r_probe),
+        Budget::Adaptive { .. } => None,
+    }
+}
+
+fn linear(settings: &mut Settings) -> Option<&mut Linear> {
+    match &mut settings.choice.rule {
+        Rule::Linear(linear) => Some(linear),
+        _ => None,
+    }
+}
+
+fn c3_clients(settings: &mut Settings) -> Option<&mut u32> {
+    match &mut settings.choice.rule {
+        Rule::C3 { clients } => Some(clients),
+        _ => None,
+    }
+}
+
+fn max_in_flight(settings: &mut Settings) -> Option<&mut u32> {
+    match &mut settings.choice.rule {
+        Rule::Zuul { max_in_flight } => Some(max_in_flight),
+        _ => None,
+    }
+}
+
+/// The keys allowed in a cluster or, as defaults, at the top level.
+pub(super) static SETTINGS: [Setting; count(Scope::Both)] = settings();
+/// Names of the keys that are allowed only in a cluster.
+pub(super) static IN_CLUSTER: [&str; count(Scope::Cluster)] = names(Scope::Cluster);
+/// Names of the keys that are allowed only at the top level of the outbound role.
+pub(super) static OUTBOUND: [&str; count(Scope::Outbound)] = names(Scope::Outbound);
+/// Names of the keys of the inbound role.
+pub(super) static INBOUND: [&str; count(Scope::Inbound)] = names(Scope::Inbound);
+
+const fn count(scope: Scope) -> usize {
+    let (mut keys, mut count) = (KEYS, 0);
+    while let Some((key, rest)) = keys.split_first() {
+        count += (key.scope as u8 == scope as u8) as usize;
+        keys = rest;
+    }
+    count
+}
+
+#[expect(clippy::indexing_slicing, reason = "in constants the compiler checks the index")]
+const fn names<const N: usize>(scope: Scope) -> [&'static str; N] {
+    let (mut keys, mut names, mut next) = (KEYS, [""; N], 0);
+    while let Some((key, rest)) = keys.split_first() {
+        if key.scope as u8 == scope as u8 {
+            names[next] = key.name;
+            next += 1;
+        }
+        keys = rest;
+    }
+    names
+}
+
+#[expect(clippy::indexing_slicing, reason = "in constants the compiler checks the index")]
+const fn settings<const N: usize>() -> [Setting; N] {
+    let (mut keys, mut settings, mut next) = (KEYS, [Setting::NONE; N], 0);
+    while let Some((key, rest)) = keys.split_first() {
+        if key.scope as u8 == Scope::Both as u8 {
+            settings[next] = Setting::new(key.name, key.values, key.needs, key.with_probes, key.field);
+            next += 1;
+        }
+        keys = rest;
+    }
+    settings
+}
 
 /// Returns the key of this name. Only for constants, where an unknown key fails to compile.
 #[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
@@ -319,15 +472,5 @@ pub(super) const fn whole(name: &str) -> (&'static str, RangeInclusive<u32>) {
     match key.values {
         Whole(low, high) => (key.name, low..=high),
         _ => panic!("not a whole number"),
-    }
-}
-
-/// Returns the name and range of a number, without 0 for off. Only for constants.
-#[expect(clippy::panic, reason = "in constants it is the compiler that panics")]
-pub(super) const fn number(name: &str) -> (&'static str, RangeInclusive<f64>) {
-    let key = find(KEYS, name);
-    match key.values {
-        Number(low, high) | NumberOrOff(low, high) => (key.name, low..=high),
-        _ => panic!("not a number"),
     }
 }

@@ -15,16 +15,19 @@ mod fields;
 mod inbound;
 mod keys;
 mod profile;
+mod removed;
+mod setting;
 mod written;
 
 use crate::client::settings::{ChoiceSettings, ClusterConfig, Mode, ProbeSettings, Shim};
-use fields::{Fields, kind, set, shorten};
-use keys::{number, whole};
+use fields::{Fields, kind, shorten};
+use keys::{IN_CLUSTER, INBOUND, OUTBOUND, SETTINGS};
 
 pub use errors::{ConfigError, ConfigErrors};
 pub use inbound::{InboundConfig, InboundOrca, Serving};
-pub use keys::{KEYS, Key, Scope, Values};
+pub use keys::{KEYS, Key, Scope};
 pub use profile::Profile;
+pub use setting::Values;
 
 /// Maximum length of a configuration, bytes.
 pub const MAX_CONFIG: usize = 512 * 1024;
@@ -55,6 +58,9 @@ pub struct FilterConfig {
 
 const SHIMS: &[(&str, Shim)] =
     &[("stateful_session", Shim::StatefulSession), ("override_host", Shim::OverrideHost)];
+
+/// Values of `budget`, and whether the number of probes per request is fixed.
+const BUDGETS: &[(&str, bool)] = &[("adaptive", false), ("fixed", true)];
 
 const HOT: &[(&str, HotRule)] = &[("gt", HotRule::Gt), ("ge", HotRule::Ge)];
 
@@ -123,7 +129,7 @@ impl FilterConfig {
     fn read(root: &Map<String, Value>, mut errors: ConfigErrors) -> Result<Self, ConfigErrors> {
         let mut top = Fields { object: root, path: String::new(), errors: &mut errors };
         inbound::refuse_in_outbound(&mut top);
-        top.reject_unknown(&[&["role"], &outbound_keys()[..]].concat(), inbound::KEYS);
+        top.reject_unknown(&[&["role"], &outbound_keys()[..]].concat(), &INBOUND);
         let profile = top.choice("profile", Profile::NAMES).unwrap_or(Profile::Default);
         let shim = top.choice("shim", SHIMS).unwrap_or(Shim::StatefulSession);
         let defaults = top.settings(&profile.settings());
@@ -164,35 +170,13 @@ impl FilterConfig {
     }
 }
 
-/// Keys allowed in a cluster or, as defaults, at the top level, in addition to [`POOL_KEYS`].
-const SETTING_KEYS: &[&str] = &["q_rif", "hot", "discovery_interval_ms"];
-
-/// Keys allowed in the same places that have an effect only with rules that use a probe pool.
-const POOL_KEYS: &[&str] = &[
-    "pool_size",
-    "max_age_ms",
-    "delta",
-    "r_remove",
-    "scale_removal",
-    "reuse_cap",
-    "budget",
-    "r_probe",
-    "target_age_ms",
-    "max_probes_per_query",
-    "verified_probes",
-    "rif_history",
-    "burst_guard",
-    "ejection_failure_share",
-    "ejection_wait_factor",
-    "slow_start_ms",
-    "probe_timeout_ms",
-    "idle_probe_interval_ms",
-    "piggyback",
-];
+fn setting_names() -> impl Iterator<Item = &'static str> {
+    SETTINGS.iter().map(|setting| setting.name)
+}
 
 /// Keys of the outbound role at the top level, in addition to `role`.
 fn outbound_keys() -> Vec<&'static str> {
-    [&["clusters", "shim", "profile"], SETTING_KEYS, POOL_KEYS, choice::KEYS].concat()
+    OUTBOUND.into_iter().chain(setting_names()).collect()
 }
 
 /// Settings allowed in a cluster or, as defaults, at the top level.
@@ -205,59 +189,31 @@ struct Settings {
 
 impl Fields<'_> {
     fn settings(&mut self, base: &Settings) -> Settings {
-        let Settings { mut pool, mut probe, choice } = base.clone();
-        let choice = self.choice_settings(&choice);
-        set(&mut pool.pool_size, self.whole(const { whole("pool_size") }).map(|size| size as usize));
-        set(&mut pool.max_age_ms, self.whole(const { whole("max_age_ms") }));
-        set(&mut pool.q_rif, self.number(const { number("q_rif") }));
-        set(&mut pool.hot, self.choice("hot", HOT));
-        set(&mut pool.delta, self.number(const { number("delta") }));
-        set(&mut pool.r_remove, self.number(const { number("r_remove") }));
-        set(&mut pool.scale_removal, self.boolean("scale_removal"));
-        set(&mut pool.reuse_cap, self.whole(const { whole("reuse_cap") }));
-        set(&mut pool.discovery_interval_ms, self.whole(const { whole("discovery_interval_ms") }));
-        set(&mut pool.verified_probes, self.boolean("verified_probes"));
-        set(
-            &mut pool.rif_history,
-            self.whole(const { whole("rif_history") }).map(|samples| samples as usize),
-        );
-        set(&mut pool.burst_guard, self.boolean("burst_guard"));
-        set(&mut pool.ejection.failure_share, self.number_or_off(const { number("ejection_failure_share") }));
-        set(&mut pool.ejection.wait_factor, self.number_or_off(const { number("ejection_wait_factor") }));
-        set(&mut pool.slow_start_ms, self.whole(const { whole("slow_start_ms") }));
-        pool.budget = self.budget(pool.budget);
-        set(&mut probe.timeout_ms, self.whole(const { whole("probe_timeout_ms") }).map(u64::from));
-        set(&mut probe.idle_interval_ms, self.whole(const { whole("idle_probe_interval_ms") }));
-        set(&mut probe.piggyback, self.boolean("piggyback"));
-        Settings { pool, probe, choice }
+        let mut settings = base.clone();
+        // These come first, because they decide which parameters there are.
+        settings.pool.budget = self.budget(base.pool.budget);
+        self.choice_settings(&mut settings.choice);
+        for setting in &SETTINGS {
+            setting.read(self, &mut settings);
+        }
+        settings
     }
 
-    fn budget(&mut self, default: Budget) -> Budget {
-        let fixed_default = matches!(default, Budget::Fixed { .. });
-        let fixed = self.choice("budget", &[("adaptive", false), ("fixed", true)]).unwrap_or(fixed_default);
-        let r_probe = self.number(const { number("r_probe") });
-        let target = self.whole(const { whole("target_age_ms") });
-        let most = self.number(const { number("max_probes_per_query") });
-        if fixed {
-            for key in ["target_age_ms", "max_probes_per_query"] {
-                if self.object.contains_key(key) {
-                    self.fail(key, "has no effect with \"budget\": \"fixed\"".into());
-                }
+    fn budget(&mut self, base: Budget) -> Budget {
+        let budget = match (self.choice("budget", BUDGETS), base) {
+            (Some(true), Budget::Adaptive { .. }) => Budget::Fixed { r_probe: 3.0 },
+            (Some(false), Budget::Fixed { .. }) => {
+                Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 }
             }
-            let inherited = if let Budget::Fixed { r_probe } = default { r_probe } else { 3.0 };
-            return Budget::Fixed { r_probe: r_probe.unwrap_or(inherited) };
-        }
-        if self.object.contains_key("r_probe") {
-            self.fail("r_probe", "needs \"budget\": \"fixed\"".into());
-        }
-        let (default_target, default_most) = match default {
-            Budget::Adaptive { target_age_ms, max_probes_per_query } => (target_age_ms, max_probes_per_query),
-            Budget::Fixed { .. } => (500, 1.0),
+            _ => base,
         };
-        Budget::Adaptive {
-            target_age_ms: target.unwrap_or(default_target),
-            max_probes_per_query: most.unwrap_or(default_most),
+        let needed = if matches!(budget, Budget::Fixed { .. }) { "adaptive" } else { "fixed" };
+        for setting in SETTINGS.iter().filter(|setting| !setting.suits(budget)) {
+            if self.object.contains_key(setting.name) {
+                self.fail(setting.name, format!("needs \"budget\": \"{needed}\""));
+            }
         }
+        budget
     }
 
     fn cluster(
@@ -265,8 +221,8 @@ impl Fields<'_> {
         defaults: &Settings,
         of_profile: &dyn Fn(Profile) -> Settings,
     ) -> Option<ClusterConfig> {
-        let own = ["cluster", "probe_cluster", "endpoints", "profile"];
-        self.reject_unknown(&[&own, SETTING_KEYS, POOL_KEYS, choice::KEYS].concat(), &[]);
+        let names: Vec<&str> = IN_CLUSTER.into_iter().chain(setting_names()).collect();
+        self.reject_unknown(&names, &[]);
         let profile = self.choice("profile", Profile::NAMES).map(of_profile);
         let Settings { mut pool, probe, choice } = self.settings(profile.as_ref().unwrap_or(defaults));
         self.contradictions(&[&choice]);

@@ -2,11 +2,14 @@
 
 use serde_json::{Map, Value, json};
 
-use super::choice::{MODES, rules};
+use super::choice::MODES;
+use super::fields::name_of;
 use super::inbound::{CLASSES, ORCA, REPORTS};
-use super::{Config, HOT, InboundConfig, Key, SHIMS, Scope, Serving};
+use super::keys::SETTINGS;
+use super::{BUDGETS, Config, InboundConfig, Key, SHIMS, Scope, Serving, Settings};
 use crate::client::pool::Budget;
 use crate::client::settings::{ClusterConfig, Rule};
+use crate::wire::hint::HintSource;
 
 impl Config {
     /// Returns JSON that [`Config::parse`] reads as the same configuration, with nothing left to defaults.
@@ -14,7 +17,7 @@ impl Config {
         match self {
             Self::Outbound(config) => {
                 let clusters: Vec<Value> = config.clusters.iter().map(cluster).collect();
-                json!({"role": "outbound", "shim": name(config.shim, SHIMS), "clusters": clusters})
+                json!({"role": "outbound", "shim": name_of(config.shim, SHIMS), "clusters": clusters})
             }
             Self::Inbound(config) => inbound(config),
         }
@@ -62,71 +65,35 @@ fn cluster(config: &ClusterConfig) -> Value {
         say("profile", json!("paper"));
     }
 
-    let rule = rules().into_iter().find(|(_, rule)| rule.is_like(choice.rule));
-    say("rule", json!(rule.map(|(name, _)| name)));
-    match choice.rule {
-        Rule::Hcl => {
-            say("q_rif", json!(pool.q_rif));
-            say("hot", json!(name(pool.hot, HOT)));
-        }
-        Rule::Linear(linear) => {
-            say("lambda", json!(linear.lambda));
-            say("alpha_ms", json!(linear.alpha_us / 1000.0));
-        }
-        Rule::C3 { clients } => drop(say("c3_clients", json!(clients))),
-        Rule::Zuul { max_in_flight } => {
-            say("max_in_flight", json!(max_in_flight));
-            let metric = choice.orca.as_ref().map_or("off".to_owned(), ToString::to_string);
-            say("orca_utilization", json!(metric));
-        }
-        Rule::Predicted | Rule::RifOnly | Rule::LatencyOnly | Rule::PeakEwma => {}
+    say("rule", json!(choice.rule.name()));
+    if let Rule::Zuul { .. } = choice.rule {
+        let metric = choice.orca.as_ref().map_or("off".to_owned(), ToString::to_string);
+        say("orca_utilization", json!(metric));
     }
-    say("discovery_interval_ms", json!(pool.discovery_interval_ms));
-    if choice.rule.is_probe_free() {
-        return Value::Object(all);
-    }
-
-    say("mode", json!(name(choice.mode, MODES)));
-    let routes = choice.route_modes.iter().map(|(route, mode)| (route.clone(), json!(name(*mode, MODES))));
-    say("route_modes", Value::Object(routes.collect()));
-    if choice.uses_sync() {
-        say("sync_d", json!(choice.sync.d));
-        say("sync_deadline_ms", json!(choice.sync.deadline_ms));
-        let hint = choice.hint.as_ref().map_or(json!("none"), |hint| {
-            let header = hint.header.as_ref().map(|name| ("header".to_owned(), json!(name)));
-            let segment = hint.path_segment.map(|number| ("path_segment".to_owned(), json!(number)));
-            Value::Object(header.into_iter().chain(segment).collect())
-        });
-        say("hint", hint);
-    }
-
-    match pool.budget {
-        Budget::Fixed { r_probe } => {
-            say("budget", json!("fixed"));
-            say("r_probe", json!(r_probe));
-        }
-        Budget::Adaptive { target_age_ms, max_probes_per_query } => {
-            say("budget", json!("adaptive"));
-            say("target_age_ms", json!(target_age_ms));
-            say("max_probes_per_query", json!(max_probes_per_query));
+    if !choice.rule.is_probe_free() {
+        say("mode", json!(name_of(choice.mode, MODES)));
+        let routes =
+            choice.route_modes.iter().map(|(route, mode)| (route.clone(), json!(name_of(*mode, MODES))));
+        say("route_modes", Value::Object(routes.collect()));
+        say("budget", json!(name_of(matches!(pool.budget, Budget::Fixed { .. }), BUDGETS)));
+        if choice.uses_sync() {
+            say("hint", hint(choice.hint.as_ref()));
         }
     }
-    say("pool_size", json!(pool.pool_size));
-    say("max_age_ms", json!(pool.max_age_ms));
-    say("delta", json!(pool.delta));
-    say("r_remove", json!(pool.r_remove));
-    say("scale_removal", json!(pool.scale_removal));
-    say("reuse_cap", json!(pool.reuse_cap));
-    say("burst_guard", json!(pool.burst_guard));
-    say("verified_probes", json!(pool.verified_probes));
-    say("rif_history", json!(pool.rif_history));
-    say("ejection_failure_share", json!(pool.ejection.failure_share));
-    say("ejection_wait_factor", json!(pool.ejection.wait_factor));
-    say("slow_start_ms", json!(pool.slow_start_ms));
-    say("probe_timeout_ms", json!(probe.timeout_ms));
-    say("idle_probe_interval_ms", json!(probe.idle_interval_ms));
-    say("piggyback", json!(probe.piggyback));
+    let mut settings = Settings { pool: pool.clone(), probe: probe.clone(), choice: choice.clone() };
+    for setting in &SETTINGS {
+        if let Some(value) = setting.written(&mut settings) {
+            say(setting.name, value);
+        }
+    }
     Value::Object(all)
+}
+
+fn hint(source: Option<&HintSource>) -> Value {
+    let Some(source) = source else { return json!("none") };
+    let header = source.header.as_ref().map(|name| ("header".to_owned(), json!(name)));
+    let segment = source.path_segment.map(|number| ("path_segment".to_owned(), json!(number)));
+    Value::Object(header.into_iter().chain(segment).collect())
 }
 
 fn inbound(config: &InboundConfig) -> Value {
@@ -138,20 +105,16 @@ fn inbound(config: &InboundConfig) -> Value {
         Serving::Port(port) => drop(say("serving_port", json!(port))),
         Serving::Fixed(endpoint) => drop(say("endpoint", json!(endpoint.to_string()))),
     }
-    say("report", json!(name(config.report_on_responses, REPORTS)));
-    say("orca", json!(name(config.orca.map(|orca| orca.format), ORCA)));
+    say("report", json!(name_of(config.report_on_responses, REPORTS)));
+    say("orca", json!(name_of(config.orca.map(|orca| orca.format), ORCA)));
     if let Some(orca) = config.orca {
-        say("orca_for", json!(name(orca.responses, CLASSES)));
+        say("orca_for", json!(name_of(orca.responses, CLASSES)));
         say("orca_window_ms", json!(orca.window_ms));
         if let Some(limit) = orca.limit {
             say("orca_limit", json!(limit));
         }
     }
     Value::Object(all)
-}
-
-fn name<T: Copy + PartialEq>(value: T, names: &[(&'static str, T)]) -> &'static str {
-    names.iter().find(|(_, named)| *named == value).map_or("", |(name, _)| name)
 }
 
 #[cfg(test)]
@@ -177,7 +140,16 @@ mod tests {
         for profile in ["default", "paper", "small", "inference"] {
             texts.push(cluster(&format!(r#","profile":"{profile}""#)));
         }
-        for (rule, _) in rules() {
+        for rule in [
+            "predicted",
+            "hcl",
+            "rif_only",
+            "latency_only",
+            "linear",
+            "c3",
+            "peak_ewma",
+            "zuul_choice_of_two",
+        ] {
             texts.push(cluster(&format!(r#","rule":"{rule}""#)));
         }
         for text in texts {
