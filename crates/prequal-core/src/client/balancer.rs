@@ -1,5 +1,5 @@
-//! How a balancer handles the beginning, the response and the end of a request, and each tick. Probes are in `probing.rs`, the
-//! membership in `notes.rs`, and the transaction on the shared state in `journal.rs`.
+//! Handles the start, the response and the end of each request, and every tick. `probing.rs` handles probes, `notes.rs`
+//! the membership, and `journal.rs` the transaction on the shared state.
 
 use rand::Rng;
 
@@ -40,8 +40,8 @@ pub struct Balancer<S: Store, C> {
     journal: Journal<S>,
     /// The shared membership.
     members: S::Value<Members>,
-    /// Number of the write that this worker last adopted the membership from.
-    seen: Option<u32>,
+    /// Version of the shared membership that this worker adopted last.
+    adopted: Option<u32>,
     /// This worker's copy of the membership.
     membership: View,
     rules: Rules,
@@ -61,9 +61,10 @@ pub struct Tick {
     pub view: PoolView,
     /// Number of ejected replicas.
     pub ejected: u32,
-    /// Whether no replica is ejected because more than half of the fleet would be, or because more than half fail alike.
+    /// Whether ejection is suspended, because more than half of the fleet would be ejected or because more than half fail
+    /// alike.
     pub panic: bool,
-    /// Probes that are due for lack of requests.
+    /// Probes to send because no requests have come.
     pub probes: ProbesDue,
 }
 
@@ -74,7 +75,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let mut balancer = Self {
             journal: Journal::new(store),
             members: store.open("members"),
-            seen: None,
+            adopted: None,
             membership: View::default(),
             rules: Rules::new(config.choice.rule),
             flights: Flights::new(),
@@ -92,8 +93,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         balancer
     }
 
-    /// For a proxy that provides the fleet ([`Self::set_fleet`]): a replica's placement is what the proxy says now, and not
-    /// what it was when the request was placed.
+    /// Declares that the proxy provides the fleet ([`Self::set_fleet`]). Reports are then recorded with the replica's
+    /// current placement instead of its placement when the request was placed.
     #[must_use]
     pub fn with_known_fleet(self) -> Self {
         Self { known_fleet: true, ..self }
@@ -104,7 +105,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         &self.config
     }
 
-    /// Whether a tick would return and do the same as the last one: nothing is pending, and the cluster is not in use.
+    /// Returns whether another tick would change nothing: no update is pending, and the cluster is not in use.
     pub fn is_resting(&self) -> bool {
         self.resting
     }
@@ -114,8 +115,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         &self.counters
     }
 
-    /// Chooses a replica for one request: among `answers` if the request has waited for them, else from the pool. `whole` is
-    /// false if the client is still sending the request.
+    /// Chooses a replica for a request: among `answers` if the request has waited for its own probes, otherwise from the
+    /// pool. `whole` is false while the client is still sending the request.
     pub fn begin<G: Rng>(&mut self, now: Micros, answers: &[Answer], whole: bool, rng: &mut G) -> Request {
         self.resting = false;
         let mut request = if self.config.choice.rule.is_probe_free() {
@@ -134,15 +135,16 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         request
     }
 
-    /// Records that the client has sent the whole request, which waits for the replica from now on.
+    /// Records that the client has sent the whole request. From now on, the request waits for its replica.
     pub fn completed(&mut self, request: &Request, proxy: &impl Witness) {
         if let Some(flight) = &request.flight {
             self.flights.completed(flight, proxy.now());
         }
     }
 
-    /// Returns the utilisation that a replica without an agent reports in the ORCA format, if the configuration asks for it: 1
-    /// is full, and the maximum is 10. `text` and `bin` are the values of its two headers.
+    /// Returns the utilisation that a replica without an agent reports in ORCA format, from 0 to 10, where 1 means full;
+    /// `None` if there is none or the configuration does not use it. `text` and `bin` are the values of the two ORCA
+    /// headers.
     pub fn orca_utilisation<'a>(
         &self,
         text: impl Iterator<Item = &'a [u8]>,
@@ -157,7 +159,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         micro.map(|micro| (micro as f64 / 1e6).min(10.0))
     }
 
-    /// Handles the response headers, which may include a report. `failed` is set if they carry an error.
+    /// Handles the response headers, which may include a report. `failed` is true if they indicate an error.
     pub fn response(
         &mut self,
         now: Micros,
@@ -183,8 +185,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Handles the end of a request. `complete` is set if the response ended properly, `failed` if it carried an error, for
-    /// example in its trailers.
+    /// Handles the end of a request. `complete` is true if the response ended properly, `failed` if it carried an error,
+    /// for example in its trailers.
     pub fn ended(&mut self, mut request: Request, complete: bool, failed: bool, proxy: &impl Witness) {
         if failed && !request.failed && request.reported {
             self.land(proxy.now(), &mut request, true);
@@ -197,7 +199,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.judge_end(&mut request, proxy)
         } else {
             if let Some(chosen) = request.pick.replica {
-                // A rule that counts requests in flight sees it as aborted by the client.
+                // A rule that counts requests in flight must count this one down.
                 let now = proxy.now();
                 let (latency_us, outcome) = (now.saturating_since(request.began), Outcome::Aborted);
                 self.rules.done(chosen, now, &Done { latency_us, outcome, rif: None, utilisation: None });
@@ -214,11 +216,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.counters.count(Count::Outcome(class));
     }
 
-    /// Applies the waiting updates. Returns the state of the pool and the probes that are due for lack of requests.
+    /// Applies the pending updates. Returns the state of the pool, and the probes to send because no requests have come.
     ///
-    /// Every worker ticks, even one that never has a request. The compare-and-swap gives the idle probes to only one of them.
+    /// Every worker ticks, even one that never gets a request. Compare-and-swap ensures that only one of them sends the
+    /// idle probes.
     pub fn tick<G: Rng>(&mut self, now: Micros, rng: &mut G) -> Tick {
-        // This comes first, so that the pool learns of changes in this tick.
+        // This comes first, so that this tick applies the changes to the pool.
         self.share_members(now);
         let probe_free = self.config.choice.rule.is_probe_free();
         if !probe_free {
@@ -252,7 +255,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if written { tick } else { Tick { probes: ProbesDue::default(), ..tick } }
     }
 
-    /// Applies the waiting updates now, for a thread that receives replies to probes but places no requests.
+    /// Applies the pending updates now. This is for a thread that receives probe replies but places no requests.
     pub fn apply<G: Rng>(&mut self, now: Micros, rng: &mut G) {
         if self.journal.waits() {
             let settings = &self.config.pool;
@@ -304,7 +307,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         })
     }
 
-    /// Judges the report on a response (design §3, "Trust"). Returns `None` if the request did not go to this cluster.
+    /// Decides whether the report on a response can be trusted. Returns `None` if the request did not go to this cluster.
     fn judge_report(
         &mut self,
         now: Micros,
@@ -367,7 +370,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Records the load reported on a response, unless the request failed: a replica that fails at once is idle and looks fast.
+    /// Records the load reported on a response, unless the request failed: a replica that fails requests immediately
+    /// looks idle and fast.
     fn count(
         &mut self,
         request: &Request,
@@ -381,7 +385,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Judges the end of a request whose chosen replica did not prove that it answered.
+    /// Classifies the end of a request when no report proves that the chosen replica answered.
     fn judge_end(&mut self, request: &mut Request, proxy: &impl Witness) -> Class {
         let class = proxy.class();
         if class == Class::ClientAbort {
@@ -399,7 +403,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.counters.count(Count::Diverted);
         }
         if request.rescued {
-            // The failure was recorded when the headers came.
+            // The failure was recorded when the headers arrived.
         } else if class == Class::UpstreamFailure || (diverted && (verify || proxy.attempts() > 1)) {
             // The replica refused, reset or timed out, possibly with a retry elsewhere; or it does not exist.
             self.push(Update::CoolDown(now, chosen));
@@ -425,7 +429,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let probe_free = self.config.choice.rule.is_probe_free();
         let served = if probe_free { proxy.served_by() } else { request.pick.replica };
         let Some(chosen) = request.pick.replica else {
-            // The proxy's own policy placed the request. Members are found this way.
+            // The proxy's own policy placed the request. This is how members are discovered.
             if let (true, Some(served)) = (probe_free, served) {
                 self.confirm(now, served, None, Evidence::Placed);
             }
@@ -436,7 +440,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let outcome = match class {
             Class::Answer if !diverted => Outcome::Success,
             Class::ClientAbort | Class::Local => Outcome::Aborted,
-            // A request that the proxy did not send to the chosen replica is not a failure of that replica either.
+            // A request that the proxy did not send to the chosen replica is not that replica's failure.
             _ if refused => Outcome::Aborted,
             _ => Outcome::Failure,
         };
@@ -453,7 +457,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Records that a request goes to the picked replica. Returns `None` if the request is not watched.
+    /// Records that a request is sent to the chosen replica. Returns `None` if the request is not watched.
     fn sent(&mut self, now: Micros, pick: &Pick, whole: bool) -> Option<Flight> {
         if self.config.pool.ejection == EjectionSettings::OFF || self.config.choice.rule.is_probe_free() {
             return None;
@@ -461,10 +465,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Some(self.flights.sent(now, pick.replica?, pick.latency_us, pick.trial, whole))
     }
 
-    /// Records that the chosen replica has answered or failed. An answer can still fail later, but a request fails only once.
+    /// Records that the chosen replica has answered or failed the request. An answer can still turn into a failure, but
+    /// each request counts as at most one.
     fn land(&mut self, now: Micros, request: &mut Request, failed: bool) {
         let settings = &self.config.pool.ejection;
-        // If failures do not eject, the pool need not know of them.
+        // Failures matter only if they can eject.
         let ejects = settings.failure_share > 0.0;
         if let Some(flight) = request.flight.take() {
             let Some(landed) = self.flights.answered(settings, flight, now, failed) else { return };

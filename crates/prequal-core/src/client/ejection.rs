@@ -1,4 +1,4 @@
-//! The ejection table: replicas that no pick may choose for a while, and how they are readmitted.
+//! The ejection table: replicas that get no ordinary requests for a while, and how they are readmitted.
 //!
 //! [`EjectionTable`] is a separate blob beside the pool's, shared by the workers of an Envoy. It outlives pool entries. It
 //! encodes only the records that it holds, but with hundreds of replicas those are many bytes. Each worker therefore keeps a
@@ -7,27 +7,28 @@
 //!
 //! A replica is **ejected** for one of these [`Reason`]s:
 //!
-//! - *failing*: of the requests that this Envoy sent there recently (the last [`MEMORY`], fading over 10 s), the share that
-//!   failed exceeds that of the others by at least [`EjectionSettings::failure_share`], and at least two failed. The rule
-//!   uses a share, not a run of failures: a replica that fails every third request hardly ever fails five in a row. One
-//!   failure in a thousand never ejects a replica.
+//! - *failing*: of the requests that this Envoy sent there recently (the last [`MEMORY`], fading over 10 s), the share
+//!   that failed exceeds that of the others by at least [`EjectionSettings::failure_share`], and at least two failed. The
+//!   rule uses a share, not a run of failures, because a replica that fails every third request hardly ever fails five in
+//!   a row. One failure in a thousand never ejects a replica.
 //! - *reported*: the replica itself reports failures, and the others do not. A replica that lies about this hurts only
 //!   itself.
 //! - *unresponsive*: a request has waited longer than any should, and no request sent after it has been answered.
 //!
 //! **Trials** readmit a replica: one request at a time, after 1, 2, 4 and then every 8 s, once the replica has been heard
-//! from (by a probe) since the last trial. A trial that was answered only a little late restarts this back-off, once. If a
-//! trial is answered late by a replica that reports such a latency, the back-off becomes 8 s at once. An unresponsive replica
-//! is readmitted after one answer in time, to a trial or to an earlier request. A failing replica is readmitted after
-//! [`STREAK`] successful trials in a row, once it also reports no failures. These trials follow each other quickly. A single
-//! one would not do: a replica that fails half of its requests passes every other trial. A readmitted replica is usually
-//! **vouched** for: for 15 s, the latency that this client sees replaces the reported one if it is lower, because the reported
-//! one still includes the time before.
+//! from (by a probe) since the last trial. A trial that is answered only slightly late restarts this back-off, once. If
+//! the answer is late and the replica itself reports such a latency, the back-off becomes 8 s immediately. An
+//! unresponsive replica is readmitted after one answer in time, to a trial or to an earlier request. A failing replica is
+//! readmitted after [`STREAK`] successful trials in a row, once it also reports no failures. These trials follow one
+//! another quickly. One would not be enough: a replica that fails half of its requests passes every other trial. A
+//! readmitted replica is usually **vouched** for: for 15 s, the latency that this client sees replaces the reported one
+//! if it is lower, because the reported one still reflects the time before.
 //!
-//! **The others** show which failures are not a replica's own fault, such as those of a dependency that all replicas share.
-//! The rule takes the *median* of their shares of failures, so that up to half of the fleet can be bad without excusing each
-//! other. Only replicas with evidence from the last 10 s count. If the others fail as well, a replica must have failed more
-//! requests than chance explains. A replica that turns out to fail like the others is readmitted at its next report.
+//! **The others** show which failures are not a replica's own fault, such as those of a dependency that all replicas
+//! share. The rule takes the *median* of their shares of failures, so that up to half of the fleet can be bad without
+//! excusing each other. Only replicas with evidence from the last 10 s count. If the others fail as well, a replica must
+//! have failed more requests than chance explains. An ejected replica that fails no more than the others is readmitted at
+//! its next report.
 //!
 //! **Panic**: when more than half of the fleet would be ejected, no replica is. The replicas are then not the cause, or there
 //! is nowhere else to go.
@@ -60,8 +61,8 @@ pub const STREAK: u8 = 5;
 pub struct EjectionSettings {
     /// Share of failed requests, beyond that of the others, at which a replica is ejected, 0.02 to 1; 0: never.
     pub failure_share: f64,
-    /// A request that has waited this many times the 90th percentile of response times, and longer than the 99th, is a sign
-    /// of an unresponsive replica, 1 to 100; 0: never.
+    /// A request that has waited this many times the 90th percentile of response times, and longer than the 99th, is a
+    /// sign of an unresponsive replica. 1 to 100; 0: never.
     pub wait_factor: f64,
 }
 
@@ -69,13 +70,13 @@ impl EjectionSettings {
     /// Both rules off.
     pub const OFF: Self = Self { failure_share: 0.0, wait_factor: 0.0 };
 
-    /// Whether a replica that reports this share of failures, per mille, is ejected for it while the others report none.
+    /// Whether this reported share of failures, per mille, ejects a replica while the others report none.
     pub fn believes(&self, failing: u16) -> bool {
         let least = f64::from(MIN_REPORTED).max(self.failure_share * 1000.0);
         self.failure_share > 0.0 && f64::from(failing) >= least
     }
 
-    /// Whether the replica is ejected while the others report a share of `others`. The shares may cover few requests.
+    /// Like [`Self::believes`], while the others report a share of `others`. The shares may cover few requests.
     fn believes_beside(&self, failing: u16, others: u16) -> bool {
         let [failed, expected] = [failing, others].map(|share| f32::from(share) / 1000.0 * REPORTED_TOTAL);
         self.believes(failing.saturating_sub(others)) && stands_out(failed, REPORTED_TOTAL, expected, 0.0)
@@ -98,7 +99,7 @@ pub enum Reason {
     Unresponsive,
 }
 
-/// Evidence about a replica from a request, or from its missing answer.
+/// Evidence about a replica: from a request, or from a missing answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
     /// A failure caused by the replica: 5xx, gRPC error, reset, refused, timed out. `requests` are those that this worker
@@ -145,7 +146,7 @@ pub enum Timing {
 /// Result of an event, for metrics.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Change {
-    /// Nothing that other workers need to know; the blob need not be written.
+    /// Nothing that other workers need; the blob need not be written.
     None,
     /// Counts have changed.
     Noted,
@@ -169,7 +170,7 @@ pub struct Trial {
 pub struct EjectionTable {
     /// Number of replicas in use; decides when too many are ejected.
     members: u32,
-    /// Number of healthy replicas beside the one that failed last, as seen by the worker that recorded the failure.
+    /// Number of healthy replicas besides the one that failed last, as seen by the worker that recorded the failure.
     well: u32,
     version: u32,
     /// Sorted by endpoint.
@@ -313,10 +314,10 @@ impl Record {
         settings.forgives(self.reported)
     }
 
-    /// Whether the replica fails more of its requests than the others do.
+    /// Whether the replica fails a larger share of its requests than the others.
     fn stands_out(&self, beside: Others, settings: &EjectionSettings) -> bool {
         let share = settings.failure_share as f32;
-        // The fewer the others, the less certain their median.
+        // The fewer others there are, the less certain is their median.
         let usual = beside.share * (1.0 + (beside.count.max(1) as f32).sqrt().recip());
         stands_out(self.failed, self.total, self.total * usual, share)
     }
@@ -488,7 +489,7 @@ impl EjectionTable {
                     // The replica is slow, not stuck: it reports this latency now and reported it before. The selection
                     // rule handles that.
                     (Reason::Unresponsive, Timing::Slow) if record.vouch == 0 => record.readmit(now),
-                    // Another trial soon would only be another slow request.
+                    // Another trial now would only be another slow request.
                     (Reason::Unresponsive, Timing::Slow) if trial => {
                         record.backoff_ms = MAX_BACKOFF_MS;
                         Change::Noted
@@ -678,10 +679,10 @@ impl EjectionTable {
         self.flagged() * 2 > self.members as usize
     }
 
-    /// Whether more than half of the fleet is ejected or has recently failed every second request. Replicas that fail alike
-    /// are not ejected, but then there is nowhere better to go either.
+    /// Whether more than half of the fleet is ejected or has recently failed every second request. Replicas that all fail
+    /// alike are not ejected, but no replica is better either.
     pub fn most_fail(&self, now: Micros) -> bool {
-        // A copy of the table may be old: its old records do not count.
+        // A copy of the table may be out of date, so its old records do not count.
         let fails = |record: &&Record| {
             record
                 .recent_share(now.stamp())
@@ -690,8 +691,8 @@ impl EjectionTable {
         self.records.iter().filter(fails).count() * 2 > self.members as usize
     }
 
-    /// Returns and resets the number of records lost for lack of room: replicas that should be ejected, or counts of
-    /// failures.
+    /// Returns and resets the number of records lost because the table was full: replicas that should be ejected, or
+    /// counts of failures.
     pub fn take_lost(&mut self) -> u32 {
         mem::take(&mut self.lost)
     }

@@ -16,9 +16,8 @@
 //!
 //! Probe targets are sampled uniformly without replacement (paper §4, "Probing rate").
 //!
-//! Members are found by binary search, and work over all of them is done only after many samples, so an event costs no
-//! more in a large fleet. Reading and writing the blob does cost more, so each worker keeps a copy and shares its notes at
-//! its tick ([`View`]).
+//! Members are found by binary search, and passes over all of them are rare, so an event costs no more in a large fleet.
+//! Reading and writing the blob does cost more, so each worker keeps a copy and shares its notes at its tick ([`View`]).
 
 use std::borrow::Cow;
 
@@ -37,11 +36,11 @@ pub use view::{Lost, Note, View};
 pub const MAX_MEMBERS: usize = 10_000;
 /// Maximum number of candidates.
 pub const MAX_CANDIDATES: usize = 64;
-/// Time without news after which a member is forgotten, milliseconds. It is only a last resort: a probe addressed to a host
-/// that has left is answered by another host, which shows the departure at once.
+/// Time without news after which a member is forgotten, milliseconds. This is only a last resort: when a host has left,
+/// another host answers the probe addressed to it, which reveals the departure at once.
 pub const MEMBER_TTL_MS: u32 = 600_000;
-/// Time without news of any member after which the cluster counts as idle, milliseconds. Idleness says nothing about a
-/// replica, so no member ages.
+/// Time without news of any member after which the cluster counts as idle, milliseconds. No member ages meanwhile,
+/// because idleness is not evidence that a replica has left.
 const QUIET_MS: u32 = 60_000;
 /// Time without confirmation after which a candidate is forgotten, milliseconds.
 pub const CANDIDATE_TTL_MS: u32 = 5_000;
@@ -53,7 +52,7 @@ pub const CYCLES: u32 = 10;
 const RENEW_MS: u32 = 5_000;
 /// Mean number of samples per replica above which all counts are halved.
 const MAX_MEAN_HITS: u32 = 96;
-/// Number of searches per round of samples for replicas that have gone out of use. Fleets of at most this size are searched
+/// Number of searches, per round of samples, for replicas that have gone out of use. Fleets up to this size are searched
 /// at every sample.
 const LOOKS_PER_ROUND: u32 = 32;
 
@@ -62,7 +61,7 @@ const LOOKS_PER_ROUND: u32 = 32;
 pub enum Evidence {
     /// Envoy's own policy chose it.
     Placed,
-    /// Envoy confirms that it served a request sent there on purpose, or the configuration names it.
+    /// Envoy confirms that it served a request steered to it, or the configuration names it.
     Served,
     /// A reply to a probe names it.
     Hearsay,
@@ -105,7 +104,7 @@ pub struct Members {
     tally: Tally,
 }
 
-/// Counts that would otherwise be computed at every event.
+/// Counts that would otherwise have to be computed at every event.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 struct Tally {
     candidates: usize,
@@ -125,8 +124,7 @@ struct Member {
     /// 0 if the serving port answers probes.
     probe_port: u16,
     rank: u16,
-    /// Weight at the last sample that met it, because the weight of a replica that is no longer met must not decrease with
-    /// every sample.
+    /// Weight at the last sample that met it. It must not decrease with every sample that no longer meets the replica.
     weight: u16,
 }
 
@@ -289,9 +287,9 @@ impl Members {
         self.observe(endpoint, probe, evidence, now)
     }
 
-    /// Makes `fleet` the members in use, each with its weight in units of 1/16 of the mean, and forgets all others. For a proxy
-    /// that provides its host set; no samples are needed. `fleet` must be sorted by endpoint, without duplicates. Returns the
-    /// membership before, unless nothing changes and the blob need not be written.
+    /// Replaces the members in use by `fleet`, each with its weight in units of 1/16 of the mean, and forgets all others.
+    /// This is for a proxy that provides its host set, and needs no samples. `fleet` must be sorted by endpoint and free
+    /// of duplicates. Returns the previous membership, or `None` if nothing changes and the blob need not be written.
     pub fn assign(&mut self, fleet: &[(Endpoint, u16)], now: Micros) -> Option<Self> {
         let stamp = now.stamp();
         let stale = |member: &Member| stamp.distance_ms(member.seen) >= MEMBER_TTL_MS / 2;
@@ -390,12 +388,12 @@ impl Members {
         self.draw(count, rng, |member| member.rank == IN_USE && !skip(member.endpoint))
     }
 
-    /// Returns up to `count` distinct eligible targets, drawn uniformly. It takes no longer in a large fleet, unless almost
-    /// none is eligible.
+    /// Returns up to `count` distinct eligible targets, drawn uniformly. The time does not grow with the fleet, unless
+    /// almost no member is eligible.
     fn draw(&self, count: usize, rng: &mut impl Rng, eligible: impl Fn(&Member) -> bool) -> Vec<Target> {
         let mut drawn: Vec<Target> = Vec::with_capacity(count.min(self.list.len()));
         if self.list.len() > 4 * count {
-            // Here a draw rarely repeats a target; rejecting a repeated one keeps the sample uniform.
+            // A draw rarely repeats a target here, and rejecting repeated ones keeps the sample uniform.
             for _ in 0..16 * count {
                 if drawn.len() == count {
                     return drawn;
@@ -444,8 +442,8 @@ impl Tally {
     }
 }
 
-/// Weight of a replica that `hits` samples met, where the mean is `mean`. A deviation of up to two standard deviations of a
-/// policy that draws at random counts as chance and gives the average weight. A round-robin policy deviates far less.
+/// Weight of a replica that `hits` samples met, where the mean is `mean`. A difference of up to two standard deviations
+/// of a random policy counts as chance, and gives the average weight. A round-robin policy varies far less.
 fn weight(hits: u16, mean: u32) -> u16 {
     let hits = u32::from(hits);
     let deviation = hits.abs_diff(mean);
@@ -457,8 +455,8 @@ fn weight(hits: u16, mean: u32) -> u16 {
 }
 
 impl Member {
-    /// Whether the member has not been heard from for too long. Where the policy is `sampled`, time alone does not expire a
-    /// member in use: with rare samples many members are not heard from for long.
+    /// Whether the member has been silent for too long. Where the policy is `sampled`, time alone does not expire a
+    /// member in use, because with rare samples many members are silent for long.
     fn is_expired(&self, now: Stamp, sampled: bool) -> bool {
         let ttl = if self.rank == CANDIDATE { CANDIDATE_TTL_MS } else { MEMBER_TTL_MS };
         !(sampled && self.rank == IN_USE) && now.distance_ms(self.seen) >= ttl

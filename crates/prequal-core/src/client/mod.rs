@@ -1,4 +1,4 @@
-//! The client's side as a whole: one [`Balancer`] makes the decisions for one upstream cluster on one worker.
+//! The client's side. One [`Balancer`] makes the decisions for one upstream cluster on one worker.
 //!
 //! A host (the Envoy filter, the simulator) drives it with events and acts on its decisions:
 //!

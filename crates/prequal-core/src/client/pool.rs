@@ -7,20 +7,20 @@
 //!   equal. Among equals, replicas below their knee take turns; beyond the knee the lowest RIF wins. Occasionally a replica
 //!   that looks worse is tried.
 //! - **Select by hot and cold** (lexicographic): an entry is *hot* when its RIF exceeds ([`HotRule::Gt`], §4) or reaches
-//!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the lowest latency
-//!   among the cold ones wins; otherwise the lowest RIF wins. With fewer than two entries the pool makes no choice, and the
-//!   caller's own policy serves the request.
+//!   ([`HotRule::Ge`], §5.3) θ, the `q_rif` quantile of recently reported RIFs. If any entry is cold, the cold entry with
+//!   the lowest latency wins; otherwise the lowest RIF wins. With fewer than two entries the pool makes no choice, and
+//!   the caller's own policy serves the request.
 //! - **Unknown latency**: an idle replica that reports no latency ranks first. Picking it raises its RIF in the pool, so it
 //!   gets one request; then, as a *busy* unknown, it ranks last until it has answered. This brings traffic back to a healed
 //!   replica (`docs/adr/0002-unknown-latency.md`).
 //! - **An entry leaves the pool** when it is older than `max_age_ms`, is used up ([`crate::client::pool::reuse`]), is
 //!   replaced by a newer report of the same replica, is the oldest when another replica's report needs room, or is removed:
 //!   `r_remove` per pick, the oldest and the worst alternately.
-//! - **Envoy's own placement** stays in force ([`crate::client::members`]): an entry also leaves once the policy's samples
-//!   no longer meet its replica. Where weights differ, RIF counts relative to the weight, and within the latency band the
-//!   choice depends on weighted RIF and chance. Equal replicas then share by weight at any load, and a slow replica is still
-//!   avoided. When Envoy refuses most choices, because it knows of failures that the probe cluster's policy does not know
-//!   of, steering pauses; the requests that Envoy places meanwhile show where steering can resume.
+//! - **Envoy's own placement** stays in force ([`crate::client::members`]): an entry also leaves once the policy's
+//!   samples no longer meet its replica. Where weights differ, RIF counts relative to the weight, and within the latency
+//!   band the choice depends on weighted RIF and chance. Equal replicas then share by weight at any load, and a slow
+//!   replica is still avoided. When Envoy refuses most choices, because it knows of failures that the probe cluster's
+//!   policy does not know, steering pauses. The requests that Envoy places meanwhile show when steering can resume.
 //! - **Ejected replicas** ([`crate::client::ejection`]) are not in the pool: the caller does not record their reports.
 //! - **A young replica** takes a share that grows with its age over [`PoolSettings::slow_start_ms`]. This does not apply
 //!   while at least half of the pool is young, because then the whole fleet is new.
@@ -65,7 +65,7 @@ pub enum Branch {
     Cold,
     /// Hot and cold: the lowest RIF, because all replicas were hot. Predicted latency: even the best is beyond its knee.
     Hot,
-    /// A replica that looks worse got the request, so that it can show that it is not worse.
+    /// A replica that looks worse got the request, as a chance to prove otherwise.
     Trial,
     /// The pool made no choice, for example because it has fewer than two entries.
     Fallback,
@@ -88,7 +88,7 @@ pub struct Pick {
     pub trial: bool,
     /// Whether the replica is not a member yet; its first request shows whether Envoy knows it.
     pub verify: bool,
-    /// Placement of the replica as known to the pool; the report on the response is recorded with it.
+    /// Placement of the replica according to the pool; the report on the response is recorded with it.
     pub placement: Placement,
     /// Probes to send now.
     pub probes: ProbesDue,
@@ -163,7 +163,7 @@ pub struct PoolState {
     busy_since: Stamp,
     clock: Clock,
     members_changed: Stamp,
-    /// Number of members before the latest period of growth.
+    /// Number of members before the fleet last grew.
     settled: u32,
     cooldown_count: u32,
     /// 1 while the ejection table must be consulted.
@@ -241,7 +241,7 @@ impl PoolState {
         Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..fallback }
     }
 
-    /// Takes over the state of the ejection table and removes ejected replicas from the pool.
+    /// Adopts the state of the ejection table and removes ejected replicas from the pool.
     pub fn exclude(&mut self, ejections: &EjectionTable, now: Micros) {
         self.ejections = ejections.is_active(now).into();
         self.ejected = u16::try_from(ejections.ejected()).unwrap_or(u16::MAX);
@@ -338,7 +338,7 @@ impl PoolState {
                 young.chosen = picks;
             }
             if pick.verify {
-                // The candidate gets no other request until the response decides, even if probes name it again.
+                // The candidate gets no other request until this one has been answered, even if probes name it again.
                 self.cool_down(chosen, now, VERIFY_MS);
             } else if used_up {
                 self.remove(index);
@@ -362,8 +362,8 @@ impl PoolState {
         Some((first.index, branch, first.gave_way))
     }
 
-    /// Records a report of `endpoint`. The caller has established that the report may speak for that replica. `placement` is
-    /// the replica's placement according to the membership, or to the pick that led to the report.
+    /// Records a report of `endpoint`. The caller has checked that the report can be attributed to that replica.
+    /// `placement` is the replica's placement according to the membership, or to the pick that led to the report.
     pub fn record(
         &mut self,
         settings: &PoolSettings,
@@ -401,7 +401,7 @@ impl PoolState {
         self.insert(settings, stamp, Entry { uses_left, ..entry });
     }
 
-    /// Adds a candidate, so that it gets one request. Its own report is not trusted yet.
+    /// Adds a candidate, so that it gets one request. Its report is not trusted yet.
     pub fn introduce(&mut self, settings: &PoolSettings, now: Micros, endpoint: Endpoint) {
         let stamp = now.stamp();
         self.clock.answered();
@@ -496,7 +496,7 @@ impl PoolState {
         self.entries().iter().map(move |entry| entry.candidate(now.stamp()))
     }
 
-    /// Size of the blob, bytes.
+    /// Size of the encoded blob, bytes.
     fn size(&self) -> usize {
         let vacant = MAX_POOL.saturating_sub(self.entry_count.into());
         size_of::<Self>() - vacant * size_of::<Entry>()
@@ -589,8 +589,8 @@ impl PoolState {
         settings.capacity(self.members, oldest)
     }
 
-    /// Pool size from which the rates of reuse and removal follow: as [`Self::capacity`]. If the whole fleet fits at any age of the
-    /// reports, a larger pool would give the same rates, and the search for the oldest report is saved.
+    /// Pool size from which the rates of reuse and removal are computed: that of [`Self::capacity`]. A small fleet fits
+    /// whatever the age of its reports; its size gives the same rates, and saves the search for the oldest report.
     fn room(&self, settings: &PoolSettings, now: Stamp) -> usize {
         if settings.holds_whole(self.members) { self.members as usize } else { self.capacity(settings, now) }
     }

@@ -15,7 +15,8 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Reads the reply to a probe. `verified` is set if the proxy writes the address of the host that answered to it.
+    /// Reads the reply to a probe. `verified` is true if the proxy writes the address of the host that answered into the
+    /// reply.
     ///
     /// # Errors
     /// Why the reply has no report that can be used.

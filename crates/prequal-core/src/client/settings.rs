@@ -1,4 +1,4 @@
-//! Settings of the client's side for one upstream cluster. `config` reads them.
+//! Settings of the client's side for one upstream cluster. [`crate::config`] reads them and has their defaults.
 
 use super::policies::linear::Linear;
 use super::pool::PoolSettings;
@@ -27,11 +27,12 @@ pub struct ClusterConfig {
 /// How probes are sent and which reports count.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProbeSettings {
-    /// Time after which an unanswered probe has failed, milliseconds, 1 to 10 000. Envoy's timers add up to 4.
+    /// Time after which an unanswered probe counts as failed, milliseconds, 1 to 10 000. Envoy's timers add up to 4 ms.
     pub timeout_ms: u64,
     /// Time without a request after which one worker probes, milliseconds, 0 (off) to 3 600 000.
     pub idle_interval_ms: u32,
-    /// Whether reports on responses count. If so, probes skip replicas heard from recently, such as those just chosen.
+    /// Whether reports on responses count. If so, probes skip replicas that have reported recently, such as those just
+    /// chosen.
     pub piggyback: bool,
 }
 

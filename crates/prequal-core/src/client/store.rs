@@ -1,8 +1,8 @@
 //! The store of the state that the workers of a host share.
 //!
-//! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. A host whose
-//! workers share no memory implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from
-//! [`Cas`]. In a single memory, [`Memory`] changes values in place.
+//! A balancer asks its [`Store`] for three values: the pool, the membership and the ejection table. A host whose workers
+//! share no memory implements [`SharedData`], bytes by key with compare-and-swap, and gets the store from [`Cas`]. A host
+//! with one memory uses [`Memory`], which changes values in place.
 
 use crate::shared::blob::Blob;
 use crate::shared::cas::{self, OwnCopy, Place, UpdateEnd, Updated};
@@ -18,12 +18,12 @@ pub trait Store {
 
 /// A value that workers share.
 pub trait Value<B> {
-    /// Reads the value, changes it, and writes it if `change` returns that there is an update. Runs `change` again if
-    /// another worker has written in the meantime. A change without an update must have no effect that matters.
+    /// Reads the value, changes it, and writes it if `change` reports an update. Runs `change` again if another worker
+    /// has written in the meantime. A change that reports no update must not alter the value in a way that matters.
     fn update<T>(&mut self, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T>;
 
-    /// As [`Self::update`]. Without `look`, for changes that nearly always are updates, the read may be skipped while no
-    /// other worker writes.
+    /// Like [`Self::update`]. If `look` is false, the read may be skipped while no other worker writes; use this for
+    /// changes that nearly always are updates.
     fn transact<T>(&mut self, look: bool, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
         let _ = look;
         self.update(change)
@@ -38,8 +38,8 @@ pub trait SharedData {
     /// Returns the bytes and the number of the write that wrote them.
     fn get(&self, key: &str) -> (Option<Vec<u8>>, Option<u32>);
 
-    /// Writes the bytes only if the stored number still equals `number`; always if that is `None` or 0. Returns true if
-    /// written.
+    /// Writes the bytes only if the stored number still equals `number`; always if that is `None` or 0. Returns whether
+    /// they were written.
     fn set(&self, key: &str, bytes: &[u8], number: Option<u32>) -> bool;
 }
 

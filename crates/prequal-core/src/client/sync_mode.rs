@@ -1,9 +1,9 @@
-//! Synchronous mode (paper §4): a request probes `d` replicas and waits for `d − 1` usable answers, for the end of all
-//! calls or for the deadline. The rule of [`crate::client::pool`] then chooses among the answers
+//! Synchronous mode (paper §4): a request probes `d` replicas and waits until `d − 1` usable answers have arrived, all
+//! calls have ended, or the deadline has passed. The rule of [`crate::client::pool`] then chooses among the answers
 //! ([`crate::client::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
 //!
-//! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. The answers of
-//! earlier requests have filled it, late ones included.
+//! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. It holds the
+//! answers to earlier requests, including late ones.
 
 use bytemuck::Zeroable;
 
@@ -67,7 +67,7 @@ pub struct Waiting {
 }
 
 impl Waiting {
-    /// Creates the state of a request that has probed `asked` replicas out of the `d` that the settings ask for.
+    /// Creates the state of a request that has probed `asked` replicas of the `d` in the settings.
     ///
     /// It needs `d − 1` answers. In a fleet smaller than `d`, one answer may be missing too, but a comparison needs two.
     pub fn new(d: usize, asked: usize) -> Self {

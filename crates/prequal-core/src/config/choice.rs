@@ -1,4 +1,4 @@
-//! How a request finds its replica: rule, mode and hint, and the settings that contradict each other.
+//! Reads how a request finds its replica (rule, mode, hint), and finds settings that contradict each other.
 
 use serde_json::Value;
 
@@ -111,7 +111,7 @@ impl Fields<'_> {
                 let got = shorten(value);
                 fields.fail(
                     "header",
-                    format!("must be the name of a request header, not one of ours, got {got}"),
+                    format!("must be the name of a request header, but not one of Prequal's, got {got}"),
                 );
             }
             name.map(str::to_ascii_lowercase)
@@ -127,18 +127,18 @@ impl Fields<'_> {
         }
         for setting in SETTINGS.iter().filter(|setting| self.object.contains_key(setting.name)) {
             if !choices.iter().any(|choice| setting.has_effect(choice)) {
-                self.fail(setting.name, setting.cure());
+                self.fail(setting.name, setting.remedy());
             }
         }
     }
 
-    /// Reports a cluster whose mode waits for probes but whose rule needs none, wherever mode and rule are set.
+    /// Reports a cluster whose mode waits for probes although its rule needs none, no matter where the two are set.
     pub(super) fn sync_without_probes(&mut self, choice: &ChoiceSettings) {
         if choice.uses_sync() && choice.rule.is_probe_free() {
             let key = if self.object.contains_key("route_modes") { "route_modes" } else { "mode" };
-            let cure =
+            let remedy =
                 "\"sync\" sends probes, and this rule needs none: name another \"rule\" or use \"async\"";
-            self.fail(key, cure.into());
+            self.fail(key, remedy.into());
         }
     }
 }

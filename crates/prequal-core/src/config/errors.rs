@@ -1,8 +1,8 @@
-//! Problems of a configuration.
+//! Errors in a configuration.
 
 use std::fmt;
 
-/// One problem: the field, and what it must be.
+/// One error: the field, and what it must be.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ConfigError {
     /// Path of the field, such as `clusters[0].q_rif`.
@@ -17,7 +17,7 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// Every problem of one configuration, never empty.
+/// All errors in one configuration, never empty.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ConfigErrors(pub Vec<ConfigError>);
 

@@ -1,5 +1,5 @@
-//! Reads one JSON object: each value by its name and range, noting every problem. Other modules define which keys exist
-//! and what they mean together.
+//! Reads one JSON object: each value by its name and range, and records every error. Other modules define which keys
+//! exist and how they interact.
 
 use std::ops::RangeInclusive;
 
@@ -22,12 +22,12 @@ impl Fields<'_> {
         self.errors.push(&field, problem);
     }
 
-    /// Refuses keys that are neither in `known` nor in `judged`. The keys in `judged` are checked elsewhere.
+    /// Rejects keys that are neither in `known` nor in `judged`. The keys in `judged` are checked elsewhere.
     pub(super) fn reject_unknown(&mut self, known: &[&str], judged: &[&str]) {
         let is_unknown = |key: &&String| ![known, judged].iter().any(|keys| keys.contains(&key.as_str()));
         let unknown: Vec<String> = self.object.keys().filter(is_unknown).cloned().collect();
         for key in unknown {
-            // A hostile or broken key may be long; its start is enough.
+            // A hostile or broken key may be long, so only its start is shown.
             let shown: String = key.chars().take(64).collect();
             if let Some((_, instead)) = REMOVED.iter().find(|(removed, _)| *removed == key) {
                 self.fail(&shown, format!("was removed: {instead}"));

@@ -152,11 +152,11 @@ mod tests {
             let text = format!(r#"{{"role":"inbound","endpoint":"{endpoint}"}}"#);
             assert_eq!(serving(&text), Serving::Fixed(endpoint.parse().unwrap()));
         }
-        for (report, told) in
+        for (report, expected) in
             [("", true), (r#","report":"always""#, true), (r#","report":"probe_only""#, false)]
         {
             let text = format!(r#"{{"role":"inbound"{report}}}"#);
-            assert_eq!(parse(&text).unwrap().report_on_responses, told, "{text}");
+            assert_eq!(parse(&text).unwrap().report_on_responses, expected, "{text}");
         }
     }
 

@@ -20,7 +20,8 @@ pub struct Key {
     pub name: &'static str,
     /// Where the key is allowed.
     pub scope: Scope,
-    /// Whether operators may want it, which applies to at most 20 keys. The others are for other rules and for experiments.
+    /// Whether operators may need it; at most 20 keys are of this kind. The others are for other rules and for
+    /// experiments.
     pub everyday: bool,
     /// Another key, and the value that it must have; otherwise this key is refused.
     pub needs: Option<(&'static str, &'static str)>,
@@ -28,11 +29,11 @@ pub struct Key {
     pub unit: &'static str,
     /// Accepted values.
     pub values: Values,
-    /// Meaning of leaving the key out, in words; `None`: the value that [`super::Config::written`] then has.
+    /// What applies if the key is left out, in words; `None`: the value that [`super::Config::written`] then has.
     pub absent: Option<&'static str>,
     /// Effect of the key, in one line.
     pub meaning: &'static str,
-    /// Section of the paper, or origin of the idea.
+    /// Section of the paper, or other origin.
     pub source: &'static str,
     /// Whether the key has an effect only with rules that use probes.
     pub(super) with_probes: bool,

@@ -1,4 +1,4 @@
-//! Settings of the filter: turns JSON text into values that are always valid, and reports every problem at once.
+//! Settings of the filter: turns JSON text into values that are always valid, and reports all errors at once.
 //!
 //! The keys of a cluster are also allowed at the top level, where they are defaults for all clusters. The inbound role
 //! has its own keys.
@@ -68,7 +68,7 @@ impl Config {
     /// Parses and checks the configuration.
     ///
     /// # Errors
-    /// Every problem found, each with its field and range.
+    /// All errors found, each with its field and range.
     pub fn parse(text: &str) -> Result<Self, ConfigErrors> {
         let mut errors = ConfigErrors(Vec::new());
         if text.len() > MAX_CONFIG {
@@ -96,11 +96,11 @@ impl Config {
 }
 
 impl FilterConfig {
-    /// Parses and checks the settings of the native module: those of the outbound role, without what a load-balancing policy
-    /// cannot do. A policy chooses without waiting.
+    /// Parses and checks the settings of the native module: those of the outbound role, except those that a
+    /// load-balancing policy cannot support, because it has to choose without waiting.
     ///
     /// # Errors
-    /// Every problem found, each with its field and range.
+    /// All errors found, each with its field and range.
     pub fn parse_native(text: &str) -> Result<Self, ConfigErrors> {
         let mut errors = ConfigErrors(Vec::new());
         let config = match Config::parse(text)? {
@@ -134,7 +134,7 @@ impl FilterConfig {
         let shim = top.choice("shim", SHIMS).unwrap_or(Shim::StatefulSession);
         let defaults = top.settings(&profile.settings());
         let of_profile = |profile: Profile| {
-            // Problems here have been reported above.
+            // Errors here have been reported above.
             let mut ignored = ConfigErrors(Vec::new());
             Fields { object: root, path: String::new(), errors: &mut ignored }.settings(&profile.settings())
         };
@@ -229,7 +229,7 @@ impl Fields<'_> {
         self.sync_without_probes(&choice);
         choice.rule.apply(&mut pool);
         let endpoints = self.endpoints();
-        // Both are read before returning, so that problems of both are reported.
+        // Both are read before returning, so that errors in both are reported.
         let (cluster, probe_cluster) = (self.name("cluster"), self.name("probe_cluster"));
         Some(ClusterConfig {
             cluster: cluster?,
@@ -509,12 +509,12 @@ mod tests {
             any::<f64>().prop_map(Value::from),
             (0.0..2.0).prop_map(Value::from),
         ];
-        let said = KEYS.iter().flat_map(|key| match key.values {
+        let accepted = KEYS.iter().flat_map(|key| match key.values {
             Values::OneOf(choices) => choices.to_vec(),
             _ => vec![key.name],
         });
-        let said: Vec<&str> = said.chain(["10.0.0.1:80", "x-session", "header", "none"]).collect();
-        let text = prop_oneof![proptest::sample::select(said).prop_map(str::to_owned), "\\PC{0,20}"];
+        let texts: Vec<&str> = accepted.chain(["10.0.0.1:80", "x-session", "header", "none"]).collect();
+        let text = prop_oneof![proptest::sample::select(texts).prop_map(str::to_owned), "\\PC{0,20}"];
         let leaf = prop_oneof![
             Just(Value::Null),
             any::<bool>().prop_map(Value::from),

@@ -33,7 +33,7 @@ impl Profile {
 
     /// Returns the pool's settings under this profile.
     pub fn pool_settings(self) -> PoolSettings {
-        let ours = PoolSettings {
+        let default = PoolSettings {
             pool_size: 24,
             max_age_ms: 2000,
             q_rif: 0.95,
@@ -52,7 +52,7 @@ impl Profile {
             slow_start_ms: 10_000,
         };
         match self {
-            Self::Default => ours,
+            Self::Default => default,
             Self::Paper => PoolSettings {
                 pool_size: 16,
                 max_age_ms: 1000,
@@ -63,33 +63,33 @@ impl Profile {
                 ejection: EjectionSettings::OFF,
                 slow_start_ms: 0,
                 burst_guard: false,
-                ..ours
+                ..default
             },
             Self::Small => PoolSettings {
                 max_age_ms: 2000,
                 budget: Budget::Adaptive { target_age_ms: 1000, max_probes_per_query: 0.5 },
                 discovery_interval_ms: 500,
-                ..ours
+                ..default
             },
             Self::Inference => PoolSettings {
                 max_age_ms: 5000,
                 budget: Budget::Adaptive { target_age_ms: 2000, max_probes_per_query: 1.0 },
-                ..ours
+                ..default
             },
         }
     }
 
     fn choice_settings(self) -> ChoiceSettings {
-        let ours = ChoiceSettings::default();
+        let default = ChoiceSettings::default();
         match self {
             Self::Inference => ChoiceSettings {
                 mode: Mode::Sync,
                 sync: SyncSettings { d: 3, deadline_ms: 20 },
                 hint: Some(HintSource { header: Some(INFERENCE_HINT.into()), path_segment: None }),
-                ..ours
+                ..default
             },
-            Self::Paper => ChoiceSettings { rule: Rule::Hcl, ..ours },
-            Self::Default | Self::Small => ours,
+            Self::Paper => ChoiceSettings { rule: Rule::Hcl, ..default },
+            Self::Default | Self::Small => default,
         }
     }
 
@@ -99,11 +99,11 @@ impl Profile {
 
     /// Returns the probes' settings under this profile.
     pub fn probe_settings(self) -> ProbeSettings {
-        let ours = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
+        let default = ProbeSettings { timeout_ms: 20, idle_interval_ms: 1000, piggyback: true };
         match self {
-            Self::Default | Self::Small => ours,
-            Self::Paper => ProbeSettings { piggyback: false, ..ours },
-            Self::Inference => ProbeSettings { timeout_ms: 100, ..ours },
+            Self::Default | Self::Small => default,
+            Self::Paper => ProbeSettings { piggyback: false, ..default },
+            Self::Inference => ProbeSettings { timeout_ms: 100, ..default },
         }
     }
 }

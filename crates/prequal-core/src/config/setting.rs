@@ -140,7 +140,7 @@ impl Setting {
     }
 
     /// Returns what to do about a setting without an effect.
-    pub(super) fn cure(&self) -> String {
+    pub(super) fn remedy(&self) -> String {
         match self.needs {
             Some(("mode", _)) => {
                 "needs \"mode\": \"sync\", or a route with \"sync\" in \"route_modes\"".to_owned()

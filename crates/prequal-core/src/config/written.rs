@@ -25,7 +25,7 @@ impl Config {
 }
 
 impl Key {
-    /// Returns the value in force where the key is left out, under a profile and with the setting that the key needs.
+    /// Returns the value that applies if the key is left out, under a profile and with the setting that the key needs.
     /// `None` if there is no value, or if the profile excludes that setting.
     pub fn default_under(&self, profile: &str) -> Option<Value> {
         if self.name == "profile" {
@@ -56,34 +56,34 @@ fn cluster(config: &ClusterConfig) -> Value {
     let ClusterConfig { pool, probe, choice, .. } = config;
     let endpoints: Vec<String> = config.endpoints.iter().map(ToString::to_string).collect();
     let mut all = Map::new();
-    let mut say = |key: &str, value: Value| all.insert(key.to_owned(), value);
-    say("cluster", json!(config.cluster));
-    say("probe_cluster", json!(config.probe_cluster));
-    say("endpoints", json!(endpoints));
+    let mut put = |key: &str, value: Value| all.insert(key.to_owned(), value);
+    put("cluster", json!(config.cluster));
+    put("probe_cluster", json!(config.probe_cluster));
+    put("endpoints", json!(endpoints));
     if pool.theta_of_probes {
         // `theta_of_probes` has no key of its own.
-        say("profile", json!("paper"));
+        put("profile", json!("paper"));
     }
 
-    say("rule", json!(choice.rule.name()));
+    put("rule", json!(choice.rule.name()));
     if let Rule::Zuul { .. } = choice.rule {
         let metric = choice.orca.as_ref().map_or("off".to_owned(), ToString::to_string);
-        say("orca_utilization", json!(metric));
+        put("orca_utilization", json!(metric));
     }
     if !choice.rule.is_probe_free() {
-        say("mode", json!(name_of(choice.mode, MODES)));
+        put("mode", json!(name_of(choice.mode, MODES)));
         let routes =
             choice.route_modes.iter().map(|(route, mode)| (route.clone(), json!(name_of(*mode, MODES))));
-        say("route_modes", Value::Object(routes.collect()));
-        say("budget", json!(name_of(matches!(pool.budget, Budget::Fixed { .. }), BUDGETS)));
+        put("route_modes", Value::Object(routes.collect()));
+        put("budget", json!(name_of(matches!(pool.budget, Budget::Fixed { .. }), BUDGETS)));
         if choice.uses_sync() {
-            say("hint", hint(choice.hint.as_ref()));
+            put("hint", hint(choice.hint.as_ref()));
         }
     }
     let mut settings = Settings { pool: pool.clone(), probe: probe.clone(), choice: choice.clone() };
     for setting in &SETTINGS {
         if let Some(value) = setting.written(&mut settings) {
-            say(setting.name, value);
+            put(setting.name, value);
         }
     }
     Value::Object(all)
@@ -98,20 +98,20 @@ fn hint(source: Option<&HintSource>) -> Value {
 
 fn inbound(config: &InboundConfig) -> Value {
     let mut all = Map::new();
-    let mut say = |key: &str, value: Value| all.insert(key.to_owned(), value);
-    say("role", json!("inbound"));
+    let mut put = |key: &str, value: Value| all.insert(key.to_owned(), value);
+    put("role", json!("inbound"));
     match config.serving {
         Serving::Destination => {}
-        Serving::Port(port) => drop(say("serving_port", json!(port))),
-        Serving::Fixed(endpoint) => drop(say("endpoint", json!(endpoint.to_string()))),
+        Serving::Port(port) => drop(put("serving_port", json!(port))),
+        Serving::Fixed(endpoint) => drop(put("endpoint", json!(endpoint.to_string()))),
     }
-    say("report", json!(name_of(config.report_on_responses, REPORTS)));
-    say("orca", json!(name_of(config.orca.map(|orca| orca.format), ORCA)));
+    put("report", json!(name_of(config.report_on_responses, REPORTS)));
+    put("orca", json!(name_of(config.orca.map(|orca| orca.format), ORCA)));
     if let Some(orca) = config.orca {
-        say("orca_for", json!(name_of(orca.responses, CLASSES)));
-        say("orca_window_ms", json!(orca.window_ms));
+        put("orca_for", json!(name_of(orca.responses, CLASSES)));
+        put("orca_window_ms", json!(orca.window_ms));
         if let Some(limit) = orca.limit {
-            say("orca_limit", json!(limit));
+            put("orca_limit", json!(limit));
         }
     }
     Value::Object(all)
@@ -173,11 +173,11 @@ mod tests {
         ]
         .map(|text| Config::parse(text).unwrap().written());
         for key in KEYS.iter().filter(|key| key.name != "profile") {
-            let said = |written: &Value| match key.scope {
+            let is_written = |written: &Value| match key.scope {
                 Scope::Top | Scope::Outbound | Scope::Inbound => !written[key.name].is_null(),
                 Scope::Cluster | Scope::Both => !written["clusters"][0][key.name].is_null(),
             };
-            assert!(all.iter().any(said), "{}", key.name);
+            assert!(all.iter().any(is_written), "{}", key.name);
         }
     }
 }

@@ -29,7 +29,8 @@ impl<'a> Hint<'a> {
         self.0
     }
 
-    /// Returns the key. Two hints share a key with probability 2^-64; a query may then go to a replica without its data.
+    /// Returns the key. Two hints share a key with probability 2^-64; a query may then be sent to a replica without its
+    /// data.
     fn key(self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.0.hash(&mut hasher);

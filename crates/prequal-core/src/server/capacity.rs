@@ -31,7 +31,7 @@ use recent::{Beyond, FastRun};
 pub const MAX_KNEE: u16 = 512;
 /// Time constant of the counts, microseconds. Half of it is noisier; twice as much detects a recovered replica later.
 pub const FADES_US: f64 = 6e6;
-/// Log-likelihood by which a higher knee must be better.
+/// Minimum gain in log-likelihood that justifies a higher knee.
 const DOUBT: f64 = 0.5;
 /// Number of departures below which the last fit is kept.
 const LEAST: f64 = 0.5;
@@ -43,9 +43,9 @@ const FIT_AT_LEAST_US: u64 = 3_000_000;
 const TOGETHER: u32 = 128;
 /// Maximum time without an event that is credited to a level, microseconds; a clock step is not service time.
 const LONGEST_US: u64 = 60_000_000;
-/// Weight of the present at which the weights are scaled back.
+/// Weight of a new event at which all weights are scaled down.
 const HEAVY: f64 = 1e12;
-/// Replaces the time of requests that took none.
+/// Replaces a time of zero.
 const TINY: f64 = 1e-9;
 /// Backward jump of the clock beyond which it counts as a step, microseconds; a smaller one is a late update.
 const STEP_US: u64 = 1_000_000;
@@ -55,7 +55,7 @@ const STEP_US: u64 = 1_000_000;
 struct Row {
     /// Time spent with this many requests in flight.
     time: f64,
-    /// Good responses that left while this many requests were in flight, themselves included.
+    /// Good responses that left while this many requests were in flight, including themselves.
     left: f64,
     /// Good responses to requests that brought the level to this many on arrival, and the time they took.
     met: f64,
@@ -93,7 +93,7 @@ impl Default for Levels {
 }
 
 impl Levels {
-    /// Creates the counts of an idle replica of which nothing is known.
+    /// Creates the counts of an idle replica without history.
     pub fn new() -> Self {
         Self {
             rows: Vec::new(),
@@ -138,7 +138,7 @@ impl Levels {
         (self.level, self.since) = (after, Some(now));
     }
 
-    /// Records that another worker's request arrived or left at `at`: as [`Self::moved`], unless the update is late. A
+    /// Records that another worker's request arrived or left at `at`, like [`Self::moved`], unless the update is late. A
     /// late update changes nothing, because later updates already include it.
     pub fn heard(&mut self, at: Micros, before: u32, after: u32) {
         if self.since.is_none_or(|since| at >= since) {
@@ -180,7 +180,7 @@ impl Levels {
     }
 
     /// Returns the level at which a burst of departures began. Requests that arrive together leave together if their
-    /// service times are equal. That the later ones leave at lower levels says nothing about those levels.
+    /// service times are equal. The later ones leave at lower levels, but that is not evidence about those levels.
     fn level_of_burst(&mut self, now: Micros, level: u32, together: u64) -> u32 {
         let (last, began_at) = self.burst;
         let level = if now.distance(last) <= together && level < began_at { began_at } else { level };

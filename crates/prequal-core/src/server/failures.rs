@@ -88,7 +88,7 @@ mod tests {
     use rand::rngs::SmallRng;
     use rand::{Rng, SeedableRng};
 
-    /// Records `rate` requests per second from second `from` to second `to`, of which a share fails at random.
+    /// Records `rate` requests per second from second `from` to second `to`, a share of which fails at random.
     fn serve(share: &mut FailureShare, rng: &mut SmallRng, rate: u64, from: u64, to: u64, failing: f64) {
         for i in from * rate..to * rate {
             let outcome = if rng.random::<f64>() < failing { Outcome::Failure } else { Outcome::Success };

@@ -2,9 +2,9 @@
 //! average.
 //!
 //! Load reports in the format of ORCA need these values ([`crate::wire::orca`]); this module does not decide what is
-//! reported. All three are means over the same fading time: what happened one time constant ago counts 1/e. A window
-//! with a sharp end would make traffic swing between equal replicas at 80 % load, because its oldest part leaves all at
-//! once.
+//! reported. All three are means over the same fading time: what happened one time constant ago counts 1/e. A window with
+//! a sharp end would make traffic oscillate between equal replicas at 80 % load, because many requests leave such a
+//! window at once.
 
 use crate::shared::outcome::Outcome;
 use crate::shared::time::Micros;
@@ -14,11 +14,11 @@ use crate::wire::orca::Window;
 pub const DEFAULT_WINDOW_US: u64 = 5_000_000;
 /// Minimum time constant, microseconds.
 pub const MIN_WINDOW_US: u64 = 100_000;
-/// Step back of the clock beyond which the means start anew, microseconds; a smaller one is a late update.
+/// Step back of the clock beyond which the means are reset, microseconds; a smaller one is a late update.
 const STEP_US: u64 = 1_000_000;
-/// Maximum number of missed requests that are counted between two reads, in case the given count is wrong.
+/// Maximum number of missed requests that are counted between two reads, as a safeguard against a wrong count.
 const MAX_MISSED: u64 = 100_000;
-/// Minimum time that the means cover, in time constants, so that the very first request does not look like a flood.
+/// Minimum time that the means cover, in time constants, so that the first request does not look like a flood.
 const SHORTEST: f64 = 1.0 / 8.0;
 
 /// Counts requests as they come and go.
@@ -97,7 +97,7 @@ impl Rates {
         self.means(now, 0.0)
     }
 
-    /// As [`Self::over`], with the request that is leaving now counted as ended. Otherwise a replica that rarely serves
+    /// Like [`Self::over`], with the request that is leaving now counted as ended. Otherwise a replica that rarely serves
     /// requests would report none.
     pub fn over_with_leaving(&mut self, now: Micros) -> Window {
         self.means(now, 1.0)

@@ -1,4 +1,4 @@
-//! The load, failures and age that a replica knows of itself, and the report made from them.
+//! Load, failures and age as a replica measures them itself, and the report made from them.
 //!
 //! The embedder counts the requests: the agent counts all of them, a worker of an Envoy its own. If there are several workers,
 //! each records the results of the others' requests ([`Replica::record`]) and is given the number of all requests in flight
@@ -19,7 +19,7 @@ use crate::wire::report::LoadReport;
 /// Age below which a replica's reports contain its age, seconds. The reports of older replicas stay short.
 pub const YOUNG_S: u32 = 600;
 
-/// Time for which a backend's own load report counts, microseconds, unless the report says how long it counts.
+/// Time for which a backend's own load report counts, microseconds, unless the report itself specifies it.
 pub const BACKEND_FRESH_US: u64 = 10_000_000;
 
 /// Load, failures and age of one replica.
@@ -32,7 +32,7 @@ pub struct Replica {
     rates: Option<Rates>,
     /// Last load report of the backend itself, if it sends any, and until when it counts.
     backend: Option<(Micros, Arc<BackendReport>)>,
-    /// Time since which the replica can serve; `None` while it cannot.
+    /// Time since which the replica has been able to serve; `None` while it cannot.
     up: Option<Micros>,
 }
 
@@ -57,8 +57,8 @@ impl Replica {
         self.rates.is_some()
     }
 
-    /// Records that `rif` requests are in flight, here and elsewhere. Where other workers serve too, the mean number in flight
-    /// comes from these samples.
+    /// Records that `rif` requests are in flight, here and elsewhere. If other workers serve the replica too, the mean
+    /// number in flight comes from these samples.
     pub fn sample(&mut self, now: Micros, rif: u32) {
         if let Some(rates) = &mut self.rates {
             rates.moved(now, rif);
@@ -70,8 +70,9 @@ impl Replica {
         self.backend_reports_for(now, report, BACKEND_FRESH_US);
     }
 
-    /// As [`Self::backend_reports`], with a report that counts for `fresh_us`. It replaces the report before it, but does not
-    /// shorten the time for which that one would have counted: a report on a response comes between two of a stream.
+    /// Like [`Self::backend_reports`], with a report that counts for `fresh_us`. It replaces the previous report, but
+    /// does not shorten the time for which that one would have counted, because a report on a response arrives between
+    /// two reports of a stream.
     pub fn backend_reports_for(&mut self, now: Micros, report: BackendReport, fresh_us: u64) {
         let until = Micros(now.0.saturating_add(fresh_us));
         let until = self.backend.as_ref().map_or(until, |(before, _)| until.max(*before));
@@ -110,7 +111,7 @@ impl Replica {
         self.start_behind(now, self.tracker.present())
     }
 
-    /// As [`Self::start`], with `others` in flight, here and elsewhere.
+    /// Like [`Self::start`], with `others` in flight, here and elsewhere.
     pub fn start_behind(&mut self, now: Micros, others: Present) -> Ticket {
         self.sample(now, others.rif.saturating_add(1));
         self.tracker.start_behind(now, others)
@@ -121,7 +122,7 @@ impl Replica {
         self.finish_among(ticket, now, outcome, self.tracker.present())
     }
 
-    /// As [`Self::finish`], with `present` in flight, here and elsewhere, including the request itself.
+    /// Like [`Self::finish`], with `present` in flight, here and elsewhere, including the request itself.
     pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, present: Present) -> Ended {
         self.failures.record(now, outcome);
         if let Some(rates) = &mut self.rates {
@@ -144,12 +145,12 @@ impl Replica {
         self.failures.per_mille(now)
     }
 
-    /// Returns the time since which the replica can serve; `None` if it cannot.
+    /// Returns the time since which the replica has been able to serve; `None` if it cannot.
     pub fn up(&self) -> Option<Micros> {
         self.up
     }
 
-    /// Sets the time since which the replica can serve. A replica that has returned is as cold as a new one.
+    /// Sets the time since which the replica has been able to serve. A replica that has returned is as cold as a new one.
     pub fn set_up(&mut self, up: Option<Micros>) {
         self.up = up;
     }
@@ -161,8 +162,8 @@ impl Replica {
 
     /// Returns this replica's report as `endpoint`, with the requests in flight here.
     ///
-    /// `leaving` is the request whose response carries the report. The client reads the report when that response is over,
-    /// so it must describe the load that the *next* request would meet.
+    /// `leaving` is the request whose response carries the report. When the client reads the report, that response is
+    /// over, so the report must describe the load that the *next* request would meet.
     pub fn report(
         &mut self,
         now: Micros,
@@ -173,7 +174,7 @@ impl Replica {
         self.report_at(now, self.tracker.present(), endpoint, probe_endpoint, leaving)
     }
 
-    /// As [`Self::report`], with `present` in flight, here and elsewhere.
+    /// Like [`Self::report`], with `present` in flight, here and elsewhere.
     pub fn report_at(
         &mut self,
         now: Micros,
@@ -194,8 +195,8 @@ impl Replica {
         }
     }
 
-    /// Returns `report`, which was just made, in the ORCA format; `None` without [`Self::count_rates`]. `leaves` is set if it
-    /// goes on the response to a request that still counts.
+    /// Returns `report`, which was just made, in the ORCA format; `None` without [`Self::count_rates`]. `leaves` is true
+    /// if the report goes on the response to a request that is still counted.
     pub fn orca(
         &mut self,
         now: Micros,

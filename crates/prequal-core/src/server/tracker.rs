@@ -30,8 +30,8 @@ use crate::shared::time::{MAX_LATENCY_US, Micros};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrackerConfig {
     /// Age beyond which samples are forgotten. Default 15 s: a replica that no client picks is tried again that often.
-    /// With a much shorter age, the estimate at a RIF that is rarely reached comes from lower RIFs, and is too low just
-    /// when it matters (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
+    /// With a much shorter age, the estimate at a rarely reached RIF comes from lower RIFs, and is too low exactly when
+    /// it matters (1.74x load in the simulator: 5 s does as well as 15, at 1 s queries time out).
     pub max_age_us: u64,
     /// Number of medians beyond which a waiting request raises the estimate. Default 3; 0 means never (the paper).
     pub stall_factor: u32,
@@ -178,7 +178,7 @@ impl Tracker {
         self.finish_among(ticket, now, outcome, self.present())
     }
 
-    /// As [`Self::finish`], where `present` are in flight here and elsewhere, including this request.
+    /// Like [`Self::finish`], where `present` are in flight here and elsewhere, including this request.
     pub fn finish_among(&mut self, ticket: Ticket, now: Micros, outcome: Outcome, present: Present) -> Ended {
         let level = present.level();
         self.rif = self.rif.saturating_sub(1);
@@ -300,7 +300,7 @@ impl Tracker {
         self.capacity_after(now, self.away, None)
     }
 
-    /// As [`Self::capacity`], where the RIF includes `away` requests that are not at the server, and after `leaving`
+    /// Like [`Self::capacity`], where the RIF includes `away` requests that are not at the server, and after `leaving`
     /// has left with a good response.
     pub fn capacity_after(&mut self, now: Micros, away: u32, leaving: Option<Visit>) -> Option<Capacity> {
         let capacity = self.levels.capacity(now, leaving.is_some())?;
@@ -313,7 +313,7 @@ impl Tracker {
         self.latency_at(now, self.rif, None)
     }
 
-    /// As [`Self::latency`], where `rif` requests are in flight here and elsewhere, not counting `leaving`, which is
+    /// Like [`Self::latency`], where `rif` requests are in flight here and elsewhere, not counting `leaving`, which is
     /// about to leave. A stall shows only where the waiting requests are.
     pub fn latency_at(&self, now: Micros, rif: u32, leaving: Option<Visit>) -> Option<u32> {
         let centre = bucket_of(rif);
@@ -339,7 +339,7 @@ impl Tracker {
     }
 
     fn nearest_median(&self, centre: usize, now: Micros, max_age: u64) -> Option<u32> {
-        // At equal distance, the higher RIF wins, to err on the side of caution.
+        // At equal distance, the higher RIF is used, to be cautious.
         (0..BUCKETS).take_while(|d| *d <= centre.max(self.used)).find_map(|distance| {
             let above = self.buckets.get(centre + distance).and_then(|b| b.median(now, max_age));
             above.or_else(|| self.buckets.get(centre.checked_sub(distance)?)?.median(now, max_age))
@@ -410,7 +410,7 @@ fn bucket_of(rif: u32) -> usize {
 const BUCKETS: usize = 128;
 
 /// Number of samples kept per bucket: at a good rate, those of the last few hundredths of a second (paper §4). In
-/// simulation, more samples herd clients onto the same replica, and fewer are noise.
+/// simulation, more samples drive clients to the same replica, and fewer are too noisy.
 const SAMPLES: usize = 8;
 
 #[cfg(test)]

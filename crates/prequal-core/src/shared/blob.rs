@@ -1,6 +1,6 @@
 //! Blobs: state that the workers of an Envoy share, encoded as bytes in its shared data.
 //!
-//! A blob begins with a [`Tag`]. Bytes that do not decode are ignored, and the caller starts anew.
+//! A blob begins with a [`Tag`]. Bytes that do not decode are ignored, and the caller starts with the initial state.
 
 use std::borrow::Cow;
 

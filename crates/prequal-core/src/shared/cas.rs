@@ -1,7 +1,7 @@
 //! Reads, changes and writes values that workers share, on a host that compares version numbers and swaps.
 //!
-//! The host gives every write a number, and accepts a write only if the value still has the number that the writer
-//! names. [`OwnCopy`] skips the read where a worker is the only writer. [`crate::shared::blob`] defines what a value is and when
+//! The host gives every write a number, and accepts a write only if the value still has the number that the writer names.
+//! [`OwnCopy`] skips the read where a worker is the only writer. [`crate::shared::blob`] defines what a value is and when
 //! its bytes are valid. The caller decides where the value is stored ([`Place`]).
 
 /// Maximum number of tries of one write; under load, a conflict has a probability of a few per cent.
@@ -12,7 +12,7 @@ pub trait Place<B> {
     /// Returns the value, `None` if it is missing or damaged, and its number, `None` if it has none.
     fn read(&self) -> (Option<B>, Option<u32>);
 
-    /// Writes only if the value still has this number. Returns true if written.
+    /// Writes the value only if the stored one still has this number. Returns whether it was written.
     fn write(&self, value: &B, number: Option<u32>) -> bool;
 }
 
@@ -36,7 +36,7 @@ pub struct Updated<T> {
     pub end: UpdateEnd,
     /// Number of times the change ran again because another worker had written in the meantime.
     pub conflicts: u32,
-    /// Number of times the update began with a new value because the old one was missing or damaged.
+    /// Number of times the update started from the default because the stored value was missing or damaged.
     pub replaced: u32,
 }
 
@@ -57,13 +57,13 @@ pub struct OwnCopy<B> {
     value: B,
     /// Lowest number that the worker's last write can have; `None` if there was no write, or if it named no number.
     number: Option<u32>,
-    /// Whether the value still had that number when the worker last read it. Where others write as well, guessing costs
-    /// more than it saves.
+    /// Whether the value still had that number when the worker last read it. If others write as well, guessing costs more
+    /// than it saves.
     alone: bool,
 }
 
 impl<B: Default> OwnCopy<B> {
-    /// As [`update`]. With `look` false, for changes that are always updates, the read is skipped where possible.
+    /// Like [`update`]. With `look` false, for changes that are always updates, the read is skipped where possible.
     pub fn update<T>(
         &mut self,
         place: &impl Place<B>,

@@ -12,7 +12,7 @@ pub(crate) fn fnv(hash: u64, bytes: &[u8]) -> u64 {
     bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
-/// A hasher for maps whose keys clients cannot choose. It takes far less code than the standard library's.
+/// A hasher for maps whose keys clients cannot choose. It needs far less code than that of the standard library.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fnv(u64);
 

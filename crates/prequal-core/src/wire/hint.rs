@@ -1,4 +1,4 @@
-//! Query hints (paper §4): a synchronous probe describes the query, so that a replica with a warm cache can say so.
+//! Query hints (paper §4): a synchronous probe describes the query, so that a replica with a warm cache can report it.
 //!
 //! Only a hash is sent: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version.
 //! It is not a secret: two values with the same hash share their cache affinity and nothing else.

@@ -42,7 +42,7 @@ pub const MAX_FAILING: u16 = 1000;
 pub struct LoadReport {
     /// Requests in flight now, 0 to [`MAX_RIF`].
     pub rif: u32,
-    /// Median recent latency at or near that RIF, microseconds; `None` if the replica has no sample.
+    /// Median of recent latencies at or near that RIF, microseconds; `None` if the replica has no sample.
     pub latency_us: Option<u32>,
     /// Base latency and knee ([`crate::server::capacity`]). On the wire: `base=` (microseconds, 1 to [`MAX_LATENCY_US`]) and
     /// `knee=` (requests in flight, 1 to 65 535), both or neither, with `open=1` if the knee may be higher. `None` if the
@@ -60,8 +60,8 @@ pub struct LoadReport {
 }
 
 impl LoadReport {
-    /// Parses the combined header. It works on bytes and with little code: every response has such a header, and with cold
-    /// caches the size of the code determines the cost (`docs/performance.md`).
+    /// Parses the combined header. It works on bytes and is small: every response has such a header, and with cold caches
+    /// the size of the code determines the cost (`docs/performance.md`).
     ///
     /// # Errors
     /// One [`ReportError`] that names the first bad field.
@@ -189,7 +189,7 @@ fn parse_failing(digits: &[u8]) -> Result<u16, ReportError> {
     failing.filter(|failing| *failing <= MAX_FAILING).ok_or(ReportError::Failing)
 }
 
-/// Combines base latency and knee: both or neither must be present, as one alone says nothing.
+/// Combines base latency and knee. Both or neither must be present, because one alone has no meaning.
 fn parse_capacity(base: Option<u32>, knee: Option<u32>, open: bool) -> Result<Option<Capacity>, ReportError> {
     let (base_us, knee) = match (base, knee) {
         (None, None) => return Ok(None),
@@ -212,7 +212,7 @@ pub enum ReportError {
     /// Latency is absent, is not a number, or is out of range.
     #[error("latency must be empty or a whole number of microseconds up to {MAX_LATENCY_US}")]
     Latency,
-    /// The replica's own endpoint is absent or is not an `ip:port`.
+    /// The replica's endpoint is absent or is not an `ip:port`.
     #[error("endpoint must be an `ip:port`")]
     Endpoint,
     /// `probe=` is not an `ip:port` of the same host.

@@ -1,4 +1,4 @@
-//! The updates that wait for the next transaction, and the transaction itself.
+//! Pending updates, and the transaction that applies them.
 
 use rand::Rng;
 
@@ -12,18 +12,18 @@ use crate::shared::endpoint::Endpoint;
 use crate::shared::time::{Micros, Stamp};
 use crate::wire::load::Load;
 
-/// Maximum number of waiting updates. Under load the next pick applies them within a millisecond.
+/// Maximum number of pending updates. Under load the next pick applies them within a millisecond.
 const MAX_PENDING: usize = 64;
-/// Time for which a replica is left alone after it failed or the proxy refused to use it, milliseconds.
+/// Time for which a replica gets no requests after it failed or the proxy refused to use it, milliseconds.
 const COOLDOWN_MS: u32 = 1000;
 
 /// A change to the pool or the ejection table.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Update {
     Report(Micros, Endpoint, Load, Placement),
-    /// A request showed something about the health of its replica.
+    /// A request provided evidence about the health of its replica.
     Health(Micros, Endpoint, Event),
-    /// A reply names a candidate.
+    /// A probe reply names a candidate.
     Introduce(Micros, Endpoint),
     Forget(Endpoint),
     /// The replica failed.
@@ -35,7 +35,7 @@ pub(super) enum Update {
     Members(Micros, u32, u32),
 }
 
-/// The pool and the ejection table, and one worker's updates for them.
+/// The pool, the ejection table, and one worker's pending updates to them.
 pub(super) struct Journal<S: Store> {
     pub(super) pool: S::Value<PoolState>,
     ejections: S::Value<EjectionTable>,
@@ -44,10 +44,10 @@ pub(super) struct Journal<S: Store> {
     /// Time at which the table was read, and the number of milliseconds after which a trial may be due.
     next_trial: Option<(Stamp, u32)>,
     pending: Vec<Update>,
-    /// Number of updates at the front of `pending` that the ejection table already has. When a write of the pool fails, they
-    /// are applied to the pool again, but not to the table.
+    /// Number of updates at the front of `pending` that the ejection table already contains. If writing the pool fails,
+    /// they are applied to the pool again but not to the table.
     in_table: usize,
-    /// Whether the last transaction had to look at the table.
+    /// Whether the last transaction had to consult the ejection table.
     pub(super) watched: bool,
 }
 
@@ -72,14 +72,14 @@ impl<S: Store> Journal<S> {
         }
     }
 
-    /// Whether any updates wait.
+    /// Whether any updates are pending.
     pub(super) fn waits(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Runs one transaction: applies the waiting updates, runs `action`, and writes if `action` asks for it. The second value
-    /// returned says whether it was written. While the ejection table holds anything, `action` receives it, and the trial if
-    /// this request is to be one.
+    /// Runs one transaction: applies the pending updates, runs `action`, and writes the pool if `action` asks for it.
+    /// Returns the result of `action`, and whether the pool was written. While the ejection table has records, `action`
+    /// also receives the table, and the trial if this request is to be one.
     pub(super) fn transact<T, G: Rng>(
         &mut self,
         settings: &PoolSettings,
@@ -133,8 +133,8 @@ impl<S: Store> Journal<S> {
     }
 }
 
-/// Applies the updates that the ejection table does not have yet. If this is a request and a trial is due, takes and returns
-/// the trial. `copy` becomes the table as written.
+/// Applies the updates that the ejection table does not contain yet. If this is a request and a trial is due, takes and
+/// returns the trial. Sets `copy` to the table as written.
 #[allow(clippy::too_many_arguments, reason = "the parts of one transaction")]
 fn update_ejections<G: Rng>(
     ejections: &mut impl Value<EjectionTable>,

@@ -1,4 +1,4 @@
-//! How a worker takes notes on the membership, and when workers share them. `members.rs` decides what the notes mean.
+//! The notes that a worker takes about the membership, and when workers share them. `members.rs` defines their effect.
 
 use rand::Rng;
 
@@ -13,9 +13,9 @@ use crate::shared::time::Micros;
 use crate::wire::report::LoadReport;
 
 impl<S: Store, C: Counters> Balancer<S, C> {
-    /// Makes `fleet` the membership, for a proxy that provides its host set: each replica with its weight in units of 1/16 of
-    /// the mean. The order does not matter. Only one worker's balancer may do so, because the sets that workers see differ for
-    /// a moment; the others adopt the result at their ticks.
+    /// Replaces the membership by `fleet`, for a proxy that provides its host set: each replica, in any order, with its
+    /// weight in units of 1/16 of the mean. Call it on one worker only, because the workers' host sets differ for a
+    /// moment after a change. The other workers adopt the result at their next tick.
     pub fn set_fleet<G: Rng>(&mut self, now: Micros, fleet: &mut Vec<(Endpoint, u16)>, rng: &mut G) {
         fleet.sort_unstable();
         fleet.dedup_by_key(|(replica, _)| *replica);
@@ -57,7 +57,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.membership.members().placement(replica)
     }
 
-    /// Records that the replica has left the cluster, or never was in it.
+    /// Records that the replica has left the cluster, or never belonged to it.
     pub(super) fn forget(&mut self, now: Micros, replica: Endpoint) {
         self.note(now, Note::Left(replica));
         self.push(Update::Forget(replica));
@@ -73,7 +73,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         changed
     }
 
-    /// Shares this worker's notes, or else adopts the notes that others have shared.
+    /// Shares this worker's notes. If there are none, adopts what others have shared.
     pub(super) fn share_members(&mut self, now: Micros) {
         let Self { membership: view, members, rules, counters, .. } = self;
         let lost = view.take_lost();
@@ -83,14 +83,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         if view.has_updates(now) {
             let updated = members.update(|stored| ((), view.share(stored, now)));
             counters.updated(&updated);
-            // If the write was given up, because others wrote too often, the notes wait for the next time.
+            // If the write was given up because others wrote too often, the notes are shared next time.
             if updated.end != UpdateEnd::GivenUp {
                 view.shared();
             }
             let members = view.members();
             shared = (updated.end == UpdateEnd::Written)
                 .then(|| Update::Members(now, members.count(), members.samples()));
-        } else if let Some(newer) = members.newer(&mut self.seen) {
+        } else if let Some(newer) = members.newer(&mut self.adopted) {
             counters.updated(&newer);
             view.adopt(newer.result);
         } else {

@@ -1,4 +1,4 @@
-//! Which replicas to probe, and how much of a reply to believe.
+//! Selects the replicas to probe, and decides how much of a reply to trust.
 
 use std::iter::repeat_n;
 
@@ -39,8 +39,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         targets.into_iter().map(Some).chain(repeat_n(None, unaddressed)).collect()
     }
 
-    /// Returns the replicas to probe for a request that is to wait for its own probes. With fewer than two there is nothing to
-    /// compare.
+    /// Returns the replicas to probe for a request that has to wait for its own probes. With fewer than two there is
+    /// nothing to compare.
     pub fn ask<G: Rng>(&mut self, rng: &mut G) -> Vec<Target> {
         let Journal { watched, table, .. } = &self.journal;
         // The answer of an ejected replica would count as one of `d` but could not be used.
@@ -48,10 +48,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         self.membership.members().sample_in_use(self.config.choice.sync.d, rng, skip)
     }
 
-    /// Judges the reply to a probe of `asked` (`None` if no particular replica was asked) and uses what can be trusted (design
-    /// §3, "Trust"). The membership is updated. The load of the replica that answered is returned if it can be believed. Even a
-    /// rejected reply can provide a load: that of a host other than the one asked. The reply to a `hinted` probe is scaled for
-    /// one query, so it is not recorded as the replica's load.
+    /// Handles the reply to a probe of `asked` (`None` if the probe had no address), and uses what can be trusted.
+    /// Updates the membership, and returns the load of the replica that answered if it can be trusted. Even a rejected
+    /// reply can provide a load: that of a host other than the one asked. The reply to a `hinted` probe is scaled for one
+    /// query, so it is not recorded as the replica's load.
     pub fn replied(
         &mut self,
         now: Micros,
@@ -87,7 +87,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     ) -> Result<(Option<Answer>, ProbeEnd), ProbeEnd> {
         let replica = report.endpoint.ok_or(ProbeEnd::NoEndpoint)?;
         let Some(asked) = asked else {
-            // No particular replica was asked, so the name in the report is used but not the load.
+            // The probe had no address, so the name in the report is used but not the load.
             self.hear_of(now, replica, report);
             return Ok((None, ProbeEnd::Used));
         };
@@ -100,7 +100,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Ok((self.probed(now, replica, report), ProbeEnd::Used))
     }
 
-    /// As [`Self::take_unverified`], where the proxy says which host answered.
+    /// Like [`Self::take_unverified`], where the proxy says which host answered.
     fn take_verified(
         &mut self,
         now: Micros,
@@ -150,8 +150,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         Answer { replica, load: Load::from(report), placement }
     }
 
-    /// As [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to pass it over, and
-    /// the others would seem to have greater weights.
+    /// Like [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to pass it
+    /// over, and the others would seem to have greater weights.
     fn sample_met_unread(&mut self, now: Micros, asked: Option<Target>, host: Option<Endpoint>) {
         let met = host.filter(|_| asked.is_none() && self.config.pool.verified_probes);
         if let Some((host, replica)) =
@@ -161,8 +161,8 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
     }
 
-    /// Notes a name from a reply. Returns the placement if the name is a member's. Another name may be invented: it gets one
-    /// request, which shows whether the proxy knows it.
+    /// Notes the replica that a reply names. Returns its placement if it is a member. Any other name may be invented; it
+    /// gets one request, which shows whether the proxy knows it.
     fn hear_of(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Placement> {
         let (probe, evidence) = (report.probe_endpoint, Evidence::Hearsay);
         self.note(now, Note::Observed { replica, probe, evidence });

@@ -1,5 +1,4 @@
-//! The state of one request from its beginning to its end, and the questions that the proxy can answer about it. `balancer.rs`
-//! decides how to act on them.
+//! The state of one request, and what the proxy can be asked about it. `balancer.rs` acts on both.
 
 use crate::client::ejection::flights::Flight;
 use crate::client::pool::Pick;
@@ -8,7 +7,7 @@ use crate::shared::time::Micros;
 
 use crate::client::count::Class;
 
-/// What the proxy knows about a request. Each call may be expensive, so calls are made only where they matter.
+/// What the proxy knows about a request. Each call may be expensive, so the balancer calls only what it needs.
 pub trait Witness {
     /// Returns the time.
     fn now(&self) -> Micros;
@@ -26,7 +25,8 @@ pub trait Witness {
     fn attempts(&self) -> u64;
 }
 
-/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default value was not placed.
+/// A request, from [`begin`](super::Balancer::begin) to [`ended`](super::Balancer::ended). The default value is a request
+/// that was not placed.
 #[derive(Debug, Default)]
 pub struct Request {
     /// The choice. The host sends the probes that are due with it.

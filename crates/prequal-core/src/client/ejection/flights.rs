@@ -1,16 +1,16 @@
 //! One worker's requests in flight: which of them have waited too long, and how many succeeded between two failures.
 //!
 //! A request waits for its replica once it has been sent completely: the time that the client takes to send it is not the
-//! replica's fault. The limit of a request is [`EjectionSettings::wait_factor`] times the 90th percentile of this worker's
-//! latest response times, or the 99th percentile if that is higher. The latter matters where, for example, one request in
-//! twenty takes 80 times as long as the others: a healthy replica whose slots are all busy with such requests does not
-//! answer for that long. The limit is higher in proportion for a replica that reports itself slower than the typical answer,
-//! and four times as high for one that does not know its latency.
+//! replica's fault. The limit of a request is [`EjectionSettings::wait_factor`] times the 90th percentile of this
+//! worker's latest response times, or the 99th percentile if that is higher. The latter matters where, for example, one
+//! request in twenty takes 80 times as long as the others: a healthy replica whose slots are all busy with such requests
+//! does not answer for that long. The limit is proportionally higher for a replica whose reported latency exceeds that of
+//! a typical answer, and four times as high for one that does not know its latency.
 //!
-//! A request beyond its limit is a sign of an unresponsive replica only if no request sent to the replica after it has been
-//! answered. Where one query in a hundred is slow, later ones overtake it, but none overtakes the first query that meets a
-//! stall. This must hold at two looks in a row: after the worker itself was blocked, everything looks overdue at first, because
-//! the answers have not been read yet.
+//! A request beyond its limit is a sign of an unresponsive replica only if no request sent to the replica after it has
+//! been answered. Where one query in a hundred is slow, later ones overtake it, but none overtakes the first query that
+//! meets a stall. This must hold in two checks in a row. After the worker itself was blocked, everything looks overdue at
+//! first, because the answers have not been read yet.
 //!
 //! Every operation is O(1) on average. It allocates only when more requests are in flight, or more replicas in use, than ever
 //! before.
@@ -27,7 +27,7 @@ use crate::shared::time::{Micros, Stamp};
 
 /// A request in flight. Pass it back to [`Flights::answered`] or [`Flights::gone`].
 #[derive(Debug)]
-#[must_use = "a flight that is dropped looks overdue for ever"]
+#[must_use = "a flight that is dropped looks overdue forever"]
 pub struct Flight(usize);
 
 /// A request that ended with an answer or a failure of its replica.
@@ -80,7 +80,7 @@ impl Overdue {
 /// The requests in flight of one worker to one upstream cluster.
 #[derive(Debug)]
 pub struct Flights {
-    /// Ordered by the time of the next look.
+    /// Ordered by the time of the next check.
     in_flight: InFlight<WatchedRequest>,
     replicas: HashMap<Endpoint, ReplicaState, BuildHasherDefault<Fnv>>,
     window: Box<[u32]>,
@@ -95,7 +95,7 @@ pub struct Flights {
 struct WatchedRequest {
     replica: Endpoint,
     started: Micros,
-    /// Time of the next look at the request.
+    /// Time at which to check the request next.
     check_at: Micros,
     limit_us: u32,
     trial: bool,
@@ -136,7 +136,7 @@ impl Default for Flights {
 }
 
 impl Flights {
-    /// Starts with no request in flight and no history.
+    /// Creates the state of a worker without requests or history.
     pub fn new() -> Self {
         Self {
             in_flight: InFlight::default(),
@@ -149,8 +149,8 @@ impl Flights {
         }
     }
 
-    /// Records a request to `replica`, which reported `latency_us`. Its waiting time starts once it is `whole`, now or
-    /// [later](Self::completed).
+    /// Records a request to `replica`, which last reported a latency of `latency_us`. The wait starts once the request is
+    /// `whole`, now or [later](Self::completed).
     pub fn sent(
         &mut self,
         now: Micros,
@@ -184,7 +184,7 @@ impl Flights {
     }
 
     fn watch(&mut self, index: usize) {
-        // Without a limit there is nothing to look at.
+        // Without a limit there is nothing to check.
         if self.in_flight.get_mut(index).is_some_and(|request| request.limit_us > 0) {
             self.in_flight.link(index);
         }
@@ -201,7 +201,7 @@ impl Flights {
         let request = self.in_flight.remove(flight.0)?;
         let latency_us = u32::try_from(now.saturating_since(request.started)).unwrap_or(u32::MAX);
         let requests = self.seen(request.replica, now, |seen| {
-            // Otherwise, after the clock steps back, no start would be later for a long time.
+            // Otherwise, after a step back of the clock, no request would start later than this for a long time.
             let known = if seen.answered > now { Micros(0) } else { seen.answered };
             seen.answered = known.max(request.started);
             let good = seen.take_requests(now);
@@ -249,7 +249,7 @@ impl Flights {
         self.in_flight.remove(flight.0);
     }
 
-    /// Returns the next unresponsive replica. Call it often, and until it returns `None`; each call looks at only a few
+    /// Returns the next unresponsive replica. Call it often, each time until it returns `None`; a call checks only a few
     /// requests.
     pub fn overdue(&mut self, now: Micros) -> Option<Overdue> {
         let before = self.looks.before(now);
@@ -261,8 +261,8 @@ impl Flights {
             }
             self.in_flight.unlink(index);
             if stepped || before.saturating_since(request.started) < u64::from(request.limit_us) {
-                // After a step back of the clock, the request starts now. A slow replica has a longer limit: its request is
-                // looked at again after another common limit, so that the list stays in the order of the next looks.
+                // After a step back of the clock, the request starts now. A slow replica has a longer limit: its request
+                // is checked again after another common limit, so that the list stays in order.
                 let again = now.plus(u64::from(self.limit_us.max(1)));
                 let place = self.in_flight.get_mut(index)?;
                 (place.started, place.check_at) = (request.started.min(now), again);
@@ -347,7 +347,7 @@ impl Flights {
     }
 }
 
-/// Times of this worker's last look and of the one before.
+/// Times of this worker's last two checks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Looks {
     last: Micros,
@@ -355,7 +355,8 @@ struct Looks {
 }
 
 impl Looks {
-    /// Returns the time of the last look that was at least [`LOOK_US`] before this one: a request must have been overdue then.
+    /// Returns the time of the last check that was at least [`LOOK_US`] before this one. A request counts only if it was
+    /// overdue then.
     fn before(&mut self, now: Micros) -> Micros {
         if now < self.last {
             (self.last, self.before) = (now, now);
@@ -373,11 +374,12 @@ const UNKNOWN_SLOWER: f64 = 4.0;
 const WINDOW: usize = 256;
 /// Number of answers between two computations of the limit; also the minimum for the first one.
 const LEARN_EVERY: usize = 32;
-/// Maximum number of requests that one call of [`Flights::overdue`] looks at.
+/// Maximum number of requests that one call of [`Flights::overdue`] checks.
 const LOOKS: usize = 8;
-/// Minimum time between two looks, microseconds: enough for an event loop that was blocked to process what arrived meanwhile.
+/// Minimum time between two checks, microseconds: enough for a blocked event loop to process what arrived in the
+/// meantime.
 const LOOK_US: u64 = 20_000;
-/// Added to every limit, microseconds: a pause of the replica, of the machine or of this Envoy is not a sign of a problem.
+/// Added to every limit, microseconds: a short pause of the replica, the machine or this Envoy is not a problem.
 const SLACK_US: f64 = 50_000.0;
 
 #[cfg(test)]

@@ -6,9 +6,9 @@ use crate::shared::time::Micros;
 
 /// Maximum number of waiting notes: the number of samples in a tick at their highest rate.
 const MAX_NOTES: usize = 256;
-/// Notes are shared once there are as many as the number of members divided by this, so that each note costs four times
-/// what sharing costs per member. In a small fleet, notes are therefore shared at once. In any fleet, far less than a round
-/// of samples is unknown to other workers.
+/// Notes are shared once their number reaches the number of members divided by this. Each note then costs four times what
+/// sharing costs per member. In a small fleet, notes are therefore shared at once. In any fleet, far less than a round of
+/// samples is unknown to other workers.
 const PART: usize = 4;
 
 /// A worker's observation about the membership.
@@ -123,7 +123,7 @@ impl View {
     /// Applies the notes to the `stored` membership, forgets the replicas there that have not been heard from for too long,
     /// and adopts the result. Returns whether it must be written; once it is written, call [`Self::shared`].
     pub fn share(&mut self, stored: &mut Members, now: Micros) -> bool {
-        // This comes before the notes: a note that ends a long silence says nothing about the other replicas.
+        // This comes before the notes: a note that ends a long silence is not evidence about the other replicas.
         let mut changed = stored.excuse(now);
         self.refused = 0;
         for (at, note) in &self.notes {
@@ -135,7 +135,7 @@ impl View {
         changed
     }
 
-    /// Records that the last shared state has been written, or needed no write.
+    /// Records that the last shared state has been written or did not need writing.
     pub fn shared(&mut self) {
         self.notes.clear();
         self.lost.refused += std::mem::take(&mut self.refused);

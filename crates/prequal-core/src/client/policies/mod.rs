@@ -32,7 +32,7 @@ pub trait Policy {
 
 /// A policy whose replicas come and go.
 pub trait Elastic: Policy {
-    /// Adds a replica of which nothing is known, under the next number.
+    /// Adds an unknown replica under the next number.
     fn join(&mut self);
 
     /// Removes a replica; the last one takes its number.

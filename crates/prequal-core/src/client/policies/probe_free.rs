@@ -1,5 +1,5 @@
-//! A policy over named replicas that come and go, and the schedule for finding new ones: the filter needs both for rules
-//! without probes. The membership decides which replicas come and go.
+//! What rules without probes need besides a policy: a mapping from the cluster's replicas, which come and go, to the
+//! policy's numbers, and a schedule for finding new replicas. The membership decides which replicas exist.
 
 use std::collections::HashMap;
 
@@ -11,11 +11,11 @@ use super::{Done, Elastic};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 
-/// Time after a change during which newcomers are looked for more often, microseconds, and how many times as often.
+/// Time after a change during which new replicas are searched for more often, microseconds, and the factor.
 const GROWING_US: u64 = 2_000_000;
 const GROWING_FACTOR: u64 = 16;
 
-/// Decides when a request goes where Envoy's own policy sends it, to find newcomers.
+/// Decides which requests are left to Envoy's own policy, to find new replicas.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Explorer {
     changed: Micros,
@@ -40,7 +40,7 @@ impl Explorer {
     }
 }
 
-/// One client's view of its replicas under such a policy.
+/// A policy without probes, over the replicas of one cluster.
 pub struct ProbeFree {
     policy: Box<dyn Elastic + Send>,
     seats: Vec<Endpoint>,
@@ -48,12 +48,12 @@ pub struct ProbeFree {
 }
 
 impl ProbeFree {
-    /// Creates a fleet under Peak EWMA of two choices, as in Finagle.
+    /// Creates Peak EWMA with two choices, as in Finagle.
     pub fn peak_ewma() -> Self {
         Self::new(PeakEwma::empty(Scan::TwoChoices))
     }
 
-    /// Creates a fleet under Zuul's choice of two; see [`Zuul::new`].
+    /// Creates Zuul's choice of two; see [`Zuul::new`].
     pub fn zuul(max_in_flight: u32) -> Self {
         Self::new(Zuul::empty(max_in_flight))
     }
@@ -62,7 +62,7 @@ impl ProbeFree {
         Self { policy: Box::new(policy), seats: Vec::new(), numbers: HashMap::new() }
     }
 
-    /// Takes over the membership and keeps what is known of replicas that stay. Returns whether anything changed.
+    /// Adopts the membership, and keeps what is known about replicas that stay. Returns whether anything changed.
     pub fn set_members(&mut self, members: impl Iterator<Item = Endpoint>) -> bool {
         let mut gone = self.numbers.clone();
         let mut changed = false;

@@ -6,7 +6,7 @@
 //! divided by the same maximum. The thresholds of the filter are unpublished too; here they are 50 % errors, 90 %
 //! utilisation and 5 attempts.
 //!
-//! Left out: the warm-up of 90 s by a server's age. A newcomer is on probation only until its first response.
+//! Left out: the warm-up of 90 s by a server's age. A new replica is on probation only until its first response.
 
 use rand::{Rng, RngCore};
 

@@ -1,4 +1,4 @@
-//! Choices other than the ordinary pick: among the answers that a request waited for, and for a retry after a failure.
+//! Choices other than the ordinary pick: among the answers that a request has waited for, and for a retry.
 
 use bytemuck::Zeroable;
 use rand::Rng;

@@ -1,5 +1,5 @@
-//! The cooldown: after one failure or refusal a replica gets no requests for a fixed time, and steering as a whole pauses
-//! while Envoy refuses most choices. [`crate::client::ejection`] decides which replicas are ejected for their behaviour over
+//! Cooldowns: after a failure or refusal, a replica gets no requests for a fixed time. While Envoy refuses most choices,
+//! steering as a whole pauses. [`crate::client::ejection`] decides which replicas are ejected for their behaviour over
 //! time.
 
 use super::PoolState;
@@ -34,7 +34,7 @@ impl PoolState {
         let stamp = now.stamp();
         let count = self.cooldown_count as usize;
         let known = self.cooldowns.iter().take(count).position(|cooldown| cooldown.endpoint == endpoint);
-        // A full table drops its oldest cooldown: forgetting one costs one diverted request.
+        // A full table drops its oldest cooldown, which costs at most one diverted request.
         let index = known.unwrap_or_else(|| {
             if count < MAX_COOLDOWNS {
                 self.cooldown_count += 1;
@@ -52,7 +52,7 @@ impl PoolState {
         }
     }
 
-    /// Ends a cooldown, because the replica has proved itself.
+    /// Ends a cooldown, because the replica has served a request.
     pub fn end_cooldown(&mut self, endpoint: Endpoint) {
         let count = self.cooldown_count as usize;
         if let Some(index) =

@@ -11,13 +11,14 @@ use crate::shared::capacity::Capacity;
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Stamp;
 
-/// Entries within this factor of the lowest cost count as equal. It is wider than the noise of the estimates: with a narrow
-/// band a healed replica never gets its traffic back, because a replica that looks slow is not sampled and so goes on looking
-/// slow.
+/// Entries within this factor of the lowest cost count as equal. It is wider than the noise of the estimates. With a
+/// narrow band, a replica that has recovered would never get its traffic back: it looks slow, so it is not sampled, so it
+/// keeps looking slow.
 const BAND: f32 = 1.35;
-/// The same factor where weights differ: noise must not decide then, and RIF relative to the weight keeps queues level.
+/// The same factor where weights differ. Noise must not decide then, and RIF relative to the weight keeps queues
+/// balanced.
 const WEIGHTED_BAND: f32 = 2.0;
-/// Credit for trials added by every pick, in multiples of the lowest cost: at most one request in a thousand goes to a
+/// Credit for trials that every pick adds, in multiples of the lowest cost: at most one request in a thousand goes to a
 /// replica that looks twice as slow.
 const CREDIT: f32 = 0.001;
 /// Maximum price of a trial, in multiples of the lowest cost: one request in 4000 for a replica that looks far slower. It is
@@ -38,7 +39,8 @@ const FRESH_MS: u32 = 32;
 /// A base latency counts as at least the base latency of half of the pool, divided by this. No fleet needs finer
 /// distinctions, and a replica that reports almost no latency gets a few requests more than the others, not all of them.
 const FASTEST: u32 = 32;
-/// Waiting for a whole round of turns outweighs this many requests in flight below the knee.
+/// A replica that has waited for a whole round of turns precedes one with this many fewer requests in flight below the
+/// knee.
 const TURN: u32 = 5;
 /// Upper bound of a credit: more than the slowest replica at the highest RIF could cost.
 const MOST_CREDIT: f32 = 1e30;
@@ -91,8 +93,8 @@ impl Predicted {
     }
 
     /// Capacity assumed for an entry. An unknown replica is as fast as most, and is saturated by one request: it gets no
-    /// other until it has answered. A replica whose knee is open may be as capable as most, and gets the chance to show it in
-    /// steps: a newcomer that had one request at a time would otherwise never get two.
+    /// other until it has answered. A replica whose knee is open may be as capable as most, and gets the chance to show
+    /// it in steps: a new replica that gets one request at a time would otherwise never get two.
     fn capacity(&self, entry: &Entry) -> Capacity {
         let capacity = entry.capacity();
         let capacity = capacity.map(|known| Capacity { base_us: known.base_us.max(self.least_us), ..known });
@@ -198,9 +200,10 @@ impl Trials {
     }
 }
 
-/// Whether the cost exceeds the best by more than the band; then the cost if it does, otherwise the requests in flight; then
-/// the age of the report, and the turn. Below its knee a replica serves at once at any RIF, so its RIF counts as zero there
-/// and turns decide. Where all requests take the same time, even spacing keeps queues short, as round robin shows.
+/// Rank of an entry: whether its cost exceeds the lowest by more than the band; then the cost if it does, otherwise the
+/// number of requests in flight; then the age of the report, and the turn. Below its knee a replica serves at once at any
+/// RIF, so its RIF counts as zero there and turns decide. Where all requests take the same time, even spacing keeps
+/// queues short, as round robin shows.
 type PredictedRank = (bool, u32, u32);
 
 impl Order for Predicted {

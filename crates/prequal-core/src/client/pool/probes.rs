@@ -5,7 +5,7 @@ use super::{Budget, PoolSettings, PoolState, ProbesDue};
 use crate::shared::time::{Micros, Stamp};
 
 impl PoolState {
-    /// Returns the probes to send if neither a request has come nor a probe has been sent for `interval_ms`.
+    /// Returns the probes to send if there has been neither a request nor a probe for `interval_ms`.
     ///
     /// The caller writes the state back with compare-and-swap, so that only one of several workers sends probes per interval.
     pub fn idle_probes(&mut self, settings: &PoolSettings, now: Micros, interval_ms: u32) -> ProbesDue {
@@ -55,8 +55,9 @@ impl PoolState {
         self.clock.request(now, pays as f32, wanted as f32, samples)
     }
 
-    /// Number of discovery probes wanted. Replicas that get no requests are heard from only through these. With reports on
-    /// responses alone, the first two replicas to answer would get all requests, and an ejected replica would get no trial.
+    /// Number of discovery probes wanted. They are the only source of reports from replicas that get no requests. With
+    /// reports on responses alone, the first two replicas to answer would get all requests, and an ejected replica would
+    /// get no trial.
     fn samples_wanted(&self, settings: &PoolSettings, now: Stamp) -> f32 {
         if settings.discovery_interval_ms == PoolSettings::NO_DISCOVERY {
             return 0.0;
@@ -85,11 +86,11 @@ impl PoolState {
     }
 }
 
-/// Timing of all probes of a cluster. Requests pay for probes. Probes that are paid for and not sent are saved, and some of
-/// them go out when no request comes. A cluster that gets no requests therefore soon gets no probes, and rare requests cause
-/// no more probes each than frequent ones.
+/// Timing of all probes of a cluster. Requests pay for probes. Probes that are paid for but not needed are saved, and
+/// some of them are sent when no requests come. A cluster that gets no requests therefore soon gets no probes, and rare
+/// requests cause no more probes each than frequent ones.
 ///
-/// While no probe is answered, one goes out each time that the silence has doubled.
+/// While no probe is answered, one is sent each time the silence has doubled.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct Clock {
@@ -188,14 +189,14 @@ impl Clock {
 pub(super) const GROWING_MS: u32 = 2000;
 /// Maximum rate of discovery probes in a settled fleet, per second. At this rate a thousand replicas are sampled in 10 s.
 const MOST_SAMPLES: f32 = 105.0;
-/// Maximum number of times per second that a settled fleet is sampled. Where more samples are due, several go out together: a
-/// probe right after another costs half as much, because the caches are warm.
+/// Maximum number of times per second that a settled fleet is sampled. If more samples are due, several are sent
+/// together: a probe right after another costs half as much, because the caches are warm.
 const MOST_BURSTS: f32 = 15.0;
 /// Maximum number of saved probes; all but [`BURST`] of them may go out without a request.
 const SAVED: f32 = 32.0;
 /// Maximum number of discovery probes with one request.
 const BURST: f32 = 8.0;
-/// Number of unanswered probes below which silence may be chance, and the same as a time in milliseconds.
+/// Number of unanswered probes up to which silence may be chance; also used as a time in milliseconds.
 const PATIENCE: u32 = 16;
 const PATIENCE_MS: u32 = 1000;
 /// Maximum delay of a late worker, milliseconds; a longer one means that the clock has stepped.

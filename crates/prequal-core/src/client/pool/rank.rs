@@ -1,4 +1,4 @@
-//! Orders of the pool's entries, and the rule of hot and cold: θ from the history of reported RIFs, and the rank of an entry
+//! Orders of the pool's entries, and the hot and cold rule: θ from the history of reported RIFs, and the rank of an entry
 //! under it. The pool decides which entries exist, and what happens to the chosen one.
 
 use std::cmp::Ordering;
@@ -54,12 +54,12 @@ impl Theta {
     }
 }
 
-/// The rule of hot and cold for one set of entries.
+/// The hot and cold rule for one set of entries.
 pub(super) struct Hcl {
     theta: Theta,
     /// Where weights differ: the latencies of cold entries that count as equal to the lowest.
     alike: Option<RangeInclusive<u32>>,
-    /// Whether the fleet is being learned, and at least half of the entries have an unknown latency.
+    /// Whether the fleet is being discovered, and the latency of at least half of the entries is unknown.
     new: bool,
 }
 
@@ -176,11 +176,11 @@ pub(super) fn lowest<T, R: Ord, G: Rng>(
 pub(super) struct First<R> {
     pub(super) index: usize,
     pub(super) rank: R,
-    /// Index of the young entry that gave way to it.
+    /// Index of the young entry that yielded to it.
     pub(super) gave_way: Option<usize>,
 }
 
-/// Returns the first entry in order. A young replica gives way to the best of the others as often as its share requires.
+/// Returns the first entry in order. A young replica yields to the best of the others as often as its share requires.
 pub(super) fn lowest_with_slow_start<O: Order, G: Rng>(
     entries: &[Entry],
     order: &O,
@@ -193,7 +193,7 @@ pub(super) fn lowest_with_slow_start<O: Order, G: Rng>(
     if share >= FULL_SHARE {
         return Some(first);
     }
-    // If half or more are young, the fleet is new, and a few seconds between their starts do not matter.
+    // If at least half are young, the whole fleet is new, and a few seconds between starts do not matter.
     let grown = entries.iter().filter(|entry| entry.share >= FULL_SHARE).count();
     if grown * 2 <= entries.len() || rng.random_range(0..FULL_SHARE) < share {
         return Some(first);

@@ -4,7 +4,7 @@ use crate::client::ejection::EjectionSettings;
 
 /// Maximum number of entries of a pool.
 pub const MAX_POOL: usize = 128;
-/// Size of the largest fleet that is kept whole however rare its requests are.
+/// Size of the largest fleet that is kept whole even if its requests are rare.
 const MAX_WHOLE: usize = 64;
 /// Maximum number of RIFs in the history that θ is computed from.
 pub const MAX_HISTORY: usize = 128;
@@ -53,19 +53,19 @@ pub struct PoolSettings {
     pub delta: f64,
     /// Removals per pick.
     pub r_remove: f64,
-    /// Keeps all replicas of a fleet of up to 64 in the pool: there is no selection bias to undo then. In a larger fleet, up to
-    /// [`MAX_POOL`] while all reports are fresh; removes only from a full pool, and no more entries than arrive. The paper has
-    /// no such bounds.
+    /// Keeps a fleet of up to 64 replicas in the pool as a whole, where there is no selection bias to correct. Of a
+    /// larger fleet, keeps up to [`MAX_POOL`] reports while all are fresh. Removes entries only from a full pool, and no
+    /// more than arrive. The paper has no such bounds.
     pub scale_removal: bool,
     /// Upper bound of equation (1).
     pub reuse_cap: u32,
     /// Number of probes.
     pub budget: Budget,
     /// Interval between probes without an address, milliseconds, as far as the budget allows. They sample the cluster's
-    /// policy and find newcomers. They are more frequent in large fleets (n/4 a second, at most 105, up to seven at once) and
-    /// while replicas come into use (80 a second or 6n, at most 1000).
+    /// policy and find new replicas. They are more frequent in large fleets (n/4 a second, at most 105, up to seven at
+    /// once) and while replicas come into use (80 a second or 6n, at most 1000).
     pub discovery_interval_ms: u32,
-    /// Whether Envoy vouches for the replica that answered a probe. If so, a probe without an address reports a load too,
+    /// Whether Envoy vouches for the replica that answered a probe. If so, probes without an address provide loads too,
     /// and exploration needs no other probes.
     pub verified_probes: bool,
     /// Number of RIFs kept for θ, 8 to [`MAX_HISTORY`].
@@ -73,11 +73,11 @@ pub struct PoolSettings {
     /// Computes θ from replies to probes alone, as in the paper: the RIFs that chosen replicas report on responses are low
     /// for the fleet. With few probes, hardly any other RIFs are known.
     pub theta_of_probes: bool,
-    /// Leaves some requests to Envoy's own policy. While the fleet is being learned, these are the requests that would go to
-    /// a replica with four requests in flight: at first two of 40 replicas would get all requests, and refuse those that
-    /// exceed their queues. Where even the best replica is saturated, these are the requests that would go to one with more
-    /// than θ plus four in flight: Envoy's policy counts its own requests, while a pool that a burst has used up spreads them
-    /// over a sample. The paper has no such rule.
+    /// Leaves some requests to Envoy's own policy. While the fleet is being discovered, these are the requests that would
+    /// go to a replica with four requests in flight. Without this, the first two of 40 replicas would get all requests,
+    /// and refuse those that exceed their queues. Later, these are the requests for which even the best replica has more
+    /// than θ plus four in flight: Envoy's policy counts its own requests, whereas a pool that a burst has used up covers
+    /// only a sample. The paper has no such rule.
     pub burst_guard: bool,
     /// Conditions under which a replica is ejected.
     pub ejection: EjectionSettings,
@@ -89,8 +89,8 @@ impl PoolSettings {
     /// Value of `discovery_interval_ms` that turns these probes off, because the membership is known. Users cannot set it.
     pub const NO_DISCOVERY: u32 = 0;
 
-    /// Maximum number of entries of a pool over `n` replicas whose oldest report has this age, milliseconds; `n` = 0 means that
-    /// none are known yet, no age that there is no report.
+    /// Maximum number of entries of a pool over `n` replicas (0 if none are known yet) whose oldest report has the age
+    /// `oldest_ms`, milliseconds (`None` without a report).
     ///
     /// A pool that cannot hold the whole fleet grows as long as even its oldest report is fresh: requests are so frequent that
     /// their responses keep more entries up to date than `pool_size`. With a fixed number of probes it does not grow.

@@ -35,7 +35,7 @@ impl<T> Default for Waits<T> {
 }
 
 impl<T> Waits<T> {
-    /// Whether the request waits.
+    /// Whether the request is waiting.
     pub fn contains(&self, request: u32) -> bool {
         self.open.contains_key(&request)
     }

@@ -1,17 +1,17 @@
 //! Detects from single recent responses what a fit over seconds is slow to see.
 //!
-//! [`FastRun`] detects that a replica is faster than its fit says. [`Beyond`] detects that requests beyond the knee do
-//! not wait. Neither measures how fast a replica is or where its knee is; the fit does that.
+//! [`FastRun`] detects that a replica is faster than its fit suggests. [`Beyond`] detects that requests beyond the knee
+//! do not wait. Neither measures how fast a replica is or where its knee is; the fit does that.
 
 use super::Capacity;
 use crate::shared::time::Micros;
 
-/// Detects that a replica has become faster than its fit says: it has recovered, or a stall is over.
+/// Detects that a replica has become faster than its fit suggests: it has recovered, or a stall is over.
 ///
-/// A response is fast if it takes less than half of the base latency. Where requests differ, many are fast. A run of
-/// them is too long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive beyond the knee do
-/// not count. If they did, in a fleet without spare capacity, the estimate would start anew at each short respite and
-/// send the next burst there.
+/// A response is fast if it takes less than half of the base latency. Where requests differ, many are fast. A run of them
+/// is too long for chance once its probability is below e^−[`CERTAIN`]. Requests that arrive beyond the knee do not
+/// count. If they did, in a fleet without spare capacity, the estimate would be reset in each short lull, which would
+/// attract the next burst.
 #[derive(Debug)]
 pub(super) struct FastRun {
     /// Moving average of the share of fast responses.

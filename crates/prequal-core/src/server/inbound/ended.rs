@@ -1,9 +1,9 @@
-//! The log of one replica. It holds the results of the last requests, on whichever worker they ended, and what else all
-//! workers must agree on: since when the replica has been up, and where its probes come in.
+//! The log of one replica. It holds the results of the latest requests on all workers, and what else all workers must
+//! agree on: how long the replica has been up, and where its probes arrive.
 //!
 //! Each worker has its own [`Replica`], appends the results of its own requests, and reads what others have appended. A
-//! worker that rarely reads misses entries that have left the log; an estimate uses only the last [`LOG_ENTRIES`] requests
-//! anyway.
+//! worker that reads rarely misses entries that have left the log; an estimate uses only the last [`LOG_ENTRIES`]
+//! requests anyway.
 
 use std::borrow::Cow;
 
@@ -24,9 +24,9 @@ pub const LOG_ENTRIES: usize = 64;
 #[repr(C)]
 pub struct EndedLog {
     tag: Tag,
-    /// Port of the replica's host where probes come in; 0 means the serving port.
+    /// Port of the replica's host where probes arrive; 0 means the serving port.
     probe_port: u16,
-    /// Time from which on the replica can serve, microseconds; 0 while it cannot.
+    /// Time since which the replica has been able to serve, microseconds; 0 while it cannot.
     up: u64,
     /// Number of requests so far.
     written: u64,
@@ -68,7 +68,7 @@ impl EndedLog {
 
     /// Records in `replica` what others have appended since `seen`.
     pub fn read(&self, seen: &mut ReadPosition, replica: &mut Replica) {
-        // A log that was started anew holds less than was seen.
+        // A log that was replaced holds fewer entries than this worker has read.
         let from = if seen.0 > self.written { 0 } else { seen.0 };
         let kept = self.written.saturating_sub(LOG_ENTRIES as u64);
         replica.missed(kept.saturating_sub(from));
@@ -102,13 +102,13 @@ impl EndedLog {
         true
     }
 
-    /// Returns the endpoint where probes come in, if it differs from `endpoint`.
+    /// Returns the endpoint where probes arrive, if it differs from `endpoint`.
     pub fn probe_endpoint(&self, endpoint: Endpoint) -> Option<Endpoint> {
         (self.probe_port != 0 && self.probe_port != endpoint.port())
             .then(|| endpoint.with_port(self.probe_port))
     }
 
-    /// Records that a probe for `endpoint` came in at `at`. An address on another host is ignored, because a report
+    /// Records that a probe for `endpoint` arrived at `at`. An address on another host is ignored, because a report
     /// cannot carry it. Returns true if the endpoint is new.
     pub fn probed_at(&mut self, endpoint: Endpoint, at: Endpoint) -> bool {
         let changed = at.same_host(&endpoint) && self.probe_endpoint(endpoint).unwrap_or(endpoint) != at;
@@ -260,7 +260,7 @@ mod tests {
     fn probes_at_another_port_of_the_same_host_are_told() {
         let mut log = EndedLog::default();
         let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
-        for (at, changed, told) in [
+        for (at, changed, expected) in [
             ("10.0.0.1:80", false, None),
             ("10.0.0.2:81", false, None),
             ("10.0.0.1:81", true, Some("10.0.0.1:81")),
@@ -268,7 +268,11 @@ mod tests {
             ("10.0.0.1:80", true, None),
         ] {
             assert_eq!(log.probed_at(endpoint, at.parse().unwrap()), changed, "{at}");
-            assert_eq!(log.probe_endpoint(endpoint), told.map(|text: &str| text.parse().unwrap()), "{at}");
+            assert_eq!(
+                log.probe_endpoint(endpoint),
+                expected.map(|text: &str| text.parse().unwrap()),
+                "{at}"
+            );
         }
     }
 

@@ -1,12 +1,12 @@
 //! Slots: a place for each VM's counts, and a heartbeat that shows whether the VM is still alive.
 //!
-//! The table is a blob in shared data. The counts are kept elsewhere, in one gauge per slot, which only the slot's
-//! owner writes, as an absolute value. A dead VM stops writing. Once its heartbeat is older than [`DEAD_MS`], any other
-//! VM frees the slot, and every reader sets the gauges of free slots to zero. A VM that only hung finds that it has
-//! lost its slot and claims another. Its counts are then correct again, because they never depended on the gauge.
+//! The table is a blob in shared data. The counts are kept elsewhere, in one gauge per slot, which only the slot's owner
+//! writes, as an absolute value. A dead VM stops writing. Once its heartbeat is older than [`DEAD_MS`], any other VM
+//! frees the slot, and every reader sets the gauges of free slots to zero. A VM that had merely hung finds that it has
+//! lost its slot, and claims another. Its counts are then correct again, because they never depended on the gauge.
 //!
-//! The table also lists the replicas that are counted, so that every VM knows which gauges exist. Even a VM that has
-//! served nothing, such as the one on Envoy's main thread, cleans up after the others.
+//! The table also lists the replicas that are counted, so that every VM knows which gauges exist. Even a VM that serves
+//! no requests, such as the one on Envoy's main thread, cleans up after the others.
 //!
 //! Time is the host's clock, which may step. After a step all heartbeats look old at once, so a VM frees no slot if its
 //! own last heartbeat looks wrong ([`can_judge`]).
@@ -27,7 +27,7 @@ pub const MAX_REPLICAS: usize = 64;
 pub const HEARTBEAT_MS: u32 = 500;
 /// Age of a heartbeat beyond which its VM counts as dead, milliseconds.
 pub const DEAD_MS: u32 = 2000;
-/// Time for which a freed slot is not given away, so that every VM sees that it is free, milliseconds.
+/// Time for which a freed slot is not reassigned, so that every VM sees that it is free, milliseconds.
 const REST_MS: u32 = 2 * HEARTBEAT_MS;
 
 /// Assignment of VMs to slots. Plain data: the blob in shared data.

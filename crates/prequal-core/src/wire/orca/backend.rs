@@ -1,9 +1,9 @@
 //! Reads and checks a backend's own load report in the format of ORCA, and reduces it to what the report of its sidecar
 //! may carry.
 //!
-//! The utilisations and the metrics that the backend names itself are kept. Its rates are not, because the sidecar
-//! counts requests itself. A report that is malformed or contradicts itself is dropped whole. In a report that can be
-//! read, a metric that makes no sense is left out.
+//! The utilisations and the metrics that the backend names itself are kept. Its rates are not, because the sidecar counts
+//! requests itself. A report that is malformed or contradicts itself is dropped. From a report that can be read, only
+//! metrics that make no sense are left out.
 
 use std::fmt;
 
@@ -110,7 +110,7 @@ impl fmt::Display for Metric {
     }
 }
 
-/// Why a report is dropped whole.
+/// Why a whole report is dropped.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum BackendError {
     /// Longer than [`MAX_REPORT`].
@@ -143,7 +143,7 @@ impl BackendReport {
     /// Reads the value of [`super::HEADER`], as text, JSON or base64 of the binary message.
     ///
     /// # Errors
-    /// [`BackendError`] if the report is to be dropped whole.
+    /// [`BackendError`] if the whole report must be dropped.
     pub fn parse(header: &[u8]) -> Result<Self, BackendError> {
         if header.len() > MAX_REPORT {
             return Err(BackendError::TooLong);
@@ -160,7 +160,7 @@ impl BackendReport {
     /// Reads the value of [`super::HEADER_BIN`].
     ///
     /// # Errors
-    /// [`BackendError`] if the report is to be dropped whole.
+    /// [`BackendError`] if the whole report must be dropped.
     pub fn parse_binary(base64: &[u8]) -> Result<Self, BackendError> {
         if base64.len() > MAX_REPORT {
             return Err(BackendError::TooLong);
@@ -172,7 +172,7 @@ impl BackendReport {
     /// Reads the binary message itself, as a stream of reports carries it.
     ///
     /// # Errors
-    /// [`BackendError`] if the report is to be dropped whole.
+    /// [`BackendError`] if the whole report must be dropped.
     pub fn decode(message: &[u8]) -> Result<Self, BackendError> {
         if message.len() > MAX_REPORT {
             return Err(BackendError::TooLong);

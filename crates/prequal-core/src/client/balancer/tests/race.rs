@@ -49,7 +49,7 @@ struct State {
 /// The true course of the race, to compare with the stored state.
 #[derive(Default)]
 struct Truth {
-    reports: Vec<Told>,
+    reports: Vec<Reported>,
     /// Number of the report behind each pool entry when the pool was last written.
     entries: BTreeMap<Endpoint, usize>,
     /// Comparisons of pool entries after requests had been sent since their reports.
@@ -70,7 +70,7 @@ struct Truth {
 
 /// A report. Its latency identifies it: the number of earlier reports plus one, in microseconds.
 #[derive(Default)]
-struct Told {
+struct Reported {
     rif: u32,
     /// Requests sent because of it.
     sent: u32,
@@ -129,9 +129,9 @@ impl State {
     /// Checks that the pool adds to a report's RIF exactly the requests sent since.
     fn compare(&mut self) {
         for (number, entry) in self.entries(self.now) {
-            let told = &self.truth.reports[number];
-            assert_eq!(entry.rif, told.rif + told.sent, "report {number} of {}", entry.endpoint);
-            self.truth.compensated += u32::from(told.sent > 0);
+            let reported = &self.truth.reports[number];
+            assert_eq!(entry.rif, reported.rif + reported.sent, "report {number} of {}", entry.endpoint);
+            self.truth.compensated += u32::from(reported.sent > 0);
         }
     }
 
@@ -139,10 +139,10 @@ impl State {
     fn pool_written(&mut self) {
         let mut entries = BTreeMap::new();
         for (number, entry) in self.entries(self.now) {
-            let told = &mut self.truth.reports[number];
+            let reported = &mut self.truth.reports[number];
             let stays = self.truth.entries.get(&entry.endpoint) == Some(&number);
-            assert!(stays || !told.recorded, "report {number} is recorded again");
-            told.recorded = true;
+            assert!(stays || !reported.recorded, "report {number} is recorded again");
+            reported.recorded = true;
             entries.insert(entry.endpoint, number);
         }
         self.truth.entries = entries;
@@ -281,12 +281,12 @@ impl<'a> Worker<'a> {
         replica(self.rng.random_range(GOOD))
     }
 
-    fn tell(&mut self, endpoint: Endpoint) -> (usize, LoadReport) {
+    fn make_report(&mut self, endpoint: Endpoint) -> (usize, LoadReport) {
         let rif = self.rng.random_range(0..30);
         let reports = &mut self.seat.state().truth.reports;
-        reports.push(Told { rif, ..Told::default() });
-        let told = LoadReport::parse(format!("{rif};{};{endpoint}", reports.len())).unwrap();
-        (reports.len() - 1, told)
+        reports.push(Reported { rif, ..Reported::default() });
+        let reported = LoadReport::parse(format!("{rif};{};{endpoint}", reports.len())).unwrap();
+        (reports.len() - 1, reported)
     }
 
     /// Records that the balancer has accepted a report.
@@ -352,10 +352,10 @@ impl<'a> Worker<'a> {
         }
         let served = chosen.filter(|_| !self.is(REFUSED, chosen)).unwrap_or_else(|| self.good());
         let failed = self.fails(chosen);
-        let (number, told) = self.tell(served);
+        let (number, reported) = self.make_report(served);
         let proxy = Proxy(now, Some(served), Class::Answer, 1);
         let Open(request, begun) = &mut self.open[index];
-        self.balancer.response(ms(now), request, failed, Some(Ok(told)), &proxy);
+        self.balancer.response(ms(now), request, failed, Some(Ok(reported)), &proxy);
         *begun = true;
         if !failed && self.counted(since, |count| *count == Count::Report(ReportEnd::Used)) {
             self.believed(since, number, served);
@@ -399,7 +399,7 @@ impl<'a> Worker<'a> {
             return self.balancer.replied(ms(now), asked, false, Err(ProbeEnd::Timeout));
         }
         let named = named.filter(|_| !leaves).unwrap_or_else(|| self.good());
-        let (number, report) = self.tell(named);
+        let (number, report) = self.make_report(named);
         let answer =
             self.balancer.replied(ms(now), asked, false, Ok(Reply { report: Ok(report), host: None }));
         if answer.is_some() {
@@ -436,7 +436,7 @@ impl<'a> Worker<'a> {
 
 /// The outcome of a race.
 #[derive(Debug, Default, Eq, PartialEq)]
-struct End {
+struct RaceEnd {
     vanished: usize,
     conflicts: u32,
     given_up: u32,
@@ -445,7 +445,7 @@ struct End {
     compensated: u32,
 }
 
-fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> End {
+fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> RaceEnd {
     let (seed, mut config) = (2, config(Profile::Default, FLEET));
     config.choice.rule = rule;
     // Reports that wait for long must not be too old when they arrive.
@@ -485,7 +485,7 @@ fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> End {
     let mut state = race.state.into_inner().unwrap();
     state.compare();
     let Truth { compensated, vanished, .. } = state.truth;
-    let mut end = End { compensated, vanished, ..End::default() };
+    let mut end = RaceEnd { compensated, vanished, ..RaceEnd::default() };
     for count in counts.iter().flatten() {
         match count {
             Count::Shared { conflicts, given_up, replaced } => {
