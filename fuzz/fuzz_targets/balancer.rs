@@ -2,14 +2,14 @@
 //! (`Host` checks every write).
 #![no_main]
 
-use prequal_core::client::{Balancer, Class, ProbeEnd, Request, Witness};
+use prequal_core::client::members::Target;
 use prequal_core::client::reply::Reply;
 use prequal_core::client::settings::{ChoiceSettings, ClusterConfig, Mode, Rule, Shim};
+use prequal_core::client::{Balancer, Class, ProbeEnd, Request, Witness};
 use prequal_core::config::Profile;
 use prequal_core::shared::endpoint::Endpoint;
-use prequal_core::client::members::Target;
-use prequal_core::wire::report::LoadReport;
 use prequal_core::shared::time::Micros;
+use prequal_core::wire::report::LoadReport;
 use prequal_fuzz::{Host, START, Script, replica};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;

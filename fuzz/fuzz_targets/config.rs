@@ -1,15 +1,15 @@
 //! The filter's configuration: any text is refused with reasons, or its clusters serve requests.
 #![no_main]
 
-use prequal_core::client::store::Memory;
-use prequal_core::client::{Balancer, Class, Witness};
+use prequal_core::client::members::Target;
 use prequal_core::client::reply::Reply;
 use prequal_core::client::settings::{ClusterConfig, Shim};
+use prequal_core::client::store::Memory;
+use prequal_core::client::{Balancer, Class, Witness};
 use prequal_core::config::Config;
 use prequal_core::shared::endpoint::Endpoint;
-use prequal_core::client::members::Target;
-use prequal_core::wire::report::LoadReport;
 use prequal_core::shared::time::Micros;
+use prequal_core::wire::report::LoadReport;
 use prequal_fuzz::{START, replica};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;

@@ -1,11 +1,11 @@
 //! The ejection table's blob: any bytes are refused, or accept updates from requests; what is written is accepted again.
 #![no_main]
 
-use prequal_core::shared::blob::Blob as _;
 use prequal_core::client::ejection::{EjectionSettings, EjectionTable, Event, Timing};
-use prequal_core::wire::load::Load;
 use prequal_core::client::members::Placement;
+use prequal_core::shared::blob::Blob as _;
 use prequal_core::shared::time::Micros;
+use prequal_core::wire::load::Load;
 use prequal_fuzz::{START, Script, nearly_records, replica, survives};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;

@@ -2,12 +2,12 @@
 //! accepted again.
 #![no_main]
 
-use prequal_core::shared::blob::Blob as _;
 use prequal_core::server::inbound::ended::{EndedLog, ReadPosition};
 use prequal_core::server::replica::Replica;
-use prequal_core::wire::report::LoadReport;
-use prequal_core::shared::outcome::Outcome;
 use prequal_core::server::tracker::{Present, TrackerConfig};
+use prequal_core::shared::blob::Blob as _;
+use prequal_core::shared::outcome::Outcome;
+use prequal_core::wire::report::LoadReport;
 use prequal_fuzz::{START, Script, nearly, replica, survives};
 
 const OUTCOMES: [Outcome; 4] = [Outcome::Success, Outcome::Failure, Outcome::Aborted, Outcome::Streaming];

@@ -1,8 +1,8 @@
 //! The inbound role's table of slots: any bytes are refused, or VMs come, go and die; what is written is accepted again.
 #![no_main]
 
-use prequal_core::shared::blob::Blob as _;
 use prequal_core::server::inbound::slots::{Claim, MAX_SLOTS, Slots, can_judge};
+use prequal_core::shared::blob::Blob as _;
 use prequal_fuzz::{START, Script, nearly, replica, survives};
 
 fn seeds() -> Vec<Vec<u8>> {

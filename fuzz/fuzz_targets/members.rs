@@ -1,8 +1,8 @@
 //! The membership's blob: any bytes are refused, or accept what workers learn; what is written is accepted again.
 #![no_main]
 
-use prequal_core::shared::blob::Blob as _;
 use prequal_core::client::members::{Evidence, Members, Note, View};
+use prequal_core::shared::blob::Blob as _;
 use prequal_core::shared::time::Micros;
 use prequal_fuzz::{START, Script, nearly_records, replica, survives};
 use rand::SeedableRng;

@@ -1,13 +1,13 @@
 //! The pool's blob: any bytes are refused, or can serve picks, reports and probes; what is written is accepted again.
 #![no_main]
 
-use prequal_core::shared::blob::Blob as _;
-use prequal_core::shared::capacity::Capacity;
-use prequal_core::config::Profile;
-use prequal_core::wire::load::{Load, Source};
 use prequal_core::client::members::Placement;
 use prequal_core::client::pool::{Candidate, PoolSettings, PoolState};
+use prequal_core::config::Profile;
+use prequal_core::shared::blob::Blob as _;
+use prequal_core::shared::capacity::Capacity;
 use prequal_core::shared::time::Micros;
+use prequal_core::wire::load::{Load, Source};
 use prequal_fuzz::{START, Script, nearly, replica, survives};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;

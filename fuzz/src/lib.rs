@@ -10,12 +10,12 @@ use std::fs;
 use std::path::Path;
 use std::rc::Rc;
 
-use prequal_core::shared::blob::{Blob, BlobError};
-use prequal_core::client::store::{Cas, SharedData};
 use prequal_core::client::ejection::EjectionTable;
-use prequal_core::shared::endpoint::Endpoint;
 use prequal_core::client::members::Members;
 use prequal_core::client::pool::PoolState;
+use prequal_core::client::store::{Cas, SharedData};
+use prequal_core::shared::blob::{Blob, BlobError};
+use prequal_core::shared::endpoint::Endpoint;
 use prequal_core::shared::time::Micros;
 
 /// Folder into which a target writes its first corpus, instead of fuzzing.
