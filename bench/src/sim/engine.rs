@@ -377,10 +377,10 @@ impl<'a> World<'a> {
             }
             Balancer::Prequal(balancer) => {
                 let Mode::Sync = balancer.config().choice.mode else { return self.place(slot, client, &[]) };
-                let targets = balancer.ask(&mut self.choice);
+                let (targets, waiting) = balancer.ask(None, &mut self.choice);
                 let settings = balancer.config().choice.sync;
                 let id = self.queries.get(slot).map_or(0, |query| {
-                    query.waiting = Some(Waiting::new(settings.d, targets.len()));
+                    query.waiting = Some(waiting);
                     query.id
                 });
                 for target in targets {

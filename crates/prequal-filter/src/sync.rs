@@ -5,8 +5,7 @@
 //! removes its wait, so a dead stream is never resumed. If the calls of a request cannot be sent, no wait begins, so no
 //! request is left hanging.
 
-use prequal_core::client::sync_mode::Wait;
-use prequal_core::client::sync_mode::{Answer, Ending, Waiting};
+use prequal_core::client::sync_mode::{Answer, Ending, Wait};
 use prequal_core::shared::time::Micros;
 use proxy_wasm::hostcalls;
 
@@ -22,17 +21,17 @@ const TIMER_SLACK_MS: u64 = 10;
 /// two replicas are known or no probe could be sent; the stream then continues at once.
 pub(crate) fn ask(probes: &mut Probes, filter: &Filter, ask: Ask) -> bool {
     let Some(cluster) = filter.clusters.get(ask.waiter.cluster) else { return false };
-    let targets = cluster.balancer.borrow_mut().ask(&mut *filter.rng.borrow_mut());
+    let hint = ask.waiter.hint;
+    let asked = cluster.balancer.borrow_mut().ask(hint, &mut *filter.rng.borrow_mut());
+    let (targets, mut waiting) = asked;
     let (settings, timeout_ms) = {
         let balancer = cluster.balancer.borrow();
         (balancer.config().choice.sync, balancer.config().probe.timeout_ms)
     };
     let timeout_ms = timeout_ms.max(u64::from(settings.deadline_ms) + TIMER_SLACK_MS);
-    let mut waiting = Waiting::new(settings.d, targets.len());
     let mut unsent = targets.len() < 2;
     if !unsent {
         for target in targets {
-            let hint = ask.waiter.hint;
             let call = Call { target: Some(target), waiter: Some(ask.stream), hint, timeout_ms };
             if !probes.dispatch(ask.waiter.cluster, cluster, call) {
                 unsent = waiting.ended(None).is_some();

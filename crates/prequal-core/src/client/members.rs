@@ -27,6 +27,7 @@ use rand::seq::SliceRandom;
 use crate::shared::blob::{Blob, BlobError, Tag};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::{Micros, Stamp};
+use crate::wire::hint::{HOMES, HintHash};
 
 mod view;
 
@@ -386,6 +387,21 @@ impl Members {
         skip: impl Fn(Endpoint) -> bool,
     ) -> Vec<Target> {
         self.draw(count, rng, |member| member.rank == IN_USE && !skip(member.endpoint))
+    }
+
+    /// Returns the homes of `hint` among the members in use that `skip` does not exclude, the first one first. This takes a
+    /// few nanoseconds per member.
+    pub fn homes(&self, hint: HintHash, skip: impl Fn(Endpoint) -> bool) -> [Option<Target>; HOMES] {
+        let mut homes: [Option<(u64, &Member)>; HOMES] = [None; HOMES];
+        for member in self.list.iter().filter(|member| member.rank == IN_USE && !skip(member.endpoint)) {
+            let mut next = Some((hint.rank(member.endpoint), member));
+            for home in &mut homes {
+                if home.is_none_or(|(rank, _)| next.is_some_and(|(other, _)| other > rank)) {
+                    std::mem::swap(home, &mut next);
+                }
+            }
+        }
+        homes.map(|home| home.map(|(_, member)| member.target()))
     }
 
     /// Returns up to `count` distinct eligible targets, drawn uniformly. The time does not grow with the fleet, unless

@@ -2,6 +2,9 @@
 //! calls have ended, or the deadline has passed. The rule of [`crate::client::pool`] then chooses among the answers
 //! ([`crate::client::pool::PoolState::pick_among`]). θ comes from the RIFs of earlier answers.
 //!
+//! A request with a hint also waits for the answer of the hint's first home ([`crate::wire::hint`]), because that answer usually
+//! decides. It always compares two answers.
+//!
 //! The adapter sends the probes and keeps the request waiting. If no answer is usable, the pool chooses. It holds the
 //! answers to earlier requests, including late ones.
 
@@ -11,8 +14,9 @@ mod waits;
 
 pub use waits::{Wait, Waits};
 
-use crate::client::members::Placement;
+use crate::client::members::{Placement, Target};
 use crate::shared::endpoint::Endpoint;
+use crate::wire::hint::HOMES;
 use crate::wire::load::Load;
 
 /// Maximum number of replicas probed per request.
@@ -44,6 +48,8 @@ pub struct Answer {
     pub load: Load,
     /// Its placement according to the membership.
     pub placement: Placement,
+    /// Its place among the homes of the request's hint, 0 for the first; `None` if it is none of them.
+    pub home: Option<u8>,
 }
 
 /// Why a request stopped waiting.
@@ -63,6 +69,7 @@ pub struct Waiting {
     needed: usize,
     open: usize,
     count: usize,
+    homes: [Option<Endpoint>; HOMES],
     answers: [Answer; MAX_ASKED],
 }
 
@@ -76,8 +83,18 @@ impl Waiting {
             replica: Endpoint::zeroed(),
             load: Load::at_face_value(0, None),
             placement: Placement::even(0),
+            home: None,
         };
-        Self { needed, open: asked, count: 0, answers: [vacant; MAX_ASKED] }
+        Self { needed, open: asked, count: 0, homes: [None; HOMES], answers: [vacant; MAX_ASKED] }
+    }
+
+    /// As [`Self::new`], for a request that has also probed the `homes` of its hint. With homes, it needs two answers even if
+    /// `d` is 2.
+    pub fn for_homes(d: usize, asked: usize, homes: [Option<Target>; HOMES]) -> Self {
+        let waiting = Self::new(d, asked);
+        let homes = homes.map(|home| home.map(|home| home.replica));
+        let needed = if homes == [None; HOMES] { waiting.needed } else { waiting.needed.max(2).min(asked) };
+        Self { needed, homes, ..waiting }
     }
 
     /// Records that a call has ended, with or without a usable answer. Returns why the wait is over, once it is.
@@ -86,7 +103,7 @@ impl Waiting {
         if let Some(answer) = answer {
             self.take(answer);
         }
-        if self.count >= self.needed {
+        if self.count >= self.needed && self.first_home_answered() {
             Some(Ending::Enough)
         } else if self.open == 0 {
             Some(Ending::AllEnded)
@@ -100,7 +117,15 @@ impl Waiting {
         self.answers.get(..self.count).unwrap_or_default()
     }
 
-    fn take(&mut self, answer: Answer) {
+    /// Whether the first home has answered, or the request has none.
+    fn first_home_answered(&self) -> bool {
+        let answered = |home| self.answers().iter().any(|answer| answer.replica == home);
+        self.homes.first().copied().flatten().is_none_or(answered)
+    }
+
+    fn take(&mut self, mut answer: Answer) {
+        let home = self.homes.iter().position(|home| *home == Some(answer.replica));
+        answer.home = home.map(|place| place as u8);
         // Two calls without an address may have reached the same replica: the newer answer counts.
         let known = self.answers().iter().position(|known| known.replica == answer.replica);
         if let Some(slot) = self.answers.get_mut(known.unwrap_or(self.count)) {
@@ -129,6 +154,7 @@ mod tests {
             replica: replica(n),
             load: Load::at_face_value(rif, latency_us),
             placement: Placement::even(0),
+            home: None,
         })
     }
 
@@ -203,6 +229,35 @@ mod tests {
             many.ended(answer(n, 0, None));
         }
         assert_eq!(many.answers().len(), MAX_ASKED, "more than were asked are not believed");
+    }
+
+    /// A request with a hint whose homes are the replicas 1 and 2.
+    fn with_homes(d: usize) -> Waiting {
+        let target = |n| Some(Target { replica: replica(n), probe: replica(n) });
+        Waiting::for_homes(d, d, [target(1), target(2)])
+    }
+
+    #[test]
+    fn a_request_with_a_hint_waits_for_the_first_home() {
+        let mut waiting = with_homes(4);
+        for n in 2..4 {
+            assert_eq!(waiting.ended(answer(n, 0, None)), None);
+        }
+        assert_eq!(waiting.ended(answer(4, 0, None)), None, "three of four are enough otherwise");
+        assert_eq!(waiting.ended(answer(1, 0, None)), Some(Ending::Enough));
+        let homes: Vec<Option<u8>> = waiting.answers().iter().map(|answer| answer.home).collect();
+        assert_eq!(homes, [Some(1), None, None, Some(0)]);
+    }
+
+    #[test]
+    fn a_home_alone_is_no_choice_and_one_that_fails_ends_no_later_than_the_others() {
+        let mut waiting = with_homes(2);
+        assert_eq!(waiting.ended(answer(1, 0, None)), None);
+        assert_eq!(waiting.ended(answer(2, 0, None)), Some(Ending::Enough));
+        let mut waiting = with_homes(3);
+        assert_eq!(waiting.ended(None), None);
+        assert_eq!(waiting.ended(answer(2, 0, None)), None);
+        assert_eq!(waiting.ended(answer(3, 0, None)), Some(Ending::AllEnded));
     }
 
     #[test]

@@ -166,7 +166,11 @@ pub const KEYS: &[Key] = &[
     .needs("mode", "sync")
     .absent("none")
     .from("§4")
-    .means("part of the request whose hash its probes carry, so that a replica can report that it has the data cached"),
+        .means(
+            "part of the request whose hash its probes carry, so that a replica can report that it has the data cached; \
+             two of the replicas that are probed (one if `sync_d` is 2) are the homes of the hash, and preferred; see \
+             [below](#hints)",
+        ),
     both("max_age_ms", "ms", Whole(10, 60_000))
         .at(U32(|s| Some(&mut s.pool.max_age_ms)))
         .with_probes()

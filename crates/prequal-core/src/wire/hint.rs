@@ -2,10 +2,19 @@
 //!
 //! Only a hash is sent: 64 bits in hexadecimal, whatever the client sent. It is the same in every process and version.
 //! It is not a secret: two values with the same hash share their cache affinity and nothing else.
+//!
+//! A hint also ranks the replicas (rendezvous hashing): every proxy with the same membership finds the same order, and a
+//! replica that joins or leaves moves only the hints that it ranks first for. The first ones are the hint's *homes*. They
+//! are always among the replicas that a request with the hint probes ([`crate::client::Balancer::ask`]).
 
 use std::fmt;
 
+use crate::shared::endpoint::Endpoint;
 use crate::shared::fnv::{FNV_OFFSET, fnv};
+
+/// Number of replicas that are homes of a hint. The second one takes the requests that the first has no room for, so that
+/// they find their data at the next time.
+pub const HOMES: usize = 2;
 
 /// Source of a request's hint: at least one of the two. If both are set, they are hashed together.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -35,10 +44,28 @@ impl HintSource {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct HintHash(u64);
 
+impl HintHash {
+    /// Rank of `replica` for this hint, highest first.
+    pub(crate) fn rank(self, replica: Endpoint) -> u64 {
+        bytemuck::bytes_of(&replica).chunks(size_of::<u64>()).fold(self.0, |hash, bytes| {
+            let mut word = [0; size_of::<u64>()];
+            word.iter_mut().zip(bytes).for_each(|(to, byte)| *to = *byte);
+            mixed(hash ^ u64::from_le_bytes(word))
+        })
+    }
+}
+
 impl fmt::Display for HintHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
     }
+}
+
+/// The output function of SplitMix64: each bit of the result depends on every bit of `word`.
+fn mixed(word: u64) -> u64 {
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
 }
 
 fn segment(path: &[u8], number: u32) -> Option<&[u8]> {
@@ -88,6 +115,34 @@ mod tests {
         assert_ne!(hint("ab", "/c"), hint("a", "/bc"));
         assert_ne!(hint("a", "/b"), hint("b", "/a"));
         assert!(hint("a", "/").is_some() && hint("", "/b").is_some());
+    }
+
+    /// The replica that ranks first for the hint number `n` among `replicas` of them.
+    fn first(n: u64, replicas: u16) -> u16 {
+        let replica = |port: u16| format!("10.0.0.1:{}", 1000 + port).parse().unwrap();
+        (0..replicas).max_by_key(|port| HintHash(n).rank(replica(*port))).unwrap()
+    }
+
+    #[test]
+    fn replicas_rank_first_equally_often_and_a_new_one_moves_only_its_own_hints() {
+        let mut counts = [0; 10];
+        let mut moved = 0;
+        for n in 0..10_000 {
+            let (before, after) = (first(n, 10), first(n, 11));
+            counts[usize::from(before)] += 1;
+            if after != before {
+                assert_eq!(after, 10);
+                moved += 1;
+            }
+        }
+        assert!(counts.iter().all(|count| (900..1100).contains(count)), "{counts:?}");
+        assert!((800..1020).contains(&moved), "{moved}");
+    }
+
+    #[test]
+    fn the_order_of_replicas_is_the_same_for_ever() {
+        let firsts: Vec<u16> = (0..8).map(|n| first(n, 100)).collect();
+        assert_eq!(firsts, [35, 97, 65, 90, 67, 83, 85, 61]);
     }
 
     proptest! {

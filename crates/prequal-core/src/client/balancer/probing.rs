@@ -11,9 +11,10 @@ use crate::client::members::{Evidence, Note, Placement, Target};
 use crate::client::pool::ProbesDue;
 use crate::client::reply::Reply;
 use crate::client::store::{Store, Value};
-use crate::client::sync_mode::Answer;
+use crate::client::sync_mode::{Answer, Waiting};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
+use crate::wire::hint::{HOMES, HintHash};
 use crate::wire::load::{Load, Source};
 use crate::wire::report::LoadReport;
 
@@ -39,13 +40,23 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         targets.into_iter().map(Some).chain(repeat_n(None, unaddressed)).collect()
     }
 
-    /// Returns the replicas to probe for a request that has to wait for its own probes. With fewer than two there is
-    /// nothing to compare.
-    pub fn ask<G: Rng>(&mut self, rng: &mut G) -> Vec<Target> {
+    /// Returns the replicas to probe for a request that is to wait for its own probes, and the state of its wait. With fewer
+    /// than two replicas there is nothing to compare.
+    ///
+    /// The homes of the request's hint come first, at most `d` − 1 of them. The others are drawn at random.
+    pub fn ask<G: Rng>(&mut self, hint: Option<HintHash>, rng: &mut G) -> (Vec<Target>, Waiting) {
         let Journal { watched, table, .. } = &self.journal;
+        let (members, d) = (self.membership.members(), self.config.choice.sync.d);
         // The answer of an ejected replica would count as one of `d` but could not be used.
         let skip = |replica| *watched && table.is_ejected(replica);
-        self.membership.members().sample_in_use(self.config.choice.sync.d, rng, skip)
+        let mut homes = hint.map_or([None; HOMES], |hint| members.homes(hint, skip));
+        homes.iter_mut().skip(d.saturating_sub(1)).for_each(|home| *home = None);
+        let mut targets: Vec<Target> = homes.iter().flatten().copied().collect();
+        let is_home = |replica| homes.iter().flatten().any(|home| home.replica == replica);
+        let others = d.saturating_sub(targets.len());
+        targets.extend(members.sample_in_use(others, rng, |replica| skip(replica) || is_home(replica)));
+        let waiting = Waiting::for_homes(d, targets.len(), homes);
+        (targets, waiting)
     }
 
     /// Handles the reply to a probe of `asked` (`None` if the probe had no address), and uses what can be trusted.
@@ -140,14 +151,14 @@ impl<S: Store, C: Counters> Balancer<S, C> {
     /// Handles a probe of `replica` that was answered at its address. Load counts only for members.
     fn probed(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Option<Answer> {
         let placement = self.hear_of(now, replica, report)?;
-        Some(Answer { replica, load: Load::from(report), placement })
+        Some(Answer { replica, load: Load::from(report), placement, home: None })
     }
 
     /// Records that the probe cluster's policy chose `replica`, according to the proxy.
     fn sample_met(&mut self, now: Micros, replica: Endpoint, report: &LoadReport) -> Answer {
         self.note(now, Note::Sampled { replica, probe: report.probe_endpoint });
         let placement = self.membership.members().placement(replica);
-        Answer { replica, load: Load::from(report), placement }
+        Answer { replica, load: Load::from(report), placement, home: None }
     }
 
     /// Like [`Self::sample_met`], for a member whose report cannot be read. Otherwise the policy would seem to pass it

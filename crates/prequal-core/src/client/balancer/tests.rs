@@ -17,9 +17,12 @@ use crate::client::pool::ProbesDue;
 use crate::client::reply::Reply;
 use crate::client::settings::{ChoiceSettings, ClusterConfig, Rule, Shim};
 use crate::client::store::{Cas, Memory, SharedData, Store};
+use crate::client::sync_mode::{Answer, Ending};
 use crate::config::Profile;
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
+use crate::wire::hint::HintSource;
+use crate::wire::load::Load;
 use crate::wire::report::{LoadReport, ReportError};
 
 mod race;
@@ -428,8 +431,37 @@ fn a_request_that_waits_asks_no_ejected_replica() {
         balancer.push(Update::Health(ms(at), bad, Event::Failed { requests: 0.0, well: 3, trial: false }));
     }
     assert_eq!(balancer.tick(ms(4), &mut rng()).ejected, 1);
-    let asked = balancer.ask(&mut rng());
+    let (asked, _) = balancer.ask(None, &mut rng());
     assert!(asked.len() == 3 && asked.iter().all(|target| target.replica != bad), "{asked:?}");
+}
+
+#[test]
+fn a_request_with_a_hint_asks_its_homes_and_every_balancer_finds_the_same() {
+    let mut config = config(Profile::Default, 20);
+    config.choice.sync.d = 3;
+    let hints = HintSource { header: Some("x-session".into()), path_segment: None };
+    let hint = |n: u8| hints.hint(Some(&[n]), None);
+    let mut homes = [Vec::new(), Vec::new()];
+    for (seed, homes) in (1..).zip(&mut homes) {
+        let (mut balancer, mut rng) = (balancer(config.clone(), &Memory), SmallRng::seed_from_u64(seed));
+        for n in 0..100 {
+            let (asked, mut waiting) = balancer.ask(hint(n), &mut rng);
+            assert!(asked.len() == 3 && asked[0] != asked[1] && !asked[..2].contains(&asked[2]), "{asked:?}");
+            homes.push(asked[..2].to_vec());
+            // The last to answer is the first home.
+            let mut ended = |target: Target| {
+                let load = Load::at_face_value(0, None);
+                let placement = Placement::even(0);
+                waiting.ended(Some(Answer { replica: target.replica, load, placement, home: None }))
+            };
+            assert_eq!([2, 1, 0].map(|place| ended(asked[place])), [None, None, Some(Ending::Enough)]);
+        }
+    }
+    assert_eq!(homes[0], homes[1]);
+    config.choice.sync.d = 2;
+    let mut two = balancer(config, &Memory);
+    let others: Vec<Target> = (0..100).map(|_| two.ask(hint(0), &mut rng()).0[1]).collect();
+    assert!(others.iter().any(|other| *other != homes[0][0][1]), "one of two is drawn at random");
 }
 
 #[test]
@@ -749,7 +781,7 @@ proptest! {
                 }
                 Happens::Probe(addressed) => {
                     worker.targets(ProbesDue { addressed, discovery: 1 }, ms(at), &mut rng);
-                    worker.ask(&mut rng);
+                    worker.ask(None, &mut rng);
                 }
                 Happens::Tick => {
                     worker.tick(ms(at), &mut rng);

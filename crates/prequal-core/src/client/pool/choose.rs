@@ -3,7 +3,7 @@
 use bytemuck::Zeroable;
 use rand::Rng;
 
-use super::predicted::Predicted;
+use super::predicted::{AtHome, Predicted};
 use super::rank::{Order, Scored, lowest_with_slow_start};
 use super::{Branch, Candidate, Entry, Pick, PoolSettings, PoolState};
 use crate::client::sync_mode::{Answer, MAX_ASKED};
@@ -38,7 +38,8 @@ impl PoolState {
     }
 
     /// Chooses among `answers` by the pool's own rule (synchronous mode, see [`crate::client::sync_mode`]). Answers of
-    /// replicas that are cooling down do not count. If no answer is left, or steering pauses, the pool itself chooses.
+    /// replicas that are cooling down do not count. If no answer is left, or steering pauses, the pool itself chooses. Under the predicted
+    /// latency, a home of the request's hint is chosen unless it costs far more than the others.
     ///
     /// The caller decides whether the answers are also recorded as reports in the pool ([`Self::record`]).
     pub fn pick_among<G: Rng>(
@@ -52,8 +53,10 @@ impl PoolState {
         let stamp = now.stamp();
         let mut usable = [Entry::zeroed(); MAX_ASKED];
         let usable = self.usable(settings, answers, stamp, &mut usable);
-        let chosen =
-            if self.is_paused(stamp) { None } else { self.first(settings, stamp, usable, ranking, rng) };
+        let chosen = match self.is_paused(stamp) {
+            true => None,
+            false => self.first(settings, stamp, usable, answers, ranking, rng),
+        };
         let Some(mut chosen) = chosen else { return self.pick_by(settings, now, ranking, rng) };
         let probes = self.begin_pick(settings, stamp);
         if let Ranking::Predicted = ranking {
@@ -92,7 +95,7 @@ impl PoolState {
         let usable = self.usable(settings, answers, stamp, &mut usable);
         if let Some(index) = usable.iter().position(|entry| entry.endpoint == chosen) {
             usable.swap(0, index);
-            if let Some(first) = self.first(settings, stamp, usable.get(1..)?, ranking, rng) {
+            if let Some(first) = self.first(settings, stamp, usable.get(1..)?, answers, ranking, rng) {
                 return Some(first.entry.endpoint);
             }
         }
@@ -107,7 +110,7 @@ impl PoolState {
                 count += 1;
             }
         }
-        Some(self.first(settings, stamp, others.get(..count)?, ranking, rng)?.entry.endpoint)
+        Some(self.first(settings, stamp, others.get(..count)?, &[], ranking, rng)?.entry.endpoint)
     }
 
     fn usable<'a>(
@@ -131,11 +134,15 @@ impl PoolState {
         settings: &PoolSettings,
         stamp: Stamp,
         entries: &[Entry],
+        answers: &[Answer],
         ranking: Ranking<'_>,
         rng: &mut G,
     ) -> Option<Chosen> {
         match ranking {
-            Ranking::Predicted => first_in(entries, &Predicted::over(entries, self.picks, stamp), rng),
+            Ranking::Predicted => {
+                let rule = Predicted::over(entries, self.picks, stamp);
+                first_in(entries, &AtHome { rule, answers }, rng)
+            }
             Ranking::HotCold => first_in(entries, &self.hot_and_cold(settings, stamp, entries), rng),
             Ranking::Scored(score) => first_in(entries, &Scored(score, stamp), rng),
         }

@@ -846,7 +846,12 @@ fn among_answers_the_lowest_predicted_latency_wins() {
     let answer = |n, rif, base_ms: u32, knee| {
         let capacity = Some(Capacity { base_us: base_ms * 1000, knee, open: false });
         let load = Load { capacity, ..Load::at_face_value(rif, Some(base_ms * 1000)) };
-        crate::client::sync_mode::Answer { replica: replica(n), load, placement: Placement::even(0) }
+        crate::client::sync_mode::Answer {
+            replica: replica(n),
+            load,
+            placement: Placement::even(0),
+            home: None,
+        }
     };
     let among = |answers: &[crate::client::sync_mode::Answer]| {
         let Scene { settings, mut pool, mut rng } = Scene::new(plain());
@@ -873,6 +878,28 @@ fn among_answers_the_lowest_predicted_latency_wins() {
     let tried: Vec<_> = picks.by_ref().filter(|pick| pick.replica == Some(replica(1))).collect();
     assert!((2..=4).contains(&tried.len()), "{tried:?}");
     assert!(tried.iter().all(|pick| pick.latency_us == Some(320_000)), "{tried:?}");
+}
+
+#[test]
+fn a_home_of_the_hint_is_chosen_unless_it_costs_twice_as_much() {
+    let answer = |n, rif, home| {
+        let capacity = Some(Capacity { base_us: 20_000, knee: 1, open: false });
+        let load = Load { capacity, ..Load::at_face_value(rif, Some(20_000)) };
+        crate::client::sync_mode::Answer { replica: replica(n), load, placement: Placement::even(0), home }
+    };
+    let among = |first: u32, second: u32, other: u32| {
+        let Scene { settings, mut pool, mut rng } = Scene::new(plain());
+        let answers = [answer(0, other, None), answer(1, second, Some(1)), answer(2, first, Some(0))];
+        let pick = pool.pick_among(&settings, ms(0), &answers, Ranking::Predicted, &mut rng);
+        let next = pool.runner_up(&settings, ms(0), replica(2), &answers, Ranking::Predicted, &mut rng);
+        assert_eq!(pick.branch, Branch::Sync);
+        (pick.replica, next)
+    };
+    assert_eq!(among(4, 4, 4), (Some(replica(2)), Some(replica(1))));
+    // 7² is less than twice 5², and 8² is more.
+    assert_eq!(among(6, 7, 4), (Some(replica(2)), Some(replica(0))));
+    assert_eq!(among(7, 6, 4).0, Some(replica(1)), "the second home");
+    assert_eq!(among(7, 7, 4).0, Some(replica(0)));
 }
 
 #[test]

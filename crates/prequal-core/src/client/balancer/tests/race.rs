@@ -319,7 +319,7 @@ impl<'a> Worker<'a> {
     fn begin(&mut self) {
         let mut answers = Vec::new();
         if self.rng.random_bool(0.1) {
-            let targets = self.balancer.ask(&mut self.rng);
+            let (targets, _) = self.balancer.ask(None, &mut self.rng);
             answers.extend(targets.into_iter().filter_map(|target| self.answer(Some(target))));
         }
         let (now, written, _) = self.event();
