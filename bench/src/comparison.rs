@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 
 use crate::arm::Arm;
+use crate::passes;
 use crate::plot::{Curve, Panel};
 use crate::scenario::{Goal, Load, Measured, Scenario};
 use crate::table::{self, count, ms, one, percent, spread, two};
@@ -53,21 +54,22 @@ impl Column {
 }
 
 impl Comparison {
-    /// Runs every arm once per pass and topology, interleaved: A B C D, A B C D, ….
+    /// Runs every arm once per pass and topology, interleaved: A B C D, B C D A, ….
     pub(crate) async fn run(scenario: Scenario, passes: usize, topologies: &[usize]) -> Result<Self> {
         println!("{}", scenario.title);
         let total = passes * topologies.len() * scenario.arms.len();
         let mut comparison = Self { scenario, runs: Vec::new() };
-        for pass in 1..=passes {
+        let arms = comparison.scenario.arms.clone();
+        for pass in 0..passes {
             for envoys in topologies {
-                for arm in comparison.scenario.arms.clone() {
+                for arm in passes::order(arms.len(), pass).map(|index| arms[index]) {
                     let step = format!("[{}/{total}]", comparison.runs.len() + 1);
                     // All arms of a pass get the same requests.
-                    let seed = pass as u64;
+                    let seed = pass as u64 + 1;
                     let run = comparison.scenario.run_cold(arm, *envoys, seed, &step).await;
                     let run = run.with_context(|| {
                         let place = comparison.scenario.topology(*envoys);
-                        format!("{}, {place}, pass {pass}", arm.label())
+                        format!("{}, {place}, pass {seed}", arm.label())
                     })?;
                     comparison.print_run(&run);
                     comparison.runs.push(run);

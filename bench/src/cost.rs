@@ -6,22 +6,23 @@
 //! behind Envoy. Variants run in short interleaved rounds. Compare only medians and ratios of the same call: the machine's
 //! speed drifts.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use prequal_testbed::{Agent, Envoy, EnvoyConfig, FILTER_NAME, Policy, cpu_time};
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use crate::backends::{Backends, Fleet, Replica, Service};
 use crate::closed::{self, Round};
 use crate::deadline;
 use crate::deployment::{CLUSTER, empty_module, start_agents, start_envoys};
-use crate::process::{cores, pin, resident_kib};
+use crate::passes;
+use crate::peer::{Peer, Running};
+use crate::process::{self, cores, pin, resident_kib};
 use crate::stats::median;
 use crate::table::{self, one, range, two};
 
@@ -289,7 +290,8 @@ async fn warm_up(rounds: Rounds, variants: &[Variant]) -> Result<()> {
 async fn saturate(rounds: Rounds, variants: &mut [Variant]) -> Result<()> {
     let begin = Instant::now();
     for number in 1..=rounds.count {
-        for variant in &mut *variants {
+        for index in passes::order(variants.len(), number as usize) {
+            let variant = &mut variants[index];
             let round = variant.round(CONNECTIONS, rounds.length()).await?;
             variant.saturated.push(round);
         }
@@ -386,7 +388,8 @@ async fn proxies(cost: &Cost) -> Result<bool> {
     let agent = start_agents(&[replica], &[])?.pop().context("no agent")?;
     let config = EnvoyConfig::for_replicas(&[replica])?.without_prequal().policy(Policy::RoundRobin);
     let envoy = tokio::task::spawn_blocking(move || Envoy::start(config)).await??;
-    let nginx = Nginx::start(replica)?;
+    let nginx = process::find("nginx").map(|_| Running::start(Peer::NginxLeastConn, &[replica], 1));
+    let nginx = nginx.transpose()?;
 
     let mut variants = vec![
         Variant::new("direct", replica, vec![]),
@@ -394,14 +397,15 @@ async fn proxies(cost: &Cost) -> Result<bool> {
         Variant::new("Envoy, no filter", envoy.addr(), vec![envoy.pid()]),
     ];
     match &nginx {
-        Some(nginx) => variants.push(Variant::new("nginx", nginx.address, nginx.pids()?)),
+        Some(nginx) => variants.push(Variant::new("nginx", nginx.address(), nginx.pids()?)),
         None => println!("  nginx is not installed: skipped"),
     }
     let measured: Vec<u32> = variants.iter().flat_map(|variant| variant.pids.iter().copied()).collect();
     place(&measured, &[backends.pid()])?;
     let length = cost.rounds.length();
     for number in 1..=cost.rounds.count {
-        for variant in &mut variants {
+        for index in passes::order(variants.len(), number as usize) {
+            let variant = &mut variants[index];
             let saturated = variant.round(CONNECTIONS, length).await?;
             let serial = variant.round(1, length / 2).await?;
             variant.saturated.push(saturated);
@@ -474,78 +478,4 @@ async fn memory(requests: u64) -> Result<bool> {
     );
     println!();
     Ok(reached)
-}
-
-/// An nginx with a plain configuration and one worker; ends on drop.
-struct Nginx {
-    address: SocketAddr,
-    child: Child,
-    _folder: TempDir,
-}
-
-impl Nginx {
-    /// `None` if there is no nginx on this machine.
-    fn start(upstream: SocketAddr) -> Result<Option<Self>> {
-        let Some(program) = find_nginx() else { return Ok(None) };
-        let folder = TempDir::new()?;
-        // nginx cannot report a port that the system chose, so ask the system for a free one first.
-        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
-        let path = |name: &str| folder.path().join(name).display().to_string();
-        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
-            .map(|kind| format!("{kind}_temp_path {};\n", path(kind)))
-            .concat();
-        let config = format!(
-            "daemon off;\nworker_processes 1;\npid {};\nerror_log {};\nevents {{ worker_connections 1024; }}\n\
-             http {{\naccess_log off;\n{temporary}keepalive_requests 1000000000;\n\
-             upstream replica {{ server {upstream}; keepalive 64; keepalive_requests 1000000000; }}\n\
-             server {{ listen {address}; location / {{ proxy_pass http://replica; proxy_http_version 1.1; \
-             proxy_set_header Connection \"\"; }} }}\n}}\n",
-            path("pid"),
-            path("error.log"),
-        );
-        std::fs::write(folder.path().join("nginx.conf"), config)?;
-        let child = Command::new(program)
-            .args(["-c", &path("nginx.conf"), "-e", &path("error.log")])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .context("starting nginx")?;
-        let mut nginx = Self { address, child, _folder: folder };
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while std::net::TcpStream::connect(address).is_err() {
-            let ended = nginx.child.try_wait()?;
-            if ended.is_some() || Instant::now() > deadline {
-                let log = std::fs::read_to_string(nginx._folder.path().join("error.log")).unwrap_or_default();
-                bail!("nginx does not listen: {log}");
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(Some(nginx))
-    }
-
-    /// The master and the worker.
-    fn pids(&self) -> Result<Vec<u32>> {
-        let master = self.child.id();
-        let children = std::fs::read_to_string(format!("/proc/{master}/task/{master}/children"))?;
-        let workers = children.split_whitespace().map(str::parse).collect::<Result<Vec<u32>, _>>()?;
-        Ok([master].into_iter().chain(workers).collect())
-    }
-}
-
-impl Drop for Nginx {
-    fn drop(&mut self) {
-        // SIGTERM instead of SIGKILL: the master has to end its worker.
-        if let Ok(pid) = libc::pid_t::try_from(self.child.id()) {
-            // SAFETY: kill takes plain integers, and the child has not been reaped.
-            unsafe { libc::kill(pid, libc::SIGTERM) };
-        }
-        let _ = self.child.wait();
-    }
-}
-
-fn find_nginx() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
-    folders.map(|folder| folder.join("nginx")).find(|program| program.is_file())
 }

@@ -16,6 +16,7 @@ mod e2e;
 mod generators;
 mod goals;
 mod load;
+mod passes;
 mod peer;
 mod plb;
 mod plot;

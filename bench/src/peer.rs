@@ -9,7 +9,6 @@ mod haproxy;
 mod nginx;
 pub(crate) mod p2c;
 
-use std::env;
 use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -159,7 +158,12 @@ impl Running {
 
     /// CPU time used so far by all its processes.
     pub(crate) fn cpu_time(&self) -> Result<Duration> {
-        process::tree(self.child.id())?.into_iter().map(cpu_time).sum()
+        self.pids()?.into_iter().map(cpu_time).sum()
+    }
+
+    /// All its processes.
+    pub(crate) fn pids(&self) -> Result<Vec<u32>> {
+        process::tree(self.child.id())
     }
 
     fn wait_until_it_listens(&mut self) -> Result<()> {
@@ -197,12 +201,9 @@ fn log(folder: &TempDir) -> PathBuf {
     folder.path().join("log")
 }
 
-/// A command that runs a program in `PATH`, or where Debian keeps servers.
+/// A command that runs an installed program.
 fn installed(program: &str) -> Result<Command> {
-    let path = env::var_os("PATH").unwrap_or_default();
-    let folders = env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
-    let file = folders.map(|folder| folder.join(program)).find(|file| file.is_file());
-    Ok(Command::new(file.with_context(|| format!("{program} is not installed"))?))
+    Ok(Command::new(process::find(program).with_context(|| format!("{program} is not installed"))?))
 }
 
 /// The version in what a program prints about itself: the first word that begins like a number.

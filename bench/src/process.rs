@@ -1,7 +1,9 @@
 //! Memory, placement and limits of processes. Linux only; CPU time comes from the testbed.
 
+use std::env;
 use std::fs;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
@@ -11,6 +13,13 @@ pub(crate) fn resident_kib(pid: u32) -> Result<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS")?;
     line.split_whitespace().nth(1).context("VmRSS without a value")?.parse().context("VmRSS")
+}
+
+/// Finds a program in `PATH`, or where Debian keeps servers.
+pub(crate) fn find(program: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let folders = env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
+    folders.map(|folder| folder.join(program)).find(|file| file.is_file())
 }
 
 /// `root` and all its descendants.
@@ -81,6 +90,12 @@ mod tests {
     #[test]
     fn the_memory_of_this_process_is_read() {
         assert!(resident_kib(std::process::id()).unwrap() > 0);
+    }
+
+    #[test]
+    fn programs_are_found_by_name() {
+        assert!(find("sh").unwrap().ends_with("sh"));
+        assert_eq!(find("no such program"), None);
     }
 
     #[test]

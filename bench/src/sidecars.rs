@@ -7,11 +7,10 @@
 mod fleet;
 mod rest;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 
 use crate::arm::Arm;
@@ -19,6 +18,7 @@ use crate::comparison::Comparison;
 use crate::deployment::Deployment;
 use crate::e2e;
 use crate::goals::Goals;
+use crate::passes::{self, Length};
 use crate::scenario::{Measured, Scenario, topology_label};
 use crate::stats::median;
 use crate::table::{self, one, percent, spread, two};
@@ -42,27 +42,14 @@ pub(crate) struct Sidecars {
     /// Requests per second of each Envoy; service times are chosen for a load of 70 %
     #[arg(long, default_value_t = 5.0, value_name = "RATE")]
     per_envoy: f64,
-    /// Judged seconds per run [default: 60]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
-    seconds: Option<u64>,
-    /// Measured seconds at rest [default: 60]
+    /// Measured seconds at rest [default: as --seconds]
     #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
     rest_seconds: Option<u64>,
-    /// Passes over all policies [default: 3]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
-    passes: Option<u64>,
     /// Only this part
     #[arg(long)]
     only: Option<Part>,
-    /// Only policies whose names begin with one of these, comma-separated
-    #[arg(long, value_delimiter = ',', value_name = "NAME")]
-    arms: Vec<String>,
-    /// One short pass, to check that everything works: its figures are not meaningful
-    #[arg(long)]
-    quick: bool,
-    /// Folder for the plot
-    #[arg(long, default_value = "target/bench", value_name = "DIR")]
-    out: PathBuf,
+    #[command(flatten)]
+    length: Length,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -76,11 +63,6 @@ enum Part {
 }
 
 impl Sidecars {
-    /// An option's value, else its usual one, which is shorter with `--quick`.
-    fn or(&self, value: Option<u64>, usual: u64, quick: u64) -> u64 {
-        value.unwrap_or(if self.quick { quick } else { usual })
-    }
-
     fn wanted(&self, part: Part) -> bool {
         self.only.is_none_or(|only| only == part)
     }
@@ -92,7 +74,7 @@ impl Sidecars {
     /// The fleets under load.
     fn scenarios(&self) -> Result<Vec<Scenario>> {
         let shape = self.shape();
-        let seconds = Duration::from_secs(self.or(self.seconds, 60, 10));
+        let seconds = self.length.seconds(60);
         let mut scenarios = Vec::new();
         if self.wanted(Part::Equal) {
             scenarios.push(fleet::equal(shape, seconds)?);
@@ -100,14 +82,7 @@ impl Sidecars {
         if self.wanted(Part::QuarterSlow) {
             scenarios.push(fleet::quarter_slow(shape, seconds)?);
         }
-        for scenario in scenarios.iter_mut().filter(|_| !self.arms.is_empty()) {
-            let labels: Vec<&str> = scenario.arms.iter().map(|arm| arm.label()).collect();
-            if let Some(name) = self.arms.iter().find(|name| !labels.iter().any(|l| l.starts_with(*name))) {
-                bail!("--arms {name}: there are {}", labels.join(", "));
-            }
-            scenario.arms.retain(|arm| self.arms.iter().any(|name| arm.label().starts_with(name)));
-        }
-        Ok(scenarios)
+        self.length.choose(scenarios)
     }
 }
 
@@ -127,7 +102,7 @@ struct Used {
 pub(crate) async fn run(sidecars: &Sidecars) -> Result<ExitCode> {
     let scenarios = sidecars.scenarios()?;
     let many = usize::from(sidecars.envoys);
-    let passes = sidecars.or(sidecars.passes, 3, 1);
+    let passes = sidecars.length.passes(3);
     let (mut goals, mut panels) = (Goals::default(), Vec::new());
     for scenario in &scenarios {
         let (comparison, used) = compare(scenario.clone(), many, passes).await?;
@@ -140,30 +115,31 @@ pub(crate) async fn run(sidecars: &Sidecars) -> Result<ExitCode> {
         judge(&comparison, many, &mut goals);
     }
     if !panels.is_empty() {
-        e2e::draw(&sidecars.out.join("sidecars.svg"), "Many Envoys against one", &panels)?;
+        e2e::draw(&sidecars.length.out.join("sidecars.svg"), "Many Envoys against one", &panels)?;
     }
     if sidecars.wanted(Part::Rest) {
-        let seconds = Duration::from_secs(sidecars.or(sidecars.rest_seconds, 60, 10));
+        let seconds = sidecars.rest_seconds.map_or_else(|| sidecars.length.seconds(60), Duration::from_secs);
         rest::run(&fleet::equal(sidecars.shape(), seconds)?, many, seconds, &mut goals).await?;
     }
     Ok(goals.print())
 }
 
 /// Runs every arm once per pass through many Envoys and through one.
-async fn compare(scenario: Scenario, many: usize, passes: u64) -> Result<(Comparison, Vec<Used>)> {
+async fn compare(scenario: Scenario, many: usize, passes: usize) -> Result<(Comparison, Vec<Used>)> {
     println!("{}", scenario.title);
     let arms = scenario.arms.clone();
-    let total = passes as usize * 2 * arms.len();
+    let total = passes * 2 * arms.len();
     let mut comparison = Comparison { scenario, runs: Vec::new() };
     let mut used = Vec::new();
-    for pass in 1..=passes {
-        for envoys in [many, 1] {
-            for arm in &arms {
+    for pass in 0..passes {
+        for envoys in passes::order(2, pass).map(|index| [many, 1][index]) {
+            for arm in passes::order(arms.len(), pass).map(|index| arms[index]) {
                 let step = format!("[{}/{total}]", comparison.runs.len() + 1);
                 // All arms of a pass get the same requests, and so do both topologies.
-                let run = run_cold(&comparison.scenario, *arm, envoys, pass, &step).await;
+                let seed = pass as u64 + 1;
+                let run = run_cold(&comparison.scenario, arm, envoys, seed, &step).await;
                 let (run, resources) =
-                    run.with_context(|| format!("{}, {}, pass {pass}", arm.label(), topology_label(envoys)))?;
+                    run.with_context(|| format!("{}, {}, pass {seed}", arm.label(), topology_label(envoys)))?;
                 println!(
                     "  p50 {:.1} ms, p99 {:.1}, {} failed, {:.0} MiB per Envoy",
                     run.judged.quantile_ms(0.5),
@@ -314,21 +290,6 @@ mod tests {
         line.map(|line| line.sidecars).map_err(|error| error.to_string())
     }
 
-    #[test]
-    fn quick_shortens_only_what_is_not_given() {
-        let sidecars = parsed("--quick --seconds 30").unwrap();
-        let judged = sidecars.scenarios().unwrap()[0].judged.clone();
-        assert_eq!(judged.end - judged.start, Duration::from_secs(30));
-        assert_eq!(sidecars.or(sidecars.passes, 3, 1), 1);
-        assert_eq!(parsed("").unwrap().or(None, 3, 1), 3);
-    }
-
-    #[test]
-    fn arms_are_chosen_by_the_beginning_of_their_names() {
-        let scenarios = parsed("--arms least,preq").unwrap().scenarios().unwrap();
-        assert_eq!(scenarios[1].arms, [Arm::LeastRequest, Arm::FullScan, Arm::Prequal]);
-    }
-
     /// A run of Prequal in which every request took `ms`.
     fn run(envoys: usize, ms: u64, probes: f64) -> Measured {
         let sample = Sample { latency: Some(Duration::from_millis(ms)), ..Sample::default() };
@@ -370,7 +331,5 @@ mod tests {
     fn numbers_out_of_range_are_refused() {
         assert!(parsed("--envoys 1").unwrap_err().contains("2..=100"));
         assert!(parsed("--replicas 2").unwrap_err().contains("4..=100"));
-        let error = parsed("--arms lest").unwrap().scenarios().unwrap_err().to_string();
-        assert!(error.contains("--arms lest") && error.contains("least_request"), "{error}");
     }
 }

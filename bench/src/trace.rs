@@ -13,11 +13,10 @@ mod figures;
 mod policy;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
 use crate::arm::Arm;
@@ -26,6 +25,7 @@ use crate::deployment::Deployment;
 use crate::e2e::draw;
 use crate::goals::Goals;
 use crate::load::{Due, Run};
+use crate::passes::{self, Length};
 use crate::scenario::{lateness, report_progress};
 use crate::stats::Sample;
 use crate::table::{ms, percent};
@@ -63,29 +63,19 @@ pub(crate) struct Replay {
     /// Load relative to the trace's, comma-separated [default: 1,2,4; with --quick 2]
     #[arg(long, value_delimiter = ',', value_name = "TIMES")]
     speedup: Vec<f64>,
-    /// Judged seconds per run; each covers four times the speed-up seconds of the trace [default: 60; with --quick 12]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(4..=3600))]
-    seconds: Option<u64>,
-    /// Passes over all policies, each with the next part of the trace [default: 3; with --quick 1]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
-    passes: Option<u32>,
-    /// Only policies whose names begin with one of these, comma-separated [default: all]
-    #[arg(long, value_delimiter = ',', value_name = "NAME")]
-    arms: Vec<String>,
+    /// Makes the first replica this many times as slow as the others
+    #[arg(long, default_value_t = 1.0, value_name = "TIMES")]
+    slow: f64,
     /// How the replicas stream their answers
     #[arg(long, value_enum, default_value_t = Answers::EventStream)]
     answers: Answers,
-    /// One short pass, to check that the replay works: its figures are not meaningful
-    #[arg(long)]
-    quick: bool,
-    /// Folder for the plot
-    #[arg(long, default_value = "target/bench", value_name = "DIR")]
-    out: PathBuf,
+    #[command(flatten)]
+    length: Length,
 }
 
 impl Replay {
     fn speedups(&self) -> Result<Vec<f64>> {
-        let speedups = match (self.speedup.as_slice(), self.quick) {
+        let speedups = match (self.speedup.as_slice(), self.length.quick) {
             ([], false) => vec![1.0, 2.0, 4.0],
             ([], true) => vec![2.0],
             (chosen, _) => chosen.to_vec(),
@@ -96,28 +86,30 @@ impl Replay {
         Ok(speedups)
     }
 
-    fn judged(&self) -> Duration {
-        Duration::from_secs(self.seconds.unwrap_or(if self.quick { 12 } else { 60 }))
+    fn fleet(&self, engine: EngineSpec) -> Result<Fleet> {
+        ensure!((1.0..=100.0).contains(&self.slow), "--slow: from 1 to 100, not {}", self.slow);
+        let replica = |engine| Replica::new(Service::Inference { engine, answers: self.answers });
+        Ok(Fleet::of(1, replica(engine.faster(self.slow.recip()))).and(REPLICAS - 1, replica(engine)))
     }
 }
 
 /// Replays, prints and judges; the exit code says whether every goal was reached.
 pub(crate) async fn run(args: &Replay) -> Result<ExitCode> {
-    let arms = chosen(&args.arms)?;
+    let arms = args.length.named("this", &ARMS, Arm::label)?;
     let speedups = args.speedups()?;
-    let length = FIRST + args.judged();
-    let passes = args.passes.unwrap_or(if args.quick { 1 } else { 3 });
+    let length = FIRST + args.length.seconds(60);
+    let passes = args.length.passes(3);
 
     let trace = Trace::read()?;
     let engine = EngineSpec::LLAMA2_70B.faster(FAST_FORWARD);
-    let fleet = Fleet::of(REPLICAS, Replica::new(Service::Inference { engine, answers: args.answers }));
+    let fleet = args.fleet(engine)?;
     println!("{}", describe());
     let (mut goals, mut panels) = (Goals::default(), Vec::new());
     for times in speedups {
         let mut runs = Vec::new();
         for pass in 0..passes {
             let covered = length.mul_f64(times * FAST_FORWARD);
-            let window = BEGIN + covered * pass..BEGIN + covered * (pass + 1);
+            let window = BEGIN + covered * pass as u32..BEGIN + covered * (pass as u32 + 1);
             let requests = trace.part(&window, times * FAST_FORWARD);
             let (mean, busiest) = dataset::load(&requests, engine, REPLICAS, length, BUSIEST);
             println!(
@@ -130,8 +122,8 @@ pub(crate) async fn run(args: &Replay) -> Result<ExitCode> {
                 BUSIEST.as_secs(),
                 busiest * 100.0,
             );
-            for arm in &arms {
-                let run = replay(*arm, &fleet, requests.clone(), length).await;
+            for arm in passes::order(arms.len(), pass).map(|index| arms[index]) {
+                let run = replay(arm, &fleet, requests.clone(), length).await;
                 runs.push(run.with_context(|| format!("speed-up {times}, {}", arm.label()))?);
             }
         }
@@ -140,18 +132,8 @@ pub(crate) async fn run(args: &Replay) -> Result<ExitCode> {
         judge(&policies, &format!("speed-up {times}"), &mut goals);
         panels.push(panel(&policies, format!("time to first token, speed-up {times}, {REPLICAS} replicas")));
     }
-    draw(&args.out.join("trace.svg"), "time to first token", &panels)?;
+    draw(&args.length.out.join("trace.svg"), "time to first token", &panels)?;
     Ok(goals.print())
-}
-
-/// Returns the policies that `--arms` names.
-fn chosen(names: &[String]) -> Result<Vec<Arm>> {
-    let labels = ARMS.map(Arm::label);
-    if let Some(name) = names.iter().find(|name| !labels.iter().any(|label| label.starts_with(*name))) {
-        bail!("--arms {name}: the policies are {}", labels.join(", "));
-    }
-    let wanted = |arm: &Arm| names.is_empty() || names.iter().any(|name| arm.label().starts_with(name));
-    Ok(ARMS.into_iter().filter(wanted).collect())
 }
 
 /// Fleet and limits in words.

@@ -19,11 +19,9 @@ mod scale;
 mod simulated;
 mod spare;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use clap::Args;
 
 use figures::QUANTILES;
@@ -33,31 +31,20 @@ use policy::Policy;
 use ramp::{Ramp, Step};
 use report::Runs;
 
+use crate::passes::{self, Length};
+
 /// The load ramp over contended CPU.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Contention {
     /// Loads relative to the allocation, ascending, comma-separated
-    #[arg(long, value_delimiter = ',', value_parser = load, value_name = "LOADS",
+    #[arg(long, value_delimiter = ',', value_parser = load, value_name = "LOADS", conflicts_with = "quick",
         default_value = "0.75,0.83,0.93,1.03,1.14,1.27,1.41,1.57,1.74")]
     steps: Vec<f64>,
-    /// Measured seconds per step [default: 30; with --quick: 8]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(2..=600))]
-    seconds: Option<u64>,
-    /// Passes over all policies [default: 3; with --quick: 1]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=100))]
-    passes: Option<u64>,
-    /// One short pass over the steps 0.75, 1.03, 1.27 and 1.74: shows that it works
-    #[arg(long, conflicts_with = "steps")]
-    quick: bool,
-    /// Only policies with one of these names, or whose names begin with one, comma-separated; `all` adds the filter's other rules
-    #[arg(long, value_delimiter = ',', value_name = "NAME")]
-    arms: Vec<String>,
     /// Only the simulator, at the same scale: needs neither root nor Envoy
     #[arg(long)]
     pub(crate) simulated: bool,
-    /// Folder for the plot
-    #[arg(long, default_value = "target/bench", value_name = "DIR")]
-    out: PathBuf,
+    #[command(flatten)]
+    length: Length,
 }
 
 /// Runs the ramps; the exit code says whether every goal was reached.
@@ -68,47 +55,42 @@ pub(crate) async fn run(args: &Contention) -> Result<ExitCode> {
         eprintln!("{missing}");
         return Ok(ExitCode::from(2));
     }
-    let policies = chosen(&args.arms)?;
-    let (seconds, passes) = if args.quick { (8, 1) } else { (30, 3) };
-    let loads = if args.quick { vec![0.75, 1.03, 1.27, 1.74] } else { args.steps.clone() };
-    let measured = Duration::from_secs(args.seconds.unwrap_or(seconds));
-    let ramp = Ramp { loads, measured };
-    let passes = args.passes.unwrap_or(passes);
+    let policies = chosen(&args.length)?;
+    let loads = if args.length.quick { vec![0.75, 1.03, 1.27, 1.74] } else { args.steps.clone() };
+    let ramp = Ramp { loads, measured: args.length.seconds(30) };
+    let passes = args.length.passes(3);
     describe(&ramp, policies.len(), passes);
     let mut runs: Vec<Runs> = policies
         .iter()
         .map(|policy| Runs { policy: *policy, measured: Vec::new(), simulated: Vec::new() })
         .collect();
-    let total = passes as usize * runs.len();
-    for pass in 1..=passes {
-        for (number, of_policy) in runs.iter_mut().enumerate() {
-            let policy = of_policy.policy;
+    let total = passes * runs.len();
+    for pass in 0..passes {
+        let seed = pass as u64 + 1;
+        for (number, index) in passes::order(policies.len(), pass).enumerate() {
+            let Runs { policy, measured, simulated } = &mut runs[index];
             if !args.simulated {
-                println!(
-                    "[{}/{total}] {}",
-                    (pass as usize - 1) * policies.len() + number + 1,
-                    policy.label()
-                );
-                let steps = ramp.run(policy, pass).await;
-                let steps = steps.with_context(|| format!("{}, pass {pass}", policy.label()))?;
+                println!("[{}/{total}] {}", pass * policies.len() + number + 1, policy.label());
+                let steps = ramp.run(*policy, seed).await;
+                let steps = steps.with_context(|| format!("{}, pass {seed}", policy.label()))?;
                 for (load, step) in ramp.loads.iter().zip(&steps) {
                     println!("  {load}x: {}", short(step));
                 }
-                of_policy.measured.push(steps);
+                measured.push(steps);
             }
-            let simulated = (0..ramp.loads.len()).map(|step| simulated::step(&ramp, step, policy, pass));
-            of_policy.simulated.push(simulated.collect());
+            let steps = (0..ramp.loads.len()).map(|step| simulated::step(&ramp, step, *policy, seed));
+            simulated.push(steps.collect());
         }
     }
     println!("\n{}", report::tables(&ramp, &runs));
-    report::draw(&args.out.join("contention.svg"), &ramp, &runs)?;
+    report::draw(&args.length.out.join("contention.svg"), &ramp, &runs)?;
     if args.simulated {
         return Ok(ExitCode::SUCCESS);
     }
     Ok(report::judge(&ramp, &runs).print())
 }
 
-fn describe(ramp: &Ramp, policies: usize, passes: u64) {
+fn describe(ramp: &Ramp, policies: usize, passes: usize) {
     println!(
         "{} replicas with {:.3} cores each, on machines with {:.2} cores each; a query gets at most {} of a core, \
          and its work\nis max(0, N(80, 80)) ms at that speed. One of the machines is full at any time. {passes} passes, \
@@ -131,24 +113,22 @@ fn short(step: &Step) -> String {
     parts.join(", ")
 }
 
-/// The policies whose names begin with one of `names`; those of figure 6 if there are no names.
-fn chosen(names: &[String]) -> Result<Vec<Policy>> {
+/// The policies that `--arms` names; those of figure 6 if it names none. A whole name means that policy alone.
+fn chosen(length: &Length) -> Result<Vec<Policy>> {
+    let names = &length.arms;
     if names.is_empty() {
         return Ok(Policy::RAMP.to_vec());
     }
-    if names == ["all"] {
+    if *names == ["all"] {
         return Ok(Policy::ALL.to_vec());
     }
-    let known = || Policy::ALL.iter().map(|policy| policy.label());
-    if let Some(name) = names.iter().find(|name| !known().any(|label| label.starts_with(*name))) {
-        bail!("--arms {name}: choose from all, {}", known().collect::<Vec<_>>().join(", "));
-    }
-    // A whole name means that policy alone.
-    let exact = |name: &String| known().any(|label| label == name);
-    let named = |policy: &Policy| {
-        names.iter().any(|name| policy.label() == name || !exact(name) && policy.label().starts_with(name))
-    };
-    Ok(Policy::ALL.into_iter().filter(named).collect())
+    let mut chosen = length.named("this", &Policy::ALL, Policy::label)?;
+    let is_whole = |name: &String| Policy::ALL.iter().any(|policy| policy.label() == name);
+    chosen.retain(|policy| {
+        let begins = |name: &&String| policy.label().starts_with(*name);
+        names.iter().filter(begins).any(|name| policy.label() == name || !is_whole(name))
+    });
+    Ok(chosen)
 }
 
 /// Parses a load relative to the allocation.
@@ -159,19 +139,32 @@ fn load(text: &str) -> Result<f64, String> {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        contention: Contention,
+    }
+
+    impl Contention {
+        fn parse(options: &[&str]) -> Self {
+            Line::parse_from(["contention"].iter().chain(options)).contention
+        }
+    }
 
     #[test]
     fn policies_are_chosen_by_the_beginnings_of_their_names() {
-        let labels = |names: &[&str]| -> Vec<&str> {
-            let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-            chosen(&names).unwrap().iter().map(|policy| policy.label()).collect()
-        };
-        assert_eq!(labels(&["wrr", "prequal ("]), ["wrr (CPU)", "prequal (paper)"]);
-        assert_eq!(labels(&["prequal", "cs"]), ["cswrr", "prequal"]);
-        assert_eq!(labels(&[]).len(), 6);
-        assert_eq!(labels(&["all"]).len(), 10);
-        assert!(chosen(&["nothing".to_owned()]).unwrap_err().to_string().contains("rif_only"));
+        let chosen = |names: &str| chosen(&Contention::parse(&["--arms", names]).length);
+        let labels =
+            |names| -> Vec<&str> { chosen(names).unwrap().iter().map(|policy| policy.label()).collect() };
+        assert_eq!(labels("wrr,prequal ("), ["wrr (CPU)", "prequal (paper)"]);
+        assert_eq!(labels("prequal,cs"), ["cswrr", "prequal"]);
+        assert_eq!(labels("all").len(), 10);
+        assert!(chosen("nothing").unwrap_err().to_string().contains("rif_only"));
+        assert_eq!(super::chosen(&Contention::parse(&[]).length).unwrap().len(), 6);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use prequal_testbed::{Envoy, EnvoyConfig, Policy};
 use tokio::task::JoinHandle;
 
-use super::{CONNECTIONS, Cost, Variant, counters, judge, place, saturate, trivial};
+use super::{CONNECTIONS, Cost, Variant, counters, judge, place, saturate, trivial, warm_up};
 use crate::backends::Backends;
 use crate::closed::Connection;
 use crate::deployment::{CLUSTER, start_envoys};
@@ -31,6 +31,8 @@ const FOUND_WITHIN: Duration = Duration::from_secs(10);
 const PACE: Duration = Duration::from_millis(5);
 /// Time to wait for a newcomer before giving up.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Time to wait until the filter knows every replica. It finds at most 105 a second.
+const LEARNING: Duration = Duration::from_secs(150);
 /// The probe cluster of the shipped configuration.
 const PROBING: &str = "replicas-agent";
 /// Replicas in one process: each has several open files.
@@ -58,13 +60,8 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
         .map(|(name, envoy)| Variant::new(name, envoy.addr(), vec![envoy.pid()]))
         .collect();
 
-    let learned = Instant::now();
-    while members(&envoys[3])? < many as u64 && learned.elapsed() < PATIENCE {
-        for variant in &variants {
-            variant.round(CONNECTIONS, Duration::from_millis(500)).await?;
-        }
-    }
-    println!("  {} of {many} known after {:.0} s", members(&envoys[3])?, learned.elapsed().as_secs_f64());
+    warm_up(cost.rounds, &variants).await?;
+    learn(&variants[3], &envoys[3], many).await?;
     let before = counters(&envoys)?;
     saturate(cost.rounds, &mut variants).await?;
     let after = counters(&envoys)?;
@@ -122,6 +119,16 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
 /// Starts `count` replicas in as few processes as can hold them.
 pub(super) fn host(count: usize) -> Result<Vec<Backends>> {
     (0..count).step_by(HOSTED).map(|first| Backends::start(&trivial(HOSTED.min(count - first)))).collect()
+}
+
+/// Sends requests until the filter knows every replica, or for [`LEARNING`].
+pub(super) async fn learn(variant: &Variant, envoy: &Envoy, replicas: usize) -> Result<()> {
+    let begin = Instant::now();
+    while members(envoy)? < replicas as u64 && begin.elapsed() < LEARNING {
+        variant.round(CONNECTIONS, Duration::from_millis(500)).await?;
+    }
+    println!("  {} of {replicas} known after {:.0} s", members(envoy)?, begin.elapsed().as_secs_f64());
+    Ok(())
 }
 
 /// Number of replicas that the filter knows.

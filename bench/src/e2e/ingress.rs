@@ -3,7 +3,6 @@
 //! 16 replicas, each behind its agent; 14 answer in 50 ms and 2 in 800 ms; 500 requests a second at a constant rate,
 //! through one Envoy or spread evenly over four.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use crate::backends::{Change, Fleet, Replica, Service};
 use crate::comparison::Comparison;
 use crate::deployment::Event;
 use crate::goals::{Goals, above_round_robin_median, worst};
+use crate::passes::Length;
 use crate::plot::Panel;
 use crate::recovery::Watch;
 use crate::scenario::{Goal, Load, Marked, Scenario, topology_label};
@@ -37,21 +37,14 @@ const CPU_FACTOR: f64 = 1.5;
 /// Arguments of `e2e ingress`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Ingress {
-    /// Passes over all policies
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
-    passes: u64,
-    /// Measured seconds per run, after the first two
-    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
-    seconds: u64,
+    #[command(flatten)]
+    length: Length,
     /// Length of the one long Prequal run, seconds; 0 skips it
     #[arg(long, default_value_t = 300)]
     steady_seconds: u64,
     /// Number of Envoys that share the load
     #[arg(long, default_value = "both")]
     envoys: Topologies,
-    /// Folder for the plot
-    #[arg(long, default_value = "target/bench", value_name = "DIR")]
-    out: PathBuf,
 }
 
 /// A run of `seconds` after [`FIRST`], without goals.
@@ -98,8 +91,10 @@ fn healing() -> Scenario {
 /// Runs everything; the exit code says whether every goal was reached.
 pub(super) async fn run(ingress: &Ingress) -> Result<ExitCode> {
     let topologies = ingress.envoys.list();
-    let scenario = scenario(Duration::from_secs(ingress.seconds));
-    let mut comparison = Comparison::run(scenario, ingress.passes as usize, topologies).await?;
+    let length = &ingress.length;
+    let scenario = scenario(length.seconds(60));
+    let scenario = Scenario { arms: length.named(&scenario.name, &scenario.arms, Arm::label)?, ..scenario };
+    let mut comparison = Comparison::run(scenario, length.passes(3), topologies).await?;
     let steady = match ingress.steady_seconds {
         0 => None,
         seconds => Some(steady(Duration::from_secs(seconds), topologies[0]).await?),
@@ -137,7 +132,7 @@ pub(super) async fn run(ingress: &Ingress) -> Result<ExitCode> {
         goals.judge(&healing, *envoys);
     }
     let panels: Vec<Panel> = topologies.iter().map(|envoys| comparison.panel(*envoys)).collect();
-    draw(&ingress.out.join("ingress.svg"), "ingress", &panels)?;
+    draw(&length.out.join("ingress.svg"), "ingress", &panels)?;
     Ok(goals.print())
 }
 

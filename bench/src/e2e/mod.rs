@@ -10,15 +10,16 @@ mod sinkhole;
 mod slow_half;
 mod stall;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
-use clap::{Args, Subcommand, ValueEnum};
+use anyhow::Result;
+use clap::{Subcommand, ValueEnum};
 
 use crate::comparison::Comparison;
 use crate::goals::Goals;
+use crate::passes::Length;
 use crate::plot::{self, Panel};
 use crate::scenario::{Load, Scenario};
 
@@ -83,51 +84,6 @@ impl Topologies {
             Self::Four => &[4],
             Self::Both => &[1, 4],
         }
-    }
-}
-
-/// The duration of a scenario, and the folder for its plot.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct Length {
-    /// Passes over all policies [default: 3; cpu-bound 5]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
-    passes: Option<u64>,
-    /// Judged seconds per run [default: 60; cpu-bound and idle 20]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
-    seconds: Option<u64>,
-    /// One short pass, to check that the scenario works: its figures are not meaningful
-    #[arg(long)]
-    quick: bool,
-    /// Only policies whose names begin with one of these, comma-separated [default: all of the scenario]
-    #[arg(long, value_delimiter = ',', value_name = "NAME")]
-    arms: Vec<String>,
-    /// Folder for the plot
-    #[arg(long, default_value = "target/bench", value_name = "DIR")]
-    out: PathBuf,
-}
-
-impl Length {
-    fn passes(&self, default: u64) -> usize {
-        self.passes.unwrap_or(if self.quick { 1 } else { default }) as usize
-    }
-
-    /// Keeps only the requested arms.
-    fn choose(&self, mut scenarios: Vec<Scenario>) -> Result<Vec<Scenario>> {
-        if self.arms.is_empty() {
-            return Ok(scenarios);
-        }
-        for scenario in &mut scenarios {
-            let labels: Vec<&str> = scenario.arms.iter().map(|arm| arm.label()).collect();
-            if let Some(name) = self.arms.iter().find(|name| !labels.iter().any(|l| l.starts_with(*name))) {
-                bail!("--arms {name}: {} has {}", scenario.name, labels.join(", "));
-            }
-            scenario.arms.retain(|arm| self.arms.iter().any(|name| arm.label().starts_with(name)));
-        }
-        Ok(scenarios)
-    }
-
-    fn seconds(&self, default: u64) -> Duration {
-        Duration::from_secs(self.seconds.unwrap_or(if self.quick { default / 5 } else { default }))
     }
 }
 

@@ -10,10 +10,11 @@ use std::time::Duration;
 use anyhow::{Context, Error, Result, ensure};
 use clap::Args;
 
-use super::{FIRST, Length, Topologies};
+use super::{FIRST, Topologies};
 use crate::arm::Arm;
 use crate::backends::{Fleet, Replica, Service, Times};
 use crate::load::Spread;
+use crate::passes::Length;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
 /// Limited because each replica has an agent, which is a process.

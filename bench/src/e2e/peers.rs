@@ -13,11 +13,12 @@ use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use prequal_testbed::{dist_dir, envoy_binary};
 
-use super::{Length, Topologies, draw, ingress, measure, never_worse, slow_half, stall};
+use super::{Topologies, draw, ingress, measure, never_worse, slow_half, stall};
 use crate::arm::Arm;
 use crate::comparison::Comparison;
 use crate::deployment::NATIVE;
 use crate::goals::Goals;
+use crate::passes::Length;
 use crate::peer::Peer;
 use crate::scenario::{Goal, Scenario};
 

@@ -4,9 +4,10 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::{Length, ingress, measure, report, stall};
+use super::{ingress, measure, report, stall};
 use crate::arm::Arm;
 use crate::comparison::Comparison;
+use crate::passes::Length;
 use crate::scenario::Scenario;
 use crate::table;
 

@@ -8,10 +8,11 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 
-use super::{Length, compare};
+use super::compare;
 use crate::arm::Arm;
 use crate::backends::{Change, Fleet, Replica};
 use crate::deployment::Event;
+use crate::passes::Length;
 use crate::recovery::Watch;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 

@@ -5,6 +5,7 @@ use clap::ValueEnum;
 
 use super::order::{self, Order};
 use super::{fortio, h2load, oha, vegeta};
+use crate::process;
 use crate::stats::Sample;
 
 /// A load generator.
@@ -47,8 +48,7 @@ impl Generator {
 
     /// Whether its program is installed.
     pub(super) fn is_installed(self) -> bool {
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        std::env::split_paths(&path).any(|folder| folder.join(self.name()).is_file())
+        process::find(self.name()).is_some()
     }
 
     /// Runs the program. Blocks.

@@ -13,7 +13,6 @@ mod order;
 mod vegeta;
 mod verdict;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -26,6 +25,7 @@ use crate::arm::Arm;
 use crate::deployment::Deployment;
 use crate::e2e::{self, FIRST};
 use crate::goals::Goals;
+use crate::passes::{self, Length};
 use crate::plot::{Curve, Panel};
 use crate::scenario::{Load, Scenario};
 use crate::stats::{Summary, median};
@@ -43,18 +43,8 @@ pub(crate) struct Generators {
     /// The replicas, and the claim that is judged
     #[arg(long, default_value = "demo")]
     fleet: Fleet,
-    /// Passes over all policies and generators [default: 3]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
-    passes: Option<u64>,
-    /// Judged seconds per run, after the first two [default: 30]
-    #[arg(long, value_parser = clap::value_parser!(u64).range(4..))]
-    seconds: Option<u64>,
-    /// One short pass, to check that it works: its figures are not meaningful
-    #[arg(long)]
-    quick: bool,
-    /// Folder for the plot
-    #[arg(long, default_value = "target/bench", value_name = "DIR")]
-    out: PathBuf,
+    #[command(flatten)]
+    length: Length,
 }
 
 /// The replicas, and the claim that goes with them.
@@ -112,9 +102,9 @@ struct Runs {
 }
 
 impl Runs {
-    fn new(fleet: Fleet, seconds: Duration, others: &[Generator]) -> Self {
+    fn new(fleet: Fleet, scenario: Scenario, others: &[Generator]) -> Self {
         let generators = std::iter::once(Generator::Ours).chain(others.iter().copied()).collect();
-        Self { scenario: fleet.scenario(seconds), fleet, generators, runs: Vec::new(), late: Duration::ZERO }
+        Self { scenario, fleet, generators, runs: Vec::new(), late: Duration::ZERO }
     }
 
     /// The runs of one arm and generator, one per pass.
@@ -143,18 +133,20 @@ impl Runs {
     }
 
     /// Every arm with every generator once per pass.
-    async fn measure(&mut self, passes: u64) -> Result<()> {
-        let total = passes as usize * self.scenario.arms.len() * self.generators.len();
-        for pass in 1..=passes {
-            for arm in self.scenario.arms.clone() {
-                for generator in self.generators.clone() {
+    async fn measure(&mut self, passes: usize) -> Result<()> {
+        let (arms, generators) = (self.scenario.arms.clone(), self.generators.clone());
+        let total = passes * arms.len() * generators.len();
+        for pass in 0..passes {
+            for arm in passes::order(arms.len(), pass).map(|index| arms[index]) {
+                for generator in passes::order(generators.len(), pass).map(|index| generators[index]) {
                     let step = format!("[{}/{total}] {}", self.runs.len() + 1, generator.name());
                     let judged = match generator {
-                        Generator::Ours => self.ours(arm, pass, &step).await,
+                        Generator::Ours => self.ours(arm, pass as u64 + 1, &step).await,
                         _ => other(&self.scenario, self.asked(), arm, generator, &step).await,
                     };
-                    let judged = judged
-                        .with_context(|| format!("{}, {}, pass {pass}", arm.label(), generator.name()))?;
+                    let judged = judged.with_context(|| {
+                        format!("{}, {}, pass {}", arm.label(), generator.name(), pass + 1)
+                    })?;
                     println!("  {}", figures(&judged));
                     self.runs.push(Run { arm, generator, judged });
                 }
@@ -163,8 +155,8 @@ impl Runs {
         Ok(())
     }
 
-    async fn ours(&mut self, arm: Arm, pass: u64, step: &str) -> Result<Summary> {
-        let measured = self.scenario.run_cold(arm, 1, pass, step).await?;
+    async fn ours(&mut self, arm: Arm, seed: u64, step: &str) -> Result<Summary> {
+        let measured = self.scenario.run_cold(arm, 1, seed, step).await?;
         self.late = self.late.max(measured.late.0);
         Ok(measured.judged)
     }
@@ -233,16 +225,17 @@ pub(crate) async fn run(args: &Generators) -> Result<ExitCode> {
     if others.is_empty() {
         bail!("no generator to compare with: `cargo xtask bench generators` installs them");
     }
-    let passes = args.passes.unwrap_or(if args.quick { 1 } else { 3 });
-    let seconds = args.seconds.unwrap_or(if args.quick { 6 } else { 30 });
-    let mut runs = Runs::new(args.fleet, Duration::from_secs(seconds), &others);
+    let length = &args.length;
+    let scenario = args.fleet.scenario(length.seconds(30));
+    let scenario = Scenario { arms: length.named(&scenario.name, &scenario.arms, Arm::label)?, ..scenario };
+    let mut runs = Runs::new(args.fleet, scenario, &others);
     println!("{}\n{}\n", runs.scenario.title, verdict::goals(args.fleet));
-    runs.measure(passes).await?;
+    runs.measure(length.passes(3)).await?;
 
     println!("\n{}, one Envoy\n\n{}", runs.scenario.title, runs.table());
     println!("Our generator's lateness: p99 at most {} ms.\n", two(runs.late.as_secs_f64() * 1e3));
     let name = format!("generators-{}", args.fleet.name());
-    e2e::draw(&args.out.join(format!("{name}.svg")), &name, &runs.panels())?;
+    e2e::draw(&length.out.join(format!("{name}.svg")), &name, &runs.panels())?;
     let mut goals = Goals::default();
     verdict::judge(&runs, &mut goals);
     Ok(goals.print())

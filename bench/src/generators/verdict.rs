@@ -188,7 +188,7 @@ mod tests {
 
     fn runs(runs: Vec<Run>) -> Runs {
         let seconds = Duration::from_secs(SECONDS as u64);
-        Runs { runs, ..Runs::new(Fleet::Demo, seconds, &[Generator::Vegeta]) }
+        Runs { runs, ..Runs::new(Fleet::Demo, Fleet::Demo.scenario(seconds), &[Generator::Vegeta]) }
     }
 
     fn compared(fast: u64, from: usize, slow: u64) -> (Agreement, String) {

@@ -69,7 +69,7 @@ fn scenario(name: &str, shape: Shape, slow: u16, seconds: Duration) -> Result<Sc
             .and(usize::from(slow), replica(mean_ms * SLOWER)),
         load: Load::Open { arrivals: Arrivals::Poisson(rate as u32), keys: None, spread: Spread::Random },
         workers: 1,
-        arms: vec![Arm::RoundRobin, Arm::LeastRequest, Arm::FullScan, Arm::Prequal],
+        arms: Arm::USUAL.to_vec(),
         judged: LEARNS..LEARNS + seconds,
         schedule: Vec::new(),
         good_within: Duration::from_secs(2),

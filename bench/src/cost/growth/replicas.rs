@@ -1,20 +1,16 @@
 //! The cost of a request over the number of replicas.
 
-use std::time::{Duration, Instant};
-
 use anyhow::Result;
 use prequal_testbed::Envoy;
 
 use super::Grown;
 use crate::backends::Backends;
 use crate::cost::kind::Kind;
-use crate::cost::replicas::{host, members};
-use crate::cost::{CONNECTIONS, Rounds, Variant, place, saturate, warm_up};
+use crate::cost::replicas::{host, learn};
+use crate::cost::{Rounds, Variant, place, saturate, warm_up};
 use crate::deployment::start_envoys;
 
 pub(super) const SIZES: [usize; 4] = [10, 100, 1000, 10_000];
-/// Time to wait until the filter knows every replica. It finds at most 105 a second.
-const PATIENCE: Duration = Duration::from_secs(150);
 
 pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     println!("Envoy CPU per request before {sizes:?} replicas that answer at once, one worker");
@@ -43,14 +39,4 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     }
     saturate(rounds, &mut variants).await?;
     Ok(Grown { quantity: "replicas", sizes, kinds: kinds.into(), shown: 1, beyond: None, variants })
-}
-
-/// Sends requests until the filter knows every replica, or for [`PATIENCE`].
-async fn learn(variant: &Variant, envoy: &Envoy, replicas: usize) -> Result<()> {
-    let begin = Instant::now();
-    while members(envoy)? < replicas as u64 && begin.elapsed() < PATIENCE {
-        variant.round(CONNECTIONS, Duration::from_millis(500)).await?;
-    }
-    println!("  {} of {replicas} known after {:.0} s", members(envoy)?, begin.elapsed().as_secs_f64());
-    Ok(())
 }
