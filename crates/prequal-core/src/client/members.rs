@@ -537,6 +537,7 @@ impl Blob for Members {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hint::HintSource;
     use proptest::prelude::*;
     use rand::{Rng, SeedableRng, rngs::SmallRng};
 
@@ -606,6 +607,26 @@ mod tests {
             }
         }
         assert!(Members::default().sample_in_use(3, &mut rng, |_| false).is_empty());
+    }
+
+    #[test]
+    fn homes_are_the_first_in_the_order_of_the_hint_and_in_use() {
+        let mut members = fleet(20);
+        // A candidate cannot be a home.
+        members.observe(replica(20), None, Evidence::Hearsay, ms(0));
+        let source = HintSource { header: Some("x-session".into()), path_segment: None };
+        for session in 0..200u8 {
+            let hint = source.hint(Some(&[session]), None).unwrap();
+            let mut order: Vec<Endpoint> = (0..20).map(replica).collect();
+            order.sort_by_key(|replica| std::cmp::Reverse(hint.rank(*replica)));
+            let homes = |gone: Option<Endpoint>| {
+                members.homes(hint, |skipped| gone == Some(skipped)).map(|home| home.unwrap().replica)
+            };
+            assert_eq!(homes(None)[..], order[..2]);
+            assert_eq!(homes(Some(order[0]))[..], order[1..3]);
+        }
+        let hint = source.hint(Some(b"a"), None).unwrap();
+        assert_eq!(fleet(1).homes(hint, |_| false).map(|home| home.is_some()), [true, false]);
     }
 
     #[test]
