@@ -2,13 +2,16 @@
 //! (`Host` checks every write).
 #![no_main]
 
-use prequal_core::client::members::Target;
+use prequal_core::client::members::{Placement, Target};
 use prequal_core::client::reply::Reply;
 use prequal_core::client::settings::{ChoiceSettings, ClusterConfig, Mode, Rule, Shim};
+use prequal_core::client::sync_mode::Answer;
 use prequal_core::client::{Balancer, Class, ProbeEnd, Request, Witness};
 use prequal_core::config::Profile;
 use prequal_core::shared::endpoint::Endpoint;
 use prequal_core::shared::time::Micros;
+use prequal_core::wire::hint::HintSource;
+use prequal_core::wire::load::Load;
 use prequal_core::wire::report::LoadReport;
 use prequal_fuzz::{Host, START, Script, replica};
 use rand::SeedableRng;
@@ -109,6 +112,7 @@ fn run(data: &[u8]) {
     let known = u16::from(script.byte() % 6);
     let mut balancer = Balancer::new(config(rule, known), Shim::StatefulSession, &host.store(), (), now);
     let mut open: Vec<Request> = Vec::new();
+    let hints = HintSource { header: Some("x-session".into()), path_segment: None };
     host.damage(damaged, blob);
     while !script.is_over() {
         script.pass(&mut now);
@@ -146,7 +150,17 @@ fn run(data: &[u8]) {
                 let tick = balancer.tick(now, &mut rng);
                 balancer.targets(tick.probes, now, &mut rng);
             }
-            6 => drop(balancer.ask(&mut rng)),
+            6 => {
+                let value = [script.byte()];
+                let hint = script.bit().then(|| hints.hint(Some(&value), None)).flatten();
+                let (targets, mut waiting) = balancer.ask(hint, &mut rng);
+                for target in targets {
+                    let load = Load::at_face_value(u32::from(script.byte()), None);
+                    let placement = Placement::even(0);
+                    waiting.ended(Some(Answer { replica: target.replica, load, placement, home: None }));
+                }
+                open.push(balancer.begin(now, waiting.answers(), true, &mut rng));
+            }
             _ => host.damage(BLOBS[usize::from(script.byte() % 3)], blob),
         }
     }

@@ -511,6 +511,30 @@ fn a_hint_leads_to_the_replica_that_served_it_before() -> Result<()> {
 }
 
 #[test]
+fn a_hint_has_the_same_home_in_every_envoy() -> Result<()> {
+    bed!();
+    let fleet = stand_ins(6, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
+    let settings = json!({"hint": {"header": "x-session"}});
+    let envoys = [start(&addrs(&fleet), settings.clone())?, start(&addrs(&fleet), settings)?];
+    let mut homes = BTreeSet::new();
+    for session in (0..20).map(|number| format!("session {number}")) {
+        for envoy in &envoys {
+            let client = envoy.client();
+            let send = |_| client.send(Request::get("/").header("x-session", &session));
+            assert_all_ok(&(0..5).map(send).collect::<Vec<_>>());
+        }
+        let is_ours = |backend: &Backend| {
+            backend.seen().iter().any(|seen| seen.header("x-session") == Some(&session) && !is_probe(seen))
+        };
+        let served: Vec<usize> = (0..fleet.len()).filter(|index| is_ours(&fleet[*index])).collect();
+        assert_eq!(served.len(), 1, "{session}: {served:?}");
+        homes.extend(served);
+    }
+    assert!(homes.len() > 1, "all sessions have the same home");
+    Ok(())
+}
+
+#[test]
 fn a_client_cannot_inject_a_hint() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
