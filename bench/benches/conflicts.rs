@@ -6,6 +6,8 @@
 //! exactly. The second part uses real threads that do nothing else, as fast as the cores allow; its numbers depend on this
 //! machine.
 
+mod served;
+
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,7 +19,7 @@ use prequal_core::client::members::Target;
 use prequal_core::client::reply::Reply;
 use prequal_core::client::settings::{ChoiceSettings, ClusterConfig, Shim};
 use prequal_core::client::store::{Cas, SharedData, Store};
-use prequal_core::client::{Balancer, Class, Count, Counters, Request, Witness};
+use prequal_core::client::{Balancer, Count, Counters, Request};
 use prequal_core::config::Profile;
 use prequal_core::shared::endpoint::Endpoint;
 use prequal_core::shared::time::Micros;
@@ -25,6 +27,8 @@ use prequal_core::wire::report::LoadReport;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, Exp};
+
+use served::Served;
 
 const WORKERS: [usize; 4] = [1, 4, 16, 64];
 const RATES: [f64; 2] = [1000.0, 5000.0];
@@ -128,31 +132,6 @@ impl Counters for Conflicts {
     }
 }
 
-/// The proxy's statement that the chosen replica has answered.
-struct Served(Micros, Option<Endpoint>);
-
-impl Witness for Served {
-    fn now(&self) -> Micros {
-        self.0
-    }
-
-    fn is_ours(&self) -> bool {
-        true
-    }
-
-    fn served_by(&self) -> Option<Endpoint> {
-        self.1
-    }
-
-    fn class(&self) -> Class {
-        Class::Answer
-    }
-
-    fn attempts(&self) -> u64 {
-        1
-    }
-}
-
 enum Event {
     Request,
     Answer(Request),
@@ -198,7 +177,7 @@ impl<S: Store> Worker<S> {
             }
             Event::Answer(mut request) => {
                 let served = request.pick.replica.unwrap_or_else(|| replica(0));
-                let (load, proxy) = (self.report(served), Served(at, Some(served)));
+                let (load, proxy) = (self.report(served), Served(at, served));
                 self.balancer.response(at, &mut request, false, Some(Ok(load)), &proxy);
                 self.balancer.ended(request, true, false, &proxy);
                 Vec::new()

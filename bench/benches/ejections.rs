@@ -1,6 +1,8 @@
 //! Measures the cost of a request while replicas are ejected: the pick and its response, through a balancer whose values
 //! are bytes in shared data. Goal: with 1000 ejected replicas, no more than 1.2 times the cost with none.
 
+mod served;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -8,11 +10,11 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::rc::Rc;
 
 use criterion::{Criterion, criterion_group, criterion_main};
+use prequal_core::client::Balancer;
 use prequal_core::client::ejection::{EjectionTable, Event};
 use prequal_core::client::pool::PoolState;
 use prequal_core::client::settings::{ChoiceSettings, ClusterConfig, Shim};
 use prequal_core::client::store::{Cas, SharedData};
-use prequal_core::client::{Balancer, Class, Witness};
 use prequal_core::config::Profile;
 use prequal_core::shared::blob::Blob;
 use prequal_core::shared::endpoint::Endpoint;
@@ -20,6 +22,8 @@ use prequal_core::shared::time::Micros;
 use prequal_core::wire::report::LoadReport;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
+
+use served::Served;
 
 /// More than twice the number of ejected replicas.
 const FLEET: u16 = 2100;
@@ -46,31 +50,6 @@ impl SharedData for Shared {
             *value = (bytes.to_vec(), value.1 + 1);
         }
         fresh
-    }
-}
-
-/// The proxy's statement that the chosen replica has answered.
-struct Served(Micros, Endpoint);
-
-impl Witness for Served {
-    fn now(&self) -> Micros {
-        self.0
-    }
-
-    fn is_ours(&self) -> bool {
-        true
-    }
-
-    fn served_by(&self) -> Option<Endpoint> {
-        Some(self.1)
-    }
-
-    fn class(&self) -> Class {
-        Class::Answer
-    }
-
-    fn attempts(&self) -> u64 {
-        1
     }
 }
 

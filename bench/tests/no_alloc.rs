@@ -3,18 +3,21 @@
 //! This test is not in the core, because a counting allocator needs `unsafe`, which the core forbids. Allocations are
 //! counted per thread: the test harness allocates in its own threads.
 
+#[path = "../benches/served/mod.rs"]
+mod served;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::hint::black_box;
 use std::net::{Ipv4Addr, SocketAddr};
 
+use prequal_core::client::Balancer;
 use prequal_core::client::ejection::EjectionTable;
 use prequal_core::client::ejection::flights::Flights;
 use prequal_core::client::members::Placement;
 use prequal_core::client::pool::{Branch, PoolState, Ranking};
 use prequal_core::client::settings::{ChoiceSettings, ClusterConfig, Shim};
 use prequal_core::client::store::Memory;
-use prequal_core::client::{Balancer, Class, Witness};
 use prequal_core::config::Profile;
 use prequal_core::shared::blob::Blob;
 use prequal_core::shared::endpoint::Endpoint;
@@ -23,6 +26,8 @@ use prequal_core::wire::load::Load;
 use prequal_core::wire::report::LoadReport;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
+
+use served::Served;
 
 struct Counting;
 
@@ -54,31 +59,6 @@ unsafe impl GlobalAlloc for Counting {
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
         // SAFETY: the caller's promises are passed on.
         unsafe { System.realloc(pointer, layout, size) }
-    }
-}
-
-/// The proxy's statement that this replica answered.
-struct Proxy(Micros, Endpoint);
-
-impl Witness for Proxy {
-    fn now(&self) -> Micros {
-        self.0
-    }
-
-    fn is_ours(&self) -> bool {
-        true
-    }
-
-    fn served_by(&self) -> Option<Endpoint> {
-        Some(self.1)
-    }
-
-    fn class(&self) -> Class {
-        Class::Answer
-    }
-
-    fn attempts(&self) -> u64 {
-        1
     }
 }
 
@@ -190,7 +170,7 @@ fn the_pick_path_does_not_allocate() {
         let served = request.pick.replica.unwrap_or(replicas[round % replicas.len()]);
         let report =
             LoadReport { endpoint: Some(served), ..LoadReport::parse("1;9000;10.0.0.1:80").unwrap() };
-        let proxy = Proxy(now, served);
+        let proxy = Served(now, served);
         // More fail at first, so that the table has room for later failures.
         let failed = round.is_multiple_of(if round < 1000 { 10 } else { 1000 });
         balancer.response(now, &mut request, failed, Some(Ok(report)), &proxy);

@@ -1,0 +1,30 @@
+//! The end of a request that went well, for the benches and for the test of allocations.
+
+use prequal_core::client::{Class, Witness};
+use prequal_core::endpoint::Endpoint;
+use prequal_core::time::Micros;
+
+/// The proxy's statement, at this time, that this replica has answered.
+pub struct Served(pub Micros, pub Endpoint);
+
+impl Witness for Served {
+    fn now(&self) -> Micros {
+        self.0
+    }
+
+    fn is_ours(&self) -> bool {
+        true
+    }
+
+    fn served_by(&self) -> Option<Endpoint> {
+        Some(self.1)
+    }
+
+    fn class(&self) -> Class {
+        Class::Answer
+    }
+
+    fn attempts(&self) -> u64 {
+        1
+    }
+}
