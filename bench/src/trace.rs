@@ -202,3 +202,31 @@ fn failures(samples: &[Sample]) -> String {
     let shown: Vec<String> = by_status.iter().map(|(status, number)| format!("{number} {status}")).collect();
     if shown.is_empty() { String::new() } else { format!(" ({})", shown.join(", ")) }
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        replay: Replay,
+    }
+
+    #[test]
+    fn the_first_replica_alone_can_be_made_slow() {
+        let fleet = |slow| {
+            let fleet = Line::parse_from(["trace", "--slow", slow]).replay.fleet(EngineSpec::LLAMA2_70B)?;
+            let step_us = |replica: &Replica| match replica.service {
+                Service::Inference { engine, .. } => engine.step_us.round(),
+                _ => f64::NAN,
+            };
+            anyhow::Ok(fleet.0.iter().map(step_us).collect::<Vec<_>>())
+        };
+        let slow = fleet("3").unwrap();
+        assert_eq!((slow.len(), slow[0], slow[1], slow[11]), (REPLICAS, 111_000.0, 37_000.0, 37_000.0));
+        assert!(fleet("0.5").unwrap_err().to_string().contains("--slow: from 1 to 100"));
+    }
+}
