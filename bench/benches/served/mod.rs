@@ -1,8 +1,8 @@
 //! The end of a request that went well, for the benches and for the test of allocations.
 
 use prequal_core::client::{Class, Witness};
-use prequal_core::endpoint::Endpoint;
-use prequal_core::time::Micros;
+use prequal_core::shared::endpoint::Endpoint;
+use prequal_core::shared::time::Micros;
 
 /// The proxy's statement, at this time, that this replica has answered.
 pub struct Served(pub Micros, pub Endpoint);

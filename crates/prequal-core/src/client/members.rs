@@ -537,7 +537,7 @@ impl Blob for Members {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hint::HintSource;
+    use crate::wire::hint::HintSource;
     use proptest::prelude::*;
     use rand::{Rng, SeedableRng, rngs::SmallRng};
 
