@@ -150,13 +150,8 @@ fn all() -> Vec<Point> {
         fleet("128 × 1, exp 140, 70 %, 8 clients", &[(128, 1, 140.0)], Exponential, 640.0).clients(8),
         fleet("100 × 2, exp 20, 75 %, 4 clients", &[(100, 2, 20.0)], Exponential, 7500.0).clients(4),
         fleet("100 × 2, mix, 75 %, 8 clients", &[(100, 2, 10.0)], MIX, 5173.0).clients(8),
-        fleet(
-            "100 × 4, a quarter 3x slower, 2 clients",
-            &[(75, 4, 40.0), (25, 4, 120.0)],
-            Exponential,
-            5800.0,
-        )
-        .clients(2),
+        fleet("100 × 4, a quarter 3x, 2 clients", &[(75, 4, 40.0), (25, 4, 120.0)], Exponential, 5800.0)
+            .clients(2),
     ]
 }
 
