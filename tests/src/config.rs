@@ -12,6 +12,9 @@ pub const FILTER_NAME: &str = "prequal";
 /// Name of the filter that sends a request to the host in the steering header.
 pub const SHIM_NAME: &str = "prequal-shim";
 
+/// The folder of dynamic modules in a [`crate::MinimalRoot`].
+pub(crate) const MODULES: &str = "/modules";
+
 /// Name of the serving cluster in the shipped configuration.
 const SERVING: &str = "replicas";
 /// Name of the only cluster in the shipped configuration for the inbound role.
@@ -71,6 +74,8 @@ pub struct EnvoyConfig {
     pub(crate) log_level: String,
     /// Folder of dynamic modules.
     pub(crate) modules: PathBuf,
+    /// Envoy's root folder, if not this machine's.
+    pub(crate) root_folder: Option<PathBuf>,
 }
 
 impl EnvoyConfig {
@@ -122,6 +127,7 @@ impl EnvoyConfig {
             eds: Vec::new(),
             log_level: "warning".into(),
             modules: dist_dir(),
+            root_folder: None,
         }
     }
 
@@ -240,6 +246,14 @@ impl EnvoyConfig {
             path.file_stem().and_then(|name| name.to_str()?.strip_prefix("lib")).expect("lib<name>.so");
         rename_modules(&mut self.root, name);
         self.modules = path.parent().expect("a file in a folder").to_owned();
+        self
+    }
+
+    /// Runs Envoy with the folder `root` of a [`crate::MinimalRoot`] as its root folder, and with the dynamic modules there.
+    #[must_use]
+    pub fn inside(mut self, root: &Path) -> Self {
+        self.root_folder = Some(root.to_owned());
+        self.modules = MODULES.into();
         self
     }
 

@@ -14,6 +14,7 @@ use tempfile::TempDir;
 
 use crate::client::{Client, http_get};
 use crate::config::{EnvoyConfig, endpoint, envoy_binary};
+use crate::minimal::envoy_in;
 use crate::process::{Process, cpu_time};
 use crate::runtime::eventually;
 
@@ -167,7 +168,7 @@ impl Envoy {
     }
 
     fn launch(mut config: EnvoyConfig, life: Life) -> Result<Self> {
-        let dir = TempDir::new()?;
+        let dir = config.root_folder.as_ref().map_or_else(TempDir::new, TempDir::new_in)?;
         let file = |name: &str| dir.path().join(name);
         let (config_path, admin_path, log_path) = (file("envoy.json"), file("admin"), file("envoy.log"));
         let listener = config.listener_mut().clone();
@@ -181,9 +182,15 @@ impl Envoy {
             root["dynamic_resources"]["lds_config"] = file_source(&dir.path().join("lds.json"));
         }
         fs::write(&config_path, config.root_mut().to_string())?;
-        let mut command = Command::new(envoy_binary());
+        let mut command =
+            config.root_folder.as_deref().map_or_else(|| Command::new(envoy_binary()), envoy_in);
         command.env("ENVOY_DYNAMIC_MODULES_SEARCH_PATH", &config.modules);
-        command.arg("-c").arg(&config_path).arg("--admin-address-path").arg(&admin_path);
+        // A file as Envoy sees it.
+        let seen = |path: &Path| match &config.root_folder {
+            Some(root) => Path::new("/").join(path.strip_prefix(root).unwrap_or(path)),
+            None => path.to_owned(),
+        };
+        command.arg("-c").arg(seen(&config_path)).arg("--admin-address-path").arg(seen(&admin_path));
         command.args(["--concurrency", &config.concurrency.to_string()]);
         match life {
             // Several Envoys run at once, and hot restart's shared memory would make them conflict.

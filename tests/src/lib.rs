@@ -7,6 +7,7 @@
 //! * [`Fleet`]: backends, each behind its agent.
 //! * [`EnvoyConfig`]: the shipped static configuration, with ports, endpoints and settings replaced.
 //! * [`Envoy`]: a real Envoy running such a configuration; its statistics and CPU time.
+//! * [`MinimalRoot`]: a root folder for it, as in a minimal image.
 //! * [`Prometheus`]: a real Prometheus that scrapes them.
 //! * [`Client`]: HTTP/1.1 or HTTP/2 requests, blocking.
 //!
@@ -24,6 +25,7 @@ mod envoy;
 mod fleet;
 mod killable;
 pub mod manifests;
+mod minimal;
 mod process;
 mod prometheus;
 mod runtime;
@@ -38,6 +40,7 @@ pub use config::{
 pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S, Prequal};
 pub use fleet::{Fleet, Replica};
 pub use killable::Killable;
+pub use minimal::MinimalRoot;
 pub use process::cpu_time;
 pub use prometheus::{Prometheus, missing_prometheus, prometheus_tool};
 pub use runtime::{block_on, eventually, handle, missing, ready};

@@ -1,14 +1,18 @@
 //! The native module (`docs/native.md`) in a real Envoy: what the other themes show of the WebAssembly filter, and what only the
 //! native module does.
 
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use prequal_testbed::{
-    Body, Envoy, EnvoyConfig, FILTER_NAME, Fleet, Reply, Request, SHIM_NAME, eventually, workspace_root,
+    Body, Envoy, EnvoyConfig, FILTER_NAME, Fleet, MinimalRoot, Reply, Request, SHIM_NAME, dist_dir,
+    eventually, workspace_root,
 };
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::support::{SERVING, assert_all_ok, assert_none_of_ours, bed, set, warm};
 
@@ -299,8 +303,7 @@ fn a_configuration_that_it_cannot_carry_out_is_refused_by_field() -> Result<()> 
 fn a_panic_does_not_end_envoy() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(2, &Reply::ok())?;
-    let crashing = workspace_root().join("target/dist-test/libprequal_native_crash.so");
-    let config = EnvoyConfig::native_for_replicas(&fleet.addrs())?.native_module(&crashing);
+    let config = EnvoyConfig::native_for_replicas(&fleet.addrs())?.native_module(&crashing_module());
     let envoy = Envoy::start(config)?;
     warm(&envoy, 2);
     for _ in 0..3 {
@@ -309,4 +312,47 @@ fn a_panic_does_not_end_envoy() -> Result<()> {
     }
     assert!(envoy.log().contains("a panic was caught"), "{}", envoy.log());
     Ok(())
+}
+
+/// Envoy's distroless image has glibc, but no `libgcc_s`, which Rust's libraries normally need to unwind.
+#[test]
+fn it_needs_no_library_but_glibc() -> Result<()> {
+    bed!();
+    let folder = TempDir::new()?;
+    // A module that does need it, to show that it is not there.
+    let needy = folder.path().join("libneedy.so");
+    let flags = ["-shared", "-xc", "/dev/null", "-Wl,--no-as-needed", "-l:libgcc_s.so.1", "-o"];
+    ensure!(Command::new("cc").args(flags).arg(&needy).status()?.success(), "cc built no module");
+    let (shipped, crashing) = (dist_dir().join("libprequal_native.so"), crashing_module());
+    let root = MinimalRoot::new(&[&shipped, &crashing, &needy])?;
+    if let Some(why) = root.missing() {
+        netlab::skip("the native module without libgcc_s", &why);
+        return Ok(());
+    }
+    let files = root.files()?;
+    let named = |part: &str| files.iter().any(|file| file.to_string_lossy().contains(part));
+    assert!(named("libc.so.6") && !named("libgcc"), "{files:?}");
+
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let start = |module: &Path| {
+        let config = EnvoyConfig::native_for_replicas(&fleet.addrs())?;
+        Envoy::start(config.native_module(module).inside(root.path()))
+    };
+    let envoy = start(&shipped)?;
+    warm(&envoy, 2);
+    assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));
+    drop(envoy);
+    // The unwinder in the module works too.
+    let envoy = start(&crashing)?;
+    assert_eq!(envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?.status, 503);
+    assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));
+    assert!(envoy.log().contains("a panic was caught"), "{}", envoy.log());
+    drop(envoy);
+    let error = start(&needy).expect_err("a module that lacks its library").to_string();
+    assert!(error.contains("libgcc_s.so.1: cannot open shared object file"), "{error}");
+    Ok(())
+}
+
+fn crashing_module() -> PathBuf {
+    workspace_root().join("target/dist-test/libprequal_native_crash.so")
 }
