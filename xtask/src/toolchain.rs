@@ -138,15 +138,31 @@ impl Toolchain {
         let mut command = run::cargo();
         command.args(["build", "--profile", "ship", "--package", package, "--bin", program]);
         reproducible(&mut command, target, &["-Ctarget-feature=+crt-static"])?;
+        self.for_linux(&mut command, target, linker)?;
+        run::built_file(&mut command, program)
+    }
+
+    /// Builds the native module for Linux on `target` with these cargo features and returns it. Give a `linker` if the
+    /// machine's own does not fit.
+    pub(crate) fn build_native(&self, target: &str, linker: Option<&str>, features: &str) -> Result<PathBuf> {
+        let mut command = run::cargo();
+        command.args(["build", "--profile", "native", "--package", "prequal-native", "--features", features]);
+        reproducible(&mut command, target, &[])?;
+        self.for_linux(&mut command, target, linker)?;
+        run::built_file(&mut command, "libprequal_native.so")
+    }
+
+    /// Makes `command` build with this compiler for Linux on `target`.
+    fn for_linux(&self, command: &mut Command, target: &str, linker: Option<&str>) -> Result<()> {
         if let Self::Debian(debian) = self {
             command.arg("--target-dir").arg(self.target_dir());
-            debian.configure(&mut command, "panic_unwind")?;
+            debian.configure(command, "panic_unwind")?;
         }
         if let Some(linker) = linker {
             let triple = target.to_uppercase().replace('-', "_");
             command.env(format!("CARGO_TARGET_{triple}_LINKER"), linker);
         }
-        run::built_file(&mut command, program)
+        Ok(())
     }
 
     /// Each compiler has its own folder, separate from the host's, so that no build invalidates another's work.

@@ -11,6 +11,8 @@ use serde_json::json;
 use sha2::{Digest as _, Sha256};
 
 use crate::commands::build::{self, WasmArgs};
+use crate::commands::native;
+use crate::commands::platform::{PLATFORMS, Platform};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{progress, run, workspace};
 
@@ -26,8 +28,8 @@ use oci::{Entry, Image};
 /// Builds the artefacts of a release, each named with the version, and writes SHA256SUMS over them.
 ///
 /// The release contains: prequal_filter-VERSION.wasm; the same module as an OCI image that Istio's WasmPlugin and Envoy
-/// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs; an
-/// OCI image of the agent for all architectures; the manifests of envoy-configs/ and the Helm chart, with these images by
+/// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs and
+/// the native module; an OCI image of the agent and one of the native module, each for all architectures; the manifests of envoy-configs/ and the Helm chart, with these images by
 /// digest (Envoy's image too with --envoy-digest); a CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin
 /// of all these files. Needs no container engine. Building for an architecture other than this machine's needs a cross
 /// linker (`apt-get install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
@@ -97,7 +99,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// The inputs that a release is packed from.
 struct Parts {
     module: Vec<u8>,
-    programs: Vec<(Platform, Vec<Entry>)>,
+    builds: Vec<Build>,
     bill: serde_json::Value,
     notes: String,
     /// Digest of Envoy's image, if the manifests name it.
@@ -110,20 +112,20 @@ impl Parts {
     fn build(toolchain: &Toolchain, platforms: &[Platform]) -> Result<Self> {
         let stamp = Stamp::of_commit(toolchain)?;
         let module = fs::read(build::filter(toolchain, "")?)?;
-        let mut programs = Vec::new();
+        let mut builds = Vec::new();
         let mut targets = vec![NATIVE_TARGET];
         for platform in platforms {
             match platform.missing()? {
                 Some(why) => progress::say(format_args!("{}: not built: {why}", platform.arch)),
                 None => {
-                    programs.push((*platform, platform.build()?));
+                    builds.push(Build::new(*platform)?);
                     targets.push(platform.triple);
                 }
             }
         }
-        ensure!(!programs.is_empty(), "no program could be built on this machine");
-        let bill = sbom::document(&targets, &libc_version()?, &stamp)?;
-        Ok(Self { module, programs, bill, notes: notes(&stamp)?, envoy: None, stamp })
+        ensure!(!builds.is_empty(), "no program could be built on this machine");
+        let bill = sbom::document(&targets, &system_libraries()?, &stamp)?;
+        Ok(Self { module, builds, bill, notes: notes(&stamp)?, envoy: None, stamp })
     }
 }
 
@@ -184,39 +186,26 @@ impl Stamp {
     }
 }
 
-/// An architecture that programs are shipped for.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-struct Platform {
-    /// Name as in `uname -m`.
-    arch: &'static str,
-    /// Name in OCI images.
-    oci: &'static str,
-    triple: &'static str,
-    /// Linker for this architecture on other machines.
-    linker: &'static str,
+/// What a release ships for one architecture.
+struct Build {
+    platform: Platform,
+    programs: Vec<Entry>,
+    /// The native module.
+    native: Entry,
 }
 
-impl Platform {
-    fn cross_linker(&self) -> Option<&'static str> {
-        (std::env::consts::ARCH != self.arch).then_some(self.linker)
-    }
-
-    /// Why the programs cannot be built here, if so.
-    fn missing(&self) -> Result<Option<String>> {
-        ensure!(cfg!(target_os = "linux"), "releases are built on Linux");
-        Ok(self.cross_linker().filter(|linker| !run::succeeds(run::tool(linker).arg("--version"))).map(|linker| {
-            format!("`{linker}` is missing: apt-get install --no-install-recommends gcc-{}-linux-gnu libc6-dev-{}-cross",
-                self.arch.replace('_', "-"), self.oci)
-        }))
-    }
-
-    fn build(&self) -> Result<Vec<Entry>> {
-        let toolchain = Toolchain::for_programs(self.triple)?;
+impl Build {
+    fn new(platform: Platform) -> Result<Self> {
+        let toolchain = Toolchain::for_programs(platform.triple)?;
         let build = |(package, program): (&str, &str)| {
-            let file = toolchain.build_program(self.triple, self.cross_linker(), package, program)?;
+            let file = toolchain.build_program(platform.triple, platform.cross_linker(), package, program)?;
             Ok(Entry { path: program.to_owned(), bytes: fs::read(file)?, executable: true })
         };
-        PROGRAMS.into_iter().map(build).collect()
+        let programs = PROGRAMS.into_iter().map(build).collect::<Result<_>>()?;
+        let native = native::module(&toolchain, &platform, "")?;
+        // Not executable: nothing starts it.
+        let native = Entry { path: NATIVE.to_owned(), bytes: fs::read(native)?, executable: false };
+        Ok(Self { platform, programs, native })
     }
 }
 
@@ -230,13 +219,12 @@ fn notes(stamp: &Stamp) -> Result<String> {
     Ok(format!("# {NAME} {}\n\n{section}\n\nCommit {}.\n", stamp.version, stamp.commit))
 }
 
-/// Version of the C library that the programs are linked with.
-fn libc_version() -> Result<String> {
+/// Versions of this machine's libraries that are linked into the programs and the native module.
+fn system_libraries() -> Result<sbom::System> {
     let said = run::output(run::tool("ldd").arg("--version"))?;
-    said.lines()
-        .next()
-        .and_then(|line| Some(line.rsplit(' ').next()?.to_owned()))
-        .context("ldd names no version")
+    let libc = said.lines().next().and_then(|line| Some(line.rsplit(' ').next()?.to_owned()));
+    let libgcc = run::output(run::tool("cc").arg("-dumpfullversion"))?.trim().to_owned();
+    Ok(sbom::System { libc: libc.context("ldd names no version")?, libgcc })
 }
 
 /// Writes everything into `out` and verifies the images; returns the files' names in order.
@@ -248,11 +236,11 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     files.insert(format!("{NAME}-{version}.cdx.json"), serde_json::to_vec_pretty(&parts.bill)?);
     files.insert(format!("CHANGELOG-{version}.md"), parts.notes.clone().into_bytes());
 
-    for (platform, programs) in &parts.programs {
-        let mut content = programs.clone();
-        content.push(licence()?);
+    for build in &parts.builds {
+        let mut content = build.programs.clone();
+        content.extend([build.native.clone(), licence()?]);
         files.insert(
-            format!("{NAME}-{version}-{}-linux.tar.gz", platform.arch),
+            format!("{NAME}-{version}-{}-linux.tar.gz", build.platform.arch),
             oci::gzip(&oci::tar(&content, stamp)?)?,
         );
     }
@@ -261,21 +249,32 @@ fn pack(parts: &Parts, out: &Path) -> Result<Vec<String>> {
     let module_digest = oci::write(&out.join(&module), &[module_image(parts)], stamp)?;
     verify_module(&out.join(&module), &parts.module)?;
     let agent = format!("probe-agent-{version}.oci");
-    let images: Vec<Image> =
-        parts.programs.iter().map(|(platform, programs)| agent_image(*platform, programs, stamp)).collect();
+    let images: Vec<Image> = parts.builds.iter().map(|build| agent_image(build, stamp)).collect();
     let agent_digest = oci::write(&out.join(&agent), &images, stamp)?;
-    verify_agent(&out.join(&agent), &parts.programs)?;
-    let digests =
-        manifests::Digests { module: &module_digest, agent: &agent_digest, envoy: parts.envoy.as_deref() };
+    verify_agent(&out.join(&agent), &parts.builds)?;
+    let native = format!("prequal_native-{version}.oci");
+    let images: Vec<Image> = parts.builds.iter().map(|build| native_image(build, stamp)).collect();
+    let native_digest = oci::write(&out.join(&native), &images, stamp)?;
+    verify_native(&out.join(&native), &parts.builds)?;
+    let digests = manifests::Digests {
+        module: &module_digest,
+        native: &native_digest,
+        agent: &agent_digest,
+        envoy: parts.envoy.as_deref(),
+    };
     let manifests = manifests::pinned(&workspace::root().join("envoy-configs"), version, &digests)?;
     files.insert(format!("{NAME}-manifests-{version}.tar.gz"), oci::gzip(&oci::tar(&manifests, stamp)?)?);
     let chart = manifests::chart(&workspace::root().join("charts/prequal"), version, &digests)?;
     files.insert(format!("{NAME}-{version}.tgz"), oci::gzip(&oci::tar(&chart, stamp)?)?);
-    for layout in [module, agent] {
+    for layout in [module, agent, native] {
         files.insert(format!("{layout}.tar"), oci::tar(&oci::entries_of(&out.join(&layout))?, stamp)?);
     }
 
-    let images = [("prequal_filter", &*module_digest), ("probe-agent", &*agent_digest)];
+    let images = [
+        ("prequal_filter", &*module_digest),
+        ("prequal_native", &*native_digest),
+        ("probe-agent", &*agent_digest),
+    ];
     let statement = provenance::statement(&files, &images, parts.envoy.as_deref(), stamp)?;
     files.insert(provenance::statement_name(version), statement);
 
@@ -323,25 +322,19 @@ fn verify_module(layout: &Path, module: &[u8]) -> Result<()> {
 }
 
 /// The programs, linked statically, and the certificate authorities that `--upstream-tls` trusts by default.
-fn agent_image(platform: Platform, programs: &[Entry], stamp: &Stamp) -> Image {
+fn agent_image(build: &Build, stamp: &Stamp) -> Image {
     Image {
-        architecture: platform.oci,
-        files: programs.iter().cloned().chain([authorities()]).collect(),
+        architecture: build.platform.oci,
+        files: build.programs.iter().cloned().chain([authorities()]).collect(),
         // An unprivileged user, by number: there is no /etc/passwd.
         runs: json!({"User": "65532:65532", "Entrypoint": ["/probe-agent"]}),
         annotations: annotations("probe-agent", "Prequal, agent beside a backend", stamp),
     }
 }
 
-fn verify_agent(layout: &Path, programs: &[(Platform, Vec<Entry>)]) -> Result<()> {
-    let images = oci::verify(layout)?;
-    ensure!(images.len() == programs.len(), "{} images of the agent", images.len());
-    for (platform, programs) in programs {
-        let image = images
-            .iter()
-            .find(|image| image.architecture == platform.oci)
-            .context("an architecture is missing")?;
-        for program in programs {
+fn verify_agent(layout: &Path, builds: &[Build]) -> Result<()> {
+    for (image, build) in verified(layout, builds)? {
+        for program in &build.programs {
             ensure!(
                 image.files.get(&program.path) == Some(&program.bytes),
                 "{} in the image differs",
@@ -357,6 +350,36 @@ fn verify_agent(layout: &Path, programs: &[(Platform, Vec<Entry>)]) -> Result<()
         ensure!(image.files.contains_key(entry), "the image starts `{entry}`, which it does not hold");
     }
     Ok(())
+}
+
+/// The native module alone: mounted as a volume, the image is a folder for `ENVOY_DYNAMIC_MODULES_SEARCH_PATH`.
+fn native_image(build: &Build, stamp: &Stamp) -> Image {
+    Image {
+        architecture: build.platform.oci,
+        files: vec![build.native.clone()],
+        runs: json!({}),
+        annotations: annotations("prequal_native", "Prequal, dynamic module for Envoy", stamp),
+    }
+}
+
+fn verify_native(layout: &Path, builds: &[Build]) -> Result<()> {
+    for (image, build) in verified(layout, builds)? {
+        let names: Vec<&String> = image.files.keys().collect();
+        ensure!(names == [NATIVE], "the image holds {names:?}, not {NATIVE} alone");
+        ensure!(image.files[NATIVE] == build.native.bytes, "{NATIVE} in the image differs");
+    }
+    Ok(())
+}
+
+/// The images of a layout, each with the build of its architecture.
+fn verified<'a>(layout: &Path, builds: &'a [Build]) -> Result<Vec<(oci::Verified, &'a Build)>> {
+    let images = oci::verify(layout)?;
+    ensure!(images.len() == builds.len(), "{}: {} images", layout.display(), images.len());
+    let build_of = |image: oci::Verified| {
+        let build = builds.iter().find(|build| build.platform.oci == image.architecture);
+        Ok((image, build.context("an architecture is missing")?))
+    };
+    images.into_iter().map(build_of).collect()
 }
 
 /// Mozilla's certificate authorities as a PEM bundle.
@@ -445,7 +468,7 @@ fn copy_sources(to: &Path) -> Result<()> {
 
 /// Packages of the workspace whose code is shipped.
 fn packages() -> impl Iterator<Item = &'static str> {
-    ["prequal-filter"].into_iter().chain(PROGRAMS.into_iter().map(|(package, _)| package))
+    ["prequal-filter", "prequal-native"].into_iter().chain(PROGRAMS.into_iter().map(|(package, _)| package))
 }
 
 /// The package that provides the authorities in the agent's image.
@@ -460,22 +483,10 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 const PROGRAMS: [(&str, &str); 3] =
     [("probe-agent", "probe-agent"), ("plb-netlink", "plb"), ("prequal-cli", "prequal")];
 
-const PLATFORMS: [Platform; 2] = [
-    Platform {
-        arch: "x86_64",
-        oci: "amd64",
-        triple: "x86_64-unknown-linux-gnu",
-        linker: "x86_64-linux-gnu-gcc",
-    },
-    Platform {
-        arch: "aarch64",
-        oci: "arm64",
-        triple: "aarch64-unknown-linux-gnu",
-        linker: "aarch64-linux-gnu-gcc",
-    },
-];
+/// File name of the native module, by which Envoy finds it.
+const NATIVE: &str = "libprequal_native.so";
 
-/// The module's file name in an image, as the Wasm Image Specification requires.
+/// The filter's file name in an image, as the Wasm Image Specification requires.
 const PLUGIN: &str = "plugin.wasm";
 
 /// Path of OpenSSL's bundle on Debian, which `rustls-native-certs` also finds.
@@ -499,8 +510,12 @@ mod tests {
         };
         Parts {
             module: b"\0asm\x01\0\0\0".to_vec(),
-            programs: PLATFORMS
-                .map(|platform| (platform, vec![program("probe-agent", platform.arch), program("plb", "x")]))
+            builds: PLATFORMS
+                .map(|platform| Build {
+                    platform,
+                    programs: vec![program("probe-agent", platform.arch), program("plb", "x")],
+                    native: program(NATIVE, platform.arch),
+                })
                 .into(),
             bill: json!({"bomFormat": "CycloneDX"}),
             notes: "notes".to_owned(),
@@ -545,13 +560,10 @@ mod tests {
     fn the_agents_image_holds_the_authorities() {
         let dir = TempDir::new().expect("a folder");
         let made = parts();
-        let mut images: Vec<Image> = made
-            .programs
-            .iter()
-            .map(|(platform, programs)| agent_image(*platform, programs, &made.stamp))
-            .collect();
+        let mut images: Vec<Image> =
+            made.builds.iter().map(|build| agent_image(build, &made.stamp)).collect();
         oci::write(dir.path(), &images, &made.stamp).expect("written");
-        verify_agent(dir.path(), &made.programs).expect("an image");
+        verify_agent(dir.path(), &made.builds).expect("an image");
         let bundle = dir.path().join("bundle.pem");
         fs::write(&bundle, authorities().bytes).expect("written");
         let openssl = run::tool("openssl").args(["crl2pkcs7", "-nocrl", "-certfile"]).arg(&bundle).output();
@@ -562,16 +574,8 @@ mod tests {
         images.iter_mut().for_each(|image| image.files.retain(|file| file.path != AUTHORITIES));
         fs::remove_dir_all(dir.path()).expect("removed");
         oci::write(dir.path(), &images, &made.stamp).expect("written");
-        let error = verify_agent(dir.path(), &made.programs).expect_err("no authorities").to_string();
+        let error = verify_agent(dir.path(), &made.builds).expect_err("no authorities").to_string();
         assert!(error.contains("does not hold the authorities"), "{error}");
-    }
-
-    #[test]
-    fn a_missing_cross_linker_is_reported_with_the_command_that_installs_it() {
-        let elsewhere = Platform { arch: "s390x", oci: "s390x", triple: "", linker: "no-such-linker" };
-        let why = elsewhere.missing().expect("Linux").expect("a reason");
-        assert!(why.contains("`no-such-linker` is missing: apt-get install"), "{why}");
-        assert!(why.contains("gcc-s390x-linux-gnu libc6-dev-s390x-cross"), "{why}");
     }
 
     #[test]

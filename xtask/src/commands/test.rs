@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::commands::ahead::Ahead;
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, helm, plb_guest, sim};
+use crate::commands::{chaos, compose, crates, debian, dist, envoy, fuzz, helm, native, plb_guest, sim};
 use crate::toolchain::{NATIVE_TARGET, Toolchain};
 use crate::{circles, policy, progress, run};
 
@@ -75,6 +75,9 @@ enum Step {
     Chaos,
     /// A release for this machine only: its files are checked, and its images pass through a registry
     Release,
+    /// The native module of every architecture, and its unit tests under sanitizers; under CI=true, or when named with
+    /// --only
+    Native,
     /// The kernel's own PLB, tested in a guest kernel; under CI=true, or when named with --only
     PlbGuest,
     /// The smallest end-to-end tests, repeated on other Envoy versions
@@ -189,6 +192,7 @@ impl Step {
             Self::Test => "tests",
             Self::Chaos => "chaos, short",
             Self::Release => "release",
+            Self::Native => "native module",
             Self::PlbGuest => "PLB in a guest kernel",
             Self::Matrix => "version matrix",
             Self::Compose => "docker-compose demo",
@@ -223,6 +227,7 @@ impl Session<'_> {
             Step::Test => self.tests(),
             Step::Chaos => self.chaos(),
             Step::Release => self.release(),
+            Step::Native => self.native(),
             Step::PlbGuest => self.plb_guest(),
             Step::Matrix => self.version_matrix(),
             Step::Compose => self.compose(),
@@ -291,6 +296,15 @@ impl Session<'_> {
             return Ok(());
         }
         dist::rehearsal::run(self.args.wasm.toolchain)
+    }
+
+    fn native(&mut self) -> Result<()> {
+        if !self.ci && !self.args.only.contains(&Step::Native) {
+            self.skipped.push("native module: not asked for (--only native, cargo xtask native)".to_owned());
+            return Ok(());
+        }
+        self.skipped.extend(native::check()?);
+        Ok(())
     }
 
     fn plb_guest(&mut self) -> Result<()> {
@@ -389,7 +403,7 @@ fn dependencies() -> Result<()> {
 }
 
 /// Cheap checks first.
-const STEPS: [Step; 15] = [
+const STEPS: [Step; 16] = [
     Step::Format,
     Step::Deps,
     Step::Circles,
@@ -400,6 +414,7 @@ const STEPS: [Step; 15] = [
     Step::Test,
     Step::Chaos,
     Step::Release,
+    Step::Native,
     Step::PlbGuest,
     Step::Matrix,
     Step::Compose,

@@ -2,7 +2,7 @@
 //! images run, whatever a registry's tags name later.
 //!
 //! Envoy's image is pinned too if its digest is given. Still named by tag: the user's own images, and those from which the
-//! overlays of `kubernetes/` take the module.
+//! overlays of `kubernetes/` take the filter.
 
 use std::path::Path;
 
@@ -15,6 +15,8 @@ pub(super) struct Digests<'a> {
     /// Digest of the module's image. Istio compares it with `sha256` if the URL names an image; the checksum of the module
     /// itself is only for the URL of a file.
     pub(super) module: &'a str,
+    /// Digest of the native module's image, for every architecture.
+    pub(super) native: &'a str,
     /// Digest of the agent's image, for every architecture.
     pub(super) agent: &'a str,
     /// Digest of Envoy's image, which a release does not build. `None`: it stays named by tag.
@@ -76,7 +78,9 @@ fn values(text: &str, version: &str, digests: &Digests<'_>) -> Result<String> {
     let image = format!("image: {{repository: \"\", tag: {version}, digest: \"\"}}");
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     let pinned = |line: &str, digest| line.replace("digest: \"\"", &format!("digest: \"{digest}\""));
-    for (block, digest) in [("agent:", digests.agent), ("    imageVolume:", digests.module)] {
+    let images =
+        [("agent:", digests.agent), ("    imageVolume:", digests.module), ("    native:", digests.native)];
+    for (block, digest) in images {
         let place = lines.windows(2).position(|pair| pair[0] == block && pair[1].trim() == image);
         let place = place.with_context(|| format!("values.yaml: `{block}` does not begin with `{image}`"))?;
         lines[place + 1] = pinned(&lines[place + 1], digest);
@@ -100,7 +104,8 @@ fn with_digests(
     digests: &Digests<'_>,
 ) -> Result<(String, usize)> {
     let hex = digests.module.strip_prefix("sha256:").context("a digest by SHA-256")?;
-    let (module, agent) = (format!("{REGISTRY}/prequal_filter"), format!("{REGISTRY}/probe-agent"));
+    let [module, native, agent] =
+        ["prequal_filter", "prequal_native", "probe-agent"].map(|name| format!("{REGISTRY}/{name}"));
     let mut lines = Vec::new();
     let mut count = 0;
     for line in text.lines() {
@@ -112,6 +117,9 @@ fn with_digests(
             // Envoy Gateway's URL has no scheme; Envoy Gateway compares the digest too.
             named if named == format!("url: {module}:{version}") => {
                 format!("{indent}url: {module}@{}\n{indent}sha256: {hex}", digests.module)
+            }
+            named if named == format!("reference: {native}:{version}") => {
+                format!("{indent}reference: {native}@{}", digests.native)
             }
             named if named == format!("- {{name: probe-agent, newName: {agent}, newTag: {version}}}") => {
                 format!("{indent}- {{name: probe-agent, newName: {agent}, digest: \"{}\"}}", digests.agent)
@@ -148,8 +156,8 @@ mod tests {
 
     #[test]
     fn the_shipped_manifests_name_what_was_built() {
-        let (module, agent) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "b".repeat(64)));
-        let digests = Digests { module: &module, agent: &agent, envoy: None };
+        let [module, agent, native] = ["a", "b", "c"].map(|digit| format!("sha256:{}", digit.repeat(64)));
+        let digests = Digests { module: &module, native: &native, agent: &agent, envoy: None };
         let configs = workspace::root().join("envoy-configs");
         let files = pinned(&configs, super::super::VERSION, &digests).expect("pinned");
         let text = |path: &str| {
@@ -177,15 +185,24 @@ mod tests {
             images.contains(&format!("newName: {REGISTRY}/probe-agent, digest: \"{agent}\"}}")),
             "{images}"
         );
+        let volume = text("kubernetes/overlays/native/module.yaml");
+        assert!(volume.contains(&format!("reference: {REGISTRY}/prequal_native@{native}\n")), "{volume}");
         assert!(text("kubernetes/base/replicas.yaml").contains("        image: probe-agent\n"));
         for file in &files {
             let path = file.path.replacen("plb-daemon/", "plb/", 1);
             let shipped = std::fs::read(configs.join(path)).expect("the shipped file");
             let text = String::from_utf8_lossy(&file.bytes).into_owned();
-            let built =
-                |line: &&str| line.contains("prequal_filter:") || line.contains("probe-agent, newTag");
+            let built = |line: &&str| {
+                line.contains("prequal_filter:")
+                    || line.contains("prequal_native:")
+                    || line.contains("probe-agent, newTag")
+            };
             let left: Vec<&str> = text.lines().filter(built).collect();
-            assert!(left.iter().all(|line| line.contains("reference: ")), "{}: {left:?}", file.path);
+            assert!(
+                left.iter().all(|line| line.contains("reference: ") && line.contains("prequal_filter")),
+                "{}: {left:?}",
+                file.path
+            );
             // Nothing else changes.
             let differ =
                 text.lines().filter(|line| !String::from_utf8_lossy(&shipped).contains(line)).count();
@@ -195,8 +212,8 @@ mod tests {
 
     #[test]
     fn the_chart_names_what_was_built() {
-        let (module, agent) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "b".repeat(64)));
-        let digests = Digests { module: &module, agent: &agent, envoy: None };
+        let [module, agent, native] = ["a", "b", "c"].map(|digit| format!("sha256:{}", digit.repeat(64)));
+        let digests = Digests { module: &module, native: &native, agent: &agent, envoy: None };
         let folder = workspace::root().join("charts/prequal");
         let files = chart(&folder, super::super::VERSION, &digests).expect("pinned");
         let text = |path: &str| {
@@ -211,7 +228,7 @@ mod tests {
                 super::super::VERSION
             )
         };
-        assert_eq!(pinned, [line("  ", &agent), line("      ", &module)]);
+        assert_eq!(pinned, [line("  ", &agent), line("      ", &module), line("      ", &native)]);
         // The links' content, not the links.
         let envoy = workspace::root().join("envoy-configs/kubernetes/base/envoy.yaml");
         assert!(
@@ -224,7 +241,7 @@ mod tests {
     #[test]
     fn envoys_image_is_pinned_if_its_digest_is_given() {
         let (digest, envoy) = (format!("sha256:{}", "a".repeat(64)), format!("sha256:{}", "e".repeat(64)));
-        let digests = Digests { module: &digest, agent: &digest, envoy: Some(&envoy) };
+        let digests = Digests { module: &digest, native: &digest, agent: &digest, envoy: Some(&envoy) };
         let (root, version) = (workspace::root(), super::super::VERSION);
         let lines = |files: Vec<Entry>| -> Vec<String> {
             let text = |file: Entry| String::from_utf8(file.bytes).expect("text");
@@ -248,7 +265,7 @@ mod tests {
     #[test]
     fn another_version_is_refused() {
         let digest = format!("sha256:{}", "a".repeat(64));
-        let digests = Digests { module: &digest, agent: &digest, envoy: None };
+        let digests = Digests { module: &digest, native: &digest, agent: &digest, envoy: None };
         let error =
             pinned(&workspace::root().join("envoy-configs"), "9.9.9", &digests).expect_err("an error");
         assert!(error.to_string().contains("does not name version 9.9.9"), "{error}");

@@ -13,8 +13,16 @@ use serde_json::{Value, json};
 use super::{AUTHORITIES_PACKAGE, Stamp, packages};
 use crate::{run, workspace};
 
-/// The document. `libc` is the version of the C library that is linked into the programs.
-pub(super) fn document(targets: &[&str], libc: &str, stamp: &Stamp) -> Result<Value> {
+/// Versions of the libraries of the building machine that are linked in.
+pub(super) struct System {
+    /// The C library, in the programs.
+    pub(super) libc: String,
+    /// GCC's runtime with the unwinder, in the programs and in the native module.
+    pub(super) libgcc: String,
+}
+
+/// The document.
+pub(super) fn document(targets: &[&str], system: &System, stamp: &Stamp) -> Result<Value> {
     let mut command = run::cargo();
     command.args(["metadata", "--locked", "--format-version", "1"]);
     for target in targets {
@@ -22,13 +30,13 @@ pub(super) fn document(targets: &[&str], libc: &str, stamp: &Stamp) -> Result<Va
     }
     let metadata: Value = serde_json::from_str(&run::output(&mut command)?)?;
     let lock = fs::read_to_string(workspace::root().join("Cargo.lock"))?;
-    of(&metadata, &checksums(&lock), libc, stamp)
+    of(&metadata, &checksums(&lock), system, stamp)
 }
 
 fn of(
     metadata: &Value,
     checksums: &BTreeMap<(String, String), String>,
-    libc: &str,
+    system: &System,
     stamp: &Stamp,
 ) -> Result<Value> {
     let by_id: BTreeMap<&str, &Value> =
@@ -54,16 +62,23 @@ fn of(
     }
 
     let reference = |id: &str| by_id.get(id).map(|package| purl(package)).unwrap_or_default();
-    let mut components = vec![json!({
-        "type": "library",
-        "bom-ref": "libc",
-        "name": "glibc",
-        "version": libc,
-        "licenses": [{"expression": "LGPL-2.1-or-later"}],
-    })];
+    let library = |reference: &str, name: &str, version: &str, licence: &str| {
+        json!({
+            "type": "library",
+            "bom-ref": reference,
+            "name": name,
+            "version": version,
+            "licenses": [{"expression": licence}],
+        })
+    };
+    let mut components = vec![
+        library("libc", "glibc", &system.libc, "LGPL-2.1-or-later"),
+        library("libgcc", "libgcc", &system.libgcc, "GPL-3.0-or-later WITH GCC-exception-3.1"),
+    ];
+    let libraries = ["libc", "libgcc"].map(str::to_owned);
     let mut dependencies = vec![json!({
         "ref": "prequal",
-        "dependsOn": shipped.iter().map(|id| reference(id)).chain(["libc".to_owned()]).collect::<Vec<_>>(),
+        "dependsOn": shipped.iter().map(|id| reference(id)).chain(libraries).collect::<Vec<_>>(),
     })];
     for id in reached {
         let package = by_id.get(id).with_context(|| format!("no package {id}"))?;
@@ -151,7 +166,8 @@ mod tests {
     use cyclonedx_bom::prelude::{Bom, SpecVersion, Validate as _};
 
     fn shipped() -> Value {
-        document(&["x86_64-unknown-linux-gnu", "wasm32-wasip1"], "2.36", &Stamp::example()).expect("a bill")
+        let system = System { libc: "2.36".to_owned(), libgcc: "12.2.0".to_owned() };
+        document(&["x86_64-unknown-linux-gnu", "wasm32-wasip1"], &system, &Stamp::example()).expect("a bill")
     }
 
     #[test]
@@ -167,12 +183,15 @@ mod tests {
         let names: BTreeSet<&str> = array(&bill["components"]).map(|c| text(c, "name")).collect();
         for name in [
             "prequal-filter",
+            "prequal-native",
+            "arc-swap",
             "prequal-policy",
             "probe-agent",
             "plb-netlink",
             "hyper",
             "proxy-wasm",
             "glibc",
+            "libgcc",
             "webpki-root-certs",
         ] {
             assert!(names.contains(name), "no {name}");
@@ -182,8 +201,8 @@ mod tests {
         }
         for component in array(&bill["components"]) {
             let foreign = component["hashes"][0]["content"].as_str().is_some_and(|hash| hash.len() == 64);
-            let ours =
-                text(component, "version") == env!("CARGO_PKG_VERSION") || text(component, "name") == "glibc";
+            let ours = text(component, "version") == env!("CARGO_PKG_VERSION")
+                || ["glibc", "libgcc"].contains(&text(component, "name"));
             assert!(foreign || ours, "{component}");
         }
     }

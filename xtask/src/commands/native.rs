@@ -1,0 +1,105 @@
+//! `cargo xtask native`: checks of the native module for which no Envoy is needed.
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::commands::platform::{PLATFORMS, Platform};
+use crate::progress;
+use crate::toolchain::Toolchain;
+
+mod elf;
+mod loader;
+mod sanitizers;
+
+/// Checks the native module as far as that needs no Envoy: its files for every architecture, and its code under sanitizers.
+///
+/// Builds the module for each architecture. It must need only glibc's libraries in a version that Envoy's images have, and
+/// export the same hooks on each. A small program then loads it as Envoy does (under qemu, if it is for another
+/// architecture) and makes a hook panic. After that, the unit tests of the module and of the blobs that it shares run under
+/// ThreadSanitizer and AddressSanitizer. What is missing is installed with apt-get if this is root.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Run only these checks
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "CHECKS")]
+    only: Vec<Check>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+enum Check {
+    /// The files for every architecture
+    Platforms,
+    /// The unit tests under sanitizers
+    Sanitizers,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let wanted = |check| args.only.is_empty() || args.only.contains(&check);
+    let mut skipped = Vec::new();
+    if wanted(Check::Platforms) {
+        skipped.extend(platforms()?);
+    }
+    if wanted(Check::Sanitizers) {
+        skipped.extend(sanitizers::run()?);
+    }
+    skipped.iter().for_each(|what| progress::say(format_args!("skipped: {what}")));
+    Ok(())
+}
+
+/// Runs all checks: a step of `cargo xtask test`. Returns what could not be checked here.
+pub(crate) fn check() -> Result<Vec<String>> {
+    let mut skipped = platforms()?;
+    skipped.extend(sanitizers::run()?);
+    Ok(skipped)
+}
+
+/// Builds the module for `platform` with these cargo features, and checks the file.
+pub(crate) fn module(toolchain: &Toolchain, platform: &Platform, features: &str) -> Result<PathBuf> {
+    inspected(toolchain, platform, features).map(|(file, _)| file)
+}
+
+/// [`module`], and what the file exports and needs.
+fn inspected(toolchain: &Toolchain, platform: &Platform, features: &str) -> Result<(PathBuf, elf::Library)> {
+    let file = toolchain.build_native(platform.triple, platform.cross_linker(), features)?;
+    let library = elf::Library::read(&file)?;
+    library.check(platform.arch).with_context(|| file.display().to_string())?;
+    Ok((file, library))
+}
+
+/// Builds, inspects and loads the module for each architecture; returns those that are impossible here.
+fn platforms() -> Result<Vec<String>> {
+    let mut skipped = Vec::new();
+    let mut hooks = None;
+    for platform in &PLATFORMS {
+        platform.install();
+        if let Some(why) = platform.missing()? {
+            skipped.push(format!("the native module for {}: {why}", platform.arch));
+            continue;
+        }
+        let toolchain = Toolchain::for_programs(platform.triple)?;
+        let (file, library) = inspected(&toolchain, platform, "")?;
+        progress::say(format_args!("{}: {library}", platform.arch));
+        let expected = hooks.get_or_insert_with(|| library.exports.clone());
+        ensure!(
+            library.exports == *expected,
+            "{}: the hooks differ from another architecture's",
+            platform.arch
+        );
+        let loader = match loader::Loader::of(platform) {
+            Ok(loader) => loader,
+            Err(why) => {
+                skipped.push(format!(
+                    "loading the native module for {}: {}",
+                    platform.arch,
+                    progress::last_line(&why)
+                ));
+                continue;
+            }
+        };
+        loader.serves(&file, &library)?;
+        let (file, library) = inspected(&toolchain, platform, "crash-test")?;
+        loader.survives_a_panic(&file, &library)?;
+        progress::say(format_args!("{}: loads, and catches a panic", platform.arch));
+    }
+    Ok(skipped)
+}

@@ -1,0 +1,79 @@
+//! Loads the native module in a small program in place of Envoy, for every architecture: under qemu, if it is not this
+//! machine's.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+
+use super::elf::Library;
+use crate::commands::debian;
+use crate::commands::platform::Platform;
+use crate::{run, workspace};
+
+/// Builds and runs the program for one architecture.
+pub(super) struct Loader<'a> {
+    platform: &'a Platform,
+    folder: PathBuf,
+}
+
+/// The program, apart from the functions of Envoy that it has no use for.
+const PROGRAM: &str = include_str!("load.c");
+
+impl<'a> Loader<'a> {
+    /// Fails if programs for `platform` cannot run here.
+    pub(super) fn of(platform: &'a Platform) -> Result<Self> {
+        if platform.cross_linker().is_some() {
+            debian::install(&[(&emulator(platform), "qemu-user")])?;
+        }
+        let folder = workspace::target().join("native-load").join(platform.arch);
+        fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
+        Ok(Self { platform, folder })
+    }
+
+    /// Checks that the module in `file` loads and that a policy answers.
+    pub(super) fn serves(&self, file: &Path, library: &Library) -> Result<()> {
+        let said = self.load(file, library)?;
+        let answered = said.starts_with(&format!("version {ABI}\n")) && said.ends_with("host none\n");
+        ensure!(answered && !said.contains("panic"), "{}:\n{said}", file.display());
+        Ok(())
+    }
+
+    /// Checks that a panic in a hook of the module in `file` ends in that hook: the unwinder is in the module, and works.
+    pub(super) fn survives_a_panic(&self, file: &Path, library: &Library) -> Result<()> {
+        let said = self.load(file, library)?;
+        let caught = said.contains("a panic was caught; please report it: crash test\n");
+        ensure!(caught && said.ends_with("host none\n"), "{}:\n{said}", file.display());
+        Ok(())
+    }
+
+    /// Runs the program with this module; returns what it printed.
+    fn load(&self, module: &Path, library: &Library) -> Result<String> {
+        let (source, program) = (self.folder.join("load.c"), self.folder.join("load"));
+        let mut text = PROGRAM.to_owned();
+        for name in library.imports.iter().filter(|name| !PROGRAM.contains(&format!("{name}("))) {
+            text.push_str(&format!("\nlong {name}(void) {{ return 0; }}\n"));
+        }
+        fs::write(&source, text)?;
+        // Exported, so that the module finds Envoy's functions.
+        let mut compile = run::tool(self.platform.cross_linker().unwrap_or("cc"));
+        compile.args(["-O1", "-rdynamic", "-o"]).arg(&program).arg(&source).arg("-ldl");
+        run::output(&mut compile)?;
+        let mut command = match self.platform.cross_linker() {
+            None => run::tool(&program),
+            Some(_) => {
+                let mut qemu = run::tool(emulator(self.platform));
+                qemu.arg("-L").arg(format!("/usr/{}-linux-gnu", self.platform.arch)).arg(&program);
+                qemu
+            }
+        };
+        run::output(command.arg(module))
+    }
+}
+
+fn emulator(platform: &Platform) -> String {
+    format!("qemu-{}", platform.arch)
+}
+
+/// The version of Envoy's interface that the module states.
+const ABI: &str = "v0.2.0";
