@@ -3,6 +3,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
@@ -42,6 +43,14 @@ pub fn wasm_module() -> PathBuf {
 /// Path of Envoy: `$ENVOY`, else the path of the pinned version, which `cargo xtask envoy` fetches.
 pub fn envoy_binary() -> PathBuf {
     std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
+}
+
+/// Whether that Envoy loads the native module: version 1.38 or later.
+pub fn envoy_loads_native_modules() -> Result<bool> {
+    let version = Command::new(envoy_binary()).arg("--version").output()?;
+    let version = String::from_utf8_lossy(&version.stdout);
+    let minor = version.split("/1.").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+    Ok(minor.with_context(|| format!("which version is {version}?"))? >= 38)
 }
 
 /// The folder in which Cargo builds.

@@ -1,12 +1,12 @@
 //! Basic checks on the Envoy that `$ENVOY` names: steering, probes that balance, recovery from a crash. Small, so that it
 //! can run on each supported version; everything else is in `e2e`.
 
-use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use prequal_testbed::{
-    Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, envoy_binary, eventually, ready, workspace_root,
+    Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, envoy_loads_native_modules, eventually, ready,
+    workspace_root,
 };
 use serde_json::json;
 
@@ -68,13 +68,10 @@ fn the_native_module_works_on_this_envoy_or_is_refused() -> Result<()> {
     if !ready(&[]) {
         return Ok(());
     }
-    let version = Command::new(envoy_binary()).arg("--version").output()?;
-    let version = String::from_utf8_lossy(&version.stdout).into_owned();
-    let minor = version.split("/1.").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
     let ms = Duration::from_millis;
     let mut fleet = Fleet::start([5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
     let config = EnvoyConfig::native_for_replicas(&fleet.addrs())?.concurrency(2);
-    if minor.with_context(|| format!("which version is {version}?"))? < 38 {
+    if !envoy_loads_native_modules()? {
         assert!(Envoy::start(config).is_err(), "an Envoy without the extension has accepted it");
         return Ok(());
     }

@@ -1,6 +1,6 @@
 {{- /*
 The Envoy configuration: envoy-configs/kubernetes/base/envoy.yaml, of which files/envoy.yaml is a link, with what values
-change. A text that is to be replaced and is not there fails, so that a change of that file cannot pass by the chart.
+change; with the native module overlays/native/envoy.yaml, of which files/envoy-native.yaml is one. A text that is to be replaced and is not there fails, so that a change of that file cannot pass by the chart.
 */ -}}
 {{- define "prequal.envoy" -}}
 {{- if .Values.edge.config -}}
@@ -18,16 +18,21 @@ change. A text that is to be replaced and is not there fails, so that a change o
       (list "port_value: 8080}" (printf "port_value: %d}" (int $port)))
       (list "max_heap_size_bytes: 335544320" (printf "max_heap_size_bytes: %d" (int64 $edge.maxHeapBytes)))
       (list "max_active_downstream_connections: 5000" (printf "max_active_downstream_connections: %d" (int $edge.maxConnections)))
-      (list "filename: /var/lib/prequal/prequal_filter.wasm" (printf "filename: /var/lib/prequal/%s" (get (get $edge.module $edge.module.from) "file")))
 -}}
+{{- $file := "files/envoy-native.yaml" -}}
+{{- if ne $edge.module.from "native" -}}
+{{- $file = "files/envoy.yaml" -}}
+{{- $module := get (get $edge.module $edge.module.from) "file" -}}
+{{- $changes = append $changes (list "filename: /var/lib/prequal/prequal_filter.wasm" (printf "filename: /var/lib/prequal/%s" $module)) -}}
+{{- end -}}
 {{- if $edge.settings -}}
 {{- $shipped := "{\"cluster\": \"replicas\", \"probe_cluster\": \"replicas-agent\", \"verified_probes\": true}" -}}
 {{- $changes = append $changes (list $shipped (mergeOverwrite (fromJson $shipped) $edge.settings | toJson)) -}}
 {{- end -}}
-{{- $text := .Files.Get "files/envoy.yaml" -}}
+{{- $text := .Files.Get $file -}}
 {{- range $changes -}}
   {{- if not (contains (first .) $text) -}}
-  {{- fail (printf "files/envoy.yaml has no `%s` to replace" (first .)) -}}
+  {{- fail (printf "%s has no `%s` to replace" $file (first .)) -}}
   {{- end -}}
   {{- $text = replace (first .) (last .) $text -}}
 {{- end -}}

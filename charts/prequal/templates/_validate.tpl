@@ -42,8 +42,8 @@
   {{- if and .enabled (not $.Values.replicas.enabled) (not .upstream.host) (not .config) -}}
   {{- $wrong = append $wrong "edge.upstream.host is missing: a name that resolves to every replica, as replicas.enabled is false" -}}
   {{- end -}}
-  {{- if and .enabled (eq .module.from "imageVolume") (semverCompare "<1.33-0" $version) -}}
-  {{- $wrong = append $wrong (printf "edge.module.from: imageVolume needs Kubernetes 1.33, this is %s; use initContainer or configMap" $version) -}}
+  {{- if and .enabled (has .module.from (list "imageVolume" "native")) (semverCompare "<1.33-0" $version) -}}
+  {{- $wrong = append $wrong (printf "edge.module.from: %s needs Kubernetes 1.33, this is %s; use initContainer or configMap" .module.from $version) -}}
   {{- end -}}
   {{- range $key := list "cluster" "probe_cluster" -}}
     {{- if hasKey $.Values.edge.settings $key -}}

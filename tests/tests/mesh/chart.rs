@@ -71,10 +71,11 @@ fn one_label(value: &mut Value) {
 fn the_chart_makes_what_kustomize_makes() -> Result<()> {
     let Some(helm) = Helm::find("the_chart_makes_what_kustomize_makes")? else { return Ok(()) };
     // The overlays take the module from the user's own image.
-    let overlays: [&[&str]; 3] = [
+    let overlays: [&[&str]; 4] = [
         &[],
         &["edge.module.from=initContainer"],
         &["edge.module.from=imageVolume", "edge.module.imageVolume.file=prequal_filter.wasm"],
+        &["edge.module.from=native"],
     ];
     for (folder, values) in FOLDERS.into_iter().zip(overlays) {
         let Some(kustomized) = kustomize(folder)? else { return Ok(()) };
@@ -135,7 +136,8 @@ fn the_charts_version_is_the_releases() -> Result<()> {
     let version = env!("CARGO_PKG_VERSION");
     let (about, values) = (read("Chart.yaml")?, read("values.yaml")?);
     assert_eq!((&about["version"], &about["appVersion"]), (&json!(version), &json!(version)));
-    for pointer in ["/agent", "/edge/module/initContainer", "/edge/module/imageVolume"] {
+    for pointer in ["/agent", "/edge/module/initContainer", "/edge/module/imageVolume", "/edge/module/native"]
+    {
         assert_eq!(values.pointer(&format!("{pointer}/image/tag")), Some(&json!(version)), "{pointer}");
     }
     Ok(())
@@ -313,6 +315,7 @@ fn the_documented_install_command_renders() -> Result<()> {
 fn the_charts_files_are_the_shipped_ones() -> Result<()> {
     for (file, shipped) in [
         ("envoy.yaml", "kubernetes/base/envoy.yaml"),
+        ("envoy-native.yaml", "kubernetes/overlays/native/envoy.yaml"),
         ("grafana-prequal.json", "observability/grafana-prequal.json"),
         ("prequal-alerts.yaml", "observability/prequal-alerts.yaml"),
     ] {

@@ -71,11 +71,15 @@ pub fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
     object.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
 }
 
+/// The settings of the filter, or of the native module.
 pub fn filter_settings(envoy: &Value) -> Result<String> {
     let manager =
         &envoy["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
-    let settings = &manager["http_filters"][1]["typed_config"]["config"]["configuration"]["value"];
-    Ok(settings.as_str().context("settings")?.to_owned())
+    let filter = &manager["http_filters"][1]["typed_config"]["config"]["configuration"]["value"];
+    // The native module's are the policy's.
+    let policy = &envoy["static_resources"]["clusters"][0]["load_balancing_policy"]["policies"][0];
+    let native = &policy["typed_extension_config"]["typed_config"]["lb_policy_config"]["value"];
+    Ok(filter.as_str().or(native.as_str()).context("settings")?.to_owned())
 }
 
 /// The agent's container in `pod`, and whether it is a native sidecar.

@@ -8,14 +8,20 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use prequal_testbed::{Client, Envoy, EnvoyConfig, Fleet, Reply, Request, bed, eventually, workspace_root};
+use prequal_testbed::{
+    Client, Envoy, EnvoyConfig, Fleet, Reply, Request, bed, envoy_loads_native_modules, eventually,
+    workspace_root,
+};
 use serde_json::{Value, json};
 
 use crate::headless;
 use crate::schemas::check;
 use prequal_testbed::manifests::{documents, find, parse};
 
-pub const FOLDERS: [&str; 3] = ["base", "overlays/init-container", "overlays/image-volume"];
+pub const FOLDERS: [&str; 4] = ["base", "overlays/init-container", "overlays/image-volume", NATIVE];
+
+/// The overlay with the native module.
+const NATIVE: &str = "overlays/native";
 
 /// Kustomize's output for a folder, if this machine has Kustomize.
 pub fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
@@ -51,15 +57,26 @@ fn every_kustomization_builds_objects_that_match_the_schema() -> Result<()> {
         let source = match folder {
             "base" => json!({"name": "prequal", "configMap": {"name": "prequal-filter"}}),
             "overlays/init-container" => json!({"name": "prequal", "emptyDir": {"sizeLimit": "16Mi"}}),
-            _ => json!({"name": "prequal", "image": {
-                "reference": "registry.example.com/prequal/prequal_filter:0.1.0", "pullPolicy": "IfNotPresent",
-            }}),
+            _ => {
+                let name = if folder == NATIVE { "prequal_native" } else { "prequal_filter" };
+                json!({"name": "prequal", "image": {
+                    "reference": format!("registry.example.com/prequal/{name}:0.1.0"), "pullPolicy": "IfNotPresent",
+                }})
+            }
         };
         assert_eq!(*volume("prequal"), source, "{folder}");
         let generated = volume("config")["configMap"]["name"].as_str().context("a name")?;
         let configuration = find(&objects, "ConfigMap", generated);
         let text = configuration["data"]["envoy.yaml"].as_str().context("the configuration")?;
-        assert_eq!(parse(text)?, documents("kubernetes/base/envoy.yaml")?);
+        let shipped = if folder == NATIVE { NATIVE } else { "base" };
+        assert_eq!(parse(text)?, documents(&format!("kubernetes/{shipped}/envoy.yaml"))?);
+        // Envoy finds the native module in the volume.
+        let container = &pod["containers"][0];
+        let path = container["env"].as_array().into_iter().flatten();
+        let path = path.filter(|it| it["name"] == "ENVOY_DYNAMIC_MODULES_SEARCH_PATH").map(|it| &it["value"]);
+        let mounts = container["volumeMounts"].as_array().context("mounts")?;
+        let mounted = mounts.iter().filter(|it| folder == NATIVE && it["name"] == "prequal");
+        assert!(path.eq(mounted.map(|it| &it["mountPath"])), "{container:#}");
         for name in ["edge", "replicas"] {
             assert_restricted(&find(&objects, "Deployment", name)["spec"]["template"]["spec"]);
         }
@@ -221,7 +238,17 @@ fn edge_memory() -> Result<String> {
 #[test]
 fn the_envoy_is_the_static_one_except_for_discovery() -> Result<()> {
     let mut expected = documents("static/envoy.yaml")?.remove(0);
-    let mut found = documents("kubernetes/base/envoy.yaml")?.remove(0);
+    let manager =
+        &mut expected["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
+    manager["http_filters"][1]["typed_config"]["config"]["vm_config"]["code"]["local"]["filename"] =
+        json!("/var/lib/prequal/prequal_filter.wasm");
+    assert_differs_in_discovery(expected, "base")?;
+    assert_differs_in_discovery(documents("static/envoy-native.yaml")?.remove(0), NATIVE)
+}
+
+/// Checks that the configuration in `folder` is the static one `expected`, apart from discovery, addresses and limits.
+fn assert_differs_in_discovery(mut expected: Value, folder: &str) -> Result<()> {
+    let mut found = documents(&format!("kubernetes/{folder}/envoy.yaml"))?.remove(0);
     let ours = &mut found["static_resources"];
     // The static configuration lacks these two, which expose two paths of the admin interface.
     assert_eq!(ours["listeners"].as_array_mut().and_then(Vec::pop).context("a listener")?["name"], "status");
@@ -233,9 +260,6 @@ fn the_envoy_is_the_static_one_except_for_discovery() -> Result<()> {
     monitors[1]["typed_config"]["max_active_downstream_connections"] = json!(5000);
     let listener = &mut expected["static_resources"]["listeners"][0];
     listener["address"]["socket_address"]["address"] = json!("0.0.0.0");
-    let manager = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
-    manager["http_filters"][1]["typed_config"]["config"]["vm_config"]["code"]["local"]["filename"] =
-        json!("/var/lib/prequal/prequal_filter.wasm");
     let name = "replicas.prequal.svc.cluster.local.";
     for cluster in expected["static_resources"]["clusters"].as_array_mut().context("clusters")? {
         cluster["type"] = json!("STRICT_DNS");
@@ -254,5 +278,16 @@ fn the_envoy_is_the_static_one_except_for_discovery() -> Result<()> {
 fn the_filter_follows_the_pods_of_a_headless_service() -> Result<()> {
     bed!();
     let root = documents("kubernetes/base/envoy.yaml")?.remove(0);
+    headless::assert_followed(root, "replicas.prequal.svc.cluster.local", &[])
+}
+
+#[test]
+fn the_native_module_follows_the_pods_of_a_headless_service() -> Result<()> {
+    bed!();
+    if !envoy_loads_native_modules()? {
+        // `matrix.rs` tests that such an Envoy refuses the configuration.
+        return Ok(());
+    }
+    let root = documents(&format!("kubernetes/{NATIVE}/envoy.yaml"))?.remove(0);
     headless::assert_followed(root, "replicas.prequal.svc.cluster.local", &[])
 }

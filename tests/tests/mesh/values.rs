@@ -78,6 +78,10 @@ const MATRIX: &[(&[&str], &[&str])] = &[
         &["--kube-version=1.33.0"],
     ),
     (
+        &["edge.module.from=native", "edge.settings.pool_size=20", "agent.port=18080"],
+        &["--kube-version=1.33.0"],
+    ),
+    (
         &["replicas.deployment=false", "replicas.selectorLabels.app=mine", "edge.module.from=initContainer"],
         &[],
     ),
@@ -272,6 +276,12 @@ const WRONG: &[(&[&str], &[&str], &[&str])] = &[
             "edge.module.from: imageVolume needs Kubernetes 1.33, this is v1.32.0",
             "replicas.selectorLabels goes with",
         ],
+    ),
+    (&["edge.module.from=native", "edge.module.native.file=x"], &["--kube-version=1.33.0"], &["'file'"]),
+    (
+        &["edge.module.from=native"],
+        &["--kube-version=1.32.0"],
+        &["edge.module.from: native needs Kubernetes 1.33, this is v1.32.0"],
     ),
     (
         &["agent.mode=native"],
