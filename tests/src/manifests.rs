@@ -38,6 +38,8 @@ pub enum EnvoyGateway {
     Shipped,
     /// With the filter, the patches, and the setting that relies on them.
     Patched,
+    /// With the native module in place of the filter, and the patches.
+    Native,
     /// Without the filter: by load reports out of band, or on responses.
     Utilization {
         /// Whether Envoy asks the agents for streams of reports.
@@ -47,9 +49,10 @@ pub enum EnvoyGateway {
 
 impl EnvoyGateway {
     /// Every way, with its name in the committed translation.
-    pub const ALL: [(&str, Self); 4] = [
+    pub const ALL: [(&str, Self); 5] = [
         ("shipped", Self::Shipped),
         ("patched", Self::Patched),
+        ("native", Self::Native),
         ("utilization", Self::Utilization { out_of_band: true }),
         ("utilization_in_band", Self::Utilization { out_of_band: false }),
     ];
@@ -67,6 +70,12 @@ impl EnvoyGateway {
                 let policy = objects.iter_mut().find(|it| it["kind"] == "EnvoyExtensionPolicy");
                 policy.context("the filter")?["spec"]["wasm"][0]["config"]["clusters"][0]["verified_probes"] =
                     true.into();
+            }
+            Self::Native => {
+                objects.extend(documents("envoy-gateway/patches.yaml")?);
+                // Its EnvoyProxy replaces the Gateway's.
+                objects.retain(|it| it["kind"] != "EnvoyExtensionPolicy" && it["kind"] != "EnvoyProxy");
+                objects.extend(documents("envoy-gateway/native.yaml")?);
             }
             Self::Utilization { out_of_band: false } => {
                 let policy = objects.iter_mut().find(|it| it["kind"] == "BackendTrafficPolicy");

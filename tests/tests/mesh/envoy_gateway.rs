@@ -11,10 +11,10 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prequal_testbed::manifests::EnvoyGateway;
+use prequal_testbed::manifests::{EnvoyGateway, find};
 use prequal_testbed::{
-    AgentOptions, Envoy, EnvoyConfig, Request, Response, bed, eventually, manifests, target_dir, wasm_module,
-    workspace_root,
+    AgentOptions, Envoy, EnvoyConfig, Request, Response, bed, envoy_loads_native_modules, eventually,
+    manifests, target_dir, wasm_module, workspace_root,
 };
 use serde_json::{Value, json};
 
@@ -55,6 +55,13 @@ fn manager(listener: &mut Value) -> &mut Value {
     &mut filter["typed_config"]
 }
 
+/// The bootstrap that the variant's EnvoyProxy adds to Envoy Gateway's.
+fn bootstrap(translated: &Value) -> Result<Option<Value>> {
+    let objects = translated["input"].as_array().context("the objects")?;
+    let text = find(objects, "EnvoyProxy", "edge")["spec"]["bootstrap"]["value"].clone();
+    text.as_str().map(|text| Ok(manifests::parse(text)?.remove(0))).transpose()
+}
+
 /// Starts an Envoy with the configuration that Envoy Gateway would send, in front of `replicas`, with the module at
 /// `module` if the variant has the filter.
 fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Result<Envoy> {
@@ -76,7 +83,8 @@ fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Resul
     listener.as_object_mut().context("an object")?.remove("access_log");
 
     // Skip the cluster that serves the module.
-    let names = if module.is_some() { &[SERVING, PROBING][..] } else { &[SERVING] };
+    let probed = module.is_some() || variant == "native";
+    let names = if probed { &[SERVING, PROBING][..] } else { &[SERVING] };
     let mut clusters = Vec::new();
     for name in names {
         let mut cluster = by_name(resources(&translated, "Cluster"), "name", name);
@@ -88,11 +96,14 @@ fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Resul
         cluster["load_assignment"] = endpoints;
         clusters.push(cluster);
     }
-    let root = json!({
+    let mut root = json!({
         "node": {"id": "edge", "cluster": "demo/edge"},
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}},
         "static_resources": {"listeners": [listener], "clusters": clusters},
     });
+    if let Some(Value::Object(added)) = bootstrap(&translated)? {
+        root.as_object_mut().context("an object")?.extend(added);
+    }
     Envoy::start(EnvoyConfig::from_root(root).eds(names))
 }
 
@@ -202,9 +213,9 @@ fn filters_come_in_the_order_that_steering_needs() -> Result<()> {
     Ok(())
 }
 
-fn assert_steers(variant: &str) -> Result<(Envoy, Pods)> {
+fn assert_steers(variant: &str, module: Option<&Path>) -> Result<(Envoy, Pods)> {
     let pods = pods()?;
-    let envoy = start(variant, &pods.serving(), Some(&wasm_module()))?;
+    let envoy = start(variant, &pods.serving(), module)?;
     warm(&envoy, 4);
     pods.clear();
     let before = envoy.prequal(SERVING)?;
@@ -224,8 +235,34 @@ fn assert_steers(variant: &str) -> Result<(Envoy, Pods)> {
 #[test]
 fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
     bed!();
-    let (mut envoy, pods) = assert_steers("shipped")?;
+    let (envoy, pods) = assert_steers("shipped", Some(&wasm_module()))?;
+    assert_clients_cannot_reach_agents(envoy, &pods)
+}
 
+/// The native module behind the same resources, with its patches.
+#[test]
+fn a_gateway_with_the_native_module_steers() -> Result<()> {
+    bed!();
+    if !envoy_loads_native_modules()? {
+        // `matrix.rs` tests that such an Envoy refuses the configuration.
+        return Ok(());
+    }
+    // Envoy looks for the module where the volume is.
+    let objects = EnvoyGateway::Native.objects()?;
+    let container = find(&objects, "EnvoyProxy", "edge")["spec"]["provider"]["kubernetes"]["envoyDeployment"]
+        ["container"]
+        .clone();
+    assert_eq!(container["env"][0]["name"], "ENVOY_DYNAMIC_MODULES_SEARCH_PATH");
+    assert_eq!(container["env"][0]["value"], container["volumeMounts"][0]["mountPath"]);
+
+    let (envoy, pods) = assert_steers("native", None)?;
+    let now = envoy.prequal(SERVING)?;
+    assert!(now.reports("used") > 0 && now.outcomes("answer") > 0, "reports and log entries: {now:#?}");
+    assert_clients_cannot_reach_agents(envoy, &pods)
+}
+
+/// What holds for every way to steer: clients cannot read load or name a replica, and Envoy's health checks apply.
+fn assert_clients_cannot_reach_agents(mut envoy: Envoy, pods: &Pods) -> Result<()> {
     // The filter's metrics, as an operator reads them.
     assert!(envoy.admin_get("/stats/prometheus")?.contains("prequal_members"));
 
@@ -261,7 +298,7 @@ fn a_gateway_of_envoy_gateway_steers() -> Result<()> {
 #[test]
 fn the_patches_verify_probes_and_retry_what_was_not_sent() -> Result<()> {
     bed!();
-    let (envoy, mut pods) = assert_steers("patched")?;
+    let (envoy, mut pods) = assert_steers("patched", Some(&wasm_module()))?;
     // The replica with the most requests will be chosen again.
     let served = pods.served();
     pods.stop_app((0..served.len()).max_by_key(|index| served[*index]).context("a replica")?);
