@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::compose::engine::Project;
+use crate::commands::compose::engine::{Module, Project};
 use crate::commands::compose::page::Page;
 use crate::progress;
 
@@ -45,6 +45,10 @@ pub(crate) struct Args {
     #[arg(long, requires = "check", value_name = "FILE")]
     picture: Option<std::path::PathBuf>,
 
+    /// The form in which Envoy runs Prequal
+    #[arg(long, value_enum, default_value_t, value_name = "WHICH", conflicts_with = "down")]
+    module: Module,
+
     #[command(flatten)]
     wasm: WasmArgs,
 }
@@ -60,12 +64,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         return Project::usual()?.down();
     }
     if args.check {
-        let options = check::Options { faults: args.fault.clone(), picture: args.picture.clone() };
+        let options =
+            check::Options { faults: args.fault.clone(), picture: args.picture.clone(), module: args.module };
         let unjudged = check::run(args.wasm.toolchain, &options)?;
         ensure!(unjudged.is_empty(), "this machine was too busy to judge:\n{}", unjudged.join("\n"));
         return Ok(());
     }
-    let project = Project::usual()?;
+    let project = Project::usual()?.with(args.module);
     let page = up(&project, args.wasm)?;
     progress::headline(format_args!(
         "http://{} is the page; `cargo xtask fault` lists the faults",

@@ -12,6 +12,7 @@ use crate::read;
 const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
 const INBOUND: &str = include_str!("../../../../envoy-configs/static/envoy-inbound.yaml");
 const COMPOSE: &str = include_str!("../../../../envoy-configs/compose/envoy-prequal.yaml");
+const COMPOSE_NATIVE: &str = include_str!("../../../../envoy-configs/compose/envoy-native.yaml");
 const DOCS: &str = include_str!("../../../../docs/prequal.md");
 
 /// The shipped manifests that load the module.
@@ -507,7 +508,7 @@ fn every_code_has_a_test_and_a_line_in_the_docs() {
 
 #[test]
 fn shipped_configurations_are_clean() {
-    for text in [SHIPPED, INBOUND, COMPOSE] {
+    for text in [SHIPPED, INBOUND, COMPOSE, COMPOSE_NATIVE] {
         let mut findings = check(&read::text(text).unwrap(), false).unwrap();
         // The location of the module depends on the machine.
         findings.retain(|finding| finding.code.name != "module-missing");

@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::commands::build;
 use crate::commands::compose::START;
 use crate::commands::compose::browser::{self, Browser};
-use crate::commands::compose::engine::Project;
+use crate::commands::compose::engine::{Module, Project};
 use crate::commands::compose::faults;
 use crate::commands::compose::images;
 use crate::commands::compose::page::Page;
@@ -26,6 +26,8 @@ pub(super) struct Options {
     pub(super) faults: Vec<String>,
     /// File for a picture of the page.
     pub(super) picture: Option<PathBuf>,
+    /// The form in which Envoy runs Prequal.
+    pub(super) module: Module,
 }
 
 /// One fault and its allowed cost.
@@ -127,7 +129,7 @@ pub(super) fn run(toolchain: Choice, options: &Options) -> Result<Vec<String>> {
     for name in &options.faults {
         ensure!(CASES.iter().any(|case| case.fault == name), "`--fault`: there is no `{name}`");
     }
-    let project = Project::apart()?;
+    let project = Project::apart()?.with(options.module);
     build::dist(toolchain)?;
     images::prepare(&project)?;
     let started = Instant::now();

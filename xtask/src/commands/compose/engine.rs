@@ -7,6 +7,26 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::{progress, run, workspace};
 
+/// The form in which the demo's Envoy runs Prequal.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
+pub(crate) enum Module {
+    /// The WebAssembly filter
+    #[default]
+    Wasm,
+    /// The native module (docs/native.md, experimental)
+    Native,
+}
+
+impl Module {
+    /// Envoy's configuration, in its image.
+    fn config(self) -> &'static str {
+        match self {
+            Self::Wasm => "envoy-prequal.yaml",
+            Self::Native => "envoy-native.yaml",
+        }
+    }
+}
+
 /// The demo under one project name. Several projects can run side by side.
 #[derive(Clone, Debug)]
 pub(crate) struct Project {
@@ -16,6 +36,7 @@ pub(crate) struct Project {
     /// Use any free ports of this machine instead of the documented ones.
     free_ports: bool,
     v1: bool,
+    module: Module,
 }
 
 impl Project {
@@ -47,9 +68,14 @@ impl Project {
             command.args(&compose[1..]).args(["version", "--short"]);
             let Ok(version) = run::output(&mut command) else { continue };
             let v1 = version.trim().trim_start_matches('v').starts_with("1.");
-            return Ok(Self { compose, name, free_ports, v1 });
+            return Ok(Self { compose, name, free_ports, v1, module: Module::default() });
         }
         bail!("there is neither `docker compose` nor `docker-compose` here; on Debian, as root: {INSTALL}");
+    }
+
+    /// The same with this form of Prequal.
+    pub(crate) fn with(self, module: Module) -> Self {
+        Self { module, ..self }
     }
 
     /// `docker-compose` with the demo's file and this project's name.
@@ -63,6 +89,7 @@ impl Project {
         if !run::succeeds(run::tool("docker").args(["buildx", "version"])) {
             command.env("DOCKER_BUILDKIT", "0");
         }
+        command.env("PREQUAL_CONFIG", self.module.config());
         if self.free_ports {
             for port in ["PREQUAL_PAGE_PORT", "PREQUAL_ENVOY_PORT", "PREQUAL_BASELINE_PORT"] {
                 command.env(port, "0");
@@ -146,3 +173,19 @@ const USUAL_NAME: &str = "prequal";
 const FAULT_LABEL: &str = "prequal.fault";
 
 const INSTALL: &str = "apt-get install --no-install-recommends docker.io docker-compose iptables debootstrap";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::ValueEnum as _;
+
+    #[test]
+    fn every_module_has_a_configuration() {
+        let folder = file().parent().expect("a folder").to_owned();
+        for module in Module::value_variants() {
+            assert!(folder.join(module.config()).is_file(), "{module:?}");
+        }
+        let text = std::fs::read_to_string(file()).expect("the file");
+        assert!(text.contains(&format!("/etc/envoy/${{PREQUAL_CONFIG:-{}}}", Module::default().config())));
+    }
+}
