@@ -112,7 +112,7 @@ fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
     });
     let expected = [
         concat!(
-            r#""http://127.0.0.1:9902/stats/prometheus?filter=%5E%28wasmcustom%5C.prequal_%7Cwasm%5C.prequal%5C.%29" "#,
+            r#""http://127.0.0.1:9902/stats/prometheus?filter=%5E%28%28wasm%7Cdynamicmodules%29custom%5C.prequal_%7Cwasm%5C.prequal%5C.%29" "#,
             r#"{"instance":"shop/edge","job":"prequal-envoy"}"#
         ),
         concat!(
