@@ -4,7 +4,7 @@
 //! written by `cargo xtask gateway`. Replaced here: endpoints, ports, the path of the module, and the
 //! discovery of routes and endpoints. Not tested here: how Envoy Gateway fetches the module and serves it to Envoy.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::time::Duration;
 
@@ -255,9 +255,19 @@ fn a_gateway_with_the_native_module_steers() -> Result<()> {
     assert_eq!(container["env"][0]["name"], "ENVOY_DYNAMIC_MODULES_SEARCH_PATH");
     assert_eq!(container["env"][0]["value"], container["volumeMounts"][0]["mountPath"]);
 
-    let (envoy, pods) = assert_steers("native", None)?;
-    let now = envoy.prequal(SERVING)?;
-    assert!(now.reports("used") > 0 && now.outcomes("answer") > 0, "reports and log entries: {now:#?}");
+    let (mut envoy, pods) = assert_steers("native", None)?;
+    let before = envoy.prequal(SERVING)?;
+    assert!(before.reports("used") > 0 && before.outcomes("answer") > 0, "{before:#?}");
+    // The log entry of a failed connection says whose failure it is.
+    let closed = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    envoy.set_endpoints(SERVING, &[closed])?;
+    assert_eq!(envoy.client().get("/")?.status, 503);
+    eventually("the failure is counted", Duration::from_secs(5), || {
+        (envoy.prequal(SERVING).ok()?.outcomes("upstream_failure") > 0).then_some(())
+    });
+    assert_eq!(envoy.prequal(SERVING)?.outcomes("client_abort"), before.outcomes("client_abort"));
+    envoy.set_endpoints(SERVING, &pods.serving())?;
+    warm(&envoy, 4);
     assert_clients_cannot_reach_agents(envoy, &pods)
 }
 

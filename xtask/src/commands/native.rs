@@ -16,8 +16,7 @@ mod sanitizers;
 ///
 /// Builds the module for each architecture. It must need only glibc's libraries in a version that Envoy's images have, and
 /// export the same hooks on each. A small program then loads it as Envoy does (under qemu, if it is for another
-/// architecture) and makes a hook panic. After that, the unit tests of the module and of the blobs that it shares run under
-/// ThreadSanitizer and AddressSanitizer. What is missing is installed with apt-get if this is root.
+/// architecture) and makes a hook panic. After that, the module's unit tests run under AddressSanitizer and ThreadSanitizer. What is missing is installed with apt-get if this is root.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Run only these checks
