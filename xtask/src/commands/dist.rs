@@ -29,10 +29,11 @@ use oci::{Entry, Image};
 ///
 /// The release contains: prequal_filter-VERSION.wasm; the same module as an OCI image that Istio's WasmPlugin and Envoy
 /// Gateway fetch (a layout, as a folder and as a tar); for each architecture a tar.gz of the statically linked programs and
-/// the native module; an OCI image of the agent and one of the native module, each for all architectures; the manifests of envoy-configs/ and the Helm chart, with these images by
-/// digest (Envoy's image too with --envoy-digest); a CycloneDX bill of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin
-/// of all these files. Needs no container engine. Building for an architecture other than this machine's needs a cross
-/// linker (`apt-get install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
+/// the native module; an OCI image of the agent and one of the native module, each for all architectures; the manifests of
+/// envoy-configs/ and the Helm chart, with these images by digest (Envoy's image too with --envoy-digest); a CycloneDX bill
+/// of materials; the version's section of CHANGELOG.md; and an in-toto statement about the origin of all these
+/// files. Needs no container engine. Building for an architecture other than this machine's needs a cross linker (`apt-get
+/// install gcc-aarch64-linux-gnu`); if it is missing, a line says so.
 ///
 /// The same commit and compilers give the same bytes. Timestamps are the commit's, or SOURCE_DATE_EPOCH.
 #[derive(clap::Args)]

@@ -61,7 +61,6 @@ impl Sanitizer {
             cargo.arg("-Zbuild-std");
         }
         cargo
-            .env("CARGO_PROFILE_DEV_OPT_LEVEL", "1")
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", format!("-Zsanitizer={}", self.name))
             .env_remove("CARGO_ENCODED_RUSTFLAGS");
