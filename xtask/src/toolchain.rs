@@ -278,7 +278,8 @@ fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<(
         .or_else(|| Some(std::env::home_dir()?.join(".cargo")));
     let home = home.context("no home folder and no CARGO_HOME")?;
     let mut flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
-    for (from, to) in [(workspace::root(), "/prequal"), (&home, "/cargo")] {
+    let (library, name) = library_source()?;
+    for (from, to) in [(workspace::root(), "/prequal"), (&home, "/cargo"), (&library, &name)] {
         flags.push(format!("--remap-path-prefix={}={to}", from.display()));
     }
     command.args(["--target", target, "--config"]);
@@ -286,6 +287,15 @@ fn reproducible(command: &mut Command, target: &str, flags: &[&str]) -> Result<(
     // Either variable would override these flags.
     command.env_remove("RUSTFLAGS").env_remove("CARGO_ENCODED_RUSTFLAGS");
     Ok(())
+}
+
+/// Where rustup puts the source of the standard library, and the name that its files have in a build without that source.
+fn library_source() -> Result<(PathBuf, String)> {
+    let sysroot = run::output(run::tool("rustc").args(["--print", "sysroot"]))?;
+    let about = run::output(run::tool("rustc").arg("-vV"))?;
+    let commit = about.lines().find_map(|line| line.strip_prefix("commit-hash: "));
+    let commit = commit.context("rustc names no commit")?;
+    Ok((Path::new(sysroot.trim()).join("lib/rustlib/src/rust"), format!("/rustc/{commit}")))
 }
 
 /// Downloads the packages and unpacks them into `root`.
