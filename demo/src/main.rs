@@ -21,7 +21,7 @@ mod service;
 mod web;
 mod windows;
 
-/// The programs of the docker-compose demo. `docs/compose.md` describes how they work together.
+/// The programs of the docker-compose demo. `docs/guide/compose.md` describes how they work together.
 #[derive(Parser)]
 #[command(name = "prequal-demo", version)]
 struct Cli {

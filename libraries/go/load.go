@@ -2,7 +2,7 @@
 // reads ORCA.
 //
 // Handler does so for net/http. The package prequalgrpc has interceptors for gRPC. Both report the same values as Prequal's
-// agent, and classify requests in the same way (docs/libraries.md).
+// agent, and classify requests in the same way (docs/guide/libraries.md).
 package prequal
 
 import (

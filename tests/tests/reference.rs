@@ -1,4 +1,4 @@
-//! Checks that the tables of docs/configuration.md equal what the code generates: the filter's from
+//! Checks that the tables of docs/reference/configuration.md equal what the code generates: the filter's from
 //! `prequal_core::config::KEYS`, the agent's from its command line. `cargo xtask reference` writes them.
 
 use std::fs;
@@ -16,7 +16,7 @@ const PROFILES: [&str; 4] = ["default", "paper", "small", "inference"];
 
 #[test]
 fn the_tables_match_what_the_code_generates() -> Result<()> {
-    let path = workspace_root().join("docs/configuration.md");
+    let path = workspace_root().join("docs/reference/configuration.md");
     let before = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
     let mut after = before.clone();
     for (name, table) in [
@@ -34,7 +34,7 @@ fn the_tables_match_what_the_code_generates() -> Result<()> {
     let stale = before.lines().zip(after.lines()).find(|(is, ought)| is != ought);
     ensure!(
         before == after,
-        "docs/configuration.md is not what the code generates: run `cargo xtask reference`. First difference: {stale:#?}"
+        "docs/reference/configuration.md is not what the code generates: run `cargo xtask reference`. First difference: {stale:#?}"
     );
     Ok(())
 }

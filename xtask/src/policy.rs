@@ -1,7 +1,7 @@
 //! The rules for dependencies, checked with no tool other than cargo.
 //!
 //! Each dependency must have a licence that `deny.toml` allows and come from crates.io; none may be banned; each direct
-//! dependency needs a line in `docs/dependencies.md`. `cargo deny` checks more (advisories, licence texts); if it is
+//! dependency needs a line in `docs/design/dependencies.md`. `cargo deny` checks more (advisories, licence texts); if it is
 //! installed, it runs as well.
 //!
 //! CI does not install `cargo deny`. It would have to compile 168 more crates, which takes minutes on two cores, more
@@ -54,9 +54,9 @@ pub(crate) fn check() -> Result<usize> {
     Ok(looked_at)
 }
 
-/// Direct dependencies that `docs/dependencies.md` does not name between backticks.
+/// Direct dependencies that `docs/design/dependencies.md` does not name between backticks.
 fn unexplained(packages: &[Value]) -> Result<Vec<String>> {
-    let path = workspace::root().join("docs").join("dependencies.md");
+    let path = workspace::root().join("docs/design/dependencies.md");
     let explained = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     let direct: BTreeSet<&str> = packages
         .iter()
@@ -68,7 +68,7 @@ fn unexplained(packages: &[Value]) -> Result<Vec<String>> {
     Ok(direct
         .into_iter()
         .filter(|name| !explained.contains(&format!("`{name}`")))
-        .map(|name| format!("docs/dependencies.md does not say why `{name}` is used"))
+        .map(|name| format!("docs/design/dependencies.md does not say why `{name}` is used"))
         .collect())
 }
 

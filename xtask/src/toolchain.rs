@@ -267,7 +267,7 @@ fn has_target(target: &str) -> bool {
 }
 
 /// Callbacks in which the filter has nothing to do. The SDK exports all callbacks, Envoy calls those that are exported, and
-/// a call for every request has a cost (`docs/performance.md`).
+/// a call for every request has a cost (`docs/results/performance.md`).
 const IDLE_CALLBACKS: [&str; 2] = ["proxy_on_done", "proxy_on_log"];
 
 /// Sets target and flags so that the build contains no path of this machine: panics name their source file, and those of

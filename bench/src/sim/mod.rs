@@ -30,8 +30,8 @@ use report::{Report, csv, spread};
 /// Runs experiments: prints a table and verdicts, and writes CSV, SVG and a page of the report to `--out`.
 #[derive(clap::Args)]
 pub(crate) struct Sim {
-    /// Experiments by name. `all` runs every one and then writes docs/evaluation.md (not with --quick), `report` writes it
-    /// from the results of earlier runs in --out, `list` lists the names
+    /// Experiments by name. `all` runs every one and then writes docs/results/evaluation.md (not with --quick), `report`
+    /// writes it from the results of earlier runs in --out, `list` lists the names
     #[arg(required = true)]
     experiments: Vec<String>,
     /// Shorter runs, fewer points, one seed: `all` takes up to three minutes. Fails if a goal is missed
@@ -264,9 +264,9 @@ fn commit() -> String {
     format!("{}{}", String::from_utf8_lossy(&hash.stdout).trim(), if dirty { ", changed" } else { "" })
 }
 
-/// Assembles docs/evaluation.md and its plots from the pages of earlier runs.
+/// Assembles docs/results/evaluation.md and its plots from the pages of earlier runs.
 fn write_evaluation(out: &Path) -> Result<()> {
-    let plots = Path::new("docs/evaluation");
+    let plots = Path::new("docs/results/evaluation");
     fs::create_dir_all(plots)?;
     let mut text = include_str!("evaluation.md").to_owned();
     for name in NAMES {
@@ -279,8 +279,8 @@ fn write_evaluation(out: &Path) -> Result<()> {
             fs::copy(&plot, plots.join(format!("{name}.svg")))?;
         }
     }
-    fs::write("docs/evaluation.md", text)?;
-    println!("wrote docs/evaluation.md");
+    fs::write("docs/results/evaluation.md", text)?;
+    println!("wrote docs/results/evaluation.md");
     Ok(())
 }
 

@@ -5,7 +5,7 @@ dependency:
   {{ include "prequal.inject" (dict "context" . "values" .Values.prequal "deployment" (include "shop.deployment" .)) }}
 
 It adds the agent's container, the annotations by which Prometheus finds it, and, where the application has none of its
-own, the sleep and the grace period that let requests end. docs/kubernetes.md has an example.
+own, the sleep and the grace period that let requests end. docs/guide/kubernetes.md has an example.
 */ -}}
 {{- define "prequal.inject" -}}
 {{- $agent := .values.agent -}}

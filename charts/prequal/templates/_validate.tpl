@@ -17,7 +17,7 @@
   {{- $needed := and .Values.replicas.enabled .Values.replicas.deployment (not .Values.agent.image.repository) -}}
   {{- $module := get .Values.edge.module .Values.edge.module.from -}}
   {{- if or $needed (and .Values.edge.enabled $module.image (not (dig "image" "repository" "" $module))) -}}
-  {{- $wrong = append $wrong "registry is missing: where the release's images are, for example ghcr.io/you/prequal (docs/releasing.md)" -}}
+  {{- $wrong = append $wrong "registry is missing: where the release's images are, for example ghcr.io/you/prequal (docs/guide/releasing.md)" -}}
   {{- end -}}
 {{- end -}}
 {{- if eq (int .Values.agent.port) (int .Values.agent.adminPort) -}}

@@ -1,6 +1,6 @@
 //! `prequal check`: finds mistakes in a configuration that break Prequal, and gives the cure for each.
 //!
-//! The checks follow `docs/limits.md` and the comments of the shipped configuration. Only Envoy can say whether it
+//! The checks follow `docs/design/limits.md` and the comments of the shipped configuration. Only Envoy can say whether it
 //! accepts the file at all (`envoy --mode validate`).
 
 mod at;
@@ -34,8 +34,8 @@ use crate::read;
 ///
 /// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised automatically; with ?include_eds endpoints
 /// are compared too), a file of resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension).
-/// The configuration may use the filter or the native module (docs/native.md). Reports each mistake with a code
-/// (docs/prequal.md), its place in the file, its effect on users, and the cure.
+/// The configuration may use the filter or the native module (docs/guide/native.md). Reports each mistake with a code
+/// (docs/reference/prequal.md), its place in the file, its effect on users, and the cure.
 ///
 /// It does not replace `envoy --mode validate`, which shows whether Envoy accepts the file at all.
 #[derive(clap::Args)]

@@ -32,7 +32,7 @@ Examples:
 
 The same from a file (prequal config spec.yaml), which may say more; flags outweigh it:
   listen: 0.0.0.0:80
-  settings: {profile: small}          # of Prequal, for all clusters (docs/configuration.md)
+  settings: {profile: small}          # of Prequal, for all clusters (docs/reference/configuration.md)
   tls: {certificate: cert.pem, key: key.pem}
   clusters:
   - {name: web, hosts: ['10.0.0.1:80', '10.0.0.2:80']}
@@ -57,7 +57,7 @@ pub(crate) struct Args {
     /// Address of Envoy's admin, which can stop Envoy: keep it on loopback [default: 127.0.0.1:9901]
     #[arg(long, value_name = "IP:PORT")]
     admin: Option<String>,
-    /// Use the native module instead of the WebAssembly filter (docs/native.md)
+    /// Use the native module instead of the WebAssembly filter (docs/guide/native.md)
     #[arg(long, conflicts_with_all = ["wasm", "shim"])]
     native: bool,
     /// Path of the filter's module, as Envoy will find it [default: target/dist/prequal_filter.wasm]

@@ -1,5 +1,5 @@
-//! Compares the table of keys (`config::KEYS`), from which `docs/configuration.md` is generated, with the parser: every
-//! key in the table is known and every known key is in the table, the parser enforces the ranges, and leaving a key out
+//! Compares the table of keys (`config::KEYS`), from which `docs/reference/configuration.md` is generated, with the parser:
+//! every key in the table is known and every known key is in the table, the parser enforces the ranges, and leaving a key out
 //! has the stated effect.
 
 use std::collections::BTreeSet;

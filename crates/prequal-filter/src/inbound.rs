@@ -1,5 +1,5 @@
 //! The inbound role: at the server's Envoy, this filter counts the requests in flight at the replica behind it,
-//! answers probes, and puts reports on responses (`docs/adr/0007-inbound-role.md`).
+//! answers probes, and puts reports on responses (`docs/design/adr/0007-inbound-role.md`).
 //!
 //! - [`stream`]: one request;
 //! - [`served`]: one replica, as this worker knows it;

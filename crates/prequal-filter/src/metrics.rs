@@ -60,7 +60,7 @@ impl Drop for Tally {
 }
 
 /// Counters that every request adds to. Passing each count to Envoy at once would cost 1 to 3 % more per request
-/// (`docs/performance.md`).
+/// (`docs/results/performance.md`).
 #[derive(Debug)]
 struct Requests {
     picks: [Tally; 6],

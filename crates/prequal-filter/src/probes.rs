@@ -1,7 +1,7 @@
 //! Probes: sending them, and tracking the replies that have not arrived.
 //!
 //! Probes belong to the root and not to the stream that triggers them: the SDK drops replies whose stream has ended
-//! (`docs/adr/0001-root-owned-probes.md`).
+//! (`docs/design/adr/0001-root-owned-probes.md`).
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Synchronous mode: requests that wait for probes of their own (`docs/adr/0006-sync-mode.md`).
+//! Synchronous mode: requests that wait for probes of their own (`docs/design/adr/0006-sync-mode.md`).
 //!
 //! A stream leaves an [`Ask`], wakes the root, and pauses if the root has then begun a wait for it. The root owns the
 //! calls and the waits. When a wait is over, the root places the request and resumes it. A stream that ends first

@@ -1,4 +1,4 @@
-//! The command line and the environment. `docs/configuration.md` lists these flags.
+//! The command line and the environment. `docs/reference/configuration.md` lists these flags.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
@@ -87,7 +87,8 @@ pub struct Cli {
           value_parser = clap::value_parser!(u32).range(1..=100))]
     netflix_target: Option<u32>,
 
-    /// Put load on responses in ORCA format, which Envoy's client_side_weighted_round_robin and gRPC read (docs/orca.md)
+    /// Put load on responses in ORCA format, which Envoy's client_side_weighted_round_robin and gRPC read
+    /// (docs/guide/orca.md)
     #[arg(long, value_enum, value_name = "FORMAT", env = "PROBE_AGENT_ORCA")]
     orca: Option<OrcaFormat>,
 

@@ -4,9 +4,9 @@
 //!
 //! The floods write frames by hand, and only the socket slows them down. Clients and backend have their own thread, so that any
 //! delay is caused by the agent. One flood is left out: requests that are reset once the backend has them, which a backend may
-//! answer by ending the shared connection (docs/security.md). `PREQUAL_SILENT_CONNECTIONS` sets the number of connections that
-//! stay silent. docs/security.md has the command for 100 000 of them and 200 well-behaved requests a second, which takes a
-//! release build and many descriptors.
+//! answer by ending the shared connection (docs/design/security.md). `PREQUAL_SILENT_CONNECTIONS` sets the number of
+//! connections that stay silent. docs/design/security.md has the command for 100 000 of them and 200 well-behaved requests a
+//! second, which takes a release build and many descriptors.
 
 mod common;
 

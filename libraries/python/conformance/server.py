@@ -1,5 +1,6 @@
 """The server that the conformance program (tests/tests/libraries) drives: an application behind the middleware, and a control
-port. The control port replays traces of arrivals and departures on a virtual clock. docs/libraries.md defines its replies.
+port. The control port replays traces of arrivals and departures on a virtual clock. docs/guide/libraries.md defines its
+replies.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10))]
     tries: u32,
 
-    /// Write the table into docs/reliability.md
+    /// Write the table into docs/results/reliability.md
     #[arg(long)]
     write: bool,
 

@@ -1,4 +1,4 @@
-//! The table: on the terminal, and in `docs/reliability.md`.
+//! The table: on the terminal, and in `docs/results/reliability.md`.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -20,7 +20,7 @@ pub(crate) struct Row {
 }
 
 /// The document that contains the table.
-const DOCUMENT: &str = "docs/reliability.md";
+const DOCUMENT: &str = "docs/results/reliability.md";
 const BEGIN: &str = "<!-- cargo xtask chaos --write: begin -->\n";
 const END: &str = "<!-- cargo xtask chaos --write: end -->\n";
 

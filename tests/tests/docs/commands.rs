@@ -26,6 +26,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("cargo deny", "step `deps`, where it is installed"),
     ("cargo publish --dry-run", "step `crates`"),
     ("cargo test -p prequal-testbed --test mesh", "step `test`"),
+    ("cargo test -p prequal-testbed --test e2e native::it_needs", "step `test`"),
     (
         "cargo run -p prequal-testbed --example refresh_schemas -- \"$DIR/kubernetes/customresourcedefinitions.gen.yaml\"",
         "it changes files: lint compiles it",
@@ -49,6 +50,10 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ),
     (
         "skopeo copy --all oci:target/release-dist/probe-agent-0.1.0.oci:0.1.0 docker://REGISTRY/probe-agent:0.1.0",
+        "step `release`",
+    ),
+    (
+        "skopeo copy --all oci:target/release-dist/prequal_native-0.1.0.oci:0.1.0 docker://REGISTRY/prequal_native:0.1.0",
         "step `release`",
     ),
     ("envoy --mode validate", "documented_yaml_works"),
@@ -78,7 +83,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("go mod download -json istio.io/api@v1.31.1", "it fetches; only needed to refresh the schemas"),
 ];
 
-/// docs/istio.md says so too.
+/// docs/guide/istio.md says so too.
 const NO_ISTIOCTL: &str = "no package registry has istioctl";
 
 /// Programs whose commands are searched for between backticks.

@@ -9,7 +9,7 @@ use prequal_testbed::{bed, dist_dir, envoy_binary, workspace_root};
 
 use crate::blocks;
 
-pub const PAGE: &str = "docs/getting-started.md";
+pub const PAGE: &str = "docs/guide/getting-started.md";
 
 /// The first of ten ports, of which the first four are free: `12340` for 12340 to 12349.
 fn ten_ports() -> u16 {

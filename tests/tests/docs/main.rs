@@ -136,13 +136,13 @@ fn documented_yaml_works() -> Result<()> {
     for block in all_blocks("yaml")? {
         let document = block.place.split(':').next().unwrap_or_default();
         match document {
-            "docs/prequal.md" => renders(&block.text),
-            "docs/kubernetes.md" => is_of_kubernetes(&yaml_serde::from_str(&block.text)?),
-            "docs/orca.md" => {
+            "docs/reference/prequal.md" => renders(&block.text),
+            "docs/guide/kubernetes.md" => is_of_kubernetes(&yaml_serde::from_str(&block.text)?),
+            "docs/guide/orca.md" => {
                 let shown: Value = yaml_serde::from_str(&block.text)?;
                 if shown.get("kind").is_some() { is_backend_policy(&shown) } else { is_policy(&shown) }
             }
-            "docs/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
+            "docs/guide/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
             _ => bail!("no test for this kind of block"),
         }
         .with_context(|| block.place)?;

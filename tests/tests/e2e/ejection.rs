@@ -357,7 +357,7 @@ fn if_most_of_the_fleet_fails_no_replica_is_ejected() -> Result<()> {
     fleet.clear();
     get(&client, 500);
     let served = fleet.served();
-    // Trials alone would be at most one per second and replica; equal replicas need not share evenly (docs/limits.md).
+    // Trials alone would be at most one per second and replica; equal replicas need not share evenly (docs/design/limits.md).
     assert!(served.iter().take(4).sum::<u64>() > 100, "{served:?}");
     assert!(served[4] < 400, "the healthy one does not carry all: {served:?}");
     for replica in fleet.iter().take(4) {

@@ -286,7 +286,7 @@ fn a_failover_by_health_checks_of_only_the_serving_cluster_is_followed() -> Resu
         assert_all_ok(&envoy.client().burst(20, 4, |_| Request::get("/")));
     }
     fleet.clear();
-    // Equal replicas need not share evenly (docs/limits.md), but none is left out.
+    // Equal replicas need not share evenly (docs/design/limits.md), but none is left out.
     eventually("both of the second serve", Duration::from_secs(20), || {
         assert_all_ok(&envoy.client().burst(200, 4, |_| Request::get("/")));
         [2, 3].iter().all(|&far| user_requests(&fleet, far) >= 40).then_some(())
@@ -336,8 +336,8 @@ fn two_localities_are_both_served() -> Result<()> {
     warm(&envoy, 4);
     fleet.clear();
     let before = envoy.prequal(SERVING)?;
-    // Equal replicas need not share evenly (docs/limits.md), but none is left out. On a busy machine, twelve callers are
-    // more than the filter may send to a fleet that it is still learning, so Envoy places some requests of the first
+    // Equal replicas need not share evenly (docs/design/limits.md), but none is left out. On a busy machine, twelve callers
+    // are more than the filter may send to a fleet that it is still learning, so Envoy places some requests of the first
     // rounds.
     let after = eventually("all four serve, named by the filter", Duration::from_secs(20), || {
         let begun = envoy.prequal(SERVING).ok()?;
@@ -380,7 +380,7 @@ fn assert_heavy_to_light(
 fn endpoint_weights_stay_in_force() -> Result<()> {
     bed!();
     // One caller for each of four equal shares: with more, replicas with a low estimate of the knee serve less
-    // (docs/limits.md).
+    // (docs/design/limits.md).
     for (heavy, callers, within) in [(3, 12, 2.1..=4.5), (1, 4, 0.6..=1.6)] {
         let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
         let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]).map(|(addr, weight)| {
@@ -441,7 +441,7 @@ fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result
         let after = envoy.prequal(SERVING)?;
         let fallbacks = after.picks("fallback") - before.picks("fallback");
         assert!(fallbacks <= 40 && to_bare() as u64 <= fallbacks, "{fallbacks}, {}: {after:#?}", to_bare());
-        // How they share is not checked: equal replicas need not share evenly (docs/limits.md).
+        // How they share is not checked: equal replicas need not share evenly (docs/design/limits.md).
         assert!(fleet.served().iter().sum::<u64>() >= 360, "{:?}", fleet.served());
         // Requests beyond what the pool may give to the others go to Envoy's policy again.
         eventually("overflow", Duration::from_secs(10), || {

@@ -1,5 +1,5 @@
-//! The native module (`docs/native.md`) in a real Envoy: what the other themes show of the WebAssembly filter, and what only the
-//! native module does.
+//! The native module (`docs/guide/native.md`) in a real Envoy: what the other themes show of the WebAssembly filter, and what
+//! only the native module does.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -50,7 +50,7 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
         fleet.clear();
         let (before, mut sent) = (envoy.prequal(SERVING)?, 0);
         // Latency alone causes herding: the replica that is slightly faster gets everything. With the other rules, equal
-        // replicas need not share evenly (docs/limits.md), but none is left out.
+        // replicas need not share evenly (docs/design/limits.md), but none is left out.
         let herds = settings["rule"] == "latency_only";
         eventually(&format!("{settings}: all fast replicas serve"), Duration::from_secs(20), || {
             assert_all_ok(&envoy.client().burst(600, 6, |_| Request::get("/")));
@@ -322,7 +322,7 @@ fn fleets_of_one_two_and_three_behave_well_in_both_modes() -> Result<()> {
             }
             fleet.clear();
             let mut sent = 0;
-            // Equal replicas need not share evenly (docs/limits.md), but both are in use.
+            // Equal replicas need not share evenly (docs/design/limits.md), but both are in use.
             eventually(&format!("{mode}, n = {n}: the fast ones serve"), Duration::from_secs(20), || {
                 assert_all_ok(&envoy.client().burst(150, 3, |_| Request::get("/")));
                 sent += 150;

@@ -1,5 +1,5 @@
-//! Mixed versions: other agents, a module whose blobs have another version, hot restart and roll-back. `docs/upgrade.md`
-//! describes the consequences.
+//! Mixed versions: other agents, a module whose blobs have another version, hot restart and roll-back.
+//! `docs/guide/upgrade.md` describes the consequences.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
 //! Tests software in other languages together with this project's: a real gRPC client beside agents, and the libraries
-//! for servers, which all pass one conformance program. `docs/libraries.md` describes its requirements.
+//! for servers, which all pass one conformance program. `docs/guide/libraries.md` describes its requirements.
 //!
 //! These tests need Go and Python. If one is missing, a line says so, and the test fails if `CI` is `true`.
 

@@ -239,11 +239,11 @@ fn a_native_sidecar_is_an_init_container_that_keeps_running() -> Result<()> {
     Ok(())
 }
 
-/// The blocks of docs/kubernetes.md as files of a chart that depends on this one.
+/// The blocks of docs/guide/kubernetes.md as files of a chart that depends on this one.
 #[test]
 fn the_agent_is_injected_as_documented() -> Result<()> {
     let Some(helm) = Helm::find("the_agent_is_injected_as_documented")? else { return Ok(()) };
-    let page = std::fs::read_to_string(workspace_root().join("docs/kubernetes.md"))?;
+    let page = std::fs::read_to_string(workspace_root().join("docs/guide/kubernetes.md"))?;
     let section = page.split("### The agent in your own chart").nth(1).context("the section")?;
     let block = |language: &str, index: usize| -> Result<&str> {
         let fence = format!("```{language}\n");
@@ -294,7 +294,7 @@ fn the_agent_is_injected_as_documented() -> Result<()> {
 #[test]
 fn the_documented_install_command_renders() -> Result<()> {
     let Some(helm) = Helm::find("the_documented_install_command_renders")? else { return Ok(()) };
-    let page = std::fs::read_to_string(workspace_root().join("docs/kubernetes.md"))?;
+    let page = std::fs::read_to_string(workspace_root().join("docs/guide/kubernetes.md"))?;
     let line = page.lines().find_map(|line| line.strip_prefix("helm install prequal charts/prequal "));
     let chart = chart();
     let mut arguments = vec!["template", "prequal", chart.to_str().context("UTF-8")?];

@@ -102,7 +102,7 @@ pub fn assert_restricted(pod: &Value) {
     }
 }
 
-/// Sleeps and drains follow one another: see docs/kubernetes.md, "Leaving".
+/// Sleeps and drains follow one another: see docs/guide/kubernetes.md, "Leaving".
 #[test]
 fn the_application_outlives_its_agent_and_the_pod_both() -> Result<()> {
     for file in ["kubernetes/base/replicas.yaml", "istio/server-agent.yaml", "envoy-gateway/replicas.yaml"] {

@@ -1,5 +1,5 @@
-//! Mistakes that operators make in a mesh: their effects, and how to recognise them. `docs/istio.md` lists each with its
-//! remedy.
+//! Mistakes that operators make in a mesh: their effects, and how to recognise them. `docs/guide/istio.md` lists each with
+//! its remedy.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};

@@ -1,5 +1,5 @@
 //! The values of the chart `charts/prequal`: with any values its objects match the schema and are consistent; errors name
-//! wrong and missing values; docs/kubernetes.md lists all values.
+//! wrong and missing values; docs/guide/kubernetes.md lists all values.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -334,13 +334,13 @@ fn wrong_and_missing_values_are_named() -> Result<()> {
     Ok(())
 }
 
-/// docs/kubernetes.md has a row for every value and no other rows.
+/// docs/guide/kubernetes.md has a row for every value and no other rows.
 #[test]
 fn the_values_in_the_table_are_the_charts() -> Result<()> {
     let text = std::fs::read_to_string(chart().join("values.yaml"))?;
     let mut expected = BTreeSet::new();
     leaves("", &parse(&text)?[0], &mut expected);
-    let page = std::fs::read_to_string(workspace_root().join("docs/kubernetes.md"))?;
+    let page = std::fs::read_to_string(workspace_root().join("docs/guide/kubernetes.md"))?;
     let table = page.split("| value |").nth(1).context("the table")?;
     let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
     let mut found = BTreeSet::new();

@@ -1,5 +1,5 @@
-//! Dashboard, rules, scrape configurations and docs/operations.md, as shipped: `promtool` accepts them, and on a live fleet
-//! every query returns data and every alert can fire.
+//! Dashboard, rules, scrape configurations and docs/guide/operations.md, as shipped: `promtool` accepts them, and on a live
+//! fleet every query returns data and every alert can fire.
 
 mod live;
 mod operations;
@@ -58,13 +58,13 @@ fn every_alert_says_what_it_means_and_is_tested() -> Result<()> {
         let annotation = |name: &str| rule.annotations[name].as_str().unwrap_or_default().to_owned();
         assert!(!annotation("summary").is_empty() && !annotation("description").is_empty(), "{alert}");
         assert!(["warning", "critical"].contains(&rule.severity.as_str()), "{alert}: {}", rule.severity);
-        assert_eq!(annotation("runbook_url"), format!("docs/operations.md#{}", alert.to_lowercase()));
-        assert!(headings.contains(alert), "docs/operations.md has no heading {alert}");
+        assert_eq!(annotation("runbook_url"), format!("docs/guide/operations.md#{}", alert.to_lowercase()));
+        assert!(headings.contains(alert), "docs/guide/operations.md has no heading {alert}");
         assert!(tests.contains(&format!("alertname=\"{alert}\"")), "no unit test of {alert}");
     }
     let alerts: BTreeSet<_> = rules.iter().filter_map(|rule| rule.alert.clone()).collect();
     let stale = headings.iter().find(|heading| heading.starts_with("Prequal") && !alerts.contains(*heading));
-    assert_eq!(stale, None, "docs/operations.md has a heading for an alert that does not exist");
+    assert_eq!(stale, None, "docs/guide/operations.md has a heading for an alert that does not exist");
     Ok(())
 }
 

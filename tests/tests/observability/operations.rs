@@ -1,4 +1,4 @@
-//! docs/operations.md: its tables of metrics, and its headings.
+//! docs/guide/operations.md: its tables of metrics, and its headings.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,12 +25,12 @@ pub fn documented() -> Result<Metrics> {
         let cells: Vec<&str> = line.split('|').map(str::trim).collect();
         let [_, name, labels, meaning, _] = cells[..] else { bail!("not a row of three cells: {line}") };
         let name = name.trim_matches('`');
-        assert!(!meaning.is_empty(), "docs/operations.md does not say what {name} means");
+        assert!(!meaning.is_empty(), "docs/guide/operations.md does not say what {name} means");
         let mut words = labels.split('`').skip(1).step_by(2);
         let values = words
             .next()
             .map_or_else(BTreeSet::new, |key| words.map(|value| format!("{key}={value}")).collect());
-        assert!(found.insert(name.to_owned(), values).is_none(), "docs/operations.md has {name} twice");
+        assert!(found.insert(name.to_owned(), values).is_none(), "docs/guide/operations.md has {name} twice");
     }
     Ok(found)
 }
@@ -72,5 +72,6 @@ pub fn exposed(page: &str) -> Metrics {
 }
 
 fn text() -> Result<String> {
-    std::fs::read_to_string(workspace_root().join("docs/operations.md")).context("docs/operations.md")
+    std::fs::read_to_string(workspace_root().join("docs/guide/operations.md"))
+        .context("docs/guide/operations.md")
 }

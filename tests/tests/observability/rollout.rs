@@ -1,4 +1,4 @@
-//! The statements of docs/operations.md about rolling out.
+//! The statements of docs/guide/operations.md about rolling out.
 
 use std::time::Duration;
 

@@ -1,10 +1,10 @@
-//! `cargo xtask reference`: writes the tables of docs/configuration.md from the code.
+//! `cargo xtask reference`: writes the tables of docs/reference/configuration.md from the code.
 
 use anyhow::Result;
 
 use crate::run;
 
-/// Writes the tables of docs/configuration.md: every setting and flag as defined in the code.
+/// Writes the tables of docs/reference/configuration.md: every setting and flag as defined in the code.
 ///
 /// Runs the test that compares the document with the code, in a mode in which it writes the tables instead.
 #[derive(clap::Args)]

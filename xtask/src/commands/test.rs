@@ -384,7 +384,7 @@ impl Session<'_> {
 fn dependencies() -> Result<()> {
     let looked_at = policy::check()?;
     progress::say(format_args!(
-        "built-in check of {looked_at} dependencies: licences, source, bans, docs/dependencies.md"
+        "built-in check of {looked_at} dependencies: licences, source, bans, docs/design/dependencies.md"
     ));
     if !run::succeeds(run::cargo().args(["deny", "--version"])) {
         progress::say("cargo-deny is not installed: advisories were not checked");

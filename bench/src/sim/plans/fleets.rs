@@ -1,8 +1,8 @@
 //! Fleets of every kind that a rule must handle: few slots or many, equal or unequal servers, any distribution of work.
 //!
 //! Unless the label says otherwise, there is one client, as with a single gateway, and queries miss the deadline only if a
-//! queue grows without end. If the independent simulation in `docs/evaluation.md` has the same fleet, the rates are the
-//! same.
+//! queue grows without end. If the independent simulation in `docs/results/evaluation.md` has the same fleet, the rates are
+//! the same.
 
 use super::super::plot::{Chart, Line};
 use super::*;

@@ -1,5 +1,5 @@
-//! The possible mistakes, each with a stable code, its effect on users, and the cure. `docs/prequal.md` has the same
-//! table.
+//! The possible mistakes, each with a stable code, its effect on users, and the cure. `docs/reference/prequal.md` has the
+//! same table.
 
 /// Severity of a mistake.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -53,7 +53,7 @@ codes! {
         "Envoy does not know merge keys and refuses the file; nothing else was checked",
         "write the fields out, or share whole values by anchor and alias";
     FILTER_MISSING Error "filter-missing": "no HTTP connection manager has the filter, and no cluster has the native module's policy",
-        "Prequal does nothing", "add the wasm filter to `http_filters`, or the native module: docs/native.md";
+        "Prequal does nothing", "add the wasm filter to `http_filters`, or the native module: docs/guide/native.md";
     STRIP_MISSING Error "strip-missing": "no `header_mutation` before Prequal's filter removes Prequal's headers",
         "clients can steer requests while the module restarts, and can read the load and addresses of replicas",
         "put `prequal-strip` of the shipped configuration first";
@@ -95,16 +95,16 @@ codes! {
         "run `cargo xtask build`, or correct the path";
     MODULE_DENIED Error "module-denied": "Istio's agent could not fetch a module and replaced it with a filter that denies everything",
         "every request is answered with 403",
-        "use an image that the proxy can fetch, or the module as a file: docs/istio.md";
+        "use an image that the proxy can fetch, or the module as a file: docs/guide/istio.md";
     MODULE_FETCHED Warning "module-fetched": "Istio's agent fetches the module, and the plugin does not fail open",
         "while the module cannot be fetched, every request is answered with 403, also on running proxies if `url` changes",
-        "set `failStrategy: FAIL_OPEN`, or use the module as a file; for the order of a rollout see docs/istio.md";
+        "set `failStrategy: FAIL_OPEN`, or use the module as a file; for the order of a rollout see docs/guide/istio.md";
     MODULE_MOVES Warning "module-moves": "Istio's agent fetches the module by a name that may later refer to another module",
         "proxies that start later may run a module other than the one tested, or none",
-        "use an image by digest (`@sha256:…`), or set `sha256` beside `url`; for the order of a rollout see docs/istio.md";
+        "use an image by digest (`@sha256:…`), or set `sha256` beside `url`; for the order of a rollout see docs/guide/istio.md";
     SETTINGS Error "settings": "the filter's own settings are invalid",
         "Envoy does not start; on an update the old configuration keeps serving",
-        "see docs/configuration.md";
+        "see docs/reference/configuration.md";
     CLUSTER_ABSENT Error "cluster-absent": "the settings name a serving cluster that does not exist",
         "its requests are not balanced", "use the cluster name that the route uses";
     PROBE_CLUSTER_ABSENT Error "probe-cluster-absent": "the settings name a probe cluster that does not exist",

@@ -1,4 +1,4 @@
-//! The native module (`docs/native.md`): its policy on a cluster, and the three other roles that belong to it.
+//! The native module (`docs/guide/native.md`): its policy on a cluster, and the three other roles that belong to it.
 
 use std::collections::BTreeSet;
 

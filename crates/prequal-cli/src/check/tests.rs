@@ -13,7 +13,7 @@ const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml"
 const INBOUND: &str = include_str!("../../../../envoy-configs/static/envoy-inbound.yaml");
 const COMPOSE: &str = include_str!("../../../../envoy-configs/compose/envoy-prequal.yaml");
 const COMPOSE_NATIVE: &str = include_str!("../../../../envoy-configs/compose/envoy-native.yaml");
-const DOCS: &str = include_str!("../../../../docs/prequal.md");
+const DOCS: &str = include_str!("../../../../docs/reference/prequal.md");
 
 /// The shipped manifests that load the module.
 const MANIFESTS: [&str; 6] = [
@@ -419,7 +419,7 @@ fn each_mistake_in_a_manifest_is_found_alone() {
     let findings = judge(&text, false).unwrap();
     assert_eq!(codes_of(&findings), ["fail-closed", "module-fetched"], "{findings:#?}");
     assert_eq!(findings[1].path, "WasmPlugin demo/prequal: spec.failStrategy");
-    assert!(findings[1].code.cure.contains("docs/istio.md"), "{findings:#?}");
+    assert!(findings[1].code.cure.contains("docs/guide/istio.md"), "{findings:#?}");
 }
 
 #[test]
@@ -498,12 +498,16 @@ fn every_code_has_a_test_and_a_line_in_the_docs() {
             cell(code.effect),
             cell(code.cure)
         );
-        assert!(DOCS.lines().any(|line| line == row), "docs/prequal.md lacks this row:\n{row}");
+        assert!(DOCS.lines().any(|line| line == row), "docs/reference/prequal.md lacks this row:\n{row}");
     }
     let rows = DOCS.lines().filter(|line| line.starts_with("| `")).filter(|line| {
         ["error", "warning", "hint"].iter().any(|level| line.contains(&format!("` | {level} |")))
     });
-    assert_eq!(rows.count(), codes::ALL.len(), "docs/prequal.md has rows for codes that do not exist");
+    assert_eq!(
+        rows.count(),
+        codes::ALL.len(),
+        "docs/reference/prequal.md has rows for codes that do not exist"
+    );
 }
 
 #[test]

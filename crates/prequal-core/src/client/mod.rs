@@ -14,7 +14,7 @@
 //! | a quarter of a second has passed | calls [`Balancer::tick`] |
 //!
 //! Updates from requests and probes wait in the worker and are applied in the same read-modify-write as the next pick, so
-//! a request costs one transaction on the shared state (`docs/adr/0001-root-owned-probes.md`). The host decides where that
+//! a request costs one transaction on the shared state (`docs/design/adr/0001-root-owned-probes.md`). The host decides where that
 //! state is stored ([`store`]) and what is counted ([`Counters`]). Nothing here locks: the threads of a host either share
 //! a balancer behind a lock, or each have their own over a store that locks.
 //!

@@ -140,7 +140,7 @@ pub const KEYS: &[Key] = &[
         "",
         OneOf(&["predicted", "hcl", "rif_only", "latency_only", "linear", "c3", "peak_ewma", "zuul_choice_of_two"]),
     )
-    .from("this project, `docs/adr/0008-predicted-latency.md`")
+    .from("this project, `docs/design/adr/0008-predicted-latency.md`")
     .means("rule that chooses the best replica; see [below](#rules)"),
     both("mode", "", OneOf(&["async", "sync"]))
         .from("§4")
@@ -192,14 +192,14 @@ pub const KEYS: &[Key] = &[
     both("verified_probes", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.verified_probes)))
         .with_probes()
-        .from("this project, `docs/adr/0004-placement.md`")
+        .from("this project, `docs/design/adr/0004-placement.md`")
         .means(
             "the probe cluster writes the address that answered into `x-prequal-host`; `true` in the shipped configuration",
         ),
     both("ejection_failure_share", "share", NumberOrOff(0.02, 1.0))
         .at(F64(|s| Some(&mut s.pool.ejection.failure_share)))
         .with_probes()
-        .from("this project, `docs/adr/0005-ejection.md`")
+        .from("this project, `docs/design/adr/0005-ejection.md`")
         .means(
             "a replica is ejected, and gets only trials, if the share of its recent requests that failed exceeds that of the \
              other replicas by at least this much",
@@ -207,7 +207,7 @@ pub const KEYS: &[Key] = &[
     both("ejection_wait_factor", "factor", NumberOrOff(1.0, 100.0))
         .at(F64(|s| Some(&mut s.pool.ejection.wait_factor)))
         .with_probes()
-        .from("this project, `docs/adr/0005-ejection.md`")
+        .from("this project, `docs/design/adr/0005-ejection.md`")
         .means(
             "a replica counts as unresponsive when a request has waited this many times the 90th percentile of latency (or the \
              99th percentile, if that is longer) plus 50 ms",
@@ -215,7 +215,7 @@ pub const KEYS: &[Key] = &[
     both("slow_start_ms", "ms", Whole(0, 3_600_000))
         .at(U32(|s| Some(&mut s.pool.slow_start_ms)))
         .with_probes()
-        .from("this project, `docs/adr/0005-ejection.md`")
+        .from("this project, `docs/design/adr/0005-ejection.md`")
         .means(
             "age at which a new replica gets its full share of requests; until then, the share grows with its age; 0: at once",
         ),
@@ -304,7 +304,7 @@ pub const KEYS: &[Key] = &[
     advanced("burst_guard", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.burst_guard)))
         .with_probes()
-        .from("this project, `docs/adr/0003-small-fleets-and-budget.md`")
+        .from("this project, `docs/design/adr/0003-small-fleets-and-budget.md`")
         .means(
             "Envoy's own policy places the requests that would pile up on a few replicas while the fleet is being discovered, \
              or while requests arrive faster than reports",
@@ -331,7 +331,7 @@ pub const KEYS: &[Key] = &[
         .means("number of requests in flight at which a replica counts as full"),
     advanced("orca_utilization", "", Form("`\"off\"`, `\"utilization\"`, `\"named_metrics.NAME\"`"))
         .needs("rule", "zuul_choice_of_two")
-        .from("this project, [orca.md](orca.md)")
+        .from("this project, [orca.md](../guide/orca.md)")
         .means(
             "which utilisation to read from ORCA reports on responses: `application_utilization`, else `cpu_utilization`; or \
              the metric of the given name",
@@ -350,7 +350,7 @@ pub const KEYS: &[Key] = &[
     inbound("report", "", OneOf(&["always", "probe_only"]))
         .means("where reports are sent: on responses and probe replies, or on probe replies alone"),
     inbound("orca", "", OneOf(&["off", "text", "json", "binary"]))
-        .means("responses also report load [in ORCA format](orca.md), whatever the value of `report`"),
+        .means("responses also report load [in ORCA format](../guide/orca.md), whatever the value of `report`"),
     inbound("orca_for", "", OneOf(&["all", "grpc", "http"]))
         .needs("orca", "text")
         .means("responses with an ORCA report: all, gRPC only, or all except gRPC"),

@@ -1,4 +1,4 @@
-//! The profiles: named sets of defaults. `docs/configuration.md` explains why they differ.
+//! The profiles: named sets of defaults. `docs/reference/configuration.md` explains why they differ.
 
 use super::Settings;
 use crate::client::ejection::EjectionSettings;

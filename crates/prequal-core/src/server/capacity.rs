@@ -12,7 +12,7 @@
 //!   that do not exist where service times are constant, because departures then come in lockstep.
 //!
 //! K is the smallest `k` whose sum ℓ + ℓ₂ is within 0.5 of the best: a higher knee needs evidence. W is E(K) / N.
-//! `docs/adr/0008-predicted-latency.md` has the alternatives with their curves.
+//! `docs/design/adr/0008-predicted-latency.md` has the alternatives with their curves.
 //!
 //! Single responses show at once what the fit is slow to see (`capacity/recent.rs`): that a replica has become faster,
 //! and that requests beyond its knee do not wait.

@@ -9,7 +9,7 @@
 //! none in flight.
 //!
 //! All numbers that Prequal computes are whole thousandths or millionths, so none can be negative, infinite or NaN.
-//! Numbers of a backend that reports its own load are checked when they are read ([`backend`]). `docs/orca.md` explains
+//! Numbers of a backend that reports its own load are checked when they are read ([`backend`]). `docs/guide/orca.md` explains
 //! how the fields are used.
 
 use std::convert::Infallible;

@@ -61,7 +61,7 @@ pub struct LoadReport {
 
 impl LoadReport {
     /// Parses the combined header. It works on bytes and is small: every response has such a header, and with cold caches
-    /// the size of the code determines the cost (`docs/performance.md`).
+    /// the size of the code determines the cost (`docs/results/performance.md`).
     ///
     /// # Errors
     /// One [`ReportError`] that names the first bad field.

@@ -13,7 +13,7 @@ pub(crate) enum Module {
     /// The WebAssembly filter
     #[default]
     Wasm,
-    /// The native module (docs/native.md, experimental)
+    /// The native module (docs/guide/native.md, experimental)
     Native,
 }
 

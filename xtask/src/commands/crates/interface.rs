@@ -98,7 +98,7 @@ fn unreadable(described: &Value) -> Option<String> {
     (*format != FORMAT).then(|| {
         format!(
             "public API: this Rust describes libraries in format {format}, and `public-api` reads {FORMAT}; use Rust {RUST}, \
-             or the `public-api` for that format (docs/releasing.md)"
+             or the `public-api` for that format (docs/guide/releasing.md)"
         )
     })
 }

@@ -5,7 +5,8 @@
 //! that cosign writes and reads. `openssl` computes the signature, so that no key passes through this project's code. One
 //! envelope covers the module, the programs and the images.
 //!
-//! Not covered here: who may sign, transparency logs, and signatures beside the images in a registry (docs/releasing.md).
+//! Not covered here: who may sign, transparency logs, and signatures beside the images in a registry
+//! (docs/guide/releasing.md).
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,5 +1,5 @@
 //! Rehearses a release for tests: once, for this machine's architecture only. Checks its files, pushes its images to a
-//! registry with the commands of docs/releasing.md, and checks that the same images come back.
+//! registry with the commands of docs/guide/releasing.md, and checks that the same images come back.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -54,7 +54,7 @@ fn check(parts: &Parts, scratch: &Path) -> Result<()> {
     programs_run(&out)?;
     let registry = Registry::start(scratch)?;
     let pushed = push(&out, registry.addr)?;
-    ensure!(pushed == 3, "docs/releasing.md shows {pushed} commands that push, not one for each image");
+    ensure!(pushed == 3, "docs/guide/releasing.md shows {pushed} commands that push, not one for each image");
     let back = |name: &str| -> Result<_> {
         let folder = scratch.join(name);
         let from = format!("docker://{}/{name}:{VERSION}", registry.addr);
@@ -80,9 +80,9 @@ fn check(parts: &Parts, scratch: &Path) -> Result<()> {
 /// Checks that the chart comes back from the registry as pushed, and names the agent's image by the registry's digest.
 fn chart_installs(helm: &Path, out: &Path, scratch: &Path, registry: SocketAddr) -> Result<()> {
     let chart = format!("{NAME}-{VERSION}.tgz");
-    let page = fs::read_to_string(workspace::root().join("docs/releasing.md"))?;
+    let page = fs::read_to_string(workspace::root().join("docs/guide/releasing.md"))?;
     let line = page.lines().map(str::trim).find(|line| line.starts_with("helm push "));
-    let line = line.context("docs/releasing.md shows no command that pushes the chart")?;
+    let line = line.context("docs/guide/releasing.md shows no command that pushes the chart")?;
     let typed = line
         .replace("helm push", "helm push --plain-http")
         .replace("target/release-dist", &out.display().to_string())
@@ -160,9 +160,9 @@ fn programs_run(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs the commands of docs/releasing.md with this release and this registry; returns the number of commands.
+/// Runs the commands of docs/guide/releasing.md with this release and this registry; returns the number of commands.
 fn push(out: &Path, registry: SocketAddr) -> Result<usize> {
-    let page = fs::read_to_string(workspace::root().join("docs/releasing.md"))?;
+    let page = fs::read_to_string(workspace::root().join("docs/guide/releasing.md"))?;
     let lines: Vec<&str> =
         page.lines().map(str::trim).filter(|line| line.starts_with("skopeo copy ")).collect();
     for line in &lines {

@@ -1,4 +1,4 @@
-//! Requests that wait for their own probes (`docs/adr/0006-sync-mode.md`).
+//! Requests that wait for their own probes (`docs/design/adr/0006-sync-mode.md`).
 
 use std::collections::HashMap;
 
