@@ -27,7 +27,8 @@ use anyhow::{Context as _, Result, bail};
 use plans::{Cells, Length, NAMES, NOT_IN_CI, Plan, sources};
 use report::{Report, csv, spread};
 
-/// Runs experiments: prints a table and verdicts, and writes CSV, SVG and a page of the report to `--out`.
+/// Runs experiments: prints a table and verdicts, and writes CSV, SVG, and a section of the evaluation with its tables to
+/// `--out`.
 #[derive(clap::Args)]
 pub(crate) struct Sim {
     /// Experiments by name. `all` runs every one and then writes docs/results/evaluation.md (not with --quick), `report`
@@ -264,23 +265,27 @@ fn commit() -> String {
     format!("{}{}", String::from_utf8_lossy(&hash.stdout).trim(), if dirty { ", changed" } else { "" })
 }
 
-/// Assembles docs/results/evaluation.md and its plots from the pages of earlier runs.
+/// Assembles docs/results/evaluation.md, its plots and its tables from the files of earlier runs.
 fn write_evaluation(out: &Path) -> Result<()> {
-    let plots = Path::new("docs/results/evaluation");
-    fs::create_dir_all(plots)?;
+    let beside = Path::new("docs/results/evaluation");
+    fs::create_dir_all(beside)?;
     let mut text = include_str!("evaluation.md").to_owned();
     for name in NAMES {
-        let page = out.join(format!("{name}.md"));
+        let [section, tables] = ["", "-tables"].map(|ending| out.join(format!("{name}{ending}.md")));
         text += "\n";
-        text += &fs::read_to_string(&page)
-            .with_context(|| format!("{}: run the experiment `{name}` first", page.display()))?;
+        text += fs::read_to_string(&section)
+            .with_context(|| format!("{}: run the experiment `{name}` first", section.display()))?
+            .trim_end();
+        text += "\n";
+        fs::copy(&tables, beside.join(format!("{name}.md")))
+            .with_context(|| format!("{}: run the experiment `{name}` first", tables.display()))?;
         let plot = out.join(format!("{name}.svg"));
         if plot.is_file() {
-            fs::copy(&plot, plots.join(format!("{name}.svg")))?;
+            fs::copy(&plot, beside.join(format!("{name}.svg")))?;
         }
     }
     fs::write("docs/results/evaluation.md", text)?;
-    println!("wrote docs/results/evaluation.md");
+    println!("wrote docs/results/evaluation.md and the tables beside it");
     Ok(())
 }
 
@@ -314,9 +319,11 @@ mod tests {
         assert!(read("ingress.svg").contains("to slow pair"));
         let page = read("ingress.md");
         assert!(
-            page.contains("evaluation/ingress.svg") && page.contains("RR, p99 ms with 1 client"),
+            page.contains("evaluation/ingress.svg") && page.contains("[All tables](evaluation/ingress.md)"),
             "{page}"
         );
+        let tables = read("ingress-tables.md");
+        assert!(tables.contains("RR, p99 ms with 1 client"), "{tables}");
     }
 
     #[test]

@@ -1,4 +1,6 @@
-//! The results of an experiment, and the files made from them: CSV, SVG, a page of the report.
+//! The results of an experiment, and the files made from them: CSV, SVG, a section of the evaluation and its tables.
+
+mod page;
 
 use std::fmt::Write as _;
 use std::fs;
@@ -85,44 +87,20 @@ impl Report {
         println!();
     }
 
-    /// Writes `<name>.csv`, `<name>.svg` and `<name>.md` into `folder`.
+    /// Writes `<name>.csv`, `<name>.svg`, `<name>.md` (the section of the evaluation) and `<name>-tables.md` into `folder`.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-        let put = |extension: &str, text: &str| {
-            let path = folder.join(format!("{}.{extension}", self.name));
+        let put = |ending: &str, text: &str| {
+            let path = folder.join(format!("{}{ending}", self.name));
             fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
         };
-        put("csv", &self.csv)?;
+        put(".csv", &self.csv)?;
         if !self.charts.is_empty() {
             plot::write(&folder.join(format!("{}.svg", self.name)), self.title, &self.charts)?;
         }
-        put("md", &self.page())
+        put(".md", &page::section(self))?;
+        put("-tables.md", &page::tables(self))
     }
-
-    fn page(&self) -> String {
-        let mut page = format!("## {}: {}\n\n{}\n\n", self.name, self.title, self.text.trim());
-        if !self.beside.is_empty() {
-            let header = ["the source states", "source", "here", "reproduces"].map(str::to_owned);
-            page += &table(&header, self.beside.iter().map(Beside::cells));
-        }
-        if !self.charts.is_empty() {
-            let _ = writeln!(page, "![{}](evaluation/{}.svg)\n", self.title, self.name);
-        }
-        for verdict in &self.verdicts {
-            let _ = writeln!(page, "- {}", verdict.line());
-        }
-        page.push('\n');
-        page + &table(&self.header, self.rows.iter().cloned())
-    }
-}
-
-fn table(header: &[String], rows: impl Iterator<Item = Vec<String>>) -> String {
-    let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
-    let mut text = row(header) + &format!("|{}\n", "---|".repeat(header.len()));
-    for cells in rows {
-        text += &row(&cells);
-    }
-    text + "\n"
 }
 
 /// The cells as CSV, one line per run.
