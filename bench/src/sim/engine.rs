@@ -201,7 +201,7 @@ impl<'a> World<'a> {
 
     fn begin(&mut self) {
         match self.scenario.load {
-            Load::Poisson(_) | Load::Even(_) => self.schedule_arrival(),
+            Load::Poisson(_) | Load::Even(_) | Load::Batches { .. } => self.schedule_arrival(),
             Load::Closed { users } => {
                 for _ in 0..users {
                     let at = self.trace.random_range(0..SECOND / 100);
@@ -286,6 +286,11 @@ impl<'a> World<'a> {
                 gap / qps
             }
             Load::Even(qps) => 1.0 / qps,
+            Load::Batches { of, .. } if !self.arrivals.is_multiple_of(of) => 0.0,
+            Load::Batches { qps, of } => {
+                let gap: f64 = Exp1.sample(&mut self.trace);
+                gap * of as f64 / qps
+            }
             Load::Closed { .. } => return,
         };
         let at = self.now + nanos(gap);

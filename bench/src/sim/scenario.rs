@@ -43,6 +43,8 @@ pub(crate) enum Load {
     Poisson(f64),
     /// The same rate at even intervals.
     Even(f64),
+    /// Independent arrivals of `of` queries at the same instant, `qps` queries per second over all clients.
+    Batches { qps: f64, of: u64 },
     /// Each user sends its next query once the previous one has been answered.
     Closed { users: usize },
 }

@@ -143,6 +143,10 @@ fn all() -> Vec<Point> {
         fleet("30 × 2, mix, 75 %", &[(30, 2, 10.0)], MIX, 1552.0),
         fleet("60 × 2, mix, 75 %", &[(60, 2, 10.0)], MIX, 3104.0),
         fleet("60 × 2, exp 20, 75 %, 4 clients", &[(60, 2, 20.0)], Exponential, 4500.0).clients(4),
+        fleet("10 × 4, exactly 20, batches of 60", &[(10, 4, 20.0)], Exact, 600.0)
+            .with(|scenario| scenario.load = Load::Batches { qps: 600.0, of: 60 }),
+        fleet("16 × 4, exp 40, batches of 20, 60 %", &[(16, 4, 40.0)], Exponential, 960.0)
+            .with(|scenario| scenario.load = Load::Batches { qps: 960.0, of: 20 }),
         // Fleets that fit a pool of 128 reports, but not one of 24: few clients share them, or one has them alone.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),
