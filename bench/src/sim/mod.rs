@@ -154,7 +154,7 @@ fn experiment(name: &str, length: Length, seeds: &[u64], filter: &Filter<'_>) ->
     let mut report = reduce(plan, Cells(cells), seeds);
     if !filter.is_off() {
         // A verdict is meaningless without the figures that it compares.
-        report.verdicts.retain(|verdict| !verdict.got.contains("NaN"));
+        report.verdicts.retain(|verdict| !verdict.got.contains("NaN") && !verdict.got.contains('–'));
     }
     Ok(Some(report))
 }

@@ -97,7 +97,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     let mut exposed = exposed(&envoy, &fleet, &secure)?;
     // The label of `build_info` differs in each release.
     exposed.remove("prequal_agent_build_info");
-    assert_eq!(documented, exposed, "docs/guide/operations.md, and what is exposed");
+    assert_eq!(documented, exposed, "docs/reference/metrics.md, and what is exposed");
 
     fleet[0].backend.set(Reply::ok().delay(MS(300)));
     fleet[1].backend.set(Reply::ok().body(Body::Hang));

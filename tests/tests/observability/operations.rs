@@ -1,4 +1,4 @@
-//! docs/guide/operations.md: its tables of metrics, and its headings.
+//! The tables of docs/reference/metrics.md, and the headings of docs/guide/operations.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,16 +8,18 @@ use prequal_testbed::workspace_root;
 /// Metrics by name, each with its label values as `key=value`.
 pub type Metrics = BTreeMap<String, BTreeSet<String>>;
 
+const METRICS: &str = "docs/reference/metrics.md";
+const OPERATIONS: &str = "docs/guide/operations.md";
 const HEADER: &str = "| metric | label | meaning |";
 
 /// Labels that identify a metric's origin, and buckets.
 const NOT_LISTED: [&str; 2] = ["cluster", "le"];
 
-/// The metrics that the tables under [`HEADER`] name: rows `` | `name` | `key`: `value`, `value` | meaning | ``.
+/// The metrics that the tables of [`METRICS`] under [`HEADER`] name: rows `` | `name` | `key`: `value`, `value` | meaning | ``.
 pub fn documented() -> Result<Metrics> {
     let mut found = Metrics::new();
     let mut in_table = false;
-    for line in text()?.lines() {
+    for line in text(METRICS)?.lines() {
         in_table = line == HEADER || (in_table && line.starts_with('|'));
         if !in_table || !line.starts_with("| `") {
             continue;
@@ -25,19 +27,19 @@ pub fn documented() -> Result<Metrics> {
         let cells: Vec<&str> = line.split('|').map(str::trim).collect();
         let [_, name, labels, meaning, _] = cells[..] else { bail!("not a row of three cells: {line}") };
         let name = name.trim_matches('`');
-        assert!(!meaning.is_empty(), "docs/guide/operations.md does not say what {name} means");
+        assert!(!meaning.is_empty(), "{METRICS} does not say what {name} means");
         let mut words = labels.split('`').skip(1).step_by(2);
         let values = words
             .next()
             .map_or_else(BTreeSet::new, |key| words.map(|value| format!("{key}={value}")).collect());
-        assert!(found.insert(name.to_owned(), values).is_none(), "docs/guide/operations.md has {name} twice");
+        assert!(found.insert(name.to_owned(), values).is_none(), "{METRICS} has {name} twice");
     }
     Ok(found)
 }
 
-/// Headings without their leading `#`.
+/// Headings of [`OPERATIONS`] without their leading `#`.
 pub fn headings() -> Result<BTreeSet<String>> {
-    Ok(text()?
+    Ok(text(OPERATIONS)?
         .lines()
         .filter(|line| line.starts_with('#'))
         .map(|line| line.trim_matches(['#', ' ']).to_owned())
@@ -71,7 +73,6 @@ pub fn exposed(page: &str) -> Metrics {
     found
 }
 
-fn text() -> Result<String> {
-    std::fs::read_to_string(workspace_root().join("docs/guide/operations.md"))
-        .context("docs/guide/operations.md")
+fn text(page: &'static str) -> Result<String> {
+    std::fs::read_to_string(workspace_root().join(page)).context(page)
 }
