@@ -1,4 +1,4 @@
-//! Two generations of machines in one fleet, with few slots on each (the scenario of seed 002).
+//! Two generations of machines in one fleet, with few slots on each (the scenario of Netflix's post).
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! A replica stalls in the middle of a run, as in a long garbage collection, and heals (the scenario of seed 001).
+//! A replica stalls in the middle of a run, as in a long garbage collection, and heals (the scenario of Finagle's post).
 //!
 //! The whole run is judged, including the cold start and the first seconds of the stall.
 

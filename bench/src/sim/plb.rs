@@ -1,4 +1,4 @@
-//! `plbsim`: the network experiments of the PLB paper (seed 004, §5), driving the detector of `plb-netlink`.
+//! `plbsim`: the network experiments of the PLB paper (§5), driving the detector of `plb-netlink`.
 //!
 //! One stage of uplinks is the bottleneck. A flow label selects a path at random, by weight. Queues are fluid. Senders are
 //! DCTCP-like and send their window in chunks of one TSO frame, spread over the round trip. A host's own link only limits
@@ -467,7 +467,7 @@ pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
     ];
     Report {
         name: "plbsim",
-        title: "PLB in the network (seed 004, tables 1 to 3, figure 13)",
+        title: "PLB in the network (PLB paper, tables 1 to 3, figure 13)",
         text: TEXT.to_owned(),
         header: header.map(str::to_owned).to_vec(),
         rows: cells.collect(),

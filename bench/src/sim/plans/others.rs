@@ -12,7 +12,7 @@ pub(super) fn finagle() -> Plan {
     scenario.changes = vec![(25.0, Change::Work(0, 2000.0)), (55.0, Change::Work(0, 167.0))];
     Plan {
         name: "finagle",
-        title: "one server of eleven answers in 2 s for half a minute (seed 001)",
+        title: "one server of eleven answers in 2 s for half a minute (Finagle's post)",
         text: "One client, 1000 queries/s, pure delays of N(167, 5) ms, one server at 2 s from second 15 to 45 of 60. \
             A query succeeds if it is answered within a second. In the post, round robin has 95 %, least loaded 99 %, \
             peak EWMA 99.9 %. `healed` is the healed server's share of the last 5 s (fair: 9.09 %).",
@@ -101,7 +101,7 @@ pub(super) fn ingress(length: Length) -> Plan {
     });
     Plan {
         name: "ingress",
-        title: "16 servers, two of them sixteen times as slow (seed 003)",
+        title: "16 servers, two of them sixteen times as slow (a post on Prequal)",
         text: "Pure delays of 50 ms, and 800 ms on two servers, 500 queries/s. In the post (p99 / p99.9), round robin \
             has 807 / 835 ms, least connections 802 / 809, Prequal 81 / 127, with a load generator that keeps even \
             gaps. Under the hot/cold rule, a burst of random gaps that puts two requests on each of the fourteen fast \
@@ -161,7 +161,7 @@ pub(super) fn netflix(length: Length) -> Plan {
     };
     Plan {
         name: "netflix",
-        title: "half of the origin is slow (seed 002)",
+        title: "half of the origin is slow (Netflix's post)",
         text: "200 balancers, 4000 queries/s, 20 + 20 servers of 4 cores and 50 slots; queries beyond those are \
             refused. The post says only that Zuul's choice of two sent about 15 % to the slow half. The work, the \
             thresholds and Zuul's weights are unpublished, and this model's Zuul does not reach that share.",
@@ -228,13 +228,13 @@ pub(super) fn smallfleet(length: Length) -> Plan {
     });
     Plan {
         name: "smallfleet",
-        title: "fleets of 1 to 16, and what probes cost four CPU-bound servers (seed 003)",
+        title: "fleets of 1 to 16, and what probes cost four CPU-bound servers",
         text: "The first part has 1 to 16 servers of four cores and 10 ± 3 ms of work, the last of two or more four \
             times as slow; four clients, Poisson arrivals at 60 % of the fleet's capacity, 5 s deadline. An even share \
             is more than the slow server can serve. `fallback` is the share of Prequal's picks that were left to \
             Envoy's own policy, here a random one. The second part has 4 servers of one core, one of them four times \
             as slow, 30 users in a closed loop and 4 ms of work, and varies the CPU that a probe costs a server. In a \
-            closed loop the relevant figure is throughput. In such a test seed 003 saw Prequal 22 % below round robin \
+            closed loop the relevant figure is throughput. In such a test the post of `ingress` saw Prequal 22 % below round robin \
             (4162 against 5366 queries/s), which it attributes to probes; its servers' probe cost and work are not \
             published. Here the slow server limits round robin, so only the loss to probes is comparable.",
         x_label: "servers, or CPU per probe",

@@ -1,4 +1,4 @@
-//! The figures of the Prequal paper (seed 000).
+//! The figures of the Prequal paper.
 
 use super::*;
 
