@@ -1,4 +1,4 @@
-//! `prequal check`: finds mistakes in a configuration that break Prequal, and gives the cure for each.
+//! `prequal check`: reports the mistakes that break Prequal in a configuration, each with its cure.
 //!
 //! The checks follow `docs/design/limits.md` and the comments of the shipped configuration. Only Envoy can say whether it
 //! accepts the file at all (`envoy --mode validate`).
@@ -30,7 +30,7 @@ use source::Source;
 
 use crate::read;
 
-/// Find the mistakes in an Envoy configuration that break Prequal
+/// Find mistakes that break Prequal in an Envoy configuration
 ///
 /// Reads a bootstrap in YAML or JSON, the admin's /config_dump (recognised automatically; with ?include_eds endpoints
 /// are compared too), a file of resources for LDS or CDS, or Istio's manifests (WasmPlugin, TrafficExtension).
@@ -40,7 +40,7 @@ use crate::read;
 /// It does not replace `envoy --mode validate`, which shows whether Envoy accepts the file at all.
 #[derive(clap::Args)]
 #[command(after_help = "\
-Exit code: 0 no errors (warnings and hints may be there), 1 errors, 2 the file cannot be read.
+Exit code: 0 no errors (warnings and hints are possible), 1 errors, 2 the file cannot be read.
 
 Examples:
   prequal check envoy.yaml
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(errors > 0)))
 }
 
-/// Returns everything wrong with a configuration of Envoy or with manifests of Istio, the worst first.
+/// Returns all mistakes in an Envoy configuration or in Istio manifests, the most severe first.
 ///
 /// # Errors
 /// If the text is neither.
@@ -126,10 +126,10 @@ pub(crate) fn judge(text: &str, must_be_dump: bool) -> Result<Vec<Finding>> {
     Ok(findings.0)
 }
 
-/// Returns everything wrong with a configuration of Envoy, the worst first.
+/// Returns all mistakes in an Envoy configuration, the most severe first.
 ///
 /// # Errors
-/// If it is not a configuration of Envoy at all.
+/// If it is not an Envoy configuration.
 pub(crate) fn check(root: &Value, must_be_dump: bool) -> Result<Vec<Finding>> {
     let mut findings = Findings::default();
     shape::check(&At::root(root), &mut findings);

@@ -30,9 +30,9 @@ Examples:
   prequal config --native --cluster api=10.0.0.1:8080,10.0.0.2:8080 > envoy.yaml
   prequal config --cluster web=10.0.0.1:80,10.0.0.2:80 --cluster api=10.0.1.1:80,10.0.1.2:80 --route /api=api
 
-The same from a file (prequal config spec.yaml), which may say more; flags outweigh it:
+The same from a file (prequal config spec.yaml), which has more options; flags override it:
   listen: 0.0.0.0:80
-  settings: {profile: small}          # of Prequal, for all clusters (docs/reference/configuration.md)
+  settings: {profile: small}          # Prequal's, for all clusters (docs/reference/configuration.md)
   tls: {certificate: cert.pem, key: key.pem}
   clusters:
   - {name: web, hosts: ['10.0.0.1:80', '10.0.0.2:80']}
@@ -54,7 +54,7 @@ pub(crate) struct Args {
     /// Address that clients connect to [default: 127.0.0.1:10000]
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<String>,
-    /// Address of Envoy's admin, which can stop Envoy: keep it on loopback [default: 127.0.0.1:9901]
+    /// Address of Envoy's admin interface, which can stop Envoy: keep it on loopback [default: 127.0.0.1:9901]
     #[arg(long, value_name = "IP:PORT")]
     admin: Option<String>,
     /// Use the native module instead of the WebAssembly filter (docs/guide/native.md)

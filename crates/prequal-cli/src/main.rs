@@ -1,4 +1,4 @@
-//! `prequal`: renders an Envoy configuration with Prequal, finds mistakes that break one, and watches one at work.
+//! `prequal`: renders an Envoy configuration with Prequal, checks one for mistakes, and watches one at work.
 //!
 //! Each subcommand has one module. None of them contains a rule of Prequal: `prequal-core` validates settings,
 //! `prequal-stats` reads statistics, and rendering starts from a shipped configuration.

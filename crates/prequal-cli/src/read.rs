@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_says_why_and_soon() {
+    fn unreadable_text_fails_soon_with_a_reason() {
         let bomb = (0..30).fold("a0: &a0 [x, x]\n".to_owned(), |text, i| {
             format!("{text}a{}: &a{} [*a{i}, *a{i}, *a{i}]\n", i + 1, i + 1)
         });

@@ -14,10 +14,10 @@ use anyhow::{Result, bail, ensure};
 use scrape::{Admin, Scrape};
 use view::View;
 
-/// Show what Prequal does right now, from the admins of Envoys and agents
+/// Show what Prequal does right now, from the admin interfaces of Envoys and agents
 ///
 /// Shows choices by branch, probes, the pool, ejected replicas, and each replica's share, per second over the last
-/// interval. Reads /stats and /clusters of the admin, and changes nothing. With --agent, also shows the replicas'
+/// interval. Reads /stats and /clusters of the admin interface, and changes nothing. With --agent, also shows the replicas'
 /// reports: requests in flight, base latency, and the number of concurrent requests that saturates them.
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -29,12 +29,13 @@ Examples:
   prequal top --once --interval 5 127.0.0.1:9901
   prequal top --agent http://10.0.0.5:9902 --agent http://10.0.0.6:9902 127.0.0.1:9901
 
-Exit code of --once: 0 all was shown, 1 an admin could not be read or its Envoy has no filter that chooses.")]
+Exit code of --once: 0 everything was shown, 1 an admin interface could not be read, or its Envoy has no
+filter that chooses replicas.")]
 pub(crate) struct Args {
-    /// Admins of Envoys: `http://HOST:PORT` or `HOST:PORT`
+    /// Admin interfaces of Envoys: `http://HOST:PORT` or `HOST:PORT`
     #[arg(required_unless_present = "agents", value_name = "ADMIN_URL")]
     urls: Vec<String>,
-    /// Admin of an agent (its --admin); may be repeated
+    /// Admin interface of an agent (its --admin); may be repeated
     #[arg(long = "agent", value_name = "URL")]
     agents: Vec<String>,
     /// Print one table as plain text for one interval, and exit
@@ -58,7 +59,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         return once(&envoys, &agents, interval);
     }
     if !std::io::stdout().is_terminal() {
-        bail!("standard output is no terminal: use --once");
+        bail!("standard output is not a terminal: use --once");
     }
     screen::run(envoys, agents, interval)?;
     Ok(ExitCode::SUCCESS)

@@ -75,7 +75,7 @@ fn envoy_accepts(path: &str) -> (bool, String) {
 }
 
 #[test]
-fn what_is_rendered_runs_steers_and_is_clean_as_a_dump() -> Result {
+fn a_rendered_configuration_runs_steers_and_has_no_findings() -> Result {
     bed!(&[native_module()]);
     let fleet = Fleet::start([5, 5, 5, 150].map(|ms| Reply::ok().delay(Duration::from_millis(ms))))?;
     let hosts: Vec<String> = fleet.addrs().iter().map(ToString::to_string).collect();
@@ -332,7 +332,7 @@ fn top_shows_what_happens() -> Result {
 }
 
 #[test]
-fn top_says_what_it_cannot_see() -> Result {
+fn top_reports_unreadable_admins() -> Result {
     let closed = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
     let output = prequal(&["top", "--once", "--interval", "0.1", &closed]);
     assert_eq!(output.status.code(), Some(1));

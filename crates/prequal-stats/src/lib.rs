@@ -8,7 +8,7 @@
 /// Path to request from the admin: counters and gauges of the filter, nothing else.
 pub const PATH: &str = "/stats?filter=prequal_";
 
-/// What Envoy puts before the names of a WebAssembly module's statistics, and of a dynamic module's.
+/// Prefixes that Envoy gives to the statistics of a WebAssembly module and of a dynamic module.
 const PREFIXES: [&str; 2] = ["wasmcustom.", "dynamicmodulescustom."];
 
 /// One counter or gauge of the filter.

@@ -131,8 +131,11 @@ fn check_probing(entry: &ClusterConfig, probing: &At<'_>, placement: Placement, 
     }
     let (written, overwritten) = host_mutation(probing);
     if entry.pool.verified_probes && !overwritten {
-        let found =
-            if written { "it is written, but not over what a replica sent" } else { "it is not written" };
+        let found = if written {
+            "it is written, but does not overwrite what a replica sent"
+        } else {
+            "it is not written"
+        };
         findings.push(HOST_UNVERIFIED, &probing.path, found);
     } else if learned && written && !entry.pool.verified_probes {
         findings.push(HOST_UNUSED, &probing.path, &*entry.cluster);
@@ -198,8 +201,8 @@ struct Placed {
     port: u64,
 }
 
-/// Checks that both clusters have the same endpoints (if the placement is learned, with the same placement), or at least
-/// the same source of endpoints.
+/// Checks that both clusters have the same endpoints or the same source of endpoints. If the placement is learned, it
+/// must be the same too.
 fn compare(
     source: &Source<'_>,
     serving: &At<'_>,
@@ -229,7 +232,7 @@ fn compare(
                 |cluster: &At<'_>| cluster.get("load_assignment").map(|all| places(&all)).unwrap_or_default();
             difference(of(serving), of(probing))
         }
-        _ => Some("one has its endpoints by EDS, the other does not".to_owned()),
+        _ => Some("only one of the clusters gets its endpoints from EDS".to_owned()),
     };
     if let Some(found) = found {
         findings.push(ENDPOINTS_DIFFER, &probing.path, found);
@@ -350,9 +353,11 @@ fn difference(serving: Vec<Placed>, probing: Vec<Placed>) -> Option<String> {
     };
     let only = |list: &[Placed], other: &[Placed]| list.iter().find(|place| !other.contains(place)).map(show);
     Some(match (only(&serving, &probing), only(&probing, &serving)) {
-        (Some(place), _) => format!("{place} only in the serving cluster, or placed otherwise"),
-        (None, Some(place)) => format!("{place} only in the probe cluster, or placed otherwise"),
-        (None, None) => "an endpoint stands more often in one than in the other".to_owned(),
+        (Some(place), _) => format!("{place} is not in the probe cluster, or has another placement there"),
+        (None, Some(place)) => {
+            format!("{place} is not in the serving cluster, or has another placement there")
+        }
+        (None, None) => "one cluster lists an endpoint more often than the other".to_owned(),
     })
 }
 

@@ -16,7 +16,7 @@ use super::{At, Findings, clusters, routes, settings};
 const SETTINGS_KEY: &str = "configuration";
 
 /// Checks every HTTP connection manager that has the filter, and the clusters and routes that belong to it. Returns
-/// whether there is such a manager, or may be.
+/// whether such a manager exists or may exist.
 pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     let mut settled = false;
     for (manager, filters) in managers(source) {
@@ -51,15 +51,15 @@ pub(super) fn managers<'a>(source: &Source<'a>) -> Vec<(At<'a>, Vec<At<'a>>)> {
     managers.map(with_filters).collect()
 }
 
-/// Returns whether this is the filter that Istio's agent puts in place of a module that it could not fetch. The name
-/// stays the module's.
+/// Returns whether this is the filter that Istio's agent puts in place of a module that it could not fetch. It
+/// keeps the module's name.
 fn denies_in_place_of_a_module(filter: &At<'_>) -> bool {
     let of_istio = filter.text("name").is_some_and(|name| name.starts_with("extensions.istio.io/"));
     let rules = filter.typed("RBAC").and_then(|denial| denial.get("rules"));
     of_istio && rules.is_some_and(|rules| rules.text("action") == Some("DENY"))
 }
 
-/// Returns the plugin's `config`, if this is a wasm filter and Prequal's.
+/// Returns the plugin's `config`, if this is Prequal's wasm filter.
 fn ours<'a>(filter: &At<'a>) -> Option<At<'a>> {
     let config = filter.typed("Wasm")?.get("config")?;
     let named = |text: Option<&str>| text.is_some_and(|text| text.contains("prequal"));
@@ -154,7 +154,7 @@ fn check_backoff(wasm: &At<'_>, findings: &mut Findings) {
     }
 }
 
-/// Checks that the shim is there, after the wasm filter, and not strict.
+/// Checks that the shim exists, follows the wasm filter, and is not strict.
 fn check_shim(filters: &[At<'_>], list: &str, wasm: usize, shim: Shim, findings: &mut Findings) {
     let shim_at = filters.iter().position(is_shim);
     let uses_session = shim == Shim::StatefulSession;
@@ -199,7 +199,7 @@ fn check_later_strips(filters: &[At<'_>], wasm: usize, shim: Shim, findings: &mu
     misplaced
 }
 
-/// Checks that the filters `before` Prequal's filter remove Prequal's headers; `misplaced` if a later one does.
+/// Checks that the filters `before` Prequal's filter remove Prequal's headers. `misplaced`: a later filter removes them.
 pub(super) fn check_strip(before: &[At<'_>], list: &str, misplaced: bool, findings: &mut Findings) {
     let left = |key: &str| -> Vec<&str> {
         let gone: BTreeSet<&str> = before.iter().flat_map(|filter| removed(filter, key)).collect();

@@ -21,7 +21,7 @@ pub(super) fn is_manifest(first: &Value) -> bool {
 /// # Errors
 /// If none of the objects loads a module, which suggests that the wrong file was given.
 pub(super) fn check(documents: &[Value], must_be_dump: bool, findings: &mut Findings) -> Result<()> {
-    ensure!(!must_be_dump, "it is no config_dump: it has objects of Kubernetes");
+    ensure!(!must_be_dump, "it is not a config_dump: it contains Kubernetes objects");
     // `kubectl get -o yaml` wraps its output in a list.
     let objects = documents.iter().flat_map(|document| {
         let items = document["items"].as_array().map_or(&[][..], Vec::as_slice);
@@ -38,7 +38,7 @@ pub(super) fn check(documents: &[Value], must_be_dump: bool, findings: &mut Find
         }
     }
     if plugins == 0 {
-        bail!("none of its objects of Kubernetes is a WasmPlugin or a TrafficExtension with a module");
+        bail!("none of its Kubernetes objects is a WasmPlugin or TrafficExtension with a module");
     }
     if checked == 0 {
         findings.push(FILTER_MISSING, "", format!("WasmPlugins and TrafficExtensions: {plugins}"));

@@ -24,12 +24,12 @@ struct Balanced<'a> {
     cluster: At<'a>,
     name: &'a str,
     module: &'a Value,
-    /// Path of the settings, and the entry about this cluster; `None` if there is no valid one.
+    /// Path of the settings, and their entry for this cluster; `None` if there is no valid entry.
     entry: Option<(String, ClusterConfig)>,
 }
 
-/// Checks every cluster with the module's policy, and what belongs to it. Returns whether there is such a cluster, or may
-/// be.
+/// Checks every cluster with the module's policy, and the other roles of its module. Returns whether such a cluster
+/// exists or may exist.
 pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     let all: Vec<Balanced<'_>> =
         source.clusters.iter().filter_map(|cluster| balanced(source, cluster, findings)).collect();
@@ -81,7 +81,7 @@ fn balanced<'a>(source: &Source<'_>, cluster: &At<'a>, findings: &mut Findings) 
     Some(Balanced { cluster: cluster.clone(), name, module, entry })
 }
 
-/// Returns the settings' entry about the cluster that has them.
+/// Returns the entry that a cluster's settings have for the cluster itself.
 fn own_entry(
     source: &Source<'_>,
     name: &str,
@@ -101,7 +101,7 @@ fn own_entry(
     own
 }
 
-/// Returns what names the module that this configuration of an extension loads: a name, or the source of a file.
+/// Returns the module that an extension's configuration loads: its name, or the source of its file.
 fn module<'a>(extension: &At<'a>) -> Option<&'a Value> {
     let module = extension.get("dynamic_module_config")?;
     Some(module.get("module").or_else(|| module.get("name"))?.value)
@@ -112,7 +112,7 @@ fn is_ours(module: &Value) -> bool {
 }
 
 impl Balanced<'_> {
-    /// Returns the extension of this kind that loads the policy's module. Another module does not know of the policy.
+    /// Returns the extension of this kind that loads the policy's module. Another module does not know the policy.
     fn loaded_by<'a>(&self, extensions: &[At<'a>], kind: &str) -> Option<At<'a>> {
         let loads = |extension: &&At<'a>| {
             extension.typed(kind).is_some_and(|config| module(&config) == Some(self.module))
@@ -144,8 +144,9 @@ fn check_listeners(source: &Source<'_>, all: &[Balanced<'_>], findings: &mut Fin
             unseen = true;
             continue;
         };
-        let leads =
-            |one: &&Balanced<'_>| Named { serving: vec![one.name], probing: Vec::new() }.are_led_to(&config);
+        let leads = |one: &&Balanced<'_>| {
+            Named { serving: vec![one.name], probing: Vec::new() }.have_a_route_in(&config)
+        };
         let leading: Vec<&Balanced<'_>> = all.iter().filter(leads).collect();
         if !leading.is_empty() {
             check_manager(&manager, &filters, &config, &leading, findings);
@@ -189,7 +190,7 @@ fn check_manager(
     }
 }
 
-/// Checks the upstream filters of a cluster, which may be the router's.
+/// Checks the upstream filters of a cluster: its own or, if it has none, the router's.
 fn check_filter(one: &Balanced<'_>, router: Option<&At<'_>>, findings: &mut Findings) {
     let own = clusters::http_filters(&one.cluster);
     let filters = match router {

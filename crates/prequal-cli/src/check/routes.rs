@@ -38,7 +38,7 @@ impl<'a> Named<'a> {
     }
 
     /// Returns whether one of the routes may lead to one of the serving clusters.
-    pub(super) fn are_led_to(&self, config: &At<'_>) -> bool {
+    pub(super) fn have_a_route_in(&self, config: &At<'_>) -> bool {
         config
             .list("virtual_hosts")
             .iter()
@@ -50,7 +50,7 @@ impl<'a> Named<'a> {
         is_dynamic(route) || targets(route).iter().any(|(cluster, _)| self.serving.contains(cluster))
     }
 
-    /// Returns whether the route may lead to replicas, by any of the clusters.
+    /// Returns whether the route may lead to replicas, through a serving or a probe cluster.
     fn reach(&self, route: &At<'_>) -> bool {
         self.serve(route) || targets(route).iter().any(|(cluster, _)| self.probing.contains(cluster))
     }
@@ -63,7 +63,7 @@ pub(super) fn check(source: &Source<'_>, manager: &At<'_>, settings: &FilterConf
         return;
     };
     let named = Named::of(settings);
-    let leads = named.are_led_to(&config);
+    let leads = named.have_a_route_in(&config);
     if !leads {
         findings.push(
             ROUTES_ELSEWHERE,

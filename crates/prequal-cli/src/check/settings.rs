@@ -15,7 +15,7 @@ pub(super) fn text(config: &At<'_>, key: &str) -> Option<(String, String)> {
     Some((object.path, object.value.to_string()))
 }
 
-/// Returns the path of the settings in the field `key`, and what `parse` makes of them. Reports what is wrong with them.
+/// Returns the path of the settings in the field `key`, and the result of `parse`. Reports errors in the settings.
 pub(super) fn read<T, E: Display>(
     config: &At<'_>,
     key: &str,
@@ -36,7 +36,7 @@ pub(super) fn read<T, E: Display>(
     }
 }
 
-/// Returns whether these settings are Prequal's, whatever else is named.
+/// Returns whether these settings are Prequal's, judged by their content alone.
 pub(super) fn are_ours(config: &At<'_>, key: &str) -> bool {
     text(config, key).is_some_and(|(_, text)| text.contains("\"probe_cluster\""))
 }

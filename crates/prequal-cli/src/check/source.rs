@@ -32,7 +32,7 @@ impl<'a> Source<'a> {
         if root.get("configs").is_some() {
             source.read_dump(&root);
         } else if must_be_dump {
-            bail!("it is no config_dump: `configs` is missing at the top");
+            bail!("it is not a config_dump: `configs` is missing at the top");
         } else if root.get("resources").is_some() {
             for resource in root.list("resources") {
                 for (kind, into) in [

@@ -437,7 +437,7 @@ fn shipped_manifests_are_clean_once_they_are_pinned() {
 }
 
 #[test]
-fn manifests_without_the_module_say_so() {
+fn manifests_without_the_module_are_refused() {
     let error = judge(SERVER_AGENT, false).unwrap_err().to_string();
     assert!(error.contains("WasmPlugin"), "{error}");
     let error = judge(MANIFESTS[0], true).unwrap_err().to_string();
@@ -469,7 +469,7 @@ fn wrong_types_in_a_manifest_do_not_panic() {
 }
 
 #[test]
-fn an_old_name_of_a_setting_is_answered_with_the_new_one() {
+fn an_old_setting_name_is_reported_with_the_new_one() {
     for (old, new) in [
         ("error_aversion", "ejection_failure_share"),
         ("breaker", "ejection_wait_factor"),
@@ -479,8 +479,8 @@ fn an_old_name_of_a_setting_is_answered_with_the_new_one() {
         settings(&mut root, |settings| settings["clusters"][0][old] = json!(1));
         let findings = check(&root, false).unwrap();
         assert_eq!(codes_of(&findings), ["settings"], "{findings:#?}");
-        let told = format!("`clusters[0].{old}` was removed: its new name is \"{new}\"");
-        assert_eq!(findings[0].found, told);
+        let message = format!("`clusters[0].{old}` was removed: its new name is \"{new}\"");
+        assert_eq!(findings[0].found, message);
     }
 }
 
@@ -523,7 +523,7 @@ fn shipped_configurations_are_clean() {
 }
 
 #[test]
-fn what_is_allowed_is_not_reported() {
+fn allowed_variants_have_no_findings() {
     let allowed: &[Break] = &[
         ("probes on a port of their own", |root| {
             let endpoints = &mut cluster(root, 1)["load_assignment"]["endpoints"][0]["lb_endpoints"];
@@ -639,11 +639,11 @@ fn a_dump_is_recognised_and_its_parts_are_put_together() {
 }
 
 #[test]
-fn what_is_no_configuration_is_refused() {
+fn other_files_are_refused() {
     for text in ["7", "[]", "{}", "a: b", "text"] {
         assert!(check(&read::text(text).unwrap(), false).is_err(), "{text}");
     }
-    assert!(check(&shipped(), true).is_err(), "a bootstrap is no dump");
+    assert!(check(&shipped(), true).is_err(), "a bootstrap is not a dump");
 }
 
 /// Collects pointers to every value below `value`.

@@ -39,16 +39,16 @@ pub(super) fn render(plan: &Plan) -> String {
         "libprequal_native.so in the folder that ENVOY_DYNAMIC_MODULES_SEARCH_PATH names".to_owned()
     } else {
         let wasm = one_line(text_at(module(&mut root)));
-        format!("{wasm} (a relative name counts from where Envoy is started)")
+        format!("{wasm} (relative to the directory in which Envoy is started)")
     };
     let admin = &root["admin"]["address"]["socket_address"];
     let (ip, port) = (text_at(&admin["address"]), admin["port_value"].as_u64().unwrap_or_default());
     let admin = if ip.contains(':') { format!("[{ip}]:{port}") } else { format!("{ip}:{port}") };
     let body = yaml_serde::to_string(&root).expect("a tree of plain values can be written");
-    format!("{}{body}", head(plan, &module, &admin))
+    format!("{}{body}", leading_comment(plan, &module, &admin))
 }
 
-fn head(plan: &Plan, module: &str, admin: &str) -> String {
+fn leading_comment(plan: &Plan, module: &str, admin: &str) -> String {
     let file = if plan.native { "envoy-native.yaml" } else { "envoy.yaml" };
     let names: Vec<&str> = plan.clusters.iter().map(|cluster| cluster.name.as_str()).collect();
     let port = plan.clusters.iter().find_map(|cluster| cluster.probe.as_ref()?.port);
@@ -59,7 +59,7 @@ fn head(plan: &Plan, module: &str, admin: &str) -> String {
          #\n\
          # Beside each replica: probe-agent --listen <its address below>{probe} --upstream <the service>\n\
          # The module:          {module}\n\
-         # Look it over:        prequal check <this file> && envoy --mode validate -c <this file>\n\
+         # Check:               prequal check <this file> && envoy --mode validate -c <this file>\n\
          # Start:               envoy -c <this file>\n\
          # Watch:               prequal top http://{admin}\n",
         one_line(&names.join(", ")),
@@ -193,7 +193,7 @@ fn set_override_host(serving: &mut Value, probing: &Value) {
     serving["load_balancing_policy"] = policy;
 }
 
-/// Sets the settings of the native module's policy, with the entry about this cluster alone.
+/// Sets the settings of the native module's policy, with only the entry for this cluster.
 fn set_policy(serving: &mut Value, plan: &Plan, name: &str) {
     let mut settings = plan.settings.clone();
     if let Some(entries) = settings["clusters"].as_array_mut() {

@@ -51,7 +51,7 @@ struct ClusterSpec {
 pub(super) struct Plan {
     pub(super) listen: Option<SocketAddr>,
     pub(super) admin: Option<SocketAddr>,
-    /// Whether the native module balances, not the filter.
+    /// Whether the native module balances instead of the filter.
     pub(super) native: bool,
     pub(super) wasm: Option<String>,
     pub(super) shim: Shim,
@@ -167,7 +167,8 @@ impl Spec {
             }
         }
         if self.clusters.is_empty() {
-            mistakes.push("no cluster: `--cluster NAME=HOST:PORT[,...]`, or `clusters` in the file".into());
+            mistakes
+                .push("no cluster: give `--cluster NAME=HOST:PORT[,...]`, or `clusters` in the file".into());
         }
         let (mut names, mut prefixes) = (BTreeSet::new(), BTreeSet::new());
         let mut clusters = Vec::new();
@@ -177,14 +178,14 @@ impl Spec {
             let probe_cluster = format!("{}-agent", spec.name);
             for name in [&spec.name, &probe_cluster] {
                 if !names.insert(name.clone()) {
-                    mistakes.push(format!("`{path}.name` leads to a second cluster `{name}`"));
+                    mistakes.push(format!("`{path}.name` would create a second cluster `{name}`"));
                 }
             }
             let prefix = match spec.prefix {
                 Some(prefix) => prefix,
                 None if index == 0 => "/".into(),
                 None => {
-                    mistakes.push(format!("`{path}` needs a `prefix` (--route), or nothing leads to it"));
+                    mistakes.push(format!("`{path}` needs a `prefix` (--route): no route leads to it"));
                     continue;
                 }
             };
@@ -212,7 +213,7 @@ impl Spec {
             settings.insert("shim".into(), json!(self.shim.as_deref().unwrap_or("stateful_session")));
         }
         if settings.insert("clusters".into(), json!(entries)).is_some() {
-            mistakes.push("`settings.clusters` is made from `clusters`".into());
+            mistakes.push("`settings.clusters` is generated from `clusters`".into());
         }
         if entries.is_empty() {
             return None;

@@ -36,7 +36,7 @@ const SETTINGS: &str = "/static_resources/listeners/0/filter_chains/0/filters/0/
                         typed_config/config/configuration/value";
 
 #[test]
-fn with_the_shipped_values_it_is_the_shipped_file() {
+fn shipped_values_yield_the_shipped_file() {
     let hosts = "--cluster replicas=127.0.0.1:8081,127.0.0.1:8082";
     let spelled = "--listen 127.0.0.1:10000 --admin 127.0.0.1:9901 --wasm target/dist/prequal_filter.wasm \
                    --shim stateful_session --route /=replicas";
@@ -105,7 +105,7 @@ fn values_go_where_they_belong() {
 }
 
 #[test]
-fn with_the_shipped_values_it_is_the_shipped_file_of_the_native_module() {
+fn shipped_values_yield_the_shipped_native_file() {
     let tree = |text: &str| {
         let mut root = read::text(text).unwrap();
         let settings = native_settings(&root, 0);
@@ -171,7 +171,7 @@ fn the_native_module_refuses_what_belongs_to_the_filter() {
 }
 
 #[test]
-fn flags_outweigh_the_file() {
+fn flags_override_the_file() {
     let spec =
         "{listen: '1.1.1.1:1', settings: {profile: small}, clusters: [{name: a, hosts: ['1.1.1.1:2']}]}";
     let root = tree(&render(spec, "--listen 2.2.2.2:2 --profile inference --hint path_segment:2").unwrap());
@@ -181,7 +181,7 @@ fn flags_outweigh_the_file() {
 }
 
 #[test]
-fn the_head_is_a_comment_whatever_the_values() {
+fn no_value_escapes_the_leading_comment() {
     let spec = "{wasm: \"a\\nb: c\", admin: '[::1]:9901', clusters: [{name: a, hosts: ['1.1.1.1:2']}]}";
     let text = render(spec, "").unwrap();
     let (head, body) = text.split_once("\nnode:").unwrap();

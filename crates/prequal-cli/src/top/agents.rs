@@ -34,9 +34,13 @@ pub(super) const HEAD: [&str; 4] = ["   rif", "  base ms", "saturates at", "fail
 /// # Errors
 /// If the admin port does not answer, or is not an agent's.
 pub(super) fn scrape(admin: &Admin) -> Result<Replicas> {
-    let page = admin.get("/metrics", "an agent's admin")?;
+    let page = admin.get("/metrics", "an agent's admin interface")?;
     let replicas = Agent::read(&page);
-    ensure!(!replicas.is_empty(), "{}: this is not an agent's admin: no `prequal_agent_rif`", admin.url);
+    ensure!(
+        !replicas.is_empty(),
+        "{}: this is not an agent's admin interface: no `prequal_agent_rif`",
+        admin.url
+    );
     let named = |(replica, agent)| match replica {
         "" => (admin.url.clone(), agent),
         replica => (format!("{} {replica}", admin.url), agent),
@@ -109,7 +113,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_page_is_read_and_written_down() {
+    fn a_page_is_read_and_shown() {
         let idle = Agent::read("prequal_agent_rif 0\nprequal_agent_rifle 9\n").remove(0).1;
         let text = text(&[("http://10.0.0.1:9902".into(), agent()), ("http://b:1".into(), idle)]);
         assert_eq!(

@@ -53,7 +53,7 @@ impl Admin {
     /// # Errors
     /// If `url` cannot be the URL of an admin port.
     pub(super) fn new(url: &str) -> Result<Self> {
-        ensure!(!url.starts_with("https://"), "`{url}`: an admin speaks plain HTTP");
+        ensure!(!url.starts_with("https://"), "`{url}`: admin interfaces use plain HTTP");
         let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
         let plain =
             !host.is_empty() && !host.contains(['/', '?', '#', '@']) && !host.contains(char::is_whitespace);
@@ -74,12 +74,12 @@ impl Admin {
     /// # Errors
     /// If there is no answer, the answer is not Envoy's, or its filter is not loaded.
     pub(super) fn scrape(&self) -> Result<Scrape> {
-        let stats = self.get(STATS, "Envoy's admin")?;
+        let stats = self.get(STATS, "Envoy's admin interface")?;
         let at = Instant::now();
-        let clusters = self.get("/clusters?format=json", "Envoy's admin")?;
+        let clusters = self.get("/clusters?format=json", "Envoy's admin interface")?;
         let clusters: Value =
             serde_json::from_str(&clusters).ok().filter(Value::is_object).with_context(|| {
-                format!("{}: this is not Envoy's admin: /clusters is not what Envoy has there", self.url)
+                format!("{}: this is not Envoy's admin interface: /clusters has another format", self.url)
             })?;
         let samples: BTreeMap<Key, u64> = prequal_stats::samples(&stats)
             .map(|sample| ((sample.metric.into(), sample.cluster.into(), sample.kind.into()), sample.value))
@@ -112,7 +112,7 @@ impl Admin {
         let status = response.status();
         ensure!(
             status == 200,
-            "{url}: this is not {whose}, or it is closed: {path} is answered with {status}"
+            "{url}: this is not {whose}, or it is closed: the answer to {path} has status {status}"
         );
         let body = response.body_mut().with_config().limit(MAX_BODY).read_to_string();
         body.with_context(|| format!("{url}: {path} cannot be read"))

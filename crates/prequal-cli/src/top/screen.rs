@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn agents_stand_below_with_what_they_say() {
+    fn agents_are_listed_below_the_clusters() {
         let urls = ["http://c:1", "http://d:1", "http://e:1"].map(str::to_owned);
         let mut state = State::new(Vec::new(), urls.to_vec());
         let replicas = ["http://c:1 127.0.0.1:81", "http://c:1 127.0.0.1:82"].map(str::to_owned);

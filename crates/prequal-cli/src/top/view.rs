@@ -21,12 +21,12 @@ pub(super) struct View {
     theta: u64,
     pub(super) members: u64,
     pub(super) ejected: u64,
-    /// Whether no replica is ejected because more than half of the fleet would have to be.
+    /// Whether ejection is suspended because more than half of the fleet would be ejected.
     pub(super) panic: bool,
-    /// Totals since Envoy started, and changes in the interval, in the order of [`OF_REPLICAS`].
-    of_replicas: [(u64, u64); 4],
-    /// The same, in the order of [`OF_ITSELF`].
-    of_itself: [(u64, u64); 2],
+    /// Totals since Envoy started, and changes in the interval, in the order of [`REPLICA_EVENTS`].
+    replica_events: [(u64, u64); 4],
+    /// The same, in the order of [`FILTER_EVENTS`].
+    filter_events: [(u64, u64); 2],
     reloads: (u64, u64),
     pub(super) replicas: Vec<Replica>,
 }
@@ -52,7 +52,7 @@ pub(super) const BRANCHES: [&str; 6] = ["cold", "hot", "sync", "scored", "trial"
 type Event = (&'static str, &'static str);
 
 /// Events that affect replicas.
-const OF_REPLICAS: [Event; 4] = [
+const REPLICA_EVENTS: [Event; 4] = [
     ("diverted", "diverted_total"),
     ("ejections", "ejections_total"),
     ("trials", "trials_total"),
@@ -60,7 +60,7 @@ const OF_REPLICAS: [Event; 4] = [
 ];
 
 /// Events that affect the filter itself.
-const OF_ITSELF: [Event; 2] =
+const FILTER_EVENTS: [Event; 2] =
     [("lost writes", "cas_giveups_total"), ("blobs replaced", "blob_replaced_total")];
 
 impl View {
@@ -103,8 +103,9 @@ impl View {
             members: total(now, "members", &any),
             ejected: total(now, "ejected", &any),
             panic: total(now, "panic", &any) > 0,
-            of_replicas: OF_REPLICAS.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
-            of_itself: OF_ITSELF.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
+            replica_events: REPLICA_EVENTS
+                .map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
+            filter_events: FILTER_EVENTS.map(|(_, metric)| (total(now, metric, &any), change(metric, &any))),
             reloads: (now.reloads, grown(before.reloads, now.reloads)),
             replicas: replicas(cluster, before, now, seconds),
         }
@@ -151,12 +152,12 @@ impl View {
                 self.theta,
                 self.members,
                 self.ejected,
-                if self.panic { ": PANIC, it would be more than half" } else { "" }
+                if self.panic { ": PANIC, more than half would be" } else { "" }
             ),
-            format!("since start  {}", events(&OF_REPLICAS, &self.of_replicas)),
+            format!("since start  {}", events(&REPLICA_EVENTS, &self.replica_events)),
             format!(
                 "of itself    {}, {}",
-                events(&OF_ITSELF, &self.of_itself),
+                events(&FILTER_EVENTS, &self.filter_events),
                 event("vm reloads", self.reloads)
             ),
         ]
@@ -286,7 +287,7 @@ pub(super) mod tests {
         let mut now = scrape(start, 2, 800);
         now.samples.insert(("panic".into(), "my_cluster".into(), String::new()), 1);
         let view = &View::between("e", &scrape(start, 0, 400), &now)[0];
-        assert!(view.text().contains("ejected 0: PANIC, it would be more than half\n"), "{}", view.text());
+        assert!(view.text().contains("ejected 0: PANIC, more than half would be\n"), "{}", view.text());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The same for the native module.
+//! The same tests for the native module.
 
 use serde_json::{Value, json};
 
@@ -199,7 +199,7 @@ fn each_mistake_is_found_alone() {
 }
 
 #[test]
-fn what_is_allowed_is_not_reported() {
+fn allowed_variants_have_no_findings() {
     let allowed: &[Break] = &[
         ("the shipped file", |_| {}),
         ("another policy for probes without an address", |root| {
@@ -311,7 +311,7 @@ fn a_dump_is_clean() {
 }
 
 #[test]
-fn what_is_missing_is_said_with_the_names() {
+fn a_missing_role_is_reported_with_its_module_and_cluster() {
     let mut root = shipped();
     filters(&mut root, 0).remove(0);
     let findings = check(&root, false).unwrap();
