@@ -52,11 +52,11 @@ impl Counters {
             let names: Vec<&str> = names.split_whitespace().collect();
             let values: Vec<&str> = values.split_whitespace().collect();
             if names.len() != values.len() {
-                return Err(bad("as many values as names are needed"));
+                return Err(bad("the numbers of names and values differ"));
             }
             let value = |name: &str| {
                 let Some(index) = names.iter().position(|n| *n == name) else { return Ok(None) };
-                values[index].parse().map(Some).map_err(|_| bad("a value is no number"))
+                values[index].parse().map(Some).map_err(|_| bad("a value is not a number"))
             };
             counters = Some(Self {
                 plb_rehash: value("TCPPLBRehash")?,
@@ -107,7 +107,7 @@ IpExt: 0 0
     }
 
     #[test]
-    fn what_does_not_pair_up_is_an_error() {
+    fn unpaired_names_and_values_are_an_error() {
         for text in [
             "".to_owned(),
             "IpExt: A\nIpExt: 1\n".to_owned(),

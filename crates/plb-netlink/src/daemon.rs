@@ -84,7 +84,7 @@ pub struct Daemon {
     way: Way,
     sockets: HashMap<u64, State>,
     holders: Holders,
-    host: Option<(Duration, Host)>,
+    knobs: Option<(Duration, Knobs)>,
 }
 
 #[derive(Debug)]
@@ -104,16 +104,16 @@ struct State {
     said: Option<Outcome>,
 }
 
-/// State of the namespace's knobs that the daemon needs.
+/// The namespace's knobs, as far as the daemon needs them.
 #[derive(Clone, Copy, Debug)]
-struct Host {
+struct Knobs {
     kernel_plb: bool,
     /// Whether a socket, unless changed by its owner or by the daemon, sends an automatic label that the kernel changes
     /// after timeouts.
     moves_on_timeout: bool,
 }
 
-impl Host {
+impl Knobs {
     fn read() -> Self {
         let number = |name| sysctl::read_number(name).ok().flatten();
         Self {
@@ -127,7 +127,7 @@ impl Host {
 impl Daemon {
     /// Creates a daemon for the connected IPv6 sockets that match `filter`, in the calling thread's namespace.
     pub fn new(config: Config, filter: Filter, way: Way) -> Self {
-        Self { config, filter, way, sockets: HashMap::new(), holders: Holders::default(), host: None }
+        Self { config, filter, way, sockets: HashMap::new(), holders: Holders::default(), knobs: None }
     }
 
     /// Reads every socket once and moves those that should move. `now` may be measured from any origin. Call this a
@@ -139,12 +139,12 @@ impl Daemon {
     pub fn step(&mut self, now: Duration) -> Result<Vec<Event>> {
         let entries = diag::dump(&self.filter)?;
         let bits = random()?;
-        let host = self.host(now);
+        let knobs = self.knobs(now);
         let mut events = Vec::new();
         let mut waiting = Vec::new();
         let mut gone = std::mem::take(&mut self.sockets);
         for entry in entries {
-            if !is_ours(&entry, host.kernel_plb) {
+            if !is_ours(&entry, knobs.kernel_plb) {
                 continue;
             }
             let Some(info) = entry.info else { continue };
@@ -154,7 +154,7 @@ impl Daemon {
                 continue;
             };
             if let Some(cause) = state.tracker.observe(now, &info, mixed(bits, cookie)) {
-                if cause == Cause::Timeout && host.moves_on_timeout && state.is_untouched() {
+                if cause == Cause::Timeout && knobs.moves_on_timeout && state.is_untouched() {
                     events.push(event(&entry, cause, Outcome::LeftToKernel));
                 } else if state.hidden.is_none_or(|(until, _)| now >= until) {
                     state.waiting = Some(cause);
@@ -171,10 +171,10 @@ impl Daemon {
         Ok(events)
     }
 
-    fn host(&mut self, now: Duration) -> Host {
-        match self.host {
-            Some((read, host)) if now.saturating_sub(read) < KNOBS_EVERY => host,
-            _ => self.host.insert((now, Host::read())).1,
+    fn knobs(&mut self, now: Duration) -> Knobs {
+        match self.knobs {
+            Some((read, knobs)) if now.saturating_sub(read) < KNOBS_EVERY => knobs,
+            _ => self.knobs.insert((now, Knobs::read())).1,
         }
     }
 
@@ -393,7 +393,7 @@ fn mixed(bits: u32, cookie: u64) -> u32 {
 }
 
 fn random() -> Result<u32> {
-    sys::random_u32().map_err(|source| Error::kernel("asking for random bits", "", source))
+    sys::random_u32().map_err(|source| Error::kernel("reading random bits", "", source))
 }
 
 /// How often the namespace's knobs are read.

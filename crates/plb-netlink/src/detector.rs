@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn no_pause_when_told_so() {
+    fn a_pause_of_zero_does_not_pause() {
         let config = Config::new(Threshold::HALF, 1, 1, Duration::ZERO).unwrap();
         assert_eq!(play(config, &[Timeout, Round(10), Send(0)]), [(0, Cause::Timeout), (2, Cause::Idle)]);
     }

@@ -86,7 +86,7 @@ pub fn dump(filter: &Filter) -> Result<Vec<Entry>> {
             NETLINK_SOCK_DIAG,
             request,
             "listing TCP sockets (inet_diag)",
-            "it should need no rights; is a sandbox in the way?",
+            "it needs no rights; does a sandbox forbid it?",
         )?;
         for message in messages {
             if let SockDiagMessage::InetResponse(response) = message {

@@ -32,23 +32,23 @@ pub fn check(congestion: &str) -> Result<Vec<String>> {
     if !sysctl::congestion_controls()?.iter().any(|name| name == congestion) {
         return Err(sock::unknown_congestion(congestion));
     }
-    let mut mind = Vec::new();
+    let mut warnings = Vec::new();
     if !sysctl::unrestricted_congestion_controls()?.iter().any(|name| name == congestion) {
-        mind.push(format!(
+        warnings.push(format!(
             "`{congestion}` is restricted: run Envoy with CAP_NET_ADMIN, or add it to \
-             net.ipv4.tcp_allowed_congestion_control; else every connection fails"
+             net.ipv4.tcp_allowed_congestion_control; otherwise every connection fails"
         ));
     }
     if sock::WITH_PLB_HOOKS.contains(&congestion) {
-        mind.push(format!(
-            "the peers' listeners must use {congestion} too, else they refuse ECN and PLB stays blind"
+        warnings.push(format!(
+            "the peers' listeners must use {congestion} too, otherwise they refuse ECN and PLB sees no congestion"
         ));
     } else {
-        mind.push(format!(
-            "`{congestion}` has no PLB hooks: the kernel repaths after timeouts only; `plb run` adds the rest"
+        warnings.push(format!(
+            "`{congestion}` has no PLB hooks: the kernel repaths only after timeouts; `plb run` also repaths for congestion"
         ));
     }
-    Ok(mind)
+    Ok(warnings)
 }
 
 /// Returns the YAML, including its key. Without a congestion control the sockets keep the host's default.
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_yaml_is_what_envoy_takes() {
+    fn the_yaml_has_envoys_format() {
         assert_eq!(
             socket_options(Side::Cluster, Some("dctcp")),
             "upstream_bind_config:\n  socket_options:\n  - {description: congestion control dctcp, level: 6, name: \

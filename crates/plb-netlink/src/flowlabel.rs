@@ -82,7 +82,7 @@ impl std::str::FromStr for Label {
             None => text.parse(),
         };
         Self::new(number.map_err(|_| {
-            Error::Invalid(format!("`{text}` is no flow label: a number of 0 to {:#x}", Self::MAX))
+            Error::Invalid(format!("`{text}` is not a flow label: a number of 0 to {:#x}", Self::MAX))
         })?)
     }
 }
@@ -181,7 +181,7 @@ pub fn lease(socket: &impl AsFd, terms: &Terms) -> Result<Label> {
     set(socket, &mut request).map_err(|source| match source.raw_os_error() {
         Some(libc::EPERM) if terms.linger_s > 0 || terms.expires_s > 0 => Error::NotPermitted {
             doing: format!("{doing} with linger {} s, expires {} s", terms.linger_s, terms.expires_s),
-            cure: "it is leased exclusively by another (`plb label list` shows the owner), or the times need \
+            cure: "another socket has an exclusive lease (`plb label list` shows the owner), or the times need \
                    CAP_NET_ADMIN (a few seconds do not)"
                 .to_owned(),
         },

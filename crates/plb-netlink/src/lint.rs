@@ -138,7 +138,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
             "no-plb",
             Problem,
             format!("kernel {} has no PLB", host.kernel),
-            "Linux 6.2 or later has; on older ones `plb run` detects congestion from user space",
+            "Linux 6.2 or later has it; on older kernels `plb run` detects congestion from user space",
         ),
         Some(plb) => {
             if plb.n.get() == 0 {
@@ -187,10 +187,10 @@ pub fn lint(host: &Host) -> Vec<Finding> {
                 "explicit-labels",
                 Problem,
                 format!(
-                    "{} connections have an explicit label: the counters rise, nothing moves",
+                    "{} connections have an explicit label: the counters rise, but nothing moves",
                     host.explicit_labels
                 ),
-                "`plb check` names them; `plb unpin PID:FD`; applications should not set labels on TCP",
+                "`plb check` lists them; `plb unpin PID:FD` frees one; applications should not set labels on TCP",
             );
         }
     }
@@ -199,7 +199,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
         add(
             "no-dctcp",
             Problem,
-            "PLB is on and dctcp is not loaded".to_owned(),
+            "PLB is on, but dctcp is not loaded".to_owned(),
             "`modprobe tcp_dctcp`; if the kernel has none, `plb run`",
         );
     }
@@ -207,7 +207,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
         add(
             "ecn",
             Problem,
-            format!("net.ipv4.tcp_ecn={}: connections from here do not ask for ECN", host.tcp_ecn),
+            format!("net.ipv4.tcp_ecn={}: connections from this host do not request ECN", host.tcp_ecn),
             "set it to 1 (3 to 5, AccECN, showed no ECN against a peer at 2), or `plb route set PREFIX --ecn on`",
         );
     }
@@ -239,19 +239,20 @@ pub fn lint(host: &Host) -> Vec<Finding> {
         0 => add(
             "auto-labels-off",
             Problem,
-            "net.ipv6.auto_flowlabels=0: every packet has label 0, whatever a socket asks for".to_owned(),
+            "net.ipv6.auto_flowlabels=0: every packet has label 0, even if a socket requests a label"
+                .to_owned(),
             "set it to 1",
         ),
         2 => add(
             "auto-labels-opt-in",
             Problem,
-            "net.ipv6.auto_flowlabels=2: only sockets that ask have labels".to_owned(),
+            "net.ipv6.auto_flowlabels=2: only sockets that request a label have one".to_owned(),
             "set it to 1, or set IPV6_AUTOFLOWLABEL on each socket (`plb envoy` does)",
         ),
         3 => add(
             "auto-labels-forced",
             Note,
-            "net.ipv6.auto_flowlabels=3: sockets cannot opt out, `plb run --way sockopt` cannot work"
+            "net.ipv6.auto_flowlabels=3: sockets cannot opt out, so `plb run --way sockopt` does not work"
                 .to_owned(),
             "set it to 1",
         ),
@@ -262,7 +263,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
             "txrehash",
             Problem,
             "net.core.txrehash=0: labels of new sockets never change, neither by PLB nor after timeouts; the counters \
-             rise all the same"
+             rise nevertheless"
                 .to_owned(),
             "set it to 1",
         ),
@@ -270,7 +271,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
             "no-txrehash",
             Note,
             format!("kernel {} has no net.core.txrehash", host.kernel),
-            "Linux 6.0 or later has",
+            "Linux 6.0 or later has it",
         ),
         _ => {}
     }
@@ -318,7 +319,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
                     ": a socket once took an exclusive lease".to_owned()
                 }
             ),
-            "lease labels shared (`plb label lease --share any`, the default); only a new namespace forgets",
+            "lease labels shared (`plb label lease --share any`, the default); only a new namespace accepts unleased ones again",
         );
     }
     if host.flowlabel_state_ranges != 0 {
@@ -346,7 +347,7 @@ pub fn lint(host: &Host) -> Vec<Finding> {
         add(
             "counter-without-move",
             Problem,
-            "TCPPLBRehash rises while net.core.txrehash=0: it counts wishes, not moves".to_owned(),
+            "TCPPLBRehash rises while net.core.txrehash=0: it counts requests, not moves".to_owned(),
             "set net.core.txrehash=1; look at labels on the wire or at bytes per path, not at this counter",
         );
     }

@@ -24,8 +24,8 @@ pub(crate) struct Batch<T> {
 /// Sends `request` and collects the answer until the kernel marks it complete.
 ///
 /// `doing` and `cure` are used in error messages. The request is repeated, up to [`ATTEMPTS`] times in all, if the dump
-/// changed while the kernel produced it or if the error [`passes`]. A request may therefore arrive twice: send only
-/// idempotent requests.
+/// changed while the kernel produced it or if the error [`is_temporary`]. A request may therefore arrive twice: send
+/// only idempotent requests.
 pub(crate) fn exchange<T>(
     protocol: isize,
     request: NetlinkMessage<T>,
@@ -78,7 +78,7 @@ where
             thread::sleep(FIRST_PAUSE * 2_u32.pow(attempt - 1));
         }
         match once(&mut open, &bytes, doing, cure) {
-            Err(error) if passes(&error) => failed = error,
+            Err(error) if is_temporary(&error) => failed = error,
             outcome => return outcome,
         }
     }
@@ -119,7 +119,7 @@ where
 
 /// Returns whether the same request is likely to succeed a moment later: the list changed while it was read, the kernel
 /// was busy or out of memory, or the socket's buffer was full.
-pub(crate) fn passes(error: &Error) -> bool {
+pub(crate) fn is_temporary(error: &Error) -> bool {
     matches!(error.errno(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOBUFS | libc::ENOMEM))
 }
 

@@ -22,7 +22,9 @@ impl Namespace {
     /// [`Error::Gone`], listing the existing names.
     pub fn named(name: &str) -> Result<Self> {
         if name.is_empty() || name.contains('/') || name == "." || name == ".." {
-            return Err(Error::Invalid(format!("`{name}` is no namespace name: it is a file in {FOLDER}")));
+            return Err(Error::Invalid(format!(
+                "`{name}` is not a namespace name, which is the name of a file in {FOLDER}"
+            )));
         }
         let file = File::open(PathBuf::from(FOLDER).join(name)).map_err(|source| match source.kind() {
             io::ErrorKind::NotFound => {

@@ -16,7 +16,7 @@ pub fn duplicate(pid: u32, fd: i32) -> Result<OwnedFd> {
     let doing = || format!("reaching descriptor {fd} of process {pid}");
     let sort = |source: std::io::Error| match source.raw_os_error() {
         Some(libc::ESRCH) => Error::Gone(format!("no process {pid} (any more)")),
-        Some(libc::EINVAL) => Error::Invalid(format!("{pid} is no process id")),
+        Some(libc::EINVAL) => Error::Invalid(format!("{pid} is not a process id")),
         Some(libc::EBADF) => Error::Gone(format!("process {pid} has no descriptor {fd} (any more)")),
         _ => Error::kernel(doing(), "be the same user, or root (CAP_SYS_PTRACE)", source),
     };

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pins_hold_and_timeouts_are_the_kernels_where_it_can() {
+    fn pins_hold_and_the_kernel_handles_the_timeouts_that_it_can() {
         use Cause::{Forced, Idle, Timeout};
         let label = Label::new(0xabc).unwrap();
         let explicit = Current::Explicit(label, None);

@@ -22,7 +22,7 @@ pub fn obstacles() -> Vec<String> {
     }
     if fs::metadata("/proc/self/ns/pid").is_ok_and(|namespace| namespace.ino() != FIRST_PID_NAMESPACE) {
         obstacles.push(
-            "not in the host's PID namespace: connections of processes outside of this one stay where they are"
+            "not in the host's PID namespace: connections of processes outside this namespace stay where they are"
                 .to_owned(),
         );
     }

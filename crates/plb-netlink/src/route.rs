@@ -48,8 +48,9 @@ impl std::str::FromStr for Prefix {
 
     /// Parses `default`, `ADDRESS/LENGTH` or `ADDRESS` (128 bits).
     fn from_str(text: &str) -> Result<Self> {
-        let bad =
-            || Error::Invalid(format!("`{text}` is no IPv6 prefix: `default`, ADDRESS or ADDRESS/0 to 128"));
+        let bad = || {
+            Error::Invalid(format!("`{text}` is not an IPv6 prefix: `default`, ADDRESS or ADDRESS/0 to 128"))
+        };
         if text == "default" {
             return Ok(Self { address: Ipv6Addr::UNSPECIFIED, length: 0 });
         }
@@ -59,7 +60,7 @@ impl std::str::FromStr for Prefix {
         let prefix = Self { address, length };
         if prefix.network() != address {
             let cure = format!("its host bits are not zero; the network is `{}/{length}`", prefix.network());
-            return Err(Error::Invalid(format!("`{text}` is no IPv6 prefix: {cure}")));
+            return Err(Error::Invalid(format!("`{text}` is not an IPv6 prefix: {cure}")));
         }
         Ok(prefix)
     }

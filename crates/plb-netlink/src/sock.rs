@@ -182,7 +182,7 @@ pub(crate) fn check_congestion_name(name: &str) -> Result<()> {
     let plausible = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
     if name.is_empty() || name.len() > 15 || !name.bytes().all(plausible) {
         return Err(Error::Invalid(format!(
-            "`{name}` is no congestion control: 1 to 15 letters, digits, `_`, `-`"
+            "`{name}` is not a congestion control: 1 to 15 letters, digits, `_`, `-`"
         )));
     }
     Ok(())

@@ -194,7 +194,7 @@ extern "C" fn note_interrupt(_signal: c_int) {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// Signals that ask a program to end: from the terminal, from an operator, or because the terminal is gone.
+/// Signals that request the end of a program: from the terminal, from an operator, or because the terminal closed.
 const ENDINGS: [c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
 /// Makes SIGINT, SIGTERM and SIGHUP only set [`interrupted`] to true, once each; a second signal of the same kind

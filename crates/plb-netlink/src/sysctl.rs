@@ -149,7 +149,7 @@ impl PlbParams {
             })
         });
         let Err(why) = outcome else { return Ok(()) };
-        // The reading below decides whether this worked.
+        // The values read back below show whether this worked.
         let _ = Self::read_from(store).and_then(|now| now.change(&before, store));
         match Self::read_from(store) {
             Ok(now) if now == before => Err(why),
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_what_is_read() {
+    fn written_values_are_read_back() {
         let fake = Fake::new();
         wanted().write_to(&fake).unwrap();
         assert_eq!(PlbParams::read_from(&fake).unwrap(), wanted());
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn half_applied_is_said() {
+    fn a_half_applied_change_is_reported() {
         let fake = Fake { patience: Cell::new(2), ..Fake::new() };
         let error = wanted().write_to(&fake).unwrap_err();
         let Error::HalfApplied { left, .. } = error else { panic!("{error}") };

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_older_kernel_lacks_is_none() {
+    fn fields_that_an_older_kernel_lacks_are_none() {
         // Length of the struct, then which of the optional fields it contains.
         for (length, acked, delivered, rehash, rto) in [
             (104, false, false, false, false), // Linux 2.6 to 3.14

@@ -241,7 +241,7 @@ fn counter_without_move(fabric: &Fabric) -> Result<()> {
         ensure(flows.iter().all(|flow| capture.labels(flow.port()).len() == 1), "no label changes")?;
         ensure(measured.bytes[PATHS - 1] < measured.total() / 100, "the fourth path stays empty")?;
         let check = command(fabric, Node::H1, &["check", "--remote-port", &sink.addr.port().to_string()]);
-        ensure(check.is_err_and(|said| said.contains(case)), "`plb check` says why")?;
+        ensure(check.is_err_and(|said| said.contains(case)), "`plb check` gives the reason")?;
     }
     Ok(())
 }

@@ -41,12 +41,12 @@ EXIT CODES
   1  `check`: a socket cannot be repathed; `lint`: a problem was found
   2  bad arguments; nothing was changed
   3  a right is missing; the message says which
-  4  this kernel or host lacks something; the message says what helps
-  5  a namespace, process, socket, lease, device or route is not there (any more)
-  6  the kernel refused or answered nonsense
+  4  this kernel or host lacks a feature; the message says how to get it
+  5  a namespace, process, socket, lease, device or route does not exist (any more)
+  6  the kernel refused, or its answer was malformed
 
 RIGHTS
-  show, sockets, lint, envoy, route (list), label list, watch: none, but owners of foreign sockets need root to be seen
+  show, sockets, lint, envoy, route (list), label list, watch: none; root, to see the owners of other users' sockets
   set, route set: root, or CAP_NET_ADMIN
   repath --dev, run --way bpf: CAP_BPF and CAP_NET_ADMIN
   run, either way: for connections of other users CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH too, in the host's PID
@@ -55,10 +55,10 @@ RIGHTS
   --netns: CAP_SYS_ADMIN
 
 FIRST STEPS
-  plb lint                      what is in the way on this host, and what helps
+  plb lint                      what prevents repathing on this host, and how to fix it
   plb set --enabled on          switch the kernel's PLB on in this namespace
   plb check                     which connections can be repathed, and why not
-  plb watch                     see it happen
+  plb watch                     watch connections move
   plb envoy                     the socket options for an unmodified Envoy";
 
 #[derive(Debug, Subcommand)]
@@ -98,7 +98,7 @@ pub(crate) enum Command {
     /// left alone, as are connections for which these cannot be read. However this command ends, the program is
     /// removed and the connections have their own labels again.
     Run(RunArgs),
-    /// Companion of `run --way sockopt`: switches back the labels that it leaves switched
+    /// Companion of `run --way sockopt`: restores the labels that it leaves switched
     #[command(hide = true)]
     Restore,
     /// Show a live table of repaths, timeouts and marks, for this namespace and for each connection
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_argument_names_itself_and_what_is_right() {
+    fn an_error_names_the_argument_and_its_valid_values() {
         for (args, says) in [
             (vec!["label", "lease", "0x100000"], "20 bits"),
             (vec!["pin", "7"], "PID:FD"),

@@ -105,7 +105,7 @@ pub(crate) fn set(output: Output, args: &SetArgs) -> Result<Answer> {
 
 /// Parses a share of 0 to 1, or `x/256` in the kernel's unit.
 pub(crate) fn threshold(text: &str) -> Result<Threshold> {
-    let bad = || Error::Invalid(format!("--k: `{text}` is no share: 0 to 1, or 0/256 to 256/256"));
+    let bad = || Error::Invalid(format!("--k: `{text}` is not a share: 0 to 1, or 0/256 to 256/256"));
     match text.split_once('/') {
         Some((parts, "256")) => Threshold::from_256ths(parts.parse().map_err(|_| bad())?),
         Some(_) => return Err(bad()),
@@ -125,21 +125,21 @@ const MEANINGS: [&str; 5] = [
     "K in 1/256: share of marked packets that makes a round congested",
     "M: congested rounds before an idle connection moves (0: never)",
     "N: congested rounds before a busy connection moves",
-    "pause after a timeout, seconds, really 1 to 2 times this",
+    "pause after a timeout, seconds; the actual pause is 1 to 2 times this",
 ];
 
 const RELATED: [(&str, &str); 6] = [
     ("net.ipv4.tcp_congestion_control", "default of new sockets; PLB acts for dctcp only"),
     ("net.ipv4.tcp_available_congestion_control", "loaded"),
-    ("net.ipv4.tcp_allowed_congestion_control", "may be chosen without rights"),
-    ("net.ipv4.tcp_ecn", "1: ask for ECN; 2: accept it only"),
+    ("net.ipv4.tcp_allowed_congestion_control", "need no rights"),
+    ("net.ipv4.tcp_ecn", "1: request ECN; 2: only accept it"),
     ("net.core.txrehash", "1: labels of new sockets may change"),
     ("net.ipv6.auto_flowlabels", "1: sockets have automatic labels"),
 ];
 
 const COUNTED: [&str; 6] = [
-    "PLB wanted another label (no proof that it changed)",
-    "a timeout wanted another label (no proof either)",
+    "PLB requested another label; it may not have changed",
+    "a timeout requested another label; it may not have changed",
     "duplicate data made a receiver change the label of its ACKs",
     "packets delivered with a congestion mark",
     "packets delivered",

@@ -44,7 +44,7 @@ pub(crate) fn repath(output: Output, args: &RepathArgs) -> Result<Answer> {
                 });
             }
             Current::Automatic => {
-                format!("{name}: automatic label off (label 0); run it again for the way back")
+                format!("{name}: automatic label off (label 0); run the command again to switch it on")
             }
             Current::Zero => format!("{name}: automatic label on"),
         };
@@ -153,7 +153,7 @@ pub(crate) fn run(output: Output, args: &RunArgs) -> Result<Answer> {
 /// Moves connections by socket options, with a companion process that restores the labels that this process leaves
 /// switched.
 fn by_options() -> Result<Way> {
-    // The path of the program may name another program by now, so it is not used.
+    // Not the program's path, which may name another program by now.
     let mut command = Command::new("/proc/self/exe");
     Guardian::start(command.arg("restore")).map(|guardian| Way::SocketOptions(Some(guardian)))
 }
@@ -302,7 +302,7 @@ pub(crate) fn watch_table(output: Output, args: &WatchArgs) -> Result<Answer> {
             let header = ["LOCAL", "PEER", "CC", "DELIVERED", "MARKED", "REHASH"];
             let home = if clear { "\x1b[2J\x1b[H" } else { "" };
             format!(
-                "{home}{}\n{}\n{} connections; rehashes are wishes, `plb check` says whether labels can change",
+                "{home}{}\n{}\n{} connections; rehashes count requests; `plb check` shows whether labels can change",
                 counters.join("  "),
                 table(header, &busiest),
                 rows.len()
@@ -373,7 +373,7 @@ fn watch() -> Result<()> {
 }
 
 fn random() -> Result<u32> {
-    random_u32().map_err(|reason| Error::Kernel { doing: "asking for random bits".to_owned(), reason })
+    random_u32().map_err(|reason| Error::Kernel { doing: "reading random bits".to_owned(), reason })
 }
 
 /// Maximum time for which listings may keep failing.

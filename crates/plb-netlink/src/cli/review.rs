@@ -39,7 +39,7 @@ pub(crate) fn lint(output: Output) -> Result<Answer> {
 
 pub(crate) fn envoy(output: Output, args: &EnvoyArgs) -> Result<Answer> {
     let preferred = sock::WITH_PLB_HOOKS[0];
-    let (congestion, mut mind) = match &args.congestion {
+    let (congestion, mut warnings) = match &args.congestion {
         Some(name) => (Some(name.as_str()), envoy::check(name)?),
         None if sysctl::congestion_controls()?.iter().any(|name| name == preferred) => {
             (Some(preferred), envoy::check(preferred)?)
@@ -47,21 +47,21 @@ pub(crate) fn envoy(output: Output, args: &EnvoyArgs) -> Result<Answer> {
         None => (
             None,
             vec![format!(
-                "no {preferred} here: the host's default stays, the kernel repaths after timeouts only; `plb run` adds \
-                 the rest"
+                "no {preferred} here: sockets keep the host's default, and the kernel repaths only after timeouts; \
+                 `plb run` also repaths for congestion"
             )],
         ),
     };
     if sysctl::read_number("net.core.txrehash")?.is_none() {
-        mind.push("this kernel has no SO_TXREHASH (Linux 6.0): leave that option out".to_owned());
+        warnings.push("this kernel has no SO_TXREHASH (Linux 6.0): leave that option out".to_owned());
     }
     let cluster = (!args.listener).then(|| envoy::socket_options(Side::Cluster, congestion));
     let listener = (!args.cluster).then(|| envoy::socket_options(Side::Listener, congestion));
-    let value = json!({"cluster": cluster, "listener": listener, "mind": mind});
+    let value = json!({"cluster": cluster, "listener": listener, "mind": warnings});
     output.print(&value, || {
         let mut text = String::new();
-        for line in &mind {
-            text.push_str(&format!("# Mind: {line}\n"));
+        for line in &warnings {
+            text.push_str(&format!("# Note: {line}\n"));
         }
         if let Some(yaml) = cluster {
             text.push_str(&format!("# Under each cluster:\n{yaml}"));

@@ -97,7 +97,7 @@ fn every_truncation_is_an_error() {
 }
 
 #[test]
-fn what_the_kernel_refuses_is_an_error() {
+fn a_refusal_by_the_kernel_is_an_error() {
     // nlmsgerr with ENOENT (no inet_diag), in answer to a request header.
     let mut refusal = vec![36, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
     refusal.extend((-libc::ENOENT).to_ne_bytes());

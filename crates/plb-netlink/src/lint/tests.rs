@@ -114,7 +114,7 @@ fn a_counter_that_rises_without_effect_is_named() {
 }
 
 #[test]
-fn what_does_not_matter_is_no_finding() {
+fn irrelevant_settings_are_not_reported() {
     // A host that does not forward needs no particular hash; loopback listeners do not use a fabric.
     let host = Host {
         forwards: false,

@@ -58,7 +58,7 @@ fn request() -> NetlinkMessage<SockDiagMessage> {
 }
 
 #[test]
-fn what_passes_is_tried_again_and_the_rest_is_not() {
+fn temporary_failures_are_retried_and_others_are_not() {
     let good = || Ok(done(0));
     /// Name, events of each attempt, remaining errno, attempts.
     type Case = (&'static str, Vec<Vec<Read>>, Option<i32>, usize);
@@ -98,9 +98,9 @@ fn a_socket_cannot_be_opened_for_a_moment() {
 
 /// A dump that is not read to its end keeps its socket busy: the kernel answers a second one with EBUSY.
 #[test]
-fn a_busy_kernel_is_asked_again() {
+fn a_request_to_a_busy_kernel_is_retried() {
     let Ok(listener) = TcpListener::bind("[::1]:0") else {
-        return eprintln!("a_busy_kernel_is_asked_again: skipped: no IPv6 on loopback");
+        return eprintln!("a_request_to_a_busy_kernel_is_retried: skipped: no IPv6 on loopback");
     };
     let connect = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     // More than fits into a few datagrams, so that the dump is not complete at once.

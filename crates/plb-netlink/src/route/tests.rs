@@ -69,7 +69,7 @@ fn metrics(change: &Change) -> Vec<RouteMetric> {
 }
 
 #[test]
-fn a_change_leaves_alone_what_it_does_not_name() {
+fn a_change_keeps_all_other_metrics() {
     use RouteMetric::{CcAlgo, Features, Lock, Mtu};
     let reno = || CcAlgo("reno".to_owned());
     let nothing = Change::default();

@@ -27,8 +27,8 @@ fn indented(yaml: &str, by: usize) -> String {
 }
 
 #[test]
-fn envoys_sockets_have_what_the_emitted_yaml_asks_for() {
-    let name = "envoys_sockets_have_what_the_emitted_yaml_asks_for";
+fn envoys_sockets_have_the_options_of_the_yaml() {
+    let name = "envoys_sockets_have_the_options_of_the_yaml";
     if !ready(name) {
         return;
     }

@@ -29,8 +29,8 @@ fn knobs_are_per_namespace_and_read_back() {
 }
 
 #[test]
-fn the_kernels_ranges_are_ours() {
-    if !ready("the_kernels_ranges_are_ours") {
+fn our_ranges_are_the_kernels() {
+    if !ready("our_ranges_are_the_kernels") {
         return;
     }
     let fabric = Fabric::build().unwrap();
@@ -45,8 +45,8 @@ fn the_kernels_ranges_are_ours() {
 }
 
 #[test]
-fn set_changes_what_is_named_and_a_bad_one_changes_nothing() {
-    if !ready("set_changes_what_is_named_and_a_bad_one_changes_nothing") {
+fn set_changes_the_given_knobs_and_an_error_changes_nothing() {
+    if !ready("set_changes_the_given_knobs_and_an_error_changes_nothing") {
         return;
     }
     let fabric = Fabric::build().unwrap();
@@ -82,8 +82,8 @@ fn set_changes_what_is_named_and_a_bad_one_changes_nothing() {
 }
 
 #[test]
-fn what_is_not_there_is_named() {
-    if !ready("what_is_not_there_is_named") {
+fn missing_things_are_named() {
+    if !ready("missing_things_are_named") {
         return;
     }
     let fabric = Fabric::build().unwrap();

@@ -219,8 +219,8 @@ fn the_list_of_sockets_agrees_with_the_sockets() {
 }
 
 #[test]
-fn check_tells_why_not() {
-    if !ready("check_tells_why_not") {
+fn check_gives_the_reasons() {
+    if !ready("check_gives_the_reasons") {
         return;
     }
     let fabric = Fabric::build().unwrap();

@@ -79,8 +79,8 @@ fn an_explicit_label_is_a_pin_whether_its_socket_shows_it_or_not() {
 }
 
 #[test]
-fn a_descriptor_that_means_another_socket_by_now_is_not_touched() {
-    if !ready("a_descriptor_that_means_another_socket_by_now_is_not_touched") {
+fn a_reused_descriptor_is_not_touched() {
+    if !ready("a_reused_descriptor_is_not_touched") {
         return;
     }
     let (fabric, _congested) = congested_fabric();

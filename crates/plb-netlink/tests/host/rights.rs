@@ -92,8 +92,8 @@ fn the_rights_of_the_unit_are_enough() {
 }
 
 #[test]
-fn no_right_of_the_unit_is_too_many() {
-    if !ready("no_right_of_the_unit_is_too_many") {
+fn every_right_of_the_unit_is_necessary() {
+    if !ready("every_right_of_the_unit_is_necessary") {
         return;
     }
     let (copy, all) = (Copy::new("exact"), capabilities());
@@ -126,8 +126,8 @@ fn no_right_of_the_unit_is_too_many() {
 }
 
 #[test]
-fn what_cannot_be_read_is_not_moved() {
-    if !ready("what_cannot_be_read_is_not_moved") {
+fn connections_with_unreadable_pins_are_not_moved() {
+    if !ready("connections_with_unreadable_pins_are_not_moved") {
         return;
     }
     let copy = Copy::new("pins");
