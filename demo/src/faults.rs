@@ -29,7 +29,7 @@ pub(crate) struct Fault {
     pub(crate) what: &'static str,
     pub(crate) by: By,
     pub(crate) target: Target,
-    /// Default duration. 0 for a fault that is over at once and that a restart by Docker repairs.
+    /// Default duration, seconds. 0 for a fault that ends at once, because Docker restarts the program.
     pub(crate) seconds: u64,
 }
 
@@ -114,28 +114,28 @@ pub(crate) const FAULTS: [Fault; 11] = [
     },
     Fault {
         name: "delay",
-        what: "all that the replica sends is 50 ms late (netem)",
+        what: "every packet that the replica sends is 50 ms late (netem)",
         by: By::Host,
         target: Target::Replica(1),
         seconds: 20,
     },
     Fault {
         name: "endpoint-remove",
-        what: "discovery takes the replica out",
+        what: "discovery removes the replica",
         by: By::Page,
         target: Target::Replica(2),
         seconds: 20,
     },
     Fault {
         name: "endpoint-add",
-        what: "discovery brings the spare replica in",
+        what: "discovery adds the spare replica",
         by: By::Page,
         target: Target::Only,
         seconds: 20,
     },
     Fault {
         name: "envoy-restart",
-        what: "the Envoy with Prequal ends; Docker starts it again, its pool is empty",
+        what: "the Envoy with Prequal exits; Docker starts it again, with an empty pool",
         by: By::Page,
         target: Target::Only,
         seconds: 0,

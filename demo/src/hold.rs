@@ -5,7 +5,7 @@
 
 use anyhow::Result;
 
-/// Waits for ever; a signal ends the program.
+/// Waits forever; a signal ends the program.
 pub(crate) async fn run() -> Result<()> {
     std::future::pending().await
 }

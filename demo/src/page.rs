@@ -50,7 +50,8 @@ const ORDER_HEADER: &str = "x-prequal-demo";
 /// The controller on the host counts as present for this long after its last request.
 const CONTROLLER: Duration = Duration::from_secs(5);
 
-const ASK: Duration = Duration::from_secs(2);
+/// Time within which a program must answer the page.
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 struct Page {
     args: Args,
@@ -138,7 +139,7 @@ impl Page {
             }
             _ => return web::text(StatusCode::NOT_FOUND, "/metrics/envoy/SIDE or /metrics/replica/NUMBER\n"),
         };
-        match self.client.get(&url, ASK).await {
+        match self.client.get(&url, TIMEOUT).await {
             Ok(answer) => web::typed(answer.status, "text/plain; version=0.0.4; charset=utf-8", answer.body),
             Err(error) => web::text(StatusCode::BAD_GATEWAY, format!("{error:#}\n")),
         }
@@ -228,9 +229,9 @@ impl Page {
                 format!("http://antagonist-{replica}:{}/burn?seconds={seconds}", antagonist::PORT)
             }
             "crash" => {
-                self.client.get(&format!("{service}/healthz"), ASK).await?;
+                self.client.get(&format!("{service}/healthz"), TIMEOUT).await?;
                 // The service exits without answering.
-                let _ = self.client.post(&format!("{service}/fault/crash"), ASK).await;
+                let _ = self.client.post(&format!("{service}/fault/crash"), TIMEOUT).await;
                 return Ok(());
             }
             "envoy-restart" => {
@@ -248,12 +249,12 @@ impl Page {
             }
             other => anyhow::bail!("`{other}` is not a fault that the page carries out"),
         };
-        let answer = self.client.post(&url, ASK).await?;
+        let answer = self.client.post(&url, TIMEOUT).await?;
         anyhow::ensure!(answer.status.is_success(), "{url} answered {}", answer.status);
         Ok(())
     }
 
-    /// `POST /api/baseline?policy=round_robin`: the other Envoy has both policies configured, and a runtime key selects
+    /// `POST /api/baseline?policy=round_robin`. The other Envoy has both policies configured; a runtime key selects
     /// one.
     async fn choose_baseline(&self, call: &Call) -> Response<Full<Bytes>> {
         let policy = call.query("policy").unwrap_or_default();
@@ -268,7 +269,7 @@ impl Page {
             "http://envoy-baseline:{}/runtime_modify?baseline.round_robin={share}",
             collect::ENVOY_ADMIN
         );
-        match self.client.post(&url, ASK).await {
+        match self.client.post(&url, TIMEOUT).await {
             Ok(answer) if answer.status.is_success() => {
                 policy.clone_into(&mut self.state().baseline);
                 web::json(&json!({"policy": policy}))
@@ -290,7 +291,7 @@ impl Page {
 /// The policies that the other Envoy can use.
 const BASELINES: [&str; 2] = ["least_request", "round_robin"];
 
-/// Whether a `Host` names this machine's loopback or the page's container. Other names indicate DNS rebinding.
+/// Whether a `Host` header names this machine's loopback or the page's container. Other names indicate DNS rebinding.
 fn of_this_machine(host: &str) -> bool {
     let name = match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,

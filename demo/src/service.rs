@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_orders_name_what_is_wrong() {
+    fn bad_orders_are_refused() {
         let service = service();
         for (order, status) in [
             ("/fault/slow?factor=10&seconds=5", 200),

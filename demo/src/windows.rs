@@ -15,7 +15,7 @@ pub(crate) const KEPT: usize = 300;
 /// Latency of a failed request, microseconds: Envoy's timeout in the demo's configuration.
 pub(crate) const FAILED_US: u32 = 2_000_000;
 
-/// Limit of replica numbers, which are all smaller.
+/// Upper limit of replica numbers, exclusive.
 pub(crate) const REPLICAS: usize = 100;
 
 /// One request that ended.

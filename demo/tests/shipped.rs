@@ -22,7 +22,7 @@ fn route(config: &mut Value) -> &mut Value {
 }
 
 #[test]
-fn the_demo_runs_what_users_copy() {
+fn the_demo_runs_the_shipped_configuration() {
     let mut filter = configuration("static/envoy.yaml");
     let wasm = &mut manager(&mut filter)["http_filters"][1]["typed_config"]["config"]["vm_config"];
     wasm["code"]["local"]["filename"] = "/etc/envoy/prequal_filter.wasm".into();
@@ -63,7 +63,7 @@ fn change_for_the_demo(expected: &mut Value) {
 }
 
 #[test]
-fn the_other_envoy_differs_only_in_the_balancing() {
+fn the_other_envoy_differs_only_in_its_policy() {
     let mut prequal = configuration("compose/envoy-prequal.yaml");
     let mut baseline = configuration("compose/envoy-baseline.yaml");
     for part in ["timeout", "retry_policy"] {

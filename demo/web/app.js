@@ -24,12 +24,12 @@ function ms(value) {
 }
 
 async function order(path) {
-  at("said").textContent = "";
+  at("message").textContent = "";
   try {
     const answer = await fetch(path, { method: "POST", headers: { "x-prequal-demo": "page" } });
-    if (!answer.ok) at("said").textContent = (await answer.text()).trim();
+    if (!answer.ok) at("message").textContent = (await answer.text()).trim();
   } catch (error) {
-    at("said").textContent = "the page's server does not answer";
+    at("message").textContent = "the page's server does not answer";
   }
 }
 
@@ -142,7 +142,7 @@ function balancer() {
     ["probes per query", number(b.probes_per_query, 2)],
     ["diverted/s", number(b.diverted_per_s, 1)],
   ];
-  if (b.ejected != null) rows.push(["ejected, says the filter", number(b.ejected)]);
+  if (b.ejected != null) rows.push(["ejected by the filter", number(b.ejected)]);
   if (!b.up) rows.push(["Envoy", "does not answer"]);
   at("balancer").replaceChildren(...rows.flatMap(([name, value]) =>
     [element("dt", {}, name), element("dd", {}, value)]));

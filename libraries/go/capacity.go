@@ -3,8 +3,8 @@ package prequal
 import "math"
 
 // The estimate of how fast the server is, and how much it can serve at once. Follows crates/prequal-core/src/server/capacity.rs. The
-// sums are taken in the order of that file, so that rounding is the same, except in the last digits of logarithms and
-// exponentials.
+// sums are computed in the order of that file, so that they are rounded alike. Only logarithms and exponentials may differ, in
+// their last digits.
 
 const (
 	maxKnee      = 512

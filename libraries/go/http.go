@@ -13,7 +13,7 @@ import (
 const (
 	prefix    = "/prequal/"
 	probePath = "/prequal/probe"
-	// Known length of a body above which it is a large download, bytes.
+	// Content-Length above which a response is a large download, bytes.
 	largeBody = 1 << 20
 
 	headerLoad    = "X-Prequal-Load"

@@ -32,7 +32,7 @@ type visit struct {
 	arrived uint64
 	// When it last came to the server. Linked visits are in this order.
 	since uint64
-	// When it last left the server while in flight, if it is away.
+	// If it waits for its client: when that wait began.
 	awaySince    uint64
 	away, stream bool
 	// Time that its client took before since, microseconds.

@@ -28,7 +28,7 @@ fn write(out: &mut String, state: &State) -> std::fmt::Result {
             writeln!(out, "{name}{{side=\"{side_name}\",quantile=\"{quantile}\"}} {seconds}")?;
         }
     }
-    head(out, "prequal_demo_share", "gauge", "Part of the last 5 s' answers that a replica gave, 0 to 1.")?;
+    head(out, "prequal_demo_share", "gauge", "Share of a replica in the answers of the last 5 s, 0 to 1.")?;
     for (name, side) in SIDES.iter().zip(&state.sides) {
         for replica in 1..=state.endpoints.replicas {
             let share = side.share(replica);

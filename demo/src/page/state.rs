@@ -104,7 +104,7 @@ impl Side {
 pub(crate) struct State {
     pub(crate) endpoints: Endpoints,
     pub(crate) baseline: String,
-    /// When the controller on the host last asked for orders.
+    /// When the controller on the host last fetched orders.
     pub(crate) controller: Option<Instant>,
     /// Orders that it has not fetched yet.
     pub(crate) orders: Vec<Value>,

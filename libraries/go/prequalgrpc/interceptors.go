@@ -34,7 +34,7 @@ func ServerOptions(load *prequal.Load) []grpc.ServerOption {
 func UnaryServerInterceptor(load *prequal.Load) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, in any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 		request := load.Start()
-		// Stays if the handler panics.
+		// Remains the outcome if the handler panics.
 		outcome := prequal.Failure
 		defer func() { request.Finish(outcome) }()
 		out, err := handler(ctx, in)

@@ -79,7 +79,7 @@ def play(trace: str) -> str:
     now = 0
     load: Load
     requests: dict[str, tuple[Request, Outcome]] = {}
-    told = []
+    reports = []
     for line in trace.splitlines():
         at, what, *fields = line.split()
         now = int(at)
@@ -90,7 +90,7 @@ def play(trace: str) -> str:
                     endpoint, orca=form, orca_limit=int(limit), orca_window=int(window_us) / 1e6, clock=lambda: now
                 )
             case "probe":
-                told.append(probe(load))
+                reports.append(probe(load))
             case "start":
                 requests[fields[0]] = (load.start(), Outcome.SUCCESS)
             case "head":
@@ -104,7 +104,7 @@ def play(trace: str) -> str:
                     request.stream()
                 requests[number] = (request, outcome)
                 report = load.report(leaving)
-                told.append(f"{report.header()}\t{report.orca(load.orca)}")
+                reports.append(f"{report.header()}\t{report.orca(load.orca)}")
             case "wait":
                 requests[fields[0]][0].client_waits()
             case "back":
@@ -116,7 +116,7 @@ def play(trace: str) -> str:
                 requests.pop(fields[0])[0].finish(Outcome.ABORTED)
             case _:
                 raise ValueError(line)
-    return "".join(f"{line}\n" for line in told)
+    return "".join(f"{line}\n" for line in reports)
 
 
 def probe(load: Load) -> str:

@@ -17,7 +17,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PREFIX = b"/prequal/"
 PROBE_PATH = b"/prequal/probe"
-#: Known length of a body above which it is a large download, bytes.
+#: Content-Length above which a response is a large download, bytes.
 LARGE_BODY = 1 << 20
 OURS = (b"x-prequal-load",)
 ORCA = (b"endpoint-load-metrics", b"endpoint-load-metrics-bin")
@@ -88,7 +88,7 @@ class Call:
         self._gone = False
 
     async def run(self, app: App, scope: Scope) -> None:
-        # Stays if the task is cancelled.
+        # Remains the outcome if the task is cancelled.
         outcome = Outcome.ABORTED
         try:
             await app(scope, self._receive, self._send)

@@ -1,6 +1,6 @@
 """Estimates how fast the server is, and how much it can serve at once. Follows crates/prequal-core/src/server/capacity.rs.
 
-The sums are taken in the order of that file, so that rounding is the same.
+The sums are computed in the order of that file, so that they are rounded alike.
 """
 
 from __future__ import annotations

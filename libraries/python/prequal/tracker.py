@@ -39,7 +39,7 @@ class Visit:
         self.arrived = now
         #: When it last came to the server.
         self.since = now
-        #: When it last left the server while in flight; None while it is at the server.
+        #: If it waits for its client: when that wait began; None while it is at the server.
         self.away_since: int | None = None
         self.stream = False
         #: Time that its client took before `since`.
