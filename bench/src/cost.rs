@@ -1,5 +1,5 @@
-//! `cost`: CPU time per request of the filter, step by step in both roles; of unused clusters; and of the agent compared
-//! with other proxies.
+//! `cost`: CPU time per request of the filter, step by step in both roles; CPU time of unused clusters; and CPU time per
+//! request of the agent, compared with other proxies.
 //!
 //! Every process under measurement has one worker, bound to the first core; the generator and the replicas use the other
 //! cores. Replicas answer at once, so that nothing hides the cost, and report their own load, so that no agent is needed
@@ -20,6 +20,7 @@ use crate::backends::{Backends, Fleet, Replica, Service};
 use crate::closed::{self, Round};
 use crate::deadline;
 use crate::deployment::{CLUSTER, empty_module, start_agents, start_envoys};
+use crate::goals::print_verdict;
 use crate::passes;
 use crate::peer::{Peer, Running};
 use crate::process::{self, cores, pin, resident_kib};
@@ -113,7 +114,7 @@ enum Part {
     Deadline,
 }
 
-/// Runs the parts, prints the figures and judges them; the exit code says whether every goal was reached.
+/// Runs the parts, prints the figures and judges them; the exit code shows whether every goal was reached.
 pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     let wanted = |part| cost.only.is_none_or(|only| only == part);
     let mut reached = true;
@@ -153,7 +154,7 @@ fn trivial(count: usize) -> Fleet {
     Fleet::of(count, Replica::new(Service::Trivial))
 }
 
-/// Binds the `measured` processes to the first core and the `rest` to the other cores, if there are any.
+/// Binds the `measured` processes to the first core, and the `rest` to the other cores if the machine has any.
 fn place(measured: &[u32], rest: &[u32]) -> Result<()> {
     let cores = cores();
     if cores < 2 {
@@ -166,11 +167,6 @@ fn place(measured: &[u32], rest: &[u32]) -> Result<()> {
         pin(pid, 1..cores)?;
     }
     Ok(())
-}
-
-fn judge(reached: bool, line: &str) -> bool {
-    println!("{}  {line}", if reached { "PASS" } else { "MISS" });
-    reached
 }
 
 /// One line of a table: the target, the processes whose CPU time counts, and the rounds so far.
@@ -354,7 +350,8 @@ async fn filter(cost: &Cost) -> Result<bool> {
     for (name, what, limit) in goals {
         let variant = variants.iter().find(|variant| variant.name == name).context("a goal of a variant")?;
         let factor = variant.cpu() / none;
-        reached &= judge(factor <= limit, &format!("{what}: {factor:.2} times no filter (at most {limit})"));
+        reached &=
+            print_verdict(factor <= limit, &format!("{what}: {factor:.2} times no filter (at most {limit})"));
     }
     println!();
     Ok(reached)
@@ -441,11 +438,11 @@ async fn proxies(cost: &Cost) -> Result<bool> {
     println!("\n{}", table::render(&header, &rows));
     println!("CPU and req/s: {CONNECTIONS} connections; serial p50 and added: one connection.\n");
     let (agent, envoy) = (&variants[1], &variants[2]);
-    let cpu = judge(
+    let cpu = print_verdict(
         agent.cpu() <= envoy.cpu(),
         &format!("agent CPU per request {} µs (at most Envoy's {} µs)", one(agent.cpu()), one(envoy.cpu())),
     );
-    let latency = judge(
+    let latency = print_verdict(
         agent.serial_median() <= envoy.serial_median(),
         &format!(
             "agent adds {} µs at the median (at most Envoy's {} µs)",
@@ -470,7 +467,7 @@ async fn memory(requests: u64) -> Result<bool> {
         println!("  {:>9} requests: {} KiB", part * (requests / READINGS), readings[readings.len() - 1]);
     }
     let (first, last) = (readings[0], readings[readings.len() - 1]);
-    let reached = judge(
+    let reached = print_verdict(
         last <= first + FLAT_KIB,
         &format!(
             "agent memory {start} KiB idle, {first} KiB after the first tenth, {last} KiB at the end (at most {FLAT_KIB} KiB more)"

@@ -50,12 +50,18 @@ impl Goals {
             return ExitCode::SUCCESS;
         }
         for (reached, line) in &self.lines {
-            println!("{}  {line}", if *reached { "PASS" } else { "MISS" });
+            print_verdict(*reached, line);
         }
         let missed = self.lines.iter().filter(|(reached, _)| !reached).count();
         println!("{} of {} goals reached.", self.lines.len() - missed, self.lines.len());
         if missed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
+}
+
+/// Prints one verdict; returns `reached`.
+pub(crate) fn print_verdict(reached: bool, line: &str) -> bool {
+    println!("{}  {line}", if reached { "PASS" } else { "MISS" });
+    reached
 }
 
 /// How far a quantile of Prequal may exceed the best of other policies.

@@ -20,6 +20,7 @@ use prequal_testbed::{Agent, AgentOptions, Backend, Client, Envoy, EnvoyConfig, 
 use serde_json::json;
 
 use crate::deployment::CLUSTER;
+use crate::goals::print_verdict;
 use crate::table;
 use kinds::{Kind, TIMEOUT_PATH};
 use memory::{Memory, Samples};
@@ -143,11 +144,6 @@ async fn send(args: &Soak, bed: &Arc<Bed>, tally: &Arc<Tally>) -> Vec<(String, S
     memory.finish()
 }
 
-fn judge(reached: bool, what: &str) -> bool {
-    println!("{}  {what}", if reached { "PASS" } else { "MISS" });
-    reached
-}
-
 /// Checks that the requests of each kind ended as expected.
 fn judge_requests(tally: &Tally) -> bool {
     let count = |kind: Kind, bad: usize| tally.0[kind as usize][bad].load(Ordering::Relaxed);
@@ -157,7 +153,7 @@ fn judge_requests(tally: &Tally) -> bool {
         .collect();
     println!("{}", table::render(&["requests", "as expected", "otherwise"], &rows));
     let bad: u64 = Kind::ALL.into_iter().map(|kind| count(kind, 1)).sum();
-    judge(bad == 0, &format!("{bad} requests ended otherwise than their kind must (0)"))
+    print_verdict(bad == 0, &format!("{bad} requests ended differently than expected (0)"))
 }
 
 fn judge_memory(samples: &[(String, Samples)]) -> bool {
@@ -171,7 +167,10 @@ fn judge_memory(samples: &[(String, Samples)]) -> bool {
         .collect();
     println!("\n{}", table::render(&["KiB resident", "start", "half", "end", "fit of the 2nd half"], &rows));
     let judged = samples.iter().map(|(name, samples)| {
-        judge(samples.is_flat(), &format!("{name}: grows by no more than {:.0} KiB", samples.allowed()))
+        print_verdict(
+            samples.is_flat(),
+            &format!("{name}: grows by no more than {:.0} KiB", samples.allowed()),
+        )
     });
     // Judge every process, even after one that grows.
     judged.fold(true, |reached, flat| reached & flat)
@@ -209,7 +208,7 @@ fn judge_rest(bed: &Bed, mut sent: u64, given_up: u64) -> Result<bool> {
     } else {
         wrong.join("; ")
     };
-    Ok(judge(wrong.is_empty(), &text))
+    Ok(print_verdict(wrong.is_empty(), &text))
 }
 
 /// Lists the counts that have not settled. A request that its client aborts may not have reached the filter.
@@ -278,7 +277,7 @@ fn gauge(agent: &Agent, name: &str) -> Result<u64> {
 const HTTP2_CONNECTIONS: usize = 16;
 
 /// Checks that no connection to an agent is left once Envoy is gone, by the system's count and by the agents' own. Agents
-/// keep idle connections to their backends: over HTTP/1.1 at most as many as `at_once` requests needed, and a few of HTTP/2.
+/// keep idle connections to their backends: at most `at_once` over HTTP/1.1, and a few over HTTP/2.
 fn judge_connections(bed: Bed, at_once: usize) -> Result<bool> {
     let Bed { backends, agents, envoy } = bed;
     drop(envoy);
@@ -300,10 +299,16 @@ fn judge_connections(bed: Bed, at_once: usize) -> Result<bool> {
     let [open, counted] = left;
     let kept = established(&to_backends)?;
     let most = backends.len() * (at_once + HTTP2_CONNECTIONS);
-    let mut reached =
-        judge(open == 0, &format!("{open} connections to the agents are left after Envoy has gone (0)"));
-    reached &= judge(counted == 0, &format!("the agents count {counted} open connections and tunnels (0)"));
-    reached &= judge(kept <= most, &format!("the agents keep {kept} connections to the backends (≤ {most})"));
+    let mut reached = print_verdict(
+        open == 0,
+        &format!("{open} connections to the agents are left after Envoy has gone (0)"),
+    );
+    reached &=
+        print_verdict(counted == 0, &format!("the agents count {counted} open connections and tunnels (0)"));
+    reached &= print_verdict(
+        kept <= most,
+        &format!("the agents keep {kept} connections to the backends (≤ {most})"),
+    );
     Ok(reached)
 }
 

@@ -1,7 +1,7 @@
 //! `growth`: whether the CPU time of a request grows with the fleet, the clusters, the workers, or the requests in flight.
 //!
 //! All sizes of one quantity run side by side and take turns, so that the machine's drift cancels out. Growth is judged
-//! against the smallest size of the same kind; that of Envoy without Prequal stands beside it.
+//! against the smallest size of the same kind; the growth of Envoy without Prequal is shown for comparison.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -64,14 +64,14 @@ impl Growth {
 
 /// The measured cost at every size of one quantity.
 struct Grown {
-    /// The quantity, as the axis of its chart.
+    /// Name of the quantity, for the axis of its chart.
     quantity: &'static str,
     sizes: Vec<usize>,
-    /// Names of what is compared at each size; the last ones are judged.
+    /// Names of the kinds that are compared at each size.
     kinds: Vec<&'static str>,
-    /// Number of kinds at the beginning that are only shown.
+    /// Number of kinds, from the first, that are shown but not judged.
     shown: usize,
-    /// Larger sizes are shown, but not judged, because of this.
+    /// Largest size that is judged, and the reason why larger ones are not.
     beyond: Option<(usize, &'static str)>,
     /// All kinds of the first size, then those of the next.
     variants: Vec<Variant>,
@@ -157,7 +157,7 @@ impl Grown {
     }
 }
 
-/// Measures every quantity; the exit code says whether each goal was reached.
+/// Measures every quantity; the exit code shows whether every goal was reached.
 pub(crate) async fn run(growth: &Growth) -> Result<ExitCode> {
     let wanted = |quantity| growth.only.is_none_or(|only| only == quantity);
     let mut all = Vec::new();

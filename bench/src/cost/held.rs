@@ -68,8 +68,8 @@ pub(super) struct Requests {
     _tasks: JoinSet<()>,
 }
 
-/// Sends `count` requests over HTTP/2 through `agent`, which must stand before a [`Backend`], and waits until it counts them
-/// all as in flight.
+/// Sends `count` requests over HTTP/2 through `agent`, which must be in front of a [`Backend`]. Waits until the agent
+/// counts all of them as in flight.
 pub(super) async fn hold(agent: &Agent, count: usize) -> Result<Requests> {
     let mut tasks = JoinSet::new();
     for first in (0..count).step_by(STREAMS) {

@@ -8,9 +8,10 @@ use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig};
 use serde_json::json;
 
-use super::{judge, place, trivial};
+use super::{place, trivial};
 use crate::backends::Backends;
 use crate::deployment::{CLUSTER, start_envoys};
+use crate::goals::print_verdict;
 
 pub(crate) const CLUSTERS: usize = 100;
 const WORKERS: u32 = 4;
@@ -25,7 +26,8 @@ const CPU_SHARE: f64 = 0.005;
 /// Measures, prints and judges; returns whether both goals were reached.
 pub(super) async fn run() -> Result<bool> {
     let verdicts = verdicts(MEASURED).await?;
-    let reached = verdicts.into_iter().fold(true, |all, (reached, line)| judge(reached, &line) && all);
+    let reached =
+        verdicts.into_iter().fold(true, |all, (reached, line)| print_verdict(reached, &line) && all);
     println!();
     Ok(reached)
 }

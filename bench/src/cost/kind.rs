@@ -1,4 +1,4 @@
-//! What runs in the Envoys whose costs are compared, in front of any number of clusters.
+//! The kinds of Envoys whose costs are compared, each in front of any number of clusters.
 
 use std::net::SocketAddr;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::deployment::CLUSTER;
 
-/// Whether Prequal runs in an Envoy, and as what.
+/// Whether Prequal runs in an Envoy, and in which form.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Kind {
     /// Envoy's round robin alone.
@@ -52,7 +52,7 @@ impl Kind {
     }
 }
 
-/// The path under which a cluster is reached. No path is the beginning of another one, apart from the first.
+/// The path under which a cluster is reached. Except for the first, no path is the beginning of another.
 pub(super) fn path(cluster: usize) -> String {
     if cluster == 0 { "/".to_owned() } else { format!("/{}", name(cluster)) }
 }

@@ -11,10 +11,11 @@ use anyhow::{Context, Result};
 use prequal_testbed::{Envoy, EnvoyConfig, Policy};
 use tokio::task::JoinHandle;
 
-use super::{CONNECTIONS, Cost, Variant, counters, judge, place, saturate, trivial, warm_up};
+use super::{CONNECTIONS, Cost, Variant, counters, place, saturate, trivial, warm_up};
 use crate::backends::Backends;
 use crate::closed::Connection;
 use crate::deployment::{CLUSTER, start_envoys};
+use crate::goals::print_verdict;
 use crate::stats::median;
 use crate::table::{self, one, two};
 
@@ -89,7 +90,7 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
     let header = ["replicas", "CPU µs", "min–max", "req/s", "probes/req", "at 200 req/s, of a core"];
     println!("\n{}", table::render(&header, &rows));
     let (factor, in_all) = (added[1] / added[0], variants[3].cpu() / variants[1].cpu());
-    let per_request = judge(
+    let per_request = print_verdict(
         factor <= FACTOR,
         &format!(
             "a request costs {} µs more than round robin, {} with {FEW} replicas: {} times (at most {FACTOR}); {} times in all",
@@ -99,11 +100,13 @@ pub(super) async fn run(cost: &Cost) -> Result<bool> {
             two(in_all),
         ),
     );
-    let membership =
-        judge(work <= WORK, &format!("the membership takes {:.2} % of a core (at most 1 %)", work * 100.0));
+    let membership = print_verdict(
+        work <= WORK,
+        &format!("the membership takes {:.2} % of a core (at most 1 %)", work * 100.0),
+    );
     let discovery = many > MOST_JOINED || {
         let found = newcomers(&mut envoys[3], &all, many).await?;
-        judge(
+        print_verdict(
             found <= FOUND_WITHIN,
             &format!(
                 "the last of {NEWCOMERS} newcomers was known after {:.1} s (at most {} s)",

@@ -56,16 +56,17 @@ pub(crate) struct Memory {
     out: PathBuf,
 }
 
-/// What an Envoy has more and more of.
+/// A quantity of which Envoys with different amounts are compared.
 struct Quantity {
     name: &'static str,
     sizes: &'static [usize],
-    /// The figure is given for this many more.
+    /// The growth is given per this amount.
     unit: f64,
     unit_name: &'static str,
-    /// Goals for the filter and the native module, MiB more than without Prequal: with the smallest size, if it is judged.
+    /// Goals for the filter and the native module at the smallest size, MiB more than without Prequal; `None` if that size
+    /// is not judged.
     smallest_mib: Option<[f64; 2]>,
-    /// The same per unit.
+    /// The same for the growth per unit.
     unit_mib: [f64; 2],
     config: fn(Kind, &[SocketAddr], usize) -> Result<EnvoyConfig>,
 }
@@ -122,7 +123,7 @@ impl Readings {
     }
 }
 
-/// Measures and judges everything; the exit code says whether each goal was reached.
+/// Measures and judges everything; the exit code shows whether every goal was reached.
 pub(crate) async fn run(memory: &Memory) -> Result<ExitCode> {
     let starts = if memory.quick { 1 } else { memory.starts };
     let backends = Backends::start(&trivial(1000 + REPLICAS))?;

@@ -159,7 +159,7 @@ impl Prequal {
     }
 }
 
-/// The statement of a client's Envoy about a query that has ended at `server`.
+/// Report by a client's Envoy on a query that has ended at `server`.
 pub(crate) struct Proxy {
     pub(crate) now: Nanos,
     pub(crate) server: usize,

@@ -10,7 +10,7 @@ pub(crate) struct Cache(VecDeque<u32>);
 
 impl Cache {
     /// Looks up `key` and remembers it. Returns the query's work as a multiple of the usual.
-    pub(crate) fn ask(&mut self, spec: &CacheSpec, key: u32) -> f64 {
+    pub(crate) fn look_up(&mut self, spec: &CacheSpec, key: u32) -> f64 {
         let place = self.0.iter().rposition(|known| *known == key);
         match place {
             Some(place) => drop(self.0.remove(place)),
@@ -29,8 +29,8 @@ mod tests {
     #[test]
     fn the_least_recently_used_key_is_evicted() {
         let (spec, mut cache) = (CacheSpec { entries: 2, miss: 10.0 }, Cache::default());
-        let asked = [1, 2, 1, 3, 1, 2, 3].map(|key| cache.ask(&spec, key));
+        let work = [1, 2, 1, 3, 1, 2, 3].map(|key| cache.look_up(&spec, key));
         // 3 evicts 2, not 1, which was used in between.
-        assert_eq!(asked, [10.0, 10.0, 1.0, 10.0, 1.0, 10.0, 10.0]);
+        assert_eq!(work, [10.0, 10.0, 1.0, 10.0, 1.0, 10.0, 10.0]);
     }
 }

@@ -78,7 +78,7 @@ struct Query {
     at_server: Nanos,
     /// Work, as a multiple of the server's usual work.
     size: f64,
-    /// 0 if there are no caches.
+    /// Key that the query reads; 0 if there are no caches.
     key: u32,
     ticket: Option<Ticket>,
     /// Index of its sample, if it is measured.
@@ -481,7 +481,7 @@ impl<'a> World<'a> {
         let server = &mut self.servers[index];
         server.advance(now);
         server.running += 1;
-        let work = size * server.times(key) * server.spec.work_ms * 1e6;
+        let work = size * server.look_up(key) * server.spec.work_ms * 1e6;
         match server.spec.service {
             Service::Delay => self.after(work as Nanos, Event::Served(slot)),
             Service::Cpu { .. } => {

@@ -115,8 +115,8 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
         if filter.is_off() {
             report.write(&out)?;
         }
-        let bars = report.verdicts.iter().filter(|verdict| !verdict.reached);
-        missed.extend(bars.map(|verdict| format!("{name}: {}", verdict.what)));
+        let unreached = report.verdicts.iter().filter(|verdict| !verdict.reached);
+        missed.extend(unreached.map(|verdict| format!("{name}: {}", verdict.what)));
     }
     if (all && !sim.quick && filter.is_off()) || sim.experiments.iter().any(|name| name == "report") {
         write_evaluation(&out)?;

@@ -268,16 +268,16 @@ fn columns(more: &[Column]) -> Vec<Column> {
 
 /// The first metric after the standard ones.
 const OWN: usize = STANDARD.len();
-/// Some metrics after the standard ones: CPU in fig6, θ in fig8 and fig9.
+/// Metrics that some experiments add: CPU in fig6, θ in fig8 and fig9.
 const CPU: usize = OWN;
 const THETA: usize = OWN + 1;
 
-fn at_most(what: &str, got: f64, bar: f64) -> Verdict {
-    Verdict::new(format!("{what} at most {bar}"), got <= bar, format!("{got:.4}"))
+fn at_most(what: &str, got: f64, goal: f64) -> Verdict {
+    Verdict::new(format!("{what} at most {goal}"), got <= goal, format!("{got:.4}"))
 }
 
-fn at_least(what: &str, got: f64, bar: f64) -> Verdict {
-    Verdict::new(format!("{what} at least {bar}"), got >= bar, format!("{got:.4}"))
+fn at_least(what: &str, got: f64, goal: f64) -> Verdict {
+    Verdict::new(format!("{what} at least {goal}"), got >= goal, format!("{got:.4}"))
 }
 
 /// Rounds off the spurious digits that a multiplication adds.
@@ -285,9 +285,9 @@ fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-fn between(what: &str, got: f64, bar: RangeInclusive<f64>) -> Verdict {
-    let range = format!("{what} from {} to {}", round(*bar.start()), round(*bar.end()));
-    Verdict::new(range, bar.contains(&got), format!("{got:.4}"))
+fn between(what: &str, got: f64, goal: RangeInclusive<f64>) -> Verdict {
+    let range = format!("{what} from {} to {}", round(*goal.start()), round(*goal.end()));
+    Verdict::new(range, goal.contains(&got), format!("{got:.4}"))
 }
 
 /// Counts a timeout as 5 s, the time after which the query was given up, so that ratios stay finite. NaN stays NaN.

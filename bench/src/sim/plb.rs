@@ -32,7 +32,7 @@ const MARKED: f64 = 100.0;
 const BUFFER: f64 = 2000.0;
 const MIN_RTO: Nanos = 10_000_000;
 const MAX_RTO: Nanos = 320_000_000;
-/// DCTCP's gain.
+/// DCTCP's gain g, the weight of the newest round in the estimate of marked packets.
 const GAIN: f64 = 1.0 / 16.0;
 /// Packets in a 16 kB and in a 1 MB request.
 const SMALL: u32 = 11;
@@ -557,7 +557,7 @@ fn beside(median: &dyn Fn(&str, usize) -> f64) -> Vec<Beside> {
 
 fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]) -> Vec<Verdict> {
     let ratio = |a: &str, b: &str, metric| median(a, metric) / median(b, metric);
-    let bar = |what: &str, ok: bool, got: f64| Verdict::new(what, ok, format!("{got:.3}"));
+    let goal = |what: &str, ok: bool, got: f64| Verdict::new(what, ok, format!("{got:.3}"));
     let large_tail = ratio("1:2 PLB off", "1:2 PLB on", 3);
     let near_base = ratio("1:2 PLB on", EVEN, 3);
     let median_off = ratio("1:100 PLB off", SETTLED, 2);
@@ -576,26 +576,30 @@ fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]
     };
     let back = crate::stats::median(with.iter().map(repaired));
     vec![
-        bar(
+        goal(
             "1:2: p99 of large requests without PLB over that with it, above 1.2 (paper 2.15)",
             large_tail > 1.2,
             large_tail,
         ),
-        bar(
+        goal(
             "1:2: p99 of large requests with PLB within 20 % of even weights (paper 1.0)",
             near_base <= 1.2,
             near_base,
         ),
-        bar(
+        goal(
             "1:100: p50 of large requests without PLB over that with it, above 2 (paper 18)",
             median_off > 2.0,
             median_off,
         ),
-        bar("1:100: imbalance without PLB over that with it, above 5 (paper 29)", balance > 5.0, balance),
-        bar("1:100: repaths over those at even weights while settling, above 5 (paper 14)", work > 5.0, work),
-        bar("20 % of hosts: imbalance over that of nobody, at most 0.8 (paper 0.43)", partly <= 0.8, partly),
-        bar("figure 13: traffic during the failure over that without PLB, above 1.05", kept > 1.05, kept),
-        bar(
+        goal("1:100: imbalance without PLB over that with it, above 5 (paper 29)", balance > 5.0, balance),
+        goal(
+            "1:100: repaths over those at even weights while settling, above 5 (paper 14)",
+            work > 5.0,
+            work,
+        ),
+        goal("20 % of hosts: imbalance over that of nobody, at most 0.8 (paper 0.43)", partly <= 0.8, partly),
+        goal("figure 13: traffic during the failure over that without PLB, above 1.05", kept > 1.05, kept),
+        goal(
             "figure 13: utilisation of the repaired link 2 s later, above 0.4 (before: 0.6)",
             back > 0.4,
             back,

@@ -140,8 +140,8 @@ impl Server {
     }
 
     /// Looks up `key`, which the server remembers from now on. Returns the query's work as a multiple of the usual.
-    pub(crate) fn times(&mut self, key: u32) -> f64 {
-        self.spec.cache.as_ref().map_or(1.0, |spec| self.cache.ask(spec, key))
+    pub(crate) fn look_up(&mut self, key: u32) -> f64 {
+        self.spec.cache.as_ref().map_or(1.0, |spec| self.cache.look_up(spec, key))
     }
 
     /// Counts the arrival of a query.

@@ -9,7 +9,7 @@ use crate::cost::{Rounds, Variant, place, saturate, warm_up};
 use crate::deployment::start_agents;
 
 pub(super) const SIZES: [usize; 4] = [1, 100, 1000, 10_000];
-/// Each request has a connection to the backend, so that streams need no second limit.
+/// Each request gets its own connection to the backend, so that no limit on streams applies there.
 const ARGS: [&str; 2] = ["--upstream-http2", "never"];
 
 pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {

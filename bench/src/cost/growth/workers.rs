@@ -24,7 +24,7 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
         }
     }
     let envoys = tokio::task::spawn_blocking(move || start_envoys(configs)).await??;
-    // An earlier part may have bound this process, and with it those that it has started since.
+    // An earlier part may have bound this process to a core, and thereby the processes that it has started since.
     for pid in envoys.iter().map(Envoy::pid).chain([backends.pid(), std::process::id()]) {
         pin(pid, 0..cores)?;
     }

@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_healed_server_is_back_when_it_gets_half_of_its_share() {
+    fn a_healed_server_has_recovered_once_it_gets_half_of_its_share() {
         let point = all().into_iter().find(|point| point.label == "one 3x slower, then healed").unwrap();
         // 100 queries a second over 16 servers. With `slow`, the slow server gets one in ten from second 30 on, else none.
         let server =

@@ -116,8 +116,8 @@ pub(super) fn fig7(length: Length) -> Plan {
 fn judge_fig7(cells: &Cells, noise: f64) -> Vec<Verdict> {
     let p99 = |arm: &str| capped(cells.at("90 %", arm, P99));
     let mut verdicts: Vec<Verdict> = [("Random", 5.0), ("RR", 5.0), ("WRR", 5.0), ("LL", 3.0)]
-        .map(|(arm, bar)| {
-            at_least(&format!("{arm}, p99 over the paper profile's at 90 %"), p99(arm) / p99(PAPER), bar)
+        .map(|(arm, goal)| {
+            at_least(&format!("{arm}, p99 over the paper profile's at 90 %"), p99(arm) / p99(PAPER), goal)
         })
         .to_vec();
     let order = ["LL", "LL-Po2C", "YARP-Po2C", PAPER].map(p99);

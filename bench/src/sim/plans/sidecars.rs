@@ -1,10 +1,10 @@
-//! Many clients that each send few queries, against one client that sends them all: what old reports cost in the tail, and
-//! how many messages fresh ones take.
+//! Compares many clients that each send few queries with one client that sends them all: the cost of old reports in the
+//! tail, and the number of messages that fresh reports need.
 
 use super::fleets::fleet;
 use super::*;
 
-/// Queries per second of each client, as many as there are servers.
+/// Queries per second of each of many clients.
 const EACH: f64 = 5.0;
 /// Load as a fraction of what the servers can serve.
 const LOAD: f64 = 0.7;
@@ -12,10 +12,10 @@ const LOAD: f64 = 0.7;
 const SLOWER: f64 = 4.0;
 /// Goal for p99 through many clients, relative to that through one.
 const TAIL: f64 = 1.2;
-/// Goal for the messages that are added to a query.
+/// Goal for the number of messages added to a query.
 const MESSAGES: f64 = 0.35;
 
-/// Clients, which are as many as servers, and whether a quarter of the servers are slow.
+/// The numbers of clients, which equal those of servers, each with equal servers and with a slow quarter.
 fn sizes(length: Length) -> Vec<(usize, bool)> {
     let sizes = length.pick(&[32, 100, 1000], &[0]);
     [false, true].into_iter().flat_map(|slow| sizes.iter().map(move |size| (*size, slow))).collect()

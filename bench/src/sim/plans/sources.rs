@@ -255,10 +255,10 @@ fn fig10(cells: &Cells) -> Vec<Beside> {
 
 fn finagle(cells: &Cells) -> Vec<Beside> {
     let stated = [("RR", "approximately 95 %", 0.95), ("LL", "99 %", 0.99), ("Peak EWMA", "99.9 %", 0.999)];
-    let line = |(arm, source, bar): (&str, &str, f64)| {
+    let line = |(arm, source, share): (&str, &str, f64)| {
         let got = cells.at("60 s", arm, OWN);
         let what = format!("{arm}, answered within a second");
-        Beside::new(what, source, three_percent(got), (got - bar).abs() <= 0.006)
+        Beside::new(what, source, three_percent(got), (got - share).abs() <= 0.006)
     };
     stated.map(line).into()
 }
@@ -381,13 +381,13 @@ const INDEPENDENT: [Independent; 16] = [
     ),
 ];
 
-/// Compares the figures, which must agree within a tenth. Of a collapse only the fact is compared, because its depth depends
-/// on the length of the run.
+/// Compares the figures, which must agree within a tenth. If the source reports a collapse, only its occurrence is compared,
+/// because its depth depends on the length of the run.
 fn on_fleets(cells: &Cells) -> Vec<Beside> {
     let line = |point: &str, arm: &str, source: [f64; 3]| {
         let got = [P50, P99, P999].map(|metric| cells.at(point, arm, metric));
         let collapse = source == COLLAPSE;
-        let said = if collapse { "collapse".to_owned() } else { source.map(ms).join(" / ") };
+        let stated = if collapse { "collapse".to_owned() } else { source.map(ms).join(" / ") };
         let here = if got[0].is_nan() { "–".to_owned() } else { got.map(ms).join(" / ") };
         // In a collapse the median is determined by the other replicas.
         let holds = if collapse {
@@ -395,7 +395,7 @@ fn on_fleets(cells: &Cells) -> Vec<Beside> {
         } else {
             got.iter().zip(source).all(|(got, ms)| near(*got, ms, 0.1))
         };
-        Beside::new(format!("{point}: {arm}, p50 / p99 / p99.9 ms"), said, here, holds)
+        Beside::new(format!("{point}: {arm}, p50 / p99 / p99.9 ms"), stated, here, holds)
     };
     let lines = INDEPENDENT.iter().flat_map(|(point, third, figures)| {
         ["RR", "LL", third, "C3"].into_iter().zip(figures).map(move |(arm, source)| line(point, arm, *source))
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_run_is_compared_and_a_timeout_counts_as_the_deadline() {
+    fn only_points_that_were_run_are_compared_and_a_timeout_counts_as_the_deadline() {
         let cells = Cells(vec![
             cell("0", "Linear", f64::INFINITY),
             cell("1", "Linear", 500.0),

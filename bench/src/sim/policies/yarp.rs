@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_busier_replica_serves_only_when_it_is_drawn_twice() {
+    fn the_busier_replica_serves_only_if_both_draws_hit_it() {
         let mut policy = Yarp::new(2);
         policy.polled(1, Micros(0), 5);
         let counts = shares(&mut policy, 2, 4000);
