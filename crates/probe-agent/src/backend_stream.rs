@@ -23,7 +23,7 @@ use crate::log::Log;
 use crate::oob::{GRPC, MIN_INTERVAL, PREFIX};
 use crate::orca::proto::{self, OrcaLoadReportRequest};
 use crate::upload::Upload;
-use crate::upstream::{Pool, UpstreamBody, UpstreamError};
+use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
 
 /// Reader of a backend's stream of load reports.
 pub(crate) struct BackendStream {
@@ -70,10 +70,22 @@ impl BackendStream {
     /// Opens a stream and reads its reports until it ends.
     async fn read_one(&self) -> Result<std::convert::Infallible, End> {
         let slot = self.pool.stream(true).await?.ok_or(UpstreamError::NoHttp2)?;
-        let request = self.request().map_err(|error| End::new(BackendStreamEnd::Unopened, error))?;
-        let sent = tokio::time::timeout(self.patience(None), self.pool.send_http2(request, slot)).await;
-        let response = sent.map_err(|_| End::new(BackendStreamEnd::Unopened, "no answer"))??;
+        let response = self.open(slot).await?;
         self.read(response).await
+    }
+
+    /// Sends the request and waits for the head of the response.
+    async fn open(&self, slot: Slot) -> Result<Response<UpstreamBody>, End> {
+        let request = self.request().map_err(|error| End::new(BackendStreamEnd::Unopened, error))?;
+        let leaving = slot.departure();
+        let deadline = Instant::now() + self.patience(None);
+        let mut sent = std::pin::pin!(self.pool.send_http2(request, slot));
+        loop {
+            let look = next_look(deadline, leaving(), (BackendStreamEnd::Unopened, "no answer"))?;
+            if let Ok(response) = tokio::time::timeout_at(look, &mut sent).await {
+                return Ok(response?);
+            }
+        }
     }
 
     fn request(&self) -> Result<Request<Upload>, http::Error> {
@@ -98,15 +110,9 @@ impl BackendStream {
         let mut last = None::<Instant>;
         let mut deadline = Instant::now() + self.patience(None);
         loop {
-            let now = Instant::now();
-            if now >= deadline {
-                return Err(End::new(BackendStreamEnd::Stalled, "the stream sends no reports"));
-            }
-            // The backend may wait for its streams to end.
-            if body.leaving() {
-                return Err(End::new(BackendStreamEnd::Closed, "the backend closes the connection"));
-            }
-            let frame = match tokio::time::timeout_at(deadline.min(now + LOOK), body.frame()).await {
+            let stalled = (BackendStreamEnd::Stalled, "the stream sends no reports");
+            let look = next_look(deadline, body.leaving(), stalled)?;
+            let frame = match tokio::time::timeout_at(look, body.frame()).await {
                 Err(_) => continue,
                 Ok(None) => return Err(ended(&head.headers)),
                 Ok(Some(Err(error))) => return Err(End::new(BackendStreamEnd::Closed, error)),
@@ -145,6 +151,23 @@ impl BackendStream {
             None => most,
             Some(gap) => (gap.max(self.interval) * MISSED).max(MIN_PATIENCE).min(most),
         }
+    }
+}
+
+/// Returns until when to wait before the next look at the connection. Ends the stream if the backend is `leaving`, because it
+/// may wait for its streams to end, and as `late` says if the deadline has passed.
+fn next_look(
+    deadline: Instant,
+    leaving: bool,
+    late: (BackendStreamEnd, &'static str),
+) -> Result<Instant, End> {
+    let now = Instant::now();
+    if leaving {
+        Err(End::new(BackendStreamEnd::Closed, "the backend closes the connection"))
+    } else if now >= deadline {
+        Err(End::new(late.0, late.1))
+    } else {
+        Ok(deadline.min(now + LOOK))
     }
 }
 

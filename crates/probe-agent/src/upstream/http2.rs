@@ -63,6 +63,12 @@ impl Slot {
     pub(crate) fn extended_connect(&self) -> bool {
         self.extended_connect
     }
+
+    /// Returns a function that says whether the backend is closing the connection. It does not hold the stream.
+    pub(crate) fn departure(&self) -> impl Fn() -> bool + use<> {
+        let terms = self.permit.terms.clone();
+        move || terms.leaving()
+    }
 }
 
 /// Counts as one stream until it is dropped.

@@ -271,29 +271,62 @@ async fn backends_without_the_service_serve_as_before() {
     assert_eq!(calls.load(Ordering::Relaxed), 1, "asked again in a minute");
 }
 
-#[tokio::test]
-async fn a_backend_that_drains_is_not_held_up() {
-    let listener = TcpListener::bind(any_port()).await.unwrap();
-    let agent = reading(listener.local_addr().unwrap());
-    let calls = Arc::<AtomicUsize>::default();
+/// Serves the agent's first connection with `answer`. Once `begun` is ready, shuts down gracefully, and waits until the
+/// connection has ended.
+async fn drains<F>(
+    listener: TcpListener,
+    answer: impl Fn(Request<Incoming>) -> F + Send + 'static,
+    begun: impl Future<Output = ()>,
+) where
+    F: Future<Output = Reply> + Send + 'static,
+{
     let (tcp, _) = within(listener.accept()).await.unwrap();
-    let service = service_fn(move |req| {
-        let reply = streams(req, &calls, |_, _, mut sender| async move {
-            while sender.send_data(utilization(0.5).into()).await.is_ok() {
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        });
-        async { Ok::<_, Infallible>(reply) }
+    let service = service_fn(|req| {
+        let reply = answer(req);
+        async { Ok::<_, Infallible>(reply.await) }
     });
     let mut served = std::pin::pin!(
         http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(tcp), service)
     );
     tokio::select! {
         _ = &mut served => panic!("the connection ended"),
-        () = reports(&agent, Some(500_000)) => {}
+        () = begun => {}
     }
     served.as_mut().graceful_shutdown();
     // It ends once its streams have ended.
     let _ = within(served).await;
+}
+
+#[tokio::test]
+async fn a_backend_that_drains_is_not_held_up() {
+    let listener = TcpListener::bind(any_port()).await.unwrap();
+    let agent = reading(listener.local_addr().unwrap());
+    let calls = AtomicUsize::new(0);
+    let answer = move |req| {
+        let reply = streams(req, &calls, |_, _, mut sender| async move {
+            while sender.send_data(utilization(0.5).into()).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        });
+        std::future::ready(reply)
+    };
+    drains(listener, answer, reports(&agent, Some(500_000))).await;
+    ends(&agent, BackendStreamEnd::Closed).await;
+}
+
+#[tokio::test]
+async fn a_backend_that_drains_before_it_answers_is_not_held_up() {
+    let listener = TcpListener::bind(any_port()).await.unwrap();
+    let agent = agent(listener.local_addr().unwrap(), |config| {
+        config.orca_from_backend = Some("utilization".parse().unwrap());
+        config.orca_backend_stream = Some(Duration::from_millis(250));
+    });
+    let called = Arc::new(Notify::new());
+    let call = called.clone();
+    let answer = move |_| {
+        call.notify_one();
+        std::future::pending()
+    };
+    drains(listener, answer, within(called.notified())).await;
     ends(&agent, BackendStreamEnd::Closed).await;
 }
