@@ -23,7 +23,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("docker-compose down --volumes", "step `compose`"),
     ("apt-get install --no-install-recommends docker.io docker-compose iptables debootstrap", ".ci/run"),
     ("apt-get install --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross", ".ci/run"),
-    ("cargo deny", "step `deps`, where it is installed"),
+    ("cargo deny", "step `deps` of cargo xtask test"),
     ("cargo publish --dry-run", "step `crates`"),
     ("cargo test -p prequal-testbed --test mesh", "step `test`"),
     ("cargo test -p prequal-testbed --test e2e native::it_needs", "step `test`"),

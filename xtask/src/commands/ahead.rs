@@ -14,14 +14,15 @@ use anyhow::Result;
 
 use crate::commands::{dist, fuzz};
 use crate::toolchain::Choice;
-use crate::{run, workspace};
+use crate::{policy, run, workspace};
 
 /// Builds what the last steps of `cargo xtask test` need.
 pub(crate) fn run() -> Result<()> {
     thread::spawn(hurry_when_waited_for);
     run::built_program("prequal-bench")?;
     dist::rehearsal::build(Choice::Auto)?;
-    fuzz::build().map(drop)
+    fuzz::build()?;
+    policy::cargo_deny().map(drop)
 }
 
 /// Gives this build the usual priority once another process waits for a lock that it holds, such as one of cargo's: on a

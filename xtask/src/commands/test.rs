@@ -56,7 +56,7 @@ enum Matrix {
 enum Step {
     /// cargo fmt --check
     Format,
-    /// Licences, sources and bans of the dependencies
+    /// cargo-deny: licences, sources, bans and advisories of the dependencies
     Deps,
     /// No circles among the files of a crate
     Circles,
@@ -380,32 +380,18 @@ impl Session<'_> {
     }
 }
 
-/// Runs `cargo deny` if it is installed, else the checks of `policy.rs`, and says which.
 fn dependencies() -> Result<()> {
-    let looked_at = policy::check()?;
-    progress::say(format_args!(
-        "built-in check of {looked_at} dependencies: licences, source, bans, docs/design/dependencies.md"
-    ));
-    if !run::succeeds(run::cargo().args(["deny", "--version"])) {
-        progress::say("cargo-deny is not installed: advisories were not checked");
-        return Ok(());
-    }
-    run::check(run::cargo().args(["deny", "--all-features", "check", "bans", "licenses", "sources"]))?;
-    // Only a failure to fetch the database is forgiven; an advisory that applies is not.
-    if let Err(why) = run::output(run::cargo().args(["deny", "--all-features", "fetch", "db"])) {
-        let why = progress::last_line(&why);
+    if let Some(why) = policy::check()? {
         progress::say(format_args!(
             "advisories were not checked, because their database cannot be fetched: {why}"
         ));
-        return Ok(());
     }
-    run::check(run::cargo().args(["deny", "--all-features", "check", "advisories"]))
+    Ok(())
 }
 
-/// Cheap checks first.
+/// Cheap checks first. What `ahead` builds is used late.
 const STEPS: [Step; 16] = [
     Step::Format,
-    Step::Deps,
     Step::Circles,
     Step::Lint,
     Step::Docs,
@@ -419,6 +405,7 @@ const STEPS: [Step; 16] = [
     Step::Matrix,
     Step::Compose,
     Step::Fuzz,
+    Step::Deps,
     Step::Sim,
 ];
 
