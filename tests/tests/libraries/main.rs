@@ -1,7 +1,9 @@
-//! Tests software in other languages together with this project's: a real gRPC client beside agents, and the libraries
-//! for servers, which all pass one conformance program. `docs/guide/libraries.md` describes its requirements.
+//! Tests software in other languages together with this project's: a real gRPC client beside agents, servers as their
+//! backends, and the libraries for servers, which all pass one conformance program. `docs/guide/libraries.md` describes its
+//! requirements.
 //!
-//! These tests need Go and Python. If one is missing, a line says so, and the test fails if `CI` is `true`.
+//! These tests need Go, Python, nginx, Node, a JVM and h2load. If one is missing, a line says so, and the test fails if `CI` is
+//! `true`.
 
 mod calls;
 mod compare;
@@ -9,6 +11,7 @@ mod grpc_client;
 mod http;
 mod plan;
 mod reference;
+mod servers;
 mod service;
 mod subject;
 mod tools;

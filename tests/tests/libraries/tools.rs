@@ -9,7 +9,7 @@ use prequal_testbed::{target_dir, workspace_root};
 
 /// Builds the program in `package` of the Go module in `folder`. If there is no Go, prints a line and returns `None`.
 pub(crate) fn go_program(folder: &str, package: &str, name: &str) -> Result<Option<PathBuf>> {
-    if !is_there("go", &["version"]) {
+    if !is_there("go", &["version"], "Go 1.25") {
         return Ok(None);
     }
     let program = target_dir().join("libraries").join(name);
@@ -22,7 +22,11 @@ pub(crate) fn go_program(folder: &str, package: &str, name: &str) -> Result<Opti
 /// The conformance server in Python: an interpreter with the third-party server that it needs. If there is no Python,
 /// prints a line and returns `None`.
 pub(crate) fn python_server() -> Result<Option<Command>> {
-    if !is_there("python3", &["-c", "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))"]) {
+    if !is_there(
+        "python3",
+        &["-c", "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))"],
+        "Python 3.10 with venv",
+    ) {
         return Ok(None);
     }
     let folder = workspace_root().join("libraries/python/conformance");
@@ -44,11 +48,12 @@ pub(crate) fn python_server() -> Result<Option<Command>> {
     Ok(Some(server))
 }
 
-fn is_there(program: &str, ask: &[&str]) -> bool {
+/// Returns whether `program` runs with the arguments `ask`. If not, prints a line that names its `package`.
+pub(crate) fn is_there(program: &str, ask: &[&str], package: &str) -> bool {
     if Command::new(program).args(ask).output().is_ok_and(|output| output.status.success()) {
         return true;
     }
-    let reason = format!("missing {program}: install Go 1.25, and Python 3.10 with venv");
+    let reason = format!("missing {program}: install {package}");
     assert!(std::env::var("CI").as_deref() != Ok("true"), "{reason}");
     eprintln!("skipped: {reason}");
     false

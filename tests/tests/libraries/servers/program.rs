@@ -1,0 +1,152 @@
+//! Starts and stops the servers; their programs are in `tests/servers` and `tests/grpc-go/server`.
+
+use std::net::{SocketAddr, TcpStream};
+use std::process::{Child, Command};
+
+use anyhow::{Context as _, Result, ensure};
+use prequal_testbed::{eventually, workspace_root};
+use tempfile::TempDir;
+use tokio::net::TcpSocket;
+
+use crate::subject::PATIENCE;
+use crate::tools::{go_program, is_there};
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Kind {
+    /// HTTP/1.1.
+    Nginx,
+    /// Cleartext HTTP/2 only.
+    NginxHttp2,
+    /// HTTP/1.1.
+    Node,
+    /// Cleartext HTTP/2 only.
+    NodeHttp2,
+    /// `net/http`: HTTP/1.1 and cleartext HTTP/2.
+    Go,
+    /// gRPC's server.
+    GoGrpc,
+    /// The JDK's server: HTTP/1.1.
+    Java,
+}
+
+impl Kind {
+    pub(super) const ALL: [Self; 7] =
+        [Self::Nginx, Self::NginxHttp2, Self::Node, Self::NodeHttp2, Self::Go, Self::GoGrpc, Self::Java];
+}
+
+/// A running server; it ends on drop.
+pub(super) struct Server {
+    kind: Kind,
+    command: Command,
+    child: Child,
+    addr: SocketAddr,
+    /// Reserves the port while the server restarts. With `SO_REUSEADDR`, which all servers set too, they can still bind it.
+    _reserved: TcpSocket,
+    _dir: TempDir,
+}
+
+impl Server {
+    /// Starts a server and waits until it accepts connections. If its program is missing, prints a line and returns `None`.
+    pub(super) fn start(kind: Kind) -> Result<Option<Self>> {
+        let reserved = TcpSocket::new_v4()?;
+        reserved.set_reuseaddr(true)?;
+        reserved.bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
+        let (addr, dir) = (reserved.local_addr()?, TempDir::new()?);
+        let Some(mut command) = command(kind, addr, &dir)? else { return Ok(None) };
+        let child = spawn(&mut command, addr)?;
+        Ok(Some(Self { kind, command, child, addr, _reserved: reserved, _dir: dir }))
+    }
+
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    pub(super) fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Ends the server gracefully, waits for its end, and starts it again.
+    pub(super) fn restart(&mut self) -> Result<()> {
+        // SIGTERM ends nginx at once. Its container image asks for SIGQUIT.
+        let nginx = matches!(self.kind, Kind::Nginx | Kind::NginxHttp2);
+        let signal = if nginx { "-QUIT" } else { "-TERM" };
+        self.signal(signal)?;
+        eventually("the server ends", PATIENCE, || self.child.try_wait().ok().flatten());
+        self.child = spawn(&mut self.command, self.addr)?;
+        Ok(())
+    }
+
+    fn signal(&self, signal: &str) -> Result<()> {
+        let sent = Command::new("kill").args([signal, &self.child.id().to_string()]).status()?;
+        ensure!(sent.success(), "no process {}", self.child.id());
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Without this signal, nginx's workers would outlive it.
+        if self.signal("-TERM").is_ok() {
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn spawn(command: &mut Command, addr: SocketAddr) -> Result<Child> {
+    let mut child = command.spawn().with_context(|| format!("{command:?}"))?;
+    eventually("the server listens", PATIENCE, || {
+        let ended = child.try_wait().ok().flatten();
+        assert_eq!(ended, None, "{command:?} ended");
+        TcpStream::connect(addr).ok()
+    });
+    Ok(child)
+}
+
+/// Returns the command that starts the server, or prints what is missing and returns `None`.
+fn command(kind: Kind, addr: SocketAddr, dir: &TempDir) -> Result<Option<Command>> {
+    let programs = workspace_root().join("tests/servers");
+    let mut command = match kind {
+        Kind::Nginx | Kind::NginxHttp2 => {
+            if !is_there("nginx", &["-v"], "nginx") {
+                return Ok(None);
+            }
+            let protocol = if kind == Kind::NginxHttp2 { "http2" } else { "" };
+            let template = std::fs::read_to_string(programs.join("nginx.conf"))?;
+            let text = template
+                .replace("DIR", &dir.path().display().to_string())
+                .replace("ADDR PROTOCOL", &format!("{addr} {protocol}"));
+            let conf = dir.path().join("nginx.conf");
+            std::fs::write(&conf, text)?;
+            let mut command = Command::new("nginx");
+            command.arg("-p").arg(dir.path()).args(["-e", "stderr", "-c"]).arg(conf);
+            return Ok(Some(command));
+        }
+        Kind::Node | Kind::NodeHttp2 => {
+            if !is_there("node", &["--version"], "nodejs") {
+                return Ok(None);
+            }
+            let mut command = Command::new("node");
+            command.arg(programs.join("server.js"));
+            command.arg(if kind == Kind::Node { "http" } else { "http2" });
+            command
+        }
+        Kind::Java => {
+            if !is_there("java", &["-version"], "default-jre-headless") {
+                return Ok(None);
+            }
+            let mut command = Command::new("java");
+            command.args(["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]).arg(programs.join("Server.java"));
+            command
+        }
+        Kind::Go | Kind::GoGrpc => {
+            let Some(program) = go_program("tests/grpc-go", "./server", "go-server")? else {
+                return Ok(None);
+            };
+            let mut command = Command::new(program);
+            command.arg(if kind == Kind::Go { "http" } else { "grpc" }).arg(addr.to_string());
+            return Ok(Some(command));
+        }
+    };
+    command.args([addr.ip().to_string(), addr.port().to_string()]);
+    Ok(Some(command))
+}
