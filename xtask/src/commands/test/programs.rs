@@ -20,9 +20,11 @@ use crate::{progress, run, workspace};
 /// this are not chance.
 const MOST_RETRIED: usize = 4;
 
-/// Programs whose tests only wait for sockets and clocks, and so run more tests in parallel than there are cores. Tests
-/// that start Envoys use most of two cores with two tests.
+/// Programs whose tests only wait for sockets and clocks, and so run more tests in parallel than there are cores.
 const WAITING: [&str; 2] = ["agent", "host"];
+
+/// The program whose tests start Envoys. Each of its tests keeps less than a third of a core busy (300 s of CPU time in all).
+const ENVOYS: &str = "e2e";
 
 /// The slowest programs, which start first; the others follow in cargo's order. `docs` is not among them: by the time it
 /// starts, the build ahead has made the programs that it runs.
@@ -198,7 +200,11 @@ impl Session<'_> {
 }
 
 fn threads(program: &TestProgram, cores: usize) -> usize {
-    if WAITING.contains(&program.name.as_str()) { 2 * cores } else { cores }
+    match program.name.as_str() {
+        name if WAITING.contains(&name) => 2 * cores,
+        ENVOYS => cores + cores.div_ceil(2),
+        _ => cores,
+    }
 }
 
 /// The name contains cargo's hash: two packages may have tests of the same name.
