@@ -27,7 +27,7 @@ pub(crate) struct Filter {
     /// request has gone to a cluster that is not configured.
     pub(crate) look_up_cluster: Cell<bool>,
     pub(crate) rng: RefCell<SmallRng>,
-    /// The request that wants to wait, left here for the root by the stream that wakes it.
+    /// The request that wants to wait. Its stream leaves it here and wakes the root.
     pub(crate) ask: Cell<Option<Ask>>,
     pub(crate) waits: RefCell<Waits<Waiter>>,
 }
@@ -114,9 +114,11 @@ impl Cluster {
         let balancer = self.balancer.borrow();
         let choice = &balancer.config().choice;
         // The property is read only where routes can differ in mode.
-        let of_route = (!choice.route_modes.is_empty()).then(|| host::text_property(&["xds", "route_name"]));
-        let of_route = of_route.flatten();
-        let of_route = of_route.and_then(|route| choice.route_modes.iter().find(|(name, _)| *name == route));
-        of_route.map_or(choice.mode, |(_, mode)| *mode)
+        if choice.route_modes.is_empty() {
+            return choice.mode;
+        }
+        let route = host::text_property(&["xds", "route_name"]);
+        let own_mode = choice.route_modes.iter().find(|(name, _)| Some(name) == route.as_ref());
+        own_mode.map_or(choice.mode, |(_, mode)| *mode)
     }
 }

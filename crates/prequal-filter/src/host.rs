@@ -24,7 +24,7 @@ unsafe extern "C" {
     fn proxy_get_header_map_pairs(map: MapType, data: *mut *mut u8, size: *mut usize) -> Status;
 }
 
-/// Wakes the root, which handles the work that a stream has left for it, at once and in its own context. Call this only
+/// Wakes the root, which at once handles the work that a stream has left for it, in the root's own context. Call this only
 /// from a stream's callback, as the last step (the root is the active context afterwards), and while nothing that the
 /// root needs is borrowed.
 pub(crate) fn wake(root_id: u32) {
@@ -34,7 +34,7 @@ pub(crate) fn wake(root_id: u32) {
 /// Returns the host's clock, microseconds since the epoch.
 pub(crate) fn now() -> Micros {
     let mut nanoseconds = 0;
-    // SAFETY: the host writes to this place, or leaves it alone.
+    // SAFETY: the host writes to this address, or leaves it alone.
     let _ = unsafe { proxy_get_current_time_nanoseconds(&raw mut nanoseconds) };
     Micros(nanoseconds / 1000)
 }
@@ -57,8 +57,8 @@ impl Headers {
     /// Reads the headers of the map; none if there is no such map.
     pub(crate) fn of(map: MapType) -> Self {
         let (mut data, mut size) = (ptr::null_mut(), 0);
-        // SAFETY: the host writes to the two places, or leaves them alone. The SDK allocated the memory that the host
-        // points to, as a vector of this capacity.
+        // SAFETY: the host writes to the two addresses, or leaves them alone. It returns memory that the SDK allocated as
+        // a vector of this capacity.
         let bytes = unsafe {
             match proxy_get_header_map_pairs(map, &raw mut data, &raw mut size) {
                 Status::Ok if !data.is_null() => Vec::from_raw_parts(data, size, size),

@@ -25,7 +25,7 @@ mod vm;
 
 pub(crate) use vm::TICK;
 
-/// One configuration of the inbound role on one worker.
+/// The inbound role with one configuration on one worker.
 pub(crate) struct Inbound {
     config: InboundConfig,
     vm: Rc<Vm>,

@@ -15,7 +15,7 @@ use proxy_wasm::types::MetricType;
 pub(crate) struct Counter(Option<u32>);
 
 impl Counter {
-    /// Defines the counter, or finds it: the same name in every VM is one metric.
+    /// Defines the counter, or finds it: in all VMs, the same name is the same metric.
     pub(crate) fn define(name: &str) -> Self {
         Self(define(MetricType::Counter, name))
     }
@@ -35,27 +35,27 @@ impl Counter {
 #[derive(Debug)]
 struct Tally {
     counter: Counter,
-    untold: Cell<u32>,
+    pending: Cell<u32>,
 }
 
 impl Tally {
     fn new(counter: Counter) -> Self {
-        Self { counter, untold: Cell::new(0) }
+        Self { counter, pending: Cell::new(0) }
     }
 
     fn one(&self) {
-        self.untold.set(self.untold.get().saturating_add(1));
+        self.pending.set(self.pending.get().saturating_add(1));
     }
 
-    fn tell(&self) {
-        self.counter.add(self.untold.take());
+    fn flush(&self) {
+        self.counter.add(self.pending.take());
     }
 }
 
 /// Flushes the count when the configuration is replaced or Envoy exits.
 impl Drop for Tally {
     fn drop(&mut self) {
-        self.tell();
+        self.flush();
     }
 }
 
@@ -176,12 +176,12 @@ pub(crate) struct Metrics {
     members: Gauge,
     /// Ejected replicas.
     ejected: Gauge,
-    /// 1 while no replica is ejected because more than half of the fleet would have to be.
+    /// 1 while no replica is ejected, because more than half of the fleet would have to be.
     panic: Gauge,
 }
 
 impl Metrics {
-    /// Defines or finds the metrics of a cluster; the same names in every VM are one metric.
+    /// Defines or finds the metrics of a cluster.
     pub(crate) fn define(cluster: &str) -> Self {
         let cluster = labels::value(cluster);
         let counter = |name: &str, label: &str| {
@@ -223,9 +223,9 @@ impl Metrics {
     }
 
     /// Passes the counts since the last call to Envoy.
-    pub(crate) fn tell(&self) {
+    pub(crate) fn flush(&self) {
         let Requests { picks, reports, outcomes } = &*self.requests;
-        picks.iter().chain(reports).chain(outcomes).for_each(Tally::tell);
+        picks.iter().chain(reports).chain(outcomes).for_each(Tally::flush);
     }
 
     /// Sets the gauges.

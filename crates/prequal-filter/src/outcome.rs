@@ -34,8 +34,8 @@ impl Progress {
     }
 }
 
-/// Returns whether the gRPC status in the map means that the replica failed. Valid only if
-/// [`is_grpc`](prequal_core::wire::headers::is_grpc) holds.
+/// Returns whether the gRPC status in the map means that the replica failed. Valid only for gRPC responses
+/// ([`is_grpc`](prequal_core::wire::headers::is_grpc)).
 pub(crate) fn grpc_failed(map: MapType) -> bool {
     host::header(map, "grpc-status").is_some_and(|status| grpc_blames_server(status.as_bytes()))
 }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_stream_is_the_hosts_only_while_it_is_waited_for() {
+    fn an_idle_stream_is_the_hosts_failure_only_while_the_request_waits_for_it() {
         for details in ["stream_idle_timeout", "upstream_per_try_idle_timeout"] {
             assert_eq!(class_of(details, || true), Class::UpstreamFailure, "{details}");
             assert_eq!(class_of(details, || false), Class::Local, "{details}");

@@ -29,7 +29,7 @@ const SLOW_TICK_US: u64 = TICK.as_micros() as u64 * 9 / 10;
 pub(crate) struct Root {
     id: u32,
     filter: Option<Rc<Filter>>,
-    /// State of the inbound role, which replaces `filter`.
+    /// State of the inbound role. A root has either this or `filter`.
     inbound: Option<Rc<Inbound>>,
     probes: Probes,
     /// Time of the tick that [`Self::arm`] scheduled last; `None` before the first one.
@@ -73,7 +73,7 @@ impl Context for Root {
         let Some(filter) = self.filter.clone() else { return };
         let now = host::now();
         if let Some((stream, answer)) = self.probes.replied(&filter, token, headers, now) {
-            sync::heard(&mut self.probes, &filter, stream, answer, now);
+            sync::probe_ended(&mut self.probes, &filter, stream, answer, now);
         }
         sync::expire(&mut self.probes, &filter, now);
     }
@@ -113,7 +113,7 @@ impl RootContext for Root {
         let now = host::now();
         self.ticks_at = None;
         sync::expire(&mut self.probes, &filter, now);
-        filter.clusters.iter().for_each(|cluster| cluster.metrics.tell());
+        filter.clusters.iter().for_each(|cluster| cluster.metrics.flush());
         if self.slow_tick(now) {
             let awake = |(_, cluster): &(usize, &Cluster)| !cluster.balancer.borrow().is_resting();
             for (index, cluster) in filter.clusters.iter().enumerate().filter(awake) {

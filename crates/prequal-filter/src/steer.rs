@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_base64() {
+    fn base64_follows_rfc_4648() {
         for (bytes, text) in [
             ("", ""),
             ("f", "Zg=="),

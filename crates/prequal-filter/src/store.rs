@@ -29,9 +29,9 @@ impl SharedData for Envoy {
 /// Access to the blobs of one cluster.
 pub(crate) type Blobs = Cas<Envoy>;
 
-/// Returns the access to the blobs of one cluster. Keys carry the versions of all three blobs: a module with other
-/// versions uses its own set of three, which agree with each other. Keys also carry the root id, because in Istio all
-/// plugins share one namespace. Names are quoted, because they may contain slashes.
+/// Returns the access to the blobs of one cluster. Keys contain the versions of all three blobs, so that a module with
+/// other versions uses its own set of three, which agree with each other. Keys also contain the root id, because in Istio
+/// all plugins share one namespace. Names are quoted, because they may contain slashes.
 pub(crate) fn blobs_of(root_id: &str, cluster: &str) -> Blobs {
     let [pool, members, ejections] = [PoolState::TAG, Members::TAG, EjectionTable::TAG].map(Tag::version);
     Cas { data: Envoy, prefix: format!("prequal/{pool}.{members}.{ejections}/{root_id:?}/{cluster:?}") }
@@ -42,8 +42,8 @@ pub(crate) fn seed<B: Blob>(key: &str) {
     At { data: &Envoy, key }.seed::<B>();
 }
 
-/// Reads and changes a blob; see [`shared::update`]. The second value tells whether the blob was written. If it was
-/// not, the change is lost, but the request continues.
+/// Reads and changes a blob; see [`shared::update`]. The second value is true if the blob was written. Otherwise the
+/// change is lost, but the request continues.
 pub(crate) fn update<B: Blob, T>(
     key: &str,
     counters: &BlobCounters,

@@ -32,7 +32,7 @@ pub(crate) struct Stream {
     filter: Rc<Filter>,
     /// Index of the upstream cluster, once the request is known to be for a configured cluster.
     cluster: Option<usize>,
-    /// Whether the cluster is known from a lookup.
+    /// Whether the cluster was looked up.
     looked_up: bool,
     request: Request,
     /// Cell in which the root leaves the choice for a waiting request.
@@ -69,8 +69,8 @@ impl Stream {
                 let header = source.header.as_deref().and_then(read);
                 let path = source.path_segment.and_then(|_| read(":path"));
                 let hint = source.hint(header.as_deref(), path.as_deref());
-                // The hint is passed on to the replica that serves the request, so that the replica learns which hints
-                // it has served.
+                // The hint goes to the replica that serves the request, so that the replica learns which hints it has
+                // served.
                 let text = hint.map(|hint| hint.to_string());
                 host::set_header(
                     MapType::HttpRequestHeaders,
@@ -114,20 +114,21 @@ impl Stream {
         // A request that has waited for probes resumes with its body.
         self.take_placed();
         if let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) {
-            let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
-            cluster.balancer.borrow_mut().completed(&self.request, &told);
+            let witness =
+                EnvoyWitness { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+            cluster.balancer.borrow_mut().completed(&self.request, &witness);
         }
     }
 }
 
 /// Envoy's account of the request that is the effective context.
-struct Told<'a> {
+struct EnvoyWitness<'a> {
     filter: &'a Filter,
     looked_up: bool,
     progress: Progress,
 }
 
-impl Witness for Told<'_> {
+impl Witness for EnvoyWitness<'_> {
     fn now(&self) -> Micros {
         host::now()
     }
@@ -165,8 +166,8 @@ impl HttpContext for Stream {
         #[cfg(feature = "crash-test")]
         host::crash_on_demand();
         let filter = Rc::clone(&self.filter);
-        // With a single configured cluster, the property, which takes 2 µs to read, is not read until a request turns
-        // out to have gone elsewhere.
+        // The property takes 2 µs to read. With a single configured cluster, it is not read until a request turns out to
+        // have gone elsewhere.
         self.looked_up = filter.look_up_cluster.get();
         self.cluster = if self.looked_up { filter.routed_cluster() } else { Some(0) };
         let found = self.cluster.and_then(|index| Some((index, filter.clusters.get(index)?)));
@@ -222,8 +223,9 @@ impl HttpContext for Stream {
             self.request.set_response_load(report.map(|report| report.rif), utilisation);
         } else if balancer.config().probe.piggyback {
             let report = headers::report(&headers);
-            let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
-            balancer.response(host::now(), &mut self.request, self.failed, report, &told);
+            let witness =
+                EnvoyWitness { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+            balancer.response(host::now(), &mut self.request, self.failed, report, &witness);
         }
         Action::Continue
     }
@@ -257,7 +259,8 @@ impl Drop for Stream {
         self.stop_waiting();
         let Some(cluster) = self.cluster.and_then(|index| self.filter.clusters.get(index)) else { return };
         let request = mem::take(&mut self.request);
-        let told = Told { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
-        cluster.balancer.borrow_mut().ended(request, self.progress.complete, self.failed, &told);
+        let witness =
+            EnvoyWitness { filter: &self.filter, looked_up: self.looked_up, progress: self.progress };
+        cluster.balancer.borrow_mut().ended(request, self.progress.complete, self.failed, &witness);
     }
 }

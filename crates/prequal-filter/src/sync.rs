@@ -14,7 +14,7 @@ use crate::metrics::WaitEnd;
 use crate::probes::{Call, Probes};
 use crate::steer::steer;
 
-/// Margin for Envoy's timers, which are off by up to 4 ms either way: a call must not time out before the deadline.
+/// Margin by which a call outlasts the deadline: Envoy's timers are off by up to 4 ms either way.
 const TIMER_SLACK_MS: u64 = 10;
 
 /// Sends the probes of a request that wants to wait. Returns true if the request waits. No wait begins if fewer than
@@ -49,7 +49,13 @@ pub(crate) fn ask(probes: &mut Probes, filter: &Filter, ask: Ask) -> bool {
 }
 
 /// Handles the end of a probe of a waiting request.
-pub(crate) fn heard(probes: &mut Probes, filter: &Filter, stream: u32, answer: Option<Answer>, now: Micros) {
+pub(crate) fn probe_ended(
+    probes: &mut Probes,
+    filter: &Filter,
+    stream: u32,
+    answer: Option<Answer>,
+    now: Micros,
+) {
     let ended = filter.waits.borrow_mut().ended(stream, answer);
     if let Some((wait, ending)) = ended {
         place(probes, filter, stream, wait, ending, now);

@@ -1,4 +1,4 @@
-//! Tests of the module in a fake host.
+//! Tests of the module in a fake Envoy.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -66,7 +66,7 @@ fn answer(stream: &Stream) {
 }
 
 #[test]
-fn a_request_costs_one_write_one_look_at_headers_and_no_property() {
+fn a_request_costs_one_write_one_read_of_headers_and_no_property() {
     start_with("");
     warm();
     for id in [1, 2] {
@@ -83,7 +83,7 @@ fn a_request_costs_one_write_one_look_at_headers_and_no_property() {
     assert_eq!(log(), ["all response", "time"]);
     stream.end();
     assert_eq!(log(), [""; 0]);
-    assert_eq!(outcome("answer"), 3, "told at the tick");
+    assert_eq!(outcome("answer"), 3, "counts reach Envoy at the tick");
     // Another worker writes: the guessed version is refused, and the value is read.
     touch("pool");
     log();
@@ -92,7 +92,7 @@ fn a_request_costs_one_write_one_look_at_headers_and_no_property() {
 }
 
 #[test]
-fn a_cluster_that_nobody_uses_costs_no_probe_and_no_look_at_shared_data() {
+fn an_idle_cluster_soon_sends_no_probes_and_reads_no_shared_data() {
     start_with("");
     let ticks = |times: usize| {
         (0..times).for_each(|_| {
@@ -116,16 +116,16 @@ fn a_cluster_that_nobody_uses_costs_no_probe_and_no_look_at_shared_data() {
 }
 
 #[test]
-fn a_clients_own_header_never_steers() {
+fn a_steering_header_from_a_client_is_removed() {
     start_with("");
     let (stream, _) = Stream::begin(1, &[(HEADER_DEST, "evil")]);
-    assert_eq!(stream.request_header(HEADER_DEST), None, "nobody is known yet, so nobody is chosen");
+    assert_eq!(stream.request_header(HEADER_DEST), None, "no replica is known yet, so none is chosen");
     stream.end();
     assert!(log().contains(&"remove request x-prequal-dest".into()));
 }
 
 #[test]
-fn probes_are_the_roots_and_their_replies_outlive_the_request() {
+fn replies_to_probes_count_after_the_request_has_ended() {
     start_with("");
     let stream = get(1);
     let sent = calls();
@@ -142,7 +142,7 @@ fn probes_are_the_roots_and_their_replies_outlive_the_request() {
 }
 
 #[test]
-fn no_reply_is_taken_at_its_word() {
+fn invalid_replies_to_probes_are_counted_and_not_used() {
     start_with("");
     let replies: &[(&[(&str, &str)], &str)] = &[
         // A reply without headers was cut off. The SDK panics if it is asked for a header of such a reply.
@@ -179,7 +179,7 @@ fn served_by_other(stream: &Stream, chosen: &str) -> &'static str {
 }
 
 #[test]
-fn who_served_is_asked_only_where_the_chosen_replica_did_not_prove_it() {
+fn a_replica_that_envoy_did_not_use_is_not_chosen_for_a_second() {
     start_with("");
     warm();
     let stream = get(1);
@@ -199,7 +199,7 @@ fn who_served_is_asked_only_where_the_chosen_replica_did_not_prove_it() {
 }
 
 #[test]
-fn an_error_in_the_trailers_is_the_replicas_failure_and_only_of_grpc() {
+fn an_error_in_trailers_is_a_failure_only_for_grpc() {
     start_with("");
     warm();
     for (id, content_type, failures) in [(1, "text/plain", 0), (2, "application/grpc", 1)] {
@@ -215,7 +215,7 @@ fn an_error_in_the_trailers_is_the_replicas_failure_and_only_of_grpc() {
 }
 
 #[test]
-fn an_idle_timeout_is_the_replicas_only_while_it_has_the_whole_request_and_is_silent() {
+fn an_idle_timeout_is_the_replicas_failure_only_between_the_whole_request_and_the_response() {
     start_with("");
     set_property(1, "xds.cluster_name", "service");
     for (uploaded, begun, class) in
@@ -237,7 +237,7 @@ fn an_idle_timeout_is_the_replicas_only_while_it_has_the_whole_request_and_is_si
 }
 
 #[test]
-fn a_failure_that_a_retry_rescued_counts_once_and_with_the_headers() {
+fn a_failure_rescued_by_a_retry_counts_once_at_the_response_headers() {
     start_with("");
     warm();
     let stream = get(1);
@@ -246,18 +246,18 @@ fn a_failure_that_a_retry_rescued_counts_once_and_with_the_headers() {
     set_number(1, "upstream.request_attempt_count", 2);
     stream.headers(&[(":status", "200"), (HEADER_LOAD, &format!("1;10000;{other}"))], false);
     let next = get(2);
-    assert_ne!(dest(&next), Some(chosen), "left alone before the response ends");
+    assert_ne!(dest(&next), Some(chosen), "not chosen, although the response has not ended");
     stream.body(true);
     log();
     stream.property("response.code_details", "via_upstream");
     stream.end();
-    assert!(!log().contains(&"property upstream.address".into()), "asked once");
+    assert!(!log().contains(&"property upstream.address".into()), "the property is read once");
     next.end();
     assert_eq!((metric("prequal_diverted_total"), outcome("answer")), (1, 1));
 }
 
 #[test]
-fn a_request_to_another_cluster_is_not_counted_and_turns_the_look_up_on() {
+fn a_request_to_another_cluster_is_not_counted_and_enables_the_lookup() {
     start_with("");
     warm();
     let classes = || ["answer", "upstream_failure", "client_abort", "local"].map(outcome);
@@ -279,7 +279,7 @@ fn a_request_to_another_cluster_is_not_counted_and_turns_the_look_up_on() {
 const SYNC: &str = r#","mode":"sync","sync_d":3,"sync_deadline_ms":50"#;
 
 #[test]
-fn a_request_waits_for_its_probes_and_goes_on_once() {
+fn a_request_waits_for_its_probes_and_resumes_once() {
     start_with(SYNC);
     let (stream, action) = Stream::begin(7, &[(":path", "/")]);
     assert!(action == Action::Pause);
@@ -287,7 +287,7 @@ fn a_request_waits_for_its_probes_and_goes_on_once() {
     assert_eq!((sent.len(), sent[0].timeout_ms), (3, 60));
     log();
     sent[0].answer(5, 90_000);
-    assert!(!log().iter().any(|call| call.starts_with("resume")), "one answer compares with nothing");
+    assert!(!log().iter().any(|call| call.starts_with("resume")), "one answer leaves nothing to compare");
     sent[1].answer(0, 1000);
     let said = log();
     let order = ["as 7", "set request x-prequal-dest", "resume 7", "as 1"];
@@ -296,7 +296,7 @@ fn a_request_waits_for_its_probes_and_goes_on_once() {
     assert!(placing.eq(order), "{said:?}");
     assert_eq!(dest(&stream).as_deref(), sent[1].header(HEADER_DEST));
     sent[2].answer(0, 1);
-    assert!(!log().iter().any(|call| call.starts_with("resume")), "it has gone on");
+    assert!(!log().iter().any(|call| call.starts_with("resume")), "already resumed");
     answer(&stream);
     stream.end();
     assert_eq!((outcome("answer"), metric("prequal_sync_waits_total.cluster=service.end=enough")), (1, 1));
@@ -317,7 +317,7 @@ fn a_request_that_ends_while_it_waits_is_never_resumed() {
 }
 
 #[test]
-fn a_wait_ends_at_its_deadline_by_the_tick() {
+fn a_tick_ends_a_wait_at_its_deadline() {
     start_with(SYNC);
     let (stream, _) = Stream::begin(7, &[]);
     assert!(log().contains(&"tick in 50 ms".into()));
@@ -343,7 +343,7 @@ fn a_request_whose_probes_cannot_be_sent_does_not_wait() {
 }
 
 #[test]
-fn a_bad_configuration_is_refused_with_its_reasons() {
+fn an_invalid_configuration_is_refused_with_the_reasons() {
     assert!(!start(r#"{"clusters":[{"cluster":"a"}],"sync_d":99}"#));
     let said = log().concat();
     assert!(said.contains("probe_cluster") && said.contains("sync_d"), "{said}");
@@ -353,7 +353,7 @@ fn a_bad_configuration_is_refused_with_its_reasons() {
 type Answer<'a> = (&'a [(&'a str, &'a str)], &'a [(&'a str, &'a str)]);
 
 #[test]
-fn reports_in_orca_are_read_in_every_format_and_in_trailers() {
+fn orca_reports_are_read_in_every_format_and_in_trailers() {
     const TEXT: &str = "endpoint-load-metrics";
     const BIN: &str = "endpoint-load-metrics-bin";
     const LESS: (&str, &str) = (TEXT, "TEXT cpu_utilization=0.125");
@@ -392,25 +392,25 @@ fn reports_in_orca_are_read_in_every_format_and_in_trailers() {
     }
 }
 
-/// Returns how many times the trailers of a response are searched for an ORCA report.
-fn looks_at_trailers(settings: &str) -> usize {
+/// Returns how many times the filter reads the trailers of a response.
+fn reads_of_trailers(settings: &str) -> usize {
     start_with(settings);
     let stream = get(1);
     stream.headers(&[(":status", "200")], false);
     log();
     stream.trailers(&[("endpoint-load-metrics", "TEXT cpu_utilization=0.5")]);
-    let looks = log().iter().filter(|entry| entry.starts_with("all ")).count();
+    let reads = log().iter().filter(|entry| entry.starts_with("all ")).count();
     stream.end();
-    looks
+    reads
 }
 
 #[test]
-fn trailers_are_not_looked_at_by_default() {
-    assert_eq!(looks_at_trailers(r#","rule":"zuul_choice_of_two""#), 0);
+fn trailers_are_not_read_by_default() {
+    assert_eq!(reads_of_trailers(r#","rule":"zuul_choice_of_two""#), 0);
 }
 
 #[test]
-fn trailers_are_looked_at_once_where_utilisation_may_be_there() {
+fn trailers_are_read_once_if_they_may_contain_utilisation() {
     let settings = r#","rule":"zuul_choice_of_two","orca_utilization":"utilization""#;
-    assert_eq!(looks_at_trailers(settings), 1);
+    assert_eq!(reads_of_trailers(settings), 1);
 }

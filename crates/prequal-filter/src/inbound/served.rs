@@ -21,12 +21,12 @@ use crate::store::{seed, update};
 /// Maximum age of the data on other workers' requests when a report is made, microseconds.
 const STALE_US: u64 = 100_000;
 
-/// The slots that VMs count in.
-pub(super) trait Seats {
-    /// The slot that this VM counts in.
+/// What a replica's counts need to know about the VMs' slots.
+pub(super) trait SlotView {
+    /// Returns the slot that this VM counts in.
     fn slot(&self) -> Option<usize>;
 
-    /// Number of slots that any VM may count in, from slot 0.
+    /// Returns the number of slots that VMs may count in, from slot 0.
     fn used(&self) -> usize;
 }
 
@@ -38,13 +38,10 @@ pub(crate) struct Served {
     seen: Cell<ReadPosition>,
     read: Cell<Micros>,
     probe_endpoint: Cell<Option<Endpoint>>,
-    /// Parts of the gauges' names before and after the slot number.
-    gauge_name: (String, String),
-    /// Requests in flight by slot.
-    gauges: RefCell<Vec<Gauge>>,
-    /// Requests by slot that are in flight but not at the replica: streams, and requests that wait for their client.
-    away: RefCell<Vec<Gauge>>,
-    away_name: (String, String),
+    /// Requests in flight.
+    in_flight: SlotGauges,
+    /// Requests that are in flight but not at the replica: streams, and requests that wait for their client.
+    away: SlotGauges,
     ended: [Counter; 4],
     probes: Counter,
     blobs: BlobCounters,
@@ -62,10 +59,8 @@ impl Served {
             seen: Cell::default(),
             read: Cell::default(),
             probe_endpoint: Cell::default(),
-            gauge_name: (format!("prequal_inbound_in_flight.endpoint={name}.slot="), namespace.to_owned()),
-            gauges: RefCell::default(),
-            away: RefCell::default(),
-            away_name: (format!("prequal_inbound_away.endpoint={name}.slot="), namespace.to_owned()),
+            in_flight: SlotGauges::new("in_flight", &name, namespace),
+            away: SlotGauges::new("away", &name, namespace),
             ended: ["success", "failure", "aborted", "streaming"].map(|result| {
                 Counter::define(&format!("prequal_inbound_requests_total.endpoint={name}.result={result}"))
             }),
@@ -77,10 +72,10 @@ impl Served {
     }
 
     /// Handles the arrival of a request.
-    pub(super) fn start(&self, vm: &impl Seats, now: Micros) -> Ticket {
+    pub(super) fn start(&self, vm: &impl SlotView, now: Micros) -> Ticket {
         // Requests that have ended on other workers are read before this one begins, because the estimate needs events
         // in order.
-        self.look(now);
+        self.read_ended(now);
         let others = self.present(vm);
         let ticket = self.replica.borrow_mut().start_behind(now, others);
         self.publish(vm);
@@ -88,13 +83,13 @@ impl Served {
     }
 
     /// Marks the request as a stream: it stays in flight, but its age says nothing about the replica's speed.
-    pub(super) fn streaming(&self, vm: &impl Seats, ticket: &Ticket, now: Micros) {
+    pub(super) fn streaming(&self, vm: &impl SlotView, ticket: &Ticket, now: Micros) {
         self.replica.borrow_mut().tracker.streaming(ticket, now);
         self.publish_away(vm);
     }
 
     /// Sets whether the request waits for its client.
-    pub(super) fn set_client_waits(&self, vm: &impl Seats, ticket: &Ticket, now: Micros, waits: bool) {
+    pub(super) fn set_client_waits(&self, vm: &impl SlotView, ticket: &Ticket, now: Micros, waits: bool) {
         {
             let tracker = &mut self.replica.borrow_mut().tracker;
             if waits {
@@ -106,10 +101,10 @@ impl Served {
         self.publish_away(vm);
     }
 
-    /// Handles the end of a request. `up` tells whether the replica is up, if that is known.
+    /// Handles the end of a request. `up` is whether the replica is up, if known.
     pub(super) fn finish(
         &self,
-        vm: &impl Seats,
+        vm: &impl SlotView,
         now: Micros,
         ticket: Ticket,
         outcome: Outcome,
@@ -142,12 +137,12 @@ impl Served {
         });
     }
 
-    /// Returns the report for a response. `leaving` is the request that it answers, which the report leaves out; `None`
+    /// Returns the report for a response. `leaving` is the request that it answers, which the report does not count; `None`
     /// if the request may stay in flight, as a stream does.
-    pub(super) fn report(&self, vm: &impl Seats, now: Micros, leaving: Option<Visit>) -> LoadReport {
+    pub(super) fn report(&self, vm: &impl SlotView, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let read = self.read.get();
         if now < read || now.saturating_since(read) > STALE_US {
-            self.look(now);
+            self.read_ended(now);
         }
         self.report_now(vm, now, leaving)
     }
@@ -170,9 +165,9 @@ impl Served {
     }
 
     /// Keeps the rates accurate on a worker that serves few requests itself.
-    pub(super) fn sample(&self, vm: &impl Seats, now: Micros) {
+    pub(super) fn sample(&self, vm: &impl SlotView, now: Micros) {
         if self.counts_rates() {
-            self.look(now);
+            self.read_ended(now);
             let present = self.present(vm);
             self.replica.borrow_mut().sample(now, present.rif);
         }
@@ -183,9 +178,9 @@ impl Served {
     }
 
     /// Returns the report for a probe that arrived at the address `at` of this Envoy.
-    pub(super) fn answer(&self, vm: &impl Seats, now: Micros, at: Option<Endpoint>) -> LoadReport {
+    pub(super) fn answer(&self, vm: &impl SlotView, now: Micros, at: Option<Endpoint>) -> LoadReport {
         self.probes.one();
-        self.look(now);
+        self.read_ended(now);
         if let Some(at) = at
             && self.probe_endpoint.get().unwrap_or(self.endpoint) != at
         {
@@ -194,24 +189,24 @@ impl Served {
         self.report_now(vm, now, None)
     }
 
-    fn report_now(&self, vm: &impl Seats, now: Micros, leaving: Option<Visit>) -> LoadReport {
+    fn report_now(&self, vm: &impl SlotView, now: Micros, leaving: Option<Visit>) -> LoadReport {
         let present = self.present(vm);
         self.replica.borrow_mut().report_at(now, present, self.endpoint, self.probe_endpoint.get(), leaving)
     }
 
     /// Publishes the number of requests in flight here to the other workers. The value is absolute, so it corrects
     /// any earlier error.
-    pub(super) fn publish(&self, vm: &impl Seats) {
+    pub(super) fn publish(&self, vm: &impl SlotView) {
         if let Some(slot) = vm.slot() {
             let rif = self.replica.borrow().tracker.rif();
-            self.gauge(slot).set(u64::from(rif));
+            self.in_flight.get(slot).set(u64::from(rif));
         }
     }
 
     /// Clears the counts of VMs that no longer exist.
     pub(super) fn sweep(&self, table: &Slots, used: usize) {
         for slot in (0..used).filter(|slot| table.is_free(*slot)) {
-            for gauge in [self.gauge(slot), gauge(&self.away, &self.away_name, slot)] {
+            for gauge in [self.in_flight.get(slot), self.away.get(slot)] {
                 if gauge.get() != 0 {
                     gauge.set(0);
                 }
@@ -219,9 +214,9 @@ impl Served {
         }
     }
 
-    fn publish_away(&self, vm: &impl Seats) {
+    fn publish_away(&self, vm: &impl SlotView) {
         if let Some(slot) = vm.slot() {
-            gauge(&self.away, &self.away_name, slot).set(self.own_away().into());
+            self.away.get(slot).set(self.own_away().into());
         }
     }
 
@@ -230,25 +225,21 @@ impl Served {
     }
 
     /// Returns the requests in flight on all workers.
-    fn present(&self, vm: &impl Seats) -> Present {
+    fn present(&self, vm: &impl SlotView) -> Present {
         let own = vm.slot();
         let mut sum = self.replica.borrow().tracker.present();
         for slot in (0..vm.used()).filter(|slot| Some(*slot) != own) {
-            let rif = self.gauge(slot).get();
+            let rif = self.in_flight.get(slot).get();
             // A VM with nothing in flight has nothing away.
-            let away = if rif > 0 { gauge(&self.away, &self.away_name, slot).get() } else { 0 };
+            let away = if rif > 0 { self.away.get(slot).get() } else { 0 };
             sum.rif = add(sum.rif, rif);
             sum.away = add(sum.away, away);
         }
         sum
     }
 
-    fn gauge(&self, slot: usize) -> Gauge {
-        gauge(&self.gauges, &self.gauge_name, slot)
-    }
-
     /// Reads the results of other workers' requests.
-    fn look(&self, now: Micros) {
+    fn read_ended(&self, now: Micros) {
         update::<EndedLog, _>(&self.log_key, &self.blobs, |log| (self.read_log(log, now), false));
     }
 
@@ -284,12 +275,25 @@ fn add(sum: u32, more: u64) -> u32 {
     u32::try_from(u64::from(sum).saturating_add(more)).unwrap_or(MAX_RIF).min(MAX_RIF)
 }
 
-/// Returns the gauge of a slot. `name` has the parts of the gauge's name before and after the slot number.
-fn gauge(gauges: &RefCell<Vec<Gauge>>, name: &(String, String), slot: usize) -> Gauge {
-    let mut gauges = gauges.borrow_mut();
-    let (before, after) = name;
-    for number in gauges.len()..=slot {
-        gauges.push(Gauge::define(&format!("{before}{number}{after}")));
+/// Gauges of one replica, one for each slot. Each is defined at its first use.
+struct SlotGauges {
+    /// The parts of the gauges' names before and after the number of the slot.
+    name: (String, String),
+    gauges: RefCell<Vec<Gauge>>,
+}
+
+impl SlotGauges {
+    fn new(metric: &str, endpoint: &str, namespace: &str) -> Self {
+        let before = format!("prequal_inbound_{metric}.endpoint={endpoint}.slot=");
+        Self { name: (before, namespace.to_owned()), gauges: RefCell::default() }
     }
-    gauges.get(slot).copied().unwrap_or_default()
+
+    fn get(&self, slot: usize) -> Gauge {
+        let mut gauges = self.gauges.borrow_mut();
+        let (before, after) = &self.name;
+        for number in gauges.len()..=slot {
+            gauges.push(Gauge::define(&format!("{before}{number}{after}")));
+        }
+        gauges.get(slot).copied().unwrap_or_default()
+    }
 }

@@ -26,15 +26,15 @@ use crate::outcome::{Progress, grpc_failed};
 
 /// Time after the first response message beyond which an open gRPC call counts as a stream, microseconds.
 const GRPC_UNARY_TAIL_US: u64 = 1_000_000;
-/// Length of the prefix of each gRPC message: a flag, and the message's length in four bytes.
+/// Length of the prefix of each gRPC message, bytes: a flag, and the message's length in four bytes.
 const GRPC_PREFIX: usize = 5;
 
-/// One request.
+/// One request at the replica's Envoy.
 pub(crate) struct InboundStream {
     inbound: Rc<Inbound>,
     flight: Option<Flight>,
     /// Whether the filter answered the request itself; the response is then not the replica's.
-    own: bool,
+    local_reply: bool,
     progress: Progress,
     failed: bool,
     /// Whether the client has not yet sent all of its request.
@@ -65,7 +65,7 @@ impl InboundStream {
         Self {
             inbound,
             flight: None,
-            own: false,
+            local_reply: false,
             progress: Progress::default(),
             failed: false,
             uploading: false,
@@ -121,6 +121,7 @@ impl InboundStream {
         }
     }
 
+    /// Writes the reports to the response.
     fn stamp(&self, flight: &Flight) {
         let set = |name, value: Option<&str>| {
             host::set_header(MapType::HttpResponseHeaders, name, value.map(str::as_bytes))
@@ -189,7 +190,7 @@ impl HttpContext for InboundStream {
         #[cfg(feature = "crash-test")]
         host::crash_on_demand();
         if self.answered_here() {
-            self.own = true;
+            self.local_reply = true;
             return Action::Pause;
         }
         let now = host::now();
@@ -224,7 +225,7 @@ impl HttpContext for InboundStream {
     }
 
     fn on_http_response_headers(&mut self, _count: usize, end_of_stream: bool) -> Action {
-        if self.own {
+        if self.local_reply {
             return Action::Continue;
         }
         // A replica may answer before it has read the whole request.

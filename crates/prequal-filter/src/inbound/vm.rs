@@ -12,7 +12,7 @@ use prequal_core::server::inbound::slots::{Claim, HEARTBEAT_MS, MAX_SLOTS, Slots
 use prequal_core::shared::endpoint::Endpoint;
 use prequal_core::shared::time::Micros;
 
-use super::served::{Seats, Served};
+use super::served::{Served, SlotView};
 use crate::host;
 use crate::metrics::{BlobCounters, Counter, Gauge};
 use crate::store::{seed, update};
@@ -33,7 +33,7 @@ pub(crate) struct Vm {
     /// Part of the gauges' names, because each namespace has its own gauges.
     pub(super) namespace: String,
     claim: Cell<Option<Claim>>,
-    /// Whether this VM counts but has no slot. It then tries again at every tick.
+    /// Whether this VM counts requests but has no slot. It then tries to get one at every tick.
     slotless: Cell<bool>,
     ticked: Cell<Option<Micros>>,
     replicas: RefCell<Vec<Rc<Served>>>,
@@ -47,7 +47,7 @@ pub(crate) struct Vm {
     blobs: BlobCounters,
 }
 
-impl Seats for Vm {
+impl SlotView for Vm {
     fn slot(&self) -> Option<usize> {
         self.claim.get().map(|claim| claim.index)
     }
@@ -99,7 +99,7 @@ impl Vm {
             self.uncounted.one();
             return None;
         }
-        self.meet(&table, now);
+        self.learn(&table, now);
         self.find(endpoint)
     }
 
@@ -158,7 +158,7 @@ impl Vm {
             self.claim.set(None);
             self.slotless.set(true);
         }
-        self.meet(&table, now);
+        self.learn(&table, now);
         for served in self.replicas.borrow().iter() {
             served.sweep(&table, self.used());
             served.sample(self, now);
@@ -170,7 +170,7 @@ impl Vm {
     }
 
     /// Adds the replicas that the table lists and this VM does not yet know.
-    fn meet(&self, table: &Slots, now: Micros) {
+    fn learn(&self, table: &Slots, now: Micros) {
         for endpoint in table.replicas() {
             if self.find(*endpoint).is_none() {
                 let served = Served::new(*endpoint, &self.namespace, now);
