@@ -1,17 +1,17 @@
 {{- /*
-prequal.inject puts the agent into a Deployment (or a StatefulSet) and writes it out. In a chart that has this one as a
-dependency:
+prequal.inject adds the agent to a Deployment or a StatefulSet, and prints the result. Use it in a chart that depends on
+this one:
 
   {{ include "prequal.inject" (dict "context" . "values" .Values.prequal "deployment" (include "shop.deployment" .)) }}
 
-It adds the agent's container, the annotations by which Prometheus finds it, and, where the application has none of its
-own, the sleep and the grace period that let requests end. docs/guide/kubernetes.md has an example.
+It adds the agent's container and the annotations by which Prometheus finds it. It also adds the sleep and the grace
+period that let requests end, unless the application has its own. docs/guide/kubernetes.md has an example.
 */ -}}
 {{- define "prequal.inject" -}}
 {{- $agent := .values.agent -}}
 {{- $object := fromYaml .deployment -}}
 {{- if hasKey $object "Error" -}}
-{{- fail (printf "prequal.inject: the deployment is no YAML: %s" $object.Error) -}}
+{{- fail (printf "prequal.inject: the deployment is not YAML: %s" $object.Error) -}}
 {{- end -}}
 {{- $template := dig "spec" "template" dict $object -}}
 {{- $pod := dig "spec" dict $template -}}
@@ -30,15 +30,15 @@ own, the sleep and the grace period that let requests end. docs/guide/kubernetes
 {{- end -}}
 {{- range $containers -}}
   {{- if eq .name "probe-agent" -}}
-  {{- fail "prequal.inject: the deployment has a container `probe-agent` already" -}}
+  {{- fail "prequal.inject: the deployment already has a container `probe-agent`" -}}
   {{- end -}}
   {{- $name := .name -}}
   {{- range .ports -}}
     {{- if has .name (list "http" "http-metrics") -}}
-    {{- fail (printf "prequal.inject: container `%s` names a port `%s`, as the agent's is named, which the Service leads to: rename it or leave it out" $name .name) -}}
+    {{- fail (printf "prequal.inject: container `%s` has a port named `%s`, which is the name of the agent's port: rename it or leave it out" $name .name) -}}
     {{- end -}}
     {{- if has (int .containerPort) (list (int $agent.port) (int $agent.adminPort)) -}}
-    {{- fail (printf "agent.port %d, agent.adminPort %d: container `%s` has the port %d" (int $agent.port) (int $agent.adminPort) $name (int .containerPort)) -}}
+    {{- fail (printf "agent.port %d, agent.adminPort %d: container `%s` already uses port %d" (int $agent.port) (int $agent.adminPort) $name (int .containerPort)) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}
@@ -49,7 +49,7 @@ own, the sleep and the grace period that let requests end. docs/guide/kubernetes
 {{- $sleep := int (dig "lifecycle" "preStop" "sleep" "seconds" $agent.appSleepSeconds $app) -}}
 {{- $drain := add (include "prequal.agent.drainDelayMs" .values | int) $agent.drainTimeoutMs -}}
 {{- if lt (mul $sleep 1000) $drain -}}
-{{- fail (printf "agent.appSleepSeconds: the application ends after %d s, before agent.drainDelayMs and agent.drainTimeoutMs (%d ms) are over" $sleep $drain) -}}
+{{- fail (printf "agent.appSleepSeconds: the application ends after %d s, before agent.drainDelayMs and agent.drainTimeoutMs (%d ms) have passed" $sleep $drain) -}}
 {{- end -}}
 {{- if not (hasKey $pod "terminationGracePeriodSeconds") -}}
 {{- $_ := set $pod "terminationGracePeriodSeconds" (add $sleep 15) -}}
@@ -71,7 +71,7 @@ own, the sleep and the grace period that let requests end. docs/guide/kubernetes
 {{- toYaml $object -}}
 {{- end -}}
 
-{{- /* The agent's container, for who writes the pod without prequal.inject: (dict "context" . "values" .Values.prequal). */ -}}
+{{- /* The agent's container, for pods written without prequal.inject: (dict "context" . "values" .Values.prequal). */ -}}
 {{- define "prequal.agent.container" -}}
 {{- $agent := .values.agent -}}
 {{- $native := eq $agent.mode "native" -}}
@@ -94,7 +94,7 @@ restartPolicy: Always
 args:
 - --listen=0.0.0.0:{{ .agent.port }}
 - --upstream=127.0.0.1:{{ .agent.appPort }}
-# As the name resolves, with the pod's port.
+# The address that the Service's name resolves to, with the pod's port.
 - --advertise=$(POD_IP):{{ .agent.port }}
 - --admin=0.0.0.0:{{ .agent.adminPort }}
 - --drain-delay-ms={{ .delay }}
@@ -115,7 +115,7 @@ env:
 ports:
 - {name: http, containerPort: {{ .agent.port }}}
 - {name: http-metrics, containerPort: {{ .agent.adminPort }}}
-# The application's too: the agent asks it.
+# This covers the application too, because the agent checks it.
 readinessProbe:
   httpGet: {path: /readyz, port: http-metrics}
   periodSeconds: 2
@@ -148,12 +148,12 @@ securityContext:
 {{- end -}}
 {{- end -}}
 
-{{- /* A native sidecar gets its SIGTERM when the application has ended: nothing comes any more. */ -}}
+{{- /* A native sidecar gets SIGTERM after the application has ended, so no requests arrive any more. */ -}}
 {{- define "prequal.agent.drainDelayMs" -}}
 {{- if eq .agent.mode "native" }}0{{ else }}{{ int .agent.drainDelayMs }}{{ end -}}
 {{- end -}}
 
-{{- /* `sleep` needs Kubernetes 1.30; before that the application's image needs a program of that name. */ -}}
+{{- /* The handler `sleep` needs Kubernetes 1.30. Before that, the application's image must contain the program `sleep`. */ -}}
 {{- define "prequal.sleep" -}}
 {{- if semverCompare ">=1.30-0" .context.Capabilities.KubeVersion.Version -}}
 sleep: {seconds: {{ int .values.agent.appSleepSeconds }}}

@@ -1,6 +1,6 @@
 {{- /*
-The Envoy configuration: envoy-configs/kubernetes/base/envoy.yaml, of which files/envoy.yaml is a link, with what values
-change; with the native module overlays/native/envoy.yaml, of which files/envoy-native.yaml is one. A text that is to be replaced and is not there fails, so that a change of that file cannot pass by the chart.
+The Envoy configuration: files/envoy.yaml, which links to envoy-configs/kubernetes/base/envoy.yaml, with replacements from
+the values. For the native module, files/envoy-native.yaml, which links to overlays/native/envoy.yaml. If a text to be replaced is missing, rendering fails, so that the chart cannot miss a change to that file.
 */ -}}
 {{- define "prequal.envoy" -}}
 {{- if .Values.edge.config -}}

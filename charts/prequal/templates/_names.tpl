@@ -34,7 +34,7 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{- /* The labels of the replicas' pods: those of the chart's Deployment, or of the user's. */ -}}
+{{- /* The labels of the replicas' pods, from the chart's Deployment or the user's. */ -}}
 {{- define "prequal.replicas.selector" -}}
 {{- if .Values.replicas.deployment -}}
 {{- include "prequal.selector" (list . "replicas") -}}
@@ -43,17 +43,17 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{- /* (dict "values" the chart's, "image" a block of them, "name" the release's name of it, "value" where the block is) */ -}}
+{{- /* (dict "values" <values of the chart> "image" <block of an image> "name" <its name in the registry> "value" <path of the block>) */ -}}
 {{- define "prequal.image" -}}
 {{- $repository := .image.repository -}}
 {{- if not $repository -}}
-{{- $why := printf "registry is missing: name the registry that the release's images are in, or set %s.repository" .value -}}
+{{- $why := printf "registry is missing: set it to the registry with the release's images, or set %s.repository" .value -}}
 {{- $repository = printf "%s/%s" (required $why .values.registry) .name -}}
 {{- end -}}
 {{- if .image.digest -}}
 {{- printf "%s@%s" $repository .image.digest -}}
 {{- else -}}
-{{- $why := printf "%s.tag is missing, and so is %s.digest: an image without a version is another one tomorrow" .value .value -}}
+{{- $why := printf "%s.tag is missing, and so is %s.digest: an image needs a fixed version" .value .value -}}
 {{- printf "%s:%s" $repository (required $why .image.tag | toString) -}}
 {{- end -}}
 {{- end -}}

@@ -274,7 +274,7 @@ const WRONG: &[(&[&str], &[&str], &[&str])] = &[
             "edge.settings.cluster",
             "edge.maxHeapBytes: 536870912",
             "edge.module.from: imageVolume needs Kubernetes 1.33, this is v1.32.0",
-            "replicas.selectorLabels goes with",
+            "replicas.selectorLabels needs replicas.deployment=false",
         ],
     ),
     (&["edge.module.from=native", "edge.module.native.file=x"], &["--kube-version=1.33.0"], &["'file'"]),
@@ -305,18 +305,18 @@ const WRONG: &[(&[&str], &[&str], &[&str])] = &[
         &[],
         &[
             "agent.orca.format is missing: agent.orca.for (http)",
-            "agent.args: --orca-streams is there already, by agent.orca",
+            "agent.args: agent.orca already sets --orca-streams",
         ],
     ),
     (
         &["replicas.app.extra.ports[0].name=http", "replicas.app.extra.ports[0].containerPort=9000"],
         &[],
-        &["container `app` names a port `http`"],
+        &["container `app` has a port named `http`"],
     ),
     (
         &["replicas.app.extra.ports[0].containerPort=9102", "replicas.app.extra.ports[0].name=web"],
         &[],
-        &["agent.adminPort 9102: container `app` has the port 9102"],
+        &["agent.adminPort 9102: container `app` already uses port 9102"],
     ),
 ];
 
