@@ -61,6 +61,9 @@ pub struct ChoiceSettings {
     /// Metric that a rule without probes reads as utilisation from replicas' own reports in the format of ORCA; `None`:
     /// such reports are not read.
     pub orca: Option<Metric>,
+    /// Share of usable hosts below which a priority is in panic, per cent, 0 (never) to 100. Only for hosts of the balancer that
+    /// are themselves Envoy's policy.
+    pub healthy_panic_threshold: u32,
 }
 
 /// When a request is placed.
@@ -149,6 +152,7 @@ impl Default for ChoiceSettings {
             sync: SyncSettings::default(),
             hint: None,
             orca: None,
+            healthy_panic_threshold: 50,
         }
     }
 }

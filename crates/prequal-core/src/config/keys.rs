@@ -336,6 +336,13 @@ pub const KEYS: &[Key] = &[
             "which utilisation to read from ORCA reports on responses: `application_utilization`, else `cpu_utilization`; or \
              the metric of the given name",
         ),
+    advanced("healthy_panic_threshold", "%", Whole(0, 100))
+        .at(U32(|s| Some(&mut s.choice.healthy_panic_threshold)))
+        .from("Envoy")
+        .means(
+            "only in the [native module](native.md), which cannot read the cluster's setting of this name: share of healthy \
+             and degraded hosts below which all hosts of a priority are used; 0: never",
+        ),
     inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535"))
         .absent("the address that the client connected to")
         .means(
