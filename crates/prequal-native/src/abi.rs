@@ -48,6 +48,8 @@ pub(crate) const RESPONSE_HEADER: u32 = 2;
 pub(crate) const RESPONSE_TRAILER: u32 = 3;
 /// `envoy_dynamic_module_type_host_stat`: requests in flight.
 pub(crate) const STAT_RQ_ACTIVE: u32 = 7;
+/// `envoy_dynamic_module_type_host_health`.
+pub(crate) const HEALTH_DEGRADED: u32 = 1;
 /// `envoy_dynamic_module_type_access_log_type`: an attempt has ended.
 pub(crate) const LOG_UPSTREAM_END: u32 = 9;
 /// The result of callouts, metrics and filter hooks that means success, or "continue".
@@ -66,8 +68,6 @@ unsafe extern "C" {
     pub(crate) fn envoy_dynamic_module_callback_lb_get_priority_set_size(lb: Ptr) -> usize;
     /// Number of hosts of a priority.
     pub(crate) fn envoy_dynamic_module_callback_lb_get_hosts_count(lb: Ptr, priority: u32) -> usize;
-    /// Number of healthy hosts of a priority.
-    pub(crate) fn envoy_dynamic_module_callback_lb_get_healthy_hosts_count(lb: Ptr, priority: u32) -> usize;
     /// Address of a host, by its index among all; it lives until the host set changes.
     pub(crate) fn envoy_dynamic_module_callback_lb_get_host_address(
         lb: Ptr,
@@ -82,12 +82,45 @@ unsafe extern "C" {
         index: usize,
         address: *mut Buffer,
     ) -> bool;
-    /// Weight of a healthy host.
-    pub(crate) fn envoy_dynamic_module_callback_lb_get_healthy_host_weight(
+    /// Weight of a host, by its index among all.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_host_weight(
         lb: Ptr,
         priority: u32,
         index: usize,
     ) -> u32;
+    /// Health of a host at this moment, by its index among all.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_host_health(
+        lb: Ptr,
+        priority: u32,
+        index: usize,
+    ) -> u32;
+    /// Number of degraded hosts of a priority.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_degraded_hosts_count(lb: Ptr, priority: u32) -> usize;
+    /// Names of a host's locality, by the host's index among all; they live until the host set changes.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_host_locality(
+        lb: Ptr,
+        priority: u32,
+        index: usize,
+        region: *mut Buffer,
+        zone: *mut Buffer,
+        sub_zone: *mut Buffer,
+    ) -> bool;
+    /// Number of localities of a priority.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_locality_count(lb: Ptr, priority: u32) -> usize;
+    /// Weight of a locality, 0 if localities have none.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_locality_weight(
+        lb: Ptr,
+        priority: u32,
+        locality: usize,
+    ) -> u32;
+    /// Address of a healthy host of a locality, by its index among those; it lives until the host set changes.
+    pub(crate) fn envoy_dynamic_module_callback_lb_get_locality_host_address(
+        lb: Ptr,
+        priority: u32,
+        locality: usize,
+        index: usize,
+        address: *mut Buffer,
+    ) -> bool;
     /// One of Envoy's statistics of a host, by its index among all.
     pub(crate) fn envoy_dynamic_module_callback_lb_get_host_stat(
         lb: Ptr,
@@ -194,6 +227,13 @@ unsafe extern "C" {
     /// Name of the cluster that the request is routed to; it lives during the hook.
     pub(crate) fn envoy_dynamic_module_callback_http_get_cluster_name(filter: Ptr, name: *mut Buffer)
     -> bool;
+
+    /// Names the host of the request. If it is not `strict` and the host may not be used, the policy chooses.
+    pub(crate) fn envoy_dynamic_module_callback_http_set_upstream_override_host(
+        filter: Ptr,
+        host: Buffer,
+        strict: bool,
+    ) -> bool;
 
     /// Name of the cluster of the request that this hook logs; it lives during the hook.
     pub(crate) fn envoy_dynamic_module_callback_access_logger_get_upstream_cluster(

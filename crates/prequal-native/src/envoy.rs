@@ -9,6 +9,7 @@
 //!    holds here can be.
 //! 4. Buffers are valid UTF-8 or not, but readable during the hook in which Envoy filled them in.
 
+use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::OnceLock;
@@ -17,7 +18,8 @@ use prequal_core::shared::endpoint::Endpoint;
 use prequal_core::wire::headers::Headers;
 
 use crate::abi::*;
-use crate::hosts::{Host, Level, Place};
+use crate::hosts::{Health, Host, Level, Place};
+use crate::localities;
 
 /// Writes a warning to Envoy's log.
 pub(crate) fn warn(message: &str) {
@@ -144,38 +146,110 @@ impl Lb<'_> {
 
     fn level(self, priority: u32) -> Level {
         // SAFETY: invariant 1.
-        let (total, healthy) = unsafe {
+        let (total, degraded) = unsafe {
             (
                 envoy_dynamic_module_callback_lb_get_hosts_count(self.0, priority),
-                envoy_dynamic_module_callback_lb_get_healthy_hosts_count(self.0, priority),
+                envoy_dynamic_module_callback_lb_get_degraded_hosts_count(self.0, priority),
             )
         };
-        // Healthy hosts are in the order of all hosts, so each one's index is found behind the last one's.
-        let mut index = 0;
-        let host = |at: usize| {
-            let mut address = Buffer::EMPTY;
-            // SAFETY: invariant 1; the address lives until the host set changes.
-            let (found, address, weight) = unsafe {
-                let found = envoy_dynamic_module_callback_lb_get_healthy_host_address(
-                    self.0,
-                    priority,
-                    at,
-                    &raw mut address,
-                );
-                let weight = envoy_dynamic_module_callback_lb_get_healthy_host_weight(self.0, priority, at);
-                (found, bytes(address), weight)
+        let (localities, numbers) = self.localities(priority, total);
+        // Envoy lists healthy hosts in the order of all hosts.
+        let mut healthy = 0;
+        let host = |index: usize| {
+            let address = self.address(priority, index);
+            // SAFETY: invariant 1.
+            let weight = unsafe { envoy_dynamic_module_callback_lb_get_host_weight(self.0, priority, index) };
+            let health = if self.healthy_address(priority, healthy) == Some(address) {
+                healthy += 1;
+                Health::Healthy
+            } else if degraded > 0 && self.is_degraded(priority, index) {
+                Health::Degraded
+            } else {
+                Health::Unhealthy
             };
-            if !found {
-                return Host { endpoint: None, weight: 1, index };
-            }
-            while index < total && self.address(priority, index) != address {
-                index += 1;
-            }
-            let host = Host { endpoint: endpoint(address), weight: weight.max(1), index };
-            index += 1;
-            host
+            let locality = numbers.get(index).copied().unwrap_or(0);
+            Host { endpoint: endpoint(address), weight: weight.max(1), health, locality }
         };
-        Level { total, healthy: (0..healthy).map(host).collect() }
+        Level { hosts: (0..total).map(host).collect(), localities }
+    }
+
+    /// Returns the weights of the priority's localities by number, and the number of each host's locality; nothing if
+    /// localities do not count.
+    fn localities(&self, priority: u32, hosts: usize) -> (Vec<u32>, Vec<usize>) {
+        // SAFETY: invariant 1; Envoy checks the number of the locality.
+        let weights: Vec<u32> = unsafe {
+            let count = envoy_dynamic_module_callback_lb_get_locality_count(self.0, priority);
+            let weight =
+                |number| envoy_dynamic_module_callback_lb_get_locality_weight(self.0, priority, number);
+            (0..count).map(weight).collect()
+        };
+        if weights.iter().all(|weight| *weight == 0) {
+            return (Vec::new(), Vec::new());
+        }
+        let names: Vec<_> = (0..hosts).map(|index| self.locality(priority, index)).collect();
+        let by_address: HashMap<&[u8], usize> =
+            (0..hosts).map(|index| (self.address(priority, index), index)).collect();
+        let numbered = |number: usize| {
+            let index = by_address.get(self.locality_address(priority, number)?)?;
+            names.get(*index).copied()
+        };
+        let numbered: Vec<_> = (0..weights.len()).map(numbered).collect();
+        let numbers = localities::numbers(&names, &numbered);
+        (weights, numbers)
+    }
+
+    /// Returns the region, zone and sub-zone of a host.
+    fn locality(&self, priority: u32, index: usize) -> [&[u8]; 3] {
+        let (mut region, mut zone, mut sub_zone) = (Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY);
+        // SAFETY: invariant 1; the names live until the host set changes, which it does not during a hook.
+        unsafe {
+            envoy_dynamic_module_callback_lb_get_host_locality(
+                self.0,
+                priority,
+                index,
+                &raw mut region,
+                &raw mut zone,
+                &raw mut sub_zone,
+            );
+            [bytes(region), bytes(zone), bytes(sub_zone)]
+        }
+    }
+
+    /// Returns the address of the first healthy host of a locality.
+    fn locality_address(&self, priority: u32, number: usize) -> Option<&[u8]> {
+        let mut address = Buffer::EMPTY;
+        // SAFETY: invariant 1; the address lives until the host set changes, which it does not during a hook.
+        unsafe {
+            envoy_dynamic_module_callback_lb_get_locality_host_address(
+                self.0,
+                priority,
+                number,
+                0,
+                &raw mut address,
+            )
+            .then(|| bytes(address))
+        }
+    }
+
+    /// Returns the address of a healthy host, by its index among those.
+    fn healthy_address(&self, priority: u32, index: usize) -> Option<&[u8]> {
+        let mut address = Buffer::EMPTY;
+        // SAFETY: invariant 1; the address lives until the host set changes, which it does not during a hook.
+        unsafe {
+            envoy_dynamic_module_callback_lb_get_healthy_host_address(
+                self.0,
+                priority,
+                index,
+                &raw mut address,
+            )
+            .then(|| bytes(address))
+        }
+    }
+
+    fn is_degraded(self, priority: u32, index: usize) -> bool {
+        // SAFETY: invariant 1.
+        let health = unsafe { envoy_dynamic_module_callback_lb_get_host_health(self.0, priority, index) };
+        health == HEALTH_DEGRADED
     }
 
     fn address(&self, priority: u32, index: usize) -> &[u8] {
@@ -303,6 +377,35 @@ impl Bootstrap<'_> {
             )
         };
         (result == OK).then_some(number)
+    }
+}
+
+/// A request that has no host yet, during a hook of a filter of the listener.
+#[derive(Clone, Copy)]
+pub(crate) struct Incoming<'a>(pub(crate) Ptr, pub(crate) PhantomData<&'a ()>);
+
+impl Incoming<'_> {
+    /// Returns the name of the cluster that the request is routed to; empty if there is none.
+    pub(crate) fn cluster(&self) -> &[u8] {
+        let mut name = Buffer::EMPTY;
+        // SAFETY: the filter and the name are valid during the hook, which `self` does not outlive.
+        unsafe {
+            envoy_dynamic_module_callback_http_get_cluster_name(self.0, &raw mut name);
+            bytes(name)
+        }
+    }
+
+    /// Names the host of the request's first attempt. If Envoy refuses it, the policy chooses.
+    pub(crate) fn send_to(self, host: Endpoint) {
+        let host = host.to_string();
+        // SAFETY: the filter is valid during the hook; Envoy copies the host.
+        unsafe {
+            envoy_dynamic_module_callback_http_set_upstream_override_host(
+                self.0,
+                Buffer::of(host.as_bytes()),
+                false,
+            );
+        }
     }
 }
 

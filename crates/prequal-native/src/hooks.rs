@@ -1,4 +1,4 @@
-//! The hooks that Envoy calls: the module, the policy, the upstream filter, the access logger, the bootstrap extension.
+//! The hooks that Envoy calls: the module, the policy, the HTTP filters, the access logger, the bootstrap extension.
 //!
 //! The numbered invariants are those of [`crate::envoy`]. A panic in a hook would end Envoy. [`guarded`] catches it and returns
 //! what does least harm: no host, an attempt without report, no probe.
@@ -12,7 +12,8 @@ use prequal_core::wire::report::HEADER_LOAD;
 
 use crate::abi::*;
 use crate::attempt::{self, Attempt};
-use crate::envoy::{Bootstrap, Lb, LbConfig, Reply, Response, Retry, Scheduler, bytes, log};
+use crate::detour;
+use crate::envoy::{Bootstrap, Incoming, Lb, LbConfig, Reply, Response, Retry, Scheduler, bytes, log};
 use crate::policy::{Policy, PolicyConfig};
 use crate::prober;
 
@@ -146,22 +147,34 @@ extern "C" fn envoy_dynamic_module_on_lb_choose_host(
     })
 }
 
-// ---- hooks: the upstream HTTP filter ----
+// ---- hooks: the HTTP filters ----
 
-/// The filter has no settings.
+/// What a filter is for, by the name in its configuration. It has no other settings.
+enum FilterKind {
+    /// A cluster's upstream filter: one attempt.
+    Attempt,
+    /// A listener's filter, called `prequal_detour`: one request, before its host is chosen.
+    Detour,
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_http_filter_config_new(
     _config: Ptr,
-    _name: Buffer,
+    name: Buffer,
     _text: Buffer,
 ) -> Ptr {
-    give(())
+    // SAFETY: invariant 4.
+    let detour = unsafe { bytes(name) } == DETOUR_NAME;
+    give(if detour { FilterKind::Detour } else { FilterKind::Attempt })
 }
+
+/// Name of the listener's filter in its configuration.
+const DETOUR_NAME: &[u8] = b"prequal_detour";
 
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_http_filter_config_destroy(config: Ptr) {
     // SAFETY: invariant 2.
-    let _ = unsafe { take_back::<()>(config) };
+    let _ = unsafe { take_back::<FilterKind>(config) };
 }
 
 /// A filter.
@@ -169,11 +182,16 @@ enum Filter {
     Attempt(Attempt),
     /// The policy was not asked for the host of this attempt to the cluster.
     Other(String),
+    Detour,
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn envoy_dynamic_module_on_http_filter_new(_config: Ptr, filter: Ptr) -> Ptr {
+extern "C" fn envoy_dynamic_module_on_http_filter_new(config: Ptr, filter: Ptr) -> Ptr {
     guarded(ptr::null_mut(), || {
+        // SAFETY: invariants 1 and 2; the kind is only read.
+        if let Some(FilterKind::Detour) = unsafe { config.cast::<FilterKind>().as_ref() } {
+            return give(Filter::Detour);
+        }
         let mut name = Buffer::EMPTY;
         // SAFETY: the filter and the name are valid during the hook.
         let cluster = unsafe {
@@ -203,10 +221,19 @@ fn request_part(filter: Ptr, end_of_stream: bool) -> u32 {
 
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_http_filter_request_headers(
-    _envoy: Ptr,
+    envoy: Ptr,
     filter: Ptr,
     end_of_stream: bool,
 ) -> u32 {
+    guarded((), || {
+        // SAFETY: invariants 1 to 3.
+        if let Some(Filter::Detour) = unsafe { borrow::<Filter>(filter) } {
+            let request = Incoming(envoy, PhantomData);
+            if let Some(host) = detour::choose(request.cluster()) {
+                request.send_to(host);
+            }
+        }
+    });
     request_part(filter, end_of_stream)
 }
 
@@ -263,7 +290,7 @@ extern "C" fn envoy_dynamic_module_on_http_filter_destroy(filter: Ptr) {
         match unsafe { take_back::<Filter>(filter) } {
             Some(Filter::Attempt(attempt)) => attempt.destroyed(),
             Some(Filter::Other(cluster)) => attempt::destroyed_without_a_choice(&cluster),
-            None => {}
+            Some(Filter::Detour) | None => {}
         }
     });
 }

@@ -1,19 +1,21 @@
 //! Prequal as a dynamic module: native code that a stock Envoy loads.
 //!
-//! The balancer is the one of the WebAssembly filter ([`prequal_core::client`]); this crate is an adapter. It has four roles,
+//! The balancer is the one of the WebAssembly filter ([`prequal_core::client`]); this crate is an adapter. It has five roles,
 //! each an extension of Envoy:
 //!
 //! - [`policy`]: the load-balancing policy of a cluster, which chooses a host for each attempt;
 //! - [`attempt`]: an HTTP filter in the cluster's upstream chain, which reads the report on each response, and an access logger
 //!   of the router's attempts, which shows why an attempt ended without a response;
-//! - [`prober`]: a bootstrap extension, which sends the probes from the main thread.
+//! - [`prober`]: a bootstrap extension, which sends the probes from the main thread;
+//! - [`detour`]: an HTTP filter of the listener, which names the host of requests to hosts that are not healthy. It is optional.
 //!
 //! All unsafe code is in three files: [`abi`] has the declarations, [`envoy`] the wrappers of what Envoy provides, [`hooks`] what
 //! Envoy calls. The other modules:
 //!
 //! - [`worker`]: one cluster on one thread; what threads share;
 //! - [`store`]: the balancer's state in this process's memory, without locks;
-//! - [`hosts`]: Envoy's host sets: priorities, weights, health;
+//! - [`hosts`]: Envoy's host sets: priorities, localities, weights, health; [`shares`]: how Envoy shares requests among them;
+//!   [`localities`]: the number of a host's locality;
 //! - [`metrics`]: counters and gauges, under the filter's names;
 //! - [`clock`]: the time.
 //!
@@ -25,7 +27,10 @@
 #![deny(unsafe_code)]
 #![allow(missing_docs, reason = "the only public items are the ABI's entry points")]
 
+mod detour;
 mod hosts;
+mod localities;
+mod shares;
 mod store;
 
 // Everything that calls Envoy: unit tests have no Envoy to link with. The tests of `tests/` load the module into a real one.

@@ -13,6 +13,7 @@ use rand::rngs::SmallRng;
 
 use crate::attempt::{self, EndingsRef};
 use crate::clock;
+use crate::detour::{self, DetourRef};
 use crate::envoy::{self, Lb, LbConfig, Retry};
 use crate::hosts::{Hosts, Place};
 use crate::metrics::Metrics;
@@ -61,8 +62,16 @@ impl PolicyConfig {
         if main && !prober::is_running() {
             envoy::warn("prequal: no bootstrap extension of Prequal is configured, so no probes are sent");
         }
-        let (hosts, endings) = (Hosts::default(), attempt::endings_of(cluster));
-        Policy { worker, main, hosts, endings, rng: SmallRng::from_os_rng() }
+        let choice = found.map(|(config, _)| config.choice.clone()).unwrap_or_default();
+        Policy {
+            worker,
+            main,
+            panic_threshold: choice.healthy_panic_threshold,
+            hosts: Hosts::default(),
+            detour: detour::of(cluster),
+            endings: attempt::endings_of(cluster),
+            rng: SmallRng::from_os_rng(),
+        }
     }
 }
 
@@ -71,7 +80,10 @@ pub(crate) struct Policy {
     /// `None` if the configuration does not list the cluster.
     worker: Option<WorkerRef>,
     main: bool,
+    /// Per cent.
+    panic_threshold: u32,
     hosts: Hosts,
+    detour: DetourRef,
     endings: EndingsRef,
     rng: SmallRng,
 }
@@ -79,7 +91,9 @@ pub(crate) struct Policy {
 impl Policy {
     /// Handles a change of the host set: hosts, health, weights or priorities.
     pub(crate) fn hosts_changed(&mut self, lb: Lb<'_>) {
-        self.hosts = Hosts::new(&lb.levels());
+        self.hosts = Hosts::new(&lb.levels(), self.panic_threshold);
+        let others = self.hosts.take_others();
+        self.detour.borrow_mut().set(self.hosts.total(), &others);
         // Envoy updates the main thread first. The workers adopt what it writes.
         if let (Some(worker), true) = (&self.worker, self.main) {
             worker.borrow_mut().set_fleet(self.hosts.fleet());
@@ -131,5 +145,6 @@ impl Drop for Policy {
             attempt::forget(worker);
             prober::remove(worker);
         }
+        detour::remove(&self.detour);
     }
 }
