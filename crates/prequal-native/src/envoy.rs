@@ -137,14 +137,15 @@ impl Lb<'_> {
         String::from_utf8_lossy(name).into_owned()
     }
 
-    /// Returns the hosts of every priority.
-    pub(crate) fn levels(self) -> Vec<Level> {
+    /// Returns the hosts of every priority. Without `locality_weighted`, localities do not count: Envoy shows their weights to a
+    /// module in any case.
+    pub(crate) fn levels(self, locality_weighted: bool) -> Vec<Level> {
         // SAFETY: invariant 1.
         let priorities = unsafe { envoy_dynamic_module_callback_lb_get_priority_set_size(self.0) };
-        (0..priorities as u32).map(|priority| self.level(priority)).collect()
+        (0..priorities as u32).map(|priority| self.level(priority, locality_weighted)).collect()
     }
 
-    fn level(self, priority: u32) -> Level {
+    fn level(self, priority: u32, locality_weighted: bool) -> Level {
         // SAFETY: invariant 1.
         let (total, degraded) = unsafe {
             (
@@ -152,7 +153,10 @@ impl Lb<'_> {
                 envoy_dynamic_module_callback_lb_get_degraded_hosts_count(self.0, priority),
             )
         };
-        let (localities, numbers) = self.localities(priority, total);
+        let (localities, numbers) = match locality_weighted {
+            true => self.localities(priority, total),
+            false => Default::default(),
+        };
         // Envoy lists healthy hosts in the order of all hosts.
         let mut healthy = 0;
         let host = |index: usize| {

@@ -67,6 +67,7 @@ impl PolicyConfig {
             worker,
             main,
             panic_threshold: choice.healthy_panic_threshold,
+            locality_weighted: choice.locality_weighted,
             hosts: Hosts::default(),
             detour: detour::of(cluster),
             endings: attempt::endings_of(cluster),
@@ -82,6 +83,7 @@ pub(crate) struct Policy {
     main: bool,
     /// Per cent.
     panic_threshold: u32,
+    locality_weighted: bool,
     hosts: Hosts,
     detour: DetourRef,
     endings: EndingsRef,
@@ -91,7 +93,7 @@ pub(crate) struct Policy {
 impl Policy {
     /// Handles a change of the host set: hosts, health, weights or priorities.
     pub(crate) fn hosts_changed(&mut self, lb: Lb<'_>) {
-        self.hosts = Hosts::new(&lb.levels(), self.panic_threshold);
+        self.hosts = Hosts::new(&lb.levels(self.locality_weighted), self.panic_threshold);
         let others = self.hosts.take_others();
         self.detour.borrow_mut().set(self.hosts.total(), &others);
         // Envoy updates the main thread first. The workers adopt what it writes.

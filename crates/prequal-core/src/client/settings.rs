@@ -64,6 +64,8 @@ pub struct ChoiceSettings {
     /// Share of usable hosts below which a priority is in panic, per cent, 0 (never) to 100. Only for hosts of the balancer that
     /// are themselves Envoy's policy.
     pub healthy_panic_threshold: u32,
+    /// Whether requests are shared by the weights of localities. Only for those hosts, too.
+    pub locality_weighted: bool,
 }
 
 /// When a request is placed.
@@ -153,6 +155,7 @@ impl Default for ChoiceSettings {
             hint: None,
             orca: None,
             healthy_panic_threshold: 50,
+            locality_weighted: false,
         }
     }
 }

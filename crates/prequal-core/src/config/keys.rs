@@ -343,6 +343,13 @@ pub const KEYS: &[Key] = &[
             "only in the [native module](native.md), which cannot read the cluster's setting of this name: share of healthy \
              and degraded hosts below which all hosts of a priority are used; 0: never",
         ),
+    advanced("locality_weighted", "", Bool)
+        .at(Flag(|s| Some(&mut s.choice.locality_weighted)))
+        .from("Envoy")
+        .means(
+            "only in the [native module](native.md): share requests by the weights of localities, as \
+             `locality_weighted_lb_config` does in Envoy's policies",
+        ),
     inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535"))
         .absent("the address that the client connected to")
         .means(
