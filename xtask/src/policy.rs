@@ -16,7 +16,7 @@ pub(crate) fn check() -> Result<Option<String>> {
     let missing = unexplained()?;
     ensure!(
         missing.is_empty(),
-        "docs/dependencies.md does not say why these are used: {}",
+        "docs/design/dependencies.md does not say why these are used: {}",
         missing.join(", ")
     );
     let program = cargo_deny()?;

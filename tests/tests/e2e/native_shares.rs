@@ -1,5 +1,5 @@
 //! The native module beside Envoy's built-in round robin: the same hosts, health, priorities, weights and localities, and so
-//! the same share of the requests for each host (`docs/native.md`).
+//! the same share of the requests for each host (`docs/guide/native.md`).
 
 use std::net::SocketAddr;
 use std::time::Duration;

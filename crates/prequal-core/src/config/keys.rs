@@ -340,14 +340,14 @@ pub const KEYS: &[Key] = &[
         .at(U32(|s| Some(&mut s.choice.healthy_panic_threshold)))
         .from("Envoy")
         .means(
-            "only in the [native module](native.md), which cannot read the cluster's setting of this name: share of healthy \
+            "only in the [native module](../guide/native.md), which cannot read the cluster's setting of this name: share of healthy \
              and degraded hosts below which all hosts of a priority are used; 0: never",
         ),
     advanced("locality_weighted", "", Bool)
         .at(Flag(|s| Some(&mut s.choice.locality_weighted)))
         .from("Envoy")
         .means(
-            "only in the [native module](native.md): share requests by the weights of localities, as \
+            "only in the [native module](../guide/native.md): share requests by the weights of localities, as \
              `locality_weighted_lb_config` does in Envoy's policies",
         ),
     inbound("endpoint", "", Form("`ip:port`, port 1 to 65 535"))
