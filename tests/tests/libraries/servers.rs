@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use prequal_core::server::tracker::Outcome;
+use prequal_core::shared::outcome::Outcome;
 use prequal_testbed::{Client, Request, Response, block_on, eventually, handle};
 use probe_agent::Agent;
 use probe_agent::config::{AgentConfig, UpstreamHttp2};
