@@ -132,7 +132,7 @@ impl ProbesDue {
 }
 
 /// Pool, RIF history, probe clock and rates of one upstream cluster; the bytes of the shared blob.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct PoolState {
     tag: Tag,
@@ -612,6 +612,21 @@ impl PoolState {
         self.reports_since_pick = 0;
         self.new_since_pick = 0;
         self.refusals_per_pick -= self.refusals_per_pick * REFUSAL_WEIGHT;
+    }
+}
+
+#[expect(clippy::non_canonical_clone_impl, reason = "most of the state need not be copied")]
+impl Clone for PoolState {
+    fn clone(&self) -> Self {
+        *self
+    }
+
+    /// Leaves out the vacant entries: with few replicas, they are most of the state.
+    fn clone_from(&mut self, source: &Self) {
+        let occupied = source.encode();
+        if let Some(bytes) = bytemuck::bytes_of_mut(self).get_mut(..occupied.len()) {
+            bytes.copy_from_slice(&occupied);
+        }
     }
 }
 

@@ -172,6 +172,18 @@ fn the_blob_is_small() {
 }
 
 #[test]
+fn a_copy_over_another_pool_is_the_same_pool() {
+    let (mut scene, mut copy) = (Scene::new(plain()), PoolState::new());
+    // The pool grows, then most of its entries expire.
+    for (at, reports) in [(0, 2), (100, 9), (5000, 3)] {
+        (0..reports).for_each(|n| scene.report(at, n, 1, Some(40)));
+        scene.pick(at);
+        copy.clone_from(&scene.pool);
+        assert_eq!(copy.encode(), scene.pool.encode());
+    }
+}
+
+#[test]
 fn a_fleet_of_up_to_64_is_kept_whole() {
     // One report in 20 ms. Of the larger fleet, only those of a second are kept.
     for (members, kept) in [(24, 24), (25, 25), (64, 64), (65, 50)] {
