@@ -1,21 +1,26 @@
 //! State that the threads of this Envoy share: immutable values behind atomic pointers.
 //!
-//! A pick reads a pointer, changes a copy, and swaps the pointer if nobody else has. No thread ever waits for another.
+//! A pick copies the current value, changes the copy, and swaps the pointer if nobody else has. No thread ever waits for
+//! another. The copy goes where the value was that this thread replaced last, so a pick allocates no memory.
 
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 use prequal_core::client::store::{Store, Value};
 use prequal_core::shared::blob::Blob;
-use prequal_core::shared::cas::{self, OwnCopy, Place, UpdateEnd, Updated};
+use prequal_core::shared::cas::{UpdateEnd, Updated};
+
+/// Maximum number of tries of one change, as in Envoy's shared data.
+const MAX_TRIES: u32 = 8;
 
 /// The values of one upstream cluster, by name.
 #[derive(Clone, Default)]
 pub(crate) struct Shared(Arc<Mutex<HashMap<String, Arc<dyn Any + Send + Sync>>>>);
 
 /// A value, and the number of the write that wrote it.
+#[derive(Clone, Default)]
 struct Numbered<B> {
     number: u32,
     value: B,
@@ -23,58 +28,54 @@ struct Numbered<B> {
 
 /// One thread's access to a value.
 pub(crate) struct Slot<B> {
-    cell: Cell<B>,
-    /// The value as this thread last wrote it.
-    own: OwnCopy<B>,
+    cell: Arc<ArcSwap<Numbered<B>>>,
+    /// Memory for the next change.
+    spare: Arc<Numbered<B>>,
 }
-
-struct Cell<B>(Arc<ArcSwap<Numbered<B>>>);
 
 impl Store for Shared {
     type Value<B: Blob + Clone> = Slot<B>;
 
     fn open<B: Blob + Clone>(&self, name: &str) -> Slot<B> {
-        let new = || Arc::new(ArcSwap::from_pointee(Numbered { number: 1, value: B::default() }));
+        let new = || Arc::new(ArcSwap::from_pointee(Numbered::<B>::default()));
         let mut values = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let value = values.entry(name.to_owned()).or_insert_with(|| new());
         // A name always has the same type.
         let cell = Arc::clone(value).downcast().unwrap_or_else(|_| new());
-        Slot { cell: Cell(cell), own: OwnCopy::default() }
-    }
-}
-
-impl<B: Blob + Clone> Place<B> for Cell<B> {
-    fn read(&self) -> (Option<B>, Option<u32>) {
-        let current = self.0.load();
-        (Some(current.value.clone()), Some(current.number))
-    }
-
-    fn write(&self, value: &B, number: Option<u32>) -> bool {
-        let current = self.0.load();
-        if number != Some(current.number) {
-            return false;
-        }
-        let next = Numbered { number: current.number.wrapping_add(1), value: value.clone() };
-        let previous = self.0.compare_and_swap(&*current, Arc::new(next));
-        Arc::ptr_eq(&previous, &current)
+        Slot { cell, spare: Arc::default() }
     }
 }
 
 impl<B: Blob + Clone> Value<B> for Slot<B> {
-    fn update<T>(&mut self, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
-        cas::update(&self.cell, change)
-    }
-
-    fn transact<T>(&mut self, look: bool, change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
-        self.own.update(&self.cell, look, change)
+    fn update<T>(&mut self, mut change: impl FnMut(&mut B) -> (T, bool)) -> Updated<T> {
+        let mut conflicts = 0;
+        loop {
+            let current = self.cell.load();
+            // Another thread may still read the spare; then this allocates.
+            let next = Arc::make_mut(&mut self.spare);
+            next.number = current.number.wrapping_add(1);
+            next.value.clone_from(&current.value);
+            let (result, changed) = change(&mut next.value);
+            if !changed {
+                return Updated { result, end: UpdateEnd::NoUpdate, conflicts, replaced: 0 };
+            }
+            let previous = self.cell.compare_and_swap(&*current, Arc::clone(&self.spare));
+            if Arc::ptr_eq(&previous, &current) {
+                self.spare = Guard::into_inner(previous);
+                return Updated { result, end: UpdateEnd::Written, conflicts, replaced: 0 };
+            }
+            if conflicts + 1 == MAX_TRIES {
+                return Updated { result, end: UpdateEnd::GivenUp, conflicts, replaced: 0 };
+            }
+            conflicts += 1;
+        }
     }
 
     fn newer(&mut self, seen: &mut Option<u32>) -> Option<Updated<B>> {
-        let current = self.cell.0.load();
-        if *seen == Some(current.number) {
+        let current = self.cell.load();
+        if seen.replace(current.number) == Some(current.number) {
             return None;
         }
-        *seen = Some(current.number);
         Some(Updated { result: current.value.clone(), end: UpdateEnd::NoUpdate, conflicts: 0, replaced: 0 })
     }
 }
@@ -85,6 +86,7 @@ mod tests {
     use prequal_core::client::pool::PoolState;
     use prequal_core::shared::blob::{BlobError, Tag};
     use std::borrow::Cow;
+    use std::collections::HashSet;
 
     /// A number of which threads count up.
     #[derive(Clone, Debug, Default)]
@@ -125,6 +127,22 @@ mod tests {
         let total = shared.open::<Count>("count").update(|count| (count.0, false)).result;
         assert_eq!(total, written);
         assert!(written > 20_000, "at least a quarter of the writes succeed: {written}");
+    }
+
+    #[test]
+    fn a_thread_alone_uses_the_same_memory_again() {
+        let mut slot = Shared::default().open::<Count>("count");
+        let mut places = HashSet::new();
+        for turn in 1..=10 {
+            slot.update(|count| {
+                count.0 += 1;
+                ((), true)
+            });
+            let current = slot.cell.load_full();
+            assert_eq!(current.value.0, turn);
+            places.insert(Arc::as_ptr(&current));
+        }
+        assert_eq!(places.len(), 2);
     }
 
     #[test]
