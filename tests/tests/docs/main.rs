@@ -142,6 +142,7 @@ fn documented_yaml_works() -> Result<()> {
                 let shown: Value = yaml_serde::from_str(&block.text)?;
                 if shown.get("kind").is_some() { is_backend_policy(&shown) } else { is_policy(&shown) }
             }
+            "docs/guide/native.md" => is_of_native(&yaml_serde::from_str(&block.text)?),
             "docs/guide/istio.md" => are_volumes(&yaml_serde::from_str(&block.text)?),
             _ => bail!("no test for this kind of block"),
         }
@@ -210,6 +211,23 @@ fn is_policy(shown: &Value) -> Result<()> {
     validates(&config)
 }
 
+/// Checks filters of the listener or settings of the cluster, in the shipped configuration with the native module.
+fn is_of_native(shown: &Value) -> Result<()> {
+    let shipped = fs::read_to_string(workspace_root().join("envoy-configs/static/envoy-native.yaml"))?;
+    let mut config: Value = yaml_serde::from_str(&shipped)?;
+    let resources = &mut config["static_resources"];
+    if let Some(filters) = shown.as_array() {
+        let manager = &mut resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
+        let chain = manager["http_filters"].as_array_mut().context("the listener's filters")?;
+        let router = chain.len().saturating_sub(1);
+        chain.splice(router..router, filters.clone());
+    } else {
+        let cluster = resources["clusters"][0].as_object_mut().context("a cluster")?;
+        cluster.extend(shown.as_object().context("settings of a cluster")?.clone());
+    }
+    validates(&config)
+}
+
 /// Checks that an Envoy Gateway policy is the shipped one, which the mesh's tests run. The page leaves out what does not concern
 /// load reports.
 fn is_backend_policy(shown: &Value) -> Result<()> {
@@ -224,8 +242,12 @@ fn validates(config: &Value) -> Result<()> {
     let path = scratch.path().join("envoy.json");
     fs::write(&path, config.to_string())?;
     let mut envoy = Command::new(envoy_binary());
-    let output =
-        envoy.args(["--mode", "validate", "-c"]).arg(&path).current_dir(workspace_root()).output()?;
+    let output = envoy
+        .args(["--mode", "validate", "-c"])
+        .arg(&path)
+        .current_dir(workspace_root())
+        .env("ENVOY_DYNAMIC_MODULES_SEARCH_PATH", dist_dir())
+        .output()?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(())
 }
