@@ -137,8 +137,8 @@ impl Browser {
 
     /// The page's message about an order that it refused.
     pub(super) fn refusal(&mut self) -> Result<String> {
-        let said = self.evaluate("document.getElementById('said').textContent")?;
-        Ok(said.as_str().unwrap_or_default().to_owned())
+        let message = self.evaluate("document.getElementById('message').textContent")?;
+        Ok(message.as_str().unwrap_or_default().to_owned())
     }
 
     /// Saves a PNG picture of the page.
