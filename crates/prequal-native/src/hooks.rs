@@ -30,7 +30,7 @@ fn guarded<T>(otherwise: T, hook: impl FnOnce() -> T) -> T {
 /// Returns what is behind a pointer that a `new` hook of this module returned.
 ///
 /// # Safety
-/// `pointer` must come from [`give`] with the same type, and nobody else may use it during `'a` (invariants 1 to 3).
+/// `pointer` must come from [`give`] with the same type, and nothing else may use it during `'a` (invariants 1 to 3).
 unsafe fn borrow<'a, T>(pointer: Ptr) -> Option<&'a mut T> {
     // SAFETY: as above.
     unsafe { pointer.cast::<T>().as_mut() }

@@ -1,6 +1,6 @@
 //! State that the threads of this Envoy share: immutable values behind atomic pointers.
 //!
-//! A pick copies the current value, changes the copy, and swaps the pointer if nobody else has. No thread ever waits for
+//! A pick copies the current value, changes the copy, and swaps the pointer if no other thread has. No thread ever waits for
 //! another. The copy goes where the value was that this thread replaced last, so a pick allocates no memory.
 
 use std::any::Any;
