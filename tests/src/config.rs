@@ -40,6 +40,11 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
+/// The filter built to panic on requests with the header `x-prequal-crash-test`. Its blobs count as another release's.
+pub fn crash_module() -> PathBuf {
+    target_dir().join("dist-test/prequal_filter_crash.wasm")
+}
+
 /// Path of Envoy: `$ENVOY`, else the path of the pinned version, which `cargo xtask envoy` fetches.
 pub fn envoy_binary() -> PathBuf {
     std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
@@ -53,9 +58,9 @@ pub fn envoy_loads_native_modules() -> Result<bool> {
     Ok(minor.with_context(|| format!("which version is {version}?"))? >= 38)
 }
 
-/// The folder in which Cargo builds.
+/// The folder for caches and outputs of `cargo xtask`. `CARGO_TARGET_DIR` does not move it.
 pub fn target_dir() -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace_root().join("target"), PathBuf::from)
+    workspace_root().join("target")
 }
 
 /// One of Envoy's own load balancing policies, for the serving cluster.

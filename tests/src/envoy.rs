@@ -157,6 +157,13 @@ impl Envoy {
         Self::launch(config, Life::Chained { base_id, epoch: epoch + 1 })
     }
 
+    /// Sends SIGTERM and waits until the process has ended; fails after `limit`.
+    pub fn terminate(&mut self, limit: Duration) -> Result<()> {
+        let status = self.process.terminate(limit);
+        status.with_context(|| format!("Envoy still runs {limit:?} after SIGTERM"))?;
+        Ok(())
+    }
+
     /// Waits until the process has ended by itself; fails after `limit`.
     pub fn wait_for_end(&mut self, limit: Duration) -> Result<()> {
         let start = Instant::now();

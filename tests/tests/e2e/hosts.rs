@@ -5,7 +5,9 @@ use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use prequal_testbed::{Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
+use prequal_testbed::{
+    Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually, missing_ipv6, needs,
+};
 use serde_json::{Value, json};
 
 use crate::support::{SERVING, assert_all_ok, bed, is_probe, set, stand_in, warm};
@@ -303,10 +305,7 @@ fn a_failover_by_health_checks_of_only_the_serving_cluster_is_followed() -> Resu
 #[test]
 fn requests_are_steered_to_ipv6_endpoints() -> Result<()> {
     bed!();
-    if std::net::TcpListener::bind("[::1]:0").is_err() {
-        eprintln!("skipped: this machine has no IPv6 loopback");
-        return Ok(());
-    }
+    needs!(missing_ipv6());
     let backend = Backend::start_on("[::1]:0", |_| Reply::ok())?;
     let options = AgentOptions { listen: "[::1]:0".into(), ..AgentOptions::default() };
     let agents = (0..3).map(|_| Agent::start_with(backend.addr(), &options)).collect::<Result<Vec<_>>>()?;

@@ -10,8 +10,8 @@ use anyhow::{Context as _, Result};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue};
 use prequal_testbed::{
-    Backend, Body, Client, Envoy, EnvoyConfig, Reply, Request, Response, Seen, WebSocket, eventually,
-    workspace_root,
+    Backend, Body, Client, Envoy, EnvoyConfig, Reply, Request, Response, Seen, WebSocket, crash_module,
+    eventually,
 };
 use serde_json::{Value, json};
 
@@ -243,7 +243,7 @@ fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
 
 #[test]
 fn requests_of_a_crashed_vm_are_removed_and_serving_continues() -> Result<()> {
-    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    let module = crash_module();
     bed!(std::slice::from_ref(&module));
     let backend = Backend::start_on("127.0.0.1:0", |seen| match seen.path.as_str() {
         "/slow" => Reply::ok().delay(MS(5000)),

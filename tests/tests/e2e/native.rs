@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use prequal_testbed::{
     Body, Envoy, EnvoyConfig, FILTER_NAME, Fleet, MinimalRoot, Reply, Request, SHIM_NAME, dist_dir,
-    eventually, workspace_root,
+    eventually, needs, workspace_root,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -325,10 +325,7 @@ fn it_needs_no_library_but_glibc() -> Result<()> {
     ensure!(Command::new("cc").args(flags).arg(&needy).status()?.success(), "cc built no module");
     let (shipped, crashing) = (dist_dir().join("libprequal_native.so"), crashing_module());
     let root = MinimalRoot::new(&[&shipped, &crashing, &needy])?;
-    if let Some(why) = root.missing() {
-        netlab::skip("the native module without libgcc_s", &why);
-        return Ok(());
-    }
+    needs!(root.missing());
     let files = root.files()?;
     let named = |part: &str| files.iter().any(|file| file.to_string_lossy().contains(part));
     assert!(named("libc.so.6") && !named("libgcc"), "{files:?}");

@@ -1,7 +1,6 @@
 //! Mixed versions: other agents, a module whose blobs have another version, hot restart and roll-back.
 //! `docs/guide/upgrade.md` describes the consequences.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use prequal_testbed::{
     Agent, Backend, Client, Envoy, EnvoyConfig, Fleet, PARENT_SHUTDOWN_S, Prequal, Replica, Reply, Request,
-    Response, eventually, wasm_module, workspace_root,
+    Response, crash_module, eventually, wasm_module,
 };
 
 use crate::support::{
@@ -91,14 +90,9 @@ fn an_older_filter_reads_this_agent() -> Result<()> {
     Ok(())
 }
 
-/// A module whose blobs count as those of another release; it can also crash on request.
-fn other_release() -> PathBuf {
-    workspace_root().join("target/dist-test/prequal_filter_crash.wasm")
-}
-
 #[test]
 fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
-    bed!(&[other_release()]);
+    bed!(&[crash_module()]);
     let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
     // Without idle probes, only requests fill a pool.
     let config =
@@ -107,7 +101,7 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
     warm(&envoy, 4);
     let load = Load::start(envoy.client());
     let mut by_policy = Vec::new();
-    for module in [other_release(), wasm_module()] {
+    for module in [crash_module(), wasm_module()] {
         let before = envoy.prequal(SERVING)?;
         assert!(envoy.update_listener(config.clone().module(&module))?, "{}", envoy.log());
         // The old generation drains for two seconds.
@@ -138,13 +132,13 @@ fn wait_for_one_generation(envoy: &Envoy) -> Result<()> {
 
 #[test]
 fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
-    bed!(&[other_release()]);
+    bed!(&[crash_module()]);
     let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
     let mut envoys = vec![Envoy::start_restartable(config.clone())?];
     warm(&envoys[0], 4);
     let load = Load::start(envoys[0].client());
-    for module in [other_release(), wasm_module()] {
+    for module in [crash_module(), wasm_module()] {
         let old = envoys.last().expect("one runs");
         let before = old.prequal(SERVING)?;
         // One request is in flight at the take-over. The old process answers it.

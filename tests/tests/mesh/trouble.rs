@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prequal_testbed::{bed, eventually, workspace_root};
+use prequal_testbed::{bed, crash_module, eventually};
 use serde_json::{Value, json};
 
 use crate::istio::{Pods, ask, get, warm};
@@ -187,7 +187,7 @@ fn crash(envoy: &Running) -> Result<http::StatusCode> {
 
 #[test]
 fn a_crash_ends_all_service_some_steering_or_a_second_by_fail_strategy() -> Result<()> {
-    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    let module = crash_module();
     bed!(std::slice::from_ref(&module));
     let pods = Pods::start()?;
     let start = |strategy: Option<&str>| -> Result<(Running, u64)> {
