@@ -74,7 +74,7 @@ pub enum Policy {
     LeastRequestFullScan,
     /// Any host.
     Random,
-    /// By weights from the load reports on responses (ORCA). A report takes effect from the next second on.
+    /// By weights from the load reports on responses (ORCA). A report takes effect within a second.
     ClientSideWeighted,
 }
 
@@ -153,7 +153,10 @@ impl EnvoyConfig {
     /// Sets the endpoints of `cluster`, all with equal weight in one locality.
     #[must_use]
     pub fn endpoints(self, cluster: &str, addrs: &[SocketAddr]) -> Self {
-        self.localities(cluster, json!([{ "lb_endpoints": addrs.iter().map(endpoint).collect::<Vec<_>>() }]))
+        self.localities(
+            cluster,
+            json!([{ "lb_endpoints": addrs.iter().map(lb_endpoint).collect::<Vec<_>>() }]),
+        )
     }
 
     /// Sets the endpoints of `cluster` to the given list `endpoints` of a `ClusterLoadAssignment`.
@@ -410,7 +413,7 @@ impl EnvoyConfig {
             let filter = self.filter_mut(FILTER_NAME).expect("found above");
             &mut filter["typed_config"]["config"]["configuration"]
         } else {
-            // The native module's are the policy's.
+            // With the native module they are the policy's settings.
             let policy = &mut self.cluster_mut(SERVING)["load_balancing_policy"]["policies"][0];
             &mut policy["typed_extension_config"]["typed_config"]["lb_policy_config"]
         };
@@ -432,7 +435,7 @@ fn rename_modules(value: &mut Value, name: &str) {
 }
 
 /// One element of `lb_endpoints`.
-pub(crate) fn endpoint(addr: &SocketAddr) -> Value {
+pub fn lb_endpoint(addr: &SocketAddr) -> Value {
     json!({"endpoint": {"address": {"socket_address": {
         "address": addr.ip().to_string(), "port_value": addr.port()
     }}}})

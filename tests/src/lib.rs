@@ -22,6 +22,8 @@ mod agent;
 mod backend;
 mod client;
 mod config;
+mod counters;
+mod discovery;
 mod envoy;
 mod fleet;
 mod killable;
@@ -34,12 +36,13 @@ mod runtime;
 
 pub use agent::{Agent, AgentOptions};
 pub use backend::{Backend, Body, Reply, Seen};
-pub use client::{Client, Request, Response, WebSocket, http_get};
+pub use client::{Client, Request, Response, WebSocket, assert_no_prequal_headers, http_get};
 pub use config::{
     EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, crash_module, dist_dir, envoy_binary,
-    envoy_loads_native_modules, target_dir, wasm_module, workspace_root,
+    envoy_loads_native_modules, lb_endpoint, target_dir, wasm_module, workspace_root,
 };
-pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S, Prequal};
+pub use counters::Prequal;
+pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S};
 pub use fleet::{Fleet, Replica};
 pub use killable::Killable;
 pub use minimal::MinimalRoot;

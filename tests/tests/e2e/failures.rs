@@ -12,7 +12,7 @@ use prequal_testbed::{AgentOptions, Body, Envoy, EnvoyConfig, Fleet, Replica, Re
 use serde_json::json;
 
 use crate::support::{
-    SERVING, assert_all_ok, assert_none_of_ours, bed, report, set, stand_in, warm, with_load,
+    SERVING, assert_all_ok, assert_no_prequal_headers, bed, report, set, stand_in, warm, with_load,
 };
 
 #[test]
@@ -55,7 +55,7 @@ fn what_an_agent_sheds_is_served_elsewhere() -> Result<()> {
     fleet.iter().for_each(|replica| replica.backend.clear());
     let answers = envoy.client().burst(400, 8, |_| Request::get("/"));
     assert_all_ok(&answers);
-    answers.iter().flatten().for_each(|answer| assert_none_of_ours(&answer.headers));
+    answers.iter().flatten().for_each(|answer| assert_no_prequal_headers(&answer.headers));
     let shed = shed()? - shed_before;
     assert!(shed > 0.0, "nothing was shed: nothing was tested");
     #[expect(clippy::cast_precision_loss, reason = "a small count")]

@@ -14,7 +14,7 @@ use prequal_testbed::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::{SERVING, assert_all_ok, assert_none_of_ours, bed, set, warm};
+use crate::support::{SERVING, assert_all_ok, assert_no_prequal_headers, bed, set, warm};
 
 /// The clusters that share the replicas' addresses.
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
@@ -56,7 +56,7 @@ fn requests_go_where_capacity_is_and_every_count_adds_up() -> Result<()> {
     fleet.clear();
     let answers = envoy.client().burst(400, 8, |_| Request::get("/"));
     assert_all_ok(&answers);
-    answers.iter().flatten().for_each(|answer| assert_none_of_ours(&answer.headers));
+    answers.iter().flatten().for_each(|answer| assert_no_prequal_headers(&answer.headers));
     // A trial or two may reach the slow replica; round robin sends it 100 requests.
     assert!(fleet.served()[3] <= 12, "{:?}", fleet.served());
     let rest = eventually("every request and probe is accounted for", Duration::from_secs(5), || {

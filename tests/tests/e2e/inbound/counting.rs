@@ -1,6 +1,5 @@
 //! Which requests count as in flight, and how their ends count.
 
-use std::io::Read as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use prequal_testbed::{
 use serde_json::json;
 
 use super::{MS, beside, counted, free_port, hold, on_port, probe, slots, wait_for_rif, with};
-use crate::support::{assert_all_ok, assert_none_of_ours, bed};
+use crate::support::{assert_all_ok, assert_no_prequal_headers, bed};
 
 /// Time within which a dead VM's requests must leave the RIF, including some time to poll on a busy machine.
 const HEALED: Duration = Duration::from_millis(3500);
@@ -151,7 +150,7 @@ fn an_update_of_the_listener_keeps_counting() -> Result<()> {
     }
     wait_for_rif(addr, 0, MS(1000));
     assert_eq!(envoy.stat("wasmcustom.prequal_inbound_slots_total.result=claimed")?, 2, "a slot per worker");
-    assert_none_of_ours(&Client::new(addr).get("/")?.headers);
+    assert_no_prequal_headers(&Client::new(addr).get("/")?.headers);
     Ok(())
 }
 

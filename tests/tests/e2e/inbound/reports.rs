@@ -9,7 +9,7 @@ use prequal_testbed::{Backend, Body, Client, Envoy, Reply, Request, eventually};
 use serde_json::{Value, json};
 
 use super::{MS, beside, counted, probe, report, with};
-use crate::support::{PROBE_PATH, assert_none_of_ours, bed};
+use crate::support::{PROBE_PATH, assert_no_prequal_headers, bed};
 
 #[test]
 fn every_worker_reports_failures_age_and_latency() -> Result<()> {
@@ -116,7 +116,7 @@ fn reports_from_clients_and_backends_are_replaced() -> Result<()> {
     assert_eq!(backend.served(), 0);
     assert_eq!(envoy.client().get("/prequal")?.status, 200);
     let silent = Envoy::start(with(beside(&backend)?, &json!({"role": "inbound", "report": "probe_only"})))?;
-    assert_none_of_ours(&silent.client().get("/")?.headers);
+    assert_no_prequal_headers(&silent.client().get("/")?.headers);
     assert_eq!(probe(silent.addr())?.endpoint, silent.addr().to_string());
     Ok(())
 }

@@ -8,7 +8,7 @@ use prequal_testbed::{Backend, Client, Envoy, EnvoyConfig, Reply, Request, event
 use serde_json::json;
 
 use super::{MS, beside, free_port, on_port, probe, with};
-use crate::support::{SERVING, assert_all_ok, assert_none_of_ours, bed, is_probe, warm};
+use crate::support::{SERVING, assert_all_ok, assert_no_prequal_headers, bed, is_probe, warm};
 
 /// Asserts that a client's Envoy avoids the last of `backends`, which is slow.
 fn assert_steers(backends: &[Backend], client: &Envoy) -> Result<()> {
@@ -21,7 +21,7 @@ fn assert_steers(backends: &[Backend], client: &Envoy) -> Result<()> {
         let answers = client.client().burst(600, 6, |_| Request::get("/"));
         assert_all_ok(&answers);
         for answer in answers.into_iter().flatten() {
-            assert_none_of_ours(&answer.headers);
+            assert_no_prequal_headers(&answer.headers);
         }
         let after = client.prequal(SERVING).ok()?;
         let served: Vec<u64> = backends.iter().map(Backend::served).collect();

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::{MS, assert_no_crash, start, user_requests};
 use crate::support::{
-    SERVING, addrs, assert_all_ok, assert_none_of_ours, assert_probes_balance, bed, counted, is_probe,
+    SERVING, addrs, assert_all_ok, assert_no_prequal_headers, assert_probes_balance, bed, counted, is_probe,
     report, set, stand_in, stand_ins, with_load,
 };
 
@@ -28,7 +28,7 @@ fn a_request_goes_to_the_best_of_the_probed_replicas() -> Result<()> {
     assert_eq!((after.picks("sync"), after.waits("enough")), (200, 200), "{after:#?}");
     assert_eq!(after.other("prequal_sync_answers_total"), 400, "{after:#?}");
     for seen in good.seen().iter().filter(|seen| !is_probe(seen)) {
-        assert_none_of_ours(&seen.headers);
+        assert_no_prequal_headers(&seen.headers);
     }
     // Envoy merges histograms every five seconds.
     eventually("the waits are timed", Duration::from_secs(20), || {
