@@ -32,10 +32,11 @@ mod minimal;
 mod needs;
 mod process;
 mod prometheus;
+mod reply;
 mod runtime;
 
 pub use agent::{Agent, AgentOptions};
-pub use backend::{Backend, Body, Reply, Seen};
+pub use backend::Backend;
 pub use client::{Client, Request, Response, WebSocket, assert_no_prequal_headers, http_get};
 pub use config::{
     EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, crash_module, dist_dir, envoy_binary,
@@ -49,4 +50,5 @@ pub use minimal::MinimalRoot;
 pub use needs::{missing, missing_file, missing_ipv6, missing_program, skip};
 pub use process::cpu_time;
 pub use prometheus::{Prometheus, missing_prometheus, prometheus_tool};
+pub use reply::{Body, Reply, Seen};
 pub use runtime::{block_on, eventually, handle};

@@ -1,4 +1,4 @@
-//! Envoy always has the final say about its hosts: discovery, health, draining, priorities, address forms.
+//! Envoy's own view of its hosts takes precedence over the filter's choice: discovery, health, draining, priorities, weights.
 
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -53,7 +53,8 @@ fn endpoints_come_and_go_through_eds() -> Result<()> {
     Ok(())
 }
 
-/// A newcomer has served one request at a time; the filter must find out that it can serve as many at once as the others.
+/// A new replica has served only one request at a time; the filter must find out that it can serve as many at once as the
+/// others.
 #[test]
 fn a_newcomer_among_replicas_that_serve_many_at_once_gets_its_share() -> Result<()> {
     bed!();

@@ -37,7 +37,8 @@ struct Report {
     rest: String,
 }
 
-fn report(headers: &HeaderMap) -> Result<Report> {
+/// The only report in `headers`.
+fn report_in(headers: &HeaderMap) -> Result<Report> {
     let all: Vec<_> = headers.get_all("x-prequal-load").iter().collect();
     anyhow::ensure!(all.len() == 1, "{} reports in {headers:?}", all.len());
     let mut fields = all[0].to_str()?.splitn(4, ';');
@@ -51,7 +52,7 @@ fn report(headers: &HeaderMap) -> Result<Report> {
 fn probe(addr: SocketAddr) -> Result<Report> {
     let reply = Client::new(addr).get(PROBE_PATH)?;
     anyhow::ensure!(reply.status == 200, "{}: {}", reply.status, reply.text());
-    report(&reply.headers)
+    report_in(&reply.headers)
 }
 
 /// Probes over several connections, so that both workers answer.
@@ -70,6 +71,8 @@ fn hold(
     (0..count).map(|_| std::thread::spawn(move || client().get(path))).collect()
 }
 
+/// Waits until both workers report `rif`.
+#[track_caller]
 fn wait_for_rif(addr: SocketAddr, rif: u64, limit: Duration) {
     let start = Instant::now();
     loop {
@@ -87,14 +90,16 @@ fn slots(envoy: &Envoy) -> Result<Vec<u64>> {
     Ok(found.iter().filter(|(name, n)| name.starts_with("in_flight.") && **n > 0).map(|(_, n)| *n).collect())
 }
 
-fn counted(envoy: &Envoy, result: &str, count: u64) {
+/// Waits until exactly `count` requests have ended with `result`.
+#[track_caller]
+fn wait_for_count(envoy: &Envoy, result: &str, count: u64) {
     let name = format!("requests.{result}");
     eventually(&format!("{count} of {name}"), Duration::from_secs(5), || {
         (envoy.inbound(envoy.addr()).ok()?.get(&name).copied().unwrap_or(0) == count).then_some(())
     });
 }
 
-/// A port that was free a moment ago, for an address that must be known before Envoy starts.
+/// A free port, for an address that must be known before Envoy starts.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

@@ -1,4 +1,4 @@
-//! Synchronous mode: requests that wait for their own probes, and events that may happen while they wait.
+//! Synchronous mode: requests that wait for their own probes.
 
 mod choices;
 mod hints;
@@ -20,7 +20,7 @@ fn sync_config(addrs: &[SocketAddr], settings: Value) -> Result<EnvoyConfig> {
     let config = EnvoyConfig::for_replicas(addrs)?.filter_settings(|all| {
         let cluster = &mut all["clusters"][0];
         cluster["mode"] = json!("sync");
-        // Long, so that a busy machine does not reach it; the tests of the deadline set their own.
+        // Long enough for a busy machine; the tests of the deadline set their own.
         cluster["sync_deadline_ms"] = json!(1000);
         // Listed explicitly, so that the first request already has replicas to probe.
         cluster["endpoints"] = json!(addrs.iter().map(ToString::to_string).collect::<Vec<_>>());

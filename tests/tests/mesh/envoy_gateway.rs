@@ -334,10 +334,10 @@ fn after_a_crash_of_the_module_requests_continue_unsteered() -> Result<()> {
     envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
     let [.., slow] = pods.serving()[..] else { panic!("replicas") };
     let picks = envoy.prequal(SERVING)?.steered();
-    let wish = STANDARD.encode(slow.to_string());
+    let wanted = STANDARD.encode(slow.to_string());
     pods.clear();
     for _ in 0..40 {
-        let reply = envoy.client().send(Request::get("/").header("x-prequal-dest", &wish))?;
+        let reply = envoy.client().send(Request::get("/").header("x-prequal-dest", &wanted))?;
         assert_eq!(reply.status, 200);
         assert_no_prequal_headers(&reply.headers);
     }

@@ -21,7 +21,7 @@ const ISTIO: [&str; 3] =
     ["envoy.filters.http.grpc_stats", "envoy.filters.http.fault", "envoy.filters.http.cors"];
 const ROUTER: &str = "envoy.filters.http.router";
 
-/// Three replicas that answer in 2 ms and a last one in 100, and what is in front of them in their pods.
+/// Three replicas that answer in 2 ms and a last one in 100 ms, each behind an agent or a sidecar.
 pub struct Pods {
     apps: Vec<Backend>,
     serving: Vec<SocketAddr>,
@@ -99,7 +99,7 @@ impl Pods {
         }
     }
 
-    /// A request whose sender asks for the slow replica and claims that the others are busy.
+    /// A request whose client asks for the slow replica and claims that the others are busy.
     pub fn spoof(&self, host: &str) -> Request {
         let [first, .., slow] = self.serving()[..] else { panic!("replicas") };
         get(host)
@@ -137,8 +137,8 @@ pub fn warm(envoy: &Running) {
     });
 }
 
-/// Asserts that twenty requests all go to the replicas that the filter chose, whichever replica their sender asks for,
-/// and that none of Prequal's headers is visible outside.
+/// Asserts that twenty requests all go to the replicas that the filter chose, although their client asks for another, and
+/// that none of Prequal's headers is visible outside.
 #[track_caller]
 fn assert_steers(envoy: &Running, pods: &Pods) {
     warm(envoy);

@@ -59,7 +59,7 @@ fn a_replica_that_fails_some_of_its_requests_is_ejected_and_comes_back() -> Resu
         let counts = envoy.prequal("replicas")?;
         assert!(good(&answers) >= 1980, "failing {share} %: {} of 2000 good: {counts:#?}", good(&answers));
         // A replica that looked slow on a busy machine has to wait for its first request.
-        until(&client, "it keeps a trickle", Duration::from_secs(30), || fleet.served()[0] > 0);
+        until(&client, "it still gets a few requests", Duration::from_secs(30), || fleet.served()[0] > 0);
         fleet[0].backend.set(Reply::ok().delay(MS(20)));
         until(&client, "back in use", Duration::from_secs(30), || {
             fleet.clear();

@@ -9,7 +9,7 @@ use super::{get, good, without_retries};
 use crate::support::{addrs, bed, report, stand_in, stand_ins, warm, with_load};
 
 #[test]
-fn a_failing_replica_that_always_reports_zero_load_gets_a_trickle() -> Result<()> {
+fn a_failing_replica_that_always_reports_zero_load_gets_few_requests() -> Result<()> {
     bed!();
     let honest =
         || stand_ins(4, |addr| with_load(report(1, 5000, addr)), |addr| with_load(report(1, 5000, addr)));

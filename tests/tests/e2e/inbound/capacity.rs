@@ -8,7 +8,7 @@ use anyhow::Result;
 use bytes::Bytes;
 use prequal_testbed::{Backend, Body, Client, Envoy, Reply, Request, WebSocket};
 
-use super::{MS, Report, beside, counted, probe, report, wait_for_rif};
+use super::{MS, Report, beside, probe, report_in, wait_for_count, wait_for_rif};
 use crate::support::{assert_all_ok, bed};
 
 /// Base latency and knee as reported on several connections, so by both workers.
@@ -50,7 +50,7 @@ fn two_workers_report_the_same_base_latency_and_knee() -> Result<()> {
     let reported = capacities(envoy.addr());
     assert!(reported.iter().all(|(_, knee)| (1..=6).contains(knee)), "three at once: {reported:?}");
     let answer = envoy.client().get("/")?;
-    let reported = report(&answer.headers)?.rest;
+    let reported = report_in(&answer.headers)?.rest;
     assert!(reported.contains(";base=") && reported.contains(";knee="), "{reported}");
     Ok(())
 }
@@ -93,7 +93,7 @@ fn the_time_of_slow_clients_does_not_count_as_latency() -> Result<()> {
     }
     // A worker that learns late of another worker's few requests may miss part of their time, but never counts the
     // clients' second.
-    counted(&envoy, "success", 8);
+    wait_for_count(&envoy, "success", 8);
     assert_takes(addr, 5..=250);
     for _ in 0..4 {
         let mut socket = TcpStream::connect(addr)?;
@@ -103,7 +103,7 @@ fn the_time_of_slow_clients_does_not_count_as_latency() -> Result<()> {
         socket.read_to_end(&mut answer)?;
         assert!(answer.len() > 512 << 10);
     }
-    counted(&envoy, "success", 12);
+    wait_for_count(&envoy, "success", 12);
     assert_takes(addr, 5..=250);
     Ok(())
 }
@@ -131,8 +131,8 @@ fn streams_and_aborts_do_not_change_base_latency_and_knee() -> Result<()> {
     for _ in 0..30 {
         assert!(Client::new(addr).abandon(Request::get("/"), MS(20)));
     }
-    counted(&envoy, "aborted", 30);
-    // The time that aborted requests spent at the server counts, but none of them was served. If they counted as
+    wait_for_count(&envoy, "aborted", 30);
+    // The time that aborted requests spent at the server counts, but none of them was served. If they wait_for_count as
     // departures, the base latency would be 32 ms.
     let reported = capacities(addr);
     assert!(reported.iter().all(|(base, _)| (90_000..=300_000).contains(base)), "{reported:?}");

@@ -10,7 +10,7 @@ use prequal_testbed::{
 };
 use serde_json::json;
 
-use super::{MS, beside, counted, free_port, hold, on_port, probe, slots, wait_for_rif, with};
+use super::{MS, beside, free_port, hold, on_port, probe, slots, wait_for_count, wait_for_rif, with};
 use crate::support::{assert_all_ok, assert_no_prequal_headers, bed};
 
 /// Time within which a dead VM's requests must leave the RIF, including some time to poll on a busy machine.
@@ -70,7 +70,7 @@ fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
         // Errors, resets, broken responses and timeouts are failures; requests that the client aborted do not count.
         let since = |result: &str| before.get(&format!("requests.{result}")).copied().unwrap_or(0);
         for (result, count) in [("success", 45), ("failure", 20), ("aborted", 5)] {
-            counted(&envoy, result, since(result) + count);
+            wait_for_count(&envoy, result, since(result) + count);
         }
     }
     Ok(())
@@ -176,7 +176,7 @@ fn streams_count_in_rif_but_not_in_latency() -> Result<()> {
     }
     drop(socket);
     wait_for_rif(envoy.addr(), 0, MS(1000));
-    counted(&envoy, "streaming", 3);
+    wait_for_count(&envoy, "streaming", 3);
     let reported = probe(envoy.addr())?;
     assert!(reported.latency_us.is_some_and(|us| us < 100_000), "{reported:?}");
     Ok(())
@@ -201,7 +201,7 @@ fn what_envoy_does_by_itself_does_not_count_against_the_replica() -> Result<()> 
             assert_eq!(envoy.client().get(path)?.status, status);
         }
     }
-    counted(&envoy, "aborted", 20);
+    wait_for_count(&envoy, "aborted", 20);
     let reported = probe(envoy.addr())?;
     assert_eq!((reported.rif, reported.latency_us, &reported.rest[..3]), (0, None, "up="), "{reported:?}");
     // Two retries count as one request.
@@ -209,8 +209,8 @@ fn what_envoy_does_by_itself_does_not_count_against_the_replica() -> Result<()> 
         assert_eq!(envoy.client().get("/")?.status, 200);
     }
     assert_eq!(backend.served(), 15);
-    counted(&envoy, "success", 5);
-    counted(&envoy, "failure", 0);
+    wait_for_count(&envoy, "success", 5);
+    wait_for_count(&envoy, "failure", 0);
     wait_for_rif(envoy.addr(), 0, MS(500));
     Ok(())
 }

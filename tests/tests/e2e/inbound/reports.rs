@@ -8,7 +8,7 @@ use http::{HeaderMap, HeaderValue};
 use prequal_testbed::{Backend, Body, Client, Envoy, Reply, Request, eventually};
 use serde_json::{Value, json};
 
-use super::{MS, beside, counted, probe, report, with};
+use super::{MS, beside, probe, report_in, wait_for_count, with};
 use crate::support::{PROBE_PATH, assert_no_prequal_headers, bed};
 
 #[test]
@@ -52,9 +52,9 @@ fn every_worker_reports_failures_age_and_latency() -> Result<()> {
                 .send(Request::post("/s/m", &b"\0\0\0\0\0"[..]).header("content-type", "application/grpc"))?;
         }
         failures += fails;
-        counted(&envoy, "failure", failures);
+        wait_for_count(&envoy, "failure", failures);
     }
-    counted(&envoy, "success", 8 + 15);
+    wait_for_count(&envoy, "success", 8 + 15);
     for _ in 0..12 {
         let reported = probe(envoy.addr())?;
         let per_mille: u64 =
@@ -99,11 +99,11 @@ fn reports_from_clients_and_backends_are_replaced() -> Result<()> {
     let spoof =
         |request: Request| names.iter().fold(request, |request, name| request.header(name, "9;9;9.9.9.9:9"));
     let reply = envoy.client().send(spoof(Request::get("/")))?;
-    let reported = report(&reply.headers)?;
+    let reported = report_in(&reply.headers)?;
     assert_eq!((reported.rif, reported.endpoint), (0, envoy.addr().to_string()));
     assert!(reply.header("x-prequal-rif").is_none() && reply.header("x-prequal-latency-us").is_none());
     let answer = envoy.client().send(spoof(Request::get(PROBE_PATH).header("accept", "application/json")))?;
-    let reported = report(&answer.headers)?;
+    let reported = report_in(&answer.headers)?;
     assert_eq!((reported.rif, &reported.endpoint), (0, &envoy.addr().to_string()));
     let body: Value = serde_json::from_str(&answer.text())?;
     assert_eq!((&body["rif"], &body["endpoint"]), (&json!(0), &json!(reported.endpoint)));
@@ -127,7 +127,7 @@ fn the_endpoint_can_be_configured() -> Result<()> {
     let backend = Backend::start(Reply::ok())?;
     let settings = json!({"role": "inbound", "endpoint": "[2001:db8::7]:8080"});
     let envoy = Envoy::start(with(beside(&backend)?, &settings))?;
-    let reported = report(&envoy.client().get("/")?.headers)?;
+    let reported = report_in(&envoy.client().get("/")?.headers)?;
     assert_eq!(reported.endpoint, "[2001:db8::7]:8080");
     let reported = probe(envoy.addr())?;
     assert_eq!(reported.endpoint, "[2001:db8::7]:8080");

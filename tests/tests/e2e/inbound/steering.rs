@@ -77,7 +77,7 @@ fn probes_may_have_a_separate_port() -> Result<()> {
         assert_eq!(reported.endpoint, serving.to_string());
         assert!(reported.rest.starts_with(&format!("probe={probing}")), "{reported:?}");
     }
-    // A request on that port that is not a probe passes through and is not counted.
+    // A request on that port that is not a probe passes through and is not wait_for_count.
     let before = servers[0].inbound(serving[0])?["requests.success"];
     assert_eq!(Client::new(probing[0]).get("/")?.status, 200);
     assert_eq!(servers[0].inbound(serving[0])?["requests.success"], before);

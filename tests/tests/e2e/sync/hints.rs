@@ -67,10 +67,10 @@ fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
         probes.remove(&None);
         // A request does not wait for all its probes: one of the previous request may arrive only now.
         probes.retain(|hint| hint.as_ref().is_none_or(|hint| !all.contains(hint)));
-        assert_eq!(probes, requests, "the replica learns what it was asked: {shown}");
+        assert_eq!(probes, requests, "the request carries the hint of its probes: {shown}");
         let [Some(hint)] = &*probes.into_iter().collect::<Vec<_>>() else { panic!("not one hint: {shown}") };
         assert!(hint.len() == 16 && hint.bytes().all(|b| b.is_ascii_hexdigit()), "{hint}");
-        assert!(all.insert(hint.clone()), "{shown} has the hint of another");
+        assert!(all.insert(hint.clone()), "{shown} has the same hint as another");
     }
     assert_eq!(all.len(), 5);
     // No hint, and a hint that the client forged.
@@ -153,8 +153,8 @@ fn a_client_cannot_inject_a_hint() -> Result<()> {
 #[test]
 fn hinted_loads_do_not_enter_the_pool() -> Result<()> {
     bed!();
-    // Each replica claims to be idle in reply to hinted probes; its other replies are never requested. Discovery only
-    // learns names.
+    // Each replica claims to be idle in reply to hinted probes. The only other probes are those of discovery, from which the
+    // filter learns names.
     let fleet = stand_ins(3, |addr| with_load(report(0, 100, addr)), |_| Reply::ok())?;
     let settings = json!({"hint": {"header": "x-session"}, "piggyback": false, "idle_probe_interval_ms": 0,
         "budget": "fixed", "r_probe": 0, "verified_probes": false});

@@ -73,18 +73,18 @@ fn with_dead_agents_requests_continue_at_once() -> Result<()> {
     let after = envoy.prequal(SERVING)?;
     assert_eq!((after.waits("all_ended"), after.picks("sync")), (50, 0), "{after:#?}");
     // The same if no call can be sent at all.
-    let missing = start(&addrs(&fleet), json!({"probe_cluster": "no-such-cluster"}))?;
-    let answers = missing.client().burst(50, 2, |_| Request::get("/"));
+    let unprobed = start(&addrs(&fleet), json!({"probe_cluster": "no-such-cluster"}))?;
+    let answers = unprobed.client().burst(50, 2, |_| Request::get("/"));
     assert_all_ok(&answers);
     assert!(answers.iter().flatten().all(|answer| answer.elapsed < MS(900)));
-    let after = missing.prequal(SERVING)?;
+    let after = unprobed.prequal(SERVING)?;
     assert_eq!((after.waits("unasked"), after.probes("sent")), (50, 0), "{after:#?}");
-    assert_no_crash(&missing);
+    assert_no_crash(&unprobed);
     Ok(())
 }
 
 #[test]
-fn failed_calls_are_ended_and_never_usable() -> Result<()> {
+fn failed_calls_end_and_are_never_used() -> Result<()> {
     bed!();
     let calls = Arc::new(AtomicU64::new(0));
     let half = move |addr| match calls.fetch_add(1, Ordering::Relaxed) % 4 {
