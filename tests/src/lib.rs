@@ -47,7 +47,7 @@ pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S};
 pub use fleet::{Fleet, Replica};
 pub use killable::Killable;
 pub use minimal::MinimalRoot;
-pub use needs::{missing, missing_file, missing_ipv6, missing_program, skip};
+pub use needs::{missing, missing_descriptors, missing_file, missing_ipv6, missing_program, skip};
 pub use process::cpu_time;
 pub use prometheus::{Prometheus, missing_prometheus, prometheus_tool};
 pub use reply::{Body, Reply, Seen};

@@ -67,6 +67,15 @@ pub fn missing_program(programs: &[&str]) -> Option<String> {
     Some(format!("no program `{program}` in PATH"))
 }
 
+/// Why this process cannot open `count` files, if so.
+pub fn missing_descriptors(count: u64) -> Option<String> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: getrlimit writes to the value that it is passed.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    let allowed = limit.rlim_cur;
+    (allowed < count).then(|| format!("only {allowed} open files are allowed: run `ulimit -n {count}`"))
+}
+
 /// Why IPv6 cannot be tested, if so.
 pub fn missing_ipv6() -> Option<String> {
     let error = TcpListener::bind("[::1]:0").err()?;

@@ -16,7 +16,7 @@ use hyper_util::client::legacy::Client as Pool;
 use hyper_util::rt::TokioExecutor;
 use prequal_testbed::{
     Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response, WebSocket, block_on, eventually,
-    handle,
+    handle, missing_descriptors, needs,
 };
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
@@ -372,6 +372,7 @@ async fn grpc(addr: SocketAddr, stop: Arc<AtomicBool>) -> Result<u32> {
 #[test]
 fn slow_clients_do_not_affect_other_clients() -> Result<()> {
     bed!();
+    needs!(missing_descriptors(1024));
     let fleet = fleet()?;
     let envoy = start(&fleet, |_| {})?;
     let addr = envoy.addr();

@@ -1,4 +1,4 @@
-//! Mixed versions: other agents, a module whose blobs have another version, hot restart and roll-back.
+//! Mixed versions: other agents, a module whose blobs have another version (the crash module), hot restart and roll-back.
 //! `docs/guide/upgrade.md` describes the consequences.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use prequal_testbed::{
     Agent, Backend, Client, Envoy, EnvoyConfig, Fleet, PARENT_SHUTDOWN_S, Prequal, Replica, Reply, Request,
-    Response, crash_module, eventually, wasm_module,
+    Response, crash_module as other_release, eventually, wasm_module,
 };
 
 use crate::support::{
@@ -92,7 +92,7 @@ fn an_older_filter_reads_this_agent() -> Result<()> {
 
 #[test]
 fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
-    bed!(&[crash_module()]);
+    bed!(&[other_release()]);
     let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
     // Without idle probes, only requests fill a pool.
     let config =
@@ -101,7 +101,7 @@ fn an_update_to_another_blob_version_and_back_loses_no_request() -> Result<()> {
     warm(&envoy, 4);
     let load = Load::start(envoy.client());
     let mut by_policy = Vec::new();
-    for module in [crash_module(), wasm_module()] {
+    for module in [other_release(), wasm_module()] {
         let before = envoy.prequal(SERVING)?;
         assert!(envoy.update_listener(config.clone().module(&module))?, "{}", envoy.log());
         // The old generation drains for two seconds.
@@ -132,13 +132,13 @@ fn wait_for_one_generation(envoy: &Envoy) -> Result<()> {
 
 #[test]
 fn a_hot_restart_to_another_version_and_back_loses_no_request() -> Result<()> {
-    bed!(&[crash_module()]);
+    bed!(&[other_release()]);
     let fleet = Fleet::uniform(4, &Reply::ok().delay(5 * MS))?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?;
     let mut envoys = vec![Envoy::start_restartable(config.clone())?];
     warm(&envoys[0], 4);
     let load = Load::start(envoys[0].client());
-    for module in [crash_module(), wasm_module()] {
+    for module in [other_release(), wasm_module()] {
         let old = envoys.last().expect("one runs");
         let before = old.prequal(SERVING)?;
         // One request is in flight at the take-over. The old process answers it.
