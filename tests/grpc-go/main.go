@@ -1,11 +1,15 @@
 // A gRPC client with the policy weighted_round_robin, and the two servers that it calls: one is ten times slower.
 //
-// The test that runs it puts an agent before each server. It prints the servers' addresses, reads the agents' addresses
-// from standard input, and prints the result of each round of calls, with load reports out of band and without. With the
-// argument `reporting` the servers also report a utilisation of their own in trailers, high for the fast one, and all rounds
-// are with reports out of band. With `streaming` they report it out of band instead. With `in-band` no round is with reports
-// out of band, and the agents' trailers are all that there is. With `limits` the servers allow few streams a connection and close connections after a moment, and
-// far more calls are made at once. It judges nothing.
+// The test that runs it puts an agent before each server, and judges the results. The program prints the servers' addresses,
+// reads the agents' addresses from standard input, and prints the result of each round of calls. There are two modes of
+// rounds: without load reports out of band, then with them. An argument changes that:
+//
+//	reporting   only rounds with reports out of band; the servers report a utilisation of their own in trailers, high for
+//	            the fast one
+//	streaming   the same, but the servers report it out of band
+//	in-band     only rounds without reports out of band; the client reads the agents' reports in trailers
+//	limits      rounds without reports out of band and with far more calls at once; the servers allow few streams per
+//	            connection and soon close connections
 package main
 
 import (
@@ -32,7 +36,7 @@ import (
 
 const rounds = 30
 
-// What a round does.
+// Number of calls in a round, and how many are made at once.
 var calls, concurrency = 100, 8
 
 // server answers after a delay, and counts. If it has a utilisation, it reports it in the trailers of each call, or if it
@@ -73,7 +77,7 @@ func (s *server) start() string {
 	if s.streams {
 		recorder := orca.NewServerMetricsRecorder()
 		recorder.SetApplicationUtilization(s.utilization)
-		// It reports at once and then every 30 s, which is the least interval that gRPC allows.
+		// It reports at once and then every 30 s, the shortest interval that gRPC allows.
 		if err := orca.Register(registered, orca.ServiceOptions{ServerMetricsProvider: recorder}); err != nil {
 			log.Fatal(err)
 		}
@@ -146,7 +150,7 @@ func main() {
 	fmt.Println("servers", servers[0].start(), servers[1].start())
 	input := bufio.NewScanner(os.Stdin)
 	if !input.Scan() {
-		log.Fatal("the addresses of the agents do not come")
+		log.Fatal("no addresses of agents on standard input")
 	}
 	agents := strings.Fields(input.Text())
 	for _, outOfBand := range modes {

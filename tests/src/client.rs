@@ -229,6 +229,13 @@ impl WebSocket {
     }
 }
 
+/// Asserts that none of Prequal's headers is among `headers`.
+#[track_caller]
+pub fn assert_no_prequal_headers(headers: &HeaderMap) {
+    let found = headers.keys().find(|name| name.as_str().starts_with("x-prequal-"));
+    assert!(found.is_none(), "{found:?} in {headers:?}");
+}
+
 /// GETs `path` from `addr` and returns the body; fails unless the status is 200.
 pub fn http_get(addr: SocketAddr, path: &str) -> Result<String> {
     let response = Client::new(addr).get(path)?;

@@ -40,6 +40,11 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
+/// The filter built to panic on requests with the header `x-prequal-crash-test`. Its blobs count as another release's.
+pub fn crash_module() -> PathBuf {
+    target_dir().join("dist-test/prequal_filter_crash.wasm")
+}
+
 /// Path of Envoy: `$ENVOY`, else the path of the pinned version, which `cargo xtask envoy` fetches.
 pub fn envoy_binary() -> PathBuf {
     std::env::var_os("ENVOY").map_or_else(|| target_dir().join("envoy/1.40.0/envoy"), PathBuf::from)
@@ -53,9 +58,9 @@ pub fn envoy_loads_native_modules() -> Result<bool> {
     Ok(minor.with_context(|| format!("which version is {version}?"))? >= 38)
 }
 
-/// The folder in which Cargo builds.
+/// The folder for caches and outputs of `cargo xtask`. `CARGO_TARGET_DIR` does not move it.
 pub fn target_dir() -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace_root().join("target"), PathBuf::from)
+    workspace_root().join("target")
 }
 
 /// One of Envoy's own load balancing policies, for the serving cluster.
@@ -69,7 +74,7 @@ pub enum Policy {
     LeastRequestFullScan,
     /// Any host.
     Random,
-    /// By weights from the load reports on responses (ORCA). A report takes effect from the next second on.
+    /// By weights from the load reports on responses (ORCA). A report takes effect within a second.
     ClientSideWeighted,
 }
 
@@ -148,7 +153,10 @@ impl EnvoyConfig {
     /// Sets the endpoints of `cluster`, all with equal weight in one locality.
     #[must_use]
     pub fn endpoints(self, cluster: &str, addrs: &[SocketAddr]) -> Self {
-        self.localities(cluster, json!([{ "lb_endpoints": addrs.iter().map(endpoint).collect::<Vec<_>>() }]))
+        self.localities(
+            cluster,
+            json!([{ "lb_endpoints": addrs.iter().map(lb_endpoint).collect::<Vec<_>>() }]),
+        )
     }
 
     /// Sets the endpoints of `cluster` to the given list `endpoints` of a `ClusterLoadAssignment`.
@@ -405,7 +413,7 @@ impl EnvoyConfig {
             let filter = self.filter_mut(FILTER_NAME).expect("found above");
             &mut filter["typed_config"]["config"]["configuration"]
         } else {
-            // The native module's are the policy's.
+            // With the native module they are the policy's settings.
             let policy = &mut self.cluster_mut(SERVING)["load_balancing_policy"]["policies"][0];
             &mut policy["typed_extension_config"]["typed_config"]["lb_policy_config"]
         };
@@ -427,7 +435,7 @@ fn rename_modules(value: &mut Value, name: &str) {
 }
 
 /// One element of `lb_endpoints`.
-pub(crate) fn endpoint(addr: &SocketAddr) -> Value {
+pub fn lb_endpoint(addr: &SocketAddr) -> Value {
     json!({"endpoint": {"address": {"socket_address": {
         "address": addr.ip().to_string(), "port_value": addr.port()
     }}}})

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,7 +13,9 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::client::{Client, http_get};
-use crate::config::{EnvoyConfig, endpoint, envoy_binary};
+use crate::config::{EnvoyConfig, envoy_binary, lb_endpoint};
+use crate::counters::Prequal;
+use crate::discovery::{eds, eds_path, file_source, lds, move_endpoints_to_file, write_atomically};
 use crate::minimal::envoy_in;
 use crate::process::{Process, cpu_time};
 use crate::runtime::eventually;
@@ -46,90 +48,9 @@ enum Life {
     Chained { base_id: u64, epoch: u32 },
 }
 
-/// The filter's counters of one cluster: a snapshot.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Prequal {
-    /// `prequal_picks_total` by branch.
-    pub picks: BTreeMap<String, u64>,
-    /// `prequal_probes_total` by result.
-    pub probes: BTreeMap<String, u64>,
-    /// `prequal_reports_total` by result.
-    pub reports: BTreeMap<String, u64>,
-    /// `prequal_outcomes_total` by class.
-    pub outcomes: BTreeMap<String, u64>,
-    /// `prequal_sync_waits_total` by ending.
-    pub waits: BTreeMap<String, u64>,
-    /// All other metrics of the cluster by name, with a label's value appended after a dot.
-    pub other: BTreeMap<String, u64>,
-}
-
-impl Prequal {
-    /// Picks of one branch: `cold`, `hot`, `fallback`, `sync` or `scored`.
-    pub fn picks(&self, branch: &str) -> u64 {
-        self.picks.get(branch).copied().unwrap_or(0)
-    }
-
-    /// Picks that named a replica.
-    pub fn steered(&self) -> u64 {
-        ["cold", "hot", "sync", "scored", "trial"].map(|branch| self.picks(branch)).iter().sum()
-    }
-
-    /// Probes with one result.
-    pub fn probes(&self, result: &str) -> u64 {
-        self.probes.get(result).copied().unwrap_or(0)
-    }
-
-    /// Probes whose outcome is known: used, rejected for any reason, timed out, refused.
-    pub fn probes_settled(&self) -> u64 {
-        let settled = |result: &str| {
-            matches!(result, "used" | "timeout" | "refused") || result.starts_with("rejected_")
-        };
-        self.probes.iter().filter(|(result, _)| settled(result)).map(|(_, count)| count).sum()
-    }
-
-    /// Counted picks minus counted ends of requests; negative if more ends were counted.
-    pub fn requests_open(&self) -> i64 {
-        difference(self.picks.values().sum(), self.outcomes.values().sum())
-    }
-
-    /// Probes sent minus probes whose result is known; negative if more results are known.
-    pub fn probes_open(&self) -> i64 {
-        difference(self.probes("sent"), self.probes_settled())
-    }
-
-    /// Probes rejected for any reason.
-    pub fn probes_rejected(&self) -> u64 {
-        self.probes.iter().filter(|(result, _)| result.starts_with("rejected_")).map(|(_, count)| count).sum()
-    }
-
-    /// Piggybacked reports with one result.
-    pub fn reports(&self, result: &str) -> u64 {
-        self.reports.get(result).copied().unwrap_or(0)
-    }
-
-    /// Requests that ended in one class: `answer`, `upstream_failure`, `client_abort` or `local`.
-    pub fn outcomes(&self, class: &str) -> u64 {
-        self.outcomes.get(class).copied().unwrap_or(0)
-    }
-
-    /// Waits of synchronous requests with one ending: `enough`, `all_ended`, `deadline`, `unasked` or `aborted`.
-    pub fn waits(&self, ending: &str) -> u64 {
-        self.waits.get(ending).copied().unwrap_or(0)
-    }
-
-    /// Any other metric, for instance `prequal_members`.
-    pub fn other(&self, name: &str) -> u64 {
-        self.other.get(name).copied().unwrap_or(0)
-    }
-}
-
 /// Maximum number of idle probes of one cluster in flight at a time, with two workers. Checks that counters balance must
 /// allow for this many.
 pub const IDLE_PROBES: u64 = 4;
-
-fn difference(more: u64, less: u64) -> i64 {
-    more.wrapping_sub(less).cast_signed()
-}
 
 impl Envoy {
     /// Starts Envoy and waits until it is ready to serve. The error holds the end of its log.
@@ -155,6 +76,13 @@ impl Envoy {
         let config = config
             .edit(|config| config.listener_mut()["address"]["socket_address"]["port_value"] = json!(port));
         Self::launch(config, Life::Chained { base_id, epoch: epoch + 1 })
+    }
+
+    /// Sends SIGTERM and waits until the process has ended; fails after `limit`.
+    pub fn terminate(&mut self, limit: Duration) -> Result<()> {
+        let status = self.process.terminate(limit);
+        status.with_context(|| format!("Envoy still runs {limit:?} after SIGTERM"))?;
+        Ok(())
     }
 
     /// Waits until the process has ended by itself; fails after `limit`.
@@ -282,29 +210,7 @@ impl Envoy {
     pub fn prequal(&self, cluster: &str) -> Result<Prequal> {
         std::thread::sleep(Duration::from_millis(300));
         let cluster = prequal_stats::label(cluster);
-        let mut found = Prequal::default();
-        let text = self.admin_client.get(prequal_stats::PATH)?.text();
-        for sample in prequal_stats::samples(&text).filter(|sample| sample.cluster == cluster) {
-            let into = match (sample.metric, sample.kind) {
-                (_, "") => &mut found.other,
-                ("picks_total", _) => &mut found.picks,
-                ("probes_total", _) => &mut found.probes,
-                ("reports_total", _) => &mut found.reports,
-                ("outcomes_total", _) => &mut found.outcomes,
-                ("sync_waits_total", _) => &mut found.waits,
-                (metric, kind) => {
-                    found.other.insert(format!("prequal_{metric}.{kind}"), sample.value);
-                    continue;
-                }
-            };
-            let name = if sample.kind.is_empty() {
-                format!("prequal_{}", sample.metric)
-            } else {
-                sample.kind.to_owned()
-            };
-            into.insert(name, sample.value);
-        }
-        Ok(found)
+        Ok(Prequal::read(&self.admin_client.get(prequal_stats::PATH)?.text(), &cluster))
     }
 
     /// The inbound role's counts for the replica at `endpoint`: `in_flight.<slot>`, `requests.<result>`, `probes`.
@@ -326,7 +232,7 @@ impl Envoy {
 
     /// Writes new endpoints of an EDS cluster (see [`EnvoyConfig::eds`]) and waits until Envoy has read them.
     pub fn set_endpoints(&mut self, cluster: &str, addrs: &[SocketAddr]) -> Result<()> {
-        let endpoints = addrs.iter().map(endpoint).collect::<Vec<_>>();
+        let endpoints = addrs.iter().map(lb_endpoint).collect::<Vec<_>>();
         self.set_localities(cluster, &json!([{ "lb_endpoints": endpoints }]))
     }
 
@@ -403,45 +309,4 @@ fn listener_addr(admin: &Client, name: &Value) -> Option<SocketAddr> {
     let ip = address["address"].as_str()?.parse().ok()?;
     let port = u16::try_from(address["port_value"].as_u64()?).ok()?;
     (port != 0).then(|| SocketAddr::new(ip, port))
-}
-
-fn move_endpoints_to_file(dir: &Path, cluster: &mut Value) -> Result<()> {
-    let name = cluster["name"].as_str().context("a cluster has a name")?.to_owned();
-    let path = eds_path(dir, &name);
-    let assignment = cluster.as_object_mut().and_then(|cluster| cluster.remove("load_assignment"));
-    let endpoints = assignment.context("the cluster has no endpoints")?["endpoints"].take();
-    write_atomically(&path, &eds(&name, &endpoints, 0))?;
-    cluster["type"] = json!("EDS");
-    cluster["eds_cluster_config"] = json!({ "service_name": name, "eds_config": file_source(&path) });
-    Ok(())
-}
-
-fn eds_path(dir: &Path, cluster: &str) -> PathBuf {
-    dir.join(format!("eds-{}.json", cluster.replace('/', "_")))
-}
-
-fn eds(cluster: &str, endpoints: &Value, version: u64) -> Value {
-    json!({"version_info": version.to_string(), "resources": [{
-        "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
-        "cluster_name": cluster,
-        "endpoints": endpoints,
-    }]})
-}
-
-fn lds(listener: &Value, version: u64) -> Value {
-    let mut resource = listener.clone();
-    resource["@type"] = json!("type.googleapis.com/envoy.config.listener.v3.Listener");
-    json!({"version_info": version.to_string(), "resources": [resource]})
-}
-
-fn file_source(path: &Path) -> Value {
-    json!({"resource_api_version": "V3", "path_config_source": {"path": path}})
-}
-
-/// Writes a new file and moves it into place. Envoy watches for such moves, so it never reads half of a file.
-fn write_atomically(path: &Path, content: &Value) -> Result<()> {
-    let next = path.with_extension("next");
-    fs::write(&next, content.to_string())?;
-    fs::rename(&next, path)?;
-    Ok(())
 }

@@ -5,7 +5,8 @@ use std::net::SocketAddr;
 use anyhow::Result;
 
 use crate::agent::{Agent, AgentOptions};
-use crate::backend::{Backend, Reply};
+use crate::backend::Backend;
+use crate::reply::Reply;
 use crate::runtime::eventually;
 
 /// One backend and the agent in front of it.
@@ -33,17 +34,17 @@ impl Replica {
 pub struct Fleet(Vec<Replica>);
 
 impl Fleet {
-    /// One replica for each reply, answering with it.
+    /// Starts one replica for each reply, which it answers with.
     pub fn start(replies: impl IntoIterator<Item = Reply>) -> Result<Self> {
         Self::start_with(replies, &AgentOptions::default())
     }
 
-    /// The same, with `options` for every agent.
+    /// Like [`Self::start`], with `options` for every agent.
     pub fn start_with(replies: impl IntoIterator<Item = Reply>, options: &AgentOptions) -> Result<Self> {
         replies.into_iter().map(|reply| Replica::start_with(reply, options)).collect::<Result<_>>().map(Self)
     }
 
-    /// `count` replicas that answer with `reply`.
+    /// Starts `count` replicas that answer with `reply`.
     pub fn uniform(count: usize, reply: &Reply) -> Result<Self> {
         Self::start(std::iter::repeat_n(reply.clone(), count))
     }

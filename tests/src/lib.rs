@@ -10,6 +10,7 @@
 //! * [`MinimalRoot`]: a root folder for it, as in a minimal image.
 //! * [`Prometheus`]: a real Prometheus that scrapes them.
 //! * [`Client`]: HTTP/1.1 or HTTP/2 requests, blocking.
+//! * [`bed!`] and [`needs!`]: skip a test with one line that says what the machine lacks.
 //!
 //! All calls block the calling thread and may be made from any thread, even inside another tokio runtime (there they block
 //! a worker). The fixtures share one background runtime, see [`handle`]. The operating system chooses the ports. Readiness
@@ -21,26 +22,33 @@ mod agent;
 mod backend;
 mod client;
 mod config;
+mod counters;
+mod discovery;
 mod envoy;
 mod fleet;
 mod killable;
 pub mod manifests;
 mod minimal;
+mod needs;
 mod process;
 mod prometheus;
+mod reply;
 mod runtime;
 
 pub use agent::{Agent, AgentOptions};
-pub use backend::{Backend, Body, Reply, Seen};
-pub use client::{Client, Request, Response, WebSocket, http_get};
+pub use backend::Backend;
+pub use client::{Client, Request, Response, WebSocket, assert_no_prequal_headers, http_get};
 pub use config::{
-    EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, dist_dir, envoy_binary, envoy_loads_native_modules,
-    target_dir, wasm_module, workspace_root,
+    EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, crash_module, dist_dir, envoy_binary,
+    envoy_loads_native_modules, lb_endpoint, target_dir, wasm_module, workspace_root,
 };
-pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S, Prequal};
+pub use counters::Prequal;
+pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S};
 pub use fleet::{Fleet, Replica};
 pub use killable::Killable;
 pub use minimal::MinimalRoot;
+pub use needs::{missing, missing_descriptors, missing_file, missing_ipv6, missing_program, skip};
 pub use process::cpu_time;
 pub use prometheus::{Prometheus, missing_prometheus, prometheus_tool};
-pub use runtime::{block_on, eventually, handle, missing, ready};
+pub use reply::{Body, Reply, Seen};
+pub use runtime::{block_on, eventually, handle};

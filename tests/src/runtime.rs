@@ -1,7 +1,6 @@
-//! The background runtime, polling with a deadline, and checks whether the machine has what the tests need.
+//! The background runtime, and polling with a deadline.
 
 use std::future::Future;
-use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -45,38 +44,4 @@ pub fn eventually<T>(what: &str, limit: Duration, mut probe: impl FnMut() -> Opt
         assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-/// What is missing to run tests on a real Envoy: Envoy itself, the agent, the filter, or any path of `also`. `None` if
-/// everything is there.
-pub fn missing(also: &[PathBuf]) -> Option<String> {
-    let mut needed = vec![crate::envoy_binary(), crate::dist_dir().join("probe-agent"), crate::wasm_module()];
-    needed.extend_from_slice(also);
-    needed
-        .iter()
-        .find(|path| !path.exists())
-        .map(|path| format!("missing {}: run `cargo xtask test`", path.display()))
-}
-
-/// Whether an end-to-end test can run. If not, prints what is missing, and panics if `CI` is `true`: a pipeline must not
-/// pass by skipping.
-#[track_caller]
-pub fn ready(also: &[PathBuf]) -> bool {
-    let Some(reason) = missing(also) else { return true };
-    assert!(std::env::var("CI").as_deref() != Ok("true"), "{reason}");
-    eprintln!("skipped: {reason}");
-    false
-}
-
-/// Returns from a test if [`ready`], called with the given paths, says that the machine lacks something.
-#[macro_export]
-macro_rules! bed {
-    () => {
-        $crate::bed!(&[])
-    };
-    ($also:expr) => {
-        if !$crate::ready($also) {
-            return Ok(());
-        }
-    };
 }

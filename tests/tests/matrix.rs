@@ -1,21 +1,19 @@
-//! Basic checks on the Envoy that `$ENVOY` names: steering, probes that balance, recovery from a crash. Small, so that it
-//! can run on each supported version; everything else is in `e2e`.
+//! Basic checks on the Envoy that `$ENVOY` names: steering, the account of probes, recovery from a crash. They are few, so
+//! that they can run on each supported version; everything else is in `e2e`.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use prequal_testbed::{
-    Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, envoy_loads_native_modules, eventually, ready,
-    workspace_root,
+    Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, bed, crash_module, envoy_loads_native_modules,
+    eventually,
 };
 use serde_json::json;
 
 #[test]
 fn the_core_facts_hold_on_this_envoy() -> Result<()> {
-    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
-    if !ready(std::slice::from_ref(&module)) {
-        return Ok(());
-    }
+    let module = crash_module();
+    bed!(std::slice::from_ref(&module));
     let ms = Duration::from_millis;
     let fleet = Fleet::start([5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(2).filter_settings(|settings| {
@@ -61,13 +59,11 @@ fn the_core_facts_hold_on_this_envoy() -> Result<()> {
     Ok(())
 }
 
-/// The native module needs Envoy 1.38. Where Envoy has dynamic modules, all its symbols resolve, it steers, and the end of each
-/// attempt is blamed on the right party, in either order in which Envoy logs attempts and destroys filters.
+/// The native module needs Envoy 1.38. On such an Envoy all its symbols resolve, it steers, and each attempt's end is
+/// attributed to the right party, whether Envoy first logs the attempt or first destroys its filter.
 #[test]
 fn the_native_module_works_on_this_envoy_or_is_refused() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let ms = Duration::from_millis;
     let mut fleet = Fleet::start([5, 5, 150].map(|delay| Reply::ok().delay(ms(delay))))?;
     let config = EnvoyConfig::native_for_replicas(&fleet.addrs())?.concurrency(2);
@@ -92,7 +88,7 @@ fn the_native_module_works_on_this_envoy_or_is_refused() -> Result<()> {
     let rest = settled(&|_| true);
     assert!(rest.probes("used") > 0 && rest.other("prequal_members") == 3, "{rest:#?}");
     assert_eq!(rest.outcomes("answer"), 360, "{rest:#?}");
-    // Failed attempts are retried, and are the replica's; what a client aborts is not.
+    // Failed attempts are retried and count against the replica; requests that clients abort do not.
     fleet[0].agent.kill();
     for answer in client.burst(100, 4, |_| Request::get("/")) {
         assert_eq!(answer?.status, 200);

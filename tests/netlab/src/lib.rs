@@ -171,8 +171,8 @@ impl Fabric {
     ///
     /// # Errors
     /// When the kernel refuses.
-    pub fn set(&self, node: Node, knob: &str, value: &str) -> Result<()> {
-        self.within(node, || sysctl::write(knob, value).map_err(|error| error.to_string()))
+    pub fn set(&self, node: Node, parameter: &str, value: &str) -> Result<()> {
+        self.within(node, || sysctl::write(parameter, value).map_err(|error| error.to_string()))
     }
 
     /// Runs `ip` with these arguments; `{h1}` and so on are replaced by the names of the namespaces.
@@ -202,7 +202,7 @@ impl Fabric {
             .args(words.split_whitespace())
             .output()
             .map_err(|error| format!("cannot start `{program}` (Debian: iproute2): {error}"))?;
-        said(&format!("{program} {words}"), &output)
+        output_of(&format!("{program} {words}"), &output)
     }
 
     /// Makes a path silently lose every packet from `h1`, by giving its next hop a wrong address.
@@ -269,7 +269,7 @@ impl Drop for Fabric {
 }
 
 /// Standard output, or an error with the command's output.
-fn said(command: &str, output: &Output) -> Result<String> {
+fn output_of(command: &str, output: &Output) -> Result<String> {
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
@@ -283,7 +283,7 @@ pub fn imbalance(bytes: &[u64; PATHS]) -> f64 {
     if total == 0 { 0.0 } else { max as f64 * PATHS as f64 / total as f64 - 1.0 }
 }
 
-/// Why a fabric cannot be built here, if so. Tried once.
+/// Why a fabric cannot be built here, if so. The attempt is made once per process.
 pub fn missing() -> Option<String> {
     static MISSING: OnceLock<Option<String>> = OnceLock::new();
     let tried =
@@ -325,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn imbalance_is_zero_if_even_and_three_if_all_is_on_one_of_four_paths() {
+    fn imbalance_is_0_if_even_and_3_if_one_of_four_paths_has_everything() {
         assert_eq!(imbalance(&[5, 5, 5, 5]), 0.0);
         assert_eq!(imbalance(&[0, 20, 0, 0]), 3.0);
         assert_eq!(imbalance(&[10, 10, 0, 0]), 1.0);

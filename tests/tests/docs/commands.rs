@@ -1,6 +1,6 @@
-//! Commands, in blocks and between backticks: each is run here or by the test that [`ELSEWHERE`] names, or is parsed by
-//! its own program. Commands for which neither is possible are listed in [`NOT_RUN`] with the reason. Any other command
-//! fails the test.
+//! Checks the commands in blocks and between backticks. Each is run here or by the test that [`ELSEWHERE`] names, or is
+//! parsed by its own program. [`NOT_RUN`] lists the commands for which neither is possible, with the reasons. Any other
+//! command fails the test.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,7 +9,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use prequal_testbed::{
-    Envoy, EnvoyConfig, Fleet, Reply, bed, dist_dir, eventually, target_dir, workspace_root,
+    Envoy, EnvoyConfig, Fleet, Reply, bed, dist_dir, eventually, missing_file, missing_program, needs,
+    workspace_root,
 };
 use serde_json::Value;
 
@@ -71,7 +72,7 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("istioctl proxy-config routes -o json", NO_ISTIOCTL),
     ("istioctl analyze", NO_ISTIOCTL),
     ("istioctl proxy-status", NO_ISTIOCTL),
-    ("grep '\"name\"'", "of what istioctl prints"),
+    ("grep '\"name\"'", "it reads istioctl's output"),
     ("cargo bench -p prequal-bench --bench conflicts", "it takes minutes; `cargo xtask test` compiles it"),
     (
         "cosign sign --key cosign.key REGISTRY/prequal_filter@sha256:DIGEST",
@@ -83,7 +84,6 @@ const NOT_RUN: &[(&str, &str)] = &[
     ("go mod download -json istio.io/api@v1.31.1", "it fetches; only needed to refresh the schemas"),
 ];
 
-/// docs/guide/istio.md says so too.
 const NO_ISTIOCTL: &str = "no package registry has istioctl";
 
 /// Programs whose commands are searched for between backticks.
@@ -113,18 +113,18 @@ struct Shown {
     place: String,
 }
 
-/// Every command on the pages for users and on the schemas' page, except the one page that is typed as a whole.
+/// Every command on the pages for users and on the schemas' page, except on the page that another test runs as a whole.
 fn shown() -> Result<Vec<Shown>> {
-    let is_for_us = |place: &str| {
+    let is_checked = |place: &str| {
         ["README.md", "docs/", "tests/schemas"].iter().any(|start| place.starts_with(start))
             && !place.starts_with(getting_started::PAGE)
     };
     let mut found = Vec::new();
-    for block in all_blocks("sh")?.iter().filter(|block| is_for_us(&block.place)) {
+    for block in all_blocks("sh")?.iter().filter(|block| is_checked(&block.place)) {
         let parts = of_block(&block.text).into_iter();
         found.extend(parts.map(|command| Shown { command, place: block.place.clone() }));
     }
-    for document in documents()?.iter().filter(|document| is_for_us(&document.display().to_string())) {
+    for document in documents()?.iter().filter(|document| is_checked(&document.display().to_string())) {
         let mut line = 1;
         for (index, span) in without_blocks(&read(document)?).split('`').enumerate() {
             let program = span.split_whitespace().next().unwrap_or_default();
@@ -168,9 +168,11 @@ fn of_block(text: &str) -> Vec<String> {
 
 /// The commands with which this project's programs are called, and the paths at which the programs are built.
 fn ours() -> [(&'static str, PathBuf); 4] {
+    // Cargo's own folder, which `CARGO_TARGET_DIR` moves.
+    let cargo = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("debug");
     [
-        ("cargo xtask ", target_dir().join("debug/xtask")),
-        ("plb ", target_dir().join("debug/plb")),
+        ("cargo xtask ", cargo.join("xtask")),
+        ("plb ", cargo.join("plb")),
         ("prequal ", dist_dir().join("prequal")),
         ("probe-agent ", dist_dir().join("probe-agent")),
     ]
@@ -189,7 +191,8 @@ fn words(command: &str) -> Vec<String> {
 #[test]
 fn every_command_is_run_or_parsed_or_listed_with_a_reason() -> Result<()> {
     let ours = ours();
-    bed!(&ours.clone().map(|(_, program)| program));
+    needs!(missing_program(&["git"]));
+    needs!(missing_file(&ours.clone().map(|(_, program)| program), "cargo xtask test"));
     let shown = shown()?;
     let mut listed = BTreeSet::new();
     for Shown { command, place } in &shown {
@@ -229,13 +232,9 @@ fn accepts(program: &Path, arguments: &[String]) -> Result<()> {
 /// There is no cluster, but kubectl itself parses every command, and generates the objects that it would create.
 #[test]
 fn kubectl_accepts_the_documented_commands() -> Result<()> {
-    const NAME: &str = "kubectl_accepts_the_documented_commands";
-    if Command::new("kubectl").args(["version", "--client"]).output().is_err() {
-        netlab::skip(NAME, "no kubectl; on Debian: apt-get install kubernetes-client");
-        return Ok(());
-    }
+    needs!(missing_program(&["bash", "git", "kubectl"]));
     let module = dist_dir().join("prequal_filter.wasm");
-    bed!(std::slice::from_ref(&module));
+    needs!(missing_file(std::slice::from_ref(&module), "cargo xtask build"));
     let mut created = Vec::new();
     let mut checked = 0;
     for Shown { command, place } in shown()?.iter().filter(|shown| shown.command.starts_with("kubectl ")) {
@@ -285,6 +284,7 @@ fn kubectl_accepts_the_documented_commands() -> Result<()> {
 #[test]
 fn an_envoy_answers_the_documented_queries() -> Result<()> {
     bed!(&[dist_dir().join("prequal")]);
+    needs!(missing_program(&["bash", "curl", "git"]));
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
     let client = envoy.client();
@@ -333,6 +333,7 @@ fn an_envoy_answers_the_documented_queries() -> Result<()> {
 
 #[test]
 fn blocks_are_shell() -> Result<()> {
+    needs!(missing_program(&["bash", "git"]));
     for block in all_blocks("sh")? {
         let output = Command::new("bash").args(["-n", "-c", &block.text]).output()?;
         ensure!(output.status.success(), "{}: {}", block.place, String::from_utf8_lossy(&output.stderr));

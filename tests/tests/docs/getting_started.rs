@@ -1,11 +1,11 @@
-//! The getting-started page, typed exactly as shown.
+//! Runs the commands of the getting-started page exactly as shown.
 
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
-use prequal_testbed::{bed, dist_dir, envoy_binary, workspace_root};
+use prequal_testbed::{bed, dist_dir, envoy_binary, missing_program, needs, workspace_root};
 
 use crate::blocks;
 
@@ -26,6 +26,7 @@ fn ten_ports() -> u16 {
 #[test]
 fn the_getting_started_page_works_line_by_line() -> Result<()> {
     bed!(&[dist_dir().join("prequal")]);
+    needs!(missing_program(&["awk", "bash", "curl", "python3"]));
     let blocks = blocks(Path::new(PAGE))?;
     let typed: String = blocks.iter().filter(|b| b.language == "sh").map(|b| b.text.as_str()).collect();
     // Replacements: programs that are already built and fetched, ports that are free, files that are removed with the test.

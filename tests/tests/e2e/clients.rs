@@ -9,7 +9,8 @@ use bytes::Bytes;
 use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request};
 
 use crate::support::{
-    PROBE_PATH, SERVING, assert_all_ok, assert_none_of_ours, bed, counted, three_fast_and_one_slow, warm,
+    PROBE_PATH, SERVING, assert_all_ok, assert_no_prequal_headers, bed, counted, three_fast_and_one_slow,
+    warm,
 };
 
 #[test]
@@ -31,12 +32,12 @@ fn client_headers_neither_steer_nor_report_and_prequal_headers_do_not_leak() -> 
     });
     assert_all_ok(&answers);
     for answer in answers.into_iter().flatten() {
-        assert_none_of_ours(&answer.headers);
+        assert_no_prequal_headers(&answer.headers);
     }
     let served = fleet.served();
     assert!(served[3] <= 12, "{served:?}");
     for seen in fleet.iter().flat_map(|replica| replica.backend.seen()) {
-        assert_none_of_ours(&seen.headers);
+        assert_no_prequal_headers(&seen.headers);
     }
     let after = envoy.prequal(SERVING)?;
     assert!(after.steered() - before.steered() >= 290, "{after:#?}");
@@ -64,8 +65,8 @@ fn the_probe_path_reveals_nothing_to_a_client() -> Result<()> {
             let reply = client.send(request)?;
             assert_eq!(reply.status, 404);
             assert_eq!(reply.text(), "");
-            assert_none_of_ours(&reply.headers);
-            assert_none_of_ours(&reply.trailers);
+            assert_no_prequal_headers(&reply.headers);
+            assert_no_prequal_headers(&reply.trailers);
         }
     }
     assert_eq!(envoy.stat("http.ingress.rq_direct_response")?, 8);

@@ -1,5 +1,5 @@
-//! Clients that take as much as they can: slow headers and bodies, idle connections, responses that are never read. Each
-//! limit of the shipped listener is reached, and well-behaved clients are not affected.
+//! Abusive clients: slow headers and bodies, idle connections, responses that are never read. The tests reach each limit of
+//! the shipped listener, and check that well-behaved clients are not affected.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -16,7 +16,7 @@ use hyper_util::client::legacy::Client as Pool;
 use hyper_util::rt::TokioExecutor;
 use prequal_testbed::{
     Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request, Response, WebSocket, block_on, eventually,
-    handle,
+    handle, missing_descriptors, needs,
 };
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
@@ -178,7 +178,7 @@ fn connections_beyond_the_limit_are_refused() -> Result<()> {
         *monitor(config, "max_active_downstream_connections") = json!(20);
     })?;
     let active = || envoy.stat("http.ingress.downstream_cx_active");
-    // First wait until the connections of the warm-up are gone.
+    // First wait until the connections of the warm-up are closed.
     eventually("all are closed", 10 * SECOND, || (active().ok()? == 0).then_some(()));
     let silent = (0..20).map(|_| TcpStream::connect(envoy.addr())).collect::<std::io::Result<Vec<_>>>()?;
     eventually("the limit is reached", 10 * SECOND, || (active().ok()? == 20).then_some(()));
@@ -372,6 +372,7 @@ async fn grpc(addr: SocketAddr, stop: Arc<AtomicBool>) -> Result<u32> {
 #[test]
 fn slow_clients_do_not_affect_other_clients() -> Result<()> {
     bed!();
+    needs!(missing_descriptors(1024));
     let fleet = fleet()?;
     let envoy = start(&fleet, |_| {})?;
     let addr = envoy.addr();

@@ -1,23 +1,20 @@
-//! Envoy always has the final say about its hosts: discovery, health, draining, priorities, address forms.
+//! Envoy's own view of its hosts takes precedence over the filter's choice: discovery, health, draining, priorities, weights.
 
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use prequal_testbed::{Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
+use prequal_testbed::{
+    Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually, lb_endpoint,
+    missing_ipv6, needs,
+};
 use serde_json::{Value, json};
 
 use crate::support::{SERVING, assert_all_ok, bed, is_probe, set, stand_in, warm};
 
 /// The clusters that share the replicas' addresses.
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
-
-fn lb_endpoint(addr: SocketAddr) -> Value {
-    json!({"endpoint": {"address": {"socket_address": {
-        "address": addr.ip().to_string(), "port_value": addr.port()
-    }}}})
-}
 
 #[test]
 fn endpoints_come_and_go_through_eds() -> Result<()> {
@@ -56,7 +53,8 @@ fn endpoints_come_and_go_through_eds() -> Result<()> {
     Ok(())
 }
 
-/// A newcomer has served one request at a time; the filter must find out that it can serve as many at once as the others.
+/// A new replica has served only one request at a time; the filter must find out that it can serve as many at once as the
+/// others.
 #[test]
 fn a_newcomer_among_replicas_that_serve_many_at_once_gets_its_share() -> Result<()> {
     bed!();
@@ -181,9 +179,9 @@ fn a_draining_host_is_not_used() -> Result<()> {
     let all = fleet.addrs();
     let mut envoy = Envoy::start(EnvoyConfig::for_replicas(&all)?.eds(&BOTH))?;
     warm(&envoy, 3);
-    let mut draining = lb_endpoint(all[2]);
+    let mut draining = lb_endpoint(&all[2]);
     draining["health_status"] = json!("DRAINING");
-    let localities = json!([{"lb_endpoints": [lb_endpoint(all[0]), lb_endpoint(all[1]), draining]}]);
+    let localities = json!([{"lb_endpoints": [lb_endpoint(&all[0]), lb_endpoint(&all[1]), draining]}]);
     for cluster in BOTH {
         envoy.set_localities(cluster, &localities)?;
     }
@@ -206,7 +204,7 @@ fn near_and_far() -> Result<Fleet> {
 fn priorities(all: &[SocketAddr], first_status: &str) -> Value {
     let of = |range: std::ops::Range<usize>, status: &str| {
         let endpoints = all[range].iter().map(|addr| {
-            let mut endpoint = lb_endpoint(*addr);
+            let mut endpoint = lb_endpoint(addr);
             endpoint["health_status"] = json!(status);
             endpoint
         });
@@ -303,10 +301,7 @@ fn a_failover_by_health_checks_of_only_the_serving_cluster_is_followed() -> Resu
 #[test]
 fn requests_are_steered_to_ipv6_endpoints() -> Result<()> {
     bed!();
-    if std::net::TcpListener::bind("[::1]:0").is_err() {
-        eprintln!("skipped: this machine has no IPv6 loopback");
-        return Ok(());
-    }
+    needs!(missing_ipv6());
     let backend = Backend::start_on("[::1]:0", |_| Reply::ok())?;
     let options = AgentOptions { listen: "[::1]:0".into(), ..AgentOptions::default() };
     let agents = (0..3).map(|_| Agent::start_with(backend.addr(), &options)).collect::<Result<Vec<_>>>()?;
@@ -327,7 +322,7 @@ fn two_localities_are_both_served() -> Result<()> {
     let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(2)))?;
     let all = fleet.addrs();
     let of = |zone: &str, range: std::ops::Range<usize>| {
-        let endpoints = all[range].iter().map(|addr| lb_endpoint(*addr)).collect::<Vec<_>>();
+        let endpoints = all[range].iter().map(lb_endpoint).collect::<Vec<_>>();
         json!({"locality": {"zone": zone}, "load_balancing_weight": 1, "lb_endpoints": endpoints})
     };
     let localities = json!([of("a", 0..1), of("b", 1..4)]);
@@ -384,7 +379,7 @@ fn endpoint_weights_stay_in_force() -> Result<()> {
     for (heavy, callers, within) in [(3, 12, 2.1..=4.5), (1, 4, 0.6..=1.6)] {
         let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
         let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]).map(|(addr, weight)| {
-            let mut endpoint = lb_endpoint(addr);
+            let mut endpoint = lb_endpoint(&addr);
             endpoint["load_balancing_weight"] = json!(weight);
             endpoint
         });
@@ -401,7 +396,7 @@ fn locality_weights_stay_in_force() -> Result<()> {
     let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
     let all = fleet.addrs();
     let of = |zone: &str, weight: u32, range: std::ops::Range<usize>| {
-        let endpoints = all[range].iter().map(|addr| lb_endpoint(*addr)).collect::<Vec<_>>();
+        let endpoints = all[range].iter().map(lb_endpoint).collect::<Vec<_>>();
         json!({"locality": {"zone": zone}, "load_balancing_weight": weight, "lb_endpoints": endpoints})
     };
     let localities = json!([of("a", 3, 0..2), of("b", 1, 2..4)]);

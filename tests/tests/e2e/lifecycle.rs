@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Reply, Request, eventually, workspace_root};
+use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Reply, Request, crash_module, eventually};
 use serde_json::json;
 
 use crate::support::{SERVING, assert_all_ok, bed, set, warm};
@@ -100,7 +100,7 @@ fn an_update_keeps_the_pool_and_loses_no_reply() -> Result<()> {
 
 #[test]
 fn a_crash_of_the_vm_costs_one_request_and_keeps_the_pool() -> Result<()> {
-    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    let module = crash_module();
     bed!(std::slice::from_ref(&module));
     let fleet = Fleet::uniform(3, &Reply::ok())?;
     let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?.module(&module), "max_age_ms", 10_000);

@@ -1,5 +1,5 @@
-//! Envoy's own `client_side_weighted_round_robin`, fed by agents or by the inbound role: no filter in front of it, no
-//! probes.
+//! Envoy's own `client_side_weighted_round_robin` with the reports of agents or of the inbound role, without the filter and
+//! without probes.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -174,7 +174,7 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
             let reports: Vec<String> = (0..8)
                 .filter_map(|_| {
                     let reply = Client::new(envoy.addr()).get("/").ok()?;
-                    assert!(reply.header(HEADER_BIN).is_none(), "the replica's own report goes");
+                    assert!(reply.header(HEADER_BIN).is_none(), "the replica's own report must be removed");
                     Some(reply.header(HEADER)?.to_owned())
                 })
                 .collect();
@@ -193,9 +193,13 @@ fn the_inbound_role_reports_what_all_its_workers_serve() -> Result<()> {
     }
     let reply = envoy.client().get("/")?;
     assert_eq!(reply.headers.get_all(HEADER).iter().count(), 1, "{:?}", reply.headers);
-    assert!(reply.header("x-prequal-load").is_some(), "the usual report is there too");
+    assert!(reply.header("x-prequal-load").is_some(), "Prequal's own report must be there too");
     let other = envoy.client().get("/grpc")?;
-    assert_eq!(other.header(HEADER), Some("TEXT cpu_utilization=0.9"), "of another class: as it came");
+    assert_eq!(
+        other.header(HEADER),
+        Some("TEXT cpu_utilization=0.9"),
+        "a response of the other class keeps the replica's report"
+    );
     assert_eq!(other.header(HEADER_BIN), Some("AAAA"));
     Ok(())
 }

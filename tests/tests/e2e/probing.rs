@@ -84,8 +84,9 @@ fn bad_endpoints() -> Vec<(&'static str, Reply, &'static str)> {
 #[test]
 fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
     bed!();
-    for ((case, reply, result), vouched) in
-        bad_endpoints().into_iter().flat_map(|case| VERIFIED_OR_NOT.map(|vouched| (case.clone(), vouched)))
+    for ((case, reply, result), is_verified) in bad_endpoints()
+        .into_iter()
+        .flat_map(|case| VERIFIED_OR_NOT.map(|is_verified| (case.clone(), is_verified)))
     {
         let answer = move |addr: std::net::SocketAddr| {
             let mut reply = reply.clone();
@@ -95,7 +96,7 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
             reply
         };
         let backends = stand_ins(2, answer, |_| Reply::ok())?;
-        let config = verified(probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0), vouched);
+        let config = verified(probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0), is_verified);
         // Targets are learned from reports; these agents send none, so the targets are listed.
         let known = addrs(&backends).iter().map(ToString::to_string).collect::<Vec<_>>();
         let envoy = Envoy::start(set(config, "endpoints", known))?;
@@ -104,7 +105,7 @@ fn a_bad_probe_endpoint_costs_no_request() -> Result<()> {
         assert!(rest.probes("sent") >= 20, "{case}: {rest:#?}");
         // If all agents agree on an invented endpoint and Envoy does not verify who answered, any agent that is probed for
         // it confirms it; it stays a candidate.
-        let hearsay = case == "another replica" && !vouched;
+        let hearsay = case == "another replica" && !is_verified;
         assert!(rest.probes("used") == 0 || hearsay, "{case}: {rest:#?}");
         let counted: u64 =
             rest.probes.iter().filter(|(name, _)| name.starts_with(result)).map(|(_, count)| count).sum();
@@ -166,7 +167,7 @@ fn an_idle_filter_continues_to_probe_and_then_stops() -> Result<()> {
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?.concurrency(2);
     let envoy = Envoy::start(set(config, "idle_probe_interval_ms", 200))?;
     warm(&envoy, 3);
-    // These requests need few probes, but entitle the filter to more.
+    // These requests need few probes, but add to the budget for more.
     assert_all_ok(&envoy.client().burst(200, 2, |_| Request::get("/")));
     let before = envoy.prequal(SERVING)?;
     eventually("probes without requests", Duration::from_secs(5), || {
@@ -176,7 +177,7 @@ fn an_idle_filter_continues_to_probe_and_then_stops() -> Result<()> {
     std::thread::sleep(Duration::from_secs(4));
     let rested = envoy.prequal(SERVING)?;
     assert!(rested.probes("sent") <= before.probes("sent") + 32, "{rested:#?}");
-    assert_eq!(rested.other("prequal_pool_occupancy"), 0, "what is shown is what there is");
+    assert_eq!(rested.other("prequal_pool_occupancy"), 0, "the gauge shows that the pool is empty");
     std::thread::sleep(Duration::from_secs(2));
     let after = envoy.prequal(SERVING)?;
     assert_eq!((after.probes("sent"), &after.picks), (rested.probes("sent"), &before.picks));
@@ -216,7 +217,7 @@ fn a_lying_agent_harms_only_its_own_share() -> Result<()> {
     VERIFIED_OR_NOT.into_iter().try_for_each(one_agent_lies)
 }
 
-fn one_agent_lies(vouched: bool) -> Result<()> {
+fn one_agent_lies(is_verified: bool) -> Result<()> {
     let ms = Duration::from_millis;
     // The last replica is slow and honest; every report of the first says that the last is idle and fast.
     let backends = stand_ins(
@@ -232,7 +233,7 @@ fn one_agent_lies(vouched: bool) -> Result<()> {
     // It also forges the header that Envoy sets.
     let praise = with_load(report(0, 1, slow)).header("x-prequal-host", slow.to_string());
     backends[0].set(praise.delay(ms(5)));
-    let envoy = Envoy::start(verified(EnvoyConfig::for_replicas(&addrs(&backends))?, vouched))?;
+    let envoy = Envoy::start(verified(EnvoyConfig::for_replicas(&addrs(&backends))?, is_verified))?;
     warm(&envoy, 3);
     backends[3].clear();
     assert_all_ok(&envoy.client().burst(400, 4, |_| Request::get("/")));
@@ -252,7 +253,7 @@ fn ten_thousand_invented_endpoints_have_no_effect() -> Result<()> {
     VERIFIED_OR_NOT.into_iter().try_for_each(one_agent_invents)
 }
 
-fn one_agent_invents(vouched: bool) -> Result<()> {
+fn one_agent_invents(is_verified: bool) -> Result<()> {
     let backends =
         stand_ins(3, |addr| with_load(report(1, 5000, addr)), |addr| with_load(report(1, 5000, addr)))?;
     let next = std::sync::atomic::AtomicU32::new(0);
@@ -262,7 +263,7 @@ fn one_agent_invents(vouched: bool) -> Result<()> {
         with_load(format!("0;1;10.{a}.{b}.{c}:80"))
     });
     let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 3.0);
-    let envoy = Envoy::start(verified(config, vouched))?;
+    let envoy = Envoy::start(verified(config, is_verified))?;
     assert_all_ok(&envoy.client().burst(10_000, 8, |_| Request::get("/")));
     let rest = assert_probes_balance(&envoy);
     assert!(rest.steered() > 9_000, "{rest:#?}");
@@ -279,15 +280,15 @@ fn the_separate_headers_of_other_implementations_count_too() -> Result<()> {
     bed!();
     // These headers name no endpoint, so they count only if Envoy says who answered.
     let separate = |_| Reply::ok().header("x-prequal-rif", "1").header("x-prequal-latency-us", "900");
-    for vouched in VERIFIED_OR_NOT {
+    for is_verified in VERIFIED_OR_NOT {
         let backends = stand_ins(3, separate, separate)?;
         let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 1.0);
         // A busy machine must not make a probe fail here.
-        let envoy = Envoy::start(verified(set(config, "probe_timeout_ms", 1000), vouched))?;
+        let envoy = Envoy::start(verified(set(config, "probe_timeout_ms", 1000), is_verified))?;
         assert_all_ok(&envoy.client().burst(100, 2, |_| Request::get("/")));
         let rest = assert_probes_balance(&envoy);
         assert!(rest.reports("used") > 0 && rest.steered() > 0, "{rest:#?}");
-        assert_eq!(rest.probes("used"), if vouched { rest.probes("sent") } else { 0 }, "{rest:#?}");
+        assert_eq!(rest.probes("used"), if is_verified { rest.probes("sent") } else { 0 }, "{rest:#?}");
     }
     Ok(())
 }
@@ -318,13 +319,13 @@ fn one_invented_endpoint_repeated_in_every_report_takes_no_share_from_honest_rep
     VERIFIED_OR_NOT.into_iter().try_for_each(one_invention)
 }
 
-fn one_invention(vouched: bool) -> Result<()> {
+fn one_invention(is_verified: bool) -> Result<()> {
     let honest = |addr| with_load(report(1, 5000, addr)).delay(Duration::from_millis(5));
     let backends = stand_ins(4, honest, honest)?;
     // Always the same address, which no cluster contains, and always idle.
     backends[0].set(with_load("0;1;203.0.113.1:80").delay(Duration::from_millis(5)));
     let config = probing(EnvoyConfig::for_replicas(&addrs(&backends))?, 2.0);
-    let envoy = Envoy::start(verified(config, vouched))?;
+    let envoy = Envoy::start(verified(config, is_verified))?;
     warm(&envoy, 3);
     let before = envoy.prequal(SERVING)?;
     assert_all_ok(&envoy.client().burst(600, 4, |_| Request::get("/")));

@@ -16,7 +16,7 @@ use prequal_testbed::{
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
-use crate::support::{assert_none_of_ours, warm};
+use crate::support::{assert_no_prequal_headers, warm};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -139,7 +139,7 @@ fn a_dead_backend_fails_only_requests_in_flight_there() -> Result<()> {
     pods.0.iter_mut().for_each(|(_, backend)| backend.kill());
     let answer = envoy.client().get("/")?;
     assert_eq!(answer.status, 502);
-    assert_none_of_ours(&answer.headers);
+    assert_no_prequal_headers(&answer.headers);
     Ok(())
 }
 
@@ -167,10 +167,10 @@ fn neither_client_nor_backend_can_force_a_retry() -> Result<()> {
     let envoy = Envoy::start(idempotent(EnvoyConfig::for_replicas(&fleet.addrs())?)?)?;
     let answer = envoy.client().send(Request::get("/").header("x-prequal-failure", "unsent"))?;
     assert_eq!(answer.status, 503);
-    assert_none_of_ours(&answer.headers);
+    assert_no_prequal_headers(&answer.headers);
     assert_eq!(fleet.served().iter().sum::<u64>(), 1);
     for seen in fleet.iter().flat_map(|replica| replica.backend.seen()) {
-        assert_none_of_ours(&seen.headers);
+        assert_no_prequal_headers(&seen.headers);
     }
     Ok(())
 }

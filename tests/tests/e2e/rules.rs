@@ -72,7 +72,7 @@ fn every_rule_avoids_a_slow_replica() -> Result<()> {
 #[test]
 fn zuul_avoids_a_replica_that_answers_with_errors() -> Result<()> {
     bed!();
-    // This replica fails at once, so that by requests in flight no other is better.
+    // This replica fails at once, so that no other has fewer requests in flight.
     let mut fleet = vec![stand_in(|_| Reply::status(404), |_| Reply::status(503))?];
     fleet.extend(stand_ins(3, |_| Reply::status(404), |_| Reply::ok().delay(MS(5)))?);
     let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &json!({"rule": "zuul_choice_of_two"}))?))?;
@@ -141,7 +141,7 @@ fn zuul_reads_the_utilisation_that_replicas_report() -> Result<()> {
 }
 
 #[test]
-fn replicas_without_agents_are_balanced_by_what_they_report_in_orca() -> Result<()> {
+fn replicas_without_agents_are_balanced_by_their_orca_reports() -> Result<()> {
     bed!();
     let start = |report: &'static str| {
         let backend = Backend::start(Reply::ok())?;
@@ -157,7 +157,7 @@ fn replicas_without_agents_are_balanced_by_what_they_report_in_orca() -> Result<
         "TEXT cpu_utilization=0.7,named_metrics.kv=0.1",
     ];
     let fleet = fleet.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-    // Both are equally fast: only the reports show which one is full.
+    // All are equally fast: only the reports show which one is full.
     for (metric, spared) in [("off", None), ("utilization", Some(2)), ("named_metrics.kv", Some(0))] {
         let rule = json!({"rule": "zuul_choice_of_two", "orca_utilization": metric});
         let envoy = Envoy::start(without_probes(with(&addrs(&fleet), &rule)?))?;
@@ -280,14 +280,14 @@ fn a_retry_goes_to_another_replica_and_with_override_host_to_the_runner_up() -> 
 }
 
 #[test]
-fn a_replica_that_reports_a_young_age_is_spared() -> Result<()> {
+fn a_replica_that_reports_a_low_age_gets_fewer_requests() -> Result<()> {
     bed!();
     let load = |addr| with_load(report(1, 2000, addr));
     let mut fleet = stand_ins(3, load, move |addr| load(addr).delay(MS(2)))?;
-    let young = |addr| with_load(report(1, 2000, addr) + ";up=0");
-    fleet.push(stand_in(young, move |addr| young(addr).delay(MS(2)))?);
+    let new = |addr| with_load(report(1, 2000, addr) + ";up=0");
+    fleet.push(stand_in(new, move |addr| new(addr).delay(MS(2)))?);
     // Of 400 requests; a fair share is 100.
-    let share_of_the_young = |slow_start_ms: u32| -> Result<_> {
+    let share_of_the_new = |slow_start_ms: u32| -> Result<_> {
         let envoy = Envoy::start(with(&addrs(&fleet), &json!({"slow_start_ms": slow_start_ms}))?)?;
         warm(&envoy, 4);
         Ok(move |fleet: &[Backend]| {
@@ -296,10 +296,10 @@ fn a_replica_that_reports_a_young_age_is_spared() -> Result<()> {
             fleet[3].seen().iter().filter(|seen| !is_probe(seen)).count()
         })
     };
-    let spared = share_of_the_young(600_000)?(&fleet);
+    let spared = share_of_the_new(600_000)?(&fleet);
     assert!(spared < 50, "{spared}");
-    let unspared = share_of_the_young(0)?;
-    eventually("without a slow start its age counts for nothing", Duration::from_secs(20), || {
+    let unspared = share_of_the_new(0)?;
+    eventually("without a slow start its age has no effect", Duration::from_secs(20), || {
         (unspared(&fleet) >= 50).then_some(())
     });
     Ok(())
@@ -369,7 +369,7 @@ fn every_profile_steers() -> Result<()> {
 fn contradictory_settings_are_refused_with_field_and_remedy() -> Result<()> {
     bed!();
     let fleet = stand_ins(1, |_| Reply::ok(), |_| Reply::ok())?;
-    for (key, value, cure) in [
+    for (key, value, remedy) in [
         ("hint", json!({"header": "x-a"}), "`clusters[0].hint` needs \"mode\": \"sync\""),
         ("lambda", json!(0.5), "`clusters[0].lambda` needs \"rule\": \"linear\""),
         (
@@ -380,7 +380,7 @@ fn contradictory_settings_are_refused_with_field_and_remedy() -> Result<()> {
     ] {
         let refused = Envoy::start(set(EnvoyConfig::for_replicas(&addrs(&fleet))?, key, value));
         let error = format!("{:#}", refused.expect_err("refused"));
-        assert!(error.contains(cure), "{key}: {error}");
+        assert!(error.contains(remedy), "{key}: {error}");
     }
     Ok(())
 }

@@ -161,7 +161,7 @@ fn the_override_host_shim_also_steers() -> Result<()> {
     });
     assert_eq!(envoy.prequal(SERVING)?.other("prequal_diverted_total"), 0);
     for seen in fleet[0].backend.seen() {
-        crate::support::assert_none_of_ours(&seen.headers);
+        crate::support::assert_no_prequal_headers(&seen.headers);
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ pub const SERVING: &str = "replicas";
 /// The path of a probe.
 pub const PROBE_PATH: &str = "/prequal/probe";
 
-pub(crate) use prequal_testbed::bed;
+pub(crate) use prequal_testbed::{assert_no_prequal_headers, bed};
 
 /// Sets `key` for the only cluster in the filter's settings.
 pub fn set(config: EnvoyConfig, key: &str, value: impl Into<Value>) -> EnvoyConfig {
@@ -79,13 +79,6 @@ pub fn assert_probes_balance(envoy: &Envoy) -> Prequal {
         std::thread::sleep(Duration::from_millis(10));
     }
     panic!("sent {} != settled {}: {last:#?}", last.probes("sent"), last.probes_settled());
-}
-
-/// Asserts that none of Prequal's headers is among `headers`.
-#[track_caller]
-pub fn assert_none_of_ours(headers: &HeaderMap) {
-    let ours = headers.keys().find(|name| name.as_str().starts_with("x-prequal-"));
-    assert!(ours.is_none(), "{ours:?} in {headers:?}");
 }
 
 /// Asserts that every request was answered with status 200.

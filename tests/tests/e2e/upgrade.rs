@@ -1,7 +1,6 @@
-//! Mixed versions: other agents, a module whose blobs have another version, hot restart and roll-back.
+//! Mixed versions: other agents, a module whose blobs have another version (the crash module), hot restart and roll-back.
 //! `docs/guide/upgrade.md` describes the consequences.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use prequal_testbed::{
     Agent, Backend, Client, Envoy, EnvoyConfig, Fleet, PARENT_SHUTDOWN_S, Prequal, Replica, Reply, Request,
-    Response, eventually, wasm_module, workspace_root,
+    Response, crash_module as other_release, eventually, wasm_module,
 };
 
 use crate::support::{
@@ -89,11 +88,6 @@ fn an_older_filter_reads_this_agent() -> Result<()> {
     assert_eq!(pair.header("x-prequal-rif"), Some("0"));
     assert!(pair.header("x-prequal-latency-us").is_some_and(|latency| latency.parse::<u32>().is_ok()));
     Ok(())
-}
-
-/// A module whose blobs count as those of another release; it can also crash on request.
-fn other_release() -> PathBuf {
-    workspace_root().join("target/dist-test/prequal_filter_crash.wasm")
 }
 
 #[test]

@@ -1,5 +1,6 @@
-//! gRPC's own client and servers for Go with agents between them. The client's policy `weighted_round_robin` is fed by the
-//! agents, out of band and in trailers: with what they measure, and with what the servers report of themselves.
+//! gRPC's own client and servers for Go, with agents between them. The client's policy `weighted_round_robin` uses the
+//! agents' reports, out of band and in trailers. The agents report what they measure, or what the servers report about
+//! themselves.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::SocketAddr;
@@ -8,15 +9,15 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use prequal_core::wire::orca::backend::Metric;
-use prequal_testbed::handle;
+use prequal_testbed::{handle, needs};
 use probe_agent::Agent;
 use probe_agent::backend_orca::FromBackend;
 use probe_agent::config::AgentConfig;
 use probe_agent::orca::OrcaFormat;
 
-use crate::tools::go_program;
+use crate::tools::{go_program, missing_go};
 
-/// Maximum number of 100 calls that the server with the higher utilisation may get; by chance it would be 50.
+/// Maximum number of calls, out of 100, that the server with the higher utilisation may get; an equal share would be 50.
 const SPARED: u64 = 25;
 
 /// Ends the program when the test ends.
@@ -51,14 +52,14 @@ struct Round {
     slow: u64,
 }
 
-/// Runs the client with `args` on agents of both servers, round by round, until it ends. `enough` says whether to go on to
-/// the next mode. Without Go, no round is run, and the result is false.
+/// Runs the client with `args` on agents of both servers, round by round, until it ends. `enough` returns whether the client
+/// should continue with its next mode.
 fn rounds(
     args: &[&str],
     change: impl Fn(&mut AgentConfig),
     mut enough: impl FnMut(Round) -> bool,
-) -> Result<bool> {
-    let Some(program) = go_program("tests/grpc-go", ".", "grpc-client")? else { return Ok(false) };
+) -> Result<()> {
+    let program = go_program("tests/grpc-go", ".", "grpc-client")?;
     let child = Command::new(program).args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
     let mut child = Running(child);
     let mut input = child.0.stdin.take().context("piped")?;
@@ -72,7 +73,7 @@ fn rounds(
         let line = line?;
         let words: Vec<&str> = line.split(' ').collect();
         let ["round", out_of_band, fast, slow, failed] = words[..] else {
-            anyhow::bail!("not understood: {line}")
+            anyhow::bail!("unexpected output: {line}")
         };
         eprintln!("out of band: {out_of_band}, fast {fast}, slow {slow}");
         ensure!(failed == "0", "{failed} calls failed");
@@ -80,14 +81,15 @@ fn rounds(
         writeln!(input, "{}", if enough(round) { "enough" } else { "go on" })?;
     }
     agents.iter().for_each(|(_, task)| task.abort());
-    Ok(true)
+    Ok(())
 }
 
 #[test]
 fn grpc_for_go_spares_the_server_that_agents_report_as_slow() -> Result<()> {
+    needs!(missing_go());
     // Without reports the shares are equal, except in the first rounds, which go to the connection that is ready first.
     let (mut equal, mut least) = (Vec::new(), 100);
-    let ran = rounds(
+    rounds(
         &[],
         |_| {},
         |round| {
@@ -100,26 +102,25 @@ fn grpc_for_go_spares_the_server_that_agents_report_as_slow() -> Result<()> {
             }
         },
     )?;
-    if ran {
-        ensure!(equal[1..].iter().all(|slow| (40..=60).contains(slow)), "without reports: {equal:?}");
-        ensure!(least <= SPARED, "with reports the slow server got {least} of 100");
-    }
+    ensure!(equal[1..].iter().all(|slow| (40..=60).contains(slow)), "without reports: {equal:?}");
+    ensure!(least <= SPARED, "with reports the slow server got {least} of 100");
     Ok(())
 }
 
 /// Runs rounds until a server gets few calls; `calls` returns how many it got in a round.
 fn is_spared(args: &[&str], change: impl Fn(&mut AgentConfig), calls: impl Fn(Round) -> u64) -> Result<()> {
+    needs!(missing_go());
     let mut least = 100;
-    let ran = rounds(args, change, |round| {
+    rounds(args, change, |round| {
         least = least.min(calls(round));
         least <= SPARED
     })?;
-    ensure!(!ran || least <= SPARED, "the server still got {least} of 100 calls");
+    ensure!(least <= SPARED, "the server still got {least} of 100 calls");
     Ok(())
 }
 
 #[test]
-fn grpc_for_go_follows_what_a_server_reports_of_itself() -> Result<()> {
+fn grpc_for_go_follows_a_servers_own_reports() -> Result<()> {
     // The fast server reports a high utilisation in the trailers of its calls, and the slow one a low one. By the agents' own
     // measurements it would be the other way round.
     let reads = |config: &mut AgentConfig| config.orca_from_backend = Some(FromBackend(Metric::Utilization));
@@ -127,7 +128,7 @@ fn grpc_for_go_follows_what_a_server_reports_of_itself() -> Result<()> {
 }
 
 #[test]
-fn grpc_for_go_follows_what_a_server_reports_of_itself_out_of_band() -> Result<()> {
+fn grpc_for_go_follows_a_servers_own_reports_out_of_band() -> Result<()> {
     let reads = |config: &mut AgentConfig| {
         config.orca_from_backend = Some(FromBackend(Metric::Utilization));
         config.orca_backend_stream = Some(Duration::from_secs(1));
@@ -146,7 +147,9 @@ fn grpc_for_go_reads_the_agents_reports_in_trailers() -> Result<()> {
 
 #[test]
 fn grpc_servers_for_go_with_few_streams_and_short_connections_lose_no_call() -> Result<()> {
-    // Ten streams a connection for 50 calls at once, and a GOAWAY on each connection every 0.2 s: `rounds` fails if a call does.
+    needs!(missing_go());
+    // Each server gets about 50 calls at once, allows ten streams per connection, and sends a GOAWAY on each connection every
+    // 0.2 s. `rounds` fails if a call fails.
     let mut done = 0;
     rounds(
         &["limits"],

@@ -2,8 +2,7 @@
 //! backends, and the libraries for servers, which all pass one conformance program. `docs/guide/libraries.md` describes its
 //! requirements.
 //!
-//! These tests need Go, Python, nginx, Node, a JVM and h2load. If one is missing, a line says so, and the test fails if `CI` is
-//! `true`.
+//! These tests need Go, Python, nginx, Node, a JVM and h2load.
 
 mod calls;
 mod compare;
@@ -21,6 +20,7 @@ mod trace;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result};
+use prequal_testbed::needs;
 use subject::Subject;
 
 /// Runs the whole conformance program for one library.
@@ -43,14 +43,13 @@ fn the_layer_for_tower_conforms() -> Result<()> {
 
 #[test]
 fn the_library_for_go_conforms() -> Result<()> {
-    let Some(program) = tools::go_program("libraries/go", "./internal/conformance", "go-conformance")? else {
-        return Ok(());
-    };
+    needs!(tools::missing_go());
+    let program = tools::go_program("libraries/go", "./internal/conformance", "go-conformance")?;
     conforms(&Subject::program("go", std::process::Command::new(program))?)
 }
 
 #[test]
 fn the_middleware_for_python_conforms() -> Result<()> {
-    let Some(server) = tools::python_server()? else { return Ok(()) };
-    conforms(&Subject::program("python", server)?)
+    needs!(tools::missing_python());
+    conforms(&Subject::program("python", tools::python_server()?)?)
 }

@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use prequal_core::shared::outcome::Outcome;
-use prequal_testbed::{Client, Request, Response, block_on, eventually, handle};
+use prequal_testbed::{Client, Request, Response, block_on, eventually, handle, needs};
 use probe_agent::Agent;
 use probe_agent::config::{AgentConfig, UpstreamHttp2};
 use probe_agent::load::Load;
 use program::{Kind, Server};
 
 use crate::subject::PATIENCE;
-use crate::tools::is_there;
+use crate::tools::missing;
 
 /// An agent; it stops on drop.
 struct Proxy {
@@ -104,7 +104,8 @@ impl Kind {
 
 /// Restarts the server under load. Every request must be answered completely, or not be sent to it, or lose a race.
 fn restarts(kind: Kind) -> Result<()> {
-    let Some(mut server) = Server::start(kind)? else { return Ok(()) };
+    needs!(kind.missing());
+    let mut server = Server::start(kind)?;
     let agent = Proxy::start(&server)?;
     let client = if kind == Kind::GoGrpc { Client::http2(agent.addr) } else { Client::new(agent.addr) };
     let stop = Arc::<AtomicBool>::default();
@@ -131,10 +132,9 @@ fn restarts(kind: Kind) -> Result<()> {
 
 /// h2load, which is built on nghttp2, sends requests over HTTP/1.1 and HTTP/2.
 fn serves_h2load(kind: Kind) -> Result<()> {
-    if !is_there("h2load", &["--version"], "nghttp2-client") {
-        return Ok(());
-    }
-    let Some(server) = Server::start(kind)? else { return Ok(()) };
+    needs!(missing("h2load", &["--version"], "nghttp2-client"));
+    needs!(kind.missing());
+    let server = Server::start(kind)?;
     let agent = Proxy::start(&server)?;
     for version in ["--h1", "--max-concurrent-streams=10"] {
         let mut h2load = Command::new("h2load");

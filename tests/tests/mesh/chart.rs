@@ -69,7 +69,7 @@ fn one_label(value: &mut Value) {
 /// Chart and Kustomize files must agree: an edit to only one of them fails here.
 #[test]
 fn the_chart_makes_what_kustomize_makes() -> Result<()> {
-    let Some(helm) = Helm::find("the_chart_makes_what_kustomize_makes")? else { return Ok(()) };
+    let Some(helm) = Helm::find()? else { return Ok(()) };
     // The overlays take the module from the user's own image.
     let overlays: [&[&str]; 4] = [
         &[],
@@ -115,7 +115,7 @@ fn the_chart_makes_what_kustomize_makes() -> Result<()> {
 
 #[test]
 fn helm_lints_the_chart() -> Result<()> {
-    let Some(helm) = Helm::find("helm_lints_the_chart")? else { return Ok(()) };
+    let Some(helm) = Helm::find()? else { return Ok(()) };
     let chart = chart();
     let values: Vec<&str> = NEEDED.iter().flat_map(|value| ["--set", value]).collect();
     let arguments = [&["lint", "--strict", chart.to_str().context("UTF-8")?], &values[..]].concat();
@@ -147,7 +147,7 @@ fn the_charts_version_is_the_releases() -> Result<()> {
 #[test]
 fn the_filter_follows_the_charts_pods() -> Result<()> {
     bed!();
-    let Some(helm) = Helm::find("the_filter_follows_the_charts_pods")? else { return Ok(()) };
+    let Some(helm) = Helm::find()? else { return Ok(()) };
     let values = [
         "nameOverride=web",
         "clusterDomain=example.internal",
@@ -187,7 +187,7 @@ fn the_filter_follows_the_charts_pods() -> Result<()> {
 /// ORCA is off by default. Each value becomes a flag of the agent; `values.rs` checks that the agent accepts it.
 #[test]
 fn the_values_for_orca_are_the_agents_flags() -> Result<()> {
-    let Some(helm) = Helm::find("the_values_for_orca_are_the_agents_flags")? else { return Ok(()) };
+    let Some(helm) = Helm::find()? else { return Ok(()) };
     let flags = |values: &[&str]| -> Result<Vec<String>> {
         let objects = helm.objects(&chart(), &[&NEEDED, values].concat(), &[])?;
         let replicas = find(&objects, "Deployment", "shop-replicas");
@@ -216,7 +216,7 @@ fn the_values_for_orca_are_the_agents_flags() -> Result<()> {
 /// A native sidecar starts before the application and ends after it; the rest of the pod is the same.
 #[test]
 fn a_native_sidecar_is_an_init_container_that_keeps_running() -> Result<()> {
-    let Some(helm) = Helm::find("a_native_sidecar_is_an_init_container_that_keeps_running")? else {
+    let Some(helm) = Helm::find()? else {
         return Ok(());
     };
     let pod = |values: &[&str]| -> Result<Value> {
@@ -242,7 +242,7 @@ fn a_native_sidecar_is_an_init_container_that_keeps_running() -> Result<()> {
 /// The blocks of docs/guide/kubernetes.md as files of a chart that depends on this one.
 #[test]
 fn the_agent_is_injected_as_documented() -> Result<()> {
-    let Some(helm) = Helm::find("the_agent_is_injected_as_documented")? else { return Ok(()) };
+    let Some(helm) = Helm::find()? else { return Ok(()) };
     let page = std::fs::read_to_string(workspace_root().join("docs/guide/kubernetes.md"))?;
     let section = page.split("### The agent in your own chart").nth(1).context("the section")?;
     let block = |language: &str, index: usize| -> Result<&str> {
@@ -293,7 +293,7 @@ fn the_agent_is_injected_as_documented() -> Result<()> {
 /// The line that installs the chart, with `template` instead of `install`.
 #[test]
 fn the_documented_install_command_renders() -> Result<()> {
-    let Some(helm) = Helm::find("the_documented_install_command_renders")? else { return Ok(()) };
+    let Some(helm) = Helm::find()? else { return Ok(()) };
     let page = std::fs::read_to_string(workspace_root().join("docs/guide/kubernetes.md"))?;
     let line = page.lines().find_map(|line| line.strip_prefix("helm install prequal charts/prequal "));
     let chart = chart();

@@ -1,4 +1,4 @@
-//! The files of `envoy-configs/envoy-gateway/`: Envoy Gateway's translation of them, on a real Envoy, with traffic.
+//! The files of `envoy-configs/envoy-gateway/`: their translation by Envoy Gateway, run on a real Envoy with traffic.
 //!
 //! The translation is committed, because the translator takes minutes to build: `tests/envoy-gateway/translated.json`,
 //! written by `cargo xtask gateway`. Replaced here: endpoints, ports, the path of the module, and the
@@ -13,12 +13,13 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use prequal_testbed::manifests::{EnvoyGateway, find};
 use prequal_testbed::{
-    AgentOptions, Envoy, EnvoyConfig, Request, Response, bed, envoy_loads_native_modules, eventually,
-    manifests, target_dir, wasm_module, workspace_root,
+    AgentOptions, Envoy, EnvoyConfig, Request, Response, assert_no_prequal_headers, bed, crash_module,
+    envoy_loads_native_modules, eventually, lb_endpoint, manifests, missing_file, target_dir, wasm_module,
+    workspace_root,
 };
 use serde_json::{Value, json};
 
-use crate::istio::{Pods, assert_none_of_ours};
+use crate::istio::Pods;
 use crate::schemas::check;
 
 const SERVING: &str = "httproute/demo/replicas/rule/0";
@@ -26,7 +27,7 @@ const PROBING: &str = "httproute/demo/replicas-probes/rule/0";
 const LISTENER: &str = "demo/edge/http";
 const FILTER: &str = "envoy.filters.http.wasm/envoyextensionpolicy/demo/prequal/wasm/0";
 
-/// All that is committed.
+/// The whole committed file.
 fn committed() -> Result<Value> {
     let file = workspace_root().join("tests/envoy-gateway/translated.json");
     Ok(serde_json::from_str(&std::fs::read_to_string(file)?)?)
@@ -62,8 +63,8 @@ fn bootstrap(translated: &Value) -> Result<Option<Value>> {
     text.as_str().map(|text| Ok(manifests::parse(text)?.remove(0))).transpose()
 }
 
-/// Starts an Envoy with the configuration that Envoy Gateway would send, in front of `replicas`, with the module at
-/// `module` if the variant has the filter.
+/// Starts an Envoy with the configuration that Envoy Gateway would send, in front of `replicas`. `module` is the path of the
+/// module if the variant has the filter, otherwise `None`.
 fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Result<Envoy> {
     let translated = translated(variant)?;
     let mut listener = by_name(resources(&translated, "Listener"), "name", LISTENER);
@@ -89,8 +90,7 @@ fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Resul
     for name in names {
         let mut cluster = by_name(resources(&translated, "Cluster"), "name", name);
         let mut endpoints = by_name(resources(&translated, "ClusterLoadAssignment"), "cluster_name", name);
-        endpoints["endpoints"][0]["lb_endpoints"] =
-            replicas.iter().map(|addr| endpoint(*addr, "HEALTHY")).collect();
+        endpoints["endpoints"][0]["lb_endpoints"] = replicas.iter().map(lb_endpoint).collect();
         cluster.as_object_mut().context("an object")?.remove("eds_cluster_config");
         cluster["type"] = json!("STATIC");
         cluster["load_assignment"] = endpoints;
@@ -107,11 +107,6 @@ fn start(variant: &str, replicas: &[SocketAddr], module: Option<&Path>) -> Resul
     Envoy::start(EnvoyConfig::from_root(root).eds(names))
 }
 
-fn endpoint(addr: SocketAddr, health: &str) -> Value {
-    let address = json!({"address": addr.ip().to_string(), "port_value": addr.port()});
-    json!({"endpoint": {"address": {"socket_address": address}}, "health_status": health})
-}
-
 fn pods() -> Result<Pods> {
     Pods::behind(&AgentOptions::default())
 }
@@ -123,7 +118,7 @@ fn ask(envoy: &Envoy, count: usize, make: impl Fn() -> Request) {
     for _ in 0..count {
         let reply: Response = client.send(make()).expect("an answer");
         assert_eq!(reply.status, 200, "{}", reply.text());
-        assert_none_of_ours(&reply.headers);
+        assert_no_prequal_headers(&reply.headers);
     }
 }
 
@@ -159,8 +154,9 @@ fn the_committed_translation_is_of_the_shipped_files() -> Result<()> {
 #[test]
 fn envoy_gateway_still_translates_as_committed() -> Result<()> {
     let program = target_dir().join("bin/envoy-gateway-translate");
-    if !program.exists() {
-        eprintln!("not compared: no {}; `cargo xtask gateway` builds it", program.display());
+    // Not a need that CI must meet: the translator takes minutes to build.
+    if let Some(missing) = missing_file(std::slice::from_ref(&program), "cargo xtask gateway") {
+        eprintln!("not compared: {missing}");
         return Ok(());
     }
     assert_eq!(manifests::translated(&program)?, committed()?);
@@ -225,7 +221,7 @@ fn assert_steers(variant: &str, module: Option<&Path>) -> Result<(Envoy, Pods)> 
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
     // The slow replica may get a first request while its latency is unknown.
     assert!(pods.served()[3] <= 1, "{:?}", pods.served());
-    pods.assert_saw_nothing_of_ours();
+    pods.assert_saw_no_prequal_headers();
     // Every reply to a probe came from the replica that was probed.
     assert!(after.probes("used") > 0 && after.probes_rejected() == 0, "{after:#?}");
     assert!(envoy.stat(&format!("cluster.{PROBING}.upstream_cx_http2_total"))? > 0);
@@ -285,7 +281,7 @@ fn assert_clients_cannot_reach_agents(mut envoy: Envoy, pods: &Pods) -> Result<(
     }
     assert_eq!(pods.served().iter().sum::<u64>(), 0);
     ask(&envoy, 5, || Request::get("/").header("x-prequal-dest", "never"));
-    assert_eq!(pods.served().iter().sum::<u64>(), 5, "the header is gone before routes are looked at");
+    assert_eq!(pods.served().iter().sum::<u64>(), 5, "the header is removed before route matching");
     let more = envoy.stat(&format!("cluster.{PROBING}.upstream_rq_total"))? - probes;
     assert!(more <= 20, "probes of the filter alone, not {more}");
 
@@ -294,7 +290,11 @@ fn assert_clients_cannot_reach_agents(mut envoy: Envoy, pods: &Pods) -> Result<(
     let endpoints: Vec<Value> = pods
         .serving()
         .into_iter()
-        .map(|addr| endpoint(addr, if addr == first { "UNHEALTHY" } else { "HEALTHY" }))
+        .map(|addr| {
+            let mut endpoint = lb_endpoint(&addr);
+            endpoint["health_status"] = json!(if addr == first { "UNHEALTHY" } else { "HEALTHY" });
+            endpoint
+        })
         .collect();
     for cluster in [SERVING, PROBING] {
         envoy.set_localities(cluster, &json!([{ "lb_endpoints": endpoints }]))?;
@@ -326,7 +326,7 @@ fn the_patches_verify_probes_and_retry_what_was_not_sent() -> Result<()> {
 /// The effect of `failOpen`: after a crash Envoy's own policy serves, and clients still cannot choose.
 #[test]
 fn after_a_crash_of_the_module_requests_continue_unsteered() -> Result<()> {
-    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+    let module = crash_module();
     bed!(std::slice::from_ref(&module));
     let pods = pods()?;
     let envoy = start("shipped", &pods.serving(), Some(&module))?;
@@ -334,15 +334,15 @@ fn after_a_crash_of_the_module_requests_continue_unsteered() -> Result<()> {
     envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
     let [.., slow] = pods.serving()[..] else { panic!("replicas") };
     let picks = envoy.prequal(SERVING)?.steered();
-    let wish = STANDARD.encode(slow.to_string());
+    let wanted = STANDARD.encode(slow.to_string());
     pods.clear();
     for _ in 0..40 {
-        let reply = envoy.client().send(Request::get("/").header("x-prequal-dest", &wish))?;
+        let reply = envoy.client().send(Request::get("/").header("x-prequal-dest", &wanted))?;
         assert_eq!(reply.status, 200);
-        assert_none_of_ours(&reply.headers);
+        assert_no_prequal_headers(&reply.headers);
     }
     assert!(pods.served()[3] < 40, "{:?}", pods.served());
-    pods.assert_saw_nothing_of_ours();
+    pods.assert_saw_no_prequal_headers();
     assert_eq!(envoy.prequal(SERVING)?.steered(), picks, "nothing is steered");
     Ok(())
 }
@@ -376,7 +376,7 @@ fn backend_utilization_spares_the_replica_that_agents_report_as_slow() -> Result
                                 .keys()
                                 .filter(|name| name.as_str().starts_with("endpoint-load"));
                             assert_eq!(names.count(), 0, "removed by default: {:?}", reply.headers);
-                            assert_none_of_ours(&reply.headers);
+                            assert_no_prequal_headers(&reply.headers);
                         }
                         (pods.served()[3] <= 8).then_some(())
                     },

@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::manifests::parse;
-use prequal_testbed::{target_dir, workspace_root};
+use prequal_testbed::{skip, target_dir, workspace_root};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -27,13 +27,13 @@ pub struct Helm {
 }
 
 impl Helm {
-    /// If there is no Helm, prints a line and returns `None`.
-    pub fn find(test: &str) -> Result<Option<Self>> {
+    /// Finds Helm. If there is none, reports that the test is skipped, and returns `None`.
+    pub fn find() -> Result<Option<Self>> {
         let built = target_dir().join("bin/helm");
         let program = if built.is_file() { built } else { "helm".into() };
         let helm = Self { program, home: TempDir::new()? };
         if helm.run(&["version"]).is_err() {
-            netlab::skip(test, "no helm; `cargo xtask helm` builds it, with Go 1.26 or later");
+            skip("no `helm`: run `cargo xtask helm`, which builds it with Go 1.26 or later");
             return Ok(None);
         }
         Ok(Some(helm))

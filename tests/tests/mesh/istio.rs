@@ -6,8 +6,10 @@ use std::time::Duration;
 use anyhow::Result;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use http::HeaderMap;
-use prequal_testbed::{Agent, AgentOptions, Backend, EnvoyConfig, Reply, Request, Response, bed, eventually};
+use prequal_testbed::{
+    Agent, AgentOptions, Backend, EnvoyConfig, Reply, Request, Response, assert_no_prequal_headers, bed,
+    eventually,
+};
 use serde_json::{Value, json};
 
 use crate::merge::apply;
@@ -19,7 +21,7 @@ const ISTIO: [&str; 3] =
     ["envoy.filters.http.grpc_stats", "envoy.filters.http.fault", "envoy.filters.http.cors"];
 const ROUTER: &str = "envoy.filters.http.router";
 
-/// Three replicas that answer in 2 ms and a last one in 100, and what is in front of them in their pods.
+/// Three replicas that answer in 2 ms and a last one in 100 ms, each behind an agent or a sidecar.
 pub struct Pods {
     apps: Vec<Backend>,
     serving: Vec<SocketAddr>,
@@ -91,13 +93,13 @@ impl Pods {
 
     /// Asserts that no replica has seen any of Prequal's headers since [`Self::clear`].
     #[track_caller]
-    pub fn assert_saw_nothing_of_ours(&self) {
+    pub fn assert_saw_no_prequal_headers(&self) {
         for seen in self.apps.iter().flat_map(Backend::seen) {
-            assert_none_of_ours(&seen.headers);
+            assert_no_prequal_headers(&seen.headers);
         }
     }
 
-    /// A request whose sender asks for the slow replica and claims that the others are busy.
+    /// A request whose client asks for the slow replica and claims that the others are busy.
     pub fn spoof(&self, host: &str) -> Request {
         let [first, .., slow] = self.serving()[..] else { panic!("replicas") };
         get(host)
@@ -135,29 +137,22 @@ pub fn warm(envoy: &Running) {
     });
 }
 
-/// Asserts that none of Prequal's headers is among `headers`.
-#[track_caller]
-pub fn assert_none_of_ours(headers: &HeaderMap) {
-    let ours = headers.keys().find(|name| name.as_str().starts_with("x-prequal-"));
-    assert!(ours.is_none(), "{ours:?} in {headers:?}");
-}
-
-/// Asserts that twenty requests all go to the replicas that the filter chose, whichever replica their sender asks for,
-/// and that none of Prequal's headers is visible outside.
+/// Asserts that twenty requests all go to the replicas that the filter chose, although their client asks for another, and
+/// that none of Prequal's headers is visible outside.
 #[track_caller]
 fn assert_steers(envoy: &Running, pods: &Pods) {
     warm(envoy);
     pods.clear();
     let before = envoy.prequal(SERVING).expect("stats");
     for reply in ask(envoy, 20, || pods.spoof(HOST)) {
-        assert_none_of_ours(&reply.headers);
+        assert_no_prequal_headers(&reply.headers);
     }
     let after = envoy.prequal(SERVING).expect("stats");
     assert_eq!(after.steered() - before.steered(), 20, "{after:#?}");
     assert_eq!(after.other("prequal_diverted_total"), before.other("prequal_diverted_total"), "{after:#?}");
     // The slow replica may get a first request while its latency is unknown.
     assert!(pods.served()[3] <= 1, "{:?}", pods.served());
-    pods.assert_saw_nothing_of_ours();
+    pods.assert_saw_no_prequal_headers();
     // Every reply to a probe named its host, which was the host that was probed.
     assert!(after.probes("used") > 0 && after.probes_rejected() == 0, "{after:#?}");
 }
@@ -326,10 +321,10 @@ fn without_the_module_the_native_chain_keeps_clients_from_choosing() -> Result<(
     proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
     let envoy = proxy.start()?;
     for reply in ask(&envoy, 20, || pods.spoof(HOST)) {
-        assert_none_of_ours(&reply.headers);
+        assert_no_prequal_headers(&reply.headers);
     }
     assert_eq!(pods.served(), [5, 5, 5, 5]);
-    pods.assert_saw_nothing_of_ours();
+    pods.assert_saw_no_prequal_headers();
     Ok(())
 }
 
@@ -350,11 +345,11 @@ fn other_services_on_the_same_port_are_not_affected() -> Result<()> {
     others.iter().for_each(Backend::clear);
     let before = envoy.prequal(SERVING)?;
     for reply in ask(&envoy, 20, || pods.spoof(OTHER_HOST)) {
-        assert_none_of_ours(&reply.headers);
+        assert_no_prequal_headers(&reply.headers);
     }
     let served: Vec<u64> = others.iter().map(Backend::served).collect();
     assert_eq!(served, [5, 5, 5, 5], "Envoy's own policy, undisturbed");
-    others.iter().flat_map(Backend::seen).for_each(|seen| assert_none_of_ours(&seen.headers));
+    others.iter().flat_map(Backend::seen).for_each(|seen| assert_no_prequal_headers(&seen.headers));
     assert_eq!(envoy.prequal(SERVING)?.picks, before.picks);
     assert_eq!(envoy.prequal(OTHER)?.picks.len(), 0, "nothing is counted for a cluster that is not named");
     // And requests to the configured cluster are still steered.

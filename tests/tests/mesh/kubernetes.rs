@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use prequal_testbed::{
     Client, Envoy, EnvoyConfig, Fleet, Reply, Request, bed, envoy_loads_native_modules, eventually,
-    workspace_root,
+    missing_program, needs, skip, workspace_root,
 };
 use serde_json::{Value, json};
 
@@ -23,7 +23,7 @@ pub const FOLDERS: [&str; 4] = ["base", "overlays/init-container", "overlays/ima
 /// The overlay with the native module.
 const NATIVE: &str = "overlays/native";
 
-/// Kustomize's output for a folder, if this machine has Kustomize.
+/// Kustomize's output for a folder. If there is no Kustomize, reports that the test is skipped, and returns `None`.
 pub fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
     let path = workspace_root().join("envoy-configs/kubernetes").join(folder);
     for (program, command) in [("kustomize", "build"), ("kubectl", "kustomize")] {
@@ -31,9 +31,9 @@ pub fn kustomize(folder: &str) -> Result<Option<Vec<Value>>> {
         ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
         return Ok(Some(parse(&String::from_utf8_lossy(&output.stdout))?));
     }
-    netlab::skip(
-        "Kustomize's manifests",
-        "no `kustomize` and no `kubectl` here; `go install sigs.k8s.io/kustomize/kustomize/v5@v5.0.3`",
+    skip(
+        "no `kustomize` and no `kubectl`: apt-get install kubernetes-client, or \
+         go install sigs.k8s.io/kustomize/kustomize/v5@v5.0.3",
     );
     Ok(None)
 }
@@ -132,10 +132,10 @@ impl Service {
     fn start(target: SocketAddr) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let (addr, target) = (listener.local_addr()?, Arc::new(Mutex::new(target)));
-        let leads = Arc::clone(&target);
+        let current = Arc::clone(&target);
         std::thread::spawn(move || {
             for from in listener.incoming().flatten() {
-                let Ok(to) = TcpStream::connect(*leads.lock().expect("no panic")) else { continue };
+                let Ok(to) = TcpStream::connect(*current.lock().expect("no panic")) else { continue };
                 for stream in [&from, &to] {
                     stream.set_nodelay(true).expect("a TCP stream");
                 }
@@ -173,6 +173,7 @@ fn an_envoy_that_shuts_down_loses_no_request() -> Result<()> {
         .filter_map(Value::as_str)
         .collect();
     let [shell, "-c", script] = command[..] else { panic!("{command:?}") };
+    needs!(missing_program(&[shell, "cat", "sleep"]));
     // The test bed starts Envoy with a shorter drain, and the script sleeps for less time here.
     assert_eq!(arg("--drain-strategy="), "immediate");
     let seconds = arg("--drain-time-s=");
@@ -214,10 +215,9 @@ fn an_envoy_that_shuts_down_loses_no_request() -> Result<()> {
     eventually("all connections are closed", Duration::from_secs(10), || {
         (leaving.stat("http.ingress.downstream_cx_active").ok()? == 0).then_some(())
     });
-    ensure!(Command::new("kill").arg(leaving.pid().to_string()).status()?.success(), "no SIGTERM");
-    leaving.wait_for_end(Duration::from_secs(10))?;
+    leaving.terminate(Duration::from_secs(10))?;
     let before = requests(&staying)?;
-    eventually("requests go on", Duration::from_secs(10), || {
+    eventually("requests continue", Duration::from_secs(10), || {
         (requests(&staying).ok()? > before + 100).then_some(())
     });
     over.store(true, Ordering::Relaxed);

@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 
 use anyhow::Result;
-use prequal_testbed::{Envoy, EnvoyConfig, wasm_module};
+use prequal_testbed::{Envoy, EnvoyConfig, lb_endpoint, wasm_module};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -85,7 +85,7 @@ impl std::ops::Deref for Running {
     }
 }
 
-/// The mesh's certificate; here all proxies share one.
+/// The certificate that all proxies of the mesh share here.
 pub struct Mesh {
     certificate: String,
     key: String,
@@ -350,12 +350,7 @@ fn route_config(port: u32) -> Value {
 }
 
 fn endpoints(addrs: &[SocketAddr]) -> Vec<Value> {
-    let endpoint = |addr: &SocketAddr| {
-        json!({"endpoint": {"address": {"socket_address": {
-            "address": addr.ip().to_string(), "port_value": addr.port()
-        }}}})
-    };
-    addrs.iter().map(endpoint).collect()
+    addrs.iter().map(lb_endpoint).collect()
 }
 
 /// A cluster without a DestinationRule that uses `protocol`.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prequal_testbed::{bed, eventually, workspace_root};
+use prequal_testbed::{bed, crash_module, eventually};
 use serde_json::{Value, json};
 
 use crate::istio::{Pods, ask, get, warm};
@@ -42,7 +42,7 @@ fn settings_that_name_another_cluster_leave_the_traffic_to_envoy() -> Result<()>
     let before = envoy.prequal(wrong)?;
     ask(&envoy, 20, || pods.spoof(HOST));
     assert_eq!(pods.served(), [5, 5, 5, 5]);
-    assert_eq!(envoy.prequal(wrong)?.picks, before.picks, "how it shows: no picks");
+    assert_eq!(envoy.prequal(wrong)?.picks, before.picks, "symptom: no picks");
     assert_eq!(envoy.prequal(SERVING)?.picks.len(), 0);
     Ok(())
 }
@@ -57,7 +57,7 @@ fn a_sidecar_resource_that_trims_the_probe_port_takes_the_probes_away() -> Resul
     let envoy = proxy.start()?;
     ask(&envoy, 40, || pods.spoof(HOST));
     let now = envoy.prequal(SERVING)?;
-    assert!(now.probes("undispatched") > 0, "how it shows: {now:#?}");
+    assert!(now.probes("undispatched") > 0, "symptom: {now:#?}");
     assert_eq!(now.probes("sent"), 0);
     Ok(())
 }
@@ -75,7 +75,7 @@ fn a_second_service_with_the_same_pods_is_mistaken_for_the_configured_one() -> R
     let before = envoy.prequal(SERVING)?.steered();
     ask(&envoy, 20, || get(OTHER_HOST));
     let taken = envoy.prequal(SERVING)?.steered() - before;
-    assert!(taken >= 18, "how it shows: {taken} of 20");
+    assert!(taken >= 18, "symptom: {taken} of 20");
     Ok(())
 }
 
@@ -86,9 +86,9 @@ fn pass_through(cluster: &mut Value) {
     cluster.as_object_mut().expect("an object").remove("load_assignment");
 }
 
-/// The status of one request on a connection with the original destination `to`, as iptables would report it. Its sender
-/// asks for the replica `wish`.
-fn request_to(envoy: &Running, to: SocketAddr, wish: SocketAddr) -> Result<String> {
+/// The status of one request on a connection with the original destination `to`, as iptables would report it. The client
+/// asks for the replica `wanted`.
+fn request_to(envoy: &Running, to: SocketAddr, wanted: SocketAddr) -> Result<String> {
     let mut stream = TcpStream::connect(envoy.addr())?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     write!(
@@ -96,7 +96,7 @@ fn request_to(envoy: &Running, to: SocketAddr, wish: SocketAddr) -> Result<Strin
         "PROXY TCP4 127.0.0.1 {} 40000 {}\r\nGET / HTTP/1.1\r\nhost: {HOST}\r\nx-prequal-dest: {}\r\nconnection: close\r\n\r\n",
         to.ip(),
         to.port(),
-        STANDARD.encode(wish.to_string()),
+        STANDARD.encode(wanted.to_string()),
     )?;
     let mut reply = String::new();
     stream.read_to_string(&mut reply)?;
@@ -148,7 +148,7 @@ fn without_the_front_strip_only_the_module_keeps_clients_from_choosing() -> Resu
     assert!(pods.served()[3] <= 1, "the filter overwrites what it finds: {:?}", pods.served());
     assert!(
         replies.iter().all(|reply| reply.header("x-prequal-load").is_some()),
-        "how it shows: load on every reply"
+        "symptom: load on every reply"
     );
     drop(envoy);
     // Where the module is missing (another port, a failed start with FAIL_OPEN), the client's choice takes effect.
@@ -177,7 +177,7 @@ fn without_the_upstream_strip_the_agent_still_keeps_the_choice_from_the_applicat
     pods.clear();
     ask(&envoy, 20, || get(HOST));
     assert_eq!(envoy.prequal(SERVING)?.steered() - before.steered(), 20, "it still steers");
-    pods.assert_saw_nothing_of_ours();
+    pods.assert_saw_no_prequal_headers();
     Ok(())
 }
 
@@ -186,8 +186,8 @@ fn crash(envoy: &Running) -> Result<http::StatusCode> {
 }
 
 #[test]
-fn a_crash_ends_all_service_some_steering_or_a_second_by_fail_strategy() -> Result<()> {
-    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
+fn the_fail_strategy_decides_what_a_crash_costs() -> Result<()> {
+    let module = crash_module();
     bed!(std::slice::from_ref(&module));
     let pods = Pods::start()?;
     let start = |strategy: Option<&str>| -> Result<(Running, u64)> {
@@ -217,7 +217,7 @@ fn a_crash_ends_all_service_some_steering_or_a_second_by_fail_strategy() -> Resu
         let (envoy, _) = start(strategy)?;
         let end = Instant::now() + Duration::from_secs(3);
         while Instant::now() < end {
-            assert_eq!(envoy.client().send(get(HOST))?.status, status, "{strategy:?}: how it shows");
+            assert_eq!(envoy.client().send(get(HOST))?.status, status, "{strategy:?}: symptom");
             std::thread::sleep(Duration::from_millis(100));
         }
     }
@@ -247,7 +247,7 @@ fn every_shipped_module_that_is_fetched_fails_open() -> Result<()> {
 }
 
 /// Asserts that `proxy`, whose shim comes before the module, serves every request and steers none.
-fn assert_chooses_in_vain(mut proxy: Proxy, pods: &Pods) -> Result<()> {
+fn assert_choices_have_no_effect(mut proxy: Proxy, pods: &Pods) -> Result<()> {
     // In rotation, so that requests that are not steered are spread evenly.
     proxy.cluster(SERVING)["lb_policy"] = json!("ROUND_ROBIN");
     let envoy = proxy.start()?;
@@ -263,7 +263,7 @@ fn assert_chooses_in_vain(mut proxy: Proxy, pods: &Pods) -> Result<()> {
     ask(&envoy, 20, || pods.spoof(HOST));
     assert_eq!(pods.served(), [5, 5, 5, 5]);
     let now = envoy.prequal(SERVING)?;
-    assert!(now.other("prequal_diverted_total") > 0, "how it shows: {now:#?}");
+    assert!(now.other("prequal_diverted_total") > 0, "symptom: {now:#?}");
     Ok(())
 }
 
@@ -283,7 +283,7 @@ fn a_module_behind_the_shim_has_no_effect() -> Result<()> {
     let names = proxy.filter_names();
     assert_eq!(names[4..], ["prequal-shim", "prequal", "envoy.filters.http.router"]);
     crate::istio::use_built_module(&mut proxy);
-    assert_chooses_in_vain(proxy, &pods)
+    assert_choices_have_no_effect(proxy, &pods)
 }
 
 #[test]
@@ -300,5 +300,5 @@ fn with_istios_own_shim_an_inserted_module_runs_too_late() -> Result<()> {
     let session = "envoy.filters.http.stateful_session";
     assert_eq!(names[4..], [session, "prequal", "envoy.filters.http.router"]);
     crate::istio::use_built_module(&mut proxy);
-    assert_chooses_in_vain(proxy, &pods)
+    assert_choices_have_no_effect(proxy, &pods)
 }

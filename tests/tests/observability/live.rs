@@ -6,8 +6,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, Result};
 use prequal_testbed::{
-    Agent, AgentOptions, Body, Client, Envoy, EnvoyConfig, Fleet, Prometheus, Reply, Request, handle,
-    http_get, ready, workspace_root,
+    Agent, AgentOptions, Body, Client, Envoy, EnvoyConfig, Fleet, Prometheus, Reply, Request, bed,
+    crash_module, handle, http_get, missing_prometheus, needs,
 };
 use serde_json::{Value, json};
 use tokio::task::AbortHandle;
@@ -24,10 +24,10 @@ const REPLICAS: usize = 10;
 const LIMIT: Duration = Duration::from_secs(25);
 
 /// Queries of the dashboard that are correctly empty while everything is healthy.
-const EMPTY_WHEN_WELL: [&str; 1] = ["Alerts A"];
+const EMPTY_WHEN_HEALTHY: [&str; 1] = ["Alerts A"];
 
 /// The alerts that must be raised as more and more things break, one list per step. Every alert is in one of them.
-const SICK: &[&str] = &[
+const SOME_UNHEALTHY: &[&str] = &[
     "PrequalReplicaShareLow",
     "PrequalReplicaShareHigh",
     "PrequalReplicaSlow",
@@ -51,23 +51,29 @@ const NO_FILTER: &[&str] = &["PrequalFilterMissing"];
 
 #[test]
 fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> {
-    const NAME: &str = "every_query_answers_on_a_live_fleet_and_every_alert_can_fire";
-    let module = workspace_root().join("target/dist-test/prequal_filter_crash.wasm");
-    if !ready(std::slice::from_ref(&module)) || !crate::prometheus_is_here(NAME) {
-        return Ok(());
-    }
+    let module = crash_module();
+    bed!(std::slice::from_ref(&module));
+    needs!(missing_prometheus());
     let rules = shipped::rules()?;
-    let phases =
-        [SICK, SERVED_BY_FEWER, PROBED_BY_FEWER, NO_PROBE_HOSTS, ALL_FAIL, ALL_GONE, ENVOY_GONE, NO_FILTER];
+    let phases = [
+        SOME_UNHEALTHY,
+        SERVED_BY_FEWER,
+        PROBED_BY_FEWER,
+        NO_PROBE_HOSTS,
+        ALL_FAIL,
+        ALL_GONE,
+        ENVOY_GONE,
+        NO_FILTER,
+    ];
     let shown: BTreeSet<&str> = phases.concat().into_iter().collect();
     let alerts: BTreeSet<&str> = rules.iter().filter_map(|rule| rule.alert.as_deref()).collect();
-    assert_eq!(alerts, shown, "an alert that no step here raises, or the other way round");
+    assert_eq!(alerts, shown, "the steps here must raise every alert, and no other");
 
     let documented = operations::documented()?;
-    let well = Reply::ok().delay(MS(20)).header("endpoint-load-metrics", "TEXT cpu_utilization=0.5");
+    let healthy = Reply::ok().delay(MS(20)).header("endpoint-load-metrics", "TEXT cpu_utilization=0.5");
     let reading =
         AgentOptions { args: vec!["--orca-from-backend".into(), "utilization".into()], ..Default::default() };
-    let mut fleet = Fleet::start_with(std::iter::repeat_n(well, REPLICAS), &reading)?;
+    let mut fleet = Fleet::start_with(std::iter::repeat_n(healthy, REPLICAS), &reading)?;
     let addrs = fleet.addrs();
     let config = EnvoyConfig::for_replicas(&addrs)?
         .module(&module)
@@ -93,16 +99,16 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     let secure = Agent::start_with(fleet[0].backend.addr(), &certificate.options())?;
     let bed = Bed { prometheus: scraping(&envoy, &fleet, &secure)?, rules };
 
-    bed.all_is_well(&EMPTY_WHEN_WELL)?;
+    bed.is_healthy(&EMPTY_WHEN_HEALTHY)?;
     let mut exposed = exposed(&envoy, &fleet, &secure)?;
     // The label of `build_info` differs in each release.
     exposed.remove("prequal_agent_build_info");
-    assert_eq!(documented, exposed, "docs/reference/metrics.md, and what is exposed");
+    assert_eq!(documented, exposed, "docs/reference/metrics.md must list what is exposed");
 
     fleet[0].backend.set(Reply::ok().delay(MS(300)));
     fleet[1].backend.set(Reply::ok().body(Body::Hang));
     certificate.renew(3)?;
-    // Requests of a client that ignores load.
+    // A client that ignores load sends requests directly.
     let direct = Traffic::hang(&fleet[1].agent);
     fleet[2].backend.set(Reply::status(503));
     fleet[3].agent.kill();
@@ -117,8 +123,8 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     fleet[5].backend.set(Reply::status(404));
     let crash = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
     assert_eq!(crash.status, 503);
-    bed.raises("some replicas are sick", SICK)?;
-    bed.shows(&bed.only(&EMPTY_WHEN_WELL)?)?;
+    bed.raises("some replicas are unhealthy", SOME_UNHEALTHY)?;
+    bed.shows(&bed.only(&EMPTY_WHEN_HEALTHY)?)?;
     drop(direct);
 
     // Remove the replica that every request prefers.
@@ -169,16 +175,14 @@ const NOT_NATIVE: [&str; 10] = [
 /// Prometheus gives the native module's metrics the filter's names, so that the same dashboard and rules fit.
 #[test]
 fn dashboard_and_rules_fit_the_native_module() -> Result<()> {
-    const NAME: &str = "dashboard_and_rules_fit_the_native_module";
-    if !ready(&[]) || !crate::prometheus_is_here(NAME) {
-        return Ok(());
-    }
+    bed!();
+    needs!(missing_prometheus());
     let fleet = Fleet::start(std::iter::repeat_n(Reply::ok().delay(MS(20)), REPLICAS))?;
     let envoy = Envoy::start(EnvoyConfig::native_for_replicas(&fleet.addrs())?.concurrency(2))?;
     let _traffic = Traffic::start(&envoy);
     let secure = Agent::start(fleet[0].backend.addr())?;
     let bed = Bed { prometheus: scraping(&envoy, &fleet, &secure)?, rules: shipped::rules()? };
-    bed.all_is_well(&[&EMPTY_WHEN_WELL[..], &NOT_NATIVE[..]].concat())?;
+    bed.is_healthy(&[&EMPTY_WHEN_HEALTHY[..], &NOT_NATIVE[..]].concat())?;
     bed.only(&NOT_NATIVE)?;
     bed.no_rule_failed()
 }
@@ -260,7 +264,7 @@ struct Bed {
 impl Bed {
     /// Waits until every query of the dashboard, except those named `empty`, and every recording rule yields numbers, while no
     /// alert does.
-    fn all_is_well(&self, empty: &[&str]) -> Result<()> {
+    fn is_healthy(&self, empty: &[&str]) -> Result<()> {
         let dashboard = shipped::dashboard()?;
         self.variables_have_values(&dashboard)?;
         let mut queries = shipped::queries(&dashboard)?;

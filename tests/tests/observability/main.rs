@@ -12,23 +12,12 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use prequal_testbed::manifests::{documents, find};
-use prequal_testbed::{Prometheus, eventually, missing_prometheus, prometheus_tool};
+use prequal_testbed::{Prometheus, eventually, missing_prometheus, needs, prometheus_tool};
 use serde_json::{Value, json};
-
-/// Whether this machine has Prometheus; if not, `test` is recorded as skipped.
-fn prometheus_is_here(test: &str) -> bool {
-    let missing = missing_prometheus();
-    if let Some(why) = &missing {
-        netlab::skip(test, why);
-    }
-    missing.is_none()
-}
 
 #[test]
 fn promtool_accepts_the_rules_and_their_tests_pass() -> Result<()> {
-    if !prometheus_is_here("promtool_accepts_the_rules_and_their_tests_pass") {
-        return Ok(());
-    }
+    needs!(missing_prometheus());
     for arguments in [
         ["check", "rules", "prequal-alerts.yaml"],
         ["test", "rules", "prequal-alerts.test.yaml"],
@@ -72,10 +61,8 @@ fn every_alert_says_what_it_means_and_is_tested() -> Result<()> {
 /// relabelling on them.
 #[test]
 fn pods_become_the_targets_that_the_rules_expect() -> Result<()> {
-    if !prometheus_is_here("pods_become_the_targets_that_the_rules_expect") {
-        return Ok(());
-    }
-    // The labels that Kubernetes discovery makes of the shipped pods' annotations.
+    needs!(missing_prometheus());
+    // The labels into which Kubernetes discovery turns the shipped pods' annotations.
     let pod = |name: &str, phase: &str, file: &str, deployment: &str| -> Result<Value> {
         let mut labels = json!({
             "__meta_kubernetes_namespace": "shop",

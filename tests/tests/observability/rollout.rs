@@ -3,14 +3,12 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request, SHIM_NAME, eventually, ready};
+use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request, SHIM_NAME, bed, eventually};
 
 /// Shadow mode: everything is learned and nothing is steered.
 #[test]
 fn without_the_shim_the_filter_learns_and_envoy_decides() -> Result<()> {
-    if !ready(&[]) {
-        return Ok(());
-    }
+    bed!();
     let fleet = Fleet::start([5, 5, 100].map(|delay| Reply::ok().delay(Duration::from_millis(delay))))?;
     let config = EnvoyConfig::for_replicas(&fleet.addrs())?
         .policy(Policy::RoundRobin)

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use tokio::net::TcpSocket;
 
 use crate::subject::PATIENCE;
-use crate::tools::{go_program, is_there};
+use crate::tools::{go_program, missing, missing_go};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Kind {
@@ -32,6 +32,16 @@ pub(super) enum Kind {
 impl Kind {
     pub(super) const ALL: [Self; 7] =
         [Self::Nginx, Self::NginxHttp2, Self::Node, Self::NodeHttp2, Self::Go, Self::GoGrpc, Self::Java];
+
+    /// Says that the program that runs or builds the server is missing, if so.
+    pub(super) fn missing(self) -> Option<String> {
+        match self {
+            Self::Nginx | Self::NginxHttp2 => missing("nginx", &["-v"], "nginx"),
+            Self::Node | Self::NodeHttp2 => missing("node", &["--version"], "nodejs"),
+            Self::Go | Self::GoGrpc => missing_go(),
+            Self::Java => missing("java", &["-version"], "default-jre-headless"),
+        }
+    }
 }
 
 /// A running server; it ends on drop.
@@ -46,15 +56,15 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Starts a server and waits until it accepts connections. If its program is missing, prints a line and returns `None`.
-    pub(super) fn start(kind: Kind) -> Result<Option<Self>> {
+    /// Starts a server and waits until it accepts connections.
+    pub(super) fn start(kind: Kind) -> Result<Self> {
         let reserved = TcpSocket::new_v4()?;
         reserved.set_reuseaddr(true)?;
         reserved.bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
         let (addr, dir) = (reserved.local_addr()?, TempDir::new()?);
-        let Some(mut command) = command(kind, addr, &dir)? else { return Ok(None) };
+        let mut command = command(kind, addr, &dir)?;
         let child = spawn(&mut command, addr)?;
-        Ok(Some(Self { kind, command, child, addr, _reserved: reserved, _dir: dir }))
+        Ok(Self { kind, command, child, addr, _reserved: reserved, _dir: dir })
     }
 
     pub(super) fn kind(&self) -> Kind {
@@ -102,14 +112,11 @@ fn spawn(command: &mut Command, addr: SocketAddr) -> Result<Child> {
     Ok(child)
 }
 
-/// Returns the command that starts the server, or prints what is missing and returns `None`.
-fn command(kind: Kind, addr: SocketAddr, dir: &TempDir) -> Result<Option<Command>> {
+/// Returns the command that starts the server.
+fn command(kind: Kind, addr: SocketAddr, dir: &TempDir) -> Result<Command> {
     let programs = workspace_root().join("tests/servers");
     let mut command = match kind {
         Kind::Nginx | Kind::NginxHttp2 => {
-            if !is_there("nginx", &["-v"], "nginx") {
-                return Ok(None);
-            }
             let protocol = if kind == Kind::NginxHttp2 { "http2" } else { "" };
             let template = std::fs::read_to_string(programs.join("nginx.conf"))?;
             let text = template
@@ -119,34 +126,25 @@ fn command(kind: Kind, addr: SocketAddr, dir: &TempDir) -> Result<Option<Command
             std::fs::write(&conf, text)?;
             let mut command = Command::new("nginx");
             command.arg("-p").arg(dir.path()).args(["-e", "stderr", "-c"]).arg(conf);
-            return Ok(Some(command));
+            return Ok(command);
         }
         Kind::Node | Kind::NodeHttp2 => {
-            if !is_there("node", &["--version"], "nodejs") {
-                return Ok(None);
-            }
             let mut command = Command::new("node");
             command.arg(programs.join("server.js"));
             command.arg(if kind == Kind::Node { "http" } else { "http2" });
             command
         }
         Kind::Java => {
-            if !is_there("java", &["-version"], "default-jre-headless") {
-                return Ok(None);
-            }
             let mut command = Command::new("java");
             command.args(["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]).arg(programs.join("Server.java"));
             command
         }
         Kind::Go | Kind::GoGrpc => {
-            let Some(program) = go_program("tests/grpc-go", "./server", "go-server")? else {
-                return Ok(None);
-            };
-            let mut command = Command::new(program);
+            let mut command = Command::new(go_program("tests/grpc-go", "./server", "go-server")?);
             command.arg(if kind == Kind::Go { "http" } else { "grpc" }).arg(addr.to_string());
-            return Ok(Some(command));
+            return Ok(command);
         }
     };
     command.args([addr.ip().to_string(), addr.port().to_string()]);
-    Ok(Some(command))
+    Ok(command)
 }
