@@ -3,6 +3,7 @@
 //!
 //! All are in one program, so that it is linked only once, with one module for each theme.
 
+mod agentless;
 mod capacity;
 mod chain;
 mod clients;
