@@ -133,7 +133,8 @@ impl Pool {
         mut slot: Slot,
     ) -> Result<Response<UpstreamBody>, UpstreamError> {
         let (head, mut body) = req.into_parts();
-        for refused in 1.. {
+        let mut retries = Retries::default();
+        loop {
             let (upload, returned) = body.lend(slot.permit.clone());
             match slot.sender.try_send_request(Request::from_parts(head.clone(), upload)).await {
                 Ok(mut response) => {
@@ -153,15 +154,17 @@ impl Pool {
                 }
             }
             self.load.counters().count_refused();
+            let again = retries.next(slot.permit.accepted_some(), self.connect_timeout);
             // The stream is given back before the request waits for another.
             drop(slot);
-            body = match returned.await {
-                Ok(source) if refused < MAX_REFUSED => source.into(),
-                _ => break,
+            body = match (again, returned.await) {
+                (Some(since), Ok(source)) => {
+                    slot = self.wait_for_stream(since).await?;
+                    source.into()
+                }
+                _ => return Err(UpstreamError::Refused),
             };
-            slot = self.wait_for_stream().await?;
         }
-        Err(UpstreamError::Refused)
     }
 
     fn take_idle(&self) -> Option<Http1> {
@@ -256,6 +259,29 @@ impl Pool {
             }
         }
         Err(last)
+    }
+}
+
+/// Refusals of one request over HTTP/2.
+#[derive(Default)]
+struct Retries {
+    /// Time of the first refusal.
+    since: Option<Instant>,
+    /// Number of refusals without a sign that the backend accepts other requests.
+    fruitless: u32,
+}
+
+impl Retries {
+    /// Counts a refusal. Returns the time of the first one if the request should be sent again.
+    ///
+    /// Servers that send GOAWAY after a number of requests (nginx) refuse a request repeatedly if more are in flight than that.
+    /// Each of their connections accepts some requests, so such retries come to an end, and only their time is limited.
+    fn next(&mut self, accepted_others: bool, limit: Duration) -> Option<Instant> {
+        if !accepted_others {
+            self.fruitless += 1;
+        }
+        let since = *self.since.get_or_insert_with(Instant::now);
+        (self.fruitless < MAX_FRUITLESS && since.elapsed() < limit).then_some(since)
     }
 }
 
@@ -559,6 +585,5 @@ const CONNECTION_WINDOW: u32 = 256 * WINDOW;
 /// its headers.
 const RESPONSE_HEAD: usize = 64 * 1024;
 const RESPONSE_HEADERS: usize = 256;
-/// Maximum number of attempts to send a request that the backend refuses, or that a closing connection did not take. Servers that
-/// send GOAWAY after a number of requests (nginx) may refuse one several times in a row.
-const MAX_REFUSED: u32 = 5;
+/// Number of refusals after which a request is given up, if the backend accepts no other request either.
+const MAX_FRUITLESS: u32 = 5;

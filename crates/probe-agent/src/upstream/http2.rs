@@ -26,12 +26,19 @@ use crate::upload::Upload;
 #[derive(Default)]
 pub(super) struct Http2 {
     conns: Vec<Conn>,
-    waiting: VecDeque<oneshot::Sender<Result<Slot, Failure>>>,
+    /// The request that has waited longest comes first.
+    waiting: VecDeque<Waiter>,
     /// Number of attempts under way, and start of the last one.
     dialing: usize,
     dialed: Option<Instant>,
     /// Time at which the backend last answered in something other than HTTP/2.
     http1_only: Option<Instant>,
+}
+
+/// Request that waits for a stream.
+struct Waiter {
+    since: Instant,
+    turn: oneshot::Sender<Result<Slot, Failure>>,
 }
 
 struct Conn {
@@ -83,6 +90,11 @@ impl Permit {
     pub(super) fn leaving(&self) -> bool {
         self.terms.leaving()
     }
+
+    /// Returns whether the backend accepted requests on this connection, according to its GOAWAY.
+    pub(super) fn accepted_some(&self) -> bool {
+        self.terms.accepted().is_some_and(|requests| requests > 0)
+    }
 }
 
 impl Drop for Permit {
@@ -130,7 +142,7 @@ impl Pool {
         if !needs_http2 && self.http1_only() {
             return Ok(None);
         }
-        match self.wait_for_stream().await {
+        match self.wait_for_stream(Instant::now()).await {
             // HTTP/1 servers may also close without an answer, for example during a restart. This says nothing about the next
             // connection.
             Err(UpstreamError::NoHttp2 | UpstreamError::Silent) if !needs_http2 => Ok(None),
@@ -149,12 +161,14 @@ impl Pool {
         true
     }
 
-    /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`.
-    pub(super) async fn wait_for_stream(self: &Arc<Self>) -> Result<Slot, UpstreamError> {
-        let turn = {
+    /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`. A request that has needed one `since`
+    /// earlier precedes others.
+    pub(super) async fn wait_for_stream(self: &Arc<Self>, since: Instant) -> Result<Slot, UpstreamError> {
+        let taken = {
             let mut http2 = self.http2();
-            http2.waiting.retain(|waiter| !waiter.is_closed());
-            if http2.waiting.is_empty()
+            http2.waiting.retain(|waiter| !waiter.turn.is_closed());
+            let place = http2.waiting.partition_point(|waiter| waiter.since <= since);
+            if place == 0
                 && let Some(slot) = self.take(&mut http2)
             {
                 return Ok(slot);
@@ -162,12 +176,12 @@ impl Pool {
             if http2.waiting.len() >= self.max_waiting {
                 return Err(UpstreamError::NoStream);
             }
-            let (waiter, turn) = oneshot::channel();
-            http2.waiting.push_back(waiter);
+            let (turn, taken) = oneshot::channel();
+            http2.waiting.insert(place, Waiter { since, turn });
             self.dial_another(&mut http2);
-            turn
+            taken
         };
-        Box::pin(self.wait_for_turn(turn)).await
+        Box::pin(self.wait_for_turn(taken)).await
     }
 
     async fn wait_for_turn(
@@ -211,7 +225,7 @@ impl Pool {
         {
             let mut http2 = self.http2();
             while let Some(waiter) = http2.waiting.pop_front() {
-                if waiter.is_closed() {
+                if waiter.turn.is_closed() {
                     continue;
                 }
                 let Some(slot) = self.take(&mut http2) else {
@@ -223,7 +237,7 @@ impl Pool {
         }
         for (waiter, slot) in served {
             // If the request is gone, the slot is dropped, which serves the next one.
-            let _ = waiter.send(Ok(slot));
+            let _ = waiter.turn.send(Ok(slot));
         }
     }
 
@@ -269,7 +283,7 @@ impl Pool {
         }
         if let Some(failure) = failure {
             for waiter in failed {
-                let _ = waiter.send(Err(failure));
+                let _ = waiter.turn.send(Err(failure));
             }
         }
         self.serve_waiting();
