@@ -31,6 +31,8 @@ use crate::runtime::{block_on, handle};
 pub struct Reply {
     /// Service time: how long it waits before it answers.
     pub delay: Duration,
+    /// Whether it waits until the backend's gate is open ([`Backend::set_gate`]).
+    pub gated: bool,
     /// Whether it reads the whole request first.
     pub reads_first: bool,
     /// Status of the response.
@@ -75,6 +77,7 @@ impl Reply {
         let status = StatusCode::from_u16(status).expect("a status between 100 and 999");
         Self {
             delay: Duration::ZERO,
+            gated: false,
             reads_first: false,
             status,
             headers: Vec::new(),
@@ -91,6 +94,13 @@ impl Reply {
     #[must_use]
     pub fn delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
+        self
+    }
+
+    /// Answers only while the backend's gate is open ([`Backend::set_gate`]).
+    #[must_use]
+    pub fn gated(mut self) -> Self {
+        self.gated = true;
         self
     }
 
@@ -154,6 +164,7 @@ struct Shared {
     seen: Mutex<Vec<Seen>>,
     /// Set when connections should end after their requests.
     finish: watch::Sender<bool>,
+    gate: watch::Sender<bool>,
 }
 
 /// Maximum number of requests recorded until [`Backend::clear`]; later ones are only counted.
@@ -185,6 +196,7 @@ impl Backend {
             recorded: AtomicU64::new(0),
             seen: Mutex::new(Vec::new()),
             finish: watch::Sender::new(false),
+            gate: watch::Sender::new(false),
         });
         let state = Arc::clone(&shared);
         let acceptor = handle().spawn(async move {
@@ -207,6 +219,11 @@ impl Backend {
     /// Answers with `handler` from now on.
     pub fn set_handler(&self, handler: impl Fn(&Seen) -> Reply + Send + Sync + 'static) {
         *self.shared.handler.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(handler);
+    }
+
+    /// Opens or closes the gate of gated replies. It is closed at the start.
+    pub fn set_gate(&self, open: bool) {
+        self.shared.gate.send_replace(open);
     }
 
     /// Number of requests that have arrived.
@@ -319,6 +336,9 @@ async fn respond(
     }
     if reply.reads_first {
         let _ = request.body_mut().collect().await;
+    }
+    if reply.gated {
+        let _ = shared.gate.subscribe().wait_for(|open| *open).await;
     }
     if !reply.delay.is_zero() {
         tokio::time::sleep(reply.delay).await;
