@@ -22,6 +22,15 @@ const SETTLED: Duration = Duration::from_millis(100);
 /// Maximum growth of Envoy's heap after the first round, bytes.
 const GROWTH: u64 = 1 << 20;
 
+/// Ends the load, also if a check fails meanwhile: the test would otherwise wait for the load for ever.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 /// Sends requests until `done`. Returns their number; panics if one of them fails.
 fn load(client: &Client, done: &AtomicBool) -> usize {
     let mut answered = 0;
@@ -71,6 +80,7 @@ fn no_request_fails_or_goes_astray_while_endpoints_change() -> Result<()> {
     let mut sizes = Vec::new();
     let answered = std::thread::scope(|scope| {
         let load = scope.spawn(|| load(&client, &done));
+        let ends = Ends(&done);
         let changes = (0..rounds * CHANGES).try_for_each(|number| {
             change(&mut envoy, &fleet, number)?;
             if (number + 1) % CHANGES == 0 {
@@ -78,7 +88,7 @@ fn no_request_fails_or_goes_astray_while_endpoints_change() -> Result<()> {
             }
             anyhow::Ok(())
         });
-        done.store(true, Relaxed);
+        drop(ends);
         let answered = load.join().expect("the load ends well");
         changes.map(|()| answered)
     })?;
