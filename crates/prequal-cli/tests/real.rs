@@ -160,6 +160,7 @@ fn envoy_accepts_every_variant() -> Result {
         &["--native", "--cluster", hosts, "--profile", "small"],
         &[
             "--native",
+            "--detour",
             "--cluster",
             "a=localhost:80",
             "--probe-port",

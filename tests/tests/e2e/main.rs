@@ -14,6 +14,7 @@ mod hosts;
 mod inbound;
 mod lifecycle;
 mod native;
+mod native_churn;
 mod native_shares;
 mod orca;
 mod probing;
