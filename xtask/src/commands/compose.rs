@@ -119,11 +119,11 @@ fn control(project: &Project, page: &Page) -> Result<()> {
         }
         return project.down();
     }
-    let mut heard = Instant::now();
-    while heard.elapsed() < Duration::from_secs(60) {
+    let mut answered = Instant::now();
+    while answered.elapsed() < Duration::from_secs(60) {
         std::thread::sleep(ORDERS);
         if orders(project, page) {
-            heard = Instant::now();
+            answered = Instant::now();
         }
     }
     bail!("the page has not answered for a minute");

@@ -1,4 +1,4 @@
-//! `cargo xtask native`: checks of the native module for which no Envoy is needed.
+//! `cargo xtask native`: checks of the native module that need no Envoy.
 
 use std::path::PathBuf;
 
@@ -12,12 +12,12 @@ mod elf;
 mod loader;
 mod sanitizers;
 
-/// Checks the native module as far as that needs no Envoy: its files for every architecture, and its code under sanitizers.
+/// Checks the native module without Envoy: its file for every architecture, and its code under sanitizers.
 ///
-/// Builds the module for each architecture. It must need only glibc's libraries in a version that Envoy's images have, and
-/// export the same hooks on each. A small program then loads it as Envoy does (under qemu, if it is for another
+/// Builds the module for each architecture. The file must depend only on glibc, in a version that Envoy's images have, and
+/// export the same hooks for each architecture. A small program then loads it as Envoy does (under qemu for another
 /// architecture) and makes a hook panic. After that, the module's unit tests run under AddressSanitizer and
-/// ThreadSanitizer. Missing packages are installed with apt-get if this is root.
+/// ThreadSanitizer. Missing packages are installed with apt-get if run as root.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Run only these checks

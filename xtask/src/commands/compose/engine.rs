@@ -60,8 +60,8 @@ impl Project {
         }
         let mut ways: Vec<Vec<String>> =
             vec![vec!["docker".into(), "compose".into()], vec!["docker-compose".into()]];
-        if let Some(own) = std::env::var_os("DOCKER_COMPOSE") {
-            ways = vec![vec![own.to_string_lossy().into_owned()]];
+        if let Some(given) = std::env::var_os("DOCKER_COMPOSE") {
+            ways = vec![vec![given.to_string_lossy().into_owned()]];
         }
         for compose in ways {
             let mut command = run::tool(&compose[0]);
