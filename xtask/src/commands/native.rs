@@ -22,11 +22,11 @@ mod sanitizers;
 pub(crate) struct Args {
     /// Run only these checks
     #[arg(long, value_enum, value_delimiter = ',', value_name = "CHECKS")]
-    only: Vec<Check>,
+    only: Vec<NativeCheck>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
-enum Check {
+enum NativeCheck {
     /// The files for every architecture
     Platforms,
     /// The unit tests under sanitizers
@@ -45,13 +45,13 @@ pub(crate) fn check() -> Result<Vec<String>> {
 }
 
 /// Runs the checks `only`, or all if it is empty; returns what could not be checked here.
-fn checked(only: &[Check]) -> Result<Vec<String>> {
+fn checked(only: &[NativeCheck]) -> Result<Vec<String>> {
     let wanted = |check| only.is_empty() || only.contains(&check);
     let mut skipped = Vec::new();
-    if wanted(Check::Platforms) {
+    if wanted(NativeCheck::Platforms) {
         skipped.extend(platforms()?);
     }
-    if wanted(Check::Sanitizers) {
+    if wanted(NativeCheck::Sanitizers) {
         skipped.extend(sanitizers::run()?);
     }
     Ok(skipped)

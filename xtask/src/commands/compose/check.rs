@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::commands::build;
 use crate::commands::compose::START;
 use crate::commands::compose::browser::{self, Browser};
-use crate::commands::compose::engine::{Module, Project};
+use crate::commands::compose::engine::{ModuleForm, Project};
 use crate::commands::compose::faults;
 use crate::commands::compose::images;
 use crate::commands::compose::page::Page;
@@ -27,7 +27,7 @@ pub(super) struct Options {
     /// File for a picture of the page.
     pub(super) picture: Option<PathBuf>,
     /// The form in which Envoy runs Prequal.
-    pub(super) module: Module,
+    pub(super) module: ModuleForm,
 }
 
 /// One fault and its allowed cost.
@@ -163,7 +163,7 @@ fn start_and_check(project: &Project, options: &Options) -> Result<(Vec<String>,
         }
     };
     let mut check =
-        Check { project, page, browser, calm: Calm::default(), wrong: Vec::new(), unjudged: Vec::new() };
+        FaultCheck { project, page, browser, calm: Calm::default(), wrong: Vec::new(), unjudged: Vec::new() };
     check.calm = check.calm()?;
     println!(
         "calm: p99 {:.1} ms with Prequal, {:.1} ms without; goal {:.1} ms",
@@ -233,7 +233,7 @@ impl Window {
     }
 }
 
-struct Check<'a> {
+struct FaultCheck<'a> {
     project: &'a Project,
     page: Page,
     browser: Option<Browser>,
@@ -244,7 +244,7 @@ struct Check<'a> {
     unjudged: Vec<String>,
 }
 
-impl Check<'_> {
+impl FaultCheck<'_> {
     /// Medians over fifteen seconds, once pool and connections have settled. Tries several times to find fifteen seconds in
     /// which the machine is mostly idle otherwise.
     fn calm(&self) -> Result<Calm> {

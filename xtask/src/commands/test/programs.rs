@@ -61,7 +61,7 @@ pub(super) fn run(
     programs.sort_by_key(|program| rank(program).unwrap_or(LONGEST.len()));
     let folder = workspace::target().join("tests");
     fs::create_dir_all(&folder)?;
-    let session = Session { envoy, folder, skips: SkipLog::create()? };
+    let session = ProgramRunner { envoy, folder, skips: SkipLog::create()? };
 
     let mut tally = Tally::default();
     let flaky = session.all(&programs, at_a_time, &mut tally)?;
@@ -80,7 +80,7 @@ pub(super) fn run(
 }
 
 /// State shared by all programs of a run.
-struct Session<'a> {
+struct ProgramRunner<'a> {
     envoy: &'a Path,
     folder: PathBuf,
     skips: SkipLog,
@@ -93,7 +93,7 @@ struct Ran {
     tally: Tally,
 }
 
-impl Session<'_> {
+impl ProgramRunner<'_> {
     /// Runs all programs, and failed tests once more; returns the tests that passed only then.
     fn all(&self, programs: &[TestProgram], at_a_time: usize, tally: &mut Tally) -> Result<Vec<String>> {
         let (alone, others): (Vec<&TestProgram>, Vec<&TestProgram>) =
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn a_failed_test_runs_again_alone_and_fails_the_run_if_it_fails_twice() {
         let dir = tempfile::tempdir().expect("a folder");
-        let session = Session {
+        let session = ProgramRunner {
             envoy: Path::new("envoy"),
             folder: dir.path().to_owned(),
             skips: SkipLog { path: dir.path().join("skips") },
