@@ -36,7 +36,7 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     let extensions = source.bootstrap_extensions();
     if all.is_empty() {
         let probes =
-            |extension: &At<'_>| extension.typed(PROBER).as_ref().and_then(module).is_some_and(is_ours);
+            |extension: &At<'_>| extension.typed(PROBER).as_ref().and_then(module).is_some_and(is_prequals);
         let used = extensions.is_some_and(|extensions| extensions.iter().any(probes));
         if used && source.more_clusters {
             findings.push(UNSEEN, "dynamic_resources", "clusters");
@@ -67,8 +67,9 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
 fn balanced<'a>(source: &Source<'_>, cluster: &At<'a>, findings: &mut Findings) -> Option<Balanced<'a>> {
     let policy = clusters::policy(cluster, "DynamicModulesLoadBalancerConfig")?;
     let module = module(&policy)?;
-    let named = policy.text("lb_policy_name").is_some_and(|name| name.contains("prequal")) || is_ours(module);
-    if !named && !settings::are_ours(&policy, SETTINGS_KEY) {
+    let named =
+        policy.text("lb_policy_name").is_some_and(|name| name.contains("prequal")) || is_prequals(module);
+    if !named && !settings::are_prequals(&policy, SETTINGS_KEY) {
         return None;
     }
     let name = cluster.text("name")?;
@@ -107,7 +108,7 @@ fn module<'a>(extension: &At<'a>) -> Option<&'a Value> {
     Some(module.get("module").or_else(|| module.get("name"))?.value)
 }
 
-fn is_ours(module: &Value) -> bool {
+fn is_prequals(module: &Value) -> bool {
     module.to_string().contains("prequal")
 }
 
