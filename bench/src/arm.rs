@@ -68,7 +68,7 @@ impl Arm {
     }
 
     /// Whether the filter or the native module chooses.
-    pub(crate) fn is_ours(self) -> bool {
+    pub(crate) fn is_prequal(self) -> bool {
         let hinted = matches!(self, Self::Hinted(_) | Self::InferenceHinted(_));
         hinted || matches!(self, Self::Prequal | Self::Native | Self::Inference | Self::Rule(_))
     }

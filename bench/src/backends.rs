@@ -1,6 +1,6 @@
 //! The replicas of every benchmark, in one child process so that their CPU time is counted separately.
 //!
-//! This file defines what a replica can be ([`Replica`], [`Change`]); `backends/replica.rs` implements its behaviour.
+//! This file defines what a replica can be ([`ReplicaSpec`], [`Change`]); `backends/replica.rs` implements its behaviour.
 //! Parent and child communicate over the child's standard streams, one JSON line per message: first the whole [`Fleet`],
 //! then one [`Change`] at a time. The child ends when its standard input is closed, hence also when the parent is killed.
 
@@ -87,13 +87,13 @@ pub(crate) struct Slots {
 
 /// One replica as it starts.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-pub(crate) struct Replica {
+pub(crate) struct ReplicaSpec {
     pub(crate) service: Service,
     /// `None`: no limit.
     pub(crate) slots: Option<Slots>,
 }
 
-impl Replica {
+impl ReplicaSpec {
     pub(crate) fn new(service: Service) -> Self {
         Self { service, slots: None }
     }
@@ -110,16 +110,16 @@ impl Replica {
 
 /// All replicas, numbered from 0.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
-pub(crate) struct Fleet(pub(crate) Vec<Replica>);
+pub(crate) struct Fleet(pub(crate) Vec<ReplicaSpec>);
 
 impl Fleet {
     /// `count` identical replicas.
-    pub(crate) fn of(count: usize, replica: Replica) -> Self {
+    pub(crate) fn of(count: usize, replica: ReplicaSpec) -> Self {
         Self::default().and(count, replica)
     }
 
     /// Adds `count` more replicas.
-    pub(crate) fn and(mut self, count: usize, replica: Replica) -> Self {
+    pub(crate) fn and(mut self, count: usize, replica: ReplicaSpec) -> Self {
         self.0.extend(std::iter::repeat_n(replica, count));
         self
     }
@@ -141,7 +141,7 @@ pub(crate) enum Change {
 
 /// A change and its replica, as the child reads it.
 #[derive(Debug, Deserialize, Serialize)]
-struct Order {
+struct ChangeOrder {
     replica: u16,
     change: Change,
 }
@@ -186,9 +186,9 @@ impl Backends {
         self.child.id()
     }
 
-    /// Changes one replica; on return the change is in force. Blocks for a moment.
+    /// Changes one replica; returns once the change is in effect. Blocks for a moment.
     pub(crate) fn change(&self, replica: u16, change: Change) -> Result<()> {
-        self.control().order(&Order { replica, change })
+        self.control().order(&ChangeOrder { replica, change })
     }
 
     fn control(&self) -> std::sync::MutexGuard<'_, Control> {
@@ -198,10 +198,10 @@ impl Backends {
 
 impl Control {
     fn start(&mut self, fleet: &Fleet) -> Result<Vec<SocketAddr>> {
-        self.say(fleet)?;
+        self.write(fleet)?;
         let mut addresses = Vec::new();
         for _ in &fleet.0 {
-            let line = self.hear()?;
+            let line = self.read()?;
             addresses.push(
                 line.parse()
                     .with_context(|| format!("the backends printed {line:?} instead of an address"))?,
@@ -210,20 +210,20 @@ impl Control {
         Ok(addresses)
     }
 
-    fn order(&mut self, order: &Order) -> Result<()> {
-        self.say(order)?;
-        let answer = self.hear()?;
+    fn order(&mut self, order: &ChangeOrder) -> Result<()> {
+        self.write(order)?;
+        let answer = self.read()?;
         if answer != DONE {
             bail!("{order:?}: {answer}");
         }
         Ok(())
     }
 
-    fn say(&mut self, message: &impl Serialize) -> Result<()> {
+    fn write(&mut self, message: &impl Serialize) -> Result<()> {
         writeln!(self.stdin, "{}", serde_json::to_string(message)?).context("the backends have ended")
     }
 
-    fn hear(&mut self) -> Result<String> {
+    fn read(&mut self) -> Result<String> {
         self.answers.next().context("the backends have ended")?.context("reading from the backends")
     }
 }

@@ -29,7 +29,8 @@ pub(crate) struct Round {
     pub(crate) median_us: f64,
 }
 
-/// Runs one round of GETs against `target`; each connection repeats one of `paths`, in turn. `cpu` returns the CPU time so far of the processes under measurement.
+/// Runs one round of GETs against `target`; each connection repeats one of `paths`, in turn. `cpu` returns the CPU time so
+/// far of the processes under measurement.
 ///
 /// # Errors
 /// If any answer is not a 200 with a length: a number that includes errors would be meaningless.
@@ -121,7 +122,7 @@ impl Shared {
         }
     }
 
-    fn go_on(&self) -> bool {
+    fn continues(&self) -> bool {
         !self.stop.load(Ordering::Relaxed)
             && self.limit.is_none_or(|limit| self.count.load(Ordering::Relaxed) < limit)
     }
@@ -170,7 +171,7 @@ async fn one_connection(
 ) -> Result<Vec<(Duration, Duration)>> {
     let mut connection = Connection::open(target, &path).await?;
     let mut latencies = Vec::new();
-    while shared.go_on() {
+    while shared.continues() {
         let sent = Instant::now();
         connection.get().await?;
         shared.count.fetch_add(1, Ordering::Relaxed);

@@ -94,7 +94,7 @@ impl Comparison {
         if let Some(recovery) = &run.recovery {
             let shown: Vec<String> =
                 recovery.series.iter().map(|part| format!("{:.0}", part * 100.0)).collect();
-            println!("  share of its fair share after healing, % by the second: {}", shown.join(" "));
+            println!("  share after healing, % of the fair share, second by second: {}", shown.join(" "));
         }
     }
 

@@ -16,13 +16,13 @@ use clap::Args;
 use prequal_testbed::{Agent, Envoy, EnvoyConfig, FILTER_NAME, Policy, cpu_time};
 use serde_json::{Value, json};
 
-use crate::backends::{Backends, Fleet, Replica, Service};
+use crate::backends::{Backends, Fleet, ReplicaSpec, Service};
 use crate::closed::{self, Round};
 use crate::deadline;
 use crate::deployment::{CLUSTER, empty_module, start_agents, start_envoys};
 use crate::goals::print_verdict;
 use crate::passes;
-use crate::peer::{Peer, Running};
+use crate::peer::{Peer, RunningPeer};
 use crate::process::{self, cores, pin, resident_kib};
 use crate::stats::median;
 use crate::table::{self, one, range, two};
@@ -88,14 +88,14 @@ pub(crate) struct Cost {
     replicas: usize,
     /// Run only this part
     #[arg(long)]
-    only: Option<Part>,
+    only: Option<CostPart>,
     /// With `--only cold`: another build of the filter's module to compare; may be repeated
     #[arg(long, value_name = "FILE")]
     module: Vec<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
-enum Part {
+enum CostPart {
     /// The filter, step by step
     Filter,
     /// The same with cold caches: one request to each Envoy in turn
@@ -118,28 +118,28 @@ enum Part {
 pub(crate) async fn run(cost: &Cost) -> Result<ExitCode> {
     let wanted = |part| cost.only.is_none_or(|only| only == part);
     let mut reached = true;
-    if wanted(Part::Filter) {
+    if wanted(CostPart::Filter) {
         reached &= filter(cost).await?;
     }
-    if wanted(Part::Cold) {
+    if wanted(CostPart::Cold) {
         cold::run(cost).await?;
     }
-    if wanted(Part::Inbound) {
+    if wanted(CostPart::Inbound) {
         inbound::run(cost).await?;
     }
-    if wanted(Part::Replicas) {
+    if wanted(CostPart::Replicas) {
         reached &= replicas::run(cost).await?;
     }
-    if wanted(Part::Idle) {
+    if wanted(CostPart::Idle) {
         reached &= idle::run().await?;
     }
-    if wanted(Part::Proxies) {
+    if wanted(CostPart::Proxies) {
         reached &= proxies(cost).await?;
     }
-    if wanted(Part::Memory) && cost.memory_requests > 0 {
+    if wanted(CostPart::Memory) && cost.memory_requests > 0 {
         reached &= memory(cost.memory_requests).await?;
     }
-    if wanted(Part::Deadline) {
+    if wanted(CostPart::Deadline) {
         reached &= tokio::task::block_in_place(|| deadline::run(1000))?;
     }
     Ok(if reached { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -151,7 +151,7 @@ fn fleet_size(text: &str) -> Result<usize, String> {
 
 /// Replicas that use almost no CPU time and report their load themselves.
 fn trivial(count: usize) -> Fleet {
-    Fleet::of(count, Replica::new(Service::Trivial))
+    Fleet::of(count, ReplicaSpec::new(Service::Trivial))
 }
 
 /// Binds the `measured` processes to the first core, and the `rest` to the other cores if the machine has any.
@@ -385,7 +385,7 @@ async fn proxies(cost: &Cost) -> Result<bool> {
     let agent = start_agents(&[replica], &[])?.pop().context("no agent")?;
     let config = EnvoyConfig::for_replicas(&[replica])?.without_prequal().policy(Policy::RoundRobin);
     let envoy = tokio::task::spawn_blocking(move || Envoy::start(config)).await??;
-    let nginx = process::find("nginx").map(|_| Running::start(Peer::NginxLeastConn, &[replica], 1));
+    let nginx = process::find("nginx").map(|_| RunningPeer::start(Peer::NginxLeastConn, &[replica], 1));
     let nginx = nginx.transpose()?;
 
     let mut variants = vec![

@@ -58,7 +58,9 @@ pub(crate) async fn run(demo: &Demo) -> Result<ExitCode> {
 
     let losses = losses(&comparison, topologies);
     if losses.is_empty() {
-        println!("Prequal won: no request failed, and no policy of Envoy's own had the better p99 or p99.9.");
+        println!(
+            "Prequal won: no request failed, and none of Envoy's own policies had a better p99 or p99.9."
+        );
     }
     for loss in &losses {
         println!("Prequal did not win: {loss}");

@@ -39,7 +39,7 @@ pub(crate) struct Deployment {
     agents: Vec<Mutex<Front>>,
     envoys: Vec<Envoy>,
     /// In place of Envoys.
-    peers: Vec<peer::Running>,
+    peers: Vec<peer::RunningPeer>,
 }
 
 /// Counters of the filter.
@@ -74,7 +74,7 @@ impl AgentsWork {
 
 /// An event that affects one replica.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Event {
+pub(crate) enum ReplicaEvent {
     Backend(u16, Change),
     /// The agent ends at once and its port refuses connections.
     AgentGone(u16),
@@ -104,7 +104,7 @@ impl Deployment {
             let agents = agents.into_iter().map(|agent| Mutex::new(Front::Agent(agent))).collect();
             let mut deployment = Self { backends, agent_args, agents, envoys: Vec::new(), peers: Vec::new() };
             if let Arm::Peer(peer) = arm {
-                let start = |_| peer::Running::start(peer, &addresses, workers);
+                let start = |_| peer::RunningPeer::start(peer, &addresses, workers);
                 deployment.peers = (0..envoys).map(start).collect::<Result<_>>()?;
             } else {
                 let config = |_| Ok(config(arm, &addresses, &fleet)?.concurrency(workers));
@@ -122,11 +122,11 @@ impl Deployment {
     }
 
     /// Carries out `event` and returns once it is in effect. Blocks.
-    pub(crate) fn apply(&self, event: Event) -> Result<()> {
+    pub(crate) fn apply(&self, event: ReplicaEvent) -> Result<()> {
         let (replica, gone) = match event {
-            Event::Backend(replica, change) => return self.backends.change(replica, change),
-            Event::AgentGone(replica) => (replica, true),
-            Event::AgentBack(replica) => (replica, false),
+            ReplicaEvent::Backend(replica, change) => return self.backends.change(replica, change),
+            ReplicaEvent::AgentGone(replica) => (replica, true),
+            ReplicaEvent::AgentBack(replica) => (replica, false),
         };
         let index = usize::from(replica);
         let (front, upstream) =
@@ -157,7 +157,7 @@ impl Deployment {
 
     /// The addresses for requests, one per Envoy or peer.
     pub(crate) fn targets(&self) -> Vec<SocketAddr> {
-        let peers = self.peers.iter().map(peer::Running::address);
+        let peers = self.peers.iter().map(peer::RunningPeer::address);
         self.envoys.iter().map(Envoy::addr).chain(peers).collect()
     }
 
@@ -168,7 +168,7 @@ impl Deployment {
 
     /// CPU time of all Envoys or peers together so far.
     pub(crate) fn proxy_cpu(&self) -> Result<Duration> {
-        let peers = self.peers.iter().map(peer::Running::cpu_time);
+        let peers = self.peers.iter().map(peer::RunningPeer::cpu_time);
         self.envoys.iter().map(Envoy::cpu_time).chain(peers).sum()
     }
 
@@ -278,7 +278,7 @@ pub(crate) fn start_envoys(configs: Vec<EnvoyConfig>) -> Result<Vec<Envoy>> {
 
 /// Envoy's configuration for an arm.
 pub(crate) fn config(arm: Arm, replicas: &[SocketAddr], fleet: &Fleet) -> Result<EnvoyConfig> {
-    let native = arm == Arm::Native || arm.is_ours() && NATIVE.load(Ordering::Relaxed);
+    let native = arm == Arm::Native || arm.is_prequal() && NATIVE.load(Ordering::Relaxed);
     let shipped = if native { EnvoyConfig::native_for_replicas } else { EnvoyConfig::for_replicas };
     let plain = shipped(replicas)?.edit(|config| {
         if let Some(route) = config.route_mut().as_object_mut() {

@@ -95,7 +95,7 @@ pub(crate) const NEVER_WORSE: [Limit; 3] = [
     Limit { name: "p99.9", q: 0.999, times: 1.10, or_more_ms: None },
 ];
 
-/// Compares the medians over the passes of `who` with those of `policies`, of which the best has the lowest.
+/// Compares the median over the passes of `who` with the lowest of those of `policies`.
 fn against_best(
     comparison: &Comparison,
     envoys: usize,
@@ -108,7 +108,7 @@ fn against_best(
     let ours = middle(who);
     let others = policies.iter().map(|arm| (middle(*arm), *arm)).filter(|(value, _)| !value.is_nan());
     let Some((best, arm)) = others.min_by(|one, other| one.0.total_cmp(&other.0)) else {
-        return (false, format!("{name} {} ms, and no other policy beside it", ms(ours)));
+        return (false, format!("{name} {} ms, and no other policy to compare with", ms(ours)));
     };
     // One more digit than the goals have.
     let ratio = format!("{:.3}", ours / best);
@@ -178,7 +178,7 @@ fn verdicts(goal: Goal, comparison: &Comparison, envoys: usize) -> Vec<(bool, St
             NEVER_WORSE.map(against).into()
         }
         Goal::NoWorseThanPeers(who) => {
-            let peers = comparison.scenario.arms.iter().copied().filter(|arm| !arm.is_ours());
+            let peers = comparison.scenario.arms.iter().copied().filter(|arm| !arm.is_prequal());
             let peers: Vec<Arm> = peers.collect();
             let against = |limit| {
                 let (reached, line) = against_best(comparison, envoys, limit, who, &peers);
@@ -268,7 +268,7 @@ pub(crate) fn worst(values: impl IntoIterator<Item = f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backends::{Fleet, Replica};
+    use crate::backends::{Fleet, ReplicaSpec};
     use crate::peer::Peer;
     use crate::recovery::Recovery;
     use crate::scenario::Scenario;
@@ -460,7 +460,7 @@ mod tests {
         let runs = || vec![with_quantiles(Arm::Prequal, 1, 1, 1)];
         assert!(!reached(Goal::LeastPart(0.01), runs()));
         let scenario = Scenario {
-            fleet: Fleet::of(2, Replica::sleeping(1)),
+            fleet: Fleet::of(2, ReplicaSpec::sleeping(1)),
             goals: vec![Goal::LeastPart(0.6)],
             ..crate::e2e::stall(Duration::from_secs(60))
         };

@@ -60,8 +60,8 @@ impl Arrivals {
     }
 }
 
-/// Keys of requests, distributed by Zipf's law: the k-th has a probability proportional to k^-exponent.
-#[derive(Clone, Copy, Debug)]
+/// Keys of requests from 1 to `count`, distributed by Zipf's law: the k-th has a probability proportional to k^-exponent.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Keys {
     pub(crate) count: u32,
     pub(crate) exponent: f64,
@@ -110,7 +110,7 @@ pub(crate) struct Progress {
 }
 
 /// A run under way.
-pub(crate) struct Run {
+pub(crate) struct LoadRun {
     /// The instant at which the first request was due.
     pub(crate) start: Instant,
     pub(crate) progress: Arc<Progress>,
@@ -129,7 +129,7 @@ pub(crate) struct Due {
     pub(crate) tokens: Option<Tokens>,
 }
 
-impl Run {
+impl LoadRun {
     /// Starts sending at once. Must be called within a tokio runtime.
     pub(crate) fn start(plan: Plan) -> Self {
         let (length, seed) = (plan.length, plan.seed);

@@ -66,7 +66,7 @@ enum Command {
     /// CPU time per request as replicas, clusters, workers or requests in flight grow
     Growth(cost::growth::Growth),
     /// Resident memory of Envoy by workers, clusters and replicas, and of an agent
-    Memory(cost::resident::Memory),
+    Memory(cost::resident::MemoryArgs),
     /// Many Envoys with few requests each, against one: latency, messages, and the cost at rest
     Sidecars(sidecars::Sidecars),
     /// PLB beneath the service, on a fabric of namespaces: the effect of repathing

@@ -78,13 +78,13 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct CommandLine {
         #[command(flatten)]
         length: Length,
     }
 
     fn parsed(line: &str) -> Length {
-        Line::parse_from(std::iter::once("bench").chain(line.split_whitespace())).length
+        CommandLine::parse_from(std::iter::once("bench").chain(line.split_whitespace())).length
     }
 
     #[test]
@@ -93,7 +93,7 @@ mod tests {
         assert_eq!((length.seconds(60), length.passes(3)), (Duration::from_secs(30), 1));
         assert_eq!(parsed("--quick").seconds(60), Duration::from_secs(12));
         assert_eq!((parsed("").seconds(60), parsed("").passes(3)), (Duration::from_secs(60), 3));
-        assert!(Line::try_parse_from(["bench", "--seconds", "3"]).is_err());
+        assert!(CommandLine::try_parse_from(["bench", "--seconds", "3"]).is_err());
     }
 
     #[test]

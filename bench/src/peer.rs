@@ -25,7 +25,7 @@ use crate::process;
 const START_LIMIT: Duration = Duration::from_secs(10);
 /// Time that a peer has to end by itself before it is killed.
 const END_LIMIT: Duration = Duration::from_secs(2);
-/// After this time without a byte from the replica, a peer gives up on a request: the shipped Envoy's `timeout`.
+/// Time without a byte from the replica after which a peer gives up on a request: the shipped Envoy's `timeout`.
 const REPLY_LIMIT_S: u32 = 15;
 /// Client connections that a peer accepts, more than the generator opens.
 const MOST_CONNECTIONS: u32 = 8000;
@@ -124,14 +124,14 @@ impl Setup<'_> {
 }
 
 /// A running peer; it ends on drop.
-pub(crate) struct Running {
+pub(crate) struct RunningPeer {
     peer: Peer,
     address: SocketAddr,
     child: Child,
     folder: TempDir,
 }
 
-impl Running {
+impl RunningPeer {
     /// Starts `peer` before `replicas` and waits until it listens.
     pub(crate) fn start(peer: Peer, replicas: &[SocketAddr], workers: u32) -> Result<Self> {
         let folder = TempDir::new()?;
@@ -180,7 +180,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningPeer {
     fn drop(&mut self) {
         // SIGTERM first: nginx has to end its workers.
         if let Ok(pid) = libc::pid_t::try_from(self.child.id()) {

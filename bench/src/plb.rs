@@ -2,7 +2,7 @@
 //!
 //! Load and Envoy are in namespace `h1` ([`Client`]), agents and backends in `h2` ([`Servers`]), each group in its own
 //! process. There are two kinds of trouble: two paths silently lose every packet, or two paths are slow and mark packets.
-//! The arms of each differ only in the mechanisms that may repath; [`Arm`] describes them.
+//! The arms of each differ only in the mechanisms that may repath; [`Repathing`] describes them.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
@@ -21,7 +21,7 @@ use plb_netlink::link;
 use plb_netlink::relabel::Relabeller;
 use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig};
 
-use crate::backends::{Backends, Fleet, Replica};
+use crate::backends::{Backends, Fleet, ReplicaSpec};
 use crate::load::{self, Arrivals, Plan};
 use crate::stats::{Sample, Summary};
 use crate::table;
@@ -60,7 +60,7 @@ pub(crate) struct Client {
 
 /// Mechanisms that may move a connection to another path.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Arm {
+enum Repathing {
     /// The kernel's defaults: a timeout changes a connection's label.
     Defaults,
     /// `net.core.txrehash=0` on both hosts: nothing ever changes a label.
@@ -73,7 +73,7 @@ enum Arm {
     Run,
 }
 
-impl Arm {
+impl Repathing {
     fn label(self) -> &'static str {
         match self {
             Self::Defaults => "kernel defaults",
@@ -100,25 +100,28 @@ pub(crate) fn run(args: &Plb) -> Result<ExitCode> {
     }
     println!(
         "Two of four paths lose every packet from a quarter of the run on. Kernels repath by themselves after a\n\
-         timeout: that is the first arm. The others take it away, and give it back.\n"
+         timeout: that is the first arm. The other arms disable this, and then restore it in other ways.\n"
     );
-    let arms = [Arm::Defaults, Arm::Off, Arm::BlindFabric, Arm::SetUp];
+    let arms = [Repathing::Defaults, Repathing::Off, Repathing::BlindFabric, Repathing::SetUp];
     let black_hole = table_of(args, Trouble::BlackHole, &arms, 0)?;
     println!("{}", black_hole.text);
     println!(
         "Two of four paths are congested: 2 Mbit/s each and every packet marked. Requests carry 20 kB. This kernel\n\
          has no DCTCP, so it does not repath for congestion; the DCTCP case is `cargo xtask plb-guest`.\n"
     );
-    let congestion = table_of(args, Trouble::Congestion, &[Arm::Defaults, Arm::Run], 20_000)?;
+    let congestion = table_of(args, Trouble::Congestion, &[Repathing::Defaults, Repathing::Run], 20_000)?;
     println!("{}", congestion.text);
     let stuck = |table: &Table, arm| table.of(arm).map_or(0, |summary| summary.failed);
     let p99 = |arm| congestion.of(arm).map_or(f64::NAN, |summary| summary.quantile_ms(0.99));
     let goals = [
         (
             "a black hole costs fewer failures with plb's set-up than without repathing",
-            stuck(&black_hole, Arm::SetUp) < stuck(&black_hole, Arm::Off),
+            stuck(&black_hole, Repathing::SetUp) < stuck(&black_hole, Repathing::Off),
         ),
-        ("under congestion `plb run` lowers the 99th percentile", p99(Arm::Run) < p99(Arm::Defaults)),
+        (
+            "under congestion `plb run` lowers the 99th percentile",
+            p99(Repathing::Run) < p99(Repathing::Defaults),
+        ),
     ];
     for (goal, met) in goals {
         println!("{}  {goal}", if met { "met    " } else { "NOT met" });
@@ -129,16 +132,16 @@ pub(crate) fn run(args: &Plb) -> Result<ExitCode> {
 /// The results for one kind of trouble.
 struct Table {
     text: String,
-    arms: Vec<(Arm, Summary)>,
+    arms: Vec<(Repathing, Summary)>,
 }
 
 impl Table {
-    fn of(&self, arm: Arm) -> Option<&Summary> {
+    fn of(&self, arm: Repathing) -> Option<&Summary> {
         self.arms.iter().find(|(a, _)| *a == arm).map(|(_, summary)| summary)
     }
 }
 
-fn table_of(args: &Plb, trouble: Trouble, arms: &[Arm], body: usize) -> Result<Table> {
+fn table_of(args: &Plb, trouble: Trouble, arms: &[Repathing], body: usize) -> Result<Table> {
     let mut rows = Vec::new();
     let mut results = Vec::new();
     for arm in arms {
@@ -166,32 +169,34 @@ fn table_of(args: &Plb, trouble: Trouble, arms: &[Arm], body: usize) -> Result<T
 }
 
 /// Runs one arm on a new fabric; returns the samples and how often `plb run` moved a connection.
-fn one(seconds: u64, trouble: Trouble, arm: Arm, body: usize) -> Result<(Vec<Sample>, u64)> {
+fn one(seconds: u64, trouble: Trouble, arm: Repathing, body: usize) -> Result<(Vec<Sample>, u64)> {
     let lab = |error: String| anyhow::anyhow!(error);
     let fabric = Fabric::build().map_err(lab)?;
     for node in [Node::H1, Node::H2] {
         fabric.set(node, "net.ipv4.tcp_ecn", "1").map_err(lab)?;
-        if matches!(arm, Arm::Off | Arm::SetUp) {
+        if matches!(arm, Repathing::Off | Repathing::SetUp) {
             fabric.set(node, "net.core.txrehash", "0").map_err(lab)?;
         }
     }
-    if arm == Arm::BlindFabric {
+    if arm == Repathing::BlindFabric {
         for node in [Node::R1, Node::R2] {
             fabric.set(node, "net.ipv6.fib_multipath_hash_fields", "55").map_err(lab)?;
         }
     }
-    let with_plb = arm == Arm::SetUp;
-    let mut servers = Part::start(&fabric, Node::H2, "plb-servers", with_plb.then_some("--plb"), &[])?;
+    let with_plb = arm == Repathing::SetUp;
+    let mut servers =
+        NamespaceProcess::start(&fabric, Node::H2, "plb-servers", with_plb.then_some("--plb"), &[])?;
     let agents = servers.until_ready()?;
     let (seconds_text, body) = (seconds.to_string(), body.to_string());
     let mut words = vec!["--seconds", &seconds_text, "--body", &body];
     words.extend(agents.iter().map(String::as_str));
-    let mut client = Part::start(&fabric, Node::H1, "plb-client", with_plb.then_some("--plb"), &words)?;
+    let mut client =
+        NamespaceProcess::start(&fabric, Node::H1, "plb-client", with_plb.then_some("--plb"), &words)?;
     client.until_ready()?;
 
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let watcher = (arm == Arm::Run).then(|| scope.spawn(|| watch(&fabric, &stop)));
+        let watcher = (arm == Repathing::Run).then(|| scope.spawn(|| watch(&fabric, &stop)));
         std::thread::sleep(Duration::from_secs(seconds) / 4);
         let made = make_trouble(&fabric, trouble);
         let samples = made.and_then(|guards| {
@@ -250,13 +255,13 @@ fn watch(fabric: &Fabric, stop: &AtomicBool) -> Result<u64> {
 }
 
 /// Another process of this program, inside a namespace. Dropping the value ends it.
-struct Part {
+struct NamespaceProcess {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
     _stdin: ChildStdin,
 }
 
-impl Part {
+impl NamespaceProcess {
     fn start(fabric: &Fabric, node: Node, part: &str, flag: Option<&str>, words: &[&str]) -> Result<Self> {
         let mut child = Command::new("ip")
             .args(["netns", "exec", &fabric.name(node)])
@@ -300,7 +305,7 @@ impl Part {
     }
 }
 
-impl Drop for Part {
+impl Drop for NamespaceProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -309,7 +314,7 @@ impl Drop for Part {
 
 /// The process in `h2`: prints the agents' addresses and serves until standard input ends.
 pub(crate) fn servers(args: &Servers) -> Result<()> {
-    let backends = Backends::start(&Fleet::of(REPLICAS, Replica::sleeping(5)))?;
+    let backends = Backends::start(&Fleet::of(REPLICAS, ReplicaSpec::sleeping(5)))?;
     let options = AgentOptions {
         listen: format!("[{}]:0", netlab::H2),
         args: if args.plb { vec!["--plb".to_owned()] } else { Vec::new() },
@@ -335,7 +340,7 @@ pub(crate) async fn client(args: &Client) -> Result<ExitCode> {
         }
     }
     let envoy = Envoy::start(config)?;
-    let run = load::Run::start(Plan {
+    let run = load::LoadRun::start(Plan {
         targets: vec![envoy.addr()],
         spread: load::Spread::InTurn,
         arrivals: Arrivals::Constant(PER_SECOND),

@@ -57,14 +57,14 @@ fn depth(quantile: f64) -> f64 {
 }
 
 /// An axis whose values are already logarithms, with ticks at round values.
-struct Axis {
+struct LogAxis {
     low: f64,
     high: f64,
     ticks: Vec<f64>,
     label: fn(f64) -> String,
 }
 
-impl Ranged for Axis {
+impl Ranged for LogAxis {
     type FormatOption = NoDefaultFormatting;
     type ValueType = f64;
 
@@ -82,7 +82,7 @@ impl Ranged for Axis {
     }
 }
 
-impl ValueFormatter<f64> for Axis {
+impl ValueFormatter<f64> for LogAxis {
     fn format(value: &f64) -> String {
         value.to_string()
     }
@@ -106,13 +106,13 @@ fn draw(area: &DrawingArea<SVGBackend<'_>, Shift>, panel: &Panel) -> Result<(), 
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d(
-            Axis {
+            LogAxis {
                 low: MEDIAN,
                 high: deepest + 0.05,
                 label: percentile,
                 ticks: vec![MEDIAN, 1.0, 2.0, 3.0, 4.0, 5.0],
             },
-            Axis { low: bottom, high: top, label: milliseconds, ticks: ticks(low * 0.8, high * 1.6) },
+            LogAxis { low: bottom, high: top, label: milliseconds, ticks: ticks(low * 0.8, high * 1.6) },
         )?;
     chart
         .configure_mesh()

@@ -14,8 +14,8 @@ use prequal_testbed::cpu_time;
 use crate::arm::Arm;
 use crate::backends::Fleet;
 use crate::closed;
-use crate::deployment::{Counted, Deployment, Event};
-use crate::load::{Arrivals, Keys, Plan, Run, Spread};
+use crate::deployment::{Counted, Deployment, ReplicaEvent};
+use crate::load::{Arrivals, Keys, LoadRun, Plan, Spread};
 use crate::recovery::{self, Recovery, Watch};
 use crate::stats::{Sample, Summary};
 
@@ -35,7 +35,7 @@ pub(crate) struct Scenario {
     /// The part that is judged; earlier requests are reported separately.
     pub(crate) judged: Range<Duration>,
     /// Faults and their ends, in order.
-    pub(crate) schedule: Vec<(Duration, Event)>,
+    pub(crate) schedule: Vec<(Duration, ReplicaEvent)>,
     /// A request is good if it gets a 200 within this time.
     pub(crate) good_within: Duration,
     /// Replicas whose share is shown.
@@ -188,7 +188,7 @@ impl Scenario {
 
     /// Time during which requests are sent.
     pub(crate) fn length(&self, arm: Arm) -> Duration {
-        let watched = self.watch.as_ref().filter(|_| arm.is_ours());
+        let watched = self.watch.as_ref().filter(|_| arm.is_prequal());
         self.judged.end.max(watched.map_or(Duration::ZERO, |watch| self.healed() + watch.length()))
     }
 
@@ -221,12 +221,12 @@ impl Scenario {
                 let run = self.start_load(deployment, length, seed);
                 let label = format!("{step} {}", arm.label());
                 let progress = report_progress(run.progress.clone(), run.start, length, label);
-                (run.start, Some(tokio::spawn(progress)), Running::Open(run))
+                (run.start, Some(tokio::spawn(progress)), StartedLoad::Open(run))
             }
             Load::Closed { connections } => {
                 let target = deployment.targets()[0];
                 let run = tokio::spawn(closed::run(target, connections, length));
-                (Instant::now(), None, Running::Closed(run))
+                (Instant::now(), None, StartedLoad::Closed(run))
             }
         };
         let outcome = tokio::try_join!(
@@ -246,7 +246,7 @@ impl Scenario {
         let judged = part(&|due| self.judged.contains(&due));
         let requests = judged.samples as f64;
         let seconds = (self.judged.end - self.judged.start).as_secs_f64();
-        let watch = self.watch.as_ref().filter(|_| arm.is_ours());
+        let watch = self.watch.as_ref().filter(|_| arm.is_prequal());
         Ok(Measured {
             arm,
             envoys: deployment.envoys(),
@@ -254,8 +254,8 @@ impl Scenario {
             after: part(&|due| due >= self.judged.end),
             per_second: (judged.samples - judged.failed) as f64 / seconds,
             judged,
-            probes_per_query: arm.is_ours().then_some(used.counted.probes as f64 / requests),
-            ejections: arm.is_ours().then_some(used.counted.ejections),
+            probes_per_query: arm.is_prequal().then_some(used.counted.probes as f64 / requests),
+            ejections: arm.is_prequal().then_some(used.counted.ejections),
             envoy_us: used.envoys.as_secs_f64() * 1e6 / requests,
             generator_cpu: used.generator.as_secs_f64() / seconds,
             late: lateness(&samples),
@@ -267,21 +267,21 @@ impl Scenario {
     ///
     /// # Panics
     /// If the load is a closed loop.
-    pub(crate) fn start_load(&self, deployment: &Deployment, length: Duration, seed: u64) -> Run {
+    pub(crate) fn start_load(&self, deployment: &Deployment, length: Duration, seed: u64) -> LoadRun {
         let Load::Open { arrivals, keys, spread } = self.load else {
             panic!("a closed loop is not started like this")
         };
         let targets = deployment.targets();
-        Run::start(Plan { targets, spread, arrivals, length, body: bytes::Bytes::new(), keys, seed })
+        LoadRun::start(Plan { targets, spread, arrivals, length, body: bytes::Bytes::new(), keys, seed })
     }
 }
 
-enum Running {
-    Open(Run),
+enum StartedLoad {
+    Open(LoadRun),
     Closed(tokio::task::JoinHandle<Result<Vec<Sample>>>),
 }
 
-impl Running {
+impl StartedLoad {
     async fn finish(self) -> Result<Vec<Sample>> {
         match self {
             Self::Open(run) => Ok(run.finish().await),
@@ -317,7 +317,7 @@ async fn account(deployment: &Deployment, begin: Instant, judged: &Range<Duratio
 async fn carry_out(
     deployment: &Deployment,
     begin: Instant,
-    schedule: &[(Duration, Event)],
+    schedule: &[(Duration, ReplicaEvent)],
 ) -> Result<Duration> {
     let mut last = Duration::ZERO;
     for (at, event) in schedule {

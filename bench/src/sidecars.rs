@@ -1,8 +1,8 @@
 //! `sidecars`: compares many Envoys that each send few requests with one Envoy that sends them all, and measures what the many
 //! cost when idle.
 //!
-//! Each of many Envoys hears from a replica rarely, so its reports are old, or probes must replace them. The goals limit
-//! both: the tail that old reports cost, and the messages that fresh ones take.
+//! Each of many Envoys gets few responses, so its reports are old unless probes bring new ones. The goals limit both the cost
+//! of old reports in the tail and the number of messages that fresh reports take.
 
 mod fleet;
 mod rest;
@@ -47,13 +47,13 @@ pub(crate) struct Sidecars {
     rest_seconds: Option<u64>,
     /// Only this part
     #[arg(long)]
-    only: Option<Part>,
+    only: Option<SidecarsPart>,
     #[command(flatten)]
     length: Length,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-enum Part {
+enum SidecarsPart {
     /// Load on replicas that are alike
     Equal,
     /// Load on a fleet in which a quarter of the replicas take four times as long
@@ -63,7 +63,7 @@ enum Part {
 }
 
 impl Sidecars {
-    fn wanted(&self, part: Part) -> bool {
+    fn wanted(&self, part: SidecarsPart) -> bool {
         self.only.is_none_or(|only| only == part)
     }
 
@@ -76,18 +76,18 @@ impl Sidecars {
         let shape = self.shape();
         let seconds = self.length.seconds(60);
         let mut scenarios = Vec::new();
-        if self.wanted(Part::Equal) {
+        if self.wanted(SidecarsPart::Equal) {
             scenarios.push(fleet::equal(shape, seconds)?);
         }
-        if self.wanted(Part::QuarterSlow) {
+        if self.wanted(SidecarsPart::QuarterSlow) {
             scenarios.push(fleet::quarter_slow(shape, seconds)?);
         }
         self.length.choose(scenarios)
     }
 }
 
-/// What a run used beside what every run records.
-struct Used {
+/// Figures of a run in addition to those that every run records.
+struct ExtraFigures {
     arm: Arm,
     envoys: usize,
     /// Probes among the messages that the agents got.
@@ -117,7 +117,7 @@ pub(crate) async fn run(sidecars: &Sidecars) -> Result<ExitCode> {
     if !panels.is_empty() {
         e2e::draw(&sidecars.length.out.join("sidecars.svg"), "Many Envoys against one", &panels)?;
     }
-    if sidecars.wanted(Part::Rest) {
+    if sidecars.wanted(SidecarsPart::Rest) {
         let seconds = sidecars.rest_seconds.map_or_else(|| sidecars.length.seconds(60), Duration::from_secs);
         rest::run(&fleet::equal(sidecars.shape(), seconds)?, many, seconds, &mut goals).await?;
     }
@@ -125,7 +125,7 @@ pub(crate) async fn run(sidecars: &Sidecars) -> Result<ExitCode> {
 }
 
 /// Runs every arm once per pass through many Envoys and through one.
-async fn compare(scenario: Scenario, many: usize, passes: usize) -> Result<(Comparison, Vec<Used>)> {
+async fn compare(scenario: Scenario, many: usize, passes: usize) -> Result<(Comparison, Vec<ExtraFigures>)> {
     println!("{}", scenario.title);
     let arms = scenario.arms.clone();
     let total = passes * 2 * arms.len();
@@ -162,7 +162,7 @@ async fn run_cold(
     envoys: usize,
     seed: u64,
     step: &str,
-) -> Result<(Measured, Used)> {
+) -> Result<(Measured, ExtraFigures)> {
     let started = Instant::now();
     let deployment = Deployment::start(arm, envoys, scenario.workers(envoys), &scenario.fleet).await?;
     println!(
@@ -182,13 +182,13 @@ async fn measure(
     arm: Arm,
     seed: u64,
     step: &str,
-) -> Result<(Measured, Used)> {
+) -> Result<(Measured, ExtraFigures)> {
     let work = || tokio::task::block_in_place(|| deployment.agents_work());
     let before = work()?;
     let measured = scenario.run_on(deployment, arm, seed, step).await?;
     let agents = work()?.since(before);
     let messages = agents.probes + agents.requests;
-    let used = Used {
+    let used = ExtraFigures {
         arm,
         envoys: deployment.envoys(),
         probe_share: agents.probes / messages,
@@ -209,11 +209,11 @@ fn of_one(comparison: &Comparison, arm: Arm, many: usize, q: f64) -> f64 {
 }
 
 /// The table that compares both topologies.
-fn summary(comparison: &Comparison, used: &[Used], many: usize) -> String {
+fn summary(comparison: &Comparison, used: &[ExtraFigures], many: usize) -> String {
     let mut rows = Vec::new();
     for envoys in [many, 1] {
         for arm in &comparison.scenario.arms {
-            let of = |value: fn(&Used) -> f64| -> Vec<f64> {
+            let of = |value: fn(&ExtraFigures) -> f64| -> Vec<f64> {
                 used.iter().filter(|used| used.arm == *arm && used.envoys == envoys).map(value).collect()
             };
             let cpu: Vec<f64> = comparison.of(*arm, envoys).map(|run| run.envoy_us).collect();
@@ -280,13 +280,13 @@ mod tests {
     use crate::stats::{Sample, Summary};
 
     #[derive(Parser)]
-    struct Line {
+    struct CommandLine {
         #[command(flatten)]
         sidecars: Sidecars,
     }
 
     fn parsed(line: &str) -> Result<Sidecars, String> {
-        let line = Line::try_parse_from(std::iter::once("sidecars").chain(line.split_whitespace()));
+        let line = CommandLine::try_parse_from(std::iter::once("sidecars").chain(line.split_whitespace()));
         line.map(|line| line.sidecars).map_err(|error| error.to_string())
     }
 
@@ -314,7 +314,7 @@ mod tests {
         let scenario = parsed("--arms prequal --only equal").unwrap().scenarios().unwrap().remove(0);
         let comparison = Comparison { scenario, runs: vec![run(32, 130, 0.7), run(1, 100, 0.1)] };
         assert!((of_one(&comparison, Arm::Prequal, 32, 0.99) - 1.3).abs() < 1e-9);
-        let used = |envoys| Used {
+        let used = |envoys| ExtraFigures {
             arm: Arm::Prequal,
             envoys,
             probe_share: 0.4,

@@ -22,8 +22,8 @@ use serde_json::json;
 use crate::deployment::CLUSTER;
 use crate::goals::print_verdict;
 use crate::table;
-use kinds::{Kind, TIMEOUT_PATH};
-use memory::{Memory, Samples};
+use kinds::{RequestKind, TIMEOUT_PATH};
+use memory::{MemorySeries, Samples};
 
 /// Sends requests of many kinds through Envoy, filter and agents, then checks memory, counters and connections
 #[derive(clap::Args)]
@@ -60,7 +60,7 @@ struct Bed {
 
 /// For each kind of request, the number that ended as expected and the number that did not.
 #[derive(Debug, Default)]
-struct Tally([[AtomicU64; 2]; Kind::COUNT]);
+struct Tally([[AtomicU64; 2]; RequestKind::COUNT]);
 
 pub(crate) async fn run(args: &Soak) -> Result<ExitCode> {
     let bed = Arc::new(tokio::task::block_in_place(start)?);
@@ -75,7 +75,8 @@ pub(crate) async fn run(args: &Soak) -> Result<ExitCode> {
     );
     let mut reached = judge_requests(&tally);
     reached &= judge_memory(&samples);
-    let given_up = tally.0[Kind::Abort as usize].iter().map(|count| count.load(Ordering::Relaxed)).sum();
+    let given_up =
+        tally.0[RequestKind::Abort as usize].iter().map(|count| count.load(Ordering::Relaxed)).sum();
     reached &= tokio::task::block_in_place(|| judge_rest(&bed, sent, given_up))?;
     // The tasks that shared the bed ended with the load.
     let bed = Arc::into_inner(bed).context("the load still runs")?;
@@ -126,14 +127,14 @@ async fn send(args: &Soak, bed: &Arc<Bed>, tally: &Arc<Tally>) -> Vec<(String, S
                 if number >= requests || stop.is_some_and(|stop| Instant::now() >= stop) {
                     return;
                 }
-                let kind = Kind::of(number);
+                let kind = RequestKind::of(number);
                 let well = kind.send(&clients, target).await;
                 tally.0[kind as usize][usize::from(!well)].fetch_add(1, Ordering::Relaxed);
             }
         });
     }
     drop(clients);
-    let mut memory = Memory::new(&bed.agents, &bed.envoy);
+    let mut memory = MemorySeries::new(&bed.agents, &bed.envoy);
     let mut tick = tokio::time::interval(SAMPLED);
     while !tasks.is_empty() {
         tokio::select! {
@@ -146,13 +147,13 @@ async fn send(args: &Soak, bed: &Arc<Bed>, tally: &Arc<Tally>) -> Vec<(String, S
 
 /// Checks that the requests of each kind ended as expected.
 fn judge_requests(tally: &Tally) -> bool {
-    let count = |kind: Kind, bad: usize| tally.0[kind as usize][bad].load(Ordering::Relaxed);
-    let rows: Vec<Vec<String>> = Kind::ALL
+    let count = |kind: RequestKind, bad: usize| tally.0[kind as usize][bad].load(Ordering::Relaxed);
+    let rows: Vec<Vec<String>> = RequestKind::ALL
         .into_iter()
         .map(|kind| vec![kind.what().to_owned(), count(kind, 0).to_string(), count(kind, 1).to_string()])
         .collect();
     println!("{}", table::render(&["requests", "as expected", "otherwise"], &rows));
-    let bad: u64 = Kind::ALL.into_iter().map(|kind| count(kind, 1)).sum();
+    let bad: u64 = RequestKind::ALL.into_iter().map(|kind| count(kind, 1)).sum();
     print_verdict(bad == 0, &format!("{bad} requests ended differently than expected (0)"))
 }
 

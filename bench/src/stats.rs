@@ -16,15 +16,15 @@ pub(crate) struct Sample {
     pub(crate) late: Duration,
     /// From the due time until the end of the body, or `None` if it failed (anything but a complete 200).
     pub(crate) latency: Option<Duration>,
-    /// From the due time until the head of the answer, which a streaming backend sends with the first token.
+    /// From the due time until the head of the answer, which a streaming replica sends with the first token.
     pub(crate) first_byte: Option<Duration>,
-    /// Number of tokens that the answer has; 0 if the backend is no inference engine.
+    /// Number of tokens in the answer; 0 if the replica is no inference engine.
     pub(crate) generated: u32,
-    /// Number of the backend that answered, from its response header.
+    /// Number of the replica that answered, from its response header.
     pub(crate) replica: Option<u16>,
     /// `None` if no complete answer arrived.
     pub(crate) status: Option<u16>,
-    /// Whether a backend with a cache had the key.
+    /// Whether a replica with a cache had the key.
     pub(crate) cache_hit: Option<bool>,
 }
 
@@ -35,18 +35,18 @@ pub(crate) struct Summary {
     latencies_ms: Vec<f64>,
     pub(crate) samples: usize,
     pub(crate) failed: usize,
-    /// Failed requests that a backend itself answered with a 503.
+    /// Failed requests that a replica itself answered with a 503.
     pub(crate) rejected: usize,
-    /// Requests that reached a marked backend, answered or not.
+    /// Requests that reached a marked replica, answered or not.
     pub(crate) marked: usize,
-    /// Requests by the backend that they reached, answered or not.
+    /// Requests by the replica that they reached, answered or not.
     by_replica: BTreeMap<u16, usize>,
     hits: usize,
     looked_up: usize,
 }
 
 impl Summary {
-    /// Reduces `samples`; `marked` selects the backends that are reported separately.
+    /// Reduces `samples`; `marked` selects the replicas that are reported separately.
     pub(crate) fn of<'a>(
         samples: impl IntoIterator<Item = &'a Sample>,
         marked: impl Fn(u16) -> bool,
@@ -86,7 +86,7 @@ impl Summary {
         self.latencies_ms.partition_point(|ms| *ms <= limit) as f64 / self.samples as f64
     }
 
-    /// Share of all requests that the marked backends got.
+    /// Share of all requests that the marked replicas got.
     pub(crate) fn marked_share(&self) -> f64 {
         self.marked as f64 / self.samples as f64
     }
@@ -99,7 +99,7 @@ impl Summary {
         least.map_or(f64::NAN, |least| least as f64 / fair)
     }
 
-    /// Share of hits among the requests that a backend with a cache answered.
+    /// Share of hits among the requests that a replica with a cache answered.
     pub(crate) fn hit_rate(&self) -> f64 {
         self.hits as f64 / self.looked_up as f64
     }
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn rejected_counts_what_a_backend_refused_not_what_never_reached_one() {
+    fn only_requests_that_a_replica_refused_count_as_rejected() {
         let by_backend = Sample { status: Some(503), replica: Some(1), ..Sample::default() };
         let by_envoy = Sample { status: Some(503), ..Sample::default() };
         let summary = Summary::of(&[by_backend, by_envoy, Sample::default()], |_| true);

@@ -2,7 +2,7 @@
 //!
 //! Arrivals and sizes are real (`trace/dataset.rs`); sessions are drawn, and service times come from a model of an engine
 //! (`backends/engine.rs`). To measure enough requests, everything in the trace and in the engine runs [`FAST_FORWARD`] times
-//! as fast as in reality. Envoy, the agents, probes and this machine's network do not, so their times count that much more.
+//! as fast as in reality. Envoy, the agents, probes and this machine's network run at their own speed, so their times weigh more.
 //! A *speed-up* in addition shortens the gaps between the arrivals, and so multiplies the load.
 //!
 //! All policies of a pass get the same requests. Each pass replays the next part of the trace, and quantiles are taken over
@@ -20,18 +20,18 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
 use crate::arm::Arm;
-use crate::backends::{Answers, EngineSpec, Fleet, Replica, Service};
+use crate::backends::{Answers, EngineSpec, Fleet, ReplicaSpec, Service};
 use crate::deployment::Deployment;
 use crate::e2e::draw;
 use crate::goals::Goals;
-use crate::load::{Due, Run};
+use crate::load::{Due, LoadRun};
 use crate::passes::{self, Length};
 use crate::scenario::{lateness, report_progress};
 use crate::stats::Sample;
 use crate::table::{ms, percent};
 use dataset::{SESSIONS, Trace};
-use figures::{Figures, Slo};
-use policy::{Measured, Policy, judge, panel, table};
+use figures::{Slo, TokenFigures};
+use policy::{MeasuredReplay, PolicyFigures, judge, panel, table};
 
 const REPLICAS: usize = 12;
 /// How many times as fast as in reality the trace is replayed and the engines work.
@@ -52,7 +52,7 @@ const ARMS: [Arm; 8] = [
     Arm::RingHash,
     Arm::Prequal,
     Arm::Inference,
-    // As the profile has it: 3 probes per request, of 12 replicas.
+    // The profile's default: 3 probes per request, of 12 replicas.
     Arm::InferenceHinted(3),
     Arm::InferenceHinted(8),
 ];
@@ -88,7 +88,7 @@ impl Replay {
 
     fn fleet(&self, engine: EngineSpec) -> Result<Fleet> {
         ensure!((1.0..=100.0).contains(&self.slow), "--slow: from 1 to 100, not {}", self.slow);
-        let replica = |engine| Replica::new(Service::Inference { engine, answers: self.answers });
+        let replica = |engine| ReplicaSpec::new(Service::Inference { engine, answers: self.answers });
         Ok(Fleet::of(1, replica(engine.faster(self.slow.recip()))).and(REPLICAS - 1, replica(engine)))
     }
 }
@@ -127,7 +127,8 @@ pub(crate) async fn run(args: &Replay) -> Result<ExitCode> {
                 runs.push(run.with_context(|| format!("speed-up {times}, {}", arm.label()))?);
             }
         }
-        let policies: Vec<Policy> = arms.iter().map(|arm| Policy::of(*arm, &runs, SLO)).collect();
+        let policies: Vec<PolicyFigures> =
+            arms.iter().map(|arm| PolicyFigures::of(*arm, &runs, SLO)).collect();
         println!("\nSpeed-up {times}, all passes, judged part:\n\n{}", table(&policies));
         judge(&policies, &format!("speed-up {times}"), &mut goals);
         panels.push(panel(&policies, format!("time to first token, speed-up {times}, {REPLICAS} replicas")));
@@ -156,9 +157,9 @@ fn describe() -> String {
 }
 
 /// Starts a deployment cold, replays `requests` on it, and takes it down.
-async fn replay(arm: Arm, fleet: &Fleet, requests: Vec<Due>, length: Duration) -> Result<Measured> {
+async fn replay(arm: Arm, fleet: &Fleet, requests: Vec<Due>, length: Duration) -> Result<MeasuredReplay> {
     let deployment = Deployment::start(arm, 1, 1, fleet).await?;
-    let run = Run::replay(deployment.targets(), requests);
+    let run = LoadRun::replay(deployment.targets(), requests);
     let progress = report_progress(run.progress.clone(), run.start, length, format!("  {}", arm.label()));
     let progress = tokio::spawn(progress);
     let mut samples = run.finish().await;
@@ -169,15 +170,15 @@ async fn replay(arm: Arm, fleet: &Fleet, requests: Vec<Due>, length: Duration) -
     let probes = counted.probes as f64 / samples.len() as f64;
     let late = lateness(&samples).0;
     samples.retain(|sample| sample.due >= FIRST);
-    let ours = arm.is_ours();
-    let run = Measured {
+    let ours = arm.is_prequal();
+    let run = MeasuredReplay {
         arm,
         samples,
         probes_per_query: ours.then_some(probes),
         ejections: ours.then_some(counted.ejections),
         late,
     };
-    let figures = Figures::of(run.samples.iter(), SLO);
+    let figures = TokenFigures::of(run.samples.iter(), SLO);
     println!(
         "  {}: first token p50 {} ms, p99 {} ms, good {}, {} failed{}",
         arm.label(),
@@ -210,7 +211,7 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct CommandLine {
         #[command(flatten)]
         replay: Replay,
     }
@@ -218,8 +219,9 @@ mod tests {
     #[test]
     fn the_first_replica_alone_can_be_made_slow() {
         let fleet = |slow| {
-            let fleet = Line::parse_from(["trace", "--slow", slow]).replay.fleet(EngineSpec::LLAMA2_70B)?;
-            let step_us = |replica: &Replica| match replica.service {
+            let fleet =
+                CommandLine::parse_from(["trace", "--slow", slow]).replay.fleet(EngineSpec::LLAMA2_70B)?;
+            let step_us = |replica: &ReplicaSpec| match replica.service {
                 Service::Inference { engine, .. } => engine.step_us.round(),
                 _ => f64::NAN,
             };

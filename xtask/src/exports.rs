@@ -6,12 +6,12 @@ use anyhow::{Context as _, Result, ensure};
 /// Number of the section that lists the module's exports.
 const EXPORTS: u8 = 7;
 /// Length of the magic number and version.
-const HEAD: usize = 8;
+const HEADER: usize = 8;
 
-/// The module without the named exports. The code that they refer to stays.
+/// The module without the named exports.
 pub(crate) fn without(module: &[u8], names: &[&str]) -> Result<Vec<u8>> {
-    let (head, mut rest) = module.split_at_checked(HEAD).context("a module without a head")?;
-    let mut kept = head.to_vec();
+    let (header, mut rest) = module.split_at_checked(HEADER).context("the module has no header")?;
+    let mut kept = header.to_vec();
     while let [id, after @ ..] = rest {
         let mut after = after;
         let size = number(&mut after)?;
@@ -48,7 +48,7 @@ fn drop_from(mut section: &[u8], names: &[&str]) -> Result<Vec<u8>> {
 }
 
 fn take<'a>(bytes: &mut &'a [u8], size: usize) -> Result<&'a [u8]> {
-    let (taken, rest) = bytes.split_at_checked(size).context("a module that breaks off")?;
+    let (taken, rest) = bytes.split_at_checked(size).context("the module is truncated")?;
     *bytes = rest;
     Ok(taken)
 }
@@ -88,6 +88,6 @@ mod tests {
         let whole = module(b"\x03\x02ab\x00\x05\x01a\x00\x80\x01\x03abc\x02\x00");
         assert_eq!(without(&whole, &["a"]).unwrap(), module(b"\x02\x02ab\x00\x05\x03abc\x02\x00"));
         assert!(without(&whole, &["b"]).is_err(), "there is no such export");
-        assert!(without(&whole[..whole.len() - 1], &["a"]).is_err(), "it breaks off");
+        assert!(without(&whole[..whole.len() - 1], &["a"]).is_err(), "it is truncated");
     }
 }

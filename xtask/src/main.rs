@@ -76,7 +76,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Print the causes without a backtrace, whatever RUST_BACKTRACE says: another program failed.
+            // Print the causes without a backtrace, even if RUST_BACKTRACE is set: most failures are another program's.
             eprintln!("error: {error}");
             error.chain().skip(1).for_each(|cause| eprintln!("  because: {cause}"));
             ExitCode::FAILURE

@@ -126,8 +126,8 @@ impl Toolchain {
         Ok(module)
     }
 
-    /// Builds a program for Linux on `target` and returns it. The C library is linked in, so it runs on any distribution,
-    /// and in an image that holds nothing else. Give a `linker` if the machine's own does not fit.
+    /// Builds a program for Linux on `target` and returns it. The C library is linked statically, so the program runs on any
+    /// distribution, and in an image that holds nothing else. `linker` replaces the machine's own.
     pub(crate) fn build_program(
         &self,
         target: &str,
@@ -142,8 +142,8 @@ impl Toolchain {
         run::built_file(&mut command, program)
     }
 
-    /// Builds the native module for Linux on `target` with these cargo features and returns it. Give a `linker` if the
-    /// machine's own does not fit.
+    /// Builds the native module for Linux on `target` with these cargo features and returns it. `linker` replaces the
+    /// machine's own.
     pub(crate) fn build_native(&self, target: &str, linker: Option<&str>, features: &str) -> Result<PathBuf> {
         let mut command = run::cargo();
         command.args(["build", "--profile", "native", "--package", "prequal-native", "--features", features]);
@@ -182,8 +182,8 @@ impl Debian {
             for program in ["apt-get", "apt-cache", "dpkg", "dpkg-query"] {
                 ensure!(
                     run::succeeds(run::tool(program).arg("--version")),
-                    "the fallback needs Debian's `{program}`, which is not here; where the network allows it, \
-                     `rustup target add {NATIVE_TARGET}` is the other way"
+                    "the fallback needs Debian's `{program}`, which is missing here; if the network allows it, use \
+                     `rustup target add {NATIVE_TARGET}` instead"
                 );
             }
             // Renamed at the end, so that an interrupted run leaves nothing that looks complete.

@@ -14,7 +14,7 @@ pub(crate) fn target() -> PathBuf {
     root().join("target")
 }
 
-/// Output of `cargo xtask build`: `probe-agent` and `prequal_filter.wasm`.
+/// Output of `cargo xtask build`: the programs and modules that a user deploys.
 pub(crate) fn dist() -> PathBuf {
     target().join("dist")
 }

@@ -88,7 +88,7 @@ pub(super) struct Sequence {
     /// Its session: requests with the same key share a prefix.
     pub(super) key: Option<String>,
     pub(super) tokens: Tokens,
-    /// Gets a chunk now and then, and is dropped with the last one.
+    /// Receives the chunks; dropped after the last one.
     pub(super) client: mpsc::UnboundedSender<Chunk>,
 }
 
@@ -101,7 +101,7 @@ pub(super) struct Chunk {
     pub(super) hit: bool,
 }
 
-struct Running {
+struct RunningSequence {
     sequence: Sequence,
     generated: u32,
     hit: bool,
@@ -112,7 +112,7 @@ pub(super) struct Engine {
     spec: EngineSpec,
     /// In order of arrival.
     waiting: VecDeque<Sequence>,
-    running: Vec<Running>,
+    running: Vec<RunningSequence>,
     /// Tokens of the KV cache that the running sequences have or will need.
     reserved: u32,
     prefixes: Prefixes,
@@ -149,7 +149,7 @@ impl Engine {
         let (reserved, prefixes) = (&mut self.reserved, &mut self.prefixes);
         self.running.retain_mut(|running| {
             running.generated += 1;
-            let (Running { sequence, generated, hit }, last) =
+            let (RunningSequence { sequence, generated, hit }, last) =
                 (&*running, running.generated >= running.sequence.tokens.generated);
             let mut listening = true;
             if *generated == 1 || generated.is_multiple_of(CHUNK) || last {
@@ -170,7 +170,7 @@ impl Engine {
 
     /// Moves sequences into the batch in order of arrival; returns the number of tokens to prefill.
     fn admit(&mut self) -> u32 {
-        // Those whose client has gone.
+        // Drop sequences whose client has gone.
         self.waiting.retain(|sequence| !sequence.client.is_closed());
         let mut prefill = 0;
         while let Some(next) = self.waiting.front()
@@ -187,7 +187,7 @@ impl Engine {
             prefill += left;
             self.reserved += sequence.tokens.total();
             self.prefixes.shrink(self.spec.kv_tokens - self.reserved);
-            self.running.push(Running { sequence, generated: 0, hit: cached.is_some() });
+            self.running.push(RunningSequence { sequence, generated: 0, hit: cached.is_some() });
         }
         prefill
     }
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_waits_until_its_tokens_fit_and_those_behind_it_too() {
+    fn a_sequence_and_those_behind_it_wait_until_its_tokens_fit() {
         let mut engine = Engine::new(SPEC);
         let _large = submit(&mut engine, "a", 1500, 2);
         let mut next = submit(&mut engine, "b", 700, 1);
@@ -328,13 +328,13 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_given_up_makes_room() {
+    fn a_request_whose_client_has_gone_makes_room() {
         let mut engine = Engine::new(SPEC);
         drop(submit(&mut engine, "a", 1500, 100));
         let mut next = submit(&mut engine, "b", 1500, 1);
         drop(submit(&mut engine, "c", 10, 1));
         iterate(&mut engine);
-        assert!(next.try_recv().is_ok(), "one that waits is not begun");
+        assert!(next.try_recv().is_ok(), "a waiting request without a client is never started");
         assert_eq!(iterate(&mut engine), 0);
     }
 

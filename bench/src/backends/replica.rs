@@ -27,7 +27,9 @@ use tokio::task::JoinSet;
 
 use super::clock::Clock;
 use super::inference::{Inference, TokenStream};
-use super::{CACHE_HEADER, Change, DONE, Fleet, KEY_HEADER, Order, REPLICA_HEADER, Replica, Service, Slots};
+use super::{
+    CACHE_HEADER, Change, ChangeOrder, DONE, Fleet, KEY_HEADER, REPLICA_HEADER, ReplicaSpec, Service, Slots,
+};
 
 /// The child process: serves until standard input ends.
 pub(crate) fn serve() -> Result<()> {
@@ -54,7 +56,7 @@ pub(crate) fn serve() -> Result<()> {
     }
     std::io::stdout().flush()?;
     for line in lines {
-        let order: Order = serde_json::from_str(&line?)?;
+        let order: ChangeOrder = serde_json::from_str(&line?)?;
         let (done, answer) = std::sync::mpsc::channel();
         let sent = running.get(usize::from(order.replica)).map(|to| to.send((order.change, done)));
         let outcome = match sent {
@@ -72,7 +74,7 @@ type Ordered = (Change, std::sync::mpsc::Sender<Result<(), String>>);
 
 struct Start {
     number: u16,
-    replica: Replica,
+    replica: ReplicaSpec,
     listener: std::net::TcpListener,
     ordered: mpsc::UnboundedReceiver<Ordered>,
 }
@@ -88,7 +90,7 @@ fn host(mut accepted: mpsc::UnboundedReceiver<Start>) -> Result<()> {
             if replica.service == Service::Trivial {
                 replicas.spawn(accept_trivial(listener, number));
             } else {
-                let state = Arc::new(State::new(number, replica, clock.clone()));
+                let state = Arc::new(ReplicaState::new(number, replica, clock.clone()));
                 replicas.spawn(async move {
                     if let Err(error) = run(state, listener, ordered).await {
                         eprintln!("replica {number} ended: {error}");
@@ -134,7 +136,7 @@ impl Door {
 
 /// Accepts connections and carries out orders until no more orders can come.
 async fn run(
-    state: Arc<State>,
+    state: Arc<ReplicaState>,
     listener: TcpListener,
     mut ordered: mpsc::UnboundedReceiver<Ordered>,
 ) -> std::io::Result<()> {
@@ -157,8 +159,8 @@ async fn run(
                         connections.shutdown().await;
                     }
                     Change::Refusing(false) => door = door.reopen()?,
-                    Change::Service(service) => state.dice().service = service,
-                    Change::Failing(share) => state.dice().failing = share,
+                    Change::Service(service) => state.behaviour().service = service,
+                    Change::Failing(share) => state.behaviour().failing = share,
                 }
                 // An error means that the sender of the order no longer waits, because the process is ending.
                 let _ = done.send(Ok(()));
@@ -167,11 +169,11 @@ async fn run(
     }
 }
 
-struct State {
+struct ReplicaState {
     number: u16,
     slots: Option<(Semaphore, Slots)>,
     waiting: AtomicUsize,
-    dice: Mutex<Dice>,
+    behaviour: Mutex<Behaviour>,
     inference: Option<Arc<Inference>>,
     clock: Arc<Clock>,
 }
@@ -180,7 +182,7 @@ struct State {
 type Answer = Response<Either<Full<Bytes>, TokenStream>>;
 
 /// The state that decides how a request is handled.
-struct Dice {
+struct Behaviour {
     service: Service,
     failing: f64,
     rng: SmallRng,
@@ -213,7 +215,7 @@ impl Queue {
 
 /// The cost of a request on this replica.
 #[derive(Debug, PartialEq)]
-enum Cost {
+enum RequestCost {
     /// Time to sleep, and whether the cache had the key; `None` if there is no cache.
     Sleep(Duration, Option<bool>),
     Cpu(Duration),
@@ -221,7 +223,7 @@ enum Cost {
     Until(Instant),
 }
 
-impl Dice {
+impl Behaviour {
     fn new(number: u16, service: Service) -> Self {
         // With its number as the seed, each replica has its own sequence, and every run repeats it.
         let rng = SmallRng::seed_from_u64(u64::from(number));
@@ -232,24 +234,24 @@ impl Dice {
         self.failing > 0.0 && self.rng.random::<f64>() < self.failing
     }
 
-    fn cost(&mut self, key: Option<&str>) -> Cost {
+    fn cost(&mut self, key: Option<&str>) -> RequestCost {
         match self.service {
-            Service::Sleep { ms } => Cost::Sleep(Duration::from_millis(ms), None),
+            Service::Sleep { ms } => RequestCost::Sleep(Duration::from_millis(ms), None),
             Service::Normal { mean_ms, sd_ms } => {
                 let drawn =
                     Normal::new(mean_ms, sd_ms).map_or(mean_ms, |normal| normal.sample(&mut self.rng));
-                Cost::Sleep(Duration::from_secs_f64(drawn.max(0.0) / 1e3), None)
+                RequestCost::Sleep(Duration::from_secs_f64(drawn.max(0.0) / 1e3), None)
             }
-            Service::Cpu { us } => Cost::Cpu(Duration::from_micros(us)),
+            Service::Cpu { us } => RequestCost::Cpu(Duration::from_micros(us)),
             Service::Cache { entries, hit_ms, miss_ms } => {
                 let hit = key.is_some_and(|key| self.remember(key, entries));
-                Cost::Sleep(Duration::from_millis(if hit { hit_ms } else { miss_ms }), Some(hit))
+                RequestCost::Sleep(Duration::from_millis(if hit { hit_ms } else { miss_ms }), Some(hit))
             }
             Service::Queue { slots, times } => {
                 let time = times.sample(&mut self.rng);
-                Cost::Until(self.queue.done(slots, Instant::now(), time))
+                RequestCost::Until(self.queue.done(slots, Instant::now(), time))
             }
-            Service::Inference { .. } | Service::Trivial => Cost::Sleep(Duration::ZERO, None),
+            Service::Inference { .. } | Service::Trivial => RequestCost::Sleep(Duration::ZERO, None),
         }
     }
 
@@ -266,8 +268,8 @@ impl Dice {
     }
 }
 
-impl State {
-    fn new(number: u16, replica: Replica, clock: Arc<Clock>) -> Self {
+impl ReplicaState {
+    fn new(number: u16, replica: ReplicaSpec, clock: Arc<Clock>) -> Self {
         let inference = match replica.service {
             Service::Inference { engine, answers } => Some(Inference::start(engine, answers, clock.clone())),
             _ => None,
@@ -276,14 +278,14 @@ impl State {
             number,
             slots: replica.slots.map(|slots| (Semaphore::new(slots.serving), slots)),
             waiting: AtomicUsize::new(0),
-            dice: Mutex::new(Dice::new(number, replica.service)),
+            behaviour: Mutex::new(Behaviour::new(number, replica.service)),
             inference,
             clock,
         }
     }
 
-    fn dice(&self) -> MutexGuard<'_, Dice> {
-        self.dice.lock().unwrap_or_else(PoisonError::into_inner)
+    fn behaviour(&self) -> MutexGuard<'_, Behaviour> {
+        self.behaviour.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Result<Answer, Infallible> {
@@ -304,7 +306,7 @@ impl State {
     }
 
     async fn infer(&self, inference: &Inference, request: &Request<Incoming>) -> Answer {
-        let answer = if self.dice().fails() { None } else { inference.answer(request.headers()).await };
+        let answer = if self.behaviour().fails() { None } else { inference.answer(request.headers()).await };
         let mut response = answer.map_or_else(
             || {
                 let mut unavailable = Response::new(Either::Left(Full::new(Bytes::new())));
@@ -319,7 +321,7 @@ impl State {
 
     /// Returns false if the request fails or there is no room for it.
     async fn work(&self, request: &Request<Incoming>, response: &mut Response<Full<Bytes>>) -> bool {
-        if self.dice().fails() {
+        if self.behaviour().fails() {
             return false;
         }
         let _slot = match &self.slots {
@@ -330,17 +332,17 @@ impl State {
             },
         };
         let key = request.headers().get(KEY_HEADER).and_then(|value| value.to_str().ok());
-        let cost = self.dice().cost(key);
+        let cost = self.behaviour().cost(key);
         match cost {
-            Cost::Sleep(time, hit) => {
+            RequestCost::Sleep(time, hit) => {
                 if let Some(hit) = hit {
                     let value = HeaderValue::from_static(if hit { "hit" } else { "miss" });
                     response.headers_mut().insert(CACHE_HEADER, value);
                 }
                 tokio::time::sleep(time).await;
             }
-            Cost::Cpu(time) => burn(time),
-            Cost::Until(done) => self.clock.sleep_until(done).await,
+            RequestCost::Cpu(time) => burn(time),
+            RequestCost::Until(done) => self.clock.sleep_until(done).await,
         }
         true
     }
@@ -389,7 +391,7 @@ fn thread_cpu_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-async fn serve_http(stream: TcpStream, state: Arc<State>) {
+async fn serve_http(stream: TcpStream, state: Arc<ReplicaState>) {
     let service = service_fn(move |request| {
         let state = state.clone();
         async move { state.answer(request).await }
@@ -452,18 +454,18 @@ mod tests {
 
     /// A replica on this thread's runtime, as the child process runs it.
     #[derive(Clone)]
-    struct Running {
+    struct TestReplica {
         address: SocketAddr,
         orders: mpsc::UnboundedSender<Ordered>,
         client: Client<hyper_util::client::legacy::connect::HttpConnector, Empty<Bytes>>,
     }
 
-    impl Running {
-        async fn start(replica: Replica) -> Self {
+    impl TestReplica {
+        async fn start(replica: ReplicaSpec) -> Self {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
             let address = listener.local_addr().unwrap();
             let (orders, ordered) = mpsc::unbounded_channel();
-            let state = State::new(3, replica, Clock::start().unwrap());
+            let state = ReplicaState::new(3, replica, Clock::start().unwrap());
             tokio::spawn(run(Arc::new(state), listener, ordered));
             Self { address, orders, client: Client::builder(TokioExecutor::new()).build_http() }
         }
@@ -511,7 +513,7 @@ mod tests {
 
     #[tokio::test]
     async fn service_time_changes_at_run_time() {
-        let replica = Running::start(Replica::sleeping(0)).await;
+        let replica = TestReplica::start(ReplicaSpec::sleeping(0)).await;
         assert_eq!(replica.statuses(1).await, [200]);
         replica.change(Change::Service(Service::Sleep { ms: 60 })).await;
         let begin = Instant::now();
@@ -521,7 +523,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_requested_share_fails_at_once() {
-        let replica = Running::start(Replica::sleeping(0)).await;
+        let replica = TestReplica::start(ReplicaSpec::sleeping(0)).await;
         replica.change(Change::Failing(0.5)).await;
         let failed = replica.statuses(400).await.iter().filter(|status| **status == 503).count();
         // Five standard deviations of a fair coin.
@@ -535,7 +537,7 @@ mod tests {
 
     #[tokio::test]
     async fn connections_are_refused_until_refusing_is_switched_off() {
-        let replica = Running::start(Replica::sleeping(0)).await;
+        let replica = TestReplica::start(ReplicaSpec::sleeping(0)).await;
         assert_eq!(replica.statuses(1).await, [200]);
         replica.change(Change::Refusing(true)).await;
         // The pooled connection is broken off, and new ones are refused.
@@ -550,7 +552,7 @@ mod tests {
 
     #[tokio::test]
     async fn beyond_slots_and_queue_requests_are_rejected() {
-        let replica = Running::start(Replica::sleeping(200).with_slots(2, 3)).await;
+        let replica = TestReplica::start(ReplicaSpec::sleeping(200).with_slots(2, 3)).await;
         let begin = Instant::now();
         let mut statuses = replica.at_once(8).await;
         statuses.sort_unstable();
@@ -561,7 +563,7 @@ mod tests {
 
     #[tokio::test]
     async fn cpu_work_runs_one_request_at_a_time() {
-        let replica = Running::start(Replica::new(Service::Cpu { us: 20_000 })).await;
+        let replica = TestReplica::start(ReplicaSpec::new(Service::Cpu { us: 20_000 })).await;
         let before = thread_cpu_time();
         assert_eq!(replica.at_once(3).await, [200; 3]);
         assert!(thread_cpu_time() - before >= Duration::from_millis(60));
@@ -570,7 +572,7 @@ mod tests {
     #[tokio::test]
     async fn a_cache_holds_the_most_recently_used_keys() {
         let cache = Service::Cache { entries: 2, hit_ms: 0, miss_ms: 1 };
-        let replica = Running::start(Replica::new(cache)).await;
+        let replica = TestReplica::start(ReplicaSpec::new(cache)).await;
         let mut hits = Vec::new();
         // `c` evicts `b`, because `a` was used more recently.
         for key in ["a", "b", "a", "c", "a", "b"] {
@@ -596,7 +598,7 @@ mod tests {
     #[tokio::test]
     async fn any_number_waits_for_a_slot() {
         let times = Times::Exactly { ms: 10.5 };
-        let replica = Running::start(Replica::new(Service::Queue { slots: 4, times })).await;
+        let replica = TestReplica::start(ReplicaSpec::new(Service::Queue { slots: 4, times })).await;
         let begin = Instant::now();
         assert_eq!(replica.at_once(40).await, [200; 40]);
         // Ten rounds; lateness of the machine in the first ones does not delay the later ones.
@@ -605,12 +607,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_engine_answers_tells_of_its_cache_and_can_fail() {
+    async fn an_engine_answers_reports_cache_hits_and_can_fail() {
         let service = Service::Inference {
             engine: EngineSpec::LLAMA2_70B.faster(100.0),
             answers: Answers::EventStream,
         };
-        let replica = Running::start(Replica::new(service)).await;
+        let replica = TestReplica::start(ReplicaSpec::new(service)).await;
         assert_eq!(replica.get("a").await.unwrap(), (200, Some(false)));
         assert_eq!(replica.get("a").await.unwrap(), (200, Some(true)));
         replica.change(Change::Failing(1.0)).await;
@@ -619,10 +621,10 @@ mod tests {
 
     #[test]
     fn normal_times_have_the_requested_mean() {
-        let mut dice = Dice::new(0, Service::Normal { mean_ms: 167.0, sd_ms: 5.0 });
+        let mut behaviour = Behaviour::new(0, Service::Normal { mean_ms: 167.0, sd_ms: 5.0 });
         let mut times: Vec<f64> = (0..1000)
-            .map(|_| match dice.cost(None) {
-                Cost::Sleep(time, None) => time.as_secs_f64() * 1e3,
+            .map(|_| match behaviour.cost(None) {
+                RequestCost::Sleep(time, None) => time.as_secs_f64() * 1e3,
                 other => panic!("{other:?}"),
             })
             .collect();

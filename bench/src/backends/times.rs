@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 /// The accepted forms of service times.
 const FORMS: &str =
-    "exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE (the second one's)";
-/// Longest allowed mean: the generator gives up on a request after 10 s.
+    "exact:MS, exp:MEAN, lognormal:MEAN,SIGMA or mix:LOW-HIGH,LOW-HIGH,SHARE (of the second range)";
+/// Longest allowed mean: the generator counts a request as failed after 10 s.
 const LONGEST_MS: f64 = 10_000.0;
 
 /// A distribution of service times.

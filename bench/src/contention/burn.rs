@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 /// Time from the beginning of a slice to that of the next one.
 pub(super) const SLICE: Duration = Duration::from_millis(10);
-/// Work that was held up may exceed its speed until it has caught up with this much: the kernel hands out CPU time by the
-/// period, not continuously.
+/// How much delay a piece of work may make up for by exceeding its speed: the kernel grants CPU time per period, not
+/// continuously.
 const CATCH_UP: Duration = SLICE.saturating_mul(2);
 
 /// CPU time that this thread has used so far.
@@ -38,7 +38,7 @@ pub(super) fn burn(cpu: Duration) {
     std::thread::yield_now();
 }
 
-/// The instants at which one piece of work may go on.
+/// The instants at which one piece of work may continue.
 pub(super) struct Pace(Instant);
 
 impl Pace {
@@ -46,7 +46,7 @@ impl Pace {
         Self(now)
     }
 
-    /// Returns the instant from which the work may go on, after a slice that stands for `length` and ended `now`.
+    /// Returns the instant at which the work may continue after a slice that represents `length` and ended `now`.
     pub(super) fn next(&mut self, length: Duration, now: Instant) -> Instant {
         self.0 = self.0.max(now.checked_sub(CATCH_UP).unwrap_or(now)) + length;
         self.0

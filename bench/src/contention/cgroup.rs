@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 
 /// A group. Dropping it removes it; its processes and the groups below must be gone.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct Cgroup {
     path: PathBuf,
     interface: Interface,
 }
@@ -24,7 +24,7 @@ enum Interface {
     V2,
 }
 
-impl Group {
+impl Cgroup {
     /// Creates a group directly below the root. Removes an empty one that an earlier run has left.
     pub(super) fn top(name: &str) -> Result<Self> {
         let mounts = fs::read_to_string("/proc/self/mounts")?;
@@ -90,7 +90,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for Cgroup {
     fn drop(&mut self) {
         // The kernel needs a moment to remove an ended process from its group.
         for _ in 0..50 {

@@ -7,14 +7,14 @@ pub(super) const P99: usize = 2;
 
 /// Latencies and failures.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Figures {
+pub(super) struct StepFigures {
     /// Milliseconds; infinite where failures reach the quantile.
     pub(super) quantiles_ms: [f64; QUANTILES.len()],
     /// Share of the queries that failed or missed the deadline.
     pub(super) failed: f64,
 }
 
-impl Figures {
+impl StepFigures {
     pub(super) fn of(quantile_ms: impl Fn(f64) -> f64, failed: f64) -> Self {
         Self { quantiles_ms: QUANTILES.map(|(q, _)| quantile_ms(q)), failed }
     }

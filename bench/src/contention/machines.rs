@@ -1,7 +1,7 @@
 //! The machines of the model: each is a cgroup with a quota, in which a replica and an antagonist compete by weight.
 //!
-//! While its antagonist is quiet, a replica can use more than its allocation. If the antagonist takes all that is its own,
-//! the kernel leaves the replica its allocation. Weights decide only among processes on the same core, so a machine is bound
+//! While its antagonist is quiet, a replica can use more than its allocation. However busy the antagonist is, the kernel
+//! leaves the replica its allocation. Weights decide only among processes on the same core, so a machine is bound
 //! to one.
 
 use std::net::SocketAddr;
@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use prequal_testbed::cpu_time;
 
-use super::cgroup::Group;
-use super::part::{Part, Role};
+use super::cgroup::Cgroup;
+use super::part::{PartProcess, Role};
 use super::replica;
 use super::scale::{PERIOD, ROOM, machine};
 use super::spare::Course;
@@ -23,27 +23,27 @@ const TOP: &str = "prequal-contention";
 /// All machines. Dropping them ends their processes and removes their cgroups.
 pub(super) struct Machines {
     machines: Vec<Machine>,
-    _top: Group,
+    _top: Cgroup,
 }
 
 // Processes end before their groups are removed, and inner groups before outer ones: fields are dropped in order.
 struct Machine {
     address: SocketAddr,
-    replica: Part,
-    antagonist: Part,
-    _inner: [Group; 2],
-    _outer: Group,
+    replica: PartProcess,
+    antagonist: PartProcess,
+    _inner: [Cgroup; 2],
+    _outer: Cgroup,
 }
 
 impl Machines {
     /// Returns why machines cannot be made here, in one line.
     pub(super) fn missing() -> Option<String> {
-        Group::top(TOP).err().map(|error| format!("missing: cgroups with the CPU controller: {error:#}"))
+        Cgroup::top(TOP).err().map(|error| format!("missing: cgroups with the CPU controller: {error:#}"))
     }
 
     /// Starts one machine per course. The antagonists wait.
     pub(super) fn start(courses: Vec<Course>, seed: u64) -> Result<Self> {
-        let top = Group::top(TOP)?;
+        let top = Cgroup::top(TOP)?;
         // To the scheduler a group is one process: without this, all machines together would get as much as one process.
         top.weigh(courses.len() as f64)?;
         let numbered = (0u16..).zip(courses);
@@ -68,18 +68,18 @@ impl Machines {
 }
 
 impl Machine {
-    fn start(top: &Group, number: u16, course: Course, seed: u64) -> Result<Self> {
+    fn start(top: &Cgroup, number: u16, course: Course, seed: u64) -> Result<Self> {
         let outer = top.below(&format!("machine-{number}"))?;
         outer.limit(machine(), PERIOD)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let core = usize::from(number) % cores;
-        let start = |name, weight, role| -> Result<(Part, Group, String)> {
+        let start = |name, weight, role| -> Result<(PartProcess, Cgroup, String)> {
             let group = outer.below(name)?;
             group.weigh(weight)?;
-            let mut part = Part::start()?;
+            let mut part = PartProcess::start()?;
             group.add(part.pid())?;
             process::pin(part.pid(), core..core + 1)?;
-            let answer = part.be(&role)?;
+            let answer = part.assume(&role)?;
             Ok((part, group, answer))
         };
         let seed = seed.wrapping_mul(1000) + u64::from(number);

@@ -1,7 +1,7 @@
 //! The paper's load ramp (§5.1, figure 6) on a real kernel: replicas that burn CPU time in cgroups, and antagonists that come
 //! and go on the same cores. The simulator runs the same ramp beside it.
 //!
-//! `scale` says how the paper's testbed is reduced to two cores. What this cannot show: a hundred replicas and a hundred
+//! `scale` says how the paper's testbed is reduced to two cores. This benchmark cannot show: a hundred replicas and a hundred
 //! clients (one Envoy knows all of its own requests, which helps rules that count them), machines that are full for minutes,
 //! and the other ways in which isolation slows a replica down, such as caches and memory bandwidth.
 
@@ -29,7 +29,7 @@ use machines::Machines;
 pub(crate) use part::run as part;
 use policy::Policy;
 use ramp::{Ramp, Step};
-use report::Runs;
+use report::PolicyRuns;
 
 use crate::passes::{self, Length};
 
@@ -60,15 +60,15 @@ pub(crate) async fn run(args: &Contention) -> Result<ExitCode> {
     let ramp = Ramp { loads, measured: args.length.seconds(30) };
     let passes = args.length.passes(3);
     describe(&ramp, policies.len(), passes);
-    let mut runs: Vec<Runs> = policies
+    let mut runs: Vec<PolicyRuns> = policies
         .iter()
-        .map(|policy| Runs { policy: *policy, measured: Vec::new(), simulated: Vec::new() })
+        .map(|policy| PolicyRuns { policy: *policy, measured: Vec::new(), simulated: Vec::new() })
         .collect();
     let total = passes * runs.len();
     for pass in 0..passes {
         let seed = pass as u64 + 1;
         for (number, index) in passes::order(policies.len(), pass).enumerate() {
-            let Runs { policy, measured, simulated } = &mut runs[index];
+            let PolicyRuns { policy, measured, simulated } = &mut runs[index];
             if !args.simulated {
                 println!("[{}/{total}] {}", pass * policies.len() + number + 1, policy.label());
                 let steps = ramp.run(*policy, seed).await;
@@ -144,14 +144,14 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct CommandLine {
         #[command(flatten)]
         contention: Contention,
     }
 
     impl Contention {
         fn parse(options: &[&str]) -> Self {
-            Line::parse_from(["contention"].iter().chain(options)).contention
+            CommandLine::parse_from(["contention"].iter().chain(options)).contention
         }
     }
 

@@ -1,6 +1,6 @@
 //! The child processes: replicas and antagonists, each in a process of its own so that it can have its own cgroup.
 //!
-//! A child reads what it is, one JSON line, from its standard input. It answers with one line once it is ready, begins at
+//! A child reads its role as one JSON line from its standard input. It answers with one line once it is ready, begins at
 //! the next line, and ends when its standard input does, hence also when the parent is killed.
 
 use std::io::{BufRead as _, BufReader, Lines, Write as _};
@@ -12,24 +12,24 @@ use serde::{Deserialize, Serialize};
 use super::spare::Course;
 use super::{antagonist, replica};
 
-/// What a child is.
+/// The role of a child.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum Role {
     /// Prints its address.
     Replica(replica::Spec),
-    /// Takes what the course leaves to it, from the line that makes it begin.
+    /// Uses the CPU time that the course leaves it, from its second input line on.
     Antagonist(Course),
 }
 
 /// A child as its parent sees it; killed on drop.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct PartProcess {
     child: Child,
     stdin: ChildStdin,
     answers: Lines<BufReader<ChildStdout>>,
 }
 
-impl Part {
+impl PartProcess {
     /// Starts a process that waits for its role.
     pub(super) fn start() -> Result<Self> {
         let mut child = Command::new(std::env::current_exe()?)
@@ -47,8 +47,8 @@ impl Part {
         self.child.id()
     }
 
-    /// Gives the process its role; returns what it answers once it is ready.
-    pub(super) fn be(&mut self, role: &Role) -> Result<String> {
+    /// Gives the process its role; returns its answer once it is ready.
+    pub(super) fn assume(&mut self, role: &Role) -> Result<String> {
         writeln!(self.stdin, "{}", serde_json::to_string(role)?)?;
         self.answers.next().context("a part of the benchmark has ended")?.context("reading from it")
     }
@@ -59,7 +59,7 @@ impl Part {
     }
 }
 
-impl Drop for Part {
+impl Drop for PartProcess {
     fn drop(&mut self) {
         // An error means that it has already exited.
         let _ = self.child.kill();

@@ -1,4 +1,4 @@
-//! The policies that the load ramp compares: in a real Envoy, and what stands for them in the simulator.
+//! The policies that the load ramp compares: in a real Envoy, and their counterparts in the simulator.
 
 use std::net::SocketAddr;
 
@@ -23,7 +23,7 @@ pub(super) enum Policy {
     /// The paper's weighted round robin: weights are queries per second over CPU utilisation, and errors do not count. In
     /// Envoy it is `client_side_weighted_round_robin`, fed with the CPU utilisation that replicas report.
     Wrr,
-    /// The same policy of Envoy, fed by the agents, which know requests and no CPU time.
+    /// The same policy of Envoy, fed by the agents, which count requests but do not know CPU time.
     Cswrr,
     TwoChoices,
     FullScan,
@@ -99,22 +99,22 @@ impl Policy {
         })
     }
 
-    /// What the simulator runs. Its replicas are learned, and agents estimate latency as shipped, as in reality.
-    pub(super) fn simulated(self) -> simulated::Arm {
+    /// The counterpart in the simulator. As in reality, replicas are learned, and agents estimate latency as shipped.
+    pub(super) fn simulated(self) -> simulated::SimArm {
         let learned = |prequal: Prequal| {
             let mut prequal = Prequal { paper_tracker: false, learn: true, ..prequal };
             prequal.pool.verified_probes = true;
-            simulated::Arm::Prequal(prequal)
+            simulated::SimArm::Prequal(prequal)
         };
         match self {
-            Self::Wrr => simulated::Arm::WeightedRoundRobin,
+            Self::Wrr => simulated::SimArm::WeightedRoundRobin,
             // The testbed's configuration has this blackout.
-            Self::Cswrr => simulated::Arm::Cswrr(Settings { blackout_ms: 1000, ..Settings::DEFAULT }),
-            Self::TwoChoices => simulated::Arm::LeastLoadedPo2c,
-            Self::FullScan => simulated::Arm::LeastLoaded,
+            Self::Cswrr => simulated::SimArm::Cswrr(Settings { blackout_ms: 1000, ..Settings::DEFAULT }),
+            Self::TwoChoices => simulated::SimArm::LeastLoadedPo2c,
+            Self::FullScan => simulated::SimArm::LeastLoaded,
             Self::Prequal => learned(ours()),
             Self::Paper => learned(paper()),
-            Self::Rule("peak_ewma") => simulated::Arm::PeakEwma(Scan::TwoChoices),
+            Self::Rule("peak_ewma") => simulated::SimArm::PeakEwma(Scan::TwoChoices),
             Self::Rule(name) => {
                 let rule = match name {
                     "c3" => Rule::C3 { clients: 1 },

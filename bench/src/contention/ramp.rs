@@ -7,13 +7,13 @@ use anyhow::{Context as _, Result};
 use bytes::Bytes;
 use prequal_testbed::{Agent, Envoy};
 
-use super::figures::Figures;
+use super::figures::StepFigures;
 use super::machines::Machines;
 use super::policy::Policy;
 use super::scale::{REPLICAS, allocation, rate};
 use super::spare::Course;
 use crate::deployment::{start_agents, start_envoys};
-use crate::load::{Arrivals, Plan, Run, Spread};
+use crate::load::{Arrivals, LoadRun, Plan, Spread};
 use crate::stats::{Sample, Summary};
 
 /// Time before the first step, at its load: policies learn the replicas, and reported means approach their values.
@@ -33,7 +33,7 @@ pub(super) struct Ramp {
 /// The figures of one step.
 #[derive(Clone, Debug)]
 pub(super) struct Step {
-    pub(super) figures: Figures,
+    pub(super) figures: StepFigures,
     pub(super) samples: usize,
     /// CPU time of the replicas, relative to their allocation.
     pub(super) cpu: f64,
@@ -64,13 +64,13 @@ impl Ramp {
     pub(super) async fn run(&self, policy: Policy, pass: u64) -> Result<Vec<Step>> {
         let courses = self.courses(pass);
         let mut deployment =
-            tokio::task::spawn_blocking(move || Deployment::start(policy, courses, pass)).await??;
+            tokio::task::spawn_blocking(move || RampDeployment::start(policy, courses, pass)).await??;
         let measured = self.run_on(&mut deployment, pass).await;
         tokio::task::spawn_blocking(move || drop(deployment)).await?;
         measured
     }
 
-    async fn run_on(&self, deployment: &mut Deployment, pass: u64) -> Result<Vec<Step>> {
+    async fn run_on(&self, deployment: &mut RampDeployment, pass: u64) -> Result<Vec<Step>> {
         deployment.machines.begin()?;
         let begin = Instant::now();
         let warm_up = deployment.load(self.loads[0], WARM_UP, pass);
@@ -81,9 +81,9 @@ impl Ramp {
             let run = deployment.load(*load, SETTLING + self.measured, seed);
             let from = begin + self.from(number);
             tokio::time::sleep_until(from.into()).await;
-            let before = Used::read(&deployment.machines)?;
+            let before = CpuReading::read(&deployment.machines)?;
             tokio::time::sleep_until((from + self.measured).into()).await;
-            let after = Used::read(&deployment.machines)?;
+            let after = CpuReading::read(&deployment.machines)?;
             println!("  {load}x: {:.0} % of the machine idle", after.idle_since(&before) * 100.0);
             tokio::task::block_in_place(|| deployment.check())?;
             running.push((run, before, after));
@@ -96,7 +96,7 @@ impl Ramp {
         Ok(steps)
     }
 
-    fn step(&self, samples: &[Sample], before: &Used, after: &Used) -> Step {
+    fn step(&self, samples: &[Sample], before: &CpuReading, after: &CpuReading) -> Step {
         let judged: Vec<&Sample> = samples.iter().filter(|sample| sample.due >= SETTLING).collect();
         let summary = Summary::of(judged.iter().copied(), |_| false);
         let mut late: Vec<Duration> = judged.iter().map(|sample| sample.late).collect();
@@ -108,7 +108,10 @@ impl Ramp {
         }
         let allocated = self.measured.as_secs_f64() * REPLICAS as f64 * allocation();
         Step {
-            figures: Figures::of(|q| summary.quantile_ms(q), summary.failed as f64 / summary.samples as f64),
+            figures: StepFigures::of(
+                |q| summary.quantile_ms(q),
+                summary.failed as f64 / summary.samples as f64,
+            ),
             samples: summary.samples,
             cpu: (after.replicas - before.replicas).as_secs_f64() / allocated,
             idle: after.idle_since(before),
@@ -119,13 +122,13 @@ impl Ramp {
 }
 
 /// The processes of one policy's run.
-struct Deployment {
+struct RampDeployment {
     envoys: Vec<Envoy>,
     _agents: Vec<Agent>,
     machines: Machines,
 }
 
-impl Deployment {
+impl RampDeployment {
     fn start(policy: Policy, courses: Vec<Course>, seed: u64) -> Result<Self> {
         let machines = Machines::start(courses, seed)?;
         let agents = start_agents(&machines.addresses(), &policy.agent_args())?;
@@ -142,8 +145,8 @@ impl Deployment {
         })
     }
 
-    fn load(&self, load: f64, length: Duration, seed: u64) -> Run {
-        Run::start(Plan {
+    fn load(&self, load: f64, length: Duration, seed: u64) -> LoadRun {
+        LoadRun::start(Plan {
             targets: self.envoys.iter().map(Envoy::addr).collect(),
             spread: Spread::InTurn,
             arrivals: Arrivals::Poisson(rate(load).round() as u32),
@@ -156,13 +159,13 @@ impl Deployment {
 }
 
 /// Counters at one instant.
-struct Used {
+struct CpuReading {
     replicas: Duration,
     idle: u64,
     all: u64,
 }
 
-impl Used {
+impl CpuReading {
     fn read(machines: &Machines) -> Result<Self> {
         let stat = std::fs::read_to_string("/proc/stat")?;
         let (idle, all) = idle_of(&stat).context("reading the first line of /proc/stat")?;

@@ -1,7 +1,7 @@
 //! A replica: an HTTP server that burns CPU time for each query, with processor sharing among its queries.
 //!
 //! One thread serves all queries in turn, a slice each. It continues to work on a query whose client has given up: otherwise
-//! weighted round robin would not fail as in the paper (the simulator's model says so, too). Responses carry the replica's
+//! weighted round robin would not fail as in the paper. The simulator does the same. Responses carry the replica's
 //! CPU utilisation in the format of ORCA, which is what the paper's weighted round robin uses.
 
 use std::cell::RefCell;
@@ -125,8 +125,8 @@ impl Replica {
 impl State {
     /// Draws a query: the time that it takes if nothing holds it up, and the CPU time per unit of that time.
     ///
-    /// The CPU time that the server has spent on connections and timers since the last query is deducted, and so is that of
-    /// slices beyond their ends. The mean CPU time of a query is then that of its work.
+    /// Deducts the CPU time that the server has spent on connections and timers since the last query, and by which slices
+    /// overran. So the mean CPU time of a query is that of its work.
     fn draw(&mut self) -> (Duration, f64) {
         let length = Duration::from_secs_f64(SIZES.draw(&mut self.rng) * WORK_MS / 1e3);
         let work = length.mul_f64(CORE);
@@ -137,7 +137,7 @@ impl State {
     }
 }
 
-/// Updates the utilisation, for ever.
+/// Updates the utilisation until the process ends.
 async fn measure(replica: Rc<Replica>) {
     let (mut at, mut used) = (Instant::now(), thread_cpu());
     loop {

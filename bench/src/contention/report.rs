@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::figures::{Figures, P99, QUANTILES};
+use super::figures::{P99, QUANTILES, StepFigures};
 use super::policy::Policy;
 use super::ramp::{Ramp, Step};
 use super::scale::{DEADLINE, rate};
@@ -13,26 +13,26 @@ use crate::sim::plot::{self, Chart, Line};
 use crate::stats::{median, min_max};
 use crate::table::{self, percent, spread};
 
-/// Below this idle share the machine is saturated: Envoy, agents and generator wait for a core, and latency is theirs.
+/// Below this idle share the machine is saturated: latency then includes the waits of Envoy, agents and generator for a core.
 const SATURATED: f64 = 0.05;
-/// How far simulated and measured quantiles may be apart to count as equal.
+/// Maximum ratio of simulated and measured quantiles that agree.
 const AGREES: f64 = 1.5;
 
 /// All runs of one policy: per pass, then per step.
-pub(super) struct Runs {
+pub(super) struct PolicyRuns {
     pub(super) policy: Policy,
     pub(super) measured: Vec<Vec<Step>>,
-    pub(super) simulated: Vec<Vec<Figures>>,
+    pub(super) simulated: Vec<Vec<StepFigures>>,
 }
 
-impl Runs {
+impl PolicyRuns {
     /// Measured values of one step, one per pass.
-    fn real(&self, step: usize, value: impl Fn(&Figures) -> f64) -> Vec<f64> {
+    fn real(&self, step: usize, value: impl Fn(&StepFigures) -> f64) -> Vec<f64> {
         self.measured.iter().map(|steps| value(&steps[step].figures)).collect()
     }
 
     /// The same of the simulator.
-    fn simulated(&self, step: usize, value: impl Fn(&Figures) -> f64) -> Vec<f64> {
+    fn simulated(&self, step: usize, value: impl Fn(&StepFigures) -> f64) -> Vec<f64> {
         self.simulated.iter().map(|steps| value(&steps[step])).collect()
     }
 
@@ -56,16 +56,16 @@ impl Runs {
     }
 }
 
-fn p99(figures: &Figures) -> f64 {
+fn p99(figures: &StepFigures) -> f64 {
     figures.quantiles_ms[P99]
 }
 
-fn failed(figures: &Figures) -> f64 {
+fn failed(figures: &StepFigures) -> f64 {
     figures.failed
 }
 
 /// A table per step.
-pub(super) fn tables(ramp: &Ramp, runs: &[Runs]) -> String {
+pub(super) fn tables(ramp: &Ramp, runs: &[PolicyRuns]) -> String {
     let quantiles = QUANTILES.map(|(_, name)| format!("{name} ms"));
     let mut header = vec!["policy"];
     header.extend(quantiles.iter().map(String::as_str));
@@ -85,13 +85,13 @@ pub(super) fn tables(ramp: &Ramp, runs: &[Runs]) -> String {
 }
 
 /// The lateness of the generator in a step.
-fn lateness(runs: &[Runs], step: usize) -> String {
+fn lateness(runs: &[PolicyRuns], step: usize) -> String {
     let late = runs.iter().flat_map(|runs| runs.measured.iter().map(|steps| steps[step].late_ms));
     late.reduce(f64::max).map_or_else(String::new, |late| format!("; generator's lateness p99 {late:.1} ms"))
 }
 
 /// The measured and the simulated row of a policy.
-fn rows(runs: &Runs, step: usize) -> Vec<Vec<String>> {
+fn rows(runs: &PolicyRuns, step: usize) -> Vec<Vec<String>> {
     let label = runs.policy.label();
     let simulated = runs.simulated.iter().map(|steps| &steps[step]).collect::<Vec<_>>();
     if runs.measured.is_empty() {
@@ -107,8 +107,9 @@ fn rows(runs: &Runs, step: usize) -> Vec<Vec<String>> {
 }
 
 /// The figures of several passes.
-fn row(label: &str, passes: &[&Figures]) -> Vec<String> {
-    let series = |value: &dyn Fn(&Figures) -> f64| passes.iter().map(|pass| value(pass)).collect::<Vec<_>>();
+fn row(label: &str, passes: &[&StepFigures]) -> Vec<String> {
+    let series =
+        |value: &dyn Fn(&StepFigures) -> f64| passes.iter().map(|pass| value(pass)).collect::<Vec<_>>();
     let mut row = vec![label.to_owned()];
     row.extend((0..QUANTILES.len()).map(|q| spread(&series(&|figures| figures.quantiles_ms[q]), whole_ms)));
     row.push(spread(&series(&failed), percent));
@@ -116,8 +117,8 @@ fn row(label: &str, passes: &[&Figures]) -> Vec<String> {
 }
 
 /// Writes the plot: p99 over load, measured and simulated, and failures.
-pub(super) fn draw(path: &Path, ramp: &Ramp, runs: &[Runs]) -> Result<()> {
-    let chart = |title: &str, logarithmic: bool, values: &dyn Fn(&Runs, usize) -> Vec<f64>| Chart {
+pub(super) fn draw(path: &Path, ramp: &Ramp, runs: &[PolicyRuns]) -> Result<()> {
+    let chart = |title: &str, logarithmic: bool, values: &dyn Fn(&PolicyRuns, usize) -> Vec<f64>| Chart {
         title: title.to_owned(),
         x_label: "load over allocation".to_owned(),
         points: ramp.loads.iter().map(|load| format!("{load}x")).collect(),
@@ -143,7 +144,7 @@ pub(super) fn draw(path: &Path, ramp: &Ramp, runs: &[Runs]) -> Result<()> {
     Ok(())
 }
 
-fn line(runs: &Runs, steps: usize, values: &dyn Fn(&Runs, usize) -> Vec<f64>) -> Line {
+fn line(runs: &PolicyRuns, steps: usize, values: &dyn Fn(&PolicyRuns, usize) -> Vec<f64>) -> Line {
     let value = |step| {
         let values = values(runs, step);
         let (low, high) = min_max(values.iter().copied());
@@ -155,7 +156,7 @@ fn line(runs: &Runs, steps: usize, values: &dyn Fn(&Runs, usize) -> Vec<f64>) ->
 /// Compares the shape of the ramp with the paper's figure 6, and the simulator with the measurement.
 ///
 /// Goals that need a step or a policy that was left out, or figures of a saturated machine, are left out as well.
-pub(super) fn judge(ramp: &Ramp, runs: &[Runs]) -> Goals {
+pub(super) fn judge(ramp: &Ramp, runs: &[PolicyRuns]) -> Goals {
     let mut goals = Goals::default();
     let steps = || 0..ramp.loads.len();
     // A policy's runs and the step with this load, if they count.
@@ -202,16 +203,16 @@ pub(super) fn judge(ramp: &Ramp, runs: &[Runs]) -> Goals {
     goals
 }
 
-/// Number of medians of p99 that the simulator meets, and number of all that count.
-fn agreement(ramp: &Ramp, runs: &[Runs]) -> (usize, usize) {
+/// Number of median p99 values on which the simulator agrees, and number of those compared.
+fn agreement(ramp: &Ramp, runs: &[PolicyRuns]) -> (usize, usize) {
     let cells = runs.iter().flat_map(|runs| (0..ramp.loads.len()).map(move |step| (runs, step)));
     // Both sides are capped at the deadline, so cells beyond it on both sides would always agree.
-    let counts = |(runs, step): &(&Runs, usize)| {
+    let counts = |(runs, step): &(&PolicyRuns, usize)| {
         let answered = runs.p99(*step).min(median(runs.simulated(*step, p99))) <= deadline_ms();
         !runs.is_saturated(*step) && answered
     };
-    let counting: Vec<(&Runs, usize)> = cells.filter(counts).collect();
-    let agrees = |(runs, step): &&(&Runs, usize)| {
+    let counting: Vec<(&PolicyRuns, usize)> = cells.filter(counts).collect();
+    let agrees = |(runs, step): &&(&PolicyRuns, usize)| {
         let ratio = capped(median(runs.simulated(*step, p99))) / runs.p99(*step);
         (1.0 / AGREES..=AGREES).contains(&ratio)
     };
@@ -235,8 +236,8 @@ fn whole_ms(value: f64) -> String {
 mod tests {
     use super::*;
 
-    fn runs(policy: Policy, p99: f64, failed: f64, simulated: f64) -> Runs {
-        let figures = |p99, failed| Figures { quantiles_ms: [80.0, 180.0, p99, p99], failed };
+    fn runs(policy: Policy, p99: f64, failed: f64, simulated: f64) -> PolicyRuns {
+        let figures = |p99, failed| StepFigures { quantiles_ms: [80.0, 180.0, p99, p99], failed };
         let step = Step {
             figures: figures(p99, failed),
             samples: 1000,
@@ -245,10 +246,10 @@ mod tests {
             late_ms: 1.0,
             failures: std::collections::BTreeMap::new(),
         };
-        Runs { policy, measured: vec![vec![step]], simulated: vec![vec![figures(simulated, 0.0)]] }
+        PolicyRuns { policy, measured: vec![vec![step]], simulated: vec![vec![figures(simulated, 0.0)]] }
     }
 
-    fn verdicts(load: f64, runs: &[Runs]) -> Vec<(bool, String)> {
+    fn verdicts(load: f64, runs: &[PolicyRuns]) -> Vec<(bool, String)> {
         let ramp = Ramp { loads: vec![load], measured: std::time::Duration::from_secs(10) };
         judge(&ramp, runs).lines
     }

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-/// What stands for a core of the paper's machines, in cores of this machine.
+/// A core of the paper's machines, in cores of this machine.
 pub(super) const CORE: f64 = 0.01;
 /// A replica's allocation in cores of the model, as in the simulator.
 pub(super) const ALLOCATION: f64 = crate::sim::scenario::ALLOCATION;

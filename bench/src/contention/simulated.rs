@@ -2,17 +2,17 @@
 
 use std::time::Duration;
 
-use super::figures::Figures;
+use super::figures::StepFigures;
 use super::policy::Policy;
 use super::ramp::{Ramp, SETTLING, WARM_UP};
 use super::scale::{DEADLINE, REPLICAS};
 use crate::sim::engine;
-use crate::sim::scenario::{Change, Scenario, Spare};
+use crate::sim::scenario::{SimChange, SimScenario, Spare};
 
 /// Simulates one step of the ramp under a policy.
-pub(super) fn step(ramp: &Ramp, step: usize, policy: Policy, pass: u64) -> Figures {
+pub(super) fn step(ramp: &Ramp, step: usize, policy: Policy, pass: u64) -> StepFigures {
     let warm_up = WARM_UP + SETTLING;
-    let mut scenario = Scenario::testbed(REPLICAS, ramp.loads[step], Spare::None);
+    let mut scenario = SimScenario::testbed(REPLICAS, ramp.loads[step], Spare::None);
     // One Envoy with one worker.
     scenario.clients = 1;
     scenario.warm_up = warm_up.as_secs_f64();
@@ -20,16 +20,16 @@ pub(super) fn step(ramp: &Ramp, step: usize, policy: Policy, pass: u64) -> Figur
     scenario.deadline = Some(DEADLINE.as_secs_f64());
     scenario.changes = changes(ramp, ramp.from(step) - warm_up, warm_up + ramp.measured, pass);
     let latencies = engine::run(&scenario, &policy.simulated(), pass).latencies();
-    Figures::of(|q| latencies.ms(q), latencies.failed())
+    StepFigures::of(|q| latencies.ms(q), latencies.failed())
 }
 
 /// What the antagonists do in a part of the ramp.
-fn changes(ramp: &Ramp, start: Duration, length: Duration, pass: u64) -> Vec<(f64, Change)> {
+fn changes(ramp: &Ramp, start: Duration, length: Duration, pass: u64) -> Vec<(f64, SimChange)> {
     let courses = ramp.courses(pass).into_iter().enumerate();
     courses
         .flat_map(|(server, course)| {
             let part = course.part(start, length).into_iter();
-            part.map(move |(at, spare)| (at.as_secs_f64(), Change::Spare(server, spare)))
+            part.map(move |(at, spare)| (at.as_secs_f64(), SimChange::Spare(server, spare)))
         })
         .collect()
 }

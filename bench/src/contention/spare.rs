@@ -1,4 +1,4 @@
-//! The antagonists' course: how much of its machine each leaves to the replica, from time to time.
+//! The antagonists' course: how much of its machine each leaves to the replica, over time.
 //!
 //! The real antagonists and the simulator follow the same course, which a seed fixes.
 
@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::scale::ROOM;
 
-/// Time for which one machine is full: its antagonist takes all that is not the replica's own. Then another machine is. In
-/// this time a replica above its allocation gathers so many queries that some miss a deadline of 5 s, as in the paper.
+/// Time for which one machine is full (its antagonist takes everything beyond the replica's allocation) before another one
+/// is. In this time a replica above its allocation gathers so many queries that some miss a deadline of 5 s, as in the paper.
 const FULL: Duration = Duration::from_secs(20);
 /// Mean time between two changes of any other antagonist.
 const DWELL: Duration = Duration::from_secs(5);

@@ -21,7 +21,7 @@ use tokio::task::{JoinHandle, JoinSet};
 const HELD: &str = "/held";
 /// Streams per connection: fewer than an agent allows by default.
 const STREAMS: usize = 500;
-/// Time in which all requests have to be in flight.
+/// Maximum time until all requests are in flight.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A backend within this process that answers every request at once, except those that are to stay in flight.

@@ -10,14 +10,14 @@ use crate::deployment::CLUSTER;
 
 /// Whether Prequal runs in an Envoy, and in which form.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Kind {
+pub(super) enum EnvoyKind {
     /// Envoy's round robin alone.
     Without,
     Filter,
     Native,
 }
 
-impl Kind {
+impl EnvoyKind {
     pub(super) const ALL: [Self; 3] = [Self::Without, Self::Filter, Self::Native];
 
     pub(super) fn name(self) -> &'static str {
@@ -52,7 +52,7 @@ impl Kind {
     }
 }
 
-/// The path under which a cluster is reached. Except for the first, no path is the beginning of another.
+/// The path under which a cluster is reached. Except for the first, no path is a prefix of another.
 pub(super) fn path(cluster: usize) -> String {
     if cluster == 0 { "/".to_owned() } else { format!("/{}", name(cluster)) }
 }
@@ -90,15 +90,15 @@ mod tests {
     #[test]
     fn every_cluster_has_a_probe_cluster_only_if_prequal_runs() {
         let replicas = ["127.0.0.1:1".parse().unwrap()];
-        let of = |kind: Kind| names(&mut kind.config(&replicas, 3).unwrap());
-        assert_eq!(of(Kind::Without), ["replicas", "cluster-0001", "cluster-0002"]);
-        assert_eq!(of(Kind::Filter).len(), 6);
-        assert_eq!(of(Kind::Native).len(), 6);
+        let of = |kind: EnvoyKind| names(&mut kind.config(&replicas, 3).unwrap());
+        assert_eq!(of(EnvoyKind::Without), ["replicas", "cluster-0001", "cluster-0002"]);
+        assert_eq!(of(EnvoyKind::Filter).len(), 6);
+        assert_eq!(of(EnvoyKind::Native).len(), 6);
     }
 
     #[test]
     fn a_native_policy_names_its_own_cluster() {
-        let mut config = Kind::Native.config(&["127.0.0.1:1".parse().unwrap()], 3).unwrap();
+        let mut config = EnvoyKind::Native.config(&["127.0.0.1:1".parse().unwrap()], 3).unwrap();
         let text = config.cluster_mut("cluster-0002").to_string();
         assert!(text.contains("cluster-0002-agent") && !text.contains("replicas-agent"), "{text}");
     }

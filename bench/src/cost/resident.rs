@@ -14,7 +14,7 @@ use clap::Args;
 use prequal_testbed::{Agent, Envoy, EnvoyConfig};
 
 use super::held::{Backend, hold};
-use super::kind::{Kind, path};
+use super::kind::{EnvoyKind, path};
 use super::replicas::members;
 use super::trivial;
 use crate::backends::Backends;
@@ -44,7 +44,7 @@ const STREAM_KIB: f64 = 48.0;
 
 /// Arguments of `memory`.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct Memory {
+pub(crate) struct MemoryArgs {
     /// Processes started for each figure
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     starts: u32,
@@ -57,7 +57,7 @@ pub(crate) struct Memory {
 }
 
 /// A quantity of which Envoys with different amounts are compared.
-struct Quantity {
+struct MemoryQuantity {
     name: &'static str,
     sizes: &'static [usize],
     /// The growth is given per this amount.
@@ -68,11 +68,11 @@ struct Quantity {
     smallest_mib: Option<[f64; 2]>,
     /// The same for the growth per unit.
     unit_mib: [f64; 2],
-    config: fn(Kind, &[SocketAddr], usize) -> Result<EnvoyConfig>,
+    config: fn(EnvoyKind, &[SocketAddr], usize) -> Result<EnvoyConfig>,
 }
 
-const QUANTITIES: [Quantity; 3] = [
-    Quantity {
+const QUANTITIES: [MemoryQuantity; 3] = [
+    MemoryQuantity {
         name: "workers",
         sizes: &[1, 2, 4],
         unit: 1.0,
@@ -84,7 +84,7 @@ const QUANTITIES: [Quantity; 3] = [
             Ok(kind.config(&replicas[..REPLICAS], 1)?.concurrency(u32::try_from(workers)?))
         },
     },
-    Quantity {
+    MemoryQuantity {
         name: "clusters, two workers",
         sizes: &[1, 16, 64],
         unit: 1.0,
@@ -93,7 +93,7 @@ const QUANTITIES: [Quantity; 3] = [
         unit_mib: [1.0, 0.5],
         config: |kind, replicas, clusters| Ok(kind.config(&replicas[..REPLICAS], clusters)?.concurrency(2)),
     },
-    Quantity {
+    MemoryQuantity {
         name: "replicas, one worker",
         sizes: &[REPLICAS, 1000 + REPLICAS],
         unit: 1000.0,
@@ -106,7 +106,7 @@ const QUANTITIES: [Quantity; 3] = [
 
 /// The readings of one quantity and kind, MiB: for each size, one per start.
 struct Readings {
-    kind: Kind,
+    kind: EnvoyKind,
     by_size: Vec<Vec<f64>>,
 }
 
@@ -117,14 +117,14 @@ impl Readings {
     }
 
     /// MiB that one unit more takes.
-    fn per_unit(&self, quantity: &Quantity) -> f64 {
+    fn per_unit(&self, quantity: &MemoryQuantity) -> f64 {
         let last = quantity.sizes.len() - 1;
         (self.mib(last) - self.mib(0)) / (quantity.sizes[last] - quantity.sizes[0]) as f64 * quantity.unit
     }
 }
 
 /// Measures and judges everything; the exit code shows whether every goal was reached.
-pub(crate) async fn run(memory: &Memory) -> Result<ExitCode> {
+pub(crate) async fn run(memory: &MemoryArgs) -> Result<ExitCode> {
     let starts = if memory.quick { 1 } else { memory.starts };
     let backends = Backends::start(&trivial(1000 + REPLICAS))?;
     let (mut goals, mut charts) = (Goals::default(), Vec::new());
@@ -147,10 +147,10 @@ pub(crate) async fn run(memory: &Memory) -> Result<ExitCode> {
     Ok(goals.print())
 }
 
-async fn measure(quantity: &Quantity, replicas: &[SocketAddr], starts: u32) -> Result<Vec<Readings>> {
+async fn measure(quantity: &MemoryQuantity, replicas: &[SocketAddr], starts: u32) -> Result<Vec<Readings>> {
     println!("Envoy's resident memory over {}", quantity.name);
     let mut all: Vec<Readings> =
-        Kind::ALL.map(|kind| Readings { kind, by_size: vec![Vec::new(); quantity.sizes.len()] }).into();
+        EnvoyKind::ALL.map(|kind| Readings { kind, by_size: vec![Vec::new(); quantity.sizes.len()] }).into();
     for start in 1..=starts {
         for readings in &mut all {
             for (size, into) in quantity.sizes.iter().zip(&mut readings.by_size) {
@@ -167,7 +167,7 @@ async fn measure(quantity: &Quantity, replicas: &[SocketAddr], starts: u32) -> R
 }
 
 /// Starts an Envoy, sends requests to each of its clusters, and reads its memory.
-async fn envoy_mib(kind: Kind, mut config: EnvoyConfig) -> Result<f64> {
+async fn envoy_mib(kind: EnvoyKind, mut config: EnvoyConfig) -> Result<f64> {
     // One route answers what is Prequal's own; each other route is a cluster.
     let clusters = config.routes_mut().iter().filter(|route| route["route"].is_object()).count();
     let cluster = config.cluster_mut(crate::deployment::CLUSTER);
@@ -181,7 +181,7 @@ async fn envoy_mib(kind: Kind, mut config: EnvoyConfig) -> Result<f64> {
     }
     closed::send(envoy.addr(), CONNECTIONS, REQUESTS).await?;
     let begin = Instant::now();
-    while kind == Kind::Filter && members(&envoy)? < replicas as u64 && begin.elapsed() < PATIENCE {
+    while kind == EnvoyKind::Filter && members(&envoy)? < replicas as u64 && begin.elapsed() < PATIENCE {
         closed::send(envoy.addr(), CONNECTIONS, REQUESTS).await?;
     }
     tokio::time::sleep(SETTLES).await;
@@ -190,7 +190,7 @@ async fn envoy_mib(kind: Kind, mut config: EnvoyConfig) -> Result<f64> {
     Ok(kib as f64 / 1024.0)
 }
 
-fn shown(quantity: &Quantity, all: &[Readings]) -> String {
+fn shown(quantity: &MemoryQuantity, all: &[Readings]) -> String {
     let mut header = vec![quantity.name.to_owned()];
     header.extend(quantity.sizes.iter().map(|size| format!("{size}, MiB")));
     header.push(format!("MiB per {}", quantity.unit_name));
@@ -208,15 +208,15 @@ fn shown(quantity: &Quantity, all: &[Readings]) -> String {
 /// Adds a verdict for each kind that runs Prequal: `of` compared with the same without Prequal, at most `limits` MiB more.
 fn judge(what: &str, all: &[Readings], of: impl Fn(&Readings) -> f64, limits: [f64; 2], goals: &mut Goals) {
     let mib = |kind| all.iter().find(|readings| readings.kind == kind).map_or(f64::NAN, &of);
-    for (kind, limit) in [Kind::Filter, Kind::Native].into_iter().zip(limits) {
-        let more = mib(kind) - mib(Kind::Without);
+    for (kind, limit) in [EnvoyKind::Filter, EnvoyKind::Native].into_iter().zip(limits) {
+        let more = mib(kind) - mib(EnvoyKind::Without);
         let line =
             format!("{}, {what}: {} MiB more than without Prequal (at most {limit})", kind.name(), two(more));
         goals.add(more <= limit, line);
     }
 }
 
-fn chart(quantity: &Quantity, all: &[Readings]) -> Chart {
+fn chart(quantity: &MemoryQuantity, all: &[Readings]) -> Chart {
     let value = |values: &Vec<f64>| {
         let (low, high) = min_max(values.iter().copied());
         (median(values.iter().copied()), low, high)
@@ -283,18 +283,20 @@ mod tests {
 
     #[test]
     fn a_unit_takes_the_difference_between_the_sizes() {
-        let readings =
-            Readings { kind: Kind::Filter, by_size: vec![vec![40.0, 41.0, 39.0], vec![66.0], vec![76.0]] };
+        let readings = Readings {
+            kind: EnvoyKind::Filter,
+            by_size: vec![vec![40.0, 41.0, 39.0], vec![66.0], vec![76.0]],
+        };
         // 36 MiB for three more workers.
         assert_eq!(readings.per_unit(&QUANTITIES[0]), 12.0);
-        let readings = Readings { kind: Kind::Filter, by_size: vec![vec![40.0], vec![60.0]] };
+        let readings = Readings { kind: EnvoyKind::Filter, by_size: vec![vec![40.0], vec![60.0]] };
         assert_eq!(readings.per_unit(&QUANTITIES[2]), 20.0, "per 1000 replicas");
     }
 
     #[test]
     fn clusters_are_counted_by_their_routes() {
         let replicas = ["127.0.0.1:1".parse().unwrap(); REPLICAS];
-        let mut config = Kind::Filter.config(&replicas, 16).unwrap();
+        let mut config = EnvoyKind::Filter.config(&replicas, 16).unwrap();
         assert_eq!(config.routes_mut().iter().filter(|route| route["route"].is_object()).count(), 16);
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::FIRST;
 use crate::arm::Arm;
-use crate::backends::{Fleet, Replica, Service};
+use crate::backends::{Fleet, ReplicaSpec, Service};
 use crate::load::{Arrivals, Keys, Spread};
 use crate::scenario::{Goal, Load, Scenario};
 
@@ -21,7 +21,7 @@ const KEYS: Keys = Keys { count: 1200, exponent: 1.0 };
 
 /// A run of `seconds`, preceded by a third of that time in which the caches fill.
 pub(super) fn scenario(seconds: Duration) -> Scenario {
-    let replica = Replica::new(Service::Cache { entries: ENTRIES, hit_ms: 10, miss_ms: 100 });
+    let replica = ReplicaSpec::new(Service::Cache { entries: ENTRIES, hit_ms: 10, miss_ms: 100 });
     let filling = FIRST.max(seconds / 3);
     Scenario {
         name: "affinity".to_owned(),

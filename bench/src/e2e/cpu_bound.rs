@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::FIRST;
 use crate::arm::Arm;
-use crate::backends::{Fleet, Replica, Service};
+use crate::backends::{Fleet, ReplicaSpec, Service};
 use crate::scenario::{Goal, Load, Scenario};
 
 const REPLICAS: usize = 4;
@@ -25,7 +25,7 @@ fn scenario(ms: u64, part: f64, seconds: Duration) -> Scenario {
         title: format!(
             "{REPLICAS} replicas with {ms} ms of work a request, {CONNECTIONS} closed-loop connections"
         ),
-        fleet: Fleet::of(REPLICAS, Replica::new(Service::Cpu { us: ms * 1000 })),
+        fleet: Fleet::of(REPLICAS, ReplicaSpec::new(Service::Cpu { us: ms * 1000 })),
         load: Load::Closed { connections: CONNECTIONS },
         workers: 1,
         arms: vec![Arm::LeastRequest, Arm::Cswrr, Arm::EmptyModule, Arm::Prequal],

@@ -11,9 +11,9 @@ use clap::Args;
 
 use super::{FIRST, Topologies, draw};
 use crate::arm::Arm;
-use crate::backends::{Change, Fleet, Replica, Service};
+use crate::backends::{Change, Fleet, ReplicaSpec, Service};
 use crate::comparison::Comparison;
-use crate::deployment::Event;
+use crate::deployment::ReplicaEvent;
 use crate::goals::{Goals, above_round_robin_median, worst};
 use crate::passes::Length;
 use crate::plot::Panel;
@@ -49,7 +49,7 @@ pub(crate) struct Ingress {
 
 /// A run of `seconds` after [`FIRST`], without goals.
 pub(crate) fn scenario(seconds: Duration) -> Scenario {
-    let sleeping = Replica::sleeping;
+    let sleeping = ReplicaSpec::sleeping;
     Scenario {
         name: "ingress".to_owned(),
         title: "14 replicas at 50 ms and 2 at 800 ms, 500 requests/s".to_owned(),
@@ -79,7 +79,7 @@ fn healing() -> Scenario {
     Scenario {
         name: "ingress, slow replica made fast".to_owned(),
         arms: vec![Arm::Prequal],
-        schedule: vec![(healed, Event::Backend(FAST, fast))],
+        schedule: vec![(healed, ReplicaEvent::Backend(FAST, fast))],
         // The same goal as for a fault that ends. The healed replica is noticed by trials: one request in 2000, shared with
         // the other slow replica.
         watch: Some(Watch { replica: FAST, within: Duration::from_secs(10), part: 0.5 }),

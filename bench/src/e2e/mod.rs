@@ -49,20 +49,20 @@ pub(crate) enum EndToEnd {
     /// Every selection rule through the same filter, in the scenarios `ingress` and `stall`
     Rules(Length),
     /// 16 identical replicas at 80 % load, exponential times: never worse than the best of Envoy's own policies
-    Equal(never_worse::Run),
+    Equal(never_worse::RunArgs),
     /// 10 identical replicas at 90 % load, exponential times: p99 a fifth better
     #[command(name = "equal-90")]
-    Equal90(never_worse::Run),
+    Equal90(never_worse::RunArgs),
     /// 8 replicas at 70 % load, one request in ten takes twenty times as long: never worse
-    Mix(never_worse::Run),
+    Mix(never_worse::RunArgs),
     /// 8 replicas, and 8 half as fast, at 80 % load: never worse
-    Generations(never_worse::Run),
+    Generations(never_worse::RunArgs),
     /// 14 replicas with 4 slots and 2 with one: never worse
-    Queue(never_worse::Run),
+    Queue(never_worse::RunArgs),
     /// 12 replicas at 90 % load, all requests identical: never worse
-    Constant(never_worse::Run),
+    Constant(never_worse::RunArgs),
     /// Four idle replicas and 400 requests: every replica gets some
-    Idle(never_worse::Run),
+    Idle(never_worse::RunArgs),
     /// Any fleet, with replicas, slots, service times and load from options: never worse
     Fleet(never_worse::Any),
 }
@@ -124,7 +124,7 @@ pub(crate) async fn run(what: &EndToEnd) -> Result<ExitCode> {
 /// Runs one of the fleets without a fault in the requested topologies.
 async fn never_worse(
     scenario: impl Fn(Duration) -> Scenario,
-    run: &never_worse::Run,
+    run: &never_worse::RunArgs,
     seconds: u64,
 ) -> Result<ExitCode> {
     let mut scenario = Scenario { workers: run.workers, ..scenario(run.length.seconds(seconds)) };

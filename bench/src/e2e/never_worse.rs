@@ -12,7 +12,7 @@ use clap::Args;
 
 use super::{FIRST, Topologies};
 use crate::arm::Arm;
-use crate::backends::{Fleet, Replica, Service, Times};
+use crate::backends::{Fleet, ReplicaSpec, Service, Times};
 use crate::load::Spread;
 use crate::passes::Length;
 use crate::scenario::{Goal, Load, Marked, Scenario};
@@ -22,7 +22,7 @@ const MOST_REPLICAS: u16 = 100;
 
 /// Duration and topologies of one of these scenarios.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct Run {
+pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(super) length: Length,
     /// Number of Envoys that share the load; each of four has one worker
@@ -50,23 +50,23 @@ pub(crate) struct Any {
     service: Times,
     /// Another kind of replicas, as REPLICASxSLOTS:TIMES; may be repeated. The share of all but the first kind is shown
     #[arg(long, value_name = "GROUP")]
-    and: Vec<Group>,
+    and: Vec<ReplicaGroup>,
     /// Load as a fraction of what the whole fleet can serve
     #[arg(long, value_name = "PART", value_parser = load)]
     load: f64,
     #[command(flatten)]
-    pub(super) run: Run,
+    pub(super) run: RunArgs,
 }
 
 /// Identical replicas.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Group {
+struct ReplicaGroup {
     replicas: u16,
     slots: u16,
     times: Times,
 }
 
-impl Group {
+impl ReplicaGroup {
     /// Requests per second that the group can serve.
     fn capacity(self) -> f64 {
         f64::from(self.replicas) * f64::from(self.slots) * 1e3 / self.times.mean_ms()
@@ -77,12 +77,12 @@ impl Group {
         format!("{} replicas with {} slot{plural}, {}", self.replicas, self.slots, self.times)
     }
 
-    fn replica(self) -> Replica {
-        Replica::new(Service::Queue { slots: usize::from(self.slots), times: self.times })
+    fn replica(self) -> ReplicaSpec {
+        ReplicaSpec::new(Service::Queue { slots: usize::from(self.slots), times: self.times })
     }
 }
 
-impl FromStr for Group {
+impl FromStr for ReplicaGroup {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -106,8 +106,8 @@ fn load(text: &str) -> Result<f64> {
     Ok(load)
 }
 
-fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> Group {
-    Group { replicas, slots, times: Times::Exponential { mean_ms } }
+fn exponential(replicas: u16, slots: u16, mean_ms: f64) -> ReplicaGroup {
+    ReplicaGroup { replicas, slots, times: Times::Exponential { mean_ms } }
 }
 
 /// Identical, busy replicas.
@@ -125,7 +125,7 @@ pub(super) fn equal_90(seconds: Duration) -> Scenario {
 /// Identical replicas, but one request in ten takes twenty times as long as the others.
 pub(super) fn mix(seconds: Duration) -> Scenario {
     let times = Times::Mix { usual: [5.0, 15.0], other: [100.0, 300.0], other_share: 0.1 };
-    scenario("mix", &[Group { replicas: 8, slots: 4, times }], 772, None, seconds)
+    scenario("mix", &[ReplicaGroup { replicas: 8, slots: 4, times }], 772, None, seconds)
 }
 
 /// Half of the replicas are half as fast.
@@ -142,13 +142,13 @@ pub(super) fn queue(seconds: Duration) -> Scenario {
 
 /// Identical replicas and identical requests: round robin is hard to beat.
 pub(super) fn constant(seconds: Duration) -> Scenario {
-    let group = Group { replicas: 12, slots: 4, times: Times::Exactly { ms: 40.0 } };
+    let group = ReplicaGroup { replicas: 12, slots: 4, times: Times::Exactly { ms: 40.0 } };
     scenario("constant", &[group], 1080, None, seconds)
 }
 
 /// Identical replicas, rarely busy: each must get some requests. The whole run is judged.
 pub(super) fn idle(seconds: Duration) -> Scenario {
-    let group = Group { replicas: 4, slots: 4, times: Times::Exactly { ms: 10.0 } };
+    let group = ReplicaGroup { replicas: 4, slots: 4, times: Times::Exactly { ms: 10.0 } };
     Scenario {
         title: format!("{}, 20 requests/s", group.text()),
         load: Load::constant(20),
@@ -160,8 +160,8 @@ pub(super) fn idle(seconds: Duration) -> Scenario {
 
 /// The fleet that the command line describes.
 pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
-    let first = Group { replicas: fleet.replicas, slots: fleet.slots, times: fleet.service };
-    let groups: Vec<Group> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
+    let first = ReplicaGroup { replicas: fleet.replicas, slots: fleet.slots, times: fleet.service };
+    let groups: Vec<ReplicaGroup> = std::iter::once(first).chain(fleet.and.iter().copied()).collect();
     let capacity: f64 = groups.iter().map(|group| group.capacity()).sum();
     let per_second = (fleet.load * capacity).round().max(1.0) as u32;
     let marked = (!fleet.and.is_empty()).then_some("the other kinds");
@@ -171,7 +171,7 @@ pub(super) fn any(fleet: &Any, seconds: Duration) -> Scenario {
 /// A run of `seconds` after [`FIRST`]. With a label, all replicas but those of the first group are marked.
 fn scenario(
     name: &str,
-    groups: &[Group],
+    groups: &[ReplicaGroup],
     per_second: u32,
     marked: Option<&'static str>,
     seconds: Duration,
@@ -211,13 +211,13 @@ mod tests {
     const MINUTE: Duration = Duration::from_secs(60);
 
     #[derive(Parser)]
-    struct Line {
+    struct CommandLine {
         #[command(flatten)]
         any: Any,
     }
 
     fn parsed(line: &str) -> Result<Scenario, String> {
-        let line = Line::try_parse_from(std::iter::once("fleet").chain(line.split_whitespace()));
+        let line = CommandLine::try_parse_from(std::iter::once("fleet").chain(line.split_whitespace()));
         line.map(|line| any(&line.any, MINUTE)).map_err(|error| error.to_string())
     }
 
@@ -256,7 +256,7 @@ mod tests {
             "14 replicas with 4 slots, exponential 40 ms, and 2 replicas with 1 slot, exactly 80 ms; 713 requests/s \
              Poisson, 50 % load"
         );
-        let kind = |slots, times| Replica::new(Service::Queue { slots, times });
+        let kind = |slots, times| ReplicaSpec::new(Service::Queue { slots, times });
         assert_eq!(scenario.fleet.0[13], kind(4, Times::Exponential { mean_ms: 40.0 }));
         assert_eq!(scenario.fleet.0[14], kind(1, Times::Exactly { ms: 80.0 }));
         assert_eq!(scenario.marked.unwrap().replicas, 14..16);

@@ -1,8 +1,8 @@
 //! Prequal against other load balancers in the same run: the same replicas, agents, arrivals and fleets for all.
 //!
 //! A pass has Envoy's own policies, the peers that this machine has, and Prequal as filter and as native module. Every proxy
-//! has the same number of workers, and no policy has retries or active health checks. Prequal can still eject a replica that fails. Goals are set for Prequal against the best of
-//! all others, quantile by quantile; a missed goal is a finding.
+//! has the same number of workers, and no policy has retries or active health checks. Prequal can still eject a replica that
+//! fails. Goals are set for Prequal against the best of all others, quantile by quantile; a missed goal is a finding.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -29,7 +29,7 @@ const ENVOY: [Arm; 5] = [Arm::RoundRobin, Arm::LeastRequest, Arm::FullScan, Arm:
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Peers {
     /// The fleet and its load, as in `e2e`
-    shape: Shape,
+    shape: NamedFleet,
     #[command(flatten)]
     length: Length,
     /// Number of proxies that share the load; each of four has one worker
@@ -42,7 +42,7 @@ pub(crate) struct Peers {
 
 /// Fleets and loads of `e2e`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Shape {
+enum NamedFleet {
     /// 16 identical replicas at 80 % load, exponential times
     Equal,
     /// 10 identical replicas at 90 % load, exponential times
@@ -64,7 +64,7 @@ enum Shape {
     Stall,
 }
 
-impl Shape {
+impl NamedFleet {
     fn scenario(self, seconds: Duration) -> Scenario {
         match self {
             Self::Equal => never_worse::equal(seconds),
@@ -102,7 +102,7 @@ pub(crate) async fn run(args: &Peers) -> Result<ExitCode> {
     };
     let mut scenarios = args.length.choose(vec![scenario])?;
     for scenario in &mut scenarios {
-        let ours = scenario.arms.iter().filter(|arm| arm.is_ours());
+        let ours = scenario.arms.iter().filter(|arm| arm.is_prequal());
         scenario.goals = ours.map(|arm| Goal::NoWorseThanPeers(*arm)).collect();
     }
     let topologies = args.proxies.list();
@@ -120,7 +120,7 @@ fn report(comparisons: &[Comparison], topologies: &[usize], out: &Path, versions
             // Two panels, because one cannot show more than eight curves. Prequal is in both, with the same colours.
             let of = |peers: bool| {
                 let arms = comparison.scenario.arms.iter().copied();
-                let (ours, others): (Vec<Arm>, Vec<Arm>) = arms.partition(|arm| arm.is_ours());
+                let (ours, others): (Vec<Arm>, Vec<Arm>) = arms.partition(|arm| arm.is_prequal());
                 let others = others.into_iter().filter(|arm| matches!(arm, Arm::Peer(_)) == peers);
                 ours.into_iter().chain(others).collect::<Vec<_>>()
             };

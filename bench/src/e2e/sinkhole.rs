@@ -10,8 +10,8 @@ use clap::{Args, ValueEnum};
 
 use super::compare;
 use crate::arm::Arm;
-use crate::backends::{Change, Fleet, Replica};
-use crate::deployment::Event;
+use crate::backends::{Change, Fleet, ReplicaSpec};
+use crate::deployment::ReplicaEvent;
 use crate::passes::Length;
 use crate::recovery::Watch;
 use crate::scenario::{Goal, Load, Marked, Scenario};
@@ -19,7 +19,7 @@ use crate::scenario::{Goal, Load, Marked, Scenario};
 const REPLICAS: usize = 10;
 /// The failing replica.
 const FAILING: u16 = 9;
-/// Time before the fault, in which every policy gets to know the fleet.
+/// Time before the fault, in which every policy learns the fleet.
 const HEALTHY: Duration = Duration::from_secs(5);
 
 /// Arguments of `e2e sinkhole`.
@@ -56,20 +56,20 @@ impl Fault {
             Self::Third => "answers 503 at once to 30 % of its requests",
             Self::All => "answers 503 at once to all of its requests",
             Self::Refused => "refuses its agent's connections",
-            Self::Gone => "is gone, agent and all",
+            Self::Gone => "is gone, with its agent",
         }
     }
 
     /// The events that begin and end the fault.
-    fn events(self) -> [Event; 2] {
-        let failing = |share| Event::Backend(FAILING, Change::Failing(share));
-        let refusing = |refuse| Event::Backend(FAILING, Change::Refusing(refuse));
+    fn events(self) -> [ReplicaEvent; 2] {
+        let failing = |share| ReplicaEvent::Backend(FAILING, Change::Failing(share));
+        let refusing = |refuse| ReplicaEvent::Backend(FAILING, Change::Refusing(refuse));
         match self {
             Self::Half => [failing(0.5), failing(0.0)],
             Self::Third => [failing(0.3), failing(0.0)],
             Self::All => [failing(1.0), failing(0.0)],
             Self::Refused => [refusing(true), refusing(false)],
-            Self::Gone => [Event::AgentGone(FAILING), Event::AgentBack(FAILING)],
+            Self::Gone => [ReplicaEvent::AgentGone(FAILING), ReplicaEvent::AgentBack(FAILING)],
         }
     }
 }
@@ -89,7 +89,7 @@ fn scenario(fault: Fault, seconds: Duration) -> Scenario {
     Scenario {
         name: format!("sinkhole {name}"),
         title: format!("{REPLICAS} replicas at 50 ms, 500 requests/s, one {}", fault.text()),
-        fleet: Fleet::of(REPLICAS, Replica::sleeping(50)),
+        fleet: Fleet::of(REPLICAS, ReplicaSpec::sleeping(50)),
         load: Load::constant(500),
         workers: 1,
         arms: Arm::USUAL.to_vec(),

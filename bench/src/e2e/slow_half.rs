@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::FIRST;
 use crate::arm::Arm;
-use crate::backends::{Fleet, Replica};
+use crate::backends::{Fleet, ReplicaSpec};
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
 /// Replicas of each kind.
@@ -12,7 +12,7 @@ const REPLICAS: u16 = 20;
 
 /// A run of `seconds` after [`FIRST`].
 pub(super) fn scenario(seconds: Duration) -> Scenario {
-    let kind = |ms| Replica::sleeping(ms).with_slots(4, 8);
+    let kind = |ms| ReplicaSpec::sleeping(ms).with_slots(4, 8);
     let count = usize::from(REPLICAS);
     Scenario {
         name: "slow-half".to_owned(),

@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use crate::arm::Arm;
-use crate::backends::{Change, Fleet, Replica, Service};
-use crate::deployment::Event;
+use crate::backends::{Change, Fleet, ReplicaSpec, Service};
+use crate::deployment::ReplicaEvent;
 use crate::recovery::Watch;
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
@@ -21,14 +21,14 @@ const USUAL: Service = Service::Normal { mean_ms: 167.0, sd_ms: 5.0 };
 
 /// A run of `seconds`, with the stall in the middle half.
 pub(crate) fn scenario(seconds: Duration) -> Scenario {
-    let change = |service| Event::Backend(STALLED, Change::Service(service));
+    let change = |service| ReplicaEvent::Backend(STALLED, Change::Service(service));
     Scenario {
         name: "stall".to_owned(),
         title: format!(
             "{REPLICAS} replicas at 167 ± 5 ms, {PER_SECOND} requests/s, one at 2 s in the middle half of {} s",
             seconds.as_secs()
         ),
-        fleet: Fleet::of(REPLICAS, Replica::new(USUAL)),
+        fleet: Fleet::of(REPLICAS, ReplicaSpec::new(USUAL)),
         load: Load::constant(PER_SECOND),
         workers: 1,
         arms: Arm::USUAL.to_vec(),

@@ -31,7 +31,7 @@ pub(super) fn send(order: &Order) -> Result<Vec<Record>> {
 
 /// One line of the access log.
 #[derive(Deserialize)]
-struct Line {
+struct LogLine {
     /// Seconds.
     latency: f64,
     /// Nanoseconds since 1970, when the request was sent.
@@ -40,7 +40,7 @@ struct Line {
 }
 
 fn record(line: &str) -> Result<Record> {
-    let line: Line = serde_json::from_str(line)?;
+    let line: LogLine = serde_json::from_str(line)?;
     let latency = Duration::try_from_secs_f64(line.latency).context("latency")?;
     Ok(Record { sent: Duration::from_nanos(line.timestamp), latency: line.ok.then_some(latency) })
 }

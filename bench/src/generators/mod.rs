@@ -1,9 +1,9 @@
 //! `generators`: checks our load generator, and the claims measured with it, against other load generators.
 //!
 //! Every generator sends the same load to its own deployment, started cold: a constant rate over HTTP/1.1, through one Envoy
-//! with one worker. Each one's record of its requests is reduced to quantiles by the same code as our own samples, because
-//! their own summaries are approximate (vegeta's digest, fortio's wide buckets) or have no quantiles (h2load). Each
-//! generator's file says how it paces requests and what follows for its latencies.
+//! with one worker. The same code reduces every generator's record of its requests to quantiles, because the generators' own
+//! summaries are approximate (vegeta's digest, fortio's wide buckets) or have no quantiles (h2load). Each generator's file
+//! says how it paces requests and what follows for its latencies.
 
 mod fortio;
 mod generator;
@@ -42,21 +42,21 @@ pub(crate) struct Generators {
     generators: Vec<Generator>,
     /// The replicas, and the claim that is judged
     #[arg(long, default_value = "demo")]
-    fleet: Fleet,
+    fleet: Claim,
     #[command(flatten)]
     length: Length,
 }
 
 /// The replicas, and the claim that goes with them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-enum Fleet {
+enum Claim {
     /// The demo's: 14 replicas at 50 ms and 2 at 800 ms. Prequal's tail is far below round robin's
     Demo,
     /// 16 identical replicas at 80 % load. Prequal is not worse than Envoy's own policies
     Equal,
 }
 
-impl Fleet {
+impl Claim {
     fn name(self) -> &'static str {
         match self {
             Self::Demo => "demo",
@@ -84,7 +84,7 @@ impl Fleet {
 }
 
 /// One run of one generator.
-struct Run {
+struct GeneratorRun {
     arm: Arm,
     generator: Generator,
     judged: Summary,
@@ -93,23 +93,23 @@ struct Run {
 /// All runs of the comparison.
 struct Runs {
     scenario: Scenario,
-    fleet: Fleet,
+    fleet: Claim,
     /// Ours first.
     generators: Vec<Generator>,
-    runs: Vec<Run>,
+    runs: Vec<GeneratorRun>,
     /// The largest p99 lateness of our own generator.
     late: Duration,
 }
 
 impl Runs {
-    fn new(fleet: Fleet, scenario: Scenario, others: &[Generator]) -> Self {
+    fn new(fleet: Claim, scenario: Scenario, others: &[Generator]) -> Self {
         let generators = std::iter::once(Generator::Ours).chain(others.iter().copied()).collect();
         Self { scenario, fleet, generators, runs: Vec::new(), late: Duration::ZERO }
     }
 
     /// The runs of one arm and generator, one per pass.
     fn of(&self, arm: Arm, generator: Generator) -> impl Iterator<Item = &Summary> {
-        let wanted = move |run: &&Run| run.arm == arm && run.generator == generator;
+        let wanted = move |run: &&GeneratorRun| run.arm == arm && run.generator == generator;
         self.runs.iter().filter(wanted).map(|run| &run.judged)
     }
 
@@ -148,7 +148,7 @@ impl Runs {
                         format!("{}, {}, pass {}", arm.label(), generator.name(), pass + 1)
                     })?;
                     println!("  {}", figures(&judged));
-                    self.runs.push(Run { arm, generator, judged });
+                    self.runs.push(GeneratorRun { arm, generator, judged });
                 }
             }
         }

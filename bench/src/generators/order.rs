@@ -50,7 +50,7 @@ impl Order {
             .stderr(output)
             .spawn()
             .with_context(|| format!("starting {name}"))?;
-        let mut running = Running(child);
+        let mut running = RunningProgram(child);
         let deadline = Instant::now() + self.length + GRACE;
         let status = loop {
             if let Some(status) = running.0.try_wait()? {
@@ -78,9 +78,9 @@ impl Order {
 }
 
 /// A program that is killed on drop.
-struct Running(Child);
+struct RunningProgram(Child);
 
-impl Drop for Running {
+impl Drop for RunningProgram {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();

@@ -1,7 +1,7 @@
 //! The verdicts: whether a generator agrees with ours, and whether the claims hold by its figures.
 
 use super::generator::Generator;
-use super::{Fleet, Runs};
+use super::{Claim, Runs};
 use crate::arm::Arm;
 use crate::goals::{Goals, Limit, NEVER_WORSE, worst};
 use crate::stats::Summary;
@@ -28,7 +28,7 @@ const DEVIATIONS: f64 = 3.0;
 pub(super) enum Agreement {
     /// All within the limits.
     Agrees,
-    /// Those that are not are within what chance explains.
+    /// Some are beyond the limits, but chance explains the difference.
     Chance,
     Differs,
 }
@@ -44,13 +44,13 @@ impl Agreement {
 }
 
 /// The goals in words, to be printed before the first run.
-pub(super) fn goals(fleet: Fleet) -> String {
+pub(super) fn goals(fleet: Claim) -> String {
     let claim = match fleet {
-        Fleet::Demo => format!(
+        Claim::Demo => format!(
             "by every generator, in every pass: round robin's p99.9 is at least {P999_FACTOR} times Prequal's; Prequal's \
              p99 is at most {P99_MARGIN_MS} ms above its median; no request of Prequal's fails"
         ),
-        Fleet::Equal => {
+        Claim::Equal => {
             "by every generator: no quantile of Prequal's is worse than the best of the other policies' \
                          (p50 5 % or 1 ms, p99 5 %, p99.9 10 %)"
                 .to_owned()
@@ -109,8 +109,8 @@ pub(super) fn agreement(runs: &Runs, arm: Arm, generator: Generator) -> (Agreeme
     (Agreement::Agrees, "agrees".to_owned())
 }
 
-/// Whether two samples of one distribution could differ so much at `q`: the figure of each is among the figures of the other
-/// at ranks that chance reaches. Where the distribution has a step, such as full scan's at 99 %, a quantile is on either
+/// Whether two samples of one distribution could differ so much at `q`: the figure of each lies within the range of the
+/// other's figures at the ranks that chance can reach. Where the distribution has a step, such as full scan's at 99 %, a quantile is on either
 /// side of it by chance. Requests that wait for each other vary more than this assumes.
 fn by_chance(one: &Summary, other: &Summary, q: f64) -> bool {
     let within = |one: &Summary, other: &Summary| {
@@ -129,8 +129,8 @@ fn by_chance(one: &Summary, other: &Summary, q: f64) -> bool {
 /// The verdicts on the claims by one generator's figures.
 fn claims(runs: &Runs, generator: Generator) -> Vec<(bool, String)> {
     match runs.fleet {
-        Fleet::Demo => demo(runs, generator),
-        Fleet::Equal => NEVER_WORSE.map(|limit| not_worse(runs, generator, limit)).into(),
+        Claim::Demo => demo(runs, generator),
+        Claim::Equal => NEVER_WORSE.map(|limit| not_worse(runs, generator, limit)).into(),
     }
 }
 
@@ -157,9 +157,9 @@ fn demo(runs: &Runs, generator: Generator) -> Vec<(bool, String)> {
 fn not_worse(runs: &Runs, generator: Generator, limit: Limit) -> (bool, String) {
     let middle = |arm| runs.quantile_ms(arm, generator, limit.q);
     let ours = middle(Arm::Prequal);
-    let others = runs.scenario.arms.iter().filter(|arm| !arm.is_ours()).map(|arm| (middle(*arm), *arm));
+    let others = runs.scenario.arms.iter().filter(|arm| !arm.is_prequal()).map(|arm| (middle(*arm), *arm));
     let Some((best, arm)) = others.min_by(|one, other| one.0.total_cmp(&other.0)) else {
-        return (false, format!("{}: no policy of Envoy's own", limit.name));
+        return (false, format!("{}: none of Envoy's own policies ran", limit.name));
     };
     let line =
         format!("{} {} ms, {:.3} times {}'s {}", limit.name, ms(ours), ours / best, arm.label(), ms(best));
@@ -170,25 +170,25 @@ fn not_worse(runs: &Runs, generator: Generator, limit: Limit) -> (bool, String) 
 mod tests {
     use std::time::Duration;
 
-    use super::super::Run;
+    use super::super::GeneratorRun;
     use super::*;
     use crate::stats::Sample;
 
     const SECONDS: usize = 20;
 
     /// A run of 10 000 requests in which those of rank `from` and above take `slow` ms, and the others `fast` ms.
-    fn run(arm: Arm, generator: Generator, fast: u64, from: usize, slow: u64) -> Run {
+    fn run(arm: Arm, generator: Generator, fast: u64, from: usize, slow: u64) -> GeneratorRun {
         let sample = |rank| Sample {
             latency: Some(Duration::from_millis(if rank < from { fast } else { slow })),
             ..Sample::default()
         };
         let samples: Vec<Sample> = (0..500 * SECONDS).map(sample).collect();
-        Run { arm, generator, judged: Summary::of(&samples, |_| false) }
+        GeneratorRun { arm, generator, judged: Summary::of(&samples, |_| false) }
     }
 
-    fn runs(runs: Vec<Run>) -> Runs {
+    fn runs(runs: Vec<GeneratorRun>) -> Runs {
         let seconds = Duration::from_secs(SECONDS as u64);
-        Runs { runs, ..Runs::new(Fleet::Demo, Fleet::Demo.scenario(seconds), &[Generator::Vegeta]) }
+        Runs { runs, ..Runs::new(Claim::Demo, Claim::Demo.scenario(seconds), &[Generator::Vegeta]) }
     }
 
     fn compared(fast: u64, from: usize, slow: u64) -> (Agreement, String) {

@@ -82,10 +82,10 @@ async fn accept(args: Args) -> Result<()> {
     }
 }
 
-type Balancer =
+type TowerBalancer =
     Balance<Pin<Box<PeakEwmaDiscover<ServiceList<Vec<Endpoint>>, UntilFirstData>>>, Request<Incoming>>;
 
-fn balancer(replicas: &[SocketAddr]) -> Result<Balancer> {
+fn balancer(replicas: &[SocketAddr]) -> Result<TowerBalancer> {
     let mut connector = HttpConnector::new();
     connector.set_nodelay(true);
     let client = Client::builder(TokioExecutor::new())
@@ -102,7 +102,7 @@ fn balancer(replicas: &[SocketAddr]) -> Result<Balancer> {
     Ok(Balance::new(Box::pin(discover)))
 }
 
-async fn connection(stream: TcpStream, balancer: Arc<Mutex<Balancer>>) {
+async fn connection(stream: TcpStream, balancer: Arc<Mutex<TowerBalancer>>) {
     // A connection without this option still serves.
     let _ = stream.set_nodelay(true);
     let service = service_fn(|request| {
@@ -115,7 +115,7 @@ async fn connection(stream: TcpStream, balancer: Arc<Mutex<Balancer>>) {
 
 /// Forwards one request; answers 502 if its endpoint does not reply.
 async fn forward(
-    balancer: &Mutex<Balancer>,
+    balancer: &Mutex<TowerBalancer>,
     request: Request<Incoming>,
 ) -> Response<BoxBody<Bytes, hyper::Error>> {
     let response = match choose(balancer, request).await {
@@ -135,9 +135,9 @@ async fn forward(
 
 /// Chooses the endpoint and starts the request, under one lock.
 async fn choose(
-    balancer: &Mutex<Balancer>,
+    balancer: &Mutex<TowerBalancer>,
     request: Request<Incoming>,
-) -> Result<<Balancer as Service<Request<Incoming>>>::Future, BoxError> {
+) -> Result<<TowerBalancer as Service<Request<Incoming>>>::Future, BoxError> {
     let mut request = Some(request);
     poll_fn(|context| {
         let mut balancer = balancer.lock().unwrap_or_else(PoisonError::into_inner);

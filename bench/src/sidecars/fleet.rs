@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 
 use crate::arm::Arm;
-use crate::backends::{Fleet, Replica, Service, Times};
+use crate::backends::{Fleet, ReplicaSpec, Service, Times};
 use crate::load::{Arrivals, Spread};
 use crate::scenario::{Goal, Load, Marked, Scenario};
 
@@ -55,7 +55,8 @@ fn scenario(name: &str, shape: Shape, slow: u16, seconds: Duration) -> Result<Sc
         "--envoys times --per-envoy is from 1 to 10000 requests a second in all, not {rate}"
     );
     let mean_ms = shape.service_ms(slow);
-    let replica = |mean_ms| Replica::new(Service::Queue { slots: 1, times: Times::Exponential { mean_ms } });
+    let replica =
+        |mean_ms| ReplicaSpec::new(Service::Queue { slots: 1, times: Times::Exponential { mean_ms } });
     let usual = shape.replicas - slow;
     let mut title = format!("{usual} replicas with 1 slot, exponential {mean_ms} ms");
     if slow > 0 {

@@ -25,7 +25,7 @@ use super::server::{Nanos, endpoint, micros};
 
 /// A policy with its settings.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Arm {
+pub(crate) enum SimArm {
     Random,
     RoundRobin,
     WeightedRoundRobin,
@@ -65,7 +65,7 @@ pub(crate) enum Polling {
     Utilisation,
 }
 
-impl Arm {
+impl SimArm {
     pub(crate) fn polling(&self) -> Polling {
         match self {
             Self::Yarp => Polling::Rif { every_ms: PAPER_POLL_MS },
@@ -108,26 +108,32 @@ pub(crate) enum Balancer {
 
 impl Balancer {
     /// The balancer of one of `clients` clients over `servers` servers, of which the first `known` exist.
-    pub(crate) fn new(arm: &Arm, clients: usize, servers: usize, known: usize, rng: &mut SmallRng) -> Self {
+    pub(crate) fn new(
+        arm: &SimArm,
+        clients: usize,
+        servers: usize,
+        known: usize,
+        rng: &mut SmallRng,
+    ) -> Self {
         let simple = |policy: Box<dyn SimPolicy>| Self::Simple(policy);
         match arm {
-            Arm::Random => simple(Box::new(Random::new(servers))),
-            Arm::RoundRobin => simple(Box::new(RoundRobin::new(servers, rng.random_range(0..servers)))),
-            Arm::WeightedRoundRobin => {
+            SimArm::Random => simple(Box::new(Random::new(servers))),
+            SimArm::RoundRobin => simple(Box::new(RoundRobin::new(servers, rng.random_range(0..servers)))),
+            SimArm::WeightedRoundRobin => {
                 let phases = (0..servers).map(|_| rng.random()).collect();
                 simple(Box::new(WeightedRoundRobin::new(phases, 0.0)))
             }
-            Arm::Cswrr(settings) => simple(Box::new(Cswrr::new(servers, *settings, micros(0), rng))),
-            Arm::LeastLoaded => simple(Box::new(LeastLoaded::new(servers, rng.random_range(0..servers)))),
-            Arm::LeastLoadedPo2c => simple(Box::new(LeastLoadedPo2c::new(servers))),
-            Arm::Yarp => simple(Box::new(Yarp::new(servers))),
-            Arm::PeakEwma(scan) => simple(Box::new(PeakEwma::new(servers, *scan))),
-            Arm::Zuul(most) => simple(Box::new(Zuul::new(servers, *most))),
-            Arm::Prequal(prequal) => {
+            SimArm::Cswrr(settings) => simple(Box::new(Cswrr::new(servers, *settings, micros(0), rng))),
+            SimArm::LeastLoaded => simple(Box::new(LeastLoaded::new(servers, rng.random_range(0..servers)))),
+            SimArm::LeastLoadedPo2c => simple(Box::new(LeastLoadedPo2c::new(servers))),
+            SimArm::Yarp => simple(Box::new(Yarp::new(servers))),
+            SimArm::PeakEwma(scan) => simple(Box::new(PeakEwma::new(servers, *scan))),
+            SimArm::Zuul(most) => simple(Box::new(Zuul::new(servers, *most))),
+            SimArm::Prequal(prequal) => {
                 let config = prequal.config(clients, known);
                 Self::Prequal(Box::new(Core::new(config, Shim::StatefulSession, &Memory, (), micros(0))))
             }
-            Arm::Floor => Self::Floor,
+            SimArm::Floor => Self::Floor,
         }
     }
 }

@@ -18,10 +18,10 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rand_distr::{Distribution, Exp1, Zipf};
 
-use super::balancer::{Arm, Balancer, Polling, Prequal, Proxy, named, reply};
-use super::measure::{FAILED, Run, Sample};
+use super::balancer::{Balancer, Polling, Prequal, Proxy, SimArm, named, reply};
+use super::measure::{FAILED, RunRecord, SimSample};
 use super::policies::Utilisation;
-use super::scenario::{Change, Load, Scenario, Service};
+use super::scenario::{SimChange, SimLoad, SimScenario, SimService};
 use super::server::{Job, Nanos, Server, micros, server_of};
 
 mod queue;
@@ -29,14 +29,14 @@ mod queue;
 use queue::{Slab, Timed};
 
 /// Runs `scenario` under `arm`.
-pub(crate) fn run(scenario: &Scenario, arm: &Arm, seed: u64) -> Run {
+pub(crate) fn run(scenario: &SimScenario, arm: &SimArm, seed: u64) -> RunRecord {
     let mut world = World::new(scenario, arm, seed);
     world.go();
     world.run
 }
 
 struct World<'a> {
-    scenario: &'a Scenario,
+    scenario: &'a SimScenario,
     now: Nanos,
     queue: BinaryHeap<Timed>,
     sequence: u64,
@@ -67,7 +67,7 @@ struct World<'a> {
     until: Nanos,
     /// The clients are paused until this time.
     paused_until: Nanos,
-    run: Run,
+    run: RunRecord,
 }
 
 struct Query {
@@ -115,7 +115,7 @@ enum Event {
         server: u32,
         version: u32,
     },
-    /// The delay of a query with [`Service::Delay`] has passed.
+    /// The delay of a query with [`SimService::Delay`] has passed.
     Served(u32),
     Answer(u32),
     ProbeAtServer(u32),
@@ -149,7 +149,7 @@ fn stream(seed: u64, what: u64) -> SmallRng {
 }
 
 impl<'a> World<'a> {
-    fn new(scenario: &'a Scenario, arm: &Arm, seed: u64) -> Self {
+    fn new(scenario: &'a SimScenario, arm: &SimArm, seed: u64) -> Self {
         let n = scenario.servers.len();
         let mut choice = stream(seed, 3);
         let servers: Vec<Server> = (0..n)
@@ -181,19 +181,19 @@ impl<'a> World<'a> {
             polling: arm.polling(),
             reads_answers: arm.reads_answers(),
             reads_orca: arm.reads_orca(),
-            learns: matches!(arm, Arm::Prequal(Prequal { learn: true, .. })),
+            learns: matches!(arm, SimArm::Prequal(Prequal { learn: true, .. })),
             queries: Slab::default(),
             probes: Slab::default(),
             arrivals: 0,
             trace: stream(seed, 1),
             others: (stream(seed, 4), 0),
-            keys: scenario.keys.and_then(|keys| Zipf::new(f64::from(keys.count), keys.skew).ok()),
+            keys: scenario.keys.and_then(|keys| Zipf::new(f64::from(keys.count), keys.exponent).ok()),
             network: stream(seed, 2),
             choice,
             from,
             paused_until: 0,
             until: from + nanos(scenario.measured),
-            run: Run::default(),
+            run: RunRecord::default(),
         };
         world.begin();
         world
@@ -201,8 +201,8 @@ impl<'a> World<'a> {
 
     fn begin(&mut self) {
         match self.scenario.load {
-            Load::Poisson(_) | Load::Even(_) | Load::Batches { .. } => self.schedule_arrival(),
-            Load::Closed { users } => {
+            SimLoad::Poisson(_) | SimLoad::Even(_) | SimLoad::Batches { .. } => self.schedule_arrival(),
+            SimLoad::Closed { users } => {
                 for _ in 0..users {
                     let at = self.trace.random_range(0..SECOND / 100);
                     self.at(at, Event::Arrival);
@@ -281,17 +281,17 @@ impl<'a> World<'a> {
 
     fn schedule_arrival(&mut self) {
         let gap = match self.scenario.load {
-            Load::Poisson(qps) => {
+            SimLoad::Poisson(qps) => {
                 let gap: f64 = Exp1.sample(&mut self.trace);
                 gap / qps
             }
-            Load::Even(qps) => 1.0 / qps,
-            Load::Batches { of, .. } if !self.arrivals.is_multiple_of(of) => 0.0,
-            Load::Batches { qps, of } => {
+            SimLoad::Even(qps) => 1.0 / qps,
+            SimLoad::Batches { of, .. } if !self.arrivals.is_multiple_of(of) => 0.0,
+            SimLoad::Batches { qps, of } => {
                 let gap: f64 = Exp1.sample(&mut self.trace);
                 gap * of as f64 / qps
             }
-            Load::Closed { .. } => return,
+            SimLoad::Closed { .. } => return,
         };
         let at = self.now + nanos(gap);
         if at < self.until {
@@ -309,7 +309,7 @@ impl<'a> World<'a> {
         self.schedule_arrival();
         let sample = self.measuring().then(|| {
             let at_ms = ((self.now - self.from) / 1_000_000) as u32;
-            self.run.samples.push(Sample { at_ms, latency_us: FAILED, server: u16::MAX });
+            self.run.samples.push(SimSample { at_ms, latency_us: FAILED, server: u16::MAX });
             self.run.samples.len() as u32 - 1
         });
         let slot = self.query(client, size, key, sample);
@@ -399,8 +399,8 @@ impl<'a> World<'a> {
                     let rate = match state.spec.service {
                         // If all slots are in use, a new query waits and also makes others wait. With twice the jobs, twice
                         // as many wait twice as long, hence the square.
-                        Service::Delay => (state.spec.slots as f64 / jobs as f64).min(1.0).powi(2),
-                        Service::Cpu { .. } => state.rate_among(jobs),
+                        SimService::Delay => (state.spec.slots as f64 / jobs as f64).min(1.0).powi(2),
+                        SimService::Cpu { .. } => state.rate_among(jobs),
                     };
                     (state.spec.work_ms / rate, jobs as f64)
                 };
@@ -483,8 +483,8 @@ impl<'a> World<'a> {
         server.running += 1;
         let work = size * server.look_up(key) * server.spec.work_ms * 1e6;
         match server.spec.service {
-            Service::Delay => self.after(work as Nanos, Event::Served(slot)),
-            Service::Cpu { .. } => {
+            SimService::Delay => self.after(work as Nanos, Event::Served(slot)),
+            SimService::Cpu { .. } => {
                 server.add(now, Job::Query(slot), work);
                 self.arm_wake(index);
             }
@@ -597,7 +597,7 @@ impl<'a> World<'a> {
             }
             Balancer::Floor => {}
         }
-        if let Load::Closed { .. } = self.scenario.load {
+        if let SimLoad::Closed { .. } = self.scenario.load {
             self.at(now, Event::Arrival);
         }
     }
@@ -758,10 +758,10 @@ impl<'a> World<'a> {
         for server in &mut self.servers {
             let cores = server.smooth(now, 1.0);
             let allocation = match server.spec.service {
-                Service::Cpu { cores, .. } => cores,
+                SimService::Cpu { cores, .. } => cores,
                 // A thread pool's utilisation is relative to its slots; without a limit there is no utilisation.
-                Service::Delay if server.spec.slots < usize::MAX => server.spec.slots as f64,
-                Service::Delay => continue,
+                SimService::Delay if server.spec.slots < usize::MAX => server.spec.slots as f64,
+                SimService::Delay => continue,
             };
             if (self.from..self.until).contains(&now) {
                 self.run.utilisation.push((cores / allocation) as f32);
@@ -787,23 +787,23 @@ impl<'a> World<'a> {
     fn change(&mut self, index: usize) {
         let now = self.now;
         match self.scenario.changes[index].1 {
-            Change::Work(server, ms) => self.servers[server].spec.work_ms = ms,
-            Change::Failing(server, share) => self.servers[server].spec.failing = share,
-            Change::Frozen(server, frozen) => {
+            SimChange::Work(server, ms) => self.servers[server].spec.work_ms = ms,
+            SimChange::Failing(server, share) => self.servers[server].spec.failing = share,
+            SimChange::Frozen(server, frozen) => {
                 self.servers[server].advance(now);
                 self.servers[server].frozen = frozen;
                 self.arm_wake(server);
             }
-            Change::Spare(server, spare) => {
+            SimChange::Spare(server, spare) => {
                 self.servers[server].set_spare(now, spare);
                 self.arm_wake(server);
             }
-            Change::Leave(server) => {
+            SimChange::Leave(server) => {
                 self.servers[server].alive = false;
                 self.alive.retain(|alive| *alive != server);
             }
-            Change::Pause(ms) => self.paused_until = now + nanos(ms / 1e3),
-            Change::Join(server) => {
+            SimChange::Pause(ms) => self.paused_until = now + nanos(ms / 1e3),
+            SimChange::Join(server) => {
                 self.servers[server].alive = true;
                 self.servers[server].starts(now);
                 self.alive.push(server);

@@ -4,24 +4,24 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::balancer::Arm;
+use super::balancer::SimArm;
 use super::engine;
-use super::measure::{Latencies, Run};
-use super::scenario::Scenario;
+use super::measure::{Latencies, RunRecord};
+use super::scenario::SimScenario;
 
 /// One figure of a run.
 #[derive(Clone, Copy)]
 pub(crate) struct Metric {
     pub(crate) name: &'static str,
-    pub(crate) of: fn(&Scenario, &Run, &Latencies) -> f64,
+    pub(crate) of: fn(&SimScenario, &RunRecord, &Latencies) -> f64,
 }
 
 /// One value of the quantity that an experiment varies.
 #[derive(Clone)]
 pub(crate) struct Point {
     pub(crate) label: String,
-    pub(crate) scenario: Scenario,
-    pub(crate) arms: Vec<(String, Arm)>,
+    pub(crate) scenario: SimScenario,
+    pub(crate) arms: Vec<(String, SimArm)>,
 }
 
 /// All seeds of one policy at one point.
@@ -143,15 +143,15 @@ mod tests {
     /// Trap 10 of public implementations: state that one arm leaves behind affects the figures of the next.
     #[test]
     fn trap_10_the_figures_of_an_arm_do_not_depend_on_the_arms_before_it() {
-        let mut scenario = Scenario::testbed(8, 1.2, Spare::None);
+        let mut scenario = SimScenario::testbed(8, 1.2, Spare::None);
         (scenario.warm_up, scenario.measured) = (0.5, 2.0);
         let arms = [
-            ("RR", Arm::RoundRobin),
-            ("paper", Arm::Prequal(paper())),
-            ("ours", Arm::Prequal(ours())),
-            ("LL", Arm::LeastLoaded),
+            ("RR", SimArm::RoundRobin),
+            ("paper", SimArm::Prequal(paper())),
+            ("ours", SimArm::Prequal(ours())),
+            ("LL", SimArm::LeastLoaded),
         ];
-        let figures = |arms: &[(&str, Arm)]| {
+        let figures = |arms: &[(&str, SimArm)]| {
             let arms = arms.iter().map(|(name, arm)| ((*name).to_owned(), arm.clone())).collect();
             let points = [Point { label: String::new(), scenario: scenario.clone(), arms }];
             run(&points, &STANDARD, &[1, 2], |_| ())

@@ -5,7 +5,7 @@ pub(crate) const FAILED: u32 = u32::MAX;
 
 /// One query in the measured time.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Sample {
+pub(crate) struct SimSample {
     /// Milliseconds from the end of the warm-up to its arrival.
     pub(crate) at_ms: u32,
     /// Time from arrival to the answer at the client, or [`FAILED`].
@@ -15,8 +15,8 @@ pub(crate) struct Sample {
 
 /// Raw record of one run.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Run {
-    pub(crate) samples: Vec<Sample>,
+pub(crate) struct RunRecord {
+    pub(crate) samples: Vec<SimSample>,
     /// In the measured time: addressed probes, discovery probes, and polls of one replica.
     pub(crate) probes: u64,
     pub(crate) discoveries: u64,
@@ -36,7 +36,7 @@ pub(crate) struct Run {
     pub(crate) events: u64,
 }
 
-impl Run {
+impl RunRecord {
     /// Latencies in ascending order, failures last.
     pub(crate) fn latencies(&self) -> Latencies {
         Latencies::new(self.samples.iter().map(|sample| sample.latency_us).collect())

@@ -24,7 +24,7 @@ use std::{fs, io};
 
 use anyhow::{Context as _, Result, bail};
 
-use plans::{Cells, Length, NAMES, NOT_IN_CI, Plan, sources};
+use plans::{Cells, Experiment, NAMES, NOT_IN_CI, RunLength, sources};
 use report::{Report, csv, spread};
 
 /// Runs experiments: prints a table and verdicts, and writes CSV, SVG, and a section of the evaluation with its tables to
@@ -64,7 +64,7 @@ impl Filter<'_> {
         self.points.is_empty() && self.arms.is_empty()
     }
 
-    fn apply(&self, plan: &mut Plan) {
+    fn apply(&self, plan: &mut Experiment) {
         let plain = |text: &str| text.to_lowercase().replace('×', "x");
         let contains = |name: &str, text: &String| plain(name).contains(&plain(text));
         if !self.points.is_empty() {
@@ -83,7 +83,7 @@ impl Filter<'_> {
 }
 
 pub(crate) fn run(sim: &Sim) -> Result<()> {
-    let length = Length { quick: sim.quick };
+    let length = RunLength { quick: sim.quick };
     let seeds = match (&sim.seeds[..], sim.quick) {
         ([], true) => vec![1],
         ([], false) => vec![1, 2, 3],
@@ -128,7 +128,7 @@ pub(crate) fn run(sim: &Sim) -> Result<()> {
 }
 
 /// Runs one experiment; `None` if the filter leaves nothing to run.
-fn experiment(name: &str, length: Length, seeds: &[u64], filter: &Filter<'_>) -> Result<Option<Report>> {
+fn experiment(name: &str, length: RunLength, seeds: &[u64], filter: &Filter<'_>) -> Result<Option<Report>> {
     match name {
         "plbsim" | "speed" if !filter.is_off() => return Ok(None),
         "plbsim" => return Ok(Some(plb::experiment(length.quick, seeds))),
@@ -160,7 +160,7 @@ fn experiment(name: &str, length: Length, seeds: &[u64], filter: &Filter<'_>) ->
 }
 
 /// Table, charts, verdicts and CSV of the cells that were run.
-fn reduce(plan: Plan, cells: Cells, seeds: &[u64]) -> Report {
+fn reduce(plan: Experiment, cells: Cells, seeds: &[u64]) -> Report {
     let mut header = vec!["point".to_owned(), "policy".to_owned()];
     header.extend(plan.columns.iter().map(|(name, ..)| (*name).to_owned()));
     let rows = cells.0.iter().map(|cell| {
@@ -175,14 +175,14 @@ fn reduce(plan: Plan, cells: Cells, seeds: &[u64]) -> Report {
         text: plan.text.to_owned(),
         header,
         rows: rows.collect(),
-        beside: sources::beside(plan.name, &cells),
+        statements: sources::statements(plan.name, &cells),
         charts: charts.collect(),
         verdicts: (plan.judge)(&cells),
-        csv: head(&plan, seeds) + &csv(plan.name, &cells.0, &plan.metrics),
+        csv: csv_header(&plan, seeds) + &csv(plan.name, &cells.0, &plan.metrics),
     }
 }
 
-fn chart(plan: &Plan, cells: &Cells, metric: usize, logarithmic: bool) -> plot::Chart {
+fn chart(plan: &Experiment, cells: &Cells, metric: usize, logarithmic: bool) -> plot::Chart {
     let mut arms: Vec<&str> = Vec::new();
     for cell in &cells.0 {
         if !arms.contains(&cell.arm.as_str()) {
@@ -221,13 +221,13 @@ fn chart(plan: &Plan, cells: &Cells, metric: usize, logarithmic: bool) -> plot::
 }
 
 /// The comment line that every CSV begins with.
-fn csv_head(seeds: &[u64]) -> String {
+fn csv_comment(seeds: &[u64]) -> String {
     format!("# commit {}; seeds {seeds:?}\n", commit())
 }
 
 /// Comment lines of the CSV: commit, seeds and configuration.
-fn head(plan: &Plan, seeds: &[u64]) -> String {
-    let mut text = csv_head(seeds);
+fn csv_header(plan: &Experiment, seeds: &[u64]) -> String {
+    let mut text = csv_comment(seeds);
     for point in &plan.points {
         let s = &point.scenario;
         let _ = write!(
@@ -267,8 +267,8 @@ fn commit() -> String {
 
 /// Assembles docs/results/evaluation.md, its plots and its tables from the files of earlier runs.
 fn write_evaluation(out: &Path) -> Result<()> {
-    let beside = Path::new("docs/results/evaluation");
-    fs::create_dir_all(beside)?;
+    let statements = Path::new("docs/results/evaluation");
+    fs::create_dir_all(statements)?;
     let mut text = include_str!("evaluation.md").to_owned();
     for name in NAMES {
         let [section, tables] = ["", "-tables"].map(|ending| out.join(format!("{name}{ending}.md")));
@@ -277,11 +277,11 @@ fn write_evaluation(out: &Path) -> Result<()> {
             .with_context(|| format!("{}: run the experiment `{name}` first", section.display()))?
             .trim_end();
         text += "\n";
-        fs::copy(&tables, beside.join(format!("{name}.md")))
+        fs::copy(&tables, statements.join(format!("{name}.md")))
             .with_context(|| format!("{}: run the experiment `{name}` first", tables.display()))?;
         let plot = out.join(format!("{name}.svg"));
         if plot.is_file() {
-            fs::copy(&plot, beside.join(format!("{name}.svg")))?;
+            fs::copy(&plot, statements.join(format!("{name}.svg")))?;
         }
     }
     fs::write("docs/results/evaluation.md", text)?;
@@ -296,7 +296,7 @@ mod tests {
     /// One experiment of each kind, shortened to half a second: checks the files that are written.
     #[test]
     fn an_experiment_leaves_csv_plot_and_verdict() {
-        let mut plan = plans::plan("ingress", Length { quick: true }).unwrap();
+        let mut plan = plans::plan("ingress", RunLength { quick: true }).unwrap();
         plan.points.truncate(1);
         plan.points[0].arms.truncate(2);
         (plan.points[0].scenario.warm_up, plan.points[0].scenario.measured) = (0.1, 0.5);
@@ -331,7 +331,7 @@ mod tests {
         let kept = |points: &[&str], arms: &[&str]| -> Vec<String> {
             let [points, arms] =
                 [points, arms].map(|texts| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>());
-            let mut plan = plans::plan("fleets", Length { quick: true }).unwrap();
+            let mut plan = plans::plan("fleets", RunLength { quick: true }).unwrap();
             Filter { points: &points, arms: &arms }.apply(&mut plan);
             let arms =
                 |point: &grid::Point| point.arms.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_point_without_the_figure_is_not_drawn_and_shows_a_dash_in_the_table() {
-        let plan = plans::plan("smallfleet", Length { quick: true }).unwrap();
+        let plan = plans::plan("smallfleet", RunLength { quick: true }).unwrap();
         // Only closed loops have a throughput.
         let (metric, _) = *plan.charts.last().unwrap();
         let cells = plan.points.iter().map(|point| {
@@ -364,7 +364,7 @@ mod tests {
     #[test]
     fn every_experiment_has_a_plot() {
         for name in NAMES.into_iter().filter(|name| !["plbsim", "speed"].contains(name)) {
-            let plan = plans::plan(name, Length { quick: false }).unwrap();
+            let plan = plans::plan(name, RunLength { quick: false }).unwrap();
             assert!(
                 !plan.charts.is_empty() || !sources::charts(name, &Cells(Vec::new())).is_empty(),
                 "{name}"

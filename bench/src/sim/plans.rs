@@ -1,4 +1,4 @@
-//! The experiments: their runs, the sources' statements about them, and the goals.
+//! The experiments: their runs, what the sources state about them, and the goals.
 
 use std::ops::RangeInclusive;
 
@@ -9,7 +9,7 @@ use prequal_core::client::settings::{ProbeSettings, Rule};
 use prequal_core::client::sync_mode::SyncSettings;
 use prequal_core::config::Profile;
 
-use super::balancer::{Arm, Prequal};
+use super::balancer::{Prequal, SimArm};
 use super::grid::{Cell, FAILED, Metric, P50, P90, P99, P999, PROBES, Point, RIF99, STANDARD, standard_and};
 use super::measure::quantile;
 use super::policies::cswrr;
@@ -24,7 +24,7 @@ mod sidecars;
 pub(crate) mod sources;
 
 /// One experiment, ready to run.
-pub(crate) struct Plan {
+pub(crate) struct Experiment {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
     pub(crate) text: &'static str,
@@ -32,7 +32,7 @@ pub(crate) struct Plan {
     pub(crate) points: Vec<Point>,
     pub(crate) metrics: Vec<Metric>,
     /// Header, metric and format of the table's columns.
-    pub(crate) columns: Vec<Column>,
+    pub(crate) columns: Vec<FigureColumn>,
     /// Metrics to draw, and whether the axis is logarithmic.
     pub(crate) charts: Vec<(usize, bool)>,
     pub(crate) judge: fn(&Cells) -> Vec<Verdict>,
@@ -56,12 +56,12 @@ impl Cells {
 
 /// Lengths of the runs.
 #[derive(Clone, Copy)]
-pub(crate) struct Length {
+pub(crate) struct RunLength {
     pub(crate) quick: bool,
 }
 
-impl Length {
-    fn cut(self, mut scenario: Scenario) -> Scenario {
+impl RunLength {
+    fn cut(self, mut scenario: SimScenario) -> SimScenario {
         if self.quick {
             (scenario.warm_up, scenario.measured) = (10.0, 20.0);
         }
@@ -102,7 +102,7 @@ pub(crate) const NAMES: [&str; 22] = [
 /// Experiments that `all --quick` leaves out: CI would wait for them, or fail on goals that are known to be missed.
 pub(crate) const NOT_IN_CI: [&str; 1] = ["sidecars"];
 
-pub(crate) fn plan(name: &str, length: Length) -> Option<Plan> {
+pub(crate) fn plan(name: &str, length: RunLength) -> Option<Experiment> {
     Some(match name {
         "calibration" => paper::calibration(length),
         "fig6" => paper::fig6(length),
@@ -151,10 +151,10 @@ pub(crate) fn paper() -> Prequal {
     }
 }
 
-fn paper_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
+fn paper_with(change: impl FnOnce(&mut PoolSettings)) -> SimArm {
     let mut prequal = paper();
     change(&mut prequal.pool);
-    Arm::Prequal(prequal)
+    SimArm::Prequal(prequal)
 }
 
 /// The shipped default profile; replicas are known from the start, as in the paper's tests.
@@ -174,48 +174,48 @@ fn small() -> Prequal {
     Prequal { pool: Profile::Small.pool_settings(), ..ours() }
 }
 
-fn ours_with(change: impl FnOnce(&mut PoolSettings)) -> Arm {
+fn ours_with(change: impl FnOnce(&mut PoolSettings)) -> SimArm {
     let mut prequal = ours();
     change(&mut prequal.pool);
-    Arm::Prequal(prequal)
+    SimArm::Prequal(prequal)
 }
 
 /// The shipped profile without initial knowledge: replicas are learned from unaddressed probes, as in the filter.
-fn learning(change: impl FnOnce(&mut PoolSettings)) -> Arm {
+fn learning(change: impl FnOnce(&mut PoolSettings)) -> SimArm {
     let mut prequal = Prequal { learn: true, ..ours() };
     prequal.pool.verified_probes = true;
     change(&mut prequal.pool);
-    Arm::Prequal(prequal)
+    SimArm::Prequal(prequal)
 }
 
-fn arms<const N: usize>(list: [(&str, Arm); N]) -> Vec<(String, Arm)> {
+fn arms<const N: usize>(list: [(&str, SimArm); N]) -> Vec<(String, SimArm)> {
     list.into_iter().map(|(name, arm)| (name.to_owned(), arm)).collect()
 }
 
-fn c3() -> Arm {
-    Arm::Prequal(Prequal { rule: Rule::C3 { clients: 1 }, paper_tracker: false, ..paper() })
+fn c3() -> SimArm {
+    SimArm::Prequal(Prequal { rule: Rule::C3 { clients: 1 }, paper_tracker: false, ..paper() })
 }
 
 /// Every rule, with its best settings if it has settings. The paper's rule has Q = 0.75, as in the paper's figure 7. The
 /// floor is last.
-fn rules() -> Vec<(String, Arm)> {
+fn rules() -> Vec<(String, SimArm)> {
     arms([
-        ("Random", Arm::Random),
-        ("RR", Arm::RoundRobin),
-        ("WRR", Arm::WeightedRoundRobin),
-        (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
-        (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
-        ("LL", Arm::LeastLoaded),
-        ("LL-Po2C", Arm::LeastLoadedPo2c),
-        ("YARP-Po2C", Arm::Yarp),
-        ("Zuul", Arm::Zuul(64)),
-        ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
-        ("Linear", Arm::Prequal(Prequal { rule: linear(0.5), ..paper() })),
+        ("Random", SimArm::Random),
+        ("RR", SimArm::RoundRobin),
+        ("WRR", SimArm::WeightedRoundRobin),
+        (CSWRR, SimArm::Cswrr(cswrr::Settings::DEFAULT)),
+        (CSWRR_FAST, SimArm::Cswrr(cswrr::Settings::FAST)),
+        ("LL", SimArm::LeastLoaded),
+        ("LL-Po2C", SimArm::LeastLoadedPo2c),
+        ("YARP-Po2C", SimArm::Yarp),
+        ("Zuul", SimArm::Zuul(64)),
+        ("Peak EWMA", SimArm::PeakEwma(Scan::TwoChoices)),
+        ("Linear", SimArm::Prequal(Prequal { rule: linear(0.5), ..paper() })),
         ("C3", c3()),
         ("Prequal sync", sync()),
         (PAPER, paper_with(|pool| pool.q_rif = 0.75)),
-        (OURS, Arm::Prequal(ours())),
-        (FLOOR, Arm::Floor),
+        (OURS, SimArm::Prequal(ours())),
+        (FLOOR, SimArm::Floor),
     ])
 }
 
@@ -223,16 +223,16 @@ fn linear(lambda: f64) -> Rule {
     Rule::Linear(Linear { lambda, alpha_us: ALPHA_US })
 }
 
-fn sync() -> Arm {
-    Arm::Prequal(Prequal { sync: Some(SyncSettings::default()), ..paper() })
+fn sync() -> SimArm {
+    SimArm::Prequal(Prequal { sync: Some(SyncSettings::default()), ..paper() })
 }
 
 // --- columns and goals
 
 /// Header, metric and format.
-pub(crate) type Column = (&'static str, usize, fn(f64) -> String);
+pub(crate) type FigureColumn = (&'static str, usize, fn(f64) -> String);
 
-const LATENCIES: [Column; 6] = [
+const LATENCIES: [FigureColumn; 6] = [
     ("p50 ms", P50, ms),
     ("p90 ms", P90, ms),
     ("p99 ms", P99, ms),
@@ -262,7 +262,7 @@ fn one(value: f64) -> String {
     format!("{value:.1}")
 }
 
-fn columns(more: &[Column]) -> Vec<Column> {
+fn columns(more: &[FigureColumn]) -> Vec<FigureColumn> {
     LATENCIES.iter().chain(more).copied().collect()
 }
 

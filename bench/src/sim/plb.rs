@@ -16,9 +16,8 @@ use rand_distr::{Distribution, Exp1};
 use super::grid::in_parallel;
 use super::measure::quantile;
 use super::plot::{Chart, Line};
-use super::report::{Beside, Report, Verdict, spread};
-
-type Nanos = u64;
+use super::report::{Report, Statement, Verdict, spread};
+use super::server::Nanos;
 
 /// Round trip through both hosts' stacks without queueing, nanoseconds. Chosen to match the paper's row with even weights:
 /// 470 repaths/s, 99.9 % of them from idle, and 5.3 times as long for 1 MB as for 16 kB (here: 540, 99 % and 12 times).
@@ -139,7 +138,7 @@ struct Link {
 }
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-enum Event {
+enum NetworkEvent {
     Start(u32),
     Chunk(u32),
     Round(u32),
@@ -151,7 +150,7 @@ const BUCKET: Nanos = 100_000_000;
 
 /// The record of one run.
 #[derive(Default)]
-struct Seen {
+struct NetworkRecord {
     /// Request latencies in microseconds, small and large, for the first hosts and for the others.
     latencies: [[Vec<f64>; 2]; 2],
     repaths: [u64; 3],
@@ -160,7 +159,7 @@ struct Seen {
     packets: f64,
 }
 
-fn run(network: &Network, seed: u64) -> Seen {
+fn run(network: &Network, seed: u64) -> NetworkRecord {
     let mut rng = SmallRng::seed_from_u64(seed);
     let warm_up = (network.warm_up * 1e9) as Nanos;
     let end = warm_up + (network.seconds * 1e9) as Nanos;
@@ -170,7 +169,7 @@ fn run(network: &Network, seed: u64) -> Seen {
         .iter()
         .map(|_| Link { backlog: 0.0, at: 0, carried: vec![0.0; (end / BUCKET) as usize + 1] })
         .collect();
-    let mut seen = Seen::default();
+    let mut seen = NetworkRecord::default();
     let mut queue = BinaryHeap::new();
     let mut flows = Vec::new();
     for host in 0..network.hosts {
@@ -196,7 +195,7 @@ fn run(network: &Network, seed: u64) -> Seen {
             queue.push(Reverse((
                 rng.random_range(0..10_000_000),
                 flows.len() as u64,
-                Event::Start(flows.len() as u32 - 1),
+                NetworkEvent::Start(flows.len() as u32 - 1),
             )));
         }
     }
@@ -205,7 +204,10 @@ fn run(network: &Network, seed: u64) -> Seen {
         if now >= end {
             break;
         }
-        let (Event::Start(index) | Event::Chunk(index) | Event::Round(index) | Event::Timeout(index)) = event;
+        let (NetworkEvent::Start(index)
+        | NetworkEvent::Chunk(index)
+        | NetworkEvent::Round(index)
+        | NetworkEvent::Timeout(index)) = event;
         let flow = &mut flows[index as usize];
         let mut repath = |flow: &mut Flow, cause: Cause| {
             flow.link = draw(&network.weights, &mut rng);
@@ -218,16 +220,16 @@ fn run(network: &Network, seed: u64) -> Seen {
             }
         };
         let next = match event {
-            Event::Start(_) => {
+            NetworkEvent::Start(_) => {
                 flow.remaining = if flow.large { LARGE } else { SMALL };
                 flow.started = now;
                 if let Some(cause) = flow.plb.as_mut().and_then(|plb| plb.before_send(0)) {
                     repath(flow, cause);
                 }
                 flow.begin_round(network);
-                (now, Event::Chunk(index))
+                (now, NetworkEvent::Chunk(index))
             }
-            Event::Chunk(_) => {
+            NetworkEvent::Chunk(_) => {
                 if let Some(cause) = flow.plb.as_mut().and_then(|plb| plb.before_send(1)) {
                     repath(flow, cause);
                 }
@@ -235,22 +237,22 @@ fn run(network: &Network, seed: u64) -> Seen {
                     && network.failure.is_some_and(|(from, to)| (from..to).contains(&(now as f64 / 1e9)));
                 flow.send_chunk(&mut links[flow.link], network.uplink, now, down);
                 if flow.to_send > 0 {
-                    (now + flow.spacing, Event::Chunk(index))
+                    (now + flow.spacing, NetworkEvent::Chunk(index))
                 } else {
-                    (flow.round_end.max(now), Event::Round(index))
+                    (flow.round_end.max(now), NetworkEvent::Round(index))
                 }
             }
-            Event::Round(_) => {
+            NetworkEvent::Round(_) => {
                 if flow.delivered == 0 {
                     // No acknowledgement arrived, so the retransmission timer expires.
                     flow.remaining += flow.lost;
                     let rto = (MIN_RTO << flow.timeouts.min(5)).min(MAX_RTO);
-                    (now + rto, Event::Timeout(index))
+                    (now + rto, NetworkEvent::Timeout(index))
                 } else {
                     flow.end_round(now);
                     if flow.remaining > 0 {
                         flow.begin_round(network);
-                        (now, Event::Chunk(index))
+                        (now, NetworkEvent::Chunk(index))
                     } else {
                         if flow.started >= warm_up {
                             let latency = (now - flow.started) as f64 / 1e3;
@@ -259,11 +261,11 @@ fn run(network: &Network, seed: u64) -> Seen {
                         }
                         let mean = if flow.large { network.large_think } else { network.small_think };
                         let think: f64 = Exp1.sample(&mut rng);
-                        (now + (think * mean) as Nanos, Event::Start(index))
+                        (now + (think * mean) as Nanos, NetworkEvent::Start(index))
                     }
                 }
             }
-            Event::Timeout(_) => {
+            NetworkEvent::Timeout(_) => {
                 flow.timeouts += 1;
                 flow.window = 2.0;
                 let random = rng.random();
@@ -273,7 +275,7 @@ fn run(network: &Network, seed: u64) -> Seen {
                     seen.repaths[2] += u64::from(now >= warm_up);
                 }
                 flow.begin_round(network);
-                (now, Event::Chunk(index))
+                (now, NetworkEvent::Chunk(index))
             }
         };
         sequence += 1;
@@ -357,7 +359,7 @@ struct Row {
     values: Vec<[f64; 9]>,
 }
 
-fn figures(seen: &Seen, network: &Network, whose: &[usize]) -> [f64; 9] {
+fn figures(seen: &NetworkRecord, network: &Network, whose: &[usize]) -> [f64; 9] {
     let collect = |large: usize| -> Vec<f64> {
         whose.iter().flat_map(|hosts| seen.latencies[*hosts][large].iter().copied()).collect()
     };
@@ -381,9 +383,9 @@ fn figures(seen: &Seen, network: &Network, whose: &[usize]) -> [f64; 9] {
 }
 
 /// A run: the row's name, the paper's values for it, the network, and the hosts whose latencies count.
-type Run = (&'static str, &'static str, Network, &'static [usize]);
+type RowSpec = (&'static str, &'static str, Network, &'static [usize]);
 
-fn runs(seconds: f64) -> Vec<Run> {
+fn runs(seconds: f64) -> Vec<RowSpec> {
     let first =
         |weights: [f64; 4], plb, warm_up| Network { warm_up, ..Network::first(weights, plb, seconds) };
     let (even, double, hundred) = ([1.0; 4], [2.0, 2.0, 1.0, 1.0], [100.0, 100.0, 1.0, 1.0]);
@@ -412,7 +414,7 @@ const WITHOUT_PLB: &str = "20 %: without PLB";
 /// Tables 1, 2 and 3 and figure 13.
 pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
     let runs = runs(if quick { 2.0 } else { 5.0 });
-    let tasks: Vec<(&Run, u64)> =
+    let tasks: Vec<(&RowSpec, u64)> =
         runs.iter().flat_map(|row| seeds.iter().map(move |seed| (row, *seed))).collect();
     let mut values =
         in_parallel(&tasks, |((_, _, network, whose), seed)| figures(&run(network, *seed), network, whose))
@@ -471,7 +473,7 @@ pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
         text: TEXT.to_owned(),
         header: header.map(str::to_owned).to_vec(),
         rows: cells.collect(),
-        beside: beside(&median),
+        statements: statements(&median),
         charts: vec![
             by_row(
                 "p99 of large requests over the small median of the baseline",
@@ -500,12 +502,12 @@ const TEXT: &str = "Two switches of 4 × 40 Gbit/s uplinks, 1440 connections wit
     to 1 s.";
 
 /// The paper's statements beside the results here.
-fn beside(median: &dyn Fn(&str, usize) -> f64) -> Vec<Beside> {
+fn statements(median: &dyn Fn(&str, usize) -> f64) -> Vec<Statement> {
     let ratio = |a: &str, b: &str, metric| median(a, metric) / median(b, metric);
     let times = |value: f64| format!("{value:.2}x");
     let mut lines = Vec::new();
     let mut add =
-        |what, source, got: f64, holds: bool| lines.push(Beside::new(what, source, times(got), holds));
+        |what, source, got: f64, holds: bool| lines.push(Statement::new(what, source, times(got), holds));
     let got = ratio("1:2 PLB on", EVEN, 3);
     add("1:2 with PLB, p99 of large requests over even weights", "1x", got, got < 1.2);
     let got = ratio("1:2 PLB on", EVEN, 6);
@@ -555,7 +557,11 @@ fn beside(median: &dyn Fn(&str, usize) -> f64) -> Vec<Beside> {
     lines
 }
 
-fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]) -> Vec<Verdict> {
+fn verdicts(
+    median: &dyn Fn(&str, usize) -> f64,
+    with: &[NetworkRecord],
+    without: &[NetworkRecord],
+) -> Vec<Verdict> {
     let ratio = |a: &str, b: &str, metric| median(a, metric) / median(b, metric);
     let goal = |what: &str, ok: bool, got: f64| Verdict::new(what, ok, format!("{got:.3}"));
     let large_tail = ratio("1:2 PLB off", "1:2 PLB on", 3);
@@ -565,13 +571,14 @@ fn verdicts(median: &dyn Fn(&str, usize) -> f64, with: &[Seen], without: &[Seen]
     let partly = median(HOSTS, 5) / median(WITHOUT_PLB, 5);
     let work = ratio(SETTLING, EVEN, 6);
     // Traffic carried by all links while link 1 is down, excluding the first second.
-    let carried = |runs: &[Seen]| {
-        let one =
-            |seen: &Seen| seen.utilisation.iter().map(|link| link[40..90].iter().sum::<f64>()).sum::<f64>();
+    let carried = |runs: &[NetworkRecord]| {
+        let one = |seen: &NetworkRecord| {
+            seen.utilisation.iter().map(|link| link[40..90].iter().sum::<f64>()).sum::<f64>()
+        };
         crate::stats::median(runs.iter().map(one))
     };
     let kept = carried(with) / carried(without);
-    let repaired = |seen: &Seen| {
+    let repaired = |seen: &NetworkRecord| {
         seen.utilisation[0][110..].iter().sum::<f64>() / (seen.utilisation[0].len() - 110) as f64
     };
     let back = crate::stats::median(with.iter().map(repaired));
@@ -630,7 +637,7 @@ fn by_row(title: &str, rows: &[Row], of: fn(&[f64; 9], f64) -> f64, bases: [f64;
     }
 }
 
-fn series(title: &str, runs: &[Seen]) -> Chart {
+fn series(title: &str, runs: &[NetworkRecord]) -> Chart {
     // Show one seed: all seeds look alike, and a mean over them would hide the course.
     let seen = &runs[0];
     let buckets = seen.utilisation[0].len();
@@ -656,8 +663,8 @@ fn series(title: &str, runs: &[Seen]) -> Chart {
     }
 }
 
-fn csv(runs: &[Run], rows: &[Row], seeds: &[u64]) -> String {
-    let mut text = super::csv_head(seeds);
+fn csv(runs: &[RowSpec], rows: &[Row], seeds: &[u64]) -> String {
+    let mut text = super::csv_comment(seeds);
     for (name, _, network, _) in runs {
         text += &format!("# {name}: {network:?}\n");
     }

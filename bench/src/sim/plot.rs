@@ -91,20 +91,20 @@ fn steps(low: f64, high: f64) -> Vec<f64> {
 }
 
 /// An axis in either direction, with given ticks.
-struct Axis {
+struct TickAxis {
     from: f64,
     to: f64,
     ticks: Vec<f64>,
 }
 
-impl Axis {
+impl TickAxis {
     /// An axis with ticks for `count` names at 0, 1, 2 and so on.
     fn of_names(from: f64, to: f64, count: usize) -> Self {
         Self { from, to, ticks: (0..count).map(|index| index as f64).collect() }
     }
 }
 
-impl Ranged for Axis {
+impl Ranged for TickAxis {
     type FormatOption = DefaultFormatting;
     type ValueType = f64;
 
@@ -178,8 +178,8 @@ fn draw_lines(area: &Area<'_>, chart: &Chart) -> Drawn {
         .x_label_area_size(40)
         .y_label_area_size(64)
         .build_cartesian_2d(
-            Axis::of_names(-0.3, points as f64 - 0.7, points),
-            Axis { from: low, to: high, ticks: chart.ticks(low, high) },
+            TickAxis::of_names(-0.3, points as f64 - 0.7, points),
+            TickAxis { from: low, to: high, ticks: chart.ticks(low, high) },
         )?;
     context
         .configure_mesh()
@@ -228,8 +228,8 @@ fn draw_dots(area: &Area<'_>, chart: &Chart) -> Drawn {
         .x_label_area_size(30)
         .y_label_area_size(170)
         .build_cartesian_2d(
-            Axis { from: low, to: high, ticks: chart.ticks(low, high) },
-            Axis::of_names(rows as f64 - 0.4, -0.6, rows),
+            TickAxis { from: low, to: high, ticks: chart.ticks(low, high) },
+            TickAxis::of_names(rows as f64 - 0.4, -0.6, rows),
         )?;
     context
         .configure_mesh()

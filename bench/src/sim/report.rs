@@ -20,7 +20,7 @@ pub(crate) struct Report {
     pub(crate) text: String,
     pub(crate) header: Vec<String>,
     pub(crate) rows: Vec<Vec<String>>,
-    pub(crate) beside: Vec<Beside>,
+    pub(crate) statements: Vec<Statement>,
     pub(crate) charts: Vec<Chart>,
     pub(crate) verdicts: Vec<Verdict>,
     /// Header and lines.
@@ -47,7 +47,7 @@ impl Verdict {
 
 /// A figure that the source states, beside the result here.
 #[derive(Clone, Debug)]
-pub(crate) struct Beside {
+pub(crate) struct Statement {
     what: String,
     source: String,
     here: String,
@@ -55,7 +55,7 @@ pub(crate) struct Beside {
     holds: bool,
 }
 
-impl Beside {
+impl Statement {
     pub(crate) fn new(
         what: impl Into<String>,
         source: impl Into<String>,

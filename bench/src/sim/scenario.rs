@@ -4,6 +4,8 @@ use rand::Rng;
 use rand::rngs::SmallRng;
 use rand_distr::{Distribution as _, Exp1, StandardNormal};
 
+use crate::load::Keys;
+
 /// Cores of one server's allocation: 10 % of a machine of 64 hardware threads. With a mean work of 86.7 ms, 0.75x
 /// corresponds to 5.5 k queries/s and 1.74x to 12.9 k; the paper has 5.6 k and 13 k.
 pub(crate) const ALLOCATION: f64 = 6.4;
@@ -13,13 +15,13 @@ pub(crate) const WORK_MS: f64 = 80.0;
 
 /// One point of an experiment. Every policy is run on the same one.
 #[derive(Clone, Debug)]
-pub(crate) struct Scenario {
+pub(crate) struct SimScenario {
     pub(crate) servers: Vec<ServerSpec>,
-    /// Servers that exist from the beginning; the rest join by [`Change::Join`].
+    /// Servers that exist from the beginning; the rest join by [`SimChange::Join`].
     pub(crate) initially: usize,
     /// Clients, each with a balancer of its own.
     pub(crate) clients: usize,
-    pub(crate) load: Load,
+    pub(crate) load: SimLoad,
     /// Queries per second that other clients send to the same servers by round robin. They are not included in any figure.
     pub(crate) others: f64,
     pub(crate) sizes: Sizes,
@@ -33,12 +35,12 @@ pub(crate) struct Scenario {
     pub(crate) deadline: Option<f64>,
     /// CPU that a server spends on one probe, milliseconds.
     pub(crate) probe_cost_ms: f64,
-    pub(crate) changes: Vec<(f64, Change)>,
+    pub(crate) changes: Vec<(f64, SimChange)>,
 }
 
 /// How queries arrive.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Load {
+pub(crate) enum SimLoad {
     /// Independent arrivals, queries per second over all clients.
     Poisson(f64),
     /// The same rate at even intervals.
@@ -90,13 +92,6 @@ impl Sizes {
     }
 }
 
-/// Keys from 1 to `count`; the probability of the k-th is proportional to k^(−skew). Without skew, all are equally likely.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Keys {
-    pub(crate) count: u32,
-    pub(crate) skew: f64,
-}
-
 /// A server's cache.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CacheSpec {
@@ -113,7 +108,7 @@ pub(crate) struct ServerSpec {
     pub(crate) work_ms: f64,
     /// Time added to every answer without using CPU, milliseconds.
     pub(crate) extra_ms: f64,
-    pub(crate) service: Service,
+    pub(crate) service: SimService,
     /// Queries served at a time; more wait.
     pub(crate) slots: usize,
     /// Queries that may wait for a slot; more are refused at once.
@@ -125,7 +120,7 @@ pub(crate) struct ServerSpec {
 
 /// How a server spends its time on a query.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Service {
+pub(crate) enum SimService {
     /// Processor sharing: at most one core per query, within the allocation and the machine's spare capacity.
     Cpu { cores: f64, spare: Spare },
     /// Each query takes a fixed time, regardless of other queries being served.
@@ -149,7 +144,7 @@ pub(crate) enum Spare {
 pub(crate) const FLUCTUATION: (f64, f64) = (0.15, 5.0);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Change {
+pub(crate) enum SimChange {
     /// New mean work of a server, milliseconds.
     Work(usize, f64),
     /// New share of queries that fail at once.
@@ -168,10 +163,10 @@ pub(crate) enum Change {
 impl ServerSpec {
     /// The paper's testbed server.
     pub(crate) fn testbed(work_ms: f64, spare: Spare) -> Self {
-        Self::new(work_ms, Service::Cpu { cores: ALLOCATION, spare })
+        Self::new(work_ms, SimService::Cpu { cores: ALLOCATION, spare })
     }
 
-    pub(crate) fn new(work_ms: f64, service: Service) -> Self {
+    pub(crate) fn new(work_ms: f64, service: SimService) -> Self {
         Self {
             work_ms,
             extra_ms: 0.0,
@@ -185,11 +180,11 @@ impl ServerSpec {
 
     /// Serves `slots` queries at a time, each for its own time; all others wait in order of arrival.
     pub(crate) fn slots(slots: usize, work_ms: f64) -> Self {
-        Self { slots, ..Self::new(work_ms, Service::Delay) }
+        Self { slots, ..Self::new(work_ms, SimService::Delay) }
     }
 }
 
-impl Scenario {
+impl SimScenario {
     /// The paper's testbed (§5): `n` servers, as many clients, 5 s deadline, at `load` times the allocation.
     pub(crate) fn testbed(n: usize, load: f64, spare: Spare) -> Self {
         Self::over(vec![ServerSpec::testbed(WORK_MS, spare); n], load)
@@ -209,7 +204,7 @@ impl Scenario {
             initially: servers.len(),
             clients: servers.len(),
             servers,
-            load: Load::Poisson(qps),
+            load: SimLoad::Poisson(qps),
             others: 0.0,
             sizes: Sizes::Normal { variation: 1.0 },
             keys: None,

@@ -16,7 +16,7 @@ use rand_distr::{Distribution, StandardNormal};
 
 use super::cache::Cache;
 use super::policies::Utilisation;
-use super::scenario::{FLUCTUATION, ServerSpec, Service, Spare};
+use super::scenario::{FLUCTUATION, ServerSpec, SimService, Spare};
 
 /// Nanoseconds of virtual time.
 pub(crate) type Nanos = u64;
@@ -67,7 +67,7 @@ pub(crate) struct Server {
     scheduled: Option<Nanos>,
     pub(crate) waiting: VecDeque<u32>,
     pub(crate) running: usize,
-    machine: Machine,
+    machine: MachineCapacity,
     /// Core-nanoseconds or slot-nanoseconds used.
     used: f64,
     used_before: f64,
@@ -80,7 +80,7 @@ pub(crate) struct Server {
 }
 
 /// The part of the machine's capacity that the server can use.
-struct Machine {
+struct MachineCapacity {
     rng: SmallRng,
     base: f64,
     fluctuation: f64,
@@ -92,7 +92,7 @@ impl Server {
     pub(crate) fn new(spec: ServerSpec, tracker: TrackerConfig, alive: bool, seed: u64) -> Self {
         let mut rng = SmallRng::seed_from_u64(seed);
         let (mut base, mut fluctuation) = (0.0, 0.0);
-        if let Service::Cpu { spare: Spare::Antagonists { mean, sd, .. }, .. } = spec.service {
+        if let SimService::Cpu { spare: Spare::Antagonists { mean, sd, .. }, .. } = spec.service {
             let mut normal = || -> f64 { StandardNormal.sample(&mut rng) };
             base = mean + sd * normal();
             fluctuation = FLUCTUATION.0 * normal();
@@ -116,7 +116,7 @@ impl Server {
             scheduled: None,
             waiting: VecDeque::new(),
             running: 0,
-            machine: Machine { rng, base, fluctuation, capacity: 0.0 },
+            machine: MachineCapacity { rng, base, fluctuation, capacity: 0.0 },
             used: 0.0,
             used_before: 0.0,
             answers: 0,
@@ -181,7 +181,7 @@ impl Server {
 
     /// Whether antagonists vary the capacity.
     pub(crate) fn has_antagonists(&self) -> bool {
-        matches!(self.spec.service, Service::Cpu { spare: Spare::Antagonists { .. }, .. })
+        matches!(self.spec.service, SimService::Cpu { spare: Spare::Antagonists { .. }, .. })
     }
 
     /// Advances the antagonists by `step` seconds.
@@ -202,7 +202,7 @@ impl Server {
     }
 
     fn set_capacity(&mut self) {
-        if let Service::Cpu { cores, .. } = self.spec.service {
+        if let SimService::Cpu { cores, .. } = self.spec.service {
             self.machine.capacity = cores * (1.0 + (self.machine.base + self.machine.fluctuation).max(0.0));
         }
     }
@@ -218,7 +218,7 @@ impl Server {
             0.0
         } else if jobs as f64 <= self.machine.capacity {
             1.0
-        } else if let Service::Cpu { spare: Spare::Antagonists { hobbled, .. }, .. } = self.spec.service {
+        } else if let SimService::Cpu { spare: Spare::Antagonists { hobbled, .. }, .. } = self.spec.service {
             hobbled * self.machine.capacity / jobs as f64
         } else {
             self.machine.capacity / jobs as f64
@@ -230,8 +230,8 @@ impl Server {
         let step = (now - self.updated) as f64 * self.rate();
         self.served += step;
         self.used += match self.spec.service {
-            Service::Cpu { .. } => step * self.jobs.len() as f64,
-            Service::Delay => step * self.running as f64,
+            SimService::Cpu { .. } => step * self.jobs.len() as f64,
+            SimService::Delay => step * self.running as f64,
         };
         self.updated = now;
     }

@@ -2,12 +2,12 @@
 
 use std::time::Instant;
 
-use super::balancer::Arm;
+use super::balancer::SimArm;
 use super::engine;
 use super::plans::paper;
 use super::plot::{Chart, Line};
 use super::report::{Report, Verdict, spread};
-use super::scenario::{NORMAL, Scenario};
+use super::scenario::{NORMAL, SimScenario};
 use crate::stats::{median, min_max};
 
 /// Ascending, because peak memory never falls.
@@ -16,11 +16,11 @@ const SIZES: [usize; 6] = [4, 10, 32, 100, 316, 1000];
 pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
     let (mut rows, mut verdicts, mut labels) = (Vec::new(), Vec::new(), Vec::new());
     let (mut times, mut memories) = (Vec::new(), Vec::new());
-    let arm = Arm::Prequal(paper());
-    let mut csv = format!("{}# {arm:?}\n", super::csv_head(seeds));
+    let arm = SimArm::Prequal(paper());
+    let mut csv = format!("{}# {arm:?}\n", super::csv_comment(seeds));
     csv += "servers,seed,simulated_s,wall_s,events,peak_mib\n";
     for n in SIZES.into_iter().filter(|n| !quick || *n <= 100) {
-        let mut scenario = Scenario::testbed(n, 1.74, NORMAL);
+        let mut scenario = SimScenario::testbed(n, 1.74, NORMAL);
         (scenario.warm_up, scenario.measured) = if n <= 100 { (10.0, 50.0) } else { (2.0, 8.0) };
         let simulated = scenario.warm_up + scenario.measured;
         let (mut walls, mut rates, mut events) = (Vec::new(), Vec::new(), Vec::new());
@@ -86,7 +86,7 @@ pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
             .to_owned(),
         header: header.map(str::to_owned).to_vec(),
         rows,
-        beside: Vec::new(),
+        statements: Vec::new(),
         charts,
         verdicts,
         csv,

@@ -17,7 +17,7 @@ const DOWNLOAD: usize = 64 * 1024;
 const WEB_SOCKET_EVERY: u64 = 1000;
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Kind {
+pub(super) enum RequestKind {
     Http1,
     Http2,
     Grpc,
@@ -32,7 +32,7 @@ pub(super) enum Kind {
     Timeout,
 }
 
-impl Kind {
+impl RequestKind {
     pub(super) const ALL: [Self; 12] = [
         Self::Http1,
         Self::Http2,
@@ -193,12 +193,20 @@ mod tests {
 
     #[test]
     fn every_kind_is_sent() {
-        for (index, kind) in Kind::ALL.into_iter().enumerate() {
+        for (index, kind) in RequestKind::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, index);
-            assert!((0..WEB_SOCKET_EVERY).any(|number| Kind::of(number) == kind), "{kind:?}");
+            assert!((0..WEB_SOCKET_EVERY).any(|number| RequestKind::of(number) == kind), "{kind:?}");
         }
-        let faulty =
-            |kind| matches!(kind, Kind::Error | Kind::GrpcError | Kind::Broken | Kind::Abort | Kind::Timeout);
-        assert_eq!((0..1000).filter(|number| faulty(Kind::of(*number))).count(), 35);
+        let faulty = |kind| {
+            matches!(
+                kind,
+                RequestKind::Error
+                    | RequestKind::GrpcError
+                    | RequestKind::Broken
+                    | RequestKind::Abort
+                    | RequestKind::Timeout
+            )
+        };
+        assert_eq!((0..1000).filter(|number| faulty(RequestKind::of(*number))).count(), 35);
     }
 }

@@ -10,9 +10,9 @@ const ALLOWED_KIB: f64 = 1024.0;
 const ALLOWED_PART: f64 = 0.04;
 
 /// Samples of several processes.
-pub(super) struct Memory(Vec<(String, u32, Samples)>);
+pub(super) struct MemorySeries(Vec<(String, u32, Samples)>);
 
-impl Memory {
+impl MemorySeries {
     pub(super) fn new(agents: &[Agent], envoy: &Envoy) -> Self {
         let agents =
             agents.iter().enumerate().map(|(number, agent)| (format!("agent {number}"), agent.pid()));

@@ -13,7 +13,7 @@ pub(super) struct Slo {
 }
 
 /// The figures of one policy.
-pub(super) struct Figures {
+pub(super) struct TokenFigures {
     /// Times to first token, from the due time.
     pub(super) first_token: Summary,
     /// Mean times between the tokens of a request.
@@ -24,7 +24,7 @@ pub(super) struct Figures {
     pub(super) good: f64,
 }
 
-impl Figures {
+impl TokenFigures {
     pub(super) fn of<'a>(samples: impl Iterator<Item = &'a Sample> + Clone, slo: Slo) -> Self {
         let with = |time: fn(&Sample) -> Option<Duration>| {
             let timed: Vec<Sample> =
@@ -76,7 +76,7 @@ mod tests {
         let slow = sample(100, 1001, 19);
         let broken_off = Sample { latency: None, ..sample(100, 0, 10) };
         let samples = [sample(500, 950, 10), sample(20, 20, 1), late, slow, broken_off];
-        let figures = Figures::of(samples.iter(), slo);
+        let figures = TokenFigures::of(samples.iter(), slo);
         assert_eq!(figures.good, 0.4);
         assert_eq!(figures.first_token.quantile_ms(0.6), 500.0);
         assert_eq!(figures.per_token.quantile_ms(0.6), 50.0);

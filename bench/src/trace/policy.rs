@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::figures::{Figures, Slo};
+use super::figures::{Slo, TokenFigures};
 use crate::arm::Arm;
 use crate::goals::{Goals, LATE};
 use crate::plot::{Curve, Panel};
@@ -18,7 +18,7 @@ const OF_BEST: f64 = 1.05;
 const BROKEN: f64 = 0.01;
 
 /// The measurements of one run.
-pub(super) struct Measured {
+pub(super) struct MeasuredReplay {
     pub(super) arm: Arm,
     /// Requests that were due in the judged part.
     pub(super) samples: Vec<Sample>,
@@ -31,24 +31,24 @@ pub(super) struct Measured {
 }
 
 /// One policy at one speed-up, all passes together.
-pub(super) struct Policy {
+pub(super) struct PolicyFigures {
     arm: Arm,
-    figures: Figures,
+    figures: TokenFigures,
     /// Mean over the passes.
     probes_per_query: f64,
     ejections: f64,
     late: Duration,
 }
 
-impl Policy {
-    pub(super) fn of(arm: Arm, runs: &[Measured], slo: Slo) -> Self {
+impl PolicyFigures {
+    pub(super) fn of(arm: Arm, runs: &[MeasuredReplay], slo: Slo) -> Self {
         let own = || runs.iter().filter(move |run| run.arm == arm);
-        let sum = |value: fn(&Measured) -> Option<f64>| {
+        let sum = |value: fn(&MeasuredReplay) -> Option<f64>| {
             own().map(|run| value(run).unwrap_or(f64::NAN)).sum::<f64>()
         };
         Self {
             arm,
-            figures: Figures::of(own().flat_map(|run| &run.samples), slo),
+            figures: TokenFigures::of(own().flat_map(|run| &run.samples), slo),
             probes_per_query: sum(|run| run.probes_per_query) / own().count() as f64,
             ejections: sum(|run| run.ejections.map(|number| number as f64)),
             late: own().map(|run| run.late).max().unwrap_or_default(),
@@ -67,7 +67,7 @@ impl Policy {
 }
 
 /// The figures of all policies at one speed-up.
-pub(super) fn table(policies: &[Policy]) -> String {
+pub(super) fn table(policies: &[PolicyFigures]) -> String {
     let header = [
         "policy",
         "TTFT p50 ms",
@@ -84,8 +84,8 @@ pub(super) fn table(policies: &[Policy]) -> String {
         "failed",
         "requests",
     ];
-    let row = |policy: &Policy| {
-        let Figures { first_token, per_token, whole, good } = &policy.figures;
+    let row = |policy: &PolicyFigures| {
+        let TokenFigures { first_token, per_token, whole, good } = &policy.figures;
         vec![
             policy.arm.label().to_owned(),
             ms(first_token.quantile_ms(0.5)),
@@ -107,7 +107,7 @@ pub(super) fn table(policies: &[Policy]) -> String {
 }
 
 /// Adds the verdicts on one speed-up.
-pub(super) fn judge(policies: &[Policy], place: &str, goals: &mut Goals) {
+pub(super) fn judge(policies: &[PolicyFigures], place: &str, goals: &mut Goals) {
     for policy in policies.iter().filter(|policy| policy.broke()) {
         let (failed, samples) = (policy.figures.whole.failed, policy.figures.whole.samples);
         let line =
@@ -153,8 +153,8 @@ pub(super) fn judge(policies: &[Policy], place: &str, goals: &mut Goals) {
 }
 
 /// The times to first token at one speed-up.
-pub(super) fn panel(policies: &[Policy], title: String) -> Panel {
-    let curve = |policy: &Policy| Curve {
+pub(super) fn panel(policies: &[PolicyFigures], title: String) -> Panel {
+    let curve = |policy: &PolicyFigures| Curve {
         label: policy.arm.label().to_owned(),
         points: policy.figures.first_token.tail(),
     };

@@ -152,7 +152,7 @@ impl<'de> Visitor<'de> for Tree<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
         let mut object = Map::new();
-        while let Some(Key(key)) = entries.next_key()? {
+        while let Some(EntryKey(key)) = entries.next_key()? {
             let value = entries.next_value_seed(self)?;
             if let Some(key) = key {
                 object.insert(key, value);
@@ -169,50 +169,50 @@ impl<'de> Visitor<'de> for Tree<'_> {
 }
 
 /// Key of an entry; `None` if the entry is to be dropped.
-struct Key(Option<String>);
+struct EntryKey(Option<String>);
 
-impl<'de> Deserialize<'de> for Key {
+impl<'de> Deserialize<'de> for EntryKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct KeyVisitor;
 
         impl<'de> Visitor<'de> for KeyVisitor {
-            type Value = Key;
+            type Value = EntryKey;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a key")
             }
 
-            fn visit_str<E>(self, key: &str) -> Result<Key, E> {
-                Ok(Key(Some(key.to_owned())))
+            fn visit_str<E>(self, key: &str) -> Result<EntryKey, E> {
+                Ok(EntryKey(Some(key.to_owned())))
             }
 
-            fn visit_bool<E>(self, key: bool) -> Result<Key, E> {
-                Ok(Key(Some(key.to_string())))
+            fn visit_bool<E>(self, key: bool) -> Result<EntryKey, E> {
+                Ok(EntryKey(Some(key.to_string())))
             }
 
-            fn visit_i64<E>(self, key: i64) -> Result<Key, E> {
-                Ok(Key(Some(key.to_string())))
+            fn visit_i64<E>(self, key: i64) -> Result<EntryKey, E> {
+                Ok(EntryKey(Some(key.to_string())))
             }
 
-            fn visit_u64<E>(self, key: u64) -> Result<Key, E> {
-                Ok(Key(Some(key.to_string())))
+            fn visit_u64<E>(self, key: u64) -> Result<EntryKey, E> {
+                Ok(EntryKey(Some(key.to_string())))
             }
 
-            fn visit_f64<E>(self, key: f64) -> Result<Key, E> {
-                Ok(Key(Some(key.to_string())))
+            fn visit_f64<E>(self, key: f64) -> Result<EntryKey, E> {
+                Ok(EntryKey(Some(key.to_string())))
             }
 
-            fn visit_unit<E>(self) -> Result<Key, E> {
-                Ok(Key(Some("null".to_owned())))
+            fn visit_unit<E>(self) -> Result<EntryKey, E> {
+                Ok(EntryKey(Some("null".to_owned())))
             }
 
-            fn visit_enum<A: EnumAccess<'de>>(self, tagged: A) -> Result<Key, A::Error> {
+            fn visit_enum<A: EnumAccess<'de>>(self, tagged: A) -> Result<EntryKey, A::Error> {
                 let (tag, content) = tagged.variant::<String>()?;
-                let Key(key) = content.newtype_variant::<Key>()?;
-                Ok(Key(key.filter(|_| tag.trim_start_matches('!') != "ignore")))
+                let EntryKey(key) = content.newtype_variant::<EntryKey>()?;
+                Ok(EntryKey(key.filter(|_| tag.trim_start_matches('!') != "ignore")))
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, _: A) -> Result<Key, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, _: A) -> Result<EntryKey, A::Error> {
                 Err(de::Error::custom("a list cannot be a key"))
             }
         }

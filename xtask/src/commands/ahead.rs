@@ -1,5 +1,5 @@
-//! `cargo xtask ahead`, which a test run in CI starts by itself: it builds what later steps need while the tests wait for
-//! sockets and clocks, in whatever CPU time they leave.
+//! `cargo xtask ahead`, which a test run in CI starts by itself. It builds what later steps need, in the CPU time that is idle
+//! while the tests wait for sockets and clocks.
 //!
 //! Errors are ignored here. The step that needs the failed part builds it again and reports the error.
 
@@ -25,8 +25,8 @@ pub(crate) fn run() -> Result<()> {
     policy::cargo_deny().map(drop)
 }
 
-/// Gives this build the usual priority once another process waits for a lock that it holds, such as one of cargo's: on a
-/// busy machine that process would otherwise wait for hours.
+/// Gives this build the usual priority once another process waits for a lock that the build holds, such as one of cargo's.
+/// On a busy machine that process would otherwise wait for hours.
 fn hurry_when_waited_for() {
     let own = group(std::process::id());
     loop {
@@ -73,7 +73,7 @@ fn group(pid: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(2)?.parse().ok()
 }
 
-/// A run of this command beside this process. Dropping the value ends it.
+/// This command in a child process. Dropping the value ends it.
 pub(crate) struct Ahead(Child);
 
 impl Ahead {

@@ -36,7 +36,7 @@ enum What {
     ///
     /// `cargo xtask bench peers equal` runs one fleet of `e2e`. HAProxy and nginx are those of this machine, else Debian's
     /// packages, which are unpacked under target/ and never installed; Caddy is built from its Go module into target/bin/. A
-    /// program that cannot be had is skipped, with the reason. Every argument is passed to the harness;
+    /// program that is not available is skipped, with the reason. Every argument is passed to the harness;
     /// `cargo xtask bench peers -- --help` prints its own help.
     Peers(HarnessArgs),
     /// Runs the paper's load ramp on replicas that burn CPU time in cgroups, beside antagonists, and in the simulator.
@@ -151,7 +151,7 @@ fn wants_help(args: &[OsString]) -> bool {
     args.iter().any(|arg| arg == "--help")
 }
 
-/// The `PATH`, with the programs that are built here first.
+/// `PATH`, with the folder of the programs that xtask builds in front.
 fn path() -> Result<OsString> {
     let given = std::env::var_os("PATH").unwrap_or_default();
     Ok(std::env::join_paths(std::iter::once(go::bin()).chain(std::env::split_paths(&given)))?)

@@ -12,9 +12,10 @@ use crate::{progress, run, workspace};
 /// Builds the agent, the command `prequal` and the Envoy filter into target/dist/, and the docker-compose demo's program.
 ///
 /// target/dist/probe-agent and target/dist/prequal are release builds for this machine. target/dist/prequal_filter.wasm is
-/// the module that Envoy loads, and target/dist/libprequal_native.so the native one. target/dist/prequal-demo is the program that the demo's containers run. The module needs a
-/// WebAssembly standard library: it comes through rustup (`rustup target add wasm32-wasip1`) where that works, else from
-/// Debian's packages, which are unpacked under target/toolchain/ and never installed.
+/// the filter and target/dist/libprequal_native.so the native module; Envoy loads either. target/dist/prequal-demo is the
+/// program that the demo's containers run. The filter needs a WebAssembly standard library. It comes from rustup (`rustup
+/// target add wasm32-wasip1`) where that works, else from Debian's packages, which are unpacked under target/toolchain/ and
+/// never installed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -48,9 +49,9 @@ pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
     Ok(toolchain)
 }
 
-/// Builds the modules that crash on request, for the tests that requests are still served after a crash, and checks that
-/// those in `target/dist/` cannot crash on request. The blobs of this module carry another version, so it also serves as
-/// a different release.
+/// Builds the modules that crash on request, for the tests of what happens after a crash. Checks that those in
+/// `target/dist/` cannot crash on request. The crashing filter's blobs carry another version, so tests also use it as a
+/// different release.
 pub(crate) fn dist_test(toolchain: &Toolchain) -> Result<()> {
     progress::headline("building target/dist-test/");
     let crashing = workspace::dist_test().join("prequal_filter_crash.wasm");
@@ -59,8 +60,8 @@ pub(crate) fn dist_test(toolchain: &Toolchain) -> Result<()> {
     place(&run::native_module("crash-test")?, &native)?;
     for (crashing, shipped) in [(crashing, "prequal_filter.wasm"), (native, "libprequal_native.so")] {
         let shipped = workspace::dist().join(shipped);
-        ensure!(names_crash(&crashing)?, "{} does not know `{CRASH_HEADER}`", crashing.display());
-        ensure!(!names_crash(&shipped)?, "{} knows `{CRASH_HEADER}`", shipped.display());
+        ensure!(names_crash(&crashing)?, "{} does not contain `{CRASH_HEADER}`", crashing.display());
+        ensure!(!names_crash(&shipped)?, "{} contains `{CRASH_HEADER}`", shipped.display());
     }
     Ok(())
 }
@@ -77,7 +78,8 @@ pub(crate) fn filter(toolchain: &Toolchain, features: &str) -> Result<PathBuf> {
     Ok(module)
 }
 
-/// Copies through a neighbouring name: a running program keeps the old file, and no reader sees half of the new one.
+/// Copies to a temporary name beside `to`, then renames: a running program keeps the old file, and no reader sees a partial
+/// new one.
 fn place(from: &Path, to: &Path) -> Result<()> {
     let folder = to.parent().context("a file in a folder")?;
     fs::create_dir_all(folder)?;

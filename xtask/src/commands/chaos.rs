@@ -41,7 +41,8 @@ pub(crate) fn missing() -> Option<String> {
     (!allowed).then(|| "it needs root, to create a network namespace".to_owned())
 }
 
-/// Runs the short form with what the step `build` has made. As with tests, a fault that misses its goal gets a second try.
+/// Runs the short form with the programs that the step `build` made. A fault that misses its goal gets a second try, as
+/// tests do.
 pub(crate) fn short() -> Result<()> {
     start(&["--short", "--tries", "2"].map(Into::into))
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 
 use crate::commands::build::{self, WasmArgs};
-use crate::commands::compose::engine::{Module, Project};
+use crate::commands::compose::engine::{ModuleForm, Project};
 use crate::commands::compose::page::Page;
 use crate::progress;
 
@@ -47,7 +47,7 @@ pub(crate) struct Args {
 
     /// The form in which Envoy runs Prequal
     #[arg(long, value_enum, default_value_t, value_name = "WHICH", conflicts_with = "down")]
-    module: Module,
+    module: ModuleForm,
 
     #[command(flatten)]
     wasm: WasmArgs,
@@ -119,11 +119,11 @@ fn control(project: &Project, page: &Page) -> Result<()> {
         }
         return project.down();
     }
-    let mut heard = Instant::now();
-    while heard.elapsed() < Duration::from_secs(60) {
+    let mut answered = Instant::now();
+    while answered.elapsed() < Duration::from_secs(60) {
         std::thread::sleep(ORDERS);
         if orders(project, page) {
-            heard = Instant::now();
+            answered = Instant::now();
         }
     }
     bail!("the page has not answered for a minute");

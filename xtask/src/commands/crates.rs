@@ -79,7 +79,7 @@ pub(crate) fn check() -> Result<Unchecked> {
             run::check(oldest_cargo.args(selection))?;
         }
         progress::say(format_args!(
-            "they compile alone with Rust {oldest}, with and without default features"
+            "they compile outside the workspace with Rust {oldest}, with and without default features"
         ));
     }
     Ok(Unchecked { skipped, impossible })
@@ -236,7 +236,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or_default()
 }
 
-/// Dependencies that users take from other crates: the core, and the agent's tower layer.
+/// The libraries that users' crates depend on: the core, and the agent's tower layer.
 const LIBRARIES: [&str; 6] =
     ["--package", "prequal-policy", "--package", "probe-agent", "--no-default-features", "--lib"];
 
@@ -250,7 +250,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_needs_a_newer_rust_is_found_where_it_is_linked() {
+    fn packages_that_need_a_newer_rust_count_only_if_they_are_linked() {
         let package = |name: &str, rust: &str| json!({"id": name, "name": name, "version": "1.0.0", "rust_version": rust});
         let to = |name: &str, kind: Value| json!({"pkg": name, "dep_kinds": [{"kind": kind}]});
         let metadata = json!({

@@ -27,12 +27,12 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let mut handed = Vec::<OsString>::new();
+    let mut arguments = Vec::<OsString>::new();
     if args.quick {
-        handed.push("--quick".into());
+        arguments.push("--quick".into());
     }
     if args.keep {
-        handed.push("--keep".into());
+        arguments.push("--keep".into());
     }
-    bench::harness("demo", &handed, args.wasm.toolchain)
+    bench::harness("demo", &arguments, args.wasm.toolchain)
 }

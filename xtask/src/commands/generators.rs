@@ -17,7 +17,7 @@ pub(crate) fn prepare(args: &[OsString]) {
     let all: [(&str, Install); 4] = [
         ("vegeta", || VEGETA.prepare("")),
         ("fortio", || FORTIO.prepare("")),
-        // Says which package it installs.
+        // `install` prints the name of the package.
         ("h2load", || debian::install(&[("h2load", "nghttp2-client")])),
         ("oha", oha),
     ];
@@ -62,11 +62,11 @@ const VEGETA: Program = Program {
     go: "1.22",
 };
 
-/// From 1.69 on it needs the module grol.io/grol, which not every Go module proxy hands out.
+/// From 1.69 on it needs the module grol.io/grol, which some Go module proxies lack.
 const FORTIO: Program =
     Program { name: "fortio", module: "fortio.org/fortio", folder: "", version: "v1.68.2", go: "1.23" };
 
-/// Without its default features it does not compile.
+/// Built with its default features, without which it does not compile.
 const OHA: &str = "1.16.0";
 
 #[cfg(test)]

@@ -20,25 +20,25 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Where it is, once it is built.
+    /// Path of the program once it is built.
     pub(crate) fn path(&self) -> PathBuf {
         bin().join(self.name)
     }
 
-    /// Builds it, and replaces an earlier build. `linked` is passed to the linker.
-    pub(crate) fn build(&self, linked: &str) -> Result<PathBuf> {
+    /// Builds the program, and replaces an earlier build. `linker_flags` are passed to the linker.
+    pub(crate) fn build(&self, linker_flags: &str) -> Result<PathBuf> {
         let Self { name, module, folder, version, go } = self;
         if !run::succeeds(run::tool("go").arg("version")) {
             bail!("Go is missing: https://go.dev/dl, or a `golang` package of {go} or later");
         }
-        // Each process has its own folder, then renames once: parallel commands never return half a program.
+        // Each process builds into its own folder, then renames: parallel commands never return a partial program.
         let scratch = workspace::target().join(format!(".{name}-{}", std::process::id()));
         fs::create_dir_all(&scratch)?;
         fs::create_dir_all(bin())?;
         let made = progress::silently(&format!("building {name} {version} from its Go module"), || {
             run::output(
                 run::tool("go")
-                    .args(["install", "-trimpath", "-ldflags", &format!("-s -w {linked}")])
+                    .args(["install", "-trimpath", "-ldflags", &format!("-s -w {linker_flags}")])
                     .arg(format!("{module}{folder}@{version}"))
                     .env("GOBIN", &scratch)
                     .env("CGO_ENABLED", "0"),
@@ -51,12 +51,12 @@ impl Program {
         made.map(|()| self.path())
     }
 
-    /// Builds it unless target/bin/ has this very version. `linked` is passed to the linker.
-    pub(crate) fn prepare(&self, linked: &str) -> Result<()> {
+    /// Builds the program unless target/bin/ has this very version. `linker_flags` are passed to the linker.
+    pub(crate) fn prepare(&self, linker_flags: &str) -> Result<()> {
         let pinned = format!("\tmod\t{}\t{}\t", self.module, self.version);
         let said = run::output(run::tool("go").args(["version", "-m"]).arg(self.path()));
         if !said.is_ok_and(|said| said.contains(&pinned)) {
-            self.build(linked)?;
+            self.build(linker_flags)?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! `cargo xtask native`: checks of the native module for which no Envoy is needed.
+//! `cargo xtask native`: checks of the native module that need no Envoy.
 
 use std::path::PathBuf;
 
@@ -12,21 +12,21 @@ mod elf;
 mod loader;
 mod sanitizers;
 
-/// Checks the native module as far as that needs no Envoy: its files for every architecture, and its code under sanitizers.
+/// Checks the native module without Envoy: its file for every architecture, and its code under sanitizers.
 ///
-/// Builds the module for each architecture. It must need only glibc's libraries in a version that Envoy's images have, and
-/// export the same hooks on each. A small program then loads it as Envoy does (under qemu, if it is for another
+/// Builds the module for each architecture. The file must depend only on glibc, in a version that Envoy's images have, and
+/// export the same hooks for each architecture. A small program then loads it as Envoy does (under qemu for another
 /// architecture) and makes a hook panic. After that, the module's unit tests run under AddressSanitizer and
-/// ThreadSanitizer. Missing packages are installed with apt-get if this is root.
+/// ThreadSanitizer. Missing packages are installed with apt-get if run as root.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Run only these checks
     #[arg(long, value_enum, value_delimiter = ',', value_name = "CHECKS")]
-    only: Vec<Check>,
+    only: Vec<NativeCheck>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
-enum Check {
+enum NativeCheck {
     /// The files for every architecture
     Platforms,
     /// The unit tests under sanitizers
@@ -45,13 +45,13 @@ pub(crate) fn check() -> Result<Vec<String>> {
 }
 
 /// Runs the checks `only`, or all if it is empty; returns what could not be checked here.
-fn checked(only: &[Check]) -> Result<Vec<String>> {
+fn checked(only: &[NativeCheck]) -> Result<Vec<String>> {
     let wanted = |check| only.is_empty() || only.contains(&check);
     let mut skipped = Vec::new();
-    if wanted(Check::Platforms) {
+    if wanted(NativeCheck::Platforms) {
         skipped.extend(platforms()?);
     }
-    if wanted(Check::Sanitizers) {
+    if wanted(NativeCheck::Sanitizers) {
         skipped.extend(sanitizers::run()?);
     }
     Ok(skipped)

@@ -22,8 +22,8 @@ const CADDY: Program = Program {
     go: "1.25",
 };
 
-/// Fetches what is missing. If that is impossible, prints the reason; the harness then skips the program. Returns the
-/// variables with which programs and libraries are found.
+/// Fetches missing programs. If that is impossible, prints the reason; the harness then skips the program. Returns the
+/// search paths for programs and libraries, as environment variables.
 pub(crate) fn prepare() -> Result<Vec<(&'static str, OsString)>> {
     let mut programs = vec![go::bin()];
     let mut libraries = Vec::new();

@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: checks what is left after millions of requests.
+//! `cargo xtask soak`: checks for leaks after millions of requests.
 
 use std::ffi::OsString;
 
@@ -7,8 +7,8 @@ use anyhow::Result;
 use crate::commands::bench;
 use crate::commands::build::WasmArgs;
 
-/// Sends millions of requests through Envoy, filter and agents, with errors, aborts and timeouts mixed in, then checks what
-/// is left.
+/// Sends millions of requests through Envoy, filter and agents, with errors, aborts and timeouts mixed in, then checks for
+/// leaks.
 ///
 /// The memory of each process must be flat over the second half, every gauge and RIF must be back at zero, each request
 /// must have ended as its kind requires, and no connection may be left (docs/results/soak.md). Otherwise the exit code is 1.
@@ -28,9 +28,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let mut handed = args.args.clone();
+    let mut arguments = args.args.clone();
     if let Some(requests) = args.requests {
-        handed.extend(["--requests".into(), requests.to_string().into()]);
+        arguments.extend(["--requests".into(), requests.to_string().into()]);
     }
-    bench::harness("soak", &handed, args.wasm.toolchain)
+    bench::harness("soak", &arguments, args.wasm.toolchain)
 }

@@ -136,14 +136,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         progress::seconds(started.elapsed())
     ));
     for test in &session.flaky {
-        progress::say(format_args!("failed beside other tests, passed alone: {test}"));
+        progress::say(format_args!("failed in parallel with other tests, passed alone: {test}"));
     }
     for absent in &session.impossible {
         progress::say(format_args!("impossible here: {absent}"));
     }
     if session.skipped.is_empty() {
         if session.impossible.is_empty() {
-            progress::say("nothing was skipped in them");
+            progress::say("nothing was skipped");
         }
         return Ok(());
     }
@@ -157,7 +157,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The loop of a contributor. It leaves out all that starts a process of the product.
+/// The short loop of a contributor. Leaves out the tests that start Envoy or an agent.
 fn fast() -> Result<()> {
     let started = Instant::now();
     progress::headline("format, circles of files, clippy");
@@ -255,9 +255,7 @@ impl Session<'_> {
                     .args(["--", "--deny", "warnings"]),
             ),
             Toolchain::Debian(_) => {
-                progress::say(
-                    "clippy for the module's target: not with Debian's compiler, which has no clippy",
-                );
+                progress::say("clippy for the module's target was skipped: Debian's compiler has no clippy");
                 Ok(())
             }
         }
@@ -280,7 +278,7 @@ impl Session<'_> {
 
     fn chaos(&mut self) -> Result<()> {
         if !self.ci && !self.args.only.contains(&Step::Chaos) {
-            self.skipped.push("chaos: not asked for (--only chaos)".to_owned());
+            self.skipped.push("chaos: not requested (--only chaos)".to_owned());
             return Ok(());
         }
         match chaos::missing() {
@@ -300,7 +298,7 @@ impl Session<'_> {
 
     fn native(&mut self) -> Result<()> {
         if !self.ci && !self.args.only.contains(&Step::Native) {
-            self.skipped.push("native module: not asked for (--only native, cargo xtask native)".to_owned());
+            self.skipped.push("native module: not requested (--only native, cargo xtask native)".to_owned());
             return Ok(());
         }
         self.skipped.extend(native::check()?);
@@ -309,7 +307,7 @@ impl Session<'_> {
 
     fn plb_guest(&mut self) -> Result<()> {
         if !self.ci && !self.args.only.contains(&Step::PlbGuest) {
-            self.skipped.push("PLB in a guest kernel: not asked for (--only plb-guest)".to_owned());
+            self.skipped.push("PLB in a guest kernel: not requested (--only plb-guest)".to_owned());
             return Ok(());
         }
         if let Some(why) = plb_guest::missing() {
@@ -321,7 +319,7 @@ impl Session<'_> {
 
     fn compose(&mut self) -> Result<()> {
         if !self.ci && !self.args.only.contains(&Step::Compose) {
-            self.skipped.push("docker-compose demo: not asked for (--only compose)".to_owned());
+            self.skipped.push("docker-compose demo: not requested (--only compose)".to_owned());
             return Ok(());
         }
         match compose::missing() {
@@ -334,7 +332,7 @@ impl Session<'_> {
 
     fn fuzz(&mut self) -> Result<()> {
         if !self.ci && !self.args.only.contains(&Step::Fuzz) {
-            self.skipped.push("fuzzing: not asked for (--only fuzz, cargo xtask fuzz)".to_owned());
+            self.skipped.push("fuzzing: not requested (--only fuzz, cargo xtask fuzz)".to_owned());
             return Ok(());
         }
         if let Some(why) = fuzz::missing() {
@@ -347,7 +345,7 @@ impl Session<'_> {
     fn version_matrix(&mut self) -> Result<()> {
         let versions: &[&str] = match self.matrix {
             Matrix::None => {
-                self.skipped.push("version matrix: not asked for (--matrix ends, --matrix all)".to_owned());
+                self.skipped.push("version matrix: not requested (--matrix ends, --matrix all)".to_owned());
                 return Ok(());
             }
             Matrix::Ends => &[envoy::VERSIONS[0], envoy::VERSIONS[envoy::VERSIONS.len() - 1]],
@@ -389,7 +387,7 @@ fn dependencies() -> Result<()> {
     Ok(())
 }
 
-/// Cheap checks first. What `ahead` builds is used late.
+/// Cheap checks first. The steps that use what `ahead` builds come late.
 const STEPS: [Step; 16] = [
     Step::Format,
     Step::Circles,

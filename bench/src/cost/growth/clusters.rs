@@ -5,7 +5,7 @@ use prequal_testbed::Envoy;
 
 use super::Grown;
 use crate::backends::Backends;
-use crate::cost::kind::{Kind, path};
+use crate::cost::kind::{EnvoyKind, path};
 use crate::cost::{CONNECTIONS, Rounds, Variant, place, saturate, trivial, warm_up};
 use crate::deployment::start_envoys;
 
@@ -19,7 +19,7 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     let backends = Backends::start(&trivial(REPLICAS))?;
     let mut configs = Vec::new();
     for size in &sizes {
-        for kind in Kind::ALL {
+        for kind in EnvoyKind::ALL {
             configs.push(kind.config(&backends.addresses, *size)?);
         }
     }
@@ -27,15 +27,15 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     let pids: Vec<u32> = envoys.iter().map(Envoy::pid).collect();
     place(&pids, &[backends.pid()])?;
     let mut variants = Vec::new();
-    for (envoys, size) in envoys.chunks(Kind::ALL.len()).zip(&sizes) {
-        for (kind, envoy) in Kind::ALL.iter().zip(envoys) {
+    for (envoys, size) in envoys.chunks(EnvoyKind::ALL.len()).zip(&sizes) {
+        for (kind, envoy) in EnvoyKind::ALL.iter().zip(envoys) {
             let variant = Variant::new(kind.name(), envoy.addr(), vec![envoy.pid()]);
             variants.push(variant.paths(used(*size)));
         }
     }
     warm_up(rounds, &variants).await?;
     saturate(rounds, &mut variants).await?;
-    let kinds = Kind::ALL.map(Kind::name).into();
+    let kinds = EnvoyKind::ALL.map(EnvoyKind::name).into();
     Ok(Grown { quantity: "clusters", sizes, kinds, shown: 1, beyond: None, variants })
 }
 

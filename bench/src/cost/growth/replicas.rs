@@ -5,7 +5,7 @@ use prequal_testbed::Envoy;
 
 use super::Grown;
 use crate::backends::Backends;
-use crate::cost::kind::Kind;
+use crate::cost::kind::EnvoyKind;
 use crate::cost::replicas::{host, learn};
 use crate::cost::{Rounds, Variant, place, saturate, warm_up};
 use crate::deployment::start_envoys;
@@ -18,14 +18,14 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     let all: Vec<_> = backends.iter().flat_map(|backends| backends.addresses.iter().copied()).collect();
     let mut configs = Vec::new();
     for size in &sizes {
-        for kind in Kind::ALL {
+        for kind in EnvoyKind::ALL {
             configs.push(kind.config(&all[..*size], 1)?);
         }
     }
     let envoys = tokio::task::spawn_blocking(move || start_envoys(configs)).await??;
     let pids: Vec<u32> = envoys.iter().map(Envoy::pid).collect();
     place(&pids, &backends.iter().map(Backends::pid).collect::<Vec<_>>())?;
-    let kinds = Kind::ALL.map(Kind::name);
+    let kinds = EnvoyKind::ALL.map(EnvoyKind::name);
     let mut variants: Vec<Variant> = kinds
         .iter()
         .cycle()
@@ -34,7 +34,7 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
         .collect();
     warm_up(rounds, &variants).await?;
     for (index, size) in sizes.iter().enumerate() {
-        let filter = index * Kind::ALL.len() + 1;
+        let filter = index * EnvoyKind::ALL.len() + 1;
         learn(&variants[filter], &envoys[filter], *size).await?;
     }
     saturate(rounds, &mut variants).await?;

@@ -5,7 +5,7 @@ use prequal_testbed::Envoy;
 
 use super::Grown;
 use crate::backends::Backends;
-use crate::cost::kind::Kind;
+use crate::cost::kind::EnvoyKind;
 use crate::cost::{Rounds, Variant, saturate, trivial, warm_up};
 use crate::deployment::start_envoys;
 use crate::process::{cores, pin};
@@ -19,7 +19,7 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     let backends = Backends::start(&trivial(REPLICAS))?;
     let mut configs = Vec::new();
     for size in &sizes {
-        for kind in Kind::ALL {
+        for kind in EnvoyKind::ALL {
             configs.push(kind.config(&backends.addresses, 1)?.concurrency(u32::try_from(*size)?));
         }
     }
@@ -28,7 +28,7 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     for pid in envoys.iter().map(Envoy::pid).chain([backends.pid(), std::process::id()]) {
         pin(pid, 0..cores)?;
     }
-    let mut variants: Vec<Variant> = Kind::ALL
+    let mut variants: Vec<Variant> = EnvoyKind::ALL
         .iter()
         .cycle()
         .zip(&envoys)
@@ -39,7 +39,7 @@ pub(super) async fn run(rounds: Rounds, sizes: Vec<usize>) -> Result<Grown> {
     Ok(Grown {
         quantity: "workers",
         sizes,
-        kinds: Kind::ALL.map(Kind::name).into(),
+        kinds: EnvoyKind::ALL.map(EnvoyKind::name).into(),
         shown: 1,
         beyond: Some((cores, "more workers than cores")),
         variants,

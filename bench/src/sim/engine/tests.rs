@@ -5,25 +5,28 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::*;
 use prequal_core::shared::time::Micros;
 
+use crate::load::Keys;
 use crate::sim::plans::{ours, paper};
 use crate::sim::policies::cswrr;
-use crate::sim::scenario::{CacheSpec, Keys, NORMAL, ServerSpec, Sizes, Spare};
+use crate::sim::scenario::{CacheSpec, NORMAL, ServerSpec, Sizes, Spare};
 use crate::sim::server::Logged;
 
 /// Small and overloaded, so that queries queue, miss deadlines, fail and are refused.
-fn scenario() -> Scenario {
-    let mut scenario = Scenario::testbed(10, 1.6, NORMAL);
+fn scenario() -> SimScenario {
+    let mut scenario = SimScenario::testbed(10, 1.6, NORMAL);
     scenario.servers[0].failing = 0.2;
     (scenario.servers[1].slots, scenario.servers[1].queue) = (8, 4);
-    scenario.changes = vec![(3.0, Change::Frozen(2, true)), (4.0, Change::Frozen(2, false))];
+    scenario.changes = vec![(3.0, SimChange::Frozen(2, true)), (4.0, SimChange::Frozen(2, false))];
     (scenario.warm_up, scenario.measured) = (1.0, 8.0);
     scenario
 }
 
 #[test]
 fn the_same_seed_gives_the_same_run_and_a_different_seed_a_different_one() {
-    let cswrr = Arm::Cswrr(cswrr::Settings::FAST);
-    for arm in [Arm::Prequal(paper()), Arm::Prequal(ours()), Arm::WeightedRoundRobin, cswrr, Arm::Yarp] {
+    let cswrr = SimArm::Cswrr(cswrr::Settings::FAST);
+    for arm in
+        [SimArm::Prequal(paper()), SimArm::Prequal(ours()), SimArm::WeightedRoundRobin, cswrr, SimArm::Yarp]
+    {
         let (once, again) = (run(&scenario(), &arm, 7), run(&scenario(), &arm, 7));
         assert_eq!((&once.samples, once.events), (&again.samples, again.events), "{arm:?}");
         assert_ne!(once.samples, run(&scenario(), &arm, 8).samples);
@@ -33,13 +36,13 @@ fn the_same_seed_gives_the_same_run_and_a_different_seed_a_different_one() {
 #[test]
 fn every_policy_meets_the_same_arrivals() {
     let arrivals = |arm| -> Vec<u32> { run(&scenario(), &arm, 7).samples.iter().map(|s| s.at_ms).collect() };
-    assert_eq!(arrivals(Arm::Random), arrivals(Arm::Prequal(paper())));
+    assert_eq!(arrivals(SimArm::Random), arrivals(SimArm::Prequal(paper())));
 }
 
 #[test]
 fn every_query_ends_once_and_nothing_is_left_behind() {
     let scenario = scenario();
-    let mut world = World::new(&scenario, &Arm::Prequal(Prequal { learn: true, ..ours() }), 3);
+    let mut world = World::new(&scenario, &SimArm::Prequal(Prequal { learn: true, ..ours() }), 3);
     world.go();
     assert!(world.assigned.iter().all(|assigned| *assigned == 0), "{:?}", world.assigned);
     assert!(world.servers.iter().all(|server| server.rif() == 0 && server.running == 0));
@@ -51,12 +54,12 @@ fn every_query_ends_once_and_nothing_is_left_behind() {
 #[test]
 fn the_agent_agrees_with_the_simulated_servers() {
     // Both estimators: the shipped one and the paper's.
-    for arm in [Arm::Prequal(ours()), Arm::Prequal(paper())] {
+    for arm in [SimArm::Prequal(ours()), SimArm::Prequal(paper())] {
         agent_agrees(&arm);
     }
 }
 
-fn agent_agrees(arm: &Arm) {
+fn agent_agrees(arm: &SimArm) {
     let scenario = scenario();
     let mut world = World::new(&scenario, arm, 5);
     world.go();
@@ -92,8 +95,8 @@ fn agent_agrees(arm: &Arm) {
 /// The agent does the same: its layer writes the response headers before the request has left.
 #[test]
 fn a_response_reports_while_its_query_still_counts() {
-    let scenario = Scenario { deadline: None, ..scenario() };
-    let mut world = World::new(&scenario, &Arm::Prequal(ours()), 5);
+    let scenario = SimScenario { deadline: None, ..scenario() };
+    let mut world = World::new(&scenario, &SimArm::Prequal(ours()), 5);
     world.go();
     let mut left = 0;
     for server in &world.servers {
@@ -110,12 +113,12 @@ fn a_response_reports_while_its_query_still_counts() {
 /// Mean time that queries wait for one of `slots` slots of 40 ms, milliseconds. A random choice splits Poisson arrivals
 /// into independent Poisson arrivals, so ten servers count as ten trials.
 fn mean_wait(slots: usize, load: f64, sizes: Sizes) -> f64 {
-    let mut scenario = Scenario::testbed(10, 1.0, Spare::None);
+    let mut scenario = SimScenario::testbed(10, 1.0, Spare::None);
     scenario.servers = vec![ServerSpec::slots(slots, 40.0); 10];
-    scenario.load = Load::Poisson(10.0 * load * slots as f64 / 0.04);
+    scenario.load = SimLoad::Poisson(10.0 * load * slots as f64 / 0.04);
     (scenario.clients, scenario.sizes, scenario.deadline) = (1, sizes, None);
     (scenario.warm_up, scenario.measured) = (10.0, 400.0);
-    let samples = run(&scenario, &Arm::Random, 1).samples;
+    let samples = run(&scenario, &SimArm::Random, 1).samples;
     let mean = samples.iter().map(|sample| f64::from(sample.latency_us)).sum::<f64>() / samples.len() as f64;
     // The two ways through the network take 0.6 ms on average.
     mean / 1e3 - 40.0 - 0.6
@@ -143,12 +146,12 @@ fn queries_wait_for_a_slot_as_long_as_queueing_theory_says() {
 /// Half of the servers are half as fast. From the end of the blackout, weights follow knee over latency.
 #[test]
 fn cswrr_weights_servers_by_their_capacity() {
-    let mut scenario = Scenario::testbed(8, 1.0, Spare::None);
+    let mut scenario = SimScenario::testbed(8, 1.0, Spare::None);
     scenario.servers =
         (0..8).map(|server| ServerSpec::slots(4, if server < 4 { 40.0 } else { 80.0 })).collect();
-    (scenario.load, scenario.sizes, scenario.deadline) = (Load::Poisson(400.0), Sizes::Exponential, None);
+    (scenario.load, scenario.sizes, scenario.deadline) = (SimLoad::Poisson(400.0), Sizes::Exponential, None);
     (scenario.clients, scenario.warm_up, scenario.measured) = (1, 0.0, 60.0);
-    let run = run(&scenario, &Arm::Cswrr(cswrr::Settings::DEFAULT), 1);
+    let run = run(&scenario, &SimArm::Cswrr(cswrr::Settings::DEFAULT), 1);
     let to_slow = |from: f64, to: f64| run.share(|server| server >= 4, |at| (from..to).contains(&at));
     assert!((to_slow(0.0, 10.0) - 0.5).abs() < 0.01, "equal shares at first: {}", to_slow(0.0, 10.0));
     assert!((to_slow(20.0, 60.0) - 1.0 / 3.0).abs() < 0.03, "{}", to_slow(20.0, 60.0));
@@ -156,12 +159,12 @@ fn cswrr_weights_servers_by_their_capacity() {
 
 #[test]
 fn a_remembered_key_costs_less() {
-    let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
+    let mut scenario = SimScenario::testbed(1, 1.0, Spare::None);
     let cache = Some(CacheSpec { entries: 50, miss: 10.0 });
-    scenario.servers = vec![ServerSpec { cache, ..ServerSpec::new(10.0, Service::Delay) }];
+    scenario.servers = vec![ServerSpec { cache, ..ServerSpec::new(10.0, SimService::Delay) }];
     (scenario.clients, scenario.sizes, scenario.deadline) = (1, Sizes::Exact, None);
-    (scenario.load, scenario.keys) = (Load::Poisson(200.0), Some(Keys { count: 100, skew: 0.0 }));
-    let samples = run(&scenario, &Arm::Random, 1).samples;
+    (scenario.load, scenario.keys) = (SimLoad::Poisson(200.0), Some(Keys { count: 100, exponent: 0.0 }));
+    let samples = run(&scenario, &SimArm::Random, 1).samples;
     let hits = samples.iter().filter(|sample| sample.latency_us < 15_000).count();
     let share = hits as f64 / samples.len() as f64;
     assert!((share - 0.5).abs() < 0.02, "half of the keys fit, so half of the queries hit: {share}");

@@ -3,31 +3,31 @@
 use std::ops::Range;
 
 use super::*;
-use crate::sim::measure::Run;
+use crate::sim::measure::RunRecord;
 
-pub(super) fn sinkhole() -> Plan {
+pub(super) fn sinkhole() -> Experiment {
     let point = |label: &str, share: Option<f64>| {
-        let mut scenario = Scenario::testbed(100, 0.75, NORMAL);
-        let bad = share.map_or(Change::Frozen(0, true), |share| Change::Failing(0, share));
-        let good = share.map_or(Change::Frozen(0, false), |_| Change::Failing(0, 0.0));
+        let mut scenario = SimScenario::testbed(100, 0.75, NORMAL);
+        let bad = share.map_or(SimChange::Frozen(0, true), |share| SimChange::Failing(0, share));
+        let good = share.map_or(SimChange::Frozen(0, false), |_| SimChange::Failing(0, 0.0));
         scenario.changes = vec![(scenario.warm_up, bad), (scenario.warm_up + 30.0, good)];
         scenario.measured = 60.0;
         Point {
             label: label.to_owned(),
             scenario,
             arms: arms([
-                ("Random", Arm::Random),
-                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
-                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
-                ("LL", Arm::LeastLoaded),
-                ("Zuul", Arm::Zuul(64)),
+                ("Random", SimArm::Random),
+                (CSWRR, SimArm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, SimArm::Cswrr(cswrr::Settings::FAST)),
+                ("LL", SimArm::LeastLoaded),
+                ("Zuul", SimArm::Zuul(64)),
                 ("C3", c3()),
-                (PAPER, Arm::Prequal(paper())),
-                (OURS, Arm::Prequal(ours())),
+                (PAPER, SimArm::Prequal(paper())),
+                (OURS, SimArm::Prequal(ours())),
             ]),
         }
     };
-    Plan {
+    Experiment {
         name: "sinkhole",
         title: "one server of 100 fails its queries at once, or freezes",
         text: "0.75x load; one server fails all, half or 30 % of its queries immediately, or freezes, for 30 s and \
@@ -72,12 +72,12 @@ pub(super) fn sinkhole() -> Plan {
     }
 }
 
-pub(super) fn scale(length: Length) -> Plan {
+pub(super) fn scale(length: RunLength) -> Experiment {
     let even = [4, 10, 16, 24, 32, 100, 316, 1000].map(|n| (n, n));
     // Fewer clients than servers, as with gateways, and more, as with sidecars.
     let sizes: Vec<(usize, usize)> = even.into_iter().chain([(4, 100), (1000, 100), (10, 1000)]).collect();
     let points = length.pick(&sizes, &[0, 2, 5, 8]).into_iter().map(|(clients, servers)| {
-        let mut scenario = length.cut(Scenario::testbed(servers, 1.14, NORMAL));
+        let mut scenario = length.cut(SimScenario::testbed(servers, 1.14, NORMAL));
         scenario.clients = clients;
         if servers > 100 {
             (scenario.warm_up, scenario.measured) = (6.0, 6.0);
@@ -86,14 +86,14 @@ pub(super) fn scale(length: Length) -> Plan {
             label: format!("{clients} × {servers}"),
             scenario,
             arms: arms([
-                ("LL-Po2C", Arm::LeastLoadedPo2c),
-                (PAPER, Arm::Prequal(paper())),
-                (OURS, Arm::Prequal(ours())),
-                ("floor", Arm::Floor),
+                ("LL-Po2C", SimArm::LeastLoadedPo2c),
+                (PAPER, SimArm::Prequal(paper())),
+                (OURS, SimArm::Prequal(ours())),
+                ("floor", SimArm::Floor),
             ]),
         }
     });
-    Plan {
+    Experiment {
         name: "scale",
         title: "from 4 to 1000 clients and servers",
         text: "1.14x load. Small fleets cannot average out the antagonists: below 16 servers the load may not fit on \
@@ -118,9 +118,9 @@ pub(super) fn scale(length: Length) -> Plan {
     }
 }
 
-pub(super) fn churn(length: Length) -> Plan {
+pub(super) fn churn(length: RunLength) -> Experiment {
     let points = [("calm", 0.0), ("one in 4 s", 4.0), ("one a second", 1.0)].map(|(label, every)| {
-        let mut scenario = Scenario::testbed(50, 0.75, NORMAL);
+        let mut scenario = SimScenario::testbed(50, 0.75, NORMAL);
         // 50 of 100 addresses are in use; the oldest server leaves as a new one joins.
         scenario.servers = vec![ServerSpec::testbed(WORK_MS, NORMAL); 100];
         scenario.clients = 20;
@@ -129,20 +129,20 @@ pub(super) fn churn(length: Length) -> Plan {
         let steps = if every > 0.0 { ((end - scenario.warm_up) / every) as usize } else { 0 };
         for step in 0..steps {
             let at = scenario.warm_up + step as f64 * every;
-            scenario.changes.push((at, Change::Join((50 + step) % 100)));
-            scenario.changes.push((at, Change::Leave(step % 100)));
+            scenario.changes.push((at, SimChange::Join((50 + step) % 100)));
+            scenario.changes.push((at, SimChange::Leave(step % 100)));
         }
         Point {
             label: label.to_owned(),
             scenario,
             arms: arms([
-                ("Random", Arm::Random),
-                ("LL-Po2C", Arm::LeastLoadedPo2c),
+                ("Random", SimArm::Random),
+                ("LL-Po2C", SimArm::LeastLoadedPo2c),
                 (LEARNING, learning(|_| ())),
             ]),
         }
     });
-    Plan {
+    Experiment {
         name: "churn",
         title: "endpoints come and go",
         text: "20 clients over 50 servers at 0.75x; a server leaves as another joins. The first two policies learn of \
@@ -175,33 +175,33 @@ pub(super) fn churn(length: Length) -> Plan {
 }
 
 /// Share of the last of 21 servers in the period `when`, relative to its fair share.
-fn newcomers_share(run: &Run, when: Range<f64>) -> f64 {
+fn newcomers_share(run: &RunRecord, when: Range<f64>) -> f64 {
     run.share(|server| server == 20, |at| when.contains(&at)) * 21.0
 }
 
 /// Seconds until a cold newcomer is warm.
 const WARMING: usize = 20;
 
-pub(super) fn newcomer(length: Length) -> Plan {
+pub(super) fn newcomer(length: RunLength) -> Experiment {
     let points = length.pick(&[("warm at once", 1.0), ("5x the work", 5.0), ("20x", 20.0)], &[0, 2]);
     let points = points.into_iter().map(|(label, cold)| {
         // No antagonists, so that only the newcomer is slow.
-        let mut scenario = Scenario::testbed(21, 0.75, Spare::None);
+        let mut scenario = SimScenario::testbed(21, 0.75, Spare::None);
         (scenario.initially, scenario.measured) = (20, 40.0);
         let at = scenario.warm_up;
-        scenario.changes.push((at, Change::Join(20)));
+        scenario.changes.push((at, SimChange::Join(20)));
         for step in 0..=WARMING {
             let left = 1.0 - step as f64 / WARMING as f64;
             let work = WORK_MS * (1.0 + (cold - 1.0) * left);
-            scenario.changes.push((at + step as f64, Change::Work(20, work)));
+            scenario.changes.push((at + step as f64, SimChange::Work(20, work)));
         }
         let slow_start = |slow_start_ms: u32| learning(|pool| pool.slow_start_ms = slow_start_ms);
         Point {
             label: label.to_owned(),
             scenario,
             arms: arms([
-                ("Random", Arm::Random),
-                ("LL-Po2C", Arm::LeastLoadedPo2c),
+                ("Random", SimArm::Random),
+                ("LL-Po2C", SimArm::LeastLoadedPo2c),
                 ("no slow start", slow_start(0)),
                 ("slow start 10 s", slow_start(10_000)),
                 ("slow start 30 s", slow_start(30_000)),
@@ -209,7 +209,7 @@ pub(super) fn newcomer(length: Length) -> Plan {
             ]),
         }
     });
-    Plan {
+    Experiment {
         name: "newcomer",
         title: "a replica joins, warm or cold",
         text: "The 21st server joins 20 others at 0.75x. At first its queries take a multiple of the usual work, which \
@@ -252,31 +252,31 @@ pub(super) fn newcomer(length: Length) -> Plan {
 /// One client that pauses for `pause_ms` every `every` seconds. With a `warm_up` of 0, its first queries are measured too.
 fn paused(label: &str, warm_up: f64, measured: f64, every: f64, pause_ms: f64) -> Point {
     let spec = |ms| ServerSpec { queue: 8, ..ServerSpec::slots(4, ms) };
-    let mut scenario = Scenario::testbed(40, 1.0, Spare::None);
+    let mut scenario = SimScenario::testbed(40, 1.0, Spare::None);
     scenario.servers = (0..40).map(|server| spec(if server < 20 { 50.0 } else { 250.0 })).collect();
-    (scenario.clients, scenario.load, scenario.sizes) = (1, Load::Poisson(800.0), Sizes::Exact);
+    (scenario.clients, scenario.load, scenario.sizes) = (1, SimLoad::Poisson(800.0), Sizes::Exact);
     (scenario.warm_up, scenario.measured, scenario.deadline) = (warm_up, measured, None);
     if pause_ms > 0.0 {
-        let at = |pause: u32| (f64::from(pause) * every + 0.05, Change::Pause(pause_ms));
+        let at = |pause: u32| (f64::from(pause) * every + 0.05, SimChange::Pause(pause_ms));
         scenario.changes = (0..((warm_up + measured) / every) as u32).map(at).collect();
     }
     Point {
         label: label.to_owned(),
         scenario,
         arms: arms([
-            ("Random", Arm::Random),
-            ("LL-Po2C", Arm::LeastLoadedPo2c),
+            ("Random", SimArm::Random),
+            ("LL-Po2C", SimArm::LeastLoadedPo2c),
             (OURS, learning(|_| ())),
             ("no burst_guard", learning(|pool| pool.burst_guard = false)),
         ]),
     }
 }
 
-pub(super) fn pauses(length: Length) -> Plan {
+pub(super) fn pauses(length: RunLength) -> Experiment {
     let seconds = if length.quick { 5.0 } else { 30.0 };
-    Plan {
+    Experiment {
         name: "pauses",
-        title: "a client that starts, and one that stands still",
+        title: "a client that starts, and one that pauses",
         text: "The fleet of the end-to-end benchmark `slow-half`: 20 servers at 50 ms and 20 at 250 ms, 4 slots and 8 \
             waiting each, 800 queries/s, one client that knows no server at first. As on a busy machine, its event \
             loop pauses: in the first three seconds (`start`) every 150 ms, later every second. Queries that arrived \
@@ -305,26 +305,26 @@ pub(super) fn pauses(length: Length) -> Plan {
     }
 }
 
-pub(super) fn sharing(length: Length) -> Plan {
+pub(super) fn sharing(length: RunLength) -> Experiment {
     let mut points = Vec::new();
     for (kind, half_slow) in [("1.5x", false), ("half slow", true)] {
         for pools in length.pick(&[100, 20, 5], &[0, 2]) {
             let mut scenario = if half_slow {
-                Scenario::half_slow(100, 30.0, 0.75, NORMAL)
+                SimScenario::half_slow(100, 30.0, 0.75, NORMAL)
             } else {
-                Scenario::testbed(100, 1.5, NORMAL)
+                SimScenario::testbed(100, 1.5, NORMAL)
             };
             scenario.clients = pools;
             points.push(Point {
                 label: format!("{kind}, {pools} pools"),
                 scenario: length.cut(scenario),
-                arms: arms([(PAPER, Arm::Prequal(paper())), (OURS, Arm::Prequal(ours()))]),
+                arms: arms([(PAPER, SimArm::Prequal(paper())), (OURS, SimArm::Prequal(ours()))]),
             });
         }
     }
-    Plan {
+    Experiment {
         name: "sharing",
-        title: "100 clients share pools, which is what shared data buys",
+        title: "100 clients that share pools, as the workers of an Envoy do",
         text: "The traffic of 100 clients through 100, 20 and 5 pools: the workers of one Envoy share a pool. At 1.5x \
             load, and at 0.75x with half of the fleet slow.",
         x_label: "scenario and pools",
@@ -342,16 +342,16 @@ pub(super) fn sharing(length: Length) -> Plan {
     }
 }
 
-pub(super) fn budget(length: Length) -> Plan {
+pub(super) fn budget(length: RunLength) -> Experiment {
     let rates = length.pick(&[1.0, 5.0, 20.0, 100.0, 500.0, 2000.0, 5000.0], &[0, 2, 4]);
     let points = rates.into_iter().map(|qps| {
         // One Envoy of many: the servers are as busy as the testbed's, and this client's rate varies.
-        let mut scenario = Scenario::testbed(100, 0.75, Spare::None);
-        (scenario.clients, scenario.load) = (1, Load::Poisson(qps));
+        let mut scenario = SimScenario::testbed(100, 0.75, Spare::None);
+        (scenario.clients, scenario.load) = (1, SimLoad::Poisson(qps));
         scenario.measured = if qps < 100.0 { 300.0 } else { 30.0 };
-        Point { label: format!("{qps}/s"), scenario, arms: arms([(OURS, Arm::Prequal(ours()))]) }
+        Point { label: format!("{qps}/s"), scenario, arms: arms([(OURS, SimArm::Prequal(ours()))]) }
     });
-    Plan {
+    Experiment {
         name: "budget",
         title: "age of the pool's information under the adaptive budget",
         text: "One client, 100 servers, from 1 to 5000 queries/s. The age is the quantity that the budget's target \
@@ -388,7 +388,7 @@ pub(super) fn budget(length: Length) -> Plan {
 /// The paper's rule with Prequal's current probing.
 const HCL: &str = "hcl, Q 0.84";
 
-pub(super) fn variants(length: Length) -> Plan {
+pub(super) fn variants(length: RunLength) -> Experiment {
     let fixed = |r_probe: f64, r_remove: f64| {
         move |pool: &mut PoolSettings| {
             pool.budget = Budget::Fixed { r_probe };
@@ -396,10 +396,10 @@ pub(super) fn variants(length: Length) -> Plan {
         }
     };
     let scenes = [
-        ("1.27x", Scenario::testbed(100, 1.27, NORMAL), None),
-        ("1.74x", Scenario::testbed(100, 1.74, NORMAL), None),
-        ("1.5x, 0.5 probes", Scenario::testbed(100, 1.5, NORMAL), Some((0.5, 0.25))),
-        ("half slow", Scenario::half_slow(100, 30.0, 0.75, NORMAL), None),
+        ("1.27x", SimScenario::testbed(100, 1.27, NORMAL), None),
+        ("1.74x", SimScenario::testbed(100, 1.74, NORMAL), None),
+        ("1.5x, 0.5 probes", SimScenario::testbed(100, 1.5, NORMAL), Some((0.5, 0.25))),
+        ("half slow", SimScenario::half_slow(100, 30.0, 0.75, NORMAL), None),
     ];
     let points = scenes.into_iter().map(|(label, scenario, rates)| {
         let with = |change: &dyn Fn(&mut Prequal)| {
@@ -408,7 +408,7 @@ pub(super) fn variants(length: Length) -> Plan {
                 fixed(r_probe, r_remove)(&mut prequal.pool);
             }
             change(&mut prequal);
-            Arm::Prequal(prequal)
+            SimArm::Prequal(prequal)
         };
         let hcl = |q_rif: f64, hot: HotRule| {
             with(&|prequal| {
@@ -435,7 +435,7 @@ pub(super) fn variants(length: Length) -> Plan {
             ]),
         }
     });
-    Plan {
+    Experiment {
         name: "variants",
         title: "ours, one setting changed at a time",
         text: "The default profile compared with its neighbours, in the four scenarios from which its goals are \

@@ -1,12 +1,13 @@
 //! Fleets of every kind that a rule must handle: few slots or many, equal or unequal servers, any distribution of work.
 //!
 //! Unless the label says otherwise, there is one client, as with a single gateway, and queries miss the deadline only if a
-//! queue grows without end. If the independent simulation in `docs/results/evaluation.md` has the same fleet, the rates are
-//! the same.
+//! queue grows without end. Fleets of the independent simulation (docs/results/evaluation.md says what that is) have its
+//! rates.
 
 use super::super::plot::{Chart, Line};
 use super::*;
-use crate::sim::measure::Run;
+use crate::load::Keys;
+use crate::sim::measure::RunRecord;
 
 /// Slots of a server without a queue: every query is served at once.
 const NO_QUEUE: usize = usize::MAX;
@@ -23,17 +24,17 @@ const HCL: &str = "Prequal (hcl)";
 
 /// A fleet of several kinds of servers, each given as (count, slots, milliseconds), and its queries per second.
 pub(super) fn fleet(label: &str, kinds: &[(usize, usize, f64)], sizes: Sizes, qps: f64) -> Point {
-    let mut scenario = Scenario::testbed(1, 1.0, Spare::None);
+    let mut scenario = SimScenario::testbed(1, 1.0, Spare::None);
     let kind = |&(count, slots, ms): &(usize, usize, f64)| vec![ServerSpec::slots(slots, ms); count];
     scenario.servers = kinds.iter().flat_map(kind).collect();
     (scenario.initially, scenario.clients) = (scenario.servers.len(), 1);
-    (scenario.load, scenario.sizes) = (Load::Poisson(qps), sizes);
+    (scenario.load, scenario.sizes) = (SimLoad::Poisson(qps), sizes);
     (scenario.warm_up, scenario.measured, scenario.deadline) = (20.0, 60.0, Some(30.0));
     Point { label: label.to_owned(), scenario, arms: Vec::new() }
 }
 
 impl Point {
-    fn with(mut self, change: impl FnOnce(&mut Scenario)) -> Self {
+    fn with(mut self, change: impl FnOnce(&mut SimScenario)) -> Self {
         change(&mut self.scenario);
         self
     }
@@ -48,7 +49,7 @@ impl Point {
             let from = scenario.warm_up + after;
             for (at, times) in [(from, times), (from + seconds, 1.0)] {
                 let slow =
-                    |server: usize| (at, Change::Work(server, scenario.servers[server].work_ms * times));
+                    |server: usize| (at, SimChange::Work(server, scenario.servers[server].work_ms * times));
                 scenario.changes.extend((0..servers).map(slow));
             }
         })
@@ -96,7 +97,7 @@ fn all() -> Vec<Point> {
         flapping.with(|scenario| {
             let change = |turn: u32| {
                 let at = scenario.warm_up + 5.0 * f64::from(turn);
-                (at, Change::Work(0, if turn.is_multiple_of(2) { 600.0 } else { 50.0 }))
+                (at, SimChange::Work(0, if turn.is_multiple_of(2) { 600.0 } else { 50.0 }))
             };
             scenario.changes = (0..12).map(change).collect();
         }),
@@ -106,7 +107,7 @@ fn all() -> Vec<Point> {
         fleet("24, 1–8 slots, 40/60/80 ms", &kinds, Exponential, 1400.0),
         shared.clients(8).with(|scenario| {
             for server in &mut scenario.servers {
-                server.service = Service::Cpu { cores: 2.0, spare: Spare::None };
+                server.service = SimService::Cpu { cores: 2.0, spare: Spare::None };
             }
         }),
         fleet("16 × 4, exactly 40, 90 %", &[(16, 4, 40.0)], Exact, 1440.0),
@@ -123,30 +124,30 @@ fn all() -> Vec<Point> {
         beside("16x slower").slowed(1, 16.0, 0.0, 25.0),
         beside("hangs").with(|scenario| {
             scenario.changes = [(0.0, true), (10.0, false)]
-                .map(|(after, hangs)| (scenario.warm_up + after, Change::Frozen(0, hangs)))
+                .map(|(after, hangs)| (scenario.warm_up + after, SimChange::Frozen(0, hangs)))
                 .into();
         }),
         newcomer.with(|scenario| {
             scenario.initially = 10;
-            scenario.changes = vec![(scenario.warm_up, Change::Join(10))];
+            scenario.changes = vec![(scenario.warm_up, SimChange::Join(10))];
         }),
         fleet("12 × 4, exp 40, then 13, 80 %", &[(13, 4, 40.0)], Exponential, 960.0).with(|scenario| {
             scenario.initially = 12;
-            scenario.changes = vec![(scenario.warm_up, Change::Join(12))];
+            scenario.changes = vec![(scenario.warm_up, SimChange::Join(12))];
         }),
         caches.with(|scenario| {
             for server in &mut scenario.servers {
                 server.cache = Some(CacheSpec { entries: 300, miss: 10.0 });
             }
-            scenario.keys = Some(Keys { count: 3000, skew: 1.0 });
+            scenario.keys = Some(Keys { count: 3000, exponent: 1.0 });
         }),
         fleet("30 × 2, mix, 75 %", &[(30, 2, 10.0)], MIX, 1552.0),
         fleet("60 × 2, mix, 75 %", &[(60, 2, 10.0)], MIX, 3104.0),
         fleet("60 × 2, exp 20, 75 %, 4 clients", &[(60, 2, 20.0)], Exponential, 4500.0).clients(4),
         fleet("10 × 4, exactly 20, batches of 60", &[(10, 4, 20.0)], Exact, 600.0)
-            .with(|scenario| scenario.load = Load::Batches { qps: 600.0, of: 60 }),
+            .with(|scenario| scenario.load = SimLoad::Batches { qps: 600.0, of: 60 }),
         fleet("16 × 4, exp 40, batches of 20, 60 %", &[(16, 4, 40.0)], Exponential, 960.0)
-            .with(|scenario| scenario.load = Load::Batches { qps: 960.0, of: 20 }),
+            .with(|scenario| scenario.load = SimLoad::Batches { qps: 960.0, of: 20 }),
         // Fleets that fit a pool of 128 reports, but not one of 24: few clients share them, or one has them alone.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),
@@ -161,15 +162,17 @@ fn all() -> Vec<Point> {
 
 /// Seconds until the server that healed or joined gets half of its fair share within a second, counted from that change.
 /// Infinite if it never does, NaN if the scenario does not have exactly one such server.
-fn seconds_to_share(scenario: &Scenario, run: &Run) -> f64 {
+fn seconds_to_share(scenario: &SimScenario, run: &RunRecord) -> f64 {
     let (since, server) = match scenario.changes[..] {
-        [(_, Change::Work(slowed, _)), (healed_at, Change::Work(healed, _))] if slowed == healed => {
+        [(_, SimChange::Work(slowed, _)), (healed_at, SimChange::Work(healed, _))] if slowed == healed => {
             (healed_at, healed)
         }
-        [(_, Change::Frozen(hung, true)), (healed_at, Change::Frozen(healed, false))] if hung == healed => {
+        [(_, SimChange::Frozen(hung, true)), (healed_at, SimChange::Frozen(healed, false))]
+            if hung == healed =>
+        {
             (healed_at, healed)
         }
-        [(joined_at, Change::Join(joined))] => (joined_at, joined),
+        [(joined_at, SimChange::Join(joined))] => (joined_at, joined),
         _ => return f64::NAN,
     };
     let from = since - scenario.warm_up;
@@ -186,16 +189,16 @@ fn seconds(value: f64) -> String {
     if value.is_infinite() { "never".to_owned() } else { one(value) }
 }
 
-pub(super) fn fleets(length: Length) -> Plan {
+pub(super) fn fleets(length: RunLength) -> Experiment {
     let mut rules = rules();
     // Adds the rules that the paper and the independent simulation compare on such fleets, and Prequal's for this size.
     let floor = rules.pop();
     let hcl = Prequal { rule: Rule::Hcl, ..ours() };
     rules.extend(arms([
         (RIF_ONLY, paper_with(|pool| pool.q_rif = 0.0)),
-        (SMALL, Arm::Prequal(small())),
+        (SMALL, SimArm::Prequal(small())),
         (LEARNING, learning(|_| ())),
-        (HCL, Arm::Prequal(hcl)),
+        (HCL, SimArm::Prequal(hcl)),
     ]));
     rules.extend(floor);
     // With --quick, a few fleets are enough: an equal one, and one for each kind of inequality.
@@ -207,7 +210,7 @@ pub(super) fn fleets(length: Length) -> Plan {
             (point.scenario.warm_up, point.scenario.measured) = (10.0, 15.0);
         }
     }
-    Plan {
+    Experiment {
         name: "fleets",
         title: "fleets of every kind",
         text: "The labels give servers × slots, the service time of a query in ms, and the load; further queries wait \
@@ -328,7 +331,7 @@ pub(super) fn charts(cells: &Cells) -> Vec<Chart> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sim::measure::Sample;
+    use crate::sim::measure::SimSample;
 
     fn cell(arm: &str, [p50, p99, p999]: [f64; 3]) -> Cell {
         let mut values = vec![0.0; OWN + 2];
@@ -363,8 +366,8 @@ mod tests {
             |at_ms: u32, slow: bool| u16::from(!slow || at_ms < 30_000 || !at_ms.is_multiple_of(100));
         let run = |slow| {
             let at = (0..6000).map(|query| query * 10);
-            let sample = at.map(|at_ms| Sample { at_ms, latency_us: 1, server: server(at_ms, slow) });
-            Run { samples: sample.collect(), ..Run::default() }
+            let sample = at.map(|at_ms| SimSample { at_ms, latency_us: 1, server: server(at_ms, slow) });
+            RunRecord { samples: sample.collect(), ..RunRecord::default() }
         };
         assert_eq!(seconds_to_share(&point.scenario, &run(true)), 5.0);
         assert_eq!(seconds_to_share(&point.scenario, &run(false)), f64::INFINITY);

@@ -1,16 +1,16 @@
-//! Tests published by others: seeds 001, 002 and 003.
+//! Tests from three posts: Finagle's on peak EWMA, Netflix's on Zuul, and one that compares Prequal with round robin.
 
 use super::*;
 
-pub(super) fn finagle() -> Plan {
-    let mut scenario = Scenario::testbed(11, 1.0, Spare::None);
-    scenario.servers = vec![ServerSpec::new(167.0, Service::Delay); 11];
+pub(super) fn finagle() -> Experiment {
+    let mut scenario = SimScenario::testbed(11, 1.0, Spare::None);
+    scenario.servers = vec![ServerSpec::new(167.0, SimService::Delay); 11];
     scenario.clients = 1;
-    scenario.load = Load::Poisson(1000.0);
+    scenario.load = SimLoad::Poisson(1000.0);
     scenario.sizes = Sizes::Normal { variation: 5.0 / 167.0 };
     (scenario.warm_up, scenario.measured, scenario.deadline) = (10.0, 60.0, None);
-    scenario.changes = vec![(25.0, Change::Work(0, 2000.0)), (55.0, Change::Work(0, 167.0))];
-    Plan {
+    scenario.changes = vec![(25.0, SimChange::Work(0, 2000.0)), (55.0, SimChange::Work(0, 167.0))];
+    Experiment {
         name: "finagle",
         title: "one server of eleven answers in 2 s for half a minute (Finagle's post)",
         text: "One client, 1000 queries/s, pure delays of N(167, 5) ms, one server at 2 s from second 15 to 45 of 60. \
@@ -21,19 +21,19 @@ pub(super) fn finagle() -> Plan {
             label: "60 s".to_owned(),
             scenario,
             arms: arms([
-                ("RR", Arm::RoundRobin),
-                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
-                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
-                ("LL", Arm::LeastLoaded),
-                ("LL-Po2C", Arm::LeastLoadedPo2c),
-                ("Zuul", Arm::Zuul(64)),
-                ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
-                ("Peak EWMA, full scan", Arm::PeakEwma(Scan::Full)),
+                ("RR", SimArm::RoundRobin),
+                (CSWRR, SimArm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, SimArm::Cswrr(cswrr::Settings::FAST)),
+                ("LL", SimArm::LeastLoaded),
+                ("LL-Po2C", SimArm::LeastLoadedPo2c),
+                ("Zuul", SimArm::Zuul(64)),
+                ("Peak EWMA", SimArm::PeakEwma(Scan::TwoChoices)),
+                ("Peak EWMA, full scan", SimArm::PeakEwma(Scan::Full)),
                 ("Prequal sync", sync()),
-                (PAPER, Arm::Prequal(paper())),
+                (PAPER, SimArm::Prequal(paper())),
                 ("paper, hot if RIF > θ", paper_with(|pool| pool.hot = HotRule::Gt)),
-                (OURS, Arm::Prequal(ours())),
-                (SMALL, Arm::Prequal(small())),
+                (OURS, SimArm::Prequal(ours())),
+                (SMALL, SimArm::Prequal(small())),
             ]),
         }],
         metrics: standard_and(&[
@@ -67,12 +67,13 @@ pub(super) fn finagle() -> Plan {
     }
 }
 
-pub(super) fn ingress(length: Length) -> Plan {
+pub(super) fn ingress(length: RunLength) -> Experiment {
     let points = [(1, false), (1, true), (4, false)].map(|(clients, even)| {
-        let mut scenario = Scenario::testbed(16, 1.0, Spare::None);
-        let delay = |server: usize| ServerSpec::new(if server < 14 { 50.0 } else { 800.0 }, Service::Delay);
+        let mut scenario = SimScenario::testbed(16, 1.0, Spare::None);
+        let delay =
+            |server: usize| ServerSpec::new(if server < 14 { 50.0 } else { 800.0 }, SimService::Delay);
         scenario.servers = (0..16).map(delay).collect();
-        let load = if even { Load::Even(500.0) } else { Load::Poisson(500.0) };
+        let load = if even { SimLoad::Even(500.0) } else { SimLoad::Poisson(500.0) };
         (scenario.clients, scenario.load, scenario.sizes) = (clients, load, Sizes::Exact);
         (scenario.warm_up, scenario.measured, scenario.deadline) =
             (20.0, if length.quick { 60.0 } else { 300.0 }, None);
@@ -84,22 +85,22 @@ pub(super) fn ingress(length: Length) -> Plan {
             },
             scenario,
             arms: arms([
-                ("RR", Arm::RoundRobin),
-                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
-                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
-                ("LL", Arm::LeastLoaded),
-                ("LL-Po2C", Arm::LeastLoadedPo2c),
-                ("Zuul", Arm::Zuul(64)),
-                ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
+                ("RR", SimArm::RoundRobin),
+                (CSWRR, SimArm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, SimArm::Cswrr(cswrr::Settings::FAST)),
+                ("LL", SimArm::LeastLoaded),
+                ("LL-Po2C", SimArm::LeastLoadedPo2c),
+                ("Zuul", SimArm::Zuul(64)),
+                ("Peak EWMA", SimArm::PeakEwma(Scan::TwoChoices)),
                 ("Prequal sync", sync()),
-                (PAPER, Arm::Prequal(paper())),
+                (PAPER, SimArm::Prequal(paper())),
                 ("paper, hot if RIF > θ", paper_with(|pool| pool.hot = HotRule::Gt)),
-                (OURS, Arm::Prequal(ours())),
-                (SMALL, Arm::Prequal(small())),
+                (OURS, SimArm::Prequal(ours())),
+                (SMALL, SimArm::Prequal(small())),
             ]),
         }
     });
-    Plan {
+    Experiment {
         name: "ingress",
         title: "16 servers, two of them sixteen times as slow (a post on Prequal)",
         text: "Pure delays of 50 ms, and 800 ms on two servers, 500 queries/s. In the post (p99 / p99.9), round robin \
@@ -125,15 +126,15 @@ pub(super) fn ingress(length: Length) -> Plan {
     }
 }
 
-pub(super) fn netflix(length: Length) -> Plan {
+pub(super) fn netflix(length: RunLength) -> Experiment {
     let point = |label: &str, factor: f64, extra_ms: f64| {
-        let mut scenario = Scenario::testbed(40, 1.0, Spare::None);
+        let mut scenario = SimScenario::testbed(40, 1.0, Spare::None);
         scenario.servers = (0..40)
             .map(|server| {
                 let slow = server >= 20;
                 let mut spec = ServerSpec::new(
                     if slow { 10.0 * factor } else { 10.0 },
-                    Service::Cpu { cores: 4.0, spare: Spare::None },
+                    SimService::Cpu { cores: 4.0, spare: Spare::None },
                 );
                 spec.extra_ms = if slow { extra_ms } else { 0.0 };
                 (spec.slots, spec.queue) = (50, 0);
@@ -141,25 +142,25 @@ pub(super) fn netflix(length: Length) -> Plan {
             })
             .collect();
         scenario.clients = 200;
-        scenario.load = Load::Poisson(4000.0);
+        scenario.load = SimLoad::Poisson(4000.0);
         Point {
             label: label.to_owned(),
             scenario: length.cut(scenario),
             arms: arms([
-                ("RR", Arm::RoundRobin),
-                ("WRR", Arm::WeightedRoundRobin),
-                (CSWRR, Arm::Cswrr(cswrr::Settings::DEFAULT)),
-                (CSWRR_FAST, Arm::Cswrr(cswrr::Settings::FAST)),
-                ("LL", Arm::LeastLoaded),
-                ("LL-Po2C", Arm::LeastLoadedPo2c),
-                ("Zuul", Arm::Zuul(50)),
+                ("RR", SimArm::RoundRobin),
+                ("WRR", SimArm::WeightedRoundRobin),
+                (CSWRR, SimArm::Cswrr(cswrr::Settings::DEFAULT)),
+                (CSWRR_FAST, SimArm::Cswrr(cswrr::Settings::FAST)),
+                ("LL", SimArm::LeastLoaded),
+                ("LL-Po2C", SimArm::LeastLoadedPo2c),
+                ("Zuul", SimArm::Zuul(50)),
                 ("C3", c3()),
-                (PAPER, Arm::Prequal(paper())),
-                (OURS, Arm::Prequal(ours())),
+                (PAPER, SimArm::Prequal(paper())),
+                (OURS, SimArm::Prequal(ours())),
             ]),
         }
     };
-    Plan {
+    Experiment {
         name: "netflix",
         title: "half of the origin is slow (Netflix's post)",
         text: "200 balancers, 4000 queries/s, 20 + 20 servers of 4 cores and 50 slots; queries beyond those are \
@@ -185,48 +186,48 @@ pub(super) fn netflix(length: Length) -> Plan {
     }
 }
 
-pub(super) fn smallfleet(length: Length) -> Plan {
+pub(super) fn smallfleet(length: RunLength) -> Experiment {
     let sizes = length.pick(&[1, 2, 3, 4, 8, 16], &[0, 1, 3]).into_iter().map(|n| {
-        let quad = Service::Cpu { cores: 4.0, spare: Spare::None };
+        let quad = SimService::Cpu { cores: 4.0, spare: Spare::None };
         let work_ms = |server: usize| if n > 1 && server + 1 == n { 40.0 } else { 10.0 };
-        let mut scenario = Scenario::testbed(n, 1.0, Spare::None);
+        let mut scenario = SimScenario::testbed(n, 1.0, Spare::None);
         scenario.servers = (0..n).map(|server| ServerSpec::new(work_ms(server), quad)).collect();
         let capacity: f64 = (0..n).map(|server| 4.0 * 1e3 / work_ms(server)).sum();
-        (scenario.clients, scenario.load) = (4, Load::Poisson(0.6 * capacity));
+        (scenario.clients, scenario.load) = (4, SimLoad::Poisson(0.6 * capacity));
         scenario.sizes = Sizes::Normal { variation: 0.3 };
         Point {
             label: format!("n = {n}"),
             scenario: length.cut(scenario),
             arms: arms([
-                ("Random", Arm::Random),
-                ("LL-Po2C", Arm::LeastLoadedPo2c),
-                (PAPER, Arm::Prequal(paper())),
-                (OURS, Arm::Prequal(ours())),
-                (SMALL, Arm::Prequal(small())),
+                ("Random", SimArm::Random),
+                ("LL-Po2C", SimArm::LeastLoadedPo2c),
+                (PAPER, SimArm::Prequal(paper())),
+                (OURS, SimArm::Prequal(ours())),
+                (SMALL, SimArm::Prequal(small())),
             ]),
         }
     });
     let costs = length.pick(&[0.0, 0.1, 0.5, 1.0], &[0, 2]).into_iter().map(|cost| {
-        let mut scenario = Scenario::testbed(4, 1.0, Spare::None);
-        let core = Service::Cpu { cores: 1.0, spare: Spare::None };
+        let mut scenario = SimScenario::testbed(4, 1.0, Spare::None);
+        let core = SimService::Cpu { cores: 1.0, spare: Spare::None };
         scenario.servers =
             (0..4).map(|server| ServerSpec::new(if server == 3 { 16.0 } else { 4.0 }, core)).collect();
-        (scenario.clients, scenario.load, scenario.sizes) = (1, Load::Closed { users: 30 }, Sizes::Exact);
+        (scenario.clients, scenario.load, scenario.sizes) = (1, SimLoad::Closed { users: 30 }, Sizes::Exact);
         (scenario.deadline, scenario.probe_cost_ms) = (None, cost);
         Point {
             label: format!("{cost} ms"),
             scenario: length.cut(scenario),
             arms: arms([
-                ("RR", Arm::RoundRobin),
-                ("LL", Arm::LeastLoaded),
-                ("Peak EWMA", Arm::PeakEwma(Scan::TwoChoices)),
-                (PAPER, Arm::Prequal(paper())),
-                (OURS, Arm::Prequal(ours())),
-                (SMALL, Arm::Prequal(small())),
+                ("RR", SimArm::RoundRobin),
+                ("LL", SimArm::LeastLoaded),
+                ("Peak EWMA", SimArm::PeakEwma(Scan::TwoChoices)),
+                (PAPER, SimArm::Prequal(paper())),
+                (OURS, SimArm::Prequal(ours())),
+                (SMALL, SimArm::Prequal(small())),
             ]),
         }
     });
-    Plan {
+    Experiment {
         name: "smallfleet",
         title: "fleets of 1 to 16, and what probes cost four CPU-bound servers",
         text: "The first part has 1 to 16 servers of four cores and 10 ± 3 ms of work, the last of two or more four \
@@ -277,6 +278,6 @@ pub(super) fn smallfleet(length: Length) -> Plan {
     }
 }
 
-fn is_closed(scenario: &Scenario) -> bool {
-    matches!(scenario.load, Load::Closed { .. })
+fn is_closed(scenario: &SimScenario) -> bool {
+    matches!(scenario.load, SimLoad::Closed { .. })
 }

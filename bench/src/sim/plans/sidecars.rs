@@ -16,7 +16,7 @@ const TAIL: f64 = 1.2;
 const MESSAGES: f64 = 0.35;
 
 /// The numbers of clients, which equal those of servers, each with equal servers and with a slow quarter.
-fn sizes(length: Length) -> Vec<(usize, bool)> {
+fn sizes(length: RunLength) -> Vec<(usize, bool)> {
     let sizes = length.pick(&[32, 100, 1000], &[0]);
     [false, true].into_iter().flat_map(|slow| sizes.iter().map(move |size| (*size, slow))).collect()
 }
@@ -32,17 +32,17 @@ fn point(clients: usize, servers: usize, slow: bool) -> Point {
     let work_ms = LOAD * (usual as f64 + slow_ones as f64 / SLOWER) / qps * 1e3;
     let kinds = [(usual, 1, work_ms), (slow_ones, 1, work_ms * SLOWER)];
     let arms = arms([
-        ("RR", Arm::RoundRobin),
-        ("LL-Po2C", Arm::LeastLoadedPo2c),
-        ("LL", Arm::LeastLoaded),
-        (OURS, Arm::Prequal(ours())),
+        ("RR", SimArm::RoundRobin),
+        ("LL-Po2C", SimArm::LeastLoadedPo2c),
+        ("LL", SimArm::LeastLoaded),
+        (OURS, SimArm::Prequal(ours())),
         (LEARNING, learning(|_| ())),
-        (FLOOR, Arm::Floor),
+        (FLOOR, SimArm::Floor),
     ]);
     Point { arms, ..fleet(&label(clients, servers, slow), &kinds, Sizes::Exponential, qps).clients(clients) }
 }
 
-pub(super) fn sidecars(length: Length) -> Plan {
+pub(super) fn sidecars(length: RunLength) -> Experiment {
     let mut points: Vec<Point> = sizes(length)
         .into_iter()
         .flat_map(|(size, slow)| [size, 1].map(|clients| point(clients, size, slow)))
@@ -50,7 +50,7 @@ pub(super) fn sidecars(length: Length) -> Plan {
     for point in points.iter_mut().filter(|_| length.quick) {
         (point.scenario.warm_up, point.scenario.measured) = (10.0, 20.0);
     }
-    Plan {
+    Experiment {
         name: "sidecars",
         title: "many clients with few queries each, against one",
         text: "As many clients as servers, five queries a second each, and one client with all of them (`1 ×`). The \
@@ -69,7 +69,7 @@ pub(super) fn sidecars(length: Length) -> Plan {
 /// Judges every size that was run.
 fn judge(cells: &Cells) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
-    for (size, slow) in sizes(Length { quick: false }) {
+    for (size, slow) in sizes(RunLength { quick: false }) {
         let (many, one) = (label(size, size, slow), label(1, size, slow));
         for arm in [OURS, LEARNING] {
             let messages = cells.at(&many, arm, PROBES);

@@ -1,11 +1,11 @@
 //! Compares the sources' figures with the results here, by experiment: one line per figure that a source gives.
 
 use super::super::plot::{Chart, Line};
-use super::super::report::Beside;
+use super::super::report::Statement;
 use super::*;
 
 /// Empty if no source gives a figure.
-pub(crate) fn beside(name: &str, cells: &Cells) -> Vec<Beside> {
+pub(crate) fn statements(name: &str, cells: &Cells) -> Vec<Statement> {
     let mut lines = match name {
         "calibration" => calibration(cells),
         "fig6" => fig6(cells),
@@ -60,19 +60,19 @@ fn near(got: f64, source: f64, share: f64) -> bool {
     (capped(got) / source - 1.0).abs() <= share
 }
 
-fn in_ms(what: impl Into<String>, source: &str, got: f64, holds: bool) -> Beside {
-    Beside::new(what, source, ms(got), holds)
+fn in_ms(what: impl Into<String>, source: &str, got: f64, holds: bool) -> Statement {
+    Statement::new(what, source, ms(got), holds)
 }
 
-fn in_percent(what: &str, source: &str, got: f64, holds: bool) -> Beside {
-    Beside::new(what, source, if got.is_nan() { "–".to_owned() } else { percent(got) }, holds)
+fn in_percent(what: &str, source: &str, got: f64, holds: bool) -> Statement {
+    Statement::new(what, source, if got.is_nan() { "–".to_owned() } else { percent(got) }, holds)
 }
 
-fn times(what: &str, source: &str, got: f64, holds: bool) -> Beside {
-    Beside::new(what, source, if got.is_nan() { "–".to_owned() } else { format!("{got:.2}x") }, holds)
+fn times(what: &str, source: &str, got: f64, holds: bool) -> Statement {
+    Statement::new(what, source, if got.is_nan() { "–".to_owned() } else { format!("{got:.2}x") }, holds)
 }
 
-fn calibration(cells: &Cells) -> Vec<Beside> {
+fn calibration(cells: &Cells) -> Vec<Statement> {
     let line = |(name, metric, paper): (&str, usize, f64)| {
         let got = cells.at("0.75x", "Random", metric);
         in_ms(format!("{name} below allocation, ms"), &ms(paper), got, near(got, paper, 0.02))
@@ -80,7 +80,7 @@ fn calibration(cells: &Cells) -> Vec<Beside> {
     FLAT.map(line).into()
 }
 
-fn fig6(cells: &Cells) -> Vec<Beside> {
+fn fig6(cells: &Cells) -> Vec<Statement> {
     const WRR: &str = "WRR";
     let mut lines = Vec::new();
     for (arm, label) in [(WRR, "0.93x"), (PAPER, "0.93x")] {
@@ -142,7 +142,7 @@ fn fig6(cells: &Cells) -> Vec<Beside> {
     lines
 }
 
-fn fig7(cells: &Cells) -> Vec<Beside> {
+fn fig7(cells: &Cells) -> Vec<Statement> {
     let p99 = |point: &str, arm: &str| capped(cells.at(point, arm, P99));
     let mut lines = Vec::new();
     for (point, source) in [("70 %", "3 to 8 %"), ("90 %", "3 to 8 %"), ("90 %, half slow", "not stated")] {
@@ -180,7 +180,7 @@ fn fig7(cells: &Cells) -> Vec<Beside> {
     lines
 }
 
-fn fig8(cells: &Cells) -> Vec<Beside> {
+fn fig8(cells: &Cells) -> Vec<Statement> {
     let over_one = |rate: &str, metric| cells.at(rate, PAPER, metric) / cells.at("1.00", PAPER, metric);
     let mut lines = Vec::new();
     for rate in ["2.83", "2.00", "1.41", "1.00"] {
@@ -197,7 +197,7 @@ fn fig8(cells: &Cells) -> Vec<Beside> {
     lines
 }
 
-fn fig9(cells: &Cells) -> Vec<Beside> {
+fn fig9(cells: &Cells) -> Vec<Statement> {
     let at = |q: &str, metric| cells.at(q, PAPER, metric);
     let mut lines = Vec::new();
     let stated: [(&str, usize, &str, &str, &str, f64, f64); 10] = [
@@ -235,11 +235,11 @@ fn fig9(cells: &Cells) -> Vec<Beside> {
     }
     let got = at("0.590", THETA);
     let here = if got.is_nan() { "–".to_owned() } else { whole(got) };
-    lines.push(Beside::new("θ at Q = 0.59", "5", here, near(got, 5.0, 0.3)));
+    lines.push(Statement::new("θ at Q = 0.59", "5", here, near(got, 5.0, 0.3)));
     lines
 }
 
-fn fig10(cells: &Cells) -> Vec<Beside> {
+fn fig10(cells: &Cells) -> Vec<Statement> {
     let p99 = |point: &str| capped(cells.at(point, "Linear", P99));
     let hcl = cells.at("HCL", PAPER, P99);
     let got = p99("0.5") / p99("1");
@@ -253,17 +253,17 @@ fn fig10(cells: &Cells) -> Vec<Beside> {
     lines
 }
 
-fn finagle(cells: &Cells) -> Vec<Beside> {
+fn finagle(cells: &Cells) -> Vec<Statement> {
     let stated = [("RR", "approximately 95 %", 0.95), ("LL", "99 %", 0.99), ("Peak EWMA", "99.9 %", 0.999)];
     let line = |(arm, source, share): (&str, &str, f64)| {
         let got = cells.at("60 s", arm, OWN);
         let what = format!("{arm}, answered within a second");
-        Beside::new(what, source, three_percent(got), (got - share).abs() <= 0.006)
+        Statement::new(what, source, three_percent(got), (got - share).abs() <= 0.006)
     };
     stated.map(line).into()
 }
 
-fn ingress(cells: &Cells) -> Vec<Beside> {
+fn ingress(cells: &Cells) -> Vec<Statement> {
     let mut lines = Vec::new();
     let stated: [(&str, [(&str, f64); 3]); 3] = [
         ("RR", [("803.7", 803.7), ("807.1", 807.1), ("834.9", 834.9)]),
@@ -288,7 +288,7 @@ fn ingress(cells: &Cells) -> Vec<Beside> {
     lines
 }
 
-fn netflix(cells: &Cells) -> Vec<Beside> {
+fn netflix(cells: &Cells) -> Vec<Statement> {
     let line = |point: &str| {
         let got = cells.at(point, "Zuul", OWN);
         in_percent(
@@ -304,7 +304,7 @@ fn netflix(cells: &Cells) -> Vec<Beside> {
 /// A fleet, a rule, and p50, p99 and p99.9 under round robin, least loaded, that rule and C3.
 type Independent = (&'static str, &'static str, [[f64; 3]; 4]);
 const COLLAPSE: [f64; 3] = [f64::INFINITY; 3];
-/// Results of an independent simulation of the same fleets, ms. There, rules on Prequal's pool had 0.7 probes per query and
+/// Results of the independent simulation (docs/results/evaluation.md says what that is) for the same fleets, ms. There, rules on Prequal's pool had 0.7 probes per query and
 /// the reports on responses. Here, the paper's rules have only their three probes per query.
 const INDEPENDENT: [Independent; 16] = [
     (
@@ -383,7 +383,7 @@ const INDEPENDENT: [Independent; 16] = [
 
 /// Compares the figures, which must agree within a tenth. If the source reports a collapse, only its occurrence is compared,
 /// because its depth depends on the length of the run.
-fn on_fleets(cells: &Cells) -> Vec<Beside> {
+fn on_fleets(cells: &Cells) -> Vec<Statement> {
     let line = |point: &str, arm: &str, source: [f64; 3]| {
         let got = [P50, P99, P999].map(|metric| cells.at(point, arm, metric));
         let collapse = source == COLLAPSE;
@@ -395,7 +395,7 @@ fn on_fleets(cells: &Cells) -> Vec<Beside> {
         } else {
             got.iter().zip(source).all(|(got, ms)| near(*got, ms, 0.1))
         };
-        Beside::new(format!("{point}: {arm}, p50 / p99 / p99.9 ms"), stated, here, holds)
+        Statement::new(format!("{point}: {arm}, p50 / p99 / p99.9 ms"), stated, here, holds)
     };
     let lines = INDEPENDENT.iter().flat_map(|(point, third, figures)| {
         ["RR", "LL", third, "C3"].into_iter().zip(figures).map(move |(arm, source)| line(point, arm, *source))
@@ -403,7 +403,7 @@ fn on_fleets(cells: &Cells) -> Vec<Beside> {
     lines.collect()
 }
 
-fn smallfleet(cells: &Cells) -> Vec<Beside> {
+fn smallfleet(cells: &Cells) -> Vec<Statement> {
     let over = |arm: &str| cells.at("0.5 ms", arm, OWN) / cells.at("0.5 ms", "RR", OWN) - 1.0;
     let line = |arm: &str| {
         let got = over(arm);
@@ -431,7 +431,7 @@ mod tests {
             cell("1", "Linear", 500.0),
             cell("HCL", PAPER, 250.0),
         ]);
-        let page: Vec<String> = beside("fig10", &cells).iter().map(|line| format!("{line:?}")).collect();
+        let page: Vec<String> = statements("fig10", &cells).iter().map(|line| format!("{line:?}")).collect();
         assert_eq!(page.len(), 2, "λ = 0.5 and 0.7 were not run: {page:?}");
         assert!(page[0].contains("10.00x") && page[0].contains("holds: true"), "{page:?}");
         assert!(page[1].contains("2.00x"), "{page:?}");

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::{Beside, Report, Verdict};
+use super::{Report, Statement, Verdict};
 
 /// Most columns of figures in the section's table. With more points, these become the rows.
 const MOST_COLUMNS: usize = 10;
@@ -18,12 +18,12 @@ pub(super) fn section(report: &Report) -> String {
     }
     let reached = report.verdicts.iter().filter(|verdict| verdict.reached).count();
     let _ = write!(page, "Goals reached: {reached} of {}.", report.verdicts.len());
-    if !report.beside.is_empty() {
-        let holds = report.beside.iter().filter(|beside| beside.holds).count();
+    if !report.statements.is_empty() {
+        let holds = report.statements.iter().filter(|statements| statements.holds).count();
         let _ = write!(
             page,
             " Statements of the source that the simulator reproduces: {holds} of {}.",
-            report.beside.len()
+            report.statements.len()
         );
     }
     let _ = writeln!(page, " [All tables](evaluation/{}.md).\n", report.name);
@@ -43,10 +43,10 @@ pub(super) fn tables(report: &Report) -> String {
         "# {}: {}\n\nThe tables of an experiment in [the evaluation](../evaluation.md), which explains it.\n\n",
         report.name, report.title
     );
-    if !report.beside.is_empty() {
-        page += "## Beside the source\n\n";
+    if !report.statements.is_empty() {
+        page += "## Compared with the source\n\n";
         let header = ["the source states", "source", "here", "reproduces"].map(str::to_owned);
-        page += &table(&header, report.beside.iter().map(Beside::cells));
+        page += &table(&header, report.statements.iter().map(Statement::cells));
     }
     page += "## Goals\n\n";
     for verdict in &report.verdicts {
@@ -144,7 +144,7 @@ mod tests {
             text: "Text.".to_owned(),
             header: ["point", "policy", "p50 ms", "p99 ms"].map(str::to_owned).to_vec(),
             rows: rows.collect(),
-            beside: vec![Beside::new("p99", "9", "10", false), Beside::new("p50", "1", "1", true)],
+            statements: vec![Statement::new("p99", "9", "10", false), Statement::new("p50", "1", "1", true)],
             charts: Vec::new(),
             verdicts: vec![
                 Verdict::new("p99 at most 20", true, "10"),

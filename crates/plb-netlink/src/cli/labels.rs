@@ -41,7 +41,7 @@ pub(crate) fn run(output: Output, args: &LabelArgs) -> Result<Answer> {
             if !output.dry_run {
                 flowlabel::put(&socket, label)?;
             }
-            let what = format!("put back label {label} of {}", sockets::name(args.socket.socket));
+            let what = format!("give back label {label} of {}", sockets::name(args.socket.socket));
             output.changed(&what, json!({"label": label.get()}));
             Ok(Answer::Good)
         }

@@ -57,7 +57,7 @@ pub(crate) fn envoy(output: Output, args: &EnvoyArgs) -> Result<Answer> {
     }
     let cluster = (!args.listener).then(|| envoy::socket_options(Side::Cluster, congestion));
     let listener = (!args.cluster).then(|| envoy::socket_options(Side::Listener, congestion));
-    let value = json!({"cluster": cluster, "listener": listener, "mind": warnings});
+    let value = json!({"cluster": cluster, "listener": listener, "warnings": warnings});
     output.print(&value, || {
         let mut text = String::new();
         for line in &warnings {

@@ -155,7 +155,7 @@ pub(crate) fn unpin(output: Output, args: &SocketArgs) -> Result<Answer> {
     match label {
         Current::Automatic => {}
         Current::Zero => steps.push("automatic label on".to_owned()),
-        Current::Explicit(label, Some(_)) => steps.push(format!("put back label {label}")),
+        Current::Explicit(label, Some(_)) => steps.push(format!("give back label {label}")),
         Current::Explicit(label, None) => {
             return Err(Error::Unsupported {
                 what: format!("the label {label} of {} was set without a lease", name(args.socket)),

@@ -34,8 +34,9 @@ pub(super) fn find<'a>(
 ) -> Option<Balanced<'a>> {
     let policy = clusters::policy(cluster, "DynamicModulesLoadBalancerConfig")?;
     let module = module(&policy)?;
-    let named = policy.text("lb_policy_name").is_some_and(|name| name.contains("prequal")) || is_ours(module);
-    if !named && !settings::are_ours(&policy, SETTINGS_KEY) {
+    let named =
+        policy.text("lb_policy_name").is_some_and(|name| name.contains("prequal")) || is_prequals(module);
+    if !named && !settings::are_prequals(&policy, SETTINGS_KEY) {
         return None;
     }
     let name = cluster.text("name")?;
@@ -74,7 +75,7 @@ pub(super) fn module<'a>(extension: &At<'a>) -> Option<&'a Value> {
     Some(module.get("module").or_else(|| module.get("name"))?.value)
 }
 
-pub(super) fn is_ours(module: &Value) -> bool {
+pub(super) fn is_prequals(module: &Value) -> bool {
     module.to_string().contains("prequal")
 }
 

@@ -1,6 +1,6 @@
 //! The native module's filter in a listener, which names hosts that are not healthy (`docs/guide/native.md`).
 
-use super::balanced::{Balanced, DETOUR, FILTER, is_ours, module};
+use super::balanced::{Balanced, DETOUR, FILTER, is_prequals, module};
 use super::codes::*;
 use super::{At, Findings};
 
@@ -32,7 +32,7 @@ pub(super) fn check(
             if let Some(session) = session {
                 findings.push(NATIVE_DETOUR_ORDER, &filter.path, format!("`stateful_session` is {session}"));
             }
-        } else if named || known || is_ours(loaded) {
+        } else if named || known || is_prequals(loaded) {
             let name = config.text("filter_name").unwrap_or_default();
             findings.push(
                 NATIVE_DETOUR_NAME,

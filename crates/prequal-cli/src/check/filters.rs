@@ -8,7 +8,7 @@ use prequal_core::config::{Config, FilterConfig};
 use serde_json::Value;
 
 use super::codes::*;
-use super::headers::{DEST, LOAD, OURS, removed};
+use super::headers::{DEST, HEADERS, LOAD, removed};
 use super::source::Source;
 use super::{At, Findings, clusters, routes, settings};
 
@@ -20,7 +20,8 @@ const SETTINGS_KEY: &str = "configuration";
 pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     let mut settled = false;
     for (manager, filters) in managers(source) {
-        let wasm = filters.iter().enumerate().find_map(|(index, filter)| Some((index, ours(filter)?)));
+        let wasm =
+            filters.iter().enumerate().find_map(|(index, filter)| Some((index, prequal_plugin(filter)?)));
         if let Some(denial) = filters.iter().find(|filter| denies_in_place_of_a_module(filter)) {
             settled = true;
             findings.push(MODULE_DENIED, &denial.path, denial.text("name").unwrap_or_default());
@@ -60,7 +61,7 @@ fn denies_in_place_of_a_module(filter: &At<'_>) -> bool {
 }
 
 /// Returns the plugin's `config`, if this is Prequal's wasm filter.
-fn ours<'a>(filter: &At<'a>) -> Option<At<'a>> {
+fn prequal_plugin<'a>(filter: &At<'a>) -> Option<At<'a>> {
     let config = filter.typed("Wasm")?.get("config")?;
     let named = |text: Option<&str>| text.is_some_and(|text| text.contains("prequal"));
     let module = config.at(&["vm_config", "code", "local"]);
@@ -68,7 +69,7 @@ fn ours<'a>(filter: &At<'a>) -> Option<At<'a>> {
         || named(config.text("name"))
         || named(config.text("root_id"))
         || named(module.and_then(|local| local.text("filename")));
-    (by_name || settings::are_ours(&config, SETTINGS_KEY)).then_some(config)
+    (by_name || settings::are_prequals(&config, SETTINGS_KEY)).then_some(config)
 }
 
 fn check_manager(
@@ -203,10 +204,10 @@ fn check_later_strips(filters: &[At<'_>], wasm: usize, shim: Shim, findings: &mu
 pub(super) fn check_strip(before: &[At<'_>], list: &str, misplaced: bool, findings: &mut Findings) {
     let left = |key: &str| -> Vec<&str> {
         let gone: BTreeSet<&str> = before.iter().flat_map(|filter| removed(filter, key)).collect();
-        OURS.into_iter().filter(|name| !gone.contains(name)).collect()
+        HEADERS.into_iter().filter(|name| !gone.contains(name)).collect()
     };
     let (requests, responses) = (left("request_mutations"), left("response_mutations"));
-    if requests.len() + responses.len() == 2 * OURS.len() {
+    if requests.len() + responses.len() == 2 * HEADERS.len() {
         if !misplaced {
             findings.push(STRIP_MISSING, list, "");
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::At;
 
 /// Prequal's headers, which clients must neither send nor see.
-pub(super) const OURS: [&str; 7] = [
+pub(super) const HEADERS: [&str; 7] = [
     DEST,
     LOAD,
     "x-prequal-rif",
@@ -29,5 +29,5 @@ pub(super) fn removed(filter: &At<'_>, side: &str) -> BTreeSet<&'static str> {
         });
         matched || mutation.text("remove").is_some_and(|name| name.eq_ignore_ascii_case(ours))
     };
-    OURS.into_iter().filter(|ours| list.iter().any(|mutation| removes(mutation, ours))).collect()
+    HEADERS.into_iter().filter(|ours| list.iter().any(|mutation| removes(mutation, ours))).collect()
 }

@@ -31,7 +31,7 @@ pub(super) fn check(documents: &[Value], must_be_dump: bool, findings: &mut Find
     for object in objects {
         let Some(wasm) = module(object) else { continue };
         plugins += 1;
-        if is_ours(object, wasm.value) {
+        if is_prequals(object, wasm.value) {
             checked += 1;
             check_source(&wasm, findings);
             check_settings(&wasm, findings);
@@ -60,7 +60,7 @@ fn module(object: &Value) -> Option<At<'_>> {
 }
 
 /// Returns whether the module is Prequal's. Other modules in the file are ignored.
-fn is_ours(object: &Value, wasm: &Value) -> bool {
+fn is_prequals(object: &Value, wasm: &Value) -> bool {
     let named = [&object["metadata"]["name"], &wasm["pluginName"], &wasm["url"]];
     named.iter().any(|name| name.as_str().is_some_and(|name| name.contains("prequal")))
         || wasm["pluginConfig"].to_string().contains("\"probe_cluster\"")

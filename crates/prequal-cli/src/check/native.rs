@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::balanced::{self, Balanced, is_ours, module};
+use super::balanced::{self, Balanced, is_prequals, module};
 use super::clusters::Placement;
 use super::codes::*;
 use super::headers::{LOAD, removed};
@@ -21,7 +21,7 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     let extensions = source.bootstrap_extensions();
     if all.is_empty() {
         let probes =
-            |extension: &At<'_>| extension.typed(PROBER).as_ref().and_then(module).is_some_and(is_ours);
+            |extension: &At<'_>| extension.typed(PROBER).as_ref().and_then(module).is_some_and(is_prequals);
         let used = extensions.is_some_and(|extensions| extensions.iter().any(probes));
         if used && source.more_clusters {
             findings.push(UNSEEN, "dynamic_resources", "clusters");

@@ -117,7 +117,7 @@ fn targets<'a>(route: &At<'a>) -> Vec<(&'a str, At<'a>)> {
         .collect()
 }
 
-/// Returns whether the request itself determines the cluster.
+/// Returns whether the request determines the cluster.
 fn is_dynamic(route: &At<'_>) -> bool {
     let action = route.get("route");
     action.is_some_and(|action| {

@@ -37,6 +37,6 @@ pub(super) fn read<T, E: Display>(
 }
 
 /// Returns whether these settings are Prequal's, judged by their content alone.
-pub(super) fn are_ours(config: &At<'_>, key: &str) -> bool {
+pub(super) fn are_prequals(config: &At<'_>, key: &str) -> bool {
     text(config, key).is_some_and(|(_, text)| text.contains("\"probe_cluster\""))
 }

@@ -187,12 +187,12 @@ const BREAKS: &[Break] = &[
     ("cluster-absent", |root| {
         settings(root, |settings| {
             let mut copy = settings["clusters"][0].clone();
-            copy["cluster"] = json!("nobody");
+            copy["cluster"] = json!("absent");
             list(&mut settings["clusters"]).push(copy);
         });
     }),
     ("probe-cluster-absent", |root| {
-        settings(root, |settings| settings["clusters"][0]["probe_cluster"] = json!("nobody"));
+        settings(root, |settings| settings["clusters"][0]["probe_cluster"] = json!("absent"));
     }),
     ("routes-elsewhere", |root| manager(root, &format!("{ROUTES}/1/route"))["cluster"] = json!("other")),
     ("route-unnamed", |root| {

@@ -4,7 +4,7 @@ use prequal_core::client::settings::Shim;
 use serde_json::json;
 use yaml_serde::Value;
 
-use super::spec::{Host, Plan, PlannedCluster, Probe};
+use super::spec::{HostPort, Plan, PlannedCluster, Probe};
 
 /// The shipped configurations, on which all output is based.
 pub(super) const SHIPPED: &str = include_str!("../../../../envoy-configs/static/envoy.yaml");
@@ -168,7 +168,7 @@ fn filled(shipped: &Value, name: &str, cluster: &PlannedCluster, port: Option<u1
         own["type"] = "STRICT_DNS".into();
     }
     own["load_assignment"]["cluster_name"] = name.into();
-    let endpoints = cluster.hosts.iter().map(|Host { address: host, port: served }| {
+    let endpoints = cluster.hosts.iter().map(|HostPort { address: host, port: served }| {
         let mut endpoint = yaml(json!({"endpoint": {}}));
         endpoint["endpoint"]["address"] = address(host, port.unwrap_or(*served));
         endpoint

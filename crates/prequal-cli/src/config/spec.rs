@@ -69,7 +69,7 @@ pub(super) struct Plan {
 pub(super) struct PlannedCluster {
     pub(super) name: String,
     pub(super) prefix: String,
-    pub(super) hosts: Vec<Host>,
+    pub(super) hosts: Vec<HostPort>,
     /// Whether DNS resolves the replicas.
     pub(super) dns: bool,
     /// Cluster for probes; `None` if the rule sends no probes.
@@ -84,7 +84,7 @@ pub(super) struct Probe {
 }
 
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(super) struct Host {
+pub(super) struct HostPort {
     /// IP address or name.
     pub(super) address: String,
     pub(super) port: u16,
@@ -300,7 +300,7 @@ fn probe_port(path: &str, port: u64, mistakes: &mut Vec<String>) -> Option<u16> 
     usable
 }
 
-fn hosts(path: &str, texts: &[String], mistakes: &mut Vec<String>) -> Vec<Host> {
+fn hosts(path: &str, texts: &[String], mistakes: &mut Vec<String>) -> Vec<HostPort> {
     let mut hosts = BTreeSet::new();
     if texts.is_empty() {
         mistakes.push(format!("`{path}.hosts` is empty"));
@@ -317,10 +317,10 @@ fn hosts(path: &str, texts: &[String], mistakes: &mut Vec<String>) -> Vec<Host> 
     hosts.into_iter().collect()
 }
 
-fn host(text: &str) -> Option<Host> {
+fn host(text: &str) -> Option<HostPort> {
     if let Ok(address) = text.parse::<SocketAddr>() {
         let usable = address.port() > 0 && !address.ip().is_unspecified();
-        return usable.then(|| Host { address: address.ip().to_string(), port: address.port() });
+        return usable.then(|| HostPort { address: address.ip().to_string(), port: address.port() });
     }
     let (name, port) = text.rsplit_once(':')?;
     let port = port.parse().ok().filter(|port| *port > 0)?;
@@ -329,5 +329,5 @@ fn host(text: &str) -> Option<Host> {
         && name.chars().all(plain)
         // A name of digits and dots alone is a mistyped IP address.
         && name.chars().any(|c| c.is_ascii_alphabetic());
-    is_name.then(|| Host { address: name.to_owned(), port })
+    is_name.then(|| HostPort { address: name.to_owned(), port })
 }

@@ -26,7 +26,7 @@ pub(super) struct Agent {
 pub(super) type Replicas = Vec<(String, Agent)>;
 
 /// Headings of the columns of [`Agent::cells`].
-pub(super) const HEAD: [&str; 4] = ["   rif", "  base ms", "saturates at", "failing"];
+pub(super) const HEADINGS: [&str; 4] = ["   rif", "  base ms", "saturates at", "failing"];
 
 /// Returns the replicas of one agent, each with its name: the address of the admin port, followed by the replica's
 /// label, if any.
@@ -66,7 +66,7 @@ impl Agent {
         replicas.collect()
     }
 
-    /// Returns the cells, as wide as [`HEAD`].
+    /// Returns the cells, as wide as [`HEADINGS`].
     pub(super) fn cells(&self) -> [String; 4] {
         let known = |value: Option<f64>, digits: usize| {
             value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
@@ -93,7 +93,7 @@ fn sample<'a>(line: &'a str, name: &str) -> Option<(&'a str, f64)> {
 /// Returns all agents as plain text.
 pub(super) fn text(agents: &[(String, Agent)]) -> String {
     let width = agents.iter().map(|(url, _)| url.len()).max().unwrap_or(0).max(5);
-    let mut text = format!("{:width$}  {}\n", "agent", HEAD.join("  "));
+    let mut text = format!("{:width$}  {}\n", "agent", HEADINGS.join("  "));
     for (url, agent) in agents {
         let _ = writeln!(text, "{url:width$}  {}", agent.cells().join("  "));
     }

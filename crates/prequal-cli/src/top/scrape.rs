@@ -16,7 +16,7 @@ const LIMIT: Duration = Duration::from_secs(5);
 const STATS: &str = "/stats?filter=prequal_%7Cvm_reload_success";
 
 /// Name, cluster and kind of a statistic of the filter: [`prequal_stats::Sample`].
-pub(super) type Key = (String, String, String);
+pub(super) type StatisticKey = (String, String, String);
 
 #[derive(Debug)]
 pub(super) struct Admin {
@@ -29,15 +29,15 @@ pub(super) struct Admin {
 #[derive(Clone, Debug)]
 pub(super) struct Scrape {
     pub(super) at: Instant,
-    pub(super) samples: BTreeMap<Key, u64>,
+    pub(super) samples: BTreeMap<StatisticKey, u64>,
     /// Number of module restarts after a crash, for all wasm filters of this Envoy together.
     pub(super) reloads: u64,
-    pub(super) hosts: Vec<Host>,
+    pub(super) hosts: Vec<HostStatus>,
 }
 
 /// One host of one cluster.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Host {
+pub(super) struct HostStatus {
     pub(super) cluster: String,
     pub(super) address: String,
     pub(super) active: u64,
@@ -81,7 +81,7 @@ impl Admin {
             serde_json::from_str(&clusters).ok().filter(Value::is_object).with_context(|| {
                 format!("{}: this is not Envoy's admin interface: /clusters has another format", self.url)
             })?;
-        let samples: BTreeMap<Key, u64> = prequal_stats::samples(&stats)
+        let samples: BTreeMap<StatisticKey, u64> = prequal_stats::samples(&stats)
             .map(|sample| ((sample.metric.into(), sample.cluster.into(), sample.kind.into()), sample.value))
             .collect();
         if samples.is_empty() {
@@ -120,7 +120,7 @@ impl Admin {
 }
 
 /// Returns the hosts in `/clusters?format=json`. An absent value reads as zero, because Envoy leaves zeros out.
-fn hosts(clusters: &Value) -> Vec<Host> {
+fn hosts(clusters: &Value) -> Vec<HostStatus> {
     let list = |value: &Value, key: &str| value[key].as_array().cloned().unwrap_or_default();
     let mut hosts = Vec::new();
     for cluster in list(clusters, "cluster_statuses") {
@@ -131,7 +131,7 @@ fn hosts(clusters: &Value) -> Vec<Host> {
                 let value = stat.map(|stat| &stat["value"]);
                 value.and_then(|value| value.as_u64().or_else(|| value.as_str()?.parse().ok())).unwrap_or(0)
             };
-            hosts.push(Host {
+            hosts.push(HostStatus {
                 cluster: cluster["name"].as_str().unwrap_or_default().to_owned(),
                 address: address(&host["address"]),
                 active: stat("rq_active"),
@@ -180,13 +180,13 @@ mod tests {
                 "stats": [{"name": "rq_active", "value": "3"}, {"name": "rq_error", "value": 2}],
                 "health_status": {"eds_health_status": "DRAINING", "failed_outlier_check": true}},
             {"address": {"pipe": {"path": "/x"}}, "stats": 7}]}, {"name": 3}, null]});
-        let host = |address: &str, active, errors, trouble: &str| Host {
+        let host = |address: &str, active, errors, trouble: &str| HostStatus {
             cluster: "a".into(),
             address: address.into(),
             active,
             errors,
             trouble: trouble.into(),
-            ..Host::default()
+            ..HostStatus::default()
         };
         assert_eq!(
             hosts(&clusters),

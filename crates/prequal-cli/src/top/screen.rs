@@ -32,12 +32,12 @@ pub(super) fn run(envoys: Vec<Admin>, agents: Vec<Admin>, interval: Duration) ->
     let (send, receive) = channel();
     for (index, admin) in envoys.into_iter().enumerate() {
         let read = move || Reading::Envoy(index, admin.scrape().map_err(|error| format!("{error:#}")));
-        read_for_ever(read, interval, send.clone());
+        read_until_closed(read, interval, send.clone());
     }
     for (index, admin) in agents.into_iter().enumerate() {
         let read =
             move || Reading::Agent(index, agents::scrape(&admin).map_err(|error| format!("{error:#}")));
-        read_for_ever(read, interval, send.clone());
+        read_until_closed(read, interval, send.clone());
     }
     // Also restores the terminal on a panic.
     let mut terminal = ratatui::try_init()?;
@@ -46,7 +46,7 @@ pub(super) fn run(envoys: Vec<Admin>, agents: Vec<Admin>, interval: Duration) ->
     done
 }
 
-fn read_for_ever(read: impl Fn() -> Reading + Send + 'static, interval: Duration, send: Sender<Reading>) {
+fn read_until_closed(read: impl Fn() -> Reading + Send + 'static, interval: Duration, send: Sender<Reading>) {
     std::thread::spawn(move || {
         // A failed send means that the screen is closed.
         while send.send(read()).is_ok() {
@@ -291,7 +291,7 @@ fn agents_table(rows: Vec<Row<'static>>) -> Table<'static> {
         Constraint::Length(7),
         Constraint::Fill(2),
     ];
-    let head = ["agent"].into_iter().chain(agents::HEAD).chain(["trouble"]);
+    let head = ["agent"].into_iter().chain(agents::HEADINGS).chain(["trouble"]);
     Table::new(rows, widths).header(Row::new(head).style(Modifier::UNDERLINED))
 }
 
@@ -361,7 +361,7 @@ mod tests {
             shown(&state, width, height);
         }
         state.take(0, Err("gone".into()));
-        assert!(!shown(&state, 100, 20).contains("my_cluster"), "what is old is not shown as new");
+        assert!(!shown(&state, 100, 20).contains("my_cluster"), "an old reading is not shown as current");
     }
 
     #[test]

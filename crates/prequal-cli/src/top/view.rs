@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::scrape::{Host, Scrape};
+use super::scrape::{HostStatus, Scrape};
 
 /// One serving cluster of one Envoy.
 #[derive(Clone, Debug)]
@@ -156,7 +156,7 @@ impl View {
             ),
             format!("since start  {}", events(&REPLICA_EVENTS, &self.replica_events)),
             format!(
-                "of itself    {}, {}",
+                "internal     {}, {}",
                 events(&FILTER_EVENTS, &self.filter_events),
                 event("vm reloads", self.reloads)
             ),
@@ -183,7 +183,7 @@ impl View {
 }
 
 fn replicas(cluster: &str, before: &Scrape, now: &Scrape, seconds: f64) -> Vec<Replica> {
-    let ours = |scrape: &'_ Scrape| -> Vec<Host> {
+    let ours = |scrape: &'_ Scrape| -> Vec<HostStatus> {
         scrape.hosts.iter().filter(|host| prequal_stats::label(&host.cluster) == cluster).cloned().collect()
     };
     let earlier = ours(before);
@@ -191,7 +191,8 @@ fn replicas(cluster: &str, before: &Scrape, now: &Scrape, seconds: f64) -> Vec<R
         .into_iter()
         .map(|host| {
             let then = earlier.iter().find(|then| then.address == host.address);
-            let since = |value: fn(&Host) -> u64| grown(then.map_or(0, value), value(&host)) as f64 / seconds;
+            let since =
+                |value: fn(&HostStatus) -> u64| grown(then.map_or(0, value), value(&host)) as f64 / seconds;
             Replica {
                 success: since(|host| host.success),
                 errors: since(|host| host.errors),
@@ -239,12 +240,12 @@ pub(super) mod tests {
             ("ejections_total", "unresponsive", 1),
             ("ejections_total", "failing", 2),
         ];
-        let host = |address: &str, success| Host {
+        let host = |address: &str, success| HostStatus {
             cluster: "my.cluster".into(),
             address: address.into(),
             success,
             active: 3,
-            ..Host::default()
+            ..HostStatus::default()
         };
         Scrape {
             at: start + Duration::from_secs(seconds),
@@ -256,7 +257,7 @@ pub(super) mod tests {
             hosts: vec![
                 host("10.0.0.2:80", requests),
                 host("10.0.0.1:80", requests / 4),
-                Host { cluster: "other".into(), ..Host::default() },
+                HostStatus { cluster: "other".into(), ..HostStatus::default() },
             ],
         }
     }
@@ -274,7 +275,7 @@ pub(super) mod tests {
              \x20 probes/s     100.0: used 100.0, failed 0.0; unsent 0.0; per query 0.40\n\
              \x20 now          pool 2, theta 0, members 2, ejected 0\n\
              \x20 since start  diverted 0 (+0), ejections 3 (+0), trials 0 (+0), returned 0 (+0)\n\
-             \x20 of itself    lost writes 0 (+0), blobs replaced 0 (+0), vm reloads 0 (+0)\n\
+             \x20 internal     lost writes 0 (+0), blobs replaced 0 (+0), vm reloads 0 (+0)\n\
              \x20 replica      active  success/s  errors/s   share\n\
              \x20 10.0.0.1:80       3       50.0       0.0   20.0%\n\
              \x20 10.0.0.2:80       3      200.0       0.0   80.0%\n"

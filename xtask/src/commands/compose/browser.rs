@@ -19,7 +19,7 @@ use crate::{run, workspace};
 /// A browser with the page open. Dropping the value ends the browser.
 pub(super) struct Browser {
     child: Child,
-    orders: ChildStdin,
+    commands: ChildStdin,
     answers: Receiver<Value>,
     session: String,
     last: u64,
@@ -28,7 +28,7 @@ pub(super) struct Browser {
 
 /// What the page shows about one replica.
 #[derive(Clone, Debug)]
-pub(super) struct Seen {
+pub(super) struct ShownReplica {
     /// Prequal's share of traffic to it, 0 to 1.
     pub(super) share: f64,
     /// The text of the replica's last column.
@@ -68,7 +68,7 @@ impl Browser {
             .stdout(Stdio::piped())
             .spawn()
             .with_context(|| format!("cannot start `{program}`"))?;
-        let orders = child.stdin.take().context("the browser's input")?;
+        let commands = child.stdin.take().context("the browser's input")?;
         let stdout = child.stdout.take().context("the browser's output")?;
         let (sink, answers) = mpsc::channel();
         std::thread::spawn(move || {
@@ -84,7 +84,7 @@ impl Browser {
                 message.clear();
             }
         });
-        let mut browser = Self { child, orders, answers, session: String::new(), last: 0, profile };
+        let mut browser = Self { child, commands, answers, session: String::new(), last: 0, profile };
         let target = browser.call("Target.createTarget", json!({"url": "about:blank"}))?;
         let attached = browser
             .call("Target.attachToTarget", json!({"targetId": target["targetId"], "flatten": true}))?;
@@ -100,8 +100,8 @@ impl Browser {
         Ok(browser)
     }
 
-    /// What the page shows now.
-    pub(super) fn seen(&mut self, replica: u64) -> Result<Seen> {
+    /// What the page shows about a replica now.
+    pub(super) fn shown(&mut self, replica: u64) -> Result<ShownReplica> {
         let value = self.evaluate(&format!(
             "(() => {{ const row = document.querySelector('tr[data-replica=\"{replica}\"]');
              return {{share: Number(row.dataset.share), state: row.lastElementChild.textContent,
@@ -109,7 +109,7 @@ impl Browser {
                       chart: document.getElementById('chart-p99').toDataURL()}}; }})()"
         ))?;
         let text = |key: &str| value[key].as_str().unwrap_or_default().to_owned();
-        Ok(Seen {
+        Ok(ShownReplica {
             share: value["share"].as_f64().context("the page shows no share")?,
             state: text("state"),
             active: text("active"),
@@ -135,7 +135,7 @@ impl Browser {
         Ok(())
     }
 
-    /// The page's message about an order that it refused.
+    /// The page's message about a fault that it refused to switch on.
     pub(super) fn refusal(&mut self) -> Result<String> {
         let message = self.evaluate("document.getElementById('message').textContent")?;
         Ok(message.as_str().unwrap_or_default().to_owned())
@@ -159,13 +159,13 @@ impl Browser {
 
     fn call(&mut self, method: &str, params: Value) -> Result<Value> {
         self.last += 1;
-        let mut order = json!({"id": self.last, "method": method, "params": params});
+        let mut command = json!({"id": self.last, "method": method, "params": params});
         if !self.session.is_empty() {
-            order["sessionId"] = self.session.clone().into();
+            command["sessionId"] = self.session.clone().into();
         }
-        let mut bytes = order.to_string().into_bytes();
+        let mut bytes = command.to_string().into_bytes();
         bytes.push(0);
-        self.orders.write_all(&bytes).context("the browser ended")?;
+        self.commands.write_all(&bytes).context("the browser ended")?;
         let end = Instant::now() + LIMIT;
         loop {
             let mut answer = self

@@ -1,7 +1,7 @@
 //! `cargo xtask compose --check`: runs each fault in turn against its goals, and checks that nothing is left behind.
 //!
-//! The goals apply to the side with Prequal. The other side's numbers are printed beside them; they show that the fault
-//! took effect.
+//! The goals apply to the side with Prequal. The figures of the other side, which has no Prequal, are printed beside them:
+//! they show that the fault took effect.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::commands::build;
 use crate::commands::compose::START;
 use crate::commands::compose::browser::{self, Browser};
-use crate::commands::compose::engine::{Module, Project};
+use crate::commands::compose::engine::{ModuleForm, Project};
 use crate::commands::compose::faults;
 use crate::commands::compose::images;
 use crate::commands::compose::page::Page;
@@ -27,7 +27,7 @@ pub(super) struct Options {
     /// File for a picture of the page.
     pub(super) picture: Option<PathBuf>,
     /// The form in which Envoy runs Prequal.
-    pub(super) module: Module,
+    pub(super) module: ModuleForm,
 }
 
 /// One fault and its allowed cost.
@@ -97,7 +97,7 @@ const CASES: [Case; 11] = [
 /// Longest time that a restarted Envoy may be away, seconds.
 const AWAY: u64 = 4;
 
-/// Length of every fault that has one, seconds.
+/// Duration of every fault that has one, seconds.
 const LASTS: u64 = 15;
 
 /// The tail must have recovered this many seconds after the onset.
@@ -118,7 +118,8 @@ const CALM_TRIES: u32 = 5;
 /// Minimum number of requests for a window's p99 to count.
 const SAMPLES: u64 = 1000;
 
-/// A healed replica must have half of an equal share again within this, seconds. At this rate trials are 9 s apart.
+/// Maximum time until a healed replica has at least half of an equal share again, seconds. At this rate trials are 9 s
+/// apart.
 const BACK: u64 = 20;
 
 /// Replicas in rotation.
@@ -133,15 +134,15 @@ pub(super) fn run(toolchain: Choice, options: &Options) -> Result<Vec<String>> {
     build::dist(toolchain)?;
     images::prepare(&project)?;
     let started = Instant::now();
-    let done = up_and_through(&project, options);
+    let done = start_and_check(&project, options);
     if done.is_err() {
         eprintln!("{}", project.logs());
     }
     let down = project.down();
     let (wrong, unjudged) = done?;
-    down.context("taking it all down")?;
+    down.context("removing the demo")?;
     progress::say(format_args!(
-        "up, faults and down in {}; nothing left behind",
+        "started, ran the faults and removed everything in {}",
         progress::seconds(started.elapsed())
     ));
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -149,7 +150,7 @@ pub(super) fn run(toolchain: Choice, options: &Options) -> Result<Vec<String>> {
 }
 
 /// Returns the missed goals and those that could not be judged; any other failure is an error.
-fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, Vec<String>)> {
+fn start_and_check(project: &Project, options: &Options) -> Result<(Vec<String>, Vec<String>)> {
     project.up()?;
     confined(project)?;
     let page = Page::of(project)?;
@@ -162,7 +163,7 @@ fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, 
         }
     };
     let mut check =
-        Check { project, page, browser, calm: Calm::default(), wrong: Vec::new(), unjudged: Vec::new() };
+        FaultCheck { project, page, browser, calm: Calm::default(), wrong: Vec::new(), unjudged: Vec::new() };
     check.calm = check.calm()?;
     println!(
         "calm: p99 {:.1} ms with Prequal, {:.1} ms without; goal {:.1} ms",
@@ -176,7 +177,7 @@ fn up_and_through(project: &Project, options: &Options) -> Result<(Vec<String>, 
     );
     for case in &CASES {
         if options.faults.is_empty() || options.faults.iter().any(|name| name == case.fault) {
-            check.twice(case, options)?;
+            check.case_with_retry(case, options)?;
         }
     }
     Ok((check.wrong, check.unjudged))
@@ -232,7 +233,7 @@ impl Window {
     }
 }
 
-struct Check<'a> {
+struct FaultCheck<'a> {
     project: &'a Project,
     page: Page,
     browser: Option<Browser>,
@@ -243,7 +244,7 @@ struct Check<'a> {
     unjudged: Vec<String>,
 }
 
-impl Check<'_> {
+impl FaultCheck<'_> {
     /// Medians over fifteen seconds, once pool and connections have settled. Tries several times to find fifteen seconds in
     /// which the machine is mostly idle otherwise.
     fn calm(&self) -> Result<Calm> {
@@ -275,7 +276,7 @@ impl Check<'_> {
 
     /// Repeats the fault after a miss, or if the machine was too busy: on shared cores a single tail latency proves
     /// little. Every try is printed.
-    fn twice(&mut self, case: &Case, options: &Options) -> Result<()> {
+    fn case_with_retry(&mut self, case: &Case, options: &Options) -> Result<()> {
         let kept = (self.wrong.len(), self.unjudged.len());
         self.case(case, options)?;
         if (self.wrong.len(), self.unjudged.len()) > kept {
@@ -291,8 +292,8 @@ impl Check<'_> {
         let begin = second(&before);
         let (failed_before, restarts) = (failed(&before), self.restarts(case)?);
         let latency_before = replica(&before, case.replica)["latency_ms"].as_f64();
-        let seen = if case.fault == "slow" { self.click(case)? } else { false };
-        if !seen && let Err(error) = self.switch_on(case) {
+        let clicked = if case.fault == "slow" { self.click(case)? } else { false };
+        if !clicked && let Err(error) = self.switch_on(case) {
             if case.fault == "delay" && format!("{error:#}").contains("no netem") {
                 println!("{:<16} not on this kernel: {error}", case.fault);
                 return Ok(());
@@ -303,7 +304,7 @@ impl Check<'_> {
         // Watch from the onset to the end of the fault.
         let (mut agent_down, mut latency) = (false, 0.0_f64);
         let end = begin + LASTS;
-        let mut looked = !seen;
+        let mut looked = !clicked;
         loop {
             let state = self.page.state(u64::MAX)?;
             let about = replica(&state, case.replica);
@@ -326,9 +327,9 @@ impl Check<'_> {
         let after = self.page.state(u64::MAX)?;
         let lost: Vec<u64> = failed(&after).iter().zip(failed_before).map(|(now, then)| now - then).collect();
 
-        let bar = TAIL * self.calm.prequal_p99;
+        let goal_ms = TAIL * self.calm.prequal_p99;
         let judged: Vec<&Window> = prequal.iter().filter(|window| window.judged()).collect();
-        let above = judged.iter().filter(|window| window.p99 >= bar).map(|window| window.second).max();
+        let above = judged.iter().filter(|window| window.p99 >= goal_ms).map(|window| window.second).max();
         let recovered = above.map_or(0, |second| second + 1 - begin);
         let last = prequal.last().context("no window during the fault")?;
         let other = baseline.last().context("no window during the fault")?;
@@ -343,8 +344,7 @@ impl Check<'_> {
             self.fail(
                 case,
                 format!(
-                    "p99 was {:.1} ms or more until {recovered} s after the onset (goal {RECOVERED} s)",
-                    bar
+                    "p99 was {goal_ms:.1} ms or more until {recovered} s after the onset (goal {RECOVERED} s)"
                 ),
             );
         }
@@ -355,7 +355,7 @@ impl Check<'_> {
                 format!("failures under `{}`: the machine stalled for {:.0} ms", case.fault, stalled.lag);
             self.unjudged.push(what);
         } else if lost[0] > may_fail {
-            self.fail(case, format!("{} requests failed, the fault may cost {may_fail}", lost[0]));
+            self.fail(case, format!("{} requests failed; at most {may_fail} may", lost[0]));
         }
         if case.fault == "envoy-restart"
             && let Some(late) = prequal.iter().rfind(|w| w.failed_now > 0 && w.second > begin + AWAY)
@@ -371,7 +371,7 @@ impl Check<'_> {
                 latency >= factor * latency_before.unwrap_or(f64::INFINITY),
                 format!("the replica reported {latency:.0} ms at most, {latency_before:?} before"),
             ),
-            Shows::BaselineFails => (lost[1] > 0, "the other side lost nothing".to_owned()),
+            Shows::BaselineFails => (lost[1] > 0, "no request failed on the other side".to_owned()),
             Shows::BaselineTail(ms) => (
                 tail >= ms,
                 format!("the other side's p99.9 was {tail:.0} ms at most, {ms:.0} were expected"),
@@ -382,7 +382,7 @@ impl Check<'_> {
             Shows::Traffic => (last.share > 0.0 && other.share > 0.0, "it had no traffic".to_owned()),
         };
         if !shown {
-            self.fail(case, format!("the fault did not show: {what}"));
+            self.fail(case, format!("the fault had no visible effect: {what}"));
         }
         println!(
             "{:<16} {:>7.1} {:>7.1} {:>7} s {:>8} {:>8} {:>6.1}% {:>7} {:>6} {:>6}",
@@ -418,7 +418,7 @@ impl Check<'_> {
         let Some(browser) = &mut self.browser else { return Ok(false) };
         browser.switch_on(case.fault, case.replica, LASTS)?;
         let started = Instant::now();
-        while !browser.seen(case.replica)?.active.contains(case.fault) {
+        while !browser.shown(case.replica)?.active.contains(case.fault) {
             let refusal = browser.refusal()?;
             ensure!(
                 refusal.is_empty() && started.elapsed() < Duration::from_secs(5),
@@ -433,15 +433,20 @@ impl Check<'_> {
     /// Late in a fault that hurts one replica, checks that the page shows it and that the chart moves.
     fn look(&mut self, case: &Case, options: &Options) -> Result<()> {
         let Some(browser) = &mut self.browser else { return Ok(()) };
-        let seen = browser.seen(case.replica)?;
-        ensure!(seen.state.contains(case.fault), "the page says of replica {}: {}", case.replica, seen.state);
+        let shown = browser.shown(case.replica)?;
         ensure!(
-            seen.share < 0.5 / REPLICAS,
+            shown.state.contains(case.fault),
+            "the page shows `{}` for replica {}",
+            shown.state,
+            case.replica
+        );
+        ensure!(
+            shown.share < 0.5 / REPLICAS,
             "the page shows a share of {:.1} % ten seconds after the onset",
-            100.0 * seen.share
+            100.0 * shown.share
         );
         std::thread::sleep(Duration::from_millis(1500));
-        ensure!(browser.seen(case.replica)?.chart != seen.chart, "the chart did not move in 1.5 s");
+        ensure!(browser.shown(case.replica)?.chart != shown.chart, "the chart did not move in 1.5 s");
         if let Some(file) = &options.picture {
             browser.picture(file)?;
         }
@@ -449,7 +454,7 @@ impl Check<'_> {
             "the page, in {}: share of replica {} {:.1} %, marked `{}`, the chart moves",
             browser::installed().unwrap_or_default(),
             case.replica,
-            100.0 * seen.share,
+            100.0 * shown.share,
             case.fault
         );
         Ok(())

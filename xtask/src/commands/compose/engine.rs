@@ -9,7 +9,7 @@ use crate::{progress, run, workspace};
 
 /// The form in which the demo's Envoy runs Prequal.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
-pub(crate) enum Module {
+pub(crate) enum ModuleForm {
     /// The WebAssembly filter
     #[default]
     Wasm,
@@ -17,7 +17,7 @@ pub(crate) enum Module {
     Native,
 }
 
-impl Module {
+impl ModuleForm {
     /// Envoy's configuration, in its image.
     fn config(self) -> &'static str {
         match self {
@@ -36,7 +36,7 @@ pub(crate) struct Project {
     /// Use any free ports of this machine instead of the documented ones.
     free_ports: bool,
     v1: bool,
-    module: Module,
+    module: ModuleForm,
 }
 
 impl Project {
@@ -60,21 +60,21 @@ impl Project {
         }
         let mut ways: Vec<Vec<String>> =
             vec![vec!["docker".into(), "compose".into()], vec!["docker-compose".into()]];
-        if let Some(own) = std::env::var_os("DOCKER_COMPOSE") {
-            ways = vec![vec![own.to_string_lossy().into_owned()]];
+        if let Some(given) = std::env::var_os("DOCKER_COMPOSE") {
+            ways = vec![vec![given.to_string_lossy().into_owned()]];
         }
         for compose in ways {
             let mut command = run::tool(&compose[0]);
             command.args(&compose[1..]).args(["version", "--short"]);
             let Ok(version) = run::output(&mut command) else { continue };
             let v1 = version.trim().trim_start_matches('v').starts_with("1.");
-            return Ok(Self { compose, name, free_ports, v1, module: Module::default() });
+            return Ok(Self { compose, name, free_ports, v1, module: ModuleForm::default() });
         }
         bail!("there is neither `docker compose` nor `docker-compose` here; on Debian, as root: {INSTALL}");
     }
 
     /// The same with this form of Prequal.
-    pub(crate) fn with(self, module: Module) -> Self {
+    pub(crate) fn with(self, module: ModuleForm) -> Self {
         Self { module, ..self }
     }
 
@@ -182,10 +182,12 @@ mod tests {
     #[test]
     fn every_module_has_a_configuration() {
         let folder = file().parent().expect("a folder").to_owned();
-        for module in Module::value_variants() {
+        for module in ModuleForm::value_variants() {
             assert!(folder.join(module.config()).is_file(), "{module:?}");
         }
         let text = std::fs::read_to_string(file()).expect("the file");
-        assert!(text.contains(&format!("/etc/envoy/${{PREQUAL_CONFIG:-{}}}", Module::default().config())));
+        assert!(
+            text.contains(&format!("/etc/envoy/${{PREQUAL_CONFIG:-{}}}", ModuleForm::default().config()))
+        );
     }
 }

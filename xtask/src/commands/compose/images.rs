@@ -62,7 +62,7 @@ fn base(name: &str, make: fn(&str) -> Result<()>) -> Result<()> {
 fn debian(name: &str) -> Result<()> {
     ensure!(
         run::output(run::tool("id").arg("-u"))?.trim() == "0",
-        "only root can: run this as root once, or pull {name} where a registry answers"
+        "making {name} needs root: run this as root once, or pull {name} from a registry"
     );
     if !run::succeeds(run::tool("debootstrap").arg("--version")) {
         bail!("`debootstrap` is missing; apt-get install --no-install-recommends debootstrap");
@@ -125,7 +125,7 @@ fn envoy_image() -> String {
     format!("envoyproxy/envoy:v{}", envoy::DEFAULT_VERSION)
 }
 
-/// Newer than most build machines: a program that is linked here must find its C library in the image.
+/// Newer than the Debian of most build machines, so that a program linked there finds a C library that is new enough.
 const DEBIAN: &str = "debian:trixie-slim";
 
 const SUITE: &str = "trixie";

@@ -205,9 +205,9 @@ impl Listing {
             ));
         }
         let why = match (breaks, raised) {
-            (false, _) => "nothing is lost",
+            (false, _) => "nothing was removed",
             (true, true) => "the version is raised",
-            (true, false) => "no version with the old one is released",
+            (true, false) => "the old API is not released yet",
         };
         Verdict::Outdated(format!(
             "the public API of {name} {version} is not as listed:\n{lines}If that is meant, {BLESS}: {why}"
@@ -348,11 +348,11 @@ mod tests {
     fn before_the_first_release_a_break_only_asks_for_a_new_listing() {
         let removed = verdict("0.1.0", &[OLD[2]], &[], false);
         let Verdict::Outdated(what) = removed else { panic!("{removed:?}") };
-        assert!(what.contains("  - pub fn a::f(u8)\n") && what.contains("is released"), "{what}");
+        assert!(what.contains("  - pub fn a::f(u8)\n") && what.contains("is not released yet"), "{what}");
     }
 
     #[test]
-    fn versions_are_compatible_as_cargo_has_it() {
+    fn compatibility_follows_cargos_rules() {
         let raised = [
             ("0.1.9", "0.2.0"),
             ("0.9.1", "1.0.0"),

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::oci::{Entry, entries_of};
 
-/// Digests of what a release's tags name: `sha256:` and 64 hexadecimal digits.
+/// Digests of the images that a release's tags name: `sha256:` and 64 hexadecimal digits.
 pub(super) struct Digests<'a> {
     /// Digest of the module's image. Istio compares it with `sha256` if the URL names an image; the checksum of the module
     /// itself is only for the URL of a file.
@@ -30,7 +30,7 @@ pub(super) fn digest(text: &str) -> Result<String, String> {
     sound.then(|| text.to_owned()).ok_or_else(|| "must be `sha256:` and 64 hexadecimal digits".to_owned())
 }
 
-/// Every file in the folders with manifests below `configs`.
+/// Every file in the manifest folders below `configs`, with the images by digest.
 pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     let mut count = 0;
@@ -51,7 +51,10 @@ pub(super) fn pinned(configs: &Path, version: &str, digests: &Digests<'_>) -> Re
     }
     let by_tag = files.iter().any(|file| String::from_utf8_lossy(&file.bytes).contains(ENVOY_BY_TAG));
     ensure!(!by_tag || digests.envoy.is_none(), "an image of Envoy is still named by tag");
-    ensure!(count >= 5, "only {count} images by digest: envoy-configs/ no longer names them as it did");
+    ensure!(
+        count >= 5,
+        "only {count} images are by digest: envoy-configs/ names the others in an unknown form"
+    );
     Ok(files)
 }
 

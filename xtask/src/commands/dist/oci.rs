@@ -196,7 +196,7 @@ fn image(dir: &Path, manifest: &Value, descriptor: &Value, seen: &mut BTreeSet<S
     })
 }
 
-/// The blob of a descriptor, if digest and size are right.
+/// The blob that a descriptor refers to. Fails unless digest and size match.
 fn referred(dir: &Path, descriptor: &Value, seen: &mut BTreeSet<String>) -> Result<Vec<u8>> {
     let name = text(descriptor, "digest")?;
     let bytes = fs::read(blob_path(dir, name)?).with_context(|| format!("no blob {name}"))?;

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::{AUTHORITIES_PACKAGE, Stamp, packages};
 use crate::{run, workspace};
 
-/// Versions of the libraries of the building machine that are linked in.
+/// Versions of the build machine's libraries that are linked in.
 pub(super) struct System {
     /// The C library, in the programs.
     pub(super) libc: String,
@@ -127,7 +127,7 @@ fn component(package: &Value, checksums: &BTreeMap<(String, String), String>) ->
     component
 }
 
-/// What is linked into a package, without the needs of its build script and tests.
+/// The dependencies linked into a package, without those of its build script and tests.
 fn linked(node: &Value) -> Vec<&str> {
     array(&node["deps"])
         .filter(|dependency| array(&dependency["dep_kinds"]).any(|kind| kind["kind"].is_null()))

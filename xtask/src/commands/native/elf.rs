@@ -1,4 +1,4 @@
-//! What the file of the native module exports and needs.
+//! Reads from the native module's file what it exports and needs.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -27,7 +27,7 @@ pub(super) struct Library {
 /// image has Debian 12's, 2.36.
 const NEWEST_GLIBC: (u32, u32) = (2, 35);
 
-/// The beginning of the name of each hook, and of each function of Envoy.
+/// Prefixes of the names of hooks, and of Envoy's functions.
 const HOOK: &str = "envoy_dynamic_module_on_";
 const CALLBACK: &str = "envoy_dynamic_module_callback_";
 
@@ -88,7 +88,7 @@ impl Library {
         let init = format!("{HOOK}program_init");
         ensure!(self.exports.contains(&init), "does not export {init}");
         for name in &self.exports {
-            ensure!(name.starts_with(HOOK), "exports {name}, which is no hook of Envoy");
+            ensure!(name.starts_with(HOOK), "exports {name}, which is not one of Envoy's hooks");
         }
         Ok(())
     }

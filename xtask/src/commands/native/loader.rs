@@ -17,7 +17,7 @@ pub(super) struct Loader<'a> {
     folder: PathBuf,
 }
 
-/// The program, apart from the functions of Envoy that it has no use for.
+/// The program's source. [`Loader::load`] adds stubs for the functions of Envoy that it does not define.
 const PROGRAM: &str = include_str!("load.c");
 
 impl<'a> Loader<'a> {
@@ -55,7 +55,7 @@ impl<'a> Loader<'a> {
             text.push_str(&format!("\nlong {name}(void) {{ return 0; }}\n"));
         }
         fs::write(&source, text)?;
-        // Exported, so that the module finds Envoy's functions.
+        // `-rdynamic` exports the program's functions, so that the module finds those of Envoy.
         let mut compile = run::tool(self.platform.cross_linker().unwrap_or("cc"));
         compile.args(["-O1", "-rdynamic", "-o"]).arg(&program).arg(&source).arg("-ldl");
         run::output(&mut compile)?;

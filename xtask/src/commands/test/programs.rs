@@ -30,21 +30,21 @@ const ENVOYS: &str = "e2e";
 /// starts, the build ahead has made the programs that it runs.
 const LONGEST: [&str; 5] = ["e2e", "host", "agent", "mesh", "observability"];
 
-/// Programs that use every core, so that others beside them would miss their limits.
+/// Programs that use every core: tests that ran in parallel would miss their limits.
 const ALONE: [&str; 1] = ["floods"];
 
 /// The results of the tests.
 #[derive(Debug, Default)]
 pub(super) struct Done {
     pub(super) passed: u64,
-    /// Tests that failed beside others and passed alone.
+    /// Tests that failed in parallel with others and passed alone.
     pub(super) flaky: Vec<String>,
     /// Tests that were ignored, or skipped because this machine lacks something.
     pub(super) skipped: Vec<String>,
 }
 
-/// Runs all of `programs`, `at_a_time` in parallel, and with `documentation` the examples in it. An error names each test
-/// that failed.
+/// Runs all of `programs`, `at_a_time` in parallel, and the examples in doc comments if `documentation` is set. An error
+/// names each test that failed.
 pub(super) fn run(
     mut programs: Vec<TestProgram>,
     at_a_time: usize,
@@ -61,7 +61,7 @@ pub(super) fn run(
     programs.sort_by_key(|program| rank(program).unwrap_or(LONGEST.len()));
     let folder = workspace::target().join("tests");
     fs::create_dir_all(&folder)?;
-    let session = Session { envoy, folder, skips: SkipLog::create()? };
+    let session = ProgramRunner { envoy, folder, skips: SkipLog::create()? };
 
     let mut tally = Tally::default();
     let flaky = session.all(&programs, at_a_time, &mut tally)?;
@@ -80,7 +80,7 @@ pub(super) fn run(
 }
 
 /// State shared by all programs of a run.
-struct Session<'a> {
+struct ProgramRunner<'a> {
     envoy: &'a Path,
     folder: PathBuf,
     skips: SkipLog,
@@ -93,7 +93,7 @@ struct Ran {
     tally: Tally,
 }
 
-impl Session<'_> {
+impl ProgramRunner<'_> {
     /// Runs all programs, and failed tests once more; returns the tests that passed only then.
     fn all(&self, programs: &[TestProgram], at_a_time: usize, tally: &mut Tally) -> Result<Vec<String>> {
         let (alone, others): (Vec<&TestProgram>, Vec<&TestProgram>) =
@@ -183,7 +183,7 @@ impl Session<'_> {
         }
         ensure!(names.len() <= MOST_RETRIED, "{} tests failed: {}", names.len(), names.join(", "));
         progress::say(format_args!(
-            "failed beside other tests; running each again, alone: {}",
+            "failed in parallel with other tests; running each again, alone: {}",
             names.join(", ")
         ));
         for (program, tests) in failed {
@@ -191,7 +191,11 @@ impl Session<'_> {
             command.current_dir(&program.folder).args(["--exact", "--test-threads=1"]).args(tests);
             let ran = self.one(&format!("{}-again", log_name(program)), &mut command)?;
             print!("{}", ran.said);
-            ensure!(ran.success, "failed beside other tests and alone: {}", ran.tally.failed.join(", "));
+            ensure!(
+                ran.success,
+                "failed in parallel with other tests and alone: {}",
+                ran.tally.failed.join(", ")
+            );
             ensure!(ran.tally.passed >= tests.len() as u64, "not every test that failed ran again");
             tally.add(ran.tally);
         }
@@ -279,7 +283,7 @@ mod tests {
     #[test]
     fn a_failed_test_runs_again_alone_and_fails_the_run_if_it_fails_twice() {
         let dir = tempfile::tempdir().expect("a folder");
-        let session = Session {
+        let session = ProgramRunner {
             envoy: Path::new("envoy"),
             folder: dir.path().to_owned(),
             skips: SkipLog { path: dir.path().join("skips") },
@@ -303,7 +307,7 @@ mod tests {
         assert_eq!(fs::read_to_string(dir.path().join("skips")).expect("a log"), "no envoy\n");
 
         for (name, whole, message) in [
-            ("broken", fails, "failed beside other tests and alone: b"),
+            ("broken", fails, "failed in parallel with other tests and alone: b"),
             ("crashes", "kill -9 $$", "crashes failed, but none of its tests did"),
         ] {
             let broken = program(dir.path(), name, whole, whole);
