@@ -68,7 +68,8 @@ fn seeds() -> Vec<Vec<u8>> {
     let mut rng = SmallRng::seed_from_u64(3);
     for n in 0..20 {
         let at = replica(n % 5);
-        let report = LoadReport::parse(format!("{n};20000;{at};base=9000;knee=3"));
+        let report =
+            LoadReport::parse(format!("{n};20000;{at};base=9000;knee=3")).map_err(ProbeEnd::BadReport);
         let target = Target { replica: at, probe: at };
         let now = START.plus(u64::from(n) * 5000);
         balancer.replied(now, Some(target), false, Ok(Reply { report, host: Some(at) }));
@@ -142,7 +143,8 @@ fn run(data: &[u8]) {
                 let reply = if script.bit() {
                     Err(ProbeEnd::Timeout)
                 } else {
-                    Ok(Reply { report: Ok(report(&mut script)), host })
+                    let report = if script.bit() { Ok(report(&mut script)) } else { Err(ProbeEnd::Status) };
+                    Ok(Reply { report, host })
                 };
                 balancer.replied(now, asked, script.bit(), reply);
             }

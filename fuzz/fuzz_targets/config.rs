@@ -1,6 +1,7 @@
 //! The filter's configuration: any text is refused with reasons, or its clusters serve requests.
 #![no_main]
 
+use prequal_core::client::ProbeEnd;
 use prequal_core::client::members::Target;
 use prequal_core::client::reply::Reply;
 use prequal_core::client::settings::{ClusterConfig, Shim};
@@ -72,7 +73,8 @@ fn serve(config: ClusterConfig, shim: Shim) {
     let mut balancer = Balancer::new(config, shim, &Memory, (), now);
     for n in 0..6 {
         let at = replica(n % 3);
-        let report = LoadReport::parse(format!("{n};20000;{at};base=9000;knee=3"));
+        let report =
+            LoadReport::parse(format!("{n};20000;{at};base=9000;knee=3")).map_err(ProbeEnd::BadReport);
         let reply = Reply { report, host: Some(at) };
         balancer.replied(now, Some(Target { replica: at, probe: at }), false, Ok(reply));
         let mut request = balancer.begin(now, &[], true, &mut rng);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use prequal_testbed::{Agent, AgentOptions, Backend, Envoy, EnvoyConfig, Fleet, Reply, Request, eventually};
 
-use crate::support::{SERVING, assert_all_ok, bed};
+use crate::support::{SERVING, assert_all_ok, bed, is_probe, stand_in};
 
 /// Replicas with an agent, and backends that Envoy reaches without one.
 struct Mixed {
@@ -72,6 +72,33 @@ fn each_gets_its_share() -> Result<()> {
 fn each_gets_its_share_from_the_native_module() -> Result<()> {
     bed!();
     assert_shares(EnvoyConfig::native_for_replicas)
+}
+
+/// The replica answers probes with 404, or as it answers everything else.
+#[test]
+fn an_answer_to_a_probe_shows_that_there_is_no_agent() -> Result<()> {
+    bed!();
+    for probed in [404, 200] {
+        let fleet = Mixed::start(3, 0)?;
+        let bare =
+            stand_in(move |_| Reply::status(probed), |_| Reply::ok().delay(Duration::from_millis(20)))?;
+        let mut all = fleet.addrs();
+        all.push(bare.addr());
+        let envoy = Envoy::start(EnvoyConfig::for_replicas(&all)?)?;
+        eventually("the filter knows which replica has no agent", Duration::from_secs(15), || {
+            fleet.burst(&envoy);
+            let now = envoy.prequal(SERVING).ok()?;
+            ((now.other("prequal_members"), now.other("prequal_agentless")) == (3, 1)).then_some(())
+        });
+        bare.clear();
+        let served = fleet.burst(&envoy);
+        let to_bare = bare.seen().iter().filter(|seen| !is_probe(seen)).count();
+        assert!((50..=200).contains(&to_bare), "{to_bare} and {served:?}");
+        let after = envoy.prequal(SERVING)?;
+        let refused = (after.other("prequal_ejected"), after.other("prequal_diverted_total"));
+        assert_eq!(refused, (0, 0), "{after:#?}");
+    }
+    Ok(())
 }
 
 #[test]

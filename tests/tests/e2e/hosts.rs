@@ -11,7 +11,7 @@ use prequal_testbed::{
 };
 use serde_json::{Value, json};
 
-use crate::support::{SERVING, assert_all_ok, bed, is_probe, set, stand_in, warm};
+use crate::support::{SERVING, assert_all_ok, bed, set, warm};
 
 /// The clusters that share the replicas' addresses.
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
@@ -413,40 +413,4 @@ fn locality_weights_stay_in_force() -> Result<()> {
         fallback["locality_lb_config"] = by_locality;
     });
     assert_heavy_to_light(config, &fleet, 12, 2.1..=4.5)
-}
-
-#[test]
-fn a_replica_without_an_agent_beside_others_is_left_to_envoys_policy() -> Result<()> {
-    bed!();
-    let ms = Duration::from_millis;
-    // The replica without an agent answers probes with 404, or as it answers everything else.
-    for probed in [404, 200] {
-        let fleet = Fleet::uniform(3, &Reply::ok().delay(ms(5)))?;
-        let bare = stand_in(move |_| Reply::status(probed), move |_| Reply::ok().delay(ms(5)))?;
-        let mut all = fleet.addrs();
-        all.push(bare.addr());
-        let envoy = Envoy::start(EnvoyConfig::for_replicas(&all)?)?;
-        let to_bare = || bare.seen().iter().filter(|seen| !is_probe(seen)).count();
-        // No replica is known yet: Envoy's policy places the first requests.
-        assert_all_ok(&envoy.client().burst(16, 16, |_| Request::get("/")));
-        let before = warm(&envoy, 3);
-        fleet.clear();
-        bare.clear();
-        assert_all_ok(&envoy.client().burst(400, 4, |_| Request::get("/")));
-        let after = envoy.prequal(SERVING)?;
-        let fallbacks = after.picks("fallback") - before.picks("fallback");
-        assert!(fallbacks <= 40 && to_bare() as u64 <= fallbacks, "{fallbacks}, {}: {after:#?}", to_bare());
-        // How they share is not checked: equal replicas need not share evenly (docs/design/limits.md).
-        assert!(fleet.served().iter().sum::<u64>() >= 360, "{:?}", fleet.served());
-        // Requests beyond what the pool may give to the others go to Envoy's policy again.
-        eventually("overflow", Duration::from_secs(10), || {
-            assert_all_ok(&envoy.client().burst(200, 100, |_| Request::get("/")));
-            (to_bare() >= 5).then_some(())
-        });
-        let after = envoy.prequal(SERVING)?;
-        assert_eq!((after.other("prequal_members"), after.other("prequal_ejected")), (3, 0), "{after:#?}");
-        assert_eq!(after.other("prequal_diverted_total"), 0, "{after:#?}");
-        assert_eq!(envoy.stat("cluster.replicas.membership_healthy")?, 4);
-    }
-    Ok(())
 }

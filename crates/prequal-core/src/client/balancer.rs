@@ -296,7 +296,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let Self { config, shim, counters, journal, rules, agentless, membership, known_fleet, .. } = self;
         let settings = &config.pool;
         let usable = |replica| !(journal.watched && journal.table.is_ejected(replica));
-        let chooser = agentless.chooser(membership.members(), *known_fleet, now, usable, rng);
+        let members = membership.members();
+        let unexplained = *known_fleet && members.unheard() > 0;
+        let chooser = agentless.chooser(members, unexplained, now, usable, rng);
         rules.ranked(config.choice.rule, |ranking| {
             let chosen = journal.transact(settings, counters, now, true, rng, |pool, ejections, rng| {
                 let admitted: Vec<Answer>;
@@ -314,6 +316,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 let pick = match (trial, chooser) {
                     (Some(trial), _) => pool.pick_trial(settings, trial, now),
                     (None, Chooser::Proxy) => pool.pick_unreported(settings, None, now),
+                    (None, Chooser::Explorer) => {
+                        Pick { branch: Branch::Agentless, ..pool.pick_unreported(settings, None, now) }
+                    }
                     (None, Chooser::Agentless(replica)) => pool.pick_unreported(settings, Some(replica), now),
                     (None, Chooser::Pool) if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
                     (None, Chooser::Pool) => pool.pick_among(settings, now, answers, ranking, rng),
@@ -410,7 +415,11 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             // The proxy refused the replica, or the replica has left.
             self.forget(now, left);
         }
+        let before = self.membership.members().agentless();
         self.note(now, Note::Unreported(served));
+        if self.membership.members().agentless() > before {
+            self.agentless.found();
+        }
     }
 
     /// Records the load reported on a response, unless the request failed: a replica that fails requests immediately

@@ -317,9 +317,9 @@ impl Members {
         changed
     }
 
-    /// Whether members other than the agentless ones have not reported yet.
-    pub fn have_unheard(&self) -> bool {
-        self.tally.awaiting > self.tally.agentless
+    /// Number of members other than the agentless ones that have not reported yet.
+    pub fn unheard(&self) -> u32 {
+        self.tally.awaiting - self.tally.agentless
     }
 
     /// Whether the replica is a member that has not reported yet.

@@ -243,14 +243,17 @@ impl PoolState {
         Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..fallback }
     }
 
-    /// Returns the choice for a request that goes to an agentless replica, or `None` for the caller's own policy.
+    /// Returns the choice for a request that goes to an agentless replica, or with `None` to the caller's own policy. While the
+    /// pool cannot choose either, the caller's own policy places requests on all replicas.
     pub fn pick_unreported(
         &mut self,
         settings: &PoolSettings,
         replica: Option<Endpoint>,
         now: Micros,
     ) -> Pick {
-        let fallback = Pick::fallback(Placement::even(self.samples), self.begin_pick(settings, now.stamp()));
+        let stamp = now.stamp();
+        let fallback = Pick::fallback(Placement::even(self.samples), self.begin_pick(settings, stamp));
+        let replica = replica.filter(|_| self.can_choose(stamp));
         let branch = if replica.is_some() { Branch::Agentless } else { Branch::Fallback };
         Pick { replica, branch, ..fallback }
     }
@@ -300,6 +303,14 @@ impl PoolState {
         shares.get(count.saturating_sub(1) / 2).copied().unwrap_or(0)
     }
 
+    /// Whether there are enough entries to choose from, and steering does not pause.
+    fn can_choose(&mut self, stamp: Stamp) -> bool {
+        // If all replicas but one are ejected, that one is the choice.
+        let enough = self.members.saturating_sub(self.ejected.into()).clamp(1, 2);
+        let enough = if self.ejected == 0 { 2 } else { enough as u16 };
+        self.entry_count >= enough && !self.is_paused(stamp)
+    }
+
     /// Performs the first steps that are common to all picks.
     fn begin_pick(&mut self, settings: &PoolSettings, stamp: Stamp) -> ProbesDue {
         self.expire(settings, stamp);
@@ -327,11 +338,7 @@ impl PoolState {
         let learning = self.is_learning(settings, stamp);
         self.picks = self.picks.wrapping_add(1);
         let picks = self.picks;
-        // If all replicas but one are ejected, that one is the choice.
-        let enough = self.members.saturating_sub(self.ejected.into()).clamp(1, 2);
-        let enough = if self.ejected == 0 { 2 } else { enough as u16 };
-        if self.entry_count >= enough
-            && !self.is_paused(stamp)
+        if self.can_choose(stamp)
             && let Some((index, branch, gave_way)) = self.first_or_tried(order, tried, rng)
             && !(branch == Branch::Hot && self.overflows(settings, stamp, index))
             && let Some(entry) = self.entries.get_mut(index)

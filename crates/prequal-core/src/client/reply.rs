@@ -3,13 +3,13 @@
 use super::count::ProbeEnd;
 use crate::shared::endpoint::Endpoint;
 use crate::wire::headers::{Headers, report};
-use crate::wire::report::{HEADER_HOST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport, ReportError};
+use crate::wire::report::{HEADER_HOST, HEADER_LATENCY, HEADER_LOAD, HEADER_RIF, LoadReport};
 
 /// The reply to a probe.
 #[derive(Clone, Copy, Debug)]
 pub struct Reply {
-    /// The report, or why it cannot be read.
-    pub report: Result<LoadReport, ReportError>,
+    /// The report, or why there is none that can be read.
+    pub report: Result<LoadReport, ProbeEnd>,
     /// The host that answered, according to the proxy; used only with `verified_probes`.
     pub host: Option<Endpoint>,
 }
@@ -19,20 +19,19 @@ impl Reply {
     /// reply.
     ///
     /// # Errors
-    /// Why the reply has no report that can be used.
+    /// Why it is not a reply, or is ambiguous.
     pub fn read(headers: &impl Headers, verified: bool) -> Result<Self, ProbeEnd> {
         let report = report(headers);
-        match headers.get(":status").unwrap_or_default() {
-            b"200" => {}
+        let report = match headers.get(":status").unwrap_or_default() {
+            b"200" => report.ok_or(ProbeEnd::NoReport).and_then(|report| report.map_err(ProbeEnd::BadReport)),
             // Envoy's own statuses for a call that failed; an agent would have added a report.
             b"504" if report.is_none() => return Err(ProbeEnd::Timeout),
             b"503" if report.is_none() => return Err(ProbeEnd::Refused),
-            _ => return Err(ProbeEnd::Status),
-        }
+            _ => Err(ProbeEnd::Status),
+        };
         if [HEADER_LOAD, HEADER_RIF, HEADER_LATENCY].iter().any(|name| headers.all(name).nth(1).is_some()) {
             return Err(ProbeEnd::Duplicate);
         }
-        let report = report.ok_or(ProbeEnd::NoReport)?;
         let host = verified.then(|| std::str::from_utf8(headers.get(HEADER_HOST)?).ok()?.parse().ok());
         Ok(Self { report, host: host.flatten() })
     }

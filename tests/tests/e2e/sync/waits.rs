@@ -41,7 +41,8 @@ fn one_hung_agent_of_three_delays_no_request() -> Result<()> {
 #[test]
 fn hung_agents_cost_the_deadline_and_no_request() -> Result<()> {
     bed!();
-    let fleet = stand_ins(3, |_| hang(), |_| Reply::ok())?;
+    // Without a report on any response, they would count as replicas without an agent.
+    let fleet = stand_ins(3, |_| hang(), |addr| with_load(report(1, 2000, addr)))?;
     let envoy = start(&addrs(&fleet), json!({"sync_deadline_ms": 40}))?;
     let answers = envoy.client().burst(40, 4, |_| Request::get("/"));
     assert_all_ok(&answers);
@@ -61,7 +62,7 @@ fn hung_agents_cost_the_deadline_and_no_request() -> Result<()> {
 #[test]
 fn with_dead_agents_requests_continue_at_once() -> Result<()> {
     bed!();
-    let fleet = stand_ins(3, |_| Reply::ok(), |_| Reply::ok())?;
+    let fleet = stand_ins(3, |_| Reply::ok(), |addr| with_load(report(1, 2000, addr)))?;
     // Ports that are no longer open.
     let dead: Vec<SocketAddr> =
         stand_ins(3, |_| Reply::ok(), |_| Reply::ok())?.iter().map(Backend::addr).collect();

@@ -11,8 +11,11 @@ use crate::client::members::{Members, Placement};
 use crate::shared::endpoint::Endpoint;
 use crate::shared::time::Micros;
 
-/// Minimum time between two requests left to the proxy's own policy to find agentless replicas, microseconds.
-const EXPLORE_US: u64 = 5_000_000;
+/// Minimum time between two requests left to the proxy's own policy to find agentless replicas, microseconds. It doubles
+/// with each that finds none, because a replica whose probes are not answered may also be dead.
+const EXPLORE_US: u64 = 500_000;
+/// Maximum of that time, microseconds. After twice this long without such a request, the minimum applies again.
+const EXPLORE_MAX_US: u64 = 60_000_000;
 /// Minimum number of other requests between them.
 const EXPLORE_EVERY: u32 = 64;
 
@@ -23,7 +26,9 @@ pub(super) enum Chooser {
     Pool,
     /// An agentless replica gets the request.
     Agentless(Endpoint),
-    /// The proxy's own policy.
+    /// The proxy's own policy, which may show a replica without an agent.
+    Explorer,
+    /// The proxy's own policy, because most replicas have no agent.
     Proxy,
 }
 
@@ -32,41 +37,46 @@ pub(super) enum Chooser {
 pub(super) struct Agentless {
     /// This worker's requests in flight to each agentless replica that has any.
     in_flight: Vec<(Endpoint, u32)>,
-    /// Whether a probe has ended without a report since the proxy's policy last placed a request.
-    unanswered: bool,
+    /// Time of the last probe that was not answered, unless the proxy's policy has placed a request since.
+    unanswered: Option<Micros>,
     explored: Micros,
+    /// Time to wait since then, microseconds.
+    wait_us: u64,
     /// Number of requests since then.
     requests: u32,
 }
 
 impl Agentless {
-    /// Records that a probe ended without a report. Only the proxy's own policy can show whether a replica without an agent is
-    /// the reason: the probe's reply does not always name the host.
-    pub(super) fn probe_unanswered(&mut self) {
-        self.unanswered = true;
+    /// Records that a probe was not answered. Only the proxy's own policy can show whether a replica without an agent is the
+    /// reason.
+    pub(super) fn probe_unanswered(&mut self, now: Micros) {
+        self.unanswered = Some(now);
     }
 
-    /// Decides who chooses. `known_fleet` says whether the proxy provides the fleet; `usable` says whether an agentless replica
-    /// may be chosen.
+    /// Records that a replica was found to have no agent. There may be more.
+    pub(super) fn found(&mut self) {
+        self.wait_us = EXPLORE_US;
+    }
+
+    /// Decides who chooses. `unexplained` says whether a replica may have no agent although no probe has shown it; `usable`,
+    /// whether an agentless replica may be chosen.
     pub(super) fn chooser(
         &mut self,
         members: &Members,
-        known_fleet: bool,
+        unexplained: bool,
         now: Micros,
         usable: impl Fn(Endpoint) -> bool,
         rng: &mut impl Rng,
     ) -> Chooser {
         self.requests = self.requests.saturating_add(1);
-        let unexplained = self.unanswered || (known_fleet && members.have_unheard());
-        if unexplained && self.requests > EXPLORE_EVERY && now.distance(self.explored) >= EXPLORE_US {
-            (self.unanswered, self.explored, self.requests) = (false, now, 0);
-            return Chooser::Proxy;
+        if (unexplained || self.unanswered.is_some()) && self.explores(now) {
+            return Chooser::Explorer;
         }
         let count = members.agentless();
         if count == 0 {
             return Chooser::Pool;
         }
-        if count > members.count() {
+        if count > members.count().saturating_sub(members.unheard()) {
             return Chooser::Proxy;
         }
         let weight: u32 = members.without_agent().map(|(_, weight)| u32::from(weight)).sum();
@@ -75,11 +85,25 @@ impl Agentless {
             return Chooser::Pool;
         }
         let load = |(replica, weight): (Endpoint, u16)| {
-            (self.in_flight_to(replica) + 1) * 4096 / u32::from(weight.max(1))
+            (self.in_flight_to(replica) + 1) * u32::from(Placement::UNIT) * 256 / u32::from(weight.max(1))
         };
         let usable = members.without_agent().filter(|(replica, _)| usable(*replica));
         let least = usable.map(|member| (load(member), rng.random::<u32>(), member.0)).min();
         least.map_or(Chooser::Pool, |(_, _, replica)| Chooser::Agentless(replica))
+    }
+
+    fn explores(&mut self, now: Micros) -> bool {
+        let since = now.distance(self.explored);
+        if self.requests <= EXPLORE_EVERY || since < self.wait_us {
+            return false;
+        }
+        self.wait_us = if since > 2 * EXPLORE_MAX_US {
+            EXPLORE_US
+        } else {
+            (self.wait_us * 2).clamp(EXPLORE_US, EXPLORE_MAX_US)
+        };
+        (self.unanswered, self.explored, self.requests) = (None, now, 0);
+        true
     }
 
     fn in_flight_to(&self, replica: Endpoint) -> u32 {

@@ -70,17 +70,15 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         hinted: bool,
         reply: Result<Reply, ProbeEnd>,
     ) -> Option<Answer> {
-        if reply.is_err() {
-            self.agentless.probe_unanswered();
-        }
         let (report, host) = match reply {
-            Ok(Reply { report: Ok(report), host }) => (Ok(report), host),
-            Ok(Reply { report: Err(bad), host }) => {
-                self.sample_met_unread(now, asked, host);
-                (Err(ProbeEnd::BadReport(bad)), host)
-            }
+            Ok(Reply { report, host }) => (report, host),
             Err(end) => (Err(end), None),
         };
+        match report {
+            Ok(_) => {}
+            Err(ProbeEnd::BadReport(_)) => self.sample_met_unread(now, asked, host),
+            Err(end) => self.find_unreported(now, asked, host, end),
+        }
         let taken = report.and_then(|report| match self.config.pool.verified_probes {
             true => self.take_verified(now, asked, &report, host),
             false => self.take_unverified(now, asked, &report),
@@ -172,6 +170,18 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             met.and_then(|host| Some((host, self.membership.members().answering_at(host)?)))
         {
             self.note(now, Note::Sampled { replica, probe: (host != replica).then_some(host) });
+        }
+    }
+
+    /// Handles a probe that ended without a report. A host that answered has no agent. Otherwise the reason is unknown.
+    fn find_unreported(&mut self, now: Micros, asked: Option<Target>, host: Option<Endpoint>, end: ProbeEnd) {
+        let answered = matches!(end, ProbeEnd::NoReport | ProbeEnd::Status);
+        let host = if self.known_fleet { asked.map(|asked| asked.replica) } else { host };
+        match host.filter(|_| answered && (self.known_fleet || self.config.pool.verified_probes)) {
+            Some(host) => {
+                self.note(now, Note::Unreported(host));
+            }
+            None => self.agentless.probe_unanswered(now),
         }
     }
 

@@ -269,7 +269,7 @@ fn a_replica_that_tells_nonsense_has_been_met_by_the_policy() {
     config.pool.verified_probes = true;
     let mut balancer = balancer(config, &Host::default().store());
     for (at, n) in (0..100).zip((0..4).cycle()) {
-        let report = if n < 2 { Ok(report(n, 0, 10)) } else { Err(ReportError::Rif) };
+        let report = if n < 2 { Ok(report(n, 0, 10)) } else { Err(ProbeEnd::BadReport(ReportError::Rif)) };
         balancer.replied(ms(at), None, false, Ok(Reply { report, host: Some(replica(n)) }));
     }
     let members = balancer.membership.members();

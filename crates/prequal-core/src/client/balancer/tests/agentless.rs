@@ -110,18 +110,38 @@ fn an_agentless_replica_that_left_is_forgotten() {
     assert_eq!(balancer.membership.members().agentless(), 0);
 }
 
+/// Number of requests out of 1000, a millisecond apart, that the proxy's own policy placed.
+fn unsteered(balancer: &mut Balancer<Memory, Counts>, from: u64, rng: &mut SmallRng) -> usize {
+    probe_all(balancer, 4, from);
+    (from..from + 1000).filter(|at| send(balancer, *at, 4, rng).is_none()).count()
+}
+
 #[test]
-fn unanswered_probes_leave_one_request_in_64_and_in_five_seconds_to_the_proxy() {
+fn unanswered_probes_leave_ever_fewer_requests_to_the_proxy() {
     let (mut balancer, mut rng) = (mixed(4, 0), rng());
-    let unsteered = |balancer: &mut Balancer<Memory, Counts>, from: u64, rng: &mut SmallRng| {
-        probe_all(balancer, 4, from);
-        (from..from + 1000).filter(|at| send(balancer, *at, 4, rng).is_none()).count()
-    };
     assert_eq!(unsteered(&mut balancer, 10_000, &mut rng), 0);
-    balancer.replied(ms(11_000), None, false, Err(ProbeEnd::Timeout));
-    assert_eq!(unsteered(&mut balancer, 11_000, &mut rng), 1);
-    balancer.replied(ms(12_000), None, false, Err(ProbeEnd::Status));
-    assert_eq!(unsteered(&mut balancer, 12_000, &mut rng), 0, "too soon");
-    assert_eq!(unsteered(&mut balancer, 17_000, &mut rng), 1);
-    assert_eq!(unsteered(&mut balancer, 27_000, &mut rng), 0, "no probe has failed since");
+    let mut explored = Vec::new();
+    for second in 11..75 {
+        balancer.replied(ms(second * 1000), None, false, Err(ProbeEnd::Timeout));
+        if unsteered(&mut balancer, second * 1000, &mut rng) > 0 {
+            explored.push(second);
+        }
+    }
+    assert_eq!(explored, [11, 12, 13, 15, 19, 27, 43]);
+    assert_eq!(unsteered(&mut balancer, 103_000, &mut rng), 1, "one was still due");
+    assert_eq!(unsteered(&mut balancer, 300_000, &mut rng), 0, "no probe has failed since");
+}
+
+#[test]
+fn a_host_that_answers_a_probe_without_a_report_is_agentless() {
+    for (verified, end, agentless) in
+        [(true, ProbeEnd::NoReport, 1), (true, ProbeEnd::Status, 1), (false, ProbeEnd::Status, 0)]
+    {
+        let mut config = config(Profile::Default, 4);
+        config.pool.verified_probes = verified;
+        let mut balancer = balancer(config, &Memory);
+        let reply = Reply { report: Err(end), host: Some(replica(7)) };
+        balancer.replied(ms(1), None, false, Ok(reply));
+        assert_eq!(balancer.membership.members().agentless(), agentless);
+    }
 }
