@@ -126,7 +126,7 @@ impl Watch {
     pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> Begun {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         self.served.fetch_add(1, Ordering::Relaxed);
-        let busy = Busy { watch: self.clone(), entry: None };
+        let busy = Busy { watch: self.clone(), unread: false, entry: None };
         if !self.heads.load(Ordering::Relaxed) {
             return (busy, Ok(()));
         }
@@ -183,11 +183,22 @@ pub(crate) type Begun = (Busy, Result<(), &'static str>);
 /// Keeps a request of this connection in flight until it is dropped.
 pub(crate) struct Busy {
     watch: Arc<Watch>,
+    /// Whether the agent may not read the whole request.
+    unread: bool,
     /// Line of the request in the access log.
     entry: Option<Box<Entry>>,
 }
 
 impl Busy {
+    pub(crate) fn set_unread(&mut self, unread: bool) {
+        self.unread = unread;
+    }
+
+    /// Returns whether the connection must end with the response: over HTTP/1.1, the next request starts where this one ends.
+    pub(crate) fn closes(&self) -> bool {
+        self.unread && !self.watch.is_http2()
+    }
+
     pub(crate) fn log(&mut self, entry: Box<Entry>) {
         self.entry = Some(entry);
     }
