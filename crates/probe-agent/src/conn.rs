@@ -23,7 +23,7 @@ use crate::socket::Socket;
 /// A plain or TLS stream from a client.
 pub(crate) enum Stream {
     Plain(Socket),
-    Tls(Box<tls::Accepted>),
+    Tls(Box<tls::ClientStream>),
 }
 
 /// Reads as much as needed to distinguish HTTP/2 with prior knowledge from HTTP/1. Returns whether it is HTTP/2, and the bytes
@@ -418,7 +418,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_framings_are_refused_in_either_order_and_any_case() {
+    fn both_framings_are_refused_in_any_order_and_case() {
         for (head, ok) in [
             ("POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ncontent-length: 3", true),
             ("\r\nPOST / HTTP/1.1\r\ntransfer-encoding:chunked\r\n\r\n", true),

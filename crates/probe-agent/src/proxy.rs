@@ -46,7 +46,7 @@ use crate::probe;
 use crate::reporter::Reporter;
 use crate::traffic::{Event, Traffic};
 use crate::upload::Upload;
-use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
+use crate::upstream::{ForwardError, Pool, Slot, UpstreamBody};
 
 /// State shared by all connections.
 pub(crate) struct Shared {
@@ -234,7 +234,7 @@ async fn forward(
     };
     let over_http2 = slot.as_ref().is_some_and(Slot::extended_connect);
     if tunnel.is_some() && upgrade.is_none() && !over_http2 {
-        return failed(&conn, &UpstreamError::NoTunnel, guard, busy);
+        return failed(&conn, &ForwardError::NoTunnel, guard, busy);
     }
     let client = (upgrade.is_some() || tunnel.is_some()).then(|| hyper::upgrade::on(&mut req));
     let hint = if shared.forward_hint {
@@ -266,7 +266,7 @@ async fn forward(
         match shared.response_timeout {
             None => sending.await,
             Some(limit) => {
-                tokio::time::timeout(limit, sending).await.unwrap_or(Err(UpstreamError::ResponseTimeout))
+                tokio::time::timeout(limit, sending).await.unwrap_or(Err(ForwardError::ResponseTimeout))
             }
         }
     };
@@ -278,11 +278,11 @@ async fn forward(
         {
             match client {
                 Some(client) => switch(conn, response, client, tunnel.is_some(), leash, guard, busy),
-                None => failed(&conn, &UpstreamError::Upgrade, guard, busy),
+                None => failed(&conn, &ForwardError::Upgrade, guard, busy),
             }
         }
         Ok(response) if tunnel.is_some() && response.status().is_success() => {
-            failed(&conn, &UpstreamError::NoUpgrade, guard, busy)
+            failed(&conn, &ForwardError::NoUpgrade, guard, busy)
         }
         Ok(response) => {
             let (mut head, body) = response.into_parts();
@@ -316,14 +316,14 @@ async fn send(
     pool: &Arc<Pool>,
     req: Request<Upload>,
     slot: Option<Slot>,
-) -> Result<Response<UpstreamBody>, UpstreamError> {
+) -> Result<Response<UpstreamBody>, ForwardError> {
     match slot {
         Some(slot) => Box::pin(pool.send_http2(req, slot)).await,
         None => pool.send_http1(req).await,
     }
 }
 
-fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy) -> Response<AgentBody> {
+fn failed(conn: &Connection, error: &ForwardError, guard: InFlight, busy: Busy) -> Response<AgentBody> {
     match error.label() {
         Some(label) => {
             conn.shared.reporter.load.counters().count_upstream_error(label);

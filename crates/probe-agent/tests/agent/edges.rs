@@ -32,7 +32,7 @@ async fn hosts() -> SocketAddr {
 }
 
 #[tokio::test]
-async fn over_http2_there_is_one_host_and_it_is_the_authority() {
+async fn over_http2_the_authority_is_the_only_host() {
     let addr = hosts().await;
     for upstream in [UpstreamHttp2::Auto, UpstreamHttp2::Never] {
         let agent = agent(addr, |config| config.upstream_http2 = upstream);
@@ -60,7 +60,7 @@ async fn over_http2_there_is_one_host_and_it_is_the_authority() {
 }
 
 #[tokio::test]
-async fn http_1_0_without_a_host_gets_the_backends() {
+async fn http_1_0_without_host_gets_that_of_the_backend() {
     let addr = hosts().await;
     let agent = agent(addr, |_| {});
     let reply = raw(agent.addr, "GET / HTTP/1.0\r\n\r\n").await;
@@ -70,7 +70,7 @@ async fn http_1_0_without_a_host_gets_the_backends() {
 }
 
 #[tokio::test]
-async fn limits_of_requests_are_none_of_responses() {
+async fn limits_on_request_heads_do_not_apply_to_responses() {
     for upstream in [UpstreamHttp2::Never, UpstreamHttp2::Always] {
         let addr = backend(|_| async {
             let mut reply = text("");
@@ -154,7 +154,7 @@ async fn upload_and_go_on(addr: SocketAddr, len: usize) -> String {
 }
 
 #[tokio::test]
-async fn an_error_during_an_upload_says_whether_the_connection_closes() {
+async fn an_error_during_an_upload_announces_that_the_connection_closes() {
     let dead = agent(dead_backend().await, |_| {});
     let (backend, arrived, go) = held_backend().await;
     let full = agent(backend, |config| config.limits.max_rif = 1.try_into().ok());
@@ -297,7 +297,7 @@ async fn a_websocket_over_http2_reaches_a_backend_of_either_version() {
 }
 
 #[tokio::test]
-async fn a_tunnel_that_the_backend_refuses_is_none() {
+async fn a_tunnel_refused_by_the_backend_is_an_ordinary_response() {
     let http1 = websocket().await;
     let http2 = backend(|_| async { text("") }).await;
     for (backend, upstream, path, protocol, status) in [

@@ -67,7 +67,7 @@ where
 }
 
 #[tokio::test]
-async fn settings_that_come_late_are_no_refusal() {
+async fn late_settings_are_not_taken_as_a_refusal() {
     for request in [ordinary, grpc] {
         let addr = backend_after(|_| async {
             tokio::time::sleep(Duration::from_millis(300)).await;
@@ -80,7 +80,7 @@ async fn settings_that_come_late_are_no_refusal() {
 }
 
 #[tokio::test]
-async fn settings_that_come_after_the_connect_timeout_serve_later_requests() {
+async fn a_connection_with_very_late_settings_serves_later_requests() {
     let addr = backend_after(|_| async {
         tokio::time::sleep(Duration::from_millis(300)).await;
         true
@@ -97,7 +97,7 @@ async fn settings_that_come_after_the_connect_timeout_serve_later_requests() {
 }
 
 #[tokio::test]
-async fn a_connection_that_is_closed_without_an_answer_is_no_refusal() {
+async fn a_connection_closed_without_an_answer_is_not_taken_as_a_refusal() {
     for request in [ordinary, grpc] {
         let addr = backend_after(|connection| async move { connection > 0 }).await;
         let agent = agent(addr, |_| {});
@@ -128,7 +128,7 @@ async fn http1_only(refusal: &'static [u8]) -> (SocketAddr, Arc<Mutex<Vec<String
 }
 
 #[tokio::test]
-async fn grpc_is_never_sent_over_http1_and_the_rest_is_where_the_backend_cannot_do_better() {
+async fn grpc_is_never_sent_over_http1_and_other_requests_only_if_necessary() {
     for refusal in [&b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n"[..], b"?", b""] {
         let (addr, heads) = http1_only(refusal).await;
         let agent = agent(addr, |_| {});
@@ -144,7 +144,7 @@ async fn grpc_is_never_sent_over_http1_and_the_rest_is_where_the_backend_cannot_
 }
 
 #[tokio::test]
-async fn a_silent_connection_holds_no_request() {
+async fn a_silent_connection_delays_no_request() {
     let addr = backend_after(|connection| async move {
         if connection == 0 {
             std::future::pending::<()>().await;
@@ -188,7 +188,7 @@ async fn limited(streams: u32) -> (SocketAddr, Arc<AtomicUsize>, Arc<Semaphore>)
 }
 
 #[tokio::test]
-async fn beyond_the_streams_of_one_connection_others_are_opened_and_then_used_again() {
+async fn more_connections_are_opened_when_streams_run_out_and_are_then_reused() {
     let (addr, in_hand, go) = limited(3).await;
     let agent = agent(addr, |_| {});
     let client = client2(agent.addr).await;
@@ -208,7 +208,7 @@ async fn beyond_the_streams_of_one_connection_others_are_opened_and_then_used_ag
 }
 
 #[tokio::test]
-async fn waiting_for_a_stream_is_bounded_in_number_and_time() {
+async fn the_queue_for_streams_is_bounded_in_number_and_time() {
     let (addr, in_hand, go) = limited(1).await;
     let agent = agent(addr, |config| {
         config.limits.max_upstream_connections = 2;
@@ -243,7 +243,7 @@ async fn waiting_for_a_stream_is_bounded_in_number_and_time() {
 }
 
 #[tokio::test]
-async fn clients_that_leave_while_waiting_hold_no_stream() {
+async fn clients_that_leave_the_queue_hold_no_stream() {
     let (addr, in_hand, go) = limited(1).await;
     let agent = agent(addr, |config| config.limits.max_upstream_connections = 1);
     let client = client2(agent.addr).await;
@@ -352,7 +352,7 @@ async fn upload(addr: SocketAddr, len: usize, delay: Duration) -> (response::Par
 }
 
 #[tokio::test]
-async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
+async fn requests_refused_unprocessed_are_sent_again_whole() {
     for acts in [
         &[Act::Reset(REFUSED_STREAM)][..],
         &[Act::GoAway],
@@ -379,7 +379,7 @@ async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
 }
 
 #[tokio::test]
-async fn a_request_is_sent_again_only_if_it_is_kept_and_was_not_processed() {
+async fn a_request_is_sent_again_only_if_kept_and_unprocessed() {
     const ALWAYS: &[Act] = &[Act::Reset(REFUSED_STREAM); 5];
     let unavailable = (StatusCode::SERVICE_UNAVAILABLE, "refused", "unsent");
     for (acts, after, len, (status, reason, failure), requests) in [
@@ -397,8 +397,8 @@ async fn a_request_is_sent_again_only_if_it_is_kept_and_was_not_processed() {
     }
 }
 
-/// Starts a backend that accepts a number of requests on each connection; the last number goes for all later connections. With
-/// the last request that it accepts, it sends GOAWAY, and ignores those that come after it.
+/// Starts a backend that accepts a number of requests on each connection; the last number applies to all later connections.
+/// With the last request that it accepts, it sends GOAWAY. It ignores those that come after it.
 async fn accepting(numbers: &'static [u32]) -> SocketAddr {
     let connections = AtomicUsize::new(0);
     raw_backend(move |mut tcp| {
@@ -421,7 +421,7 @@ async fn accepting(numbers: &'static [u32]) -> SocketAddr {
                     answered += 1;
                 }
             }
-            // As nginx does, so that the answers are not lost: reads what still comes.
+            // Reads what still arrives, as nginx does. Otherwise a reset could destroy the answers.
             tcp.shutdown().await.unwrap();
             while let Ok(1..) = tcp.read(&mut [0; 1 << 14]).await {}
         }
@@ -430,7 +430,7 @@ async fn accepting(numbers: &'static [u32]) -> SocketAddr {
 }
 
 #[tokio::test]
-async fn connections_that_accept_fewer_requests_than_are_in_flight_fail_none() {
+async fn connections_that_accept_few_requests_fail_none() {
     let agent = agent(accepting(&[3]).await, |_| {});
     let client = client2(agent.addr).await;
     let send = async |number: usize, len: usize| {
@@ -443,7 +443,7 @@ async fn connections_that_accept_fewer_requests_than_are_in_flight_fail_none() {
             assert_eq!(within(request).await.unwrap().unwrap().status(), StatusCode::OK);
         }
     };
-    // More than all connections together accept.
+    // More requests than all connections together accept.
     send(190, 100).await;
     let refused = agent.load.counters().refused();
     assert!(refused > 0);
@@ -454,7 +454,7 @@ async fn connections_that_accept_fewer_requests_than_are_in_flight_fail_none() {
 }
 
 #[tokio::test]
-async fn a_backend_that_accepts_more_requests_than_before_needs_few_connections() {
+async fn a_backend_that_accepts_more_requests_again_needs_few_connections() {
     let agent = agent(accepting(&[1, 1000]).await, |_| {});
     let client = client2(agent.addr).await;
     let (first, second) =
@@ -497,7 +497,7 @@ async fn a_backend_that_hangs_with_requests_in_flight_is_detected() {
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_is_found_out() {
+async fn a_client_that_hangs_is_detected() {
     let (addr, ..) = limited(1).await;
     let agent = agent(addr, |config| config.limits.ping_interval = Some(Duration::from_millis(50)));
     let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
