@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use probe_agent::config::UpstreamHttp2;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
@@ -467,6 +469,57 @@ async fn a_backend_that_accepts_more_requests_again_needs_few_connections() {
     assert!(agent.load.counters().refused() > 0, "the agent has learned a limit");
     let connections = agent.load.counters().upstream_connections();
     assert!(connections <= 3, "{connections} connections");
+}
+
+/// Serves one connection as an HTTP/2 server: answers each request once its head is there, and stops after `most`. The rest of
+/// their bodies is not read.
+fn answer_heads(tcp: &mut std::net::TcpStream, most: usize) -> io::Result<()> {
+    tcp.read_exact(&mut [0; 24])?;
+    tcp.write_all(&frame(SETTINGS, 0, 0, &[]))?;
+    let mut answered = 0;
+    while answered < most {
+        let mut head = [0; 9];
+        tcp.read_exact(&mut head)?;
+        let [a, b, c, kind, _, stream @ ..] = head;
+        tcp.read_exact(&mut vec![0; u32::from_be_bytes([0, a, b, c]) as usize])?;
+        if kind == HEADERS {
+            let reply = frame(HEADERS, END_HEADERS | END_STREAM, u32::from_be_bytes(stream), &[0x88]);
+            tcp.write_all(&reply)?;
+            answered += 1;
+        }
+    }
+    Ok(())
+}
+
+/// The agent runs on the thread of the test, so that it sees the request and the reset at once.
+#[tokio::test]
+async fn a_request_that_was_not_written_when_its_connection_broke_is_sent_again() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let agent = agent(listener.local_addr().unwrap(), |config| config.upstream_http2 = UpstreamHttp2::Always);
+    let ((reset, told), (done, is_reset)) = (channel(), channel());
+    std::thread::spawn(move || {
+        let (mut first, _) = listener.accept().unwrap();
+        answer_heads(&mut first, 1).unwrap();
+        told.recv().unwrap();
+        // Unread data makes the system reset the connection.
+        drop(first);
+        done.send(()).unwrap();
+        let (mut second, _) = listener.accept().unwrap();
+        let _ = answer_heads(&mut second, 2);
+    });
+    let post = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nbody";
+    let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+    tcp.write_all(post).await.unwrap();
+    assert!(within(read_head(&mut tcp)).await.starts_with("HTTP/1.1 200 "));
+    tokio::time::sleep(Duration::from_millis(50)).await;
+
+    let mut tcp = tcp.into_std().unwrap();
+    tcp.write_all(post).unwrap();
+    reset.send(()).unwrap();
+    is_reset.recv().unwrap();
+    let mut tcp = TcpStream::from_std(tcp).unwrap();
+    let head = within(read_head(&mut tcp)).await;
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
 }
 
 /// Reads until a PING arrives, and answers neither it nor anything after it.
