@@ -10,7 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::log::Log;
 use crate::socket::{BACKLOG, Listener, Socket};
-use crate::traffic::{Connected, Event, Port, Traffic};
+use crate::traffic::{Event, OpenConnection, Port, Traffic};
 
 /// Counts the connections of a port and limits their number.
 pub(crate) struct Door {
@@ -23,7 +23,7 @@ pub(crate) struct Door {
 
 /// Connection that has been accepted. Held until the connection is over.
 pub(crate) struct Admitted {
-    _connected: Connected,
+    _open: OpenConnection,
     _room: Option<OwnedSemaphorePermit>,
 }
 
@@ -76,10 +76,7 @@ pub(crate) async fn accept(
         left = left.map(|left| left - 1);
         match accepted {
             (room, Ok(socket)) => {
-                serve(
-                    socket,
-                    Admitted { _connected: Traffic::connect(&door.traffic, door.port), _room: room },
-                );
+                serve(socket, Admitted { _open: Traffic::connect(&door.traffic, door.port), _room: room });
                 pause = FIRST_PAUSE;
             }
             (_, Err(error)) => {
@@ -111,7 +108,7 @@ mod tests {
     use std::net::TcpStream;
 
     #[tokio::test]
-    async fn clients_that_never_stop_do_not_keep_it_from_stopping() {
+    async fn clients_that_keep_connecting_do_not_prevent_a_stop() {
         let listener = Listener::bind("service", &"127.0.0.1:0".parse().unwrap(), None).unwrap();
         let addr = listener.local().unwrap().tcp().unwrap();
         let (traffic, log) = (Arc::<Traffic>::default(), Log::default());

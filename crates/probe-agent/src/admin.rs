@@ -163,8 +163,8 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
     writeln!(out, "{name} {}", counters.orca_refused())?;
     let name = "prequal_agent_backend_reports_total";
     head(out, name, "counter", "Load reports in ORCA format from the backend, by result.")?;
-    for (result, said) in BACKEND_SAYS {
-        writeln!(out, "{name}{{result=\"{result}\"}} {}", counters.backend_reports(said))?;
+    for (label, result) in BACKEND_SAYS {
+        writeln!(out, "{name}{{result=\"{label}\"}} {}", counters.backend_reports(result))?;
     }
     let name = "prequal_agent_backend_streams_total";
     head(out, name, "counter", "Streams of load reports from the backend that ended, by how they ended.")?;
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_tell_what_happened() {
+    fn the_metrics_page_shows_counters_and_gauges() {
         let load = Load::with_clock(TrackerConfig::default(), || Micros(0));
         let _open = load.start();
         load.start().finish(Outcome::Success);
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn health_fails_while_draining() {
+    async fn health_checks_fail_while_draining() {
         let page = page(Load::new(TrackerConfig::default()));
         let answer = async |method, path, draining| {
             page.draining.store(draining, Ordering::Relaxed);

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn further_replicas() {
+    fn replica_arguments_are_parsed() {
         let another: Another =
             "listen=127.0.0.1:8081,upstream=app:81,advertise=10.0.0.1:8081,probe-listen=[::1]:9"
                 .parse()

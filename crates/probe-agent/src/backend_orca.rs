@@ -48,18 +48,18 @@ impl FromBackend {
 
     /// Records a report that counts for the time `fresh`, or counts it as dropped.
     pub(crate) fn record(&self, read: Result<BackendReport, BackendError>, load: &Load, fresh: Duration) {
-        let said = match read {
+        let result = match read {
             Err(BackendError::TooLong) => BackendSaid::TooLong,
             Err(BackendError::Malformed) => BackendSaid::Malformed,
             Err(BackendError::Contradictory) => BackendSaid::Contradictory,
             Ok(mut report) => {
                 report.go_by(&self.0);
-                let said = if report.is_partial() { BackendSaid::Partial } else { BackendSaid::Used };
+                let result = if report.is_partial() { BackendSaid::Partial } else { BackendSaid::Used };
                 load.backend_reports(report, fresh);
-                said
+                result
             }
         };
-        load.counters().count_backend_report(said);
+        load.counters().count_backend_report(result);
     }
 
     /// Removes from a response the reports that only the agent asked for.
@@ -102,13 +102,13 @@ mod tests {
     }
 
     #[test]
-    fn every_format_is_read_and_every_fault_counted() {
+    fn every_format_is_read_and_every_fault_is_counted() {
         let (text, bin) = ("endpoint-load-metrics", "endpoint-load-metrics-bin");
         let report = OrcaLoadReport { cpu_utilization: 0.25, ..OrcaLoadReport::default() };
         let (message, in_text) = (binary_of(&report), format!("BIN {}", binary_of(&report)));
         let nan = binary_of(&OrcaLoadReport { cpu_utilization: f64::NAN, ..report.clone() });
         let long = format!("TEXT cpu_utilization=0.{}", "1".repeat(MAX_REPORT));
-        for (lines, said, utilization) in [
+        for (lines, result, utilization) in [
             (vec![(text, "TEXT cpu_utilization=0.25")], BackendSaid::Used, Some(250_000)),
             (vec![(text, r#"JSON {"cpu_utilization": 0.25}"#)], BackendSaid::Used, Some(250_000)),
             (vec![(text, &in_text[..])], BackendSaid::Used, Some(250_000)),
@@ -125,12 +125,12 @@ mod tests {
         ] {
             let (load, _) = hears(&lines);
             assert_eq!(load.backend_utilization_micro(), utilization, "{lines:?}");
-            assert_eq!(load.counters().backend_reports(said), 1, "{lines:?}");
+            assert_eq!(load.counters().backend_reports(result), 1, "{lines:?}");
         }
     }
 
     #[test]
-    fn which_metric_it_is_may_be_said() {
+    fn the_metric_for_utilisation_is_configurable() {
         let wrong = "cpu_utilization".parse::<FromBackend>().unwrap_err();
         assert!(wrong.contains("named_metrics.NAME"), "{wrong}");
         let load = Load::new(TrackerConfig::default());
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_asks_itself_is_not_spoken_for() {
+    fn a_client_that_asks_for_reports_itself_is_recognised() {
         let mut request = HeaderMap::new();
         assert!(FromBackend(Metric::Utilization).ask(&mut request));
         assert_eq!(request[ASKS], "text");

@@ -23,7 +23,7 @@ use crate::log::Log;
 use crate::oob::{GRPC, MIN_INTERVAL, PREFIX};
 use crate::orca::proto::{self, OrcaLoadReportRequest};
 use crate::upload::Upload;
-use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
+use crate::upstream::{ForwardError, Pool, Slot, UpstreamBody};
 
 /// Reader of a backend's stream of load reports.
 pub(crate) struct BackendStream {
@@ -46,8 +46,8 @@ impl End {
     }
 }
 
-impl From<UpstreamError> for End {
-    fn from(error: UpstreamError) -> Self {
+impl From<ForwardError> for End {
+    fn from(error: ForwardError) -> Self {
         Self::new(BackendStreamEnd::Unopened, error)
     }
 }
@@ -69,7 +69,7 @@ impl BackendStream {
 
     /// Opens a stream and reads its reports until it ends.
     async fn read_one(&self) -> Result<std::convert::Infallible, End> {
-        let slot = self.pool.stream(true).await?.ok_or(UpstreamError::NoHttp2)?;
+        let slot = self.pool.stream(true).await?.ok_or(ForwardError::NoHttp2)?;
         let response = self.open(slot).await?;
         self.read(response).await
     }
@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_until_a_stream_has_lasted() {
+    fn pauses_double_until_a_stream_lasts() {
         let (closed, second) = (BackendStreamEnd::Closed, Duration::from_secs);
         let mut pause = Duration::ZERO;
         let pauses: Vec<u64> = (0..8)

@@ -259,9 +259,9 @@ mod tests {
     use prequal_core::server::tracker::TrackerConfig;
     use std::collections::VecDeque;
 
-    struct Frames(VecDeque<Result<Frame<Bytes>, &'static str>>);
+    struct Script(VecDeque<Result<Frame<Bytes>, &'static str>>);
 
-    impl Body for Frames {
+    impl Body for Script {
         type Data = Bytes;
         type Error = &'static str;
         fn poll_frame(
@@ -281,7 +281,7 @@ mod tests {
         let load = Load::new(TrackerConfig::default());
         let headers = HeaderMap::from_iter([(header::CONTENT_TYPE, content_type.parse().unwrap())]);
         let status = StatusCode::from_u16(status).unwrap();
-        let body = TrackedBody::new(Frames(frames.into()), load.start(), status, &headers);
+        let body = TrackedBody::new(Script(frames.into()), load.start(), status, &headers);
         assert_eq!(load.rif(), 1);
         let _ = body.collect().await;
         assert_eq!(load.rif(), 0);
@@ -304,7 +304,7 @@ mod tests {
     const MESSAGE: &[u8] = &[0, 0, 0, 0, 3, 1, 2, 3];
 
     #[tokio::test]
-    async fn outcomes_follow_the_table() {
+    async fn outcomes_match_the_table() {
         let success = [1, 0, 0, 0];
         let failure = [0, 1, 0, 0];
         let streaming = [0, 0, 0, 1];
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_trailers_in_a_grpc_web_body_are_no_message() {
+    async fn trailers_in_a_grpc_web_body_do_not_count_as_a_message() {
         const TRAILERS: &[u8] = b"\x80\0\0\0\x0fgrpc-status:0\r\n";
         let call = || vec![data(MESSAGE), data(TRAILERS)];
         assert_eq!(run(200, "application/grpc-web+proto", call()).await, [1, 0, 0, 0]);
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_dropped_early_is_an_abort_and_one_of_known_length_that_was_sent_is_not() {
+    async fn only_an_incomplete_body_is_an_abort_when_dropped() {
         let load = Load::new(TrackerConfig::default());
         let headers = HeaderMap::new();
         drop(TrackedBody::new(Full::new(Bytes::from_static(b"abc")), load.start(), StatusCode::OK, &headers));

@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_value_names_its_flag_and_what_is_right() {
+    fn the_error_for_a_bad_value_names_flag_and_range() {
         for (flag, value, says) in [
             ("--threads", "0", "1..=1024"),
             ("--threads", "many", "invalid digit"),

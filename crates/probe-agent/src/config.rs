@@ -432,7 +432,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ready_checks() {
+    fn ready_checks_are_parsed() {
         let http = |path: &str| ReadyCheck::Http { path: path.to_owned() };
         let grpc = |service: &str| ReadyCheck::Grpc { service: service.to_owned() };
         for (text, expected) in [
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_to_listen_on() {
+    fn listen_addresses_are_parsed() {
         for text in ["127.0.0.1:0", "[::1]:8080", "unix:/run/agent.sock"] {
             assert_eq!(text.parse::<Listen>().unwrap().to_string(), text);
         }
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn backend_addresses() {
+    fn backend_addresses_are_parsed() {
         for (text, expected) in [
             ("127.0.0.1:80", Some(("127.0.0.1", 80))),
             ("[::1]:8080", Some(("::1", 8080))),

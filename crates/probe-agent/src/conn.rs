@@ -23,7 +23,7 @@ use crate::socket::Socket;
 /// A plain or TLS stream from a client.
 pub(crate) enum Stream {
     Plain(Socket),
-    Tls(Box<tls::Accepted>),
+    Tls(Box<tls::ClientStream>),
 }
 
 /// Reads as much as needed to distinguish HTTP/2 with prior knowledge from HTTP/1. Returns whether it is HTTP/2, and the bytes
@@ -126,7 +126,7 @@ impl Watch {
     pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> Begun {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         self.served.fetch_add(1, Ordering::Relaxed);
-        let busy = Busy { watch: self.clone(), entry: None };
+        let busy = Busy { watch: self.clone(), unread: false, entry: None };
         if !self.heads.load(Ordering::Relaxed) {
             return (busy, Ok(()));
         }
@@ -183,11 +183,22 @@ pub(crate) type Begun = (Busy, Result<(), &'static str>);
 /// Keeps a request of this connection in flight until it is dropped.
 pub(crate) struct Busy {
     watch: Arc<Watch>,
+    /// Whether the agent may not read the whole request.
+    unread: bool,
     /// Line of the request in the access log.
     entry: Option<Box<Entry>>,
 }
 
 impl Busy {
+    pub(crate) fn set_unread(&mut self, unread: bool) {
+        self.unread = unread;
+    }
+
+    /// Returns whether the connection must end with the response: over HTTP/1.1, the next request starts where this one ends.
+    pub(crate) fn closes(&self) -> bool {
+        self.unread && !self.watch.is_http2()
+    }
+
     pub(crate) fn log(&mut self, entry: Box<Entry>) {
         self.entry = Some(entry);
     }
@@ -407,7 +418,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_framings_are_refused_in_either_order_and_any_case() {
+    fn both_framings_are_refused_in_any_order_and_case() {
         for (head, ok) in [
             ("POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ncontent-length: 3", true),
             ("\r\nPOST / HTTP/1.1\r\ntransfer-encoding:chunked\r\n\r\n", true),

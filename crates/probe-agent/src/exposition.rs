@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_of_a_metric_stand_together_under_one_head() {
+    fn samples_of_a_metric_are_grouped_under_one_head() {
         let page = |n: u32, more: &str| {
             format!(
                 "# HELP a How.\n# TYPE a gauge\na {n}\n# HELP b How.\n# TYPE b counter\nb{{x=\"y z\"}} {n}\n{more}"
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn any_path_of_a_socket_is_a_valid_label() {
+    fn any_socket_path_is_escaped_as_a_label() {
         let joined = join(vec![
             ("unix:/a\"b\\c\nd".into(), "# TYPE a gauge\na 1\n".into()),
             ("e".into(), String::new()),

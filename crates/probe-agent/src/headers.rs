@@ -140,9 +140,9 @@ pub(crate) fn strip(headers: &mut HeaderMap, request: bool) {
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
     if found.prequal {
-        let ours: Vec<HeaderName> =
+        let names: Vec<HeaderName> =
             headers.keys().filter(|name| name.as_str().starts_with(PREFIX)).cloned().collect();
-        for name in ours {
+        for name in names {
             headers.remove(name);
         }
     }
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_belongs_to_one_hop_stays_there() {
+    fn hop_by_hop_headers_are_removed() {
         let mut headers = map(&[
             ("connection", "close, x-mine, host, x-forwarded-for"),
             ("x-mine", "1"),
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ordinary_request_is_left_alone() {
+    fn an_ordinary_request_is_unchanged() {
         let fields = [("host", "a"), ("accept", "*/*"), ("x-request-id", "1"), ("authorization", "b")];
         let mut headers = map(&fields);
         strip(&mut headers, true);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_proper_upgrade_counts() {
+    fn only_valid_upgrades_are_recognised() {
         let req = |version, fields: &[(&'static str, &'static str)]| {
             let mut req = Request::new(());
             *req.version_mut() = version;

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn one_good_hint_is_taken_and_anything_else_counted() {
+    fn a_single_valid_hint_is_used_and_others_are_counted() {
         let counters = Counters::default();
         assert_eq!(of(&headers(&[b"0123456789abcdef"]), &counters).unwrap(), "0123456789abcdef");
         assert!(of(&headers(&[]), &counters).is_none());
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_built_in_hook_divides_for_what_it_served() {
+    fn the_built_in_hook_divides_for_hints_that_it_served() {
         let hook = Hook::recent(1, 10);
         let divisor = |text: &str| hook.divisor(Hint::parse(text.as_bytes()).unwrap());
         assert_eq!(divisor("a"), 1);

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_applications_hook_sees_what_was_served_and_scales_replies_to_probes() {
+    async fn the_hook_of_an_application_sees_served_hints_and_scales_replies() {
         let load = Load::new(TrackerConfig::default());
         let cache = Arc::new(Cache::default());
         let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap())
@@ -342,7 +342,7 @@ mod tests {
             assert_eq!(response.headers()["x-netflix.server.utilization"], "50");
             let _ = response.into_body().collect().await;
         }
-        assert_eq!(*cache.served.lock().unwrap(), ["warm"], "what was answered well");
+        assert_eq!(*cache.served.lock().unwrap(), ["warm"], "only hints of successful requests");
         let rif = async |hint: &str| {
             let probe = layer.layer(App(200)).call(with("/prequal/probe", hint)).await.unwrap();
             (
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn dropped_calls_and_failures_end_too() {
+    async fn dropped_and_failed_calls_end() {
         let load = Load::new(TrackerConfig::default());
         let layer = PrequalLayer::new(load.clone(), "10.0.0.7:80".parse().unwrap()).report(Report::ProbeOnly);
         drop(layer.layer(App(200)).call(get("/x")));

@@ -509,13 +509,13 @@ impl Counters {
     }
 
     #[cfg(feature = "proxy")]
-    pub(crate) fn count_backend_report(&self, said: BackendSaid) {
-        bump(&self.backend_reports[said as usize]);
+    pub(crate) fn count_backend_report(&self, result: BackendSaid) {
+        bump(&self.backend_reports[result as usize]);
     }
 
     /// Returns the number of load reports from the backend with this result.
-    pub fn backend_reports(&self, said: BackendSaid) -> u64 {
-        self.backend_reports[said as usize].load(Ordering::Relaxed)
+    pub fn backend_reports(&self, result: BackendSaid) -> u64 {
+        self.backend_reports[result as usize].load(Ordering::Relaxed)
     }
 
     /// Returns the number of streams of load reports from the backend that ended like this.
@@ -614,7 +614,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_to_end_brings_rif_down_once() {
+    fn every_way_to_end_decrements_rif_once() {
         let load = Load::new(TrackerConfig::default());
         let done = load.start();
         let dropped = load.start();
@@ -632,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn only_success_is_a_latency() {
+    fn only_successes_are_latency_samples() {
         let load = Load::new(TrackerConfig::default());
         load.start().finish(Outcome::Streaming);
         drop(load.start());
@@ -656,7 +656,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_reported_and_forgiven_and_aborts_are_not_counted() {
+    fn failures_are_reported_and_decay_and_aborts_do_not_count() {
         let (load, seconds) = with_clock();
         seconds.fetch_add(1000, Ordering::Relaxed);
         for outcome in [Outcome::Success, Outcome::Failure, Outcome::Success, Outcome::Streaming] {
@@ -669,7 +669,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_says_how_old_it_is_while_it_is_young() {
+    fn a_young_replica_reports_its_age() {
         let (load, seconds) = with_clock();
         assert_eq!(report(&load), "0;;127.0.0.1:80;up=0");
         seconds.fetch_add(599, Ordering::Relaxed);
@@ -693,7 +693,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leaving_request_is_not_reported() {
+    fn a_request_about_to_end_is_not_reported() {
         let load = Load::new(TrackerConfig::default());
         let one = load.start();
         let _two = load.start();
@@ -703,7 +703,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_request_reports_no_stall_of_its_own_making() {
+    fn the_response_of_a_slow_request_does_not_report_its_own_age() {
         let (load, seconds) = with_clock();
         let report = |leaving| load.report("127.0.0.1:80".parse().unwrap(), None, leaving).latency_us;
         for _ in 0..8 {
@@ -713,15 +713,15 @@ mod tests {
         }
         let slow = load.start();
         seconds.fetch_add(10, Ordering::Relaxed);
-        assert_eq!(report(None), Some(10_000_000), "to a probe it is stuck");
-        assert_eq!(report(slow.visit()), Some(1_000_000), "on its own response it is not");
+        assert_eq!(report(None), Some(10_000_000), "a probe sees that it is stuck");
+        assert_eq!(report(slow.visit()), Some(1_000_000), "its own response does not");
         let _other = load.start();
         seconds.fetch_add(4, Ordering::Relaxed);
-        assert_eq!(report(slow.visit()), Some(4_000_000), "another may be");
+        assert_eq!(report(slow.visit()), Some(4_000_000), "another request may be stuck");
     }
 
     #[test]
-    fn what_the_client_takes_is_not_the_replicas() {
+    fn time_spent_waiting_for_the_client_is_not_latency() {
         let (load, seconds) = with_clock();
         let pass = |s: u64| seconds.fetch_add(s, Ordering::Relaxed);
         let request = load.start();
@@ -732,7 +732,7 @@ mod tests {
         pass(1);
         request.set_client_waits(true);
         pass(50);
-        assert_eq!(load.rif(), 1, "in flight all the same");
+        assert_eq!(load.rif(), 1, "it is in flight");
         request.finish(Outcome::Success);
         client.set_waits(true);
         assert_eq!(load.latency_us(), Some(1_000_000));

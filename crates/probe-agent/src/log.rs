@@ -38,7 +38,7 @@ pub struct Log {
 
 #[derive(Debug)]
 struct Class {
-    said: Instant,
+    logged: Instant,
     left_out: u64,
 }
 
@@ -84,13 +84,13 @@ impl Log {
         let left_out = {
             let mut classes = self.classes.lock().unwrap_or_else(PoisonError::into_inner);
             match classes.get_mut(class) {
-                Some(class) if now.saturating_duration_since(class.said) < PAUSE => {
+                Some(class) if now.saturating_duration_since(class.logged) < PAUSE => {
                     class.left_out += 1;
                     return;
                 }
                 known => {
                     let left_out = known.map_or(0, |class| class.left_out);
-                    classes.insert(class, Class { said: now, left_out: 0 });
+                    classes.insert(class, Class { logged: now, left_out: 0 });
                     left_out
                 }
             }
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_say_what_was_left_out_and_json_is_json() {
+    fn lines_give_the_number_left_out_and_json_is_valid() {
         assert_eq!(line(LogFormat::Text, None, "agent", "ends", 0), "probe-agent: ends");
         assert_eq!(
             line(LogFormat::Text, Some("[::1]:1"), "tls", "bad", 7),

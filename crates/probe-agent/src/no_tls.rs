@@ -31,7 +31,7 @@ impl Acceptor {
         if config.tls.is_some() || config.tls_clients.is_some() { Err(TlsError::Missing) } else { Ok(None) }
     }
 
-    pub(crate) async fn accept(&self, _: Socket) -> io::Result<Accepted> {
+    pub(crate) async fn accept(&self, _: Socket) -> io::Result<ClientStream> {
         match *self {}
     }
 
@@ -48,7 +48,7 @@ impl Connector {
         Err(TlsError::Missing)
     }
 
-    pub(crate) async fn connect(&self, _: bool, _: Socket) -> io::Result<Connected> {
+    pub(crate) async fn connect(&self, _: bool, _: Socket) -> io::Result<BackendStream> {
         match *self {}
     }
 
@@ -59,14 +59,14 @@ impl Connector {
 
 pub(crate) enum Never {}
 
-pub(crate) type Accepted = Never;
-pub(crate) type Connected = Never;
+pub(crate) type ClientStream = Never;
+pub(crate) type BackendStream = Never;
 
-pub(crate) fn accepted_http2(stream: &Accepted) -> Option<bool> {
+pub(crate) fn accepted_http2(stream: &ClientStream) -> Option<bool> {
     match *stream {}
 }
 
-pub(crate) fn connected_http2(stream: &Connected) -> bool {
+pub(crate) fn connected_http2(stream: &BackendStream) -> bool {
     match *stream {}
 }
 

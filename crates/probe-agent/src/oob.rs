@@ -85,7 +85,7 @@ impl Oob {
         let mut timer = tokio::time::interval(interval);
         timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
         load.counters().count_orca_stream(true);
-        let open = Open {
+        let open = OpenStream {
             timer,
             draining: Box::pin(life.until(Phase::Draining)),
             load: load.clone(),
@@ -162,9 +162,9 @@ fn interval(message: &[u8]) -> Result<Duration, Refusal> {
 }
 
 /// Response body that sends reports until the stream ends.
-pub(crate) struct Reports(Option<Open>);
+pub(crate) struct Reports(Option<OpenStream>);
 
-struct Open {
+struct OpenStream {
     timer: Interval,
     draining: Pin<Box<dyn Future<Output = ()> + Send>>,
     load: Load,
@@ -173,7 +173,7 @@ struct Open {
     _room: OwnedSemaphorePermit,
 }
 
-impl Open {
+impl OpenStream {
     /// Returns a report as a gRPC message.
     fn message(&self) -> Bytes {
         let (_, orca) = self.load.report_with_orca(self.endpoint, None, None, self.limit);
@@ -189,7 +189,7 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenStream {
     fn drop(&mut self) {
         self.load.counters().count_orca_stream(false);
     }
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn any_interval_is_answered_within_bounds() {
+    fn any_interval_is_clamped_to_the_bounds() {
         for (seconds, nanos, expected) in [
             (0, 0, Some(DEFAULT_INTERVAL)),
             (0, 1, Some(MIN_INTERVAL)),

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_replaces_what_the_backend_says_in_any_format() {
+    fn the_report_of_the_agent_replaces_that_of_the_backend() {
         for format in [OrcaFormat::Text, OrcaFormat::Json, OrcaFormat::Binary] {
             let mut response = HeaderMap::new();
             response.append(LOAD_METRICS, HeaderValue::from_static("TEXT cpu_utilization=0.1"));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_goes_on_the_responses_that_were_asked_for() {
+    fn only_selected_responses_carry_a_report() {
         let grpc = HeaderMap::from_iter([(
             header::CONTENT_TYPE,
             HeaderValue::from_static("application/grpc+proto"),

@@ -12,22 +12,22 @@ use crate::log::Log;
 #[derive(Debug)]
 pub(crate) struct Plb {
     log: Log,
-    said: Mutex<BTreeSet<String>>,
+    logged: Mutex<BTreeSet<String>>,
 }
 
 impl Plb {
     pub(crate) fn new(log: Log) -> Self {
-        Self { log, said: Mutex::default() }
+        Self { log, logged: Mutex::default() }
     }
 
     /// Prepares a socket. Must be called before `connect` or `listen`. `which` is for messages.
     pub(crate) fn prepare(&self, which: &str, socket: &impl AsFd, ipv6: bool) {
         for obstacle in prepare(socket, ipv6) {
             let line = format!("--plb: {which}: {obstacle}");
-            let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-            if !said.contains(&line) {
+            let mut logged = self.logged.lock().unwrap_or_else(PoisonError::into_inner);
+            if !logged.contains(&line) {
                 self.log.say(&line);
-                said.insert(line);
+                logged.insert(line);
             }
         }
     }

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reply_has_all_headers_and_json_only_when_asked() {
+    fn a_reply_has_all_headers_and_json_only_on_request() {
         let mut report = LoadReport {
             rif: 3,
             latency_us: Some(50_123),

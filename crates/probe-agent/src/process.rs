@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_found_behind_any_name_and_odd_files_are_no_panic() {
+    fn fields_are_found_after_any_name_and_odd_files_do_not_panic() {
         let rest: Vec<String> = (3..=30).map(|n| n.to_string()).collect();
         let stat = format!("1 (a) b) c) {}", rest.join(" "));
         assert_eq!((field(&stat, UTIME), field(&stat, START)), (Some(14.0), Some(22.0)));
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_has_all_of_them() {
+    fn a_process_has_every_metric() {
         let mut page = String::new();
         write(&mut page).unwrap();
         let value = |name: &str| -> f64 {

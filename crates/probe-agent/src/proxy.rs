@@ -16,7 +16,7 @@ use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::{self, Authority, PathAndQuery, Scheme, Uri};
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
-use http_body_util::Full;
+use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
 use hyper::ext::Protocol;
 use hyper::upgrade::OnUpgrade;
@@ -46,7 +46,7 @@ use crate::probe;
 use crate::reporter::Reporter;
 use crate::traffic::{Event, Traffic};
 use crate::upload::Upload;
-use crate::upstream::{Pool, Slot, UpstreamBody, UpstreamError};
+use crate::upstream::{ForwardError, Pool, Slot, UpstreamBody};
 
 /// State shared by all connections.
 pub(crate) struct Shared {
@@ -132,7 +132,7 @@ async fn answer(
     conn: Arc<Connection>,
     req: Request<Incoming>,
     leash: Option<Arc<Leash>>,
-    (busy, framing): Begun,
+    (mut busy, framing): Begun,
 ) -> Result<Response<AgentBody>, Infallible> {
     let load = &conn.shared.reporter.load;
     if let Err(reason) = framing.and_then(|()| headers::check_request(&req)) {
@@ -165,7 +165,10 @@ async fn answer(
         None => load.start(),
         Some(max) => match load.start_below(max.get()) {
             Some(guard) => guard,
-            None => return Ok(shed(&conn, busy)),
+            None => {
+                busy.set_unread(!read_rest(req.into_body()).await);
+                return Ok(shed(&conn, busy));
+            }
         },
     };
     Ok(forward(conn, req, leash, guard, busy).await)
@@ -178,7 +181,24 @@ fn shed(conn: &Connection, busy: Busy) -> Response<AgentBody> {
     let reason = "probe-agent: too many requests in flight\n";
     let mut response = own(probe::plain(StatusCode::SERVICE_UNAVAILABLE, reason), busy);
     response.headers_mut().insert(headers::FAILURE, HeaderValue::from_static(UNSENT));
+    finish(conn, response)
+}
+
+/// Reads a short body that the agent does not forward, so that its connection can be used again. Returns whether it was read.
+async fn read_rest(body: Incoming) -> bool {
+    let short = body.size_hint().upper().is_some_and(|len| len <= MAX_READ_REST);
+    short && tokio::time::timeout(READ_REST_PATIENCE, body.collect()).await.is_ok_and(|read| read.is_ok())
+}
+
+/// Adds what every error of the agent carries.
+fn finish(conn: &Connection, mut response: Response<AgentBody>) -> Response<AgentBody> {
     add_report(conn, response.headers_mut(), None);
+    if let AgentBody::Own { busy, .. } = response.body()
+        && busy.closes()
+    {
+        // Otherwise Envoy would send the next request on a connection that is about to close.
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
     conn.shared.part(!conn.watch.is_http2(), response.headers_mut());
     response
 }
@@ -188,8 +208,9 @@ async fn forward(
     mut req: Request<Incoming>,
     leash: Option<Arc<Leash>>,
     guard: InFlight,
-    busy: Busy,
+    mut busy: Busy,
 ) -> Response<AgentBody> {
+    busy.set_unread(!req.body().is_end_stream());
     let shared = &conn.shared;
     let slot = match shared.upstream_http2 {
         UpstreamHttp2::Auto if req.version() == Version::HTTP_2 => {
@@ -213,7 +234,7 @@ async fn forward(
     };
     let over_http2 = slot.as_ref().is_some_and(Slot::extended_connect);
     if tunnel.is_some() && upgrade.is_none() && !over_http2 {
-        return failed(&conn, &UpstreamError::NoTunnel, guard, busy);
+        return failed(&conn, &ForwardError::NoTunnel, guard, busy);
     }
     let client = (upgrade.is_some() || tunnel.is_some()).then(|| hyper::upgrade::on(&mut req));
     let hint = if shared.forward_hint {
@@ -245,7 +266,7 @@ async fn forward(
         match shared.response_timeout {
             None => sending.await,
             Some(limit) => {
-                tokio::time::timeout(limit, sending).await.unwrap_or(Err(UpstreamError::ResponseTimeout))
+                tokio::time::timeout(limit, sending).await.unwrap_or(Err(ForwardError::ResponseTimeout))
             }
         }
     };
@@ -257,11 +278,11 @@ async fn forward(
         {
             match client {
                 Some(client) => switch(conn, response, client, tunnel.is_some(), leash, guard, busy),
-                None => failed(&conn, &UpstreamError::Upgrade, guard, busy),
+                None => failed(&conn, &ForwardError::Upgrade, guard, busy),
             }
         }
         Ok(response) if tunnel.is_some() && response.status().is_success() => {
-            failed(&conn, &UpstreamError::NoUpgrade, guard, busy)
+            failed(&conn, &ForwardError::NoUpgrade, guard, busy)
         }
         Ok(response) => {
             let (mut head, body) = response.into_parts();
@@ -295,14 +316,14 @@ async fn send(
     pool: &Arc<Pool>,
     req: Request<Upload>,
     slot: Option<Slot>,
-) -> Result<Response<UpstreamBody>, UpstreamError> {
+) -> Result<Response<UpstreamBody>, ForwardError> {
     match slot {
         Some(slot) => Box::pin(pool.send_http2(req, slot)).await,
         None => pool.send_http1(req).await,
     }
 }
 
-fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy) -> Response<AgentBody> {
+fn failed(conn: &Connection, error: &ForwardError, guard: InFlight, busy: Busy) -> Response<AgentBody> {
     match error.label() {
         Some(label) => {
             conn.shared.reporter.load.counters().count_upstream_error(label);
@@ -318,9 +339,7 @@ fn failed(conn: &Connection, error: &UpstreamError, guard: InFlight, busy: Busy)
     if let Some(failure) = error.failure() {
         response.headers_mut().insert(headers::FAILURE, HeaderValue::from_static(failure));
     }
-    add_report(conn, response.headers_mut(), None);
-    conn.shared.part(!conn.watch.is_http2(), response.headers_mut());
-    response
+    finish(conn, response)
 }
 
 /// Joins the two connections or streams. They count as one request until both directions are closed.
@@ -560,3 +579,7 @@ impl Body for AgentBody {
         }
     }
 }
+
+/// Maximum length of a body that is read although the agent does not forward it, bytes, and the time that it may take.
+const MAX_READ_REST: u64 = 64 * 1024;
+const READ_REST_PATIENCE: Duration = Duration::from_millis(10);

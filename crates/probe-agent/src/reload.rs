@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn new_content_is_used_and_bad_content_is_not() {
+    async fn new_content_is_used_unless_it_is_bad() {
         let dir = tempfile::tempdir().unwrap();
         let (a, b) = (dir.path().join("a"), dir.path().join("b"));
         fs::write(&a, "1").unwrap();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_could_not_be_used_is_tried_again() {
+    async fn unusable_content_is_tried_again() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("a");
         fs::write(&file, "1").unwrap();

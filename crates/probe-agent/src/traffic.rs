@@ -118,9 +118,9 @@ impl Traffic {
     }
 
     /// Counts a connection as open until the result is dropped.
-    pub(crate) fn connect(this: &Arc<Self>, port: Port) -> Connected {
+    pub(crate) fn connect(this: &Arc<Self>, port: Port) -> OpenConnection {
         this.accepted[port as usize].fetch_add(1, Ordering::Relaxed);
-        Connected(this.clone(), port)
+        OpenConnection(this.clone(), port)
     }
 
     /// Counts a tunnel as open until the result is dropped.
@@ -162,9 +162,9 @@ impl Traffic {
 }
 
 /// An open connection of a client.
-pub(crate) struct Connected(Arc<Traffic>, Port);
+pub(crate) struct OpenConnection(Arc<Traffic>, Port);
 
-impl Drop for Connected {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.0.closed[self.1 as usize].fetch_add(1, Ordering::Relaxed);
     }

@@ -35,7 +35,7 @@ use error::is_of_body;
 use http1::{Http1, Idle};
 use http2::{Http2, Permit};
 
-pub(crate) use error::UpstreamError;
+pub(crate) use error::ForwardError;
 pub(crate) use http2::Slot;
 
 /// Connections to the backend, and how to open more.
@@ -96,7 +96,7 @@ impl Pool {
         self: &Arc<Self>,
         req: Request<Upload>,
         mut slot: Slot,
-    ) -> Result<Response<UpstreamBody>, UpstreamError> {
+    ) -> Result<Response<UpstreamBody>, ForwardError> {
         let (head, mut body) = req.into_parts();
         let mut retries = Retries::default();
         loop {
@@ -114,7 +114,7 @@ impl Pool {
                     let unsent = error.take_message().is_some();
                     let error = error.into_error();
                     if !unsent && !is_refusal(&error) {
-                        return Err(UpstreamError::sending(error));
+                        return Err(ForwardError::sending(error));
                     }
                 }
             }
@@ -127,12 +127,12 @@ impl Pool {
                     slot = self.wait_for_stream(since).await?;
                     source.into()
                 }
-                _ => return Err(UpstreamError::Refused),
+                _ => return Err(ForwardError::Refused),
             };
         }
     }
 
-    async fn connect(&self) -> Result<Socket, UpstreamError> {
+    async fn connect(&self) -> Result<Socket, ForwardError> {
         let unix = self.target.path().is_some();
         let socket = match &self.plb {
             Some(plb) if !unix => self.repathable(plb).await.map(Socket::Tcp),
@@ -145,9 +145,9 @@ impl Pool {
                 self.load.mark_down();
             }
         })
-        .map_err(UpstreamError::Connect)?;
+        .map_err(ForwardError::Connect)?;
         self.load.mark_up();
-        socket.set_nodelay().map_err(UpstreamError::Connect)?;
+        socket.set_nodelay().map_err(ForwardError::Connect)?;
         self.load.counters().count_upstream_connection();
         Ok(socket)
     }

@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentages() {
+    fn percentages_are_rounded_to_tenths() {
         for (rif, max, target, expected) in [
             (0, 10, None, "0"),
             (1, 10, None, "10"),

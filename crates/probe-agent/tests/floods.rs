@@ -46,7 +46,7 @@ const SOURCES: u64 = 16;
 const SERVED: f64 = 0.95;
 
 #[test]
-fn floods_harm_nobody_else() {
+fn floods_do_not_affect_other_clients() {
     let silent =
         std::env::var("PREQUAL_SILENT_CONNECTIONS").ok().and_then(|n| n.parse().ok()).unwrap_or(2000);
     let silent = allow_descriptors(silent);
@@ -518,11 +518,11 @@ impl Drop for Agent {
 fn allow_descriptors(wanted: u64) -> u64 {
     let pid = std::process::id().to_string();
     let limit = |which: &str| {
-        let said = Command::new("prlimit")
+        let output = Command::new("prlimit")
             .args(["--pid", &pid, "--nofile", "--noheadings", "--output", which])
             .output();
-        let said = said.expect("prlimit, of util-linux").stdout;
-        String::from_utf8_lossy(&said).trim().parse::<u64>().unwrap_or(u64::MAX)
+        let output = output.expect("prlimit, of util-linux").stdout;
+        String::from_utf8_lossy(&output).trim().parse::<u64>().unwrap_or(u64::MAX)
     };
     let set = |soft: u64, hard: u64| {
         let limits = format!("--nofile={soft}:{hard}");

@@ -148,7 +148,7 @@ impl Frames {
                     self.terms.leave(u32::from_be_bytes([a, b, c, d]) & !RESERVED);
                     self.part.have = 0;
                     self.left -= LAST_STREAM;
-                    // The rest says why.
+                    // The rest is the reason.
                     self.kind = IGNORED;
                 }
             } else {
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn terms_are_read_across_any_split() {
+    fn settings_and_goaway_are_read_across_any_split() {
         let settings = frame(SETTINGS, &[0, 4, 0, 1, 0, 0, 0, 3, 0, 0, 0, 7, 0, 8, 0, 0, 0, 1]);
         // Data that looks like settings, then a change.
         let data = frame(0, &settings);
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_whole_frame_is_an_answer_and_only_other_bytes_a_refusal() {
+    fn only_a_complete_frame_is_an_answer_and_only_other_bytes_are_a_refusal() {
         let settings = frame(SETTINGS, &[0, 3, 0, 0, 1, 0]);
         for (bytes, answer) in [
             (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], Some(false)),

@@ -10,7 +10,7 @@ use crate::upload::UploadError;
 
 /// Reason why no response came, and the answer that the client gets instead.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum UpstreamError {
+pub(crate) enum ForwardError {
     #[error("connect failed")]
     Connect(#[source] io::Error),
     #[error("connect timed out")]
@@ -40,7 +40,7 @@ pub(crate) enum UpstreamError {
     NoTunnel,
 }
 
-impl UpstreamError {
+impl ForwardError {
     pub(super) fn sending(error: hyper::Error) -> Self {
         if is_of_body(&error) { Self::RequestBody } else { Self::Reset(error) }
     }

@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
-use super::error::{UpstreamError, is_of_body};
+use super::error::{ForwardError, is_of_body};
 use super::patient::{Patient, Reads};
 use super::{Lease, Pool, UpstreamBody};
 use crate::upload::{Source, Upload};
@@ -68,14 +68,14 @@ impl Http1 {
     }
 }
 
-/// Copy of a request that may be sent a second time.
-struct Copy {
+/// Copy of a request, to send it a second time.
+struct Replay {
     head: request::Parts,
     /// The body, once the first attempt returns it. `None`: there is no body.
     body: Option<oneshot::Receiver<Source>>,
 }
 
-impl Copy {
+impl Replay {
     /// Copies an idempotent request (RFC 9110 §9.2.2).
     fn of(req: Request<Upload>) -> (Request<Upload>, Option<Box<Self>>) {
         if !req.method().is_idempotent() {
@@ -87,8 +87,8 @@ impl Copy {
             let (lent, returned) = upload.lend(None);
             (upload, body) = (lent, Some(returned));
         }
-        let copy = Box::new(Self { head: head.clone(), body });
-        (Request::from_parts(head, upload), Some(copy))
+        let replay = Box::new(Self { head: head.clone(), body });
+        (Request::from_parts(head, upload), Some(replay))
     }
 
     /// Returns the request, or `None` if too much of its body has been read.
@@ -109,9 +109,9 @@ impl Pool {
     pub(crate) async fn send_http1(
         self: &Arc<Self>,
         mut req: Request<Upload>,
-    ) -> Result<Response<UpstreamBody>, UpstreamError> {
+    ) -> Result<Response<UpstreamBody>, ForwardError> {
         while let Some(mut conn) = self.take_idle() {
-            let (sent, copy) = Copy::of(req);
+            let (sent, replay) = Replay::of(req);
             let before = conn.reads.get();
             match conn.sender.try_send_request(sent).await.map_err(NotSent::from) {
                 Ok(response) => return Ok(self.lease(conn, response)),
@@ -119,10 +119,10 @@ impl Pool {
                 Err(NotSent::Broken(error)) => {
                     // The body comes back from hyper's task.
                     conn.task.abort();
-                    let copy = copy.filter(|_| conn.reads.get() == before && !is_of_body(&error));
-                    return match copy {
-                        Some(copy) => self.send_again(copy, error).await,
-                        None => Err(UpstreamError::sending(error)),
+                    let replay = replay.filter(|_| conn.reads.get() == before && !is_of_body(&error));
+                    return match replay {
+                        Some(replay) => self.send_again(replay, error).await,
+                        None => Err(ForwardError::sending(error)),
                     };
                 }
             }
@@ -130,8 +130,8 @@ impl Pool {
         let mut conn = Box::pin(self.connect_http1()).await?;
         match conn.sender.try_send_request(req).await.map_err(NotSent::from) {
             Ok(response) => Ok(self.lease(conn, response)),
-            Err(NotSent::Unwritten(_, error)) => Err(UpstreamError::Connect(io::Error::other(error))),
-            Err(NotSent::Broken(error)) => Err(UpstreamError::sending(error)),
+            Err(NotSent::Unwritten(_, error)) => Err(ForwardError::Connect(io::Error::other(error))),
+            Err(NotSent::Broken(error)) => Err(ForwardError::sending(error)),
         }
     }
 
@@ -139,17 +139,17 @@ impl Pool {
     /// processed.
     async fn send_again(
         self: &Arc<Self>,
-        copy: Box<Copy>,
+        replay: Box<Replay>,
         error: hyper::Error,
-    ) -> Result<Response<UpstreamBody>, UpstreamError> {
+    ) -> Result<Response<UpstreamBody>, ForwardError> {
         let again = async {
-            let req = copy.request().await?;
+            let req = replay.request().await?;
             self.load.counters().count_resent();
             let mut conn = Box::pin(self.connect_http1()).await.ok()?;
             let response = conn.sender.try_send_request(req).await.ok()?;
             Some(self.lease(conn, response))
         };
-        Box::pin(again).await.ok_or(UpstreamError::Reset(error))
+        Box::pin(again).await.ok_or(ForwardError::Reset(error))
     }
 
     fn lease(self: &Arc<Self>, conn: Http1, response: Response<Incoming>) -> Response<UpstreamBody> {
@@ -186,23 +186,23 @@ impl Pool {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn connect_http1(&self) -> Result<Http1, UpstreamError> {
+    async fn connect_http1(&self) -> Result<Http1, ForwardError> {
         let connect = async {
             let socket = self.connect().await?;
             match &self.tls {
                 None => self.handshake_http1(socket).await,
                 Some(tls) => {
-                    self.handshake_http1(tls.connect(false, socket).await.map_err(UpstreamError::Connect)?)
+                    self.handshake_http1(tls.connect(false, socket).await.map_err(ForwardError::Connect)?)
                         .await
                 }
             }
         };
         tokio::time::timeout(self.connect_timeout, Box::pin(connect))
             .await
-            .map_err(|_| UpstreamError::ConnectTimeout)?
+            .map_err(|_| ForwardError::ConnectTimeout)?
     }
 
-    async fn handshake_http1<T>(&self, io: T) -> Result<Http1, UpstreamError>
+    async fn handshake_http1<T>(&self, io: T) -> Result<Http1, ForwardError>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
@@ -213,7 +213,7 @@ impl Pool {
             .max_headers(RESPONSE_HEADERS)
             .handshake(TokioIo::new(io))
             .await
-            .map_err(|error| UpstreamError::Connect(io::Error::other(error)))?;
+            .map_err(|error| ForwardError::Connect(io::Error::other(error)))?;
         // Its errors also surface in the request or body that they affect.
         let task = tokio::spawn(conn.with_upgrades()).abort_handle();
         Ok(Http1 { sender, task, reads })

@@ -17,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::oneshot;
 
 use super::answer::{Listened, Terms};
-use super::{Pool, UpstreamError};
+use super::{ForwardError, Pool};
 use crate::config::ping_timeout;
 use crate::tls;
 use crate::upload::Upload;
@@ -162,7 +162,7 @@ enum Failure {
     Silent,
 }
 
-impl From<Failure> for UpstreamError {
+impl From<Failure> for ForwardError {
     fn from(failure: Failure) -> Self {
         match failure {
             Failure::Connect(kind) => Self::Connect(kind.into()),
@@ -173,10 +173,10 @@ impl From<Failure> for UpstreamError {
     }
 }
 
-impl From<UpstreamError> for Failure {
-    fn from(error: UpstreamError) -> Self {
+impl From<ForwardError> for Failure {
+    fn from(error: ForwardError) -> Self {
         match error {
-            UpstreamError::Connect(error) => Self::Connect(error.kind()),
+            ForwardError::Connect(error) => Self::Connect(error.kind()),
             _ => Self::Silent,
         }
     }
@@ -187,14 +187,14 @@ impl Pool {
     /// `needs_http2`.
     ///
     /// A backend is remembered as one without HTTP/2 only if it answered in something else.
-    pub(crate) async fn stream(self: &Arc<Self>, needs_http2: bool) -> Result<Option<Slot>, UpstreamError> {
+    pub(crate) async fn stream(self: &Arc<Self>, needs_http2: bool) -> Result<Option<Slot>, ForwardError> {
         if !needs_http2 && self.http1_only() {
             return Ok(None);
         }
         match self.wait_for_stream(Instant::now()).await {
             // HTTP/1 servers may also close without an answer, for example during a restart. This says nothing about the next
             // connection.
-            Err(UpstreamError::NoHttp2 | UpstreamError::Silent) if !needs_http2 => Ok(None),
+            Err(ForwardError::NoHttp2 | ForwardError::Silent) if !needs_http2 => Ok(None),
             slot => slot.map(Some),
         }
     }
@@ -212,7 +212,7 @@ impl Pool {
 
     /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`. A request that has needed one `since`
     /// earlier precedes others.
-    pub(super) async fn wait_for_stream(self: &Arc<Self>, since: Instant) -> Result<Slot, UpstreamError> {
+    pub(super) async fn wait_for_stream(self: &Arc<Self>, since: Instant) -> Result<Slot, ForwardError> {
         let taken = {
             let mut http2 = self.http2();
             http2.waiting.retain(|waiter| !waiter.turn.is_closed());
@@ -223,7 +223,7 @@ impl Pool {
                 return Ok(slot);
             }
             if http2.waiting.len() >= self.max_waiting {
-                return Err(UpstreamError::NoStream);
+                return Err(ForwardError::NoStream);
             }
             let (turn, taken) = oneshot::channel();
             http2.waiting.insert(place, Waiter { since, turn });
@@ -236,7 +236,7 @@ impl Pool {
     async fn wait_for_turn(
         self: &Arc<Self>,
         mut turn: oneshot::Receiver<Result<Slot, Failure>>,
-    ) -> Result<Slot, UpstreamError> {
+    ) -> Result<Slot, ForwardError> {
         // The backend may have raised its limit.
         self.serve_waiting();
         let hedge = HEDGE.min(self.connect_timeout);
@@ -251,7 +251,7 @@ impl Pool {
             }
         }
         let connected = !self.http2().conns.is_empty();
-        Err(if connected { UpstreamError::NoStream } else { UpstreamError::ConnectTimeout })
+        Err(if connected { ForwardError::NoStream } else { ForwardError::ConnectTimeout })
     }
 
     /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do. Unless

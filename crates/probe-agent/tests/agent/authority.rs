@@ -18,7 +18,7 @@ async fn running() -> crate::common::Running {
 }
 
 #[tokio::test]
-async fn over_http1_they_are_answered() {
+async fn istio_names_are_accepted_over_http1() {
     let agent = running().await;
     for name in NAMES {
         for path in ["/", "/prequal/probe"] {
@@ -62,7 +62,7 @@ fn probe(authority: &str) -> Vec<u8> {
 async fn reply(tcp: &mut TcpStream, stream: u32) -> (u8, Vec<u8>) {
     loop {
         let frame = read_frame(tcp).await.expect("the connection goes on");
-        assert_ne!(frame.kind, 7, "the agent says GOAWAY: {:?}", frame.payload);
+        assert_ne!(frame.kind, 7, "the agent sends GOAWAY: {:?}", frame.payload);
         if frame.stream == stream && matches!(frame.kind, 1 | 3) {
             return (frame.kind, frame.payload);
         }

@@ -86,7 +86,7 @@ async fn reports(agent: &Running, micro: Option<u64>) {
 }
 
 #[tokio::test]
-async fn reports_of_a_stream_count_and_the_stream_is_no_request() {
+async fn reports_of_a_stream_are_used_and_the_stream_does_not_count_as_a_request() {
     let (next, asked) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (go, came) = (next.clone(), asked.clone());
     let (addr, calls) = reporting(move |_, req, mut sender| {
@@ -124,10 +124,10 @@ async fn reports_of_a_stream_count_and_the_stream_is_no_request() {
 }
 
 #[tokio::test]
-async fn bad_reports_are_counted_and_what_cannot_be_read_ends_the_stream() {
+async fn bad_reports_are_counted_and_unreadable_data_ends_the_stream() {
     let value = |value: f64| framed(&Report { cpu_utilization: value, ..Report::default() }.encode_to_vec());
     let huge = || framed(&[10; 5000]);
-    for (sends, said, end, micro) in [
+    for (sends, result, end, micro) in [
         ([framed(b"\x09"), utilization(0.5)], BackendSaid::Malformed, None, Some(500_000)),
         ([value(f64::NAN), utilization(0.5)], BackendSaid::Partial, None, Some(500_000)),
         ([value(-1.0), utilization(0.5)], BackendSaid::Partial, None, Some(500_000)),
@@ -149,8 +149,8 @@ async fn bad_reports_are_counted_and_what_cannot_be_read_ends_the_stream() {
         })
         .await;
         let agent = reading(addr);
-        eventually(&format!("{said:?} is counted: {what}"), || {
-            agent.load.counters().backend_reports(said) > 0
+        eventually(&format!("{result:?} is counted: {what}"), || {
+            agent.load.counters().backend_reports(result) > 0
         })
         .await;
         if let Some(end) = end {
@@ -162,7 +162,7 @@ async fn bad_reports_are_counted_and_what_cannot_be_read_ends_the_stream() {
 }
 
 #[tokio::test]
-async fn a_stream_that_stalls_is_opened_again_and_its_report_does_not_count_on() {
+async fn a_stalled_stream_is_opened_again_and_its_last_report_expires() {
     let (addr, calls) = reporting(|call, _, mut sender| async move {
         // Silent, then a report and silence, then a trickle that never completes a report.
         match call {
@@ -197,7 +197,7 @@ async fn a_stream_that_stalls_is_opened_again_and_its_report_does_not_count_on()
 }
 
 #[tokio::test]
-async fn a_stream_that_floods_is_ended_while_requests_succeed() {
+async fn a_flooding_stream_is_ended_while_requests_succeed() {
     let (addr, calls) = reporting(|call, _, mut sender| async move {
         let report = utilization(if call == 0 { 0.5 } else { 0.75 });
         let flood = Bytes::from(report.repeat(if call == 0 { 500 } else { 1 }));
@@ -241,7 +241,7 @@ async fn a_stream_that_ends_is_opened_again() {
 }
 
 #[tokio::test]
-async fn backends_without_the_service_serve_as_before() {
+async fn backends_without_the_service_still_serve_requests() {
     // A gRPC server that does not know the method.
     let calls = Arc::<AtomicUsize>::default();
     let counted = calls.clone();
@@ -298,7 +298,7 @@ async fn drains<F>(
 }
 
 #[tokio::test]
-async fn a_backend_that_drains_is_not_held_up() {
+async fn the_stream_does_not_delay_a_draining_backend() {
     let listener = TcpListener::bind(any_port()).await.unwrap();
     let agent = reading(listener.local_addr().unwrap());
     let calls = AtomicUsize::new(0);
@@ -315,7 +315,7 @@ async fn a_backend_that_drains_is_not_held_up() {
 }
 
 #[tokio::test]
-async fn a_backend_that_drains_before_it_answers_is_not_held_up() {
+async fn an_unanswered_call_does_not_delay_a_draining_backend() {
     let listener = TcpListener::bind(any_port()).await.unwrap();
     let agent = agent(listener.local_addr().unwrap(), |config| {
         config.orca_from_backend = Some("utilization".parse().unwrap());

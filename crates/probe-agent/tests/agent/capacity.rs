@@ -44,8 +44,8 @@ fn assert_takes(reports: &[LoadReport], ms: std::ops::RangeInclusive<u32>) {
     let us = ms.start() * 1000..=ms.end() * 1000;
     for report in reports {
         let base_us = report.capacity.map(|capacity| capacity.base_us);
-        for told in [report.latency_us, base_us] {
-            assert!(told.is_some_and(|told| us.contains(&told)), "not {ms:?} ms: {report:?}");
+        for reported in [report.latency_us, base_us] {
+            assert!(reported.is_some_and(|reported| us.contains(&reported)), "not {ms:?} ms: {report:?}");
         }
     }
 }
@@ -65,7 +65,7 @@ async fn out_of_step(agent: &Running) {
 }
 
 #[tokio::test]
-async fn responses_probes_and_metrics_tell_base_latency_and_knee() {
+async fn responses_probes_and_metrics_report_base_latency_and_knee() {
     let agent = agent(sleeping().await, |config| {
         config.probe_listen = Some(any_port());
         config.admin = Some(any_port());
@@ -82,9 +82,9 @@ async fn responses_probes_and_metrics_tell_base_latency_and_knee() {
     out_of_step(&agent).await;
     let (head, _) = fetch(agent.addr, "/").await;
     let response = LoadReport::parse(head.headers["x-prequal-load"].to_str().unwrap()).unwrap();
-    let told = [&reports(&agent).await[..], &[response]].concat();
-    assert_takes(&told, 30..=70);
-    for report in told {
+    let all = [&reports(&agent).await[..], &[response]].concat();
+    assert_takes(&all, 30..=70);
+    for report in all {
         let knee = report.capacity.unwrap().knee;
         assert!((1..=5).contains(&knee), "three at once: {report:?}");
     }
@@ -95,7 +95,7 @@ async fn responses_probes_and_metrics_tell_base_latency_and_knee() {
 }
 
 #[tokio::test]
-async fn a_slow_upload_is_not_the_replicas() {
+async fn a_slow_upload_does_not_count_as_latency() {
     let agent = agent(sleeping().await, |config| config.probe_listen = Some(any_port()));
     let head = "POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n";
     let sized = format!("{head}content-length: 8\r\n\r\nhalf");
@@ -105,7 +105,7 @@ async fn a_slow_upload_is_not_the_replicas() {
             let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
             tcp.write_all(first.as_bytes()).await.unwrap();
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
-            assert!(agent.load.rif() > 0, "in flight all the same");
+            assert!(agent.load.rif() > 0, "it is in flight");
             tcp.write_all(rest.as_bytes()).await.unwrap();
             let mut answer = String::new();
             within(tcp.read_to_string(&mut answer)).await.unwrap();
@@ -118,12 +118,12 @@ async fn a_slow_upload_is_not_the_replicas() {
 }
 
 #[tokio::test]
-async fn a_slow_download_is_not_the_replicas() {
+async fn a_slow_download_does_not_count_as_latency() {
     let agent = agent(sleeping().await, |config| config.probe_listen = Some(any_port()));
     let download = async || {
         let response = client1(agent.addr).await.send_request(get("/large")).await.unwrap();
         tokio::time::sleep(Duration::from_millis(600)).await;
-        assert!(agent.load.rif() > 0, "in flight all the same");
+        assert!(agent.load.rif() > 0, "it is in flight");
         let body = within(response.into_body().collect()).await.unwrap();
         assert_eq!(body.to_bytes().len(), 16 << 20);
     };
@@ -134,7 +134,7 @@ async fn a_slow_download_is_not_the_replicas() {
 }
 
 #[tokio::test]
-async fn an_abort_is_no_departure_and_no_latency() {
+async fn an_abort_counts_neither_as_departure_nor_as_latency() {
     let agent = agent(sleeping().await, |config| config.probe_listen = Some(any_port()));
     for _ in 0..10 {
         fetch(agent.addr, "/").await;

@@ -141,7 +141,7 @@ async fn metric(agent: &Running, line: &str) -> bool {
 }
 
 #[tokio::test]
-async fn a_new_certificate_is_used_and_open_connections_stay() {
+async fn a_new_certificate_is_used_and_connections_stay_open() {
     let ca = Authority::new();
     let (first, second) = (ca.issue(2030), ca.issue(2031));
     let files = ca.install(&first);
@@ -179,7 +179,7 @@ async fn a_new_certificate_is_used_and_open_connections_stay() {
 /// The kubelet updates a Secret like this: `tls.crt` leads to `..data/tls.crt`, `..data` to a folder, and a rename replaces the
 /// link `..data`.
 #[tokio::test]
-async fn a_secret_that_kubernetes_swaps_is_read_again() {
+async fn a_secret_updated_by_kubernetes_is_read_again() {
     let ca = Authority::new();
     let pairs = [ca.issue(2030), ca.issue(2031)];
     for (version, pair) in ["..2026_1", "..2026_2"].iter().zip(&pairs) {
@@ -228,7 +228,7 @@ async fn clients_are_verified_on_both_ports() {
 const PROBE: &str = "GET /prequal/probe HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
 
 #[tokio::test]
-async fn authorities_of_clients_are_read_again() {
+async fn changed_client_authorities_are_read_again() {
     let (ca, old, new) = (Authority::new(), Authority::new(), Authority::new());
     let files = ca.install(&ca.issue(2030));
     let trusted = ca.path("clients.pem");
@@ -246,7 +246,7 @@ async fn authorities_of_clients_are_read_again() {
 }
 
 #[tokio::test]
-async fn authorities_of_the_backend_are_read_again() {
+async fn changed_backend_authorities_are_read_again() {
     let (first, second) = (Authority::new(), Authority::new());
     let files = first.install(&second.issue(2030));
     let inner = tls_agent(hello().await, |config| config.tls = Some(files));
@@ -262,7 +262,7 @@ async fn authorities_of_the_backend_are_read_again() {
 }
 
 #[tokio::test]
-async fn verification_without_a_certificate_to_listen_with_is_refused() {
+async fn client_verification_without_a_server_certificate_is_refused() {
     let ca = Authority::new();
     let mut config = AgentConfig::new(any_port(), any_port().into());
     config.tls_clients = Some(TlsClients { ca: ca.ca(), verify: ClientVerify::Required });
@@ -283,7 +283,7 @@ fn binary() -> Command {
 }
 
 #[tokio::test]
-async fn system_authorities_are_found_or_reported_missing() {
+async fn system_authorities_are_used_and_reported_if_missing() {
     let ca = Authority::new();
     let files = ca.install(&ca.issue(2030));
     let inner = tls_agent(hello().await, |config| config.tls = Some(files));
@@ -314,7 +314,7 @@ async fn system_authorities_are_found_or_reported_missing() {
 }
 
 #[tokio::test]
-async fn a_pair_that_cannot_be_used_is_said() {
+async fn an_unusable_certificate_is_logged() {
     let ca = Authority::new();
     let (cert, key) = ca.install(&ca.issue(2030));
     let mut child = binary()
@@ -329,7 +329,7 @@ async fn a_pair_that_cannot_be_used_is_said() {
     let mut out = BufReader::new(child.stdout.take().unwrap()).lines();
     while within(out.next_line()).await.unwrap().unwrap() != "ready" {}
     fs::write(&key, ca.issue(2030).1).unwrap();
-    let mut said = BufReader::new(child.stderr.take().unwrap()).lines();
-    let line = within(said.next_line()).await.unwrap().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
+    let line = within(stderr.next_line()).await.unwrap().unwrap();
     assert!(line.contains("cannot be used, the old ones stay"), "{line}");
 }

@@ -47,7 +47,7 @@ async fn last_request(tcp: &mut TcpStream) {
 }
 
 #[tokio::test]
-async fn a_request_on_its_way_down_an_idle_connection_is_served_after_sigterm() {
+async fn a_request_in_transit_on_an_idle_connection_is_served_after_sigterm() {
     let addr = backend(|_| async { text("hello") }).await;
     let process = Process::start(addr, &[]).await;
     let mut used = TcpStream::connect(process.service).await.unwrap();
@@ -62,12 +62,12 @@ async fn a_request_on_its_way_down_an_idle_connection_is_served_after_sigterm() 
     eventually("nothing new is taken", || std::net::TcpStream::connect(process.service).is_err()).await;
     last_request(&mut used).await;
     last_request(&mut fresh).await;
-    let (status, said) = process.end().await;
-    assert_eq!((status, said.as_str()), (Some(0), ""));
+    let (status, stderr) = process.end().await;
+    assert_eq!((status, stderr.as_str()), (Some(0), ""));
 }
 
 #[tokio::test]
-async fn connections_that_bring_no_request_are_closed_and_not_cut() {
+async fn idle_connections_are_closed_and_do_not_count_as_cut() {
     let addr = backend(|_| async { text("hello") }).await;
     for flags in [["--drain-idle-ms", "200"], ["--drain-timeout-ms", "200"]] {
         let process = Process::start(addr, &flags).await;
@@ -83,7 +83,7 @@ async fn connections_that_bring_no_request_are_closed_and_not_cut() {
 }
 
 #[tokio::test]
-async fn what_is_left_at_the_drain_deadline_is_cut_and_reported() {
+async fn requests_left_at_the_drain_deadline_are_cut_and_reported() {
     let addr = raw_backend(|mut tcp| async move {
         let head = read_head(&mut tcp).await;
         if head.starts_with("GET /tunnel") {
@@ -113,16 +113,16 @@ async fn what_is_left_at_the_drain_deadline_is_cut_and_reported() {
             let ended = within(tcp.read(&mut [0; 1])).await;
             assert!(!matches!(ended, Ok(1..)), "{ended:?}");
         }
-        let (status, said) = process.end().await;
+        let (status, stderr) = process.end().await;
         assert_eq!(
-            (status, said.as_str()),
+            (status, stderr.as_str()),
             (Some(3), "probe-agent: drain timed out: cut 2 requests in flight\n")
         );
     }
 }
 
 #[tokio::test]
-async fn an_agent_in_a_library_is_gone_when_its_drain_is_over() {
+async fn an_embedded_agent_leaves_nothing_after_its_drain() {
     let (addr, arrived, _go) = held_backend().await;
     let agent = agent(addr, |config| config.limits.drain_timeout = Duration::from_millis(50));
     let (load, mut over1, mut over2) =
@@ -139,7 +139,7 @@ async fn an_agent_in_a_library_is_gone_when_its_drain_is_over() {
 
 /// On a single thread, nothing is accepted before the test waits for something.
 #[tokio::test]
-async fn connections_in_the_backlog_are_served() {
+async fn connections_in_the_backlog_are_served_after_sigterm() {
     let addr = backend(|_| async { text("hello") }).await;
     let mut agent = agent(addr, |_| {});
     fetch(agent.addr, "/").await;
@@ -161,7 +161,7 @@ async fn connections_in_the_backlog_are_served() {
 }
 
 #[tokio::test]
-async fn clients_that_never_stop_lose_no_request_to_a_sigterm() {
+async fn clients_that_keep_sending_lose_no_request_at_sigterm() {
     let addr = backend(|_| async { text("hello") }).await;
     let mut process = Process::start(addr, &[]).await;
     let service = process.service;
@@ -199,7 +199,7 @@ async fn clients_that_never_stop_lose_no_request_to_a_sigterm() {
 }
 
 #[tokio::test]
-async fn a_drain_closes_http2_after_its_streams() {
+async fn a_drain_closes_http2_connections_after_their_streams() {
     let (addr, arrived, go) = held_backend().await;
     let mut agent = agent(addr, |_| {});
     let mut client = client2(agent.addr).await;

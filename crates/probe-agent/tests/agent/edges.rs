@@ -4,7 +4,10 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::common::{agent, backend, client2, eventually, raw, raw_backend, read_head, text, within};
+use crate::common::{
+    agent, backend, client2, dead_backend, eventually, fetch, held_backend, raw, raw_backend, read_head,
+    text, within,
+};
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::channel::Channel;
@@ -29,7 +32,7 @@ async fn hosts() -> SocketAddr {
 }
 
 #[tokio::test]
-async fn over_http2_there_is_one_host_and_it_is_the_authority() {
+async fn over_http2_the_authority_is_the_only_host() {
     let addr = hosts().await;
     for upstream in [UpstreamHttp2::Auto, UpstreamHttp2::Never] {
         let agent = agent(addr, |config| config.upstream_http2 = upstream);
@@ -57,7 +60,7 @@ async fn over_http2_there_is_one_host_and_it_is_the_authority() {
 }
 
 #[tokio::test]
-async fn http_1_0_without_a_host_gets_the_backends() {
+async fn http_1_0_without_host_gets_that_of_the_backend() {
     let addr = hosts().await;
     let agent = agent(addr, |_| {});
     let reply = raw(agent.addr, "GET / HTTP/1.0\r\n\r\n").await;
@@ -67,7 +70,7 @@ async fn http_1_0_without_a_host_gets_the_backends() {
 }
 
 #[tokio::test]
-async fn limits_of_requests_are_none_of_responses() {
+async fn limits_on_request_heads_do_not_apply_to_responses() {
     for upstream in [UpstreamHttp2::Never, UpstreamHttp2::Always] {
         let addr = backend(|_| async {
             let mut reply = text("");
@@ -132,6 +135,44 @@ async fn a_complete_response_does_not_wait_for_the_upload() {
         }
         agent.at_rest([20, 0, 0, 0]).await;
     }
+}
+
+/// Sends an upload, then another request on the same connection if the first answer allows that. Returns the first head.
+async fn upload_and_go_on(addr: SocketAddr, len: usize) -> String {
+    let mut tcp = TcpStream::connect(addr).await.unwrap();
+    let head = format!("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: {len}\r\n\r\n");
+    tcp.write_all(&[head.as_bytes(), &vec![b'x'; len]].concat()).await.unwrap();
+    let head = within(read_head(&mut tcp)).await;
+    let body = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+    within(tcp.read_exact(&mut vec![0; body.unwrap()])).await.unwrap();
+    if !head.contains("connection: close") {
+        tcp.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+        let next = within(read_head(&mut tcp)).await;
+        assert!(next.starts_with("HTTP/1.1 50"), "after {len} bytes: {next:?}");
+    }
+    head
+}
+
+#[tokio::test]
+async fn an_error_during_an_upload_announces_that_the_connection_closes() {
+    let dead = agent(dead_backend().await, |_| {});
+    let (backend, arrived, go) = held_backend().await;
+    let full = agent(backend, |config| config.limits.max_rif = 1.try_into().ok());
+    let held = tokio::spawn(fetch(full.addr, "/"));
+    within(arrived.notified()).await;
+    for len in [0, 1, 1000, 100_000, 2_000_000] {
+        for (agent, status) in [(&dead, "HTTP/1.1 502 "), (&full, "HTTP/1.1 503 ")] {
+            let head = upload_and_go_on(agent.addr, len).await;
+            assert!(head.starts_with(status), "{head}");
+            assert_eq!(
+                head.contains("connection: close"),
+                len > 1000 || len > 0 && status.contains("502"),
+                "{len}"
+            );
+        }
+    }
+    go.notify_one();
+    within(held).await.unwrap();
 }
 
 #[tokio::test]
@@ -256,7 +297,7 @@ async fn a_websocket_over_http2_reaches_a_backend_of_either_version() {
 }
 
 #[tokio::test]
-async fn a_tunnel_that_the_backend_refuses_is_none() {
+async fn a_tunnel_refused_by_the_backend_is_an_ordinary_response() {
     let http1 = websocket().await;
     let http2 = backend(|_| async { text("") }).await;
     for (backend, upstream, path, protocol, status) in [

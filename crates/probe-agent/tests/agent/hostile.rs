@@ -27,7 +27,7 @@ async fn counted(change: impl FnOnce(&mut AgentConfig)) -> (Running, Arc<AtomicU
 }
 
 #[tokio::test]
-async fn smuggling_shapes_and_malformed_heads_are_400_and_the_connection_closes() {
+async fn ambiguous_framing_and_malformed_heads_get_400_and_close_the_connection() {
     let (agent, hits) = counted(|_| {}).await;
     let tail = "0\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: a\r\n\r\n";
     for (name, head) in [
@@ -72,7 +72,7 @@ async fn smuggling_shapes_and_malformed_heads_are_400_and_the_connection_closes(
 }
 
 #[tokio::test]
-async fn honest_framings_pass() {
+async fn unambiguous_framing_is_accepted() {
     let (agent, hits) = counted(|_| {}).await;
     for request in [
         "POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: Chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n",
@@ -108,12 +108,12 @@ async fn tunnels_are_refused() {
     assert!(reply.starts_with("HTTP/1.1 405 "), "{reply}");
     assert_eq!(hits.load(Ordering::Relaxed), 0);
     let h2c = "GET / HTTP/1.1\r\nhost: a\r\nconnection: close, upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n\r\n";
-    assert!(raw(agent.addr, h2c).await.starts_with("HTTP/1.1 200 "), "an h2c upgrade is passed over");
+    assert!(raw(agent.addr, h2c).await.starts_with("HTTP/1.1 200 "), "an h2c upgrade is ignored");
     agent.at_rest([1, 0, 0, 0]).await;
 }
 
 #[tokio::test]
-async fn oversize_and_too_many_headers_are_431() {
+async fn oversized_heads_and_too_many_headers_get_431() {
     let (agent, hits) = counted(|_| {}).await;
     let long = format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "y".repeat(70_000));
     let many = format!("GET / HTTP/1.1\r\nhost: a\r\n{}\r\n", "x: y\r\n".repeat(101));
@@ -128,7 +128,7 @@ async fn oversize_and_too_many_headers_are_431() {
 }
 
 #[tokio::test]
-async fn slow_heads_are_cut_and_idle_connections_are_not() {
+async fn slow_heads_end_a_connection_and_idling_does_not() {
     let (agent, hits) = counted(|config| config.limits.header_timeout = Duration::from_millis(100)).await;
     // A new connection, a kept-alive one, and one that dribbles the HTTP/2 preface.
     for (first, dribble) in [("", "GET / HTTP/1.1\r\nx: "), (GET, "GET / HTTP/1.1\r\nx: "), ("", "PRI * HT")]
@@ -181,7 +181,7 @@ async fn a_kept_alive_connection_outlives_the_time_for_one_head() {
 const GET: &str = "GET / HTTP/1.1\r\nhost: a\r\n\r\n";
 
 #[tokio::test]
-async fn idle_connections_are_closed_in_the_end_and_busy_ones_are_not() {
+async fn idle_connections_are_closed_eventually_and_busy_ones_are_not() {
     let addr = backend(|_| async {
         tokio::time::sleep(Duration::from_millis(400)).await;
         text("hello")

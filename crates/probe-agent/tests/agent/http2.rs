@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use probe_agent::config::UpstreamHttp2;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
@@ -67,7 +69,7 @@ where
 }
 
 #[tokio::test]
-async fn settings_that_come_late_are_no_refusal() {
+async fn late_settings_are_not_taken_as_a_refusal() {
     for request in [ordinary, grpc] {
         let addr = backend_after(|_| async {
             tokio::time::sleep(Duration::from_millis(300)).await;
@@ -80,7 +82,7 @@ async fn settings_that_come_late_are_no_refusal() {
 }
 
 #[tokio::test]
-async fn settings_that_come_after_the_connect_timeout_serve_later_requests() {
+async fn a_connection_with_very_late_settings_serves_later_requests() {
     let addr = backend_after(|_| async {
         tokio::time::sleep(Duration::from_millis(300)).await;
         true
@@ -97,7 +99,7 @@ async fn settings_that_come_after_the_connect_timeout_serve_later_requests() {
 }
 
 #[tokio::test]
-async fn a_connection_that_is_closed_without_an_answer_is_no_refusal() {
+async fn a_connection_closed_without_an_answer_is_not_taken_as_a_refusal() {
     for request in [ordinary, grpc] {
         let addr = backend_after(|connection| async move { connection > 0 }).await;
         let agent = agent(addr, |_| {});
@@ -128,7 +130,7 @@ async fn http1_only(refusal: &'static [u8]) -> (SocketAddr, Arc<Mutex<Vec<String
 }
 
 #[tokio::test]
-async fn grpc_is_never_sent_over_http1_and_the_rest_is_where_the_backend_cannot_do_better() {
+async fn grpc_is_never_sent_over_http1_and_other_requests_only_if_necessary() {
     for refusal in [&b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n"[..], b"?", b""] {
         let (addr, heads) = http1_only(refusal).await;
         let agent = agent(addr, |_| {});
@@ -144,7 +146,7 @@ async fn grpc_is_never_sent_over_http1_and_the_rest_is_where_the_backend_cannot_
 }
 
 #[tokio::test]
-async fn a_silent_connection_holds_no_request() {
+async fn a_silent_connection_delays_no_request() {
     let addr = backend_after(|connection| async move {
         if connection == 0 {
             std::future::pending::<()>().await;
@@ -188,7 +190,7 @@ async fn limited(streams: u32) -> (SocketAddr, Arc<AtomicUsize>, Arc<Semaphore>)
 }
 
 #[tokio::test]
-async fn beyond_the_streams_of_one_connection_others_are_opened_and_then_used_again() {
+async fn more_connections_are_opened_when_streams_run_out_and_are_then_reused() {
     let (addr, in_hand, go) = limited(3).await;
     let agent = agent(addr, |_| {});
     let client = client2(agent.addr).await;
@@ -208,7 +210,7 @@ async fn beyond_the_streams_of_one_connection_others_are_opened_and_then_used_ag
 }
 
 #[tokio::test]
-async fn waiting_for_a_stream_is_bounded_in_number_and_time() {
+async fn the_queue_for_streams_is_bounded_in_number_and_time() {
     let (addr, in_hand, go) = limited(1).await;
     let agent = agent(addr, |config| {
         config.limits.max_upstream_connections = 2;
@@ -243,7 +245,7 @@ async fn waiting_for_a_stream_is_bounded_in_number_and_time() {
 }
 
 #[tokio::test]
-async fn clients_that_leave_while_waiting_hold_no_stream() {
+async fn clients_that_leave_the_queue_hold_no_stream() {
     let (addr, in_hand, go) = limited(1).await;
     let agent = agent(addr, |config| config.limits.max_upstream_connections = 1);
     let client = client2(agent.addr).await;
@@ -352,7 +354,7 @@ async fn upload(addr: SocketAddr, len: usize, delay: Duration) -> (response::Par
 }
 
 #[tokio::test]
-async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
+async fn requests_refused_unprocessed_are_sent_again_whole() {
     for acts in [
         &[Act::Reset(REFUSED_STREAM)][..],
         &[Act::GoAway],
@@ -379,7 +381,7 @@ async fn what_the_backend_refuses_unprocessed_is_sent_again_whole() {
 }
 
 #[tokio::test]
-async fn a_request_is_sent_again_only_if_it_is_kept_and_was_not_processed() {
+async fn a_request_is_sent_again_only_if_kept_and_unprocessed() {
     const ALWAYS: &[Act] = &[Act::Reset(REFUSED_STREAM); 5];
     let unavailable = (StatusCode::SERVICE_UNAVAILABLE, "refused", "unsent");
     for (acts, after, len, (status, reason, failure), requests) in [
@@ -397,8 +399,8 @@ async fn a_request_is_sent_again_only_if_it_is_kept_and_was_not_processed() {
     }
 }
 
-/// Starts a backend that accepts a number of requests on each connection; the last number goes for all later connections. With
-/// the last request that it accepts, it sends GOAWAY, and ignores those that come after it.
+/// Starts a backend that accepts a number of requests on each connection; the last number applies to all later connections.
+/// With the last request that it accepts, it sends GOAWAY. It ignores those that come after it.
 async fn accepting(numbers: &'static [u32]) -> SocketAddr {
     let connections = AtomicUsize::new(0);
     raw_backend(move |mut tcp| {
@@ -421,7 +423,7 @@ async fn accepting(numbers: &'static [u32]) -> SocketAddr {
                     answered += 1;
                 }
             }
-            // As nginx does, so that the answers are not lost: reads what still comes.
+            // Reads what still arrives, as nginx does. Otherwise a reset could destroy the answers.
             tcp.shutdown().await.unwrap();
             while let Ok(1..) = tcp.read(&mut [0; 1 << 14]).await {}
         }
@@ -430,7 +432,7 @@ async fn accepting(numbers: &'static [u32]) -> SocketAddr {
 }
 
 #[tokio::test]
-async fn connections_that_accept_fewer_requests_than_are_in_flight_fail_none() {
+async fn connections_that_accept_few_requests_fail_none() {
     let agent = agent(accepting(&[3]).await, |_| {});
     let client = client2(agent.addr).await;
     let send = async |number: usize, len: usize| {
@@ -443,7 +445,7 @@ async fn connections_that_accept_fewer_requests_than_are_in_flight_fail_none() {
             assert_eq!(within(request).await.unwrap().unwrap().status(), StatusCode::OK);
         }
     };
-    // More than all connections together accept.
+    // More requests than all connections together accept.
     send(190, 100).await;
     let refused = agent.load.counters().refused();
     assert!(refused > 0);
@@ -454,7 +456,7 @@ async fn connections_that_accept_fewer_requests_than_are_in_flight_fail_none() {
 }
 
 #[tokio::test]
-async fn a_backend_that_accepts_more_requests_than_before_needs_few_connections() {
+async fn a_backend_that_accepts_more_requests_again_needs_few_connections() {
     let agent = agent(accepting(&[1, 1000]).await, |_| {});
     let client = client2(agent.addr).await;
     let (first, second) =
@@ -467,6 +469,57 @@ async fn a_backend_that_accepts_more_requests_than_before_needs_few_connections(
     assert!(agent.load.counters().refused() > 0, "the agent has learned a limit");
     let connections = agent.load.counters().upstream_connections();
     assert!(connections <= 3, "{connections} connections");
+}
+
+/// Serves one connection as an HTTP/2 server: answers each request once its head is there, and stops after `most`. The rest of
+/// their bodies is not read.
+fn answer_heads(tcp: &mut std::net::TcpStream, most: usize) -> io::Result<()> {
+    tcp.read_exact(&mut [0; 24])?;
+    tcp.write_all(&frame(SETTINGS, 0, 0, &[]))?;
+    let mut answered = 0;
+    while answered < most {
+        let mut head = [0; 9];
+        tcp.read_exact(&mut head)?;
+        let [a, b, c, kind, _, stream @ ..] = head;
+        tcp.read_exact(&mut vec![0; u32::from_be_bytes([0, a, b, c]) as usize])?;
+        if kind == HEADERS {
+            let reply = frame(HEADERS, END_HEADERS | END_STREAM, u32::from_be_bytes(stream), &[0x88]);
+            tcp.write_all(&reply)?;
+            answered += 1;
+        }
+    }
+    Ok(())
+}
+
+/// The agent runs on the thread of the test, so that it sees the request and the reset at once.
+#[tokio::test]
+async fn a_request_that_was_not_written_when_its_connection_broke_is_sent_again() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let agent = agent(listener.local_addr().unwrap(), |config| config.upstream_http2 = UpstreamHttp2::Always);
+    let ((reset, told), (done, is_reset)) = (channel(), channel());
+    std::thread::spawn(move || {
+        let (mut first, _) = listener.accept().unwrap();
+        answer_heads(&mut first, 1).unwrap();
+        told.recv().unwrap();
+        // Unread data makes the system reset the connection.
+        drop(first);
+        done.send(()).unwrap();
+        let (mut second, _) = listener.accept().unwrap();
+        let _ = answer_heads(&mut second, 2);
+    });
+    let post = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n\r\nbody";
+    let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+    tcp.write_all(post).await.unwrap();
+    assert!(within(read_head(&mut tcp)).await.starts_with("HTTP/1.1 200 "));
+    tokio::time::sleep(Duration::from_millis(50)).await;
+
+    let mut tcp = tcp.into_std().unwrap();
+    tcp.write_all(post).unwrap();
+    reset.send(()).unwrap();
+    is_reset.recv().unwrap();
+    let mut tcp = TcpStream::from_std(tcp).unwrap();
+    let head = within(read_head(&mut tcp)).await;
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
 }
 
 /// Reads until a PING arrives, and answers neither it nor anything after it.
@@ -497,7 +550,7 @@ async fn a_backend_that_hangs_with_requests_in_flight_is_detected() {
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_is_found_out() {
+async fn a_client_that_hangs_is_detected() {
     let (addr, ..) = limited(1).await;
     let agent = agent(addr, |config| config.limits.ping_interval = Some(Duration::from_millis(50)));
     let mut tcp = TcpStream::connect(agent.addr).await.unwrap();

@@ -41,7 +41,7 @@ async fn counts(agent: &Running, sample: &str, value: u64) {
 }
 
 #[tokio::test]
-async fn beyond_the_rif_limit_requests_are_sent_elsewhere() {
+async fn requests_beyond_the_rif_limit_are_marked_unsent() {
     let (addr, arrived, go) = held_backend().await;
     let agent = counted(addr, |config| config.limits.max_rif = 2.try_into().ok());
     let mut held = Vec::new();
@@ -90,7 +90,7 @@ async fn a_silent_connection_is_closed() {
         counts(&agent, "prequal_agent_closed_total{reason=\"silent\"}", n).await;
         assert_eq!(within(slow.read(&mut [0; 1])).await.unwrap_or(0), 0);
         counts(&agent, "prequal_agent_closed_total{reason=\"slow_head\"}", n).await;
-        assert!(!used.is_closed(), "it has said something");
+        assert!(!used.is_closed(), "something was sent on it");
     }
 }
 
@@ -137,7 +137,7 @@ async fn drip(mut tx: Sender<Bytes, Infallible>, pieces: usize, hold: bool) {
 }
 
 #[tokio::test]
-async fn a_body_on_which_nothing_moves_ends_its_request() {
+async fn a_stalled_body_ends_its_request() {
     // Answers with a body: one piece and then nothing, or many pieces with pauses.
     let addr = backend(|req| async move {
         if req.headers().contains_key("x-discard") {
@@ -162,7 +162,7 @@ async fn a_body_on_which_nothing_moves_ends_its_request() {
 }
 
 #[tokio::test]
-async fn a_stalled_upload_ends_and_the_backend_sees_it() {
+async fn a_stalled_upload_is_aborted_at_the_backend_too() {
     for answers in [false, true] {
         let (ended, mut ends) = tokio::sync::mpsc::unbounded_channel();
         let addr = backend(move |req| {
@@ -200,7 +200,7 @@ async fn a_stalled_upload_ends_and_the_backend_sees_it() {
 }
 
 #[tokio::test]
-async fn a_client_that_takes_nothing_is_cut() {
+async fn a_client_that_reads_nothing_is_cut() {
     let addr = backend(|_| async {
         let (mut tx, body) = Channel::<Bytes, Infallible>::new(1);
         tokio::spawn(async move { while tx.send_data(vec![b'x'; 100_000].into()).await.is_ok() {} });
@@ -219,7 +219,7 @@ async fn a_client_that_takes_nothing_is_cut() {
 }
 
 #[tokio::test]
-async fn what_moves_slowly_or_waits_for_its_response_goes_on() {
+async fn slow_bodies_and_waits_for_a_response_are_not_cut() {
     let addr = backend(|req| async move {
         let _ = req.into_body().collect().await;
         tokio::time::sleep(IDLE * 3).await;
@@ -248,7 +248,7 @@ async fn what_moves_slowly_or_waits_for_its_response_goes_on() {
 }
 
 #[tokio::test]
-async fn streams_end_at_their_age_and_downloads_do_not() {
+async fn streams_end_at_the_age_limit_and_downloads_do_not() {
     let addr = backend(|req| async move {
         let (tx, body) = Channel::<Bytes, Infallible>::new(1);
         tokio::spawn(drip(tx, 9, false));
@@ -289,7 +289,7 @@ async fn streams_end_at_their_age_and_downloads_do_not() {
 }
 
 #[tokio::test]
-async fn tunnels_end_at_their_age_or_when_they_are_silent() {
+async fn tunnels_end_at_the_age_limit_or_when_silent() {
     let addr = raw_backend(|mut tcp| async move {
         read_head(&mut tcp).await;
         let reply = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n";

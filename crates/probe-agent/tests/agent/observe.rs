@@ -34,7 +34,7 @@ async fn becomes(process: &Process, name: &str, value: &str) {
 }
 
 #[tokio::test]
-async fn connections_beyond_the_limit_wait_for_room() {
+async fn connections_beyond_the_limit_wait() {
     let addr = backend(|_| async { text("hello") }).await;
     let process = Process::start(addr, &["--max-connections", "2", "--drain-idle-ms", "0"]).await;
     let mut first = client1(process.service).await;
@@ -52,8 +52,8 @@ async fn connections_beyond_the_limit_wait_for_room() {
     becomes(&process, "prequal_agent_connections{port=\"service\"}", "1").await;
     becomes(&process, "prequal_agent_connections_total{port=\"service\"}", "3").await;
     process.terminate().await;
-    let (status, said) = process.end().await;
-    assert_eq!((status, said.contains("--max-connections are open")), (Some(0), true), "{said}");
+    let (status, stderr) = process.end().await;
+    assert_eq!((status, stderr.contains("--max-connections are open")), (Some(0), true), "{stderr}");
 }
 
 /// Returns the CPU time of a process so far, in hundredths of a second.
@@ -64,7 +64,7 @@ fn ticks(pid: u32) -> u64 {
 }
 
 #[tokio::test]
-async fn without_file_descriptors_an_agent_waits_and_goes_on() {
+async fn an_agent_without_file_descriptors_waits_and_recovers() {
     let addr = backend(|_| async { text("hello") }).await;
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 40; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_probe-agent")]);
@@ -93,16 +93,16 @@ async fn without_file_descriptors_an_agent_waits_and_goes_on() {
         sample(&metrics, "prequal_agent_accept_errors_total{reason=\"descriptors\"}").parse().unwrap();
     assert!((2..100).contains(&failures), "{failures} failures");
     process.terminate().await;
-    let (status, said) = process.end().await;
+    let (status, stderr) = process.end().await;
     assert_eq!(
-        (status, said.contains("probe-agent: accept: Too many open files")),
+        (status, stderr.contains("probe-agent: accept: Too many open files")),
         (Some(0), true),
-        "{said}"
+        "{stderr}"
     );
 }
 
 #[tokio::test]
-async fn failures_are_logged_once_a_second_and_all_counted() {
+async fn failures_are_logged_once_a_second_and_counted_exactly() {
     let dead = dead_backend().await;
     for json in [false, true] {
         let process = Process::start(dead, &["--log-format", if json { "json" } else { "text" }]).await;
@@ -115,11 +115,11 @@ async fn failures_are_logged_once_a_second_and_all_counted() {
         fetch(process.service, "/").await;
         becomes(&process, "prequal_agent_upstream_errors_total{reason=\"connect\"}", "21").await;
         process.terminate().await;
-        let (status, said) = process.end().await;
+        let (status, stderr) = process.end().await;
         assert_eq!(status, Some(0));
         let mut backend = 0;
         let mut left_out = 0;
-        for line in said.lines() {
+        for line in stderr.lines() {
             if json {
                 let line: serde_json::Value = serde_json::from_str(line).unwrap();
                 assert!(line["ts"].as_f64().unwrap() > 1e9, "{line}");
@@ -139,12 +139,12 @@ async fn failures_are_logged_once_a_second_and_all_counted() {
                 assert!(line.starts_with("probe-agent: client: "), "{line}");
             }
         }
-        assert!((2..=6).contains(&backend) && backend + left_out == 21, "{said}");
+        assert!((2..=6).contains(&backend) && backend + left_out == 21, "{stderr}");
     }
 }
 
 #[tokio::test]
-async fn requests_are_answered_without_a_reader_of_standard_error() {
+async fn requests_are_answered_after_standard_error_is_closed() {
     let mut process = Process::start(dead_backend().await, &[]).await;
     drop(process.child.stderr.take());
     assert_eq!(fetch(process.service, "/").await.0.status, StatusCode::BAD_GATEWAY);
@@ -187,12 +187,12 @@ async fn a_failed_tls_handshake_is_counted() {
     raw(process.service, "GET / HTTP/1.1\r\nhost: a\r\n\r\n").await;
     becomes(&process, "prequal_agent_tls_handshake_errors_total", "1").await;
     process.terminate().await;
-    let (_, said) = process.end().await;
-    assert!(said.starts_with("probe-agent: tls: "), "{said}");
+    let (_, stderr) = process.end().await;
+    assert!(stderr.starts_with("probe-agent: tls: "), "{stderr}");
 }
 
 #[tokio::test]
-async fn each_request_has_a_line_of_the_access_log_if_asked_for() {
+async fn the_access_log_has_a_line_for_each_request() {
     let addr = raw_backend(|mut tcp| async move {
         loop {
             let head = read_head(&mut tcp).await;
@@ -251,7 +251,7 @@ async fn each_request_has_a_line_of_the_access_log_if_asked_for() {
 }
 
 #[tokio::test]
-async fn the_access_log_is_written_to_its_end_before_the_process_exits() {
+async fn the_access_log_is_complete_before_the_process_exits() {
     const REQUESTS: usize = 100;
     let addr = backend(|_| async { text("hello") }).await;
     let mut process = Process::start(addr, &["--access-log", "--drain-idle-ms", "0"]).await;
@@ -270,7 +270,7 @@ async fn the_access_log_is_written_to_its_end_before_the_process_exits() {
 }
 
 #[tokio::test]
-async fn the_process_and_its_build_are_on_the_page() {
+async fn metrics_include_the_process_and_its_build() {
     let (addr, arrived, go) = held_backend().await;
     let process = Process::start(addr, &[]).await;
     let metrics = process.metrics().await;

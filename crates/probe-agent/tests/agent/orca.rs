@@ -52,12 +52,12 @@ fn orca(format: OrcaFormat) -> Orca {
 
 /// Returns the load reports on a response.
 fn load_headers(headers: &HeaderMap) -> Vec<(&str, &str)> {
-    let ours = headers.iter().filter(|(name, _)| name.as_str().starts_with("endpoint-load-metrics"));
-    ours.map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect()
+    let reports = headers.iter().filter(|(name, _)| name.as_str().starts_with("endpoint-load-metrics"));
+    reports.map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect()
 }
 
 #[tokio::test]
-async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
+async fn responses_carry_load_in_the_configured_format() {
     let addr = backend(|req: Request<Incoming>| async move {
         let mut reply = text("hello");
         let kind = req.headers().get("x-kind").cloned().unwrap_or(HeaderValue::from_static("text/plain"));
@@ -80,9 +80,9 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
         let agent = agent(addr, |config| config.orca = orca(format));
         let first = fetch(agent.addr, "/").await.0.headers;
         let (head, _) = fetch(agent.addr, "/").await;
-        let said = load_headers(&head.headers);
-        assert_eq!(said.len(), 1, "one report, and not the backend's: {said:?}");
-        let (name, value) = said[0];
+        let reports = load_headers(&head.headers);
+        assert_eq!(reports.len(), 1, "one report, and not the backend's: {reports:?}");
+        let (name, value) = reports[0];
         if format == OrcaFormat::Binary {
             assert_eq!(name, "endpoint-load-metrics-bin");
             let bytes = base64::engine::general_purpose::STANDARD.decode(value).unwrap();
@@ -96,7 +96,10 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
                 if format == OrcaFormat::Text { "TEXT application_utilization=0." } else { "JSON {\"appl" };
             assert!(value.starts_with(begins) && value.contains("rps_fractional"), "{value}");
             let first = load_headers(&first)[0].1;
-            assert!(first.contains("rps_fractional"), "the first too, although none has ended: {first}");
+            assert!(
+                first.contains("rps_fractional"),
+                "the first response too, before any request has ended: {first}"
+            );
         }
         assert!(head.headers.contains_key("x-prequal-load"), "beside the usual report");
         assert_eq!(agent.load.counters().orca_reports(), [2, 0]);
@@ -109,8 +112,8 @@ async fn responses_carry_the_load_in_the_format_that_was_asked_for() {
         let mut request = get("/");
         request.headers_mut().insert("x-kind", kind.parse().unwrap());
         let response = within(client1(grpc_alone.addr).await.send_request(request)).await.unwrap();
-        let said = load_headers(response.headers())[0].1;
-        assert_eq!(said != "TEXT cpu_utilization=0.9", replaced, "{kind}: {said}");
+        let report = load_headers(response.headers())[0].1;
+        assert_eq!(report != "TEXT cpu_utilization=0.9", replaced, "{kind}: {report}");
     }
 }
 
@@ -162,7 +165,7 @@ fn streaming(addr: SocketAddr) -> Running {
 }
 
 #[tokio::test]
-async fn a_stream_brings_reports_at_the_interval_that_its_client_asks_for() {
+async fn a_stream_sends_reports_at_the_requested_interval() {
     let addr = backend(|_| async { text("hello") }).await;
     let agent = streaming(addr);
     fetch(agent.addr, "/").await;
@@ -194,7 +197,7 @@ async fn a_stream_brings_reports_at_the_interval_that_its_client_asks_for() {
 }
 
 #[tokio::test]
-async fn what_is_no_such_call_is_refused_or_the_backends() {
+async fn invalid_calls_are_refused_and_other_requests_reach_the_backend() {
     let addr = backend(|_| async { text("mine") }).await;
     let agent = streaming(addr);
     for (body, status) in [
@@ -247,7 +250,7 @@ async fn refusal(addr: SocketAddr) -> HeaderValue {
 }
 
 #[tokio::test]
-async fn a_call_whose_request_does_not_come_is_ended() {
+async fn a_call_without_its_request_message_times_out() {
     let addr = backend(|_| async { text("hello") }).await;
     let stalled = |limit| {
         agent(addr, move |config| {
@@ -274,7 +277,7 @@ async fn a_call_whose_request_does_not_come_is_ended() {
     let (_sender, answer) = silent(agent.addr).await;
     let begin = Instant::now();
     while refusal(agent.addr).await != "8" {
-        assert!(begin.elapsed() < Duration::from_secs(10), "it takes no place");
+        assert!(begin.elapsed() < Duration::from_secs(10), "it does not occupy a slot");
     }
     assert_eq!(fetch(agent.addr, "/").await.1, "hello");
     agent.begin_stop();
@@ -282,7 +285,7 @@ async fn a_call_whose_request_does_not_come_is_ended() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_gets_what_fits_its_window() {
+async fn a_client_that_does_not_read_gets_no_more_than_its_window() {
     let addr = backend(|_| async { text("hello") }).await;
     let agent = agent(addr, |config| {
         config.orca = Orca { format: None, streams: 2, ..orca(OrcaFormat::Text) };
@@ -371,21 +374,21 @@ async fn a_flood_of_calls_is_refused_and_counted_while_requests_succeed() {
 }
 
 #[tokio::test]
-async fn a_backend_that_reports_itself_provides_the_utilisation() {
+async fn the_reports_of_a_backend_provide_the_utilisation() {
     let addr = backend(|req: Request<Incoming>| async move {
         let asked = req.headers().get("endpoint-load-metrics-format").cloned();
         let mut reply = text("hello");
         let path = req.uri().path();
         let headers = reply.headers_mut();
         headers.insert("x-asked", asked.unwrap_or(HeaderValue::from_static("no")));
-        let mut says = |value: &'static str| {
+        let mut report = |value: &'static str| {
             headers.append(TEXT, HeaderValue::from_static(value));
         };
         match path {
-            "/says" => says("TEXT cpu_utilization=0.625, named_metrics.kv=0.25"),
-            "/high" => says("TEXT application_utilization=1e30,named_metrics.kv=NaN"),
-            "/broken" => says("TEXT cpu_utilization"),
-            "/twice" => ["TEXT cpu_utilization=0.1", "TEXT cpu_utilization=0.2"].into_iter().for_each(says),
+            "/says" => report("TEXT cpu_utilization=0.625, named_metrics.kv=0.25"),
+            "/high" => report("TEXT application_utilization=1e30,named_metrics.kv=NaN"),
+            "/broken" => report("TEXT cpu_utilization"),
+            "/twice" => ["TEXT cpu_utilization=0.1", "TEXT cpu_utilization=0.2"].into_iter().for_each(report),
             _ => {}
         }
         reply
@@ -403,14 +406,14 @@ async fn a_backend_that_reports_itself_provides_the_utilisation() {
     let (head, _) = fetch(on.addr, "/").await;
     assert!(
         load_headers(&head.headers)[0].1.starts_with("TEXT application_utilization=0."),
-        "its own until then"
+        "the report of the agent until then"
     );
     assert_eq!(head.headers["x-asked"], "text");
 
     let (head, _) = fetch(on.addr, "/says").await;
-    let said = load_headers(&head.headers);
-    assert_eq!(said.len(), 1, "{said:?}");
-    let value = said[0].1;
+    let reports = load_headers(&head.headers);
+    assert_eq!(reports.len(), 1, "{reports:?}");
+    let value = reports[0].1;
     assert!(value.starts_with("TEXT cpu_utilization=0.625000,rps_fractional="), "{value}");
     assert!(
         value.contains(",named_metrics.prequal_rif=0,") && value.ends_with(",named_metrics.kv=0.25"),
@@ -507,7 +510,7 @@ fn in_base64(report: &Report) -> HeaderValue {
 }
 
 #[tokio::test]
-async fn a_report_in_trailers_counts_and_goes_on() {
+async fn a_report_in_trailers_is_used_and_forwarded() {
     let report = Report { application_utilization: 0.125, ..Report::default() };
     let addr = with_trailers(&[], vec![(BINARY, in_base64(&report))]).await;
     let agent = agent(addr, |config| config.orca_from_backend = Some("utilization".parse().unwrap()));
@@ -517,7 +520,7 @@ async fn a_report_in_trailers_counts_and_goes_on() {
 }
 
 #[tokio::test]
-async fn bad_reports_in_trailers_are_counted_and_go_on_as_they_came() {
+async fn bad_reports_in_trailers_are_counted_and_forwarded_unchanged() {
     let text = |value: &str| (TEXT, HeaderValue::from_str(value).unwrap());
     let cpu = |cpu_utilization| (BINARY, in_base64(&Report { cpu_utilization, ..Report::default() }));
     let huge = format!("TEXT cpu_utilization=0.{}", "1".repeat(8000));
@@ -557,7 +560,7 @@ async fn bad_reports_in_trailers_are_counted_and_go_on_as_they_came() {
 }
 
 #[tokio::test]
-async fn grpc_trailers_carry_the_agents_report_once_the_call_has_ended() {
+async fn grpc_trailers_carry_the_report_of_the_agent() {
     let cpu = |cpu_utilization| (BINARY, in_base64(&Report { cpu_utilization, ..Report::default() }));
     for (from_backend, cpu_utilization) in [(None, 0.0), (Some("utilization".parse().unwrap()), 0.25)] {
         let addr = with_trailers(&[(TEXT, "TEXT cpu_utilization=0.9")], vec![cpu(0.25)]).await;
@@ -586,7 +589,7 @@ async fn grpc_trailers_carry_the_agents_report_once_the_call_has_ended() {
 }
 
 #[tokio::test]
-async fn trailers_that_contradict_the_headers_are_the_later_word() {
+async fn trailers_take_precedence_over_headers() {
     const HEADERS: &[(&str, &str)] = &[(TEXT, "TEXT cpu_utilization=0.25")];
     for (trailer, utilization) in [("TEXT cpu_utilization=0.75", 750_000), ("TEXT cpu_utilization", 250_000)]
     {

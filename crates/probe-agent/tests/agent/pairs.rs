@@ -10,7 +10,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::Command;
 
 #[tokio::test]
-async fn each_pair_is_a_replica_of_its_own_on_one_page() {
+async fn each_pair_is_a_separate_replica_on_one_metrics_page() {
     let (one, two) = (backend(|_| async { text("one") }).await, backend(|_| async { text("two") }).await);
     let dead = dead_backend().await;
     let dir = tempfile::tempdir().unwrap();
@@ -55,15 +55,15 @@ async fn each_pair_is_a_replica_of_its_own_on_one_page() {
         let of_it = lines.lines().filter(|line| line.starts_with(&format!("{addr} 127.0.0.1:"))).count();
         assert!(of_it > 0, "{addr} not in\n{lines}");
     }
-    let (status, said) = process.end().await;
+    let (status, stderr) = process.end().await;
     let failed = format!("probe-agent: unix:{}: backend connect: ", unix.display());
-    assert!(said.contains(&failed), "{said}");
+    assert!(stderr.contains(&failed), "{stderr}");
     assert_eq!((status, unix.exists()), (Some(0), false));
     assert!(std::net::TcpStream::connect(second).is_err());
 }
 
 #[tokio::test]
-async fn threads_are_as_many_as_the_cgroup_allows() {
+async fn the_number_of_threads_follows_the_cgroup() {
     // The hierarchy of cgroup v2 also exists if v1 controls the CPU, but then it has no CPU controller.
     let (root, v2) = (Path::new("/sys/fs/cgroup"), Path::new("/sys/fs/cgroup/cgroup.controllers").exists());
     let hierarchy = if v2 { root.to_owned() } else { root.join("cpu") };

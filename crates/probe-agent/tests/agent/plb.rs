@@ -69,10 +69,10 @@ fn service_and_upstream_sockets_are_repathable_and_obstacles_are_logged() {
 
     agent.kill().unwrap();
     agent.wait().unwrap();
-    let mut said = String::new();
-    agent.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    let mut stderr = String::new();
+    agent.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
     for which in ["service", "upstream"] {
         let line = format!("probe-agent: --plb: {which}: net.ipv4.tcp_plb_enabled is off");
-        assert_eq!(said.matches(&line).count(), 1, "{said}");
+        assert_eq!(stderr.matches(&line).count(), 1, "{stderr}");
     }
 }

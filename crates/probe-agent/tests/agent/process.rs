@@ -6,7 +6,7 @@ use http_body_util::BodyExt;
 use tokio::process::Command;
 
 #[tokio::test]
-async fn metrics_and_environment() {
+async fn settings_come_from_the_environment_and_metrics_are_served() {
     let addr = backend(|_| async { text("hello") }).await;
     let process = Process::start(addr, &["--report", "probe-only"]).await;
     let (head, _) = fetch(process.service, "/").await;
@@ -26,7 +26,7 @@ async fn metrics_and_environment() {
 }
 
 #[tokio::test]
-async fn hints_and_utilisation_are_flags() {
+async fn hints_and_utilisation_have_flags() {
     let (addr, arrived, go) = held_backend().await;
     let flags = [
         "--hint-cache",

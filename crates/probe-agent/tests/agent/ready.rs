@@ -67,7 +67,7 @@ async fn with_health(health: Arc<AtomicU16>, asked: Arc<AtomicUsize>) -> SocketA
 }
 
 #[tokio::test]
-async fn an_http_check_goes_by_the_status() {
+async fn an_http_check_depends_on_the_status() {
     let (health, asked) = (Arc::new(AtomicU16::new(204)), Arc::default());
     let addr = with_health(health.clone(), asked).await;
     for http2 in [UpstreamHttp2::Auto, UpstreamHttp2::Always] {
@@ -105,7 +105,7 @@ fn grpc(status: &'static str, message: &'static [u8]) -> Reply {
 }
 
 #[tokio::test]
-async fn a_grpc_check_goes_by_the_health_service() {
+async fn a_grpc_check_depends_on_the_health_service() {
     let addr = backend(|req| async {
         assert_eq!(req.uri().path(), "/grpc.health.v1.Health/Check");
         let request = req.into_body().collect().await.unwrap().to_bytes();
@@ -120,11 +120,11 @@ async fn a_grpc_check_goes_by_the_health_service() {
     assert_eq!(readyz(&checking(addr, "grpc")).await.0, StatusCode::OK);
     assert_not_ready(readyz(&checking(addr, "grpc:cart")).await, "not SERVING");
     assert_not_ready(readyz(&checking(addr, "grpc:shop")).await, "not SERVING");
-    assert_not_ready(readyz(&checking(addr, "grpc:nobody")).await, "gRPC status 5");
+    assert_not_ready(readyz(&checking(addr, "grpc:unknown")).await, "gRPC status 5");
 }
 
 #[tokio::test]
-async fn a_replica_without_its_backend_says_that_everything_fails_until_it_is_back() {
+async fn a_replica_reports_that_everything_fails_until_its_backend_is_back() {
     let addr = dead_backend().await;
     let agent = checking(addr, "tcp");
     assert_eq!(failing(&agent).await, 0, "no request or check has come");
@@ -136,7 +136,7 @@ async fn a_replica_without_its_backend_says_that_everything_fails_until_it_is_ba
 }
 
 #[tokio::test]
-async fn a_failed_check_counts_until_one_succeeds_and_a_ready_backend_is_not_checked() {
+async fn checks_are_repeated_only_while_the_backend_cannot_serve() {
     let (health, asked) = (Arc::new(AtomicU16::new(503)), Arc::<AtomicUsize>::default());
     let agent = checking(with_health(health.clone(), asked.clone()).await, "http:/health?deep");
     assert_not_ready(readyz(&agent).await, "503");

@@ -48,7 +48,7 @@ fn grpc(status: &'static str) -> crate::common::Reply {
 }
 
 #[tokio::test]
-async fn the_share_of_failures_is_on_probes_and_responses() {
+async fn probes_and_responses_carry_the_share_of_failures() {
     let served = Arc::new(AtomicUsize::new(0));
     let addr = backend(move |_| {
         let half = served.fetch_add(1, Ordering::Relaxed) % 2;
@@ -68,7 +68,7 @@ async fn the_share_of_failures_is_on_probes_and_responses() {
 }
 
 #[tokio::test]
-async fn what_the_replica_did_counts_and_what_the_client_did_does_not() {
+async fn failures_of_the_replica_count_and_those_of_the_client_do_not() {
     async fn fail_of(addr: SocketAddr) -> u16 {
         let agent = agent(addr, |config| config.limits.response_timeout = Some(Duration::from_millis(200)));
         for ended in 1..=4 {
@@ -108,7 +108,7 @@ fn serve(listener: TcpListener) -> JoinHandle<()> {
 }
 
 #[tokio::test]
-async fn a_replica_is_up_since_its_backend_was_reached_and_again_since_it_came_back() {
+async fn uptime_starts_when_the_backend_is_reached_and_again_after_a_restart() {
     let addr = dead_backend().await;
     let agent = agent(addr, |_| {});
     assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::BAD_GATEWAY);
@@ -118,7 +118,7 @@ async fn a_replica_is_up_since_its_backend_was_reached_and_again_since_it_came_b
     assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::NO_CONTENT);
     eventually("it has been up for a second", || agent.load.up_s() >= 1).await;
     assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::NO_CONTENT);
-    assert!(probe(&agent).await.up_s >= Some(1), "another connection is no new start");
+    assert!(probe(&agent).await.up_s >= Some(1), "another connection does not restart the age");
 
     running.abort();
     let _ = running.await;
@@ -159,7 +159,7 @@ async fn noting_backend() -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
 }
 
 #[tokio::test]
-async fn a_replica_reports_less_load_to_a_query_that_it_served_lately() {
+async fn a_recently_served_query_gets_a_reduced_load_report() {
     let (addr, seen) = noting_backend().await;
     let agent = agent(addr, |config| {
         config.hints = Some(Hook::recent(2, 10));
@@ -190,7 +190,7 @@ async fn a_replica_reports_less_load_to_a_query_that_it_served_lately() {
 }
 
 #[tokio::test]
-async fn bad_hints_are_ignored_and_counted_and_harm_no_request() {
+async fn bad_hints_are_ignored_and_counted() {
     let (addr, seen) = noting_backend().await;
     let agent = agent(addr, |config| {
         config.hints = Some(Hook::recent(10, 10));
@@ -209,7 +209,7 @@ async fn bad_hints_are_ignored_and_counted_and_harm_no_request() {
 }
 
 #[tokio::test]
-async fn without_a_hook_hints_change_nothing() {
+async fn hints_have_no_effect_without_a_hook() {
     let (addr, seen) = noting_backend().await;
     let agent = agent(addr, |_| {});
     let _busy: Vec<_> = (0..30).map(|_| agent.load.start()).collect();
@@ -219,7 +219,7 @@ async fn without_a_hook_hints_change_nothing() {
 }
 
 #[tokio::test]
-async fn utilisation_is_reported_if_configured_and_only_by_the_agent() {
+async fn utilisation_is_reported_if_configured_and_replaces_that_of_the_backend() {
     let addr = backend(|_| async {
         let mut reply = text("");
         reply.headers_mut().insert("x-netflix.server.utilization", "1".parse().unwrap());
@@ -232,7 +232,7 @@ async fn utilisation_is_reported_if_configured_and_only_by_the_agent() {
     });
     let _busy: Vec<_> = (0..3).map(|_| agent.load.start()).collect();
     let (head, _) = fetch(agent.addr, "/").await;
-    let told: Vec<_> = head.headers.get_all("x-netflix.server.utilization").iter().collect();
-    assert_eq!(told, ["37.5, target=60"]);
+    let reported: Vec<_> = head.headers.get_all("x-netflix.server.utilization").iter().collect();
+    assert_eq!(reported, ["37.5, target=60"]);
     assert!(!head.headers.contains_key("x-prequal-load"));
 }

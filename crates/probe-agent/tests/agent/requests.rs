@@ -50,7 +50,7 @@ async fn one_connection_to_the_backend_serves_many_requests_in_turn() {
 }
 
 #[tokio::test]
-async fn headers_pass_but_for_those_of_one_hop_and_ours() {
+async fn headers_pass_except_hop_by_hop_and_prequal_ones() {
     let seen = Arc::new(std::sync::Mutex::new(None));
     let record = seen.clone();
     let addr = backend(move |req| {
@@ -95,7 +95,7 @@ async fn headers_pass_but_for_those_of_one_hop_and_ours() {
 }
 
 #[tokio::test]
-async fn probes_are_answered_and_nothing_else_of_ours_is_forwarded() {
+async fn probes_are_answered_and_prequal_paths_are_not_forwarded() {
     let hits = Arc::new(AtomicUsize::new(0));
     let counter = hits.clone();
     let addr = backend(move |_| {
@@ -140,7 +140,7 @@ async fn probes_are_answered_and_nothing_else_of_ours_is_forwarded() {
 }
 
 #[tokio::test]
-async fn an_advertised_endpoint_is_reported_as_given() {
+async fn an_advertised_endpoint_is_reported_unchanged() {
     let agent = agent(backend(|_| async { text("") }).await, |config| {
         config.advertise = Some("[2001:db8::1]:443".parse().unwrap());
     });
@@ -149,7 +149,7 @@ async fn an_advertised_endpoint_is_reported_as_given() {
 }
 
 #[tokio::test]
-async fn a_backend_that_is_down_is_a_502_with_a_reason_and_a_failure() {
+async fn a_backend_that_is_down_causes_a_502_with_a_reason() {
     let agent = agent(dead_backend().await, |_| {});
     let (head, body) = fetch(agent.addr, "/").await;
     assert_eq!(head.status, StatusCode::BAD_GATEWAY);
@@ -164,7 +164,7 @@ async fn a_backend_that_is_down_is_a_502_with_a_reason_and_a_failure() {
 }
 
 #[tokio::test]
-async fn a_backend_that_is_silent_is_a_504_when_a_limit_is_set() {
+async fn a_silent_backend_causes_a_504_at_the_response_timeout() {
     let addr = raw_backend(|mut tcp| async move {
         let mut sink = Vec::new();
         let _ = tcp.read_to_end(&mut sink).await;
@@ -173,12 +173,12 @@ async fn a_backend_that_is_silent_is_a_504_when_a_limit_is_set() {
     let agent = agent(addr, |config| config.limits.response_timeout = Some(Duration::from_millis(50)));
     let (head, _) = fetch(agent.addr, "/").await;
     assert_eq!(head.status, StatusCode::GATEWAY_TIMEOUT);
-    assert!(!head.headers.contains_key("x-prequal-failure"), "the backend may still be at it");
+    assert!(!head.headers.contains_key("x-prequal-failure"), "the backend may still work on it");
     agent.at_rest([0, 1, 0, 0]).await;
 }
 
 #[tokio::test]
-async fn a_5xx_is_a_failure_and_no_latency() {
+async fn a_5xx_is_a_failure_and_not_a_latency_sample() {
     let addr = backend(|_| async {
         let mut reply = text("broken");
         *reply.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
@@ -194,7 +194,7 @@ async fn a_5xx_is_a_failure_and_no_latency() {
 }
 
 #[tokio::test]
-async fn a_backend_that_dies_before_or_in_mid_response_is_a_failure() {
+async fn a_backend_that_dies_before_or_during_a_response_is_a_failure() {
     let addr = raw_backend(|mut tcp| async move {
         if read_head(&mut tcp).await.starts_with("GET /half") {
             let _ = tcp.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf").await;
@@ -209,12 +209,12 @@ async fn a_backend_that_dies_before_or_in_mid_response_is_a_failure() {
     agent.at_rest([0, 1, 0, 0]).await;
     let response = client1(agent.addr).await.send_request(get("/half")).await.unwrap();
     assert_eq!(response.status(), StatusCode::OK);
-    assert!(response.into_body().collect().await.is_err(), "the client must not take half for whole");
+    assert!(response.into_body().collect().await.is_err(), "the client must notice the truncation");
     agent.at_rest([0, 2, 0, 0]).await;
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_ends_its_request_and_the_backends() {
+async fn a_client_that_disconnects_cancels_the_request_at_the_backend() {
     for http2 in [false, true] {
         let (arrived, gone) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
         let (on_arrival, on_end) = (arrived.clone(), gone.clone());
@@ -256,7 +256,7 @@ impl Drop for NotifyOnDrop {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_in_mid_response_is_an_abort() {
+async fn a_client_that_disconnects_during_a_response_is_an_abort() {
     let addr = backend(|_| async { endless() }).await;
     let agent = agent(addr, |_| {});
     let mut response = client1(agent.addr).await.send_request(get("/")).await.unwrap();
@@ -282,7 +282,7 @@ async fn a_client_that_breaks_off_its_upload_is_an_abort() {
 }
 
 #[tokio::test]
-async fn bodies_stream_both_ways_with_back_pressure() {
+async fn downloads_stream_with_back_pressure() {
     let produced = Arc::new(AtomicUsize::new(0));
     let counter = produced.clone();
     let addr = backend(move |_| {
@@ -305,7 +305,7 @@ async fn bodies_stream_both_ways_with_back_pressure() {
 }
 
 #[tokio::test]
-async fn uploads_have_back_pressure_and_echo_whole() {
+async fn uploads_stream_with_back_pressure_and_arrive_whole() {
     let go = Arc::new(Notify::new());
     let wait = go.clone();
     let addr = backend(move |req| {
@@ -373,7 +373,7 @@ async fn trailers_pass_in_both_versions() {
 }
 
 #[tokio::test]
-async fn the_http_version_is_kept_unless_set_or_not_spoken_by_the_backend() {
+async fn the_http_version_is_kept_unless_configured_or_unsupported_by_the_backend() {
     let echo_version = |req: Request<hyper::body::Incoming>| async move {
         let mut reply = text("");
         let host = req.uri().authority().map(|a| a.to_string());
@@ -426,7 +426,7 @@ async fn the_http_version_is_kept_unless_set_or_not_spoken_by_the_backend() {
 }
 
 #[tokio::test]
-async fn an_upgrade_joins_the_connections_and_counts_as_one_in_flight() {
+async fn an_upgrade_joins_the_connections_and_counts_as_one_request() {
     let addr = raw_backend(|mut tcp| async move {
         let head = read_head(&mut tcp).await.to_ascii_lowercase();
         assert!(head.contains("upgrade: websocket") && head.contains("connection: upgrade"), "{head}");
@@ -461,7 +461,7 @@ async fn an_upgrade_joins_the_connections_and_counts_as_one_in_flight() {
 }
 
 #[tokio::test]
-async fn a_refused_upgrade_is_an_ordinary_answer() {
+async fn a_refused_upgrade_is_an_ordinary_response() {
     let agent = agent(backend(|_| async { text("no") }).await, |_| {});
     let mut request = get("/");
     request.headers_mut().insert("connection", "upgrade".parse().unwrap());
@@ -472,7 +472,7 @@ async fn a_refused_upgrade_is_an_ordinary_answer() {
 }
 
 #[tokio::test]
-async fn a_pooled_connection_that_the_backend_closed_costs_no_request() {
+async fn a_pooled_connection_closed_by_the_backend_fails_no_request() {
     let addr = raw_backend(|mut tcp| async move {
         // The backend promises keep-alive, but closes the connection.
         read_head(&mut tcp).await;
@@ -489,7 +489,7 @@ async fn a_pooled_connection_that_the_backend_closed_costs_no_request() {
 }
 
 #[tokio::test]
-async fn many_clients_of_all_kinds_leave_nothing_behind() {
+async fn a_mix_of_clients_leaves_no_request_in_flight() {
     let addr = backend(|req| async move {
         match req.uri().path() {
             "/slow" => {

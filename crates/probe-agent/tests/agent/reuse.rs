@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::common::{Running, agent, client1, raw_backend, read_head, within};
 
-/// What the backend does with a request that it does not answer.
+/// How the backend closes a connection instead of answering.
 #[derive(Clone, Copy)]
 enum Close {
     /// Closes the connection with FIN, once it has read the request.
@@ -22,8 +22,8 @@ enum Close {
     Begun,
 }
 
-/// Starts a backend that answers the requests for which `answers` holds, given the numbers of the connection and of the request
-/// on it, and closes the connection at others. Also returns the requests that it saw.
+/// Starts a backend that closes the connection unless `answers` holds for a request. `answers` gets the number of the connection
+/// and the number of the request on it. Also returns the requests that the backend saw.
 async fn backend<F>(close: Close, answers: F) -> (SocketAddr, Arc<Mutex<Vec<String>>>)
 where
     F: Fn(usize, usize) -> bool + Copy + Send + Sync + 'static,

@@ -93,11 +93,11 @@ async fn tls_to_tls_in_both_versions() {
 }
 
 #[tokio::test]
-async fn a_backend_with_another_certificate_is_a_502() {
-    let (ours, theirs) = (Files::new(), Files::new());
+async fn an_untrusted_backend_certificate_causes_a_502() {
+    let (trusted, other) = (Files::new(), Files::new());
     let plain = backend(|_| async { text("hello") }).await;
-    let impostor = agent(plain, |config| config.tls = Some((theirs.cert.clone(), theirs.key.clone())));
-    let agent = agent(impostor.addr, |config| config.upstream_tls = ours.upstream());
+    let impostor = agent(plain, |config| config.tls = Some((other.cert.clone(), other.key.clone())));
+    let agent = agent(impostor.addr, |config| config.upstream_tls = trusted.upstream());
     assert_eq!(fetch(agent.addr, "/").await.0.status, StatusCode::BAD_GATEWAY);
     let request = Request::get("http://a/").body(Empty::<Bytes>::new()).unwrap();
     let response = client2(agent.addr).await.send_request(request).await.unwrap();
@@ -106,7 +106,7 @@ async fn a_backend_with_another_certificate_is_a_502() {
 }
 
 #[tokio::test]
-async fn cleartext_on_a_tls_port_gets_no_http() {
+async fn cleartext_on_a_tls_port_gets_no_http_response() {
     let files = Files::new();
     let plain = backend(|_| async { text("hello") }).await;
     let agent = agent(plain, |config| config.tls = Some((files.cert.clone(), files.key.clone())));
@@ -114,7 +114,7 @@ async fn cleartext_on_a_tls_port_gets_no_http() {
 }
 
 #[tokio::test]
-async fn unusable_files_are_named() {
+async fn unusable_tls_files_are_named() {
     let files = Files::new();
     let mut config = AgentConfig::new(any_port(), any_port().into());
     config.tls = Some(("/nowhere/cert.pem".into(), files.key.clone()));

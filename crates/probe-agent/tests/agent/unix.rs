@@ -70,7 +70,7 @@ async fn requests_pass_over_unix_sockets_in_both_versions() {
 }
 
 #[tokio::test]
-async fn a_backend_whose_socket_is_not_there_is_down() {
+async fn a_backend_without_its_socket_is_down() {
     let dir = tempfile::tempdir().unwrap();
     let (agent, front, back) = between(&dir).await;
     for left_behind in [false, true] {
@@ -99,14 +99,17 @@ fn binary(listen: &Path, extra: &[&str]) -> Command {
 }
 
 #[tokio::test]
-async fn what_a_killed_agent_left_behind_is_replaced_and_nothing_else() {
+async fn only_the_socket_of_a_killed_agent_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("agent.sock");
     let advertise = ["--advertise", "10.1.2.3:80"];
     let mut killed = Process::spawn(binary(&path, &advertise)).await;
     let output = within(binary(&path, &advertise).output()).await.unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("in use") && said.contains("agent.sock"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !output.status.success() && stderr.contains("in use") && stderr.contains("agent.sock"),
+        "{stderr}"
+    );
     assert!(UnixStream::connect(&path).await.is_ok(), "the first still listens");
     killed.child.kill().await.unwrap();
     assert!(path.exists());
@@ -122,6 +125,6 @@ async fn what_a_killed_agent_left_behind_is_replaced_and_nothing_else() {
     assert_eq!(std::fs::read(&path).unwrap(), b"mine");
 
     let output = within(binary(&path, &[]).output()).await.unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("needs --advertise"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("needs --advertise"), "{stderr}");
 }

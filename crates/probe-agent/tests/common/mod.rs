@@ -200,9 +200,9 @@ impl Process {
 
     /// Waits for the end of the process. Returns its exit status and its standard error.
     pub async fn end(mut self) -> (Option<i32>, String) {
-        let mut said = String::new();
-        within(self.child.stderr.take().unwrap().read_to_string(&mut said)).await.unwrap();
-        (within(self.child.wait()).await.unwrap().code(), said)
+        let mut stderr = String::new();
+        within(self.child.stderr.take().unwrap().read_to_string(&mut stderr)).await.unwrap();
+        (within(self.child.wait()).await.unwrap().code(), stderr)
     }
 
     pub async fn metrics(&self) -> String {
