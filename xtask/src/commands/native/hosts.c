@@ -298,7 +298,11 @@ static double update(size_t first, size_t count) {
   return cpu() - began;
 }
 
-static size_t heap(void) {
+// Size of the heap with the first `count` hosts.
+static size_t heap(size_t count) {
+  update(0, count);
+  on_main(tick);
+  attempt(0);
   struct mallinfo2 info = mallinfo2();
   return info.uordblks + info.hblkhd;
 }
@@ -314,7 +318,8 @@ static double steered(void) {
 }
 
 static void updates(size_t most, size_t count) {
-  size_t before = heap(), early = 0;
+  size_t before = heap(1), early = 0;
+  main_seconds = 0;
   double worker_seconds = 0;
   for (size_t number = 1; number <= count; number++) {
     // Half of the hosts to all of them; none now and then.
@@ -322,9 +327,9 @@ static void updates(size_t most, size_t count) {
     worker_seconds += update(rand() % UNIVERSE, size);
     if (attempt(number) != (size > 0)) fail("a host although there is none, or none although there is one");
     if (number % 100 == 0) on_main(tick);
-    if (number == count / 10) early = heap();
+    if (number == count / 10) early = heap(most);
   }
-  printf("%.2f %.2f %zu %zu %zu\n", main_seconds / count * 1e6, worker_seconds / count * 1e6, before, early, heap());
+  printf("%.2f %.2f %zu %zu %zu\n", main_seconds / count * 1e6, worker_seconds / count * 1e6, before, early, heap(most));
 }
 
 int main(int argc, char **argv) {
