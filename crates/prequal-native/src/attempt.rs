@@ -187,9 +187,8 @@ pub(crate) fn destroyed_without_a_choice(cluster: &str) {
 fn destroyed(endings: &RefCell<Endings>) -> Option<u64> {
     let (before, flags) = {
         let Endings { logged, waiting } = &mut *endings.borrow_mut();
-        let now = clock::now();
         // Entries of attempts without a filter of this module.
-        while logged.front().is_some_and(|(at, _)| now.saturating_since(*at) > STALE_US) {
+        while logged.front().is_some_and(|(at, _)| clock::now().saturating_since(*at) > STALE_US) {
             logged.pop_front();
         }
         (waiting.take(), logged.pop_front().map(|(_, flags)| flags))

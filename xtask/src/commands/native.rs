@@ -9,6 +9,7 @@ use crate::progress;
 use crate::toolchain::Toolchain;
 
 mod elf;
+mod hosts;
 mod loader;
 mod sanitizers;
 
@@ -31,6 +32,8 @@ enum NativeCheck {
     Platforms,
     /// The unit tests under sanitizers
     Sanitizers,
+    /// A measurement, only if asked for: the cost of an attempt with up to 10 000 hosts, and a million changes of hosts
+    Hosts,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -54,6 +57,9 @@ fn checked(only: &[NativeCheck]) -> Result<Vec<String>> {
     if wanted(NativeCheck::Sanitizers) {
         skipped.extend(sanitizers::run()?);
     }
+    if only.contains(&Check::Hosts) {
+        hosts()?;
+    }
     Ok(skipped)
 }
 
@@ -68,6 +74,14 @@ fn inspected(toolchain: &Toolchain, platform: &Platform, features: &str) -> Resu
     let library = elf::Library::read(&file)?;
     library.check(platform.arch).with_context(|| file.display().to_string())?;
     Ok((file, library))
+}
+
+/// Measures the module for this machine with many hosts, and with hosts that change.
+fn hosts() -> Result<()> {
+    let this = PLATFORMS.iter().find(|platform| platform.cross_linker().is_none());
+    let platform = this.context("the module is not built for this machine's architecture")?;
+    let file = crate::run::native_module("")?;
+    hosts::run(&loader::Loader::of(platform)?, &file, &elf::Library::read(&file)?)
 }
 
 /// Builds, inspects and loads the module for each architecture; returns those that are impossible here.

@@ -29,6 +29,10 @@ impl Capacity {
     /// Returns the cost of such a request, for itself and for those that come after it. The square is the marginal
     /// cost: a new request delays others as they delay it.
     pub fn cost(self, rif: u32) -> f32 {
+        if rif < self.knee.into() {
+            // Nothing waits. Every pick asks for the cost of every entry, so the division counts.
+            return self.base_us as f32;
+        }
         let crowding = self.crowding(rif);
         (f64::from(self.base_us) * crowding * crowding) as f32
     }

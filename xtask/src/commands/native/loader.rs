@@ -11,13 +11,13 @@ use crate::commands::debian;
 use crate::commands::platform::Platform;
 use crate::{run, workspace};
 
-/// Builds and runs the program for one architecture.
+/// Builds and runs programs for one architecture.
 pub(super) struct Loader<'a> {
     platform: &'a Platform,
     folder: PathBuf,
 }
 
-/// The program's source. [`Loader::load`] adds stubs for the functions of Envoy that it does not define.
+/// The program's source. [`Loader::build`] adds stubs for the functions of Envoy that it does not define.
 const PROGRAM: &str = include_str!("load.c");
 
 impl<'a> Loader<'a> {
@@ -49,25 +49,35 @@ impl<'a> Loader<'a> {
 
     /// Runs the program with this module; returns what it printed.
     fn load(&self, module: &Path, library: &Library) -> Result<String> {
-        let (source, program) = (self.folder.join("load.c"), self.folder.join("load"));
-        let mut text = PROGRAM.to_owned();
-        for name in library.imports.iter().filter(|name| !PROGRAM.contains(&format!("{name}("))) {
+        self.run(&self.build("load", PROGRAM, library)?, module, &[])
+    }
+
+    /// Builds the program `name` from its `source` and an empty function for each function of Envoy that it lacks.
+    pub(super) fn build(&self, name: &str, source: &str, library: &Library) -> Result<PathBuf> {
+        let (file, program) = (self.folder.join(name).with_extension("c"), self.folder.join(name));
+        let mut text = source.to_owned();
+        for name in library.imports.iter().filter(|name| !source.contains(&format!("{name}("))) {
             text.push_str(&format!("\nlong {name}(void) {{ return 0; }}\n"));
         }
-        fs::write(&source, text)?;
+        fs::write(&file, text)?;
         // `-rdynamic` exports the program's functions, so that the module finds those of Envoy.
         let mut compile = run::tool(self.platform.cross_linker().unwrap_or("cc"));
-        compile.args(["-O1", "-rdynamic", "-o"]).arg(&program).arg(&source).arg("-ldl");
+        compile.args(["-O1", "-rdynamic", "-pthread", "-o"]).arg(&program).arg(&file).arg("-ldl");
         run::output(&mut compile)?;
+        Ok(program)
+    }
+
+    /// Runs a program with the module in `file` and these arguments; returns what it printed.
+    pub(super) fn run(&self, program: &Path, file: &Path, arguments: &[&str]) -> Result<String> {
         let mut command = match self.platform.cross_linker() {
-            None => run::tool(&program),
+            None => run::tool(program),
             Some(_) => {
                 let mut qemu = run::tool(emulator(self.platform));
-                qemu.arg("-L").arg(format!("/usr/{}-linux-gnu", self.platform.arch)).arg(&program);
+                qemu.arg("-L").arg(format!("/usr/{}-linux-gnu", self.platform.arch)).arg(program);
                 qemu
             }
         };
-        run::output(command.arg(module))
+        run::output(command.arg(file).args(arguments))
     }
 }
 

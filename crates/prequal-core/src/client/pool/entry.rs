@@ -86,6 +86,10 @@ impl Entry {
 
     /// RIF scaled to a replica of average weight.
     pub(super) fn load(&self) -> u32 {
+        // Most weights are equal. Every pick asks for every entry's load, so the division counts.
+        if self.weight == Placement::UNIT {
+            return self.rif.into();
+        }
         // Rounded up: a busy replica never looks idle.
         (u32::from(self.rif) * u32::from(Placement::UNIT)).div_ceil(u32::from(self.weight.max(1)))
     }

@@ -71,19 +71,18 @@ pub(super) struct Predicted {
 
 impl Predicted {
     pub(super) fn over(entries: &[Entry], picks: u16, now: Stamp) -> Self {
-        let (unknown_us, count) = (usual_base_us(entries), entries.len() as u32);
+        let summary = Summary::of(entries);
         let mut rule = Self {
-            unknown_us,
+            unknown_us: summary.usual_base_us(entries),
             lowest: f32::MAX,
             weighted_knee: None,
-            usual_knee: usual_knee(entries),
-            least_us: least_base_us(entries),
-            count,
+            usual_knee: summary.usual_knee(entries),
+            least_us: summary.least_base_us(entries),
+            count: entries.len() as u32,
             picks,
             now,
         };
-        let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
-        if entries.iter().any(|entry| entry.weight != weight) {
+        if summary.uneven {
             let relative = |entry: &Entry| {
                 let knee = u32::from(entry.knee) * u32::from(Placement::UNIT);
                 u16::try_from(knee / u32::from(entry.weight.max(1))).unwrap_or(u16::MAX).max(1)
@@ -137,8 +136,11 @@ impl Predicted {
         let mut idle = [0; 2];
         let mut tried = [None; 2];
         for (index, entry) in entries.iter().enumerate() {
+            if entry.rif > 0 || entry.unproven == 1 {
+                continue;
+            }
             let cost = self.cost(entry);
-            if entry.rif > 0 || entry.unproven == 1 || self.is_equal(cost) {
+            if self.is_equal(cost) {
                 continue;
             }
             if trials.promising == 1 && entry.endpoint == trials.last {
@@ -209,29 +211,37 @@ impl Trials {
 /// number of requests in flight; then the age of the report, and the turn. Below its knee a replica serves at once at any
 /// RIF, so its RIF counts as zero there and turns decide. Where all requests take the same time, even spacing keeps
 /// queues short, as round robin shows.
-type PredictedRank = (bool, u32, u32);
+///
+/// The parts are packed into one number, from the highest bit: 1 for the first, 31 for the second, 32 for the others. Every
+/// pick compares the ranks of all entries.
+type PredictedRank = u64;
+
+/// The bit of [`PredictedRank`] that says that the cost exceeds the band.
+const BEYOND: u64 = 1 << 63;
 
 impl Order for Predicted {
     type Rank = PredictedRank;
 
     fn rank(&self, entry: &Entry, rng: &mut impl Rng) -> PredictedRank {
-        let cost = self.cost(entry);
+        let (capacity, requests) = (self.capacity(entry), entry.load());
+        let cost = capacity.cost(requests);
         if !self.is_equal(cost) {
-            // Costs are positive, so their bits sort in the same order.
-            return (true, cost.to_bits(), 0);
+            // Costs are positive, so their bits sort in the same order, and the sign is 0.
+            return BEYOND | u64::from(cost.to_bits()) << 32;
         }
-        let knee = u32::from(self.capacity(entry).knee);
+        let knee = u32::from(capacity.knee);
         let load = match self.weighted_knee {
             Some(_) => entry.draw(rng),
-            None if entry.load() < knee => 0,
+            None if requests < knee => 0,
             None => entry.rif.into(),
         };
         // The higher the knee, the less the age of a report matters.
-        let age =
-            (self.now.distance_ms(entry.received) / FRESH_MS).checked_ilog2().map_or(0, |log| log + 1) / knee;
+        let age = u32::BITS - (self.now.distance_ms(entry.received) / FRESH_MS).leading_zeros();
+        let age = if age < knee { 0 } else { age / knee };
         let waited = u32::from(self.picks.wrapping_sub(entry.chosen)).min(self.count);
         let turn = u32::from(entry.rif) * self.count + TURN * (self.count - waited);
-        (false, load, age << 24 | turn.min((1 << 24) - 1))
+        // The load is below 2^25, even of the lowest weight.
+        u64::from(load) << 32 | u64::from(age << 24 | turn.min((1 << 24) - 1))
     }
 
     fn branch(&self, entry: &Entry, _: &Self::Rank) -> Branch {
@@ -270,37 +280,60 @@ impl Order for AtHome<'_> {
     }
 }
 
-/// Lower median of the known base latencies; 1 if none is known. It is not needed, and not computed, while all are known.
-fn usual_base_us(entries: &[Entry]) -> u32 {
-    if entries.iter().all(|entry| entry.base_us != UNKNOWN) {
-        return 1;
-    }
-    let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
-    middle(known, |count| (count - 1) / 2).unwrap_or(1)
+/// What shows whether a pick needs any median. Most picks need none.
+struct Summary {
+    /// Whether a base latency is unknown.
+    unknown: bool,
+    /// Whether a knee is open.
+    open: bool,
+    /// Whether weights differ.
+    uneven: bool,
+    /// The lowest and the highest of the known base latencies.
+    least_us: u32,
+    most_us: u32,
 }
 
-/// Upper median of the known base latencies, divided by [`FASTEST`]; 1 if no two are that far apart, so that most picks need
-/// no median.
-fn least_base_us(entries: &[Entry]) -> u32 {
-    let known = || entries.iter().filter(|entry| entry.base_us != UNKNOWN).map(|entry| entry.base_us);
-    let (mut least, mut most) = (UNKNOWN, 0);
-    for base_us in known() {
-        least = least.min(base_us);
-        most = most.max(base_us);
+impl Summary {
+    fn of(entries: &[Entry]) -> Self {
+        let weight = entries.first().map_or(Placement::UNIT, |first| first.weight);
+        let mut all = Self { unknown: false, open: false, uneven: false, least_us: UNKNOWN, most_us: 0 };
+        for entry in entries {
+            let unknown = entry.base_us == UNKNOWN;
+            all.unknown |= unknown;
+            all.open |= entry.open != 0;
+            all.uneven |= entry.weight != weight;
+            all.least_us = all.least_us.min(entry.base_us);
+            all.most_us = all.most_us.max(if unknown { 0 } else { entry.base_us });
+        }
+        all
     }
-    if least >= most / FASTEST {
-        return 1;
-    }
-    middle(known(), |count| count / 2).map_or(1, |usual| usual / FASTEST).max(1)
-}
 
-/// Upper median of the known knees; 1 if none is known. It is not needed, and not computed, if no knee is open.
-fn usual_knee(entries: &[Entry]) -> u16 {
-    if entries.iter().all(|entry| entry.open == 0) {
-        return 1;
+    /// Lower median of the known base latencies; 1 if none is known. It is not needed, and not computed, while all are known.
+    fn usual_base_us(&self, entries: &[Entry]) -> u32 {
+        if !self.unknown {
+            return 1;
+        }
+        let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
+        middle(known, |count| (count - 1) / 2).unwrap_or(1)
     }
-    let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.knee));
-    middle(known, |count| count / 2).unwrap_or(1)
+
+    /// Upper median of the known base latencies, divided by [`FASTEST`]; 1 if no two are that far apart.
+    fn least_base_us(&self, entries: &[Entry]) -> u32 {
+        if self.least_us >= self.most_us / FASTEST {
+            return 1;
+        }
+        let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.base_us));
+        middle(known, |count| count / 2).map_or(1, |usual| usual / FASTEST).max(1)
+    }
+
+    /// Upper median of the known knees; 1 if none is known. It is not needed, and not computed, if no knee is open.
+    fn usual_knee(&self, entries: &[Entry]) -> u16 {
+        if !self.open {
+            return 1;
+        }
+        let known = entries.iter().filter_map(|entry| Some(entry.capacity()?.knee));
+        middle(known, |count| count / 2).unwrap_or(1)
+    }
 }
 
 /// Returns the value at position `place` of the sorted values.
