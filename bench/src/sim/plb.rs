@@ -490,15 +490,16 @@ pub(crate) fn experiment(quick: bool, seeds: &[u64]) -> Report {
     }
 }
 
-const TEXT: &str = "Two switches of 4 × 40 Gbit/s uplinks, 1440 connections with 16 kB requests and 144 with 1 MB \
-    requests, K = 0.5, M = 3, N = 12. Latencies are relative to the small median of the first row (for the 20 % rows, \
-    of `without PLB`; there 4 of 18 hosts run PLB over 8 uplinks of 100 Gbit/s). The uplinks are the only bottleneck and \
-    production cross-traffic is left out, so absolute latencies differ from the paper's. The paper's LI column matches \
-    highest over lowest utilisation in tables 1 and 2 and their difference in table 3; both are shown. With weights of \
-    1:100 only one repath in a hundred finds a free link, and a connection that has found one stays there: `settling` \
-    is measured from 5 to 10 s after the start, `settled` from 25 to 30 (with --quick from 2 to 4 and from 10 to 12). \
-    The paper does not state its run length; its 14 times the repaths and its LI of 3.5 are consistent only while the \
-    network settles. Figure 13 is scaled down in time: the link is down for 6 s, and the pause after a timeout is 0.5 \
+const TEXT: &str = "Two switches of 4 × 40 Gbit/s uplinks, 1440 connections with 16 kB requests and 144 with 1 \
+    MB requests, K = 0.5, M = 3, N = 12. Latencies are relative to the median of small requests in the first \
+    row. In the 20 % rows 4 of 18 hosts run PLB over 8 uplinks of 100 Gbit/s, and latencies are relative to \
+    `without PLB`. The uplinks are the only bottleneck and production cross-traffic is left out, so absolute \
+    latencies differ from the paper's. The paper's LI column matches highest over lowest utilisation in tables \
+    1 and 2 and their difference in table 3; both are shown. With weights of 1:100 only one repath in a hundred \
+    finds a free link, and a connection that has found one stays there: `settling` is measured from 5 to 10 s \
+    after the start, `settled` from 25 to 30 (with --quick from 2 to 4 and from 10 to 12). The paper does not \
+    state its run length; its 14 times the repaths and its LI of 3.5 are consistent only while the network \
+    settles. Figure 13 is scaled down in time: the link is down for 6 s, and the pause after a timeout is 0.5 \
     to 1 s.";
 
 /// The paper's statements beside the results here.

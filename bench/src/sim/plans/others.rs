@@ -230,14 +230,15 @@ pub(super) fn smallfleet(length: RunLength) -> Experiment {
     Experiment {
         name: "smallfleet",
         title: "fleets of 1 to 16, and what probes cost four CPU-bound servers",
-        text: "The first part has 1 to 16 servers of four cores and 10 ± 3 ms of work, the last of two or more four \
-            times as slow; four clients, Poisson arrivals at 60 % of the fleet's capacity, 5 s deadline. An even share \
-            is more than the slow server can serve. `fallback` is the share of Prequal's picks that were left to \
-            Envoy's own policy, here a random one. The second part has 4 servers of one core, one of them four times \
-            as slow, 30 users in a closed loop and 4 ms of work, and varies the CPU that a probe costs a server. In a \
-            closed loop the relevant figure is throughput. In such a test the post of `ingress` saw Prequal 22 % below round robin \
-            (4162 against 5366 queries/s), which it attributes to probes; its servers' probe cost and work are not \
-            published. Here the slow server limits round robin, so only the loss to probes is comparable.",
+        text: "The first part has 1 to 16 servers of four cores and 10 ± 3 ms of work, four clients, Poisson \
+            arrivals at 60 % of the fleet's capacity, and a 5 s deadline. Unless there is only one server, the \
+            last one is four times as slow: it cannot serve an even share. `fallback` is the share of Prequal's \
+            picks that were left to Envoy's own policy, here a random one. The second part has 4 servers of one \
+            core, one of them four times as slow, 30 users in a closed loop and 4 ms of work, and varies the \
+            CPU that a probe costs a server. In a closed loop the relevant figure is throughput. In such a test \
+            the post of `ingress` saw Prequal 22 % below round robin (4162 against 5366 queries/s), which it \
+            attributes to probes; its servers' probe cost and work are not published. Here the slow server \
+            limits round robin, so only the loss to probes is comparable.",
         x_label: "servers, or CPU per probe",
         points: sizes.chain(costs).collect(),
         metrics: standard_and(&[
