@@ -57,7 +57,7 @@ fn checked(only: &[NativeCheck]) -> Result<Vec<String>> {
     if wanted(NativeCheck::Sanitizers) {
         skipped.extend(sanitizers::run()?);
     }
-    if only.contains(&Check::Hosts) {
+    if only.contains(&NativeCheck::Hosts) {
         hosts()?;
     }
     Ok(skipped)
