@@ -93,6 +93,8 @@ pub(crate) struct Watch {
     wrote: AtomicU64,
     /// Whether a head took too long.
     slow: AtomicBool,
+    /// Whether the body of the last request has not been read to its end, over HTTP/1.
+    unread: AtomicBool,
     /// Leash of the last request, over HTTP/1.
     leash: Mutex<Option<Arc<Leash>>>,
     /// Bytes of the head that is coming in; empty between heads.
@@ -108,6 +110,7 @@ impl Watch {
             served: AtomicU64::new(0),
             wrote: AtomicU64::new(0),
             slow: AtomicBool::new(false),
+            unread: AtomicBool::new(false),
             leash: Mutex::default(),
             head: Mutex::default(),
         }
@@ -122,11 +125,13 @@ impl Watch {
         self.slow.load(Ordering::Relaxed)
     }
 
-    /// Records that a head was parsed. Refuses a head with both `Transfer-Encoding` (`chunked`) and `Content-Length`.
-    pub(crate) fn begin(self: &Arc<Self>, chunked: bool) -> Begun {
+    /// Records that a head was parsed, and whether a body follows. Refuses a head with both `Transfer-Encoding` (`chunked`) and
+    /// `Content-Length`.
+    pub(crate) fn begin(self: &Arc<Self>, chunked: bool, body: bool) -> Begun {
+        self.unread.store(body && !self.http2, Ordering::Relaxed);
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         self.served.fetch_add(1, Ordering::Relaxed);
-        let busy = Busy { watch: self.clone(), unread: false, entry: None };
+        let busy = Busy { watch: self.clone(), entry: None };
         if !self.heads.load(Ordering::Relaxed) {
             return (busy, Ok(()));
         }
@@ -137,6 +142,16 @@ impl Watch {
         }
         head.clear();
         (busy, verdict)
+    }
+
+    /// Records that the body of the request has been read to its end.
+    pub(crate) fn body_ended(&self) {
+        self.unread.store(false, Ordering::Relaxed);
+    }
+
+    /// Returns whether the connection must end with the response, because the start of the next request is unknown.
+    pub(crate) fn is_unread(&self) -> bool {
+        self.unread.load(Ordering::Relaxed)
     }
 
     /// Records the leash of a request that begins.
@@ -183,22 +198,11 @@ pub(crate) type Begun = (Busy, Result<(), &'static str>);
 /// Keeps a request of this connection in flight until it is dropped.
 pub(crate) struct Busy {
     watch: Arc<Watch>,
-    /// Whether the agent may not read the whole request.
-    unread: bool,
     /// Line of the request in the access log.
     entry: Option<Box<Entry>>,
 }
 
 impl Busy {
-    pub(crate) fn set_unread(&mut self, unread: bool) {
-        self.unread = unread;
-    }
-
-    /// Returns whether the connection must end with the response: over HTTP/1.1, the next request starts where this one ends.
-    pub(crate) fn closes(&self) -> bool {
-        self.unread && !self.watch.is_http2()
-    }
-
     pub(crate) fn log(&mut self, entry: Box<Entry>) {
         self.entry = Some(entry);
     }
@@ -316,8 +320,8 @@ impl AsyncWrite for ServerIo {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    /// Reads on for a while if the client is still sending. Closing at once would cause a reset, and the client would lose the
-    /// answer (RFC 9112 §9.6).
+    /// Reads on for a while if the client is still sending, or has not sent its whole request. Closing at once would cause a reset,
+    /// and the client would lose the answer (RFC 9112 §9.6).
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         if this.linger.is_none() {
@@ -335,6 +339,9 @@ impl AsyncWrite for ServerIo {
                 }
                 Poll::Ready(_) => return Poll::Ready(Ok(())),
                 Poll::Pending => {
+                    if this.linger.is_none() && this.watch.is_unread() {
+                        this.linger = Some(Box::pin(tokio::time::sleep(LINGER)));
+                    }
                     return this
                         .linger
                         .as_mut()

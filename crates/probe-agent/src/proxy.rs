@@ -99,7 +99,7 @@ pub(crate) fn serve(
     leash: Option<Arc<Leash>>,
 ) -> impl Future<Output = Result<Response<AgentBody>, Infallible>> {
     let chunked = req.version() != Version::HTTP_2 && req.headers().contains_key(header::TRANSFER_ENCODING);
-    let begun = conn.watch.begin(chunked);
+    let begun = conn.watch.begin(chunked, !req.body().is_end_stream());
     logged(conn, req, leash, begun)
 }
 
@@ -132,7 +132,7 @@ async fn answer(
     conn: Arc<Connection>,
     req: Request<Incoming>,
     leash: Option<Arc<Leash>>,
-    (mut busy, framing): Begun,
+    (busy, framing): Begun,
 ) -> Result<Response<AgentBody>, Infallible> {
     let load = &conn.shared.reporter.load;
     if let Err(reason) = framing.and_then(|()| headers::check_request(&req)) {
@@ -166,7 +166,9 @@ async fn answer(
         Some(max) => match load.start_below(max.get()) {
             Some(guard) => guard,
             None => {
-                busy.set_unread(!read_rest(req.into_body()).await);
+                if read_rest(req.into_body()).await {
+                    conn.watch.body_ended();
+                }
                 return Ok(shed(&conn, busy));
             }
         },
@@ -193,9 +195,7 @@ async fn read_rest(body: Incoming) -> bool {
 /// Adds what every error of the agent carries.
 fn finish(conn: &Connection, mut response: Response<AgentBody>) -> Response<AgentBody> {
     add_report(conn, response.headers_mut(), None);
-    if let AgentBody::Own { busy, .. } = response.body()
-        && busy.closes()
-    {
+    if conn.watch.is_unread() {
         // Otherwise Envoy would send the next request on a connection that is about to close.
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
@@ -208,9 +208,8 @@ async fn forward(
     mut req: Request<Incoming>,
     leash: Option<Arc<Leash>>,
     guard: InFlight,
-    mut busy: Busy,
+    busy: Busy,
 ) -> Response<AgentBody> {
-    busy.set_unread(!req.body().is_end_stream());
     let shared = &conn.shared;
     let slot = match shared.upstream_http2 {
         UpstreamHttp2::Auto if req.version() == Version::HTTP_2 => {
@@ -259,7 +258,7 @@ async fn forward(
         }
     }
 
-    let req = req.map(|body| Upload::new(body, guard.client(), leash.as_ref()));
+    let req = req.map(|body| Upload::new(body, guard.client(), leash.as_ref(), &conn.watch));
     let sent = {
         // Pinned here, so that it is stored once for both arms.
         let sending = pin!(send(&shared.pool, req, slot));

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use http::{Request, Response, StatusCode};
+use http_body::Body as _;
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
@@ -423,8 +424,8 @@ impl Ports {
             probe_endpoint,
             life: life.clone(),
         });
-        let service = service_fn(move |req| {
-            let (busy, _) = conn.watch.begin(false);
+        let service = service_fn(move |req: Request<Incoming>| {
+            let (busy, _) = conn.watch.begin(false, !req.body().is_end_stream());
             conn.clone().answer(req, busy)
         });
         if http2 {

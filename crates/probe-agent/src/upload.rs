@@ -11,6 +11,7 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::sync::oneshot;
 
+use crate::conn::Watch;
 use crate::leash::{Leash, Open};
 use crate::load::Client;
 
@@ -31,9 +32,20 @@ pub(crate) struct Source {
     /// Client that sends the rest. `None`: the agent's own request, which is whole.
     inner: Option<(Incoming, Client)>,
     open: Option<Open>,
+    /// Connection of the client, which learns when the body ends. `None`: over HTTP/2, or there is no more to read.
+    watch: Option<Arc<Watch>>,
 }
 
 impl Source {
+    /// Records that everything has been read.
+    fn end(&mut self) {
+        // The source may be kept for a long time, in case the request must be sent again.
+        self.open = None;
+        if let Some(watch) = self.watch.take() {
+            watch.body_ended();
+        }
+    }
+
     /// Returns whether nothing is left to read after `again`.
     fn has_ended(&self) -> bool {
         self.inner.as_ref().is_none_or(|(inner, _)| inner.is_end_stream())
@@ -48,18 +60,24 @@ struct Lent {
 }
 
 impl Upload {
-    pub(crate) fn new(inner: Incoming, client: Client, leash: Option<&Arc<Leash>>) -> Self {
+    pub(crate) fn new(
+        inner: Incoming,
+        client: Client,
+        leash: Option<&Arc<Leash>>,
+        watch: &Arc<Watch>,
+    ) -> Self {
         let open = leash.filter(|_| !inner.is_end_stream()).cloned().map(Open::new);
-        Source { again: VecDeque::new(), inner: Some((inner, client)), open }.into()
+        let watch = watch.is_unread().then(|| watch.clone());
+        Source { again: VecDeque::new(), inner: Some((inner, client)), open, watch }.into()
     }
 
     /// Creates the body of a request that the agent itself makes.
     pub(crate) fn own(message: Bytes) -> Self {
-        Source { again: VecDeque::from([message]), inner: None, open: None }.into()
+        Source { again: VecDeque::from([message]), inner: None, open: None, watch: None }.into()
     }
 
     pub(crate) fn empty() -> Self {
-        Source { again: VecDeque::new(), inner: None, open: None }.into()
+        Source { again: VecDeque::new(), inner: None, open: None, watch: None }.into()
     }
 
     /// Prepares a body that is given back whole when it is dropped, unless too much of it was read. It holds `stream` meanwhile.
@@ -126,13 +144,12 @@ impl Body for Upload {
             (None, Some((inner, _))) => Pin::new(inner).poll_frame(cx).map_err(UploadError::Client),
             (None, None) => Poll::Ready(None),
         };
-        if let Some(open) = &source.open
-            && frame.is_ready()
-        {
-            open.moved();
-            // The body has ended, but its source may be kept for a long time, in case the backend refuses the request.
+        if frame.is_ready() {
+            if let Some(open) = &source.open {
+                open.moved();
+            }
             if matches!(frame, Poll::Ready(None)) || source.has_ended() {
-                source.open = None;
+                source.end();
             }
         }
         self.set_waits(frame.is_pending());

@@ -175,6 +175,25 @@ async fn an_error_during_an_upload_announces_that_the_connection_closes() {
     within(held).await.unwrap();
 }
 
+/// Envoy's client, for example, sends in pieces. A reset would make Envoy drop the answer that it has not read.
+#[tokio::test]
+async fn an_early_answer_does_not_reset_an_upload_that_pauses() {
+    let dead = agent(dead_backend().await, |_| {});
+    let quick = agent(early(true).await, |_| {});
+    for (agent, status) in [(&dead, "HTTP/1.1 502 "), (&quick, "HTTP/1.1 413 ")] {
+        let mut tcp = TcpStream::connect(agent.addr).await.unwrap();
+        tcp.write_all(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\nxxx").await.unwrap();
+        let mut answer = String::new();
+        let _ = within(tcp.read_to_string(&mut answer)).await.unwrap();
+        assert!(answer.starts_with(status), "{answer}");
+        for piece in 0..3 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            let wrote = tcp.write_all(&[b'x'; 1000]).await;
+            assert!(wrote.is_ok(), "{status} {piece}: {wrote:?}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_complete_response_ends_an_upload_over_http2() {
     for closes in [false, true] {
