@@ -52,7 +52,7 @@ fn the_core_facts_hold_on_this_envoy() -> Result<()> {
     let envoy = Envoy::start(config.module(&module).concurrency(1))?;
     known(&envoy);
     let before = envoy.prequal("replicas")?;
-    assert_eq!(envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?.status, 503);
+    assert_eq!(envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?.status, 503);
     eventually("the filter is back", Duration::from_secs(5), || {
         let reply = envoy.client().get("/").ok()?;
         (reply.status == 200 && envoy.prequal("replicas").ok()?.steered() > before.steered()).then_some(())

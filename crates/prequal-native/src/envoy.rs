@@ -297,7 +297,7 @@ impl Retry<'_> {
     #[cfg(feature = "crash-test")]
     #[allow(clippy::panic, reason = "the crash test needs a crash")]
     pub(crate) fn crash_on_demand(self) {
-        let (mut value, name) = (Buffer::EMPTY, Buffer::of(b"x-prequal-crash-test"));
+        let (mut value, name) = (Buffer::EMPTY, Buffer::of(b"x-crash-prequal"));
         // SAFETY: the context is valid during the hook.
         let asked = unsafe {
             envoy_dynamic_module_callback_lb_context_get_downstream_header(

@@ -265,7 +265,7 @@ fn a_panic_does_not_end_envoy() -> Result<()> {
     let envoy = Envoy::start(config)?;
     warm(&envoy, 2);
     for _ in 0..3 {
-        assert_eq!(envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?.status, 503);
+        assert_eq!(envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?.status, 503);
         assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));
     }
     assert!(envoy.log().contains("a panic was caught"), "{}", envoy.log());
@@ -302,7 +302,7 @@ fn it_needs_no_library_but_glibc() -> Result<()> {
     drop(envoy);
     // The unwinder in the module works too.
     let envoy = start(&crashing)?;
-    assert_eq!(envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?.status, 503);
+    assert_eq!(envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?.status, 503);
     assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));
     assert!(envoy.log().contains("a panic was caught"), "{}", envoy.log());
     drop(envoy);
