@@ -35,7 +35,7 @@ pub use backend::{Backend, Body, Reply, Seen};
 pub use client::{Client, Request, Response, WebSocket, http_get};
 pub use config::{
     EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, dist_dir, envoy_binary, envoy_loads_native_modules,
-    target_dir, wasm_module, workspace_root,
+    envoy_runs_wasm, target_dir, wasm_module, workspace_root,
 };
 pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S, Prequal};
 pub use fleet::{Fleet, Replica};
