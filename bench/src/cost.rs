@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use prequal_testbed::{Agent, Envoy, EnvoyConfig, FILTER_NAME, Policy, cpu_time};
+use prequal_testbed::{Agent, Envoy, EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, cpu_time};
 use serde_json::{Value, json};
 
 use crate::backends::{Backends, Fleet, ReplicaSpec, Service};
 use crate::closed::{self, Round};
 use crate::deadline;
-use crate::deployment::{CLUSTER, empty_module, start_agents, start_envoys};
+use crate::deployment::{CLUSTER, empty_module, empty_native_module, start_agents, start_envoys};
 use crate::goals::print_verdict;
 use crate::passes;
 use crate::peer::{Peer, RunningPeer};
@@ -48,6 +48,10 @@ const NO_FILTER: &str = "no filter";
 const NATIVE_CHAIN: &str = "native chain";
 const EMPTY_MODULE: &str = "+ empty module";
 const ADAPTIVE: &str = "+ filter, adaptive (default)";
+/// What native modules cost that do nothing: the strip that they need too; with a policy; with all of the hooks.
+const STRIP: &str = "strip alone";
+const EMPTY_POLICY: &str = "native, empty policy";
+const EMPTY_NATIVE: &str = "native, empty module";
 /// The native module.
 const NATIVE_POLICY: &str = "native, policy alone";
 const NATIVE_OFF: &str = "native, probes off";
@@ -252,6 +256,7 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
             }));
         }
     };
+    let empty = empty_native_module()?;
     Ok(vec![
         (NO_FILTER, shipped()?.without_prequal().policy(Policy::LeastRequest)),
         (NATIVE_CHAIN, shipped()?.edit(|config| config.remove_filter(FILTER_NAME))),
@@ -269,6 +274,14 @@ fn steps(replicas: &[SocketAddr]) -> Result<Vec<(&'static str, EnvoyConfig)>> {
         ("+ filter, r_probe = 3", shipped()?.filter_settings(fixed(3))),
         ("+ filter, synchronous, d = 3", shipped()?.filter_settings(synchronous)),
         ("+ filter, no probes (peak_ewma)", shipped()?.filter_settings(probe_free)),
+        (
+            STRIP,
+            shipped()?.policy(Policy::LeastRequest).edit(|config| {
+                [FILTER_NAME, SHIM_NAME].iter().for_each(|name| config.remove_filter(name));
+            }),
+        ),
+        (EMPTY_POLICY, native()?.native_module(&empty).edit(without_reports)),
+        (EMPTY_NATIVE, native()?.native_module(&empty)),
         (NATIVE_POLICY, native()?.filter_settings(off).edit(without_reports)),
         (NATIVE_OFF, native()?.filter_settings(off)),
         (NATIVE, native()?),

@@ -7,11 +7,12 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use prequal_testbed::{Agent, AgentOptions, Envoy, EnvoyConfig, Policy, target_dir};
 use serde_json::json;
 use tokio::net::TcpSocket;
@@ -349,4 +350,19 @@ pub(crate) fn empty_module() -> Result<PathBuf> {
         fs::write(&path, module)?;
     }
     Ok(path)
+}
+
+/// The file of a native module that does nothing.
+pub(crate) fn empty_native_module() -> Result<PathBuf> {
+    let folder = target_dir().join("bench");
+    let (source, module) = (folder.join("empty.c"), folder.join("libempty_native.so"));
+    fs::create_dir_all(&folder)?;
+    fs::write(&source, include_str!("empty.c"))?;
+    // Through another name: an Envoy may have loaded the file.
+    let next = folder.join(format!("empty-{}.so", std::process::id()));
+    let mut compile = Command::new("cc");
+    compile.args(["-O2", "-shared", "-fPIC", "-o"]).arg(&next).arg(&source);
+    ensure!(compile.status().context("cc")?.success(), "cc built no module of {}", source.display());
+    fs::rename(&next, &module)?;
+    Ok(module)
 }

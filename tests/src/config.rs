@@ -40,7 +40,7 @@ pub fn wasm_module() -> PathBuf {
     dist_dir().join("prequal_filter.wasm")
 }
 
-/// The filter built to panic on requests with the header `x-prequal-crash-test`. Its blobs count as another release's.
+/// The filter built to panic on requests with the header `x-crash-prequal`. Its blobs count as another release's.
 pub fn crash_module() -> PathBuf {
     target_dir().join("dist-test/prequal_filter_crash.wasm")
 }
@@ -52,10 +52,19 @@ pub fn envoy_binary() -> PathBuf {
 
 /// Whether that Envoy loads the native module: version 1.38 or later.
 pub fn envoy_loads_native_modules() -> Result<bool> {
-    let version = Command::new(envoy_binary()).arg("--version").output()?;
-    let version = String::from_utf8_lossy(&version.stdout);
+    let version = envoy_version()?;
     let minor = version.split("/1.").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
     Ok(minor.with_context(|| format!("which version is {version}?"))? >= 38)
+}
+
+/// Whether that Envoy runs WebAssembly. 1.38.3 was released without V8.
+pub fn envoy_runs_wasm() -> Result<bool> {
+    Ok(!envoy_version()?.contains("/1.38.3/"))
+}
+
+fn envoy_version() -> Result<String> {
+    let version = Command::new(envoy_binary()).arg("--version").output()?;
+    Ok(String::from_utf8_lossy(&version.stdout).into_owned())
 }
 
 /// The folder for caches and outputs of `cargo xtask`. `CARGO_TARGET_DIR` does not move it.

@@ -40,7 +40,7 @@ pub use backend::Backend;
 pub use client::{Client, Request, Response, WebSocket, assert_no_prequal_headers, http_get};
 pub use config::{
     EnvoyConfig, FILTER_NAME, Policy, SHIM_NAME, crash_module, dist_dir, envoy_binary,
-    envoy_loads_native_modules, lb_endpoint, target_dir, wasm_module, workspace_root,
+    envoy_loads_native_modules, envoy_runs_wasm, lb_endpoint, target_dir, wasm_module, workspace_root,
 };
 pub use counters::Prequal;
 pub use envoy::{Envoy, IDLE_PROBES, PARENT_SHUTDOWN_S};

@@ -10,8 +10,8 @@ use anyhow::{Context, Result};
 use prequal_testbed::{Envoy, EnvoyConfig};
 
 use super::{
-    ADAPTIVE, Cost, EMPTY_MODULE, NATIVE, NATIVE_CHAIN, NATIVE_OFF, NATIVE_POLICY, NO_FILTER, PROBES_OFF,
-    place, steps, trivial,
+    ADAPTIVE, Cost, EMPTY_MODULE, EMPTY_NATIVE, EMPTY_POLICY, NATIVE, NATIVE_CHAIN, NATIVE_OFF,
+    NATIVE_POLICY, NO_FILTER, PROBES_OFF, STRIP, place, steps, trivial,
 };
 use crate::backends::Backends;
 use crate::closed::Connection;
@@ -40,8 +40,19 @@ pub(super) async fn run(cost: &Cost) -> Result<()> {
         "Envoy CPU per request with cold caches: one request to each Envoy in turn, 10 replicas that answer at once"
     );
     let backends = Backends::start(&trivial(10))?;
-    let wanted =
-        [NO_FILTER, NATIVE_CHAIN, EMPTY_MODULE, PROBES_OFF, ADAPTIVE, NATIVE_POLICY, NATIVE_OFF, NATIVE];
+    let wanted = [
+        NO_FILTER,
+        NATIVE_CHAIN,
+        EMPTY_MODULE,
+        PROBES_OFF,
+        ADAPTIVE,
+        STRIP,
+        EMPTY_POLICY,
+        EMPTY_NATIVE,
+        NATIVE_POLICY,
+        NATIVE_OFF,
+        NATIVE,
+    ];
     let mut named: Vec<(String, EnvoyConfig)> = steps(&backends.addresses)?
         .into_iter()
         .filter(|(name, _)| wanted.contains(name))

@@ -35,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Time to wait until the filter knows every replica. It finds at most 105 a second.
 const LEARNING: Duration = Duration::from_secs(150);
 /// The probe cluster of the shipped configuration.
-const PROBING: &str = "replicas-agent";
+pub(super) const PROBING: &str = "replicas-agent";
 /// Replicas in one process: each has several open files.
 const HOSTED: usize = 2500;
 

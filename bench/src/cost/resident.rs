@@ -15,11 +15,9 @@ use prequal_testbed::{Agent, Envoy, EnvoyConfig};
 
 use super::held::{Backend, hold};
 use super::kind::{EnvoyKind, path};
-use super::replicas::members;
-use super::trivial;
-use crate::backends::Backends;
+use super::replicas::{PROBING, host, members};
 use crate::closed::{self, Connection};
-use crate::deployment::start_agents;
+use crate::deployment::{CLUSTER, start_agents};
 use crate::goals::Goals;
 use crate::process::resident_kib;
 use crate::sim::plot::{self, Chart, Line};
@@ -51,13 +49,31 @@ pub(crate) struct MemoryArgs {
     /// One start each
     #[arg(long)]
     quick: bool,
+    /// Only this part
+    #[arg(long)]
+    only: Option<Part>,
     /// Folder for the plot
     #[arg(long, default_value = "target/bench", value_name = "DIR")]
     out: PathBuf,
 }
 
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+enum Part {
+    /// An Envoy's workers
+    Workers,
+    /// An Envoy's clusters
+    Clusters,
+    /// Replicas of one cluster
+    Replicas,
+    /// Ten thousand replicas that Envoy learns by EDS
+    Eds,
+    /// An agent
+    Agent,
+}
+
 /// A quantity of which Envoys with different amounts are compared.
 struct MemoryQuantity {
+    part: Part,
     name: &'static str,
     sizes: &'static [usize],
     /// The growth is given per this amount.
@@ -71,8 +87,9 @@ struct MemoryQuantity {
     config: fn(EnvoyKind, &[SocketAddr], usize) -> Result<EnvoyConfig>,
 }
 
-const QUANTITIES: [MemoryQuantity; 3] = [
+const QUANTITIES: [MemoryQuantity; 4] = [
     MemoryQuantity {
+        part: Part::Workers,
         name: "workers",
         sizes: &[1, 2, 4],
         unit: 1.0,
@@ -85,6 +102,7 @@ const QUANTITIES: [MemoryQuantity; 3] = [
         },
     },
     MemoryQuantity {
+        part: Part::Clusters,
         name: "clusters, two workers",
         sizes: &[1, 16, 64],
         unit: 1.0,
@@ -94,6 +112,7 @@ const QUANTITIES: [MemoryQuantity; 3] = [
         config: |kind, replicas, clusters| Ok(kind.config(&replicas[..REPLICAS], clusters)?.concurrency(2)),
     },
     MemoryQuantity {
+        part: Part::Replicas,
         name: "replicas, one worker",
         sizes: &[REPLICAS, 1000 + REPLICAS],
         unit: 1000.0,
@@ -101,6 +120,19 @@ const QUANTITIES: [MemoryQuantity; 3] = [
         smallest_mib: None,
         unit_mib: [48.0, 48.0],
         config: |kind, replicas, count| kind.config(&replicas[..count], 1),
+    },
+    MemoryQuantity {
+        part: Part::Eds,
+        name: "replicas by EDS, one worker",
+        sizes: &[REPLICAS, 10_000],
+        unit: 1000.0,
+        unit_name: "1000 replicas by EDS",
+        smallest_mib: None,
+        unit_mib: [48.0, 48.0],
+        config: |kind, replicas, count| {
+            let clusters: &[&str] = if kind == EnvoyKind::Without { &[CLUSTER] } else { &[CLUSTER, PROBING] };
+            Ok(kind.config(&replicas[..count], 1)?.eds(clusters))
+        },
     },
 ];
 
@@ -126,10 +158,15 @@ impl Readings {
 /// Measures and judges everything; the exit code shows whether every goal was reached.
 pub(crate) async fn run(memory: &MemoryArgs) -> Result<ExitCode> {
     let starts = if memory.quick { 1 } else { memory.starts };
-    let backends = Backends::start(&trivial(1000 + REPLICAS))?;
+    let wanted = |part| memory.only.is_none_or(|only| only == part);
+    let quantities: Vec<&MemoryQuantity> =
+        QUANTITIES.iter().filter(|quantity| wanted(quantity.part)).collect();
+    let most = quantities.iter().flat_map(|quantity| quantity.sizes).max().copied().unwrap_or(0);
+    let backends = host(most.max(REPLICAS))?;
+    let replicas: Vec<_> = backends.iter().flat_map(|backends| backends.addresses.iter().copied()).collect();
     let (mut goals, mut charts) = (Goals::default(), Vec::new());
-    for quantity in &QUANTITIES {
-        let readings = measure(quantity, &backends.addresses, starts).await?;
+    for quantity in quantities {
+        let readings = measure(quantity, &replicas, starts).await?;
         println!("\n{}", shown(quantity, &readings));
         if let Some(limits) = quantity.smallest_mib {
             let what = format!("with one {}", quantity.unit_name);
@@ -139,7 +176,9 @@ pub(crate) async fn run(memory: &MemoryArgs) -> Result<ExitCode> {
         judge(&format!("per {}", quantity.unit_name), &readings, per_unit, quantity.unit_mib, &mut goals);
         charts.push(chart(quantity, &readings));
     }
-    agent(starts, &mut goals).await?;
+    if wanted(Part::Agent) {
+        agent(starts, &mut goals).await?;
+    }
     std::fs::create_dir_all(&memory.out)?;
     let path = memory.out.join("memory.svg");
     plot::write(&path, "Resident memory of an Envoy", &charts)?;
@@ -170,7 +209,7 @@ async fn measure(quantity: &MemoryQuantity, replicas: &[SocketAddr], starts: u32
 async fn envoy_mib(kind: EnvoyKind, mut config: EnvoyConfig) -> Result<f64> {
     // One route answers what is Prequal's own; each other route is a cluster.
     let clusters = config.routes_mut().iter().filter(|route| route["route"].is_object()).count();
-    let cluster = config.cluster_mut(crate::deployment::CLUSTER);
+    let cluster = config.cluster_mut(CLUSTER);
     let replicas = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"].as_array().map_or(0, Vec::len);
     let envoy = tokio::task::spawn_blocking(move || Envoy::start(config)).await??;
     for cluster in 0..clusters {

@@ -135,7 +135,7 @@ pub(crate) fn log(level: LogLevel, message: &str) {
 #[cfg(feature = "crash-test")]
 #[allow(clippy::panic, reason = "the crash test needs a crash")]
 pub(crate) fn crash_on_demand() {
-    if header(MapType::HttpRequestHeaders, "x-prequal-crash-test").is_some() {
+    if header(MapType::HttpRequestHeaders, "x-crash-prequal").is_some() {
         panic!("crash test");
     }
 }

@@ -37,6 +37,11 @@ pub(crate) struct Header {
     pub(crate) value_length: usize,
 }
 
+impl Header {
+    pub(crate) const EMPTY: Self =
+        Self { name: ptr::null(), name_length: 0, value: ptr::null(), value_length: 0 };
+}
+
 /// The version of the ABI that this module is built for, which Envoy 1.40 expects. Envoy only warns about another.
 pub(crate) const VERSION: &std::ffi::CStr = c"v0.2.0";
 
@@ -208,14 +213,13 @@ unsafe extern "C" {
         timeout_ms: u64,
     ) -> u32;
 
-    /// A header's value by its index among those of the name; `count` gets their number. The value lives during the hook.
-    pub(crate) fn envoy_dynamic_module_callback_http_get_header(
+    /// Number of headers of a message.
+    pub(crate) fn envoy_dynamic_module_callback_http_get_headers_size(filter: Ptr, kind: u32) -> usize;
+    /// Writes all headers of a message to a list of that many. They live during the hook, until one is changed.
+    pub(crate) fn envoy_dynamic_module_callback_http_get_headers(
         filter: Ptr,
         kind: u32,
-        name: Buffer,
-        value: *mut Buffer,
-        index: usize,
-        count: *mut usize,
+        headers: *mut Header,
     ) -> bool;
     /// Sets a header, or removes it if the value has no address.
     pub(crate) fn envoy_dynamic_module_callback_http_set_header(

@@ -9,6 +9,7 @@
 //!    holds here can be.
 //! 4. Buffers are valid UTF-8 or not, but readable during the hook in which Envoy filled them in.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ptr;
@@ -296,7 +297,7 @@ impl Retry<'_> {
     #[cfg(feature = "crash-test")]
     #[allow(clippy::panic, reason = "the crash test needs a crash")]
     pub(crate) fn crash_on_demand(self) {
-        let (mut value, name) = (Buffer::EMPTY, Buffer::of(b"x-prequal-crash-test"));
+        let (mut value, name) = (Buffer::EMPTY, Buffer::of(b"x-crash-prequal"));
         // SAFETY: the context is valid during the hook.
         let asked = unsafe {
             envoy_dynamic_module_callback_lb_context_get_downstream_header(
@@ -414,31 +415,29 @@ impl Incoming<'_> {
 }
 
 /// The response headers or trailers of an attempt, during a hook.
+#[derive(Clone, Copy)]
 pub(crate) struct Response<'a> {
     pub(crate) filter: Ptr,
     pub(crate) kind: u32,
     pub(crate) during: PhantomData<&'a ()>,
 }
 
-impl Response<'_> {
-    fn value(&self, name: &str, index: usize) -> Option<&[u8]> {
-        let mut value = Buffer::EMPTY;
-        // SAFETY: the filter and the value are valid during the hook, which `self` does not outlive.
-        unsafe {
-            envoy_dynamic_module_callback_http_get_header(
-                self.filter,
-                self.kind,
-                Buffer::of(name.as_bytes()),
-                &raw mut value,
-                index,
-                ptr::null_mut(),
-            )
-            .then(|| bytes(value))
-        }
+impl<'a> Response<'a> {
+    /// Returns all headers. Envoy takes far longer to find a few of them by name.
+    pub(crate) fn headers(self) -> List<'a> {
+        // SAFETY: the filter is valid during the hook.
+        let count = unsafe { envoy_dynamic_module_callback_http_get_headers_size(self.filter, self.kind) };
+        let mut headers = vec![Header::EMPTY; count];
+        // SAFETY: as above; the list has room for that many.
+        let found = unsafe {
+            envoy_dynamic_module_callback_http_get_headers(self.filter, self.kind, headers.as_mut_ptr())
+        };
+        List(if found { headers.into() } else { Cow::Borrowed(&[]) })
     }
 
-    /// Removes a header.
-    pub(crate) fn remove(&self, name: &str) {
+    /// Removes a header. This ends the list, which may point to it.
+    pub(crate) fn remove(self, name: &str, list: List<'a>) {
+        drop(list);
         // SAFETY: the filter is valid during the hook.
         unsafe {
             envoy_dynamic_module_callback_http_set_header(
@@ -451,30 +450,28 @@ impl Response<'_> {
     }
 }
 
-impl Headers for Response<'_> {
-    fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a [u8]> {
-        let name = name.to_owned();
-        (0..).map_while(move |index| self.value(&name, index))
-    }
+/// The headers of a message, during a hook, until one is changed. Their names are in lower case.
+pub(crate) struct List<'a>(pub(crate) Cow<'a, [Header]>);
 
-    fn get(&self, name: &str) -> Option<&[u8]> {
-        self.value(name, 0)
-    }
-}
-
-/// The headers of a reply to a call, during the hook.
-pub(crate) struct Reply<'a>(pub(crate) &'a [Header]);
-
-impl Headers for Reply<'_> {
-    fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a [u8]> {
-        let name = name.to_owned();
+impl List<'_> {
+    fn pairs(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
         // SAFETY: invariant 4; `self` does not outlive the hook.
-        let pair = |header: &Header| unsafe {
+        self.0.iter().map(|header| unsafe {
             (
                 bytes(Buffer { data: header.name, length: header.name_length }),
                 bytes(Buffer { data: header.value, length: header.value_length }),
             )
-        };
-        self.0.iter().map(pair).filter(move |(found, _)| *found == name.as_bytes()).map(|(_, value)| value)
+        })
+    }
+}
+
+impl Headers for List<'_> {
+    fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a [u8]> {
+        let name = name.to_owned();
+        self.pairs().filter(move |(found, _)| *found == name.as_bytes()).map(|(_, value)| value)
+    }
+
+    fn get(&self, name: &str) -> Option<&[u8]> {
+        self.pairs().find(|(found, _)| *found == name.as_bytes()).map(|(_, value)| value)
     }
 }

@@ -3,17 +3,19 @@
 //! The numbered invariants are those of [`crate::envoy`]. A panic in a hook would end Envoy. [`guarded`] catches it and returns
 //! what does least harm: no host, an attempt without report, no probe.
 
+use std::borrow::Cow;
 use std::ffi::c_char;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
+use prequal_core::wire::headers::Headers as _;
 use prequal_core::wire::report::HEADER_LOAD;
 
 use crate::abi::*;
 use crate::attempt::{self, Attempt};
 use crate::detour;
-use crate::envoy::{Bootstrap, Incoming, Lb, LbConfig, Reply, Response, Retry, Scheduler, bytes, log};
+use crate::envoy::{Bootstrap, Incoming, Lb, LbConfig, List, Response, Retry, Scheduler, bytes, log};
 use crate::policy::{Policy, PolicyConfig};
 use crate::prober;
 
@@ -259,10 +261,13 @@ extern "C" fn envoy_dynamic_module_on_http_filter_response_headers(
 ) -> u32 {
     attempt(filter, |attempt| {
         let response = Response { filter: envoy, kind: RESPONSE_HEADER, during: PhantomData };
-        attempt.response(&response, end_of_stream);
+        let headers = response.headers();
+        attempt.response(&headers, end_of_stream);
         // Clients must not read load. The header of the other form of a report is left to the listener's strip, as is
         // `x-prequal-failure`, which the retry policy reads after this filter.
-        response.remove(HEADER_LOAD);
+        if headers.get(HEADER_LOAD).is_some() {
+            response.remove(HEADER_LOAD, headers);
+        }
     })
 }
 
@@ -278,7 +283,8 @@ extern "C" fn envoy_dynamic_module_on_http_filter_response_body(
 #[unsafe(no_mangle)]
 extern "C" fn envoy_dynamic_module_on_http_filter_response_trailers(envoy: Ptr, filter: Ptr) -> u32 {
     attempt(filter, |attempt| {
-        attempt.response_trailers(&Response { filter: envoy, kind: RESPONSE_TRAILER, during: PhantomData });
+        let trailers = Response { filter: envoy, kind: RESPONSE_TRAILER, during: PhantomData };
+        attempt.response_trailers(&trailers.headers());
     })
 }
 
@@ -458,7 +464,7 @@ extern "C" fn envoy_dynamic_module_on_bootstrap_extension_http_callout_done(
     guarded((), || {
         // SAFETY: Envoy passes that many headers, valid during the hook.
         let headers = (result == OK && !headers.is_null())
-            .then(|| Reply(unsafe { std::slice::from_raw_parts(headers, header_count) }));
+            .then(|| List(Cow::Borrowed(unsafe { std::slice::from_raw_parts(headers, header_count) })));
         prober::replied(number, headers.as_ref());
     });
 }

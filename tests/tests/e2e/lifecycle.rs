@@ -106,7 +106,7 @@ fn a_crash_of_the_vm_costs_one_request_and_keeps_the_pool() -> Result<()> {
     let config = set(EnvoyConfig::for_replicas(&fleet.addrs())?.module(&module), "max_age_ms", 10_000);
     let envoy = Envoy::start(config)?;
     let warmed = warm(&envoy, 3);
-    let crash = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    let crash = envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?;
     assert_eq!(crash.status, 503);
     eventually("the filter is back", Duration::from_secs(5), || {
         let reply = envoy.client().get("/").ok()?;
@@ -126,7 +126,7 @@ fn the_shipped_module_cannot_be_crashed_by_a_header() -> Result<()> {
     let fleet = Fleet::uniform(2, &Reply::ok())?;
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
     warm(&envoy, 2);
-    let reply = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    let reply = envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?;
     assert_eq!(reply.status, 200);
     assert_eq!(envoy.stat("wasm.prequal.vm_reload_success")?, 0);
     Ok(())

@@ -88,6 +88,30 @@ fn without_a_prober_responses_alone_report_load() -> Result<()> {
     Ok(())
 }
 
+/// Envoy ends a call that it refuses before it returns the call's number.
+#[test]
+fn probes_that_envoy_refuses_at_once_are_counted_and_cost_nothing() -> Result<()> {
+    bed!();
+    let fleet = Fleet::uniform(2, &Reply::ok())?;
+    let shut = json!({"thresholds": [{"max_connections": 0, "max_pending_requests": 0, "max_requests": 0}]});
+    let full = EnvoyConfig::native_for_replicas(&fleet.addrs())?
+        .edit(|config| config.cluster_mut(BOTH[1])["circuit_breakers"] = shut);
+    let empty = EnvoyConfig::native_for_replicas(&fleet.addrs())?.endpoints(BOTH[1], &[]);
+    let absent = set(EnvoyConfig::native_for_replicas(&fleet.addrs())?, "probe_cluster", "no-such-cluster");
+    for (what, config) in [("full", full), ("empty", empty), ("absent", absent)] {
+        let envoy = Envoy::start(config)?;
+        let refused = eventually("a probe is refused", Duration::from_secs(10), || {
+            assert_all_ok(&envoy.client().burst(50, 4, |_| Request::get("/")));
+            let now = envoy.prequal(SERVING).ok()?;
+            (now.probes("undispatched") > 0).then_some(now)
+        });
+        assert_eq!((refused.probes("used"), refused.probes("sent")), (0, 0), "{what}: {refused:#?}");
+        assert!(refused.reports("used") > 0, "{what}: responses still report load");
+        assert!(!envoy.log().contains("panic"), "{what}: {}", envoy.log());
+    }
+    Ok(())
+}
+
 /// Each attempt is chosen for itself, and its failure counts.
 #[test]
 fn a_dead_agent_costs_retries_and_no_request() -> Result<()> {
@@ -265,7 +289,7 @@ fn a_panic_does_not_end_envoy() -> Result<()> {
     let envoy = Envoy::start(config)?;
     warm(&envoy, 2);
     for _ in 0..3 {
-        assert_eq!(envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?.status, 503);
+        assert_eq!(envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?.status, 503);
         assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));
     }
     assert!(envoy.log().contains("a panic was caught"), "{}", envoy.log());
@@ -299,7 +323,7 @@ fn it_needs_no_library_but_glibc() -> Result<()> {
     drop(envoy);
     // The unwinder in the module works too.
     let envoy = start(&crashing)?;
-    assert_eq!(envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?.status, 503);
+    assert_eq!(envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?.status, 503);
     assert_all_ok(&envoy.client().burst(20, 2, |_| Request::get("/")));
     assert!(envoy.log().contains("a panic was caught"), "{}", envoy.log());
     drop(envoy);

@@ -1,6 +1,6 @@
 //! The native module while its endpoints change all the time, under load on four workers.
 //!
-//! A round has sixty changes and takes about two seconds. `PREQUAL_ROUNDS=300` runs for about ten minutes.
+//! A round has sixty changes and takes half a second or more. `PREQUAL_ROUNDS=1200` runs for at least ten minutes.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;

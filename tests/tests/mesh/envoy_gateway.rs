@@ -331,7 +331,7 @@ fn after_a_crash_of_the_module_requests_continue_unsteered() -> Result<()> {
     let pods = pods()?;
     let envoy = start("shipped", &pods.serving(), Some(&module))?;
     warm(&envoy, 4);
-    envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?;
     let [.., slow] = pods.serving()[..] else { panic!("replicas") };
     let picks = envoy.prequal(SERVING)?.steered();
     let wanted = STANDARD.encode(slow.to_string());

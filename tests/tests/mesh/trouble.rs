@@ -182,7 +182,7 @@ fn without_the_upstream_strip_the_agent_still_keeps_the_choice_from_the_applicat
 }
 
 fn crash(envoy: &Running) -> Result<http::StatusCode> {
-    Ok(envoy.client().send(get(HOST).header("x-prequal-crash-test", "1"))?.status)
+    Ok(envoy.client().send(get(HOST).header("x-crash-prequal", "1"))?.status)
 }
 
 #[test]

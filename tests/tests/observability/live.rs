@@ -121,7 +121,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     fleet[4].agent = Agent::start_with(fleet[4].backend.addr(), &elsewhere)?;
     // This replica is fast, because it does nothing.
     fleet[5].backend.set(Reply::status(404));
-    let crash = envoy.client().send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    let crash = envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?;
     assert_eq!(crash.status, 503);
     bed.raises("some replicas are unhealthy", SOME_UNHEALTHY)?;
     bed.shows(&bed.only(&EMPTY_WHEN_HEALTHY)?)?;

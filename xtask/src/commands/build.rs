@@ -93,4 +93,4 @@ fn place(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// The request header that makes the test-only module panic.
-const CRASH_HEADER: &str = "x-prequal-crash-test";
+const CRASH_HEADER: &str = "x-crash-prequal";

@@ -21,13 +21,16 @@ use crate::workspace;
 /// in target/envoy/VERSION/envoy. If ENVOY=/path/to/envoy is set and --version is not given, that path is printed instead.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// One of the pinned versions: 1.36.4, 1.37.0, 1.38.2, 1.39.3, 1.40.0 (the default)
-    #[arg(long, value_name = "V", value_parser = clap::builder::PossibleValuesParser::new(VERSIONS))]
+    /// One of the pinned versions: 1.36.4, 1.37.0, 1.38.2, 1.38.3 (without V8), 1.39.3, 1.40.0 (the default)
+    #[arg(long, value_name = "V", value_parser = clap::builder::PossibleValuesParser::new(VERSIONS.iter().chain([&WITHOUT_V8])))]
     version: Option<String>,
 }
 
-/// Oldest first. 1.38.3 is missing: it was released without V8.
+/// Oldest first, except for [`WITHOUT_V8`].
 pub(crate) const VERSIONS: [&str; 5] = ["1.36.4", "1.37.0", "1.38.2", "1.39.3", "1.40.0"];
+
+/// A version that was released without V8: it runs the native module alone.
+pub(crate) const WITHOUT_V8: &str = "1.38.3";
 
 /// The version for everything except the version matrix.
 pub(crate) const DEFAULT_VERSION: &str = "1.40.0";
@@ -149,15 +152,17 @@ fn make_executable(_path: &Path) -> Result<()> {
 }
 
 /// Version, architecture, SHA-256 of the `manylinux_2_31` wheel.
-const WHEELS: [(&str, &str, &str); 10] = [
+const WHEELS: [(&str, &str, &str); 12] = [
     ("1.36.4", "x86_64", "86dfc14ae7fad32de3b3ace54fbd400187c3b4fd6731781ff5bc633fa133f3f9"),
     ("1.37.0", "x86_64", "bf7a89ecfa8133a77d066c3d3f9cd0b9b975ed26a5d5d9e508896e57b78cabfc"),
     ("1.38.2", "x86_64", "c1e2e293364686e3ee79b32f9743bb1f7fd40c196945cb9062fbb25655d35188"),
+    ("1.38.3", "x86_64", "4a8fa981eac59809147c0ca4fc17ad5b066c16c2499e75d992fe5129e07a34fa"),
     ("1.39.3", "x86_64", "ee848b81b10b86f1d919f793b75852d24884928f2733752b4443bcd66d7bc5a6"),
     ("1.40.0", "x86_64", "a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884"),
     ("1.36.4", "aarch64", "05b06a19c4f6499c752f1a5a034a02752f0cdbd0422c3d8eb515237a36e82cd2"),
     ("1.37.0", "aarch64", "ee3e51fb44bb8f1a7053556b6e216ecd7a92cae07d092cd8315bd336586bd315"),
     ("1.38.2", "aarch64", "8b1b1bea393578e886a26350e3ab8738a066372869e82f54be464f4a914c9df4"),
+    ("1.38.3", "aarch64", "f94e4feef98323f4f56aff8859d8d108df59b38cc92f63043f8cb182ab0dcd42"),
     ("1.39.3", "aarch64", "2c624b8623c132e05f6f615f2e34b34fcdd1fdd0aaef065b3af55697178d2a50"),
     ("1.40.0", "aarch64", "55828002a71f9bd4034650df412feafbce419c33d2687aaaa8c742a856ae07ea"),
 ];
@@ -168,7 +173,7 @@ mod tests {
 
     #[test]
     fn every_offered_version_is_pinned_for_both_architectures() {
-        for version in VERSIONS {
+        for version in VERSIONS.into_iter().chain([WITHOUT_V8]) {
             for arch in ["x86_64", "aarch64"] {
                 assert_eq!(WHEELS.iter().filter(|(v, a, _)| *v == version && *a == arch).count(), 1);
             }

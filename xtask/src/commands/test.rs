@@ -355,11 +355,20 @@ impl Session<'_> {
         programs.retain(|program| ["matrix", "mesh"].contains(&program.name.as_str()));
         ensure!(programs.len() == 2, "the test programs `matrix` and `mesh` are missing");
         for version in versions {
-            let envoy = envoy::pinned(version)?;
-            progress::say(format_args!("Envoy {version}"));
-            let done = programs::run(programs.clone(), 2, false, &envoy);
-            self.note(done.with_context(|| format!("on Envoy {version}"))?);
+            self.on_version(version, &programs)?;
         }
+        if self.matrix == Matrix::All {
+            programs.retain(|program| program.name == "matrix");
+            self.on_version(envoy::WITHOUT_V8, &programs)?;
+        }
+        Ok(())
+    }
+
+    fn on_version(&mut self, version: &str, programs: &[run::TestProgram]) -> Result<()> {
+        let envoy = envoy::pinned(version)?;
+        progress::say(format_args!("Envoy {version}"));
+        let done = programs::run(programs.to_vec(), 2, false, &envoy);
+        self.note(done.with_context(|| format!("on Envoy {version}"))?);
         Ok(())
     }
 

@@ -140,7 +140,7 @@ fn all_endpoints(site: &Site) -> Result<()> {
 fn crash(site: &Site) -> Result<()> {
     let client = Client::new(site.bed.edge().addr());
     site.bed.harm.note(None, || {
-        let crash = client.send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+        let crash = client.send(Request::get("/").header("x-crash-prequal", "1"))?;
         ensure!(crash.status == 503, "the filter did not crash: {}", crash.status);
         // The same connection means the same worker. Envoy creates a new VM after 0.1 s, with the next request.
         let start = Instant::now();

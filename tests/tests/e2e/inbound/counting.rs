@@ -94,7 +94,7 @@ fn requests_of_a_crashed_vm_are_removed_and_serving_continues() -> Result<()> {
     wait_for_rif(addr, 30, MS(2000));
     let before = slots(&envoy)?;
     assert!(before.len() == 2 && before.iter().sum::<u64>() == 30, "{before:?}");
-    let crash = Client::new(addr).send(Request::get("/").header("x-prequal-crash-test", "1"))?;
+    let crash = Client::new(addr).send(Request::get("/").header("x-crash-prequal", "1"))?;
     let crashed = Instant::now();
     assert_eq!(crash.status, 503);
     let left = eventually("the dead VM's requests are gone", HEALED, || {

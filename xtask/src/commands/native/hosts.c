@@ -146,12 +146,12 @@ bool envoy_dynamic_module_callback_http_get_cluster_name(void *filter, struct bu
   return true;
 }
 
-bool envoy_dynamic_module_callback_http_get_header(void *filter, uint32_t kind, struct buffer name,
-                                                   struct buffer *value, size_t index, size_t *count) {
+size_t envoy_dynamic_module_callback_http_get_headers_size(void *filter, uint32_t kind) { return 2; }
+
+bool envoy_dynamic_module_callback_http_get_headers(void *filter, uint32_t kind, struct header *headers) {
   struct attempt *attempt = filter;
-  const char *text = is(name, ":status") ? "200" : is(name, "x-prequal-load") ? attempt->report : NULL;
-  if (!text || index > 0) return false;
-  *value = of(text);
+  headers[0] = (struct header){of(":status"), of("200")};
+  headers[1] = (struct header){of("x-prequal-load"), of(attempt->report)};
   return true;
 }
 
