@@ -103,7 +103,7 @@ fn the_pick_path_does_not_allocate() {
             let pick = black_box(pool.pick_by(&settings, now, ranking, &mut rng));
             tried += usize::from(pick.branch == Branch::Trial);
             match pick.branch {
-                Branch::Fallback => fell_back += 1,
+                Branch::Fallback | Branch::Agentless => fell_back += 1,
                 Branch::Cold | Branch::Hot | Branch::Trial | Branch::Sync | Branch::Scored => steered += 1,
             }
             blob.clear();

@@ -45,6 +45,7 @@ struct Shared {
     seen: Mutex<Vec<Seen>>,
     /// Set when connections should end after their requests.
     finish: watch::Sender<bool>,
+    gate: watch::Sender<bool>,
 }
 
 /// Maximum number of requests recorded until [`Backend::clear`]; later ones are only counted.
@@ -76,6 +77,7 @@ impl Backend {
             recorded: AtomicU64::new(0),
             seen: Mutex::new(Vec::new()),
             finish: watch::Sender::new(false),
+            gate: watch::Sender::new(false),
         });
         let state = Arc::clone(&shared);
         let acceptor = handle().spawn(async move {
@@ -98,6 +100,11 @@ impl Backend {
     /// Answers with `handler` from now on.
     pub fn set_handler(&self, handler: impl Fn(&Seen) -> Reply + Send + Sync + 'static) {
         *self.shared.handler.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(handler);
+    }
+
+    /// Opens or closes the gate of gated replies. It is closed at the start.
+    pub fn set_gate(&self, open: bool) {
+        self.shared.gate.send_replace(open);
     }
 
     /// Number of requests that have arrived.
@@ -210,6 +217,9 @@ async fn respond(
     }
     if reply.reads_first {
         let _ = request.body_mut().collect().await;
+    }
+    if reply.gated {
+        let _ = shared.gate.subscribe().wait_for(|open| *open).await;
     }
     if !reply.delay.is_zero() {
         tokio::time::sleep(reply.delay).await;

@@ -10,6 +10,8 @@ use http::{HeaderMap, Method, StatusCode, Version};
 pub struct Reply {
     /// Service time: how long it waits before it answers.
     pub delay: Duration,
+    /// Whether it waits until the backend's gate is open ([`crate::Backend::set_gate`]).
+    pub gated: bool,
     /// Whether it reads the whole request first.
     pub reads_first: bool,
     /// Status of the response.
@@ -54,6 +56,7 @@ impl Reply {
         let status = StatusCode::from_u16(status).expect("a status between 100 and 999");
         Self {
             delay: Duration::ZERO,
+            gated: false,
             reads_first: false,
             status,
             headers: Vec::new(),
@@ -70,6 +73,13 @@ impl Reply {
     #[must_use]
     pub fn delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
+        self
+    }
+
+    /// Answers only while the backend's gate is open ([`crate::Backend::set_gate`]).
+    #[must_use]
+    pub fn gated(mut self) -> Self {
+        self.gated = true;
         self
     }
 

@@ -423,7 +423,7 @@ impl<'a> World<'a> {
             self.run.branches[match pick.branch {
                 Branch::Cold | Branch::Sync | Branch::Scored | Branch::Trial => 0,
                 Branch::Hot => 1,
-                Branch::Fallback => 2,
+                Branch::Fallback | Branch::Agentless => 2,
             }] += 1;
             let view = balancer.view(micros(now));
             self.run.ages_ms.push(view.median_age_ms.unwrap_or(u32::MAX));

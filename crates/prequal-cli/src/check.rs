@@ -4,8 +4,10 @@
 //! accepts the file at all (`envoy --mode validate`).
 
 mod at;
+mod balanced;
 mod clusters;
 mod codes;
+mod detour;
 mod filters;
 mod headers;
 mod manifest;

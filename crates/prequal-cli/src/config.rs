@@ -27,7 +27,7 @@ Examples:
   prequal config --cluster api=10.0.0.1:8080,10.0.0.2:8080 > envoy.yaml
   prequal config --cluster api=api.internal:8080 --probe-port 9000 --listen 0.0.0.0:80
   prequal config --cluster chat=10.0.0.1:8080,10.0.0.2:8080 --profile inference --hint header:x-session-id
-  prequal config --native --cluster api=10.0.0.1:8080,10.0.0.2:8080 > envoy.yaml
+  prequal config --native --detour --cluster api=10.0.0.1:8080,10.0.0.2:8080 > envoy.yaml
   prequal config --cluster web=10.0.0.1:80,10.0.0.2:80 --cluster api=10.0.1.1:80,10.0.1.2:80 --route /api=api
 
 The same from a file (prequal config spec.yaml), which has more options; flags override it:
@@ -60,6 +60,9 @@ pub(crate) struct Args {
     /// Use the native module instead of the WebAssembly filter (docs/guide/native.md)
     #[arg(long, conflicts_with_all = ["wasm", "shim"])]
     native: bool,
+    /// With the native module: use degraded hosts, and in panic mode all hosts, as Envoy's own policies do
+    #[arg(long)]
+    detour: bool,
     /// Path of the filter's module, as Envoy will find it [default: target/dist/prequal_filter.wasm]
     #[arg(long, value_name = "FILE")]
     wasm: Option<String>,

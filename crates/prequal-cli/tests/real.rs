@@ -160,6 +160,7 @@ fn envoy_accepts_every_variant() -> Result {
         &["--native", "--cluster", hosts, "--profile", "small"],
         &[
             "--native",
+            "--detour",
             "--cluster",
             "a=localhost:80",
             "--probe-port",
@@ -305,7 +306,7 @@ fn top_shows_what_happens() -> Result {
     let picks = number(busy, "picks/s", "picks/s");
     assert!(picks > 20.0, "{shown}");
     assert_eq!(number(other, "picks/s", "picks/s"), 0.0, "{shown}");
-    let branches: f64 = ["cold", "hot", "sync", "scored", "trial", "fallback"]
+    let branches: f64 = ["cold", "hot", "sync", "scored", "trial", "agentless", "fallback"]
         .map(|branch| number(busy, "picks/s", branch))
         .iter()
         .sum();

@@ -63,7 +63,7 @@ impl Drop for Tally {
 /// (`docs/results/performance.md`).
 #[derive(Debug)]
 struct Requests {
-    picks: [Tally; 6],
+    picks: [Tally; 7],
     reports: [Tally; 12],
     outcomes: [Tally; 4],
 }
@@ -176,6 +176,8 @@ pub(crate) struct Metrics {
     members: Gauge,
     /// Ejected replicas.
     ejected: Gauge,
+    /// Replicas without an agent.
+    agentless: Gauge,
     /// 1 while no replica is ejected, because more than half of the fleet would have to be.
     panic: Gauge,
 }
@@ -218,6 +220,7 @@ impl Metrics {
             theta: gauge("theta_rif"),
             members: gauge("members"),
             ejected: gauge("ejected"),
+            agentless: gauge("agentless"),
             panic: gauge("panic"),
         }
     }
@@ -234,6 +237,7 @@ impl Metrics {
         self.theta.set(u64::from(tick.view.theta.unwrap_or(0)));
         self.members.set(u64::from(tick.view.members));
         self.ejected.set(tick.ejected.into());
+        self.agentless.set(tick.agentless.into());
         self.panic.set(tick.panic.into());
     }
 

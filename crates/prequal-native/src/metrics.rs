@@ -60,6 +60,7 @@ pub(crate) struct Metrics {
     theta: Gauge,
     members: Gauge,
     ejected: Gauge,
+    agentless: Gauge,
     panic: Gauge,
 }
 
@@ -83,6 +84,7 @@ impl Metrics {
             theta: gauge("theta_rif"),
             members: gauge("members"),
             ejected: gauge("ejected"),
+            agentless: gauge("agentless"),
             panic: gauge("panic"),
         }
     }
@@ -100,6 +102,7 @@ impl Metrics {
         self.config.set(self.theta, u64::from(tick.view.theta.unwrap_or(0)));
         self.config.set(self.members, u64::from(tick.view.members));
         self.config.set(self.ejected, tick.ejected.into());
+        self.config.set(self.agentless, tick.agentless.into());
         self.config.set(self.panic, tick.panic.into());
     }
 }

@@ -191,9 +191,16 @@ fn write_metrics(out: &mut String, load: &Load) -> std::fmt::Result {
         out,
         "prequal_agent_upstream_refused_total",
         "counter",
-        "Times that the backend returned an HTTP/2 request unprocessed; it is sent again up to four times.",
+        "Times that the backend returned an HTTP/2 request unprocessed; usually it is sent again.",
     )?;
     writeln!(out, "prequal_agent_upstream_refused_total {}", counters.refused())?;
+    head(
+        out,
+        "prequal_agent_upstream_resent_total",
+        "counter",
+        "Idempotent requests sent a second time because the backend closed a reused HTTP/1.1 connection.",
+    )?;
+    writeln!(out, "prequal_agent_upstream_resent_total {}", counters.resent())?;
 
     head(out, "prequal_agent_tls_reloads_total", "counter", "Changes of certificate files, by result.")?;
     let [failed, used] = counters.tls_reloads();

@@ -344,6 +344,7 @@ pub struct Counters {
     upstream_errors: [AtomicU64; UPSTREAM_ERRORS.len()],
     upstream_connections: AtomicU64,
     refused: AtomicU64,
+    resent: AtomicU64,
     tls_reloads: [AtomicU64; 2],
     certificate_expiry: AtomicU64,
     orca: [AtomicU64; 2],
@@ -447,6 +448,15 @@ impl Counters {
     /// Returns how often an HTTP/2 request came back unprocessed, from the backend or from a connection that was closing.
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_resent(&self) {
+        bump(&self.resent);
+    }
+
+    /// Returns how often a request was sent a second time because the backend closed a reused HTTP/1.1 connection.
+    pub fn resent(&self) -> u64 {
+        self.resent.load(Ordering::Relaxed)
     }
 
     #[cfg(feature = "tls")]

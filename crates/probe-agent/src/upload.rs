@@ -1,5 +1,5 @@
 //! Body of a request on its way to the backend. The time that it waits for its client to send more does not count against the
-//! replica. The start of the body is kept as long as the backend may refuse the request unprocessed.
+//! replica. The start of the body is kept as long as the request may have to be sent again.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -58,11 +58,15 @@ impl Upload {
         Source { again: VecDeque::from([message]), inner: None, open: None }.into()
     }
 
-    /// Sends the body on `stream`. When the body is dropped it is given back whole, unless too much of it was read.
-    pub(crate) fn lend(mut self, stream: Arc<dyn Send + Sync>) -> (Self, oneshot::Receiver<Source>) {
+    pub(crate) fn empty() -> Self {
+        Source { again: VecDeque::new(), inner: None, open: None }.into()
+    }
+
+    /// Prepares a body that is given back whole when it is dropped, unless too much of it was read. It holds `stream` meanwhile.
+    pub(crate) fn lend(mut self, stream: Option<Arc<dyn Send + Sync>>) -> (Self, oneshot::Receiver<Source>) {
         let (back, returned) = oneshot::channel();
         self.lent = Some(Lent { read: VecDeque::new(), len: 0, back });
-        self.stream = Some(stream);
+        self.stream = stream;
         (self, returned)
     }
 

@@ -8,9 +8,10 @@ use std::convert::Infallible;
 use std::io::BufRead as _;
 use std::net::SocketAddr;
 use std::os::fd::AsFd as _;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
@@ -353,7 +354,9 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
         if request.version() != Version::HTTP_2 {
             return Ok((status(StatusCode::HTTP_VERSION_NOT_SUPPORTED), false));
         }
-        let mut response = Response::new(messages(request.into_body(), mode == Mode::EmptyFrames));
+        let empty_frames = mode == Mode::EmptyFrames;
+        let messages = Messages { from: request.into_body(), empty_frames, empty_next: false };
+        let mut response = Response::new(messages.boxed_unsync());
         response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         return Ok((response, true));
     }
@@ -382,26 +385,33 @@ async fn answer(mut request: Request<Incoming>, mode: Mode) -> Result<(Response<
 
 /// The request's body as it arrives. Empty frames are dropped unless `empty_frames` adds one after each frame: the end of a
 /// request is an empty frame, which must not come before trailers.
-fn messages(mut from: Incoming, empty_frames: bool) -> Body {
-    let (mut sender, body) = Channel::<Bytes, hyper::Error>::new(1);
-    tokio::spawn(async move {
-        while let Some(frame) = from.frame().await {
-            let data = match frame {
-                Ok(frame) => frame.into_data().unwrap_or_default(),
-                Err(error) => return sender.abort(error),
-            };
-            if data.is_empty() {
-                continue;
-            }
-            let more = [data, Bytes::new()].into_iter().take(1 + usize::from(empty_frames));
-            for data in more {
-                if sender.send(Frame::data(data)).await.is_err() {
-                    return;
-                }
+struct Messages {
+    from: Incoming,
+    empty_frames: bool,
+    /// Whether an empty frame comes next.
+    empty_next: bool,
+}
+
+impl hyper::body::Body for Messages {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        if std::mem::take(&mut self.empty_next) {
+            return Poll::Ready(Some(Ok(Frame::data(Bytes::new()))));
+        }
+        while let Some(frame) = ready!(Pin::new(&mut self.from).poll_frame(cx)?) {
+            let data = frame.into_data().unwrap_or_default();
+            if !data.is_empty() {
+                self.empty_next = self.empty_frames;
+                return Poll::Ready(Some(Ok(Frame::data(data))));
             }
         }
-    });
-    body.boxed_unsync()
+        Poll::Ready(None)
+    }
 }
 
 fn status(status: StatusCode) -> Response<Body> {

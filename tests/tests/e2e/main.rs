@@ -3,6 +3,7 @@
 //!
 //! All are in one program, so that it is linked only once, with one module for each theme.
 
+mod agentless;
 mod capacity;
 mod chain;
 mod clients;
@@ -13,6 +14,7 @@ mod hosts;
 mod inbound;
 mod lifecycle;
 mod native;
+mod native_churn;
 mod native_shares;
 mod orca;
 mod probing;

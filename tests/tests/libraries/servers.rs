@@ -2,6 +2,7 @@
 
 mod program;
 
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ impl Proxy {
     fn start(server: &Server) -> Result<Self> {
         let _entered = handle().enter();
         let mut config = AgentConfig::new(SocketAddr::from(([127, 0, 0, 1], 0)), server.addr().into());
-        if matches!(server.kind(), Kind::NginxHttp2 | Kind::NodeHttp2) {
+        if server.kind().only_http2() {
             config.upstream_http2 = UpstreamHttp2::Always;
         }
         let agent = Agent::bind(config)?;
@@ -96,7 +97,7 @@ impl Kind {
     /// Maximum number of requests that a restart may cost, because connections close as they arrive.
     fn most_raced(self) -> usize {
         match self {
-            Self::NginxHttp2 | Self::NodeHttp2 | Self::GoGrpc => 0,
+            Self::NginxHttp2 | Self::NginxFewRequests | Self::NodeHttp2 | Self::GoGrpc => 0,
             Self::Nginx | Self::Node | Self::Go | Self::Java => WORKERS,
         }
     }
@@ -130,20 +131,24 @@ fn restarts(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// h2load, which is built on nghttp2, sends requests over HTTP/1.1 and HTTP/2.
+/// h2load, which is built on nghttp2, sends requests over HTTP/1.1 and HTTP/2, with and without a body.
 fn serves_h2load(kind: Kind) -> Result<()> {
     needs!(missing("h2load", &["--version"], "nghttp2-client"));
     needs!(kind.missing());
     let server = Server::start(kind)?;
     let agent = Proxy::start(&server)?;
-    for version in ["--h1", "--max-concurrent-streams=10"] {
+    let mut body = tempfile::NamedTempFile::new()?;
+    body.write_all(&[b'x'; 10_000])?;
+    let data = format!("--data={}", body.path().display());
+    for options in [&["--h1"][..], &["--max-concurrent-streams=10"], &["--max-concurrent-streams=10", &data]]
+    {
         let mut h2load = Command::new("h2load");
-        h2load.args(["--requests=1000", "--clients=8", "--connection-active-timeout=20", version]);
+        h2load.args(["--requests=1000", "--clients=8", "--connection-active-timeout=20"]).args(options);
         let output = h2load.arg(format!("http://{}/", agent.addr)).output()?;
         let said = String::from_utf8_lossy(&output.stdout);
         ensure!(
             output.status.success() && said.contains("status codes: 1000 2xx"),
-            "{kind:?} {version}: {said}"
+            "{kind:?} {options:?}: {said}"
         );
     }
     eventually("no request is in flight", PATIENCE, || (agent.load.rif() == 0).then_some(()));
@@ -158,7 +163,8 @@ fn h2load_is_served_by_every_server() -> Result<()> {
 #[test]
 fn nginx_restarts_under_load() -> Result<()> {
     restarts(Kind::Nginx)?;
-    restarts(Kind::NginxHttp2)
+    restarts(Kind::NginxHttp2)?;
+    restarts(Kind::NginxFewRequests)
 }
 
 #[test]

@@ -140,6 +140,18 @@ codes! {
     NATIVE_FILTER_PROBES Warning "native-filter-probes": "the probe cluster has the native module's upstream filter",
         "probes start on Envoy's main thread, where Envoy cannot create the filter: it logs an error for each",
         "remove the filter from the probe cluster";
+    NATIVE_DETOUR_MISSING Warning "native-detour-missing": "a cluster with the native module's policy lets filters name hosts that are not healthy, but its listener has no detour filter",
+        "degraded hosts get no requests, and panic mode does not exist",
+        "add `prequal-detour` as in envoy-native.yaml, or delete `override_host_status`";
+    NATIVE_DETOUR_STATUS Error "native-detour-status": "`override_host_status` of the cluster does not allow the hosts that the detour filter names",
+        "Envoy ignores those names: hosts that are not healthy get no requests, and panic mode does not exist",
+        "set `override_host_status` as in envoy-native.yaml";
+    NATIVE_DETOUR_NAME Error "native-detour-name": "a listener's filter of the native module is not called `prequal_detour`, or its module is not the policy's",
+        "the filter knows no hosts, or takes other requests' choices away from their reports",
+        "set `filter_name: prequal_detour`, and the policy's `dynamic_module_config`";
+    NATIVE_DETOUR_ORDER Warning "native-detour-order": "the detour filter comes after `stateful_session`",
+        "while hosts are degraded or in panic mode, some requests leave the host of their session",
+        "put the detour filter first";
     ORIGINAL_DST Error "original-dst": "the type of the cluster is ORIGINAL_DST (passthrough)",
         "it has no members to choose from, and a request header may direct requests to any address",
         "use STATIC, STRICT_DNS or EDS";

@@ -2,37 +2,22 @@
 
 use std::collections::BTreeSet;
 
-use prequal_core::client::settings::ClusterConfig;
-use prequal_core::config::FilterConfig;
-use serde_json::Value;
-
+use super::balanced::{self, Balanced, is_ours, module};
 use super::clusters::Placement;
 use super::codes::*;
 use super::headers::{LOAD, removed};
 use super::routes::Named;
 use super::source::Source;
-use super::{At, Findings, clusters, filters, routes, settings};
-
-/// Field of the policy that holds the settings.
-const SETTINGS_KEY: &str = "lb_policy_config";
+use super::{At, Findings, clusters, detour, filters, routes};
 
 /// Type of the bootstrap extension.
 const PROBER: &str = "DynamicModuleBootstrapExtension";
-
-/// A cluster with the module's policy.
-struct Balanced<'a> {
-    cluster: At<'a>,
-    name: &'a str,
-    module: &'a Value,
-    /// Path of the settings, and their entry for this cluster; `None` if there is no valid entry.
-    entry: Option<(String, ClusterConfig)>,
-}
 
 /// Checks every cluster with the module's policy, and the other roles of its module. Returns whether such a cluster
 /// exists or may exist.
 pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
     let all: Vec<Balanced<'_>> =
-        source.clusters.iter().filter_map(|cluster| balanced(source, cluster, findings)).collect();
+        source.clusters.iter().filter_map(|cluster| balanced::find(source, cluster, findings)).collect();
     let extensions = source.bootstrap_extensions();
     if all.is_empty() {
         let probes =
@@ -61,77 +46,6 @@ pub(super) fn check(source: &Source<'_>, findings: &mut Findings) -> bool {
         }
     }
     true
-}
-
-/// Returns the cluster if it has the module's policy. Checks the policy's settings.
-fn balanced<'a>(source: &Source<'_>, cluster: &At<'a>, findings: &mut Findings) -> Option<Balanced<'a>> {
-    let policy = clusters::policy(cluster, "DynamicModulesLoadBalancerConfig")?;
-    let module = module(&policy)?;
-    let named = policy.text("lb_policy_name").is_some_and(|name| name.contains("prequal")) || is_ours(module);
-    if !named && !settings::are_ours(&policy, SETTINGS_KEY) {
-        return None;
-    }
-    let name = cluster.text("name")?;
-    let parse = |text: &str| FilterConfig::parse_native(text).map_err(|errors| errors.0);
-    let read = settings::read(&policy, SETTINGS_KEY, parse, findings);
-    let entry = read.and_then(|(path, settings)| {
-        let entry = own_entry(source, name, settings, &path, findings)?;
-        Some((path, entry))
-    });
-    Some(Balanced { cluster: cluster.clone(), name, module, entry })
-}
-
-/// Returns the entry that a cluster's settings have for the cluster itself.
-fn own_entry(
-    source: &Source<'_>,
-    name: &str,
-    settings: FilterConfig,
-    path: &str,
-    findings: &mut Findings,
-) -> Option<ClusterConfig> {
-    let mut all_exist = true;
-    for entry in &settings.clusters {
-        all_exist &= clusters::find(source, &entry.cluster, CLUSTER_ABSENT, path, findings).is_some();
-    }
-    let own = settings.clusters.into_iter().find(|entry| entry.cluster == name);
-    // A name that does not exist is probably this cluster's, misspelled.
-    if own.is_none() && all_exist {
-        findings.push(ROUTE_UNNAMED, path, name);
-    }
-    own
-}
-
-/// Returns the module that an extension's configuration loads: its name, or the source of its file.
-fn module<'a>(extension: &At<'a>) -> Option<&'a Value> {
-    let module = extension.get("dynamic_module_config")?;
-    Some(module.get("module").or_else(|| module.get("name"))?.value)
-}
-
-fn is_ours(module: &Value) -> bool {
-    module.to_string().contains("prequal")
-}
-
-impl Balanced<'_> {
-    /// Returns the extension of this kind that loads the policy's module. Another module does not know the policy.
-    fn loaded_by<'a>(&self, extensions: &[At<'a>], kind: &str) -> Option<At<'a>> {
-        let loads = |extension: &&At<'a>| {
-            extension.typed(kind).is_some_and(|config| module(&config) == Some(self.module))
-        };
-        extensions.iter().find(loads).cloned()
-    }
-
-    fn is_loaded_by(&self, extensions: &[At<'_>], kind: &str) -> bool {
-        self.loaded_by(extensions, kind).is_some()
-    }
-
-    fn filter_in<'a>(&self, filters: &[At<'a>]) -> Option<At<'a>> {
-        self.loaded_by(filters, "DynamicModuleFilter")
-    }
-
-    /// Describes what was not found.
-    fn found(&self) -> String {
-        format!("none loads {}, as the policy of cluster `{}` does", self.module, self.name)
-    }
 }
 
 /// Checks every HTTP connection manager whose routes lead to a cluster with the policy.
@@ -179,6 +93,7 @@ fn check_manager(
         probing: leading.iter().filter_map(|one| Some(&*one.entry.as_ref()?.1.probe_cluster)).collect(),
     };
     routes::check_requests(config, &named, findings);
+    detour::check(manager, filters, leading, findings);
     let router = filters::router(filters, findings);
     for one in leading {
         check_filter(one, router.as_ref(), findings);

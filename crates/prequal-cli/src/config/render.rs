@@ -18,6 +18,9 @@ pub(super) fn render(plan: &Plan) -> String {
     if let Some(admin) = plan.admin {
         root["admin"]["address"] = address(&admin.ip().to_string(), admin.port());
     }
+    if plan.detour {
+        add_detour(&mut root);
+    }
     let resources = &mut root["static_resources"];
     set_listener(&mut resources["listeners"][0], plan);
     let (serving, probing) = (resources["clusters"][0].clone(), resources["clusters"][1].clone());
@@ -201,6 +204,28 @@ fn set_policy(serving: &mut Value, plan: &Plan, name: &str) {
     }
     let policy = &mut serving["load_balancing_policy"]["policies"][0]["typed_extension_config"];
     policy["typed_config"]["lb_policy_config"]["value"] = lines(&settings);
+}
+
+/// Adds the native module's filter that names hosts that are not healthy, and lets Envoy use them (role 5).
+fn add_detour(root: &mut Value) {
+    let module = root["bootstrap_extensions"][0]["typed_config"]["dynamic_module_config"].clone();
+    let resources = &mut root["static_resources"];
+    let manager = &mut resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
+    let mut filter = yaml(json!({
+        "name": "prequal-detour",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.filters.http.dynamic_modules.v3.DynamicModuleFilter",
+            "filter_name": "prequal_detour",
+        },
+    }));
+    filter["typed_config"]["dynamic_module_config"] = module;
+    if let Some(filters) = manager["http_filters"].as_sequence_mut() {
+        // The router is last.
+        filters.insert(filters.len().saturating_sub(1), filter);
+    }
+    let statuses = ["UNKNOWN", "HEALTHY", "UNHEALTHY", "DRAINING", "TIMEOUT", "DEGRADED"];
+    resources["clusters"][0]["common_lb_config"] =
+        yaml(json!({"override_host_status": {"statuses": statuses}}));
 }
 
 /// Returns settings as a text of several lines.

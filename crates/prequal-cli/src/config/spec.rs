@@ -18,6 +18,7 @@ pub(super) struct Spec {
     listen: Option<String>,
     admin: Option<String>,
     native: bool,
+    detour: bool,
     wasm: Option<String>,
     shim: Option<String>,
     tls: Option<Tls>,
@@ -53,6 +54,8 @@ pub(super) struct Plan {
     pub(super) admin: Option<SocketAddr>,
     /// Whether the native module balances instead of the filter.
     pub(super) native: bool,
+    /// Whether the native module's filter names hosts that are not healthy.
+    pub(super) detour: bool,
     pub(super) wasm: Option<String>,
     pub(super) shim: Shim,
     pub(super) tls: Option<Tls>,
@@ -109,6 +112,7 @@ impl Spec {
             }
         }
         self.native |= args.native;
+        self.detour |= args.detour;
         self.probe_port = args.probe_port.or(self.probe_port);
         if let (Some(certificate), Some(key)) = (args.tls_cert.clone(), args.tls_key.clone()) {
             self.tls = Some(Tls { certificate, key });
@@ -166,6 +170,10 @@ impl Spec {
                 mistakes.push(format!("`{key}` belongs to the filter, and has no meaning with `native`"));
             }
         }
+        if self.detour && !self.native {
+            mistakes
+                .push("`detour` belongs to the native module, and has no meaning without `native`".into());
+        }
         if self.clusters.is_empty() {
             mistakes
                 .push("no cluster: give `--cluster NAME=HOST:PORT[,...]`, or `clusters` in the file".into());
@@ -219,8 +227,9 @@ impl Spec {
             return None;
         }
         let shim = accept(self.native, &mut settings, &mut clusters, mistakes)?;
-        let Self { native, wasm, tls, .. } = self;
-        Some(Plan { listen, admin, native, wasm, shim, tls, settings: Value::Object(settings), clusters })
+        let Self { native, detour, wasm, tls, .. } = self;
+        let settings = Value::Object(settings);
+        Some(Plan { listen, admin, native, detour, wasm, shim, tls, settings, clusters })
     }
 }
 

@@ -120,6 +120,34 @@ fn shipped_values_yield_the_shipped_native_file() {
     );
 }
 
+#[test]
+fn a_detour_is_the_part_that_the_shipped_native_file_has_as_a_comment() {
+    let mut shown = false;
+    let uncommented = |line: &str| {
+        let comment = line.trim_start().strip_prefix("# ");
+        shown = comment.is_some_and(|text| {
+            shown && text.starts_with("  ") || ["- name: prequal-detour", "common_lb_config:"].contains(&text)
+        });
+        if shown { line.replacen("# ", "", 1) } else { line.to_owned() }
+    };
+    let shipped: Vec<String> = NATIVE.lines().map(uncommented).collect();
+    let tree = |text: &str| {
+        let mut root = read::text(text).unwrap();
+        let settings = native_settings(&root, 0);
+        *root.pointer_mut(&native_path(0)).unwrap() = settings;
+        root
+    };
+    let text = render("", "--native --detour --cluster replicas=127.0.0.1:8081,127.0.0.1:8082").unwrap();
+    assert_eq!(tree(&text), tree(&shipped.join("\n")));
+    assert!(tree(&text) != tree(NATIVE), "nothing was uncommented");
+    let spec = "{native: true, detour: true, clusters: [{name: a, hosts: ['1.1.1.1:2']}, {name: b, hosts: ['1.1.1.1:3'], prefix: /b}]}";
+    let root = read::text(&render(spec, "").unwrap()).unwrap();
+    for cluster in [0, 2] {
+        let statuses = format!("/static_resources/clusters/{cluster}/common_lb_config/override_host_status");
+        assert!(root.pointer(&statuses).is_some(), "cluster {cluster}");
+    }
+}
+
 /// Returns the pointer to the settings of a cluster's policy.
 fn native_path(cluster: usize) -> String {
     format!(
@@ -156,7 +184,7 @@ fn each_native_policy_has_the_entry_about_its_cluster() {
 }
 
 #[test]
-fn the_native_module_refuses_what_belongs_to_the_filter() {
+fn the_native_module_and_the_filter_refuse_what_belongs_to_the_other() {
     for (spec, line, part) in [
         ("", "--mode sync", "settings: `clusters[0].mode` \"sync\" needs the WebAssembly filter"),
         ("", "--profile inference", "needs the WebAssembly filter"),
@@ -166,6 +194,8 @@ fn the_native_module_refuses_what_belongs_to_the_filter() {
         let error = render(spec, &format!("--native --cluster a=10.0.0.1:80 {line}")).unwrap_err();
         assert!(error.contains(part), "{part} is not in: {error}");
     }
+    let error = render("", "--detour --cluster a=10.0.0.1:80").unwrap_err();
+    assert!(error.contains("`detour` belongs to the native module"), "{error}");
     let line = ["config", "--native", "--wasm", "a", "--cluster", "a=1.1.1.1:1"];
     assert!(Line::try_parse_from(line).is_err());
 }
@@ -200,6 +230,7 @@ fn every_variant_passes_the_checks() {
         "--mode sync --hint path_segment:1",
         "--cluster b=b.internal:80,c.internal:80 --route /b=b",
         "--native",
+        "--native --detour",
         "--native --probe-port 9000 --profile small",
         "--native --cluster b=b.internal:80,c.internal:80 --route /b=b --tls-cert a --tls-key b",
         "--tls-cert a --tls-key b",

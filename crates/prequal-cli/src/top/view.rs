@@ -11,7 +11,7 @@ pub(super) struct View {
     /// Name as the filter writes it into its statistics: every character except letters, digits and dashes is `_`.
     pub(super) cluster: String,
     /// Choices per second by branch, in the order of [`BRANCHES`].
-    pub(super) picks: [f64; 6],
+    pub(super) picks: [f64; 7],
     pub(super) sent: f64,
     used: f64,
     failed: f64,
@@ -46,7 +46,7 @@ pub(super) struct Replica {
 }
 
 /// Values of `branch` in `prequal_picks_total`.
-pub(super) const BRANCHES: [&str; 6] = ["cold", "hot", "sync", "scored", "trial", "fallback"];
+pub(super) const BRANCHES: [&str; 7] = ["cold", "hot", "sync", "scored", "trial", "agentless", "fallback"];
 
 /// A rare event: its displayed name, and its counter.
 type Event = (&'static str, &'static str);
@@ -270,7 +270,7 @@ pub(super) mod tests {
         assert_eq!(
             text,
             "http://e my_cluster\n\
-             \x20 picks/s      250.0: cold 200.0, hot 0.0, sync 0.0, scored 0.0, trial 0.0, fallback 50.0\n\
+             \x20 picks/s      250.0: cold 200.0, hot 0.0, sync 0.0, scored 0.0, trial 0.0, agentless 0.0, fallback 50.0\n\
              \x20 probes/s     100.0: used 100.0, failed 0.0; unsent 0.0; per query 0.40\n\
              \x20 now          pool 2, theta 0, members 2, ejected 0\n\
              \x20 since start  diverted 0 (+0), ejections 3 (+0), trials 0 (+0), returned 0 (+0)\n\

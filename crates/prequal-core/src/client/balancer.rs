@@ -3,6 +3,7 @@
 
 use rand::Rng;
 
+mod agentless;
 mod doubt;
 mod journal;
 mod notes;
@@ -20,7 +21,7 @@ use crate::client::ejection::EjectionSettings;
 use crate::client::ejection::flights::{Flight, Flights};
 use crate::client::members::{Evidence, Members, Note, Placement, View};
 use crate::client::policies::Done;
-use crate::client::pool::{Pick, PoolView, ProbesDue};
+use crate::client::pool::{Branch, Pick, PoolView, ProbesDue};
 use crate::client::settings::{ClusterConfig, Shim};
 use crate::client::sync_mode::Answer;
 use crate::shared::endpoint::Endpoint;
@@ -29,6 +30,7 @@ use crate::shared::time::Micros;
 use crate::wire::load::{Load, Source};
 use crate::wire::orca::backend::BackendReport;
 use crate::wire::report::{LoadReport, ReportError};
+use agentless::{Agentless, Chooser};
 use doubt::Doubt;
 use journal::{Journal, Update};
 
@@ -48,6 +50,7 @@ pub struct Balancer<S: Store, C> {
     /// This worker's requests in flight.
     flights: Flights,
     doubt: Doubt,
+    agentless: Agentless,
     /// See [`Self::with_known_fleet`].
     known_fleet: bool,
     /// See [`Self::is_resting`].
@@ -61,6 +64,8 @@ pub struct Tick {
     pub view: PoolView,
     /// Number of ejected replicas.
     pub ejected: u32,
+    /// Number of replicas known to have no agent.
+    pub agentless: u32,
     /// Whether ejection is suspended, because more than half of the fleet would be ejected or because more than half fail
     /// alike.
     pub panic: bool,
@@ -80,6 +85,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             rules: Rules::new(config.choice.rule),
             flights: Flights::new(),
             doubt: Doubt::default(),
+            agentless: Agentless::default(),
             known_fleet: false,
             resting: false,
             config,
@@ -128,6 +134,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         };
         request.flight = self.sent(now, &request.pick, whole);
         self.rules.sent(request.pick.replica);
+        if let (Branch::Agentless, Some(replica)) = (request.pick.branch, request.pick.replica) {
+            self.agentless.sent(replica);
+        }
         self.counters.count(Count::Pick(request.pick.branch));
         if request.pick.trial {
             self.counters.count(Count::Trial);
@@ -169,10 +178,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         proxy: &impl Witness,
     ) {
         request.failed = failed;
-        if let Some(report) = report {
+        if let Some(report) = &report {
             let end = match report {
-                Ok(report) => self.judge_report(now, request, &report, proxy),
-                Err(error) => Some(ReportEnd::Bad(error)),
+                Ok(report) => self.judge_report(now, request, report, proxy),
+                Err(error) => Some(ReportEnd::Bad(*error)),
             };
             if let Some(end) = end {
                 self.counters.count(Count::Report(end));
@@ -180,14 +189,20 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         }
         if request.reported {
             self.land(now, request, failed);
-        } else {
-            self.find_rescue(now, request, proxy);
+            return;
+        }
+        self.find_rescue(now, request, proxy);
+        if report.is_none() && !failed {
+            self.find_agentless(now, request, proxy);
         }
     }
 
     /// Handles the end of a request. `complete` is true if the response ended properly, `failed` if it carried an error,
     /// for example in its trailers.
     pub fn ended(&mut self, mut request: Request, complete: bool, failed: bool, proxy: &impl Witness) {
+        if let (Branch::Agentless, Some(replica)) = (request.pick.branch, request.pick.replica) {
+            self.agentless.ended(replica);
+        }
         if failed && !request.failed && request.reported {
             self.land(proxy.now(), &mut request, true);
         }
@@ -231,6 +246,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let interval = if probe_free { 0 } else { self.config.probe.idle_interval_ms };
         let waiting = self.journal.waits();
         let failing = self.journal.table.most_fail(now);
+        let agentless = self.membership.members().agentless();
         let ((tick, heard, at_rest), written) =
             self.journal.transact(settings, &self.counters, now, false, rng, |pool, ejections, _| {
                 pool.expire(settings, now.stamp());
@@ -241,7 +257,13 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                 } else {
                     pool.idle_probes(settings, now, interval)
                 };
-                let tick = Tick { view: pool.view(settings, now), ejected: pool.ejected(), panic, probes };
+                let tick = Tick {
+                    view: pool.view(settings, now),
+                    ejected: pool.ejected(),
+                    agentless,
+                    panic,
+                    probes,
+                };
                 let heard: Vec<Endpoint> = pool.replicas().collect();
                 let at_rest = !watched && pool.is_at_rest(interval);
                 ((tick, heard, at_rest), waiting || watched || !probes.is_empty())
@@ -271,8 +293,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
 
     /// Chooses by a rule that uses the pool.
     fn choose<G: Rng>(&mut self, now: Micros, answers: &[Answer], rng: &mut G) -> Request {
-        let Self { config, shim, counters, journal, rules, .. } = self;
+        let Self { config, shim, counters, journal, rules, agentless, membership, known_fleet, .. } = self;
         let settings = &config.pool;
+        let usable = |replica| !(journal.watched && journal.table.is_ejected(replica));
+        let chooser = agentless.chooser(membership.members(), *known_fleet, now, usable, rng);
         rules.ranked(config.choice.rule, |ranking| {
             let chosen = journal.transact(settings, counters, now, true, rng, |pool, ejections, rng| {
                 let admitted: Vec<Answer>;
@@ -287,10 +311,12 @@ impl<S: Store, C: Counters> Balancer<S, C> {
                         (&admitted[..], trial)
                     }
                 };
-                let pick = match trial {
-                    Some(trial) => pool.pick_trial(settings, trial, now),
-                    None if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
-                    None => pool.pick_among(settings, now, answers, ranking, rng),
+                let pick = match (trial, chooser) {
+                    (Some(trial), _) => pool.pick_trial(settings, trial, now),
+                    (None, Chooser::Proxy) => pool.pick_unreported(settings, None, now),
+                    (None, Chooser::Agentless(replica)) => pool.pick_unreported(settings, Some(replica), now),
+                    (None, Chooser::Pool) if answers.is_empty() => pool.pick_by(settings, now, ranking, rng),
+                    (None, Chooser::Pool) => pool.pick_among(settings, now, answers, ranking, rng),
                 };
                 let mut request = Request { pick, began: now, ..Request::default() };
                 if let (Shim::OverrideHost, Some(chosen)) = (*shim, pick.replica) {
@@ -368,6 +394,23 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             self.push(Update::CoolDown(now, chosen));
             self.land(now, request, true);
         }
+    }
+
+    /// Handles a response without a report from a replica that the proxy's own policy placed, or that is known to be agentless.
+    fn find_agentless(&mut self, now: Micros, request: &mut Request, proxy: &impl Witness) {
+        let pool_rule = !self.config.choice.rule.is_probe_free();
+        let unsteered = request.pick.replica.is_none() || request.pick.branch == Branch::Agentless;
+        if !(pool_rule && unsteered && self.is_ours(request, proxy)) {
+            return;
+        }
+        let Some(served) = request.served_by(proxy) else { return };
+        if let Some(left) = request.pick.replica.filter(|chosen| *chosen != served)
+            && proxy.attempts() <= 1
+        {
+            // The proxy refused the replica, or the replica has left.
+            self.forget(now, left);
+        }
+        self.note(now, Note::Unreported(served));
     }
 
     /// Records the load reported on a response, unless the request failed: a replica that fails requests immediately
@@ -505,6 +548,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         placement: Placement,
         source: Source,
     ) {
+        if self.membership.members().awaits_report(replica) {
+            self.note(at, Note::Reported(replica));
+        }
         self.rules.reported(replica, report);
         let load = Load { source, ..Load::from(report) };
         self.push(Update::Report(at, replica, load, placement));

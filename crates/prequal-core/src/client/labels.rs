@@ -4,7 +4,7 @@
 use super::count::{ProbeEnd, ReportEnd};
 
 /// Values of `branch` of `picks_total`, in the order of [`Branch`](crate::client::pool::Branch).
-pub const PICKS: [&str; 6] = ["cold", "hot", "trial", "fallback", "sync", "scored"];
+pub const PICKS: [&str; 7] = ["cold", "hot", "trial", "fallback", "sync", "scored", "agentless"];
 /// Values of `class` of `outcomes_total`, in the order of [`Class`](super::Class).
 pub const OUTCOMES: [&str; 4] = ["answer", "upstream_failure", "client_abort", "local"];
 /// Values of `reason` of `ejections_total` and `returned_total`: why replicas are ejected.

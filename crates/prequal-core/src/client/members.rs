@@ -9,6 +9,9 @@
 //!   sample meets it again.
 //! - The replicas' shares of the samples are their weights ([`Placement`]).
 //!
+//! A replica that serves a request and has never reported is *agentless*. It takes part in the choice by requests in flight
+//! (`balancer/agentless.rs`), is not probed, and is in use for no other purpose, until it reports.
+//!
 //! Time has no effect on this: without samples, placement stays as it is. Where Envoy does not vouch, a reply to a probe makes
 //! the replica that it names at most a *candidate*. The candidate gets one request, and becomes a member if Envoy confirms
 //! that it served the request. A replica that invents endpoints therefore fills a small bounded list and costs one unsteered
@@ -112,6 +115,9 @@ struct Tally {
     in_use: u32,
     /// Sum over the members in use.
     hits: u32,
+    agentless: u32,
+    /// Number of members, in use or not, that have not reported yet.
+    awaiting: u32,
 }
 
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
@@ -124,15 +130,18 @@ struct Member {
     hits: u16,
     /// 0 if the serving port answers probes.
     probe_port: u16,
-    rank: u16,
     /// Weight at the last sample that met it. It must not decrease with every sample that no longer meets the replica.
     weight: u16,
+    rank: u8,
+    /// 1 once the replica has reported its load.
+    reported: u8,
 }
 
 /// Values of `Member::rank`.
-const CANDIDATE: u16 = 0;
-const OUT_OF_USE: u16 = 1;
-const IN_USE: u16 = 2;
+const CANDIDATE: u8 = 0;
+const OUT_OF_USE: u8 = 1;
+const IN_USE: u8 = 2;
+const AGENTLESS: u8 = 3;
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
@@ -156,6 +165,19 @@ impl Members {
     /// Number of members in use.
     pub fn count(&self) -> u32 {
         self.tally.in_use
+    }
+
+    /// Number of agentless replicas.
+    pub fn agentless(&self) -> u32 {
+        self.tally.agentless
+    }
+
+    /// The agentless replicas, each with its weight in units of 1/16.
+    pub fn without_agent(&self) -> impl Iterator<Item = (Endpoint, u16)> + '_ {
+        self.list
+            .iter()
+            .filter(|member| member.rank == AGENTLESS)
+            .map(|member| (member.endpoint, member.weight))
     }
 
     /// Number of samples of the policy so far, modulo 2^32.
@@ -209,11 +231,22 @@ impl Members {
         let position = self.position(endpoint);
         let known = position.ok().and_then(|index| self.list.get_mut(index));
         match (known, evidence) {
-            // Hearsay neither renews nor changes a known replica.
+            // Its probe reply, or another replica, says that it has an agent now.
+            (Some(known), Evidence::Hearsay) if known.rank == AGENTLESS => {
+                if self.tally.candidates >= MAX_CANDIDATES {
+                    return false;
+                }
+                self.tally.remove(known);
+                (known.seen, known.rank, known.probe_port) = (stamp, CANDIDATE, probe_port);
+                self.tally.add(known);
+                true
+            }
+            // Otherwise hearsay neither renews nor changes a known replica.
             (Some(_), Evidence::Hearsay) => false,
             (Some(known), _) => {
                 let placed = evidence == Evidence::Placed;
-                let joins = known.rank == CANDIDATE || (placed && known.rank == OUT_OF_USE);
+                let joins =
+                    matches!(known.rank, CANDIDATE | AGENTLESS) || (placed && known.rank == OUT_OF_USE);
                 let changed = joins
                     || (placed && known.sampled != samples)
                     || known.probe_port != probe_port
@@ -225,7 +258,7 @@ impl Members {
                     known.sampled = samples;
                 }
                 if joins {
-                    self.tally.candidates -= usize::from(known.rank == CANDIDATE);
+                    self.tally.remove(known);
                     // The replica counts as average until samples show its weight.
                     (known.rank, known.hits, known.weight) = (IN_USE, mean as u16, Placement::UNIT);
                     self.tally.add(known);
@@ -242,13 +275,76 @@ impl Members {
                     return false;
                 }
                 let weight = Placement::UNIT;
-                let member =
-                    Member { endpoint, seen: stamp, sampled: samples, hits, probe_port, rank, weight };
+                let member = Member {
+                    endpoint,
+                    seen: stamp,
+                    sampled: samples,
+                    hits,
+                    probe_port,
+                    weight,
+                    rank,
+                    reported: 0,
+                };
                 self.tally.add(&member);
                 self.list.insert(position.unwrap_or_else(|place| place), member);
                 true
             }
         }
+    }
+
+    /// Records that Envoy used a replica whose response had no report. If the replica has never reported, or Envoy's policy
+    /// had stopped using it, it is agentless from now on. Returns whether the blob must be written.
+    pub fn served_unreported(&mut self, endpoint: Endpoint, now: Micros) -> bool {
+        let (stamp, sampled) = (now.stamp(), self.samples);
+        let position = self.position(endpoint);
+        let Some(known) = position.ok().and_then(|index| self.list.get_mut(index)) else {
+            if self.list.len() - self.tally.candidates >= MAX_MEMBERS {
+                return false;
+            }
+            let (hits, probe_port, weight, rank, reported) = (0, 0, Placement::UNIT, AGENTLESS, 0);
+            let member = Member { endpoint, seen: stamp, sampled, hits, probe_port, weight, rank, reported };
+            self.tally.add(&member);
+            self.list.insert(position.unwrap_or_else(|place| place), member);
+            return true;
+        };
+        let reports = known.rank == IN_USE && known.reported == 1;
+        let changed = !reports && (known.rank != AGENTLESS || stamp.distance_ms(known.seen) >= RENEW_MS);
+        if changed {
+            self.tally.remove(known);
+            (known.seen, known.rank, known.reported) = (stamp, AGENTLESS, 0);
+            self.tally.add(known);
+        }
+        changed
+    }
+
+    /// Whether members other than the agentless ones have not reported yet.
+    pub fn have_unheard(&self) -> bool {
+        self.tally.awaiting > self.tally.agentless
+    }
+
+    /// Whether the replica is a member that has not reported yet.
+    pub fn awaits_report(&self, endpoint: Endpoint) -> bool {
+        self.tally.awaiting > 0
+            && self.get(endpoint).is_some_and(|member| member.rank != CANDIDATE && member.reported == 0)
+    }
+
+    /// Records that a member has reported. Returns whether the blob must be written.
+    pub fn has_reported(&mut self, endpoint: Endpoint, now: Micros) -> bool {
+        if !self.awaits_report(endpoint) {
+            return false;
+        }
+        let (samples, mean) = (self.samples, self.mean_hits() as u16);
+        let position = self.position(endpoint);
+        if let Some(member) = position.ok().and_then(|index| self.list.get_mut(index)) {
+            self.tally.remove(member);
+            member.reported = 1;
+            if member.rank == AGENTLESS {
+                (member.seen, member.sampled) = (now.stamp(), samples);
+                (member.rank, member.hits) = (IN_USE, mean);
+            }
+            self.tally.add(member);
+        }
+        true
     }
 
     /// Records one sample: Envoy's policy chose `endpoint` for a probe without an address, and Envoy vouches for it.
@@ -288,7 +384,7 @@ impl Members {
         self.observe(endpoint, probe, evidence, now)
     }
 
-    /// Replaces the members in use by `fleet`, each with its weight in units of 1/16 of the mean, and forgets all others.
+    /// Replaces the members by `fleet`, each with its weight in units of 1/16 of the mean, and forgets all others.
     /// This is for a proxy that provides its host set, and needs no samples. `fleet` must be sorted by endpoint and free
     /// of duplicates. Returns the previous membership, or `None` if nothing changes and the blob need not be written.
     pub fn assign(&mut self, fleet: &[(Endpoint, u16)], now: Micros) -> Option<Self> {
@@ -296,7 +392,8 @@ impl Members {
         let stale = |member: &Member| stamp.distance_ms(member.seen) >= MEMBER_TTL_MS / 2;
         let same = self.list.len() == fleet.len().min(MAX_MEMBERS)
             && self.list.iter().zip(fleet).all(|(member, (endpoint, weight))| {
-                (member.endpoint, member.weight, member.rank) == (*endpoint, *weight, IN_USE)
+                (member.endpoint, member.weight) == (*endpoint, *weight)
+                    && matches!(member.rank, IN_USE | AGENTLESS)
                     && !stale(member)
             });
         if same {
@@ -310,8 +407,9 @@ impl Members {
             sampled: old.samples,
             hits: 0,
             probe_port: known(endpoint).map_or(0, |member| member.probe_port),
-            rank: IN_USE,
             weight: weight.max(1),
+            rank: known(endpoint).map_or(IN_USE, |member| member.rank.max(IN_USE)),
+            reported: known(endpoint).map_or(0, |member| member.reported),
         };
         self.list = fleet.iter().take(MAX_MEMBERS).map(member).collect();
         self.samples = old.samples;
@@ -371,11 +469,15 @@ impl Members {
         members.peek().is_some() && members.all(|member| now.distance_ms(member.seen) >= QUIET_MS)
     }
 
-    /// Returns up to `count` distinct targets, drawn uniformly from the replicas that are not out of use and that `skip` does
-    /// not exclude. If none is left, all are eligible.
+    /// Returns up to `count` distinct targets, drawn uniformly from the candidates and the members in use that `skip` does not
+    /// exclude. If none is left, all but the agentless ones are eligible.
     pub fn sample(&self, count: usize, rng: &mut impl Rng, skip: impl Fn(Endpoint) -> bool) -> Vec<Target> {
-        let wanted = self.draw(count, rng, |member| member.rank != OUT_OF_USE && !skip(member.endpoint));
-        if wanted.is_empty() { self.draw(count, rng, |_| true) } else { wanted }
+        let eligible = |member: &Member| matches!(member.rank, CANDIDATE | IN_USE) && !skip(member.endpoint);
+        let wanted = self.draw(count, rng, eligible);
+        match wanted.is_empty() {
+            true => self.draw(count, rng, |member| member.rank != AGENTLESS),
+            false => wanted,
+        }
     }
 
     /// Returns up to `count` distinct targets, drawn uniformly from the members in use that `skip` does not exclude, for a
@@ -446,6 +548,7 @@ impl Tally {
     }
 
     fn add(&mut self, member: &Member) {
+        self.awaiting += u32::from(member.rank != CANDIDATE && member.reported == 0);
         match member.rank {
             CANDIDATE => self.candidates += 1,
             IN_USE => {
@@ -453,6 +556,20 @@ impl Tally {
                 // This cannot overflow: the sum has at most `MAX_MEMBERS` counts of 16 bits.
                 self.hits += u32::from(member.hits);
             }
+            AGENTLESS => self.agentless += 1,
+            _ => {}
+        }
+    }
+
+    fn remove(&mut self, member: &Member) {
+        self.awaiting -= u32::from(member.rank != CANDIDATE && member.reported == 0);
+        match member.rank {
+            CANDIDATE => self.candidates -= 1,
+            IN_USE => {
+                self.in_use -= 1;
+                self.hits -= u32::from(member.hits);
+            }
+            AGENTLESS => self.agentless -= 1,
             _ => {}
         }
     }
@@ -492,7 +609,7 @@ impl Member {
 }
 
 impl Blob for Members {
-    const TAG: Tag = Tag::of_release(0x6d65_6d62, 3); // "memb"
+    const TAG: Tag = Tag::of_release(0x6d65_6d62, 4); // "memb"
 
     fn decode(bytes: &[u8]) -> Result<Self, BlobError> {
         let (header, records) = bytes
@@ -514,7 +631,11 @@ impl Blob for Members {
         let list: Vec<Member> =
             records.chunks_exact(size_of::<Member>()).map(bytemuck::pod_read_unaligned).collect();
         let ordered = list.is_sorted_by(|one, next| one.endpoint < next.endpoint);
-        if !(ordered && list.iter().all(|member| member.endpoint.is_valid() && member.rank <= IN_USE)) {
+        if !(ordered
+            && list
+                .iter()
+                .all(|member| member.endpoint.is_valid() && member.rank <= AGENTLESS && member.reported <= 1))
+        {
             return Err(BlobError::Content);
         }
         let tally = Tally::of(&list);

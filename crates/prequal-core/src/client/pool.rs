@@ -73,6 +73,8 @@ pub enum Branch {
     Sync,
     /// The lowest score ([`PoolState::pick_scored`]), or a rule that does not use the pool.
     Scored,
+    /// A replica without an agent got its share.
+    Agentless,
 }
 
 /// The choice for one request.
@@ -239,6 +241,18 @@ impl PoolState {
     pub fn pick_trial(&mut self, settings: &PoolSettings, trial: Trial, now: Micros) -> Pick {
         let fallback = Pick::fallback(trial.placement, self.begin_pick(settings, now.stamp()));
         Pick { replica: Some(trial.replica), branch: Branch::Cold, trial: true, ..fallback }
+    }
+
+    /// Returns the choice for a request that goes to an agentless replica, or `None` for the caller's own policy.
+    pub fn pick_unreported(
+        &mut self,
+        settings: &PoolSettings,
+        replica: Option<Endpoint>,
+        now: Micros,
+    ) -> Pick {
+        let fallback = Pick::fallback(Placement::even(self.samples), self.begin_pick(settings, now.stamp()));
+        let branch = if replica.is_some() { Branch::Agentless } else { Branch::Fallback };
+        Pick { replica, branch, ..fallback }
     }
 
     /// Adopts the state of the ejection table and removes ejected replicas from the pool.

@@ -16,7 +16,8 @@ use tokio::sync::oneshot;
 pub(super) struct Terms {
     max_streams: AtomicU32,
     extended_connect: AtomicBool,
-    leaving: AtomicBool,
+    /// Number of the last stream that the backend accepted before it sent GOAWAY; `u32::MAX` until then.
+    last_stream: AtomicU32,
 }
 
 impl Default for Terms {
@@ -25,7 +26,7 @@ impl Default for Terms {
         Self {
             max_streams: AtomicU32::new(u32::MAX),
             extended_connect: AtomicBool::new(false),
-            leaving: AtomicBool::new(false),
+            last_stream: AtomicU32::new(u32::MAX),
         }
     }
 }
@@ -43,7 +44,20 @@ impl Terms {
 
     /// Returns whether new streams are refused.
     pub(super) fn leaving(&self) -> bool {
-        self.leaving.load(Ordering::Relaxed)
+        self.accepted().is_some()
+    }
+
+    /// Returns the number of requests that the backend accepted before it sent GOAWAY, or `None` if it has not.
+    pub(super) fn accepted(&self) -> Option<u32> {
+        match self.last_stream.load(Ordering::Relaxed) {
+            u32::MAX => None,
+            // A client's streams have odd numbers.
+            last => Some(last.div_ceil(2)),
+        }
+    }
+
+    fn leave(&self, last_stream: u32) {
+        self.last_stream.store(last_stream, Ordering::Relaxed);
     }
 
     fn set(&self, id: u16, value: u32) {
@@ -128,6 +142,15 @@ impl Frames {
                     self.left -= SETTING;
                     self.settle();
                 }
+            } else if self.kind == GOAWAY && self.left >= LAST_STREAM {
+                if self.part.fill(&mut data, LAST_STREAM) {
+                    let [a, b, c, d, ..] = self.part.bytes;
+                    self.terms.leave(u32::from_be_bytes([a, b, c, d]) & !RESERVED);
+                    self.part.have = 0;
+                    self.left -= LAST_STREAM;
+                    // The rest says why.
+                    self.kind = IGNORED;
+                }
             } else {
                 let n = self.left.min(data.len());
                 self.left -= n;
@@ -142,9 +165,6 @@ impl Frames {
         self.left = u32::from_be_bytes([0, a, b, c]) as usize;
         self.kind = kind;
         self.part.have = 0;
-        if kind == GOAWAY {
-            self.terms.leaving.store(true, Ordering::Relaxed);
-        }
         self.settle();
     }
 
@@ -173,6 +193,11 @@ const HEAD: usize = 9;
 const SETTING: usize = 6;
 const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
+/// A type that this module does not read: DATA.
+const IGNORED: u8 = 0;
+/// Length of a GOAWAY's first field, bytes, and the bit of it that has no meaning.
+const LAST_STREAM: usize = 4;
+const RESERVED: u32 = 1 << 31;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
 const ENABLE_CONNECT_PROTOCOL: u16 = 8;
 
@@ -242,8 +267,11 @@ mod tests {
             assert_eq!((answer, terms.max_streams(), terms.extended_connect()), (Some(true), 7, true));
             let (_, terms) = read(&[&settings[..], &data, &change, &data].concat(), piece);
             assert_eq!((terms.max_streams(), terms.leaving()), (256, false), "{piece}");
-            let (_, terms) = read(&[&settings[..], &data, &frame(GOAWAY, &[0; 8])].concat(), piece);
-            assert!(terms.leaving());
+            for (last_stream, accepted) in [(0, 0), (1, 1), (39, 20), (0x7fff_ffff, 1 << 30)] {
+                let goaway = frame(GOAWAY, &[u32::to_be_bytes(last_stream), [0; 4], *b"why?"].concat());
+                let (_, terms) = read(&[&settings[..], &data, &goaway, &change].concat(), piece);
+                assert_eq!((terms.accepted(), terms.max_streams()), (Some(accepted), 256));
+            }
         }
         let (answer, terms) = read(&frame(SETTINGS, &[]), 100);
         assert_eq!((answer, terms.max_streams()), (Some(true), u32::MAX));

@@ -23,10 +23,12 @@ use crate::tls;
 use crate::upload::Upload;
 
 /// Connections, and requests that wait for a stream.
-#[derive(Default)]
 pub(super) struct Http2 {
     conns: Vec<Conn>,
-    waiting: VecDeque<oneshot::Sender<Result<Slot, Failure>>>,
+    /// Number of requests that the backend is expected to accept on a new connection.
+    quota: u32,
+    /// The request that has waited longest comes first.
+    waiting: VecDeque<Waiter>,
     /// Number of attempts under way, and start of the last one.
     dialing: usize,
     dialed: Option<Instant>,
@@ -34,10 +36,59 @@ pub(super) struct Http2 {
     http1_only: Option<Instant>,
 }
 
+impl Default for Http2 {
+    fn default() -> Self {
+        Self {
+            conns: Vec::new(),
+            quota: u32::MAX,
+            waiting: VecDeque::new(),
+            dialing: 0,
+            dialed: None,
+            http1_only: None,
+        }
+    }
+}
+
+impl Http2 {
+    /// Returns whether the last attempt to connect should have succeeded by now.
+    fn is_stalled(&self) -> bool {
+        self.dialed.is_none_or(|at| at.elapsed() >= HEDGE)
+    }
+
+    /// Drops connections that are closing or superfluous, and adjusts the quotas to what the backend did.
+    fn tidy(&mut self) {
+        let mut first = true;
+        let quota = &mut self.quota;
+        self.conns.retain_mut(|conn| {
+            let idle = conn.streams.load(Ordering::Relaxed) == 0;
+            if let Some(accepted) = conn.terms.accepted() {
+                if (1..conn.begun).contains(&accepted) {
+                    *quota = accepted;
+                }
+            } else if idle && conn.begun >= conn.quota {
+                // It would have closed the connection by now.
+                conn.quota = conn.quota.saturating_mul(2);
+                *quota = conn.quota.max(*quota);
+            }
+            let spare = idle && conn.used.elapsed() >= SPARE_IDLE;
+            conn.usable() && (mem::take(&mut first) || !spare)
+        });
+    }
+}
+
+/// Request that waits for a stream.
+struct Waiter {
+    since: Instant,
+    turn: oneshot::Sender<Result<Slot, Failure>>,
+}
+
 struct Conn {
     sender: http2::SendRequest<Upload>,
     terms: Arc<Terms>,
     streams: Arc<AtomicU32>,
+    /// Number of requests that were given a stream, and how many the backend is expected to accept.
+    begun: u32,
+    quota: u32,
     used: Instant,
 }
 
@@ -46,7 +97,12 @@ impl Conn {
         !self.terms.leaving() && !self.sender.is_closed()
     }
 
+    /// Returns whether it has a stream for another request, which the backend is expected to accept.
     fn has_room(&self) -> bool {
+        self.begun < self.quota && self.has_stream()
+    }
+
+    fn has_stream(&self) -> bool {
         self.streams.load(Ordering::Relaxed) < self.terms.max_streams()
     }
 }
@@ -82,6 +138,11 @@ impl Permit {
     /// Returns whether the backend is closing the connection of this stream.
     pub(super) fn leaving(&self) -> bool {
         self.terms.leaving()
+    }
+
+    /// Returns whether the backend accepted requests on this connection, according to its GOAWAY.
+    pub(super) fn accepted_some(&self) -> bool {
+        self.terms.accepted().is_some_and(|requests| requests > 0)
     }
 }
 
@@ -130,7 +191,7 @@ impl Pool {
         if !needs_http2 && self.http1_only() {
             return Ok(None);
         }
-        match self.wait_for_stream().await {
+        match self.wait_for_stream(Instant::now()).await {
             // HTTP/1 servers may also close without an answer, for example during a restart. This says nothing about the next
             // connection.
             Err(UpstreamError::NoHttp2 | UpstreamError::Silent) if !needs_http2 => Ok(None),
@@ -149,25 +210,27 @@ impl Pool {
         true
     }
 
-    /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`.
-    pub(super) async fn wait_for_stream(self: &Arc<Self>) -> Result<Slot, UpstreamError> {
-        let turn = {
+    /// Takes a stream of any connection, or waits for one, for at most `connect_timeout`. A request that has needed one `since`
+    /// earlier precedes others.
+    pub(super) async fn wait_for_stream(self: &Arc<Self>, since: Instant) -> Result<Slot, UpstreamError> {
+        let taken = {
             let mut http2 = self.http2();
-            http2.waiting.retain(|waiter| !waiter.is_closed());
-            if http2.waiting.is_empty()
-                && let Some(slot) = self.take(&mut http2)
+            http2.waiting.retain(|waiter| !waiter.turn.is_closed());
+            let place = http2.waiting.partition_point(|waiter| waiter.since <= since);
+            if place == 0
+                && let Some(slot) = self.take(&mut http2, false)
             {
                 return Ok(slot);
             }
             if http2.waiting.len() >= self.max_waiting {
                 return Err(UpstreamError::NoStream);
             }
-            let (waiter, turn) = oneshot::channel();
-            http2.waiting.push_back(waiter);
+            let (turn, taken) = oneshot::channel();
+            http2.waiting.insert(place, Waiter { since, turn });
             self.dial_another(&mut http2);
-            turn
+            taken
         };
-        Box::pin(self.wait_for_turn(turn)).await
+        Box::pin(self.wait_for_turn(taken)).await
     }
 
     async fn wait_for_turn(
@@ -181,21 +244,29 @@ impl Pool {
             match tokio::time::timeout(patience, &mut turn).await {
                 Ok(Ok(slot)) => return Ok(slot?),
                 Ok(Err(_)) => break,
-                Err(_) => self.dial_another(&mut self.http2()),
+                Err(_) => {
+                    self.serve_waiting();
+                    self.dial_another(&mut self.http2());
+                }
             }
         }
         let connected = !self.http2().conns.is_empty();
         Err(if connected { UpstreamError::NoStream } else { UpstreamError::ConnectTimeout })
     }
 
-    /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do.
-    fn take(self: &Arc<Self>, http2: &mut Http2) -> Option<Slot> {
-        let mut first = true;
-        http2.conns.retain(|conn| {
-            let idle = conn.streams.load(Ordering::Relaxed) == 0 && conn.used.elapsed() >= SPARE_IDLE;
-            conn.usable() && (mem::take(&mut first) || !idle)
-        });
-        let conn = http2.conns.iter_mut().find(|conn| conn.has_room())?;
+    /// Takes a stream of the first connection that has room, so that the others become idle when there is little to do. Unless
+    /// another connection can be opened, or if `dialed`, a connection beyond its quota is better than none: the backend refuses
+    /// the request at worst.
+    fn take(self: &Arc<Self>, http2: &mut Http2, dialed: bool) -> Option<Slot> {
+        http2.tidy();
+        let beyond = dialed || http2.conns.len() + http2.dialing >= self.max_connections;
+        let index = http2
+            .conns
+            .iter()
+            .position(Conn::has_room)
+            .or_else(|| http2.conns.iter().position(|conn| beyond && conn.has_stream()))?;
+        let conn = &mut http2.conns[index];
+        conn.begun = conn.begun.saturating_add(1);
         conn.used = Instant::now();
         conn.streams.fetch_add(1, Ordering::Relaxed);
         let permit = Permit { pool: self.clone(), streams: conn.streams.clone(), terms: conn.terms.clone() };
@@ -210,11 +281,12 @@ impl Pool {
         let mut served = Vec::new();
         {
             let mut http2 = self.http2();
+            let dialed = http2.dialing == 0 || http2.is_stalled();
             while let Some(waiter) = http2.waiting.pop_front() {
-                if waiter.is_closed() {
+                if waiter.turn.is_closed() {
                     continue;
                 }
-                let Some(slot) = self.take(&mut http2) else {
+                let Some(slot) = self.take(&mut http2, dialed) else {
                     http2.waiting.push_front(waiter);
                     break;
                 };
@@ -223,16 +295,16 @@ impl Pool {
         }
         for (waiter, slot) in served {
             // If the request is gone, the slot is dropped, which serves the next one.
-            let _ = waiter.send(Ok(slot));
+            let _ = waiter.turn.send(Ok(slot));
         }
     }
 
     /// Opens another connection, unless there are enough connections or an attempt under way suffices.
     fn dial_another(self: &Arc<Self>, http2: &mut Http2) {
-        let stalled = http2.dialed.is_none_or(|at| at.elapsed() >= HEDGE);
-        let crowded = http2.waiting.len() > http2.dialing * EXPECTED_STREAMS;
+        let expected = EXPECTED_STREAMS.min(http2.quota as usize);
+        let crowded = http2.waiting.len() > http2.dialing * expected;
         if http2.conns.len() + http2.dialing < self.max_connections
-            && (http2.dialing == 0 || stalled || crowded)
+            && (http2.dialing == 0 || http2.is_stalled() || crowded)
         {
             http2.dialing += 1;
             http2.dialed = Some(Instant::now());
@@ -269,7 +341,7 @@ impl Pool {
         }
         if let Some(failure) = failure {
             for waiter in failed {
-                let _ = waiter.send(Err(failure));
+                let _ = waiter.turn.send(Err(failure));
             }
         }
         self.serve_waiting();
@@ -317,7 +389,14 @@ impl Pool {
             Ok(Err(_)) => return Err(Failure::Silent),
             Err(_) => return Err(Failure::Timeout),
         }
-        Ok(Conn { sender, terms, streams: Arc::default(), used: Instant::now() })
+        Ok(Conn {
+            sender,
+            terms,
+            streams: Arc::default(),
+            begun: 0,
+            quota: self.http2().quota,
+            used: Instant::now(),
+        })
     }
 
     fn http2(&self) -> MutexGuard<'_, Http2> {

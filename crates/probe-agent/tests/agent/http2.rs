@@ -14,7 +14,7 @@ use crate::common::{
 use bytes::Bytes;
 use http::{Request, Response, StatusCode, response};
 use http_body_util::channel::Channel;
-use http_body_util::{BodyExt, Empty};
+use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
@@ -395,6 +395,78 @@ async fn a_request_is_sent_again_only_if_it_is_kept_and_was_not_processed() {
         assert!(agent.load.counters().upstream_errors().any(|error| error == (reason, 1)), "{reason}");
         agent.at_rest([0, 1, 0, 0]).await;
     }
+}
+
+/// Starts a backend that accepts a number of requests on each connection; the last number goes for all later connections. With
+/// the last request that it accepts, it sends GOAWAY, and ignores those that come after it.
+async fn accepting(numbers: &'static [u32]) -> SocketAddr {
+    let connections = AtomicUsize::new(0);
+    raw_backend(move |mut tcp| {
+        let connection = connections.fetch_add(1, Ordering::Relaxed);
+        let most = numbers[connection.min(numbers.len() - 1)];
+        async move {
+            greet(&mut tcp, &[(INITIAL_WINDOW_SIZE, 1 << 20), (MAX_CONCURRENT_STREAMS, 100)]).await;
+            tcp.write_all(&frame(WINDOW_UPDATE, 0, 0, &(1u32 << 24).to_be_bytes())).await.unwrap();
+            let last = 2 * most - 1;
+            let mut answered = 0;
+            while answered < most
+                && let Ok(Frame { kind, flags, stream, .. }) = read_frame(&mut tcp).await
+            {
+                if kind == HEADERS && stream == last {
+                    let goaway = [last.to_be_bytes(), [0; 4]].concat();
+                    tcp.write_all(&frame(GOAWAY, 0, 0, &goaway)).await.unwrap();
+                }
+                if matches!(kind, HEADERS | DATA) && flags & END_STREAM != 0 && stream <= last {
+                    tcp.write_all(&frame(HEADERS, END_HEADERS | END_STREAM, stream, &[0x88])).await.unwrap();
+                    answered += 1;
+                }
+            }
+            // As nginx does, so that the answers are not lost: reads what still comes.
+            tcp.shutdown().await.unwrap();
+            while let Ok(1..) = tcp.read(&mut [0; 1 << 14]).await {}
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn connections_that_accept_fewer_requests_than_are_in_flight_fail_none() {
+    let agent = agent(accepting(&[3]).await, |_| {});
+    let client = client2(agent.addr).await;
+    let send = async |number: usize, len: usize| {
+        let request = || {
+            let body = Full::new(Bytes::from(vec![b'x'; len]));
+            client.clone().send_request(Request::post("http://app.example/").body(body).unwrap())
+        };
+        let requests: Vec<_> = (0..number).map(|_| tokio::spawn(request())).collect();
+        for request in requests {
+            assert_eq!(within(request).await.unwrap().unwrap().status(), StatusCode::OK);
+        }
+    };
+    // More than all connections together accept.
+    send(190, 100).await;
+    let refused = agent.load.counters().refused();
+    assert!(refused > 0);
+    // By now the agent knows how many requests a connection accepts, and sends bodies that it could not send again.
+    send(40, 200_000).await;
+    assert_eq!(agent.load.counters().refused(), refused);
+    agent.at_rest([230, 0, 0, 0]).await;
+}
+
+#[tokio::test]
+async fn a_backend_that_accepts_more_requests_than_before_needs_few_connections() {
+    let agent = agent(accepting(&[1, 1000]).await, |_| {});
+    let client = client2(agent.addr).await;
+    let (first, second) =
+        tokio::join!(client.clone().send_request(ordinary()), client.clone().send_request(ordinary()));
+    assert_eq!((first.unwrap().status(), second.unwrap().status()), (StatusCode::OK, StatusCode::OK));
+    for _ in 0..20 {
+        let response = within(client.clone().send_request(ordinary())).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+    }
+    assert!(agent.load.counters().refused() > 0, "the agent has learned a limit");
+    let connections = agent.load.counters().upstream_connections();
+    assert!(connections <= 3, "{connections} connections");
 }
 
 /// Reads until a PING arrives, and answers neither it nor anything after it.

@@ -24,5 +24,6 @@ mod process;
 mod ready;
 mod replica;
 mod requests;
+mod reuse;
 mod tls;
 mod unix;

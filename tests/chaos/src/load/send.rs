@@ -115,7 +115,13 @@ async fn unary(clients: &Clients, ending: &mut Ending) -> Result<()> {
     let trailers = body.trailers().cloned().context("no trailers")?;
     ensure!(trailers.contains_key("grpc-status"), "no grpc-status");
     ensure_grpc_ok(&trailers)?;
-    ensure!(body.to_bytes() == mix::message(), "another message");
+    let got = body.to_bytes();
+    ensure!(
+        got == mix::message(),
+        "another message: {} bytes instead of {}",
+        got.len(),
+        mix::message().len()
+    );
     Ok(())
 }
 

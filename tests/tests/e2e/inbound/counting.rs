@@ -15,11 +15,13 @@ use crate::support::{assert_all_ok, assert_no_prequal_headers, bed};
 
 /// Time within which a dead VM's requests must leave the RIF, including some time to poll on a busy machine.
 const HEALED: Duration = Duration::from_millis(3500);
+/// Time for requests to arrive on a busy machine; shorter than the route's timeout.
+const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Answers by path: `/slow` after 2.5 s, `/late` after the route's timeout, `/reset` never.
+/// Answers by path: `/held` when the gate opens, `/late` after the route's timeout, `/reset` never.
 fn by_path(seen: &Seen) -> Reply {
     match seen.path.as_str() {
-        "/slow" => Reply::ok().delay(MS(2500)),
+        "/held" => Reply::ok().gated(),
         "/reset" => Reply::ok().delay(MS(20)).body(Body::Reset),
         "/late" | "/given-up" => Reply::ok().delay(MS(1500)),
         "/broken" => Reply::ok().body(Body::Broken(Bytes::from_static(b"half"))),
@@ -40,8 +42,9 @@ fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
     }))?;
     for http2 in [false, true] {
         let before = envoy.inbound(envoy.addr())?;
-        let held = hold(envoy.addr(), 40, http2, "/slow");
-        wait_for_rif(envoy.addr(), 40, MS(2000));
+        backend.set_gate(false);
+        let held = hold(envoy.addr(), 40, http2, "/held");
+        wait_for_rif(envoy.addr(), 40, PATIENCE);
         let by_slot = slots(&envoy)?;
         assert!(by_slot.len() == 2 && by_slot.iter().sum::<u64>() == 40, "one worker's share: {by_slot:?}");
         let addr = envoy.addr();
@@ -62,6 +65,7 @@ fn rif_is_exact_over_workers_however_requests_end() -> Result<()> {
         }
         mixed.into_iter().for_each(|thread| thread.join().expect("it ran"));
         wait_for_rif(addr, 40, MS(1000));
+        backend.set_gate(true);
         for answer in held {
             assert_eq!(answer.join().expect("it ran")?.status, 200);
         }

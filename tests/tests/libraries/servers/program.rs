@@ -17,6 +17,8 @@ pub(super) enum Kind {
     Nginx,
     /// Cleartext HTTP/2 only.
     NginxHttp2,
+    /// The same, but it closes a connection after fewer requests than are in flight.
+    NginxFewRequests,
     /// HTTP/1.1.
     Node,
     /// Cleartext HTTP/2 only.
@@ -30,13 +32,30 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    pub(super) const ALL: [Self; 7] =
-        [Self::Nginx, Self::NginxHttp2, Self::Node, Self::NodeHttp2, Self::Go, Self::GoGrpc, Self::Java];
+    pub(super) const ALL: [Self; 8] = [
+        Self::Nginx,
+        Self::NginxHttp2,
+        Self::NginxFewRequests,
+        Self::Node,
+        Self::NodeHttp2,
+        Self::Go,
+        Self::GoGrpc,
+        Self::Java,
+    ];
+
+    /// Returns whether the server speaks nothing but cleartext HTTP/2.
+    pub(super) fn only_http2(self) -> bool {
+        matches!(self, Self::NginxHttp2 | Self::NginxFewRequests | Self::NodeHttp2)
+    }
+
+    fn is_nginx(self) -> bool {
+        matches!(self, Self::Nginx | Self::NginxHttp2 | Self::NginxFewRequests)
+    }
 
     /// Says that the program that runs or builds the server is missing, if so.
     pub(super) fn missing(self) -> Option<String> {
         match self {
-            Self::Nginx | Self::NginxHttp2 => missing("nginx", &["-v"], "nginx"),
+            Self::Nginx | Self::NginxHttp2 | Self::NginxFewRequests => missing("nginx", &["-v"], "nginx"),
             Self::Node | Self::NodeHttp2 => missing("node", &["--version"], "nodejs"),
             Self::Go | Self::GoGrpc => missing_go(),
             Self::Java => missing("java", &["-version"], "default-jre-headless"),
@@ -78,8 +97,7 @@ impl Server {
     /// Ends the server gracefully, waits for its end, and starts it again.
     pub(super) fn restart(&mut self) -> Result<()> {
         // SIGTERM ends nginx at once. Its container image asks for SIGQUIT.
-        let nginx = matches!(self.kind, Kind::Nginx | Kind::NginxHttp2);
-        let signal = if nginx { "-QUIT" } else { "-TERM" };
+        let signal = if self.kind.is_nginx() { "-QUIT" } else { "-TERM" };
         self.signal(signal)?;
         eventually("the server ends", PATIENCE, || self.child.try_wait().ok().flatten());
         self.child = spawn(&mut self.command, self.addr)?;
@@ -116,11 +134,13 @@ fn spawn(command: &mut Command, addr: SocketAddr) -> Result<Child> {
 fn command(kind: Kind, addr: SocketAddr, dir: &TempDir) -> Result<Command> {
     let programs = workspace_root().join("tests/servers");
     let mut command = match kind {
-        Kind::Nginx | Kind::NginxHttp2 => {
-            let protocol = if kind == Kind::NginxHttp2 { "http2" } else { "" };
+        Kind::Nginx | Kind::NginxHttp2 | Kind::NginxFewRequests => {
+            let protocol = if kind.only_http2() { "http2" } else { "" };
+            let requests = if kind == Kind::NginxFewRequests { "20" } else { "500" };
             let template = std::fs::read_to_string(programs.join("nginx.conf"))?;
             let text = template
                 .replace("DIR", &dir.path().display().to_string())
+                .replace("REQUESTS", requests)
                 .replace("ADDR PROTOCOL", &format!("{addr} {protocol}"));
             let conf = dir.path().join("nginx.conf");
             std::fs::write(&conf, text)?;

@@ -51,6 +51,27 @@ fn strip(header: &str) -> Value {
         {"@type": kind, "mutations": {"response_mutations": [{"remove": header}]}}})
 }
 
+/// Adds the detour filter before the router, and lets Envoy use the hosts that it names.
+fn add_detour(root: &mut Value) {
+    let kind = "type.googleapis.com/envoy.extensions.filters.http.dynamic_modules.v3.DynamicModuleFilter";
+    let module = policy(root)["dynamic_module_config"].clone();
+    let detour = json!({"name": "detour", "typed_config":
+        {"@type": kind, "dynamic_module_config": module, "filter_name": "prequal_detour"}});
+    list(manager(root, "/http_filters")).insert(1, detour);
+    let statuses = ["UNKNOWN", "HEALTHY", "UNHEALTHY", "DRAINING", "TIMEOUT", "DEGRADED"];
+    cluster(root, 0)["common_lb_config"] = json!({"override_host_status": {"statuses": statuses}});
+}
+
+fn detour(root: &mut Value) -> &mut Value {
+    manager(root, "/http_filters/1/typed_config")
+}
+
+/// A filter that keeps sessions at their hosts.
+fn session() -> Value {
+    let kind = "type.googleapis.com/envoy.extensions.filters.http.stateful_session.v3.StatefulSession";
+    json!({"name": "session", "typed_config": {"@type": kind}})
+}
+
 pub(super) const BREAKS: &[Break] = &[
     ("wrong-type", |root| root["bootstrap_extensions"] = json!({})),
     ("filter-missing", |root| remove(cluster(root, 0), "load_balancing_policy")),
@@ -91,6 +112,40 @@ pub(super) const BREAKS: &[Break] = &[
         let other = listeners[0].clone();
         list(listeners).push(other);
         remove(router(root), "upstream_log");
+    }),
+    // The listener's filter is not the cluster's.
+    ("native-filter-missing", |root| {
+        filters(root, 0)[0]["typed_config"]["filter_name"] = json!("prequal_detour")
+    }),
+    ("native-detour-missing", |root| {
+        add_detour(root);
+        list(manager(root, "/http_filters")).remove(1);
+    }),
+    ("native-detour-status", |root| {
+        add_detour(root);
+        remove(cluster(root, 0), "common_lb_config");
+    }),
+    ("native-detour-status", |root| {
+        add_detour(root);
+        list(&mut cluster(root, 0)["common_lb_config"]["override_host_status"]["statuses"]).remove(2);
+    }),
+    ("native-detour-name", |root| {
+        add_detour(root);
+        detour(root)["filter_name"] = json!("prequal");
+        remove(cluster(root, 0), "common_lb_config");
+    }),
+    ("native-detour-name", |root| {
+        add_detour(root);
+        detour(root)["dynamic_module_config"]["name"] = json!("prequal_native_2");
+        remove(cluster(root, 0), "common_lb_config");
+    }),
+    ("native-detour-order", |root| {
+        add_detour(root);
+        list(manager(root, "/http_filters")).insert(1, session());
+    }),
+    ("router-order", |root| {
+        add_detour(root);
+        list(manager(root, "/http_filters")).swap(1, 2);
     }),
     ("native-filter-probes", |root| {
         let ours = filters(root, 0)[0].clone();
@@ -247,6 +302,21 @@ fn allowed_variants_have_no_findings() {
             let settings = &mut policy(root)["lb_policy_config"];
             let object: Value = serde_json::from_str(settings["value"].as_str().unwrap()).unwrap();
             *settings = json!({"@type": "type.googleapis.com/google.protobuf.Struct", "value": object});
+        }),
+        ("a detour", add_detour),
+        ("a detour before sessions", |root| {
+            add_detour(root);
+            list(manager(root, "/http_filters")).insert(2, session());
+        }),
+        ("sessions that stay at hosts that are not healthy", |root| {
+            add_detour(root);
+            *detour(root) = session()["typed_config"].clone();
+        }),
+        ("another module's filter in the listener", |root| {
+            add_detour(root);
+            *detour(root) = json!({"@type": detour(root)["@type"], "dynamic_module_config": {"name": "other"},
+                                   "filter_name": "other"});
+            remove(cluster(root, 0), "common_lb_config");
         }),
         ("a module by file", |root| {
             modules(root, &|module| {

@@ -70,6 +70,9 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         hinted: bool,
         reply: Result<Reply, ProbeEnd>,
     ) -> Option<Answer> {
+        if reply.is_err() {
+            self.agentless.probe_unanswered();
+        }
         let (report, host) = match reply {
             Ok(Reply { report: Ok(report), host }) => (Ok(report), host),
             Ok(Reply { report: Err(bad), host }) => {

@@ -25,6 +25,7 @@ use crate::wire::hint::HintSource;
 use crate::wire::load::Load;
 use crate::wire::report::{LoadReport, ReportError};
 
+mod agentless;
 mod race;
 
 fn replica(n: u16) -> Endpoint {

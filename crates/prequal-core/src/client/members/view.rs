@@ -37,6 +37,10 @@ pub enum Note {
         /// How it was chosen.
         evidence: Evidence,
     },
+    /// See [`Members::served_unreported`].
+    Unreported(Endpoint),
+    /// See [`Members::has_reported`].
+    Reported(Endpoint),
     /// See [`Members::renew`].
     Alive(Endpoint),
     /// See [`Members::remove`].
@@ -53,6 +57,8 @@ impl Note {
             }
             Self::Observed { replica, probe, evidence } => members.observe(replica, probe, evidence, at),
             Self::Confirmed { replica, evidence } => members.confirm(replica, evidence, at),
+            Self::Unreported(replica) => members.served_unreported(replica, at),
+            Self::Reported(replica) => members.has_reported(replica, at),
             Self::Alive(replica) => members.renew(replica, at),
             Self::Left(replica) => members.remove(replica),
         }
@@ -64,7 +70,8 @@ impl Note {
             Self::Sampled { replica, .. }
             | Self::Observed { replica, .. }
             | Self::Confirmed { replica, .. } => members.get(replica).is_none(),
-            Self::Alive(_) | Self::Left(_) => false,
+            Self::Unreported(replica) => members.get(replica).is_none(),
+            Self::Reported(_) | Self::Alive(_) | Self::Left(_) => false,
         }
     }
 }

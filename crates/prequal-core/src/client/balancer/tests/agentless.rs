@@ -1,0 +1,127 @@
+//! Replicas without an agent beside others that report.
+
+use super::*;
+use crate::client::balancer::agentless::Chooser;
+use crate::client::pool::Branch;
+
+/// A balancer that knows replicas 0 to `n` - 1 by their reports, and the next `agentless` by responses without one.
+fn mixed(n: u16, agentless: u16) -> Balancer<Memory, Counts> {
+    let mut balancer = balancer(config(Profile::Default, n), &Memory);
+    probe_all(&mut balancer, n, 0);
+    for bare in n..n + agentless {
+        placed_by_proxy(&mut balancer, 1, bare);
+    }
+    balancer
+}
+
+/// Handles a response without a report to a request that the proxy's own policy placed.
+fn placed_by_proxy(balancer: &mut Balancer<Memory, Counts>, at: u64, n: u16) {
+    let proxy = Proxy(at, Some(replica(n)), Class::Answer, 1);
+    let mut request = Request::default();
+    balancer.response(ms(at), &mut request, false, None, &proxy);
+    balancer.ended(request, true, false, &proxy);
+}
+
+/// Sends a request; whoever gets it answers at once, and reports if its number is below `reporting`.
+fn send(balancer: &mut Balancer<Memory, Counts>, at: u64, reporting: u16, rng: &mut SmallRng) -> Option<u16> {
+    let mut request = balancer.begin(ms(at), &[], true, rng);
+    let chosen = request.pick.replica.map(number)?;
+    let proxy = Proxy(at, Some(replica(chosen)), Class::Answer, 1);
+    let report = (chosen < reporting).then(|| Ok(report(chosen, 1, 10)));
+    balancer.response(ms(at), &mut request, false, report, &proxy);
+    balancer.ended(request, true, false, &proxy);
+    Some(chosen)
+}
+
+#[test]
+fn replicas_without_an_agent_get_their_share() {
+    let (mut balancer, mut rng) = (mixed(6, 2), rng());
+    let mut hits = [0; 8];
+    for at in 2..4002 {
+        let n = send(&mut balancer, at, 6, &mut rng).expect("steered");
+        hits[usize::from(n)] += 1;
+    }
+    assert!(hits[6..].iter().all(|hits| (420..580).contains(hits)), "{hits:?}");
+    assert_eq!(balancer.counters().of(Count::Pick(Branch::Agentless)), hits[6] + hits[7]);
+    assert!(hits[..6].iter().all(|hits| *hits > 100), "the others keep theirs: {hits:?}");
+}
+
+#[test]
+fn among_them_the_one_with_the_fewest_requests_in_flight_is_chosen() {
+    let (mut balancer, mut rng) = (mixed(6, 3), rng());
+    let mut held = Vec::new();
+    while held.len() < 9 {
+        let request = balancer.begin(ms(2), &[], true, &mut rng);
+        if request.pick.branch == Branch::Agentless {
+            held.push(request);
+        }
+    }
+    for n in 6..9 {
+        assert_eq!(held.iter().filter(|request| request.pick.replica == Some(replica(n))).count(), 3);
+    }
+    let proxy = Proxy(3, Some(replica(7)), Class::Answer, 1);
+    for request in held.extract_if(.., |request| request.pick.replica == Some(replica(7))) {
+        balancer.ended(request, true, false, &proxy);
+    }
+    let members = balancer.membership.members().clone();
+    let chosen: Vec<Chooser> =
+        (0..100).map(|_| balancer.agentless.chooser(&members, false, ms(4), |_| true, &mut rng)).collect();
+    assert!(chosen.contains(&Chooser::Agentless(replica(7))));
+    let only = [Chooser::Pool, Chooser::Agentless(replica(7))];
+    assert!(chosen.iter().all(|chooser| only.contains(chooser)), "{chosen:?}");
+    let ejected = (0..100)
+        .map(|_| balancer.agentless.chooser(&members, false, ms(4), |other| other != replica(7), &mut rng));
+    assert!(!ejected.collect::<Vec<_>>().contains(&Chooser::Agentless(replica(7))));
+}
+
+#[test]
+fn a_majority_without_agents_leaves_all_requests_to_the_proxy() {
+    let (mut balancer, mut rng) = (mixed(3, 4), rng());
+    assert!((2..200).all(|at| send(&mut balancer, at, 3, &mut rng).is_none()));
+    // One gets an agent: now half of the fleet or more reports.
+    let told = report(3, 0, 10);
+    let proxy = Proxy(200, Some(replica(3)), Class::Answer, 1);
+    let mut request = Request::default();
+    balancer.response(ms(200), &mut request, false, Some(Ok(told)), &proxy);
+    assert!((201..300).all(|at| send(&mut balancer, at, 4, &mut rng).is_some()));
+    assert_eq!(balancer.membership.members().agentless(), 3);
+}
+
+#[test]
+fn a_replica_that_has_reported_is_not_agentless() {
+    let mut balancer = mixed(4, 0);
+    (0..4).for_each(|n| placed_by_proxy(&mut balancer, 1, n));
+    assert_eq!(balancer.membership.members().agentless(), 0, "agents may report to probes only");
+    // A request that failed, or was steered, is no evidence.
+    let proxy = Proxy(2, Some(replica(9)), Class::Answer, 1);
+    balancer.response(ms(2), &mut Request::default(), true, None, &proxy);
+    assert_eq!(balancer.membership.members().agentless(), 0);
+}
+
+#[test]
+fn an_agentless_replica_that_left_is_forgotten() {
+    let (mut balancer, mut rng) = (mixed(4, 1), rng());
+    let mut request = (2..200)
+        .map(|at| balancer.begin(ms(at), &[], true, &mut rng))
+        .find(|request| request.pick.branch == Branch::Agentless)
+        .unwrap();
+    let proxy = Proxy(200, Some(replica(1)), Class::Answer, 1);
+    balancer.response(ms(200), &mut request, false, None, &proxy);
+    assert_eq!(balancer.membership.members().agentless(), 0);
+}
+
+#[test]
+fn unanswered_probes_leave_one_request_in_64_and_in_five_seconds_to_the_proxy() {
+    let (mut balancer, mut rng) = (mixed(4, 0), rng());
+    let unsteered = |balancer: &mut Balancer<Memory, Counts>, from: u64, rng: &mut SmallRng| {
+        probe_all(balancer, 4, from);
+        (from..from + 1000).filter(|at| send(balancer, *at, 4, rng).is_none()).count()
+    };
+    assert_eq!(unsteered(&mut balancer, 10_000, &mut rng), 0);
+    balancer.replied(ms(11_000), None, false, Err(ProbeEnd::Timeout));
+    assert_eq!(unsteered(&mut balancer, 11_000, &mut rng), 1);
+    balancer.replied(ms(12_000), None, false, Err(ProbeEnd::Status));
+    assert_eq!(unsteered(&mut balancer, 12_000, &mut rng), 0, "too soon");
+    assert_eq!(unsteered(&mut balancer, 17_000, &mut rng), 1);
+    assert_eq!(unsteered(&mut balancer, 27_000, &mut rng), 0, "no probe has failed since");
+}
