@@ -264,9 +264,7 @@ impl Session<'_> {
     }
 
     fn build(&mut self) -> Result<()> {
-        let toolchain = build::dist(self.args.wasm.toolchain)?;
-        build::dist_test(&toolchain)?;
-        self.toolchain = Some(toolchain);
+        self.toolchain = Some(build::dist_and_test(self.args.wasm.toolchain)?);
         Ok(())
     }
 
