@@ -96,13 +96,6 @@ pub(crate) fn built_programs(names: &[&str]) -> Result<Vec<PathBuf>> {
     built_files(&mut command, &files.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// Builds the native module with these cargo features and returns its file.
-pub(crate) fn native_module(features: &str) -> Result<PathBuf> {
-    let mut command = cargo();
-    command.args(["build", "--profile", "native", "--package", "prequal-native", "--features", features]);
-    built_file(&mut command, "libprequal_native.so")
-}
-
 /// A program that contains tests.
 #[derive(Clone, Debug)]
 pub(crate) struct TestProgram {
@@ -139,7 +132,7 @@ pub(crate) fn built_file(command: &mut Command, name: &str) -> Result<PathBuf> {
 }
 
 /// Like [`built_file`], for several files, returned in the order of `names`.
-fn built_files(command: &mut Command, names: &[&str]) -> Result<Vec<PathBuf>> {
+pub(crate) fn built_files(command: &mut Command, names: &[&str]) -> Result<Vec<PathBuf>> {
     let mut found = vec![None; names.len()];
     command.arg("--message-format=json-render-diagnostics");
     lines(command, |line| {

@@ -126,20 +126,23 @@ impl Toolchain {
         Ok(module)
     }
 
-    /// Builds a program for Linux on `target` and returns it. The C library is linked statically, so the program runs on any
-    /// distribution, and in an image that holds nothing else. `linker` replaces the machine's own.
-    pub(crate) fn build_program(
+    /// Builds programs for Linux on `target`, each given with its package, and returns them. The C library is linked statically,
+    /// so the programs run on any distribution, and in an image that holds nothing else. `linker` replaces the machine's own.
+    /// One command builds all of them: alone, each would compile the dependencies with only the features that it needs.
+    pub(crate) fn build_programs(
         &self,
         target: &str,
         linker: Option<&str>,
-        package: &str,
-        program: &str,
-    ) -> Result<PathBuf> {
+        programs: &[(&str, &str)],
+    ) -> Result<Vec<PathBuf>> {
         let mut command = run::cargo();
-        command.args(["build", "--profile", "ship", "--package", package, "--bin", program]);
+        command.args(["build", "--profile", "ship"]);
+        for (package, program) in programs {
+            command.args(["--package", package, "--bin", program]);
+        }
         reproducible(&mut command, target, &["-Ctarget-feature=+crt-static"])?;
         self.for_linux(&mut command, target, linker)?;
-        run::built_file(&mut command, program)
+        run::built_files(&mut command, &programs.iter().map(|(_, program)| *program).collect::<Vec<_>>())
     }
 
     /// Builds the native module for Linux on `target` with these cargo features and returns it. `linker` replaces the

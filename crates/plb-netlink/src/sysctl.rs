@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_knob_leaves_all_old_values() {
+    fn if_one_knob_is_refused_all_keep_their_old_values() {
         for name in PLB_KNOBS {
             let fake = Fake { refuses: Some((name, libc::EPERM)), ..Fake::new() };
             let error = wanted().write_to(&fake).unwrap_err();

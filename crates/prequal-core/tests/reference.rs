@@ -97,7 +97,7 @@ fn every_number_can_be_set_under_every_profile_and_its_range_is_enforced_on_both
 }
 
 #[test]
-fn choices_are_those_that_are_known() {
+fn the_listed_choices_are_the_accepted_ones() {
     for key in KEYS {
         let Values::OneOf(choices) = key.values else { continue };
         let error = parse(key, "default", Some(json!("zzz"))).expect_err(key.name);
@@ -131,7 +131,7 @@ fn a_key_that_needs_another_is_refused_without_it() {
 }
 
 #[test]
-fn a_default_said_is_as_good_as_left_out() {
+fn an_explicit_default_equals_an_absent_key() {
     let mut checked = 0;
     for key in KEYS.iter().filter(|key| key.absent.is_none()) {
         for profile in PROFILES {

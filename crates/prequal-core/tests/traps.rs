@@ -75,7 +75,7 @@ fn trap_2_the_branch_for_all_hot_can_be_reached() {
 }
 
 #[test]
-fn trap_3_however_a_request_ends_it_is_in_flight_no_more() {
+fn trap_3_a_request_leaves_rif_however_it_ends() {
     let endings = [
         (Outcome::Success, false),
         (Outcome::Failure, false),
@@ -105,7 +105,7 @@ fn trap_3_however_a_request_ends_it_is_in_flight_no_more() {
 }
 
 #[test]
-fn trap_4_a_probe_rate_of_0_7_is_not_0() {
+fn trap_4_a_probe_rate_of_0_7_is_not_rounded_to_0() {
     let settings = PoolSettings { budget: Budget::Fixed { r_probe: 0.7 }, ..settings() };
     let (mut pool, mut rng) = pool(&settings, &[]);
     let sent: u32 = (0..1000).map(|at| pool.pick(&settings, ms(at), &mut rng).probes.addressed).sum();
@@ -113,7 +113,7 @@ fn trap_4_a_probe_rate_of_0_7_is_not_0() {
 }
 
 #[test]
-fn trap_5_cold_goes_by_latency_and_hot_by_rif() {
+fn trap_5_cold_replicas_rank_by_latency_and_hot_by_rif() {
     let cold = PoolSettings { q_rif: 1.0, ..settings() };
     let (mut state, mut rng) = pool(&cold, &[(1, Some(90)), (50, Some(10))]);
     assert_eq!(state.pick(&cold, ms(1), &mut rng).replica, Some(replica(1)));
@@ -138,7 +138,7 @@ fn trap_6_probe_targets_are_drawn_without_replacement() {
 }
 
 #[test]
-fn trap_7_what_one_cluster_learns_stays_in_it() {
+fn trap_7_clusters_do_not_share_what_they_learn() {
     let settings = PoolSettings { q_rif: 1.0, ..settings() };
     let ejections_of = |ejected| {
         let mut ejections = EjectionTable::new();
@@ -201,7 +201,7 @@ fn trap_8_a_replica_that_never_fails_twice_in_a_row_is_ejected() {
 }
 
 #[test]
-fn trap_9_a_replica_that_knows_nothing_neither_attracts_all_nor_starves() {
+fn trap_9_a_replica_of_unknown_latency_gets_one_request() {
     let settings = PoolSettings { q_rif: 0.99, ..settings() };
     let (mut pool, mut rng) = pool(&settings, &[(1, Some(10)), (1, Some(12)), (0, None)]);
     let picks: Vec<_> = (0..10).map(|_| pool.pick(&settings, ms(1), &mut rng).replica).collect();

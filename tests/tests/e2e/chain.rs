@@ -28,7 +28,7 @@ fn steer_to(config: EnvoyConfig, value: &str) -> EnvoyConfig {
 }
 
 #[test]
-fn a_named_replica_gets_the_request_and_the_header_is_removed() -> Result<()> {
+fn the_chosen_replica_gets_the_request_without_the_header() -> Result<()> {
     bed!();
     let backends = (0..3)
         .map(|_| Backend::start(Reply::ok().header("x-prequal-load", "1;2;3")))

@@ -24,7 +24,7 @@ fn ms(ms: u64) -> Duration {
 
 /// The file for the native module is the other shipped file, apart from the parts that it says.
 #[test]
-fn its_file_differs_from_the_filters_in_its_parts_alone() -> Result<()> {
+fn the_native_file_differs_from_the_filters_only_in_its_parts() -> Result<()> {
     let remove = |object: &mut Value, key: &str| {
         let removed = object.as_object_mut().and_then(|object| object.remove(key));
         assert!(removed.is_some(), "there is no `{key}`");
@@ -263,7 +263,7 @@ fn priorities_weights_and_health_are_envoys() -> Result<()> {
 }
 
 #[test]
-fn a_configuration_that_it_cannot_carry_out_is_refused_by_field() -> Result<()> {
+fn unsupported_settings_are_refused_with_their_field() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(1, &Reply::ok())?;
     let shipped = || EnvoyConfig::native_for_replicas(&fleet.addrs());
@@ -298,7 +298,7 @@ fn a_panic_does_not_end_envoy() -> Result<()> {
 
 /// Envoy's distroless image has glibc, but no `libgcc_s`, which Rust's libraries normally need to unwind.
 #[test]
-fn it_needs_no_library_but_glibc() -> Result<()> {
+fn the_module_needs_only_glibc() -> Result<()> {
     bed!();
     let folder = TempDir::new()?;
     // A module that does need it, to show that it is not there.

@@ -1,51 +1,106 @@
-//! `cargo xtask ahead`, which a test run in CI starts by itself. It builds what later steps need, in the CPU time that is idle
-//! while the tests wait for sockets and clocks.
+//! `cargo xtask ahead`, which a test run in CI starts by itself. It builds what later steps need, and runs checks that do not
+//! depend on time, in the CPU time that is idle while linkers and tests wait.
 //!
-//! Errors are ignored here. The step that needs the failed part builds it again and reports the error.
+//! Errors are ignored here. The step that needs the failed part builds or checks it again and reports the error.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Result;
 
-use crate::commands::{dist, fuzz};
+use crate::commands::{dist, fuzz, native, sim};
 use crate::toolchain::Choice;
 use crate::{policy, run, workspace};
 
-/// Builds what the last steps of `cargo xtask test` need.
+/// A check whose result does not depend on time, so that it can run at the lowest priority.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Check {
+    /// The step `native`
+    Native,
+    /// The step `sim`
+    Sim,
+}
+
+const CHECKS: [Check; 2] = [Check::Native, Check::Sim];
+
+/// Builds what the later steps of `cargo xtask test` need, in the order of these steps, and runs the checks.
 pub(crate) fn run() -> Result<()> {
-    thread::spawn(hurry_when_waited_for);
+    thread::spawn(hurry_while_waited_for);
+    run::test_programs()?;
     run::built_program("prequal-bench")?;
     dist::rehearsal::build(Choice::Auto)?;
+    for check in CHECKS {
+        check.run()?;
+    }
     fuzz::build()?;
     policy::cargo_deny().map(drop)
 }
 
-/// Gives this build the usual priority once another process waits for a lock that the build holds, such as one of cargo's.
-/// On a busy machine that process would otherwise wait for hours.
-fn hurry_when_waited_for() {
-    let own = group(std::process::id());
+impl Check {
+    /// The file that says how the check has ended; empty until then.
+    fn file(self, folder: &Path) -> PathBuf {
+        folder.join(format!("ahead-{self:?}.txt").to_lowercase())
+    }
+
+    /// Runs the check and writes how it has ended: it passes if it left nothing out.
+    fn run(self) -> Result<()> {
+        let skipped = match self {
+            Self::Native => native::check(),
+            Self::Sim => sim::quick().map(|()| vec![]),
+        };
+        let end = match skipped {
+            Ok(skipped) if skipped.is_empty() => PASSED.to_owned(),
+            Ok(skipped) => format!("skipped: {}", skipped.join(", ")),
+            Err(error) => format!("failed: {error:#}"),
+        };
+        Ok(fs::write(self.file(&workspace::target()), end)?)
+    }
+}
+
+const PASSED: &str = "passed";
+
+/// How often the priority is adjusted.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Gives this group of processes the usual priority while another process waits for a lock that one of them holds, such as
+/// one of cargo's. On a busy machine that process would otherwise wait for hours.
+fn hurry_while_waited_for() {
+    let Some(own) = group(std::process::id()) else { return };
+    let mut hurries = false;
     loop {
-        thread::sleep(Duration::from_secs(1));
+        thread::sleep(INTERVAL);
         let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
-        if !waited_for(&locks).into_iter().any(|holder| group(holder) == own) {
-            continue;
+        let waited_for = waited_for(&locks).into_iter().any(|holder| group(holder) == Some(own));
+        if waited_for || hurries {
+            schedule(own, if waited_for { Policy::Usual } else { Policy::Idle });
         }
-        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-        for pid in processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()) {
-            if group(pid) == own {
-                run::succeeds(run::tool("chrt").args([
-                    "--all-tasks",
-                    "--other",
-                    "--pid",
-                    "0",
-                    &pid.to_string(),
-                ]));
-            }
+        hurries = waited_for;
+    }
+}
+
+/// A policy of the scheduler.
+#[derive(Clone, Copy)]
+enum Policy {
+    Usual,
+    /// Only CPU time that no other process wants.
+    Idle,
+}
+
+/// Sets the policy of every process of a group.
+fn schedule(of: u32, policy: Policy) {
+    let policy = match policy {
+        Policy::Usual => "--other",
+        Policy::Idle => "--idle",
+    };
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    for pid in processes.filter_map(|entry| entry.file_name().into_string().ok()) {
+        if pid.parse().ok().and_then(group) == Some(of) {
+            run::succeeds(run::tool("chrt").args(["--all-tasks", policy, "--pid", "0", &pid]));
         }
     }
 }
@@ -73,15 +128,24 @@ fn group(pid: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(2)?.parse().ok()
 }
 
-/// This command in a child process. Dropping the value ends it.
-pub(crate) struct Ahead(Child);
+/// A run of this command beside this process. Dropping the value ends it.
+pub(crate) struct Ahead {
+    command: Child,
+    /// Where the checks' files are.
+    folder: PathBuf,
+}
 
 impl Ahead {
     /// Starts the command under the scheduler's idle policy: it gets only CPU time that no other process wants, until a
     /// process waits for it. `None` if that is impossible.
     pub(crate) fn start() -> Option<Self> {
-        let log = File::create(workspace::target().join("ahead.log")).ok()?;
-        Command::new("chrt")
+        let folder = workspace::target();
+        for check in CHECKS {
+            // Empties the file of an earlier run.
+            File::create(check.file(&folder)).ok()?;
+        }
+        let log = File::create(folder.join("ahead.log")).ok()?;
+        let command = Command::new("chrt")
             .args(["--idle", "0"])
             .arg(std::env::current_exe().ok()?)
             .arg("ahead")
@@ -90,17 +154,31 @@ impl Ahead {
             .stdout(log)
             .process_group(0)
             .spawn()
-            .ok()
-            .map(Self)
+            .ok()?;
+        Some(Self { command, folder })
+    }
+
+    /// Waits until `check` or the command has ended, and returns whether the check passed. Meanwhile the command has the
+    /// usual priority.
+    pub(crate) fn passed(&mut self, check: Check) -> bool {
+        let file = check.file(&self.folder);
+        let end = || fs::read_to_string(&file).unwrap_or_default();
+        while end().is_empty() && matches!(self.command.try_wait(), Ok(None)) {
+            // Each time, because a program that starts may have inherited the old policy.
+            schedule(self.command.id(), Policy::Usual);
+            thread::sleep(INTERVAL);
+        }
+        schedule(self.command.id(), Policy::Idle);
+        end() == PASSED
     }
 }
 
 impl Drop for Ahead {
     fn drop(&mut self) {
-        if !matches!(self.0.try_wait(), Ok(Some(_))) {
+        if !matches!(self.command.try_wait(), Ok(Some(_))) {
             // The whole process group: cargo and its compilers too.
-            run::succeeds(run::tool("kill").args(["--", &format!("-{}", self.0.id())]));
-            let _ = self.0.wait();
+            run::succeeds(run::tool("kill").args(["--", &format!("-{}", self.command.id())]));
+            let _ = self.command.wait();
         }
     }
 }
@@ -118,5 +196,18 @@ mod tests {
         assert_eq!(waited_for(locks), [22]);
         assert!(group(std::process::id()).is_some());
         assert_eq!(group(0), None);
+    }
+
+    #[test]
+    fn a_check_counts_only_if_its_file_says_that_it_passed() {
+        let dir = tempfile::tempdir().expect("a folder");
+        for (end, expected) in [(PASSED, true), ("failed: no linker", false), ("", false)] {
+            let file = Check::Sim.file(dir.path());
+            fs::write(&file, "").expect("written");
+            let script = format!("sleep 0.1; printf '{end}' > '{}'", file.display());
+            let command = Command::new("sh").args(["-c", &script]).process_group(0).spawn().expect("a shell");
+            let mut ahead = Ahead { command, folder: dir.path().to_owned() };
+            assert_eq!(ahead.passed(Check::Sim), expected, "{end}");
+        }
     }
 }

@@ -6,6 +6,8 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::commands::native;
+use crate::commands::platform::Platform;
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
 
@@ -36,34 +38,52 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Builds everything in `target/dist/` and returns the compiler that made the module.
 pub(crate) fn dist(choice: Choice) -> Result<Toolchain> {
+    let toolchain = Toolchain::prepare(choice)?;
+    shipped(&toolchain)?;
+    Ok(toolchain)
+}
+
+/// Builds everything in `target/dist/` and `target/dist-test/`, checks that only the modules of the latter can crash on
+/// request, and returns the compiler that made the modules.
+pub(crate) fn dist_and_test(choice: Choice) -> Result<Toolchain> {
+    let toolchain = Toolchain::prepare(choice)?;
+    // Cargo keeps the last module that it built from a package, and later steps need the shipped ones again.
+    let crashing = crashing(&toolchain)?;
+    let shipped = shipped(&toolchain)?;
+    for module in &crashing {
+        ensure!(names_crash(module)?, "{} does not know `{CRASH_HEADER}`", module.display());
+    }
+    for module in &shipped {
+        ensure!(!names_crash(module)?, "{} knows `{CRASH_HEADER}`", module.display());
+    }
+    Ok(toolchain)
+}
+
+/// Builds everything in `target/dist/` and returns the two modules.
+fn shipped(toolchain: &Toolchain) -> Result<[PathBuf; 2]> {
     progress::headline("building target/dist/");
     let started = Instant::now();
-    let toolchain = Toolchain::prepare(choice)?;
     for program in run::built_programs(&["probe-agent", "prequal", "prequal-demo"])? {
         let name = program.file_name().context("a program has a name")?.to_owned();
         place(&program, &workspace::dist().join(name))?;
     }
-    place(&filter(&toolchain, "")?, &workspace::dist().join("prequal_filter.wasm"))?;
-    place(&run::native_module("")?, &workspace::dist().join("libprequal_native.so"))?;
+    let wasm = workspace::dist().join("prequal_filter.wasm");
+    place(&filter(toolchain, "")?, &wasm)?;
+    let native = workspace::dist().join("libprequal_native.so");
+    place(&native_module("")?, &native)?;
     progress::say(format_args!("built in {}", progress::seconds(started.elapsed())));
-    Ok(toolchain)
+    Ok([wasm, native])
 }
 
-/// Builds the modules that crash on request, for the tests of what happens after a crash. Checks that those in
-/// `target/dist/` cannot crash on request. The crashing filter's blobs carry another version, so tests also use it as a
-/// different release.
-pub(crate) fn dist_test(toolchain: &Toolchain) -> Result<()> {
+/// Builds the modules that crash on request, for the tests of what happens after a crash, and returns them. The crashing
+/// filter's blobs carry another version, so tests also use it as a different release.
+fn crashing(toolchain: &Toolchain) -> Result<[PathBuf; 2]> {
     progress::headline("building target/dist-test/");
-    let crashing = workspace::dist_test().join("prequal_filter_crash.wasm");
-    place(&filter(toolchain, "crash-test,next-blob")?, &crashing)?;
+    let wasm = workspace::dist_test().join("prequal_filter_crash.wasm");
+    place(&filter(toolchain, "crash-test,next-blob")?, &wasm)?;
     let native = workspace::dist_test().join("libprequal_native_crash.so");
-    place(&run::native_module("crash-test")?, &native)?;
-    for (crashing, shipped) in [(crashing, "prequal_filter.wasm"), (native, "libprequal_native.so")] {
-        let shipped = workspace::dist().join(shipped);
-        ensure!(names_crash(&crashing)?, "{} does not contain `{CRASH_HEADER}`", crashing.display());
-        ensure!(!names_crash(&shipped)?, "{} contains `{CRASH_HEADER}`", shipped.display());
-    }
-    Ok(())
+    place(&native_module("crash-test")?, &native)?;
+    Ok([wasm, native])
 }
 
 fn names_crash(module: &Path) -> Result<bool> {
@@ -76,6 +96,12 @@ pub(crate) fn filter(toolchain: &Toolchain, features: &str) -> Result<PathBuf> {
     let module = toolchain.build_filter(features)?;
     ensure!(fs::read(&module)?.starts_with(b"\0asm"), "{} is not a WebAssembly module", module.display());
     Ok(module)
+}
+
+/// Builds the native module for this machine with these cargo features, as a release does.
+fn native_module(features: &str) -> Result<PathBuf> {
+    let platform = Platform::here()?;
+    native::module(&Toolchain::for_programs(platform.triple)?, &platform, features)
 }
 
 /// Copies to a temporary name beside `to`, then renames: a running program keeps the old file, and no reader sees a partial

@@ -29,8 +29,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<()> {
     // `--help` and `--list` need nothing built.
     if !args.args.iter().any(|arg| arg == "--help" || arg == "--list") {
-        let toolchain = build::dist(args.wasm.toolchain)?;
-        build::dist_test(&toolchain)?;
+        build::dist_and_test(args.wasm.toolchain)?;
     }
     start(&args.args)
 }

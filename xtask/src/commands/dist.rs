@@ -198,11 +198,11 @@ struct Build {
 impl Build {
     fn new(platform: Platform) -> Result<Self> {
         let toolchain = Toolchain::for_programs(platform.triple)?;
-        let build = |(package, program): (&str, &str)| {
-            let file = toolchain.build_program(platform.triple, platform.cross_linker(), package, program)?;
+        let files = toolchain.build_programs(platform.triple, platform.cross_linker(), &PROGRAMS)?;
+        let entry = |((_, program), file): ((&str, &str), PathBuf)| {
             Ok(Entry { path: program.to_owned(), bytes: fs::read(file)?, executable: true })
         };
-        let programs = PROGRAMS.into_iter().map(build).collect::<Result<_>>()?;
+        let programs = PROGRAMS.into_iter().zip(files).map(entry).collect::<Result<_>>()?;
         let native = native::module(&toolchain, &platform, "")?;
         // Not executable: nothing starts it.
         let native = Entry { path: NATIVE.to_owned(), bytes: fs::read(native)?, executable: false };

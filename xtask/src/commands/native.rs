@@ -80,8 +80,8 @@ fn inspected(toolchain: &Toolchain, platform: &Platform, features: &str) -> Resu
 fn hosts() -> Result<()> {
     let this = PLATFORMS.iter().find(|platform| platform.cross_linker().is_none());
     let platform = this.context("the module is not built for this machine's architecture")?;
-    let file = crate::run::native_module("")?;
-    hosts::run(&loader::Loader::of(platform)?, &file, &elf::Library::read(&file)?)
+    let (file, library) = inspected(&Toolchain::for_programs(platform.triple)?, platform, "")?;
+    hosts::run(&loader::Loader::of(platform)?, &file, &library)
 }
 
 /// Builds, inspects and loads the module for each architecture; returns those that are impossible here.

@@ -1,6 +1,6 @@
 //! The architectures of Linux for which programs and the native module are shipped.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 
 use crate::commands::debian;
 use crate::run;
@@ -34,6 +34,13 @@ pub(crate) const PLATFORMS: [Platform; 2] = [
 ];
 
 impl Platform {
+    /// The architecture of this machine.
+    pub(crate) fn here() -> Result<Self> {
+        let arch = std::env::consts::ARCH;
+        let here = PLATFORMS.into_iter().find(|platform| platform.arch == arch);
+        here.with_context(|| format!("nothing is shipped for {arch}, the architecture of this machine"))
+    }
+
     /// The linker to use instead of this machine's own.
     pub(crate) fn cross_linker(&self) -> Option<&'static str> {
         (std::env::consts::ARCH != self.arch).then_some(self.linker)

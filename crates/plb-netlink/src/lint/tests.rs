@@ -55,7 +55,7 @@ fn a_good_host_has_no_finding() {
 }
 
 #[test]
-fn each_trap_is_found_by_itself() {
+fn each_trap_alone_is_found() {
     let lease = Listed {
         label: flowlabel::Label::new(1).unwrap(),
         share: Some(Share::Exclusive),

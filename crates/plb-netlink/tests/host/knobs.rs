@@ -29,8 +29,8 @@ fn knobs_are_per_namespace_and_read_back() {
 }
 
 #[test]
-fn our_ranges_are_the_kernels() {
-    if !ready("our_ranges_are_the_kernels") {
+fn the_kernel_accepts_each_largest_value_and_no_more() {
+    if !ready("the_kernel_accepts_each_largest_value_and_no_more") {
         return;
     }
     let fabric = Fabric::build().unwrap();
@@ -82,8 +82,8 @@ fn set_changes_the_given_knobs_and_an_error_changes_nothing() {
 }
 
 #[test]
-fn missing_things_are_named() {
-    if !ready("missing_things_are_named") {
+fn missing_processes_devices_and_routes_are_named() {
+    if !ready("missing_processes_devices_and_routes_are_named") {
         return;
     }
     let fabric = Fabric::build().unwrap();

@@ -704,7 +704,7 @@ mod tests {
     }
 
     #[test]
-    fn those_asked_synchronously_are_in_use_distinct_and_uniform() {
+    fn targets_of_synchronous_probes_are_in_use_distinct_and_uniform() {
         let mut rng = SmallRng::seed_from_u64(4);
         for n in [2, 3, 5, 12, 13, 40] {
             let mut members = fleet(n);
@@ -731,7 +731,7 @@ mod tests {
     }
 
     #[test]
-    fn homes_are_the_first_in_the_order_of_the_hint_and_in_use() {
+    fn homes_are_the_highest_ranked_replicas_in_use() {
         let mut members = fleet(20);
         // A candidate cannot be a home.
         members.observe(replica(20), None, Evidence::Hearsay, ms(0));
@@ -767,7 +767,7 @@ mod tests {
     }
 
     #[test]
-    fn fresh_replicas_are_passed_over_unless_all_are_fresh() {
+    fn fresh_replicas_are_skipped_unless_all_are_fresh() {
         let members = fleet(3);
         let mut rng = SmallRng::seed_from_u64(3);
         let targets = members.sample(3, &mut rng, |endpoint| endpoint != replica(2));
@@ -776,7 +776,7 @@ mod tests {
     }
 
     #[test]
-    fn hearsay_makes_candidates_bounded_and_short_lived() {
+    fn unverified_names_become_few_short_lived_candidates() {
         let mut members = fleet(2);
         for i in 0..10_000u16 {
             members.observe(replica(100 + i), None, Evidence::Hearsay, ms(1));
@@ -807,7 +807,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_unheard_while_others_are_heard_is_forgotten_but_nobody_for_an_idle_hour() {
+    fn a_silent_member_is_forgotten_while_others_are_heard_but_none_in_an_idle_hour() {
         let mut members = fleet(2);
         for minute in 1..60 {
             assert!(members.expire(ms(minute * 60_000)));
@@ -822,7 +822,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_fleet_drops_the_unmet_as_soon_but_for_a_part_of_a_round() {
+    fn a_large_fleet_drops_unsampled_members_at_most_part_of_a_round_later() {
         let mut members = Members::default();
         sampled(&mut members, 200, |i| i as u16 % 200);
         sampled(&mut members, 2000 - 100, |i| i as u16 % 100);
@@ -839,7 +839,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_policy_does_not_meet_goes_out_of_use_and_comes_back_when_met() {
+    fn members_that_the_policy_never_picks_go_out_of_use_until_it_does() {
         let mut members = Members::default();
         sampled(&mut members, 8, |i| i as u16 % 4);
         assert_eq!(members.count(), 4);
@@ -859,7 +859,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_the_policy_placed_counts_for_use_but_one_sent_on_purpose_does_not() {
+    fn requests_placed_by_the_policy_keep_a_member_in_use_steered_ones_do_not() {
         for (evidence, count) in [(Evidence::Placed, 2), (Evidence::Served, 1)] {
             let mut members = fleet(2);
             for _ in 0..30 {
@@ -871,7 +871,7 @@ mod tests {
     }
 
     #[test]
-    fn without_samples_nothing_is_concluded() {
+    fn without_samples_all_members_are_in_use_with_equal_weight() {
         let mut members = fleet(3);
         for at in 0..10_000 {
             members.observe(replica(0), None, Evidence::Placed, ms(at));
@@ -903,7 +903,7 @@ mod tests {
     }
 
     #[test]
-    fn chance_makes_no_weights_to_speak_of() {
+    fn chance_rarely_looks_like_a_weight() {
         let mut rng = SmallRng::seed_from_u64(5);
         let mut members = Members::default();
         let mut off = 0;
@@ -916,7 +916,7 @@ mod tests {
     }
 
     #[test]
-    fn who_answers_at_a_port_is_known_for_members_only() {
+    fn only_members_are_found_by_probe_port() {
         let mut members = fleet(1);
         members.observe(replica(1), Some(replica(9)), Evidence::Served, ms(0));
         members.observe(replica(2), Some(replica(8)), Evidence::Hearsay, ms(0));
@@ -927,7 +927,7 @@ mod tests {
     proptest! {
         /// The stored counts equal those of a full walk, members are sorted, and their bytes decode again.
         #[test]
-        fn what_is_kept_beside_the_list_agrees_with_it(
+        fn cached_counts_agree_with_the_list(
             events in proptest::collection::vec((0u8..7, 0u16..12, 0u64..4_000), 0..300),
         ) {
             let (mut members, mut now) = (Members::default(), 0);

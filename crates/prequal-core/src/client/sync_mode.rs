@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn all_but_one_usable_answer_are_enough() {
+    fn all_answers_but_one_are_enough() {
         let mut waiting = Waiting::new(3, 3);
         assert_eq!(waiting.ended(answer(1, 0, None)), None);
         assert_eq!(waiting.ended(answer(2, 0, None)), Some(Ending::Enough));
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_calls_are_ended_and_never_usable() {
+    fn failed_calls_end_and_are_never_used() {
         let mut waiting = Waiting::new(3, 3);
         assert_eq!(waiting.ended(None), None);
         assert_eq!(waiting.ended(answer(1, 0, None)), None);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fleet_smaller_than_d_is_compared_as_far_as_it_goes() {
+    fn fewer_probes_than_d_need_fewer_answers() {
         for (d, asked, needed) in
             [(3, 1, 1), (3, 2, 2), (2, 2, 1), (3, 3, 2), (8, 3, 2), (8, 8, 7), (5, 4, 3), (8, 0, 1)]
         {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn one_replica_counts_once() {
+    fn answers_of_one_replica_count_once() {
         let mut waiting = Waiting::new(3, 3);
         assert_eq!(waiting.ended(answer(1, 5, None)), None);
         assert_eq!(waiting.ended(answer(1, 7, None)), None);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_home_alone_is_no_choice_and_one_that_fails_ends_no_later_than_the_others() {
+    fn a_hinted_request_needs_two_answers_even_if_a_home_fails() {
         let mut waiting = with_homes(2);
         assert_eq!(waiting.ended(answer(1, 0, None)), None);
         assert_eq!(waiting.ended(answer(2, 0, None)), Some(Ending::Enough));
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rule_is_that_of_the_pool() {
+    fn answers_are_compared_by_the_pools_rule() {
         let waiting = three();
         assert_eq!(decide(&waiting, 0.9), (Some(replica(3)), Branch::Sync), "the hot one is passed over");
         assert_eq!(decide(&waiting, 0.0), (Some(replica(2)), Branch::Sync), "RIF only");

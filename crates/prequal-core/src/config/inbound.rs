@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn orca_is_off_unless_asked_for() {
+    fn orca_is_off_by_default() {
         let plain =
             InboundOrca { format: Format::Text, responses: ResponseKind::All, limit: None, window_ms: 5000 };
         let all = InboundOrca {
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_range() {
+    fn errors_name_the_field_and_its_range() {
         for (setting, field, cure) in [
             (r#""endpoint":"somewhere:80""#, "endpoint", "`ip:port`"),
             (r#""endpoint":"10.0.0.1:0""#, "endpoint", "1 to 65535"),
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_role_is_outbound_unless_it_says_so() {
+    fn the_role_is_outbound_by_default() {
         let clusters = r#""clusters":[{"cluster":"a","probe_cluster":"b"}]"#;
         for text in [format!("{{{clusters}}}"), format!(r#"{{"role":"outbound",{clusters}}}"#)] {
             assert!(matches!(Config::parse(&text), Ok(Config::Outbound(_))), "{text}");

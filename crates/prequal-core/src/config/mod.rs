@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn the_paper_profile_is_the_paper() {
+    fn the_paper_profile_has_the_papers_values() {
         let config =
             parse(r#"{"profile":"paper","clusters":[{"cluster":"a","probe_cluster":"b"}]}"#).unwrap();
         let pool = &config.clusters[0].pool;
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_of_the_rule_are_quantiles() {
+    fn rif_only_and_latency_only_set_the_quantile() {
         for (rule, q_rif) in [("rif_only", 0.0), ("latency_only", 1.0)] {
             let pool = only(&with(&format!(r#""rule":"{rule}""#))).pool;
             assert_eq!(pool.q_rif, q_rif, "{rule}");
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn what_contradicts_names_field_and_cure() {
+    fn contradictions_name_the_field_and_the_remedy() {
         for (setting, field, cure) in [
             (r#""hint":{"header":"a"}"#, "hint", "\"mode\": \"sync\""),
             (r#""sync_d":3"#, "sync_d", "\"mode\": \"sync\""),
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_at_the_top_needs_one_cluster_that_listens() {
+    fn a_default_at_the_top_must_apply_to_some_cluster() {
         let both = |top: &str, cluster: &str| {
             errors(&format!(
                 r#"{{{top},"clusters":[{{"cluster":"a","probe_cluster":"b"}},
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_key_says_what_replaced_it() {
+    fn the_error_for_a_removed_key_names_its_replacement() {
         for (key, value, instead) in [
             ("latency_band", "1.5", "rule \"predicted\" needs no band"),
             ("cold_limit", "8", "rule \"predicted\" needs no limit"),
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn few_keys_are_for_every_day() {
+    fn at_most_twenty_keys_are_for_everyday_use() {
         let everyday = KEYS.iter().filter(|key| key.everyday && key.scope != Scope::Inbound);
         assert!(everyday.count() <= 20);
     }
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_configuration_says_so() {
+    fn text_that_is_no_configuration_is_one_error() {
         for text in
             ["", "{}", "[]", "null", r#"{"clusters":[]}"#, r#"{"clusters":3}"#, r#"{"q_rif":NaN}"#, "{\"a\":"]
         {

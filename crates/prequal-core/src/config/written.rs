@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn a_written_configuration_reads_back_the_same() {
         let cluster = |more: &str| format!(r#"{{"clusters":[{{"cluster":"a","probe_cluster":"b"{more}}}]}}"#);
         let mut texts = vec![
             r#"{"role":"inbound"}"#.to_owned(),
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_may_be_said_is_written() {
+    fn every_key_is_written() {
         use crate::config::{KEYS, Scope};
         let all = [
             r#"{"role":"inbound","serving_port":80,"orca":"text","orca_limit":9}"#,

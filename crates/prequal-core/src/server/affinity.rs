@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn scaling_keeps_idle_idle_and_busy_busy() {
+    fn scaling_never_turns_idle_into_busy_or_busy_into_idle() {
         let honest = LoadReport::parse("25;50123;127.0.0.1:80;fail=7;up=3").unwrap();
         assert_eq!(scaled(&honest, 10).to_string(), "3;5013;127.0.0.1:80;fail=7;up=3");
         assert_eq!(scaled(&honest, 1), honest);

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn one_replica_reads_near_its_share_and_a_rare_error_is_no_share() {
+    fn the_share_is_near_the_true_one_and_a_rare_error_hardly_counts() {
         let mut rng = SmallRng::seed_from_u64(2);
         for (failing, low, high) in [(0.3, 150, 450), (0.5, 340, 660), (0.01, 0, 80)] {
             let mut share = FailureShare::default();
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lone_failure_after_idleness_is_little_evidence_and_soon_forgotten() {
+    fn a_single_failure_after_idleness_counts_little_and_briefly() {
         let mut share = FailureShare::default();
         share.record(seconds(1000), Outcome::Failure);
         assert_eq!(share.per_mille(seconds(1000)), 250);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_healed_replica_on_a_trickle_is_forgiven_within_half_a_minute() {
+    fn a_healed_replica_with_few_requests_is_forgiven_within_half_a_minute() {
         let mut rng = SmallRng::seed_from_u64(4);
         let mut share = FailureShare::default();
         serve(&mut share, &mut rng, 1000, 0, 60, 0.5);
@@ -168,14 +168,14 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_that_fails_its_trickle_is_not_forgiven() {
+    fn a_replica_that_fails_its_few_requests_is_not_forgiven() {
         let mut share = FailureShare::default();
         serve(&mut share, &mut SmallRng::seed_from_u64(5), 1, 0, 60, 1.0);
         assert!(share.per_mille(seconds(60)) > 800, "{share:?}");
     }
 
     #[test]
-    fn aborts_say_nothing_and_streams_are_answers() {
+    fn aborts_do_not_count_and_streams_count_as_answers() {
         let mut share = FailureShare::default();
         for _ in 0..10 {
             share.record(seconds(1), Outcome::Failure);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_steps_forgets_and_goes_on() {
+    fn a_clock_step_resets_the_share() {
         for stepped in [seconds(10), seconds(1_000_000), Micros(u64::MAX)] {
             let mut share = FailureShare::default();
             serve(&mut share, &mut SmallRng::seed_from_u64(6), 100, 100_000, 100_010, 1.0);
@@ -203,7 +203,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_share_is_bounded_whatever_happens(events in proptest::collection::vec((any::<u64>(), 0u8..4), 0..200)) {
+        fn the_share_is_bounded_after_any_events(events in proptest::collection::vec((any::<u64>(), 0u8..4), 0..200)) {
             let mut share = FailureShare::default();
             for (at, how) in events {
                 let outcome = match how {

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn steady_load_is_reported_as_it_is_from_the_start() {
+    fn steady_load_is_reported_correctly_from_the_start() {
         for seconds in [8, 20, 100] {
             let mut rates = Rates::new(Micros(0), 4 * SECOND);
             steady(&mut rates, seconds);
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_fades_with_the_time_constant() {
+    fn past_load_decays_with_the_time_constant() {
         let mut rates = Rates::new(Micros(0), 4 * SECOND);
         steady(&mut rates, 100);
         rates.moved(Micros(100 * SECOND), 0);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ended_elsewhere_counts_as_if_it_had_ended_here() {
+    fn requests_that_ended_in_another_worker_count_the_same() {
         let (mut here, mut elsewhere) = (Rates::new(Micros(0), SECOND), Rates::new(Micros(0), SECOND));
         for n in 0..100 {
             let outcome = if n % 4 == 0 { Outcome::Failure } else { Outcome::Success };
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn another_time_constant_leaves_steady_means_as_they_are() {
+    fn a_new_time_constant_does_not_change_steady_means() {
         let mut rates = Rates::new(Micros(0), 20 * SECOND);
         steady(&mut rates, 100);
         rates.set_window(Micros(100 * SECOND), 2 * SECOND);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn clocks_that_step_do_no_harm() {
+    fn clock_steps_do_no_harm() {
         let mut rates = Rates::new(Micros(1000 * SECOND), SECOND);
         rates.ended(Micros(1000 * SECOND), 1, Outcome::Success);
         rates.ended(Micros(999 * SECOND + SECOND / 2), 2, Outcome::Success);

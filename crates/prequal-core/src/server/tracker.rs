@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_newcomer_knows_nothing() {
+    fn a_new_tracker_has_no_estimate() {
         let tracker = Tracker::new(TrackerConfig::default());
         assert_eq!((tracker.rif(), tracker.latency(ms(5))), (0, None));
     }
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_rif_stands_in_until_it_is_forgotten() {
+    fn without_samples_at_the_current_rif_the_nearest_are_used() {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 10);
         let _a = tracker.start(ms(20));
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_later_ones_overtake_is_heavy_and_not_stuck() {
+    fn a_request_overtaken_by_later_ones_is_heavy_not_stuck() {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 10);
         let heavy = tracker.start(ms(100));
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_one_elsewhere_overtakes_is_heavy_and_not_stuck() {
+    fn a_request_overtaken_in_another_worker_is_heavy_not_stuck() {
         let (mut one, mut other) =
             (Tracker::new(TrackerConfig::default()), Tracker::new(TrackerConfig::default()));
         serve(&mut one, 0, 10);
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_never_lower_the_estimate_and_never_look_unknown() {
+    fn failures_neither_lower_nor_erase_the_estimate() {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 0, 100);
         for at in 100..110 {
@@ -543,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_is_old_after_the_clock_has_stepped_back() {
+    fn after_the_clock_steps_back_samples_count_as_old() {
         let mut tracker = Tracker::new(TrackerConfig::default());
         serve(&mut tracker, 3_600_000, 10);
         let ticket = tracker.start(ms(3_600_100));
@@ -553,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn trackers_of_one_replica_share_what_requests_told() {
+    fn trackers_of_one_replica_share_results() {
         let (mut one, mut other) =
             (Tracker::new(TrackerConfig::default()), Tracker::new(TrackerConfig::default()));
         let ticket = one.start_behind(ms(0), Present { rif: 7, away: 0 });

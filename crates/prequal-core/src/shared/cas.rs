@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn alone_a_worker_reads_twice_and_never_again() {
+    fn a_worker_alone_stops_reading_after_two_reads() {
         let host = Host::new(1, 7);
         let mut own = OwnCopy::default();
         for count in 1..=10 {
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_without_an_update_writes_nothing_and_leaves_no_trace() {
+    fn a_change_without_an_update_has_no_effect() {
         let host = Host::new(1, 1);
         let mut own = OwnCopy::default();
         (0..3).for_each(|_| _ = add(&mut own, &At(&host, 0)));
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn conflicts_are_counted_and_end() {
+    fn conflicts_are_counted_up_to_a_limit() {
         let host = Host::new(1, 1);
         for (intruders, conflicts, end) in
             [(3, 3, UpdateEnd::Written), (100, MAX_TRIES - 1, UpdateEnd::GivenUp)]

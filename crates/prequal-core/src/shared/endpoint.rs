@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_is_refused() {
+    fn invalid_endpoints_are_refused() {
         for text in [
             "",
             "a:80",
@@ -209,7 +209,7 @@ mod tests {
     proptest! {
         /// The fast paths agree with the standard library.
         #[test]
-        fn short_ways_agree(
+        fn fast_paths_agree_with_the_standard_library(
             text in prop_oneof!["[0-9a-f:.\\[\\]]{0,50}", "[0-9]{1,4}(\\.[0-9]{1,4}){3}:[0-9]{0,6}", ".{0,20}"],
             ip in any::<IpAddr>(),
             port in 1u16..,

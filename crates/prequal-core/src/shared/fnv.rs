@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_fnv() {
+    fn published_test_vectors_match() {
         assert_eq!(fnv(FNV_OFFSET, b"foobar"), 0x8594_4171_f739_67e8, "FNV's published vector");
     }
 }

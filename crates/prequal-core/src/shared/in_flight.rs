@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_leaves_and_the_order_stays() {
+    fn removal_of_any_entry_keeps_the_order() {
         let mut list = InFlight::default();
         let at: Vec<usize> = (0..4).map(|value| list.insert(value)).collect();
         assert_eq!((list.oldest(), list.len()), (None, 4), "not in the order yet");

@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_client_chose_is_not_the_servers() {
+    fn statuses_that_the_client_causes_are_not_blamed_on_the_server() {
         let blamed: Vec<u8> = (0..17).filter(|s| grpc_blames_server(s.to_string().as_bytes())).collect();
         assert_eq!(blamed, [2, 8, 13, 14, 15]);
     }

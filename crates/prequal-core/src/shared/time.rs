@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_that_steps_back_makes_stamps_old_not_young() {
+    fn after_a_step_back_stamps_count_as_old() {
         let stored = Micros::from_millis(10_000_000).stamp();
         let now = Micros::from_millis(10_000_000 - 3_600_000).stamp();
         assert_eq!(now.distance_ms(stored), 3_600_000);

@@ -84,13 +84,13 @@ mod tests {
     }
 
     #[test]
-    fn the_text_is_the_same_for_ever() {
+    fn the_hash_of_a_hint_never_changes() {
         let hint = source(true, None).hint(Some(b"abc"), None).unwrap();
         assert_eq!(hint.to_string(), "e5f49fafdcdf1048");
     }
 
     #[test]
-    fn what_is_absent_gives_no_hint() {
+    fn a_missing_part_gives_no_hint() {
         for (source, header, path) in [
             (source(true, None), None, Some("/a/b")),
             (source(true, None), Some(""), None),
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn header_and_segment_are_told_apart() {
+    fn header_and_segment_are_hashed_separately() {
         let both = source(true, Some(1));
         let hint = |header: &str, path: &str| both.hint(Some(header.as_bytes()), Some(path.as_bytes()));
         assert_eq!(hint("a", "/b"), hint("a", "/b/c?d"));
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_of_replicas_is_the_same_for_ever() {
+    fn the_rank_of_replicas_never_changes() {
         let firsts: Vec<u16> = (0..8).map(|n| first(n, 100)).collect();
         assert_eq!(firsts, [35, 97, 65, 90, 67, 83, 85, 61]);
     }

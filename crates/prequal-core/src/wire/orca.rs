@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_backend_says_of_itself_stands_in_for_ours_and_goes_on() {
+    fn the_backends_own_utilisation_replaces_ours_and_is_passed_on() {
         let ours = OrcaReport::new(&load(knee(8, false)), rates(4), None);
         let with = |text: &str| {
             let backend = BackendReport::parse(text.as_bytes()).unwrap();
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_stands_in_for_a_knee_that_is_not_known() {
+    fn without_a_known_knee_the_limit_is_used() {
         for (capacity, limit, expected) in [
             (None, None, None),
             (None, Some(0), None),

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn our_paths_are_never_forwarded() {
+    fn probe_paths_are_never_forwarded() {
         for (method, path, expected) in [
             ("GET", "/prequal/probe", Route::Probe),
             ("HEAD", "/prequal/probe", Route::Probe),

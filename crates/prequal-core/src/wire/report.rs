@@ -319,7 +319,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_panics_and_what_parses_prints_back(header in prop_oneof![
+        fn no_input_panics_and_parsed_reports_print_back(header in prop_oneof![
             vec(any::<u8>(), 0..300),
             "[0-9]{1,8} ?;[0-9]{0,11};(1[0-9]{0,2}\\.){3}[0-9]{1,3}:[0-9]{1,5}(;(fail|up|base|knee|open|x)=[0-9]{0,4}|;probe=[0-9.:]{0,20}){0,3}"
                 .prop_map(String::into_bytes),

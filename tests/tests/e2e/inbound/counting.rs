@@ -187,7 +187,7 @@ fn streams_count_in_rif_but_not_in_latency() -> Result<()> {
 }
 
 #[test]
-fn what_envoy_does_by_itself_does_not_count_against_the_replica() -> Result<()> {
+fn responses_made_by_envoy_do_not_count_against_the_replica() -> Result<()> {
     bed!();
     let tries = AtomicU64::new(0);
     let backend = Backend::start_on("127.0.0.1:0", move |_| {

@@ -41,7 +41,7 @@ fn three_fast_and_one_slow() -> Result<Vec<Backend>> {
 }
 
 #[test]
-fn steering_needs_no_agent() -> Result<()> {
+fn the_inbound_role_replaces_the_agent() -> Result<()> {
     bed!();
     let backends = three_fast_and_one_slow()?;
     let servers =

@@ -27,7 +27,7 @@ fn raw(addr: SocketAddr, path: &str, headers: &[u8]) -> Result<String> {
 }
 
 #[test]
-fn a_hint_is_a_hash_whatever_the_client_sends() -> Result<()> {
+fn any_hint_is_sent_as_a_hash() -> Result<()> {
     bed!();
     let fleet = stand_ins(3, |addr| with_load(report(1, 2000, addr)), |_| Reply::ok())?;
     // Only the probes of requests and of discovery.

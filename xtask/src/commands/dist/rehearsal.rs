@@ -14,7 +14,7 @@ use super::{
     NAME, NATIVE, PROGRAMS, Parts, SUMS, VERSION, pack, provenance, verify_agent, verify_module,
     verify_native,
 };
-use crate::commands::platform::PLATFORMS;
+use crate::commands::platform::Platform;
 use crate::commands::{debian, helm};
 use crate::toolchain::{Choice, Toolchain};
 use crate::{progress, run, workspace};
@@ -41,9 +41,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
 
 fn parts(choice: Choice) -> Result<Parts> {
     let toolchain = Toolchain::prepare(choice)?;
-    let here: Vec<_> =
-        PLATFORMS.into_iter().filter(|platform| platform.arch == std::env::consts::ARCH).collect();
-    Parts::build(&toolchain, &here)
+    Parts::build(&toolchain, &[Platform::here()?])
 }
 
 fn check(parts: &Parts, scratch: &Path) -> Result<()> {

@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_response_in_sixteen_is_asked_about_and_all_after_a_diversion() {
+    fn one_response_in_sixteen_is_verified_and_each_after_a_diversion() {
         let mut doubt = Doubt::default();
         let asked = |doubt: &mut Doubt, at| (0..160).filter(|_| doubt.asks(Micros(at))).count();
         assert_eq!(asked(&mut doubt, 1), 10);

@@ -231,7 +231,7 @@ fn a_proxy_can_provide_the_membership() {
 }
 
 #[test]
-fn a_report_and_a_proper_end_ask_nothing_of_the_proxy_and_cost_one_transaction() {
+fn a_successful_request_costs_one_transaction() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 3), &host.store());
     probe_all(&mut balancer, 3, 0);
@@ -247,7 +247,7 @@ fn a_report_and_a_proper_end_ask_nothing_of_the_proxy_and_cost_one_transaction()
 }
 
 #[test]
-fn a_failure_whose_write_is_given_up_counts_once() {
+fn a_failure_whose_write_was_abandoned_counts_once() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 4), &host.store());
     probe_all(&mut balancer, 4, 0);
@@ -264,7 +264,7 @@ fn a_failure_whose_write_is_given_up_counts_once() {
 }
 
 #[test]
-fn a_replica_that_tells_nonsense_has_been_met_by_the_policy() {
+fn invalid_replies_count_as_samples_of_the_policy() {
     let mut config = config(Profile::Default, 4);
     config.pool.verified_probes = true;
     let mut balancer = balancer(config, &Host::default().store());
@@ -278,7 +278,7 @@ fn a_replica_that_tells_nonsense_has_been_met_by_the_policy() {
 }
 
 #[test]
-fn what_is_given_up_sends_no_probes() {
+fn no_probes_are_sent_if_the_write_is_abandoned() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 16), &host.store());
     balancer.tick(ms(0), &mut rng());
@@ -296,7 +296,7 @@ fn what_is_given_up_sends_no_probes() {
 }
 
 #[test]
-fn what_the_table_was_not_told_is_not_counted() {
+fn an_ejection_that_was_not_written_is_not_counted() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 4), &host.store());
     balancer.tick(ms(0), &mut rng());
@@ -312,7 +312,7 @@ fn what_the_table_was_not_told_is_not_counted() {
 }
 
 #[test]
-fn a_trial_whose_write_is_given_up_is_none() {
+fn a_trial_whose_write_is_abandoned_does_not_start() {
     let host = Host::default();
     let mut balancer = balancer(config(Profile::Default, 4), &host.store());
     balancer.tick(ms(0), &mut rng());
@@ -338,7 +338,7 @@ fn a_trial_whose_write_is_given_up_is_none() {
 }
 
 #[test]
-fn without_ejection_a_failure_leaves_the_pool_as_it_is() {
+fn without_ejection_a_failure_does_not_change_the_pool() {
     for (failure_share, left) in [(0.0, 2), (0.1, 1)] {
         let mut config = config(Profile::Default, 2);
         config.pool.ejection = EjectionSettings { failure_share, ..config.pool.ejection };
@@ -350,7 +350,7 @@ fn without_ejection_a_failure_leaves_the_pool_as_it_is() {
 }
 
 #[test]
-fn probes_pass_over_those_heard_of_lately_but_not_in_the_papers_profile() {
+fn probes_skip_replicas_with_fresh_reports_except_in_the_papers_profile() {
     for (profile, spared) in [(Profile::Default, true), (Profile::Paper, false)] {
         let mut balancer = balancer(config(profile, 8), &Memory);
         // Half of the fleet is probed.
@@ -368,7 +368,7 @@ fn probes_pass_over_those_heard_of_lately_but_not_in_the_papers_profile() {
 }
 
 #[test]
-fn the_ejection_table_is_read_where_it_has_changed_or_is_told_something() {
+fn the_ejection_table_is_read_only_after_changes() {
     let host = Host::default();
     let [mut worker, mut other] = [(); 2].map(|()| balancer(config(Profile::Default, 8), &host.store()));
     probe_all(&mut worker, 8, 0);
@@ -407,7 +407,7 @@ fn the_ejection_table_is_read_where_it_has_changed_or_is_told_something() {
 }
 
 #[test]
-fn a_name_that_a_reply_brings_up_is_not_tried_while_its_replica_is_ejected() {
+fn an_introduced_replica_that_is_ejected_gets_no_request() {
     let host = Host::default();
     let mut worker = balancer(config(Profile::Default, 8), &host.store());
     probe_all(&mut worker, 8, 0);
@@ -421,7 +421,7 @@ fn a_name_that_a_reply_brings_up_is_not_tried_while_its_replica_is_ejected() {
 }
 
 #[test]
-fn a_request_that_waits_asks_no_ejected_replica() {
+fn a_waiting_request_probes_no_ejected_replica() {
     let mut config = config(Profile::Default, 4);
     config.choice.sync.d = 4;
     let mut balancer = balancer(config, &Memory);
@@ -437,7 +437,7 @@ fn a_request_that_waits_asks_no_ejected_replica() {
 }
 
 #[test]
-fn a_request_with_a_hint_asks_its_homes_and_every_balancer_finds_the_same() {
+fn a_request_with_a_hint_probes_its_homes_which_every_balancer_agrees_on() {
     let mut config = config(Profile::Default, 20);
     config.choice.sync.d = 3;
     let hints = HintSource { header: Some("x-session".into()), path_segment: None };
@@ -466,7 +466,7 @@ fn a_request_with_a_hint_asks_its_homes_and_every_balancer_finds_the_same() {
 }
 
 #[test]
-fn a_choice_that_the_proxy_refuses_is_left_alone_and_one_that_failed_too() {
+fn after_a_diversion_or_failure_the_replica_cools_down() {
     for (class, attempts, diverted) in [(Class::Answer, 1, true), (Class::UpstreamFailure, 1, false)] {
         let mut balancer = balancer(config(Profile::Default, 3), &Memory);
         probe_all(&mut balancer, 3, 0);
@@ -484,7 +484,7 @@ fn a_choice_that_the_proxy_refuses_is_left_alone_and_one_that_failed_too() {
 }
 
 #[test]
-fn a_slow_upload_makes_nobody_unresponsive() {
+fn a_slow_upload_ejects_no_replica() {
     for (completed, ejected) in [(false, 0), (true, 1)] {
         let mut balancer = balancer(config(Profile::Default, 4), &Memory);
         probe_all(&mut balancer, 4, 0);
@@ -512,7 +512,7 @@ fn a_slow_upload_makes_nobody_unresponsive() {
 }
 
 #[test]
-fn one_that_serves_in_the_chosen_ones_name_is_found_out() {
+fn a_replica_that_serves_under_anothers_name_is_detected() {
     let mut balancer = balancer(config(Profile::Default, 3), &Memory);
     probe_all(&mut balancer, 3, 0);
     let mut lies = 0;
@@ -533,7 +533,7 @@ fn one_that_serves_in_the_chosen_ones_name_is_found_out() {
 }
 
 #[test]
-fn what_one_worker_learns_the_other_uses() {
+fn one_worker_uses_what_another_learned() {
     let host = Host::default();
     let mut config = config(Profile::Default, 3);
     let mut first = balancer(config.clone(), &host.store());
@@ -546,7 +546,7 @@ fn what_one_worker_learns_the_other_uses() {
 }
 
 #[test]
-fn a_worker_rests_while_nobody_uses_the_cluster() {
+fn a_worker_rests_while_the_cluster_is_idle() {
     let mut config = config(Profile::Default, 3);
     config.pool.verified_probes = true;
     let mut worker = balancer(config, &Memory);
@@ -584,7 +584,7 @@ fn a_worker_rests_while_nobody_uses_the_cluster() {
 
 /// In a host with a single process, all threads use one balancer.
 #[test]
-fn threads_may_share_a_balancer_behind_a_lock() {
+fn threads_can_share_a_balancer_behind_a_lock() {
     for rule in [Rule::Predicted, Rule::PeakEwma] {
         let mut config = config(Profile::Default, 4);
         config.choice.rule = rule;
@@ -650,7 +650,7 @@ impl Witness for Elsewhere {
 }
 
 #[test]
-fn a_request_to_another_cluster_weighs_on_nobody() {
+fn a_request_to_another_cluster_counts_against_no_replica() {
     for rule in [Rule::Predicted, Rule::C3 { clients: 1 }, Rule::PeakEwma, Rule::Zuul { max_in_flight: 8 }] {
         let mut config = config(Profile::Default, 2);
         config.choice.rule = rule;
@@ -722,7 +722,7 @@ proptest! {
 
     /// For any events in any order, nothing panics, every request ends once, and all counts balance.
     #[test]
-    fn any_order_of_events_leaves_the_counts_right(
+    fn counts_are_correct_after_any_order_of_events(
         events in happenings(),
         profile in prop_oneof![Just(Profile::Default), Just(Profile::Paper), Just(Profile::Small)],
         rule in 0..5usize,

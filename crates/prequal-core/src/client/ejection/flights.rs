@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_kept_when_the_count_of_answers_wraps() {
+    fn the_limit_survives_a_wrap_of_the_answer_count() {
         let mut flights = Flights::new();
         let answer = |flights: &mut Flights, at: u64| {
             let flight = flights.sent(Micros(at), "10.0.0.1:80".parse().unwrap(), None, false, true);

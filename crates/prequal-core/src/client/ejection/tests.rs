@@ -90,7 +90,7 @@ impl Scene {
 }
 
 #[test]
-fn a_replica_that_fails_a_part_is_ejected_within_tens_of_requests() {
+fn a_replica_that_fails_part_of_its_requests_is_ejected_within_tens_of_requests() {
     for (share, most) in [(1.0, 2), (0.5, 20), (0.3, 40)] {
         for seed in 0..20 {
             let mut scene = Scene::new();
@@ -106,7 +106,7 @@ fn a_replica_that_fails_a_part_is_ejected_within_tens_of_requests() {
 }
 
 #[test]
-fn one_failure_in_a_thousand_ejects_nobody() {
+fn one_failure_in_a_thousand_does_not_eject() {
     for seed in 0..10 {
         let mut scene = Scene::new();
         scene.rng = SmallRng::seed_from_u64(seed);
@@ -115,7 +115,7 @@ fn one_failure_in_a_thousand_ejects_nobody() {
 }
 
 #[test]
-fn failures_after_the_answer_are_a_share_too() {
+fn failures_after_the_answer_also_count_as_a_share() {
     // Requests are 1 ms apart, so that nothing fades between two failures.
     for (every, count, expected) in
         [(1000, 20_000, false), (100, 20_000, false), (3, 100, true), (1, 2, true)]
@@ -140,7 +140,7 @@ fn failures_are_forgiven_without_traffic() {
 }
 
 #[test]
-fn a_failing_replica_is_back_after_a_streak_of_trials() {
+fn a_failing_replica_is_readmitted_after_a_streak_of_trials() {
     let mut scene = Scene::new();
     scene.tell(0, 1, bad(false));
     scene.tell(1, 1, bad(false));
@@ -195,7 +195,7 @@ fn a_replica_that_fails_half_its_requests_hardly_ever_passes() {
 }
 
 #[test]
-fn what_a_replica_says_of_its_failures_ejects_it_and_a_lone_failure_does_not() {
+fn a_reported_failure_share_ejects_but_a_single_failure_does_not() {
     let mut scene = Scene::new();
     assert!(scene.heard(0, 1, 250).is_some());
     assert!(scene.heard(1, 1, 300).is_none());
@@ -272,7 +272,7 @@ fn ejected_of_fleet(shares: &[f64], rate: u64, seed: u64) -> Vec<f64> {
 }
 
 #[test]
-fn a_replica_that_fails_like_the_others_is_back_at_its_next_report() {
+fn a_replica_that_fails_like_the_others_is_readmitted_at_its_next_report() {
     for by_word in [false, true] {
         let mut scene = Scene::new();
         if by_word {
@@ -390,7 +390,7 @@ fn an_unresponsive_replica_is_ejected_and_one_answer_in_time_readmits_it() {
 }
 
 #[test]
-fn a_request_that_its_client_is_still_sending_waits_for_nobody() {
+fn time_spent_uploading_does_not_count_as_waiting() {
     let mut scene = warm();
     let upload = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, false);
     assert_eq!(late(&mut scene.flights, ms(5000)), None);
@@ -411,7 +411,7 @@ fn a_request_that_its_client_is_still_sending_waits_for_nobody() {
 }
 
 #[test]
-fn a_request_that_was_overtaken_is_slow_and_not_unresponsive() {
+fn an_overtaken_request_is_slow_not_unresponsive() {
     let mut scene = warm();
     let slow = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, true);
     let quick = scene.flights.sent(ms(1010), replica(1), Some(100_000), false, true);
@@ -422,7 +422,7 @@ fn a_request_that_was_overtaken_is_slow_and_not_unresponsive() {
 }
 
 #[test]
-fn a_worker_that_stood_still_blames_nobody() {
+fn a_worker_that_was_stalled_ejects_no_replica_for_it() {
     let mut scene = warm();
     let fine = scene.flights.sent(ms(1000), replica(1), Some(100_000), false, true);
     let stuck = scene.flights.sent(ms(1000), replica(2), Some(100_000), false, true);
@@ -437,7 +437,7 @@ fn a_worker_that_stood_still_blames_nobody() {
 }
 
 #[test]
-fn a_replica_that_reports_itself_slower_has_longer() {
+fn a_replica_that_reports_a_higher_latency_has_a_longer_limit() {
     let mut scene = warm();
     let slow = scene.flights.sent(ms(1000), replica(1), Some(800_000), false, true);
     let unknown = scene.flights.sent(ms(1100), replica(2), None, false, true);
@@ -454,7 +454,7 @@ fn a_replica_that_reports_itself_slower_has_longer() {
 }
 
 #[test]
-fn a_trial_that_failed_narrowly_is_repeated_soon() {
+fn a_trial_that_just_missed_its_limit_is_repeated_soon() {
     let mut scene = Scene::new();
     scene.tell(0, 1, UNRESPONSIVE);
     for at in [1000, 4000] {
@@ -469,7 +469,7 @@ fn a_trial_that_failed_narrowly_is_repeated_soon() {
 }
 
 #[test]
-fn a_trial_that_a_slow_replica_answered_late_is_not_repeated_soon() {
+fn a_late_answer_of_a_slow_replica_does_not_shorten_the_back_off() {
     // Returns the time at which the second trial may start.
     let next = |reported_us| {
         let mut scene = warm();
@@ -490,7 +490,7 @@ fn a_trial_that_a_slow_replica_answered_late_is_not_repeated_soon() {
 }
 
 #[test]
-fn ordinary_variance_trips_hardly_anything() {
+fn ordinary_variance_rarely_exceeds_the_limit() {
     // The work of the paper's testbed: max(0, N(80, 80)) ms, one request after the other to each of 20 replicas.
     let mut scene = Scene::new();
     let mut trips = 0;
@@ -505,7 +505,7 @@ fn ordinary_variance_trips_hardly_anything() {
 }
 
 #[test]
-fn a_clock_that_steps_is_survived() {
+fn a_stepping_clock_does_no_harm() {
     let mut scene = warm();
     let hour = 3_600_000;
     let flight = scene.flights.sent(ms(1000 + hour), replica(1), Some(100_000), false, true);
@@ -525,7 +525,7 @@ fn a_clock_that_steps_is_survived() {
 }
 
 #[test]
-fn half_of_a_thousand_replicas_can_be_out_beside_those_watched() {
+fn half_of_a_thousand_replicas_can_be_ejected_while_the_rest_are_watched() {
     let mut table = EjectionTable::new();
     table.set_members(1000);
     for n in 0..500 {
@@ -538,7 +538,7 @@ fn half_of_a_thousand_replicas_can_be_out_beside_those_watched() {
 }
 
 #[test]
-fn a_full_table_keeps_who_is_out_and_says_what_it_loses() {
+fn a_full_table_keeps_ejected_replicas_and_counts_lost_records() {
     let mut table = EjectionTable::new();
     table.set_members(10_000);
     for n in 0..40 {
@@ -595,7 +595,7 @@ fn a_replica_without_placement_gets_no_trial() {
 }
 
 #[test]
-fn nothing_happens_with_the_rules_off() {
+fn with_the_rules_off_nothing_is_ejected() {
     let off = Profile::Paper.pool_settings().ejection;
     let mut table = EjectionTable::new();
     table.set_members(10);
@@ -611,7 +611,7 @@ fn nothing_happens_with_the_rules_off() {
 }
 
 #[test]
-fn more_failures_than_requests_are_no_content() {
+fn a_record_with_more_failures_than_requests_is_refused() {
     let mut scene = Scene::new();
     scene.tell(0, 1, bad(false));
     let record = &mut scene.table.records[0];
@@ -695,7 +695,7 @@ proptest! {
 
     /// After any events, the table decodes again and never excludes more than half of the fleet.
     #[test]
-    fn random_events_keep_the_bounds(
+    fn random_events_stay_within_the_bounds(
         ops in proptest::collection::vec((0u16..80, 0u8..6, any::<u16>(), any::<bool>()), 0..300),
         members in 0u32..90,
     ) {
@@ -719,7 +719,7 @@ proptest! {
 }
 
 #[test]
-fn that_most_of_the_fleet_fails_is_told_while_it_does() {
+fn most_fail_is_reported_only_while_most_of_the_fleet_fails() {
     let mut table = EjectionTable::new();
     table.set_members(4);
     let mut fail = |n, requests| {
@@ -736,7 +736,7 @@ fn that_most_of_the_fleet_fails_is_told_while_it_does() {
 }
 
 #[test]
-fn a_copy_of_the_table_does_not_tell_of_ejections_for_ever() {
+fn an_old_table_stops_reporting_that_most_fail() {
     let mut table = EjectionTable::new();
     table.set_members(2);
     for n in 0..2 {

@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tick_shares_what_was_noted_in_one_transaction() {
+    fn a_tick_shares_all_notes_in_one_transaction() {
         let (host, mut view, mut other) = (Host::default(), View::default(), View::default());
         for n in 0..100 {
             assert!(view.note(ms(n.into()), met(n)));
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_count_each_others_samples_and_none_twice() {
+    fn workers_count_every_sample_once() {
         let (host, mut rng) = (Host::default(), SmallRng::seed_from_u64(1));
         let mut views: Vec<View> = (0..8).map(|_| View::default()).collect();
         let mut noted = 0;
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn members_that_left_are_forgotten_by_time_alone() {
+    fn without_samples_silent_members_are_forgotten_by_time() {
         let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
         view.note(ms(0), served(1));
         for at in (0..ttl).step_by(250) {
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_policy_is_sampled_time_forgets_none_but_those_that_samples_do_not_meet() {
+    fn with_samples_time_forgets_only_unsampled_members() {
         let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
         (0..8).for_each(|n| _ = view.note(ms(0), met(n)));
         // One request per 50 s is heard of, and only the first four replicas are met.
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn who_ends_a_long_silence_has_nobody_forgotten() {
+    fn the_first_request_after_a_long_silence_forgets_no_member() {
         let (host, mut view, ttl) = (Host::default(), View::default(), u64::from(MEMBER_TTL_MS));
         (0..8).for_each(|n| _ = view.note(ms(0), served(n)));
         host.tick(&mut view, ms(0));
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_counted() {
+    fn notes_and_candidates_that_do_not_fit_are_counted() {
         let mut view = View::default();
         for n in 0..MAX_CANDIDATES as u32 + 3 {
             view.note(ms(0), heard_of(n));

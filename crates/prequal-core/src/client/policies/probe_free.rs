@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn an_explorer_goes_often_after_a_change_and_also_when_the_clock_has_stepped() {
+    fn exploration_is_frequent_after_a_change_and_survives_a_clock_step() {
         const SECOND: u64 = 1_000_000;
         let sent = |explorer: &mut Explorer, from_s: u64| -> usize {
             let times = (0..1000).map(|ms| Micros(from_s * SECOND + ms * 1000));
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn below_two_members_nobody_is_chosen() {
+    fn with_fewer_than_two_members_no_replica_is_chosen() {
         let mut rng = SmallRng::seed_from_u64(1);
         for mut policy in [ProbeFree::peak_ewma(), ProbeFree::zuul(10)] {
             assert_eq!(policy.pick(Micros(0), &mut rng), None);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_stays_with_its_replica() {
+    fn statistics_stay_with_their_replica_when_members_change() {
         let mut policy = ProbeFree::peak_ewma();
         policy.set_members(replicas(&[0, 1, 2, 3]));
         shares(&mut policy, 100);

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_step_of_the_clock_the_statistics_decay_as_ever() {
+    fn after_a_clock_step_the_statistics_still_decay() {
         let mut policy = Zuul::new(1, 100);
         let stepped = Micros(3600 * 1_000_000);
         for utilisation in [None, Some(0.8)] {

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_pay_for_all_probes_whatever_their_rate() {
+    fn probes_are_proportional_to_requests_at_any_rate() {
         for gap in [1, 200, 5_000, 300_000] {
             let mut clock = Clock::new();
             let mut probes = 0;
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_that_nobody_uses_is_left_alone_until_the_next_request() {
+    fn an_idle_cluster_is_not_probed_until_the_next_request() {
         let mut clock = Clock::new();
         let idle = |clock: &mut Clock, from: u32, hours: u32| -> Vec<u32> {
             let times = (from..from + hours * 3_600_000).step_by(250);
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn without_answers_a_probe_goes_out_when_the_silence_has_doubled_and_at_least_every_minute() {
+    fn without_answers_probes_back_off_to_one_a_minute() {
         let mut clock = Clock::new();
         let sent = requests(&mut clock, (10_000..610_000).step_by(10), |_| false);
         let late: Vec<u32> = sent.iter().map(|(at, _)| at - 10_000).filter(|at| *at >= 1000).collect();
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn probes_lost_by_chance_and_rare_requests_are_no_silence() {
+    fn lost_probes_and_rare_requests_do_not_count_as_silence() {
         let mut clock = Clock::new();
         // One probe in ten is answered.
         let sent = requests(&mut clock, (0..100_000).step_by(10), |at| at % 100 == 0);

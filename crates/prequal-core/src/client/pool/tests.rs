@@ -78,7 +78,7 @@ impl Scene {
 }
 
 #[test]
-fn a_report_tells_load_and_age() {
+fn an_entry_holds_the_reports_load_and_age() {
     for (text, latency_us, up_s) in
         [("3;2000;10.0.0.1:80;up=7", Some(2000), Some(7)), ("3;;10.0.0.1:80", None, None)]
     {
@@ -103,7 +103,7 @@ fn a_young_replica_takes_a_share_that_grows_with_its_age() {
 }
 
 #[test]
-fn a_fleet_that_is_new_as_a_whole_is_not_held_back() {
+fn an_entirely_new_fleet_is_not_held_back() {
     let mut scene = Scene::new(PoolSettings { slow_start_ms: 10_000, ..plain() });
     let even = scene.share_of_the_first([Some(1); 10]);
     assert!((920..=1080).contains(&even), "{even}");
@@ -117,7 +117,7 @@ fn a_fleet_that_is_new_as_a_whole_is_not_held_back() {
 }
 
 #[test]
-fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
+fn an_ejected_replica_leaves_the_pool_and_a_single_remaining_one_is_chosen() {
     let mut scene = Scene::new(plain());
     scene.pool.set_members(2, 0, ms(0));
     scene.report(0, 1, 0, Some(1));
@@ -139,7 +139,7 @@ fn a_replica_that_is_out_leaves_the_pool_and_the_last_one_in_is_the_choice() {
 }
 
 #[test]
-fn the_papers_theta_is_of_replies_to_probes_whoever_else_reports() {
+fn the_papers_theta_uses_only_probe_replies() {
     for (profile, theta) in [(Profile::Paper, 8), (Profile::Default, 1)] {
         let mut scene = Scene::new(PoolSettings { q_rif: 0.5, ..profile.pool_settings() });
         for (rif, source) in [(8, Source::Probe), (1, Source::Response), (1, Source::Response)] {
@@ -151,7 +151,7 @@ fn the_papers_theta_is_of_replies_to_probes_whoever_else_reports() {
 }
 
 #[test]
-fn the_others_failures_are_the_median_of_their_reports() {
+fn failures_elsewhere_are_the_median_of_the_other_reports() {
     let mut scene = Scene::new(plain());
     assert_eq!(scene.pool.failing_beside(replica(1)), 0);
     let failing_beside = |scene: &mut Scene, n: u16, failing: u16| {
@@ -172,7 +172,7 @@ fn the_blob_is_small() {
 }
 
 #[test]
-fn a_copy_over_another_pool_is_the_same_pool() {
+fn clone_from_copies_the_whole_pool() {
     let (mut scene, mut copy) = (Scene::new(plain()), PoolState::new());
     // The pool grows, then most of its entries expire.
     for (at, reports) in [(0, 2), (100, 9), (5000, 3)] {
@@ -200,7 +200,7 @@ fn a_fleet_of_up_to_64_is_kept_whole() {
 }
 
 #[test]
-fn without_the_search_for_the_oldest_report_the_rates_are_the_same() {
+fn skipping_the_search_for_the_oldest_report_does_not_change_the_rates() {
     let mut scene = Scene::new(PoolSettings { r_remove: 1.0, ..Profile::Default.pool_settings() });
     for members in [0, 1, 24, 63, 64, 65, 128, 129] {
         scene.pool = PoolState::new();
@@ -247,7 +247,7 @@ fn when_all_are_hot_the_lowest_rif_wins() {
 }
 
 #[test]
-fn the_two_readings_of_hot_differ_at_a_tie() {
+fn the_two_definitions_of_hot_differ_only_at_a_tie() {
     for (hot, expected) in
         [(HotRule::Gt, (replica(2), Branch::Cold)), (HotRule::Ge, (replica(1), Branch::Cold))]
     {
@@ -303,7 +303,7 @@ fn reports_expire_by_receipt_age() {
 }
 
 #[test]
-fn picking_compensates_rif() {
+fn each_pick_raises_the_entrys_rif() {
     let mut scene = Scene::new(PoolSettings { q_rif: 0.0, ..plain() });
     scene.report(0, 1, 3, Some(1));
     scene.report(0, 2, 5, Some(1));
@@ -379,7 +379,7 @@ fn the_adaptive_budget_probes_a_cold_pool_and_rests_on_a_warm_one() {
 }
 
 #[test]
-fn an_idle_unknown_gets_one_request_and_then_waits_for_its_answer() {
+fn an_idle_replica_of_unknown_latency_gets_one_request_until_it_answers() {
     let mut scene = Scene::new(PoolSettings { q_rif: 0.9, ..plain() });
     scene.report(0, 1, 3, Some(50));
     scene.report(0, 2, 3, Some(60));
@@ -407,7 +407,7 @@ fn a_replica_stays_out_for_its_cooldown_and_comes_back() {
 }
 
 #[test]
-fn one_worker_takes_the_idle_lease() {
+fn one_worker_sends_the_idle_probes() {
     let mut scene = Scene::new(plain());
     scene.pick(0);
     assert!(scene.pool.idle_probes(&scene.settings, ms(500), 1000).is_empty(), "a request came lately");
@@ -437,7 +437,7 @@ fn a_candidate_gets_one_request_to_be_verified_and_no_more() {
 }
 
 #[test]
-fn discovery_goes_on_without_other_probes_and_hurries_while_names_are_new() {
+fn discovery_needs_no_other_probes_and_is_faster_while_names_are_new() {
     let adaptive = Budget::Adaptive { target_age_ms: 100, max_probes_per_query: 0.1 };
     for budget in [adaptive, Budget::Fixed { r_probe: 0.0 }] {
         let mut scene = Scene::new(PoolSettings { budget, ..plain() });
@@ -495,7 +495,7 @@ fn placed(scene: &mut Scene, at: u64, n: u16, rif: u32, latency_ms: u32, placeme
 }
 
 #[test]
-fn a_replica_that_the_policy_does_not_meet_any_more_is_not_steered_to() {
+fn a_replica_that_the_policy_no_longer_picks_is_not_steered_to() {
     let mut scene = Scene::new(plain());
     scene.pool.set_members(4, 100, ms(0));
     for n in 0..4 {
@@ -590,7 +590,7 @@ fn when_most_choices_are_refused_steering_pauses_for_a_second() {
 }
 
 #[test]
-fn where_envoy_vouches_exploration_needs_no_address() {
+fn with_verified_probes_exploration_uses_only_discovery() {
     for (verified_probes, addressed) in [(true, 0), (false, 15)] {
         let budget = Budget::Adaptive { target_age_ms: 500, max_probes_per_query: 1.0 };
         let mut scene = Scene::new(PoolSettings { budget, verified_probes, ..plain() });
@@ -630,7 +630,7 @@ fn a_foreign_blob_is_refused() {
 
 /// Found by fuzzing: the code divided by a knee of 0, and each new VM would have read the same blob and crashed again.
 #[test]
-fn an_entry_that_no_report_makes_is_refused() {
+fn an_entry_that_no_report_can_produce_is_refused() {
     let settings = Profile::Default.pool_settings();
     let mut rng = SmallRng::seed_from_u64(1);
     let damages: [fn(&mut Entry); 2] = [|entry| entry.knee = 0, |entry| entry.share = u8::MAX];
@@ -700,7 +700,7 @@ fn op() -> impl Strategy<Value = Op> {
 
 proptest! {
     #[test]
-    fn whatever_happens_the_pool_keeps_its_invariants(
+    fn any_sequence_of_events_keeps_the_pools_invariants(
         ops in proptest::collection::vec(op(), 0..300),
         paper in any::<bool>(), q_rif in 0.0f64..=1.0, seed in any::<u64>(),
     ) {
@@ -760,7 +760,7 @@ proptest! {
 }
 
 #[test]
-fn the_few_that_are_known_first_do_not_carry_a_fleet_that_is_being_learned() {
+fn the_first_known_replicas_do_not_get_all_requests_of_a_fleet_being_learned() {
     let settings = PoolSettings { burst_guard: true, ..plain() };
     let mut scene = Scene { pool: PoolState::new(), ..Scene::new(settings) };
     scene.pool.set_members(2, 0, ms(5000));
@@ -784,7 +784,7 @@ fn the_few_that_are_known_first_do_not_carry_a_fleet_that_is_being_learned() {
 }
 
 #[test]
-fn a_burst_that_no_report_follows_is_left_to_envoys_policy() {
+fn a_burst_without_new_reports_is_left_to_envoys_policy() {
     let steered = |burst_guard| {
         let mut scene = Scene::new(PoolSettings { burst_guard, q_rif: 0.9, ..plain() });
         scene.pick(0);
@@ -799,7 +799,7 @@ fn a_burst_that_no_report_follows_is_left_to_envoys_policy() {
 }
 
 #[test]
-fn while_most_know_nothing_the_busy_among_them_count_like_the_hot() {
+fn while_most_latencies_are_unknown_busy_replicas_count_as_hot() {
     let picked = |unknown: u16| {
         let mut scene = Scene::new(PoolSettings { q_rif: 0.5, burst_guard: true, ..plain() });
         for n in 0..8 {
@@ -945,7 +945,7 @@ fn by_predicted_latency_a_young_replica_takes_a_share_that_grows_with_its_age() 
 }
 
 #[test]
-fn replicas_that_cost_the_same_are_chosen_by_turns() {
+fn replicas_of_equal_cost_are_chosen_in_turn() {
     let mut scene = Scene::new(plain());
     let picks = |scene: &mut Scene, at: u64| {
         let mut turn: Vec<_> = (0..8)
@@ -1040,7 +1040,7 @@ fn held(capacity: Capacity) -> u32 {
 }
 
 #[test]
-fn a_newcomer_may_show_in_steps_that_it_serves_as_many_at_once_as_others() {
+fn a_newcomers_limit_doubles_up_to_that_of_the_others() {
     let of = |knee, open| held(Capacity { base_us: 20_000, knee, open });
     assert_eq!([of(1, false), of(1, true)], [1, 2]);
     assert_eq!([of(2, false), of(2, true)], [2, 4]);
@@ -1049,7 +1049,7 @@ fn a_newcomer_may_show_in_steps_that_it_serves_as_many_at_once_as_others() {
 }
 
 #[test]
-fn a_liar_among_them_does_not_say_how_much_a_newcomer_may_be_sent() {
+fn a_lying_replica_does_not_raise_a_newcomers_limit() {
     let mut scene = Scene::new(plain());
     let newcomer = Capacity { base_us: 20_000, knee: 1, open: true };
     let picks = (0..200u64).filter(|at| {
@@ -1078,14 +1078,14 @@ fn where_requests_are_rare_a_replica_that_looks_far_slower_gets_one_in_2000() {
 }
 
 #[test]
-fn a_pick_from_an_empty_pool_saves_nothing_for_trials() {
+fn a_pick_from_an_empty_pool_saves_no_credit_for_trials() {
     let mut scene = Scene::new(plain());
     assert_eq!(scene.pick_predicted(0).branch, Branch::Fallback);
     assert!(PoolState::decode(&scene.pool.encode()).is_ok(), "the next pick finds it sound");
 }
 
 #[test]
-fn a_busy_replica_is_not_tried_and_a_better_report_of_another_is_no_reason() {
+fn a_busy_replica_is_not_tried_even_if_another_report_improves() {
     let mut scene = Scene::new(plain());
     for at in 0..30_000 {
         (0..3).for_each(|n| scene.capable(at, n, 0, 20, 4));
@@ -1135,7 +1135,7 @@ fn with_a_liar(every_us: u64, burst_guard: bool) -> ([usize; 10], usize) {
 }
 
 #[test]
-fn a_liar_moves_no_share_but_its_own() {
+fn a_lying_replica_changes_only_its_own_share() {
     // `burst_guard` leaves requests to Envoy's policy where even the best replica has far more in flight than usual. A liar
     // would be that best replica, but it has too few in flight for that, so no guard against it is needed.
     for (every_us, burst_guard) in [(4000, true), (1000, true), (500, true), (1000, false)] {

@@ -82,13 +82,13 @@ fn a_queue_behind_four_slots_has_its_knee_at_four() {
 }
 
 #[test]
-fn constant_service_times_show_no_knee_that_is_not_there() {
+fn constant_service_times_do_not_distort_the_knee() {
     let (mut tracker, now) = serve(4, 90.0, 60.0, |_| 40.0, always);
     assert_near(tracker.capacity(now).unwrap(), 40.0, 0.25, 3..=5);
 }
 
 #[test]
-fn requests_that_come_and_go_together_show_no_knee_that_is_not_there() {
+fn synchronised_requests_do_not_distort_the_knee() {
     let mut tracker = tracker();
     for batch in 0..200 {
         let at = 1_000_000_000 + batch * 50_000;
@@ -101,7 +101,7 @@ fn requests_that_come_and_go_together_show_no_knee_that_is_not_there() {
 }
 
 #[test]
-fn a_replica_that_never_saturates_shows_its_highest_level_and_its_latency() {
+fn the_knee_of_an_unsaturated_replica_is_its_highest_rif() {
     let (mut tracker, now) = serve(usize::MAX, 200.0, 30.0, exponential(50.0), always);
     let capacity = tracker.capacity(now).unwrap();
     assert_near(capacity, 50.0, 0.2, 8..=30);
@@ -114,7 +114,7 @@ fn a_replica_that_always_saturates_has_a_knee_of_one() {
 }
 
 #[test]
-fn one_request_alone_is_its_own_latency_however_long_it_took() {
+fn a_single_request_sets_the_base_latency_however_long_it_took() {
     for took in [1, 800, 30_000] {
         let mut tracker = tracker();
         assert_eq!(tracker.capacity(ms(0)), None);
@@ -170,7 +170,7 @@ fn a_replica_that_answers_one_request_an_hour_stays_known_and_in_use() {
 }
 
 #[test]
-fn errors_are_no_departures_and_aborts_no_ends() {
+fn errors_and_aborts_do_not_count_as_departures() {
     // Every other request fails at its end: the replica gives half as many good responses, and each costs twice the
     // time.
     let (mut tracker, now) = serve(4, 60.0, 60.0, exponential(40.0), |number| {
@@ -186,7 +186,7 @@ fn errors_are_no_departures_and_aborts_no_ends() {
 }
 
 #[test]
-fn streams_and_slow_clients_hold_no_level() {
+fn streams_and_slow_clients_do_not_count_as_concurrency() {
     let alone = |held: usize| {
         let mut tracker = tracker();
         let streams: Vec<_> = (0..held).map(|_| tracker.start(ms(0))).collect();
@@ -211,7 +211,7 @@ fn streams_and_slow_clients_hold_no_level() {
 }
 
 #[test]
-fn what_was_slow_is_forgotten_within_seconds() {
+fn slow_requests_are_forgotten_within_seconds() {
     let mut tracker = tracker();
     let mut now = 0;
     let mut run = |tracker: &mut Tracker, requests: u64, took: u64| {
@@ -270,7 +270,7 @@ fn a_replica_is_open_while_requests_beyond_its_knee_do_not_wait() {
 }
 
 #[test]
-fn a_replica_that_was_full_may_show_more_after_a_while() {
+fn a_saturated_replica_that_grows_raises_its_knee_after_a_while() {
     let mut tracker = tracker();
     let mut now = 0;
     let mut pairs = |tracker: &mut Tracker, pairs: u64, second_took: u64| {
@@ -317,7 +317,7 @@ fn a_stall_that_is_over_is_forgotten_at_once() {
 }
 
 #[test]
-fn where_requests_differ_a_few_short_ones_are_no_healing() {
+fn with_mixed_requests_a_few_short_ones_do_not_lower_the_base_latency() {
     // Nine in ten requests take 10 ms, and one in ten takes 200 ms.
     let mut rng = SmallRng::seed_from_u64(9);
     let mut tracker = tracker();
@@ -335,7 +335,7 @@ fn where_requests_differ_a_few_short_ones_are_no_healing() {
 }
 
 #[test]
-fn a_clock_that_steps_costs_at_most_a_minute_of_belief() {
+fn a_clock_step_distorts_the_estimate_for_at_most_a_minute() {
     for step in [-3_600_000i64, 3_600_000] {
         let mut tracker = tracker();
         let mut now = 10_000_000u64;
@@ -354,7 +354,7 @@ fn a_clock_that_steps_costs_at_most_a_minute_of_belief() {
 }
 
 #[test]
-fn workers_that_hear_of_each_other_know_what_one_would_know() {
+fn workers_that_share_results_estimate_what_one_worker_would() {
     // Two workers share the requests of one queue. Each learns when the other's requests end.
     let mut rng = SmallRng::seed_from_u64(3);
     let mut workers = [tracker(), tracker()];

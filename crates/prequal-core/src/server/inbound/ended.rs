@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_looks_seldom_takes_the_latest() {
+    fn a_worker_that_reads_rarely_uses_the_latest_results() {
         let mut log = EndedLog::default();
         let (mut one, mut other) = (Worker::new(), Worker::new());
         for at in 0..1000 {
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn up_is_one_for_all_and_survives_a_lost_log() {
+    fn all_workers_report_one_age_which_survives_a_lost_log() {
         let mut log = EndedLog::default();
         let (mut one, mut other) = (Worker::new(), Worker::new());
         one.serve(&mut log, 0, 1, Outcome::Success);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn probes_at_another_port_of_the_same_host_are_told() {
+    fn a_probe_port_of_the_same_host_is_recorded() {
         let mut log = EndedLog::default();
         let endpoint: Endpoint = "10.0.0.1:80".parse().unwrap();
         for (at, changed, expected) in [
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_log_is_refused() {
+    fn invalid_logs_are_refused() {
         let log = EndedLog::default();
         assert_eq!(EndedLog::decode(&log.encode()).unwrap().encode(), log.encode());
         assert!(matches!(EndedLog::decode(&[]), Err(BlobError::Size { .. })));

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_vms_slot_is_freed_and_given_away_after_a_rest() {
+    fn a_dead_vms_slot_is_freed_and_reused_after_a_pause() {
         let mut table = Slots::default();
         let (dead, living) = (table.claim(at(0)).unwrap(), table.claim(at(0)).unwrap());
         for ms in (500..=2000).step_by(500) {
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_steps_makes_nobody_dead_and_the_dead_die_later() {
+    fn a_clock_step_expires_no_living_vm_and_delays_the_expiry_of_dead_ones() {
         for step in [3_600_000, -900_000_i64] {
             let moved = |ms: u64| Micros::from_millis((START + ms).saturating_add_signed(step));
             let mut table = Slots::default();
@@ -231,14 +231,14 @@ mod tests {
     }
 
     #[test]
-    fn who_has_not_looked_lately_cannot_judge() {
+    fn a_vm_that_has_not_ticked_lately_cannot_judge() {
         assert!(!can_judge(None, at(0)));
         assert!(can_judge(Some(at(0)), at(0)) && can_judge(Some(at(0)), at(1500)));
         assert!(!can_judge(Some(at(0)), at(1501)) && !can_judge(Some(at(1)), at(0)));
     }
 
     #[test]
-    fn what_is_no_table_is_refused() {
+    fn invalid_tables_are_refused() {
         let mut table = Slots::default();
         table.claim(at(0));
         assert_eq!(Slots::decode(&table.encode()).unwrap().encode(), table.encode());
@@ -257,7 +257,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nobody_shares_a_slot_whatever_the_clock_does(ops in proptest::collection::vec((0u8..4, any::<u64>(), 0usize..8), 0..200)) {
+        fn no_two_vms_share_a_slot_at_any_clock(ops in proptest::collection::vec((0u8..4, any::<u64>(), 0usize..8), 0..200)) {
             let mut table = Slots::default();
             let mut claims: Vec<Claim> = Vec::new();
             for (what, now, which) in ops {

@@ -505,7 +505,7 @@ fn race(workers: usize, events: u32, switching: f64, rule: Rule) -> RaceEnd {
 }
 
 #[test]
-fn workers_that_race_over_one_store_lose_nothing_and_do_nothing_twice() {
+fn racing_workers_lose_no_update_and_apply_none_twice() {
     let (mut vanished, mut closed) = (0, 0);
     for (workers, events, switching, rule) in [
         (1, 1600, 1.0, Rule::Predicted),
@@ -523,7 +523,7 @@ fn workers_that_race_over_one_store_lose_nothing_and_do_nothing_twice() {
 }
 
 #[test]
-fn a_race_repeats() {
+fn the_same_seed_repeats_a_race() {
     let end = || race(3, 100, 0.5, Rule::Predicted);
     assert_eq!(end(), end());
 }

@@ -10,7 +10,7 @@ fn named(report: &BackendReport) -> Vec<(&str, f64)> {
 }
 
 #[test]
-fn what_vllm_triton_and_others_send_is_read() {
+fn reports_of_vllm_triton_and_others_are_read() {
     for text in [
         "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=3.0",
         r#"JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}}"#,
@@ -59,7 +59,7 @@ fn the_utilisation_is_the_applications_else_the_processors() {
 }
 
 #[test]
-fn what_makes_no_sense_is_left_out() {
+fn senseless_metrics_are_left_out() {
     let long = format!("named_metrics.{}=1", "a".repeat(MAX_NAME + 1));
     for metric in [
         "cpu_utilization=NaN",
@@ -97,7 +97,7 @@ fn what_makes_no_sense_is_left_out() {
 }
 
 #[test]
-fn what_is_no_report_is_dropped_whole() {
+fn malformed_reports_are_dropped_entirely() {
     for (text, error) in [
         ("", BackendError::Malformed),
         ("TEXT", BackendError::Malformed),
@@ -125,7 +125,7 @@ fn what_is_no_report_is_dropped_whole() {
 }
 
 #[test]
-fn which_metric_it_is_may_be_said() {
+fn the_metric_can_be_configured() {
     for text in ["utilization", "named_metrics.kv"] {
         assert_eq!(Metric::parse(text).unwrap().to_string(), text);
     }
@@ -188,7 +188,7 @@ fn base64_is_read_with_padding_and_without() {
 }
 
 #[test]
-fn one_report_in_one_header_is_all_that_may_be_there() {
+fn only_one_report_in_one_header_is_accepted() {
     let read = |text: &[&'static str], bin: &[&'static str]| {
         let bytes = |lines: &[&'static str]| lines.iter().map(|line| line.as_bytes()).collect::<Vec<_>>();
         let report = BackendReport::read(bytes(text).into_iter(), bytes(bin).into_iter())?;
@@ -206,7 +206,7 @@ fn one_report_in_one_header_is_all_that_may_be_there() {
 
 proptest! {
     #[test]
-    fn nothing_panics_and_what_is_kept_is_within_bounds(
+    fn no_input_panics_and_kept_values_are_within_bounds(
         header in prop_oneof![
             proptest::collection::vec(any::<u8>(), 0..300),
             "(TEXT|JSON|BIN) [ -~]{0,200}".prop_map(String::into_bytes),
