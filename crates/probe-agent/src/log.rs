@@ -63,7 +63,8 @@ impl Log {
         }
     }
 
-    /// Logs an event that happens now and then.
+    /// Logs an event that happens occasionally.
+    #[cfg(feature = "tls")]
     pub(crate) fn note(&self, message: &str) {
         self.write("agent", message, 0);
     }
