@@ -51,7 +51,7 @@ fn change(envoy: &mut Envoy, fleet: &Fleet, number: usize) -> Result<()> {
         (0..2 + number * 7 % (HOSTS - 1)).map(|index| (number * 5 + index) % HOSTS).collect();
     let some: Vec<_> = indices.iter().map(|index| all[*index]).collect();
     BOTH.iter().try_for_each(|cluster| envoy.set_endpoints(cluster, &some))?;
-    if number % CHECKED == 0 {
+    if number.is_multiple_of(CHECKED) {
         eventually(&format!("only {indices:?} are served, change {number}"), LIMIT, || {
             fleet.clear();
             eventually("requests are served", LIMIT, || {
