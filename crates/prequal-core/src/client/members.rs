@@ -319,7 +319,7 @@ impl Members {
 
     /// Number of members other than the agentless ones that have not reported yet.
     pub fn unheard(&self) -> u32 {
-        self.tally.awaiting - self.tally.agentless
+        self.tally.awaiting.saturating_sub(self.tally.agentless)
     }
 
     /// Whether the replica is a member that has not reported yet.
@@ -595,6 +595,12 @@ impl Member {
         !(sampled && self.rank == IN_USE) && now.distance_ms(self.seen) >= ttl
     }
 
+    /// Whether a blob may hold this member.
+    fn is_valid(&self) -> bool {
+        let reported = if self.rank == AGENTLESS { 0 } else { 1 };
+        self.endpoint.is_valid() && self.rank <= AGENTLESS && self.reported <= reported
+    }
+
     fn placement(&self) -> Placement {
         Placement { sampled: self.sampled, weight: self.weight }
     }
@@ -631,11 +637,7 @@ impl Blob for Members {
         let list: Vec<Member> =
             records.chunks_exact(size_of::<Member>()).map(bytemuck::pod_read_unaligned).collect();
         let ordered = list.is_sorted_by(|one, next| one.endpoint < next.endpoint);
-        if !(ordered
-            && list
-                .iter()
-                .all(|member| member.endpoint.is_valid() && member.rank <= AGENTLESS && member.reported <= 1))
-        {
+        if !(ordered && list.iter().all(Member::is_valid)) {
             return Err(BlobError::Content);
         }
         let tally = Tally::of(&list);
@@ -676,6 +678,27 @@ mod tests {
             assert!(members.observe(replica(i), None, Evidence::Served, ms(0)));
         }
         members
+    }
+
+    #[test]
+    fn agentless_replicas_survive_the_blob_and_join_once_they_report() {
+        let mut members = fleet(2);
+        assert!(members.has_reported(replica(0), ms(0)) && members.has_reported(replica(1), ms(0)));
+        assert!(members.served_unreported(replica(2), ms(0)));
+        assert!(!members.served_unreported(replica(2), ms(1)), "nothing new");
+        assert!(!members.served_unreported(replica(0), ms(1)), "it has reported");
+        let mut members = Members::decode(&members.encode()).unwrap();
+        assert_eq!((members.count(), members.agentless(), members.unheard()), (2, 1, 0));
+        let mut rng = SmallRng::seed_from_u64(5);
+        let targets = members.sample(3, &mut rng, |_| false);
+        assert!(targets.iter().all(|target| target.replica != replica(2)), "it is not probed: {targets:?}");
+        assert!(members.has_reported(replica(2), ms(2)));
+        assert_eq!((members.count(), members.agentless(), members.unheard()), (3, 0, 0));
+
+        let mut contradiction = fleet(1);
+        contradiction.served_unreported(replica(0), ms(0));
+        contradiction.list[0].reported = 1;
+        assert_eq!(Members::decode(&contradiction.encode()).err(), Some(BlobError::Content));
     }
 
     #[test]

@@ -37,20 +37,21 @@ pub(super) enum Chooser {
 pub(super) struct Agentless {
     /// This worker's requests in flight to each agentless replica that has any.
     in_flight: Vec<(Endpoint, u32)>,
-    /// Time of the last probe that was not answered, unless the proxy's policy has placed a request since.
-    unanswered: Option<Micros>,
+    /// Whether a probe was not answered since `explored`.
+    unanswered: bool,
+    /// When a request was last left to the proxy's policy to find agentless replicas.
     explored: Micros,
-    /// Time to wait since then, microseconds.
+    /// Minimum time from `explored` to the next such request, microseconds.
     wait_us: u64,
-    /// Number of requests since then.
+    /// Number of requests since `explored`.
     requests: u32,
 }
 
 impl Agentless {
     /// Records that a probe was not answered. Only the proxy's own policy can show whether a replica without an agent is the
     /// reason.
-    pub(super) fn probe_unanswered(&mut self, now: Micros) {
-        self.unanswered = Some(now);
+    pub(super) fn probe_unanswered(&mut self) {
+        self.unanswered = true;
     }
 
     /// Records that a replica was found to have no agent. There may be more.
@@ -69,7 +70,7 @@ impl Agentless {
         rng: &mut impl Rng,
     ) -> Chooser {
         self.requests = self.requests.saturating_add(1);
-        if (unexplained || self.unanswered.is_some()) && self.explores(now) {
+        if (unexplained || self.unanswered) && self.explores(now) {
             return Chooser::Explorer;
         }
         let count = members.agentless();
@@ -102,7 +103,7 @@ impl Agentless {
         } else {
             (self.wait_us * 2).clamp(EXPLORE_US, EXPLORE_MAX_US)
         };
-        (self.unanswered, self.explored, self.requests) = (None, now, 0);
+        (self.unanswered, self.explored, self.requests) = (false, now, 0);
         true
     }
 

@@ -181,7 +181,7 @@ impl<S: Store, C: Counters> Balancer<S, C> {
             Some(host) => {
                 self.note(now, Note::Unreported(host));
             }
-            None => self.agentless.probe_unanswered(now),
+            None => self.agentless.probe_unanswered(),
         }
     }
 
