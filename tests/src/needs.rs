@@ -1,7 +1,7 @@
 //! Checks whether the machine has what a test needs.
 //!
 //! If something is missing, the test prints one line that says what, and does not run. Under `CI=true` it fails instead,
-//! because a pipeline must not pass by skipping. [`needs!`](crate::needs) and [`bed!`](crate::bed) return from the test.
+//! because a pipeline must not pass by skipping. [`needs!`](macro@crate::needs) and [`bed!`](crate::bed) return from the test.
 
 use std::net::TcpListener;
 use std::path::PathBuf;
