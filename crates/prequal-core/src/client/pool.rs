@@ -335,7 +335,7 @@ impl PoolState {
     ) -> Pick {
         let stamp = now.stamp();
         let mut pick = Pick::fallback(Placement::even(self.samples), probes);
-        let learning = self.is_learning(settings, stamp);
+        let learning = self.is_learning(settings, stamp) && (self.has_grown(stamp) || !self.is_whole());
         self.picks = self.picks.wrapping_add(1);
         let picks = self.picks;
         if self.can_choose(stamp)
@@ -563,20 +563,32 @@ impl PoolState {
         age(one) < age(other)
     }
 
+    /// Whether the pool holds every replica in use, so that Envoy's own policy could choose no other. The guard against bursts
+    /// would only replace known loads by chance.
+    fn is_whole(&self) -> bool {
+        self.members > 0 && u32::from(self.entry_count) + u32::from(self.ejected) >= self.members
+    }
+
     /// Whether even the best replica has far more in flight than usual: requests were sent faster than reports arrive, so the
     /// pool is out of date.
     fn overflows(&self, settings: &PoolSettings, now: Stamp, index: usize) -> bool {
         let load = self.entries.get(index).map_or(0, Entry::load);
         match self.theta(settings, now) {
-            Theta::At(theta, _) if settings.burst_guard => load > theta + u32::from(CROWD),
+            Theta::At(theta, _) if settings.burst_guard && !self.is_whole() => {
+                load > theta + u32::from(CROWD)
+            }
             _ => false,
         }
     }
 
     /// Whether the fleet is new, or its latencies have been forgotten: the few known replicas must not carry all of the load.
     fn is_learning(&self, settings: &PoolSettings, now: Stamp) -> bool {
-        let grown = self.members / 2 >= self.settled && now.distance_ms(self.members_changed) < GROWING_MS;
-        settings.burst_guard && (grown || now.distance_ms(self.busy_since) < GROWING_MS)
+        settings.burst_guard && (self.has_grown(now) || now.distance_ms(self.busy_since) < GROWING_MS)
+    }
+
+    /// Whether the fleet has at least doubled recently, so that replicas may exist that are not known yet.
+    fn has_grown(&self, now: Stamp) -> bool {
+        self.members / 2 >= self.settled && now.distance_ms(self.members_changed) < GROWING_MS
     }
 
     /// Index of the last entry in `order`.

@@ -77,7 +77,7 @@ pub struct PoolSettings {
     /// go to a replica with four requests in flight. Without this, the first two of 40 replicas would get all requests,
     /// and refuse those that exceed their queues. Later, these are the requests for which even the best replica has more
     /// than θ plus four in flight: Envoy's policy counts its own requests, whereas a pool that a burst has used up covers
-    /// only a sample. The paper has no such rule.
+    /// only a sample. It does not apply to a pool that holds the whole fleet. The paper has no such rule.
     pub burst_guard: bool,
     /// Conditions under which a replica is ejected.
     pub ejection: EjectionSettings,

@@ -799,6 +799,24 @@ fn a_burst_without_new_reports_is_left_to_envoys_policy() {
 }
 
 #[test]
+fn a_pool_that_holds_the_whole_fleet_places_every_burst() {
+    let steered = |members| {
+        let mut scene = Scene::new(PoolSettings { burst_guard: true, q_rif: 0.9, ..plain() });
+        scene.pool.set_members(members, 0, ms(0));
+        for at in [0, 60_000] {
+            // The second burst follows a pause.
+            scene.pick(at);
+        }
+        for n in 0..4 {
+            scene.report(60_001, n, 2, Some(50));
+        }
+        (0..100).filter(|_| scene.pick(60_001).replica.is_some()).count()
+    };
+    assert_eq!(steered(4), 100, "Envoy's own policy could choose no other");
+    assert!(steered(5) < 30, "the fifth may be idle");
+}
+
+#[test]
 fn while_most_latencies_are_unknown_busy_replicas_count_as_hot() {
     let picked = |unknown: u16| {
         let mut scene = Scene::new(PoolSettings { q_rif: 0.5, burst_guard: true, ..plain() });
