@@ -6,11 +6,11 @@ use anyhow::Result;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
-use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Reply, Request};
+use prequal_testbed::{Body, Client, Reply, Request};
 
 use crate::support::{
     PROBE_PATH, SERVING, assert_all_ok, assert_no_prequal_headers, bed, counted, three_fast_and_one_slow,
-    warm,
+    uniform_fleet,
 };
 
 #[test]
@@ -51,9 +51,7 @@ fn client_headers_neither_steer_nor_report_and_prequal_headers_do_not_leak() -> 
 #[test]
 fn the_probe_path_reveals_nothing_to_a_client() -> Result<()> {
     bed!();
-    let fleet = Fleet::uniform(2, &Reply::ok())?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 2);
+    let (_fleet, envoy) = uniform_fleet(2, &Reply::ok())?;
     let before = envoy.prequal(SERVING)?;
     for client in [envoy.client(), Client::http2(envoy.addr())] {
         for request in [
@@ -80,9 +78,7 @@ fn the_probe_path_reveals_nothing_to_a_client() -> Result<()> {
 #[test]
 fn a_client_that_gives_up_leaves_no_request_in_flight() -> Result<()> {
     bed!();
-    let fleet = Fleet::uniform(3, &Reply::ok())?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 3);
+    let (fleet, envoy) = uniform_fleet(3, &Reply::ok())?;
     let before = envoy.prequal(SERVING)?;
     for replica in fleet.iter() {
         replica.backend.set(Reply::ok().delay(Duration::from_secs(20)));

@@ -11,7 +11,7 @@ use prequal_testbed::{
 };
 use serde_json::{Value, json};
 
-use crate::support::{SERVING, assert_all_ok, bed, set, warm};
+use crate::support::{SERVING, assert_all_ok, bed, endpoint, set, warm};
 
 /// The clusters that share the replicas' addresses.
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
@@ -179,8 +179,7 @@ fn a_draining_host_is_not_used() -> Result<()> {
     let all = fleet.addrs();
     let mut envoy = Envoy::start(EnvoyConfig::for_replicas(&all)?.eds(&BOTH))?;
     warm(&envoy, 3);
-    let mut draining = lb_endpoint(&all[2]);
-    draining["health_status"] = json!("DRAINING");
+    let draining = endpoint(all[2], 1, "DRAINING");
     let localities = json!([{"lb_endpoints": [lb_endpoint(&all[0]), lb_endpoint(&all[1]), draining]}]);
     for cluster in BOTH {
         envoy.set_localities(cluster, &localities)?;
@@ -203,11 +202,7 @@ fn near_and_far() -> Result<Fleet> {
 
 fn priorities(all: &[SocketAddr], first_status: &str) -> Value {
     let of = |range: std::ops::Range<usize>, status: &str| {
-        let endpoints = all[range].iter().map(|addr| {
-            let mut endpoint = lb_endpoint(addr);
-            endpoint["health_status"] = json!(status);
-            endpoint
-        });
+        let endpoints = all[range].iter().map(|addr| endpoint(*addr, 1, status));
         endpoints.collect::<Vec<_>>()
     };
     json!([
@@ -378,11 +373,8 @@ fn endpoint_weights_stay_in_force() -> Result<()> {
     // (docs/design/limits.md).
     for (heavy, callers, within) in [(3, 12, 2.1..=4.5), (1, 4, 0.6..=1.6)] {
         let fleet = Fleet::uniform(4, &Reply::ok().delay(Duration::from_millis(10)))?;
-        let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]).map(|(addr, weight)| {
-            let mut endpoint = lb_endpoint(&addr);
-            endpoint["load_balancing_weight"] = json!(weight);
-            endpoint
-        });
+        let weighted = fleet.addrs().into_iter().zip([heavy, heavy, 1, 1]);
+        let weighted = weighted.map(|(addr, weight)| endpoint(addr, weight, "HEALTHY"));
         let localities = json!([{"lb_endpoints": weighted.collect::<Vec<_>>()}]);
         let config = placed(&fleet.addrs(), localities)?;
         assert_heavy_to_light(config, &fleet, callers, within)?;

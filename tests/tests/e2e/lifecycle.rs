@@ -6,7 +6,7 @@ use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Reply, Request, crash_module, eventually};
 use serde_json::json;
 
-use crate::support::{SERVING, assert_all_ok, bed, set, warm};
+use crate::support::{SERVING, assert_all_ok, bed, set, uniform_fleet, warm};
 
 /// Settings that must be refused, each with a word that the message must contain.
 fn bad_settings() -> Vec<(String, &'static str)> {
@@ -123,9 +123,7 @@ fn a_crash_of_the_vm_costs_one_request_and_keeps_the_pool() -> Result<()> {
 #[test]
 fn the_shipped_module_cannot_be_crashed_by_a_header() -> Result<()> {
     bed!();
-    let fleet = Fleet::uniform(2, &Reply::ok())?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 2);
+    let (_fleet, envoy) = uniform_fleet(2, &Reply::ok())?;
     let reply = envoy.client().send(Request::get("/").header("x-crash-prequal", "1"))?;
     assert_eq!(reply.status, 200);
     assert_eq!(envoy.stat("wasm.prequal.vm_reload_success")?, 0);

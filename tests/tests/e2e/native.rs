@@ -13,7 +13,7 @@ use prequal_testbed::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::{SERVING, assert_all_ok, assert_no_prequal_headers, bed, set, warm};
+use crate::support::{SERVING, assert_all_ok, assert_no_prequal_headers, bed, endpoint, set, warm};
 
 /// The clusters that share the replicas' addresses.
 const BOTH: [&str; 2] = [SERVING, "replicas-agent"];
@@ -216,11 +216,7 @@ fn priorities_weights_and_health_are_envoys() -> Result<()> {
     bed!();
     let fleet = Fleet::uniform(4, &Reply::ok().delay(ms(3)))?;
     let all = fleet.addrs();
-    let host = |index: usize, weight: u32, health: &str| {
-        let address = json!({"address": all[index].ip().to_string(), "port_value": all[index].port()});
-        json!({"endpoint": {"address": {"socket_address": address}}, "load_balancing_weight": weight,
-               "health_status": health})
-    };
+    let host = |index: usize, weight: u32, health: &str| endpoint(all[index], weight, health);
     let levels = |health: &str| {
         json!([
             {"priority": 0, "lb_endpoints": [host(0, 3, health), host(1, 1, health)]},

@@ -8,7 +8,7 @@ use anyhow::Result;
 use prequal_testbed::{Envoy, EnvoyConfig, Fleet, Policy, Reply, Request, eventually};
 use serde_json::{Value, json};
 
-use crate::support::{SERVING, assert_all_ok, bed, set, warm};
+use crate::support::{SERVING, assert_all_ok, bed, endpoint, set, warm};
 
 const PROBING: &str = "replicas-agent";
 /// Number of hosts behind both Envoys; a comparison may use fewer.
@@ -42,11 +42,7 @@ impl<'a> Group<'a> {
 
     /// The group with the next of the addresses, as Envoy's `LocalityLbEndpoints`.
     fn endpoints(&self, addrs: &mut impl Iterator<Item = SocketAddr>) -> Value {
-        let host = |((health, weight), addr): (&(&str, u32), SocketAddr)| {
-            let address = json!({"address": addr.ip().to_string(), "port_value": addr.port()});
-            json!({"endpoint": {"address": {"socket_address": address}},
-                   "load_balancing_weight": weight, "health_status": health})
-        };
+        let host = |((health, weight), addr): (&(&str, u32), SocketAddr)| endpoint(addr, *weight, health);
         let hosts: Vec<Value> = self.hosts.iter().zip(addrs).map(host).collect();
         json!({"priority": self.priority, "locality": {"zone": self.zone},
                "load_balancing_weight": self.zone_weight, "lb_endpoints": hosts})

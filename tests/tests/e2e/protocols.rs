@@ -5,16 +5,14 @@ use std::time::Duration;
 use anyhow::Result;
 use bytes::Bytes;
 use http::{HeaderValue, Version};
-use prequal_testbed::{Body, Client, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, WebSocket};
+use prequal_testbed::{Body, Client, Prequal, Reply, Request, WebSocket};
 
-use crate::support::{SERVING, assert_all_ok, bed, counted, grpc_reply, grpc_request, warm};
+use crate::support::{SERVING, assert_all_ok, bed, counted, grpc_reply, grpc_request, uniform_fleet};
 
 #[test]
 fn http2_and_grpc_pass_with_trailers() -> Result<()> {
     bed!();
-    let fleet = Fleet::uniform(3, &grpc_reply("0"))?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 3);
+    let (fleet, envoy) = uniform_fleet(3, &grpc_reply("0"))?;
     fleet.clear();
     let before = envoy.prequal(SERVING)?;
     let client = Client::http2(envoy.addr());
@@ -38,9 +36,7 @@ fn http2_and_grpc_pass_with_trailers() -> Result<()> {
 #[test]
 fn grpc_errors_are_seen_as_failures() -> Result<()> {
     bed!();
-    let fleet = Fleet::uniform(2, &Reply::ok())?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 2);
+    let (fleet, envoy) = uniform_fleet(2, &Reply::ok())?;
     let client = Client::http2(envoy.addr());
     let only = Reply::ok().header("grpc-status", "14").body(Body::Full(Bytes::new()));
     let grpc = only.clone().header("content-type", "application/grpc");
@@ -66,9 +62,7 @@ fn grpc_errors_are_seen_as_failures() -> Result<()> {
 #[test]
 fn a_websocket_is_one_request_in_flight() -> Result<()> {
     bed!();
-    let fleet = Fleet::uniform(2, &Reply::ok())?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 2);
+    let (fleet, envoy) = uniform_fleet(2, &Reply::ok())?;
     for replica in fleet.iter() {
         replica.backend.set(Reply::ok().body(Body::Upgrade));
     }
@@ -85,9 +79,7 @@ fn a_websocket_is_one_request_in_flight() -> Result<()> {
 #[test]
 fn bodies_stream_both_ways_and_a_broken_response_is_an_error() -> Result<()> {
     bed!();
-    let fleet = Fleet::uniform(2, &Reply::ok())?;
-    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
-    warm(&envoy, 2);
+    let (fleet, envoy) = uniform_fleet(2, &Reply::ok())?;
     let each = |reply: Reply| fleet.iter().for_each(|replica| replica.backend.set(reply.clone()));
     each(Reply::ok().body(Body::Echo));
     let big = Bytes::from(vec![b'z'; 4 << 20]);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
-use prequal_testbed::{Backend, Body, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, Seen};
+use prequal_testbed::{Backend, Body, Envoy, EnvoyConfig, Fleet, Prequal, Reply, Request, Seen, lb_endpoint};
 use serde_json::Value;
 
 /// The serving cluster of the shipped configuration.
@@ -32,6 +32,14 @@ pub fn verified(config: EnvoyConfig, verified: bool) -> EnvoyConfig {
     set(config, "verified_probes", verified)
 }
 
+/// One element of `lb_endpoints`, with a weight and Envoy's name of a health status.
+pub fn endpoint(addr: SocketAddr, weight: u32, health: &str) -> Value {
+    let mut endpoint = lb_endpoint(&addr);
+    endpoint["load_balancing_weight"] = weight.into();
+    endpoint["health_status"] = health.into();
+    endpoint
+}
+
 /// Three replicas that answer in 5 ms and a last one in 150, behind an Envoy that knows them all.
 pub fn three_fast_and_one_slow() -> Result<(Fleet, Envoy)> {
     let ms = Duration::from_millis;
@@ -39,6 +47,14 @@ pub fn three_fast_and_one_slow() -> Result<(Fleet, Envoy)> {
     let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
     warm(&envoy, 4);
     fleet.clear();
+    Ok((fleet, envoy))
+}
+
+/// Replicas that all answer `reply`, behind an Envoy that knows them all.
+pub fn uniform_fleet(replicas: usize, reply: &Reply) -> Result<(Fleet, Envoy)> {
+    let fleet = Fleet::uniform(replicas, reply)?;
+    let envoy = Envoy::start(EnvoyConfig::for_replicas(&fleet.addrs())?)?;
+    warm(&envoy, replicas as u64);
     Ok((fleet, envoy))
 }
 

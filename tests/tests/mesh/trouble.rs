@@ -132,13 +132,19 @@ fn under_passthrough_envoy_refuses_the_probe_cluster_and_clients_choose_no_host_
     Ok(())
 }
 
+/// The files of the client side without one patch of `prequal-filters`, given by its index.
+fn client_files_without(patch: usize) -> Result<Vec<Value>> {
+    let mut files = client_files()?;
+    let patches = &mut of(&mut files, "EnvoyFilter", "prequal-filters")["spec"]["configPatches"];
+    patches.as_array_mut().expect("patches").remove(patch);
+    Ok(files)
+}
+
 #[test]
 fn without_the_front_strip_only_the_module_keeps_clients_from_choosing() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
-    let mut files = client_files()?;
-    let patches = &mut of(&mut files, "EnvoyFilter", "prequal-filters")["spec"]["configPatches"];
-    patches.as_array_mut().expect("patches").remove(0);
+    let mut files = client_files_without(0)?;
     let mut proxy = pods.sidecar()?;
     apply(&mut proxy, &files);
     let envoy = proxy.start()?;
@@ -166,9 +172,7 @@ fn without_the_front_strip_only_the_module_keeps_clients_from_choosing() -> Resu
 fn without_the_upstream_strip_the_agent_still_keeps_the_choice_from_the_application() -> Result<()> {
     bed!();
     let pods = Pods::start()?;
-    let mut files = client_files()?;
-    let patches = &mut of(&mut files, "EnvoyFilter", "prequal-filters")["spec"]["configPatches"];
-    patches.as_array_mut().expect("patches").remove(2);
+    let files = client_files_without(2)?;
     let mut proxy = pods.sidecar()?;
     apply(&mut proxy, &files);
     let envoy = proxy.start()?;
