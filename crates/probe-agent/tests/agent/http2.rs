@@ -497,11 +497,11 @@ fn answer_heads(tcp: &mut std::net::TcpStream, most: usize) -> io::Result<()> {
 async fn a_request_that_was_not_written_when_its_connection_broke_is_sent_again() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let agent = agent(listener.local_addr().unwrap(), |config| config.upstream_http2 = UpstreamHttp2::Always);
-    let ((reset, told), (done, is_reset)) = (channel(), channel());
+    let ((reset, must_reset), (done, is_reset)) = (channel(), channel());
     std::thread::spawn(move || {
         let (mut first, _) = listener.accept().unwrap();
         answer_heads(&mut first, 1).unwrap();
-        told.recv().unwrap();
+        must_reset.recv().unwrap();
         // Unread data makes the system reset the connection.
         drop(first);
         done.send(()).unwrap();

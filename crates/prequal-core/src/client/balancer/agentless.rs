@@ -1,4 +1,4 @@
-//! The part of the requests that replicas without an agent get.
+//! Decides which requests go to replicas without an agent. Membership (`members.rs`) decides which replicas those are.
 //!
 //! While agents are rolled out or rolled back, some replicas report and others do not. Choosing only among those that
 //! report would leave the others idle, and a few replicas would get the requests of the whole fleet. Therefore each agentless

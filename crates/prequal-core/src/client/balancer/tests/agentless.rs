@@ -22,7 +22,7 @@ fn placed_by_proxy(balancer: &mut Balancer<Memory, Counts>, at: u64, n: u16) {
     balancer.ended(request, true, false, &proxy);
 }
 
-/// Sends a request; whoever gets it answers at once, and reports if its number is below `reporting`.
+/// Sends a request, which its replica answers at once. The answer has a report if the replica's number is below `reporting`.
 fn send(balancer: &mut Balancer<Memory, Counts>, at: u64, reporting: u16, rng: &mut SmallRng) -> Option<u16> {
     let mut request = balancer.begin(ms(at), &[], true, rng);
     let chosen = request.pick.replica.map(number)?;
@@ -79,10 +79,10 @@ fn a_majority_without_agents_leaves_all_requests_to_the_proxy() {
     let (mut balancer, mut rng) = (mixed(3, 4), rng());
     assert!((2..200).all(|at| send(&mut balancer, at, 3, &mut rng).is_none()));
     // One gets an agent: now half of the fleet or more reports.
-    let told = report(3, 0, 10);
+    let first_report = report(3, 0, 10);
     let proxy = Proxy(200, Some(replica(3)), Class::Answer, 1);
     let mut request = Request::default();
-    balancer.response(ms(200), &mut request, false, Some(Ok(told)), &proxy);
+    balancer.response(ms(200), &mut request, false, Some(Ok(first_report)), &proxy);
     assert!((201..300).all(|at| send(&mut balancer, at, 4, &mut rng).is_some()));
     assert_eq!(balancer.membership.members().agentless(), 3);
 }
