@@ -298,8 +298,8 @@ pub const KEYS: &[Key] = &[
         .at(Flag(|s| Some(&mut s.probe.piggyback)))
         .with_probes()
         .means(
-            "use the reports on responses as well as those of probes; probes then skip replicas that reported within the last \
-             tenth of `max_age_ms`",
+            "use the reports on responses as well as those of probes; 15 of 16 samples of replicas to probe then leave out \
+             those that reported within the last tenth of `max_age_ms`",
         ),
     advanced("burst_guard", "", Bool)
         .at(Flag(|s| Some(&mut s.pool.burst_guard)))

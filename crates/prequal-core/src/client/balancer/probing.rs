@@ -18,6 +18,9 @@ use crate::wire::hint::{HOMES, HintHash};
 use crate::wire::load::{Load, Source};
 use crate::wire::report::LoadReport;
 
+/// One in this many samples of replicas to probe is uniform.
+const UNIFORM_SAMPLES: u32 = 16;
+
 impl<S: Store, C: Counters> Balancer<S, C> {
     /// Returns the targets of the probes that are due: distinct sampled replicas, and `None` for each probe whose replica the
     /// probe cluster's policy chooses.
@@ -26,8 +29,10 @@ impl<S: Store, C: Counters> Balancer<S, C> {
         let mut targets = Vec::new();
         if addressed > 0 {
             let Self { config, counters, journal, membership, .. } = self;
-            // If only probes are used, the sample is uniform (paper §4).
-            let fresh_ms = if config.probe.piggyback { config.pool.max_age_ms / 10 } else { 0 };
+            // If only probes are used, the sample is uniform (paper §4). Otherwise it is only sometimes, so that a replica whose
+            // responses report its load often enough is still probed, and a blocked path to its probe port shows.
+            let spares_fresh = config.probe.piggyback && !rng.random_ratio(1, UNIFORM_SAMPLES);
+            let fresh_ms = if spares_fresh { config.pool.max_age_ms / 10 } else { 0 };
             let read = journal.pool.update(|pool| {
                 let fresh = |replica| pool.heard_within(replica, now, fresh_ms);
                 (membership.members().sample(addressed, &mut *rng, fresh), false)

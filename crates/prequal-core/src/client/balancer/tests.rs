@@ -350,20 +350,22 @@ fn without_ejection_a_failure_does_not_change_the_pool() {
 }
 
 #[test]
-fn probes_skip_replicas_with_fresh_reports_except_in_the_papers_profile() {
-    for (profile, spared) in [(Profile::Default, true), (Profile::Paper, false)] {
+fn probes_mostly_skip_replicas_with_fresh_reports_except_in_the_papers_profile() {
+    // Half of the targets of a uniform sample are fresh.
+    for (profile, expected) in [(Profile::Default, 0.02..0.05), (Profile::Paper, 0.45..0.55)] {
         let mut balancer = balancer(config(profile, 8), &Memory);
         // Half of the fleet is probed.
         probe_all(&mut balancer, 4, 0);
         balancer.tick(ms(1), &mut rng());
         let due = ProbesDue { addressed: 4, discovery: 1 };
         let (mut rng, mut fresh) = (rng(), 0);
-        for _ in 0..50 {
+        for _ in 0..500 {
             let targets = balancer.targets(due, ms(2), &mut rng);
             assert_eq!((targets.len(), targets.iter().flatten().count()), (5, 4));
             fresh += targets.iter().flatten().filter(|target| number(target.replica) < 4).count();
         }
-        assert_eq!(fresh == 0, spared, "{profile:?}: {fresh}");
+        let share = fresh as f64 / (500.0 * 4.0);
+        assert!(expected.contains(&share), "{profile:?}: {share}");
     }
 }
 
