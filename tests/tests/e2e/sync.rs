@@ -22,6 +22,7 @@ fn sync_config(addrs: &[SocketAddr], settings: Value) -> Result<EnvoyConfig> {
         cluster["mode"] = json!("sync");
         // Long enough for a busy machine; the tests of the deadline set their own.
         cluster["sync_deadline_ms"] = json!(1000);
+        cluster["probe_timeout_ms"] = json!(1000);
         // Listed explicitly, so that the first request already has replicas to probe.
         cluster["endpoints"] = json!(addrs.iter().map(ToString::to_string).collect::<Vec<_>>());
         for (key, value) in settings.as_object().expect("an object") {
