@@ -99,7 +99,7 @@ fn every_query_answers_on_a_live_fleet_and_every_alert_can_fire() -> Result<()> 
     let secure = Agent::start_with(fleet[0].backend.addr(), &certificate.options())?;
     let bed = Bed { prometheus: scraping(&envoy, &fleet, &secure)?, rules };
 
-    bed.is_healthy(&EMPTY_WHEN_HEALTHY)?;
+    bed.is_healthy(&EMPTY_WHEN_HEALTHY, &[])?;
     let mut exposed = exposed(&envoy, &fleet, &secure)?;
     // The label of `build_info` differs in each release.
     exposed.remove("prequal_agent_build_info");
@@ -173,6 +173,9 @@ const NOT_NATIVE: [&str; 10] = [
 ];
 
 /// Prometheus gives the native module's metrics the filter's names, so that the same dashboard and rules fit.
+///
+/// The module knows the fleet and needs no discovery probes, so a replica that reports its load on its responses is probed
+/// only about twice a minute.
 #[test]
 fn dashboard_and_rules_fit_the_native_module() -> Result<()> {
     bed!();
@@ -182,7 +185,7 @@ fn dashboard_and_rules_fit_the_native_module() -> Result<()> {
     let _traffic = Traffic::start(&envoy);
     let secure = Agent::start(fleet[0].backend.addr())?;
     let bed = Bed { prometheus: scraping(&envoy, &fleet, &secure)?, rules: shipped::rules()? };
-    bed.is_healthy(&[&EMPTY_WHEN_HEALTHY[..], &NOT_NATIVE[..]].concat())?;
+    bed.is_healthy(&[&EMPTY_WHEN_HEALTHY[..], &NOT_NATIVE[..]].concat(), &["PrequalReplicaUnprobed"])?;
     bed.only(&NOT_NATIVE)?;
     bed.no_rule_failed()
 }
@@ -263,8 +266,8 @@ struct Bed {
 
 impl Bed {
     /// Waits until every query of the dashboard, except those named `empty`, and every recording rule yields numbers, while no
-    /// alert does.
-    fn is_healthy(&self, empty: &[&str]) -> Result<()> {
+    /// alert except those in `hasty` does: for them, the tests' window is too short.
+    fn is_healthy(&self, empty: &[&str], hasty: &[&str]) -> Result<()> {
         let dashboard = shipped::dashboard()?;
         self.variables_have_values(&dashboard)?;
         let mut queries = shipped::queries(&dashboard)?;
@@ -278,6 +281,7 @@ impl Bed {
             let mut raised = Vec::new();
             for rule in &self.rules {
                 if let Some(alert) = &rule.alert
+                    && !hasty.contains(&alert.as_str())
                     && let samples = self.prometheus.query(&rule.expr)?
                     && !samples.is_empty()
                 {
