@@ -16,6 +16,9 @@ const MIX: Sizes = Sizes::Mix { rare: 0.1, long: (10.0, 30.0), usual: (0.5, 1.5)
 /// One query in twenty takes 80 times as long, in units of 5 ms.
 const RARE: Sizes = Sizes::Mix { rare: 0.05, long: (80.0, 80.0), usual: (1.0, 1.0) };
 
+/// One query in 500 takes a thousand times as long, in units of 10 ms: each replica has one or two of them at any time.
+const RARE_LONG: Sizes = Sizes::Mix { rare: 0.002, long: (1000.0, 1000.0), usual: (0.8, 1.2) };
+
 /// Each client sends five queries a second.
 const SIDECARS: &str = "sidecars, 32 × 1, exp 100";
 
@@ -53,6 +56,12 @@ impl Point {
                 scenario.changes.extend((0..servers).map(slow));
             }
         })
+    }
+}
+
+fn on_one_core(scenario: &mut SimScenario) {
+    for server in &mut scenario.servers {
+        server.service = SimService::Cpu { cores: 1.0, spare: Spare::None };
     }
 }
 
@@ -148,6 +157,10 @@ fn all() -> Vec<Point> {
             .with(|scenario| scenario.load = SimLoad::Batches { qps: 600.0, of: 60 }),
         fleet("16 × 4, exp 40, batches of 20, 60 %", &[(16, 4, 40.0)], Exponential, 960.0)
             .with(|scenario| scenario.load = SimLoad::Batches { qps: 960.0, of: 20 }),
+        fleet("10 × 4, one in 500 takes 10 s", &[(10, 4, 10.0)], RARE_LONG, 650.0)
+            .with(|scenario| scenario.measured = 120.0),
+        fleet("10 × 1 core, exactly 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exact, 400.0).with(on_one_core),
+        fleet("10 × 1 core, exp 20, 80 %", &[(10, NO_QUEUE, 20.0)], Exponential, 400.0).with(on_one_core),
         // Fleets that fit a pool of 128 reports, but not one of 24: few clients share them, or one has them alone.
         fleet("90 × 1, exp 140, 70 %", &[(90, 1, 140.0)], Exponential, 450.0),
         fleet("70 × 1, exp 140, 70 %, 2 clients", &[(70, 1, 140.0)], Exponential, 350.0).clients(2),

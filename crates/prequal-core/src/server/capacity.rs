@@ -116,6 +116,11 @@ impl Levels {
         self.level
     }
 
+    /// Returns the latency of a request at the current level according to the last fit, microseconds.
+    pub fn expected_us(&self) -> Option<f64> {
+        Some(self.fit?.latency_us(self.level.saturating_sub(1)).into())
+    }
+
     /// Changes the level from `before` to `after`. The time since the last update is credited to the level at that
     /// update. If other workers have changed the level unnoticed, it is credited in equal parts to the levels from that
     /// one to `before`.

@@ -14,7 +14,10 @@
 //! - Failures and aborts are never samples. A replica that only fails would stay unknown, so every client would try it.
 //!   Instead it reports [`TrackerConfig::failure_latency_us`] for `max_age_us` after a failure.
 //!
-//! The tracker also counts what [`crate::server::capacity`] needs: how many requests are at the server, and for how long.
+//! The tracker also counts what [`crate::server::capacity`] needs: how many requests are at the server, and for how long. A
+//! request that takes [`LONG`] times as long as the others, while [`OVERTAKEN`] of them pass it, no longer counts there.
+//! Otherwise one request in 500 that takes a thousand times as long makes its replica look two or three times as slow, and
+//! clients move to the others, although the replica answers everything else in time. Its truncated time does count.
 //!
 //! The tracker does not synchronise: embedders wrap it in a mutex (every operation is O(1) amortised). Where several
 //! workers of an Envoy serve one replica, each has its own tracker, receives the total number of requests in flight,
@@ -56,7 +59,7 @@ pub struct Ended {
     pub arrived_as: u32,
     /// Number of requests at the server when it ended, itself included; 0 if it was not at the server.
     pub level: u32,
-    /// Time from its arrival to its end, less the time its client took, microseconds, at most [`MAX_LATENCY_US`].
+    /// Time from its arrival to its end, less the time it was away, microseconds, at most [`MAX_LATENCY_US`].
     pub latency_us: u32,
     /// How it ended.
     pub outcome: Outcome,
@@ -83,7 +86,7 @@ impl Ticket {
 pub struct Present {
     /// Number of requests in flight.
     pub rif: u32,
-    /// Of those, streams and requests that wait for their client.
+    /// Of those, streams, very long requests, and requests that wait for their client.
     pub away: u32,
 }
 
@@ -108,11 +111,13 @@ struct Open {
     arrived: Micros,
     /// When it last came to the server; the linked requests are in this order.
     since: Micros,
-    /// When it last left the server while in flight; `None` while it is at the server.
+    /// Since when it does not count as at the server; `None` while it does.
     away: Option<Micros>,
-    /// Whether it never comes back to the server.
-    stream: bool,
-    /// Time its client took before `since`, microseconds.
+    /// Whether it stays away: a stream, or a very long request.
+    stays_away: bool,
+    /// Its place among the overtaken requests, and the number of successes when it was first overtaken.
+    overtaken: Option<(usize, u64)>,
+    /// Time it was away before `since`, microseconds.
     away_us: u64,
 }
 
@@ -121,11 +126,15 @@ struct Open {
 pub struct Tracker {
     config: TrackerConfig,
     rif: u32,
-    /// Of those, streams and requests that wait for their client.
+    /// Of those, streams, very long requests, and requests that wait for their client.
     away: u32,
     /// All requests in flight. Those that may be stuck (at the server and not overtaken) are linked in order of age.
     in_flight: InFlight<Open>,
+    /// Requests at the server that later ones have overtaken, in order of age.
+    overtaken: InFlight<Visit>,
     arrivals: u64,
+    /// Number of requests that have succeeded, here and elsewhere.
+    successes: u64,
     levels: Levels,
     buckets: Box<[Bucket]>,
     /// Highest bucket ever used plus one; limits the search for a neighbour.
@@ -141,7 +150,9 @@ impl Tracker {
             rif: 0,
             away: 0,
             in_flight: InFlight::default(),
+            overtaken: InFlight::default(),
             arrivals: 0,
+            successes: 0,
             levels: Levels::new(),
             buckets: vec![Bucket::default(); BUCKETS].into_boxed_slice(),
             used: 0,
@@ -163,7 +174,8 @@ impl Tracker {
             arrived: now,
             since: now,
             away: None,
-            stream: false,
+            stays_away: false,
+            overtaken: None,
             away_us: 0,
         });
         self.in_flight.link(slot);
@@ -183,8 +195,11 @@ impl Tracker {
         let level = present.level();
         self.rif = self.rif.saturating_sub(1);
         let open = self.in_flight.remove(ticket.visit.slot);
+        if let Some((place, _)) = open.and_then(|open| open.overtaken) {
+            self.overtaken.remove(place);
+        }
         let arrived = open.map_or(now, |open| open.arrived);
-        let client =
+        let away_us =
             open.map_or(0, |open| open.away_us + open.away.map_or(0, |since| now.saturating_since(since)));
         let level = match open.and_then(|open| open.away) {
             Some(_) => {
@@ -193,7 +208,7 @@ impl Tracker {
             }
             None => level,
         };
-        let latency = now.saturating_since(arrived).saturating_sub(client);
+        let latency = now.saturating_since(arrived).saturating_sub(away_us);
         let latency_us = u32::try_from(latency).unwrap_or(u32::MAX).min(MAX_LATENCY_US);
         let Ticket { rif_at_arrival, arrived_as, .. } = ticket;
         let ended = Ended { at: now, rif_at_arrival, arrived_as, level, latency_us, outcome };
@@ -205,6 +220,7 @@ impl Tracker {
             && outcome == Outcome::Success
         {
             self.overtake(open.since);
+            self.set_long_ones_apart(now);
         }
         ended
     }
@@ -217,7 +233,7 @@ impl Tracker {
             self.levels.heard(ended.at, ended.level, ended.level - 1);
         }
         self.take(ended);
-        if ended.outcome == Outcome::Success {
+        if ended.outcome == Outcome::Success && ended.level > 0 {
             self.overtake(Micros(ended.at.0.saturating_sub(ended.latency_us.into())));
         }
     }
@@ -244,17 +260,40 @@ impl Tracker {
 
     /// Marks the requests at the server since before `since` as overtaken: they are heavy, not stuck.
     fn overtake(&mut self, since: Micros) {
-        while let Some((slot, _)) = self.in_flight.oldest().filter(|(_, open)| open.since < since) {
+        self.successes = self.successes.wrapping_add(1);
+        while let Some((slot, open)) = self.in_flight.oldest().filter(|(_, open)| open.since < since) {
             self.in_flight.unlink(slot);
+            let place = self.overtaken.insert(Visit { slot, number: open.number });
+            self.overtaken.link(place);
+            if let Some(open) = self.in_flight.get_mut(slot) {
+                open.overtaken = Some((place, self.successes));
+            }
+        }
+    }
+
+    /// Stops counting very long requests as at the server.
+    fn set_long_ones_apart(&mut self, now: Micros) {
+        let Some(expected_us) = self.levels.expected_us() else { return };
+        while let Some((_, visit)) = self.overtaken.oldest()
+            && let Some(open) = self.open(visit)
+            && let Some((_, since)) = open.overtaken
+            && now.saturating_since(open.since) as f64 > LONG * expected_us
+            && self.successes.wrapping_sub(since) >= OVERTAKEN
+        {
+            self.leave_for_good(visit, now);
         }
     }
 
     /// Turns a request into a stream. It still counts as in flight, but no longer says anything about the server's
     /// speed.
     pub fn streaming(&mut self, ticket: &Ticket, now: Micros) {
-        self.client_waits(ticket.visit, now);
-        if let Some(open) = self.open(ticket.visit) {
-            open.stream = true;
+        self.leave_for_good(ticket.visit, now);
+    }
+
+    fn leave_for_good(&mut self, visit: Visit, now: Micros) {
+        self.client_waits(visit, now);
+        if let Some(open) = self.open(visit) {
+            open.stays_away = true;
         }
     }
 
@@ -262,6 +301,9 @@ impl Tracker {
     pub fn client_waits(&mut self, visit: Visit, now: Micros) {
         let Some(open) = self.open(visit).filter(|open| open.away.is_none()) else { return };
         open.away = Some(now);
+        if let Some((place, _)) = open.overtaken.take() {
+            self.overtaken.remove(place);
+        }
         self.in_flight.unlink(visit.slot);
         self.away = self.away.saturating_add(1);
         let level = self.levels.level();
@@ -270,7 +312,7 @@ impl Tracker {
 
     /// Records that the client is back: the request is at the server again.
     pub fn client_is_back(&mut self, visit: Visit, now: Micros) {
-        let Some(open) = self.open(visit).filter(|open| !open.stream) else { return };
+        let Some(open) = self.open(visit).filter(|open| !open.stays_away) else { return };
         let Some(away) = open.away.take() else { return };
         open.away_us += now.saturating_since(away);
         open.since = now;
@@ -346,6 +388,12 @@ impl Tracker {
         })
     }
 }
+
+/// Multiple of the expected latency beyond which an overtaken request is very long. With 5, where one request in twenty takes
+/// 80 times as long as the others, its end comes as a surprise; beyond 20, very long requests are recognised too late.
+const LONG: f64 = 10.0;
+/// Number of requests that must have succeeded since it was first overtaken. If the replica itself has become slow, fewer do.
+const OVERTAKEN: u64 = 10;
 
 /// Recent samples for one RIF (or a narrow range of them).
 #[derive(Clone, Copy, Debug)]
@@ -513,6 +561,54 @@ mod tests {
         hears(&mut one, 110);
         assert_eq!(one.latency_at(ms(900), 1, None), Some(10_000));
         one.finish(heavy, ms(1000), Outcome::Success);
+    }
+
+    #[test]
+    fn very_long_requests_do_not_make_the_replica_look_slow() {
+        let base = |long: u64| {
+            let mut tracker = Tracker::new(TrackerConfig::default());
+            let held: Vec<_> = (0..long).map(|_| tracker.start(ms(0))).collect();
+            // Every 20 ms, a request of 10 ms.
+            for at in 0..500 {
+                serve(&mut tracker, at * 20, 10);
+                assert!(tracker.capacity(ms(at * 20 + 10)).is_some());
+            }
+            let capacity = tracker.capacity(ms(10_000)).unwrap();
+            assert_eq!(u64::from(tracker.rif()), long);
+            held.into_iter().for_each(|ticket| _ = tracker.finish(ticket, ms(10_000), Outcome::Success));
+            assert_eq!((tracker.rif(), tracker.away), (0, 0));
+            let ended = tracker.capacity(ms(10_050)).unwrap();
+            assert!(ended.base_us < 12_000, "{ended:?}: their end shows nothing, either");
+            (capacity.base_us, u64::from(capacity.knee))
+        };
+        for long in [0, 3] {
+            let (base_us, knee) = base(long);
+            assert!((9_990..12_000).contains(&base_us), "{long}: {base_us}");
+            // The RIF on the wire counts them, so the knee does, too.
+            assert!((long + 1..long + 3).contains(&knee), "{long}: {knee}");
+        }
+    }
+
+    #[test]
+    fn a_replica_that_has_become_slow_shows_it_although_requests_overtake_each_other() {
+        let mut tracker = Tracker::new(TrackerConfig::default());
+        for at in 0..100 {
+            serve(&mut tracker, at * 20, 10);
+            assert!(tracker.capacity(ms(at * 20 + 10)).is_some());
+        }
+        // From now on a request takes 200 or 300 ms.
+        let mut open = std::collections::VecDeque::new();
+        for at in 0..200 {
+            let now = 2000 + at * 20;
+            open.push_back((now + 200 + at % 2 * 100, tracker.start(ms(now))));
+            while let Some(next) = open.iter().position(|(end, _)| *end <= now) {
+                let (end, ticket) = open.remove(next).unwrap();
+                tracker.finish(ticket, ms(end), Outcome::Success);
+                assert!(tracker.capacity(ms(end)).is_some());
+            }
+        }
+        let expected = tracker.capacity(ms(6000)).unwrap().latency_us(tracker.rif());
+        assert!(expected > 150_000, "{expected}");
     }
 
     #[test]
